@@ -1,8 +1,9 @@
 """Time cross-scoring of thoughts: each prompt read once, and naively, one sequence per pair. Prints a JSON object.
 
-Both methods score the same prompts and thoughts of one rollout of 8 levels x 16 episodes: 64 trajectory samples, each
-with the prompts of all, and 64 first turns with the 8 openings. The training fraction is that of training without
-validation, if both samples are diagnosed every fifth step.
+Both methods score the same prompts and thoughts of one rollout of 8 levels x 16 episodes. The first sample has 64
+thoughts of any turn and their 64 prompts. The second has 64 thoughts of first turns and the 8 openings. Every thought
+is scored after every prompt. The training fraction is the part of the time of training without validation that the
+diagnostics take, if both samples are scored every fifth step.
 Run: python benchmarks/cross_scoring.py [--repetitions 5] [--steps 5] [--samples 64]
 """
 
@@ -30,7 +31,7 @@ from trainable.rollout.episode import Episode
 from trainable.rollout.episode_loop import roll_out_episodes
 from trainable.rollout.sampler import SamplingParams
 
-COMPUTE_FREQ = 5
+COMPUTE_FREQ = 5  # steps per diagnosis
 SETTINGS = {
     **PRESETS["laptop"],
     "trainer.val_before_train": False,
@@ -69,10 +70,12 @@ def compute_naive_scores(model: Qwen2, pairs: ThoughtPairs) -> Tensor:
     sums = torch.zeros((len(pairs.thoughts), len(pairs.prompts)), dtype=torch.float64)
     with torch.inference_mode():
         for column, prompt in enumerate(pairs.prompts):
+            # One row per thought, padded on the right; causal attention never reads the padding.
             tokens = torch.zeros((len(lengths), len(prompt) + thought_mask.shape[1]), dtype=torch.long)
             tokens[:, : len(prompt)] = torch.from_numpy(prompt)
             tokens[:, len(prompt) :][thought_mask] = targets
             scored_mask = torch.cat((torch.zeros(len(lengths), len(prompt), dtype=torch.bool), thought_mask), dim=1)
+            # The state at a position predicts the next token, hence minus 1.
             hidden = model.model.compute_hidden_states(tokens, scored_mask.flatten().nonzero().squeeze(-1) - 1)
             logprobs = model.lm_head(hidden).log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
             sums[:, column].index_add_(0, thought_index, logprobs.double())
@@ -119,6 +122,7 @@ def compare_methods(
         for name, method in methods.items():
             call_times[name].append(time_call(lambda method=method: method(model, pairs)))
     medians = {name: compute_median_time(times) for name, times in call_times.items()}
+    # One ratio per repetition, so that a change of the machine's load affects both methods of a ratio.
     ratios = [naive.cpu / shared.cpu for naive, shared in zip(call_times["naive"], call_times["shared"], strict=True)]
     relative_errors = (shared_sums - naive_sums) / naive_sums.abs().clamp_min(1)
     results = {
@@ -163,7 +167,8 @@ def main() -> None:
     parser.add_argument("--steps", type=parse_count, default=5, help="timed training steps")
     parser.add_argument("--samples", type=parse_count, default=64, help="thoughts in each sample")
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # CPU seconds are comparable only at one number of threads
+    # Two more steps: the first is not timed, and the last, which has the final evaluation, is not run.
     trainer = PPOTrainer(apply_overrides(RunConfig(), {**SETTINGS, "trainer.total_training_steps": args.steps + 2}))
     episodes = roll_out(trainer)
     results, median_times = {}, {}

@@ -16,14 +16,14 @@ from trainable.envs.sokoban.board import step
 from trainable.envs.sokoban.generate import Level, generate_levels
 from trainable.envs.sokoban.solver import compute_distance_table
 
-BATCH = 128
+BATCH = 128  # boards that are played at once: the 8 x 16 episodes of a training step
 ACTIONS_PER_EPISODE = 10
 EPISODES = 200
 LEVELS = 2000
 
 
 def measure_rate(work: Callable[[], object], items: int, repetitions: int) -> float:
-    """Items per CPU second: the median of several repetitions, after one that is not timed."""
+    """Items per CPU second: the median of several repetitions, after one call that is not timed."""
     work()
     rates = []
     for _ in range(repetitions):

@@ -86,6 +86,7 @@ def make_networks(shape: Qwen2Shape, device: torch.device, dtype: torch.dtype, r
     for network in (policy, critic):
         network.model.pass_settings = PassSettings(dtype, recompute)
         for name, weight in network.named_parameters():
+            # Norm weights stay 1, as in a model before training; 0.02 is the initializer_range of Qwen2.
             if "norm" not in name:
                 torch.nn.init.normal_(weight, std=0.02)
     return Networks(policy, critic, make_frozen_copy(policy))
@@ -169,7 +170,7 @@ def make_training_phases(networks: Networks, batch: Batch) -> dict[str, Phase]:
         "reference": Phase(lambda: compute_at_trained_tokens(batch, rows, reference), policy_flops),
         "update_critic": Phase(
             lambda: update_critic(networks.critic, critic_backend, batch, targets, order, CriticConfig()),
-            3 * value_flops,
+            3 * value_flops,  # a forward pass, and a backward pass that counts twice
         ),
         "update_actor": Phase(lambda: actor_update.run(batch, targets, order), 3 * policy_flops),
     }
@@ -202,7 +203,7 @@ def make_collapse_phase(policy: Qwen2, episodes: Sequence[Episode]) -> Phase:
 
 
 def make_rollout_phase(policy: Qwen2, episodes: Sequence[Episode]) -> Phase:
-    """Phase that samples one short reply per episode."""
+    """Phase that samples one reply of `ROLLOUT_TOKENS` tokens per episode, in place of a rollout of whole episodes."""
     opening_length = int(np.flatnonzero(episodes[0].mask)[0])
     prompts = [episode.tokens[:opening_length].tolist() for episode in episodes[::GROUP_SIZE]]
     rows, shape = GROUP_SIZE * len(prompts), policy.shape
@@ -262,7 +263,7 @@ def main() -> None:
     args = parse_options()
     device = torch.device(args.device)
     if device.type == "cpu":
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # as in the other benchmarks, whose CPU seconds are of one thread
     dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     turn_lengths = TURN_LENGTHS[args.shape]._replace(reply=args.tokens or TURN_LENGTHS[args.shape].reply)
     networks = make_networks(make_shape(args.shape), device, getattr(torch, dtype), not args.keep_activations)

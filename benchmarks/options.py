@@ -8,9 +8,9 @@ def parse_count(text: str) -> int:
     try:
         count = int(text)
     except ValueError:
-        count = 0
+        count = 0  # text that is no integer gets the error below too
     if count < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1: type a number such as 5")
     return count
 
 

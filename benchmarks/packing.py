@@ -48,7 +48,7 @@ class Case(NamedTuple):
 
 
 def compute_padded_hidden_states(trunk: Qwen2Trunk, tokens: Tensor, flat_positions: Tensor) -> Tensor:
-    """As `Qwen2Trunk.compute_hidden_states`, but computed for the whole rectangle, without recomputing blocks."""
+    """As `Qwen2Trunk.compute_hidden_states`, but for the whole rectangle, and without recomputing activations."""
     with trunk._autocast(tokens.device):
         x = trunk.embed_tokens(tokens)
         cos, sin = compute_rotary(torch.arange(tokens.shape[1], device=tokens.device), trunk.shape)
@@ -56,6 +56,8 @@ def compute_padded_hidden_states(trunk: Qwen2Trunk, tokens: Tensor, flat_positio
             q, k, v = layer.self_attn.project(layer.input_layernorm(x), cos, sin)
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
             mixed = mixed.transpose(1, 2).flatten(2)
+            # After the last attention only positions that predict a trained token are needed, also in the padded
+            # method.
             if layer_number == len(trunk.layers):
                 x, mixed = x.flatten(0, 1)[flat_positions], mixed.flatten(0, 1)[flat_positions]
             x = layer.finish(x, mixed)
@@ -76,6 +78,7 @@ def make_row_passes(batch: Batch, groups: Iterable[Tensor]) -> PassTensors:
 
 def split_padded_rows(batch: Batch) -> Iterator[Tensor]:
     """Rows of each padded pass of an update: consecutive rows of a mini-batch."""
+    # Fewer rows for long sequences, so that a rectangle has at most PADDED_PASS_TOKENS tokens.
     size = max(1, min(PADDED_PASS_ROWS, PADDED_PASS_TOKENS // batch.tokens.shape[1]))
     for rows in split_mini_batches(order_length_stratified(batch.lengths), MINI_BATCH_SIZE):
         yield from rows.split(size)
@@ -97,7 +100,10 @@ def make_packed_passes(batch: Batch) -> PassTensors:
 def run_passes(
     model: Qwen2, compute_hidden: HiddenStateFunction, iterate_passes: Callable[[], PassTensors], with_gradients: bool
 ) -> list[Tensor]:
-    """The gradient of the sum of all log-probs, by parameter; or without gradients, the log-probs of each pass."""
+    """The gradient of the sum of all log-probs, by parameter; or without gradients, the log-probs of each pass.
+
+    Both methods return the same quantities, so that `compare_methods` can compare them.
+    """
     model.zero_grad(set_to_none=True)
     pass_logprobs = []
     with torch.set_grad_enabled(with_gradients):
@@ -116,6 +122,7 @@ def run_passes(
 def make_methods(case: Case, with_gradients: bool) -> dict[str, Callable[[], list[Tensor]]]:
     """Both methods, as functions without arguments. with_gradients: update, otherwise reference."""
     model, batch = case
+    # Passes without gradients sort rows by length, as the trainer does, so that rectangles have little padding.
     sorted_rows = torch.argsort(batch.lengths, stable=True).split(NO_GRAD_ROWS)
     methods: Mapping[str, tuple[HiddenStateFunction, Callable[[], PassTensors]]] = {
         "padded": (
@@ -172,6 +179,7 @@ def compare_methods(case: Case, with_gradients: bool, repetitions: int) -> dict[
         "seconds": {name: round(statistics.median(seconds), 4) for name, seconds in seconds_by_method.items()},
         "packed_over_padded": {
             "median": round(statistics.median(ratios), 3),
+            # statistics.quantiles gives three quartiles; the second is the median.
             "quartiles": [round(quartile, 3) for quartile in statistics.quantiles(ratios)[::2]],
         },
         "relative_difference": float((packed_result - padded_result).norm() / padded_result.norm()),
@@ -187,7 +195,7 @@ def make_laptop_case() -> Case:
 
 
 def repeat_tokens(case: Case) -> Case:
-    """A quarter of the episodes, with every token repeated four times."""
+    """A quarter of the episodes, with every token repeated four times: equally many tokens, in longer sequences."""
     batch = Batch(*(tensor[::4] for tensor in case.batch))
     repeated_fields = {
         name: tensor.repeat_interleave(4, dim=1) for name, tensor in batch._asdict().items() if tensor.dim() == 2

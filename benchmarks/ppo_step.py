@@ -53,7 +53,7 @@ def main() -> None:
     for step in range(args.steps + 1):
         for name, trainer in trainers.items():
             row = trainer.step().row
-            if step:
+            if step:  # the first step allocates memory and is not timed
                 rows[name].append(row)
     results = {}
     for name, variant_rows in rows.items():
@@ -67,6 +67,7 @@ def main() -> None:
                 for phase in PHASES
             },
         }
+    # The same for all variants, which train on the same levels with nearly the same policy.
     trained_tokens = statistics.median(row["trained_tokens"] for row in rows["separate critic"])
     report = {
         "benchmark": "ppo_step",

@@ -35,6 +35,7 @@ class GenerateConversation:
         """Reply in all `rows` with one call of generate."""
         for row, new_ids in zip(rows, new_tokens, strict=True):
             self.histories[row] = [*self.histories[row], *new_ids]
+        # generate needs padding on the left, so that all rows continue at the same position.
         longest = max(len(self.histories[row]) for row in rows)
         tokens = torch.zeros((len(rows), longest), dtype=torch.long)
         mask = torch.zeros_like(tokens)
@@ -60,6 +61,7 @@ class GenerateConversation:
         ]
 
     def _cut_at_stop(self, row: int, reply: np.ndarray) -> SampledReply:
+        # generate pads the replies of rows that stop early up to the longest reply.
         stop_positions = np.flatnonzero(reply == self.params.stop_token)
         reply = reply[: stop_positions[0] + 1] if len(stop_positions) else reply
         self.histories[row] = [*self.histories[row], *reply.tolist()]
@@ -68,7 +70,7 @@ class GenerateConversation:
 
 
 class GenerateSampler:
-    """transformers' generate as a Sampler; it does not compute log-probs, which makes it faster."""
+    """transformers' generate as a Sampler. It returns zeros for log-probs, so it does less work than our sampler."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
@@ -110,7 +112,7 @@ def main() -> None:
     for step in range(repetitions + 1):
         for name, sampler in (("ours", trainer.engine.sampler), ("generate", generate_sampler)):
             seconds, tokens = time_rollout(trainer, sampler, step)
-            if step:
+            if step:  # the first rollout warms up and is not counted
                 rates[name].append(tokens / seconds)
     medians = {name: round(statistics.median(values)) for name, values in rates.items()}
     ratios = [ours / theirs for ours, theirs in zip(rates["ours"], rates["generate"], strict=True)]

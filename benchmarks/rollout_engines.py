@@ -1,8 +1,8 @@
 """Compare rollouts of our sampler, transformers' generate and vLLM. Prints a JSON object.
 
-All play the same 8 levels x 16 episodes of sokoban-tiny with the same protocol, alternately, in one process and on one
-thread. Ours and vLLM compute log-probs; generate does not. vLLM has a prefix cache, ours has its own cache, and
-generate has none.
+The three samplers play the same 8 levels x 16 episodes of sokoban-tiny with the same protocol, alternately, in one
+process and on one thread. Ours and vLLM compute log-probs; generate does not. vLLM has a prefix cache, our sampler
+keeps the keys and values of a conversation, and generate keeps nothing between turns.
 Run: make bench-engines, or python benchmarks/rollout_engines.py [--repetitions 7] in an environment with vLLM
 """
 
@@ -39,7 +39,10 @@ def measure_rollout_rates(policy: Policy, sampler: Sampler, step: int) -> dict[s
         sampler,
         make_prompt_template("compact", "grid", 10),
         make_codec(policy.tokenizer),
-        EpisodeLimits(5, 2, 10, -0.1, MAX_MODEL_LEN),
+        # The published limits and penalty, which the presets use too.
+        EpisodeLimits(
+            max_turn=5, max_actions_per_turn=2, max_actions=10, format_penalty=-0.1, context_length=MAX_MODEL_LEN
+        ),
         SamplingParams(1.0, MAX_NEW_TOKENS, policy.stop_token),
         make_rng(0, "sampling", step),
     )
@@ -63,6 +66,7 @@ def main() -> None:
         "vllm": vllm,
     }
     rates: dict[str, list[dict[str, float]]] = {name: [] for name in samplers}
+    # In turn within each step, so that a change of the machine's load affects all samplers.
     for step in range(1, repetitions + 2):
         for name, sampler in samplers.items():
             rates[name].append(measure_rollout_rates(policy, sampler, step))

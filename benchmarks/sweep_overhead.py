@@ -1,8 +1,8 @@
 """Measure the fraction of a sweep's wall time that is not spent in training steps. Prints a JSON object.
 
 Runs the laptop KL sweep with its command, which takes minutes, and reads its rows. With n concurrent trials, the lower
-bound is the sum of all steps' seconds divided by n. The rest is starting and stopping Ray and trials, imports, waiting
-for the last trials, tables and report.
+bound of the wall time is the sum of the seconds of all steps, divided by n. The rest of the wall time goes into
+starting and stopping Ray and trials, imports, waiting for the last trials, tables and report.
 Run: python benchmarks/sweep_overhead.py [--arms 6] [--steps 60] [--levels 512]
 """
 
@@ -52,6 +52,7 @@ def main() -> None:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         wall_seconds = time.perf_counter() - start_time
         frames = analysis.load(folder)
+    # Trials of this preset use one core each.
     concurrent_trials = min(os.cpu_count() or 1, len(frames.trials))
     step_seconds = float(frames.steps["seconds_step"].sum()) / concurrent_trials
     report = {

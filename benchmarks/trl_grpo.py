@@ -48,6 +48,7 @@ def make_prompt_texts(count: int) -> list[str]:
 
 def compute_score(row: int) -> float:
     """An arbitrary score, the same for both implementations."""
+    # Multiples of a prime modulo 13: the rows of a group have different scores, so no advantage is 0 throughout.
     return float(row * 7919 % 13)
 
 
@@ -55,7 +56,7 @@ def time_our_batches(prompt_ids: Sequence[list[int]], batches: int) -> list[floa
     """CPU seconds of each batch with our sampler and update, after one batch that is not timed."""
     policy = load_policy("sokoban-tiny", torch.device("cpu"))
     sampler = TorchSampler(policy.model)
-    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-6)
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-6)  # the rate of the TRL run below
     settings = ActorConfig(ppo_mini_batch_size=MINI_BATCH_SIZE, ppo_micro_batch_size_per_gpu=MINI_BATCH_SIZE)
     backend = TorchBackend("actor_optimizer", {"actor": policy.model}, optimizer, settings.grad_clip)
     update = ActorUpdate(policy.model, backend, settings, 1.0)
@@ -112,7 +113,10 @@ class StepClock(TrainerCallback):
 
 
 def time_trl_batches(texts: list[str], batches: int, folder: str) -> list[float]:
-    """CPU seconds of each batch with TRL's GRPOTrainer, after one batch that is not timed. folder: for its files."""
+    """CPU seconds of each batch with TRL's GRPOTrainer, after one batch that is not timed.
+
+    folder: where TRL writes its files.
+    """
     lengths: set[int] = set()
 
     def score_completions(completions: list[str], completion_ids: list[list[int]], **_: object) -> list[float]:
@@ -153,9 +157,10 @@ def time_trl_batches(texts: list[str], batches: int, folder: str) -> list[float]
         callbacks=[clock],
     )
     trainer.remove_callback(PrinterCallback)  # it prints to stdout, which is for the JSON object
-    clock.times = [time.process_time()]
+    clock.times = [time.process_time()]  # without the time that making the trainer took
     trainer.train()
     assert lengths == {COMPLETION_LENGTH}, lengths
+    # Every `steps` optimizer steps a batch ends. The differences start at the end of the first batch.
     batch_end_times = clock.times[::steps]
     return [after - before for before, after in pairwise(batch_end_times[1:])]
 

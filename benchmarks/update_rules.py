@@ -1,8 +1,9 @@
 """Time conditions of the update-rule sandbox, with seeds as one ensemble and one after another. Prints a JSON object.
 
-Conditions are the published ones of token_reversal (96 rollouts, 300 steps, evaluated every 20): DG, and GRPO and
-TPOToken with four inner epochs. Sequential seconds are the cost of one trial per seed in a single process; with a
-process per seed, each adds `process_seconds` (start of Python, imports, first models). Uses one thread.
+Conditions are the published ones of token_reversal (96 rollouts, 300 steps, an evaluation every 20 steps): DG, and GRPO
+and TPOToken with four inner epochs. Sequential seconds are the cost of training the seeds one after another in a single
+process. With a process per seed, each seed adds `process_seconds` (start of Python, imports, first models). The
+benchmark uses one thread.
 Run from the root of the repository: python benchmarks/update_rules.py [--steps 300] [--seeds 3]
 """
 

@@ -45,6 +45,7 @@ STUDIES: dict[str, Study] = {
     )
 }
 
+# Studies whose numbers are compared with published tables, and studies without a published counterpart.
 _EVIDENCE_STUDIES = ("influence", "reward-noise", "replay", "partial-credit", "dense-correction", "grpo-entropy")
 _PREDICTION_STUDIES = ("entropy-mechanism", "matched-updates", "age-not-capacity", "off-policy", "grpo-entropy-sokoban")
 

@@ -131,5 +131,5 @@ def test_a_model_that_is_not_run_starts_nothing(llama: Path, tmp_path: Path) -> 
     ]
     process = subprocess.run(command, capture_output=True, text=True)
     assert process.returncode == 2, process.stderr
-    assert "is a LlamaForCausalLM, and its weights are quantised" in " ".join((process.stdout + process.stderr).split())
+    assert "is a LlamaForCausalLM, and its weights are quantized" in " ".join((process.stdout + process.stderr).split())
     assert not output.exists()

@@ -1,4 +1,4 @@
-"""The families of studies: which settings, trainer and stop rules their runs have."""
+"""The families of studies. A family determines which settings, trainer and stop rules its runs have."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,12 +36,12 @@ class SingleRunTrainer:
         return StepResult({self.seeds[0]: {"step": self.step_index, **record.to_row()}}, {self.seeds[0]: lines})
 
     def evaluate_final(self, seed: int, row: Row) -> tuple[Row, LinesByFile]:
-        """The last row, completed with the final evaluation, and the lines of that evaluation."""
+        """The last `row`, completed with the final evaluation, and the lines of that evaluation."""
         final_evaluation, evaluations = self.trainer.evaluate_final()
         return final_evaluation.add_to_row(row), {LEVELS_FILE: _make_lines(evaluations)}
 
     def get_state(self, seed: int) -> TrainerState:
-        """The trainer's full state. With several ranks, all of them take part in collecting it."""
+        """The full state of the trainer, which is that of the only run."""
         return TrainerState(*self.trainer.get_state())
 
     def load_states(self, states: Sequence[TrainerState]) -> None:
@@ -59,7 +59,8 @@ def _make_lines(evaluations: Sequence[Evaluation]) -> list[Row]:
 
 
 def _make_ppo_trainer(config: RunConfig, seeds: Sequence[int]) -> SingleRunTrainer:
-    (seed,) = seeds  # the PPO trainer trains one run; only update rules train several seeds side by side
+    """Make the trainer of one run; only update rules train several seeds side by side."""
+    (seed,) = seeds
     return SingleRunTrainer(make_trainer(apply_overrides(config, {"seed": seed}), DIAGNOSTICS), (seed,))
 
 

@@ -1,4 +1,4 @@
-"""The trial: the class that Ray Tune constructs, steps and resets, for runs of every family."""
+"""The trial, which Ray Tune constructs, steps and resets, for runs of every family."""
 
 import importlib
 import os
@@ -19,15 +19,18 @@ if TYPE_CHECKING:
 class Trial(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
     """Trains one run, or the runs of several seeds side by side, and reports their rows to Ray Tune.
 
-    config: the configuration of `TrainingLoop`, and in addition: run_id, the name of the trial; family, "module:NAME"
-    of a TrainerFamily; side_by_side, whether the trial may have several runs; storage, the URI of the study's storage
-    or None; storage_patience, how many seconds to wait for that storage.
+    config: the configuration of `TrainingLoop`, and in addition these keys.
+        run_id: name of the trial.
+        family: "module:NAME" of a TrainerFamily.
+        side_by_side: whether the family trains several seeds in one trial.
+        storage: URI of the study's storage, or None.
+        storage_patience: seconds to wait for that storage.
 
-    A trial with one run reports the columns of its row, and `note` (notable events since the last row), `saved`
-    (whether a checkpoint of this step is on disk) and `done`. A trial with several runs reports `rows` by run_id
-    instead, `step`, and `failed`: the reason for each run that failed while the others could continue.
+    A trial with one run reports the columns of its row, and in addition `note` (notable events since the last row),
+    `saved` (whether a checkpoint of this step is on disk) and `done`. A trial with several runs reports `rows` by
+    run_id instead of columns, `step`, and `failed`: the reason of each run that failed while others could continue.
 
-    A run continues from the newest complete checkpoint in its folder, no matter who restarts it; no pickle is read.
+    A run continues from the newest complete checkpoint in its folder, whichever command restarts it. No pickle is read.
     Runs begin in the first step rather than in `setup`, because Ray reports an error in `setup` as text only, and the
     study needs to know the kind of failure. Every error leaves a step as a RunFailedError.
     """
@@ -45,12 +48,14 @@ class Trial(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         return [Path(run["run_dir"]) for run in self.trial_config["runs"]]
 
     def step(self) -> dict[str, Any]:
-        """Train to the next rows. They are on disk before they are reported."""
+        """Train to the next rows. They are on disk before they are reported. Raises RunFailedError."""
         try:
             return self._make_result(*self._train())
         except Exception as error:
+            # Read from disk, since the error may have come before the runs were loaded.
             has_rows = any(read_rows(folder / METRICS_FILE, first_step=0) for folder in self._list_run_dirs())
-            # Without the cause: a RunFailedError is text and flags only, so that it can be sent to the study.
+            # Without the cause: a RunFailedError consists of text and flags, so that it can be sent to the study. The
+            # traceback of the cause is part of it, as text.
             raise RunFailedError(classify_failure(error, has_rows)) from None
 
     def _train(self) -> tuple["StepReport", str]:
@@ -59,9 +64,10 @@ class Trial(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         if self.mirror is None:
             report = training.step()
             return report, report.note
-        # Before the step: the interrupt file lies in the storage, and the training loop looks for a local one.
+        # Before the step: the interrupt file is in the storage, and the training loop looks for a local one.
         self.mirror.poll_interrupt()
         report = training.step()
+        # Finished runs only report their last row again, so there is nothing new to copy.
         mirror_note = "" if self.trial_config["finished"] else self.mirror.push_step()
         return report, "; ".join(filter(None, (report.note, mirror_note)))
 
@@ -73,10 +79,13 @@ class Trial(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
             from trainable.storage.mirror import MirroredRun
 
             self.mirror = MirroredRun(self.trial_config)
-            self.trial_config = self.mirror.config  # with folders of this node, which mirror those in the storage
+            # Now with folders of this node, which mirror those in the storage. The mark names such a folder, so it has
+            # to be set again.
+            self.trial_config = self.mirror.config
             os.environ[MARK_ENV] = str(self._list_run_dirs()[0])
-        terminate_orphans(self._list_run_dirs()[0])  # left by an earlier process of this trial that died on this node
-        # Imported here because Ray's driver imports this module too, and should not have to load torch.
+        # An earlier process of this trial may have died on this node, and its children may still occupy a GPU.
+        terminate_orphans(self._list_run_dirs()[0])
+        # Imported here because Ray's driver imports this module, too, and should not have to load torch.
         from trainable.runs.training import TrainingLoop
 
         module, _, name = self.trial_config["family"].partition(":")
@@ -84,24 +93,25 @@ class Trial(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         return self.training
 
     def _make_result(self, report: "StepReport", note: str) -> dict[str, Any]:
-        """The result that Tune records. Its `training_iteration` counts steps of the runs, across restarts."""
+        """Make the result that Tune records. Its `training_iteration` counts the steps of the runs, across restarts."""
         common_columns = {"training_iteration": report.step_count, "note": note, "saved": report.is_saved}
         if self.trial_config["side_by_side"]:
             run_columns = {"step": report.last_step, "rows": report.rows, "failed": report.failures}
             return {**common_columns, **run_columns, "done": report.is_over}
         (row,) = report.rows.values()
         # A run that a stop rule has ended is not `done` here: the experiment's Stopper reads the rule in this row, and
-        # ends the trial. A row that is reported again is always `done`, so that experiments without our Stopper end.
+        # ends the trial. A row that is reported again is always `done`, so that an experiment without our Stopper ends
+        # as well.
         return {**common_columns, **row, "done": report.is_over and (report.is_replayed or not row.get("stop_rule"))}
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Close these runs and train others in the same process, with everything rebuilt."""
+        """Close these runs, and prepare the process for those of `new_config`, for which everything is built anew."""
         self.cleanup()
         self.setup(new_config)
-        return True
+        return True  # tells Ray that the process can be used again
 
     def cleanup(self) -> None:
-        """Close the runs and the mirror."""
+        """Close the runs, then the mirror that copies their files."""
         if self.training is not None:
             self.training.close()
             self.training = None

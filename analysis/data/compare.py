@@ -1,4 +1,4 @@
-"""The outcome of a run, which runs of an arm are scored, and the difference between two sets of runs."""
+"""Scoring: the outcome of a run, the scored runs of an arm, and the difference between two sets of runs."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -21,14 +21,14 @@ MIN_SEEDS = 3
 
 
 class EvalPoint(NamedTuple):
-    """An evaluation of a run after `step` training steps; step 0 is before training."""
+    """An evaluation of a run after `step` training steps. Step 0 is the policy before training."""
 
     run_id: str
     step: int
 
 
 def require_single_study(frames: StudyFrames) -> StudyFrames:
-    """`frames` if they contain one study; otherwise a ValueError that lists the studies."""
+    """Return `frames` if they contain exactly one study. Otherwise raise a ValueError that lists the studies."""
     study_names = [study["name"] for study in frames.studies]
     if len(study_names) != 1:
         raise ValueError(
@@ -44,7 +44,10 @@ def list_arms(frames: StudyFrames) -> list[str]:
 
 
 def select_runs(frames: StudyFrames, arm: str, *, scored_only: bool = False) -> pd.DataFrame:
-    """Rows of `trials` of one arm, without settings. scored_only: only completed runs and runs stopped by a rule."""
+    """Rows of `trials` of one arm, without settings.
+
+    scored_only: leave out runs that neither completed nor were stopped by a rule.
+    """
     runs = frames.runs[frames.runs["arm"] == arm]
     return runs[runs["status"].isin(SCORED_STATUSES)] if scored_only else runs
 
@@ -58,7 +61,7 @@ def compute_outcomes(runs: pd.DataFrame) -> "pd.Series[float]":
 
 
 def describe_basis(num_seeds: int) -> str:
-    """The population that an interval covers, in words: seeds, or the levels of these runs."""
+    """The population that an interval covers, in words: seeds, or the levels of these runs. Empty without a seed."""
     if num_seeds >= MIN_SEEDS:
         return f"over {num_seeds} seeds"
     runs_text = "this one run" if num_seeds == 1 else f"these {num_seeds} runs"
@@ -78,6 +81,7 @@ def collect_level_outcomes(
 
 def find_last_points(points: Iterable[EvalPoint]) -> dict[str, EvalPoint]:
     """The last evaluation of each run."""
+    # Points sort by run and step, so the last step of a run overwrites its earlier ones.
     return {point.run_id: point for point in sorted(points)}
 
 
@@ -89,6 +93,7 @@ def estimate_success(frames: StudyFrames, runs: pd.DataFrame) -> Estimate:
     """
     if len(runs) >= MIN_SEEDS:
         estimate = mean_over_seeds(compute_outcomes(runs))
+        # Near 0 or 1 a t interval exceeds the range that a success rate can have.
         return estimate._replace(low=max(estimate.low, 0.0), high=min(estimate.high, 1.0))
     level_outcomes = collect_level_outcomes(frames, runs)
     final_points = find_last_points(level_outcomes)
@@ -105,6 +110,7 @@ def estimate_difference(frames: StudyFrames, runs: pd.DataFrame, baseline_runs: 
     With 3 or more common seeds the interval is over seeds, with fewer over the levels of the paired runs. Without a
     common seed the estimate is empty. Without outcomes of single levels it has no interval.
     """
+    # Runs of one seed share levels and random streams, so their difference is less noisy than that of two means.
     paired_runs, paired_baseline_runs = runs.set_index("seed"), baseline_runs.set_index("seed")
     seeds = [seed for seed in paired_runs.index if seed in paired_baseline_runs.index]
     paired_runs, paired_baseline_runs = paired_runs.loc[seeds], paired_baseline_runs.loc[seeds]
@@ -114,6 +120,7 @@ def estimate_difference(frames: StudyFrames, runs: pd.DataFrame, baseline_runs: 
     all_runs = pd.concat([paired_runs, paired_baseline_runs])
     level_outcomes = collect_level_outcomes(frames, all_runs)
     final_points = find_last_points(level_outcomes)
+    # Levels of only some of the pairs would give an interval for another difference: report the mean alone.
     if any(run_id not in final_points for run_id in all_runs["run_id"]):
         return Estimate(float(per_seed.mean())), len(seeds)
     pairs = [
@@ -137,6 +144,7 @@ def estimate_gain(frames: StudyFrames, runs: pd.DataFrame, mode: str = "sampled"
     # Each run is paired with itself before training (step 0), level by level.
     level_outcomes = collect_level_outcomes(frames, runs.loc[per_seed.index], mode)
     pairs = [(point, EvalPoint(point.run_id, 0)) for point in find_last_points(level_outcomes).values()]
+    # As in `estimate_difference`: without levels of every run, before and after training, there is no interval.
     if len(per_seed) == 0 or len(pairs) < len(per_seed) or any(base not in level_outcomes for _, base in pairs):
         return Estimate(float(per_seed.mean()) if len(per_seed) else float("nan"))
     return estimate_paired_difference(level_outcomes, pairs)
@@ -147,13 +155,15 @@ def estimate_paired_difference(
 ) -> Estimate:
     """Difference between the evaluations of each pair, first minus second, over their levels.
 
-    level_outcomes: from `collect_level_outcomes`. Levels that one evaluation lacks are left out. Pairs share clusters:
-    a level that two seeds play is one level, not two independent ones.
+    level_outcomes: from `collect_level_outcomes`. Levels that one evaluation of a pair lacks are left out. Pairs share
+    clusters: a level that two seeds play is one level, not two independent ones.
     """
     if not pairs:
         return Estimate()
+    # Subtraction aligns the two evaluations by level; a level that only one of them has becomes NaN.
     differences = pd.concat([(level_outcomes[a]["success"] - level_outcomes[b]["success"]).dropna() for a, b in pairs])
     clusters = pd.concat([level_outcomes[a]["cluster"] for a, _ in pairs])
+    # A level occurs once per pair but has one cluster: keep one entry per level, then look up every difference.
     return difference_over_levels(differences, clusters[~clusters.index.duplicated()].loc[differences.index])
 
 
@@ -170,7 +180,9 @@ def compute_auc(frames: StudyFrames, runs: pd.DataFrame) -> "pd.Series[float]":
 
 
 def _compute_run_auc(validations: pd.DataFrame, run: Mapping[str, Any]) -> float:
+    # Validation before training is optional. Without it the curve starts at the first validation.
     base_values = [] if np.isnan(run["base_val_success"]) else [run["base_val_success"]]
     eval_steps = [0] * len(base_values) + validations["step"].to_list()
+    # Without a recorded length, the curve ends at its last validation.
     end_step = max(eval_steps, default=0) if pd.isna(run["steps_total"]) else run["steps_total"]
     return area_under_curve(eval_steps, base_values + validations["val_success"].to_list(), end_step)

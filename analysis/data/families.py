@@ -45,7 +45,7 @@ _DTYPE_OVERRIDES = {
 
 
 def _infer_dtype(column: Column) -> str:
-    """The dtype of a column in records.py: text without a unit, a time for UTC, otherwise a number."""
+    """The dtype of a column of records.py: text if it has no unit, a time if its unit is UTC, otherwise a number."""
     if column.name in _DTYPE_OVERRIDES:
         return _DTYPE_OVERRIDES[column.name]
     return {"": TEXT, "UTC": TIME}.get(column.unit, FLOAT)
@@ -76,11 +76,13 @@ class TableFamily:
 
     Attributes:
         name: as in study.json.
-        first_step: step of the first row that a run can write.
+        first_step: step of the first row that a run can write: 1 if rows are training steps, 0 if they are evaluations,
+            the first of which is before training.
         step_columns: measurements in each row.
         trial_columns: columns of `trials`, in order, in addition to names, axis and settings.
         summarize_rows: computes `steps_done` and the trial columns that no file contains. Its arguments are the rows
-            of a run, sorted by step, and the step up to which the run keeps its last values (None: its last row).
+            of a run, sorted by step, and the step up to which the run keeps its last values (None: the step of its last
+            row).
     """
 
     name: str
@@ -129,7 +131,10 @@ def _summarize_ppo_run(rows: Sequence[Row], end_step: int | None) -> Row:
 
 
 def _summarize_update_rule_run(rows: Sequence[Row], end_step: int | None) -> Row:
-    """Values of the last evaluation, first steps at which a threshold is reached, and means. Rows are evaluations."""
+    """Values of the last evaluation, first steps at which a threshold is reached, and means.
+
+    Each row is an evaluation, so `steps_done` is the step of the last row and not the number of rows.
+    """
     last_row = rows[-1] if rows else {}
     final_columns = [column.name for column in sandbox.TRIAL_COLUMNS if column.name.startswith("final_")]
     return {
@@ -156,6 +161,7 @@ def _compute_mean_over_batches(rows: Sequence[Row], column: str) -> float | None
     Rows cover unequal numbers of batches, so they are weighted. A row with a loss was written after the batch of its
     step, a row without a loss before it. The first row of a run without delay covers a single batch, of age 0.
     """
+    # True counts as 1: with a loss, the batch of the row's own step is already done.
     batches_done = [row["step"] + (row.get("loss") is not None) for row in rows]
     counts = [after - before for before, after in pairwise([0, *batches_done])]
     weighted_values = [
@@ -175,7 +181,7 @@ def _compute_mean_over_steps(rows: Sequence[Row], column: str, end_step: int) ->
 
 
 def _is_common_column(column: Column) -> bool:
-    """Whether all families have a trial column of records.py. Success on levels exists in PPO studies only."""
+    """Whether all families have this trial column. Only PPO studies have success rates over levels."""
     return not column.name.endswith("_success") and not column.name.endswith("_success_unseen")
 
 

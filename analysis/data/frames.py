@@ -27,7 +27,7 @@ NONDETERMINISTIC_COLUMNS: frozenset[str] = (
 
 
 def make_empty_frame(name: str) -> pd.DataFrame:
-    """An empty frame with the columns and types of the frame `name`."""
+    """An empty frame with the columns and types of the frame `name`, which is one of `FRAME_NAMES`."""
     return cast_frame(pd.DataFrame(columns=list(SCHEMAS[name])), SCHEMAS[name])
 
 
@@ -40,8 +40,8 @@ class StudyFrames:
         steps: one row per training step of a run; in the update-rule sandbox, one row per evaluation.
         levels: one row per evaluated episode. Empty in the sandbox.
         study: study.json, or a list of them if several studies were loaded together.
-        gradients: one row per loss component and bucket of an analysis batch. Empty if no gradients were analysed.
-        gradient_groups: one row per group of an analysis batch. Empty if no gradients were analysed.
+        gradients: one row per loss component and bucket of an analysis batch. Empty if no gradients were analyzed.
+        gradient_groups: one row per group of an analysis batch. Empty if no gradients were analyzed.
     """
 
     trials: pd.DataFrame
@@ -58,7 +58,7 @@ class StudyFrames:
 
     @property
     def families(self) -> list[TableFamily]:
-        """The distinct families of the studies: more than one only if different kinds were loaded together."""
+        """The distinct families of the studies. There is more than one only if they were loaded together."""
         return list({family.name: family for family in map(get_family, self.studies)}.values())
 
     @cached_property
@@ -68,7 +68,7 @@ class StudyFrames:
 
     @cached_property
     def steps_by_run(self) -> dict[str, pd.DataFrame]:
-        """Rows of `steps` of each run that has any, in their order."""
+        """Rows of `steps` by run_id. Runs without a row have no entry."""
         return {str(run_id): rows for run_id, rows in self.steps.groupby("run_id", sort=False)}
 
     def get_run_steps(self, run_id: str) -> pd.DataFrame:
@@ -80,16 +80,18 @@ class StudyFrames:
         """The first and last validation of each run: {(run_id, mode): {step: frame}}.
 
         Each frame has the columns success and cluster, and one row per level. The first validation is the one before
-        training, at step 0; the last one is at most at the run's last step. All of them are made in one pass over
-        `levels`, which has one row per episode: hundreds of thousands in a grid.
+        training, at step 0. The last one is at or before the run's last step. One pass over `levels` makes all of them,
+        because a pass per run is slow: `levels` has one row per episode, which is hundreds of thousands in a grid.
         """
         levels = self.levels[self.levels["split"] == "val"]
-        # levels.jsonl can contain a validation of a step whose row is not in metrics.jsonl: it does not count.
+        # A killed run can leave a validation in levels.jsonl without the row of its step in metrics.jsonl. Such a
+        # validation does not count, since no column of the run contains its success.
         steps_done: Any = levels["run_id"].map(self.trials.set_index("run_id")["steps_done"])
         levels = levels[levels["step"] <= steps_done.astype(FLOAT)]
         last_steps = levels.groupby(["run_id", "mode"])["step"].transform("max")
         boundary_rows = levels[(levels["step"] == last_steps) | (levels["step"] == 0)]
         names = ["run_id", "mode", "step"]
+        # The mean is over the episodes of a level: there are several if env.val_group_size is above 1.
         means: Any = boundary_rows.groupby([*names, "level"]).agg(
             success=("success", "mean"), cluster=("cluster", "first")
         )
@@ -99,7 +101,10 @@ class StudyFrames:
         return rows_by_run_and_mode
 
     def select_study(self, name: str) -> "StudyFrames":
-        """The frames of one study, without the columns of other families. name: its value in the `study` column."""
+        """The frames of one study, without the columns of other families.
+
+        name: the study's value in the `study` column. ValueError if no study has it.
+        """
         names = [study["name"] for study in self.studies]
         if name not in names:
             raise ValueError(f"There is no study `{name}` here. Choose one of: {', '.join(names)}.")
@@ -145,7 +150,7 @@ def to_records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def cast_frame(frame: pd.DataFrame, schema: Mapping[str, str]) -> pd.DataFrame:
-    """`frame` with every column of `schema`, typed even if all values are missing; other columns come last."""
+    """`frame` with every column of `schema` in its type, even if all values are missing. Other columns come last."""
     columns = {
         name: _cast_column(frame[name], kind) if name in frame else _make_missing_column(frame, kind)
         for name, kind in schema.items()
@@ -156,6 +161,7 @@ def cast_frame(frame: pd.DataFrame, schema: Mapping[str, str]) -> pd.DataFrame:
 
 def _cast_column(values: Any, dtype: str) -> Any:
     """A pandas Series as `dtype`; missing text becomes empty text."""
+    # A column of the right type is not copied, since frames can be large. Missing text still has to be filled.
     if values.dtype == dtype and not values.hasnans:
         return values
     if dtype == TEXT:
@@ -179,9 +185,12 @@ def _fill_text(values: Any) -> Any:
 
 
 def make_setting_column(values: list[Any]) -> Any:
-    """One setting of all runs as a column: boolean, Int64, float64, or text (lists as JSON); values may be missing."""
+    """One setting of all runs as a column: boolean, Int64 or float64 if every value fits, otherwise text.
+
+    A missing value (None) stays missing, or becomes empty text. Lists have been converted to JSON text before.
+    """
     present_values = [value for value in values if value is not None]
-    # bool is a subclass of int in Python, hence the checks for it.
+    # bool is a subclass of int in Python: without the checks for it, True and 1 would share a column of numbers.
     if present_values and all(isinstance(value, bool) for value in present_values):
         return pd.Series(values, dtype="boolean")
     if present_values and all(isinstance(value, int) and not isinstance(value, bool) for value in present_values):
@@ -197,7 +206,8 @@ def concat_studies(study_frames: list[StudyFrames]) -> StudyFrames:
     """Concatenate studies. Studies that share a name are renamed to the name of their run folder.
 
     Studies may be of different families: a column that the family of a study does not have is missing in its rows, and
-    `StudyFrames.select_study` drops it again. A single study is returned unchanged.
+    `StudyFrames.select_study` drops it again. A single study is returned unchanged. Renaming keeps two executions of
+    one study apart in the column `study`.
     """
     if len(study_frames) == 1:
         return study_frames[0]
@@ -230,6 +240,7 @@ def diff_frames(a: pd.DataFrame, b: pd.DataFrame, ignored_columns: Iterable[str]
     """
     skipped_columns = NONDETERMINISTIC_COLUMNS | set(ignored_columns)
     columns_a, columns_b = ([name for name in frame.columns if name not in skipped_columns] for frame in (a, b))
+    # Frames with other columns or another number of rows cannot be compared value by value.
     if columns_a != columns_b:
         return [f"columns differ: {sorted(set(columns_a) ^ set(columns_b)) or 'in order'}"]
     if len(a) != len(b):

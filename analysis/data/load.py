@@ -69,14 +69,19 @@ def load(path: Path | str, *, live: bool = False) -> StudyFrames:
 
 
 def find_study_folders(path: Path) -> list[Path]:
-    """All folders with a study.json at or below `path`, sorted. Searches `path`/results only, if it exists."""
+    """All folders with a study.json at or below `path`, sorted. If `path`/results exists, only that is searched.
+
+    Raises:
+        ValueError: there is no study.json.
+    """
     if (path / "study.json").is_file():
         return [path]
+    # An output folder also has logs and checkpoints, which may be many files and contain no study.
     root = path / "results" if (path / "results").is_dir() else path
     folders = sorted(study_file.parent for study_file in root.rglob("study.json"))
     if not folders:
         raise ValueError(
-            f"There is no study at {path}: give an output folder that contains results/, or a results/<run>."
+            f"There is no study at {path}: give an output folder that contains results/, or a results/<run> folder."
         )
     return folders
 
@@ -118,7 +123,11 @@ def read_study(folder: Path | str, *, live: bool = False) -> StudyFrames:
 
 
 def _read_runs(folder: Path, study: Study, family: TableFamily) -> list[_RunFiles]:
-    """Every run that is listed in study.json or has a folder."""
+    """Every run that is listed in study.json or has a folder.
+
+    A listed run without a folder never ran. A folder that study.json does not list is read too, so that no result is
+    lost.
+    """
     headers_by_id = {head["run_id"]: head for head in study.get("runs", [])}
     run_ids_on_disk = sorted(path.name for path in (folder / "runs").glob("*") if path.is_dir())
     return [
@@ -144,6 +153,7 @@ def _read_run_files(folder: Path, listed_header: Row, family: TableFamily) -> _R
 def _make_sort_key(study: Study) -> Callable[[_RunFiles], tuple[int, str, int, str]]:
     """A sort key for runs: arms in the order of study.json, then other arms by name, then seeds."""
     rank = {arm: index for index, arm in enumerate(study.get("axis", {}).get("values", []))}
+    # run_id comes last so that the order is the same on every machine, even if two runs share arm and seed.
     return lambda run: (
         rank.get(run.header.get("arm", ""), len(rank)),
         run.header.get("arm", ""),
@@ -163,6 +173,7 @@ def _make_run_columns(study: Study, run: _RunFiles) -> Row:
 
 def _resolve_status(run: _RunFiles, live: bool) -> tuple[str, str]:
     """Status and reason of a run, from status.json and its rows."""
+    # A run can fail before its first row, so a failure is reported even without one; any other status is not.
     status, reason = run.status.get("status") or "", run.status.get("reason") or ""
     if live and status == "running":
         return status, reason
@@ -213,10 +224,10 @@ def _make_trials_frame(trials: list[Row], configs: list[Row], schema: Schema) ->
 
 
 def _make_step_rows(study: Study, run: _RunFiles, family: TableFamily) -> list[Row]:
-    """The rows of a run. The row of the step at which a rule stopped it has the stop columns from status.json."""
+    """The rows of a run. Only the row of the step at which a rule stopped the run has the values of `STOP_COLUMNS`."""
     names = _make_run_columns(study, run)
     stop_columns = {column.name: run.status.get(column.name) for column in STOP_COLUMNS}
-    stop_step = stop_columns["stop_step"] if stop_columns["stop_rule"] else None
+    stop_step = stop_columns["stop_step"] if stop_columns["stop_rule"] else None  # None is the step of no row
     return [
         {
             **names,
@@ -246,8 +257,8 @@ def _make_evaluation_frame(names: Row, line: Row) -> pd.DataFrame:
     if not len(line["levels"]) == len(line["clusters"]) == len(success):
         raise ValueError(
             f"levels.jsonl of {names['run_id']}, step {line['step']} {line['split']} {line['mode']}: "
-            f"{len(line['levels'])} levels, {len(line['clusters'])} clusters and {len(success)} outcomes; "
-            "each episode needs one of each."
+            f"{len(line['levels'])} levels, {len(line['clusters'])} clusters and {len(success)} outcomes, but each "
+            "episode needs one of each. The file was changed or damaged: delete this line of it."
         )
     shared_columns = {**names, "step": line["step"], "split": line["split"], "mode": line["mode"]}
     return pd.DataFrame({**shared_columns, "level": line["levels"], "cluster": line["clusters"], "success": success})
@@ -259,6 +270,8 @@ def _is_parquet_newest(folder: Path) -> bool:
     if not all(table.is_file() for table in tables):
         return False
     sources = [folder / "study.json", folder / "runs", *folder.glob("runs/*/*.json"), *folder.glob("runs/*/*.jsonl")]
+    # The folder runs/ is a source too: its time changes when a run is added or deleted. A file with the same time as a
+    # table may have been written after it, since some file systems have coarse times; it counts as newer.
     oldest_table_ns = min(table.stat().st_mtime_ns for table in tables)
     return all(source.stat().st_mtime_ns < oldest_table_ns for source in sources if source.exists())
 

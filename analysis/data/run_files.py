@@ -25,9 +25,10 @@ def read_json(path: Path) -> Row:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # RecursionError: too many nested brackets
         raise ValueError(
-            f"{path} is not JSON ({error}). It is written atomically, so something else changed it."
+            f"{path} is not valid JSON ({error}). It is always written in one piece, so another program or a disk "
+            "error changed it: restore it from a copy."
         ) from None
     invalid_names = (
         [name for name, value in content.items() if not _is_valid_value(name, value)]
@@ -36,8 +37,8 @@ def read_json(path: Path) -> Row:
     )
     if invalid_names:
         raise ValueError(
-            f"{path} has invalid values ({', '.join(invalid_names)}). It is written atomically, so something else "
-            "changed it."
+            f"{path} has invalid values ({', '.join(invalid_names)}). It is always written in one piece, so another "
+            "program or a disk error changed it: restore it from a copy."
         )
     return dict(content)
 
@@ -59,11 +60,12 @@ def is_int64(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
+    # json.loads accepts NaN, Infinity and integers of any length; the comparison is False for all that do not fit.
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def _is_text(value: object) -> bool:
-    """Whether `value` is text that UTF-8 can encode. JSON escapes can produce lone surrogates, which it cannot."""
+    """Whether `value` is text that UTF-8 can encode. JSON escapes can produce lone surrogates, which UTF-8 cannot."""
     return isinstance(value, str) and value.encode(errors="ignore").decode() == value
 
 
@@ -86,7 +88,7 @@ _VALIDATORS: dict[str, Callable[[object], bool]] = {
 
 
 def _is_valid_value(name: str, value: object) -> bool:
-    """Whether `value` is valid for a field of run.json or status.json. A field that is no column may have any value."""
+    """Whether `value` is valid for a field of a JSON file of a run. A field that is no column may have any value."""
     if name == "config":
         return isinstance(value, dict) and all(_is_setting(*field) for field in flatten_config(value).items())
     if name == "status":
@@ -103,8 +105,8 @@ def _is_setting(name: str, value: object) -> bool:
 def read_jsonl(path: Path, key: Callable[[Row], Any], *, drop_rolled_back: bool = True) -> list[Row]:
     """Read JSON lines: the last line of each key, sorted by key. Truncated lines and lines without a key are skipped.
 
-    drop_rolled_back: a step that is smaller than in previous lines means that the run was restored from an earlier
-    checkpoint; the lines of later steps before it are dropped.
+    drop_rolled_back: a line whose step is smaller than that of previous lines means that the run was restored from an
+    earlier checkpoint. The previous lines of larger steps are then dropped, since the restored run repeats these steps.
     """
     if not path.is_file():
         return []
@@ -113,6 +115,7 @@ def read_jsonl(path: Path, key: Callable[[Row], Any], *, drop_rolled_back: bool 
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
+            # A truncated last line, or damage: every other line is still good, so only this one is lost.
             continue
         row_key = key(row) if isinstance(row, dict) and is_int64(row.get("step")) else None
         if row_key is None:
@@ -126,7 +129,7 @@ def read_jsonl(path: Path, key: Callable[[Row], Any], *, drop_rolled_back: bool 
 
 
 def make_step_key(family: TableFamily) -> Callable[[Row], int | None]:
-    """A key function for metrics.jsonl: the step, or None if it is below the first step of the family."""
+    """A key function for metrics.jsonl that returns the step, or None if it is below the first step of the family."""
     return lambda row: row["step"] if row["step"] >= family.first_step else None
 
 
@@ -161,6 +164,7 @@ def _has_valid_entries(entries: object, validators: dict[str, Callable[[object],
 def parse_step_row(row: Row, family: TableFamily) -> Row:
     """The step and the columns of a line of metrics.jsonl, without values of the wrong type."""
     dtypes = family.schemas["steps"]
+    # Files that an older version wrote have some columns under other names.
     row = {FORMER_NAMES.get(name, name): value for name, value in row.items()}
     names = [column.name for column in family.step_columns if column.name in row]
     valid_values = {name: row[name] for name in names if row[name] is None or _VALIDATORS[dtypes[name]](row[name])}

@@ -12,11 +12,13 @@ from analysis.gradients.published_metrics import TABLE_COLUMNS, make_published_m
 from trainable.runs.links import atomic_write
 
 DPI = 150
-MAX_COMPARED_STEPS = 3
+MAX_COMPARED_STEPS = 3  # each is a row of panels, so the comparison stays one screen high
 
 
 def write_analyses(gradients: pd.DataFrame, groups: pd.DataFrame, steps: Sequence[int], folder: Path) -> list[Path]:
     """Write the files of each step, and gradient_analysis_steps.png for at most three of the steps; return the paths.
+
+    If there are more steps, the comparison shows the first, the last and one in the middle.
 
     Args:
         gradients: rows of `StudyFrames.gradients` of one run and source.
@@ -70,7 +72,8 @@ def _format_metrics(rows: pd.DataFrame, groups: pd.DataFrame) -> str:
 def draw_step(rows: pd.DataFrame, groups: pd.DataFrame) -> dict[str, Figure]:
     """The six figures of one run, source and step: {middle of the file name: figure}.
 
-    The first five show the batch that the update sees; the last one also shows the batch before the filter.
+    The first five show the batch that the update sees; the last one also shows the batch before the filter. The keys
+    are those of the published files, except for `signal`, which has no published counterpart.
     """
     trained_rows = tables.select_trained(rows)
     buckets, summary = tables.make_bucket_table(trained_rows), tables.make_summary_table(trained_rows)

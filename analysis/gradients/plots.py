@@ -76,7 +76,7 @@ def draw_reward_std(table: pd.DataFrame, title: str) -> Figure:
         axes = figure.add_subplot()
         bars = axes.bar(_format_bucket_labels(table), table["reward_std_mean"], color=COMPONENT_COLORS["reward_std"])
         _label_bars(axes, bars, table["reward_std_mean"])
-        axes.set_xlabel("bucket, smallest reward std first")
+        axes.set_xlabel("bucket (smallest reward std first)")
         axes.set_ylabel("mean reward std (reward)")
         _set_title(figure, "Reward std", title)
     return figure
@@ -109,10 +109,11 @@ def _draw_bars(axes: Any, table: pd.DataFrame, component: str, column: str) -> N
         _mark_as_off(axes, COMPONENT_LABELS[component])
         return
     bars = axes.bar(_format_bucket_labels(rows), rows[column], color=COMPONENT_COLORS[component])
+    # Norms per sequence and token have exponents, so they get a digit less to fit above the bar.
     _label_bars(axes, bars, rows[column], digits=3 if column in ("norm", "loss") else 2)
     axes.axhline(0, color="#888888", linewidth=0.8)
     axes.set_xlabel("bucket")
-    axes.margins(y=0.12)
+    axes.margins(y=0.12)  # room for the numbers above the highest bar
 
 
 def _format_bucket_labels(rows: pd.DataFrame) -> list[str]:
@@ -151,6 +152,7 @@ def draw_summary(table: pd.DataFrame, groups: pd.DataFrame, title: str) -> Figur
         figure = Figure(figsize=(10.0, 3.6), layout="constrained")
         std_axes, task_axes, regularizer_axes = figure.subplots(1, 3)
         boxes = [groups.loc[groups["bucket"] == bucket, "reward_std"].dropna().to_list() for bucket in table["bucket"]]
+        # A box needs the groups of its bucket, which `groups` may lack.
         if all(boxes):
             std_axes.boxplot(
                 boxes, tick_labels=table["label"].to_list(), showfliers=False, medianprops={"color": TEXT_COLOR}
@@ -211,6 +213,7 @@ def draw_steps(table: pd.DataFrame, title: str) -> Figure:
         for (std_axes, task_axes, regularizer_axes), step in zip(panels, steps, strict=True):
             rows = table[table["step"] == step]
             _draw_ranges(std_axes, rows)
+            # The reward std spans from 0 to several units: a log scale that can also show 0.
             std_axes.set_yscale("symlog", linthresh=0.1)
             std_axes.set_title(f"step {step}, {FILTER_LABELS[bool(rows['prefilter'].iloc[0])]}: reward std", loc="left")
             std_axes.set_ylabel("reward std (reward)")
@@ -236,6 +239,7 @@ def _set_log_ticks(axis: Any, linear_threshold: float = 0.1) -> None:
     linear_threshold: the axis is linear up to this distance from 0.
     """
     low, high = axis.get_view_interval()
+    # Below a factor of 5 there may be only one such tick. From three decades on, 2 and 5 would crowd the axis.
     is_wide = max(high, -low) > 5 * max(low, linear_threshold)
     subs = (1, 2, 5) if max(high, -low) < 1e3 * linear_threshold else (1,)
     locator = SymmetricalLogLocator(base=10, linthresh=linear_threshold, subs=subs) if is_wide else AutoLocator()
@@ -246,6 +250,7 @@ def _set_log_ticks(axis: Any, linear_threshold: float = 0.1) -> None:
 
 def _equalize_y_limits(panels: Sequence[Any], is_from_zero: bool) -> None:
     """Give the panels of a column the same y limits, so that steps can be compared. Panels that are off are skipped."""
+    # A panel of a component that is off contains a text only, and its default limits would count otherwise.
     drawn_panels = [axes for axes in panels if axes.lines or axes.containers]
     y_limits = [axes.get_ylim() for axes in drawn_panels]
     for axes in drawn_panels:
@@ -263,6 +268,7 @@ def draw_signal(signal_table: pd.DataFrame, share_table: pd.DataFrame, title: st
     """
     filter_states = sorted(set(signal_table["prefilter"]), reverse=True)
     with mpl.rc_context(dict(STYLE)):
+        # A single column is 1.4 columns wide, because the legend needs that width.
         figure = Figure(figsize=(4.6 * max(len(filter_states), 1.4), 6.4), layout="constrained")
         ratio_panels, share_panels = figure.subplots(2, len(filter_states), squeeze=False, sharex="col", sharey="row")
         for axes, share_axes, prefilter in zip(ratio_panels, share_panels, filter_states, strict=True):
@@ -302,6 +308,7 @@ def _draw_ratios(axes: Any, rows: pd.DataFrame) -> None:
                 alpha=0.6,
             )
     axes.axhline(0, color="#888888", linewidth=0.8)
+    # Ratios may be negative (the signal is an unbiased estimate) and may exceed 1 by far.
     axes.set_yscale("symlog", linthresh=1)
 
 
@@ -316,6 +323,7 @@ def _draw_shares(axes: Any, rows: pd.DataFrame) -> None:
         rows["reward_std_mean"], *interval_bounds, color=COMPONENT_COLORS["regularizer"], linewidth=1.6, alpha=0.6
     )
     axes.set_yscale("symlog", linthresh=1)
+    # Between 0 and 1 a component is part of the step; outside, components oppose each other.
     for height in (0, 1):
         axes.axhline(height, color="#888888", linewidth=0.8)
 
@@ -341,7 +349,7 @@ def draw_lines(table: pd.DataFrame, colors: Mapping[str, str], label: str) -> Fi
 
     Args:
         table: from `make_signal_lines` or `make_share_lines`.
-        colors: line -> colour.
+        colors: line -> color.
         label: y label.
     """
     filter_states = sorted(set(table["prefilter"]), reverse=True)
@@ -351,6 +359,7 @@ def draw_lines(table: pd.DataFrame, colors: Mapping[str, str], label: str) -> Fi
         for axes, prefilter in zip(panels, filter_states, strict=True):
             axes.axhline(0, color="#888888", linewidth=0.8)
             curves = table[table["prefilter"] == prefilter].groupby(["line", "run_id", "step", "source"], sort=False)
+            # A line of the legend is several curves: one per run, and one per step if an arm was probed at several.
             for (line, _, _, source), rows in curves:
                 style = "o--" if source == "probe" else "o-"
                 axes.plot(rows["reward_std"], rows["value"], style, color=colors[line], linewidth=1.3, markersize=4)

@@ -1,7 +1,7 @@
 """Gradient analyses under the metric names of the published system, for its plots and for W&B.
 
-`grad_norm/` and `grad_analysis/` describe the batch after the filter; `grad_norm_prefilter/` and
-`grad_analysis_prefilter/` the batch before it.
+`grad_norm/` and `grad_analysis/` describe the batch after the filter. `grad_norm_prefilter/` and
+`grad_analysis_prefilter/` describe the batch before it.
 """
 
 import math
@@ -48,6 +48,7 @@ class PublishedMetrics(NamedTuple):
 def read_published_metrics(path: Path, step: int) -> PublishedMetrics:
     """Numbers and tables of one step in a run's gradients.jsonl; empty if the step has no analysis."""
     lines = [line for line in read_jsonl(path, get_analysis_key) if line["step"] == step]
+    # The files of a run do not contain its study and seed, and the metrics need neither: any value makes valid frames.
     frames = [
         cast_frame(pd.DataFrame(rows).assign(run_id=path.parent.name, seed=0), SCHEMAS[name]) if rows else None
         for name, rows in (("gradients", make_gradient_rows(lines)), ("gradient_groups", make_group_rows(lines)))
@@ -111,6 +112,7 @@ def _make_bucket_metrics(components: pd.DataFrame) -> dict[str, float]:
     metrics = {key: float(components[column].iloc[0]) for column, key in _COUNT_KEYS.items()}
     for row in to_records(components):
         name = row["component"]
+        # The published system has norms of task, KL and entropy only, and no loss of the value term.
         if name in COMPONENTS:
             metrics |= {f"{prefix}{name}": float(row[column]) for column, prefix in _NORM_PREFIXES.items()}
         if name in _LOSS_KEYS:
@@ -139,7 +141,10 @@ def _make_batch_metrics(rows: pd.DataFrame, prefilter: bool) -> dict[str, float]
 
 
 def _make_skip_metrics(frame: pd.DataFrame) -> dict[str, float]:
-    """The metrics of an analysis without an update. The critic has one only if the algorithm uses a critic."""
+    """The metrics that say that a step was analyzed without an update; empty after an update.
+
+    The published system logs one per role, and the role "critic" exists only if the algorithm uses a critic.
+    """
     if not (frame["analysis_only"] > 0).any():
         return {}
     forms = [ADVANTAGE_ESTIMATORS[form] for form in frame["form"].unique() if form in ADVANTAGE_ESTIMATORS]

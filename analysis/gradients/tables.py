@@ -44,6 +44,7 @@ SIGNAL_COLUMNS = (
     "cosine_entropy",
     "cosine_kl",
 )
+# The smallest p is 1/2000. A sweep draws 9999 per test, but here a test is made per step, component and measure.
 NUM_PERMUTATIONS = 1999
 
 
@@ -55,10 +56,10 @@ def subsample_evenly(values: Sequence[T], max_count: int) -> list[T]:
 
 
 def make_analysis_table(gradients: pd.DataFrame) -> pd.DataFrame:
-    """One row per analysis with at least one bucket; those of a run are in the order of steps.
+    """One row per analysis with at least one bucket. The analyses of a run are in the order of steps.
 
-    Columns: `ANALYSIS_KEYS`; the numbers of groups, sequences and buckets; and components, a text such as
-    "task, entropy".
+    Columns: `ANALYSIS_KEYS`; groups, sequences and buckets (their numbers); components (a text such as
+    "task, entropy").
     """
     rows = []
     for names, analysis_rows in gradients.groupby(ANALYSIS_KEYS, sort=False):
@@ -86,7 +87,7 @@ def select_step(frame: pd.DataFrame, run_id: str, source: str, step: int) -> pd.
 
 
 def drop_empty_batches(gradients: pd.DataFrame) -> pd.DataFrame:
-    """The rows of `gradients` without batches of which the filter kept nothing."""
+    """The rows of `gradients` without batches of which the filter kept nothing. A missing flag counts as kept."""
     return gradients[~(gradients["empty_after_filter"] > 0)]
 
 
@@ -104,12 +105,16 @@ def check_single_analysis(frame: pd.DataFrame, columns: list[str]) -> None:
         listing = "; ".join(
             ", ".join(f"{name} {value}" for name, value in row.items()) for row in to_records(distinct_rows)
         )
-        raise ValueError(f"These rows belong to {len(distinct_rows)} analyses ({listing}). Select those of one.")
+        raise ValueError(
+            f"These rows belong to {len(distinct_rows)} analyses ({listing}). Select the rows of one, for example with "
+            "select_step(frame, run_id, source, step)."
+        )
 
 
 def select_buckets(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows of single buckets, sorted by bucket number within each analysis; without the bucket `all`."""
     rows = frame[frame["bucket"] != WHOLE_BATCH]
+    # As text, bucket_10 would come before bucket_2.
     numbered_rows = rows.assign(
         _analysis=rows.groupby(ANALYSIS_KEYS, sort=False).ngroup(),
         _number=rows["bucket"].str.extract(r"(\d+)$", expand=False).astype("float64"),
@@ -138,6 +143,7 @@ def make_bucket_table(frame: pd.DataFrame) -> pd.DataFrame:
         "group_count",
     ]
     rows = select_buckets(drop_empty_batches(frame))
+    # Every bucket with every component: a component that is off has no rows, but figures show that it is off.
     grid = (
         rows[bucket_columns]
         .drop_duplicates("bucket")
@@ -162,6 +168,7 @@ def make_summary_table(frame: pd.DataFrame) -> pd.DataFrame:
     reward_stds = bucket_rows[["bucket", "reward_std_mean", "reward_std_min", "reward_std_max"]]
     prefixes = np.where(bucket_rows["bucket_mode"] == "quantile", "Q", "")
     norms = table.pivot_table(index="bucket", columns="component", values="norm", dropna=False)
+    # pivot_table sorts buckets as text and leaves out components that are off.
     norms = norms.reindex(index=reward_stds["bucket"], columns=list(COMPONENTS))
     terms = [name for name in REGULARIZERS if norms[name].notna().any()]
     return reward_stds.assign(
@@ -195,7 +202,7 @@ def make_signal_table(gradients: pd.DataFrame) -> pd.DataFrame:
 
 
 def choose_share_column(gradients: pd.DataFrame) -> str:
-    """The column of shares to show: `signal_share` (of the expected step), or `share` if no row has that."""
+    """The column of shares to show: `signal_share` (of the expected step) if any row has it, otherwise `share`."""
     return "signal_share" if gradients["signal_share"].notna().any() else "share"
 
 
@@ -213,14 +220,16 @@ def make_share_table(gradients: pd.DataFrame, column: str = "share") -> pd.DataF
     rows = drop_empty_batches(select_buckets(gradients))
     wide = _pivot_by_component(rows, column)
     is_on, has_no_value_term = wide[list(REGULARIZERS)].notna(), wide["value"].isna()
+    # min_count=1: without any regularizer the sum is missing and not 0. Without a task there is no share to compare
+    # with.
     wide["regularizer"] = wide[list(REGULARIZERS)].sum(axis=1, min_count=1).where(wide["task"].notna())
     for end, other in (("low", "high"), ("high", "low")):
         if column == "share":
             wide[f"regularizer_{end}"] = np.nan
             continue
         term_bounds = _pivot_by_component(rows, f"{column}_{end}")[list(REGULARIZERS)].where(is_on)
-        # With one regularizer on, the interval is that of its term. With both, their sum is all that the task does not
-        # have, so its low end follows from the high end of the task.
+        # With one regularizer on, the interval is that of its term. With both, their sum is 1 minus the share of the
+        # task, so its low end follows from the high end of the task. With a value term (a shared trunk) it does not.
         task_bounds = _pivot_by_component(rows, f"{column}_{other}")["task"].where(has_no_value_term)
         complement = 1 - task_bounds
         wide[f"regularizer_{end}"] = term_bounds.max(axis=1).where(
@@ -258,6 +267,7 @@ def select_report_lines(gradients: pd.DataFrame, max_lines: int = 6) -> pd.DataF
             return f"step {step}{', probe' * (source == 'probe')}"
         return f"{arm}, probe{f' of step {step}' * (probe_counts[arm] > 1)}" if source == "probe" else arm
 
+    # Lines appear in the legend in the order of rows: by step for one arm, in the order of the study for several.
     row_groups = [
         rows if has_several_arms else rows.sort_values("step", kind="stable") for rows in (training_rows, probe_rows)
     ]
@@ -338,7 +348,7 @@ def _make_points(gradients: pd.DataFrame, measures: Sequence[str]) -> pd.DataFra
 
 def _compute_half_ratio(points: pd.DataFrame) -> float:
     values = points.sort_values("reward_std", kind="stable")["value"].to_numpy()
-    half = len(values) // 2
+    half = len(values) // 2  # with an odd number the middle bucket is in neither half
     # A ratio of values that may be negative has no meaning.
     if half == 0 or (points["measure"] == "signal").any():
         return math.nan
@@ -398,6 +408,7 @@ def summarize_trends(
 def _estimate_over_runs(trend_rows: pd.DataFrame) -> dict[str, float]:
     """Mean and interval over runs of rho and ratio. trend_rows: from `compute_trends`."""
     log_rows = trend_rows.assign(ratio=np.log(trend_rows["ratio"].where(trend_rows["ratio"] > 0)))
+    # First the mean over the steps of a run, then over runs: steps of one run are not independent.
     rho, ratio = (_estimate_mean(log_rows.groupby("run_id")[name].mean().dropna()) for name in ("rho", "ratio"))
     low, high = (float(bound) for bound in np.clip((rho.low, rho.high), -1, 1))
     return {

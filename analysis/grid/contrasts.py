@@ -1,4 +1,4 @@
-"""Compares the two states of a switch over otherwise equal points of a grid, such as training without the task."""
+"""Compares the two states of a switch, such as training with and without the task, over pairs of equal grid points."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from analysis.stats.estimates import mean_over_seeds
 
 
 def list_switches(grid: Grid) -> list[str]:
-    """The boolean factors of the panels."""
+    """The boolean factors of the panels. The axes of the plane are numeric, so they need no check."""
     return [setting for setting in grid.panels if isinstance(grid.factor_values[setting][0], bool)]
 
 
@@ -22,6 +22,7 @@ def compare_switch(grid: Grid, table: pd.DataFrame, setting: str) -> pd.DataFram
     with three or more), higher (pairs in which on is above off), stopped_off, stopped_on (runs in these pairs that a
     rule stopped). table: from `layout.make_member_table`.
     """
+    # One contrast per loss: a switch may act differently under each, and a mean over them would hide that.
     word_settings = [name for name in grid.panels if isinstance(grid.factor_values[name][0], str)]
     keys = [name for name in grid.factor_values if name != setting]
     # A run that is shown in several panels counts once.
@@ -37,6 +38,7 @@ def _make_contrast_row(group: Any, pairs: pd.DataFrame, measure: str) -> dict[st
     complete_pairs = pairs.dropna(subset=[f"{measure}_off", f"{measure}_on"])
     difference = complete_pairs[f"{measure}_on"] - complete_pairs[f"{measure}_off"]
     estimate = mean_over_seeds(difference)
+    # As everywhere in a report, an interval needs three numbers.
     interval_bounds = (
         {"low": estimate.low, "high": estimate.high}
         if len(complete_pairs) >= 3

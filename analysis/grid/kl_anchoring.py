@@ -1,11 +1,11 @@
 """Does a KL loss keep the policy at its reference? Answers from a grid of KL coefficients and losses.
 
-The measure is `kl_to_reference`, the k3 estimate of KL(pi || ref) at the trained tokens before each update. It is the
-same for every form of the loss. Runs without a reference pass do not have it.
+The measure is `kl_to_reference`, the k3 estimate of KL(pi || ref) at the trained tokens before each update. It is
+computed in the same way for every form of the loss. Runs without a reference pass do not have it.
 
-Used as a loss, k1 = log pi - log ref has the gradient of log pi: the reference does not occur in it, and on-policy its
-expectation is 0. So its coefficient cannot anchor the policy. k2, k3 and forms with a + have the gradient of a
-distance.
+Used as a loss, k1 = log pi - log ref has the gradient of log pi. The reference does not occur in this gradient, whose
+expectation is 0 on policy, so the coefficient of k1 cannot anchor the policy. k2, k3 and forms with a + have the
+gradient of a distance.
 
 Only runs with otherwise equal settings are compared. A set is the runs of one loss that differ only in the coefficient.
 Two sets of different losses match if all other settings and the seed are equal. All runs of matching sets are measured
@@ -29,8 +29,9 @@ FORM_COLUMN, COEFFICIENT_COLUMN, SWITCH_COLUMN = (
     "config/actor.kl_loss_coef",
     "config/actor.use_kl_loss",
 )
-MIN_SETS = 3
-NO_INTERVAL_TEXT = "(no interval below three sets)"
+MIN_SETS = 3  # as `compare.MIN_SEEDS`
+NO_INTERVAL_TEXT = "(no interval with fewer than three sets)"
+# Start of the last quarter of training. Earlier, runs have not yet moved as far from the reference as they will.
 _LATE_START = 0.75
 
 
@@ -44,6 +45,7 @@ def make_kl_table(frames: StudyFrames) -> pd.DataFrame:
     trials, steps = frames.trials, frames.steps.dropna(subset="kl_to_reference")
     if not {FORM_COLUMN, COEFFICIENT_COLUMN, SWITCH_COLUMN} <= set(trials) or steps.empty:
         return pd.DataFrame(columns=columns)
+    # Runs with use_kl_loss=False may have a reference pass for the penalty in the reward, which is another question.
     has_kl = trials[SWITCH_COLUMN].fillna(False).astype(bool) & trials["status"].isin(SCORED_STATUSES)
     runs = trials[has_kl & trials["run_id"].isin(steps["run_id"])]
     table = runs[["run_id", "status"]].assign(
@@ -79,6 +81,7 @@ def compute_correlations(table: pd.DataFrame) -> pd.DataFrame:
 
     rho: Spearman's correlation of KL to the reference with the coefficient. At -1, KL falls at every increase.
     """
+    # Two coefficients always have a correlation of 1 or -1.
     rows = []
     for (form, match), runs in table.groupby(["form", "match"], sort=False):
         if runs["coefficient"].nunique() >= 3 and runs["kl"].nunique() > 1:
@@ -133,7 +136,10 @@ def _estimate_over_sets(values: Any) -> Estimate:
 
 
 def _geometric_mean(values: "pd.Series[float]") -> float:
-    """Geometric mean of the positive values; NaN if there are none."""
+    """Geometric mean of the positive values; NaN if there are none.
+
+    KL spans orders of magnitude over the runs of a grid, and an arithmetic mean would be that of the largest run.
+    """
     positive = values[values > 0]
     return float(np.exp(np.log(positive).mean())) if len(positive) else float("nan")
 
@@ -158,6 +164,7 @@ def compare_to_k1(table: pd.DataFrame) -> pd.DataFrame:
                 if len(rho_differences) >= MIN_SETS
                 else Estimate(float(rho_differences.mean()))
             )
+            # A difference of two correlations lies in [-2, 2]. np.maximum and np.minimum keep a missing bound (NaN).
             interval_bounds = {"low": np.maximum(estimate.low, -2.0), "high": np.minimum(estimate.high, 2.0)}
             rows.append({"form": form, "sets": len(rho_differences), "difference": estimate.value, **interval_bounds})
     return pd.DataFrame(rows, columns=["form", "sets", "difference", "low", "high"])
@@ -172,9 +179,9 @@ def describe_anchoring(trends: pd.DataFrame, differences: pd.DataFrame) -> list[
     if not any(row["form"] in K1_NAMES for row in rows):
         return []
     theory = (
-        "In theory, k1 (kl_loss_type=kl) used as a loss does not anchor the policy to the reference: its gradient is "
-        "that of log pi at the sampled tokens, which does not contain the reference and whose expectation on-policy "
-        "is 0. The runs of this grid show:"
+        "In theory, k1 (kl_loss_type=kl) used as a loss does not anchor the policy to the reference. Its gradient is "
+        "the gradient of log pi at the sampled tokens. The reference does not occur in this gradient, whose "
+        "expectation is 0 on policy. The runs of this grid show the following."
     )
     falling_forms = {row["form"] for row in rows if _is_falling(row)}
     return [
@@ -195,16 +202,17 @@ def _describe_trend(row: dict[str, Any]) -> str:
     interval_text = format_interval(row["rho_low"], row["rho_high"], 2) or NO_INTERVAL_TEXT
     stopped_text = f"{row['early_stopped']} of them stopped by a rule" if row["early_stopped"] else "none stopped"
     return (
-        f"Under the loss {row['form']}, KL to the reference {verb} with the coefficient: mean rank correlation "
-        f"{format_signed(row['rho'], 2)} {interval_text} over {row['sets']} sets with otherwise equal settings, "
-        f"{row['runs']} runs ({stopped_text}), permutation {format_p_value(row['p'])}; {row['kl_smallest']:.2g} nats "
-        f"at {row['smallest']:g}, {row['kl_largest']:.2g} at {row['largest']:g}."
+        f"Under the loss {row['form']}, KL to the reference {verb} with the coefficient: the mean rank correlation is "
+        f"{format_signed(row['rho'], 2)} {interval_text} over {row['sets']} sets of runs that differ only in the "
+        f"coefficient, {row['runs']} runs in all ({stopped_text}), permutation {format_p_value(row['p'])}. The KL is "
+        f"{row['kl_smallest']:.2g} nats at the coefficient {row['smallest']:g} and {row['kl_largest']:.2g} nats at "
+        f"{row['largest']:g}."
     )
 
 
 def _describe_differences(rows: list[dict[str, Any]], falling_forms: set[str]) -> list[str]:
     if not rows:
-        return ["No other KL loss has matching runs in this study, so k1 is not compared with another loss."]
+        return ["No other KL loss has matching runs in this study, so k1 is not compared with any."]
     return [
         _describe_difference(row, row["form"] in falling_forms and not falling_forms.intersection(K1_NAMES))
         for row in rows
@@ -215,8 +223,9 @@ def _describe_difference(row: dict[str, Any], is_anchoring: bool) -> str:
     """is_anchoring: KL to the reference falls with the coefficient of this form, and does not fall with that of k1."""
     interval_text = format_interval(row["low"], row["high"], 2) or NO_INTERVAL_TEXT
     estimate_text = f"{format_signed(row['difference'], 2)} {interval_text} over {row['sets']} matching sets"
+    # A lower correlation alone may mean that KL rises less than under k1: anchoring also needs that it falls.
     if row["low"] > 0 and is_anchoring:
-        statement = f"At the same coefficients, {row['form']} pulls the policy towards the reference and k1 does not"
+        statement = f"At the same coefficients, {row['form']} pulls the policy toward the reference and k1 does not"
     elif row["low"] > 0:
         statement = (
             f"The rank correlation is lower under {row['form']} than under k1, which alone does not show anchoring"
@@ -225,4 +234,4 @@ def _describe_difference(row: dict[str, Any], is_anchoring: bool) -> str:
         statement = f"KL to the reference falls more with the coefficient of k1 than with that of {row['form']}"
     else:
         statement = f"There is no clear difference between k1 and {row['form']} in this grid"
-    return f"{statement}: rank correlation of k1 minus that of {row['form']} {estimate_text}."
+    return f"{statement}: the rank correlation of k1 minus that of {row['form']} is {estimate_text}."

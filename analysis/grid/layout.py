@@ -34,6 +34,7 @@ SWITCH_SETTINGS = {"actor.use_kl_loss": "actor.kl_loss_coef"}
 IDLE_SETTINGS = {"actor.kl_loss_type": "actor.kl_loss_coef"}
 """Settings without effect if another setting is 0: such a run appears under every value."""
 
+# Start of the last quarter of a run's steps, over which `LATE_MEANS` are taken.
 LATE_START = 0.75
 # The most serious status first: it is the one that a cell without a scored run shows.
 _UNSCORED_STATUSES = ("failed", "interrupted", "running", "never_ran")
@@ -43,7 +44,12 @@ _UNSCORED_STATUSES = ("failed", "interrupted", "running", "never_ran")
 class Grid:
     """The factors of a grid, as dotted settings.
 
-    x, y: axes of the plane. panels: all other factors. factor_values: the values of each factor, in order.
+    Attributes:
+        x: horizontal axis of the plane.
+        y: vertical axis of the plane.
+        panels: all other factors.
+        factor_values: the values of each factor: ascending for x and y, False before True for a switch, and in the
+            order of the arms for all others.
     """
 
     x: str
@@ -52,7 +58,7 @@ class Grid:
     factor_values: dict[str, tuple[Any, ...]]
 
     def format_factor(self, setting: str, value: Any) -> str:
-        """A label such as `filter 0.8`. A switch is labelled by its name if it is on, and not at all if it is off."""
+        """A label such as `filter 0.8`. A switch that is on has its name as label, and one that is off has no label."""
         if isinstance(value, bool | np.bool_):
             return shorten_setting(setting) if value else ""
         return f"{shorten_setting(setting)} {format_value(value)}"
@@ -60,6 +66,7 @@ class Grid:
     def format_panel(self, row: dict[str, Any]) -> str:
         """The panel of a run, such as `filter 0.8, loss mse`. row: the settings of the run."""
         labels = [self.format_factor(setting, row[setting]) for setting in self.panels]
+        # Without a label all switches are off, or the grid has a single panel.
         return ", ".join(label for label in labels if label) or "others"
 
 
@@ -80,7 +87,8 @@ def find_grid(frames: StudyFrames) -> Grid | None:
 
     A study is a grid if its arms are named by words and differ in at least two numeric settings. If an arm is named by
     a number, the study has a single axis. x and y are the coefficients of KL and entropy if both differ; otherwise the
-    two numeric settings with the most combinations. In a tie, the first in the configuration win; y comes before x.
+    two numeric settings with the most combinations of values. Of pairs with equally many, the first in the
+    configuration wins. Its first setting is y, its second x.
     """
     trials = require_single_study(frames).trials
     if trials.empty or trials["axis_value"].notna().any():
@@ -89,6 +97,7 @@ def find_grid(frames: StudyFrames) -> Grid | None:
     factor_values = {str(setting): _list_factor_values(values[setting]) for setting in values}
     numeric_settings = [setting for setting in factor_values if _is_numeric(values[setting])]
     pairs = list(combinations(numeric_settings, 2))
+    # Arms that differ in text or switches only, such as PPO and GRPO, do not span a plane.
     if not pairs:
         return None
     y, x = max(pairs, key=lambda pair: (set(pair) == PLANE_SETTINGS, len(values[list(pair)].drop_duplicates())))
@@ -133,6 +142,7 @@ def make_member_table(frames: StudyFrames, grid: Grid) -> pd.DataFrame:
     table["success"] = compute_outcomes(trials)
     for measure in LATE_MEANS:
         table[measure.name] = table["run_id"].map(_compute_late_means(frames, measure.name))
+    # An unscored run may have logged some steps, but its late means would be those of an unfinished training.
     table.loc[~table["status"].isin(SCORED_STATUSES), [measure.name for measure in MEASURES]] = float("nan")
     table = table.assign(shared=False, home=True).dropna(subset=list(grid.factor_values))
     for setting, governing_setting in IDLE_SETTINGS.items():
@@ -171,7 +181,7 @@ def make_panel_curves(frames: StudyFrames, grid: Grid, member_table: pd.DataFram
 
 
 def list_panels(grid: Grid, member_table: pd.DataFrame) -> pd.DataFrame:
-    """The panels with at least one run, in the order of the factor values: panel, and its factors.
+    """The panels with at least one run, one row each with its name and factors, in the order of the factor values.
 
     member_table: from `make_member_table`.
     """
@@ -182,6 +192,7 @@ def list_panels(grid: Grid, member_table: pd.DataFrame) -> pd.DataFrame:
     keys = pd.DataFrame(
         {setting: panel_rows[setting].map(rank[setting]) for setting in grid.panels}, index=panel_rows.index
     )
+    # A grid of two factors has a single panel and no key to sort by.
     order = keys.sort_values(list(grid.panels)).index if grid.panels else panel_rows.index
     return panel_rows.loc[order].reset_index(drop=True)
 
@@ -193,6 +204,8 @@ def make_cell_table(grid: Grid, member_table: pd.DataFrame) -> pd.DataFrame:
     each measure its mean over scored runs, std (ddof 1; missing below two runs), minimum and maximum. state is
     "stopped" if a rule stopped a scored run, otherwise "scored"; without a scored run it is the most serious status.
     """
+    # concern: position of an unscored status, so that the minimum over a cell is its most serious one. A scored run has
+    # none (NaN).
     ranked_rows = member_table.assign(
         scored=member_table["status"].isin(SCORED_STATUSES),
         early_stopped=member_table["status"] == "early_stopped",
@@ -231,6 +244,7 @@ def make_arm_labels(frames: StudyFrames, grid: Grid) -> dict[str, str]:
 
 
 def _format_arm_label(grid: Grid, row: dict[str, Any]) -> str:
+    # With a KL coefficient of 0 the form of the loss has no effect, so the name of the arm leaves it out.
     idle_settings = {setting for setting, other in IDLE_SETTINGS.items() if other in row and row[other] == 0}
     active_labels = [
         grid.format_factor(setting, row[setting]) for setting in grid.factor_values if setting not in idle_settings

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Measure(NamedTuple):
-    """A measure: name of its column, label with unit, caption of its heat map, and whether its colour scale is log."""
+    """A measure: name of its column, label with unit, caption of its heat map, and whether its color scale is log."""
 
     name: str
     label: str
@@ -26,15 +26,15 @@ LATE_MEANS: tuple[Measure, ...] = (
     Measure(
         "reward_std",
         "reward std in the group (reward)",
-        "Standard deviation of the rewards in a group: mean over the last quarter of each run's steps. Near 0 the "
-        "rewards carry no signal.",
+        "Standard deviation of the rewards in a group: mean over the last quarter of each run's steps. Near 0, rewards "
+        "carry no signal.",
     ),
     Measure(
         "kl_to_reference",
         "KL to the reference (nats)",
-        "KL to the reference (k3 estimate for all forms of the loss): mean over the last quarter of each run's steps, "
-        "on a log scale. Without a KL loss there is no reference pass and thus no number.",
-        log=True,
+        "KL to the reference, as the k3 estimate whatever the form of the loss: mean over the last quarter of each "
+        "run's steps. Colors have a log scale. Without a KL loss there is no reference pass, and thus no number.",
+        log=True,  # it spans orders of magnitude over the coefficients of a grid
     ),
 )
 """Step columns that are averaged over the last quarter of a run's own steps."""

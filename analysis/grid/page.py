@@ -14,6 +14,7 @@ from analysis.grid.measures import MEASURES
 
 def group_arms_by_panel(frames: StudyFrames, grid: layout.Grid) -> StudyFrames:
     """The frames with arms renamed to their panel, so that all points of a panel are runs of one arm."""
+    # Only home rows: a run without a KL loss is a member of several panels, but an arm needs one name.
     member_table = layout.make_member_table(frames, grid)
     home_rows = member_table[member_table["home"]]
     return layout.rename_arms(frames, dict(zip(home_rows["arm"], home_rows["panel"], strict=True)))
@@ -93,4 +94,5 @@ def _make_panel_entries(
         for row in arm_rows:
             counts[row["outcome"]] = counts.get(row["outcome"], 0) + 1
         entries.append({"panel": panel, "arms": arm_rows, "outcomes": counts})
+    # A panel may have only shared runs, whose verdicts are listed in their home panel.
     return [entry for entry in entries if entry["arms"]]

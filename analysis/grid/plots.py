@@ -1,8 +1,8 @@
 """Figures of a grid: heat maps of its cells and curves of its runs, with one subplot per panel of the grid.
 
-All panels of a figure share one colour scale (cividis, which is readable without colour vision and in grey) and the
+All panels of a figure share one color scale (cividis, which is readable without color vision and in gray) and the
 same axes, with values evenly spaced in order and 0 first. Each cell shows its number. A vermilion frame and a cross
-mark runs stopped by a rule. Grey cells give the reason why there is no number. A point without a run stays blank.
+mark runs stopped by a rule. Gray cells give the reason why there is no number. A point without a run stays blank.
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from analysis.sweep.verdicts import format_status
 
 NO_VALUE_COLOR = "#e3e3e3"
 MAX_COLUMNS = 3
-FIGURE_WIDTH = 10.4
+FIGURE_WIDTH = 10.4  # inches
 _COLORMAP = "cividis"
 
 
@@ -36,7 +36,10 @@ class PanelLayout(NamedTuple):
 
 
 def arrange_panels(grid: Grid, member_table: pd.DataFrame) -> PanelLayout:
-    """Put the values of the first text factor (such as the type of loss) side by side; without one, rows of three."""
+    """Put the values of the first text factor (such as the type of loss) side by side: one column per value.
+
+    Without a text factor, or if it is the only factor, panels fill rows of three.
+    """
     panel_rows = list_panels(grid, member_table)
     names = panel_rows["panel"].to_list()
     word_settings = [
@@ -57,12 +60,13 @@ def arrange_panels(grid: Grid, member_table: pd.DataFrame) -> PanelLayout:
 def draw_heat_maps(grid: Grid, table: pd.DataFrame, measure: str, label: str, *, log: bool = False) -> Figure:
     """Heat maps of `measure` over the plane of the grid, one per panel.
 
-    table: from `layout.make_cell_table`. label: of the colour bar, with a unit.
+    table: from `layout.make_cell_table`. label: of the color bar, with a unit.
     """
     panel_layout = arrange_panels(grid, table)
     xs, ys = (sorted(table[axis].unique()) for axis in ("x", "y"))
     norm = _make_norm(table[measure], log)
     with mpl.rc_context({**STYLE, "axes.grid": False}):
+        # inches: legend and axis labels; per row of panels its title, and 0.34 for each row of cells
         height = 1.0 + panel_layout.rows * (0.5 + 0.34 * len(ys))
         figure = Figure(figsize=(FIGURE_WIDTH, height), layout="constrained")
         axes = figure.subplots(panel_layout.rows, panel_layout.columns, sharex=True, sharey=True, squeeze=False)
@@ -81,11 +85,15 @@ def draw_heat_maps(grid: Grid, table: pd.DataFrame, measure: str, label: str, *,
 
 
 def _make_norm(values: "pd.Series[float]", log: bool) -> Normalize:
-    """One colour scale for all panels. If all values are equal, the range is widened to be non-empty."""
+    """One color scale for all panels. If all values are equal, the range is widened to be non-empty.
+
+    A log scale leaves out values of 0 and less; `clip` then gives them the lowest color.
+    """
     shown_values = values[values > 0] if log else values.dropna()
     low, high = (float(shown_values.min()), float(shown_values.max())) if len(shown_values) else (0.0, 1.0)
     if log:
-        return LogNorm(low or 1e-12, high if high > low else 10 * low or 1.0, clip=True)
+        # low is 0 only if there is no positive value: then the scale is not used, but it must be valid.
+        return LogNorm(low or 1e-12, high if high > low else 10 * low, clip=True)
     return Normalize(low, high) if high > low else Normalize(low - 0.5, low + 0.5)
 
 
@@ -106,6 +114,7 @@ def _draw_map(
         color = NO_VALUE_COLOR if np.isnan(value) else mpl.colors.to_hex(mpl.colormaps[_COLORMAP](norm(value)))
         axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=color, edgecolor="white", linewidth=1.2))
         if row.early_stopped:
+            # Inside the cell, so that neighboring cells do not cover the frame.
             axes.add_patch(
                 Rectangle((x - 0.44, y - 0.42), 0.88, 0.84, fill=False, edgecolor=STOPPED_COLOR, linewidth=1.8)
             )
@@ -140,7 +149,11 @@ def choose_text_color(color: str) -> str:
 
 
 def format_cell(state: str, num_stopped: int, num_scored: int, num_runs: int, value: float) -> str:
-    """The text of a cell: its mean, with `✕` if all runs were stopped and `✕1/3` if one of three was; or a status."""
+    """The text of a cell: its mean, or the status of its runs if none is scored.
+
+    A prefix `✕` means that a rule stopped all runs, and `✕1/3` that it stopped one of three. A second line `2 of 3`
+    means that only two of three runs are scored.
+    """
     if not num_scored:
         return format_status(state).replace(" ", "\n")
     value_text = "–" if np.isnan(value) else format_short(value)
@@ -162,15 +175,15 @@ def format_short(value: float) -> str:
 def _add_map_legend(figure: Figure, table: pd.DataFrame) -> None:
     handles = [Patch(facecolor="white", edgecolor="#bbbbbb", label="blank: not in the study")]
     if table["early_stopped"].any():
-        stopped_label = "✕ stopped by a rule: failed regime, last value"
+        stopped_label = "✕ stopped by a rule (failed regime): last value"
         handles.append(Patch(facecolor="white", edgecolor=STOPPED_COLOR, linewidth=1.8, label=stopped_label))
     if (table["scored"] == 0).any():
-        handles.append(Patch(facecolor=NO_VALUE_COLOR, label="no scored run: its status"))
+        handles.append(Patch(facecolor=NO_VALUE_COLOR, label="gray: no scored run, only its status"))
     figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=8)
 
 
 def draw_curves(grid: Grid, table: pd.DataFrame, label: str) -> Figure:
-    """Every run of the grid as a thin line, coloured by its x value. table: from `layout.make_panel_curves`."""
+    """Every run of the grid as a thin line, colored by its x value. table: from `layout.make_panel_curves`."""
     panel_layout, xs = arrange_panels(grid, table), sorted(table["x"].unique())
     colors = dict(zip(xs, make_arm_colors([format_value(value) for value in xs]).values(), strict=True))
     with mpl.rc_context(dict(STYLE)):
@@ -181,9 +194,10 @@ def draw_curves(grid: Grid, table: pd.DataFrame, label: str) -> Figure:
             axes[position].set_title(panel, loc="left", fontweight="bold", fontsize=8.2)
             axes[position].tick_params(labelbottom=True)
         first_axes = axes[next(iter(panel_layout.positions.values()))]
+        # LineCollection does not scale the axes by itself. "or 1.0": a constant curve at 0 has no height.
         margin = 0.04 * (table["value"].max() - min(0.0, table["value"].min()) or 1.0)
         first_axes.set_ylim(min(0.0, table["value"].min()) - margin, table["value"].max() + margin)
-        first_axes.set_xlim(table["step"].min(), table["step"].max() + 0.5)
+        first_axes.set_xlim(table["step"].min(), table["step"].max() + 0.5)  # room for half a mark at the end
         first_axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         _remove_unused(axes, panel_layout)
         figure.supxlabel("training step", fontsize=9)
@@ -195,6 +209,7 @@ def draw_curves(grid: Grid, table: pd.DataFrame, label: str) -> Figure:
 def _draw_lines(axes: Any, table: pd.DataFrame, colors: dict[float, str]) -> None:
     """The curves of one panel. A cross marks the end of a run stopped by a rule, a ring any other incomplete run."""
     runs = [rows for _, rows in table.groupby("run_id", sort=False)]
+    # One collection for all runs: hundreds of line objects would take seconds to draw.
     segments = [rows[["step", "value"]].to_numpy(dtype=float) for rows in runs]
     line_colors = [colors[rows["x"].iloc[0]] for rows in runs]
     axes.add_collection(LineCollection(segments, colors=line_colors, linewidths=0.9, alpha=0.85))

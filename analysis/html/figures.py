@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from analysis.html.page import render_svg
 
 View_contra = TypeVar("View_contra", contravariant=True)
-"""The data of a page: the frames of a study, and results that several figures share."""
+"""What a page shows: the frames of a study, and results that several of its figures share."""
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,11 @@ class ReportFigure(Generic[View_contra]):
     """The declaration of one figure of a page.
 
     Attributes:
-        name: of its file in figures/, and prefix of its ids on the page.
-        section: section of the page. A section shows all of its figures, in the order of the page's list.
+        name: name of the file in figures/, and prefix of the ids of SVG elements on the page.
+        section: section of the page that shows the figure. Several figures of one section keep the order of the list.
         caption: the text below the figure, or a function of the view that returns it.
         make_table: returns the data to draw, one DataFrame or several; None if there is nothing to show.
-        draw: draws that data. The view provides colours and layouts only, no further numbers.
+        draw: draws that data. The view provides colors and layouts only, no further numbers.
     """
 
     name: str

@@ -31,7 +31,7 @@ def write_page(path: Path, page: str) -> Path:
 def make_settings_rows(study: Study) -> list[dict[str, Any]]:
     """Every setting of the study: name, value and default as JSON, and whether it was changed from the default.
 
-    Defaults come from `defaults` in study.json; if it is missing, `changed` is None.
+    Defaults come from `defaults` in study.json. If that is missing, `changed` is None, since nothing is known.
     """
     settings, defaults = (_flatten_settings(study.get(name) or {}) for name in ("settings", "defaults"))
     return [
@@ -61,10 +61,12 @@ def render_svg(name: str, figure: Figure) -> str:
     with mpl.rc_context({"svg.hashsalt": name, "svg.fonttype": "path"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue().decode()
+    # An XML prologue is not allowed inside HTML.
     text = text[text.index("<svg") :]
     # Ids must be unique on a page with several figures; references to them change likewise.
     text = re.sub(r'\bid="', f'id="{name}-', text)
     text = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", text)
+    # Without a fixed size, the style sheet fits the figure to the width of the page.
     return re.sub(r'^<svg ([^>]*?)width="[^"]*" height="[^"]*"', r'<svg role="img" \1', text, count=1)
 
 
@@ -75,6 +77,7 @@ def format_count(value: float) -> str:
     """A count with at most four digits: 240, 5 400, 12.3 k, 1.23 M."""
     if value is None or pd.isna(value):
         return "–"
+    # Four digits are as short as a number with a unit, and exact.
     if abs(value) < 1e4:
         return f"{value:,.0f}".replace(",", " ")
     # Round before choosing the unit: 999 999 is 1 M.

@@ -5,13 +5,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 MIN_STD = 0.01
-"""Replaces a standard deviation of 0 in a test; in the unit of the column (fraction, reward or nats)."""
+"""Replaces a standard deviation of 0 in a test, in the unit of the column (fraction, reward or nats).
+
+Three equal numbers do not show that there is no variation, and Welch's test needs some. Chosen before the first run.
+"""
 
 PER_SEED, POOLED, NEVER_REACHED = "per seed", "pooled", "never"
-"""What a cell gives: mean and std over seeds; mean and std over the logged rows of all seeds; or "never reached"."""
+"""Kinds of cells: mean and std over seeds; mean and std over the logged rows of all seeds; "never reached" as text."""
 
 NOT_DISTINGUISHABLE, DIFFERS, NO_EXPECTATION = "not distinguishable", "differs", "open"
-"""The verdict that was expected for a cell before any of our runs; "open": either would be unsurprising."""
+"""The verdict that was expected for a cell before any of our runs. "open": neither verdict would be a surprise."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,13 @@ class Cell:
     Attributes:
         studies: our studies that run it. The test uses the first one that is present.
         column: a column of `trials`, or of `steps` if the cell is pooled.
-        std: standard deviation (ddof 1).
+        mean: published mean; NaN for NEVER_REACHED.
+        std: published standard deviation (ddof 1); NaN for NEVER_REACHED.
         n: number of seeds, or of rows if the cell is pooled.
         section: the table in the source.
         kind: PER_SEED, POOLED or NEVER_REACHED.
         expected_verdict, rationale: stated before any of our runs.
-        conditions: the settings of the published runs.
+        conditions: the settings of the published runs. A cell is tested only if our runs have the same.
     """
 
     studies: tuple[str, ...]

@@ -21,6 +21,7 @@ from analysis.stats.estimates import Estimate, Floats, SampleStats, holm_adjust,
 from analysis.sweep.verdicts import SIGNIFICANCE_LEVEL, format_p_value, format_status
 
 NOT_TESTED = "cannot be tested"
+# Seeds per arm of ours, stated with the test before the first run; a report with fewer says so.
 PLANNED_SEEDS = 10
 # Rounding in a mean of equal numbers would give them a tiny std, and Welch's test a huge t.
 _ZERO_STD_TOLERANCE = 1e-12
@@ -46,6 +47,7 @@ def compare_to_published(frames: StudyFrames, cells: Sequence[Cell] = CELLS) -> 
     study_names = {study["name"] for study in frames.studies}
     rows = [_make_row(frames, cell, study) for cell in cells for study in _select_study(cell, study_names)]
     table = pd.DataFrame(rows, columns=list(COLUMNS))
+    # Cells that cannot be tested have no p (NaN), so they do not count in Holm's correction.
     table["p_holm"] = holm_adjust(table["p"].to_numpy(dtype=float))
     is_tested = table["reason"] == ""
     test_verdicts = np.where(table["p_holm"] < SIGNIFICANCE_LEVEL, DIFFERS, NOT_DISTINGUISHABLE)
@@ -65,6 +67,7 @@ def _make_row(frames: StudyFrames, cell: Cell, study: str) -> Row:
     trials = frames.trials[(frames.trials["study"] == study) & (frames.trials["arm"] == cell.arm)]
     runs = trials[trials["status"].isin(SCORED_STATUSES)]
     steps = frames.steps[(frames.steps["study"] == study) & frames.steps["run_id"].isin(runs["run_id"])]
+    # A pooled cell is over logged rows, any other cell is over runs.
     values = _select_values(steps if cell.kind == POOLED else runs, cell.column)
     sample = SampleStats(float(values.mean()) if len(values) else math.nan, sample_std(values), len(values))
     reason = _explain_untestable(cell, runs, values)
@@ -112,7 +115,7 @@ def _compute_welch_test(ours: SampleStats, cell: Cell) -> Estimate:
 def _explain_untestable(cell: Cell, runs: pd.DataFrame, values: Floats) -> str:
     """Why a cell cannot be tested; an empty string if it can."""
     if cell.kind == POOLED:
-        return "pooled over rows: no standard deviation over seeds is published"
+        return "the number is pooled over rows, and no standard deviation over seeds is published"
     if not len(runs):
         return "no run of this arm was completed or stopped by a rule"
     setting_mismatch = _find_setting_mismatch(cell, runs)
@@ -122,7 +125,7 @@ def _explain_untestable(cell: Cell, runs: pd.DataFrame, values: Floats) -> str:
         reached_text = f"{len(values)} of our {len(runs)} runs"
         if cell.kind == NEVER_REACHED:
             return f"none of the {cell.n} published seeds reaches this step; {reached_text} do"
-        # Runs that never reach a step have no number. A mean over the others would be that of the fastest runs.
+        # Runs that never reach a step have no number, so a mean over the others would be that of the fastest runs.
         if len(values) < len(runs):
             return (
                 f"{reached_text} reach this step, and all {cell.n} published seeds do: a mean over only the runs that "
@@ -132,7 +135,10 @@ def _explain_untestable(cell: Cell, runs: pd.DataFrame, values: Floats) -> str:
 
 
 def _find_setting_mismatch(cell: Cell, runs: pd.DataFrame) -> str:
-    """The first setting in which our runs differ from the published ones; an empty string if there is none."""
+    """The first setting in which our runs differ from the published ones, in words; empty if there is none.
+
+    A run with other settings is another experiment: its number must not be tested against the published one.
+    """
     for name, value in cell.conditions.settings.items():
         our_values = runs[f"config/{name}"].unique().tolist() if f"config/{name}" in runs else []
         if our_values != [value]:
@@ -169,7 +175,7 @@ def format_sentence(row: Row) -> str:
         verdict_text = f"{NOT_TESTED}: {row['reason']}"
     else:
         interval_text = f"{row['difference']:+.4g} [{row['low']:+.4g}, {row['high']:+.4g}]"
-        expectation_text = {True: "as expected", False: "not as expected", None: "open beforehand"}[row["as_expected"]]
+        expectation_text = {True: "as expected", False: "not as expected", None: "no expectation"}[row["as_expected"]]
         verdict_text = f"{row['verdict']}: {interval_text}, Holm {format_p_value(row['p_holm'])}, {expectation_text}"
     notes = f" ({row['notes']})" if row["notes"] else ""
     return f"{name}: published {published_text}, ours {_format_number(row, '')}: {verdict_text}{notes}"
@@ -198,12 +204,12 @@ def summarize_verdicts(table: pd.DataFrame) -> str:
         for verdict in (NOT_DISTINGUISHABLE, DIFFERS, NOT_TESTED)
         if verdict in counts
     ]
-    unexpected_count = int((table["as_expected"] == False).sum())  # noqa: E712 (None is neither)
+    unexpected_count = int((table["as_expected"] == False).sum())  # noqa: E712 (`~` fails on None)
+    # Pooled cells count rows in n, and cells without a published mean count seeds that reach a step. Without any other
+    # cell, the maximum is NaN, which is not below the plan.
     max_seeds = table.loc[table["kind"] == PER_SEED, "n"].max()
     seed_warning = (
-        ""
-        if max_seeds >= PLANNED_SEEDS
-        else f" Our arms have at most {max_seeds:.0f} of {PLANNED_SEEDS} planned seeds."
+        f" Our arms have at most {max_seeds:.0f} of {PLANNED_SEEDS} planned seeds." if max_seeds < PLANNED_SEEDS else ""
     )
     return (
         f"{len(table)} published cells: {', '.join(verdict_counts)}; {unexpected_count} not as expected.{seed_warning}"

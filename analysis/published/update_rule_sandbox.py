@@ -63,7 +63,10 @@ _SHARED_SETTINGS: Mapping[str, object] = {
     "trainer.total_training_steps": 300,
     "trainer.test_freq": 20,
 }
-"""Settings unless a study or an arm changes them: the source's defaults, batch size, steps and evaluation interval."""
+"""Settings of the published runs, unless a study or an arm changes them.
+
+They are the defaults of the source, except for batch size, steps and evaluation interval, which the sweeps set.
+"""
 STUDY_SETTINGS: Mapping[str, Mapping[str, object]] = {
     "influence": {"task": "token_reversal"},
     "reward-noise": {
@@ -80,6 +83,7 @@ STUDY_SETTINGS: Mapping[str, Mapping[str, object]] = {
     },
     "grpo-entropy": {"task": "token_reversal"},
 }
+# The documents call this condition grouped: 12 prompts with 8 rollouts, and four optimizer steps per batch.
 _GROUPED_SETTINGS: Mapping[str, object] = {"group_size": 8, "inner_epochs": 4}
 ARM_SETTINGS: Mapping[str, Mapping[str, object]] = {
     **{
@@ -128,26 +132,33 @@ _RANDOM_COLLAPSE = (
     "0.50) or the separator (error 1.00) is chance; a second implementation had the published order reversed"
 )
 _UNTRAINED = (
-    "the filter keeps no batch, so the numbers are those of the initial weights: an equal error says something about "
-    "their distribution, not about the rule"
+    "the filter keeps no batch, so the numbers are those of the initial weights. An equal error says something about "
+    "the distribution of initial weights, and nothing about the rule"
 )
 _SAME_DELAY = (
-    "capacity 5 with delay 4 leaves one batch to draw, so this is DG with delay 4. The published digits are the same "
-    "because the draw has its own generator on CUDA; ours are the same because random streams have names"
+    "capacity 5 with delay 4 leaves one batch to draw, so this is DG with delay 4. The published digits equal those of "
+    "DG because the draw has its own generator on CUDA; ours equal those of DG because each purpose has its own random "
+    "stream"
 )
 _BIMODAL = (
     "two published seeds are near 0 and one is near 0.37; with such a standard deviation, hardly any value can be "
     "distinguished from it"
 )
 _UNSCORED_LEAK = "at unscored positions the rule reinforces whatever was sampled, including separators"
-_COARSE_EVAL_GRID = "three seeds, evaluated every 50 steps; in a second implementation the order of the rules changed"
+_COARSE_EVAL_GRID = (
+    "three seeds evaluated every 50 steps do not fix an order; in a second implementation the order of the rules was "
+    "another one"
+)
 _EQUAL_DG = (
     "the standard deviation of rewards in [0, 1] is at most 0.5, so the filter keeps every batch, and this equals DG"
 )
-_ROW_LEVEL = "pooled over 45 logged rows: the standard deviation is that of rows, and no test between seeds can use it"
+_ROW_LEVEL = (
+    "the number is pooled over 45 logged rows, so its standard deviation is that of rows, and no test between seeds "
+    "can use it"
+)
 _AGE_ROWS = f"{_ROW_LEVEL}; the rows are those of the steps 4, 24, ..., 284, in the published runs and in ours"
-_EARLY_STEPS = "over early steps (no document says how many); ours are over all steps"
-_NO_SEED = "no published seed reaches this step: a count of seeds, without a mean"
+_EARLY_STEPS = "the published number is over early steps (no document says how many), and ours is over all steps"
+_NO_SEED = "no published seed reaches this step, so there is no published mean"
 
 _ArmResult = tuple[str, float, float]
 

@@ -35,7 +35,7 @@ class AxisView:
 
     @cached_property
     def arm_colors(self) -> dict[str, str]:
-        """Arm -> colour, in the order of the axis; words such as nofilter have separate colours."""
+        """Arm -> color, in the order of the axis; words such as nofilter have separate colors."""
         return plots.make_arm_colors(
             self.dose_response["arm"].to_list(), self.dose_response.loc[self.dose_response["is_word"], "arm"].to_list()
         )
@@ -47,7 +47,7 @@ class AxisView:
 
     @property
     def line_colors(self) -> dict[str, str]:
-        """Line -> colour."""
+        """Line -> color."""
         return self.arm_colors
 
 
@@ -70,7 +70,7 @@ class GridView:
 
     @cached_property
     def arm_colors(self) -> dict[str, str]:
-        """Arm -> colour."""
+        """Arm -> color."""
         return _make_arm_colors(self.frames)
 
     @cached_property
@@ -80,7 +80,7 @@ class GridView:
 
     @cached_property
     def line_colors(self) -> dict[str, str]:
-        """Panel -> colour."""
+        """Panel -> color."""
         return _make_arm_colors(self.line_frames)
 
 
@@ -107,9 +107,10 @@ class Curve:
         name, section, caption: as in `ReportFigure`.
         column: a step column.
         label: of the y axis, with a unit.
-        explains_marks: append the meaning of lines and marks to the caption; set once per page.
-        carry_forward: in a mean over runs, a stopped run keeps its last value.
-        is_uninformative: returns True if the column of these frames has nothing to show.
+        explains_marks: whether the caption explains lines and marks. Only the first figure of a page does.
+        carry_forward: whether a stopped run keeps its last value in a mean over runs.
+        is_uninformative: returns True if the column has nothing to show in these frames, so that the figure is left
+            out.
         only_in_grids: leave the figure out of one-axis reports.
     """
 
@@ -143,7 +144,8 @@ CURVES: tuple[Curve, ...] = (
         "stops",
         "reward_std",
         "reward std in the group (reward)",
-        "Standard deviation of the rewards in a group, averaged over groups. Near zero, rewards carry no signal.",
+        "Standard deviation of the rewards in a group, averaged over groups. Near zero, all rollouts of a group get "
+        "the same reward, so rewards carry no signal.",
     ),
     Curve(
         "entropy",
@@ -157,8 +159,8 @@ CURVES: tuple[Curve, ...] = (
         "stops",
         "kl_to_reference",
         "KL to the reference (nats)",
-        "KL to the reference (k3 estimate for all forms of the loss) at the trained tokens, before each update. Runs "
-        "without a reference pass do not have it.",
+        "KL to the reference at the trained tokens, before each update. It is the k3 estimate, whatever the form of "
+        "the loss. Runs without a reference pass have no curve.",
         only_in_grids=True,
     ),
     Curve(
@@ -187,9 +189,9 @@ def _make_arm_figure(curve: Curve) -> ReportFigure[AxisView]:
         return plots.draw_curves(table, means, view.arm_colors, curve.label)
 
     marks_caption = (
-        " One panel per arm; runs of other arms are grey. Step 0 is the policy before training. Thin lines are single "
+        " One panel per arm; runs of other arms are gray. Step 0 is the policy before training. Thin lines are single "
         "runs, and a thick line is their mean, in which a stopped run keeps its last value. A cross marks the end of a "
-        "run stopped by a rule, a ring any other incomplete run."
+        "run that a rule stopped, and a ring marks the end of any other incomplete run."
     )
     return ReportFigure(
         curve.name, curve.section, curve.caption + marks_caption * curve.explains_marks, make_table, draw
@@ -209,8 +211,9 @@ def _make_panel_figure(curve: Curve) -> ReportFigure[GridView]:
 
     def make_caption(view: GridView) -> str:
         marks_caption = (
-            f" One thin line per run, coloured by {layout.shorten_setting(view.grid.x)}. Step 0 is the policy before "
-            "training. A cross marks the end of a run stopped by a rule, a ring any other incomplete run."
+            f" One thin line per run, colored by {layout.shorten_setting(view.grid.x)}. Step 0 is the policy before "
+            "training. A cross marks the end of a run that a rule stopped, and a ring marks the end of any other "
+            "incomplete run."
         )
         return curve.caption + marks_caption * curve.explains_marks
 
@@ -243,9 +246,10 @@ def _draw_successes(table: pd.DataFrame, view: AxisView) -> Figure:
 def _make_dose_caption(view: AxisView) -> str:
     basis = findings.describe_interval_basis(view.dose_response) or "no scored run"
     return (
-        f"Filled: sampled validation success at the end, with its 95 % interval ({basis}). Open triangle: greedy "
-        "validation success. Open square: sampled success on the test levels. Vermilion cross: a rule stopped all "
-        "scored runs of the arm; vermilion edge: some of them. Horizontal lines: the policy before training."
+        f"Filled points show sampled validation success at the end of training, with 95 % intervals ({basis}). Open "
+        "triangles show greedy validation success, and open squares show sampled success on the test levels. A "
+        "vermilion cross means that a rule stopped all scored runs of the arm, and a vermilion edge that it stopped "
+        "some of them. Horizontal lines show the policy before training."
     )
 
 
@@ -261,11 +265,16 @@ def _draw_gradients(make_label: Callable[[StudyFrames], str], table: pd.DataFram
 
 
 def _make_gradient_colors(table: pd.DataFrame, arm_colors: Mapping[str, str], has_several_arms: bool) -> dict[str, str]:
-    """Line -> colour. With several arms, the colour of the arm, lighter for its probes; with one arm, one per line."""
+    """Line -> color. With one arm, each line has its own color. With several, a line has the color of its arm.
+
+    The probes of an arm are lighter shades of its color.
+    """
     lines = list(dict.fromkeys(zip(table["line"], table["arm"], strict=True)))
     if not has_several_arms:
         return plots.make_arm_colors([line for line, _ in lines])
+    # The line of an arm has the arm's name; every other line of the arm is a probe.
     probes = {arm: [line for line, line_arm in lines if line_arm == arm != line] for _, arm in lines}
+    # n probes get the white fractions 1/(n+2) to n/(n+2): lighter than the arm's own line, and never quite white.
     return {
         line: plots.lighten_color(
             arm_colors[arm], 0 if line == arm else (1 + probes[arm].index(line)) / (2 + len(probes[arm]))
@@ -285,8 +294,8 @@ DOSE_RESPONSE: ReportFigure[AxisView] = ReportFigure(
 STOPS: ReportFigure[View] = ReportFigure(
     "stop_survival",
     "stops",
-    "Fraction of runs that no rule has stopped, by step (Kaplan-Meier; a run that failed or was interrupted counts up "
-    "to its last step).",
+    "Fraction of runs that no rule has stopped yet, by training step (Kaplan-Meier estimate). A run that failed or was "
+    "interrupted counts up to its last step.",
     _make_stop_table,
     lambda table, view: plots.draw_survival(table, view.line_colors),
 )
@@ -294,9 +303,9 @@ RETRIEVAL: ReportFigure[View] = ReportFigure(
     "retrieval",
     "retrieval",
     "Given a thought, can one tell which level it was written for? Retrieval is the fraction of sampled thoughts that "
-    "the policy finds more likely after their own prompt than after every other prompt. 1: always. Dashed: guessing. "
-    "Each arm is one line, the mean of its runs. If entropy stays high while retrieval falls to guessing, thoughts "
-    "vary but no longer depend on the level.",
+    "the policy finds more likely after their own prompt than after every other prompt. The dashed line shows the "
+    "fraction that guessing would reach. Each arm is one line, the mean of its runs. If entropy stays high while "
+    "retrieval falls to guessing, thoughts vary but no longer depend on the level.",
     lambda view: _none_if_empty(series.make_arm_lines(view.line_frames)),
     lambda table, view: plots.draw_arm_lines(table, view.line_colors),
 )
@@ -304,21 +313,21 @@ GRADIENTS: Sequence[ReportFigure[View]] = (
     ReportFigure(
         "gradient_signal",
         "gradients",
-        "Signal-to-noise ratio of the task gradient in each bucket, with its 95 % interval over folds of prompts (none "
-        "with fewer than 3 folds). At 0, the whole gradient of the bucket may be noise. With one arm, each colour is a "
-        "step. With several arms, each colour is an arm, at the last analysis of its runs. Each run has its own curve; "
-        "probes are dashed.",
+        "Signal-to-noise ratio of the task gradient in each bucket. The 95 % interval is over folds of prompts; with "
+        "fewer than 3 folds there is none. At 0, the whole gradient of the bucket may be noise. With one arm, each "
+        "color is a step. With several arms, each color is an arm, at the last analysis of its runs. Each run has its "
+        "own curve. Curves of probes (analyses of checkpoints) are dashed.",
         lambda view: _none_if_empty(gradients.make_signal_lines(view.frames.gradients)),
         partial(_draw_gradients, lambda frames: "signal / noise of the task gradient (1)"),
     ),
     ReportFigure(
         "regularizer_share",
         "gradients",
-        "Signed share of KL and entropy together in the step of the bucket, with its 95 % interval if it has one. The "
-        "share of the expected step excludes noise: if it is near 1 with a narrow interval, the bucket moves the "
-        "policy almost only towards the regularizers. Buckets whose gradient is not distinguishable from noise are "
-        "left out. In the share of the sampled step, noise of the task counts as task, so this share is near 0 "
-        "whatever the bucket teaches.",
+        "Signed share of the KL and entropy terms together in the gradient step of the bucket, with its 95 % interval "
+        "if there is one. The label of the axis says which step is meant. The expected step excludes noise: if its "
+        "share is near 1 with a narrow interval, the bucket trains the policy almost only on the regularizers. Buckets "
+        "whose gradient is not distinguishable from noise are left out. The sampled step includes the noise of the "
+        "task, which is large, so its share is near 0 whatever the bucket teaches.",
         lambda view: _none_if_empty(gradients.make_share_lines(view.frames.gradients)),
         partial(_draw_gradients, _make_share_label),
     ),

@@ -23,6 +23,7 @@ from analysis.sandbox import page as sandbox_report
 from analysis.sweep import findings, series, tables, verdicts
 from trainable.runs.links import atomic_write, make_folder
 
+# Fixed, so that the same results give the same p-values in every report.
 PERMUTATION_SEED = 0
 
 BUDGET_NAMES = {
@@ -64,7 +65,7 @@ def write_frames_report(frames: StudyFrames, folder: Path) -> Path:
     for name, figure in drawn_figures.items():
         with atomic_write(figures_folder / f"{name}.png") as temp_path:
             figure.savefig(temp_path, dpi=150, format="png")
-        # savefig has computed the layout. Keep it for the page, which shows the same figure.
+        # savefig has computed the layout. The page shows the same figure, so keep this layout and compute no other.
         figure.set_layout_engine("none")
     for name, table in _get_page(frames).make_tables(frames):
         with atomic_write(figures_folder / f"{name}.csv") as temp_path:
@@ -87,14 +88,18 @@ def render_page(frames: StudyFrames, drawn_figures: Mapping[str, Figure]) -> str
 def _get_page(frames: StudyFrames) -> "Page":
     (family,) = require_single_study(frames).families
     if family.name not in PAGES:
-        raise ValueError(f"The family {family.name} has no report: add one to analysis.report.pages.PAGES.")
+        raise ValueError(
+            f"The family {family.name} has no report. Families with a report: {', '.join(PAGES)}. Add an entry to "
+            "analysis.report.pages.PAGES."
+        )
     return PAGES[family.name]
 
 
 def write_index(output: Path | str) -> Path:
-    """Write <output>/index.html, with links to the reports of all studies below and a comparison of equal runs.
+    """Write <output>/index.html, with links to the reports of all studies below `output`; return its path.
 
-    The published numbers of update rules are compared with all studies together, with one correction over all cells.
+    Runs with equal configuration and seed are compared across studies. Published numbers of update rules are compared
+    with all studies together, with one Holm correction over all cells.
     """
     output = Path(output)
     folders = find_study_folders(output)
@@ -134,7 +139,8 @@ def _make_grid_tables(frames: StudyFrames) -> Iterable[tuple[str, pd.DataFrame]]
 def make_report_context(frames: StudyFrames) -> dict[str, Any]:
     """The template context of a report, without figures. All numbers come from the tables.
 
-    The arms of a grid are named by their points, or by their panels where a row per point would be too many.
+    The arms of a grid are named by their points. The table of kept groups has one row per panel of the grid, because a
+    row per point would be too many.
     """
     grid, original_frames = layout.find_grid(frames), frames
     if grid:
@@ -182,7 +188,7 @@ def _make_gradient_tables(frames: StudyFrames) -> dict[str, list[dict[str, Any]]
 
 
 def _make_trend_rows(rows: pd.DataFrame, step: Any, generator: np.random.Generator) -> list[dict[str, Any]]:
-    """The trends of mean_norm at one step, merged with those of signal, which have no ratio."""
+    """The trends of mean_norm at one step, each with the trend of the signal in the columns `..._of_signal`."""
     trends = gradients.summarize_trends(rows, generator, ("mean_norm", "signal")).assign(step=step)
     names = ["study", "arm", "source", "prefilter", "component"]
     signal = trends.loc[trends["measure"] == "signal", [*names, "rho", "rho_low", "rho_high", "p"]]
@@ -191,7 +197,10 @@ def _make_trend_rows(rows: pd.DataFrame, step: Any, generator: np.random.Generat
 
 
 def _make_budget_rows(frames: StudyFrames) -> list[dict[str, Any]]:
-    """Success at equal budgets: first a row of amounts (arm ""), then one row {"arm", budget: success, ...} per arm."""
+    """Success at equal budgets: first a row of amounts (arm ""), then one row {"arm", budget: success, ...} per arm.
+
+    The template needs the amounts for its column heads and the rows for its body.
+    """
     table = series.compare_at_equal_budget(frames)
     if table.empty:
         return []

@@ -22,24 +22,24 @@ from analysis.stats.estimates import Estimate, holm_adjust, mean_over_seeds
 from analysis.sweep.verdicts import SIGNIFICANCE_LEVEL, format_p_value, format_status
 
 CONTRASTED_COLUMNS: Mapping[str, str] = {
-    "final_test_error": "the outcome that a rule should improve",
-    "final_entropy": "how much exploration is left at the end; near 0 for every collapsed run, early or late",
-    "mean_entropy": "how long entropy lasted; defined for runs whose entropy never gets low and for those at the floor",
-    "final_test_error_unscored": "masked_reversal: how much was learned at positions that are not scored",
-    "final_chain_reward": "chain tasks: the reward that they give",
-    "final_perplexity": "lm_bandit: whether the model is still a language model",
-    "mean_replay_age": "replay: not an outcome, but a check that pairs meant to have equal ages do",
+    "final_test_error": "it is the outcome that a rule should improve",
+    "final_entropy": "it shows how much exploration is left at the end; a run that collapsed early or late is near 0",
+    "mean_entropy": "it shows how long entropy lasted, and has a value whether or not entropy ever gets low",
+    "final_test_error_unscored": "in masked_reversal, it shows how much was learned where nothing is scored",
+    "final_chain_reward": "it is the reward that chain tasks give",
+    "final_perplexity": "in lm_bandit, it shows whether the model is still a language model",
+    "mean_replay_age": "it is no outcome, but checks that pairs meant to have equal ages have them",
 }
-"""The trial columns that are contrasted, and why."""
+"""The trial columns that are contrasted, and why. The report shows the reasons."""
 EXCLUDED_COLUMNS: Mapping[str, str] = {
-    "final_greedy_separator_rate": "identifies a collapse; final_test_error has the error of it",
-    "first_step_entropy_low": "missing if it is never reached: a mean over the runs that reach it would be biased",
-    "first_step_error_zero": "missing if it is never reached, as above",
-    "mean_effective_age": "equal to mean_replay_age, except for FreshDG",
+    "final_greedy_separator_rate": "it only identifies a collapse, whose error final_test_error has",
+    "first_step_entropy_low": "runs that never reach the step have no value, so a mean over the others is biased",
+    "first_step_error_zero": "runs that never reach the step have no value, so a mean over the others is biased",
+    "mean_effective_age": "it equals mean_replay_age, except for FreshDG",
 }
 """The trial columns that are not contrasted, and why."""
 COMMON_COLUMNS = ("final_test_error", "final_entropy", "mean_entropy")
-"""Contrasted in every study; the other columns of `CONTRASTED_COLUMNS` exist for some tasks and rules only."""
+"""Contrasted in every study. The other columns of `CONTRASTED_COLUMNS` exist for some tasks and rules only."""
 
 LOWER, HIGHER, NOT_RESOLVED = "lower", "higher", "no clear difference"
 NO_INTERVAL, NO_COMPARISON = "no interval", "no comparison"
@@ -47,7 +47,7 @@ _DECIMALS = 12
 """Differences are rounded to this many decimals, so that equal runs have a difference and a std of exactly 0."""
 
 MAX_NAMED_RUNS = 3
-"""Most stopped runs that a sentence names. If there are more, it gives their number, and the table names them."""
+"""Maximum number of stopped runs that a sentence names. If there are more, only the table names them."""
 
 _SEED_COLUMNS = ("column", "contrast", "first", "second", "seed", "first_value", "second_value", "difference")
 _RUN_NOTE_COLUMNS = ("excluded_runs", "early_stopped_runs", "num_early_stopped")
@@ -80,7 +80,7 @@ def read_contrasts(study: Study) -> list[tuple[str, list[tuple[str, str]]]]:
             raise ValueError(
                 f"study.json of `{study['name']}` has two contrasts named {name!r}: give each its own name."
             )
-        # A pair in the other order is the same pair.
+        # A pair in the other order is the same pair; a pair of one arm has a set of size 1.
         invalid_pairs = [
             pair for pair in pairs if sum(set(pair) == set(other) for other in pairs) > 1 or len(set(pair)) < 2
         ]
@@ -158,6 +158,7 @@ def _make_pair_rows(differences: Sequence[Row], runs: Mapping[tuple[str, int], R
     three rows is slow.
     """
     rows = []
+    # itertools.groupby needs equal keys next to each other, as `compute_seed_differences` returns them.
     for key, group in groupby(differences, key=itemgetter(*_SEED_COLUMNS[:4])):
         seed_rows = list(group)
         counted_rows = [row for row in seed_rows if not math.isnan(row["difference"])]
@@ -237,7 +238,10 @@ def compute_contrasts(frames: StudyFrames) -> pd.DataFrame:
 
 
 def _estimate_difference(seed_rows: Sequence[Row]) -> Row:
-    """Difference of a contrast in one column, with its interval. seed_rows: its rows of `compute_seed_differences`."""
+    """Difference of a contrast in one column, with its interval over seeds.
+
+    seed_rows: the rows of `compute_seed_differences` for this contrast and column.
+    """
     differences_by_seed: dict[int, dict[tuple[str, str], float]] = {}
     for row in seed_rows:
         if not math.isnan(row["difference"]):
@@ -248,6 +252,8 @@ def _estimate_difference(seed_rows: Sequence[Row]) -> Row:
     ]
     has_enough_seeds = len(seed_means) >= MIN_SEEDS
     estimate = mean_over_seeds(np.array(seed_means)) if has_enough_seeds else Estimate(_mean_or_nan(seed_means))
+    # If seeds miss different pairs, their means are over different pairs. The second difference shows whether it
+    # matters.
     common_pairs = set.intersection(*map(set, differences_by_seed.values())) if differences_by_seed else set()
     return {
         "difference": estimate.value,
@@ -307,6 +313,7 @@ def _format_seed_lists(seeds_by_name: Mapping[str, set[str]]) -> str:
 def format_sentence(row: Row) -> str:
     """The verdict on a contrast in words. row: a row of `compute_contrasts`."""
     text = f"{row['contrast']}, {row['column']}: {row['verdict']}: {_format_size(row)}"
+    # Without a counted seed there are no signs to count, only excluded runs to name.
     if row["seeds"]:
         equal_text = f", equal in {row['equal']}" if row["equal"] else ""
         used_text = "" if row["pairs_used"] == row["pairs"] else f"{row['pairs_used']} of "
@@ -328,7 +335,8 @@ def _format_size(row: Row) -> str:
         return "no pair has a seed for which both runs count"
     seeds_text = f"over {_format_count(row['seeds'], 'seed')}"
     if row["verdict"] == NO_INTERVAL:
-        return f"{row['difference']:+.4g} {seeds_text}: an interval needs {MIN_SEEDS}"
+        return f"{row['difference']:+.4g} {seeds_text} (an interval needs {MIN_SEEDS})"
+    # The interval would be [0, 0], which claims more than equal runs show.
     if row["verdict"] == NOT_RESOLVED and row["lower"] == row["higher"] == 0:
         return f"every pair is equal, {seeds_text}"
     interval_text = (
@@ -338,10 +346,11 @@ def _format_size(row: Row) -> str:
     if row["verdict"] != NOT_RESOLVED:
         return interval_text
     unadjusted_text = (
-        "; significant alone, but not with Holm's correction over the contrasts of this column"
+        "; the difference is significant alone, but not with Holm's correction over the contrasts of this column"
         if row["p"] < SIGNIFICANCE_LEVEL
         else ""
     )
+    # The farther end of the interval is the largest difference that the numbers do not exclude.
     missed_size = max(-row["low"], row["high"])
     return f"{interval_text}{unadjusted_text}; a difference of up to {missed_size:.2g} could have been missed"
 

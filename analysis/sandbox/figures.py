@@ -24,7 +24,7 @@ class UpdateRuleView:
 
     @cached_property
     def colors(self) -> dict[str, str]:
-        """Arm -> colour."""
+        """Arm -> color."""
         return plots.make_rule_colors(list_arms(self.frames))
 
     @cached_property
@@ -57,8 +57,9 @@ def _make_runs_figure(panel: Panel) -> ReportFigure[UpdateRuleView]:
     return ReportFigure(
         f"runs_{panel.column}",
         "every-run",
-        f"{panel.column}: thin lines are single runs, the thick line is their mean; other arms are grey. A cross marks "
-        "a run that a rule stopped, a ring a run that did not complete for another reason.",
+        f"The column {panel.column} of every run. Thin lines are single runs, and the thick line is their mean. Runs "
+        "of other arms are gray. A cross marks the end of a run that a rule stopped, and a ring marks the end of a run "
+        "that did not complete for another reason.",
         lambda view: view.curves[panel],
         draw,
     )
@@ -72,18 +73,19 @@ def _make_contrast_tables(view: UpdateRuleView) -> tuple[pd.DataFrame, pd.DataFr
 MEAN_CURVES_FIGURE: ReportFigure[UpdateRuleView] = ReportFigure(
     "curves",
     "curves",
-    "Thick: the mean over an arm's runs; band: plus and minus one standard error of that mean (not the standard "
-    "deviation of runs); thin: single runs. A run that a rule stopped keeps its last value in the mean, and a cross "
-    "marks its end. Runs that failed or were interrupted are drawn thin and excluded from the mean. Step 0 is before "
-    "the first update. Dashed: the error of random content tokens.",
+    "Thick lines are means over the runs of an arm, and thin lines are single runs. Bands are one standard error of "
+    "the mean to each side (not the standard deviation of runs). A run that a rule stopped keeps its last value in the "
+    "mean, and a cross marks its end. Runs that failed or were interrupted are drawn thin and excluded from the mean. "
+    "Step 0 is before the first update. A dashed line is the error of random content tokens.",
     lambda view: [(panel, runs, means) for panel, (runs, means) in view.curves.items()],
     lambda panel_curves, view: plots.draw_mean_curves(panel_curves, view.colors, compute_chance_error(view.frames)),
 )
 CONTRASTS_FIGURE: ReportFigure[UpdateRuleView] = ReportFigure(
     "contrasts",
     "contrasts",
-    "Point: mean over the pairs, with an interval over seeds if there are three or more. Rings below it: single pairs, "
-    "each a mean over its seeds. Left of the dashed line, the first arm is lower.",
+    "Each point is the mean over the pairs of a contrast, with a 95 % interval over seeds if there are three or more. "
+    "The rings below a point are its single pairs, each the mean over the pair's seeds. Left of the dashed line, the "
+    "first arm of the pair is lower.",
     _make_contrast_tables,
     lambda table, view: plots.draw_contrasts(*table),
 )

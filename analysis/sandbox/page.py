@@ -23,8 +23,8 @@ from analysis.sweep.verdicts import (
 )
 from trainable.sandbox.measure.records import TRIAL_COLUMNS
 
-CHANCE_TOLERANCE = 0.02  # a mean error this close to chance is noted too
-COLLAPSE_THRESHOLD = 0.5  # fraction of separators above which a run counts as collapsed
+CHANCE_TOLERANCE = 0.02  # a mean error that is less than this below chance is noted too
+COLLAPSE_THRESHOLD = 0.5  # fraction of separators above which a run counts as collapsed; a correct reply has none
 _MEANINGS = {column.name: f"{column.meaning} ({column.unit})" for column in TRIAL_COLUMNS}
 _TOKEN_TASKS = {"token_reversal", "masked_reversal"}
 
@@ -105,7 +105,7 @@ def make_contrast_context(frames: StudyFrames) -> Row:
 
 
 def make_index_entry(frames: StudyFrames) -> Row:
-    """Entry of a study in an index: headline, and each arm's test error with the verdict on its difference."""
+    """Entry of a study in an index: headline, and the final test error of each arm with its verdict."""
     differences = tables.compute_differences(frames)
     arm_statistics = tables.compute_arm_statistics(frames)
     error_differences = {
@@ -136,7 +136,7 @@ def _format_difference(row: Row | None) -> str:
 
 
 def _group_by_column(rows: list[Row], differences: pd.DataFrame) -> list[Row]:
-    """The numbers of all arms by column, each with its difference from the baseline, or None for the baseline."""
+    """The numbers of all arms by column, each with its row of `differences`, or None for the baseline."""
     difference_by_arm = {(row["arm"], row["column"]): row for row in to_records(differences)}
     columns = list(dict.fromkeys(row["column"] for row in rows))
     return [
@@ -154,7 +154,7 @@ def _group_by_column(rows: list[Row], differences: pd.DataFrame) -> list[Row]:
 
 
 def _group_rationales(cells: list[Row]) -> list[Row]:
-    """The rationales of expected verdicts: each one of a study once, with its arms."""
+    """The rationales of expected verdicts. Each rationale of a study occurs once, with all of its arms."""
     arms_by_rationale: dict[tuple[str, str, str], list[str]] = {}
     for cell in cells:
         if cell["rationale"]:
@@ -179,6 +179,7 @@ def format_headline(frames: StudyFrames, differences: pd.DataFrame) -> str:
     baseline = str(frames.studies[0].get("baseline", ""))
     has_baseline = baseline in list_arms(frames)
     arm_count = len(list_arms(frames))
+    # `--arms` may select arms without the baseline.
     baseline_text = f"baseline {baseline}" if has_baseline else "no baseline among them"
     basis_text = "; ".join(dict.fromkeys(error_rows["basis"]))
     sentences = [f"{arm_count} arm{'s' if arm_count > 1 else ''}, {baseline_text}."]
@@ -195,7 +196,11 @@ def format_headline(frames: StudyFrames, differences: pd.DataFrame) -> str:
 
 
 def compute_chance_error(frames: StudyFrames) -> float | None:
-    """Test error of random content tokens, 1 - 1/V; None unless every task of the study scores single tokens."""
+    """Test error of random content tokens, 1 - 1/V for a vocabulary of V; None if the study has no single such value.
+
+    It has one if every task scores single tokens, all arms have the same vocabulary, and rewards are not binary (with a
+    binary reward, the error is that of whole sequences).
+    """
     columns = ("config/task", "config/vocab_size", "config/binary_reward")
     if frames.trials.empty or any(name not in frames.trials for name in columns):
         return None
@@ -209,15 +214,17 @@ def make_notes(frames: StudyFrames) -> list[str]:
     """Warnings for a reader of the numbers: few seeds, stops, collapse, errors at chance, equal arms."""
     lines = [*_make_seed_notes(frames), *_make_ending_notes(frames)]
     for arm in list_arms(frames):
+        # Only scored runs: the last row of a failed run is no final number, and its notes would be about an early
+        # state.
         runs = select_runs(frames, arm, scored_only=True)
         lines += [*_make_collapse_notes(arm, runs), *_make_chance_notes(arm, runs, compute_chance_error(frames))]
         kept_fractions = frames.steps.loc[frames.steps["run_id"].isin(runs["run_id"]), "kept_frac"].dropna()
         if len(kept_fractions) and (kept_fractions == 0).all():
             lines.append(
-                f"{arm}: its filter kept nothing of any logged batch, so it may still have its initial weights."
+                f"{arm}: its filter kept nothing of any logged batch, so the policy may still have its initial weights."
             )
     lines += [
-        f"{a} and {b} end with equal numbers in every seed: here they are the same algorithm."
+        f"{a} and {b} end with equal numbers in every seed: in this study they are the same algorithm."
         for a, b in tables.find_equal_arms(frames)
     ]
     return lines
@@ -228,14 +235,14 @@ def _make_seed_notes(frames: StudyFrames) -> list[str]:
     if seed_count == 0:
         return ["No run was completed or stopped by a rule, so nothing is compared."]
     if seed_count < MIN_SEEDS:
-        missing_text = "no standard error and no interval" if seed_count == 1 else "intervals need three"
+        missing_text = "there is no standard error and no interval" if seed_count == 1 else "an interval needs three"
         return [
-            f"{seed_count} seed{'s' if seed_count > 1 else ''}: {missing_text}; another seed may turn out differently."
+            f"{seed_count} seed{'s' if seed_count > 1 else ''}: {missing_text}. Another seed may give another result."
         ]
     seed_advice = " For a claim, five are the usual minimum, and ten are better." if seed_count < 5 else ""
     return [
-        f"{seed_count} seeds: intervals are Student's t over seeds; a band in a figure is a standard error."
-        f"{seed_advice}"
+        f"{seed_count} seeds: intervals are Student's t intervals over seeds, and the band of a curve is one standard "
+        f"error.{seed_advice}"
     ]
 
 
@@ -259,17 +266,18 @@ def _make_collapse_notes(arm: str, runs: pd.DataFrame) -> list[str]:
     seeds = ", ".join(map(str, collapsed_runs["seed"]))
     return [
         f"{arm}: in {len(collapsed_runs)} of {len(runs)} runs (seed {seeds}) more than half of the greedily decoded "
-        "tokens are separators, which are never correct: the error of these runs is that of a collapse onto one token."
+        "tokens are separators, which are never correct. The error of these runs is that of a collapse onto one token."
     ]
 
 
 def _make_chance_notes(arm: str, runs: pd.DataFrame, chance_error: float | None) -> list[str]:
     mean_error = float(runs["final_test_error"].mean()) if len(runs) else np.nan
+    # "not >=" instead of "<": without a scored run the mean is NaN, and there is nothing to note.
     if chance_error is None or not mean_error >= chance_error - CHANCE_TOLERANCE:
         return []
     return [
-        f"{arm}: a test error of {mean_error:.3f} is at or above that of random content tokens ({chance_error:.2f}): "
-        "on average, the policy has learned at most to avoid separators."
+        f"{arm}: the mean test error of {mean_error:.3f} is no better than that of random content tokens "
+        f"({chance_error:.2f}). On average, the policy has learned at most to avoid separators."
     ]
 
 

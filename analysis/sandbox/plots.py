@@ -14,11 +14,11 @@ from analysis.sandbox.tables import Panel
 from analysis.sweep.plots import STOPPED_COLOR, STYLE, TEXT_COLOR, make_arm_colors
 
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#222222", "#8c6d31", "#7b61c4")
-"""Rules have no order, so these are distinct hues, safe for colour-blind readers; red is reserved for stopped runs."""
+"""Rules have no order, so these are distinct hues, safe for color-blind readers; red is reserved for stopped runs."""
 
 
 def make_rule_colors(arms: Sequence[str]) -> dict[str, str]:
-    """A colour for each arm: from `COLORS` if there are enough, otherwise from `make_arm_colors`."""
+    """A color for each arm: from `COLORS` if there are enough, otherwise from `make_arm_colors`."""
     return dict(zip(arms, COLORS, strict=False)) if len(arms) <= len(COLORS) else make_arm_colors(arms)
 
 
@@ -51,6 +51,7 @@ def draw_mean_curves(
             for arm, color in colors.items()
             if any((runs["arm"] == arm).any() for _, runs, _ in panel_curves)
         }
+        # An arm without a row has no curve, so the legend leaves it out.
         handles: list[Any] = [
             Line2D([], [], color=color, linewidth=2, label=arm) for arm, color in shown_colors.items()
         ]
@@ -127,5 +128,5 @@ def draw_contrasts(table: pd.DataFrame, pair_table: pd.DataFrame) -> Figure:
             axes.set_xlabel(f"{column},\nfirst minus second")
             axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
         axes_row[0].set_yticks(list(heights.values()), [fill(name, 34) for name in names])
-        axes_row[0].set_ylim(-len(names) + 0.4, 0.6)
+        axes_row[0].set_ylim(-len(names) + 0.4, 0.6)  # from 0.6 rows below the last contrast to 0.6 above the first
     return figure

@@ -28,6 +28,7 @@ FINAL_COLUMNS = tuple(column.name for column in TRIAL_COLUMNS if column.name.sta
 FIRST_STEP_COLUMNS = tuple(column.name for column in TRIAL_COLUMNS if column.name.startswith("first_step_"))
 MEAN_COLUMNS = tuple(column.name for column in TRIAL_COLUMNS if column.name.startswith("mean_"))
 SEPARATOR_COLUMN = "final_greedy_separator_rate"
+# The rate of separators identifies a collapse and is no outcome. First steps: see `compute_differences`.
 COMPARED_COLUMNS = (*(name for name in FINAL_COLUMNS if name != SEPARATOR_COLUMN), "mean_entropy")
 
 
@@ -49,7 +50,7 @@ STUDY_PANELS: Mapping[str, tuple[Panel, ...]] = {
     ),
     "dense-correction": (ERROR_PANEL, Panel("chain_reward", "chain reward (reward)")),
 }
-"""Columns that the figure of a study draws; other studies have `DEFAULT_PANELS`."""
+"""Study -> the panels of its learning curves; other studies have `DEFAULT_PANELS`."""
 DEFAULT_PANELS = (ERROR_PANEL, ENTROPY_PANEL)
 
 
@@ -160,10 +161,12 @@ def compute_mean_curves(frames: StudyFrames, column: str) -> pd.DataFrame:
     table = make_curves(frames, column)
     arm_dtype = pd.CategoricalDtype(list_arms(frames))
     scored_points = table[table["status"].isin(SCORED_STATUSES)].astype({"arm": arm_dtype})
+    # arm as a category keeps the order of the arms; pivot_table would sort names as text.
     value_table = scored_points.pivot_table(index=["arm", "step"], columns="seed", values="value", observed=True)
     stopped_runs = scored_points.loc[scored_points["status"] == "early_stopped", ["arm", "seed"]].drop_duplicates()
     for arm, seed in stopped_runs.itertuples(index=False):
         value_table.loc[arm, seed] = value_table.loc[arm, seed].ffill().to_numpy()
+    # The number of runs of the arm, in every row: runs that have a value at any step.
     run_counts = value_table.notna().groupby(level="arm", observed=True).transform("any").sum(axis=1)
     standard_error = value_table.std(axis=1, ddof=1) / np.sqrt(run_counts)
     mean_curves = pd.DataFrame(
@@ -184,13 +187,17 @@ def count_statuses(frames: StudyFrames) -> list[Row]:
 
 
 def find_equal_arms(frames: StudyFrames) -> list[tuple[str, str]]:
-    """Pairs of arms with two seeds or more whose scored runs have equal final numbers in every seed."""
+    """Pairs of arms with two seeds or more whose scored runs have equal final numbers in every seed.
+
+    With a single seed, equal numbers may be a coincidence, such as an error of 0 in both arms.
+    """
     measured_columns = [name for name in FINAL_COLUMNS if frames.trials[name].notna().any()]
     final_values: dict[str, Any] = {}
     for arm in list_arms(frames):
         runs = select_runs(frames, arm, scored_only=True).set_index("seed")[measured_columns].sort_index()
         if len(runs) > 1 and len(measured_columns):
             final_values[arm] = runs
+    # DataFrame.equals compares the index as well, so the seeds must be the same; two missing values are equal.
     return [(a, b) for a, b in combinations(final_values, 2) if final_values[a].equals(final_values[b])]
 
 

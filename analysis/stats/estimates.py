@@ -1,11 +1,11 @@
 """Statistics of a sweep: functions from arrays to estimates with intervals. Random generators are arguments.
 
 The estimand, fixed before any result, is sampled success on the validation levels at the last validation of a run. The
-secondary estimand is the mean height of that curve. Peaks are never compared: the best of several noisy validations is
-biased upwards.
+secondary estimand is the mean height of the run's validation curve. Peaks are never compared, because the best of
+several noisy validations is biased upward.
 
-With 3 or more paired seeds, a difference is taken per seed, with a t interval over seeds. With fewer, it is taken per
-level: that describes how these runs differ, and not how other seeds would.
+With 3 or more paired seeds, a difference is taken per seed, with a t interval over seeds. With fewer seeds it is taken
+per level. An interval over levels describes how these runs differ, and not how runs with other seeds would.
 """
 
 import math
@@ -23,7 +23,11 @@ MAX_EXACT_RUNS = 7
 
 
 class Estimate(NamedTuple):
-    """A number with its interval. n: the units that the interval is over. p: two-sided, for "the true value is 0"."""
+    """A number with its interval; NaN where there is none.
+
+    n: number of units that the interval is over (seeds, clusters of levels). se, df: standard error and degrees of
+    freedom of a t interval. p: two-sided, for the hypothesis that the true value is 0.
+    """
 
     value: float = NAN
     low: float = NAN
@@ -51,10 +55,11 @@ def wilson_interval(successes: float, n: float, confidence_level: float = 0.95) 
         return Estimate(low=0.0, high=1.0)
     z = float(stats.norm.ppf(0.5 + confidence_level / 2))
     fraction = successes / n
-    centre = (fraction + z * z / (2 * n)) / (1 + z * z / n)
+    center = (fraction + z * z / (2 * n)) / (1 + z * z / n)
     half_width = z * math.sqrt(fraction * (1 - fraction) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    # At a fraction of 0 or 1 one bound equals the fraction, and rounding can put it on the wrong side.
     return Estimate(
-        fraction, max(0.0, min(fraction, centre - half_width)), min(1.0, max(fraction, centre + half_width)), n=round(n)
+        fraction, max(0.0, min(fraction, center - half_width)), min(1.0, max(fraction, center + half_width)), n=round(n)
     )
 
 
@@ -77,8 +82,10 @@ def fraction_over_levels(success: ArrayLike, clusters: ArrayLike, confidence_lev
         return Estimate()
     sums, counts = cluster_sums(values, clusters)
     fraction, num_clusters = float(values.mean()), len(sums)
+    # With a single cluster the sum below is 0, and so is V; the factor only must not divide by 0.
     variance = num_clusters / max(num_clusters - 1, 1) * float(((sums - counts * fraction) ** 2).sum()) / values.size**2
     effective_n = fraction * (1 - fraction) / variance if variance > 0 else float(num_clusters)
+    # A variance that is by chance smaller than that of independent episodes must not narrow the interval.
     effective_n = min(effective_n, float(values.size))
     return wilson_interval(fraction * effective_n, effective_n, confidence_level)._replace(n=num_clusters)
 
@@ -99,9 +106,9 @@ def difference_over_levels(differences: ArrayLike, clusters: ArrayLike, confiden
         return Estimate()
     sums, counts = cluster_sums(values, clusters)
     adjusted_n, num_clusters = values.size + 2, len(sums)
-    centre = float(values.sum()) / adjusted_n
-    se = math.sqrt(float(((sums - counts * centre) ** 2).sum()) + 1 + 2 * centre**2) / adjusted_n
-    return _make_t_interval(float(values.mean()), centre, se, num_clusters + 1, num_clusters, confidence_level)
+    center = float(values.sum()) / adjusted_n
+    se = math.sqrt(float(((sums - counts * center) ** 2).sum()) + 1 + 2 * center**2) / adjusted_n
+    return _make_t_interval(float(values.mean()), center, se, num_clusters + 1, num_clusters, confidence_level)
 
 
 def mean_over_seeds(per_seed: ArrayLike, confidence_level: float = 0.95) -> Estimate:
@@ -140,6 +147,7 @@ def welch_t_test(sample: SampleStats, reference: SampleStats, confidence_level: 
         return Estimate(value, n=sample.n + reference.n)
     squared_errors = [side.std**2 / side.n for side in (sample, reference)]
     se = math.sqrt(sum(squared_errors))
+    # Without any spread df is 0 / 0: it is NaN, and so are the interval and p.
     df_denominator = sum(
         squared_error**2 / (side.n - 1) for squared_error, side in zip(squared_errors, (sample, reference), strict=True)
     )
@@ -149,15 +157,18 @@ def welch_t_test(sample: SampleStats, reference: SampleStats, confidence_level: 
     return Estimate(value, value - half_width, value + half_width, sample.n + reference.n, se, df, p)
 
 
-def _make_t_interval(value: float, centre: float, se: float, df: int, n: int, confidence_level: float) -> Estimate:
+def _make_t_interval(value: float, center: float, se: float, df: int, n: int, confidence_level: float) -> Estimate:
     half_width = float(stats.t.ppf(0.5 + confidence_level / 2, df)) * se
     # Without any spread, p is 1 for a mean of 0, and 0 for any other mean.
-    p = 2 * float(stats.t.sf(abs(centre) / se, df)) if se > 0 else float(centre == 0)
-    return Estimate(value, centre - half_width, centre + half_width, n, se, df, p)
+    p = 2 * float(stats.t.sf(abs(center) / se, df)) if se > 0 else float(center == 0)
+    return Estimate(value, center - half_width, center + half_width, n, se, df, p)
 
 
 def holm_adjust(p_values: ArrayLike) -> Floats:
-    """Holm's step-down adjusted p-values (m,) -> (m,): running maximum of (m - rank) p, cut at 1. NaN stays NaN."""
+    """Holm's step-down adjusted p-values (m,) -> (m,): running maximum of (m - rank) p, cut at 1.
+
+    rank counts from 0 at the smallest p. A NaN stays NaN and does not count in m: nothing was compared there.
+    """
     p = np.asarray(p_values, dtype=float)
     adjusted = np.full(p.shape, NAN)
     order = [int(index) for index in np.argsort(p) if not np.isnan(p[index])]
@@ -176,7 +187,7 @@ def detectable_difference(
     (t(1 - alpha/2m) + t(power)) se, with alpha = 1 - confidence_level and m comparisons: the strictest step of Holm's
     procedure. It depends on the observed noise and not on the observed effect. NaN without a standard error.
     """
-    if not (se > 0 and df > 0):
+    if not (se > 0 and df > 0):  # also False for NaN
         return NAN
     tail = (1 - confidence_level) / 2 / max(comparisons, 1)
     return float(stats.t.ppf(1 - tail, df) + stats.t.ppf(power, df)) * se
@@ -192,11 +203,13 @@ def spearman_trend(
     runs or constant values.
     """
     x, y, block = (np.asarray(values) for values in (axis, outcome, blocks))
+    # Two runs always have a correlation of 1 or -1, and constant values have no ranks to correlate.
     if len(x) < 3 or len(np.unique(x)) < 2 or len(np.unique(y)) < 2:
         return Trend(n=len(x))
     ranks_x, ranks_y = (stats.rankdata(values) - (len(x) + 1) / 2 for values in (x, y))
     norm = math.sqrt(float((ranks_x**2).sum() * (ranks_y**2).sum()))
     rho = float(ranks_x @ ranks_y) / norm
+    # The observed order is one of all permutations. Random draws may miss it, so it is added to them: p is never 0.
     if len(np.unique(block)) == 1 and len(x) <= MAX_EXACT_RUNS:
         permuted_ranks, observed_count = np.array(list(permutations(ranks_y))), 0
     else:
@@ -219,11 +232,12 @@ def _permute_within_blocks(
 def page_trend_p_value(outcomes: ArrayLike) -> float:
     """Two-sided p of Page's test for an ordered alternative: outcomes (seeds, arms), arms in the order of the axis.
 
-    Twice the smaller one-sided p, cut at 1. Fewer than 2 seeds or 3 arms: NaN.
+    Twice the smaller one-sided p, cut at 1. NaN with fewer than 2 seeds or 3 arms.
     """
     table = np.asarray(outcomes, dtype=float)
     if table.ndim != 2 or table.shape[0] < 2 or table.shape[1] < 3:
         return NAN
+    # scipy tests for a rising order only: a falling order is tested on the reversed arms.
     one_sided = [float(stats.page_trend_test(arms).pvalue) for arms in (table, table[:, ::-1])]
     return min(1.0, 2 * min(one_sided))
 
@@ -239,6 +253,7 @@ def area_under_curve(steps: ArrayLike, values: ArrayLike, end_step: float) -> fl
         return NAN
     if end_step <= x[0]:
         return float(y[0])
+    # np.interp is constant beyond the last point, which continues a shorter curve to `end_step`.
     grid = np.append(x[x < end_step], end_step)
     heights = np.interp(grid, x, y)
     return float(np.trapezoid(heights, grid)) / (end_step - float(x[0]))
@@ -263,5 +278,6 @@ def kaplan_meier(end_steps: ArrayLike, is_stopped: ArrayLike) -> tuple[Floats, F
     """
     end_steps, is_stopped = np.asarray(end_steps, dtype=float), np.asarray(is_stopped, dtype=bool)
     steps = np.unique(end_steps[is_stopped])
+    # At each step with stops: 1 - (runs stopped there) / (runs that were still training until then).
     factors = [1 - np.sum(is_stopped & (end_steps == step)) / np.sum(end_steps >= step) for step in steps]
     return np.concatenate([[0.0], steps]), np.concatenate([[1.0], np.cumprod(factors)])

@@ -17,6 +17,7 @@ from analysis.sweep.verdicts import (
     format_status,
 )
 
+# letters: a longer list of arms is replaced by their number, as in a grid of 164 arms
 MAX_LINE_LENGTH = 120
 _OUTCOME_LABELS = {
     "better": "Better than the baseline",
@@ -47,6 +48,7 @@ def format_headline(summary: pd.DataFrame) -> str:
         arms = summary.loc[summary["outcome"] == outcome, "arm"].to_list()
         if arms:
             sentences.append(f"{outcome_label}: {_format_arms(arms)}.")
+    # An arm with stopped and completed runs has a verdict on its mean, which hides the stops.
     partly_stopped = [
         f"{row['arm']} ({row['early_stopped']} of {row['early_stopped'] + row['completed']})"
         for row in to_records(summary)
@@ -57,7 +59,7 @@ def format_headline(summary: pd.DataFrame) -> str:
 
 
 def _describe_comparison_basis(summary: pd.DataFrame) -> list[str]:
-    """A sentence on the basis of the comparisons; none if nothing was compared."""
+    """A sentence that says whether arms are compared over seeds or over levels; none if nothing was compared."""
     seeds = summary.loc[summary["p"].notna(), "paired_seeds"]
     if seeds.empty:
         return []
@@ -86,7 +88,10 @@ def _format_arms(arms: list[str]) -> str:
 
 
 def describe_interval_basis(table: pd.DataFrame) -> str:
-    """The basis of each arm's interval; arms are named if it differs. table: from `tables.make_dose_response`."""
+    """What the intervals of the arms are over. Arms are named only if they differ in it.
+
+    table: from `tables.make_dose_response`.
+    """
     arms_by_basis = table[table["basis"] != ""].groupby("basis", sort=False)["arm"].agg(_format_arm_list).to_dict()
     if len(arms_by_basis) <= 1:
         return "".join(str(basis) for basis in arms_by_basis)
@@ -123,15 +128,19 @@ def describe_trend(trend: Trend, page_p_value: float, setting: str = "") -> str:
 
 
 def describe_learning(row: dict[str, Any]) -> list[str]:
-    """Sentences on success before and after training of one arm. row: of `tables.summarize_arms`."""
+    """Sentences on success before and after training of one arm. row: a row of `tables.summarize_arms`."""
     if np.isnan(row["gain"]):
-        return [f"Arm {row['arm']} was not validated before training, so there is no comparison."]
-    gains = [f"sampled {format_signed(row['gain'])} {format_interval(row['gain_low'], row['gain_high'])}"]
+        return [f"Arm {row['arm']} was not validated before training, so its gain is not known."]
+    gains = [f"{format_signed(row['gain'])} {format_interval(row['gain_low'], row['gain_high'])} (sampled)"]
     if not np.isnan(row["gain_greedy"]):
         greedy = format_interval(row["gain_greedy_low"], row["gain_greedy_high"])
-        gains.append(f"greedy {format_signed(row['gain_greedy'])} {greedy}")
-    sentences = [f"Arm {row['arm']}, end of training minus before: {', '.join(gains)}, {row['gain_basis']}."]
+        gains.append(f"{format_signed(row['gain_greedy'])} {greedy} (greedy)")
+    sentences = [
+        f"Success of arm {row['arm']} at the end of training minus its success before training: {' and '.join(gains)}. "
+        f"Basis of the intervals: {row['gain_basis']}."
+    ]
     sentences.append(_interpret_gain(row))
+    # Sampled success can rise to the greedy success of the base policy by sharper sampling alone, without a new skill.
     base_greedy, final = row["base_val_greedy_success"], row["final_val_success"]
     if not np.isnan(base_greedy):
         side = "above" if final > base_greedy else "not above"
@@ -143,20 +152,24 @@ def describe_learning(row: dict[str, Any]) -> list[str]:
 
 
 def _interpret_gain(row: dict[str, Any]) -> str:
+    """What the gains in sampled and greedy success show together: more solved levels, or only sharper sampling."""
     if np.isnan(row["gain_low"]):
-        return "Without outcomes of single levels, it is open whether this is more than chance."
+        return "The outcomes of single levels are missing, so it is open whether this gain is more than chance."
     if not row["gain_low"] > 0:
         return "Sampled success does not clearly rise."
     if np.isnan(row["gain_greedy"]):
-        return "Without greedy success, it is open whether more levels can be solved or samples are only less noisy."
+        return (
+            "Greedy success was not measured, so it is open whether the policy can solve more levels or only samples "
+            "with less noise."
+        )
     if row["gain_greedy_low"] > 0:
         return (
-            "Both rise: the most likely reply solves more levels than before, so the gain is not only less noise in "
-            "sampling. It does not show which skill was learned."
+            "Both rise: the most likely reply solves more levels than before, so the gain is more than a reduction of "
+            "sampling noise. It does not show which skill was learned."
         )
     return (
-        "Sampled success rises, and greedy success does not clearly rise: the policy samples more of what it already "
-        "preferred. This is no evidence that it solves levels that it could not solve before."
+        "Sampled success rises, but greedy success does not clearly rise: the policy samples the replies that it "
+        "already preferred more often. This is no evidence that it solves levels that it could not solve before."
     )
 
 
@@ -167,8 +180,10 @@ def list_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
         *_list_level_caveats(frames),
         *_list_scoring_caveats(frames, summary),
         *_list_comparison_caveats(summary),
-        "A peak is the best of many noisy validations and thus too high. No verdict uses it.",
-        "No seed was repeated on the same machine in this study. Times depend on the load of the machine.",
+        "The peak of a validation curve is the best of many noisy validations, so it is biased upward. No verdict uses "
+        "it.",
+        "No run was repeated with the same seed, so the report does not show how much two executions of one run "
+        "differ. Times depend on the load of the machine.",
     ]
 
 
@@ -190,7 +205,7 @@ def _list_seed_caveats(frames: StudyFrames) -> list[str]:
 def _list_level_caveats(frames: StudyFrames) -> list[str]:
     levels = frames.levels[frames.levels["split"] == "val"]
     if levels.empty:
-        return ["Outcomes of single levels are missing, so there are no intervals with fewer than three seeds."]
+        return ["The outcomes of single levels are missing, so arms with fewer than three seeds have no interval."]
     num_levels, num_classes = levels["level"].nunique(), levels["cluster"].nunique()
     is_same = (levels.groupby(["run_id", "step", "mode"])["level"].nunique() == num_levels).all()
     scope_text = "All arms were validated on the same" if is_same else "Runs were validated on different sets of"
@@ -205,8 +220,8 @@ def _list_scoring_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[st
     if len(summary) and (summary["early_stopped"] > 0).any():
         sentences.append(
             "An early stop is part of the protocol: the arm is a failed regime, and the run keeps the value of its "
-            "last validation. The section on stops also shows the mean with stopped runs scored 0 and with them left "
-            "out."
+            "last validation. The section on stops also shows the mean with stopped runs scored 0, and with stopped "
+            "runs left out."
         )
     num_unscored = int((~frames.trials["status"].isin(SCORED_STATUSES)).sum())
     if num_unscored:
@@ -214,10 +229,11 @@ def _list_scoring_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[st
             f"{num_unscored} of {len(frames.trials)} runs neither completed nor were stopped by a rule; they are not "
             "scored."
         )
+    # Below 1 % of dropped groups, the budgets of the arms are nearly equal anyway.
     if len(summary) and summary["kept_ratio"].min() < 0.99:
         sentences.append(
-            "Arms differ in the number of groups they kept, and thus in optimizer steps and trained tokens. Compare "
-            "them at equal budgets before calling one more efficient."
+            "The filter dropped groups, and arms that keep fewer groups make fewer optimizer steps on fewer tokens. "
+            "Compare arms at equal budgets before calling one more efficient."
         )
     return sentences
 
@@ -228,12 +244,13 @@ def _list_comparison_caveats(summary: pd.DataFrame) -> list[str]:
         return []
     return [
         f"{num_comparisons} comparison{'s' if num_comparisons > 1 else ''} with the baseline: p-values are "
-        "corrected with Holm's method within this study. Each interval covers its arm alone."
+        "corrected with Holm's method within this study. Intervals are not corrected: each covers the difference of "
+        "its own arm only."
     ]
 
 
 def summarize_levels(frames: StudyFrames) -> list[dict[str, Any]]:
-    """The levels of each split: number, number up to symmetry, range of seeds, and decoding modes."""
+    """One row per split: the number of levels, the number up to symmetry, the range of level seeds, and the modes."""
     return [
         {
             "split": split,
@@ -250,6 +267,7 @@ def summarize_levels(frames: StudyFrames) -> list[dict[str, Any]]:
 def list_arm_settings(frames: StudyFrames) -> list[dict[str, Any]]:
     """The settings in which runs differ, without seeds, each with its value in every arm."""
     setting_columns = [name for name in frames.trials.columns if name.startswith("config/") and name != "config/seed"]
+    # As text, because a missing value is not equal to itself.
     differing_settings = [name for name in setting_columns if frames.trials[name].astype("str").nunique() > 1]
     by_arm = frames.trials.groupby("arm", sort=False)
     return [

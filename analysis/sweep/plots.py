@@ -1,6 +1,6 @@
 """Figures of one-axis studies. Each function draws a table of `tables` or `series` and computes no further numbers.
 
-Colours come from an ordered map that is readable without colour vision and in grey. A run stopped by a rule ends in a
+Colors come from an ordered map that is readable without color vision and in gray. A run stopped by a rule ends in a
 vermilion cross in every figure.
 """
 
@@ -19,7 +19,9 @@ STOPPED_COLOR = "#d55e00"
 WORD_COLORS = ("#555555", "#a6761d", "#999999")
 GHOST_COLOR = "#dcdcdc"
 TEXT_COLOR = "#333333"
+# More names would crowd a legend, so it shows this many of them.
 MAX_LEGEND_NAMES = 12
+# letters: in a legend, a longer list of arms would take the width of the panel
 MAX_LEGEND_LETTERS = 60
 STYLE: Mapping[str, Any] = {
     "font.family": "DejaVu Sans",
@@ -46,8 +48,9 @@ STYLE: Mapping[str, Any] = {
 
 
 def make_arm_colors(arms: Sequence[str], words: Sequence[str] = ()) -> dict[str, str]:
-    """Arm -> colour: along the map in the given order, and greys and browns for `words` such as nofilter."""
+    """Arm -> color: along the map in the given order, and grays and browns for `words` such as nofilter."""
     ordered_arms = [arm for arm in arms if arm not in words]
+    # The last part of viridis is too bright a yellow for lines on white.
     shades = mpl.colormaps["viridis"](np.linspace(0.0, 0.82, max(len(ordered_arms), 1)))
     colors = {arm: mpl.colors.to_hex(shade) for arm, shade in zip(ordered_arms, shades, strict=False)}
     return colors | {word: WORD_COLORS[index % len(WORD_COLORS)] for index, word in enumerate(words)}
@@ -91,6 +94,7 @@ def _draw_base_lines(axes: Any, table: pd.DataFrame) -> None:
 
 def _draw_arm_point(axes: Any, row: Any, color: str) -> None:
     """Sampled success with its interval, and open marks for greedy and test success next to it."""
+    # All scored runs stopped: a failed regime. With only some stopped, just the edge of the mark changes color.
     has_failed = row.scored and row.early_stopped == row.scored
     color = STOPPED_COLOR if has_failed else color
     if not np.isnan(row.low):
@@ -106,6 +110,7 @@ def _draw_arm_point(axes: Any, row: Any, color: str) -> None:
         linewidth=1.6,
         zorder=3,
     )
+    # Side by side, so that equal values do not cover each other.
     offset = 0.012 * max(axes.get_xlim()[1] - axes.get_xlim()[0], 1.0)
     axes.scatter(row.x + offset, row.greedy, s=34, marker="^", facecolor="none", edgecolor=color, zorder=3)
     axes.scatter(row.x - offset, row.test, s=30, marker="s", facecolor="none", edgecolor=color, zorder=3)
@@ -128,12 +133,17 @@ def _set_dose_axes(axes: Any, table: pd.DataFrame, setting: str) -> None:
     axes.set_xticks(table["x"].to_list(), table["arm"].to_list())
     axes.set_xlabel(f"{setting}  ({note})")
     axes.set_ylabel("success (fraction of episodes)")
+    # A little below 0, so that the marks of collapsed arms are not cut off at the axis.
     axes.set_ylim(bottom=min(-0.01, -0.03 * axes.get_ylim()[1]))
     margin = 0.08 * max(table["x"].max() - table["x"].min(), 1.0)
     axes.set_xlim(table["x"].min() - margin, table["x"].max() + margin)
 
 
 def _add_dose_legend(axes: Any, table: pd.DataFrame) -> None:
+    """A legend of the marks that occur, each as (label, whether it occurs, style).
+
+    Marks have the color of their arm, so the legend gets empty scatters in a neutral color.
+    """
     hollow_style = {"facecolor": "none", "edgecolor": TEXT_COLOR}
     has_stopped = table["early_stopped"] > 0
     legend_entries: list[tuple[str, Any, dict[str, Any]]] = [
@@ -157,14 +167,15 @@ def _add_dose_legend(axes: Any, table: pd.DataFrame) -> None:
 
 
 def draw_curves(table: pd.DataFrame, means: pd.DataFrame, colors: Mapping[str, str], label: str) -> Figure:
-    """The curves of all runs: one panel per arm, with runs of other arms in grey, and the mean of several runs on top.
+    """The curves of all runs: one panel per arm, with runs of other arms in gray, and the mean of several runs on top.
 
-    table: from `series.make_curves`. means: from `series.compute_mean_curves`. colors: arm -> colour, in the order of
+    table: from `series.make_curves`. means: from `series.compute_mean_curves`. colors: arm -> color, in the order of
     the panels.
     """
     arms = [arm for arm in colors if (table["arm"] == arm).any()]
+    # Up to four panels per row. Five or six fill two rows of three better than rows of four.
     columns = 3 if len(arms) in (5, 6) else min(max(len(arms), 1), 4)
-    rows = -(-max(len(arms), 1) // columns)
+    rows = -(-max(len(arms), 1) // columns)  # rounded up
     runs, point_arms = dict(list(table.groupby("arm"))), table["arm"].to_numpy(dtype=object)
     points = table[["step", "value"]].to_numpy(dtype=float)
     run_indices = pd.factorize(table["run_id"])[0]
@@ -191,6 +202,7 @@ def draw_curves(table: pd.DataFrame, means: pd.DataFrame, colors: Mapping[str, s
         for panel in panels.flat[len(arms) :]:
             panel.remove()
         if arms:
+            # From 0, so that the heights of curves can be compared; a column such as the loss may be negative.
             panels[0, 0].set_ylim(bottom=min(0.0, 1.05 * table["value"].min()))
             panels[0, 0].xaxis.set_major_locator(MaxNLocator(4, integer=True))  # all panels share both axes
             panels[0, 0].yaxis.set_major_locator(MaxNLocator(4))
@@ -201,6 +213,7 @@ def draw_curves(table: pd.DataFrame, means: pd.DataFrame, colors: Mapping[str, s
 
 def _draw_runs(panel: Any, runs: pd.DataFrame, mean: pd.DataFrame, color: str) -> None:
     for _, run in runs.groupby("run_id", sort=False):
+        # Without a mean on top, the single run is the curve of the arm.
         line_style = {"linewidth": 0.9, "alpha": 0.6} if len(mean) else {"linewidth": 1.8}
         panel.plot(run["step"], run["value"], color=color, zorder=2, **line_style)
         _draw_end_mark(panel, run)
@@ -230,9 +243,9 @@ def _draw_end_mark(panel: Any, run: pd.DataFrame) -> None:
 
 
 def draw_arm_lines(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:
-    """One panel per measure with one line per arm, so that a hundred arms fit. The dashed line is the level of chance.
+    """One panel per measure with one line per arm, so that a hundred arms fit. The dashed line shows chance.
 
-    table: from `series.make_arm_lines`. colors: arm -> colour.
+    table: from `series.make_arm_lines`. colors: arm -> color.
     """
     measures = list(dict.fromkeys(table["measure"]))
     with mpl.rc_context(dict(STYLE)):
@@ -244,6 +257,7 @@ def draw_arm_lines(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:
                 axes.plot(
                     arm_rows["step"], arm_rows["value"], color=colors[arm], linewidth=1.4, marker=".", markersize=3
                 )
+            # Chance is a mean over all runs, so every arm has the same value at a step.
             chance = rows.dropna(subset="chance").drop_duplicates("step").sort_values("step")
             if len(chance):
                 axes.plot(chance["step"], chance["chance"], color="#777777", linestyle="--", linewidth=1.1, marker=".")
@@ -270,6 +284,7 @@ def draw_survival(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:
     """Fraction of runs not stopped, by step; arms without a stop share a line. table: from `compute_stop_survival`."""
     with mpl.rc_context(dict(STYLE)):
         num_arms = table["arm"].nunique()
+        # Every arm may need a line of the legend, which is 0.19 inches high.
         figure = Figure(figsize=(8.0, max(2.8, 0.6 + 0.19 * num_arms)), layout="constrained")
         axes = figure.add_subplot()
         never_stopped = table[table["stopped"] == 0]
@@ -298,6 +313,7 @@ def draw_survival(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:
                 zorder=4,
                 clip_on=False,
             )
+        # Beyond 0 and 1, so that lines and crosses at the ends are not cut in half.
         axes.set_ylim(-0.03, 1.06)
         axes.set_xlim(left=0)
         axes.set_xlabel("training step")

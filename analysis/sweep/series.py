@@ -26,15 +26,19 @@ RETRIEVAL_LABELS = {
 def make_curves(frames: StudyFrames, column: str) -> pd.DataFrame:
     """The values of a step column, one row per run and step: arm, seed, run_id, status, step, value.
 
-    If the column has a value before training, such as val_success, it is at step 0.
+    If the column has a value before training, such as val_success, that value is at step 0. ValueError if no family
+    of the study has the column.
     """
     columns = {step_column.name for family in frames.families for step_column in family.step_columns}
     if column not in columns:
-        raise ValueError(f"There is no step column `{column}`. docs/metrics.md lists all columns.")
+        raise ValueError(
+            f"There is no step column `{column}` in this study. docs/metrics.md lists all columns; try `entropy`."
+        )
     status = dict(zip(require_single_study(frames).trials["run_id"], frames.trials["status"], strict=True))
     names = ["arm", "seed", "run_id", "step"]
     value_frames = [frames.steps[[*names, column]].rename(columns={column: "value"})]
     if f"base_{column}" in columns:
+        # The value before training is logged in the row of the first step, under its own name.
         base = frames.steps[[*names, f"base_{column}"]].rename(columns={f"base_{column}": "value"})
         value_frames.insert(0, base.assign(step=0))
     table = pd.concat(value_frames, ignore_index=True).dropna(subset="value")
@@ -53,6 +57,7 @@ def compute_mean_curves(table: pd.DataFrame, *, carry_forward: bool = False) -> 
     mean_frames = []
     for arm, rows in table[table["status"].isin(SCORED_STATUSES)].groupby("arm", sort=False):
         values_by_run = rows.pivot_table(index="step", columns="run_id", values="value")
+        # The mean of a single run would only repeat its curve.
         if values_by_run.shape[1] < 2:
             continue
         stopped_runs = rows.loc[rows["status"] == "early_stopped", "run_id"].unique().tolist()
@@ -76,6 +81,7 @@ def make_arm_lines(frames: StudyFrames) -> pd.DataFrame:
         name: frames.steps[name] for name in names if name in frames.steps and frames.steps[name].notna().any()
     }
     columns = ["arm", "measure", "step", "value", "chance"]
+    # Entropy alone has its own figure; here it is drawn only for comparison with retrieval.
     if not measured_columns.keys() & RETRIEVAL_LABELS.keys():
         return pd.DataFrame(columns=columns)
     line_frames = []
@@ -90,10 +96,10 @@ def make_arm_lines(frames: StudyFrames) -> pd.DataFrame:
 
 
 def count_kept_groups(frames: StudyFrames) -> pd.DataFrame:
-    """Groups per step of each arm: collected, and kept and with zero std in the first and last quarter of training.
+    """Groups per step of each arm: all collected ones, and those kept and those with zero std, early and late.
 
     Columns: arm, groups, kept_first_quarter, kept_last_quarter, zero_std_first_quarter, zero_std_last_quarter. Means
-    over steps and runs.
+    over steps and runs; quarters are those of each run's own steps.
     """
     rows = []
     for arm in list_arms(require_single_study(frames)):
@@ -126,6 +132,7 @@ def compute_stop_survival(frames: StudyFrames) -> pd.DataFrame:
         if runs.empty:
             continue
         is_stopped = runs["status"] == "early_stopped"
+        # Only runs that a rule stopped have a stop_step.
         end_steps = runs["stop_step"].astype("float64").fillna(runs["steps_done"])
         steps, fractions = kaplan_meier(end_steps, is_stopped)
         # The curve ends at its last drop; continue it to the last step of the arm.
@@ -151,7 +158,9 @@ def compare_at_equal_budget(frames: StudyFrames) -> pd.DataFrame:
     scored_runs = require_single_study(frames).trials.loc[
         frames.trials["status"].isin(SCORED_STATUSES), ["arm", "run_id", "status", *BUDGET_COLUMNS]
     ]
+    # A stopped run used less of every budget, so it must not set the amount.
     completed_runs = scored_runs[scored_runs["status"] == "completed"]
+    # Only rows with a validation are interpolated; dropping the others keeps the loop over runs fast.
     is_validation = frames.steps[["val_success", "base_val_success"]].notna().any(axis=1)
     frames = replace(
         frames, steps=frames.steps.loc[is_validation, ["run_id", "val_success", "base_val_success", *BUDGET_COLUMNS]]
@@ -159,7 +168,7 @@ def compare_at_equal_budget(frames: StudyFrames) -> pd.DataFrame:
     rows = []
     for budget in BUDGET_COLUMNS:
         amount = float(completed_runs[budget].min()) if len(completed_runs) else float("nan")
-        if np.isnan(amount):
+        if np.isnan(amount):  # no completed run has recorded this budget
             continue
         for arm in dict.fromkeys(scored_runs["arm"]):
             runs = scored_runs[scored_runs["arm"] == arm]
@@ -171,6 +180,7 @@ def compare_at_equal_budget(frames: StudyFrames) -> pd.DataFrame:
 def _interpolate_success(frames: StudyFrames, run_id: str, budget: str, amount: float) -> float:
     """Validation success of a run after using `amount`: linear between validations, constant after the last."""
     steps = frames.get_run_steps(run_id)
+    # The validation before training is the value at a budget of 0. np.interp is constant beyond the last point.
     base_values = steps["base_val_success"].dropna().to_list()[:1]
     points = steps[[budget, "val_success"]].to_numpy(dtype=float)
     curve = dict([*((0.0, value) for value in base_values), *points[~np.isnan(points).any(axis=1)].tolist()])
@@ -178,10 +188,12 @@ def _interpolate_success(frames: StudyFrames, run_id: str, budget: str, amount: 
 
 
 def check_consistency(frames: StudyFrames) -> pd.DataFrame:
-    """Compare scored runs with equal configuration and seed, which must have equal rows: a, b, seed, agree, difference.
+    """Compare scored runs with equal configuration and seed, which must have equal rows.
 
-    frames may contain several studies: KL 0 of one sweep is entropy 0 of another. Runs are named study/run_id.
+    One row per pair of such runs: a and b (named study/run_id), seed, agree, difference (text, empty if they agree).
+    frames may contain several studies: the run with KL 0 of one sweep is the run with entropy 0 of another.
     """
+    # Without a config_hash, or for unfinished runs, it is not known that the rows must be equal.
     is_comparable = frames.trials["status"].isin(SCORED_STATUSES) & (frames.trials["config_hash"] != "")
     trials = frames.trials.loc[is_comparable, ["config_hash", "seed", "study", "run_id"]]
     rows = []

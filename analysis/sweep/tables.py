@@ -49,18 +49,21 @@ _MEAN_COLUMNS = (
     "test_success",
     "test_greedy_success",
 )
-# Closer values on a log axis, as a fraction of its length, would be hard to tell apart.
+# Fraction of the length of a log axis: the marks and labels of closer values would overlap.
 MIN_GAP_FRACTION = 0.05
 
 
 def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
     """One row per arm: statuses, success before and after, difference from the baseline arm, stops, costs, verdict.
 
-    Success columns are means over scored runs (completed, or stopped by a rule). `final_val_success` has an interval
-    (`final_low`, `final_high`), as have `gain` (minus the base policy) and `difference` (minus the baseline arm);
-    `basis` says whether it is over seeds or levels. `p_holm` is corrected over all compared arms. `stopped_fraction` is
-    the fraction of scored runs that a rule stopped, with Wilson's interval. `final_stopped_as_zero` and
-    `final_survivors` are the mean with stopped runs scored 0 or left out. Costs are means over scored runs.
+    * Success columns are means over scored runs (completed, or stopped by a rule). Three of them have an interval:
+      `final_val_success` (`final_low`, `final_high`), `gain` (minus the base policy) and `difference` (minus the
+      baseline arm). `basis` says whether the interval is over seeds or levels.
+    * `p_holm` is corrected over all compared arms. `detectable` is the smallest true difference that the test would
+      probably have found.
+    * `stopped_fraction` is the fraction of scored runs that a rule stopped, with Wilson's interval.
+      `final_stopped_as_zero` and `final_survivors` are the mean with stopped runs scored 0 or left out.
+    * Costs are means over scored runs, or over all runs if none is scored.
     """
     baseline = require_single_study(frames).studies[0].get("baseline", "")
     # The columns of settings are not needed, and copying them for every arm takes time.
@@ -123,9 +126,10 @@ def _mean(values: "pd.Series[float]") -> float:
 
 
 def _compare_to_baseline(frames: StudyFrames, arm: str, scored_runs: pd.DataFrame, baseline: str) -> Row:
-    """Compare an arm with the baseline arm; values are missing for the baseline itself."""
+    """Compare an arm with the baseline arm. Values are missing for the baseline itself."""
     baseline_runs = select_runs(frames, baseline, scored_only=True)
     estimate, seeds = (Estimate(), 0) if arm == baseline else estimate_difference(frames, scored_runs, baseline_runs)
+    # Indexed by seed, so that the subtraction below pairs runs of one seed.
     arm_auc, baseline_auc = (compute_auc(frames, runs).set_axis(runs["seed"]) for runs in (scored_runs, baseline_runs))
     return {
         **_make_estimate_columns("difference", estimate),
@@ -173,8 +177,8 @@ def compute_axis_positions(frames: StudyFrames) -> tuple[list[str], list[float],
     """Arms, their positions on the x axis of a figure, and the scale: "log" or "rank".
 
     log: log10 of the value, with values of 0 or less separate on the left, and words such as nofilter on the right.
-    rank: evenly spaced in the order of values. It is used if two values would be closer than a twentieth of the axis,
-    as 0.98 and 1.0 are.
+    rank: evenly spaced in the order of values. This scale is used if two values would be closer than a twentieth of the
+    log axis, as 0.98 and 1.0 are, or if fewer than two values are positive.
     """
     names = list_arms(frames)
     values = [float(select_runs(frames, arm)["axis_value"].iloc[0]) for arm in names]
@@ -185,11 +189,14 @@ def compute_axis_positions(frames: StudyFrames) -> tuple[list[str], list[float],
     if scale == "rank":
         positive = [float(rank) for rank in range(len(positive))]
         span = float(max(len(positive) - 1, 1))
+    # 0 and words are one mean gap away from the scale and from each other, but at least half a decade (or one rank).
     offset = max(span / max(len(positive) - 1, 1), 0.5 if scale == "log" else 1.0)
-    return names, _compute_positions(values, positive, offset, scale), scale
+    return names, _compute_positions(values, positive, offset), scale
 
 
-def _compute_positions(values: list[float], positive_positions: list[float], offset: float, scale: str) -> list[float]:
+def _compute_positions(values: list[float], positive_positions: list[float], offset: float) -> list[float]:
+    """The position of each value. positive_positions: those of the distinct positive values, in ascending order."""
+    # Without a positive value, the scale shrinks to the position 0.
     left, right = (positive_positions[0] - offset, positive_positions[-1]) if positive_positions else (-offset, 0.0)
     positive_values = sorted({value for value in values if value > 0})
     nonpositive_values = sorted({value for value in values if value <= 0}, reverse=True)
@@ -249,6 +256,7 @@ def compute_trend(frames: StudyFrames, generator: np.random.Generator) -> tuple[
     runs = runs[runs["status"].isin(SCORED_STATUSES) & runs["axis_value"].notna()]
     runs = runs.assign(outcome=compute_outcomes(runs)).dropna(subset="outcome")
     table = runs.pivot_table(index="seed", columns="axis_value", values="outcome").sort_index(axis=1)
+    # Page's test needs complete rows: every seed in every arm.
     page_p_value = (
         page_trend_p_value(table.to_numpy()) if len(table) and not table.isna().to_numpy().any() else float("nan")
     )

@@ -1,4 +1,4 @@
-"""Verdicts: one sentence per arm, generated from its row in the summary; and formats of numbers."""
+"""Verdicts: one sentence per arm, generated from its row of `tables.summarize_arms`. Also the formats of numbers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -57,9 +57,13 @@ def format_p_value(p: float) -> str:
 
 
 def describe_stops(runs: pd.DataFrame) -> str:
-    """For each stop rule, the number of scored runs of an arm that it stopped, with steps, values and thresholds."""
+    """How many scored runs of an arm each rule stopped, with steps, values and thresholds; empty if no rule did.
+
+    Example: `low_validation_success stopped 1 of 3 runs (step 45: 0.002 < 0.01)`.
+    """
     stops_by_rule: dict[str, list[str]] = {}
     for run in to_records(runs.loc[runs["status"] == "early_stopped", _STOP_COLUMNS]):
+        # status.json may lack the name of the rule.
         stops_by_rule.setdefault(run["stop_rule"] or "a rule", []).append(describe_stop(run))
     return " and ".join(
         f"{rule} stopped {len(stop_texts)} of {len(runs)} runs ({'; '.join(stop_texts)})"
@@ -75,7 +79,10 @@ def describe_stop(run: Mapping[str, Any]) -> str:
 
 
 def format_comparison(value: float, threshold: float) -> str:
-    """The comparison sign between a value and the threshold that it crossed."""
+    """The comparison sign between a value and the threshold that it crossed.
+
+    A rule fires below its threshold (such as success) or from its threshold on (such as a count of empty steps).
+    """
     return "<" if value < threshold else "≥"
 
 
@@ -91,6 +98,7 @@ def _describe_unfinished_run(run: Mapping[str, Any]) -> str:
     total_text = "" if pd.isna(run["steps_total"]) else f" of {run['steps_total']}"
     steps_text = "" if run["status"] == "never_ran" else f" after {run['steps_done']}{total_text} steps"
     status = format_status(run["status"])
+    # The length of the run is missing if run.json was never written.
     return f"seed {run['seed']} {status}{steps_text}" + (f" ({run['reason']})" if run["reason"] else "")
 
 
@@ -100,7 +108,7 @@ def format_runs(num_seeds: int) -> str:
 
 
 def classify_outcome(row: Mapping[str, Any]) -> str:
-    """The outcome of an arm as one of a fixed list of words, for sorting and colours.
+    """The outcome of an arm as one of a fixed list of words, for sorting and colors.
 
     `better` and `worse` are claims about the setting and need an interval over seeds (`compare.MIN_SEEDS`). With fewer
     seeds, `ended higher` and `ended lower` only describe the runs of this study.
@@ -113,6 +121,7 @@ def classify_outcome(row: Mapping[str, Any]) -> str:
         return "failed regime"
     if row["is_baseline"]:
         return "baseline"
+    # Without an interval there is no p-value: no common seed, or no outcomes of single levels.
     if np.isnan(row["p_holm"]):
         return "no comparison"
     if row["p_holm"] >= SIGNIFICANCE_LEVEL:
@@ -125,10 +134,11 @@ def classify_outcome(row: Mapping[str, Any]) -> str:
 def format_verdict(row: Mapping[str, Any]) -> str:
     """One sentence on an arm. row: of `tables.summarize_arms`.
 
-    If a rule stopped all scored runs of an arm, it is a failed regime, whatever its last success was. Otherwise it is
-    better or worse than the baseline, or there is no clear difference; then the sentence says which differences would
-    have been missed. With fewer than three seeds the sentence is about these runs, which ended higher or lower, and not
-    about the setting. Runs that failed, were interrupted or never ran are listed; they are not scored.
+    If a rule stopped all scored runs of an arm, the arm is a failed regime, whatever its last success was. Otherwise it
+    is better or worse than the baseline, or there is no clear difference. In the last case the sentence also says how
+    large a missed difference could be. With fewer than three seeds the sentence is about these runs, which ended higher
+    or lower, and not about the setting. Runs that failed, were interrupted or never ran are listed; they are not
+    scored.
     """
     outcome_name, num_scored = classify_outcome(row), row["completed"] + row["early_stopped"]
     clauses = []
@@ -144,11 +154,14 @@ def format_verdict(row: Mapping[str, Any]) -> str:
 
 def _describe_gain(row: Mapping[str, Any]) -> str:
     if np.isnan(row["gain"]):
-        return f"baseline: {format_fraction(row['final_val_success'])} at the end; the base policy was not validated"
+        return (
+            f"baseline: {format_fraction(row['final_val_success'])} at the end; the policy was not validated before "
+            "training"
+        )
     interval_text = format_interval(row["gain_low"], row["gain_high"]) or "(no interval)"
     return (
         f"baseline: {format_fraction(row['final_val_success'])} at the end, {format_signed(row['gain'])} "
-        f"{interval_text} from the base policy ({row['gain_basis']})"
+        f"{interval_text} from the policy before training ({row['gain_basis']})"
     )
 
 
@@ -158,9 +171,9 @@ def _describe_difference(row: Mapping[str, Any], outcome_name: str) -> str:
     baseline_text = f"the baseline ({row['baseline']})"
     if outcome_name == "no comparison":
         if np.isnan(row["difference"]):
-            return f"no comparison: {baseline_text} has no scored run with a seed of this arm"
+            return f"no comparison: {baseline_text} and this arm have no scored runs with a common seed"
         difference = format_signed(row["difference"])
-        return f"no interval: {difference} from {baseline_text}; outcomes of single levels are missing"
+        return f"no interval: {difference} from {baseline_text}; the outcomes of single levels are missing"
     difference_text = (
         f"{format_signed(row['difference'])} {format_interval(row['difference_low'], row['difference_high'])}"
     )
@@ -169,6 +182,7 @@ def _describe_difference(row: Mapping[str, Any], outcome_name: str) -> str:
     runs_text = f"{format_runs(row['paired_seeds'])} " if row["paired_seeds"] < MIN_SEEDS else ""
     if outcome_name != "no clear difference":
         return f"{runs_text}{outcome_name} than {baseline_text}{failed_text}: {test_text} ({row['basis']})"
+    # "No clear difference" alone would read as "equal": say how large a true difference this test would have missed.
     detectable_size = row["detectable"]
     # Success lies in [0, 1], so no true difference can be as large as 1.
     missed_text = (
@@ -176,8 +190,8 @@ def _describe_difference(row: Mapping[str, Any], outcome_name: str) -> str:
         if detectable_size < 1
         else "any difference would probably be missed"
     )
-    of_runs_text = f" of {runs_text.strip()}" if runs_text else ""
+    difference_between = f"between {runs_text}and" if runs_text else "from"
     return (
-        f"no clear difference{of_runs_text} from {baseline_text}{failed_text}: {test_text}; {missed_text} "
+        f"no clear difference {difference_between} {baseline_text}{failed_text}: {test_text}; {missed_text} "
         f"({row['basis']})"
     )

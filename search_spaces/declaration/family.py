@@ -18,7 +18,7 @@ class DisplayColumn:
         column: its name in the rows of metrics.jsonl.
         name: its heading.
         format_spec: how its numbers are formatted.
-        fallback_column: the column to show until this one is measured; empty: none.
+        fallback_column: the column to show until this one has a value; empty: none.
     """
 
     column: str
@@ -69,7 +69,10 @@ class Family:
     def __post_init__(self) -> None:
         if self.estimate_bytes is None and not self.is_fine_tuning:
             # The sizes of a language model follow from its config.json; those of any other model only the family knows.
-            raise ValueError(f"the family {self.name} fine-tunes no language model: it must set `estimate_bytes`.")
+            raise ValueError(
+                f"The family {self.name} sets no `estimate_bytes`. Only a family with is_fine_tuning=True may leave it "
+                "out: set estimate_bytes=FUNCTION."
+            )
 
     @property
     def primary_metric(self) -> str:

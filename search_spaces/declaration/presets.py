@@ -1,4 +1,4 @@
-"""The presets `paper` (the published scale, RunConfig's defaults) and `laptop` (what it changes to run on a CPU)."""
+"""The presets: `paper` is the published scale, RunConfig's defaults; `laptop` changes them to run on one CPU core."""
 
 from types import MappingProxyType
 
@@ -18,13 +18,13 @@ PRESETS: dict[str, Settings] = {
             "rollout.response_length": 24,
             "actor.lr": 3e-4,
             "critic.lr": 1e-3,
-            # Length of training and intervals.
+            # Length of training and intervals. A rolling checkpoint takes milliseconds here, so every step writes one.
             "trainer.total_training_steps": 60,
             "trainer.test_freq": 5,
             "trainer.resume_every": 1,
             # The published validation temperature makes the tiny model nearly greedy.
             "rollout.val_temperature": 1.0,
-            # The published `kl` (k1), used as a loss, does not pull the policy towards the reference.
+            # The published `kl` (k1), used as a loss, does not pull the policy toward the reference.
             "actor.kl_loss_type": "low_var_kl",
             # The tiny model's gradients are small enough to keep without a sketch.
             "trainer.gradient_analysis_sketch": None,

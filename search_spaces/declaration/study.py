@@ -17,7 +17,7 @@ def _make_empty_settings() -> Settings:
 
 
 def keep_settings(settings: Settings, base: BaseRunConfig) -> Settings:
-    """Return an arm's settings unchanged: they do not depend on the study's base configuration."""
+    """Return an arm's settings unchanged. This is the default of `Axis.adapt`: arms do not depend on `base`."""
     return settings
 
 
@@ -52,7 +52,7 @@ class Axis:
     def swept_fields(self) -> frozenset[str]:
         """Dotted settings in which the arms differ."""
         named_fields = frozenset[str]().union(*self.named_settings.values())
-        # If every value of the grids is a name, `setting` is a description and no field.
+        # If every value of the grids is a name, `setting` is a description and not the name of a field.
         has_only_names = set(self.named_settings) >= set().union(*self.grids.values())
         return named_fields if has_only_names else named_fields | {self.setting, *self.extra_settings}
 
@@ -123,8 +123,8 @@ class Study:
         contrasts: the comparisons that answer the question, declared before anything is run.
         strategy_aliases: name that --rollout_filter_strategy takes -> name of the filter strategy; empty: no such
             option.
-        variants: value of `variant_setting` -> the same question under that value, where names and arms depend on it;
-            --kl-type chooses one.
+        variants: value of `variant_setting` -> the study of the same question under that value, if names and arms
+            depend on it. --kl-type chooses one.
         variant_setting: the dotted setting that the variants fix.
 
     Example: a sweep over the learning rate. Only `search_spaces/__init__.py` has to import it::
@@ -157,7 +157,7 @@ class Study:
     variant_setting: str = ""
 
     def get_variant(self, value: str) -> "Study":
-        """The study under `value` of `variant_setting`: itself if it fixes that value. Raise KeyError if unknown."""
+        """The study under `value` of `variant_setting`, which may be this one. Raise KeyError if no study has it."""
         return self if value == self.fixed_settings[self.variant_setting] else self.variants[value]
 
     @property

@@ -27,6 +27,7 @@ def make_template_values(config: RunConfig) -> dict[str, str]:
     env, trainer, collapse = config.env, config.trainer, config.collapse_detection
     actor, filter_config = config.actor, config.filter
     model = get_model_name(config.model.path)
+    # The whole number before a B that ends a word: 3B of Qwen2.5-3B-Instruct, 0.5B of Qwen2.5-0.5B.
     size_match = re.search(r"(?<![\d.])\d+(\.\d+)?B(?![A-Za-z])", model)
     train_size = f"{env.env_groups}x{env.group_size}"
     groups, rollouts = trainer.gradient_analysis_env_groups, trainer.gradient_analysis_group_size
@@ -55,7 +56,9 @@ def make_template_values(config: RunConfig) -> dict[str, str]:
 def as_run_config(config: BaseRunConfig) -> RunConfig:
     """Return `config` typed as this family's configuration. Raise TypeError for one of another family."""
     if not isinstance(config, RunConfig):
-        raise TypeError(f"{type(config).__name__} fine-tunes no language model with PPO")
+        raise TypeError(
+            f"A {type(config).__name__} does not configure the fine-tuning of a language model: use a RunConfig."
+        )
     return config
 
 

@@ -4,6 +4,7 @@ from search_spaces.declaration.study import Axis, NameTemplates, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO
 
+# PPO alone by default; `--algo PPO,GRPO` selects both arms.
 _GRID = ("PPO",)
 
 STUDY = Study(

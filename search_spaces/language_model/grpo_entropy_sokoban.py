@@ -1,10 +1,11 @@
 """What preserves GRPO's entropy on Sokoban: no std normalization, a tighter clip, or a bounded target?
 
-The arms of GRPO cross its normalization (std; nostd does not divide, as in Dr. GRPO) with the clip: tight (0.05),
-standard (0.2), and wide (0.2 below, 0.28 above, as in DAPO). They differ in nothing else: all use the same loss
-aggregation. TPO has neither a clip nor a choice of normalization, and each of its mini-batches consists of two whole
-groups, which is not required of GRPO's. Four epochs over a batch of four mini-batches move the ratios away from 1; in
-a single update no clip could act. The dual clip at 3 stays on in all arms of GRPO.
+The arms of GRPO cross its normalization (std divides advantages by the group's standard deviation, nostd does not, as
+in Dr. GRPO) with the clip: tight (0.05), standard (0.2), and wide (0.2 below, 0.28 above, as in DAPO). These arms
+differ in nothing else and use the same loss aggregation. TPO has neither a clip nor a choice of normalization. Each
+mini-batch of TPO consists of two whole groups, while a mini-batch of GRPO may split groups. Four epochs over a batch of
+four mini-batches move the ratios away from 1; in a single update no clip could act. The dual clip at 3 stays on in all
+arms of GRPO.
 """
 
 from search_spaces.declaration.family import Settings

@@ -75,7 +75,10 @@ def make_arms(group: str, kl_type: str) -> dict[str, Settings]:
 
 
 def convert_to_group_count(settings: Settings, base: RunConfig) -> Settings:
-    """Convert the fraction of groups to a count if the strategy takes a count: max(1, int(fraction * groups))."""
+    """Convert the fraction of groups to a count if the strategy takes a count: max(1, int(fraction * groups)).
+
+    A filter that keeps no group would leave nothing to train on, hence at least 1.
+    """
     if not FILTER_STRATEGIES[base.filter.rollout_filter_strategy].counts_groups:
         return settings
     fraction = float(str(settings["filter.rollout_filter_value"]))
@@ -126,7 +129,8 @@ def _make_study(name: str, question: str, kl_types: Mapping[str, tuple[str, ...]
         )
         for group_name in GROUPS
     }
-    # The base configuration needs one KL loss; each arm sets the one of its group.
+    # Each arm sets its own KL loss, but the base configuration's loss completes the name of the baseline, an arm of
+    # group 3. In the published order, the last loss is the one under which group 3 runs.
     kl_type = kl_type_groups[-1][0]
     return Study(
         name=name,

@@ -13,6 +13,7 @@ from search_spaces.declaration.study import Contrasts
 from search_spaces.sandbox.family import SMOKE_SETTINGS, make_sandbox_study
 
 CAPACITIES = (8, 16, 32)
+# updates; 3.5 and 7.5 are the largest mean ages that the capacities 8 and 16 can have
 AGES = (1.5, 3.5, 7.5)
 
 
@@ -27,8 +28,11 @@ def solve_decay(age: float, capacity: int) -> float:
 
     Raise ValueError if no decay >= 0 gives that age.
     """
-    if not 0 < age <= compute_mean_age(0.0, capacity):
-        raise ValueError(f"a buffer of {capacity} batches has no mean age of {age}")
+    largest_age = compute_mean_age(0.0, capacity)  # all batches equally likely
+    if not 0 < age <= largest_age:
+        raise ValueError(
+            f"A buffer of {capacity} batches cannot have a mean age of {age} updates: choose one in (0, {largest_age}]."
+        )
     # The mean age falls as the decay rises, so bisection finds the decay. At 50 only age 0 is drawn, and 60 halvings
     # leave far less than the four digits that are returned.
     low, high = 0.0, 50.0
@@ -54,13 +58,16 @@ ARMS: dict[str, Settings] = {
         for end, priority in REPLAY_PRIORITIES.items()
         for age in AGES
         for capacity in CAPACITIES
-        if age <= compute_mean_age(0.0, capacity)
+        if age <= compute_mean_age(0.0, capacity)  # the capacity 8 cannot have the mean age 7.5
     },
 }
 
 
 def _make_arm_pairs(first_template: str, second_template: str) -> tuple[tuple[str, str], ...]:
-    """Pairs of existing arms: the templates of their names filled in with every {age} and {capacity}."""
+    """Pairs of existing arms: the templates of their names filled in with every {age} and {capacity}.
+
+    A template may use only one of the two, so a pair can come out several times; it counts once.
+    """
     combinations = [{"age": age, "capacity": capacity} for age in AGES for capacity in CAPACITIES]
     arm_pairs = dict.fromkeys(
         (first_template.format(**values), second_template.format(**values)) for values in combinations

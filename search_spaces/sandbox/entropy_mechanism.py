@@ -33,6 +33,7 @@ ARMS: dict[str, Settings] = {
         for beta in BETAS
     },
     **{
+        # 1.4 is DAPO's ratio of bounds, 0.28 / 0.2. Rounding removes the float error from names and settings.
         f"{name}-clip{clip}": {**rule, "clip_low": float(clip), "clip_high": round(1.4 * float(clip), 3)}
         for name, rule in _DAPO_RULES.items()
         for clip in CLIPS

@@ -25,7 +25,7 @@ REVERSAL_SETTINGS: Settings = MappingProxyType(
 SMOKE_SETTINGS: Settings = MappingProxyType(
     {"batch_size": 16, "trainer.total_training_steps": 4, "trainer.test_freq": 4, "trainer.resume_every": 4}
 )
-"""Settings of --smoke."""
+"""Settings of --smoke: small enough to run a study in seconds, so its numbers show nothing."""
 
 _BYTES_PER_PARAMETER = 12
 """A weight and Adam's two moments, in float32."""
@@ -50,13 +50,18 @@ def estimate_bytes(config: UpdateRuleConfig, n_parameters: int) -> tuple[int, in
 
     n_parameters: parameters of the model that the run loads; 0 if it loads none.
     """
-    sequence_length = 2 * config.seq_len + 1
+    sequence_length = 2 * config.seq_len + 1  # prompt, separator, answer
+    # A block has 12 d^2 weights in matrices (attention 4 d^2, feed-forward 8 d^2), and d^2 is more than its biases and
+    # norms. The rest is embedding and head of at most V + 2 tokens, positions, and the last norm.
     transformer_parameters = (
         config.num_layers * 13 * config.d_model**2 + (2 * config.vocab_size + 8 + sequence_length) * config.d_model
     )
+    # 784 pixels; 12: the weights to ten classes, and the biases of the two hidden layers.
     mlp_parameters = (784 + config.hidden + 12) * config.hidden
     # A checkpoint contains the batches that will still be trained on: the replay buffer, or the delayed batches.
     n_batches = max(config.replay_capacity, config.delay + 1)
+    # An observation is pixels (float32) or tokens (int64). 40 bytes: action, label, log-prob, baseline and mask per
+    # token.
     batch_bytes = config.batch_size * (max(784 * 4, sequence_length * 8, config.context_len * 8) + config.seq_len * 40)
     # Upper bound: the largest model that any task could train.
     weight_bytes = _BYTES_PER_PARAMETER * max(transformer_parameters, mlp_parameters, n_parameters)
@@ -108,12 +113,12 @@ def make_sandbox_study(
 
     Args:
         name: of the study.
-        question: the module's docstring; its first paragraph becomes the question.
+        question: the docstring of the study's module. Its first paragraph becomes the question.
         arms: name -> its settings in addition to `fixed_settings`.
         baseline: the arm that the others are compared with.
         fixed_settings: settings of all arms.
-        setting: description of how the arms differ.
-        run_template: name of the study's folder; by default the study's name.
+        setting: how the arms differ, in words.
+        run_template: name of the study's folder; by default the study's name with underscores.
         smoke_settings: settings of --smoke.
         contrasts: see `Study`.
         adapt: see `Axis`.

@@ -12,7 +12,7 @@ from search_spaces.sandbox.family import make_sandbox_study
 from trainable.sandbox.config.settings import UpdateRuleConfig
 
 EPOCHS = (1, 2, 4, 8)
-UPDATES, BATCHES = 1200, 300
+UPDATES, BATCHES = 1200, 300  # the published condition: 300 batches with 4 optimizer steps each
 
 ARMS: dict[str, Settings] = {
     **{
@@ -29,7 +29,7 @@ ARMS: dict[str, Settings] = {
         }
         for method in ("TPO", "GRPO")
         for epochs in EPOCHS
-        if UPDATES // epochs != BATCHES
+        if UPDATES // epochs != BATCHES  # with 4 epochs this would be the arm NAME-epochs4 again
     },
     **{f"DG-epochs{epochs}": {"method": "DG", "inner_epochs": epochs} for epochs in (1, 4)},
 }
@@ -53,7 +53,10 @@ CONTRASTS: Contrasts = {
 
 
 def scale_training_steps(settings: Settings, base: UpdateRuleConfig) -> Settings:
-    """Scale an arm's number of batches, declared for a study of 300 batches, to the study's length."""
+    """Scale an arm's number of batches, declared for a study of 300 batches, to the study's length.
+
+    Without this, `--steps` would shorten only the arms that declare no length of their own.
+    """
     arm_steps = settings.get("trainer.total_training_steps")
     if not isinstance(arm_steps, int):
         return settings

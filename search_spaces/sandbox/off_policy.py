@@ -3,7 +3,7 @@
 On policy and with one update per batch, REINFORCE, PG, TrajPG, ASPO and R2VPO are the same algorithm, and every
 published run of them was of this kind. Here each is run with batches that are one and four updates old, and with four
 updates per batch. PMDMean, whose baseline is the batch mean, and DG, which corrects nothing, are run for comparison.
-Compare a rule with REINFORCE at the same staleness; REINFORCE-onpolicy shows the cost of staleness.
+The contrasts compare each rule with REINFORCE at the same staleness. REINFORCE-onpolicy shows the cost of staleness.
 """
 
 from search_spaces.declaration.family import Settings

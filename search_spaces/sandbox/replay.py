@@ -16,5 +16,6 @@ STUDY = make_sandbox_study(
     baseline="DG",
     setting="rule and buffer",
     fixed_settings={**REVERSAL_SETTINGS, "delay": 4},
+    # Longer than the delay of 4, since a delay without effect is rejected.
     smoke_settings={**SMOKE_SETTINGS, "trainer.total_training_steps": 7},
 )

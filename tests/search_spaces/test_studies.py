@@ -239,7 +239,7 @@ def test_the_decay_gives_the_requested_mean_age(capacity: int, age: float) -> No
 
 
 def test_no_decay_gives_a_mean_age_beyond_that_of_a_uniform_draw() -> None:
-    with pytest.raises(ValueError, match=r"a buffer of 8 batches has no mean age of 3\.6"):
+    with pytest.raises(ValueError, match=r"A buffer of 8 batches cannot have a mean age of 3\.6"):
         solve_decay(3.6, 8)
 
 

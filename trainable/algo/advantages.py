@@ -12,8 +12,8 @@ from torch import Tensor
 
 from trainable.algo.reductions import masked_whiten
 
-STD_FLOOR = 1e-6  # verl 0.6.1 adds this to the std of a group
-SKILL_STD_FLOOR = 1e-6  # up to this std, the scores of a group count as equal
+STD_FLOOR = 1e-6  # verl 0.6.1 adds this to the std of a group, so that equal scores are not divided by 0
+SKILL_STD_FLOOR = 1e-6  # up to this std, the scores of a group count as equal (published sandbox)
 
 
 class AdvantagesReturns(NamedTuple):
@@ -54,7 +54,7 @@ def conserve_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> AdvantagesReturns:
-    """Generalised advantage estimation over the trained tokens of each sequence.
+    """Generalized advantage estimation over the trained tokens of each sequence.
 
         δ_t = r_t + γ V_{t+1} − V_t,    A_t = Σ_{l>=0} (γλ)^l δ_{t+l},    return_t = A_t + V_t
 
@@ -133,13 +133,14 @@ def bi_level_gae(
     is_trained = mask.gather(1, order)
     compact_values = values.gather(1, order).masked_fill(~is_trained, 0)
     compact_ids = turn_ids.gather(1, order)
-    # True where the next token is trained too and belongs to the same turn.
+    # True where the next token is trained, too, and belongs to the same turn.
     same_turn = F.pad(compact_ids[:, 1:] == compact_ids[:, :-1], (0, 1)) & _shift_left(is_trained)
     turn_ends = is_trained & ~same_turn
 
     # With the ends of turns as the mask, `gae` treats each turn as one token.
     turn_rewards = _sum_to_next_end(conserve_rewards(rewards, mask).gather(1, order), turn_ends)
     turn_returns = gae(turn_rewards, compact_values, turn_ends, high_level_gamma, lam).returns
+    # The return of a turn is the only reward within it, and `same_turn` stops the recursion at its end.
     advantages = _compute_gae(turn_returns, compact_values, same_turn, gamma, lam)
     return _scatter_back(advantages, compact_values, order)
 
@@ -177,6 +178,7 @@ def _compute_discounted_sums(x: Tensor, discount: Tensor) -> Tensor:
 
 def _sum_to_next_end(rewards: Tensor, is_end: Tensor) -> Tensor:
     """Move each reward (B, T) to the next position where `is_end` is True, which may be its own, and sum there."""
+    # After the last end nothing is trained and all rewards are 0, so their target may be any position.
     last_index = is_end.shape[1] - 1
     positions = torch.arange(last_index + 1, device=is_end.device).expand_as(is_end)
     next_end = torch.where(is_end, positions, last_index).flip(1).cummin(dim=1).values.flip(1)
@@ -192,7 +194,7 @@ def _scatter_back(advantages: Tensor, values: Tensor, order: Tensor) -> Advantag
 class _GroupStats(NamedTuple):
     """For each sequence (B,), float64: its score minus its group's mean, the group's std, and the group's size."""
 
-    centred: Tensor
+    centered: Tensor
     std: Tensor
     size: Tensor
 
@@ -201,13 +203,13 @@ def _compute_group_stats(scores: Tensor, group_ids: Tensor, correction: int = 1)
     """Compare scores (B,) with those of their group; the std's divisor is G − `correction`."""
     _, group_index = torch.unique(group_ids, return_inverse=True)
     size = torch.bincount(group_index)  # (P,)
-    # In float32 the mean of equal scores can differ from them by a rounding error, which a division by the tiny std
-    # would magnify.
+    # In float32, the mean of equal scores can differ from them by a rounding error. The std is then as tiny, and the
+    # division by it would turn the error into an advantage.
     scores64 = scores.double()
     group_sums = scores64.new_zeros(len(size))
-    centred = scores64 - (group_sums.index_add(0, group_index, scores64) / size)[group_index]
-    variance = group_sums.index_add(0, group_index, centred.square()) / (size - correction).clamp(min=1)
-    return _GroupStats(centred, variance.sqrt()[group_index], size[group_index])
+    centered = scores64 - (group_sums.index_add(0, group_index, scores64) / size)[group_index]
+    variance = group_sums.index_add(0, group_index, centered.square()) / (size - correction).clamp(min=1)
+    return _GroupStats(centered, variance.sqrt()[group_index], size[group_index])
 
 
 def _broadcast_to_tokens(advantages: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -257,8 +259,8 @@ def grpo(
     """
     stats = _compute_group_stats(scores, group_ids, correction)
     if not norm_by_std:
-        return _broadcast_to_tokens(stats.centred, mask, scores.dtype)
-    advantages = torch.where(stats.std <= min_std, 0, stats.centred / (stats.std + std_floor))
+        return _broadcast_to_tokens(stats.centered, mask, scores.dtype)
+    advantages = torch.where(stats.std <= min_std, 0, stats.centered / (stats.std + std_floor))
     return _broadcast_to_tokens(advantages, mask, scores.dtype)
 
 
@@ -266,7 +268,7 @@ def grpo(
 def group_skill(
     scores: Tensor, group_ids: Tensor, mask: Tensor, *, factor_dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Standardised score of a rollout in its group, on each of its trained tokens (B, T).
+    """Standardized score of a rollout in its group, on each of its trained tokens (B, T).
 
         z_i = (R_i − mean_g R) / std_g R        where std_g R ≤ 1e-6: z_i = R_i − mean_g R
 
@@ -284,13 +286,13 @@ def group_skill(
         >>> group_skill(scores, group_ids, mask).double().round(decimals=4).tolist()  # mean 2, std 1
         [[1.0], [-1.0]]
 
-    Source: target policy optimisation (jeankaddour/tpo), as the published sandbox of update rules has it.
+    Source: target policy optimization (jeankaddour/tpo), as the published sandbox of update rules has it.
     Degenerate: a group of one, or of equal scores, has skill 0.
     """
     stats = _compute_group_stats(scores, group_ids)
     # From the divisor G − 1 to the divisor G.
     std = stats.std * ((stats.size - 1).to(factor_dtype) / stats.size).sqrt()
-    return _broadcast_to_tokens(stats.centred / torch.where(std > SKILL_STD_FLOOR, std, 1.0), mask, scores.dtype)
+    return _broadcast_to_tokens(stats.centered / torch.where(std > SKILL_STD_FLOOR, std, 1.0), mask, scores.dtype)
 
 
 @torch.no_grad()
@@ -313,7 +315,7 @@ def rloo(scores: Tensor, group_ids: Tensor, mask: Tensor) -> Tensor:
     Degenerate: a group of one has no other rollout and advantage 0.
     """
     stats = _compute_group_stats(scores, group_ids)
-    return _broadcast_to_tokens(stats.centred * stats.size / (stats.size - 1).clamp(min=1), mask, scores.dtype)
+    return _broadcast_to_tokens(stats.centered * stats.size / (stats.size - 1).clamp(min=1), mask, scores.dtype)
 
 
 @torch.no_grad()
@@ -354,7 +356,7 @@ def reinforce_plus_plus_baseline(scores: Tensor, group_ids: Tensor, mask: Tensor
         mask: (B, T) bool.
 
     Example:
-        Centred on the group's mean, the scores are −1 and 1, with mean 0 and std √2.
+        Centered on the group's mean, the scores are −1 and 1, with mean 0 and std √2.
 
         >>> scores, group_ids, mask = torch.tensor([1.0, 3.0]), torch.tensor([0, 0]), torch.ones(2, 1, dtype=torch.bool)
         >>> reinforce_plus_plus_baseline(scores, group_ids, mask).double().round(decimals=4).tolist()
@@ -363,5 +365,5 @@ def reinforce_plus_plus_baseline(scores: Tensor, group_ids: Tensor, mask: Tensor
     Source: Hu 2025, arXiv:2501.03262 (the variant with a group baseline).
     Degenerate: a group of one enters the whitening with 0; if every group has equal scores, all advantages are 0.
     """
-    centred = _compute_group_stats(scores, group_ids).centred
-    return masked_whiten(_broadcast_to_tokens(centred, mask, scores.dtype), mask)
+    centered = _compute_group_stats(scores, group_ids).centered
+    return masked_whiten(_broadcast_to_tokens(centered, mask, scores.dtype), mask)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def order_length_stratified(lengths: Tensor) -> Tensor:
-    """Order (B,) of the sequences, from short to long and back to short, so that neighbours have similar lengths.
+    """Order (B,) of the sequences, from short to long and back to short, so that neighbors have similar lengths.
 
         sort by (length, index); then ranks 0, 2, 4, … upwards followed by ranks …, 5, 3, 1 downwards
 
@@ -27,7 +27,7 @@ def order_length_stratified(lengths: Tensor) -> Tensor:
 
 
 def order_by_group(lengths: Tensor, group_ids: Tensor) -> Tensor:
-    """Order (B,) of the sequences in which each group is contiguous and groups of similar length are neighbours.
+    """Order (B,) of the sequences in which each group is contiguous and groups of similar length are neighbors.
 
         the groups in `order_length_stratified` of their tokens; a group's sequences in order of their index
 
@@ -44,14 +44,15 @@ def order_by_group(lengths: Tensor, group_ids: Tensor) -> Tensor:
 
     Source: definition.  Degenerate: groups of one give `order_length_stratified`, if their ids ascend.
     """
+    # Groups may have been filtered out, so ids have gaps: number the groups that are left.
     _, group_index = torch.unique(group_ids, return_inverse=True)
     group_tokens = lengths.new_zeros(int(group_index.max()) + 1).index_add(0, group_index, lengths)
     rank = torch.argsort(order_length_stratified(group_tokens))
-    return torch.argsort(rank[group_index], stable=True)
+    return torch.argsort(rank[group_index], stable=True)  # stable: keeps the order of the indices within a group
 
 
 def split_by_tokens(lengths: Tensor, max_tokens: int, needs_padding: bool = False) -> list[Tensor]:
-    """Split the sequences into passes: neighbours in length, with at most `max_tokens` tokens in total.
+    """Split the sequences into passes: neighbors in length, with at most `max_tokens` tokens in total.
 
         sort by (length, index); a pass takes sequences until the next one would not fit
 

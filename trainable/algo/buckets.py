@@ -1,4 +1,4 @@
-"""Buckets of groups by reward spread, by which a gradient analysis splits a batch. Shape: P groups."""
+"""Assign groups to buckets by their reward spread, for the gradient analysis of each bucket. Shape: P groups."""
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ def assign_quantile_buckets(scores: Tensor, max_buckets: int = 6) -> Tensor:
         raise ValueError(f"max_buckets is {max_buckets}; it must be at least 1, such as 6.")
     num_groups = len(scores)
     num_buckets = min(max_buckets, num_groups)
+    # The inverse of the sorting permutation.
     ranks = torch.empty(num_groups, dtype=torch.long)
     ranks[torch.sort(scores, stable=True).indices] = torch.arange(num_groups)
     # Each max() is for a batch without groups, where a division or a clamp would fail.

@@ -1,7 +1,8 @@
 """Filters of prompt groups: a score for each group, and a rule that decides by score which groups a step keeps.
 
-Shapes: P prompts (groups), G rollouts per group. Each rule is one function of the candidates' scores; `select_groups`
-is the published pipeline around them: float32 scores, optional removal of zero scores, then the rule.
+Shapes: P prompts (groups), G rollouts per group. Each rule is one function of the candidates' scores. `select_groups`
+is the published pipeline around the rules: it converts scores to float32, removes zero scores if asked, and applies a
+rule.
 """
 
 import math
@@ -14,7 +15,9 @@ from torch import Tensor
 
 # Both from the published code (RAGEN `rollout_filter`).
 ZERO_SCORE = 1e-10
+"""A score whose absolute value is at most this counts as 0."""
 MIN_P_SLACK = 1e-10
+"""Slack of `min_p`: of its thresholds, in units of the score, and of the ratio where it is a divisor."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ Rule = TopP | TopK | TopKAbs | MinP
 
 
 def _require(is_valid: bool, name: str, value: object, allowed: str) -> None:
+    """Raise ValueError, with `value` and the allowed values, unless `is_valid`."""
     if not is_valid:
         raise ValueError(f"{name} is {value!r}; it must be {allowed}.")
 
@@ -101,6 +105,7 @@ def parse_rule(strategy: str, value: float, prob_mode: str = "softmax", eps: flo
 
     Source: published code (RAGEN `rollout_filter`). A count must be a whole number; the published code truncates it.
     """
+    # Functions, since making a rule checks the value, whose range depends on the strategy.
     rules: dict[str, Callable[[], Rule]] = {
         "top_p": lambda: TopP(value, prob_mode, eps),
         "top_k": lambda: TopK(value),
@@ -138,6 +143,7 @@ def compute_group_scores(
     Source: published code (RAGEN `rollout_filter`).
     Degenerate: the standard deviation of a group of one is 0 (published: NaN).
     """
+    # For each metric, the values that it reads and their statistic over the rollouts of a group.
     statistics: dict[str, tuple[Tensor | None, Callable[[Tensor], Tensor]]] = {
         "reward_variance": (rewards, _std),
         "reward_std": (rewards, _std),
@@ -200,6 +206,7 @@ def select_groups(scores: Tensor, rule: Rule, largest: bool = True, include_zero
 
 
 def _apply_rule(rule: Rule, scores: Tensor, largest: bool, num_groups: int) -> Tensor:
+    """Candidates that `rule` keeps, bool, shape of `scores`; num_groups: groups before zero scores were dropped."""
     match rule:
         # Mass 1 keeps every candidate by definition; linear mode would drop scores that are not positive.
         case TopP(mass=1):
@@ -208,7 +215,7 @@ def _apply_rule(rule: Rule, scores: Tensor, largest: bool, num_groups: int) -> T
             return top_p_softmax(scores, rule.mass, largest)
         case TopP():
             return top_p_linear(scores, rule.mass, rule.eps, largest)
-        # A fraction of all groups, not only of the candidates.
+        # As published, a fraction of all groups, not only of the candidates.
         case TopK():
             return top_k(scores, int(rule.fraction * num_groups), largest)
         case TopKAbs():
@@ -240,6 +247,7 @@ def top_p_softmax(scores: Tensor, mass: float, largest: bool = True) -> Tensor:
     """
     sorted_scores, order = torch.sort(scores, descending=largest, stable=True)
     probabilities = torch.softmax(sorted_scores if largest else -sorted_scores, dim=0)
+    # Index of the first sum that reaches the mass: the group with this index is kept, too.
     cutoff = int(torch.searchsorted(probabilities.cumsum(dim=0), mass))
     return _make_prefix_mask(order, cutoff + 1)
 
@@ -267,7 +275,8 @@ def top_p_linear(scores: Tensor, mass: float, eps: float, largest: bool = True) 
     # prefix_sums[k] is the sum of the k best: added in float64 and compared in float32, as in the published loop.
     prefix_sums = F.pad(sorted_scores.double().cumsum(dim=0), (1, 0)).float()
     is_reached = prefix_sums >= target
-    # argmax of a mask is its first True.
+    # argmax of a mask is its first True, or 0 without any. As published, nothing is kept if the prefix has a score that
+    # is not positive.
     count = int(is_reached.int().argmax())
     is_possible = bool(is_reached.any()) and bool((sorted_scores[:count] > 0).all())
     return _make_prefix_mask(order, count if is_possible else 0)

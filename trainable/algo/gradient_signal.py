@@ -1,7 +1,7 @@
-"""How much of a gradient is signal: unbiased squared norm, noise and components, from folds of the prompts.
+"""Estimate how much of a gradient is signal: unbiased squared norm, noise and components, from folds of the prompts.
 
 The norm of a sampled gradient is biased upwards, E|G|² = |E G|² + noise, so a bucket without any signal still shows a
-gradient. Prompts are independent. A bucket is therefore split into folds by prompt: in products between different
+gradient. A bucket is therefore split into folds by prompt. Prompts are independent, so in products between different
 folds the noise averages out. Whitened advantages couple prompts weakly, through one mean and std over the batch; the
 estimates treat these two as fixed.
 
@@ -10,7 +10,7 @@ bucket's mean gradient is G_c = Σ_k w_k x_{k,c} with w_k = n_k / Σ n. n_k, the
 divisor of the mean: its trained tokens (token-mean) or its sequences. Without counts all w_k are 1 / K; that is
 right for equal folds, and for x_{k,c} = K · (fold k's sum of weighted gradients), where the divisor is a constant.
 
-Everything is computed from the Gram matrix gram[k, c, l, d] = <x_{k,c}, x_{l,d}>, (K, C, K, C) in float64, so the
+All estimates are computed from the Gram matrix gram[k, c, l, d] = <x_{k,c}, x_{l,d}>, (K, C, K, C) in float64, so the
 gradients themselves are needed only one block of parameters at a time. `gram[:, c, :, c]` is the (K, K) matrix of one
 component, `gram.sum(dim=(1, 3))` that of the update, which is the sum of the components.
 """
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 NAN = float("nan")
-# A difference of squares that is a smaller fraction of the squares than this is rounding error, of float32 gradients at
-# the latest.
 ROUNDING_TOLERANCE = 1e-12
+"""A difference of squares counts as rounding error if it is a smaller fraction of the squares than this. Gradients are
+float32, with relative errors of 6e-8, whose square is 4e-15."""
 
 
 def split_folds(group_ids: Tensor, num_folds: int, generator: torch.Generator) -> Tensor:
@@ -53,6 +53,7 @@ def split_folds(group_ids: Tensor, num_folds: int, generator: torch.Generator) -
     """
     if num_folds < 1:
         raise ValueError(f"num_folds is {num_folds}; it must be at least 1, and at least 3 for an interval.")
+    # A permutation dealt out in turn: random, but with fold sizes that differ by at most one.
     groups, group_index = torch.unique(group_ids, return_inverse=True)
     order = torch.randperm(len(groups), generator=generator).to(group_index.device)
     return order[group_index] % max(1, min(num_folds, len(groups)))
@@ -111,7 +112,7 @@ def estimate_gradient_signal(
     With equal folds, signal is the mean of <g_A, g_B> and noise that of |g_A − g_B|²/4 over all splits into halves.
     Both are unbiased for independent folds with one mean and variance proportional to 1 / n_k. The ratio is not:
     1 + snr is too large by a factor of about ν / (ν − 2), where ν is K − 1 times the number of directions with noise.
-    The interval is approximate, and centred on the ratio without a correction for this bias.
+    The interval is approximate, and centered on the ratio without a correction for this bias.
 
     Args:
         gram: (K, K) products of the fold gradients.
@@ -136,6 +137,7 @@ def estimate_gradient_signal(
     """
     if gram.dim() != 2 or len(gram) != gram.shape[1]:
         raise ValueError(f"gram has shape {tuple(gram.shape)}; it must be (K, K), such as gram[:, c, :, c].")
+    # The helpers take rows of fold weights: one row with all folds here, one row per left-out fold in the jackknife.
     products, weights = gram.double(), _compute_fold_weights(counts, len(gram), gram)
     squared_norm, noise = _estimate_norm_and_noise(products, weights[None])
     snr = _divide_by_noise(squared_norm - noise, noise).item()
@@ -173,7 +175,7 @@ def compute_component_cosines(gram: Tensor, counts: Tensor | None = None) -> Ten
     mean_squares = torch.einsum("k,kckc->c", weights, gram.double())
     squared_norms = mean_products.diagonal()
     norms = torch.where(squared_norms > ROUNDING_TOLERANCE * mean_squares, squared_norms, NAN).sqrt()
-    return (mean_products / norms[:, None] / norms).clamp(-1, 1)
+    return (mean_products / norms[:, None] / norms).clamp(-1, 1)  # rounding may leave the range
 
 
 def compute_update_fractions(gram: Tensor, counts: Tensor | None = None) -> Tensor:
@@ -262,12 +264,12 @@ def estimate_signal_fractions(
     _, jackknife_fractions = _estimate_products(products, _make_jackknife_weights(weights))
     half_width = _t_quantile(confidence_level, len(weights) - 1) * _jackknife_variance(jackknife_fractions).sqrt()
     # No signal without one of the folds: then the fractions of all folds are not reported either.
-    centre = torch.where(half_width.isnan(), NAN, fractions[0])
-    return SignalFractions(estimates[0], centre, low=centre - half_width, high=centre + half_width)
+    center = torch.where(half_width.isnan(), NAN, fractions[0])
+    return SignalFractions(estimates[0], center, low=center - half_width, high=center + half_width)
 
 
 class PublishedNorm(NamedTuple):
-    """The published number for a bucket, and the same per sequence and per trained token."""
+    """The published gradient norm of a bucket, and that norm divided by its sequences and by its trained tokens."""
 
     norm: float
     per_sample: float
@@ -302,6 +304,8 @@ def compute_published_norm(
     Source: published code (RAGEN gradient analysis: verl's division by the configured number of accumulation steps).
     Degenerate: NaN without a mini-batch; per_token is NaN without a trained token.
     """
+    # `compute_loss_weights` divides by the number of micro-batches that there are (rounded up); the published code
+    # divides by the number in a full mini-batch.
     full_micro_batches = mini_batch_size // micro_batch_size
     micro_batches = (sequences + micro_batch_size - 1) // micro_batch_size
     norm = (norms.double() * micro_batches / full_micro_batches).mean().item()
@@ -330,7 +334,7 @@ def _compute_mean_products(gram: Tensor, counts: Tensor | None) -> Tensor:
 
 def _estimate_norm_and_noise(gram: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """|G|² and the noise of G, both (R,), for each row of `weights` (R, K); a weight of 0 leaves the fold out."""
-    # |G|² >= 0 but for rounding, and its square root is taken.
+    # |G|² can only be negative by rounding, and the caller takes its square root.
     squared_norm = ((weights @ gram) * weights).sum(dim=1).clamp(min=0)
     mean_square = weights @ gram.diagonal()
     num_folds = (weights > 0).sum(dim=1)
@@ -340,6 +344,7 @@ def _estimate_norm_and_noise(gram: Tensor, weights: Tensor) -> tuple[Tensor, Ten
 
 
 def _divide_by_noise(signal: Tensor, noise: Tensor) -> Tensor:
+    """Divide signal by noise; NaN instead of infinity where there is no noise."""
     return signal / torch.where(noise > 0, noise, NAN)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trainable.algo.losses import estimate_kl
 
-MAX_RELATIVE_ERROR = 0.2  # Ziegler et al. 2019, sec. 2.2
+MAX_RELATIVE_ERROR = 0.2  # bound of the error in one update, Ziegler et al. 2019, sec. 2.2
 
 
 @torch.no_grad()

@@ -13,7 +13,9 @@ from torch import Tensor
 
 # Both in nats, from the published code (verl 0.6.1).
 LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to ± this before exp, so that a ratio cannot overflow."""
 K3_LIMIT = 10.0
+"""The value of k3 is clamped to ± this, since it is exponential in the log-ratio."""
 
 
 class PolicyLoss(NamedTuple):
@@ -67,6 +69,7 @@ def ppo_clip_loss(
     unclipped_loss = -advantages * ratio
     clipped_loss = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     pessimistic_loss = torch.maximum(unclipped_loss, clipped_loss)
+    # With a negative advantage, this maximum grows with the ratio without a bound: the dual clip sets one.
     dual_clip_bound = -clip_c * advantages
     is_negative = advantages < 0
     loss = torch.where(is_negative, torch.minimum(pessimistic_loss, dual_clip_bound), pessimistic_loss)
@@ -245,4 +248,5 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 def _upcast(x: Tensor) -> Tensor:
+    """`x` in float32, or in its own type if that is more precise: sums over a vocabulary need the digits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

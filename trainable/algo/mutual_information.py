@@ -1,10 +1,12 @@
-"""The collapse diagnostics: how much of a policy's thought depends on the prompt, from cross log-probs.
+"""The collapse diagnostics: how much a policy's thoughts depend on the prompt, computed from cross log-probs.
 
-Shapes: N thoughts (rows), M prompts (columns). L is (N, M), the log-prob of thought i after prompt j summed over its
-|z_i| tokens, in nats, and ℓ = L / |z|. `own_columns` has the column of the prompt that each thought really followed.
+Shapes: N thoughts (rows), M prompts (columns). L is (N, M): entry (i, j) is the log-prob of thought i after prompt j,
+in nats, summed over the |z_i| tokens of the thought. ℓ = L / |z|. `own_columns` has, for each thought, the column of
+the prompt that it followed when it was sampled.
+
 Metrics are returned as a dict under their published names. The published code takes the mixture over prompts of the
-length-normalized scores ℓ; the paper divides after the mixture of L. Names that end in `_paper` are the paper's. Both
-are estimates on the batch's own prompts, all of them taken as equally likely.
+length-normalized scores ℓ. The paper takes the mixture of L and divides by the length afterwards; its metrics have
+names that end in `_paper`. Both are estimates on the prompts of the batch, all of which count as equally likely.
 """
 
 import math
@@ -16,8 +18,11 @@ from torch import Tensor
 
 # All three from the published code (RAGEN `collapse_metrics`).
 STD_EPS = 1e-3
+"""Added to the std in a z-score, in nats, so that thoughts with equal scores give no division by 0."""
 EMA_DECAY = 0.9
+"""Weight of the previous steps in the moving average of the std."""
 TOP_K = (2, 4, 8)
+"""The k of the retrieval metrics, in addition to 1."""
 
 # For each normalization: suffix of its std and z-score columns -> column of its mutual information.
 _INFORMATION_NAMES = {"": "mi_estimate", "_seq": "mi_seq_estimate", "_paper": "mi_estimate_paper"}
@@ -74,7 +79,7 @@ def compute_mixture_scores(scores: Tensor, own_columns: Tensor) -> MixtureScores
 
 
 def compute_information_metrics(logprob_sums: Tensor, lengths: Tensor, own_columns: Tensor) -> dict[str, float]:
-    """Mutual information of prompts and thoughts, both entropies, and how far thoughts are above their mixture.
+    """Mutual information of prompts and thoughts, entropies of thoughts with and without the prompt, and z-scores.
 
         published   m_i = ℓ_i,own        g_i = logsumexp_j ℓ_ij − log M
         sequence    m_i = L_i,own        g_i = logsumexp_j L_ij − log M
@@ -112,6 +117,7 @@ def compute_information_metrics(logprob_sums: Tensor, lengths: Tensor, own_colum
     Degenerate: one thought, or thoughts equally likely under the mixture, have std 0 and a z-score of I / 1e-3.
     """
     _check_scores(logprob_sums, own_columns)
+    # Sums of log-probs over hundreds of tokens are large, and the information is a small difference of them.
     logprob_sums64, lengths64, log_m = logprob_sums.double(), lengths.double(), math.log(logprob_sums.shape[1])
     per_token, per_sequence = (
         compute_mixture_scores(logprob_sums64 / lengths64[:, None], own_columns),
@@ -208,6 +214,7 @@ def compute_retrieval_metrics(logprob_sums: Tensor, own_columns: Tensor, classes
     Degenerate: k beyond M counts all columns; chance@k is an upper bound where classes have several columns.
     """
     _check_scores(logprob_sums, own_columns)
+    # (N, M) in the order of each row's ranking: True where the column is one of the row's own class.
     is_correct = classes[_rank_columns(logprob_sums)] == classes[own_columns][:, None]
     chance_at_one = float(torch.bincount(classes)[classes[own_columns]].double().mean()) / len(classes)
     metrics = {}
@@ -263,8 +270,10 @@ def _rank_columns(logprob_sums: Tensor) -> Tensor:
 def _check_scores(logprob_sums: Tensor, own_columns: Tensor) -> None:
     if logprob_sums.shape[1] < 2 or not len(own_columns):
         raise ValueError(
-            f"{len(own_columns)} thoughts and {logprob_sums.shape[1]} prompts: a comparison needs at least 1 thought "
-            "and 2 prompts. Leave the diagnostics of this sample out, or sample more groups or turns."
+            f"There are {len(own_columns)} thoughts and {logprob_sums.shape[1]} prompts; a comparison needs at least 1 "
+            "thought and 2 prompts. Leave the diagnostics of this sample out, or sample more groups or turns."
         )
     if not torch.isfinite(logprob_sums).all():
-        raise ValueError("The cross log-probs have entries that are not finite; check the policy's weights.")
+        raise ValueError(
+            "The cross log-probs have entries that are not finite, and all must be finite; check the policy's weights."
+        )

@@ -1,13 +1,13 @@
 """Every reduction of per-token numbers to one number: masked mean, whitening, and loss aggregation as weights.
 
-A loss aggregation is linear in the loss. It is therefore a weight for each token, and the loss to minimise is
+A loss aggregation is linear in the loss. It is therefore a weight for each token, and the loss to minimize is
 `(weights * loss).sum()`. Shapes: B sequences, T tokens. `mask` is True where a token is trained.
 """
 
 import torch
 from torch import Tensor
 
-VARIANCE_FLOOR = 1e-8  # verl 0.6.1 adds this to the variance
+VARIANCE_FLOOR = 1e-8  # verl 0.6.1 adds this to the variance, so that equal values are not divided by 0
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
@@ -30,7 +30,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """Centre and scale `x` over all masked positions at once; 0 where `mask` is False.
+    """Center and scale `x` over all masked positions at once; 0 where `mask` is False.
 
         y = (x − mean) / sqrt(var + 1e-8),   var = Σ m (x − mean)² / (Σ m − 1)
 
@@ -44,13 +44,13 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
         [-0.7071, 0.7071, 0.0]
 
     Source: published code (verl 0.6.1 `masked_whiten`).
-    Degenerate: one trained token gives its centred value 0 and none gives zeros, where the published code raises.
+    Degenerate: one trained token gives its centered value 0 and none gives zeros, where the published code raises.
     """
-    # In float32 the mean of many similar numbers has an error that the division by a small std would magnify.
+    # In float32, the mean of many similar numbers has a rounding error, which a division by a small std would magnify.
     x64 = x.double()
-    centred = torch.where(mask, x64 - masked_mean(x64, mask), 0)
-    variance = centred.square().sum() / (mask.sum() - 1).clamp(min=1)
-    return (centred * torch.rsqrt(variance + VARIANCE_FLOOR)).to(x.dtype)
+    centered = torch.where(mask, x64 - masked_mean(x64, mask), 0)
+    variance = centered.square().sum() / (mask.sum() - 1).clamp(min=1)
+    return (centered * torch.rsqrt(variance + VARIANCE_FLOOR)).to(x.dtype)
 
 
 def compute_loss_weights(
@@ -102,7 +102,7 @@ def compute_loss_weights(
 
 
 def _compute_micro_batch_weights(float_mask: Tensor, mode: str, padded_length: int | None) -> Tensor:
-    """Weights (B, T) of one micro-batch, whose mask `float_mask` is 0.0 and 1.0."""
+    """Weights (B, T) of one micro-batch; `float_mask` is its mask as 0.0 and 1.0. Clamps avoid divisions by 0."""
     if mode == "token-mean":
         return float_mask / float_mask.sum().clamp(min=1)
     if mode == "seq-mean-token-sum-norm":

@@ -1,4 +1,4 @@
-"""A random projection of billions of entries to thousands that preserves inner products up to a small error."""
+"""A random projection of vectors with billions of entries to thousands of entries. It nearly keeps inner products."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 CHUNK_ENTRIES = 2**24
-"""Entries processed at once, which takes a few hundred megabytes."""
+"""Entries processed at once; their random numbers and float64 copies take a few hundred megabytes."""
 
 
 def count_sketch(tensors: Iterable[Tensor], size: int, seed: int) -> Tensor:

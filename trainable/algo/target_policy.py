@@ -1,4 +1,4 @@
-"""Target policy optimisation: the rollouts of a group as one distribution, moved towards a better one over them.
+"""Target policy optimization: treats the rollouts of a group as one distribution, and moves it towards a better one.
 
 Shapes: B sequences in P groups.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class TargetPolicyLoss(NamedTuple):
-    """Loss over P groups, a scalar, and quantities for the update and its diagnostics, without gradient."""
+    """The loss over P groups, a scalar, and quantities without gradient for the update and its diagnostics."""
 
     loss: Tensor
     sequence_weights: Tensor
@@ -22,7 +22,7 @@ class TargetPolicyLoss(NamedTuple):
 
 
 class GroupDistributions(NamedTuple):
-    """For each rollout (B,), float64: log-probabilities within its group, and the index of the group."""
+    """For each rollout (B,): its log-probabilities within its group, in float64, and the index of the group."""
 
     log_p: Tensor
     """log p, with gradient."""
@@ -65,7 +65,7 @@ def compute_group_distributions(
         raise ValueError(f"tpo_eta is {eta}; it must be above 0, such as 1.0.")
     _, group_index = torch.unique(group_ids, return_inverse=True)
     num_groups = int(group_index.max()) + 1
-    # For sums of hundreds of nats, float32 has too few digits left for the small differences in p − q.
+    # Log-probs are sums of hundreds of nats, for which float32 has too few digits for the small differences in p − q.
     log_p = _group_log_softmax(logprobs.double(), group_index, num_groups)
     with torch.no_grad():
         log_q = _group_log_softmax(
@@ -102,7 +102,7 @@ def target_policy_loss(
         >>> round(result.loss.item(), 4), result.sequence_weights.round(decimals=4).tolist()  # log 2, q − p
         (0.6931, [0.25, -0.25])
 
-    Source: target policy optimisation (jeankaddour/tpo), as the published sandbox of update rules has it.
+    Source: target policy optimization (jeankaddour/tpo), as implemented in the published sandbox of update rules.
     Degenerate: a group of one has gradient 0; equal skills give q = softmax(o), a pull back to the old policy that is 0
     where the policy is still the old one.
     """
@@ -117,7 +117,7 @@ def target_policy_loss(
 
 def _group_log_softmax(x: Tensor, group_index: Tensor, num_groups: int) -> Tensor:
     """Log softmax of `x` (B,) over the members of each of `num_groups` groups."""
-    # The maximum cancels in the result; it keeps exp from underflowing for every member of a group.
+    # The maximum cancels in the result. Without it, exp could underflow for all members of a group, and log 0 is -inf.
     group_max = x.new_full((num_groups,), -torch.inf).scatter_reduce(0, group_index, x.detach(), "amax")
     shifted_x = x - group_max[group_index]
     return shifted_x - x.new_zeros(num_groups).index_add(0, group_index, shifted_x.exp()).log()[group_index]

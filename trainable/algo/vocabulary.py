@@ -1,9 +1,9 @@
-"""Token statistics that need the full vocabulary, from hidden states, with a bound on the logits in memory.
+"""Compute token statistics over the full vocabulary from hidden states, with a bound on the logits in memory.
 
-Shapes: N tokens, h hidden channels, V vocabulary entries. Where the logits of all N rows fit the bound, they are
-computed at once and autograd saves what it needs. Otherwise rows are processed in chunks, and the logits of each chunk
-are recomputed in the backward pass. Products are in the type of the hidden states, everything after them in float32 or
-better.
+Shapes: N tokens, h hidden channels, V vocabulary entries. If the logits of all N rows are within the bound, they are
+computed at once, and autograd saves what it needs. Otherwise rows are processed in chunks, and the logits of each chunk
+are recomputed in the backward pass. Products are computed in the type of the hidden states, and all statistics of the
+logits in float32 or better.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -84,6 +84,7 @@ def compute_token_statistics(
     if reference is not None:
         functions.append(_make_full_kl_function(*reference, temperature))
     logprobs, entropies, *kl = _apply_to_logits(functions, hidden, weight, temperature, chunk_elements)
+    # Detached here, too: outputs of an autograd function require gradients, whichever of them have any.
     return TokenStatistics(logprobs, entropies if entropy_gradient else entropies.detach(), kl[0] if kl else None)
 
 
@@ -112,7 +113,7 @@ def _compute_logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
 def _apply_to_logits(
     functions: Sequence[LogitsFunction], hidden: Tensor, weight: Tensor, temperature: float, chunk_elements: int | None
 ) -> tuple[Tensor, ...]:
-    """Apply each function to the tempered logits; each result is (N,)."""
+    """Apply each function to the tempered logits, in chunks of rows if these have too many; each result is (N,)."""
     if chunk_elements is not None and chunk_elements < 1:
         raise ValueError(f"chunk_elements is {chunk_elements}; it must be at least 1 logit, such as {2**27}.")
     chunk_rows = len(hidden) if chunk_elements is None else max(1, chunk_elements // len(weight))
@@ -127,7 +128,7 @@ def _make_slices(count: int, chunk_rows: int) -> Iterator[slice]:
 
 
 class _ChunkedLogits(torch.autograd.Function):
-    """`_apply_to_logits` over chunks of rows.
+    """`_apply_to_logits` over chunks of rows, which recomputes the logits of a chunk in the backward pass.
 
     The head's gradient is accumulated over chunks in the head's own type, float32. Autograd would accumulate it in the
     type of the product, and in bfloat16 a sum over dozens of chunks loses the digits that each one adds.
@@ -161,10 +162,12 @@ class _ChunkedLogits(torch.autograd.Function):
             (function, slope) for function, slope in zip(ctx.functions, output_grads, strict=True) if slope is not None
         ]
         head = weight.to(hidden.dtype)
+        # A frozen head, as under LoRA, gets no gradient.
         hidden_grad = torch.zeros_like(hidden)
         weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[4] else None
         for chunk in _make_slices(len(hidden), ctx.rows) if active_functions else ():
-            # Only the logits were recomputed: the product with the head is differentiated by hand below.
+            # Autograd differentiates the functions of the logits. The product with the head is differentiated by hand
+            # below, so that its gradient can be added up in float32.
             logits = _compute_logits(hidden[chunk], head, ctx.temperature).requires_grad_()
             with torch.enable_grad():
                 outputs = [function(logits, chunk) for function, _ in active_functions]

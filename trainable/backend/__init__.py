@@ -1,1 +1,1 @@
-"""Who owns optimizer and weights: one device, or DeepSpeed over ranks."""
+"""Backends, which own the optimizer of some networks: torch on one device, or DeepSpeed over several ranks."""

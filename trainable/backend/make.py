@@ -13,7 +13,15 @@ from trainable.config.sections import OptimConfig, TrainerConfig
 def make_backends(
     config: RunConfig, world: World, policy: nn.Module, head: nn.Module | None, critic: nn.Module | None
 ) -> dict[str, Backend]:
-    """Backends by name: `actor` for the policy and a value head on its trunk, and `critic` for a separate critic."""
+    """Make the backends by name: `actor` for the policy and a value head on its trunk, `critic` for a separate critic.
+
+    Args:
+        config: the run's settings.
+        world: the ranks of the run.
+        policy: the policy.
+        head: the value head on the policy's trunk; None without one.
+        critic: the critic with its own trunk; None without one.
+    """
     # A head on the policy's trunk is trained by the policy's optimizer, with the critic's learning rate.
     networks = {"actor": policy, **({} if head is None else {"head": head})}
     learning_rates = (config.actor.lr, config.critic.lr)[: len(networks)]
@@ -36,7 +44,7 @@ def _make_backend(
     learning_rates: Sequence[float],
     settings: OptimConfig,
 ) -> Backend:
-    """DeepSpeed if this process is a rank of a distributed world (which may have one rank), else torch on one device.
+    """Make a DeepSpeed backend for a rank of a distributed world (which may have one rank), else one of torch.
 
     Args:
         trainer: ZeRO stage and offloading.

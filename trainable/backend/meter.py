@@ -1,4 +1,4 @@
-"""Running sums of one update, over mini-batches and over tokens, and their means."""
+"""Sums over the mini-batches and tokens of one update, and the means that become columns of the step's row."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,11 @@ from trainable.runs.nonfinite import find_nonfinite_losses
 
 @dataclass
 class Meter:
-    """Running sums of one update: loss terms per mini-batch, and sums over tokens."""
+    """Sums over one update, which the passes and optimizer steps add to.
+
+    optimizer_steps: mini-batches so far, including those whose step was skipped. skipped_steps: those that were skipped
+    because a loss or gradient was not finite. tokens: trained tokens so far.
+    """
 
     optimizer_steps: int = 0
     skipped_steps: int = 0
@@ -24,7 +28,11 @@ class Meter:
         self.nonfinite_losses: list[str] = []
 
     def add(self, tokens: int, loss_terms: dict[str, Tensor], token_sums: dict[str, Tensor]) -> None:
-        """Add one pass: its parts of a mini-batch's loss, and sums over its `tokens` tokens."""
+        """Add one pass.
+
+        tokens: number of its trained tokens; 0 if another call counts them. loss_terms: scalars that sum over the
+        passes of a mini-batch to its loss terms. token_sums: sums over the tokens of the pass.
+        """
         self.tokens += tokens
         self.nonfinite_losses += find_nonfinite_losses(loss_terms)
         for sums, terms in ((self.step_sums, loss_terms), (self.token_sums, token_sums)):
@@ -34,7 +42,7 @@ class Meter:
     def record_step(self, grad_norm: Tensor | float, column: str) -> None:
         """Count one mini-batch and its optimizer step; `column` is the column of its gradient norm."""
         self.optimizer_steps += 1
-        # A loss that was not finite is reported only if the step was skipped.
+        # A loss that was not finite is reported only if the step was skipped, and DeepSpeed does not skip for a loss.
         self.nonfinite_losses = []
         self.grad_norm_sums[column] = self.grad_norm_sums.get(column, 0.0) + float(grad_norm)
 
@@ -46,7 +54,7 @@ class Meter:
         self.nonfinite_losses = []
 
     def all_reduce(self, world: World) -> "Meter":
-        """This meter with the sums of all ranks. Step counts and gradient norms are already equal on all ranks."""
+        """Add up the sums of all ranks. Step counts and gradient norms are already equal on all ranks."""
         if world.size == 1:
             return self
         total = Meter(self.optimizer_steps, self.skipped_steps)
@@ -64,11 +72,15 @@ class Meter:
         return total
 
     def compute_means(self) -> dict[str, float]:
-        """Means over mini-batches, over tokens, and of gradient norms over the steps that were applied."""
+        """Means over mini-batches, over tokens, and of gradient norms over the steps that were applied.
+
+        A skipped step has no gradient norm, so it is not part of that mean.
+        """
         applied_steps = self.optimizer_steps - self.skipped_steps
         sums_and_counts = (
             (self.step_sums, self.optimizer_steps),
             (self.token_sums, self.tokens),
             (self.grad_norm_sums, applied_steps),
         )
+        # If nothing was counted, the sum is 0, and the mean is 0 instead of an error.
         return {name: value / max(1, count) for store, count in sums_and_counts for name, value in store.items()}

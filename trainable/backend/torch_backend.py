@@ -1,4 +1,4 @@
-"""The interface of a backend, which owns the optimizer of some networks, and the backend of torch on one device."""
+"""The interface of a backend, which owns the optimizer of some networks, and its implementation in plain torch."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -33,7 +33,10 @@ class Backend(Protocol):
     world: World
 
     def backward(self, compute_loss: Callable[[], Tensor], is_last: bool) -> None:
-        """Add the gradient of the loss that `compute_loss` returns; is_last: it is the last one before a `step`."""
+        """Add the gradient of the loss that `compute_loss` returns.
+
+        is_last: whether this is the last call before a `step`. DeepSpeed accumulates gradients until then.
+        """
         ...
 
     def step(self, meter: Meter, norm_column: str) -> None:
@@ -44,9 +47,9 @@ class Backend(Protocol):
         ...
 
     def gather_weights(self) -> AbstractContextManager[None]:
-        """Context in which the run's networks have all their weights: passes outside of updates are made within it.
+        """Context in which the run's networks have all of their weights; passes outside of updates need it.
 
-        All ranks enter and leave it together; inside, each rank makes its own passes.
+        All ranks enter and leave it together. Within it, ranks may make different numbers of passes.
         """
         ...
 
@@ -55,7 +58,10 @@ class Backend(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Networks and optimizer as tensors by name, with the same names for every backend and number of ranks."""
+        """Networks and optimizer as tensors by name.
+
+        Names and shapes are the same for every backend and number of ranks, so any of them can continue a checkpoint.
+        """
         ...
 
     def check_state_shapes(self, shapes: Mapping[str, torch.Size]) -> None:
@@ -88,11 +94,11 @@ class TorchBackend:
         compute_loss().backward()
 
     def step(self, meter: Meter, norm_column: str) -> None:
-        """Clip and step, or skip (see `Backend.step`). Published: skip where the gradient is not finite."""
+        """Clip and step, or skip (see `Backend.step`). The published code skips for a gradient, but not for a loss."""
         named_weights = list_named_parameters(self.networks)
         weights = [weight for _, weight in named_weights]
         grad_norm = nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
-        # Checked before the clip: a norm of NaN would make every gradient NaN, and the report names only the bad ones.
+        # Checked before the clip: a norm of NaN would make every gradient NaN, and the meter names only the bad ones.
         if torch.isfinite(grad_norm) and not meter.nonfinite_losses:
             nn.utils.clip_grads_with_norm_(weights, self.max_grad_norm, grad_norm)
             self.optimizer.step()
@@ -127,12 +133,9 @@ class TorchBackend:
         """Raise ValueError for other shapes (see `Backend.check_state_shapes`)."""
         for name, stateful in self._get_stateful().items():
             saved_shapes = select_below(name, shapes)
-            # An optimizer saved before its first step has no tensors, and fits any other.
-            check_shapes(
-                name,
-                compute_flat_shapes(stateful) if saved_shapes or isinstance(stateful, nn.Module) else {},
-                saved_shapes,
-            )
+            # AdamW has no tensors before its first step. A checkpoint may therefore have none of an optimizer.
+            is_unstepped = not saved_shapes and not isinstance(stateful, nn.Module)
+            check_shapes(name, {} if is_unstepped else compute_flat_shapes(stateful), saved_shapes)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the tensors (see `Backend.load_state_dict`)."""
@@ -146,7 +149,7 @@ class TorchBackend:
 def make_adamw(
     networks: Iterable[nn.Module], learning_rates: Sequence[float], settings: OptimConfig
 ) -> torch.optim.AdamW:
-    """AdamW with a constant learning rate for each network."""
+    """AdamW over the trainable weights, with one parameter group and a constant learning rate per network."""
     groups = [
         {"params": [weight for _, weight in get_trainable_parameters(network)], "lr": learning_rate}
         for network, learning_rate in zip(networks, learning_rates, strict=True)
@@ -155,7 +158,10 @@ def make_adamw(
 
 
 def list_named_parameters(networks: Mapping[str, nn.Module]) -> NamedParameters:
-    """All trained parameters. Names of networks other than the first are prefixed with the name of the network."""
+    """All trained parameters with their names, in the order of the optimizer.
+
+    Names of networks other than the first are prefixed with the name of the network.
+    """
     first_network = next(iter(networks))
     return [
         (key if name == first_network else f"{name}.{key}", weight)
@@ -165,5 +171,10 @@ def list_named_parameters(networks: Mapping[str, nn.Module]) -> NamedParameters:
 
 
 def select_below(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
-    """Entries whose name starts with `<prefix>/`, without this prefix."""
+    """The entries whose names start with `<prefix>/`, without this prefix.
+
+    Example:
+        >>> select_below("critic", {"critic/bias": 1, "actor/bias": 2})
+        {'bias': 1}
+    """
     return {key.removeprefix(f"{prefix}/"): value for key, value in tensors.items() if key.startswith(f"{prefix}/")}

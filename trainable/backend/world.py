@@ -1,4 +1,4 @@
-"""The ranks of a run: processes that run the same program, each on its shard of the episodes."""
+"""The ranks of a run: processes on one machine that run the same program, each on its shard of the episodes."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +17,8 @@ from trainable.runs.flat_state import LazyTensors
 T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
-"""How long a rank waits for the others: one may still play long episodes when the others have finished theirs."""
+"""How long a rank waits for the others in a collective. It has to exceed the time of a rollout, since one rank may
+still play long episodes when the others have finished theirs."""
 
 
 class World(Protocol):
@@ -34,7 +35,7 @@ class World(Protocol):
         ...
 
     def all_gather_object(self, local_object: T) -> list[T]:
-        """The objects of all ranks, in rank order. None is not allowed."""
+        """The objects of all ranks, in rank order. An object must not be None."""
         ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -48,7 +49,7 @@ class World(Protocol):
     def broadcast(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
         """Rank 0's tensors by name, on the CPU; the other ranks pass None.
 
-        A tensor is sent when it is read. If several ranks read tensors, all must read the same ones in the same order.
+        A tensor is sent when it is read, so all ranks have to read the same tensors in the same order.
         """
         ...
 
@@ -79,7 +80,7 @@ class SingleProcess:
 
 @dataclass(frozen=True)
 class DistributedWorld:
-    """The ranks of torch's default process group, which must have been initialised."""
+    """The ranks of torch's default process group, which must have been initialized."""
 
     rank: int
     size: int
@@ -88,7 +89,7 @@ class DistributedWorld:
         """The objects of all ranks, which travel as pickles through sockets between the processes of this run."""
         gathered_objects: list[T | None] = [None] * self.size
         torch.distributed.all_gather_object(gathered_objects, local_object)
-        return [entry for entry in gathered_objects if entry is not None]  # all are set: this narrows the type
+        return [entry for entry in gathered_objects if entry is not None]  # drops nothing, but narrows the type
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in place."""
@@ -102,8 +103,8 @@ class DistributedWorld:
         return gathered_tensor
 
     def broadcast(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
-        """Rank 0's tensors; a receiving rank has one of them in memory at a time."""
-        # Shapes and types are sent at once, a tensor when it is read.
+        """Rank 0's tensors; a receiving rank has only one of them in memory at a time."""
+        # Shapes and types are sent now, so that a state can be refused by its shapes; a tensor is sent when it is read.
         local_tensors = tensors or {}
         tensor_specs = self.all_gather_object(
             {name: (value.shape, value.dtype) for name, value in local_tensors.items()}
@@ -124,27 +125,29 @@ SINGLE_PROCESS = SingleProcess()
 def connect(
     rank: int, world_size: int, rendezvous_file: Path, on_wait: Callable[[], object] | None = None
 ) -> DistributedWorld:
-    """Initialise the process group of ranks on this machine, with a file as their rendezvous.
+    """Initialize the process group of ranks on this machine, with a file as their rendezvous.
 
-    A file needs no port, so there is none that another process could take. Sockets between ranks use the loopback
-    device.
+    A file needs no port, which another process could already use. Sockets between ranks use the loopback device.
 
     Args:
         rank: number of this process, from 0.
         world_size: number of ranks.
         rendezvous_file: a file that no other run uses. It must stay while the ranks are connected: NCCL reads it again.
-        on_wait: called repeatedly until all ranks have arrived. It can raise, if it knows that one will never arrive.
-            None: the ranks wait for each other for at most `COLLECTIVE_TIMEOUT`.
+        on_wait: called repeatedly until all ranks have arrived. It can raise if it knows that a rank will never arrive.
+            With None, a rank waits for the others for at most `COLLECTIVE_TIMEOUT`.
     """
+    # `disconnect` keeps a group of one rank.
     if world_size == 1 and torch.distributed.is_initialized():
-        return DistributedWorld(rank, world_size)  # the group of an earlier run in this process
+        return DistributedWorld(rank, world_size)
     # All ranks are on this machine; a user's own choice of a device has precedence.
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
     store = FileStore(str(rendezvous_file), world_size)
     store.set(f"here/{rank}", "")
+    # `init_process_group` would wait without a way to look for ranks that have died, so the waiting is done here.
     while on_wait is not None and not store.check([f"here/{other}" for other in range(world_size)]):
         on_wait()
+    # Checkpoints travel as CPU tensors, which NCCL cannot send: hence gloo beside it.
     backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     torch.distributed.init_process_group(
         backends, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
@@ -158,7 +161,8 @@ def connect(
 def disconnect(rendezvous_file: Path) -> None:
     """Leave a process group of several ranks, and delete the rendezvous file.
 
-    A group of one rank is kept: DeepSpeed caches what it derived from it, and the next run of this process reuses it.
+    A group of one rank is kept, because DeepSpeed caches objects that refer to it: the next run of this process has to
+    use the same group.
     """
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         torch.distributed.destroy_process_group()
@@ -166,14 +170,22 @@ def disconnect(rendezvous_file: Path) -> None:
 
 
 def compute_local_range(num_items: int, world: World) -> range:
-    """The consecutive items, of `num_items`, that this rank takes; ranks differ by at most one item."""
+    """Indices of the consecutive items, out of `num_items`, that this rank takes; ranks differ by at most one item.
+
+    Example:
+        >>> [compute_local_range(5, SingleProcess(rank, size=2)) for rank in range(2)]
+        [range(0, 3), range(3, 5)]
+    """
     base_size, remainder = divmod(num_items, world.size)
     start = world.rank * base_size + min(world.rank, remainder)
     return range(start, start + base_size + (world.rank < remainder))
 
 
 def skip_child_seeds(rng: np.random.Generator, num_skipped: int) -> np.random.Generator:
-    """Return `rng` after skipping its next `num_skipped` children, as if those of other ranks had been spawned here."""
+    """Return `rng` after skipping its next `num_skipped` children, which are those of the episodes of lower ranks.
+
+    Each episode draws from the same child as in a run with one rank.
+    """
     seed_sequence = rng.bit_generator.seed_seq
     assert isinstance(seed_sequence, np.random.SeedSequence)
     seed_sequence.spawn(num_skipped)
@@ -196,7 +208,7 @@ def shard_rows(lengths: Tensor, ranks: int) -> list[Tensor]:
     """
     order = torch.argsort(lengths.cpu(), descending=True, stable=True)
     rank_cycle = [*range(ranks), *reversed(range(ranks))]
-    # Back and forth, so that the rank with the longest row of one round has the shortest of the next.
+    # Back and forth, so that a rank with the longest row of one round gets the shortest row of the next round.
     assigned_ranks = (rank_cycle * -(-len(order) // len(rank_cycle)))[: len(order)]
     owner_ranks = torch.tensor(assigned_ranks, dtype=torch.long, device=order.device)
     return [order[owner_ranks == rank].sort().values for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO: shards optimizer states over ranks, from stage 2 on also gradients, and in stage 3 also weights."""
+"""DeepSpeed's ZeRO: shards optimizer states over ranks in stage 1, gradients too in stage 2, weights too in stage 3."""
 
 import logging
 import os
@@ -19,7 +19,10 @@ from trainable.runs.flat_state import check_shapes, compute_flat_shapes, get_tra
 
 
 class _Networks(nn.Module):
-    """Networks as one module, whose forward pass computes whatever loss it is given."""
+    """Networks as one module, whose forward pass computes the loss that it is given.
+
+    DeepSpeed trains one module and expects a call of it before each backward pass.
+    """
 
     def __init__(self, networks: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -31,9 +34,20 @@ class _Networks(nn.Module):
 
 
 class ZeroBackend:
-    """AdamW under DeepSpeed (see `Backend`). torch's default process group must have been initialised.
+    """AdamW under DeepSpeed (see `Backend`). torch's default process group must have been initialized.
 
     Weights and moments are float32, as in `TorchBackend`; each network computes in the type of its passes.
+
+    Args:
+        name: name of the optimizer in checkpoints.
+        networks: the run's networks by name.
+        learning_rates: learning rate of each network.
+        settings: betas, weight decay and gradient clipping.
+        trainer: ZeRO stage and offloading.
+        world: the ranks of the run.
+
+    Raises:
+        ValueError: DeepSpeed is not installed.
     """
 
     def __init__(
@@ -46,6 +60,7 @@ class ZeroBackend:
         world: World,
     ) -> None:
         self.name, self.world = name, world
+        # Read before stage 3 shards the weights, which then have no shape of their own. This optimizer is not used.
         self.shapes = {network_name: compute_flat_shapes(network) for network_name, network in networks.items()}
         self.moment_shapes = compute_flat_shapes(make_adamw(networks.values(), learning_rates, settings))
         self.weights: Weights = (
@@ -57,30 +72,31 @@ class ZeroBackend:
             model=_Networks(self.networks),
             optimizer=self.optimizer,
             config=_make_deepspeed_config(settings, trainer),
-            dist_init_required=False,
+            dist_init_required=False,  # `connect` has initialized the process group
         )
         self.weights.attach_engine(self.engine)
 
     def backward(self, compute_loss: Callable[[], Tensor], is_last: bool) -> None:
-        """Add a gradient (see `Backend.backward`). The loss is a sum over ranks, of which DeepSpeed takes the mean."""
+        """Add a gradient (see `Backend.backward`)."""
         self.engine.set_gradient_accumulation_boundary(is_last)
+        # DeepSpeed averages gradients over ranks, and the gradient of a mini-batch is the sum over them.
         self.engine.backward(self.engine(compute_loss) * self.world.size)
 
     def step(self, meter: Meter, norm_column: str) -> None:
-        """Clip and step, or skip (see `Backend.step`) where the gradient over all ranks is not finite.
+        """Clip and step, or skip the step if the gradient over all ranks is not finite (see `Backend.step`).
 
-        A loss that is not finite does not skip the step by itself: only its own rank would know of it.
+        A loss that is not finite does not skip the step by itself, because only its own rank would know about it.
         """
-        self.engine.step()
+        self.engine.step()  # DeepSpeed looks for values that are not finite, and skips on all ranks
         if self.engine.was_step_applied():
             self.weights.after_step()
             meter.record_step(float(self.engine.get_global_grad_norm()), norm_column)
         else:
-            meter.record_skipped_step(["gradient"])
+            meter.record_skipped_step(["gradient"])  # DeepSpeed does not say which gradients are not finite
         self.engine.zero_grad()
 
     def gather_weights(self) -> AbstractContextManager[None]:
-        """Gather weights in stage 3; below it, there is nothing to do (see `Backend.gather_weights`)."""
+        """Gather the weights in stage 3; other stages have nothing to gather (see `Backend.gather_weights`)."""
         return self.weights.gather_weights()
 
     def find_nonfinite_weights(self) -> list[str]:
@@ -94,6 +110,7 @@ class ZeroBackend:
         for name, network in self.networks.items():
             for key, weight in get_trainable_parameters(network):
                 self._copy_to_rank_zero(tensors, f"{name}/{key}", self.weights.read_full(weight, None))
+        # Names and entries are those of torch's AdamW, which has no moments before its first step.
         step = self._count_steps()
         for number, (_, weight) in enumerate(list_named_parameters(self.networks) if step else []):
             for moment in MOMENTS:
@@ -108,7 +125,7 @@ class ZeroBackend:
             tensors[name] = value.detach().cpu().clone()
 
     def _count_steps(self) -> int:
-        """Optimizer steps made so far."""
+        """Optimizer steps made so far; equal for all weights."""
         return max((int(state["step"]) for state in self.optimizer.state.values() if "step" in state), default=0)
 
     def check_state_shapes(self, shapes: Mapping[str, torch.Size]) -> None:
@@ -116,6 +133,7 @@ class ZeroBackend:
         for name, expected_shapes in self.shapes.items():
             check_shapes(name, expected_shapes, select_below(name, shapes))
         moment_shapes = select_below(self.name, shapes)
+        # No moments: the checkpoint was written before the first step.
         check_shapes(self.name, self.moment_shapes if moment_shapes else {}, moment_shapes)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
@@ -124,7 +142,8 @@ class ZeroBackend:
             for key, weight in get_trainable_parameters(network):
                 self.weights.write_full(weight, None, tensors[f"{name}/{key}"])
         has_stepped = f"{self.name}/0/step" in tensors
-        # If only the checkpoint has moments, make some to write to; if only this optimizer has, set them to 0.
+        # If only the checkpoint has moments, create some to write to. If only this optimizer has some, because it has
+        # stepped since, set them to 0.
         if has_stepped and not self._count_steps():
             self.weights.make_moments()
         has_moments = has_stepped or bool(self._count_steps())
@@ -138,15 +157,19 @@ class ZeroBackend:
 
 
 def _make_deepspeed_config(settings: OptimConfig, trainer: TrainerConfig) -> dict[str, Any]:
-    """DeepSpeed's configuration. The update splits batches into passes, so DeepSpeed is given one pass at a time."""
+    """Make DeepSpeed's configuration.
+
+    Its batch size and number of accumulation steps are 1, because the update splits batches into passes and weights
+    their losses by itself; `ZeroBackend.backward` says which pass is the last.
+    """
     zero_config: dict[str, Any] = {"stage": trainer.zero_stage}
     if trainer.zero_stage == 3:
-        # A persistence threshold of 0: small weights are sharded too.
         zero_config |= {
             "reduce_bucket_size": ZERO_BUCKET_SIZE,
             "stage3_max_live_parameters": ZERO_MAX_LIVE_PARAMETERS,
             "stage3_max_reuse_distance": ZERO_MAX_LIVE_PARAMETERS,
-            "stage3_param_persistence_threshold": 0,
+            "stage3_param_persistence_threshold": 0,  # small weights are sharded, too
+            # True would replace torch's linear function in the whole process, which the run's own networks use, too.
             "memory_efficient_linear": False,
         }
     if trainer.offload_optimizer:
@@ -159,15 +182,20 @@ def _make_deepspeed_config(settings: OptimConfig, trainer: TrainerConfig) -> dic
         "zero_optimization": zero_config,
         "gradient_clipping": settings.grad_clip,
         "steps_per_print": 2**31,  # never
-        # torch's AdamW: DeepSpeed's own one would have to be compiled first.
+        # Both allow torch's AdamW, the second one with an offloaded optimizer. DeepSpeed's own AdamW would have to be
+        # compiled first.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
 
 
 def _import_deepspeed() -> Any:
-    """Import DeepSpeed, and keep it from compiling operators on a machine without a GPU."""
-    os.environ["LOCAL_RANK"] = "0"  # a rank sees only its own GPU, whichever process started it
+    """Import DeepSpeed, and keep it from compiling operators on a machine without a GPU.
+
+    Raises ValueError, with the command that installs it, if DeepSpeed is missing.
+    """
+    # DeepSpeed takes the GPU with this number. Ray shows each rank only its own GPU, which is therefore number 0.
+    os.environ["LOCAL_RANK"] = "0"
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
@@ -180,5 +208,6 @@ def _import_deepspeed() -> Any:
         ) from None
     logger.setLevel(logging.WARNING)
     if not torch.cuda.is_available():
+        # Otherwise DeepSpeed compiles this operator for communication between CPU processes, which needs a compiler.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

@@ -22,7 +22,7 @@ class Weights(Protocol):
 
     @property
     def trained_networks(self) -> Mapping[str, nn.Module]:
-        """The networks that DeepSpeed is given."""
+        """The networks that DeepSpeed trains, by name."""
         ...
 
     def attach_engine(self, engine: Any) -> None:
@@ -38,15 +38,15 @@ class Weights(Protocol):
         ...
 
     def write_full(self, weight: nn.Parameter, moment: str | None, value: Tensor | None) -> None:
-        """Set what `read_full` reads; None sets it to 0."""
+        """Set the weight or moment that `read_full` reads to `value`, which is the full tensor; None sets it to 0."""
         ...
 
     def make_moments(self) -> None:
-        """Create moments of 0: the optimizer has none before its first step."""
+        """Create moments of 0 to load a checkpoint into: the optimizer has none before its first step."""
         ...
 
     def after_step(self) -> None:
-        """Called after each step of the optimizer."""
+        """Do the work that is due after a step of the optimizer."""
         ...
 
     def find_nonfinite(self) -> list[str]:
@@ -70,7 +70,7 @@ class ReplicatedWeights:
         return nullcontext()
 
     def read_full(self, weight: nn.Parameter, moment: str | None) -> Tensor:
-        """Gathered from the ranks (see `Weights.read_full`)."""
+        """Gather a weight or moment from the ranks (see `Weights.read_full`)."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         tensor: Tensor = (
@@ -79,26 +79,27 @@ class ReplicatedWeights:
         return tensor
 
     def write_full(self, weight: nn.Parameter, moment: str | None, value: Tensor | None) -> None:
-        """Each rank keeps its shard, and of weights the full tensor too (see `Weights.write_full`)."""
+        """Keep this rank's shard of `value`, and for a weight also the full tensor (see `Weights.write_full`)."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         value = torch.zeros_like(weight) if value is None else value.to(weight.device)
         if moment is not None:
             safe_set_full_optimizer_state(weight, value, moment)
             return
-        # The optimizer's copy first, then the one that passes read.
+        # There are two copies of a weight: the sharded one of the optimizer, and the full one that passes read.
         safe_set_full_fp32_param(weight, value)
         weight.data.copy_(value)
 
     def make_moments(self) -> None:
-        """Make a step with learning rate 0 along a gradient of 0."""
-        # At rate 0 the step changes no weight: AdamW's weight decay is multiplied by the rate too.
+        """Make a step with learning rate 0 along a gradient of 0, in which the optimizer creates its moments."""
+        # At rate 0 the step changes no weight: AdamW's weight decay is multiplied by the rate, too.
         groups = self.engine.optimizer.optimizer.param_groups
         learning_rates = [group["lr"] for group in groups]
         for group in groups:
             group["lr"] = 0.0
         weights = [weight for _, weight in list_named_parameters(self.trained_networks)]
         self.engine.set_gradient_accumulation_boundary(True)
+        # A sum over all weights, times 0: every weight gets a gradient, and every gradient is 0.
         self.engine.backward(self.engine(lambda: torch.stack([0 * weight.sum() for weight in weights]).sum()))
         self.engine.step()
         self.after_step()
@@ -106,9 +107,10 @@ class ReplicatedWeights:
             group["lr"] = learning_rate
 
     def after_step(self) -> None:
-        """Link the moments of every group to its weights.
+        """Link the moments of every parameter group to its weights, after the first step.
 
-        DeepSpeed 0.19 does so when only the first group has any.
+        DeepSpeed 0.19 does so by itself, but at a time at which only the first group has moments, and never again.
+        `read_full` and `write_full` find the moments of a weight through these links.
         """
         zero_optimizer = self.engine.optimizer
         if not self.has_linked_moments and len(zero_optimizer.optimizer.param_groups) > 1:
@@ -138,16 +140,17 @@ class ShardedWeights:
         self.gather_depth = 0
 
     def attach_engine(self, engine: Any) -> None:
-        """Store the engine. DeepSpeed has sharded the copies by now, so the memory that they shared is freed."""
+        """Store the engine, and free the full weights: by now DeepSpeed has shards of them."""
         self.engine = engine
         self._free_weights()
 
     @contextmanager
     def gather_weights(self) -> Iterator[None]:
-        """Gather on entry and free on exit (see `Weights.gather_weights`); nested calls do nothing.
+        """Gather on entry and free on exit (see `Weights.gather_weights`).
 
         Linear layers of blocks are gathered in the type of the passes, to which a pass would round them anyway.
         """
+        # Contexts may be nested, as when a gradient analysis rolls out episodes. Only the outermost one gathers.
         if self.gather_depth == 0:
             self._gather()
         self.gather_depth += 1
@@ -159,6 +162,7 @@ class ShardedWeights:
                 self._free_weights()
 
     def _gather(self) -> None:
+        """Give every weight of the run's networks the values of its trained copy, from the shards of all ranks."""
         for name, network in self.networks.items():
             for weight, trained_weight in zip(
                 network.parameters(), self.trained_networks[name].parameters(), strict=True
@@ -166,6 +170,7 @@ class ShardedWeights:
                 weight.data = self._all_gather(trained_weight, _get_shard(trained_weight), self.read_dtypes[id(weight)])
 
     def _free_weights(self) -> None:
+        """Replace every weight of the run's networks by an empty tensor, which frees its memory."""
         for network in self.networks.values():
             for weight in network.parameters():
                 weight.data = weight.data.new_empty(0)
@@ -176,11 +181,14 @@ class ShardedWeights:
         return full_tensor[: weight.ds_numel].view(weight.ds_shape)
 
     def read_full(self, weight: Any, moment: str | None) -> Tensor:
-        """Concatenated from the shards of the ranks (see `Weights.read_full`)."""
+        """Concatenate the shards of the ranks (see `Weights.read_full`)."""
         return self._all_gather(weight, self._get_optimizer_shard(weight, moment), torch.float32)
 
     def write_full(self, weight: Any, moment: str | None, value: Tensor | None) -> None:
-        """Each rank keeps its shard (see `Weights.write_full`). DeepSpeed has two copies of a weight; both are set."""
+        """Keep this rank's shard of `value` (see `Weights.write_full`).
+
+        DeepSpeed has two copies of a shard of a weight, for the optimizer and for passes. Both are set.
+        """
         shard = self._get_optimizer_shard(weight, moment)
         start = self.world.rank * shard.numel()
         local_values = shard.new_zeros(shard.shape) if value is None else value.flatten()[start : start + shard.numel()]
@@ -203,14 +211,14 @@ class ShardedWeights:
         return detached_shard
 
     def make_moments(self) -> None:
-        """Create them as torch's AdamW does at its first step."""
+        """Create the moments in the form in which torch's AdamW creates them at its first step."""
         zero_optimizer = self.engine.optimizer
         for weight in zero_optimizer.fp32_partitioned_groups_flat:
             moments = {moment: torch.zeros_like(weight.detach()) for moment in MOMENTS}
             zero_optimizer.optimizer.state[weight] = {"step": torch.tensor(0.0), **moments}
 
     def after_step(self) -> None:
-        """Nothing to do: in stage 3, moments are looked up in DeepSpeed's own tables."""
+        """Nothing to do: in stage 3, moments are looked up in DeepSpeed's own tables and need no links."""
 
     def find_nonfinite(self) -> list[str]:
         """Check the shards of all ranks."""
@@ -220,16 +228,17 @@ class ShardedWeights:
         bad_names = {
             name for names in self.world.all_gather_object(find_nonfinite_weights(local_shards)) for name in names
         }
-        # In the order of the weights, whichever ranks found them: the list is the same on all ranks.
+        # Ordered by weight instead of by the rank that found it, so that the list is the same on all ranks.
         return [f"weight {name}" for name, _ in local_shards if f"weight {name}" in bad_names]
 
 
 def _get_shard(weight: Any) -> nn.Parameter:
-    """This rank's shard of a weight as passes use it, flat."""
+    """This rank's shard of a weight as passes use it, flat and with its padding."""
     return nn.Parameter(weight.ds_tensor.detach(), requires_grad=False)
 
 
 def _list_named_weights(networks: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """All trained weights, named `<network>.<weight>` as in the reports about weights that are not finite."""
     return [
         (f"{name}.{key}", weight)
         for name, network in networks.items()
@@ -238,8 +247,8 @@ def _list_named_weights(networks: Mapping[str, nn.Module]) -> list[tuple[str, nn
 
 
 def _copy_sharing_memory(network: nn.Module) -> nn.Module:
-    """A copy with separate parameters on the same memory."""
-    # deepcopy takes every object in `memo` for copied already, so only the modules around the parameters are copied.
+    """A copy of a network that has its own parameters, which share memory with those of `network`."""
+    # deepcopy treats every object in `memo` as already copied, so it copies only the modules around the parameters.
     memo: dict[int, Any] = {
         id(weight): nn.Parameter(weight.detach(), weight.requires_grad) for weight in network.parameters()
     }

@@ -1,4 +1,4 @@
-"""Keys of the published documents (RAGEN, verl), and the setting that each one sets here."""
+"""Keys of the published documents (RAGEN, verl), and the setting here that each of them changes."""
 
 ALIASES: dict[str, str] = {
     "model_path": "model.path",
@@ -44,7 +44,8 @@ ALIASES: dict[str, str] = {
     "lora.alpha": "model.lora_alpha",
     "lora.target_modules": "model.lora_target_modules",
     "critic.optim.lr": "critic.lr",
-    # The documents set one size for actor and critic; a bare key names the actor's, the critic's has its own key.
+    # The documents set one size for actor and critic. Here the bare key means the size of the actor; the size of the
+    # critic is critic.ppo_mini_batch_size.
     "ppo_mini_batch_size": "actor.ppo_mini_batch_size",
     "algorithm.kl_ctrl.kl_coef": "algorithm.kl_ctrl.kl_coef",
     "es_manager.train.env_groups": "env.env_groups",

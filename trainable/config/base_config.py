@@ -1,4 +1,4 @@
-"""Base class of the configurations of all study families: what the driver needs to plan, place and name runs."""
+"""Base class of the configurations of all study families: the fields with which a driver plans and names runs."""
 
 import hashlib
 import json
@@ -33,8 +33,9 @@ class BaseRunConfig(Section):
     """All settings of a run.
 
     aliases: keys of the published documents -> dotted fields. list_command: the command that lists the settings.
-    unhashed_settings: section -> settings that cannot change a row. first_row_step: the step of a run's first row: 1 if
-    rows describe trained steps, 0 if weights are measured before they are trained.
+    unhashed_settings: section -> settings that are not part of the hash: logging, checkpoints and placement.
+    first_row_step: the step of a run's first row. It is 1 if rows describe trained steps, and 0 if weights are measured
+    before they are trained.
     """
 
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -61,7 +62,9 @@ class BaseRunConfig(Section):
     def compute_hash(self) -> str:
         """Twelve hex digits that identify the configuration: a hash of every setting that can change a result.
 
-        Neither the seed nor the placement of a run is hashed. Placement changes the order of floating-point sums, so
-        the last digits of a row, but a study can be continued on other GPUs than it was started with.
+        Neither the seed nor the placement of a run is hashed. Placement changes the order of floating-point sums, and
+        with it the last digits of a row, but a study can be continued on other GPUs than those it was started on.
         """
+        # Sorted, so that the order in which settings are declared does not matter. Twelve digits are 48 bits: enough to
+        # tell the arms of a study apart, and short enough for tables.
         return hashlib.sha256(json.dumps(self.dump_for_hash(), sort_keys=True).encode()).hexdigest()[:12]

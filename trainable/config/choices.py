@@ -1,7 +1,7 @@
-"""A registry of the named choices (estimators, losses, filters) and what each needs; `trainable.algo` has the formulas.
+"""The named choices of a run (estimators, losses, filters) and their requirements; `trainable.algo` has the formulas.
 
-Code that asks what a choice needs reads a field of its record and never compares its name. Free of torch, since plans
-and memory estimates read it too.
+Code that depends on a choice reads a field of its record and never compares its name, so a new choice needs no new
+branch. This module does not import torch, because plans and memory estimates read it too.
 """
 
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """What an advantage estimator needs and is.
+    """Properties of an advantage estimator.
 
     needs_critic: whether it reads values. has_turn_level: whether it has a form over turns (bi_level_gae). is_skill:
-    whether it gives skills, which a target policy fits.
+    whether it computes skills, which the loss of target policy optimization fits.
     """
 
     needs_critic: bool = False
@@ -37,11 +37,11 @@ ADVANTAGE_ESTIMATORS: Mapping[str, AdvantageEstimator] = MappingProxyType(
 
 @dataclass(frozen=True)
 class PolicyLossKind:
-    """What a policy loss needs.
+    """Requirements of a policy loss.
 
-    needs_whole_groups: whether it is a loss of whole groups, which mini-batches then must not split and whose rollouts
-    must not be copied. needs_pass_before_step: whether a forward pass without gradients precedes each optimizer step.
-    settings: settings of `actor` that only this loss reads.
+    needs_whole_groups: whether it is a loss over whole groups. Mini-batches then must not split a group, and rollouts
+    must not be copied to fill them. needs_pass_before_step: whether a forward pass without gradients precedes each
+    optimizer step. settings: settings of `actor` that only this loss reads.
     """
 
     needs_whole_groups: bool = False
@@ -60,7 +60,7 @@ POLICY_LOSSES: Mapping[str, PolicyLossKind] = MappingProxyType(
 
 @dataclass(frozen=True)
 class FilterStrategy:
-    """What a filter strategy reads.
+    """The settings that a filter strategy reads.
 
     counts_groups: whether rollout_filter_value is a whole number of groups instead of a number in (0, 1]. settings:
     settings of `filter` that only this strategy reads.
@@ -92,6 +92,9 @@ EXACT_KL = "full"
 def find_unused_settings(
     choices: Mapping[str, PolicyLossKind] | Mapping[str, FilterStrategy], choice_name: str
 ) -> frozenset[str]:
-    """The settings that nothing reads when `choice_name` is chosen: those that only other `choices` read."""
+    """The settings that no code reads when `choice_name` is chosen, because only other `choices` read them.
+
+    Such settings are left out of a run's hash: runs that differ only in them have the same rows.
+    """
     all_settings = frozenset(setting for choice in choices.values() for setting in choice.settings)
     return all_settings - {*choices[choice_name].settings}

@@ -1,6 +1,6 @@
-"""Constants that both the trainer and the planner use; this module is free of torch, so that plans can import it.
+"""Constants that both the trainer and the planner use. Plans import this module, so it does not import torch.
 
-None of the sizes changes a number that a run computes.
+The sizes are limits on memory. None of them changes a number that a run computes.
 """
 
 from pathlib import Path
@@ -13,12 +13,18 @@ QWEN2_ARCHITECTURE = "Qwen2ForCausalLM"
 """The architecture that our own torch model runs, as config.json names it."""
 
 TOKENS_PER_PASS = {"cpu": 2_048, "cuda": 16_384}
-"""Tokens per forward and backward pass, by device: few enough for a CPU's caches; enough to keep a GPU busy, while
-bounding its activation memory. A longer sequence gets a pass to itself."""
+"""Maximum number of tokens per forward and backward pass, by device.
+
+2,048 are few enough for the caches of a CPU. 16,384 keep a GPU busy and bound its activation memory. A longer sequence
+gets a pass to itself.
+"""
 
 CHUNK_ELEMENTS = 2**27
-"""Logits in memory at once: half a GiB in float32, of which a backward pass holds about eight copies. With a vocabulary
-of 151,936 that is 883 rows, which a GPU multiplies as efficiently as more."""
+"""Maximum number of logits in memory at once.
+
+They take half a GiB in float32, and a backward pass holds about eight copies of them. With Qwen2.5's vocabulary of
+151,936 these are 883 rows of logits, and a GPU would not multiply more rows any more efficiently.
+"""
 
 ZERO_BUCKET_SIZE, ZERO_MAX_LIVE_PARAMETERS = 50_000_000, 1_000_000_000
-"""Elements that ZeRO reduces at once; elements that stage 3 keeps gathered at once, also its reuse distance."""
+"""Settings of DeepSpeed, in elements: its reduce bucket, and the parameters that stage 3 keeps gathered at once."""

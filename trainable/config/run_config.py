@@ -1,7 +1,7 @@
 """The configuration of a PPO run and the only code that overrides its settings; `sections.py` has the settings.
 
-Settings are named as in the published sweeps; `aliases.py` maps each key of those documents to the field here. Defaults
-are the published ones (paper scale); `search_spaces/declaration/presets.py` has the changes for other scales.
+Settings have the names of the published sweeps; `aliases.py` maps each key of those documents to the field here. The
+defaults are the published values (paper scale); `search_spaces/declaration/presets.py` has those of other scales.
 """
 
 import difflib
@@ -34,7 +34,7 @@ C = TypeVar("C", bound=BaseRunConfig)
 
 
 class ConfigError(ValueError):
-    """An invalid setting; the message says what was given, what is allowed and what to type."""
+    """An invalid setting. The message says what was given, what is allowed and what to type."""
 
 
 class RunConfig(BaseRunConfig):
@@ -61,6 +61,8 @@ class RunConfig(BaseRunConfig):
         }
     )
 
+    # The bound keeps the seeds of training levels (env.seed_train + 1,000,000 seed + ..., with env.seed_train <= 200
+    # million) below 700 million, where the levels of the demonstrations begin (`envs/sokoban/level_sets.py`).
     seed: int = Field(0, ge=0, le=400, description="0: the published random streams; k: the k-th paired repetition")
     model: ModelConfig = ModelConfig()
     env: EnvConfig = EnvConfig()
@@ -75,6 +77,7 @@ class RunConfig(BaseRunConfig):
 
     @model_validator(mode="after")
     def _check_tiny_model_prompt(self) -> "RunConfig":
+        # Its tokenizer has only the words of the compact prompt.
         if self.model.path == "sokoban-tiny" and self.model.prompt_style == "full":
             raise ValueError(
                 "model.path=sokoban-tiny knows the compact prompt only: use the laptop preset, or set "
@@ -84,7 +87,7 @@ class RunConfig(BaseRunConfig):
 
     @model_validator(mode="after")
     def _check_critic_warmup(self) -> "RunConfig":
-        if self.critic.shared_trunk and self.trainer.critic_warmup > 1:
+        if self.critic.shared_trunk and self.trainer.critic_warmup > 1:  # 0 and 1 both mean: no warmup
             raise ValueError(
                 "critic.shared_trunk=True has one update for policy and critic, so the critic cannot start first: set "
                 "trainer.critic_warmup=0"
@@ -101,16 +104,16 @@ class RunConfig(BaseRunConfig):
 
     @model_validator(mode="after")
     def _check_target_policy(self) -> "RunConfig":
-        if self.actor.loss.needs_whole_groups:
+        if self.actor.loss.needs_whole_groups:  # tpo is the only such loss, so the messages name it
             for is_conflict, reason in _find_target_policy_conflicts(self):
                 if is_conflict:
                     raise ValueError(f"actor.policy_loss=tpo {reason}")
         return self
 
     def dump_for_hash(self) -> dict[str, Any]:
-        """Every setting that can change a result, without the seed and without settings of choices not made."""
+        """Every setting that can change a result, without the seed and without settings that this run does not read."""
         settings = super().dump_for_hash()
-        # Left out while off, so that runs without adapters keep the hash that they had before there were any.
+        # Left out while LoRA is off, so that runs without adapters keep the hash from before LoRA was added.
         if not self.model.lora_rank:
             for setting in ("lora_rank", "lora_alpha", "lora_target_modules"):
                 del settings["model"][setting]
@@ -118,7 +121,7 @@ class RunConfig(BaseRunConfig):
             del settings["actor"][setting]
         for setting in find_unused_settings(FILTER_STRATEGIES, self.filter.rollout_filter_strategy):
             del settings["filter"][setting]
-        if not self.collapse_detection.all_quantities:
+        if not self.collapse_detection.all_quantities:  # as for LoRA: the setting was added later
             del settings["collapse_detection"]["all_quantities"]
         return settings
 
@@ -127,7 +130,7 @@ def _find_target_policy_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
     """For each conflict with actor.policy_loss=tpo, whether `config` has it and how the message continues."""
     actor, algorithm, trainer, group_size = config.actor, config.algorithm, config.trainer, config.env.group_size
     mini_batch_size = actor.ppo_mini_batch_size
-    # A mini-batch consists of whole groups and of whole micro-batches.
+    # The size that the message suggests: a mini-batch consists of whole groups and of whole micro-batches.
     valid_multiple = math.lcm(group_size, actor.ppo_micro_batch_size_per_gpu)
     wrong_size = (
         f"is a loss of whole groups, and actor.ppo_mini_batch_size={mini_batch_size} is not a multiple of "
@@ -157,7 +160,7 @@ def _find_target_policy_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
 
 
 def list_field_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
-    """All dotted keys that `apply_overrides` takes, in order of declaration."""
+    """All dotted keys that `apply_overrides` accepts, in the order of their declaration."""
     names: list[str] = []
     for name, field in section.model_fields.items():
         field_type = field.annotation
@@ -186,7 +189,8 @@ def resolve_key(key: str, config_type: type[BaseRunConfig] = RunConfig) -> str:
         raise ConfigError(
             f"`{format_value(key)}` is a setting of several sections: type one of {', '.join(matching_fields)}."
         )
-    # Two searches: the whole key catches a wrong section, its last part a misspelt setting in any section.
+    # Two searches: one over the whole key, for a wrong section, and one over its last part, for a misspelled setting in
+    # any section. Last parts are short, so similar ones are more often similar by chance: hence the higher cutoff.
     field_by_suffix = {name.rsplit(".", 1)[-1]: name for name in fields}
     nearest = difflib.get_close_matches(key, [*fields, *aliases], n=3, cutoff=0.5)
     nearest += [
@@ -206,20 +210,25 @@ def resolve_key(key: str, config_type: type[BaseRunConfig] = RunConfig) -> str:
 
 
 def _parse_list(value: object) -> object:
-    """Text such as `[a, b]` as a list, anything else unchanged: pydantic converts numbers and booleans."""
+    """Text such as `[a, b]` as a list. Anything else is unchanged, because pydantic itself converts text to numbers."""
     if isinstance(value, str) and value.strip().startswith("["):
         try:
             return json.loads(value.replace("'", '"'))
-        except (ValueError, RecursionError):  # Bare words, such as [console,wandb], are no JSON.
+        except (ValueError, RecursionError):  # words without quotes, such as [console,wandb], or too many brackets
             return [word.strip() for word in value.strip().strip("[]").split(",")]
     return value
 
 
 def apply_overrides(config: C, overrides: Mapping[str, object]) -> C:
-    """`config` with settings replaced by dotted key, validated as a whole; command line, studies and Python use this.
+    """`config` with some settings replaced, validated as a whole. The command line, studies and Python code use this.
 
-    Raises ConfigError for an unknown key, and for bad values with each value (the first ten of them) and its bounds.
+    overrides: key, as in `resolve_key` -> value, which may be text. Raises ConfigError for an unknown key and for bad
+    values; the message has each bad value (the first ten of them) and its bounds.
+
+    >>> apply_overrides(RunConfig(), {"kl_loss_coef": "0.01"}).actor.kl_loss_coef
+    0.01
     """
+    # All values are replaced before any is checked: two settings may be valid only together.
     settings = config.model_dump()
     for key, value in overrides.items():
         *sections, name = resolve_key(key, type(config)).split(".")
@@ -239,6 +248,7 @@ def format_validation_error(error: ValidationError, max_errors: int = 10) -> str
 
 
 def _format_error_item(item: Mapping[str, Any]) -> str:
+    """One of pydantic's errors in our form, `section.setting=value: must be ...`."""
     location = format_value(".".join(str(key) for key in item["loc"]))
     message = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
     message = message[0].lower() + message[1:]
@@ -246,6 +256,7 @@ def _format_error_item(item: Mapping[str, Any]) -> str:
         return f"{message}."
     if not isinstance(item["input"], Mapping):
         return f"{location}={format_value(item['input'])}: {message}."
-    # The validator of a section names the setting, `name=value: ...`, but not the section. Other errors name none.
+    # A validator of a section raises `name=value: ...`, which lacks the section. Other errors, such as that of an
+    # unknown key, do not name a setting.
     names_setting = "=" in message.split(" ", 1)[0]
     return f"{location}.{message}." if names_setting else f"{location}: {message}."

@@ -8,8 +8,9 @@ from trainable.config.setting_types import MAX_INTEGER, format_value
 
 
 class Section(BaseModel):
-    """A group of settings: frozen, and closed to unknown keys."""
+    """A group of settings that cannot be changed and refuses unknown keys."""
 
+    # `validate_default`: a default is checked and converted like a value that a user types.
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     @model_validator(mode="after")

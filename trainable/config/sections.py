@@ -95,10 +95,10 @@ class RolloutConfig(Section):
     val_temperature: NonNegative = Field(0.5, description="sampling temperature for validation and test; 0: greedy")
     response_length: Common[int] = Field(400, ge=1, description="maximum new tokens per turn")
     log_prob_micro_batch_size_per_gpu: int = Field(
-        8, ge=1, description="max sequences per no-grad forward pass (counted at the longest length)"
+        8, ge=1, description="maximum sequences per forward pass without gradients, if all were as long as the longest"
     )
     ref_log_prob_micro_batch_size_per_gpu: int = Field(
-        8, ge=1, description="max sequences per forward pass of the reference (counted at the longest length)"
+        8, ge=1, description="maximum sequences per forward pass of the reference, if all were as long as the longest"
     )
     gpu_memory_utilization: float = Field(0.5, gt=0, le=1, description="fraction of GPU memory reserved for vLLM")
     enforce_eager: bool = Field(True, description="run vLLM without CUDA graphs: starts faster, samples slower")
@@ -146,6 +146,7 @@ class FilterConfig(Section):
         0.01, description="slack of the linear top_p threshold, in units of the score"
     )
 
+    # These checks concern two settings, so no bound of a single field can express them.
     @model_validator(mode="after")
     def _check_filter_value(self) -> "FilterConfig":
         value, strategy = self.rollout_filter_value, self.rollout_filter_strategy
@@ -178,6 +179,7 @@ class OptimConfig(Section):
 
     @model_validator(mode="after")
     def _check_micro_batch_size(self) -> "OptimConfig":
+        # The loss is a mean over micro-batches, as published, so they must have the same size.
         if self.ppo_mini_batch_size % self.ppo_micro_batch_size_per_gpu:
             raise ValueError(
                 f"ppo_micro_batch_size_per_gpu={self.ppo_micro_batch_size_per_gpu}: does not divide "
@@ -192,7 +194,7 @@ class ActorConfig(OptimConfig):
     lr: Common[Positive] = Field(1e-6, description="learning rate (constant)")
     policy_loss: Common[Literal[tuple(POLICY_LOSSES)]] = Field(  # type: ignore[valid-type]
         "ppo_clip",
-        description="PPO with clipped token ratios, or target policy optimisation over the rollouts of a group",
+        description="PPO with clipped token ratios, or target policy optimization over the rollouts of a group",
     )
     tpo_eta: Positive = Field(
         1.0, description="tpo temperature: the skill that makes a rollout e times as likely in the target"
@@ -238,7 +240,8 @@ class ActorConfig(OptimConfig):
     @model_validator(mode="after")
     def _disable_zero_kl_loss(self) -> Self:
         if self.kl_loss_coef == 0:
-            # The model is frozen; bypass it here, before the instance is shared. KL loss 0 then runs no reference.
+            # A pydantic model is frozen, so the value is written past it, before anyone else has the instance. Without
+            # a KL loss, the run skips the reference pass, which changes no number.
             self.__dict__["use_kl_loss"] = False
         return self
 
@@ -321,12 +324,16 @@ class TrainerConfig(BaseTrainerConfig):
         600.0, description="seconds to wait while the disk is full or the storage does not answer"
     )
     critic_warmup: int = Field(
-        0, ge=0, description="first step that updates the policy (earlier ones train the critic only); 0 or 1: all do"
+        0,
+        ge=0,
+        description="first step that updates the policy (earlier ones train only the critic); 0 or 1: all do",
     )
-    gradient_analysis_mode: bool = Field(False, description="analyse the gradients of buckets of groups")
-    gradient_analysis_every: int = Field(50, ge=1, description="analyse gradients at step 1 and every N steps after it")
+    gradient_analysis_mode: bool = Field(False, description="analyze the gradients of buckets of groups")
+    gradient_analysis_every: int = Field(50, ge=1, description="analyze gradients at step 1 and every N steps after it")
     gradient_analysis_env_groups: Annotated[int | None, ParseNull] = Field(
-        None, ge=1, description="groups sampled for the analysis; null here or for the group size: use the step's batch"
+        None,
+        ge=1,
+        description="groups sampled for the analysis; null here or for the group size: the step's batch is used",
     )
     gradient_analysis_group_size: Annotated[int | None, ParseNull] = Field(
         None, ge=2, description="rollouts per group sampled for the analysis"
@@ -337,8 +344,8 @@ class TrainerConfig(BaseTrainerConfig):
         le=2**24,
         description="sketch size: entries per gradient; null: whole gradients, dozens of model copies",
     )
-    gradient_analysis_log_prefilter: bool = Field(False, description="also analyse the batch before the filter")
-    gradient_analysis_only: bool = Field(False, description="update neither policy nor critic: only analyse")
+    gradient_analysis_log_prefilter: bool = Field(False, description="also analyze the batch before the filter")
+    gradient_analysis_only: bool = Field(False, description="update neither policy nor critic; only analyze")
     exit_after_gradient_analysis: bool = Field(False, description="end the run after the first analysis")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU if one is visible, else the CPU")
     n_gpus_per_node: Common[NonNegative] = Field(
@@ -360,13 +367,14 @@ class TrainerConfig(BaseTrainerConfig):
     )
 
     def is_gradient_analysis_step(self, step: int) -> bool:
-        """Whether gradients are analysed at `step`, counted from 1: at step 1 and every N steps after it."""
+        """Whether gradients are analyzed at `step`, counted from 1: at step 1 and every N steps after it."""
         return self.gradient_analysis_mode and (step - 1) % self.gradient_analysis_every == 0
 
     @model_validator(mode="after")
     def _stop_after_first_analysis(self) -> Self:
         if self.gradient_analysis_mode and self.exit_after_gradient_analysis:
-            # The model is frozen; bypass it here, before the instance is shared. Step 1 has the first analysis.
+            # A pydantic model is frozen, so the value is written past it, before anyone else has the instance. The
+            # first analysis is at step 1.
             self.__dict__["total_training_steps"] = 1
         return self
 
@@ -381,21 +389,21 @@ class TrainerConfig(BaseTrainerConfig):
 
 
 class CollapseDetectionConfig(Section):
-    """The mutual information of prompts and thoughts: diagnostics, which stop no run."""
+    """The mutual information between prompts and thoughts: a diagnosis that never stops a run."""
 
     first_turn_enabled: Common[bool] = Field(
         True, description="score first-turn thoughts against the first prompts of all groups"
     )
     multi_turn_enabled: Common[bool] = Field(
-        True, description="score thoughts of all turns against each other's prompts"
+        True, description="score thoughts of all turns against the prompts of all of these turns"
     )
-    compute_freq: Common[int] = Field(5, ge=1, description="diagnose step 1 and every N-th step")
+    compute_freq: Common[int] = Field(5, ge=1, description="diagnose at step 1 and at every N-th step")
     num_samples: int = Field(64, ge=2, description="maximum number of thoughts scored per diagnosis")
     all_quantities: bool = Field(False, description="also write the 28 quantities per sample that published logs have")
 
 
 class EarlyStopConfig(Section):
-    """The numbers of the published stop rules."""
+    """The thresholds and windows of the published stop rules."""
 
     variance_baseline_steps: int = Field(
         10, ge=1, description="the first N non-empty steps, whose mean reward std is the baseline"

@@ -1,8 +1,11 @@
-"""Random number generators by purpose: each draw depends on (seed, purpose, indices), never on a global generator."""
+"""Random number generators by purpose. A draw depends on seed, purpose and indices, and never on a global generator.
+
+A run that continues from a checkpoint therefore draws the same numbers, and a diagnosis changes no draw of training.
+"""
 
 import numpy as np
 
-# The numbers are part of every random stream: never change or reuse one, add new ones at the end.
+# The numbers are part of every random stream. Never change or reuse one; add new ones at the end.
 PURPOSES = {
     "sampling": 1,
     "validation": 2,

@@ -20,7 +20,7 @@ def is_common(field: FieldInfo) -> bool:
 
 
 KLKind = Literal[(*KL_KINDS, EXACT_KL, *(f"{kind}+" for kind in KL_KINDS))]  # type: ignore[valid-type]
-"""A KL estimator from sampled tokens, the exact KL, or an estimator with the gradient of k2 (`+`)."""
+"""A KL estimator from sampled tokens, the exact KL, or, with `+`, the value of an estimator with the gradient of k2."""
 FilterMetric = Literal[
     "reward_variance", "reward_std", "reward", "reward_sum", "entropy", "entropy_variance", "entropy_std", "length"
 ]
@@ -34,7 +34,7 @@ MAX_INTEGER = 2**31 - 1
 
 
 def _sum_groups(value: object) -> object:
-    """Accept `n_groups=[8]` as in the documents (one entry per kind of environment) for a count of groups."""
+    """Accept a list for a count of groups: the published documents write n_groups=[8], one entry per environment."""
     if isinstance(value, list | tuple) and value and all(isinstance(entry, int) for entry in value):
         return sum(value)
     return value
@@ -44,11 +44,14 @@ GroupCount = Annotated[int, BeforeValidator(_sum_groups), Field(ge=1)]
 
 
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The linear layers of a block, in order."""
+"""The linear layers of a transformer block, in the order in which a block applies them."""
 
 
 def _parse_layers(value: object) -> object:
-    """`all-linear`, or layer names, each once and in the order of LINEAR_LAYERS: equal choices compare equal."""
+    """`all-linear`, or layer names, each once and in the order of LINEAR_LAYERS.
+
+    The fixed order makes equal choices equal, so that they have the same hash.
+    """
     names = value.replace(",", " ").split() if isinstance(value, str) else value
     if names in (["all-linear"], ("all-linear",)):
         return "all-linear"
@@ -61,7 +64,7 @@ LoraTargets = Annotated[Literal["all-linear"] | tuple[str, ...], BeforeValidator
 
 
 def _parse_null(value: object) -> object:
-    """Accept the words `null` and `None` for no value."""
+    """Convert the words `null` and `None` to None, since a command line has only text."""
     return None if isinstance(value, str) and value.strip().lower() in ("null", "none") else value
 
 
@@ -69,7 +72,7 @@ ParseNull = BeforeValidator(_parse_null)
 
 
 def _check_printable(path: str) -> str:
-    """`path`; ValueError if it is empty or has control characters, since it names folders and is written to logs."""
+    """`path`. ValueError if it is empty or has control characters, because it names folders and is written to logs."""
     if not path.strip() or any(unicodedata.category(character) == "Cc" for character in path):
         raise ValueError("must not be empty or contain control characters")
     return path
@@ -82,7 +85,7 @@ def format_value(value: object, max_length: int = 80) -> str:
     """`value` for a message: one line, without control characters, cut after `max_length` characters."""
     try:
         text = str(value)
-    except (ValueError, RecursionError):  # A number of thousands of digits, a list in a list in a list ...
+    except (ValueError, RecursionError):  # a number with thousands of digits, or lists that are nested too deeply
         return f"<{type(value).__name__} too long to show>"
     short_text = text if len(text) <= max_length else f"{text[:max_length]}..."
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in short_text)

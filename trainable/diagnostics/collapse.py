@@ -1,7 +1,7 @@
 """The collapse diagnostics of one training step: how much the policy's thoughts depend on their prompts.
 
-Two samples of the step's episodes are scored, every thought after every prompt. `first_turn` pairs the thoughts of
-first turns with the openings of their groups; `trajectory` pairs the thoughts of all turns with each other's prompts.
+Two samples of the step's episodes are scored. In each, every thought is scored after every prompt. `first_turn` has the
+thoughts of first turns and the first prompts of their groups. `trajectory` has thoughts and prompts of all turns.
 """
 
 import time
@@ -43,9 +43,11 @@ _EXTRA_NAMES = frozenset(quantity.name for quantity in EXTRA_QUANTITIES)
 
 
 class Diagnosis(NamedTuple):
-    """row: the step's `collapse_...` and `seconds_collapse_...` columns that have a value.
+    """The result of a diagnosis.
 
-    averages: moving averages of the marginals' std by sample, for the next diagnosis; they can be stored as JSON.
+    row: the step's `collapse_...` and `seconds_collapse_...` columns that have a value. averages: by sample, the moving
+    averages of the standard deviations `marginal_std...`, which the next diagnosis continues; they can be stored as
+    JSON.
     """
 
     row: dict[str, float]
@@ -81,19 +83,20 @@ def diagnose_episodes(
 ) -> Diagnosis:
     """Diagnose a step: all of its episodes, before the filter, under the policy that played them.
 
-    A sample without a thought, without two different prompts (the published code also scores two groups with one
-    opening), or with a score that is not finite has no quantities, and its averages stay unchanged. Prompts after which
-    the sample's longest thought would exceed the model's context are left out, together with the thoughts that followed
-    them. This is rare: `roll_out_episodes` leaves enough context for a full reply after every prompt except an opening.
+    A sample has no quantities, and its averages stay unchanged, if it has no thought, fewer than two different prompts,
+    or a score that is not finite. (The published code also scores two groups with equal first prompts.) Prompts after
+    which the sample's longest thought would exceed the model's context are left out, together with the thoughts that
+    followed them. This is rare, because `roll_out_episodes` leaves enough context for a full reply after every prompt
+    except the first.
 
     Args:
         model: the policy before the step's update. Its weights, gradients and mode are unchanged.
         codec: the policy's codec, which finds the end of a thought.
         episodes: at least one, as they were played.
         settings: which samples to draw, with how many thoughts, and which of their quantities to report.
-        averages: those of the previous diagnosis, {} at the first; not changed.
+        averages: `Diagnosis.averages` of the previous diagnosis, {} at the first. Not changed.
         rng: each sample draws from a separate child of it, so that switching one sample off leaves the other unchanged.
-        world: ranks with the same episodes, which score some of the prompts each.
+        world: ranks with the same episodes, each of which scores some of the prompts.
 
     Returns:
         The number of turns with a thought; and for each sample the quantities of `compute_information_metrics`,
@@ -109,7 +112,7 @@ def diagnose_episodes(
         start = time.perf_counter()
         measurement = _compute_quantities(model, sample, averages.get(sample.name), world)
         if measurement is not None:
-            # All are computed in milliseconds once there are scores; some are left out only to keep the rows short.
+            # Computing all quantities from the scores takes milliseconds. Some are left out to keep the rows short.
             quantities, next_averages[sample.name] = measurement
             logged_quantities = {
                 key: value for key, value in quantities.items() if settings.all_quantities or key not in _EXTRA_NAMES
@@ -171,12 +174,13 @@ def _compute_quantities(
 ) -> tuple[dict[str, float], MovingAverages] | None:
     """The sample's quantities under their published names, and its next averages; None if it cannot be measured."""
     pairs = _drop_overlong(sample.pairs, model.shape.max_position_embeddings)
+    # With a single prompt, I(X; Z) is 0 and every retrieval is correct, whatever the policy does.
     if not len(pairs.own_columns) or len(np.unique(pairs.classes)) < 2:
         return None
     prompts, thoughts = ([tokens.tolist() for tokens in sequences] for sequences in (pairs.prompts, pairs.thoughts))
     scores = compute_cross_scores(model, prompts, thoughts, world=world)
     if not torch.isfinite(scores.logprob_sums).all():
-        return None  # A diagnosis does not stop a run: sampler and update check the policy's numbers themselves.
+        return None  # a diagnosis never stops a run; the sampler and the update check the policy's numbers themselves
     own_columns, classes = torch.from_numpy(pairs.own_columns), torch.from_numpy(pairs.classes)
     metrics = compute_information_metrics(scores.logprob_sums, scores.lengths, own_columns)
     smoothed_metrics, next_averages = smooth_zscores(metrics, averages)
@@ -198,6 +202,6 @@ def _drop_overlong(pairs: ThoughtPairs, context: int) -> ThoughtPairs:
     return ThoughtPairs(
         tuple(pairs.prompts[column] for column in columns),
         tuple(pairs.thoughts[row] for row in rows),
-        (np.cumsum(is_fitting) - 1)[pairs.own_columns[rows]],  # new index of each column that is left
+        (np.cumsum(is_fitting) - 1)[pairs.own_columns[rows]],  # columns are renumbered without those that are dropped
         pairs.classes[columns],
     )

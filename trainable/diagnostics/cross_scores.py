@@ -1,8 +1,9 @@
 """Log-probs of every thought after every prompt, with each prompt read once.
 
-Thoughts are merged into trees in which common beginnings are shared. The keys and values of a prompt are cached, and a
-full tree is scored after it as one row, whose tokens attend to the prompt and to their own ancestors: no key is copied
-per thought. The last token of a thought is not run at all, because nothing needs its hidden state.
+Thoughts are merged into trees, in which thoughts with a common beginning share it. The keys and values of a prompt are
+cached. A tree is scored after the prompt as one row, whose tokens attend to the prompt and to their own ancestors, so
+no key is copied for each thought. The model does not run on the last token of a thought, because no log-prob depends on
+its hidden state.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,9 +17,13 @@ from trainable.backend.world import SINGLE_PROCESS, World
 from trainable.config.constants import CHUNK_ELEMENTS
 from trainable.models.interface import LanguageModel
 
-TREE_TOKENS = 256  # at most in one tree: the mask of what its tokens attend to grows with the square
+TREE_TOKENS = 256
+"""Maximum number of tokens in a tree. Its attention mask grows with the square of this number."""
 PASS_TOKENS, PASS_TOKENS_CUDA = 2048, 2**16
-"""Rows times length of a pass: small enough for a CPU's caches; large on a GPU, which reads all weights per pass."""
+"""Rows times length of a pass, on a CPU and on a GPU.
+
+The first fits into the caches of a CPU. The second is large, because a GPU reads all weights in every pass.
+"""
 
 
 class CrossScores(NamedTuple):
@@ -33,12 +38,12 @@ class CrossScores(NamedTuple):
 
 
 class ThoughtTree(NamedTuple):
-    """Some of the thoughts as a tree of T tokens. The model runs only the F tokens that have children.
+    """Some of the thoughts as a tree of T tokens. The model runs only on the F tokens that have children.
 
     thought_rows: (R,) indices of the thoughts. is_on_path: (R, T) float64, 1 where a token is part of the thought.
-    tokens: (T,). parents: (T,) index of the state that predicts a token: 0 is the prompt's last state, 1 + f that of
-    run token f. run_tokens, run_depths: (F,) tokens and their depths. run_visibility: (F, F) bool, True for a token
-    itself and its ancestors.
+    tokens: (T,). parents: (T,) index of the state that predicts a token: 0 is the last state of the prompt, 1 + f is
+    the state of token f of run_tokens. run_tokens, run_depths: (F,) tokens and their depths. run_visibility: (F, F)
+    bool, True for a token itself and its ancestors.
     """
 
     thought_rows: Tensor
@@ -64,9 +69,9 @@ def compute_cross_scores(
     Args:
         model: the model that scores, on its own device; its weights and mode are unchanged.
         prompts, thoughts: token ids, at least one of each; lengths may differ.
-        max_tokens: bound on rows times length of a pass, for reading prompts and for scoring trees: it limits memory.
-            One prompt, and one thought after one prompt, are a pass whatever their length. None: `PASS_TOKENS`, on a
-            GPU `PASS_TOKENS_CUDA`.
+        max_tokens: upper limit of rows times length of a pass, both for reading prompts and for scoring trees. It
+            limits memory. A single prompt, or a single thought after a single prompt, may be longer. None:
+            `PASS_TOKENS`, or `PASS_TOKENS_CUDA` on a GPU.
         world: ranks that all call this with the same arguments; each scores some prompts, and all get all sums.
 
     Raises:
@@ -87,7 +92,7 @@ def compute_cross_scores(
             logprob_sums[:, batch] = _score_after_prompts(
                 model, [unique_prompts[number] for number in batch], trees, len(unique_thoughts)
             )
-    # Columns of other ranks are 0 so far.
+    # Each column is 0 on all ranks except the one that has computed it, so the sum over ranks gathers them.
     logprob_sums = world.all_reduce(logprob_sums)
     return CrossScores(logprob_sums[row_of][:, column_of].cpu(), torch.tensor([len(thought) for thought in thoughts]))
 
@@ -102,7 +107,7 @@ def _check_inputs(
         if min(lengths, default=0) == 0:
             problem = f"{name} {lengths.index(0)} is empty" if lengths else f"there is no {name}"
             raise ValueError(
-                f"{problem}: scoring needs at least one {name}, each with at least one token. Leave it out."
+                f"{problem}: scoring needs at least one {name}, each with at least one token. Leave empty ones out."
             )
     prompt_lengths, thought_lengths = ([len(tokens) for tokens in sequences] for sequences in (prompts, thoughts))
     longest_prompt, longest_thought = max(prompt_lengths), max(thought_lengths)
@@ -124,7 +129,7 @@ def _deduplicate(sequences: Sequence[Sequence[int]]) -> tuple[list[tuple[int, ..
 
 
 def _make_batches(lengths: Sequence[int], max_tokens: int, world: World) -> Iterator[list[int]]:
-    """Batches of this rank's rows, short ones first, so that there is little padding."""
+    """Batches of this rank's rows, in order of their lengths, so that there is little padding."""
     batch: list[int] = []
     for number in np.argsort(lengths, kind="stable")[world.rank :: world.size].tolist():
         if batch and (len(batch) + 1) * lengths[number] > max_tokens:
@@ -136,7 +141,11 @@ def _make_batches(lengths: Sequence[int], max_tokens: int, world: World) -> Iter
 
 
 def _make_trees(thoughts: Sequence[tuple[int, ...]], max_tokens: int, device: torch.device) -> Iterator[ThoughtTree]:
-    """Trees of at most `max_tokens` tokens, or of one thought; in sorted order, neighbours share long prefixes."""
+    """Trees of at most `max_tokens` tokens, or of one thought.
+
+    The thoughts are sorted, so that those with a common prefix come into the same tree. Their lengths are added up as
+    if nothing were shared, which is simple and only makes some trees smaller than necessary.
+    """
     rows: list[int] = []
     for row in sorted(range(len(thoughts)), key=lambda row: thoughts[row]):
         if rows and sum(len(thoughts[other]) for other in [*rows, row]) > max_tokens:
@@ -148,6 +157,7 @@ def _make_trees(thoughts: Sequence[tuple[int, ...]], max_tokens: int, device: to
 
 def _make_tree(thoughts: Sequence[tuple[int, ...]], rows: Sequence[int], device: torch.device) -> ThoughtTree:
     """The tree of the thoughts at `rows`."""
+    # A dictionary keeps its keys in the order of insertion, so a node's number is its position among them.
     nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> node; parent -1 is the end of the prompt
     end_nodes = []
     for row in rows:
@@ -160,7 +170,7 @@ def _make_tree(thoughts: Sequence[tuple[int, ...]], rows: Sequence[int], device:
     for node, parent in enumerate(parents.tolist()):  # a parent comes before its children
         if parent >= 0:
             is_visible[node] |= is_visible[parent]
-    # A node without children is the end of a thought: no token is predicted from its state, so it is not run.
+    # A node without children is the end of a thought. No token is predicted from its state, so the model skips it.
     run_nodes = np.unique(parents[parents >= 0])
     state_index = np.zeros(len(nodes) + 1, dtype=np.int64)  # the last entry is that of parent -1
     state_index[run_nodes] = 1 + np.arange(len(run_nodes))
@@ -180,7 +190,7 @@ def _make_tree(thoughts: Sequence[tuple[int, ...]], rows: Sequence[int], device:
 def _score_after_prompts(
     model: LanguageModel, prompts: Sequence[Sequence[int]], trees: Sequence[ThoughtTree], num_thoughts: int
 ) -> Tensor:
-    """Read B prompts, and return the sums (thoughts, B) after them."""
+    """Read B prompts into a cache, and return the log-prob sums (thoughts, B) of all thoughts after them."""
     device = model.lm_head.weight.device
     # Padding is on the left, so that the last state of every row predicts the first token of a thought.
     longest_prompt = max(len(prompt) for prompt in prompts)
@@ -193,7 +203,8 @@ def _score_after_prompts(
     last_hidden = model.model.extend(padded_tokens, positions.clamp_min(0), positions >= 0, cache)
     logprob_sums = torch.zeros((num_thoughts, len(prompts)), dtype=torch.float64, device=device)
     for tree in trees:
-        # State 0 is that of the prompt; the states of the tree's run tokens follow.
+        # State 0 is that of the prompt; the states of the tree's run tokens follow. There are none if all thoughts of
+        # the tree have one token.
         hidden = last_hidden[:, None]
         if len(tree.run_tokens):
             tree_hidden = model.model.forward_tree(
@@ -205,7 +216,10 @@ def _score_after_prompts(
 
 
 def _compute_token_logprobs(model: LanguageModel, hidden: Tensor, tree: ThoughtTree) -> Tensor:
-    """Log-probs (B, T) of a tree's tokens from the states (B, 1 + F, hidden) that predict them."""
+    """Log-probs (B, T) of a tree's tokens from the states (B, 1 + F, hidden) that predict them.
+
+    The states are processed in chunks, so that at most `CHUNK_ELEMENTS` logits are in memory.
+    """
     logprobs = torch.empty((len(hidden), len(tree.tokens)), device=hidden.device)
     chunk_states = max(1, min(hidden.shape[1], CHUNK_ELEMENTS // model.shape.vocab_size))
     chunk_prompts = max(1, CHUNK_ELEMENTS // (chunk_states * model.shape.vocab_size))

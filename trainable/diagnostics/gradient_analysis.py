@@ -1,4 +1,4 @@
-"""Gradient analysis of a training step: chooses the batch, calls the probe, and returns lines for gradients.jsonl."""
+"""Gradient analysis of a training step: choose the batch, measure its gradients, return lines for gradients.jsonl."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,30 +22,36 @@ if TYPE_CHECKING:
     from trainable.ppo.trainer import PPOTrainer
 
 LEVEL_SEED_OFFSET = 500_000
-"""Seeds of analysis levels start this far above those of training, which reaches them only after as many groups."""
+"""Distance from the first seed of training levels to the first seed of analysis levels.
+
+Training takes one seed per group, so it reaches the analysis levels only after 500,000 groups. This is half of the
+seeds of a run (`level_sets.SEEDS_PER_RUN`).
+"""
 
 FILTER_COLUMNS = ("groups_kept", "kept_ratio", "zero_std_groups", "reward_std", "reward_std_kept")
-"""Columns of a step about the filter, which an analysis row has with the prefix `source_`."""
+"""Columns of a training step about the filter. A row of an analysis has them with the prefix `source_`."""
 
 
 def analyse_gradients(
     trainer: "PPOTrainer", episodes: list[Episode], source: str = "train", overrides: str | None = None
 ) -> list[Row]:
-    """Analyse the gradients of the trainer's policy; the trainer is not changed.
+    """Analyze the gradients of the trainer's policy. The trainer is not changed.
 
-    The batch is rolled out for the analysis if trainer.gradient_analysis_env_groups and _group_size are set; otherwise
-    it is the step's own `episodes`. Values and advantages are computed anew, for both batches with the current critic.
+    The batch is rolled out for the analysis if both trainer.gradient_analysis_env_groups and
+    trainer.gradient_analysis_group_size are set. Otherwise it consists of the step's own `episodes`. In both cases,
+    values and advantages are computed again with the current critic.
 
     Args:
-        trainer: its policy is analysed, and its critic and settings are used.
+        trainer: its policy is analyzed, and its critic and settings are used.
         episodes: the step's own episodes.
-        source: `train`, or `probe` if a command analyses a finished run.
-        overrides: settings that a probe has changed from those of the run, as text.
+        source: `train`, or `probe` if a command analyzes a checkpoint of a run.
+        overrides: settings of a probe that differ from those of the run, as text.
 
     Returns:
-        The lines for gradients.jsonl: before the filter (if trainer.gradient_analysis_log_prefilter is on), then after
-        it. Each has step, source, prefilter, rows (`records.GRADIENT_COLUMNS`) and groups (bucket, group, reward_std).
-        If the filter kept nothing, the second has no groups, and one row that says so.
+        The lines for gradients.jsonl: one for the batch before the filter (if trainer.gradient_analysis_log_prefilter
+        is on), then one for the batch after it. Each has step, source, prefilter, rows (`records.GRADIENT_COLUMNS`) and
+        groups (bucket, group, reward_std). If the filter kept nothing, the line after it has no groups and a single
+        row, in which `empty_after_filter` is 1.
     """
     config = trainer.config
     num_groups, group_size = config.trainer.gradient_analysis_env_groups, config.trainer.gradient_analysis_group_size
@@ -82,7 +88,7 @@ def _make_line(
     reward_stds: Mapping[int, float],
     context_columns: Row,
 ) -> Row:
-    """The line of one batch: prefilter, rows and groups. context_columns: columns with one value in all of its rows."""
+    """The line of one batch: prefilter, rows and groups. context_columns: columns that are equal in all of its rows."""
     terms = _describe_terms(trainer.config)
     if not episodes:
         counts = {"sample_count": 0, "group_count": 0, "adjusted_batch_size": 0, "empty_after_filter": 1}
@@ -114,7 +120,8 @@ def _describe_terms(config: RunConfig) -> dict[str, Row]:
 def _roll_out_batch(trainer: "PPOTrainer", num_groups: int, group_size: int) -> list[Episode]:
     """Roll out a batch for this analysis, on levels that training and tests do not use."""
     config, step = trainer.config, trainer.step_index
-    # Number of this analysis, from 1; before the first step, the one of the first step.
+    # The number of this analysis, from 1, selects its levels. A probe of a policy before its first step (step 0) uses
+    # the levels of step 1.
     analysis_index = (max(1, step) - 1) // config.trainer.gradient_analysis_every + 1
     first_seed = config.env.seed_train + LEVEL_SEED_OFFSET
     levels = make_training_levels(
@@ -126,7 +133,8 @@ def _roll_out_batch(trainer: "PPOTrainer", num_groups: int, group_size: int) -> 
 def _probe_batch(trainer: "PPOTrainer", prepared: "PreparedBatch", reward_stds: Mapping[int, float]) -> ProbeResult:
     config = trainer.config
     seed = int(make_rng(config.seed, "gradient_folds", trainer.step_index).integers(2**62))
-    # The run's own networks: ranks make different numbers of passes, which sharded copies do not allow.
+    # The run's own networks instead of sharded ones: ranks make different numbers of passes here, while every pass of a
+    # sharded network needs all ranks.
     update = replace(trainer.make_actor_update(), model=trainer.model, value_head=trainer.value_head)
     return probe_gradients(
         update,
@@ -142,7 +150,7 @@ def _probe_batch(trainer: "PPOTrainer", prepared: "PreparedBatch", reward_stds: 
 
 
 def _replace_nonfinite(row: Row) -> Row:
-    """Replace numbers that could not be estimated by None: JSON has no NaN."""
+    """Replace NaN and infinity, which stand for numbers that could not be estimated, by None: JSON has neither."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
     }

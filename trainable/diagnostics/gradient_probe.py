@@ -1,13 +1,13 @@
 """Gradients of each term of the policy's loss, for buckets of groups by reward spread, without an optimizer step.
 
-There are two measurements of one batch. The published one is a mean over mini-batches of the norm of each gradient,
-with the token weights of training. The other one is of mean gradients. Every token has its weight in a loss over the
-full batch, so that the weighted gradients of the buckets sum to the gradient of the batch; and prompts are assigned to
-folds, which separate signal from noise (`algo.gradient_signal`).
+Each batch is measured in two ways. The published measure is the norm of the gradient of each mini-batch, with the token
+weights of training, averaged over mini-batches. The other measures are of mean gradients. For these, every token has
+its weight in a loss over the full batch, so that the weighted gradients of the buckets sum to the gradient of the
+batch. Prompts are assigned to folds, which separate signal from noise (`algo.gradient_signal`).
 
-A bucket's groups are assigned to folds anew: with the folds of the full batch some folds of a bucket would be empty.
-Conversely, the folds of the batch are not put together from those of the buckets: folds with equally many groups of
-each spread differ less than independent ones, which would hide noise.
+Each bucket assigns its groups to its own folds, because with the folds of the full batch some folds of a bucket would
+be empty. Conversely, the folds of the batch are not composed of those of the buckets. Such folds would have equally
+many groups of each spread and would therefore differ less than independent ones, which would hide noise.
 """
 
 import math
@@ -38,16 +38,23 @@ from trainable.rollout.batch import Batch, split_mini_batches
 from trainable.runs.run import Row
 
 FOLDS = 8
+"""Maximum number of folds. Full gradients take 2 x FOLDS x components copies of the parameters."""
 ROUNDING_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
-"""By the type of the passes: a gradient counts as rounding error if, divided by its coefficient, its norm is at most
-this fraction of the norm of the task's gradient with every advantage 1. For k3 with policy and reference equal, 7e-8
-and 2e-4 of it were measured."""
+"""Below which size a gradient counts as rounding error, by the type of the passes.
+
+The size is the norm of the gradient divided by its coefficient and by the norm of the task's gradient with every
+advantage 1. For k3 with equal policy and reference, whose exact gradient is 0, 7e-8 (float32) and 2e-4 (bfloat16) were
+measured.
+"""
 ComponentGradients = dict[str, list[Tensor]]
 """For each component one tensor per parameter of the model, or a single tensor if gradients are sketched."""
 
 
 class ProbeResult(NamedTuple):
-    """rows: one per bucket and component (`records.GRADIENT_COLUMNS`). groups: one per group, with its bucket."""
+    """The result of a probe.
+
+    rows: one per bucket and component (`records.GRADIENT_COLUMNS`). groups: one per group, with its bucket.
+    """
 
     rows: list[Row]
     groups: list[Row]
@@ -64,13 +71,13 @@ def probe_gradients(
     sketch_size: int | None = None,
     dtype: str = "float32",
 ) -> ProbeResult:
-    """Measure the gradients of `batch`, bucket by bucket, with `all` last.
+    """Measure the gradients of `batch`, bucket by bucket. The rows of the whole batch, `all`, come last.
 
     Args:
-        update: the policy's update; its model is only read: weights, `.grad` and optimizer stay unchanged.
-        batch, targets: B episodes; the targets were computed for the full batch, whitening included.
+        update: the policy's update. Weights, `.grad` and optimizer of its model stay unchanged.
+        batch, targets: B episodes. The targets, including whitened advantages, were computed over the full batch.
         reward_stds: group id -> standard deviation of the group's scores.
-        max_buckets: number of buckets at most.
+        max_buckets: maximum number of buckets in mode `quantile`.
         bucket_mode: `quantile`, or `fixed_rv`, in which empty buckets are left out.
         generator: assigns the groups to folds.
         sketch_size: entries of the sketch that replaces each gradient (`algo.sketch`); None keeps full gradients.
@@ -79,10 +86,10 @@ def probe_gradients(
     Memory on the model's device with full gradients: (2 x folds x components + 3 x components + 2) copies of its
     parameters in float32, and (folds x components) copies of its largest parameter in float64. With sketches: one
     gradient, and (2 x folds x components + 3 x components + 2) sketches in float64. Time: three passes over the batch,
-    each with one backward pass per component, and one with a single backward pass. The ranks of the update's backend,
-    all with the same batch, make some of the passes each and combine their sums.
+    each with one backward pass per component, and one with a single backward pass. All ranks of the update's backend
+    have the same batch. Each makes some of the passes, and their sums are combined.
     """
-    # Indices stay on the CPU: they can index a batch on any device.
+    # Indices stay on the CPU, since they can index a batch on any device.
     groups, group_index = torch.unique(batch.group_ids.cpu(), return_inverse=True)
     stds = torch.tensor([reward_stds[int(group)] for group in groups], dtype=torch.float32)
     bucket_numbers = (
@@ -90,7 +97,7 @@ def probe_gradients(
     )
     is_trained = batch.mask.any(dim=1).cpu()
     folds = _assign_folds(group_index, is_trained, generator)
-    # One seed for all sketches: only sketches with the same random projection can be added and multiplied.
+    # All sketches have one seed, because only sketches with the same random projection can be added and multiplied.
     seed = int(torch.randint(2**62, (1,), generator=generator))
     probe = _Probe(update, batch, targets, sketch_size, seed, ROUNDING_TOLERANCE[dtype])
     order = order_length_stratified(batch.lengths.cpu())
@@ -121,10 +128,11 @@ def _assign_folds(group_index: Tensor, is_chosen: Tensor, generator: torch.Gener
 
 
 class _FoldSums(NamedTuple):
-    """Sums of gradients by fold, over some episodes.
+    """Sums of gradients over some episodes, for K folds and C components.
 
-    gradient_sums: per stored tensor the summed gradients (K, C, ...). score_sums: per stored tensor the summed gradient
-    (...) of the task with every advantage 1, over all folds. counts: (K,) what each fold adds to the divisor.
+    gradient_sums: for each stored tensor, the summed gradients (K, C, ...). score_sums: for each stored tensor, the
+    summed gradient (...) of the task with every advantage 1, over all folds. counts: (K,) the part of each fold in the
+    divisor of the loss.
     """
 
     components: tuple[str, ...]
@@ -149,8 +157,11 @@ class _FoldSums(NamedTuple):
         return float(torch.nn.utils.get_total_norm(self.score_sums) / self.counts.sum())
 
     def compute_gram(self) -> tuple[Tensor, Tensor]:
-        """Products of the folds' mean gradients, (K, C + 1, K, C + 1), with `total` as last component; and counts."""
-        # A fold without trained tokens has no mean.
+        """Inner products of the folds' mean gradients, (K, C + 1, K, C + 1), and the folds' counts (K,).
+
+        The last component is `total`, the sum of the others: its products are sums of theirs.
+        """
+        # A fold without trained tokens has no mean and is left out.
         is_used = self.counts > 0
         counts = self.counts[is_used]
         gram = compute_fold_gram(_average_folds(block[is_used], counts) for block in self.gradient_sums)
@@ -179,7 +190,7 @@ class _Probe:
         return [weight for weight in self.update.model.parameters() if weight.requires_grad]
 
     def make_rows(self, bucket: str, episode_indices: Tensor, sums: _FoldSums, stds: Tensor) -> list[Row]:
-        """The rows of one bucket; episode_indices (N,) are its episodes in the order of their mini-batches."""
+        """The rows of one bucket. episode_indices: (N,), its episodes in the order in which mini-batches take them."""
         common_columns = self._count_members(episode_indices, stds) | {
             "bucket": bucket,
             "weight": float(sums.counts.sum() / self._compute_divisors().sum()),
@@ -187,7 +198,7 @@ class _Probe:
         published_rows, signal_rows = self._measure_published(episode_indices), _measure_signal(sums)
         for name in self._find_rounded(sums, signal_rows):
             signal_rows[name] |= _make_rounding_row(signal_rows[name])
-            # The direction of a rounding error has no meaning in the rows of other components either.
+            # The direction of a rounding error has no meaning, so other components have no cosine with it either.
             for row in signal_rows.values():
                 row |= {f"cosine_{name}": None} if f"cosine_{name}" in row else {}
         return [
@@ -196,7 +207,10 @@ class _Probe:
         ]
 
     def _find_rounded(self, sums: _FoldSums, signal_rows: Mapping[str, Row]) -> list[str]:
-        """Components whose gradient is rounding error, and total if all are. One that is not finite never is."""
+        """Names of the components whose gradient is rounding error; `total` is one of them if all components are.
+
+        A gradient that is not finite is not among them, since a comparison with NaN is False.
+        """
         settings, min_norm = self.update.settings, self.rounding_tolerance * sums.compute_score_norm()
         factors = {"entropy": settings.entropy_coeff, "kl": settings.kl_loss_coef, "value": self.update.value_weight}
         rounded_names = [
@@ -215,7 +229,7 @@ class _Probe:
             "reward_std_max": float(stds.max()),
         }
 
-    # ------------------------------------------------------------------ the published reading
+    # ------------------------------------------------------------------ the published measure
 
     def _measure_published(self, episode_indices: Tensor) -> dict[str, Row]:
         """Norms and losses by component, mini-batch by mini-batch."""
@@ -225,14 +239,15 @@ class _Probe:
         losses: dict[str, float] = {}
         mini_batch_indices = list(split_mini_batches(episode_indices, mini_batch_size))
         world = self.update.backend.world
-        # Rank r measures mini-batches r, r + world.size, …
+        # Rank r measures mini-batches r, r + world.size, ...
         rank_results = world.all_gather_object(
             [self._measure_mini_batch(index) for index in mini_batch_indices[world.rank :: world.size]]
         )
         for number, index in enumerate(mini_batch_indices):
             for name, (mini_batch_norm, loss) in rank_results[number % world.size][number // world.size].items():
                 norms.setdefault(name, []).append(mini_batch_norm)
-                # The loss of a mini-batch is a mean over its micro-batches, of which the last may be short.
+                # The loss of a mini-batch is a mean over its micro-batches. It is weighted by their number, rounded up
+                # because the last may be short, to give a mean over all micro-batches of the bucket.
                 losses[name] = losses.get(name, 0.0) + loss * -(-len(index) // micro_batch_size)
         tokens = int(self.batch.mask[episode_indices].sum())
         sequences = torch.tensor([len(index) for index in mini_batch_indices])
@@ -284,7 +299,8 @@ class _Probe:
         terms = self.update.compute_loss_terms(inputs, Meter())
         parameters, last_number = self._parameters, len(terms) - 1
         gradients = {
-            # The graph is kept for the terms that follow.
+            # All terms share one forward pass, so its graph is kept until the last term. A term may not depend on some
+            # parameter, such as the policy loss on the value head: its gradient is then 0.
             name: self._compress_gradient(
                 torch.autograd.grad(
                     term, parameters, retain_graph=number < last_number, allow_unused=True, materialize_grads=True
@@ -303,13 +319,16 @@ class _Probe:
     # ------------------------------------------------------------------ the mean gradient
 
     def _compute_divisors(self) -> Tensor:
-        """What each episode (B,) adds to the divisor of the batch's loss: its trained tokens, or 1."""
+        """The part (B,) of each episode in the divisor of the batch's loss: its trained tokens, or 1."""
         tokens = self.batch.mask.sum(1)
         # The sequence means leave out episodes without a trained token (see `compute_loss_weights`).
         return (tokens if self.update.settings.loss_agg_mode == "token-mean" else (tokens > 0)).double()
 
     def make_empty_sums(self) -> _FoldSums:
-        """Zeros for every fold and every active term of the loss."""
+        """Zeros for every fold and every active term of the loss.
+
+        Full gradients are summed in float32, to save memory. Sketches are small, so they are summed in float64.
+        """
         settings = self.update.settings
         is_active = {"task": True, "entropy": settings.entropy_coeff != 0, "kl": settings.use_kl_loss}
         names = tuple(
@@ -330,10 +349,10 @@ class _Probe:
     ) -> _FoldSums:
         """Sum the gradients of the chosen episodes (B,) by `bucket_folds` (B,), and by `batch_folds` in `batch_sums`.
 
-        The result is summed over ranks. `batch_sums` receives only the part of this rank.
-
-        The sums over all episodes of the batch are the gradient of the batch's loss, times the divisor. Each pair of
-        folds is processed separately, so that every gradient is computed once.
+        The returned sums are over all ranks. `batch_sums` receives only the gradients of this rank, because it is
+        reduced once, after the last bucket. The sums over all episodes of the batch are the gradient of the batch's
+        loss, times the divisor. Each pair of a bucket's fold and a batch's fold is processed separately, so that every
+        gradient is computed only once for both.
         """
         divisors, bucket_sums, world = self._compute_divisors(), self.make_empty_sums(), self.update.backend.world
         weights = divisors.sum() * compute_loss_weights(self.batch.mask, self.update.settings.loss_agg_mode)
@@ -353,7 +372,7 @@ class _Probe:
         return bucket_sums
 
     def _compute_score_gradient(self, inputs: PassInputs) -> list[Tensor]:
-        """The task's gradient with every advantage 1: the scale of the gradient of log-probs, whatever the rewards."""
+        """The task's gradient with every advantage 1: a scale that does not depend on the rewards."""
         unit_targets = inputs.targets._replace(advantages=torch.ones_like(inputs.targets.advantages))
         task_loss = self.update.compute_loss_terms(inputs._replace(targets=unit_targets), Meter())["task"]
         return self._compress_gradient(
@@ -364,7 +383,7 @@ class _Probe:
 def _make_rounding_row(row: Row) -> Row:
     """Signal columns of a component whose gradient is rounding error: those of 0, without ratios and directions.
 
-    row: the measured columns. In a step without signal the component has no fraction of it either.
+    row: the measured columns. If the whole step has no signal, the component has no share of it, not a share of 0.
     """
     has_fraction = row["signal_share"] is not None and math.isfinite(row["signal_share"])
     fraction_columns = ("signal_share", "signal_share_low", "signal_share_high") if has_fraction else ()
@@ -376,7 +395,7 @@ def _make_rounding_row(row: Row) -> Row:
 
 
 def _measure_signal(sums: _FoldSums) -> dict[str, Row]:
-    """Norm, signal, noise, cosines and fractions of each component's mean gradient, `total` included."""
+    """Norm, signal, noise, cosines and shares of each component's mean gradient, including `total`."""
     gram, counts = sums.compute_gram()
     names = (*sums.components, "total")
     cosines, component_gram = compute_component_cosines(gram, counts), gram[:, :-1, :, :-1]
@@ -385,7 +404,7 @@ def _measure_signal(sums: _FoldSums) -> dict[str, Row]:
     rows: dict[str, Row] = {}
     for number, name in enumerate(names):
         signal = estimate_gradient_signal(gram[:, number, :, number], counts)
-        # The total is all of itself, unless the update has no signal of which it could be a fraction.
+        # The share of the total in itself is 1, unless the update has no signal and shares of it do not exist.
         total_fraction = 1.0 if bool(signal_fractions.fraction.isfinite().all()) else None
         fraction_columns: Row = {
             "share": 1.0,
@@ -394,7 +413,7 @@ def _measure_signal(sums: _FoldSums) -> dict[str, Row]:
             "signal_share_high": total_fraction,
         }
         if name != "total":
-            # In the order of the columns above.
+            # In the order of the columns in `fraction_columns`.
             component_values = (
                 update_fractions,
                 signal_fractions.fraction,

@@ -1,4 +1,4 @@
-"""The diagnostics that a run passes to its trainer; each measures only if the settings switch it on."""
+"""The diagnostics that a run gives to its trainer. Each of them measures only if the settings switch it on."""
 
 from trainable.diagnostics.collapse import diagnose_step
 from trainable.diagnostics.gradient_analysis import analyse_gradients

@@ -1,7 +1,7 @@
 """Prompts and thoughts of episodes, and the two ways to sample pairs of them.
 
-A turn's prompt is the complete conversation up to and including the forced `<think>`; its thought is the text sampled
-before `</think>`. Both are the tokens of the episode itself, not encoded again.
+The prompt of a turn is the complete conversation up to and including the forced `<think>`. The thought of a turn is the
+text that was sampled before `</think>`. Both are the tokens of the episode itself; no text is tokenized again.
 """
 
 from collections.abc import Sequence
@@ -45,8 +45,8 @@ class ThoughtPairs(NamedTuple):
 def read_turns(episodes: Sequence[Episode], codec: Codec) -> list[list[Turn]]:
     """The turns of each episode, in order.
 
-    The thought consists of the sampled tokens that end before the first `</think>`, without blank ones at both ends. A
-    token that spans the end of a thought and the start of the tag (such as `.</`) is left out.
+    A thought consists of the sampled tokens that end before the first `</think>`, without blank tokens at both ends. A
+    token that spans the end of the thought and the start of the tag (such as `.</`) is left out.
 
     Source: published code (RAGEN), which encodes the stripped text of the thought again.
     Degenerate: a thought that is empty, blank or not closed has no tokens.
@@ -56,7 +56,7 @@ def read_turns(episodes: Sequence[Episode], codec: Codec) -> list[list[Turn]]:
 
 
 def _decode_tokens(episodes: Sequence[Episode], codec: Codec) -> dict[int, str]:
-    """Text of each sampled token."""
+    """Token id -> text, for every token that was sampled. Each is decoded once, since most occur many times."""
     ids = np.unique(np.concatenate([episode.tokens[episode.mask] for episode in episodes]))
     return dict(zip(ids.tolist(), codec.decode([[token] for token in ids.tolist()]), strict=True))
 
@@ -72,7 +72,7 @@ def _make_turn(episode: Episode, turn: int, pieces: dict[int, str]) -> Turn:
 def _extract_thought(reply: Tokens, pieces: Sequence[str]) -> Tokens:
     """The tokens of the thought in a reply (N,) whose tokens have the texts `pieces`."""
     thought_end = "".join(pieces).find(END_OF_THOUGHT)
-    # An unclosed thought has the end -1, and no token is inside.
+    # `find` gives -1 for a thought that is not closed. No token ends at or before -1, so the thought has no tokens.
     is_inside = np.cumsum([len(piece) for piece in pieces]) <= thought_end
     thought_positions = np.flatnonzero(is_inside & [bool(piece.strip()) for piece in pieces])
     return reply[thought_positions[0] : thought_positions[-1] + 1] if len(thought_positions) else reply[:0]
@@ -98,8 +98,8 @@ def sample_first_turn_pairs(
 ) -> ThoughtPairs:
     """Thoughts of first turns, and the openings of all groups that occur among them.
 
-    Up to `num_samples` of the episodes whose first turn is valid, without replacement; one column per group, in the
-    order of the groups' numbers.
+    The rows are up to `num_samples` of the episodes whose first turn is valid, drawn without replacement. There is one
+    column per group, in the order of the groups' numbers.
 
     Args:
         turns: by episode, then by turn.
@@ -122,10 +122,10 @@ def sample_first_turn_pairs(
 def sample_trajectory_pairs(
     turns: Sequence[Sequence[Turn]], num_samples: int, rng: np.random.Generator
 ) -> ThoughtPairs:
-    """Thoughts of all turns, each with the prompt of every other: one row and one column per draw.
+    """Thoughts of all turns, to be scored after each other's prompts: one row and one column per draw.
 
-    min(num_samples, valid turns) draws, each of an episode and then of one of its valid turns, uniformly and with
-    replacement; a draw of an episode without a valid turn is lost.
+    There are min(num_samples, number of valid turns) draws. Each draws an episode and then one of its valid turns, both
+    uniformly and with replacement. A draw of an episode without a valid turn gives no row.
 
     Args:
         turns: by episode, then by turn.
@@ -150,6 +150,8 @@ def sample_trajectory_pairs(
 def _make_pairs(
     prompts: Sequence[Tokens], thoughts: Sequence[Tokens], own_columns: npt.NDArray[np.int64]
 ) -> ThoughtPairs:
+    # Prompts can be equal, because levels repeat and turns are drawn with replacement. Retrieving an equal prompt
+    # counts as correct.
     class_of: dict[bytes, int] = {}
     classes = [class_of.setdefault(prompt.tobytes(), len(class_of)) for prompt in prompts]
     return ThoughtPairs(tuple(prompts), tuple(thoughts), own_columns, np.array(classes, dtype=np.int64))

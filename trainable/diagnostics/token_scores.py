@@ -1,4 +1,4 @@
-"""Questions to a trained policy: transcripts of episodes, and log-prob, entropy and value of each sampled token."""
+"""Transcripts of episodes, and log-prob, entropy and value of each sampled token, to examine a trained policy."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -38,7 +38,7 @@ def format_transcript(episode: Episode, codec: Codec) -> str:
 
 
 def score_tokens(trainer: PPOTrainer, episodes: Sequence[Episode]) -> list[list[ScoredToken]]:
-    """The sampled tokens of each episode, scored by the trainer's policy and critic; the trainer is not changed."""
+    """The sampled tokens of each episode, scored by the trainer's policy and critic. The trainer is not changed."""
     batch = Batch(*(tensor.to(trainer.device) for tensor in collate(episodes)))
     rows_per_pass = trainer.config.rollout.log_prob_micro_batch_size_per_gpu
     logprob_function = TokenFunction.for_logprobs(trainer.model, trainer.config.rollout.temperature)

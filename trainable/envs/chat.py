@@ -7,9 +7,10 @@ from dataclasses import dataclass
 class ChatFormat:
     """The text between the contents of messages, for conversations that grow turn by turn.
 
-    system_prefix: before the system message. first_user_prefix: from it to the first user message. reply_prefix: from a
-    user message to the reply. end_marker: ends a reply; one token, which the model samples. next_user_prefix: from
-    there to the next user message. strips_content: whether blanks at both ends of contents are stripped.
+    system_prefix: before the system message. first_user_prefix: from the system message to the first user message.
+    reply_prefix: from a user message to the reply. end_marker: ends a reply; it is one token, which the model samples.
+    next_user_prefix: from the end marker to the next user message. strips_content: whether blanks at both ends of
+    contents are stripped.
     """
 
     system_prefix: str

@@ -2,7 +2,7 @@
 
 A template renders a whole conversation as one text. Here conversations grow turn by turn, as exact tokens, so the
 template is rendered once with marks in place of contents and cut into the text between the marks. Joining these parts
-turn by turn must give the text and the tokens that the template gives for the whole conversation; this is checked.
+turn by turn must give the text and the tokens that the template gives for the whole conversation. This is checked.
 """
 
 import json
@@ -20,7 +20,8 @@ from trainable.envs.chat import CHATML, ChatFormat
 Messages = Sequence[Mapping[str, str]]
 SYSTEM_MARK, REPLY_MARK = "what-the-system-says", "<think>what-it-thinks</think><answer>what-it-answers</answer>"
 USER_MARKS = ("what-user-one-says", "what-user-two-says", "what-user-three-says")
-MESSAGE_SEPARATOR = "\n\n"  # between system and user text, for templates without a system role
+MESSAGE_SEPARATOR = "\n\n"
+"""Stands between system text and user text if a template has no system role."""
 
 
 class UnusableTemplateError(Exception):
@@ -30,8 +31,9 @@ class UnusableTemplateError(Exception):
 def read_chat_format(folder: Path, tokenizer: Tokenizer, eos_token_id: int, format_name: str = "auto") -> ChatFormat:
     """The chat format of the model in `folder`: from its template, or ChatML if it has none or `format_name` is chatml.
 
-    eos_token_id: ends a reply if the template ends it with no token. ChatML begins with the tokens that the tokenizer
-    puts before every text, such as <s>. ValueError for a template that cannot be built turn by turn.
+    eos_token_id: ends a reply if the template has no token there. A conversation in ChatML begins with the tokens that
+    the tokenizer puts before every text, such as <s>. ValueError for a template whose text cannot be built turn by
+    turn.
     """
     tokenizer_config = _read_tokenizer_config(folder)
     template = read_template(folder) if format_name == "auto" else None
@@ -78,6 +80,7 @@ def read_template(folder: Path) -> str | None:
 
 def _find_text_prefix(tokenizer: Tokenizer) -> str:
     """The tokens that the tokenizer puts before every text, such as <s>."""
+    # Encoding a text with them and without them shows which ones they are.
     plain_ids = tokenizer.encode("a", add_special_tokens=False).ids
     full_ids = tokenizer.encode("a").ids
     return "".join(_read_token(tokenizer, number) for number in full_ids[: max(0, _find_start(full_ids, plain_ids))])
@@ -96,8 +99,8 @@ def _find_start(sequence: Sequence[int], subsequence: Sequence[int]) -> int:
 def _make_renderer(template: str, tokenizer_config: Mapping[str, Any]) -> Callable[[Messages], str]:
     """A function from messages to the text up to the next reply.
 
-    It has no clock, so that a template with a date gives the same text every day, and sees only the messages and the
-    special tokens. The template is code from a download: it runs in jinja2's sandbox.
+    A template sees only the messages and the special tokens. It has no clock, so that a template with a date gives the
+    same text every day. A template is code from a download, so it runs in jinja2's sandbox.
     """
 
     def refuse(reason: str) -> NoReturn:
@@ -130,7 +133,7 @@ def _make_renderer(template: str, tokenizer_config: Mapping[str, Any]) -> Callab
 
 
 def _parse_template(render: Callable[[Messages], str], tokenizer: Tokenizer, eos: str) -> ChatFormat:
-    """The parts of a template. If it has no system role, the system text opens the first user message."""
+    """The parts of a template. If it refuses a system message, the first user message begins with the system text."""
     separate_messages = [{"role": "system", "content": SYSTEM_MARK}, {"role": "user", "content": USER_MARKS[0]}]
     merged_messages = [{"role": "user", "content": SYSTEM_MARK + MESSAGE_SEPARATOR + USER_MARKS[0]}]
     try:
@@ -152,7 +155,7 @@ def _parse_parts(
     for user_text in USER_MARKS[1:]:
         messages += [{"role": "assistant", "content": REPLY_MARK}, {"role": "user", "content": user_text}]
     full_text = render(messages)
-    # A blank may stand before a reply; it becomes part of the text before the reply.
+    # Some templates put blanks before a reply. They become part of the text before the reply.
     blank, reply_mark, remainder = full_text.removeprefix(opening).partition(REPLY_MARK)
     if not (full_text.startswith(opening) and reply_mark) or blank.strip():
         raise UnusableTemplateError(
@@ -166,22 +169,23 @@ def _parse_parts(
 
 
 def _parse_end_token(between: str, tokenizer: Tokenizer, eos: str) -> tuple[str, str]:
-    """The special token that `between` begins with, which ends a reply, and the rest of `between`.
+    """The special token at the start of `between`, which ends a reply, and the remainder of `between`.
 
-    If there is none, the model's end-of-text token. A token that strips the blanks after it leaves none of them.
+    If there is no such token, a reply ends with the end-of-text token `eos`. Some tokens strip the blanks after them
+    when text is encoded, so these blanks are not in the remainder.
     """
     for token in tokenizer.get_added_tokens_decoder().values():
         if token.special and between.startswith(token.content):
             remainder = between.removeprefix(token.content)
             return token.content, remainder.lstrip() if token.rstrip else remainder
     stripped_text = between.lstrip()
-    if eos and stripped_text.startswith(eos):  # a blank stands before the end token, which replaces both
+    if eos and stripped_text.startswith(eos):  # blanks before the end token are dropped, since no reply samples them
         return eos, stripped_text.removeprefix(eos)
     return eos, between
 
 
 def _strips_blanks(render: Callable[[Messages], str], first_messages: Sequence[Mapping[str, str]]) -> bool:
-    """Whether the template strips the blanks around a message."""
+    """Whether the template strips the blanks around a message. UnusableTemplateError if it changes them otherwise."""
     plain_text, content = render(first_messages), first_messages[-1]["content"]
     padded_content = f"\n{content}\n"
     padded_text = render([*first_messages[:-1], {"role": "user", "content": padded_content}])

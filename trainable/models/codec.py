@@ -1,4 +1,4 @@
-"""Batched encoding and decoding of text, as rollouts need it."""
+"""Batched encoding and decoding of text, for rollouts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

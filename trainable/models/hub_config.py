@@ -1,4 +1,4 @@
-"""Read sizes and limits of a hub model of any architecture from its config.json alone. Importing this loads torch."""
+"""Read sizes and limits of a hub model of any architecture from its config.json alone. This module imports torch."""
 
 import json
 import warnings
@@ -14,7 +14,8 @@ SUPPORTED_MODELS = (
     "The torch engine runs decoder-only causal LMs of transformers whose logits are a linear head on the last hidden "
     "state (Llama, Mistral, Qwen2, Qwen3, Gemma, Phi3, GPT-NeoX, GPT-2 and similar): choose one with --model."
 )
-_GROWING_ROPE = ("dynamic", "longrope")  # rotary angles depend on the sequence length
+_GROWING_ROPE = ("dynamic", "longrope")
+"""Kinds of rotary positions whose angles depend on the length of the sequence, so a cached key would become wrong."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,15 @@ class Sizes(NamedTuple):
 
 
 def make_refusal_error(folder: Path, model_name: str, reason: str) -> ValueError:
-    """The error for a model that is not supported: why, and which models are."""
+    """The error for a model that is not supported. It says why, and which models are supported."""
     return ValueError(f"The model in {folder} is {model_name}, and {reason}. {SUPPORTED_MODELS}")
 
 
 def read_config(folder: Path) -> Any:
-    """The transformers configuration of the model in `folder`, with every dropout at 0: passes draw no random numbers.
+    """The transformers configuration of the model in `folder`, with every dropout at 0.
 
-    ValueError for anything but a decoder-only causal LM of transformers with unquantised weights and no code to run.
+    Without dropout, passes draw no random numbers. ValueError unless the model is a decoder-only causal LM that
+    transformers knows without code from the folder, with weights that are not quantized.
     """
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -69,7 +71,7 @@ def read_config(folder: Path) -> Any:
     if config.is_encoder_decoder:
         raise make_refusal_error(folder, model_name, "has an encoder in addition to its decoder")
     if getattr(config, "quantization_config", None):
-        raise make_refusal_error(folder, model_name, "its weights are quantised, while training needs full precision")
+        raise make_refusal_error(folder, model_name, "its weights are quantized, while training needs full precision")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise make_refusal_error(folder, model_name, "has no causal LM in transformers")
     # Architectures name their dropouts differently (attn_pdrop, hidden_dropout, ...), some in a nested text config.
@@ -81,7 +83,7 @@ def read_config(folder: Path) -> Any:
 
 
 def make_empty_model(folder: Path) -> Any:
-    """The model of `folder` on torch's meta device: shapes of all tensors, no memory for them."""
+    """The model of `folder` on torch's meta device, where tensors have shapes but take no memory."""
     config = read_config(folder)
     try:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
@@ -91,7 +93,7 @@ def make_empty_model(folder: Path) -> Any:
 
 
 def check_parts(causal_lm: Any, folder: Path) -> None:
-    """ValueError unless `causal_lm` is a trunk with a linear head without bias."""
+    """ValueError unless `causal_lm` is a trunk and a linear head without bias, as our passes require."""
     model_name, head = _format_name(causal_lm.config), causal_lm.get_output_embeddings()
     if causal_lm.base_model is causal_lm or not isinstance(head, nn.Linear):
         raise make_refusal_error(folder, model_name, "its head is not a linear layer on its trunk")
@@ -100,7 +102,7 @@ def check_parts(causal_lm: Any, folder: Path) -> None:
 
 
 def make_shape(causal_lm: Any, folder: Path) -> HubShape:
-    """The sizes of a model; its context length is the longest that every layer sees in full."""
+    """The sizes of a model. Its context length is the largest number of tokens that every layer sees in full."""
     text_config = causal_lm.config.get_text_config()
     head_weight = causal_lm.get_output_embeddings().weight
     layer_count = int(text_config.num_hidden_layers)
@@ -121,19 +123,23 @@ def make_shape(causal_lm: Any, folder: Path) -> HubShape:
 
 
 def check_config(folder: Path) -> None:
-    """ValueError if config.json alone shows that the model is not supported; its weights may still show it later."""
+    """ValueError if config.json alone shows that the model is not supported.
+
+    A model that passes may still be refused when its weights are loaded and its passes are compared
+    (`hub_model.check_exact`).
+    """
     causal_lm = make_empty_model(folder)
     check_parts(causal_lm, folder)
     make_shape(causal_lm, folder)
 
 
 def read_sizes(folder: Path) -> Sizes:
-    """The sizes that determine memory use, from config.json alone; counts of parameters are exact."""
+    """The sizes that determine memory use, from config.json alone. The numbers of parameters are exact."""
     causal_lm = make_empty_model(folder)
     check_parts(causal_lm, folder)
     text_config, head_weight = causal_lm.config.get_text_config(), causal_lm.get_output_embeddings().weight
     is_tied = any(weight is head_weight for weight in causal_lm.base_model.parameters())
-    # By identity, so that a weight that two layers share counts once.
+    # Keyed by identity, so that a weight that two layers share counts once.
     linear_sizes = {
         id(weight): weight.numel()
         for module in causal_lm.modules()
@@ -142,7 +148,8 @@ def read_sizes(folder: Path) -> Sizes:
         if weight is not head_weight or not is_tied
     }
     head_count = int(text_config.num_attention_heads)
-    # Names of the feed-forward width: most architectures; GPT-2, whose n_inner may be None for 4 x hidden.
+    # The feed-forward width is intermediate_size in most architectures. In GPT-2 it is n_inner, or 4 x hidden if
+    # n_inner is None.
     intermediate_size = (
         getattr(text_config, "intermediate_size", None)
         or getattr(text_config, "n_inner", None)
@@ -188,7 +195,7 @@ def _read_context_length(text_config: Any, folder: Path) -> int:
         getattr(text_config, "attention_chunk_size", None),
     ]
     rope_parameters = getattr(text_config, "rope_parameters", None) or {}
-    # One dictionary, or one per kind of layer.
+    # `rope_parameters` is one dictionary, or has one per kind of layer.
     limits += [
         rope.get("original_max_position_embeddings")
         for rope in (rope_parameters, *(value for value in rope_parameters.values() if isinstance(value, dict)))
@@ -211,10 +218,10 @@ def _read_eos_token_id(causal_lm: Any, folder: Path) -> int:
 
 
 def _count_multiplied_weights(trunk: nn.Module, experts_per_token: int | None) -> int:
-    """Weights that one token is multiplied with, for FLOP counts.
+    """Number of weights that one token is multiplied with, for FLOP counts.
 
-    All matrices except embedding tables, which are looked up; of a mixture's weights (E, a, b), `experts_per_token`
-    of the E experts.
+    All matrices count, except embedding tables, which are looked up. Of the weights (E, a, b) of a mixture of experts,
+    `experts_per_token` of the E experts count.
     """
     tables = {id(module.weight) for module in trunk.modules() if isinstance(module, nn.Embedding)}
     weights = [weight for weight in trunk.parameters() if weight.dim() > 1 and id(weight) not in tables]

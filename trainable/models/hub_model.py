@@ -24,7 +24,7 @@ from trainable.runs.failures import is_out_of_memory
 
 
 class _AppendCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
-    """Our cache as an architecture sees it while tokens are appended."""
+    """Our cache in the interface of transformers, while tokens are appended."""
 
     def __init__(self, cache: KVCache, dtype: torch.dtype) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class _AppendCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
 
 
 class _ReadOnlyCache(_AppendCache):
-    """Our cache while a tree of tokens is scored: it is not changed."""
+    """Our cache in the interface of transformers, while a tree of tokens is scored, which does not change it."""
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """A layer's keys and values, followed by the new ones, which are not stored."""
@@ -60,7 +60,9 @@ class HubTrunk(nn.Module):
         self.pass_settings = PassSettings()
         self.base = base.eval()
         self.blocks: list[Any] = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
-        for block in self.blocks:  # they recompute in training mode only: see `_enable_recompute`
+        # This makes blocks recompute, but only in training mode, which `_enable_recompute` switches on. Blocks draw no
+        # random numbers (dropout is 0), so the generator's state need not be saved.
+        for block in self.blocks:
             block.gradient_checkpointing = True
             block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
@@ -78,15 +80,16 @@ class HubTrunk(nn.Module):
     def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """The autocast context of every pass; none if passes compute in the type of the weights."""
         dtype = self.pass_settings.dtype
+        # A pass uses each weight once, so a cache of casts would only take memory.
         return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype, cache_enabled=False)
 
     def train(self, mode: bool = True) -> Self:
-        """Stay in evaluation mode, even if a wrapper asks for training mode: no dropout, and caches work."""
+        """Stay in evaluation mode, even if a wrapper such as DeepSpeed calls this: no dropout, and caches work."""
         return self
 
     @contextmanager
     def _enable_recompute(self) -> Iterator[None]:
-        """Put blocks in training mode if passes recompute: they then keep only their input. Dropout stays 0."""
+        """Put blocks in training mode if passes recompute, since only then do they keep nothing but their input."""
         for block in self.blocks:
             block.training = self.pass_settings.recompute and torch.is_grad_enabled()
         try:
@@ -182,7 +185,11 @@ class HubValueModel(nn.Module):
 
 
 def _map_hub_names(causal_lm: Any, model: HubModel, file_names: set[str]) -> dict[str, str]:
-    """Names of `model`'s weights -> names in its files, which have the trunk's prefix, or, as for GPT-2, none."""
+    """Name of a weight in `model` -> name in its files.
+
+    In most files the weights of the trunk have a prefix such as "model.". In others, such as those of GPT-2, they have
+    none. file_names: the names in the files; if it is empty, the prefix is assumed.
+    """
     prefix = f"{causal_lm.base_model_prefix}."
     head = next(name for name, module in causal_lm.named_modules() if module is causal_lm.get_output_embeddings())
     hub_names = {}
@@ -192,14 +199,14 @@ def _map_hub_names(causal_lm: Any, model: HubModel, file_names: set[str]) -> dic
         hub_names[name] = short_name if short_name in file_names and full_name not in file_names else full_name
     unmatched_names = file_names - set(hub_names.values())
     is_tied = causal_lm.get_output_embeddings().weight is causal_lm.get_input_embeddings().weight
-    # GPT-NeoX's files have another name for the head: it is the one name that is left over.
+    # The files of GPT-NeoX have another name for the head. It is the only name in the files without a weight.
     if not is_tied and len(unmatched_names) == 1 and hub_names["lm_head.weight"] not in file_names:
         hub_names["lm_head.weight"] = unmatched_names.pop()
     return hub_names
 
 
 def load_hub_model(folder: Path, file_names: Iterable[str]) -> HubModel:
-    """Load the model in `folder` in float32; ValueError if our passes would not reproduce its own forward.
+    """Load the model in `folder` in float32. ValueError if our passes would not reproduce its own forward.
 
     file_names: the names of the weights in its files. Only safetensors are read, no code of the folder is run, and
     nothing is downloaded.
@@ -226,7 +233,7 @@ def load_hub_model(folder: Path, file_names: Iterable[str]) -> HubModel:
         )
     check_parts(causal_lm, folder)
     for weight in causal_lm.parameters():
-        weight.data = weight.data.clone()  # it may be memory-mapped from a file that could change during a run
+        weight.data = weight.data.clone()  # the tensor may be memory-mapped from a file that changes during a run
     model = HubModel(causal_lm.eval(), make_shape(causal_lm, folder), file_names)
     check_exact(causal_lm, model, folder)
     return model
@@ -234,7 +241,10 @@ def load_hub_model(folder: Path, file_names: Iterable[str]) -> HubModel:
 
 @contextmanager
 def _silence_transformers() -> Iterator[None]:
-    """Silence transformers' progress bar and loading report: `load_hub_model` raises for problems that matter."""
+    """Silence the progress bar and the loading report of transformers.
+
+    `load_hub_model` raises an error for the problems that matter.
+    """
     was_shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -256,13 +266,13 @@ TOLERANCE = 1e-3
 def check_exact(causal_lm: Any, model: HubModel, folder: Path) -> None:
     """ValueError unless our three routes through the model agree with its own forward on a few tokens.
 
-    The head's output is replaced by large numbers, which must come out as the logits: no cap or scale follows the head.
-    The head's input in the model's own forward must be the result of `compute_hidden_states`, `extend` and
-    `forward_tree`.
+    `compute_hidden_states`, `extend` and `forward_tree` must give the hidden states that the head receives in the
+    model's own forward. In that forward, the output of the head is replaced by large numbers. These must come out as
+    the logits, since our passes would miss a cap or a scale after the head.
     """
     model_name = f"a {type(causal_lm).__name__}"
     device = model.lm_head.weight.device
-    # Two rows of seven tokens, all different in a usual vocabulary.
+    # Two rows of seven tokens, all different in a usual vocabulary, so that a mixed-up position changes the result.
     tokens = (torch.arange(1, 15, device=device).view(2, 7) * 37 + 5) % model.shape.vocab_size
     try:
         logits, expected_hidden = _run_planted_forward(causal_lm, tokens)
@@ -278,7 +288,7 @@ def check_exact(causal_lm: Any, model: HubModel, folder: Path) -> None:
                     folder, model_name, f"{name} does not give the hidden states of its own forward"
                 )
     except (TypeError, RuntimeError, IndexError, KeyError, AttributeError) as error:
-        if is_out_of_memory(error):  # a RuntimeError that says nothing about the architecture
+        if is_out_of_memory(error):  # torch raises a RuntimeError for it, which says nothing about the architecture
             raise
         raise make_refusal_error(
             folder,
@@ -288,7 +298,7 @@ def check_exact(causal_lm: Any, model: HubModel, folder: Path) -> None:
 
 
 def _make_planted_logits(logits: Tensor) -> Tensor:
-    """Distinct numbers as large as large logits, in the shape of `logits`."""
+    """Distinct numbers from -300 to 300 in the shape of `logits`: large enough for any cap to change them."""
     return torch.linspace(-300.0, 300.0, logits.numel(), device=logits.device).view(logits.shape)
 
 
@@ -311,7 +321,7 @@ def _run_planted_forward(causal_lm: Any, tokens: Tensor) -> tuple[Tensor, Tensor
 def _run_routes(model: HubModel, tokens: Tensor, expected_hidden: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Each route's name, its hidden states and the expected ones: full pass, cache with fillers, tree after it."""
     trunk, device = model.model, tokens.device
-    # Change the tokens after the positions asked for: a forward that looks ahead would give other numbers.
+    # The tokens after the requested positions are changed: a forward that looks ahead would give other numbers.
     flat_positions = torch.tensor([0, 3, 7, 12], device=device)
     changed_tokens = tokens.clone()
     changed_tokens[:, 6:] = 1
@@ -320,7 +330,7 @@ def _run_routes(model: HubModel, tokens: Tensor, expected_hidden: Tensor) -> Ite
         trunk.compute_hidden_states(changed_tokens, flat_positions),
         expected_hidden.flatten(0, 1)[flat_positions],
     )
-    cache = trunk.make_cache(2, 2)
+    cache = trunk.make_cache(2, 2)  # two slots are too few, so the cache must also grow
     # The second row begins with a filler, so that both rows end in the same slot.
     first_tokens = tokens[:, :4].clone()
     first_tokens[1] = torch.cat((tokens[1, :1] * 0, tokens[1, :3]))
@@ -332,7 +342,7 @@ def _run_routes(model: HubModel, tokens: Tensor, expected_hidden: Tensor) -> Ite
         trunk.extend(first_tokens, positions, valid, cache),
         expected_hidden[rows, lengths - 1],
     )
-    # Two children of one token; the wrong one comes first, so that the right one must not see it.
+    # One token with two children. The first child is a wrong token, which the second, right one must not see.
     tree_mask = torch.tensor([[True, False, False], [True, True, False], [True, False, True]], device=device)
     depths = torch.tensor([0, 1, 1], device=device)
     tree_tokens = torch.stack((tokens[0, 4], tokens[0, 5] * 0, tokens[0, 5]))
@@ -343,5 +353,5 @@ def _run_routes(model: HubModel, tokens: Tensor, expected_hidden: Tensor) -> Ite
 
 
 def _is_close(actual: Tensor, expected: Tensor) -> bool:
-    """Whether they differ by at most `TOLERANCE` of the largest entry; non-finite numbers never agree."""
+    """Whether the tensors differ by at most `TOLERANCE` of the largest entry. Non-finite numbers never agree."""
     return bool((actual - expected).abs().max() <= TOLERANCE * expected.abs().max())

@@ -17,8 +17,8 @@ class Shape(Protocol):
     """Sizes of a model.
 
     max_position_embeddings: maximum tokens per conversation. eos_token_id: the end-of-text token. attention_size:
-    channels of all query heads. block_weights: weights that one block multiplies a token with, before its attention and
-    after it; the last block computes the second part only where a hidden state is asked for.
+    channels of all query heads. block_weights: numbers of weights that one block multiplies a token with, before its
+    attention and after it. The last block computes the second part only at requested positions.
     """
 
     @property

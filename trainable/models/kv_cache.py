@@ -1,4 +1,4 @@
-"""The key-value cache of a batch of conversations, whose rows share slots; for any architecture."""
+"""The key-value cache of a batch of conversations, for any architecture."""
 
 import torch
 from torch import Tensor
@@ -6,11 +6,12 @@ from torch.nn import functional as F
 
 
 class KVCache:
-    """Keys and values of every layer, `(rows, kv_heads, slots, head_dim)`; rows that grow together share slots.
+    """Keys and values of every layer, `(rows, kv_heads, slots, head_dim)`.
 
-    A slot may be a filler for a row: `bias` (rows, slots) is 0 where the row has a token and -inf where it has none.
-    Keys and values are allocated by the first write, in the type that the network computes in. angles: the network's
-    table of rotary positions, stored here because it is as long as the cache.
+    All rows grow together: the new tokens of a step have the same slots in every row. A row without a token in a slot
+    has a filler there. `bias` (rows, slots) is 0 where a row has a token and -inf where it has a filler. Keys and
+    values are allocated by the first write, in the type in which the network computes. angles: the network's table of
+    rotary positions, stored here because it has one entry per slot.
     """
 
     def __init__(self, rows: int, slots: int, like: Tensor) -> None:
@@ -24,7 +25,7 @@ class KVCache:
         """Fill a layer's next q slots with `k`, `v` (B, kv_heads, q, D); return its first B rows (..., used + q, D)."""
         if layer == len(self.keys):
             size = (self.bias.shape[0], k.shape[1], self.bias.shape[1], k.shape[3])
-            # Zeros, since uninitialised memory may hold a NaN, which no bias can mask.
+            # Zeros, because uninitialized memory may contain a NaN, which no bias can mask.
             self.keys.append(k.new_zeros(size))
             self.values.append(v.new_zeros(size))
         end = self.used_slots + k.shape[2]
@@ -34,10 +35,10 @@ class KVCache:
         return keys[:, :, :end], values[:, :, :end]
 
     def reserve(self, slots: int) -> None:
-        """Grow the cache, if necessary, to hold `slots` more."""
+        """Grow the cache, if necessary, so that it has `slots` unused slots."""
         missing_slots = self.used_slots + slots - self.bias.shape[1]
         if missing_slots > 0:
-            # At least half as many again, so that a growing conversation copies the cache only a few times.
+            # It grows by at least half, so that a growing conversation copies the cache only a few times.
             extra_slots = max(missing_slots, self.bias.shape[1] // 2)
             self.keys = [F.pad(keys, (0, 0, 0, extra_slots)) for keys in self.keys]
             self.values = [F.pad(values, (0, 0, 0, extra_slots)) for values in self.values]
@@ -46,36 +47,40 @@ class KVCache:
     def append_slots(self, valid: Tensor) -> Tensor:
         """Reserve slots for q new tokens of the first B rows; return the attention bias (B, 1 or q, slots).
 
-        valid: (B, q), False for fillers. The slots are the used ones and the q new ones, which count as used once the
-        network has written them.
+        valid: (B, q), False for fillers. The bias is over the used slots and the q new ones. The caller adds q to
+        `used_slots` after the network has written to all layers.
         """
         batch, new_slots = valid.shape
         self.reserve(new_slots)
         end = self.used_slots + new_slots
         self.bias[:batch, self.used_slots : end] = torch.where(valid, 0.0, -torch.inf)
         bias = self.bias[:batch, None, :end]
-        if new_slots > 1:
-            # A finite floor: a filler's row of scores would otherwise be all -inf, which softmax turns into NaN.
+        if new_slots > 1:  # new tokens must not see later ones; a single new token has none
+            # -1e30 instead of -inf: a filler on the left sees no token, and softmax over nothing but -inf gives NaN.
             causal_bias = torch.full((new_slots, new_slots), -torch.inf, device=valid.device).triu(1)
             bias = (bias + F.pad(causal_bias, (self.used_slots, 0))).clamp_min(-1e30)
         return bias
 
     def make_tree_bias(self, tree_mask: Tensor, rows: int) -> Tensor:
-        """The bias (rows, F, used + F) of F tokens that see the whole row and each other by `tree_mask` (F, F) bool."""
+        """The bias (rows, F, used + F) of F tokens, which see all tokens of a row.
+
+        tree_mask: (F, F) bool, which of the F tokens each of them sees.
+        """
         prefix_bias = self.bias[:, None, : self.used_slots].expand(-1, len(tree_mask), -1)
         return torch.cat(
             (prefix_bias, torch.where(tree_mask, 0.0, -torch.inf).expand(rows, -1, -1).to(prefix_bias.dtype)), dim=-1
         )
 
     def select_rows(self, rows: Tensor) -> None:
-        """Keep `rows` (indices, repeats allowed) in that order."""
+        """Keep only the rows with the indices `rows`, in that order. Repeats are allowed."""
         self.keys = [keys.index_select(0, rows) for keys in self.keys]
         self.values = [values.index_select(0, rows) for values in self.values]
         self.bias = self.bias.index_select(0, rows)
 
     def pack(self) -> None:
-        """Move each row's tokens to its first slots, so that attention does not compute fillers."""
+        """Move the tokens of each row to its first slots, so that attention does not compute fillers."""
         filler_mask = self.bias != 0
+        # A stable sort of False before True: tokens first, in their order.
         slots = torch.argsort(filler_mask, dim=1, stable=True)
         self.keys = [_gather_slots(keys, slots) for keys in self.keys]
         self.values = [_gather_slots(values, slots) for values in self.values]

@@ -1,4 +1,4 @@
-"""Load a policy from disk or the hub cache (model, tokenizer, chat format) and make a critic or reference from it."""
+"""Load a policy (model, tokenizer, chat format) from disk or the hub cache, and make a critic or reference from it."""
 
 import json
 import os
@@ -40,9 +40,10 @@ class Policy:
 
     @property
     def stop_token(self) -> int:
-        """The token that ends a reply: the chat format's end marker, or the end-of-text token if that is no token.
+        """The token that ends a reply: the end marker of the chat format, or the end-of-text token.
 
-        Base models have the marker, but do not name it as their end-of-text token.
+        The second one is used if the tokenizer has no token for the marker. Base models have the marker, but do not
+        name it as their end-of-text token. Without it, nothing would end a turn, which would fill up with noise.
         """
         marker: int | None = self.tokenizer.token_to_id(self.chat_format.end_marker)
         return self.model.shape.eos_token_id if marker is None else marker
@@ -51,7 +52,7 @@ class Policy:
 def find_model(path: str) -> Path:
     """The local folder of a model: the shipped one, a folder, or a hub id in the local cache.
 
-    Nothing is downloaded: the ValueError for a model that is not there has the command that downloads it.
+    Nothing is downloaded. The ValueError for a model that does not exist names the command that downloads it.
     """
     if path == SHIPPED_MODEL:
         return SHIPPED_MODEL_FOLDER
@@ -59,7 +60,7 @@ def find_model(path: str) -> Path:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ValueError(
-                f"{path} is not a model: it has no config.json. Give the folder of a model, or {SHIPPED_MODEL}."
+                f"{path} is not a model: it has no config.json. Type the folder of a model, or {SHIPPED_MODEL}."
             )
         return folder
     from huggingface_hub import snapshot_download
@@ -79,8 +80,8 @@ def load_policy(
 ) -> Policy:
     """Load the model at `path` on `device`, with float32 weights, and its tokenizer.
 
-    pass_settings: how its passes are computed. format_name: see `model.chat_format`. Our own implementation runs a
-    Qwen2 without scaled rotary positions, transformers any other model.
+    pass_settings: how its passes are computed. format_name: see `model.chat_format`. Our own implementation runs Qwen2
+    models without scaled rotary positions; transformers runs all others. ValueError if the model cannot be used.
     """
     folder = find_model(path)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -93,6 +94,7 @@ def load_policy(
 def _is_plain_qwen2(folder: Path) -> bool:
     """Whether our own implementation can run the model in `folder`: a Qwen2 with full attention and plain positions."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    # transformers 5 writes rope_parameters with rope_type; earlier versions wrote rope_scaling, the oldest with type.
     rope = (config.get("rope_parameters") or {}) | (config.get("rope_scaling") or {})
     is_plain = rope.get("rope_type", rope.get("type", "default")) == "default"
     is_plain &= not config.get("use_sliding_window") and config.get("hidden_act", "silu") == "silu"
@@ -100,13 +102,13 @@ def _is_plain_qwen2(folder: Path) -> bool:
 
 
 def _load_qwen2(folder: Path) -> Qwen2:
-    with torch.device("meta"):  # draw no random weights that are replaced at once
+    with torch.device("meta"):  # takes no memory and no time for random weights that would be replaced at once
         model = Qwen2(Qwen2Shape.read(folder))
     weights = read_weights(folder)
     if model.shape.tie_word_embeddings:
         weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
     model.load_state_dict(weights, assign=True)
-    # `assign` gave head and embedding a tensor each: tie them again.
+    # `assign` has replaced the shared parameter by two separate ones, so head and embedding are tied again.
     if model.shape.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     return model
@@ -130,7 +132,10 @@ def _find_weight_files(folder: Path) -> list[Path]:
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the folder's safetensors files, in float32 and copied to memory."""
+    """All tensors of the folder's safetensors files, in float32.
+
+    They are copied, because a memory-mapped file could change during a run.
+    """
     weights: dict[str, torch.Tensor] = {}
     for file in _find_weight_files(folder):
         with safe_open(os.fspath(file), framework="pt") as tensors:
@@ -139,7 +144,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def make_critic(policy: Policy, rng: np.random.Generator, device: torch.device) -> "ValueModel | HubValueModel":
-    """A critic with a copy of the policy's trunk and its pass settings, and a head from N(0, 0.02) with bias 0."""
+    """A critic: a copy of the policy's trunk with its pass settings, and a new value head (`init_value_head`)."""
     critic = make_value_model(policy.model, deepcopy(policy.model.model), device)
     init_value_head(critic.score, rng)
     return critic.to(device)
@@ -147,15 +152,15 @@ def make_critic(policy: Policy, rng: np.random.Generator, device: torch.device) 
 
 @torch.no_grad()
 def init_value_head(head: ValueHead, rng: np.random.Generator) -> None:
-    """Draw a value head's weights from N(0, 0.02) and set its bias to 0."""
+    """Draw the weights of a value head from a normal distribution with std 0.02, and set its bias to 0."""
     head.weight.copy_(torch.from_numpy(rng.normal(0.0, 0.02, head.weight.shape)))
     head.bias.zero_()
 
 
 def make_value_model(model: "Qwen2 | HubModel", trunk: nn.Module, device: torch.device) -> "ValueModel | HubValueModel":
-    """A critic of the model's kind with `trunk` as its trunk and an uninitialised head."""
+    """A critic of the same architecture as `model`, with `trunk` as its trunk and an uninitialized head."""
     if isinstance(model, Qwen2):
-        with torch.device("meta"):  # its own trunk is replaced below and should take no memory
+        with torch.device("meta"):  # the trunk that the constructor makes is replaced below, so it takes no memory
             critic = ValueModel(model.shape)
         critic.model = cast(Qwen2Trunk, trunk)
         critic.score.to_empty(device=device)
@@ -166,7 +171,10 @@ def make_value_model(model: "Qwen2 | HubModel", trunk: nn.Module, device: torch.
 
 
 def make_codec(tokenizer: Tokenizer) -> Codec:
-    """Batched encoding without added special tokens, and decoding that skips special tokens."""
+    """Batched encoding without added special tokens, and decoding that skips special tokens.
+
+    The chat format writes special tokens itself, as text.
+    """
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]

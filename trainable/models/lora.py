@@ -2,9 +2,9 @@
 
     y = W x + (α / r) B A x,   A (r, in) random, B (out, r) = 0 at first
 
-W belongs to the base, is in the type that passes compute in, and is never changed: only the adapters are trained.
-Without adapters a network is the base again, which serves as the reference. Source: Hu et al. 2021, arXiv:2106.09685;
-the layers are peft's.
+W belongs to the base, has the type in which passes compute, and is never changed, since only the adapters are trained.
+Without its adapters, the policy is the base model, which serves as the reference. Source: Hu et al. 2021,
+arXiv:2106.09685. The layers are peft's.
 """
 
 import hashlib
@@ -29,11 +29,12 @@ if TYPE_CHECKING:  # it imports transformers, which a Qwen2 does not need
 N = TypeVar("N", bound=nn.Module)
 M = TypeVar("M", bound="Qwen2 | HubModel")
 ADAPTER_NAME = "default"
-"""peft's name of a layer's first adapter; here each layer has one."""
+"""peft's default name of an adapter. Here no layer has more than one."""
 
 
 def share_parameters(network: N) -> N:
-    """A copy of the modules of `network` that shares its parameters: no tensor is copied."""
+    """A copy of the modules of `network` that shares all of its parameters."""
+    # `deepcopy` takes objects in its memo as copied already, so no tensor is copied.
     return deepcopy(network, {id(weight): weight for weight in network.parameters()})
 
 
@@ -56,8 +57,9 @@ def make_shared_critic(
 def add_adapters(trunk: "Qwen2Trunk | HubTrunk", settings: ModelConfig, rng: np.random.Generator) -> None:
     """Add adapters to the linear layers of `trunk` named in settings.lora_target_modules and freeze everything else.
 
-    A is drawn from U(-1/sqrt(in), 1/sqrt(in)), as peft does, but from `rng`. Adapters are float32, whatever the type of
-    the frozen weights. ValueError for a name that no layer has.
+    A is drawn from U(-1/sqrt(in), 1/sqrt(in)). This is peft's distribution, but the numbers come from `rng`, so that
+    they depend on the seed of the run alone. Adapters are always float32, since they are trained, even if the frozen
+    weights are not. ValueError for a name that no layer has.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -66,16 +68,17 @@ def add_adapters(trunk: "Qwen2Trunk | HubTrunk", settings: ModelConfig, rng: np.
         LoraConfig(r=settings.lora_rank, lora_alpha=settings.lora_alpha, target_modules=names, lora_dropout=0.0), trunk
     )
     for _, layer in find_adapters(trunk):
-        layer.cast_input_dtype_enabled = False  # autocast casts, without a float32 copy of the input
+        # peft would copy the input to the float32 of the adapters. Under autocast, products do not need this copy.
+        layer.cast_input_dtype_enabled = False
         for projection in (layer.lora_A, layer.lora_B):
-            projection.float()  # peft makes them in the type of the frozen weights
+            projection.float()  # peft makes A and B in the type of the frozen weights
         weight = layer.lora_A[ADAPTER_NAME].weight
         with torch.no_grad():
             weight.copy_(torch.from_numpy(rng.uniform(-1.0, 1.0, weight.shape) / weight.shape[1] ** 0.5))
 
 
 def _find_target_layers(trunk: "Qwen2Trunk | HubTrunk", target_modules: str | tuple[str, ...]) -> list[str]:
-    """Full names of the linear layers to adapt; `all-linear`: all of the trunk, which does not include the head."""
+    """Full names of the linear layers to adapt. `all-linear` means all linear layers of the trunk, without the head."""
     linear_names = [name for name, module in trunk.named_modules() if isinstance(module, nn.Linear)]
     if not linear_names:
         raise ValueError("This model has no linear layer to adapt: set model.lora_rank=0.")
@@ -87,7 +90,7 @@ def _find_target_layers(trunk: "Qwen2Trunk | HubTrunk", target_modules: str | tu
         raise ValueError("This model's linear layers have other names: set model.lora_target_modules=all-linear.")
     if missing_suffixes:
         raise ValueError(
-            f"This model has no linear layer {missing_suffixes[0]}: give model.lora_target_modules some of "
+            f"This model has no linear layer {missing_suffixes[0]}: set model.lora_target_modules to some of "
             f"{', '.join(sorted(suffixes))}, or all-linear."
         )
     return [name for name in linear_names if name.rsplit(".", 1)[-1] in target_modules]
@@ -100,9 +103,10 @@ def find_adapters(network: nn.Module) -> list[tuple[str, Any]]:
 
 @torch.no_grad()
 def iter_merged_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every weight under its name without adapters: W + (α / r) B A in float32 where there is an adapter.
+    """(name, weight) for every weight, under its name without adapters: W + (α / r) B A where there is an adapter.
 
-    A sum is computed when it is asked for and not stored. Networks without adapters give their own tensors.
+    These sums are float32. Each is computed when the loop reaches it and is not stored, so that only one is in memory.
+    A weight without an adapter is returned itself.
     """
     layers = dict(find_adapters(network))
     for name, value in network.state_dict().items():
@@ -115,12 +119,15 @@ def iter_merged_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def iter_hub_weights(model: "Qwen2 | HubModel") -> Iterator[tuple[str, Tensor]]:
-    """Every weight under its name in the hub's files, with adapters merged; includes a tied head."""
+    """(name, weight) for every weight, under its name in the hub's files and with adapters merged.
+
+    A tied head is included under its own name.
+    """
     return ((model.to_hub_name(name), weight) for name, weight in iter_merged_weights(model))
 
 
 def list_weight_names(model: "Qwen2 | HubModel") -> set[str]:
-    """The names that `iter_hub_weights` gives."""
+    """The names that `iter_hub_weights` yields, without computing any weight."""
     return {model.to_hub_name(name.replace(".base_layer.", ".")) for name in model.state_dict() if ".lora_" not in name}
 
 
@@ -149,7 +156,10 @@ def write_adapters(policy: "Qwen2 | HubModel", settings: ModelConfig, folder: Pa
 
 
 def compute_fingerprint(folder: Path) -> str:
-    """SHA-256 of the weight files of the model in `folder`: adapters fit only the weights they were trained over."""
+    """SHA-256 of the weight files of the model in `folder`.
+
+    A checkpoint of adapters contains it, because adapters fit only the weights over which they were trained.
+    """
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as stream:
@@ -158,7 +168,7 @@ def compute_fingerprint(folder: Path) -> str:
 
 
 def check_base(checkpoint_base: str | None, run_base: str | None) -> None:
-    """ValueError if a checkpoint's adapters were trained over another base than this run's.
+    """ValueError if the adapters of a checkpoint were trained over another base than that of this run.
 
     checkpoint_base, run_base: fingerprints of the base; None without adapters.
     """
@@ -168,5 +178,5 @@ def check_base(checkpoint_base: str | None, run_base: str | None) -> None:
             for fingerprint in (checkpoint_base, run_base)
         )
         raise ValueError(
-            f"it holds {checkpoint_text}, and this run has {run_text} (SHA-256 of its weights); give the same model."
+            f"it has {checkpoint_text}, and this run has {run_text} (SHA-256 of its weights); type the same model."
         )

@@ -19,9 +19,10 @@ if TYPE_CHECKING:  # it imports transformers, which a Qwen2 does not need
 class Networks(NamedTuple):
     """The networks of a run.
 
-    policy: is trained and sampled from. reference: the model as loaded; None if no KL needs it. critic: a value model
-    with its own trunk. value_head: a value head on the policy's trunk instead of a critic; without GAE both are None.
-    base_fingerprint: identifies the frozen weights under the adapters; None without adapters.
+    policy: the network that is trained and sampled from. reference: the model before training; None if no KL needs it.
+    critic: a value model with its own trunk. value_head: a value head on the policy's trunk, instead of a critic.
+    Without GAE, both are None. base_fingerprint: identifies the frozen weights under the adapters; None without
+    adapters.
     """
 
     policy: Policy
@@ -42,7 +43,7 @@ def make_networks(config: RunConfig, device: torch.device) -> Networks:
 
 
 def _make_lora_networks(config: RunConfig, policy: Policy, device: torch.device) -> Networks:
-    """Policy and critic with separate adapters; the base is also the reference."""
+    """Policy and critic with separate adapters over one frozen base, which is also the reference."""
     base, settings = freeze(policy.model), config.model
     model = make_adapted_policy(base, settings, make_rng(config.seed, "adapters", 0))
     critic = make_shared_critic(base, make_rng(config.seed, "critic"), device) if _needs_critic(config) else None

@@ -12,11 +12,12 @@ from torch.nn import functional as F
 
 
 class PackedRows(NamedTuple):
-    """Rows of tokens laid end to end, short rows first, each up to the last position that is asked for.
+    """Rows of tokens laid end to end, short rows first. Each row ends with its last requested position.
 
     source_indices: (N,) flat index into the padded rows (B, T) of each token of the stream. positions: (N,) position of
-    each token in its row. output_indices: (n,) indices into the stream of the positions asked for. cu_seqlens: (R + 1,)
-    int32, where each of R rows begins, and N. length_groups: (rows, length) of consecutive rows of equal length.
+    each token in its row. output_indices: (n,) indices into the stream of the requested positions. cu_seqlens: (R + 1,)
+    int32, the start of each of R rows, and N. length_groups: (number of rows, length) of consecutive rows of equal
+    length.
     """
 
     source_indices: Tensor
@@ -29,9 +30,9 @@ class PackedRows(NamedTuple):
 def pack_rows(shape: tuple[int, int], flat_positions: Tensor) -> PackedRows:
     """Pack rows of tokens, padded on the right to `shape` (B, T), into one stream.
 
-    flat_positions: (n,) flat indices into B * T of the positions that are asked for. Attention is causal, so a row is
-    cut after the last of them, and left out if it has none. The stream has at least one token: all ranks of a run must
-    have a gradient of every weight, even in a pass that asks for nothing.
+    flat_positions: (n,) flat indices into B * T of the requested positions. Attention is causal, so a row is cut after
+    its last requested position, and left out if it has none. The stream has at least one token, because all ranks of a
+    run must have a gradient for every weight, even in a pass without a requested position.
     """
     (rows, width), device = shape, flat_positions.device
     row_of_position, column_of_position = flat_positions // width, flat_positions % width
@@ -40,6 +41,7 @@ def pack_rows(shape: tuple[int, int], flat_positions: Tensor) -> PackedRows:
     )
     if not len(flat_positions):
         row_lengths[0] = 1
+    # Rows of equal length become neighbors, which `attend_by_length` needs.
     sorted_lengths, order = row_lengths.sort(stable=True)
     sorted_starts = sorted_lengths.cumsum(0) - sorted_lengths
     sorted_row, positions = (torch.arange(width, device=device) < sorted_lengths[:, None]).nonzero().unbind(1)
@@ -63,19 +65,22 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, packed: PackedRows) -> Ten
 
 
 def _can_use_varlen(q: Tensor) -> bool:
-    """Whether torch has a kernel for rows of unequal length: in half precision, on GPUs from Ampere on."""
+    """Whether torch has a kernel for rows of unequal length. It exists in half precision, on GPUs from Ampere on."""
     is_half = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
     return is_half and torch.cuda.get_device_capability(q.device) >= (8, 0) and _import_varlen_attn() is not None
 
 
 @cache
 def _import_varlen_attn() -> Callable[..., Any] | None:
-    """torch's kernel, None if this torch has none. Imported late: its module takes longer to import than the model."""
+    """torch's kernel, or None if this version has none.
+
+    It is imported on first use, because importing its module takes longer than importing the model.
+    """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # torch before 2.10
         return None
-    return varlen_attn if "enable_gqa" in signature(varlen_attn).parameters else None  # torch 2.12 on
+    return varlen_attn if "enable_gqa" in signature(varlen_attn).parameters else None  # from torch 2.12 on
 
 
 def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedRows) -> Tensor:

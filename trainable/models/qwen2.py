@@ -1,7 +1,7 @@
 """Qwen2 in plain torch, with the hub's parameter names, for two uses that a general forward serves badly.
 
-`compute_hidden_states` runs whole sequences without padding and finishes the last layer only at trained tokens;
-`extend` grows a key-value cache whose slots all rows share. Both agree with transformers' Qwen2ForCausalLM.
+`compute_hidden_states` runs whole sequences without padding and finishes the last layer only at trained tokens.
+`extend` grows a key-value cache whose slots all rows share. Both give the numbers of transformers' Qwen2ForCausalLM.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,9 @@ from trainable.models.qwen2_shape import Qwen2Shape, compute_rotary
 class PassSettings(NamedTuple):
     """How a network's passes are computed; its weights are float32 in any case.
 
-    dtype: type of matrix products; with bfloat16 (torch.autocast), residuals, norms and rotary positions stay float32.
-    recompute: gradient checkpointing: keep only each block's input and run the block again in the backward pass.
+    dtype: type of matrix products. With bfloat16 (torch.autocast), residuals, norms and rotary positions stay float32.
+    recompute: gradient checkpointing, which keeps only the input of each block and runs the block again in the backward
+    pass.
     """
 
     dtype: torch.dtype = torch.float32
@@ -40,7 +41,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`x` (..., size) over its root mean square, times the gain."""
         output = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        device_type = x.device.type  # under autocast, cast once here instead of once per product
+        # Several matrix products read this output. Autocast would cast it for each of them, so it is cast once here.
+        device_type = x.device.type
         return output.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else output
 
 
@@ -82,14 +84,14 @@ class Attention(nn.Module):
         return causal_attention(*self.project_heads(x, cos, sin), packed)
 
     def attend_cached(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, layer: int, bias: Tensor) -> Tensor:
-        """Attention of `x` (B, q, hidden) over the cache, filling its next q slots; `bias` (B, q, used + q)."""
+        """Attention of `x` (B, q, hidden) over the cache, whose next q slots it fills. bias: (B, 1 or q, used + q)."""
         batch, new_tokens, _ = x.shape
         q, k, v = self.project(x, cos, sin)
         keys, values = cache.write(layer, k, v)
         groups = self.heads // self.kv_heads
         # Queries of the heads that share a key head become rows of one product, so that no key is copied.
         folded_queries = q.reshape(batch, self.kv_heads, groups * new_tokens, self.head_dim)
-        if q.dtype == torch.bfloat16:  # only the fused attention keeps scores in float32
+        if q.dtype == torch.bfloat16:  # the products below would round scores to bfloat16; fused attention does not
             return self._attend_fused(folded_queries, keys, values, bias)
         scores = folded_queries @ keys.transpose(-1, -2) * self.head_dim**-0.5
         scores = scores.view(batch, self.kv_heads, groups, new_tokens, -1) + bias[:, None, None]
@@ -98,7 +100,7 @@ class Attention(nn.Module):
         return attention_output.transpose(1, 2).reshape(batch, new_tokens, -1)
 
     def attend_tree(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, layer: int, bias: Tensor) -> Tensor:
-        """Attention of `x` (B, q, hidden) over itself and the cache, which is not changed; `bias` (B, q, used + q)."""
+        """Attention of `x` (B, q, hidden) over the cache, which is not changed, and itself. bias: (B, q, used + q)."""
         batch, new_tokens, _ = x.shape
         q, k, v = self.project(x, cos, sin)
         keys = torch.cat((cache.keys[layer][:, :, : cache.used_slots], k), dim=2)
@@ -145,7 +147,10 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward_packed(self, x: Tensor, cos: Tensor, sin: Tensor, packed: PackedRows, is_last: bool) -> Tensor:
-        """The block over the rows of a stream `x` (N, hidden); if `is_last`, finished only at positions asked for."""
+        """The block over the rows of a stream `x` (N, hidden).
+
+        If `is_last`, it is finished only at the requested positions, since no later block attends to the others.
+        """
         attention_output = self.self_attn.attend_causal(self.input_layernorm(x), cos, sin, packed)
         if is_last:
             x, attention_output = (
@@ -184,7 +189,7 @@ class Qwen2Trunk(nn.Module):
     def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """The autocast context of every pass; none if passes compute in the type of the weights."""
         dtype = self.pass_settings.dtype
-        # A pass uses each weight once: cached casts would only take memory.
+        # A pass uses each weight once, so a cache of casts would only take memory.
         return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype, cache_enabled=False)
 
     def _run_layer(
@@ -201,9 +206,10 @@ class Qwen2Trunk(nn.Module):
     def compute_hidden_states(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
         """Hidden states at chosen positions of whole sequences.
 
-        tokens: (B, T) from position 0 on, right-padded with anything. flat_positions: (N,) flat indices into B * T,
-        none of them padding. Returns (N, hidden). Tokens after a row's last chosen position are not computed, and the
-        last block is finished only at `flat_positions`: neither changes a number.
+        tokens: (B, T) from position 0 on, padded on the right with any token. flat_positions: (N,) flat indices into
+        B * T, none of them padding. Returns (N, hidden). Tokens after the last chosen position of a row are not
+        computed, and the last block is finished only at `flat_positions`. Neither changes a number, because attention
+        is causal.
         """
         packed = pack_rows((tokens.shape[0], tokens.shape[1]), flat_positions)
         last_layer = len(self.layers) - 1
@@ -220,10 +226,10 @@ class Qwen2Trunk(nn.Module):
         return KVCache(rows, slots, self.embed_tokens.weight)
 
     def extend(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: KVCache) -> Tensor:
-        """Append tokens to the cache's first B rows; hidden state of the last one.
+        """Append tokens to the first B rows of the cache; return the hidden states (B, hidden) of the last ones.
 
-        tokens, positions, valid: (B, q); fillers (valid False) are on the left. Returns (B, hidden). Rows beyond the
-        first B get a filler.
+        tokens, positions, valid: (B, q). Fillers, where `valid` is False, are on the left. Rows beyond the first B get
+        a filler.
         """
         bias = cache.append_slots(valid)
         cos, sin = self._get_angles(positions, cache)
@@ -234,27 +240,27 @@ class Qwen2Trunk(nn.Module):
                 attention_output = layer.self_attn.attend_cached(
                     layer.input_layernorm(x), cos, sin, cache, layer_index, bias
                 )
-                if layer_index == last_layer:
+                if layer_index == last_layer:  # only the last token predicts one that is not known yet
                     x, attention_output = x[:, -1], attention_output[:, -1]
                 x = layer.finish(x, attention_output)
             cache.used_slots += tokens.shape[1]
             return self.norm(x)
 
     def _get_angles(self, positions: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of positions, from the cache's table, which is recomputed when the cache has grown."""
+        """Cosines and sines of `positions`, from a table in the cache that is recomputed when the cache has grown."""
         slots = cache.bias.shape[1]
         if cache.angles is None or len(cache.angles[0]) < slots:
-            # A row's positions are below its number of slots, packed or not: the table covers all of them.
+            # Each token of a row has a slot, so positions are below the number of slots, and the table has all of them.
             cache.angles = compute_rotary(torch.arange(slots, device=positions.device), self.shape)
         return cache.angles[0][positions], cache.angles[1][positions]
 
     def forward_tree(
         self, tokens: Tensor, depths: Tensor, tree_mask: Tensor, lengths: Tensor, cache: KVCache
     ) -> Tensor:
-        """Hidden states of one tree of tokens after every row of the cache, which is only read.
+        """Hidden states (B, F, hidden) of one tree of tokens after every row of the cache, which is only read.
 
         tokens: (F,). depths: (F,), 0 for a token right after the row. tree_mask: (F, F) bool, True in the columns of a
-        token and of its ancestors. lengths: (B,) tokens per row. Returns (B, F, hidden).
+        token and of its ancestors. lengths: (B,) tokens per row.
         """
         rows = len(lengths)
         bias = cache.make_tree_bias(tree_mask, rows)
@@ -272,7 +278,11 @@ class LanguageHead(nn.Linear):
     """Hidden states to the vocabulary, in the type of the hidden states."""
 
     def forward(self, hidden: Tensor, head_function: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
-        """Logits (..., V) of `hidden` (..., h); or head_function(hidden, weight), which may avoid whole logits."""
+        """Logits (..., V) of `hidden` (..., h).
+
+        With `head_function`, its result for (hidden, weight) instead: a function can work in chunks, without all
+        logits in memory at once.
+        """
         return (
             F.linear(hidden, self.weight.to(hidden.dtype))
             if head_function is None
@@ -281,7 +291,7 @@ class LanguageHead(nn.Linear):
 
 
 class ValueHead(nn.Linear):
-    """Hidden states to one value each, in float32: this costs almost nothing and does not round returns."""
+    """Hidden states to one value each, in float32. This costs almost nothing, while bfloat16 would round the values."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Values (..., 1) of `hidden` (..., h)."""

@@ -44,7 +44,7 @@ class Qwen2Shape:
 
     @staticmethod
     def read(folder: Path) -> "Qwen2Shape":
-        """The shape of the model in `folder`; ValueError that names the architecture if it is another."""
+        """The shape of the model in `folder`. ValueError for another architecture or for scaled rotary positions."""
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         architecture = (config.get("architectures") or [config.get("model_type")])[0]
         if architecture != QWEN2_ARCHITECTURE:
@@ -57,7 +57,8 @@ class Qwen2Shape:
         rope_type = rope.get("rope_type") or (config.get("rope_scaling") or {}).get("rope_type") or "default"
         if rope_type != "default":
             raise ValueError(
-                f"The model in {folder} scales its rotary positions ({rope_type}), which the torch engine cannot do."
+                f"The model in {folder} scales its rotary positions ({rope_type}), which our implementation of Qwen2 "
+                "does not support. Choose another model with --model."
             )
         eos = config["eos_token_id"]
         return Qwen2Shape(

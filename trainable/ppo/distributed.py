@@ -1,4 +1,8 @@
-"""PPO training on several ranks: rank 0 is the process of the trial, the others are actors in the same trial."""
+"""PPO training on several ranks: rank 0 is the process of the trial, and each other rank is a Ray actor in the trial.
+
+All ranks run the same methods of a `PPOTrainer` at the same time, and meet in its collectives. Most of this module is
+about failures: an error or a death of one rank must end the others, and reach the study as its cause.
+"""
 
 import os
 import tempfile
@@ -26,15 +30,18 @@ T = TypeVar("T")
 _ENV_PREFIX = "TUNE_STUDY_"
 """Prefix of the environment variables that name the run a process belongs to: ranks inherit them from their trial."""
 _ERROR_TIMEOUT_S = 10.0
-"""How long rank 0 waits for the other ranks to report their errors, or to close."""
+"""Seconds that rank 0 waits for the other ranks to report their errors, or to close."""
 _FAILURE_GRACE_S = 60.0
-"""How long rank 0 may take to notice that another rank has failed, before its process is ended."""
+"""Seconds that rank 0 may take to notice that another rank has failed, before its process is ended."""
 _POLL_S = 0.2
-"""Interval at which rank 0 checks for failed ranks during the rendezvous."""
+"""Seconds between two checks of rank 0 for failed ranks, during the rendezvous."""
 
 
 def make_trainer(settings: RunConfig, diagnostics: Diagnostics) -> "PPOTrainer | DistributedTrainer":
-    """Make the trainer of a run: one process in torch, or one rank per GPU under DeepSpeed."""
+    """Make the trainer of a run: one process in torch, or one rank per GPU under DeepSpeed.
+
+    Raises ValueError if trainer.strategy=torch is set for several GPUs.
+    """
     world_size = max(1, int(settings.trainer.n_gpus_per_node))  # 0, or a fraction of a GPU, is one process
     strategy = settings.trainer.strategy
     if world_size > 1 and strategy == "torch":
@@ -50,12 +57,15 @@ def make_trainer(settings: RunConfig, diagnostics: Diagnostics) -> "PPOTrainer |
 
 
 def _make_rendezvous_path() -> Path:
-    """A file name that no other run uses."""
+    """The path of a file that no other run uses, in this machine's temporary folder: all ranks are on one machine."""
     return Path(tempfile.gettempdir()) / f"tune_study_ranks_{uuid4().hex}"
 
 
 class RankActor:
-    """The actor of a rank other than 0: it calls the same methods as rank 0, and keeps their results to itself."""
+    """The actor of a rank other than 0: it calls the same methods of its trainer as rank 0, and returns no results.
+
+    settings: the fields of a `RunConfig`, as JSON values. rendezvous_file: see `connect`.
+    """
 
     def __init__(
         self, settings: Mapping[str, Any], diagnostics: Diagnostics, rank: int, world_size: int, rendezvous_file: str
@@ -65,9 +75,14 @@ class RankActor:
         self.rank, self.world_size, self.rendezvous_file = rank, world_size, Path(rendezvous_file)
 
     def run_method(self, method_name: str) -> None:
-        """Call a method of the trainer together with rank 0, or "join"; rank 0 has the result, too, and returns it."""
+        """Call a method of the trainer together with rank 0, or connect if `method_name` is "join".
+
+        Returns nothing, because rank 0 has the result, too.
+        """
         if method_name == "load_state":
-            # Outside of the `try`: all ranks refuse a state that does not fit, stay connected, and try the next one.
+            # Outside of the `try`, which would close the connection: all ranks refuse a state that does not fit, stay
+            # connected, and try the next one.
+            # The arguments come from rank 0 through the process group; a rank other than 0 contributes empty values.
             self.trainer.load_state(self.world.broadcast(None), self.world.all_gather_object({})[0])
             return
         try:
@@ -76,23 +91,29 @@ class RankActor:
             else:
                 getattr(self.trainer, method_name)()
         except Exception:
-            # Rank 0 may be waiting for this rank in a collective; closing the connection makes it fail there. Not with
-            # NCCL, which would wait for rank 0 before it closes: there, `_watch_ranks` ends the process of rank 0.
+            # Rank 0 may be waiting for this rank in a collective; closing the connection makes it fail there. NCCL is
+            # an exception: it would wait for rank 0 before it closes. There, `_watch_ranks` ends rank 0's process.
             if torch.distributed.is_initialized() and not torch.cuda.is_available():
                 torch.distributed.destroy_process_group()
             raise
 
     def _join(self) -> None:
+        """Connect to the other ranks and make the trainer."""
         settings = RunConfig.model_validate(self.settings)
         self.world = connect(self.rank, self.world_size, self.rendezvous_file)
         self.trainer = PPOTrainer(settings, self.world, self.diagnostics)
 
 
 class DistributedTrainer:
-    """A `PPOTrainer` on each of `world_size` ranks. This process is rank 0; each rank has a bundle of the trial."""
+    """A `PPOTrainer` on each of `world_size` ranks. This process is rank 0; each rank has a bundle of the trial.
+
+    Every method runs on all ranks at once. If one rank fails, the error that caused the failure is raised here (see
+    `_find_first_error`).
+    """
 
     def __init__(self, settings: RunConfig, world_size: int, diagnostics: Diagnostics) -> None:
         self.rendezvous_file = _make_rendezvous_path()
+        # The calls that run on the other ranks at the moment, as Ray's object references.
         self.pending_refs: list[Any] = []
         self.rank_actors = [
             _start_rank(settings, diagnostics, rank, world_size, self.rendezvous_file) for rank in range(1, world_size)
@@ -102,13 +123,13 @@ class DistributedTrainer:
                 "join",
                 lambda: PPOTrainer(
                     settings,
-                    # While this process waits for the others, a rank that died must not go unnoticed. A lambda, because
-                    # `_run_on_all_ranks` replaces `pending_refs`.
+                    # The check of the errors ends the wait if a rank has died and will never arrive. It is a lambda,
+                    # because `_run_on_all_ranks` replaces `pending_refs` before `connect` runs.
                     connect(0, world_size, self.rendezvous_file, lambda: _raise_first_error(self.pending_refs)),
                     diagnostics,
                 ),
             )
-        except BaseException:  # Ctrl-C too: ranks that are left would hold their GPUs
+        except BaseException:  # Ctrl-C, too: nobody could close ranks that are left, and they would hold their GPUs
             self._kill_ranks()
             raise
 
@@ -139,41 +160,51 @@ class DistributedTrainer:
 
     def close(self) -> None:
         """Close the engines of all ranks, end the other ranks, and leave the process group."""
-        ray.wait(
-            [other.run_method.remote("close") for other in self.rank_actors] or [ray.put(None)],
-            timeout=_ERROR_TIMEOUT_S,
-        )
+        if self.rank_actors:
+            close_refs = [actor.run_method.remote("close") for actor in self.rank_actors]
+            # `wait` instead of `get`: a rank that has failed or does not answer must not keep this one from closing.
+            ray.wait(close_refs, num_returns=len(close_refs), timeout=_ERROR_TIMEOUT_S)
         self.trainer.close()
         self._kill_ranks()
 
     def _kill_ranks(self) -> None:
-        for other in self.rank_actors:
-            ray.kill(other)
+        """End the processes of the other ranks, and leave the process group."""
+        for actor in self.rank_actors:
+            ray.kill(actor)
         disconnect(self.rendezvous_file)
 
     def _run_on_all_ranks(self, method_name: str, call: Callable[[], T]) -> T:
-        """Run `method_name` on all other ranks and `call` here at the same time; raise the first error."""
-        self.pending_refs = [other.run_method.remote(method_name) for other in self.rank_actors]
+        """Run `method_name` on all other ranks and `call` here at the same time; return the result of `call`.
+
+        If one of them fails, raises the error that caused the failure (see `_find_first_error`).
+        """
+        # The calls on the other ranks are started first, because `call` waits for them in its collectives.
+        self.pending_refs = [actor.run_method.remote(method_name) for actor in self.rank_actors]
         is_done = threading.Event()
         threading.Thread(target=_watch_ranks, args=(self.pending_refs, is_done), daemon=True).start()
         try:
             result = call()
-            ray.get(self.pending_refs)
+            ray.get(self.pending_refs)  # another rank may fail after its last collective
             return result
         except Exception as error:
+            # `from None`: the local error is often only a closed connection, and would hide the cause in a traceback.
             raise _find_first_error(self.pending_refs, error) from None
         finally:
             is_done.set()
 
 
 def _find_first_error(pending_refs: list[Any], local_error: Exception) -> Exception:
-    """The error that caused the failure, as opposed to errors about the connection that it closed on other ranks.
+    """Find the error that caused the failure; when one rank fails, others raise errors about a closed connection.
 
-    pending_refs: the calls on ranks 1 and up. local_error: the error of rank 0, which may come from one of them.
+    pending_refs: the calls on ranks 1 and up. local_error: the error of rank 0, which may be a consequence of theirs.
+
+    Returns the likeliest cause. The order is: an error of rank 0 that cannot be a consequence, one that another rank
+    reported, the death of a rank, a RuntimeError of another rank, and the error of rank 0.
     """
-    ready_refs, _ = (
-        ray.wait(pending_refs, num_returns=len(pending_refs), timeout=_ERROR_TIMEOUT_S) if pending_refs else ([], [])
-    )
+    if not pending_refs:  # a single rank
+        return local_error
+    # The others need a moment to fail, too. A rank that is still stuck in a collective by then has nothing to report.
+    ready_refs, _ = ray.wait(pending_refs, num_returns=len(pending_refs), timeout=_ERROR_TIMEOUT_S)
     reported_errors: list[Exception] = []
     dead_rank_errors: list[Exception] = []
     connection_errors: list[Exception] = []
@@ -184,13 +215,13 @@ def _find_first_error(pending_refs: list[Any], local_error: Exception) -> Except
         except ray.exceptions.RayTaskError as error:
             cause = error.cause if isinstance(error.cause, Exception) else error
             cause.add_note(f"(on rank {rank} of {len(pending_refs) + 1})")
-            # torch reports a closed connection as a RuntimeError: errors of other types are likelier to be the cause.
+            # torch reports a closed connection as a RuntimeError. An error of another type is likelier to be the cause.
             (connection_errors if isinstance(cause, RuntimeError) else reported_errors).append(cause)
-        except Exception as error:  # the actor died, and could not report an error of its own
+        except Exception as error:  # Ray's error about an actor that died, and could not report an error of its own
             dead_rank_errors.append(
                 RuntimeError(f"rank {rank} of {len(pending_refs) + 1} has ended: {str(error).strip()}")
             )
-    # An error of rank 0 may just be a consequence: of a closed connection, or of an error that Ray passed on.
+    # Only these two types can be consequences: RuntimeError of a closed connection, RayError of another rank's error.
     is_local_cause = not isinstance(local_error, RuntimeError | ray.exceptions.RayError)
     causes_by_likelihood = [
         *([local_error] if is_local_cause else []),
@@ -203,32 +234,39 @@ def _find_first_error(pending_refs: list[Any], local_error: Exception) -> Except
 
 
 def _raise_first_error(pending_refs: list[Any]) -> None:
-    """Wait briefly; raise the error of another rank if one has failed."""
+    """Wait for `_POLL_S`, and raise the error of another rank if one has failed."""
     ready_refs, _ = ray.wait(pending_refs, timeout=_POLL_S)
     ray.get(ready_refs)
 
 
 def _watch_ranks(pending_refs: list[Any], is_done: threading.Event) -> None:
-    """End this process if another rank has failed and this one does not notice: NCCL would wait for half an hour."""
+    """End this process if another rank has failed and this one does not notice; runs in a thread of rank 0.
+
+    Without it, rank 0 could wait in a collective of NCCL for as long as `COLLECTIVE_TIMEOUT`.
+
+    pending_refs: the calls on the other ranks. is_done: set when the call on rank 0 has returned or raised.
+    """
     while pending_refs and not is_done.wait(1.0):
         finished_refs, pending_refs = ray.wait(pending_refs, num_returns=1, timeout=1.0)
         try:
             ray.get(finished_refs)
         except Exception:
             if not is_done.wait(_FAILURE_GRACE_S):
-                # The main thread is stuck in a collective, which no exception can reach.
+                # The main thread is stuck in a collective, where no exception can reach it. `sys.exit` would end this
+                # thread only. Tune notices the death of the process, and the study retries the trial.
                 traceback.print_exc()
                 os._exit(1)
-            return
+            return  # the main thread has noticed, and raises the cause
 
 
 def _start_rank(
     settings: RunConfig, diagnostics: Diagnostics, rank: int, world_size: int, rendezvous_file: Path
 ) -> Any:
-    """Start the actor of a rank in the bundle of the trial with the same number."""
+    """Start the actor of a rank, in the bundle of the trial's placement group that has the same number."""
     scheduling_strategy = PlacementGroupSchedulingStrategy(
         get_current_placement_group(), placement_group_bundle_index=rank
     )
+    # Without these variables, `terminate_orphans` could not tell which run the process belongs to.
     env_vars = {name: value for name, value in os.environ.items() if name.startswith(_ENV_PREFIX)}
     actor = ray.remote(RankActor).options(
         num_cpus=1,

@@ -15,11 +15,12 @@ from trainable.rollout.episode import Episode
 
 
 class Evaluation(NamedTuple):
-    """The result of one pass over the levels of a split; `to_line` makes its record for levels.jsonl.
+    """The result of playing all levels of a split; `to_line` makes its record for levels.jsonl.
 
-    split: val or test. mode: sampled or greedy. levels: seed of each episode's level. clusters: number of the symmetry
-    class of each episode's level, for confidence intervals over levels. score: mean over episodes. invalid_turns:
-    fraction of all turns.
+    step: training steps before the evaluation. split: val or test. mode: sampled or greedy. levels: seed of each
+    episode's level. clusters: number of the symmetry class of each episode's level; levels that are equal up to
+    symmetry are one cluster in confidence intervals. solved: whether each episode solved its level. score: mean score
+    of the episodes. invalid_turns: fraction of all turns.
     """
 
     step: int
@@ -37,7 +38,7 @@ class Evaluation(NamedTuple):
         return sum(self.solved) / len(self.solved)
 
     def compute_success_where(self, is_selected: Sequence[bool]) -> float | None:
-        """Fraction solved of the episodes that `is_selected` marks, or None if it marks none."""
+        """Success over the episodes for which `is_selected` is True; None if there are none."""
         selected_solved = [solved for solved, selected in zip(self.solved, is_selected, strict=True) if selected]
         return sum(selected_solved) / len(selected_solved) if selected_solved else None
 
@@ -56,7 +57,7 @@ class Evaluation(NamedTuple):
 def make_evaluation(
     episodes: Sequence[Episode], step: int, split: str, mode: str, clusters: Sequence[int]
 ) -> Evaluation:
-    """Summarise `episodes` as an evaluation; clusters: symmetry class of the level of each group."""
+    """Summarize `episodes` as an evaluation; clusters: number of the symmetry class of each group's level."""
     num_turns = sum(len(episode.texts) for episode in episodes)
     return Evaluation(
         step=step,
@@ -71,7 +72,12 @@ def make_evaluation(
 
 
 def number_classes(keys: Sequence[bytes]) -> list[int]:
-    """Number symmetry classes in order of first appearance."""
+    """For each key of a level's symmetry class, the number of the class, in order of first appearance.
+
+    Example:
+        >>> number_classes([b"x", b"y", b"x"])
+        [0, 1, 0]
+    """
     class_numbers: dict[bytes, int] = {}
     return [class_numbers.setdefault(key, len(class_numbers)) for key in keys]
 
@@ -93,11 +99,12 @@ def summarise_rollout(episodes: Sequence[Episode], group_size: int) -> RolloutSu
 def summarise_batch(batch: Batch, targets: Targets, episodes: Sequence[Episode], has_values: bool) -> BatchSummary:
     """Statistics of the batch before the update.
 
-    episodes: those that the filter kept, without the copies that the batch has of some. has_values: whether the values
-    in `targets` come from a critic; they are zeros otherwise.
+    episodes: the episodes that the filter kept; `batch` may have copies of some, in addition. has_values: whether the
+    values in `targets` come from a critic; they are zeros otherwise.
     """
     mask, kl, value_mean, explained_variance = batch.mask, None, None, None
     if targets.ref_logprobs is not None:
+        # Always k3, whichever KL the run trains with, so that the column of different runs can be compared.
         kl = float(masked_mean(estimate_kl(batch.logprobs, targets.ref_logprobs, "low_var_kl"), mask))
     if has_values:
         values, returns = targets.values[mask], targets.returns[mask]
@@ -108,7 +115,7 @@ def summarise_batch(batch: Batch, targets: Targets, episodes: Sequence[Episode],
         batch_size=len(batch.lengths),
         trained_tokens=int(mask.sum()),
         padding_fraction=1 - float(batch.count_needed_tokens().sum()) / mask.numel(),
-        # The mean over sampled tokens, so that the copies in the batch have no influence on it.
+        # Over the sampled tokens of the episodes instead of the batch, so that copies have no influence on it.
         entropy=sum(float(e.entropies.sum()) for e in episodes) / sum(e.response_tokens for e in episodes),
         kl_to_reference=kl,
         value_mean=value_mean,
@@ -117,7 +124,7 @@ def summarise_batch(batch: Batch, targets: Targets, episodes: Sequence[Episode],
 
 
 def summarise_validation(evaluations: Sequence[Evaluation], is_unseen: Sequence[bool]) -> Validation | None:
-    """Summarise a sampled validation, and the greedy one if it follows; None without evaluations.
+    """Summarize a validation: `evaluations` is empty (the result is None), or sampled, or sampled and greedy.
 
     is_unseen: for each episode, whether its level differs from every training level.
     """

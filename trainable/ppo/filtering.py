@@ -11,19 +11,22 @@ from trainable.rollout.episode import Episode
 
 
 class Selection(NamedTuple):
-    """The result of the filter: the episodes of the selected groups, in order, and the columns of the decision."""
+    """The result of the filter: the episodes of the selected groups, in their order, and the columns of the row."""
 
     episodes: list[Episode]
     decision: FilterDecision
 
     @property
     def groups_kept(self) -> int:
-        """Number of groups that are trained on."""
+        """Number of selected groups."""
         return self.decision.groups_kept
 
 
 def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_size: int) -> Selection:
-    """Select groups by their scores (see `FilterConfig`); episodes: complete groups of `group_size`, one by one."""
+    """Select the groups to train on by their scores (see `FilterConfig`); nothing may be selected.
+
+    episodes: complete groups, each with `group_size` consecutive episodes, numbered from 0 in `Episode.group`.
+    """
     rewards = reshape_by_group([episode.score for episode in episodes], group_size)
     entropies = reshape_by_group([float(episode.entropies[episode.mask].mean()) for episode in episodes], group_size)
     lengths = reshape_by_group([float(episode.response_tokens) for episode in episodes], group_size)
@@ -37,7 +40,7 @@ def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_s
     is_kept = select_groups(
         scores, rule, settings.rollout_filter_type == "largest", settings.rollout_filter_include_zero
     )
-    # Reported under every metric, so that the columns of runs with different filters can be compared.
+    # The columns are about reward std whatever the metric, so that runs with different filters can be compared.
     stds = compute_group_scores("reward_std", rewards)
     groups_kept = int(is_kept.sum())
     decision = FilterDecision(
@@ -47,6 +50,6 @@ def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_s
         groups=len(is_kept),
         groups_kept=groups_kept,
         kept_ratio=groups_kept / len(is_kept),
-        reward_std_kept=float(stds[is_kept].mean()) if groups_kept else 0.0,
+        reward_std_kept=float(stds[is_kept].mean()) if groups_kept else 0.0,  # the mean of nothing would be NaN
     )
     return Selection([episode for episode in episodes if is_kept[episode.group]], decision)

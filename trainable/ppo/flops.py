@@ -1,4 +1,4 @@
-"""FLOP and MFU of the phases of a step, where MFU is relative to the matmul throughput measured on this machine."""
+"""FLOP and MFU of the phases of a step. The peak of the MFU is the matmul throughput measured on this machine."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +12,9 @@ from trainable.rollout.batch import Batch
 from trainable.rollout.episode import Episode
 
 BACKWARD_FACTOR = 2.0
-"""FLOP of a backward pass, relative to the forward pass: two products for each one, for the gradients of inputs and of
-weights. With adapters it is one, because the weights are frozen. Recomputed blocks and the products of the adapters
-themselves are not counted."""
+"""FLOP of a backward pass, relative to its forward pass. Each product of the forward pass needs two in the backward
+pass: one for the gradient of its input and one for the gradient of its weight. Recomputed blocks and the products of
+LoRA adapters are not counted."""
 
 
 def estimate_forward_flops(
@@ -24,20 +24,25 @@ def estimate_forward_flops(
 
         2 · products + 4 · blocks · channels of all heads · pairs of tokens that attend to each other
 
-    output_tokens: tokens that also pass through the rest of the last block and the head, which has `output_size`
-    entries. Other tokens only need the keys and values of the last block.
+    A product is a multiplication and an addition. A pair costs two of them per channel: one for its attention score,
+    one for its value.
+
+    output_tokens: number of tokens, over all sequences, that also pass through the rest of the last block and the head,
+    which has `output_size` entries. Other tokens only need the keys and values of the last block.
     """
     weights_before, weights_after = shape.block_weights
     blocks, tokens = shape.num_hidden_layers, sum(lengths)
     products = tokens * (blocks * weights_before + (blocks - 1) * weights_after) + output_tokens * (
         weights_after + output_size * shape.hidden_size
     )
+    # Causal attention: a token attends to itself, to the tokens before it, and to all cached ones.
     pairs = sum(length * (length + 1) / 2 + cached_tokens * length for length in lengths)
     return 2.0 * products + 4.0 * blocks * shape.attention_size * pairs
 
 
 def estimate_rollout_flops(shape: Shape, episodes: Sequence[Episode]) -> float:
     """FLOP of sampling the episodes with a KV cache that keeps all turns, and one prefill of the prompt per group."""
+    # The first sampled token follows the prompt, which is the same in all episodes of a group.
     prompt_lengths = {episode.group: int(episode.mask.argmax()) for episode in episodes}
     total = sum(estimate_forward_flops(shape, [length], 0, 0) for length in prompt_lengths.values())
     for episode in episodes:
@@ -50,20 +55,20 @@ def estimate_rollout_flops(shape: Shape, episodes: Sequence[Episode]) -> float:
 
 def estimate_training_flops(shape: Shape, config: RunConfig, batch: Batch) -> dict[str, float]:
     """FLOP of each phase of training on `batch`, by the name of the phase; phases that are off are left out."""
+    # A value head has one output; its trunk costs as much as the policy's.
     lengths, trained_tokens = batch.count_needed_tokens().tolist(), int(batch.mask.sum())
     value_flops, policy_flops = (
         estimate_forward_flops(shape, lengths, trained_tokens, outputs) for outputs in (1, shape.vocab_size)
     )
-    # With adapters the backward pass does half: it needs no gradients of weights (see BACKWARD_FACTOR).
-    # 1 is the forward pass.
+    # 1 is the forward pass. Under adapters the weights are frozen, so the backward pass computes no gradients of
+    # weights, which are half of its products.
     update_factor = 1 + (BACKWARD_FACTOR / 2 if config.model.lora_rank else BACKWARD_FACTOR)
     extra_forwards = config.actor.loss.needs_pass_before_step  # a bool: one forward pass of tpo, without gradients
     phase_flops = {"update_actor": (update_factor + extra_forwards) * config.actor.ppo_epochs * policy_flops}
     if config.algorithm.estimator.needs_critic:
         phase_flops["values"] = value_flops
-        if (
-            not config.critic.shared_trunk
-        ):  # on a shared trunk the value head adds next to nothing to the policy's update
+        # On a shared trunk the update of the policy trains the value head, which adds next to nothing to its FLOP.
+        if not config.critic.shared_trunk:
             phase_flops["update_critic"] = update_factor * config.critic.ppo_epochs * value_flops
     if config.actor.use_kl_loss or config.algorithm.use_kl_in_reward:
         phase_flops["reference"] = policy_flops
@@ -71,7 +76,10 @@ def estimate_training_flops(shape: Shape, config: RunConfig, batch: Batch) -> di
 
 
 def compute_mfu(flops: Mapping[str, float], seconds: Mapping[str, float], peak_flops_per_s: float) -> dict[str, float]:
-    """MFU of each phase that has seconds: its FLOP per second, as a fraction of `peak_flops_per_s`."""
+    """MFU of each phase in `flops`: its FLOP per second, as a fraction of `peak_flops_per_s`.
+
+    Phases without `seconds` did not run in this step and are left out.
+    """
     return {
         phase: flop_count / seconds[phase] / peak_flops_per_s
         for phase, flop_count in flops.items()
@@ -82,14 +90,17 @@ def compute_mfu(flops: Mapping[str, float], seconds: Mapping[str, float], peak_f
 @cache
 def measure_peak_flops(device_type: str, dtype: torch.dtype) -> float:
     """Peak FLOP/s of matrix products on a device type (cpu, cuda): the best of ten, measured once per process."""
-    size = 8192 if device_type == "cuda" else 512  # large for the device, and still quick: 1.1 TFLOP and 0.3 GFLOP
+    # Large enough to use the device fully, and still quick: one product has 1.1 TFLOP and 0.3 GFLOP.
+    size = 8192 if device_type == "cuda" else 512
     left, right = (torch.randn(size, size, device=device_type).to(dtype) for _ in range(2))
-    torch.mm(left, right)  # warm-up: the first call also pays for initialisation
+    torch.mm(left, right)  # warm-up: the first call also pays for initialization
+    # The best instead of the mean, because other processes on the machine only ever make a product slower.
     return 2 * size**3 / min(time_call(lambda: torch.mm(left, right), device_type) for _ in range(10))
 
 
 def time_call(call: Callable[[], object], device_type: str) -> float:
     """Seconds of `call`, including the work that it queued on the device."""
+    # CUDA calls return before their work is done. Wait for earlier work first, then for the work of `call`.
     if device_type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()

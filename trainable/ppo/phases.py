@@ -13,7 +13,7 @@ Phase = Literal[
 
 
 class Clock:
-    """Wall time and CPU time (of all threads of this process) since the clock was created."""
+    """Measures wall time and CPU time (of all threads of this process) since its creation."""
 
     def __init__(self) -> None:
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
@@ -27,7 +27,7 @@ class PhaseTimer:
     """Measures the phases of one step on `device`; the times of a phase that occurs twice are added.
 
     seconds: time of each phase so far, by name. CUDA calls return before their work is done, so the timer synchronizes
-    at both ends of a phase. Otherwise the time would be counted in whichever phase waits for the result.
+    at both ends of a phase. Without this, the time would be counted in whichever phase first waits for the result.
 
     Example::
 
@@ -43,7 +43,7 @@ class PhaseTimer:
 
     @contextmanager
     def measure(self, phase: Phase) -> Iterator[None]:
-        """Add the seconds of the `with` body to `phase`, also if it raises."""
+        """Add the seconds of the `with` body to `phase`, even if the body raises."""
         self._synchronize()
         start = time.perf_counter()
         try:

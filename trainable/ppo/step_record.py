@@ -80,7 +80,11 @@ class Update:
 
 @dataclass(frozen=True)
 class Budget:
-    """Optimizer steps, actions and tokens of the step. Filters change them, so that comparisons must report them."""
+    """Optimizer steps, actions and tokens of the step.
+
+    Filters change them, so a comparison of filters has to report them. optimizer_steps: applied steps of the policy.
+    env_steps: executed actions. trained_tokens: including the tokens of copies in the batch.
+    """
 
     optimizer_steps: int
     env_steps: int
@@ -105,7 +109,10 @@ class Validation:
 
 @dataclass(frozen=True)
 class FinalEvaluation:
-    """Results that are measured once, at the end of a run, and the seconds of wall and CPU time that this took."""
+    """Results that are measured once, at the end of a run, and the wall and CPU seconds that this took.
+
+    test_success, test_greedy_success: None if the run has no test levels.
+    """
 
     val_greedy_success: float
     test_success: float | None
@@ -114,8 +121,8 @@ class FinalEvaluation:
     cpu_seconds: float
 
     def add_to_row(self, row: Mapping[str, Number]) -> dict[str, Number]:
-        """The last row of the run, with the results added and the seconds included in the time columns."""
-        # The evaluation counts as validation, and so in the times of the step and of the run.
+        """The last `row` of the run, with the results added and the seconds included in its time columns."""
+        # The evaluation counts as validation, and therefore in the times of the step and of the run.
         added_seconds = {
             "seconds_validation": self.seconds,
             "seconds_step": self.seconds,
@@ -134,11 +141,16 @@ class FinalEvaluation:
 
 
 _COST_FIELDS = ("seconds", "cpu_seconds")
+"""Fields of `FinalEvaluation` that are no columns: they are added to columns that the row already has."""
 
 
 @dataclass(frozen=True)
 class StepTiming:
-    """Seconds of the step and of its phases, and the MFU of the phases."""
+    """Seconds of the step and of its phases, and the MFU of the phases.
+
+    phases, mfu: by name of the phase; a phase that did not run is missing. seconds_total: sum of seconds_step over the
+    run so far, across restarts.
+    """
 
     phases: Mapping[str, float]
     mfu: Mapping[str, float]
@@ -182,7 +194,7 @@ class StepRecord:
     collapse: Mapping[str, float] = field(default_factory=dict)
 
     def to_row(self) -> dict[str, Number]:
-        """The columns of the step that were measured."""
+        """The columns of the step that were measured; columns with the value None are left out."""
         summaries = (self.rollout, self.engine_mismatch, self.filter, self.batch, self.update, self.validation)
         columns: dict[str, Number] = {"consecutive_empty_steps": self.consecutive_empty_steps, **self.collapse}
         for summary in summaries:

@@ -1,4 +1,4 @@
-"""Targets of the losses: advantages and returns, made from the scores of episodes."""
+"""Compute the targets of the losses, advantages and returns, from the rewards of episodes."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -39,19 +39,23 @@ def make_targets(
     kl_coef: float,
     filter_scale: float,
 ) -> Targets:
-    """Compute advantages and returns of a batch, in the published order.
+    """Compute advantages and returns of a batch: KL penalty, estimator, whitening, then scaling (published order).
 
-    values: (B, T) of the critic, which gae needs. kl_coef: coefficient of the KL penalty in the reward, if that is on.
-    filter_scale: factor of filter_loss_scaling, applied to advantages after whitening. zero_task_advantage comes last
-    and does not change returns.
+    Args:
+        batch: the episodes.
+        values: (B, T) of the critic, which gae needs; None without a critic.
+        ref_logprobs: (B, T) of the reference; None without one.
+        settings: the estimator and the KL penalty. zero_task_advantage sets the advantages to 0, but not the returns.
+        kl_coef: coefficient of the KL penalty in the reward, read only with use_kl_in_reward.
+        filter_scale: factor of actor.filter_loss_scaling. It is applied after whitening, which would cancel it.
     """
     # As published: GAE over turns needs the reward of each turn, everything else the score at the last sampled token.
     rewards = batch.rewards if settings.bi_level_gae else place_episode_scores(batch)
-    if settings.use_kl_in_reward:  # for which the trainer always makes the reference pass
-        assert ref_logprobs is not None
+    if settings.use_kl_in_reward:
+        assert ref_logprobs is not None  # a run with a KL in the reward has a reference
         rewards = apply_kl_penalty(rewards, batch.logprobs, ref_logprobs, batch.mask, settings.kl_penalty, kl_coef)
     advantages, returns = _compute_advantages(batch, rewards, values, settings)
-    # Without task advantage the critic still learns from the returns; only KL and entropy move the policy.
+    # Only the advantages become 0: KL and entropy alone move the policy, and the critic still learns from the returns.
     advantages = torch.zeros_like(advantages) if settings.zero_task_advantage else advantages * filter_scale
     return Targets(advantages, returns, torch.zeros_like(returns) if values is None else values, ref_logprobs)
 
@@ -63,12 +67,13 @@ def _compute_advantages(
     if settings.estimator.needs_critic:
         assert values is not None
         estimate = _compute_gae(batch, rewards, values, settings)
+        # As published. The critic-free estimators do their own centering or whitening.
         return masked_whiten(estimate.advantages, batch.mask), estimate.returns
     return _CRITIC_FREE_ESTIMATORS[settings.adv_estimator](batch, rewards, settings), torch.zeros_like(rewards)
 
 
 def _compute_gae(batch: Batch, rewards: Tensor, values: Tensor, settings: AlgorithmConfig) -> AdvantagesReturns:
-    """GAE over tokens, or bi-level GAE over turns and tokens."""
+    """GAE over tokens, or with settings.bi_level_gae over turns and then over the tokens of each turn."""
     if settings.bi_level_gae:
         return bi_level_gae(
             rewards, values, batch.mask, batch.turns, settings.gamma, settings.lam, settings.high_level_gamma
@@ -94,4 +99,5 @@ _CRITIC_FREE_ESTIMATORS: Mapping[str, Callable[[Batch, Tensor, AlgorithmConfig],
         _compute_scores(batch, rewards), batch.group_ids, batch.mask
     ),
 }
-"""Estimators that need no values: functions of a batch, its rewards (B, T) and settings to advantages (B, T)."""
+"""Estimators that need no critic, by adv_estimator: functions from batch, rewards (B, T) and settings to advantages
+(B, T). Estimators of a whole group see the sum of an episode's rewards, so that a KL penalty reaches them, too."""

@@ -1,4 +1,4 @@
-"""The PPO trainer, whose `step` does the published training step in the published order."""
+"""The PPO trainer. Its `step` makes one training step of the published code (RAGEN), with its parts in that order."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -60,11 +60,13 @@ from trainable.runs.flat_state import get_shapes
 from trainable.runs.nonfinite import check_finite
 from trainable.runs.run import Row
 
-SHARED_VALUE_WEIGHT = 0.01  # rewards reach 10.9, and squared errors would dwarf the policy loss
+SHARED_VALUE_WEIGHT = 0.01
+"""Weight of the value loss on a shared trunk. Scores reach 10.9, so squared errors reach about 100; unweighted, they
+would dwarf the policy loss, which shares the trunk."""
 
 
 class StepOutput(NamedTuple):
-    """The results of a step: its record, its evaluations, and the lines of its gradient analysis if it had one."""
+    """The results of a step: its record, its evaluations, and the lines of its gradient analysis, if there was one."""
 
     record: StepRecord
     evaluations: list[Evaluation]
@@ -77,10 +79,12 @@ class StepOutput(NamedTuple):
 
 
 class Diagnostics(NamedTuple):
-    """Additional measurements in a training step, which change neither weights nor later samples.
+    """Functions that measure something in a training step, and change neither the weights nor later samples.
 
-    collapse: a function of the trainer and the episodes of the step that returns columns, none if they are not due.
-    gradients: a function of the same that returns lines for gradients.jsonl, called in the steps that are configured.
+    Both get the trainer and the episodes of the step. They are passed to the trainer, because they import it.
+
+    collapse: returns the columns of the collapse diagnostics; no columns in a step in which they are not due.
+    gradients: returns lines for gradients.jsonl. The trainer calls it only in steps with a gradient analysis.
     """
 
     collapse: Callable[["PPOTrainer", Sequence[Episode]], Mapping[str, float]] = lambda trainer, episodes: {}
@@ -93,8 +97,8 @@ NO_DIAGNOSTICS = Diagnostics()
 class PPOTrainer:
     """Trains one run: owns its policy, critic, reference and levels; `step()` trains one step and returns its record.
 
-    All randomness comes from (config.seed, purpose, step). A trainer that is restored after step t therefore continues
-    exactly like one that was never interrupted.
+    Every random number is a function of config.seed, its purpose and the step. A trainer that is restored after step t
+    therefore continues exactly like one that was never interrupted.
     """
 
     def __init__(
@@ -107,55 +111,68 @@ class PPOTrainer:
         self.codec, self.stop_token = make_codec(policy.tokenizer), policy.stop_token
         self.backends = make_backends(config, world, self.model, self.value_head, self.critic)
         kl_settings = config.algorithm.kl_ctrl
-        horizon = kl_settings.horizon if kl_settings.type == "adaptive" else None
+        horizon = kl_settings.horizon if kl_settings.type == "adaptive" else None  # None keeps the coefficient fixed
         self.kl_controller = AdaptiveKLController(kl_settings.kl_coef, kl_settings.target_kl, horizon)
         self.step_index = self.consecutive_empty_steps = self.consecutive_nonfinite_steps = 0
         self.seconds_total = 0.0
+        # The collapse diagnostics read and replace these. They are kept here to be part of every checkpoint.
         self.collapse_averages: Mapping[str, Mapping[str, float]] = {}
         self.total_budget = Budget(0, 0, 0, 0)
         self._set_up_environment(policy)
 
     def _set_up_environment(self, policy: Policy) -> None:
-        """Make the prompt template, the limits, the engine, and all levels of the run: no step waits for levels."""
+        """Make the prompt template, the limits, the engine, and the levels of all steps, so that no step generates any.
+
+        Raises ValueError if the first turn of an episode does not fit into the context.
+        """
         config, env = self.config, self.config.env
         style = config.model.prompt_style
         self.prompt_template = make_prompt_template(
             style, env.observation_format, env.max_actions_per_traj, policy.chat_format
         )
         model_context = self.model.shape.max_position_embeddings
+        # The setting can only shorten the model's context, never extend it.
         context = min(model_context, config.rollout.max_model_len or model_context)
         self.limits = EpisodeLimits(
             env.max_turn, env.max_actions_per_turn, env.max_actions_per_traj, env.format_penalty, context
         )
-        # Any level would do: the check needs the length of a first prompt, and the engine a fixed prompt to compare.
+        # Checked before an engine is started for settings that cannot work. Any level serves: the check needs the
+        # length of a first prompt, and the engine a fixed prompt on which log-probs are compared.
         first_observation = Observation(1, make_validation_levels(1, env.seed_val)[0].cells, env.max_actions_per_traj)
         check_first_turn(first_observation, self.prompt_template, self.codec, context, config.rollout.response_length)
         prompt = self.codec.encode([self.prompt_template.format_first_turn(first_observation)])[0]
         self.engine = make_engine(config, policy, self.device, prompt, context, self.backends["actor"].gather_weights)
         self.levels, self.val_levels, self.test_levels, is_unseen = make_run_levels(config)
-        # One entry per episode, as evaluations have them: the rollouts of a level follow one another.
+        # An evaluation has one entry per episode, and the rollouts of a level are consecutive in it.
         self.is_val_unseen = [unseen for unseen in is_unseen for _ in range(env.val_group_size)]
 
     # ------------------------------------------------------------------ the step
 
     def step(self) -> StepOutput:
-        """Train one step, in the published order.
+        """Train one step, in the published order. Comments in the code refer to the numbers of this list.
 
         0. Before the first step, validate the base policy.
         1. Roll out P x G episodes, and compute the collapse diagnostics with the policy that sampled them.
-        2. Filter the groups by their reward spread. If none is left, skip the training.
+        2. Filter the groups by their scores. If the filter keeps no group, there is no batch to train on.
         3. to 6. Make a batch, its values, its reference log-probs, and its advantages and returns.
-        7. Update the critic. If a gradient analysis is due, it follows here.
+        7. Update the critic. If a gradient analysis is due, make it now: it measures the gradients of the policy that
+           sampled the episodes.
         8. Update the policy, and sync its weights to the sampling engine.
         9. If a validation is due, validate.
+
+        A step without a batch has a record, but neither updates nor a validation. Raises NonFiniteError if the run
+        cannot continue (see `check_finite`), and EngineMismatchError if the engine's log-probs are wrong.
         """
         clock, timer, config = Clock(), PhaseTimer(self.device), self.config
+        # A restored trainer is past step 0, so the base policy is validated once per run.
         is_first = self.step_index == 0 and config.trainer.val_before_train
         base_evaluations = self._validate(timer, "sampled", "greedy") if is_first else []  # 0
+        # After the validation, which counts as step 0.
         self.step_index += 1
         plan = plan_step(self.step_index, config)
         with timer.measure("rollout"):
             episodes = self._collect_episodes()  # 1
+        # Before everything that uses the episodes: if the engine sampled from other weights, the run ends here.
         mismatch = self.engine.measure_mismatch(episodes, self.step_index)
         collapse = self.diagnostics.collapse(self, episodes)
         selection = filter_episodes(episodes, config.filter, config.env.group_size)  # 2
@@ -177,7 +194,7 @@ class PPOTrainer:
             budget=budget,
             total_budget=self.total_budget,
             timing=self._measure_timing(clock, timer, episodes, prepared),
-            engine_mismatch=mismatch and EngineMismatch(*mismatch),
+            engine_mismatch=None if mismatch is None else EngineMismatch(*mismatch),
             batch=batch_summary,
             update=update,
             base_validation=summarise_validation(base_evaluations, self.is_val_unseen),
@@ -187,6 +204,7 @@ class PPOTrainer:
         return StepOutput(record, [*base_evaluations, *evaluations], gradients)
 
     def _collect_episodes(self) -> list[Episode]:
+        """Roll out the training levels of the current step."""
         levels = self.levels[self.step_index - 1]
         return self.roll_out(
             levels, self.config.env.group_size, make_rng(self.config.seed, "sampling", self.step_index)
@@ -204,16 +222,19 @@ class PPOTrainer:
         rng: np.random.Generator,
         is_trained: bool = False,
     ) -> list[Episode]:
-        """Roll out every level `group_size` times.
+        """Roll out every level `group_size` times; returns the episodes of all ranks, in the order of the levels.
 
-        Each rank plays a part of the levels, and draws the same random numbers for them as a single rank would.
+        Each rank plays some of the levels, and draws the same random numbers for them as a single rank would.
+        is_trained: whether the episodes will be trained on. Only then are log-probs recomputed; evaluations read none.
         """
         local_range = compute_local_range(len(levels), self.world)
         local_levels = [levels[number] for number in local_range]
+        # A sampler spawns one child generator per episode; skip those of the episodes that lower ranks play.
         rng = skip_child_seeds(rng, local_range.start * group_size)
         sampling_params = self._make_sampling_params(temperature)
         episodes: list[Episode] = []
-        with self.engine.wake_up():  # a rank without levels enters too: gathering weights takes all ranks
+        with self.engine.wake_up():  # a rank without levels enters, too: gathering weights takes all ranks
+            # More ranks than levels leave some ranks without any, and a sampler needs at least one prompt.
             if local_levels:
                 episodes = roll_out_episodes(
                     local_levels,
@@ -226,9 +247,11 @@ class PPOTrainer:
                     rng,
                 )
         if is_trained:
-            self.engine.sleep()  # the trainer's passes come next and need the memory
+            # The trainer's passes come next and need the memory. An evaluation leaves the engine awake, since the next
+            # phase after it is another rollout.
+            self.engine.sleep()
             episodes = self.engine.recompute_logprobs(episodes)
-        # Every rank has numbered its groups from 0.
+        # Every rank has numbered its groups from 0; make the numbers unique.
         local_episodes = [episode._replace(group=episode.group + local_range.start) for episode in episodes]
         return list(chain_blocks(self.world.all_gather_object(local_episodes)))
 
@@ -236,6 +259,7 @@ class PPOTrainer:
         return SamplingParams(temperature, self.config.rollout.response_length, self.stop_token)
 
     def _prepare_selected(self, selection: Selection, timer: PhaseTimer) -> PreparedBatch:
+        """Make the batch of the current step from the selected groups."""
         rng = make_rng(self.config.seed, "duplicates", self.step_index)
         return self.prepare_batch(selection.episodes, selection.groups_kept, self.config.env.env_groups, rng, timer)
 
@@ -249,7 +273,12 @@ class PPOTrainer:
     ) -> PreparedBatch:
         """Make a batch of episodes with values, reference log-probs and advantages.
 
-        The episodes are those of `groups_kept` out of `num_groups` groups, from which the filter_loss_scaling follows.
+        Args:
+            episodes: the episodes of the groups that the filter kept.
+            groups_kept: number of these groups.
+            num_groups: number of groups before the filter, of which actor.filter_loss_scaling takes the fraction kept.
+            rng: draws the episodes that are copied to fill the last mini-batch.
+            timer: measures the phases; None if their times are not reported.
         """
         config, timer = self.config, timer or PhaseTimer(self.device)
         batch = self._make_batch(episodes, num_groups, rng)  # 3
@@ -260,7 +289,7 @@ class PPOTrainer:
         filter_scale = compute_filter_loss_scale(config.actor.filter_loss_scaling, groups_kept, num_groups)
         targets = make_targets(
             batch, values, ref_logprobs, config.algorithm, self.kl_controller.coef, filter_scale
-        )  # 6 advantages
+        )  # 6
         return PreparedBatch(batch, targets, make_update_order(batch, config.actor.loss.needs_whole_groups))
 
     def _update_critic(self, prepared: PreparedBatch, timer: PhaseTimer) -> Meter:
@@ -278,6 +307,7 @@ class PPOTrainer:
             )
 
     def _analyse_gradients(self, episodes: list[Episode], timer: PhaseTimer) -> list[Row]:
+        # Ranks analyze different mini-batches, so they make different numbers of passes: all weights are needed.
         with self.backends["actor"].gather_weights(), timer.measure("gradient_analysis"):
             return self.diagnostics.gradients(self, episodes)
 
@@ -293,12 +323,14 @@ class PPOTrainer:
         plan: StepPlan,
         timer: PhaseTimer,
     ) -> Update:
-        """Check the new weights, sync them to the engine, and summarise the optimizer steps.
+        """Check the new weights, sync them to the engine, and summarize the optimizer steps.
 
-        Raises NonFiniteError if the run cannot continue.
+        Raises NonFiniteError if a weight or the KL in the reward is not finite, or if too many consecutive steps were
+        skipped; raises EngineMismatchError if the engine's log-probs differ after the sync.
         """
         meters = [meter for meter in (critic_meter, policy_meter) if meter is not None]
         skipped_steps = sum(meter.skipped_steps for meter in meters)
+        # One bad batch may be an accident. Only a series of them shows that the run cannot recover.
         self.consecutive_nonfinite_steps = self.consecutive_nonfinite_steps + 1 if skipped_steps else 0
         nonfinite_names = [name for meter in meters for name in meter.nonfinite_names]
         nonfinite_weights = [name for backend in self.backends.values() for name in backend.find_nonfinite_weights()]
@@ -329,14 +361,15 @@ class PPOTrainer:
             self.config.rollout.temperature,
             self.reference,
             backend.networks.get("head"),
-            SHARED_VALUE_WEIGHT,
+            SHARED_VALUE_WEIGHT,  # only read with a value head on the trunk
             self.config.critic.cliprange_value,
         )
 
     def _make_batch(self, episodes: Sequence[Episode], num_groups: int, rng: np.random.Generator) -> Batch:
-        """Collate episodes; random ones are copied until a multiple of lcm(groups, mini-batch) is reached (published).
+        """Collate episodes into a batch, and fill it up with random copies of them so that all mini-batches are full.
 
-        A loss over whole groups gets no copies, because a copy would change the group that it belongs to.
+        As published, the batch size is a multiple of both the mini-batch size and `num_groups`. A loss over whole
+        groups gets no copies, because a copy would change the group that it belongs to.
         """
         actor = self.config.actor
         multiple = 1 if actor.loss.needs_whole_groups else math.lcm(num_groups, actor.ppo_mini_batch_size)
@@ -354,10 +387,12 @@ class PPOTrainer:
             value_function = TokenFunction.for_values(self.model.model, self.value_head)
         else:
             return None
+        # A head on a shared trunk belongs to the policy's backend.
         with self.backends["actor" if self.critic is None else "critic"].gather_weights():
             return compute_at_trained_tokens(batch, rows_per_pass, value_function, self.world)
 
     def _compute_reference_logprobs(self, batch: Batch) -> Tensor | None:
+        """Log-probs (B, T) of the frozen reference at the trained tokens; None if no KL term needs a reference."""
         if self.reference is None:
             return None
         logprob_function = TokenFunction.for_logprobs(self.reference, self.config.rollout.temperature)
@@ -367,11 +402,12 @@ class PPOTrainer:
     def _update_kl_controller(self, prepared: PreparedBatch) -> float:
         """Adapt the coefficient of the KL in the reward for the next step; return the one that this step used."""
         batch, ref_logprobs, config = prepared.batch, prepared.targets.ref_logprobs, self.config
-        assert ref_logprobs is not None
+        assert ref_logprobs is not None  # a run with a KL in the reward has a reference
         coefficient = self.kl_controller.coef
         measured_kl = float(
             masked_mean(estimate_kl(batch.logprobs, ref_logprobs, config.algorithm.kl_penalty), batch.mask)
         )
+        # An adaptive coefficient would become NaN, and with it the rewards of all later steps.
         if not math.isfinite(measured_kl):
             raise NonFiniteError(f"the KL in the reward was not finite in step {self.step_index}")
         self.kl_controller = self.kl_controller.update(measured_kl, len(batch.lengths))
@@ -385,7 +421,10 @@ class PPOTrainer:
             return [self.evaluate("val", mode) for mode in modes]
 
     def evaluate_final(self) -> tuple[FinalEvaluation, list[Evaluation]]:
-        """Measure once, at the end of a run: greedy validation, and the test levels both sampled and greedy."""
+        """Evaluate once, at the end of a run: validation greedy, and the test levels both sampled and greedy.
+
+        Sampled validation is part of the training steps (see `plan_step`), so it is not repeated here.
+        """
         clock = Clock()
         greedy_evaluation = self.evaluate("val", "greedy")
         test_evaluations = [self.evaluate("test", mode) for mode in ("sampled", "greedy")] if self.test_levels else []
@@ -398,7 +437,10 @@ class PPOTrainer:
         return final_evaluation, [greedy_evaluation, *test_evaluations]
 
     def evaluate(self, split: str, mode: str) -> Evaluation:
-        """Roll out all levels of `split` (val, test) in `mode` (sampled, greedy), without training."""
+        """Roll out all levels of `split` (val, test) in `mode` (sampled, greedy), without training.
+
+        A validation level is played env.val_group_size times, a test level once.
+        """
         if split == "val":
             levels, group_size, purpose = self.val_levels, self.config.env.val_group_size, "validation"
         else:
@@ -419,7 +461,7 @@ class PPOTrainer:
             optimizer_steps=policy_meter.optimizer_steps - policy_meter.skipped_steps if policy_meter else 0,
             env_steps=sum(episode.actions for episode in episodes),
             sampled_tokens=sum(episode.response_tokens for episode in episodes),
-            # Copies in the batch are counted too: they are trained on.
+            # Includes the copies of episodes in the batch, since they are trained on.
             trained_tokens=batch_summary.trained_tokens if batch_summary else 0,
         )
         self.total_budget = self.total_budget.add(budget)
@@ -432,6 +474,7 @@ class PPOTrainer:
         flops = {"rollout": estimate_rollout_flops(self.model.shape, episodes)}
         flops |= estimate_training_flops(self.model.shape, self.config, prepared.batch) if prepared else {}
         peak_flops_per_s = measure_peak_flops(self.device.type, self.model.model.pass_settings.dtype)
+        # The FLOP are those of all ranks, so the peak is, too.
         mfu = compute_mfu(flops, timer.seconds, peak_flops_per_s * self.world.size)
         seconds, cpu_seconds = clock.read()
         self.seconds_total += seconds
@@ -458,6 +501,7 @@ class PPOTrainer:
             "totals": asdict(self.total_budget),
             "kl_coef": self.kl_controller.coef,
             "collapse_averages": self.collapse_averages,
+            # Adapters fit only the base that they were trained over; full weights need no base.
             **({} if self.base_fingerprint is None else {"base": self.base_fingerprint}),
         }
 
@@ -469,7 +513,7 @@ class PPOTrainer:
         check_base(values.get("base"), self.base_fingerprint)
         for backend in self.backends.values():
             backend.check_state_shapes(get_shapes(tensors))
-        # Everything is read before anything is loaded, so that a refused state changes nothing.
+        # Everything is read and converted before anything is loaded, so that a refused state changes nothing.
         try:
             step, empty_steps, nonfinite_steps = (
                 int(values[key]) for key in ("step", "empty_in_a_row", "nonfinite_in_a_row")
@@ -480,7 +524,7 @@ class PPOTrainer:
                 label: {name: float(std) for name, std in stds.items()}
                 for label, stds in values["collapse_averages"].items()
             }
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:  # a missing entry, or one of another type
             raise ValueError(f"its values do not fit ({type(error).__name__}: {error})") from error
         for backend in self.backends.values():
             backend.load_state_dict(tensors)
@@ -488,5 +532,5 @@ class PPOTrainer:
         self.consecutive_empty_steps, self.consecutive_nonfinite_steps = empty_steps, nonfinite_steps
         self.seconds_total, self.total_budget, self.collapse_averages = seconds, total_budget, averages
         self.kl_controller = replace(self.kl_controller, coef=coef)
-        # The sampler may have its own copy of the weights.
+        # An engine with its own copy of the weights still has those of the base model.
         self.engine.sync_weights(step)

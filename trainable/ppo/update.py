@@ -1,7 +1,9 @@
 """The optimizer steps of a training step: for the policy, the critic, or both on a shared trunk.
 
 Each mini-batch is one optimizer step. As published, its loss is the mean over micro-batches of their aggregated losses.
-Every aggregation is a weighted sum over tokens, so a mini-batch can be cut into passes anywhere without changing it.
+Every aggregation is a weighted sum over tokens. A mini-batch can therefore be split into forward and backward passes
+anywhere, without changing its loss: the weights keep the micro-batches of the published code, and memory decides about
+the passes.
 """
 
 import operator
@@ -31,8 +33,9 @@ from trainable.rollout.logprob_mismatch import importance_weights
 class Targets(NamedTuple):
     """Targets of the losses, (B, T) each.
 
-    ref_logprobs: None if there was no pass of the reference. sequence_weights: (B,), only for the tpo loss, where the
-    factor of a log-prob in the loss is minus the weight of its sequence (see `ActorUpdate.make_tpo_targets`).
+    returns: what the critic is fitted to. values: of the critic before the update, zeros without one. ref_logprobs:
+    None if there was no pass of the reference. sequence_weights: (B,), only for the tpo loss, in which the coefficient
+    of a log-prob is minus the weight of its sequence (see `ActorUpdate.make_tpo_targets`).
     """
 
     advantages: Tensor
@@ -74,14 +77,25 @@ def make_passes(
     world: World = SINGLE_PROCESS,
     needs_padding: bool = False,
 ) -> Iterator[PassInputs]:
-    """Split this rank's part of a mini-batch into passes, with the weights of their tokens in the mini-batch's loss.
+    """Split this rank's shard of a mini-batch into passes, with the weights of their tokens in the mini-batch's loss.
 
-    rows: (N,) indices of the episodes in the mini-batch. mode: how losses are aggregated. padded_length: tokens of the
-    longest episode of the whole batch. needs_padding: see `split_by_tokens`. All ranks get the same number of passes,
-    so that they can gather sharded weights together; the last passes of a rank may have no trained token.
+    All ranks get the same number of passes, so that they can gather sharded weights together. The last passes of a rank
+    may have no trained token.
+
+    Args:
+        batch: all episodes of the step.
+        targets: their targets.
+        rows: (N,) indices of the episodes in the mini-batch.
+        mode: how losses are aggregated, one of `LOSS_AGG_MODES`.
+        micro_batch_size: number of consecutive `rows` in a micro-batch.
+        padded_length: tokens of the longest episode of `batch`, the divisor of seq-mean-token-sum-norm.
+        world: the ranks of the run.
+        needs_padding: see `split_by_tokens`.
     """
+    # Before the mini-batch is sharded: a micro-batch may have rows on several ranks, which add up to its loss.
     weights = compute_loss_weights(batch.mask[rows], mode, micro_batch_size, padded_length)
     lengths, max_tokens = batch.lengths[rows].cpu(), TOKENS_PER_PASS[batch.tokens.device.type]
+    # The passes of all ranks, not only of this one: every rank has to know the largest number of passes.
     rank_passes = [
         [rank_rows[cut] for cut in split_by_tokens(lengths[rank_rows], max_tokens, needs_padding)]
         for rank_rows in shard_rows(lengths, world.size)
@@ -89,6 +103,7 @@ def make_passes(
     for row_index in rank_passes[world.rank]:
         yield _make_pass(batch, targets, rows[row_index], weights[row_index])
     num_missing = max(map(len, rank_passes)) - len(rank_passes[world.rank])
+    # An empty mask makes the loss of a pass a sum over nothing: it adds a gradient of 0. One row is the cheapest pass.
     untrained_batch = batch._replace(mask=torch.zeros_like(batch.mask))
     for _ in range(num_missing):
         yield _make_pass(untrained_batch, targets, rows[:1], weights[:1])
@@ -97,7 +112,7 @@ def make_passes(
 def make_weighted_passes(
     batch: Batch, targets: Targets, rows: Tensor, weights: Tensor, needs_padding: bool = False
 ) -> Iterator[PassInputs]:
-    """Split the episodes at `rows` (N,) into passes.
+    """Split the episodes at `rows` (N,) into passes on this rank, with loss weights that the caller has computed.
 
     weights: (N, T) of their tokens in the loss. needs_padding: see `split_by_tokens`.
     """
@@ -123,9 +138,10 @@ def update_critic(
     settings: CriticConfig,
     loss_agg_mode: str = "token-mean",
 ) -> Meter:
-    """Make all optimizer steps of the critic for one training step.
+    """Make all optimizer steps of the critic for one training step; returns the sums over all ranks.
 
-    order: (B,) the order in which episodes are split into mini-batches. loss_agg_mode: as published, the policy's.
+    order: (B,) the order in which episodes are split into mini-batches. loss_agg_mode: how losses are aggregated; the
+    trainer passes the policy's mode, as published.
     """
     meter = Meter()
 
@@ -138,7 +154,7 @@ def update_critic(
     return _run_optimizer_steps(
         backend,
         batch,
-        lambda rows: targets,
+        lambda rows: targets,  # one set for all steps: the critic's targets do not depend on its current weights
         order,
         settings,
         loss_agg_mode,
@@ -164,12 +180,13 @@ def _run_optimizer_steps(
     """Make an optimizer step for each mini-batch of `order` (B,), accumulating gradients over its passes.
 
     get_targets: returns the targets of the batch for the mini-batch at rows (n,). It is called just before the step of
-    that mini-batch, because the targets of tpo depend on the current weights.
+    that mini-batch, because the targets of tpo depend on the current weights. norm_column: column of the gradient norm.
     """
+    # The length of the batch, not of the mini-batch: seq-mean-token-sum-norm divides all mini-batches by one length.
     micro_batch_size, padded_length = settings.ppo_micro_batch_size_per_gpu, batch.tokens.shape[1]
     for _ in range(settings.ppo_epochs):
         for rows in split_mini_batches(order, settings.ppo_mini_batch_size):
-            # A list, since the backend must know which pass is the last.
+            # A list, since the backend must know which pass is the last (see `Backend.backward`).
             pass_inputs = list(
                 make_passes(
                     batch, get_targets(rows), rows, mode, micro_batch_size, padded_length, backend.world, needs_padding
@@ -187,6 +204,7 @@ def compute_value_loss(values: Tensor, inputs: PassInputs, cliprange: float, met
         values, inputs.select_trained(inputs.targets.values), inputs.select_trained(inputs.targets.returns), cliprange
     )
     weighted_loss = (inputs.weights * token_loss.loss).sum()
+    # 0 tokens, because they are counted already: by `update_critic`, or on a shared trunk by the policy loss.
     meter.add(0, {"vf_loss": weighted_loss.detach()}, {"vf_clipfrac": token_loss.clipped.sum()})
     return weighted_loss
 
@@ -195,8 +213,10 @@ def compute_value_loss(values: Tensor, inputs: PassInputs, cliprange: float, met
 class ActorUpdate:
     """The update of the policy.
 
-    temperature: of sampling. reference: the frozen reference, which the exact KL needs. value_head: on a shared trunk,
-    the head of the critic; the value loss is then added to the policy's with the weight `value_weight`.
+    temperature: sampling temperature of the rollouts; log-probs and entropies are of the tempered distribution.
+    reference: the frozen reference, which only the exact KL reads here. value_head: the head of the critic, if it is on
+    the policy's trunk; the value loss is then added to the policy's with the weight `value_weight`. cliprange_value:
+    clip range of that value loss, in units of the return.
     """
 
     model: LanguageModel
@@ -209,13 +229,17 @@ class ActorUpdate:
     cliprange_value: float = 0.5
 
     def run(self, batch: Batch, targets: Targets, order: Tensor) -> Meter:
-        """Make all optimizer steps of the policy for one training step, over mini-batches of `order` (B,)."""
+        """Make all optimizer steps of the policy for one training step, over mini-batches of `order` (B,).
+
+        Returns the sums over all ranks. Raises ValueError if the loss needs whole groups and a mini-batch splits one.
+        """
         meter, settings = Meter(), self.settings
 
         def compute_loss(inputs: PassInputs) -> Tensor:
             return self._compute_loss(inputs, meter)
 
         def get_targets(rows: Tensor) -> Targets:
+            # Only tpo has targets that depend on the current weights, which change with every optimizer step.
             return (
                 self.make_tpo_targets(batch, targets, rows, meter) if settings.loss.needs_pass_before_step else targets
             )
@@ -238,27 +262,32 @@ class ActorUpdate:
         """Targets for a tpo step on the mini-batch `rows` (n,): `targets` with the `sequence_weights` of its episodes.
 
         The advantages in `targets` are the skills of the episodes. The loss couples all rollouts of a group, but its
-        gradient with respect to the log-probs of a rollout is one number, the same for all of its tokens. A pass over
-        the whole mini-batch without gradients computes these numbers, so that the passes with gradients can be cut
+        gradient with respect to the log-probs of a rollout is one number, the same for all of its tokens. Passes over
+        the complete mini-batch without gradients compute these numbers, so that the passes with gradients can be split
         anywhere. Raises ValueError if `rows` splits a group.
         """
         mini_batch, world = batch.select_rows(rows), self.backend.world
+        # The groups of the mini-batch have more episodes in the batch than in the mini-batch only if one is split.
         if int(torch.isin(batch.group_ids, mini_batch.group_ids).sum()) != len(rows):
             raise ValueError(
-                "a mini-batch of the tpo loss splits a group: use `make_update_order(batch, needs_whole_groups=True)`"
+                "A mini-batch of the tpo loss splits a group, and it must consist of whole groups: use "
+                "`make_update_order(batch, needs_whole_groups=True)`, and an actor.ppo_mini_batch_size that is a "
+                "multiple of env.group_size."
             )
+        # `compute_at_trained_tokens` takes the size of a pass in rows of the longest episode, of which one is allowed.
         rows_per_pass = max(1, TOKENS_PER_PASS[mini_batch.tokens.device.type] // mini_batch.tokens.shape[1])
         logprobs = compute_at_trained_tokens(
             mini_batch, rows_per_pass, TokenFunction.for_logprobs(self.model, self.temperature), world
         )
-        # An episode has the same skill at all of its trained tokens: take the first one.
+        # An episode has the same skill at all of its trained tokens: take it at the first one.
         skills = targets.advantages[rows, mini_batch.mask.int().argmax(1)]
+        # Sums over hundreds of tokens in float64: in float32 the differences between rollouts would lose digits.
         old_logprobs = (mini_batch.logprobs.double() * mini_batch.mask).sum(1)
         loss = target_policy_loss(
             logprobs.double().sum(1), old_logprobs, skills, mini_batch.group_ids, self.settings.tpo_eta
         )
         loss_terms = {"pg_loss": loss.loss, "tpo_target_entropy": loss.entropy, "tpo_target_top_prob": loss.top_prob}
-        # Every rank has computed the whole terms, and the meter will be summed over ranks.
+        # Every rank has computed the same complete terms, and the meter is summed over ranks later.
         meter.add(0, {name: value / world.size for name, value in loss_terms.items()}, {})
         sequence_weights = targets.advantages.new_zeros(len(batch.lengths))
         sequence_weights[rows] = loss.sequence_weights.to(sequence_weights.dtype)
@@ -269,9 +298,11 @@ class ActorUpdate:
         return reduce(operator.add, self.compute_loss_terms(inputs, meter).values())
 
     def compute_loss_terms(self, inputs: PassInputs, meter: Meter) -> dict[str, Tensor]:
-        """The terms of the loss of one pass, multiplied with their coefficients; the loss is their sum.
+        """The terms of the loss of one pass, multiplied by their coefficients; the loss is their sum.
 
-        They are task and, if they are on: entropy (a bonus, hence negative), kl, and value (on a shared trunk).
+        Returns:
+            Scalars by name: task; entropy with an entropy_coeff (a bonus, hence subtracted); kl with use_kl_loss; value
+            with a value head on the trunk.
         """
         settings, flat_positions = self.settings, inputs.batch.find_prediction_positions()
         hidden = self.model.model.compute_hidden_states(inputs.batch.tokens, flat_positions)
@@ -287,6 +318,7 @@ class ActorUpdate:
             ),
         )
         terms = {"task": self._compute_task_loss(inputs, statistics.logprobs, meter)}
+        # Measured at every coefficient, since the entropy is a column; its gradient is computed only if it is used.
         entropy = (inputs.weights * statistics.entropies).sum()
         meter.add(0, {"entropy_loss": entropy.detach()}, {})
         if settings.entropy_coeff != 0:
@@ -303,11 +335,11 @@ class ActorUpdate:
     def _compute_task_loss(self, inputs: PassInputs, logprobs: Tensor, meter: Meter) -> Tensor:
         """Policy loss of one pass; logprobs: (N,) of its trained tokens under the current policy."""
         settings, old_logprobs = self.settings, inputs.select_trained(inputs.batch.logprobs)
-        if settings.loss.needs_pass_before_step:
+        if settings.loss.needs_pass_before_step:  # tpo: the weights of sequences were computed before this step
             meter.add(len(old_logprobs), {}, {"ppo_kl": (old_logprobs - logprobs.detach()).sum()})
             assert inputs.targets.sequence_weights is not None
-            # Without `inputs.weights`, because the sequence weights include the mean over groups. This sum has the
-            # gradient of the loss but not its value, which `make_tpo_targets` has already reported.
+            # Not multiplied by `inputs.weights`, because the sequence weights include the mean over groups. This sum
+            # has the gradient of the loss, but not its value, which `make_tpo_targets` has already recorded.
             token_weights = inputs.targets.sequence_weights[:, None].expand(inputs.batch.mask.shape)
             return -(inputs.select_trained(token_weights) * logprobs).sum()
         policy_loss = ppo_clip_loss(
@@ -319,6 +351,7 @@ class ActorUpdate:
             settings.clip_ratio_c,
         )
         weights = inputs.weights
+        # Corrects tokens that vLLM sampled for the rounding by which its log-probs differ from the trainer's.
         if settings.tis_imp_ratio_cap is not None:
             weights = weights * importance_weights(
                 old_logprobs, inputs.select_trained(inputs.batch.engine_logprobs), settings.tis_imp_ratio_cap
@@ -334,7 +367,7 @@ class ActorUpdate:
 
     def _compute_kl(self, inputs: PassInputs, statistics: TokenStatistics) -> Tensor:
         """KL penalty (N,) of each trained token."""
-        if statistics.full_kl is not None:
+        if statistics.full_kl is not None:  # kl_loss_type=full: already computed, together with the log-probs
             return statistics.full_kl
         assert inputs.targets.ref_logprobs is not None
         return estimate_kl(
@@ -342,7 +375,11 @@ class ActorUpdate:
         )
 
     def _compute_reference_inputs(self, inputs: PassInputs, flat_positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Hidden states (N, hidden) and head of the reference if the exact KL needs its full distributions, or None."""
+        """Hidden states (N, hidden) and head of the reference for the exact KL; None if another KL or none is used.
+
+        The exact KL needs the reference's distribution over the vocabulary, which is too large to store per token, so
+        the reference runs again in each pass.
+        """
         if not (self.settings.use_kl_loss and self.settings.kl_loss_type == "full"):
             return None
         assert self.reference is not None
@@ -356,14 +393,14 @@ class ActorUpdate:
 def compute_at_trained_tokens(
     batch: Batch, rows_per_pass: int, function: "TokenFunction", world: World = SINGLE_PROCESS
 ) -> Tensor:
-    """Evaluate `function` at every trained token, without gradients; (B, T), 0 at other tokens.
+    """Evaluate `function` at every trained token, without gradients; (B, T) float32, 0 at other tokens.
 
-    A pass has at most as many tokens as `rows_per_pass` rows of the longest episode. Each rank computes a part of the
+    A pass has at most as many tokens as `rows_per_pass` rows of the longest episode. Each rank computes some of the
     rows, and all ranks get the complete result.
     """
     values = torch.zeros(batch.tokens.shape, device=batch.tokens.device)
     lengths = batch.lengths.cpu()
-    # Every n-th row by length, so that ranks have rows of similar lengths.
+    # Every n-th row by length, so that all ranks get rows of similar lengths and about equally much work.
     local_rows = torch.argsort(lengths, stable=True)[world.rank :: world.size]
     for row_index in split_by_tokens(
         lengths[local_rows], rows_per_pass * int(lengths.max()), function.trunk.needs_padding
@@ -375,11 +412,14 @@ def compute_at_trained_tokens(
             pass_batch.tokens, pass_batch.find_prediction_positions(), pass_batch.tokens[pass_batch.mask]
         ).to(pass_values.dtype)
         values[rows, : pass_batch.mask.shape[1]] = pass_values
-    return world.all_reduce(values)
+    return world.all_reduce(values)  # a row is 0 on all ranks but one, so the sum is a gather
 
 
 class TokenFunction:
-    """A function of trained tokens: their log-probs under a model, or the values of the states before them."""
+    """A function of trained tokens: their log-probs under a model, or the values of the states before them.
+
+    temperature: of the distribution whose log-probs are computed; None for values.
+    """
 
     def __init__(self, trunk: Trunk, head: nn.Module, temperature: float | None) -> None:
         self.trunk, self.head, self.temperature = trunk, head, temperature

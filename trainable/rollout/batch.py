@@ -14,10 +14,12 @@ from trainable.rollout.episode import Episode
 class Batch(NamedTuple):
     """B episodes, padded on the right to T tokens; position t of every (B, T) tensor belongs to token t.
 
-    tokens: int64. mask: True if the token was sampled, and is therefore trained. logprobs: of the sampling policy, in
-    nats. turns: turn number. rewards: (B, T), the reward of each turn at its last sampled token. group_ids: (B,).
-    scores: (B,) of the episodes. lengths: (B,) tokens without padding. engine_logprobs: the log-probs that the engine
-    reported if it has its own copy of the weights, otherwise `logprobs`.
+    tokens: int64 ids. mask: bool, True if the token was sampled, and is therefore trained. logprobs: float32, log-prob
+    of the token under the sampling policy, in nats; 0 at other tokens. turns: int64, number of the turn, from 0.
+    rewards: float32, the reward of each turn at its last sampled token. group_ids: (B,) int64, equal for the rollouts
+    of one level. scores: (B,) float32, score of each episode. lengths: (B,) int64, tokens without padding.
+    engine_logprobs: like `logprobs`, the log-probs that the engine reported if it has its own copy of the weights,
+    otherwise `logprobs` again.
     """
 
     tokens: Tensor
@@ -36,19 +38,24 @@ class Batch(NamedTuple):
         return Batch(*(tensor[index][:, :longest] if tensor.dim() == 2 else tensor[index] for tensor in self))
 
     def find_prediction_positions(self) -> Tensor:
-        """Flat positions (N,) in B * T from which trained tokens are predicted: the token before each of them."""
+        """Flat positions (N,) in B * T from which trained tokens are predicted: the token before each of them.
+
+        Every episode begins with its prompt, so position 0 of a row is never trained.
+        """
         return self.mask.flatten().nonzero().squeeze(-1) - 1
 
     def count_needed_tokens(self) -> Tensor:
         """Number (B,) of tokens that a pass has to read: those before the last trained token, 0 if none is trained."""
+        # The position of the last trained token is the number of tokens before it.
         return (torch.arange(self.mask.shape[1], device=self.mask.device) * self.mask).amax(1)
 
 
 def collate(episodes: Sequence[Episode]) -> Batch:
-    """Pad episodes to one length and stack them into a batch, in the given order."""
+    """Pad episodes to one length and stack them into a batch on the CPU, in the given order."""
     longest = max(len(episode.tokens) for episode in episodes)
 
     def pad(arrays: Sequence[np.ndarray]) -> Tensor:
+        # On the right with 0, which is False in the mask, so nothing is trained on padding.
         padded = np.zeros((len(arrays), longest), dtype=arrays[0].dtype)
         for row, array in enumerate(arrays):
             padded[row, : len(array)] = array
@@ -78,7 +85,7 @@ def place_turn_rewards(episode: Episode) -> np.ndarray:
 
 
 def place_episode_scores(batch: Batch) -> Tensor:
-    """Rewards (B, T): the score of each episode at its last sampled token, 0 elsewhere; the published placement."""
+    """Rewards (B, T): the score of each episode at its last sampled token, 0 elsewhere; placed as published."""
     positions = torch.arange(batch.mask.shape[1], device=batch.mask.device).expand_as(batch.mask)
     last_positions = torch.where(batch.mask, positions, -1).max(dim=1).values
     return torch.where(positions == last_positions[:, None], batch.scores[:, None], 0.0)
@@ -92,5 +99,5 @@ def make_update_order(batch: Batch, needs_whole_groups: bool) -> Tensor:
 
 
 def split_mini_batches(order: Tensor, size: int) -> Iterator[Tensor]:
-    """Split an order (B,) into consecutive mini-batches of `size`; the last one may be smaller."""
+    """Split an order (B,) into consecutive mini-batches of `size` rows; the last one may be smaller."""
     return iter(order.split(size))

@@ -1,7 +1,8 @@
 """Sampling engines of a trainer: torch, which shares the trainer's weights, or vLLM, which has its own copy.
 
-vLLM has the weights of the trainer only after a weight sync. After each sync, the log-probs of a fixed prompt are
-compared. After each rollout, the trainer recomputes the log-probs of all sampled tokens, and trains with its own.
+vLLM has the weights of the trainer only after a weight sync, so two checks guard it. After each sync, vLLM and the
+trainer compute log-probs of a fixed prompt, which are compared. After each rollout, the trainer recomputes the
+log-probs of all sampled tokens; they are compared with vLLM's, and training uses the recomputed ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,21 +40,24 @@ class Engine(Protocol):
         ...
 
     def wake_up(self) -> AbstractContextManager[None]:
-        """Make the engine ready; sample within the returned context."""
+        """Make the engine ready to sample, which is possible within the returned context. All ranks enter it."""
         ...
 
     def sync_weights(self, step: int) -> None:
-        """Copy the trainer's weights, which have changed at `step`. Raises EngineMismatchError above the tolerance."""
+        """Copy the trainer's weights, which have changed at `step`.
+
+        Raises EngineMismatchError if log-probs then differ by more than rollout.logprob_tolerance.
+        """
         ...
 
     def recompute_logprobs(self, episodes: Sequence[Episode]) -> list[Episode]:
-        """Training episodes with the log-probs and entropies of their tokens under the trainer's model."""
+        """`episodes` with the log-probs and entropies of their sampled tokens under the trainer's model."""
         ...
 
     def measure_mismatch(self, episodes: Sequence[Episode], step: int) -> LogprobMismatch | None:
         """Mismatch between engine and trainer over all sampled tokens; None if they share weights.
 
-        Raises EngineMismatchError if it is above rollout.logprob_tolerance.
+        Raises EngineMismatchError if the mean is above rollout.logprob_tolerance.
         """
         ...
 
@@ -93,8 +97,10 @@ class TorchEngine:
 class VllmEngine:
     """Samples with vLLM, in the process of the trainer and on the same device.
 
-    prompt: token ids of the fixed prompt that is compared after each weight sync. context_length: maximum number of
-    tokens in a conversation. gather_weights: makes the trainer's weights readable.
+    prompt: token ids of the fixed prompt, whose log-probs are compared after each weight sync. context_length: maximum
+    number of tokens in a conversation. gather_weights: makes the trainer's weights readable.
+
+    Raises ValueError if vLLM cannot be used: if it is missing, or if the names of the model's tensors do not match.
     """
 
     def __init__(
@@ -110,13 +116,16 @@ class VllmEngine:
 
         self.config, self.model, self.device, self.prompt = config, policy.model, device, prompt
         self.gather_weights = gather_weights
+        # Found here in a moment; vLLM would start first, and the first weight sync would then fail.
         unknown_names = list_weight_names(policy.model) - read_weight_shapes(policy.folder).keys() - {LM_HEAD_NAME}
         if unknown_names:
             raise ValueError(
-                f"vLLM cannot sample from this model: {len(unknown_names)} of its tensors have other names in its "
-                f"files than in training, such as {min(unknown_names)}. Sample with --set rollout.name=torch."
+                f"vLLM cannot sample from this model: {len(unknown_names)} tensors of the trained model, such as "
+                f"{min(unknown_names)}, are not in the model's files under these names, and weights are synced by "
+                f"name. Sample in torch with --set rollout.name=torch."
             )
-        # gpu_memory_utilization refers to the part of the GPU that the trial has, and vLLM's setting to the whole GPU.
+        # rollout.gpu_memory_utilization is a fraction of the trial's share of a GPU, vLLM's setting one of the full
+        # GPU. A trial with several GPUs has one engine per GPU; 0 GPUs is a CPU, which has no such share.
         gpu_fraction = min(1.0, config.trainer.n_gpus_per_node or 1.0)
         self.vllm_sampler = VllmSampler(
             policy.folder,
@@ -136,14 +145,15 @@ class VllmEngine:
         self.vllm_sampler.sleep()
 
     def wake_up(self) -> AbstractContextManager[None]:
-        """Bring the engine back with the weights that it had."""
-        # Not if it is awake: waking resets the prefix cache, which is still valid.
+        """Bring the engine back with the weights that it had when it went to sleep."""
+        # Not if it is awake: `wake_up` resets the prefix cache, which is still valid for these weights.
         if self.vllm_sampler.is_sleeping:
             self.vllm_sampler.wake_up()
         return nullcontext()
 
     def sync_weights(self, step: int) -> None:
         """Copy all weights, and compare the log-probs of the fixed prompt (see `Engine.sync_weights`)."""
+        # Outside of the context, stage 3 has only a shard of the weights on each rank.
         with self.gather_weights():
             self.vllm_sampler.update_weights(iter_hub_weights(self.model))
             trainer_logprobs = _compute_logprobs(self.model, torch.tensor([self.prompt], device=self.device)).cpu()
@@ -153,7 +163,7 @@ class VllmEngine:
         )
 
     def recompute_logprobs(self, episodes: Sequence[Episode]) -> list[Episode]:
-        """Recompute log-probs with the trainer, and keep the engine's, too (see `Engine.recompute_logprobs`)."""
+        """Recompute log-probs with the trainer, and keep the engine's beside them (see `Engine.recompute_logprobs`)."""
         micro_batch_size = self.config.rollout.log_prob_micro_batch_size_per_gpu
         with self.gather_weights():
             return recompute_logprobs(
@@ -197,7 +207,7 @@ def recompute_logprobs(
 
     A pass has at most as many tokens as `micro_batch_size` rows of the longest episode.
     """
-    if not episodes:
+    if not episodes:  # a rank without levels
         return []
     batch = Batch(*(tensor.to(device) for tensor in collate(episodes)))
     logprobs, entropies = torch.zeros_like(batch.logprobs), torch.zeros_like(batch.logprobs)
@@ -214,6 +224,7 @@ def recompute_logprobs(
                 chunk_elements=CHUNK_ELEMENTS,
             ),
         )
+        # The statistics are a flat list over sampled tokens: put them at their places, which `index` selects rows of.
         for output, values in ((logprobs, token_stats.logprobs), (entropies, token_stats.entropies)):
             padded_values = torch.zeros(micro_batch.mask.shape, device=device)
             padded_values[micro_batch.mask] = values.float()
@@ -231,7 +242,7 @@ def recompute_logprobs(
 
 @torch.no_grad()
 def _compute_logprobs(model: LanguageModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Log-probs (T - 1,) at temperature 1 of `tokens` (1, T), without the first one."""
+    """Log-probs (T - 1,) of `tokens` (1, T) at temperature 1; the first token has none, since nothing precedes it."""
     flat_positions = torch.arange(tokens.shape[1] - 1, device=tokens.device)
     logprobs: torch.Tensor = model.lm_head(
         model.model.compute_hidden_states(tokens, flat_positions),

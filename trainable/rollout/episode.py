@@ -14,18 +14,19 @@ class StopReason(StrEnum):
     OUT_OF_ACTIONS = "out of actions"  # unsolved after all actions that an episode may have
     OUT_OF_TURNS = "out of turns"  # unsolved after all turns, with actions left
     MALFORMED = "malformed"  # no reply of any turn contained a valid action
-    OUT_OF_CONTEXT = "out of context"  # another turn might not fit into the model's context
+    OUT_OF_CONTEXT = "out of context"  # another turn, with a reply of full length, might not fit into the context
 
 
 class Episode(NamedTuple):
     """One rollout of one level. T is the number of tokens in the conversation.
 
+    level_seed: seed that generates the level. group: number of the level among those that were rolled out together.
     tokens: (T,) int64, in the order in which the model saw or sampled them.
     mask: (T,) bool, True if the token was sampled.
     logprobs, entropies: (T,) float32, of the sampling distribution at each sampled token, in nats; 0 elsewhere.
     turns: (T,) int64, number of the turn, from 0.
-    turn_rewards: rewards and penalties of each turn. actions: number of executed actions. invalid_turns: number of
-    turns with an invalid or empty answer. texts: the replies.
+    turn_rewards: sum of rewards and format penalty of each turn. actions: number of executed actions. invalid_turns:
+    number of turns with an invalid or empty answer. stop_reason: how the episode ended. texts: the reply of each turn.
     engine_logprobs: (T,), like `logprobs`: the log-probs that the engine reported, if the trainer has recomputed
     `logprobs` since; otherwise None.
     """

@@ -1,4 +1,4 @@
-"""The episode loop: a model plays P levels, G episodes each, turn by turn."""
+"""The episode loop: a model plays P levels, G episodes of each, in turns that all episodes take together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,11 @@ from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """Limits of an episode (see `EnvConfig`); context_length: maximum number of tokens in a conversation."""
+    """Limits of an episode.
+
+    max_turn, max_actions_per_turn, format_penalty: as in `EnvConfig`. max_actions: its max_actions_per_traj.
+    context_length: maximum number of tokens in a conversation.
+    """
 
     max_turn: int
     max_actions_per_turn: int
@@ -27,18 +31,27 @@ class EpisodeLimits:
 def check_first_turn(
     first_observation: Observation, template: PromptTemplate, codec: Codec, context_length: int, response_length: int
 ) -> None:
-    """Raise ValueError if the first prompt and a reply of full length do not fit into the model's context."""
+    """Raise ValueError if the first prompt and a reply of full length do not fit into the context.
+
+    Later turns need no such check: an episode ends if its next turn might not fit (see `roll_out_episodes`).
+    """
     needed_tokens = len(codec.encode([template.format_first_turn(first_observation)])[0]) + response_length
     if needed_tokens > context_length:
         raise ValueError(
-            f"The first turn may need {needed_tokens} tokens (prompt and rollout.response_length={response_length}), "
-            f"and the context has {context_length}: shorten replies with --set rollout.response_length=N."
+            f"The first turn may need {needed_tokens} tokens ({needed_tokens - response_length} of the prompt and "
+            f"rollout.response_length={response_length}), but the context has only {context_length}: shorten replies "
+            f"with --set rollout.response_length=N."
         )
 
 
 @dataclass
 class _EpisodeState:
-    """An episode in progress. tokens, replies, turns: one entry per message; a prompt has no reply (None)."""
+    """An episode in progress.
+
+    tokens, replies, turns: one entry per message, where the reply of a prompt is None. rewards, texts: one entry per
+    turn. length: tokens of all messages so far. last_reward, last_invalid: the outcome of the last turn, which the next
+    observation shows.
+    """
 
     level: Level
     group: int
@@ -53,7 +66,7 @@ class _EpisodeState:
     length: int = 0
     solved: bool = False
     out_of_context: bool = False
-    last_reward: float = 0.0  # of the environment in the last turn; the format penalty is not shown to the model
+    last_reward: float = 0.0  # of the environment, without the format penalty, which the model is not shown
     last_invalid: bool = False
 
     def append_tokens(self, ids: Sequence[int] | np.ndarray, reply: SampledReply | None, turn: int) -> None:
@@ -75,8 +88,9 @@ def roll_out_episodes(
 ) -> list[Episode]:
     """Play every level `group_size` times, all episodes in lock-step; the episodes of a level are consecutive.
 
-    A turn's reward is that of the environment, plus the format penalty if the turn is invalid. All randomness comes
-    from `rng`.
+    The reward of a turn is the environment's, plus the format penalty if the turn is invalid. All random numbers come
+    from `rng`. An episode ends when it is solved, when it has no actions or turns left, or when its next turn, with a
+    reply of full length, could exceed the context.
     """
     states = [_EpisodeState(level, group, level.cells) for group, level in enumerate(levels) for _ in range(group_size)]
     prompts = codec.encode(
@@ -91,10 +105,11 @@ def roll_out_episodes(
         replies = conversation.sample_replies(live_rows, new_tokens)
         _apply_replies([states[row] for row in live_rows], replies, turn, codec, limits)
         live_rows = [row for row in live_rows if _is_live(states[row], limits)]
+        # An observation after the last turn would get no reply.
         if turn + 1 == limits.max_turn or not live_rows:
             break
         live_rows, new_tokens = _append_observations(states, live_rows, template, codec, limits, params)
-        if not live_rows:
+        if not live_rows:  # all that were left have run out of context
             break
     return [_make_episode(state, limits) for state in states]
 
@@ -102,7 +117,10 @@ def roll_out_episodes(
 def _apply_replies(
     states: Sequence[_EpisodeState], replies: Sequence[SampledReply], turn: int, codec: Codec, limits: EpisodeLimits
 ) -> None:
-    """Parse the replies, execute their actions, and record the outcomes in `states`."""
+    """Parse the replies, execute their actions, and record the outcomes in `states`.
+
+    Valid actions of an invalid reply are executed, too.
+    """
     texts = codec.decode([reply.token_ids for reply in replies])
     parsed_replies = [parse_reply(text, limits.max_actions_per_turn) for text in texts]
     rewards = _step_boards(states, parsed_replies, limits)
@@ -115,17 +133,22 @@ def _apply_replies(
 
 
 def _step_boards(states: Sequence[_EpisodeState], replies: Sequence[ParsedReply], limits: EpisodeLimits) -> np.ndarray:
-    """Execute the actions of the replies on all boards at once; return the summed reward (B,) of each board."""
+    """Execute the actions of the replies on all boards at once; return the summed reward (B,) of each board.
+
+    One call of `step` executes one action on every board, so its number of calls is that of the longest reply.
+    """
     action_rows = np.zeros((len(states), limits.max_actions_per_turn), dtype=np.int64)
     for row, (state, reply) in enumerate(zip(states, replies, strict=True)):
+        # A reply may have more actions than the episode has left.
         allowed_actions = reply.actions[: limits.max_actions - state.actions]
-        action_rows[row, : len(allowed_actions)] = allowed_actions  # the rest stays Action.NONE
+        action_rows[row, : len(allowed_actions)] = allowed_actions  # the rest stays 0, which is Action.NONE
     cells = np.stack([state.cells for state in states])
     solved = np.zeros(len(states), dtype=bool)
     rewards = np.zeros(len(states))
     action_counts = np.zeros(len(states), dtype=np.int64)
     for column in action_rows.T:
-        actions = np.where(solved, Action.NONE, column)  # actions after the solution are ignored
+        # Actions after the solution are ignored: `step` would pay the bonus for a solved board again.
+        actions = np.where(solved, Action.NONE, column)
         outcome = step(cells, actions)
         cells = outcome.cells
         rewards += outcome.rewards
@@ -160,7 +183,7 @@ def _append_observations(
         text = template.format_next_turn(
             Observation(len(state.texts) + 1, state.cells, actions_left, state.last_reward, state.last_invalid)
         )
-        # A reply that was cut at its maximum length lacks the end marker of its message.
+        # A reply that reached its maximum length has no end marker, and the chat format needs one between messages.
         last_reply = state.replies[-1]
         texts.append(text if last_reply is not None and last_reply.finished else template.end_marker + text)
     next_rows, new_tokens = [], []
@@ -168,7 +191,7 @@ def _append_observations(
         state = states[row]
         if state.length + len(ids) + params.max_new_tokens > limits.context_length:
             state.out_of_context = True
-            continue
+            continue  # its observation is not appended: the conversation ends with the last reply
         state.append_tokens(ids, None, len(state.texts))
         next_rows.append(row)
         new_tokens.append(ids)
@@ -176,7 +199,7 @@ def _append_observations(
 
 
 def _find_stop_reason(state: _EpisodeState, limits: EpisodeLimits) -> StopReason:
-    if state.solved:
+    if state.solved:  # first, since the last allowed action may be the one that solves the level
         return StopReason.SOLVED
     if state.out_of_context:
         return StopReason.OUT_OF_CONTEXT
@@ -186,8 +209,9 @@ def _find_stop_reason(state: _EpisodeState, limits: EpisodeLimits) -> StopReason
 
 
 def _make_episode(state: _EpisodeState, limits: EpisodeLimits) -> Episode:
-    """Make the record of a finished episode; mask, log-probs and entropies of prompt tokens are False and 0."""
+    """Make the record of a finished episode; tokens that were not sampled have mask False, log-prob and entropy 0."""
     lengths = [len(ids) for ids in state.tokens]
+    # A prompt has no reply; zeros stand in for its log-probs and entropies.
     zero_arrays = [np.zeros(size, dtype=np.float32) for size in lengths]
     pairs = list(zip(state.replies, zero_arrays, strict=True))
     return Episode(

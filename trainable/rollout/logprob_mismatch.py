@@ -1,8 +1,8 @@
 """Mismatch between the log-probs of the sampling engine and of the trainer, for the same sampled tokens.
 
 An engine with outdated weights, another temperature or other rounding has other log-probs than the trainer. Columns
-report the mismatch of every step. A mean above the tolerance ends the run. Truncated importance weights correct the
-mismatch that is due to rounding.
+report the mismatch of every step. If the mean mismatch is above the tolerance, the run ends. Truncated importance
+weights can correct a mismatch that is only due to rounding.
 """
 
 import math
@@ -13,15 +13,15 @@ from torch import Tensor
 
 
 class EngineMismatchError(ArithmeticError):
-    """The engine's log-probs differ from the trainer's. The error is deterministic, so the run is not retried."""
+    """The engine's log-probs differ from the trainer's. A repetition would differ, too, so the run is not retried."""
 
 
 class LogprobMismatch(NamedTuple):
     """Mismatch over N sampled tokens, with d = log-prob of the trainer minus log-prob of the engine.
 
-    mean_abs, max_abs: of |d|, in nats. kl: KL(engine || trainer) in nats per token, estimated as the mean of
-    exp(d) - 1 - d (k3, Schulman 2020: never negative). ess_fraction: effective sample size of the weights w = exp(d),
-    as a fraction of N: (sum w)^2 / (N sum w^2), in (0, 1] (Kish 1965); 1 if all weights are equal.
+    mean_abs, max_abs: mean and maximum of |d|, in nats. kl: KL(engine || trainer) in nats per token, estimated as the
+    mean of exp(d) - 1 - d (k3, Schulman 2020: never negative). ess_fraction: effective sample size of the weights
+    w = exp(d), as a fraction of N: (sum w)^2 / (N sum w^2), in (0, 1] (Kish 1965); 1 if all weights are equal.
     """
 
     mean_abs: float
@@ -33,11 +33,12 @@ class LogprobMismatch(NamedTuple):
 def measure_mismatch(trainer_logprobs: Tensor, engine_logprobs: Tensor) -> LogprobMismatch:
     """Compare log-probs (N,) of the same N >= 1 sampled tokens, at the same temperature.
 
-    If a log-prob is not finite, `mean_abs` is not finite either, and `check_mismatch` rejects it.
+    If a log-prob is not finite, `mean_abs` is not finite either, and `check_mismatch` rejects it. Raises ValueError if
+    there are no tokens.
     """
     difference = trainer_logprobs.double() - engine_logprobs.double()
     if not len(difference):
-        raise ValueError("there are no sampled tokens to compare")
+        raise ValueError("There are no sampled tokens to compare: give at least one episode with a reply.")
     weights = (difference - difference.max()).exp()  # cannot overflow; a common factor does not change the ESS
     return LogprobMismatch(
         mean_abs=float(difference.abs().mean()),
@@ -63,13 +64,14 @@ def check_mismatch(mean_abs: float, tolerance: float, step: int) -> None:
 def importance_weights(trainer_logprobs: Tensor, engine_logprobs: Tensor, cap: float) -> Tensor:
     """Truncated importance weights min(exp(trainer - engine), cap) of each token, without gradient; any shape.
 
-    trainer_logprobs, engine_logprobs: log-probs of the sampled tokens. Up to the truncation, a loss that is multiplied
-    with these weights has the expectation that it would have under the trainer's distribution:
+    trainer_logprobs, engine_logprobs: log-probs of the sampled tokens. cap: at least 1. Apart from the truncation, a
+    loss that is multiplied by these weights has the expectation that it would have under the trainer's distribution:
     E_engine[w f] = E_trainer[f] (Ionides 2008; for LLM engines Yao et al. 2025).
     """
+    # Truncated before exp, which cannot overflow then.
     return (trainer_logprobs - engine_logprobs).detach().clamp_max(math.log(cap)).exp()
 
 
 def _suggest_tolerance(mean_abs: float) -> str:
-    """Twice `mean_abs`, rounded to one digit; the placeholder N if it is not finite."""
+    """Twice `mean_abs`, rounded to one digit; the placeholder N if `mean_abs` is not finite."""
     return f"{2 * mean_abs:.1g}" if math.isfinite(mean_abs) else "N"

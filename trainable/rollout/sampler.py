@@ -1,4 +1,4 @@
-"""The interface between the episode loop and engines: conversations with many rows, token ids in and out."""
+"""The interface between the episode loop and sampling engines: conversations of many rows, token ids in and out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ import numpy.typing as npt
 class SamplingParams:
     """Parameters of sampling.
 
-    temperature: 0 takes the most likely token. max_new_tokens: maximum length of a reply. stop_token: ends a reply, and
-    is part of it.
+    temperature: 0 takes the most likely token. max_new_tokens: maximum tokens per reply. stop_token: the token that
+    ends a reply, and is part of it.
     """
 
     temperature: float
@@ -22,9 +22,11 @@ class SamplingParams:
 
 
 class SampledReply(NamedTuple):
-    """One reply of one row: token ids (N,), and log-probs and entropies (N,) of the distributions they were drawn from.
+    """One reply of one row, with N tokens.
 
-    At temperature 0, log-probs and entropies are those at temperature 1. finished: whether the stop token was sampled.
+    token_ids: (N,). logprobs, entropies: (N,), in nats, of the distributions that the tokens were drawn from; at
+    temperature 0, of the distributions at temperature 1. Entropies are NaN if the engine has none. finished: whether
+    the stop token was sampled, as opposed to a reply that was cut at max_new_tokens.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -34,13 +36,15 @@ class SampledReply(NamedTuple):
 
 
 class Conversation(Protocol):
-    """Rows that take turns with the environment; each has its own history."""
+    """Rows that take turns with the environment in lock-step; a row is one episode with its own history."""
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
-        """Append new tokens to each of `rows`, and sample a reply of each.
+        """Append new tokens to each of `rows`, and sample a reply for each.
 
-        rows: ascending, and a subset of the rows of the previous turn; rows that are left out are finished. new_tokens:
-        empty for every row in the first turn, when the rows contain their prompts.
+        Args:
+            rows: ascending, and a subset of the rows of the previous turn. Rows that are left out are finished.
+            new_tokens: the tokens between the last reply and the next one, for each of `rows`. Empty for every row in
+                the first turn, in which the rows contain their prompts already.
         """
         ...
 
@@ -53,6 +57,7 @@ class Sampler(Protocol):
     ) -> Conversation:
         """Start a conversation of `len(prompts) * group_size` rows; row r starts with prompt r // group_size.
 
-        All random numbers come from `rng`, row by row: those of a row do not depend on which other rows are finished.
+        Each row draws from its own child of `rng`, so its random numbers do not depend on which other rows are
+        finished, or on how many ranks share the rows.
         """
         ...

@@ -11,9 +11,9 @@ from trainable.models.interface import LanguageModel
 from trainable.rollout.sampler import Conversation, SampledReply, SamplingParams
 from trainable.runs.failures import NonFiniteError
 
-COMPACT_FRACTION = (
-    0.5  # live rows are moved together when fewer than this are left; not earlier, since moving copies the cache
-)
+COMPACT_FRACTION = 0.5
+"""Live rows are moved together when fewer than this fraction is left. Moving them copies the cache; at a half, the
+number of copies per turn is at most the base-2 logarithm of the number of rows."""
 
 
 class TorchSampler:
@@ -30,7 +30,10 @@ class TorchSampler:
 
 
 class _TurnBuffers(NamedTuple):
-    """A turn in progress, by place in the cache: (rows, steps) each, except `lengths` (rows,)."""
+    """A turn in progress: (rows, steps) each, except `lengths` (rows,); rows are in the order of the cache.
+
+    uniforms: the random numbers that choose the tokens. lengths: sampled tokens of each row so far.
+    """
 
     uniforms: Tensor
     token_ids: Tensor
@@ -40,9 +43,10 @@ class _TurnBuffers(NamedTuple):
 
 
 class TorchConversation:
-    """Rows in lock-step in one cache. Live rows come first, so that finished rows cost nothing.
+    """Rows in lock-step in one cache. Live rows come first, so that passes can leave out the finished ones.
 
-    A place is an index into the cache; `rows` maps places to rows of the conversation.
+    A place is an index into the cache. `rows` has the row of the conversation at each place, and `pending_tokens` the
+    last token of the reply there, which no pass has read yet (None before the first reply).
     """
 
     def __init__(
@@ -56,10 +60,8 @@ class TorchConversation:
         self.model, self.params = model, params
         self.device = model.lm_head.weight.device
         self.row_rngs = rng.spawn(len(prompts) * group_size)
-        self.rows = list(range(len(prompts) * group_size))  # by place
-        self.pending_tokens: list[int | None] = [None] * len(
-            self.rows
-        )  # by place: the last token of a reply, not yet in the cache
+        self.rows = list(range(len(prompts) * group_size))
+        self.pending_tokens: list[int | None] = [None] * len(self.rows)
         longest = max(len(prompt) for prompt in prompts)
         # A guess at the length of a few turns: the cache grows when it is full.
         self.cache = model.model.make_cache(len(prompts), longest + 4 * params.max_new_tokens)
@@ -73,16 +75,19 @@ class TorchConversation:
         """Append new tokens to `rows`, and sample a reply of each (see `Conversation.sample_replies`)."""
         tokens_by_row = dict(zip(rows, new_tokens, strict=True))
         with torch.inference_mode():
-            if any(last is not None for last in self.pending_tokens):  # not in the first turn, which has the prompts
+            # Not in the first turn, in which the cache has the prompts and nothing was sampled.
+            if any(last is not None for last in self.pending_tokens):
                 self._reorder([place for place, row in enumerate(self.rows) if row in tokens_by_row])
+                # Finished rows got padding while others were sampled; without it, attention has less to compute.
                 self.cache.pack()
+                # By now every row has a pending token; the check for None is for the type checker.
                 chunks = [
                     [*([] if pending is None else [pending]), *tokens_by_row[row]]
                     for row, pending in zip(self.rows, self.pending_tokens, strict=True)
                 ]
                 self.hidden = self._extend(chunks)
             replies = self._sample_turn()
-        return [replies[row] for row in rows]
+        return [replies[row] for row in rows]  # rows in the cache may be in another order, from compacting
 
     def _select_places(self, places: Tensor) -> None:
         """Make place i of the cache, the lengths and the hidden states a copy of the present place `places[i]`."""
@@ -96,14 +101,15 @@ class TorchConversation:
         self.pending_tokens = [self.pending_tokens[place] for place in places]
 
     def _extend(self, chunks: Sequence[Sequence[int]]) -> Tensor:
-        """Append a chunk to every row; return the hidden state of its last token (rows, hidden)."""
-        # Right-aligned, so that the last column has the last token of every chunk.
+        """Append a chunk of tokens to each row; return the hidden states (rows, hidden) of their last tokens."""
+        # Right-aligned, so that the last column has the last token of every chunk, whatever the chunk's length.
         widest = max(len(chunk) for chunk in chunks)
         tokens = torch.zeros((len(chunks), widest), dtype=torch.long)
         for row, chunk in enumerate(chunks):
             tokens[row, widest - len(chunk) :] = torch.tensor(chunk, dtype=torch.long)
         counts = torch.tensor([len(chunk) for chunk in chunks], device=self.device)
         steps = torch.arange(widest, device=self.device) - (widest - counts[:, None])
+        # `steps` is negative on the padding at the left, which the mask excludes. Its position only has to be valid.
         hidden = self.model.model.extend(
             tokens.to(self.device), (self.lengths[:, None] + steps).clamp_min(0), steps >= 0, self.cache
         )
@@ -122,9 +128,10 @@ class TorchConversation:
             )
             for buffer, column in zip((buffers.token_ids, buffers.logprobs, buffers.entropies), samples, strict=True):
                 buffer[:active_count, step] = column
-            buffers.lengths[:active_count] += live_mask
+            buffers.lengths[:active_count] += live_mask  # before the mask is updated: the stop token counts
             tokens, live_mask = samples[0], live_mask & (samples[0] != self.params.stop_token)
             live_count = int(live_mask.sum())
+            # The last tokens are not appended to the cache here: the next turn appends them with its new tokens.
             if step + 1 == self.params.max_new_tokens or live_count == 0:
                 break
             if live_count < COMPACT_FRACTION * active_count:
@@ -133,6 +140,7 @@ class TorchConversation:
         return self._collect_replies(buffers)
 
     def _make_buffers(self) -> _TurnBuffers:
+        """Make the buffers of a turn, and draw all of its random numbers."""
         rows, steps = len(self.rows), self.params.max_new_tokens
         # Each row draws from its own generator, so that its tokens do not depend on which other rows are live.
         uniforms = np.stack([self.row_rngs[row].random(steps, dtype=np.float32) for row in self.rows])
@@ -149,6 +157,7 @@ class TorchConversation:
         self, buffers: _TurnBuffers, tokens: Tensor, live_mask: Tensor
     ) -> tuple[_TurnBuffers, Tensor, Tensor]:
         """Move the live rows to the first places; return the buffers in the new order, tokens and mask cut to them."""
+        # `live_mask` covers the first places only; rows behind them have finished earlier.
         finished_mask = torch.cat((~live_mask, live_mask.new_ones(len(self.rows) - len(live_mask))))
         places = torch.argsort(finished_mask, stable=True)
         self._reorder(places.tolist())
@@ -163,10 +172,14 @@ class TorchConversation:
         self.lengths[:active_count] += live_mask
 
     def _collect_replies(self, buffers: _TurnBuffers) -> dict[int, SampledReply]:
-        """Cut the buffers to the reply of each row; its last token is pending, since no pass has read it."""
+        """Cut the buffers to the reply of each row; its last token is pending, since no pass has read it.
+
+        Raises NonFiniteError if logits were not finite.
+        """
         token_ids, logprobs, entropies = (
             buffer.cpu().numpy() for buffer in (buffers.token_ids, buffers.logprobs, buffers.entropies)
         )
+        # A logit of NaN or +inf makes the entropy NaN.
         if not np.isfinite(entropies).all():
             raise NonFiniteError("the policy's logits were not finite during sampling")
         replies = {}
@@ -185,16 +198,20 @@ def sample_tokens(logits: Tensor, temperature: float, uniforms: Tensor) -> tuple
     """Draw one token per row by inverting the cumulative distribution.
 
     logits: (B, V). uniforms: (B,) in [0, 1). Returns tokens (B,), and their log-probs and the entropies (B,) of the
-    distribution at `temperature`. At temperature 0 the most likely token is taken, with log-probs at temperature 1.
+    distribution at `temperature`. At temperature 0 the most likely token is taken, with log-probs and entropies at
+    temperature 1.
     """
     logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
     probs = logprobs.exp()
     if temperature == 0:
         tokens = logprobs.argmax(-1)
     else:
+        # In float64: a sum over a large vocabulary accumulates rounding errors.
         cdf = probs.double().cumsum(-1)
         # Scaled by the last entry, which may differ from 1 by rounding: a draw must not fall beyond the distribution.
+        # With right=True a draw never lands on a token of probability 0, whose entry equals the one before it.
         tokens = torch.searchsorted(cdf, (uniforms.double() * cdf[:, -1])[:, None], right=True).squeeze(-1)
         tokens = tokens.clamp_max(logits.shape[-1] - 1)  # NaN sorts behind all entries; `_collect_replies` reports it
+    # The floor replaces a log-prob of -inf, whose product with the probability 0 would be NaN.
     entropies = -(probs * logprobs.clamp_min(torch.finfo(logprobs.dtype).min)).sum(-1)
     return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1), entropies

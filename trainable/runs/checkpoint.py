@@ -24,10 +24,11 @@ from trainable.runs.run_files import CHECKSUMS_FILE, fsync_path
 TENSORS_FILE, VALUES_FILE = "state.safetensors", "state.json"
 
 _PARTIAL_CHECKPOINT = re.compile(r"\.step_\d+\.(?:writing|old|fetching)")
+"""Folders of a dead process: being written, replaced by a newer one, or (with --storage) being downloaded."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be used; the message names the file and what is wrong with it."""
+    """A checkpoint cannot be used. The message names the file and says what is wrong with it."""
 
 
 def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
@@ -41,9 +42,9 @@ def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], values: Mappin
     staging_folder.mkdir()
     try:
         _write_files(staging_folder, tensors, values)
-    except BaseException as error:  # Ctrl-C too
+    except BaseException as error:  # including KeyboardInterrupt
         shutil.rmtree(staging_folder, ignore_errors=True)
-        if isinstance(error, SafetensorError):  # as an OSError, a full disk is recognised and waited for
+        if isinstance(error, SafetensorError):  # callers recognize a full disk only by an OSError, and then wait
             raise _as_os_error(error) from error
         raise
     # Outside the `try`: once the old folder is moved away, the staging folder is the only complete checkpoint.
@@ -51,39 +52,45 @@ def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], values: Mappin
 
 
 def _write_files(folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    # safetensors accepts neither views with gaps nor tensors that require gradients.
     save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, folder / TENSORS_FILE)
     (folder / VALUES_FILE).write_text(json.dumps(values, sort_keys=True), encoding="utf-8")
     checksums = {name: _compute_sha256(folder / name) for name in (TENSORS_FILE, VALUES_FILE)}
     (folder / CHECKSUMS_FILE).write_text(json.dumps(checksums), encoding="utf-8")
-    # Everything must be on disk before the rename, which could otherwise survive a crash that the contents do not.
+    # Everything must be on disk before the folder is renamed. Otherwise a crash of the machine could keep the new name
+    # but lose the contents.
     for path in (folder / TENSORS_FILE, folder / VALUES_FILE, folder / CHECKSUMS_FILE, folder):
         fsync_path(path)
 
 
 def _as_os_error(error: SafetensorError) -> OSError:
-    """The OSError that a SafetensorError quotes, such as `(os error 28)`, so that a full disk is recognised."""
+    """The OSError that the message of a SafetensorError quotes, such as `(os error 28)`; EIO if it quotes none.
+
+    safetensors writes through Rust, whose I/O errors arrive in Python as text.
+    """
     errno_match = re.search(r"os error (\d+)", str(error))
     error_number = int(errno_match.group(1)) if errno_match else errno.EIO
     return OSError(error_number, os.strerror(error_number), str(error))
 
 
 def _replace_folder(staging_folder: Path, folder: Path) -> None:
+    """Rename `staging_folder` to `folder`. At every moment a complete checkpoint exists under a name that is read."""
     old_folder = folder.with_name(f".{folder.name}.old")
     if folder.exists():
-        # A folder cannot be renamed onto one that is not empty. Until the second rename only the old folder exists,
-        # and `read_checkpoint` reads that one.
+        # A folder cannot be renamed onto one that is not empty, so the earlier checkpoint is moved away first. If the
+        # process dies before the second rename, `read_checkpoint` reads the earlier one from `old_folder`.
         shutil.rmtree(old_folder, ignore_errors=True)
         folder.rename(old_folder)
     staging_folder.rename(folder)
-    fsync_path(folder.parent)
+    fsync_path(folder.parent)  # the rename must be on disk before the earlier checkpoint is removed
     shutil.rmtree(old_folder, ignore_errors=True)
 
 
 def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and values of the checkpoint at `folder`.
 
-    If the process died between the two renames of `write_checkpoint`, the previous checkpoint is read. Raises
-    CheckpointError, naming the file that is missing or damaged.
+    If a process died between the two renames of `write_checkpoint`, the earlier checkpoint is read. Raises
+    CheckpointError if a file is missing or damaged; the message names it.
     """
     old_folder = folder.with_name(f".{folder.name}.old")
     source = old_folder if not folder.exists() and old_folder.exists() else folder
@@ -98,6 +105,7 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _read_checksums(path: Path) -> dict[str, str]:
+    """File name -> SHA-256. Raises CheckpointError for other contents, OSError if `path` cannot be read."""
     try:
         checksums: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
         return {name: checksums[name] for name in (TENSORS_FILE, VALUES_FILE)}
@@ -110,15 +118,17 @@ def write_rolling_checkpoint(
 ) -> None:
     """Write the checkpoint after `step` to `folder`/step_<step>, then keep only the newest `max_to_keep` in `folder`.
 
-    Only checkpoints are removed, complete or incomplete ones. Raises LinkError before anything is written if `folder`
-    is a symbolic link.
+    Nothing in `folder` is removed except checkpoints, whether complete or not. Raises LinkError before anything is
+    written if `folder` is a symbolic link.
     """
     if folder.is_symlink():
         raise LinkError(folder)
     write_checkpoint(folder / f"step_{step}", tensors, values)
+    # Only now: if writing failed, the checkpoints that the run can continue from must still exist.
     for path in list(folder.iterdir()):
         checkpoint_step = _parse_step(path.name)
-        # A later checkpoint belongs to an abandoned attempt: the run went back to an earlier step.
+        # A checkpoint of a later step shows that the run went back. It belongs to the abandoned attempt, and the next
+        # start would take it for the newest.
         is_stale = checkpoint_step is not None and checkpoint_step > step
         if is_stale or _PARTIAL_CHECKPOINT.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
@@ -127,9 +137,9 @@ def write_rolling_checkpoint(
 
 
 def iter_checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
-    """(step, folder) of every checkpoint in `folder` whose name ends in its step, latest first."""
+    """(step, folder) of every checkpoint step_<N> or global_step_<N> in `folder`, usable or not, latest step first."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    # If the process died between the two renames, only `.<name>.old` exists; `read_checkpoint` finds it by <name>.
+    # If a process died between the two renames, only `.<name>.old` exists. `read_checkpoint` finds it by <name>.
     checkpoint_names = {
         name.removeprefix(".").removesuffix(".old") if name.endswith(".old") else name for name in names
     }

@@ -54,7 +54,10 @@ QUANTITIES: tuple[Quantity, ...] = (
         "retrieval_accuracy after shuffling the prompts among the thoughts: mean of 100 shuffles",
     ),
 )
-"""In every diagnosed row: mutual information and entropies per token and per thought, and retrieval against chance."""
+"""Written in every row with a diagnosis: mutual information and entropies per token and per thought, and retrieval.
+
+Retrieval means that a thought's own prompt is found among all prompts; `retrieval_chance_level` is its rate by chance.
+"""
 
 EXTRA_QUANTITIES: tuple[Quantity, ...] = (
     Quantity("mi_estimate_paper", "nats", "I(X; Z) per token: reasoning_entropy_est_paper - conditional_entropy_est"),
@@ -100,7 +103,7 @@ EXTRA_QUANTITIES: tuple[Quantity, ...] = (
     Quantity("retrieval_above_chance@4", "fraction", "retrieval_accuracy_at_4 - retrieval_chance_level_at_4"),
     Quantity("retrieval_above_chance@8", "fraction", "retrieval_accuracy_at_8 - retrieval_chance_level_at_8"),
 )
-"""Only with `collapse_detection.all_quantities`: other normalizations, spreads, z-scores, and retrieval at 2, 4 and 8.
+"""Written only if `collapse_detection.all_quantities` is set: other normalizations, spreads, z-scores, retrieval at k.
 
 No report or stop rule of this project uses them; they allow comparison with logs of the published system.
 """

@@ -8,9 +8,16 @@ import traceback
 from typing import NamedTuple
 
 _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""A full disk, an exceeded quota, an exceeded limit on the size of a file."""
+
 _ACCESS_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENOENT)
+"""A file or folder that must not be written, is missing, or is of the wrong kind. A retry would meet the same one."""
+
 _OUT_OF_MEMORY_PHRASES = ("out of memory", "can't allocate memory", "cannot allocate memory")
+"""Fragments of the messages of CUDA, of torch's CPU allocator and of the operating system, in lower case."""
+
 _TRANSIENT_ERRORS = (RuntimeError, OSError, EOFError, TimeoutError, InterruptedError)
+"""Errors of the machine. RuntimeError is among them, because torch raises it for device errors."""
 
 PROCESS_DIED, NON_FINITE = "process died", "non-finite"
 FAILURE_KINDS = ("configuration", NON_FINITE, "out of memory", "storage", PROCESS_DIED, "error")
@@ -57,24 +64,28 @@ def classify_failure(error: BaseException, has_rows: bool) -> Failure:
 
     An error of the run's own code is final: the same settings and seed give the same numbers, so it would be raised
     again. An error of the machine (a device error, a dropped connection, memory that runs out in the middle of a run
-    that had fitted) may pass, so the run is retried. Running out of memory before the first row is final: the settings
-    do not fit. So is a full or forbidden folder, or a storage that does not answer: the run has already waited for it.
+    that had fitted) may not occur again, so the run is retried. Running out of memory before the first row is final,
+    because the settings do not fit. A full disk and a storage that does not answer are final too, because the run has
+    already waited for them, and so is a folder that must not be written.
     """
     kind, is_retried = _classify_kind(error, has_rows)
+    # A status and a table have room for one line; `trace` has the entire text.
     first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
     message = " ".join([f"{type(error).__name__}: {first_line}", *getattr(error, "__notes__", [])])
     return Failure(kind, message, is_retried, "".join(traceback.format_exception(error)))
 
 
 def _classify_kind(error: BaseException, has_rows: bool) -> tuple[str, bool]:
+    """The kind of the failure, and whether the run is retried."""
     if isinstance(error, NonFiniteError):
         return NON_FINITE, False
+    # Before the test for transient errors: torch's OutOfMemoryError is a RuntimeError.
     if is_out_of_memory(error):
         return "out of memory", has_rows
     is_storage_error = isinstance(error, OSError) and error.errno in (*_DISK_FULL_ERRNOS, *_ACCESS_ERRNOS)
     if is_storage_error or isinstance(error, StorageError):
         return "storage", False
-    # Before the first row a ValueError is taken for a setting that is refused; later it is an ordinary error.
+    # Settings are checked before the first row, with ValueErrors. After it, a ValueError is an error of the code.
     if isinstance(error, ValueError) and not has_rows:
         return "configuration", False
     # NotImplementedError and RecursionError are RuntimeErrors that a retry cannot fix.
@@ -84,6 +95,7 @@ def _classify_kind(error: BaseException, has_rows: bool) -> tuple[str, bool]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out. On a GPU torch raises OutOfMemoryError, on a CPU a RuntimeError whose message says so."""
+    # By name, because importing torch would cost the driver seconds and memory.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _OUT_OF_MEMORY_PHRASES)

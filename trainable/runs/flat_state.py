@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors by name, each made on access, so that iterating keeps only one in memory at a time.
+    """Tensors by name, each made on access, so that a loop over them has only one in memory at a time.
 
     shapes: the shape of every tensor. make_tensor: name -> tensor.
     """
@@ -31,20 +31,21 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 def get_shapes(tensors: Mapping[str, Tensor]) -> Mapping[str, torch.Size]:
-    """The shape of each tensor, without making lazy ones."""
+    """The shape of each tensor. Lazy tensors are not made for this."""
     if isinstance(tensors, LazyTensors):
         return tensors.shapes
     return {name: value.shape for name, value in tensors.items()}
 
 
 def get_trainable_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that are trained, by name; without those that are frozen under an adapter."""
+    """(name, parameter) of the parameters that are trained. Those that are frozen under an adapter are left out."""
     return [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
 
 
 def flatten_state(stateful: nn.Module | torch.optim.Optimizer) -> dict[str, Tensor]:
     """The trainable tensors of a module, or those of an optimizer as `<parameter index>/<moment>`."""
     if isinstance(stateful, nn.Module):
+        # Only parameters that are trained: the frozen base under an adapter is loaded from the model's own files.
         # `named_parameters` lists a tied head only once, under its first name.
         return {name: weight.detach() for name, weight in get_trainable_parameters(stateful)}
     state = stateful.state_dict()["state"]
@@ -54,21 +55,24 @@ def flatten_state(stateful: nn.Module | torch.optim.Optimizer) -> dict[str, Tens
 def load_flat_state(stateful: nn.Module | torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """Load what `flatten_state` returned for a module or optimizer of the same kind."""
     if isinstance(stateful, nn.Module):
-        tensors = {**stateful.state_dict(), **tensors}  # frozen weights and buffers keep their values
-        # `load_state_dict` wants every name, but the flat state has only the first name of a tied tensor.
+        # `load_state_dict` requires every name. The flat state lacks frozen weights and buffers, which keep their
+        # values, and has only the first name of a tied tensor.
+        tensors = {**stateful.state_dict(), **tensors}
         tied_tensors = {name: tensors[first] for name, first in _map_tied_names(stateful).items() if first != name}
         stateful.load_state_dict({**tensors, **tied_tensors})
         return
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         parameter_index, name = key.split("/")
-        # Clone: a loaded tensor is a view of the mapped file, whose disk space stays in use after it is deleted.
+        # A loaded tensor is a view of the memory-mapped checkpoint. The optimizer would keep that view, and with it the
+        # disk space of the file even after it is deleted. `load_state_dict` of a module copies by itself.
         state.setdefault(int(parameter_index), {})[name] = value.clone()
+    # The flat state has no hyperparameters. They come from the settings with which the optimizer was made.
     stateful.load_state_dict({"state": state, "param_groups": stateful.state_dict()["param_groups"]})
 
 
 def compute_flat_shapes(stateful: nn.Module | torch.optim.Optimizer) -> dict[str, torch.Size]:
-    """The shapes of what `flatten_state` returns; for AdamW those after its first step."""
+    """The shapes of the tensors that `flatten_state` returns. AdamW has them only after its first step."""
     if isinstance(stateful, nn.Module):
         return {key: value.shape for key, value in flatten_state(stateful).items()}
     parameters = [parameter for group in stateful.param_groups for parameter in group["params"]]
@@ -80,7 +84,7 @@ def compute_flat_shapes(stateful: nn.Module | torch.optim.Optimizer) -> dict[str
 
 
 def check_shapes(name: str, expected: Mapping[str, torch.Size], actual: Mapping[str, torch.Size]) -> None:
-    """ValueError unless `actual` has exactly the tensors and shapes of `expected`. name: prefix in the message."""
+    """Raise ValueError unless `actual` has the same tensors and shapes as `expected`. name: prefix in the message."""
     mismatched_keys = sorted(key for key in expected.keys() | actual.keys() if expected.get(key) != actual.get(key))
     if mismatched_keys:
         key = mismatched_keys[0]
@@ -94,7 +98,10 @@ def check_shapes(name: str, expected: Mapping[str, torch.Size], actual: Mapping[
 
 
 def _map_tied_names(module: nn.Module) -> dict[str, str]:
-    """For each name in a module's state, the first name of the same tensor."""
+    """For each name in a module's state, the first name of the same tensor.
+
+    `keep_vars` returns the parameters themselves; without it, tied tensors would be different objects.
+    """
     first_name_by_id: dict[int, str] = {}
     return {
         name: first_name_by_id.setdefault(id(value), name) for name, value in module.state_dict(keep_vars=True).items()

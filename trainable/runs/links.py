@@ -14,7 +14,7 @@ from typing import IO, Any
 
 
 class LinkError(OSError):
-    """There is a symbolic link where a study would write; the message names it and says what to do."""
+    """There is a symbolic link where a study would write. The message names it and says what to do."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(
@@ -24,29 +24,33 @@ class LinkError(OSError):
         )
 
     def __str__(self) -> str:
-        return str(self.strerror)
+        return str(self.strerror)  # without the "[Errno 40]" that an OSError puts in front
 
 
 def check_no_links(root: Path, paths: Iterable[Path] = (), trees: Iterable[Path] = ()) -> None:
     """Raise LinkError if anything that would be written below `root` is a symbolic link.
 
-    root: the folder that the user gave; it may itself be reached through links. paths: every component below `root` is
-    checked. trees: checked in the same way, with everything in them.
+    root: the folder that the user gave; it may itself be reached through links. paths: every component of each path
+    below `root` is checked. trees: folders that are checked in the same way, together with everything in them.
     """
-    trees = tuple(trees)
+    trees = tuple(trees)  # iterated twice
     for path in (*paths, *trees):
+        # From the outside in, so that the message names the outermost link. The first parent is ".", which is `root`.
         for relative_path in (*reversed(path.relative_to(root).parents), path.relative_to(root)):
             if relative_path.name and (root / relative_path).is_symlink():
                 raise LinkError(root / relative_path)
     for tree in trees:
-        for folder, folders, files in os.walk(tree):
+        for folder, folders, files in os.walk(tree):  # does not enter links to folders, so it cannot loop
             for name in (*folders, *files):
                 if (path := Path(folder, name)).is_symlink():
                     raise LinkError(path)
 
 
 def make_folder(root: Path, *names: str) -> Path:
-    """Create and return the folder `root`/names...; each component may exist as a folder but not as a link."""
+    """Create and return the folder `root`/names...; each component may exist as a folder but not as a link.
+
+    `Path.mkdir(parents=True)` would create the last folder in the target of a link further up.
+    """
     folder = root
     for name in names:
         folder = folder / name
@@ -60,27 +64,33 @@ def open_no_link(path: Path, mode: str) -> IO[Any]:
     """Open a file like `open`, but raise LinkError if `path` is a symbolic link."""
 
     def open_nofollow(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666)  # 0o666 less the umask, as `open` does
 
     try:
         return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=open_nofollow)
     except OSError as error:
-        if error.errno == errno.ELOOP:  # the error of O_NOFOLLOW for a link
+        if error.errno == errno.ELOOP:  # Linux's error if O_NOFOLLOW meets a link
             raise LinkError(path) from None
         raise
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a new empty file next to `path`; rename it to `path` after the body, or remove it if the body fails.
+    """Yield a new empty file next to `path`, and rename it to `path` after the body. If the body fails, remove it.
 
-    A reader sees either the old file or the new one, never a partial one. A link at `path` is replaced, and its target
-    is not touched.
+    A reader of `path` sees either the old file or the new one, never a partial one. If `path` is a link, the link is
+    replaced and its target stays unchanged.
+
+    Example::
+
+        with atomic_write(folder / "report.html") as temp_path:
+            temp_path.write_text(page, encoding="utf-8")
     """
     temp_path = path.with_name(f".{path.name}.{os.getpid()}.part")
     with suppress(FileNotFoundError):
-        temp_path.unlink()  # left by a process that died while writing, or planted
-    # O_EXCL refuses a link that somebody puts there after the unlink.
+        # A process that died while writing may have left it, or someone else may have put a link there.
+        temp_path.unlink()
+    # O_EXCL refuses a link that someone puts there after the unlink.
     os.close(os.open(temp_path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     try:
         yield temp_path

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from trainable.runs.failures import NonFiniteError
 
 _MAX_NAMES_SHOWN = 3
-"""Names in a message. A broken update affects most tensors of a model, so not all are listed."""
+"""Tensor names in a message. An update that breaks one tensor usually breaks most, so a few names say enough."""
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 
@@ -24,7 +24,8 @@ def find_nonfinite_gradients(parameters: NamedParameters) -> list[str]:
 
 def find_nonfinite_weights(parameters: NamedParameters) -> list[str]:
     """`weight <name>` for every parameter that has a NaN or an infinity."""
-    # The common case costs one pass: the norm over all weights is finite only if every weight is.
+    # The common case costs one reduction instead of one per tensor: the norm is finite only if every weight is.
+    # A norm can overflow although each weight is finite. The list below is then empty, so the run continues.
     if bool(torch.isfinite(nn.utils.get_total_norm([parameter.detach() for _, parameter in parameters]))):
         return []
     return [f"weight {name}" for name, parameter in parameters if not bool(torch.isfinite(parameter).all())]
@@ -35,16 +36,16 @@ def check_finite(
 ) -> None:
     """Raise NonFiniteError if the run cannot continue after training step `step`.
 
-    consecutive_skips: consecutive training steps, up to this one, that skipped an optimizer step; the run ends at
-    `patience` of them. nonfinite_names: the losses and gradients that were not finite in these steps.
-    nonfinite_weights: weights that are not finite now. One is enough, because an optimizer step cannot be undone; the
-    checkpoint before it is still on disk.
+    consecutive_skips: number of consecutive training steps, up to this one, that skipped an optimizer step; the run
+    ends when it reaches `patience`. nonfinite_names: the losses and gradients that were not finite in these steps.
+    nonfinite_weights: weights that are not finite now. A single one ends the run, because an optimizer step cannot be
+    undone. The checkpoint from before that step is still on disk.
     """
     weight_names = list(nonfinite_weights)
     if weight_names:
         raise NonFiniteError(f"the weights after step {step} are not finite: {_format_names(weight_names)}")
     if consecutive_skips >= patience:
-        unique_names = list(dict.fromkeys(nonfinite_names))
+        unique_names = list(dict.fromkeys(nonfinite_names))  # the same names recur in every step
         raise NonFiniteError(
             f"updates were skipped in {consecutive_skips} consecutive training steps, up to step {step}, because of "
             f"values that are not finite: {_format_names(unique_names)} (trainer.nonfinite_patience={patience})"

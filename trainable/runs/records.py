@@ -29,7 +29,7 @@ def _make_collapse_columns(quantities: Iterable[Quantity]) -> tuple[Column, ...]
         Column(
             f"collapse_{sample}_{name.replace('@', '_at_')}",
             unit,
-            meaning,
+            meaning if sample == "first_turn" else f"as collapse_first_turn_{name.replace('@', '_at_')}",
             "" if name.endswith(("_paper", "_shuffled")) else f"collapse_{sample}_sample/{name}",
         )
         for sample in ("first_turn", "trajectory")
@@ -38,7 +38,7 @@ def _make_collapse_columns(quantities: Iterable[Quantity]) -> tuple[Column, ...]
 
 
 DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
-    # What was collected: all P x G episodes of the step, before the filter.
+    # The collected episodes: all P x G episodes of the step, before the filter.
     Column("train_success", "fraction", "solved episodes / episodes", "train/CoordSokoban/success"),
     Column("train_pass_at_group", "fraction", "groups with a solved episode / groups", "train/CoordSokoban/pass@16"),
     Column("train_reward", "reward", "mean episode score, penalties included"),
@@ -58,7 +58,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "groups whose scores have a standard deviation of at most 1e-10",
         "rollout/filter_zero_count",
     ),
-    # What the filter kept.
+    # The groups that the filter kept.
     Column("groups", "groups", "groups collected"),
     Column("groups_kept", "groups", "groups trained on", "rollout/filter_kept_count"),
     Column("kept_ratio", "fraction", "groups_kept / groups", "rollout/filter_kept_ratio"),
@@ -74,7 +74,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "consecutive steps, up to this one, in which the filter kept no group",
         "rollout/consecutive_empty_after_filter_steps",
     ),
-    # What the update did. Missing in a step with nothing kept.
+    # The update. These columns are missing in a step in which the filter kept no group.
     Column("batch_size", "sequences", "sequences trained on, including copies", "train/batch_size"),
     Column(
         "engine_mismatch_mean",
@@ -82,7 +82,11 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "mean absolute difference between the trainer's and the engine's log-probs over all sampled tokens; missing "
         "if they share weights",
     ),
-    Column("engine_mismatch_max", "nats", "largest absolute difference between these log-probs"),
+    Column(
+        "engine_mismatch_max",
+        "nats",
+        "largest absolute difference between the trainer's and the engine's log-probs",
+    ),
     Column("engine_kl", "nats", "KL(engine || trainer) per token, k3 estimate"),
     Column(
         "engine_ess_fraction",
@@ -139,8 +143,13 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "critic/vf_explained_var",
     ),
     Column("nonfinite_updates", "optimizer steps", "optimizer steps skipped because of a non-finite gradient norm"),
-    Column("kl_in_reward_coef", "1", "coefficient of the KL penalty in the reward; missing if that is off"),
-    # How much thoughts depend on prompts, before the update. Missing in steps without a diagnosis or with a sample off.
+    Column(
+        "kl_in_reward_coef",
+        "1",
+        "coefficient of the KL penalty in the reward; missing if there is no such penalty",
+    ),
+    # How much thoughts depend on prompts, before the update. These columns are missing in steps without a diagnosis and
+    # for a sample that is switched off.
     Column(
         "collapse_valid_thinking_rate",
         "fraction",
@@ -161,7 +170,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "collapse/first_turn_valid_rate",
     ),
     *_make_collapse_columns(QUANTITIES),
-    # What the step cost.
+    # The cost of the step.
     Column("optimizer_steps", "optimizer steps", "optimizer steps of the policy in this step"),
     Column("env_steps", "actions", "actions executed in this step"),
     Column("sampled_tokens", "tokens", "tokens sampled in this step"),
@@ -176,7 +185,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     Column("total_env_steps", "actions", "env_steps so far"),
     Column("total_sampled_tokens", "tokens", "sampled_tokens so far"),
     Column("total_trained_tokens", "tokens", "trained_tokens so far"),
-    # Validation; missing in steps without one.
+    # The validation. These columns are missing in steps without one.
     Column(
         "val_success",
         "fraction",
@@ -193,13 +202,13 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     Column("val_greedy_success", "fraction", "as val_success, with greedy decoding; last step only"),
     Column("test_success", "fraction", "solved test episodes / episodes, sampled; last step only"),
     Column("test_greedy_success", "fraction", "as test_success, with greedy decoding; last step only"),
-    # Validation before training; in the row of step 1.
+    # The validation before training. It has no row of its own, so the row of step 1 has its columns.
     Column("base_val_success", "fraction", "val_success of the policy before training"),
     Column("base_val_success_unseen", "fraction", "val_success_unseen of the policy before training"),
     Column("base_val_reward", "reward", "val_reward of the policy before training"),
     Column("base_val_invalid_turns", "fraction", "val_invalid_turns of the policy before training"),
     Column("base_val_greedy_success", "fraction", "val_greedy_success of the policy before training"),
-    # Time. Comparisons for equality ignore it.
+    # Times. Comparisons of rows for equality ignore these columns, because no two runs take equally long.
     Column("seconds_rollout", "s", "collecting episodes", "timing_s/gen"),
     Column("seconds_collapse_first_turn", "s", "scoring thoughts of first turns", "timing_s/collapse_first_turn_step"),
     Column("seconds_collapse_multi_turn", "s", "scoring thoughts of all turns", "timing_s/collapse_multi_turn_step"),
@@ -302,15 +311,19 @@ GRADIENT_COLUMNS: tuple[Column, ...] = (
     Column("signal", "1", "unbiased estimate of the squared norm of the mean gradient's expectation; may be negative"),
     Column("noise", "1", "unbiased estimate of the summed variance of the mean gradient over draws of prompts"),
     Column("snr", "1", "signal / noise"),
-    Column("snr_low", "1", "lower end of its 95 % interval, from a jackknife over folds of prompts"),
-    Column("snr_high", "1", "upper end of that interval"),
+    Column("snr_low", "1", "lower end of the 95 % interval of snr, from a jackknife over folds of prompts"),
+    Column("snr_high", "1", "upper end of the 95 % interval of snr"),
     Column("cosine_task", "1", "cosine between the mean gradients of this component and of task"),
     Column(
         "cosine_entropy",
         "1",
-        "cosine between the mean gradients of this component and of entropy; missing if that is off",
+        "cosine between the mean gradients of this component and of entropy; missing if the loss has no entropy bonus",
     ),
-    Column("cosine_kl", "1", "cosine between the mean gradients of this component and of kl; missing if that is off"),
+    Column(
+        "cosine_kl",
+        "1",
+        "cosine between the mean gradients of this component and of kl; missing if the KL loss is off",
+    ),
     Column(
         "share",
         "fraction",
@@ -323,12 +336,17 @@ GRADIENT_COLUMNS: tuple[Column, ...] = (
         "signed share of the component in the expected step, from products of different folds; shares sum to 1; "
         "missing if the total has no signal, with all folds or without one of them",
     ),
-    Column("signal_share_low", "fraction", "lower end of its 95 % interval, from a jackknife over folds of prompts"),
-    Column("signal_share_high", "fraction", "upper end of that interval"),
+    Column(
+        "signal_share_low",
+        "fraction",
+        "lower end of the 95 % interval of signal_share, from a jackknife over folds of prompts",
+    ),
+    Column("signal_share_high", "fraction", "upper end of the 95 % interval of signal_share"),
     Column(
         "weight",
         "fraction",
-        "weight of the bucket's mean gradient in that of the whole batch; the weights of the buckets sum to 1",
+        "weight of the bucket's mean gradient in the mean gradient of the whole batch; the weights of the buckets sum "
+        "to 1",
     ),
     Column(
         "fold_count",
@@ -468,6 +486,7 @@ FORMER_NAMES: Mapping[str, str] = {
 }
 """Step columns in the rows that version 0.1 wrote, with the names that tables give them."""
 
+# Rates such as MFU are here too, because they are computed from measured seconds.
 TIME_COLUMNS: frozenset[str] = frozenset(
     {
         column.name
@@ -482,11 +501,14 @@ STATUSES: tuple[str, ...] = ("completed", "early_stopped", "failed", "interrupte
 
 
 def make_empty_row(*, all_quantities: bool = False) -> dict[str, float | str | None]:
-    """A row with every step and stop column, without values. Tune's csv keeps only the columns of the first row.
+    """A row with every step and stop column, without values.
 
-    all_quantities: whether to include the columns of the setting `collapse_detection.all_quantities`.
+    Tune's csv keeps only the columns of the first row that is reported, so that row needs all of them. all_quantities:
+    whether to include the columns that only the setting `collapse_detection.all_quantities` adds.
     """
     columns = STEP_COLUMNS if all_quantities else DEFAULT_STEP_COLUMNS
     row: dict[str, float | str | None] = {column.name: None for column in (*columns, *STOP_COLUMNS)}
+    # Text, unlike the other columns: empty text says that no rule has fired. For a result without this key, the study's
+    # Stoppers would apply the rules themselves.
     row["stop_rule"] = ""
     return row

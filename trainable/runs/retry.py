@@ -1,4 +1,4 @@
-"""Retry operations on a full disk or an unreachable storage, so that the run waits instead of failing."""
+"""Retry operations while the disk is full or the storage does not answer, so that a run waits instead of failing."""
 
 import time
 from collections.abc import Callable
@@ -9,14 +9,15 @@ from trainable.runs.failures import is_disk_full
 T = TypeVar("T")
 
 _RETRY_INTERVAL_S = 1.0
-"""Seconds between two attempts. Each attempt costs one failed write."""
+"""Seconds between two attempts. Short, because an attempt costs no more than one failed write."""
 
 
 class RetryPolicy(NamedTuple):
-    """Which errors are retried, and the texts that report it.
+    """Which errors are retried, and the messages about the wait.
 
-    is_retryable: whether an error may pass. waiting_for: what the caller waits for. recovery_message: the condition has
-    passed. timeout_message: it has not passed within {patience} seconds.
+    is_retryable: whether an error may disappear without anyone changing the code or the settings. waiting_for: the end
+    of "waiting up to 600 s ...". recovery_message: sent when an attempt succeeds. timeout_message: added to the error
+    when the time is up; it may contain {patience}, the number of seconds.
     """
 
     is_retryable: Callable[[OSError], bool]
@@ -42,9 +43,9 @@ def call_with_retry(
 ) -> T:
     """The result of `operation`, which is retried for at most `patience` seconds on errors that `policy` allows.
 
-    `operation` must be safe to repeat after a partial failure. notify: called when the waiting begins and when it
-    succeeds. should_stop: whether to stop waiting immediately. Raises the last OSError after `patience` seconds, and
-    every other error immediately.
+    `operation` must be safe to repeat after a partial failure. notify: called with a message when the waiting begins,
+    and when an attempt succeeds after it. should_stop: asked after each failed attempt whether to give up at once.
+    Raises the last OSError after `patience` seconds or if `should_stop` says so, and every other error immediately.
     """
     deadline, is_waiting = time.monotonic() + patience, False
     while True:
@@ -53,7 +54,7 @@ def call_with_retry(
         except OSError as error:
             if not policy.is_retryable(error):
                 raise
-            if should_stop():
+            if should_stop():  # a user who presses Ctrl-C during a wait does not want to see the end of it
                 raise
             if time.monotonic() >= deadline:
                 error.add_note(policy.timeout_message.format(patience=patience))
@@ -61,7 +62,7 @@ def call_with_retry(
             if not is_waiting:  # one message for the whole wait, not one per attempt
                 notify(f"waiting up to {patience:g} s {policy.waiting_for}: {error}")
                 is_waiting = True
-            # The clock has moved on since the deadline was checked, so the rest may be negative.
+            # The deadline may have passed since it was checked, and `sleep` refuses negative numbers.
             time.sleep(min(_RETRY_INTERVAL_S, max(0.0, deadline - time.monotonic())))
             continue
         if is_waiting:

@@ -33,10 +33,13 @@ LinesByFile = Mapping[str, Sequence[Mapping[str, Any]]]
 """Name of a file in the run's folder -> lines to append to it."""
 
 MAX_ROLLING_CHECKPOINTS = 2
-"""Rolling checkpoints of a run that is not over: the newest, and the previous one in case the newest is damaged."""
+"""Number of rolling checkpoints of a run that is not over: the newest, and one more in case the newest is damaged."""
 
 LOCK_TIMEOUT_S = 60.0
-"""Seconds that a run waits for an earlier process that still trains it."""
+"""Seconds that a run waits for an earlier process that still trains it.
+
+A worker that Ray was starting may outlive a killed driver by up to half a minute (docs/reliability.md).
+"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class TrainerState:
 
 
 def write_without_retry(operation: Callable[[], None]) -> None:
-    """Call `operation` once; its errors are not handled."""
+    """Call `operation` once and let its errors through."""
     operation()
 
 
@@ -63,8 +66,9 @@ class Run:
     checkpoints, global_step_<N>. settings: the configuration, including the seed. identity: further columns that
     identify the run in every row. write: executes each write, and may wait while the disk is full.
 
-    A row is on disk and in `rows` before `append_row` returns. After `load_checkpoint`, the rows of an abandoned
-    attempt no longer count: a run is a function of its settings and seed and writes the same rows again.
+    A row is on disk and in `rows` before `append_row` returns. A run that continues from a checkpoint repeats the steps
+    after it and writes the same rows again, because it is a function of its settings and seed. `drop_rows_after`
+    therefore forgets the rows of the abandoned attempt.
     """
 
     def __init__(
@@ -87,7 +91,7 @@ class Run:
     # ------------------------------------------------------------------ lock
 
     def lock(self) -> None:
-        """Keep other processes from writing the run; RunLockedError if one still does after LOCK_TIMEOUT_S."""
+        """Keep other processes from writing the run. RunLockedError if one still has the lock after LOCK_TIMEOUT_S."""
         self._lock = acquire_lock(self.run_dir, LOCK_TIMEOUT_S)
 
     def unlock(self) -> None:
@@ -105,11 +109,12 @@ class Run:
     def append_row(self, row: Mapping[str, Any], lines: LinesByFile) -> None:
         """Write `lines` and then `row`, without the columns that were not measured (None).
 
-        The row comes last because it marks the step as done: a crash before it makes the run repeat the step.
+        The row is written last because it marks the step as done. After a crash before it, the run repeats the step.
         """
         for file_name, records in lines.items():
             for record in records:
                 self._write(partial(append_json_line, self.run_dir / file_name, record))
+        # Leaving out None shortens a row: most steps have no validation, no diagnosis and no gradient analysis.
         full_row = {name: value for name, value in {**self.identity, **row}.items() if value is not None}
         self._write(partial(append_json_line, self.run_dir / METRICS_FILE, full_row))
         self.rows.append(full_row)
@@ -127,10 +132,10 @@ class Run:
     def is_complete(self, notify: Callable[[str], None]) -> bool:
         """Whether nothing is left to do: the final row and the checkpoint after it are on disk.
 
-        The process may have died between the two, or before the driver recorded that the run had ended. A run that
-        failed has no final checkpoint. notify: called if the final checkpoint cannot be used.
+        A process may have died between these two writes. The run then continues from an earlier checkpoint and writes
+        both again. notify: called with a message if the final checkpoint cannot be used.
         """
-        if not self.is_over or self.failure:
+        if not self.is_over or self.failure:  # a run that failed is complete without a final checkpoint
             return self.is_over
         try:
             self.load_checkpoint(self.rows[-1]["step"], notify)
@@ -144,7 +149,10 @@ class Run:
         return str(self.rows[-1].get("failure", "")) if self.rows else ""
 
     def drop_rows_after(self, step: int) -> None:
-        """Forget the rows that a run which continues after `step` steps writes again."""
+        """Forget the rows that the run writes again when it continues after `step` steps.
+
+        With `first_row_step` 1, the row of step n is written after n steps; with 0, before step n + 1 is trained.
+        """
         self.rows = [row for row in self.rows if row["step"] < step + self.settings.first_row_step]
 
     # ------------------------------------------------------------------ checkpoints
@@ -154,14 +162,15 @@ class Run:
         return {step for step, _ in self._list_checkpoints()}
 
     def _list_checkpoints(self) -> list[tuple[int, Path]]:
-        """(step, folder) of all checkpoints; for the same step, the rolling one comes first."""
+        """(step, folder) of all checkpoints. At the same step, the rolling one comes before the saved one."""
         return [*iter_checkpoints(self.run_dir / STATE_FOLDER), *iter_checkpoints(self.checkpoint_dir)]
 
     def load_checkpoint(self, step: int, notify: Callable[[str], None]) -> TrainerState:
         """The state after `step`, from a complete checkpoint of this run; CheckpointError if there is none.
 
-        notify: called with each checkpoint that cannot be used, and why.
+        notify: called with a message for each checkpoint that cannot be used.
         """
+        # There may be a rolling and a saved checkpoint after the same step; either is good enough.
         for path in (path for checkpoint_step, path in self._list_checkpoints() if checkpoint_step == step):
             try:
                 tensors, values = read_checkpoint(path)
@@ -177,22 +186,24 @@ class Run:
         saved_settings = type(self.settings).model_validate(values.get("settings"))
         if saved_settings.compute_hash() != self.settings.compute_hash() or saved_settings.seed != self.seed:
             raise ValueError("it was written with other settings or another seed.")
-        # A renamed folder would make the run repeat or skip steps without anyone noticing.
+        # A folder that someone renamed would make the run repeat or skip steps without a message.
         if values.get("step") != step:
             raise ValueError(f"its name says step {step}, but it contains step {values.get('step')}.")
         rows = [row for row in self.rows if row["step"] < step + self.settings.first_row_step]
         if [row["step"] for row in rows] != list(self.settings.get_row_steps(step)):
             raise ValueError(f"rows up to step {step} are missing in {METRICS_FILE}.")
+        # A row with a validation promises the results per level, which are lines of another file.
         validated_steps = {row["step"] for row in rows if row.get("val_success") is not None}
         if not validated_steps <= {line.get("step") for line in read_json_lines(self.run_dir / LEVELS_FILE)}:
             raise ValueError(f"evaluations up to step {step} are missing in {LEVELS_FILE}.")
 
     def save_checkpoint(self, state: TrainerState, *, is_rolling: bool, is_permanent: bool) -> None:
-        """Write a checkpoint as the rolling one (`is_rolling`), as a saved one (`is_permanent`), or as both.
+        """Write a checkpoint as the newest rolling one (`is_rolling`), as a saved one (`is_permanent`), or as both.
 
-        Once the run is over, only its last rolling checkpoint is kept.
+        Once the run is over, its last rolling checkpoint is the only one that stays, to save disk space.
         """
         step = state.values["step"]
+        # The settings show a later start whether the checkpoint belongs to its run (`_validate_checkpoint`).
         values = {**state.values, "settings": self.settings.model_dump(mode="json")}
         if is_permanent:
             self._write(partial(write_checkpoint, self.checkpoint_dir / f"global_step_{step}", state.tensors, values))

@@ -1,5 +1,9 @@
-"""Append to and read the files of a run, which get one line per step or evaluation, and lock the run."""
+"""Append lines to the files of a run, read them, and lock the run.
 
+A file of a run has one JSON line per training step or per evaluation.
+"""
+
+import fcntl
 import json
 import math
 import os
@@ -20,22 +24,22 @@ METRICS_FILE, LEVELS_FILE, GRADIENTS_FILE, PROBES_FILE = (
 )
 STATE_FOLDER, LOCK_FILE = "state", ".lock"
 CHECKSUMS_FILE = "checksums.json"
-"""The file of a checkpoint that is written last: a folder that contains it was complete."""
+"""The file of a checkpoint that is written last, so a folder that contains it is known to be complete."""
 
 
 class RunLockedError(RuntimeError):
-    """Another process still trains the run; this may pass."""
+    """Another process still trains the run. A retry may succeed, because that process may be about to end."""
 
 
 def acquire_lock(run_dir: Path, timeout_s: float) -> BinaryIO:
-    """Lock a run, so that two processes never write its files; closing the returned file releases the lock.
+    """Lock a run, so that two processes never write its files. Closing the returned file releases the lock.
 
-    The lock also ends with the process, however that ends. A process whose study was killed may survive for a moment,
-    so this waits for up to `timeout_s` seconds; then RunLockedError names the holder.
+    The operating system also releases the lock when the process ends, even after a SIGKILL. A process whose study was
+    killed may survive for a moment, so this function waits for up to `timeout_s` seconds. After that it raises
+    RunLockedError, which names the process that has the lock.
     """
-    import fcntl
-
     deadline = time.monotonic() + timeout_s
+    # Mode "a" does not truncate: until the lock is acquired, the file has the name of the process that holds it.
     lock_file = cast(BinaryIO, open_no_link(run_dir / LOCK_FILE, "a+b"))
     while True:
         try:
@@ -46,9 +50,10 @@ def acquire_lock(run_dir: Path, timeout_s: float) -> BinaryIO:
                 holder = lock_file.read().decode(errors="replace").strip()
                 lock_file.close()
                 raise RunLockedError(f"{run_dir} is still in use by another process ({holder or 'unknown'})") from None
-            time.sleep(0.05)
+            time.sleep(0.05)  # `flock` itself has no timeout
             continue
-        with suppress(OSError):  # the name of the holder is only informative, and a full disk may refuse it
+        # A full disk may refuse this write. The text is only for the message above; `flock` alone keeps others out.
+        with suppress(OSError):
             lock_file.truncate(0)
             lock_file.write(f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
             lock_file.flush()
@@ -56,16 +61,20 @@ def acquire_lock(run_dir: Path, timeout_s: float) -> BinaryIO:
 
 
 def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one JSON line and flush it to disk; a partial line that a crash left is ended first."""
+    """Append one JSON line and flush it to disk. If a crash left a partial line, a line break is written before it.
+
+    NaN and infinite values are written as null, because JSON has no notation for them.
+    """
     line = json.dumps({key: _drop_nonfinite(value) for key, value in record.items()}, allow_nan=False)
     is_new = not path.exists()
     with open_no_link(path, "ab") as file:
+        # Without the line break, the new record would become part of the partial line and be skipped with it.
         if file.tell() and not _ends_with_newline(path):
             file.write(b"\n")
         file.write(line.encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
-    if is_new:  # without this a crash could lose the folder's entry for the new file
+    if is_new:  # otherwise a crash of the machine could lose the folder's entry for the new file
         fsync_path(path.parent)
 
 
@@ -81,12 +90,13 @@ def fsync_path(path: Path) -> None:
 def read_rows(path: Path, first_step: int = 1) -> list[dict[str, Any]]:
     """The rows of a metrics file in the order of their steps; a row is a JSON object with an integer `step`.
 
-    first_step: the smallest step that a row can have; 0 if weights are measured before they are trained. A run that
-    went back to a rolling checkpoint repeats steps: the first repeated row replaces all rows from its step on.
+    first_step: the smallest step that a row can have; it is 0 if weights are measured before they are trained. Rows
+    with other steps are skipped. A run that went back to a rolling checkpoint repeats steps. Its first repeated row
+    replaces the earlier row of that step and drops all later ones, since they belong to the abandoned attempt.
     """
     rows: list[dict[str, Any]] = []
     for row in read_json_lines(path):
-        # `type`, because isinstance would let True pass. Tables store steps as int64, hence the upper limit.
+        # `type`, because isinstance would accept True. Tables store steps as int64, hence the upper limit.
         if type(row.get("step")) is not int or not first_step <= row["step"] < 2**63:
             continue
         while rows and rows[-1]["step"] >= row["step"]:
@@ -96,11 +106,14 @@ def read_rows(path: Path, first_step: int = 1) -> list[dict[str, Any]]:
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects in a JSON Lines file, in order; partial lines and other values are skipped."""
+    """The objects in a JSON Lines file, in order; none if there is no file.
+
+    Partial lines and lines with other JSON values are skipped, so a crash costs at most the line that it interrupted.
+    """
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError):  # a partial line, or endlessly nested brackets
+        except (ValueError, RecursionError):  # a partial line, or brackets that are nested too deeply for the parser
             continue
         if isinstance(row, dict):
             yield row

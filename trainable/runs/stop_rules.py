@@ -28,7 +28,7 @@ class StopDecision(NamedTuple):
 
 
 class History(NamedTuple):
-    """The columns that the rules read, one entry per training step in ascending order; None is "not measured".
+    """The columns that the rules read, with one entry per training step in ascending order. None means "not measured".
 
     steps: training steps from 1. reward_std: mean in-group standard deviation of the reward (before the filter).
     groups_kept: groups trained on. val_success: fraction of validation levels solved, in steps with a validation.
@@ -43,9 +43,9 @@ class History(NamedTuple):
     def from_rows(cls, rows: Iterable[Row]) -> "History":
         """The history of `rows`, which are in the order in which they were written.
 
-        A repeated step (the run went back to its last checkpoint) replaces the earlier row and drops every later one.
-        A value that is missing, None, NaN, infinite or not a number becomes None. A row whose step is not an integer
-        is skipped.
+        A repeated step means that the run went back to an earlier checkpoint. It replaces the earlier row of that step
+        and drops every later row, so that no step counts twice. A value that is missing, None, NaN, infinite or not a
+        number becomes None. A row whose step is not an integer is skipped.
         """
         attempt_rows: list[Row] = []
         for row in rows:
@@ -65,6 +65,7 @@ HISTORY_COLUMNS = History._fields[1:]
 
 def parse_finite(value: object) -> float | None:
     """`value` as a float, or None if it is not a finite number (text, NaN, infinity, None, a bool)."""
+    # A bool is a Real in Python, but True in a column of numbers is a mistake, not a 1.
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     try:
@@ -94,17 +95,17 @@ def detect_reward_variance_collapse(history: History, settings: EarlyStopConfig)
             continue
         threshold = settings.variance_ratio * math.fsum(observed_stds[:baseline_steps]) / baseline_steps
         window_max = max(observed_stds[-window:])
-        if window_max < threshold:
+        if window_max < threshold:  # strictly: a run whose spread was always 0 has threshold 0 and never stops here
             return StopDecision("reward_variance_collapse", window_max, threshold, step)
     return None
 
 
 def detect_low_validation_success(history: History, settings: EarlyStopConfig) -> StopDecision | None:
-    """The first step that ends `success_patience` consecutive validations with hardly any success, or None.
+    """The step of the last of `success_patience` consecutive validations below the success threshold, or None.
 
-    Value: the largest val_success of those validations. Threshold: success_threshold (a value equal to it is not
-    below). Source: the published code. The validation before training has its own column and does not count. A step
-    without a measured val_success is not a validation: it neither counts nor resets the count.
+    Value: the largest val_success of those validations. Threshold: success_threshold; a val_success that equals it
+    resets the count. Source: the published code. The validation before training has its own column and does not count.
+    A step without a measured val_success is not a validation, so it neither counts nor resets the count.
     """
     low_successes: list[float] = []
     for step, success in zip(history.steps, history.val_success, strict=True):
@@ -117,7 +118,7 @@ def detect_low_validation_success(history: History, settings: EarlyStopConfig) -
 
 
 def detect_empty_filtered_steps(history: History, settings: EarlyStopConfig) -> StopDecision | None:
-    """The first step that ends `empty_stop_steps` consecutive steps in which the filter keeps no group, or None.
+    """The last of the first `empty_stop_steps` consecutive steps in which the filter keeps no group, or None.
 
     Value: the number of consecutive steps. Threshold: empty_stop_steps; 0 or less disables the rule. Source: the
     published code. A step whose groups_kept was not measured is not known to be empty, so it resets the count.
@@ -136,7 +137,8 @@ def detect_empty_filtered_steps(history: History, settings: EarlyStopConfig) -> 
 
 StopRule = Callable[[History, EarlyStopConfig], StopDecision | None]
 
-# In the order of the events of a training step, which decides when two rules fire at the same step.
+# If two rules fire at the same step, the first one here is reported. The order is that of the events in a step: the
+# rewards are measured, then groups are filtered, then the policy is validated.
 RULES: dict[str, StopRule] = {
     "reward_variance_collapse": detect_reward_variance_collapse,
     "empty_filtered_steps": detect_empty_filtered_steps,
@@ -150,9 +152,9 @@ def evaluate_stop_rules(
     """The earliest decision of any of `rules` over the rows of one run, or None if none fires.
 
     rows: in the order in which they were written; see `History.from_rows` for repeated steps and invalid values. Every
-    rule is evaluated. If several fire at the same step, the order of `RULES` decides, not that of `rules`. In a live
-    run, the first decision is about the last row; the complete rows of the recorded run give the same decision. Raises
-    ValueError for an unknown rule.
+    rule is evaluated. If several fire at the same step, the order of `RULES` decides, not that of `rules`. A live run
+    calls this function after every step and stops at the first decision, which is about its last row. A call with all
+    rows of a recorded run gives that same decision. Raises ValueError for an unknown rule.
     """
     unknown_rules = [rule for rule in rules if rule not in RULES]
     if unknown_rules:
@@ -160,4 +162,4 @@ def evaluate_stop_rules(
     history = History.from_rows(rows)
     decisions = [RULES[name](history, settings) for name in RULES if name in rules]
     fired = (decision for decision in decisions if decision is not None)
-    return min(fired, key=lambda decision: decision.step, default=None)  # the first of equal steps, in order of RULES
+    return min(fired, key=lambda decision: decision.step, default=None)  # at equal steps `min` keeps the first one

@@ -1,6 +1,6 @@
 """Train the runs of a trial with one trainer.
 
-Each row is on disk before it is reported and before the checkpoint that follows it.
+Each row is on disk before it is reported, and before the checkpoint after the same step is written.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +22,8 @@ from trainable.runs.stop_rules import StopDecision
 class StepResult:
     """Results of a training step, by seed.
 
-    rows: the row of each run that has one for this step, including `step`. lines: lines for other files of the run.
-    failures: the reasons of runs that cannot continue while the others can.
+    rows: the row of each run that has one for this step, including the column `step`. lines: lines for other files of
+    the run. failures: for each run that cannot continue while the others can, the reason.
     """
 
     rows: Mapping[int, Row] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class StepResult:
 
 
 class Trainer(Protocol):
-    """Trains the runs of one configuration, one run per seed. It knows nothing about files, studies or Ray."""
+    """Trains the runs of one configuration, one run per seed. It does not depend on files, studies or Ray."""
 
     @property
     def seeds(self) -> Sequence[int]:
@@ -53,13 +53,13 @@ class Trainer(Protocol):
         ...
 
     def get_state(self, seed: int) -> TrainerState:
-        """Everything that the run needs to continue; for a run that is over, its last state."""
+        """Everything that the run needs to continue. For a run that is over, this is its last state."""
         ...
 
     def load_states(self, states: Sequence[TrainerState]) -> None:
-        """Continue from states after the same step, one per seed.
+        """Continue from these states, one per seed, all after the same step.
 
-        Raises ValueError, and changes nothing, if they do not fit.
+        Raises ValueError if a state does not fit. The trainer is then unchanged, so that older states can be tried.
         """
         ...
 
@@ -69,12 +69,12 @@ class Trainer(Protocol):
 
 
 def never_stop(rows: Sequence[Row], settings: Any, rules: Sequence[str]) -> StopDecision | None:
-    """Never stop: the trainer applies its rules itself and writes the decisions into its rows."""
+    """Never stop a run. For trainers that apply their rules themselves and write the decisions into their rows."""
     return None
 
 
 def make_no_columns(settings: Any) -> Row:
-    """No columns: every row of the trainer already has all of them."""
+    """No columns. For trainers whose rows already have every column."""
     return {}
 
 
@@ -97,10 +97,10 @@ class TrainerFamily:
 class StepReport:
     """The report of a step to the driver.
 
-    rows: run id -> row, with every column. failures: run id -> reason, of all runs that have failed so far. last_step:
+    rows: run id -> row, with every column. failures: run id -> reason, for all runs that have failed so far. last_step:
     the last step with a row. step_count: the number of steps with rows. is_over: whether all runs are over. note:
-    events since the last report that a user should know. is_saved: whether the checkpoints of all runs that continue
-    are on disk. is_replayed: whether the rows were reported before.
+    events since the last report that a user should know. is_saved: whether all runs that continue have a checkpoint of
+    this step on disk. is_replayed: whether the rows were reported before.
     """
 
     rows: dict[str, Row]
@@ -120,10 +120,10 @@ class TrainingLoop:
         study, arm: names, for the rows.
         settings: dotted fields that differ from the defaults of the family's configuration.
         runs: a list of run_id, seed, run_dir and checkpoint_dir.
-        finished: whether all runs ended in an earlier start. Their last rows are then reported again, so that the
-            experiment lists every run.
+        finished: whether all runs ended in an earlier start of the study. Their last rows are then reported again, so
+            that the experiment of this start lists every run.
         stop_rules: names of the rules that the study applies.
-        interrupt: a file whose existence means that the current step is the last one for now, or None.
+        interrupt: path of a file or None. Once that file exists, the step under way is the last one of this start.
 
     Raises RunLockedError if another process trains one of the runs.
     """
@@ -140,7 +140,7 @@ class TrainingLoop:
         try:
             self._start_runs(bool(trial_config["finished"]))
         except BaseException:
-            self.close()
+            self.close()  # otherwise the locks and the engine of the trainer would outlive this object
             raise
 
     def _make_run(self, run_entry: Mapping[str, Any], identity: Mapping[str, Any]) -> Run:
@@ -149,11 +149,11 @@ class TrainingLoop:
         return Run(run_entry["run_id"], *run_folders, settings, identity, self._write_with_retry)
 
     def _start_runs(self, is_finished: bool) -> None:
-        """Lock and read the runs, and resume those that are not complete."""
+        """Lock the runs, read their rows, and resume those that are not complete."""
         for run in self.runs.values():
             if not is_finished:  # a replay only reads
                 run.lock()
-            run.load_rows()
+            run.load_rows()  # after the lock: until then, another process may append rows
         open_runs = {} if is_finished else self.runs
         unfinished_seeds = [seed for seed, run in open_runs.items() if not run.is_complete(self.notes.append)]
         self.is_over = not unfinished_seeds
@@ -163,7 +163,10 @@ class TrainingLoop:
             self._resume(self.trainer)
 
     def _resume(self, trainer: Trainer) -> None:
-        """Load the newest step for which every run has a usable checkpoint; the notes name the unusable ones."""
+        """Load the newest step for which every run has a usable checkpoint. `notes` names the unusable ones.
+
+        If there is no such step, the runs start at step 0.
+        """
         runs = [self.runs[seed] for seed in trainer.seeds]
         # The runs of a trial are trained together, so all of them must start from the same step.
         for step in sorted(set.intersection(*(run.list_checkpoint_steps() for run in runs)), reverse=True):
@@ -172,20 +175,21 @@ class TrainingLoop:
                 trainer.load_states(states)
                 break
             except CheckpointError:
-                continue  # `load_checkpoint` has put the reason into the notes
-            except ValueError as error:  # from `load_states`: the states do not fit, and nothing was changed
+                continue  # `load_checkpoint` has already added the reason to the notes
+            except ValueError as error:  # `load_states`: a state does not fit, and the trainer is unchanged
                 self.notes.append(f"the checkpoints after step {step} are not used: {error}")
         if self.notes:
-            # Going back costs only time: a run is a function of its settings and seed, and repeats its rows.
+            # A note, not an error: going back costs only time, because a run repeats the same rows.
             self.notes.append(f"training continues after step {trainer.step_index}")
-        # Without notes every checkpoint was usable; at step 0 the runs then have no step in common.
+        # There are no notes, so no checkpoint was unusable. If there are checkpoints and the trainer is at step 0, the
+        # runs have no step in common, for example because one of them is new.
         elif not trainer.step_index and any(run.list_checkpoint_steps() for run in runs):
             self.notes.append(
                 "the runs of the arm are trained together and have no checkpoint at a common step: all start at step 0"
             )
         for run in runs:
             run.drop_rows_after(trainer.step_index)
-        # The process may have died after the final row but before the driver recorded that the run had ended.
+        # All runs are over if an earlier process died after their final rows but before the driver recorded their end.
         self.is_over = all(run.is_over for run in runs)
 
     def close(self) -> None:
@@ -199,11 +203,11 @@ class TrainingLoop:
     # ------------------------------------------------------------------ steps
 
     def step(self) -> StepReport:
-        """Train until there are new rows or a failure, or the study is interrupted; report them."""
-        if self.is_over or self.trainer is None:
+        """Train until there is a new row, a failure or an interrupt of the study; return the report of these steps."""
+        if self.is_over or self.trainer is None:  # the last rows again, so that the experiment lists the runs
             last_rows = {run.run_id: run.rows[-1] for run in self.runs.values()}
             return self._make_report(last_rows, is_saved=True, is_replayed=True)
-        while True:
+        while True:  # a trainer may have no row at a step: update rules have one per evaluation
             result = self.trainer.step()
             rows = self._record_rows(self.trainer, result)
             is_saved = self._save_checkpoints(self.trainer, result)
@@ -212,17 +216,22 @@ class TrainingLoop:
                 return self._make_report(rows, is_saved, is_replayed=False)
 
     def _record_rows(self, trainer: Trainer, result: StepResult) -> dict[str, Row]:
-        """Write the rows of a step, including the decisions of stop rules; return those of runs that did not fail."""
+        """Write the rows of a step, including the decisions of stop rules; return them by run id.
+
+        The rows that stand for failures are written too, but not returned, since they have no measurements.
+        """
         for seed, row in result.rows.items():
             run, lines = self.runs[seed], result.lines.get(seed, {})
             decision = self.family.evaluate_stop_rules([*run.rows, row], run.settings, self.stop_rules)
             if decision is not None:
                 row = {**row, **decision.to_columns()}
-            if run.is_final_row(row):
+            if run.is_final_row(row):  # before it is written, because the final evaluation has columns of this row
                 row, final_lines = trainer.evaluate_final(seed, row)
                 lines = {name: [*lines.get(name, ()), *final_lines.get(name, ())] for name in {**lines, **final_lines}}
             run.append_row(row, lines)
-        # A failed run gets a row of its own, so that a later start knows that it is over.
+        # A failed run gets a row with nothing but the reason, so that a later start knows that it is over. Only
+        # trainers of several seeds report failures. Their rows count steps from 0, so the step just trained has the
+        # number `step_index` - 1.
         for seed, reason in result.failures.items():
             self.runs[seed].append_row({"step": trainer.step_index - 1, "failure": reason}, {})
         return {self.runs[seed].run_id: self.runs[seed].rows[-1] for seed in result.rows}
@@ -230,8 +239,9 @@ class TrainingLoop:
     def _save_checkpoints(self, trainer: Trainer, result: StepResult) -> bool:
         """Write the checkpoints that are due after this step; return whether rolling ones were due.
 
-        They are also due when a run ends, because the others are batched with fewer runs from then on, which changes
-        how their sums are rounded.
+        Rolling checkpoints are also due when a run ends or fails. From then on, the others are batched with fewer runs,
+        which changes how their sums are rounded. If they were resumed from before that step, together with a run that
+        has ended by now, their rows would differ in the last digits.
         """
         trainer_settings, step = self.settings.trainer, trainer.step_index
         ended_seeds = [seed for seed in result.rows if self.runs[seed].is_over]
@@ -239,6 +249,8 @@ class TrainingLoop:
             bool(ended_seeds or result.failures) or self._is_interrupted() or step % trainer_settings.resume_every == 0
         )
         is_permanent = trainer_settings.save_freq > 0 and step % trainer_settings.save_freq == 0
+        # A run that has just ended may have left `trainer.seeds`, so it is saved separately. If runs have saved
+        # checkpoints at all, its last step is one of them.
         for seed in ended_seeds:
             self.runs[seed].save_checkpoint(
                 trainer.get_state(seed), is_rolling=True, is_permanent=trainer_settings.save_freq > 0
@@ -252,7 +264,7 @@ class TrainingLoop:
         return is_due
 
     def _make_report(self, rows: dict[str, Row], is_saved: bool, is_replayed: bool) -> StepReport:
-        note, self.notes = "; ".join(self.notes), []
+        note, self.notes = "; ".join(self.notes), []  # each event is reported once
         steps = {row["step"] for run in self.runs.values() for row in run.rows}
         failures = {run.run_id: run.failure for run in self.runs.values() if run.failure}
         full_rows = {run_id: {**self.family.make_empty_row(self.settings), **row} for run_id, row in rows.items()}

@@ -1,8 +1,8 @@
 """Mirror a run's folder in storage: fetch it before the run starts, and push the run's files after every step.
 
-In storage, a JSON Lines file is a folder of parts of `PART_BYTES`, because object stores cannot append: a step rewrites
-only the last part. A checkpoint is a folder whose checksums are written last and removed first, so that a checkpoint
-without them is known to be incomplete. Rows are pushed before the checkpoint that follows them, as on a local disk.
+In storage, a JSON Lines file is a folder of parts of `PART_BYTES`. Object stores cannot append, and with parts a step
+rewrites only the last one. The checksums of a checkpoint are written last and removed first, so a checkpoint without
+them is known to be incomplete. Rows are pushed before the checkpoint that follows them, as on a local disk.
 """
 
 import hashlib
@@ -37,15 +37,18 @@ from trainable.storage.remote import (
 T = TypeVar("T")
 
 CHECKPOINTS_FOLDER, INTERRUPT_FILE = "kept", "interrupt"
-"""In storage: the folder of a run's global_step_<N> checkpoints, and a study's file that asks its runs to stop."""
+"""Names in storage: a run's folder of global_step_<N> checkpoints, and a study's file that asks its runs to stop."""
 STUDY_FILES = ("run.json", "status.json", PROBES_FILE)
 """Files in a run's folder that are written by the driver, not by the run."""
 PART_BYTES = 2**20
+"""Size of a full part of a JSON Lines file: at most this much is uploaded again when a row is added."""
 _LOCK_TIMEOUT_S = 60.0
+"""Seconds to wait for an earlier process of this node that still has the run, as in `trainable.runs.run`."""
 _CHECKSUMS_PATH = re.compile(
     rf"((?:{STATE_FOLDER}|{CHECKPOINTS_FOLDER})/(?:global_)?step_(\d+))/{re.escape(CHECKSUMS_FILE)}"
 )
 _FATAL_ERROR_CODES = ("ACCESS_DENIED", "NO_SUCH_BUCKET", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH")
+"""S3 errors that waiting does not cure. pyarrow raises them as an OSError whose text contains the code."""
 
 STORAGE_RETRY = RetryPolicy(
     lambda error: (
@@ -64,7 +67,7 @@ def call_storage(
     notify: Callable[[str], None],
     should_stop: Callable[[], bool] = lambda: False,
 ) -> T:
-    """The result of `operation` on a storage, retried as in `call_with_retry`; raises StorageError in the end."""
+    """The result of `operation` on a storage, retried as in `call_with_retry`. Raises StorageError if it fails."""
     try:
         return call_with_retry(operation, patience, notify, should_stop, STORAGE_RETRY)
     except OSError as error:
@@ -72,10 +75,13 @@ def call_storage(
 
 
 def push_lines(storage_path: StoragePath, path: Path, pushed_bytes: int) -> int:
-    """Copy the bytes of `path`, an append-only file, after the first `pushed_bytes`; return its size."""
+    """Copy the bytes of `path`, an append-only file, after the first `pushed_bytes`; return its size in bytes.
+
+    storage_path: the folder of its parts.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
-        # From the part with the first new byte to the last part, with the number of parts rounded up.
+        # From the part with the first new byte, which is replaced as a whole, to the last part (rounded up).
         for part_index in range(pushed_bytes // PART_BYTES, -(-size // PART_BYTES)) if size > pushed_bytes else ():
             file.seek(part_index * PART_BYTES)
             put_bytes(
@@ -85,7 +91,7 @@ def push_lines(storage_path: StoragePath, path: Path, pushed_bytes: int) -> int:
 
 
 def compute_line_file_sizes(files: Mapping[str, int]) -> dict[str, int]:
-    """The size in bytes of each JSON Lines file, by path. files: path -> size of all files, the parts among them."""
+    """The size in bytes of each JSON Lines file, by path: the sum of its parts. files: path -> size, for all files."""
     sizes: dict[str, int] = {}
     for name, size in files.items():
         folder, _, part_name = name.rpartition("/")
@@ -95,15 +101,17 @@ def compute_line_file_sizes(files: Mapping[str, int]) -> dict[str, int]:
 
 
 def fetch_lines(storage_path: StoragePath, size: int, path: Path) -> None:
-    """Make `path` equal to the `size` bytes in the parts at `storage_path`; `path` may already have the first ones."""
+    """Make the file at `path` equal to the `size` bytes in the parts at `storage_path`."""
     local_size = path.stat().st_size if path.exists() else 0
     if local_size == size:
         return
-    # Complete local parts are reused. A file that is longer than in storage has other rows, so it is fetched anew.
+    # Complete local parts are not fetched again. A local file that is longer than the one in storage has rows of an
+    # abandoned attempt, so all of it is fetched.
     first_part = local_size // PART_BYTES if local_size < size else 0
     content = path.read_bytes()[: first_part * PART_BYTES] if first_part else b""
     for index in range(first_part, -(-size // PART_BYTES)):
         content += get_bytes(storage_path.joinpath(f"{index:06}"))
+    # Renamed when complete, so that a reader of the driver's copy never sees a part of the rows.
     path.parent.mkdir(parents=True, exist_ok=True)
     temp_path = path.with_name(f".{path.name}.fetching")
     temp_path.write_bytes(content)
@@ -111,14 +119,17 @@ def fetch_lines(storage_path: StoragePath, size: int, path: Path) -> None:
 
 
 def find_complete_checkpoints(files: Iterable[str]) -> list[tuple[int, str]]:
-    """(step, path) of every complete checkpoint among the files of a run, latest first; at a tie, rolling first."""
+    """(step, path) of every complete checkpoint among the files of a run, latest first.
+
+    At the same step, the rolling checkpoint comes before the saved one.
+    """
     checkpoints = [(int(match[2]), match[1]) for name in files if (match := _CHECKSUMS_PATH.fullmatch(name))]
     return sorted(checkpoints, key=lambda pair: (pair[0], pair[1].startswith(STATE_FOLDER)), reverse=True)
 
 
 def upload_checkpoint(storage_path: StoragePath, folder: Path) -> None:
-    """Copy the checkpoint in `folder`, its checksums last; an earlier one at `storage_path` is invalidated first."""
-    with suppress(FileNotFoundError):
+    """Copy the checkpoint in `folder`, its checksums last. An earlier one at `storage_path` is invalidated first."""
+    with suppress(FileNotFoundError):  # there are no checksums if the upload is new, or if an earlier one was cut off
         if get_bytes(storage_path.joinpath(CHECKSUMS_FILE)) == (folder / CHECKSUMS_FILE).read_bytes():
             return
     remove_file(storage_path.joinpath(CHECKSUMS_FILE))
@@ -129,13 +140,16 @@ def upload_checkpoint(storage_path: StoragePath, folder: Path) -> None:
 
 
 def remove_checkpoint(storage_path: StoragePath) -> None:
-    """Delete a checkpoint, its checksums first."""
+    """Delete a checkpoint, its checksums first: a deletion that is cut off leaves an incomplete checkpoint."""
     remove_file(storage_path.joinpath(CHECKSUMS_FILE))
     remove_folder(storage_path)
 
 
 def download_checkpoint(storage_path: StoragePath, folder: Path) -> bool:
-    """Copy the checkpoint at `storage_path` to `folder`, unless an intact copy exists; return whether it is intact."""
+    """Copy the checkpoint at `storage_path` to `folder`, and return whether the copy is intact.
+
+    Nothing is copied if `folder` already has an intact copy, as on the node that wrote the checkpoint.
+    """
     checksums = get_bytes(storage_path.joinpath(CHECKSUMS_FILE))
     if (
         (folder / CHECKSUMS_FILE).exists()
@@ -166,7 +180,7 @@ def is_checkpoint_intact(folder: Path) -> bool:
 
 
 class Mirror:
-    """Keeps a run's folder on its node and its folder in storage equal.
+    """Keeps the folder of a run on its node equal to the folder of the run in storage.
 
     storage_path: the run's folder in storage. run_dir: where the run writes rows and rolling checkpoints.
     checkpoint_dir: where it writes global_step_<N> folders, which are removed once they are in storage. patience:
@@ -193,7 +207,7 @@ class Mirror:
     def fetch(self, with_checkpoint: bool) -> None:
         """Make the node's folder equal to storage: all rows, and if `with_checkpoint` the newest intact checkpoint.
 
-        Files of an earlier attempt that are not in storage are removed: the run goes back to what storage has.
+        Local files that storage does not have are removed. Their rows were never reported, and the run repeats them.
         """
         files = self._call_storage(partial(list_files, self.storage_path))
         self._clear_local()
@@ -210,7 +224,10 @@ class Mirror:
             shutil.rmtree(self.run_dir / STATE_FOLDER, ignore_errors=True)
 
     def _clear_local(self) -> None:
-        """Remove local files that may differ from storage; rolling checkpoints stay and are compared by checksum."""
+        """Remove local files that may differ from storage.
+
+        Rolling checkpoints stay, because they are large and are compared with those in storage by their checksums.
+        """
         shutil.rmtree(self.checkpoint_dir, ignore_errors=True)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         for path in self.run_dir.iterdir():
@@ -227,11 +244,12 @@ class Mirror:
                 chosen_folder = folder
                 break
             self.notes.append(f"{name} in storage is damaged and is not used")
+        # The run must not find a checkpoint for which storage lacks the rows, or one that is damaged.
         for folder in (self.run_dir / STATE_FOLDER, self.checkpoint_dir):
             for path in folder.iterdir() if folder.is_dir() else ():
                 if path != chosen_folder:
                     shutil.rmtree(path, ignore_errors=True)
-        if chosen_folder is not None and chosen_folder.parent.name == STATE_FOLDER:
+        if chosen_folder is not None and chosen_folder.parent.name == STATE_FOLDER:  # so that it is not pushed again
             self._checkpoint_checksums[chosen_folder.name] = (chosen_folder / CHECKSUMS_FILE).read_bytes()
 
     def push(self) -> None:
@@ -239,6 +257,7 @@ class Mirror:
 
         Rolling checkpoints that the run has removed are removed from storage too.
         """
+        # Names with a dot are locks and files that are still being written.
         files = [path for path in sorted(self.run_dir.glob("[!.]*")) if path.is_file()]
         for path in files:
             if path.suffix == ".jsonl":
@@ -268,7 +287,9 @@ class Mirror:
         for name in changed_names:
             self._call_storage(partial(upload_checkpoint, storage_path.joinpath(name), folder / name))
             self._checkpoint_checksums[name] = local_checksums[name]
-        if changed_names:  # the run removes old checkpoints only when it writes a new one
+        # Listing a folder costs a request. The run removes old checkpoints only when it writes a new one, so otherwise
+        # there is nothing to remove. Removal comes last, so that storage always has a complete checkpoint.
+        if changed_names:
             stored_names = {name.split("/")[0] for name in self._call_storage(partial(list_files, storage_path))}
             for name in stored_names - local_checksums.keys():
                 self._call_storage(partial(remove_checkpoint, storage_path.joinpath(name)))
@@ -278,25 +299,31 @@ class Mirror:
 
 
 def _compute_sha256(path: Path) -> str:
-    """Identify the content of a file; its time would not, if the file is written twice within one clock tick."""
+    """The SHA-256 of a file, to see whether it has changed.
+
+    Size and modification time can stay the same if a file is written twice within one tick of the clock.
+    """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def make_scratch_path(uri: str, environ: Mapping[str, str]) -> Path:
-    """The scratch folder of a node for the runs of the study at `uri`, one per user and study.
+    """The scratch folder of this node for the runs of the study at `uri`.
 
-    It is below the folder TUNE_STUDY_SCRATCH if that is set, otherwise below the temporary folder.
+    It is below the folder that the variable TUNE_STUDY_SCRATCH in `environ` names. If there is no such variable, it is
+    below a folder of this user in the temporary folder. Two studies never share a scratch folder, because its name is
+    a hash of the URI.
     """
     base_folder = environ.get("TUNE_STUDY_SCRATCH") or Path(tempfile.gettempdir()) / f"tune_study_{os.getuid()}"
     return Path(base_folder) / hashlib.sha256(uri.encode()).hexdigest()[:16]
 
 
 class MirroredRun:
-    """One run that writes to its node's scratch folder: locked and fetched at the start, pushed after each step.
+    """One run that writes to its node's scratch folder.
 
-    config: the config of a trial with one run, where `storage` is the URI of the study. The attribute `config` is the
-    same with folders of this node. Raises StorageError, and RunLockedError if another process of the node has the run.
+    The run is locked and fetched when this object is made, and pushed after each step. config: the configuration of a
+    trial with one run, in which `storage` is the URI of the study. The attribute `config` is the same with folders of
+    this node. Raises StorageError, and RunLockedError if another process of this node has the run.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -312,7 +339,7 @@ class MirroredRun:
         patience = config["storage_patience"]
         storage_path = study_path.joinpath(f"runs/{config['run_id']}")
         self.mirror = Mirror(storage_path, run_dir, checkpoint_dir, patience, self._interrupt_path.exists)
-        self._interrupt_path.unlink(missing_ok=True)
+        self._interrupt_path.unlink(missing_ok=True)  # a request to stop that was meant for an earlier start
         try:
             self.mirror.fetch(with_checkpoint=not config["finished"])
         except BaseException:
@@ -320,8 +347,8 @@ class MirroredRun:
             raise
 
     def poll_interrupt(self) -> None:
-        """Pass on the driver's request to stop, if there is one: the run sees it as a file on its node."""
-        with suppress(OSError):  # the next step asks again
+        """Pass on the driver's request to stop, if there is one. The run sees it as a file on its node."""
+        with suppress(OSError):  # if the storage does not answer, the next step asks again
             if file_exists(self._stored_interrupt):
                 self._interrupt_path.touch()
 
@@ -332,7 +359,7 @@ class MirroredRun:
         return notes
 
     def close(self) -> None:
-        """Free the node's disk space (everything that matters is in storage) and release the run."""
+        """Free the disk space of the node, since all results are in storage, and release the lock of the run."""
         for folder in (self.mirror.run_dir, self.mirror.checkpoint_dir):
             shutil.rmtree(folder, ignore_errors=True)
         self._lock_file.close()  # the file itself stays: another process may be waiting for the lock

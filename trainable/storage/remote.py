@@ -1,4 +1,4 @@
-"""Read and write files in any filesystem that pyarrow supports: object stores and paths, named by URIs.
+"""Read and write files in any filesystem that pyarrow supports, such as object stores and shared folders.
 
 A reader never sees a partly written file. pyarrow finds the credentials in the environment or on the machine.
 """
@@ -14,12 +14,16 @@ from trainable.runs.failures import StorageError
 from trainable.storage.uris import check_uri
 
 _OBJECT_STORES = ("s3", "gcs", "abfs")
-"""Here a file appears once its upload is complete. Elsewhere it is written to a temporary name and renamed."""
+"""pyarrow's names of filesystems in which a file appears only when its upload is complete.
+
+In other filesystems, a file is written under a temporary name and then renamed.
+"""
 _CHUNK_BYTES = 16 * 2**20
+"""Bytes in memory while a file is copied. A checkpoint can be larger than the memory of the node."""
 
 
 class StoragePath(NamedTuple):
-    """A folder or file in a filesystem; `path` is in the filesystem's own notation."""
+    """A folder or file in a filesystem. `path` is in the notation of that filesystem, such as bucket/folder/file."""
 
     filesystem: FileSystem
     path: str
@@ -30,7 +34,7 @@ class StoragePath(NamedTuple):
 
     @property
     def is_object_store(self) -> bool:
-        """Whether the storage has neither folders nor renames, and needs neither."""
+        """Whether the storage has neither folders nor renames. Writing a file there needs neither."""
         return self.filesystem.type_name in _OBJECT_STORES
 
 
@@ -39,7 +43,7 @@ def open_storage(uri: str) -> StoragePath:
     check_uri(uri)
     try:
         filesystem, path = FileSystem.from_uri(uri)
-    except (OSError, ValueError, TypeError, ImportError) as error:
+    except (OSError, ValueError, TypeError, ImportError) as error:  # pyarrow raises each of them for some bad URI
         raise StorageError(f"{uri} cannot be used as a storage: {format_error(error)}") from None
     if not path.strip("/"):
         raise StorageError(f"{uri} names no folder: type it like s3://bucket/folder, gs://bucket/folder or /shared.")
@@ -47,7 +51,7 @@ def open_storage(uri: str) -> StoragePath:
 
 
 def format_error(error: BaseException) -> str:
-    """The first line of an error message."""
+    """The first line of an error message, since those of pyarrow can have many; the type if there is no message."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
@@ -57,7 +61,7 @@ def list_files(storage_path: StoragePath) -> dict[str, FileInfo]:
     entries = storage_path.filesystem.get_file_info(selector)
     prefix_length = len(storage_path.path.rstrip("/")) + 1
     files = {entry.path[prefix_length:]: entry for entry in entries if entry.type == FileType.File}
-    # Hidden files are incomplete: `put_bytes` and `put_file` write to such a name first.
+    # Hidden files are incomplete, because `put_bytes` and `put_file` write to such a name first.
     return {
         name: entry for name, entry in files.items() if not any(component[0] == "." for component in name.split("/"))
     }
@@ -98,7 +102,10 @@ def put_file(storage_path: StoragePath, path: Path) -> None:
 
 
 def _make_write_path(storage_path: StoragePath) -> str:
-    """The path to write to first; in a filesystem with folders, the parent folder is created."""
+    """The path to write to before `_rename_into_place`. In a filesystem with folders, the parent folder is created.
+
+    The random part of the name keeps two processes that write the same file from mixing their bytes.
+    """
     if storage_path.is_object_store:
         return storage_path.path
     folder, _, name = storage_path.path.rpartition("/")

@@ -9,9 +9,10 @@ from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 from trainable.runs.failures import StorageError
 
+# Names of query fields such as access_key, session_token or X-Amz-Signature.
 _SECRET_FIELD = re.compile(r"key|secret|token|password|sig", re.IGNORECASE)
-# `urlsplit` cannot be used here: a secret may contain a slash, which ends its authority part. Therefore any colon
-# before the next /, ? or # that does not start a port counts as a password.
+# This is not left to `urlsplit`, because an AWS secret may contain a slash, at which `urlsplit` ends the part with user
+# and password. Therefore any colon before the next /, ? or # that does not start a port counts as a password.
 _SECRET_USER = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#]*:(?!\d+(?:[/?#]|$))", re.IGNORECASE)
 
 
@@ -21,7 +22,7 @@ def is_uri(text: str) -> bool:
 
 
 def check_uri(uri: str) -> None:
-    """Raise StorageError for a URI that contains credentials, without repeating them in the message."""
+    """Raise StorageError for a URI that contains credentials. The message does not repeat them."""
     fields = [name for name, _ in parse_qsl(urlsplit(uri).query, keep_blank_values=True)] if is_uri(uri) else []
     if _SECRET_USER.match(uri) or any(_SECRET_FIELD.search(name) for name in fields):
         raise StorageError(
@@ -32,7 +33,11 @@ def check_uri(uri: str) -> None:
 
 
 def join_uri(uri: str, name: str) -> str:
-    """The URI of `name` below `uri`; the query (endpoint, region) is preserved."""
+    """The URI of `name` below `uri`. The query (endpoint, region) stays at the end.
+
+    >>> join_uri("s3://bucket/studies?region=eu-west-1", "kl_sweep")
+    's3://bucket/studies/kl_sweep?region=eu-west-1'
+    """
     if not is_uri(uri):
         return f"{uri.rstrip('/')}/{name}"
     parts = urlsplit(uri)
@@ -40,7 +45,7 @@ def join_uri(uri: str, name: str) -> str:
 
 
 def split_uri(uri: str) -> tuple[str, str]:
-    """(URI of the parent folder, last component of the path)."""
+    """(URI of the parent folder, last component of the path): the inverse of `join_uri`."""
     if not is_uri(uri):
         path = PurePosixPath(uri)
         return str(path.parent).rstrip("/"), path.name
@@ -50,7 +55,7 @@ def split_uri(uri: str) -> tuple[str, str]:
 
 
 def is_same_folder(uri: str, other_uri: str) -> bool:
-    """Whether two URIs name the same folder, regardless of their queries (endpoint, region)."""
+    """Whether two URIs name the same folder. Queries may differ: they say how it is reached (endpoint, region)."""
     if not (is_uri(uri) and is_uri(other_uri)):
         return uri.rstrip("/") == other_uri.rstrip("/")
     first, second = urlsplit(uri), urlsplit(other_uri)

@@ -10,6 +10,8 @@ from trainable.models.load import find_model
 from trainable.ppo.trainer import PPOTrainer
 from trainable.tiny.recipe import Recipe, make_model
 
+# The settings of the laptop preset that matter for an evaluation. The preset itself is in `search_spaces`, which this
+# package must not import. The policy's replies have about 13 tokens, so 24 are enough.
 LAPTOP_OVERRIDES = {
     "model.prompt_style": "compact",
     "model.dtype": "float32",

@@ -21,7 +21,7 @@ _MOVES = tuple(PLAN_LETTERS)
 
 @dataclass(frozen=True)
 class Habits:
-    """The demonstrator's bad habits: fractions of turns, drawn independently.
+    """The bad habits of the demonstrator. Each number is the fraction of turns with the habit, drawn independently.
 
     detour: the plan begins with a legal move that leaves the level solvable but brings it no nearer to its solution.
     careless: the thought is right, but the actions of the answer are random.
@@ -50,7 +50,7 @@ def make_dialogue(
     max_actions_per_turn: int,
     max_actions: int,
 ) -> list[Segment]:
-    """One episode of the demonstrator under the limits of an episode: prompt and reply segments in turn."""
+    """One episode of the demonstrator, until the level is solved or a limit is reached: prompts and replies in turn."""
     cells, table = level.cells, compute_distance_table(level.cells)
     segments = [Segment(template.format_first_turn(Observation(1, cells, max_actions)), False)]
     actions_left = max_actions
@@ -74,7 +74,7 @@ def make_dialogues(
     max_actions_per_turn: int,
     max_actions: int,
 ) -> Iterator[list[Segment]]:
-    """One dialogue per level, each level rotated or mirrored at random."""
+    """One dialogue per level. Each level is first rotated or mirrored at random."""
     for level in levels:
         cells = np.rot90(level.cells, int(rng.integers(4)))
         if rng.integers(2):

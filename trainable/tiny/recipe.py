@@ -29,7 +29,10 @@ from trainable.tiny.tokenizer import PAD, build_tokenizer, make_vocabulary, writ
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of supervised training: one epoch over `dialogues`, the learning rate decaying linearly to `last_lr`."""
+    """A stage of supervised training: one epoch over `dialogues` demonstrations with certain habits.
+
+    The learning rate decays linearly from `lr` to `last_lr`.
+    """
 
     dialogues: int
     lr: float
@@ -39,7 +42,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that the shipped weights depend on."""
+    """The numbers on which the shipped weights depend. docs/sokoban_tiny.md says how they were chosen."""
 
     seed: int = 0
     batch: int = 32
@@ -49,12 +52,15 @@ class Recipe:
     )
 
 
-MAX_TURNS, MAX_ACTIONS_PER_TURN, MAX_ACTIONS = 5, 2, 10  # the defaults of env.max_turn and its neighbours
-STAGE_LEVEL_STRIDE = 10_000_000  # so that no stage reaches the level seeds of the next
+MAX_TURNS, MAX_ACTIONS_PER_TURN, MAX_ACTIONS = 5, 2, 10
+"""The defaults of env.max_turn, env.max_actions_per_turn and env.max_actions_per_traj."""
+
+STAGE_LEVEL_STRIDE = 10_000_000
+"""Distance between the first level seeds of two stages. A stage has far fewer levels, so stages share no seed."""
 
 
 def make_shape() -> Qwen2Shape:
-    """Sizes of sokoban-tiny; head size 32 is the smallest that vLLM serves."""
+    """Sizes of sokoban-tiny. Its head size is 32, the smallest that vLLM supports."""
     pieces = make_vocabulary()
     return Qwen2Shape(
         vocab_size=len(pieces),
@@ -123,7 +129,7 @@ def _encode(tokenizer: Tokenizer, segments: Sequence[Segment]) -> Example:
 
 
 def train(model: Qwen2, examples: Sequence[Example], stage: Stage, batch_size: int, rng: np.random.Generator) -> float:
-    """Train for one epoch over the examples; returns the mean loss of the last tenth of steps, in nats per token."""
+    """Train for one epoch over the examples. Return the mean loss of the last tenth of the steps, in nats per token."""
     steps = len(examples) // batch_size
     optimizer = torch.optim.AdamW(model.parameters(), lr=stage.lr, betas=(0.9, 0.98), weight_decay=0.01)
     losses: list[float] = []
@@ -145,7 +151,7 @@ def _iter_batches(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Tokens (B, T), the flat positions (N,) that predict a trained token, and those tokens (N,)."""
     order = rng.permutation(len(examples))
-    # A last, smaller batch is dropped.
+    # A last, smaller batch is dropped, as in the number of steps that `train` computes.
     for start in range(0, len(order) - batch_size + 1, batch_size):
         batch_examples = [examples[index] for index in order[start : start + batch_size]]
         longest = max(len(example.tokens) for example in batch_examples)

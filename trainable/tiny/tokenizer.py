@@ -1,8 +1,8 @@
 """The tokenizer of sokoban-tiny: a few hundred pieces of the compact prompt's text, in the hub's file format.
 
-Two neighbouring cells of a level are one token, as in a byte-pair tokenizer trained on this text, and so is each fixed
-part of the template. The longest matching piece wins. Every symbol of a level or a reply is also a piece by itself, so
-that decoding restores any text of the prompts and replies exactly.
+Two neighboring cells of a level are one token, as in a byte-pair tokenizer trained on this text, and so is each fixed
+part of the template. The longest matching piece is used. Every symbol of a level or a reply is also a piece by itself,
+so decoding restores any text of the prompts and replies exactly.
 """
 
 import itertools
@@ -26,8 +26,8 @@ from trainable.envs.sokoban.text import SYMBOLS
 PAD = "<|endoftext|>"
 UNKNOWN = "<|unknown|>"
 PLAN_LETTERS: dict[Action, str] = {action: action.name[0] for action in Action if action != Action.NONE}
-ACTIONS_SHOWN = 10  # as many actions and turns as an episode has by default: env.max_actions_per_traj, env.max_turn
-TURNS_SHOWN = 5
+ACTIONS_SHOWN, TURNS_SHOWN = 10, 5
+"""Actions and turns with pieces of their own: the defaults of env.max_actions_per_traj and env.max_turn."""
 
 
 def format_place(symbol: str, row: int, col: int) -> str:
@@ -42,13 +42,13 @@ def _can_neighbour(first: str, second: str) -> bool:
 
 
 def make_vocabulary() -> list[str]:
-    """All pieces, in the order of their ids."""
+    """All pieces, in the order of their ids. The shipped weights depend on this order."""
     cells = [SYMBOLS[tile] for tile in Tile]
     pairs = [a + b for a, b in itertools.product(cells, cells) if _can_neighbour(a, b)]
     inner_range = range(1, 5)  # rows and columns of a 6x6 level without its walls
     turn_end = CHATML.reply_prefix + START_OF_THOUGHT
     return list(
-        dict.fromkeys(
+        dict.fromkeys(  # each piece once, in order of first occurrence
             [
                 PAD,
                 "<|im_start|>",

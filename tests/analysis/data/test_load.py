@@ -310,7 +310,7 @@ def test_a_folder_without_a_study_says_what_to_give(tmp_path: Path) -> None:
 def test_a_broken_study_json_is_named(tmp_path: Path) -> None:
     folder = write_study(tmp_path, [FakeRun("0", steps=3)], SHORT)
     (folder / "study.json").write_text("{")
-    with pytest.raises(ValueError, match=r"study\.json is not JSON"):
+    with pytest.raises(ValueError, match=r"study\.json is not valid JSON"):
         read_study(folder)
 
 

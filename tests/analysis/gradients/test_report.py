@@ -56,9 +56,9 @@ def test_gradients_are_on_the_page(tmp_path: Path) -> None:
     page = page_of(frames)
     words = words_of(page)
     assert "gradients" in page.ids
-    assert "Signed share of KL and entropy together" in words
+    assert "Signed share of the KL and entropy terms together" in words
     assert "signal: rho" in words
-    assert "The share of the expected step excludes noise" in words
+    assert "The expected step excludes noise" in words
     for step in (1, 5):  # step, arm, which batch, component, runs, buckets
         assert f"{step} 0 before the filter task 3 18" in words
     assert words.count("arm0-seed2 5 after the filter") == 3  # task, entropy and total of the whole batch

@@ -38,7 +38,9 @@ def generator() -> np.random.Generator:
 
 def test_rows_of_two_steps_are_refused(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, FakeAnalysis(1), AFTER)
-    with pytest.raises(ValueError, match=r"These rows belong to 2 analyses .*step 1.*step 51.*\. Select those of one"):
+    with pytest.raises(
+        ValueError, match=r"These rows belong to 2 analyses .*step 1.*step 51.*\. Select the rows of one"
+    ):
         gradients.make_bucket_table(rows)
 
 

@@ -73,7 +73,7 @@ def test_a_k1_that_held_the_policy_would_be_told_so(tmp_path: Path) -> None:
     )
     words = told(table)
     assert "Under the loss kl, KL to the reference falls with the coefficient" in words
-    assert "pulls the policy towards the reference and k1 does not" not in words
+    assert "pulls the policy toward the reference and k1 does not" not in words
 
 
 def test_nothing_is_claimed_without_runs_of_k1(tmp_path: Path) -> None:

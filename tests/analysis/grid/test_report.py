@@ -138,7 +138,7 @@ def test_the_page_is_whole_and_says_what_it_must(frames: StudyFrames, page: Page
         "161 comparisons with one baseline: p-values are corrected with Holm's method over all of them",
         "20 runs with KL 0 appear in the panels of every loss but count once",
         "k1 (kl_loss_type=kl) used as a loss does not anchor the policy to the reference",
-        "Regularisation without the task",
+        "Regularization without the task",
         "1 seed: intervals and p-values are over validation levels",
         "reward_variance_collapse stopped 1 of 1 runs (step 15: 0.09 < 0.1)",
     ):

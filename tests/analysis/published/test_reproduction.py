@@ -14,7 +14,7 @@ from scipy import stats
 
 from analysis.data.frames import to_records
 from analysis.data.load import load
-from analysis.published.cells import Cell
+from analysis.published.cells import POOLED, Cell
 from analysis.published.reproduction import compare_to_published, format_sentences, summarize_verdicts
 from analysis.published.update_rule_sandbox import CELLS, make_conditions
 from analysis.stats.estimates import SampleStats, holm_adjust, welch_t_test
@@ -203,3 +203,11 @@ def test_the_words_of_every_verdict(tmp_path: Path) -> None:
     table = compare_to_published(load(write_sandbox(tmp_path, runs, study("grpo-entropy"))))
     shown = table[~table["arm"].isin(("DGEntropyGuard", "TPO")) & (table["column"] != "batch_delta_entropy")]
     assert "\n".join([summarize_verdicts(table), *format_sentences(shown)]) + "\n" == GOLDEN
+
+
+def test_seeds_are_counted_only_if_a_cell_counts_them(tmp_path: Path) -> None:
+    table = compare_to_published(load(write_sandbox(tmp_path, make_seed_runs("DG", DG), study("grpo-entropy"))))
+    assert "at most 5 of 10 planned seeds" in summarize_verdicts(table)
+    pooled_cells = table[table["kind"] == POOLED]
+    assert len(pooled_cells)
+    assert "seeds" not in summarize_verdicts(pooled_cells)

@@ -52,15 +52,15 @@ def test_the_page_says_what_it_must(page: Page) -> None:
     for told in (
         "12 runs: 10 completed, 1 early stopped, 1 failed",
         "4 arms, baseline DG. Compared with it: paired, 3 seeds",
-        "3 seeds: intervals are Student's t over seeds; a band in a figure is a standard error.",
+        "3 seeds: intervals are Student's t intervals over seeds, and the band of a curve is one standard error.",
         "TPO: uniform_groups stopped 1 of 3 runs (step 107: 10 ≥ 10); a stopped run counts with its last row.",
         "GRPO, not counted: seed 2 failed after 40 of 300 steps (RuntimeError: <x>).",
         "GRPO: in 2 of 2 runs (seed 0, 1) more than half of the greedily decoded tokens are separators",
-        "GRPO: a test error of 0.680 is at or above that of random content tokens (0.50)",
-        "DG and SameAsDG end with equal numbers in every seed: here they are the same algorithm.",
-        "plus and minus one standard error of that mean (not the standard deviation of runs)",
+        "GRPO: the mean test error of 0.680 is no better than that of random content tokens (0.50)",
+        "DG and SameAsDG end with equal numbers in every seed: in this study they are the same algorithm.",
+        "Bands are one standard error of the mean to each side (not the standard deviation of runs)",
         "3 published cells: 3 not distinguishable; 0 not as expected. Our arms have at most 3 of 10 planned seeds.",
-        "never: seed 0, 1, 2",
+        "never reached: seed 0, 1, 2",
         "python -m tune_study run influence",
     ):
         assert told in words
@@ -123,9 +123,12 @@ def test_without_published_numbers_there_is_no_word_of_them(tmp_path: Path) -> N
         ([], "No run is recorded."),
         ([FakeRun("DG", steps=None, status="")], "No run was completed or stopped by a rule, so nothing is compared."),
         ([FakeRun("DG", steps=0, status="running")], "DG, not counted: seed 0 interrupted after 0 of 40 steps"),
-        ([FakeRun("DG", steps=40), FakeRun("TPO", steps=40)], "1 seed: no standard error and no interval"),
+        ([FakeRun("DG", steps=40), FakeRun("TPO", steps=40)], "1 seed: there is no standard error and no interval"),
         ([FakeRun("TPO", steps=40)], "1 arm, no baseline among them."),
-        ([FakeRun(arm, seed, steps=40) for arm in ("DG", "TPO") for seed in (0, 1)], "2 seeds: intervals need three"),
+        (
+            [FakeRun(arm, seed, steps=40) for arm in ("DG", "TPO") for seed in (0, 1)],
+            "2 seeds: an interval needs three",
+        ),
         ([FakeRun("DG", steps=20, status="early_stopped", stop=UNIFORM_STOP)], "uniform_groups stopped 1 of 1 runs"),
         ([FakeRun("DG", steps=20, status="failed", reason="<script>")], "(<script>)"),
     ],
@@ -152,7 +155,7 @@ def test_a_filter_that_keeps_nothing_is_told(tmp_path: Path) -> None:
     runs = [FakeRun("FilteredDG", steps=40, rows={"kept_frac": 0.0}), FakeRun("DG", steps=40, rows={"kept_frac": 1.0})]
     told = sandbox_report.make_notes(load(write_sandbox(tmp_path, runs, SMALL)))
     assert [line for line in told if "kept nothing" in line] == [
-        "FilteredDG: its filter kept nothing of any logged batch, so it may still have its initial weights."
+        "FilteredDG: its filter kept nothing of any logged batch, so the policy may still have its initial weights."
     ]
 
 
@@ -271,7 +274,7 @@ def test_declared_contrasts_have_a_section_a_figure_and_files(tmp_path: Path) ->
         "GRPO failed: seed 2",
         "TPO: seed 2 at step 107",
         "ASPO not run: seeds 0, 1, 2",
-        "Reason for this column: the outcome that a rule should improve.",
+        "Reason for this column: it is the outcome that a rule should improve.",
     ):
         assert told in words, told
     names = {path.name for path in (written / "figures").iterdir()}

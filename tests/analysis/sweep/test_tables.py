@@ -286,7 +286,7 @@ def test_the_headline_of_one_seed_says_what_the_runs_did(summary: pd.DataFrame) 
 def test_verdict_of_an_unresolved_difference_says_what_would_have_been_missed(summary: pd.DataFrame) -> None:
     row = row_of(summary, "0.03")
     assert row["outcome"] == "no clear difference"
-    assert row["verdict"].startswith("no clear difference of this run from the baseline (0): ")
+    assert row["verdict"].startswith("no clear difference between this run and the baseline (0): ")
     assert (
         f"; differences smaller than about {row['detectable']:.3f} would probably be missed ({ONE_RUN})"
         in row["verdict"]
@@ -309,7 +309,7 @@ def test_verdict_of_the_baseline(summary: pd.DataFrame) -> None:
     row = row_of(summary, "0")
     assert row["verdict"] == (
         f"baseline: {row['final_val_success']:.3f} at the end, {row['gain']:+.3f} [{row['gain_low']:+.3f}, "
-        f"{row['gain_high']:+.3f}] from the base policy ({ONE_RUN})"
+        f"{row['gain_high']:+.3f}] from the policy before training ({ONE_RUN})"
     )
 
 
@@ -334,7 +334,7 @@ def test_verdict_of_an_arm_without_a_scored_run(tmp_path: Path, run: FakeRun, se
 def test_verdict_without_a_scored_baseline(tmp_path: Path) -> None:
     frames = frames_of(tmp_path, FakeRun("0", status="failed", steps=3, reason="x"), FakeRun("0.1"))
     row = row_of(frames, "0.1")
-    assert row["verdict"] == "no comparison: the baseline (0) has no scored run with a seed of this arm"
+    assert row["verdict"] == "no comparison: the baseline (0) and this arm have no scored runs with a common seed"
 
 
 def test_verdict_against_a_failed_baseline(tmp_path: Path) -> None:

@@ -227,8 +227,8 @@ def test_a_tree_sees_its_row_and_its_ancestors_and_leaves_the_cache_alone(model:
 @pytest.mark.parametrize(
     ("prompts", "thoughts", "message"),
     [
-        ([[1], []], [[1]], "prompt 1 is empty.*Leave it out"),
-        ([[1]], [[2], [3], []], "thought 2 is empty.*Leave it out"),
+        ([[1], []], [[1]], "prompt 1 is empty.*Leave empty ones out"),
+        ([[1]], [[2], [3], []], "thought 2 is empty.*Leave empty ones out"),
         ([], [[1]], "there is no prompt"),
         ([[1]], [], "there is no thought"),
     ],

@@ -328,7 +328,7 @@ def test_a_state_over_another_base_is_refused_and_changes_nothing(tmp_path: Path
     file.write_bytes(content)
     other = tuned(model__path=str(folder), model__prompt_style="compact")
     before = copy_weights(other)
-    with pytest.raises(ValueError, match=r"adapters of the base .* give the same model"):
+    with pytest.raises(ValueError, match=r"adapters of the base .* type the same model"):
         other.load_state(*state)
     assert all(torch.equal(before[name], value) for name, value in copy_weights(other).items())
 

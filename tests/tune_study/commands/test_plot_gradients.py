@@ -197,7 +197,7 @@ def test_a_folder_without_a_study_and_a_damaged_one_are_refused(tmp_path: Path) 
     (folder / "runs" / "arm0-seed0" / "run.json").write_text("{")
     answer = type_in(folder)
     assert answer.code == 2
-    assert "run.json is not JSON" in answer.err
+    assert "run.json is not valid JSON" in answer.err
 
 
 def test_a_folder_that_cannot_be_made_is_refused(single_run_study: Path, tmp_path: Path) -> None:

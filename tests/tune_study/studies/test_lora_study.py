@@ -129,5 +129,5 @@ def test_another_base_under_the_same_name_is_refused(study: Path, tmp_path: Path
     checksums = json.loads((folder / "checksums.json").read_text())
     checksums["state.json"] = hashlib.sha256((folder / "state.json").read_bytes()).hexdigest()
     (folder / "checksums.json").write_text(json.dumps(checksums))
-    with pytest.raises(PlanError, match=r"cannot be used: it holds adapters of the base 000000000000, and this run"):
+    with pytest.raises(PlanError, match=r"cannot be used: it has adapters of the base 000000000000, and this run"):
         probe.restore(study / RUN, path=folder)

@@ -32,9 +32,9 @@ class Tile(IntEnum):
 
 
 class Action(IntEnum):
-    """An action; the codes 1 to 4 are the published ones, and all four can push a box.
+    """An action. The codes 1 to 4 are the published ones, and all four can push a box.
 
-    NONE is ours: it changes nothing and has reward 0, so that finished boards can stay in a batch.
+    NONE is an addition. It changes nothing and has reward 0, so that finished boards can stay in a batch.
     """
 
     NONE = 0
@@ -76,7 +76,7 @@ def step(cells: Cells, actions: npt.NDArray[np.integer]) -> Outcome:
     reward = -0.1  +1 if a box came onto a target  -1 if one left a target  +10 if all targets are covered,
     and 0 for Action.NONE. A blocked action costs -0.1. A box that was on a target before the action earns nothing
     (in the published code it earns +1 on the first action). On a solved board every further action earns the +10
-    again, as published: the caller must end the episode at `solved`.
+    again, as published, so the caller must end the episode at `solved`.
 
     cells: int8 (B, R, C), each board with a border of walls, one player, and as many boxes as targets
         (see `check_board`; the border is not checked here).
@@ -91,12 +91,13 @@ def step(cells: Cells, actions: npt.NDArray[np.integer]) -> Outcome:
     if player.size != batch:
         raise ValueError(f"{player.size} players on {batch} boards; each board has exactly one: pass boards of `Level`")
     path = player[:, None] + _make_offsets(cols).take(actions, axis=0)
-    # A path leaves the array only behind a border wall, where it meets another wall: wrapping reads and writes walls.
+    # The three cells of a path become one number, which indexes the tables of all possible results. A path leaves the
+    # array only behind a border wall. Wrapping then reads and writes another wall.
     code = flat.take(path, mode="wrap") @ _CODE_WEIGHTS
     flat.put(path, _TABLES.tiles.take(code, axis=0), mode="wrap")
     solved = is_solved(next_cells)
     rewards = _TABLES.rewards.take(code)
-    rewards += REWARD_SOLVED * (solved & (actions != _NONE))
+    rewards += REWARD_SOLVED * (solved & (actions != _NONE))  # depends on the whole board, so no table has it
     return Outcome(next_cells, rewards, _TABLES.moved.take(code), solved)
 
 
@@ -150,7 +151,10 @@ def _make_offsets(cols: int) -> npt.NDArray[np.intp]:
 
 
 class _Tables(NamedTuple):
-    """Results for each triple of tile codes (player, cell ahead, cell behind it), indexed by triple @ _CODE_WEIGHTS."""
+    """Results for each triple of tile codes (player's cell, cell ahead, cell behind that one).
+
+    The index of a triple is triple @ _CODE_WEIGHTS.
+    """
 
     tiles: Cells  # (triples, 3)
     rewards: npt.NDArray[np.float64]  # (triples,), without the bonus for a solved board
@@ -158,6 +162,7 @@ class _Tables(NamedTuple):
 
 
 def _build_tables() -> _Tables:
+    # Each row starts as the triple itself, which is the result of a blocked action.
     triples = np.indices((len(Tile),) * 3, dtype=np.int8).reshape(3, -1).T.copy()
     rewards = np.full(len(triples), REWARD_ACTION)
     moved = np.zeros(len(triples), dtype=np.bool_)

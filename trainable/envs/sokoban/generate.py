@@ -1,4 +1,7 @@
-"""Generate levels from seeds: the published generator, equal seed for seed, but on integers instead of arrays."""
+"""Generate levels from seeds, as the published generator does: the same level for each seed.
+
+This implementation computes on integers and bit masks instead of arrays.
+"""
 
 import hashlib
 import random
@@ -16,8 +19,9 @@ MAX_SEED = 2**32 - 1
 # On larger boards the published search stops after 300,000 states, a limit that is not implemented here.
 MIN_SIDE, MAX_SIDE = 4, 20
 MAX_FALLBACKS = 100
+"""Derived seeds that are tried if a seed gives no level. The bound ends the search for settings that never give one."""
 
-_MIN_FLOOR = 3  # player, box on its target, and a cell to pull it to
+_MIN_FLOOR = 3  # cells for the player, for the box on its target, and for the box after it is pulled
 _WALK_DIRECTIONS = ((1, 0), (0, 1), (-1, 0), (0, -1))
 _PULL_DIRECTIONS = ((-1, 0), (1, 0), (0, -1), (0, 1))
 _STAMPS = (
@@ -27,7 +31,7 @@ _STAMPS = (
     ((0, -1), (0, 0), (1, -1), (1, 0)),
     ((0, 0), (0, 1), (1, 0)),
 )
-_BACKTRACK = -1  # on the stack of the search: all successors of a state have been searched
+_BACKTRACK = -1  # marks, on the stack of the search, that all successors of a state have been searched
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,13 +160,17 @@ def _try_generate(python_rng: random.Random, numpy_rng: np.random.RandomState, s
         target = free_cells[numpy_rng.randint(len(free_cells))]
         score, box, player = _pull(grid, floor, player, target, settings.search_depth)
         if score > 0:
+            # 0.8 and 0.5 are the published probabilities.
             player = _walk_player(python_rng, grid, set(floor) - {box}, player, 0.8 if score == 1 else 0.5)
             return _make_board(grid, floor, player, box, target)
     return None
 
 
 def _carve(python_rng: random.Random, settings: _Settings, grid: "_Grid") -> int:
-    """Walk at random and stamp floor; returns a bit mask of the inner cells that became floor."""
+    """Walk at random and stamp floor. Return a bit mask of the inner cells that became floor.
+
+    The order of the random draws is part of the published generator, so it must not change.
+    """
     height, width = settings.rows - 2, settings.cols - 2
     row_step, col_step = python_rng.choice(_WALK_DIRECTIONS)
     # As published, the walk may start on the far border; the first step moves it inside.
@@ -179,7 +187,7 @@ def _carve(python_rng: random.Random, settings: _Settings, grid: "_Grid") -> int
 
 
 def _pull(grid: "_Grid", floor: list[int], player: int, target: int, search_depth: int) -> tuple[int, int, int]:
-    """Pull the box backwards from its target; returns (score, box, player) of the first state with the best score."""
+    """Pull the box backwards from its target. Return (score, box, player) of the first state with the best score."""
     walls = bytearray(b"\x01" * grid.size)
     for cell in floor:
         walls[cell] = 0
@@ -215,11 +223,11 @@ def _search(start: int, closed: bytearray, pulls: tuple[tuple[int, ...], ...], s
 def _walk_player(
     python_rng: random.Random, grid: "_Grid", free_cells: set[int], player: int, probability: float
 ) -> int:
-    """With `probability`, walk the player 1 to 3 steps over free cells, never back, away from the box."""
+    """With `probability`, walk the player 1 to 3 steps over free cells, never to a cell where the player was."""
     if python_rng.random() > probability:
         return player
     free_cells = free_cells - {player}
-    for _ in range(3):
+    for _ in range(3):  # this number and the 0.5 below are the published ones
         next_cells = [cell for cell in grid.neighbours[player] if cell in free_cells]
         if not next_cells:
             break
@@ -244,8 +252,8 @@ def _make_board(grid: "_Grid", floor: list[int], player: int, box: int, target: 
 class _Grid(NamedTuple):
     """Look-up tables of one board size. Cells are the inner ones, numbered row by row.
 
-    A state of the backward search is (moved * size + box) * size + player: the published search distinguishes a box
-    that was never pulled (moved = 0) from one that was, even on the same cell.
+    A state of the backward search is (moved * size + box) * size + player. `moved` is 1 once the box has been pulled:
+    the published search distinguishes such a state from that of a box that was never pulled, even on the same cell.
     """
 
     rows: int

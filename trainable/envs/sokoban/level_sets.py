@@ -26,6 +26,7 @@ from trainable.envs.sokoban.generate import Level, generate_level, generate_leve
 
 PUBLISHED_TRAINING_SEEDS = range(10_000, 13_200)
 PUBLISHED_VALIDATION_SEEDS = range(123, 635)
+# The bounds of env.seed_train and of the run's seed keep training below the demonstrations.
 SEEDS_PER_RUN = 1_000_000
 FIRST_DEMONSTRATION_SEED = 700_000_000
 FIRST_TEST_SEED = 900_000_000
@@ -33,7 +34,7 @@ FIRST_REPLACEMENT_SEED = 1_000_000_000
 TEST_LEVELS = 512
 TEST_SEEDS_FILE = Path(__file__).with_name("test_seeds.json")
 
-_BLOCK_SIZE = 64  # levels generated at a time
+_BLOCK_SIZE = 64  # levels generated per call in a search, since `generate_levels` is faster for many seeds at once
 
 
 def compute_training_seed(seed_index: int, group_counter: int, base: int = 10_000) -> int:
@@ -57,8 +58,9 @@ def make_training_levels(
     """Make the levels of one training step, one for each group.
 
     A level whose key is in `excluded_keys` is replaced, unless it is a published one (seeds 10000..13199, which share
-    no level with the test set): seed s by the first of 1,000,000,000 + s, 1,000,000,001 + s, ... whose key is not
-    excluded. So the level of a seed depends only on the seed and `excluded_keys`.
+    no level with the test set). The replacement of seed s is the level of the first of the seeds 1,000,000,000 + s,
+    1,000,000,001 + s, ... whose key is not excluded. The level of a seed therefore depends only on the seed and
+    `excluded_keys`.
 
     seed_index: see `compute_training_seed`. step: from 1. env_groups: groups per step. base: first seed of index 0.
     excluded_keys: keys of the test levels, `collect_level_keys(make_test_levels())`.
@@ -131,9 +133,9 @@ def collect_level_keys(levels: Iterable[Level]) -> frozenset[bytes]:
 
 
 def find_test_seeds(count: int = TEST_LEVELS) -> list[int]:
-    """Search the first `count` test seeds, in order: their levels are all different and in no published set.
+    """Search the first `count` test seeds, in order. Their levels are all different and in no published set.
 
-    The shipped file is the result of this search; no run searches again.
+    The shipped file is the result of this search. Runs read that file and do not search again.
     """
     published_seeds = (*PUBLISHED_VALIDATION_SEEDS, *PUBLISHED_TRAINING_SEEDS)
     seen_keys = set(collect_level_keys(generate_levels(published_seeds)))

@@ -45,7 +45,7 @@ class ParsedReply(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """What a turn shows: its number from 1, the level (rows, cols), actions left, the outcome of the previous turn."""
+    """The contents of a turn: its number from 1, the board (R, C), actions left, the result of the previous turn."""
 
     turn: int
     cells: np.ndarray
@@ -57,8 +57,8 @@ class Observation(NamedTuple):
 def parse_reply(text: str, max_actions: int) -> ParsedReply:
     """Parse the text after the forced `<think>`: the first match of think and answer tags.
 
-    Words between `||` beyond `max_actions` are cut first, without a penalty; unknown words among the rest are dropped.
-    A reply is invalid if a remaining word is unknown or no action is left.
+    The answer is split at `||`. Only the first `max_actions` words count; surplus words have no penalty. Unknown words
+    among them are dropped. A reply is invalid if a word that counts is unknown, or if no action is left.
     """
     match = _REPLY.search(START_OF_THOUGHT + text)
     if match is None:

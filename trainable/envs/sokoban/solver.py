@@ -15,10 +15,10 @@ _State = tuple[int, frozenset[int]]  # player and boxes, as flat cells
 def compute_distance_table(cells: Cells) -> Distances:
     """The fewest actions that solve a one-box level, for every position of player and box.
 
-    distance(player, box) = 0 where the box is on the target, else 1 + the smallest distance after one action;
-    -1 where no actions solve it, or where player and box cannot be.
+    distance(player, box) is 0 where the box is on the target, and otherwise 1 + the smallest distance after one action.
+    It is -1 where no actions solve the level, or where player or box cannot be.
 
-    cells: int8 (R, C), a board with one box; only its walls and its target matter.
+    cells: int8 (R, C), a board with one box. Only its walls and its target matter.
     Returns int16 (R*C, R*C), indexed by flat cells [player, box].
     Raises ValueError for a board that cannot be played, or that does not have exactly one box: use `solve` for those.
     """
@@ -28,6 +28,7 @@ def compute_distance_table(cells: Cells) -> Distances:
     if len(targets) != 1:
         raise ValueError(f"{len(targets)} boxes on the board; a distance table needs exactly one: call solve(cells)")
     rows, cols = cells.shape
+    # Player and box are never in the border of walls, so the search numbers only the inner cells.
     inner = np.arange(rows * cols).reshape(rows, cols)[1:-1, 1:-1].reshape(-1)
     target = int(np.searchsorted(inner, next(iter(targets))))
     distances_by_box = _compute_distances((flat[inner] == Tile.WALL).tobytes(), target, _list_predecessors(rows, cols))
@@ -50,13 +51,13 @@ def find_optimal_actions(table: Distances, cells: Cells) -> tuple[Action, ...]:
     return tuple(
         action
         for action, offset in _list_offsets(cells.shape[1])
-        # The table holds -1 for a player or a box in a wall, so blocked actions never match.
+        # The table has -1 for a player or a box in a wall, so blocked actions never match.
         if table[player + offset, box + offset if player + offset == box else box] == distance - 1
     )
 
 
 def solve(cells: Cells, max_actions: int | None = None) -> tuple[Action, ...] | None:
-    """A shortest solution by breadth-first search; of several, the first in the order up, down, left, right.
+    """A shortest solution by breadth-first search. Of several, it is the first in the order up, down, left, right.
 
     cells: int8 (R, C), a board with any number of boxes (the number of states grows fast with it).
     max_actions: the maximum length of a solution.
@@ -99,7 +100,7 @@ def _move(state: _State, offset: int, open_cells: frozenset[int]) -> _State | No
 
 
 def _compute_distances(walls: bytes, target: int, predecessors: tuple[tuple[int, ...], ...]) -> list[int]:
-    """Search breadth-first backwards from all solved states.
+    """Search breadth-first backwards from all solved states, so that one search gives the distance of every state.
 
     walls: one byte per inner cell, 1 for a wall. target: an inner cell.
     Returns the distance of each state box * size + player, or -1.
@@ -121,7 +122,7 @@ def _compute_distances(walls: bytes, target: int, predecessors: tuple[tuple[int,
     return distances
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=8)  # depends only on the size of the board, and a study uses one size
 def _list_predecessors(rows: int, cols: int) -> tuple[tuple[int, ...], ...]:
     """For each state (box * size + player, over inner cells), the states one action earlier, ignoring walls."""
     places = [(row, col) for row in range(1, rows - 1) for col in range(1, cols - 1)]
@@ -134,9 +135,11 @@ def _list_predecessors(rows: int, cols: int) -> tuple[tuple[int, ...], ...]:
             behind = cell_at.get((row + 2 * row_step, col + 2 * col_step))
             if ahead is None:
                 continue
+            # The player walked from `came_from` to `ahead`, and the box was on neither cell.
             for box in range(size):
                 if box not in (came_from, ahead):
                     table[box * size + ahead].append(box * size + came_from)
+            # The player pushed the box from `ahead` to `behind`.
             if behind is not None:
                 table[behind * size + ahead].append(ahead * size + came_from)
     return tuple(tuple(states) for states in table)

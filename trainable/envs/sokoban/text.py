@@ -17,7 +17,7 @@ SYMBOLS: dict[Tile, str] = {
 
 _SYMBOLS_BY_CODE = tuple(SYMBOLS[tile] for tile in sorted(Tile))
 _CODES_BY_SYMBOL = {symbol: int(tile) for tile, symbol in SYMBOLS.items()}
-# A target is listed even if a box or the player is on it, so two tiles appear in two lines.
+# A target is listed even if a box or the player is on it, so such a cell appears in two lines.
 _COORDINATE_LINES: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("Targets", (int(Tile.TARGET), int(Tile.BOX_ON_TARGET), int(Tile.PLAYER_ON_TARGET))),
     ("Boxes", (int(Tile.BOX),)),
@@ -47,7 +47,7 @@ def render(cells: Cells, observation_format: str) -> str:
 
 
 def parse_grid(text: str) -> Cells:
-    """Parse a board from its grid lines; `parse_grid(render(cells, "grid"))` equals `cells`.
+    """Parse a board from its grid lines, the inverse of `render(cells, "grid")`.
 
     Returns int8 (R, C). Raises ValueError for lines that are not a board: unknown symbols, lines of unequal length,
     or a board that cannot be played (see `check_board`).

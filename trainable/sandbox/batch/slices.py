@@ -17,6 +17,7 @@ def flatten_rollouts(rollouts: Rollouts) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for field in fields(rollouts):
         value = getattr(rollouts, field.name)
+        # group_size is a number, and an optional field may be None: `unflatten_rollouts` gets these in other ways.
         if isinstance(value, Tensor):
             tensors[field.name] = value
     if rollouts.candidates is not None:

@@ -9,8 +9,10 @@ from trainable.sandbox.config.names import BANDIT_TASKS, CHAIN_TASKS, SEQUENCE_N
 class Rejection(NamedTuple):
     """A rejected combination of settings.
 
-    applies: whether an `UpdateRuleConfig` is such a combination. It is typed Any, because the module of that class
-    imports this one. reason: a sentence that says what to set, with settings in braces.
+    Attributes:
+        applies: returns whether an `UpdateRuleConfig` is such a combination. Its argument is typed Any, because the
+            module of that class imports this one.
+        reason: a sentence that says what is wrong and what to set. Settings in braces are filled in.
     """
 
     applies: Callable[[Any], bool]
@@ -26,12 +28,12 @@ REJECTIONS: tuple[Rejection, ...] = (
     Rejection(
         lambda c: 0 < c.replay_capacity <= c.delay,
         "replay_capacity={c.replay_capacity} drops every batch before delay={c.delay} lets it be used: set "
-        "replay_capacity above delay",
+        "replay_capacity above {c.delay}, or delay=0",
     ),
     Rejection(
         lambda c: c.delay >= c.trainer.total_training_steps,
         "delay={c.delay} has no effect within total_training_steps={c.trainer.total_training_steps} steps, which would "
-        "all train on new batches: set num_steps above delay",
+        "all train on new batches: set num_steps above {c.delay}",
     ),
     Rejection(
         lambda c: c.task in ("chain_arithmetic", "format_answer") and c.seq_len < 2,
@@ -171,7 +173,7 @@ REJECTIONS: tuple[Rejection, ...] = (
         "below 1",
     ),
 )
-"""Checked in this order; the error message has the reason of the first one that applies."""
+"""Rejected combinations, checked in this order. The error message has the reason of the first one that applies."""
 
 
 def find_rejection(config: Any) -> str | None:

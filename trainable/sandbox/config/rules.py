@@ -1,4 +1,4 @@
-"""Records of the update rules: where each formula is, and the properties that the rest of the sandbox depends on.
+"""Records of the update rules: the location of each formula, and properties that the rest of the sandbox depends on.
 
 Sampler, trainer, diagnostics and the checks of settings depend on properties, never on names. A new rule therefore
 needs only a function in a module of `trainable.sandbox.rules` and a line in `RULES`.
@@ -14,7 +14,7 @@ class Rule:
     """One update rule. A property is True, or has a value, if the rule has it."""
 
     formula: str
-    """`<module>.<function>` in `trainable.sandbox.rules`; a name, because settings are checked without torch."""
+    """`<module>.<function>` in `trainable.sandbox.rules`. It is a name, so that settings are checked without torch."""
     _: KW_ONLY
 
     # Sampling.

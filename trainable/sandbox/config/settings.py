@@ -1,4 +1,4 @@
-"""Settings of one run of the update-rule sandbox; names and defaults are those of its source's documents."""
+"""Settings of one run of the update-rule sandbox. Names and defaults are those of the source's documents."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -34,13 +34,14 @@ class RunnerConfig(BaseTrainerConfig):
 class UpdateRuleConfig(BaseRunConfig):
     """Configuration of one run of the update-rule sandbox.
 
-    aliases: keys of the source's documents whose names differ here, because all studies share `trainer`.
+    aliases: names of settings in the source's documents -> names here. They differ where all studies share `trainer`.
     """
 
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType(
         {"num_steps": "trainer.total_training_steps", "eval_every": "trainer.test_freq"}
     )
     list_command: ClassVar[str] = "settings sandbox"
+    # These settings decide how a run is executed, and not which numbers it computes.
     unhashed_settings: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         {"trainer": ("logger", "ray_num_cpus", "resume_every", "save_freq", "disk_patience", "device")}
     )
@@ -124,7 +125,10 @@ class UpdateRuleConfig(BaseRunConfig):
         return RULES[self.method]
 
     def get_row_steps(self, step: int) -> range:
-        """The steps of the rows (one per evaluation) that a run has written after `step` training steps."""
+        """The steps of the rows (one per evaluation) that a run has written after `step` training steps.
+
+        Evaluations start at step `delay`: before that, batches of the age `delay` do not exist yet.
+        """
         return range(self.delay, step, self.trainer.test_freq)
 
     @model_validator(mode="after")

@@ -69,6 +69,7 @@ def entropies(log_probs: Tensor) -> Tensor:
 
 def correlation(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
     """[E], Pearson correlation of each row over the entries where `mask`; all [E, N]. NaN if x or y is constant."""
+    # A constant row has a variance of 0, and 0 / 0 is NaN: the row of the run then omits the column.
     variance_product = _masked_covariance(x, x, mask) * _masked_covariance(y, y, mask)
     return _masked_covariance(x, y, mask) / variance_product.sqrt()
 

@@ -50,7 +50,7 @@ def compute_sample_influence(
     surprisal = -action_log_probs.detach()
     advantage = compute_advantages(rollouts, log_probs, config)
     delight = advantage * surprisal
-    # Rules without a gate may have eta 0; then this is the limit of the sigmoid.
+    # Rules without a gate may have eta 0. The sigmoid of delight / eta then tends to a step at a delight of 0.
     gate = torch.sigmoid(delight / config.eta) if config.eta else (delight > 0).to(delight.dtype)
     keep_mask = rollouts.keep_mask.unsqueeze(-1).expand_as(action_log_probs)
     quantities = (projection, advantage, surprisal, delight, gate, keep_mask)
@@ -77,7 +77,8 @@ def _compute_projections(
     The inner product of the gradient of sum_t v_t l_t with the direction is linear in v. Its gradient with respect to
     v_t is the projection of token t, so two backward passes suffice for all tokens.
     """
-    # Linear in v, so its gradient is the same at every v; zeros do.
+    # The product is linear in v, so its gradient with respect to v is the same at every v, and zeros are as good as
+    # any.
     weights = torch.zeros_like(action_log_probs, requires_grad=True)
     gradients = torch.autograd.grad(
         (weights * action_log_probs).sum(), parameters, create_graph=True, materialize_grads=True

@@ -50,6 +50,7 @@ def generate_completions(
         samples_per_prompt: S. The rows i S ... (i + 1) S - 1 of the result belong to prompt i.
     """
     folded_weights, length = models.fold_weights(), prompts.shape[-1]
+    # One slot less than tokens, because the last generated token is never read.
     caches = _make_empty_caches(models, folded_weights, prompts, samples_per_prompt, length + num_tokens - 1)
     last_hidden = _prefill(models, folded_weights, embed_tokens(folded_weights, prompts, 0), caches, samples_per_prompt)
     tokens = torch.empty(*last_hidden.shape[:2], num_tokens, dtype=torch.int64)
@@ -70,7 +71,8 @@ def sample_actions(log_probs: Tensor, uniforms: Tensor) -> Tensor:
 
     An action of probability 0 is never drawn.
     """
-    # The last sum replaces 1, which rounding can miss.
+    # In float64, because sums of float32 probabilities lose rare actions. The last sum replaces 1, which rounding can
+    # miss; the last action needs no bound.
     cumulative_probs = log_probs.double().exp().cumsum(-1)
     return (cumulative_probs[..., :-1] <= uniforms[..., None] * cumulative_probs[..., -1:]).sum(-1)
 

@@ -32,6 +32,7 @@ class LanguageModelEnsemble:
     """
 
     def __init__(self, policy: Policy, num_members: int) -> None:
+        # The members have their own tensors; the model's weights stay those of the policy, for the KL to it.
         self.initial_model = _NextTokenModel(policy).requires_grad_(False)
         self.weights = {
             name: weight.expand(num_members, *weight.shape).clone().requires_grad_()

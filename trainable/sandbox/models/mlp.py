@@ -1,6 +1,6 @@
 """Ensemble of E multilayer perceptrons of one shape; every weight has a leading axis of members.
 
-The model of mnist: two hidden layers with ReLU, initialised like torch.nn.Linear, with weights and biases uniform
+The model of mnist: two hidden layers with ReLU, initialized like torch.nn.Linear, with weights and biases uniform
 within 1 / sqrt(inputs).
 """
 
@@ -39,6 +39,7 @@ def init_mlp_ensemble(layer_sizes: tuple[int, ...], rngs: MemberRngs) -> MLPEnse
     weights = {}
     for layer, (fan_in, fan_out) in enumerate(itertools.pairwise(layer_sizes)):
         for tensor_index, shape in enumerate(((fan_out, fan_in), (fan_out,))):
+            # Index 1, 2, ... of the stream: weight and bias of the first layer, then of the next.
             uniforms = rngs.uniform("sandbox_weights", 2 * layer + tensor_index + 1, shape=shape)
             name = f"layers.{layer}.{('weight', 'bias')[tensor_index]}"
             weights[name] = ((2 * uniforms - 1) * fan_in**-0.5).float().requires_grad_()

@@ -74,6 +74,7 @@ class TransformerEnsemble:
         folded_weights = self.fold_weights()
         hidden = embed_tokens(folded_weights, tokens, 0)
         for layer, block in enumerate(folded_weights.blocks):
+            # After the last block, only the positions whose logits are read are needed.
             num_queries = logits_to_keep if layer == self.shape.num_layers - 1 else tokens.shape[-1]
             normed_hidden = layer_norm(hidden)
             keys, values = compute_keys_values(block, normed_hidden, self.shape.num_heads)
@@ -144,6 +145,7 @@ def _flat_linear(states: Tensor, layer: Linear) -> Tensor:
 def embed_tokens(folded_weights: FoldedWeights, tokens: Tensor, start_position: int) -> Tensor:
     """Hidden states [E, B, L, d] of tokens [E, B, L] at the positions start_position, start_position + 1, ..."""
     num_members, rows, length = tokens.shape
+    # One batched product with one-hot rows looks up the tokens of all members, each in its own table.
     one_hot = tokens.flatten(1)[..., None] == torch.arange(folded_weights.token_embeddings.shape[1])
     states = torch.bmm(one_hot.to(folded_weights.token_embeddings.dtype), folded_weights.token_embeddings).view(
         num_members, rows, length, -1
@@ -179,6 +181,7 @@ def _attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Causal attention: [E, B, q, d] of scaled queries [E, B, heads, q, c], which are at the last q positions."""
     num_members, rows, num_heads, num_queries, channels = queries.shape
     length = keys.shape[3]
+    # The queries are at the last positions, so the diagonal of the mask is shifted by the number of earlier keys.
     causal_mask = torch.full((num_queries, length), -math.inf).triu(length - num_queries + 1)
     scores = torch.baddbmm(causal_mask, queries.reshape(-1, num_queries, channels), keys.flatten(0, 2).transpose(1, 2))
     attention_output = torch.bmm(scores.softmax(-1), values.flatten(0, 2))

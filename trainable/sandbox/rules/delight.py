@@ -21,6 +21,7 @@ from trainable.sandbox.rules.rule import (
 
 def compute_gate(advantage: Tensor, action_log_probs: Tensor, eta: float) -> Tensor:
     """g = σ(A · s / eta), without gradient, of the shape of `advantage` and `action_log_probs` (l); eta > 0."""
+    # −l is the surprisal. Detached: the gate is a weight, and its own gradient is not part of the rule.
     return torch.sigmoid(-advantage * action_log_probs.detach() / eta)
 
 

@@ -155,6 +155,7 @@ def group_pg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) ->
         .view_as(rollouts.rewards)
         .to(action_log_probs.dtype)
     )
+    # Groups, not rollouts, are averaged: the sum over the kept rollouts of each group, then the mean over kept groups.
     products = unflatten_groups(skills / config.tpo_eta * action_log_probs.sum(-1), rollouts)
     group_mask = unflatten_groups(rollouts.keep_mask, rollouts)
     loss = -masked_mean(torch.where(group_mask, products, 0).sum(-1), group_mask.any(-1))
@@ -206,6 +207,7 @@ def tempo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> Ru
 def _compute_prefix_values(rollouts: Rollouts) -> Tensor:
     """[E, P, K, T + 1] float64 V: mean reward of the kept rollouts with the same first t tokens, for t = 0 ... T."""
     actions, keep_mask = unflatten_groups(rollouts.actions, rollouts), unflatten_groups(rollouts.keep_mask, rollouts)
+    # Entry (i, j, t) is 1 while rollouts i and j agree up to token t: a product stays 0 after the first difference.
     same_prefix = (actions.unsqueeze(3) == actions.unsqueeze(2)).long().cumprod(-1)  # [E, P, K, K, T]
     # All rollouts share the empty prefix, t = 0.
     prefix_mask = torch.nn.functional.pad(same_prefix, (1, 0), value=1).double() * keep_mask[:, :, None, :, None]

@@ -10,7 +10,7 @@ from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.rules.delight import dg
 from trainable.sandbox.rules.rule import RuleLoss, compute_behavior_advantages, masked_mean
 
-BISECTIONS = 20
+BISECTIONS = 20  # a range of 20 eta is halved to 2e-5 eta, far below what changes a fraction of rollouts
 MARGIN = 10.0
 """Search margin around the scores, in units of eta. σ(±10) is within 5e-5 of 1 and 0, so the threshold lies inside."""
 

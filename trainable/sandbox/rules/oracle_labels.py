@@ -58,6 +58,7 @@ def scope_lite(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) 
     dg_result = dg(rollouts, log_probs, config)
     score_mask = get_score_mask(rollouts)
     is_wrong = (rollouts.actions != rollouts.labels) & score_mask
+    # The count of wrong tokens so far is above 0 from the first one onwards.
     correction_mask = (is_wrong.long().cumsum(-1) > 0) & score_mask & rollouts.keep_mask.unsqueeze(-1)
     surprisals = -gather_log_probs(rollouts.labels, log_probs)
     total_surprisal = torch.where(correction_mask, surprisals, 0).sum((1, 2))

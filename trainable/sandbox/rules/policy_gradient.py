@@ -51,6 +51,7 @@ def traj_pg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> 
     Axis: support, at the granularity of a sequence.
     """
     action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    # The sum can be large, and exp then overflows to infinity, which the cap makes finite again.
     sequence_log_ratio = (action_log_probs.detach() - rollouts.behavior_log_probs).sum(-1, keepdim=True)
     weight = sequence_log_ratio.exp().clamp(max=config.iw_cap).expand(action_log_probs.shape)
     return policy_gradient_loss(
@@ -90,7 +91,7 @@ def r2vpo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> Ru
 
     Source: Luo et al. 2026, arXiv:2601.03320, scoped to this sandbox: λ is fixed, not a dual variable.
     Reduces to: REINFORCE at r = 1, for every λ; PG without a cap at λ = 0.
-    Axis: reward uncertainty and geometry. The variance of the ratio is penalised instead of clipped.
+    Axis: reward uncertainty and geometry. The variance of the ratio is penalized instead of clipped.
     """
     action_log_probs = gather_log_probs(rollouts.actions, log_probs)
     ratio = log_ratios(action_log_probs.detach(), rollouts).exp()

@@ -38,6 +38,7 @@ def masked_mean(x: Tensor, keep_mask: Tensor) -> Tensor:
     Other entries of `x` are not read and may be NaN.
     """
     rows = x.flatten(2) if x.dim() > 2 else x.unsqueeze(-1)
+    # Not a product with the mask: 0 times NaN is NaN.
     masked_rows = torch.where(keep_mask.unsqueeze(-1), rows, 0)
     return masked_rows.sum((1, 2)) / (keep_mask.sum(1) * rows.shape[2]).clamp(min=1)
 
@@ -146,6 +147,7 @@ def make_group_ids(rollouts: Rollouts) -> Tensor:
     """
     keep_mask = unflatten_groups(rollouts.keep_mask, rollouts)
     indices = torch.arange(keep_mask.numel()).unflatten(0, keep_mask.shape)
+    # A kept rollout has the index of its group's first rollout. The offset keeps all other numbers apart from these.
     return torch.where(keep_mask, indices[..., :1], keep_mask.numel() + indices).flatten()
 
 

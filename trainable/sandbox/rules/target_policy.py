@@ -1,4 +1,4 @@
-"""Target policy optimisation: rewards define a target distribution over candidates, and the policy is fitted to it."""
+"""Target policy optimization: rewards define a target distribution over candidates, and the policy is fitted to it."""
 
 from typing import NamedTuple
 
@@ -50,6 +50,7 @@ def fit_target(scores: Tensor, old_log_probs: Tensor, skills: Tensor, ids: Tenso
 
 
 def _compute_group_loss(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig, anchored: bool) -> RuleLoss:
+    """The loss of TPO. anchored: whether the target starts from the sampling policy, instead of a uniform one."""
     ids, keep_mask = make_group_ids(rollouts), unflatten_groups(rollouts.keep_mask, rollouts)
     sequence_log_probs = unflatten_groups(gather_log_probs(rollouts.actions, log_probs).sum(-1), rollouts)
     skills = group_skills(rollouts.rewards.flatten(), ids).view_as(sequence_log_probs)
@@ -60,6 +61,7 @@ def _compute_group_loss(rollouts: Rollouts, log_probs: Tensor, config: UpdateRul
     )
     target_fit = fit_target(sequence_log_probs, old_log_probs, skills, ids, config.tpo_eta)
     group_mask = keep_mask.any(-1)  # groups that are trained on
+    # A dropped rollout is a group by itself, with a target probability of 1.
     top_prob = target_fit.log_target.exp().masked_fill(~keep_mask, 0).amax(-1)
     metrics = {
         "tpo_target_entropy": masked_mean(target_fit.entropy, group_mask),
@@ -88,7 +90,7 @@ def tpo_no_anchor(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfi
 
     Source: this sandbox's ablation of TPO.
     Reduces to: TPO if the sampling policy gives all rollouts of a group equal probability.
-    Axis: influence. Without the anchor, equal rewards pull probabilities towards equality.
+    Axis: influence. Without the anchor, equal rewards pull probabilities toward equality.
     """
     return _compute_group_loss(rollouts, log_probs, config, anchored=False)
 
@@ -96,7 +98,7 @@ def tpo_no_anchor(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfi
 def tpo_full_action(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
     """−mean Σ_a q_a log π(a),  q = sg softmax( log π + z / tpo_eta ), over all actions of a bandit.
 
-    z standardises (divisor n) the scores of the n actions: R − Σ_a π(a)² for the taken action, 0 for the others. So z
+    z standardizes (divisor n) the scores of the n actions: R − Σ_a π(a)² for the taken action, 0 for the others. So z
     is ±√(n − 1) for the taken action and ∓1/√(n − 1) for the others: only the sign of the advantage matters.
 
     Source: Kaddour 2026, arXiv:2604.06159, in this sandbox's form with one sample per prompt.
@@ -128,7 +130,7 @@ def tpo_token(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -
 
         p = softmax(c),  c_k = log π(a_k)       q = sg softmax( log softmax(o) + z / tpo_eta ),  o_k = log μ(a_k)
 
-    z standardises (divisor K) the candidates' rewards. A token that was drawn twice is two candidates.
+    z standardizes (divisor K) the candidates' rewards. A token that was drawn twice is two candidates.
 
     Source: this sandbox: TPO at every prefix.
     Reduces to: zero gradient at π = μ for prefixes whose candidates have equal rewards.

@@ -43,6 +43,7 @@ def dg_token(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) ->
     action_log_probs = gather_log_probs(rollouts.actions, log_probs)
     score_mask = get_score_mask(rollouts).to(action_log_probs.dtype)
     correct = find_correct_tokens(rollouts).to(action_log_probs.dtype)
+    # After the last scored position both sums are 0, and so is the reward-to-go.
     reward_to_go = _reverse_cumsum(correct) / _reverse_cumsum(score_mask).clamp(min=1)
     advantage = reward_to_go - score_mask * sum_squared_probs(log_probs)
     gates = compute_gate(advantage, action_log_probs, config.eta)

@@ -52,6 +52,7 @@ def make_bandit_rollouts(
     actions = sample_actions(log_probs, rngs.uniform("sandbox_samples", step, shape=(config.batch_size,)))
     is_solved = actions == labels
     rewards = _make_noisy_rewards(config, rngs, step, actions, is_solved) - select_log_probs(cost, actions)
+    # `find_mixed_groups` needs scores of 0 and 1, and rewards minus costs are other numbers.
     filter_scores = rewards if action_cost is None else is_solved
     keep_mask, scalars = (
         filter_groups(find_mixed_groups(filter_scores, samples_per_prompt), samples_per_prompt)
@@ -79,6 +80,7 @@ def _make_noisy_rewards(
     mode = config.reward_noise_mode
     if mode == "none":
         return is_solved.float()
+    # Two numbers per rollout in every mode, although only random_reward reads the second: see `corrupt_rewards`.
     uniforms = rngs.uniform("sandbox_noise", step, shape=(config.batch_size, 2))
     return corrupt_rewards(
         is_solved.float(), uniforms, mode, config.reward_noise, is_solved, detect_bandit_feature(mode, actions)

@@ -15,7 +15,7 @@ def filter_groups(is_mixed: Tensor, group_size: int) -> tuple[Tensor, dict[str, 
     is_mixed: [E, P] bool, groups whose rewards differ. Uniform groups offer no comparison and are dropped, but a member
     without a mixed group keeps all groups. Rollouts i * group_size ... (i + 1) * group_size - 1 are group i.
     """
-    is_fallback = ~is_mixed.any(-1)
+    is_fallback = ~is_mixed.any(-1)  # an empty batch has no loss, so a member without mixed groups keeps all
     group_mask = is_mixed | is_fallback[:, None]
     scalars = {
         "informative_group_rate": is_mixed.float().mean(-1),
@@ -26,7 +26,10 @@ def filter_groups(is_mixed: Tensor, group_size: int) -> tuple[Tensor, dict[str, 
 
 
 def find_varied_groups(rewards: Tensor, group_size: int) -> Tensor:
-    """[E, P] bool: groups of rewards [E, B] whose standard deviation (divisor K - 1) is above 1e-6."""
+    """[E, P] bool: groups of rewards [E, B] whose standard deviation (divisor K - 1) is above 1e-6.
+
+    Equal rewards can have a standard deviation of a rounding error in float32, which 1e-6 does not pass.
+    """
     groups = rewards.unflatten(-1, (-1, group_size))
     # A group of one has no standard deviation with divisor K - 1.
     return groups.std(-1) > 1e-6 if group_size > 1 else torch.zeros_like(groups[..., 0], dtype=torch.bool)

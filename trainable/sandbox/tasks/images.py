@@ -1,7 +1,7 @@
 """Images of the task mnist: MNIST's four IDX files, or synthetic images of the same shape from a fixed seed.
 
 Results on the synthetic images cannot be compared with MNIST. Each of the ten classes has eight smooth prototypes; an
-example is a prototype, shifted by up to two pixels in each direction, plus noise. After 1000 batches of 100 labelled
+example is a prototype, shifted by up to two pixels in each direction, plus noise. After 1000 batches of 100 labeled
 images, Adam at 1e-3 reaches an error of 0.43 with a linear model, and 0.20 with a perceptron of two hidden layers of
 width 50.
 """
@@ -53,7 +53,10 @@ def read_images(folder: str | None) -> Images:
         _read_idx(folder_path, name, shape) for name, shape in _FILES
     )
     if max(int(train_labels.max()), int(test_labels.max())) >= NUM_CLASSES:
-        raise ValueError(f"mnist_folder={folder}: a label is above {NUM_CLASSES - 1}, so the files are not MNIST's.")
+        raise ValueError(
+            f"mnist_folder={folder}: a label is above {NUM_CLASSES - 1}, so the files are not MNIST's. Put MNIST's "
+            "four IDX files there, or set mnist_folder=null for synthetic images."
+        )
     return Images(train_images.flatten(1), train_labels.long(), test_images.flatten(1), test_labels.long(), "mnist")
 
 
@@ -73,12 +76,14 @@ def _read_idx(folder: Path, name: str, shape: tuple[int, ...]) -> Tensor:
         )
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{existing_paths[0]} cannot be unpacked ({error}). Download it again.") from None
+    # Type and shape are compared through the header, and the length too: a truncated file has a valid header.
     header = bytes((0, 0, 8, len(shape))) + np.array(shape, dtype=">u4").tobytes()
     if content[: len(header)] != header or len(content) != len(header) + int(np.prod(shape)):
         raise ValueError(
             f"{existing_paths[0]} is not MNIST's: {len(content)} bytes, starting with {content[:4].hex(' ')}; expected "
             f"are {len(header) + int(np.prod(shape))} bytes, starting with {header[:4].hex(' ')}. Download it again."
         )
+    # A copy, because frombuffer is read-only, which torch does not support.
     return torch.from_numpy(np.frombuffer(content, dtype=np.uint8, offset=len(header)).reshape(shape).copy())
 
 

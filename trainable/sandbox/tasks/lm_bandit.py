@@ -14,7 +14,7 @@ from trainable.sandbox.tasks.task import ModelEnsemble
 from trainable.sandbox.tasks.texts import read_tokens
 
 MAX_WINDOWS = 500
-WINDOW_BATCH_SIZE = 16
+WINDOW_BATCH_SIZE = 16  # windows per pass of an evaluation, which bounds its memory
 
 
 class LanguageModelBandit:
@@ -34,6 +34,7 @@ class LanguageModelBandit:
                 f"read: set context_len={max_context}, or less."
             )
         self.tokens = read_tokens(config.text_file, self.policy.tokenizer, config.context_len)
+        # Windows that do not overlap, each a context and its target.
         windows = self.tokens.test.unfold(0, config.context_len + 1, config.context_len + 1)[:MAX_WINDOWS]
         self.contexts, self.targets = windows[:, :-1], windows[:, -1]
         self.difficulty_thirds = self._split_by_difficulty()

@@ -62,7 +62,7 @@ def compute_sequence_rewards(kind: SequenceKind, is_correct: Tensor, score_mask:
 
     Args:
         kind: the task.
-        is_correct: [..., H] bool, positions at which the answer is correct.
+        is_correct: [..., H] bool, True at positions at which the answer is correct.
         score_mask: [H] bool, positions that count; chain tasks ignore it.
         binary: whether the reward is 0 or 1.
     """

@@ -13,7 +13,7 @@ from trainable.sandbox.tasks.groups import filter_groups, find_varied_groups, ke
 from trainable.sandbox.tasks.sequence_rewards import SEQUENCE_KINDS, compute_sequence_rewards
 from trainable.sandbox.tasks.task import ModelEnsemble
 
-EVAL_PROMPTS = 1000
+EVAL_PROMPTS = 1000  # with an error of 0.5 per sequence, the standard error is 0.016
 EVAL_BATCH_SIZE = 250  # per member; small enough that the tensors of one token stay in the processor's cache
 
 
@@ -142,6 +142,7 @@ class SequenceTask:
         """[E, B] probability of the correct answer if that is the mean reward of an ungrouped batch, otherwise None."""
         config = self.config
         is_noise_free = config.task == "token_reversal" and config.binary_reward and config.reward_noise_mode == "none"
+        # A fractional reward also counts partly correct answers, and a grouped rule compares with its group instead.
         if not is_noise_free or config.rule.has_groups:
             return None
         return (
@@ -153,7 +154,8 @@ class SequenceTask:
 
         The distribution at each prefix is known from the rollout, so no prefix is read again.
         """
-        # Candidate 0 is the sampled token itself.
+        # Candidate 0 is the sampled token itself. The others have their own stream (index 1), so that the sequences are
+        # those of every other rule with the same seed.
         uniform_shape = (self.config.batch_size, self.config.seq_len, self.config.group_size - 1)
         uniforms = rngs.uniform("sandbox_samples", step, 1, shape=uniform_shape)
         extra_actions = sample_actions(completions.log_probs[..., None, :], uniforms)

@@ -19,6 +19,7 @@ from trainable.envs.sokoban.prompt import make_prompt_template
 from trainable.tiny.demonstrations import Habits, make_dialogues
 from trainable.tiny.recipe import MAX_ACTIONS, MAX_ACTIONS_PER_TURN, MAX_TURNS
 
+# SHIPPED_PASSAGES, _FIRST_LEVEL and the random stream below define the shipped text byte for byte.
 SHIPPED_TEXT = Path(__file__).parent / "sokoban_dialogues.jsonl"
 SHIPPED_PASSAGES = 480
 _FIRST_LEVEL = 40_000_000  # beyond the levels that sokoban-tiny was trained on
@@ -38,6 +39,7 @@ def read_tokens(text_file: str | None, tokenizer: Tokenizer, context_len: int) -
     Raises ValueError, with what to do, if the file is missing, is not a text, or is too short for a context.
     """
     texts = read_passages(SHIPPED_TEXT if text_file is None else Path(text_file).expanduser())
+    # One by one, so that no token spans two passages and the split below falls between tokens.
     encodings = [tokenizer.encode("\n" * (n > 0) + text, add_special_tokens=False) for n, text in enumerate(texts)]
     num_train = len(texts) - max(1, len(texts) // EVAL_DIVISOR)
     token_splits = [

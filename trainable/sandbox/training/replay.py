@@ -55,7 +55,7 @@ class ReplayBuffer:
         equally likely.
         """
         buffer = self.with_batch(new_rollouts)
-        newest_index = len(buffer.batches) - 1
+        newest_index = len(buffer.batches) - 1  # batches are in the order of time, so age 0 is the last index
         # Before `delay` steps no batch is old enough, and the newest one (age 0) is used.
         ages = torch.tensor([age for age in range(newest_index, -1, -1) if age >= self.delay] or [0])
         eligible_batches = [buffer.batches[newest_index - int(age)] for age in ages]
@@ -108,6 +108,7 @@ def _masked_mean(values: Tensor, keep_mask: Tensor) -> Tensor:
 def _sample_inverse_cdf(priorities: Tensor, uniforms: Tensor) -> Tensor:
     """[E] indices, drawn with probabilities proportional to `priorities` [E, n] by one uniform number each."""
     has_no_priority = priorities.sum(dim=1, keepdim=True) <= 0
+    # In float64: in float32 the bounds of batches with small priorities could coincide.
     bounds = torch.where(has_no_priority, 1.0, priorities.double()).cumsum(dim=1)
     # The product can round up to the last bound; the clamp keeps the index in range.
     is_passed = bounds <= uniforms.unsqueeze(1) * bounds[:, -1:]
@@ -137,6 +138,7 @@ class AgeStatistics:
 
     def add(self, age: Tensor, weight: Tensor) -> None:
         """Add a batch. age: [E], in updates. weight: [E], the freshness weight of the batch in the loss."""
+        # float64, because squares of ages are summed over many batches before the mean is subtracted.
         age = age.double()
         self.sums = self.sums + torch.stack([torch.ones_like(age), age, age.square(), weight, weight * age], dim=1)
 

@@ -24,7 +24,7 @@ from trainable.sandbox.training.update import Learner
 UNIFORM_GROUPS = "uniform_groups"
 """Name of the stop rule for too many consecutive batches without a mixed group."""
 COSINE_EVERY = 5
-"""Evaluations between measurements of the gradient's direction, which cost further backward passes."""
+"""Evaluations per measurement of the gradient's direction, which costs two more backward passes."""
 
 # Keys of `Rollouts.scalars`, and their columns.
 _SAMPLER_COLUMNS = {
@@ -38,8 +38,11 @@ class UpdateRuleTrainer:
     """Trains one model per seed; all models have the same configuration.
 
     When a member ends, the others continue as if it had never been there, up to rounding in sums whose order depends on
-    the number of members. `seeds` has the members that are still training. `final_states` has the last state of the
-    members that a rule or the last step ended, but not of those that failed.
+    the number of members.
+
+    Attributes:
+        seeds: the members that are still training.
+        final_states: last state of each member that a rule or the last step ended. Members that failed have none.
 
     Args:
         config: the configuration; its own seed is ignored.
@@ -76,13 +79,15 @@ class UpdateRuleTrainer:
         step for the other members.
         """
         step = self.step_index
+        # The last weights are evaluated too, so the last row is written by a call that trains on nothing.
         if step == self.config.trainer.total_training_steps:
             return self._end_members({seed: {} for seed in self.seeds})
         is_row = self._is_evaluation_step(step)
         evaluation = self._evaluate() if is_row else {}
         replay_draw = self._draw_batch()
         uniform_counts = torch.where(_is_uniform(replay_draw.rollouts), self.consecutive_uniform_batches + 1, 0)
-        # The buffer and the counts are stored only below, so that the others can repeat the step.
+        # Until here nothing of the trainer has changed, and random numbers depend on the step alone. So the members
+        # that continue can repeat the step, and draw the same batch.
         if bool((uniform_counts >= self.config.fallback_patience).any()):
             return self._end_members(self._make_stop_columns(uniform_counts))
         self.buffer, self.consecutive_uniform_batches = replay_draw.buffer, uniform_counts
@@ -101,6 +106,7 @@ class UpdateRuleTrainer:
         return self._drop_failed_members(rows, update_result.is_finite)
 
     def _is_evaluation_step(self, step: int) -> bool:
+        # Counted from the first step that trains on a batch of the age `delay`, as in the published rows.
         return step >= self.config.delay and (step - self.config.delay) % self.config.trainer.test_freq == 0
 
     def _is_cosine_step(self, step: int) -> bool:
@@ -126,6 +132,7 @@ class UpdateRuleTrainer:
 
     def _compute_freshness(self, age: Tensor) -> Tensor:
         """[E], the weight of a batch in the loss because of its age; 1 if the rule does not discount age."""
+        # discounts_age is a bool: the exponent is 0 for all other rules.
         return torch.exp(-self.config.replay_age_decay * age.double() * self.config.rule.discounts_age)
 
     def _make_sampler_columns(self, replay_draw: ReplayDraw) -> dict[str, Tensor]:
@@ -143,6 +150,7 @@ class UpdateRuleTrainer:
 
     def _make_rows(self, metrics: dict[str, Tensor], step: int) -> dict[int, Row]:
         """One row per seed; a number that is not finite, such as a mean over nothing, is omitted."""
+        # The statistics restart at every row, also when the columns are left out: all ages are 0 then.
         age_columns = self.age_statistics.compute_and_reset()
         if self.config.delay or self.config.replay_capacity:
             metrics = metrics | age_columns
@@ -174,7 +182,7 @@ class UpdateRuleTrainer:
         }
 
     def _end_members(self, stop_columns: dict[int, Row]) -> StepResult:
-        """End the members in `stop_columns`: the last row of each, with these columns; their states are saved."""
+        """End the members in `stop_columns`, keep their states, and return the last row of each with these columns."""
         age_sums, seconds_at_last_row = self.age_statistics.sums, self._seconds_at_last_row
         rows = self._make_rows(self._evaluate(), self.step_index)
         # The members that continue get no row here, so their sums and their clock must not start again.
@@ -184,7 +192,7 @@ class UpdateRuleTrainer:
         return StepResult({seed: {**rows[seed], **stop_row} for seed, stop_row in stop_columns.items()})
 
     def _drop_failed_members(self, rows: dict[int, Row], is_finite: Tensor) -> StepResult:
-        """The result of the step; members whose loss or gradient was not finite are dropped as failures."""
+        """The result of the step, in which members whose loss or gradient was not finite are failures."""
         if bool(is_finite.all()):
             return StepResult(rows)
         is_finite_by_seed = dict(zip(self.seeds, is_finite.tolist(), strict=True))
@@ -213,6 +221,7 @@ class UpdateRuleTrainer:
 
     def get_state(self, seed: int) -> TrainerState:
         """Everything that the member of `seed` needs to continue after its last step."""
+        # An ended member has no row in the tensors any more.
         if seed in self.final_states:
             return self.final_states[seed]
         member = self.seeds.index(seed)
@@ -242,18 +251,23 @@ class UpdateRuleTrainer:
         try:
             self._load_states(states)
         except (KeyError, TypeError, RuntimeError, ValueError) as error:
+            # Missing keys, wrong types, and shapes that do not stack all mean the same: the states do not fit.
             vars(self).update(previous_attributes)
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
     def _load_states(self, states: Sequence[TrainerState]) -> None:
         first_values = states[0].values
         if len({state.values["step"] for state in states}) > 1:
-            raise ValueError(f"states must have the same step, not {[state.values['step'] for state in states]}.")
+            raise ValueError(
+                f"The states are from the steps {[state.values['step'] for state in states]}, but members that "
+                "continue together must have the same step."
+            )
         tensors = stack_members([state.tensors for state in states])
         self._reset_members([state.values["seed"] for state in states])
         self.learner.optimizer.load_state_dict(select_prefix(tensors, "adam"))
         self.age_statistics.sums = tensors["ages"]
         for index in range(first_values["batches"]):
+            # `with_batch` computes the priority again, which a state does not contain.
             self.buffer = self.buffer.with_batch(
                 unflatten_rollouts(select_prefix(tensors, f"batches/{index}"), first_values["group_size"])
             )
@@ -266,5 +280,6 @@ class UpdateRuleTrainer:
 
 def _is_uniform(rollouts: Rollouts) -> Tensor:
     """[E], whether the rewards differ in no group of the batch, so that all groups are kept; False without groups."""
+    # Only grouped samplers report the flag; a comparison of rewards over different prompts would mean nothing.
     zeros = torch.zeros(len(rollouts.rewards))
     return rollouts.scalars.get("used_group_fallback", zeros) > 0

@@ -42,12 +42,15 @@ class Learner:
 
         is_measured: whether to measure metrics. has_cosine: whether to include the gradient's direction.
         """
+        # Measuring costs passes over the batch, so only the steps that write a row do it.
         collect_metrics = self._start_measuring(rollouts, has_cosine) if is_measured else None
         is_finite = torch.ones(len(rollouts.rewards), dtype=torch.bool)
         for _ in range(self.config.inner_epochs):
             log_probs, result = self._compute_loss(rollouts)
             gradient = self.optimizer.compute_gradient(result.loss)
             norm = gradient.norm(dim=1)
+            # A member that is not finite is updated until the end of the step, where the trainer drops it. Members have
+            # separate rows of weights, so it cannot spoil the others.
             is_finite = is_finite & result.loss.detach().isfinite() & norm.isfinite()
             self.optimizer.step(clip_gradient(gradient, norm, MAX_GRAD_NORM))
         return UpdateResult(collect_metrics(log_probs, result) if collect_metrics else {}, is_finite)
@@ -61,7 +64,7 @@ class Learner:
         return log_probs, self.objective(rollouts, log_probs, self.config)
 
     def _start_measuring(self, rollouts: Rollouts, has_cosine: bool) -> Callable[[Tensor, RuleLoss], dict[str, Tensor]]:
-        """Measure the state before the updates; the returned function, called after them, gives all columns."""
+        """Measure the state before the updates. Returns a function that, called after them, computes all columns."""
         logits_before = self._compute_logits(rollouts) if self.config.entropy_diagnostics else None
         fit_metrics = self._measure_oracle_fit(rollouts) if self.config.oracle_fit else {}
 

@@ -74,12 +74,12 @@ NUMBERS: list[Case] = [
     *every(DELIGHT, {"eta": 0}, "set eta=1"),
     *every(("PMDMean",), {"eta": 0}, "set eta=1"),
     *every(TARGET, {"tpo_eta": 0}, "set tpo_eta=1"),
-    ({"delay": 1000}, "set num_steps above delay"),
+    ({"delay": 1000}, "set num_steps above 1000"),
     *every(CLIPPED, {"clip_low": 1.0}, "set clip_low=0.2"),
 ]
 SHAPES: list[Case] = [
     ({"d_model": 64, "nhead": 3}, "nhead=3 does not divide d_model=64: set nhead=1, or another divisor"),
-    ({"delay": 4, "replay_capacity": 4}, "set replay_capacity above delay"),
+    ({"delay": 4, "replay_capacity": 4}, "set replay_capacity above 4, or delay=0"),
     ({"delay": 4, "replay_capacity": 1}, "replay_capacity=1 drops every batch before delay=4"),
     ({"task": "chain_arithmetic", "seq_len": 1}, "set seq_len=2 or more"),
     ({"task": "format_answer", "seq_len": 1}, "set seq_len=2 or more"),

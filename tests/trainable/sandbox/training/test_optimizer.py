@@ -77,7 +77,7 @@ def test_state_goes_on_where_it_was_taken_and_is_refused_where_it_does_not_fit()
     for optimizer, weights in ((one, first), (other, second)):
         optimizer.step(optimizer.compute_gradient(loss_of(weights, 2)))
     assert all(torch.equal(first[name], second[name]) for name in first)
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="does not fit"):
         other.load_state_dict({**one.state_dict(), "weights": torch.zeros(2, 15)})
     with pytest.raises(ValueError, match="after"):
         other.load_state_dict({**one.state_dict(), "steps": torch.tensor([1.0, 2.0, 1.0])})

@@ -289,7 +289,7 @@ def test_states_of_different_steps_do_not_go_together() -> None:
     one = trainer(config())
     first = one.get_state(0)
     one.step()
-    with pytest.raises(ValueError, match=r"the same step, not \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"from the steps \[0, 1\], but members"):
         one.load_states([first, one.get_state(1)])
 
 
