@@ -1,4 +1,4 @@
-"""docs/metrics.md has a line for every column, with its unit, meaning and published key, and no other line."""
+"""Test that docs/metrics.md has exactly one line for every column, with its unit, meaning and published key."""
 
 import re
 from pathlib import Path
@@ -18,8 +18,8 @@ from trainable.sandbox.measure import records as sandbox
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
 
 
-def documented() -> list[Column]:
-    """Every line of a table with four cells, the heads left out."""
+def read_documented_columns() -> list[Column]:
+    """Return the columns of every table row with four cells, without the heads."""
     lines = [line for line in PAGE.splitlines() if line.startswith("| `")]
     cells = [[cell.strip().replace(r"\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
     return [Column(row[0].strip("`"), row[1], row[2], row[3].strip("`")) for row in cells if len(row) == 4]
@@ -28,7 +28,7 @@ def documented() -> list[Column]:
 def test_the_page_lists_exactly_the_columns_of_the_records() -> None:
     runs = [*ROW_COLUMNS, *STEP_COLUMNS, *STOP_COLUMNS, *TRIAL_COLUMNS]
     analyses = [*GRADIENT_COLUMNS, *GRADIENT_GROUP_COLUMNS]
-    assert documented() == [*runs, *analyses, *sandbox.STEP_COLUMNS, *sandbox.TRIAL_COLUMNS]
+    assert read_documented_columns() == [*runs, *analyses, *sandbox.STEP_COLUMNS, *sandbox.TRIAL_COLUMNS]
 
 
 def test_the_page_names_the_last_values_of_a_run() -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed over processes of this machine, against plain torch: same rows, weights, moments, whatever the ranks."""
+"""Tests of DeepSpeed over processes of one machine: rows, weights and moments equal those of plain torch."""
 
 import json
 import subprocess
@@ -25,58 +25,62 @@ STAGE_3 = {"trainer__zero_stage": 3}
 KL = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1, "actor__entropy_coeff": 0.01}
 
 
-def trained(folder: Path, size: int, start: Path | None = None, steps: int = STEPS, **overrides: object) -> Path:
-    """The folder of a run of `size` ranks (0: plain torch)."""
+def train_ranks(folder: Path, size: int, start: Path | None = None, steps: int = STEPS, **overrides: object) -> Path:
+    """Run `size` ranks, or plain torch if `size` is 0, and return the folder of the run."""
     folder.mkdir()
-    words = [str(size), str(steps), json.dumps({**KL, **overrides}), "" if start is None else str(start / "state")]
+    arguments = [str(size), str(steps), json.dumps({**KL, **overrides}), "" if start is None else str(start / "state")]
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.engines.rank", str(folder), str(rank), *words],
+            [sys.executable, "-m", "tests.engines.rank", str(folder), str(rank), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
         for rank in range(max(1, size))
     ]
-    said = [rank.communicate(timeout=PATIENCE_S)[0] for rank in ranks]
-    ended = [rank.returncode for rank in ranks]
-    assert ended == [0] * len(ranks), next(text for code, text in zip(ended, said, strict=True) if code)[-3000:]
+    outputs = [rank.communicate(timeout=PATIENCE_S)[0] for rank in ranks]
+    exit_codes = [rank.returncode for rank in ranks]
+    assert exit_codes == [0] * len(ranks), next(text for code, text in zip(exit_codes, outputs, strict=True) if code)[
+        -3000:
+    ]
     return folder
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((folder / "rows.json").read_text())
-    return [{name: value for name, value in row.items() if name not in TIME_COLUMNS} for row in found]
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((folder / "rows.json").read_text())
+    return [{name: value for name, value in row.items() if name not in TIME_COLUMNS} for row in rows]
 
 
-def assert_same_rows(mine: list[dict[str, Any]], its: list[dict[str, Any]]) -> None:
-    assert [row.keys() for row in mine] == [row.keys() for row in its]
-    for one, other in zip(mine, its, strict=True):
-        for name, value in other.items():
+def assert_same_rows(rows: list[dict[str, Any]], expected_rows: list[dict[str, Any]]) -> None:
+    assert [row.keys() for row in rows] == [row.keys() for row in expected_rows]
+    for row, expected_row in zip(rows, expected_rows, strict=True):
+        for name, value in expected_row.items():
             is_number = isinstance(value, int | float)
-            assert one[name] == (pytest.approx(value, rel=1e-3, abs=1e-5) if is_number else value), name
+            assert row[name] == (pytest.approx(value, rel=1e-3, abs=1e-5) if is_number else value), name
 
 
-def assert_same_state(mine: Path, its: Path, lr: float = 3e-4) -> None:
-    """Weights and moments to float tolerance: AdamW divides by the square root of a small number."""
-    ours, theirs = (load_file(folder / "state" / "state.safetensors") for folder in (mine, its))
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        assert ours[name].shape == value.shape
-        moved = lr * 0.1 if name.startswith(("actor/", "critic/", "head/")) else 1e-4 * float(value.abs().max()) + 1e-12
-        assert float((ours[name].float() - value.float()).abs().max()) <= moved, name
+def assert_same_state(folder_a: Path, folder_b: Path, lr: float = 3e-4) -> None:
+    """Compare weights and moments with a tolerance, as AdamW divides by the square root of a small number."""
+    tensors, expected = (load_file(folder / "state" / "state.safetensors") for folder in (folder_a, folder_b))
+    assert tensors.keys() == expected.keys()
+    for name, value in expected.items():
+        assert tensors[name].shape == value.shape
+        tolerance = (
+            lr * 0.1 if name.startswith(("actor/", "critic/", "head/")) else 1e-4 * float(value.abs().max()) + 1e-12
+        )
+        assert float((tensors[name].float() - value.float()).abs().max()) <= tolerance, name
 
 
-def gap(one: Path, other: Path, network: str) -> float:
-    """Norm of the difference of two runs' first moments of a network, which are sums of gradients."""
-    parts = [load_file(folder / "state" / "state.safetensors") for folder in (one, other)]
-    names = [name for name in parts[0] if name.startswith(network) and name.endswith("/exp_avg")]
-    return float(torch.cat([(parts[0][name] - parts[1][name]).flatten() for name in names]).norm())
+def compute_moment_difference(one: Path, other: Path, network: str) -> float:
+    """Compute the norm of the difference of the first moments of two runs, which are sums of gradients."""
+    states = [load_file(folder / "state" / "state.safetensors") for folder in (one, other)]
+    names = [name for name in states[0] if name.startswith(network) and name.endswith("/exp_avg")]
+    return float(torch.cat([(states[0][name] - states[1][name]).flatten() for name in names]).norm())
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained(tmp_path_factory.mktemp("plain") / "run", 0)
+def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_ranks(tmp_path_factory.mktemp("plain") / "run", 0)
 
 
 CASES: dict[str, tuple[int, dict[str, object]]] = {
@@ -93,76 +97,96 @@ CASES: dict[str, tuple[int, dict[str, object]]] = {
 }
 
 
-@pytest.mark.parametrize(("size", "more"), CASES.values(), ids=CASES)
-def test_ranks_train_as_one_device_does(tmp_path: Path, plain: Path, size: int, more: dict[str, object]) -> None:
-    found = trained(tmp_path / "run", size, None, STEPS, **more)
-    assert_same_rows(rows(found), rows(plain))
-    assert_same_state(found, plain)
+@pytest.mark.parametrize(("size", "overrides"), CASES.values(), ids=CASES)
+def test_ranks_train_as_one_device_does(
+    tmp_path: Path, plain_run: Path, size: int, overrides: dict[str, object]
+) -> None:
+    run_folder = train_ranks(tmp_path / "run", size, None, STEPS, **overrides)
+    assert_same_rows(read_rows(run_folder), read_rows(plain_run))
+    assert_same_state(run_folder, plain_run)
 
 
 @pytest.mark.parametrize("stage", [{}, STAGE_3], ids=["stage 2", "stage 3"])
-def test_a_shared_trunk_and_grpo_do_too(tmp_path: Path, stage: dict[str, object]) -> None:
-    for number, more in enumerate(({"critic__shared_trunk": True}, {"algorithm__adv_estimator": "grpo"})):
-        found, wanted = (trained(tmp_path / f"{number}-{size}", size, None, 1, **stage, **more) for size in (2, 0))
-        assert_same_rows(rows(found), rows(wanted))
-        assert_same_state(found, wanted)
+def test_a_shared_trunk_and_grpo_train_as_on_one_device(tmp_path: Path, stage: dict[str, object]) -> None:
+    for number, overrides in enumerate(({"critic__shared_trunk": True}, {"algorithm__adv_estimator": "grpo"})):
+        run_folder, expected_folder = (
+            train_ranks(tmp_path / f"{number}-{size}", size, None, 1, **stage, **overrides) for size in (2, 0)
+        )
+        assert_same_rows(read_rows(run_folder), read_rows(expected_folder))
+        assert_same_state(run_folder, expected_folder)
 
 
-def test_a_model_of_another_architecture_does_too(tmp_path: Path) -> None:
+def test_a_model_of_another_architecture_trains_as_on_one_device(tmp_path: Path) -> None:
     model = write_small_model(tmp_path / "model", "gemma", NO_SYSTEM_TEMPLATE)
-    more = {"model__path": str(model), "rollout__response_length": 8, "env__max_turn": 2}
-    found, wanted = (trained(tmp_path / str(size), size, None, 1, **more) for size in (2, 0))
-    assert_same_rows(rows(found), rows(wanted))
-    assert_same_state(found, wanted)
+    overrides = {"model__path": str(model), "rollout__response_length": 8, "env__max_turn": 2}
+    run_folder, expected_folder = (train_ranks(tmp_path / str(size), size, None, 1, **overrides) for size in (2, 0))
+    assert_same_rows(read_rows(run_folder), read_rows(expected_folder))
+    assert_same_state(run_folder, expected_folder)
 
 
-def test_adapters_are_all_that_ranks_train(tmp_path: Path) -> None:
-    more = {"model__lora_rank": 4}
-    found, wanted = (trained(tmp_path / str(count), count, None, STEPS, **more) for count in (2, 0))
-    assert_same_rows(rows(found), rows(wanted))
-    assert_same_state(found, wanted)
-    names = load_file(found / "state" / "state.safetensors")
+def test_ranks_train_only_the_adapters(tmp_path: Path) -> None:
+    overrides = {"model__lora_rank": 4}
+    run_folder, expected_folder = (
+        train_ranks(tmp_path / str(count), count, None, STEPS, **overrides) for count in (2, 0)
+    )
+    assert_same_rows(read_rows(run_folder), read_rows(expected_folder))
+    assert_same_state(run_folder, expected_folder)
+    names = load_file(run_folder / "state" / "state.safetensors")
     assert all("lora_" in name or "score" in name or "_optimizer/" in name for name in names)
-    again, straight = (trained(tmp_path / f"again-{count}", count, found, 1, **more) for count in (2, 0))
-    assert_same_rows(rows(again), rows(straight))
-    assert_same_state(again, straight)
+    resumed_folder, expected_resumed_folder = (
+        train_ranks(tmp_path / f"again-{count}", count, run_folder, 1, **overrides) for count in (2, 0)
+    )
+    assert_same_rows(read_rows(resumed_folder), read_rows(expected_resumed_folder))
+    assert_same_state(resumed_folder, expected_resumed_folder)
 
 
 RECOMPUTED = {"model__enable_gradient_checkpointing": True}
 
 
 @pytest.mark.parametrize("stage", [{}, STAGE_3], ids=["stage 2", "stage 3"])
-def test_recomputed_blocks_are_dealt_too(tmp_path: Path, stage: dict[str, object]) -> None:
-    found, wanted = (trained(tmp_path / str(size), size, None, 1, **stage, **RECOMPUTED) for size in (2, 0))
-    assert_same_rows(rows(found), rows(wanted))
-    assert_same_state(found, wanted)
+def test_recomputed_blocks_train_as_on_one_device(tmp_path: Path, stage: dict[str, object]) -> None:
+    run_folder, expected_folder = (
+        train_ranks(tmp_path / str(size), size, None, 1, **stage, **RECOMPUTED) for size in (2, 0)
+    )
+    assert_same_rows(read_rows(run_folder), read_rows(expected_folder))
+    assert_same_state(run_folder, expected_folder)
 
 
-def test_in_bfloat16_ranks_change_less_than_bfloat16_does(tmp_path: Path) -> None:
-    """Ranks sum in another order, so bfloat16 rounds otherwise; and the stages differ in nothing."""
-    more = {**RECOMPUTED, "model__dtype": "bfloat16"}
-    two, three = (trained(tmp_path / f"{stage}", 2, None, 1, trainer__zero_stage=stage, **more) for stage in (2, 3))
-    alone, exact = trained(tmp_path / "0", 0, None, 1, **more), trained(tmp_path / "exact", 0, None, 1, **RECOMPUTED)
-    assert rows(two)[0]["sampled_tokens"] == rows(three)[0]["sampled_tokens"] == rows(alone)[0]["sampled_tokens"]
+def test_in_bfloat16_ranks_change_less_than_the_precision_does(tmp_path: Path) -> None:
+    """Ranks sum in another order, so bfloat16 rounds differently. The two stages do not differ."""
+    overrides = {**RECOMPUTED, "model__dtype": "bfloat16"}
+    stage_2_folder, stage_3_folder = (
+        train_ranks(tmp_path / f"{stage}", 2, None, 1, trainer__zero_stage=stage, **overrides) for stage in (2, 3)
+    )
+    plain_folder, exact_folder = (
+        train_ranks(tmp_path / "0", 0, None, 1, **overrides),
+        train_ranks(tmp_path / "exact", 0, None, 1, **RECOMPUTED),
+    )
+    assert (
+        read_rows(stage_2_folder)[0]["sampled_tokens"]
+        == read_rows(stage_3_folder)[0]["sampled_tokens"]
+        == read_rows(plain_folder)[0]["sampled_tokens"]
+    )
     for network in ("actor_optimizer", "critic_optimizer"):
-        rounding = gap(alone, exact, network)
-        assert gap(two, alone, network) < rounding / 4
-        assert gap(three, two, network) < rounding / 100
+        rounding = compute_moment_difference(plain_folder, exact_folder, network)
+        assert compute_moment_difference(stage_2_folder, plain_folder, network) < rounding / 4
+        assert compute_moment_difference(stage_3_folder, stage_2_folder, network) < rounding / 100
 
 
 @pytest.mark.parametrize("stage", [{}, STAGE_3], ids=["stage 2", "stage 3"])
 def test_a_mini_batch_of_several_passes_is_one_step(tmp_path: Path, stage: dict[str, object]) -> None:
-    sizes = {f"{part}__ppo_mini_batch_size": 64 for part in ("actor", "critic")}  # 64 rows: two passes a rank of two
-    found, wanted = (
-        trained(tmp_path / str(size), size, None, 1, env__group_size=32, **sizes, **stage) for size in (2, 0)
+    # 64 rows are two passes on each of two ranks.
+    batch_sizes = {f"{network}__ppo_mini_batch_size": 64 for network in ("actor", "critic")}
+    run_folder, expected_folder = (
+        train_ranks(tmp_path / str(size), size, None, 1, env__group_size=32, **batch_sizes, **stage) for size in (2, 0)
     )
-    assert rows(found)[0]["optimizer_steps"] == 1
-    assert_same_rows(rows(found), rows(wanted))
-    assert_same_state(found, wanted)
+    assert read_rows(run_folder)[0]["optimizer_steps"] == 1
+    assert_same_rows(read_rows(run_folder), read_rows(expected_folder))
+    assert_same_state(run_folder, expected_folder)
 
 
 @pytest.mark.parametrize(
-    ("wrote", "goes_on", "stages"),
+    ("first_size", "second_size", "stages"),
     [
         (2, 0, (2, 2)),
         (0, 2, (2, 2)),
@@ -174,13 +198,13 @@ def test_a_mini_batch_of_several_passes_is_one_step(tmp_path: Path, stage: dict[
         (3, 2, (1, 3)),
     ],
 )
-def test_a_state_of_some_ranks_goes_on_with_others(
-    tmp_path: Path, plain: Path, wrote: int, goes_on: int, stages: tuple[int, int]
+def test_a_state_continues_with_another_number_of_ranks(
+    tmp_path: Path, plain_run: Path, first_size: int, second_size: int, stages: tuple[int, int]
 ) -> None:
-    first = trained(tmp_path / "first", wrote, None, 1, trainer__zero_stage=stages[0])
-    second = trained(tmp_path / "second", goes_on, first, STEPS - 1, trainer__zero_stage=stages[1])
-    assert_same_rows(rows(first) + rows(second), rows(plain))
-    assert_same_state(second, plain)
+    first = train_ranks(tmp_path / "first", first_size, None, 1, trainer__zero_stage=stages[0])
+    second = train_ranks(tmp_path / "second", second_size, first, STEPS - 1, trainer__zero_stage=stages[1])
+    assert_same_rows(read_rows(first) + read_rows(second), read_rows(plain_run))
+    assert_same_state(second, plain_run)
 
 
 ANALYSIS = {
@@ -192,16 +216,24 @@ ANALYSIS = {
 }
 
 
-@pytest.mark.parametrize("more", [{}, {"trainer__gradient_analysis_sketch": None}, STAGE_3], ids=["", "whole", "3"])
-def test_what_ranks_diagnose_and_analyse_together_is_what_one_does(tmp_path: Path, more: dict[str, object]) -> None:
-    found, wanted = (trained(tmp_path / str(size), size, None, 1, **ANALYSIS, **more) for size in (3, 0))
-    assert any(name.startswith("collapse_trajectory") for name in rows(wanted)[0])
-    assert_same_rows(rows(found), rows(wanted))
-    ours, theirs = (json.loads((folder / "gradients.json").read_text()) for folder in (found, wanted))
-    assert len(theirs) == 2
-    for mine, its in zip(ours, theirs, strict=True):
-        assert mine["groups"] == its["groups"]
-        assert_same_rows(mine["rows"], its["rows"])
+@pytest.mark.parametrize(
+    "overrides", [{}, {"trainer__gradient_analysis_sketch": None}, STAGE_3], ids=["", "whole", "3"]
+)
+def test_diagnostics_and_analyses_of_ranks_equal_those_of_one_device(
+    tmp_path: Path, overrides: dict[str, object]
+) -> None:
+    run_folder, expected_folder = (
+        train_ranks(tmp_path / str(size), size, None, 1, **ANALYSIS, **overrides) for size in (3, 0)
+    )
+    assert any(name.startswith("collapse_trajectory") for name in read_rows(expected_folder)[0])
+    assert_same_rows(read_rows(run_folder), read_rows(expected_folder))
+    analyses, expected_analyses = (
+        json.loads((folder / "gradients.json").read_text()) for folder in (run_folder, expected_folder)
+    )
+    assert len(expected_analyses) == 2
+    for analysis, expected_analysis in zip(analyses, expected_analyses, strict=True):
+        assert analysis["groups"] == expected_analysis["groups"]
+        assert_same_rows(analysis["rows"], expected_analysis["rows"])
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -215,20 +247,20 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(tmp_path: P
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=PATIENCE_S)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)[-3000:]
+    outputs = [rank.communicate(timeout=PATIENCE_S)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)[-3000:]
 
 
 @pytest.mark.parametrize("stage", [{}, STAGE_3], ids=["stage 2", "stage 3"])
 def test_a_step_that_is_not_finite_is_skipped_by_all(tmp_path: Path, stage: dict[str, object]) -> None:
-    more = {**stage, "actor__entropy_coeff": 3e38, "trainer__nonfinite_patience": 5}  # the loss is beyond float32
-    found, wanted = (trained(tmp_path / str(size), size, None, 1, **more) for size in (2, 0))
-    skipped = [rows(folder)[0]["nonfinite_updates"] for folder in (found, wanted)]
-    assert skipped[0] == skipped[1] > 0
-    assert_same_state(found, wanted)
+    overrides = {**stage, "actor__entropy_coeff": 3e38, "trainer__nonfinite_patience": 5}  # the loss overflows float32
+    run_folder, expected_folder = (train_ranks(tmp_path / str(size), size, None, 1, **overrides) for size in (2, 0))
+    skipped_counts = [read_rows(folder)[0]["nonfinite_updates"] for folder in (run_folder, expected_folder)]
+    assert skipped_counts[0] == skipped_counts[1] > 0
+    assert_same_state(run_folder, expected_folder)
 
 
-AGAIN = """
+TWO_RUNS_SCRIPT = """
 from tests.fakes.scripted import make_small_config
 from tests.fakes.trainers import QUIET_SETTINGS
 from trainable.diagnostics.standard import DIAGNOSTICS
@@ -243,5 +275,7 @@ for _ in range(2):
 
 
 def test_a_process_can_train_one_run_after_the_other() -> None:
-    done = subprocess.run([sys.executable, "-c", AGAIN], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = subprocess.run(
+        [sys.executable, "-c", TWO_RUNS_SCRIPT], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert process.returncode == 0, process.stderr[-3000:]

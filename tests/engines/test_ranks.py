@@ -1,4 +1,4 @@
-"""A Tune trial of several ranks on declared GPUs: its bundles, its rows, and what becomes of it when a rank dies."""
+"""Tests of a Tune trial of several ranks on declared GPUs: its bundles, its rows, and its end when a rank dies."""
 
 import json
 import os
@@ -37,27 +37,27 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def gpus() -> Iterator[None]:
-    """Two GPUs that are only declared: Ray deals them out, the run computes on the processor."""
+def declared_gpus() -> Iterator[None]:
+    """Two GPUs that are only declared. Ray assigns them, and the run computes on the CPU."""
     prepare_environment(())
     with start_local_ray(ResourcePlan(make_bundles(2), 4, ("0", "1"), (), 1, ""), Console(quiet=True)):
         yield
 
 
-def run(folder: Path, **overrides: object) -> tuple[list[dict[str, Any]], Any]:
-    """Rows on disk and Tune's result of one trial of two ranks."""
+def run_trial(folder: Path, **overrides: object) -> tuple[list[dict[str, Any]], Any]:
+    """Run one trial of two ranks, and return its rows on disk and Tune's result."""
     from ray import tune
 
     from trainable.trial import Trial
     from tune_study.placement.resources import make_placement_group
 
-    place = {"run_id": "run", "seed": 0, "run_dir": str(folder / "run"), "checkpoint_dir": str(folder / "kept")}
+    run_paths = {"run_id": "run", "seed": 0, "run_dir": str(folder / "run"), "checkpoint_dir": str(folder / "kept")}
     config = {
         "study": "kl",
         "run_id": "run",
         "arm": "0",
         "settings": {**SETTINGS, **overrides},
-        "runs": [place],
+        "runs": [run_paths],
         "side_by_side": False,
         "finished": False,
         "family": "trainable.families:LANGUAGE_MODEL",
@@ -82,32 +82,32 @@ def run(folder: Path, **overrides: object) -> tuple[list[dict[str, Any]], Any]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_trial_of_two_ranks_writes_the_rows_of_one(tmp_path: Path, gpus: None, stage: int) -> None:
+def test_a_trial_of_two_ranks_writes_the_rows_of_one(tmp_path: Path, declared_gpus: None, stage: int) -> None:
     from tests.fakes.trainers import make_quiet_trainer
     from trainable.backend.torch_backend import TorchBackend
 
-    rows, result = run(tmp_path, **{"trainer.zero_stage": stage})
+    rows, result = run_trial(tmp_path, **{"trainer.zero_stage": stage})
     assert result.error is None
     assert len(rows) == 2
-    alone = make_quiet_trainer(
+    trainer = make_quiet_trainer(
         trainer__total_training_steps=2, trainer__n_gpus_per_node=2, actor__use_kl_loss=True, actor__kl_loss_coef=0.1
     )
-    assert isinstance(alone.backends["actor"], TorchBackend)
+    assert isinstance(trainer.backends["actor"], TorchBackend)
     for row in rows:
-        wanted = alone.step().row
+        expected_row = trainer.step().row
         for name in ("train_success", "reward_std", "pg_loss", "kl_loss", "entropy", "vf_loss", "sampled_tokens"):
-            assert row[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-5), name
+            assert row[name] == pytest.approx(expected_row[name], rel=1e-3, abs=1e-5), name
 
 
-def test_two_ranks_share_out_the_rollouts_of_a_group_under_the_tpo_loss(tmp_path: Path, gpus: None) -> None:
-    """A pass over the whole mini-batch precedes each of DeepSpeed's optimizer steps, with the weights of the moment."""
+def test_two_ranks_shard_the_rollouts_of_a_group_under_the_tpo_loss(tmp_path: Path, declared_gpus: None) -> None:
+    """A pass over the full mini-batch with the current weights precedes each optimizer step of DeepSpeed."""
     from tests.fakes.trainers import make_quiet_trainer
 
     settings = {"actor.policy_loss": "tpo", "algorithm.adv_estimator": "group_skill", "actor.ppo_epochs": 2}
-    rows, result = run(tmp_path, **settings)
+    rows, result = run_trial(tmp_path, **settings)
     assert result.error is None
     assert len(rows) == 2
-    alone = make_quiet_trainer(
+    trainer = make_quiet_trainer(
         trainer__total_training_steps=2,
         trainer__n_gpus_per_node=2,
         actor__use_kl_loss=True,
@@ -115,14 +115,14 @@ def test_two_ranks_share_out_the_rollouts_of_a_group_under_the_tpo_loss(tmp_path
         **{key.replace(".", "__"): value for key, value in settings.items()},
     )
     for row in rows:
-        wanted = alone.step().row
+        expected_row = trainer.step().row
         for name in ("pg_loss", "tpo_target_entropy", "tpo_target_top_prob", "ppo_kl", "kl_loss", "actor_grad_norm"):
-            assert row[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-5), name
+            assert row[name] == pytest.approx(expected_row[name], rel=1e-3, abs=1e-5), name
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed: make test-engines")
-def test_vllm_samples_on_every_rank_from_weights_that_are_dealt_out(tmp_path: Path, gpus: None) -> None:
-    rows, result = run(
+def test_vllm_samples_on_every_rank_from_sharded_weights(tmp_path: Path, declared_gpus: None) -> None:
+    rows, result = run_trial(
         tmp_path,
         **{
             "trainer.zero_stage": 3,
@@ -138,50 +138,50 @@ def test_vllm_samples_on_every_rank_from_weights_that_are_dealt_out(tmp_path: Pa
         assert row["engine_ess_fraction"] > 0.999
 
 
-def test_a_rank_that_dies_ends_the_trial_with_its_cause_and_the_rows_stay(tmp_path: Path, gpus: None) -> None:
+def test_a_rank_that_dies_ends_the_trial_with_its_cause_and_the_rows_stay(tmp_path: Path, declared_gpus: None) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
-    with _rank_killed_when(lambda: path.exists() and path.read_text().count("\n") >= 2):
-        rows, result = run(tmp_path, **{"trainer.total_training_steps": 200})
+    with _kill_rank_when(lambda: path.exists() and path.read_text().count("\n") >= 2):
+        rows, result = run_trial(tmp_path, **{"trainer.total_training_steps": 200})
     assert result.error is not None
     assert "rank 1 of 2 has ended" in str(result.error)
     assert 2 <= len(rows) < 200
 
 
-def test_a_rank_that_dies_before_it_has_joined_is_told_at_once(tmp_path: Path, gpus: None) -> None:
-    with _rank_killed_when(lambda: True):
-        rows, result = run(tmp_path)
+def test_a_rank_that_dies_before_it_has_joined_is_reported_at_once(tmp_path: Path, declared_gpus: None) -> None:
+    with _kill_rank_when(lambda: True):
+        rows, result = run_trial(tmp_path)
     assert rows == []
     assert "rank 1 of 2 has ended" in str(result.error)
 
 
 @contextmanager
-def _rank_killed_when(is_time: Callable[[], bool]) -> Iterator[None]:
-    """The first process of another rank that is seen once it is time is killed; an end of it was seen."""
-    killed = threading.Event()
+def _kill_rank_when(is_time: Callable[[], bool]) -> Iterator[None]:
+    """Kill the first process of another rank once `is_time` is true, and check that this has happened."""
+    has_killed = threading.Event()
 
     def kill() -> None:
-        while not killed.is_set():
+        while not has_killed.is_set():
             for process in psutil.process_iter() if is_time() else ():
-                if "ray::Rank" in " ".join(_words(process)):
+                if "ray::Rank" in " ".join(_get_command_line(process)):
                     os.kill(process.pid, signal.SIGKILL)
-                    killed.set()
+                    has_killed.set()
 
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
     yield
-    assert killed.is_set()
+    assert has_killed.is_set()
     killer.join()
 
 
-def _words(process: psutil.Process) -> list[str]:
+def _get_command_line(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
     except psutil.Error:
         return []
 
 
-def test_what_another_rank_met_is_the_trials_error(tmp_path: Path, gpus: None) -> None:
-    """A ValueError of one rank is told, not the connections that it closed for the others."""
+def test_the_error_of_another_rank_is_that_of_the_trial(tmp_path: Path, declared_gpus: None) -> None:
+    """The ValueError of one rank is reported, and not the connections that its end closes for the others."""
     import ray
 
     from trainable.ppo.distributed import _find_first_error
@@ -194,7 +194,7 @@ def test_what_another_rank_met_is_the_trials_error(tmp_path: Path, gpus: None) -
     def is_cut_off() -> None:
         raise RuntimeError("Connection closed by peer")
 
-    found = _find_first_error([is_cut_off.remote(), fails.remote()], RuntimeError("Connection closed by peer"))
-    assert isinstance(found, ValueError)
-    assert "the shape does not fit" in str(found)
-    assert found.__notes__ == ["(on rank 2 of 3)"]
+    error = _find_first_error([is_cut_off.remote(), fails.remote()], RuntimeError("Connection closed by peer"))
+    assert isinstance(error, ValueError)
+    assert "the shape does not fit" in str(error)
+    assert error.__notes__ == ["(on rank 2 of 3)"]

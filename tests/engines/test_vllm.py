@@ -1,4 +1,4 @@
-"""VllmSampler on real vLLM, on the processor, with the shipped model and models of its shape."""
+"""Tests of VllmSampler with real vLLM on the CPU, with the shipped model and models of its shape."""
 
 import importlib.util
 import re
@@ -26,7 +26,7 @@ from trainable.tiny.recipe import make_shape
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-engines"),
-    # vLLM's own imports warn.
+    # Imports of vLLM raise warnings.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
 
@@ -36,82 +36,86 @@ SETTINGS = EngineSettings(CPU, "float32", CONTEXT, kv_cache_memory_bytes=64 << 2
 
 
 @pytest.fixture(scope="module")
-def shipped() -> Policy:
+def shipped_policy() -> Policy:
     torch.set_num_threads(1)
     return load_policy("sokoban-tiny", CPU)
 
 
 @pytest.fixture(scope="module")
-def other() -> Qwen2:
-    """Random weights of the shipped model's shape, tied head."""
+def random_model() -> Qwen2:
+    """Random weights of the shape of the shipped model, with a tied head."""
     return make_random_model(make_shape(), seed=3, std=0.1)
 
 
 @pytest.fixture(scope="module")
-def engine(shipped: Policy) -> Iterator[VllmSampler]:
-    sampler = VllmSampler(shipped.folder, SETTINGS)
+def engine(shipped_policy: Policy) -> Iterator[VllmSampler]:
+    sampler = VllmSampler(shipped_policy.folder, SETTINGS)
     yield sampler
     sampler.close()
 
 
 @pytest.fixture
-def vllm(engine: VllmSampler, shipped: Policy) -> Iterator[VllmSampler]:
-    """The engine with the shipped weights, whatever the test before pushed."""
-    engine.update_weights(shipped.model.state_dict().items())
+def vllm(engine: VllmSampler, shipped_policy: Policy) -> Iterator[VllmSampler]:
+    """The engine with the shipped weights, whatever weights the previous test has pushed."""
+    engine.update_weights(shipped_policy.model.state_dict().items())
     return engine
 
 
-# ---------------------------------------------------------------------------- what both samplers are asked
+# ---------------------------------------------------------------------------- conversations of both samplers
 
 Turn = dict[int, SampledReply]
 PROMPTS = [list(range(5, 45)), [9, 9, 150], list(range(100, 171))]
-GIVEN = [[3, 4], [5], [6, 7, 8], [9, 9], [1], [3, 3, 3, 3]]
-KEPT = [range(6), [0, 2, 3, 5], [2, 5]]  # rows of each turn after the first
+GIVEN_TOKENS = [[3, 4], [5], [6, 7, 8], [9, 9], [1], [3, 3, 3, 3]]
+KEPT_ROWS = [range(6), [0, 2, 3, 5], [2, 5]]  # the rows of each turn after the first
 
 
-def talk(
-    sampler: Sampler, temperature: float, kept: Sequence[Sequence[int]] = KEPT, seed: int = 7, stop: int = STOP
+def sample_turns(
+    sampler: Sampler,
+    temperature: float,
+    kept_rows: Sequence[Sequence[int]] = KEPT_ROWS,
+    seed: int = 7,
+    stop: int = STOP,
 ) -> list[Turn]:
-    """Replies by row, a turn each, of two copies of PROMPTS; `kept` are the rows of the turns after the first."""
+    """Sample replies by row and turn for two copies of PROMPTS. `kept_rows` are the rows of turns after the first."""
     conversation = sampler.start_conversation(
         PROMPTS, 2, SamplingParams(temperature, LENGTH, stop), np.random.default_rng(seed)
     )
     turns = [dict(enumerate(conversation.sample_replies(range(6), [[]] * 6)))]
-    given = ([GIVEN[row] for row in rows] for rows in kept)
+    given_tokens = ([GIVEN_TOKENS[row] for row in rows] for rows in kept_rows)
     return turns + [
-        dict(zip(rows, conversation.sample_replies(rows, new), strict=True))
-        for rows, new in zip(kept, given, strict=True)
+        dict(zip(rows, conversation.sample_replies(rows, new_tokens), strict=True))
+        for rows, new_tokens in zip(kept_rows, given_tokens, strict=True)
     ]
 
 
-def ids(turns: Sequence[Turn]) -> list[dict[int, list[int]]]:
+def get_token_ids(turns: Sequence[Turn]) -> list[dict[int, list[int]]]:
     return [{row: reply.token_ids.tolist() for row, reply in turn.items()} for turn in turns]
 
 
-def seen(turns: Sequence[Turn], row: int) -> tuple[list[int], list[bool], list[float]]:
-    """The row's whole conversation: tokens, which were sampled, and the log-probs of those."""
+def join_conversation(turns: Sequence[Turn], row: int) -> tuple[list[int], list[bool], list[float]]:
+    """Return the tokens of the conversation of a row, which of them were sampled, and the log-probs of those."""
     tokens, mask, logprobs = list(PROMPTS[row // 2]), [False] * len(PROMPTS[row // 2]), []
     for number, turn in enumerate(turns):
         if row not in turn:
             break
-        new = GIVEN[row] if number else []
+        given_tokens = GIVEN_TOKENS[row] if number else []
         reply = turn[row]
-        tokens += [*new, *reply.token_ids.tolist()]
-        mask += [False] * len(new) + [True] * len(reply.token_ids)
+        tokens += [*given_tokens, *reply.token_ids.tolist()]
+        mask += [False] * len(given_tokens) + [True] * len(reply.token_ids)
         logprobs += reply.logprobs.tolist()
     return tokens, mask, logprobs
 
 
 @torch.no_grad()
-def trainers(model: Qwen2, tokens: Sequence[int], mask: Sequence[bool], temperature: float) -> Tensor:
-    """The trainer's log-probs (N,) of the N tokens where `mask` is True."""
+def compute_trainer_logprobs(model: Qwen2, tokens: Sequence[int], mask: Sequence[bool], temperature: float) -> Tensor:
+    """Compute the trainer's log-probs (N,) of the N tokens where `mask` is True."""
     sequence = torch.tensor(tokens)
-    where = torch.tensor(mask).nonzero().squeeze(-1)
-    logits = model.lm_head(model.model.compute_hidden_states(sequence[None], where - 1)) / temperature
-    return logits.log_softmax(-1).gather(-1, sequence[where][:, None]).squeeze(-1)
+    positions = torch.tensor(mask).nonzero().squeeze(-1)
+    logits = model.lm_head(model.model.compute_hidden_states(sequence[None], positions - 1)) / temperature
+    return logits.log_softmax(-1).gather(-1, sequence[positions][:, None]).squeeze(-1)
 
 
-def episodes(sampler: Sampler, policy: Policy, temperature: float) -> list[Episode]:
+def roll_out(sampler: Sampler, policy: Policy, temperature: float) -> list[Episode]:
     return roll_out_episodes(
         make_training_levels(0, 1, 4),
         6,
@@ -124,79 +128,95 @@ def episodes(sampler: Sampler, policy: Policy, temperature: float) -> list[Episo
     )
 
 
-def played(model: Qwen2, found: Sequence[Episode], temperature: float) -> tuple[Tensor, Tensor]:
-    """The trainer's and the sampler's log-probs (N,) of all sampled tokens."""
-    ours = [trainers(model, episode.tokens.tolist(), episode.mask.tolist(), temperature) for episode in found]
-    theirs = [torch.from_numpy(episode.logprobs[episode.mask]) for episode in found]
-    return torch.cat(ours), torch.cat(theirs)
+def compute_logprob_pairs(model: Qwen2, episodes: Sequence[Episode], temperature: float) -> tuple[Tensor, Tensor]:
+    """Return the trainer's and the sampler's log-probs (N,) of all sampled tokens."""
+    trainer_logprobs = [
+        compute_trainer_logprobs(model, episode.tokens.tolist(), episode.mask.tolist(), temperature)
+        for episode in episodes
+    ]
+    sampler_logprobs = [torch.from_numpy(episode.logprobs[episode.mask]) for episode in episodes]
+    return torch.cat(trainer_logprobs), torch.cat(sampler_logprobs)
 
 
 # ---------------------------------------------------------------------------- tokens
 
 
-def test_greedy_tokens_are_the_torch_samplers(vllm: VllmSampler, shipped: Policy, other: Qwen2) -> None:
-    assert ids(talk(vllm, 0.0)) == ids(talk(TorchSampler(shipped.model), 0.0))
-    vllm.update_weights(other.state_dict().items())
-    found = ids(talk(vllm, 0.0))
-    assert found == ids(talk(TorchSampler(other), 0.0))
-    assert len({token for turn in found for reply in turn.values() for token in reply}) > 5
+def test_greedy_tokens_equal_those_of_the_torch_sampler(
+    vllm: VllmSampler, shipped_policy: Policy, random_model: Qwen2
+) -> None:
+    assert get_token_ids(sample_turns(vllm, 0.0)) == get_token_ids(
+        sample_turns(TorchSampler(shipped_policy.model), 0.0)
+    )
+    vllm.update_weights(random_model.state_dict().items())
+    token_ids = get_token_ids(sample_turns(vllm, 0.0))
+    assert token_ids == get_token_ids(sample_turns(TorchSampler(random_model), 0.0))
+    assert len({token for turn in token_ids for reply in turn.values() for token in reply}) > 5
 
 
-def test_greedy_episodes_are_the_torch_samplers(vllm: VllmSampler, shipped: Policy) -> None:
-    ours, theirs = episodes(TorchSampler(shipped.model), shipped, 0.0), episodes(vllm, shipped, 0.0)
-    assert any(episode.solved for episode in ours)
-    for one, two in zip(ours, theirs, strict=True):
-        assert one.tokens.tolist() == two.tokens.tolist()
-        assert (one.mask.tolist(), one.stop_reason, one.turn_rewards) == (
-            two.mask.tolist(),
-            two.stop_reason,
-            two.turn_rewards,
+def test_greedy_episodes_equal_those_of_the_torch_sampler(vllm: VllmSampler, shipped_policy: Policy) -> None:
+    torch_episodes, vllm_episodes = (
+        roll_out(TorchSampler(shipped_policy.model), shipped_policy, 0.0),
+        roll_out(vllm, shipped_policy, 0.0),
+    )
+    assert any(episode.solved for episode in torch_episodes)
+    for torch_episode, vllm_episode in zip(torch_episodes, vllm_episodes, strict=True):
+        assert torch_episode.tokens.tolist() == vllm_episode.tokens.tolist()
+        assert (torch_episode.mask.tolist(), torch_episode.stop_reason, torch_episode.turn_rewards) == (
+            vllm_episode.mask.tolist(),
+            vllm_episode.stop_reason,
+            vllm_episode.turn_rewards,
         )
 
 
-def test_sampled_episodes_are_whole(vllm: VllmSampler, shipped: Policy) -> None:
-    found = episodes(vllm, shipped, 1.0)
-    assert len({episode.stop_reason for episode in found}) > 1
-    assert StopReason.SOLVED in {episode.stop_reason for episode in found}
-    assert len({episode.texts for episode in found}) > 12
-    for episode in found:
+def test_sampled_episodes_are_complete(vllm: VllmSampler, shipped_policy: Policy) -> None:
+    episodes = roll_out(vllm, shipped_policy, 1.0)
+    assert len({episode.stop_reason for episode in episodes}) > 1
+    assert StopReason.SOLVED in {episode.stop_reason for episode in episodes}
+    assert len({episode.texts for episode in episodes}) > 12
+    for episode in episodes:
         assert np.isnan(episode.entropies[episode.mask]).all()
         assert not episode.entropies[~episode.mask].any()
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_first_tokens_follow_the_tempered_distribution(vllm: VllmSampler, other: Qwen2, temperature: float) -> None:
-    vllm.update_weights(other.state_dict().items())
+def test_first_tokens_follow_the_tempered_distribution(
+    vllm: VllmSampler, random_model: Qwen2, temperature: float
+) -> None:
+    vllm.update_weights(random_model.state_dict().items())
     rows = 3000
-    talker = vllm.start_conversation(PROMPTS[:1], rows, SamplingParams(temperature, 1, STOP), np.random.default_rng(0))
-    drawn = [int(reply.token_ids[0]) for reply in talker.sample_replies(range(rows), [[]] * rows)]
+    conversation = vllm.start_conversation(
+        PROMPTS[:1], rows, SamplingParams(temperature, 1, STOP), np.random.default_rng(0)
+    )
+    token_ids = [int(reply.token_ids[0]) for reply in conversation.sample_replies(range(rows), [[]] * rows)]
     with torch.no_grad():
-        hidden = other.model.compute_hidden_states(torch.tensor(PROMPTS[:1]), torch.tensor([len(PROMPTS[0]) - 1]))
-        probs = (other.lm_head(hidden)[0].double() / temperature).softmax(-1).numpy()
+        hidden = random_model.model.compute_hidden_states(
+            torch.tensor(PROMPTS[:1]), torch.tensor([len(PROMPTS[0]) - 1])
+        )
+        probs = (random_model.lm_head(hidden)[0].double() / temperature).softmax(-1).numpy()
     bins = np.searchsorted(np.linspace(0, 1, 13)[1:-1], np.cumsum(probs))  # of at least one token each
-    wanted = rows * np.bincount(bins, probs, 12)
-    counts = np.bincount(bins[drawn], minlength=12)
-    assert wanted[wanted > 0].min() > 5
-    assert stats.chisquare(counts[wanted > 0], wanted[wanted > 0]).pvalue > 0.01
+    expected_counts = rows * np.bincount(bins, probs, 12)
+    counts = np.bincount(bins[token_ids], minlength=12)
+    assert expected_counts[expected_counts > 0].min() > 5
+    assert stats.chisquare(counts[expected_counts > 0], expected_counts[expected_counts > 0]).pvalue > 0.01
 
 
-def test_draws_belong_to_the_generator_and_the_row(vllm: VllmSampler, other: Qwen2) -> None:
-    vllm.update_weights(other.state_dict().items())
-    everyone = ids(talk(vllm, 1.0, kept=[range(6), range(6), range(6)]))
-    assert ids(talk(vllm, 1.0, kept=[range(6), range(6), range(6)])) == everyone
-    assert ids(talk(vllm, 1.0, kept=[], seed=8))[0] != everyone[0]
-    for turn, full in zip(ids(talk(vllm, 1.0)), everyone, strict=True):
+def test_draws_belong_to_the_generator_and_the_row(vllm: VllmSampler, random_model: Qwen2) -> None:
+    vllm.update_weights(random_model.state_dict().items())
+    all_replies = get_token_ids(sample_turns(vllm, 1.0, kept_rows=[range(6), range(6), range(6)]))
+    assert get_token_ids(sample_turns(vllm, 1.0, kept_rows=[range(6), range(6), range(6)])) == all_replies
+    assert get_token_ids(sample_turns(vllm, 1.0, kept_rows=[], seed=8))[0] != all_replies[0]
+    for turn, full_turn in zip(get_token_ids(sample_turns(vllm, 1.0)), all_replies, strict=True):
         for row, reply in turn.items():
-            assert reply == full[row]
-    replies = [tuple(reply) for turn in everyone for reply in turn.values()]
-    assert len(set(replies)) == len(replies)  # copies of a prompt differ, and a row's turns
+            assert reply == full_turn[row]
+    replies = [tuple(reply) for turn in all_replies for reply in turn.values()]
+    assert len(set(replies)) == len(replies)  # copies of a prompt differ, and so do the turns of a row
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_replies_end_with_the_stop_token_or_at_their_length(
-    vllm: VllmSampler, shipped: Policy, temperature: float
+    vllm: VllmSampler, shipped_policy: Policy, temperature: float
 ) -> None:
-    replies = [reply for turn in talk(vllm, temperature) for reply in turn.values()]
+    replies = [reply for turn in sample_turns(vllm, temperature) for reply in turn.values()]
     for reply in replies:
         assert STOP not in reply.token_ids[:-1]
         assert reply.finished == (reply.token_ids[-1] == STOP)
@@ -210,23 +230,23 @@ def test_replies_end_with_the_stop_token_or_at_their_length(
     assert any(reply.finished for reply in replies)
 
 
-def test_only_the_given_token_stops_a_reply(vllm: VllmSampler, shipped: Policy) -> None:
-    """The model's own end does not: base models name another than the one that ends a message."""
-    assert shipped.model.shape.eos_token_id == STOP
+def test_only_the_given_token_stops_a_reply(vllm: VllmSampler, shipped_policy: Policy) -> None:
+    """The end token of the model does not: base models declare another token than the one that ends a message."""
+    assert shipped_policy.model.shape.eos_token_id == STOP
     unused = 4
-    replies = [reply for turn in talk(vllm, 1.0, stop=unused) for reply in turn.values()]
+    replies = [reply for turn in sample_turns(vllm, 1.0, stop=unused) for reply in turn.values()]
     assert any(STOP in reply.token_ids[:-1] for reply in replies)
     assert all(len(reply.token_ids) == LENGTH or reply.token_ids[-1] == unused for reply in replies)
 
 
-def test_a_conversation_may_fill_the_context_and_no_more(vllm: VllmSampler, shipped: Policy) -> None:
+def test_a_conversation_may_fill_the_context_and_no_more(vllm: VllmSampler, shipped_policy: Policy) -> None:
     params = SamplingParams(1.0, LENGTH, stop_token=4)
     longest = [5 + number % 150 for number in range(CONTEXT - LENGTH)]
     (reply,) = vllm.start_conversation([longest], 1, params, np.random.default_rng(0)).sample_replies([0], [[]])
     assert len(reply.token_ids) == LENGTH
-    talker = vllm.start_conversation([longest], 1, params, np.random.default_rng(0))
+    conversation = vllm.start_conversation([longest], 1, params, np.random.default_rng(0))
     with pytest.raises(ValueError, match=r"take 513, and vLLM was started for 512.*rollout.max_model_len=513"):
-        talker.sample_replies([0], [[7]])
+        conversation.sample_replies([0], [[7]])
 
 
 @pytest.mark.parametrize("temperature", [0.001, 2.5])
@@ -239,29 +259,33 @@ def test_temperatures_that_vllm_changes_are_refused(vllm: VllmSampler, temperatu
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
-def test_logprobs_are_the_trainers(vllm: VllmSampler, shipped: Policy, other: Qwen2, temperature: float) -> None:
-    ours, theirs = played(shipped.model, episodes(vllm, shipped, temperature), temperature or 1.0)
-    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
-    vllm.update_weights(other.state_dict().items())
-    turns = talk(vllm, temperature)
+def test_logprobs_equal_those_of_the_trainer(
+    vllm: VllmSampler, shipped_policy: Policy, random_model: Qwen2, temperature: float
+) -> None:
+    trainer_logprobs, sampler_logprobs = compute_logprob_pairs(
+        shipped_policy.model, roll_out(vllm, shipped_policy, temperature), temperature or 1.0
+    )
+    torch.testing.assert_close(sampler_logprobs, trainer_logprobs, rtol=0, atol=1e-4)
+    vllm.update_weights(random_model.state_dict().items())
+    turns = sample_turns(vllm, temperature)
     for row in range(6):
-        tokens, mask, logprobs = seen(turns, row)
-        wanted = trainers(other, tokens, mask, temperature or 1.0)
-        torch.testing.assert_close(torch.tensor(logprobs), wanted, rtol=0, atol=1e-4)
+        tokens, mask, logprobs = join_conversation(turns, row)
+        expected = compute_trainer_logprobs(random_model, tokens, mask, temperature or 1.0)
+        torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=1e-4)
 
 
-def test_logprobs_of_given_tokens_are_the_trainers(vllm: VllmSampler, shipped: Policy) -> None:
+def test_logprobs_of_given_tokens_equal_those_of_the_trainer(vllm: VllmSampler, shipped_policy: Policy) -> None:
     rows = [*PROMPTS, [5 + number % 150 for number in range(CONTEXT - 1)]]
-    for row, found in zip(rows, vllm.compute_logprobs(rows), strict=True):
-        wanted = trainers(shipped.model, row, [False] + [True] * (len(row) - 1), 1.0)
-        torch.testing.assert_close(torch.from_numpy(found), wanted, rtol=1e-5, atol=1e-4)
+    for row, logprobs in zip(rows, vllm.compute_logprobs(rows), strict=True):
+        expected = compute_trainer_logprobs(shipped_policy.model, row, [False] + [True] * (len(row) - 1), 1.0)
+        torch.testing.assert_close(torch.from_numpy(logprobs), expected, rtol=1e-5, atol=1e-4)
 
 
 # ---------------------------------------------------------------------------- weights
 
 
-def moved(model: Qwen2) -> Qwen2:
-    """A copy one small step away."""
+def make_moved_copy(model: Qwen2) -> Qwen2:
+    """Copy the model and change its weights by a small step."""
     copy = Qwen2(model.shape)
     copy.load_state_dict(model.state_dict())
     generator = torch.Generator().manual_seed(0)
@@ -271,43 +295,48 @@ def moved(model: Qwen2) -> Qwen2:
     return copy
 
 
-def test_logprobs_follow_a_push_and_nothing_else(vllm: VllmSampler, shipped: Policy) -> None:
-    trained = moved(shipped.model)
-    before = measure_mismatch(*played(trained, episodes(vllm, shipped, 1.0), 1.0))
+def test_logprobs_change_with_a_push_and_only_then(vllm: VllmSampler, shipped_policy: Policy) -> None:
+    trained_model = make_moved_copy(shipped_policy.model)
+    old_mismatch = measure_mismatch(*compute_logprob_pairs(trained_model, roll_out(vllm, shipped_policy, 1.0), 1.0))
     with pytest.raises(EngineMismatchError, match="samples from other weights"):
-        check_mismatch(before.mean_abs, 0.05, step=3)
-    vllm.update_weights(trained.state_dict().items())
-    after = measure_mismatch(*played(trained, episodes(vllm, shipped, 1.0), 1.0))
-    check_mismatch(after.mean_abs, 1e-4, step=3)
-    assert after.ess_fraction > 0.999 > before.ess_fraction
+        check_mismatch(old_mismatch.mean_abs, 0.05, step=3)
+    vllm.update_weights(trained_model.state_dict().items())
+    new_mismatch = measure_mismatch(*compute_logprob_pairs(trained_model, roll_out(vllm, shipped_policy, 1.0), 1.0))
+    check_mismatch(new_mismatch.mean_abs, 1e-4, step=3)
+    assert new_mismatch.ess_fraction > 0.999 > old_mismatch.ess_fraction
 
 
-def test_a_push_forgets_the_keys_of_the_old_weights(vllm: VllmSampler, other: Qwen2) -> None:
-    """One long prompt, before and after: the engine would take its keys from the prefix cache."""
+def test_a_push_forgets_the_keys_of_the_old_weights(vllm: VllmSampler, random_model: Qwen2) -> None:
+    """The same long prompt before and after a push: the engine could take its keys from the prefix cache."""
     prompt = [5 + number % 150 for number in range(400)]
     params = SamplingParams(0.0, 4, STOP)
 
-    def reply() -> SampledReply:
+    def sample_reply() -> SampledReply:
         return vllm.start_conversation([prompt], 1, params, np.random.default_rng(0)).sample_replies([0], [[]])[0]
 
-    reply()
-    vllm.update_weights(other.state_dict().items())
-    found = reply()
-    tokens, mask = [*prompt, *found.token_ids.tolist()], [False] * len(prompt) + [True] * len(found.token_ids)
-    torch.testing.assert_close(torch.from_numpy(found.logprobs), trainers(other, tokens, mask, 1.0), rtol=0, atol=1e-4)
+    sample_reply()
+    vllm.update_weights(random_model.state_dict().items())
+    new_reply = sample_reply()
+    tokens, mask = [*prompt, *new_reply.token_ids.tolist()], [False] * len(prompt) + [True] * len(new_reply.token_ids)
+    torch.testing.assert_close(
+        torch.from_numpy(new_reply.logprobs),
+        compute_trainer_logprobs(random_model, tokens, mask, 1.0),
+        rtol=0,
+        atol=1e-4,
+    )
 
 
-def test_a_push_takes_any_order_and_precision(vllm: VllmSampler, shipped: Policy, other: Qwen2) -> None:
-    weights = [(name, weight.double()) for name, weight in reversed(other.state_dict().items())]
+def test_a_push_takes_any_order_and_precision(vllm: VllmSampler, shipped_policy: Policy, random_model: Qwen2) -> None:
+    weights = [(name, weight.double()) for name, weight in reversed(random_model.state_dict().items())]
     vllm.update_weights(iter(weights))
-    (found,) = vllm.compute_logprobs(PROMPTS[:1])
-    wanted = trainers(other, PROMPTS[0], [False] + [True] * (len(PROMPTS[0]) - 1), 1.0)
-    torch.testing.assert_close(torch.from_numpy(found), wanted, rtol=1e-5, atol=1e-4)
+    (logprobs,) = vllm.compute_logprobs(PROMPTS[:1])
+    expected = compute_trainer_logprobs(random_model, PROMPTS[0], [False] + [True] * (len(PROMPTS[0]) - 1), 1.0)
+    torch.testing.assert_close(torch.from_numpy(logprobs), expected, rtol=1e-5, atol=1e-4)
 
 
 Weights = list[tuple[str, Tensor]]
 BIAS = "model.layers.1.self_attn.k_proj.bias"
-SPOILED: dict[str, Callable[[Weights], Weights]] = {
+SPOILED_WEIGHTS: dict[str, Callable[[Weights], Weights]] = {
     f"{LM_HEAD_NAME} was left out": lambda weights: [pair for pair in weights if pair[0] != LM_HEAD_NAME],
     f"{BIAS} was left out": lambda weights: [pair for pair in weights if pair[0] != BIAS],
     f"{BIAS} has shape (31,), not (32,)": lambda weights: [(n, w[:31] if n == BIAS else w) for n, w in weights],
@@ -316,30 +345,30 @@ SPOILED: dict[str, Callable[[Weights], Weights]] = {
 }
 
 
-@pytest.mark.parametrize("amiss", SPOILED)
-def test_a_push_that_is_not_whole_is_refused_and_the_next_one_mends_it(
-    vllm: VllmSampler, other: Qwen2, amiss: str
+@pytest.mark.parametrize("fault", SPOILED_WEIGHTS)
+def test_an_incomplete_push_is_refused_and_the_next_one_repairs_it(
+    vllm: VllmSampler, random_model: Qwen2, fault: str
 ) -> None:
-    """vLLM alone accepts a tensor too few, a tied head above all, and samples from a mixture."""
-    wanted = trainers(other, PROMPTS[0], [False] + [True] * (len(PROMPTS[0]) - 1), 1.0)
-    weights = [*other.state_dict().items()]
-    with pytest.raises(ValueError, match=rf"old values of 1 tensors \({re.escape(amiss)}\)"):
-        vllm.update_weights(SPOILED[amiss](weights))
-    if "left out" in amiss:
-        (mixed,) = vllm.compute_logprobs(PROMPTS[:1])
-        assert np.abs(mixed - wanted.numpy()).max() > 1e-2
+    """vLLM itself accepts a push with a missing tensor, such as a tied head, and samples from a mixture."""
+    expected = compute_trainer_logprobs(random_model, PROMPTS[0], [False] + [True] * (len(PROMPTS[0]) - 1), 1.0)
+    weights = [*random_model.state_dict().items()]
+    with pytest.raises(ValueError, match=rf"old values of 1 tensors \({re.escape(fault)}\)"):
+        vllm.update_weights(SPOILED_WEIGHTS[fault](weights))
+    if "left out" in fault:
+        (mixed_logprobs,) = vllm.compute_logprobs(PROMPTS[:1])
+        assert np.abs(mixed_logprobs - expected.numpy()).max() > 1e-2
     vllm.update_weights(weights)
-    (found,) = vllm.compute_logprobs(PROMPTS[:1])
-    torch.testing.assert_close(torch.from_numpy(found), wanted, rtol=1e-5, atol=1e-4)
+    (logprobs,) = vllm.compute_logprobs(PROMPTS[:1])
+    torch.testing.assert_close(torch.from_numpy(logprobs), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_sleeping_changes_no_token(vllm: VllmSampler) -> None:
-    before = ids(talk(vllm, 1.0))
+    token_ids = get_token_ids(sample_turns(vllm, 1.0))
     vllm.sleep()
     vllm.wake_up()
-    assert ids(talk(vllm, 1.0)) == before
+    assert get_token_ids(sample_turns(vllm, 1.0)) == token_ids
 
 
-def test_the_build_for_processors_is_refused_on_a_gpu(shipped: Policy) -> None:
+def test_the_build_for_processors_is_refused_on_a_gpu(shipped_policy: Policy) -> None:
     with pytest.raises(ValueError, match=r"does not sample on cuda. Install .*pip install vllm==0.32.0"):
-        VllmSampler(shipped.folder, EngineSettings(torch.device("cuda"), "bfloat16", CONTEXT))
+        VllmSampler(shipped_policy.folder, EngineSettings(torch.device("cuda"), "bfloat16", CONTEXT))

@@ -1,4 +1,4 @@
-"""vLLM beside a model of another architecture than Qwen2's: weights pushed under the names of the model's own files."""
+"""Tests of vLLM with models of other architectures: weights are pushed under the names of the files of the model."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from trainable.rollout.vllm_sampler import EngineSettings, VllmSampler
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-engines"),
-    # vLLM's own imports warn.
+    # Imports of vLLM raise warnings.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
 
@@ -40,8 +40,10 @@ MODELS = {
 @pytest.fixture(params=list(MODELS))
 def policy(request: pytest.FixtureRequest, tmp_path: Path) -> Policy:
     torch.set_num_threads(1)
-    kind, changes = MODELS[request.param]
-    return load_policy(str(write_model(make_model(kind, ARCHITECTURES[kind] | changes, std=0.15), tmp_path)), CPU)
+    model_type, changes = MODELS[request.param]
+    return load_policy(
+        str(write_model(make_model(model_type, ARCHITECTURES[model_type] | changes, std=0.15), tmp_path)), CPU
+    )
 
 
 @pytest.fixture
@@ -52,26 +54,26 @@ def vllm(policy: Policy) -> Iterator[VllmSampler]:
 
 
 @torch.no_grad()
-def logprobs(policy: Policy, tokens: list[int]) -> Tensor:
-    where = torch.arange(len(tokens) - 1)
-    logits = policy.model.lm_head(policy.model.model.compute_hidden_states(torch.tensor([tokens]), where))
+def compute_policy_logprobs(policy: Policy, tokens: list[int]) -> Tensor:
+    positions = torch.arange(len(tokens) - 1)
+    logits = policy.model.lm_head(policy.model.model.compute_hidden_states(torch.tensor([tokens]), positions))
     return logits.log_softmax(-1).gather(-1, torch.tensor(tokens[1:])[:, None]).squeeze(-1)
 
 
-def test_what_is_pushed_is_what_is_sampled_from(policy: Policy, vllm: VllmSampler) -> None:
+def test_vllm_samples_from_the_pushed_weights(policy: Policy, vllm: VllmSampler) -> None:
     row = list(range(5, 45))
-    before = logprobs(policy, row)
-    np.testing.assert_allclose(vllm.compute_logprobs([row])[0], before.numpy(), atol=2e-4)
+    old_logprobs = compute_policy_logprobs(policy, row)
+    np.testing.assert_allclose(vllm.compute_logprobs([row])[0], old_logprobs.numpy(), atol=2e-4)
     with torch.no_grad():
         for number, weight in enumerate(policy.model.parameters()):
             weight += 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
-    after = logprobs(policy, row)
-    assert float((after - before).abs().mean()) > 0.05
+    new_logprobs = compute_policy_logprobs(policy, row)
+    assert float((new_logprobs - old_logprobs).abs().mean()) > 0.05
     vllm.update_weights(iter_hub_weights(policy.model))
-    np.testing.assert_allclose(vllm.compute_logprobs([row])[0], after.numpy(), atol=2e-4)
+    np.testing.assert_allclose(vllm.compute_logprobs([row])[0], new_logprobs.numpy(), atol=2e-4)
     prompts, params = [row, [9, 9, 150]], SamplingParams(0.0, 12, 2)
-    told = [
+    replies = [
         sampler.start_conversation(prompts, 1, params, np.random.default_rng(0)).sample_replies([0, 1], [[], []])
         for sampler in (vllm, TorchSampler(policy.model))
     ]
-    assert [reply.token_ids.tolist() for reply in told[0]] == [reply.token_ids.tolist() for reply in told[1]]
+    assert [reply.token_ids.tolist() for reply in replies[0]] == [reply.token_ids.tolist() for reply in replies[1]]

@@ -1,4 +1,4 @@
-"""VllmSampler over an engine's life: one after another in a process, and one in each rank of a process group."""
+"""Tests of the lifetime of VllmSampler: one after another in a process, and one in each rank of a process group."""
 
 import importlib.util
 import subprocess
@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-engines"),
 ]
 
-LIFE = """
+TWO_ENGINES_SCRIPT = """
 import sys, torch
 from pathlib import Path
 from trainable.models.load import find_model, load_policy
@@ -43,14 +43,14 @@ for folder in (find_model("sokoban-tiny"), Path(sys.argv[1])):  # of two engines
 
 @pytest.fixture
 def untied_folder(tmp_path: Path) -> Path:
-    """A model on disk whose head is its own, in a second file."""
+    """A model on disk with an untied head, which is in a second file."""
     model = make_random_model(replace(make_shape(), tie_word_embeddings=False), seed=5, std=0.1)
     write_model(model, tmp_path)
     save_file({LM_HEAD_NAME: model.lm_head.weight.detach()}, tmp_path / "head.safetensors")
     return tmp_path
 
 
-RANK = """
+RANK_SCRIPT = """
 import sys, torch
 from trainable.models.load import find_model, load_policy
 from trainable.rollout.vllm_sampler import EngineSettings, VllmSampler
@@ -69,7 +69,7 @@ sampler.close()
 """
 
 
-def started(code: str, *arguments: str) -> "subprocess.Popen[str]":
+def start_process(code: str, *arguments: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-c", code, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
@@ -81,11 +81,11 @@ def check_ended(process: "subprocess.Popen[str]") -> None:
 
 
 def test_an_engine_can_be_closed_and_another_opened(untied_folder: Path) -> None:
-    check_ended(started(LIFE, str(untied_folder)))
+    check_ended(start_process(TWO_ENGINES_SCRIPT, str(untied_folder)))
 
 
-def test_every_rank_of_a_process_group_has_an_engine_of_its_own(tmp_path: Path) -> None:
-    ranks = [started(RANK, str(rank), str(tmp_path / "rendezvous")) for rank in range(2)]
+def test_every_rank_of_a_process_group_has_its_own_engine(tmp_path: Path) -> None:
+    ranks = [start_process(RANK_SCRIPT, str(rank), str(tmp_path / "rendezvous")) for rank in range(2)]
     try:
         for process in ranks:
             check_ended(process)

@@ -1,4 +1,4 @@
-"""A trainer whose rollouts are vLLM's: it learns from tokens that both agree on, and notices where they do not."""
+"""Tests of a trainer with rollouts from vLLM: both have the same log-probs, and a difference ends the run."""
 
 from importlib.util import find_spec
 
@@ -12,7 +12,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_adapters_reach_vllm_merged(dtype: str) -> None:
+def test_adapters_are_merged_into_the_weights_of_vllm(dtype: str) -> None:
     from tests.fakes.trainers import make_quiet_trainer
     from trainable.models.lora import ADAPTER_NAME, find_adapters
     from trainable.rollout.logprob_mismatch import EngineMismatchError
@@ -26,16 +26,16 @@ def test_adapters_reach_vllm_merged(dtype: str) -> None:
         critic__shared_trunk=True,
         trainer__total_training_steps=4,
     )
-    gaps = [trainer.step().row["engine_mismatch_mean"] for _ in range(3)]  # of weights that moved twice
-    assert max(gaps) < (1e-4 if dtype == "float32" else 0.02)
+    mismatches = [trainer.step().row["engine_mismatch_mean"] for _ in range(3)]  # the weights have changed twice
+    assert max(mismatches) < (1e-4 if dtype == "float32" else 0.02)
     for _, layer in find_adapters(trainer.model):
-        layer.scaling[ADAPTER_NAME] *= -1  # the trainer's own passes; vLLM keeps what it was given
+        layer.scaling[ADAPTER_NAME] *= -1  # changes the passes of the trainer, while vLLM keeps its weights
     with pytest.raises(EngineMismatchError, match="samples from other weights"):
         trainer.step()
     trainer.close()
 
 
-def test_rows_have_the_agreement_and_old_weights_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_have_the_mismatch_and_old_weights_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.fakes.trainers import make_quiet_trainer
     from trainable.rollout.logprob_mismatch import EngineMismatchError
 
@@ -45,7 +45,7 @@ def test_rows_have_the_agreement_and_old_weights_end_the_run(monkeypatch: pytest
         assert row["engine_mismatch_mean"] < 1e-4
         assert row["engine_ess_fraction"] > 0.999
         assert row["seconds_sync_weights"] > 0
-    saved = trainer.get_state()
+    state = trainer.get_state()
     monkeypatch.setattr(
         trainer.engine.sampler, "update_weights", lambda weights: list(weights)
     )  # the engine keeps its weights
@@ -54,5 +54,5 @@ def test_rows_have_the_agreement_and_old_weights_end_the_run(monkeypatch: pytest
     with pytest.raises(EngineMismatchError, match="samples from other weights"):
         trainer.step()
     monkeypatch.undo()
-    trainer.load_state(*saved)
+    trainer.load_state(*state)
     trainer.close()

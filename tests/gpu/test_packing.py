@@ -1,4 +1,4 @@
-"""Attention over rows of unequal length in one call on a GPU, beside a call a length and the processor."""
+"""Tests of attention over rows of unequal length in one call on a GPU, against one call per length and the CPU."""
 
 import pytest
 import torch
@@ -16,39 +16,41 @@ pytestmark = [
 LENGTHS = (1, 300, 17, 300, 64, 5)
 
 
-def error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+def compute_relative_error(values: Tensor, expected: Tensor) -> float:
+    return float((values.double() - expected.double()).norm() / expected.double().norm())
 
 
 def test_one_call_gives_the_numbers_and_gradients_of_a_call_for_each_length() -> None:
-    where = torch.tensor([300 * row + length - 1 for row, length in enumerate(LENGTHS)], device="cuda")
-    packed = pack_rows((len(LENGTHS), 300), where)
+    positions = torch.tensor([300 * row + length - 1 for row, length in enumerate(LENGTHS)], device="cuda")
+    packed = pack_rows((len(LENGTHS), 300), positions)
     generator = torch.Generator("cuda").manual_seed(0)
-    parts = [
+    projections = [
         torch.randn(sum(LENGTHS), heads, 64, device="cuda", generator=generator).bfloat16().requires_grad_()
         for heads in (8, 2, 2)
     ]
-    assert packing._can_use_varlen(parts[0])
-    found, wanted = causal_attention(*parts, packed), attend_by_length(*parts, packed)
-    assert found.shape == (sum(LENGTHS), 512)
-    assert error(found, wanted) < 0.01
-    weights = torch.randn(found.shape, device="cuda", generator=generator)
-    slopes, others = (torch.autograd.grad((out * weights).sum(), parts) for out in (found, wanted))
-    for slope, other in zip(slopes, others, strict=True):
-        assert error(slope, other) < 0.01
+    assert packing._can_use_varlen(projections[0])
+    states, expected = causal_attention(*projections, packed), attend_by_length(*projections, packed)
+    assert states.shape == (sum(LENGTHS), 512)
+    assert compute_relative_error(states, expected) < 0.01
+    weights = torch.randn(states.shape, device="cuda", generator=generator)
+    gradients, expected_gradients = (
+        torch.autograd.grad((output * weights).sum(), projections) for output in (states, expected)
+    )
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        assert compute_relative_error(gradient, expected_gradient) < 0.01
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_hidden_states_in_bfloat16_are_near_the_processors(recompute: bool) -> None:
+def test_hidden_states_in_bfloat16_are_close_to_those_of_the_cpu(recompute: bool) -> None:
     sizes = make_qwen2_shape(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3)
     model = make_random_model(sizes, seed=2, std=0.15)
     tokens = torch.randint(0, 23, (4, 40), generator=torch.Generator().manual_seed(0))
-    where = torch.tensor([3, 39, 41, 120, 130, 159])  # rows of unequal need
-    wanted = model.model.compute_hidden_states(tokens, where)
-    (wanted_slope,) = torch.autograd.grad(wanted.square().sum(), [model.model.embed_tokens.weight])
+    positions = torch.tensor([3, 39, 41, 120, 130, 159])  # rows with different numbers of positions
+    expected = model.model.compute_hidden_states(tokens, positions)
+    (expected_gradient,) = torch.autograd.grad(expected.square().sum(), [model.model.embed_tokens.weight])
     model = model.cuda()
     model.model.pass_settings = PassSettings(torch.bfloat16, recompute)
-    found = model.model.compute_hidden_states(tokens.cuda(), where.cuda())
-    (slope,) = torch.autograd.grad(found.float().square().sum(), [model.model.embed_tokens.weight])
-    assert error(found.cpu(), wanted) < 0.03
-    assert error(slope.cpu(), wanted_slope) < 0.05
+    states = model.model.compute_hidden_states(tokens.cuda(), positions.cuda())
+    (gradient,) = torch.autograd.grad(states.float().square().sum(), [model.model.embed_tokens.weight])
+    assert compute_relative_error(states.cpu(), expected) < 0.03
+    assert compute_relative_error(gradient.cpu(), expected_gradient) < 0.05

@@ -70,7 +70,7 @@ def gae(rewards: Row, values: Row, mask: RowMask, gamma: float, lam: float) -> t
 
 
 def published_gae(rewards: Row, values: Row, mask: RowMask, gamma: float, lam: float) -> list[float]:
-    """The recursion over all positions with carried values; what it holds where the mask is False has no meaning."""
+    """The recursion over all positions with carried values. Its result has no meaning where the mask is False."""
     next_value = carried_advantage = 0.0
     advantages = [0.0] * len(mask)
     for t in reversed(range(len(mask))):
@@ -96,7 +96,7 @@ def bi_level_gae(
     turn_returns = _compute_turn_returns(turns, rewards, values, high_level_gamma, lam)
     for turn, target_return in zip(turns, turn_returns, strict=True):
         for i, t in enumerate(turn):
-            delta = [gamma * values[after] - values[before] for before, after in pairwise(turn)]
+            delta = [gamma * values[next_position] - values[position] for position, next_position in pairwise(turn)]
             delta.append(target_return - values[turn[-1]])
             advantages[t] = sum((gamma * lam) ** k * delta[i + k] for k in range(len(turn) - i))
             returns[t] = advantages[t] + values[t]
@@ -113,12 +113,12 @@ def _compute_turn_returns(turns: list[list[int]], rewards: Row, values: Row, gam
 
 
 def gather_groups(scores: Row, group_ids: Sequence[int]) -> list[list[float]]:
-    """For each sequence, the scores of its group, its own included."""
+    """Return the scores of the group of each sequence, including its own."""
     return [[s for s, g in zip(scores, group_ids, strict=True) if g == group_id] for group_id in group_ids]
 
 
 def population_grpo(scores: Row, group_ids: Sequence[int], floor: float) -> list[float]:
-    """Divisor G; `floor` is added to a deviation, and one that is not above it counts as none."""
+    """Divide by the deviation (divisor G) plus `floor`. A deviation that is not above `floor` counts as 0."""
     advantages = []
     for score, group in zip(scores, gather_groups(scores, group_ids), strict=True):
         std = statistics.pstdev(group)
@@ -180,7 +180,7 @@ def is_zero(score: float) -> bool:
 def select_groups(
     scores: Row, strategy: str, value: float, prob_mode: str, eps: float, largest: bool, include_zero: bool
 ) -> tuple[list[bool], float]:
-    """The groups kept, and how near the closest decision came to a tie of real numbers."""
+    """Return which groups are kept, and how near the closest decision is to a tie of real numbers."""
     candidates = [i for i, s in enumerate(scores) if include_zero or not is_zero(s)]
     ranked_groups = sorted(candidates, key=lambda i: (-scores[i] if largest else scores[i], i))
     chosen_ranks, margin = _choose_ranks(
@@ -193,7 +193,7 @@ def select_groups(
 def _choose_ranks(
     ranked_scores: list[float], strategy: str, value: float, prob_mode: str, eps: float, largest: bool, total: int
 ) -> tuple[list[int], float]:
-    """Ranks kept, and the margin."""
+    """Return the kept ranks and the margin."""
     if not ranked_scores or (strategy == "top_p" and value >= 1):
         return list(range(len(ranked_scores))), math.inf
     if strategy == "top_p":
@@ -247,8 +247,8 @@ def group_skill(scores: Row, group_ids: Sequence[int]) -> list[float]:
 
 def softmax(x: Row) -> list[float]:
     top = max(x)
-    total = sum(math.exp(each - top) for each in x)
-    return [math.exp(each - top) / total for each in x]
+    total = sum(math.exp(logit - top) for logit in x)
+    return [math.exp(logit - top) / total for logit in x]
 
 
 def target_policy(
@@ -263,10 +263,10 @@ def target_policy(
         p, old_probs = softmax([logprobs[i] for i in rows]), softmax([old[i] for i in rows])
         max_logit = max(skills[i] / eta for i in rows)
         tilted_probs = [share * math.exp(skills[i] / eta - max_logit) for share, i in zip(old_probs, rows, strict=True)]
-        q = [each / sum(tilted_probs) for each in tilted_probs]
-        for i, now, then in zip(rows, p, q, strict=True):
-            negative_gradient[i] = (then - now) / len(groups)
-            loss -= then * math.log(now) / len(groups)
-            entropy -= then * math.log(then) / len(groups) if then else 0.0
+        q = [tilted_prob / sum(tilted_probs) for tilted_prob in tilted_probs]
+        for i, prob, target_prob in zip(rows, p, q, strict=True):
+            negative_gradient[i] = (target_prob - prob) / len(groups)
+            loss -= target_prob * math.log(prob) / len(groups)
+            entropy -= target_prob * math.log(target_prob) / len(groups) if target_prob else 0.0
         max_probability += max(q) / len(groups)
     return loss, negative_gradient, entropy, max_probability

@@ -22,7 +22,7 @@ def wilson(successes: float, n: float) -> tuple[float, float]:
 
 
 def clustered_difference(differences: Sequence[float], clusters: Sequence[int]) -> tuple[float, float, float]:
-    """Mean, and the interval of the data with a half +1, a half -1 and one 0 added, each a cluster of its own."""
+    """Mean, and the interval of the values with a half +1, a half -1 and one 0 added, each as its own cluster."""
     weighted_values = [(value, 1.0, f"cluster {name}") for value, name in zip(differences, clusters, strict=True)]
     weighted_values += [(1.0, 0.5, "plus"), (-1.0, 0.5, "minus"), (0.0, 1.0, "nought")]
     size = sum(weight for _, weight, _ in weighted_values)
@@ -51,7 +51,7 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def area(steps: Sequence[float], values: Sequence[float], until: float, cells: int = 20_000) -> float:
-    """Mean of the piecewise linear curve, held after its last point, over the midpoints of many cells."""
+    """Mean of the piecewise linear curve, constant after its last point, over the midpoints of many cells."""
     midpoints = steps[0] + (until - steps[0]) * (np.arange(cells) + 0.5) / cells
     return float(np.mean(np.interp(midpoints, steps, values)))
 
@@ -75,7 +75,7 @@ def improvement(arm: Sequence[float], baseline: Sequence[float]) -> float:
 def compute_contrast(
     values: dict[tuple[str, int], float], pairs: list[list[str]], confidence_level: float = 0.95
 ) -> dict[str, float]:
-    """A contrast seed by seed. values: the outcome of a scored run by arm and seed, NaN where it has none."""
+    """Compute a contrast seed by seed. `values` has the outcome of a scored run by arm and seed, or NaN."""
     by_seed: dict[int, list[float]] = {}
     by_pair: list[list[float]] = []
     for first, second in pairs:
@@ -86,8 +86,8 @@ def compute_contrast(
                 pair_differences.append(round(difference, 9))
                 by_seed.setdefault(seed, []).append(difference)
         by_pair.append(pair_differences)
-    seed_differences = [statistics.fmean(each) for each in by_seed.values()]
-    pair_means = [round(statistics.fmean(each), 9) for each in by_pair if each]
+    seed_differences = [statistics.fmean(numbers) for numbers in by_seed.values()]
+    pair_means = [round(statistics.fmean(numbers), 9) for numbers in by_pair if numbers]
     expected: dict[str, float] = {
         "difference": statistics.fmean(seed_differences) if seed_differences else math.nan,
         "low": math.nan,

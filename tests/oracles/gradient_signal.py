@@ -70,7 +70,7 @@ def split_halves(vectors: Sequence[Vector]) -> Iterator[tuple[list[float], list[
 def compute_interval(
     vectors: Sequence[Vector], counts: Sequence[float], confidence_level: float
 ) -> tuple[float, float]:
-    """Delete one fold, work the ratio out anew, put it back."""
+    """Compute the jackknife interval of the ratio: it is computed again without each of the folds."""
     folds, ratios = len(vectors), []
     for left_out in range(folds):
         remaining_vectors = [x for k, x in enumerate(vectors) if k != left_out]
@@ -85,16 +85,18 @@ def compute_interval(
 
 
 def cross_products(folds: Sequence[Sequence[Vector]], counts: Sequence[float]) -> list[float]:
-    """For each component <G_c, G> without the noise that both share: folds (K, C, D). Entry by entry, fold by fold."""
+    """Compute <G_c, G> of each component without the noise that both share, for folds (K, C, D)."""
     total, products = math.fsum(counts), []
-    fold_totals = [[math.fsum(entries) for entries in zip(*parts, strict=True)] for parts in folds]
+    fold_totals = [
+        [math.fsum(entries) for entries in zip(*component_vectors, strict=True)] for component_vectors in folds
+    ]
     centre = mean(fold_totals, counts)
     for fold_vectors in zip(*folds, strict=True):
         component_mean = mean(fold_vectors, counts)
         shared_noise = math.fsum(
             n / total * (x - a) * (y - b)
-            for n, one, whole in zip(counts, fold_vectors, fold_totals, strict=True)
-            for x, a, y, b in zip(one, component_mean, whole, centre, strict=True)
+            for n, fold_vector, fold_total in zip(counts, fold_vectors, fold_totals, strict=True)
+            for x, a, y, b in zip(fold_vector, component_mean, fold_total, centre, strict=True)
         )
         products.append(dot(component_mean, centre) - shared_noise / (len(folds) - 1))
     return products
@@ -103,7 +105,7 @@ def cross_products(folds: Sequence[Sequence[Vector]], counts: Sequence[float]) -
 def compute_share_intervals(
     folds: Sequence[Sequence[Vector]], counts: Sequence[float], confidence_level: float
 ) -> list[tuple[float, float, float]]:
-    """(share, low, high) of each component: delete one fold, divide anew, put it back."""
+    """Return (share, low, high) of each component. The interval is a jackknife over the folds."""
 
     def compute_shares(fold_indices: Sequence[int]) -> list[float]:
         products = cross_products([folds[k] for k in fold_indices], [counts[k] for k in fold_indices])
@@ -138,7 +140,7 @@ def compute_bandit_losses(theta: Tensor, contexts: Tensor, arms: Tensor) -> Tens
 
 
 def _list_outcomes() -> list[Outcome]:
-    """All draws of one prompt: a context out of two, then an arm out of three."""
+    """List all draws of one prompt: one of two contexts, then one of three arms."""
     outcomes = []
     policy = (THETA + OFFSETS).softmax(dim=-1)
     for context, arm in product(range(2), range(3)):
@@ -188,7 +190,7 @@ def compute_bandit_moments(component: str) -> tuple[float, float]:
 def published_norm(
     features: list[list[list[float]]], mask: list[list[bool]], mini_batch_size: int, micro_batch_size: int
 ) -> float:
-    """Mean norm over mini-batches; each adds up token means of micro-batches, over the number a whole one has.
+    """Mean norm over mini-batches. Each sums token means of micro-batches and divides by the number in a full one.
 
     `features` (B, T, D) is the gradient of each token's loss.
     """
@@ -208,7 +210,7 @@ def published_norm(
 
 @st.composite
 def folds(draw: st.DrawFn, smallest: int = 2, components: int = 1) -> tuple[Tensor, list[float]]:
-    """What hypothesis draws: fold gradients (K, C, D) with zeros and ties, and counts (K,)."""
+    """Draw fold gradients (K, C, D) with zeros and ties, and counts (K,)."""
     count, width = draw(st.integers(smallest, 6)), draw(st.integers(1, 4))
     size = count * components * width
     values = draw(st.lists(numbers, min_size=size, max_size=size))

@@ -17,7 +17,7 @@ def population_std(values: Sequence[float]) -> float:
 
 
 def log_mean_exp(scores: Sequence[float]) -> float:
-    """log (1/M) Σ exp s, with the largest taken out."""
+    """log (1/M) Σ exp s, with the largest score factored out."""
     top = max(scores)
     return top + math.log(math.fsum(math.exp(score - top) for score in scores) / len(scores))
 
@@ -61,7 +61,7 @@ def mutual_information(sums: Matrix, lengths: Sequence[int], own_columns: Sequen
 
 
 def moving_average(values: Sequence[float]) -> list[float]:
-    """First value itself, then 0.9 old + 0.1 new; after each value."""
+    """The first average is the first value. Each later one is 0.9 times the last average plus 0.1 times the value."""
     averages = [values[0]]
     for value in values[1:]:
         averages.append(0.9 * averages[-1] + 0.1 * value)
@@ -69,7 +69,7 @@ def moving_average(values: Sequence[float]) -> list[float]:
 
 
 def select_top_k(scores: Sequence[float], k: int) -> list[int]:
-    """The k likeliest columns; equal scores rank by column."""
+    """Return the k likeliest columns. Equal scores are ranked by column."""
     return sorted(range(len(scores)), key=lambda j: (-scores[j], j))[:k]
 
 
@@ -92,7 +92,7 @@ def retrieval(sums: Matrix, own_columns: Sequence[int], classes: Sequence[int]) 
 
 
 def mean_shuffled_accuracy(sums: Matrix, own_columns: Sequence[int], classes: Sequence[int]) -> float:
-    """Accuracy over every permutation of `own`."""
+    """Compute the mean accuracy over every permutation of `own_columns`."""
     return mean(
         [accuracy(sums, shuffled_columns, classes, 1) for shuffled_columns in itertools.permutations(own_columns)]
     )

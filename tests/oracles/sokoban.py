@@ -1,4 +1,4 @@
-"""Slow literal versions of the Sokoban parts: sets of places, one board at a time, recursion."""
+"""Slow, literal versions of the Sokoban functions: sets of places, one board at a time, recursion."""
 
 import random
 from typing import NamedTuple
@@ -20,7 +20,7 @@ class Game(NamedTuple):
 
 
 def parse_board(cells):
-    """Board codes (R, C) to a Game."""
+    """Convert board codes (R, C) to a Game."""
     code_at = {(r, c): int(code) for r, row in enumerate(cells.tolist()) for c, code in enumerate(row)}
 
     def find_cells(*codes):
@@ -31,7 +31,7 @@ def parse_board(cells):
 
 
 def make_board(game):
-    """A Game to board codes (R, C)."""
+    """Convert a Game to board codes (R, C)."""
     cells = np.zeros(game.shape, dtype=np.int8)
     for cell in game.floor:
         on_target = cell in game.targets
@@ -48,43 +48,43 @@ def add_move(cell, move):
 
 
 def oracle_act(game, action):
-    """(game afterwards, reward) of one action on one board, by the rules as they are told."""
+    """Return the next game and the reward of one action on one board, by the rules of the game."""
     if action == 0:
         return game, 0.0
     ahead = add_move(game.player, MOVES[action])
     behind = add_move(ahead, MOVES[action])
-    after = game
+    next_game = game
     if ahead in game.boxes:
         if behind in game.floor and behind not in game.boxes:
-            after = game._replace(player=ahead, boxes=game.boxes - {ahead} | {behind})
+            next_game = game._replace(player=ahead, boxes=game.boxes - {ahead} | {behind})
     elif ahead in game.floor:
-        after = game._replace(player=ahead)
+        next_game = game._replace(player=ahead)
     covered_before = len(game.boxes & game.targets)
-    covered_after = len(after.boxes & after.targets)
+    covered_after = len(next_game.boxes & next_game.targets)
     reward = -0.1
     if covered_after > covered_before:
         reward += 1
     if covered_after < covered_before:
         reward -= 1
-    if covered_after == len(after.targets):
+    if covered_after == len(next_game.targets):
         reward += 10
-    return after, reward
+    return next_game, reward
 
 
 def oracle_shortest_length(cells, limit):
-    """Fewest actions that solve the board, by trying all actions level by level; None if more than `limit`."""
+    """Return the fewest actions that solve the board, by breadth-first search, or None if more than `limit`."""
     frontier = {parse_board(cells)}
-    seen = set(frontier)
+    visited = set(frontier)
     for length in range(limit + 1):
         if any(game.boxes == game.targets for game in frontier):
             return length
-        frontier = {oracle_act(game, action)[0] for game in frontier for action in MOVES} - seen
-        seen |= frontier
+        frontier = {oracle_act(game, action)[0] for game in frontier for action in MOVES} - visited
+        visited |= frontier
     return None
 
 
 def make_random_board(rng, rows, cols, boxes, wall_fraction=0.25):
-    """A board with random inner walls, where boxes and player may stand on targets."""
+    """Make a board with random inner walls, where boxes and player may be on targets."""
     inner = [(r, c) for r in range(1, rows - 1) for c in range(1, cols - 1)]
     order = [inner[i] for i in rng.permutation(len(inner))]
     walls = min(int(wall_fraction * len(inner)), len(inner) - 2 * boxes - 1)
@@ -96,7 +96,7 @@ def make_random_board(rng, rows, cols, boxes, wall_fraction=0.25):
 
 
 def oracle_generate_level(seed, rows, cols, num_steps, search_depth, tries=4, p_change_directions=0.35):
-    """The published generator, told again over sets of places; None where a seed makes no level."""
+    """The published generator over sets of places. Returns None where a seed makes no level."""
     rng, numpy_rng = random.Random(seed), np.random.RandomState(seed)
     for _ in range(tries):
         floor = oracle_carve(rng, rows, cols, num_steps, p_change_directions)
@@ -129,14 +129,14 @@ def oracle_carve(rng, rows, cols, num_steps, p_change_directions):
 
 
 def oracle_reverse_play(floor, player, target, search_depth):
-    """(score, box, player) of the first best state in depth-first order."""
-    seen = set()
+    """Return (score, box, player) of the first best state in depth-first order."""
+    visited = set()
     best = [-1, None, None]
 
     def visit(player, box, has_pulled, depth):
-        if depth >= search_depth or (player, box, has_pulled) in seen:
+        if depth >= search_depth or (player, box, has_pulled) in visited:
             return
-        seen.add((player, box, has_pulled))
+        visited.add((player, box, has_pulled))
         score = abs(box[0] - target[0]) + abs(box[1] - target[1]) if has_pulled and player != target else 0
         if score > best[0]:
             best[:] = score, box, player

@@ -1,11 +1,11 @@
-"""The published early stops as the training loop does them: counters that live from step to step."""
+"""The published early stops as in the training loop, with counters that are updated at every step."""
 
 from collections import deque
 from typing import Any
 
 
 class LiveStopRules:
-    """Feed it the rows of a run one by one; it says which rules fire at that step. No row is repeated."""
+    """Takes the rows of a run one by one and returns which rules fire at each step. No row may be repeated."""
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings

@@ -1,5 +1,5 @@
-"""The losses of one optimizer step as published, literally: whole padded forwards of transformers, one micro-batch at a
-time, shifted labels, masked sums. Shapes: B sequences, T tokens; a micro-batch's numbers are (b, T - 1)."""
+"""The losses of one optimizer step as published: full padded forward passes of transformers, one micro-batch at a time,
+with shifted labels and masked sums. Shapes: B sequences, T tokens. The numbers of a micro-batch are (b, T - 1)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ def published_agg_loss(loss: Tensor, mask: Tensor, mode: str, padded_length: int
 def policy_loss(
     logprob: Tensor, old: Tensor, advantage: Tensor, settings: ActorConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, and where the clip and the dual clip acted."""
+    """Return the loss, and where the clip and the dual clip are active."""
     ratio = (logprob - old).clamp(-20, 20).exp()
     unclipped_loss = -advantage * ratio
     clipped_loss = -advantage * torch.clamp(ratio, 1 - settings.clip_ratio_low, 1 + settings.clip_ratio_high)
@@ -43,7 +43,7 @@ def policy_loss(
     )
 
 
-def kl_term(logprob: Tensor, reference: Tensor, kind: str) -> Tensor:
+def kl_term(logprob: Tensor, reference: Tensor, kl_loss_type: str) -> Tensor:
     d = logprob - reference
     k3 = torch.clamp(torch.exp(-d) + d - 1, -10, 10)
     value = {
@@ -54,8 +54,8 @@ def kl_term(logprob: Tensor, reference: Tensor, kind: str) -> Tensor:
         "k2": d * d / 2,
         "low_var_kl": k3,
         "k3": k3,
-    }[kind.removesuffix("+")]
-    return value.detach() + d * d / 2 - (d * d / 2).detach() if kind.endswith("+") else value
+    }[kl_loss_type.removesuffix("+")]
+    return value.detach() + d * d / 2 - (d * d / 2).detach() if kl_loss_type.endswith("+") else value
 
 
 @dataclass
@@ -94,7 +94,7 @@ def compute_actor_step(
     settings: ActorConfig,
     temperature: float,
 ) -> Step:
-    """The policy's mini-batch: policy loss - entropy_coeff * entropy + kl_loss_coef * KL, by micro-batches."""
+    """Compute a mini-batch of the policy: policy loss - entropy_coeff * entropy + kl_loss_coef * KL."""
     _zero_gradients(twin)
     micro_batches = list(_split_micro_batches(rows, settings.ppo_micro_batch_size_per_gpu))
     sums = dict.fromkeys(("pg_loss", "entropy_loss", "kl_loss"), 0.0)
@@ -141,7 +141,7 @@ def compute_critic_step(
     mode: str = "token-mean",
     micro_size: int | None = None,
 ) -> Step:
-    """The critic's mini-batch; gradients are named as of a module with `model` and `score`."""
+    """Compute a mini-batch of the critic. Gradients have the names of a module with `model` and `score`."""
     critic = torch.nn.ModuleDict({"model": twin.model, "score": head})  # type: ignore[dict-item]
     _zero_gradients(critic)
     micro_batches = list(_split_micro_batches(rows, micro_size or settings.ppo_micro_batch_size_per_gpu))

@@ -1,7 +1,7 @@
 """Slow, literal versions of the update rules: loops over the rollouts, tokens and actions of one member, in float64.
 
-Each takes the log-probabilities twice: `live` are those that the loss is a function of, `frozen` those inside what the
-formulas hold constant. The gradient of a rule is the derivative by `live` alone.
+Each takes the log-probabilities twice. The loss is a function of `live`, and `frozen` are those inside the terms that
+the formulas treat as constants. The gradient of a rule is the derivative by `live` alone.
 """
 
 import math
@@ -16,7 +16,7 @@ Table = list[list[list[float]]]
 
 @dataclass
 class Member:
-    """What one member sampled, as lists; B rollouts, T positions, K candidates or rollouts of a group."""
+    """The samples of one member as lists of B rollouts, T positions, and K candidates or rollouts of a group."""
 
     actions: list[list[int]]
     labels: list[list[int]]
@@ -40,7 +40,7 @@ class Member:
         return len(self.actions[0])
 
     def list_groups(self) -> list[list[int]]:
-        """Kept rollouts of each group that has one; an ungrouped batch is one group."""
+        """List the kept rollouts of each group that has any. An ungrouped batch is one group."""
         size = self.group_size or len(self.rewards)
         starts = range(0, len(self.rewards), size)
         groups = [[i for i in range(start, start + size) if self.keep[i]] for start in starts]
@@ -265,7 +265,7 @@ def normalize(values: Sequence[float], divide: bool = True) -> list[float]:
 
 
 def clipped_losses(m: Member, live: Table, divide: bool, high: float, low: float, beta: float) -> list[list[float]]:
-    """Loss of each token of each kept rollout."""
+    """Compute the loss of each token of each kept rollout."""
     rows = []
     for group in m.list_groups():
         for i, advantage in zip(group, normalize([m.rewards[j] for j in group], divide), strict=True):

@@ -1,4 +1,4 @@
-"""What hypothesis draws for trainable/algo: masks with 0 and 1 trained tokens, scores with ties and zeros, groups."""
+"""Hypothesis strategies for trainable/algo: masks with few trained tokens, scores with ties and zeros, and groups."""
 
 from typing import NamedTuple
 
@@ -30,12 +30,12 @@ def matrix(elements: st.SearchStrategy, rows: int, columns: int) -> st.SearchStr
 
 @st.composite
 def masks(draw: st.DrawFn, rows: int, columns: int) -> Tensor:
-    """(B, T) bool; all False and a single True come often."""
-    kind = draw(st.sampled_from(["any", "any", "any", "none", "one"]))
-    if kind == "any":
+    """Draw a (B, T) bool mask. All False and a single True are frequent."""
+    mask_kind = draw(st.sampled_from(["any", "any", "any", "none", "one"]))
+    if mask_kind == "any":
         return torch.tensor(draw(matrix(st.booleans(), rows, columns)))
     mask = torch.zeros(rows, columns, dtype=torch.bool)
-    if kind == "one":
+    if mask_kind == "one":
         mask[draw(st.integers(0, rows - 1)), draw(st.integers(0, columns - 1))] = True
     return mask
 
@@ -53,7 +53,7 @@ def sequences(draw: st.DrawFn) -> Sequences:
 
 
 def score_vectors(signed: bool = False) -> st.SearchStrategy:
-    """Group scores as float32 numbers, 1 to 10 of them: ties, zeros, all zero, near zero, bimodal."""
+    """Draw 1 to 10 group scores as float32 numbers, with ties and zeros, or all zero."""
     tied_scores = st.sampled_from([0.0, 0.0, 0.125, 0.25, 1.0, 2.0, 2.0, 6.0])
     positive_scores = st.floats(0, 6.25, width=32, allow_subnormal=False)
     negative_scores = st.floats(-6.25, 0, width=32, allow_subnormal=False)
@@ -67,7 +67,7 @@ def score_vectors(signed: bool = False) -> st.SearchStrategy:
 
 @st.composite
 def grouped_scores(draw: st.DrawFn) -> tuple[list[float], list[int]]:
-    """Scores (B,) and group ids (B,): groups of one, of equal scores, interleaved."""
+    """Draw scores (B,) and group ids (B,). Groups may have one member or equal scores, and are interleaved."""
     size = draw(st.integers(1, 10))
     scores = draw(st.lists(numbers, min_size=size, max_size=size))
     return scores, draw(st.lists(st.integers(-1, 3), min_size=size, max_size=size))

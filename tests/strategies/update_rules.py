@@ -1,4 +1,4 @@
-"""Batches for the update rules: drawn shapes, rewards with ties, keep masks, several members; and how to slice them."""
+"""Hypothesis strategies for batches of the update rules: shapes, rewards with ties, keep masks and several members."""
 
 from dataclasses import fields, replace
 from typing import NamedTuple
@@ -44,7 +44,7 @@ class Case(NamedTuple):
     config: UpdateRuleConfig
 
     def to_on_policy(self) -> "Case":
-        """The same samples, drawn by the policy that learns."""
+        """Return the same samples with the log-probabilities of the policy that learns."""
         action_log_probs = self.log_probs.gather(-1, self.rollouts.actions.unsqueeze(-1)).squeeze(-1)
         candidates = self.rollouts.candidates
         if candidates is not None:
@@ -57,15 +57,15 @@ class Case(NamedTuple):
 def make_random_case(
     seed: int, method: str, members: int, groups: int, length: int, grouped: bool = False, **overrides: object
 ) -> Case:
-    """A case of seeded random numbers; rewards are from a few values, so that groups have ties."""
-    g = torch.Generator().manual_seed(seed)
+    """Make a case of seeded random numbers. Rewards have few values, so that groups have ties."""
+    generator = torch.Generator().manual_seed(seed)
     shape = (members, groups * GROUP_SIZE, 1 if method in ONE_ACTION else length)
-    log_probs = torch.log_softmax(1.5 * torch.randn(*shape, N_ACTIONS, generator=g, dtype=torch.float64), -1)
-    draw_integers = lambda below, *s: torch.randint(below, s, generator=g)  # noqa: E731
+    log_probs = torch.log_softmax(1.5 * torch.randn(*shape, N_ACTIONS, generator=generator, dtype=torch.float64), -1)
+    draw_integers = lambda below, *sizes: torch.randint(below, sizes, generator=generator)  # noqa: E731
     reward_values = torch.tensor(BINARY_REWARD_VALUES if method in BINARY else REWARD_VALUES, dtype=torch.float64)
     actions = draw_integers(N_ACTIONS, *shape)
-    perturb = lambda logs: logs + 0.3 * torch.randn(logs.shape, generator=g, dtype=torch.float64)  # noqa: E731
-    keep = torch.rand(shape[:2], generator=g) < 0.7
+    perturb = lambda logs: logs + 0.3 * torch.randn(logs.shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    keep = torch.rand(shape[:2], generator=generator) < 0.7
     keep[:, draw_integers(shape[1], 1)] = True
     candidate_actions = draw_integers(N_ACTIONS, *shape, GROUP_SIZE)
     candidates = Candidates(
@@ -83,8 +83,10 @@ def make_random_case(
         keep_mask=keep,
         age=draw_integers(40, members),
         group_size=GROUP_SIZE if grouped or RULES[method].has_groups else None,
-        score_mask=torch.rand(shape, generator=g) < 0.6 if draw_integers(2, 1) else None,
-        expected_reward=torch.rand(shape[:2], generator=g, dtype=torch.float64) if draw_integers(3, 1) == 0 else None,
+        score_mask=torch.rand(shape, generator=generator) < 0.6 if draw_integers(2, 1) else None,
+        expected_reward=torch.rand(shape[:2], generator=generator, dtype=torch.float64)
+        if draw_integers(3, 1) == 0
+        else None,
         candidates=candidates if RULES[method].has_candidates else None,
     )
     return Case(rollouts, log_probs, make_config(method, **overrides))
@@ -118,7 +120,7 @@ def cases(draw: st.DrawFn, methods: tuple[str, ...] = METHODS) -> Case:
 
 
 def slice_members(rollouts: Rollouts, members: slice) -> Rollouts:
-    """The batch of some members."""
+    """Return the batch of some members."""
     candidates = rollouts.candidates
     if candidates is not None:
         candidates = Candidates(candidates.actions[members], candidates.log_probs[members], candidates.rewards[members])
@@ -128,7 +130,7 @@ def slice_members(rollouts: Rollouts, members: slice) -> Rollouts:
 
 
 def make_member(rollouts: Rollouts, e: int) -> Member:
-    """Member `e` of the batch, as lists."""
+    """Return member `e` of the batch as lists."""
     mask = rollouts.score_mask if rollouts.score_mask is not None else torch.ones_like(rollouts.actions).bool()
     candidates = rollouts.candidates
     return Member(

@@ -11,13 +11,13 @@ from trainable.tiny.recipe import make_shape, write_model
 
 @pytest.fixture(autouse=True, scope="session")
 def _use_one_thread() -> None:
-    """As a trial trains; sums do not depend on the machine's cores then."""
+    """Use one thread, as a trial does, so that sums do not depend on the number of cores."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def random_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of the tiny shape with random weights, in the hub's format."""
+    """A model of the tiny shape with random weights, in the format of the hub."""
     folder: Path = tmp_path_factory.mktemp("random-model")
     write_model(make_random_model(make_shape(), std=0.1), folder)
     return folder
@@ -30,8 +30,8 @@ def _clean_up_after_test() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> UninterruptedRun:
-    """A whole run of three steps; kept checkpoints after the second and the last."""
+def uninterrupted_run(tmp_path_factory: pytest.TempPathFactory) -> UninterruptedRun:
+    """An uninterrupted run of three steps, with saved checkpoints after the second and the last step."""
     folder = tmp_path_factory.mktemp("straight")
     trainable = start_trial(folder, trainer__save_freq=2)
     return folder, [trainable.step() for _ in range(3)]

@@ -1,4 +1,4 @@
-"""A trial with one run, without Ray's driver: the calls that Tune would make, in this process."""
+"""A trial with one run and without Ray's driver: the test makes the calls that Tune would make."""
 
 from pathlib import Path
 
@@ -23,27 +23,26 @@ from trainable.runs.run_files import append_json_line
 from trainable.trial import Trial
 
 
-def test_a_row_has_every_column_and_says_whose_it_is(straight: UninterruptedRun) -> None:
+def test_a_row_has_every_column_and_the_identity_of_its_run(uninterrupted_run: UninterruptedRun) -> None:
     columns = {column.name for column in (*DEFAULT_STEP_COLUMNS, *STOP_COLUMNS)}
-    for step, row in enumerate(straight[1], start=1):
+    for step, row in enumerate(uninterrupted_run[1], start=1):
         assert set(row) == columns | set(IDENTITY) | {"step", "training_iteration", "done", "note", "saved"}
         assert {name: row[name] for name in IDENTITY} == IDENTITY
         assert (row["step"], row["done"]) == (step, step == 3)
         assert (row["stop_rule"], row["stop_value"]) == ("", None)
 
 
-def test_rows_are_on_disk_as_they_were_reported(straight: UninterruptedRun) -> None:
-    rows, _ = read_run_files(straight[0])
-    assert not any(
-        value is None for row in rows for value in row.values()
-    )  # columns that were not measured take no space on disk
+def test_rows_are_on_disk_as_they_were_reported(uninterrupted_run: UninterruptedRun) -> None:
+    rows, _ = read_run_files(uninterrupted_run[0])
+    # Columns without a measurement take no space on disk.
+    assert not any(value is None for row in rows for value in row.values())
     rows = [{**make_empty_row(), **row} for row in rows]
     reported = [{**row, "training_iteration": row["step"], "note": "", "saved": True} for row in rows]
-    assert [{**row, "done": row["step"] == 3} for row in reported] == straight[1]
+    assert [{**row, "done": row["step"] == 3} for row in reported] == uninterrupted_run[1]
 
 
-def test_evaluations_are_on_disk(straight: UninterruptedRun) -> None:
-    folder, rows = straight
+def test_evaluations_are_on_disk(uninterrupted_run: UninterruptedRun) -> None:
+    folder, rows = uninterrupted_run
     _, lines = read_run_files(folder)
     assert [(line["step"], line["split"], line["mode"]) for line in lines] == [
         (0, "val", "sampled"),
@@ -69,23 +68,23 @@ def test_evaluations_are_on_disk(straight: UninterruptedRun) -> None:
         assert rows[row][column] == pytest.approx(line["success"].count("1") / len(line["success"]))
 
 
-def test_the_rows_are_those_of_the_trainer(straight: UninterruptedRun) -> None:
+def test_the_rows_are_those_of_the_trainer(uninterrupted_run: UninterruptedRun) -> None:
     trainer = PPOTrainer(make_small_config(env__val_env_groups=4, env__test_env_groups=2))
-    for wanted in straight[1]:
+    for expected_row in uninterrupted_run[1]:
         row = trainer.step().row
-        if wanted["step"] == 3:
+        if expected_row["step"] == 3:
             row = trainer.evaluate_final()[0].add_to_row(row)
-        assert {name: wanted[name] for name in drop_times(row)} == drop_times(row)
+        assert {name: expected_row[name] for name in drop_times(row)} == drop_times(row)
 
 
-def test_checkpoints_are_kept_every_save_freq_steps_and_at_the_end(straight: UninterruptedRun) -> None:
-    folder, _ = straight
+def test_checkpoints_are_kept_every_save_freq_steps_and_at_the_end(uninterrupted_run: UninterruptedRun) -> None:
+    folder, _ = uninterrupted_run
     assert sorted(path.name for path in (folder / "saved").iterdir()) == ["global_step_2", "global_step_3"]
     assert read_checkpoint(folder / "saved" / "global_step_2")[1]["step"] == 2
     assert find_newest_checkpoint(folder).name == "step_3"
-    rolling = read_checkpoint(find_newest_checkpoint(folder))[0]
-    last = read_checkpoint(folder / "saved" / "global_step_3")[0]
-    assert all(torch.equal(rolling[name], last[name]) for name in rolling)
+    rolling_tensors = read_checkpoint(find_newest_checkpoint(folder))[0]
+    saved_tensors = read_checkpoint(folder / "saved" / "global_step_3")[0]
+    assert all(torch.equal(rolling_tensors[name], saved_tensors[name]) for name in rolling_tensors)
 
 
 @pytest.mark.parametrize("save_freq", [-1, 0])
@@ -106,14 +105,14 @@ def test_the_rolling_state_is_written_every_resume_every_steps(tmp_path: Path) -
 
 def test_two_rolling_states_are_kept_while_a_run_is_under_way_and_one_at_its_end(tmp_path: Path) -> None:
     trainable = start_trial(tmp_path)
-    kept = []
+    checkpoint_names = []
     for _ in range(3):
         trainable.step()
-        kept.append(sorted(path.name for path in (tmp_path / "runs" / "r" / "state").iterdir()))
-    assert kept == [["step_1"], ["step_1", "step_2"], ["step_3"]]
+        checkpoint_names.append(sorted(path.name for path in (tmp_path / "runs" / "r" / "state").iterdir()))
+    assert checkpoint_names == [["step_1"], ["step_1", "step_2"], ["step_3"]]
 
 
-def test_an_interrupted_run_writes_its_state_whatever_the_rhythm(tmp_path: Path) -> None:
+def test_an_interrupted_run_writes_a_checkpoint_whatever_resume_every_is(tmp_path: Path) -> None:
     interrupt = tmp_path / "interrupt"
     trainable = start_trial(tmp_path, interrupt=str(interrupt), trainer__resume_every=100)
     trainable.step()
@@ -126,12 +125,12 @@ def test_an_interrupted_run_writes_its_state_whatever_the_rhythm(tmp_path: Path)
 # ---------------------------------------------------------------------------- ended
 
 
-def test_a_finished_run_reports_its_last_row_and_trains_nothing(straight: UninterruptedRun) -> None:
-    folder, rows = straight
-    before = read_run_files(folder)
+def test_a_finished_run_reports_its_last_row_and_trains_nothing(uninterrupted_run: UninterruptedRun) -> None:
+    folder, rows = uninterrupted_run
+    files_before = read_run_files(folder)
     trainable = Trial(make_trial_config(folder, finished=True))
     assert trainable.step() == rows[-1]
-    assert read_run_files(folder) == before
+    assert read_run_files(folder) == files_before
 
 
 STOPS = {
@@ -142,7 +141,7 @@ STOPS = {
 }
 
 
-def test_the_row_at_which_a_rule_fires_has_the_closing_evaluation(tmp_path: Path) -> None:
+def test_the_row_at_which_a_rule_fires_has_the_final_evaluation(tmp_path: Path) -> None:
     # Success below 1.1 in two validations in a row: the rule fires at step 2.
     trainable = start_trial(tmp_path, **STOPS)
     first, second = trainable.step(), trainable.step()
@@ -164,10 +163,11 @@ def test_the_row_at_which_a_rule_fires_has_the_closing_evaluation(tmp_path: Path
 def test_a_run_that_a_rule_has_stopped_does_not_continue(tmp_path: Path) -> None:
     trainable = start_trial(tmp_path, **STOPS)
     trainable.step()
-    stopped = trainable.step()
-    assert trainable.step() == {**stopped, "done": True}  # an experiment without our Stoppers ends it too
-    again = start_trial(tmp_path, **STOPS)
-    assert again.step() == {**stopped, "done": True}
+    last_row = trainable.step()
+    # This also ends the trial in an experiment without our Stoppers.
+    assert trainable.step() == {**last_row, "done": True}
+    resumed = start_trial(tmp_path, **STOPS)
+    assert resumed.step() == {**last_row, "done": True}
     assert [row["step"] for row in read_run_files(tmp_path)[0]] == [1, 2]
 
 
@@ -175,21 +175,21 @@ def test_a_run_that_a_rule_has_stopped_does_not_continue(tmp_path: Path) -> None
 
 
 def test_an_actor_that_is_used_again_serves_the_other_run_as_a_fresh_one_would(
-    tmp_path: Path, straight: UninterruptedRun
+    tmp_path: Path, uninterrupted_run: UninterruptedRun
 ) -> None:
     trainable = start_trial(tmp_path / "other", seed=1, actor__entropy_coeff=0.1)
-    other = trainable.step()
+    other_row = trainable.step()
     assert trainable.reset_config(make_trial_config(tmp_path / "mine"))
     rows = [trainable.step() for _ in range(3)]
-    assert [drop_times(row) for row in rows] == [drop_times(row) for row in straight[1]]
-    assert drop_times(other) != drop_times(rows[0])
-    assert trainable.reset_config(make_trial_config(straight[0], finished=True))
-    assert trainable.step() == straight[1][-1]
+    assert [drop_times(row) for row in rows] == [drop_times(row) for row in uninterrupted_run[1]]
+    assert drop_times(other_row) != drop_times(rows[0])
+    assert trainable.reset_config(make_trial_config(uninterrupted_run[0], finished=True))
+    assert trainable.step() == uninterrupted_run[1][-1]
     assert trainable.reset_config(make_trial_config(tmp_path / "mine"))
-    assert drop_times(trainable.step()) == drop_times(straight[1][-1])
+    assert drop_times(trainable.step()) == drop_times(uninterrupted_run[1][-1])
 
 
-def test_the_seed_is_the_runs_own(tmp_path: Path) -> None:
+def test_a_trainer_has_the_seed_of_its_run(tmp_path: Path) -> None:
     trainable = start_trial(tmp_path, seed=2)
     trainer = trainable.begin().trainer.trainer
     assert trainer.config.seed == 2
@@ -201,6 +201,6 @@ def test_rows_of_other_tools_in_the_file_do_not_matter(tmp_path: Path) -> None:
     trainable = start_trial(tmp_path, **STOPS)
     trainable.step()
     append_json_line(tmp_path / "runs" / "r" / "metrics.jsonl", {"step": 2, "groups_kept": 2, "val_success": 0.0})
-    again = start_trial(tmp_path, **STOPS)
-    assert not again.begin().is_over
-    assert again.step()["step"] == 2
+    resumed = start_trial(tmp_path, **STOPS)
+    assert not resumed.begin().is_over
+    assert resumed.step()["step"] == 2

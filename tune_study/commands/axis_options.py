@@ -16,12 +16,12 @@ VALUES_OPTION = "--values"
 def add_axis_options(studies: Iterable[Study]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator that gives a command an option for every flag that one of `studies` declares for its axis.
 
-    The command receives all of them as one argument `axes`: flag -> the text that was typed, or None. In the help they
-    appear at the position of `axes` among the parameters. Each has both spellings (--kl-values, --kl_values).
+    The command receives all of these options as one argument `axes`: flag -> the text that was typed, or None. In the
+    help they appear at the position of `axes` among the parameters. Each has both spellings (--kl-values, --kl_values).
     """
     studies_by_flag: dict[str, list[Study]] = {}
     for study in studies:
-        if study.axis.option != VALUES_OPTION:
+        if study.axis.option != VALUES_OPTION:  # --values is an option of the command itself
             studies_by_flag.setdefault(study.axis.option, []).append(study)
     parameter_names = {flag: flag.strip("-").replace("-", "_") for flag in studies_by_flag}
 
@@ -35,7 +35,8 @@ def add_axis_options(studies: Iterable[Study]) -> Callable[[Callable[..., None]]
             option = Option(*_make_spellings(flag), metavar="LIST", help=_format_help(studies_by_flag[flag]))
             annotation = Annotated[str | None, option]
             options.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
-        # Typer reads the options of a command from its signature.
+        # Typer reads the options of a command from its signature, in which the options take the place of `axes`. All
+        # parameters become keyword-only, because one with a default may then precede one without.
         signature = inspect.signature(command)
         parameters = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in signature.parameters.values()

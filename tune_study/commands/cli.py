@@ -1,4 +1,7 @@
-"""The command line. Modules that need Ray or torch are imported inside commands, so that the others start quickly."""
+"""The command line.
+
+Modules that need Ray or torch are imported inside the commands that use them, so that the other commands start quickly.
+"""
 
 import functools
 import os
@@ -48,7 +51,7 @@ RUN_EXAMPLE = "Example: python -m tune_study run kl --kl-values 0,0.01,0.1 --ste
 
 def main() -> None:
     """Entry point of `python -m tune_study` and of the command `tune-study`."""
-    protect_output()
+    protect_output()  # before the first line is printed
     # With `python -m` the first argument is the path of __main__.py, which nobody types.
     app(prog_name="python -m tune_study" if Path(sys.argv[0]).name == "__main__.py" else None)
 
@@ -147,7 +150,8 @@ def run(
         ]
 
     plans = make_plans(options)
-    # Only a preset that nobody asked for, on GPUs that nobody chose, is replaced by the smaller one.
+    # Only a preset that the user did not ask for, on GPUs that the user did not choose, is replaced by the smaller one.
+    # A model or an address is also a choice of the paper preset.
     has_gpu_options = (model, gpus, gpus_per_exp, gpu_memory_utilization, gpu_memory_gib, address) != (None,) * 6
     if preset is None and options.preset == "paper" and not has_gpu_options:
         reason = explain_paper_misfit(plans, launch_options, visible_gpus, outputs.format_command_line())
@@ -202,7 +206,7 @@ def report(run: opt.RunLocation) -> None:
 @app.command("replay-stoppers", epilog=f"\b\n{REPLAY_EXAMPLE}")
 @report_errors
 def replay_stoppers(run: opt.RunLocation, assignments: opt.Thresholds = None) -> None:
-    """Apply the stop rules to the rows of RUN: when each would have fired, and whether rightly."""
+    """Apply the stop rules to the rows of RUN, and show when each would have fired and whether it would be right."""
     from tune_study.commands import replay
 
     with locate.open_for_reading(run) as (folder, _):
@@ -235,10 +239,12 @@ def probe(
         "trainer.ray_num_cpus": ray_num_cpus,
     }
     if gpus is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(resources.parse_gpus(gpus))  # before torch looks
+        # Before torch is imported below: it reads this variable once.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(resources.parse_gpus(gpus))
     from tune_study.commands import probe as probing
 
     path = probing.find_checkpoint_path(checkpoint_root, checkpoint_step, resume_from_path)
+    # Only now, because it may download rows, and a wrong path should be reported at once.
     folder = locate.fetch_for_writing(run)
     target = probing.find_target(folder, trial, checkpoint_step, path, algo)
     option_overrides = {name: value for name, value in typed_settings.items() if value is not None}
@@ -261,7 +267,7 @@ def plot_gradients(
 ) -> None:
     """Plot the gradient analyses of RUN: figures and numbers of each analysed step."""
     folder = locate.fetch_for_writing(run)
-    from tune_study.commands import plot_gradients
+    from tune_study.commands import plot_gradients  # imports matplotlib
 
     frames = plot_gradients.read_analyses(folder)
     selections = plot_gradients.select_steps(frames, trial, source, plot_gradients.parse_steps(steps or []))

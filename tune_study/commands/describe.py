@@ -31,7 +31,7 @@ def print_studies(console: Console, studies: Sequence[Study], suites: Mapping[st
         print_line(console, f"{study.name}: {study.question.strip()}")
         print_line(console, f"  axis    {study.axis.setting}, option {study.axis.option}")
         grids = study.axis.grids
-        if len(set(grids.values())) == 1:
+        if len(set(grids.values())) == 1:  # all presets have the same values
             print_line(console, f"  values  {_shorten_values(study, next(iter(grids.values())))}")
         else:
             for preset, grid in grids.items():
@@ -60,7 +60,13 @@ def print_plan(
 ) -> None:
     """Print the plan of a study: runs, resources, steps, paths and memory.
 
-    disk_line: its disk budget. memory: memory plan of its largest run. gpu_names: of the GPUs in use.
+    Args:
+        console: output.
+        plan: the study.
+        resource_plan: its resources.
+        disk_line: its disk budget in words.
+        memory: memory plan of the run that needs most; None if it is not known.
+        gpu_names: names of the GPUs in use.
     """
     for line in [
         *_format_plan_lines(plan, resource_plan),
@@ -69,7 +75,7 @@ def print_plan(
         f"Summary log: {plan.summary_log}",
     ]:
         print_line(console, line)
-    # Memory is planned for runs on GPUs only.
+    # The memory plan is one of GPU memory: a run on the CPU has none.
     if resource_plan.gpu_slots:
         print_memory(console, plan, resource_plan, memory, gpu_names)
     rows = [
@@ -108,7 +114,7 @@ def _format_plan_lines(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str
 
 
 def _describe_trial(plan: StudyPlan) -> str:
-    """The unit that reserves resources, as the subject of a sentence."""
+    """The unit that reserves resources, a run or a trial of several runs, as the subject of a sentence."""
     return "Each trial (all seeds of an arm)" if plan.study.family.has_batched_seeds else "Each run"
 
 
@@ -142,9 +148,11 @@ def _format_seeds(plan: StudyPlan) -> str:
 def print_status(console: Console, folder: Path, location: str, study: dict[str, Any], is_running: bool) -> None:
     """Print whether a study is running, finished or unfinished, and every run with its status.
 
-    location: the path of the folder as it was typed, or the URI that its files were fetched from. is_running: whether a
-    process runs the study. Without one, a run with the status `running` was interrupted.
+    location: the path of the folder as it was typed, or the URI that its files were fetched from. study: the content of
+    study.json. is_running: whether a driver runs the study. Without one, a run with the status `running` was
+    interrupted: its driver was killed before it could write another status.
     """
+    # Studies of version 0.1 have no family in study.json. All of them fine-tuned a language model with PPO.
     rows, metric = [], FAMILIES.get(study.get("family", PPO.name), PPO).primary_metric
     counts: Counter[str] = Counter()
     for entry in study["runs"]:
@@ -158,7 +166,7 @@ def print_status(console: Console, folder: Path, location: str, study: dict[str,
         step = step_rows[-1]["step"] if step_rows else 0
         total_steps = study["settings"]["trainer"]["total_training_steps"]
         metric_values = (row.get(metric) for row in reversed(step_rows))
-        # Rows are read from disk: a value that is not a rate in [0, 1] is skipped.
+        # Rows are read from disk and may be damaged: a value that is not a rate in [0, 1] is skipped.
         metric_value = next(
             (value for value in metric_values if isinstance(value, int | float) and 0 <= value <= 1), None
         )
@@ -174,7 +182,7 @@ def print_status(console: Console, folder: Path, location: str, study: dict[str,
 
 
 class SettingRow(NamedTuple):
-    """A row of the list of settings. name: dotted. is_common: whether the short list includes it."""
+    """A row of the list of settings. name: dotted name. is_common: whether the short list includes the setting."""
 
     name: str
     defaults: tuple[str, ...]
@@ -217,7 +225,7 @@ def _make_section_rows(
     rows: list[SettingRow] = []
     for name, field in section.model_fields.items():
         annotation, values = field.annotation, [getattr(config, name) for config in configs]
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):  # a section, such as `actor`
             rows += _make_section_rows(study, annotation, values, f"{prefix}{name}.")
         elif name != "seed":
             is_swept = prefix + name in study.axis.swept_fields
@@ -232,7 +240,7 @@ def _format_value(value: object) -> str:
 
 
 def _format_allowed(annotation: Any, metadata: Sequence[Any]) -> str:
-    """The allowed values of a field, in words."""
+    """The allowed values of a field, in words. annotation, metadata: the field's type and bounds in pydantic."""
     if get_origin(annotation) is Literal:
         return " | ".join(str(choice) for choice in get_args(annotation))
     operators = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -243,7 +251,7 @@ def _format_allowed(annotation: Any, metadata: Sequence[Any]) -> str:
         if getattr(constraint, bound, None) is not None
     ]
     type_names = {bool: "True | False", int: "whole number", float: "number", str: "text"}
-    # Optional types come first: they are unions as well.
+    # `int | None` is a union too, but is shown as `whole number, or null`, so it comes first.
     alternatives = get_args(annotation)
     if type(None) in alternatives:
         return f"{_format_allowed(alternatives[0], metadata)}, or null"

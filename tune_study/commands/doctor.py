@@ -1,4 +1,7 @@
-"""Checks of this machine before a run: results, and advice for each problem. Quick checks come first, Ray last."""
+"""The command `doctor`: check this machine before a run, and give advice for each problem.
+
+Quick checks come first. The start of Ray comes last, since it needs what the others check.
+"""
 
 import contextlib
 import json
@@ -35,6 +38,7 @@ from tune_study.plan.study_plan import PlanError
 _TIMEOUT_S = 120.0
 """Time limit of an import, and of Ray's start. On a busy machine with two cores they take 10 s."""
 
+# Prints torch's version, the CUDA version that it is built for, the number of usable GPUs, and torch's last warning.
 _TORCH_SCRIPT = """
 import json, warnings, torch
 with warnings.catch_warnings(record=True) as caught:
@@ -47,7 +51,11 @@ _RAY_SCRIPT = "from tune_study.commands.doctor import start_ray; start_ray()"
 
 
 class ProcessResult(NamedTuple):
-    """How a separate Python process ended: its id, its last line of output, and the problem ("": none)."""
+    """How a separate Python process ended.
+
+    pid: its process id. output_line: its last line of output. problem: what went wrong; empty without a problem.
+    seconds: how long it ran.
+    """
 
     pid: int
     output_line: str
@@ -56,7 +64,7 @@ class ProcessResult(NamedTuple):
 
 
 def diagnose(console: Console, output: Path, preset: str | None, environ: Mapping[str, str]) -> int:
-    """Check this machine and print the report. Returns the exit code: 1 if there is a problem, else 0."""
+    """Check this machine and print the report; see `run_checks`. Returns the exit code: 1 for a problem, else 0."""
     results = run_checks(output, preset, environ, lambda line: print_line(console, line))
     print_report(console, results)
     return int(any(result.severity == "problem" for result in results))
@@ -66,7 +74,7 @@ def print_report(console: Console, results: Sequence[CheckResult]) -> None:
     """Print all results as a table, then advice for each that is not ok, then a summary."""
     rows = [[result.name, result.severity, result.detail] for result in results]
     print_table(console, ("check", "severity", "result"), rows)
-    # Problems come last, next to the summary.
+    # Problems come last, next to the summary: a terminal shows the end of the output.
     for severity in ("remark", "problem"):
         for result in results:
             if result.severity == severity:
@@ -82,10 +90,10 @@ def run_checks(
     """Run every check, in the order of the report. Raise PlanError for an unknown preset.
 
     Args:
-        output: folder of --output. It need not exist, and no file is left in it.
-        preset: of --preset; None chooses as `run` does.
-        environ: environment, also of the processes that are started.
-        announce: called before each check that takes seconds.
+        output: the folder of --output. It need not exist, and no file is left in it.
+        preset: the preset of --preset; None to choose it as `run` does.
+        environ: the environment variables, also of the processes that are started.
+        announce: called with a message before each check that takes seconds.
 
     A check that raises is reported as a problem, and the other checks continue.
     """
@@ -96,6 +104,7 @@ def run_checks(
             f"There is no preset `{format_value(chosen_preset)}`: type --preset {' or --preset '.join(PRESETS)}."
         )
     ray_folder = machine_checks.find_ray_folder(environ)
+    # Functions, so that each is called only in its turn and an error ends only the check that raises it.
     checks: tuple[tuple[str, Callable[[], Iterable[CheckResult]]], ...] = (
         ("requirements", lambda: check_requirements("tune_study")),
         ("processor", lambda: machine_checks.check_resources(chosen_preset, gpus)),
@@ -128,7 +137,7 @@ def _run_check(
 
 
 def check_requirements(distribution: str) -> list[CheckResult]:
-    """Compare Python and packages with the requirements of the installed `distribution`; a remark if not installed."""
+    """Compare Python and packages with the requirements of `distribution`; only a remark if it is not installed."""
     try:
         package_metadata = metadata.metadata(distribution)
     except metadata.PackageNotFoundError:
@@ -142,7 +151,7 @@ def check_requirements(distribution: str) -> list[CheckResult]:
 
 
 def check_python(specifier: str, version: str) -> CheckResult:
-    """Compare the version of Python with a specifier like `>=3.11`; an empty one allows all."""
+    """Compare the version of Python with a specifier like `>=3.11`. An empty specifier allows every version."""
     from packaging.specifiers import SpecifierSet
 
     if SpecifierSet(specifier).contains(version, prereleases=True):
@@ -172,13 +181,18 @@ def check_packages(requirements: Sequence[str], extras: Sequence[str]) -> list[C
 
 
 def find_unmet(requirements: Iterable[str], extra: str) -> dict[str, str]:
-    """Unmet requirement -> what is installed instead. extra: only what it adds; "": only what is always needed."""
+    """Unmet requirement -> what is installed instead.
+
+    requirements: of the package's metadata. extra: name of an extra, to check only the requirements that it adds; empty
+    to check only those that are always needed.
+    """
     from packaging.requirements import Requirement
 
     unmet_requirements = {}
     for requirement in map(Requirement, requirements):
         # Without its marker the requirement can be shown and typed to pip.
         marker, requirement.marker = requirement.marker, None
+        # A requirement that has `extra == "vllm"` in its marker is needed with this extra and not without.
         is_always_needed, is_needed = (marker is None or marker.evaluate({"extra": name}) for name in ("", extra))
         if not is_needed or (extra and is_always_needed):
             continue
@@ -193,13 +207,13 @@ def find_unmet(requirements: Iterable[str], extra: str) -> dict[str, str]:
 
 
 def check_preset_model(preset: str, environ: Mapping[str, str]) -> CheckResult:
-    """Check the model of a preset: damage to the shipped one is a problem, another that is missing is a remark."""
+    """Check the model of a preset. A damaged shipped model is a problem; another model that is missing is a remark."""
     path = apply_overrides(RunConfig(), PRESETS[preset]).model.path
     shipped_path = files("trainable") / "tiny" / "sokoban_tiny"
     try:
         check_model(str(shipped_path) if path == SHIPPED_MODEL else path, environ)
     except PlanError as error:
-        detail = str(error).partition(". ")[0]
+        detail = str(error).partition(". ")[0]  # the first sentence; the report has advice of its own
         if path == SHIPPED_MODEL:
             return CheckResult("model", "problem", detail, "Install tune_study again.")
         return CheckResult("model", "remark", detail, f"Type `hf download {path}`, or choose another with --model.")
@@ -216,14 +230,15 @@ def check_torch(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> list[CheckRe
 
 
 def check_torch_gpus(version: str, cuda: str, device_count: int, warning: str, gpus: Sequence[Gpu]) -> CheckResult:
-    """Compare torch with the GPUs.
+    """Check that torch can use the visible `gpus`.
 
-    cuda: the version that torch is built for, "" for none. device_count: how many GPUs torch can use. warning: torch's
-    last warning, "" for none.
+    version: torch's version. cuda: the CUDA version that torch is built for; empty for a build without CUDA.
+    device_count: number of GPUs that torch can use. warning: torch's last warning; empty if there was none.
     """
     name = "torch and GPU"
     if not gpus:
         return CheckResult(name, "ok", f"torch {version}; there is no GPU")
+    # The order is that of the causes: a build without CUDA never finds a GPU, whatever the driver.
     if not cuda:
         advice = "Install a build with CUDA (https://pytorch.org/get-started/locally), or type --preset laptop."
         return CheckResult(name, "problem", f"a GPU is visible, but torch {version} is built without CUDA", advice)
@@ -256,12 +271,13 @@ def _make_import_result(module: str, process_result: ProcessResult) -> CheckResu
 def check_ray_start(ray_folder: Path, environ: Mapping[str, str], timeout_s: float) -> CheckResult:
     """Check that Ray starts as in a run, runs one task and stops within `timeout_s` seconds.
 
-    ray_folder: where Ray keeps the files of its sessions.
+    ray_folder: the folder in which Ray keeps the files of its sessions.
     """
+    # In a separate process, which can be killed: calls to Ray never return if Ray's daemons die while they start.
     process_result = run_python(_RAY_SCRIPT, environ, timeout_s)
     if not process_result.problem:
         return CheckResult("start Ray", "ok", f"started and ran a task in {float(process_result.output_line):.1f} s")
-    # Without a session folder Ray failed before it could write a log.
+    # After an error the session folder stays for its logs. Without one, Ray failed before it could write a log.
     sessions = sorted(
         ray_folder.glob(f"{FOLDER_PREFIX}{process_result.pid}*/{RAY_SUBFOLDER}/session_*_{process_result.pid}")
     )
@@ -272,7 +288,10 @@ def check_ray_start(ray_folder: Path, environ: Mapping[str, str], timeout_s: flo
 
 
 def start_ray() -> None:
-    """Start Ray, run one of our functions in a worker, stop Ray, and print the seconds. Run in a separate process."""
+    """Start Ray, run one of our functions in a worker, stop Ray, and print the seconds of the start and the task.
+
+    `check_ray_start` calls it in a separate process.
+    """
     from tune_study.tune.local_ray import start_local_ray
     from tune_study.tune.run import prepare_environment
 
@@ -290,7 +309,8 @@ def start_ray() -> None:
 def run_python(code: str, environ: Mapping[str, str], timeout_s: float) -> ProcessResult:
     """Run `code` in a separate Python process for at most `timeout_s` seconds; then end it and its children.
 
-    Its output goes to files: a pipe would stay open as long as any process that it started.
+    Its output goes to files. A pipe would stay open until the last process that inherited it has ended, so reading it
+    could take longer than the time limit.
     """
     start_time, exit_code = time.monotonic(), None
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -304,9 +324,9 @@ def run_python(code: str, environ: Mapping[str, str], timeout_s: float) -> Proce
             kill_process_tree(process)
         seconds = time.monotonic() - start_time
         output_line, error_line = _read_last_line(out), format_value(_read_last_line(err), 300)
-    if exit_code is None:
+    if exit_code is None:  # it was killed above
         problem = f"it did not end within {timeout_s:g} s"
-    elif exit_code < 0:
+    elif exit_code < 0:  # Popen's way to report the signal that ended a process, such as a segmentation fault
         problem = f"it was ended by {signal.Signals(-exit_code).name}"
     else:
         problem = (error_line or f"it ended with exit code {exit_code}") if exit_code else ""
@@ -322,7 +342,8 @@ def _read_last_line(file: IO[bytes]) -> str:
 def kill_process_tree(process: subprocess.Popen[bytes]) -> None:
     """Kill a process that we started, if it still runs, and all its descendants, each by its id."""
     if process.poll() is not None:
-        return  # Its id may belong to another process by now.
+        return  # its id may belong to another process by now
+    # They are listed first: the children of a process that has ended are no longer known as its children.
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait()

@@ -1,4 +1,4 @@
-"""Checks of every node of a cluster before a study starts, made by a small Ray task on the node itself."""
+"""Check every node of a cluster before a study starts. A small Ray task on the node itself answers the questions."""
 
 import contextlib
 import hashlib
@@ -25,19 +25,24 @@ from tune_study.plan.study_plan import PlanError, StudyPlan
 from tune_study.tune.cluster import Node, count_fitting_runs
 
 _TIMEOUT_S = 180.0
+"""Seconds to wait for a node's answer: a worker has to start there and import our packages first."""
 _PACKAGES = ("tune_study", "trainable", "search_spaces", "analysis")
+"""Our packages, whose sources `compute_code_hash` reads."""
 _DRIVER_PACKAGES = ("python", "ray", "tune_study", "code")
-"""Packages whose version must be the same on the driver and on its nodes. Torch may differ: the driver needs none."""
+"""Packages whose version must be the same on the driver and on its nodes.
+
+Ray and pickled objects need the same Python and Ray. Torch may differ, since the driver computes nothing.
+"""
 
 
 class NodeQuery(NamedTuple):
     """The question to a node.
 
     Attributes:
-        marker: path or URI of a file that the node should see.
+        marker: path or URI of a file that the driver has written and the node should see.
         study_uri: URI of the study in its storage; None without a storage.
-        models: the models that runs load.
-        settings: of a run, as JSON; None for runs that fine-tune no language model.
+        models: paths or hub ids of the models that runs load.
+        settings: the settings of a run, as JSON; None for runs that fine-tune no language model.
     """
 
     marker: str
@@ -47,15 +52,15 @@ class NodeQuery(NamedTuple):
 
 
 class NodeReport(NamedTuple):
-    """A node's answer. It crosses Ray as a tuple, so the order of the fields must not change.
+    """A node's answer. Ray sends it as a tuple, so the order of the fields must not change.
 
     Attributes:
         versions: versions of packages, and `code`, a hash of our sources.
         marker_error: why the node does not see the marker; empty if it does.
-        setup_error: what is wrong with its models and engines; empty if nothing is.
-        free_disk_bytes: bytes available for scratch folders.
-        free_memory_bytes: bytes available to new processes.
-        gpu_memory_mib: MiB of each GPU, as far as known.
+        setup_error: message of the first error of its models and engines; empty without an error.
+        free_disk_bytes: bytes available for scratch folders; 0 without a storage.
+        free_memory_bytes: bytes of CPU memory available to new processes.
+        gpu_memory_mib: MiB of each GPU that nvidia-smi reports.
     """
 
     versions: dict[str, str]
@@ -67,7 +72,10 @@ class NodeReport(NamedTuple):
 
 
 def compute_code_hash() -> str:
-    """Twelve hex digits over our sources: the same for one commit on every machine, however it was installed."""
+    """Twelve hex digits that identify our sources: a hash of the relative path and content of every module.
+
+    They are the same for one commit on every machine, whether it was installed or checked out.
+    """
     digest = hashlib.sha256()
     root = Path(trainable.__file__).parent.parent
     for package in _PACKAGES:
@@ -77,7 +85,9 @@ def compute_code_hash() -> str:
 
 
 def inspect_node(query: NodeQuery) -> NodeReport:
-    """Answer `query` for the machine of this process; run on a node."""
+    """Answer `query` for the machine of this process. It is run on a node, as a Ray task."""
+    # An error of the model or the engines is part of the report, not raised: the driver compares versions first, which
+    # may explain it.
     try:
         if query.settings is not None:
             config = RunConfig.model_validate(query.settings)
@@ -100,6 +110,7 @@ def inspect_node(query: NodeQuery) -> NodeReport:
 
 
 def _find_marker_error(query: NodeQuery) -> str:
+    """Why this machine does not see the marker; empty if it does."""
     if query.study_uri is None:
         return "" if os.path.exists(query.marker) else "it does not exist there"
     from trainable.storage.remote import format_error, get_bytes, open_storage
@@ -121,13 +132,14 @@ def _measure_free_scratch(uri: str) -> int:
 
 
 def query_nodes(nodes: Sequence[Node], query: NodeQuery) -> dict[Node, NodeReport]:
-    """The report of every node. Raise PlanError that names a node which gives none."""
+    """The report of every node. Raise PlanError, naming the node, if one gives no report."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     # All tasks are started before the first answer is awaited. They reserve no CPU, so that a busy node can answer.
     references = {}
     for node in nodes:
+        # soft=False: Ray must not place the task on another node, whose answer would be taken for that of `node`.
         strategy = NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
         options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": strategy}
         references[node] = ray.remote(inspect_node).options(**options).remote(query)
@@ -135,6 +147,7 @@ def query_nodes(nodes: Sequence[Node], query: NodeQuery) -> dict[Node, NodeRepor
 
 
 def _wait_for_report(node: Node, reference: Any) -> NodeReport:
+    """The report of a node. reference: Ray's reference to the result of its task. PlanError if there is none."""
     import ray
 
     try:
@@ -177,11 +190,13 @@ def check_nodes(plan: StudyPlan, nodes: Sequence[Node]) -> dict[Node, NodeReport
 
 
 def _explain_unseen_marker(plan: StudyPlan, node: Node, reason: str) -> str:
+    """The message for a node that does not see the study's folder or storage. reason: the node's `marker_error`."""
     if plan.study_uri is not None:
         return (
             f"The node {node.name} cannot read --storage {plan.storage}: {reason}. Give the node the same access as "
             f"this machine: the network, and credentials in the environment in which `ray start` is typed."
         )
+    # A study whose trials train several runs cannot have a storage.
     storage_hint = "" if plan.study.family.has_batched_seeds else ", or --storage with a bucket or a shared folder"
     return (
         f"The node {node.name} does not see the folder {plan.output} of this machine, where every run writes: type "
@@ -191,9 +206,10 @@ def _explain_unseen_marker(plan: StudyPlan, node: Node, reason: str) -> str:
 
 @contextmanager
 def _make_marker(plan: StudyPlan) -> Iterator[str]:
-    """Create a file in the folder or storage that the runs will write to; yields its path or URI, then removes it."""
+    """Yield the path or URI of a new file in the folder or storage to which the runs will write; then remove it."""
     name = f".tune_study-{uuid4().hex}"
     if plan.storage is None:
+        # The study's folder may not exist yet, and must not be created before all checks have passed.
         folder = next(parent for parent in (plan.folder, *plan.folder.parents) if parent.is_dir())
         path = folder / name
         try:
@@ -213,14 +229,14 @@ def _make_marker(plan: StudyPlan) -> Iterator[str]:
     try:
         yield uri
     finally:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # an empty file that stays does no harm
             remove_file(open_uri(uri))
 
 
 def check_versions(driver_versions: Mapping[str, str], node_versions: Mapping[str, Mapping[str, str]]) -> None:
     """Raise PlanError if nodes differ in a package, or differ from the driver in a package of _DRIVER_PACKAGES.
 
-    driver_versions: package -> version. node_versions: name of a node -> its versions.
+    driver_versions: package -> version. node_versions: name of a node -> its versions, of at least one node.
     """
     # Every node is compared with the first one, which implies that all are equal.
     first_node = next(iter(node_versions))
@@ -241,7 +257,7 @@ def check_versions(driver_versions: Mapping[str, str], node_versions: Mapping[st
 def check_scratch(uri: str, n_runs: int, run_bytes: int | None) -> None:
     """Raise PlanError if this machine lacks disk space for the checkpoints of concurrent runs.
 
-    n_runs: concurrent runs. run_bytes: bytes per run; None: unknown.
+    uri: URI of the study. n_runs: maximum number of concurrent runs. run_bytes: bytes per run; None if unknown.
     """
     free_bytes = _measure_free_scratch(uri)
     if run_bytes is not None and free_bytes < n_runs * run_bytes:
@@ -258,13 +274,14 @@ def check_capacity(
     """Raise PlanError if a node has too little disk space or memory for its runs.
 
     Args:
-        reports: of the nodes.
+        reports: the reports of the nodes.
         n_gpus: GPUs per run.
         runs_per_node: maximum number of concurrent runs per node.
-        scratch_bytes: disk space per run; None: unknown.
+        scratch_bytes: disk space per run; None if it is unknown or if runs write no scratch folders.
         host_bytes: CPU memory per run.
     """
     for node, report in reports.items():
+        # Ray may place as many runs on a node as fit there, but no more than run at once.
         n_runs = min(count_fitting_runs(node, n_gpus), runs_per_node)
         if scratch_bytes is not None and report.free_disk_bytes < n_runs * scratch_bytes:
             raise PlanError(
@@ -281,7 +298,7 @@ def check_capacity(
 
 
 def find_smallest_gpu(reports: Mapping[Node, NodeReport]) -> GpuCapacity | None:
-    """The memory of the smallest GPU of all nodes; None if a node does not report it."""
+    """The memory of the smallest GPU of all nodes, since a run may get any; None if a node reports no GPU."""
     gpu_sizes = [report.gpu_memory_mib for report in reports.values()]
     if not gpu_sizes or not all(gpu_sizes):
         return None

@@ -1,6 +1,7 @@
-"""The options of the command line: their spellings and help texts."""
+"""The options of the command line: their spellings and help texts.
 
-# Published scripts spell options with underscores, so both spellings are accepted.
+The published scripts spell options with underscores, so both spellings are accepted.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -21,11 +22,12 @@ Address = Annotated[
 ]
 Storage = Annotated[
     str | None,
-    Option("--storage", metavar="URI", help="Also keep results and checkpoints at s3://, gs://, or a shared path."),
+    Option("--storage", metavar="URI", help="Also copy results and checkpoints to s3://, gs://, or a shared path."),
 ]
 
 Preset = Annotated[
-    str | None, Option("--preset", metavar="NAME", help="laptop or paper; default: paper where it fits the GPUs.")
+    str | None,
+    Option("--preset", metavar="NAME", help="laptop or paper; default: paper if it fits the GPUs, else laptop."),
 ]
 Model = Annotated[
     str | None, Option("--model", metavar="PATH", help="Model to train: sokoban-tiny, a folder, or a hub id.")
@@ -61,7 +63,7 @@ SkipStatuses = Annotated[
         "--skip-statuses",
         "--skip_statuses",
         metavar="LIST",
-        help="Statuses of runs that are not run again; failed and interrupted may be added.",
+        help="Do not run again the runs with these statuses; failed and interrupted may be added.",
     ),
 ]
 UpdateMicroBatch = Annotated[
@@ -79,7 +81,7 @@ LogProbMicroBatch = Annotated[
         "--log-prob-micro-batch-size-per-gpu",
         "--log_prob_micro_batch_size_per_gpu",
         metavar="N",
-        help="Micro-batch size of the no-grad passes of policy and reference.",
+        help="Micro-batch size of the passes without gradients of policy and reference.",
     ),
 ]
 Gpus = Annotated[str | None, Option("--gpus", metavar="LIST", help="GPU ids, like 0,1,2,3; default: all visible GPUs.")]
@@ -106,7 +108,7 @@ GpuMemoryGib = Annotated[
         "--gpu-memory-gib",
         "--gpu_memory_gib",
         metavar="N",
-        help="Plan for GPUs with N GiB of memory; default: that of the visible GPUs, else 80.",
+        help="Plan for GPUs with N GiB of memory; default: the memory of the visible GPUs, else 80.",
     ),
 ]
 SaveFreq = Annotated[
@@ -117,13 +119,14 @@ Assignments = Annotated[
     list[str] | None, Option("--set", metavar="KEY=VALUE", help="Change any setting; repeatable. See `settings`.")
 ]
 Thresholds = Annotated[
-    list[str] | None, Option("--set", metavar="KEY=VALUE", help="Change a threshold, early_stop.…; repeatable.")
+    list[str] | None, Option("--set", metavar="KEY=VALUE", help="Change a threshold of early_stop; repeatable.")
 ]
 Trial = Annotated[
     str | None, Option("--trial", metavar="NAME", help="Run name or arm; not needed if there is only one run.")
 ]
 ProbeAlgo = Annotated[
-    str | None, Option("--algo", metavar="NAME", help="Study gradient-analysis: choose the run of PPO or of GRPO.")
+    str | None,
+    Option("--algo", metavar="NAME", help="Study gradient-analysis: choose the run of PPO or of GRPO."),
 ]
 CheckpointStep = Annotated[
     int | None,
@@ -144,7 +147,7 @@ ResumeFromPath = Annotated[
         "--resume-from-path", "--resume_from_path", metavar="DIR", help="Path of the checkpoint folder global_step_<N>."
     ),
 ]
-WithVal = Annotated[bool, Option("--with-val", "--with_val", help="Validate first, sampled and greedy.")]
+WithVal = Annotated[bool, Option("--with-val", "--with_val", help="First validate the run, sampled and greedy.")]
 ListSteps = Annotated[bool, Option("--list-steps", "--list_steps", help="List the analyses; plot nothing.")]
 AnalysedSteps = Annotated[
     list[str] | None, Option("--step", metavar="N", help="Analysed step, or a list like 1,51; repeatable.")

@@ -21,7 +21,7 @@ FIGURE_DIR = Path("figures") / "gradients"
 
 
 class StepSelection(NamedTuple):
-    """The selected steps of one run and source, in increasing order."""
+    """The selected steps of one run and source (train or probe), in increasing order."""
 
     run_id: str
     source: str
@@ -29,11 +29,12 @@ class StepSelection(NamedTuple):
 
 
 def read_analyses(folder: Path) -> StudyFrames:
-    """Frames of results/<run>. Raise PlanError if it has no gradient analysis, or if a file is damaged."""
+    """Frames of the study in results/<run>. Raise PlanError if it has no gradient analysis, or if a file is damaged."""
     try:
         frames = load(folder)
     except ValueError as error:
         raise PlanError(str(error)) from None
+    # Update rules measure their gradients during training, as columns of the rows, and have no analyses to plot.
     if [family.name for family in frames.families] != ["ppo"]:
         raise PlanError(
             f"{format_value(folder, 1000)} fine-tuned no language model: the gradients of its runs were measured "
@@ -53,18 +54,19 @@ def select_steps(
     """Select analyses by run, source and step.
 
     Args:
-        frames: of the study.
-        trial: run_id, or an arm; None selects all runs.
+        frames: the frames of the study.
+        trial: run_id or arm; None selects all runs.
         source: train or probe; None selects both.
-        steps: analysed steps; empty selects all.
+        steps: analysed steps; an empty sequence selects all.
 
     Returns every run and source with at least one selected step. Raise PlanError if there is none.
     """
     if source is not None and source not in ANALYSIS_SOURCES:
         raise PlanError(f"There is no source `{format_value(source)}`: type --source train or --source probe.")
-    # Narrowed down in order, so that each message can list what is left to choose from.
+    # The rows are narrowed down one option after another, so that each message can list the values that are possible.
     analysis_rows = to_records(make_analysis_table(frames.gradients))
     run_ids = list(dict.fromkeys(row["run_id"] for row in analysis_rows))
+    # A run_id takes precedence over an arm of the same name.
     analysis_rows = [row for row in analysis_rows if trial in (None, row["run_id"])] or [
         row for row in analysis_rows if row["arm"] == trial
     ]
@@ -98,7 +100,7 @@ def select_steps(
 def parse_steps(texts: Sequence[str]) -> tuple[int, ...]:
     """The steps of every --step, each a whole number or a comma-separated list."""
     entries = [entry for text in texts for entry in parse_values(text, "--step")]
-    # Up to 18 digits fit in 64 bits.
+    # Steps are compared with a table of 64-bit integers, in which every number of 18 digits fits.
     invalid_entries = [entry for entry in entries if not (entry.isascii() and entry.isdigit() and len(entry) < 19)]
     if invalid_entries:
         raise PlanError(
@@ -133,9 +135,9 @@ def write_plots(
 ) -> None:
     """Write the figures of the selected analyses and print their paths.
 
-    They are written to <folder>/figures/gradients/<run_id>/, those of probes to its subfolder probe/, or to
-    `output_dir`, which takes one run and source only. Raise PlanError if more are selected, or if a folder cannot be
-    written.
+    Figures are written to <folder>/figures/gradients/<run_id>/, and those of probes to its subfolder probe/. If
+    `output_dir` is given, they are written there instead. Raises PlanError if more than one run and source are selected
+    for it, or if a folder cannot be written.
     """
     # File names do not contain the run: figures of two runs in one folder would overwrite each other.
     if output_dir is not None and len(selections) > 1:
@@ -154,7 +156,7 @@ def write_plots(
             table[(table["run_id"] == selection.run_id) & (table["source"] == selection.source)] for table in tables
         )
         try:
-            if output_dir is None:
+            if output_dir is None:  # below the study's folder, nothing is written through a link
                 make_folder(folder, *folder_names)
             written_paths = write_analyses(gradients, groups, selection.steps, target)
         except OSError as error:

@@ -24,7 +24,11 @@ from tune_study.tune.run import choose_wandb_mode
 
 
 class LaunchOptions(NamedTuple):
-    """The options that say where and how to run; each attribute is the option of the same name."""
+    """The options that say where and how to run.
+
+    Each attribute is the value of the option of the same name, None without the option. skipped_statuses: those of
+    --skip-statuses.
+    """
 
     gpus: str | None
     gpu_memory_gib: float | None
@@ -35,7 +39,10 @@ class LaunchOptions(NamedTuple):
 
 
 class _Requirements(NamedTuple):
-    """The resources of a study, and what it needs. used_gpus: the GPUs of this machine that it uses."""
+    """The resources that a study gets, and the disk space and memory that it needs.
+
+    memory: None if no memory plan can be made. used_gpus: the GPUs of this machine that the study uses.
+    """
 
     resource_plan: ResourcePlan
     disk_budget: DiskBudget
@@ -46,15 +53,15 @@ class _Requirements(NamedTuple):
 def start_studies(
     plans: Sequence[StudyPlan], options: LaunchOptions, visible_gpus: tuple[Gpu, ...], dry_run: bool, console: Console
 ) -> int:
-    """Print the plans (dry run), or check the requirements of all studies and run them one after another.
+    """Check the requirements of all studies, then run them one after another; in a dry run, only print their plans.
 
-    visible_gpus: the GPUs of this machine. Returns the exit code: 0 if every study returns 0. Raise PlanError before
-    anything starts if a study cannot be run.
+    visible_gpus: the GPUs of this machine that CUDA_VISIBLE_DEVICES does not hide. Returns the exit code: 0 if every
+    study returns 0. Raises PlanError before anything starts if a study cannot be run.
     """
     uses_gpus = any(plan.model is not None for plan in plans)
 
     def adapt_options(plan: StudyPlan) -> LaunchOptions:
-        """In a suite, --gpus applies only to the studies that use GPUs."""
+        """The options for one study: in a suite, --gpus applies only to the studies that use GPUs."""
         return options._replace(gpus=None) if uses_gpus and plan.model is None else options
 
     with cluster.join_cluster(options.address) as nodes:
@@ -68,6 +75,7 @@ def start_studies(
         prepared_studies = [_prepare_study(plan, adapt_options(plan), visible_gpus, nodes) for plan in plans]
         if len(plans) == 1:
             return run_prepared_study(prepared_studies[0], console, options.skipped_statuses)
+        # A study with a storage keeps nothing large on this disk.
         disk.check_combined_budget([study.disk_budget for study in prepared_studies if study.plan.storage is None])
 
         def prepare_study(plan: StudyPlan) -> PreparedStudy:
@@ -81,8 +89,9 @@ def explain_paper_misfit(
 ) -> str:
     """Why `plans` do not fit the GPUs of this machine, and a command that would fit; empty if they fit.
 
-    command: the command that was typed, to which options are added.
+    command: the command that was typed, to which the suggested options are added.
     """
+    # The first study that does not fit is reason enough.
     for plan in plans:
         memory = _estimate_requirements(plan, options, visible_gpus, None, dry_run=True).memory
         reason, alternatives = ("", []) if memory is None else memory_plan.explain_excess(memory, plan.study)
@@ -103,8 +112,8 @@ def _print_plan(
     nodes: tuple[Node, ...] | None,
     console: Console,
 ) -> None:
-    """Print what would run, without checking that the machine can run it."""
-    choose_wandb_mode(options.wandb, plan)
+    """Print the plan of a dry run, without checking that the machine can run it."""
+    choose_wandb_mode(options.wandb, plan)  # only for its PlanError: a mode that does not exist is refused here too
     requirements = _estimate_requirements(plan, options, visible_gpus, nodes, dry_run=True)
     gpu_names = tuple(gpu.name for gpu in requirements.used_gpus)
     describe.print_plan(
@@ -120,7 +129,10 @@ def _print_plan(
 def _prepare_study(
     plan: StudyPlan, options: LaunchOptions, visible_gpus: tuple[Gpu, ...], nodes: tuple[Node, ...] | None
 ) -> PreparedStudy:
-    """Check the requirements of a study. Raise PlanError if one is not met."""
+    """Check the requirements of a study. Raise PlanError if one is not met.
+
+    nodes: the nodes of the cluster; None for this machine.
+    """
     wandb_mode = choose_wandb_mode(options.wandb, plan)
     outputs.check_study_links(plan)
     requirements = _estimate_requirements(plan, options, visible_gpus, nodes, dry_run=False)
@@ -129,7 +141,7 @@ def _prepare_study(
     else:
         _check_cluster(plan, requirements.resource_plan, options, requirements.disk_budget, nodes)
     outputs.check_writable(plan.output)
-    # With a storage, checkpoints are written to scratch folders, which are checked above.
+    # With a storage, checkpoints are written to scratch folders, whose space was checked with the machine or the nodes.
     if plan.storage is None:
         disk.check_budget(requirements.disk_budget)
     return PreparedStudy(
@@ -172,7 +184,7 @@ def _plan_resources(
 
 
 def format_space_line(plan: StudyPlan, disk_budget: DiskBudget) -> str:
-    """The disk budget in a line; with a storage, how much space it needs there."""
+    """The disk budget in a line. For a study with a storage it says how much space the study needs there."""
     if plan.study_uri is None:
         return disk.format_disk_line(disk_budget)
     size = "size unknown" if disk_budget.total_bytes is None else f"needs at most {decimal(disk_budget.total_bytes)}"
@@ -180,9 +192,9 @@ def format_space_line(plan: StudyPlan, disk_budget: DiskBudget) -> str:
 
 
 def _check_machine(plan: StudyPlan, requirements: _Requirements) -> None:
-    """Raise PlanError if this machine lacks something that the study needs."""
+    """Raise PlanError if this machine lacks something that the study needs: files, model, engines, memory or disk."""
     _check_files(plan)
-    if plan.model is not None:
+    if plan.model is not None:  # only runs that fine-tune a language model have engines
         check_model(plan.model, os.environ, plan.ppo_config.model.chat_format)
         resources.check_engines(plan.ppo_config)
     if requirements.memory is not None:
@@ -200,7 +212,8 @@ def _check_machine(plan: StudyPlan, requirements: _Requirements) -> None:
 def _check_files(plan: StudyPlan) -> None:
     """Raise PlanError for a file, folder or model that is missing.
 
-    Models that are fine-tuned (`StudyPlan.model`) are checked elsewhere; these are the ones that other families load.
+    This covers the models that studies of other families load. The model that is fine-tuned (`StudyPlan.model`) is
+    checked together with its engines, on this machine or on each node.
     """
     family = plan.study.family
     # Seeds share their files: one configuration per arm is enough.

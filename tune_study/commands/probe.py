@@ -37,12 +37,12 @@ ALLOWED_PREFIXES = (
     "actor.entropy_coeff",
     "actor.ppo_micro_batch_size_per_gpu",
 )
-"""Settings that a probe may change. Any other would build a trainer that does not match the checkpoint."""
+"""Prefixes of the settings that a probe may change. With any other, the trainer would not match the checkpoint."""
 
 
 @dataclass(frozen=True)
 class ProbeTarget:
-    """A run of a study, and one of its checkpoints. step, path: of the checkpoint."""
+    """A run of a study, and one of its checkpoints. step, path: step and folder of the checkpoint."""
 
     plan: StudyPlan
     spec: RunSpec
@@ -60,24 +60,31 @@ def restore(
 ) -> PPOTrainer:
     """Restore the trainer of a run from a checkpoint.
 
-    `trainer.roll_out` and `trainer.evaluate` play episodes; `trainable.diagnostics.token_scores` reads transcripts,
-    log-probs, entropies and values. `trainer.step()` would continue training in this process only, and write nothing.
-    `trainer.close()` frees the memory of the sampling engine.
+    `trainer.roll_out` and `trainer.evaluate` roll out episodes. `trainable.diagnostics.token_scores` reads transcripts,
+    log-probs, entropies and values. `trainer.step()` would continue the training in this process only and write
+    nothing. `trainer.close()` frees the memory of the sampling engine.
 
     Args:
         run: the study's folder, results/<run>.
-        trial: run_id or arm; may be left out if there is only one run.
-        step: of the checkpoint; the newest if it is left out.
+        trial: run_id or arm; None if the study has only one run.
+        step: step of the checkpoint; None for the newest.
         path: folder of the checkpoint, instead of `step`.
         settings: dotted settings to change, such as {"trainer.device": "cpu"}.
 
     Raises PlanError (a ValueError) that lists the alternatives if a name, a step or a folder cannot be used.
+
+    Example:
+        >>> trainer = restore("out/results/kl_sweep_sokoban-tiny", trial="0.1")  # doctest: +SKIP
+        >>> trainer.evaluate("val", "greedy").success  # doctest: +SKIP
     """
     return _restore_trainer(find_target(run, trial, step, path), settings)
 
 
 def find_checkpoint_path(root: Path | None, step: int | None, path: Path | None) -> Path | None:
-    """The checkpoint's folder: `path`, or that of `step` (default: the newest) below `root`; None without both."""
+    """The checkpoint's folder: `path`, or the folder of `step` below `root`; None without `path` and `root`.
+
+    step: None for the newest checkpoint below `root`. Raises PlanError if `root` contains no checkpoint.
+    """
     if path is not None or root is None:
         return path
     root = Path(os.path.abspath(os.path.expanduser(root)))
@@ -98,9 +105,9 @@ def find_target(
     Args:
         run: the study's folder, results/<run>.
         trial: run_id or arm; None if there is only one run.
-        step: of the checkpoint; None: the newest.
+        step: step of the checkpoint; None for the newest.
         path: folder of the checkpoint, instead of `step`.
-        algo: the arm, in the study whose axis is --algo.
+        algo: text of --algo: the arm, in a study whose axis has this option.
     """
     plan = plan_from_folder(Path(run))
     if plan.model is None:
@@ -113,6 +120,7 @@ def find_target(
         raise PlanError(f"--algo cannot be used here ({reason}): type --trial and the name of a run.")
     name = algo if trial is None else trial
     if path is not None:
+        # The folder may be anywhere. Without --trial, the settings in the checkpoint tell which run wrote it.
         checkpoint_step, checkpoint_dir = _parse_checkpoint_path(path)
         return ProbeTarget(
             plan,
@@ -121,13 +129,14 @@ def find_target(
             checkpoint_dir,
         )
     spec = _find_run(plan, name)
+    # If a step has a rolling and a saved checkpoint, the saved one is taken: rolling checkpoints do not stay.
     local_checkpoints = {
         **dict(iter_checkpoints(plan.get_run_dir(spec.run_id) / STATE_FOLDER)),
         **dict(iter_checkpoints(plan.output / spec.checkpoint_dir)),
     }
     stored_checkpoints = {} if plan.storage is None else _list_stored_checkpoints(plan, spec)
     steps = sorted({*local_checkpoints, *stored_checkpoints})
-    # The newest checkpoint by default, rolling or saved, local or stored.
+    # By default the newest checkpoint, whether it is rolling or saved, local or in the storage.
     if step is None and steps:
         step = steps[-1]
     if step not in steps:
@@ -184,6 +193,7 @@ def _find_checkpoint_run(plan: StudyPlan, checkpoint_dir: Path) -> RunSpec:
         )
     except (OSError, ValueError, AttributeError) as error:
         raise PlanError(f"{checkpoint_dir} does not say which run wrote it ({error}): type --trial as well.") from None
+    # The hash leaves out the seed, and settings that change no row.
     run_identity = (config.compute_hash(), config.seed)
     for spec in plan.runs:
         if (spec.config.compute_hash(), spec.config.seed) == run_identity:
@@ -192,6 +202,7 @@ def _find_checkpoint_run(plan: StudyPlan, checkpoint_dir: Path) -> RunSpec:
 
 
 def _find_run(plan: StudyPlan, trial: str | None) -> RunSpec:
+    """The only run with this run_id or arm, or the only run of the study if `trial` is None. PlanError otherwise."""
     # A run_id takes precedence over an arm of the same name.
     matches = [spec for spec in plan.runs if trial in (None, spec.run_id)] or [
         spec for spec in plan.runs if spec.arm == trial
@@ -205,6 +216,7 @@ def _find_run(plan: StudyPlan, trial: str | None) -> RunSpec:
 
 def _restore_trainer(target: ProbeTarget, settings: ProbeSettings) -> PPOTrainer:
     """Restore a trainer. Raise PlanError if the checkpoint is damaged, or if another run wrote it."""
+    # The checkpoint has the trained weights; tokenizer and frozen networks come from the model itself.
     check_model(target.spec.ppo_config.model.path, os.environ)
     config = apply_overrides(target.spec.ppo_config, settings)
     check_sampler(config)
@@ -226,17 +238,20 @@ def _restore_trainer(target: ProbeTarget, settings: ProbeSettings) -> PPOTrainer
         trainer = PPOTrainer(config, diagnostics=DIAGNOSTICS)
         trainer.load_state(tensors, values)
     except (CheckpointError, ConfigError, ValueError, ArithmeticError, AssertionError, RuntimeError) as error:
-        # torch raises the last two for a device that is not there.
+        # torch raises AssertionError or RuntimeError for a device that does not exist.
         raise PlanError(f"The checkpoint cannot be used: {error}") from None
     return trainer
 
 
 def make_probe_settings(config: RunConfig, settings: ProbeSettings) -> dict[str, object]:
-    """The settings of a probe in addition to the run's: KL and entropy on, 128 x 16 episodes unless the run sets them.
+    """The settings that a probe changes: the analysis, a KL loss and an entropy bonus are switched on.
 
-    The coefficients are the published 0.001 if the run has none, because the gradient of a term scales with its
-    coefficient. Raise PlanError if the size of the batch is set to null: a probe has no training step whose batch it
-    could use.
+    The analysed batch has the published 128 x 16 episodes, unless the run sets another size. If the run has no KL loss
+    or no entropy bonus, its coefficient is the published 0.001; the gradient of a term is proportional to it.
+    settings: the settings that were typed, which override these.
+
+    Raises PlanError if the size of the batch is set to null: in a training step this means the step's own batch, which
+    a probe does not have.
     """
     trainer = config.trainer
     default_settings: dict[str, object] = {
@@ -246,6 +261,7 @@ def make_probe_settings(config: RunConfig, settings: ProbeSettings) -> dict[str,
         "trainer.gradient_analysis_group_size": trainer.gradient_analysis_group_size or 16,
         "actor.entropy_coeff": config.actor.entropy_coeff or 0.001,
     }
+    # A run with a KL loss keeps its own estimator and coefficient, with which its policy was trained.
     if not config.actor.use_kl_loss:
         default_settings |= {"actor.use_kl_loss": True, "actor.kl_loss_type": "low_var_kl", "actor.kl_loss_coef": 0.001}
     for name in ("trainer.gradient_analysis_env_groups", "trainer.gradient_analysis_group_size"):
@@ -267,7 +283,8 @@ def format_changes(run_config: RunConfig, config: RunConfig, settings: ProbeSett
 def probe(target: ProbeTarget, settings: ProbeSettings, with_val: bool, console: Console) -> None:
     """Analyse the gradients of one checkpoint, add the rows to the study's tables, and print them.
 
-    Raise PlanError, and write nothing, if the filter keeps no group and the batch before it is not analysed.
+    with_val: whether the validation levels are rolled out first. Raises PlanError, and writes nothing, if the filter
+    keeps no group and the batch before the filter is not analysed.
     """
     run_config, effective_settings = target.spec.ppo_config, make_probe_settings(target.spec.ppo_config, settings)
     config = apply_overrides(run_config, effective_settings)
@@ -286,15 +303,15 @@ def probe(target: ProbeTarget, settings: ProbeSettings, with_val: bool, console:
             renderables += _validate(trainer, console)
         lines = _analyse(trainer, changes, console)
     finally:
-        trainer.close()  # Also frees the sampling engine if the analysis fails.
-    # A new probe of a step replaces all lines of an earlier one.
+        trainer.close()  # also after an error: the sampling engine would keep its memory
+    # A new probe of a step replaces all lines of an earlier probe of that step.
     other_lines = [line for line in read_json_lines(run_dir / PROBES_FILE) if line.get("step") != target.step]
     outputs.write_text(run_dir / PROBES_FILE, "".join(json.dumps(line) + "\n" for line in [*other_lines, *lines]))
     outputs.write_tables(target.plan.folder)
     renderables += [
         _make_table(line) if line["groups"] else f"the filter kept none of {_describe_groups(line)}" for line in lines
     ]
-    # The table needs about 100 columns; on a narrower terminal lines wrap instead of losing columns.
+    # The table needs about 100 characters. On a narrower terminal its lines wrap, instead of losing columns.
     Console(file=console.file, width=max(console.width, 100)).print(Group(*renderables))
     _write_log(log_path, renderables)
     print_line(console, f"Rows: {target.plan.folder}/gradients.parquet (source probe). Log: {log_path}")
@@ -303,7 +320,7 @@ def probe(target: ProbeTarget, settings: ProbeSettings, with_val: bool, console:
 
 
 def _validate(trainer: PPOTrainer, console: Console) -> list[str]:
-    """Play the validation levels; returns a line per mode."""
+    """Roll out the validation levels, sampled and greedy; return a line of text for each."""
     print_line(console, f"Playing {len(trainer.val_levels)} validation levels, sampled and greedy ...")
     evaluations = {mode: trainer.evaluate("val", mode) for mode in ("sampled", "greedy")}
     return [
@@ -313,7 +330,10 @@ def _validate(trainer: PPOTrainer, console: Console) -> list[str]:
 
 
 def _analyse(trainer: PPOTrainer, changes: str | None, console: Console) -> list[dict[str, Any]]:
-    """The lines of the analysis. Raise PlanError if no batch has a group."""
+    """The JSON lines of the analysis, one per batch. Raise PlanError if no batch has a group.
+
+    changes: the settings that differ from the run's, which are stored in the lines.
+    """
     settings = trainer.config.trainer
     n_groups, group_size = settings.gradient_analysis_env_groups, settings.gradient_analysis_group_size
     print_line(console, f"Playing {n_groups} x {group_size} episodes and measuring their gradients ...")
@@ -334,7 +354,7 @@ def _describe_groups(line: Mapping[str, Any]) -> str:
 
 
 def _check_writable(run_dir: Path, log_path: Path) -> None:
-    """Raise PlanError unless the probe's rows and log can be written. Checked first, since measuring takes minutes."""
+    """Raise PlanError unless the probe's rows and log can be written. Called first, since an analysis takes minutes."""
     try:
         log_path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -347,7 +367,7 @@ def _check_writable(run_dir: Path, log_path: Path) -> None:
 
 
 def _make_log_path(target: ProbeTarget, with_val: bool, config: RunConfig) -> Path:
-    """Path of the log under its published name, which ends in the terms that are measured besides the task."""
+    """Path of the log under its published name, which ends in the terms that are measured in addition to the task."""
     template_values = make_template_values(
         target.plan.study, target.plan.run, target.spec.arm, target.spec.ppo_config, target.spec.seed
     )
@@ -361,19 +381,23 @@ def _make_log_path(target: ProbeTarget, with_val: bool, config: RunConfig) -> Pa
 
 
 def _write_log(path: Path, renderables: Sequence[Any]) -> None:
+    """Write the log, 140 characters wide, so that no line of the table wraps."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         Console(file=file, width=140).print(Group(*renderables))
 
 
 def _make_table(line: Mapping[str, Any]) -> Table:
-    """One analysed batch, one row per bucket: the task's gradient, and the norms of the regularizers' gradients."""
+    """A table of one analysed batch, with a row per bucket.
+
+    It shows the task's gradient with its signal-to-noise ratio, and the norms of the regularizers' gradients.
+    """
     batch_label = "before the filter" if line["prefilter"] else "of what the filter kept"
     table = Table(title=f"gradients {batch_label}", box=None, title_justify="left", padding=(0, 1, 0, 0))
     for header in ("bucket", "reward std", "task norm", "of mean", "signal/noise", "95 %", "entropy", "kl"):
         table.add_column(header, justify="left" if header == "bucket" else "right", no_wrap=True)
     rows = {(row["bucket"], row["component"]): row for row in line["rows"]}
-    for bucket in dict.fromkeys(row["bucket"] for row in line["rows"]):
+    for bucket in dict.fromkeys(row["bucket"] for row in line["rows"]):  # in the order of the analysis
         task = rows[bucket, "task"]
         interval = f"{_format_number(task['snr_low'])} to {_format_number(task['snr_high'])}"
         regularizer_norms = [

@@ -1,4 +1,4 @@
-"""Apply the stop rules to the rows of existing runs: when each would have fired, and whether rightly."""
+"""Apply the stop rules to the rows of existing runs, to see when each would have fired and whether it was right to."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,9 +22,12 @@ from tune_study.plan.study_plan import PlanError
 Outcome = Literal["false alarm", "right", "unknown"]
 
 LAST_VALIDATIONS = 3
+"""Number of validations whose mean says with which success a run ended."""
 SECTION = "early_stop"
+"""The section of the settings that has the thresholds."""
 _TOLERANCE = 1e-9
-"""In floats the mean of 1, 6 and 11 of 120 levels is below 6 of 120; real differences are larger."""
+"""Tolerance for rounding: in floats the mean of 1, 6 and 11 of 120 levels is below 6 of 120. Successes that really
+differ do so by much more, a third of a level at least."""
 
 _NOTES = (
     "false alarm: the run recovered. The mean of its last (up to 3) validations after the alarm is at least the "
@@ -38,7 +41,11 @@ _NOTES = (
 
 
 class Alarm(NamedTuple):
-    """One rule on one run. decision, outcome: None if the rule never fires. steps_saved: rows after the alarm."""
+    """One rule on one run.
+
+    decision: when and why the rule fires; None if it never does. outcome: whether that was right (see `find_alarms`);
+    None if the rule never fires. steps_saved: number of rows after the alarm.
+    """
 
     rule: str
     decision: StopDecision | None
@@ -50,8 +57,8 @@ class RunReplay(NamedTuple):
     """One replayed run.
 
     Attributes:
-        run_id, arm, seed: of the run.
-        steps: number of its rows.
+        run_id, arm, seed: identity of the run.
+        steps: number of its rows, repeated steps counted once.
         original_thresholds: thresholds under which it ran.
         replayed_thresholds: thresholds of the replay.
         live_rule: the rule that really stopped it; empty if none did.
@@ -81,14 +88,14 @@ class RuleSummary(NamedTuple):
     Attributes:
         rule: its name.
         runs: number of replayed runs.
-        fires: runs in which it fires.
-        false_alarms: runs in which it fires and that recovered.
-        known_outcomes: runs in which it fires and whose outcome is known.
+        fires: number of runs in which it fires.
+        false_alarms: number of runs in which it fires and that recovered.
+        known_outcomes: number of runs in which it fires and whose outcome is known.
         ci_low, ci_high: Wilson's 95 % interval of false_alarms / known_outcomes; (0, 1) if no outcome is known.
-        unknown_outcomes: runs in which it fires and whose outcome is unknown.
-        steps_saved: rows after its alarms.
-        steps: rows of all runs.
-        live_stops: runs that it really stopped, according to status.json.
+        unknown_outcomes: number of runs in which it fires and whose outcome is unknown.
+        steps_saved: number of rows after its alarms.
+        steps: number of rows of all runs.
+        live_stops: number of runs that it really stopped, according to status.json.
     """
 
     rule: str
@@ -107,8 +114,12 @@ class RuleSummary(NamedTuple):
 class Replay(NamedTuple):
     """A replayed study.
 
-    original_thresholds, replayed_thresholds: the distinct thresholds of its runs; those of the study if no run has
-    rows.
+    Attributes:
+        original_thresholds: the distinct thresholds under which its runs were trained; the study's if no run has rows.
+        replayed_thresholds: the distinct thresholds of the replay.
+        runs: the replayed runs.
+        skipped_runs: the runs that cannot be replayed.
+        rules: one entry per rule, in the order of RULES.
     """
 
     original_thresholds: tuple[EarlyStopConfig, ...]
@@ -121,9 +132,11 @@ class Replay(NamedTuple):
 def replay_folder(folder: Path, assignments: Sequence[str]) -> Replay:
     """Apply every rule separately to every run of the study in results/<run>, whichever rules the study used.
 
-    assignments: the `key=value` of each --set. They replace thresholds of the section early_stop; all other
-    thresholds stay those of each run. Runs of every status are replayed with the rows they have; those without rows
-    are skipped, with the reason. Nothing is written. See `find_alarms` for the outcomes.
+    Runs of every status are replayed with the rows that they have. A run without rows is skipped, with the reason. See
+    `find_alarms` for the outcomes. Nothing is written.
+
+    assignments: the `key=value` of each --set. They replace thresholds of the section early_stop. A threshold that is
+    not replaced stays that of each run.
 
     Raises PlanError if the folder contains no study, or for a key that is not a field of early_stop or is given twice;
     ConfigError for an invalid value.
@@ -141,7 +154,7 @@ def replay_folder(folder: Path, assignments: Sequence[str]) -> Replay:
         raise PlanError(
             f"{folder}/study.json is damaged, or from another version: {format_validation_error(error)}"
         ) from None
-    # Also checks the values if there is no run to use them.
+    # This also checks the typed values in a study without rows, in which no run would use them.
     replayed_thresholds = _override_thresholds(original_thresholds, overrides)
     results = [_replay_run(folder, entry, overrides) for entry in study["runs"]]
     runs = tuple(run for run in results if isinstance(run, RunReplay))
@@ -157,12 +170,19 @@ def replay_folder(folder: Path, assignments: Sequence[str]) -> Replay:
 def find_alarms(rows: Sequence[Row], settings: EarlyStopConfig) -> tuple[Alarm, ...]:
     """Apply each rule separately to the rows of one run; one entry per rule, in the order of RULES.
 
-    The outcome of an alarm is `false alarm` if the run recovered and `right` if not. A run recovered if the mean of its
-    last (up to 3) validations after the alarm is at least the success of the policy before training (base_val_success;
-    if that is missing, the best val_success up to the alarm) and at least success_threshold. The reasons: a rule claims
-    that a run has failed. A run that ends where it began has not, nor has one whose reward spread vanished because it
-    solves every level; one that ends below success_threshold has, wherever it began. The outcome is `unknown` if the
-    run ended at or before the first validation after the alarm, or if there is nothing to compare with.
+    The outcome of an alarm is `false alarm` if the run recovered, and `right` if it did not. A run recovered if the
+    mean of its last (up to 3) validations after the alarm is at least as high as both of these:
+
+    * the success of the policy before training (base_val_success); if it was not measured, the best val_success up to
+      the alarm;
+    * success_threshold.
+
+    The reason is that a rule claims that a run has failed. A run that ends at the success with which it began has not
+    failed. Neither has a run whose reward spread vanished because it solves every level. A run that ends below
+    success_threshold has failed, wherever it began.
+
+    The outcome is `unknown` if the run ended at or before the first validation after the alarm, or if neither success
+    was measured.
     """
     history = History.from_rows(rows)
     base_successes = (parse_finite(row.get("base_val_success")) for row in rows)
@@ -180,31 +200,32 @@ def find_alarms(rows: Sequence[Row], settings: EarlyStopConfig) -> tuple[Alarm, 
 
 
 def _classify_outcome(history: History, base_success: float | None, success_floor: float, alarm_step: int) -> Outcome:
-    """Outcome of an alarm, see `find_alarms`.
+    """The outcome of an alarm; see `find_alarms`.
 
     Args:
-        history: of the run.
-        base_success: success before training; None: not measured.
+        history: the rows of the run.
+        base_success: success before training; None if it was not measured.
         success_floor: success below which a run counts as failed.
-        alarm_step: step at which a rule fired.
+        alarm_step: step at which the rule fired.
     """
     pairs = zip(history.steps, history.val_success, strict=True)
     validations = [(step, success) for step, success in pairs if success is not None]
     later_validations = [(step, success) for step, success in validations if step > alarm_step]
-    # A run that ended there, as a stopped run does, cannot show whether it would have recovered.
+    # A run that ended at the alarm, as a stopped run does, cannot show whether it would have recovered. Its final
+    # evaluation may be a validation after the alarm, so a run must have trained beyond the first one.
     if not later_validations or history.steps[-1] <= later_validations[0][0]:
         return "unknown"
     earlier_successes = [success for step, success in validations if step <= alarm_step]
     reference_success = base_success if base_success is not None else max(earlier_successes, default=None)
     if reference_success is None:
         return "unknown"
-    # Below the floor a run has failed, even if it is as good as before the alarm.
+    # A run below the floor has failed, even if it is as good as before the alarm.
     final_success = mean(success for _, success in later_validations[-LAST_VALIDATIONS:])
     return "false alarm" if final_success >= max(reference_success, success_floor) - _TOLERANCE else "right"
 
 
 def _parse_thresholds(assignments: Sequence[str]) -> dict[str, object]:
-    """The early_stop fields that --set replaces. Raise PlanError for another key, or one that is given twice."""
+    """early_stop field -> typed value. Raise PlanError for a key of another section, and for a key given twice."""
     allowed = ", ".join(f"{SECTION}.{name}" for name in EarlyStopConfig.model_fields)
     overrides: dict[str, object] = {}
     for assignment in assignments:
@@ -214,7 +235,7 @@ def _parse_thresholds(assignments: Sequence[str]) -> dict[str, object]:
                 f"--set '{format_value(assignment)}' has no value: type --set key=value, "
                 f"like --set early_stop.variance_ratio=0.2."
             )
-        # An unknown key and a key of another section get the same message.
+        # A key that is no setting and a setting of another section get the same message, which lists all thresholds.
         try:
             name = resolve_key(key.strip())
         except ConfigError:
@@ -240,12 +261,13 @@ def _replay_run(folder: Path, entry: Mapping[str, Any], overrides: Mapping[str, 
     run_id, arm, seed = entry["run_id"], entry["arm"], entry["seed"]
     run_dir = folder / "runs" / run_id
     status = read_status(run_dir) or RunStatus(run_id, "never_ran")
-    # Thresholds may differ between arms, so each run's own are read.
+    # The axis of a study may be a threshold, so the thresholds are read from each run and not from the study.
     try:
         original_thresholds = EarlyStopConfig.model_validate((read_json(run_dir / "run.json") or {})["config"][SECTION])
     except (KeyError, TypeError, ValidationError):
         return SkippedRun(run_id, f"its run.json has no valid {SECTION} settings")
     try:
+        # A damaged file may have lines that are JSON but no rows, such as a list or an object without a step.
         rows: list[dict[str, Any]] = read_rows(run_dir / METRICS_FILE)
         steps = len(History.from_rows(rows).steps)
     except (AttributeError, KeyError, TypeError):
@@ -307,7 +329,7 @@ def print_replay(console: Console, replay: Replay) -> None:
 
 
 def format_thresholds(replay: Replay) -> str:
-    """The thresholds of the replay, and which of them differ from the study's; `or` where the arms differ."""
+    """The thresholds of the replay as a line, with the study's where they differ; `or` joins those of several arms."""
     entries = []
     n_changed = 0
     for name in EarlyStopConfig.model_fields:

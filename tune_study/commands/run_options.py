@@ -1,4 +1,4 @@
-"""From the options of `run` to a plan: the settings and axis values of a study, and the folder of its files."""
+"""Turn the options of the command `run` into the plan of a study: its settings, its axis values and its folder."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -39,7 +39,7 @@ OPTION_SETTINGS: Mapping[str, tuple[str, ...]] = {
         "rollout.ref_log_prob_micro_batch_size_per_gpu",
     ),
 }
-"""Option -> the settings that it assigns."""
+"""Option -> the settings that it assigns. An option for several settings is one of the published scripts."""
 
 
 class RunOptions(NamedTuple):
@@ -48,8 +48,8 @@ class RunOptions(NamedTuple):
     Attributes:
         preset: --preset, or the default preset.
         preset_reason: why this preset was chosen.
-        option_values: option of OPTION_SETTINGS -> value.
-        axis_texts: option of an axis -> text.
+        option_values: option of OPTION_SETTINGS -> its value.
+        axis_texts: option for the values of an axis -> its text.
         include_zero: text of --rollout_filter_include_zero.
         strategy: text of --rollout_filter_strategy.
         assignments: the `key=value` of each --set.
@@ -69,7 +69,7 @@ class RunOptions(NamedTuple):
 
 
 def find_studies(name: str, kl_type: str | None) -> tuple[Study, ...]:
-    """The study `name`, or the studies of the suite `name`."""
+    """The study `name`, or the studies of the suite `name`. kl_type: see `find_study`. PlanError if there is none."""
     suite = SUITES.get(name.replace("_", "-"))
     if suite is None:
         return (find_study(name, kl_type),)
@@ -83,8 +83,15 @@ def plan_from_options(
 ) -> StudyPlan:
     """Plan a study from its options, merged with the study that its folder may already contain.
 
-    extend: of --extend. real: False for a dry run, which does not access the storage. Raise PlanError or ConfigError
-    if the study cannot be run.
+    Args:
+        study: the study.
+        options: what to run.
+        output: parent folder of results/, logs/ and model_saving/.
+        storage: text of --storage, None without the option.
+        extend: whether --extend was typed.
+        real: False for a dry run, which does not access the storage.
+
+    Raises PlanError or ConfigError if the study cannot be run.
     """
     values = parse_axis_values(study, options.axis_texts)
     option_settings = {
@@ -92,14 +99,15 @@ def plan_from_options(
         **_collect_filter_settings(study, options),
     }
     overrides = collect_overrides(study, option_settings, options.assignments)
-    # Workers run in other folders, where a relative path would not be found.
+    # The processes of runs have other working folders, in which a relative path would not be found.
     for setting in overrides.keys() & {*study.family.model_settings, *study.family.path_settings}:
         overrides[setting] = make_absolute(str(overrides[setting]))
-    # Settings and seeds that were typed take precedence over --smoke.
+    # Settings and seeds that were typed take precedence over those of --smoke.
     if options.smoke:
         overrides = {**_get_smoke_settings(study), **overrides}
     n_seeds = options.seeds if options.seeds is not None or not options.smoke else 1
     plan = make_plan(study, options.preset, options.preset_reason, overrides, values, n_seeds, output)
+    # `MirroredRun` copies the rows and checkpoints of a trial with a single run.
     if storage is not None and study.family.has_batched_seeds:
         raise PlanError(
             f"--storage needs a study in which each trial trains one run, but a trial of {study.name} trains all seeds "
@@ -110,6 +118,7 @@ def plan_from_options(
 
 
 def _get_smoke_settings(study: Study) -> dict[str, object]:
+    """The settings of --smoke. Raise PlanError for a study that declares none."""
     if not study.smoke_settings:
         raise PlanError(f"--smoke does not belong to study {study.name}: type --steps N for a short run.")
     return dict(study.smoke_settings)
@@ -132,6 +141,7 @@ def _collect_option_settings(study: Study, option_values: Mapping[str, object]) 
 
 
 def _collect_filter_settings(study: Study, options: RunOptions) -> dict[str, object]:
+    """Settings of the filter from their two options. The options are apart because few studies have them."""
     filter_settings = {
         "filter.rollout_filter_include_zero": _parse_include_zero(study, options.include_zero),
         "filter.rollout_filter_strategy": _parse_strategy(study, options.strategy),
@@ -140,7 +150,10 @@ def _collect_filter_settings(study: Study, options: RunOptions) -> dict[str, obj
 
 
 def parse_axis_values(study: Study, axis_texts: Mapping[str, str | None]) -> tuple[str, ...] | None:
-    """Values typed for the study's axis, by its flag or by --values. Raise PlanError for a flag of another axis."""
+    """The values that were typed for the study's axis, by its flag or by --values; None if none were typed.
+
+    Raises PlanError for a flag of another study's axis, and if both options were typed.
+    """
     typed_texts = {option: text for option, text in axis_texts.items() if text is not None}
     for option in typed_texts:
         if option not in (study.axis.option, VALUES_OPTION):
@@ -156,7 +169,7 @@ def parse_axis_values(study: Study, axis_texts: Mapping[str, str | None]) -> tup
 
 
 def _parse_include_zero(study: Study, text: str | None) -> bool | None:
-    """The value of --rollout_filter_include_zero. Raise PlanError in a study whose axis sets it."""
+    """The value of --rollout_filter_include_zero. PlanError if the study has no filter, or if its axis sets this."""
     option = "--rollout_filter_include_zero"
     if text is None:
         return None
@@ -171,10 +184,11 @@ def _parse_include_zero(study: Study, text: str | None) -> bool | None:
 
 
 def _parse_strategy(study: Study, text: str | None) -> str | None:
-    """The filter strategy of --rollout_filter_strategy. Raise PlanError in a study without this option."""
+    """The filter strategy that --rollout_filter_strategy names. PlanError if the study does not have this option."""
     option = "--rollout_filter_strategy"
     if text is None:
         return None
+    # Other studies that filter groups fix the strategy, which only --set changes.
     if not study.strategy_aliases:
         setting = "filter.rollout_filter_strategy"
         advice = (

@@ -17,10 +17,14 @@ from tune_study.tune.local_ray import LocalRay
 from tune_study.tune.run import SuiteContext, execute_study
 
 _INTERRUPTED_EXIT_CODE = 130
+"""Exit code after Ctrl-C, as of a shell: 128 plus the number of SIGINT."""
 
 
 class PreparedStudy(NamedTuple):
-    """A study whose requirements were checked. space_line: its disk budget in words."""
+    """A study whose requirements were checked, and the results of the checks.
+
+    space_line: its disk budget in words, which is printed when the study starts.
+    """
 
     plan: StudyPlan
     resource_plan: ResourcePlan
@@ -32,7 +36,7 @@ class PreparedStudy(NamedTuple):
 def run_prepared_study(
     study: PreparedStudy, console: Console, skipped_statuses: Sequence[str], suite: SuiteContext | None = None
 ) -> int:
-    """Run a prepared study and return its exit code. skipped_statuses: statuses of runs that are not run again."""
+    """Run a prepared study and return its exit code (see `execute_study`)."""
     plan = study.plan
     print_line(console, f"Preset {plan.preset}: {plan.preset_reason}")
     print_line(console, study.space_line)
@@ -49,17 +53,20 @@ def run_suite(
     """Run `plans` one after another until all have run or one is interrupted.
 
     Args:
-        plans: the studies.
-        prepare_study: checks the requirements of a study again when its turn comes; raises PlanError.
+        plans: the studies, in the order in which they are run.
+        prepare_study: checks the requirements of a study again when its turn comes, since the studies before it have
+            used disk space in the meantime; raises PlanError.
         console: output.
-        skipped_statuses: statuses of runs that are not run again.
+        skipped_statuses: a run whose status is one of these is not run again.
         is_local: False on a cluster.
 
-    Returns the exit code: 0 if every study returned 0 and the index was written.
+    Returns the exit code: 0 if every study returned 0 and the index was written, 130 after Ctrl-C, and else 1. A study
+    that fails does not end the suite.
     """
     exit_code, n_started, is_indexed = 0, 0, False
 
     def finish_suite() -> None:
+        """Name the studies that were not started, and write the index; the watchdog's thread does it if Ray is lost."""
         nonlocal is_indexed
         if n_started < len(plans):
             names = ", ".join(plan.study.name for plan in plans[n_started:])
@@ -74,7 +81,7 @@ def run_suite(
                 # One interrupt covers training and everything after it, so that files being written are finished.
                 with suite.interrupt.handle_signals(lambda text: print_line(console, text)):
                     prepared_study = prepare_study(plan)
-                    n_started += 1
+                    n_started += 1  # only now: a study whose requirements are no longer met has not started
                     exit_code = max(exit_code, run_prepared_study(prepared_study, console, skipped_statuses, suite))
                 # An interrupt may come as the last runs of a study end; the study's own exit code is then 0.
                 if n_started < len(plans) and suite.interrupt.is_requested:
@@ -93,7 +100,7 @@ def format_position(plans: Sequence[StudyPlan], index: int) -> str:
 
 
 def _write_index(output: Path, console: Console) -> bool:
-    """Write an index of all studies in the output folder; False if that failed."""
+    """Write an index of all studies in the output folder; return False, and print why, if that failed."""
     try:
         print_line(console, f"Index: {outputs.write_index(output)}")
     except (OSError, ValueError) as error:

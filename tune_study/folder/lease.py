@@ -21,11 +21,11 @@ from tune_study.plan.study_plan import PlanError
 
 LEASE_FILE = "driver.json"
 STALE_S = 120.0
-"""Seconds without a refresh after which the driver counts as gone."""
+"""Seconds without a refresh after which the driver counts as gone: six refreshes that failed."""
 REFRESH_S = 20.0
-"""Seconds between refreshes."""
+"""Seconds between refreshes, and between copies of rows and statuses."""
 _SETTLING_S = 1.0
-"""Seconds between writing the lease and reading it again, in which another driver may have overwritten it."""
+"""Seconds between writing the lease and reading it again. A driver that started at the same time writes in between."""
 
 
 class Holder(NamedTuple):
@@ -51,17 +51,22 @@ class Holder(NamedTuple):
         if self.age >= STALE_S:
             return True
         if self.machine != _make_machine_id():
-            return False  # Processes of other machines cannot be looked up.
+            return False  # a process of another machine cannot be looked up
         try:
+            # The system gives the id of a process that has ended to a new one, which started at another time.
             return psutil.Process(self.pid).create_time() != self.start_time
         except psutil.NoSuchProcess:
             return True
 
 
 def read_holder(study_path: StoragePath) -> Holder | None:
-    """The holder of the study in storage; None if there is none, or if the lease is damaged."""
+    """The holder of the study in storage; None if there is none.
+
+    A damaged lease counts as none: it would otherwise refuse every driver forever.
+    """
     try:
         content: dict[str, Any] = json.loads(get_bytes(study_path.joinpath(LEASE_FILE)))
+        # A negative age counts as 0: the servers of a storage may have slightly different clocks.
         age = max(0.0, _read_storage_time(study_path) - _read_mtime(study_path.joinpath(LEASE_FILE)))
         return Holder(
             str(content["id"]),
@@ -80,7 +85,7 @@ def _read_mtime(storage_path: StoragePath) -> float:
 
 
 def _read_storage_time(study_path: StoragePath) -> float:
-    """The storage's current time in seconds: the timestamp of a file written now."""
+    """The storage's current time in seconds: the timestamp of a file that is written now, and then removed."""
     probe_path = study_path.joinpath(f"now-{uuid4().hex}")
     put_bytes(probe_path, b"0")
     try:
@@ -91,9 +96,13 @@ def _read_storage_time(study_path: StoragePath) -> float:
 
 
 def _make_machine_id() -> str:
-    """An id of this machine or container. Host names alone are not unique: boot and process namespace are added."""
+    """An id of this machine or container, within which process ids are comparable.
+
+    Two machines may have the same host name, so the id of the boot is added. Containers of one machine share the boot
+    but count processes separately, so their process namespace is added.
+    """
     id_parts = [socket.gethostname()]
-    with suppress(OSError):
+    with suppress(OSError):  # neither file exists outside Linux
         id_parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
     with suppress(OSError):
         id_parts.append(str(os.stat("/proc/self/ns/pid").st_ino))
@@ -101,17 +110,21 @@ def _make_machine_id() -> str:
 
 
 class Lease:
-    """This process's lease of the study in storage."""
+    """This process's lease of the study in storage. study_path: the study's folder there."""
 
     def __init__(self, study_path: StoragePath) -> None:
         self._study_path = study_path
         self.id = uuid4().hex
 
     def acquire(self, name: str) -> None:
-        """Acquire the lease. Raise PlanError that names the holder if there is one. name: of the study."""
+        """Acquire the lease. Raise PlanError that names the holder if another driver has it.
+
+        name: name of the study, for the message.
+        """
         self._check_not_held(read_holder(self._study_path), name)
         self.refresh()
-        # Another driver may have passed the same check at the same time: the later write wins, the other one stops.
+        # Another driver may have passed the same check at the same time. The driver that wrote last keeps the lease,
+        # and the driver that wrote first is refused here.
         time.sleep(_SETTLING_S)
         self._check_not_held(read_holder(self._study_path), name)
 
@@ -124,7 +137,7 @@ class Lease:
         )
 
     def refresh(self) -> None:
-        """Write the lease with a new timestamp."""
+        """Write the lease again, which gives it a new timestamp in storage."""
         process = psutil.Process()
         description = f"{getpass.getuser()} on {socket.gethostname()} (pid {process.pid})"
         content = {

@@ -1,4 +1,7 @@
-"""Find the study that the command line names: a local folder, or a URI in a storage, which is copied here."""
+"""Find the study that the command line names by RUN, a local folder or the URI of a study in a storage.
+
+A study in a storage is copied to this machine, without its checkpoints.
+"""
 
 import os
 import tempfile
@@ -23,7 +26,10 @@ from tune_study.plan.study_plan import PlanError, StudyPlan
 
 
 def parse_storage_uri(text: str) -> str:
-    """Parse --storage, a URI or a path, into a URI. Raise PlanError if it contains credentials."""
+    """Parse the text of --storage, a URI or a path, into a URI without a slash at its end.
+
+    Raises PlanError for an empty text and for a URI that contains credentials, which study.json would make public.
+    """
     if not text.strip():
         raise PlanError("--storage is empty: type a URI such as s3://bucket/folder, or a folder that all nodes share.")
     uri = text if is_uri(text) else Path(os.path.abspath(os.path.expanduser(text))).as_uri()
@@ -50,10 +56,11 @@ def _split_study_uri(uri: str) -> tuple[str, str]:
 
 
 def merge_with_existing(plan: StudyPlan, extend: bool, is_real: bool) -> StudyPlan:
-    """Merge `plan` with the study in its local folder, or with the newer one in storage; see `merge_with_folder`.
+    """Merge `plan` with the study in its local folder, or with the one in its storage if that is newer.
 
-    is_real: False for a dry run, which does not access the storage.
+    plan, extend: see `merge_with_folder`. is_real: False for a dry run, which does not access the storage.
     """
+    # The local folder first: it may know the storage of the study, which need not be typed again.
     local_plan = merge_with_folder(plan, extend)
     if local_plan.storage is None or not is_real:
         return local_plan
@@ -64,13 +71,14 @@ def merge_with_existing(plan: StudyPlan, extend: bool, is_real: bool) -> StudyPl
         if folder is None:
             return local_plan
         with _name_uri_in_errors(folder, join_uri(local_plan.storage, local_plan.run)):
+            # The temporary copy takes the place of the study's folder while the plans are compared.
             stored_plan = merge_with_folder(replace(plan, output=folder.parent.parent, storage=None), extend)
         return replace(stored_plan, output=plan.output, storage=local_plan.storage)
 
 
 @contextmanager
 def _name_uri_in_errors(folder: Path, uri: str) -> Iterator[None]:
-    """Replace `folder` by `uri` in PlanErrors: it is a temporary copy that is gone when they are read."""
+    """Replace `folder` by `uri` in PlanErrors: the folder is a temporary copy that is gone when a user reads them."""
     try:
         yield
     except PlanError as error:
@@ -78,9 +86,14 @@ def _name_uri_in_errors(folder: Path, uri: str) -> Iterator[None]:
 
 
 def plan_resume(text: str, overrides: Mapping[str, object] = NO_OVERRIDES, *, is_real: bool) -> StudyPlan:
-    """The plan of the study that RUN names, as it was started. Raise PlanError if its declaration has changed.
+    """The plan of the study that RUN names, as it was started.
 
-    overrides: see `plan_from_folder`. is_real: see `merge_with_existing`.
+    Args:
+        text: RUN, a folder or a URI.
+        overrides: see `plan_from_folder`.
+        is_real: False for a dry run, which does not access the storage of a local study.
+
+    Raises PlanError if there is no such study, or if its declaration has changed since it was started.
     """
     if is_uri(text):
         return _plan_resume_from_uri(text, overrides)
@@ -91,6 +104,7 @@ def plan_resume(text: str, overrides: Mapping[str, object] = NO_OVERRIDES, *, is
     from tune_study.folder import storage
 
     storage.check_storage(plan.storage)
+    # If the study was run elsewhere since, its newest study.json may have more arms or seeds than the local one.
     with _fetch_newer(plan, plan.storage) as folder:
         with _name_uri_in_errors(
             folder or plan.folder, join_uri(plan.storage, plan.run) if folder else str(plan.folder)
@@ -108,7 +122,7 @@ def _plan_resume_from_uri(uri: str, overrides: Mapping[str, object]) -> StudyPla
     output = Path.cwd()
     local_folder = output / "results" / name
     _check_local_folder(local_folder, root)
-    # Without a newer copy in storage the local folder is used, so that nothing has to be downloaded.
+    # If the storage has nothing newer than the local folder, nothing has to be downloaded.
     if (local_folder / "study.json").exists() and storage.is_newest_folder(uri, local_folder):
         return replace(plan_resume(str(local_folder), overrides, is_real=False), storage=root)
     with tempfile.TemporaryDirectory() as temp_dir:
@@ -124,14 +138,17 @@ def _plan_resume_from_uri(uri: str, overrides: Mapping[str, object]) -> StudyPla
 
 
 def _check_local_folder(folder: Path, root: str) -> None:
-    """Raise PlanError if the local folder for a study in storage contains a study of another storage."""
+    """Raise PlanError if the local folder for a study in storage contains a study that uses another storage or none."""
     if (folder / "study.json").exists():
         check_same_storage(plan_from_folder(folder), root)
 
 
 @contextmanager
 def _fetch_newer(plan: StudyPlan, root: str) -> Iterator[Path | None]:
-    """A temporary copy of study.json and every run.json if the study was run elsewhere since; else None."""
+    """Yield a temporary copy of study.json and every run.json if the study was last run elsewhere, and None otherwise.
+
+    root: URI of the storage.
+    """
     from tune_study.folder import storage
 
     uri = join_uri(root, plan.run)
@@ -142,12 +159,16 @@ def _fetch_newer(plan: StudyPlan, root: str) -> Iterator[Path | None]:
 
 @contextmanager
 def open_for_reading(text: str) -> Iterator[tuple[Path, bool]]:
-    """Yield (folder, whether it is running) of the study that RUN names. One in storage is copied temporarily."""
+    """Yield (folder, whether a driver is running it) of the study that RUN names.
+
+    A study in a storage is copied to a temporary folder, so that reading leaves no files behind.
+    """
     if not is_uri(text):
         folder = Path(text)
         if not read_study(folder).get("storage"):
             yield folder, outputs.is_running(folder)
             return
+        # The local folder of a study with a storage may be older than the storage, which is read instead.
         text = plan_from_folder(folder).study_uri or text
     from tune_study.folder import storage
 
@@ -163,10 +184,11 @@ def open_for_reading(text: str) -> Iterator[tuple[Path, bool]]:
 
 
 def fetch_for_writing(text: str) -> Path:
-    """The folder of the study that RUN names, for writing, updated with the newest rows from its storage if it has one.
+    """The folder of the study that RUN names, in which tables and a report can be written.
 
-    A study named by a URI is copied to results/<run> in the current folder. Raise PlanError if there is no such study,
-    or if its folder contains a symbolic link.
+    If the study has a storage, its newest rows are fetched into the folder first. A study named by a URI is copied to
+    results/<run> in the current folder. Raises PlanError if there is no such study, or if its folder contains a
+    symbolic link.
     """
     if not is_uri(text):
         folder = Path(text)
@@ -180,7 +202,7 @@ def fetch_for_writing(text: str) -> Path:
     _check_local_folder(folder, root)
     outputs.check_folder_links(folder)
     _fetch_results(text, folder)
-    read_study(folder)
+    read_study(folder)  # PlanError if the storage contains no study of this name
     return folder
 
 
@@ -191,7 +213,7 @@ def _fetch_results(uri: str, folder: Path) -> None:
 
 
 def push_results(folder: Path) -> str:
-    """Copy tables and report of a study to its storage, if it has one. Returns the problem; empty if there is none."""
+    """Copy tables and report of a study to its storage, if it has one; return an error text, empty without an error."""
     if not read_study(folder).get("storage"):
         return ""
     from tune_study.folder import storage

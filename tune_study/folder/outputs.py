@@ -1,4 +1,4 @@
-"""Files of a study's folder: written before, during and after training, and complete at any moment."""
+"""Write and read the files of a study's folder. A file is replaced as a whole, so it is complete at any moment."""
 
 import json
 import os
@@ -26,13 +26,26 @@ if TYPE_CHECKING:
 ENDED_STATUSES = ("completed", "early_stopped")
 """Statuses of runs that are never run again."""
 
-# Packages whose version may change a number; study.json stores them.
+_LOCK_PATIENCE_S = 1.0
+"""Seconds to wait for the lock: `status` takes it for a moment, and a start must not fail because of that."""
+
+# Packages whose version may change a number of a row; study.json stores their versions.
 _PACKAGES = ("tune_study", "torch", "ray", "transformers", "numpy", "pandas", "pydantic", "safetensors", "tokenizers")
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """status.json of a run: `running`, or one of records.STATUSES with its reason. Its fields are the keys on disk."""
+    """The content of a run's status.json; its fields are the keys on disk.
+
+    Attributes:
+        run_id: the run.
+        status: `running`, or one of `trainable.runs.records.STATUSES`.
+        reason: why the run has this status, as a sentence.
+        failure_class: kind of the failure (see `trainable.runs.failures`); empty unless the run has failed.
+        stop_rule, stop_value, stop_threshold, stop_step: decision of the rule that stopped the run early.
+        trial_id: id of its last Tune trial.
+        started_at, ended_at: first start and last end, ISO 8601 in UTC; None before them.
+    """
 
     run_id: str
     status: str
@@ -48,7 +61,7 @@ class RunStatus:
 
     @property
     def display_text(self) -> str:
-        """The status for display; a failure with its class."""
+        """The status for display, such as `completed` or `failed (out of memory)`."""
         return f"{self.status} ({self.failure_class})" if self.failure_class else self.status
 
 
@@ -61,13 +74,13 @@ def make_timestamp() -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a temporary file next to `path` and rename it, so that no reader ever sees half of it."""
+    """Write `text` to `path` atomically: a temporary file next to it is renamed, so no reader sees half of the text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as temporary_path, temporary_path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    fsync_path(path.parent)  # A power cut must not leave an empty file under this name.
+    fsync_path(path.parent)  # syncs the renaming, too: a power cut must not leave an empty file under this name
 
 
 def write_json(path: Path, content: object) -> None:
@@ -76,24 +89,27 @@ def write_json(path: Path, content: object) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None if there is no file, or no object in it."""
+    """The object in a JSON file; None if there is no file, or if it contains no valid JSON object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # RecursionError: deeply nested brackets.
+    except (OSError, ValueError, RecursionError):  # RecursionError: deeply nested brackets
         return None
     return content if isinstance(content, dict) else None
 
 
 def read_status(run_dir: Path) -> RunStatus | None:
-    """The status of a run; None before it has one."""
+    """The status of a run; None if it has none yet, or if its status.json is damaged.
+
+    A damaged status.json does not stop `status` or `resume`: the rows of the run are the source of everything in it.
+    """
     content = read_json(run_dir / "status.json")
-    # Keys that this version does not know are ignored.
+    # Keys that this version does not know are ignored, so that it reads the files of a newer one.
     field_names = set(RunStatus.__dataclass_fields__)
     if content is None or not {"run_id", "status"} <= content.keys():
         return None
     try:
         return _STATUS.validate_python({key: content[key] for key in field_names & content.keys()})
-    except ValidationError:  # A value has another type than was written.
+    except ValidationError:  # a value has another type than was written
         return None
 
 
@@ -103,7 +119,7 @@ def write_status(run_dir: Path, status: RunStatus) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line to a log."""
+    """Append a line to a log. Raises OSError on a full disk, and if `path` is a symbolic link."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_no_link(path, "a") as log:
         log.write(line + "\n")
@@ -150,15 +166,17 @@ def make_study_entry(plan: StudyPlan) -> dict[str, Any]:
 def write_study(plan: StudyPlan) -> list[str]:
     """Write study.json, every run.json, and a status for every run that has none, before anything starts.
 
-    versions, git and created_at are those of the first start, command is that of the first start with the same values
-    and seeds; `starts` lists every start. Returns the differences from the previous start that could change a number:
+    In study.json, versions, git and created_at are those of the first start. command is that of the first start with
+    the same values and seeds. `starts` lists every start.
+
+    Returns the differences from the previous start that could change a number, as `name: old -> new`: versions of
     packages, and the commit of the code.
     """
     previous_entry = read_json(plan.folder / "study.json") or {}
     for spec in plan.runs:
         run_dir = plan.get_run_dir(spec.run_id)
         write_json(run_dir / "run.json", {**make_run_entry(spec), "config": spec.config.model_dump(mode="json")})
-        if read_status(run_dir) is None:
+        if read_status(run_dir) is None:  # a study that is continued or extended keeps the statuses of its runs
             write_status(run_dir, RunStatus(spec.run_id, "never_ran", "has not started"))
     start = {
         "at": make_timestamp(),
@@ -167,7 +185,7 @@ def write_study(plan: StudyPlan) -> list[str]:
         "git": read_git_state(Path(__file__).parent),
     }
     starts = [*previous_entry.get("starts", []), start]
-    # --extend changes the values or seeds; then the stored command must be the new one.
+    # The stored command must produce all runs of the study. After --extend, only the new command does.
     is_same_request = (
         bool(previous_entry)
         and previous_entry["axis"]["values"] == list(plan.values)
@@ -180,6 +198,7 @@ def write_study(plan: StudyPlan) -> list[str]:
         "created_at": previous_entry.get("created_at") or start["at"],
         "starts": starts,
     }
+    # Last, so that a study.json exists only together with every run.json and status.json.
     write_json(plan.folder / "study.json", {**make_study_entry(plan), **history})
     return find_changed_code(starts[-2], start) if len(starts) > 1 else []
 
@@ -193,7 +212,7 @@ def find_changed_code(previous_start: dict[str, Any], current_start: dict[str, A
 
 
 def read_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that results depend on; without packages that are not installed."""
+    """Versions of Python and of the packages that results depend on. Packages that are not installed are left out."""
     package_versions = {"python": sys.version.split()[0]}
     for package in _PACKAGES:
         try:
@@ -205,7 +224,8 @@ def read_versions() -> dict[str, str]:
 
 def read_git_state(folder: Path) -> dict[str, Any] | None:
     """The commit of the sources in `folder`, and whether they differ from it; None if git does not track them."""
-    # The first command fails if the folder only happens to lie inside another repository.
+    # The first command fails if git does not track the folder, for example that of an installed package which happens
+    # to be inside another repository.
     git_commands = (["ls-files", "--error-unmatch", "*.py"], ["rev-parse", "HEAD"], ["status", "--porcelain"])
     try:
         _, commit, changes = (
@@ -218,14 +238,14 @@ def read_git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def format_command_line() -> str:
-    """The current command as it can be typed again."""
+    """The current command as it can be typed again, quoted for a shell."""
     name = Path(sys.argv[0]).name
     program = "python -m tune_study" if name == "__main__.py" else name
     return f"{program} {shlex.join(sys.argv[1:])}".strip()
 
 
 def check_writable(output: Path) -> None:
-    """Raise PlanError unless the output folder, or the one in which it would be created, is writable."""
+    """Raise PlanError unless the output folder is writable, or can be created in its nearest existing parent."""
     if output.exists() and not output.is_dir():
         raise PlanError(f"--output {output} is a file: type the name of a folder.")
     nearest = next(folder for folder in (output, *output.parents) if folder.exists())
@@ -256,7 +276,10 @@ def _check_links(root: Path, paths: Iterable[Path], tree: Path) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock the study's folder. Raise PlanError if another process holds the lock, which ends with its process."""
+    """Lock the study's folder during the body. Raise PlanError if another process holds the lock.
+
+    The system releases the lock when its process ends, however it ends, so a killed driver leaves no lock behind.
+    """
     import fcntl
 
     try:
@@ -275,12 +298,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
                     raise PlanError(
                         f"Another process is running the study in {folder}: wait for it, or end it."
                     ) from None
-                time.sleep(0.02)
+                time.sleep(0.02)  # much shorter than _LOCK_PATIENCE_S; flock itself has no timeout
         yield
-
-
-_LOCK_PATIENCE_S = 1.0
-"""Seconds to wait for the lock: `status` takes it for a moment, and a start must not fail because of that."""
 
 
 def is_running(folder: Path) -> bool:
@@ -292,13 +311,16 @@ def is_running(folder: Path) -> bool:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:
+    except OSError:  # no lock file: the study has never been started in this folder
         return False
     return False
 
 
 def close_unfinished(plan: StudyPlan, reason: str) -> None:
-    """Give every run without a final status one: interrupted if it has a row, else never_ran."""
+    """Give every run without a final status one: interrupted if it has a row, else never_ran.
+
+    reason: why the study ended, the beginning of a sentence to which the step is added.
+    """
     for spec in plan.runs:
         run_dir = plan.get_run_dir(spec.run_id)
         status = read_status(run_dir) or RunStatus(spec.run_id, "never_ran")
@@ -308,11 +330,12 @@ def close_unfinished(plan: StudyPlan, reason: str) -> None:
             full_reason = f"{reason}, after step {rows[-1]['step']}" if rows else f"{reason} before its first step"
             write_status(run_dir, replace(status, status=final_status, reason=full_reason, ended_at=make_timestamp()))
         elif status.status == "never_ran":
+            # A run that has never started has no time of an end, and appears in no line of the summary log.
             write_status(run_dir, replace(status, reason=f"{reason} before it started"))
 
 
 def write_tables(folder: Path) -> None:
-    """Write the tables of `analysis.data.frames.FRAMES` as parquet, from the rows."""
+    """Make the tables of `analysis.data.frames.FRAMES` from the rows, and write them as parquet files."""
     from analysis.data.load import read_study
 
     read_study(folder).write_parquet(folder)
@@ -326,7 +349,7 @@ def write_index(output: Path) -> Path:
 
 
 def write_report(folder: Path) -> "tuple[Path, Conclusion]":
-    """Write report.html and its figures from the tables. Returns the report's path, and its conclusion in words."""
+    """Make report.html and its figures from the tables. Returns the report's path, and its conclusion in words."""
     from analysis.data.load import load
     from analysis.report.pages import conclude, write_frames_report
 

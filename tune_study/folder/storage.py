@@ -41,10 +41,15 @@ from tune_study.host.interrupt import Interrupt, make_interrupt
 from tune_study.plan.study_plan import PlanError, StudyPlan
 
 STUDY_FILE, LAST_DRIVER = "study.json", "last-driver"
-"""LAST_DRIVER: file with the id of the newest driver, in storage and (hidden) in the folder in which it ran."""
+"""LAST_DRIVER: name of the file with the lease id of the newest driver.
+
+One copy is in storage and one, as a hidden file, in the local folder of that driver. Equal copies mean that no other
+folder has newer statuses.
+"""
 _POLL_S = 1.0
-"""Seconds between checks for an interrupt."""
+"""Seconds between checks for a request to stop, which runs on other nodes see only through storage."""
 _PROBE_NAME = "tune_study-was-here"
+"""Name of the file with which `check_storage` tries the storage. A user may see it there if it cannot be removed."""
 
 
 def open_uri(uri: str) -> StoragePath:
@@ -75,7 +80,10 @@ def check_storage(uri: str) -> None:
 
 
 def fetch_study(uri: str, folder: Path) -> bool:
-    """Copy study.json and every run.json of the study at `uri` into `folder`. Returns whether there is a study."""
+    """Copy study.json and every run.json of the study at `uri` into `folder`. Returns whether there is a study.
+
+    A plan needs no other file. Raises PlanError if the storage cannot be read.
+    """
     storage_path = open_uri(uri)
     try:
         files = list_files(storage_path)
@@ -100,7 +108,7 @@ def fetch_results(uri: str, folder: Path) -> None:
 
 def is_running(uri: str) -> bool:
     """Whether a driver is running the study at `uri`; False if the storage cannot be read."""
-    with suppress(OSError):
+    with suppress(OSError):  # `status` shows the rows that it has read, whether or not the storage still answers
         holder = read_holder(open_uri(uri))
         return holder is not None and not holder.is_gone
     return False
@@ -118,6 +126,7 @@ def is_newest_folder(uri: str, folder: Path) -> bool:
 
 
 def _is_newest_folder(storage_path: StoragePath, folder: Path) -> bool:
+    """`is_newest_folder` for an open storage; raises OSError if it cannot be read."""
     if not file_exists(storage_path.joinpath(LAST_DRIVER)):
         return True
     marker = folder / f".{LAST_DRIVER}"
@@ -125,6 +134,7 @@ def _is_newest_folder(storage_path: StoragePath, folder: Path) -> bool:
 
 
 def _fetch_results(storage_path: StoragePath, folder: Path) -> None:
+    """`fetch_results` for an open storage; raises OSError if it cannot be read."""
     files = list_files(storage_path)
     if not _is_newest_folder(storage_path, folder):
         _fetch_driver_files(storage_path, files, folder)
@@ -132,17 +142,20 @@ def _fetch_results(storage_path: StoragePath, folder: Path) -> None:
 
 
 def _fetch_driver_files(storage_path: StoragePath, files: Mapping[str, Any], folder: Path) -> None:
-    """Copy the files that drivers write."""
+    """Copy the files that drivers write: study.json, statuses and logs. Tables and report are made from the rows."""
     for name in files:
         top_folder, file_name = name.split("/")[0], name.split("/")[-1]
         if name == STUDY_FILE or (top_folder == "runs" and file_name in STUDY_FILES):
             get_file(storage_path.joinpath(name), folder / name)
-        elif top_folder == "logs":
+        elif top_folder == "logs":  # folder is <output>/results/<run>, and the logs belong in <output>/logs
             get_file(storage_path.joinpath(name), folder.parent.parent / name)
 
 
 def _fetch_rows(storage_path: StoragePath, files: Mapping[str, Any], folder: Path, prefix: str = "runs/") -> None:
-    """Copy the new lines of the files that runs append to."""
+    """Copy the new lines of the files that runs append to, such as metrics.jsonl.
+
+    files: the files in storage. prefix: the names of the files to copy begin with it.
+    """
     for name, size in compute_line_file_sizes({name: info.size for name, info in files.items()}).items():
         if name.startswith(prefix):
             fetch_lines(storage_path.joinpath(name), size, folder / name)
@@ -151,6 +164,8 @@ def _fetch_rows(storage_path: StoragePath, files: Mapping[str, Any], folder: Pat
 def list_checkpoints(uri: str, run_id: str) -> dict[int, str]:
     """Complete checkpoints of a run of the study at `uri`: step -> path below the run's folder."""
     try:
+        # If a step has a rolling and a saved checkpoint, the first one in the list is preferred. Reversed, it comes
+        # last and stays in the dict.
         return dict(reversed(find_complete_checkpoints(list_files(open_uri(uri).joinpath(f"runs/{run_id}")))))
     except OSError as error:
         raise _make_read_error(uri, error) from None
@@ -171,8 +186,10 @@ class StoredStudy:
 
     Args:
         plan: the study.
-        interrupt: passed on to the runs through storage, since they may run on any machine.
+        interrupt: the request to stop. It is passed on to the runs through storage, since they may run on any machine.
         log: called with a message, for example when another driver has taken over the study.
+
+    Raises PlanError if the storage cannot be opened.
     """
 
     def __init__(self, plan: StudyPlan, interrupt: Interrupt, log: Callable[[str], None]) -> None:
@@ -183,8 +200,10 @@ class StoredStudy:
         self._log = log
         self._storage_path = open_uri(self.uri)
         self._lease = Lease(self._storage_path)
+        # Name in storage -> inode, size and modification time of the local file when it was last copied.
         self._pushed_stats: dict[str, tuple[int, int, int]] = {}
-        self._lock = threading.Lock()  # Only one thread at a time reads or writes the local copies.
+        # The sync thread and Tune's callbacks both fetch rows, and must not append the same lines to one file.
+        self._lock = threading.Lock()
 
     @contextmanager
     def keep_synced(self) -> Iterator[None]:
@@ -200,45 +219,48 @@ class StoredStudy:
             yield
         finally:
             stop_event.set()
-            if thread.ident is not None:  # It was started.
+            if thread.ident is not None:  # it was started; a thread that was not cannot be joined
                 thread.join()
-            with suppress(OSError):
+            with suppress(OSError):  # a lease that stays is ignored: its process has ended, or STALE_S pass
                 self._lease.release()
 
     def _acquire(self) -> None:
         """Acquire the lease and fetch newer files. Raise PlanError if that fails."""
         try:
             self._lease.acquire(self.uri)
-            # An interrupt of an earlier driver must not stop the new runs.
+            # A request to stop that was made to an earlier driver must not stop the new runs.
             remove_file(self._storage_path.joinpath(INTERRUPT_FILE))
             self._fetch()
         except OSError as error:
             raise PlanError(f"{self.uri} cannot be used: {format_error(error)}.") from None
 
     def _fetch(self) -> None:
+        """Fetch what is newer in storage, and mark the local folder as the one with the newest statuses."""
         folder = self._plan.folder
         folder.mkdir(parents=True, exist_ok=True)
         _fetch_results(self._storage_path, folder)
-        # From now on this folder has the newest statuses, here and in storage.
+        # Only now: if the fetch had failed after the mark, older statuses here would pass for the newest.
         (folder / f".{LAST_DRIVER}").write_text(self._lease.id, encoding="utf-8")
         put_bytes(self._storage_path.joinpath(LAST_DRIVER), self._lease.id.encode())
 
     def _run_sync_loop(self, stop_event: threading.Event) -> None:
+        """Body of the thread: pass on a request to stop at once, and sync everything else every REFRESH_S seconds."""
         elapsed_s, is_interrupt_sent = 0.0, False
         while not stop_event.wait(_POLL_S):
             elapsed_s += _POLL_S
-            with suppress(OSError, StorageError):  # A storage that does not answer is tried again later.
+            with suppress(OSError, StorageError):  # a storage that does not answer is tried again in the next round
                 if self._interrupt.is_requested and not is_interrupt_sent:
                     put_bytes(self._storage_path.joinpath(INTERRUPT_FILE), b"")
                     is_interrupt_sent = True
                 if elapsed_s >= REFRESH_S:
                     elapsed_s = 0.0
                     self._refresh_lease()
+                    # Without patience: a wait of minutes for a copy would let the lease become stale.
                     self.pull(patience=0.0)
                     self._push_files(patience=0.0)
 
     def _refresh_lease(self) -> None:
-        """Refresh the lease, or stop the study if another driver has taken it over: both would write its files."""
+        """Refresh the lease. If another driver has taken over the study, stop it here: both would write its files."""
         new_holder = self._lease.find_new_holder()
         if new_holder is None:
             self._lease.refresh()
@@ -247,7 +269,11 @@ class StoredStudy:
             self._interrupt.request()
 
     def pull(self, run_id: str | None = None, patience: float | None = None) -> None:
-        """Fetch the rows of a run, or of all runs. Storage errors are ignored: missing rows are fetched later."""
+        """Fetch the rows of a run, or of all runs if `run_id` is None.
+
+        patience: seconds to wait for a storage that does not answer; None for trainer.disk_patience. After that the
+        error is ignored, since the rows stay in storage and are fetched later.
+        """
         prefix = "runs/" if run_id is None else f"runs/{run_id}/"
 
         def fetch_rows() -> None:
@@ -258,9 +284,9 @@ class StoredStudy:
             self._retry(fetch_rows, patience)
 
     def push(self, is_driver: bool = True) -> str:
-        """Copy study.json, statuses, logs, tables and report to storage. Returns the problem; empty if there is none.
+        """Copy study.json, statuses, logs, tables and report to storage; return an error text, empty without an error.
 
-        is_driver: False for a process that did not run the study: it copies only tables, report and probes.
+        is_driver: False for a process that did not run the study and copies only tables, report and probes.
         """
         try:
             self._push_files(None, is_driver)
@@ -276,7 +302,7 @@ class StoredStudy:
             self._retry(partial(self._push_file, name, path), patience)
 
     def _push_file(self, name: str, path: Path) -> None:
-        """Copy a file if it has changed since the last copy. One that is being replaced is copied next time."""
+        """Copy a file if it has changed since the last copy. A file that is just being replaced is copied next time."""
         with self._lock, suppress(FileNotFoundError):
             stat = path.stat()
             # A replaced file has another inode; one that was appended to has another size and time.
@@ -286,6 +312,7 @@ class StoredStudy:
                 self._pushed_stats[name] = fingerprint
 
     def _retry(self, action: Callable[[], None], patience: float | None) -> None:
+        """Call `action`, and again for `patience` seconds (None: trainer.disk_patience) while the storage fails."""
         patience_s = self._plan.base_config.trainer.disk_patience if patience is None else patience
         call_storage(action, patience_s, self._log if patience_s else _discard, lambda: self._interrupt.is_requested)
 
@@ -302,6 +329,7 @@ def list_driver_files(plan: StudyPlan, is_driver: bool = True) -> dict[str, Path
     """
     folder = plan.folder
     result_paths = [*folder.glob("*.parquet"), folder / "report.html", *folder.glob("figures/**/*")]
+    # Statuses that another process has fetched may be older than those in storage, and must not be copied back.
     file_names = STUDY_FILES if is_driver else (PROBES_FILE,)
     result_paths += [plan.get_run_dir(spec.run_id) / name for spec in plan.runs for name in file_names]
     if not is_driver:
@@ -313,9 +341,10 @@ def list_driver_files(plan: StudyPlan, is_driver: bool = True) -> dict[str, Path
 
 
 def push_results(plan: StudyPlan) -> str:
-    """Copy the files of a report or probe to the study's storage; all files if the newest driver ran in this folder.
+    """Copy the files of a report or a probe to the study's storage; return an error text, empty without an error.
 
-    Fetched statuses are never copied back, since they may be outdated. Returns the problem; empty if there is none.
+    If the newest driver ran in this folder, all of its files are copied. Fetched statuses are never copied back, since
+    they may be outdated.
     """
     if plan.study_uri is None:
         return ""

@@ -1,4 +1,7 @@
-"""Read study.json of an existing study: continue the same study in its folder, or refuse another and list changes."""
+"""Read study.json of an existing study, and compare it with a study that is to be run in the same folder.
+
+The same study is continued. Another one is refused with a list of the differences.
+"""
 
 import os
 import shlex
@@ -29,13 +32,16 @@ from tune_study.plan.study_plan import (
 )
 
 Text = Annotated[str, Field(max_length=100_000)]
+"""A text of study.json. The limit is far above any that a study writes; the folder may come from somebody else."""
 RunId = Annotated[str, Field(max_length=255, pattern=r"^[^/.\x00-\x1f][^/\x00-\x1f]*$")]
+"""A run_id names a folder: no slash and no leading dot, so that it cannot name one outside the study's folder. Names of
+folders have at most 255 bytes."""
 
 NO_OVERRIDES: Mapping[str, object] = MappingProxyType({})
 
 
 class _Section(BaseModel):
-    """A section of study.json. Types are strict; keys that this version does not know are ignored."""
+    """A section of study.json. A value of another type is refused; keys that this version does not know are ignored."""
 
     model_config = ConfigDict(strict=True)
 
@@ -76,7 +82,7 @@ class _Contrast(_Section):
 
 
 class _StudyFile(_Section):
-    """The keys of study.json that `status`, `report` and `resume` rely on."""
+    """The keys of study.json that `status`, `report` and `resume` rely on. A key with a default may be missing."""
 
     name: Text
     preset: Text
@@ -103,13 +109,14 @@ class _StudyFile(_Section):
 
 def read_study(folder: Path) -> dict[str, Any]:
     """Read study.json of results/<run>. Raise PlanError if it is missing, incomplete or invalid."""
-    content = _read_object(folder / "study.json")
+    content = read_json(folder / "study.json")
     if content is None:
         problem = "its study.json is damaged" if os.path.exists(folder / "study.json") else "no study.json"
         raise PlanError(
             f"{format_value(folder, 1000)} contains no study ({problem}): type the folder results/<run> of a study, "
             f"as `python -m tune_study run` printed it."
         )
+    # Before the validation, which would list the missing keys one by one in a longer message.
     missing_keys = [key for key in ("name", "preset", "axis", "seeds", "runs", "settings") if key not in content]
     if missing_keys:
         raise PlanError(
@@ -124,22 +131,20 @@ def read_study(folder: Path) -> dict[str, Any]:
     return content
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None if there is no file, or no readable object in it."""
-    try:
-        return read_json(path)
-    except RecursionError:  # Deeply nested lists.
-        return None
-
-
 def plan_from_folder(
     folder: Path, overrides: Mapping[str, object] = NO_OVERRIDES, study: Study | None = None
 ) -> StudyPlan:
-    """The plan of the study in results/<run>, with the settings of its start. Raise PlanError if there is none.
+    """The plan of the study in results/<run>, with the settings with which it was started.
 
-    overrides: settings of its resources that change from now on, such as {"trainer.n_gpus_per_node": 2}. study: its
-    declaration; by default the study of the same name in `search_spaces`. The folder cannot choose code: its runs are
-    trained as that declaration says.
+    The folder cannot choose code: its runs are trained as the declaration of the study says, and no name in study.json
+    is imported.
+
+    Args:
+        folder: results/<run>.
+        overrides: settings of the study's resources that change from now on, such as {"trainer.n_gpus_per_node": 2}.
+        study: the declaration; None for the study of the same name in `search_spaces`.
+
+    Raises PlanError if the folder contains no study or one that this version cannot read, or if it was moved.
     """
     folder = Path(os.path.abspath(folder))
     content = read_study(folder)
@@ -153,6 +158,7 @@ def plan_from_folder(
         # A study with variants is identified by its name and the setting that chose the variant.
         if study.variants:
             study = find_study(study.name, str(flatten_settings(base.model_dump(mode="json"))[study.variant_setting]))
+        # The study continues with the rules of its start, also if the declaration has others by now.
         if unknown := set(content["stop_rules"]) - {*RULES, *study.stop_rules}:
             raise PlanError(f"there is no stop rule {format_value(unknown.pop())}.")
         study = replace(study, stop_rules=tuple(content["stop_rules"]))
@@ -162,7 +168,7 @@ def plan_from_folder(
         if {spec.run_id for spec in plan.runs} != {entry["run_id"] for entry in content["runs"]}:
             raise PlanError("its list of runs does not match its values and seeds.")
     except ConfigError:
-        # Also a ValueError, but its message already says which setting to change.
+        # It is a ValueError too, but its message already says which setting to change.
         raise
     except ValidationError as error:
         raise PlanError(
@@ -170,6 +176,8 @@ def plan_from_folder(
         ) from None
     except ValueError as error:
         raise PlanError(f"{folder}/study.json cannot be read by this version: {error}") from None
+    # The paths of a plan follow from its settings. In a folder of another name or depth, the study would be continued
+    # beside its old rows.
     if plan.folder != folder:
         make_parent = shlex.join(["mkdir", "-p", str(plan.folder.parent)])
         move = shlex.join(["mv", str(folder), str(plan.folder)])
@@ -193,10 +201,12 @@ def check_unchanged(plan: StudyPlan) -> None:
 
 
 def merge_with_folder(plan: StudyPlan, extend: bool) -> StudyPlan:
-    """Merge `plan` with the study in its folder: `plan` itself if the folder is new, else the study there.
+    """Merge `plan` with the study in its folder; `plan` itself if the folder contains no study.
 
-    extend: add new values and seeds to the study; groups of a grid are added without it. Raise PlanError if the folder
-    contains a study with other settings, or with other values or seeds and `extend` is False.
+    extend: whether new values and seeds are added to the existing study. Groups of a grid are added without it.
+
+    Raises PlanError if the folder contains a study with other settings, and without `extend` also if the existing study
+    has other values or seeds.
     """
     if not (plan.folder / "study.json").exists():
         return plan
@@ -221,6 +231,7 @@ def merge_with_folder(plan: StudyPlan, extend: bool) -> StudyPlan:
     values = (*existing.values, *(value for value in requested_values if value not in existing.values))
     seeds = tuple(sorted({*existing.seeds, *plan.seeds}))
     if not extend:
+        # A grid is meant to be run group by group, so other groups than those in the folder are no difference.
         _check_same_arms(
             existing, replace(plan, values=existing.values if plan.study.axis.value_groups else requested_values)
         )
@@ -229,7 +240,10 @@ def merge_with_folder(plan: StudyPlan, extend: bool) -> StudyPlan:
 
 
 def check_same_storage(existing: StudyPlan, requested_uri: str | None) -> None:
-    """Raise PlanError if an existing study is to be continued with another storage than it has."""
+    """Raise PlanError if `existing` is to be continued with another storage than it has.
+
+    requested_uri: the storage that was typed; None to keep the one that the study has.
+    """
     if requested_uri is None or (existing.storage is not None and is_same_folder(requested_uri, existing.storage)):
         return
     problem = (
@@ -244,7 +258,7 @@ def check_same_storage(existing: StudyPlan, requested_uri: str | None) -> None:
 
 
 def find_differences(existing: StudyPlan, plan: StudyPlan) -> list[str]:
-    """`name: old -> new` for every difference that can change a row."""
+    """`name: old -> new` for every difference between two plans that can change a row."""
     changes = [
         f"{name}: {old} -> {new}"
         for name, old, new in (("stop_rules", ", ".join(existing.study.stop_rules), ", ".join(plan.study.stop_rules)),)
@@ -256,7 +270,8 @@ def find_differences(existing: StudyPlan, plan: StudyPlan) -> list[str]:
 
 
 def _find_changed_settings(old: BaseRunConfig, new: BaseRunConfig) -> list[str]:
-    """Settings that differ between two configurations; empty if none of them can change a row."""
+    """`name: old -> new` for the settings that differ; empty if none of them can change a row."""
+    # The hash leaves out settings that change no row, such as those of resources.
     if old.compute_hash() == new.compute_hash():
         return []
     old_settings, new_settings = (flatten_settings(config.model_dump(mode="json")) for config in (old, new))
@@ -268,12 +283,12 @@ def _find_changed_settings(old: BaseRunConfig, new: BaseRunConfig) -> list[str]:
 
 
 def _find_changed_arms(plan: StudyPlan) -> list[str]:
-    """Settings of the runs in the folder to which the study's current declaration gives another value."""
+    """`run name: old -> new` for the settings to which the study's current declaration gives another value."""
     all_changes = []
     for spec in plan.runs:
         path = plan.get_run_dir(spec.run_id) / "run.json"
-        run_entry = _read_object(path)
-        if run_entry is not None:
+        run_entry = read_json(path)
+        if run_entry is not None:  # a run without a readable run.json has no earlier settings to compare with
             try:
                 old_config = type(spec.config).model_validate(run_entry.get("config"))
             except ValidationError as error:
@@ -284,7 +299,7 @@ def _find_changed_arms(plan: StudyPlan) -> list[str]:
 
 
 def _check_same_arms(existing: StudyPlan, plan: StudyPlan) -> None:
-    """Raise PlanError if values or seeds differ."""
+    """Raise PlanError if the two plans have different values or seeds."""
     option = plan.study.axis.option
     changes = []
     if set(existing.values) != set(plan.values):

@@ -1,4 +1,7 @@
-"""The summary log in its published form: a line per ended run and a closing block, with seed and early stop added."""
+"""Write the summary log of a study: a line per ended run, and a closing block.
+
+The lines have the form of the published scripts. The fields seed and early_stop are added at the end.
+"""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -15,6 +18,7 @@ from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan, format_val
 DEFAULT_SKIPPED = ",".join(ENDED_STATUSES)
 _SKIPPABLE = (*ENDED_STATUSES, "failed", "interrupted")
 
+# Our status -> status in the published logs, which know only whether the process of a run ended normally.
 _PUBLISHED_STATUS = {
     "completed": "success",
     "early_stopped": "success",
@@ -25,16 +29,16 @@ _PUBLISHED_STATUS = {
 
 
 def format_summary_line(plan: StudyPlan, spec: RunSpec, status: RunStatus | None, gpu_label: str) -> str:
-    """One run in the published form: fields joined by ` | `, then seed and early_stop, which are our additions.
+    """One run in the published form: fields joined by ` | `. seed and early_stop are our additions.
 
-    A run that a rule stopped has the published status `success`, because its process ended normally, and names the
-    rule: early_stop=<rule>@<step>. A run that never started is `missing`.
+    A run that a rule stopped has the published status `success`, because its process ended normally. Its line names the
+    rule and the step: early_stop=<rule>@<step>. A run that never started is `missing`.
     """
     template_values = make_template_values(plan.study, plan.run, spec.arm, spec.config, spec.seed)
     published_fields = plan.study.name_templates.summary.format(
         **template_values, experiment=spec.experiment_name
     ).split(" | ")
-    # Without an end there are neither times nor an outcome.
+    # A run that has not ended has neither times nor an outcome.
     if status is None or status.status in ("never_ran", "running"):
         return f"{published_fields[0]} | status=missing | seed={spec.seed}"
     stop_text = f"{status.stop_rule}@{status.stop_step}" if status.stop_rule else "none"
@@ -55,12 +59,13 @@ def format_summary_line(plan: StudyPlan, spec: RunSpec, status: RunStatus | None
 
 
 def format_run_times(rows: list[dict[str, Any]], names: Sequence[str]) -> list[str]:
-    """`<name>_time=` in seconds for each of `names`, from the rows of a run; N/A if the run has no total.
+    """A field `<name>_time=` in seconds for each of `names`, from the rows of a run; N/A if the run has no total.
 
-    The names are total (seconds_total of the last row that has it; the row of a failure has none), eval (validation and
-    test), collapse_first, collapse_multi and collapse (diagnostics of first turns, of all turns, of both), and train
-    (total without eval and collapse).
+    total is the training time over all starts. eval is the time of validations and tests. collapse_first,
+    collapse_multi and collapse are the times of the collapse diagnostics of first turns, of all turns, and of both.
+    train is total without eval and collapse.
     """
+    # The row of a failure has no times, so the last row that has them counts.
     total_seconds = next((row["seconds_total"] for row in reversed(rows) if row.get("seconds_total") is not None), None)
     if not isinstance(total_seconds, int | float):
         return [f"{name}_time=N/A" for name in names]
@@ -89,10 +94,14 @@ def format_wall_seconds(status: RunStatus) -> str:
 
 
 def write_summary(plan: StudyPlan, resource_plan: ResourcePlan, is_closing: bool) -> Path:
-    """Rewrite the summary log from the statuses on disk: heading, ended runs, and the closing block if `is_closing`."""
+    """Write the summary log again from the statuses on disk, and return its path.
+
+    It has a heading, a line per ended run and, if `is_closing`, a closing block. It is written as a whole and not
+    appended to, so that a study that is continued has one line per run.
+    """
     run_statuses = [(spec, read_status(plan.get_run_dir(spec.run_id))) for spec in plan.runs]
     ended_runs = [(spec, status) for spec, status in run_statuses if status is not None and status.ended_at is not None]
-    # Lines appear in the order in which runs end, as if each had been appended.
+    # Lines are in the order in which runs ended, as in the published logs, which are appended to.
     ended_runs.sort(key=lambda pair: pair[1].ended_at or "")
     lines = [*_format_heading(plan, resource_plan)]
     lines += [format_summary_line(plan, spec, status, resource_plan.gpu_label) for spec, status in ended_runs]
@@ -107,7 +116,7 @@ def write_summary(plan: StudyPlan, resource_plan: ResourcePlan, is_closing: bool
 
 
 def _format_counts(statuses: Sequence[RunStatus | None]) -> str:
-    """How many runs there are and how they ended. (The published counts are of lines, including retries.)"""
+    """How many runs there are and how they ended. The published scripts count lines, which include retries."""
     published_statuses = [
         _PUBLISHED_STATUS.get(status.status if status else "never_ran", "missing") for status in statuses
     ]
@@ -136,7 +145,10 @@ def _format_heading(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str]:
 
 
 def parse_skipped_statuses(text: str) -> tuple[str, ...]:
-    """Parse --skip-statuses. Raise PlanError unless it contains known statuses, and all statuses of ended runs."""
+    """Parse --skip-statuses. Raise PlanError for an unknown status, and if a status of ended runs is missing.
+
+    A run that has ended is never trained again in its folder, because its new rows would replace a finished result.
+    """
     statuses = tuple(entry.strip() for entry in text.split(","))
     missing_statuses = [status for status in ENDED_STATUSES if status not in statuses]
     if missing_statuses or not set(statuses) <= set(_SKIPPABLE):

@@ -9,7 +9,10 @@ from rich.text import Text
 
 
 def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: in a terminal with rich, elsewhere one line per row, columns two spaces apart, nothing cut."""
+    """Print a table. A terminal gets a table that fits its width.
+
+    Elsewhere each row is one line with columns two spaces apart, in which nothing is cut, so that it can be searched.
+    """
     if console.is_terminal:
         table = Table(*columns, box=box.SIMPLE_HEAD)
         for row in rows:
@@ -27,4 +30,5 @@ def print_line(console: Console, line: str) -> None:
 
 
 def _escape_unencodable(console: Console, text: str) -> str:
+    """`text` with backslash escapes for characters that the console's encoding lacks: printing them would fail."""
     return text.encode(console.encoding, "backslashreplace").decode(console.encoding)

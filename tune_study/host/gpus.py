@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 _PROC_GPUS = Path("/proc/driver/nvidia/gpus")
+"""The NVIDIA driver has one folder per GPU here."""
 
 
 class Gpu(NamedTuple):
-    """One visible GPU: its id for CUDA_VISIBLE_DEVICES, its UUID (empty if unknown) and its product name."""
+    """One visible GPU.
+
+    id: as in CUDA_VISIBLE_DEVICES, an index or a UUID. uuid: empty if unknown. name: product name, such as
+    `NVIDIA H100 80GB HBM3`.
+    """
 
     id: str
     uuid: str
@@ -18,7 +23,10 @@ class Gpu(NamedTuple):
 
 
 def detect_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """The GPUs that a process started here would see, found without loading CUDA; none without a driver."""
+    """The GPUs that a process with this environment would see; empty without an NVIDIA driver.
+
+    CUDA is not loaded, since it would create a context on a GPU and torch takes seconds to import.
+    """
     visible_devices = environ.get("CUDA_VISIBLE_DEVICES")
     if visible_devices is not None and visible_devices.strip() in ("", "-1"):
         return ()

@@ -25,7 +25,8 @@ def make_interrupt(folder: Path) -> "Interrupt":
 class Interrupt:
     """A request to stop, in the form of a file that the processes of the runs can see as well.
 
-    path: the file. It exists from the request until the study is started again.
+    path: the file. It exists from the request until the study is started again. The attribute `is_requested` is true
+    from the request on, whether or not the file could be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,11 +53,12 @@ class Interrupt:
 
     @contextmanager
     def handle_signals(self, notify: Callable[[str], None]) -> Iterator[None]:
-        """In the body, the first signal is a request and a later one raises KeyboardInterrupt; then handlers return.
+        """During the body, the first signal requests a stop and a later one raises KeyboardInterrupt.
 
-        A SIGHUP is never more than a request: after it, nobody is at the terminal who could want an immediate end.
+        A SIGHUP is never more than a request: after it, nobody is at the terminal who could want an immediate end. The
+        earlier handlers are installed again after the body. notify: called with a message for the user.
         """
-        request_time = [0.0]
+        request_time = [0.0]  # a list, so that the handler can change it
 
         def on_signal(signal_number: int, frame: FrameType | None) -> None:
             if self.is_requested:

@@ -22,25 +22,28 @@ from tune_study.host.gpus import Gpu, count_cpus
 from tune_study.host.session_folder import FOLDER_PREFIX, RAY_SUBFOLDER
 
 _GB = 10**9
-# Measured with the laptop preset: driver and Ray take 0.9 GB together, a trial 0.6 GB.
+# Measured with the laptop preset: the driver and Ray together take 0.9 GB, and a trial takes 0.6 GB.
 _DRIVER_MEMORY_BYTES, _TRIAL_MEMORY_BYTES = 1.0 * _GB, 0.6 * _GB
 # A laptop study writes about 30 MB, and so do Ray's logs. With less free space than this, neither is safe.
 _MIN_DISK_BYTES = 0.1 * _GB
-# paper: a 3B actor and critic with Adam's moments in float32 take 74 GB, and a new checkpoint is written before the
-# last one is removed. Smaller models need less, so less free space than this is only a remark.
+# paper: a checkpoint of a 3B policy and critic with AdamW's moments in float32 has 74 GB, and a new one is written
+# before the last one is removed. Smaller models need less, so less free space than this is only a remark.
 _OUTPUT_DISK_BYTES = {"laptop": 1 * _GB, "paper": 150 * _GB}
 # Ray does not spill objects to a disk that is more than 95 % full.
 _RAY_DISK_BYTES, _RAY_DISK_FRACTION = 1 * _GB, 0.05
 # Ray 2.60 gives its object store 30 % of the memory. It is on disk if /dev/shm has less than that and less than 10 GB.
 _OBJECT_STORE_FRACTION, _MAX_OBJECT_STORE_BYTES = 0.3, 10**10
+# Ray 2.60 itself warns below this limit, because connections may then fail.
 _MIN_OPEN_FILES = 4096
+# Ray's control server, raylet, agent and driver listen on about five ports.
 _PORT_COUNT = 16
-# A socket address has at most 108 bytes, 104 on a Mac, including the terminating null byte. Below: Ray's longest name.
+# A socket address has at most 108 bytes, 104 on a Mac, including the terminating null byte. The name is Ray's longest:
+# 4194304 is the highest process id of Linux.
 _MAX_SOCKET_PATH_BYTES = 103 if sys.platform == "darwin" else 107
 _LONGEST_SOCKET_NAME = (
     f"/{FOLDER_PREFIX}4194304/{RAY_SUBFOLDER}/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 )
-# The NVIDIA driver itself takes far less than this fraction of an idle GPU's memory.
+# On an idle GPU the NVIDIA driver takes far less than this fraction of the memory, so more means that it is in use.
 _IDLE_MEMORY_FRACTION = 0.1
 _LOCK_SCRIPT = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 
@@ -48,7 +51,11 @@ _LOCK_SCRIPT = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'r+'), fcntl.LO
 class CheckResult(NamedTuple):
     """The result of one check.
 
-    severity: `problem` means that a run cannot start or may lose work. advice: what to do; empty for `ok`.
+    Attributes:
+        name: the check, as the report shows it.
+        severity: `problem` if a run cannot start or may lose work, `remark` if it may be slower or needs a choice.
+        detail: the finding.
+        advice: the remedy, as a sentence; empty for `ok`.
     """
 
     name: str
@@ -76,7 +83,7 @@ class GpuProcess(NamedTuple):
 def check_resources(preset: str, gpus: Sequence[Gpu]) -> list[CheckResult]:
     """Check the cores, the memory for the trials that run concurrently, and the limit on open files."""
     cores = count_cpus()
-    # One paper trial is counted per GPU. A laptop study runs at most `ray_num_cpus` trials concurrently.
+    # A paper study runs one trial per GPU by default. A laptop study runs at most `ray_num_cpus` trials concurrently.
     trials = len(gpus) if preset == "paper" and gpus else min(cores, RunConfig().trainer.ray_num_cpus)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [
@@ -101,7 +108,10 @@ def check_memory(available: int, trials: int) -> CheckResult:
 
 
 def measure_available_memory() -> int:
-    """Bytes that new processes can allocate, limited by the machine and by the control groups of this process."""
+    """Bytes that new processes can allocate, limited by the machine and by the control groups of this process.
+
+    In a container, psutil reports the memory of the machine. The limit of the container is in its control group.
+    """
     membership_file = Path("/proc/self/cgroup")
     cgroup_free = read_cgroup_free(
         Path("/sys/fs/cgroup"), membership_file.read_text(encoding="utf-8") if membership_file.exists() else ""
@@ -111,16 +121,16 @@ def measure_available_memory() -> int:
 
 
 def read_cgroup_free(root: Path, membership: str) -> int | None:
-    """Bytes that the control groups of a process still allow; None without a limit.
+    """Bytes that the control groups of a process still allow it to allocate; None without a limit.
 
-    root: where control groups are mounted. membership: the text of /proc/<pid>/cgroup, of version 1 or 2.
+    root: the folder in which control groups are mounted. membership: the text of /proc/<pid>/cgroup, of version 1 or 2.
     """
     # A line is `hierarchy:controllers:path`. In version 2 the controllers are empty and all groups share one mount.
     free_bytes = []
     for line in membership.split("\n"):
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers and "memory" not in controllers.split(","):
-            continue
+            continue  # a hierarchy of version 1 that limits something else
         mount = root / "memory" if controllers else root
         file_names = (
             ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
@@ -129,6 +139,8 @@ def read_cgroup_free(root: Path, membership: str) -> int | None:
         # Every group above the process limits it too, and the smallest limit counts.
         for folder in (cgroup_folder, *cgroup_folder.parents):
             limit, usage = (_read_number(folder / name) for name in file_names)
+            # A limit of `max` reads as None, and the parents of the mount itself are ordinary folders. The usage
+            # includes cached files, and may be above a limit that has just been lowered.
             if limit is not None and usage is not None and folder.is_relative_to(mount):
                 free_bytes.append(max(limit - usage + _read_reclaimable(folder), 0))
     return min(free_bytes, default=None)
@@ -148,12 +160,13 @@ def _read_reclaimable(folder: Path) -> int:
         lines = (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0
+    # In version 1 only the keys with total_ include the groups below.
     memory_stat = dict(line.split(" ", 1) for line in lines if " " in line)
     return int(memory_stat.get("total_inactive_file", memory_stat.get("inactive_file", 0)))
 
 
 def check_open_files(soft: int, hard: int) -> CheckResult:
-    """Compare the soft and hard limits on open files with Ray's needs; RLIM_INFINITY is no limit."""
+    """Compare the soft and hard limits on open files with Ray's needs. RLIM_INFINITY stands for no limit."""
     soft_limit, hard_limit = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
     if soft_limit >= _MIN_OPEN_FILES:
         return CheckResult("open files", "ok", f"at most {soft_limit}")
@@ -164,13 +177,14 @@ def check_open_files(soft: int, hard: int) -> CheckResult:
 
 
 def find_nearest_existing(folder: Path) -> Path:
-    """`folder` or its nearest existing parent, which may be a file."""
+    """`folder` or its nearest existing parent, which may be a file or a link to nothing."""
     candidates = (folder.absolute(), *folder.absolute().parents)
     return next(candidate for candidate in candidates if os.path.lexists(candidate))
 
 
 def find_ray_folder(environ: Mapping[str, str]) -> Path:
     """The folder in which Ray's session folder is created: the one that Ray 2.60 itself would choose."""
+    # Ray reads TMPDIR only on Linux.
     names = ("RAY_TMPDIR", "TMPDIR") if sys.platform == "linux" else ("RAY_TMPDIR",)
     return Path(os.path.abspath(next((environ[name] for name in names if name in environ), "/tmp")))
 
@@ -192,13 +206,13 @@ def check_disks(output: Path, ray: Path, preset: str) -> list[CheckResult]:
         ),
     ]
     shm_folder = Path("/dev/shm")
-    if shm_folder.is_dir():
+    if shm_folder.is_dir():  # only Linux has it
         results.append(check_shared_memory(shutil.disk_usage(shm_folder).free, measure_available_memory()))
     return results
 
 
 def check_space(name: str, folder: Path, free: int, recommended: float, advice: str) -> CheckResult:
-    """Compare the `free` bytes with the recommended ones; a problem below the absolute minimum."""
+    """Compare the `free` bytes of a disk with the `recommended` ones; a problem below _MIN_DISK_BYTES."""
     detail = f"{_format_size(free)} free at {folder}"
     if free < _MIN_DISK_BYTES:
         return CheckResult(name, "problem", detail, advice)
@@ -229,6 +243,7 @@ def check_output(output: Path) -> list[CheckResult]:
     if not folder.is_dir():
         return [CheckResult("write access", "problem", f"{folder} is not a folder", "Type --output with a folder.")]
     try:
+        # In the folder itself: another folder of the same name may be on another disk.
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as temp_folder:
             _write_and_rename(Path(temp_folder))
             lock_result = check_locks(Path(temp_folder))
@@ -240,7 +255,7 @@ def check_output(output: Path) -> list[CheckResult]:
 
 
 def _write_and_rename(folder: Path) -> None:
-    """Try the operations that writing a checkpoint needs. OSError if one fails or other bytes are read back."""
+    """Try the operations with which a checkpoint is written. OSError if one fails, or if other bytes are read back."""
     content = os.urandom(2**16)
     temp_path, final_path = folder / "part", folder / "whole"
     with temp_path.open("wb") as handle:
@@ -254,7 +269,7 @@ def _write_and_rename(folder: Path) -> None:
 
 
 def check_locks(folder: Path) -> CheckResult:
-    """Check that a lock in `folder` keeps other processes out: such a lock protects a study from a second driver."""
+    """Check that a lock in `folder` keeps other processes out. Such a lock protects a study from a second driver."""
     advice = "Type --output with a folder on a local disk, or have the network disk mounted with locks."
     with (folder / "lock").open("w") as handle:
         try:
@@ -287,7 +302,7 @@ def check_ports() -> CheckResult:
 
 
 def check_host_name(name: str) -> CheckResult:
-    """Check that this host's name has an address; only a remark, because a single machine works without one."""
+    """Check that this host's name has an address. It is only a remark, because a single machine works without one."""
     try:
         socket.getaddrinfo(name, None)
     except (OSError, UnicodeError):
@@ -379,7 +394,8 @@ def check_gpu(gpu: Gpu, memory: GpuMemory | None, processes: Sequence[GpuProcess
     else:
         detail = f"{gpu.name}, {memory.free_mib / 1024:.1f} of {memory.total_mib / 1024:.1f} GiB free"
         is_memory_used = memory.total_mib - memory.free_mib > _IDLE_MEMORY_FRACTION * memory.total_mib
-    # Used memory without a process means that the process is invisible here, for example in another container.
+    # Either sign is enough: a process that has just started uses little memory, and memory that no listed process
+    # uses belongs to a process that is invisible here, for example in another container.
     if not processes and not is_memory_used:
         return CheckResult(name, "ok", detail)
     return CheckResult(

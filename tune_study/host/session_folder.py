@@ -16,10 +16,10 @@ from itertools import count
 from pathlib import Path
 
 FOLDER_PREFIX = "ts-"
-"""Prefix of the folder's name, which ends in the driver's process id. Short, because socket paths must be short."""
+"""Prefix of the folder's name, which ends in the driver's process id. Short, because paths of sockets must be short."""
 
 RAY_SUBFOLDER = "r"
-"""Name of the folder inside it that is given to Ray."""
+"""Name of the folder inside the session folder that is given to Ray."""
 
 _LOCK_FILE = ".lock"
 
@@ -40,6 +40,7 @@ def make_session_folder(base: Path) -> Iterator[Path]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         folder = _rename_to_free_name(unnamed_folder, base)
         yield folder / RAY_SUBFOLDER
+        # Not in a `finally`: after an error the logs are needed.
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -47,6 +48,7 @@ def _rename_to_free_name(unnamed_folder: Path, base: Path) -> Path:
     """Rename a folder to the first free name for this process."""
     for attempt in count(1):
         folder = base / f"{FOLDER_PREFIX}{os.getpid()}{f'.{attempt}' if attempt > 1 else ''}"
+        # A driver with the same process id, in another container or before a reboot, may have left a folder.
         with suppress(OSError):  # the name is taken by a file or by a folder that is not empty
             return unnamed_folder.rename(folder)
         if not os.path.lexists(folder):  # the name was free, so no other name would help

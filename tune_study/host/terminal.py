@@ -6,7 +6,11 @@ from typing import TextIO
 
 
 class FailSafeStream:
-    """A console stream. After a write fails, its file descriptor points to the null device, for all writers."""
+    """A console stream whose writes cannot fail.
+
+    After a write has failed, the file descriptor of the stream points to the null device. Everything that is written
+    later is discarded, also by code that writes to the descriptor directly.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -15,9 +19,9 @@ class FailSafeStream:
         """Write; if that fails, redirect the stream to the null device."""
         try:
             return self._stream.write(text)
-        except OSError:
+        except OSError:  # the reader of a pipe has exited, or the terminal was closed
             self._redirect_to_null()
-            return len(text)
+            return len(text)  # all of it was written, as far as the caller has to know
 
     def flush(self) -> None:
         """Flush; if that fails, redirect the stream to the null device."""
@@ -33,7 +37,7 @@ class FailSafeStream:
         os.close(null_descriptor)
 
     def __getattr__(self, name: str) -> object:
-        """Everything else (encoding, isatty, fileno) comes from the wrapped stream."""
+        """All other attributes, such as encoding, isatty and fileno, come from the wrapped stream."""
         return getattr(self._stream, name)
 
 

@@ -1,4 +1,7 @@
-"""Estimate the disk space that a study needs before it starts. Sizes are in bytes, shown in decimal units (`df -H`)."""
+"""Estimate the disk space that a study needs, before it starts.
+
+Sizes are in bytes. Messages show them in decimal units, as `df -H` does.
+"""
 
 import glob
 import os
@@ -23,23 +26,28 @@ from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan
 
 _FLOAT32 = 4
 _HEADER_BYTES = 100
-"""Header of a safetensors file, per tensor: its name, type, shape and offsets. Measured: 95 (sokoban-tiny)."""
+"""Bytes per tensor in the header of a safetensors file: name, type, shape and offsets. sokoban-tiny has 95."""
 _CHECKPOINT_JSON_BYTES = 3_000
-"""JSON files of a checkpoint: counters and checksums (0.4 kB), and the run's settings (2.2 kB)."""
+"""Bytes of a checkpoint's JSON files: counters and checksums (0.4 kB), and the run's settings (2.2 kB)."""
 _IN_FLIGHT = 2
-"""Additional checkpoints while a run trains: the previous rolling checkpoint, and the one that is being written."""
+"""Checkpoints of a run that trains, besides the newest rolling one: the one before it, and the one being written.
 
-# Measured on studies of the laptop preset, one run of 60 steps and one of 3. The constants are at least 10 % larger.
+Two rolling checkpoints are kept because the newest may turn out to be damaged.
+"""
+
+# The following constants were measured on studies of the laptop preset, one run of 60 steps and one of 3. Each is at
+# least 10 % larger than its measurement.
 _STEP_BYTES = 21_000
-"""Per step: metrics.jsonl 2.7 kB, result.json 7.7, TensorBoard 5.0, progress.csv 1.2, logs 0.4, tables, report 2.2."""
+"""Bytes per step: metrics.jsonl 2.7 kB, result.json 7.7 kB, TensorBoard 5.0 kB, progress.csv 1.2 kB, logs 0.4 kB, and
+2.2 kB of tables and report."""
 _ANALYSIS_BYTES = 100_000
-"""Per gradient analysis of 128 groups, before and after the filter: its lines and its part of the tables."""
+"""Bytes per gradient analysis of 128 groups, before and after the filter: its lines and its share of the tables."""
 _LEVEL_BYTES, _EVALUATION_BYTES = 18, 150
-"""Per line of levels.jsonl: 11.4 bytes per validation level, 17 per test level; the rest of the line."""
+"""Bytes in levels.jsonl per level of an evaluation (measured: validation 11.4, test 17), and per evaluation."""
 _RUN_BYTES = 250_000
-"""Per run, independent of its steps: its part of Tune's experiment state (70 kB) and of the figures (150), settings."""
+"""Bytes per run that do not depend on its steps: Tune's experiment state 70 kB, figures 150 kB, and settings."""
 _STUDY_BYTES = 550_000
-"""Per study, independent of its runs: trials.parquet (90 kB), empty tables (40), layout of report and figures."""
+"""Bytes per study that do not depend on its runs: trials.parquet 90 kB, empty tables 40 kB, layout of the report."""
 
 
 class DiskBudget(NamedTuple):
@@ -48,8 +56,8 @@ class DiskBudget(NamedTuple):
     Attributes:
         remaining_runs: runs that have not ended.
         concurrent_runs: how many of them run at once.
-        is_uniform: whether all runs have the same checkpoint size and number of saved checkpoints. If not, the next
-            two attributes are the maximum over the runs.
+        is_uniform: whether all runs have the same checkpoint size and number of saved checkpoints. If not,
+            `checkpoint_bytes` and `saved_checkpoints` are maxima over the runs.
         checkpoint_bytes: size of one checkpoint; None if the size of a model is unknown.
         saved_checkpoints: number of global_step_<N> folders per run.
         rolling_checkpoints: rolling checkpoints of all runs at the worst moment.
@@ -78,23 +86,29 @@ class DiskBudget(NamedTuple):
 def compute_checkpoint_bytes(shape: ModelShape, config: RunConfig) -> int:
     """Size of one checkpoint of a run after its first update: `PPOTrainer.get_state` in float32.
 
-    It contains the weight and AdamW's two moments of every trained parameter, and AdamW's step count, a scalar, of
-    every such tensor. Frozen networks (reference, base) are loaded from the original model and are in no checkpoint.
+    A checkpoint contains the weight and AdamW's two moments of every trained parameter, and AdamW's step count (a
+    scalar) per trained tensor. Frozen networks (reference, base) are loaded from the original model and are in no
+    checkpoint.
     """
+    # Each trained tensor is four in the file: weight, two moments and step count.
     tensor_sizes = [size for sizes in list_trained_tensor_sizes(shape, config).values() for size in sizes]
     elements = 3 * sum(tensor_sizes) + len(tensor_sizes)
     return _FLOAT32 * elements + 4 * len(tensor_sizes) * _HEADER_BYTES + _CHECKPOINT_JSON_BYTES
 
 
 def count_occurrences(steps: int, every: int) -> int:
-    """Occurrences of an event that happens every `every` of `steps` steps and at the last one; `every` <= 0: never."""
+    """How often an event occurs in `steps` steps that happens after every `every`-th step and after the last one.
+
+    0 if `every` is not positive: the event is then switched off.
+    """
     return -(-steps // every) if every > 0 else 0
 
 
 def estimate_row_bytes(config: RunConfig) -> int:
-    """Bytes of a run without its checkpoints: rows, levels, logs, Tune's files, its part of tables and report."""
+    """Bytes of a run without its checkpoints: rows, levels, logs, Tune's files, its share of tables and report."""
     env, trainer = config.env, config.trainer
-    # The initial policy, sampled and greedy, then every validation, and a greedy one at the end.
+    # The untrained policy is validated twice, sampled and greedy. Then follow the validations of the training, and a
+    # greedy one at the end. The test levels are played twice at the end, in two more evaluations.
     validations = 2 * trainer.val_before_train + count_occurrences(trainer.total_training_steps, trainer.test_freq) + 1
     levels = validations * env.val_env_groups * env.val_group_size + 2 * env.test_env_groups
     analyses = -(-trainer.total_training_steps // trainer.gradient_analysis_every) * trainer.gradient_analysis_mode
@@ -108,7 +122,10 @@ def estimate_row_bytes(config: RunConfig) -> int:
 
 
 def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: Mapping[str, str]) -> DiskBudget:
-    """The disk budget of the remaining runs of `plan`. Ended runs are left out: they write nothing more."""
+    """The disk budget of the remaining runs of `plan`. Ended runs write nothing more and are left out.
+
+    environ: the environment variables, which determine where models are cached.
+    """
     ended_runs = find_finished_runs(plan)
     runs = [spec for spec in plan.runs if spec.run_id not in ended_runs]
     sizes, unknown_models = _estimate_checkpoint_sizes(plan, runs, environ)
@@ -116,6 +133,7 @@ def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: 
     total_row_bytes = sum(_estimate_run_row_bytes(plan, spec) for spec in runs) + (_STUDY_BYTES if runs else 0)
     # A trial may train several runs at once: all seeds of an arm.
     concurrent_runs = min(resource_plan.max_concurrent * max(len(trial) for trial in plan.trials), len(runs))
+    # --output may not exist yet; the study will create it on the disk of its nearest parent.
     nearest_folder = next(folder for folder in (plan.output, *plan.output.parents) if os.path.isdir(folder))
     return DiskBudget(
         remaining_runs=len(runs),
@@ -140,14 +158,16 @@ def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: 
 def _estimate_checkpoint_sizes(
     plan: StudyPlan, runs: Sequence[RunSpec], environ: Mapping[str, str]
 ) -> tuple[list[int], tuple[str, ...]]:
-    """Checkpoint sizes of the `runs` whose model has a known shape, and the models without one."""
+    """Checkpoint sizes in bytes of the `runs` whose model has a known shape, and the paths of the other models."""
     family = plan.study.family
     model_paths = {spec.run_id: family.get_model_path(spec.config) for spec in runs}
     shapes = {path: read_model_shape(path, environ) for path in dict.fromkeys(model_paths.values()) if path is not None}
     unknown_models = tuple(path for path, shape in shapes.items() if shape is None)
     sizes = []
     for spec in runs:
+        # A run of update rules may have no model path (None): its model is made by the run itself.
         shape = shapes.get(model_paths[spec.run_id] or "")
+        # Such a family estimates its own checkpoints, with or without the parameters of a loaded model.
         if family.estimate_bytes is not None and model_paths[spec.run_id] not in unknown_models:
             sizes.append(family.estimate_bytes(spec.config, count_policy_parameters(shape) if shape else 0)[0])
         elif shape is not None:
@@ -156,7 +176,7 @@ def _estimate_checkpoint_sizes(
 
 
 def _estimate_run_row_bytes(plan: StudyPlan, spec: RunSpec) -> int:
-    """Bytes of a run's rows, and of the files derived from them."""
+    """Bytes of a run's rows and of the files that are made from them, such as logs and tables."""
     sizes = plan.study.family.estimate_bytes
     return (
         estimate_row_bytes(spec.ppo_config)
@@ -166,15 +186,17 @@ def _estimate_run_row_bytes(plan: StudyPlan, spec: RunSpec) -> int:
 
 
 def _sum_checkpoint_bytes(sizes: Sequence[int], saved_counts: Sequence[int], concurrent_runs: int) -> int:
-    """Bytes of all checkpoints: saved and rolling ones of every run, and those in flight of the largest runs."""
+    """Bytes of all checkpoints: one rolling and the saved ones of every run, and those in flight."""
+    # At worst, the runs with the largest checkpoints train at the same time.
     stored_bytes = sum(size * (1 + count) for size, count in zip(sizes, saved_counts, strict=True))
     return stored_bytes + _IN_FLIGHT * sum(sorted(sizes, reverse=True)[:concurrent_runs])
 
 
 def compute_scratch_bytes(budget: DiskBudget) -> int | None:
-    """Bytes of a run's checkpoints on its node if a storage keeps them; None if unknown.
+    """Bytes of disk that a run needs on its node for checkpoints if the study has a storage; None if unknown.
 
-    These are the rolling checkpoint, the previous one, the one being written, and a saved one until it is copied.
+    The node has the newest rolling checkpoint, the one before it, the one being written, and a saved one until it is
+    copied to the storage.
     """
     return (
         None
@@ -184,7 +206,11 @@ def compute_scratch_bytes(budget: DiskBudget) -> int | None:
 
 
 def _count_written_bytes(plan: StudyPlan, spec: RunSpec, checkpoint_size: int) -> int:
-    """Bytes of a run's part of the total that are already on disk. Files that the plan does not include are ignored."""
+    """How many of the bytes that the budget counts for a run are already on disk, from an earlier start.
+
+    Files that the budget does not count, such as checkpoints of an earlier --save-freq, are ignored: they take space,
+    but none of the space that this start will need.
+    """
     run_dir, checkpoint_dir = plan.get_run_dir(spec.run_id), plan.output / spec.checkpoint_dir
     rolling_bytes = count_folder_bytes(run_dir / STATE_FOLDER)
     record_bytes = count_folder_bytes(run_dir) - rolling_bytes + count_folder_bytes(plan.folder / spec.run_id)
@@ -193,7 +219,8 @@ def _count_written_bytes(plan: StudyPlan, spec: RunSpec, checkpoint_size: int) -
     ]
     planned_paths = [Path(path) for path, step in checkpoint_steps if step.isdecimal() and _is_saved(int(step), spec)]
     saved_bytes = sum(min(count_folder_bytes(path), checkpoint_size) for path in planned_paths)
-    # No file counts for more than its estimate: otherwise a large one would hide that space is missing for the others.
+    # Nothing counts for more than its estimate. Otherwise one part that is larger than estimated would hide that space
+    # is missing for the others.
     return min(rolling_bytes, checkpoint_size) + min(record_bytes, _estimate_run_row_bytes(plan, spec)) + saved_bytes
 
 
@@ -210,13 +237,13 @@ def count_folder_bytes(folder: Path) -> int:
         for name in names:
             try:
                 total += os.lstat(os.path.join(parent, name)).st_size
-            except OSError:  # Removed since it was listed, because a study in the folder is running.
+            except OSError:  # removed since it was listed, because a study in the folder is running
                 continue
     return total
 
 
 def format_disk_line(budget: DiskBudget) -> str:
-    """The budget as one line of the plan: the verdict, then the terms of the sum."""
+    """The budget as one line of the plan: space needed, free space, the verdict, and the terms of the sum."""
     free_text = f"{decimal(budget.free_bytes)} free"
     if budget.remaining_runs == 0:
         return f"Disk: every run has ended, no more space is needed, {free_text}."
@@ -243,7 +270,10 @@ def _format_terms(budget: DiskBudget) -> str:
 
 
 def check_combined_budget(budgets: Sequence[DiskBudget]) -> None:
-    """Raise PlanError if the studies of a suite together need more space than is free. Unknown sizes are ignored."""
+    """Raise PlanError if the studies of a suite together need more space than is free.
+
+    Each study may fit by itself. A study with a model of unknown size counts as 0.
+    """
     needed_bytes = sum(
         budget.total_bytes - budget.written_bytes for budget in budgets if budget.total_bytes is not None
     )
@@ -266,7 +296,7 @@ def check_budget(budget: DiskBudget) -> None:
     remedies = []
     if budget.saved_checkpoints:
         remedies.append("--save-freq with a larger number (-1 saves none)")
-    if budget.concurrent_runs > 1:  # every concurrent run needs room for the checkpoints that it is writing
+    if budget.concurrent_runs > 1:  # every concurrent run needs space for the checkpoints in flight
         remedies.append("--max-concurrent 1")
     remedies.append("--output with a folder on a larger disk")
     raise PlanError(

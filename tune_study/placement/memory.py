@@ -1,9 +1,11 @@
-"""Estimate the memory of a run on each of its GPUs, item by item, before it starts. Sizes in bytes.
+"""Estimate the memory of a run on each of its GPUs, item by item, before it starts. All sizes are in bytes.
 
-Pure formulas of a model's shape and a run's settings. Permanent allocations of the trainer are exact; temporary ones of
-forward and backward passes are an upper bound, because every conversation is assumed to have maximum length. Symbols:
-N parameters of a network, R ranks (GPUs of the run), h hidden size, f intermediate size, kv channels of all key heads,
-V vocabulary.
+The functions are pure formulas of a model's shape and a run's settings. Permanent allocations of the trainer are exact.
+Temporary ones of forward and backward passes are upper bounds, because every conversation is assumed to have maximum
+length.
+
+Symbols: N parameters of a network, R ranks (GPUs of the run), h hidden size, f intermediate size, kv channels of all
+key heads, V size of the vocabulary.
 """
 
 from typing import NamedTuple
@@ -21,8 +23,12 @@ from tune_study.placement.model_size import (
 
 GIB = 2**30
 PHASES = ("rollout", "values", "critic backward", "critic step", "policy backward", "policy step", "start")
-"""The moments of highest memory use: sampling of episodes; passes without gradients (values, reference); passes with
-gradients, and optimizer step, of critic and of policy; and the start, before weights are sharded."""
+"""The moments at which memory use is highest.
+
+rollout: episodes are sampled. values: passes without gradients, for values and for the reference. backward and step:
+passes with gradients, and the optimizer step that follows them, of the critic and of the policy. start: the networks
+are loaded and not yet sharded.
+"""
 ROLLOUT, VALUES, CRITIC_BACKWARD, CRITIC_STEP, POLICY_BACKWARD, POLICY_STEP, START = range(len(PHASES))
 
 FLOAT32, BFLOAT16 = 4, 2
@@ -31,15 +37,26 @@ MOMENT_BYTES = 2 * FLOAT32
 LOGIT_COPIES = {True: 7, False: 3}
 """Float32 copies of the logits in passes with gradients (True) and without (False), see `compute_logits_bytes`."""
 TURN_TOKENS = {"full": 320, "compact": 16}
-"""Prompt style -> tokens of the game per turn. full: published limit of 3600, less 5 replies of 400, over 5 turns."""
+"""Prompt style -> maximum tokens of the game's messages per turn.
+
+full: the published limit of 3600 tokens per conversation leaves (3600 - 5 x 400) / 5 for each of 5 turns with replies
+of 400. compact: at least the longest prompt of the laptop preset and at most 1.5 times as long, which a test checks.
+"""
 CUDA_CONTEXT_BYTES = int(0.75 * GIB)
 """CUDA context of a process with its libraries' work spaces. An assumption: it differs between drivers."""
 NCCL_BYTES = 1 * GIB
 """NCCL's buffers in a run with several ranks. An assumption."""
 REDUCE_BUCKET_SIZE = 500_000_000
-"""Elements per reduction of DeepSpeed (reduce_bucket_size)."""
+"""Gradient elements that DeepSpeed collects before it reduces them over the ranks.
+
+This is its default of reduce_bucket_size, which our configuration changes for stage 3 only (ZERO_BUCKET_SIZE).
+"""
 VLLM_MAX_SEQS, VLLM_MAX_BATCHED_TOKENS = 256, 16_384
-"""vLLM's maximum number of concurrent rows (max_num_seqs), and of tokens per pass (max_num_batched_tokens)."""
+"""vLLM's maximum number of concurrent rows (max_num_seqs), and of tokens per pass (max_num_batched_tokens).
+
+The first is `EngineSettings.max_num_seqs`. The second is the largest default of vLLM's class LLM, which it has on GPUs
+of 70 GiB and more; on others it is 8,192.
+"""
 
 
 class Allocation(NamedTuple):
@@ -54,12 +71,12 @@ class NetworkBytes(NamedTuple):
     """Bytes per rank for a network that is trained, by purpose.
 
     Attributes:
-        weights: in float32.
+        weights: the weights of the forward and backward passes, in float32.
         master: DeepSpeed's master copy of the weights that a rank updates.
         moments: AdamW's two moments.
-        gradients: in float32.
+        gradients: the gradients, in float32.
         scratch: temporary memory of the optimizer step.
-        host: offloaded to host memory; not included in the others.
+        host: everything that is offloaded to host memory; the other fields do not include it.
     """
 
     weights: int
@@ -76,7 +93,7 @@ def count_ranks(config: RunConfig) -> int:
 
 
 def uses_deepspeed(config: RunConfig) -> bool:
-    """Whether DeepSpeed owns the optimizers: if asked for, and always with several ranks."""
+    """Whether DeepSpeed owns the optimizers. It always does with several ranks, since torch updates on one device."""
     return config.trainer.strategy == "deepspeed" or count_ranks(config) > 1
 
 
@@ -88,13 +105,19 @@ def shards_weights(config: RunConfig) -> bool:
 def compute_network_bytes(parameters: int, config: RunConfig) -> NetworkBytes:
     """Memory of a trained network of `parameters` float32 parameters under the run's ZeRO stage.
 
-    Torch: 4 N weights, 8 N moments, 4 N gradients. DeepSpeed: every rank has 4 N weights. Stage 1 shards the optimizer
-    state (a master copy of 4 N, and 8 N moments) over the R ranks, stage 2 also the 4 N of gradients, stage 3 also the
-    weights. offload_optimizer moves a rank's master copy and moments to the host, from stage 2 on together with its
-    gradients, of which stage 3 keeps two copies there; offload_parameters moves its shard of the weights. In the
-    optimizer step AdamW computes square roots of as many elements as it updates, and DeepSpeed flattens their
-    gradients. Source: Rajbhandari et al. 2020, arXiv:1910.02054; deepspeed 0.19.
+    Torch: 4 N weights, 8 N moments, 4 N gradients. In the optimizer step AdamW computes the square roots of 4 N.
+
+    DeepSpeed: every rank has 4 N weights. Stage 1 shards the optimizer state (a master copy of 4 N, and 8 N moments)
+    over the R ranks, stage 2 also the 4 N of gradients, and stage 3 also the weights. In the optimizer step, a rank
+    computes square roots for its shard and flattens the shard's gradients.
+
+    offload_optimizer moves a rank's master copy and moments to the host, and the optimizer step takes place there. From
+    stage 2 on the gradients move too, and stage 3 keeps two copies of them. offload_parameters moves a rank's shard of
+    the weights.
+
+    Source: Rajbhandari et al. 2020, arXiv:1910.02054; deepspeed 0.19.
     """
+    # A shard is rounded up: DeepSpeed pads the parameters so that all ranks have shards of one size.
     full_bytes, shard_bytes = FLOAT32 * parameters, FLOAT32 * -(-parameters // count_ranks(config))
     if not uses_deepspeed(config):
         return NetworkBytes(full_bytes, 0, 2 * full_bytes, full_bytes, full_bytes, 0)
@@ -119,9 +142,9 @@ def compute_network_bytes(parameters: int, config: RunConfig) -> NetworkBytes:
 
 
 def compute_gathered_bytes(shape: ModelShape, parameters: int, config: RunConfig) -> int:
-    """A network that stage 3 has gathered: linear layers of blocks in the dtype of passes, the rest in float32.
+    """Bytes of a network that stage 3 has gathered, as `trainable.backend.zero_weights` gathers it.
 
-    `trainable.backend.zero_weights` gathers it in this way.
+    Linear layers of blocks are in the dtype of passes, and everything else is in float32. parameters: N of the network.
     """
     head = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size
     linear = count_linear_parameters(shape) - head
@@ -129,28 +152,33 @@ def compute_gathered_bytes(shape: ModelShape, parameters: int, config: RunConfig
 
 
 def compute_reference_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """A separate reference model; 0 if no loss and no reward needs one, or with LoRA, whose base is the reference."""
+    """Bytes of a separate reference model.
+
+    0 if neither the loss nor the reward has a KL term. Also 0 with LoRA: the frozen base is then the reference.
+    """
     is_needed = config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
     return compute_frozen_bytes(shape, config) if is_needed and not config.model.lora_rank else 0
 
 
 def compute_frozen_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """A frozen network: linear layers in the dtype of passes; embedding, tied head and norms in float32.
+    """Bytes of a frozen network, as `trainable.models.load.make_frozen_copy` makes it.
 
-    `trainable.models.load.make_frozen_copy` makes it in this way.
+    Linear layers are in the dtype of passes. Embedding, tied head and norms are in float32.
     """
     linear = count_linear_parameters(shape)
     return FLOAT32 * (count_policy_parameters(shape) - linear) + get_dtype_bytes(config) * linear
 
 
 def compute_cast_bytes(shape: ModelShape, name: str, parameters: int, config: RunConfig) -> int:
-    """Copies of a network's weights that autocast keeps during a pass, in the dtype of passes; 0 in float32.
+    """Bytes of the copies that autocast keeps of a network's weights during a pass, in the dtype of passes.
 
-    name: policy or critic. Only weights of matrix products are copied, so not an embedding that is not also the head.
-    With LoRA these are the adapters and a tied head: the other frozen layers already have this dtype.
+    name: policy or critic. parameters: number of its trained parameters. Autocast copies only weights of matrix
+    products, so it does not copy an embedding, unless the embedding is also the head. With LoRA it copies the adapters
+    and a tied head, because the other frozen layers already have the dtype of passes. In float32 nothing is copied.
     """
     if config.model.dtype == "float32":
         return 0
+    # The critic's head is a value head of its own, so the critic never multiplies with its embedding.
     is_multiplied = shape.tie_word_embeddings and name == "policy"
     if config.model.lora_rank:
         return BFLOAT16 * (parameters + (shape.vocab_size * shape.hidden_size if is_multiplied else 0))
@@ -163,7 +191,7 @@ def get_dtype_bytes(config: RunConfig) -> int:
 
 
 def compute_max_tokens(config: RunConfig) -> int:
-    """Maximum tokens of a conversation: all turns with replies of full length, within max_model_len."""
+    """Maximum tokens of a conversation: all turns with replies of full length, but at most max_model_len."""
     tokens = config.env.max_turn * (config.rollout.response_length + TURN_TOKENS[config.model.prompt_style])
     return min(tokens, config.rollout.max_model_len or tokens)
 
@@ -171,11 +199,15 @@ def compute_max_tokens(config: RunConfig) -> int:
 def compute_block_bytes(shape: ModelShape, config: RunConfig) -> int:
     """Bytes that one block saves per token for its backward pass.
 
-    float32: 4 (9 h + 2 kv + 4 f), including attention's output twice (grouped by length, and concatenated). bfloat16:
-    24 h + 4 kv + 8 f, because norms and the residual stream stay in float32. Both add the softmax normalizer of each
-    head and the two factors of the norms. Counted over the tensors that autograd saves. With LoRA every adapter adds
-    the input of B, as many numbers as its rank, and frozen norms save 8 h less; this is exact for adapters on all
-    layers, and an upper bound otherwise.
+    In float32 these are 4 (9 h + 2 kv + 4 f) bytes, in which the output of attention counts twice: grouped by length,
+    and concatenated. In bfloat16 they are 24 h + 4 kv + 8 f bytes, because norms and the residual stream stay in
+    float32. Both cases add a float32 number for the softmax normalizer of each head, and for the factor of each of the
+    two norms.
+
+    With LoRA every adapter adds the input of its matrix B, which has as many numbers as its rank, and the frozen norms
+    save 8 h bytes less. This is exact for adapters on all layers and an upper bound otherwise.
+
+    The formula was found by counting the tensors that autograd saves, and tests compare it with them.
     """
     hidden, intermediate, kv = shape.hidden_size, shape.intermediate_size, shape.num_key_value_heads * shape.head_dim
     factor_bytes = FLOAT32 * (shape.num_attention_heads + 2)
@@ -188,7 +220,11 @@ def compute_block_bytes(shape: ModelShape, config: RunConfig) -> int:
 
 
 def compute_tokens_per_pass(config: RunConfig) -> int:
-    """Tokens of the largest pass with gradients, which has no padding: at most one rank's part of a mini-batch."""
+    """Tokens of the largest pass with gradients. A pass has no padding.
+
+    It has at most TOKENS_PER_PASS tokens, except for a single conversation that is longer, and it is never larger than
+    a rank's share of a mini-batch.
+    """
     max_mini_batch = max(config.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size)
     return min(
         -(-max_mini_batch // count_ranks(config)) * compute_max_tokens(config),
@@ -197,10 +233,11 @@ def compute_tokens_per_pass(config: RunConfig) -> int:
 
 
 def compute_activation_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """Activations of the passes with gradients.
+    """Bytes of the activations of the passes with gradients.
 
-    Per token: the saved tensors of every block, or with gradient checkpointing each block's input (4 h) and one block's
-    saved tensors; 12 h around the blocks; and 3 f numbers and 8 h bytes of gradients during a block's backward pass.
+    A token takes the saved tensors of every block, 12 h bytes around the blocks, and the gradients within one block
+    during its backward pass: 3 f numbers in the dtype of passes and 8 h bytes. With gradient checkpointing, only the
+    input of every block is saved (4 h bytes each), and the saved tensors of a single block exist at a time.
     """
     block, hidden = compute_block_bytes(shape, config), shape.hidden_size
     backward_bytes = 3 * shape.intermediate_size * get_dtype_bytes(config) + 2 * FLOAT32 * hidden
@@ -211,10 +248,11 @@ def compute_activation_bytes(shape: ModelShape, config: RunConfig) -> int:
 
 
 def compute_logits_bytes(shape: ModelShape, config: RunConfig, with_gradients: bool) -> int:
-    """All copies of the logits: CHUNK_ELEMENTS elements, or a whole pass with gradients if chunking is off.
+    """Bytes of all copies of the logits that exist at once, LOGIT_COPIES of them.
 
-    With gradients it includes the head's gradient, unless the head is frozen: the sum in float32, and a summand in the
-    dtype of passes.
+    A copy has at most CHUNK_ELEMENTS logits. If `actor.entropy_from_logits_with_chunking` is off, a pass with gradients
+    has the logits of all its tokens at once. Such a pass also holds the head's gradient, unless LoRA freezes the head:
+    a sum over chunks in float32, and the summand of one chunk in the dtype of passes.
     """
     elements = compute_tokens_per_pass(config) * shape.vocab_size
     if config.actor.entropy_from_logits_with_chunking or not with_gradients:
@@ -224,25 +262,28 @@ def compute_logits_bytes(shape: ModelShape, config: RunConfig, with_gradients: b
 
 
 def compute_token_kv_bytes(shape: ModelShape, dtype_bytes: int) -> int:
-    """Keys and values of one token in all blocks, with `dtype_bytes` bytes per number."""
+    """Bytes of the keys and values of one token in all blocks, with `dtype_bytes` bytes per number."""
     return 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * dtype_bytes
 
 
 def count_concurrent_rows(config: RunConfig) -> int:
-    """Concurrent conversations per rank: the maximum of training, validation and test."""
+    """Concurrent conversations per rank: the maximum over training, validation and test."""
     env = config.env
     max_rows = max(env.env_groups * env.group_size, env.val_env_groups * env.val_group_size, env.test_env_groups)
     return -(-max_rows // count_ranks(config))
 
 
 def list_allocations(shape: ModelShape, config: RunConfig, budget: int) -> tuple[Allocation, ...]:
-    """All items of a run with a budget of `budget` bytes on each of its GPUs. Items of 0 bytes are left out."""
+    """The memory of a run, item by item, in the order of the plan's table. Items of 0 bytes are left out.
+
+    budget: bytes that the run may use on each of its GPUs. Only the size of vLLM's KV cache depends on it.
+    """
     if config.rollout.name == "vllm":
         sampler_allocations = _list_vllm_allocations(shape, config, budget)
     else:
         sampler_allocations = _list_sampler_allocations(shape, config)
     context_name, context_bytes = "CUDA context", CUDA_CONTEXT_BYTES
-    if count_ranks(config) > 1:
+    if count_ranks(config) > 1:  # ranks communicate by NCCL
         context_name, context_bytes = "CUDA context, NCCL", CUDA_CONTEXT_BYTES + NCCL_BYTES
     allocations = [
         *_list_trained_allocations(shape, config),
@@ -270,7 +311,7 @@ def count_trained_parameters(shape: ModelShape, config: RunConfig) -> dict[str, 
 
 
 def _list_trained_allocations(shape: ModelShape, config: RunConfig) -> list[Allocation]:
-    """The frozen base of adapters; and weights, optimizer, gradients and optimizer step of each trained network."""
+    """Weights, optimizer state, gradients and optimizer step of each trained network, and the frozen base of LoRA."""
     allocations, weights_label = [], "weights"
     if config.model.lora_rank:
         allocations, weights_label = (
@@ -281,10 +322,12 @@ def _list_trained_allocations(shape: ModelShape, config: RunConfig) -> list[Allo
     for name, parameters in count_trained_parameters(shape, config).items():
         network, (backward, step) = compute_network_bytes(parameters, config), phases[name]
         bucket_bytes = FLOAT32 * min(REDUCE_BUCKET_SIZE, parameters) if uses_deepspeed(config) else 0
+        # Gradients exist from a network's backward pass to its optimizer step. DeepSpeed's bucket exists only while
+        # gradients are reduced.
         gradients = _make_phase_allocation(
             f"{name} gradients", {backward: network.gradients + bucket_bytes, step: network.gradients}
         )
-        if shards_weights(config):  # DeepSpeed keeps the bucket in which it sums them.
+        if shards_weights(config):  # in stage 3 DeepSpeed keeps the gradients' shard and its bucket in all phases
             gradients = _make_constant_allocation(f"{name} gradients", network.gradients + FLOAT32 * ZERO_BUCKET_SIZE)
         # The table shows offloaded bytes with the item that they mostly belong to.
         offloaded_label = "AdamW moments" if config.trainer.offload_optimizer else "weights"
@@ -303,7 +346,7 @@ def _list_trained_allocations(shape: ModelShape, config: RunConfig) -> list[Allo
 
 
 def _list_sharding_allocations(shape: ModelShape, config: RunConfig) -> list[Allocation]:
-    """Weights that stage 3 gathers temporarily, and whole networks before it has sharded them."""
+    """Weights that stage 3 gathers temporarily, and the complete networks before it has sharded them."""
     if not shards_weights(config):
         return []
     sizes = count_trained_parameters(shape, config)
@@ -325,19 +368,21 @@ def _list_sharding_allocations(shape: ModelShape, config: RunConfig) -> list[All
 
 
 def compute_saving_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """Host memory of a run while it saves a checkpoint: all weights and moments, which rank 0 collects."""
+    """Bytes of host memory of a run while it saves a checkpoint: rank 0 collects all weights and moments."""
     return (FLOAT32 + MOMENT_BYTES) * sum(count_trained_parameters(shape, config).values())
 
 
 def _list_pass_allocations(shape: ModelShape, config: RunConfig) -> list[Allocation]:
-    """Temporary memory of passes: copies of weights, activations, logits."""
+    """Temporary memory of the torch engine's passes: copies of weights, activations and logits."""
     sizes = count_trained_parameters(shape, config)
     copy_bytes = {name: compute_cast_bytes(shape, name, parameters, config) for name, parameters in sizes.items()}
-    # Weights that stage 3 has gathered already have the dtype of passes, except the head.
+    # Weights that stage 3 has gathered already have the dtype of passes, except the head. Without LoRA, the function
+    # subtracts V h for an embedding from the number that it is given, so 2 V h stands for the V h of the head.
     head_bytes = compute_cast_bytes(shape, "head", 2 * shape.vocab_size * shape.hidden_size, config)
     no_grad_bytes = dict.fromkeys(copy_bytes, head_bytes) if shards_weights(config) else copy_bytes
     rollout = config.rollout
     rows = max(rollout.log_prob_micro_batch_size_per_gpu, rollout.ref_log_prob_micro_batch_size_per_gpu)
+    # Without gradients only one block's activations exist at a time, beside the residual stream before and after it.
     forward_bytes = (
         rows * compute_max_tokens(config) * (compute_block_bytes(shape, config) + 2 * FLOAT32 * shape.hidden_size)
     )
@@ -367,13 +412,15 @@ def _list_pass_allocations(shape: ModelShape, config: RunConfig) -> list[Allocat
 
 
 def _list_vllm_allocations(shape: ModelShape, config: RunConfig, budget: int) -> list[Allocation]:
-    """Memory of vLLM: gpu_memory_utilization of the run's budget; weights and work space first, then KV cache."""
+    """Memory of vLLM: gpu_memory_utilization of the budget, of which weights and work space leave the KV cache."""
     rollout = config.rollout
     weight_bytes = get_dtype_bytes(config) * count_policy_parameters(shape)
     vllm_bytes = int(rollout.gpu_memory_utilization * budget)
     work_bytes = compute_vllm_work_bytes(shape, config)
+    # Below 0 there is no cache at all; `MemoryPlan.cache_shortfall` then says how much vLLM lacks.
     kv_bytes = max(vllm_bytes - weight_bytes - work_bytes, 0)
-    # An engine that does not sleep keeps its memory in every phase except the start.
+    # An engine that does not sleep keeps its memory in every phase except the start, when it does not exist yet. A
+    # sleeping engine keeps its weights in host memory.
     phases = (ROLLOUT,) if rollout.free_cache_engine else range(START)
     block_parameters = sum(inputs * outputs for inputs, outputs in list_linear_layers(shape).values())
     return [
@@ -390,18 +437,22 @@ def _list_vllm_allocations(shape: ModelShape, config: RunConfig, budget: int) ->
 
 
 def compute_vllm_work_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """Activations of vLLM's largest pass, and distributions of the rows that it decodes at once. An estimate."""
+    """Bytes of vLLM's work space: activations of its largest pass, and distributions of the rows that it decodes.
+
+    This is an estimate. vLLM measures the number itself when it starts.
+    """
     dtype_bytes = get_dtype_bytes(config)
     activations = VLLM_MAX_BATCHED_TOKENS * (3 * shape.intermediate_size + 4 * shape.hidden_size) * dtype_bytes
     return activations + VLLM_MAX_SEQS * shape.vocab_size * (dtype_bytes + 3 * FLOAT32)
 
 
 def _list_sampler_allocations(shape: ModelShape, config: RunConfig) -> list[Allocation]:
-    """The torch sampler's KV cache, which grows by half at a time, and memory for drawing one token per row."""
+    """The torch sampler's KV cache, and its memory for drawing one token per row."""
     rows = count_concurrent_rows(config)
+    # The cache grows by half of its size at a time, so it may be half larger than the longest conversation.
     kv_bytes = rows * (compute_max_tokens(config) * 3 // 2) * compute_token_kv_bytes(shape, get_dtype_bytes(config))
-    # Drawing a token needs logits, log-probs and probabilities in float32, and their cumulative sums and inputs in
-    # float64.
+    # Drawing a token needs logits, log-probs and probabilities in float32, and in float64 (16 bytes for both) the
+    # probabilities once more and their cumulative sums.
     draw_bytes = rows * shape.vocab_size * (3 * FLOAT32 + 16)
     return [
         _make_phase_allocation("sampler KV cache", {ROLLOUT: kv_bytes}),

@@ -18,16 +18,21 @@ from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan
 
 ASSUMED_GIB = 80.0
-"""Memory of a GPU for the plan if that of no GPU is known."""
+"""GiB of a GPU's memory that the plan assumes if it is not known: that of an H100."""
 _TIGHT_FRACTION = 0.95
-"""Fraction of the budget above which the plan calls a fit tight."""
+"""Fraction of the budget above which the plan calls a fit tight: the allocator's fragmentation is not counted."""
 _MAX_REMEDIES = 4
+"""Maximum number of remedies in a message, which is one paragraph."""
 _MAX_GPUS = 8
 """Assumed number of GPUs of a machine if the machine is unknown."""
 
 
 class GpuCapacity(NamedTuple):
-    """One GPU's memory in bytes, and the source of the number. is_known: False if it is assumed."""
+    """The memory of one GPU.
+
+    size: in bytes. source: where the number comes from, for messages. is_known: False if the number is assumed, so that
+    no run may be refused because of it.
+    """
 
     size: int
     source: str
@@ -35,10 +40,10 @@ class GpuCapacity(NamedTuple):
 
 
 class MemoryPlan(NamedTuple):
-    """Memory of the run of a study that needs most.
+    """Memory of the run of a study that needs most of it.
 
     Attributes:
-        spec: that run.
+        spec: the run.
         shape: shape of its model.
         capacity: memory of each GPU.
         gpu_fraction: fraction of a GPU that a run gets, in (0, 1].
@@ -71,6 +76,7 @@ class MemoryPlan(NamedTuple):
         config = self.spec.ppo_config
         if config.rollout.name != "vllm":
             return 0
+        # vLLM's memory must hold its weights, its work space and, as the smallest useful KV cache, one conversation.
         weight_bytes = sum(
             allocation.gpu_bytes[memory.ROLLOUT]
             for allocation in self.allocations
@@ -81,7 +87,7 @@ class MemoryPlan(NamedTuple):
 
     @property
     def max_conversations(self) -> int:
-        """Concurrent conversations of full length for which vLLM's cache has memory."""
+        """Concurrent conversations of full length for which vLLM's KV cache has memory."""
         cache_bytes = sum(
             allocation.gpu_bytes[memory.ROLLOUT]
             for allocation in self.allocations
@@ -103,8 +109,13 @@ class MemoryPlan(NamedTuple):
 
 
 def find_gpu_capacity(requested_gib: float | None, gpus: Sequence[Gpu]) -> GpuCapacity:
-    """The GPU memory to plan for: --gpu-memory-gib, else the smallest of `gpus`, else ASSUMED_GIB."""
+    """The GPU memory to plan for: --gpu-memory-gib, else the smallest of `gpus`, else ASSUMED_GIB.
+
+    requested_gib: value of --gpu-memory-gib, None without the option; PlanError if it is not in (0, 4096]. gpus: the
+    GPUs that the study uses.
+    """
     if requested_gib is not None:
+        # No GPU has as much as 4096 GiB: such a number was probably typed in MiB.
         if not 0 < requested_gib <= 4096:
             raise PlanError(
                 f"--gpu-memory-gib {requested_gib:g} is not the memory of a GPU: type it in GiB, like "
@@ -116,6 +127,7 @@ def find_gpu_capacity(requested_gib: float | None, gpus: Sequence[Gpu]) -> GpuCa
         [entry.total_mib for entry in machine_checks.query_gpu_memory() if entry.uuid in uuids] if uuids else []
     )
     sizes = [total for total in reported_totals if total is not None]
+    # Every GPU must be reported: one that is not (a MIG device, for example) may be the smallest.
     if sizes and len(sizes) == len(gpus):
         return GpuCapacity(min(sizes) * 2**20, "from nvidia-smi", True)
     reason = "no GPU is visible" if not gpus else "nvidia-smi does not report it"
@@ -134,7 +146,10 @@ def plan_memory(
     for arm_spec in {spec.arm: spec for spec in plan.runs}.values():
         shape = read_model_shape(arm_spec.ppo_config.model.path, environ)
         if shape is not None:
+            # A remedy may use all GPUs of this machine. Their number is unknown if the GPU is assumed, and on a
+            # cluster, whose resource plan has no ids of GPUs.
             max_gpus = (capacity.is_known and len(resource_plan.gpus)) or _MAX_GPUS
+            # Only a cluster has runs_per_node; without one, all runs are on this machine.
             runs_per_node = min(
                 resource_plan.runs_per_node or resource_plan.max_concurrent, resource_plan.max_concurrent
             )
@@ -146,7 +161,7 @@ def plan_memory(
 def plan_run_memory(
     spec: RunSpec, shape: ModelShape, capacity: GpuCapacity, runs_per_node: int, max_gpus: int
 ) -> MemoryPlan:
-    """The memory plan of one run; see `MemoryPlan` for the arguments."""
+    """The memory plan of one run. The arguments are the fields of the same names in `MemoryPlan`."""
     n_gpus = spec.ppo_config.trainer.n_gpus_per_node
     gpu_fraction = min(n_gpus, 1.0)
     budget = int(gpu_fraction * capacity.size)
@@ -160,10 +175,13 @@ def plan_run_memory(
 
 
 def make_memory_table(memory_plan: MemoryPlan) -> tuple[tuple[str, ...], list[list[str]]]:
-    """Columns and rows of the plan, in GiB. Phases that the run does not have are left out."""
+    """Column names and rows of the plan's table, in GiB. Phases that the run does not have are left out.
+
+    The last two rows are the sum of each column, and how much of it is over the budget.
+    """
     has_critic = "critic" in memory.count_trained_parameters(memory_plan.shape, memory_plan.spec.ppo_config)
     phases = [number for number, name in enumerate(PHASES) if has_critic or not name.startswith("critic")]
-    # Only sharding needs memory at the start that is freed later.
+    # Without sharding, the start needs no more memory than the phases after it.
     if not memory.shards_weights(memory_plan.spec.ppo_config):
         phases.remove(memory.START)
     rows = [
@@ -193,7 +211,10 @@ def make_memory_table(memory_plan: MemoryPlan) -> tuple[tuple[str, ...], list[li
 
 
 def format_memory_plan(memory_plan: MemoryPlan, study: Study) -> list[str]:
-    """The plan in sentences: the run's budget, the memory of vLLM, host memory, and whether the run fits."""
+    """The plan in sentences: the run's budget, the memory of vLLM, host memory, and at the end the verdict.
+
+    study: the study of the run; its axis is not changed by a remedy.
+    """
     config = memory_plan.spec.ppo_config
     gpu_text = f"GPU with {_format_gib(memory_plan.capacity.size)} GiB ({memory_plan.capacity.source})"
     sentences = [f"Memory: {gpu_text}; {_format_gpu_fraction(memory_plan)}"]
@@ -201,10 +222,10 @@ def format_memory_plan(memory_plan: MemoryPlan, study: Study) -> list[str]:
         sentences.append(_format_vllm_memory(memory_plan))
     if memory_plan.shape.is_counted:
         sentences.append(
-            "Weights are counted on the model of its config.json. The memory of its passes is estimated as for a Qwen2 "
-            "of the same widths; its attention may need more."
+            "The weights are counted on a model that is built from its config.json. The memory of its passes is "
+            "estimated as for a Qwen2 of the same widths; its attention may need more."
         )
-    if memory_plan.host_bytes:
+    if memory_plan.host_bytes:  # only of a sleeping vLLM and of offloading
         all_runs_text = _format_gib(memory_plan.host_bytes * memory_plan.runs_per_node)
         sentences.append(
             f"Extra CPU memory: {_format_gib(memory_plan.host_bytes)} GiB for each run, {all_runs_text} GiB for "
@@ -240,7 +261,7 @@ def _format_vllm_memory(memory_plan: MemoryPlan) -> str:
 
 
 def format_verdict(memory_plan: MemoryPlan, study: Study) -> str:
-    """The verdict: that it fits and how tightly, or what exceeds the budget and what to type."""
+    """The verdict: that the run fits and how tightly, or by how much it exceeds the budget and what to type."""
     worst_phase = _find_worst_phase(memory_plan)
     if memory_plan.fits:
         used_fraction = memory_plan.peak / memory_plan.budget
@@ -260,13 +281,14 @@ def _find_worst_phase(memory_plan: MemoryPlan) -> str:
 
 
 def _format_excess(memory_plan: MemoryPlan) -> str:
-    """The largest items of the worst phase, or that vLLM has too little memory."""
+    """Why the run does not fit: the largest items of the worst phase, or that vLLM has too little memory."""
+    # Every phase fits its budget, so only vLLM's cache can be too small.
     if memory_plan.peak <= memory_plan.budget:
         return f"vLLM lacks {_format_gib(memory_plan.cache_shortfall)} GiB for one conversation"
     phase = PHASES.index(_find_worst_phase(memory_plan))
     largest_allocations = sorted(
         memory_plan.allocations, key=lambda allocation: allocation.gpu_bytes[phase], reverse=True
-    )[:5]
+    )[:5]  # the table that --dry-run prints has all of them
     allocation_text = ", ".join(
         f"{allocation.name} {_format_gib(allocation.gpu_bytes[phase])}"
         for allocation in largest_allocations
@@ -277,10 +299,10 @@ def _format_excess(memory_plan: MemoryPlan) -> str:
 
 
 def explain_excess(memory_plan: MemoryPlan, study: Study) -> tuple[str, list[str]]:
-    """What exceeds the GPUs, and options each of which makes the runs fit.
+    """(reason, remedies): why the runs do not fit their GPUs, and options each of which makes them fit.
 
-    The most useful options come first; the list is empty if nothing helps. The text is empty if the runs fit, or if
-    the memory of the GPUs is unknown.
+    The options that change results least come first. The list is empty if no option helps. The reason is empty, and so
+    is the list, if the runs fit or if the memory of the GPUs is unknown.
     """
     if memory_plan.fits or not memory_plan.capacity.is_known:
         return "", []
@@ -330,14 +352,21 @@ _CHANGES: tuple[tuple[str, Mapping[str, object]], ...] = (
     ("--set critic.shared_trunk=True", {"critic.shared_trunk": True}),
     ("--set algorithm.adv_estimator=grpo", {"algorithm.adv_estimator": "grpo"}),
 )
-"""Options that reduce the memory per GPU, and the settings that they change; those that change no result come first."""
+"""(option as it is typed, settings that it changes) for every remedy that may be suggested, in the order of preference.
+
+First come options that change no result, and among these the ones that need no further GPU. Options that change how the
+networks are trained come last. gpu_memory_utilization occurs in both directions: a lower value reduces the peak of the
+rollout, and a higher one makes room for vLLM's KV cache.
+"""
 
 
 def _iterate_remedies(memory_plan: MemoryPlan, study: Study) -> Iterator[str]:
-    """Options that make the run fit: single changes first, then pairs and triples.
+    """Yield the options that make the run fit: single changes first, then pairs and triples.
 
-    A combination that contains an earlier one is left out.
+    A combination that contains an earlier one is left out. This is a generator because callers need only the first few,
+    and every one of the thousand combinations is a memory plan.
     """
+    # The arms of a study differ in its axis, so a remedy must not give all of them the same value.
     usable_changes = [
         change
         for change in _CHANGES
@@ -360,9 +389,10 @@ def _iterate_remedies(memory_plan: MemoryPlan, study: Study) -> Iterator[str]:
 
 
 def _is_applicable(memory_plan: MemoryPlan, change: Mapping[str, object]) -> bool:
-    """Whether `change` has an effect, and gives a run neither fewer GPUs than it has nor more than there are.
+    """Whether `change` is a possible remedy for the run.
 
-    The size of existing adapters is left to the user.
+    It must be a valid change of the settings that has an effect. It must not give the run fewer GPUs than it has, nor
+    more than there are, and not change the rank of existing adapters, which the user has chosen.
     """
     config = memory_plan.spec.ppo_config
     try:
@@ -376,9 +406,10 @@ def _is_applicable(memory_plan: MemoryPlan, change: Mapping[str, object]) -> boo
 
 
 def _would_fit(memory_plan: MemoryPlan, change: Mapping[str, object]) -> bool:
+    """Whether the run fits with a change, according to the same memory plan."""
     try:
         config = apply_overrides(memory_plan.spec.ppo_config, change)
-    except ConfigError:
+    except ConfigError:  # changes that are valid one by one may exclude each other
         return False
     return plan_run_memory(
         replace(memory_plan.spec, config=config),
@@ -390,7 +421,7 @@ def _would_fit(memory_plan: MemoryPlan, change: Mapping[str, object]) -> bool:
 
 
 def check_memory(memory_plan: MemoryPlan, plan: StudyPlan, gpus: Sequence[Gpu]) -> None:
-    """Raise PlanError if the runs do not fit their GPUs, the host memory, or what other processes leave of `gpus`."""
+    """Raise PlanError if the runs do not fit their GPUs, the host memory, or the free memory of `gpus`."""
     check_fits(memory_plan, plan.study)
     available_bytes = machine_checks.measure_available_memory()
     if memory_plan.host_bytes * memory_plan.runs_per_node > available_bytes:
@@ -400,7 +431,7 @@ def check_memory(memory_plan: MemoryPlan, plan: StudyPlan, gpus: Sequence[Gpu]) 
             f"{_format_gib(available_bytes)} GiB are available: type --max-concurrent with a smaller number, or free "
             f"memory."
         )
-    # Orphaned processes of this study are ended before it starts, so their memory counts as free.
+    # Orphans of an earlier start of this study are terminated before its runs start, so their memory counts as free.
     ending_pids = {process.pid for process in find_orphans(plan.folder)}
     check_free_memory(memory_plan.peak * memory_plan.runs_per_gpu, gpus, ending_pids)
 
@@ -415,9 +446,9 @@ def check_fits(memory_plan: MemoryPlan, study: Study) -> None:
 
 
 def check_free_memory(needed_bytes: int, gpus: Sequence[Gpu], ending_pids: AbstractSet[int]) -> None:
-    """Raise PlanError that names the processes on a GPU if one of `gpus` has less than `needed_bytes` free.
+    """Raise PlanError if one of `gpus` has less than `needed_bytes` free; the message names the processes on it.
 
-    ending_pids: ids of processes that are ended before the runs start; their memory counts as free.
+    ending_pids: ids of processes that are terminated before the runs start. Their memory counts as free.
     """
     free_by_uuid = {entry.uuid: entry.free_mib for entry in machine_checks.query_gpu_memory()}
     processes = machine_checks.query_gpu_processes()
@@ -425,7 +456,7 @@ def check_free_memory(needed_bytes: int, gpus: Sequence[Gpu], ending_pids: Abstr
         holders = [holder for holder in processes if holder.uuid == gpu.uuid]
         available_mib = free_by_uuid.get(gpu.uuid)
         if available_mib is None:
-            continue  # nvidia-smi does not report this GPU, so nothing can be checked.
+            continue  # nvidia-smi does not report this GPU, so nothing can be checked
         # nvidia-smi may not know how much a process uses (containers, MIG); then nothing is added for it.
         available_mib += sum(holder.used_mib or 0 for holder in holders if holder.pid in ending_pids)
         if available_mib * 2**20 >= needed_bytes:

@@ -11,7 +11,10 @@ from tune_study.plan.study_plan import PlanError
 
 
 def find_hub_cache(environ: Mapping[str, str]) -> Path:
-    """The cache folder of the model hub's client."""
+    """The folder in which the client of the model hub (huggingface_hub) caches models.
+
+    The order of the variables is that of the client, which still reads the older HUGGINGFACE_HUB_CACHE.
+    """
     for name, subfolder in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub")):
         if environ.get(name):
             return Path(environ[name]).expanduser() / subfolder
@@ -20,7 +23,10 @@ def find_hub_cache(environ: Mapping[str, str]) -> Path:
 
 
 def make_absolute(path: str) -> str:
-    """Make `path` absolute if it is a local file or folder: workers run in other folders."""
+    """`path` as an absolute path if it is a local file or folder, and unchanged otherwise, for example a hub id.
+
+    The processes of runs have other working folders, in which a relative path would name nothing.
+    """
     return str(Path(path).expanduser().absolute()) if _is_path_kind(path, Path.exists) else path
 
 
@@ -29,10 +35,11 @@ def _is_folder(path: str) -> bool:
 
 
 def _is_path_kind(path: str, predicate: Callable[[Path], bool]) -> bool:
-    """Whether `path` satisfies `predicate`. False for an invalid path (empty, too long, of an unknown user)."""
+    """Whether `path` satisfies `predicate`; False for an invalid path."""
     try:
+        # An empty path would be the current folder.
         return bool(path.strip()) and predicate(Path(path).expanduser())
-    except (OSError, RuntimeError, ValueError):
+    except (OSError, RuntimeError, ValueError):  # too long; the home of an unknown user (~name); with a null byte
         return False
 
 
@@ -45,8 +52,8 @@ def check_file(setting: str, path: str) -> None:
 def check_model(path: str, environ: Mapping[str, str], chat_format: str = "chatml", option: str = "--model ") -> None:
     """Raise PlanError unless `path` is the shipped model, a folder with a config.json, or a downloaded hub id.
 
-    chat_format: model.chat_format; with auto, the model's chat template is checked too. option: the option that names
-    the model, as it is typed.
+    chat_format: value of model.chat_format. With auto, the model's chat template is checked too. option: the option
+    that names the model, as it is typed before its value; the message repeats it.
     """
     if path == SHIPPED_MODEL:
         return
@@ -61,7 +68,7 @@ def check_model(path: str, environ: Mapping[str, str], chat_format: str = "chatm
     cache = find_hub_cache(environ)
     try:
         config_paths = sorted(cache.glob(f"models--{glob.escape(path.replace('/', '--'))}/snapshots/*/config.json"))
-    except OSError:  # A name longer than a disk allows.
+    except OSError:  # the name is longer than the file system allows
         config_paths = []
     if not config_paths:
         raise PlanError(
@@ -69,6 +76,7 @@ def check_model(path: str, environ: Mapping[str, str], chat_format: str = "chatm
             f"in the hub cache {cache}. Download it with `hf download {format_value(path)}`, or type "
             f"{option}{SHIPPED_MODEL} or a folder."
         )
+    # The hub's client may have cached several snapshots; `read_model_shape` reads the same one.
     _check_folder(config_paths[-1].parent, chat_format)
 
 
@@ -78,6 +86,7 @@ def _check_folder(folder: Path, chat_format: str) -> None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         architecture = (config.get("architectures") or ["no architecture"])[0]
     except (ValueError, AttributeError, LookupError, TypeError, RecursionError, OSError) as error:
+        # The file may be no JSON, no object, deeply nested, or have another type in `architectures`.
         raise PlanError(f"The folder {folder} is not a model: its config.json cannot be read ({error}).") from None
     if architecture == "no architecture":
         raise PlanError(
@@ -93,7 +102,8 @@ def _check_folder(folder: Path, chat_format: str) -> None:
 
 
 def _check_supported(folder: Path, is_qwen2: bool, chat_format: str) -> None:
-    """Raise ValueError if the config.json or the chat template is not supported. Torch is imported only if needed."""
+    """Raise ValueError if the config.json or the chat template is not supported."""
+    # Imported here because these modules import torch and transformers, which takes seconds.
     if not is_qwen2:
         from trainable.models.hub_config import check_config
 

@@ -16,13 +16,17 @@ from tune_study.placement.published_sizes import find_published_sizes
 
 
 class ModelShape(BaseModel):
-    """The fields of a Qwen2's config.json that determine its parameters; other fields are ignored.
+    """The fields of a Qwen2 model's config.json that determine its parameters; other fields are ignored.
 
-    Parameters of another architecture are counted on the model itself: `trunk` has the number of elements of every
-    parameter except the head's, `linear` the total of all linear layers, `head_size` the channels of one attention
-    head.
+    The last three fields are for models of other architectures, whose parameters are counted on the model itself.
+
+    Attributes:
+        trunk: number of elements of every parameter tensor, without those of an untied head; empty for Qwen2.
+        linear: number of elements of all linear layers together.
+        head_size: channels of one attention head; None for Qwen2, where they follow from the hidden size.
     """
 
+    # strict: a config.json with "36" or 36.0 blocks is refused instead of being converted.
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
     vocab_size: PositiveInt
@@ -48,20 +52,21 @@ class ModelShape(BaseModel):
 
 
 def read_model_shape(path: str, environ: Mapping[str, str]) -> ModelShape | None:
-    """The shape of the model at `path`: the shipped one, a folder, a hub id in the hub cache, or a Qwen2.5 of the hub.
+    """The shape of the model at `path`: the shipped model, a folder, or a hub id.
 
-    None if no such model is available and its sizes are unknown, or if its config.json does not describe a model that
-    can be trained (`check_model` says why). Nothing is downloaded. Transformers is imported only for an architecture
-    other than Qwen2.
+    Nothing is downloaded. A hub id is looked up in the hub cache, and for Qwen2.5 models also in `published_sizes`.
+    Returns None if neither has it, or if its config.json does not describe a model that can be trained (`check_model`
+    then says why). environ: the environment variables, which determine the hub cache.
     """
     config_path = _find_config_file(path, environ)
-    if config_path is None:
+    if config_path is None:  # not downloaded
         sizes = find_published_sizes(path)
         return None if sizes is None else ModelShape.model_validate(sizes)
     config = read_json(config_path)
     if config is None or not config.get("architectures"):
         return None
     try:
+        # transformers takes seconds to import, so a Qwen2 is counted by formulas instead of on the model.
         is_qwen2 = config["architectures"] == [QWEN2_ARCHITECTURE]
         return ModelShape.model_validate(config) if is_qwen2 else _count_shape(config_path.parent)
     except ValidationError:
@@ -79,7 +84,10 @@ def _count_shape(folder: Path) -> ModelShape | None:
 
 
 def _find_config_file(path: str, environ: Mapping[str, str]) -> Path | None:
-    """Path of a model's config.json, of the last of several snapshots; None if no such model is available."""
+    """Path of a model's config.json; None if the model is not on this machine.
+
+    The hub cache may have several snapshots of a model. The last one by name is taken, as in `check_model`.
+    """
     if path == SHIPPED_MODEL:
         return SHIPPED_MODEL_FOLDER / "config.json"
     folder = os.path.expanduser(path)
@@ -91,14 +99,14 @@ def _find_config_file(path: str, environ: Mapping[str, str]) -> Path | None:
 
 
 def list_policy_tensor_sizes(shape: ModelShape) -> list[int]:
-    """Elements of every parameter tensor of our `Qwen2`. A tied head is the embedding and is counted once."""
+    """Elements of every parameter tensor of the policy. A tied head is the embedding and is counted once."""
     return _list_trunk_tensor_sizes(shape) + (
         [] if shape.tie_word_embeddings else [shape.vocab_size * shape.hidden_size]
     )
 
 
 def list_critic_tensor_sizes(shape: ModelShape) -> list[int]:
-    """Elements of every parameter tensor of `trainable.models.qwen2.ValueModel`: a separate trunk and a head."""
+    """Elements of every parameter tensor of a critic with a separate trunk: the trunk and a value head."""
     return _list_trunk_tensor_sizes(shape) + list_head_tensor_sizes(shape)
 
 
@@ -136,9 +144,10 @@ def list_adapter_tensor_sizes(shape: ModelShape, model: ModelConfig) -> list[int
 
 
 def list_trained_tensor_sizes(shape: ModelShape, config: RunConfig) -> dict[str, list[int]]:
-    """Elements of every trained tensor of the policy (with a value head on a shared trunk) and of the critic.
+    """Network -> elements of each of its trained tensors. The networks are `policy` and, if there is one, `critic`.
 
-    With LoRA only the adapters and the value head are trained.
+    With LoRA only the adapters and the value head are trained. With `critic.shared_trunk` the value head belongs to the
+    policy, and there is no `critic`. An advantage estimator without values needs no critic either.
     """
     has_adapters = config.model.lora_rank > 0
     adapter_sizes, head_sizes = list_adapter_tensor_sizes(shape, config.model), list_head_tensor_sizes(shape)
@@ -165,10 +174,11 @@ def _list_trunk_tensor_sizes(shape: ModelShape) -> list[int]:
 
 
 def count_linear_parameters(shape: ModelShape) -> int:
-    """Elements of all linear layers of the policy, without a tied head."""
+    """Elements of all linear layers of the policy. A tied head is the embedding and does not count."""
     if shape.is_counted:
         return shape.linear
-    # Two norms per block and the final one. Biases count as parts of their layers.
+    # Everything that is neither the embedding nor a norm (two per block and the final one) belongs to a linear layer,
+    # including the biases.
     norm_parameters = (2 * shape.num_hidden_layers + 1) * shape.hidden_size
     return count_policy_parameters(shape) - shape.vocab_size * shape.hidden_size - norm_parameters
 

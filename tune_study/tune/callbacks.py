@@ -21,24 +21,31 @@ from tune_study.tune.progress import Progress, format_step, format_stop_reason
 from tune_study.tune.trials import list_run_ids, split_rows_by_run
 
 MAX_ATTEMPTS = 3
-"""Consecutive failures of a run, without a training step between them, after which it is no longer retried."""
+"""Consecutive failures after which a trial is no longer retried. A new furthest step starts the count again."""
 
 
 class _FailureCount(NamedTuple):
-    """The furthest step of a trial with a row on disk when it failed, and the failures since without a further step."""
+    """The failures of a trial since it last got further than ever before.
+
+    furthest_step: the last step that had a row on disk at any of the trial's failures. consecutive_failures: failures
+    since a failure first found the trial at that step, including that one.
+    """
 
     furthest_step: int
     consecutive_failures: int
 
 
 _ANSI_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+"""Ray colors the tracebacks of workers; logs and status.json are plain text."""
 _SETUP_ERROR_PHRASE = "error raised in its creation task"
+"""Ray's wording for an actor whose constructor raised: here, `Trial.setup`."""
 
 
 class RowFetcher(tune.Callback):  # type: ignore[misc]  # Ray is untyped
-    """Fetches the rows of a run from storage before any other callback asks how the run ended.
+    """Fetches the rows of a run from storage when its trial fails or completes.
 
-    It must therefore be registered before the Recorder. fetch: called with the run's id.
+    The Recorder reads from the last row how a run ended, so this callback must be registered before it. fetch: called
+    with the run's id.
     """
 
     def __init__(self, fetch: Callable[[str], None]) -> None:
@@ -49,7 +56,7 @@ class RowFetcher(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         return {}
 
     def _fetch_rows(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        if not trial.config["finished"]:
+        if not trial.config["finished"]:  # the rows of an ended run were fetched when it ended
             for run_id in list_run_ids(trial.config):
                 self._fetch(run_id)
 
@@ -59,10 +66,13 @@ class RowFetcher(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
     """Keeps the status.json, log and displayed progress of every run up to date.
 
-    A trial with `finished` in its config only replays the last row of a run that ended in an earlier start; for such a
-    run only the trial id is recorded. The attribute `given_up_trials` has the ids of trials whose failure is final, and
-    `unwritten_statuses` the statuses that could not be written because the disk was full: the study continues without
-    them, and `retry_unwritten` tries again.
+    If `finished` is true in a trial's config, the trial only reports the last row of a run that ended in an earlier
+    start. The Recorder then changes nothing but the trial id in the run's status.
+
+    Attributes:
+        given_up_trials: ids of the trials whose failure is final; `FirstComeFirstServed` does not start them again.
+        unwritten_statuses: run_id -> status that could not be written because the disk was full. The study continues,
+            and `retry_unwritten` tries again.
     """
 
     def __init__(self, plan: StudyPlan, resource_plan: ResourcePlan, progress: Progress) -> None:
@@ -88,14 +98,16 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
                 self._start_run(status, trial.trial_id)
 
     def _start_run(self, status: RunStatus, trial_id: str) -> None:
+        # Wall time counts from the first start of a run. All other fields of the old status tell of an earlier ending.
         started_at = status.started_at or make_timestamp()
         self._write_status(RunStatus(status.run_id, "running", trial_id=trial_id, started_at=started_at))
         self._log_line(status.run_id, f"=== {status.run_id} started {make_timestamp()}, trial {trial_id} ===")
         self._progress.start_run(status.run_id)
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **i: Any) -> None:
-        """Record the rows of a step; `result` has them, including the decisions of stop rules."""
-        # Later callbacks and Tune's own files get the result without these two keys.
+        """Record the rows of a step, which `result` contains together with the decisions of stop rules."""
+        # `note` and `saved` are messages to the driver, which has now read them. Without the two keys, they do not
+        # become columns of Tune's progress.csv or of the W&B run.
         note, _ = result.pop("note", ""), result.pop("saved", None)
         if trial.config["finished"]:
             return
@@ -104,15 +116,21 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             self._progress.print_note(run_id, note)
         for run_id, row in split_rows_by_run(trial.config, result).items():
             self._record_row(run_id, row, ends_alone=trial.config["side_by_side"] and bool(row.get("stop_rule")))
-        # Runs that failed while the others of their trial continue. The list repeats in every later result.
+        # `failed` has the runs that failed while the others of their trial continue. Every later result repeats them,
+        # so only a run that still counts as running is ended here.
         for run_id, reason in result.get("failed", {}).items():
             if (status := self._read_status(run_id)).status == "running":
+                # Only non-finite numbers end a single run of a trial; any other error ends the whole trial.
                 self._end_run(
                     replace(status, status="failed", failure_class=NON_FINITE, reason=reason, ended_at=make_timestamp())
                 )
 
     def _record_row(self, run_id: str, row: dict[str, Any], ends_alone: bool) -> None:
-        """ends_alone: whether the run ends with this row while the others of its trial continue."""
+        """Log and display one row of a run.
+
+        ends_alone: whether a stop rule has ended the run with this row while the others of its trial continue.
+        `on_trial_complete` ends the runs that end together with their trial.
+        """
         status = self._read_status(run_id)
         if status.status in ENDED_STATUSES:  # a restarted trial reports the row again
             return
@@ -122,10 +140,11 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             self._conclude_run(status)
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """A trial failed. Tune itself would retry forever; here the failure and their number decide.
+        """A trial failed: decide whether Tune may start it again.
 
-        Consecutive failures are counted until the trial gets further than ever before, because a run that takes days
-        may meet many failures in total.
+        Tune retries every failure, without a limit (`max_failures=-1`). A failure is final here if its kind is not
+        retried, or if it is the MAX_ATTEMPTS-th without progress. Only failures without progress between them count,
+        because a run that takes days may have many failures in total.
         """
         trial_failure = read_failure(trial)
         failure_count = self._count_failure(trial)
@@ -135,6 +154,8 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             return
         is_retried = trial_failure.is_retried and failure_count < MAX_ATTEMPTS
         for status in self._list_open_statuses(trial):
+            # A dead process may leave children, such as vLLM's engine, which hold the GPU that the retry needs. On a
+            # cluster they are on another node, where the run terminates them when it starts there again.
             orphans = (
                 [] if self._resource_plan.cluster_address else terminate_orphans(self._plan.get_run_dir(status.run_id))
             )
@@ -148,7 +169,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
                 self._progress.retry_run(status.run_id, f"{trial_failure.kind}: {trial_failure.message}")
         if is_retried:
             return
-        self.given_up_trials.add(trial.trial_id)
+        self.given_up_trials.add(trial.trial_id)  # the scheduler ends the trial before Tune starts it again
         clear_metric_windows(trial)
         repeat_note = (
             f" ({failure_count} consecutive failures without a step between them)" if failure_count > 1 else ""
@@ -156,7 +177,11 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._fail_runs(trial, trial_failure._replace(message=trial_failure.message + repeat_note))
 
     def _count_failure(self, trial: Any) -> int:
-        """Count one more failure; return the number of failures since the trial last got further than ever before."""
+        """Count one more failure; return the number of failures since the trial last got further than ever before.
+
+        Failures are compared by step and not by time: a run that fails every time a few steps after its last checkpoint
+        trains rows between two failures, but never gets further, and would be retried forever.
+        """
         trial_run_id = trial.config["run_id"]
         step = self._find_furthest_step(trial)
         previous_count = self._failure_counts.get(trial_run_id, _FailureCount(-1, 0))
@@ -167,8 +192,8 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
     def _find_furthest_step(self, trial: Any) -> int:
         """The step that all running runs of a trial have reached; -1 before the first row, or if none is running.
 
-        The minimum counts because they continue together: rows that one of them wrote before the others joined say
-        nothing about this start.
+        The runs of a trial continue from a common step, so the run that is furthest behind counts. A run with later
+        rows has them from an earlier start, in which it was trained without the others. Such rows are no progress.
         """
         running_ids = (status.run_id for status in self._read_statuses(trial) if status.status == "running")
         return min((int(self._read_last_row(run_id).get("step", -1)) for run_id in running_ids), default=-1)
@@ -183,7 +208,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         if trial.config["finished"]:
             return
         for status in self._list_open_statuses(trial):
-            if status.status == "running":  # a run that never ran keeps that status
+            if status.status == "running":  # a run that never ran, or that failed alone, keeps its status
                 self._conclude_run(status)
         clear_metric_windows(trial)
 
@@ -192,7 +217,10 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._end_run(make_final_status(status, self._read_last_row(status.run_id), self._specs[status.run_id].steps))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Tune itself considers a failure final. A failed replay of an ended run changes nothing."""
+        """Tune considers a failure final. With `max_failures=-1` it does so only for a trial that was not running.
+
+        If the trial only reports the last row of an ended run again, the run's status stays as it is.
+        """
         if not trial.config["finished"]:
             self._fail_runs(trial, read_failure(trial))
 
@@ -217,6 +245,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         return [self._read_status(run_id) for run_id in list_run_ids(trial.config)]
 
     def _read_status(self, run_id: str) -> RunStatus:
+        # A status that could not be written is newer than the one on disk.
         status = self.unwritten_statuses.get(run_id) or read_status(self._plan.get_run_dir(run_id))
         return status or RunStatus(run_id, "never_ran")
 
@@ -247,10 +276,11 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 def make_final_status(status: RunStatus, row: dict[str, Any], total_steps: int) -> RunStatus:
     """The final status of a run whose last row is `row`: early_stopped, completed, interrupted or never_ran.
 
-    row: empty if the run has written none; a row of step 0 means that the run has started. If a rule fires at the last
-    step, the run is early_stopped.
+    row: empty if the run has written no row. A row of step 0 is the validation before training and means that the run
+    has started.
     """
     step = row.get("step")
+    # Before the comparison of steps: a run in which a rule fires at the last step is early_stopped, not completed.
     if row.get("stop_rule"):
         return replace(
             status,
@@ -280,7 +310,11 @@ def make_final_status(status: RunStatus, row: dict[str, Any], total_steps: int) 
 
 
 def read_failure(trial: Any) -> Failure:
-    """Why a trial failed. An error that is neither a RunFailedError nor from setup means that its process died."""
+    """Why a trial failed, from the error that Tune has stored in a file.
+
+    A RunFailedError comes from a step of the run and contains the failure. Any other error is Ray's own: it was raised
+    in `setup`, or the trial's process has died. Such an error may pass, so the trial is retried.
+    """
     import ray.cloudpickle
 
     # This process wrote the file into its own session folder. The trial's own getter reads the copy in the results
@@ -289,12 +323,13 @@ def read_failure(trial: Any) -> Failure:
     if path is None or not path.exists():
         return Failure("error", "the trial failed without an error message", is_retried=True)
     error = ray.cloudpickle.loads(path.read_bytes())
-    cause = getattr(error, "cause", None) or error
+    cause = getattr(error, "cause", None) or error  # Ray wraps an exception of a worker in a RayTaskError
     if isinstance(cause, RunFailedError):
         return cause.failure
     lines = [line.strip() for line in _ANSI_COLOR.sub("", str(cause)).splitlines() if line.strip()] or ["no message"]
     trace = _ANSI_COLOR.sub("", str(error))
     if _SETUP_ERROR_PHRASE in str(cause):
+        # Ray's message is the worker's traceback, whose last line is the error itself.
         return Failure("error", f"in setup, {lines[-1]}", is_retried=True, trace=trace)
     # Ray kills a worker when the machine's memory runs low, and says "memory pressure" in its error.
     kind = "out of memory" if "memory pressure" in trace else PROCESS_DIED
@@ -304,18 +339,19 @@ def read_failure(trial: Any) -> Failure:
 def clear_metric_windows(trial: Any) -> None:
     """Drop Tune's sliding windows over the metrics of a trial that has ended.
 
-    They are no longer needed, but make up half of an ended trial in the driver's memory and in Tune's record of the
-    experiment. The means, minima and maxima that Tune computed from them stay.
+    Tune keeps the last values of every metric of every trial. For an ended trial they are of no use, but take half of
+    the driver's memory per trial (LOG.md, "Memory of ended trials"). The means, minima and maxima that Tune computed
+    from them stay.
     """
     trial.run_metadata.metric_n_steps.clear()
     trial.run_metadata.invalidate_cache()
 
 
 def copy_earlier_files(trial: Any, earlier_folder: Path) -> None:
-    """Copy Tune's own files of this run from an earlier start, so that Tune appends to them and no row is lost.
+    """Copy Tune's own files of a run from an earlier start, so that Tune appends to them and they have all rows.
 
-    trial: about to start. earlier_folder: the folder of the earlier files. Tune itself does this only in its own
-    restore, which is not used.
+    trial: the Tune trial that is about to start. earlier_folder: the folder of the earlier files. Tune itself copies
+    them only when it restores an experiment, which is not used here.
     """
     for name in ("result.json", "progress.csv"):
         source, target = earlier_folder / name, Path(trial.local_path) / name

@@ -14,14 +14,18 @@ from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import PlanError, StudyPlan
 
 _CONNECT_TIMEOUT_S = 10.0
+"""Seconds to wait for a connection to --address."""
 _ACCELERATOR_PREFIX = "accelerator_type:"
 
 
 class Node(NamedTuple):
     """A node that is alive.
 
-    cpus, gpus: the node's total resources in Ray, whether free or in use. gpu_type: Ray's name of its GPU type, such as
-    H100; empty if there are no GPUs or Ray does not know the type.
+    Attributes:
+        id: Ray's id of the node, in hexadecimal.
+        name: name for messages, unique in the cluster.
+        cpus, gpus: the node's total resources in Ray, whether free or in use.
+        gpu_type: Ray's name of its GPU type, such as H100; empty if it has no GPU or Ray does not know the type.
     """
 
     id: str
@@ -35,7 +39,7 @@ class Node(NamedTuple):
 def join_cluster(address: str | None) -> Iterator[tuple[Node, ...] | None]:
     """Join the cluster at `address` during the body, and yield its nodes; None without an address.
 
-    Raises PlanError if the cluster cannot be joined.
+    address: host:port or auto, as for `ray.init`. Raises PlanError if the cluster cannot be joined.
     """
     if address is None:
         yield None
@@ -44,7 +48,7 @@ def join_cluster(address: str | None) -> Iterator[tuple[Node, ...] | None]:
     from tune_study.tune.run import prepare_environment
 
     prepare_environment((), joins_cluster=True)
-    import ray
+    import ray  # reads the environment prepared above
 
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -61,8 +65,8 @@ def join_cluster(address: str | None) -> Iterator[tuple[Node, ...] | None]:
 
 
 def _check_address(address: str) -> None:
-    """PlanError if `address` is malformed or nothing answers there; Ray itself would wait for a minute."""
-    if address == "auto":
+    """Raise PlanError if `address` is malformed or nothing answers there; Ray itself would wait for a minute."""
+    if address == "auto":  # Ray looks the address up on this machine
         return
     host, _, port = address.rpartition(":")
     if not host or "/" in address or not port.isdecimal() or int(port) > 65535:
@@ -72,6 +76,7 @@ def _check_address(address: str) -> None:
             f"command on the cluster)."
         )
     try:
+        # An IPv6 address is typed as [::1]:6379, but connected to without its brackets.
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise PlanError(
@@ -81,7 +86,7 @@ def _check_address(address: str) -> None:
 
 
 def parse_nodes(entries: Sequence[dict[str, Any]]) -> tuple[Node, ...]:
-    """The nodes that are alive, as `ray.nodes()` lists them."""
+    """The nodes that are alive. entries: the result of `ray.nodes()`, which keeps dead nodes."""
     alive_entries = [entry for entry in entries if entry.get("Alive")]
     return tuple(
         Node(
@@ -109,7 +114,8 @@ def count_fitting_runs(node: Node, n_gpus: float) -> int:
     by_cpus = int(node.cpus // cpus_per_run)
     if n_gpus == 0:
         return by_cpus
-    # Runs with a fraction of a GPU must not span two GPUs. 1e-9: 1 / 0.1 may be rounded to below 10.
+    # A run on a fraction of a GPU cannot use pieces of two GPUs, so each GPU is divided by itself. 1e-9: the quotient
+    # may be rounded to just below a whole number, which must not cost a run.
     by_gpus = int(node.gpus) * math.floor(1 / n_gpus + 1e-9) if n_gpus < 1 else int(node.gpus // n_gpus)
     return min(by_cpus, by_gpus)
 
@@ -122,7 +128,17 @@ def find_usable_nodes(nodes: Sequence[Node], n_gpus: float) -> tuple[Node, ...]:
 def allocate_cluster(
     plan: StudyPlan, address: str, nodes: Sequence[Node], gpus_option: str | None, max_concurrent: int | None
 ) -> ResourcePlan:
-    """The resources that the study gets from the cluster, or PlanError. gpus_option: the text of --gpus."""
+    """The resources that the study gets from the cluster.
+
+    Args:
+        plan: the study.
+        address: the cluster's address.
+        nodes: its nodes that are alive.
+        gpus_option: the text of --gpus, None without the option.
+        max_concurrent: --max-concurrent, None without the option.
+
+    Raises PlanError if an option contradicts the cluster, or if no node can hold a run.
+    """
     n_gpus = plan.base_config.trainer.n_gpus_per_node
     bundles = resources.make_bundles(n_gpus)
     if gpus_option is not None:
@@ -141,6 +157,7 @@ def allocate_cluster(
             f"A run reserves {len(bundles)} CPU and {n_gpus:g} GPU on one node, but no node of the cluster at "
             f"{address} has that many ({node_summary}): type a smaller --gpus-per-exp, or add nodes."
         )
+    # All resources count, also those that other users of the cluster hold now: Ray starts a run when they are free.
     capacity = sum(count_fitting_runs(node, n_gpus) for node in usable_nodes)
     return ResourcePlan(
         bundles,

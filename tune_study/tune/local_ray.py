@@ -22,13 +22,14 @@ if TYPE_CHECKING:
     from tune_study.tune.watchdog import Daemon
 
 _AUTH_MODE_ENV, _AUTH_TOKEN_ENV = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
+"""Ray's variables for who may connect to it, and for the token that a client must send."""
 
 
 class LocalRay:
     """A context manager that keeps Ray running from one study to the next while they need the same CPUs and GPUs.
 
-    folders: of the studies that need Ray. Ray ends after the last of them, after one that fails, or with the context.
-    is_local: whether the studies run on this machine, not on a cluster.
+    folders: results/<run> of the studies that need Ray. Ray ends after the last of them, after one that fails, or with
+    the context. is_local: whether the studies run on this machine, not on a cluster.
     """
 
     def __init__(self, folders: Sequence[Path], console: Console, *, is_local: bool = True) -> None:
@@ -42,7 +43,7 @@ class LocalRay:
 
     def __enter__(self) -> Self:
         """Mark the processes that Ray starts, so that they can be found if they outlive this process."""
-        if self._is_local:
+        if self._is_local:  # a cluster's Ray is not started here, so nothing inherits the mark
             os.environ[MARK_ENV] = make_ray_mark(self._folders)
         return self
 
@@ -60,14 +61,17 @@ class LocalRay:
         except BaseException:
             self.close()  # runs must not keep writing while the driver concludes the study
             raise
-        if not self._pending_folders:
+        if not self._pending_folders:  # its processes need not stay while the last study writes tables and report
             self.close()
 
     def _ensure_started(
         self, resources: tuple[int, tuple[str, ...]], resource_plan: ResourcePlan
     ) -> "tuple[Daemon, ...]":
-        """The processes of a Ray with these resources: the current one if it fits and is alive, otherwise a new one."""
-        from tune_study.tune.watchdog import has_exited
+        """Start Ray unless the current one has these resources and is alive; return the processes of that Ray.
+
+        resources: (CPUs, ids of the GPUs). Ray cannot change them while it runs.
+        """
+        from tune_study.tune.watchdog import has_exited  # imports Ray
 
         if self._resources != resources or any(map(has_exited, self._daemons)):
             self.close()
@@ -77,6 +81,7 @@ class LocalRay:
 
     def close(self) -> None:
         """End Ray, if it was started here."""
+        # First, because the shutdown may raise: a Ray that is half shut down must not be taken for a running one.
         self._resources, self._daemons = None, ()
         self._exit_stack.close()
 
@@ -94,6 +99,7 @@ def start_local_ray(resource_plan: ResourcePlan, console: Console) -> Iterator["
 
     # At the end, Tune logs the trials that did not complete as an error; their statuses already say so.
     logging.getLogger("ray.tune.tune").setLevel(logging.CRITICAL)
+    # `join_cluster` has connected to a cluster, or a Python program has called `ray.init` itself: whoever did ends it.
     if ray.is_initialized():
         yield ()
         return
@@ -108,9 +114,9 @@ def start_local_ray(resource_plan: ResourcePlan, console: Console) -> Iterator["
 
 @cache
 def _get_token() -> str:
-    """The token of every Ray that this process starts; it is never written to a file.
+    """The token of every Ray that this process starts: 256 random bits, which are never written to a file.
 
-    It is cached because Ray reads its token only once per process and would refuse a different one at a later start.
+    The token is cached because Ray reads it only once per process and would refuse a different one at a later start.
     """
     return secrets.token_hex(32)
 
@@ -118,8 +124,9 @@ def _get_token() -> str:
 def _init_ray(resource_plan: ResourcePlan, folder: Path) -> None:
     """Call `ray.init` with its files in `folder`; only the processes that it starts inherit the token.
 
-    If no authentication mode is set, Ray 2.60 requires a token. It does so even in a process that has already imported
-    Ray, where setting the mode to `token` would come too late. RuntimeError if a later version of Ray differs.
+    The variable of the authentication mode is removed, because without it Ray 2.60 requires a token. Setting it to
+    `token` would not be enough: Ray reads it when it is imported, and this process may have imported Ray before. Raises
+    RuntimeError if Ray has started without requiring a token, as a later version may do.
     """
     import ray
 
@@ -131,15 +138,16 @@ def _init_ray(resource_plan: ResourcePlan, folder: Path) -> None:
     os.environ[_AUTH_TOKEN_ENV] = _get_token()
     try:
         ray.init(
-            address="local",
+            address="local",  # never a cluster that RAY_ADDRESS names
             num_cpus=resource_plan.cpus,
             num_gpus=len(resource_plan.gpus),
-            include_dashboard=False,
-            log_to_driver=False,
+            include_dashboard=False,  # one more port, with an interface that can start programs
+            log_to_driver=False,  # the output of workers would tear the live table apart
             logging_level=logging.ERROR,
             _temp_dir=str(folder),
         )
     finally:
+        # Ray's processes have their copies. Other programs that this process starts must not inherit the token.
         os.environ.pop(_AUTH_TOKEN_ENV)
         if user_token is not None:
             os.environ[_AUTH_TOKEN_ENV] = user_token

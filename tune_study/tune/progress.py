@@ -15,14 +15,19 @@ from trainable.runs.stop_rules import parse_finite
 from tune_study.plan.study_plan import RunSpec, StudyPlan
 
 _STEPS_PER_LINE = 10
-"""Without a terminal: steps between two printed lines of a run, in addition to those with a validation."""
+"""Without a terminal, a run prints a line at every 10th step, and at every step with a validation."""
 
 
 @dataclass
 class RunView:
-    """The displayed values of one run. last_values: the last measured value of each displayed column.
+    """The displayed values of one run.
 
-    total_seconds is None until the first row.
+    Attributes:
+        spec: the run.
+        step: the last step with a row; 0 before the first one.
+        last_values: column -> its last measured value, since most rows have no validation.
+        total_seconds: training time of the run over all starts; None before the first row of this start.
+        status: waiting, running, or the text with which the run ended.
     """
 
     spec: RunSpec
@@ -33,7 +38,7 @@ class RunView:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Mean seconds per step so far."""
+        """Mean seconds per step so far; None before the first step."""
         return self.total_seconds / self.step if self.total_seconds is not None and self.step else None
 
     @property
@@ -43,7 +48,7 @@ class RunView:
 
 
 def format_step(family: Family, row: dict[str, Any], total_steps: int) -> str:
-    """One training step as a readable line with full names, without the values that were not measured."""
+    """One training step as a line of `name=value` fields. Values that were not measured are left out."""
     fields = [f"step {row.get('step')}/{total_steps}"]
     for display_column in family.log_columns:
         value = parse_finite(row.get(display_column.column))
@@ -87,10 +92,14 @@ class Progress:
 
     @contextmanager
     def show_live(self) -> Iterator[None]:
-        """Display the table in the terminal while the body runs, and leave it there at the end."""
+        """Display the table in the terminal while the body runs, and leave its last state there.
+
+        A file or a pipe gets the lines of `_print_line` instead: it would contain every redrawing of the table.
+        """
         if not self._console.is_terminal:
             yield
             return
+        # Twice per second, although rows are rarer: the elapsed time is part of the table.
         with Live(get_renderable=self.make_table, console=self._console, refresh_per_second=2, transient=False):
             yield
 
@@ -117,6 +126,7 @@ class Progress:
     def record_row(self, run_id: str, row: dict[str, Any]) -> None:
         """Show a training step."""
         view = self.views[run_id]
+        # The row may come from a Trainable that reports no step; then the run stays where it is.
         view.step = int(parse_finite(row.get("step")) or view.step)
         for display_column in self._family.progress_columns:
             # The fallback, such as a value from before training, is shown only until the column itself is measured.
@@ -139,7 +149,10 @@ class Progress:
         self._print_line(run_id, f"{status}: {reason}")
 
     def estimate_time_left(self, view: RunView) -> float | None:
-        """Seconds that a run still needs at its mean pace, or before its first step at the mean pace of the others."""
+        """Seconds that a run still needs: its remaining steps times its mean seconds per step.
+
+        Before its first step, the mean over the other runs takes the place of its own. None if no run has a step yet.
+        """
         if not view.is_open:
             return 0.0
         paces = [other.seconds_per_step for other in self.views.values() if other.seconds_per_step is not None]
@@ -149,9 +162,11 @@ class Progress:
         return None if pace is None else pace * (view.spec.steps - view.step)
 
     def estimate_study_time_left(self) -> float | None:
-        """Seconds that the study still needs: the total divided by the concurrent trials, at least the longest trial.
+        """Seconds that the study still needs, or None if no run has a step yet.
 
-        The runs of a trial are trained together, so a trial needs as long as its longest run.
+        The remaining trials share the concurrent slots, so their total time is divided by the number of slots in use.
+        The result is at least the time of the longest trial, which cannot be divided. The runs of a trial are trained
+        together, so a trial needs as long as its longest run.
         """
         trials = [[self.estimate_time_left(view) for view in views if view.is_open] for views in self._trials]
         if any(seconds is None for run_times in trials for seconds in run_times):

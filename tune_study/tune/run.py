@@ -34,11 +34,16 @@ if TYPE_CHECKING:
     from tune_study.tune.callbacks import Recorder
 
 _RAY_ENVIRONMENT = {
+    # A study does not send usage data to Ray's developers.
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Tune prints nothing itself: `Progress` shows the runs, and the Recorder writes tracebacks to each run's log.
     "RAY_AIR_NEW_OUTPUT": "0",
-    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
+    # At 0, Tune does not warn about frequent saves of its experiment state, from which no study continues.
+    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
+    # A trial that hangs while it ends is killed after a minute; Tune's default would keep its GPU for ten.
     "TUNE_FORCE_TRIAL_CLEANUP_S": "60",
+    # `Interrupt` handles Ctrl-C; Tune's own handler would end the experiment without waiting for the current steps.
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
     # In Ray 2.60 each trial starts its own worker, so workers that Ray starts in advance only cost CPU time.
     "RAY_prestart_worker_first_driver": "0",
@@ -46,14 +51,19 @@ _RAY_ENVIRONMENT = {
 """Set before Ray is imported, unless the user has set them."""
 
 _LOOPBACK_ENV = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""At 0, Ray listens only on the loopback address (its switch for machines outside a cluster)."""
+"""At 0, Ray listens only on the loopback address. Ray has this switch for systems on which it supports no cluster."""
 
 WANDB_MODES = ("offline", "sync", "online", "off")
+"""Modes of --wandb. offline writes to disk only, sync also uploads each run when it ends, online streams every row."""
 
 
 @dataclass(frozen=True)
 class SuiteContext:
-    """What the studies of a suite share: Ray, the request to stop, and `on_ray_lost`, called if Ray's daemons exit."""
+    """The objects that the studies of a suite share. A study outside a suite has a context of its own.
+
+    ray: keeps Ray running from one study to the next. interrupt: the request to stop, which ends the whole suite.
+    on_ray_lost: called if Ray's daemons have exited, after the study was concluded and before the process ends.
+    """
 
     ray: LocalRay
     interrupt: Interrupt
@@ -64,7 +74,8 @@ class SuiteContext:
 class StudySession:
     """One start of a study: its plan, its resources and its outputs.
 
-    finished_statuses: of the runs that are not run again. storage: the study's folder in its storage, if it has one.
+    finished_statuses: run_id -> status of the runs that are not run again. storage: the study's folder in its storage,
+    if it has one.
     """
 
     plan: StudyPlan
@@ -92,13 +103,15 @@ def execute_study(
 ) -> int:
     """Run the remaining runs of `plan`, then write tables and the report.
 
-    skipped_statuses: statuses of runs that are not run again. suite: set if the study is part of a suite. Returns the
-    exit code: 0, 1 for a failure, or 130 for Ctrl-C.
+    skipped_statuses: a run whose status is one of these is not run again. suite: given if the study is part of a suite.
+    Returns the exit code: 0 if every run has ended well, 1 for a failure, or 130 for Ctrl-C. Raises PlanError if the
+    study's files cannot be written or lie behind links, or if another driver runs the study.
     """
     is_local = not resource_plan.cluster_address
     outputs.check_study_links(plan)
     # The lock comes first: while this driver has it, marked processes of the study can only be orphans.
     with outputs.lock_folder(plan.folder), ExitStack() as stack:
+        # On a cluster the orphans are on other nodes, where each run terminates its own when it starts there again.
         for orphan in terminate_orphans(plan.folder) if is_local else []:
             print_line(console, f"Terminated process {orphan}, an orphan of an earlier start of this study")
         if suite is None:
@@ -114,11 +127,11 @@ def execute_study(
 
 @contextmanager
 def _open_storage(plan: StudyPlan, interrupt: Interrupt, console: Console) -> Iterator["StoredStudy | None"]:
-    """The study's folder in its storage, kept synchronized during the body; None without a storage."""
+    """The study's folder in its storage, which is synchronized during the body; None without a storage."""
     if plan.storage is None:
         yield None
         return
-    from tune_study.folder.storage import StoredStudy
+    from tune_study.folder.storage import StoredStudy  # imports pyarrow's file systems, which few studies need
 
     storage = StoredStudy(plan, interrupt, lambda text: print_line(console, text))
     with storage.keep_synced():
@@ -135,7 +148,7 @@ def _run_session(session: StudySession) -> int:
         problem, unwritten_statuses = _train_runs(session)
     try:
         return _conclude_study(session, problem, unwritten_statuses)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # the user does not want to wait for tables and report, which can be made later
         print_line(console, f"The rows are saved. For tables and report: python -m tune_study report {plan.folder}")
         return 130
 
@@ -151,6 +164,7 @@ def _write_study_files(session: StudySession) -> None:
         raise PlanError(
             f"{session.plan.folder} cannot be written ({error}): free disk space there, or type another --output."
         ) from None
+    # The storage needs study.json before a run writes rows there: `resume` reads the study from it.
     if session.storage is not None and (problem := session.storage.push()):
         raise PlanError(problem)
     for change in changes:
@@ -160,7 +174,10 @@ def _write_study_files(session: StudySession) -> None:
 
 
 def _train_runs(session: StudySession) -> tuple[str, dict[str, RunStatus]]:
-    """Train the remaining runs until all have a status; return an error text and the statuses not yet written."""
+    """Train the remaining runs until all have a status.
+
+    Returns an error text, empty without an error, and the statuses that could not be written, by run_id.
+    """
     prepare_environment(session.resource_plan.gpus, joins_cluster=bool(session.resource_plan.cluster_address))
     from tune_study.tune.callbacks import Recorder  # imports Ray, which reads the environment prepared above
 
@@ -171,7 +188,8 @@ def _train_runs(session: StudySession) -> tuple[str, dict[str, RunStatus]]:
         session.interrupt.request()  # before Ray has started, the first Ctrl-C already raises KeyboardInterrupt
         print_line(session.console, "Stopped.")
     except Exception as error:
-        # If all runs have ended, only Tune's own record is affected, not the study.
+        # Any error of Ray or Tune ends the training but not the driver, which still writes statuses and tables. If all
+        # runs have ended, only Tune's own record is affected, not the study.
         is_over = not any(view.is_open for view in session.progress.views.values())
         summary = "Ray Tune could not complete its own record of the study" if is_over else "The study ended early"
         problem = f"{summary}: {_format_error(error)}."
@@ -180,7 +198,7 @@ def _train_runs(session: StudySession) -> tuple[str, dict[str, RunStatus]]:
         session.storage.pull()
     # Tune can end without an error while runs are open, for example if Ray is lost.
     reason = "the study was interrupted" if session.interrupt.is_requested else problem or "the study ended early"
-    # First, because a run whose final status is not written counts as unfinished.
+    # This comes before close_unfinished, which would take a run whose final status is not written for an open one.
     recorder.retry_unwritten()
     try:
         outputs.close_unfinished(session.plan, reason)
@@ -190,13 +208,19 @@ def _train_runs(session: StudySession) -> tuple[str, dict[str, RunStatus]]:
 
 
 def _format_error(error: Exception) -> str:
-    """The last line of an error message, which in Tune's errors is the cause; a single line with the error's type."""
+    """The last line of an error's message, which names the cause in Tune's errors.
+
+    A message of a single line is preceded by the type of the error: `KeyError: 'x'` says more than `'x'`.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
     return lines[-1] if len(lines) > 1 else f"{type(error).__name__}: {lines[0]}"
 
 
 def choose_wandb_mode(wandb_option: str | None, plan: StudyPlan) -> str:
-    """The mode of --wandb; without it, offline if trainer.logger names wandb, else off. PlanError if not possible."""
+    """The mode of --wandb. Without the option, it is offline if trainer.logger names wandb, and off otherwise.
+
+    Raises PlanError for an unknown mode, and if wandb is needed but not installed.
+    """
     mode = wandb_option or ("offline" if "wandb" in plan.base_config.trainer.logger else "off")
     if mode not in WANDB_MODES:
         raise PlanError(f"--wandb {format_value(mode)} is not a mode: choose from {', '.join(WANDB_MODES)}.")
@@ -208,19 +232,22 @@ def choose_wandb_mode(wandb_option: str | None, plan: StudyPlan) -> str:
 def prepare_environment(gpus: tuple[str, ...], joins_cluster: bool = False) -> None:
     """Set the environment variables that Ray reads when it is imported and started.
 
-    On a cluster Ray must not be limited to the loopback address.
+    gpus: ids of the GPUs that Ray may use; empty if it starts without a GPU or runs elsewhere. joins_cluster: whether
+    Ray connects to other nodes, so that it must not be limited to the loopback address.
     """
     for name, value in _RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    # Not only a default, unlike the others: a study's own Ray must never be reachable from other machines.
     if not joins_cluster:
         os.environ[_LOOPBACK_ENV] = "0"
+    # Ray gives out the GPUs that this variable lists.
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
 
 def _fit_tuner(session: StudySession, recorder: "Recorder") -> None:
-    """Start Ray if necessary, and train all remaining runs."""
-    from tune_study.tune.watchdog import DiskSpaceGuard, watch_daemons
+    """Start Ray if necessary, train all remaining runs, and end their W&B runs."""
+    from tune_study.tune.watchdog import DiskSpaceGuard, watch_daemons  # imports Ray
 
     plan, console = session.plan, session.console
 
@@ -233,6 +260,7 @@ def _fit_tuner(session: StudySession, recorder: "Recorder") -> None:
         session.suite.ray.acquire(plan.folder, session.resource_plan) as daemons,
         session.interrupt.handle_signals(print_text),
     ):
+        # Ray keeps logs and sockets in a folder of its own, often on another disk than the results.
         folders = (plan.folder, find_ray_folder(os.environ))
         disk_space = DiskSpaceGuard(folders, plan.base_config.trainer.disk_patience, session.interrupt, print_text)
         tuner = make_tuner(session, recorder, [disk_space, *wandb_callbacks])
@@ -243,6 +271,7 @@ def _fit_tuner(session: StudySession, recorder: "Recorder") -> None:
             ):
                 tuner.fit()
         finally:
+            # After an error too, because rows wait in the queue of the W&B thread, which ends with this process.
             for wandb_callback in wandb_callbacks:
                 if not wandb_callback.close():
                     print(f"W&B logging is incomplete: {wandb_callback.problem or 'it took too long'}", file=sys.stderr)
@@ -252,23 +281,24 @@ def _end_without_ray(session: StudySession, recorder: "Recorder", reason: str) -
     """End the study and this process after Ray's daemons are lost, because every further call to Ray would hang."""
     from tune_study.tune.watchdog import kill_children
 
-    kill_children()
+    kill_children()  # first, because a run must not write rows while its status and the tables are written
     recorder.retry_unwritten()
     problem = f"The study ended early: {reason}."
-    with suppress(OSError):
+    with suppress(OSError):  # on a full disk, the tables and the command to continue are still worth trying
         outputs.close_unfinished(session.plan, problem)
     _conclude_study(session, problem, recorder.unwritten_statuses)
     session.suite.on_ray_lost()
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdout, sys.stderr):  # os._exit discards what is still in their buffers
         stream.flush()
     os._exit(1)  # this is the watchdog's thread, and the main thread is stuck in a call to Ray
 
 
 def make_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: list[Any]) -> Any:
-    """The Tune experiment of all runs of a plan; ended runs replay their last row, so that it lists them too.
+    """The Tune experiment of all runs of a plan.
 
-    Tune's own checkpoints and restore are not used: a run continues from the rolling checkpoint in its folder (see
-    docs/architecture.md).
+    A run that has already ended takes part with a trial that only reports its last row again, so that the experiment
+    lists all runs. Tune's own checkpoints and restore are not used: a run continues from the rolling checkpoint in its
+    folder (see docs/architecture.md).
     """
     from ray import tune
 
@@ -282,6 +312,8 @@ def make_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: lis
         tune_config=tune.TuneConfig(
             max_concurrent_trials=resource_plan.max_concurrent,
             scheduler=FirstComeFirstServed(recorder.given_up_trials, interrupt),
+            # A process without a GPU trains the next run too, which saves the imports of torch and transformers. A run
+            # on a GPU gets a new process, because only the end of a process frees its CUDA context.
             reuse_actors=not (resource_plan.gpus or resource_plan.gpu_slots),
             trial_name_creator=_make_trial_name,
             trial_dirname_creator=_make_trial_name,
@@ -292,7 +324,7 @@ def make_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: lis
 
 def _make_fetch_callbacks(session: StudySession) -> list[Any]:
     """A list with the callback that fetches rows from the study's storage; empty without a storage."""
-    from tune_study.tune.callbacks import RowFetcher
+    from tune_study.tune.callbacks import RowFetcher  # imports Ray
 
     return [] if session.storage is None else [RowFetcher(session.storage.pull)]
 
@@ -304,6 +336,8 @@ def _make_run_config(plan: StudyPlan, interrupt: Interrupt, callbacks: list[Any]
 
     from tune_study.tune.stoppers import InterruptStopper, RuleStopper
 
+    # The rule of update-rule studies is not in RULES: their trials have several runs, which end one by one, and report
+    # themselves when all have ended.
     rule_stoppers = [RuleStopper(rule) for rule in plan.study.stop_rules if rule in RULES]
     return tune.RunConfig(
         name=plan.run,
@@ -311,8 +345,9 @@ def _make_run_config(plan: StudyPlan, interrupt: Interrupt, callbacks: list[Any]
         stop=CombinedStopper(*rule_stoppers, InterruptStopper(interrupt)),
         callbacks=callbacks,
         failure_config=tune.FailureConfig(max_failures=-1),  # unlimited: the Recorder decides about each failure
+        # A run writes its own checkpoints; Tune's would be a second copy that nothing reads.
         checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
-        verbose=0,
+        verbose=0,  # `Progress` prints instead
     )
 
 
@@ -321,7 +356,7 @@ def _make_trial_name(trial: Any) -> str:
 
 
 def _make_wandb_callbacks(plan: StudyPlan, mode: str) -> list[Any]:
-    """A list with the W&B callback; empty if W&B is off, and then wandb is not imported."""
+    """A list with the W&B callback; empty if W&B is off. Only then is wandb not imported."""
     if mode == "off":
         return []
     from tune_study.tune.wandb_logging import WandbCallback
@@ -332,7 +367,7 @@ def _make_wandb_callbacks(plan: StudyPlan, mode: str) -> list[Any]:
 def _skip_finished(
     plan: StudyPlan, finished_statuses: Mapping[str, RunStatus], progress: Progress, console: Console
 ) -> None:
-    """Print and display the runs that are not run again."""
+    """Print the runs that are not run again, and show them in the live table with their last measured value."""
     for run_id, status in finished_statuses.items():
         rows = read_rows(plan.get_run_dir(run_id) / METRICS_FILE, first_step=0)
         measured_values = (row.get(plan.study.family.primary_metric) for row in reversed(rows))
@@ -349,7 +384,12 @@ def _is_number(value: object) -> bool:
 
 
 def _conclude_study(session: StudySession, problem: str, unwritten_statuses: Mapping[str, RunStatus]) -> int:
-    """Write summary, tables and report of the existing rows, print how to continue, and return the exit code."""
+    """Write summary, tables and report of the existing rows, print how to continue, and return the exit code.
+
+    problem: error text of the training, empty without an error. unwritten_statuses: run_id -> status that is newer than
+    the status.json on disk. An error here, such as a full disk, is reported with the others and never raised: the
+    remaining outputs are still written.
+    """
     plan, console = session.plan, session.console
     try:
         print_line(console, f"Summary: {write_summary(plan, session.resource_plan, is_closing=True)}")
@@ -363,11 +403,12 @@ def _conclude_study(session: StudySession, problem: str, unwritten_statuses: Map
         print_line(console, f"{status.run_id} {status.display_text}: {status.reason}")
     unfinished_statuses = [status for status in known_statuses if status.status not in outputs.ENDED_STATUSES]
     problem = " ".join(filter(None, (problem, write_results(plan.folder, console))))
-    if session.storage is not None:
+    if session.storage is not None:  # after the tables and the report, so that the storage gets them too
         problem = " ".join(filter(None, (problem, session.storage.push())))
     if problem:
         print(problem, file=sys.stderr)
     if unfinished_statuses:
+        # study.json has the storage of the study but not its cluster, so the command must name the cluster.
         address_option = (
             f" --address {session.resource_plan.cluster_address}" if session.resource_plan.cluster_address else ""
         )
@@ -377,13 +418,15 @@ def _conclude_study(session: StudySession, problem: str, unwritten_statuses: Map
                 console,
                 f"From another machine: python -m tune_study resume {shlex.quote(plan.study_uri)}{address_option}",
             )
+    # A Ctrl-C that came after the last run had ended interrupted nothing, so the exit code is not 130.
     return 130 if session.interrupt.is_requested and unfinished_statuses else int(bool(problem or unfinished_statuses))
 
 
 def write_results(folder: Path, console: Console) -> str:
-    """Write tables and report of results/<run>, and print the conclusion; return an error text, or an empty one.
+    """Write tables and report of results/<run>, and print the conclusion of the report.
 
-    The rows are not affected by an error here.
+    Returns an error text, empty without an error. Any exception becomes such a text: the rows are saved, so the command
+    ends in order and says how to try again.
     """
     try:
         outputs.write_tables(folder)

@@ -10,10 +10,12 @@ from tune_study.host.interrupt import Interrupt
 
 
 class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyped
-    """A FIFO scheduler, which favours no arm. Tune asks it before each start; it removes two kinds of pending trials.
+    """A FIFO scheduler that also ends pending trials which must not start; Tune asks it before each start of a trial.
 
-    given_up_trials: ids of trials whose failure is final. They end as errors; Tune only counts failures and would start
-    them again. interrupt: once it is requested, pending trials never start.
+    Arms are compared after the same number of steps, so no scheduler that favors an arm is used.
+
+    given_up_trials: ids of trials whose failure is final. They end as errors. Tune itself retries every failure and
+    would start them again. interrupt: once a stop is requested, no pending trial starts.
     """
 
     def __init__(self, given_up_trials: Container[str], interrupt: Interrupt) -> None:
@@ -28,6 +30,7 @@ class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyp
             if is_given_up or self._interrupt.is_requested:
                 tune_controller.stop_trial(trial)  # closes its files
             if is_given_up:
+                # `stop_trial` marks a trial as complete, and Tune has no public method that marks it as failed.
                 tune_controller._set_trial_status(trial, Trial.ERROR)
             if trial.status != Trial.PENDING:
                 # Tune updates its record of a trial when the trial's actor stops, but this trial no longer has one.

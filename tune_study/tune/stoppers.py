@@ -17,13 +17,15 @@ DEFAULT_COLUMNS = MappingProxyType({name: name for name in HISTORY_COLUMNS})
 class RuleStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
     """Ends a trial when a stop rule fires.
 
-    rule: one of `trainable.runs.stop_rules.RULES`, such as "reward_variance_collapse". settings: its thresholds.
-    columns: column that the rules read -> key of a result, for a Trainable that uses other names.
+    Args:
+        rule: one of `trainable.runs.stop_rules.RULES`, such as "reward_variance_collapse".
+        settings: its thresholds; None for the defaults.
+        columns: column that the rules read -> key of a result, for a Trainable that uses other names.
 
-    A run of this project has already decided before it wrote its row, so the `stop_rule` in the result is followed. A
-    result without that key comes from another Trainable: the rule is then applied here, to the results of the trial so
-    far, with `training_iteration` as the step. A Trainable without a filter needs no `groups_kept`. Raises ValueError
-    for an unknown rule.
+    A run of this project applies its rules before it writes a row. Its results have the key `stop_rule`, and the
+    Stopper follows that decision. A result without the key comes from another Trainable. The Stopper then applies the
+    rule itself, to the results of the trial so far, with `training_iteration` as the step. A Trainable without a filter
+    needs no `groups_kept`. Raises ValueError for an unknown rule.
 
     Example: the published rules for your own Trainable::
 
@@ -48,7 +50,7 @@ class RuleStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
         """Whether the trial ends after this result."""
-        if "stop_rule" in result:
+        if "stop_rule" in result:  # empty if no rule has fired
             return bool(result["stop_rule"] == self.rule)
         rows = self._rows.setdefault(trial_id, [])
         rows.append(self._make_row(result))
@@ -58,8 +60,10 @@ class RuleStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
         return should_stop
 
     def _make_row(self, result: Mapping[str, Any]) -> dict[str, Any]:
-        """The columns that the rules read, from a result; without a filter, every step counts as non-empty."""
+        """The columns that the rules read, from a result."""
         rule_row = {name: result.get(column) for name, column in self.columns.items()}
+        # A Trainable without a filter trains on every group. Without this column, the rules would take the step for one
+        # in which the filter kept nothing.
         if self.columns["groups_kept"] not in result:
             rule_row["groups_kept"] = 1
         return {"step": result.get("training_iteration"), **rule_row}
@@ -72,9 +76,9 @@ class RuleStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
 class InterruptStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
     """Ends each trial at its next result once the user has asked the study to stop.
 
-    A result that was under way when the request came may have no checkpoint (`saved` is False). Its run then trains one
-    more step, which has one. The whole experiment is never stopped, because Tune would then mark the interrupted trials
-    as complete without calling any callback.
+    A result that was under way when the request came may have no checkpoint (its `saved` is False). The run then trains
+    one more step, for which it writes a checkpoint. Only trials are stopped, never the whole experiment: Tune would
+    mark the interrupted trials as complete without calling any callback, and their runs would have no status.
     """
 
     def __init__(self, interrupt: Interrupt) -> None:
@@ -84,7 +88,8 @@ class InterruptStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
         """Whether the trial ends after this result."""
         if not self._interrupt.is_requested:
             return False
-        # If the runs cannot see the request (a full disk), they do not write a checkpoint for it, so do not wait.
+        # If the file of the request could not be written (full disk), no run writes a checkpoint because of it. Waiting
+        # for one would keep the runs training. A Trainable that does not report `saved` ends at once.
         return bool(result.get("saved", True)) or not self._interrupt.is_visible
 
     def stop_all(self) -> bool:

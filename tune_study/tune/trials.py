@@ -17,7 +17,8 @@ def list_run_ids(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def split_rows_by_run(config: Mapping[str, Any], result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """run_id -> row of a result; a run that ended before its trial has none."""
+    """run_id -> row of a result. A run that ended before the other runs of its trial is missing."""
+    # A trial with one run reports the columns of its row directly, so that Tune's own tools can plot them.
     if config["side_by_side"]:
         return dict(result.get("rows", {}))
     return {config["run_id"]: result}
@@ -28,9 +29,13 @@ def make_trial_configs(
 ) -> Iterator[dict[str, Any]]:
     """The configs of all Tune trials of a study.
 
-    A trial with several runs has the remaining ones, or all of them if none remains. finished_statuses: run_id ->
-    status of the runs that are not run again; those that have ended are replayed. interrupt: a file whose existence
-    ends a run after its next step.
+    A trial trains the runs that remain. If none of its runs remains, it reports their last rows again, so that Tune's
+    experiment lists every run.
+
+    Args:
+        plan: the study.
+        finished_statuses: run_id -> status of the runs that are not run again.
+        interrupt: a file whose existence ends a run after its next step.
     """
     for specs in plan.trials:
         remaining_specs = tuple(spec for spec in specs if spec.run_id not in finished_statuses)
@@ -38,20 +43,26 @@ def make_trial_configs(
         if not remaining_specs and not all(
             finished_statuses[spec.run_id].status in ENDED_STATUSES for spec in finished_specs
         ):
-            continue  # a failed run that is not retried has nothing to replay
+            continue  # a failed run that is not retried may have no row that its trial could report again
         yield make_trial_config(plan, remaining_specs or finished_specs, not remaining_specs, interrupt)
 
 
 def make_trial_config(
     plan: StudyPlan, specs: Sequence[RunSpec], is_finished: bool, interrupt: Path | None = None
 ) -> dict[str, Any]:
-    """The config of `trainable.trial.Trial` for runs of one arm: names, changed settings and absolute paths."""
+    """The config of `trainable.trial.Trial` for runs of one arm: names, changed settings and absolute paths.
+
+    specs: the runs, at least one. is_finished: whether the trial only reports their last rows again. The keys are
+    explained in `TrainingLoop` and `Trial`.
+    """
     first_spec, family = specs[0], plan.study.family
     return {
+        # All seeds of an arm together have the name of the arm's experiment, without a seed.
         "run_id": first_spec.experiment_name if family.has_batched_seeds else first_spec.run_id,
         "study": first_spec.study_name,
         "arm": first_spec.arm,
         "seed": first_spec.seed,
+        # The first run stands for all: runs of an arm differ only in their seed.
         "settings": find_changed_settings(first_spec.config),
         "runs": [_make_run_entry(plan, spec) for spec in specs],
         "side_by_side": family.has_batched_seeds,

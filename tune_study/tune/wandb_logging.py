@@ -15,11 +15,14 @@ from tune_study.tune.trials import list_run_ids, split_rows_by_run
 from tune_study.tune.wandb_sync import WandbUploader
 
 CLOSE_TIMEOUT_S = 30.0
-"""Seconds that the end of a study waits for pending writes and uploads."""
+"""Seconds that the end of a study waits for pending writes, and then again for uploads; also for opening a run.
+
+W&B is a copy of rows that are on disk, so a study does not wait long for a service that does not answer.
+"""
 
 
 class _Event(NamedTuple):
-    """An event of a run: `start`, `row` (with values) or `end` (with an exit code)."""
+    """An event of a run. kind: `start`, `row` (uses step and values) or `end` (uses exit_code, 0 for success)."""
 
     kind: str
     run_id: str
@@ -29,7 +32,11 @@ class _Event(NamedTuple):
 
 
 class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
-    """Passes every row to a thread that writes it to W&B. An error there ends the logging, never the study."""
+    """Passes every row to a thread that writes it to W&B. An error in this thread ends the logging, never the study.
+
+    plan: the study. mode: a mode of --wandb other than off. The attribute `problem` says why the logging is incomplete;
+    it is empty if it is complete.
+    """
 
     def __init__(self, plan: StudyPlan, mode: str) -> None:
         self.problem = ""
@@ -49,7 +56,7 @@ class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._thread.start()
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Queue the start of runs."""
+        """Queue the start of runs. A run that ended in an earlier start was logged then."""
         if not trial.config["finished"]:
             self._enqueue(*(_Event("start", run_id) for run_id in list_run_ids(trial.config)))
 
@@ -62,7 +69,7 @@ class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             )
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Queue the end of runs. A run that failed while others of its trial continued has a status that says so."""
+        """Queue the end of runs. Some may have failed while others of the trial continued; their statuses say so."""
         for run_id in list_run_ids(trial.config):
             self._enqueue(_Event("end", run_id, exit_code=int(self._has_failed(run_id))))
 
@@ -85,8 +92,8 @@ class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
         """End the open W&B runs; return whether everything was written, and uploaded if requested, in `timeout_s`."""
-        if self._thread.is_alive():
-            self._events.put(None)
+        if self._thread.is_alive():  # it never started if the experiment did not, and has ended after an error
+            self._events.put(None)  # the end of the queue
             self._thread.join(timeout_s)
         if self._uploads is not None and not self._uploads.close(timeout_s):
             folders = " ".join(shlex.quote(str(folder)) for folder in self._uploads.pending_folders)
@@ -106,6 +113,8 @@ class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             self.problem = f"{type(error).__name__}: {error}"
 
     def _apply_event(self, open_runs: dict[str, Any], event: _Event) -> None:
+        """Pass an event to W&B. open_runs: run_id -> its open W&B run."""
+        # A trial that is retried starts again while its W&B run is still open, and ends its runs once more.
         if event.kind == "start" and event.run_id not in open_runs:
             open_runs[event.run_id] = self._open_run(self._specs[event.run_id])
         elif event.kind == "row":
@@ -118,6 +127,7 @@ class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
     def _finish_run(self, run: Any, exit_code: int = 0) -> None:
         """End a W&B run, and queue its upload if requested."""
+        # Read before `finish`, after which W&B's run is closed.
         folder, service = Path(run.settings.sync_dir), str(run.settings.base_url)
         run.finish(exit_code=exit_code)
         if self._uploads is not None:
@@ -125,7 +135,7 @@ class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
     def _read_gradient_analysis(self, run_id: str, step: int, values: dict[str, Any]) -> dict[str, Any]:
         """The results of the step's gradient analysis under the published keys; empty if there was none."""
-        if "seconds_gradient_analysis" not in values:
+        if "seconds_gradient_analysis" not in values:  # only a step with an analysis has this column
             return {}
         import wandb
 
@@ -136,23 +146,29 @@ class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         return {**analysis.numbers, **tables, "timing_s/gradient_analysis": values["seconds_gradient_analysis"]}
 
     def _open_run(self, spec: RunSpec) -> Any:
-        """Open a W&B run whose id is made from the run and its settings, so that a resumed run continues it."""
+        """Open a W&B run.
+
+        Its id is made from the name and the settings of our run. A resumed run therefore continues its W&B run, and a
+        run of the same name with other settings gets a new one.
+        """
         import wandb
 
         return wandb.init(
             project=self._plan.wandb_project,
             group=self._plan.run,
             name=spec.run_id,
+            # W&B limits names (those of projects to 128 characters). The end is kept because it has the hash.
             id=f"{spec.run_id}-{spec.config.compute_hash()}"[-128:],
             config=spec.config.model_dump(mode="json"),
             dir=self._plan.output,
-            mode="offline" if self._mode == "sync" else self._mode,  # type: ignore[arg-type]  # see choose_wandb
-            resume="allow",
-            reinit="create_new",
+            # sync writes an offline run, which `WandbUploader` uploads when it has ended.
+            mode="offline" if self._mode == "sync" else self._mode,  # type: ignore[arg-type]  # see choose_wandb_mode
+            resume="allow",  # continue the W&B run of an earlier start, if there is one
+            reinit="create_new",  # several runs are open in this process at once
             settings=wandb.Settings(silent=True, console="off", init_timeout=CLOSE_TIMEOUT_S),
         )
 
 
 def select_loggable(row: dict[str, Any]) -> dict[str, Any]:
-    """The numbers and texts of a row, without Tune's own config and without missing values."""
+    """The numbers and texts of a row. Tune's config, lists, and values that were not measured are left out."""
     return {name: value for name, value in row.items() if isinstance(value, int | float | str)}

@@ -13,12 +13,16 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 CONNECT_TIMEOUT_S = 2.0
-"""Seconds to wait for a connection to the service."""
+"""Seconds to wait for a connection to the service.
+
+`wandb sync` keeps trying to reach its service, so a connection is tried before every upload.
+"""
 
 UPLOAD_TIMEOUT_S = 300.0
-"""Seconds that the upload of one run may take."""
+"""Seconds that the upload of one run may take. Uploads run one after the other, so one that hangs blocks the others."""
 
 _PORTS = {"http": 80, "https": 443}
+"""Default ports, which urlsplit does not fill in."""
 
 
 class _Upload(NamedTuple):
@@ -31,8 +35,11 @@ class _Upload(NamedTuple):
 class WandbUploader:
     """Runs `wandb sync` for each added folder, in a separate thread.
 
-    upload_timeout_s: seconds that one upload may take; then it is killed. The attribute `pending_folders` lists the
-    folders that have not been uploaded.
+    upload_timeout_s: seconds after which an upload is killed.
+
+    Attributes:
+        pending_folders: folders that have not been uploaded.
+        problem: why the last failed upload failed; empty if none has failed.
     """
 
     def __init__(self, upload_timeout_s: float = UPLOAD_TIMEOUT_S) -> None:
@@ -52,13 +59,14 @@ class WandbUploader:
 
     def close(self, timeout_s: float) -> bool:
         """Finish the queue and retry failed uploads, for at most `timeout_s` seconds; return whether all succeeded."""
-        self._upload_queue.put(None)
+        self._upload_queue.put(None)  # the end of the queue
         self._thread.join(timeout_s)
         self._stop_event.set()
         self._thread.join(CONNECT_TIMEOUT_S + 1.0)  # time for the thread to kill the current upload
         return not self.pending_folders
 
     def _run_uploads(self) -> None:
+        """Body of the thread: upload until the end of the queue, then retry each failed upload once."""
         while (upload := self._upload_queue.get()) is not None and not self._stop_event.is_set():
             if not self._try_upload(upload):
                 self._failed_uploads.append(upload)
@@ -67,7 +75,7 @@ class WandbUploader:
                 return  # the service cannot be reached, so the others would fail too
 
     def _try_upload(self, upload: _Upload) -> bool:
-        """Upload with W&B's own command; return whether it succeeded. The reason of a failure is in `problem`."""
+        """Upload with W&B's own command; return whether it succeeded. If not, `problem` says why."""
         if not is_reachable(upload.service):
             self.problem = f"{upload.service} cannot be reached"
             return False
@@ -77,11 +85,14 @@ class WandbUploader:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
+            # The user's environment may set WANDB_SILENT, with which the command would not print why it failed.
             env={**os.environ, "WANDB_BASE_URL": upload.service, "WANDB_SILENT": "false"},
-            start_new_session=True,  # so that the whole process group can be killed
+            # wandb starts processes of its own. In a new session they form one process group, which can be killed, and
+            # Ctrl-C in the terminal does not reach them.
+            start_new_session=True,
         )
         last_line = self._wait_for_exit(process)
-        # The exit code alone does not tell: a `.synced` file marks a run that was really uploaded.
+        # `wandb sync` can end with exit code 0 without an upload. After one, there is a `.synced` file.
         if process.returncode == 0 and any(upload.folder.glob("*.synced")):
             self.pending_folders.remove(upload.folder)
             return True
@@ -93,12 +104,14 @@ class WandbUploader:
         waited_s = 0.0
         while True:
             try:
+                # Half a second at a time, so that the end of the study is noticed. `communicate` empties the pipe: a
+                # command that fills it would wait forever.
                 _, error_output = process.communicate(timeout=0.5)
                 return (error_output.strip().splitlines() or [""])[-1]
             except subprocess.TimeoutExpired:
                 waited_s += 0.5
             if waited_s >= self._upload_timeout_s or self._stop_event.is_set():
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError):  # it has exited in the meantime
                     os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
                 return f"the upload was stopped after {waited_s:g} s"
@@ -112,6 +125,6 @@ def is_reachable(service: str) -> bool:
     try:
         port = parts.port or _PORTS.get(parts.scheme, 443)
         socket.create_connection((parts.hostname, port), timeout=CONNECT_TIMEOUT_S).close()
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # ValueError: a port that is not a number up to 65535
         return False
     return True

@@ -14,11 +14,15 @@ from ray import tune
 from tune_study.host.interrupt import Interrupt
 
 DAEMON_NAMES = ("raylet", "gcs_server")
+"""Executables of Ray's agent on a machine and of its control server. Without either, calls to Ray do not return."""
+
 MIN_FREE_BYTES = 8_000_000
 """Free bytes on a disk below which the driver waits, because Ray Tune ends the study if it cannot write its files."""
 
 _CHECK_INTERVAL_S = 2.0
+"""Seconds between two checks of daemons, and of disks."""
 _WAIT_INTERVAL_S = 0.5
+"""Seconds between two looks at a disk that is full; also how late the waiting driver sees a Ctrl-C."""
 
 
 class Daemon(NamedTuple):
@@ -29,12 +33,13 @@ class Daemon(NamedTuple):
 
 
 def find_ray_daemons() -> tuple[Daemon, ...]:
-    """Ray's processes that this process has started."""
+    """The processes called DAEMON_NAMES that this process has started, so not those of another study's Ray."""
     children = psutil.Process().children()
     return tuple(Daemon(name, child) for child in children for name in DAEMON_NAMES if name in _read_command(child))
 
 
 def _read_command(process: psutil.Process) -> str:
+    """The file name of a process's executable; empty if it has exited or cannot be read."""
     try:
         return Path((process.cmdline() or [""])[0]).name
     except psutil.Error:
@@ -42,7 +47,7 @@ def _read_command(process: psutil.Process) -> str:
 
 
 def has_exited(daemon: Daemon) -> bool:
-    """Whether the process has exited."""
+    """Whether the process has exited. psutil still finds a zombie, which has exited and waits to be reaped."""
     try:
         return not daemon.process.is_running() or daemon.process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -50,20 +55,24 @@ def has_exited(daemon: Daemon) -> bool:
 
 
 def kill_children() -> None:
-    """Kill all child processes of this process, and their children, by their ids."""
+    """Kill all child processes of this process, and their children, by their ids.
+
+    Without Ray's daemons, nobody else ends the workers, and a worker that keeps training holds the lock of its run.
+    """
     children = psutil.Process().children(recursive=True)
     for child in children:
         with suppress(psutil.NoSuchProcess):
             child.kill()
+    # SIGKILL takes effect at once, except for a process inside a system call, such as a write to a slow disk.
     psutil.wait_procs(children, timeout=5)
 
 
 @contextmanager
 def watch_daemons(daemons: Sequence[Daemon], on_daemon_lost: Callable[[str], None]) -> Iterator[None]:
-    """While the body runs, a thread checks that all `daemons` are alive, and calls `on_daemon_lost` if one is not.
+    """While the body runs, a thread checks that all `daemons` are alive, and calls `on_daemon_lost` if one has exited.
 
-    It must be a thread, because without its daemons Ray's own calls never return, so the main thread is stuck.
-    on_daemon_lost: called with a message; it must end this process.
+    The check runs in a thread of its own, because calls to Ray never return without its daemons: the main thread is
+    then stuck in one. on_daemon_lost: called with a message; it must end this process.
     """
     is_over = threading.Event()
 
@@ -75,7 +84,7 @@ def watch_daemons(daemons: Sequence[Daemon], on_daemon_lost: Callable[[str], Non
                 if has_exited(daemon)
             ]
             if lost_messages:
-                on_daemon_lost(lost_messages[0])
+                on_daemon_lost(lost_messages[0])  # one message is enough: the other daemon follows the first
                 return
 
     thread = threading.Thread(target=watch, name="ray-guard", daemon=True)
@@ -90,9 +99,12 @@ def watch_daemons(daemons: Sequence[Daemon], on_daemon_lost: Callable[[str], Non
 class DiskSpaceGuard(tune.Callback):  # type: ignore[misc]  # Ray is untyped
     """Blocks Tune's event loop while a disk is full.
 
-    folders: where the driver and Ray write. patience: seconds to wait for disk space (trainer.disk_patience). In this
-    time Tune processes nothing, so none of its writes can fail; the runs wait by themselves. notify: called when the
-    waiting begins and ends.
+    While the loop is blocked, Tune processes no result, so it writes no file, and no failed write can end the study.
+    The runs are processes of their own and wait for disk space by themselves.
+
+    folders: the folders to which the driver and Ray write. patience: seconds to wait for disk space
+    (trainer.disk_patience). interrupt: a request to stop ends the wait. notify: called with a message when the wait
+    begins and when it ends.
     """
 
     def __init__(
@@ -103,7 +115,9 @@ class DiskSpaceGuard(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._interrupt = interrupt
         self._notify = notify
         self._next_check = 0.0
-        self._has_given_up = False  # after `patience` the study continues, and writes may fail, until there is space
+        # True after `patience`: the study then continues and its writes may fail. It stays true while the disk is full,
+        # because otherwise every iteration of Tune's loop would wait again.
+        self._has_given_up = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Nothing: Tune pickles its callbacks into the results."""
@@ -111,7 +125,7 @@ class DiskSpaceGuard(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
         """Check the disks every few seconds; Tune calls this in every iteration of its loop."""
-        if time.monotonic() < self._next_check:
+        if time.monotonic() < self._next_check:  # Tune's loop iterates many times per second
             return
         self._wait_for_space()
         self._next_check = time.monotonic() + _CHECK_INTERVAL_S
@@ -122,6 +136,7 @@ class DiskSpaceGuard(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             self._has_given_up = bool(full_folders)
             return
         self._notify(f"The disk of {full_folders[0]} is full: waiting up to {self._patience:g} s for disk space.")
+        # Ctrl-C ends the wait because the runs can end only in Tune's loop, which is blocked here.
         deadline = time.monotonic() + self._patience
         while self._find_full_folders() and time.monotonic() < deadline and not self._interrupt.is_requested:
             time.sleep(_WAIT_INTERVAL_S)
@@ -129,6 +144,7 @@ class DiskSpaceGuard(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._notify("The disk is still full." if self._has_given_up else "Disk space is available again.")
 
     def _find_full_folders(self) -> list[Path]:
+        # A folder that does not exist yet has no disk to measure.
         return [
             folder for folder in self._folders if folder.exists() and shutil.disk_usage(folder).free < MIN_FREE_BYTES
         ]

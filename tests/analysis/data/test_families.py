@@ -1,4 +1,4 @@
-"""Studies of two families: their columns, what a run of the sandbox comes to, and both of them loaded together."""
+"""Tests of the families of studies: their columns, the summary of a sandbox run, and two families loaded together."""
 
 import json
 import math
@@ -48,16 +48,16 @@ COMMON = (
 )
 
 
-def one(folder: Path, run: FakeRun, study: FakeStudy = SHORT) -> StudyFrames:
+def read_one_run(folder: Path, run: FakeRun, study: FakeStudy = SHORT) -> StudyFrames:
     return read_study(write_sandbox(folder, [run], study))
 
 
-def differences(a: StudyFrames, b: StudyFrames) -> list[str]:
+def diff_all_frames(a: StudyFrames, b: StudyFrames) -> list[str]:
     return [line for name in FRAME_NAMES for line in analysis.diff_frames(getattr(a, name), getattr(b, name))]
 
 
 def test_columns_are_those_of_the_family(tmp_path: Path) -> None:
-    frames = one(tmp_path, FakeRun("DG", steps=60))
+    frames = read_one_run(tmp_path, FakeRun("DG", steps=60))
     steps = [*ROW_COLUMNS, *sandbox.STEP_COLUMNS, *STOP_COLUMNS]
     assert list(frames.steps) == [column.name for column in steps]
     trials = [name for name in frames.trials if not name.startswith("config/")]
@@ -66,13 +66,13 @@ def test_columns_are_those_of_the_family(tmp_path: Path) -> None:
     assert all(frame.empty for frame in (frames.levels, frames.gradients, frames.gradient_groups))
     assert frames.trials.loc[0, "config/method"] == "DG"
     for name in FRAME_NAMES:
-        held = getattr(frames, name).dtypes
-        assert {column: str(held[column]) for column in FAMILIES["update_rules"].schemas[name]} == dict(
+        dtypes = getattr(frames, name).dtypes
+        assert {column: str(dtypes[column]) for column in FAMILIES["update_rules"].schemas[name]} == dict(
             FAMILIES["update_rules"].schemas[name]
         )
 
 
-def test_the_family_of_language_models_is_as_it_was(tmp_path: Path) -> None:
+def test_a_study_without_a_family_is_of_language_models(tmp_path: Path) -> None:
     folder = run_folders.write_study(tmp_path, [run_folders.FakeRun("0", steps=3)])
     frames = read_study(folder)
     assert frames.families == [FAMILIES["ppo"]]
@@ -80,35 +80,40 @@ def test_the_family_of_language_models_is_as_it_was(tmp_path: Path) -> None:
     assert "final_val_success" in frames.trials
     study = json.loads((folder / "study.json").read_text())
     (folder / "study.json").write_text(json.dumps({**study, "family": "ppo"}))
-    assert differences(frames, read_study(folder)) == []
+    assert diff_all_frames(frames, read_study(folder)) == []
 
 
 def test_names_that_families_share_have_one_type() -> None:
     for name in FRAME_NAMES:
-        kinds = [set(family.schemas[name].items()) for family in FAMILIES.values()]
-        merged = set.union(*kinds)
-        assert len(merged) == len({column for column, _ in merged})
+        column_types = [set(family.schemas[name].items()) for family in FAMILIES.values()]
+        merged_types = set.union(*column_types)
+        assert len(merged_types) == len({column for column, _ in merged_types})
 
 
 def test_times_of_every_family_are_left_out_of_comparisons() -> None:
     assert {column.name for column in sandbox.TIME_COLUMNS} <= NONDETERMINISTIC_COLUMNS
 
 
-def test_rows_start_at_step_0_and_a_run_comes_to_its_last_row(tmp_path: Path) -> None:
+def test_rows_start_at_step_0_and_a_trial_has_the_values_of_its_last_row(tmp_path: Path) -> None:
     run = FakeRun("DG", steps=60, error=(0.6, 0.0), entropy=(1.0, 0.1), final={"chain_reward": 0.75})
-    frames = one(tmp_path, run)
+    frames = read_one_run(tmp_path, run)
     assert frames.steps["step"].to_list() == [0, 20, 40, 60]
     trial = frames.trials.iloc[0]
     assert (trial["steps_done"], trial["steps_total"], trial["status"]) == (60, 60, "completed")
     assert (trial["final_test_error"], trial["final_entropy"], trial["final_chain_reward"]) == (0.0, 0.1, 0.75)
-    assert (trial["first_step_error_zero"], trial["first_step_entropy_low"]) == (60, 60)  # at 0, and at most 0.1
+    assert (trial["first_step_error_zero"], trial["first_step_entropy_low"]) == (
+        60,
+        60,
+    )  # an error of 0, and an entropy of at most 0.1
     assert np.isnan(trial["final_perplexity"])
-    high = one(tmp_path / "high", FakeRun("DG", steps=60, error=(0.6, 0.001), entropy=(1.0, 0.101))).trials.iloc[0]
-    assert np.isnan(high["first_step_error_zero"])
-    assert np.isnan(high["first_step_entropy_low"])
+    high_trial = read_one_run(
+        tmp_path / "high", FakeRun("DG", steps=60, error=(0.6, 0.001), entropy=(1.0, 0.101))
+    ).trials.iloc[0]
+    assert np.isnan(high_trial["first_step_error_zero"])
+    assert np.isnan(high_trial["first_step_entropy_low"])
 
 
-def test_the_first_step_is_the_first_and_a_row_counts_as_many_batches_as_its_age_is_over(tmp_path: Path) -> None:
+def test_first_steps_and_ages_weighted_by_batches(tmp_path: Path) -> None:
     folder = write_sandbox(tmp_path, [FakeRun("DG", steps=60)], SHORT)
     path = folder / "runs" / "DG-seed0" / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -121,7 +126,11 @@ def test_the_first_step_is_the_first_and_a_row_counts_as_many_batches_as_its_age
     path.write_text("".join(json.dumps({**row, **change}) + "\n" for row, change in zip(rows, changes, strict=True)))
     trial = read_study(folder).trials.iloc[0]
     assert trial["first_step_entropy_low"] == 20
-    batches = {4.0: 1, 6.0: 20, 8.0: 19}  # of step 0; of 1 to 20; of 41 to 59, as no batch follows the last evaluation
+    batches = {
+        4.0: 1,
+        6.0: 20,
+        8.0: 19,
+    }  # step 0, steps 1 to 20, and steps 41 to 59: no batch follows the last evaluation
     assert trial["mean_replay_age"] == pytest.approx(sum(age * n for age, n in batches.items()) / 40)
     assert np.isnan(trial["mean_effective_age"])
 
@@ -131,7 +140,7 @@ UNEVEN = ((0, 1.0), (20, 0.6), (50, 0.3), (60, 0.1))
 
 
 def write_rows(folder: Path, entropies: Sequence[tuple[int, float | None]]) -> Path:
-    """Give the one run of a folder these rows."""
+    """Replace the rows of the only run in a folder."""
     (path,) = folder.glob("runs/*/metrics.jsonl")
     row = json.loads(path.read_text().splitlines()[0])
     rows = [{**row, "step": step, "entropy": entropy} for step, entropy in entropies]
@@ -144,10 +153,10 @@ def write_rows(folder: Path, entropies: Sequence[tuple[int, float | None]]) -> P
     [
         ("completed", 60, UNEVEN, (16 + 13.5 + 2) / 60),
         ("completed", 60, ((0, 1.0), (60, 0.1)), 0.55),
-        ("early_stopped", 100, UNEVEN, (16 + 13.5 + 2 + 40 * 0.1) / 100),  # keeps 0.1 to the end
-        ("failed", 100, UNEVEN, (16 + 13.5 + 2) / 60),  # is not scored, and ends where it ended
+        ("early_stopped", 100, UNEVEN, (16 + 13.5 + 2 + 40 * 0.1) / 100),  # the last value counts until the end
+        ("failed", 100, UNEVEN, (16 + 13.5 + 2) / 60),  # not scored, so its curve ends at its last row
         ("completed", 60, ((0, 1.0), (20, None), (50, 0.5), (60, 0.5)), (37.5 + 5) / 60),
-        ("completed", 60, ((0, None), (20, 0.6), (60, 0.2)), 0.4),  # from its first value on
+        ("completed", 60, ((0, None), (20, 0.6), (60, 0.2)), 0.4),  # the curve starts at its first value
         ("completed", 60, ((0, None), (60, None)), math.nan),
         ("running", 60, ((0, 0.7),), 0.7),
     ],
@@ -155,42 +164,42 @@ def write_rows(folder: Path, entropies: Sequence[tuple[int, float | None]]) -> P
 def test_mean_entropy_is_the_area_over_its_length(
     tmp_path: Path, status: str, total: int, rows: Sequence[tuple[int, float | None]], mean: float
 ) -> None:
-    made = FakeRun("DG", steps=60, status=status, stop=UNIFORM_STOP if status == "early_stopped" else None)
-    folder = write_rows(write_sandbox(tmp_path, [made], FakeStudy(total_steps=total)), rows)
+    run = FakeRun("DG", steps=60, status=status, stop=UNIFORM_STOP if status == "early_stopped" else None)
+    folder = write_rows(write_sandbox(tmp_path, [run], FakeStudy(total_steps=total)), rows)
     assert read_study(folder).trials["mean_entropy"].iloc[0] == pytest.approx(mean, nan_ok=True)
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.floats(0, 3)), min_size=1, max_size=8, unique_by=lambda row: row[0]))
-def test_mean_entropy_against_fine_cells_and_it_does_not_change_with_rows_on_the_curve(
-    made: list[tuple[int, float]],
+def test_mean_entropy_equals_a_fine_sum_and_ignores_rows_on_the_curve(
+    points: list[tuple[int, float]],
 ) -> None:
     rows: list[Row] = [
         {"step": 0, "entropy": 1.0},
-        *({"step": step, "entropy": height} for step, height in sorted(made)),
+        *({"step": step, "entropy": height} for step, height in sorted(points)),
     ]
     end = rows[-1]["step"]
     steps, heights = ([row[name] for row in rows] for name in ("step", "entropy"))
-    values = FAMILIES["update_rules"].summarize_rows
-    found = values(rows, None)["mean_entropy"]
-    assert found == pytest.approx(area(steps, heights, end), rel=5e-3, abs=5e-3)
-    assert min(heights) - 1e-9 <= found <= max(heights) + 1e-9
-    between = [{"step": step, "entropy": float(np.interp(step, steps, heights))} for step in range(end + 1)]
-    assert values(between, None)["mean_entropy"] == pytest.approx(found)
-    kept = values(rows, 2 * end)["mean_entropy"]  # as long again at the last value
-    assert kept == pytest.approx((found + heights[-1]) / 2)
+    summarize = FAMILIES["update_rules"].summarize_rows
+    mean_entropy = summarize(rows, None)["mean_entropy"]
+    assert mean_entropy == pytest.approx(area(steps, heights, end), rel=5e-3, abs=5e-3)
+    assert min(heights) - 1e-9 <= mean_entropy <= max(heights) + 1e-9
+    dense_rows = [{"step": step, "entropy": float(np.interp(step, steps, heights))} for step in range(end + 1)]
+    assert summarize(dense_rows, None)["mean_entropy"] == pytest.approx(mean_entropy)
+    extended_mean = summarize(rows, 2 * end)["mean_entropy"]  # a second half of the same length at the last value
+    assert extended_mean == pytest.approx((mean_entropy + heights[-1]) / 2)
 
 
 def test_tables_of_an_older_version_are_not_read_for_a_column_that_they_lack(tmp_path: Path) -> None:
     folder = write_sandbox(tmp_path, [FakeRun("DG", steps=60)], SHORT)
     frames = read_study(folder)
     replace(frames, trials=frames.trials.drop(columns="mean_entropy")).write_parquet(folder)
-    assert differences(load(folder), frames) == []
-    shutil.rmtree(folder / "runs")  # where only tables were kept, the column is missing
+    assert diff_all_frames(load(folder), frames) == []
+    shutil.rmtree(folder / "runs")  # without the line files, the column stays missing
     assert load(folder).trials["mean_entropy"].isna().all()
 
 
 @pytest.mark.parametrize(
-    ("run", "status", "done"),
+    ("run", "status", "steps_done"),
     [
         (FakeRun("DG", steps=0, status="running"), "interrupted", 0),
         (FakeRun("DG", steps=None, status=""), "never_ran", 0),
@@ -198,10 +207,10 @@ def test_tables_of_an_older_version_are_not_read_for_a_column_that_they_lack(tmp
         (FakeRun("DG", steps=None, status="failed"), "failed", 0),
     ],
 )
-def test_endings(tmp_path: Path, run: FakeRun, status: str, done: int) -> None:
-    frames = one(tmp_path, run)
+def test_statuses_and_steps_of_unfinished_runs(tmp_path: Path, run: FakeRun, status: str, steps_done: int) -> None:
+    frames = read_one_run(tmp_path, run)
     assert frames.trials["status"].to_list() == [status]
-    assert frames.trials["steps_done"].to_list() == [done]
+    assert frames.trials["steps_done"].to_list() == [steps_done]
     fired = frames.steps[frames.steps["stop_rule"] != ""]
     assert fired["step"].to_list() == ([47] if run.stop else [])
 
@@ -210,8 +219,8 @@ def test_odd_lines_are_left_out(tmp_path: Path) -> None:
     folder = write_sandbox(tmp_path, [FakeRun("DG", steps=60)], SHORT)
     path = folder / "runs" / "DG-seed0" / "metrics.jsonl"
     lines = path.read_text().splitlines()
-    odd = json.dumps({**json.loads(lines[0]), "test_error": "low", "no such column": 1})
-    path.write_text("\n".join(['{"step": -1}', odd, *lines[1:3], lines[3][:40]]))
+    odd_line = json.dumps({**json.loads(lines[0]), "test_error": "low", "no such column": 1})
+    path.write_text("\n".join(['{"step": -1}', odd_line, *lines[1:3], lines[3][:40]]))
     frames = read_study(folder)
     assert frames.steps["step"].to_list() == [0, 20, 40]
     assert np.isnan(frames.steps.loc[0, "test_error"])
@@ -223,28 +232,33 @@ def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
     folder = write_sandbox(tmp_path, [*runs, FakeRun("TPO", steps=None, status="")], SHORT)
     frames = read_study(folder)
     frames.write_parquet(folder)
-    found = load(folder)
-    assert differences(frames, found) == []
+    loaded_frames = load(folder)
+    assert diff_all_frames(frames, loaded_frames) == []
     for name in FRAME_NAMES:
-        assert getattr(found, name).dtypes.equals(getattr(frames, name).dtypes)
+        assert getattr(loaded_frames, name).dtypes.equals(getattr(frames, name).dtypes)
 
 
-def test_studies_of_two_families_stand_below_each_other(tmp_path: Path) -> None:
-    rules = write_sandbox(tmp_path, [FakeRun("DG", steps=60)], SHORT)
-    made = run_folders.FakeStudy(total_steps=3, test_freq=2, levels=10)
-    kl = run_folders.write_study(tmp_path, [run_folders.FakeRun("0", steps=3)], made)
+def test_studies_of_two_families_are_loaded_into_the_same_frames(tmp_path: Path) -> None:
+    rules_folder = write_sandbox(tmp_path, [FakeRun("DG", steps=60)], SHORT)
+    fake_study = run_folders.FakeStudy(total_steps=3, test_freq=2, levels=10)
+    kl_folder = run_folders.write_study(tmp_path, [run_folders.FakeRun("0", steps=3)], fake_study)
     frames = load(tmp_path)
     assert [family.name for family in frames.families] == ["ppo", "update_rules"]
     assert frames.trials["study"].to_list() == ["kl", "influence"]
     assert frames.steps["test_error"].isna().to_list() == [True] * 3 + [False] * 4
     assert frames.steps["pg_loss"].isna().to_list() == [False] * 3 + [True] * 4
-    for name, folder in (("kl", kl), ("influence", rules)):
-        own, alone = frames.select_study(name), read_study(folder)
-        for part in FRAME_NAMES:
-            columns = [column for column in getattr(alone, part) if not column.startswith("config/")]
-            extra = [column for column in getattr(own, part) if column not in columns]
-            assert all(column.startswith("config/") for column in extra)
-            assert analysis.diff_frames(getattr(own, part)[columns], getattr(alone, part)[columns]) == []
+    for name, folder in (("kl", kl_folder), ("influence", rules_folder)):
+        selected_frames, separate_frames = frames.select_study(name), read_study(folder)
+        for frame_name in FRAME_NAMES:
+            columns = [column for column in getattr(separate_frames, frame_name) if not column.startswith("config/")]
+            extra_columns = [column for column in getattr(selected_frames, frame_name) if column not in columns]
+            assert all(column.startswith("config/") for column in extra_columns)
+            assert (
+                analysis.diff_frames(
+                    getattr(selected_frames, frame_name)[columns], getattr(separate_frames, frame_name)[columns]
+                )
+                == []
+            )
 
 
 def test_an_unknown_family_is_named(tmp_path: Path) -> None:
@@ -255,7 +269,7 @@ def test_an_unknown_family_is_named(tmp_path: Path) -> None:
 
 
 def test_a_column_of_no_family_has_no_curve(tmp_path: Path) -> None:
-    frames = one(tmp_path, FakeRun("DG", steps=60))
+    frames = read_one_run(tmp_path, FakeRun("DG", steps=60))
     assert make_curves(frames, "test_error")["step"].to_list() == [0, 20, 40, 60]
     with pytest.raises(ValueError, match="no step column `val_success`"):
         make_curves(frames, "val_success")

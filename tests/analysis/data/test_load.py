@@ -1,4 +1,4 @@
-"""From files to frames: torn lines, repeated steps, statuses, several studies, parquet, moved folders."""
+"""Tests of reading files into frames: torn lines, repeated steps, statuses, several studies, parquet, moved folders."""
 
 import json
 import os
@@ -29,11 +29,11 @@ STOPPED = FakeRun(
 )
 
 
-def lines_of(folder: Path, run: FakeRun, name: str) -> Path:
+def get_path(folder: Path, run: FakeRun, name: str) -> Path:
     return folder / "runs" / run.run_id / name
 
 
-def differences(a: StudyFrames, b: StudyFrames) -> list[str]:
+def diff_all_frames(a: StudyFrames, b: StudyFrames) -> list[str]:
     return [line for name in FRAME_NAMES for line in analysis.diff_frames(getattr(a, name), getattr(b, name))]
 
 
@@ -66,7 +66,7 @@ def test_settings_are_columns_of_their_own_types(tmp_path: Path) -> None:
 def test_the_numbers_of_a_run_are_those_of_its_rows(tmp_path: Path) -> None:
     run = FakeRun("0.1", steps=60)
     folder = write_study(tmp_path, [run])
-    rows = [json.loads(line) for line in lines_of(folder, run, "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in get_path(folder, run, "metrics.jsonl").read_text().splitlines()]
     trial = read_study(folder).trials.iloc[0]
     validations = [row["val_success"] for row in rows if row["val_success"] is not None]
     assert len(validations) == 12
@@ -83,7 +83,7 @@ def test_the_numbers_of_a_run_are_those_of_its_rows(tmp_path: Path) -> None:
 def test_former_names_of_columns_are_read(tmp_path: Path) -> None:
     run = FakeRun("0.1", steps=3)
     folder = write_study(tmp_path, [run])
-    path = lines_of(folder, run, "metrics.jsonl")
+    path = get_path(folder, run, "metrics.jsonl")
     new_rows = [
         json.loads(line) | {"mfu_rollout": 0.25, "padding_fraction": 0.5} for line in path.read_text().splitlines()
     ]
@@ -107,7 +107,7 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     run = FakeRun("0", steps=3)
     folder = write_study(tmp_path, [run], SHORT)
     for name in ("metrics.jsonl", "levels.jsonl"):
-        path = lines_of(folder, run, name)
+        path = get_path(folder, run, name)
         path.write_bytes(path.read_bytes()[:-30])
     frames = read_study(folder)
     assert frames.steps["step"].to_list() == [1, 2]
@@ -118,7 +118,7 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
 def test_a_line_torn_before_a_restart_is_left_out_and_its_repetition_counts(tmp_path: Path) -> None:
     run = FakeRun("0", steps=3)
     folder = write_study(tmp_path, [run], SHORT)
-    path = lines_of(folder, run, "metrics.jsonl")
+    path = get_path(folder, run, "metrics.jsonl")
     first, second, third = path.read_text().splitlines()
     path.write_text("\n".join([first, second[:40], second, "7", third]) + "\n")
     assert read_study(folder).steps["step"].to_list() == [1, 2, 3]
@@ -127,9 +127,9 @@ def test_a_line_torn_before_a_restart_is_left_out_and_its_repetition_counts(tmp_
 def test_a_repeated_step_counts_and_gives_up_every_later_one(tmp_path: Path) -> None:
     run = FakeRun("0", steps=3)
     folder = write_study(tmp_path, [run], SHORT)
-    path = lines_of(folder, run, "metrics.jsonl")
-    again = {**json.loads(path.read_text().splitlines()[1]), "train_success": 0.875}
-    path.write_text(path.read_text() + json.dumps(again) + "\n")
+    path = get_path(folder, run, "metrics.jsonl")
+    repeated_row = {**json.loads(path.read_text().splitlines()[1]), "train_success": 0.875}
+    path.write_text(path.read_text() + json.dumps(repeated_row) + "\n")
     frames = read_study(folder)
     assert frames.steps["step"].to_list() == [1, 2]
     assert frames.steps.loc[1, "train_success"] == 0.875
@@ -139,14 +139,14 @@ def test_a_repeated_step_counts_and_gives_up_every_later_one(tmp_path: Path) -> 
 def test_of_repeated_evaluations_the_last_line_counts(tmp_path: Path) -> None:
     run = FakeRun("0", steps=3)
     folder = write_study(tmp_path, [run], SHORT)
-    path = lines_of(folder, run, "levels.jsonl")
-    before = len(read_study(folder).levels)
+    path = get_path(folder, run, "levels.jsonl")
+    level_count = len(read_study(folder).levels)
     line = json.loads(path.read_text().splitlines()[-1])
     path.write_text(path.read_text() + json.dumps({**line, "success": "1" * len(line["success"])}) + "\n")
     levels = read_study(folder).levels
     names = ["step", "split", "mode"]
     repeated = levels[(levels[names] == [line[name] for name in names]).all(axis=1)]
-    assert len(levels) == before
+    assert len(levels) == level_count
     assert len(repeated) == len(line["success"])
     assert repeated["success"].all()
 
@@ -154,7 +154,7 @@ def test_of_repeated_evaluations_the_last_line_counts(tmp_path: Path) -> None:
 def test_levels_that_do_not_match_their_outcomes_are_refused(tmp_path: Path) -> None:
     run = FakeRun("0", steps=3)
     folder = write_study(tmp_path, [run], SHORT)
-    path = lines_of(folder, run, "levels.jsonl")
+    path = get_path(folder, run, "levels.jsonl")
     line = json.loads(path.read_text().splitlines()[0])
     path.write_text(json.dumps({**line, "success": "101"}) + "\n")
     with pytest.raises(ValueError, match="10 levels, 10 clusters and 3 outcomes"):
@@ -211,17 +211,19 @@ def test_a_stop_is_in_the_row_at_which_it_fired_and_only_there(tmp_path: Path) -
 
 
 def test_types_do_not_depend_on_what_is_missing(tmp_path: Path) -> None:
-    full = read_study(write_study(tmp_path / "a", [STOPPED], SHORT))
-    never = read_study(write_study(tmp_path / "b", [FakeRun("0", status="", steps=0)], SHORT))
-    nothing = read_study(write_study(tmp_path / "c", [], SHORT))
+    stopped_frames = read_study(write_study(tmp_path / "a", [STOPPED], SHORT))
+    never_ran_frames = read_study(write_study(tmp_path / "b", [FakeRun("0", status="", steps=0)], SHORT))
+    empty_frames = read_study(write_study(tmp_path / "c", [], SHORT))
     for name in FRAME_NAMES:
-        types = [getattr(frames, name).dtypes for frames in (full, never, nothing)]
-        for found in types[1:]:
-            assert found[list(SCHEMAS[name])].equals(types[0][list(SCHEMAS[name])])
-    assert len(nothing.trials) == 0
-    missing = read_study(write_study(tmp_path / "d", [FakeRun("0", steps=3, rows={"entropy": None})], SHORT))
-    assert missing.steps["entropy"].dtype == np.float64
-    assert missing.steps["entropy"].isna().all()
+        frame_dtypes = [getattr(frames, name).dtypes for frames in (stopped_frames, never_ran_frames, empty_frames)]
+        for dtypes in frame_dtypes[1:]:
+            assert dtypes[list(SCHEMAS[name])].equals(frame_dtypes[0][list(SCHEMAS[name])])
+    assert len(empty_frames.trials) == 0
+    frames_without_entropy = read_study(
+        write_study(tmp_path / "d", [FakeRun("0", steps=3, rows={"entropy": None})], SHORT)
+    )
+    assert frames_without_entropy.steps["entropy"].dtype == np.float64
+    assert frames_without_entropy.steps["entropy"].isna().all()
 
 
 def test_rows_are_in_the_order_of_the_study(tmp_path: Path) -> None:
@@ -238,14 +240,14 @@ def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
     folder = write_study(tmp_path, [FakeRun("0", steps=3), STOPPED, FakeRun("1", status="", steps=0)], SHORT)
     frames = read_study(folder)
     frames.write_parquet(folder)
-    found = load(folder)
-    assert differences(frames, found) == []
+    loaded_frames = load(folder)
+    assert diff_all_frames(frames, loaded_frames) == []
     for name in FRAME_NAMES:
-        assert getattr(found, name).dtypes.equals(getattr(frames, name).dtypes)
-    assert found.study == frames.study
+        assert getattr(loaded_frames, name).dtypes.equals(getattr(frames, name).dtypes)
+    assert loaded_frames.study == frames.study
 
 
-def tables_with_a_marker(folder: Path) -> None:
+def write_marked_tables(folder: Path) -> None:
     """Write tables that differ from the line files, so that a test sees which of them were read."""
     frames = read_study(folder)
     frames.steps["train_success"] = -1.0
@@ -255,10 +257,10 @@ def tables_with_a_marker(folder: Path) -> None:
 def test_tables_are_read_while_they_are_newest(tmp_path: Path) -> None:
     run = FakeRun("0", steps=3)
     folder = write_study(tmp_path, [run], SHORT)
-    tables_with_a_marker(folder)
+    write_marked_tables(folder)
     assert (load(folder).steps["train_success"] == -1).all()
     oldest = min(path.stat().st_mtime_ns for path in folder.glob("*.parquet"))
-    path = lines_of(folder, run, "metrics.jsonl")
+    path = get_path(folder, run, "metrics.jsonl")
     os.utime(path, ns=(oldest - 1, oldest - 1))
     assert (load(folder).steps["train_success"] == -1).all()
     os.utime(path, ns=(oldest, oldest))
@@ -267,32 +269,34 @@ def test_tables_are_read_while_they_are_newest(tmp_path: Path) -> None:
 
 def test_tables_of_a_moved_folder_are_read(tmp_path: Path) -> None:
     folder = write_study(tmp_path / "here", [FakeRun("0", steps=3)], SHORT)
-    tables_with_a_marker(folder)
+    write_marked_tables(folder)
     (tmp_path / "here").rename(tmp_path / "there")
     assert (load(tmp_path / "there").steps["train_success"] == -1).all()
 
 
-def test_running_in_the_tables_is_settled_when_read_later(tmp_path: Path) -> None:
+def test_a_running_status_in_the_tables_is_settled_when_it_is_read_later(tmp_path: Path) -> None:
     folder = write_study(tmp_path, [FakeRun("0", status="running", steps=2)], SHORT)
     read_study(folder, live=True).write_parquet(folder)
     assert load(folder).trials.loc[0, "status"] == "interrupted"
     assert load(folder, live=True).trials.loc[0, "status"] == "running"
 
 
-def test_several_studies_are_told_apart(tmp_path: Path) -> None:
+def test_several_studies_are_distinguished(tmp_path: Path) -> None:
     write_study(tmp_path, [FakeRun("0", steps=3)], SHORT)
-    other = FakeStudy(name="entropy", run="entropy_sweep", setting="actor.entropy_coeff", total_steps=3, levels=10)
-    write_study(tmp_path, [FakeRun("0", steps=3), FakeRun("0.1", steps=3)], other)
+    entropy_study = FakeStudy(
+        name="entropy", run="entropy_sweep", setting="actor.entropy_coeff", total_steps=3, levels=10
+    )
+    write_study(tmp_path, [FakeRun("0", steps=3), FakeRun("0.1", steps=3)], entropy_study)
     frames = load(tmp_path)
     assert frames.trials["study"].to_list() == ["entropy", "entropy", "kl"]
     assert [study["name"] for study in frames.studies] == ["entropy", "kl"]
-    alone = load(tmp_path / "results" / "entropy_sweep")
-    assert differences(frames.select_study("entropy"), alone) == []
+    entropy_frames = load(tmp_path / "results" / "entropy_sweep")
+    assert diff_all_frames(frames.select_study("entropy"), entropy_frames) == []
     with pytest.raises(ValueError, match=r"There is no study `top-p` here\. Choose one of: entropy, kl"):
         frames.select_study("top-p")
 
 
-def test_studies_of_one_name_are_told_apart_by_their_run(tmp_path: Path) -> None:
+def test_studies_of_one_name_are_distinguished_by_their_run(tmp_path: Path) -> None:
     for model in ("a", "b"):
         write_study(tmp_path, [FakeRun("0", steps=3)], FakeStudy(run=f"kl_sweep_{model}", total_steps=3, levels=10))
     frames = load(tmp_path)
@@ -314,12 +318,12 @@ def test_a_broken_study_json_is_named(tmp_path: Path) -> None:
         read_study(folder)
 
 
-def test_same_rows_names_what_differs(tmp_path: Path) -> None:
+def test_diff_frames_names_what_differs(tmp_path: Path) -> None:
     steps = read_study(write_study(tmp_path, [FakeRun("0", steps=3)], SHORT)).steps
     other = steps.assign(seconds_step=9.0, tokens_per_second=1.0, entropy=[*steps["entropy"][:2], 7.0])
     assert analysis.diff_frames(steps, steps.assign(seconds_total=0.0, tokens_per_second=1.0)) == []
-    (found,) = analysis.diff_frames(steps, other)
-    assert found.startswith("entropy: 1 of 3 rows differ, first 2:")
+    (difference,) = analysis.diff_frames(steps, other)
+    assert difference.startswith("entropy: 1 of 3 rows differ, first 2:")
     assert analysis.diff_frames(steps, other, ignored_columns=["entropy"]) == []
     assert analysis.diff_frames(steps, steps.iloc[:2]) == ["3 rows against 2"]
     assert analysis.diff_frames(steps, steps.drop(columns="entropy")) == ["columns differ: ['entropy']"]

@@ -1,4 +1,4 @@
-"""Gradient analyses under the published keys: which there are, and that their numbers are those of the rows."""
+"""Tests of gradient analyses under the published keys: the set of keys, and numbers that equal those of the rows."""
 
 import json
 import math
@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from analysis.gradients.published_metrics import make_published_metrics, make_published_tables, read_published_metrics
-from tests.analysis.gradients.test_tables import AFTER, ALL, BEFORE, frames_of, rows_of
+from tests.analysis.gradients.test_tables import AFTER, ALL, BEFORE, make_frames, make_rows
 from tests.fakes.run_folders import FakeAnalysis, FakeRun, write_lines
 
 BUCKETS = ("all", "bucket_1", "bucket_2")
@@ -61,57 +61,59 @@ PUBLISHED = {
 
 
 def test_published_keys_are_those_of_the_published_system(tmp_path: Path) -> None:
-    made = FakeAnalysis(51, components=ALL, buckets=2)
-    assert set(make_published_metrics(rows_of(tmp_path, made))) == PUBLISHED
+    fake_analysis = FakeAnalysis(51, components=ALL, buckets=2)
+    assert set(make_published_metrics(make_rows(tmp_path, fake_analysis))) == PUBLISHED
 
 
 def test_before_the_filter_the_prefix_differs_and_the_actor_is_not_repeated(tmp_path: Path) -> None:
-    made = FakeAnalysis(51, components=ALL, buckets=2, prefilter=True)
+    fake_analysis = FakeAnalysis(51, components=ALL, buckets=2, prefilter=True)
     expected = {key.replace("grad_norm/", "grad_norm_prefilter/") for key in PUBLISHED if key.startswith("grad_norm/")}
     expected |= {"grad_analysis_prefilter/source_batch_size", "grad_analysis_prefilter/adjusted_batch_size"}
-    assert set(make_published_metrics(rows_of(tmp_path, made))) == expected
+    assert set(make_published_metrics(make_rows(tmp_path, fake_analysis))) == expected
 
 
 def test_a_component_that_is_off_has_no_published_key(tmp_path: Path) -> None:
-    found = make_published_metrics(rows_of(tmp_path, AFTER, BEFORE))
-    assert not [key for key in found if key.endswith("/kl")]
-    assert "grad_norm_prefilter/bucket_6/per_token/entropy" in found
-    assert not any(math.isnan(value) for value in found.values())
+    metrics = make_published_metrics(make_rows(tmp_path, AFTER, BEFORE))
+    assert not [key for key in metrics if key.endswith("/kl")]
+    assert "grad_norm_prefilter/bucket_6/per_token/entropy" in metrics
+    assert not any(math.isnan(value) for value in metrics.values())
 
 
 def test_published_values_are_those_of_the_rows(tmp_path: Path) -> None:
-    found = make_published_metrics(rows_of(tmp_path, replace(AFTER, components=ALL), BEFORE))
+    metrics = make_published_metrics(make_rows(tmp_path, replace(AFTER, components=ALL), BEFORE))
     rows = {(row["bucket"], row["component"]): row for row in replace(AFTER, components=ALL).make_line()["rows"]}
-    assert found["grad_norm/bucket_3/task"] == rows["bucket_3", "task"]["norm"]
-    assert found["grad_norm/bucket_3/per_sample/kl"] == rows["bucket_3", "kl"]["norm_per_sample"]
-    assert found["grad_norm/bucket_6/per_token/entropy"] == rows["bucket_6", "entropy"]["norm_per_token"]
-    assert found["grad_norm/bucket_1/loss/policy"] == rows["bucket_1", "task"]["loss"]
-    assert found["grad_norm/bucket_1/loss/total"] == rows["bucket_1", "total"]["loss"]
-    assert found["grad_norm/bucket_2/group_rv_count"] == rows["bucket_2", "task"]["group_count"]
-    assert found["actor/loss/policy"] == found["grad_norm/all/loss/policy"] == rows["all", "task"]["loss"]
-    assert found["actor/grad_norm/kl"] == rows["all", "kl"]["norm"]
-    assert found["grad_analysis/source_batch_size"] == found["grad_analysis_prefilter/source_batch_size"] == 24 * 16
-    assert (found["grad_analysis/uses_training_batch"], found["grad_analysis/empty_after_filter"]) == (0, 0)
+    assert metrics["grad_norm/bucket_3/task"] == rows["bucket_3", "task"]["norm"]
+    assert metrics["grad_norm/bucket_3/per_sample/kl"] == rows["bucket_3", "kl"]["norm_per_sample"]
+    assert metrics["grad_norm/bucket_6/per_token/entropy"] == rows["bucket_6", "entropy"]["norm_per_token"]
+    assert metrics["grad_norm/bucket_1/loss/policy"] == rows["bucket_1", "task"]["loss"]
+    assert metrics["grad_norm/bucket_1/loss/total"] == rows["bucket_1", "total"]["loss"]
+    assert metrics["grad_norm/bucket_2/group_rv_count"] == rows["bucket_2", "task"]["group_count"]
+    assert metrics["actor/loss/policy"] == metrics["grad_norm/all/loss/policy"] == rows["all", "task"]["loss"]
+    assert metrics["actor/grad_norm/kl"] == rows["all", "kl"]["norm"]
+    assert metrics["grad_analysis/source_batch_size"] == metrics["grad_analysis_prefilter/source_batch_size"] == 24 * 16
+    assert (metrics["grad_analysis/uses_training_batch"], metrics["grad_analysis/empty_after_filter"]) == (0, 0)
 
 
 def test_the_value_loss_has_no_published_key_and_is_in_the_total(tmp_path: Path) -> None:
-    made = FakeAnalysis(1, components=("task", "value"), buckets=1)
-    found = make_published_metrics(rows_of(tmp_path, made))
-    assert not [key for key in found if key.endswith("value")]
+    fake_analysis = FakeAnalysis(1, components=("task", "value"), buckets=1)
+    metrics = make_published_metrics(make_rows(tmp_path, fake_analysis))
+    assert not [key for key in metrics if key.endswith("value")]
     (total,) = (
-        row["loss"] for row in made.make_line()["rows"] if (row["bucket"], row["component"]) == ("all", "total")
+        row["loss"]
+        for row in fake_analysis.make_line()["rows"]
+        if (row["bucket"], row["component"]) == ("all", "total")
     )
-    assert found["actor/loss/total"] == total
-    assert found["actor/loss/total"] != found["actor/loss/policy"]
+    assert metrics["actor/loss/total"] == total
+    assert metrics["actor/loss/total"] != metrics["actor/loss/policy"]
 
 
 def test_a_filter_that_kept_nothing_has_a_key_that_says_so(tmp_path: Path) -> None:
-    nothing = replace(AFTER, buckets=0)
-    found, alone = (
-        make_published_metrics(rows_of(tmp_path / name, *made))
-        for name, made in (
-            ("both", [BEFORE, nothing]),
-            ("alone", [nothing]),
+    empty_analysis = replace(AFTER, buckets=0)
+    both_metrics, empty_metrics = (
+        make_published_metrics(make_rows(tmp_path / name, *analyses))
+        for name, analyses in (
+            ("both", [BEFORE, empty_analysis]),
+            ("alone", [empty_analysis]),
         )
     )
     expected = {
@@ -130,23 +132,23 @@ def test_a_filter_that_kept_nothing_has_a_key_that_says_so(tmp_path: Path) -> No
             "chosen_in_group_reward_std": 0,
         }.items()
     }
-    assert alone == expected
-    assert {key: value for key, value in found.items() if "_prefilter" not in key} == expected
-    assert "grad_norm_prefilter/all/task" in found
+    assert empty_metrics == expected
+    assert {key: value for key, value in both_metrics.items() if "_prefilter" not in key} == expected
+    assert "grad_norm_prefilter/all/task" in both_metrics
 
 
 @pytest.mark.parametrize(("form", "has_critic"), [("gae", True), ("grpo", False)])
-def test_what_an_analysis_alone_skips_has_keys(tmp_path: Path, form: str, has_critic: bool) -> None:
-    rows = rows_of(tmp_path, replace(AFTER, source="probe")).assign(form=form)
-    found = make_published_metrics(rows)
-    assert (found["trainer/gradient_analysis_only"], found["actor/skipped_for_gradient_analysis_only"]) == (1, 1)
-    assert ("critic/skipped_for_gradient_analysis_only" in found) == has_critic
+def test_a_run_that_only_analyzes_has_keys_for_what_it_skips(tmp_path: Path, form: str, has_critic: bool) -> None:
+    rows = make_rows(tmp_path, replace(AFTER, source="probe")).assign(form=form)
+    metrics = make_published_metrics(rows)
+    assert (metrics["trainer/gradient_analysis_only"], metrics["actor/skipped_for_gradient_analysis_only"]) == (1, 1)
+    assert ("critic/skipped_for_gradient_analysis_only" in metrics) == has_critic
     assert not [key for key in make_published_metrics(rows.assign(analysis_only=0)) if "analysis_only" in key]
 
 
-def test_rows_of_an_older_version_have_the_keys_they_can(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, AFTER)
-    added = [
+def test_rows_of_an_older_version_have_the_keys_of_their_columns(tmp_path: Path) -> None:
+    rows = make_rows(tmp_path, AFTER)
+    added_columns = [
         "empty_after_filter",
         "analysis_only",
         *(
@@ -156,33 +158,37 @@ def test_rows_of_an_older_version_have_the_keys_they_can(tmp_path: Path) -> None
             and name not in ("source_env_groups", "source_group_size", "source_batch_size")
         ),
     ]
-    found = make_published_metrics(rows.assign(**dict.fromkeys(added, math.nan)))
-    assert found["grad_analysis/empty_after_filter"] == 0
-    assert "grad_analysis/filter_kept_count" not in found
-    assert "trainer/gradient_analysis_only" not in found
+    metrics = make_published_metrics(rows.assign(**dict.fromkeys(added_columns, math.nan)))
+    assert metrics["grad_analysis/empty_after_filter"] == 0
+    assert "grad_analysis/filter_kept_count" not in metrics
+    assert "trainer/gradient_analysis_only" not in metrics
 
 
-def test_the_groups_are_a_table_a_bucket_and_one_of_all(tmp_path: Path) -> None:
-    frames = frames_of(tmp_path, [(FakeRun("0", steps=3), [BEFORE, AFTER])])
-    found = make_published_tables(frames.gradient_groups)
+def test_groups_have_one_table_per_bucket_and_one_of_all(tmp_path: Path) -> None:
+    frames = make_frames(tmp_path, [(FakeRun("0", steps=3), [BEFORE, AFTER])])
+    group_tables = make_published_tables(frames.gradient_groups)
     prefixes = ("grad_norm", "grad_norm_prefilter")
-    assert set(found) == {
+    assert set(group_tables) == {
         f"{prefix}/{bucket}/group_rv_table"
         for prefix in prefixes
         for bucket in ("all", *(f"bucket_{number}" for number in range(1, 7)))
     }
-    written = [[group["bucket"], group["group"], group["reward_std"]] for group in AFTER.make_line()["groups"]]
-    assert found["grad_norm/all/group_rv_table"] == written
-    assert found["grad_norm/bucket_3/group_rv_table"] == [row for row in written if row[0] == "bucket_3"]
-    json.dumps(found)
+    expected_rows = [[group["bucket"], group["group"], group["reward_std"]] for group in AFTER.make_line()["groups"]]
+    assert group_tables["grad_norm/all/group_rv_table"] == expected_rows
+    assert group_tables["grad_norm/bucket_3/group_rv_table"] == [row for row in expected_rows if row[0] == "bucket_3"]
+    json.dumps(group_tables)
     assert make_published_tables(pd.DataFrame(columns=list(frames.gradient_groups))) == {}
 
 
-def test_a_step_is_found_in_the_lines_of_a_run(tmp_path: Path) -> None:
+def test_metrics_of_a_step_are_read_from_the_lines_of_a_run(tmp_path: Path) -> None:
     path = tmp_path / "run" / "gradients.jsonl"
     assert read_published_metrics(path, 1) == ({}, {})
     write_lines(
-        path, [made.make_line() for made in (FakeAnalysis(1, prefilter=True), FakeAnalysis(1, buckets=0), AFTER)]
+        path,
+        [
+            fake_analysis.make_line()
+            for fake_analysis in (FakeAnalysis(1, prefilter=True), FakeAnalysis(1, buckets=0), AFTER)
+        ],
     )
     first, last = (read_published_metrics(path, step) for step in (1, 51))
     assert first.numbers["grad_analysis/empty_after_filter"] == 1

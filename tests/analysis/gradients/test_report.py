@@ -1,4 +1,4 @@
-"""The report's sections on gradients and on retrieval: there where a run measured them, and only there."""
+"""Tests of the report's sections on gradients and on retrieval, which appear only where a run measured them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,55 +11,55 @@ from analysis.data.load import read_study
 from analysis.report import pages
 from analysis.report.pages import write_report
 from analysis.sweep import plots, series
-from tests.analysis.report.test_pages import Page, checked
+from tests.analysis.report.test_pages import Page, parse_page
 from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_analyses, write_study
 
 SMALL = FakeStudy(levels=20, total_steps=6)
-TRAJECTORY, FIRST_TURN = (f"collapse_{part}_retrieval" for part in ("trajectory", "first_turn"))
+TRAJECTORY, FIRST_TURN = (f"collapse_{scope}_retrieval" for scope in ("trajectory", "first_turn"))
 
 
-def read_with(output: Path, arms: dict[str, list[FakeAnalysis]], seeds: int = 1) -> StudyFrames:
-    runs = [(FakeRun(arm, seed, steps=6), made) for arm, made in arms.items() for seed in range(seeds)]
+def make_frames(output: Path, arms: dict[str, list[FakeAnalysis]], seeds: int = 1) -> StudyFrames:
+    runs = [(FakeRun(arm, seed, steps=6), analyses) for arm, analyses in arms.items() for seed in range(seeds)]
     folder = write_study(output, [run for run, _ in runs], SMALL)
-    for run, made in runs:
-        write_analyses(folder, run, [replace(each, seed=run.seed) for each in made])
+    for run, analyses in runs:
+        write_analyses(folder, run, [replace(fake_analysis, seed=run.seed) for fake_analysis in analyses])
     return read_study(folder)
 
 
-def with_retrieval(frames: StudyFrames, names: tuple[str, ...] = (TRAJECTORY, FIRST_TURN)) -> StudyFrames:
-    """Retrieval at every other step, falling; chance at 1/64."""
+def add_retrieval(frames: StudyFrames, names: tuple[str, ...] = (TRAJECTORY, FIRST_TURN)) -> StudyFrames:
+    """Add a falling retrieval accuracy at every other step, with a chance level of 1/64."""
     measured = frames.steps["step"] % 2 == 1
     columns = {f"{name}_accuracy": (1 / frames.steps["step"]).where(measured) for name in names}
     columns |= {f"{name}_chance_level": np.where(measured, 1 / 64, np.nan) for name in names}
     return replace(frames, steps=frames.steps.assign(**columns))
 
 
-def page_of(frames: StudyFrames) -> Page:
+def make_page(frames: StudyFrames) -> Page:
     figures = pages.draw_figures(frames)
-    return checked(pages.render_page(frames, figures))
+    return parse_page(pages.render_page(frames, figures))
 
 
-def words_of(page: Page) -> str:
+def get_words(page: Page) -> str:
     return " ".join(page.text.split())
 
 
 def test_without_measurements_there_is_no_section(tmp_path: Path) -> None:
-    frames = read_with(tmp_path, {"0": [], "0.1": []})
+    frames = make_frames(tmp_path, {"0": [], "0.1": []})
     assert pages.draw_figures(frames).keys() & {"gradient_signal", "regularizer_share", "retrieval"} == set()
-    page = page_of(frames)
+    page = make_page(frames)
     assert not {"gradients", "retrieval"} & set(page.ids)
 
 
 def test_gradients_are_on_the_page(tmp_path: Path) -> None:
-    made = [FakeAnalysis(step, prefilter=before) for step in (1, 5) for before in (True, False)]
-    frames = read_with(tmp_path, {"0": made}, seeds=3)
-    page = page_of(frames)
-    words = words_of(page)
+    analyses = [FakeAnalysis(step, prefilter=prefilter) for step in (1, 5) for prefilter in (True, False)]
+    frames = make_frames(tmp_path, {"0": analyses}, seeds=3)
+    page = make_page(frames)
+    words = get_words(page)
     assert "gradients" in page.ids
     assert "Signed share of the KL and entropy terms together" in words
     assert "signal: rho" in words
     assert "The expected step excludes noise" in words
-    for step in (1, 5):  # step, arm, which batch, component, runs, buckets
+    for step in (1, 5):  # step, arm, batch, component, runs, buckets
         assert f"{step} 0 before the filter task 3 18" in words
     assert words.count("arm0-seed2 5 after the filter") == 3  # task, entropy and total of the whole batch
     assert "Spearman's rank correlation with the reward std" in words
@@ -67,7 +67,7 @@ def test_gradients_are_on_the_page(tmp_path: Path) -> None:
 
 def test_probes_are_lines_and_rows_of_their_own_beside_training(tmp_path: Path) -> None:
     probe = FakeAnalysis(5, "probe", components=("task", "kl"))
-    frames = read_with(tmp_path, {"0": [FakeAnalysis(1), FakeAnalysis(5), probe], "1": [FakeAnalysis(1)]})
+    frames = make_frames(tmp_path, {"0": [FakeAnalysis(1), FakeAnalysis(5), probe], "1": [FakeAnalysis(1)]})
     figures = pages.draw_figures(frames)
     for name in ("gradient_signal", "regularizer_share"):
         (axes,) = figures[name].axes
@@ -75,27 +75,27 @@ def test_probes_are_lines_and_rows_of_their_own_beside_training(tmp_path: Path) 
         drawn = [(line.get_color(), line.get_linestyle()) for line in axes.get_lines() if len(line.get_xdata()) == 6]
         assert [style for _, style in drawn] == ["-", "-", "--"]
         assert len({color for color, _ in drawn}) == 3
-    words = words_of(page_of(frames))
+    words = get_words(make_page(frames))
     assert "5 0 probe, after the filter kl 1 6" in words
-    assert "1 0 after the filter" not in words  # arm 0 is shown at its last step alone
+    assert "1 0 after the filter" not in words  # arm 0 is shown only at its last step
     assert "arm0-seed0 5 probe, after the filter kl" in words
 
 
 def test_a_filter_that_kept_nothing_is_on_the_page(tmp_path: Path) -> None:
-    made = [FakeAnalysis(1, prefilter=True), FakeAnalysis(1, buckets=0)]
-    words = words_of(page_of(read_with(tmp_path, {"0": made})))
+    analyses = [FakeAnalysis(1, prefilter=True), FakeAnalysis(1, buckets=0)]
+    words = get_words(make_page(make_frames(tmp_path, {"0": analyses})))
     assert "The filter kept nothing of arm0-seed0, step 1. The rows are whole batches" in words
     assert "1 0 before the filter task 1 6" in words
 
 
-def test_one_curve_a_run_and_step(tmp_path: Path) -> None:
-    frames = read_with(tmp_path, {"0": [FakeAnalysis(1), FakeAnalysis(5)]}, seeds=2)
+def test_there_is_one_curve_per_run_and_step(tmp_path: Path) -> None:
+    frames = make_frames(tmp_path, {"0": [FakeAnalysis(1), FakeAnalysis(5)]}, seeds=2)
     (axes,) = pages.draw_figures(frames)["gradient_signal"].axes
     assert len([line for line in axes.get_lines() if len(line.get_xdata()) == 6]) == 4
 
 
-def test_arms_are_told_apart_by_their_own_colours(tmp_path: Path) -> None:
-    frames = read_with(tmp_path, {arm: [FakeAnalysis(1), FakeAnalysis(5)] for arm in ("0", "0.1", "1")})
+def test_arms_have_different_colours(tmp_path: Path) -> None:
+    frames = make_frames(tmp_path, {arm: [FakeAnalysis(1), FakeAnalysis(5)] for arm in ("0", "0.1", "1")})
     figures = pages.draw_figures(frames)
     for name in ("gradient_signal", "regularizer_share"):
         (axes,) = figures[name].axes
@@ -105,23 +105,23 @@ def test_arms_are_told_apart_by_their_own_colours(tmp_path: Path) -> None:
 
 
 def test_without_a_regularizer_its_figure_is_left_out(tmp_path: Path) -> None:
-    figures = pages.draw_figures(read_with(tmp_path, {"0": [FakeAnalysis(components=("task",))]}))
+    figures = pages.draw_figures(make_frames(tmp_path, {"0": [FakeAnalysis(components=("task",))]}))
     assert "gradient_signal" in figures
     assert "regularizer_share" not in figures
 
 
-def test_a_report_with_gradients_is_written_and_is_the_same_again(tmp_path: Path) -> None:
+def test_a_report_with_gradients_is_the_same_when_written_twice(tmp_path: Path) -> None:
     run = FakeRun("0", steps=6)
     folder = write_study(tmp_path, [run], SMALL)
     write_analyses(folder, run, [FakeAnalysis(1, folds=2), FakeAnalysis(5, "probe", components=("task", "kl"))])
     first = write_report(folder).read_text()
     assert write_report(folder).read_text() == first
     assert {"gradient_signal.png", "regularizer_share.png"} <= {path.name for path in (folder / "figures").iterdir()}
-    assert "probe, after the filter" in words_of(checked(first))
+    assert "probe, after the filter" in get_words(parse_page(first))
 
 
 def test_retrieval_is_one_figure_with_the_arms_as_lines(tmp_path: Path) -> None:
-    frames = with_retrieval(read_with(tmp_path, {"0": [], "0.1": []}))
+    frames = add_retrieval(make_frames(tmp_path, {"0": [], "0.1": []}))
     figures = pages.draw_figures(frames)
     assert [axes.get_ylabel() for axes in figures["retrieval"].axes] == [
         "retrieval, all turns (fraction)",
@@ -135,13 +135,13 @@ def test_retrieval_is_one_figure_with_the_arms_as_lines(tmp_path: Path) -> None:
     assert len(figures["retrieval"].axes[2].get_lines()) == 2
     ticks = figures["retrieval"].axes[-1].get_xticks()
     assert all(tick == int(tick) for tick in ticks)
-    page = page_of(frames)
+    page = make_page(frames)
     assert "retrieval" in page.ids
-    assert "Each arm is one line" in words_of(page)
+    assert "Each arm is one line" in get_words(page)
 
 
 def test_a_hundred_arms_are_a_hundred_lines(tmp_path: Path) -> None:
-    frames = with_retrieval(read_with(tmp_path, {str(number): [] for number in range(100)}), (TRAJECTORY,))
+    frames = add_retrieval(make_frames(tmp_path, {str(number): [] for number in range(100)}), (TRAJECTORY,))
     colors = plots.make_arm_colors([str(number) for number in range(100)])
     figure = plots.draw_arm_lines(series.make_arm_lines(frames), colors)
     assert len(figure.axes) == 2
@@ -150,7 +150,7 @@ def test_a_hundred_arms_are_a_hundred_lines(tmp_path: Path) -> None:
 
 
 def test_arm_lines_are_means_over_the_runs_of_an_arm(tmp_path: Path) -> None:
-    frames = with_retrieval(read_with(tmp_path, {"0": [], "0.1": []}, seeds=2), (TRAJECTORY,))
+    frames = add_retrieval(make_frames(tmp_path, {"0": [], "0.1": []}, seeds=2), (TRAJECTORY,))
     frames.steps.loc[frames.steps["seed"] == 1, f"{TRAJECTORY}_accuracy"] = 0.5
     frames.steps.loc[frames.steps["seed"] == 1, f"{TRAJECTORY}_chance_level"] = 3 / 64
     table = series.make_arm_lines(frames)
@@ -166,8 +166,8 @@ def test_arm_lines_are_means_over_the_runs_of_an_arm(tmp_path: Path) -> None:
 
 
 def test_without_a_retrieval_there_are_no_lines(tmp_path: Path) -> None:
-    frames = read_with(tmp_path, {"0": []})
+    frames = make_frames(tmp_path, {"0": []})
     bare = frames.steps.drop(columns=[name for name in frames.steps if name.startswith("collapse_")])
     assert series.make_arm_lines(frames).empty
     assert series.make_arm_lines(replace(frames, steps=bare)).empty
-    assert series.make_arm_lines(with_retrieval(replace(frames, steps=bare), (FIRST_TURN,)))["measure"].nunique() == 2
+    assert series.make_arm_lines(add_retrieval(replace(frames, steps=bare), (FIRST_TURN,)))["measure"].nunique() == 2

@@ -1,4 +1,4 @@
-"""Tables of gradient analyses: published keys and values, complete grids, shares, lines, and trends against SciPy."""
+"""Tests of the tables of gradient analyses: complete grids, shares, lines, and trends compared with SciPy."""
 
 import math
 from dataclasses import replace
@@ -20,15 +20,15 @@ AFTER = FakeAnalysis(51)
 BEFORE = replace(AFTER, prefilter=True)
 
 
-def frames_of(output: Path, runs: list[tuple[FakeRun, list[FakeAnalysis]]]) -> StudyFrames:
+def make_frames(output: Path, runs: list[tuple[FakeRun, list[FakeAnalysis]]]) -> StudyFrames:
     folder = write_study(output, [run for run, _ in runs], STUDY)
     for run, analyses in runs:
         write_analyses(folder, run, analyses)
     return read_study(folder)
 
 
-def rows_of(output: Path, *analyses: FakeAnalysis) -> pd.DataFrame:
-    return frames_of(output, [(FakeRun("0", steps=3), list(analyses))]).gradients
+def make_rows(output: Path, *analyses: FakeAnalysis) -> pd.DataFrame:
+    return make_frames(output, [(FakeRun("0", steps=3), list(analyses))]).gradients
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def generator() -> np.random.Generator:
 
 
 def test_rows_of_two_steps_are_refused(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, FakeAnalysis(1), AFTER)
+    rows = make_rows(tmp_path, FakeAnalysis(1), AFTER)
     with pytest.raises(
         ValueError, match=r"These rows belong to 2 analyses .*step 1.*step 51.*\. Select the rows of one"
     ):
@@ -46,7 +46,7 @@ def test_rows_of_two_steps_are_refused(tmp_path: Path) -> None:
 
 def test_every_analysis_is_listed(tmp_path: Path) -> None:
     table = gradients.make_analysis_table(
-        rows_of(tmp_path, BEFORE, AFTER, FakeAnalysis(51, "probe", components=ALL, buckets=3))
+        make_rows(tmp_path, BEFORE, AFTER, FakeAnalysis(51, "probe", components=ALL, buckets=3))
     )
     names = ["source", "step", "prefilter", "groups", "sequences", "buckets", "components"]
     assert table[names].to_numpy().tolist() == [
@@ -54,15 +54,15 @@ def test_every_analysis_is_listed(tmp_path: Path) -> None:
         ["train", 51, True, 24, 384, 6, "task, entropy"],
         ["probe", 51, False, 12, 192, 3, "task, entropy, kl"],
     ]
-    assert gradients.make_analysis_table(table_without_buckets(tmp_path)).empty
+    assert gradients.make_analysis_table(make_rows_without_buckets(tmp_path)).empty
 
 
-def table_without_buckets(tmp_path: Path) -> pd.DataFrame:
-    return rows_of(tmp_path / "whole", AFTER)[lambda rows: rows["bucket"] == "all"]
+def make_rows_without_buckets(tmp_path: Path) -> pd.DataFrame:
+    return make_rows(tmp_path / "whole", AFTER)[lambda rows: rows["bucket"] == "all"]
 
 
 def test_the_grid_of_buckets_is_complete_and_says_what_is_off(tmp_path: Path) -> None:
-    table = gradients.make_bucket_table(rows_of(tmp_path, AFTER))
+    table = gradients.make_bucket_table(make_rows(tmp_path, AFTER))
     assert len(table) == 6 * 4
     assert table["bucket"].drop_duplicates().to_list() == [f"bucket_{number}" for number in range(1, 7)]
     off = table[~table["on"]]
@@ -72,23 +72,25 @@ def test_the_grid_of_buckets_is_complete_and_says_what_is_off(tmp_path: Path) ->
 
 
 def test_buckets_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, FakeAnalysis(1, buckets=12), FakeAnalysis(51, buckets=3))
-    found = gradients.select_buckets(rows.iloc[::-1])
-    assert found.loc[found["step"] == 1, "bucket"].drop_duplicates().to_list() == [f"bucket_{n}" for n in range(1, 13)]
-    assert found["step"].is_monotonic_decreasing  # analyses stay where they are
-    assert list(found) == list(rows)
+    rows = make_rows(tmp_path, FakeAnalysis(1, buckets=12), FakeAnalysis(51, buckets=3))
+    bucket_rows = gradients.select_buckets(rows.iloc[::-1])
+    assert bucket_rows.loc[bucket_rows["step"] == 1, "bucket"].drop_duplicates().to_list() == [
+        f"bucket_{n}" for n in range(1, 13)
+    ]
+    assert bucket_rows["step"].is_monotonic_decreasing  # the order of the analyses does not change
+    assert list(bucket_rows) == list(rows)
 
 
 @pytest.mark.parametrize(
     ("components", "terms", "summed"),
     [(ALL, "KL + entropy", ["kl", "entropy"]), (("task", "entropy"), "entropy", ["entropy"]), (("task",), "", [])],
 )
-def test_the_summary_adds_what_is_on(
+def test_the_summary_adds_the_terms_that_are_on(
     tmp_path: Path, components: tuple[str, ...], terms: str, summed: list[str]
 ) -> None:
-    made = FakeAnalysis(51, components=components)
-    table = gradients.make_summary_table(rows_of(tmp_path, made))
-    norms = {(row["bucket"], row["component"]): row["norm"] for row in made.make_line()["rows"]}
+    fake_analysis = FakeAnalysis(51, components=components)
+    table = gradients.make_summary_table(make_rows(tmp_path, fake_analysis))
+    norms = {(row["bucket"], row["component"]): row["norm"] for row in fake_analysis.make_line()["rows"]}
     assert table["label"].to_list() == ["Q1", "Q2", "Q3", "Q4", "Q5", "Q6"]
     assert set(table["terms"]) == {terms}
     for row in table.itertuples():
@@ -99,36 +101,38 @@ def test_the_summary_adds_what_is_on(
             assert math.isnan(row.regularizer)
 
 
-def test_steps_are_shown_as_trained_on(tmp_path: Path) -> None:
-    empty_after = FakeAnalysis(1, prefilter=True)
-    rows = rows_of(tmp_path, empty_after, BEFORE, AFTER)
+def test_steps_have_the_batch_that_was_trained_on(tmp_path: Path) -> None:
+    empty_after_filter = FakeAnalysis(1, prefilter=True)
+    rows = make_rows(tmp_path, empty_after_filter, BEFORE, AFTER)
     table = gradients.make_steps_table(rows, [1, 51])
     assert table["step"].to_list() == [1] * 6 + [51] * 6
     assert table["prefilter"].to_list() == [True] * 6 + [False] * 6
-    for made, step in ((empty_after, 1), (AFTER, 51)):
-        spread = [row["reward_std_mean"] for row in made.make_line()["rows"] if row["component"] == "task"][:6]
-        assert table.loc[table["step"] == step, "reward_std_mean"].to_list() == spread
+    for fake_analysis, step in ((empty_after_filter, 1), (AFTER, 51)):
+        reward_stds = [
+            row["reward_std_mean"] for row in fake_analysis.make_line()["rows"] if row["component"] == "task"
+        ][:6]
+        assert table.loc[table["step"] == step, "reward_std_mean"].to_list() == reward_stds
 
 
 def test_trusted_numbers_stand_beside_the_published_norm(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, BEFORE, AFTER)
+    rows = make_rows(tmp_path, BEFORE, AFTER)
     table = gradients.make_signal_table(rows)
     assert len(table) == len(rows)
     assert (table["norm"].dropna() > table["mean_norm"][table["norm"].notna()]).all()
     assert table.loc[table["above_noise"], "snr_low"].min() > 0
     assert (~table.loc[~table["above_noise"], "snr_low"].gt(0)).all()
     assert set(table["above_noise"]) == {True, False}
-    few = gradients.make_signal_table(rows_of(tmp_path / "few", replace(AFTER, folds=2)))
-    assert few["snr_low"].isna().all()
-    assert not few["above_noise"].any()
+    table_of_few_folds = gradients.make_signal_table(make_rows(tmp_path / "few", replace(AFTER, folds=2)))
+    assert table_of_few_folds["snr_low"].isna().all()
+    assert not table_of_few_folds["above_noise"].any()
 
 
 @pytest.mark.parametrize("components", [("task",), ("task", "entropy"), ALL, (*ALL, "value")])
 def test_shares_sum_to_one(tmp_path: Path, components: tuple[str, ...]) -> None:
-    table = gradients.make_share_table(rows_of(tmp_path, FakeAnalysis(51, components=components)))
+    table = gradients.make_share_table(make_rows(tmp_path, FakeAnalysis(51, components=components)))
     assert table["bucket"].to_list() == [f"bucket_{number}" for number in range(1, 7)]
-    parts = table[["task", "regularizer", "value"]].fillna(0).sum(axis=1)
-    assert parts.to_numpy() == pytest.approx(np.ones(6), rel=1e-12)
+    share_sums = table[["task", "regularizer", "value"]].fillna(0).sum(axis=1)
+    assert share_sums.to_numpy() == pytest.approx(np.ones(6), rel=1e-12)
     for name in ("entropy", "kl", "value"):
         assert table[name].notna().all() == (name in components)
     assert table["regularizer"].isna().all() == (components == ("task",))
@@ -136,12 +140,12 @@ def test_shares_sum_to_one(tmp_path: Path, components: tuple[str, ...]) -> None:
 
 def test_lines_of_one_arm_are_its_steps(tmp_path: Path) -> None:
     steps = [FakeAnalysis(step) for step in range(1, 100, 7)]
-    rows = rows_of(tmp_path, *steps, FakeAnalysis(99, "probe"))
+    rows = make_rows(tmp_path, *steps, FakeAnalysis(99, "probe"))
     names = gradients.select_report_lines(rows)["line"].drop_duplicates().to_list()
     assert names == ["step 1", "step 22", "step 43", "step 57", "step 78", "step 99", "step 99, probe"]
-    few = gradients.select_report_lines(rows_of(tmp_path / "few", FakeAnalysis(1), BEFORE, AFTER))
-    assert few["line"].drop_duplicates().to_list() == ["step 1", "step 51"]
-    assert len(few) == 3 * 7 * 3
+    lines_of_few_steps = gradients.select_report_lines(make_rows(tmp_path / "few", FakeAnalysis(1), BEFORE, AFTER))
+    assert lines_of_few_steps["line"].drop_duplicates().to_list() == ["step 1", "step 51"]
+    assert len(lines_of_few_steps) == 3 * 7 * 3
 
 
 def test_lines_of_several_arms_are_the_last_steps_of_their_runs_and_every_probe(tmp_path: Path) -> None:
@@ -150,7 +154,7 @@ def test_lines_of_several_arms_are_the_last_steps_of_their_runs_and_every_probe(
         (FakeRun("0", steps=3), [FakeAnalysis(1), AFTER, probe]),
         (FakeRun("0.1", steps=3), [FakeAnalysis(1), replace(probe, step=1), replace(probe, step=51)]),
     ]
-    table = gradients.select_report_lines(frames_of(tmp_path, runs).gradients)
+    table = gradients.select_report_lines(make_frames(tmp_path, runs).gradients)
     assert table[["line", "step", "source"]].drop_duplicates().to_numpy().tolist() == [
         ["0", 51, "train"],
         ["0.1", 1, "train"],
@@ -161,26 +165,28 @@ def test_lines_of_several_arms_are_the_last_steps_of_their_runs_and_every_probe(
 
 
 def test_what_the_filter_left_empty_is_in_no_table(tmp_path: Path, generator: np.random.Generator) -> None:
-    nothing = replace(AFTER, buckets=0)
-    rows, alone = rows_of(tmp_path / "a", BEFORE, nothing), rows_of(tmp_path / "b", BEFORE)
-    assert len(rows) == len(alone) + 1
+    empty_analysis = replace(AFTER, buckets=0)
+    rows, rows_before = make_rows(tmp_path / "a", BEFORE, empty_analysis), make_rows(tmp_path / "b", BEFORE)
+    assert len(rows) == len(rows_before) + 1
     pd.testing.assert_frame_equal(
-        gradients.select_trained(rows).reset_index(drop=True), gradients.select_trained(alone)
+        gradients.select_trained(rows).reset_index(drop=True), gradients.select_trained(rows_before)
     )
-    for table_of in (
+    for make_table in (
         gradients.make_analysis_table,
         gradients.make_signal_table,
         gradients.make_share_table,
         gradients.make_signal_lines,
         gradients.make_share_lines,
     ):
-        pd.testing.assert_frame_equal(table_of(rows).reset_index(drop=True), table_of(alone).reset_index(drop=True))
+        pd.testing.assert_frame_equal(
+            make_table(rows).reset_index(drop=True), make_table(rows_before).reset_index(drop=True)
+        )
     assert gradients.make_steps_table(rows, [51])["prefilter"].to_list() == [True] * 6
-    assert len(gradients.compute_trends(rows, generator)) == len(gradients.compute_trends(alone, generator))
+    assert len(gradients.compute_trends(rows, generator)) == len(gradients.compute_trends(rows_before, generator))
 
 
 def test_labels_are_the_buckets_own_numbers(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, replace(AFTER, mode="fixed_rv"))
+    rows = make_rows(tmp_path, replace(AFTER, mode="fixed_rv"))
     some = rows[~rows["bucket"].isin(["bucket_1", "bucket_4"])]
     assert gradients.make_summary_table(some)["label"].to_list() == ["2", "3", "5", "6"]
     assert gradients.make_summary_table(some.assign(bucket_mode="quantile"))["label"].to_list() == [
@@ -203,47 +209,49 @@ def test_labels_are_the_buckets_own_numbers(tmp_path: Path) -> None:
         (("task",), "none"),
     ],
 )
-def test_the_regularizers_interval_is_its_terms_or_what_the_task_leaves(
+def test_the_interval_of_the_regularizer_is_that_of_its_term_or_of_the_remainder(
     tmp_path: Path, components: tuple[str, ...], expected: str
 ) -> None:
-    made = FakeAnalysis(51, components=components)
-    table = gradients.make_share_table(rows_of(tmp_path, made), "signal_share")
-    rows = {(row["bucket"], row["component"]): row for row in made.make_line()["rows"]}
-    for found in table.itertuples():
+    fake_analysis = FakeAnalysis(51, components=components)
+    table = gradients.make_share_table(make_rows(tmp_path, fake_analysis), "signal_share")
+    rows = {(row["bucket"], row["component"]): row for row in fake_analysis.make_line()["rows"]}
+    for share in table.itertuples():
         if expected == "none":
-            assert math.isnan(found.regularizer_low)
-            assert math.isnan(found.regularizer_high)
+            assert math.isnan(share.regularizer_low)
+            assert math.isnan(share.regularizer_high)
         elif expected == "own":
-            row = rows[found.bucket, "kl" if "kl" in components else "entropy"]
-            assert (found.regularizer_low, found.regularizer_high) == (
+            row = rows[share.bucket, "kl" if "kl" in components else "entropy"]
+            assert (share.regularizer_low, share.regularizer_high) == (
                 row["signal_share_low"],
                 row["signal_share_high"],
             )
-            assert found.regularizer == row["signal_share"]
+            assert share.regularizer == row["signal_share"]
         else:
-            row = rows[found.bucket, "task"]
-            assert found.regularizer == pytest.approx(1 - row["signal_share"], rel=1e-12)
-            assert found.regularizer_low == pytest.approx(1 - row["signal_share_high"], rel=1e-12)
-            assert found.regularizer_high == pytest.approx(1 - row["signal_share_low"], rel=1e-12)
+            row = rows[share.bucket, "task"]
+            assert share.regularizer == pytest.approx(1 - row["signal_share"], rel=1e-12)
+            assert share.regularizer_low == pytest.approx(1 - row["signal_share_high"], rel=1e-12)
+            assert share.regularizer_high == pytest.approx(1 - row["signal_share_low"], rel=1e-12)
 
 
-def test_the_figures_tables_hold_the_lines_numbers(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, BEFORE, AFTER)
+def test_tables_of_figures_have_the_numbers_of_the_lines(tmp_path: Path) -> None:
+    rows = make_rows(tmp_path, BEFORE, AFTER)
     signal, share = gradients.make_signal_lines(rows), gradients.make_share_lines(rows)
-    written = [row for row in AFTER.make_line()["rows"] if row["component"] == "task" and row["bucket"] != "all"]
-    after = signal[~signal["prefilter"]]
+    expected_rows = [row for row in AFTER.make_line()["rows"] if row["component"] == "task" and row["bucket"] != "all"]
+    postfilter_signal = signal[~signal["prefilter"]]
     for column, name in (("reward_std", "reward_std_mean"), ("value", "snr"), ("low", "snr_low"), ("high", "snr_high")):
-        assert after[column].to_list() == [row[name] for row in written]
-    written = [row for row in AFTER.make_line()["rows"] if row["component"] == "entropy" and row["bucket"] != "all"]
+        assert postfilter_signal[column].to_list() == [row[name] for row in expected_rows]
+    expected_rows = [
+        row for row in AFTER.make_line()["rows"] if row["component"] == "entropy" and row["bucket"] != "all"
+    ]
     for column, name in (("value", "signal_share"), ("low", "signal_share_low"), ("high", "signal_share_high")):
-        assert share.loc[~share["prefilter"], column].to_list() == [row[name] for row in written]
-    older = gradients.make_share_lines(rows.assign(**dict.fromkeys(("signal_share", "signal_share_low"), np.nan)))
-    assert older.loc[~older["prefilter"], "value"].to_list() == [row["share"] for row in written]
-    assert older["low"].isna().all()
-    assert gradients.make_share_lines(rows_of(tmp_path / "task", FakeAnalysis(components=("task",)))).empty
+        assert share.loc[~share["prefilter"], column].to_list() == [row[name] for row in expected_rows]
+    older_share = gradients.make_share_lines(rows.assign(**dict.fromkeys(("signal_share", "signal_share_low"), np.nan)))
+    assert older_share.loc[~older_share["prefilter"], "value"].to_list() == [row["share"] for row in expected_rows]
+    assert older_share["low"].isna().all()
+    assert gradients.make_share_lines(make_rows(tmp_path / "task", FakeAnalysis(components=("task",)))).empty
 
 
-def test_some_of_keeps_the_ends() -> None:
+def test_subsample_evenly_keeps_the_ends() -> None:
     assert gradients.subsample_evenly([1, 51, 101], 3) == [1, 51, 101]
     assert gradients.subsample_evenly(list(range(1, 102)), 3) == [1, 51, 101]
     assert gradients.subsample_evenly([1, 2], 3) == [1, 2]
@@ -251,15 +259,17 @@ def test_some_of_keeps_the_ends() -> None:
 
 
 def test_a_trend_is_spearmans_with_an_exact_p(tmp_path: Path, generator: np.random.Generator) -> None:
-    rows = rows_of(tmp_path, BEFORE, AFTER)
+    rows = make_rows(tmp_path, BEFORE, AFTER)
     table = gradients.compute_trends(rows, generator)
     assert len(table) == 2 * 2 * 3
     for row in table.itertuples():
-        own = rows[(rows["prefilter"] == row.prefilter) & (rows["component"] == row.component)].iloc[:6]
-        if own[row.measure].nunique() == 1:
+        trend_rows = rows[(rows["prefilter"] == row.prefilter) & (rows["component"] == row.component)].iloc[:6]
+        if trend_rows[row.measure].nunique() == 1:
             assert math.isnan(row.rho)
             continue
-        assert row.rho == pytest.approx(stats.spearmanr(own["reward_std_mean"], own[row.measure]).statistic, rel=1e-9)
+        assert row.rho == pytest.approx(
+            stats.spearmanr(trend_rows["reward_std_mean"], trend_rows[row.measure]).statistic, rel=1e-9
+        )
         assert row.p * 720 == pytest.approx(round(row.p * 720), rel=1e-9)
     task = table[(table["component"] == "task") & (table["measure"] == "norm")]
     assert task["rho"].to_list() == [1, 1]
@@ -269,70 +279,72 @@ def test_a_trend_is_spearmans_with_an_exact_p(tmp_path: Path, generator: np.rand
 
 def test_the_ratio_is_of_the_upper_to_the_lower_half(tmp_path: Path, generator: np.random.Generator) -> None:
     for buckets, lower, upper in ((6, [0, 1, 2], [3, 4, 5]), (5, [0, 1], [3, 4]), (2, [0], [1])):
-        made = FakeAnalysis(1, components=("task",), buckets=buckets)
-        rows = rows_of(tmp_path / str(buckets), made)
-        norms = [row["mean_norm"] for row in made.make_line()["rows"] if row["component"] == "task"]
+        fake_analysis = FakeAnalysis(1, components=("task",), buckets=buckets)
+        rows = make_rows(tmp_path / str(buckets), fake_analysis)
+        norms = [row["mean_norm"] for row in fake_analysis.make_line()["rows"] if row["component"] == "task"]
         table = gradients.compute_trends(rows, generator, ("mean_norm",))
         expected = np.mean([norms[index] for index in upper]) / np.mean([norms[index] for index in lower])
         assert table.loc[0, "ratio"] == pytest.approx(expected, rel=1e-12)
         assert math.isnan(gradients.compute_trends(rows, generator, ("signal",)).loc[0, "ratio"])
-    alone = gradients.compute_trends(rows_of(tmp_path / "one", FakeAnalysis(buckets=1)), generator)
-    assert alone[["rho", "p", "ratio"]].isna().all(axis=None)
+    single_bucket_trends = gradients.compute_trends(make_rows(tmp_path / "one", FakeAnalysis(buckets=1)), generator)
+    assert single_bucket_trends[["rho", "p", "ratio"]].isna().all(axis=None)
 
 
 def test_trends_have_an_interval_over_runs_from_three_on(tmp_path: Path, generator: np.random.Generator) -> None:
-    def summary(seeds: int) -> pd.DataFrame:
+    def summarize(seeds: int) -> pd.DataFrame:
         runs = [
             (FakeRun("0", seed, steps=3), [FakeAnalysis(step, prefilter=True, seed=seed) for step in (1, 51)])
             for seed in range(seeds)
         ]
-        rows = frames_of(tmp_path / str(seeds), runs).gradients
+        rows = make_frames(tmp_path / str(seeds), runs).gradients
         return gradients.summarize_trends(rows, generator, ("norm",)).set_index("component")
 
-    two, three = summary(2), summary(3)
+    summary_of_two, summary_of_three = summarize(2), summarize(3)
     bounds = ["rho_low", "rho_high", "ratio_low", "ratio_high"]
-    assert two[bounds].isna().all(axis=None)
-    assert three[bounds].notna().all(axis=None)
-    assert three.loc["task", ["runs", "analyses", "buckets"]].to_list() == [3, 6, 36]
-    assert three.loc["task", "ratio_low"] > 1.2
-    assert three.loc["entropy", "ratio_low"] < 1 < three.loc["entropy", "ratio_high"]
-    assert (three["rho_low"] >= -1).all()
-    assert (three["rho_high"] <= 1).all()
-    assert three.loc["task", "p"] < 0.01 < three.loc["entropy", "p"]
+    assert summary_of_two[bounds].isna().all(axis=None)
+    assert summary_of_three[bounds].notna().all(axis=None)
+    assert summary_of_three.loc["task", ["runs", "analyses", "buckets"]].to_list() == [3, 6, 36]
+    assert summary_of_three.loc["task", "ratio_low"] > 1.2
+    assert summary_of_three.loc["entropy", "ratio_low"] < 1 < summary_of_three.loc["entropy", "ratio_high"]
+    assert (summary_of_three["rho_low"] >= -1).all()
+    assert (summary_of_three["rho_high"] <= 1).all()
+    assert summary_of_three.loc["task", "p"] < 0.01 < summary_of_three.loc["entropy", "p"]
 
 
-def test_a_trend_over_runs_is_the_mean_of_theirs(tmp_path: Path, generator: np.random.Generator) -> None:
-    """A run with two steps counts no more than one with one."""
+def test_a_trend_over_runs_is_the_mean_of_their_trends(tmp_path: Path, generator: np.random.Generator) -> None:
+    """A run with two steps has the same weight as a run with one."""
     runs = [
         (FakeRun("0", seed, steps=3), [FakeAnalysis(step, prefilter=True, seed=seed) for step in steps])
         for seed, steps in enumerate(([1, 51], [1], [1]))
     ]
-    rows = frames_of(tmp_path, runs).gradients
-    single = gradients.compute_trends(rows, generator, ("norm",))
-    entropy = single[single["component"] == "entropy"].groupby("run_id")["rho"].mean()
+    rows = make_frames(tmp_path, runs).gradients
+    trends = gradients.compute_trends(rows, generator, ("norm",))
+    entropy_rhos = trends[trends["component"] == "entropy"].groupby("run_id")["rho"].mean()
     summary = gradients.summarize_trends(rows, generator, ("norm",)).set_index("component")
-    assert summary.loc["entropy", "rho"] == pytest.approx(entropy.mean(), rel=1e-12)
-    half = stats.t.ppf(0.975, 2) * entropy.std(ddof=1) / math.sqrt(3)
-    assert summary.loc["entropy", "rho_low"] == pytest.approx(max(entropy.mean() - half, -1), rel=1e-9)
+    assert summary.loc["entropy", "rho"] == pytest.approx(entropy_rhos.mean(), rel=1e-12)
+    half_width = stats.t.ppf(0.975, 2) * entropy_rhos.std(ddof=1) / math.sqrt(3)
+    assert summary.loc["entropy", "rho_low"] == pytest.approx(max(entropy_rhos.mean() - half_width, -1), rel=1e-9)
 
 
 def test_one_analysis_has_the_same_p_alone_and_together(tmp_path: Path, generator: np.random.Generator) -> None:
-    rows = rows_of(tmp_path, AFTER)
-    single, together = (of(rows, generator, ("norm",)) for of in (gradients.compute_trends, gradients.summarize_trends))
+    rows = make_rows(tmp_path, AFTER)
+    single, together = (
+        compute(rows, generator, ("norm",)) for compute in (gradients.compute_trends, gradients.summarize_trends)
+    )
     assert together["p"].to_list() == single["p"].to_list()
     assert together["rho"].to_list() == single["rho"].to_list()
 
 
 def test_no_analysis_gives_empty_tables(tmp_path: Path, generator: np.random.Generator) -> None:
-    nothing = rows_of(tmp_path)
-    of_all = (
+    no_rows = make_rows(tmp_path)
+    table_functions = (
         gradients.make_analysis_table,
         gradients.make_signal_table,
         gradients.make_share_table,
         gradients.make_signal_lines,
         gradients.make_share_lines,
     )
-    for table_of in of_all:
-        assert table_of(nothing).empty
-    assert gradients.compute_trends(nothing, generator).empty
-    assert gradients.summarize_trends(nothing, generator).empty
+    for make_table in table_functions:
+        assert make_table(no_rows).empty
+    assert gradients.compute_trends(no_rows, generator).empty
+    assert gradients.summarize_trends(no_rows, generator).empty

@@ -1,4 +1,4 @@
-"""k1 as a loss: what a grid says of it follows the runs, in both directions, and is silent without them."""
+"""Tests of the report on k1 as a loss: it follows the runs in both directions, and says nothing without them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,79 +19,85 @@ from tests.fakes.run_folders import write_study
 GROUPS = {"kl": ("5",), "mse": ("5",)}
 
 
-def grid_of(folder: Path, groups: Mapping[str, tuple[str, ...]], made: Anchor = compute_anchored_kl) -> StudyFrames:
-    return load(write_study(folder, make_runs(groups, anchor=made), make_study(levels=20)))
+def make_frames(
+    folder: Path, groups: Mapping[str, tuple[str, ...]], anchor: Anchor = compute_anchored_kl
+) -> StudyFrames:
+    return load(write_study(folder, make_runs(groups, anchor=anchor), make_study(levels=20)))
 
 
-def told(table: pd.DataFrame) -> str:
+def describe(table: pd.DataFrame) -> str:
     trends = kl_anchoring.summarize_anchoring(table, np.random.default_rng(0))
     return " ".join(kl_anchoring.describe_anchoring(trends, kl_anchoring.compare_to_k1(table)))
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
-    """Two forms at 16 points each; of k1, one run failed and one never ran."""
-    return kl_anchoring.make_kl_table(grid_of(tmp_path_factory.mktemp("anchor"), GROUPS))
+def kl_table(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
+    """The table of two forms at 16 points each. One run of k1 failed and one never ran."""
+    return kl_anchoring.make_kl_table(make_frames(tmp_path_factory.mktemp("anchor"), GROUPS))
 
 
-def test_what_is_measured_and_what_matches(made: pd.DataFrame) -> None:
-    assert made.groupby("form").size().to_dict() == {"kl": 14, "mse": 16}
-    assert made["match"].nunique() == 4  # one an entropy coefficient
-    collapsed = made[made["status"] == "early_stopped"]
+def test_the_table_has_the_measured_runs_and_their_matching_sets(kl_table: pd.DataFrame) -> None:
+    assert kl_table.groupby("form").size().to_dict() == {"kl": 14, "mse": 16}
+    assert kl_table["match"].nunique() == 4  # one per entropy coefficient
+    collapsed = kl_table[kl_table["status"] == "early_stopped"]
     assert len(collapsed) == 8
-    assert set(collapsed["last_step"]) == {15}  # of 20: the steps that all matching runs have
-    assert set(made.loc[made["status"] == "completed", "last_step"]) == {20}
-    assert set(made.loc[made["last_step"] == 20, "first_step"]) == {16}
+    assert set(collapsed["last_step"]) == {15}  # of 20 steps, those that all matching runs have
+    assert set(kl_table.loc[kl_table["status"] == "completed", "last_step"]) == {20}
+    assert set(kl_table.loc[kl_table["last_step"] == 20, "first_step"]) == {16}
 
 
-def test_correlations_are_those_of_scipy(made: pd.DataFrame) -> None:
-    found = kl_anchoring.compute_correlations(made).set_index(["form", "match"])["rho"]
-    for (form, match), runs in made.groupby(["form", "match"]):
+def test_correlations_are_those_of_scipy(kl_table: pd.DataFrame) -> None:
+    rhos = kl_anchoring.compute_correlations(kl_table).set_index(["form", "match"])["rho"]
+    for (form, match), runs in kl_table.groupby(["form", "match"]):
         if len(runs) >= 3:
-            assert found[form, match] == pytest.approx(stats.spearmanr(runs["coefficient"], runs["kl"]).statistic)
+            assert rhos[form, match] == pytest.approx(stats.spearmanr(runs["coefficient"], runs["kl"]).statistic)
         else:
-            assert (form, match) not in found.index
+            assert (form, match) not in rhos.index
 
 
-def test_the_made_grid_shows_that_k1_does_not_anchor(made: pd.DataFrame) -> None:
-    trends = kl_anchoring.summarize_anchoring(made, np.random.default_rng(0)).set_index("form")
+def test_the_fake_grid_shows_that_k1_does_not_anchor(kl_table: pd.DataFrame) -> None:
+    trends = kl_anchoring.summarize_anchoring(kl_table, np.random.default_rng(0)).set_index("form")
     assert trends.loc["mse", "rho"] == -1
     assert trends.loc["mse", "p"] < 0.001
     assert trends.loc["mse", "runs"] == 16
     assert trends.loc["mse", "kl_largest"] == pytest.approx(0.001, rel=1e-2, abs=1e-4)
     assert trends.loc["kl", "p"] > 0.05
-    words = told(made)
+    words = describe(kl_table)
     assert "does not anchor the policy to the reference" in words
     assert "Under the loss kl, KL to the reference neither clearly falls nor clearly rises" in words
     assert "Under the loss mse, KL to the reference falls with the coefficient" in words
 
 
-def test_a_k1_that_held_the_policy_would_be_told_so(tmp_path: Path) -> None:
-    """Made the other way round, the sentences turn: the report repeats its data, not its theory."""
+def test_a_k1_that_anchors_the_policy_is_reported_so(tmp_path: Path) -> None:
+    """With the two forms exchanged, the sentences follow: the report repeats its data and not a theory."""
     table = kl_anchoring.make_kl_table(
-        grid_of(tmp_path, GROUPS, lambda form, at: compute_anchored_kl("kl" if form == "mse" else "mse", at))
+        make_frames(
+            tmp_path,
+            GROUPS,
+            lambda form, coefficient: compute_anchored_kl("kl" if form == "mse" else "mse", coefficient),
+        )
     )
-    words = told(table)
+    words = describe(table)
     assert "Under the loss kl, KL to the reference falls with the coefficient" in words
     assert "pulls the policy toward the reference and k1 does not" not in words
 
 
 def test_nothing_is_claimed_without_runs_of_k1(tmp_path: Path) -> None:
-    assert told(kl_anchoring.make_kl_table(grid_of(tmp_path / "mse", {"mse": ("5",)}))) == ""
-    only = told(kl_anchoring.make_kl_table(grid_of(tmp_path / "kl", {"kl": ("5",)})))
-    assert "No other KL loss has matching runs in this study" in only
-    unmeasured = grid_of(tmp_path / "none", {"kl": ("5",)}, lambda *_: float("nan"))
+    assert describe(kl_anchoring.make_kl_table(make_frames(tmp_path / "mse", {"mse": ("5",)}))) == ""
+    k1_alone = describe(kl_anchoring.make_kl_table(make_frames(tmp_path / "kl", {"kl": ("5",)})))
+    assert "No other KL loss has matching runs in this study" in k1_alone
+    unmeasured = make_frames(tmp_path / "none", {"kl": ("5",)}, lambda *_: float("nan"))
     assert kl_anchoring.make_kl_table(unmeasured).empty
-    assert told(kl_anchoring.make_kl_table(unmeasured)) == ""
+    assert describe(kl_anchoring.make_kl_table(unmeasured)) == ""
 
 
-def points(rhos: dict[str, list[list[float]]]) -> pd.DataFrame:
-    """Measured KL (nats) of each form: a list a set, over rising coefficients."""
+def make_table(rhos: dict[str, list[list[float]]]) -> pd.DataFrame:
+    """Make a table of the measured KL (nats) of each form, with one list per set, over rising coefficients."""
     rows = [
         {
-            "run_id": f"{form}{match}{at}",
+            "run_id": f"{form}{match}{index}",
             "form": form,
-            "coefficient": 10.0**at,
+            "coefficient": 10.0**index,
             "match": match,
             "status": "completed",
             "first_step": 1,
@@ -100,43 +106,49 @@ def points(rhos: dict[str, list[list[float]]]) -> pd.DataFrame:
         }
         for form, sets in rhos.items()
         for match, kls in enumerate(sets)
-        for at, kl in enumerate(kls)
+        for index, kl in enumerate(kls)
     ]
     return pd.DataFrame(rows)
 
 
 def test_the_difference_is_paired_and_signed() -> None:
     falls, rises, mixed = [4.0, 3.0, 2.0, 1.0], [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 3.0]
-    table = kl_anchoring.compare_to_k1(points({"kl": [rises, rises, mixed], "mse": [falls, falls, falls]}))
+    table = kl_anchoring.compare_to_k1(make_table({"kl": [rises, rises, mixed], "mse": [falls, falls, falls]}))
     (row,) = table.to_dict("records")
     assert (row["form"], row["sets"]) == ("mse", 3)
     assert row["difference"] == pytest.approx((2 + 2 + 1.8) / 3)
     assert 0 < row["low"] < row["difference"] <= row["high"] <= 2
-    assert "and k1 does not" in told(points({"kl": [rises, rises, mixed], "mse": [falls, falls, falls]}))
-    two = kl_anchoring.compare_to_k1(points({"kl": [rises, mixed], "mse": [falls, falls]}))
-    assert np.isnan(two["low"].iloc[0])  # below three sets there is no interval, and nothing is resolved
-    assert "There is no clear difference between k1 and mse" in told(
-        points({"kl": [rises, mixed], "mse": [falls, falls]})
+    assert "and k1 does not" in describe(make_table({"kl": [rises, rises, mixed], "mse": [falls, falls, falls]}))
+    table_of_two_sets = kl_anchoring.compare_to_k1(make_table({"kl": [rises, mixed], "mse": [falls, falls]}))
+    assert np.isnan(
+        table_of_two_sets["low"].iloc[0]
+    )  # with fewer than three sets there is no interval and no clear difference
+    assert "There is no clear difference between k1 and mse" in describe(
+        make_table({"kl": [rises, mixed], "mse": [falls, falls]})
     )
 
 
 def test_anchoring_is_claimed_only_where_kl_falls_with_the_form_and_not_with_k1() -> None:
-    rises, nearly = [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 3.0]
-    both_rise = told(points({"kl": [rises] * 12, "mse": [nearly] * 12}))
-    both_fall = told(points({"kl": [nearly[::-1]] * 12, "mse": [rises[::-1]] * 12}))
-    for said in (both_rise, both_fall):
-        assert "and k1 does not" not in said
-        assert "lower under mse than under k1, which alone does not show anchoring" in said
-    assert "and k1 does not" in told(points({"kl": [rises] * 12, "mse": [rises[::-1]] * 12}))
+    rises, mostly_rises = [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 3.0]
+    text_of_rising = describe(make_table({"kl": [rises] * 12, "mse": [mostly_rises] * 12}))
+    text_of_falling = describe(make_table({"kl": [mostly_rises[::-1]] * 12, "mse": [rises[::-1]] * 12}))
+    for text in (text_of_rising, text_of_falling):
+        assert "and k1 does not" not in text
+        assert "lower under mse than under k1, which alone does not show anchoring" in text
+    assert "and k1 does not" in describe(make_table({"kl": [rises] * 12, "mse": [rises[::-1]] * 12}))
 
 
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.permutations([1.0, 2.0, 3.0, 4.0]), min_size=3, max_size=6), st.floats(0.1, 100))
-def test_units_do_not_matter_and_a_turned_order_flips_the_sign(sets: list[list[float]], unit: float) -> None:
-    generator = np.random.default_rng
-    here = kl_anchoring.summarize_anchoring(points({"kl": sets}), generator(0))
-    scaled = kl_anchoring.summarize_anchoring(points({"kl": [[unit * kl for kl in kls] for kls in sets]}), generator(0))
-    turned = kl_anchoring.summarize_anchoring(points({"kl": [kls[::-1] for kls in sets]}), generator(0))
-    assert scaled["rho"].iloc[0] == pytest.approx(here["rho"].iloc[0])
-    assert scaled["p"].iloc[0] == here["p"].iloc[0]
-    assert turned["rho"].iloc[0] == pytest.approx(-here["rho"].iloc[0])
+def test_units_do_not_matter_and_a_reversed_order_flips_the_sign(sets: list[list[float]], unit: float) -> None:
+    make_generator = np.random.default_rng
+    trends = kl_anchoring.summarize_anchoring(make_table({"kl": sets}), make_generator(0))
+    scaled_trends = kl_anchoring.summarize_anchoring(
+        make_table({"kl": [[unit * kl for kl in kls] for kls in sets]}), make_generator(0)
+    )
+    reversed_trends = kl_anchoring.summarize_anchoring(
+        make_table({"kl": [kls[::-1] for kls in sets]}), make_generator(0)
+    )
+    assert scaled_trends["rho"].iloc[0] == pytest.approx(trends["rho"].iloc[0])
+    assert scaled_trends["p"].iloc[0] == trends["p"].iloc[0]
+    assert reversed_trends["rho"].iloc[0] == pytest.approx(-trends["rho"].iloc[0])

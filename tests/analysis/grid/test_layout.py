@@ -1,4 +1,4 @@
-"""A grid's factors come from configurations alone; its cells are the runs' own numbers, and say who has none."""
+"""Tests of grids: factors come from configurations alone, cells are numbers of runs or say why there is none."""
 
 from pathlib import Path
 from typing import Any
@@ -21,43 +21,43 @@ SMALL = FakeStudy(levels=20, total_steps=4, baseline="a")
 KL, ENTROPY, FILTER = "actor.kl_loss_coef", "actor.entropy_coeff", "filter.rollout_filter_value"
 
 
-def found_in(frames: StudyFrames) -> layout.Grid:
-    found = layout.find_grid(frames)
-    assert found is not None
-    return found
+def find_grid(frames: StudyFrames) -> layout.Grid:
+    grid = layout.find_grid(frames)
+    assert grid is not None
+    return grid
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
+def one_loss_frames(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
     """The 68 arms of one KL loss."""
     return load(write_grid(tmp_path_factory.mktemp("one"), ONE_TYPE, levels=20))
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
+def three_loss_frames(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
     """The 164 arms of three KL losses."""
     return load(write_grid(tmp_path_factory.mktemp("three"), ALL_TYPES, levels=20))
 
 
-def named(folder: Path, arms: dict[str, dict[str, object]], **made: Any) -> StudyFrames:
-    """A study of named arms with these settings."""
-    runs = [FakeRun(name, steps=4, settings=settings, **made) for name, settings in arms.items()]
+def make_named_frames(folder: Path, arms: dict[str, dict[str, object]], **run_fields: Any) -> StudyFrames:
+    """Write and load a study of named arms with these settings."""
+    runs = [FakeRun(name, steps=4, settings=settings, **run_fields) for name, settings in arms.items()]
     return load(write_study(folder, runs, SMALL))
 
 
-def test_the_factors_of_the_smoke_grid(one: StudyFrames, three: StudyFrames) -> None:
-    found = found_in(one)
-    assert (found.x, found.y) == (KL, ENTROPY)
-    assert set(found.panels) == {FILTER, "algorithm.zero_task_advantage"}
-    assert found.factor_values[FILTER] == (1.0, 0.8, 0.6, 0.4)
-    assert sorted(found.factor_values[KL]) == [0, 0.001, 0.003, 0.01, 0.03]
-    assert set(found_in(three).panels) == {*found.panels, "actor.kl_loss_type"}
+def test_the_factors_of_the_smoke_grid(one_loss_frames: StudyFrames, three_loss_frames: StudyFrames) -> None:
+    grid = find_grid(one_loss_frames)
+    assert (grid.x, grid.y) == (KL, ENTROPY)
+    assert set(grid.panels) == {FILTER, "algorithm.zero_task_advantage"}
+    assert grid.factor_values[FILTER] == (1.0, 0.8, 0.6, 0.4)
+    assert sorted(grid.factor_values[KL]) == [0, 0.001, 0.003, 0.01, 0.03]
+    assert set(find_grid(three_loss_frames).panels) == {*grid.panels, "actor.kl_loss_type"}
 
 
-def test_panels_and_their_sizes_are_those_of_the_groups(one: StudyFrames) -> None:
-    found = found_in(one)
+def test_panels_and_their_sizes_are_those_of_the_groups(one_loss_frames: StudyFrames) -> None:
+    grid = find_grid(one_loss_frames)
     sizes = (
-        layout.make_cell_table(found, layout.make_member_table(one, found))
+        layout.make_cell_table(grid, layout.make_member_table(one_loss_frames, grid))
         .groupby("panel", sort=False)
         .size()
         .to_dict()
@@ -71,16 +71,22 @@ def test_panels_and_their_sizes_are_those_of_the_groups(one: StudyFrames) -> Non
     }
 
 
-def test_one_axis_is_no_grid_and_two_are(tmp_path: Path) -> None:
-    axis = load(write_study(tmp_path / "axis", [FakeRun("0", steps=4), FakeRun("0.1", steps=4)], SMALL))
-    assert layout.find_grid(axis) is None
-    one = named(tmp_path / "one", {"a": {ENTROPY: 0.0}, "b": {ENTROPY: 0.1}})
-    assert layout.find_grid(one) is None
-    switched = {"a": {KL: 0.0, "actor.use_kl_loss": False}, "b": {KL: 0.1, "actor.use_kl_loss": True}}
-    assert layout.find_grid(named(tmp_path / "switched", switched)) is None  # a switch is no factor
+def test_one_factor_is_no_grid_and_two_are(tmp_path: Path) -> None:
+    axis_frames = load(write_study(tmp_path / "axis", [FakeRun("0", steps=4), FakeRun("0.1", steps=4)], SMALL))
+    assert layout.find_grid(axis_frames) is None
+    one_factor_frames = make_named_frames(tmp_path / "one", {"a": {ENTROPY: 0.0}, "b": {ENTROPY: 0.1}})
+    assert layout.find_grid(one_factor_frames) is None
+    switched_arms = {"a": {KL: 0.0, "actor.use_kl_loss": False}, "b": {KL: 0.1, "actor.use_kl_loss": True}}
+    assert layout.find_grid(make_named_frames(tmp_path / "switched", switched_arms)) is None  # a switch is not a factor
     assert layout.find_grid(load(write_study(tmp_path / "none", [], SMALL))) is None
-    two = named(tmp_path / "two", {"a": {ENTROPY: 0.0, FILTER: 1.0}, "b": {ENTROPY: 0.1, FILTER: 0.5}})
-    assert (found_in(two).x, found_in(two).y, found_in(two).panels) == (ENTROPY, FILTER, ())
+    two_factor_frames = make_named_frames(
+        tmp_path / "two", {"a": {ENTROPY: 0.0, FILTER: 1.0}, "b": {ENTROPY: 0.1, FILTER: 0.5}}
+    )
+    assert (find_grid(two_factor_frames).x, find_grid(two_factor_frames).y, find_grid(two_factor_frames).panels) == (
+        ENTROPY,
+        FILTER,
+        (),
+    )
 
 
 def test_the_plane_is_the_pair_with_the_most_points(tmp_path: Path) -> None:
@@ -90,38 +96,38 @@ def test_the_plane_is_the_pair_with_the_most_points(tmp_path: Path) -> None:
         for b in (0.0, 0.1, 0.2)
         for c in (1.0, 0.8, 0.6)
     }
-    found = found_in(named(tmp_path, arms))
-    assert {found.x, found.y} == {ENTROPY, FILTER}
-    assert found.panels == ("actor.lr",)
+    grid = find_grid(make_named_frames(tmp_path, arms))
+    assert {grid.x, grid.y} == {ENTROPY, FILTER}
+    assert grid.panels == ("actor.lr",)
 
 
 def test_cells_are_the_means_of_their_runs(tmp_path: Path) -> None:
     """A literal double loop over arms and runs gives the same numbers."""
     frames = load(write_grid(tmp_path, {"low_var_kl": ("5",)}, seeds=3, levels=20))
-    found = found_in(frames)
-    table = layout.make_cell_table(found, layout.make_member_table(frames, found))
+    grid = find_grid(frames)
+    table = layout.make_cell_table(grid, layout.make_member_table(frames, grid))
     assert len(table) == 16
     assert (table["runs"] == 3).all()
     for cell in to_records(table):
-        own = frames.trials[frames.trials["arm"] == cell["arms"]]
-        own = own[own["status"].isin(("completed", "early_stopped"))]
-        success = own["final_val_success"].to_numpy()
-        late = []
-        for run in to_records(own):
+        scored_runs = frames.trials[frames.trials["arm"] == cell["arms"]]
+        scored_runs = scored_runs[scored_runs["status"].isin(("completed", "early_stopped"))]
+        success = scored_runs["final_val_success"].to_numpy()
+        late_entropies = []
+        for run in to_records(scored_runs):
             steps = frames.steps[frames.steps["run_id"] == run["run_id"]]
-            late.append(steps.loc[steps["step"] > 0.75 * run["steps_done"], "entropy"].mean())
+            late_entropies.append(steps.loc[steps["step"] > 0.75 * run["steps_done"], "entropy"].mean())
         assert cell["success"] == pytest.approx(success.mean())
         assert cell["success_std"] == pytest.approx(success.std(ddof=1))
         assert (cell["success_low"], cell["success_high"]) == (success.min(), success.max())
-        assert cell["entropy"] == pytest.approx(np.mean(late))
-        assert cell["scored"] == len(own)
+        assert cell["entropy"] == pytest.approx(np.mean(late_entropies))
+        assert cell["scored"] == len(scored_runs)
     assert set(table["scored"]) == {2, 3}  # one run failed, one never ran
 
 
-def test_a_stop_is_a_failed_regime_with_its_value_and_no_run_is_no_number(one: StudyFrames) -> None:
-    found = found_in(one)
-    table = layout.make_cell_table(found, layout.make_member_table(one, found)).set_index("arms")
-    for run in to_records(one.trials):
+def test_a_stop_is_a_failed_regime_with_its_value_and_no_run_is_no_number(one_loss_frames: StudyFrames) -> None:
+    grid = find_grid(one_loss_frames)
+    table = layout.make_cell_table(grid, layout.make_member_table(one_loss_frames, grid)).set_index("arms")
+    for run in to_records(one_loss_frames.trials):
         cell = table.loc[run["arm"]]
         if run["status"] == "early_stopped":
             assert cell["state"] == "stopped"
@@ -131,30 +137,34 @@ def test_a_stop_is_a_failed_regime_with_its_value_and_no_run_is_no_number(one: S
         else:
             assert cell["state"] == run["status"]
             assert np.isnan(cell[[measure.name for measure in MEASURES]].to_numpy(dtype=float)).all()
-    assert set(one.trials["status"]) == {"completed", "early_stopped", "failed", "never_ran"}
+    assert set(one_loss_frames.trials["status"]) == {"completed", "early_stopped", "failed", "never_ran"}
 
 
-def test_runs_without_a_kl_loss_are_shown_under_each_form_but_counted_once(three: StudyFrames) -> None:
-    found = found_in(three)
-    members = layout.make_member_table(three, found)
-    idle = members[members["shared"]]
-    assert (idle[KL] == 0).all()
-    assert (idle.groupby("run_id").size() == 3).all()
-    assert idle["run_id"].nunique() == 20  # groups 2 and 3
-    assert members["home"].sum() == len(three.trials) == 164
-    assert (idle.groupby("run_id")["success"].nunique(dropna=False) == 1).all()
+def test_runs_without_a_kl_loss_are_shown_under_each_form_but_counted_once(three_loss_frames: StudyFrames) -> None:
+    grid = find_grid(three_loss_frames)
+    members = layout.make_member_table(three_loss_frames, grid)
+    shared_members = members[members["shared"]]
+    assert (shared_members[KL] == 0).all()
+    assert (shared_members.groupby("run_id").size() == 3).all()
+    assert shared_members["run_id"].nunique() == 20  # groups 2 and 3
+    assert members["home"].sum() == len(three_loss_frames.trials) == 164
+    assert (shared_members.groupby("run_id")["success"].nunique(dropna=False) == 1).all()
 
 
-def test_labels_name_points_and_are_unique(three: StudyFrames) -> None:
-    found = found_in(three)
-    labels = layout.make_arm_labels(three, found)
+def test_labels_name_points_and_are_unique(three_loss_frames: StudyFrames) -> None:
+    grid = find_grid(three_loss_frames)
+    labels = layout.make_arm_labels(three_loss_frames, grid)
     assert len(set(labels.values())) == len(labels) == 164
     assert labels["g3-smoke-ppo-sokoban-topk100-kl0-ent0-low_var_kl"] == "filter 1 · KL 0 · entropy 0"
     name = "g4-smoke-ppo-sokoban-ta-topk100-kl001-ent0003-mse"
     assert labels[name] == "filter 1 · loss mse · zero task advantage · KL 0.01 · entropy 0.003"
-    renamed = layout.rename_arms(three, labels)
-    assert renamed.studies[0]["baseline"] == "filter 1 · KL 0 · entropy 0"
-    assert renamed.steps["arm"].map({label: arm for arm, label in labels.items()}).equals(three.steps["arm"])
+    renamed_frames = layout.rename_arms(three_loss_frames, labels)
+    assert renamed_frames.studies[0]["baseline"] == "filter 1 · KL 0 · entropy 0"
+    assert (
+        renamed_frames.steps["arm"]
+        .map({label: arm for arm, label in labels.items()})
+        .equals(three_loss_frames.steps["arm"])
+    )
 
 
 def test_equal_points_keep_their_own_names(tmp_path: Path) -> None:
@@ -163,55 +173,57 @@ def test_equal_points_keep_their_own_names(tmp_path: Path) -> None:
         "b": {ENTROPY: 0.0, FILTER: 1.0},
         "c": {ENTROPY: 0.1, FILTER: 0.5},
     }
-    frames = named(tmp_path, arms)
-    assert list(layout.make_arm_labels(frames, found_in(frames)).values())[:2] == [
+    frames = make_named_frames(tmp_path, arms)
+    assert list(layout.make_arm_labels(frames, find_grid(frames)).values())[:2] == [
         "entropy 0 · filter 1 (a)",
         "entropy 0 · filter 1 (b)",
     ]
-    table = layout.make_cell_table(found_in(frames), layout.make_member_table(frames, found_in(frames)))
+    table = layout.make_cell_table(find_grid(frames), layout.make_member_table(frames, find_grid(frames)))
     assert table["arms"].to_list() == ["c", "a, b"]
 
 
-def test_the_contrast_is_on_minus_off_over_equal_points(one: StudyFrames) -> None:
-    found = found_in(one)
-    (setting,) = list_switches(found)
-    members = layout.make_member_table(one, found)
-    row = compare_switch(found, members, setting).set_index("measure").loc["success"]
-    success = one.trials.set_index("arm")["final_val_success"]
+def test_the_contrast_is_on_minus_off_over_equal_points(one_loss_frames: StudyFrames) -> None:
+    grid = find_grid(one_loss_frames)
+    (setting,) = list_switches(grid)
+    members = layout.make_member_table(one_loss_frames, grid)
+    row = compare_switch(grid, members, setting).set_index("measure").loc["success"]
+    success = one_loss_frames.trials.set_index("arm")["final_val_success"]
     settings = list_smoke_arms(ONE_TYPE)
     twins = [(arm, arm.replace("g4", "g5").replace("ta-topk100", "nofilter")) for arm in settings if "-ta-" in arm]
     differences = [success[on] - success[off] for on, off in twins]
     assert row["pairs"] == len(twins) == 16
     assert row["difference"] == pytest.approx(np.mean(differences))
     assert row["higher"] == sum(difference > 0 for difference in differences)
-    assert row["low"] < row["difference"] < row["high"] < 0  # the task helps in the made grid
+    assert row["low"] < row["difference"] < row["high"] < 0  # the task helps in the fake grid
     assert (row["stopped_off"], row["stopped_on"]) == (4, 0)
 
 
-def test_each_form_of_the_loss_has_its_own_contrast(three: StudyFrames) -> None:
-    found = found_in(three)
-    table = compare_switch(found, layout.make_member_table(three, found), "algorithm.zero_task_advantage")
+def test_each_form_of_the_loss_has_its_own_contrast(three_loss_frames: StudyFrames) -> None:
+    grid = find_grid(three_loss_frames)
+    table = compare_switch(grid, layout.make_member_table(three_loss_frames, grid), "algorithm.zero_task_advantage")
     assert list(dict.fromkeys(table["group"])) == ["kl", "mse", "low_var_kl"]
     assert (table["pairs"] == 16).all()
 
 
 @pytest.mark.slow
-def test_the_page_has_every_arm_once_and_counts_comparisons(three: StudyFrames) -> None:
-    found = found_in(three)
-    arms = to_records(tables.summarize_arms(layout.rename_arms(three, layout.make_arm_labels(three, found))))
-    context = grid_page.make_context(three, found, arms, 0)
-    listed = [arm["name"] for panel in context["panels"] for arm in panel["arms"]]
-    assert sorted(listed) == sorted(three.trials["arm"])
+def test_the_page_has_every_arm_once_and_counts_comparisons(three_loss_frames: StudyFrames) -> None:
+    grid = find_grid(three_loss_frames)
+    arms = to_records(
+        tables.summarize_arms(layout.rename_arms(three_loss_frames, layout.make_arm_labels(three_loss_frames, grid)))
+    )
+    context = grid_page.make_context(three_loss_frames, grid, arms, 0)
+    arm_names = [arm["name"] for panel in context["panels"] for arm in panel["arms"]]
+    assert sorted(arm_names) == sorted(three_loss_frames.trials["arm"])
     assert context["comparisons"] == sum(not np.isnan(arm["p"]) for arm in arms) == 161
     assert context["shared"] == 20
     for panel in context["panels"]:
         assert sum(panel["outcomes"].values()) == len(panel["arms"])
 
 
-def test_tables_beside_the_pictures_hold_every_cell(three: StudyFrames) -> None:
-    found = found_in(three)
-    written = dict(grid_page.make_tables(three, found))
-    assert set(written) == {"grid_cells", "grid_zero_task_advantage", "grid_kl_to_reference"}
-    cells = layout.make_cell_table(found, layout.make_member_table(three, found))
-    assert len(written["grid_cells"]) == len(cells)
-    pd.testing.assert_series_equal(written["grid_cells"]["success"], cells["success"])
+def test_tables_beside_the_pictures_hold_every_cell(three_loss_frames: StudyFrames) -> None:
+    grid = find_grid(three_loss_frames)
+    csv_tables = dict(grid_page.make_tables(three_loss_frames, grid))
+    assert set(csv_tables) == {"grid_cells", "grid_zero_task_advantage", "grid_kl_to_reference"}
+    cells = layout.make_cell_table(grid, layout.make_member_table(three_loss_frames, grid))
+    assert len(csv_tables["grid_cells"]) == len(cells)
+    pd.testing.assert_series_equal(csv_tables["grid_cells"]["success"], cells["success"])

@@ -1,4 +1,4 @@
-"""The pictures and the page of a grid: every cell is written, one scale of colours, all numbers beside them."""
+"""Tests of the figures and the page of a grid: every cell has its text, one scale of colours, all numbers in files."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from analysis.grid import layout
 from analysis.grid import plots as grid_plots
 from analysis.report import pages
 from analysis.sweep import findings, plots, tables
-from tests.analysis.report.test_pages import Page, checked
+from tests.analysis.report.test_pages import Page, parse_page
 from tests.fakes.grid_folders import ALL_TYPES, ONE_TYPE, make_runs, write_grid
 
 
@@ -37,47 +37,47 @@ def figures(frames: StudyFrames) -> dict[str, Figure]:
 
 @pytest.fixture(scope="module")
 def page(frames: StudyFrames, figures: dict[str, Figure]) -> Page:
-    return checked(pages.render_page(frames, figures))
+    return parse_page(pages.render_page(frames, figures))
 
 
-def cells_of(frames: StudyFrames) -> tuple[layout.Grid, pd.DataFrame]:
-    found = layout.find_grid(frames)
-    assert found is not None
-    return found, layout.make_cell_table(found, layout.make_member_table(frames, found))
+def make_cells(frames: StudyFrames) -> tuple[layout.Grid, pd.DataFrame]:
+    grid = layout.find_grid(frames)
+    assert grid is not None
+    return grid, layout.make_cell_table(grid, layout.make_member_table(frames, grid))
 
 
-def panels_of(figure: Figure) -> dict[str, Any]:
+def get_panels(figure: Figure) -> dict[str, Any]:
     return {axes.get_title(loc="left"): axes for axes in figure.axes if axes.get_title(loc="left")}
 
 
 def test_every_cell_is_written_at_its_place(frames: StudyFrames, figures: dict[str, Figure]) -> None:
-    _, table = cells_of(frames)
-    drawn = panels_of(figures["grid_success"])
+    _, table = make_cells(frames)
+    panels = get_panels(figures["grid_success"])
     levels = ["0", "0.001", "0.003", "0.01", "0.03"]
-    assert set(drawn) == set(table["panel"])
-    for panel, axes in drawn.items():
-        assert [label.get_text() for label in axes.get_xticklabels()] == levels  # ordered categories, 0 first
-        written = {text.get_position(): text.get_text() for text in axes.texts}
-        own = to_records(table[table["panel"] == panel])
-        assert len(written) == len(own)
-        for cell in own:
+    assert set(panels) == set(table["panel"])
+    for panel, axes in panels.items():
+        assert [label.get_text() for label in axes.get_xticklabels()] == levels  # categories in order, with 0 first
+        cell_texts = {text.get_position(): text.get_text() for text in axes.texts}
+        cells = to_records(table[table["panel"] == panel])
+        assert len(cell_texts) == len(cells)
+        for cell in cells:
             place = (levels.index(f"{cell['x']:g}"), levels.index(f"{cell['y']:g}"))
-            assert written[place] == grid_plots.format_cell(
+            assert cell_texts[place] == grid_plots.format_cell(
                 cell["state"], cell["early_stopped"], cell["scored"], cell["runs"], cell["success"]
             )
 
 
 def test_stopped_cells_have_a_frame_and_no_other(frames: StudyFrames, figures: dict[str, Figure]) -> None:
-    _, table = cells_of(frames)
-    for panel, axes in panels_of(figures["grid_entropy"]).items():
+    _, table = make_cells(frames)
+    for panel, axes in get_panels(figures["grid_entropy"]).items():
         frames_drawn = [patch for patch in axes.patches if isinstance(patch, Rectangle) and not patch.get_fill()]
         assert len(frames_drawn) == (table.loc[table["panel"] == panel, "early_stopped"] > 0).sum()
 
 
 def test_one_scale_of_colours_and_text_that_is_read_on_it(frames: StudyFrames, figures: dict[str, Figure]) -> None:
-    _, table = cells_of(frames)
+    _, table = make_cells(frames)
     low, high = table["success"].min(), table["success"].max()
-    for panel, axes in panels_of(figures["grid_success"]).items():
+    for panel, axes in get_panels(figures["grid_success"]).items():
         squares = {
             (patch.get_x() + 0.5, patch.get_y() + 0.5): patch.get_facecolor()
             for patch in axes.patches
@@ -107,33 +107,33 @@ def test_one_scale_of_colours_and_text_that_is_read_on_it(frames: StudyFrames, f
         (("scored", 0, 1, 1, 12.34), "12.3"),
     ],
 )
-def test_what_a_cell_says(cell: tuple[str, int, int, int, float], text: str) -> None:
+def test_the_text_of_a_cell(cell: tuple[str, int, int, int, float], text: str) -> None:
     assert grid_plots.format_cell(*cell) == text
 
 
 def test_losses_stand_side_by_side(frames: StudyFrames) -> None:
-    found, table = cells_of(frames)
-    placed = grid_plots.arrange_panels(found, table)
-    assert (placed.rows, placed.columns) == (5, 3)
-    for panel, (row, column) in placed.positions.items():
+    grid, table = make_cells(frames)
+    arrangement = grid_plots.arrange_panels(grid, table)
+    assert (arrangement.rows, arrangement.columns) == (5, 3)
+    for panel, (row, column) in arrangement.positions.items():
         assert f"loss {('kl', 'mse', 'low_var_kl')[column]}" in panel
-        assert ("zero task advantage" in panel) == (row == 1)  # right below the panel with the task
+        assert ("zero task advantage" in panel) == (row == 1)  # directly below the panel with the task
 
 
 def test_every_run_has_its_curve(frames: StudyFrames, figures: dict[str, Figure]) -> None:
-    found, _ = cells_of(frames)
-    members = layout.make_member_table(frames, found)
-    curves = layout.make_panel_curves(frames, found, members, "val_success")
-    for panel, axes in panels_of(figures["validation_curves"]).items():
+    grid, _ = make_cells(frames)
+    members = layout.make_member_table(frames, grid)
+    curves = layout.make_panel_curves(frames, grid, members, "val_success")
+    for panel, axes in get_panels(figures["validation_curves"]).items():
         segments = axes.collections[0].get_segments()
-        own = curves[curves["panel"] == panel]
-        assert len(segments) == own["run_id"].nunique()
-        assert sorted(len(segment) for segment in segments) == sorted(own.groupby("run_id").size())
+        panel_curves = curves[curves["panel"] == panel]
+        assert len(segments) == panel_curves["run_id"].nunique()
+        assert sorted(len(segment) for segment in segments) == sorted(panel_curves.groupby("run_id").size())
 
 
-def test_the_page_is_whole_and_says_what_it_must(frames: StudyFrames, page: Page) -> None:
+def test_the_page_is_complete(frames: StudyFrames, page: Page) -> None:
     words = " ".join(page.text.split())
-    for told in (
+    for sentence in (
         "164 runs: 146 completed, 16 early stopped, 1 failed, 1 never ran",
         "161 comparisons with one baseline: p-values are corrected with Holm's method over all of them",
         "20 runs with KL 0 appear in the panels of every loss but count once",
@@ -142,36 +142,36 @@ def test_the_page_is_whole_and_says_what_it_must(frames: StudyFrames, page: Page
         "1 seed: intervals and p-values are over validation levels",
         "reward_variance_collapse stopped 1 of 1 runs (step 15: 0.09 < 0.1)",
     ):
-        assert told in words
+        assert sentence in words
     for arm in frames.trials["arm"]:
         assert arm in page.text
     assert "Success against" not in page.text  # a grid has no single axis
 
 
-def test_one_loss_has_no_word_on_k1(tmp_path: Path) -> None:
+def test_a_grid_of_one_loss_does_not_mention_k1(tmp_path: Path) -> None:
     runs = [run for run in make_runs(ONE_TYPE) if run.arm.startswith(("g3", "g4", "g5"))]
-    found = load(write_grid(tmp_path, {"low_var_kl": ("3", "4", "5")}, levels=10))
-    assert len(found.trials) == len(runs)
-    page = checked(pages.render_page(found, {}))
+    frames = load(write_grid(tmp_path, {"low_var_kl": ("3", "4", "5")}, levels=10))
+    assert len(frames.trials) == len(runs)
+    page = parse_page(pages.render_page(frames, {}))
     assert "keep the policy at its reference" not in page.text
     assert "k1 (kl_loss_type=kl)" not in page.text
 
 
-def test_files_beside_the_page(tmp_path: Path) -> None:
-    written = write_grid(tmp_path, {"kl": ("5",)}, seeds=2, levels=10)
-    first = pages.write_report(written).read_text()
-    table = pd.read_csv(written / "figures" / "grid_cells.csv")
+def test_tables_and_pictures_are_files_beside_the_page(tmp_path: Path) -> None:
+    folder = write_grid(tmp_path, {"kl": ("5",)}, seeds=2, levels=10)
+    first = pages.write_report(folder).read_text()
+    table = pd.read_csv(folder / "figures" / "grid_cells.csv")
     assert len(table) == 16
     assert {"actor.kl_loss_coef", "actor.entropy_coeff", "success", "success_std", "runs", "state"} <= set(table)
-    assert (written / "figures" / "grid_kl_to_reference.csv").exists()
-    assert pages.write_report(written).read_text() == first
-    assert "grid_success.png" in {path.name for path in (written / "figures").iterdir()}
+    assert (folder / "figures" / "grid_kl_to_reference.csv").exists()
+    assert pages.write_report(folder).read_text() == first
+    assert "grid_success.png" in {path.name for path in (folder / "figures").iterdir()}
 
 
 def test_a_headline_counts_arms_that_do_not_fit_a_line(frames: StudyFrames) -> None:
-    found = layout.find_grid(frames)
-    assert found is not None
-    summary = tables.summarize_arms(layout.rename_arms(frames, layout.make_arm_labels(frames, found)))
+    grid = layout.find_grid(frames)
+    assert grid is not None
+    summary = tables.summarize_arms(layout.rename_arms(frames, layout.make_arm_labels(frames, grid)))
     headline = findings.format_headline(summary)
     assert len(headline) < 500
     assert "Failed regime, stopped by a rule: 16 arms." in headline

@@ -1,4 +1,4 @@
-"""The published numbers are as printed: typed a second time here, as the tables are laid out."""
+"""Tests of the published numbers. They are typed here a second time, in the layout of the printed tables."""
 
 import math
 import statistics
@@ -8,12 +8,12 @@ import pytest
 
 from analysis.published.cells import DIFFERS, NEVER_REACHED, NO_EXPECTATION, NOT_DISTINGUISHABLE, PER_SEED, POOLED, Cell
 from analysis.published.update_rule_sandbox import CELLS, STUDY_SETTINGS, make_conditions
-from search_spaces import STUDIES as OURS
+from search_spaces import STUDIES
 from trainable.config.run_config import apply_overrides
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.measure.records import STEP_COLUMNS, TRIAL_COLUMNS
 
-PRINTED = """
+PRINTED_TABLES = """
 influence | final_test_error
 DG 0.3345 +/- 0.0043
 GRPO 0.3536 +/- 0.0106
@@ -66,7 +66,7 @@ R2VPO -0.0029 +/- 0.0104 -0.0067 +/- 0.0141 0.0983 +/- 0.1682
 GRPO -0.0070 +/- 0.0234 -0.0090 +/- 0.0263 0.0593 +/- 0.0957
 TPO 0.0026 +/- 0.0208 -0.0011 +/- 0.0215 0.0049 +/- 0.0187
 """
-TRIPLES = (
+SEED_TRIPLES = (
     ((40, 60, 60), "53.3333 11.5470"),
     ((100, 120, 120), "113.3333 11.5470"),
     ((100, 100, 120), "106.6667 11.5470"),
@@ -76,46 +76,48 @@ TRIPLES = (
 )
 
 
-def printed() -> dict[tuple[str, str, str], tuple[float, float] | None]:
-    """(study, arm, column) -> (mean, spread); None where "n/a" is printed."""
-    found: dict[tuple[str, str, str], tuple[float, float] | None] = {}
-    for table in PRINTED.strip().split("\n\n"):
+def read_printed_cells() -> dict[tuple[str, str, str], tuple[float, float] | None]:
+    """Return the mean and the spread by study, arm and column, or None where "n/a" is printed."""
+    cells: dict[tuple[str, str, str], tuple[float, float] | None] = {}
+    for table in PRINTED_TABLES.strip().split("\n\n"):
         head, *lines = table.splitlines()
         study, *columns = head.split(" | ")
         for line in lines:
             arm, *words = line.replace("+/- ", "").split()
             for column in columns:
                 if words[0] == "n/a":
-                    found[study, arm, column] = None
+                    cells[study, arm, column] = None
                     words = words[1:]
                 else:
-                    found[study, arm, column] = (float(words[0]), float(words[1]))
+                    cells[study, arm, column] = (float(words[0]), float(words[1]))
                     words = words[2:]
             assert not words
-    return found
+    return cells
 
 
-def keys(cell: Cell) -> list[tuple[str, str, str]]:
+def list_keys(cell: Cell) -> list[tuple[str, str, str]]:
     early = ", early" if cell.section.endswith("early steps") else ""
     return [(study, cell.arm, cell.column + early) for study in cell.studies]
 
 
-def test_every_printed_number_is_held_once() -> None:
-    table = printed()
-    table.pop(("replay", "DG", "replay_age"))  # without a buffer no batch has an age
-    held = {key: cell for cell in CELLS for key in keys(cell)}
-    assert held.keys() == table.keys()
-    for key, numbers in table.items():
+def test_every_printed_number_is_recorded_once() -> None:
+    printed_cells = read_printed_cells()
+    printed_cells.pop(("replay", "DG", "replay_age"))  # without a buffer no batch has an age
+    cells = {key: cell for cell in CELLS for key in list_keys(cell)}
+    assert cells.keys() == printed_cells.keys()
+    for key, numbers in printed_cells.items():
         if numbers is None:
-            assert held[key].kind == NEVER_REACHED
-            assert math.isnan(held[key].mean)
-            assert math.isnan(held[key].std)
+            assert cells[key].kind == NEVER_REACHED
+            assert math.isnan(cells[key].mean)
+            assert math.isnan(cells[key].std)
         else:
-            assert (held[key].mean, held[key].std) == numbers
-    assert len(CELLS) == len({keys(cell)[0] for cell in CELLS}) == len(table) - 3  # three are printed twice
+            assert (cells[key].mean, cells[key].std) == numbers
+    assert (
+        len(CELLS) == len({list_keys(cell)[0] for cell in CELLS}) == len(printed_cells) - 3
+    )  # three cells are printed twice
 
 
-def test_cells_count_as_what_they_are() -> None:
+def test_cells_have_their_kinds_and_counts() -> None:
     assert Counter(cell.kind for cell in CELLS) == {PER_SEED: 55, POOLED: 23, NEVER_REACHED: 3}
     steps, trials = ({column.name for column in columns} for columns in (STEP_COLUMNS, TRIAL_COLUMNS))
     for cell in CELLS:
@@ -124,34 +126,38 @@ def test_cells_count_as_what_they_are() -> None:
         assert all(cell.conditions == make_conditions(study, cell.arm) for study in cell.studies)
 
 
-WITHOUT_PART = {"seed", "diagnostics", "entropy_diagnostics", "oracle_fit"}
+UNCOMPARED_SETTINGS = {"seed", "diagnostics", "entropy_diagnostics", "oracle_fit"}
 """Settings that differ between runs of an arm, or measure it."""
-OF_OTHER_TASKS = {"hidden", "mnist_folder", "model_name", "text_file", "context_len", "kl_weight"}
+SETTINGS_OF_OTHER_TASKS = {"hidden", "mnist_folder", "model_name", "text_file", "context_len", "kl_weight"}
 
 
 def test_every_setting_that_makes_a_run_what_it_is_has_a_published_value() -> None:
-    fields = set(UpdateRuleConfig.model_fields) - {"trainer"} - WITHOUT_PART - OF_OTHER_TASKS
-    trainer = {"trainer.total_training_steps", "trainer.test_freq"}
-    beside = {f"trainer.{name}" for name in UpdateRuleConfig.unhashed_settings["trainer"]} | {"trainer.n_gpus_per_node"}
-    assert {f"trainer.{name}" for name in type(UpdateRuleConfig().trainer).model_fields} == trainer | beside
+    field_names = set(UpdateRuleConfig.model_fields) - {"trainer"} - UNCOMPARED_SETTINGS - SETTINGS_OF_OTHER_TASKS
+    trainer_settings = {"trainer.total_training_steps", "trainer.test_freq"}
+    uncompared_trainer_settings = {f"trainer.{name}" for name in UpdateRuleConfig.unhashed_settings["trainer"]} | {
+        "trainer.n_gpus_per_node"
+    }
+    assert {
+        f"trainer.{name}" for name in type(UpdateRuleConfig().trainer).model_fields
+    } == trainer_settings | uncompared_trainer_settings
     for cell in CELLS:
-        assert cell.conditions.settings.keys() == fields | trainer
+        assert cell.conditions.settings.keys() == field_names | trainer_settings
 
 
 @pytest.mark.parametrize("name", STUDY_SETTINGS)
 def test_our_studies_are_the_published_ones(name: str) -> None:
-    """Every arm of ours has published cells, and each of its settings is the published one."""
-    ours = OURS[name]
+    """Every arm of our study has published cells, and each of its settings has the published value."""
+    study = STUDIES[name]
     published = {cell.arm: cell.conditions for cell in CELLS if name in cell.studies}
-    assert set(published) == set(ours.axis.named_settings)
-    for arm, settings in ours.axis.named_settings.items():
-        config = apply_overrides(UpdateRuleConfig(), {**ours.fixed_settings, **settings}).model_dump()
-        held = config | {f"trainer.{key}": value for key, value in config["trainer"].items()}
+    assert set(published) == set(study.axis.named_settings)
+    for arm, settings in study.axis.named_settings.items():
+        config = apply_overrides(UpdateRuleConfig(), {**study.fixed_settings, **settings}).model_dump()
+        our_settings = config | {f"trainer.{key}": value for key, value in config["trainer"].items()}
         for key, value in published[arm].settings.items():
-            assert held[key] == value, f"{arm}: {key}"
+            assert our_settings[key] == value, f"{arm}: {key}"
 
 
-def test_what_is_expected_is_said_with_a_reason() -> None:
+def test_expected_differences_have_a_rationale() -> None:
     assert all(cell.rationale for cell in CELLS if cell.expected_verdict != NOT_DISTINGUISHABLE)
     assert {(cell.studies[0], cell.arm) for cell in CELLS if cell.expected_verdict == DIFFERS} == {
         ("replay", "ReplayDG-32"),
@@ -163,25 +169,25 @@ def test_what_is_expected_is_said_with_a_reason() -> None:
     assert {cell.expected_verdict for cell in CELLS if cell.kind == POOLED} == {NO_EXPECTATION}
 
 
-@pytest.mark.parametrize(("seeds", "numbers"), TRIPLES)
+@pytest.mark.parametrize(("seeds", "numbers"), SEED_TRIPLES)
 def test_spreads_are_standard_deviations_of_three_evaluated_steps(seeds: tuple[int, ...], numbers: str) -> None:
     assert f"{statistics.mean(seeds):.4f} {statistics.stdev(seeds):.4f}" == numbers
     cell = next(cell for cell in CELLS if f"{cell.mean:.4f} {cell.std:.4f}" == numbers)
     assert all(step % cell.conditions.eval_interval == 0 for step in seeds)
 
 
-def test_two_seeds_at_0_and_one_apart_make_the_row_of_grpo_token() -> None:
+def test_two_seeds_at_0_and_one_above_give_the_spread_of_grpo_token() -> None:
     seeds = (0.0, 0.0, 3 * 0.1229)
     assert statistics.stdev(seeds) == pytest.approx(0.2126, abs=5e-4)
 
 
-@pytest.mark.parametrize("mean", [18.0667, 16.4667, 7.4444])
-def test_ages_are_means_of_whole_numbers_over_45_rows(mean: float) -> None:
-    assert round(45 * mean) / 45 == pytest.approx(mean, abs=5e-5)
-    assert any(cell.mean == mean and cell.kind == POOLED for cell in CELLS)
+@pytest.mark.parametrize("mean_age", [18.0667, 16.4667, 7.4444])
+def test_ages_are_means_of_whole_numbers_over_45_rows(mean_age: float) -> None:
+    assert round(45 * mean_age) / 45 == pytest.approx(mean_age, abs=5e-5)
+    assert any(cell.mean == mean_age and cell.kind == POOLED for cell in CELLS)
 
 
-def test_floors() -> None:
+def test_smallest_standard_deviations() -> None:
     by_column = {cell.column: cell.min_std for cell in CELLS}
     assert by_column["final_test_error"] == by_column["final_entropy"] == 0.01
     assert by_column["first_step_entropy_low"] == pytest.approx(5.7735, rel=1e-4)

@@ -1,4 +1,4 @@
-"""Our runs against published numbers: Welch by hand, Holm, floors, what cannot be tested, and the words of verdicts."""
+"""Tests of comparing our runs with published numbers: Welch's test, Holm, floors, untestable cells and verdicts."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,44 +21,48 @@ from analysis.stats.estimates import SampleStats, holm_adjust, welch_t_test
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox
 
 DG = (0.33, 0.34, 0.335, 0.331, 0.339)
-FAR = (0.50, 0.51, 0.505, 0.503, 0.507)
+DISTANT = (0.50, 0.51, 0.505, 0.503, 0.507)
 
 
-def study(name: str) -> FakeStudy:
-    """A study with the published settings; those of its arms come with their names."""
+def make_study(name: str) -> FakeStudy:
+    """Make a study with the published settings. The names of its arms imply the settings of the arms."""
     settings = dict(make_conditions(name, "DG").settings)
     steps, freq = (int(str(settings.pop(f"trainer.{key}"))) for key in ("total_training_steps", "test_freq"))
     return FakeStudy(name, total_steps=steps, test_freq=freq, settings=settings)
 
 
-def rows_of(folder: Path, runs: Sequence[FakeRun], name: str = "influence") -> dict[tuple[str, str], dict[str, Any]]:
-    table = compare_to_published(load(write_sandbox(folder, runs, study(name))))
+def make_rows(folder: Path, runs: Sequence[FakeRun], name: str = "influence") -> dict[tuple[str, str], dict[str, Any]]:
+    table = compare_to_published(load(write_sandbox(folder, runs, make_study(name))))
     return {(row["arm"], row["column"]): row for row in to_records(table) if "early" not in row["section"]}
 
 
-def by_hand(ours: Sequence[float], cell: Cell) -> Mapping[str, float]:
-    """Welch's test in full."""
-    a, b = np.var(ours, ddof=1) / len(ours), cell.std**2 / cell.n
-    difference, se = float(np.mean(ours)) - cell.mean, math.sqrt(a + b)
-    df = (a + b) ** 2 / (a**2 / (len(ours) - 1) + b**2 / (cell.n - 1))
-    half = stats.t.ppf(0.975, df) * se
+def compute_welch_by_hand(values: Sequence[float], cell: Cell) -> Mapping[str, float]:
+    """Compute Welch's test from its formulas."""
+    a, b = np.var(values, ddof=1) / len(values), cell.std**2 / cell.n
+    difference, se = float(np.mean(values)) - cell.mean, math.sqrt(a + b)
+    df = (a + b) ** 2 / (a**2 / (len(values) - 1) + b**2 / (cell.n - 1))
+    half_width = stats.t.ppf(0.975, df) * se
     p = 2 * stats.t.sf(abs(difference) / se, df)
-    return {"difference": difference, "low": difference - half, "high": difference + half, "df": df, "p": p}
+    return {"difference": difference, "low": difference - half_width, "high": difference + half_width, "df": df, "p": p}
 
 
-def test_a_cell_is_tested_as_by_hand(tmp_path: Path) -> None:
-    row = rows_of(tmp_path, [*make_seed_runs("DG", DG), *make_seed_runs("GRPO", FAR)])["DG", "final_test_error"]
+def test_a_cell_is_tested_with_welchs_test(tmp_path: Path) -> None:
+    row = make_rows(tmp_path, [*make_seed_runs("DG", DG), *make_seed_runs("GRPO", DISTANT)])["DG", "final_test_error"]
     cell = next(cell for cell in CELLS if (cell.studies[0], cell.arm) == ("influence", "DG"))
-    for name, value in by_hand(DG, cell).items():
+    for name, value in compute_welch_by_hand(DG, cell).items():
         assert row[name] == pytest.approx(value, rel=1e-9)
     assert (row["mean"], row["n"]) == (pytest.approx(0.335), 5)
-    assert row["difference"] > 0  # ours minus the published one
+    assert row["difference"] > 0  # our mean minus the published one
     assert (row["verdict"], row["as_expected"]) == ("not distinguishable", True)
 
 
 def test_holm_is_over_all_cells_that_are_tested(tmp_path: Path) -> None:
     table = compare_to_published(
-        load(write_sandbox(tmp_path, [*make_seed_runs("DG", DG), *make_seed_runs("GRPO", FAR)], study("influence")))
+        load(
+            write_sandbox(
+                tmp_path, [*make_seed_runs("DG", DG), *make_seed_runs("GRPO", DISTANT)], make_study("influence")
+            )
+        )
     )
     tested = table[table["verdict"] != "cannot be tested"]
     assert tested["arm"].to_list() == ["DG", "GRPO"]
@@ -69,13 +73,13 @@ def test_holm_is_over_all_cells_that_are_tested(tmp_path: Path) -> None:
 
 
 def test_welch_agrees_with_scipy_on_the_numbers_themselves() -> None:
-    ours, theirs = np.array(DG), np.array([0.3, 0.36, 0.35])
-    found = welch_t_test(*(SampleStats(x.mean(), x.std(ddof=1), len(x)) for x in (ours, theirs)))
-    expected = stats.ttest_ind(ours, theirs, equal_var=False)
+    our_values, published_values = np.array(DG), np.array([0.3, 0.36, 0.35])
+    comparison = welch_t_test(*(SampleStats(x.mean(), x.std(ddof=1), len(x)) for x in (our_values, published_values)))
+    expected = stats.ttest_ind(our_values, published_values, equal_var=False)
     interval = expected.confidence_interval(0.95)
-    assert found.p == pytest.approx(expected.pvalue, rel=1e-9)
-    assert found.df == pytest.approx(expected.df, rel=1e-9)
-    assert (found.low, found.high) == (pytest.approx(interval.low), pytest.approx(interval.high))
+    assert comparison.p == pytest.approx(expected.pvalue, rel=1e-9)
+    assert comparison.df == pytest.approx(expected.df, rel=1e-9)
+    assert (comparison.low, comparison.high) == (pytest.approx(interval.low), pytest.approx(interval.high))
     assert math.isnan(welch_t_test(SampleStats(0.3, math.nan, 1), SampleStats(0.3, 0.1, 3)).p)
     assert math.isnan(welch_t_test(SampleStats(0.3, 0.0, 3), SampleStats(0.4, 0.0, 3)).p)
 
@@ -84,75 +88,83 @@ SAMPLES = st.builds(SampleStats, st.floats(-10, 10), st.floats(0.01, 5), st.inte
 
 
 @given(SAMPLES, SAMPLES)
-def test_sides_changed_is_the_difference_turned_around(a: SampleStats, b: SampleStats) -> None:
-    there, back = welch_t_test(a, b), welch_t_test(b, a)
-    assert (there.value, there.low, there.high) == pytest.approx((-back.value, -back.high, -back.low), abs=1e-9)
-    assert there.p == pytest.approx(back.p, abs=1e-9)
-    assert min(a.n, b.n) - 1 <= there.df * (1 + 1e-9)
-    assert there.df <= (a.n + b.n - 2) * (1 + 1e-9)
-    assert there.low <= there.value <= there.high
+def test_exchanging_the_samples_flips_the_difference(a: SampleStats, b: SampleStats) -> None:
+    comparison, reversed_comparison = welch_t_test(a, b), welch_t_test(b, a)
+    assert (comparison.value, comparison.low, comparison.high) == pytest.approx(
+        (-reversed_comparison.value, -reversed_comparison.high, -reversed_comparison.low), abs=1e-9
+    )
+    assert comparison.p == pytest.approx(reversed_comparison.p, abs=1e-9)
+    assert min(a.n, b.n) - 1 <= comparison.df * (1 + 1e-9)
+    assert comparison.df <= (a.n + b.n - 2) * (1 + 1e-9)
+    assert comparison.low <= comparison.value <= comparison.high
 
 
 def test_a_spread_of_0_counts_as_the_floor_on_either_side(tmp_path: Path) -> None:
     runs = [replace(run, entropy=(1, 0.4), steps=1500) for run in make_seed_runs("CE", [0.0] * 4)]
-    row = rows_of(tmp_path, runs, "dense-correction")["CE", "final_test_error"]
+    row = make_rows(tmp_path, runs, "dense-correction")["CE", "final_test_error"]
     expected = welch_t_test(SampleStats(0.0, 0.01, 4), SampleStats(0.0, 0.01, 3))
     assert (row["low"], row["high"], row["p"]) == (expected.low, expected.high, 1.0)
-    assert (row["std"], row["published_std"]) == (0.0, 0.0)  # shown as they are
+    assert (row["std"], row["published_std"]) == (0.0, 0.0)  # the table shows them without the floor
     assert row["verdict"] == "not distinguishable"
 
 
 def test_the_floor_of_a_step_is_that_of_its_grid(tmp_path: Path) -> None:
-    ours = [FakeRun("CE", seed, steps=1500, error=(0.0, 0.0)) for seed in range(3)]
-    row = rows_of(tmp_path, ours, "dense-correction")["CE", "first_step_error_zero"]
+    runs = [FakeRun("CE", seed, steps=1500, error=(0.0, 0.0)) for seed in range(3)]
+    row = make_rows(tmp_path, runs, "dense-correction")["CE", "first_step_error_zero"]
     expected = welch_t_test(SampleStats(0.0, 50 / math.sqrt(12), 3), SampleStats(733.3333, 57.7350, 3))
     assert row["p"] == pytest.approx(expected.p, rel=1e-9)
-    assert row["mean"] == 0.0  # step 0 has no error here
+    assert row["mean"] == 0.0  # these runs have an error of 0 at step 0
 
 
-def test_a_step_that_some_runs_never_reach_is_not_tested_but_told(tmp_path: Path) -> None:
+def test_a_step_that_some_runs_never_reach_is_reported_without_a_test(tmp_path: Path) -> None:
     runs = [FakeRun("GRPO", seed, entropy=(1.0, 0.5 if seed == 2 else 0.05)) for seed in range(4)]
     runs += [FakeRun("DG", seed, entropy=(1.0, 0.5 if seed < 2 else 0.05)) for seed in range(4)]
-    found = rows_of(tmp_path, runs, "grpo-entropy")
-    low = found["GRPO", "first_step_entropy_low"]
-    assert (low["verdict"], low["n"], low["notes"]) == ("cannot be tested", 3, "never reached: seed 2")
-    assert low["reason"].startswith("3 of our 4 runs reach this step, and all 3 published seeds do")
-    never = found["DG", "first_step_entropy_low"]
-    assert (never["verdict"], never["kind"]) == ("cannot be tested", "never")
-    assert never["reason"] == "none of the 3 published seeds reaches this step; 2 of our 4 runs do"
-    assert never["notes"] == "never reached: seeds 0, 1"
-    clean = found["GRPO", "final_test_error"]
-    assert (clean["study"], clean["verdict"]) == ("grpo-entropy", "not distinguishable")
+    rows = make_rows(tmp_path, runs, "grpo-entropy")
+    partly_reached = rows["GRPO", "first_step_entropy_low"]
+    assert (partly_reached["verdict"], partly_reached["n"], partly_reached["notes"]) == (
+        "cannot be tested",
+        3,
+        "never reached: seed 2",
+    )
+    assert partly_reached["reason"].startswith("3 of our 4 runs reach this step, and all 3 published seeds do")
+    never_reached = rows["DG", "first_step_entropy_low"]
+    assert (never_reached["verdict"], never_reached["kind"]) == ("cannot be tested", "never")
+    assert never_reached["reason"] == "none of the 3 published seeds reaches this step; 2 of our 4 runs do"
+    assert never_reached["notes"] == "never reached: seeds 0, 1"
+    error_row = rows["GRPO", "final_test_error"]
+    assert (error_row["study"], error_row["verdict"]) == ("grpo-entropy", "not distinguishable")
 
 
 def test_runs_that_failed_are_left_out_and_named_and_stopped_ones_count(tmp_path: Path) -> None:
-    stopped = {"status": "early_stopped", "steps": 107, "stop": UNIFORM_STOP}
-    runs = [*make_seed_runs("TPO", (0.24, 0.3)), FakeRun("TPO", 2, error=(0.6, 0.5), **stopped)]
+    stopped_fields = {"status": "early_stopped", "steps": 107, "stop": UNIFORM_STOP}
+    runs = [*make_seed_runs("TPO", (0.24, 0.3)), FakeRun("TPO", 2, error=(0.6, 0.5), **stopped_fields)]
     runs += [FakeRun("TPO", 3, status="failed", steps=40, reason="X"), FakeRun("TPO", 4, status="", steps=None)]
-    row = rows_of(tmp_path, runs)["TPO", "final_test_error"]
+    row = make_rows(tmp_path, runs)["TPO", "final_test_error"]
     assert (row["n"], row["mean"]) == (3, pytest.approx((0.24 + 0.3 + 0.5) / 3))
     assert row["notes"] == (
         "early stopped, counted with the last row: seed 2; failed, not counted: seed 3; never ran, not counted: seed 4"
     )
 
 
-def test_pooled_cells_are_laid_beside_but_not_tested(tmp_path: Path) -> None:
+def test_pooled_cells_are_compared_without_a_test(tmp_path: Path) -> None:
     runs = [FakeRun("ReplayDG-5", seed, rows={"replay_age": 4.0}) for seed in range(3)]
-    row = rows_of(tmp_path, runs, "replay")["ReplayDG-5", "replay_age"]
+    row = make_rows(tmp_path, runs, "replay")["ReplayDG-5", "replay_age"]
     assert (row["mean"], row["std"], row["n"], row["published_n"]) == (4.0, 0.0, 48, 45)
     assert (row["verdict"], row["as_expected"]) == ("cannot be tested", None)
     assert math.isnan(row["p"])
 
 
-def test_runs_with_other_settings_are_not_held_against_the_published_ones(tmp_path: Path) -> None:
-    short = replace(study("influence"), total_steps=40)
-    table = compare_to_published(load(write_sandbox(tmp_path, make_seed_runs("DG", DG), short)))
+def test_runs_with_other_settings_are_not_compared_with_the_published_ones(tmp_path: Path) -> None:
+    short_study = replace(make_study("influence"), total_steps=40)
+    table = compare_to_published(load(write_sandbox(tmp_path, make_seed_runs("DG", DG), short_study)))
     assert table["reason"].to_list()[0] == "trainer.total_training_steps is 300 in the published runs, 40 in ours"
     assert set(table["verdict"]) == {"cannot be tested"}
     assert "no run of this arm was completed or stopped by a rule" in table["reason"].to_list()
-    one = compare_to_published(load(write_sandbox(tmp_path / "one", make_seed_runs("DG", DG[:1]), study("influence"))))
-    assert one["reason"].iloc[0] == "a standard deviation needs two values; our runs have 1"
-    assert math.isnan(one["std"].iloc[0])
+    table_of_one_run = compare_to_published(
+        load(write_sandbox(tmp_path / "one", make_seed_runs("DG", DG[:1]), make_study("influence")))
+    )
+    assert table_of_one_run["reason"].iloc[0] == "a standard deviation needs two values; our runs have 1"
+    assert math.isnan(table_of_one_run["std"].iloc[0])
 
 
 @pytest.mark.parametrize(
@@ -168,10 +180,10 @@ def test_runs_with_other_settings_are_not_held_against_the_published_ones(tmp_pa
 def test_every_setting_of_an_arm_must_be_the_published_one(
     tmp_path: Path, of_all: dict[str, object], of_tpo: dict[str, object], difference: str
 ) -> None:
-    made = study("influence")
+    fake_study = make_study("influence")
     runs = [replace(run, settings=of_tpo) for run in make_seed_runs("TPO", (0.24, 0.3, 0.2))]
-    other = replace(made, settings={**made.settings, **of_all})
-    table = compare_to_published(load(write_sandbox(tmp_path, [*make_seed_runs("DG", DG), *runs], other)))
+    changed_study = replace(fake_study, settings={**fake_study.settings, **of_all})
+    table = compare_to_published(load(write_sandbox(tmp_path, [*make_seed_runs("DG", DG), *runs], changed_study)))
     reasons = dict(zip(table["arm"], table["reason"], strict=True))
     assert reasons["TPO"] == difference
     assert (reasons["DG"] == "") == (not of_all)
@@ -179,10 +191,10 @@ def test_every_setting_of_an_arm_must_be_the_published_one(
 
 def test_a_cell_that_two_studies_run_is_tested_once(tmp_path: Path) -> None:
     for name in ("influence", "grpo-entropy"):
-        write_sandbox(tmp_path, make_seed_runs("DG", DG), study(name))
+        write_sandbox(tmp_path, make_seed_runs("DG", DG), make_study(name))
     table = compare_to_published(load(tmp_path))
-    clean = table[(table["arm"] == "DG") & (table["column"] == "final_test_error")]
-    assert clean["study"].to_list() == ["influence"]
+    error_rows = table[(table["arm"] == "DG") & (table["column"] == "final_test_error")]
+    assert error_rows["study"].to_list() == ["influence"]
     assert len(table) == len([cell for cell in CELLS if set(cell.studies) & {"influence", "grpo-entropy"}])
 
 
@@ -198,15 +210,19 @@ GOLDEN = (Path(__file__).parents[2] / "golden" / "sandbox_verdicts.txt").read_te
 
 
 def test_the_words_of_every_verdict(tmp_path: Path) -> None:
-    runs = [*make_seed_runs("DG", DG), *make_seed_runs("GRPO", FAR[:4]), FakeRun("GRPO", 4, status="failed", steps=20)]
+    runs = [
+        *make_seed_runs("DG", DG),
+        *make_seed_runs("GRPO", DISTANT[:4]),
+        FakeRun("GRPO", 4, status="failed", steps=20),
+    ]
     runs += [*make_seed_runs("ASPO", (0.37, 0.52, 0.43), entropy=(1.0, 0.02)), *make_seed_runs("R2VPO", (0.37,))]
-    table = compare_to_published(load(write_sandbox(tmp_path, runs, study("grpo-entropy"))))
-    shown = table[~table["arm"].isin(("DGEntropyGuard", "TPO")) & (table["column"] != "batch_delta_entropy")]
-    assert "\n".join([summarize_verdicts(table), *format_sentences(shown)]) + "\n" == GOLDEN
+    table = compare_to_published(load(write_sandbox(tmp_path, runs, make_study("grpo-entropy"))))
+    selected_rows = table[~table["arm"].isin(("DGEntropyGuard", "TPO")) & (table["column"] != "batch_delta_entropy")]
+    assert "\n".join([summarize_verdicts(table), *format_sentences(selected_rows)]) + "\n" == GOLDEN
 
 
 def test_seeds_are_counted_only_if_a_cell_counts_them(tmp_path: Path) -> None:
-    table = compare_to_published(load(write_sandbox(tmp_path, make_seed_runs("DG", DG), study("grpo-entropy"))))
+    table = compare_to_published(load(write_sandbox(tmp_path, make_seed_runs("DG", DG), make_study("grpo-entropy"))))
     assert "at most 5 of 10 planned seeds" in summarize_verdicts(table)
     pooled_cells = table[table["kind"] == POOLED]
     assert len(pooled_cells)

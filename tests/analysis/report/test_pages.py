@@ -1,4 +1,4 @@
-"""The report of every kind of study: complete, self-contained, well-formed, and the same when written again."""
+"""Tests of the report of every kind of study: complete, self-contained, well-formed, and the same when rewritten."""
 
 import html
 import json
@@ -19,13 +19,13 @@ from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from trainable.config.run_config import RunConfig
 
 STOP = ("low_validation_success", 0.002, 0.01)
-STOPPED = FakeRun("0.3", status="early_stopped", steps=45, success=(0.35, 0.0), greedy=(0.6, 0.0), stop=STOP)
+STOPPED_RUN = FakeRun("0.3", status="early_stopped", steps=45, success=(0.35, 0.0), greedy=(0.6, 0.0), stop=STOP)
 SMALL = FakeStudy(levels=40, total_steps=10)
 VOID = {"meta", "br", "img", "link", "hr", "input", "path", "use", "rect", "circle", "line"}
 
 
 class Page(HTMLParser):
-    """Checks that tags close in order, and keeps ids, links and the text."""
+    """Check that tags close in order, and collect ids, links and the text."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -67,31 +67,31 @@ class Page(HTMLParser):
         self.text += data
 
 
-def checked(text: str) -> Page:
+def parse_page(text: str) -> Page:
     page = Page(text)
     assert page.errors == []
     assert len(page.ids) == len(set(page.ids))
     return page
 
 
-def page_without_figures(folder: Path, *, live: bool = False) -> Page:
-    return checked(pages.render_page(load(folder, live=live), {}))
+def render_without_figures(folder: Path, *, live: bool = False) -> Page:
+    return parse_page(pages.render_page(load(folder, live=live), {}))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A six-arm study of one seed, one arm stopped, with its report."""
+    """A study of six arms and one seed, with one stopped arm, and its report."""
     runs = [FakeRun(arm) for arm in ("0", "0.01", "0.03", "0.1", "1")]
-    runs.insert(4, STOPPED)
+    runs.insert(4, STOPPED_RUN)
     defaults = {"defaults": RunConfig().model_dump(mode="json")}
-    written = write_study(tmp_path_factory.mktemp("report"), runs, FakeStudy(levels=200, extra=defaults))
-    assert write_report(written) == written / "report.html"
-    return written
+    study_folder = write_study(tmp_path_factory.mktemp("report"), runs, FakeStudy(levels=200, extra=defaults))
+    assert write_report(study_folder) == study_folder / "report.html"
+    return study_folder
 
 
 @pytest.fixture(scope="module")
 def page(folder: Path) -> Page:
-    return checked((folder / "report.html").read_text())
+    return parse_page((folder / "report.html").read_text())
 
 
 def test_every_arm_status_and_verdict_is_on_the_page(folder: Path, page: Page) -> None:
@@ -103,19 +103,19 @@ def test_every_arm_status_and_verdict_is_on_the_page(folder: Path, page: Page) -
     assert "6 runs: 5 completed, 1 early stopped" in page.text
 
 
-def test_the_stop_is_told_with_rule_value_threshold_and_step(page: Page) -> None:
+def test_a_stop_has_its_rule_value_threshold_and_step(page: Page) -> None:
     words = " ".join(page.text.split())
     assert "low_validation_success stopped 1 of 1 runs (step 45: 0.002 < 0.01)" in words
     assert "arm03-seed0 0.3 0 low_validation_success 45 0.002 0.01" in words
 
 
-def test_one_seed_is_called_one_seed(page: Page) -> None:
+def test_a_study_of_one_seed_says_so(page: Page) -> None:
     assert "over the levels of this one run; says nothing about other seeds" in page.text
     assert "nothing here is a claim about the setting itself" in page.text
     assert "200 levels, 175 of them different up to symmetry" in page.text
 
 
-def test_every_setting_is_there_and_changed_ones_are_marked(folder: Path, page: Page) -> None:
+def test_every_setting_is_listed_and_changed_ones_are_marked(folder: Path, page: Page) -> None:
     study = json.loads((folder / "study.json").read_text())
     rows = pages.make_settings_rows(study)
     text = (folder / "report.html").read_text()
@@ -137,7 +137,7 @@ def test_without_recorded_defaults_nothing_is_marked(tmp_path: Path) -> None:
     assert "The defaults are not recorded in study.json" in text
 
 
-def test_reproducibility_is_told(page: Page) -> None:
+def test_the_page_has_what_reproducing_it_needs(page: Page) -> None:
     for words in (
         "python -m tune_study run kl --preset laptop",
         "0123456789abcdef",
@@ -157,7 +157,7 @@ def test_the_page_needs_nothing_from_outside(folder: Path, page: Page) -> None:
     assert re.findall(r"url\((?!#)", text) == []
 
 
-def test_figures_are_inline_and_beside(folder: Path) -> None:
+def test_figures_are_inline_and_files_beside_the_page(folder: Path) -> None:
     names = {path.stem for path in (folder / "figures").glob("*.png")}
     expected = {"dose_response", "validation_curves", "reward_std", "entropy", "kept_groups", "stop_survival"}
     assert names == expected
@@ -166,22 +166,22 @@ def test_figures_are_inline_and_beside(folder: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (folder / "figures").glob("*.png"))
 
 
-def test_writing_it_again_changes_nothing(tmp_path: Path) -> None:
-    written = write_study(tmp_path, [FakeRun("0", steps=3)], FakeStudy(levels=10, total_steps=3))
-    first = write_report(written).read_text()
-    assert write_report(written).read_text() == first
+def test_a_report_is_the_same_when_written_twice(tmp_path: Path) -> None:
+    study_folder = write_study(tmp_path, [FakeRun("0", steps=3)], FakeStudy(levels=10, total_steps=3))
+    first = write_report(study_folder).read_text()
+    assert write_report(study_folder).read_text() == first
     assert first.count("<svg") == 4
 
 
-def test_it_reads_in_the_dark_and_on_paper(folder: Path) -> None:
+def test_the_page_has_styles_for_dark_mode_and_print(folder: Path) -> None:
     text = (folder / "report.html").read_text()
     assert "prefers-color-scheme: dark" in text
     assert "@media print" in text
     assert "default-src 'none'" in text
 
 
-FAILED = {"status": "failed", "steps": 4, "reason": "RuntimeError: <x>"}
-ENDED = {"status": "early_stopped", "steps": 10, "stop": STOP}
+FAILED_FIELDS = {"status": "failed", "steps": 4, "reason": "RuntimeError: <x>"}
+STOPPED_FIELDS = {"status": "early_stopped", "steps": 10, "stop": STOP}
 
 
 @pytest.mark.parametrize(
@@ -191,40 +191,40 @@ ENDED = {"status": "early_stopped", "steps": 10, "stop": STOP}
         ([FakeRun("0", status="", steps=0)], "no verdict: seed 0 never ran"),
         ([FakeRun("0", status="running", steps=0)], "No scored run: arm 0."),
         ([FakeRun("0", steps=10)], "1 arm, baseline 0."),
-        ([FakeRun(arm, **FAILED) for arm in ("0", "0.1")], "(RuntimeError: <x>)"),  # type: ignore[arg-type]
-        ([FakeRun(arm, **ENDED) for arm in ("0", "0.1")], "Failed regime, stopped by"),  # type: ignore[arg-type]
+        ([FakeRun(arm, **FAILED_FIELDS) for arm in ("0", "0.1")], "(RuntimeError: <x>)"),  # type: ignore[arg-type]
+        ([FakeRun(arm, **STOPPED_FIELDS) for arm in ("0", "0.1")], "Failed regime, stopped by"),  # type: ignore[arg-type]
         ([FakeRun(arm, seed, steps=10) for arm in ("0", "nofilter") for seed in range(3)], "over 3 seeds"),
         ([FakeRun("0.1", steps=10)], "and this arm have no scored runs with a common seed"),
     ],
 )
 def test_every_kind_of_study_has_a_report(tmp_path: Path, runs: list[FakeRun], words: str) -> None:
-    written = write_study(tmp_path, runs, SMALL)
-    found = page_without_figures(written)
-    pages.draw_figures(load(written))
-    assert words in " ".join(found.text.split())
+    study_folder = write_study(tmp_path, runs, SMALL)
+    page = render_without_figures(study_folder)
+    pages.draw_figures(load(study_folder))
+    assert words in " ".join(page.text.split())
 
 
 def test_a_running_study_can_be_reported(tmp_path: Path) -> None:
-    written = write_study(tmp_path, [FakeRun("0", steps=10), FakeRun("0.1", status="running", steps=6)], SMALL)
-    assert "1 running" in page_without_figures(written, live=True).text
-    assert "1 interrupted" in page_without_figures(written).text
+    study_folder = write_study(tmp_path, [FakeRun("0", steps=10), FakeRun("0.1", status="running", steps=6)], SMALL)
+    assert "1 running" in render_without_figures(study_folder, live=True).text
+    assert "1 interrupted" in render_without_figures(study_folder).text
 
 
 @pytest.mark.parametrize("missing", ["entropy", "reward_std", "val_greedy_success", "base_val_success", "kept_ratio"])
-def test_a_missing_column_costs_only_its_own_part(tmp_path: Path, missing: str) -> None:
+def test_a_missing_column_leaves_out_only_its_section(tmp_path: Path, missing: str) -> None:
     runs = [FakeRun(arm, steps=10, rows={missing: None}) for arm in ("0", "0.1")]
-    written = write_study(tmp_path, runs, SMALL)
-    found = page_without_figures(written)
-    pages.draw_figures(load(written))
-    assert "Verdict for each arm" in found.text
+    study_folder = write_study(tmp_path, runs, SMALL)
+    page = render_without_figures(study_folder)
+    pages.draw_figures(load(study_folder))
+    assert "Verdict for each arm" in page.text
 
 
 def test_missing_levels_and_a_bare_study_json(tmp_path: Path) -> None:
     run = FakeRun("0.1", steps=10)
-    written = write_study(tmp_path, [FakeRun("0", steps=10), run], SMALL)
-    (written / "runs" / run.run_id / "levels.jsonl").unlink()
-    (written / "study.json").write_text(json.dumps({"name": "kl", "run": "kl_sweep"}))
-    assert "The defaults are not recorded" in page_without_figures(written).text
+    study_folder = write_study(tmp_path, [FakeRun("0", steps=10), run], SMALL)
+    (study_folder / "runs" / run.run_id / "levels.jsonl").unlink()
+    (study_folder / "study.json").write_text(json.dumps({"name": "kl", "run": "kl_sweep"}))
+    assert "The defaults are not recorded" in render_without_figures(study_folder).text
 
 
 def test_text_from_a_run_is_escaped(tmp_path: Path) -> None:
@@ -234,14 +234,14 @@ def test_text_from_a_run_is_escaped(tmp_path: Path) -> None:
     assert "&lt;script&gt;alert(1)" in text
 
 
-def test_the_index_links_every_study_and_holds_equal_runs_against_each_other(tmp_path: Path) -> None:
+def test_the_index_links_every_study_and_compares_equal_runs(tmp_path: Path) -> None:
     write_study(tmp_path, [FakeRun("0", steps=10), FakeRun("0.1", steps=10)], SMALL)
     entropy = FakeStudy("entropy", "entropy_sweep", "actor.entropy_coeff", levels=40, total_steps=10)
     write_study(tmp_path, [FakeRun("0", steps=10), FakeRun("0.03", steps=10)], entropy)
-    found = checked(write_index(tmp_path).read_text())
-    assert found.links == ["results/entropy_sweep/report.html", "results/kl_sweep_sokoban-tiny/report.html"]
-    assert all((tmp_path / link).parent.is_dir() for link in found.links)
-    words = " ".join(found.text.split())
+    index_page = parse_page(write_index(tmp_path).read_text())
+    assert index_page.links == ["results/entropy_sweep/report.html", "results/kl_sweep_sokoban-tiny/report.html"]
+    assert all((tmp_path / link).parent.is_dir() for link in index_page.links)
+    words = " ".join(index_page.text.split())
     assert "entropy/arm0-seed0 and kl/arm0-seed0 have equal rows" in words
     assert "2 studies" in words
 
@@ -267,7 +267,7 @@ def test_arms_that_failed_in_part_are_in_the_headline(tmp_path: Path) -> None:
         ((0.2, 0.1, 0.3), (float("nan"),) * 3, "Greedy success was not measured, so it is open"),
     ],
 )
-def test_learning_is_told_with_what_it_does_not_show(
+def test_sentences_on_learning_name_what_they_do_not_show(
     gain: tuple[float, ...], greedy: tuple[float, ...], words: str
 ) -> None:
     names = ("", "_low", "_high")
@@ -303,14 +303,14 @@ def test_five_seeds_are_no_longer_called_few(tmp_path: Path) -> None:
         (float("nan"), "–"),
     ],
 )
-def test_counts(value: float, text: str) -> None:
+def test_format_count(value: float, text: str) -> None:
     assert format_count(value) == text
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(12.4, "12 s"), (185, "3 min 05 s"), (3720, "1 h 02 min"), (59.7, "1 min 00 s")]
 )
-def test_durations(value: float, text: str) -> None:
+def test_format_duration(value: float, text: str) -> None:
     assert format_duration(value) == text
 
 
@@ -324,8 +324,8 @@ def test_a_browser_shows_the_report(folder: Path, tmp_path: Path) -> None:
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]
     command = [str(BROWSER), *flags, f"--user-data-dir={tmp_path}", (folder / "report.html").as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    shown = Page(dom).text
-    assert "Verdict for each arm" in shown
+    page_text = Page(dom).text
+    assert "Verdict for each arm" in page_text
     for arm in read_study(folder).trials["arm"]:
         assert re.search(rf'<th scope="row">{re.escape(arm)}</th>', dom)
     assert dom.count("<svg") == 6

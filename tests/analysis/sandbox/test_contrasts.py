@@ -1,4 +1,4 @@
-"""Declared contrasts against hand computations, a literal oracle, and the runs that they must name."""
+"""Tests of declared contrasts: computations by hand, a literal oracle, and the runs that the tables must name."""
 
 import math
 from dataclasses import replace
@@ -32,59 +32,59 @@ from trainable.sandbox.measure.records import TRIAL_COLUMNS
 
 ERROR = "final_test_error"
 A, B, C, D = (0.30, 0.34, 0.35), (0.20, 0.26, 0.29), (0.50, 0.45, 0.47), (0.44, 0.41, 0.45)
-FOUR = [run for arm, ends in zip("ABCD", (A, B, C, D), strict=True) for run in make_seed_runs(arm, ends)]
+FOUR_ARMS = [run for arm, ends in zip("ABCD", (A, B, C, D), strict=True) for run in make_seed_runs(arm, ends)]
 
 
-def study(*declared: tuple[str, list[list[str]]], **made: Any) -> FakeStudy:
-    extra = {"contrasts": [{"name": name, "pairs": pairs} for name, pairs in declared]}
-    return FakeStudy("some-study", baseline="A", extra=extra, **made)
+def make_study(*contrasts: tuple[str, list[list[str]]], **study_fields: Any) -> FakeStudy:
+    extra = {"contrasts": [{"name": name, "pairs": pairs} for name, pairs in contrasts]}
+    return FakeStudy("some-study", baseline="A", extra=extra, **study_fields)
 
 
-def frames_of(folder: Path, runs: list[FakeRun], *declared: tuple[str, list[list[str]]]) -> StudyFrames:
-    return load(write_sandbox(folder, runs, study(*declared)))
+def write_and_load(folder: Path, runs: list[FakeRun], *contrasts: tuple[str, list[list[str]]]) -> StudyFrames:
+    return load(write_sandbox(folder, runs, make_study(*contrasts)))
 
 
-def row_of(table: pd.DataFrame, contrast: str, column: str = ERROR) -> dict[str, Any]:
+def get_row(table: pd.DataFrame, contrast: str, column: str = ERROR) -> dict[str, Any]:
     (row,) = [row for row in to_records(table) if (row["contrast"], row["column"]) == (contrast, column)]
     return row
 
 
-def test_by_hand(tmp_path: Path) -> None:
-    frames = frames_of(tmp_path, FOUR, ("first up", [["A", "B"], ["C", "D"]]))
-    row = row_of(compute_contrasts(frames), "first up")
+def test_a_contrast_equals_a_computation_by_hand(tmp_path: Path) -> None:
+    frames = write_and_load(tmp_path, FOUR_ARMS, ("first up", [["A", "B"], ["C", "D"]]))
+    row = get_row(compute_contrasts(frames), "first up")
     per_seed = [(0.10 + 0.06) / 2, (0.08 + 0.04) / 2, (0.06 + 0.02) / 2]  # 0.08, 0.06, 0.04
-    half = 4.302653 * 0.02 / math.sqrt(3)  # t of 97.5 % at 2 degrees of freedom
+    half_width = 4.302653 * 0.02 / math.sqrt(3)  # the 97.5 % quantile of t with 2 degrees of freedom
     assert row["difference"] == pytest.approx(sum(per_seed) / 3)
     assert row["difference"] == pytest.approx(0.06)
-    assert (row["low"], row["high"]) == (pytest.approx(0.06 - half), pytest.approx(0.06 + half))
+    assert (row["low"], row["high"]) == (pytest.approx(0.06 - half_width), pytest.approx(0.06 + half_width))
     assert (row["seeds"], row["pairs"], row["pairs_used"]) == (3, 2, 2)
     assert (row["lower"], row["higher"], row["equal"]) == (0, 2, 0)
     assert (row["run_pairs_used"], row["run_pairs"], row["excluded_runs"], row["early_stopped_runs"]) == (6, 6, "", "")
     assert row["verdict"] == "higher"
-    one = to_records(compute_pair_differences(frames))[0]
-    assert (one["first"], one["second"], one["seeds"]) == ("A", "B", 3)
-    assert (one["first_mean"], one["second_mean"]) == (pytest.approx(0.33), pytest.approx(0.25))
-    assert one["difference"] == pytest.approx(0.08)
-    assert (one["lower"], one["higher"], one["equal"]) == (0, 3, 0)
-    assert (one["first_steps"], one["second_steps"]) == ("300", "300")
+    pair_row = to_records(compute_pair_differences(frames))[0]
+    assert (pair_row["first"], pair_row["second"], pair_row["seeds"]) == ("A", "B", 3)
+    assert (pair_row["first_mean"], pair_row["second_mean"]) == (pytest.approx(0.33), pytest.approx(0.25))
+    assert pair_row["difference"] == pytest.approx(0.08)
+    assert (pair_row["lower"], pair_row["higher"], pair_row["equal"]) == (0, 3, 0)
+    assert (pair_row["first_steps"], pair_row["second_steps"]) == ("300", "300")
 
 
 def test_pairs_of_one_seed_are_not_independent(tmp_path: Path) -> None:
-    """Four copies of a pair say no more than one: an interval over pair-seeds would be half as wide."""
+    """Four copies of a pair have the interval of one. An interval over pairs and seeds would be half as wide."""
     copies = [run for n in range(4) for arm, ends in (("A", A), ("B", B)) for run in make_seed_runs(f"{arm}{n}", ends)]
-    every = ("four", [[f"A{n}", f"B{n}"] for n in range(4)])
-    table = compute_contrasts(frames_of(tmp_path, copies, every, ("one", [["A0", "B0"]])))
-    four, one = row_of(table, "four"), row_of(table, "one")
+    contrast = ("four", [[f"A{n}", f"B{n}"] for n in range(4)])
+    table = compute_contrasts(write_and_load(tmp_path, copies, contrast, ("one", [["A0", "B0"]])))
+    row_of_four, row_of_one = get_row(table, "four"), get_row(table, "one")
     for name in ("difference", "low", "high", "p", "seeds"):
-        assert four[name] == pytest.approx(one[name])
+        assert row_of_four[name] == pytest.approx(row_of_one[name])
 
 
-EMPTY = {name: make_empty_frame(name) for name in ("steps", "levels", "gradients", "gradient_groups")}
+EMPTY_FRAMES = {name: make_empty_frame(name) for name in ("steps", "levels", "gradients", "gradient_groups")}
 """Made once: a column of its type each takes longer than what is tested."""
 
 
-def made_frames(cells: dict[tuple[str, int], tuple[str, float]], declared: list[dict[str, Any]]) -> StudyFrames:
-    """Frames in memory. cells: status and test error by arm and seed."""
+def make_frames(cells: dict[tuple[str, int], tuple[str, float]], contrasts: list[dict[str, Any]]) -> StudyFrames:
+    """Make frames in memory from `cells`, the status and the test error by arm and seed."""
     rows = [
         {
             "run_id": f"{arm}-{seed}",
@@ -99,81 +99,95 @@ def made_frames(cells: dict[tuple[str, int], tuple[str, float]], declared: list[
         for (arm, seed), (status, value) in cells.items()
     ]
     trials = cast_frame(pd.DataFrame(rows, columns=list(rows[0])), FAMILIES["update_rules"].schemas["trials"])
-    whole = {"name": "s", "family": "update_rules", "contrasts": declared}
-    return StudyFrames(trials, study=whole, **EMPTY)
+    study = {"name": "s", "family": "update_rules", "contrasts": contrasts}
+    return StudyFrames(trials, study=study, **EMPTY_FRAMES)
 
 
 ARMS = "ABCDE"
 STATUSES = ("completed", "completed", "completed", "early_stopped", "failed", "interrupted", "never_ran")
-VALUES = st.floats(0, 1).map(lambda value: round(value, 3)) | st.just(math.nan)
-CELLS = st.dictionaries(
-    st.tuples(st.sampled_from(ARMS), st.integers(0, 5)), st.tuples(st.sampled_from(STATUSES), VALUES), min_size=1
+VALUE_STRATEGY = st.floats(0, 1).map(lambda value: round(value, 3)) | st.just(math.nan)
+CELL_STRATEGY = st.dictionaries(
+    st.tuples(st.sampled_from(ARMS), st.integers(0, 5)),
+    st.tuples(st.sampled_from(STATUSES), VALUE_STRATEGY),
+    min_size=1,
 )
 ALL_PAIRS = [[first, second] for index, first in enumerate(ARMS) for second in ARMS[index + 1 :]]
-DECLARED = st.lists(
+CONTRASTS = st.lists(
     st.lists(st.sampled_from(ALL_PAIRS), min_size=1, max_size=4, unique_by=tuple), min_size=1, max_size=4
-).map(lambda found: [{"name": f"contrast {index}", "pairs": pairs} for index, pairs in enumerate(found)])
+).map(lambda pair_lists: [{"name": f"contrast {index}", "pairs": pairs} for index, pairs in enumerate(pair_lists)])
 
 
-@given(CELLS, DECLARED)
-def test_against_a_literal_oracle(cells: dict[tuple[str, int], tuple[str, float]], found: list[dict[str, Any]]) -> None:
-    table = compute_contrasts(made_frames(cells, found))
+@given(CELL_STRATEGY, CONTRASTS)
+def test_contrasts_equal_a_literal_oracle(
+    cells: dict[tuple[str, int], tuple[str, float]], contrasts: list[dict[str, Any]]
+) -> None:
+    table = compute_contrasts(make_frames(cells, contrasts))
     scored = {key: value for key, (status, value) in cells.items() if status in ("completed", "early_stopped")}
     if not any(value == value for value in scored.values()):
         assert table.empty
         return
-    assert table["contrast"].to_list() == [each["name"] for each in found]
-    for row, each in zip(to_records(table), found, strict=True):
-        expected = compute_contrast(scored, each["pairs"])
+    assert table["contrast"].to_list() == [contrast["name"] for contrast in contrasts]
+    for row, contrast in zip(to_records(table), contrasts, strict=True):
+        expected = compute_contrast(scored, contrast["pairs"])
         for name, number in expected.items():
             assert row[name] == pytest.approx(number, abs=1e-9, nan_ok=True), name
-    tested = table["p"].dropna()
-    assert table["p_holm"].dropna().to_list() == pytest.approx(holm(tested.to_list()))
+    p_values = table["p"].dropna()
+    assert table["p_holm"].dropna().to_list() == pytest.approx(holm(p_values.to_list()))
 
 
-@given(CELLS, DECLARED)
-def test_pairs_the_other_way_round_are_the_other_sign(
-    cells: dict[tuple[str, int], tuple[str, float]], found: list[dict[str, Any]]
+@given(CELL_STRATEGY, CONTRASTS)
+def test_reversed_pairs_have_the_opposite_sign(
+    cells: dict[tuple[str, int], tuple[str, float]], contrasts: list[dict[str, Any]]
 ) -> None:
-    turned = [{"name": each["name"], "pairs": [pair[::-1] for pair in each["pairs"]]} for each in found]
-    ours, theirs = (to_records(compute_contrasts(made_frames(cells, each))) for each in (found, turned))
-    swapped = {"lower": "higher", "higher": "lower"}
-    for row, other in zip(ours, theirs, strict=True):
-        assert row["difference"] == pytest.approx(-other["difference"], nan_ok=True)
-        assert row["low"] == pytest.approx(-other["high"], abs=1e-9, nan_ok=True)
-        assert (row["lower"], row["higher"]) == (other["higher"], other["lower"])
-        assert row["verdict"] == swapped.get(other["verdict"], other["verdict"])
+    reversed_contrasts = [
+        {"name": contrast["name"], "pairs": [pair[::-1] for pair in contrast["pairs"]]} for contrast in contrasts
+    ]
+    rows, reversed_rows = (
+        to_records(compute_contrasts(make_frames(cells, contrast))) for contrast in (contrasts, reversed_contrasts)
+    )
+    opposite_verdicts = {"lower": "higher", "higher": "lower"}
+    for row, reversed_row in zip(rows, reversed_rows, strict=True):
+        assert row["difference"] == pytest.approx(-reversed_row["difference"], nan_ok=True)
+        assert row["low"] == pytest.approx(-reversed_row["high"], abs=1e-9, nan_ok=True)
+        assert (row["lower"], row["higher"]) == (reversed_row["higher"], reversed_row["lower"])
+        assert row["verdict"] == opposite_verdicts.get(reversed_row["verdict"], reversed_row["verdict"])
 
 
-@given(CELLS, DECLARED)
+@given(CELL_STRATEGY, CONTRASTS)
 def test_every_run_that_a_pair_lacks_is_named(
-    cells: dict[tuple[str, int], tuple[str, float]], found: list[dict[str, Any]]
+    cells: dict[tuple[str, int], tuple[str, float]], contrasts: list[dict[str, Any]]
 ) -> None:
-    frames = made_frames(cells, found)
-    singles = compute_seed_differences(frames)
-    held = set(frames.trials["seed"])
+    frames = make_frames(cells, contrasts)
+    seed_differences = compute_seed_differences(frames)
+    all_seeds = set(frames.trials["seed"])
     for row in to_records(compute_contrasts(frames)):
-        own = singles[(singles["contrast"] == row["contrast"])]
-        assert len(own) == row["run_pairs"] == row["pairs"] * len(held)
-        for cell in to_records(own[own["difference"].isna()]):
-            lacking = [cell[which] for which in ("first", "second") if math.isnan(cell[f"{which}_value"])]
-            assert lacking
-            for arm in lacking:
-                named = [part.split(": ")[1] for part in row["excluded_runs"].split("; ") if part.startswith(f"{arm} ")]
-                assert any(str(cell["seed"]) in seeds for seeds in named)
+        run_pairs = seed_differences[(seed_differences["contrast"] == row["contrast"])]
+        assert len(run_pairs) == row["run_pairs"] == row["pairs"] * len(all_seeds)
+        for cell in to_records(run_pairs[run_pairs["difference"].isna()]):
+            missing_arms = [cell[which] for which in ("first", "second") if math.isnan(cell[f"{which}_value"])]
+            assert missing_arms
+            for arm in missing_arms:
+                named_seeds = [
+                    phrase.split(": ")[1] for phrase in row["excluded_runs"].split("; ") if phrase.startswith(f"{arm} ")
+                ]
+                assert any(str(cell["seed"]) in seeds for seeds in named_seeds)
         assert bool(row["excluded_runs"]) == (row["run_pairs_used"] < row["run_pairs"])
 
 
 def test_failed_and_missing_runs_are_left_out_and_named_and_a_stopped_one_counts(tmp_path: Path) -> None:
-    runs = [run for run in FOUR if (run.arm, run.seed) != ("D", 0)]
+    runs = [run for run in FOUR_ARMS if (run.arm, run.seed) != ("D", 0)]
     runs = [replace(run, status="failed", steps=40) if (run.arm, run.seed) == ("B", 1) else run for run in runs]
-    stopped = {("C", 2), ("A", 1)}  # A's partner of seed 1 failed, so that it counts nowhere
+    stopped_runs = {("C", 2), ("A", 1)}  # B of seed 1 failed, so A of seed 1 does not count
     runs = [
-        replace(run, status="early_stopped", steps=107, stop=UNIFORM_STOP) if (run.arm, run.seed) in stopped else run
+        replace(run, status="early_stopped", steps=107, stop=UNIFORM_STOP)
+        if (run.arm, run.seed) in stopped_runs
+        else run
         for run in runs
     ]
-    frames = frames_of(tmp_path, runs, ("up", [["A", "B"], ["C", "D"], ["C", "nobody"]]), ("none", [["A", "nobody"]]))
-    row = row_of(compute_contrasts(frames), "up")
+    frames = write_and_load(
+        tmp_path, runs, ("up", [["A", "B"], ["C", "D"], ["C", "nobody"]]), ("none", [["A", "nobody"]])
+    )
+    row = get_row(compute_contrasts(frames), "up")
     assert row["excluded_runs"] == "B failed: seed 1; D not run: seed 0; nobody not run: seeds 0, 1, 2"
     assert (row["early_stopped_runs"], row["num_early_stopped"]) == ("C: seed 2 at step 107", 1)
     per_seed = [0.10, 0.04, (0.06 + 0.02) / 2]
@@ -181,25 +195,26 @@ def test_failed_and_missing_runs_are_left_out_and_named_and_a_stopped_one_counts
     assert row["p"] == pytest.approx(stats.ttest_1samp(per_seed, 0).pvalue)
     assert (row["run_pairs_used"], row["run_pairs"], row["pairs"], row["pairs_used"]) == (4, 9, 3, 2)
     assert math.isnan(row["difference_same_pairs"])  # A with B lacks seed 1, C with D lacks seed 0
-    nothing = row_of(compute_contrasts(frames), "none")
-    assert (nothing["verdict"], nothing["seeds"], nothing["run_pairs_used"]) == ("no comparison", 0, 0)
-    assert nothing["excluded_runs"] == "nobody not run: seeds 0, 1, 2"
+    empty_row = get_row(compute_contrasts(frames), "none")
+    assert (empty_row["verdict"], empty_row["seeds"], empty_row["run_pairs_used"]) == ("no comparison", 0, 0)
+    assert empty_row["excluded_runs"] == "nobody not run: seeds 0, 1, 2"
 
 
 def test_many_stopped_runs_are_counted_in_words_and_named_in_the_table(tmp_path: Path) -> None:
     runs = [
-        replace(run, status="early_stopped", steps=107, stop=UNIFORM_STOP) if run.arm in "AB" else run for run in FOUR
+        replace(run, status="early_stopped", steps=107, stop=UNIFORM_STOP) if run.arm in "AB" else run
+        for run in FOUR_ARMS
     ]
-    table = compute_contrasts(frames_of(tmp_path, runs, ("up", [["A", "B"], ["C", "D"]])))
-    row = row_of(table, "up")
+    table = compute_contrasts(write_and_load(tmp_path, runs, ("up", [["A", "B"], ["C", "D"]])))
+    row = get_row(table, "up")
     assert row["num_early_stopped"] == row["early_stopped_runs"].count(" at step 107") == 6
     assert format_sentences(table)[0].endswith("; 6 runs stopped by a rule, counted with the last row")
 
 
 def test_a_pair_that_lacks_a_seed_moves_the_mean_and_the_line_says_so(tmp_path: Path) -> None:
-    runs = [run for run in FOUR if (run.arm, run.seed) != ("D", 0)]
-    table = compute_contrasts(frames_of(tmp_path, runs, ("up", [["A", "B"], ["C", "D"]])))
-    row = row_of(table, "up")
+    runs = [run for run in FOUR_ARMS if (run.arm, run.seed) != ("D", 0)]
+    table = compute_contrasts(write_and_load(tmp_path, runs, ("up", [["A", "B"], ["C", "D"]])))
+    row = get_row(table, "up")
     assert row["difference"] == pytest.approx((0.10 + 0.06 + 0.04) / 3)
     assert row["difference_same_pairs"] == pytest.approx((0.10 + 0.08 + 0.06) / 3)
     assert "seeds have different pairs: +0.08 over the pairs that every seed has" in format_sentences(table)[0]
@@ -207,9 +222,9 @@ def test_a_pair_that_lacks_a_seed_moves_the_mean_and_the_line_says_so(tmp_path: 
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_two_seeds_have_no_interval(tmp_path: Path, number: int) -> None:
-    runs = [run for run in FOUR if run.seed < number]
-    table = compute_contrasts(frames_of(tmp_path, runs, ("up", [["A", "B"]])))
-    row = row_of(table, "up")
+    runs = [run for run in FOUR_ARMS if run.seed < number]
+    table = compute_contrasts(write_and_load(tmp_path, runs, ("up", [["A", "B"]])))
+    row = get_row(table, "up")
     assert row["difference"] == pytest.approx(np.mean([0.10, 0.08][:number]))
     assert np.isnan([row["low"], row["high"], row["p"], row["p_holm"]]).all()
     assert row["verdict"] == "no interval"
@@ -217,34 +232,42 @@ def test_two_seeds_have_no_interval(tmp_path: Path, number: int) -> None:
 
 
 def test_holm_is_over_the_contrasts_of_one_column(tmp_path: Path) -> None:
-    frames = frames_of(tmp_path, FOUR, ("one", [["A", "B"]]), ("two", [["C", "D"]]), ("three", [["C", "A"]]))
+    frames = write_and_load(tmp_path, FOUR_ARMS, ("one", [["A", "B"]]), ("two", [["C", "D"]]), ("three", [["C", "A"]]))
     table = compute_contrasts(frames)
     assert list(dict.fromkeys(table["column"])) == [ERROR, "final_entropy", "mean_entropy"]
-    for _, own in table.groupby("column"):
-        assert own["p_holm"].to_list() == pytest.approx(holm(own["p"].to_list()))
+    for _, column_rows in table.groupby("column"):
+        assert column_rows["p_holm"].to_list() == pytest.approx(holm(column_rows["p"].to_list()))
     assert len(set(table.loc[table["column"] == ERROR, "p"])) == 3
 
 
-def test_equal_arms_have_no_difference_and_rounding_is_none(tmp_path: Path) -> None:
+def test_equal_arms_have_no_difference_and_rounding_does_not_count(tmp_path: Path) -> None:
     runs = [run for arm in "ABCD" for run in make_seed_runs(arm, (0.1 + 0.2, 0.3, 0.7))]
     runs = [replace(run, error=(0.6, 0.3)) if (run.arm, run.seed) == ("B", 0) else run for run in runs]
-    frames = frames_of(tmp_path, runs, ("same", [["A", "B"], ["C", "D"]]))
+    frames = write_and_load(tmp_path, runs, ("same", [["A", "B"], ["C", "D"]]))
     table = compute_contrasts(frames)
-    row = row_of(table, "same")
+    row = get_row(table, "same")
     assert (row["difference"], row["equal"], row["verdict"]) == (0.0, 2, "no clear difference")
-    one = to_records(compute_pair_differences(frames))[0]
-    assert (one["lower"], one["higher"], one["equal"]) == (0, 0, 3)
+    pair_row = to_records(compute_pair_differences(frames))[0]
+    assert (pair_row["lower"], pair_row["higher"], pair_row["equal"]) == (0, 0, 3)
     assert "every pair is equal, over 3 seeds" in format_sentences(table)[0]
 
 
 def test_columns_of_some_tasks_are_contrasted_where_all_runs_have_them(tmp_path: Path) -> None:
-    aged = [replace(run, rows={"age_mean": 3.0 + run.seed}) if run.arm in "AB" else run for run in FOUR]
-    table = compute_contrasts(frames_of(tmp_path, aged, ("all", [["A", "B"], ["C", "D"]]), ("aged", [["A", "B"]])))
-    found = table[table["column"] == "mean_replay_age"]
-    assert found["contrast"].to_list() == ["aged"]
-    assert found["verdict"].to_list() == ["no clear difference"]
-    one = [replace(run, rows={"entropy": None}) if (run.arm, run.seed) == ("A", 1) else run for run in FOUR]
-    row = row_of(compute_contrasts(frames_of(tmp_path / "one", one, ("up", [["A", "B"]]))), "up", "mean_entropy")
+    aged_runs = [replace(run, rows={"age_mean": 3.0 + run.seed}) if run.arm in "AB" else run for run in FOUR_ARMS]
+    table = compute_contrasts(
+        write_and_load(tmp_path, aged_runs, ("all", [["A", "B"], ["C", "D"]]), ("aged", [["A", "B"]]))
+    )
+    age_rows = table[table["column"] == "mean_replay_age"]
+    assert age_rows["contrast"].to_list() == ["aged"]
+    assert age_rows["verdict"].to_list() == ["no clear difference"]
+    runs_without_entropy = [
+        replace(run, rows={"entropy": None}) if (run.arm, run.seed) == ("A", 1) else run for run in FOUR_ARMS
+    ]
+    row = get_row(
+        compute_contrasts(write_and_load(tmp_path / "one", runs_without_entropy, ("up", [["A", "B"]]))),
+        "up",
+        "mean_entropy",
+    )
     assert row["excluded_runs"] == "A without a value: seed 1"
 
 
@@ -256,37 +279,37 @@ def test_every_trial_column_is_contrasted_or_left_out_with_a_reason() -> None:
 
 
 @pytest.mark.parametrize("extra", [{}, {"contrasts": []}, {"contrasts": None}])
-def test_without_contrasts_there_is_nothing(tmp_path: Path, extra: dict[str, Any]) -> None:
-    frames = load(write_sandbox(tmp_path, FOUR, FakeStudy("some-study", extra=extra)))
+def test_without_contrasts_the_tables_are_empty(tmp_path: Path, extra: dict[str, Any]) -> None:
+    frames = load(write_sandbox(tmp_path, FOUR_ARMS, FakeStudy("some-study", extra=extra)))
     assert compute_contrasts(frames).empty
     assert compute_pair_differences(frames).empty
     assert list(compute_contrasts(frames)) == list(module._CONTRAST_COLUMNS)
 
 
-def test_without_a_run_there_is_nothing(tmp_path: Path) -> None:
-    assert compute_contrasts(frames_of(tmp_path, [], ("up", [["A", "B"]]))).empty
-    never = [FakeRun(arm, steps=None, status="") for arm in "AB"]
-    assert compute_contrasts(frames_of(tmp_path / "never", never, ("up", [["A", "B"]]))).empty
+def test_without_a_run_the_table_is_empty(tmp_path: Path) -> None:
+    assert compute_contrasts(write_and_load(tmp_path, [], ("up", [["A", "B"]]))).empty
+    never_run = [FakeRun(arm, steps=None, status="") for arm in "AB"]
+    assert compute_contrasts(write_and_load(tmp_path / "never", never_run, ("up", [["A", "B"]]))).empty
 
 
 @pytest.mark.parametrize(
-    ("found", "told"),
+    ("contrasts", "message"),
     [
         ([{"name": "x", "pairs": [["A", "A"]]}], "'x' of `s` pairs A with itself: list each pair"),
         ([{"name": "x", "pairs": [["A", "B"], ["C", "D"], ["B", "A"]]}], "'x' of `s` pairs A with B twice: list each"),
         ([{"name": "x", "pairs": [["A", "B"]]}, {"name": "x", "pairs": [["C", "D"]]}], "two contrasts named 'x'"),
     ],
 )
-def test_what_cannot_be_a_contrast_is_told(found: list[dict[str, Any]], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        read_contrasts({"name": "s", "contrasts": found})
+def test_an_invalid_contrast_is_refused_with_a_reason(contrasts: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_contrasts({"name": "s", "contrasts": contrasts})
 
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "contrast_verdicts.txt"
 
 
 def test_the_words_of_every_verdict(tmp_path: Path) -> None:
-    """Higher, lower, none resolved, none at all, too few seeds and no run, and the runs that are named."""
+    """The verdicts are higher, lower, no clear difference, equal, too few seeds and no run, with the named runs."""
     a, c = (0.30, 0.34, 0.35, 0.33), (0.50, 0.45, 0.47, 0.48)
     b, d = (0.20, 0.25, 0.24, 0.23), (0.45, 0.39, 0.42, 0.43)
     runs = [
@@ -298,7 +321,7 @@ def test_the_words_of_every_verdict(tmp_path: Path) -> None:
         *make_seed_runs("H", d[:3]),
         FakeRun("H", 3, error=(0.6, d[3]), status="early_stopped", steps=107, stop=UNIFORM_STOP),
     ]
-    found = [
+    contrasts = [
         ("higher", [["A", "B"], ["C", "D"]]),
         ("lower", [["B", "A"]]),
         ("apart", [["A", "E"]]),
@@ -308,19 +331,22 @@ def test_the_words_of_every_verdict(tmp_path: Path) -> None:
         ("some", [["A", "G"], ["C", "H"]]),
         ("none", [["A", "Z"]]),
     ]
-    table = compute_contrasts(frames_of(tmp_path, runs, *found))
+    table = compute_contrasts(write_and_load(tmp_path, runs, *contrasts))
     lines = format_sentences(table[table["column"] == ERROR])
     assert "\n".join(lines) + "\n" == GOLDEN.read_text(encoding="utf-8")
 
 
-def test_the_figure_shows_what_the_tables_hold(tmp_path: Path) -> None:
-    frames = frames_of(tmp_path, FOUR, ("up", [["A", "B"], ["C", "D"]]), ("none", [["A", "nobody"]]))
-    table, singles = compute_contrasts(frames), compute_pair_differences(frames)
-    figure = sandbox_plots.draw_contrasts(table, singles)
+def test_the_figure_shows_the_numbers_of_the_tables(tmp_path: Path) -> None:
+    frames = write_and_load(tmp_path, FOUR_ARMS, ("up", [["A", "B"], ["C", "D"]]), ("none", [["A", "nobody"]]))
+    table, pair_rows = compute_contrasts(frames), compute_pair_differences(frames)
+    figure = sandbox_plots.draw_contrasts(table, pair_rows)
     labels = [axes.get_xlabel().split(",")[0] for axes in figure.axes]
     assert labels == [ERROR, "final_entropy", "mean_entropy"]
     rings, line, points = figure.axes[0].collections
-    own = table[table["column"] == ERROR]
-    assert np.asarray(points.get_offsets())[0].tolist() == [own["difference"].iloc[0], 0]
-    assert np.asarray(rings.get_offsets())[:2, 0].tolist() == singles["difference"].to_list()[:2]
-    assert np.asarray(line.get_paths()[0].vertices)[:, 0].tolist() == [own["low"].iloc[0], own["high"].iloc[0]]
+    error_rows = table[table["column"] == ERROR]
+    assert np.asarray(points.get_offsets())[0].tolist() == [error_rows["difference"].iloc[0], 0]
+    assert np.asarray(rings.get_offsets())[:2, 0].tolist() == pair_rows["difference"].to_list()[:2]
+    assert np.asarray(line.get_paths()[0].vertices)[:, 0].tolist() == [
+        error_rows["low"].iloc[0],
+        error_rows["high"].iloc[0],
+    ]

@@ -1,4 +1,4 @@
-"""The report of every kind of sandbox study: complete, self-contained, well-formed, and the same when written again."""
+"""Tests of the report of every kind of sandbox study: complete, self-contained, and the same when rewritten."""
 
 import json
 import re
@@ -14,12 +14,12 @@ from analysis.report import pages
 from analysis.sandbox import page as sandbox_report
 from analysis.sandbox import plots as sandbox_plots
 from analysis.sweep.plots import STOPPED_COLOR
-from tests.analysis.report.test_pages import Page, checked
+from tests.analysis.report.test_pages import Page, parse_page
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox
 
 DG, TPO = (0.30, 0.34, 0.35), (0.20, 0.26, 0.29)
 SMALL = FakeStudy("some-study", total_steps=40)
-FULL = [
+ALL_RUNS = [
     *make_seed_runs("DG", DG),
     *make_seed_runs("TPO", TPO[:2], entropy=(1.0, 0.05)),
     FakeRun("TPO", 2, status="early_stopped", steps=107, error=(0.6, 0.29), stop=UNIFORM_STOP),
@@ -31,25 +31,25 @@ FULL = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A study of three published arms and one of its own, with a stop, a collapse and a failure, and its report."""
-    written = write_sandbox(tmp_path_factory.mktemp("sandbox"), FULL)
-    assert pages.write_report(written) == written / "report.html"
-    return written
+    """A study of three published arms and a new one, with a stop, a collapse and a failure, and its report."""
+    study_folder = write_sandbox(tmp_path_factory.mktemp("sandbox"), ALL_RUNS)
+    assert pages.write_report(study_folder) == study_folder / "report.html"
+    return study_folder
 
 
 @pytest.fixture(scope="module")
 def page(folder: Path) -> Page:
-    return checked((folder / "report.html").read_text())
+    return parse_page((folder / "report.html").read_text())
 
 
-def words_of(frames: StudyFrames) -> str:
+def get_words(frames: StudyFrames) -> str:
     pages.draw_figures(frames)
-    return " ".join(checked(pages.render_page(frames, {})).text.split())
+    return " ".join(parse_page(pages.render_page(frames, {})).text.split())
 
 
-def test_the_page_says_what_it_must(page: Page) -> None:
+def test_the_page_is_complete(page: Page) -> None:
     words = " ".join(page.text.split())
-    for told in (
+    for sentence in (
         "12 runs: 10 completed, 1 early stopped, 1 failed",
         "4 arms, baseline DG. Compared with it: paired, 3 seeds",
         "3 seeds: intervals are Student's t intervals over seeds, and the band of a curve is one standard error.",
@@ -63,7 +63,7 @@ def test_the_page_says_what_it_must(page: Page) -> None:
         "never reached: seed 0, 1, 2",
         "python -m tune_study run influence",
     ):
-        assert told in words
+        assert sentence in words
 
 
 def test_numbers_are_named_and_stand_beside_the_published_ones(folder: Path, page: Page) -> None:
@@ -77,7 +77,7 @@ def test_numbers_are_named_and_stand_beside_the_published_ones(folder: Path, pag
         assert head in text
 
 
-def test_files_beside_the_page(folder: Path) -> None:
+def test_tables_and_pictures_are_files_beside_the_page(folder: Path) -> None:
     names = {path.name for path in (folder / "figures").iterdir()}
     assert names == {
         "curves.png",
@@ -103,14 +103,14 @@ def test_the_page_needs_nothing_from_outside(folder: Path, page: Page) -> None:
     assert text.count('<svg role="img"') == 3
 
 
-def test_writing_it_again_changes_nothing(tmp_path: Path) -> None:
-    written = write_sandbox(tmp_path, [FakeRun("DG", steps=40)], SMALL)
-    first = pages.write_report(written).read_text()
-    assert pages.write_report(written).read_text() == first
+def test_a_report_is_the_same_when_written_twice(tmp_path: Path) -> None:
+    study_folder = write_sandbox(tmp_path, [FakeRun("DG", steps=40)], SMALL)
+    first = pages.write_report(study_folder).read_text()
+    assert pages.write_report(study_folder).read_text() == first
 
 
-def test_without_published_numbers_there_is_no_word_of_them(tmp_path: Path) -> None:
-    words = words_of(
+def test_without_published_numbers_the_page_does_not_mention_them(tmp_path: Path) -> None:
+    words = get_words(
         load(write_sandbox(tmp_path, [*make_seed_runs("DG", DG), *make_seed_runs("TPO", TPO)], FakeStudy("some-study")))
     )
     assert "published" not in words
@@ -118,7 +118,7 @@ def test_without_published_numbers_there_is_no_word_of_them(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("runs", "told"),
+    ("runs", "sentence"),
     [
         ([], "No run is recorded."),
         ([FakeRun("DG", steps=None, status="")], "No run was completed or stopped by a rule, so nothing is compared."),
@@ -133,28 +133,28 @@ def test_without_published_numbers_there_is_no_word_of_them(tmp_path: Path) -> N
         ([FakeRun("DG", steps=20, status="failed", reason="<script>")], "(<script>)"),
     ],
 )
-def test_every_kind_of_study_has_a_report(tmp_path: Path, runs: list[FakeRun], told: str) -> None:
-    assert told in words_of(load(write_sandbox(tmp_path, runs, SMALL)))
+def test_every_kind_of_study_has_a_report(tmp_path: Path, runs: list[FakeRun], sentence: str) -> None:
+    assert sentence in get_words(load(write_sandbox(tmp_path, runs, SMALL)))
 
 
 @pytest.mark.parametrize("missing", ["test_error", "entropy", "greedy_separator_rate", "loss", "seconds_total"])
-def test_a_missing_column_costs_only_its_own_part(tmp_path: Path, missing: str) -> None:
+def test_a_missing_column_leaves_out_only_its_section(tmp_path: Path, missing: str) -> None:
     runs = [FakeRun(arm, seed, steps=40, rows={missing: None}) for arm in ("DG", "TPO") for seed in range(3)]
-    words = words_of(load(write_sandbox(tmp_path, runs, SMALL)))
+    words = get_words(load(write_sandbox(tmp_path, runs, SMALL)))
     assert "What was run" in words
     assert f"final_{missing}" not in words
 
 
-def test_a_bare_study_json_will_do(tmp_path: Path) -> None:
-    written = write_sandbox(tmp_path, [FakeRun("DG", steps=40)], SMALL)
-    (written / "study.json").write_text(json.dumps({"name": "x", "family": "update_rules"}))
-    assert "The defaults are not recorded" in words_of(load(written))
+def test_a_study_json_with_only_a_name_and_a_family_has_a_report(tmp_path: Path) -> None:
+    study_folder = write_sandbox(tmp_path, [FakeRun("DG", steps=40)], SMALL)
+    (study_folder / "study.json").write_text(json.dumps({"name": "x", "family": "update_rules"}))
+    assert "The defaults are not recorded" in get_words(load(study_folder))
 
 
-def test_a_filter_that_keeps_nothing_is_told(tmp_path: Path) -> None:
+def test_a_filter_that_keeps_nothing_has_a_note(tmp_path: Path) -> None:
     runs = [FakeRun("FilteredDG", steps=40, rows={"kept_frac": 0.0}), FakeRun("DG", steps=40, rows={"kept_frac": 1.0})]
-    told = sandbox_report.make_notes(load(write_sandbox(tmp_path, runs, SMALL)))
-    assert [line for line in told if "kept nothing" in line] == [
+    notes = sandbox_report.make_notes(load(write_sandbox(tmp_path, runs, SMALL)))
+    assert [line for line in notes if "kept nothing" in line] == [
         "FilteredDG: its filter kept nothing of any logged batch, so the policy may still have its initial weights."
     ]
 
@@ -169,25 +169,25 @@ def test_a_filter_that_keeps_nothing_is_told(tmp_path: Path) -> None:
         ({"task": "mnist"}, None),
     ],
 )
-def test_chance_is_that_of_content_tokens_where_single_tokens_count(
+def test_chance_error_is_that_of_content_tokens_where_single_tokens_count(
     tmp_path: Path, settings: dict[str, object], level: float | None
 ) -> None:
     frames = load(write_sandbox(tmp_path, [FakeRun("DG", steps=40)], FakeStudy(total_steps=40, settings=settings)))
     assert sandbox_report.compute_chance_error(frames) == level
 
 
-def test_the_figure_shows_what_the_tables_hold(folder: Path) -> None:
+def test_the_figure_shows_the_numbers_of_the_tables(folder: Path) -> None:
     frames = load(folder)
     figure = pages.draw_figures(frames)["curves"]
     error, entropy = figure.axes
     assert (error.get_ylabel(), entropy.get_ylabel()) == ("test error (fraction)", "entropy (nats)")
     colors = sandbox_plots.make_rule_colors(["DG", "TPO", "GRPO", "SameAsDG"])
-    for axes, lines in ((error, 12 + 4 + 1), (entropy, 12 + 4)):  # runs, means, and chance
-        assert len(axes.lines) == lines
+    for axes, line_count in ((error, 12 + 4 + 1), (entropy, 12 + 4)):  # runs, means, and the line of chance
+        assert len(axes.lines) == line_count
         assert len([band for band in axes.collections if len(band.get_paths()) and band.get_alpha() == 0.22]) == 4
-    thick = [line for line in error.lines if line.get_linewidth() == 2]
-    assert [line.get_color() for line in thick] == list(colors.values())
-    assert [line.get_ydata()[-1] for line in thick][:2] == [pytest.approx(0.33), pytest.approx(0.25)]
+    mean_lines = [line for line in error.lines if line.get_linewidth() == 2]
+    assert [line.get_color() for line in mean_lines] == list(colors.values())
+    assert [line.get_ydata()[-1] for line in mean_lines][:2] == [pytest.approx(0.33), pytest.approx(0.25)]
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names == [*colors, "a rule stopped the run"]
     assert STOPPED_COLOR not in sandbox_plots.COLORS
@@ -199,17 +199,17 @@ def test_more_arms_than_hues_still_have_colours() -> None:
 
 
 def test_pooled_cells_are_listed_apart(tmp_path: Path) -> None:
-    made = FakeStudy("replay", settings={"task": "token_reversal", "batch_size": 96, "delay": 4})
+    fake_study = FakeStudy("replay", settings={"task": "token_reversal", "batch_size": 96, "delay": 4})
     runs = [FakeRun("ReplayDG-5", seed, rows={"replay_age": 4.0}, error=(0.6, 0.5)) for seed in range(3)]
-    frames = load(write_sandbox(tmp_path, runs, made))
-    words = words_of(frames)
+    frames = load(write_sandbox(tmp_path, runs, fake_study))
+    words = get_words(frames)
     assert "ReplayDG-5 replay_age replay 4.00SD 0.00, rows 45 4.00SD 0.00, rows 48" in words
     context = sandbox_report.make_context(frames)
     assert {row["kind"] for row in context["cells"]} == {"per seed"}
     assert len(context["pooled"]) == 5
 
 
-def test_the_mean_of_every_run_has_no_step_that_one_run_alone_has(folder: Path) -> None:
+def test_mean_curves_have_no_step_that_only_one_run_has(folder: Path) -> None:
     figure = pages.draw_figures(load(folder))["runs_test_error"]
     means = [line for axes in figure.axes for line in axes.lines if line.get_linewidth() == 2.2]
     assert means
@@ -224,9 +224,9 @@ def test_the_index_has_every_study_and_the_published_numbers_once(tmp_path: Path
     ]
     write_sandbox(tmp_path, runs)
     write_sandbox(tmp_path, make_seed_runs("DG", DG), FakeStudy("some-study"))
-    found = checked(pages.write_index(tmp_path).read_text())
-    words = " ".join(found.text.split())
-    assert found.links == ["results/sandbox_influence/report.html", "results/sandbox_some-study/report.html"]
+    index_page = parse_page(pages.write_index(tmp_path).read_text())
+    words = " ".join(index_page.text.split())
+    assert index_page.links == ["results/sandbox_influence/report.html", "results/sandbox_some-study/report.html"]
     assert "influence 9 runs: 9 completed" in words
     assert re.search(r"DG 0\.3300 – .*GRPO 0\.5100 higher: \+0\.1800 against the baseline, Holm p", words)
     assert re.search(r"TPO 0\.3333 no clear difference: \+0\.0033 against the baseline, Holm p", words)
@@ -234,26 +234,30 @@ def test_the_index_has_every_study_and_the_published_numbers_once(tmp_path: Path
     assert "3 published cells: 2 not distinguishable" in words
 
 
-def test_rows_of_several_studies_say_which_they_are_of(tmp_path: Path) -> None:
+def test_rows_of_several_studies_name_their_study(tmp_path: Path) -> None:
     write_sandbox(tmp_path, make_seed_runs("DG", DG))
-    noise = {
+    noise_settings = {
         "task": "token_reversal",
         "batch_size": 96,
         "reward_noise": 0.2,
         "reward_noise_mode": "false_positive_rare_token",
     }
     write_sandbox(
-        tmp_path, [*make_seed_runs("DG", DG), *make_seed_runs("ASPO", DG)], FakeStudy("reward-noise", settings=noise)
+        tmp_path,
+        [*make_seed_runs("DG", DG), *make_seed_runs("ASPO", DG)],
+        FakeStudy("reward-noise", settings=noise_settings),
     )
-    words = " ".join(checked(pages.write_index(tmp_path).read_text()).text.split())
-    for told in ("influence DG final_test_error 0.3345", "reward-noise DG final_test_error 0.3778"):
-        assert words.count(told) == 1
+    words = " ".join(parse_page(pages.write_index(tmp_path).read_text()).text.split())
+    for row_text in ("influence DG final_test_error 0.3345", "reward-noise DG final_test_error 0.3778"):
+        assert words.count(row_text) == 1
     assert "reward-noise, ASPO, R2VPO: with one epoch" in words
-    alone = " ".join(checked((pages.write_report(tmp_path / "results" / "sandbox_influence")).read_text()).text.split())
-    assert "influence DG final_test_error" not in alone
+    words_of_one_study = " ".join(
+        parse_page((pages.write_report(tmp_path / "results" / "sandbox_influence")).read_text()).text.split()
+    )
+    assert "influence DG final_test_error" not in words_of_one_study
 
 
-DECLARED = {
+CONTRASTS = {
     "contrasts": [
         {"name": "DG against <TPO>", "pairs": [["DG", "TPO"], ["SameAsDG", "TPO"], ["GRPO", "TPO"]]},
         {"name": "never run", "pairs": [["DG", "ASPO"]]},
@@ -262,11 +266,11 @@ DECLARED = {
 
 
 def test_declared_contrasts_have_a_section_a_figure_and_files(tmp_path: Path) -> None:
-    written = write_sandbox(tmp_path, FULL, FakeStudy("some-study", extra=DECLARED))
-    pages.write_report(written)
-    page = checked((written / "report.html").read_text())
+    study_folder = write_sandbox(tmp_path, ALL_RUNS, FakeStudy("some-study", extra=CONTRASTS))
+    pages.write_report(study_folder)
+    page = parse_page((study_folder / "report.html").read_text())
     words = " ".join(page.text.split())
-    for told in (
+    for sentence in (
         "Declared contrasts",
         "DG against <TPO> +0.1",  # the contrast's row
         "never run – – no comparison",
@@ -276,30 +280,30 @@ def test_declared_contrasts_have_a_section_a_figure_and_files(tmp_path: Path) ->
         "ASPO not run: seeds 0, 1, 2",
         "Reason for this column: it is the outcome that a rule should improve.",
     ):
-        assert told in words, told
-    names = {path.name for path in (written / "figures").iterdir()}
+        assert sentence in words, sentence
+    names = {path.name for path in (study_folder / "figures").iterdir()}
     assert {"contrasts.csv", "contrast_pairs.csv", "contrasts.png"} <= names
-    table = pd.read_csv(written / "figures" / "contrasts.csv")
+    table = pd.read_csv(study_folder / "figures" / "contrasts.csv")
     assert table["contrast"].to_list() == ["DG against <TPO>", "never run"] * 3
     row = table.iloc[0]
     assert row["difference"] == pytest.approx(((0.10 + 0.10 + 0.16) / 3 + (0.08 + 0.08 + 0.74) / 3 + 0.06) / 3)
-    assert len(pd.read_csv(written / "figures" / "contrast_pairs.csv")) == 3 * 4
-    assert "contrasts" in pages.draw_figures(load(written))
+    assert len(pd.read_csv(study_folder / "figures" / "contrast_pairs.csv")) == 3 * 4
+    assert "contrasts" in pages.draw_figures(load(study_folder))
 
 
-def test_without_contrasts_there_is_no_word_of_them(folder: Path, page: Page) -> None:
+def test_without_contrasts_the_page_does_not_mention_them(folder: Path, page: Page) -> None:
     assert "contrast" not in page.text.lower()
     assert "contrasts" not in pages.draw_figures(load(folder))
 
 
-def test_contrasts_without_a_number_are_told(tmp_path: Path) -> None:
+def test_contrasts_without_a_number_have_a_sentence(tmp_path: Path) -> None:
     runs = [FakeRun("DG", steps=None, status="")]
-    words = words_of(load(write_sandbox(tmp_path, runs, FakeStudy("some-study", extra=DECLARED))))
+    words = get_words(load(write_sandbox(tmp_path, runs, FakeStudy("some-study", extra=CONTRASTS))))
     assert "2 contrasts; no run has a number for them yet." in words
 
 
 def test_pairs_of_different_lengths_are_named(tmp_path: Path) -> None:
-    longer = [FakeRun("DG", 0, steps=40), FakeRun("TPO", 0, steps=80, settings={"trainer.total_training_steps": 80})]
-    made = FakeStudy("some-study", total_steps=40, extra={"contrasts": [{"name": "x", "pairs": [["TPO", "DG"]]}]})
-    words = words_of(load(write_sandbox(tmp_path, longer, made)))
+    runs = [FakeRun("DG", 0, steps=40), FakeRun("TPO", 0, steps=80, settings={"trainer.total_training_steps": 80})]
+    fake_study = FakeStudy("some-study", total_steps=40, extra={"contrasts": [{"name": "x", "pairs": [["TPO", "DG"]]}]})
+    words = get_words(load(write_sandbox(tmp_path, runs, fake_study)))
     assert "means over their runs cover different stretches of training: TPO (80 steps) and DG (40)." in words

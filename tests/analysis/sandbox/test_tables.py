@@ -1,4 +1,4 @@
-"""Numbers of arms, differences and mean curves of the sandbox against hand computations."""
+"""Tests of the sandbox tables: statistics of arms, differences and mean curves equal computations by hand."""
 
 import math
 from dataclasses import replace
@@ -19,94 +19,99 @@ from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_s
 DG, TPO = (0.30, 0.34, 0.35), (0.20, 0.26, 0.29)
 
 
-def frames_of(folder: Path, runs: list[FakeRun], study: FakeStudy | None = None) -> StudyFrames:
+def write_and_load(folder: Path, runs: list[FakeRun], study: FakeStudy | None = None) -> StudyFrames:
     return load(write_sandbox(folder, runs, study))
 
 
-def row_of(table: pd.DataFrame, arm: str, column: str = "final_test_error") -> dict[str, object]:
+def get_row(table: pd.DataFrame, arm: str, column: str = "final_test_error") -> dict[str, object]:
     (row,) = [row for row in to_records(table) if (row["arm"], row["column"]) == (arm, column)]
     return row
 
 
-def test_error_and_deviation_are_two_numbers(tmp_path: Path) -> None:
-    frames = frames_of(tmp_path, [*make_seed_runs("DG", DG), *make_seed_runs("TPO", TPO[:1])])
-    row = row_of(tables.compute_arm_statistics(frames), "DG")
+def test_standard_error_and_standard_deviation_are_two_columns(tmp_path: Path) -> None:
+    frames = write_and_load(tmp_path, [*make_seed_runs("DG", DG), *make_seed_runs("TPO", TPO[:1])])
+    row = get_row(tables.compute_arm_statistics(frames), "DG")
     deviation = math.sqrt(sum((value - 0.33) ** 2 for value in DG) / 2)
     assert row["mean"] == pytest.approx(0.33)
     assert row["standard_deviation"] == pytest.approx(deviation)
     assert row["standard_error"] == pytest.approx(deviation / math.sqrt(3))
     assert (row["n"], row["scored_runs"], row["missing_seeds"]) == (3, 3, "")
-    single = row_of(tables.compute_arm_statistics(frames), "TPO")
-    assert (single["mean"], single["n"]) == (0.20, 1)
-    assert math.isnan(float(str(single["standard_error"])))
-    assert math.isnan(float(str(single["standard_deviation"])))
+    row_of_one_run = get_row(tables.compute_arm_statistics(frames), "TPO")
+    assert (row_of_one_run["mean"], row_of_one_run["n"]) == (0.20, 1)
+    assert math.isnan(float(str(row_of_one_run["standard_error"])))
+    assert math.isnan(float(str(row_of_one_run["standard_deviation"])))
 
 
 def test_only_scored_runs_count_and_runs_that_never_reach_a_step_are_named(tmp_path: Path) -> None:
     runs = [FakeRun("DG", seed, entropy=(1.0, 0.05 if seed else 0.5)) for seed in range(3)]
     runs += [FakeRun("DG", 3, status="failed", steps=40), FakeRun("DG", 4, steps=None, status="")]
-    table = tables.compute_arm_statistics(frames_of(tmp_path, runs))
-    assert row_of(table, "DG")["n"] == 3
-    low = row_of(table, "DG", "first_step_entropy_low")
-    assert (low["n"], low["scored_runs"], low["missing_seeds"]) == (2, 3, "0")
-    assert "final_chain_reward" not in set(table["column"])  # nobody measured it
+    table = tables.compute_arm_statistics(write_and_load(tmp_path, runs))
+    assert get_row(table, "DG")["n"] == 3
+    step_row = get_row(table, "DG", "first_step_entropy_low")
+    assert (step_row["n"], step_row["scored_runs"], step_row["missing_seeds"]) == (2, 3, "0")
+    assert "final_chain_reward" not in set(table["column"])  # no run measured it
 
 
 def test_differences_are_paired_by_seed(tmp_path: Path) -> None:
-    frames = frames_of(tmp_path, [*make_seed_runs("DG", DG), *make_seed_runs("TPO", TPO)])
-    row = row_of(tables.compute_differences(frames), "TPO")
-    paired = np.array(TPO) - np.array(DG)
+    frames = write_and_load(tmp_path, [*make_seed_runs("DG", DG), *make_seed_runs("TPO", TPO)])
+    row = get_row(tables.compute_differences(frames), "TPO")
+    seed_differences = np.array(TPO) - np.array(DG)
     expected = stats.ttest_rel(TPO, DG)
     interval = expected.confidence_interval(0.95)
-    assert row["difference"] == pytest.approx(paired.mean())  # below the baseline: negative
+    assert row["difference"] == pytest.approx(seed_differences.mean())  # negative, as the arm is below the baseline
     assert (row["low"], row["high"]) == (pytest.approx(interval.low), pytest.approx(interval.high))
     assert row["p"] == pytest.approx(expected.pvalue)
     assert row["basis"] == "paired, 3 seeds"
 
 
 def test_without_common_seeds_the_test_is_welchs_and_with_few_there_is_none(tmp_path: Path) -> None:
-    apart = [replace(run, seed=run.seed + 5) for run in make_seed_runs("TPO", TPO)]
-    row = row_of(tables.compute_differences(frames_of(tmp_path / "a", [*make_seed_runs("DG", DG), *apart])), "TPO")
+    runs_of_other_seeds = [replace(run, seed=run.seed + 5) for run in make_seed_runs("TPO", TPO)]
+    row = get_row(
+        tables.compute_differences(write_and_load(tmp_path / "a", [*make_seed_runs("DG", DG), *runs_of_other_seeds])),
+        "TPO",
+    )
     assert row["p"] == pytest.approx(stats.ttest_ind(TPO, DG, equal_var=False).pvalue)
     assert row["basis"] == "not paired, 3 against 3 runs"
-    few = row_of(
+    row_of_few_seeds = get_row(
         tables.compute_differences(
-            frames_of(tmp_path / "b", [*make_seed_runs("DG", DG[:2]), *make_seed_runs("TPO", TPO)])
+            write_and_load(tmp_path / "b", [*make_seed_runs("DG", DG[:2]), *make_seed_runs("TPO", TPO)])
         ),
         "TPO",
     )
-    assert few["difference"] == pytest.approx(((0.20 - 0.30) + (0.26 - 0.34)) / 2)
-    assert math.isnan(float(str(few["p"])))
-    assert few["basis"] == "no interval: fewer than 3 seeds"
+    assert row_of_few_seeds["difference"] == pytest.approx(((0.20 - 0.30) + (0.26 - 0.34)) / 2)
+    assert math.isnan(float(str(row_of_few_seeds["p"])))
+    assert row_of_few_seeds["basis"] == "no interval: fewer than 3 seeds"
 
 
 def test_holm_is_over_the_arms_of_one_column(tmp_path: Path) -> None:
     arms = {"DG": DG, "TPO": TPO, "GRPO": (0.33, 0.30, 0.36), "ASPO": (0.45, 0.5, 0.49)}
     table = tables.compute_differences(
-        frames_of(tmp_path, [run for arm, ends in arms.items() for run in make_seed_runs(arm, ends)])
+        write_and_load(tmp_path, [run for arm, ends in arms.items() for run in make_seed_runs(arm, ends)])
     )
     assert set(table["column"]) == {"final_test_error", "final_entropy", "mean_entropy"}
     assert set(table["arm"]) == {"TPO", "GRPO", "ASPO"}
-    for _, own in table.groupby("column"):
-        assert own["p_holm"].to_list() == holm_adjust(own["p"]).tolist()
+    for _, column_rows in table.groupby("column"):
+        assert column_rows["p_holm"].to_list() == holm_adjust(column_rows["p"]).tolist()
 
 
 def test_without_the_baseline_arm_nothing_is_compared(tmp_path: Path) -> None:
-    table = tables.compute_differences(frames_of(tmp_path, make_seed_runs("TPO", TPO)))
+    table = tables.compute_differences(write_and_load(tmp_path, make_seed_runs("TPO", TPO)))
     assert table.empty
     assert "p_holm" in table
 
 
 def test_a_band_is_the_standard_error_of_the_mean(tmp_path: Path) -> None:
-    frames = frames_of(tmp_path, make_seed_runs("DG", DG))
+    frames = write_and_load(tmp_path, make_seed_runs("DG", DG))
     table = tables.compute_mean_curves(frames, "test_error")
     assert table["step"].to_list() == list(range(0, 301, 20))
     last = table.iloc[-1]
     assert (last["value"], last["runs"]) == (pytest.approx(0.33), 3)
     assert last["standard_error"] == pytest.approx(np.std(DG, ddof=1) / math.sqrt(3))
-    alone = tables.compute_mean_curves(frames_of(tmp_path / "one", make_seed_runs("DG", DG[:1])), "test_error")
-    assert alone["standard_error"].isna().all()
-    assert alone["runs"].to_list() == [1] * 16
+    table_of_one_run = tables.compute_mean_curves(
+        write_and_load(tmp_path / "one", make_seed_runs("DG", DG[:1])), "test_error"
+    )
+    assert table_of_one_run["standard_error"].isna().all()
+    assert table_of_one_run["runs"].to_list() == [1] * 16
 
 
 def test_a_stopped_run_keeps_its_last_value_in_the_mean_and_a_failed_one_is_in_none(tmp_path: Path) -> None:
@@ -115,8 +120,8 @@ def test_a_stopped_run_keeps_its_last_value_in_the_mean_and_a_failed_one_is_in_n
         FakeRun("DG", 1, error=(0.6, 0.5), status="early_stopped", steps=107, stop=UNIFORM_STOP),
         FakeRun("DG", 2, error=(0.6, 0.9), status="failed", steps=100),
     ]
-    table = tables.compute_mean_curves(frames_of(tmp_path, runs), "test_error")
-    assert table["step"].to_list() == list(range(0, 301, 20))  # not 107, which one run alone has
+    table = tables.compute_mean_curves(write_and_load(tmp_path, runs), "test_error")
+    assert table["step"].to_list() == list(range(0, 301, 20))  # without 107, which only one run has
     assert table["value"].iloc[-1] == pytest.approx((0.2 + 0.5) / 2)
     assert table["runs"].to_list() == [2] * 16
 
@@ -133,11 +138,13 @@ def test_a_stopped_run_keeps_its_last_value_in_the_mean_and_a_failed_one_is_in_n
 )
 def test_each_study_has_its_panels_and_only_what_was_measured(tmp_path: Path, study: str, columns: list[str]) -> None:
     rows = {"replay_age": 4.0, "test_error_unscored": 0.5, "chain_reward": 0.1}
-    made = FakeStudy(study, total_steps=40)
-    frames = frames_of(tmp_path / "all", [FakeRun("DG", steps=40, rows=rows)], made)
+    fake_study = FakeStudy(study, total_steps=40)
+    frames = write_and_load(tmp_path / "all", [FakeRun("DG", steps=40, rows=rows)], fake_study)
     assert [panel.column for panel in tables.select_panels(frames)] == columns
-    few = frames_of(tmp_path / "few", [FakeRun("DG", steps=40, rows={columns[1]: None})], made)
-    assert [panel.column for panel in tables.select_panels(few)] == columns[:1]
+    frames_with_one_panel = write_and_load(
+        tmp_path / "few", [FakeRun("DG", steps=40, rows={columns[1]: None})], fake_study
+    )
+    assert [panel.column for panel in tables.select_panels(frames_with_one_panel)] == columns[:1]
 
 
 def test_arms_that_coincide_are_found(tmp_path: Path) -> None:
@@ -147,20 +154,20 @@ def test_arms_that_coincide_are_found(tmp_path: Path) -> None:
         *make_seed_runs("TPO", TPO),
         *make_seed_runs("CE", DG[:2]),
     ]
-    assert tables.find_equal_arms(frames_of(tmp_path, runs)) == [("DG", "FilteredDG")]
+    assert tables.find_equal_arms(write_and_load(tmp_path, runs)) == [("DG", "FilteredDG")]
 
 
-def test_published_numbers_stand_beside_their_arm_and_column(tmp_path: Path) -> None:
-    frames = frames_of(tmp_path, [*make_seed_runs("DG", DG), *make_seed_runs("NewRule", TPO)])
+def test_published_numbers_are_added_by_arm_and_column(tmp_path: Path) -> None:
+    frames = write_and_load(tmp_path, [*make_seed_runs("DG", DG), *make_seed_runs("NewRule", TPO)])
     rows = tables.add_published(tables.compute_arm_statistics(frames), to_records(compare_to_published(frames)))
-    held = {(row["arm"], row["column"]): row["published_mean"] for row in rows}
-    assert held["DG", "final_test_error"] == 0.3345
-    assert held["DG", "final_entropy"] is None
-    assert held["NewRule", "final_test_error"] is None
+    published_means = {(row["arm"], row["column"]): row["published_mean"] for row in rows}
+    assert published_means["DG", "final_test_error"] == 0.3345
+    assert published_means["DG", "final_entropy"] is None
+    assert published_means["NewRule", "final_test_error"] is None
 
 
-def test_endings_are_counted_by_arm(tmp_path: Path) -> None:
+def test_statuses_are_counted_by_arm(tmp_path: Path) -> None:
     runs = [FakeRun("DG"), FakeRun("DG", 1, status="failed", steps=40), FakeRun("TPO", steps=None, status="")]
-    rows = {row["arm"]: row for row in tables.count_statuses(frames_of(tmp_path, runs))}
+    rows = {row["arm"]: row for row in tables.count_statuses(write_and_load(tmp_path, runs))}
     assert (rows["DG"]["completed"], rows["DG"]["failed"], rows["DG"]["steps"]) == (1, 1, "40, 300")
     assert (rows["TPO"]["never_ran"], rows["TPO"]["steps"]) == (1, "0")

@@ -1,4 +1,4 @@
-"""Statistics against slow literal versions, scipy, hand values and simulated coverage."""
+"""Tests of the estimates: slow literal versions, SciPy, values by hand and simulated coverage."""
 
 import itertools
 import math
@@ -19,14 +19,14 @@ shares = st.floats(0, 1, allow_nan=False)
 @given(st.integers(1, 600).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 @settings(max_examples=60, deadline=None)
 def test_wilson_solves_its_equation(counts: tuple[int, int]) -> None:
-    found = estimates.wilson_interval(*counts)
-    assert (found.low, found.high) == pytest.approx(oracles.wilson(*counts), abs=1e-9)
-    assert found.low <= found.value <= found.high
+    interval = estimates.wilson_interval(*counts)
+    assert (interval.low, interval.high) == pytest.approx(oracles.wilson(*counts), abs=1e-9)
+    assert interval.low <= interval.value <= interval.high
 
 
 def test_wilson_hand_value_and_no_trials() -> None:
-    found = estimates.wilson_interval(1, 1)
-    assert (found.low, found.high) == pytest.approx((1 / (1 + 1.959964**2), 1.0), rel=1e-6)
+    interval = estimates.wilson_interval(1, 1)
+    assert (interval.low, interval.high) == pytest.approx((1 / (1 + 1.959964**2), 1.0), rel=1e-6)
     empty = estimates.wilson_interval(0, 0)
     assert math.isnan(empty.value)
     assert (empty.low, empty.high) == (0.0, 1.0)
@@ -34,9 +34,9 @@ def test_wilson_hand_value_and_no_trials() -> None:
 
 def test_share_over_levels_without_clusters_is_wilson() -> None:
     success = [1] * 30 + [0] * 70
-    found = estimates.fraction_over_levels(success, range(100))
-    # The cluster-robust variance has C/(C-1): an effective number of N-1.
-    assert found[:3] == pytest.approx(estimates.wilson_interval(30 * 99 / 100, 99)[:3], rel=1e-9)
+    interval = estimates.fraction_over_levels(success, range(100))
+    # The cluster-robust variance has the factor C/(C-1), so the effective number is N-1.
+    assert interval[:3] == pytest.approx(estimates.wilson_interval(30 * 99 / 100, 99)[:3], rel=1e-9)
 
 
 def test_repeating_every_level_adds_nothing() -> None:
@@ -51,9 +51,9 @@ def test_repeating_every_level_adds_nothing() -> None:
 
 
 def test_share_over_levels_at_its_bounds_counts_clusters() -> None:
-    found = estimates.fraction_over_levels([0] * 40, [index // 2 for index in range(40)])
-    assert (found.value, found.low) == (0.0, 0.0)
-    assert found.high == pytest.approx(estimates.wilson_interval(0, 20).high)
+    interval = estimates.fraction_over_levels([0] * 40, [index // 2 for index in range(40)])
+    assert (interval.value, interval.low) == (0.0, 0.0)
+    assert interval.high == pytest.approx(estimates.wilson_interval(0, 20).high)
     assert math.isnan(estimates.fraction_over_levels([], []).value)
 
 
@@ -63,52 +63,54 @@ def test_share_over_levels_at_its_bounds_counts_clusters() -> None:
 @settings(max_examples=60, deadline=None)
 def test_difference_over_levels_equals_its_oracle(pairs: list[tuple[float, int]]) -> None:
     differences, clusters = [value for value, _ in pairs], [name for _, name in pairs]
-    found = estimates.difference_over_levels(differences, clusters)
+    estimate = estimates.difference_over_levels(differences, clusters)
     expected = oracles.clustered_difference(differences, clusters)
-    assert (found.value, found.low, found.high) == pytest.approx(expected, abs=1e-12)
+    assert (estimate.value, estimate.low, estimate.high) == pytest.approx(expected, abs=1e-12)
 
 
-def test_difference_over_levels_turns_with_its_sign() -> None:
+def test_negated_differences_negate_the_estimate() -> None:
     differences = [1.0] * 20 + [-1.0] * 5 + [0.0] * 75
-    found = estimates.difference_over_levels(differences, range(100))
-    turned = estimates.difference_over_levels([-value for value in differences], range(100))
-    assert found.value == pytest.approx(0.15)
-    assert found.low > 0
-    assert (turned.value, turned.low, turned.high) == pytest.approx((-found.value, -found.high, -found.low))
-    assert turned.p == pytest.approx(found.p)
+    estimate = estimates.difference_over_levels(differences, range(100))
+    negated_estimate = estimates.difference_over_levels([-value for value in differences], range(100))
+    assert estimate.value == pytest.approx(0.15)
+    assert estimate.low > 0
+    assert (negated_estimate.value, negated_estimate.low, negated_estimate.high) == pytest.approx(
+        (-estimate.value, -estimate.high, -estimate.low)
+    )
+    assert negated_estimate.p == pytest.approx(estimate.p)
 
 
 def test_no_discordant_level_still_has_an_interval() -> None:
-    found = estimates.difference_over_levels([0.0] * 512, range(512))
-    assert found.value == 0
-    assert found.high == pytest.approx(scipy_stats.t.ppf(0.975, 513) / 514)
-    assert found.p == pytest.approx(1.0)
+    estimate = estimates.difference_over_levels([0.0] * 512, range(512))
+    assert estimate.value == 0
+    assert estimate.high == pytest.approx(scipy_stats.t.ppf(0.975, 513) / 514)
+    assert estimate.p == pytest.approx(1.0)
 
 
 def test_mean_over_seeds_is_the_paired_t_test() -> None:
     arm, baseline = np.array([0.60, 0.58, 0.64, 0.55]), np.array([0.50, 0.55, 0.52, 0.53])
-    found = estimates.mean_over_seeds(arm - baseline)
+    estimate = estimates.mean_over_seeds(arm - baseline)
     expected = scipy_stats.ttest_rel(arm, baseline)
     interval = expected.confidence_interval(0.95)
-    assert found.p == pytest.approx(expected.pvalue)
-    assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
+    assert estimate.p == pytest.approx(expected.pvalue)
+    assert (estimate.low, estimate.high) == pytest.approx((interval.low, interval.high))
 
 
 def test_one_seed_has_no_interval() -> None:
-    found = estimates.mean_over_seeds([0.1])
-    assert found.value == 0.1
-    assert math.isnan(found.low)
+    estimate = estimates.mean_over_seeds([0.1])
+    assert estimate.value == 0.1
+    assert math.isnan(estimate.low)
     assert math.isnan(estimates.mean_over_seeds([]).value)
 
 
 def test_equal_differences_have_width_zero() -> None:
-    found = estimates.mean_over_seeds([0.25, 0.25, 0.25])
-    assert (found.low, found.high, found.p) == (0.25, 0.25, 0.0)
+    estimate = estimates.mean_over_seeds([0.25, 0.25, 0.25])
+    assert (estimate.low, estimate.high, estimate.p) == (0.25, 0.25, 0.0)
     assert estimates.mean_over_seeds([0.0, 0.0, 0.0]).p == 1.0
 
 
-def simulated_levels(generator: np.random.Generator, shift: float) -> tuple[np.ndarray, np.ndarray]:
-    """Paired outcomes on 150 levels in 110 clusters: a cluster shares its difficulty, arms share the level."""
+def simulate_levels(generator: np.random.Generator, shift: float) -> tuple[np.ndarray, np.ndarray]:
+    """Simulate paired outcomes on 150 levels in 110 clusters. The levels of a cluster share a difficulty."""
     clusters = np.concatenate([np.arange(110), np.arange(40)])
     difficulty = generator.beta(1.2, 1.2, size=110)[clusters]
     arm = generator.random(150) < np.clip(difficulty + shift, 0, 1)
@@ -119,10 +121,10 @@ def simulated_levels(generator: np.random.Generator, shift: float) -> tuple[np.n
 def test_interval_over_levels_covers(shift: float) -> None:
     generator = np.random.default_rng(1)
     difficulties = np.random.default_rng(2).beta(1.2, 1.2, size=200_000)
-    truth = float(np.mean(np.clip(difficulties + shift, 0, 1) - difficulties))
-    found = [estimates.difference_over_levels(*simulated_levels(generator, shift)) for _ in range(SIMULATIONS)]
-    covered = np.mean([estimate.low <= truth <= estimate.high for estimate in found])
-    assert 0.925 <= covered <= 0.98
+    true_difference = float(np.mean(np.clip(difficulties + shift, 0, 1) - difficulties))
+    intervals = [estimates.difference_over_levels(*simulate_levels(generator, shift)) for _ in range(SIMULATIONS)]
+    coverage = np.mean([estimate.low <= true_difference <= estimate.high for estimate in intervals])
+    assert 0.925 <= coverage <= 0.98
 
 
 def test_share_over_levels_covers_where_the_naive_interval_does_not() -> None:
@@ -133,15 +135,17 @@ def test_share_over_levels_covers_where_the_naive_interval_does_not() -> None:
         clusters = np.repeat(np.arange(60), 4)
         clustered.append(estimates.fraction_over_levels(success, clusters))
         naive.append(estimates.wilson_interval(success.sum(), success.size))
-    covered, wrong = (np.mean([each.low <= 0.3 <= each.high for each in found]) for found in (clustered, naive))
-    assert 0.925 <= covered <= 0.98
-    assert wrong < 0.8
+    coverage, naive_coverage = (
+        np.mean([interval.low <= 0.3 <= interval.high for interval in intervals]) for intervals in (clustered, naive)
+    )
+    assert 0.925 <= coverage <= 0.98
+    assert naive_coverage < 0.8
 
 
 def test_interval_over_seeds_covers() -> None:
     draws = np.random.default_rng(4).normal(0.05, 0.04, size=(SIMULATIONS, 3))
-    found = [estimates.mean_over_seeds(row) for row in draws]
-    assert 0.925 <= np.mean([estimate.low <= 0.05 <= estimate.high for estimate in found]) <= 0.975
+    intervals = [estimates.mean_over_seeds(row) for row in draws]
+    assert 0.925 <= np.mean([estimate.low <= 0.05 <= estimate.high for estimate in intervals]) <= 0.975
 
 
 @given(st.lists(shares, min_size=1, max_size=8))
@@ -152,12 +156,12 @@ def test_holm_equals_its_oracle(p: list[float]) -> None:
 
 def test_holm_hand_values_and_missing() -> None:
     assert estimates.holm_adjust([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    found = estimates.holm_adjust([0.04, np.nan, 0.01])
-    assert math.isnan(found[1])
-    assert found[[0, 2]] == pytest.approx([0.04, 0.02])
+    adjusted = estimates.holm_adjust([0.04, np.nan, 0.01])
+    assert math.isnan(adjusted[1])
+    assert adjusted[[0, 2]] == pytest.approx([0.04, 0.02])
 
 
-def test_detectable_difference_is_found_with_the_power_asked_for() -> None:
+def test_detectable_difference_is_detected_with_the_requested_power() -> None:
     size, sd = 12, 0.06
     smallest = estimates.detectable_difference(sd / math.sqrt(size), size - 1)
     draws = np.random.default_rng(5).normal(smallest, sd, size=(3000, size))
@@ -171,18 +175,18 @@ def test_detectable_difference_grows_with_comparisons_and_needs_noise() -> None:
 
 def test_spearman_trend_enumerates_few_runs() -> None:
     axis, outcome = [0, 0.01, 0.03, 0.1, 0.3], [0.5, 0.6, 0.4, 0.3, 0.2]
-    found = estimates.spearman_trend(axis, outcome, [0] * 5, np.random.default_rng(0))
-    assert found.rho == pytest.approx(scipy_stats.spearmanr(axis, outcome).statistic)
-    far = [
-        abs(scipy_stats.spearmanr(axis, order).statistic) >= abs(found.rho) - 1e-9
+    trend = estimates.spearman_trend(axis, outcome, [0] * 5, np.random.default_rng(0))
+    assert trend.rho == pytest.approx(scipy_stats.spearmanr(axis, outcome).statistic)
+    at_least_as_extreme = [
+        abs(scipy_stats.spearmanr(axis, order).statistic) >= abs(trend.rho) - 1e-9
         for order in itertools.permutations(outcome)
     ]
-    assert found.p == pytest.approx(np.mean(far))
+    assert trend.p == pytest.approx(np.mean(at_least_as_extreme))
 
 
 def test_spearman_trend_draws_within_seeds_and_from_the_generator_only() -> None:
     axis, seeds = np.tile(np.arange(5), 3), np.repeat(np.arange(3), 5)
-    outcome = seeds * 10.0 + axis  # a perfect trend in each seed, drowned between seeds
+    outcome = seeds * 10.0 + axis  # a perfect trend within each seed, hidden by the differences between seeds
     first, second = (estimates.spearman_trend(axis, outcome, seeds, np.random.default_rng(1), 999) for _ in range(2))
     assert first == second
     assert first.p == pytest.approx(1 / 1000)
@@ -205,11 +209,11 @@ def test_page_trend_sees_both_directions() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 20), shares), min_size=1, max_size=8), st.integers(1, 200))
 @settings(max_examples=60, deadline=None)
-def test_area_equals_its_oracle(pieces: list[tuple[int, float]], more: int) -> None:
+def test_area_equals_its_oracle(pieces: list[tuple[int, float]], extra_steps: int) -> None:
     steps = np.cumsum([step for step, _ in pieces])
     values = [value for _, value in pieces]
-    found = estimates.area_under_curve(steps, values, steps[0] + more)
-    assert found == pytest.approx(oracles.area(steps, values, steps[0] + more), abs=2e-3)
+    area = estimates.area_under_curve(steps, values, steps[0] + extra_steps)
+    assert area == pytest.approx(oracles.area(steps, values, steps[0] + extra_steps), abs=2e-3)
 
 
 def test_area_carries_the_last_value() -> None:
@@ -222,12 +226,12 @@ def test_area_carries_the_last_value() -> None:
 @given(st.lists(shares, min_size=1, max_size=5), st.lists(shares, min_size=1, max_size=5))
 @settings(max_examples=60, deadline=None)
 def test_improvement_equals_its_oracle_and_its_complement(arm: list[float], baseline: list[float]) -> None:
-    found = estimates.probability_of_improvement(arm, baseline)
-    assert found == pytest.approx(oracles.improvement(arm, baseline))
-    assert found + estimates.probability_of_improvement(baseline, arm) == pytest.approx(1.0)
+    probability = estimates.probability_of_improvement(arm, baseline)
+    assert probability == pytest.approx(oracles.improvement(arm, baseline))
+    assert probability + estimates.probability_of_improvement(baseline, arm) == pytest.approx(1.0)
 
 
-def test_improvement_of_nothing() -> None:
+def test_improvement_of_no_runs_is_missing() -> None:
     assert math.isnan(estimates.probability_of_improvement([], [0.1]))
 
 
@@ -235,6 +239,6 @@ def test_improvement_of_nothing() -> None:
 @settings(max_examples=60, deadline=None)
 def test_survival_equals_its_oracle(runs: list[tuple[int, bool]]) -> None:
     ends, stopped = [end for end, _ in runs], [stop for _, stop in runs]
-    steps, left = estimates.kaplan_meier(ends, stopped)
-    assert (steps[0], left[0]) == (0, 1)
-    assert left == pytest.approx([oracles.survival(ends, stopped, int(step)) for step in steps])
+    steps, surviving = estimates.kaplan_meier(ends, stopped)
+    assert (steps[0], surviving[0]) == (0, 1)
+    assert surviving == pytest.approx([oracles.survival(ends, stopped, int(step)) for step in steps])

@@ -1,4 +1,4 @@
-"""Figures draw exactly their tables: what is checked is the artists' data."""
+"""Tests that figures draw exactly their tables. They compare the data of the artists."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -32,104 +32,106 @@ def colors() -> dict[str, str]:
     return plots.make_arm_colors(["0", "0.1", "1", "nofilter"], ["nofilter"])
 
 
-def lines(axes: Axes) -> list[tuple[list[float], list[float]]]:
+def get_lines(axes: Axes) -> list[tuple[list[float], list[float]]]:
     return [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()]
 
 
-def points(axes: Axes, color: str = "") -> list[tuple[float, float]]:
-    """Every marker; only those filled with `color`, if one is given."""
-    drawn = [each for each in axes.collections if not color or _fill(each) == color]
-    return [(float(x), float(y)) for each in drawn for x, y in np.ma.filled(each.get_offsets(), np.nan)]
+def get_points(axes: Axes, color: str = "") -> list[tuple[float, float]]:
+    """Return every marker, or only those filled with `color` if one is given."""
+    collections = [collection for collection in axes.collections if not color or _get_fill_color(collection) == color]
+    return [
+        (float(x), float(y)) for collection in collections for x, y in np.ma.filled(collection.get_offsets(), np.nan)
+    ]
 
 
-def _fill(drawn: PathCollection) -> str:
-    colors = drawn.get_facecolor()
+def _get_fill_color(collection: PathCollection) -> str:
+    colors = collection.get_facecolor()
     return to_hex(colors[0]) if len(colors) else "none"
 
 
 def test_dose_response_draws_every_arm_with_its_interval(frames: StudyFrames) -> None:
     table, runs = tables.make_dose_response(frames), tables.make_run_outcomes(frames)
     (axes,) = plots.draw_dose_response(table, runs, "actor.kl_loss_coef").axes
-    drawn, scored = lines(axes), table[table["scored"] > 0]
+    lines, scored = get_lines(axes), table[table["scored"] > 0]
     for row in scored.itertuples():
-        assert ([row.x, row.x], [row.low, row.high]) in drawn
-        assert (row.x, row.success) in points(axes)
+        assert ([row.x, row.x], [row.low, row.high]) in lines
+        assert (row.x, row.success) in get_points(axes)
     assert axes.get_xticks().tolist() == table["x"].to_list()
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "0.1", "1", "nofilter"]
     assert axes.get_xlabel().startswith("actor.kl_loss_coef")
     assert axes.get_ylabel() == "success (fraction of episodes)"
     for base in (table["base"].iloc[0], table["base_greedy"].iloc[0]):
-        assert any(y == [base, base] for _, y in drawn)
+        assert any(y == [base, base] for _, y in lines)
 
 
-def test_dose_response_joins_the_scale_and_leaves_apart_what_is_not_on_it(frames: StudyFrames) -> None:
+def test_dose_response_joins_only_the_arms_on_the_scale(frames: StudyFrames) -> None:
     table, runs = tables.make_dose_response(frames), tables.make_run_outcomes(frames)
     (axes,) = plots.draw_dose_response(table, runs, "setting").axes
     joined = table[table["arm"].isin(["0.1", "1"])]
-    assert (joined["x"].to_list(), joined["success"].to_list()) in lines(axes)
-    dotted = [x[0] for x, y in lines(axes) if x[0] == x[-1] and y == [0, 1]]
+    assert (joined["x"].to_list(), joined["success"].to_list()) in get_lines(axes)
+    dotted = [x[0] for x, y in get_lines(axes) if x[0] == x[-1] and y == [0, 1]]
     assert dotted == [np.mean(table["x"][:2]), np.mean(table["x"][2:])]
 
 
 def test_dose_response_draws_single_runs_where_arms_have_several(frames: StudyFrames) -> None:
     table, runs = tables.make_dose_response(frames), tables.make_run_outcomes(frames)
     (axes,) = plots.draw_dose_response(table, pd.concat([runs, runs]), "setting").axes
-    assert set(zip(runs["x"], runs["outcome"], strict=True)) <= set(points(axes))
+    assert set(zip(runs["x"], runs["outcome"], strict=True)) <= set(get_points(axes))
 
 
-def legend_of(figure: Figure) -> list[str]:
+def get_legend_names(figure: Figure) -> list[str]:
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 def test_the_legend_names_only_what_is_drawn(frames: StudyFrames) -> None:
     table, runs = tables.make_dose_response(frames), tables.make_run_outcomes(frames)
-    names = legend_of(plots.draw_dose_response(table, runs, "setting"))
+    names = get_legend_names(plots.draw_dose_response(table, runs, "setting"))
     assert "every run stopped" in names
     assert "some runs stopped" not in names
-    partly = table.assign(scored=table["scored"] + 1)
-    assert "some runs stopped" in legend_of(plots.draw_dose_response(partly, runs, "setting"))
-    plain = table.assign(early_stopped=0, greedy=np.nan, test=np.nan, base=np.nan, base_greedy=np.nan)
-    assert legend_of(plots.draw_dose_response(plain, runs, "setting")) == ["validation, sampled"]
+    partly_stopped = table.assign(scored=table["scored"] + 1)
+    assert "some runs stopped" in get_legend_names(plots.draw_dose_response(partly_stopped, runs, "setting"))
+    sampled_only = table.assign(early_stopped=0, greedy=np.nan, test=np.nan, base=np.nan, base_greedy=np.nan)
+    assert get_legend_names(plots.draw_dose_response(sampled_only, runs, "setting")) == ["validation, sampled"]
 
 
-def test_a_stopped_arm_is_marked_apart(frames: StudyFrames) -> None:
+def test_a_stopped_arm_has_its_own_marker(frames: StudyFrames) -> None:
     table, runs = tables.make_dose_response(frames), tables.make_run_outcomes(frames)
     (axes,) = plots.draw_dose_response(table, runs, "setting").axes
     stopped = table[table["arm"] == "1"].iloc[0]
-    assert points(axes, plots.STOPPED_COLOR) == [(stopped["x"], stopped["success"])]
+    assert get_points(axes, plots.STOPPED_COLOR) == [(stopped["x"], stopped["success"])]
 
 
-def test_curves_have_a_panel_an_arm_with_every_run(frames: StudyFrames, colors: dict[str, str]) -> None:
+def test_curves_have_a_panel_per_arm_with_every_run(frames: StudyFrames, colors: dict[str, str]) -> None:
     table = series.make_curves(frames, "val_success")
     means = series.compute_mean_curves(table, carry_forward=True)
     figure = plots.draw_curves(table, means, colors, "validation success (fraction)")
     assert [panel.get_title("left") for panel in figure.axes] == list(colors)
     for panel, arm in zip(figure.axes, colors, strict=True):
-        (grey,) = [line for line in panel.get_lines() if to_hex(line.get_color()) == plots.GHOST_COLOR]
-        own = [line for line in panel.get_lines() if line is not grey]
-        assert {to_hex(line.get_color()) for line in own} == {colors[arm]}
+        (grey_line,) = [line for line in panel.get_lines() if to_hex(line.get_color()) == plots.GHOST_COLOR]
+        arm_lines = [line for line in panel.get_lines() if line is not grey_line]
+        assert {to_hex(line.get_color()) for line in arm_lines} == {colors[arm]}
         runs, others = (
             [(run["step"].to_list(), run["value"].to_list()) for _, run in rows.groupby("run_id", sort=False)]
             for rows in (table[table["arm"] == arm], table[table["arm"] != arm])
         )
         mean = means[means["arm"] == arm]
         expected = runs + ([(mean["step"].to_list(), mean["value"].to_list())] if len(mean) else [])
-        assert [(list(line.get_xdata()), list(line.get_ydata())) for line in own] == expected
-        assert pieces(grey) == others
+        assert [(list(line.get_xdata()), list(line.get_ydata())) for line in arm_lines] == expected
+        assert split_at_gaps(grey_line) == others
 
 
-def pieces(line: Line2D) -> list[tuple[list[float], list[float]]]:
-    """Steps and values of a line between its gaps."""
-    points = np.array([line.get_xdata(), line.get_ydata()], dtype=float)
-    bounds = [-1, *np.flatnonzero(np.isnan(points[0])), points.shape[1]]
-    parts = [points[:, left + 1 : right].tolist() for left, right in pairwise(bounds)]
-    return [(steps, values) for steps, values in parts]
+def split_at_gaps(line: Line2D) -> list[tuple[list[float], list[float]]]:
+    """Return the steps and values of a line between its gaps."""
+    coordinates = np.array([line.get_xdata(), line.get_ydata()], dtype=float)
+    bounds = [-1, *np.flatnonzero(np.isnan(coordinates[0])), coordinates.shape[1]]
+    pieces = [coordinates[:, left + 1 : right].tolist() for left, right in pairwise(bounds)]
+    return [(steps, values) for steps, values in pieces]
 
 
 def test_curves_mark_how_a_run_ended(frames: StudyFrames, colors: dict[str, str]) -> None:
     table = series.make_curves(frames, "val_success")
     figure = plots.draw_curves(table, series.compute_mean_curves(table), colors, "label")
-    marks = {panel.get_title("left"): points(panel) for panel in figure.axes}
+    marks = {panel.get_title("left"): get_points(panel) for panel in figure.axes}
     ends = table.groupby("run_id").last()
     assert marks["0"] == []
     assert marks["1"] == [(20, ends.loc["arm1-seed0", "value"])]
@@ -153,22 +155,22 @@ def test_steps_are_whole_numbers_in_a_short_study_too(frames: StudyFrames, color
 def test_survival_draws_its_table(frames: StudyFrames, colors: dict[str, str]) -> None:
     table = series.compute_stop_survival(frames)
     (axes,) = plots.draw_survival(table, colors).axes
-    assert lines(axes) == [([0, 60], [1, 1]), ([0, 20], [1, 0])]
+    assert get_lines(axes) == [([0, 60], [1, 1]), ([0, 20], [1, 0])]
     texts = [text.get_text() for text in axes.get_legend().get_texts()]
     assert texts == ["never stopped: 0, 0.1, nofilter", "1: 1 of 1 stopped"]
 
 
 def test_colors_are_ordered_in_lightness_and_words_are_grey_or_brown() -> None:
-    found = plots.make_arm_colors([*"012345", "nofilter"], ["nofilter"])
-    luminance = [np.dot(_rgb(found[arm]), (0.2126, 0.7152, 0.0722)) for arm in "012345"]
-    assert list(found) == [*"012345", "nofilter"]
+    colors = plots.make_arm_colors([*"012345", "nofilter"], ["nofilter"])
+    luminance = [np.dot(_to_rgb(colors[arm]), (0.2126, 0.7152, 0.0722)) for arm in "012345"]
+    assert list(colors) == [*"012345", "nofilter"]
     assert np.all(np.diff(luminance) > 0)
     assert luminance[-1] < 0.75  # readable on white
-    assert found["nofilter"] in plots.WORD_COLORS
+    assert colors["nofilter"] in plots.WORD_COLORS
     assert plots.make_arm_colors(["a"], ["a"]) == {"a": plots.WORD_COLORS[0]}
 
 
-def _rgb(color: str) -> tuple[float, ...]:
+def _to_rgb(color: str) -> tuple[float, ...]:
     return tuple(int(color[index : index + 2], 16) / 255 for index in (1, 3, 5))
 
 

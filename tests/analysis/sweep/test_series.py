@@ -1,4 +1,4 @@
-"""Tables that follow training: curves, kept groups, survival, equal budgets, rows that must agree."""
+"""Tests of the tables over training: curves, kept groups, survival, equal budgets, and rows that must be equal."""
 
 import json
 import math
@@ -18,7 +18,7 @@ STOP = ("low_validation_success", 0.002, 0.01)
 
 @pytest.fixture(scope="module")
 def frames(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
-    """Two arms of two seeds; one run of the second is stopped at step 20."""
+    """Two arms of two seeds. One run of the second arm is stopped at step 20."""
     runs = [FakeRun("0", 0), FakeRun("0", 1), FakeRun("0.1", 0)]
     runs += [FakeRun("0.1", 1, status="early_stopped", steps=20, success=(0.35, 0.0), stop=STOP)]
     return read_study(write_study(tmp_path_factory.mktemp("series"), runs, STUDY))
@@ -47,19 +47,20 @@ def test_an_unknown_column_is_named(frames: StudyFrames) -> None:
 def test_the_mean_curve_carries_a_stopped_run(frames: StudyFrames) -> None:
     table = series.make_curves(frames, "val_success")
     wide = table[table["arm"] == "0.1"].pivot_table(index="step", columns="seed", values="value")
-    carried, shown = (
-        series.compute_mean_curves(table, carry_forward=carry).query("arm == '0.1'") for carry in (True, False)
+    carried, uncarried = (
+        series.compute_mean_curves(table, carry_forward=carry_forward).query("arm == '0.1'")
+        for carry_forward in (True, False)
     )
     assert carried["value"].iloc[-1] == pytest.approx((wide[0].iloc[-1] + wide[1].dropna().iloc[-1]) / 2)
-    assert shown["value"].iloc[-1] == pytest.approx(wide[0].iloc[-1])
+    assert uncarried["value"].iloc[-1] == pytest.approx(wide[0].iloc[-1])
     assert carried["value"].iloc[2] == pytest.approx(wide.iloc[2].mean())
 
 
 def test_one_run_has_no_mean_curve(tmp_path: Path) -> None:
-    found = series.compute_mean_curves(
+    curves = series.compute_mean_curves(
         series.make_curves(read_study(write_study(tmp_path, [FakeRun("0")], STUDY)), "val_success")
     )
-    assert found.empty
+    assert curves.empty
 
 
 def test_kept_groups_first_and_last_quarter(frames: StudyFrames) -> None:
@@ -88,33 +89,35 @@ def test_survival_counts_a_failed_run_up_to_its_last_step(tmp_path: Path) -> Non
 
 
 def test_equal_budget_is_the_smallest_that_a_completed_run_used(tmp_path: Path) -> None:
-    half = FakeRun("0.1", rows={})
-    folder = write_study(tmp_path, [FakeRun("0"), half], STUDY)
-    path = folder / "runs" / half.run_id / "metrics.jsonl"
+    second_run = FakeRun("0.1", rows={})
+    folder = write_study(tmp_path, [FakeRun("0"), second_run], STUDY)
+    path = folder / "runs" / second_run.run_id / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:
         row["total_optimizer_steps"] = row["step"]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     frames = read_study(folder)
     table = series.compare_at_equal_budget(frames)
-    found = table[table["budget"] == "total_optimizer_steps"].set_index("arm")
-    assert found["amount"].to_list() == [60, 60]
-    assert found.loc["0.1", "success"] == frames.trials.set_index("arm").loc["0.1", "final_val_success"]
+    budget_rows = table[table["budget"] == "total_optimizer_steps"].set_index("arm")
+    assert budget_rows["amount"].to_list() == [60, 60]
+    assert budget_rows.loc["0.1", "success"] == frames.trials.set_index("arm").loc["0.1", "final_val_success"]
     curve = series.make_curves(frames, "val_success").query("arm == '0'").set_index("step")["value"]
-    assert found.loc["0", "success"] == pytest.approx(curve[15])  # 60 optimizer steps are 15 steps of 4
-    equal = table[table["budget"] == "total_env_steps"].set_index("arm")
-    assert equal["amount"].iloc[0] == 54_000
+    assert budget_rows.loc["0", "success"] == pytest.approx(curve[15])  # 60 optimizer steps are 15 training steps of 4
+    env_step_rows = table[table["budget"] == "total_env_steps"].set_index("arm")
+    assert env_step_rows["amount"].iloc[0] == 54_000
 
 
 def test_equal_budget_interpolates_and_carries(frames: StudyFrames) -> None:
     table = series.compare_at_equal_budget(frames)
-    found = table[(table["budget"] == "total_sampled_tokens") & (table["arm"] == "0.1")]
-    ends = frames.trials.set_index("run_id")["final_val_success"]
-    assert found["success"].iloc[0] == pytest.approx((ends["arm01-seed0"] + ends["arm01-seed1"]) / 2)
-    assert found["runs"].iloc[0] == 2
+    budget_rows = table[(table["budget"] == "total_sampled_tokens") & (table["arm"] == "0.1")]
+    final_successes = frames.trials.set_index("run_id")["final_val_success"]
+    assert budget_rows["success"].iloc[0] == pytest.approx(
+        (final_successes["arm01-seed0"] + final_successes["arm01-seed1"]) / 2
+    )
+    assert budget_rows["runs"].iloc[0] == 2
     curve = series.make_curves(frames, "val_success").query("run_id == 'arm0-seed0'").set_index("step")["value"]
-    between = series._interpolate_success(frames, "arm0-seed0", "total_env_steps", 900 * 12)
-    assert between == pytest.approx(curve[10] + 0.4 * (curve[15] - curve[10]))
+    interpolated = series._interpolate_success(frames, "arm0-seed0", "total_env_steps", 900 * 12)
+    assert interpolated == pytest.approx(curve[10] + 0.4 * (curve[15] - curve[10]))
     assert series._interpolate_success(frames, "arm0-seed0", "total_env_steps", 0) == curve[0]
 
 
@@ -123,8 +126,8 @@ def test_equal_budget_without_a_completed_run_is_empty(tmp_path: Path) -> None:
     assert series.compare_at_equal_budget(read_study(write_study(tmp_path, runs, STUDY))).empty
 
 
-def two_studies(folder: Path) -> Path:
-    """A KL and an entropy study whose zero arms are one configuration."""
+def write_two_studies(folder: Path) -> Path:
+    """Write a KL study and an entropy study whose zero arms have the same configuration."""
     write_study(folder, [FakeRun("0"), FakeRun("0.1")], STUDY)
     entropy = FakeStudy(name="entropy", run="entropy_sweep", setting="actor.entropy_coeff", levels=40)
     write_study(folder, [FakeRun("0"), FakeRun("0.1")], entropy)
@@ -132,24 +135,24 @@ def two_studies(folder: Path) -> Path:
 
 
 def test_equal_configurations_must_have_equal_rows(tmp_path: Path) -> None:
-    (found,) = series.check_consistency(load(two_studies(tmp_path))).to_dict("records")
-    assert (found["a"], found["b"], found["seed"]) == ("entropy/arm0-seed0", "kl/arm0-seed0", 0)
-    assert found["agree"]
-    assert found["difference"] == ""
+    (pair,) = series.check_consistency(load(write_two_studies(tmp_path))).to_dict("records")
+    assert (pair["a"], pair["b"], pair["seed"]) == ("entropy/arm0-seed0", "kl/arm0-seed0", 0)
+    assert pair["agree"]
+    assert pair["difference"] == ""
 
 
 def test_a_difference_between_equal_configurations_is_named(tmp_path: Path) -> None:
-    folder = two_studies(tmp_path)
+    folder = write_two_studies(tmp_path)
     path = folder / "results" / "entropy_sweep" / "runs" / "arm0-seed0" / "metrics.jsonl"
     lines = path.read_text().splitlines()
     lines[7] = json.dumps({**json.loads(lines[7]), "entropy": 9.0})
     path.write_text("\n".join(lines) + "\n")
-    (found,) = series.check_consistency(load(folder)).to_dict("records")
-    assert not found["agree"]
-    assert found["difference"].startswith("entropy: 1 of 60 rows differ, first 7: ")
+    (pair,) = series.check_consistency(load(folder)).to_dict("records")
+    assert not pair["agree"]
+    assert pair["difference"].startswith("entropy: 1 of 60 rows differ, first 7: ")
 
 
-def test_runs_that_did_not_end_are_not_held_against_each_other(tmp_path: Path) -> None:
+def test_runs_that_did_not_complete_are_not_compared(tmp_path: Path) -> None:
     write_study(tmp_path, [FakeRun("0")], STUDY)
     write_study(tmp_path, [FakeRun("0", status="failed", steps=9)], FakeStudy(name="entropy", run="e", levels=40))
     assert series.check_consistency(load(tmp_path)).empty

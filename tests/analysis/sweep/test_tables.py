@@ -1,4 +1,4 @@
-"""The comparison of arms: what is scored, what differs by how much, and in which words."""
+"""Tests of the comparison of arms: what is scored, how large the differences are, and the words of the verdicts."""
 
 import math
 from pathlib import Path
@@ -15,63 +15,71 @@ from analysis.stats.estimates import Trend, detectable_difference, difference_ov
 from analysis.sweep import findings, tables, verdicts
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 
-LOW = ("low_validation_success", 0.002, 0.01)
+LOW_SUCCESS = ("low_validation_success", 0.002, 0.01)
 ONE_RUN = "over the levels of this one run; says nothing about other seeds"
 
 
-def collapsed(arm: str, seed: int = 0, steps: int = 45) -> FakeRun:
-    return FakeRun(arm, seed, status="early_stopped", steps=steps, success=(0.35, 0.0), greedy=(0.6, 0.0), stop=LOW)
+def make_collapsed_run(arm: str, seed: int = 0, steps: int = 45) -> FakeRun:
+    return FakeRun(
+        arm, seed, status="early_stopped", steps=steps, success=(0.35, 0.0), greedy=(0.6, 0.0), stop=LOW_SUCCESS
+    )
 
 
-def frames_of(folder: Path, *runs: FakeRun, **changes: object) -> StudyFrames:
+def make_frames(folder: Path, *runs: FakeRun, **changes: object) -> StudyFrames:
     study = FakeStudy(**{"levels": 120, **changes})  # type: ignore[arg-type]
     return read_study(write_study(folder, runs, study))
 
 
-def row_of(frames: StudyFrames | pd.DataFrame, arm: str) -> pd.Series:
+def get_row(frames: StudyFrames | pd.DataFrame, arm: str) -> pd.Series:
     summary = frames if isinstance(frames, pd.DataFrame) else tables.summarize_arms(frames)
     return summary.set_index("arm").loc[arm]
 
 
 @pytest.fixture(scope="module")
-def six(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
-    """One seed, six arms, the fifth stopped by a rule."""
+def six_arm_frames(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
+    """Six arms of one seed. The fifth is stopped by a rule."""
     ends = {"0": 0.6, "0.01": 0.61, "0.03": 0.6, "0.1": 0.58, "1": 0.30}
     runs = [FakeRun(arm, success=(0.35, end)) for arm, end in ends.items()]
-    runs.insert(4, collapsed("0.3"))
-    return frames_of(tmp_path_factory.mktemp("six"), *runs, levels=400)
+    runs.insert(4, make_collapsed_run("0.3"))
+    return make_frames(tmp_path_factory.mktemp("six"), *runs, levels=400)
 
 
 @pytest.fixture(scope="module")
-def summary(six: StudyFrames) -> pd.DataFrame:
-    return tables.summarize_arms(six)
+def summary(six_arm_frames: StudyFrames) -> pd.DataFrame:
+    return tables.summarize_arms(six_arm_frames)
 
 
 @pytest.fixture(scope="module")
-def seeded(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
-    """Three seeds of three arms; one run of arm 1 stopped, one of nofilter failed."""
+def three_seed_frames(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
+    """Three seeds of four arms. One run of arm 1 is stopped, and one of nofilter failed."""
     runs = [FakeRun("0", seed) for seed in range(3)]
     runs += [FakeRun("0.1", seed, success=(0.35, 0.9)) for seed in range(3)]
-    runs += [FakeRun("1", 0, success=(0.35, 0.4)), collapsed("1", 1), FakeRun("1", 2, success=(0.35, 0.4))]
+    runs += [FakeRun("1", 0, success=(0.35, 0.4)), make_collapsed_run("1", 1), FakeRun("1", 2, success=(0.35, 0.4))]
     runs += [FakeRun("nofilter", 0), FakeRun("nofilter", 1)]
     runs += [FakeRun("nofilter", 2, status="failed", steps=12, reason="RuntimeError: no memory")]
-    return frames_of(tmp_path_factory.mktemp("seeded"), *runs)
+    return make_frames(tmp_path_factory.mktemp("seeded"), *runs)
 
 
-def test_one_row_an_arm_in_the_order_of_the_study(summary: pd.DataFrame) -> None:
+def test_there_is_one_row_per_arm_in_the_order_of_the_study(summary: pd.DataFrame) -> None:
     assert summary["arm"].to_list() == ["0", "0.01", "0.03", "0.1", "0.3", "1"]
     assert summary["is_baseline"].to_list() == [True] + [False] * 5
     assert summary["early_stopped"].to_list() == [0, 0, 0, 0, 1, 0]
 
 
-def test_one_seed_is_compared_over_levels_at_the_last_validation(six: StudyFrames, summary: pd.DataFrame) -> None:
-    levels = six.levels[(six.levels["split"] == "val") & (six.levels["mode"] == "sampled") & (six.levels["step"] == 60)]
+def test_one_seed_is_compared_over_levels_at_the_last_validation(
+    six_arm_frames: StudyFrames, summary: pd.DataFrame
+) -> None:
+    levels = six_arm_frames.levels[
+        (six_arm_frames.levels["split"] == "val")
+        & (six_arm_frames.levels["mode"] == "sampled")
+        & (six_arm_frames.levels["step"] == 60)
+    ]
     wide = levels.pivot_table(index="level", columns="arm", values="success", aggfunc="first").astype(float)
     clusters = levels.drop_duplicates("level").set_index("level")["cluster"].loc[wide.index]
     expected = difference_over_levels(wide["1"] - wide["0"], clusters)
-    row = row_of(summary, "1")
+    row = get_row(summary, "1")
     assert (row["difference"], row["difference_low"], row["difference_high"]) == pytest.approx(expected[:3])
-    assert row["difference"] == pytest.approx(row["final_val_success"] - row_of(summary, "0")["final_val_success"])
+    assert row["difference"] == pytest.approx(row["final_val_success"] - get_row(summary, "0")["final_val_success"])
     assert (row["basis"], row["paired_seeds"]) == (ONE_RUN, 1)
 
 
@@ -83,9 +91,11 @@ def test_p_values_and_power_count_all_compared_arms(summary: pd.DataFrame) -> No
     assert compared["detectable"].to_list() == pytest.approx(expected)
 
 
-def test_the_last_validation_of_a_stopped_run_is_what_counts(six: StudyFrames, summary: pd.DataFrame) -> None:
-    row = row_of(summary, "0.3")
-    trial = six.trials.set_index("arm").loc["0.3"]
+def test_the_last_validation_of_a_stopped_run_is_what_counts(
+    six_arm_frames: StudyFrames, summary: pd.DataFrame
+) -> None:
+    row = get_row(summary, "0.3")
+    trial = six_arm_frames.trials.set_index("arm").loc["0.3"]
     assert row["final_val_success"] == trial["final_val_success"]
     assert row["difference"] < -0.5
     assert row["final_stopped_as_zero"] == 0
@@ -94,25 +104,25 @@ def test_the_last_validation_of_a_stopped_run_is_what_counts(six: StudyFrames, s
     assert row["outcome"] == "failed regime"
 
 
-def test_area_of_a_stopped_run_carries_its_last_value(six: StudyFrames, summary: pd.DataFrame) -> None:
-    row = row_of(summary, "0.3")
-    steps = six.steps[(six.steps["arm"] == "0.3") & six.steps["val_success"].notna()]
+def test_area_of_a_stopped_run_carries_its_last_value(six_arm_frames: StudyFrames, summary: pd.DataFrame) -> None:
+    row = get_row(summary, "0.3")
+    steps = six_arm_frames.steps[(six_arm_frames.steps["arm"] == "0.3") & six_arm_frames.steps["val_success"].notna()]
     x = [0, *steps["step"], 60]
     y = [row["base_val_success"], *steps["val_success"], steps["val_success"].iloc[-1]]
     assert row["auc"] == pytest.approx(np.trapezoid(y, x) / 60)
-    assert row["auc_difference"] == pytest.approx(row["auc"] - row_of(summary, "0")["auc"])
+    assert row["auc_difference"] == pytest.approx(row["auc"] - get_row(summary, "0")["auc"])
 
 
 def test_gain_is_over_the_levels_of_the_run_itself(summary: pd.DataFrame) -> None:
-    row = row_of(summary, "0")
+    row = get_row(summary, "0")
     assert row["gain"] == pytest.approx(row["final_val_success"] - row["base_val_success"])
     assert row["gain_greedy"] == pytest.approx(row["final_val_greedy_success"] - row["base_val_greedy_success"])
     assert row["gain_low"] < row["gain"] < row["gain_high"]
 
 
-def test_gain_over_three_seeds_is_over_seeds(seeded: StudyFrames) -> None:
-    runs = seeded.trials[seeded.trials["arm"] == "0.1"]
-    row = row_of(seeded, "0.1")
+def test_gain_over_three_seeds_is_over_seeds(three_seed_frames: StudyFrames) -> None:
+    runs = three_seed_frames.trials[three_seed_frames.trials["arm"] == "0.1"]
+    row = get_row(three_seed_frames, "0.1")
     assert row["gain"] == pytest.approx((runs["final_val_success"] - runs["base_val_success"]).mean())
     greedy = runs["final_val_greedy_success"] - runs["base_val_greedy_success"]
     interval = scipy_stats.ttest_1samp(greedy, 0).confidence_interval(0.95)
@@ -120,32 +130,34 @@ def test_gain_over_three_seeds_is_over_seeds(seeded: StudyFrames) -> None:
 
 
 def test_costs_are_means_over_runs(summary: pd.DataFrame) -> None:
-    row = row_of(summary, "0")
+    row = get_row(summary, "0")
     assert (row["total_env_steps"], row["total_sampled_tokens"], row["kept_ratio"]) == (54_000, 300_000, 1.0)
-    assert row_of(summary, "0.3")["kept_ratio"] < 1
+    assert get_row(summary, "0.3")["kept_ratio"] < 1
 
 
-def test_three_seeds_are_compared_over_seeds(seeded: StudyFrames) -> None:
-    final = seeded.trials.pivot_table(index="seed", columns="arm", values="final_val_success")
+def test_three_seeds_are_compared_over_seeds(three_seed_frames: StudyFrames) -> None:
+    final = three_seed_frames.trials.pivot_table(index="seed", columns="arm", values="final_val_success")
     expected = scipy_stats.ttest_rel(final["0.1"], final["0"])
-    row = row_of(seeded, "0.1")
+    row = get_row(three_seed_frames, "0.1")
     assert row["difference"] == pytest.approx((final["0.1"] - final["0"]).mean())
     assert row["difference_low"] == pytest.approx(expected.confidence_interval(0.95).low)
     assert row["p"] == pytest.approx(expected.pvalue)
     assert (row["basis"], row["paired_seeds"], row["improvement"]) == ("over 3 seeds", 3, 1.0)
 
 
-def test_a_failed_run_is_named_and_not_scored(seeded: StudyFrames) -> None:
-    row = row_of(seeded, "nofilter")
+def test_a_failed_run_is_named_and_not_scored(three_seed_frames: StudyFrames) -> None:
+    row = get_row(three_seed_frames, "nofilter")
     assert (row["runs"], row["completed"], row["failed"], row["paired_seeds"]) == (3, 2, 1, 2)
     assert row["basis"] == "over the levels of these 2 runs; says nothing about other seeds"
     assert row["verdict"].endswith("not scored: seed 2 failed after 12 of 60 steps (RuntimeError: no memory)")
-    scored = seeded.trials[(seeded.trials["arm"] == "nofilter") & (seeded.trials["status"] == "completed")]
+    scored = three_seed_frames.trials[
+        (three_seed_frames.trials["arm"] == "nofilter") & (three_seed_frames.trials["status"] == "completed")
+    ]
     assert row["final_val_success"] == pytest.approx(scored["final_val_success"].mean())
 
 
-def test_stops_are_a_rate_of_their_own(seeded: StudyFrames) -> None:
-    row = row_of(seeded, "1")
+def test_stops_have_their_own_rate(three_seed_frames: StudyFrames) -> None:
+    row = get_row(three_seed_frames, "1")
     assert row["stopped_fraction"] == pytest.approx(1 / 3)
     assert row["final_stopped_as_zero"] < row["final_val_success"] < row["final_survivors"]
     assert row["verdict"].startswith(
@@ -162,7 +174,7 @@ def test_stops_are_a_rate_of_their_own(seeded: StudyFrames) -> None:
         (3, "over 3 seeds"),
     ],
 )
-def test_basis_never_claims_more(seeds: int, words: str) -> None:
+def test_the_basis_claims_no_more_than_the_seeds_support(seeds: int, words: str) -> None:
     assert describe_basis(seeds) == words
 
 
@@ -176,10 +188,10 @@ def test_levels_after_the_last_step_do_not_count(tmp_path: Path) -> None:
 
 
 def test_episodes_of_one_level_are_averaged(tmp_path: Path) -> None:
-    frames = frames_of(tmp_path, FakeRun("0"), levels=4)
+    frames = make_frames(tmp_path, FakeRun("0"), levels=4)
     doubled = pd.concat([frames.levels, frames.levels.assign(success=~frames.levels["success"])], ignore_index=True)
-    found = collect_level_outcomes(StudyFrames(frames.trials, frames.steps, doubled, frames.study), frames.trials)
-    assert all((rows["success"] == 0.5).all() and len(rows) == 4 for rows in found.values())
+    outcomes = collect_level_outcomes(StudyFrames(frames.trials, frames.steps, doubled, frames.study), frames.trials)
+    assert all((rows["success"] == 0.5).all() and len(rows) == 4 for rows in outcomes.values())
 
 
 def test_without_levels_there_is_a_value_and_no_interval(tmp_path: Path) -> None:
@@ -187,20 +199,20 @@ def test_without_levels_there_is_a_value_and_no_interval(tmp_path: Path) -> None
     folder = write_study(tmp_path, runs, FakeStudy(levels=10))
     for run in runs:
         (folder / "runs" / run.run_id / "levels.jsonl").unlink()
-    row = row_of(read_study(folder), "0.1")
+    row = get_row(read_study(folder), "0.1")
     assert not math.isnan(row["difference"])
     assert not math.isnan(row["gain"])
     assert math.isnan(row["difference_low"])
     assert row["verdict"].startswith("no interval: ")
 
 
-def test_a_run_stopped_before_its_first_validation_has_the_base_policys(tmp_path: Path) -> None:
-    empty = FakeRun("0.1", status="early_stopped", steps=3, stop=("empty_filtered_steps", 3, 3))
-    folder = write_study(tmp_path, [FakeRun("0"), empty], FakeStudy(levels=40))
-    path = folder / "runs" / empty.run_id
+def test_a_run_stopped_before_its_first_validation_has_the_success_of_the_base_policy(tmp_path: Path) -> None:
+    stopped_run = FakeRun("0.1", status="early_stopped", steps=3, stop=("empty_filtered_steps", 3, 3))
+    folder = write_study(tmp_path, [FakeRun("0"), stopped_run], FakeStudy(levels=40))
+    path = folder / "runs" / stopped_run.run_id
     metrics = (path / "metrics.jsonl").read_text().splitlines()
     (path / "metrics.jsonl").write_text("\n".join(metrics[:2]) + "\n")
-    row = row_of(read_study(folder), "0.1")
+    row = get_row(read_study(folder), "0.1")
     assert row["final_val_success"] == row["base_val_success"]
     assert row["gain"] == 0
 
@@ -217,15 +229,15 @@ def test_a_run_stopped_before_its_first_validation_has_the_base_policys(tmp_path
     ],
 )
 def test_verdict_of_a_stopped_arm(tmp_path: Path, rule: str, value: float, threshold: float, sentence: str) -> None:
-    stopped = FakeRun("0.1", status="early_stopped", steps=45, stop=(rule, value, threshold))
-    row = row_of(frames_of(tmp_path, FakeRun("0"), stopped), "0.1")
+    stopped_run = FakeRun("0.1", status="early_stopped", steps=45, stop=(rule, value, threshold))
+    row = get_row(make_frames(tmp_path, FakeRun("0"), stopped_run), "0.1")
     assert row["verdict"] == f"failed regime: {rule} stopped 1 of 1 runs ({sentence})"
 
 
 def test_verdicts_of_two_rules_in_one_arm(tmp_path: Path) -> None:
-    other = FakeRun("0.1", 1, status="early_stopped", steps=30, stop=("empty_filtered_steps", 5, 5))
-    frames = frames_of(tmp_path, FakeRun("0"), collapsed("0.1"), other, collapsed("0.1", 2, 50))
-    assert row_of(frames, "0.1")["verdict"] == (
+    other_run = FakeRun("0.1", 1, status="early_stopped", steps=30, stop=("empty_filtered_steps", 5, 5))
+    frames = make_frames(tmp_path, FakeRun("0"), make_collapsed_run("0.1"), other_run, make_collapsed_run("0.1", 2, 50))
+    assert get_row(frames, "0.1")["verdict"] == (
         "failed regime: low_validation_success stopped 2 of 3 runs (step 45: 0.002 < 0.01; step 50: 0.002 < 0.01) "
         "and empty_filtered_steps stopped 1 of 3 runs (step 30: 5 ≥ 5)"
     )
@@ -250,22 +262,22 @@ def test_the_outcome_follows_the_adjusted_p_and_the_seeds(
     assert verdicts.classify_outcome({**row, "paired_seeds": seeds}) == word
 
 
-def test_one_run_is_spoken_of_and_not_its_setting(summary: pd.DataFrame, tmp_path: Path) -> None:
-    row = row_of(summary, "1")
-    numbers = f"{row['difference']:+.3f} [{row['difference_low']:+.3f}, {row['difference_high']:+.3f}]"
-    told = f"this run ended lower than the baseline (0): {numbers}, Holm p < 0.001 ({ONE_RUN})"
-    assert row["verdict"] == told.replace("-", "−")
+def test_a_verdict_of_one_run_is_about_the_run_and_not_its_setting(summary: pd.DataFrame, tmp_path: Path) -> None:
+    row = get_row(summary, "1")
+    interval_text = f"{row['difference']:+.3f} [{row['difference_low']:+.3f}, {row['difference_high']:+.3f}]"
+    expected_verdict = f"this run ended lower than the baseline (0): {interval_text}, Holm p < 0.001 ({ONE_RUN})"
+    assert row["verdict"] == expected_verdict.replace("-", "−")
     runs = [FakeRun(arm, seed, success=(0.35, end)) for arm, end in (("0", 0.35), ("0.1", 0.9)) for seed in (0, 1)]
-    higher = row_of(frames_of(tmp_path, *runs, levels=300), "0.1")
-    assert higher["verdict"].startswith("these 2 runs ended higher than the baseline (0): +0.")
+    higher_row = get_row(make_frames(tmp_path, *runs, levels=300), "0.1")
+    assert higher_row["verdict"].startswith("these 2 runs ended higher than the baseline (0): +0.")
 
 
 def test_with_three_seeds_the_verdict_is_about_the_setting(tmp_path: Path) -> None:
     arms = (("0", 0.35), ("0.1", 0.9), ("1", 0.02))
     runs = [FakeRun(arm, seed, success=(0.35, end)) for arm, end in arms for seed in range(3)]
-    summary = tables.summarize_arms(frames_of(tmp_path, *runs, levels=300))
-    assert row_of(summary, "0.1")["verdict"].startswith("better than the baseline (0): +0.")
-    assert row_of(summary, "1")["verdict"].startswith("worse than the baseline (0): −0.")
+    summary = tables.summarize_arms(make_frames(tmp_path, *runs, levels=300))
+    assert get_row(summary, "0.1")["verdict"].startswith("better than the baseline (0): +0.")
+    assert get_row(summary, "1")["verdict"].startswith("worse than the baseline (0): −0.")
     assert findings.format_headline(summary) == (
         "3 arms, baseline 0. Compared over 3 seeds. Better than the baseline: arm 0.1. Worse than the baseline: arm 1."
     )
@@ -283,8 +295,8 @@ def test_the_headline_of_one_seed_says_what_the_runs_did(summary: pd.DataFrame) 
     assert not any(word in verdict for verdict in summary["verdict"] for word in ("worse than", "better than"))
 
 
-def test_verdict_of_an_unresolved_difference_says_what_would_have_been_missed(summary: pd.DataFrame) -> None:
-    row = row_of(summary, "0.03")
+def test_verdict_without_a_clear_difference_says_what_would_have_been_missed(summary: pd.DataFrame) -> None:
+    row = get_row(summary, "0.03")
     assert row["outcome"] == "no clear difference"
     assert row["verdict"].startswith("no clear difference between this run and the baseline (0): ")
     assert (
@@ -295,18 +307,18 @@ def test_verdict_of_an_unresolved_difference_says_what_would_have_been_missed(su
 
 
 def test_a_hopeless_comparison_says_so(summary: pd.DataFrame) -> None:
-    row = {**row_of(summary, "0.03"), "arm": "0.03", "detectable": 1.7}
+    row = {**get_row(summary, "0.03"), "arm": "0.03", "detectable": 1.7}
     assert "; any difference would probably be missed (" in verdicts.format_verdict(row)
 
 
-def test_an_interval_of_a_share_stays_within_its_bounds(seeded: StudyFrames) -> None:
-    row = row_of(seeded, "1")
+def test_an_interval_of_a_share_stays_within_its_bounds(three_seed_frames: StudyFrames) -> None:
+    row = get_row(three_seed_frames, "1")
     assert (row["final_low"], row["final_high"]) == (0.0, pytest.approx(row["final_high"]))
     assert row["final_high"] <= 1
 
 
 def test_verdict_of_the_baseline(summary: pd.DataFrame) -> None:
-    row = row_of(summary, "0")
+    row = get_row(summary, "0")
     assert row["verdict"] == (
         f"baseline: {row['final_val_success']:.3f} at the end, {row['gain']:+.3f} [{row['gain_low']:+.3f}, "
         f"{row['gain_high']:+.3f}] from the policy before training ({ONE_RUN})"
@@ -325,101 +337,106 @@ def test_verdict_of_the_baseline(summary: pd.DataFrame) -> None:
     ],
 )
 def test_verdict_of_an_arm_without_a_scored_run(tmp_path: Path, run: FakeRun, sentence: str) -> None:
-    row = row_of(frames_of(tmp_path, FakeRun("0"), run), "0.1")
+    row = get_row(make_frames(tmp_path, FakeRun("0"), run), "0.1")
     assert row["verdict"].startswith(f"no verdict: {sentence}")
     assert row["outcome"] == "no verdict"
     assert math.isnan(row["final_val_success"])
 
 
 def test_verdict_without_a_scored_baseline(tmp_path: Path) -> None:
-    frames = frames_of(tmp_path, FakeRun("0", status="failed", steps=3, reason="x"), FakeRun("0.1"))
-    row = row_of(frames, "0.1")
+    frames = make_frames(tmp_path, FakeRun("0", status="failed", steps=3, reason="x"), FakeRun("0.1"))
+    row = get_row(frames, "0.1")
     assert row["verdict"] == "no comparison: the baseline (0) and this arm have no scored runs with a common seed"
 
 
 def test_verdict_against_a_failed_baseline(tmp_path: Path) -> None:
-    row = row_of(frames_of(tmp_path, collapsed("0"), FakeRun("0.1"), levels=200), "0.1")
+    row = get_row(make_frames(tmp_path, make_collapsed_run("0"), FakeRun("0.1"), levels=200), "0.1")
     assert row["verdict"].startswith("this run ended higher than the baseline (0), itself a failed regime: +0.")
 
 
 def test_no_run_at_all(tmp_path: Path) -> None:
-    frames = frames_of(tmp_path)
+    frames = make_frames(tmp_path)
     assert tables.summarize_arms(frames).empty
     assert tables.make_dose_response(frames).empty
     assert tables.make_run_outcomes(frames).empty
     assert math.isnan(tables.compute_trend(frames, np.random.default_rng(0))[0].rho)
 
 
-def test_several_studies_are_refused(six: StudyFrames, summary: pd.DataFrame) -> None:
-    both = StudyFrames(six.trials, six.steps, six.levels, [*six.studies, *six.studies])
+def test_several_studies_are_refused(six_arm_frames: StudyFrames, summary: pd.DataFrame) -> None:
+    frames_of_two = StudyFrames(
+        six_arm_frames.trials,
+        six_arm_frames.steps,
+        six_arm_frames.levels,
+        [*six_arm_frames.studies, *six_arm_frames.studies],
+    )
     with pytest.raises(
         ValueError, match=r"These frames contain 2 studies \(.*\)\. Select one: frames\.select_study\(NAME\)"
     ):
-        tables.summarize_arms(both)
+        tables.summarize_arms(frames_of_two)
 
 
 # The axis.
 
 
-def places(folder: Path, *values: str) -> tuple[list[float], str]:
-    frames = frames_of(
+def compute_positions(folder: Path, *values: str) -> tuple[list[float], str]:
+    frames = make_frames(
         folder, *(FakeRun(value, status="", steps=0) for value in values), values=values, setting="actor.entropy_coeff"
     )
-    names, found, scale = tables.compute_axis_positions(frames)
+    names, positions, scale = tables.compute_axis_positions(frames)
     assert names == list(values)
-    return found, scale
+    return positions, scale
 
 
-def test_places_are_logarithmic_with_nought_and_words_apart(tmp_path: Path) -> None:
-    found, scale = places(tmp_path, "0", "0.01", "0.1", "1", "nofilter")
+def test_positions_are_logarithmic_with_zero_and_words_apart(tmp_path: Path) -> None:
+    positions, scale = compute_positions(tmp_path, "0", "0.01", "0.1", "1", "nofilter")
     assert scale == "log"
-    assert found == pytest.approx([-3, -2, -1, 0, 1])
+    assert positions == pytest.approx([-3, -2, -1, 0, 1])
 
 
-def test_places_below_nought_go_on_to_the_left(tmp_path: Path) -> None:
-    found, _ = places(tmp_path, "-0.1", "0", "0.01", "0.1")
-    assert found == pytest.approx([-4, -3, -2, -1])
+def test_positions_of_negative_values_are_to_the_left(tmp_path: Path) -> None:
+    positions, _ = compute_positions(tmp_path, "-0.1", "0", "0.01", "0.1")
+    assert positions == pytest.approx([-4, -3, -2, -1])
 
 
-def test_places_are_ranks_where_a_log_scale_would_merge_them(tmp_path: Path) -> None:
-    found, scale = places(tmp_path, "1.0", "0.98", "0.4", "nofilter")
+def test_positions_are_ranks_where_a_log_scale_would_merge_them(tmp_path: Path) -> None:
+    positions, scale = compute_positions(tmp_path, "1.0", "0.98", "0.4", "nofilter")
     assert scale == "rank"
-    assert found == [2, 1, 0, 3]
+    assert positions == [2, 1, 0, 3]
 
 
 @pytest.mark.parametrize(
     ("values", "expected"),
     [(("0",), [-1.0]), (("0.1",), [0.0]), (("nofilter",), [1.0]), (("0", "nofilter"), [-1.0, 1.0])],
 )
-def test_places_of_few_arms(tmp_path: Path, values: tuple[str, ...], expected: list[float]) -> None:
-    assert places(tmp_path, *values)[0] == pytest.approx(expected)
+def test_positions_of_few_arms(tmp_path: Path, values: tuple[str, ...], expected: list[float]) -> None:
+    assert compute_positions(tmp_path, *values)[0] == pytest.approx(expected)
 
 
-def test_dose_response_has_what_the_figure_shows(six: StudyFrames, summary: pd.DataFrame) -> None:
-    table = tables.make_dose_response(six)
+def test_dose_response_has_the_numbers_of_the_figure(six_arm_frames: StudyFrames, summary: pd.DataFrame) -> None:
+    table = tables.make_dose_response(six_arm_frames)
     assert table["success"].to_list() == summary["final_val_success"].to_list()
     assert table[["low", "high"]].to_numpy().tolist() == summary[["final_low", "final_high"]].to_numpy().tolist()
     assert table["base"].nunique() == 1
     assert table["early_stopped"].to_list() == [0, 0, 0, 0, 1, 0]
     assert (table["low"] < table["success"]).all()
-    outcomes = tables.make_run_outcomes(six)
+    outcomes = tables.make_run_outcomes(six_arm_frames)
     assert outcomes["x"].to_list() == table["x"].to_list()
 
 
-def test_trend_leaves_words_out_and_pairs_seeds(seeded: StudyFrames) -> None:
-    found, page = tables.compute_trend(seeded, np.random.default_rng(0))
-    assert found.n == 9
-    table = seeded.trials[seeded.trials["arm"] != "nofilter"].pivot_table(
+def test_trend_leaves_words_out_and_pairs_seeds(three_seed_frames: StudyFrames) -> None:
+    trend, page_p = tables.compute_trend(three_seed_frames, np.random.default_rng(0))
+    assert trend.n == 9
+    table = three_seed_frames.trials[three_seed_frames.trials["arm"] != "nofilter"].pivot_table(
         index="seed", columns="axis_value", values="final_val_success"
     )
     one_sided = [scipy_stats.page_trend_test(values).pvalue for values in (table, table.to_numpy()[:, ::-1])]
-    assert page == pytest.approx(min(1, 2 * min(one_sided)))
+    assert page_p == pytest.approx(min(1, 2 * min(one_sided)))
 
 
-def test_trend_of_one_seed_has_no_page_test(six: StudyFrames) -> None:
-    found, page = tables.compute_trend(six, np.random.default_rng(0))
-    assert (found.n, math.isnan(page)) == (6, True)
-    assert found.rho < 0
+def test_trend_of_one_seed_has_no_page_test(six_arm_frames: StudyFrames) -> None:
+    trend, page_p = tables.compute_trend(six_arm_frames, np.random.default_rng(0))
+    assert (trend.n, math.isnan(page_p)) == (6, True)
+    assert trend.rho < 0
 
 
 def test_numbers_are_written_with_a_true_minus() -> None:
@@ -430,7 +447,7 @@ def test_numbers_are_written_with_a_true_minus() -> None:
     assert (verdicts.format_p_value(0.0004), verdicts.format_p_value(0.0123)) == ("p < 0.001", "p 0.012")
 
 
-def test_a_trend_is_told_with_its_direction_and_whether_chance_explains_it() -> None:
+def test_a_trend_has_its_direction_only_where_it_is_clear() -> None:
     clear, unclear = Trend(-0.83, 0.012, 6), Trend(0.5, 0.31, 6)
     assert findings.describe_trend(clear, float("nan"), "actor.kl_loss_coef").startswith(
         "Success tends to fall as actor.kl_loss_coef grows (rank correlation −0.83, p 0.012 over 6 runs)."

@@ -12,33 +12,33 @@ MODULES = sorted(path for path in (ROOT / "trainable" / "algo").glob("*.py") if 
 FUNCTION, CLASS = ast.FunctionDef, ast.ClassDef
 
 
-def definitions(path: Path, *kinds: type) -> set[str]:
+def list_definitions(path: Path, *kinds: type) -> set[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     return {node.name for node in tree.body if isinstance(node, kinds)}  # type: ignore[attr-defined]
 
 
-def public(*kinds: type) -> set[str]:
-    """`module.name` of each public definition of these kinds."""
-    named = {(path.stem, name) for path in MODULES for name in definitions(path, *kinds)}
-    return {f"{module}.{name}" for module, name in named if not name.startswith("_")}
+def list_public_names(*kinds: type) -> set[str]:
+    """List `module.name` of each public definition of these kinds."""
+    names = {(path.stem, name) for path in MODULES for name in list_definitions(path, *kinds)}
+    return {f"{module}.{name}" for module, name in names if not name.startswith("_")}
 
 
-def entries() -> dict[str, str]:
-    """Body of each entry by its `module.name` heading."""
+def read_entries() -> dict[str, str]:
+    """Read the body of each entry, by its `module.name` heading."""
     pieces = re.split(r"^### `([\w.]+)`$", DOC, flags=re.MULTILINE)
     return dict(zip(pieces[1::2], pieces[2::2], strict=True))
 
 
 def test_every_public_function_has_an_entry_and_every_entry_is_a_public_name() -> None:
-    assert public(FUNCTION) <= set(entries()) <= public(FUNCTION, CLASS)
+    assert list_public_names(FUNCTION) <= set(read_entries()) <= list_public_names(FUNCTION, CLASS)
 
 
-@pytest.mark.parametrize("name", entries())
+@pytest.mark.parametrize("name", read_entries())
 def test_every_entry_names_tests_that_exist(name: str) -> None:
-    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", entries()[name])
-    assert named
-    for file, test in named:
-        assert test in definitions(Path(__file__).parent / file, FUNCTION)
+    test_ids = re.findall(r"`(test_\w+\.py)::(test_\w+)`", read_entries()[name])
+    assert test_ids
+    for file, test in test_ids:
+        assert test in list_definitions(Path(__file__).parent / file, FUNCTION)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)

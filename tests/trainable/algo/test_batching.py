@@ -15,7 +15,7 @@ from trainable.algo.batching import (
 )
 
 
-def seeded(seed: int = 0) -> torch.Generator:
+def make_generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
@@ -35,16 +35,18 @@ def test_the_order_by_hand() -> None:
 @examples
 @given(st.integers(1, 4), st.permutations(range(5)), st.data())
 def test_pieces_of_the_order_hold_whole_groups_in_the_order_of_their_tokens(
-    size: int, groups: list[int], data: st.DataObject
+    group_size: int, groups: list[int], drawing: st.DataObject
 ) -> None:
-    ids = data.draw(st.permutations([group for group in groups for _ in range(size)]))
-    lengths = data.draw(st.lists(st.integers(1, 9), min_size=len(ids), max_size=len(ids)))
+    ids = drawing.draw(st.permutations([group for group in groups for _ in range(group_size)]))
+    lengths = drawing.draw(st.lists(st.integers(1, 9), min_size=len(ids), max_size=len(ids)))
     order = order_by_group(torch.tensor(lengths), torch.tensor(ids)).tolist()
     assert sorted(order) == list(range(len(ids)))
-    pieces = [order[start : start + size] for start in range(0, len(order), size)]
-    assert all(len({ids[row] for row in piece}) == 1 and piece == sorted(piece) for piece in pieces)
-    tokens = torch.tensor([sum(x for x, of in zip(lengths, ids, strict=True) if of == group) for group in range(5)])
-    assert [ids[piece[0]] for piece in pieces] == order_length_stratified(tokens).tolist()
+    mini_batches = [order[start : start + group_size] for start in range(0, len(order), group_size)]
+    assert all(len({ids[index] for index in rows}) == 1 and rows == sorted(rows) for rows in mini_batches)
+    tokens = torch.tensor(
+        [sum(length for length, owner in zip(lengths, ids, strict=True) if owner == group) for group in range(5)]
+    )
+    assert [ids[rows[0]] for rows in mini_batches] == order_length_stratified(tokens).tolist()
 
 
 def test_groups_of_one_are_in_the_order_of_their_lengths() -> None:
@@ -53,34 +55,38 @@ def test_groups_of_one_are_in_the_order_of_their_lengths() -> None:
 
 
 def test_equal_lengths_keep_their_order_in_a_large_batch() -> None:
-    """An unstable sort only shows beyond sixteen numbers."""
+    """The order of an unstable sort differs only for more than sixteen numbers."""
     assert order_length_stratified(torch.full((64,), 7)).tolist() == [*range(0, 64, 2), *range(63, 0, -2)]
 
 
 @examples
 @given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 60))
-def test_passes_hold_every_sequence_once_and_no_more_tokens_than_asked(lengths: list[int], most: int) -> None:
-    cuts = [cut.tolist() for cut in split_by_tokens(torch.tensor(lengths, dtype=torch.long), most)]
-    assert [i for cut in cuts for i in cut] == sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
-    tokens = [sum(lengths[i] for i in cut) for cut in cuts]
-    assert all(whole <= most or len(cut) == 1 for whole, cut in zip(tokens, cuts, strict=True))
-    starts = [lengths[cut[0]] for cut in cuts[1:]]
-    assert all(whole + start > most for whole, start in zip(tokens, starts, strict=False))  # none was cut too early
+def test_passes_hold_every_sequence_once_and_no_more_tokens_than_asked(lengths: list[int], max_tokens: int) -> None:
+    micro_batches = [rows.tolist() for rows in split_by_tokens(torch.tensor(lengths, dtype=torch.long), max_tokens)]
+    assert [i for rows in micro_batches for i in rows] == sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    sizes = [sum(lengths[i] for i in rows) for rows in micro_batches]
+    assert all(size <= max_tokens or len(rows) == 1 for size, rows in zip(sizes, micro_batches, strict=True))
+    starts = [lengths[rows[0]] for rows in micro_batches[1:]]
+    # No micro-batch was closed too early.
+    assert all(size + start > max_tokens for size, start in zip(sizes, starts, strict=False))
 
 
 @examples
 @given(st.lists(st.integers(1, 30), max_size=20), st.integers(1, 60))
-def test_passes_of_who_pads_are_rectangles_within_the_bound(lengths: list[int], most: int) -> None:
-    cuts = [cut.tolist() for cut in split_by_tokens(torch.tensor(lengths, dtype=torch.long), most, needs_padding=True)]
-    assert sorted(i for cut in cuts for i in cut) == list(range(len(lengths)))
-    sizes = [(len(cut), lengths[cut[-1]]) for cut in cuts]
-    assert all(rows * longest <= most or rows == 1 for rows, longest in sizes)
-    starts = [lengths[cut[0]] for cut in cuts[1:]]
-    assert all((rows + 1) * start > most for (rows, _), start in zip(sizes, starts, strict=False))
+def test_padded_micro_batches_stay_within_the_token_bound(lengths: list[int], max_tokens: int) -> None:
+    micro_batches = [
+        rows.tolist()
+        for rows in split_by_tokens(torch.tensor(lengths, dtype=torch.long), max_tokens, needs_padding=True)
+    ]
+    assert sorted(i for rows in micro_batches for i in rows) == list(range(len(lengths)))
+    shapes = [(len(rows), lengths[rows[-1]]) for rows in micro_batches]
+    assert all(rows * longest <= max_tokens or rows == 1 for rows, longest in shapes)
+    starts = [lengths[rows[0]] for rows in micro_batches[1:]]
+    assert all((rows + 1) * start > max_tokens for (rows, _), start in zip(shapes, starts, strict=False))
 
 
 def test_passes_by_hand() -> None:
-    assert [cut.tolist() for cut in split_by_tokens(torch.tensor([50, 10, 40, 90, 20, 30]), 60)] == [
+    assert [rows.tolist() for rows in split_by_tokens(torch.tensor([50, 10, 40, 90, 20, 30]), 60)] == [
         [1, 4, 5],
         [2],
         [0],
@@ -96,7 +102,7 @@ def test_a_pass_of_no_tokens_is_refused() -> None:
 @examples
 @given(st.integers(0, 40), st.integers(1, 50), st.integers(0, 3))
 def test_copies_follow_the_originals_and_are_spread_evenly(n: int, multiple: int, seed: int) -> None:
-    indices = adjust_copy(n, multiple, seeded(seed)).tolist()
+    indices = adjust_copy(n, multiple, make_generator(seed)).tolist()
     assert indices[:n] == list(range(n))
     assert len(indices) == math.ceil(n / multiple) * multiple
     counts = [indices.count(i) for i in range(n)]
@@ -106,7 +112,7 @@ def test_copies_follow_the_originals_and_are_spread_evenly(n: int, multiple: int
 @examples
 @given(st.integers(0, 40), st.integers(1, 50), st.integers(0, 3))
 def test_deletion_keeps_distinct_indices_in_order(n: int, multiple: int, seed: int) -> None:
-    indices = adjust_delete(n, multiple, seeded(seed)).tolist()
+    indices = adjust_delete(n, multiple, make_generator(seed)).tolist()
     assert len(indices) == n // multiple * multiple
     assert indices == sorted(set(indices))
     assert set(indices) <= set(range(n))
@@ -119,27 +125,27 @@ def test_deletion_keeps_distinct_indices_in_order(n: int, multiple: int, seed: i
 def test_published_optimizer_steps_for_each_number_of_kept_groups(
     groups: int, samples: int, optimizer_steps: int
 ) -> None:
-    indices = adjust_copy(16 * groups, 32, seeded())
+    indices = adjust_copy(16 * groups, 32, make_generator())
     assert len(indices) == samples
     assert len(indices) // 32 == optimizer_steps
 
 
 def test_the_generator_decides_which_are_copied_or_dropped() -> None:
     for adjust in (adjust_copy, adjust_delete):
-        assert torch.equal(adjust(100, 64, seeded(1)), adjust(100, 64, seeded(1)))
-        assert not torch.equal(adjust(100, 64, seeded(1)), adjust(100, 64, seeded(2)))
+        assert torch.equal(adjust(100, 64, make_generator(1)), adjust(100, 64, make_generator(1)))
+        assert not torch.equal(adjust(100, 64, make_generator(1)), adjust(100, 64, make_generator(2)))
 
 
 def test_the_global_generator_is_left_alone() -> None:
     torch.manual_seed(0)
-    before = torch.get_rng_state()
-    adjust_copy(5, 4, seeded())
-    adjust_delete(5, 4, seeded())
-    assert torch.equal(torch.get_rng_state(), before)
+    state_before = torch.get_rng_state()
+    adjust_copy(5, 4, make_generator())
+    adjust_delete(5, 4, make_generator())
+    assert torch.equal(torch.get_rng_state(), state_before)
 
 
 def test_a_multiple_of_zero_is_refused() -> None:
-    generator = seeded()
+    generator = make_generator()
     with pytest.raises(ValueError, match=r"n is 5 and multiple is 0; .* multiple at least 1"):
         adjust_copy(5, 0, generator)
     with pytest.raises(ValueError, match="n is -1 and multiple is 4; n must be at least 0"):

@@ -11,17 +11,19 @@ from trainable.algo.buckets import assign_fixed_buckets, assign_quantile_buckets
     [(128, 6, [21, 21, 21, 21, 21, 23]), (7, 6, [1, 1, 1, 1, 1, 2]), (4, 6, [1, 1, 1, 1]), (1, 6, [1]), (0, 6, [])],
 )
 def test_published_sizes(groups: int, buckets: int, sizes: list[int]) -> None:
-    found = assign_quantile_buckets(torch.randperm(groups, generator=torch.Generator().manual_seed(0)).float(), buckets)
-    assert torch.bincount(found).tolist() == sizes
+    assigned = assign_quantile_buckets(
+        torch.randperm(groups, generator=torch.Generator().manual_seed(0)).float(), buckets
+    )
+    assert torch.bincount(assigned).tolist() == sizes
 
 
 @given(st.lists(st.floats(0, 6, width=32), min_size=1, max_size=40), st.integers(1, 8))
 def test_a_higher_bucket_never_holds_a_lower_score(scores: list[float], buckets: int) -> None:
     values = torch.tensor(scores)
-    found = assign_quantile_buckets(values, buckets)
-    assert found.max() == min(buckets, len(scores)) - 1
-    for bucket in range(int(found.max())):
-        assert values[found == bucket].max() <= values[found == bucket + 1].min()
+    assigned = assign_quantile_buckets(values, buckets)
+    assert assigned.max() == min(buckets, len(scores)) - 1
+    for bucket in range(int(assigned.max())):
+        assert values[assigned == bucket].max() <= values[assigned == bucket + 1].min()
 
 
 def test_equal_scores_rank_by_index() -> None:

@@ -1,4 +1,4 @@
-"""Every public function of trainable/algo has a worked example in its docstring, and all examples are right."""
+"""Every public function of trainable/algo has a worked example in its docstring, and every example runs correctly."""
 
 import ast
 import doctest
@@ -12,7 +12,7 @@ MODULES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__in
 
 
 def list_public_functions(module: str) -> list[str]:
-    """Functions of the module, and classes that have a public method other than a property."""
+    """List the functions of the module, and its classes that have a public method other than a property."""
     tree = ast.parse((FOLDER / f"{module}.py").read_text(encoding="utf-8"))
     names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) or has_public_method(node)]
     return [name for name in names if not name.startswith("_")]

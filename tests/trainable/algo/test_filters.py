@@ -22,37 +22,37 @@ from trainable.algo.filters import (
 )
 
 
-def kept(scores: list[float], rule: Rule, **choices: bool) -> list[int]:
-    return select_groups(torch.tensor(scores), rule, **choices).nonzero().flatten().tolist()
+def list_kept_groups(scores: list[float], rule: Rule, **options: bool) -> list[int]:
+    return select_groups(torch.tensor(scores), rule, **options).nonzero().flatten().tolist()
 
 
-def linear(mass: float) -> TopP:
+def make_linear_rule(mass: float) -> TopP:
     return TopP(mass, "linear", eps=0.01)
 
 
-def softmax(mass: float) -> TopP:
+def make_softmax_rule(mass: float) -> TopP:
     return TopP(mass, "softmax", eps=0.01)
 
 
 PUBLISHED = [
-    ([4, 3, 2, 1], linear(0.6), True, [0, 1]),
-    ([0, 0, 0, 0], linear(0.9), True, []),
-    ([1, 1, 1], softmax(0.6), True, [0, 1]),
-    ([10, 1, 0, 0], softmax(0.9), False, [0]),
-    ([4, 2, 0, 0], softmax(0.9), False, [0, 1]),
-    ([10, 1, 0, 0], linear(0.9), False, [0]),
-    ([4, 2, 0, 0], linear(0.9), False, [0, 1]),
-    ([3, 1, 1, 0], linear(0.9), False, [0, 1, 2]),
-    ([0, 2, 0, 1], softmax(1.0), True, [0, 1, 2, 3]),
-    ([0, 2, 0, 1], linear(1.0), False, [1, 3]),
-    ([0.002, 0.003, 0.001, 0.002, 0, 0, 0, 0], linear(0.9), False, []),
-    ([0.002, 0.003, 0.001, 0.002, 0, 0, 0, 0], softmax(0.9), False, [0, 1, 2, 3]),
+    ([4, 3, 2, 1], make_linear_rule(0.6), True, [0, 1]),
+    ([0, 0, 0, 0], make_linear_rule(0.9), True, []),
+    ([1, 1, 1], make_softmax_rule(0.6), True, [0, 1]),
+    ([10, 1, 0, 0], make_softmax_rule(0.9), False, [0]),
+    ([4, 2, 0, 0], make_softmax_rule(0.9), False, [0, 1]),
+    ([10, 1, 0, 0], make_linear_rule(0.9), False, [0]),
+    ([4, 2, 0, 0], make_linear_rule(0.9), False, [0, 1]),
+    ([3, 1, 1, 0], make_linear_rule(0.9), False, [0, 1, 2]),
+    ([0, 2, 0, 1], make_softmax_rule(1.0), True, [0, 1, 2, 3]),
+    ([0, 2, 0, 1], make_linear_rule(1.0), False, [1, 3]),
+    ([0.002, 0.003, 0.001, 0.002, 0, 0, 0, 0], make_linear_rule(0.9), False, []),
+    ([0.002, 0.003, 0.001, 0.002, 0, 0, 0, 0], make_softmax_rule(0.9), False, [0, 1, 2, 3]),
 ]
 
 
 @pytest.mark.parametrize(("scores", "rule", "include_zero", "expected"), PUBLISHED)
 def test_published_vectors(scores: list[float], rule: Rule, include_zero: bool, expected: list[int]) -> None:
-    assert kept([float(s) for s in scores], rule, include_zero=include_zero) == expected
+    assert list_kept_groups([float(score) for score in scores], rule, include_zero=include_zero) == expected
 
 
 SOKOBAN = [5.5, 4.2, 3.0, 0.2, 0.15, 0.12, 0.1, 0.0]
@@ -63,14 +63,14 @@ SOKOBAN = [5.5, 4.2, 3.0, 0.2, 0.15, 0.12, 0.1, 0.0]
     [(0.98, 3, 5), (0.95, 3, 3), (0.9, 2, 3), (0.8, 2, 3), (0.6, 1, 2), (0.4, 1, 1), (1.0, 7, 7)],
 )
 def test_published_counts_on_sokoban_like_scores(mass: float, by_softmax: int, by_linear: int) -> None:
-    assert len(kept(SOKOBAN, softmax(mass), include_zero=False)) == by_softmax
-    assert len(kept(SOKOBAN, linear(mass), include_zero=False)) == by_linear
+    assert len(list_kept_groups(SOKOBAN, make_softmax_rule(mass), include_zero=False)) == by_softmax
+    assert len(list_kept_groups(SOKOBAN, make_linear_rule(mass), include_zero=False)) == by_linear
 
 
-@pytest.mark.parametrize("rule", [softmax(1.0), linear(1.0)])
+@pytest.mark.parametrize("rule", [make_softmax_rule(1.0), make_linear_rule(1.0)])
 @pytest.mark.parametrize("scores", [SOKOBAN, [0.0, 0.0], [100.0, 0.0, -3.0], [-1.0, -2.0]])
 def test_a_mass_of_one_keeps_all_groups_in_either_mode(rule: Rule, scores: list[float]) -> None:
-    assert kept(scores, rule) == list(range(len(scores)))
+    assert list_kept_groups(scores, rule) == list(range(len(scores)))
 
 
 RULES = [
@@ -84,11 +84,11 @@ RULES = [
 @examples
 @given(score_vectors(signed=True), st.sampled_from(RULES), st.booleans(), st.booleans())
 def test_every_rule_equals_the_loop(
-    scores: list[float], named: tuple[str, float, str], largest: bool, include_zero: bool
+    scores: list[float], rule_settings: tuple[str, float, str], largest: bool, include_zero: bool
 ) -> None:
-    strategy, value, mode = named
+    strategy, value, mode = rule_settings
     expected, margin = oracle.select_groups(scores, strategy, value, mode, 0.01, largest, include_zero)
-    assume(margin > 1e-4)  # nearer than this, float32 and real numbers may fall on different sides
+    assume(margin > 1e-4)  # closer to the bound, float32 and exact arithmetic may select different groups
     rule = parse_rule(strategy, value, mode, eps=0.01)
     assert select_groups(torch.tensor(scores), rule, largest, include_zero).tolist() == expected
 
@@ -96,77 +96,80 @@ def test_every_rule_equals_the_loop(
 @examples
 @given(score_vectors(signed=True), st.sampled_from(RULES), st.booleans(), st.booleans(), st.randoms())
 def test_permuting_the_groups_permutes_the_answer(
-    scores: list[float], named: tuple[str, float, str], largest: bool, include_zero: bool, random: object
+    scores: list[float], rule_settings: tuple[str, float, str], largest: bool, include_zero: bool, random: object
 ) -> None:
     assume(len(set(scores)) == len(scores))
-    rule = parse_rule(*named)
+    rule = parse_rule(*rule_settings)
     order = list(range(len(scores)))
     random.shuffle(order)  # type: ignore[attr-defined]
-    keep = select_groups(torch.tensor(scores), rule, largest, include_zero)
-    assert torch.equal(select_groups(torch.tensor(scores)[order], rule, largest, include_zero), keep[order])
+    mask = select_groups(torch.tensor(scores), rule, largest, include_zero)
+    assert torch.equal(select_groups(torch.tensor(scores)[order], rule, largest, include_zero), mask[order])
 
 
 @examples
 @given(score_vectors(signed=True), st.sampled_from(RULES), st.booleans(), st.booleans())
 def test_no_dropped_group_beats_a_kept_one_and_ties_go_to_the_lower_index(
-    scores: list[float], named: tuple[str, float, str], largest: bool, include_zero: bool
+    scores: list[float], rule_settings: tuple[str, float, str], largest: bool, include_zero: bool
 ) -> None:
-    chosen = kept(scores, parse_rule(*named), largest=largest, include_zero=include_zero)
-    candidates = [i for i, s in enumerate(scores) if include_zero or not oracle.is_zero(s)]
+    kept_groups = list_kept_groups(scores, parse_rule(*rule_settings), largest=largest, include_zero=include_zero)
+    candidates = [i for i, score in enumerate(scores) if include_zero or not oracle.is_zero(score)]
     rank = {i: (-scores[i] if largest else scores[i], i) for i in candidates}
-    assert set(chosen) <= set(candidates)
-    assert sorted(chosen, key=lambda i: rank[i]) == sorted(candidates, key=lambda i: rank[i])[: len(chosen)]
+    assert set(kept_groups) <= set(candidates)
+    assert sorted(kept_groups, key=lambda i: rank[i]) == sorted(candidates, key=lambda i: rank[i])[: len(kept_groups)]
 
 
 @examples
 @given(score_vectors(), st.sampled_from(["softmax", "linear"]), st.booleans())
 def test_a_larger_mass_keeps_at_least_the_same_groups(scores: list[float], mode: str, include_zero: bool) -> None:
-    chosen = [set(kept(scores, TopP(m, mode, 0.01), include_zero=include_zero)) for m in (0.2, 0.5, 0.8, 0.95, 1.0)]
-    assert all(less <= more for less, more in pairwise(chosen))
+    kept_sets = [
+        set(list_kept_groups(scores, TopP(mass, mode, 0.01), include_zero=include_zero))
+        for mass in (0.2, 0.5, 0.8, 0.95, 1.0)
+    ]
+    assert all(smaller_set <= larger_set for smaller_set, larger_set in pairwise(kept_sets))
 
 
 @examples
 @given(score_vectors(), st.sampled_from(RULES))
-def test_all_zero_scores_without_zeros_keep_nothing(scores: list[float], named: tuple[str, float, str]) -> None:
-    assert kept([0.0] * len(scores), parse_rule(*named), include_zero=False) == []
+def test_all_zero_scores_without_zeros_keep_nothing(scores: list[float], rule_settings: tuple[str, float, str]) -> None:
+    assert list_kept_groups([0.0] * len(scores), parse_rule(*rule_settings), include_zero=False) == []
 
 
 def test_zero_means_at_most_1e_10_in_size() -> None:
-    assert kept([1e-10, -1e-10, 1.1e-10, -2e-10], TopP(1.0), include_zero=False) == [2, 3]
+    assert list_kept_groups([1e-10, -1e-10, 1.1e-10, -2e-10], TopP(1.0), include_zero=False) == [2, 3]
 
 
 def test_top_k_counts_the_groups_before_zeros_are_dropped() -> None:
     scores = [3.0, 0.0, 2.0, 0.0, 1.0, 0.0, 0.5, 0.0]
-    assert kept(scores, TopK(0.5), include_zero=False) == [0, 2, 4, 6]
-    assert kept(scores, TopK(0.25), include_zero=False) == [0, 2]
-    assert kept(scores, TopK(1.0), include_zero=False) == [0, 2, 4, 6]
-    assert kept(scores, TopK(0.01)) == [0]
+    assert list_kept_groups(scores, TopK(0.5), include_zero=False) == [0, 2, 4, 6]
+    assert list_kept_groups(scores, TopK(0.25), include_zero=False) == [0, 2]
+    assert list_kept_groups(scores, TopK(1.0), include_zero=False) == [0, 2, 4, 6]
+    assert list_kept_groups(scores, TopK(0.01)) == [0]
 
 
 def test_top_k_abs_caps_at_the_candidates() -> None:
-    assert kept([1.0, 3.0, 2.0], TopKAbs(2)) == [1, 2]
-    assert kept([1.0, 3.0, 2.0], TopKAbs(2), largest=False) == [0, 2]
-    assert kept([1.0, 3.0, 2.0], TopKAbs(9)) == [0, 1, 2]
+    assert list_kept_groups([1.0, 3.0, 2.0], TopKAbs(2)) == [1, 2]
+    assert list_kept_groups([1.0, 3.0, 2.0], TopKAbs(2), largest=False) == [0, 2]
+    assert list_kept_groups([1.0, 3.0, 2.0], TopKAbs(9)) == [0, 1, 2]
 
 
 def test_ties_go_to_the_lower_index() -> None:
-    assert kept([1.0, 2.0, 2.0, 2.0], TopKAbs(2)) == [1, 2]
-    assert kept([2.0, 2.0, 1.0, 1.0], TopKAbs(3), largest=False) == [0, 2, 3]
-    assert kept([2.0, 2.0, 2.0, 2.0], softmax(0.5)) == [0, 1]
+    assert list_kept_groups([1.0, 2.0, 2.0, 2.0], TopKAbs(2)) == [1, 2]
+    assert list_kept_groups([2.0, 2.0, 1.0, 1.0], TopKAbs(3), largest=False) == [0, 2, 3]
+    assert list_kept_groups([2.0, 2.0, 2.0, 2.0], make_softmax_rule(0.5)) == [0, 1]
 
 
 @pytest.mark.parametrize("largest", [True, False])
-@pytest.mark.parametrize("rule", [softmax(0.5), linear(0.5), TopK(0.5)])
+@pytest.mark.parametrize("rule", [make_softmax_rule(0.5), make_linear_rule(0.5), TopK(0.5)])
 def test_ties_go_to_the_lower_index_among_many_groups(rule: Rule, largest: bool) -> None:
-    """An unstable sort only shows beyond sixteen numbers."""
-    chosen = kept([1.0] * 128, rule, largest=largest)
-    assert chosen == list(range(len(chosen)))
-    assert len(chosen) == 64
+    """The order of an unstable sort differs only for more than sixteen numbers."""
+    kept_groups = list_kept_groups([1.0] * 128, rule, largest=largest)
+    assert kept_groups == list(range(len(kept_groups)))
+    assert len(kept_groups) == 64
 
 
 def test_min_p_compares_with_the_best_score() -> None:
-    assert kept([4.0, 2.0, 1.9, 0.0], MinP(0.5)) == [0, 1]
-    assert kept([0.1, 0.19, 0.21], MinP(0.5), largest=False) == [0, 1]
+    assert list_kept_groups([4.0, 2.0, 1.9, 0.0], MinP(0.5)) == [0, 1]
+    assert list_kept_groups([0.1, 0.19, 0.21], MinP(0.5), largest=False) == [0, 1]
 
 
 def test_min_p_at_one_keeps_the_minimum_because_scores_are_float32() -> None:
@@ -175,36 +178,36 @@ def test_min_p_at_one_keeps_the_minimum_because_scores_are_float32() -> None:
 
 
 def test_min_p_has_an_absolute_slack_of_1e_10() -> None:
-    assert kept([1e-9, 0.95e-9, 0.8e-9], MinP(1.0)) == [0, 1]
-    assert kept([1e-9, 1.05e-9, 1.2e-9], MinP(1.0), largest=False) == [0, 1]
+    assert list_kept_groups([1e-9, 0.95e-9, 0.8e-9], MinP(1.0)) == [0, 1]
+    assert list_kept_groups([1e-9, 1.05e-9, 1.2e-9], MinP(1.0), largest=False) == [0, 1]
 
 
 def test_min_p_at_zero_keeps_scores_of_any_size() -> None:
-    assert kept([4.0, 0.0, -1.0], MinP(0.0)) == [0, 1]
-    assert kept([1.0, 5.0, 2e10], MinP(0.0), largest=False) == [0, 1]
+    assert list_kept_groups([4.0, 0.0, -1.0], MinP(0.0)) == [0, 1]
+    assert list_kept_groups([1.0, 5.0, 2e10], MinP(0.0), largest=False) == [0, 1]
 
 
 def test_linear_without_slack_reaches_the_mass_itself() -> None:
-    assert kept([3.0, 1.0, 2.0, 2.0], TopP(0.625, "linear", eps=0.0)) == [0, 2]
+    assert list_kept_groups([3.0, 1.0, 2.0, 2.0], TopP(0.625, "linear", eps=0.0)) == [0, 2]
 
 
 def test_linear_smallest_stops_at_a_zero() -> None:
-    assert kept([0.0, 1.0, 2.0], linear(0.9), largest=False) == []
-    assert kept([0.0, 1.0, 2.0], linear(0.9), largest=False, include_zero=False) == [1, 2]
-    assert kept([3.0, 1.0, 2.0], linear(0.5), largest=False) == [1, 2]
+    assert list_kept_groups([0.0, 1.0, 2.0], make_linear_rule(0.9), largest=False) == []
+    assert list_kept_groups([0.0, 1.0, 2.0], make_linear_rule(0.9), largest=False, include_zero=False) == [1, 2]
+    assert list_kept_groups([3.0, 1.0, 2.0], make_linear_rule(0.5), largest=False) == [1, 2]
 
 
 def test_softmax_smallest_prefers_low_scores() -> None:
-    assert kept([6.0, 0.0, 6.0], softmax(0.9), largest=False) == [1]
+    assert list_kept_groups([6.0, 0.0, 6.0], make_softmax_rule(0.9), largest=False) == [1]
 
 
 def test_no_groups_keep_nothing() -> None:
-    assert kept([], softmax(0.9)) == []
+    assert list_kept_groups([], make_softmax_rule(0.9)) == []
 
 
 def test_a_score_that_is_not_finite_is_refused() -> None:
     with pytest.raises(ValueError, match=r"group scores are \[1.0, nan\]; every score must be finite"):
-        kept([1.0, math.nan], softmax(0.9))
+        list_kept_groups([1.0, math.nan], make_softmax_rule(0.9))
 
 
 def test_rule_names() -> None:
@@ -286,7 +289,7 @@ def test_half_solved_is_the_largest_spread_of_a_sokoban_group() -> None:
 
 
 def test_the_smallest_groups() -> None:
-    """One rollout has no spread; two have one, with divisor 1."""
+    """One rollout has no spread, and the spread of two rollouts has the divisor 1."""
     assert compute_group_scores("reward_std", torch.tensor([[3.0], [4.0]])).tolist() == [0, 0]
     torch.testing.assert_close(compute_group_scores("reward_std", torch.tensor([[3.0, 5.0]])), torch.tensor([2.0**0.5]))
 

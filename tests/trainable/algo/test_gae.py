@@ -10,34 +10,34 @@ from trainable.algo.advantages import bi_level_gae, conserve_rewards, gae
 from trainable.algo.reductions import masked_whiten
 
 
-def rows(batch: Sequences) -> list[tuple[list[float], list[float], list[bool]]]:
+def list_rows(batch: Sequences) -> list[tuple[list[float], list[float], list[bool]]]:
     return list(zip(batch.rewards.tolist(), batch.values.tolist(), batch.mask.tolist(), strict=True))
 
 
-def double(x: object) -> Tensor:
+def make_double(x: object) -> Tensor:
     return torch.tensor(x, dtype=torch.float64)
 
 
-def insert_untrained(x: Tensor, at: int, count: int, filler: float) -> Tensor:
-    """`x` (B, T) with `count` columns of `filler` before column `at`."""
-    new = torch.full((len(x), count), filler).to(x.dtype)
-    return torch.cat([x[:, :at], new, x[:, at:]], dim=1)
+def insert_untrained(x: Tensor, position: int, count: int, fill_value: float) -> Tensor:
+    """Return `x` (B, T) with `count` columns of `fill_value` inserted before column `position`."""
+    fill_columns = torch.full((len(x), count), fill_value).to(x.dtype)
+    return torch.cat([x[:, :position], fill_columns, x[:, position:]], dim=1)
 
 
 @examples
 @given(sequences())
 def test_conserved_rewards_equal_the_loop(batch: Sequences) -> None:
-    expected = [oracle.conserve_rewards(r, m) for r, _, m in rows(batch)]
-    torch.testing.assert_close(conserve_rewards(batch.rewards, batch.mask), double(expected))
+    expected = [oracle.conserve_rewards(reward_row, mask_row) for reward_row, _, mask_row in list_rows(batch)]
+    torch.testing.assert_close(conserve_rewards(batch.rewards, batch.mask), make_double(expected))
 
 
 @examples
 @given(sequences())
 def test_row_sums_of_rewards_are_conserved_and_untrained_tokens_hold_none(batch: Sequences) -> None:
-    moved = conserve_rewards(batch.rewards, batch.mask)
+    moved_rewards = conserve_rewards(batch.rewards, batch.mask)
     expected = torch.where(batch.mask.any(dim=1), batch.rewards.sum(dim=1), 0)
-    torch.testing.assert_close(moved.sum(dim=1), expected)
-    assert not moved[~batch.mask].any()
+    torch.testing.assert_close(moved_rewards.sum(dim=1), expected)
+    assert not moved_rewards[~batch.mask].any()
 
 
 def test_a_reward_moves_back_to_the_last_trained_token_or_else_forward_to_the_first() -> None:
@@ -49,10 +49,10 @@ def test_a_reward_moves_back_to_the_last_trained_token_or_else_forward_to_the_fi
 @examples
 @given(sequences(), discounts, discounts)
 def test_gae_equals_the_literal_double_sum(batch: Sequences, gamma: float, lam: float) -> None:
-    expected = [oracle.gae(*row, gamma, lam) for row in rows(batch)]
+    expected = [oracle.gae(*row, gamma, lam) for row in list_rows(batch)]
     advantages, returns = gae(batch.rewards, batch.values, batch.mask, gamma, lam)
-    torch.testing.assert_close(advantages, double([a for a, _ in expected]))
-    torch.testing.assert_close(returns, double([r for _, r in expected]))
+    torch.testing.assert_close(advantages, make_double([row_advantages for row_advantages, _ in expected]))
+    torch.testing.assert_close(returns, make_double([row_returns for _, row_returns in expected]))
 
 
 @examples
@@ -60,11 +60,13 @@ def test_gae_equals_the_literal_double_sum(batch: Sequences, gamma: float, lam: 
 def test_gae_equals_the_published_recursion_where_trained(batch: Sequences, gamma: float, lam: float) -> None:
     rewards = torch.where(batch.mask, batch.rewards, 0)
     expected = [
-        oracle.published_gae(r, v, m, gamma, lam)
-        for r, v, m in zip(rewards.tolist(), batch.values.tolist(), batch.mask.tolist(), strict=True)
+        oracle.published_gae(reward_row, value_row, mask_row, gamma, lam)
+        for reward_row, value_row, mask_row in zip(
+            rewards.tolist(), batch.values.tolist(), batch.mask.tolist(), strict=True
+        )
     ]
-    ours = gae(rewards, batch.values, batch.mask, gamma, lam).advantages
-    torch.testing.assert_close(ours[batch.mask], double(expected)[batch.mask])
+    advantages = gae(rewards, batch.values, batch.mask, gamma, lam).advantages
+    torch.testing.assert_close(advantages[batch.mask], make_double(expected)[batch.mask])
 
 
 def test_published_vector() -> None:
@@ -83,7 +85,9 @@ def test_published_vector() -> None:
 @given(sequences(), discounts)
 def test_lambda_one_gives_return_minus_value(batch: Sequences, gamma: float) -> None:
     advantages, returns = gae(batch.rewards, batch.values, batch.mask, gamma, lam=1.0)
-    to_go = double([oracle.reward_to_go(r, m, gamma) for r, _, m in rows(batch)])
+    to_go = make_double(
+        [oracle.reward_to_go(reward_row, mask_row, gamma) for reward_row, _, mask_row in list_rows(batch)]
+    )
     torch.testing.assert_close(returns, to_go)
     torch.testing.assert_close(advantages, torch.where(batch.mask, to_go - batch.values, 0))
 
@@ -110,43 +114,46 @@ def test_an_undiscounted_final_reward_gives_reward_minus_value(batch: Sequences,
 @examples
 @given(sequences(), discounts, discounts, st.integers(0, 9), st.integers(1, 5))
 def test_inserting_untrained_tokens_changes_nothing(
-    batch: Sequences, gamma: float, lam: float, place: int, count: int
+    batch: Sequences, gamma: float, lam: float, drawn_position: int, count: int
 ) -> None:
-    at = min(place, batch.mask.shape[1])
-    wide = insert_untrained(batch.mask, at, count, filler=0)
-    old = torch.ones(batch.mask.shape[1], dtype=torch.bool)
-    new = insert_untrained(old[None], at, count, filler=0)[0]
-    rewards, values = (insert_untrained(x, at, count, f) for x, f in ((batch.rewards, 0.0), (batch.values, 7.0)))
-    before = gae(batch.rewards, batch.values, batch.mask, gamma, lam)
-    after = gae(rewards, values, wide, gamma, lam)
-    assert torch.equal(after.advantages[:, new], before.advantages)
-    assert torch.equal(after.returns[:, new], before.returns)
+    position = min(drawn_position, batch.mask.shape[1])
+    wide_mask = insert_untrained(batch.mask, position, count, fill_value=0)
+    all_original = torch.ones(batch.mask.shape[1], dtype=torch.bool)
+    is_original = insert_untrained(all_original[None], position, count, fill_value=0)[0]
+    rewards, values = (
+        insert_untrained(tensor, position, count, filler)
+        for tensor, filler in ((batch.rewards, 0.0), (batch.values, 7.0))
+    )
+    original_result = gae(batch.rewards, batch.values, batch.mask, gamma, lam)
+    widened_result = gae(rewards, values, wide_mask, gamma, lam)
+    assert torch.equal(widened_result.advantages[:, is_original], original_result.advantages)
+    assert torch.equal(widened_result.returns[:, is_original], original_result.returns)
 
 
 def test_a_reward_on_an_observation_is_credited_to_the_turn_before_it() -> None:
     mask = torch.tensor([[True, True, False, True]])
     values = torch.zeros(1, 4)
-    on_observation = gae(torch.tensor([[0.0, 0.0, 5.0, 1.0]]), values, mask, gamma=1.0, lam=1.0)
-    assert on_observation.returns.tolist() == [[6, 6, 0, 1]]
+    result = gae(torch.tensor([[0.0, 0.0, 5.0, 1.0]]), values, mask, gamma=1.0, lam=1.0)
+    assert result.returns.tolist() == [[6, 6, 0, 1]]
 
 
 def test_long_sequences_equal_the_double_sum() -> None:
-    """Time order survives compaction: an unstable sort only shows beyond sixteen positions."""
+    """Compaction keeps the order of time; the order of an unstable sort differs only beyond sixteen positions."""
     generator = torch.Generator().manual_seed(0)
     rewards, values = torch.randn(2, 2, 100, generator=generator, dtype=torch.float64)
     mask = torch.rand(2, 100, generator=generator) < 0.6
     advantages = gae(rewards, values, mask, gamma=0.9, lam=0.8).advantages
-    pieces = zip(rewards.tolist(), values.tolist(), mask.tolist(), strict=True)
-    torch.testing.assert_close(advantages, double([oracle.gae(*piece, 0.9, 0.8)[0] for piece in pieces]))
+    rows = zip(rewards.tolist(), values.tolist(), mask.tolist(), strict=True)
+    torch.testing.assert_close(advantages, make_double([oracle.gae(*row, 0.9, 0.8)[0] for row in rows]))
 
 
 def test_long_sequences_keep_float32_accuracy() -> None:
     generator = torch.Generator().manual_seed(0)
     rewards, values = torch.randn(2, 4, 1000, generator=generator, dtype=torch.float64)
     mask = torch.rand(4, 1000, generator=generator) < 0.7
-    exact = gae(rewards, values, mask, gamma=1.0, lam=0.97).advantages
-    single = gae(rewards.float(), values.float(), mask, gamma=1.0, lam=0.97).advantages
-    torch.testing.assert_close(single.double(), exact, rtol=1e-4, atol=1e-4)
+    double_advantages = gae(rewards, values, mask, gamma=1.0, lam=0.97).advantages
+    float_advantages = gae(rewards.float(), values.float(), mask, gamma=1.0, lam=0.97).advantages
+    torch.testing.assert_close(float_advantages.double(), double_advantages, rtol=1e-4, atol=1e-4)
 
 
 def test_advantages_carry_no_gradient() -> None:
@@ -161,11 +168,11 @@ def test_advantages_carry_no_gradient() -> None:
 def test_bi_level_gae_equals_the_loop(batch: Sequences, gamma: float, lam: float, high: float) -> None:
     expected = [
         oracle.bi_level_gae(*row, turns, gamma, lam, high)
-        for row, turns in zip(rows(batch), batch.turn_ids.tolist(), strict=True)
+        for row, turns in zip(list_rows(batch), batch.turn_ids.tolist(), strict=True)
     ]
     advantages, returns = bi_level_gae(batch.rewards, batch.values, batch.mask, batch.turn_ids, gamma, lam, high)
-    torch.testing.assert_close(advantages, double([a for a, _ in expected]))
-    torch.testing.assert_close(returns, double([r for _, r in expected]))
+    torch.testing.assert_close(advantages, make_double([row_advantages for row_advantages, _ in expected]))
+    torch.testing.assert_close(returns, make_double([row_returns for _, row_returns in expected]))
 
 
 def test_bi_level_gae_by_hand() -> None:
@@ -174,7 +181,7 @@ def test_bi_level_gae_by_hand() -> None:
     mask = torch.tensor([[True, True, False, True, True]])
     turn_ids = torch.tensor([[0, 0, 0, 1, 1]])
     advantages, returns = bi_level_gae(rewards, values, mask, turn_ids, gamma=0.5, lam=1.0, high_level_gamma=0.9)
-    # Turn returns: 3 and 2 + 0.9 · 3 = 4.7; inside a turn they are discounted by 0.5 a token.
+    # The returns of the turns are 3 and 2 + 0.9 · 3 = 4.7, discounted by 0.5 per token inside a turn.
     torch.testing.assert_close(returns, torch.tensor([[2.35, 4.7, 0.0, 1.5, 3.0]]))
     torch.testing.assert_close(advantages, torch.tensor([[1.85, 3.7, 0.0, 1.25, 1.0]]))
 
@@ -183,19 +190,19 @@ def test_bi_level_gae_by_hand() -> None:
 @given(sequences(), discounts, discounts)
 def test_one_token_a_turn_is_gae_over_turns(batch: Sequences, lam: float, high: float) -> None:
     turn_ids = torch.arange(batch.mask.shape[1]).expand_as(batch.mask)
-    ours = bi_level_gae(batch.rewards, batch.values, batch.mask, turn_ids, 0.5, lam, high)
-    plain = gae(batch.rewards, batch.values, batch.mask, high, lam)
-    torch.testing.assert_close(ours, plain)
+    bi_level_result = bi_level_gae(batch.rewards, batch.values, batch.mask, turn_ids, 0.5, lam, high)
+    gae_result = gae(batch.rewards, batch.values, batch.mask, high, lam)
+    torch.testing.assert_close(bi_level_result, gae_result)
 
 
 @examples
 @given(sequences(), discounts, discounts)
 def test_one_turn_is_gae_over_tokens(batch: Sequences, gamma: float, lam: float) -> None:
-    at_the_end = torch.zeros_like(batch.rewards)
-    at_the_end[:, -1] = batch.rewards.sum(dim=1)
+    final_rewards = torch.zeros_like(batch.rewards)
+    final_rewards[:, -1] = batch.rewards.sum(dim=1)
     one_turn = torch.zeros_like(batch.turn_ids)
-    ours = bi_level_gae(batch.rewards, batch.values, batch.mask, one_turn, gamma, lam, 0.5)
-    torch.testing.assert_close(ours, gae(at_the_end, batch.values, batch.mask, gamma, lam))
+    bi_level_result = bi_level_gae(batch.rewards, batch.values, batch.mask, one_turn, gamma, lam, 0.5)
+    torch.testing.assert_close(bi_level_result, gae(final_rewards, batch.values, batch.mask, gamma, lam))
 
 
 def test_a_turn_of_zero_reward_is_still_a_turn() -> None:

@@ -1,4 +1,4 @@
-"""Signal and noise of a gradient: against loops on vectors, and in expectation over every draw of a bandit."""
+"""Signal and noise of a gradient equal loops over vectors, and are unbiased over every draw of a bandit."""
 
 import math
 from collections.abc import Sequence
@@ -24,23 +24,25 @@ from trainable.algo.gradient_signal import (
 from trainable.algo.reductions import compute_loss_weights
 
 
-def signal_of(vectors: Tensor, counts: Sequence[float] | None = None, level: float = 0.95) -> GradientSignal:
+def estimate_signal(
+    fold_gradients: Tensor, counts: Sequence[float] | None = None, level: float = 0.95
+) -> GradientSignal:
     """The statistics of fold gradients (K, D) of one component."""
-    gram = compute_fold_gram([vectors[:, None]])[:, 0, :, 0]
+    gram = compute_fold_gram([fold_gradients[:, None]])[:, 0, :, 0]
     return estimate_gradient_signal(gram, None if counts is None else torch.tensor(counts), level)
 
 
-def random_vectors(*shape: int, seed: int = 0, drift: float = 1.0) -> Tensor:
+def make_vectors(*shape: int, seed: int = 0, drift: float = 1.0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return drift + torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def mean_gradients(x: Tensor, counts: Tensor) -> Tensor:
-    """(C, D) from fold gradients (K, C, D)."""
+def compute_mean_gradients(x: Tensor, counts: Tensor) -> Tensor:
+    """Mean gradients (C, D) of fold gradients (K, C, D)."""
     return torch.einsum("k,kcn->cn", counts.double() / counts.double().sum(), x)
 
 
-def close(value: float, expected: float, scale: float) -> bool:
+def is_close(value: float, expected: float, scale: float) -> bool:
     return value == pytest.approx(expected, rel=1e-9, abs=1e-10 * scale)
 
 
@@ -49,103 +51,105 @@ def close(value: float, expected: float, scale: float) -> bool:
 
 @examples
 @given(oracle.folds())
-def test_signal_and_noise_equal_the_loops(drawn: tuple[Tensor, list[float]]) -> None:
-    (x, counts), scale = drawn, drawn[0].square().sum().item()
+def test_signal_and_noise_equal_the_loops(folds: tuple[Tensor, list[float]]) -> None:
+    (x, counts), scale = folds, folds[0].square().sum().item()
     vectors = x[:, 0].tolist()
-    found = signal_of(x[:, 0], counts)
-    centre = oracle.mean(vectors, counts)
-    assert close(found.norm**2, oracle.dot(centre, centre), scale)
-    assert close(found.noise, oracle.noise(vectors, counts), scale)
-    assert close(found.signal, oracle.signal(vectors, counts), scale)
-    assert close(found.norm**2, found.signal + found.noise, scale)
-    assert found.noise >= 0
+    statistics = estimate_signal(x[:, 0], counts)
+    mean_vector = oracle.mean(vectors, counts)
+    assert is_close(statistics.norm**2, oracle.dot(mean_vector, mean_vector), scale)
+    assert is_close(statistics.noise, oracle.noise(vectors, counts), scale)
+    assert is_close(statistics.signal, oracle.signal(vectors, counts), scale)
+    assert is_close(statistics.norm**2, statistics.signal + statistics.noise, scale)
+    assert statistics.noise >= 0
 
 
 @examples
 @given(oracle.folds())
-def test_signal_of_equal_folds_is_the_mean_product_of_different_folds(drawn: tuple[Tensor, list[float]]) -> None:
-    x, scale = drawn[0][:, 0], drawn[0].square().sum().item()
-    assert close(signal_of(x).signal, oracle.mean_of_products(x.tolist()), scale)
-    assert close(signal_of(x).noise, signal_of(x, [3.0] * len(x)).noise, scale)
+def test_signal_of_equal_folds_is_the_mean_product_of_different_folds(folds: tuple[Tensor, list[float]]) -> None:
+    x, scale = folds[0][:, 0], folds[0].square().sum().item()
+    assert is_close(estimate_signal(x).signal, oracle.mean_of_products(x.tolist()), scale)
+    assert is_close(estimate_signal(x).noise, estimate_signal(x, [3.0] * len(x)).noise, scale)
 
 
 @pytest.mark.parametrize("count", [2, 4, 6])
 def test_signal_and_noise_are_means_over_all_splits_into_halves(count: int) -> None:
-    x = random_vectors(count, 3, seed=count, drift=0.3)
+    x = make_vectors(count, 3, seed=count, drift=0.3)
     splits = list(oracle.split_halves(x.tolist()))
     assert len(splits) == math.comb(count, count // 2)
     products = [oracle.dot(a, b) for a, b in splits]
     distances = [oracle.squared_distance(a, b) / 4 for a, b in splits]
-    assert signal_of(x).signal == pytest.approx(sum(products) / len(splits))
-    assert signal_of(x).noise == pytest.approx(sum(distances) / len(splits))
+    assert estimate_signal(x).signal == pytest.approx(sum(products) / len(splits))
+    assert estimate_signal(x).noise == pytest.approx(sum(distances) / len(splits))
 
 
 @pytest.mark.parametrize("count", [3, 4, 5, 8, 13])
 @pytest.mark.parametrize("level", [0.5, 0.95])
 @pytest.mark.parametrize("equal", [True, False])
 def test_the_interval_equals_a_loop_that_deletes_one_fold(count: int, level: float, equal: bool) -> None:
-    x = random_vectors(count, 4, seed=count)
+    x = make_vectors(count, 4, seed=count)
     counts = [1.0] * count if equal else [1.0 + k % 3 for k in range(count)]
-    found = signal_of(x, None if equal else counts, level)
-    assert found.snr == pytest.approx(oracle.signal(x.tolist(), counts) / oracle.noise(x.tolist(), counts))
-    assert (found.low, found.high) == pytest.approx(oracle.compute_interval(x.tolist(), counts, level), rel=1e-9)
+    statistics = estimate_signal(x, None if equal else counts, level)
+    assert statistics.snr == pytest.approx(oracle.signal(x.tolist(), counts) / oracle.noise(x.tolist(), counts))
+    assert (statistics.low, statistics.high) == pytest.approx(
+        oracle.compute_interval(x.tolist(), counts, level), rel=1e-9
+    )
 
 
 @examples
 @given(oracle.folds(smallest=3), st.sampled_from([-2.0, 0.125, 1e-6, 1e6]))
 def test_a_factor_scales_signal_and_noise_by_its_square_and_leaves_the_ratio(
-    drawn: tuple[Tensor, list[float]], factor: float
+    folds: tuple[Tensor, list[float]], factor: float
 ) -> None:
-    (x, counts), scale = drawn, drawn[0].square().sum().item()
-    plain, scaled = signal_of(x[:, 0], counts), signal_of(factor * x[:, 0], counts)
-    assert close(scaled.norm, abs(factor) * plain.norm, 1e4 * abs(factor) * math.sqrt(scale))
-    assert close(scaled.signal / factor**2, plain.signal, scale)
-    assert close(scaled.noise / factor**2, plain.noise, scale)
+    (x, counts), scale = folds, folds[0].square().sum().item()
+    plain, scaled = estimate_signal(x[:, 0], counts), estimate_signal(factor * x[:, 0], counts)
+    assert is_close(scaled.norm, abs(factor) * plain.norm, 1e4 * abs(factor) * math.sqrt(scale))
+    assert is_close(scaled.signal / factor**2, plain.signal, scale)
+    assert is_close(scaled.noise / factor**2, plain.noise, scale)
     assume(plain.noise > 1e-3 * scale)
     assert scaled.snr == pytest.approx(plain.snr, rel=1e-6, abs=1e-6)
 
 
 def test_a_factor_leaves_the_interval() -> None:
-    x = random_vectors(5, 3)
-    assert signal_of(-1e-5 * x)[3:] == pytest.approx(signal_of(x)[3:])
+    x = make_vectors(5, 3)
+    assert estimate_signal(-1e-5 * x)[3:] == pytest.approx(estimate_signal(x)[3:])
 
 
 @examples
 @given(oracle.folds(smallest=3, components=2), st.integers(0, 99))
-def test_the_order_of_the_folds_does_not_matter(drawn: tuple[Tensor, list[float]], seed: int) -> None:
-    x, counts, scale = drawn[0], torch.tensor(drawn[1]), drawn[0].square().sum().item()
+def test_the_order_of_the_folds_does_not_matter(folds: tuple[Tensor, list[float]], seed: int) -> None:
+    x, counts, scale = folds[0], torch.tensor(folds[1]), folds[0].square().sum().item()
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-    plain, shuffled = compute_fold_gram([x]), compute_fold_gram([x[order]])
-    one, other = (
-        estimate_gradient_signal(plain[:, 0, :, 0], counts),
-        estimate_gradient_signal(shuffled[:, 0, :, 0], counts[order]),
+    gram, shuffled_gram = compute_fold_gram([x]), compute_fold_gram([x[order]])
+    signal, shuffled_signal = (
+        estimate_gradient_signal(gram[:, 0, :, 0], counts),
+        estimate_gradient_signal(shuffled_gram[:, 0, :, 0], counts[order]),
     )
-    assert close(other.signal, one.signal, scale)
-    assert close(other.noise, one.noise, scale)
-    if one.noise > 1e-3 * scale:
-        assert other.snr == pytest.approx(one.snr, rel=1e-6, abs=1e-6)
-    means = mean_gradients(x, counts)
+    assert is_close(shuffled_signal.signal, signal.signal, scale)
+    assert is_close(shuffled_signal.noise, signal.noise, scale)
+    if signal.noise > 1e-3 * scale:
+        assert shuffled_signal.snr == pytest.approx(signal.snr, rel=1e-6, abs=1e-6)
+    means = compute_mean_gradients(x, counts)
     assume(means.square().sum(dim=1).min() > 1e-3 * scale)
     torch.testing.assert_close(
-        compute_component_cosines(plain, counts), compute_component_cosines(shuffled, counts[order])
+        compute_component_cosines(gram, counts), compute_component_cosines(shuffled_gram, counts[order])
     )
     assume(means.sum(dim=0).square().sum() > 1e-3 * scale)
     torch.testing.assert_close(
-        compute_update_fractions(plain, counts), compute_update_fractions(shuffled, counts[order])
+        compute_update_fractions(gram, counts), compute_update_fractions(shuffled_gram, counts[order])
     )
 
 
 @examples
 @given(oracle.folds(components=3))
-def test_shares_sum_to_one_and_equal_the_loops_as_do_cosines(drawn: tuple[Tensor, list[float]]) -> None:
-    x, counts = drawn
+def test_shares_sum_to_one_and_equal_the_loops_as_do_cosines(folds: tuple[Tensor, list[float]]) -> None:
+    x, counts = folds
     means = [oracle.mean(x[:, c].tolist(), counts) for c in range(3)]
-    whole = [sum(entries) for entries in zip(*means, strict=True)]
+    update = [sum(entries) for entries in zip(*means, strict=True)]
     sizes = [math.sqrt(oracle.dot(g, g)) for g in means]
     assume(min(sizes) > 1e-2)
-    assume(oracle.dot(whole, whole) > 1e-2)
+    assume(oracle.dot(update, update) > 1e-2)
     shares = compute_update_fractions(compute_fold_gram([x]), torch.tensor(counts))
-    expected = [oracle.dot(g, whole) / oracle.dot(whole, whole) for g in means]
+    expected = [oracle.dot(g, update) / oracle.dot(update, update) for g in means]
     torch.testing.assert_close(shares, torch.tensor(expected, dtype=torch.float64))
     assert shares.sum().item() == pytest.approx(1)
     cosines = compute_component_cosines(compute_fold_gram([x]), torch.tensor(counts))
@@ -154,7 +158,7 @@ def test_shares_sum_to_one_and_equal_the_loops_as_do_cosines(drawn: tuple[Tensor
 
 
 def test_shares_and_cosines_by_hand() -> None:
-    # G_task = (4, 0), G_entropy = (-1, 0), G_kl = (0, 1): the whole is (3, 1).
+    # G_task = (4, 0), G_entropy = (-1, 0) and G_kl = (0, 1), so the total gradient is (3, 1).
     x = torch.tensor([[[4.0, 1.0], [-2.0, 0.0], [0.0, 0.0]], [[4.0, -1.0], [0.0, 0.0], [0.0, 2.0]]])
     torch.testing.assert_close(
         compute_update_fractions(compute_fold_gram([x])), torch.tensor([1.2, -0.3, 0.1], dtype=torch.float64)
@@ -167,7 +171,7 @@ def test_shares_and_cosines_by_hand() -> None:
 
 
 def test_gram_holds_the_products_summed_over_blocks_of_parameters() -> None:
-    x = random_vectors(4, 3, 10)
+    x = make_vectors(4, 3, 10)
     blocks = [x[..., :4].reshape(4, 3, 2, 2), x[..., 4:5], x[..., 5:]]
     gram = compute_fold_gram(iter(blocks))
     assert gram.shape == (4, 3, 4, 3)
@@ -182,39 +186,39 @@ def test_gram_is_summed_in_float64() -> None:
 
 
 def test_the_gram_of_the_whole_update_is_the_sum_over_components() -> None:
-    x = random_vectors(4, 3, 5)
-    whole = compute_fold_gram([x.sum(dim=1, keepdim=True)])[:, 0, :, 0]
-    torch.testing.assert_close(compute_fold_gram([x]).sum(dim=(1, 3)), whole)
+    x = make_vectors(4, 3, 5)
+    update_gram = compute_fold_gram([x.sum(dim=1, keepdim=True)])[:, 0, :, 0]
+    torch.testing.assert_close(compute_fold_gram([x]).sum(dim=(1, 3)), update_gram)
 
 
 # Expectations over every draw of a bandit
 
 
-def expectations(component: str, sizes: Sequence[int]) -> tuple[float, ...]:
-    """E |G|², E signal, E noise over every draw of `sizes[k]` prompts in fold k; a fold's gradient is its mean."""
+def compute_expectations(component: str, sizes: Sequence[int]) -> tuple[float, ...]:
+    """E |G|², E signal and E noise over every draw of `sizes[k]` prompts in fold k, whose gradient is their mean."""
     sums = [0.0, 0.0, 0.0]
     for probability, gradients in oracle.iterate_bandit_draws(component, sum(sizes)):
-        means = [part.mean(dim=0) for part in torch.split(gradients, list(sizes))]
-        found = signal_of(torch.stack(means), sizes)
-        for i, number in enumerate((found.norm**2, found.signal, found.noise)):
-            sums[i] += probability * number
+        means = [fold.mean(dim=0) for fold in torch.split(gradients, list(sizes))]
+        statistics = estimate_signal(torch.stack(means), sizes)
+        for i, value in enumerate((statistics.norm**2, statistics.signal, statistics.noise)):
+            sums[i] += probability * value
     return tuple(sums)
 
 
 @pytest.mark.parametrize("component", oracle.BANDIT_COMPONENTS)
 def test_signal_and_noise_are_unbiased_over_all_draws_of_a_bandit(component: str) -> None:
     square, variance = oracle.compute_bandit_moments(component)
-    plain, signal, noise = expectations(component, (1, 1, 1))
+    squared_norm, signal, noise = compute_expectations(component, (1, 1, 1))
     assert variance > 1e-4
     assert signal == pytest.approx(square, rel=1e-9)
     assert noise == pytest.approx(variance / 3, rel=1e-9)
-    assert plain == pytest.approx(square + variance / 3, rel=1e-9)  # what a norm shows: biased upwards
+    assert squared_norm == pytest.approx(square + variance / 3, rel=1e-9)  # a squared norm is biased upwards
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 1, 2), (1, 3)])
 def test_counts_keep_folds_of_unequal_size_unbiased(sizes: tuple[int, ...]) -> None:
     square, variance = oracle.compute_bandit_moments("whole")
-    _, signal, noise = expectations("whole", sizes)
+    _, signal, noise = compute_expectations("whole", sizes)
     assert signal == pytest.approx(square, rel=1e-9)
     assert noise == pytest.approx(variance / sum(sizes), rel=1e-9)
 
@@ -226,84 +230,86 @@ def test_component_gradients_of_the_folds_add_up_to_the_gradient_of_the_whole_lo
     fold_of = split_folds(torch.arange(4), 3, torch.Generator().manual_seed(0))[tokens_of_prompt]
     losses = oracle.compute_bandit_losses(theta, contexts, arms)
     weights = compute_loss_weights(torch.ones(1, 7, dtype=torch.bool), "token-mean")[0].double()
-    (whole,) = torch.autograd.grad((weights @ losses).sum(), theta, retain_graph=True)
+    (total_gradient,) = torch.autograd.grad((weights @ losses).sum(), theta, retain_graph=True)
     counts = torch.bincount(fold_of)
-    parts = [
+    fold_gradients = [
         [torch.autograd.grad(losses[fold_of == k, c].mean(), theta, retain_graph=True)[0] for c in range(3)]
         for k in range(3)
     ]
-    x = torch.stack([torch.stack(part) for part in parts])
+    x = torch.stack([torch.stack(components) for components in fold_gradients])
     gram = compute_fold_gram([x])
-    means = mean_gradients(x, counts)
-    torch.testing.assert_close(means.sum(dim=0), whole)
-    assert estimate_gradient_signal(gram.sum(dim=(1, 3)), counts).norm == pytest.approx(whole.norm().item())
-    torch.testing.assert_close(compute_update_fractions(gram, counts), means @ whole / whole.square().sum())
+    means = compute_mean_gradients(x, counts)
+    torch.testing.assert_close(means.sum(dim=0), total_gradient)
+    assert estimate_gradient_signal(gram.sum(dim=(1, 3)), counts).norm == pytest.approx(total_gradient.norm().item())
+    torch.testing.assert_close(
+        compute_update_fractions(gram, counts), means @ total_gradient / total_gradient.square().sum()
+    )
 
 
 def test_counts_see_that_long_and_short_folds_agree() -> None:
     per_token, tokens = torch.tensor([3.0, -1.0]), torch.tensor([5.0, 20.0, 11.0])
-    assert signal_of(per_token.expand(3, 2), tokens.tolist()).noise == 0
-    # A constant divisor takes the spread of the lengths for noise.
+    assert estimate_signal(per_token.expand(3, 2), tokens.tolist()).noise == 0
+    # With a constant divisor, the spread of the lengths counts as noise.
     sums = 3 * tokens[:, None] / tokens.sum() * per_token
-    assert signal_of(sums).norm == pytest.approx(per_token.norm().item())
-    assert signal_of(sums).noise > 0.1
+    assert estimate_signal(sums).norm == pytest.approx(per_token.norm().item())
+    assert estimate_signal(sums).noise > 0.1
 
 
 @pytest.mark.parametrize("drift", [0.0, 0.25, 1.0])
 def test_the_interval_covers_the_true_ratio(drift: float) -> None:
     runs, count, width = 150, 8, 40
-    draws = random_vectors(runs, count, width, drift=drift)
-    true = count * drift**2
-    found = [signal_of(x) for x in draws]
-    covered = sum(s.low <= true <= s.high for s in found) / runs
-    assert covered >= 0.92
-    assert sum(s.high - s.low for s in found) / runs < 2 * (1 + true)  # not by being wide
-    assert sum(s.snr for s in found) / runs == pytest.approx(true, abs=0.05 * (1 + true))
+    draws = make_vectors(runs, count, width, drift=drift)
+    ratio = count * drift**2
+    statistics = [estimate_signal(x) for x in draws]
+    coverage = sum(s.low <= ratio <= s.high for s in statistics) / runs
+    assert coverage >= 0.92
+    assert sum(s.high - s.low for s in statistics) / runs < 2 * (1 + ratio)  # the interval is not wide
+    assert sum(s.snr for s in statistics) / runs == pytest.approx(ratio, abs=0.05 * (1 + ratio))
 
 
 # Degenerate cases
 
 
 def test_one_fold_has_a_norm_and_nothing_else() -> None:
-    found = signal_of(torch.tensor([[3.0, 4.0]]))
-    assert found.norm == 5
-    assert all(math.isnan(x) for x in found[1:])
+    statistics = estimate_signal(torch.tensor([[3.0, 4.0]]))
+    assert statistics.norm == 5
+    assert all(math.isnan(x) for x in statistics[1:])
 
 
 def test_two_folds_have_a_ratio_without_an_interval() -> None:
-    found = signal_of(torch.tensor([[1.0, 2.0], [3.0, 0.0]]))  # mean (2, 1), product 3
-    assert found[:4] == pytest.approx((math.sqrt(5), 3.0, 2.0, 1.5))
-    assert math.isnan(found.low)
-    assert math.isnan(found.high)
+    statistics = estimate_signal(torch.tensor([[1.0, 2.0], [3.0, 0.0]]))  # mean (2, 1), product 3
+    assert statistics[:4] == pytest.approx((math.sqrt(5), 3.0, 2.0, 1.5))
+    assert math.isnan(statistics.low)
+    assert math.isnan(statistics.high)
 
 
 def test_a_signal_below_zero_is_reported_as_it_is() -> None:
-    found = signal_of(torch.tensor([[1.0], [-1.0], [1.0], [-1.0]]))
-    assert found.norm == 0
-    assert found.signal == pytest.approx(-1 / 3)
-    assert found.snr == pytest.approx(-1)
+    statistics = estimate_signal(torch.tensor([[1.0], [-1.0], [1.0], [-1.0]]))
+    assert statistics.norm == 0
+    assert statistics.signal == pytest.approx(-1 / 3)
+    assert statistics.snr == pytest.approx(-1)
 
 
 def test_zero_gradients_have_no_ratio_cosine_or_share() -> None:
     gram = compute_fold_gram([torch.zeros(4, 2, 3)])
-    found = estimate_gradient_signal(gram[:, 0, :, 0])
-    assert found[:3] == (0, 0, 0)
-    assert all(math.isnan(x) for x in found[3:])
+    statistics = estimate_gradient_signal(gram[:, 0, :, 0])
+    assert statistics[:3] == (0, 0, 0)
+    assert all(math.isnan(x) for x in statistics[3:])
     assert compute_component_cosines(gram).isnan().all()
     assert compute_update_fractions(gram).isnan().all()
 
 
 @pytest.mark.parametrize("counts", [None, [1.0, 7.0, 3.0, 5.0, 2.0]])
 def test_identical_folds_have_no_noise_and_no_ratio(counts: list[float] | None) -> None:
-    row = random_vectors(1, 1000)
-    found = signal_of(row.expand(5, -1), counts)
-    assert found.noise == 0
-    assert found.signal == pytest.approx(row.square().sum().item())
-    assert all(math.isnan(x) for x in found[3:])
+    row = make_vectors(1, 1000)
+    statistics = estimate_signal(row.expand(5, -1), counts)
+    assert statistics.noise == 0
+    assert statistics.signal == pytest.approx(row.square().sum().item())
+    assert all(math.isnan(x) for x in statistics[3:])
 
 
 def test_a_component_of_zero_has_no_cosine_and_the_others_keep_theirs() -> None:
-    x = random_vectors(3, 3, 5)
+    x = make_vectors(3, 3, 5)
     x[:, 1] = 0
     cosines = compute_component_cosines(compute_fold_gram([x]))
     assert cosines[1].isnan().all()
@@ -313,33 +319,33 @@ def test_a_component_of_zero_has_no_cosine_and_the_others_keep_theirs() -> None:
 
 
 def test_components_that_cancel_have_no_share() -> None:
-    x = random_vectors(4, 1, 50).float()
+    x = make_vectors(4, 1, 50).float()
     assert compute_update_fractions(compute_fold_gram([torch.cat([x, -x], dim=1)])).isnan().all()
     opposed = compute_component_cosines(compute_fold_gram([torch.cat([x, -2 * x], dim=1)]))
     torch.testing.assert_close(opposed, torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=torch.float64))
 
 
 def test_what_float32_rounds_away_is_neither_noise_nor_a_direction() -> None:
-    x = random_vectors(1, 1, 50)
-    nearly = (1 + 1e-7 * torch.arange(4, dtype=torch.float64)).view(4, 1, 1) * x  # four folds that agree
-    found = signal_of(nearly[:, 0])
-    assert found.noise == 0
-    assert math.isnan(found.snr)
-    cancelling = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64).view(4, 1, 1) * nearly
-    assert compute_component_cosines(compute_fold_gram([torch.cat([cancelling, nearly], dim=1)]))[0].isnan().all()
-    assert compute_update_fractions(compute_fold_gram([torch.cat([nearly, -(1 + 1e-7) * nearly], dim=1)])).isnan().all()
+    x = make_vectors(1, 1, 50)
+    folds = (1 + 1e-7 * torch.arange(4, dtype=torch.float64)).view(4, 1, 1) * x  # four folds that agree up to rounding
+    statistics = estimate_signal(folds[:, 0])
+    assert statistics.noise == 0
+    assert math.isnan(statistics.snr)
+    signed = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64).view(4, 1, 1) * folds
+    assert compute_component_cosines(compute_fold_gram([torch.cat([signed, folds], dim=1)]))[0].isnan().all()
+    assert compute_update_fractions(compute_fold_gram([torch.cat([folds, -(1 + 1e-7) * folds], dim=1)])).isnan().all()
 
 
 def test_a_gradient_that_is_not_finite_gives_numbers_that_are_not() -> None:
-    x = random_vectors(4, 3)
+    x = make_vectors(4, 3)
     x[1, 2] = math.nan
-    assert all(math.isnan(number) for number in signal_of(x))
+    assert all(math.isnan(number) for number in estimate_signal(x))
 
 
 @pytest.mark.parametrize("counts", [[1.0, 2.0], [1.0, 0.0, 2.0], [1.0, -1.0, 2.0], [1.0, math.nan, 2.0]])
 def test_counts_that_do_not_fit_are_refused(counts: list[float]) -> None:
     with pytest.raises(ValueError, match="for 3 folds; there must be one above 0 for each"):
-        signal_of(torch.ones(3, 2), counts)
+        estimate_signal(torch.ones(3, 2), counts)
 
 
 def test_a_gram_matrix_of_several_components_is_refused() -> None:
@@ -354,9 +360,9 @@ def test_a_gram_matrix_of_several_components_is_refused() -> None:
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=30), st.integers(1, 9), st.integers(0, 5))
 def test_folds_are_whole_groups_and_as_equal_as_possible(ids: list[int], count: int, seed: int) -> None:
     group_ids = torch.tensor(ids)
-    found = split_folds(group_ids, count, torch.Generator().manual_seed(seed))
-    fold_of = dict(zip(ids, found.tolist(), strict=True))
-    assert found.tolist() == [fold_of[group] for group in ids]
+    fold_ids = split_folds(group_ids, count, torch.Generator().manual_seed(seed))
+    fold_of = dict(zip(ids, fold_ids.tolist(), strict=True))
+    assert fold_ids.tolist() == [fold_of[group] for group in ids]
     sizes = torch.bincount(torch.tensor(list(fold_of.values())))
     assert len(sizes) == min(count, len(set(ids)))
     assert sizes.min() >= 1
@@ -365,11 +371,11 @@ def test_folds_are_whole_groups_and_as_equal_as_possible(ids: list[int], count: 
 
 def test_every_split_of_the_groups_comes_up_and_the_generator_decides() -> None:
     ids = torch.tensor([7, 3, 9, 4])
-    seen = {tuple(split_folds(ids, 2, torch.Generator().manual_seed(seed)).tolist()) for seed in range(100)}
-    assert len(seen) == 6
-    assert {sum(split) for split in seen} == {2}
-    again = [split_folds(ids, 2, torch.Generator().manual_seed(3)).tolist() for _ in range(2)]
-    assert again[0] == again[1]
+    splits = {tuple(split_folds(ids, 2, torch.Generator().manual_seed(seed)).tolist()) for seed in range(100)}
+    assert len(splits) == 6
+    assert {sum(split) for split in splits} == {2}
+    repeated_splits = [split_folds(ids, 2, torch.Generator().manual_seed(3)).tolist() for _ in range(2)]
+    assert repeated_splits[0] == repeated_splits[1]
 
 
 def test_no_groups_give_no_folds_and_no_fold_is_refused() -> None:
@@ -384,26 +390,28 @@ def test_no_groups_give_no_folds_and_no_fold_is_refused() -> None:
 
 @pytest.mark.parametrize("size", [4, 8, 11, 13, 2])
 def test_the_published_norm_divides_a_short_mini_batch_as_if_it_were_whole(size: int) -> None:
-    mini, micro, width = 4, 2, 3
-    features = random_vectors(size, 5, width, seed=size)  # the gradient of each token's loss
-    mask = random_vectors(size, 5, seed=size + 1, drift=0) > -0.7
+    mini_batch_size, micro_batch_size, width = 4, 2, 3
+    features = make_vectors(size, 5, width, seed=size)  # the gradient of each token's loss
+    mask = make_vectors(size, 5, seed=size + 1, drift=0) > -0.7
     norms, sequences = [], []
-    for rows in torch.arange(size).split(mini):
-        weights = compute_loss_weights(mask[rows], "token-mean", micro).double()
+    for rows in torch.arange(size).split(mini_batch_size):
+        weights = compute_loss_weights(mask[rows], "token-mean", micro_batch_size).double()
         norms.append(torch.einsum("bt,btn->n", weights, features[rows]).norm())
         sequences.append(len(rows))
     tokens = int(mask.sum())
-    found = compute_published_norm(torch.stack(norms), torch.tensor(sequences), tokens, mini, micro)
-    norm = oracle.published_norm(features.tolist(), mask.tolist(), mini, micro)
-    assert found == pytest.approx((norm, norm / size, norm / tokens), rel=1e-6)
+    published_norm = compute_published_norm(
+        torch.stack(norms), torch.tensor(sequences), tokens, mini_batch_size, micro_batch_size
+    )
+    expected_norm = oracle.published_norm(features.tolist(), mask.tolist(), mini_batch_size, micro_batch_size)
+    assert published_norm == pytest.approx((expected_norm, expected_norm / size, expected_norm / tokens), rel=1e-6)
 
 
 def test_the_published_norm_of_the_published_bucket() -> None:
-    # 336 sequences are ten mini-batches of 32 and one of 16, which counts half.
-    found = compute_published_norm(torch.ones(11), torch.tensor([32] * 10 + [16]), 1000, 32, 4)
-    assert found == pytest.approx((10.5 / 11, 10.5 / 11 / 336, 10.5 / 11 / 1000))
+    # 336 sequences are ten mini-batches of 32 and one of 16, which counts as half a mini-batch.
+    published_norm = compute_published_norm(torch.ones(11), torch.tensor([32] * 10 + [16]), 1000, 32, 4)
+    assert published_norm == pytest.approx((10.5 / 11, 10.5 / 11 / 336, 10.5 / 11 / 1000))
 
 
 def test_the_published_norm_of_nothing_is_nan() -> None:
-    nothing = torch.zeros(0)
-    assert all(math.isnan(x) for x in compute_published_norm(nothing, nothing.long(), 0, 32, 4))
+    empty = torch.zeros(0)
+    assert all(math.isnan(x) for x in compute_published_norm(empty, empty.long(), 0, 32, 4))

@@ -8,11 +8,11 @@ from tests.oracles import algo as oracle
 from tests.strategies.algo import Sequences, discounts, examples, grouped_scores, sequences
 from trainable.algo.advantages import group_skill, grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo
 
-Drawn = tuple[list[float], list[int]]
+GroupScores = tuple[list[float], list[int]]
 
 
-def tensors(drawn: Drawn) -> tuple[Tensor, Tensor, Tensor]:
-    scores, group_ids = drawn
+def make_tensors(group_scores: GroupScores) -> tuple[Tensor, Tensor, Tensor]:
+    scores, group_ids = group_scores
     mask = torch.tensor([[True, False, i % 3 > 0] for i in range(len(scores))])
     return torch.tensor(scores, dtype=torch.float64), torch.tensor(group_ids), mask
 
@@ -24,18 +24,22 @@ def assert_broadcast(advantages: Tensor, per_sequence: list[float], mask: Tensor
 
 @examples
 @given(grouped_scores())
-def test_grpo_equals_the_loop(drawn: Drawn) -> None:
-    scores, group_ids, mask = tensors(drawn)
-    assert_broadcast(grpo(scores, group_ids, mask, norm_by_std=True), oracle.grpo(*drawn, norm_by_std=True), mask)
-    assert_broadcast(grpo(scores, group_ids, mask, norm_by_std=False), oracle.grpo(*drawn, norm_by_std=False), mask)
+def test_grpo_equals_the_loop(group_scores: GroupScores) -> None:
+    scores, group_ids, mask = make_tensors(group_scores)
+    assert_broadcast(
+        grpo(scores, group_ids, mask, norm_by_std=True), oracle.grpo(*group_scores, norm_by_std=True), mask
+    )
+    assert_broadcast(
+        grpo(scores, group_ids, mask, norm_by_std=False), oracle.grpo(*group_scores, norm_by_std=False), mask
+    )
 
 
 @examples
 @given(grouped_scores(), st.sampled_from([1e-8, 0.3]))
-def test_grpo_of_another_source_equals_the_loop(drawn: Drawn, floor: float) -> None:
-    scores, group_ids, mask = tensors(drawn)
+def test_grpo_of_another_source_equals_the_loop(group_scores: GroupScores, floor: float) -> None:
+    scores, group_ids, mask = make_tensors(group_scores)
     advantages = grpo(scores, group_ids, mask, norm_by_std=True, correction=0, std_floor=floor, min_std=floor)
-    assert_broadcast(advantages, oracle.population_grpo(*drawn, floor), mask)
+    assert_broadcast(advantages, oracle.population_grpo(*group_scores, floor), mask)
 
 
 def test_a_score_that_is_not_a_number_stays_one_in_its_group() -> None:
@@ -46,9 +50,9 @@ def test_a_score_that_is_not_a_number_stays_one_in_its_group() -> None:
 
 @examples
 @given(grouped_scores())
-def test_a_skill_equals_the_loop(drawn: Drawn) -> None:
-    scores, group_ids, mask = tensors(drawn)
-    expected = oracle.group_skill(*drawn)
+def test_a_skill_equals_the_loop(group_scores: GroupScores) -> None:
+    scores, group_ids, mask = make_tensors(group_scores)
+    expected = oracle.group_skill(*group_scores)
     assert_broadcast(group_skill(scores, group_ids, mask), expected, mask)
     skills = group_skill(scores, group_ids, mask, factor_dtype=torch.float64)[:, 0]
     assert skills.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
@@ -65,20 +69,20 @@ def test_skills_have_mean_zero_and_population_std_one_and_a_tiny_spread_is_centr
 
 @examples
 @given(grouped_scores())
-def test_rloo_equals_the_mean_of_the_others(drawn: Drawn) -> None:
-    scores, group_ids, mask = tensors(drawn)
-    assert_broadcast(rloo(scores, group_ids, mask), oracle.rloo(*drawn), mask)
+def test_rloo_equals_the_mean_of_the_others(group_scores: GroupScores) -> None:
+    scores, group_ids, mask = make_tensors(group_scores)
+    assert_broadcast(rloo(scores, group_ids, mask), oracle.rloo(*group_scores), mask)
 
 
 @examples
 @given(grouped_scores())
-def test_reinforce_plus_plus_baseline_whitens_scores_less_their_group_mean(drawn: Drawn) -> None:
-    scores, group_ids, mask = tensors(drawn)
-    centred = oracle.grpo(*drawn, norm_by_std=False)
-    flat = [c for c, row in zip(centred, mask.tolist(), strict=True) for _ in row]
-    expected = torch.tensor(oracle.whiten(flat, mask.flatten().tolist()), dtype=torch.float64)
-    ours = reinforce_plus_plus_baseline(scores, group_ids, mask).flatten()
-    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+def test_reinforce_plus_plus_baseline_whitens_scores_less_their_group_mean(group_scores: GroupScores) -> None:
+    scores, group_ids, mask = make_tensors(group_scores)
+    centred = oracle.grpo(*group_scores, norm_by_std=False)
+    centred_tokens = [score for score, row in zip(centred, mask.tolist(), strict=True) for _ in row]
+    expected = torch.tensor(oracle.whiten(centred_tokens, mask.flatten().tolist()), dtype=torch.float64)
+    advantages = reinforce_plus_plus_baseline(scores, group_ids, mask).flatten()
+    torch.testing.assert_close(advantages, expected, rtol=1e-6, atol=1e-6)
 
 
 @examples
@@ -87,8 +91,8 @@ def test_reinforce_plus_plus_whitens_the_reward_to_go(batch: Sequences, gamma: f
     pairs = zip(batch.rewards.tolist(), batch.mask.tolist(), strict=True)
     to_go = [x for rewards, mask in pairs for x in oracle.reward_to_go(rewards, mask, gamma)]
     expected = torch.tensor(oracle.whiten(to_go, batch.mask.flatten().tolist()), dtype=torch.float64)
-    ours = reinforce_plus_plus(batch.rewards, batch.mask, gamma).flatten()
-    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+    advantages = reinforce_plus_plus(batch.rewards, batch.mask, gamma).flatten()
+    torch.testing.assert_close(advantages, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_reinforce_plus_plus_sees_rewards_of_later_turns() -> None:
@@ -131,8 +135,8 @@ def test_equal_scores_give_exactly_zero(score: float) -> None:
 
 @examples
 @given(grouped_scores())
-def test_permuting_the_sequences_permutes_the_advantages(drawn: Drawn) -> None:
-    scores, group_ids, mask = tensors(drawn)
-    back = torch.arange(len(scores)).flip(0)
-    ours = grpo(scores[back], group_ids[back], mask[back], norm_by_std=True)
-    torch.testing.assert_close(ours, grpo(scores, group_ids, mask, norm_by_std=True)[back])
+def test_permuting_the_sequences_permutes_the_advantages(group_scores: GroupScores) -> None:
+    scores, group_ids, mask = make_tensors(group_scores)
+    order = torch.arange(len(scores)).flip(0)
+    advantages = grpo(scores[order], group_ids[order], mask[order], norm_by_std=True)
+    torch.testing.assert_close(advantages, grpo(scores, group_ids, mask, norm_by_std=True)[order])

@@ -14,20 +14,22 @@ def test_the_penalty_is_subtracted_on_trained_tokens_only() -> None:
     logprobs = torch.tensor([[-1.0, float("nan"), -0.5]], requires_grad=True)
     ref_logprobs = torch.tensor([[-3.0, -1.0, -0.25]])
     mask = torch.tensor([[True, False, True]])
-    penalised = apply_kl_penalty(rewards, logprobs, ref_logprobs, mask, "k1", kl_coef=0.1)
-    torch.testing.assert_close(penalised, torch.tensor([[-0.2, 1.0, 5.025]]))
-    assert not penalised.requires_grad
+    penalised_rewards = apply_kl_penalty(rewards, logprobs, ref_logprobs, mask, "k1", kl_coef=0.1)
+    torch.testing.assert_close(penalised_rewards, torch.tensor([[-0.2, 1.0, 5.025]]))
+    assert not penalised_rewards.requires_grad
 
 
 @examples
 @given(sequences(), st.sampled_from(["k1", "k2", "k3", "abs"]))
-def test_the_sum_of_penalties_is_the_coefficient_times_the_summed_kl(batch: Sequences, kind: str) -> None:
-    logprobs, ref = batch.values, batch.values.flip(1)
-    free = apply_kl_penalty(batch.rewards, logprobs, ref, batch.mask, kind, kl_coef=0.0)
-    one, two = (apply_kl_penalty(batch.rewards, logprobs, ref, batch.mask, kind, kl_coef=c) for c in (1.0, 2.0))
-    assert torch.equal(free, batch.rewards)
-    torch.testing.assert_close(two - free, 2 * (one - free))
-    assert torch.equal(one[~batch.mask], batch.rewards[~batch.mask])
+def test_the_sum_of_penalties_is_the_coefficient_times_the_summed_kl(batch: Sequences, estimator: str) -> None:
+    logprobs, ref_logprobs = batch.values, batch.values.flip(1)
+    unpenalised = apply_kl_penalty(batch.rewards, logprobs, ref_logprobs, batch.mask, estimator, kl_coef=0.0)
+    single_penalty, double_penalty = (
+        apply_kl_penalty(batch.rewards, logprobs, ref_logprobs, batch.mask, estimator, kl_coef=c) for c in (1.0, 2.0)
+    )
+    assert torch.equal(unpenalised, batch.rewards)
+    torch.testing.assert_close(double_penalty - unpenalised, 2 * (single_penalty - unpenalised))
+    assert torch.equal(single_penalty[~batch.mask], batch.rewards[~batch.mask])
 
 
 @pytest.mark.parametrize(
@@ -41,9 +43,9 @@ def test_the_sum_of_penalties_is_the_coefficient_times_the_summed_kl(batch: Sequ
     ],
 )
 def test_the_coefficient_moves_towards_the_target(current_kl: float, expected: float) -> None:
-    control = AdaptiveKLController(coef=0.02, target=0.1, horizon=1000)
-    assert control.update(current_kl, n_steps=128).coef == pytest.approx(expected)
-    assert control.coef == 0.02
+    controller = AdaptiveKLController(coef=0.02, target=0.1, horizon=1000)
+    assert controller.update(current_kl, n_steps=128).coef == pytest.approx(expected)
+    assert controller.coef == 0.02
 
 
 def test_without_a_horizon_the_coefficient_is_fixed() -> None:

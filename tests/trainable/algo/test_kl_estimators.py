@@ -1,4 +1,4 @@
-"""KL estimators over a softmax of five actions, where every expectation is a sum that can be written out."""
+"""KL estimators over a softmax of five actions, where every expectation is an explicit sum."""
 
 import math
 
@@ -16,12 +16,12 @@ D = [math.log(a / b) for a, b in zip(P, Q, strict=True)]
 SAME_AS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
 
-def expectation(kind: str, ref_logits: Tensor = REF_LOGITS) -> tuple[float, Tensor]:
-    """Mean of the estimator over actions drawn from the policy, and of its gradient as a loss."""
+def compute_expectation(estimator: str, ref_logits: Tensor = REF_LOGITS) -> tuple[float, Tensor]:
+    """Mean of the estimator and mean of its gradient as a loss, over actions drawn from the policy."""
     logits = LOGITS.clone().requires_grad_()
     logprobs = logits.log_softmax(dim=0)
-    drawn_with = logprobs.detach().exp()
-    mean = (drawn_with * estimate_kl(logprobs, ref_logits.log_softmax(dim=0), kind)).sum()
+    probabilities = logprobs.detach().exp()
+    mean = (probabilities * estimate_kl(logprobs, ref_logits.log_softmax(dim=0), estimator)).sum()
     (gradient,) = torch.autograd.grad(mean, logits)
     return mean.item(), gradient
 
@@ -42,57 +42,60 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("kind", KL_ESTIMATORS)
-def test_value_and_gradient_of_each_estimator(kind: str) -> None:
-    value, gradient = expectation(kind)
-    assert value == pytest.approx(VALUES[SAME_AS.get(kind, kind)])
-    torch.testing.assert_close(gradient, torch.tensor(GRADIENTS[SAME_AS.get(kind, kind)], dtype=torch.float64))
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_value_and_gradient_of_each_estimator(estimator: str) -> None:
+    value, gradient = compute_expectation(estimator)
+    assert value == pytest.approx(VALUES[SAME_AS.get(estimator, estimator)])
+    torch.testing.assert_close(
+        gradient, torch.tensor(GRADIENTS[SAME_AS.get(estimator, estimator)], dtype=torch.float64)
+    )
 
 
 def test_only_k3_has_a_limit_and_its_gradient_ends_there() -> None:
     d = torch.tensor([-3.0, -1.0, 0.5], dtype=torch.float64, requires_grad=True)
-    free = estimate_kl(d, torch.zeros(3), "k3", limit=math.inf)
-    assert free.tolist() == pytest.approx([math.exp(-x) + x - 1 for x in d.tolist()])
-    bounded = estimate_kl(d, torch.zeros(3), "low_var_kl", limit=2.0)
-    torch.testing.assert_close(bounded, free.clamp(max=2))
-    (slopes,) = torch.autograd.grad(bounded.sum(), d)
+    unlimited_values = estimate_kl(d, torch.zeros(3), "k3", limit=math.inf)
+    assert unlimited_values.tolist() == pytest.approx([math.exp(-x) + x - 1 for x in d.tolist()])
+    limited_values = estimate_kl(d, torch.zeros(3), "low_var_kl", limit=2.0)
+    torch.testing.assert_close(limited_values, unlimited_values.clamp(max=2))
+    (slopes,) = torch.autograd.grad(limited_values.sum(), d)
     assert slopes[0] == 0
     assert slopes[1:].tolist() == pytest.approx([1 - math.e, 1 - math.exp(-0.5)])
     assert torch.equal(estimate_kl(d, torch.zeros(3), "k1", limit=0.1), d)
 
 
-@pytest.mark.parametrize("kind", KL_ESTIMATORS)
-def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(kind: str) -> None:
-    value, gradient = expectation(kind + "+")
-    assert value == pytest.approx(VALUES[SAME_AS.get(kind, kind)])
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(estimator: str) -> None:
+    value, gradient = compute_expectation(estimator + "+")
+    assert value == pytest.approx(VALUES[SAME_AS.get(estimator, estimator)])
     torch.testing.assert_close(gradient, torch.tensor(oracle.kl_gradient(P, Q), dtype=torch.float64))
 
 
 def test_the_gradient_of_k2_is_that_of_the_exact_divergence() -> None:
     logits = LOGITS.clone().requires_grad_()
     (exact,) = torch.autograd.grad(full_kl(logits[None], REF_LOGITS[None]).sum(), logits)
-    torch.testing.assert_close(expectation("k2")[1], exact)
+    torch.testing.assert_close(compute_expectation("k2")[1], exact)
 
 
 def test_the_gradient_of_k1_does_not_depend_on_the_reference() -> None:
-    torch.testing.assert_close(expectation("k1", REF_LOGITS)[1], expectation("k1", 3 * REF_LOGITS)[1])
+    torch.testing.assert_close(compute_expectation("k1", REF_LOGITS)[1], compute_expectation("k1", 3 * REF_LOGITS)[1])
 
 
-@pytest.mark.parametrize(("kind", "slope"), [("k1", 1.0), ("abs", 0.0), ("k2", 0.0), ("k3", 0.0), ("k1+", 0.0)])
-def test_at_the_reference_only_k1_pushes(kind: str, slope: float) -> None:
+@pytest.mark.parametrize(("estimator", "slope"), [("k1", 1.0), ("abs", 0.0), ("k2", 0.0), ("k3", 0.0), ("k1+", 0.0)])
+def test_at_the_reference_only_k1_pushes(estimator: str, slope: float) -> None:
     logprobs = torch.tensor([-0.7, -2.0], requires_grad=True)
-    loss = estimate_kl(logprobs, logprobs.detach(), kind)
+    loss = estimate_kl(logprobs, logprobs.detach(), estimator)
     assert loss.tolist() == [0, 0]
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     assert gradient.tolist() == [slope, slope]
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"), [("k1", [0.5, -1.0]), ("abs", [0.5, 1.0]), ("k2", [0.125, 0.5]), ("k3", [0.106531, 0.718282])]
+    ("estimator", "expected"),
+    [("k1", [0.5, -1.0]), ("abs", [0.5, 1.0]), ("k2", [0.125, 0.5]), ("k3", [0.106531, 0.718282])],
 )
-def test_values_by_hand(kind: str, expected: list[float]) -> None:
-    ours = estimate_kl(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]), kind)
-    torch.testing.assert_close(ours, torch.tensor(expected), rtol=1e-5, atol=0)
+def test_values_by_hand(estimator: str, expected: list[float]) -> None:
+    values = estimate_kl(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]), estimator)
+    torch.testing.assert_close(values, torch.tensor(expected), rtol=1e-5, atol=0)
 
 
 def test_k3_clamps_the_log_ratio_and_then_the_result() -> None:
@@ -102,10 +105,10 @@ def test_k3_clamps_the_log_ratio_and_then_the_result() -> None:
     torch.testing.assert_close(result, torch.tensor(expected))
 
 
-@pytest.mark.parametrize("kind", ["k3", "k3+", "k1", "k2", "abs"])
-def test_gradients_stay_finite_far_from_the_reference(kind: str) -> None:
+@pytest.mark.parametrize("estimator", ["k3", "k3+", "k1", "k2", "abs"])
+def test_gradients_stay_finite_far_from_the_reference(estimator: str) -> None:
     logprobs = torch.tensor([-500.0, 0.0], requires_grad=True)
-    loss = estimate_kl(logprobs, torch.tensor([0.0, -500.0]), kind)
+    loss = estimate_kl(logprobs, torch.tensor([0.0, -500.0]), estimator)
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     assert torch.isfinite(loss).all()
     assert torch.isfinite(gradient).all()
@@ -117,15 +120,15 @@ def test_k3_is_not_negative_and_keeps_its_digits_near_the_reference() -> None:
     torch.testing.assert_close(estimate_kl(d, torch.zeros(5), "k3").double(), exact, rtol=2e-3, atol=1e-13)
 
 
-@pytest.mark.parametrize("kind", KL_ESTIMATORS)
-def test_gradcheck_away_from_kinks(kind: str) -> None:
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_gradcheck_away_from_kinks(estimator: str) -> None:
     logprobs = torch.tensor([-1.0, -0.2, -3.0], dtype=torch.float64, requires_grad=True)
     ref_logprobs = torch.tensor([-1.4, -2.0, -1.0], dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda x: estimate_kl(x, ref_logprobs, kind), (logprobs,))
+    assert torch.autograd.gradcheck(lambda x: estimate_kl(x, ref_logprobs, estimator), (logprobs,))
 
 
-@pytest.mark.parametrize("kind", ["low-var-kl", "k1++", "+", "full", "kl2"])
-def test_unknown_names_are_refused(kind: str) -> None:
-    one = torch.zeros(1)
+@pytest.mark.parametrize("estimator", ["low-var-kl", "k1++", "+", "full", "kl2"])
+def test_unknown_names_are_refused(estimator: str) -> None:
+    zeros = torch.zeros(1)
     with pytest.raises(ValueError, match=r"kl_loss_type is .*; it must be one of kl, k1, abs, mse, k2, low_var_kl, k3"):
-        estimate_kl(one, one, kind)
+        estimate_kl(zeros, zeros, estimator)

@@ -19,21 +19,21 @@ from trainable.algo.losses import (
 from trainable.algo.reductions import LOSS_AGG_MODES, compute_loss_weights
 
 
-def gradient_of(total: Tensor, x: Tensor) -> Tensor:
+def compute_gradient(total: Tensor, x: Tensor) -> Tensor:
     (gradient,) = torch.autograd.grad(total, x)
     return gradient
 
 
-def policy_loss(logprobs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
-    return ppo_clip_loss(logprobs, old, advantages, 0.2, 0.28, 3.0).loss
+def compute_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
+    return ppo_clip_loss(logprobs, old_logprobs, advantages, 0.2, 0.28, 3.0).loss
 
 
 @examples
 @given(st.lists(st.tuples(*[st.floats(-30, 0)] * 2, st.floats(-5, 5)), min_size=1, max_size=8))
 def test_policy_loss_equals_the_formula(tokens: list[tuple[float, float, float]]) -> None:
-    logprobs, old, advantages = torch.tensor(tokens, dtype=torch.float64).unbind(dim=1)
+    logprobs, old_logprobs, advantages = torch.tensor(tokens, dtype=torch.float64).unbind(dim=1)
     expected = torch.tensor([oracle.ppo_clip(*token, 0.2, 0.28, 3.0) for token in tokens], dtype=torch.float64)
-    torch.testing.assert_close(policy_loss(logprobs, old, advantages), expected)
+    torch.testing.assert_close(compute_policy_loss(logprobs, old_logprobs, advantages), expected)
 
 
 # ratio, advantage, loss, clipped, clipped_lower
@@ -41,7 +41,7 @@ BY_HAND = [
     (1.0, 2.0, -2.0, False, False),
     (1.1, 2.0, -2.2, False, False),
     (1.5, 2.0, -2.56, True, False),  # stops at 1.28
-    (0.5, 2.0, -1.0, False, False),  # a good token that became rare is pulled back in full
+    (0.5, 2.0, -1.0, False, False),  # a good token that became rare keeps its full gradient
     (0.5, -2.0, 1.6, True, False),  # stops at 0.8
     (1.5, -2.0, 3.0, False, False),
     (4.0, -2.0, 6.0, False, True),  # dual clip at 3 |A|
@@ -61,30 +61,30 @@ def test_policy_loss_by_hand(ratio: float, advantage: float, loss: float, clippe
 @pytest.mark.parametrize(("ratio", "advantage", "slope"), [(1.5, 2.0, 0.0), (0.5, -2.0, 0.0), (4.0, -2.0, 0.0)])
 def test_clipped_tokens_have_no_gradient(ratio: float, advantage: float, slope: float) -> None:
     logprobs = torch.tensor([math.log(ratio)], requires_grad=True)
-    loss = policy_loss(logprobs, torch.zeros(1), torch.tensor([advantage]))
-    assert gradient_of(loss.sum(), logprobs).tolist() == [slope]
+    loss = compute_policy_loss(logprobs, torch.zeros(1), torch.tensor([advantage]))
+    assert compute_gradient(loss.sum(), logprobs).tolist() == [slope]
 
 
 def test_at_ratio_one_the_gradient_is_that_of_reinforce() -> None:
     logprobs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
     advantages = torch.tensor([3.0, -0.5, 0.0])
-    gradient = gradient_of(policy_loss(logprobs, logprobs.detach(), advantages).sum(), logprobs)
+    gradient = compute_gradient(compute_policy_loss(logprobs, logprobs.detach(), advantages).sum(), logprobs)
     torch.testing.assert_close(gradient, -advantages)
 
 
 def test_a_log_ratio_is_clamped_at_20_nats() -> None:
-    loss = policy_loss(torch.tensor([0.0, -500.0]), torch.tensor([-500.0, 0.0]), torch.tensor([-1.0, 1.0]))
+    loss = compute_policy_loss(torch.tensor([0.0, -500.0]), torch.tensor([-500.0, 0.0]), torch.tensor([-1.0, 1.0]))
     torch.testing.assert_close(loss, torch.tensor([3.0, -math.exp(-20)]))
-    huge = ppo_clip_loss(torch.tensor([0.0]), torch.tensor([-500.0]), torch.tensor([1.0]), 0.2, 0.28, 3.0)
-    assert huge.ratio.item() == pytest.approx(math.exp(20), rel=1e-6)
+    clamped = ppo_clip_loss(torch.tensor([0.0]), torch.tensor([-500.0]), torch.tensor([1.0]), 0.2, 0.28, 3.0)
+    assert clamped.ratio.item() == pytest.approx(math.exp(20), rel=1e-6)
 
 
 def test_policy_loss_gradcheck_away_from_kinks() -> None:
     ratios = torch.tensor([1.1, 0.9, 1.6, 0.6, 2.0, 1.2], dtype=torch.float64)
     advantages = torch.tensor([1.0, -1.0, 2.0, 2.0, -2.0, -0.5], dtype=torch.float64)
-    old = torch.full((6,), -1.5, dtype=torch.float64)
-    logprobs = (old + ratios.log()).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: policy_loss(x, old, advantages), (logprobs,))
+    old_logprobs = torch.full((6,), -1.5, dtype=torch.float64)
+    logprobs = (old_logprobs + ratios.log()).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: compute_policy_loss(x, old_logprobs, advantages), (logprobs,))
 
 
 def test_clips_of_zero_width_and_a_tight_dual_clip_are_allowed() -> None:
@@ -100,9 +100,9 @@ def test_diagnostics_carry_no_gradient() -> None:
 
 @pytest.mark.parametrize(("low", "high", "c"), [(1.0, 0.2, 3.0), (-0.1, 0.2, 3.0), (0.2, -0.1, 3.0), (0.2, 0.2, 1.0)])
 def test_policy_loss_refuses_clips_out_of_range(low: float, high: float, c: float) -> None:
-    one = torch.zeros(1)
+    zeros = torch.zeros(1)
     with pytest.raises(ValueError, match=f"clip ratios are low {low}, high {high}, c {c}"):
-        ppo_clip_loss(one, one, one, low, high, c)
+        ppo_clip_loss(zeros, zeros, zeros, low, high, c)
 
 
 # value, old value, return, loss, clipped, gradient
@@ -115,32 +115,39 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize(("value", "old", "target", "loss", "clipped", "slope"), VALUES)
-def test_value_loss_by_hand(value: float, old: float, target: float, loss: float, clipped: bool, slope: float) -> None:
+@pytest.mark.parametrize(("value", "old_value", "target", "loss", "clipped", "slope"), VALUES)
+def test_value_loss_by_hand(
+    value: float, old_value: float, target: float, loss: float, clipped: bool, slope: float
+) -> None:
     values = torch.tensor([value], requires_grad=True)
-    result = value_clip_loss(values, torch.tensor([old]), torch.tensor([target]), 0.5)
+    result = value_clip_loss(values, torch.tensor([old_value]), torch.tensor([target]), 0.5)
     assert result.loss.item() == pytest.approx(loss)
     assert result.clipped.tolist() == [clipped]
-    assert gradient_of(result.loss.sum(), values).item() == pytest.approx(slope)
+    assert compute_gradient(result.loss.sum(), values).item() == pytest.approx(slope)
 
 
 def test_value_loss_gradcheck_away_from_kinks() -> None:
-    values, old, returns = torch.tensor(
+    values, old_values, returns = torch.tensor(
         [[0.3, 2.0, -1.0, 1.7], [0.0, 1.0, 0.0, 0.0], [1.0, 3.0, 3.0, 1.0]], dtype=torch.float64
     )
-    assert torch.autograd.gradcheck(lambda x: value_clip_loss(x, old, returns, 0.5).loss, (values.requires_grad_(),))
+    assert torch.autograd.gradcheck(
+        lambda x: value_clip_loss(x, old_values, returns, 0.5).loss, (values.requires_grad_(),)
+    )
 
 
 def test_value_loss_refuses_an_empty_range() -> None:
-    one = torch.zeros(1)
+    zeros = torch.zeros(1)
     with pytest.raises(ValueError, match=r"cliprange_value is 0.0; it must be above 0"):
-        value_clip_loss(one, one, one, 0.0)
+        value_clip_loss(zeros, zeros, zeros, 0.0)
 
 
 LOSSES = {
-    "policy": lambda x: policy_loss(x, x.detach() - 0.1, torch.sin(7 * x.detach())),
+    "policy": lambda x: compute_policy_loss(x, x.detach() - 0.1, torch.sin(7 * x.detach())),
     "value": lambda x: value_clip_loss(x, x.detach() + 0.2, torch.sin(7 * x.detach()), 0.5).loss,
-    **{kind: lambda x, kind=kind: estimate_kl(x, x.detach() - 0.3, kind) for kind in ("k1", "abs", "k2", "k3", "k1+")},
+    **{
+        estimator: lambda x, estimator=estimator: estimate_kl(x, x.detach() - 0.3, estimator)
+        for estimator in ("k1", "abs", "k2", "k3", "k1+")
+    },
 }
 BATCH = torch.linspace(-3, -0.1, 12).view(3, 4)
 MASK = torch.tensor([[True, False, True, True], [False, True, False, False], [False, False, False, False]])
@@ -149,27 +156,27 @@ MASK = torch.tensor([[True, False, True, True], [False, True, False, False], [Fa
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_masked_token_mean_equals_the_mean_of_the_subset(name: str) -> None:
     x = BATCH.clone().requires_grad_()
-    masked = (compute_loss_weights(MASK, "token-mean") * LOSSES[name](x)).sum()
-    subset = LOSSES[name](x[MASK]).mean()
-    torch.testing.assert_close(masked, subset)
-    torch.testing.assert_close(gradient_of(masked, x), gradient_of(subset, x))
+    masked_loss = (compute_loss_weights(MASK, "token-mean") * LOSSES[name](x)).sum()
+    subset_loss = LOSSES[name](x[MASK]).mean()
+    torch.testing.assert_close(masked_loss, subset_loss)
+    torch.testing.assert_close(compute_gradient(masked_loss, x), compute_gradient(subset_loss, x))
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_an_empty_mask_gives_zero_with_zero_gradient(name: str, mode: str) -> None:
     x = BATCH.clone().requires_grad_()
-    total = (compute_loss_weights(torch.zeros_like(MASK), mode) * LOSSES[name](x)).sum()
-    assert total.item() == 0
-    assert not gradient_of(total, x).any()
+    loss = (compute_loss_weights(torch.zeros_like(MASK), mode) * LOSSES[name](x)).sum()
+    assert loss.item() == 0
+    assert not compute_gradient(loss, x).any()
 
 
-def random_logits(rows: int, seed: int, scale: float = 2.0) -> Tensor:
+def make_logits(rows: int, seed: int, scale: float = 2.0) -> Tensor:
     return scale * torch.randn(rows, 7, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def test_entropy_is_the_sum_over_the_vocabulary() -> None:
-    logits = random_logits(5, seed=0)
+    logits = make_logits(5, seed=0)
     p = logits.softmax(dim=-1)
     expected = [-sum(x * math.log(x) for x in row) for row in p.tolist()]
     torch.testing.assert_close(entropy_from_logits(logits), torch.tensor(expected, dtype=torch.float64))
@@ -181,54 +188,54 @@ def test_equal_logits_have_entropy_log_v_and_zero_gradient() -> None:
     logits = torch.full((2, 7), 3.0, requires_grad=True)
     entropy = entropy_from_logits(logits)
     torch.testing.assert_close(entropy, torch.full((2,), math.log(7)))
-    torch.testing.assert_close(gradient_of(entropy.sum(), logits), torch.zeros(2, 7))
+    torch.testing.assert_close(compute_gradient(entropy.sum(), logits), torch.zeros(2, 7))
 
 
 def test_logprobs_are_the_log_softmax_of_the_token() -> None:
-    logits, tokens = random_logits(5, seed=1), torch.tensor([0, 6, 3, 3, 1])
+    logits, tokens = make_logits(5, seed=1), torch.tensor([0, 6, 3, 3, 1])
     expected = [math.log(row[a]) for row, a in zip(logits.softmax(dim=-1).tolist(), tokens.tolist(), strict=True)]
     torch.testing.assert_close(logprobs_from_logits(logits, tokens), torch.tensor(expected, dtype=torch.float64))
 
 
 def test_full_kl_is_the_sum_over_the_vocabulary_with_the_policy_first() -> None:
-    logits, ref = random_logits(5, seed=2).requires_grad_(), random_logits(5, seed=3)
+    logits, ref = make_logits(5, seed=2).requires_grad_(), make_logits(5, seed=3)
     pairs = list(zip(logits.softmax(dim=-1).tolist(), ref.softmax(dim=-1).tolist(), strict=True))
     divergence = full_kl(logits, ref)
     torch.testing.assert_close(divergence, torch.tensor([oracle.kl(p, q) for p, q in pairs], dtype=torch.float64))
     expected = torch.tensor([oracle.kl_gradient(p, q) for p, q in pairs], dtype=torch.float64)
-    torch.testing.assert_close(gradient_of(divergence.sum(), logits), expected)
+    torch.testing.assert_close(compute_gradient(divergence.sum(), logits), expected)
 
 
 def test_full_kl_of_equal_policies_is_zero_with_zero_gradient() -> None:
-    logits = random_logits(3, seed=4).requires_grad_()
+    logits = make_logits(3, seed=4).requires_grad_()
     divergence = full_kl(logits, logits.detach())
     assert divergence.tolist() == [0, 0, 0]
-    torch.testing.assert_close(gradient_of(divergence.sum(), logits), torch.zeros_like(logits))
+    torch.testing.assert_close(compute_gradient(divergence.sum(), logits), torch.zeros_like(logits))
 
 
-OF_ROWS = {
+ROW_FUNCTIONS = {
     "entropy": entropy_from_logits,
     "logprobs": lambda logits: logprobs_from_logits(logits, torch.arange(len(logits)) % 7),
-    "full_kl": lambda logits: full_kl(logits, random_logits(len(logits), seed=9).to(logits.dtype)),
+    "full_kl": lambda logits: full_kl(logits, make_logits(len(logits), seed=9).to(logits.dtype)),
 }
 
 
-@pytest.mark.parametrize("name", OF_ROWS)
+@pytest.mark.parametrize("name", ROW_FUNCTIONS)
 def test_numbers_from_logits_gradcheck(name: str) -> None:
-    logits = random_logits(4, seed=6).requires_grad_()
-    assert torch.autograd.gradcheck(OF_ROWS[name], (logits,))
+    logits = make_logits(4, seed=6).requires_grad_()
+    assert torch.autograd.gradcheck(ROW_FUNCTIONS[name], (logits,))
 
 
-@pytest.mark.parametrize("name", OF_ROWS)
+@pytest.mark.parametrize("name", ROW_FUNCTIONS)
 def test_half_precision_logits_are_reduced_in_float32(name: str) -> None:
-    logits = random_logits(4, seed=7).bfloat16()
-    assert OF_ROWS[name](logits).dtype == torch.float32
-    torch.testing.assert_close(OF_ROWS[name](logits), OF_ROWS[name](logits.float()), rtol=0, atol=2e-2)
+    logits = make_logits(4, seed=7).bfloat16()
+    assert ROW_FUNCTIONS[name](logits).dtype == torch.float32
+    torch.testing.assert_close(ROW_FUNCTIONS[name](logits), ROW_FUNCTIONS[name](logits.float()), rtol=0, atol=2e-2)
 
 
-@pytest.mark.parametrize("name", OF_ROWS)
+@pytest.mark.parametrize("name", ROW_FUNCTIONS)
 def test_no_rows_give_an_empty_result(name: str) -> None:
-    assert OF_ROWS[name](torch.zeros(0, 7)).shape == (0,)
+    assert ROW_FUNCTIONS[name](torch.zeros(0, 7)).shape == (0,)
 
 
 def test_large_logits_do_not_overflow() -> None:

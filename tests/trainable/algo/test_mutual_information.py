@@ -19,25 +19,25 @@ from trainable.algo.mutual_information import (
 )
 
 
-class Scored(NamedTuple):
-    """L (N, M), lengths (N,), own columns (N,), classes of the columns (M,)."""
+class ScoredThoughts(NamedTuple):
+    """Summed log-probs L (N, M), lengths (N,), own columns (N,) and the classes of the columns (M,)."""
 
     sums: Tensor
     lengths: Tensor
-    own: Tensor
+    own_columns: Tensor
     classes: Tensor
 
 
-# Ties come often; a sum may be far from the others.
+# Ties are frequent, and a sum may be far from the others.
 log_probs = st.one_of(st.sampled_from([-1.0, -1.0, -2.0, -3.5, -80.0]), st.floats(-60, 0, allow_subnormal=False))
 
 
 @st.composite
-def scored(draw: st.DrawFn, most_rows: int = 7) -> Scored:
-    """Columns that stand for identical prompts hold identical scores."""
+def scored_thoughts(draw: st.DrawFn, most_rows: int = 7) -> ScoredThoughts:
+    """Draw scores in which the columns of identical prompts are identical."""
     rows, columns = draw(st.integers(1, most_rows)), draw(st.integers(2, 10))
     classes = torch.tensor(draw(st.lists(st.integers(0, columns - 1), min_size=columns, max_size=columns)))
-    return Scored(
+    return ScoredThoughts(
         torch.tensor(draw(matrix(log_probs, rows, columns)), dtype=torch.float64)[:, classes],
         torch.tensor(draw(st.lists(st.integers(1, 30), min_size=rows, max_size=rows))),
         torch.tensor(draw(st.lists(st.integers(0, columns - 1), min_size=rows, max_size=rows))),
@@ -45,269 +45,312 @@ def scored(draw: st.DrawFn, most_rows: int = 7) -> Scored:
     )
 
 
-def told_apart(rows: int, own: float = -1.0, other: float = -9.0) -> Scored:
-    """Every thought has a prompt of its own and is likelier after it."""
-    sums = torch.full((rows, rows), other, dtype=torch.float64).fill_diagonal_(own)
-    return Scored(sums, torch.ones(rows, dtype=torch.long), torch.arange(rows), torch.arange(rows))
+def make_separable_thoughts(rows: int, own_logprob: float = -1.0, other_logprob: float = -9.0) -> ScoredThoughts:
+    """Scores of thoughts that each have their own prompt and are more likely after it than after any other."""
+    sums = torch.full((rows, rows), other_logprob, dtype=torch.float64).fill_diagonal_(own_logprob)
+    return ScoredThoughts(sums, torch.ones(rows, dtype=torch.long), torch.arange(rows), torch.arange(rows))
 
 
 # ---------------------------------------------------------------------------- mutual information
 
 
 @examples
-@given(scored())
-def test_information_equals_the_literal_formulas(given_: Scored) -> None:
-    found = compute_information_metrics(given_.sums, given_.lengths, given_.own)
-    wanted = oracles.mutual_information(given_.sums.tolist(), given_.lengths.tolist(), given_.own.tolist())
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-9), name
+@given(scored_thoughts())
+def test_information_equals_the_literal_formulas(thoughts: ScoredThoughts) -> None:
+    metrics = compute_information_metrics(thoughts.sums, thoughts.lengths, thoughts.own_columns)
+    expected = oracles.mutual_information(
+        thoughts.sums.tolist(), thoughts.lengths.tolist(), thoughts.own_columns.tolist()
+    )
+    assert metrics.keys() == expected.keys()
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-9, abs=1e-9), name
 
 
 def test_two_thoughts_of_one_token_by_hand() -> None:
     sums = torch.tensor([[0.8, 0.2], [0.4, 0.6]]).log()
-    own, ones = torch.tensor([0, 1]), torch.tensor([1, 1])
-    matched, marginal = compute_mixture_scores(sums, own)
+    own_columns, ones = torch.tensor([0, 1]), torch.tensor([1, 1])
+    matched, marginal = compute_mixture_scores(sums, own_columns)
     assert matched.exp().tolist() == pytest.approx([0.8, 0.6])
     assert marginal.exp().tolist() == pytest.approx([0.5, 0.5])
-    found = compute_information_metrics(sums, ones, own)
+    metrics = compute_information_metrics(sums, ones, own_columns)
     for name in ("mi_estimate", "mi_seq_estimate", "mi_estimate_paper"):
-        assert found[name] == pytest.approx(0.5 * math.log(1.6 * 1.2))
-    assert found["conditional_entropy_est"] == pytest.approx(-0.5 * math.log(0.48))
-    assert found["reasoning_entropy_est"] == pytest.approx(math.log(2))
-    assert found["mi_upper_bound"] == found["mi_upper_bound_paper"] == pytest.approx(math.log(2))
-    assert found["marginal_std"] == pytest.approx(0, abs=1e-7)
-    assert found["mi_zscore"] == pytest.approx(found["mi_estimate"] / 1e-3, rel=1e-3)
+        assert metrics[name] == pytest.approx(0.5 * math.log(1.6 * 1.2))
+    assert metrics["conditional_entropy_est"] == pytest.approx(-0.5 * math.log(0.48))
+    assert metrics["reasoning_entropy_est"] == pytest.approx(math.log(2))
+    assert metrics["mi_upper_bound"] == metrics["mi_upper_bound_paper"] == pytest.approx(math.log(2))
+    assert metrics["marginal_std"] == pytest.approx(0, abs=1e-7)
+    assert metrics["mi_zscore"] == pytest.approx(metrics["mi_estimate"] / 1e-3, rel=1e-3)
 
 
 def test_the_two_normalizations_differ_where_thoughts_have_two_tokens() -> None:
     sums = torch.tensor([[0.64, 0.04], [0.16, 0.36]]).log()
-    found = compute_information_metrics(sums, torch.tensor([2, 2]), torch.tensor([0, 1]))
+    metrics = compute_information_metrics(sums, torch.tensor([2, 2]), torch.tensor([0, 1]))
     # Published: mixtures of the square roots 0.8, 0.2 and 0.4, 0.6. Paper: the root of the mixtures 0.34 and 0.26.
-    assert found["mi_estimate"] == pytest.approx(0.5 * math.log(1.6 * 1.2))
-    assert found["mi_estimate_paper"] == pytest.approx(0.5 * math.log(0.8 / 0.34**0.5 * 0.6 / 0.26**0.5))
-    assert found["mi_seq_estimate"] == pytest.approx(2 * found["mi_estimate_paper"])
+    assert metrics["mi_estimate"] == pytest.approx(0.5 * math.log(1.6 * 1.2))
+    assert metrics["mi_estimate_paper"] == pytest.approx(0.5 * math.log(0.8 / 0.34**0.5 * 0.6 / 0.26**0.5))
+    assert metrics["mi_seq_estimate"] == pytest.approx(2 * metrics["mi_estimate_paper"])
 
 
 @examples
-@given(scored())
-def test_entropy_is_conditional_entropy_plus_information(given_: Scored) -> None:
-    found = compute_information_metrics(given_.sums, given_.lengths, given_.own)
-    for information, kind in (("mi_estimate", "est"), ("mi_seq_estimate", "seq_est")):
-        total = found[f"conditional_entropy_{kind}"] + found[information]
-        assert found[f"reasoning_entropy_{kind}"] == pytest.approx(total, abs=1e-9)
-    total = found["conditional_entropy_est"] + found["mi_estimate_paper"]
-    assert found["reasoning_entropy_est_paper"] == pytest.approx(total, abs=1e-9)
+@given(scored_thoughts())
+def test_entropy_is_conditional_entropy_plus_information(thoughts: ScoredThoughts) -> None:
+    metrics = compute_information_metrics(thoughts.sums, thoughts.lengths, thoughts.own_columns)
+    for information, suffix in (("mi_estimate", "est"), ("mi_seq_estimate", "seq_est")):
+        expected_entropy = metrics[f"conditional_entropy_{suffix}"] + metrics[information]
+        assert metrics[f"reasoning_entropy_{suffix}"] == pytest.approx(expected_entropy, abs=1e-9)
+    expected_entropy = metrics["conditional_entropy_est"] + metrics["mi_estimate_paper"]
+    assert metrics["reasoning_entropy_est_paper"] == pytest.approx(expected_entropy, abs=1e-9)
 
 
 @examples
-@given(scored())
-def test_information_stays_below_its_bounds_and_the_papers_below_the_published(given_: Scored) -> None:
-    found = compute_information_metrics(given_.sums, given_.lengths, given_.own)
-    bound = math.log(given_.sums.shape[1]) + 1e-9
-    assert max(found["mi_estimate"], found["mi_seq_estimate"]) <= bound
-    assert found["mi_estimate_paper"] <= found["mi_upper_bound_paper"] + 1e-9 <= bound
-    assert found["mi_estimate_paper"] <= found["mi_estimate"] + 1e-9
-    assert found["mi_upper_bound_paper"] <= bound / int(given_.lengths.min())
+@given(scored_thoughts())
+def test_information_stays_below_its_bounds_and_the_papers_below_the_published(thoughts: ScoredThoughts) -> None:
+    metrics = compute_information_metrics(thoughts.sums, thoughts.lengths, thoughts.own_columns)
+    bound = math.log(thoughts.sums.shape[1]) + 1e-9
+    assert max(metrics["mi_estimate"], metrics["mi_seq_estimate"]) <= bound
+    assert metrics["mi_estimate_paper"] <= metrics["mi_upper_bound_paper"] + 1e-9 <= bound
+    assert metrics["mi_estimate_paper"] <= metrics["mi_estimate"] + 1e-9
+    assert metrics["mi_upper_bound_paper"] <= bound / int(thoughts.lengths.min())
 
 
 def test_thoughts_that_only_one_prompt_allows_reach_the_bound() -> None:
-    found = compute_information_metrics(*told_apart(5, other=-500.0)[:3])
-    assert found["mi_estimate"] == pytest.approx(math.log(5))
-    assert found["mi_estimate_paper"] == pytest.approx(found["mi_upper_bound_paper"])
+    metrics = compute_information_metrics(*make_separable_thoughts(5, other_logprob=-500.0)[:3])
+    assert metrics["mi_estimate"] == pytest.approx(math.log(5))
+    assert metrics["mi_estimate_paper"] == pytest.approx(metrics["mi_upper_bound_paper"])
 
 
 def test_thoughts_that_ignore_their_prompt_carry_no_information() -> None:
     sums = torch.tensor([[-3.0], [-7.0], [-4.0]]).expand(3, 4)
-    found = compute_information_metrics(sums, torch.tensor([2, 3, 1]), torch.tensor([0, 1, 3]))
+    metrics = compute_information_metrics(sums, torch.tensor([2, 3, 1]), torch.tensor([0, 1, 3]))
     for name in ("mi_estimate", "mi_seq_estimate", "mi_estimate_paper", "mi_zscore", "mi_zscore_seq"):
-        assert found[name] == pytest.approx(0, abs=1e-12)
+        assert metrics[name] == pytest.approx(0, abs=1e-12)
 
 
 def test_information_has_the_sign_of_the_own_prompts_advantage() -> None:
-    right, wrong = told_apart(4), told_apart(4, own=-9.0, other=-1.0)
+    separable, misleading = make_separable_thoughts(4), make_separable_thoughts(4, own_logprob=-9.0, other_logprob=-1.0)
     for name in ("mi_estimate", "mi_seq_estimate", "mi_estimate_paper", "mi_zscore", "mi_zscore_seq"):
-        assert compute_information_metrics(*right[:3])[name] > 0 > compute_information_metrics(*wrong[:3])[name]
-    found = compute_information_metrics(*right[:3])
-    assert 0 < found["conditional_entropy_est"] < found["reasoning_entropy_est"]
-    assert found["matched_log_prob_mean"] == -1.0
+        assert (
+            compute_information_metrics(*separable[:3])[name] > 0 > compute_information_metrics(*misleading[:3])[name]
+        )
+    metrics = compute_information_metrics(*separable[:3])
+    assert 0 < metrics["conditional_entropy_est"] < metrics["reasoning_entropy_est"]
+    assert metrics["matched_log_prob_mean"] == -1.0
 
 
 @examples
-@given(scored(), st.randoms(use_true_random=False))
-def test_the_order_of_thoughts_and_of_prompts_does_not_matter(given_: Scored, random: object) -> None:
-    rows, columns = list(range(len(given_.own))), list(range(len(given_.classes)))
+@given(scored_thoughts(), st.randoms(use_true_random=False))
+def test_the_order_of_thoughts_and_of_prompts_does_not_matter(thoughts: ScoredThoughts, random: object) -> None:
+    rows, columns = list(range(len(thoughts.own_columns))), list(range(len(thoughts.classes)))
     random.shuffle(rows)  # type: ignore[attr-defined]
     random.shuffle(columns)  # type: ignore[attr-defined]
-    place = torch.tensor(columns).argsort()
-    moved = Scored(
-        given_.sums[rows][:, columns], given_.lengths[rows], place[given_.own[rows]], given_.classes[columns]
+    new_columns = torch.tensor(columns).argsort()
+    shuffled_thoughts = ScoredThoughts(
+        thoughts.sums[rows][:, columns],
+        thoughts.lengths[rows],
+        new_columns[thoughts.own_columns[rows]],
+        thoughts.classes[columns],
     )
-    before, after = (compute_information_metrics(*those[:3]) for those in (given_, moved))
-    assert after == pytest.approx(before, rel=1e-9, abs=1e-9)  # with abs alone, rel is not looked at
-    if all(len(set(row)) == len(set(given_.classes.tolist())) for row in given_.sums.tolist()):  # ties rank by column
-        found = [
-            compute_retrieval_metrics(those.sums, those.own, those.classes)["retrieval_accuracy"]
-            for those in (given_, moved)
+    original_metrics, shuffled_metrics = (
+        compute_information_metrics(*scored[:3]) for scored in (thoughts, shuffled_thoughts)
+    )
+    # With abs alone, pytest would not apply rel.
+    assert shuffled_metrics == pytest.approx(original_metrics, rel=1e-9, abs=1e-9)
+    # Ties rank by column, so that the accuracy is compared only without ties.
+    if all(len(set(row)) == len(set(thoughts.classes.tolist())) for row in thoughts.sums.tolist()):
+        accuracies = [
+            compute_retrieval_metrics(scored.sums, scored.own_columns, scored.classes)["retrieval_accuracy"]
+            for scored in (thoughts, shuffled_thoughts)
         ]
-        assert found[0] == pytest.approx(found[1])
+        assert accuracies[0] == pytest.approx(accuracies[1])
 
 
 @examples
-@given(scored())
-def test_showing_every_prompt_twice_changes_no_information(given_: Scored) -> None:
-    twice = given_.sums.repeat(1, 2)
-    before = compute_information_metrics(given_.sums, given_.lengths, given_.own)
-    after = compute_information_metrics(twice, given_.lengths, given_.own)
-    for name in before.keys() - {"mi_upper_bound", "mi_upper_bound_paper"}:
-        assert after[name] == pytest.approx(before[name], abs=1e-9)
+@given(scored_thoughts())
+def test_showing_every_prompt_twice_changes_no_information(thoughts: ScoredThoughts) -> None:
+    repeated_sums = thoughts.sums.repeat(1, 2)
+    metrics = compute_information_metrics(thoughts.sums, thoughts.lengths, thoughts.own_columns)
+    repeated_metrics = compute_information_metrics(repeated_sums, thoughts.lengths, thoughts.own_columns)
+    for name in metrics.keys() - {"mi_upper_bound", "mi_upper_bound_paper"}:
+        assert repeated_metrics[name] == pytest.approx(metrics[name], abs=1e-9)
 
 
 # ---------------------------------------------------------------------------- moving averages
 
 
 @examples
-@given(st.lists(scored(), min_size=1, max_size=4))
-def test_the_moving_average_starts_at_the_first_std_and_keeps_nine_tenths(steps: list[Scored]) -> None:
+@given(st.lists(scored_thoughts(), min_size=1, max_size=4))
+def test_the_moving_average_starts_at_the_first_std_and_keeps_nine_tenths(steps: list[ScoredThoughts]) -> None:
     metrics = [compute_information_metrics(*step[:3]) for step in steps]
-    state, found = None, []
+    state, smoothed = None, []
     for step in metrics:
-        smooth, state = smooth_zscores(step, state)
-        found.append(smooth)
+        row, state = smooth_zscores(step, state)
+        smoothed.append(row)
     for variant, information in (("", "mi_estimate"), ("_seq", "mi_seq_estimate"), ("_paper", "mi_estimate_paper")):
-        wanted = oracles.moving_average([step[f"marginal_std{variant}"] for step in metrics])
-        for smooth, step, std in zip(found, metrics, wanted, strict=True):
-            assert smooth[f"marginal_std_ema{variant}"] == pytest.approx(std)
-            assert smooth[f"mi_zscore_ema{variant}"] == pytest.approx(step[information] / (std + 1e-3))
-    assert len(found[0]) == 6
+        expected_stds = oracles.moving_average([step[f"marginal_std{variant}"] for step in metrics])
+        for row, step, std in zip(smoothed, metrics, expected_stds, strict=True):
+            assert row[f"marginal_std_ema{variant}"] == pytest.approx(std)
+            assert row[f"mi_zscore_ema{variant}"] == pytest.approx(step[information] / (std + 1e-3))
+    assert len(smoothed[0]) == 6
 
 
 def test_a_step_of_the_moving_average_leaves_the_old_state_alone() -> None:
-    metrics = compute_information_metrics(*told_apart(3)[:3])
-    first, state = smooth_zscores(metrics, None)
-    assert first["mi_zscore_ema"] == metrics["mi_zscore"]
-    kept = dict(state)
-    changed = {name: value + 1.0 for name, value in metrics.items()}
-    second, following = smooth_zscores(changed, state)
-    assert state == kept
-    assert following["marginal_std"] == pytest.approx(kept["marginal_std"] + 0.1)
-    assert second["marginal_std_ema"] == following["marginal_std"]
+    metrics = compute_information_metrics(*make_separable_thoughts(3)[:3])
+    first_row, state = smooth_zscores(metrics, None)
+    assert first_row["mi_zscore_ema"] == metrics["mi_zscore"]
+    old_state = dict(state)
+    second_metrics = {name: value + 1.0 for name, value in metrics.items()}
+    second_row, new_state = smooth_zscores(second_metrics, state)
+    assert state == old_state
+    assert new_state["marginal_std"] == pytest.approx(old_state["marginal_std"] + 0.1)
+    assert second_row["marginal_std_ema"] == new_state["marginal_std"]
 
 
 # ---------------------------------------------------------------------------- retrieval
 
 
 @examples
-@given(scored())
-def test_retrieval_equals_the_literal_count(given_: Scored) -> None:
-    found = compute_retrieval_metrics(given_.sums, given_.own, given_.classes)
-    wanted = oracles.retrieval(given_.sums.tolist(), given_.own.tolist(), given_.classes.tolist())
-    assert found.keys() == wanted.keys()
-    assert found == pytest.approx(wanted, abs=1e-12)
+@given(scored_thoughts())
+def test_retrieval_equals_the_literal_count(thoughts: ScoredThoughts) -> None:
+    metrics = compute_retrieval_metrics(thoughts.sums, thoughts.own_columns, thoughts.classes)
+    expected = oracles.retrieval(thoughts.sums.tolist(), thoughts.own_columns.tolist(), thoughts.classes.tolist())
+    assert metrics.keys() == expected.keys()
+    assert metrics == pytest.approx(expected, abs=1e-12)
 
 
 @examples
-@given(scored())
-def test_retrieval_grows_with_k_and_is_certain_among_all_columns(given_: Scored) -> None:
-    found = compute_retrieval_metrics(given_.sums, given_.own, given_.classes)
+@given(scored_thoughts())
+def test_retrieval_grows_with_k_and_is_certain_among_all_columns(thoughts: ScoredThoughts) -> None:
+    metrics = compute_retrieval_metrics(thoughts.sums, thoughts.own_columns, thoughts.classes)
     for name in ("retrieval_accuracy", "retrieval_chance_level"):
-        levels = [found[name + suffix] for suffix in ("", "@2", "@4", "@8")]
+        levels = [metrics[name + suffix] for suffix in ("", "@2", "@4", "@8")]
         assert all(low <= high + 1e-12 for low, high in pairwise(levels))
-        if len(given_.classes) <= 8:
+        if len(thoughts.classes) <= 8:
             assert levels[-1] == pytest.approx(1)
-    scaled = given_.sums / given_.lengths[:, None]  # may merge what rounding cannot keep apart
-    if [len(set(row)) for row in scaled.tolist()] == [len(set(row)) for row in given_.sums.tolist()]:
-        assert compute_retrieval_metrics(scaled, given_.own, given_.classes) == found
+    mean_logprobs = thoughts.sums / thoughts.lengths[:, None]  # rounding may make different scores equal
+    if [len(set(row)) for row in mean_logprobs.tolist()] == [len(set(row)) for row in thoughts.sums.tolist()]:
+        assert compute_retrieval_metrics(mean_logprobs, thoughts.own_columns, thoughts.classes) == metrics
 
 
 def test_retrieval_of_thoughts_that_are_told_apart_and_of_their_opposite() -> None:
-    right, wrong = told_apart(10), told_apart(10, own=-9.0, other=-1.0)
-    found = compute_retrieval_metrics(right.sums, right.own, right.classes)
-    assert [found[f"retrieval_accuracy{k}"] for k in ("", "@2", "@4", "@8")] == [1, 1, 1, 1]
-    assert [found[f"retrieval_chance_level{k}"] for k in ("", "@2", "@4", "@8")] == pytest.approx([0.1, 0.2, 0.4, 0.8])
-    assert [found[f"retrieval_above_chance{k}"] for k in ("", "@2")] == pytest.approx([0.9, 0.8])
-    found = compute_retrieval_metrics(wrong.sums, wrong.own, wrong.classes)
-    assert [found[f"retrieval_accuracy{k}"] for k in ("", "@2", "@4", "@8")] == [0, 0, 0, 0]
-    assert found["retrieval_above_chance"] == pytest.approx(-0.1)
+    separable, misleading = (
+        make_separable_thoughts(10),
+        make_separable_thoughts(10, own_logprob=-9.0, other_logprob=-1.0),
+    )
+    metrics = compute_retrieval_metrics(separable.sums, separable.own_columns, separable.classes)
+    assert [metrics[f"retrieval_accuracy{k}"] for k in ("", "@2", "@4", "@8")] == [1, 1, 1, 1]
+    assert [metrics[f"retrieval_chance_level{k}"] for k in ("", "@2", "@4", "@8")] == pytest.approx(
+        [0.1, 0.2, 0.4, 0.8]
+    )
+    assert [metrics[f"retrieval_above_chance{k}"] for k in ("", "@2")] == pytest.approx([0.9, 0.8])
+    metrics = compute_retrieval_metrics(misleading.sums, misleading.own_columns, misleading.classes)
+    assert [metrics[f"retrieval_accuracy{k}"] for k in ("", "@2", "@4", "@8")] == [0, 0, 0, 0]
+    assert metrics["retrieval_above_chance"] == pytest.approx(-0.1)
 
 
 def test_an_identical_prompt_is_as_right_as_the_own_one() -> None:
     sums = torch.tensor([[-1.0, -2.0, -1.0], [-1.0, -2.0, -1.0], [-5.0, -2.0, -5.0]])
-    own, twins = torch.tensor([0, 2, 1]), torch.tensor([0, 1, 0])
-    found = compute_retrieval_metrics(sums, own, twins)
-    assert found["retrieval_accuracy"] == 1
-    assert found["retrieval_chance_level"] == pytest.approx((2 / 3 + 2 / 3 + 1 / 3) / 3)
-    assert found["retrieval_chance_level@2"] == 1
-    assert compute_retrieval_metrics(sums, own, torch.arange(3))["retrieval_accuracy"] == pytest.approx(2 / 3)
+    own_columns, classes = torch.tensor([0, 2, 1]), torch.tensor([0, 1, 0])
+    metrics = compute_retrieval_metrics(sums, own_columns, classes)
+    assert metrics["retrieval_accuracy"] == 1
+    assert metrics["retrieval_chance_level"] == pytest.approx((2 / 3 + 2 / 3 + 1 / 3) / 3)
+    assert metrics["retrieval_chance_level@2"] == 1
+    assert compute_retrieval_metrics(sums, own_columns, torch.arange(3))["retrieval_accuracy"] == pytest.approx(2 / 3)
 
 
 def test_equal_scores_rank_by_column() -> None:
-    level, own = torch.zeros(3, 3), torch.arange(3)
-    found = compute_retrieval_metrics(level, own, torch.arange(3))
-    assert found["retrieval_accuracy"] == pytest.approx(1 / 3)
-    assert found["retrieval_accuracy@2"] == pytest.approx(2 / 3)
+    equal_sums, own_columns = torch.zeros(3, 3), torch.arange(3)
+    metrics = compute_retrieval_metrics(equal_sums, own_columns, torch.arange(3))
+    assert metrics["retrieval_accuracy"] == pytest.approx(1 / 3)
+    assert metrics["retrieval_accuracy@2"] == pytest.approx(2 / 3)
     assert (
-        compute_retrieval_metrics(level, torch.zeros(3, dtype=torch.long), torch.arange(3))["retrieval_accuracy"] == 1
+        compute_retrieval_metrics(equal_sums, torch.zeros(3, dtype=torch.long), torch.arange(3))["retrieval_accuracy"]
+        == 1
     )
 
 
 # ---------------------------------------------------------------------------- the control
 
 
-def seeded(seed: int = 0) -> torch.Generator:
+def make_generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
 @examples
-@given(scored(most_rows=5))
-def test_the_control_approaches_the_mean_over_all_permutations(given_: Scored) -> None:
-    wanted = oracles.mean_shuffled_accuracy(given_.sums.tolist(), given_.own.tolist(), given_.classes.tolist())
-    found = compute_shuffled_accuracy(given_.sums, given_.own, given_.classes, seeded(), num_shuffles=2000)
+@given(scored_thoughts(most_rows=5))
+def test_the_control_approaches_the_mean_over_all_permutations(thoughts: ScoredThoughts) -> None:
+    expected_accuracy = oracles.mean_shuffled_accuracy(
+        thoughts.sums.tolist(), thoughts.own_columns.tolist(), thoughts.classes.tolist()
+    )
+    accuracy = compute_shuffled_accuracy(
+        thoughts.sums, thoughts.own_columns, thoughts.classes, make_generator(), num_shuffles=2000
+    )
     # Five standard errors of a share among 2,000 permutations, at most 0.5 each.
-    assert found == pytest.approx(wanted, abs=5 * 0.5 / 2000**0.5)
+    assert accuracy == pytest.approx(expected_accuracy, abs=5 * 0.5 / 2000**0.5)
 
 
-@pytest.mark.parametrize("own", [-1.0, -17.0])
-def test_the_control_sits_at_chance_however_well_thoughts_are_told_apart(own: float) -> None:
-    those = told_apart(64, own=own)
-    chance = compute_retrieval_metrics(those.sums, those.own, those.classes)["retrieval_chance_level"]
-    found = compute_shuffled_accuracy(those.sums, those.own, those.classes, seeded(), num_shuffles=400)
+@pytest.mark.parametrize("own_logprob", [-1.0, -17.0])
+def test_the_control_sits_at_chance_however_well_thoughts_are_told_apart(own_logprob: float) -> None:
+    thoughts = make_separable_thoughts(64, own_logprob=own_logprob)
+    chance_level = compute_retrieval_metrics(thoughts.sums, thoughts.own_columns, thoughts.classes)[
+        "retrieval_chance_level"
+    ]
+    accuracy = compute_shuffled_accuracy(
+        thoughts.sums, thoughts.own_columns, thoughts.classes, make_generator(), num_shuffles=400
+    )
     # Hits of one permutation are nearly Poisson(1): five standard errors are 5 / 64 / sqrt(400).
-    assert found == pytest.approx(chance, abs=5 / 64 / 20)
+    assert accuracy == pytest.approx(chance_level, abs=5 / 64 / 20)
 
 
 def test_the_control_is_reproduced_by_its_generator_and_moves_nothing() -> None:
-    those = told_apart(6)
-    own = those.own.clone()
-    found = [compute_shuffled_accuracy(those.sums, those.own, those.classes, seeded(3), 7) for _ in range(2)]
-    assert found[0] == found[1]
-    assert torch.equal(those.own, own)
-    alone = Scored(those.sums[:1], those.lengths[:1], those.own[:1], those.classes)
-    assert compute_shuffled_accuracy(alone.sums, alone.own, alone.classes, seeded()) == 1
+    thoughts = make_separable_thoughts(6)
+    original_columns = thoughts.own_columns.clone()
+    accuracies = [
+        compute_shuffled_accuracy(thoughts.sums, thoughts.own_columns, thoughts.classes, make_generator(3), 7)
+        for _ in range(2)
+    ]
+    assert accuracies[0] == accuracies[1]
+    assert torch.equal(thoughts.own_columns, original_columns)
+    single_thought = ScoredThoughts(thoughts.sums[:1], thoughts.lengths[:1], thoughts.own_columns[:1], thoughts.classes)
+    assert (
+        compute_shuffled_accuracy(
+            single_thought.sums, single_thought.own_columns, single_thought.classes, make_generator()
+        )
+        == 1
+    )
 
 
 # ---------------------------------------------------------------------------- refusals
 
 
 def test_one_prompt_or_no_thought_is_refused() -> None:
-    none = torch.zeros(0, dtype=torch.long)
-    one = torch.zeros(1, dtype=torch.long)
-    for sums, own in ((torch.zeros(1, 1), one), (torch.zeros(0, 2), none), (torch.zeros(0, 0), none)):
+    no_columns = torch.zeros(0, dtype=torch.long)
+    one_column = torch.zeros(1, dtype=torch.long)
+    for sums, own_columns in (
+        (torch.zeros(1, 1), one_column),
+        (torch.zeros(0, 2), no_columns),
+        (torch.zeros(0, 0), no_columns),
+    ):
         classes = torch.arange(sums.shape[1])
         for call in (
-            lambda sums=sums, own=own: compute_information_metrics(sums, torch.ones(len(own)), own),
-            lambda sums=sums, own=own, classes=classes: compute_retrieval_metrics(sums, own, classes),
-            lambda sums=sums, own=own, classes=classes: compute_shuffled_accuracy(sums, own, classes, seeded()),
+            lambda sums=sums, own_columns=own_columns: compute_information_metrics(
+                sums, torch.ones(len(own_columns)), own_columns
+            ),
+            lambda sums=sums, own_columns=own_columns, classes=classes: compute_retrieval_metrics(
+                sums, own_columns, classes
+            ),
+            lambda sums=sums, own_columns=own_columns, classes=classes: compute_shuffled_accuracy(
+                sums, own_columns, classes, make_generator()
+            ),
         ):
             with pytest.raises(ValueError, match=r"at least 1 thought and 2 prompts.*Leave the diagnostics"):
                 call()
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_scores_that_are_not_finite_are_refused(bad: float) -> None:
-    those = told_apart(3)
-    those.sums[1, 2] = bad
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_scores_that_are_not_finite_are_refused(value: float) -> None:
+    thoughts = make_separable_thoughts(3)
+    thoughts.sums[1, 2] = value
     with pytest.raises(ValueError, match="not finite"):
-        compute_information_metrics(*those[:3])
+        compute_information_metrics(*thoughts[:3])
     with pytest.raises(ValueError, match="not finite"):
-        compute_retrieval_metrics(those.sums, those.own, those.classes)
+        compute_retrieval_metrics(thoughts.sums, thoughts.own_columns, thoughts.classes)

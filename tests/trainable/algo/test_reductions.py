@@ -45,9 +45,9 @@ def test_whitened_tokens_have_mean_zero_and_std_one(offset: float) -> None:
     generator = torch.Generator().manual_seed(0)
     x = offset + torch.randn(64, 100, generator=generator)
     mask = torch.rand(64, 100, generator=generator) < 0.4
-    kept = masked_whiten(x, mask)[mask].double()
-    assert kept.mean().abs() < 1e-6
-    assert kept.std().item() == pytest.approx(1, abs=1e-6)
+    whitened = masked_whiten(x, mask)[mask].double()
+    assert whitened.mean().abs() < 1e-6
+    assert whitened.std().item() == pytest.approx(1, abs=1e-6)
 
 
 @pytest.mark.parametrize("trained", [0, 1])
@@ -72,11 +72,11 @@ def test_weights_equal_the_literal_aggregation(
 ) -> None:
     loss, mask = batch.values, batch.mask
     length = padded_length or mask.shape[1]
-    weighted = (compute_loss_weights(mask, mode, micro_batch_size, padded_length) * loss).sum()
+    micro_batch_loss = (compute_loss_weights(mask, mode, micro_batch_size, padded_length) * loss).sum()
     expected = oracle.aggregate_micro(loss.tolist(), mask.tolist(), mode, length, micro_batch_size)
-    assert weighted.item() == pytest.approx(expected, rel=1e-5, abs=1e-5)
-    whole = (compute_loss_weights(mask, mode, None, padded_length) * loss).sum()
-    assert whole.item() == pytest.approx(
+    assert micro_batch_loss.item() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    mini_batch_loss = (compute_loss_weights(mask, mode, None, padded_length) * loss).sum()
+    assert mini_batch_loss.item() == pytest.approx(
         oracle.aggregate(loss.tolist(), mask.tolist(), mode, length), rel=1e-5, abs=1e-5
     )
 
@@ -119,9 +119,9 @@ def test_short_and_empty_micro_batches_count_in_the_divisor() -> None:
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_an_empty_mask_gives_zero_loss_and_zero_gradient(mode: str) -> None:
     loss = torch.ones(2, 3, requires_grad=True)
-    total = (compute_loss_weights(torch.zeros(2, 3, dtype=torch.bool), mode, micro_batch_size=1) * loss).sum()
-    total.backward()
-    assert total.item() == 0
+    loss_sum = (compute_loss_weights(torch.zeros(2, 3, dtype=torch.bool), mode, micro_batch_size=1) * loss).sum()
+    loss_sum.backward()
+    assert loss_sum.item() == 0
     assert loss.grad is not None
     assert not loss.grad.any()
 
@@ -134,7 +134,7 @@ def test_no_sequences_give_no_weights() -> None:
     assert compute_loss_weights(torch.zeros(0, 3, dtype=torch.bool), "token-mean").shape == (0, 3)
 
 
-def test_weights_refuse_what_they_cannot_do() -> None:
+def test_weights_refuse_invalid_arguments() -> None:
     with pytest.raises(ValueError, match="loss_agg_mode is 'mean'; it must be one of token-mean"):
         compute_loss_weights(MASK, "mean")
     with pytest.raises(ValueError, match="micro_batch_size is 0; it must be at least 1"):

@@ -1,4 +1,4 @@
-"""Shares of the expected step: against loops, over every draw of a bandit, and where noise has most of the step."""
+"""Shares of the expected step equal loops, are unbiased over every draw of a bandit, and are robust to noise."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tests.oracles import gradient_signal as oracle
 from tests.strategies.algo import examples
-from tests.trainable.algo.test_gradient_signal import close, random_vectors
+from tests.trainable.algo.test_gradient_signal import is_close, make_vectors
 from trainable.algo.gradient_signal import (
     compute_fold_gram,
     compute_update_fractions,
@@ -17,50 +17,55 @@ from trainable.algo.gradient_signal import (
 
 
 def test_shares_of_the_step_and_of_the_expected_step_by_hand() -> None:
-    # The task is (2, 0) and noise of (0, 6) and (0, -6); entropy is (1, 0) in both folds.
-    x = torch.tensor([[[2.0, 6.0], [1.0, 0.0]], [[2.0, -6.0], [1.0, 0.0]]])
+    # The task gradient is (2, 0) plus noise of (0, 6) and (0, -6); the entropy gradient is (1, 0) in both folds.
+    gradients = torch.tensor([[[2.0, 6.0], [1.0, 0.0]], [[2.0, -6.0], [1.0, 0.0]]])
     torch.testing.assert_close(
-        compute_update_fractions(compute_fold_gram([x])), torch.tensor([2 / 3, 1 / 3], dtype=torch.float64)
+        compute_update_fractions(compute_fold_gram([gradients])), torch.tensor([2 / 3, 1 / 3], dtype=torch.float64)
     )
-    noisy = torch.tensor([[[2.0, 6.0], [1.0, 0.0]], [[2.0, 6.0], [1.0, 0.0]], [[2.0, -9.0], [1.0, 0.0]]])
-    found = estimate_signal_fractions(compute_fold_gram([noisy]))
+    noisy_gradients = torch.tensor([[[2.0, 6.0], [1.0, 0.0]], [[2.0, 6.0], [1.0, 0.0]], [[2.0, -9.0], [1.0, 0.0]]])
+    fractions = estimate_signal_fractions(compute_fold_gram([noisy_gradients]))
     # Products of different folds: task (3 * 2 * 2 + 36 - 54 - 54) / 3 + 2, entropy 2 + 1.
-    torch.testing.assert_close(found.products, torch.tensor([6 - 24.0, 3.0], dtype=torch.float64))
-    assert found.fraction.isnan().all()  # their sum is below 0: the update has no signal
+    torch.testing.assert_close(fractions.products, torch.tensor([6 - 24.0, 3.0], dtype=torch.float64))
+    assert fractions.fraction.isnan().all()  # their sum is below 0: the update has no signal
 
 
 @examples
 @given(oracle.folds(components=3))
-def test_parts_of_the_signal_equal_the_loops_and_sum_to_it(drawn: tuple[Tensor, list[float]]) -> None:
-    (x, counts), scale = drawn, drawn[0].square().sum().item()
-    found = estimate_signal_fractions(compute_fold_gram([x]), torch.tensor(counts)).products.tolist()
+def test_parts_of_the_signal_equal_the_loops_and_sum_to_it(folds: tuple[Tensor, list[float]]) -> None:
+    (x, counts), scale = folds, folds[0].square().sum().item()
+    products = estimate_signal_fractions(compute_fold_gram([x]), torch.tensor(counts)).products.tolist()
     expected = oracle.cross_products(x.tolist(), counts)
-    assert all(close(a, b, scale) for a, b in zip(found, expected, strict=True))
+    assert all(
+        is_close(actual, wanted_product, scale) for actual, wanted_product in zip(products, expected, strict=True)
+    )
     signal = estimate_gradient_signal(compute_fold_gram([x]).sum(dim=(1, 3)), torch.tensor(counts)).signal
-    assert close(sum(found), signal, scale)
+    assert is_close(sum(products), signal, scale)
 
 
 @pytest.mark.parametrize("count", [3, 5, 8])
 @pytest.mark.parametrize("level", [0.5, 0.95])
 @pytest.mark.parametrize("equal", [True, False])
 def test_shares_of_the_expected_step_equal_a_loop_that_deletes_one_fold(count: int, level: float, equal: bool) -> None:
-    x = random_vectors(count, 3, 6, seed=count)
-    x[:, 2] *= -0.5  # one that pulls against the others
+    x = make_vectors(count, 3, 6, seed=count)
+    x[:, 2] *= -0.5  # one component that points against the others
     counts = [1.0] * count if equal else [1.0 + k % 3 for k in range(count)]
-    found = estimate_signal_fractions(compute_fold_gram([x]), None if equal else torch.tensor(counts), level)
-    expected = oracle.compute_share_intervals(x.tolist(), counts, level)
-    for component, triple in enumerate(expected):
-        actual = tuple(part[component].item() for part in (found.fraction, found.low, found.high))
-        assert actual == pytest.approx(triple, rel=1e-9, abs=1e-12)
-    assert found.fraction.sum().item() == pytest.approx(1)
-    assert found.fraction[2] < 0 < found.fraction[0]
+    fractions = estimate_signal_fractions(compute_fold_gram([x]), None if equal else torch.tensor(counts), level)
+    expected_intervals = oracle.compute_share_intervals(x.tolist(), counts, level)
+    for component, expected_interval in enumerate(expected_intervals):
+        actual = tuple(column[component].item() for column in (fractions.fraction, fractions.low, fractions.high))
+        assert actual == pytest.approx(expected_interval, rel=1e-9, abs=1e-12)
+    assert fractions.fraction.sum().item() == pytest.approx(1)
+    assert fractions.fraction[2] < 0 < fractions.fraction[0]
 
 
 def test_the_share_of_noise_is_in_the_step_and_not_in_the_expected_one() -> None:
     generator = torch.Generator().manual_seed(0)
-    task = 20 * torch.randn(400, 8, 1, 30, generator=generator, dtype=torch.float64)  # nothing but noise
+    task = 20 * torch.randn(400, 8, 1, 30, generator=generator, dtype=torch.float64)  # noise without signal
     entropy = torch.ones(400, 8, 1, 30, dtype=torch.float64)
-    grams = [compute_fold_gram([torch.cat([one, other], dim=1)]) for one, other in zip(task, entropy, strict=True)]
+    grams = [
+        compute_fold_gram([torch.cat([task_folds, entropy_folds], dim=1)])
+        for task_folds, entropy_folds in zip(task, entropy, strict=True)
+    ]
     assert sum(compute_update_fractions(gram)[0].item() for gram in grams) / 400 > 0.95
     products = torch.stack([estimate_signal_fractions(gram).products for gram in grams]).mean(dim=0)
     assert products[1].item() == pytest.approx(30, abs=6)  # its standard error is 2
@@ -70,38 +75,40 @@ def test_the_share_of_noise_is_in_the_step_and_not_in_the_expected_one() -> None
 @pytest.mark.parametrize("drift", [0.5, 1.0])
 def test_the_interval_covers_the_share_in_the_expected_step(drift: float) -> None:
     runs, width = 200, 40
-    draws = random_vectors(runs, 8, 2, width, drift=0)
+    draws = make_vectors(runs, 8, 2, width, drift=0)
     draws[:, :, 0] += drift
     draws[:, :, 1] += drift / 2
-    found = [estimate_signal_fractions(compute_fold_gram([x])) for x in draws]
-    covered = sum(bool(one.low[1] <= 1 / 3 <= one.high[1]) for one in found) / runs
-    assert covered >= 0.9
-    assert sum((one.high[1] - one.low[1]).item() for one in found) / runs < 0.5 / drift
+    fractions = [estimate_signal_fractions(compute_fold_gram([x])) for x in draws]
+    coverage = sum(bool(fraction.low[1] <= 1 / 3 <= fraction.high[1]) for fraction in fractions) / runs
+    assert coverage >= 0.9
+    assert sum((fraction.high[1] - fraction.low[1]).item() for fraction in fractions) / runs < 0.5 / drift
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1)])
 def test_parts_of_the_signal_are_unbiased_over_all_draws_of_a_bandit(sizes: tuple[int, ...]) -> None:
-    found = torch.zeros(3, dtype=torch.float64)
+    mean_products = torch.zeros(3, dtype=torch.float64)
     for probability, gradients in oracle.iterate_component_draws(sum(sizes)):
-        means = torch.stack([part.mean(dim=0) for part in torch.split(gradients, list(sizes))])
-        found += probability * estimate_signal_fractions(compute_fold_gram([means]), torch.tensor(sizes)).products
-    torch.testing.assert_close(found, oracle.compute_bandit_products(), rtol=1e-9, atol=1e-12)
+        means = torch.stack([fold.mean(dim=0) for fold in torch.split(gradients, list(sizes))])
+        mean_products += (
+            probability * estimate_signal_fractions(compute_fold_gram([means]), torch.tensor(sizes)).products
+        )
+    torch.testing.assert_close(mean_products, oracle.compute_bandit_products(), rtol=1e-9, atol=1e-12)
 
 
 def test_shares_of_a_step_without_signal_or_folds_are_nan() -> None:
-    x = random_vectors(4, 1, 50)
+    x = make_vectors(4, 1, 50)
     assert estimate_signal_fractions(compute_fold_gram([torch.cat([x, -x], dim=1)])).fraction.isnan().all()
-    one = estimate_signal_fractions(compute_fold_gram([x[:1]]))
-    assert one.products.isnan().all()
-    assert one.fraction.isnan().all()
-    two = estimate_signal_fractions(compute_fold_gram([torch.cat([x[:2], x[:2]], dim=1)]))
-    assert two.fraction.tolist() == pytest.approx([0.5, 0.5])
-    assert two.low.isnan().all()
+    one_fold = estimate_signal_fractions(compute_fold_gram([x[:1]]))
+    assert one_fold.products.isnan().all()
+    assert one_fold.fraction.isnan().all()
+    two_folds = estimate_signal_fractions(compute_fold_gram([torch.cat([x[:2], x[:2]], dim=1)]))
+    assert two_folds.fraction.tolist() == pytest.approx([0.5, 0.5])
+    assert two_folds.low.isnan().all()
 
 
 def test_a_signal_that_hangs_on_one_fold_has_no_shares() -> None:
     x = torch.tensor([6.0, 1.0, -1.0, 1.0, -1.0, 1.0], dtype=torch.float64)[:, None, None].repeat(1, 2, 1)
-    found = estimate_signal_fractions(compute_fold_gram([x]))
-    assert found.products.sum() > 0  # without the first fold it is below 0
-    assert found.fraction.isnan().all()
-    assert found.low.isnan().all()
+    fractions = estimate_signal_fractions(compute_fold_gram([x]))
+    assert fractions.products.sum() > 0  # the sum is below 0 without the first fold
+    assert fractions.fraction.isnan().all()
+    assert fractions.low.isnan().all()

@@ -1,4 +1,4 @@
-"""Numbers from hidden states in chunks, against logits made whole and against double precision."""
+"""Token statistics computed in chunks equal those of the full logits and those in double precision."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,58 +18,61 @@ ROWS, HIDDEN, VOCABULARY, TEMPERATURE = 10, 5, 7, 0.8
 
 
 class Case:
-    """Hidden states, heads, tokens and slopes drawn at random."""
+    """Random hidden states, heads, tokens and weights of the outputs."""
 
     def __init__(
         self, seed: int = 0, rows: int = ROWS, vocabulary: int = VOCABULARY, dtype: torch.dtype = torch.float64
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
 
-        def drawn(*size: int) -> Tensor:
+        def draw_normal(*size: int) -> Tensor:
             return torch.randn(size, generator=generator, dtype=torch.float64)
 
-        self.hidden = drawn(rows, HIDDEN).to(dtype).requires_grad_()
-        self.weight = drawn(vocabulary, HIDDEN).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
-        self.reference = (drawn(rows, HIDDEN + 1).to(dtype), drawn(vocabulary, HIDDEN + 1).to(self.weight.dtype))
+        self.hidden = draw_normal(rows, HIDDEN).to(dtype).requires_grad_()
+        self.weight = draw_normal(vocabulary, HIDDEN).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+        self.reference = (
+            draw_normal(rows, HIDDEN + 1).to(dtype),
+            draw_normal(vocabulary, HIDDEN + 1).to(self.weight.dtype),
+        )
         self.tokens = torch.randint(0, vocabulary, (rows,), generator=generator)
-        self.slopes = drawn(3, rows).to(self.weight.dtype)
+        self.slopes = draw_normal(3, rows).to(self.weight.dtype)
 
-    def numbers(self, elements: int | None, entropy_gradient: bool = True) -> TokenStatistics:
+    def compute_statistics(self, elements: int | None, entropy_gradient: bool = True) -> TokenStatistics:
         return compute_token_statistics(
             self.hidden, self.weight, self.tokens, TEMPERATURE, entropy_gradient, self.reference, elements
         )
 
-    def whole(self) -> TokenStatistics:
-        """The definitions, from whole logits in double precision."""
+    def compute_expected_statistics(self) -> TokenStatistics:
+        """Compute the statistics by their definitions, from the full logits in double precision."""
         hidden, weight, (ref_hidden, ref_weight) = self.hidden.double(), self.weight.double(), self.reference
-        logs = (hidden @ weight.T / TEMPERATURE).log_softmax(-1)
-        others = (ref_hidden.double() @ ref_weight.double().T / TEMPERATURE).log_softmax(-1)
+        logprobs = (hidden @ weight.T / TEMPERATURE).log_softmax(-1)
+        ref_logprobs = (ref_hidden.double() @ ref_weight.double().T / TEMPERATURE).log_softmax(-1)
         return TokenStatistics(
-            logs.gather(-1, self.tokens[:, None])[:, 0],
-            -(logs.exp() * logs).sum(-1),
-            (logs.exp() * (logs - others)).sum(-1),
+            logprobs.gather(-1, self.tokens[:, None])[:, 0],
+            -(logprobs.exp() * logprobs).sum(-1),
+            (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1),
         )
 
-    def gradients(self, numbers: TokenStatistics) -> list[Tensor]:
-        """Of a random weighting of all numbers, by hidden states and head."""
-        total = sum((slope * part).sum() for slope, part in zip(self.slopes, numbers, strict=True))
-        return list(torch.autograd.grad(total, [self.hidden, self.weight]))
+    def compute_gradients(self, statistics: TokenStatistics) -> list[Tensor]:
+        """Gradients of a random weighted sum of all statistics with respect to hidden states and head."""
+        weighted_sum = sum((slopes * tensor).sum() for slopes, tensor in zip(self.slopes, statistics, strict=True))
+        return list(torch.autograd.grad(weighted_sum, [self.hidden, self.weight]))
 
 
-def close(found: Any, wanted: Any, limit: float = 1e-12) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one.double(), other.double(), rtol=limit, atol=limit)
+def assert_close(actual_tensors: Any, expected_tensors: Any, limit: float = 1e-12) -> None:
+    for actual, expected in zip(actual_tensors, expected_tensors, strict=True):
+        torch.testing.assert_close(actual.double(), expected.double(), rtol=limit, atol=limit)
 
 
 @examples
 @given(st.integers(0, 2**31), st.integers(1, 12), st.integers(1, 9), st.integers(1, 200))
 def test_chunks_give_the_definitions_and_their_gradients(seed: int, rows: int, vocabulary: int, elements: int) -> None:
     case = Case(seed, rows, vocabulary)
-    found, wanted = case.numbers(elements), case.whole()
-    close(found, wanted)
-    close(case.gradients(found), case.gradients(wanted), 1e-10)
-    again = logprobs_from_hidden(case.hidden, case.weight, case.tokens, TEMPERATURE, elements)
-    close([again], [wanted.logprobs])
+    statistics, expected = case.compute_statistics(elements), case.compute_expected_statistics()
+    assert_close(statistics, expected)
+    assert_close(case.compute_gradients(statistics), case.compute_gradients(expected), 1e-10)
+    logprobs = logprobs_from_hidden(case.hidden, case.weight, case.tokens, TEMPERATURE, elements)
+    assert_close([logprobs], [expected.logprobs])
 
 
 @pytest.mark.parametrize("elements", [None, ROWS * VOCABULARY, 10**9])
@@ -77,92 +80,97 @@ def test_where_all_rows_fit_the_numbers_are_bit_for_bit_those_of_whole_logits(el
     case = Case(dtype=torch.float32)
     logits = torch.nn.functional.linear(case.hidden, case.weight) / TEMPERATURE
     ref_logits = torch.nn.functional.linear(*case.reference) / TEMPERATURE
-    wanted = TokenStatistics(
+    expected = TokenStatistics(
         logprobs_from_logits(logits, case.tokens), entropy_from_logits(logits), full_kl(logits, ref_logits)
     )
-    found = case.numbers(elements)
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
-    pairs = zip(case.gradients(found), case.gradients(wanted), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
+    statistics = case.compute_statistics(elements)
+    assert all(
+        torch.equal(actual_tensor, expected_tensor)
+        for actual_tensor, expected_tensor in zip(statistics, expected, strict=True)
+    )
+    pairs = zip(case.compute_gradients(statistics), case.compute_gradients(expected), strict=True)
+    assert all(torch.equal(actual_tensor, expected_tensor) for actual_tensor, expected_tensor in pairs)
 
 
 @pytest.mark.parametrize("elements", [1, 3 * VOCABULARY, 4 * VOCABULARY + 6, (ROWS - 1) * VOCABULARY])
 def test_chunks_that_do_not_divide_the_rows_change_nothing(elements: int) -> None:
     case = Case(1, dtype=torch.float32)
-    found, wanted = case.numbers(elements), case.numbers(None)
-    close(found, wanted, 1e-6)
-    close(case.gradients(found), case.gradients(wanted), 1e-5)
+    statistics, expected = case.compute_statistics(elements), case.compute_statistics(None)
+    assert_close(statistics, expected, 1e-6)
+    assert_close(case.compute_gradients(statistics), case.compute_gradients(expected), 1e-5)
 
 
 @pytest.mark.parametrize("elements", [3 * VOCABULARY, None])
 def test_gradcheck_of_every_number(elements: int | None) -> None:
     case = Case(2, rows=5)
 
-    def of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        found = compute_token_statistics(hidden, weight, case.tokens, TEMPERATURE, True, case.reference, elements)
-        assert found.full_kl is not None
-        return found.logprobs, found.entropies, found.full_kl
+    def compute_tensors(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        statistics = compute_token_statistics(hidden, weight, case.tokens, TEMPERATURE, True, case.reference, elements)
+        assert statistics.full_kl is not None
+        return statistics.logprobs, statistics.entropies, statistics.full_kl
 
-    assert torch.autograd.gradcheck(of, (case.hidden, case.weight))
+    assert torch.autograd.gradcheck(compute_tensors, (case.hidden, case.weight))
 
 
 @pytest.mark.parametrize("elements", [2 * VOCABULARY, None])
-def test_one_graph_gives_each_terms_gradient_apart(elements: int | None) -> None:
-    """As the gradient probe asks: term by term, keeping the graph."""
+def test_one_graph_gives_the_gradient_of_each_term(elements: int | None) -> None:
+    """The gradient probe differentiates term by term and keeps the graph."""
     case = Case(3)
-    found, wanted = case.numbers(elements), case.whole()
-    for one, other in zip(found, wanted, strict=True):
-        apart = torch.autograd.grad(one.sum(), [case.hidden, case.weight], retain_graph=True)
-        close(apart, torch.autograd.grad(other.sum(), [case.hidden, case.weight], retain_graph=True), 1e-10)
+    statistics, expected = case.compute_statistics(elements), case.compute_expected_statistics()
+    for term, expected_term in zip(statistics, expected, strict=True):
+        gradients = torch.autograd.grad(term.sum(), [case.hidden, case.weight], retain_graph=True)
+        assert_close(
+            gradients, torch.autograd.grad(expected_term.sum(), [case.hidden, case.weight], retain_graph=True), 1e-10
+        )
 
 
 @pytest.mark.parametrize("elements", [2 * VOCABULARY, None])
-def test_an_entropy_without_gradient_has_its_value_and_none(elements: int | None) -> None:
+def test_an_entropy_without_gradient_has_its_value(elements: int | None) -> None:
     case = Case(4)
-    found = case.numbers(elements, entropy_gradient=False)
-    assert not found.entropies.requires_grad
-    close([found.entropies], [case.whole().entropies])
-    (slope,) = torch.autograd.grad(found.logprobs.sum(), case.hidden)
-    (wanted,) = torch.autograd.grad(case.whole().logprobs.sum(), case.hidden)
-    close([slope], [wanted], 1e-10)
+    statistics = case.compute_statistics(elements, entropy_gradient=False)
+    assert not statistics.entropies.requires_grad
+    assert_close([statistics.entropies], [case.compute_expected_statistics().entropies])
+    (gradient,) = torch.autograd.grad(statistics.logprobs.sum(), case.hidden)
+    (expected_gradient,) = torch.autograd.grad(case.compute_expected_statistics().logprobs.sum(), case.hidden)
+    assert_close([gradient], [expected_gradient], 1e-10)
 
 
 @pytest.mark.parametrize("elements", [2 * VOCABULARY, None])
 def test_a_frozen_head_and_a_frozen_reference_get_no_gradient(elements: int | None) -> None:
     case = Case(5)
     case.weight.requires_grad_(False)
-    for part in case.reference:
-        part.requires_grad_()
-    numbers = case.numbers(elements)
-    assert numbers.full_kl is not None
-    numbers.full_kl.sum().backward()
+    for tensor in case.reference:
+        tensor.requires_grad_()
+    statistics = case.compute_statistics(elements)
+    assert statistics.full_kl is not None
+    statistics.full_kl.sum().backward()
     assert case.hidden.grad is not None
-    assert all(part.grad is None for part in (case.weight, *case.reference))
+    assert all(tensor.grad is None for tensor in (case.weight, *case.reference))
 
 
 @pytest.mark.parametrize("elements", [2 * VOCABULARY, None])
 def test_at_the_reference_the_kl_and_its_gradient_are_zero(elements: int | None) -> None:
     case = Case(6)
     case.reference = (case.hidden.detach(), case.weight.detach())
-    numbers = case.numbers(elements)
-    assert numbers.full_kl is not None
-    close([numbers.full_kl], [torch.zeros(ROWS)])
-    close(torch.autograd.grad(numbers.full_kl.sum(), [case.hidden]), [torch.zeros(ROWS, HIDDEN)])
+    statistics = case.compute_statistics(elements)
+    assert statistics.full_kl is not None
+    assert_close([statistics.full_kl], [torch.zeros(ROWS)])
+    assert_close(torch.autograd.grad(statistics.full_kl.sum(), [case.hidden]), [torch.zeros(ROWS, HIDDEN)])
 
 
 @pytest.mark.parametrize("elements", [2 * VOCABULARY, None])
 def test_half_precision_states_are_multiplied_so_and_reduced_in_float32(elements: int | None) -> None:
     case = Case(7, dtype=torch.bfloat16)
-    numbers = case.numbers(elements)
-    assert {part.dtype for part in numbers} == {torch.float32}
+    statistics = case.compute_statistics(elements)
+    assert {tensor.dtype for tensor in statistics} == {torch.float32}
     logits = (case.hidden @ case.weight.bfloat16().T).float() / TEMPERATURE
-    close([numbers.logprobs], [logprobs_from_logits(logits, case.tokens)], 1e-6)
-    hidden, weight = case.gradients(numbers)
+    assert_close([statistics.logprobs], [logprobs_from_logits(logits, case.tokens)], 1e-6)
+    hidden, weight = case.compute_gradients(statistics)
     assert (hidden.dtype, weight.dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_the_heads_gradient_is_summed_over_chunks_in_float32() -> None:
-    """Of 2,048 equal rows each adds what a sum in bfloat16 would soon be too coarse for."""
+    """2,048 equal rows each add a term that a sum in bfloat16 would round away."""
     hidden = torch.ones(2048, 1, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.zeros(2, 1, requires_grad=True)
     logprobs_from_hidden(hidden, weight, torch.zeros(2048, dtype=torch.long), 1.0, 2).sum().backward()
@@ -172,44 +180,44 @@ def test_the_heads_gradient_is_summed_over_chunks_in_float32() -> None:
 
 @pytest.mark.parametrize("with_gradient", [True, False])
 @pytest.mark.parametrize("rows", [0, 1])
-def test_no_and_one_row(rows: int, with_gradient: bool) -> None:
+def test_zero_rows_and_one_row(rows: int, with_gradient: bool) -> None:
     case = Case(8, rows)
     with torch.set_grad_enabled(with_gradient):
-        found = case.numbers(1)
-    assert [part.shape for part in found] == [(rows,)] * 3
-    close(found, case.whole())
+        statistics = case.compute_statistics(1)
+    assert [tensor.shape for tensor in statistics] == [(rows,)] * 3
+    assert_close(statistics, case.compute_expected_statistics())
 
 
-class Largest(TorchDispatchMode):
-    """The most elements of a tensor that any operation makes."""
+class LargestTensorMode(TorchDispatchMode):
+    """Record the number of elements of the largest tensor that any operation creates."""
 
     elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.elements = max([self.elements, *(part.numel() for part in tensors(out))])
-        return out
+        output = func(*args, **(kwargs or {}))
+        self.elements = max([self.elements, *(tensor.numel() for tensor in iterate_tensors(output))])
+        return output
 
 
-def tensors(out: Any) -> Iterator[Tensor]:
-    if isinstance(out, Tensor):
-        yield out
-    elif isinstance(out, (tuple, list)):
-        for part in out:
-            yield from tensors(part)
+def iterate_tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (tuple, list)):
+        for item in output:
+            yield from iterate_tensors(item)
 
 
 @pytest.mark.parametrize("elements", [200, 701, 5000])
 def test_nothing_larger_than_the_bound_is_made(elements: int) -> None:
     case = Case(9, rows=60, vocabulary=100)  # 6,000 logits; the heads have 500 and 600 entries
-    with Largest() as largest:
-        case.gradients(case.numbers(elements))
+    with LargestTensorMode() as largest:
+        case.compute_gradients(case.compute_statistics(elements))
     assert largest.elements <= max(elements, 600)
-    with Largest() as largest:
-        case.gradients(case.numbers(None))
+    with LargestTensorMode() as largest:
+        case.compute_gradients(case.compute_statistics(None))
     assert largest.elements == 6000
 
 
 def test_a_bound_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="chunk_elements is 0; it must be at least 1 logit"):
-        Case().numbers(0)
+        Case().compute_statistics(0)

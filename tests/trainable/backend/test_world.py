@@ -1,4 +1,4 @@
-"""How ranks share work: every thing has one holder, and their parts sum to the whole."""
+"""How ranks share work: every row belongs to one rank, and the results of all ranks sum to those of one."""
 
 import numpy as np
 import pytest
@@ -25,49 +25,52 @@ from trainable.ppo.update import make_passes
 SIZES = st.integers(1, 7)
 
 
-def ranks(size: int) -> list[SingleProcess]:
-    """Worlds that know their number and speak to nobody."""
+def make_ranks(size: int) -> list[SingleProcess]:
+    """Worlds that have a rank and do not communicate."""
     return [SingleProcess(rank, size) for rank in range(size)]
 
 
 @given(st.integers(0, 40), SIZES)
 def test_blocks_are_consecutive_and_as_equal_as_can_be(count: int, size: int) -> None:
-    blocks = [compute_local_range(count, world) for world in ranks(size)]
+    blocks = [compute_local_range(count, world) for world in make_ranks(size)]
     assert [number for block in blocks for number in block] == list(range(count))
     assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
 
 
 @given(st.lists(st.integers(1, 1000), max_size=40), SIZES)
-def test_rows_have_one_holder_and_ranks_nearly_as_many_of_them(lengths: list[int], size: int) -> None:
-    dealt = shard_rows(torch.tensor(lengths, dtype=torch.long), size)
-    assert len(dealt) == size
-    assert sorted(row for rows in dealt for row in rows.tolist()) == list(range(len(lengths)))
-    assert all(rows.tolist() == sorted(rows.tolist()) for rows in dealt)
-    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+def test_every_row_has_one_rank_and_ranks_have_nearly_equal_row_counts(lengths: list[int], size: int) -> None:
+    shards = shard_rows(torch.tensor(lengths, dtype=torch.long), size)
+    assert len(shards) == size
+    assert sorted(row for rows in shards for row in rows.tolist()) == list(range(len(lengths)))
+    assert all(rows.tolist() == sorted(rows.tolist()) for rows in shards)
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=8), SIZES)
-def test_ranks_have_nearly_as_many_tokens(lengths: list[int], size: int) -> None:
+def test_ranks_have_nearly_equal_token_counts(lengths: list[int], size: int) -> None:
     tokens = [int(torch.tensor(lengths)[rows].sum()) for rows in shard_rows(torch.tensor(lengths), size)]
-    assert max(tokens) - min(tokens) <= max(lengths)  # dealt back and forth, nobody is ahead by more than the longest
+    # Rows are dealt back and forth, so that no rank exceeds another by more than the longest row.
+    assert max(tokens) - min(tokens) <= max(lengths)
 
 
-def test_one_rank_takes_all_in_their_order() -> None:
+def test_one_rank_takes_all_rows_in_order() -> None:
     assert [rows.tolist() for rows in shard_rows(torch.tensor([5, 3, 9]), 1)] == [[0, 1, 2]]
 
 
 @given(st.integers(0, 30), st.integers(1, 5))
-def test_skipped_children_are_those_of_the_ranks_before(count: int, mine: int) -> None:
-    whole = np.random.default_rng(3).spawn(count + mine)
-    own = skip_child_seeds(np.random.default_rng(3), count).spawn(mine)
-    assert [draws.random() for draws in own] == [draws.random() for draws in whole[count:]]
+def test_skipped_children_are_those_of_the_ranks_before(count: int, local_count: int) -> None:
+    all_generators = np.random.default_rng(3).spawn(count + local_count)
+    local_generators = skip_child_seeds(np.random.default_rng(3), count).spawn(local_count)
+    assert [generator.random() for generator in local_generators] == [
+        generator.random() for generator in all_generators[count:]
+    ]
 
 
-def test_what_alone_gathers_is_its_own() -> None:
+def test_a_single_process_gathers_its_own_values() -> None:
     assert list(chain_blocks(SINGLE_PROCESS.all_gather_object([1, 2]))) == [1, 2]
-    part = torch.ones(2)
-    assert SINGLE_PROCESS.all_reduce(part) is part
-    assert SINGLE_PROCESS.broadcast({"a": part}) == {"a": part}
+    tensor = torch.ones(2)
+    assert SINGLE_PROCESS.all_reduce(tensor) is tensor
+    assert SINGLE_PROCESS.broadcast({"a": tensor}) == {"a": tensor}
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 9])
@@ -78,52 +81,61 @@ def test_gradients_and_sums_of_all_ranks_are_those_of_one(size: int, mode: str) 
     episodes = trainer.roll_out(levels, 4, make_rng(0, "sampling", 1))
     batch, targets, _ = trainer.prepare_batch(episodes, 2, 2, make_rng(0, "duplicates", 1))
     order = order_length_stratified(batch.lengths)
-    whole, alone = gradient(trainer, make_passes(batch, targets, order, mode, 2, batch.tokens.shape[1]))
-    parts = [
-        gradient(trainer, make_passes(batch, targets, order, mode, 2, batch.tokens.shape[1], world))
-        for world in ranks(size)
+    expected_gradient, expected_meter = compute_gradient(
+        trainer, make_passes(batch, targets, order, mode, 2, batch.tokens.shape[1])
+    )
+    rank_results = [
+        compute_gradient(trainer, make_passes(batch, targets, order, mode, 2, batch.tokens.shape[1], world))
+        for world in make_ranks(size)
     ]
-    summed = torch.stack([part for part, _ in parts]).sum(0)
-    assert float((summed - whole).norm()) < 1e-5 * float(whole.norm())
-    assert sum(meter.tokens for _, meter in parts) == alone.tokens
-    for name, value in alone.step_sums.items():
-        assert sum(meter.step_sums[name] for _, meter in parts) == pytest.approx(value, abs=1e-5)
+    gradient_sum = torch.stack([gradient for gradient, _ in rank_results]).sum(0)
+    assert float((gradient_sum - expected_gradient).norm()) < 1e-5 * float(expected_gradient.norm())
+    assert sum(meter.tokens for _, meter in rank_results) == expected_meter.tokens
+    for name, value in expected_meter.step_sums.items():
+        assert sum(meter.step_sums[name] for _, meter in rank_results) == pytest.approx(value, abs=1e-5)
 
 
-def test_ranks_make_equally_many_passes_and_one_that_waits_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_make_equally_many_passes_and_an_idle_rank_processes_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update, "TOKENS_PER_PASS", {"cpu": 1})  # every row is a pass
     trainer = make_quiet_trainer()
     episodes = trainer.roll_out(trainer.val_levels, 5, make_rng(0, "sampling", 1))
     batch, targets, _ = trainer.prepare_batch(episodes, 1, 1, make_rng(0, "duplicates", 1))
     rows, width = torch.arange(5), batch.tokens.shape[1]
-    cuts = [list(make_passes(batch, targets, rows, "token-mean", 2, width, world)) for world in ranks(3)]
-    assert [len(cut) for cut in cuts] == [2, 2, 2]
-    trained = [[int(part.batch.mask.sum()) for part in cut] for cut in cuts]
-    assert sum(map(sum, trained)) == int(batch.mask[:5].sum())
-    assert sum(count == 0 for counts in trained for count in counts) == 1
-    empty = next(part for cut in cuts for part in cut if not part.batch.mask.any())
-    assert len(empty.weights) == len(empty.batch.find_prediction_positions()) == 0
-    assert not empty.batch.count_needed_tokens().any()
+    rank_passes = [list(make_passes(batch, targets, rows, "token-mean", 2, width, world)) for world in make_ranks(3)]
+    assert [len(passes) for passes in rank_passes] == [2, 2, 2]
+    trained_tokens = [[int(pass_inputs.batch.mask.sum()) for pass_inputs in passes] for passes in rank_passes]
+    assert sum(map(sum, trained_tokens)) == int(batch.mask[:5].sum())
+    assert sum(count == 0 for counts in trained_tokens for count in counts) == 1
+    empty_pass = next(
+        pass_inputs for passes in rank_passes for pass_inputs in passes if not pass_inputs.batch.mask.any()
+    )
+    assert len(empty_pass.weights) == len(empty_pass.batch.find_prediction_positions()) == 0
+    assert not empty_pass.batch.count_needed_tokens().any()
 
 
-def gradient(trainer: PPOTrainer, cut: object) -> tuple[torch.Tensor, Meter]:
-    """Of the whole loss, and the meter that read it."""
+def compute_gradient(trainer: PPOTrainer, passes: object) -> tuple[torch.Tensor, Meter]:
+    """Gradient of the whole loss, and the meter that recorded it."""
     meter, update = Meter(), trainer.make_actor_update()
     trainer.model.zero_grad(set_to_none=True)
-    for part in cut:  # type: ignore[attr-defined]
-        sum(update.compute_loss_terms(part, meter).values()).backward()  # type: ignore[union-attr]
-    found = torch.cat([weight.grad.flatten() for weight in trainer.model.parameters() if weight.grad is not None])
+    for pass_inputs in passes:  # type: ignore[attr-defined]
+        sum(update.compute_loss_terms(pass_inputs, meter).values()).backward()  # type: ignore[union-attr]
+    gradient = torch.cat([weight.grad.flatten() for weight in trainer.model.parameters() if weight.grad is not None])
     trainer.model.zero_grad(set_to_none=True)
-    return found, meter
+    return gradient, meter
 
 
 def test_levels_played_by_ranks_are_the_episodes_of_one() -> None:
     trainer = make_quiet_trainer()
     levels = [*trainer.levels[0], *trainer.levels[1]]
-    whole = trainer.roll_out(levels, 3, make_rng(0, "sampling", 7))
-    shared = []
-    for world in ranks(3):
+    expected_episodes = trainer.roll_out(levels, 3, make_rng(0, "sampling", 7))
+    episodes = []
+    for world in make_ranks(3):
         trainer.world = world
-        shared += trainer.roll_out(levels, 3, make_rng(0, "sampling", 7))
-    assert [(one.group, one.tokens.tolist()) for one in shared] == [(one.group, one.tokens.tolist()) for one in whole]
-    assert all(np.allclose(a.logprobs, b.logprobs, atol=1e-5) for a, b in zip(shared, whole, strict=True))
+        episodes += trainer.roll_out(levels, 3, make_rng(0, "sampling", 7))
+    assert [(episode.group, episode.tokens.tolist()) for episode in episodes] == [
+        (episode.group, episode.tokens.tolist()) for episode in expected_episodes
+    ]
+    assert all(
+        np.allclose(actual.logprobs, expected.logprobs, atol=1e-5)
+        for actual, expected in zip(episodes, expected_episodes, strict=True)
+    )

@@ -1,4 +1,4 @@
-"""Records of named choices: what they say holds of the functions of those names."""
+"""The properties that are declared for named choices hold for the functions with those names."""
 
 import pytest
 
@@ -33,25 +33,25 @@ def test_a_strategy_counts_groups_where_its_rule_does(name: str) -> None:
     assert isinstance(parse_rule(name, 1), TopKAbs) == FILTER_STRATEGIES[name].counts_groups
 
 
-def test_knobs_are_settings_of_their_section() -> None:
+def test_settings_of_a_choice_belong_to_its_section() -> None:
     for choices, section in ((POLICY_LOSSES, ActorConfig), (FILTER_STRATEGIES, FilterConfig)):
-        assert {knob for choice in choices.values() for knob in choice.settings} <= section.model_fields.keys()
+        assert {setting for choice in choices.values() for setting in choice.settings} <= section.model_fields.keys()
 
 
-def test_a_knob_of_another_choice_changes_no_hash() -> None:
-    def hashed(**settings: object) -> str:
+def test_a_setting_of_an_unselected_choice_changes_no_hash() -> None:
+    def compute_hash(**settings: object) -> str:
         return make_small_config(**settings).compute_hash()
 
     assert find_unused_settings(POLICY_LOSSES, "ppo_clip") == {"tpo_eta"}
-    assert hashed() == hashed(actor__tpo_eta=2.0)
-    assert hashed() != hashed(actor__clip_ratio_low=0.1)
+    assert compute_hash() == compute_hash(actor__tpo_eta=2.0)
+    assert compute_hash() != compute_hash(actor__clip_ratio_low=0.1)
     top_k = {"filter__rollout_filter_strategy": "top_k"}
-    assert hashed(**top_k) == hashed(**top_k, filter__rollout_filter_selection_eps=0.5)
-    assert hashed() != hashed(filter__rollout_filter_selection_eps=0.5)
+    assert compute_hash(**top_k) == compute_hash(**top_k, filter__rollout_filter_selection_eps=0.5)
+    assert compute_hash() != compute_hash(filter__rollout_filter_selection_eps=0.5)
 
 
 @pytest.mark.parametrize(
-    ("settings", "step", "due"),
+    ("settings", "step", "due_phases"),
     [
         ({}, 1, {"critic", "policy", "values"}),
         ({"trainer__test_freq": 2}, 2, {"critic", "policy", "values", "validation"}),
@@ -69,6 +69,6 @@ def test_a_knob_of_another_choice_changes_no_hash() -> None:
         ),
     ],
 )
-def test_what_is_due(settings: dict[str, object], step: int, due: set[str]) -> None:
+def test_the_plan_of_a_step_has_the_due_phases(settings: dict[str, object], step: int, due_phases: set[str]) -> None:
     config: RunConfig = make_small_config(**{"trainer__total_training_steps": 9, "trainer__test_freq": 0, **settings})
-    assert {name for name, is_due in plan_step(step, config)._asdict().items() if is_due} == due
+    assert {name for name, is_due in plan_step(step, config)._asdict().items() if is_due} == due_phases

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from trainable.config.aliases import ALIASES
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names, resolve_key
 
-# Every key of the two published documents, as they write it, with its value there and the field that it sets here.
+# Every key of the two published documents in its original form, its value there, and the field that it sets here.
 PUBLISHED = [
     ("model_path", "Qwen/Qwen2.5-3B", "model.path", "Qwen/Qwen2.5-3B"),
     ("algorithm.adv_estimator", "gae", "algorithm.adv_estimator", "gae"),
@@ -66,7 +66,7 @@ PUBLISHED = [
 ]
 
 
-def get(config: RunConfig, field: str) -> object:
+def read_field(config: RunConfig, field: str) -> object:
     value: object = config
     for name in field.split("."):
         value = getattr(value, name)
@@ -76,7 +76,7 @@ def get(config: RunConfig, field: str) -> object:
 @pytest.mark.parametrize(("key", "text", "field", "value"), PUBLISHED, ids=[case[0] for case in PUBLISHED])
 def test_a_published_key_sets_its_field(key: str, text: str, field: str, value: object) -> None:
     assert resolve_key(key) == field
-    assert get(apply_overrides(RunConfig(), {key: text}), field) == value
+    assert read_field(apply_overrides(RunConfig(), {key: text}), field) == value
 
 
 @pytest.mark.parametrize("alias", ALIASES)
@@ -90,7 +90,7 @@ def test_every_field_is_its_own_name(field: str) -> None:
 
 
 @given(st.sampled_from(list_field_names()))
-def test_a_bare_key_is_taken_where_one_section_has_it(field: str) -> None:
+def test_a_bare_key_is_accepted_where_one_section_has_it(field: str) -> None:
     bare = field.rsplit(".", 1)[-1]
     owners = [name for name in list_field_names() if name.rsplit(".", 1)[-1] == bare]
     if len(owners) == 1:
@@ -113,17 +113,17 @@ def test_a_bare_key_of_several_sections_is_refused_with_their_names() -> None:
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest(typed: str, nearest: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as raised:
         apply_overrides(RunConfig(), {typed: 1})
-    assert f"`{typed}`" in str(caught.value)
-    assert nearest in str(caught.value)
+    assert f"`{typed}`" in str(raised.value)
+    assert nearest in str(raised.value)
 
 
 def test_an_unknown_key_of_a_section_lists_the_section() -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as raised:
         resolve_key("early_stop.nonsense")
-    listed = [name for name in list_field_names() if name.startswith("early_stop.")]
-    assert ", ".join(listed) in str(caught.value)
+    names = [name for name in list_field_names() if name.startswith("early_stop.")]
+    assert ", ".join(names) in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -145,10 +145,10 @@ def test_an_unknown_key_of_a_section_lists_the_section() -> None:
     ],
 )
 def test_a_value_out_of_bounds_is_refused_with_value_and_bound(key: str, value: object, bound: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as raised:
         apply_overrides(RunConfig(), {key: value})
-    assert bound in str(caught.value)
-    assert str(value) in str(caught.value)
+    assert bound in str(raised.value)
+    assert str(value) in str(raised.value)
 
 
 def test_betas_of_adamw_are_below_one() -> None:
@@ -163,18 +163,27 @@ def test_a_zero_coefficient_switches_the_kl_loss_off(zero: object) -> None:
 
 
 def test_the_hash_names_what_can_change_a_result() -> None:
-    base = RunConfig()
-    placed = ({"trainer.n_gpus_per_node": 4}, {"trainer.zero_stage": 1}, {"rollout.gpu_memory_utilization": 0.3})
-    for same in ({"trainer.save_freq": 50}, {"trainer.resume_every": 1}, {"trainer.ray_num_cpus": 2}, *placed):
-        assert apply_overrides(base, same).compute_hash() == base.compute_hash()
-    assert base.model_copy(update={"seed": 7}).compute_hash() == base.compute_hash()
-    for other in (
+    default = RunConfig()
+    placement_overrides = (
+        {"trainer.n_gpus_per_node": 4},
+        {"trainer.zero_stage": 1},
+        {"rollout.gpu_memory_utilization": 0.3},
+    )
+    for overrides in (
+        {"trainer.save_freq": 50},
+        {"trainer.resume_every": 1},
+        {"trainer.ray_num_cpus": 2},
+        *placement_overrides,
+    ):
+        assert apply_overrides(default, overrides).compute_hash() == default.compute_hash()
+    assert default.model_copy(update={"seed": 7}).compute_hash() == default.compute_hash()
+    for overrides in (
         {"actor.lr": 2e-6},
         {"collapse_detection.all_quantities": True},
         {"trainer.total_training_steps": 401},
         {"early_stop.variance_ratio": 0.2},
     ):
-        assert apply_overrides(base, other).compute_hash() != base.compute_hash()
+        assert apply_overrides(default, overrides).compute_hash() != default.compute_hash()
 
 
 def test_a_config_survives_json() -> None:

@@ -4,7 +4,7 @@ from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"model.path": "sokoban-tiny"}, "compact prompt only"),
         ({"critic.shared_trunk": True, "trainer.critic_warmup": 5}, "one update for policy and critic"),
@@ -12,8 +12,8 @@ from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
         ({"trainer.total_training_steps": 10**9}, "100000"),
     ],
 )
-def test_settings_that_cannot_work_together_are_refused(changes: dict[str, object], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_settings_that_cannot_work_together_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         apply_overrides(RunConfig(), changes)
 
 

@@ -1,4 +1,4 @@
-"""What can be typed about adapters, what is refused, and what a run without them keeps."""
+"""Settings of adapters: accepted and refused values, and the unchanged hash of a run without adapters."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
 
 
 @pytest.mark.parametrize(
-    ("typed", "wanted"),
+    ("typed", "expected"),
     [
         ("all-linear", "all-linear"),
         ("['all-linear']", "all-linear"),
@@ -19,13 +19,13 @@ from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
         (["down_proj", "o_proj"], ("o_proj", "down_proj")),
     ],
 )
-def test_layers_are_chosen_by_name(typed: object, wanted: object) -> None:
+def test_layers_are_chosen_by_name(typed: object, expected: object) -> None:
     for key in ("model.lora_target_modules", "actor_rollout_ref.model.target_modules", "lora.target_modules"):
-        assert apply_overrides(RunConfig(), {key: typed}).model.lora_target_modules == wanted
+        assert apply_overrides(RunConfig(), {key: typed}).model.lora_target_modules == expected
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "message"),
     [
         ("model.lora_rank", -1, "greater than or equal to 0"),
         ("model.lora_alpha", 0, "greater than 0"),
@@ -35,25 +35,30 @@ def test_layers_are_chosen_by_name(typed: object, wanted: object) -> None:
         ("model.lora_target_modules", None, "all-linear, or a list"),
     ],
 )
-def test_a_wrong_setting_is_refused_in_one_sentence(key: str, value: object, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
+def test_a_wrong_setting_is_refused_in_one_sentence(key: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
         apply_overrides(RunConfig(), {key: value})
-    assert str(caught.value).count(": must be ") == 1
+    assert str(raised.value).count(": must be ") == 1
 
 
-def test_a_run_without_adapters_keeps_the_name_that_it_had_before_there_were_any(
+def test_a_run_without_adapters_keeps_the_hash_from_before_adapters_existed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain, rank = RunConfig(), {"lora_rank": 8}
-    hashed = [apply_overrides(plain, {**rank, **more}).compute_hash() for more in ({}, {"lora_alpha": 32})]
-    assert len({plain.compute_hash(), *hashed}) == 3
-    other = apply_overrides(plain, {"lora_alpha": 32, "lora_target_modules": "q_proj"})
-    assert other.compute_hash() == plain.compute_hash()
-    written: list[str] = []
-    monkeypatch.setattr("trainable.config.run_config.json.dumps", lambda data, **_: written.append(str(data)) or "")
-    plain.compute_hash()
-    assert "prompt_style" in written[0]
-    assert "lora" not in written[0]
+    default_config, rank_override = RunConfig(), {"lora_rank": 8}
+    adapter_hashes = [
+        apply_overrides(default_config, {**rank_override, **extra_overrides}).compute_hash()
+        for extra_overrides in ({}, {"lora_alpha": 32})
+    ]
+    assert len({default_config.compute_hash(), *adapter_hashes}) == 3
+    unused_settings_config = apply_overrides(default_config, {"lora_alpha": 32, "lora_target_modules": "q_proj"})
+    assert unused_settings_config.compute_hash() == default_config.compute_hash()
+    hashed_texts: list[str] = []
+    monkeypatch.setattr(
+        "trainable.config.run_config.json.dumps", lambda values, **_: hashed_texts.append(str(values)) or ""
+    )
+    default_config.compute_hash()
+    assert "prompt_style" in hashed_texts[0]
+    assert "lora" not in hashed_texts[0]
 
 
 def test_a_run_without_adapters_does_not_import_peft() -> None:
@@ -62,5 +67,5 @@ def test_a_run_without_adapters_does_not_import_peft() -> None:
         "print('peft' in sys.modules)"
     )
     root = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    process = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "False"

@@ -33,16 +33,16 @@ from trainable.runs.records import DEFAULT_STEP_COLUMNS, STEP_COLUMNS, TIME_COLU
 
 SAMPLES = 12
 COLUMNS = {column.name for column in STEP_COLUMNS if "collapse" in column.name}
-REGULAR = {column.name for column in DEFAULT_STEP_COLUMNS if "collapse" in column.name}
-COVERAGE = {"collapse_valid_thinking_rate"}
-FIRST = {name for name in COLUMNS if "collapse_first_turn_" in name}
-FIRST_COUNTS = {f"collapse_first_turn_{name}" for name in ("num_total", "num_valid", "valid_rate")}
-TRAJECTORY = {name for name in COLUMNS if "collapse_trajectory_" in name}
-TIMES = {"seconds_collapse_first_turn", "seconds_collapse_multi_turn"}
+REGULAR_COLUMNS = {column.name for column in DEFAULT_STEP_COLUMNS if "collapse" in column.name}
+COVERAGE_COLUMNS = {"collapse_valid_thinking_rate"}
+FIRST_TURN_COLUMNS = {name for name in COLUMNS if "collapse_first_turn_" in name}
+FIRST_TURN_COUNTS = {f"collapse_first_turn_{name}" for name in ("num_total", "num_valid", "valid_rate")}
+TRAJECTORY_COLUMNS = {name for name in COLUMNS if "collapse_trajectory_" in name}
+TIME_NAMES = {"seconds_collapse_first_turn", "seconds_collapse_multi_turn"}
 
 
 class Rollout(NamedTuple):
-    """A policy and what it played."""
+    """A policy and the episodes that it played."""
 
     model: Qwen2
     codec: Codec
@@ -67,16 +67,18 @@ def rollout() -> Rollout:
     return Rollout(policy.model, codec, episodes)
 
 
-def diagnosed(
+def diagnose(
     rollout: Rollout, seed: int = 0, averages: Mapping[str, Mapping[str, float]] | None = None, **settings: object
 ) -> Diagnosis:
-    chosen = CollapseDetectionConfig.model_validate({"num_samples": SAMPLES, "all_quantities": True, **settings})
+    detection_config = CollapseDetectionConfig.model_validate(
+        {"num_samples": SAMPLES, "all_quantities": True, **settings}
+    )
     model, codec, episodes = rollout
-    return diagnose_episodes(model, codec, episodes, chosen, averages or {}, np.random.default_rng(seed))
+    return diagnose_episodes(model, codec, episodes, detection_config, averages or {}, np.random.default_rng(seed))
 
 
-def drawn(rollout: Rollout, seed: int = 0) -> dict[str, ThoughtPairs]:
-    """What the two samples draw from a seed: each has a stream of its own."""
+def draw_pairs(rollout: Rollout, seed: int = 0) -> dict[str, ThoughtPairs]:
+    """Draw both samples from a seed, each with its own generator."""
     first, trajectory = np.random.default_rng(seed).spawn(2)
     turns = read_turns(rollout.episodes, rollout.codec)
     groups = [episode.group for episode in rollout.episodes]
@@ -86,159 +88,176 @@ def drawn(rollout: Rollout, seed: int = 0) -> dict[str, ThoughtPairs]:
     }
 
 
-def whole_sequences(model: Qwen2, pairs: ThoughtPairs) -> list[list[float]]:
-    """Log-prob of every thought after every prompt, each pair by itself as one sequence."""
+def score_full_sequences(model: Qwen2, pairs: ThoughtPairs) -> list[list[float]]:
+    """Compute the log-prob of every thought after every prompt, each pair as one full sequence."""
     return [[_score(model, prompt, thought) for prompt in pairs.prompts] for thought in pairs.thoughts]
 
 
 def _score(model: Qwen2, prompt: np.ndarray, thought: np.ndarray) -> float:
-    whole = torch.from_numpy(np.concatenate((prompt, thought)))[None]
+    sequence = torch.from_numpy(np.concatenate((prompt, thought)))[None]
     with torch.no_grad():
-        states = model.model.compute_hidden_states(whole, torch.arange(len(prompt) - 1, whole.shape[1] - 1))
-        logs = model.lm_head(states).log_softmax(-1).double()
-    return float(logs.gather(-1, torch.from_numpy(thought)[:, None]).sum())
+        states = model.model.compute_hidden_states(sequence, torch.arange(len(prompt) - 1, sequence.shape[1] - 1))
+        log_probs = model.lm_head(states).log_softmax(-1).double()
+    return float(log_probs.gather(-1, torch.from_numpy(thought)[:, None]).sum())
 
 
-def literal(model: Qwen2, pairs: ThoughtPairs) -> dict[str, float]:
-    """Every quantity of a first diagnosis but the control, by whole sequences and the slow formulas."""
-    sums, own, classes = whole_sequences(model, pairs), pairs.own_columns.tolist(), pairs.classes.tolist()
-    found = oracle.mutual_information(sums, [len(thought) for thought in pairs.thoughts], own)
-    return {**found, **smoothed([found]), **oracle.retrieval(sums, own, classes)}
+def compute_literal_quantities(model: Qwen2, pairs: ThoughtPairs) -> dict[str, float]:
+    """Compute every quantity of a first diagnosis except the control, from full sequences and slow formulas."""
+    sums, own_columns, classes = score_full_sequences(model, pairs), pairs.own_columns.tolist(), pairs.classes.tolist()
+    quantities = oracle.mutual_information(sums, [len(thought) for thought in pairs.thoughts], own_columns)
+    return {**quantities, **compute_smoothed([quantities]), **oracle.retrieval(sums, own_columns, classes)}
 
 
-def smoothed(diagnoses: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    found = {}
-    for end, information in (("", "mi_estimate"), ("_seq", "mi_seq_estimate"), ("_paper", "mi_estimate_paper")):
-        std = oracle.moving_average([one[f"marginal_std{end}"] for one in diagnoses])[-1]
-        found[f"marginal_std_ema{end}"] = std
-        found[f"mi_zscore_ema{end}"] = diagnoses[-1][information] / (std + 1e-3)
-    return found
+def compute_smoothed(diagnoses: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    averages = {}
+    for suffix, information in (("", "mi_estimate"), ("_seq", "mi_seq_estimate"), ("_paper", "mi_estimate_paper")):
+        std = oracle.moving_average([diagnosis[f"marginal_std{suffix}"] for diagnosis in diagnoses])[-1]
+        averages[f"marginal_std_ema{suffix}"] = std
+        averages[f"mi_zscore_ema{suffix}"] = diagnoses[-1][information] / (std + 1e-3)
+    return averages
 
 
-def of_sample(row: Mapping[str, float], sample: str) -> dict[str, float]:
-    """A sample's quantities under their published names, the control and the counts left out."""
+def select_sample(row: Mapping[str, float], sample: str) -> dict[str, float]:
+    """Select the quantities of a sample under their published names, without the control and the counts."""
     return {
         name.removeprefix(f"collapse_{sample}_").replace("_at_", "@"): value
         for name, value in row.items()
-        if name.startswith(f"collapse_{sample}_") and name not in FIRST_COUNTS and not name.endswith("_shuffled")
+        if name.startswith(f"collapse_{sample}_") and name not in FIRST_TURN_COUNTS and not name.endswith("_shuffled")
     }
 
 
-def close(found: Mapping[str, float], wanted: Mapping[str, float]) -> None:
-    assert found.keys() == wanted.keys()
-    assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+def assert_quantities_close(quantities: Mapping[str, float], expected: Mapping[str, float]) -> None:
+    assert quantities.keys() == expected.keys()
+    assert quantities == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-# ---------------------------------------------------------------------------- the numbers
+# ---------------------------------------------------------------------------- quantities
 
 
 @pytest.mark.parametrize("sample", ["first_turn", "trajectory"])
 def test_every_quantity_is_that_of_whole_sequences(rollout: Rollout, sample: str) -> None:
-    close(of_sample(diagnosed(rollout, 5).row, sample), literal(rollout.model, drawn(rollout, 5)[sample]))
+    assert_quantities_close(
+        select_sample(diagnose(rollout, 5).row, sample),
+        compute_literal_quantities(rollout.model, draw_pairs(rollout, 5)[sample]),
+    )
 
 
-def test_a_thoughts_own_score_is_what_the_sampler_said(rollout: Rollout) -> None:
-    """H(Z|X) of first turns, from the log-probs that were noted while the episodes were played."""
+def test_the_score_of_a_thought_is_that_of_the_sampler(rollout: Rollout) -> None:
+    """H(Z|X) of first turns equals that of the log-probs from the sampling of the episodes."""
     entropies = []
     for episode, turns in zip(rollout.episodes, read_turns(rollout.episodes, rollout.codec), strict=True):
         if turns[0].is_valid:
             length, start = len(turns[0].thought), len(turns[0].prompt)
             while not np.array_equal(episode.tokens[start : start + length], turns[0].thought):
-                start += 1  # a blank before the thought
+                start += 1  # skips a blank before the thought
             entropies.append(-float(episode.logprobs[start : start + length].sum(dtype=np.float64)))
-    row = diagnosed(rollout, num_samples=64).row
+    row = diagnose(rollout, num_samples=64).row
     assert row["collapse_first_turn_num_valid"] == len(entropies) > 10
     assert row["collapse_first_turn_conditional_entropy_seq_est"] == pytest.approx(np.mean(entropies), rel=1e-4)
 
 
 @pytest.mark.parametrize(("sample", "episodes"), [("first_turn", 18), ("trajectory", 18), ("first_turn", 7)])
-def test_the_control_sits_at_what_dealing_prompts_out_must_give(rollout: Rollout, sample: str, episodes: int) -> None:
-    """Seven episodes are six of one group and one of another: the control is high where one group has most thoughts."""
-    part = rollout._replace(episodes=rollout.episodes[:episodes])
-    pairs = drawn(part)[sample]
+def test_the_shuffled_control_has_its_expected_accuracy(rollout: Rollout, sample: str, episodes: int) -> None:
+    """Seven episodes are six of one group and one of another, so the control is high: one group has most thoughts."""
+    partial_rollout = rollout._replace(episodes=rollout.episodes[:episodes])
+    pairs = draw_pairs(partial_rollout)[sample]
     classes = pairs.classes.tolist()
-    right = [classes[column] for column in pairs.own_columns]
-    told = [classes[oracle.select_top_k(scores, 1)[0]] for scores in whole_sequences(rollout.model, pairs)]
-    expected = sum(told.count(one) * right.count(one) for one in set(classes)) / len(right) ** 2
-    row = diagnosed(part).row
-    # A deal's share has a standard error of at most about 1 / sqrt(12), the mean of 100 a tenth of that.
+    own_classes = [classes[column] for column in pairs.own_columns]
+    predicted_classes = [
+        classes[oracle.select_top_k(scores, 1)[0]] for scores in score_full_sequences(rollout.model, pairs)
+    ]
+    expected = (
+        sum(predicted_classes.count(class_id) * own_classes.count(class_id) for class_id in set(classes))
+        / len(own_classes) ** 2
+    )
+    row = diagnose(partial_rollout).row
+    # The accuracy of one shuffle has a standard error of at most about 1 / sqrt(12), the mean of 100 a tenth of that.
     assert row[f"collapse_{sample}_retrieval_shuffled"] == pytest.approx(expected, abs=0.1)
     assert row[f"collapse_{sample}_retrieval_accuracy"] > expected + 0.2
 
 
-def test_a_policy_that_cannot_look_back_tells_nothing_and_keeps_its_entropy(rollout: Rollout) -> None:
-    """Template collapse: all openings end in the same token, and without attention that is all that is seen."""
-    deaf = load_policy("sokoban-tiny", torch.device("cpu")).model
+def test_a_policy_without_attention_has_no_information_and_keeps_its_entropy(rollout: Rollout) -> None:
+    """This is template collapse: all openings end in the same token, the only one that is seen without attention."""
+    blind_model = load_policy("sokoban-tiny", torch.device("cpu")).model
     with torch.no_grad():
-        for block in deaf.model.blocks:
+        for block in blind_model.model.blocks:
             block.self_attn.o_proj.weight.zero_()
-    found, reads = (of_sample(diagnosed(one).row, "first_turn") for one in (rollout._replace(model=deaf), rollout))
+    blind_quantities, quantities = (
+        select_sample(diagnose(each_rollout).row, "first_turn")
+        for each_rollout in (rollout._replace(model=blind_model), rollout)
+    )
     for name in ("mi_estimate", "mi_seq_estimate", "mi_estimate_paper"):
-        assert found[name] == pytest.approx(0, abs=1e-5)
-        assert reads[name] > 0.1
-    assert found["reasoning_entropy_est"] > 1
+        assert blind_quantities[name] == pytest.approx(0, abs=1e-5)
+        assert quantities[name] > 0.1
+    assert blind_quantities["reasoning_entropy_est"] > 1
 
 
 def test_information_stays_below_its_bounds(rollout: Rollout) -> None:
     for seed in range(3):
-        row = diagnosed(rollout, seed).row
+        row = diagnose(rollout, seed).row
         for sample in ("first_turn", "trajectory"):
-            found = of_sample(row, sample)
-            assert found["mi_estimate_paper"] <= found["mi_estimate"] <= found["mi_upper_bound"]
-            assert found["mi_seq_estimate"] <= found["mi_upper_bound"]
-            assert found["mi_estimate_paper"] <= found["mi_upper_bound_paper"]
+            quantities = select_sample(row, sample)
+            assert quantities["mi_estimate_paper"] <= quantities["mi_estimate"] <= quantities["mi_upper_bound"]
+            assert quantities["mi_seq_estimate"] <= quantities["mi_upper_bound"]
+            assert quantities["mi_estimate_paper"] <= quantities["mi_upper_bound_paper"]
 
 
 # ---------------------------------------------------------------------------- moving averages
 
 
 def test_averages_start_at_the_first_std_and_keep_nine_tenths(rollout: Rollout) -> None:
-    first = diagnosed(rollout, 0)
-    second = diagnosed(rollout, 1, first.averages)
+    first = diagnose(rollout, 0)
+    second = diagnose(rollout, 1, first.averages)
     for sample in ("first_turn", "trajectory"):
-        one, two = of_sample(first.row, sample), of_sample(second.row, sample)
-        assert first.averages[sample] == {name: one[name] for name in first.averages[sample]}
-        assert {name: two[name] for name in smoothed([one])} == pytest.approx(smoothed([one, two]), rel=1e-12)
-        assert second.averages[sample]["marginal_std"] == two["marginal_std_ema"] != one["marginal_std"]
+        first_quantities, second_quantities = select_sample(first.row, sample), select_sample(second.row, sample)
+        assert first.averages[sample] == {name: first_quantities[name] for name in first.averages[sample]}
+        assert {name: second_quantities[name] for name in compute_smoothed([first_quantities])} == pytest.approx(
+            compute_smoothed([first_quantities, second_quantities]), rel=1e-12
+        )
+        assert (
+            second.averages[sample]["marginal_std"]
+            == second_quantities["marginal_std_ema"]
+            != first_quantities["marginal_std"]
+        )
 
 
-def test_averages_are_given_back_and_not_changed(rollout: Rollout) -> None:
-    first = diagnosed(rollout, 0)
-    kept = json.loads(json.dumps(first.averages))
-    again = [diagnosed(rollout, 1, averages) for averages in (first.averages, kept)]
-    assert drop_times(again[0].row) == drop_times(again[1].row)
-    assert first.averages == kept != again[0].averages
-    assert again[0].averages == again[1].averages
-    assert all(len(state) == 3 for state in kept.values())
+def test_averages_are_returned_and_the_inputs_do_not_change(rollout: Rollout) -> None:
+    first = diagnose(rollout, 0)
+    copied_averages = json.loads(json.dumps(first.averages))
+    diagnoses = [diagnose(rollout, 1, averages) for averages in (first.averages, copied_averages)]
+    assert drop_times(diagnoses[0].row) == drop_times(diagnoses[1].row)
+    assert first.averages == copied_averages != diagnoses[0].averages
+    assert diagnoses[0].averages == diagnoses[1].averages
+    assert all(len(state) == 3 for state in copied_averages.values())
 
 
 def test_a_sample_that_is_not_measured_leaves_its_average_as_it_was(rollout: Rollout) -> None:
-    averages = diagnosed(rollout).averages
-    found = diagnosed(rollout, 1, averages, first_turn_enabled=False).averages
-    assert found["first_turn"] == averages["first_turn"]
-    assert found["trajectory"] != averages["trajectory"]
-    assert diagnosed(unclosed(rollout), 1, averages).averages == averages
+    averages = diagnose(rollout).averages
+    new_averages = diagnose(rollout, 1, averages, first_turn_enabled=False).averages
+    assert new_averages["first_turn"] == averages["first_turn"]
+    assert new_averages["trajectory"] != averages["trajectory"]
+    assert diagnose(remove_thought_ends(rollout), 1, averages).averages == averages
 
 
-# ---------------------------------------------------------------------------- randomness, and what is left alone
+# ---------------------------------------------------------------------------- randomness and side effects
 
 
-def test_one_seed_gives_one_row_and_another_another(rollout: Rollout) -> None:
-    first, again, other = (diagnosed(rollout, seed) for seed in (3, 3, 4))
-    assert drop_times(first.row) == drop_times(again.row)
-    assert first.averages == again.averages
+def test_equal_seeds_have_equal_rows_and_others_differ(rollout: Rollout) -> None:
+    first, repeated, other = (diagnose(rollout, seed) for seed in (3, 3, 4))
+    assert drop_times(first.row) == drop_times(repeated.row)
+    assert first.averages == repeated.averages
     for sample in ("first_turn", "trajectory"):
         name = f"collapse_{sample}_marginal_std"
         assert first.row[name] != other.row[name]
 
 
 def test_switching_a_sample_off_leaves_the_other_as_it_is(rollout: Rollout) -> None:
-    both = drop_times(diagnosed(rollout).row)
-    one = drop_times(diagnosed(rollout, multi_turn_enabled=False).row)
-    other = drop_times(diagnosed(rollout, first_turn_enabled=False).row)
-    assert both == {**one, **other}
-    assert one.keys() == COVERAGE | FIRST - TIMES
-    assert other.keys() == COVERAGE | TRAJECTORY
+    row_of_both = drop_times(diagnose(rollout).row)
+    first_turn_row = drop_times(diagnose(rollout, multi_turn_enabled=False).row)
+    trajectory_row = drop_times(diagnose(rollout, first_turn_enabled=False).row)
+    assert row_of_both == {**first_turn_row, **trajectory_row}
+    assert first_turn_row.keys() == COVERAGE_COLUMNS | FIRST_TURN_COLUMNS - TIME_NAMES
+    assert trajectory_row.keys() == COVERAGE_COLUMNS | TRAJECTORY_COLUMNS
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -247,70 +266,74 @@ def test_model_gradients_and_global_randomness_are_left_alone(training: bool) ->
     model, episodes = trainer.model.train(training), replay_step(trainer, 1)
     for number, weight in enumerate(model.parameters()):
         weight.grad = torch.full_like(weight, number) if number % 2 else None
-    before = {name: (weight.clone(), weight.grad) for name, weight in model.named_parameters()}
-    copies = {name: grad.clone() for name, (_, grad) in before.items() if grad is not None}
-    streams = torch.get_rng_state(), str(np.random.get_state()), random.getstate()  # noqa: NPY002
-    diagnosed(Rollout(model, trainer.codec, episodes))
-    assert torch.equal(torch.get_rng_state(), streams[0])
-    assert (str(np.random.get_state()), random.getstate()) == streams[1:]  # noqa: NPY002
+    weights_and_gradients = {name: (weight.clone(), weight.grad) for name, weight in model.named_parameters()}
+    gradient_copies = {name: grad.clone() for name, (_, grad) in weights_and_gradients.items() if grad is not None}
+    rng_states = torch.get_rng_state(), str(np.random.get_state()), random.getstate()  # noqa: NPY002
+    diagnose(Rollout(model, trainer.codec, episodes))
+    assert torch.equal(torch.get_rng_state(), rng_states[0])
+    assert (str(np.random.get_state()), random.getstate()) == rng_states[1:]  # noqa: NPY002
     assert model.training == training
     for name, weight in model.named_parameters():
-        assert torch.equal(weight, before[name][0])
+        assert torch.equal(weight, weights_and_gradients[name][0])
         assert weight.requires_grad
-        assert weight.grad is before[name][1]
-        assert weight.grad is None or torch.equal(weight.grad, copies[name])
+        assert weight.grad is weights_and_gradients[name][1]
+        assert weight.grad is None or torch.equal(weight.grad, gradient_copies[name])
 
 
-def test_a_run_that_is_looked_at_trains_as_one_that_is_not() -> None:
+def test_a_diagnosed_run_trains_as_one_that_is_not() -> None:
     trainer, other = make_quiet_trainer(), make_quiet_trainer()
-    diagnosed(Rollout(trainer.model, trainer.codec, replay_step(trainer, 1)))
+    diagnose(Rollout(trainer.model, trainer.codec, replay_step(trainer, 1)))
     assert run_steps(trainer, 2) == run_steps(other, 2)
 
 
-# ---------------------------------------------------------------------------- what is there, and when
+# ---------------------------------------------------------------------------- columns and steps
 
 
 def test_a_row_has_the_columns_of_the_records(rollout: Rollout) -> None:
-    row = diagnosed(rollout).row
+    row = diagnose(rollout).row
     assert row.keys() == COLUMNS
     assert all(type(value) in (int, float) and np.isfinite(value) for value in row.values())
-    assert {name for name in row if name in TIME_COLUMNS} == TIMES
+    assert {name for name in row if name in TIME_COLUMNS} == TIME_NAMES
     assert len(COLUMNS) == 2 * 38 + 4 + 2
 
 
 def test_without_the_setting_a_row_has_fewer_columns_with_the_same_numbers(rollout: Rollout) -> None:
-    averages = diagnosed(rollout).averages
-    full, regular = (diagnosed(rollout, 1, averages, all_quantities=told) for told in (True, False))
-    assert regular.row.keys() == REGULAR
-    assert drop_times(regular.row) == {name: value for name, value in drop_times(full.row).items() if name in REGULAR}
-    assert regular.averages == full.averages
-    assert len(REGULAR) == 2 * 10 + 4 + 2
+    averages = diagnose(rollout).averages
+    full_diagnosis, regular_diagnosis = (
+        diagnose(rollout, 1, averages, all_quantities=all_quantities) for all_quantities in (True, False)
+    )
+    assert regular_diagnosis.row.keys() == REGULAR_COLUMNS
+    assert drop_times(regular_diagnosis.row) == {
+        name: value for name, value in drop_times(full_diagnosis.row).items() if name in REGULAR_COLUMNS
+    }
+    assert regular_diagnosis.averages == full_diagnosis.averages
+    assert len(REGULAR_COLUMNS) == 2 * 10 + 4 + 2
 
 
-def test_a_run_writes_the_regular_columns_and_all_where_they_are_asked_for() -> None:
-    for told, columns in ((False, REGULAR), (True, COLUMNS)):
-        settings = make_small_config(collapse_detection__all_quantities=told, trainer__total_training_steps=1)
+def test_a_run_writes_the_regular_columns_or_all_where_configured() -> None:
+    for all_quantities, columns in ((False, REGULAR_COLUMNS), (True, COLUMNS)):
+        settings = make_small_config(collapse_detection__all_quantities=all_quantities, trainer__total_training_steps=1)
         row = PPOTrainer(settings, diagnostics=DIAGNOSTICS).step().row
         assert {name for name in row if "collapse" in name} == columns
         assert columns <= LANGUAGE_MODEL.make_empty_row(settings).keys()
-        assert (LANGUAGE_MODEL.make_empty_row(settings).keys() >= COLUMNS) == told
+        assert (LANGUAGE_MODEL.make_empty_row(settings).keys() >= COLUMNS) == all_quantities
 
 
-def test_the_page_teaches_the_regular_quantities_and_no_other() -> None:
-    """Its paragraph on extra quantities is left out."""
+def test_the_page_documents_only_the_regular_quantities() -> None:
+    """The paragraph on extra quantities is left out of the comparison."""
     page = (Path(__file__).parents[3] / "docs" / "collapse_diagnostics.md").read_text(encoding="utf-8")
-    before, _, rest = page.partition("**Extra quantities.**")
-    extra, _, after = rest.partition("**Departures")
-    taught = before + after
-    named = {*re.findall(r"`([a-z_]+)`", taught)}
-    assert {quantity.name for quantity in QUANTITIES} <= named
-    assert not {quantity.name for quantity in EXTRA_QUANTITIES} & named
-    assert "collapse_detection.all_quantities=True" in extra
+    text_before, _, remaining_text = page.partition("**Extra quantities.**")
+    extra_paragraph, _, text_after = remaining_text.partition("**Departures")
+    main_text = text_before + text_after
+    names = {*re.findall(r"`([a-z_]+)`", main_text)}
+    assert {quantity.name for quantity in QUANTITIES} <= names
+    assert not {quantity.name for quantity in EXTRA_QUANTITIES} & names
+    assert "collapse_detection.all_quantities=True" in extra_paragraph
 
 
 def test_published_keys_are_the_columns_in_the_published_spelling() -> None:
     for column in (column for column in STEP_COLUMNS if "collapse" in column.name):
-        if column.name in TIMES:
+        if column.name in TIME_NAMES:
             assert f"timing_s/{column.name.removeprefix('seconds_')}_step" == column.published_key
         elif column.name.endswith(("_paper", "_shuffled")):
             assert not column.published_key
@@ -318,44 +341,46 @@ def test_published_keys_are_the_columns_in_the_published_spelling() -> None:
             assert column.published_key.replace("_sample/", "_").replace("/", "_").replace("@", "_at_") == column.name
 
 
-def test_nothing_is_diagnosed_with_both_samples_off_but_coverage(rollout: Rollout) -> None:
-    found = diagnosed(rollout, averages={"first_turn": {}}, first_turn_enabled=False, multi_turn_enabled=False)
+def test_with_both_samples_off_there_is_only_coverage(rollout: Rollout) -> None:
+    diagnosis = diagnose(rollout, averages={"first_turn": {}}, first_turn_enabled=False, multi_turn_enabled=False)
     turns = [turn for episode in read_turns(rollout.episodes, rollout.codec) for turn in episode]
-    assert found.row == {"collapse_valid_thinking_rate": sum(turn.is_valid for turn in turns) / len(turns)}
-    assert found.averages == {"first_turn": {}}
+    assert diagnosis.row == {"collapse_valid_thinking_rate": sum(turn.is_valid for turn in turns) / len(turns)}
+    assert diagnosis.averages == {"first_turn": {}}
 
 
 def test_one_group_has_no_first_turn_sample(rollout: Rollout) -> None:
-    alone = rollout._replace(episodes=[episode for episode in rollout.episodes if episode.group == 0])
-    twins = alone._replace(episodes=[*alone.episodes, *(episode._replace(group=1) for episode in alone.episodes)])
-    for one in (alone, twins):
-        found = diagnosed(one)
-        assert found.row.keys() == COVERAGE | FIRST_COUNTS | TRAJECTORY | TIMES
-        assert found.row["collapse_first_turn_num_total"] == len(one.episodes)
-        assert found.averages.keys() == {"trajectory"}
+    one_group = rollout._replace(episodes=[episode for episode in rollout.episodes if episode.group == 0])
+    twin_groups = one_group._replace(
+        episodes=[*one_group.episodes, *(episode._replace(group=1) for episode in one_group.episodes)]
+    )
+    for group_rollout in (one_group, twin_groups):
+        diagnosis = diagnose(group_rollout)
+        assert diagnosis.row.keys() == COVERAGE_COLUMNS | FIRST_TURN_COUNTS | TRAJECTORY_COLUMNS | TIME_NAMES
+        assert diagnosis.row["collapse_first_turn_num_total"] == len(group_rollout.episodes)
+        assert diagnosis.averages.keys() == {"trajectory"}
 
 
-def unclosed(rollout: Rollout) -> Rollout:
-    """The rollout with replies that never end their thought."""
-    said = rollout.codec.encode(["U"])[0][0]
-    episodes = [one._replace(tokens=np.where(one.mask, said, one.tokens)) for one in rollout.episodes]
+def remove_thought_ends(rollout: Rollout) -> Rollout:
+    """Replace the replies by ones that never end their thought."""
+    token = rollout.codec.encode(["U"])[0][0]
+    episodes = [episode._replace(tokens=np.where(episode.mask, token, episode.tokens)) for episode in rollout.episodes]
     return rollout._replace(episodes=episodes)
 
 
-def test_without_a_thought_only_coverage_is_told(rollout: Rollout) -> None:
-    found = diagnosed(unclosed(rollout))
-    assert found.row.keys() == COVERAGE | FIRST_COUNTS | TIMES
-    assert found.row["collapse_valid_thinking_rate"] == found.row["collapse_first_turn_num_valid"] == 0
-    assert found.averages == {}
+def test_without_a_thought_there_is_only_coverage(rollout: Rollout) -> None:
+    diagnosis = diagnose(remove_thought_ends(rollout))
+    assert diagnosis.row.keys() == COVERAGE_COLUMNS | FIRST_TURN_COUNTS | TIME_NAMES
+    assert diagnosis.row["collapse_valid_thinking_rate"] == diagnosis.row["collapse_first_turn_num_valid"] == 0
+    assert diagnosis.averages == {}
 
 
 def test_scores_that_are_not_finite_are_left_out(rollout: Rollout) -> None:
-    broken = load_policy("sokoban-tiny", torch.device("cpu")).model
+    broken_model = load_policy("sokoban-tiny", torch.device("cpu")).model
     with torch.no_grad():
-        broken.model.norm.weight.mul_(3e38)
-    found = diagnosed(rollout._replace(model=broken))
-    assert found.row.keys() == COVERAGE | FIRST_COUNTS | TIMES
-    assert found.averages == {}
+        broken_model.model.norm.weight.mul_(3e38)
+    diagnosis = diagnose(rollout._replace(model=broken_model))
+    assert diagnosis.row.keys() == COVERAGE_COLUMNS | FIRST_TURN_COUNTS | TIME_NAMES
+    assert diagnosis.averages == {}
 
 
 @pytest.mark.parametrize(
@@ -376,15 +401,15 @@ def test_step_1_and_every_so_many_are_due(freq: int, first_turn: bool, multi_tur
 # ---------------------------------------------------------------------------- the model's context
 
 
-def with_context(rollout: Rollout, tokens: int) -> Rollout:
-    """The rollout beside its own policy with a context of `tokens`."""
+def limit_context(rollout: Rollout, tokens: int) -> Rollout:
+    """Return the rollout with a copy of its policy that has a context of `tokens`."""
     model = Qwen2(replace(rollout.model.shape, max_position_embeddings=tokens))
     model.load_state_dict(rollout.model.state_dict())
     return rollout._replace(model=model)
 
 
-def lengthened(episode: Episode, count: int) -> Episode:
-    """The episode with its first token given `count` times more."""
+def lengthen(episode: Episode, count: int) -> Episode:
+    """Prepend `count` copies of the first token to the episode."""
     return episode._replace(
         tokens=np.concatenate((np.repeat(episode.tokens[:1], count), episode.tokens)),
         mask=np.concatenate((np.zeros(count, dtype=bool), episode.mask)),
@@ -392,8 +417,8 @@ def lengthened(episode: Episode, count: int) -> Episode:
     )
 
 
-def kept(pairs: ThoughtPairs, context: int) -> ThoughtPairs:
-    """The pairs whose prompt leaves room for the longest thought, one by one."""
+def select_fitting_pairs(pairs: ThoughtPairs, context: int) -> ThoughtPairs:
+    """Select the pairs whose prompt leaves room for the longest thought."""
     longest = max(len(thought) for thought in pairs.thoughts)
     columns = [number for number, prompt in enumerate(pairs.prompts) if len(prompt) + longest <= context]
     rows = [row for row, column in enumerate(pairs.own_columns.tolist()) if column in columns]
@@ -405,18 +430,23 @@ def kept(pairs: ThoughtPairs, context: int) -> ThoughtPairs:
     )
 
 
-def test_prompts_without_room_for_the_longest_thought_are_left_out_with_their_own(rollout: Rollout) -> None:
-    longer = rollout._replace(episodes=[lengthened(one, 60 * (one.group == 1)) for one in rollout.episodes])
-    for sample, pairs in drawn(longer).items():
+def test_prompts_without_room_for_the_longest_thought_are_left_out(rollout: Rollout) -> None:
+    long_rollout = rollout._replace(
+        episodes=[lengthen(episode, 60 * (episode.group == 1)) for episode in rollout.episodes]
+    )
+    for sample, pairs in draw_pairs(long_rollout).items():
         longest = max(len(thought) for thought in pairs.thoughts)
         sizes = sorted({len(prompt) + longest for prompt in pairs.prompts})
-        fits, fits_not = sizes[-2:]
-        wanted = literal(longer.model, kept(pairs, fits))
-        assert 2 <= len(kept(pairs, fits).prompts) < len(pairs.prompts)
-        for context in (fits, fits_not - 1):
-            close(of_sample(diagnosed(with_context(longer, context)).row, sample), wanted)
-        close(of_sample(diagnosed(with_context(longer, fits_not)).row, sample), literal(longer.model, pairs))
+        fitting_context, exceeding_context = sizes[-2:]
+        expected = compute_literal_quantities(long_rollout.model, select_fitting_pairs(pairs, fitting_context))
+        assert 2 <= len(select_fitting_pairs(pairs, fitting_context).prompts) < len(pairs.prompts)
+        for context in (fitting_context, exceeding_context - 1):
+            assert_quantities_close(select_sample(diagnose(limit_context(long_rollout, context)).row, sample), expected)
+        assert_quantities_close(
+            select_sample(diagnose(limit_context(long_rollout, exceeding_context)).row, sample),
+            compute_literal_quantities(long_rollout.model, pairs),
+        )
 
 
 def test_a_context_without_room_for_any_prompt_gives_no_quantities(rollout: Rollout) -> None:
-    assert diagnosed(with_context(rollout, 8)).row.keys() == COVERAGE | FIRST_COUNTS | TIMES
+    assert diagnose(limit_context(rollout, 8)).row.keys() == COVERAGE_COLUMNS | FIRST_TURN_COUNTS | TIME_NAMES

@@ -1,11 +1,11 @@
-"""When gradients are analysed, on which batch, what the lines say, and that nothing else moves."""
+"""Tests of when gradients are analyzed, on which batch, with which lines, and that nothing else changes."""
 
 import numpy as np
 import pytest
 import torch
 
 from tests.fakes.trainers import copy_weights, drop_times, make_quiet_trainer
-from tests.trainable.diagnostics.test_gradient_probe import ANALYSIS, GROUPS, SIZE, analysed
+from tests.trainable.diagnostics.test_gradient_probe import ANALYSIS, GROUPS, SIZE, make_trained_trainer
 from trainable.config.seeds import make_rng
 from trainable.diagnostics.gradient_analysis import analyse_gradients
 from trainable.ppo.trainer import PPOTrainer
@@ -14,7 +14,7 @@ from trainable.runs.records import GRADIENT_COLUMNS
 
 
 def test_rows_say_what_was_measured_and_how() -> None:
-    trainer = analysed(actor__kl_loss_type="mse", trainer__gradient_analysis_sketch=1024)
+    trainer = make_trained_trainer(actor__kl_loss_type="mse", trainer__gradient_analysis_sketch=1024)
     rows = {row["component"]: row for row in analyse_gradients(trainer, [])[0]["rows"]}
     assert {name: (row["form"], row["coefficient"]) for name, row in rows.items()} == {
         "task": ("gae", 1.0),
@@ -26,29 +26,30 @@ def test_rows_say_what_was_measured_and_how() -> None:
 
 
 def test_an_analysis_leaves_weights_optimizers_gradients_and_streams_alone() -> None:
-    trainer = analysed()
-    before, values = copy_weights(trainer), trainer.total_budget
-    state, old = torch.random.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index,union-attr]  # noqa: NPY002
+    trainer = make_trained_trainer()
+    old_weights, old_budget = copy_weights(trainer), trainer.total_budget
+    torch_state, numpy_state = torch.random.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index,union-attr]  # noqa: NPY002
     analyse_gradients(trainer, [])
-    after = copy_weights(trainer)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert trainer.total_budget == values
+    new_weights = copy_weights(trainer)
+    assert all(torch.equal(old_weights[name], new_weights[name]) for name in old_weights)
+    assert trainer.total_budget == old_budget
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert np.array_equal(np.random.get_state()[1], old)  # type: ignore[index]  # noqa: NPY002
+    assert torch.equal(torch.random.get_rng_state(), torch_state)
+    assert np.array_equal(np.random.get_state()[1], numpy_state)  # type: ignore[index]  # noqa: NPY002
 
 
-def test_training_is_the_same_with_and_without_it() -> None:
-    with_it, without = (
+def test_training_is_the_same_with_and_without_analyses() -> None:
+    analyzing_trainer, plain_trainer = (
         make_quiet_trainer(**ANALYSIS),
         make_quiet_trainer(**{**ANALYSIS, "trainer__gradient_analysis_mode": False}),
     )
     for step in (1, 2, 3):
-        one, two = with_it.step(), without.step()
-        assert drop_times(one.row) == drop_times(two.row)
-        assert bool(one.gradients) == (step in (1, 3)) == ("seconds_gradient_analysis" in one.row)
+        analyzed_step, plain_step = analyzing_trainer.step(), plain_trainer.step()
+        assert drop_times(analyzed_step.row) == drop_times(plain_step.row)
+        assert bool(analyzed_step.gradients) == (step in (1, 3)) == ("seconds_gradient_analysis" in analyzed_step.row)
     assert all(
-        torch.equal(a, b) for a, b in zip(copy_weights(with_it).values(), copy_weights(without).values(), strict=True)
+        torch.equal(a, b)
+        for a, b in zip(copy_weights(analyzing_trainer).values(), copy_weights(plain_trainer).values(), strict=True)
     )
 
 
@@ -70,25 +71,29 @@ def test_the_lines_have_the_columns_and_no_number_that_json_lacks() -> None:
 
 
 @pytest.mark.parametrize("prefilter", [True, False])
-def test_a_filter_that_keeps_nothing_is_told(prefilter: bool) -> None:
-    trainer = analysed(trainer__gradient_analysis_log_prefilter=prefilter, filter__rollout_filter_include_zero=False)
-    alike = [episode._replace(turn_rewards=[0.0] * len(episode.turn_rewards)) for episode in played(trainer)]
+def test_a_filter_that_keeps_nothing_has_a_row(prefilter: bool) -> None:
+    trainer = make_trained_trainer(
+        trainer__gradient_analysis_log_prefilter=prefilter, filter__rollout_filter_include_zero=False
+    )
+    equal_episodes = [
+        episode._replace(turn_rewards=[0.0] * len(episode.turn_rewards)) for episode in play_episodes(trainer)
+    ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "roll_out", lambda *_: alike)
-        *before, after = analyse_gradients(trainer, [])
-    assert [line["prefilter"] for line in before] == [True] * prefilter
-    (row,) = after["rows"]
+        patch.setattr(trainer, "roll_out", lambda *_: equal_episodes)
+        *prefilter_lines, filtered_line = analyse_gradients(trainer, [])
+    assert [line["prefilter"] for line in prefilter_lines] == [True] * prefilter
+    (row,) = filtered_line["rows"]
     assert (row["empty_after_filter"], row["sample_count"], row["source_groups_kept"]) == (1, 0, 0)
     assert (row["source_zero_std_groups"], row["source_batch_size"]) == (GROUPS, GROUPS * SIZE)
-    assert after["groups"] == []
-    assert {row["empty_after_filter"] for line in before for row in line["rows"]} <= {0}
+    assert filtered_line["groups"] == []
+    assert {row["empty_after_filter"] for line in prefilter_lines for row in line["rows"]} <= {0}
 
 
-def played(trainer: PPOTrainer) -> list[Episode]:
+def play_episodes(trainer: PPOTrainer) -> list[Episode]:
     return trainer.roll_out((trainer.val_levels * GROUPS)[:GROUPS], SIZE, make_rng(3, "gradient_sampling", 0))
 
 
-def test_the_steps_own_batch_is_used_where_no_other_is_asked_for() -> None:
+def test_the_training_batch_is_used_where_no_other_is_configured() -> None:
     lines = make_quiet_trainer(**{**ANALYSIS, "trainer__gradient_analysis_env_groups": None}).step().gradients
     for line in lines:
         assert all(row["uses_training_batch"] and row["source_env_groups"] == 2 for row in line["rows"])
@@ -96,19 +101,19 @@ def test_the_steps_own_batch_is_used_where_no_other_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("every", "expected"), [(1, [1, 2, 3, 4]), (2, [1, 3]), (50, [1])])
-def test_it_is_due_at_the_first_step_and_every_so_many(every: int, expected: list[int]) -> None:
+def test_an_analysis_is_due_at_the_first_step_and_every_so_many(every: int, expected: list[int]) -> None:
     settings = make_quiet_trainer(**{**ANALYSIS, "trainer__gradient_analysis_every": every}).config.trainer
     assert [step for step in range(1, 5) if settings.is_gradient_analysis_step(step)] == expected
 
 
-def test_measuring_only_trains_nothing_and_ends_after_the_first() -> None:
+def test_a_run_that_only_analyzes_trains_nothing_and_ends_after_the_first_step() -> None:
     trainer = make_quiet_trainer(
         **ANALYSIS, trainer__gradient_analysis_only=True, trainer__exit_after_gradient_analysis=True
     )
     assert trainer.config.trainer.total_training_steps == 1
-    before = copy_weights(trainer)
-    found = trainer.step()
-    assert found.gradients
-    assert found.row["optimizer_steps"] == 0
-    after = copy_weights(trainer)
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    old_weights = copy_weights(trainer)
+    result = trainer.step()
+    assert result.gradients
+    assert result.row["optimizer_steps"] == 0
+    new_weights = copy_weights(trainer)
+    assert all(torch.equal(old_weights[name], new_weights[name]) for name in old_weights)

@@ -1,4 +1,4 @@
-"""The gradients of an analysis: against plain backward passes, and their identities."""
+"""Tests of the gradients of an analysis: they equal plain backward passes, and identities hold."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -34,208 +34,233 @@ ANALYSIS: dict[str, object] = {
 }
 
 
-def analysed(**overrides: object) -> PPOTrainer:
-    """A small trainer after one step, so that policy and reference differ."""
+def make_trained_trainer(**overrides: object) -> PPOTrainer:
+    """Make a small trainer and train one step, so that policy and reference differ."""
     trainer = make_quiet_trainer(**{**ANALYSIS, "trainer__gradient_analysis_mode": False, **overrides})
     trainer.step()
     return trainer
 
 
-def prepared(trainer: PPOTrainer) -> tuple[PreparedBatch, dict[int, float]]:
+def prepare_batch(trainer: PPOTrainer) -> tuple[PreparedBatch, dict[int, float]]:
     levels = trainer.val_levels * GROUPS
     episodes = trainer.roll_out(levels[:GROUPS], SIZE, make_rng(3, "gradient_sampling", 0))
     stds = compute_group_scores("reward_std", reshape_by_group([episode.score for episode in episodes], SIZE))
-    ready = trainer.prepare_batch(episodes, GROUPS, GROUPS, make_rng(3, "gradient_duplicates", 0))
-    spread = {group: float(std) + 0.1 * group for group, std in enumerate(stds)}  # no two alike
-    return ready, spread
+    prepared = trainer.prepare_batch(episodes, GROUPS, GROUPS, make_rng(3, "gradient_duplicates", 0))
+    distinct_stds = {group: float(std) + 0.1 * group for group, std in enumerate(stds)}  # no two are equal
+    return prepared, distinct_stds
 
 
-def probed(
+def probe(
     trainer: PPOTrainer, buckets: int = 3, mode: str = "quantile", sketch: int | None = None
 ) -> tuple[PreparedBatch, ProbeResult]:
-    ready, stds = prepared(trainer)
+    prepared, stds = prepare_batch(trainer)
     generator = torch.Generator().manual_seed(1)
-    return ready, probe_gradients(
-        trainer.make_actor_update(), ready.batch, ready.targets, stds, buckets, mode, generator, sketch
+    return prepared, probe_gradients(
+        trainer.make_actor_update(), prepared.batch, prepared.targets, stds, buckets, mode, generator, sketch
     )
 
 
-def by_name(findings: ProbeResult) -> dict[tuple[str, str], dict[str, Any]]:
+def index_rows(findings: ProbeResult) -> dict[tuple[str, str], dict[str, Any]]:
     return {(row["bucket"], row["component"]): row for row in findings.rows}
 
 
-def gradient(trainer: PPOTrainer, parts: Iterator[Any], component: str) -> torch.Tensor:
-    """The plain way: backward of one term, read from `.grad`."""
+def compute_plain_gradient(trainer: PPOTrainer, passes: Iterator[Any], component: str) -> torch.Tensor:
+    """Compute the gradient of one term with plain backward passes, and read it from `.grad`."""
     trainer.model.zero_grad(set_to_none=True)
-    for part in parts:
-        terms = trainer.make_actor_update().compute_loss_terms(part, Meter())
+    for single_pass in passes:
+        terms = trainer.make_actor_update().compute_loss_terms(single_pass, Meter())
         (sum(terms.values()) if component == "total" else terms[component]).backward()
-    found = torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()])
+    gradient = torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()])
     trainer.model.zero_grad(set_to_none=True)
-    return found
+    return gradient
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_the_whole_batch_is_its_plain_gradient_and_the_sum_of_its_buckets(mode: str) -> None:
-    trainer = analysed(actor__loss_agg_mode=mode)
-    ready, findings = probed(trainer)
-    rows, batch = by_name(findings), ready.batch
-    everyone = torch.arange(len(batch.lengths))
+    trainer = make_trained_trainer(actor__loss_agg_mode=mode)
+    prepared, findings = probe(trainer)
+    rows, batch = index_rows(findings), prepared.batch
+    all_rows = torch.arange(len(batch.lengths))
     whole_weights = compute_loss_weights(batch.mask, mode)
-    members = buckets_of(ready, findings)
+    episodes_by_bucket = list_episodes_by_bucket(prepared, findings)
     for component in ("task", "entropy", "kl", "total"):
-        whole = gradient(trainer, make_weighted_passes(batch, ready.targets, everyone, whole_weights), component)
-        assert rows["all", component]["mean_norm"] == pytest.approx(float(whole.norm()), rel=1e-4)
-        summed = torch.zeros_like(whole)
-        for bucket, index in members.items():
-            alone = (
-                gradient(trainer, make_weighted_passes(batch, ready.targets, index, whole_weights[index]), component)
+        whole_gradient = compute_plain_gradient(
+            trainer, make_weighted_passes(batch, prepared.targets, all_rows, whole_weights), component
+        )
+        assert rows["all", component]["mean_norm"] == pytest.approx(float(whole_gradient.norm()), rel=1e-4)
+        gradient_sum = torch.zeros_like(whole_gradient)
+        for bucket, index in episodes_by_bucket.items():
+            bucket_gradient = (
+                compute_plain_gradient(
+                    trainer, make_weighted_passes(batch, prepared.targets, index, whole_weights[index]), component
+                )
                 / rows[bucket, component]["weight"]
             )
-            assert rows[bucket, component]["mean_norm"] == pytest.approx(float(alone.norm()), rel=1e-4)
-            summed += rows[bucket, component]["weight"] * alone
-        assert float((summed - whole).norm()) < 1e-5 * float(whole.norm())
-    assert sum(rows[bucket, "task"]["weight"] for bucket in members) == pytest.approx(1)
+            assert rows[bucket, component]["mean_norm"] == pytest.approx(float(bucket_gradient.norm()), rel=1e-4)
+            gradient_sum += rows[bucket, component]["weight"] * bucket_gradient
+        assert float((gradient_sum - whole_gradient).norm()) < 1e-5 * float(whole_gradient.norm())
+    assert sum(rows[bucket, "task"]["weight"] for bucket in episodes_by_bucket) == pytest.approx(1)
 
 
-def buckets_of(ready: PreparedBatch, findings: ProbeResult) -> dict[str, torch.Tensor]:
-    """Episodes of each bucket, from the table of groups."""
-    home = {row["group"]: row["bucket"] for row in findings.groups}
-    names = [home[int(group)] for group in ready.batch.group_ids]
+def list_episodes_by_bucket(prepared: PreparedBatch, findings: ProbeResult) -> dict[str, torch.Tensor]:
+    """Return the episodes of each bucket, from the table of groups."""
+    bucket_of_group = {row["group"]: row["bucket"] for row in findings.groups}
+    names = [bucket_of_group[int(group)] for group in prepared.batch.group_ids]
     return {
-        name: torch.tensor([number for number, own in enumerate(names) if own == name]) for name in sorted(set(names))
+        name: torch.tensor([number for number, bucket in enumerate(names) if bucket == name])
+        for name in sorted(set(names))
     }
 
 
 def test_shares_and_cosines_are_those_of_the_plain_gradients() -> None:
-    trainer = analysed()
-    ready, findings = probed(trainer)
-    row = by_name(findings)
-    everyone, mode = torch.arange(len(ready.batch.lengths)), trainer.config.actor.loss_agg_mode
-    weights_ = compute_loss_weights(ready.batch.mask, mode)
-    plain = {
-        name: gradient(trainer, make_weighted_passes(ready.batch, ready.targets, everyone, weights_), name).double()
+    trainer = make_trained_trainer()
+    prepared, findings = probe(trainer)
+    rows = index_rows(findings)
+    all_rows, mode = torch.arange(len(prepared.batch.lengths)), trainer.config.actor.loss_agg_mode
+    loss_weights = compute_loss_weights(prepared.batch.mask, mode)
+    gradients = {
+        name: compute_plain_gradient(
+            trainer, make_weighted_passes(prepared.batch, prepared.targets, all_rows, loss_weights), name
+        ).double()
         for name in ("task", "entropy", "kl")
     }
-    whole = sum(plain.values())
-    assert isinstance(whole, torch.Tensor)
-    for name, own in plain.items():
-        assert row["all", name]["share"] == pytest.approx(float(own @ whole / (whole @ whole)), rel=1e-3, abs=1e-6)
+    gradient_sum = sum(gradients.values())
+    assert isinstance(gradient_sum, torch.Tensor)
+    for name, gradient in gradients.items():
+        assert rows["all", name]["share"] == pytest.approx(
+            float(gradient @ gradient_sum / (gradient_sum @ gradient_sum)), rel=1e-3, abs=1e-6
+        )
         for other in ("task", "entropy", "kl"):
-            expected = float(own @ plain[other] / own.norm() / plain[other].norm())
-            assert row["all", name][f"cosine_{other}"] == pytest.approx(expected, rel=1e-3, abs=1e-5)
+            expected = float(gradient @ gradients[other] / gradient.norm() / gradients[other].norm())
+            assert rows["all", name][f"cosine_{other}"] == pytest.approx(expected, rel=1e-3, abs=1e-5)
     for bucket in ("bucket_1", "bucket_2", "bucket_3", "all"):
-        assert sum(row[bucket, name]["share"] for name in plain) == pytest.approx(1)
-        assert row[bucket, "total"]["share"] == 1
-        assert row[bucket, "total"].get("norm") is None
+        assert sum(rows[bucket, name]["share"] for name in gradients) == pytest.approx(1)
+        assert rows[bucket, "total"]["share"] == 1
+        assert rows[bucket, "total"].get("norm") is None
 
 
 def test_the_published_norm_is_a_mean_over_mini_batches() -> None:
-    trainer = analysed(actor__ppo_mini_batch_size=6, actor__ppo_micro_batch_size_per_gpu=2)
-    ready, findings = probed(trainer)
-    rows, settings = by_name(findings), trainer.config.actor
-    order, batch = order_length_stratified(ready.batch.lengths), ready.batch
-    groups = {bucket: set(index.tolist()) for bucket, index in buckets_of(ready, findings).items()}
-    assert any(len(index) % 6 for index in groups.values())  # one ends with a short mini-batch
+    trainer = make_trained_trainer(actor__ppo_mini_batch_size=6, actor__ppo_micro_batch_size_per_gpu=2)
+    prepared, findings = probe(trainer)
+    rows, settings = index_rows(findings), trainer.config.actor
+    order, batch = order_length_stratified(prepared.batch.lengths), prepared.batch
+    groups = {bucket: set(index.tolist()) for bucket, index in list_episodes_by_bucket(prepared, findings).items()}
+    assert any(len(index) % 6 for index in groups.values())  # at least one bucket ends with a short mini-batch
     for bucket, members in (*groups.items(), ("all", set(order.tolist()))):
         index = torch.tensor([number for number in order.tolist() if number in members])
         for component in ("task", "entropy", "kl"):
             norms = []
-            for part in index.split(6):
-                cut = make_passes(batch, ready.targets, part, settings.loss_agg_mode, 2, batch.tokens.shape[1])
-                micros = -(-len(part) // 2)
-                norms.append(float(gradient(trainer, cut, component).norm()) * micros / 3)  # as if it were whole
+            for mini_batch in index.split(6):
+                passes = make_passes(
+                    batch, prepared.targets, mini_batch, settings.loss_agg_mode, 2, batch.tokens.shape[1]
+                )
+                num_micro_batches = -(-len(mini_batch) // 2)
+                norms.append(
+                    float(compute_plain_gradient(trainer, passes, component).norm()) * num_micro_batches / 3
+                )  # as if the mini-batch were full
             row, norm = rows[bucket, component], float(np.mean(norms))
             assert row["norm"] == pytest.approx(norm, rel=1e-4)
             assert row["norm_per_sample"] == pytest.approx(norm / len(index), rel=1e-4)
             assert row["norm_per_token"] == pytest.approx(norm / int(batch.mask[index].sum()), rel=1e-4)
             assert row["sample_count"] == len(index)
-        parts = [rows[bucket, name]["loss"] for name in ("task", "entropy", "kl")]
-        assert rows[bucket, "total"]["loss"] == pytest.approx(sum(parts))
+        losses = [rows[bucket, name]["loss"] for name in ("task", "entropy", "kl")]
+        assert rows[bucket, "total"]["loss"] == pytest.approx(sum(losses))
         assert rows[bucket, "entropy"]["loss"] < 0 < rows[bucket, "kl"]["loss"]
 
 
 def test_signal_and_noise_are_of_the_folds_mean_gradients() -> None:
-    trainer = analysed()
-    ready, findings = probed(trainer)
-    row = by_name(findings)["all", "task"]
+    trainer = make_trained_trainer()
+    prepared, findings = probe(trainer)
+    row = index_rows(findings)["all", "task"]
     assert row["fold_count"] == min(FOLDS, GROUPS)
     assert row["mean_norm"] ** 2 == pytest.approx(row["signal"] + row["noise"])
     assert row["snr"] == pytest.approx(row["signal"] / row["noise"])
     assert row["snr_low"] < row["snr"] < row["snr_high"]
-    # Each of the groups is a fold of its own: the noise is the weighted spread of their gradients.
-    batch, weights_ = ready.batch, compute_loss_weights(ready.batch.mask, "token-mean")
-    found, shares = [], []
+    # Each group is one fold, so the noise is the weighted variance of their gradients.
+    batch, loss_weights = prepared.batch, compute_loss_weights(prepared.batch.mask, "token-mean")
+    fold_gradients, shares = [], []
     for group in torch.unique(batch.group_ids):
         index = (batch.group_ids == group).nonzero().squeeze(-1)
-        share = float(weights_[index].sum())
-        part = gradient(trainer, make_weighted_passes(batch, ready.targets, index, weights_[index]), "task").double()
-        found.append(part / share)
+        share = float(loss_weights[index].sum())
+        fold_gradient = compute_plain_gradient(
+            trainer, make_weighted_passes(batch, prepared.targets, index, loss_weights[index]), "task"
+        ).double()
+        fold_gradients.append(fold_gradient / share)
         shares.append(share)
-    gradients, share_of = torch.stack(found), torch.tensor(shares, dtype=torch.float64)
-    mean = share_of @ gradients
-    noise = float((share_of * (gradients - mean).square().sum(1)).sum() / (len(shares) - 1))
+    gradients, fold_shares = torch.stack(fold_gradients), torch.tensor(shares, dtype=torch.float64)
+    mean = fold_shares @ gradients
+    noise = float((fold_shares * (gradients - mean).square().sum(1)).sum() / (len(shares) - 1))
     assert row["noise"] == pytest.approx(noise, rel=1e-4)
 
 
-def test_sketches_give_nearly_the_numbers_of_whole_gradients() -> None:
-    trainer, size = analysed(), 2**16
-    whole, sketched = (by_name(probed(trainer, sketch=entries)[1]) for entries in (None, size))
-    assert whole.keys() == sketched.keys()
-    deviation = 5 / (2 * size) ** 0.5  # of a norm: five standard ones
-    for name, row in whole.items():
-        other, total = sketched[name], whole[name[0], "total"]["mean_norm"]
+def test_sketches_approximate_the_numbers_of_full_gradients() -> None:
+    trainer, size = make_trained_trainer(), 2**16
+    exact_rows, sketched_rows = (index_rows(probe(trainer, sketch=entries)[1]) for entries in (None, size))
+    assert exact_rows.keys() == sketched_rows.keys()
+    tolerance = 5 / (2 * size) ** 0.5  # five standard errors of a norm
+    for name, row in exact_rows.items():
+        sketched_row, total = sketched_rows[name], exact_rows[name[0], "total"]["mean_norm"]
         for number in ("norm", "mean_norm", "norm_per_sample", "norm_per_token"):
             if number in row:
-                assert other[number] == pytest.approx(row[number], rel=deviation)
-        assert other["signal"] == pytest.approx(row["signal"], abs=4 * deviation * (row["mean_norm"] ** 2))
-        assert other["share"] == pytest.approx(row["share"], abs=4 * deviation * row["mean_norm"] / total)
-        for beside in ("task", "entropy", "kl"):
-            assert other[f"cosine_{beside}"] == pytest.approx(row[f"cosine_{beside}"], abs=2 * deviation)
-        assert {key: other[key] for key in COUNTED} == {key: row[key] for key in COUNTED}
+                assert sketched_row[number] == pytest.approx(row[number], rel=tolerance)
+        assert sketched_row["signal"] == pytest.approx(row["signal"], abs=4 * tolerance * (row["mean_norm"] ** 2))
+        assert sketched_row["share"] == pytest.approx(row["share"], abs=4 * tolerance * row["mean_norm"] / total)
+        for other_component in ("task", "entropy", "kl"):
+            assert sketched_row[f"cosine_{other_component}"] == pytest.approx(
+                row[f"cosine_{other_component}"], abs=2 * tolerance
+            )
+        assert {key: sketched_row[key] for key in UNSKETCHED_COLUMNS} == {key: row[key] for key in UNSKETCHED_COLUMNS}
 
 
-COUNTED = ("loss", "weight", "fold_count", "sample_count", "token_count", "group_count", "reward_std_mean")
+UNSKETCHED_COLUMNS = ("loss", "weight", "fold_count", "sample_count", "token_count", "group_count", "reward_std_mean")
 
 
-def test_the_buckets_are_of_groups_in_order_of_their_spread() -> None:
-    trainer = analysed()
-    ready, findings = probed(trainer, buckets=3)
+def test_buckets_have_groups_in_the_order_of_their_reward_std() -> None:
+    trainer = make_trained_trainer()
+    prepared, findings = probe(trainer, buckets=3)
     groups = sorted(findings.groups, key=lambda row: row["reward_std"])
     assert [row["bucket"] for row in groups] == ["bucket_1"] * 2 + ["bucket_2"] * 2 + ["bucket_3"] * 3
-    rows = by_name(findings)
+    rows = index_rows(findings)
     for bucket in ("bucket_1", "bucket_2", "bucket_3"):
         stds = [row["reward_std"] for row in groups if row["bucket"] == bucket]
         row = rows[bucket, "task"]
         assert (row["reward_std_min"], row["reward_std_max"]) == (min(stds), max(stds))
         assert row["reward_std_mean"] == pytest.approx(float(np.mean(stds)))
         assert row["group_count"] == len(stds)
-    assert rows["all", "task"]["sample_count"] == len(ready.batch.lengths)
+    assert rows["all", "task"]["sample_count"] == len(prepared.batch.lengths)
     assert sum(rows[bucket, "kl"]["sample_pct"] for bucket in ("bucket_1", "bucket_2", "bucket_3")) == pytest.approx(
         100
     )
 
 
 def test_fixed_edges_leave_empty_buckets_out() -> None:
-    trainer = analysed()
-    ready, stds = prepared(trainer)
-    spread = dict(zip(stds, (0.2, 0.4, 2.5, 2.6, 2.7, 9.0, 9.5), strict=True))
-    found = probe_gradients(
-        trainer.make_actor_update(), ready.batch, ready.targets, spread, 6, "fixed_rv", torch.Generator().manual_seed(1)
+    trainer = make_trained_trainer()
+    prepared, stds = prepare_batch(trainer)
+    fixed_stds = dict(zip(stds, (0.2, 0.4, 2.5, 2.6, 2.7, 9.0, 9.5), strict=True))
+    findings = probe_gradients(
+        trainer.make_actor_update(),
+        prepared.batch,
+        prepared.targets,
+        fixed_stds,
+        6,
+        "fixed_rv",
+        torch.Generator().manual_seed(1),
     )
-    assert list(dict.fromkeys(row["bucket"] for row in found.rows)) == ["bucket_1", "bucket_3", "bucket_6", "all"]
+    assert list(dict.fromkeys(row["bucket"] for row in findings.rows)) == ["bucket_1", "bucket_3", "bucket_6", "all"]
 
 
-@pytest.mark.parametrize(("kind", "is_zero"), [("kl", False), ("mse", True), ("low_var_kl", True)])
-def test_the_kl_gradient_where_policy_and_reference_are_one(kind: str, is_zero: bool) -> None:
-    trainer = make_quiet_trainer(**{**ANALYSIS, "trainer__gradient_analysis_mode": False, "actor__kl_loss_type": kind})
-    _, findings = probed(trainer)
-    rows = by_name(findings)
+@pytest.mark.parametrize(("kl_loss_type", "is_zero"), [("kl", False), ("mse", True), ("low_var_kl", True)])
+def test_the_kl_gradient_where_policy_and_reference_are_equal(kl_loss_type: str, is_zero: bool) -> None:
+    trainer = make_quiet_trainer(
+        **{**ANALYSIS, "trainer__gradient_analysis_mode": False, "actor__kl_loss_type": kl_loss_type}
+    )
+    _, findings = probe(trainer)
+    rows = index_rows(findings)
     kl, task = rows["all", "kl"], rows["all", "task"]
-    if is_zero:  # what is left is rounding, and has no ratio and no direction
+    if is_zero:  # the remainder is rounding, which has no ratio and no direction
         assert (kl["mean_norm"], kl["share"], kl["snr"], kl["cosine_task"]) == (0, 0, None, None)
         assert kl["signal_share"] == 0 or rows["all", "total"]["signal_share"] is None
-        assert 0 <= kl["norm"] < 1e-6  # the published number stays what it is: 0 where both passes are cut alike
+        assert 0 <= kl["norm"] < 1e-6  # the published number is 0 where both passes have the same rows
         assert task["cosine_kl"] is None
     else:
         assert kl["mean_norm"] > 1e-3
@@ -244,7 +269,7 @@ def test_the_kl_gradient_where_policy_and_reference_are_one(kind: str, is_zero: 
 
 @pytest.mark.parametrize("coefficient", [1e-9, 1e3])
 def test_the_coefficient_does_not_decide_what_is_rounding(coefficient: float) -> None:
-    fresh = make_quiet_trainer(
+    untrained_trainer = make_quiet_trainer(
         **{
             **ANALYSIS,
             "trainer__gradient_analysis_mode": False,
@@ -252,89 +277,103 @@ def test_the_coefficient_does_not_decide_what_is_rounding(coefficient: float) ->
             "actor__kl_loss_coef": coefficient,
         }
     )
-    assert by_name(probed(fresh)[1])["all", "kl"]["snr"] is None
-    trained = by_name(probed(analysed(actor__kl_loss_coef=coefficient))[1])["all", "kl"]
-    assert trained["snr"] is not None
-    assert trained["mean_norm"] > 0
+    assert index_rows(probe(untrained_trainer)[1])["all", "kl"]["snr"] is None
+    trained_row = index_rows(probe(make_trained_trainer(actor__kl_loss_coef=coefficient))[1])["all", "kl"]
+    assert trained_row["snr"] is not None
+    assert trained_row["mean_norm"] > 0
 
 
-def test_what_is_not_finite_is_missing_and_the_rest_keeps_its_numbers() -> None:
-    trainer = analysed()
-    ready, stds = prepared(trainer)
+def test_numbers_that_are_not_finite_are_missing_and_the_others_do_not_change() -> None:
+    trainer = make_trained_trainer()
+    prepared, stds = prepare_batch(trainer)
 
-    def rows(advantages: torch.Tensor) -> dict[tuple[str, str], dict[str, Any]]:
-        targets = ready.targets._replace(advantages=advantages)
+    def probe_rows(advantages: torch.Tensor) -> dict[tuple[str, str], dict[str, Any]]:
+        targets = prepared.targets._replace(advantages=advantages)
         generator = torch.Generator().manual_seed(1)
-        found = probe_gradients(trainer.make_actor_update(), ready.batch, targets, stds, 3, "quantile", generator)
-        return by_name(found._replace(rows=[finite_or_missing(row) for row in found.rows]))
+        findings = probe_gradients(trainer.make_actor_update(), prepared.batch, targets, stds, 3, "quantile", generator)
+        return index_rows(findings._replace(rows=[finite_or_missing(row) for row in findings.rows]))
 
-    sound = ready.targets.advantages
-    bad = sound.clone()
-    bad[0, int(ready.batch.mask[0].nonzero()[0])] = torch.nan
-    before, after = rows(sound), rows(bad)
-    hit = [bucket for bucket in dict.fromkeys(name for name, _ in after) if after[bucket, "task"]["mean_norm"] is None]
-    assert len(hit) == 2
-    assert "all" in hit
-    for bucket, component in after:
-        row, whole = after[bucket, component], before[bucket, component]
-        if bucket not in hit:
-            assert row == whole
+    finite_advantages = prepared.targets.advantages
+    nan_advantages = finite_advantages.clone()
+    nan_advantages[0, int(prepared.batch.mask[0].nonzero()[0])] = torch.nan
+    finite_rows, nan_rows = probe_rows(finite_advantages), probe_rows(nan_advantages)
+    affected_buckets = [
+        bucket
+        for bucket in dict.fromkeys(name for name, _ in nan_rows)
+        if nan_rows[bucket, "task"]["mean_norm"] is None
+    ]
+    assert len(affected_buckets) == 2
+    assert "all" in affected_buckets
+    for bucket, component in nan_rows:
+        row, finite_row = nan_rows[bucket, component], finite_rows[bucket, component]
+        if bucket not in affected_buckets:
+            assert row == finite_row
         elif component in ("task", "total"):
             assert {row[name] for name in ("mean_norm", "signal", "noise", "snr", "loss")} == {None}
             assert row.get("norm") is None
         else:
-            same = ("norm", "mean_norm", "signal", "noise", "snr", "snr_low", "loss", "cosine_entropy", "cosine_kl")
-            assert {name: row[name] for name in same} == {name: whole[name] for name in same}
+            unchanged_names = (
+                "norm",
+                "mean_norm",
+                "signal",
+                "noise",
+                "snr",
+                "snr_low",
+                "loss",
+                "cosine_entropy",
+                "cosine_kl",
+            )
+            assert {name: row[name] for name in unchanged_names} == {name: finite_row[name] for name in unchanged_names}
             assert row["mean_norm"] > 0
             assert row["cosine_task"] is None
 
 
 def test_a_bucket_has_a_fold_for_each_of_its_groups_up_to_eight() -> None:
-    trainer = analysed()
-    ready, stds = prepared(trainer)
-    lost = int(torch.unique(ready.batch.group_ids)[0])  # a group without a trained token has no fold
-    mask = ready.batch.mask & (ready.batch.group_ids != lost)[:, None]
-    for batch in (ready.batch, ready.batch._replace(mask=mask)):
-        trained = {int(group) for group in batch.group_ids[batch.mask.any(1)]}
-        found = probe_gradients(
-            trainer.make_actor_update(), batch, ready.targets, stds, 2, "quantile", torch.Generator().manual_seed(3)
+    trainer = make_trained_trainer()
+    prepared, stds = prepare_batch(trainer)
+    untrained_group = int(torch.unique(prepared.batch.group_ids)[0])  # a group without a trained token has no fold
+    mask = prepared.batch.mask & (prepared.batch.group_ids != untrained_group)[:, None]
+    for batch in (prepared.batch, prepared.batch._replace(mask=mask)):
+        trained_groups = {int(group) for group in batch.group_ids[batch.mask.any(1)]}
+        findings = probe_gradients(
+            trainer.make_actor_update(), batch, prepared.targets, stds, 2, "quantile", torch.Generator().manual_seed(3)
         )
-        for row in found.rows:
-            own = {group["group"] for group in found.groups if row["bucket"] in (group["bucket"], "all")}
-            assert row["fold_count"] == min(FOLDS, len(own & trained))
+        for row in findings.rows:
+            bucket_groups = {group["group"] for group in findings.groups if row["bucket"] in (group["bucket"], "all")}
+            assert row["fold_count"] == min(FOLDS, len(bucket_groups & trained_groups))
 
 
-def test_groups_without_spread_teach_grpo_the_regularizers_alone() -> None:
-    trainer = analysed(algorithm__adv_estimator="grpo")
-    ready, stds = prepared(trainer)
-    targets = ready.targets._replace(advantages=torch.zeros_like(ready.targets.advantages))
-    found = probe_gradients(
-        trainer.make_actor_update(), ready.batch, targets, stds, 2, "quantile", torch.Generator().manual_seed(1)
+def test_groups_without_spread_leave_grpo_only_the_regularizers() -> None:
+    trainer = make_trained_trainer(algorithm__adv_estimator="grpo")
+    prepared, stds = prepare_batch(trainer)
+    targets = prepared.targets._replace(advantages=torch.zeros_like(prepared.targets.advantages))
+    findings = probe_gradients(
+        trainer.make_actor_update(), prepared.batch, targets, stds, 2, "quantile", torch.Generator().manual_seed(1)
     )
-    rows = by_name(found)
+    rows = index_rows(findings)
     names = ("signal_share", "signal_share_low", "signal_share_high")
     assert [rows["all", "task"][name] for name in names] == [0, 0, 0]
     assert rows["all", "kl"]["signal_share"] + rows["all", "entropy"]["signal_share"] == pytest.approx(1)
-    # What is nothing has no share in a step that has no signal.
-    for row in (row for row in found.rows if row["component"] == "task"):
+    # A component of zero has a share only in a step that has signal.
+    for row in (row for row in findings.rows if row["component"] == "task"):
         assert (row["signal_share"] == 0) == (rows[row["bucket"], "total"]["signal_share"] == 1)
 
 
 def test_shares_of_the_expected_step_sum_to_one_where_it_has_signal() -> None:
-    rows = by_name(probed(analysed())[1])
+    rows = index_rows(probe(make_trained_trainer())[1])
     for bucket in dict.fromkeys(name for name, _ in rows):
-        parts = [rows[bucket, name]["signal_share"] for name in ("task", "entropy", "kl")]
-        assert np.isnan(parts).all() or sum(parts) == pytest.approx(1)
-        assert np.isnan(parts).all() or rows[bucket, "total"]["signal"] > 0
-        assert np.isnan(parts).all() == (rows[bucket, "total"]["signal_share"] is None)
-    whole = rows["all", "kl"]
+        shares = [rows[bucket, name]["signal_share"] for name in ("task", "entropy", "kl")]
+        assert np.isnan(shares).all() or sum(shares) == pytest.approx(1)
+        assert np.isnan(shares).all() or rows[bucket, "total"]["signal"] > 0
+        assert np.isnan(shares).all() == (rows[bucket, "total"]["signal_share"] is None)
+    kl_row = rows["all", "kl"]
     assert rows["all", "total"]["signal"] > 0
-    assert whole["signal_share_low"] < whole["signal_share"] < whole["signal_share_high"]
+    assert kl_row["signal_share_low"] < kl_row["signal_share"] < kl_row["signal_share_high"]
 
 
 def test_a_component_that_is_off_has_no_row() -> None:
-    trainer = analysed(actor__use_kl_loss=False, actor__entropy_coeff=0.0)
-    _, findings = probed(trainer)
+    trainer = make_trained_trainer(actor__use_kl_loss=False, actor__entropy_coeff=0.0)
+    _, findings = probe(trainer)
     assert {row["component"] for row in findings.rows} == {"task", "total"}
-    row = by_name(findings)["all", "task"]
+    row = index_rows(findings)["all", "task"]
     assert (row["cosine_kl"], row["cosine_entropy"], row["cosine_task"]) == (None, None, pytest.approx(1))

@@ -26,11 +26,11 @@ from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 from trainable.tiny.tokenizer import build_tokenizer
 
-TINY = build_tokenizer()
+TINY_TOKENIZER = build_tokenizer()
 
 
-def byte_tokenizer() -> Tokenizer:
-    """Bytes with a few merges, as a hub model's: tags are several tokens, and some pieces straddle their ends."""
+def make_byte_tokenizer() -> Tokenizer:
+    """Make a byte tokenizer with a few merges, as of a hub model. A tag is several tokens, and some cross its ends."""
     merges = [("<", "/"), (".", "</"), ("Ġ", "</"), ("t", "h"), ("th", "i"), ("Ġ", "U"), ("Ġ", "Ġ"), (">", "<")]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = [*alphabet, *("".join(pair) for pair in merges)]
@@ -41,24 +41,24 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-BYTES = byte_tokenizer()
+BYTE_TOKENIZER = make_byte_tokenizer()
 
 
-def episode(replies: Sequence[str], tokenizer: Tokenizer = TINY, group: int = 0) -> Episode:
-    """An episode that says `replies`; what is given is "<think>" and, later, a turn's header before it."""
-    given_ids = [tokenizer.encode("Turn 1:\nState:\n" * (turn > 0) + "<think>").ids for turn in range(len(replies))]
-    said = [tokenizer.encode(reply).ids for reply in replies]
-    parts = [part for pair in zip(given_ids, said, strict=True) for part in pair]
-    sizes = [len(part) for part in parts]
+def make_episode(replies: Sequence[str], tokenizer: Tokenizer = TINY_TOKENIZER, group: int = 0) -> Episode:
+    """Make an episode with `replies`. The prompt of a turn is "<think>", after a header in later turns."""
+    forced_tokens = [tokenizer.encode("Turn 1:\nState:\n" * (turn > 0) + "<think>").ids for turn in range(len(replies))]
+    reply_tokens = [tokenizer.encode(reply).ids for reply in replies]
+    segments = [segment for pair in zip(forced_tokens, reply_tokens, strict=True) for segment in pair]
+    sizes = [len(segment) for segment in segments]
     zeros = np.zeros(sum(sizes), dtype=np.float32)
     return Episode(
         level_seed=0,
         group=group,
-        tokens=np.concatenate([np.array(part, dtype=np.int64) for part in parts]),
+        tokens=np.concatenate([np.array(segment, dtype=np.int64) for segment in segments]),
         mask=np.repeat([False, True] * len(replies), sizes),
         logprobs=zeros,
         entropies=zeros,
-        turns=np.repeat(np.arange(len(parts)) // 2, sizes),
+        turns=np.repeat(np.arange(len(segments)) // 2, sizes),
         turn_rewards=(0.0,) * len(replies),
         actions=1,
         invalid_turns=0,
@@ -67,9 +67,9 @@ def episode(replies: Sequence[str], tokenizer: Tokenizer = TINY, group: int = 0)
     )
 
 
-def thoughts(replies: Sequence[str], tokenizer: Tokenizer = TINY) -> list[str]:
-    """The text of each turn's thought."""
-    (turns,) = read_turns([episode(replies, tokenizer)], make_codec(tokenizer))
+def read_thoughts(replies: Sequence[str], tokenizer: Tokenizer = TINY_TOKENIZER) -> list[str]:
+    """Read the text of the thought of each turn."""
+    (turns,) = read_turns([make_episode(replies, tokenizer)], make_codec(tokenizer))
     return [tokenizer.decode(turn.thought.tolist()) for turn in turns]
 
 
@@ -77,17 +77,17 @@ def thoughts(replies: Sequence[str], tokenizer: Tokenizer = TINY) -> list[str]:
 
 
 @pytest.mark.parametrize("end", ["</think><answer>Up</answer><|im_end|>", "</think> <answer>U", "</think>"])
-@pytest.mark.parametrize("tokenizer", [TINY, BYTES], ids=["tiny", "bytes"])
-def test_a_thought_is_what_stands_before_its_end(tokenizer: Tokenizer, end: str) -> None:
-    assert thoughts(["P32 X22 O11 UL" + end], tokenizer) == ["P32 X22 O11 UL"]
+@pytest.mark.parametrize("tokenizer", [TINY_TOKENIZER, BYTE_TOKENIZER], ids=["tiny", "bytes"])
+def test_a_thought_is_the_text_before_its_end(tokenizer: Tokenizer, end: str) -> None:
+    assert read_thoughts(["P32 X22 O11 UL" + end], tokenizer) == ["P32 X22 O11 UL"]
 
 
 def test_the_tiny_tokenizer_ends_a_thought_and_starts_an_answer_with_one_token() -> None:
-    assert len(TINY.encode("</think><answer>").ids) == 1
-    assert len(BYTES.encode("</think><answer>").ids) > 5
+    assert len(TINY_TOKENIZER.encode("</think><answer>").ids) == 1
+    assert len(BYTE_TOKENIZER.encode("</think><answer>").ids) > 5
 
 
-@pytest.mark.parametrize("tokenizer", [TINY, BYTES], ids=["tiny", "bytes"])
+@pytest.mark.parametrize("tokenizer", [TINY_TOKENIZER, BYTE_TOKENIZER], ids=["tiny", "bytes"])
 @pytest.mark.parametrize(
     "reply",
     [
@@ -100,62 +100,62 @@ def test_the_tiny_tokenizer_ends_a_thought_and_starts_an_answer_with_one_token()
     ids=["empty", "blank", "cut off", "not closed", "half closed"],
 )
 def test_a_thought_that_is_empty_or_not_closed_has_no_tokens(tokenizer: Tokenizer, reply: str) -> None:
-    (turns,) = read_turns([episode([reply], tokenizer)], make_codec(tokenizer))
+    (turns,) = read_turns([make_episode([reply], tokenizer)], make_codec(tokenizer))
     assert len(turns[0].thought) == 0
     assert not turns[0].is_valid
 
 
 @pytest.mark.parametrize(
-    ("reply", "told"),
+    ("reply", "expected"),
     [
-        ("\n\nUL\n</think>", "UL"),  # blank tokens at both ends go
-        ("U  L </think>", "U  L"),  # " </" holds the tag's start; what is inside stays
-        ("think. Up.</think>", "think. Up"),  # ".</" holds the tag's start, and the full stop goes with it
+        ("\n\nUL\n</think>", "UL"),  # blank tokens at both ends are removed
+        ("U  L </think>", "U  L"),  # " </" contains the start of the tag, and blanks inside are kept
+        ("think. Up.</think>", "think. Up"),  # ".</" contains the start of the tag, so the full stop is removed with it
         ("U</think>L</think>", "U"),  # the first end counts
-        ("é</think>", "é"),  # one letter, two tokens, none of which is text by itself
-        (" Up</think>", " Up"),  # the blank is part of a token that says something
+        ("é</think>", "é"),  # one letter of two tokens, neither of which is text by itself
+        (" Up</think>", " Up"),  # the blank is part of a token with text
     ],
 )
-def test_only_tokens_wholly_inside_the_thought_are_kept(reply: str, told: str) -> None:
-    assert thoughts([reply], BYTES) == [told]
+def test_only_tokens_wholly_inside_the_thought_are_kept(reply: str, expected: str) -> None:
+    assert read_thoughts([reply], BYTE_TOKENIZER) == [expected]
 
 
 def test_an_answer_is_not_needed() -> None:
-    assert thoughts(["UL</think><|im_end|>", "U</think>L<|im_end|>"]) == ["UL", "U"]
+    assert read_thoughts(["UL</think><|im_end|>", "U</think>L<|im_end|>"]) == ["UL", "U"]
 
 
 def test_a_prompt_is_the_whole_conversation_up_to_the_forced_start() -> None:
     replies = ["UL</think><answer>Up</answer><|im_end|>", "D</think><answer>Down</answer><|im_end|>"]
-    played = episode(replies)
-    ((first, second),) = read_turns([played], make_codec(TINY))
-    assert TINY.decode(first.prompt.tolist()) == "<think>"
-    assert TINY.decode(second.prompt.tolist(), skip_special_tokens=False) == (
+    episode = make_episode(replies)
+    ((first, second),) = read_turns([episode], make_codec(TINY_TOKENIZER))
+    assert TINY_TOKENIZER.decode(first.prompt.tolist()) == "<think>"
+    assert TINY_TOKENIZER.decode(second.prompt.tolist(), skip_special_tokens=False) == (
         "<think>" + replies[0] + "Turn 1:\nState:\n<think>"
     )
-    assert np.array_equal(np.concatenate((second.prompt, second.thought)), played.tokens[: len(second.prompt) + 1])
+    assert np.array_equal(np.concatenate((second.prompt, second.thought)), episode.tokens[: len(second.prompt) + 1])
 
 
 @examples
 @given(st.text("UDLR P3\n", max_size=8), st.sampled_from([END_OF_MESSAGE, "</think>", "</think><answer>"]))
-def test_thoughts_survive_from_text_to_tokens_and_back(said: str, end: str) -> None:
-    told = said.strip() if end != END_OF_MESSAGE else ""
-    assert [text.strip() for text in thoughts([said + end])] == [told]
+def test_thoughts_round_trip_through_tokens(reply: str, end: str) -> None:
+    expected = reply.strip() if end != END_OF_MESSAGE else ""
+    assert [text.strip() for text in read_thoughts([reply + end])] == [expected]
 
 
 # ---------------------------------------------------------------------------- counting and sampling
 
 
-def turn(prompt: Sequence[int], thought: Sequence[int]) -> Turn:
+def make_turn(prompt: Sequence[int], thought: Sequence[int]) -> Turn:
     return Turn(np.array(prompt, dtype=np.int64), np.array(thought, dtype=np.int64))
 
 
-# Five episodes of three groups; groups 0 and 2 open alike.
+# Five episodes of three groups. Groups 0 and 2 have the same opening.
 EPISODES = [
-    [turn([1], [10]), turn([1, 2], [11])],
-    [turn([1], [])],
-    [turn([5], [12, 13]), turn([5, 6], []), turn([5, 6, 7], [14])],
-    [turn([1], [15])],
-    [turn([1], []), turn([1, 9], [])],
+    [make_turn([1], [10]), make_turn([1, 2], [11])],
+    [make_turn([1], [])],
+    [make_turn([5], [12, 13]), make_turn([5, 6], []), make_turn([5, 6, 7], [14])],
+    [make_turn([1], [15])],
+    [make_turn([1], []), make_turn([1, 9], [])],
 ]
 GROUPS = [0, 0, 1, 2, 2]
 
@@ -172,7 +172,7 @@ def test_coverage_by_hand() -> None:
     assert set(compute_thought_coverage([]).values()) == {0}
 
 
-def test_first_turns_stand_against_the_openings_of_their_groups() -> None:
+def test_first_turns_are_paired_with_the_openings_of_their_groups() -> None:
     pairs = sample_first_turn_pairs(EPISODES, GROUPS, 64, np.random.default_rng(0))
     assert [list(thought) for thought in pairs.thoughts] == [[10], [12, 13], [15]]
     assert [list(prompt) for prompt in pairs.prompts] == [[1], [5], [1]]
@@ -186,31 +186,31 @@ def test_a_group_without_a_valid_first_turn_has_no_column() -> None:
     assert pairs.own_columns.tolist() == [0, 1, 1]
 
 
-def many(count: int) -> list[list[Turn]]:
-    """Episodes of one to three turns whose tokens tell them apart; every fourth has no valid turn."""
+def make_episodes(count: int) -> list[list[Turn]]:
+    """Make episodes of one to three turns with unique tokens. Every fourth episode has no valid turn."""
     return [
-        [turn([number, place], [number, place] if number % 4 else []) for place in range(1 + number % 3)]
+        [make_turn([number, index], [number, index] if number % 4 else []) for index in range(1 + number % 3)]
         for number in range(count)
     ]
 
 
 def test_first_turns_are_drawn_without_replacement_and_follow_their_own_prompt() -> None:
-    episodes = many(40)
+    episodes = make_episodes(40)
     pairs = sample_first_turn_pairs(episodes, range(40), 8, np.random.default_rng(1))
-    drawn = [int(thought[0]) for thought in pairs.thoughts]
-    assert len(set(drawn)) == len(drawn) == 8
-    assert [int(pairs.prompts[column][0]) for column in pairs.own_columns] == drawn
+    numbers = [int(thought[0]) for thought in pairs.thoughts]
+    assert len(set(numbers)) == len(numbers) == 8
+    assert [int(pairs.prompts[column][0]) for column in pairs.own_columns] == numbers
     counts = np.zeros(40)
     for seed in range(400):
         for thought in sample_first_turn_pairs(episodes, range(40), 8, np.random.default_rng(seed)).thoughts:
             counts[thought[0]] += 1
     assert not counts[::4].any()
-    # Each of the 30 valid ones comes in 8/30 of the draws: 107 of 400, give or take five standard errors of 8.9.
+    # Each of the 30 valid turns is in 8/30 of the draws: 107 of 400, within five standard errors of 8.9.
     assert np.delete(counts, np.arange(0, 40, 4)) == pytest.approx(400 * 8 / 30, abs=45)
 
 
-def test_trajectory_draws_have_a_column_each_and_weigh_episodes_alike() -> None:
-    episodes = many(8)
+def test_trajectory_draws_have_one_column_each_and_weigh_episodes_equally() -> None:
+    episodes = make_episodes(8)
     counts: dict[tuple[int, int], int] = {}
     draws = 0
     for seed in range(1500):
@@ -219,32 +219,36 @@ def test_trajectory_draws_have_a_column_each_and_weigh_episodes_alike() -> None:
         assert pairs.own_columns.tolist() == list(range(len(pairs.own_columns)))
         for prompt, thought in zip(pairs.prompts, pairs.thoughts, strict=True):
             assert np.array_equal(prompt, thought)
-            where = int(thought[0]), int(thought[1])
-            counts[where] = counts.get(where, 0) + 1
+            turn_key = int(thought[0]), int(thought[1])
+            counts[turn_key] = counts.get(turn_key, 0) + 1
         draws += 4
     for number in range(8):
-        for place in range(1 + number % 3):
-            share = counts.get((number, place), 0) / draws
-            wanted = 1 / 8 / (1 + number % 3) if number % 4 else 0
-            assert share == pytest.approx(wanted, abs=5 * (0.125 / draws) ** 0.5)
+        for turn_index in range(1 + number % 3):
+            share = counts.get((number, turn_index), 0) / draws
+            expected = 1 / 8 / (1 + number % 3) if number % 4 else 0
+            assert share == pytest.approx(expected, abs=5 * (0.125 / draws) ** 0.5)
 
 
 def test_a_turn_drawn_twice_has_two_columns_of_one_class() -> None:
-    pairs = sample_trajectory_pairs([[turn([1], [2])], [turn([1], [3]), turn([4], [5])]], 64, np.random.default_rng(0))
+    pairs = sample_trajectory_pairs(
+        [[make_turn([1], [2])], [make_turn([1], [3]), make_turn([4], [5])]], 64, np.random.default_rng(0)
+    )
     assert len(pairs.prompts) == 3  # as many draws as there are valid turns
-    alike = {tuple(prompt): number for prompt, number in zip(pairs.prompts, pairs.classes.tolist(), strict=True)}
-    assert [alike[tuple(prompt)] for prompt in pairs.prompts] == pairs.classes.tolist()
-    assert len(set(alike.values())) == len(alike)
+    class_of_prompt = {
+        tuple(prompt): number for prompt, number in zip(pairs.prompts, pairs.classes.tolist(), strict=True)
+    }
+    assert [class_of_prompt[tuple(prompt)] for prompt in pairs.prompts] == pairs.classes.tolist()
+    assert len(set(class_of_prompt.values())) == len(class_of_prompt)
 
 
 def test_sampling_is_reproduced_by_its_generator() -> None:
-    episodes = many(30)
+    episodes = make_episodes(30)
     for sample in (
         lambda rng: sample_first_turn_pairs(episodes, range(30), 5, rng),
         lambda rng: sample_trajectory_pairs(episodes, 5, rng),
     ):
-        first, again, other = (sample(np.random.default_rng(seed)) for seed in (3, 3, 4))
-        assert np.array_equal(np.concatenate(first.thoughts), np.concatenate(again.thoughts))
+        first, repeated, other = (sample(np.random.default_rng(seed)) for seed in (3, 3, 4))
+        assert np.array_equal(np.concatenate(first.thoughts), np.concatenate(repeated.thoughts))
         assert np.concatenate(first.thoughts).tolist() != np.concatenate(other.thoughts).tolist()
 
 
@@ -277,24 +281,26 @@ def rollout() -> tuple[list[Episode], Codec]:
     return episodes, codec
 
 
-def test_a_real_rollouts_thoughts_read_as_its_texts_do(rollout: tuple[list[Episode], Codec]) -> None:
+def test_thoughts_of_a_rollout_equal_those_of_its_texts(rollout: tuple[list[Episode], Codec]) -> None:
     episodes, codec = rollout
-    for played, turns in zip(episodes, read_turns(episodes, codec), strict=True):
-        for text, one in zip(played.texts, turns, strict=True):
-            told = text.split("</think>")[0].strip() if "</think>" in text else ""
-            assert codec.decode([one.thought])[0].strip() == told
+    for episode, turns in zip(episodes, read_turns(episodes, codec), strict=True):
+        for text, turn in zip(episode.texts, turns, strict=True):
+            expected = text.split("</think>")[0].strip() if "</think>" in text else ""
+            assert codec.decode([turn.thought])[0].strip() == expected
 
 
-def test_a_thoughts_score_after_its_own_prompt_is_what_the_sampler_said(rollout: tuple[list[Episode], Codec]) -> None:
+def test_the_score_of_a_thought_after_its_prompt_is_that_of_the_sampler(rollout: tuple[list[Episode], Codec]) -> None:
     episodes, codec = rollout
     model = load_policy("sokoban-tiny", torch.device("cpu")).model
-    compared = 0
-    for played, turns in zip(episodes, read_turns(episodes, codec), strict=True):
-        for one in turns:
-            start = len(one.prompt)
-            stop = start + len(one.thought)
-            if one.is_valid and np.array_equal(played.tokens[start:stop], one.thought):
-                found = compute_cross_scores(model, [one.prompt], [one.thought]).logprob_sums
-                assert float(found) == pytest.approx(float(played.logprobs[start:stop].sum()), rel=1e-4, abs=1e-4)
-                compared += 1
-    assert compared > 20
+    num_compared = 0
+    for episode, turns in zip(episodes, read_turns(episodes, codec), strict=True):
+        for turn in turns:
+            start = len(turn.prompt)
+            stop = start + len(turn.thought)
+            if turn.is_valid and np.array_equal(episode.tokens[start:stop], turn.thought):
+                logprob_sum = compute_cross_scores(model, [turn.prompt], [turn.thought]).logprob_sums
+                assert float(logprob_sum) == pytest.approx(
+                    float(episode.logprobs[start:stop].sum()), rel=1e-4, abs=1e-4
+                )
+                num_compared += 1
+    assert num_compared > 20

@@ -1,4 +1,4 @@
-"""Chat templates cut into parts: what is put together turn by turn is what transformers renders of the whole."""
+"""Chat formats read from templates: a conversation built turn by turn equals what transformers renders at once."""
 
 from pathlib import Path
 
@@ -49,7 +49,7 @@ SYSTEM_IN_THE_LAST = (
     "[INST] {% if loop.last and told %}{{ told }}\n\n{% endif %}{{ m.content }} [/INST]"
     "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
-# Whether a system message has a place, and the token that ends a reply.
+# The template, whether it accepts a system message, and the token that ends a reply.
 TEMPLATES = {
     "plain": (PLAIN, True, "<|im_end|>"),
     "default system": (DEFAULT_SYSTEM, True, "<|im_end|>"),
@@ -63,13 +63,15 @@ TEMPLATES = {
 }
 
 
-def cut(folder: Path, template: object, tokenizer: Tokenizer | None = None, wanted: str = "auto") -> ChatFormat:
+def read_format(
+    folder: Path, template: object, tokenizer: Tokenizer | None = None, setting: str = "auto"
+) -> ChatFormat:
     tokenizer = tokenizer or make_byte_tokenizer()
-    return read_chat_format(write_tokenizer_config(folder, template), tokenizer, tokenizer.token_to_id("</s>"), wanted)
+    return read_chat_format(write_tokenizer_config(folder, template), tokenizer, tokenizer.token_to_id("</s>"), setting)
 
 
-def rendered(template: str, messages: list[dict[str, str]]) -> str:
-    """What transformers makes of a conversation up to the next reply."""
+def render(template: str, messages: list[dict[str, str]]) -> str:
+    """Render a conversation up to the next reply with transformers."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=make_byte_tokenizer(), bos_token="<s>", eos_token="</s>")
@@ -79,82 +81,82 @@ def rendered(template: str, messages: list[dict[str, str]]) -> str:
     return text
 
 
-def messages(system: str, users: list[str], replies: list[str], has_system: bool) -> list[dict[str, str]]:
+def make_messages(system: str, users: list[str], replies: list[str], has_system: bool) -> list[dict[str, str]]:
     first = [{"role": "system", "content": system}] if has_system else []
-    opening = users[0] if has_system else f"{system}\n\n{users[0].strip()}"
-    found = [*first, {"role": "user", "content": opening}]
+    first_user = users[0] if has_system else f"{system}\n\n{users[0].strip()}"
+    conversation = [*first, {"role": "user", "content": first_user}]
     for user, reply in zip(users[1:], replies, strict=True):
-        found += [{"role": "assistant", "content": reply}, {"role": "user", "content": user}]
-    return found
+        conversation += [{"role": "assistant", "content": reply}, {"role": "user", "content": user}]
+    return conversation
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
 def test_turn_by_turn_is_what_transformers_renders(name: str, tmp_path: Path) -> None:
-    template, has_system, end = TEMPLATES[name]
-    chat = cut(tmp_path, template)
-    assert chat.end_marker == end
+    template, has_system, end_marker = TEMPLATES[name]
+    chat = read_format(tmp_path, template)
+    assert chat.end_marker == end_marker
     users = ["\nTurn 1:\n#O\n" if has_system else "Turn 1:", "Turn 2:\n#X\n", "  three "]
     replies = ["<think>P</think><answer>Up</answer>", "<think>a\n\nb</think> <answer>Left</answer>"]
-    told = chat.format_first_turn("Play.", users[0])
+    text = chat.format_first_turn("Play.", users[0])
     blank = " " if name == "a blank before the reply" else ""
-    assert told == rendered(template, messages("Play.", users[:1], [], has_system)) + blank
+    assert text == render(template, make_messages("Play.", users[:1], [], has_system)) + blank
     for number, (user, reply) in enumerate(zip(users[1:], replies, strict=True), 2):
-        told += reply + chat.end_marker + chat.format_next_turn(user)
-        whole = rendered(template, messages("Play.", users[:number], replies[: number - 1], has_system)) + blank
-        assert told.replace("</s>", "") == whole.replace("</s>", "")
-        assert (told == whole) == (name != "no marks")  # a sampled end stays in the conversation
+        text += reply + chat.end_marker + chat.format_next_turn(user)
+        expected = render(template, make_messages("Play.", users[:number], replies[: number - 1], has_system)) + blank
+        assert text.replace("</s>", "") == expected.replace("</s>", "")
+        assert (text == expected) == (name != "no marks")  # a sampled end marker stays in the conversation
 
 
 def test_a_blank_before_the_end_does_not_end_a_turn_twice(tmp_path: Path) -> None:
-    chat = cut(tmp_path, BLANK_BEFORE_END)
+    chat = read_format(tmp_path, BLANK_BEFORE_END)
     assert (chat.end_marker, chat.next_user_prefix) == ("</s>", "<s>[INST] ")
 
 
-def test_the_template_of_qwen_gives_todays_prompts(tmp_path: Path) -> None:
-    assert cut(tmp_path, PLAIN) == cut(tmp_path, DEFAULT_SYSTEM) == CHATML
+def test_the_template_of_qwen_gives_the_default_prompts(tmp_path: Path) -> None:
+    assert read_format(tmp_path, PLAIN) == read_format(tmp_path, DEFAULT_SYSTEM) == CHATML
     for style in ("full", "compact"):
-        ours = make_prompt_template(style, "grid_coord", 10)
-        theirs = make_prompt_template(style, "grid_coord", 10, cut(tmp_path, PLAIN))
+        default_template = make_prompt_template(style, "grid_coord", 10)
+        read_template = make_prompt_template(style, "grid_coord", 10, read_format(tmp_path, PLAIN))
         for number, level in enumerate(make_validation_levels(5), 1):
             observation = Observation(number, level.cells, 8, -0.2, True)
-            assert ours.format_first_turn(observation) == theirs.format_first_turn(observation)
-            assert ours.format_next_turn(observation) == theirs.format_next_turn(observation)
+            assert default_template.format_first_turn(observation) == read_template.format_first_turn(observation)
+            assert default_template.format_next_turn(observation) == read_template.format_next_turn(observation)
 
 
 def test_a_turn_has_the_tokens_that_it_has_in_the_whole(tmp_path: Path) -> None:
     tokenizer = make_byte_tokenizer()
     encode = make_codec(tokenizer).encode
-    chat = cut(tmp_path, STRIPPING_TEMPLATE, tokenizer)
-    protocol = make_prompt_template("full", "grid", 10, chat)
+    chat = read_format(tmp_path, STRIPPING_TEMPLATE, tokenizer)
+    prompt_template = make_prompt_template("full", "grid", 10, chat)
     level = make_validation_levels(1)[0]
-    opening = protocol.format_first_turn(Observation(1, level.cells, 10))
-    following = protocol.format_next_turn(Observation(2, level.cells, 8, -0.2))
-    parts = [opening, "P</think><answer>Up</answer>" + chat.end_marker, following]
-    assert [number for part in encode(parts) for number in part] == encode(["".join(parts)])[0]
-    assert opening.startswith("<s><|turn|>system\n\nYou are a helpful assistant.")
-    assert opening.endswith("<|end|><|turn|>assistant\n\n<think>")
-    assert following.startswith("<|turn|>user\n\nReward:\n-0.2\n")
+    first_turn = prompt_template.format_first_turn(Observation(1, level.cells, 10))
+    next_turn = prompt_template.format_next_turn(Observation(2, level.cells, 8, -0.2))
+    texts = [first_turn, "P</think><answer>Up</answer>" + chat.end_marker, next_turn]
+    assert [token_id for token_ids in encode(texts) for token_id in token_ids] == encode(["".join(texts)])[0]
+    assert first_turn.startswith("<s><|turn|>system\n\nYou are a helpful assistant.")
+    assert first_turn.endswith("<|end|><|turn|>assistant\n\n<think>")
+    assert next_turn.startswith("<|turn|>user\n\nReward:\n-0.2\n")
 
 
 def test_the_templates_own_file_goes_first_and_a_list_has_a_default(tmp_path: Path) -> None:
-    named = [{"name": "tool_use", "template": NO_MARKS}, {"name": "default", "template": PLAIN}]
-    assert cut(tmp_path, named) == CHATML
+    templates = [{"name": "tool_use", "template": NO_MARKS}, {"name": "default", "template": PLAIN}]
+    assert read_format(tmp_path, templates) == CHATML
     (tmp_path / "chat_template.jinja").write_text(STRIPPING_TEMPLATE)
-    assert cut(tmp_path, named).strips_content
+    assert read_format(tmp_path, templates).strips_content
 
 
-def test_a_template_knows_no_clock(tmp_path: Path) -> None:
-    assert cut(tmp_path, DATED).system_prefix == "Today is some day.\n<|im_start|>system\n"
+def test_a_template_has_no_access_to_the_clock(tmp_path: Path) -> None:
+    assert read_format(tmp_path, DATED).system_prefix == "Today is some day.\n<|im_start|>system\n"
 
 
 @pytest.mark.parametrize("template", [None, PLAIN])
 def test_without_a_template_it_is_chatml_after_what_the_tokenizer_puts_first(
     tmp_path: Path, template: str | None
 ) -> None:
-    wanted = "auto" if template is None else "chatml"
-    assert cut(tmp_path, template, make_byte_tokenizer(), wanted) == CHATML
+    setting = "auto" if template is None else "chatml"
+    assert read_format(tmp_path, template, make_byte_tokenizer(), setting) == CHATML
     assert (
-        cut(tmp_path, template, make_byte_tokenizer(adds_start=True), wanted).system_prefix
+        read_format(tmp_path, template, make_byte_tokenizer(adds_start=True), setting).system_prefix
         == "<s>" + CHATML.system_prefix
     )
 
@@ -185,20 +187,20 @@ REFUSED = {
 def test_a_template_that_does_not_grow_is_refused_with_what_to_type(name: str, tmp_path: Path) -> None:
     template, reason = REFUSED[name]
     with pytest.raises(ValueError, match=rf"The chat template .* {reason}.*--set model\.chat_format=chatml"):
-        cut(tmp_path, template)
-    assert cut(tmp_path, template, wanted="chatml") == CHATML
+        read_format(tmp_path, template)
+    assert read_format(tmp_path, template, setting="chatml") == CHATML
 
 
 def test_a_tokenizer_that_cuts_turns_otherwise_is_refused(tmp_path: Path) -> None:
     tokenizer = make_byte_tokenizer()
-    # A blank before every text, though not before every part of one.
+    # This tokenizer adds a blank before every text, but not before every part of a text.
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="_", prepend_scheme="first")
     with pytest.raises(ValueError, match="give a turn other tokens alone than inside the conversation"):
-        cut(tmp_path, NO_MARKS, tokenizer)
+        read_format(tmp_path, NO_MARKS, tokenizer)
 
 
 def test_an_end_that_takes_the_blanks_after_it(tmp_path: Path) -> None:
     tokenizer = make_byte_tokenizer()
     tokenizer.add_special_tokens([AddedToken("<|close|>", special=True, normalized=False, rstrip=True)])
-    chat = cut(tmp_path, PLAIN.replace("<|im_end|>", "<|close|>"), tokenizer)
+    chat = read_format(tmp_path, PLAIN.replace("<|im_end|>", "<|close|>"), tokenizer)
     assert (chat.end_marker, chat.next_user_prefix) == ("<|close|>", "<|im_start|>user\n")

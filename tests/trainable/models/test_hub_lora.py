@@ -1,4 +1,4 @@
-"""Adapters over models of other architectures: they learn, they are named, and their passes keep within the budget."""
+"""Adapters over models of other architectures: they learn, peft reads them, and their passes stay within the budget."""
 
 import json
 from functools import partial
@@ -26,23 +26,25 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma"])
-def test_adapters_learn_over_another_architecture(kind: str, tmp_path: Path) -> None:
-    trainer = make_quiet_trainer(model__path=str(write_small_model(tmp_path / kind, kind, NO_SYSTEM_TEMPLATE)), **SMALL)
-    before = {name: value.clone() for name, value in trainer.get_state()[0].items()}
-    assert all(".lora_" in name or name.startswith("critic/score.") for name in before)
+@pytest.mark.parametrize("model_type", ["llama", "gemma"])
+def test_adapters_learn_over_another_architecture(model_type: str, tmp_path: Path) -> None:
+    trainer = make_quiet_trainer(
+        model__path=str(write_small_model(tmp_path / model_type, model_type, NO_SYSTEM_TEMPLATE)), **SMALL
+    )
+    old_state = {name: value.clone() for name, value in trainer.get_state()[0].items()}
+    assert all(".lora_" in name or name.startswith("critic/score.") for name in old_state)
     (row,) = run_steps(trainer, 1)
-    after = trainer.get_state()[0]
+    new_state = trainer.get_state()[0]
     assert row["actor_grad_norm"] > 0
-    assert any(not torch.equal(after[name], value) for name, value in before.items() if "lora_B" in name)
+    assert any(not torch.equal(new_state[name], value) for name, value in old_state.items() if "lora_B" in name)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
-@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "gemma"])
-def test_peft_reads_the_adapters_of_another_architecture(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["llama", "gpt_neox", "gemma"])
+def test_peft_reads_the_adapters_of_another_architecture(model_type: str, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    causal, model = make_wrapped_model(kind)
+    causal, model = make_wrapped_model(model_type)
     settings = ModelConfig(lora_rank=2)
     policy = make_adapted_policy(model, settings, np.random.default_rng(0))
     generator = torch.Generator().manual_seed(1)
@@ -51,32 +53,33 @@ def test_peft_reads_the_adapters_of_another_architecture(kind: str, tmp_path: Pa
             if "lora_B" in name:
                 weight.copy_(torch.randn(weight.shape, generator=generator))
         tokens = make_tokens(2, 7)
-        ours = policy.lm_head(policy.model.compute_hidden_states(tokens, torch.arange(14)))
-        base = model.lm_head(
-            model.model.compute_hidden_states(tokens, torch.arange(14))
-        )  # before peft puts adapters into it
+        logits = policy.lm_head(policy.model.compute_hidden_states(tokens, torch.arange(14)))
+        # These are computed before peft inserts its adapters into the model.
+        base_logits = model.lm_head(model.model.compute_hidden_states(tokens, torch.arange(14)))
         write_adapters(policy, settings, tmp_path)
         twin = PeftModel.from_pretrained(causal, str(tmp_path))
-        theirs = twin(input_ids=tokens).logits.flatten(0, 1)
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    assert float((ours - base).abs().max()) > 1e-2
+        expected_logits = twin(input_ids=tokens).logits.flatten(0, 1)
+        torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-4)
+    assert float((logits - base_logits).abs().max()) > 1e-2
     assert list_weight_names(policy) == dict(iter_hub_weights(policy)).keys()
 
 
 @pytest.mark.parametrize("is_hub", [True, False])
-def test_passes_are_cut_as_the_model_reads_them(is_hub: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of policy, critic and reference: those of a model that pads are bounded as rectangles, others by their tokens."""
-    asked: list[bool] = []
+def test_passes_are_split_as_the_model_reads_them(
+    is_hub: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes of a model that pads are bounded by the size of their rectangle, and all others by their tokens."""
+    padding_flags: list[bool] = []
 
-    def watched(lengths: torch.Tensor, most: int, pads: bool = False) -> list[torch.Tensor]:
-        asked.append(pads)
-        return split_by_tokens(lengths, most, pads)
+    def record_call(lengths: torch.Tensor, max_tokens: int, needs_padding: bool = False) -> list[torch.Tensor]:
+        padding_flags.append(needs_padding)
+        return split_by_tokens(lengths, max_tokens, needs_padding)
 
-    monkeypatch.setattr(update, "split_by_tokens", watched)
+    monkeypatch.setattr(update, "split_by_tokens", record_call)
     model = {"model__path": str(write_small_model(tmp_path / "llama", template=NO_SYSTEM_TEMPLATE))} if is_hub else {}
     run_steps(make_quiet_trainer(**SMALL, **model), 1)
-    assert len(asked) >= 4  # values, reference, and the updates of critic and policy
-    assert set(asked) == {is_hub}
+    assert len(padding_flags) >= 4  # values, reference, and the updates of critic and policy
+    assert set(padding_flags) == {is_hub}
 
 
 class _WithBuffer(nn.Module):
@@ -86,21 +89,21 @@ class _WithBuffer(nn.Module):
         self.register_buffer("bias_of_gates", torch.ones(3))
 
 
-def test_buffers_are_no_part_of_a_state() -> None:
-    part, other = _WithBuffer(), _WithBuffer()
-    found = {name: value.clone() for name, value in flatten_state(part).items()}
-    assert found.keys() == {"linear.weight", "linear.bias"}
-    load_flat_state(other, found)
-    assert all(torch.equal(value, found[name]) for name, value in flatten_state(other).items())
+def test_a_flat_state_contains_no_buffers() -> None:
+    module, other_module = _WithBuffer(), _WithBuffer()
+    state = {name: value.clone() for name, value in flatten_state(module).items()}
+    assert state.keys() == {"linear.weight", "linear.bias"}
+    load_flat_state(other_module, state)
+    assert all(torch.equal(value, state[name]) for name, value in flatten_state(other_module).items())
 
 
 @pytest.mark.parametrize("change", [{"use_sliding_window": True, "sliding_window": 4}, {"hidden_act": "gelu"}])
 def test_a_qwen2_of_another_kind_is_not_run_by_our_own_code(change: dict[str, object], tmp_path: Path) -> None:
     from trainable.models.load import _is_plain_qwen2
 
-    write = partial((tmp_path / "config.json").write_text, encoding="utf-8")
+    write_config = partial((tmp_path / "config.json").write_text, encoding="utf-8")
     config = {"architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu"}
-    write(json.dumps(config))
+    write_config(json.dumps(config))
     assert _is_plain_qwen2(tmp_path)
-    write(json.dumps(config | change))
+    write_config(json.dumps(config | change))
     assert not _is_plain_qwen2(tmp_path)

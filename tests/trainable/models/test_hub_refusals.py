@@ -1,4 +1,4 @@
-"""Models of transformers that would not be run exactly, or not whole, and what each is told."""
+"""Models of transformers that cannot be run exactly or completely are refused with a reason."""
 
 from pathlib import Path
 from typing import Any
@@ -51,9 +51,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", list(REFUSED))
-def test_what_is_not_run_exactly_is_refused_by_name(case: str, tmp_path: Path) -> None:
-    kind, fields, reason = REFUSED[case]
-    write_model(make_model(kind, fields), tmp_path)
+def test_a_model_that_cannot_be_run_exactly_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    model_type, fields, reason = REFUSED[case]
+    write_model(make_model(model_type, fields), tmp_path)
     with pytest.raises(ValueError, match=reason + r".*The torch engine runs decoder-only causal LMs .*--model"):
         load_policy(str(tmp_path), CPU)
 
@@ -74,16 +74,16 @@ ROUTES = {
 
 
 @pytest.mark.parametrize("name", list(ROUTES))
-def test_a_route_that_is_off_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_route_with_wrong_results_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     causal, model = make_wrapped_model("llama")
-    route, calls = getattr(model.model, ROUTES[name]), []
+    original_route, calls = getattr(model.model, ROUTES[name]), []
 
-    def off(*given: Tensor) -> Tensor:
+    def scaled_route(*arguments: Tensor) -> Tensor:
         calls.append(1)
-        is_meant = name != "appending to a cache" or len(calls) == 2
-        return route(*given) * (1.01 if is_meant else 1.0)
+        is_faulty_call = name != "appending to a cache" or len(calls) == 2
+        return original_route(*arguments) * (1.01 if is_faulty_call else 1.0)
 
-    monkeypatch.setattr(model.model, ROUTES[name], off)
+    monkeypatch.setattr(model.model, ROUTES[name], scaled_route)
     with pytest.raises(ValueError, match=f"is a LlamaForCausalLM, and {name} does not give the hidden states"):
         check_exact(causal, model, Path())
 
@@ -91,10 +91,10 @@ def test_a_route_that_is_off_is_named(name: str, monkeypatch: pytest.MonkeyPatch
 def test_a_full_memory_is_not_taken_for_another_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     causal, model = make_wrapped_model("llama")
 
-    def full(*_: Tensor) -> Tensor:
+    def raise_out_of_memory(*_: Tensor) -> Tensor:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
 
-    monkeypatch.setattr(model.model, "extend", full)
+    monkeypatch.setattr(model.model, "extend", raise_out_of_memory)
     with pytest.raises(RuntimeError, match="allocate memory"):
         check_exact(causal, model, Path())
 
@@ -115,7 +115,7 @@ def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "context"),
+    ("model_type", "changes", "context"),
     [
         ("llama", {}, 640),
         ("mistral", {"sliding_window": 64}, 64),
@@ -135,8 +135,13 @@ def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, 640),
     ],
 )
-def test_the_context_is_what_every_layer_sees_whole(kind: str, changes: dict[str, Any], context: int) -> None:
-    assert make_shape(make_model(kind, ARCHITECTURES[kind] | changes), Path()).max_position_embeddings == context
+def test_the_context_is_the_longest_that_every_layer_sees_completely(
+    model_type: str, changes: dict[str, Any], context: int
+) -> None:
+    assert (
+        make_shape(make_model(model_type, ARCHITECTURES[model_type] | changes), Path()).max_position_embeddings
+        == context
+    )
 
 
 def test_the_end_of_a_text_may_be_named_beside_the_config(tmp_path: Path) -> None:
@@ -147,11 +152,11 @@ def test_the_end_of_a_text_may_be_named_beside_the_config(tmp_path: Path) -> Non
     assert make_shape(causal, tmp_path).eos_token_id == 7
 
 
-def test_no_pass_drops_anything(tmp_path: Path) -> None:
+def test_no_pass_applies_dropout(tmp_path: Path) -> None:
     write_model(make_model("gpt2"), tmp_path)
     model = load_hub_model(tmp_path, [])
     model.train()
-    tokens, where = make_tokens(2, 6), torch.arange(12)
-    wanted = model.model.compute_hidden_states(tokens, where)
+    tokens, positions = make_tokens(2, 6), torch.arange(12)
+    expected = model.model.compute_hidden_states(tokens, positions)
     model.model.pass_settings = PassSettings(recompute=True)
-    assert torch.equal(model.model.compute_hidden_states(tokens, where), wanted)
+    assert torch.equal(model.model.compute_hidden_states(tokens, positions), expected)

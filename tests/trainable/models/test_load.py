@@ -15,10 +15,10 @@ from trainable.tiny.tokenizer import write_tokenizer
 CPU = torch.device("cpu")
 
 
-def write(
-    model: Qwen2, folder: Path, parts: int = 1, dtype: torch.dtype = torch.float32, tied_head: bool = False
+def write_model_files(
+    model: Qwen2, folder: Path, file_count: int = 1, dtype: torch.dtype = torch.float32, tied_head: bool = False
 ) -> Path:
-    """The model's files as a hub folder may hold them: in several parts, in half precision, with a tied head or not."""
+    """Write the files of a hub folder: one or several weight files, in any precision, with or without the tied head."""
     config = {"architectures": ["Qwen2ForCausalLM"], **asdict(model.shape)}
     (folder / "config.json").write_text(json.dumps(config))
     weights = {
@@ -27,18 +27,18 @@ def write(
         if name != "lm_head.weight" or tied_head or not model.shape.tie_word_embeddings
     }
     names = sorted(weights)
-    for part in range(parts):
-        chosen = {name: weights[name] for name in names[part::parts]}
-        save_file(chosen, folder / f"model-{part + 1:05}-of-{parts:05}.safetensors")
+    for index in range(file_count):
+        file_weights = {name: weights[name] for name in names[index::file_count]}
+        save_file(file_weights, folder / f"model-{index + 1:05}-of-{file_count:05}.safetensors")
     write_tokenizer(folder)
     return folder
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("parts", [1, 3])
-def test_weights_are_those_of_the_files(tmp_path: Path, parts: int, tied: bool) -> None:
+@pytest.mark.parametrize("file_count", [1, 3])
+def test_weights_are_those_of_the_files(tmp_path: Path, file_count: int, tied: bool) -> None:
     model = make_random_model(make_qwen2_shape(tie_word_embeddings=tied))
-    policy = load_policy(str(write(model, tmp_path, parts)), CPU)
+    policy = load_policy(str(write_model_files(model, tmp_path, file_count)), CPU)
     assert policy.folder == tmp_path
     for name, weight in model.state_dict().items():
         assert torch.equal(policy.model.state_dict()[name], weight), name
@@ -47,14 +47,14 @@ def test_weights_are_those_of_the_files(tmp_path: Path, parts: int, tied: bool) 
 
 def test_half_precision_is_read_as_float32(tmp_path: Path) -> None:
     model = make_random_model(make_qwen2_shape())
-    policy = load_policy(str(write(model, tmp_path, dtype=torch.bfloat16, tied_head=True)), CPU)
+    policy = load_policy(str(write_model_files(model, tmp_path, dtype=torch.bfloat16, tied_head=True)), CPU)
     for name, weight in policy.model.state_dict().items():
         assert weight.dtype == torch.float32
         assert torch.equal(weight, model.state_dict()[name].bfloat16().float())
 
 
 def test_a_missing_weight_is_an_error(tmp_path: Path) -> None:
-    write(make_random_model(make_qwen2_shape()), tmp_path, parts=2)
+    write_model_files(make_random_model(make_qwen2_shape()), tmp_path, file_count=2)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(RuntimeError, match="Missing key"):
         load_policy(str(tmp_path), CPU)
@@ -70,7 +70,7 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
-    write(make_random_model(make_qwen2_shape()), tmp_path)
+    write_model_files(make_random_model(make_qwen2_shape()), tmp_path)
     (tmp_path / "model-00001-of-00001.safetensors").unlink()
     with pytest.raises(ValueError, match=r"has no \.safetensors file"):
         load_policy(str(tmp_path), CPU)
@@ -89,21 +89,23 @@ def test_the_critic_starts_as_a_copy_of_the_policy_with_its_own_small_head() -> 
     model = make_random_model(make_qwen2_shape(hidden_size=64))
     policy = Policy(model, None, Path())  # type: ignore[arg-type]
     critic = make_critic(policy, np.random.default_rng(0), CPU)
-    again = make_critic(policy, np.random.default_rng(0), CPU)
-    other = make_critic(policy, np.random.default_rng(1), CPU)
-    assert torch.equal(critic.score.weight, again.score.weight)
-    assert not torch.equal(critic.score.weight, other.score.weight)
+    same_seed_critic = make_critic(policy, np.random.default_rng(0), CPU)
+    other_seed_critic = make_critic(policy, np.random.default_rng(1), CPU)
+    assert torch.equal(critic.score.weight, same_seed_critic.score.weight)
+    assert not torch.equal(critic.score.weight, other_seed_critic.score.weight)
     assert 0.01 < float(critic.score.weight.detach().std()) < 0.03
     assert critic.score.bias.tolist() == [0.0]
     for name, weight in critic.model.named_parameters():
-        twin = model.model.get_parameter(name)
-        assert torch.equal(weight, twin)
-        assert weight is not twin
+        policy_weight = model.model.get_parameter(name)
+        assert torch.equal(weight, policy_weight)
+        assert weight is not policy_weight
         assert weight.requires_grad
 
 
 def test_the_codec_adds_and_shows_no_special_tokens(tmp_path: Path) -> None:
-    policy = load_policy(str(write(make_random_model(replace(make_qwen2_shape(), vocab_size=23)), tmp_path)), CPU)
+    policy = load_policy(
+        str(write_model_files(make_random_model(replace(make_qwen2_shape(), vocab_size=23)), tmp_path)), CPU
+    )
     codec = make_codec(policy.tokenizer)
     ids = codec.encode(["Up || Left</answer><|im_end|>", "Up", ""])
     assert [len(row) for row in ids] == [5, 1, 0]

@@ -1,4 +1,4 @@
-"""Adapters over one frozen base: their formula and gradients, what shares memory with what, and what a run keeps."""
+"""Adapters over one frozen base: formula, gradients, shared memory, and the checkpoints of a run."""
 
 import shutil
 from pathlib import Path
@@ -44,23 +44,23 @@ from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 23, (3, 11), generator=torch.Generator().manual_seed(5))
-EVERYWHERE = torch.arange(TOKENS.numel())
+ALL_POSITIONS = torch.arange(TOKENS.numel())
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 KL = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1, "actor__kl_loss_type": "low_var_kl"}
 
 
-def lora(rank: int = 3, alpha: float = 16, targets: object = "all-linear") -> ModelConfig:
+def make_settings(rank: int = 3, alpha: float = 16, targets: object = "all-linear") -> ModelConfig:
     return ModelConfig.model_validate({"lora_rank": rank, "lora_alpha": alpha, "lora_target_modules": targets})
 
 
-def base(dtype: str = "float32", **sizes: object) -> Qwen2:
+def make_base_model(dtype: str = "float32", **sizes: object) -> Qwen2:
     model = make_random_model(make_qwen2_shape(**sizes), seed=4, std=0.2)
     model.model.pass_settings = PassSettings(DTYPES[dtype])
     return freeze(model)
 
 
-def moved(model: Qwen2, seed: int = 0) -> Qwen2:
-    """`model` with adapters that do something."""
+def set_adapters(model: Qwen2, seed: int = 0) -> Qwen2:
+    """Give the adapters of `model` a nonzero product."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, layer in find_adapters(model):
@@ -68,32 +68,32 @@ def moved(model: Qwen2, seed: int = 0) -> Qwen2:
     return model
 
 
-def made(settings: ModelConfig, dtype: str = "float32", **sizes: object) -> Qwen2:
-    return moved(make_adapted_policy(base(dtype, **sizes), settings, np.random.default_rng(1)))
+def make_adapted_model(settings: ModelConfig, dtype: str = "float32", **sizes: object) -> Qwen2:
+    return set_adapters(make_adapted_policy(make_base_model(dtype, **sizes), settings, np.random.default_rng(1)))
 
 
-def whole(model: Qwen2) -> Qwen2:
-    """A network of its own whose weights are the merged ones."""
+def merge_into_copy(model: Qwen2) -> Qwen2:
+    """Copy the model into a network without adapters that has the merged weights."""
     copy = Qwen2(model.shape)
     copy.load_state_dict(dict(iter_merged_weights(model)))
     return copy
 
 
-def logits(model: Qwen2) -> Tensor:
-    found: Tensor = model.lm_head(model.model.compute_hidden_states(TOKENS, EVERYWHERE)).float()
-    return found
+def compute_logits(model: Qwen2) -> Tensor:
+    logits: Tensor = model.lm_head(model.model.compute_hidden_states(TOKENS, ALL_POSITIONS)).float()
+    return logits
 
 
-def storages(network: nn.Module) -> set[int]:
+def list_storages(network: nn.Module) -> set[int]:
     return {weight.untyped_storage().data_ptr() for weight in network.parameters()}
 
 
-def contents(network: nn.Module) -> list[Tensor]:
+def copy_parameters(network: nn.Module) -> list[Tensor]:
     return [weight.detach().clone() for weight in network.parameters()]
 
 
-def tuned(**overrides: object) -> PPOTrainer:
-    """A small trainer with adapters."""
+def make_tuned_trainer(**overrides: object) -> PPOTrainer:
+    """Make a small trainer with adapters."""
     rates = {"actor__lr": 1e-3, "critic__lr": 1e-3}
     return make_quiet_trainer(**{"model__lora_rank": 4, **rates, **KL, **overrides})
 
@@ -104,20 +104,20 @@ def tuned(**overrides: object) -> PPOTrainer:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_fresh_policy_is_the_base_to_the_last_bit(dtype: str, tied: bool) -> None:
-    model = base(dtype, tie_word_embeddings=tied)
-    fresh = make_adapted_policy(model, lora(), np.random.default_rng(0))
+    model = make_base_model(dtype, tie_word_embeddings=tied)
+    fresh = make_adapted_policy(model, make_settings(), np.random.default_rng(0))
     with torch.no_grad():
-        assert torch.equal(logits(fresh), logits(model))
-        assert not torch.equal(logits(moved(fresh)), logits(model))
+        assert torch.equal(compute_logits(fresh), compute_logits(model))
+        assert not torch.equal(compute_logits(set_adapters(fresh)), compute_logits(model))
 
 
 def test_an_adapter_adds_its_product_times_alpha_over_rank() -> None:
-    model = made(lora(rank=3, alpha=5))
-    found = dict(iter_merged_weights(model))
+    model = make_adapted_model(make_settings(rank=3, alpha=5))
+    merged = dict(iter_merged_weights(model))
     for name, layer in find_adapters(model):
         a, b = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
-        wanted = layer.base_layer.weight + 5 / 3 * sum(torch.outer(b[:, k], a[k]) for k in range(3))
-        torch.testing.assert_close(found[f"{name}.weight"], wanted)
+        expected = layer.base_layer.weight + 5 / 3 * sum(torch.outer(b[:, k], a[k]) for k in range(3))
+        torch.testing.assert_close(merged[f"{name}.weight"], expected)
 
 
 @settings(max_examples=20, deadline=None)
@@ -128,11 +128,11 @@ def test_an_adapter_adds_its_product_times_alpha_over_rank() -> None:
     targets=st.lists(st.sampled_from(LINEAR_LAYERS), min_size=1),
 )
 def test_merged_weights_compute_what_adapters_do(rank: int, alpha: float, tied: bool, targets: list[str]) -> None:
-    model = made(lora(rank, alpha, targets), tie_word_embeddings=tied)
+    model = make_adapted_model(make_settings(rank, alpha, targets), tie_word_embeddings=tied)
     assert dict(iter_merged_weights(model)).keys() == Qwen2(model.shape).state_dict().keys()
     assert {name.rsplit(".", 1)[-1] for name, _ in find_adapters(model)} == set(targets)
     with torch.no_grad():
-        torch.testing.assert_close(logits(whole(model)), logits(model), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(compute_logits(merge_into_copy(model)), compute_logits(model), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
@@ -140,71 +140,75 @@ def test_merged_weights_compute_what_adapters_do(rank: int, alpha: float, tied: 
 def test_peft_over_transformers_reads_the_adapters_and_computes_the_same(targets: object, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    model = base()
-    policy = moved(make_adapted_policy(model, lora(3, 5, targets), np.random.default_rng(1)))
-    write_adapters(policy, lora(3, 5, targets), tmp_path / "adapter")
+    model = make_base_model()
+    policy = set_adapters(make_adapted_policy(model, make_settings(3, 5, targets), np.random.default_rng(1)))
+    write_adapters(policy, make_settings(3, 5, targets), tmp_path / "adapter")
     twin = PeftModel.from_pretrained(make_hub_twin(model), str(tmp_path / "adapter"))
     with torch.no_grad():
-        theirs = twin(input_ids=TOKENS).logits.flatten(0, 1)
-        torch.testing.assert_close(logits(policy), theirs, rtol=1e-4, atol=1e-5)
-        assert float((logits(model) - theirs).abs().max()) > 1e-2
+        expected_logits = twin(input_ids=TOKENS).logits.flatten(0, 1)
+        torch.testing.assert_close(compute_logits(policy), expected_logits, rtol=1e-4, atol=1e-5)
+        assert float((compute_logits(model) - expected_logits).abs().max()) > 1e-2
 
 
-def test_without_adapters_weights_are_given_as_they_are() -> None:
+def test_without_adapters_weights_are_returned_unchanged() -> None:
     model = make_random_model(make_qwen2_shape())
-    given_, own = dict(iter_merged_weights(model)), model.state_dict()
-    assert given_.keys() == own.keys()
-    assert all(given_[name].data_ptr() == own[name].data_ptr() for name in own)
+    merged, state = dict(iter_merged_weights(model)), model.state_dict()
+    assert merged.keys() == state.keys()
+    assert all(merged[name].data_ptr() == state[name].data_ptr() for name in state)
 
 
 def test_gradients_are_the_full_gradients_by_the_chain_rule() -> None:
     """With W' = W + s B A: dL/dB = s G A^T and dL/dA = s B^T G, where G = dL/dW' is that of the merged network."""
-    model, scale = made(lora(rank=3, alpha=5)), 5 / 3
-    slopes = torch.randn(len(EVERYWHERE), 23, generator=torch.Generator().manual_seed(2))
-    (logits(model) * slopes).sum().backward()
-    full = whole(model)
-    (logits(full) * slopes).sum().backward()
-    of_whole = dict(full.named_parameters())
+    model, scale = make_adapted_model(make_settings(rank=3, alpha=5)), 5 / 3
+    output_gradients = torch.randn(len(ALL_POSITIONS), 23, generator=torch.Generator().manual_seed(2))
+    (compute_logits(model) * output_gradients).sum().backward()
+    merged_model = merge_into_copy(model)
+    (compute_logits(merged_model) * output_gradients).sum().backward()
+    merged_parameters = dict(merged_model.named_parameters())
     for name, layer in find_adapters(model):
         a, b = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
-        slope = of_whole[f"{name}.weight"].grad
-        assert slope is not None
+        weight_gradient = merged_parameters[f"{name}.weight"].grad
+        assert weight_gradient is not None
         with torch.no_grad():
-            for found, wanted in ((b.grad, scale * slope @ a.T), (a.grad, scale * b.T @ slope)):
-                assert float((found - wanted).norm()) <= 1e-4 * float(wanted.norm()), name
+            for actual, expected in ((b.grad, scale * weight_gradient @ a.T), (a.grad, scale * b.T @ weight_gradient)):
+                assert float((actual - expected).norm()) <= 1e-4 * float(expected.norm()), name
     assert all(weight.grad is None for name, weight in model.named_parameters() if "lora_" not in name)
 
 
-def test_blocks_made_again_give_the_same_gradients() -> None:
-    found = []
+def test_recomputed_blocks_give_the_same_gradients() -> None:
+    gradients = []
     for recompute in (False, True):
-        model = made(lora())
+        model = make_adapted_model(make_settings())
         model.model.pass_settings = PassSettings(recompute=recompute)
-        logits(model).square().sum().backward()
-        found.append([weight.grad for weight in model.parameters() if weight.requires_grad])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        compute_logits(model).square().sum().backward()
+        gradients.append([weight.grad for weight in model.parameters() if weight.requires_grad])
+    assert all(
+        torch.equal(gradient, recomputed_gradient) for gradient, recomputed_gradient in zip(*gradients, strict=True)
+    )
 
 
 def test_adapters_are_float32_beside_weights_in_the_type_of_the_passes() -> None:
-    model = made(lora(), "bfloat16")
+    model = make_adapted_model(make_settings(), "bfloat16")
     for _, layer in find_adapters(model):
         assert layer.base_layer.weight.dtype == torch.bfloat16
         assert layer.lora_A[ADAPTER_NAME].weight.dtype == layer.lora_B[ADAPTER_NAME].weight.dtype == torch.float32
-    assert model.model.compute_hidden_states(TOKENS, EVERYWHERE).dtype == torch.bfloat16
+    assert model.model.compute_hidden_states(TOKENS, ALL_POSITIONS).dtype == torch.bfloat16
 
 
 def test_adapters_are_drawn_from_the_generator_alone() -> None:
-    def first(seed: int) -> Tensor:
-        _, layer = find_adapters(make_adapted_policy(base(), lora(), np.random.default_rng(seed)))[0]
+    def draw_first_adapter(seed: int) -> Tensor:
+        _, layer = find_adapters(make_adapted_policy(make_base_model(), make_settings(), np.random.default_rng(seed)))[
+            0
+        ]
         weight: Tensor = layer.lora_A[ADAPTER_NAME].weight
         return weight
 
     torch.manual_seed(1)
-    one = first(0)
+    adapter = draw_first_adapter(0)
     torch.manual_seed(2)
-    assert torch.equal(one, first(0))
-    assert not torch.equal(one, first(1))
-    assert 0.8 * 16**-0.5 < float(one.detach().abs().max()) <= 16**-0.5  # in: 16
+    assert torch.equal(adapter, draw_first_adapter(0))
+    assert not torch.equal(adapter, draw_first_adapter(1))
+    assert 0.8 * 16**-0.5 < float(adapter.detach().abs().max()) <= 16**-0.5  # 16 input features
 
 
 # ---------------------------------------------------------------------------- one base
@@ -212,14 +216,14 @@ def test_adapters_are_drawn_from_the_generator_alone() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_policy_critic_and_reference_hold_one_base(dtype: str) -> None:
-    trainer = tuned(model__dtype=dtype)
+    trainer = make_tuned_trainer(model__dtype=dtype)
     assert trainer.critic is not None
     assert trainer.reference is not None
-    held = storages(trainer.reference)
-    assert held < storages(trainer.model)
-    assert storages(trainer.reference.model) < storages(trainer.critic)
-    own = storages(trainer.model) - held, storages(trainer.critic) - held
-    assert not own[0] & own[1]
+    base_storages = list_storages(trainer.reference)
+    assert base_storages < list_storages(trainer.model)
+    assert list_storages(trainer.reference.model) < list_storages(trainer.critic)
+    adapter_storages = list_storages(trainer.model) - base_storages, list_storages(trainer.critic) - base_storages
+    assert not adapter_storages[0] & adapter_storages[1]
     assert not any(weight.requires_grad for weight in trainer.reference.parameters())
     for network in (trainer.model, trainer.critic):
         for name, weight in network.named_parameters():
@@ -228,58 +232,67 @@ def test_policy_critic_and_reference_hold_one_base(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_reference_is_the_frozen_copy_before_and_after_training(dtype: str) -> None:
-    trainer = tuned(model__dtype=dtype)
+    trainer = make_tuned_trainer(model__dtype=dtype)
     passes = make_pass_settings(trainer.config.model)
-    copy = make_frozen_copy(load_policy("sokoban-tiny", CPU, passes).model)
+    frozen_copy = make_frozen_copy(load_policy("sokoban-tiny", CPU, passes).model)
     assert trainer.reference is not None
-    before = contents(trainer.reference)
+    old_parameters = copy_parameters(trainer.reference)
     batch = collate(replay_step(trainer, 1))
 
-    def found(model: Qwen2) -> Tensor:
+    def compute_logprobs(model: Qwen2) -> Tensor:
         return compute_at_trained_tokens(batch, 4, TokenFunction.for_logprobs(model, 1.0))
 
-    assert torch.equal(found(trainer.reference), found(copy))
-    assert torch.equal(found(trainer.model), found(copy))  # B is 0
+    assert torch.equal(compute_logprobs(trainer.reference), compute_logprobs(frozen_copy))
+    assert torch.equal(compute_logprobs(trainer.model), compute_logprobs(frozen_copy))  # B is 0
     assert all(is_finite(row) for row in run_steps(trainer, 2))
-    assert torch.equal(found(trainer.reference), found(copy))
-    assert not torch.equal(found(trainer.model), found(copy))
-    assert all(torch.equal(one, other) for one, other in zip(before, contents(trainer.reference), strict=True))
+    assert torch.equal(compute_logprobs(trainer.reference), compute_logprobs(frozen_copy))
+    assert not torch.equal(compute_logprobs(trainer.model), compute_logprobs(frozen_copy))
+    assert all(
+        torch.equal(old_parameter, parameter)
+        for old_parameter, parameter in zip(old_parameters, copy_parameters(trainer.reference), strict=True)
+    )
 
 
-def test_a_fresh_critic_has_the_values_of_one_with_weights_of_its_own() -> None:
-    trainer = tuned()
+def test_a_fresh_critic_has_the_values_of_a_critic_with_its_own_weights() -> None:
+    trainer = make_tuned_trainer()
     assert trainer.critic is not None
-    full = make_critic(load_policy("sokoban-tiny", CPU), make_rng(0, "critic"), CPU)
+    full_critic = make_critic(load_policy("sokoban-tiny", CPU), make_rng(0, "critic"), CPU)
     tokens = torch.from_numpy(replay_step(trainer, 1)[0].tokens)[None]
-    where = torch.arange(tokens.shape[1])
+    positions = torch.arange(tokens.shape[1])
     with torch.no_grad():
-        assert torch.equal(trainer.critic.compute_values(tokens, where), full.compute_values(tokens, where))
+        assert torch.equal(
+            trainer.critic.compute_values(tokens, positions), full_critic.compute_values(tokens, positions)
+        )
 
 
 def test_all_adapters_and_the_value_head_learn() -> None:
-    trainer = tuned()
-    before = copy_weights(trainer)
+    trainer = make_tuned_trainer()
+    old_weights = copy_weights(trainer)
     run_steps(trainer, 2)
-    after = copy_weights(trainer)
-    moved_ = {name for name in before if not torch.equal(before[name], after[name])}
-    assert moved_ == set(before) == {name for name in after if not name.startswith(("actor_opt", "critic_opt"))}
-    assert {name.split("/")[0] for name in before} == {"actor", "critic"}
-    assert all("lora_" in name or name.startswith("critic/score.") for name in before)
+    new_weights = copy_weights(trainer)
+    changed_names = {name for name in old_weights if not torch.equal(old_weights[name], new_weights[name])}
+    assert (
+        changed_names
+        == set(old_weights)
+        == {name for name in new_weights if not name.startswith(("actor_opt", "critic_opt"))}
+    )
+    assert {name.split("/")[0] for name in old_weights} == {"actor", "critic"}
+    assert all("lora_" in name or name.startswith("critic/score.") for name in old_weights)
 
 
 def test_a_head_on_the_shared_trunk_learns_beside_the_policys_adapters() -> None:
-    trainer = tuned(critic__shared_trunk=True)
-    before = copy_weights(trainer)
-    assert {name.split("/")[0] for name in before} == {"actor", "head"}
+    trainer = make_tuned_trainer(critic__shared_trunk=True)
+    old_weights = copy_weights(trainer)
+    assert {name.split("/")[0] for name in old_weights} == {"actor", "head"}
     assert all(is_finite(row) for row in run_steps(trainer, 2))
-    assert not torch.equal(before["head/weight"], copy_weights(trainer)["head/weight"])
+    assert not torch.equal(old_weights["head/weight"], copy_weights(trainer)["head/weight"])
 
 
 def test_sharing_copies_no_tensor_and_keeps_modules_apart() -> None:
-    model = base()
-    other = share_parameters(model)
-    assert storages(other) == storages(model)
-    assert not {id(part) for part in model.modules()} & {id(part) for part in other.modules()}
+    model = make_base_model()
+    shared = share_parameters(model)
+    assert list_storages(shared) == list_storages(model)
+    assert not {id(module) for module in model.modules()} & {id(module) for module in shared.modules()}
 
 
 # ---------------------------------------------------------------------------- a run
@@ -287,13 +300,13 @@ def test_sharing_copies_no_tensor_and_keeps_modules_apart() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_sampler_and_the_trainer_agree(dtype: str) -> None:
-    trainer = tuned(model__dtype=dtype)
-    moved(trainer.model)
+    trainer = make_tuned_trainer(model__dtype=dtype)
+    set_adapters(trainer.model)
     episodes = replay_step(trainer, 1)
     batch = collate(episodes)
-    found = compute_at_trained_tokens(batch, 4, TokenFunction.for_logprobs(trainer.model, 1.0))
-    gap = (found - batch.logprobs)[batch.mask].abs()
-    assert float(gap.max() if dtype == "float32" else gap.mean()) < (1e-5 if dtype == "float32" else 0.05)
+    logprobs = compute_at_trained_tokens(batch, 4, TokenFunction.for_logprobs(trainer.model, 1.0))
+    mismatch = (logprobs - batch.logprobs)[batch.mask].abs()
+    assert float(mismatch.max() if dtype == "float32" else mismatch.mean()) < (1e-5 if dtype == "float32" else 0.05)
 
 
 STATES = {"kl": {}, "shared trunk": {"critic__shared_trunk": True}, "full kl": {"actor__kl_loss_type": "full"}}
@@ -301,45 +314,48 @@ STATES = {"kl": {}, "shared trunk": {"critic__shared_trunk": True}, "full kl": {
 
 @pytest.mark.parametrize("name", STATES)
 def test_resumed_equals_straight_through(name: str, tmp_path: Path) -> None:
-    straight, resumed = tuned(**STATES[name]), tuned(**STATES[name])
-    run_steps(straight, 1)
-    write_checkpoint(tmp_path / "state", *straight.get_state())
-    wanted = run_steps(straight, 2)
+    uninterrupted, resumed = make_tuned_trainer(**STATES[name]), make_tuned_trainer(**STATES[name])
+    run_steps(uninterrupted, 1)
+    write_checkpoint(tmp_path / "state", *uninterrupted.get_state())
+    expected_rows = run_steps(uninterrupted, 2)
     resumed.load_state(*read_checkpoint(tmp_path / "state"))
-    assert run_steps(resumed, 2) == wanted
-    assert has_same_weights(resumed, straight)
+    assert run_steps(resumed, 2) == expected_rows
+    assert has_same_weights(resumed, uninterrupted)
 
 
 def test_two_trainers_write_the_same_rows() -> None:
-    one, other = (run_steps(tuned(), 2) for _ in range(2))
-    assert one == other
+    first_rows, second_rows = (run_steps(make_tuned_trainer(), 2) for _ in range(2))
+    assert first_rows == second_rows
 
 
 def test_a_state_over_another_base_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(loading.find_model("sokoban-tiny"), folder)
-    trainer = tuned()
+    trainer = make_tuned_trainer()
     run_steps(trainer, 1)
     state = trainer.get_state()
     assert compute_fingerprint(folder) == state[1]["base"]
-    (file,) = folder.glob("*.safetensors")
-    content = bytearray(file.read_bytes())
+    (weights_file,) = folder.glob("*.safetensors")
+    content = bytearray(weights_file.read_bytes())
     content[-1] ^= 1
-    file.write_bytes(content)
-    other = tuned(model__path=str(folder), model__prompt_style="compact")
-    before = copy_weights(other)
+    weights_file.write_bytes(content)
+    other_trainer = make_tuned_trainer(model__path=str(folder), model__prompt_style="compact")
+    old_weights = copy_weights(other_trainer)
     with pytest.raises(ValueError, match=r"adapters of the base .* type the same model"):
-        other.load_state(*state)
-    assert all(torch.equal(before[name], value) for name, value in copy_weights(other).items())
+        other_trainer.load_state(*state)
+    assert all(torch.equal(old_weights[name], value) for name, value in copy_weights(other_trainer).items())
 
 
 def test_states_with_and_without_adapters_are_not_exchanged() -> None:
-    with_them, without = tuned(), make_quiet_trainer(**KL)
-    for one, other, said in ((with_them, without, "no adapters"), (without, with_them, "this run has no adapters")):
-        with pytest.raises(ValueError, match=said):
-            one.load_state(*other.get_state())
+    adapted, plain = make_tuned_trainer(), make_quiet_trainer(**KL)
+    for trainer, other_trainer, message in (
+        (adapted, plain, "no adapters"),
+        (plain, adapted, "this run has no adapters"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trainer.load_state(*other_trainer.get_state())
     check_base(None, None)
-    assert "base" not in without.get_state()[1]
+    assert "base" not in plain.get_state()[1]
 
 
 def test_gradients_are_analysed_of_adapters_alone() -> None:
@@ -349,22 +365,22 @@ def test_gradients_are_analysed_of_adapters_alone() -> None:
         "trainer__gradient_analysis_group_size": 4,
         "env__group_size": 4,
     }
-    for more in ({}, {"trainer__gradient_analysis_sketch": 4096}):
-        trainer = tuned(**analysis, **more)
-        moved(trainer.model)
+    for sketch_settings in ({}, {"trainer__gradient_analysis_sketch": 4096}):
+        trainer = make_tuned_trainer(**analysis, **sketch_settings)
+        set_adapters(trainer.model)
         rows: list[Row] = analyse_gradients(trainer, [])[-1]["rows"]
-        everything = {row["component"]: row for row in rows if row["bucket"] == "all"}
-        assert everything["task"]["mean_norm"] > 0
-        assert everything["kl"]["mean_norm"] > 0
-        assert is_finite(everything["total"])
+        total_rows = {row["component"]: row for row in rows if row["bucket"] == "all"}
+        assert total_rows["task"]["mean_norm"] > 0
+        assert total_rows["kl"]["mean_norm"] > 0
+        assert is_finite(total_rows["total"])
 
 
 def test_seeds_and_networks_have_adapters_of_their_own() -> None:
-    def first(network: nn.Module) -> Tensor:
+    def get_first_adapter(network: nn.Module) -> Tensor:
         weight: Tensor = find_adapters(network)[0][1].lora_A[ADAPTER_NAME].weight
         return weight
 
-    one, other = (PPOTrainer(make_small_config(model__lora_rank=4, seed=seed)) for seed in (0, 1))
-    assert one.critic is not None
-    assert not torch.equal(first(one.model), first(other.model))
-    assert not torch.equal(first(one.model), first(one.critic))
+    trainer, other_trainer = (PPOTrainer(make_small_config(model__lora_rank=4, seed=seed)) for seed in (0, 1))
+    assert trainer.critic is not None
+    assert not torch.equal(get_first_adapter(trainer.model), get_first_adapter(other_trainer.model))
+    assert not torch.equal(get_first_adapter(trainer.model), get_first_adapter(trainer.critic))

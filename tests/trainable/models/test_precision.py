@@ -1,4 +1,4 @@
-"""Passes in bfloat16 over float32 weights, blocks recomputed in the backward pass, and logits held in chunks."""
+"""Passes in bfloat16 over float32 weights, blocks recomputed in the backward pass, and logits computed in chunks."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -16,7 +16,7 @@ from tests.fakes.scripted import (
     make_random_model,
     make_small_config,
 )
-from tests.trainable.algo.test_vocabulary import Largest
+from tests.trainable.algo.test_vocabulary import LargestTensorMode
 from trainable.algo.batching import order_length_stratified
 from trainable.algo.losses import logprobs_from_logits
 from trainable.backend.torch_backend import TorchBackend
@@ -41,23 +41,23 @@ WIDE = make_qwen2_shape(
 CUT = {"ppo_mini_batch_size": 8, "ppo_micro_batch_size_per_gpu": 4}
 
 
-def wide(passes: PassSettings, **sizes: object) -> Qwen2:
+def make_wide_model(pass_settings: PassSettings, **sizes: object) -> Qwen2:
     model = make_random_model(make_qwen2_shape(**{**vars(WIDE), **sizes}), seed=2, std=0.15)
-    model.model.pass_settings = passes
+    model.model.pass_settings = pass_settings
     return model
 
 
-def some_tokens(rows: int = 3, length: int = 17, seed: int = 0) -> Tensor:
+def make_tokens(rows: int = 3, length: int = 17, seed: int = 0) -> Tensor:
     return torch.randint(0, 23, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def error(found: Tensor, wanted: Tensor) -> float:
-    """Root mean square of the difference, as a share of that of `wanted`."""
-    found, wanted = found.detach().double(), wanted.detach().double()
-    return float((found - wanted).norm() / wanted.norm())
+def compute_relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Norm of the difference, as a fraction of the norm of `expected`."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return float((actual - expected).norm() / expected.norm())
 
 
-def gradients(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
+def compute_gradients(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
     names = [name for name, _ in model.named_parameters()]
     return dict(zip(names, torch.autograd.grad(loss, list(model.parameters()), allow_unused=True), strict=True))
 
@@ -65,108 +65,121 @@ def gradients(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
 # ---------------------------------------------------------------------------- bfloat16
 
 
-def both_ways(of: Callable[[Qwen2], Tensor]) -> float:
-    """How far bfloat16 leads away from float32, which must be a little."""
-    far = error(of(wide(BFLOAT16)), of(wide(PassSettings())))
-    assert far > 1e-4
-    return far
+def measure_bfloat16_error(compute: Callable[[Qwen2], Tensor]) -> float:
+    """Relative error of bfloat16 against float32, which must not be zero."""
+    error = compute_relative_error(compute(make_wide_model(BFLOAT16)), compute(make_wide_model(PassSettings())))
+    assert error > 1e-4
+    return error
 
 
 def test_bfloat16_passes_are_as_near_to_float32_as_those_of_transformers_under_autocast() -> None:
-    tokens = some_tokens()
-    where = torch.arange(tokens.numel())
-    weights = torch.randn(len(where), 23, generator=torch.Generator().manual_seed(1))
+    tokens = make_tokens()
+    positions = torch.arange(tokens.numel())
+    weights = torch.randn(len(positions), 23, generator=torch.Generator().manual_seed(1))
 
-    def ours(passes: PassSettings) -> tuple[Tensor, dict[str, Tensor]]:
-        model = wide(passes)
-        hidden = model.model.compute_hidden_states(tokens, where)
-        assert hidden.dtype == passes.dtype
+    def compute_logits_and_gradients(pass_settings: PassSettings) -> tuple[Tensor, dict[str, Tensor]]:
+        model = make_wide_model(pass_settings)
+        hidden = model.model.compute_hidden_states(tokens, positions)
+        assert hidden.dtype == pass_settings.dtype
         logits = model.lm_head(hidden)
-        return logits, gradients(model, (logits.float() * weights).sum())
+        return logits, compute_gradients(model, (logits.float() * weights).sum())
 
-    twin = make_hub_twin(wide(PassSettings()))
+    twin = make_hub_twin(make_wide_model(PassSettings()))
     with torch.autocast("cpu", torch.bfloat16):
-        theirs = twin(input_ids=tokens).logits.flatten(0, 1)
-    their_slopes = gradients(twin, (theirs.float() * weights).sum())
-    (exact, slopes), (found, found_slopes) = ours(PassSettings()), ours(BFLOAT16)
-    assert error(theirs, exact) < 0.03
-    assert error(found, exact) < 1.3 * error(theirs, exact)
-    for name, slope in slopes.items():
-        assert found_slopes[name].dtype == torch.float32
-        # A gain's gradient is a sum of few terms, whose error is luck; so is a bias's.
-        assert error(found_slopes[name], slope) < 2 * error(their_slopes[name], slope) + 0.005, name
+        twin_logits = twin(input_ids=tokens).logits.flatten(0, 1)
+    twin_gradients = compute_gradients(twin, (twin_logits.float() * weights).sum())
+
+    (exact_logits, exact_gradients), (rounded_logits, gradients) = (
+        compute_logits_and_gradients(PassSettings()),
+        compute_logits_and_gradients(BFLOAT16),
+    )
+    assert compute_relative_error(twin_logits, exact_logits) < 0.03
+
+    assert compute_relative_error(rounded_logits, exact_logits) < 1.3 * compute_relative_error(
+        twin_logits, exact_logits
+    )
+    for name, exact_gradient in exact_gradients.items():
+        assert gradients[name].dtype == torch.float32
+        # The gradient of a gain or a bias is a sum of few terms, so that its error varies at random.
+        assert (
+            compute_relative_error(gradients[name], exact_gradient)
+            < 2 * compute_relative_error(twin_gradients[name], exact_gradient) + 0.005
+        ), name
 
 
 def test_weights_stay_float32_and_losses_are_reduced_in_float32() -> None:
-    model = wide(BFLOAT16)
-    tokens, where = some_tokens(), torch.arange(30)
-    found = TokenFunction.for_logprobs(model, 0.8)(tokens, where, tokens.flatten()[where + 1])
-    assert found.dtype == torch.float32
-    logits = model.lm_head(model.model.compute_hidden_states(tokens, where))
+    model = make_wide_model(BFLOAT16)
+    tokens, positions = make_tokens(), torch.arange(30)
+    logprobs = TokenFunction.for_logprobs(model, 0.8)(tokens, positions, tokens.flatten()[positions + 1])
+    assert logprobs.dtype == torch.float32
+    logits = model.lm_head(model.model.compute_hidden_states(tokens, positions))
     assert logits.dtype == torch.bfloat16
-    assert torch.equal(found, logprobs_from_logits(logits.float() / 0.8, tokens.flatten()[where + 1]))
+    assert torch.equal(logprobs, logprobs_from_logits(logits.float() / 0.8, tokens.flatten()[positions + 1]))
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
 
 
 def test_values_are_float32_whatever_the_trunk_computes_in() -> None:
-    critic = make_critic(Policy(wide(BFLOAT16), None, Path()), np.random.default_rng(0), CPU)  # type: ignore[arg-type]
-    tokens, where = some_tokens(), torch.arange(20)
-    hidden = critic.model.compute_hidden_states(tokens, where)
+    critic = make_critic(Policy(make_wide_model(BFLOAT16), None, Path()), np.random.default_rng(0), CPU)  # type: ignore[arg-type]
+    tokens, positions = make_tokens(), torch.arange(20)
+    hidden = critic.model.compute_hidden_states(tokens, positions)
     assert hidden.dtype == torch.bfloat16
-    values = critic.compute_values(tokens, where)
+    values = critic.compute_values(tokens, positions)
     assert values.dtype == torch.float32
     torch.testing.assert_close(values, (hidden.float() @ critic.score.weight.T)[:, 0])
 
 
 def test_a_cache_holds_what_the_network_computes_in_and_grows_to_the_full_passes_numbers() -> None:
-    tokens = some_tokens(3, 9)
+    tokens = make_tokens(3, 9)
 
-    def through_the_cache(model: Qwen2) -> Tensor:
+    def compute_with_cache(model: Qwen2) -> Tensor:
         cache = model.model.make_cache(3, 4)
         valid, positions = torch.ones(3, 9, dtype=torch.bool), torch.arange(9).expand(3, 9)
         with torch.inference_mode():
-            for piece in (slice(0, 4), slice(4, 5), slice(5, 9)):
-                found = model.model.extend(tokens[:, piece], positions[:, piece], valid[:, piece], cache)
-        assert {part.dtype for part in [*cache.keys, *cache.values]} == {model.model.pass_settings.dtype}
-        return found.clone()
+            for columns in (slice(0, 4), slice(4, 5), slice(5, 9)):
+                hidden = model.model.extend(tokens[:, columns], positions[:, columns], valid[:, columns], cache)
+        assert {tensor.dtype for tensor in [*cache.keys, *cache.values]} == {model.model.pass_settings.dtype}
+        return hidden.clone()
 
-    far = both_ways(through_the_cache)
-    model = wide(BFLOAT16)
-    full = model.model.compute_hidden_states(tokens, torch.tensor([8, 17, 26]))
-    assert error(through_the_cache(model), full) < 1.5 * far
-    assert far < 0.03
+    bfloat16_error = measure_bfloat16_error(compute_with_cache)
+    model = make_wide_model(BFLOAT16)
+    full_pass = model.model.compute_hidden_states(tokens, torch.tensor([8, 17, 26]))
+    assert compute_relative_error(compute_with_cache(model), full_pass) < 1.5 * bfloat16_error
+    assert bfloat16_error < 0.03
 
 
 def test_a_caches_scores_are_not_rounded_to_bfloat16() -> None:
-    """Scores near 50, which bfloat16 rounds by up to 0.125: attention over the cache is that over whole sequences."""
-    model, tokens = wide(BFLOAT16), some_tokens(4, 30)
+    """bfloat16 rounds scores near 50 by up to 0.125, yet attention over the cache equals that over whole sequences."""
+    model, tokens = make_wide_model(BFLOAT16), make_tokens(4, 30)
     for block in model.model.blocks:
         block.self_attn.q_proj.weight.data *= 40
     cache = model.model.make_cache(4, 30)
     valid, positions = torch.ones(4, 30, dtype=torch.bool), torch.arange(30).expand(4, 30)
     with torch.inference_mode():
-        found = model.model.extend(tokens, positions, valid, cache)
-        assert error(found, model.model.compute_hidden_states(tokens, torch.arange(1, 5) * 30 - 1)) < 0.005
+        hidden = model.model.extend(tokens, positions, valid, cache)
+        assert (
+            compute_relative_error(hidden, model.model.compute_hidden_states(tokens, torch.arange(1, 5) * 30 - 1))
+            < 0.005
+        )
 
 
 def test_cross_scores_and_the_sampler_compute_as_the_network_does() -> None:
     prompts, thoughts = [[1, 2, 3], [4]], [[5, 6, 1], [5, 7, 8, 2]]
-    assert both_ways(lambda model: compute_cross_scores(model, prompts, thoughts).logprob_sums) < 0.02
+    assert measure_bfloat16_error(lambda model: compute_cross_scores(model, prompts, thoughts).logprob_sums) < 0.02
 
-    def sampled(model: Qwen2) -> Tensor:
-        """Log-probs of greedy replies to one prompt."""
+    def sample_logprobs(model: Qwen2) -> Tensor:
+        """Sample greedy replies to one prompt, and return their log-probs."""
         conversation = TorchSampler(model).start_conversation(
             [[1, 2, 3]], 2, SamplingParams(0.0, 4, 22), np.random.default_rng(0)
         )
-        first, _ = conversation.sample_replies([0, 1], [[], []])
-        where = torch.arange(2, 2 + len(first.token_ids))
-        row = torch.tensor([[1, 2, 3, *first.token_ids.tolist()]])
-        again = TokenFunction.for_logprobs(model, 1.0)(row, where, row[0, where + 1])
-        torch.testing.assert_close(torch.from_numpy(first.logprobs), again.detach(), rtol=0, atol=0.05)
-        return torch.from_numpy(first.logprobs[:1])
+        reply, _ = conversation.sample_replies([0, 1], [[], []])
+        positions = torch.arange(2, 2 + len(reply.token_ids))
+        row = torch.tensor([[1, 2, 3, *reply.token_ids.tolist()]])
+        logprobs = TokenFunction.for_logprobs(model, 1.0)(row, positions, row[0, positions + 1])
+        torch.testing.assert_close(torch.from_numpy(reply.logprobs), logprobs.detach(), rtol=0, atol=0.05)
+        return torch.from_numpy(reply.logprobs[:1])
 
-    sampled(wide(BFLOAT16))
-    sampled(wide(PassSettings()))
+    sample_logprobs(make_wide_model(BFLOAT16))
+    sample_logprobs(make_wide_model(PassSettings()))
 
 
 # ---------------------------------------------------------------------------- recomputed blocks
@@ -174,102 +187,105 @@ def test_cross_scores_and_the_sampler_compute_as_the_network_does() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_recomputed_blocks_change_no_number_and_no_gradient(dtype: torch.dtype) -> None:
-    tokens, where = some_tokens(), torch.tensor([2, 7, 12, 25, 38])
-    kept, recomputed = wide(PassSettings(dtype)), wide(PassSettings(dtype, recompute=True))
-    one, other = (model.model.compute_hidden_states(tokens, where) for model in (kept, recomputed))
-    assert torch.equal(one, other)
-    slope = torch.randn(one.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    found, wanted = gradients(recomputed, (other * slope).sum()), gradients(kept, (one * slope).sum())
-    for name, gradient in wanted.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
+    tokens, positions = make_tokens(), torch.tensor([2, 7, 12, 25, 38])
+    plain, recomputing = make_wide_model(PassSettings(dtype)), make_wide_model(PassSettings(dtype, recompute=True))
+    expected, actual = (model.model.compute_hidden_states(tokens, positions) for model in (plain, recomputing))
+    assert torch.equal(expected, actual)
+    output_gradient = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    actual_gradients, expected_gradients = (
+        compute_gradients(recomputing, (actual * output_gradient).sum()),
+        compute_gradients(plain, (expected * output_gradient).sum()),
+    )
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(actual_gradients[name], gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_recomputing_keeps_the_inputs_of_blocks_only() -> None:
-    """Counted are the numbers that autograd keeps for the backward pass, besides weights."""
-    tokens = some_tokens(4, 30)
+    """The test counts the bytes that autograd saves for the backward pass, except those of weights."""
+    tokens = make_tokens(4, 30)
 
-    def kept(passes: PassSettings) -> int:
-        model, storages = wide(passes, num_hidden_layers=6), {}
+    def count_saved_bytes(pass_settings: PassSettings) -> int:
+        model, storages = make_wide_model(pass_settings, num_hidden_layers=6), {}
         weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
 
-        def pack(part: Tensor) -> Tensor:
-            storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
-            return part
+        def pack(tensor: Tensor) -> Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda part: part):
-            out = model.model.compute_hidden_states(tokens, torch.arange(120))
-        assert out.requires_grad
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = model.model.compute_hidden_states(tokens, torch.arange(120))
+        assert output.requires_grad
         return sum(size for pointer, size in storages.items() if pointer not in weights)
 
-    assert kept(RECOMPUTED) < kept(PassSettings()) / 4
+    assert count_saved_bytes(RECOMPUTED) < count_saved_bytes(PassSettings()) / 4
 
 
 def test_passes_without_gradients_recompute_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainable.models.qwen2.checkpoint", None)
     with torch.no_grad():
-        wide(RECOMPUTED).model.compute_hidden_states(some_tokens(), torch.arange(4))
+        make_wide_model(RECOMPUTED).model.compute_hidden_states(make_tokens(), torch.arange(4))
     with pytest.raises(TypeError):
-        wide(RECOMPUTED).model.compute_hidden_states(some_tokens(), torch.arange(4))
+        make_wide_model(RECOMPUTED).model.compute_hidden_states(make_tokens(), torch.arange(4))
 
 
 # ---------------------------------------------------------------------------- whole updates
 
 
-def batch_for(model: Qwen2, count: int = 12) -> tuple[Batch, Targets]:
+def make_batch(model: Qwen2, count: int = 12) -> tuple[Batch, Targets]:
     batch = collate(make_random_episodes(count, 4, seed=5, vocab=model.shape.vocab_size))
     logprobs = compute_at_trained_tokens(batch, 4, TokenFunction.for_logprobs(model, 1.0))
     noise = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(1)) * batch.mask
     return batch._replace(logprobs=logprobs), Targets(noise, noise, 0.5 * noise, logprobs + 0.1 * noise)
 
 
-def owner(**networks: torch.nn.Module) -> TorchBackend:
+def make_backend(**networks: torch.nn.Module) -> TorchBackend:
     weights = [weight for network in networks.values() for weight in network.parameters()]
     return TorchBackend("optimizer", networks, torch.optim.AdamW(weights, 1e-3), 1.0)
 
 
-def stepped(model: Qwen2, settings: ActorConfig, reference: Qwen2 | None = None) -> dict[str, float]:
-    batch, targets = batch_for(model)
-    actor = ActorUpdate(model, owner(actor=model), settings, 1.0, reference)
+def run_update(model: Qwen2, settings: ActorConfig, reference: Qwen2 | None = None) -> dict[str, float]:
+    batch, targets = make_batch(model)
+    actor = ActorUpdate(model, make_backend(actor=model), settings, 1.0, reference)
     return actor.run(batch, targets, order_length_stratified(batch.lengths)).compute_means()
 
 
 def test_an_update_with_recomputed_blocks_is_the_update() -> None:
     settings = ActorConfig(**CUT, entropy_coeff=0.1, use_kl_loss=True, kl_loss_type="low_var_kl")
-    kept, recomputed = wide(PassSettings()), wide(RECOMPUTED)
-    assert stepped(recomputed, settings) == pytest.approx(stepped(kept, settings), rel=1e-5)
-    for one, other in zip(recomputed.parameters(), kept.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    plain, recomputing = make_wide_model(PassSettings()), make_wide_model(RECOMPUTED)
+    assert run_update(recomputing, settings) == pytest.approx(run_update(plain, settings), rel=1e-5)
+    for actual, expected in zip(recomputing.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_an_update_in_bfloat16_is_near_and_keeps_float32_weights_and_moments() -> None:
     settings = ActorConfig(**CUT, entropy_coeff=0.1, use_kl_loss=True, kl_loss_type="full")
-    model, exact = wide(BFLOAT16), wide(PassSettings())
-    found = stepped(model, settings, make_frozen_copy(model))
-    wanted = stepped(exact, settings, make_frozen_copy(exact))
+    model, exact_model = make_wide_model(BFLOAT16), make_wide_model(PassSettings())
+    actual = run_update(model, settings, make_frozen_copy(model))
+    expected = run_update(exact_model, settings, make_frozen_copy(exact_model))
     for name in ("entropy_loss", "actor_grad_norm"):
-        assert found[name] == pytest.approx(wanted[name], rel=1e-2)
-    assert found["pg_loss"] == pytest.approx(wanted["pg_loss"], abs=0.02)
+        assert actual[name] == pytest.approx(expected[name], rel=1e-2)
+    assert actual["pg_loss"] == pytest.approx(expected["pg_loss"], abs=0.02)
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
 
 
 def test_the_probe_measures_recomputed_blocks_and_chunks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ActorConfig(**CUT, entropy_coeff=0.1, use_kl_loss=True, kl_loss_type="full")
 
-    def norms(passes: PassSettings) -> dict[tuple[str, str], float]:
-        model = wide(passes)
+    def measure_norms(pass_settings: PassSettings) -> dict[tuple[str, str], float]:
+        model = make_wide_model(pass_settings)
         reference = make_frozen_copy(make_random_model(model.shape, seed=9, std=0.15))
-        batch, targets = batch_for(model)
-        actor = ActorUpdate(model, owner(actor=model), settings, 1.0, reference)
-        found = probe_gradients(
+        batch, targets = make_batch(model)
+        actor = ActorUpdate(model, make_backend(actor=model), settings, 1.0, reference)
+        actual = probe_gradients(
             actor, batch, targets, {0: 0.5, 1: 1.0, 2: 2.0}, 2, "quantile", torch.Generator().manual_seed(0)
         )
-        return {(row["bucket"], row["component"]): row["mean_norm"] for row in found.rows}
+        return {(row["bucket"], row["component"]): row["mean_norm"] for row in actual.rows}
 
-    wanted = norms(PassSettings())
+    expected = measure_norms(PassSettings())
     monkeypatch.setattr(update, "CHUNK_ELEMENTS", 5 * 23)
-    found = norms(RECOMPUTED)
-    assert found == pytest.approx(wanted, rel=1e-4)
-    assert min(wanted.values()) > 0
+    actual = measure_norms(RECOMPUTED)
+    assert actual == pytest.approx(expected, rel=1e-4)
+    assert min(expected.values()) > 0
 
 
 BOUND = 40_000
@@ -279,7 +295,7 @@ BOUND = 40_000
 def test_no_tensor_of_an_update_is_larger_than_the_bound(chunking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """2,000 vocabulary entries, some 80 trained tokens per pass: 160,000 logits; the embedding has 32,000 numbers."""
     model = make_random_model(make_qwen2_shape(vocab_size=2000), std=0.1)
-    batch, _ = batch_for(model, 16)
+    batch, _ = make_batch(model, 16)
     critic = make_critic(Policy(model, None, Path()), np.random.default_rng(0), CPU)  # type: ignore[arg-type]
     reference = make_frozen_copy(model)
     for name in ("trainable.ppo.update.CHUNK_ELEMENTS", "trainable.diagnostics.cross_scores.CHUNK_ELEMENTS"):
@@ -292,13 +308,13 @@ def test_no_tensor_of_an_update_is_larger_than_the_bound(chunking: bool, monkeyp
         entropy_from_logits_with_chunking=chunking,
     )
     order = order_length_stratified(batch.lengths)
-    function = TokenFunction.for_logprobs(reference, 1.0)
-    with Largest() as largest:
-        logprobs = compute_at_trained_tokens(batch, 16, function)
+    reference_function = TokenFunction.for_logprobs(reference, 1.0)
+    with LargestTensorMode() as largest:
+        logprobs = compute_at_trained_tokens(batch, 16, reference_function)
         values = compute_at_trained_tokens(batch, 16, TokenFunction.for_values(critic.model, critic.score))
         targets = Targets(batch.logprobs, values + 1, values, logprobs)
-        update_critic(critic, owner(critic=critic), batch, targets, order, CriticConfig(**CUT))
-        ActorUpdate(model, owner(actor=model), settings, 1.0, reference).run(batch, targets, order)
+        update_critic(critic, make_backend(critic=critic), batch, targets, order, CriticConfig(**CUT))
+        ActorUpdate(model, make_backend(actor=model), settings, 1.0, reference).run(batch, targets, order)
         compute_cross_scores(model, [[1, 2, 3], [4, 5]], [[6, 7, *range(30)], [8] * 20])
     assert (largest.elements <= BOUND) == chunking
     assert largest.elements >= 32_000
@@ -313,9 +329,9 @@ def test_settings_reach_every_network_of_a_run() -> None:
     )
     assert trainer.critic is not None
     assert trainer.reference is not None
-    wanted = PassSettings(torch.bfloat16, True)
+    expected = PassSettings(torch.bfloat16, True)
     for network in (trainer.model, trainer.critic, trainer.reference):
-        assert network.model.pass_settings == wanted
+        assert network.model.pass_settings == expected
     row = trainer.step().row
     assert row["nonfinite_updates"] == 0
     assert abs(row["kl_loss"]) < 1
@@ -331,12 +347,14 @@ def test_settings_are_read_from_the_model_section() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_frozen_copy_holds_what_passes_compute_in_and_gives_the_very_numbers(tied: bool) -> None:
-    model = wide(BFLOAT16, tie_word_embeddings=tied)
+    model = make_wide_model(BFLOAT16, tie_word_embeddings=tied)
     frozen = make_frozen_copy(model)
-    tokens, where = some_tokens(), torch.arange(20)
+    tokens, positions = make_tokens(), torch.arange(20)
     with torch.no_grad():
-        one, other = (part.lm_head(part.model.compute_hidden_states(tokens, where)) for part in (model, frozen))
-    assert torch.equal(one, other)
+        expected, actual = (
+            network.lm_head(network.model.compute_hidden_states(tokens, positions)) for network in (model, frozen)
+        )
+    assert torch.equal(expected, actual)
     assert not any(weight.requires_grad for weight in frozen.parameters())
     assert frozen.model.blocks[0].mlp.up_proj.weight.dtype == torch.bfloat16
     assert frozen.model.embed_tokens.weight.dtype == frozen.model.norm.weight.dtype == torch.float32
@@ -347,7 +365,7 @@ def test_a_frozen_copy_holds_what_passes_compute_in_and_gives_the_very_numbers(t
 
 
 def test_a_frozen_copy_of_a_float32_network_is_float32() -> None:
-    model = wide(PassSettings())
-    for one, other in zip(make_frozen_copy(model).parameters(), deepcopy(model).parameters(), strict=True):
-        assert torch.equal(one, other)
-        assert one.dtype == torch.float32
+    model = make_wide_model(PassSettings())
+    for frozen_weight, weight in zip(make_frozen_copy(model).parameters(), deepcopy(model).parameters(), strict=True):
+        assert torch.equal(frozen_weight, weight)
+        assert frozen_weight.dtype == torch.float32

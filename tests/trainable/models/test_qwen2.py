@@ -14,14 +14,14 @@ from trainable.models.qwen2_shape import Qwen2Shape
 
 # heads, key-value heads, tied head, layers, rotary base
 LAYOUTS = [
-    (4, 4, True, 2, 10_000.0),  # one key head a query head
+    (4, 4, True, 2, 10_000.0),  # one key head per query head
     (4, 2, False, 3, 1_000_000.0),  # grouped
     (4, 1, True, 1, 500.0),  # one key head for all
     (2, 1, False, 2, 10_000.0),
 ]
 
 
-def layout(heads: int, kv_heads: int, tied: bool, layers: int, theta: float) -> Qwen2:
+def make_layout(heads: int, kv_heads: int, tied: bool, layers: int, theta: float) -> Qwen2:
     sizes = make_qwen2_shape(
         hidden_size=32,
         num_attention_heads=heads,
@@ -36,91 +36,91 @@ def layout(heads: int, kv_heads: int, tied: bool, layers: int, theta: float) -> 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=str)
 def model(request: pytest.FixtureRequest) -> Qwen2:
-    return layout(*request.param)
+    return make_layout(*request.param)
 
 
 @pytest.fixture(scope="module")
-def grouped() -> Qwen2:
-    return layout(*LAYOUTS[1])
+def grouped_model() -> Qwen2:
+    return make_layout(*LAYOUTS[1])
 
 
-def some_tokens(rows: int, length: int, seed: int = 0) -> Tensor:
+def make_tokens(rows: int, length: int, seed: int = 0) -> Tensor:
     return torch.randint(0, 23, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def everywhere(tokens: Tensor) -> Tensor:
+def list_positions(tokens: Tensor) -> Tensor:
     return torch.arange(tokens.numel())
 
 
-def close(found: Tensor, wanted: Tensor, limit: float = 1e-5) -> None:
-    torch.testing.assert_close(found, wanted, rtol=limit, atol=limit)
+def assert_close(actual: Tensor, expected: Tensor, limit: float = 1e-5) -> None:
+    torch.testing.assert_close(actual, expected, rtol=limit, atol=limit)
 
 
 # ---------------------------------------------------------------------------- whole sequences
 
 
 def test_logits_are_those_of_transformers(model: Qwen2) -> None:
-    tokens = some_tokens(3, 17)
+    tokens = make_tokens(3, 17)
     with torch.no_grad():
-        found = model.lm_head(model.model.compute_hidden_states(tokens, everywhere(tokens)))
-        wanted = make_hub_twin(model)(input_ids=tokens).logits
-    close(found, wanted.flatten(0, 1))
+        actual = model.lm_head(model.model.compute_hidden_states(tokens, list_positions(tokens)))
+        expected = make_hub_twin(model)(input_ids=tokens).logits
+    assert_close(actual, expected.flatten(0, 1))
 
 
 def test_a_subset_of_positions_has_the_numbers_of_the_full_forward(model: Qwen2) -> None:
-    tokens = some_tokens(3, 11)
-    where = torch.tensor([32, 0, 5, 5, 12, 20])
+    tokens = make_tokens(3, 11)
+    positions = torch.tensor([32, 0, 5, 5, 12, 20])
     with torch.no_grad():
-        full = model.model.compute_hidden_states(tokens, everywhere(tokens))
-        close(model.model.compute_hidden_states(tokens, where), full[where])
-        assert model.model.compute_hidden_states(tokens, where[:0]).shape == (0, 32)
+        full = model.model.compute_hidden_states(tokens, list_positions(tokens))
+        assert_close(model.model.compute_hidden_states(tokens, positions), full[positions])
+        assert model.model.compute_hidden_states(tokens, positions[:0]).shape == (0, 32)
 
 
-def test_padding_on_the_right_changes_nothing(grouped: Qwen2) -> None:
-    tokens = some_tokens(2, 12)
+def test_padding_on_the_right_changes_nothing(grouped_model: Qwen2) -> None:
+    tokens = make_tokens(2, 12)
     padded = tokens.clone()
     padded[0, 7:] = 3
-    where = torch.arange(7)
+    positions = torch.arange(7)
     with torch.no_grad():
-        close(
-            grouped.model.compute_hidden_states(padded, where),
-            grouped.model.compute_hidden_states(tokens[:1, :7], where),
+        assert_close(
+            grouped_model.model.compute_hidden_states(padded, positions),
+            grouped_model.model.compute_hidden_states(tokens[:1, :7], positions),
         )
 
 
 def test_gradients_are_those_of_transformers(model: Qwen2) -> None:
-    tokens, where = some_tokens(3, 13), torch.tensor([2, 7, 12, 15, 25, 38])
+    tokens, positions = make_tokens(3, 13), torch.tensor([2, 7, 12, 15, 25, 38])
     weights = torch.randn(6, 23, generator=torch.Generator().manual_seed(1))
     model.zero_grad()
-    (model.lm_head(model.model.compute_hidden_states(tokens, where)) * weights).sum().backward()
+    (model.lm_head(model.model.compute_hidden_states(tokens, positions)) * weights).sum().backward()
     twin = make_hub_twin(model)
-    (twin(input_ids=tokens).logits.flatten(0, 1)[where] * weights).sum().backward()
-    wanted = {name: weight.grad for name, weight in twin.named_parameters()}
+    (twin(input_ids=tokens).logits.flatten(0, 1)[positions] * weights).sum().backward()
+    expected = {name: weight.grad for name, weight in twin.named_parameters()}
     for name, weight in model.named_parameters():
         assert weight.grad is not None
-        close(weight.grad, wanted.pop(name), 1e-4)
-    assert not wanted
+        assert_close(weight.grad, expected.pop(name), 1e-4)
+    assert not expected
 
 
 def test_a_tied_head_is_the_embedding(model: Qwen2) -> None:
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == model.shape.tie_word_embeddings
 
 
-def test_values_are_a_line_on_the_hidden_state(grouped: Qwen2) -> None:
-    critic = ValueModel(grouped.shape)
-    critic.model.load_state_dict(grouped.model.state_dict())
-    tokens, where = some_tokens(2, 6), torch.tensor([3, 8])
+def test_values_are_a_linear_function_of_the_hidden_state(grouped_model: Qwen2) -> None:
+    critic = ValueModel(grouped_model.shape)
+    critic.model.load_state_dict(grouped_model.model.state_dict())
+    tokens, positions = make_tokens(2, 6), torch.tensor([3, 8])
     with torch.no_grad():
-        hidden = make_hub_twin(grouped).model(input_ids=tokens).last_hidden_state.flatten(0, 1)[where]
-        wanted = (hidden * critic.score.weight[0]).sum(1) + critic.score.bias[0]
-        close(critic.compute_values(tokens, where), wanted)
+        hidden = make_hub_twin(grouped_model).model(input_ids=tokens).last_hidden_state.flatten(0, 1)[positions]
+        expected = (hidden * critic.score.weight[0]).sum(1) + critic.score.bias[0]
+        assert_close(critic.compute_values(tokens, positions), expected)
 
 
 # ---------------------------------------------------------------------------- the cache
 
 
 class Rows:
-    """Rows that grow in a cache, and what a full forward says of each."""
+    """Rows that grow in a cache, compared with a full forward pass over each row."""
 
     def __init__(self, model: Qwen2, rows: int, slots: int) -> None:
         self.model, self.tokens = model, [[] for _ in range(rows)]
@@ -128,19 +128,25 @@ class Rows:
 
     def extend(self, chunks: list[list[int]]) -> None:
         """Append a chunk to each of the first rows, and compare their last hidden states."""
-        widest = max(len(chunk) for chunk in chunks)
-        fillers = [widest - len(chunk) for chunk in chunks]
-        tokens = torch.tensor([[0] * short + chunk for short, chunk in zip(fillers, chunks, strict=True)])
-        valid = torch.tensor([[False] * short + [True] * (widest - short) for short in fillers])
-        first = torch.tensor([len(row) for row in self.tokens[: len(chunks)]])
-        positions = (first[:, None] + torch.arange(widest) - torch.tensor(fillers)[:, None]).clamp_min(0)
-        found = self.model.model.extend(tokens, positions, valid, self.cache)
+        width = max(len(chunk) for chunk in chunks)
+        padding_widths = [width - len(chunk) for chunk in chunks]
+        tokens = torch.tensor(
+            [[0] * padding_width + chunk for padding_width, chunk in zip(padding_widths, chunks, strict=True)]
+        )
+        valid = torch.tensor(
+            [[False] * padding_width + [True] * (width - padding_width) for padding_width in padding_widths]
+        )
+        start_positions = torch.tensor([len(row) for row in self.tokens[: len(chunks)]])
+        positions = (start_positions[:, None] + torch.arange(width) - torch.tensor(padding_widths)[:, None]).clamp_min(
+            0
+        )
+        hidden = self.model.model.extend(tokens, positions, valid, self.cache)
         for row, chunk in enumerate(chunks):
             self.tokens[row] = self.tokens[row] + chunk
             if chunk:
-                close(found[row], self.last_hidden(self.tokens[row]))
+                assert_close(hidden[row], self.compute_last_hidden(self.tokens[row]))
 
-    def last_hidden(self, tokens: list[int]) -> Tensor:
+    def compute_last_hidden(self, tokens: list[int]) -> Tensor:
         return self.model.model.compute_hidden_states(torch.tensor([tokens]), torch.tensor([len(tokens) - 1]))[0]
 
     def select(self, rows: list[int]) -> None:
@@ -157,7 +163,7 @@ def test_prompts_of_unequal_length_then_token_by_token(model: Qwen2) -> None:
             rows.extend([[token], [token + 1], [token + 2]])
         rows.select([2, 0, 2, 1])
         rows.extend([[5, 6], [4], [1, 1, 1], [2, 9]])
-        rows.extend([[5], [4]])  # only the first two go on
+        rows.extend([[5], [4]])  # only the first two rows continue
         rows.cache.pack()
         rows.extend([[1], [], [4, 5], [6]])
         rows.select([1, 3])
@@ -168,18 +174,20 @@ def test_prompts_of_unequal_length_then_token_by_token(model: Qwen2) -> None:
 @given(st.integers(0, 2**32 - 1))
 def test_any_chunking_and_selection_equals_the_full_forward(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    model = layout(*LAYOUTS[int(rng.integers(len(LAYOUTS)))]).double()  # so that no rounding is taken for a fault
+    model = make_layout(
+        *LAYOUTS[int(rng.integers(len(LAYOUTS)))]
+    ).double()  # in float64, a rounding error cannot look like a fault
     count = int(rng.integers(1, 5))
 
-    def chunk(least: int) -> list[int]:
-        return rng.integers(0, 23, int(rng.integers(least, 5))).tolist()
+    def draw_chunk(minimum: int) -> list[int]:
+        return rng.integers(0, 23, int(rng.integers(minimum, 5))).tolist()
 
     with torch.inference_mode():
         rows = Rows(model, count, int(rng.integers(1, 30)))
-        rows.extend([chunk(1) for _ in range(count)])
+        rows.extend([draw_chunk(1) for _ in range(count)])
         for _ in range(5):
             active = int(rng.integers(1, len(rows.tokens) + 1))
-            chunks = [chunk(0) for _ in range(active)]
+            chunks = [draw_chunk(0) for _ in range(active)]
             if any(chunks):
                 rows.extend(chunks)
             if rng.random() < 0.5:
@@ -188,9 +196,9 @@ def test_any_chunking_and_selection_equals_the_full_forward(seed: int) -> None:
                 rows.cache.pack()
 
 
-def test_packing_leaves_as_many_slots_as_the_longest_row_has_tokens(grouped: Qwen2) -> None:
+def test_packing_leaves_as_many_slots_as_the_longest_row_has_tokens(grouped_model: Qwen2) -> None:
     with torch.inference_mode():
-        rows = Rows(grouped, 3, 10)
+        rows = Rows(grouped_model, 3, 10)
         rows.extend([[1, 2, 3, 4], [5], [9, 9]])
         rows.extend([[6], [7]])
         assert rows.cache.used_slots == 5
@@ -202,25 +210,26 @@ def test_packing_leaves_as_many_slots_as_the_longest_row_has_tokens(grouped: Qwe
         rows.extend([[8], [8]])
 
 
-def test_the_cache_grows_by_itself(grouped: Qwen2) -> None:
+def test_the_cache_grows_by_itself(grouped_model: Qwen2) -> None:
     with torch.inference_mode():
-        rows = Rows(grouped, 1, 2)
+        rows = Rows(grouped_model, 1, 2)
         for token in range(12):
             rows.extend([[token]])
         assert rows.cache.bias.shape[1] >= 12
 
 
-def test_nothing_is_made_on_another_device_than_the_tokens(grouped: Qwen2) -> None:
-    """Stands in for a GPU: what is made without naming a device lands on `meta`, where it cannot mix with numbers."""
-    tokens = some_tokens(2, 5)
+def test_all_tensors_are_on_the_device_of_the_tokens(grouped_model: Qwen2) -> None:
+    """`meta` stands in for a GPU: a tensor that is created without a device lands there and cannot mix with others."""
+    tokens = make_tokens(2, 5)
     valid = torch.ones(2, 5, dtype=torch.bool)
     positions = torch.arange(5).expand(2, 5)
-    cache = grouped.model.make_cache(2, 3)
-    where = torch.tensor([4, 9])
+    cache = grouped_model.model.make_cache(2, 3)
+
+    last_positions = torch.tensor([4, 9])
     rows = torch.tensor([1, 0, 1])
     with torch.inference_mode(), torch.device("meta"):
-        full = grouped.model.compute_hidden_states(tokens, where)
-        close(grouped.model.extend(tokens, positions, valid, cache), full)
+        full = grouped_model.model.compute_hidden_states(tokens, last_positions)
+        assert_close(grouped_model.model.extend(tokens, positions, valid, cache), full)
         cache.select_rows(rows)
         cache.pack()
     assert cache.keys[0].device.type == "cpu"

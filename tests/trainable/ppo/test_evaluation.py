@@ -7,14 +7,18 @@ from trainable.ppo.evaluation import make_evaluation, number_classes
 from trainable.rollout.episode import Episode, StopReason
 
 
-def episode(group: int, solved: bool, score: float, turns: int, invalid: int) -> Episode:
-    parts = [(2, 1, score if turn == 0 else 0.0) for turn in range(turns)]
-    return make_episode(parts, group)._replace(
+def make_evaluation_episode(group: int, solved: bool, score: float, turns: int, invalid: int) -> Episode:
+    turn_parts = [(2, 1, score if turn == 0 else 0.0) for turn in range(turns)]
+    return make_episode(turn_parts, group)._replace(
         stop_reason=StopReason.SOLVED if solved else StopReason.OUT_OF_TURNS, invalid_turns=invalid
     )
 
 
-EPISODES = [episode(0, True, 10.9, 1, 0), episode(0, False, -1.0, 5, 1), episode(1, False, -0.5, 4, 2)]
+EPISODES = [
+    make_evaluation_episode(0, True, 10.9, 1, 0),
+    make_evaluation_episode(0, False, -1.0, 5, 1),
+    make_evaluation_episode(1, False, -0.5, 4, 2),
+]
 
 
 def test_an_evaluation_counts_episodes_and_turns() -> None:
@@ -35,7 +39,7 @@ def test_success_over_a_part_of_the_levels() -> None:
     assert evaluation.compute_success_where([False] * 3) is None
 
 
-def test_the_line_is_the_one_of_the_contract() -> None:
+def test_the_line_has_the_documented_fields() -> None:
     line = json.loads(json.dumps(make_evaluation(EPISODES, 0, "test", "greedy", [4, 0]).to_line()))
     assert line == {
         "step": 0,

@@ -1,4 +1,4 @@
-"""FLOP of a step against torch's FLOP counter, and MFU."""
+"""The estimated FLOPs of a step equal those of torch's counter, and MFU."""
 
 import pytest
 import torch
@@ -17,54 +17,54 @@ from trainable.ppo.flops import (
 
 
 def test_estimated_flops_match_torchs_counter() -> None:
-    """Matrix products by torch's counter; causal attention, which it does not halve, by a sum over pairs."""
+    """Torch counts the matrix products; a sum over pairs gives causal attention, which torch does not halve."""
     model = make_random_model(
         make_qwen2_shape(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3)
     )
-    tokens, where = torch.zeros(2, 11, dtype=torch.long), torch.tensor([3, 10, 15])
+    tokens, positions = torch.zeros(2, 11, dtype=torch.long), torch.tensor([3, 10, 15])
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model.lm_head(model.model.compute_hidden_states(tokens, where))
+        model.lm_head(model.model.compute_hidden_states(tokens, positions))
     counts = counter.get_flop_counts()["Global"]
-    products = sum(count for operation, count in counts.items() if "mm" in str(operation))
-    lengths = [11, 5]  # a row is read up to its last position in `where`
-    attention = 3 * sum(4 * 32 * (position + 1) for length in lengths for position in range(length))
-    assert estimate_forward_flops(model.shape, lengths, 3, 23) == products + attention
-    after_five = estimate_forward_flops(model.shape, lengths, 3, 23, cached_tokens=5)
-    assert after_five == products + attention + 3 * sum(lengths) * 4 * 32 * 5
+    matrix_flops = sum(count for operation, count in counts.items() if "mm" in str(operation))
+    lengths = [11, 5]  # a row is processed up to its last position in `positions`
+    attention_flops = 3 * sum(4 * 32 * (position + 1) for length in lengths for position in range(length))
+    assert estimate_forward_flops(model.shape, lengths, 3, 23) == matrix_flops + attention_flops
+    cached_flops = estimate_forward_flops(model.shape, lengths, 3, 23, cached_tokens=5)
+    assert cached_flops == matrix_flops + attention_flops + 3 * sum(lengths) * 4 * 32 * 5
 
 
 def test_rollout_flops_are_one_forward_pass_with_shared_prompts() -> None:
     trainer = make_quiet_trainer()
     episodes = trainer.roll_out(trainer.levels[0], 3, make_rng(0, "sampling", 1))
     sizes = trainer.model.shape
-    each = sum(
+    separate_flops = sum(
         estimate_forward_flops(sizes, [len(episode.tokens)], episode.response_tokens, sizes.vocab_size)
         for episode in episodes
     )
-    openings = {episode.group: int(episode.mask.argmax()) for episode in episodes}
+    prompt_lengths = {episode.group: int(episode.mask.argmax()) for episode in episodes}
     # Rollouts 2 and 3 of each group share the prefill of its prompt.
-    again = 2 * sum(estimate_forward_flops(sizes, [length], 0, 0) for length in openings.values())
-    assert estimate_rollout_flops(sizes, episodes) == pytest.approx(each - again)
+    shared_flops = 2 * sum(estimate_forward_flops(sizes, [length], 0, 0) for length in prompt_lengths.values())
+    assert estimate_rollout_flops(sizes, episodes) == pytest.approx(separate_flops - shared_flops)
 
 
 def test_phases_that_are_off_have_no_flops() -> None:
-    def phases(**overrides: object) -> dict[str, float]:
+    def estimate_phases(**overrides: object) -> dict[str, float]:
         trainer = make_quiet_trainer(**overrides)
         episodes = trainer.roll_out(trainer.levels[0], 4, make_rng(0, "sampling", 1))
         batch, _, _ = trainer.prepare_batch(episodes, 2, 2, make_rng(0, "duplicates", 1))
         return estimate_training_flops(trainer.model.shape, trainer.config, batch)
 
-    assert set(phases(actor__use_kl_loss=False)) == {"values", "update_critic", "update_actor"}
-    assert set(phases(algorithm__adv_estimator="grpo", actor__use_kl_loss=False)) == {"update_actor"}
-    shared = phases(critic__shared_trunk=True, actor__use_kl_loss=True, actor__kl_loss_coef=0.1)
-    assert set(shared) == {"values", "update_actor", "reference"}
-    assert shared["update_actor"] == pytest.approx(3 * shared["reference"])
-    adapters = phases(model__lora_rank=4, actor__use_kl_loss=True, actor__kl_loss_coef=0.1)
-    assert adapters["update_actor"] == pytest.approx(2 * adapters["reference"])
-    assert adapters["update_critic"] == pytest.approx(2 * adapters["values"])
-    assert phases(actor__ppo_epochs=2)["update_actor"] == pytest.approx(2 * phases()["update_actor"])
-    tpo = phases(actor__policy_loss="tpo", algorithm__adv_estimator="group_skill", actor__use_kl_loss=False)
-    assert tpo["update_actor"] == pytest.approx(4 / 3 * phases()["update_actor"])
+    assert set(estimate_phases(actor__use_kl_loss=False)) == {"values", "update_critic", "update_actor"}
+    assert set(estimate_phases(algorithm__adv_estimator="grpo", actor__use_kl_loss=False)) == {"update_actor"}
+    shared_trunk = estimate_phases(critic__shared_trunk=True, actor__use_kl_loss=True, actor__kl_loss_coef=0.1)
+    assert set(shared_trunk) == {"values", "update_actor", "reference"}
+    assert shared_trunk["update_actor"] == pytest.approx(3 * shared_trunk["reference"])
+    adapted = estimate_phases(model__lora_rank=4, actor__use_kl_loss=True, actor__kl_loss_coef=0.1)
+    assert adapted["update_actor"] == pytest.approx(2 * adapted["reference"])
+    assert adapted["update_critic"] == pytest.approx(2 * adapted["values"])
+    assert estimate_phases(actor__ppo_epochs=2)["update_actor"] == pytest.approx(2 * estimate_phases()["update_actor"])
+    tpo = estimate_phases(actor__policy_loss="tpo", algorithm__adv_estimator="group_skill", actor__use_kl_loss=False)
+    assert tpo["update_actor"] == pytest.approx(4 / 3 * estimate_phases()["update_actor"])
 
 
 def test_mfu_is_flops_over_time_and_peak() -> None:

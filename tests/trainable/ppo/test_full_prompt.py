@@ -1,4 +1,4 @@
-"""The paper preset's path on a model of the hub's kind: byte-level tokenizer, published prompt, untied head."""
+"""The settings of the paper on a model in the format of the hub: byte-level tokenizer and published prompt."""
 
 from pathlib import Path
 
@@ -17,9 +17,9 @@ from trainable.ppo.trainer import PPOTrainer
 from trainable.tiny.recipe import write_model
 
 
-def byte_level_tokenizer() -> Tokenizer:
-    protocol = make_prompt_template("full", "grid_coord", 10)
-    texts = [protocol.format_first_turn(Observation(1, level.cells, 10)) for level in make_validation_levels(20)]
+def make_byte_level_tokenizer() -> Tokenizer:
+    prompt_template = make_prompt_template("full", "grid_coord", 10)
+    texts = [prompt_template.format_first_turn(Observation(1, level.cells, 10)) for level in make_validation_levels(20)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -35,7 +35,7 @@ def byte_level_tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def hub_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hub") / "Qwen-small"
-    tokenizer = byte_level_tokenizer()
+    tokenizer = make_byte_level_tokenizer()
     torch.manual_seed(0)
     shape = Qwen2Shape(
         vocab_size=tokenizer.get_vocab_size(),
@@ -74,13 +74,13 @@ def test_the_paper_settings_train_a_step(hub_model: Path) -> None:
         "rollout.name": "torch",
     }
     trainer = PPOTrainer(apply_overrides(RunConfig(), {**STUDY.fixed_settings, **small}))
-    before = trainer.model.lm_head.weight.detach().clone()
+    old_head = trainer.model.lm_head.weight.detach().clone()
     step = trainer.step()
     row, evaluations = step.row, step.evaluations
     assert row["optimizer_steps"] == 2
     assert row["train_invalid_turns"] == 1.0
     assert row["train_reward"] == pytest.approx(-0.2)
-    assert not torch.equal(before, trainer.model.lm_head.weight)
+    assert not torch.equal(old_head, trainer.model.lm_head.weight)
     assert {evaluation.mode for evaluation in evaluations} == {"sampled", "greedy"}
 
 
@@ -100,9 +100,13 @@ def test_sampled_log_probs_are_the_models_own(hub_model: Path) -> None:
     trainer = PPOTrainer(apply_overrides(RunConfig(), settings))
     trainer.step_index = 1
     for episode in trainer._collect_episodes():
-        where = torch.from_numpy(np.flatnonzero(episode.mask) - 1)
+        positions = torch.from_numpy(np.flatnonzero(episode.mask) - 1)
         tokens = torch.from_numpy(episode.tokens)[None]
         with torch.no_grad():
-            logs = trainer.model.lm_head(trainer.model.model.compute_hidden_states(tokens, where)).log_softmax(-1)
-        chosen = logs.gather(1, tokens[0, where + 1][:, None]).squeeze(1)
-        torch.testing.assert_close(chosen, torch.from_numpy(episode.logprobs[episode.mask]), atol=2e-5, rtol=1e-4)
+            logprobs = trainer.model.lm_head(trainer.model.model.compute_hidden_states(tokens, positions)).log_softmax(
+                -1
+            )
+        token_logprobs = logprobs.gather(1, tokens[0, positions + 1][:, None]).squeeze(1)
+        torch.testing.assert_close(
+            token_logprobs, torch.from_numpy(episode.logprobs[episode.mask]), atol=2e-5, rtol=1e-4
+        )

@@ -1,4 +1,4 @@
-"""The records of a step: their fields are the declared columns."""
+"""The fields of the records of a step are declared columns."""
 
 from dataclasses import fields, replace
 
@@ -24,13 +24,13 @@ COLUMNS = {column.name for column in STEP_COLUMNS}
 RECORD_TYPES = (RolloutSummary, EngineMismatch, FilterDecision, BatchSummary, Update, Budget, Validation)
 
 
-def make_filled(record_type: type, value: float = 1.0) -> object:
-    return record_type(**{item.name: value for item in fields(record_type)})
+def make_filled_record(record_type: type, value: float = 1.0) -> object:
+    return record_type(**{field_definition.name: value for field_definition in fields(record_type)})
 
 
-def record() -> StepRecord:
+def make_record() -> StepRecord:
     collection, engine, decision, batch, update, budget, validation = (
-        make_filled(record_type) for record_type in RECORD_TYPES
+        make_filled_record(record_type) for record_type in RECORD_TYPES
     )
     duration = StepTiming({"rollout": 2.0}, {"rollout": 0.5}, 1e9, 3.0, 4.0, 5.0)
     return StepRecord(
@@ -51,28 +51,30 @@ def record() -> StepRecord:
 
 @pytest.mark.parametrize("record_type", RECORD_TYPES)
 def test_fields_are_columns(record_type: type) -> None:
-    assert {item.name for item in fields(record_type)} <= COLUMNS
+    assert {field_definition.name for field_definition in fields(record_type)} <= COLUMNS
 
 
 def test_a_full_record_has_every_column_but_those_of_phases_and_diagnostics() -> None:
-    row = record().to_row()
+    row = make_record().to_row()
     assert set(row) <= COLUMNS
     missing_columns = {name for name in COLUMNS - set(row) if not name.startswith(("seconds_", "mfu_", "collapse_"))}
-    assert missing_columns == {"test_success", "test_greedy_success"}  # of the last step, which FinalEvaluation adds
+    assert missing_columns == {"test_success", "test_greedy_success"}  # FinalEvaluation adds these to the last step
     assert row["tokens_per_second"] == 0.5
 
 
-def test_what_was_not_measured_is_no_column() -> None:
+def test_values_that_were_not_measured_have_no_column() -> None:
     empty = replace(
-        record(), batch=None, update=None, engine_mismatch=None, validation=None, base_validation=None, collapse={}
+        make_record(), batch=None, update=None, engine_mismatch=None, validation=None, base_validation=None, collapse={}
     )
     row = empty.to_row()
     names = {
-        item.name for record_type in (BatchSummary, Update, EngineMismatch, Validation) for item in fields(record_type)
+        field_definition.name
+        for record_type in (BatchSummary, Update, EngineMismatch, Validation)
+        for field_definition in fields(record_type)
     }
-    assert names & set(row) == {"trained_tokens"}  # which the budget has too
+    assert names & set(row) == {"trained_tokens"}  # the budget has this column too
     assert not any(name.startswith(("base_", "collapse_")) for name in row)
-    assert None not in replace(record(), batch=replace(record().batch, value_mean=None)).to_row().values()
+    assert None not in replace(make_record(), batch=replace(make_record().batch, value_mean=None)).to_row().values()
 
 
 def test_totals_add_up() -> None:
@@ -81,8 +83,8 @@ def test_totals_add_up() -> None:
 
 def test_the_final_evaluation_adds_its_columns_and_its_time() -> None:
     row = {"seconds_step": 1.0, "seconds_total": 2.0, "cpu_seconds_step": 3.0, "val_success": 0.5}
-    last = FinalEvaluation(0.25, 0.75, None, seconds=10.0, cpu_seconds=20.0).add_to_row(row)
-    assert last == {
+    final_row = FinalEvaluation(0.25, 0.75, None, seconds=10.0, cpu_seconds=20.0).add_to_row(row)
+    assert final_row == {
         "val_success": 0.5,
         "val_greedy_success": 0.25,
         "test_success": 0.75,
@@ -98,8 +100,8 @@ def test_a_phase_that_comes_twice_adds_up_and_is_counted_when_it_fails() -> None
     phases = PhaseTimer(torch.device("cpu"))
     with phases.measure("values"):
         pass
-    once = phases.seconds["values"]
+    first_seconds = phases.seconds["values"]
     with pytest.raises(ZeroDivisionError), phases.measure("values"):
-        1 / 0  # noqa: B018 - only to fail
-    assert phases.seconds["values"] > once > 0
+        1 / 0  # noqa: B018 - raises on purpose
+    assert phases.seconds["values"] > first_seconds > 0
     assert set(phases.seconds) == {"values"}

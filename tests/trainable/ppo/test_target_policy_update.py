@@ -1,4 +1,4 @@
-"""The tpo loss in the update: its gradient for any split into passes and any number of ranks, and training runs."""
+"""The tpo loss in the update: its gradient for any split into passes and any number of ranks, and short runs."""
 
 import copy
 import threading
@@ -36,7 +36,7 @@ CUT: dict[str, Any] = {
 
 
 class Recorder(torch.optim.SGD):
-    """Keeps the gradient of each step as one vector, and moves nothing."""
+    """Record the gradient of each step as one vector, and change no weight."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, lr=0.0)
@@ -59,8 +59,8 @@ def make_batch() -> Batch:
     turns = [[(int(rng.integers(1, 6)), sampled, 0.0) for sampled in (3, 2)] for _ in range(3 * SIZE)]
     batch = collate([make_episode(turns[row], row % 3, rng) for row in range(3 * SIZE)])
     noise = 0.1 * torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(6))
-    now = compute_at_trained_tokens(batch, 3, TokenFunction.for_logprobs(MODEL, TEMPERATURE))
-    return batch._replace(logprobs=(now + noise) * batch.mask)
+    logprobs = compute_at_trained_tokens(batch, 3, TokenFunction.for_logprobs(MODEL, TEMPERATURE))
+    return batch._replace(logprobs=(logprobs + noise) * batch.mask)
 
 
 BATCH = make_batch()
@@ -68,7 +68,7 @@ SKILLS = torch.randn(3 * SIZE, generator=torch.Generator().manual_seed(7))
 ORDER = make_update_order(BATCH, needs_whole_groups=True)
 
 
-def targets() -> Targets:
+def make_update_targets() -> Targets:
     nothing = torch.zeros(BATCH.mask.shape)
     return Targets(SKILLS[:, None] * BATCH.mask, nothing, nothing, 0.5 * BATCH.logprobs)
 
@@ -80,47 +80,47 @@ def run_update(
     recorder = Recorder(model.parameters())
     backend = TorchBackend("actor_optimizer", {"actor": model}, recorder, actor.grad_clip)
     backend.world = world
-    meter = ActorUpdate(model, backend, actor, TEMPERATURE).run(BATCH, targets(), order)
+    meter = ActorUpdate(model, backend, actor, TEMPERATURE).run(BATCH, make_update_targets(), order)
     return recorder.steps, meter
 
 
-def one_shot(rows: Tensor) -> tuple[float, Tensor]:
-    """Loss and gradient of a mini-batch at once: padded forward passes of transformers, autograd through the loss."""
-    twin, part = make_hub_twin(MODEL).double(), BATCH.select_rows(rows)
-    logs = (twin(input_ids=part.tokens).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
-    taken = logs.gather(-1, part.tokens[:, 1:, None])[..., 0]
-    now = (taken.double() * part.mask[:, 1:]).sum(1)
-    old = (part.logprobs.double() * part.mask).sum(1)
-    loss = target_policy_loss(now, old, SKILLS[rows], part.group_ids, ETA).loss
+def compute_loss_at_once(rows: Tensor) -> tuple[float, Tensor]:
+    """Loss and gradient of a whole mini-batch: a padded forward pass of transformers, and autograd through the loss."""
+    twin, mini_batch = make_hub_twin(MODEL).double(), BATCH.select_rows(rows)
+    all_logprobs = (twin(input_ids=mini_batch.tokens).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
+    logprobs = all_logprobs.gather(-1, mini_batch.tokens[:, 1:, None])[..., 0]
+    logprob_sums = (logprobs.double() * mini_batch.mask[:, 1:]).sum(1)
+    old_logprob_sums = (mini_batch.logprobs.double() * mini_batch.mask).sum(1)
+    loss = target_policy_loss(logprob_sums, old_logprob_sums, SKILLS[rows], mini_batch.group_ids, ETA).loss
     loss.backward()
-    named = dict(twin.named_parameters())
-    return float(loss.detach()), torch.cat([named[name].grad.flatten() for name, _ in MODEL.named_parameters()])
+    parameters = dict(twin.named_parameters())
+    return float(loss.detach()), torch.cat([parameters[name].grad.flatten() for name, _ in MODEL.named_parameters()])
 
 
-def close(actual: Tensor, expected: Tensor) -> None:
-    """Within 1e-6 of the gradient's norm, which is far from 0."""
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    """Assert that gradients differ by less than 1e-6 of the expected norm, which is far from 0."""
     assert float(expected.norm()) > 0.1
     assert float((actual - expected).norm() / expected.norm()) < 1e-6
 
 
-@pytest.mark.parametrize("tokens_a_pass", [1, 40, 10_000])
-@pytest.mark.parametrize("micro", [1, 4, 8])
-def test_any_cut_gives_the_gradient_of_the_loss_at_once(
-    monkeypatch: pytest.MonkeyPatch, tokens_a_pass: int, micro: int
+@pytest.mark.parametrize("tokens_per_pass", [1, 40, 10_000])
+@pytest.mark.parametrize("micro_batch_size", [1, 4, 8])
+def test_any_split_into_passes_gives_the_gradient_of_the_whole_loss(
+    monkeypatch: pytest.MonkeyPatch, tokens_per_pass: int, micro_batch_size: int
 ) -> None:
-    monkeypatch.setitem(update.TOKENS_PER_PASS, "cpu", tokens_a_pass)
-    actual, meter = run_update(MODEL, ppo_micro_batch_size_per_gpu=micro)
-    expected = [one_shot(rows) for rows in ORDER.split(8)]
+    monkeypatch.setitem(update.TOKENS_PER_PASS, "cpu", tokens_per_pass)
+    actual, meter = run_update(MODEL, ppo_micro_batch_size_per_gpu=micro_batch_size)
+    expected = [compute_loss_at_once(rows) for rows in ORDER.split(8)]
     assert [len(rows) for rows in ORDER.split(8)] == [8, 4]
-    for gradient, (_, at_once) in zip(actual, expected, strict=True):
-        close(gradient, at_once)
+    for gradient, (_, expected_gradient) in zip(actual, expected, strict=True):
+        assert_close(gradient, expected_gradient)
     assert meter.compute_means()["pg_loss"] == pytest.approx(sum(loss for loss, _ in expected) / 2, rel=1e-6)
 
 
 def test_a_mini_batch_of_one_group_leaves_the_others_out() -> None:
     actual, _ = run_update(MODEL, ppo_mini_batch_size=4)
     for gradient, rows in zip(actual, ORDER.split(4), strict=True):
-        close(gradient, one_shot(rows)[1])
+        assert_close(gradient, compute_loss_at_once(rows)[1])
 
 
 def test_kl_and_entropy_are_added_as_to_any_policy_loss() -> None:
@@ -130,12 +130,14 @@ def test_kl_and_entropy_are_added_as_to_any_policy_loss() -> None:
         "kl_loss_coef": 0.5,
         "kl_loss_type": "low_var_kl",
     }
-    both, meter = run_update(MODEL, **terms)
-    alone, _ = run_update(MODEL)
-    clipped: dict[str, Any] = {"policy_loss": "ppo_clip", "clip_ratio_low": 0.0, "clip_ratio_high": 0.0}
-    with_terms, without = run_update(MODEL, **clipped, **terms)[0], run_update(MODEL, **clipped)[0]
-    for actual, task, more, less in zip(both, alone, with_terms, without, strict=True):
-        assert float((actual - task - (more - less)).norm() / actual.norm()) < 1e-5
+    tpo_with_terms, meter = run_update(MODEL, **terms)
+    tpo_alone, _ = run_update(MODEL)
+    clip_settings: dict[str, Any] = {"policy_loss": "ppo_clip", "clip_ratio_low": 0.0, "clip_ratio_high": 0.0}
+    clip_with_terms, clip_alone = run_update(MODEL, **clip_settings, **terms)[0], run_update(MODEL, **clip_settings)[0]
+    for actual, tpo_gradient, clip_with_term_gradient, clip_gradient in zip(
+        tpo_with_terms, tpo_alone, clip_with_terms, clip_alone, strict=True
+    ):
+        assert float((actual - tpo_gradient - (clip_with_term_gradient - clip_gradient)).norm() / actual.norm()) < 1e-5
     assert {"kl_loss", "entropy_loss", "ppo_kl", "tpo_target_entropy", "tpo_target_top_prob"} <= set(
         meter.compute_means()
     )
@@ -143,42 +145,42 @@ def test_kl_and_entropy_are_added_as_to_any_policy_loss() -> None:
 
 
 class Threads:
-    """Ranks of a run as threads of this process."""
+    """The collectives of one rank, where all ranks of a run are threads of this process."""
 
-    def __init__(self, rank: int, size: int, barrier: threading.Barrier, desk: dict[int, Any]) -> None:
-        self.rank, self.size, self.barrier, self.desk = rank, size, barrier, desk
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, slots: dict[int, Any]) -> None:
+        self.rank, self.size, self.barrier, self.slots = rank, size, barrier, slots
 
-    def all_gather_object(self, mine: Any) -> list[Any]:
-        self.desk[self.rank] = mine
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self.slots[self.rank] = value
         self.barrier.wait()
-        actual = [self.desk[rank] for rank in range(self.size)]
+        values = [self.slots[rank] for rank in range(self.size)]
         self.barrier.wait()
-        return actual
+        return values
 
-    def all_reduce(self, part: Tensor) -> Tensor:
-        parts: Sequence[Tensor] = self.all_gather_object(part.clone())
-        return part.copy_(torch.stack(list(parts)).sum(0))
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        tensors: Sequence[Tensor] = self.all_gather_object(tensor.clone())
+        return tensor.copy_(torch.stack(list(tensors)).sum(0))
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_that_share_out_a_groups_rollouts_sum_to_the_same_gradient(size: int) -> None:
-    barrier, desk, actual = threading.Barrier(size), {}, {}
+    barrier, slots, results = threading.Barrier(size), {}, {}
 
-    def work(rank: int) -> None:
-        world: Any = Threads(rank, size, barrier, desk)
-        actual[rank] = run_update(copy.deepcopy(MODEL), world)
+    def run_rank(rank: int) -> None:
+        world: Any = Threads(rank, size, barrier, slots)
+        results[rank] = run_update(copy.deepcopy(MODEL), world)
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    alone, meter = run_update(MODEL)
-    for number, gradient in enumerate(alone):
-        close(torch.stack([actual[rank][0][number] for rank in range(size)]).sum(0), gradient)
+    expected_gradients, meter = run_update(MODEL)
+    for number, gradient in enumerate(expected_gradients):
+        assert_close(torch.stack([results[rank][0][number] for rank in range(size)]).sum(0), gradient)
     for name, value in meter.compute_means().items():
-        if name != "actor_grad_norm":  # of one device, which has only a part of the gradient here
-            assert actual[0][1].compute_means()[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+        if name != "actor_grad_norm":  # the norm of one rank, which has only a part of the gradient here
+            assert results[0][1].compute_means()[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
 def test_tpo_targets_are_the_sequence_weights_of_the_mini_batch() -> None:
@@ -186,7 +188,7 @@ def test_tpo_targets_are_the_sequence_weights_of_the_mini_batch() -> None:
         MODEL, TorchBackend("actor_optimizer", {}, Recorder(MODEL.parameters()), 1.0), ActorConfig(**CUT), TEMPERATURE
     )
     rows = ORDER[:8]
-    tpo_targets = actor.make_tpo_targets(BATCH, targets(), rows, Meter())
+    tpo_targets = actor.make_tpo_targets(BATCH, make_update_targets(), rows, Meter())
     logprobs = compute_at_trained_tokens(BATCH, 3, TokenFunction.for_logprobs(MODEL, TEMPERATURE)).double().sum(1)
     old_logprobs = (BATCH.logprobs.double() * BATCH.mask).sum(1)
     loss = target_policy_loss(logprobs[rows], old_logprobs[rows], SKILLS[rows], BATCH.group_ids[rows], ETA)
@@ -195,11 +197,11 @@ def test_tpo_targets_are_the_sequence_weights_of_the_mini_batch() -> None:
     assert tpo_targets.sequence_weights[rows].abs().max() > 0.01
     assert not tpo_targets.sequence_weights[ORDER[8:]].any()
     # Advantages remain the skills, and a pass gets the weights of its own rows.
-    for tensor, unchanged in zip(tpo_targets[:4], targets()[:4], strict=True):
-        assert torch.equal(tensor, unchanged)
+    for tensor, expected in zip(tpo_targets[:4], make_update_targets()[:4], strict=True):
+        assert torch.equal(tensor, expected)
     pass_targets = tpo_targets.select_rows(rows[2:5], 3)
     assert torch.equal(pass_targets.sequence_weights, tpo_targets.sequence_weights[rows[2:5]])
-    assert targets().select_rows(rows, 3).sequence_weights is None
+    assert make_update_targets().select_rows(rows, 3).sequence_weights is None
 
 
 def test_a_mini_batch_that_splits_a_group_is_refused() -> None:
@@ -214,11 +216,11 @@ def test_descending_brings_the_policy_to_its_target() -> None:
     actor = ActorUpdate(model, backend, settings, TEMPERATURE)
     losses = []
     for _ in range(30):
-        means = actor.run(BATCH, targets(), ORDER).compute_means()
+        means = actor.run(BATCH, make_update_targets(), ORDER).compute_means()
         losses.append(means["pg_loss"])
-    least = means["tpo_target_entropy"]  # the cross-entropy is minimal if the policy equals the target
-    assert all(after < before for before, after in pairwise(losses))
-    assert losses[-1] - least < 0.2 * (losses[0] - least)
+    minimum = means["tpo_target_entropy"]  # the cross-entropy is minimal if the policy equals the target
+    assert all(loss < previous_loss for previous_loss, loss in pairwise(losses))
+    assert losses[-1] - minimum < 0.2 * (losses[0] - minimum)
 
 
 # ---------------------------------------------------------------------------- whole runs
@@ -228,7 +230,7 @@ TPO = {"actor__policy_loss": "tpo", "algorithm__adv_estimator": "group_skill"}
 
 def test_a_run_trains_and_reports_its_targets() -> None:
     trainer = make_quiet_trainer(**TPO, actor__ppo_epochs=2)
-    before = copy_weights(trainer)
+    old_weights = copy_weights(trainer)
     rows = run_steps(trainer, 2)
     for row in rows:
         assert is_finite(row)
@@ -237,7 +239,7 @@ def test_a_run_trains_and_reports_its_targets() -> None:
         assert 0 < row["tpo_target_entropy"] < torch.log(torch.tensor(4.0))
         assert 0.25 < row["tpo_target_top_prob"] <= 1
         assert "pg_clipfrac" not in row
-    assert has_changed(trainer, before, "actor/")
+    assert has_changed(trainer, old_weights, "actor/")
     assert trainer.critic is None
 
 
@@ -249,16 +251,19 @@ def test_the_first_update_moves_the_policy_towards_skilled_rollouts() -> None:
     assert abs(row["ppo_kl"]) < 1e-5
 
 
-def test_nothing_is_copied_into_a_group() -> None:
+def test_no_episode_is_copied_into_a_group() -> None:
     """Three groups in mini-batches of two groups: the last one has one group; other losses would copy episodes."""
     settings = {"env__env_groups": 3, "actor__ppo_mini_batch_size": 8}
-    (row,), (other,) = run_steps(make_quiet_trainer(**TPO, **settings), 1), run_steps(make_quiet_trainer(**settings), 1)
+    (row,), (gae_row,) = (
+        run_steps(make_quiet_trainer(**TPO, **settings), 1),
+        run_steps(make_quiet_trainer(**settings), 1),
+    )
     assert (row["batch_size"], row["optimizer_steps"]) == (12, 2)
-    assert (other["batch_size"], other["optimizer_steps"]) == (24, 3)
+    assert (gae_row["batch_size"], gae_row["optimizer_steps"]) == (24, 3)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"env__group_size": 1}, "set env.group_size=2"),
         ({"algorithm__adv_estimator": "grpo"}, "set algorithm.adv_estimator=group_skill"),
@@ -271,12 +276,12 @@ def test_nothing_is_copied_into_a_group() -> None:
         ({"trainer__gradient_analysis_mode": True}, "set trainer.gradient_analysis_mode=false"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(changes: dict[str, object], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_does_not_fit_is_refused_by_name(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         make_small_config(**{**TPO, **changes})
 
 
-def test_the_size_that_a_refusal_names_is_taken() -> None:
+def test_the_size_that_a_refusal_suggests_is_accepted() -> None:
     assert make_small_config(
         **{**TPO, "env__group_size": 3, "actor__ppo_mini_batch_size": 6}
     ).actor.loss.needs_whole_groups

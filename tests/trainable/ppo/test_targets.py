@@ -1,4 +1,4 @@
-"""Every estimator against the loops of tests.oracles.algo, on batches of episodes."""
+"""Every estimator equals the loops of tests.oracles.algo on batches of episodes."""
 
 import pytest
 import torch
@@ -18,12 +18,12 @@ VALUES = torch.randn(BATCH.mask.shape, generator=torch.Generator().manual_seed(1
 REFERENCE = BATCH.logprobs + 0.3 * torch.randn(BATCH.mask.shape, generator=torch.Generator().manual_seed(2))
 
 
-def targets(scale: float = 1.0, kl_coef: float = 0.0, batch: Batch = BATCH, **settings: object) -> Targets:
+def compute_targets(scale: float = 1.0, kl_coef: float = 0.0, batch: Batch = BATCH, **settings: object) -> Targets:
     return make_targets(batch, VALUES, REFERENCE, AlgorithmConfig(**settings), kl_coef, scale)
 
 
-def scores_at_the_end() -> list[list[float]]:
-    """The published placement: the whole score on the last trained token."""
+def place_scores_at_the_end() -> list[list[float]]:
+    """Place the whole score on the last trained token, as the published code does."""
     rows = []
     for mask, score in zip(MASK, BATCH.scores.tolist(), strict=True):
         last = max(t for t, m in enumerate(mask) if m)
@@ -31,53 +31,53 @@ def scores_at_the_end() -> list[list[float]]:
     return rows
 
 
-def whitened(rows: list[list[float]]) -> Tensor:
+def whiten(rows: list[list[float]]) -> Tensor:
     width = len(rows[0])
-    flat = oracle.whiten([x for row in rows for x in row], [m for row in MASK for m in row])
-    return torch.tensor([flat[start : start + width] for start in range(0, len(flat), width)])
+    flat_rows = oracle.whiten([x for row in rows for x in row], [m for row in MASK for m in row])
+    return torch.tensor([flat_rows[start : start + width] for start in range(0, len(flat_rows), width)])
 
 
-def per_sequence(advantages: list[float]) -> Tensor:
+def broadcast_per_sequence(advantages: list[float]) -> Tensor:
     return torch.tensor(advantages)[:, None] * BATCH.mask
 
 
-def close(actual: Tensor, expected: Tensor) -> None:
+def assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual[BATCH.mask], expected[BATCH.mask], rtol=1e-4, atol=1e-5)
     assert not actual[~BATCH.mask].any()
 
 
-def gae_oracle(rewards: list[list[float]], gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def compute_gae_oracle(rewards: list[list[float]], gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     pairs = [
         oracle.gae(row, values, mask, gamma, lam)
         for row, values, mask in zip(rewards, VALUES.tolist(), MASK, strict=True)
     ]
-    return whitened([advantages for advantages, _ in pairs]), torch.tensor([returns for _, returns in pairs])
+    return whiten([advantages for advantages, _ in pairs]), torch.tensor([returns for _, returns in pairs])
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.97, 0.9)])
 def test_gae_has_the_score_at_the_last_token_and_is_whitened(gamma: float, lam: float) -> None:
-    actual = targets(gamma=gamma, lam=lam)
-    advantages, returns = gae_oracle(scores_at_the_end(), gamma, lam)
-    close(actual.advantages, advantages)
-    close(actual.returns, returns)
+    actual = compute_targets(gamma=gamma, lam=lam)
+    advantages, returns = compute_gae_oracle(place_scores_at_the_end(), gamma, lam)
+    assert_close(actual.advantages, advantages)
+    assert_close(actual.returns, returns)
     assert torch.equal(actual.values, VALUES)
     assert actual.ref_logprobs is REFERENCE
 
 
 def test_with_gamma_and_lambda_1_every_return_is_the_score() -> None:
-    close(targets().returns, BATCH.scores[:, None] * BATCH.mask)
+    assert_close(compute_targets().returns, BATCH.scores[:, None] * BATCH.mask)
 
 
 def test_bi_level_gae_has_each_turns_reward_at_its_end() -> None:
-    actual = targets(gamma=0.98, lam=0.9, bi_level_gae=True, high_level_gamma=0.8)
+    actual = compute_targets(gamma=0.98, lam=0.9, bi_level_gae=True, high_level_gamma=0.8)
     pairs = [
         oracle.bi_level_gae(rewards, values, mask, turns, 0.98, 0.9, 0.8)
         for rewards, values, mask, turns in zip(
             BATCH.rewards.tolist(), VALUES.tolist(), MASK, BATCH.turns.tolist(), strict=True
         )
     ]
-    close(actual.advantages, whitened([advantages for advantages, _ in pairs]))
-    close(actual.returns, torch.tensor([returns for _, returns in pairs]))
+    assert_close(actual.advantages, whiten([advantages for advantages, _ in pairs]))
+    assert_close(actual.returns, torch.tensor([returns for _, returns in pairs]))
 
 
 SCORES, GROUPS = BATCH.scores.tolist(), BATCH.group_ids.tolist()
@@ -85,26 +85,28 @@ SCORES, GROUPS = BATCH.scores.tolist(), BATCH.group_ids.tolist()
 
 @pytest.mark.parametrize("by_std", [True, False])
 def test_grpo(by_std: bool) -> None:
-    actual = targets(adv_estimator="grpo", norm_adv_by_std_in_grpo=by_std)
-    close(actual.advantages, per_sequence(oracle.grpo(SCORES, GROUPS, by_std)))
+    actual = compute_targets(adv_estimator="grpo", norm_adv_by_std_in_grpo=by_std)
+    assert_close(actual.advantages, broadcast_per_sequence(oracle.grpo(SCORES, GROUPS, by_std)))
     assert not actual.returns.any()
 
 
 def test_rloo() -> None:
-    close(targets(adv_estimator="rloo").advantages, per_sequence(oracle.rloo(SCORES, GROUPS)))
+    assert_close(compute_targets(adv_estimator="rloo").advantages, broadcast_per_sequence(oracle.rloo(SCORES, GROUPS)))
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 def test_reinforce_plus_plus(gamma: float) -> None:
-    to_go = [oracle.reward_to_go(rewards, mask, gamma) for rewards, mask in zip(scores_at_the_end(), MASK, strict=True)]
-    close(targets(adv_estimator="reinforce_plus_plus", gamma=gamma).advantages, whitened(to_go))
+    to_go = [
+        oracle.reward_to_go(rewards, mask, gamma) for rewards, mask in zip(place_scores_at_the_end(), MASK, strict=True)
+    ]
+    assert_close(compute_targets(adv_estimator="reinforce_plus_plus", gamma=gamma).advantages, whiten(to_go))
 
 
 def test_reinforce_plus_plus_with_a_baseline() -> None:
     groups = oracle.gather_groups(SCORES, GROUPS)
     centred = [score - sum(group) / len(group) for score, group in zip(SCORES, groups, strict=True)]
     rows = [[x if m else 0.0 for m in mask] for x, mask in zip(centred, MASK, strict=True)]
-    close(targets(adv_estimator="reinforce_plus_plus_baseline").advantages, whitened(rows))
+    assert_close(compute_targets(adv_estimator="reinforce_plus_plus_baseline").advantages, whiten(rows))
 
 
 ESTIMATORS = tuple(ADVANTAGE_ESTIMATORS)
@@ -112,7 +114,7 @@ ESTIMATORS = tuple(ADVANTAGE_ESTIMATORS)
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_the_filters_scale_multiplies_advantages_after_whitening_and_leaves_returns(estimator: str) -> None:
-    plain, scaled = targets(adv_estimator=estimator), targets(0.25, adv_estimator=estimator)
+    plain, scaled = compute_targets(adv_estimator=estimator), compute_targets(0.25, adv_estimator=estimator)
     assert plain.advantages.abs().max() > 0.5
     torch.testing.assert_close(scaled.advantages, 0.25 * plain.advantages)
     assert torch.equal(scaled.returns, plain.returns)
@@ -120,47 +122,52 @@ def test_the_filters_scale_multiplies_advantages_after_whitening_and_leaves_retu
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_zero_task_advantage_leaves_what_the_critic_aims_at(estimator: str) -> None:
-    plain, zero = targets(adv_estimator=estimator), targets(adv_estimator=estimator, zero_task_advantage=True)
+    plain, zero = (
+        compute_targets(adv_estimator=estimator),
+        compute_targets(adv_estimator=estimator, zero_task_advantage=True),
+    )
     assert not zero.advantages.any()
     assert torch.equal(zero.returns, plain.returns)
     assert torch.equal(zero.values, plain.values)
 
 
-def penalised(kl_coef: float) -> list[list[float]]:
+def penalise_scores(kl_coef: float) -> list[list[float]]:
     """Scores at the end minus the coefficient times (log-prob - reference) at every trained token."""
-    gap = ((BATCH.logprobs - REFERENCE) * BATCH.mask).tolist()
+    kl_rows = ((BATCH.logprobs - REFERENCE) * BATCH.mask).tolist()
     return [
-        [r - kl_coef * d for r, d in zip(rewards, gaps, strict=True)]
-        for rewards, gaps in zip(scores_at_the_end(), gap, strict=True)
+        [reward - kl_coef * kl for reward, kl in zip(rewards, kl_row, strict=True)]
+        for rewards, kl_row in zip(place_scores_at_the_end(), kl_rows, strict=True)
     ]
 
 
 def test_kl_in_the_reward_is_taken_off_token_by_token() -> None:
-    actual = targets(kl_coef=0.7, use_kl_in_reward=True, gamma=0.9, lam=0.95)
-    advantages, returns = gae_oracle(penalised(0.7), 0.9, 0.95)
-    close(actual.advantages, advantages)
-    close(actual.returns, returns)
+    actual = compute_targets(kl_coef=0.7, use_kl_in_reward=True, gamma=0.9, lam=0.95)
+    advantages, returns = compute_gae_oracle(penalise_scores(0.7), 0.9, 0.95)
+    assert_close(actual.advantages, advantages)
+    assert_close(actual.returns, returns)
 
 
 def test_kl_in_the_reward_reaches_estimators_without_a_critic() -> None:
-    actual = targets(kl_coef=0.7, use_kl_in_reward=True, adv_estimator="rloo")
-    close(actual.advantages, per_sequence(oracle.rloo([sum(row) for row in penalised(0.7)], GROUPS)))
+    actual = compute_targets(kl_coef=0.7, use_kl_in_reward=True, adv_estimator="rloo")
+    assert_close(
+        actual.advantages, broadcast_per_sequence(oracle.rloo([sum(row) for row in penalise_scores(0.7)], GROUPS))
+    )
 
 
 def test_kl_in_the_reward_at_coefficient_0_or_switched_off_changes_nothing() -> None:
-    plain = targets()
-    assert torch.equal(targets(kl_coef=0.7).advantages, plain.advantages)
-    off = targets(kl_coef=0.0, use_kl_in_reward=True, kl_ctrl=KLControl())
+    plain = compute_targets()
+    assert torch.equal(compute_targets(kl_coef=0.7).advantages, plain.advantages)
+    off = compute_targets(kl_coef=0.0, use_kl_in_reward=True, kl_ctrl=KLControl())
     torch.testing.assert_close(off.advantages, plain.advantages)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_nothing_is_made_on_another_device_than_the_batch(estimator: str) -> None:
-    """As in test_qwen2: what names no device lands on `meta`."""
+def test_all_tensors_are_on_the_device_of_the_batch(estimator: str) -> None:
+    """As in test_qwen2, a tensor that is created without a device lands on `meta`."""
     settings = {"adv_estimator": estimator, "use_kl_in_reward": True, "bi_level_gae": estimator == "gae"}
-    expected = targets(kl_coef=0.5, **settings)
+    expected = compute_targets(kl_coef=0.5, **settings)
     with torch.device("meta"):
-        actual = targets(kl_coef=0.5, **settings)
+        actual = compute_targets(kl_coef=0.5, **settings)
     assert torch.equal(actual.advantages, expected.advantages)
     assert torch.equal(actual.returns, expected.returns)
 

@@ -25,34 +25,34 @@ ESTIMATORS = tuple(ADVANTAGE_ESTIMATORS)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_every_estimator_takes_a_step(estimator: str) -> None:
     trainer = make_quiet_trainer(algorithm__adv_estimator=estimator)
-    before = copy_weights(trainer)
+    old_weights = copy_weights(trainer)
     (row,) = run_steps(trainer, 1)
     assert is_finite(row)
     assert row["optimizer_steps"] == 2
-    assert has_changed(trainer, before, "actor/")
-    assert ("vf_loss" in row) == ("value_mean" in row) == any(name.startswith("critic/") for name in before)
+    assert has_changed(trainer, old_weights, "actor/")
+    assert ("vf_loss" in row) == ("value_mean" in row) == any(name.startswith("critic/") for name in old_weights)
     assert (trainer.critic is not None) == (estimator == "gae")
 
 
-KL_KINDS = ["kl", "abs", "mse", "low_var_kl", "full", "kl+", "abs+", "mse+", "low_var_kl+"]
+KL_TYPES = ["kl", "abs", "mse", "low_var_kl", "full", "kl+", "abs+", "mse+", "low_var_kl+"]
 
 
-@pytest.mark.parametrize("kind", KL_KINDS)
-def test_every_kl_kind_takes_steps(kind: str) -> None:
-    trainer = make_quiet_trainer(actor__use_kl_loss=True, actor__kl_loss_coef=0.1, actor__kl_loss_type=kind)
+@pytest.mark.parametrize("kl_type", KL_TYPES)
+def test_every_kl_kind_takes_steps(kl_type: str) -> None:
+    trainer = make_quiet_trainer(actor__use_kl_loss=True, actor__kl_loss_coef=0.1, actor__kl_loss_type=kl_type)
     first, second = run_steps(trainer, 2)
     assert is_finite(first)
     assert is_finite(second)
-    assert abs(first["kl_to_reference"]) < 1e-6  # the policy still is the reference
+    assert abs(first["kl_to_reference"]) < 1e-6  # the policy still equals the reference
     assert second["kl_to_reference"] > 1e-5
     assert "kl_loss" in first
 
 
-@pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl"])
-def test_every_kl_kind_may_be_in_the_reward(kind: str) -> None:
+@pytest.mark.parametrize("kl_type", ["kl", "abs", "mse", "low_var_kl"])
+def test_every_kl_kind_may_be_in_the_reward(kl_type: str) -> None:
     trainer = make_quiet_trainer(
         algorithm__use_kl_in_reward=True,
-        algorithm__kl_penalty=kind,
+        algorithm__kl_penalty=kl_type,
         algorithm__kl_ctrl__kl_coef=0.2,
         algorithm__kl_ctrl__type="adaptive",
         algorithm__kl_ctrl__horizon=80,
@@ -60,7 +60,7 @@ def test_every_kl_kind_may_be_in_the_reward(kind: str) -> None:
     first, second = run_steps(trainer, 2)
     assert is_finite(second)
     assert first["kl_in_reward_coef"] == 0.2
-    # Measured 0 of a target of 0.1: the error is cut at -0.2, times 8 sequences over a horizon of 80.
+    # The KL is 0 with a target of 0.1: the error is clipped at -0.2, times 8 sequences over a horizon of 80.
     assert second["kl_in_reward_coef"] == pytest.approx(0.2 * (1 - 0.2 * 8 / 80))
     assert "kl_loss" not in first
 
@@ -79,12 +79,12 @@ FILTERS = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "kept"), FILTERS, ids=str)
-def test_every_filter_takes_a_step(settings: Row, kept: set[int]) -> None:
+@pytest.mark.parametrize(("settings", "group_counts"), FILTERS, ids=str)
+def test_every_filter_takes_a_step(settings: Row, group_counts: set[int]) -> None:
     trainer = make_quiet_trainer(**{f"filter__rollout_filter_{name}": value for name, value in settings.items()})
     (row,) = run_steps(trainer, 1)
     assert is_finite(row)
-    assert row["groups_kept"] in kept
+    assert row["groups_kept"] in group_counts
     assert row["kept_ratio"] == row["groups_kept"] / 2
     assert row["batch_size"] == 4 * row["groups_kept"]
 
@@ -114,11 +114,11 @@ def test_bi_level_gae_takes_a_step() -> None:
 
 def test_a_shared_trunk_trains_policy_and_value_head_together() -> None:
     trainer = make_quiet_trainer(critic__shared_trunk=True)
-    before = copy_weights(trainer)
+    old_weights = copy_weights(trainer)
     (row,) = run_steps(trainer, 1)
-    assert {name.split("/")[0] for name in before} == {"actor", "head"}
-    assert has_changed(trainer, before, "actor/")
-    assert has_changed(trainer, before, "head/")
+    assert {name.split("/")[0] for name in old_weights} == {"actor", "head"}
+    assert has_changed(trainer, old_weights, "actor/")
+    assert has_changed(trainer, old_weights, "head/")
     assert {"vf_loss", "pg_loss", "value_mean", "explained_variance"} <= set(row)
     assert "critic_grad_norm" not in row
 
@@ -131,12 +131,8 @@ def test_the_row_has_known_columns_and_misses_only_what_was_not_measured() -> No
     trainer = PPOTrainer(settings, diagnostics=DIAGNOSTICS)
     row = trainer.step().row
     row = trainer.evaluate_final()[0].add_to_row(row)
-    engine = {
-        "engine_mismatch_mean",
-        "engine_mismatch_max",
-        "engine_kl",
-        "engine_ess_fraction",
-    }  # torch shares the weights
+    # The torch engine shares the weights of the trainer, so that there is no mismatch to measure.
+    engine = {"engine_mismatch_mean", "engine_mismatch_max", "engine_kl", "engine_ess_fraction"}
     assert {column.name for column in DEFAULT_STEP_COLUMNS} - set(row) == {
         "kl_in_reward_coef",
         "seconds_gradient_analysis",
@@ -178,7 +174,7 @@ def test_the_accounts_of_a_step_are_those_of_its_episodes() -> None:
 
 
 def test_step_matches_reference_implementation() -> None:
-    """Losses and gradient norms of a step that hardly moves, from transformers' forward on the same episodes."""
+    """Losses and gradient norms of a step with tiny learning rates equal those of transformers on the same episodes."""
     trainer = make_quiet_trainer(
         actor__lr=1e-12,
         critic__lr=1e-12,
@@ -199,24 +195,24 @@ def test_step_matches_reference_implementation() -> None:
         values[:, 1:] = critic.score(hidden)[:, :-1, 0]
     targets = make_targets(batch, values * batch.mask, batch.logprobs, config.algorithm, 0.0, 1.0)
     mini_batches = order_length_stratified(batch.lengths).split(4)
-    policy = [
+    actor_steps = [
         oracle.compute_actor_step(twin, twin, batch, targets, rows, config.actor, temperature=0.8)
         for rows in mini_batches
     ]
     head = copy.deepcopy(critic.score)
-    value = [
+    critic_steps = [
         oracle.compute_critic_step(critic_twin, head, batch, targets, rows, config.critic) for rows in mini_batches
     ]
     expected = {
         name: np.mean([step.losses[name] for step in oracle_steps])
-        for oracle_steps, names in ((policy, ("pg_loss", "entropy_loss", "kl_loss")), (value, ("vf_loss",)))
+        for oracle_steps, names in ((actor_steps, ("pg_loss", "entropy_loss", "kl_loss")), (critic_steps, ("vf_loss",)))
         for name in names
     }
-    expected["actor_grad_norm"] = np.mean([oracle.compute_norm(step) for step in policy])
-    expected["critic_grad_norm"] = np.mean([oracle.compute_norm(step) for step in value])
+    expected["actor_grad_norm"] = np.mean([oracle.compute_norm(step) for step in actor_steps])
+    expected["critic_grad_norm"] = np.mean([oracle.compute_norm(step) for step in critic_steps])
     expected["value_mean"] = float(values[batch.mask].mean())
-    left = (targets.returns - values)[batch.mask].var() / targets.returns[batch.mask].var()
-    expected["explained_variance"] = 1 - float(left)
+    residual_fraction = (targets.returns - values)[batch.mask].var() / targets.returns[batch.mask].var()
+    expected["explained_variance"] = 1 - float(residual_fraction)
     (row,) = run_steps(trainer, 1)
     assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
@@ -246,20 +242,20 @@ def test_copies_count_as_trained_tokens() -> None:
 
 # The published flow (8 groups of 16, mini-batch 32) at a quarter of its size: groups kept -> batch, optimizer steps.
 @pytest.mark.parametrize(
-    ("kept", "batch", "updates"),
+    ("groups_kept", "batch_size", "optimizer_steps"),
     [(8, 32, 4), (7, 32, 4), (6, 24, 3), (5, 24, 3), (4, 16, 2), (3, 16, 2), (2, 8, 1), (1, 8, 1)],
 )
-def test_optimizer_steps_by_groups_kept(kept: int, batch: int, updates: int) -> None:
+def test_optimizer_steps_by_groups_kept(groups_kept: int, batch_size: int, optimizer_steps: int) -> None:
     trainer = make_quiet_trainer(
         env__env_groups=8,
         actor__ppo_mini_batch_size=8,
         critic__ppo_mini_batch_size=8,
         rollout__response_length=6,
         filter__rollout_filter_strategy="top_k_abs",
-        filter__rollout_filter_value=kept,
+        filter__rollout_filter_value=groups_kept,
     )
     (row,) = run_steps(trainer, 1)
-    assert (row["groups_kept"], row["batch_size"], row["optimizer_steps"]) == (kept, batch, updates)
+    assert (row["groups_kept"], row["batch_size"], row["optimizer_steps"]) == (groups_kept, batch_size, optimizer_steps)
 
 
 def test_the_batch_is_a_multiple_of_the_groups_too() -> None:
@@ -269,7 +265,7 @@ def test_the_batch_is_a_multiple_of_the_groups_too() -> None:
         filter__rollout_filter_value=2,
     )
     (row,) = run_steps(trainer, 1)
-    # Eight episodes of two groups, up to a multiple of lcm(3 groups, mini-batch 4).
+    # Eight episodes of two groups are filled up to a multiple of lcm(3 groups, mini-batch 4).
     assert (row["groups_kept"], row["batch_size"], row["optimizer_steps"]) == (2, 12, 3)
 
 
@@ -280,7 +276,7 @@ def test_a_step_with_nothing_kept_trains_and_validates_nothing(random_folder: Pa
             model__path=str(random_folder), filter__rollout_filter_include_zero=False, trainer__test_freq=1
         )
     )
-    before = copy_weights(trainer)
+    old_weights = copy_weights(trainer)
     outputs = [trainer.step() for _ in range(3)]
     for number, (row, evaluations) in enumerate(((step.row, step.evaluations) for step in outputs), start=1):
         assert (row["groups_kept"], row["kept_ratio"], row["reward_std_kept"], row["zero_std_groups"]) == (0, 0, 0, 2)
@@ -289,9 +285,9 @@ def test_a_step_with_nothing_kept_trains_and_validates_nothing(random_folder: Pa
         assert row["sampled_tokens"] > 0
         assert not {"val_success", "pg_loss", "vf_loss", "batch_size", "entropy"} & set(row)
         assert [evaluation.step for evaluation in evaluations] == ([0, 0] if number == 1 else [])
-    assert copy_weights(trainer).keys() == before.keys()
-    assert not has_changed(trainer, before, "actor/")
-    assert not has_changed(trainer, before, "critic/")
+    assert copy_weights(trainer).keys() == old_weights.keys()
+    assert not has_changed(trainer, old_weights, "actor/")
+    assert not has_changed(trainer, old_weights, "critic/")
 
 
 def test_steps_in_a_row_with_nothing_kept_are_counted_anew_after_one_that_kept_some() -> None:
@@ -302,51 +298,54 @@ def test_steps_in_a_row_with_nothing_kept_are_counted_anew_after_one_that_kept_s
 
 def test_while_the_critic_warms_up_the_policy_stands_still() -> None:
     trainer = make_quiet_trainer(trainer__critic_warmup=2)
-    before = copy_weights(trainer)
+    old_weights = copy_weights(trainer)
     (row,) = run_steps(trainer, 1)
-    assert has_changed(trainer, before, "critic/")
-    assert not has_changed(trainer, before, "actor/")
+    assert has_changed(trainer, old_weights, "critic/")
+    assert not has_changed(trainer, old_weights, "actor/")
     assert row["optimizer_steps"] == 0
     assert "pg_loss" not in row
     # As published, the policy moves from step critic_warmup on.
     assert run_steps(trainer, 1)[0]["optimizer_steps"] == 2
-    assert has_changed(trainer, before, "actor/")
+    assert has_changed(trainer, old_weights, "actor/")
 
 
 def test_zero_task_advantage_stops_the_policy_and_not_the_critic() -> None:
-    plain, zero = make_quiet_trainer(), make_quiet_trainer(algorithm__zero_task_advantage=True, actor__weight_decay=0.0)
-    before = copy_weights(zero)
-    one, other = run_steps(plain, 1)[0], run_steps(zero, 1)[0]
-    assert not has_changed(zero, before, "actor/")
-    assert has_changed(zero, before, "critic/")
-    assert (one["vf_loss"], one["critic_grad_norm"]) == (other["vf_loss"], other["critic_grad_norm"])
-    assert other["actor_grad_norm"] == other["pg_loss"] == 0
-    assert one["actor_grad_norm"] > 0
+    trainer, zero_trainer = (
+        make_quiet_trainer(),
+        make_quiet_trainer(algorithm__zero_task_advantage=True, actor__weight_decay=0.0),
+    )
+    old_weights = copy_weights(zero_trainer)
+    row, zero_row = run_steps(trainer, 1)[0], run_steps(zero_trainer, 1)[0]
+    assert not has_changed(zero_trainer, old_weights, "actor/")
+    assert has_changed(zero_trainer, old_weights, "critic/")
+    assert (row["vf_loss"], row["critic_grad_norm"]) == (zero_row["vf_loss"], zero_row["critic_grad_norm"])
+    assert zero_row["actor_grad_norm"] == zero_row["pg_loss"] == 0
+    assert row["actor_grad_norm"] > 0
 
 
 @pytest.mark.parametrize(("mode", "factor"), [("none", 1.0), ("linear", 0.5), ("sqrt", 0.5**0.5)])
 def test_the_filters_share_scales_the_policys_gradient(mode: str, factor: float) -> None:
-    def norm(scaling: str) -> float:
+    def measure_norm(scaling: str) -> float:
         settings = {"filter__rollout_filter_strategy": "top_k_abs", "filter__rollout_filter_value": 1}
         return float(
             run_steps(make_quiet_trainer(**settings, actor__filter_loss_scaling=scaling), 1)[0]["actor_grad_norm"]
         )
 
-    assert norm(mode) == pytest.approx(factor * norm("none"), rel=1e-4)
+    assert measure_norm(mode) == pytest.approx(factor * measure_norm("none"), rel=1e-4)
 
 
 def test_a_reference_is_kept_only_where_one_is_needed_and_never_moves() -> None:
     assert make_quiet_trainer().reference is None
     trainer = make_quiet_trainer(actor__use_kl_loss=True, actor__kl_loss_coef=0.1)
     assert trainer.reference is not None
-    before = clone_tensors(trainer.reference.state_dict())
+    old_weights = clone_tensors(trainer.reference.state_dict())
     run_steps(trainer, 1)
-    assert all(torch.equal(weight, before[name]) for name, weight in trainer.reference.state_dict().items())
+    assert all(torch.equal(weight, old_weights[name]) for name, weight in trainer.reference.state_dict().items())
     assert not any(weight.requires_grad for weight in trainer.reference.parameters())
 
 
 def test_the_kl_penalty_holds_the_policy_near_the_reference() -> None:
-    def drift(coefficient: float) -> float:
+    def measure_drift(coefficient: float) -> float:
         trainer = make_quiet_trainer(
             actor__use_kl_loss=True,
             actor__kl_loss_coef=coefficient,
@@ -356,12 +355,12 @@ def test_the_kl_penalty_holds_the_policy_near_the_reference() -> None:
         )
         return float(run_steps(trainer, 4)[-1]["kl_to_reference"])
 
-    assert drift(10.0) < 0.7 * drift(1e-6)
+    assert measure_drift(10.0) < 0.7 * measure_drift(1e-6)
 
 
 def test_the_entropy_bonus_raises_entropy() -> None:
-    def entropy(coefficient: float) -> float:
+    def measure_entropy(coefficient: float) -> float:
         trainer = make_quiet_trainer(actor__entropy_coeff=coefficient, trainer__total_training_steps=4, actor__lr=1e-3)
         return float(run_steps(trainer, 4)[-1]["entropy"])
 
-    assert entropy(1.0) > entropy(0.0) + 0.1 > entropy(-1.0) + 0.2
+    assert measure_entropy(1.0) > measure_entropy(0.0) + 0.1 > measure_entropy(-1.0) + 0.2

@@ -22,8 +22,10 @@ from trainable.runs.records import TIME_COLUMNS
 # ---------------------------------------------------------------------------- evaluation
 
 
-def evaluated(trainer: PPOTrainer, count: int) -> list[list[tuple[int, str, str]]]:
-    return [[(e.step, e.split, e.mode) for e in trainer.step()[1]] for _ in range(count)]
+def list_evaluations(trainer: PPOTrainer, count: int) -> list[list[tuple[int, str, str]]]:
+    return [
+        [(evaluation.step, evaluation.split, evaluation.mode) for evaluation in trainer.step()[1]] for _ in range(count)
+    ]
 
 
 BASE = [(0, "val", "sampled"), (0, "val", "greedy")]
@@ -40,19 +42,19 @@ BASE = [(0, "val", "sampled"), (0, "val", "greedy")]
 )
 def test_when_validation_happens(freq: int, expected: list[Any]) -> None:
     trainer = PPOTrainer(make_small_config(trainer__test_freq=freq, env__val_env_groups=2, env__test_env_groups=0))
-    assert evaluated(trainer, 3) == expected
+    assert list_evaluations(trainer, 3) == expected
 
 
 def test_the_base_policy_is_validated_before_the_first_update_only() -> None:
     trainer = PPOTrainer(make_small_config())
-    fresh = PPOTrainer(make_small_config())
-    evaluations = [fresh.evaluate("val", mode) for mode in ("sampled", "greedy")]
+    fresh_trainer = PPOTrainer(make_small_config())
+    evaluations = [fresh_trainer.evaluate("val", mode) for mode in ("sampled", "greedy")]
     step = trainer.step()
     assert step.evaluations[:2] == evaluations
-    assert {name: number for name, number in step.row.items() if name.startswith("base_")} == {
+    assert {name: value for name, value in step.row.items() if name.startswith("base_")} == {
         "base_val_success": evaluations[0].success,
         "base_val_greedy_success": evaluations[1].success,
-        "base_val_success_unseen": evaluations[0].compute_success_where(fresh.is_val_unseen),
+        "base_val_success_unseen": evaluations[0].compute_success_where(fresh_trainer.is_val_unseen),
         "base_val_reward": evaluations[0].score,
         "base_val_invalid_turns": evaluations[0].invalid_turns,
     }
@@ -81,9 +83,9 @@ def test_levels_that_are_alike_share_a_cluster() -> None:
     trainer = PPOTrainer(make_small_config(env__val_env_groups=64))
     evaluation = trainer.evaluate("val", "sampled")
     keys = [level.key for level in trainer.val_levels]
-    for one in range(64):
-        for other in range(one):
-            assert (evaluation.clusters[one] == evaluation.clusters[other]) == (keys[one] == keys[other])
+    for first in range(64):
+        for second in range(first):
+            assert (evaluation.clusters[first] == evaluation.clusters[second]) == (keys[first] == keys[second])
     assert len(set(evaluation.clusters)) < 64
 
 
@@ -93,21 +95,23 @@ def test_success_on_unseen_levels_leaves_out_levels_of_the_training_run() -> Non
     )
     evaluation = trainer.evaluate("val", "sampled")
     row = asdict(summarise_validation([evaluation], trainer.is_val_unseen))
-    trained = {level.key for levels in trainer.levels for level in levels}
-    unseen = [
-        solved for number, solved in enumerate(evaluation.solved) if trainer.val_levels[number // 2].key not in trained
+    training_keys = {level.key for levels in trainer.levels for level in levels}
+    unseen_solved = [
+        solved
+        for number, solved in enumerate(evaluation.solved)
+        if trainer.val_levels[number // 2].key not in training_keys
     ]
-    assert 0 < len(unseen) < 128
-    assert row["val_success_unseen"] == pytest.approx(np.mean(unseen))
+    assert 0 < len(unseen_solved) < 128
+    assert row["val_success_unseen"] == pytest.approx(np.mean(unseen_solved))
     assert row["val_success"] == pytest.approx(np.mean(evaluation.solved))
     assert evaluation.levels[:4] == (123, 123, 124, 124)
 
 
 def test_closing_adds_greedy_and_test_success_and_their_time() -> None:
     trainer = PPOTrainer(make_small_config(trainer__total_training_steps=1))
-    before = trainer.step().row
+    row_before = trainer.step().row
     final, evaluations = trainer.evaluate_final()
-    row = final.add_to_row(before)
+    row = final.add_to_row(row_before)
     assert [(e.step, e.split, e.mode) for e in evaluations] == [
         (1, "val", "greedy"),
         (1, "test", "sampled"),
@@ -116,12 +120,12 @@ def test_closing_adds_greedy_and_test_success_and_their_time() -> None:
     columns = ("val_greedy_success", "test_success", "test_greedy_success")
     assert [row[name] for name in columns] == [e.success for e in evaluations]
     assert evaluations[1].levels == tuple(level.seed for level in level_sets.make_test_levels(8))
-    spent = row["seconds_validation"] - before["seconds_validation"]
-    assert spent > 0
+    evaluation_seconds = row["seconds_validation"] - row_before["seconds_validation"]
+    assert evaluation_seconds > 0
     for name in ("seconds_step", "seconds_total"):
-        assert row[name] == pytest.approx(before[name] + spent)
+        assert row[name] == pytest.approx(row_before[name] + evaluation_seconds)
     assert trainer.seconds_total == pytest.approx(row["seconds_total"])
-    assert {name: row[name] for name in before if name not in TIME_COLUMNS} == drop_times(before)
+    assert {name: row[name] for name in row_before if name not in TIME_COLUMNS} == drop_times(row_before)
 
 
 def test_without_test_levels_there_is_no_test() -> None:
@@ -138,18 +142,18 @@ def test_the_shipped_policy_knows_more_than_it_shows() -> None:
     assert greedy < 0.9
 
 
-# ---------------------------------------------------------------------------- same again
+# ---------------------------------------------------------------------------- reproducibility
 
 
 def test_two_trainers_write_the_same_rows() -> None:
     settings = make_small_config(actor__use_kl_loss=True, actor__entropy_coeff=0.01)
-    one, other = PPOTrainer(settings), PPOTrainer(settings)
+    first_trainer, second_trainer = PPOTrainer(settings), PPOTrainer(settings)
     torch.manual_seed(1)
     np.random.seed(1)  # noqa: NPY002 - global generators must not matter
-    first = run_steps(one, 3)
+    expected_rows = run_steps(first_trainer, 3)
     torch.manual_seed(2)
-    assert run_steps(other, 3) == first
-    assert has_same_weights(one, other)
+    assert run_steps(second_trainer, 3) == expected_rows
+    assert has_same_weights(first_trainer, second_trainer)
 
 
 SCRIPT = """
@@ -164,8 +168,8 @@ print(json.dumps([trainer.step().row for _ in range(2)]))
 
 def test_another_process_writes_the_same_rows() -> None:
     root = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=root, capture_output=True, text=True, check=True)
-    assert [drop_times(row) for row in json.loads(done.stdout)] == run_steps(PPOTrainer(make_small_config()), 2)
+    process = subprocess.run([sys.executable, "-c", SCRIPT], cwd=root, capture_output=True, text=True, check=True)
+    assert [drop_times(row) for row in json.loads(process.stdout)] == run_steps(PPOTrainer(make_small_config()), 2)
 
 
 RESUMED = {
@@ -191,38 +195,38 @@ RESUMED = {
 @pytest.mark.parametrize(("name", "stop"), [("gae", 1), *((name, 2) for name in RESUMED)])
 def test_resumed_equals_straight_through(name: str, stop: int, tmp_path: Path) -> None:
     settings = make_small_config(**RESUMED[name], env__val_env_groups=8)
-    straight = PPOTrainer(settings)
-    rows = run_steps(straight, stop)
-    write_checkpoint(tmp_path / "state", *straight.get_state())
-    seconds = straight.seconds_total
-    expected_rows = run_steps(straight, 3 - stop)
+    uninterrupted = PPOTrainer(settings)
+    rows = run_steps(uninterrupted, stop)
+    write_checkpoint(tmp_path / "state", *uninterrupted.get_state())
+    seconds = uninterrupted.seconds_total
+    expected_rows = run_steps(uninterrupted, 3 - stop)
     resumed = PPOTrainer(settings)
     resumed.load_state(*read_checkpoint(tmp_path / "state"))
     assert resumed.step_index == len(rows) == stop
     assert resumed.seconds_total == seconds
     assert run_steps(resumed, 3 - stop) == expected_rows
-    assert has_same_weights(resumed, straight)
-    assert resumed.get_state()[1] | {"seconds_total": 0} == straight.get_state()[1] | {"seconds_total": 0}
+    assert has_same_weights(resumed, uninterrupted)
+    assert resumed.get_state()[1] | {"seconds_total": 0} == uninterrupted.get_state()[1] | {"seconds_total": 0}
 
 
 def test_steps_in_a_row_with_nothing_kept_are_counted_across_a_restart(random_folder: Path) -> None:
     settings = {"model__path": str(random_folder), "filter__rollout_filter_include_zero": False}
-    first, second = make_quiet_trainer(**settings), make_quiet_trainer(**settings)
-    assert run_steps(first, 1)[0]["consecutive_empty_steps"] == 1
-    second.load_state(*first.get_state())
-    assert run_steps(second, 1)[0]["consecutive_empty_steps"] == 2
+    trainer, restarted_trainer = make_quiet_trainer(**settings), make_quiet_trainer(**settings)
+    assert run_steps(trainer, 1)[0]["consecutive_empty_steps"] == 1
+    restarted_trainer.load_state(*trainer.get_state())
+    assert run_steps(restarted_trainer, 1)[0]["consecutive_empty_steps"] == 2
 
 
 def test_a_used_trainer_goes_back_to_a_state_it_loads() -> None:
     trainer = make_quiet_trainer()
-    first = run_steps(trainer, 1)
+    first_rows = run_steps(trainer, 1)
     tensors, values = clone_tensors(trainer.get_state()[0]), json.loads(json.dumps(trainer.get_state()[1]))
-    rest = run_steps(trainer, 2)
+    later_rows = run_steps(trainer, 2)
     trainer.load_state(tensors, values)
-    assert run_steps(trainer, 2) == rest
-    start = make_quiet_trainer()
-    trainer.load_state(*start.get_state())
-    assert run_steps(trainer, 1) == first
+    assert run_steps(trainer, 2) == later_rows
+    fresh_trainer = make_quiet_trainer()
+    trainer.load_state(*fresh_trainer.get_state())
+    assert run_steps(trainer, 1) == first_rows
 
 
 def test_the_state_holds_each_tensor_once_and_plain_values() -> None:
@@ -258,10 +262,10 @@ def test_seeds_change_levels_draws_and_critic_and_never_validation_levels() -> N
     assert (
         [level.seed for level in zero.val_levels] == [level.seed for level in one.val_levels] == list(range(123, 139))
     )
-    first, second = zero.step()[1], one.step()[1]
-    assert [e.levels for e in first] == [e.levels for e in second]
-    assert first[0].solved != second[0].solved  # sampled
-    assert first[1] == second[1]  # greedy: no draw, the same policy
+    evaluations, other_evaluations = zero.step()[1], one.step()[1]
+    assert [e.levels for e in evaluations] == [e.levels for e in other_evaluations]
+    assert evaluations[0].solved != other_evaluations[0].solved  # sampled
+    assert evaluations[1] == other_evaluations[1]  # greedy: no draw, the same policy
 
 
 def test_seeds_draw_differently_in_the_same_levels() -> None:
@@ -275,12 +279,12 @@ def test_seeds_draw_differently_in_the_same_levels() -> None:
 
 def test_arms_of_one_seed_start_alike() -> None:
     """Levels, random numbers and the base validation are paired across arms, which differ after the first update."""
-    plain, other = PPOTrainer(make_small_config()), PPOTrainer(make_small_config(actor__entropy_coeff=0.5))
-    one, two = plain.step(), other.step()
-    assert one[1] == two[1]
-    shared = ("train_reward", "sampled_tokens", "value_mean", "vf_loss", "pg_loss")
-    assert [one.row[name] for name in shared[:-1]] == [two.row[name] for name in shared[:-1]]
-    assert not has_same_weights(plain, other)
+    baseline, arm = PPOTrainer(make_small_config()), PPOTrainer(make_small_config(actor__entropy_coeff=0.5))
+    baseline_step, arm_step = baseline.step(), arm.step()
+    assert baseline_step[1] == arm_step[1]
+    columns = ("train_reward", "sampled_tokens", "value_mean", "vf_loss", "pg_loss")
+    assert [baseline_step.row[name] for name in columns[:-1]] == [arm_step.row[name] for name in columns[:-1]]
+    assert not has_same_weights(baseline, arm)
 
 
 @pytest.mark.parametrize("seed", [0, 3])
@@ -326,6 +330,6 @@ def test_it_learns() -> None:
     trainer = PPOTrainer(apply_overrides(RunConfig(), settings))
     evaluations: list[Evaluation] = [e for _ in range(20) for e in trainer.step()[1]]
     assert [(e.step, e.mode) for e in evaluations] == [(0, "sampled"), (0, "greedy"), (20, "sampled")]
-    before, greedy, after = (e.success for e in evaluations)
-    assert after > before + 0.2
-    assert after > greedy
+    success_before, greedy, success_after = (e.success for e in evaluations)
+    assert success_after > success_before + 0.2
+    assert success_after > greedy

@@ -1,4 +1,4 @@
-"""The update against tests.oracles.update: transformers' forward, autograd, one micro-batch at a time."""
+"""The update equals tests.oracles.update: a forward pass of transformers and autograd, one micro-batch at a time."""
 
 import copy
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ CUT = {"ppo_mini_batch_size": 8, "ppo_micro_batch_size_per_gpu": 4, "grad_clip":
 
 
 class Recorder(torch.optim.SGD):
-    """Keeps the gradients of each step and moves nothing."""
+    """Record the gradients of each step, and change no weight."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, lr=0.0)
@@ -51,16 +51,16 @@ CRITIC = ValueModel(make_qwen2_shape())
 CRITIC.model.load_state_dict(make_random_model(make_qwen2_shape(), seed=3).model.state_dict())
 
 
-def at_tokens(batch: Batch, model: Qwen2) -> Tensor:
+def compute_logprobs(batch: Batch, model: Qwen2) -> Tensor:
     return compute_at_trained_tokens(batch, 3, TokenFunction.for_logprobs(model, TEMPERATURE))
 
 
 def make_batch(count: int = 12) -> Batch:
-    """Episodes whose old log-probs lie around the model's: some ratios beyond the clips, some beyond the dual clip."""
+    """Episodes whose old log-probs lie around the model's, with some ratios beyond the clips and the dual clip."""
     batch = collate(make_random_episodes(count, 4, seed=5))
     noise = draw_noise(batch.logprobs, 6, 0.4)
     noise[:, ::7] -= 2.0
-    return batch._replace(logprobs=(at_tokens(batch, MODEL) + noise) * batch.mask)
+    return batch._replace(logprobs=(compute_logprobs(batch, MODEL) + noise) * batch.mask)
 
 
 BATCH = make_batch()
@@ -70,7 +70,7 @@ TARGETS = Targets(
     advantages=draw_noise(BATCH.logprobs, 7) * BATCH.mask,
     returns=(VALUES + draw_noise(VALUES, 8)) * BATCH.mask,
     values=(VALUES + draw_noise(VALUES, 9, 0.6)) * BATCH.mask,
-    ref_logprobs=at_tokens(BATCH, REFERENCE),
+    ref_logprobs=compute_logprobs(BATCH, REFERENCE),
 )
 
 
@@ -88,12 +88,12 @@ def run_update(
     return recorder, actor.run(batch, targets, order_length_stratified(batch.lengths))
 
 
-def named(recorder: Recorder, model: nn.Module) -> list[dict[str, Tensor]]:
+def name_gradients(recorder: Recorder, model: nn.Module) -> list[dict[str, Tensor]]:
     names = [name for name, _ in model.named_parameters()]
     return [dict(zip(names, gradients, strict=True)) for gradients in recorder.steps]
 
 
-def close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert set(actual) == set(expected)
     for name, gradient in expected.items():
         size = float(gradient.abs().max())
@@ -101,15 +101,15 @@ def close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def compare(settings: ActorConfig) -> None:
-    """Gradients of both mini-batches (8 and 4 sequences), and every number that the meter reports."""
+    """Compare the gradients of both mini-batches (8 and 4 sequences), and every mean that the meter reports."""
     recorder, meter = run_update(settings)
     twin, reference = make_hub_twin(MODEL), make_hub_twin(REFERENCE)
     expected = [
         oracle.compute_actor_step(twin, reference, BATCH, TARGETS, rows, settings, TEMPERATURE)
         for rows in ORDER.split(8)
     ]
-    for actual, step in zip(named(recorder, MODEL), expected, strict=True):
-        close(actual, step.gradients)
+    for actual, step in zip(name_gradients(recorder, MODEL), expected, strict=True):
+        assert_close(actual, step.gradients)
     means = meter.compute_means()
     for name in ("pg_loss", "entropy_loss", *(["kl_loss"] if settings.use_kl_loss else [])):
         assert means[name] == pytest.approx(sum(step.losses[name] for step in expected) / 2, rel=1e-4, abs=1e-6), name
@@ -131,10 +131,10 @@ def test_the_loss_is_the_published_one_in_every_aggregation(mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["kl", "k1", "abs", "mse", "k2", "k3", "full", "kl+", "abs+", "mse+", "low_var_kl+", "k3+"]
+    "kl_type", ["kl", "k1", "abs", "mse", "k2", "k3", "full", "kl+", "abs+", "mse+", "low_var_kl+", "k3+"]
 )
-def test_the_kl_term_is_the_published_one_of_every_kind(kind: str) -> None:
-    compare(ActorConfig(**CUT, use_kl_loss=True, kl_loss_coef=2.0, kl_loss_type=kind))
+def test_the_kl_term_is_the_published_one_of_every_kind(kl_type: str) -> None:
+    compare(ActorConfig(**CUT, use_kl_loss=True, kl_loss_coef=2.0, kl_loss_type=kl_type))
 
 
 @pytest.mark.parametrize("settings", [{}, {"entropy_coeff": -0.5}, {"clip_ratio_low": 0.05, "clip_ratio_high": 0.6}])
@@ -154,45 +154,55 @@ def test_gradients_do_not_depend_on_where_passes_are_cut(
     tokens: int, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = ActorConfig(**CUT, loss_agg_mode=mode, entropy_coeff=0.1, use_kl_loss=True, kl_loss_type="mse")
-    usual, _ = run_update(settings)
+    expected, _ = run_update(settings)
     monkeypatch.setattr(update, "TOKENS_PER_PASS", {"cpu": tokens})
-    cut, _ = run_update(settings)
-    for one, other in zip(named(usual, MODEL), named(cut, MODEL), strict=True):
-        close(one, other)
+    actual, _ = run_update(settings)
+    for expected_gradients, actual_gradients in zip(
+        name_gradients(expected, MODEL), name_gradients(actual, MODEL), strict=True
+    ):
+        assert_close(expected_gradients, actual_gradients)
 
 
 @pytest.mark.parametrize("chunking", [True, False])
-@pytest.mark.parametrize("kind", ["full", "low_var_kl"])
+@pytest.mark.parametrize("kl_type", ["full", "low_var_kl"])
 def test_gradients_do_not_depend_on_chunks_of_the_vocabulary(
-    kind: str, chunking: bool, monkeypatch: pytest.MonkeyPatch
+    kl_type: str, chunking: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = ActorConfig(
-        **CUT, entropy_coeff=0.5, use_kl_loss=True, kl_loss_type=kind, entropy_from_logits_with_chunking=chunking
+        **CUT, entropy_coeff=0.5, use_kl_loss=True, kl_loss_type=kl_type, entropy_from_logits_with_chunking=chunking
     )
-    usual, meter = run_update(settings)
+    expected, meter = run_update(settings)
     monkeypatch.setattr(update, "CHUNK_ELEMENTS", 7 * 23)
-    cut, cut_meter = run_update(settings)
-    for one, other in zip(named(usual, MODEL), named(cut, MODEL), strict=True):
-        close(one, other)
-    assert cut_meter.compute_means() == pytest.approx(meter.compute_means(), rel=1e-4, abs=1e-6)
+    actual, actual_meter = run_update(settings)
+    for expected_gradients, actual_gradients in zip(
+        name_gradients(expected, MODEL), name_gradients(actual, MODEL), strict=True
+    ):
+        assert_close(expected_gradients, actual_gradients)
+    assert actual_meter.compute_means() == pytest.approx(meter.compute_means(), rel=1e-4, abs=1e-6)
 
 
 def test_the_means_of_micro_batches_are_not_the_mean_over_tokens() -> None:
-    """The published quirk is visible: with one micro-batch per mini-batch, the gradient is a different one."""
-    quirk, _ = run_update(ActorConfig(**CUT))
-    whole, _ = run_update(ActorConfig(**{**CUT, "ppo_micro_batch_size_per_gpu": 8}))
-    assert max(float((a - b).abs().max()) for a, b in zip(quirk.steps[0], whole.steps[0], strict=True)) > 1e-3
+    """With one micro-batch per mini-batch, the gradient differs from the published one."""
+    two_micro_batches, _ = run_update(ActorConfig(**CUT))
+    one_micro_batch, _ = run_update(ActorConfig(**{**CUT, "ppo_micro_batch_size_per_gpu": 8}))
+    assert (
+        max(
+            float((a - b).abs().max())
+            for a, b in zip(two_micro_batches.steps[0], one_micro_batch.steps[0], strict=True)
+        )
+        > 1e-3
+    )
 
 
 # ---------------------------------------------------------------------------- the policy that sampled
 
 
-def on_policy() -> Batch:
-    return BATCH._replace(logprobs=at_tokens(BATCH, MODEL))
+def make_on_policy_batch() -> Batch:
+    return BATCH._replace(logprobs=compute_logprobs(BATCH, MODEL))
 
 
 def test_while_the_policy_is_the_one_that_sampled_nothing_is_clipped() -> None:
-    _, meter = run_update(ActorConfig(**CUT), on_policy())
+    _, meter = run_update(ActorConfig(**CUT), make_on_policy_batch())
     means = meter.compute_means()
     assert means["pg_clipfrac"] == means["pg_clipfrac_lower"] == 0
     assert abs(means["ppo_kl"]) < 1e-6
@@ -201,35 +211,37 @@ def test_while_the_policy_is_the_one_that_sampled_nothing_is_clipped() -> None:
 def test_at_ratio_one_the_loss_is_minus_the_advantages_and_moves_towards_them() -> None:
     settings = ActorConfig(**CUT, loss_agg_mode="seq-mean-token-sum-norm")
     advantages = BATCH.mask.float()
-    recorder, meter = run_update(settings, on_policy(), TARGETS._replace(advantages=advantages))
-    # Two mini-batches of 8 and 4 in micro-batches of 4: each token weighs 1 / (padded length * micro-batches).
-    pieces = [
+    recorder, meter = run_update(settings, make_on_policy_batch(), TARGETS._replace(advantages=advantages))
+    # Mini-batches of 8 and 4 in micro-batches of 4: each token has the weight 1 / (padded length * micro-batches).
+    mini_batch_losses = [
         -float(BATCH.mask[rows].sum()) / BATCH.tokens.shape[1] / count
         for rows, count in zip(ORDER.split(8), (2, 1), strict=True)
     ]
-    assert meter.compute_means()["pg_loss"] == pytest.approx(sum(pieces) / 2, rel=1e-5)
+    assert meter.compute_means()["pg_loss"] == pytest.approx(sum(mini_batch_losses) / 2, rel=1e-5)
     twin = make_hub_twin(MODEL)
-    logs = (twin(input_ids=BATCH.tokens).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
-    gained = logs.gather(-1, BATCH.tokens[:, 1:, None])[..., 0][ORDER[:8]][BATCH.mask[ORDER[:8]][:, 1:]].sum()
-    gained.backward()
-    step = named(recorder, MODEL)[0]
+    logprobs = (twin(input_ids=BATCH.tokens).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
+    objective = logprobs.gather(-1, BATCH.tokens[:, 1:, None])[..., 0][ORDER[:8]][BATCH.mask[ORDER[:8]][:, 1:]].sum()
+    objective.backward()
+    step = name_gradients(recorder, MODEL)[0]
     scale = 2 * BATCH.tokens.shape[1]
-    close({n: -scale * g for n, g in step.items()}, {n: w.grad for n, w in twin.named_parameters()})
+    assert_close({n: -scale * g for n, g in step.items()}, {n: w.grad for n, w in twin.named_parameters()})
 
 
 KL_ONLY = {"use_kl_loss": True, "kl_loss_coef": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("kind", "anchors"), [("k2", True), ("k3", True), ("full", True), ("kl+", True), ("k1", False)]
+    ("kl_type", "is_zero"), [("k2", True), ("k3", True), ("full", True), ("kl+", True), ("k1", False)]
 )
-def test_at_the_reference_the_kl_gradient_is_zero_but_for_k1(kind: str, anchors: bool) -> None:
-    targets = TARGETS._replace(advantages=torch.zeros_like(TARGETS.advantages), ref_logprobs=at_tokens(BATCH, MODEL))
+def test_at_the_reference_the_kl_gradient_is_zero_but_for_k1(kl_type: str, is_zero: bool) -> None:
+    targets = TARGETS._replace(
+        advantages=torch.zeros_like(TARGETS.advantages), ref_logprobs=compute_logprobs(BATCH, MODEL)
+    )
     recorder, meter = run_update(
-        ActorConfig(**CUT, **KL_ONLY, kl_loss_type=kind), on_policy(), targets, copy.deepcopy(MODEL)
+        ActorConfig(**CUT, **KL_ONLY, kl_loss_type=kl_type), make_on_policy_batch(), targets, copy.deepcopy(MODEL)
     )
     size = max(float(g.abs().max()) for g in recorder.steps[0])
-    assert size < 1e-5 if anchors else size > 0.01
+    assert size < 1e-5 if is_zero else size > 0.01
     assert abs(meter.compute_means()["kl_loss"]) < 1e-6
 
 
@@ -238,38 +250,38 @@ def test_at_the_reference_the_kl_gradient_is_zero_but_for_k1(kind: str, anchors:
 
 def test_the_gradient_is_clipped_and_its_norm_reported_before() -> None:
     recorder, meter = run_update(ActorConfig(**{**CUT, "grad_clip": 0.05}))
-    free, _ = run_update(ActorConfig(**CUT))
-    for clipped, whole in zip(recorder.steps, free.steps, strict=True):
-        norm = torch.cat([g.flatten() for g in whole]).norm()
+    unclipped_recorder, _ = run_update(ActorConfig(**CUT))
+    for clipped_gradients, gradients in zip(recorder.steps, unclipped_recorder.steps, strict=True):
+        norm = torch.cat([g.flatten() for g in gradients]).norm()
         assert norm > 0.1
-        for a, b in zip(clipped, whole, strict=True):
+        for a, b in zip(clipped_gradients, gradients, strict=True):
             torch.testing.assert_close(a, b * 0.05 / norm, rtol=1e-3, atol=1e-6)
     assert meter.compute_means()["actor_grad_norm"] > 0.1
 
 
-def test_epochs_go_over_all_mini_batches_again() -> None:
+def test_every_epoch_repeats_all_mini_batches() -> None:
     recorder, meter = run_update(ActorConfig(**CUT, ppo_epochs=3))
     assert meter.optimizer_steps == len(recorder.steps) == 6
     assert meter.tokens == 3 * int(BATCH.mask.sum())
 
 
-def adam(model: nn.Module, lr: float = 0.01) -> torch.optim.AdamW:
+def make_adam(model: nn.Module, lr: float = 0.01) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=lr)
 
 
-def with_bad_advantage(value: float, row: int) -> Targets:
+def make_bad_targets(value: float, row: int) -> Targets:
     advantages = TARGETS.advantages.clone()
     advantages[row, int(BATCH.mask[row].nonzero()[0])] = value
     return TARGETS._replace(advantages=advantages)
 
 
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_a_gradient_that_is_not_finite_makes_no_step_and_is_counted(bad: float) -> None:
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_makes_no_step_and_is_counted(value: float) -> None:
     model = copy.deepcopy(MODEL)
-    optimizer = adam(model)
+    optimizer = make_adam(model)
     actor = ActorUpdate(model, make_backend(model, optimizer), ActorConfig(**CUT), TEMPERATURE)
-    spoiled = ORDER[:8]
-    meter = actor.run(BATCH, with_bad_advantage(bad, int(spoiled[0])), spoiled)
+    rows = ORDER[:8]
+    meter = actor.run(BATCH, make_bad_targets(value, int(rows[0])), rows)
     assert (meter.optimizer_steps, meter.skipped_steps) == (1, 1)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), MODEL.parameters(), strict=True))
     assert not optimizer.state
@@ -279,14 +291,16 @@ def test_a_gradient_that_is_not_finite_makes_no_step_and_is_counted(bad: float) 
 
 def test_a_skipped_step_leaves_the_others_alone() -> None:
     model = copy.deepcopy(MODEL)
-    actor = ActorUpdate(model, make_backend(model, adam(model)), ActorConfig(**CUT), TEMPERATURE)
-    meter = actor.run(BATCH, with_bad_advantage(float("nan"), int(ORDER[0])), ORDER)
+    actor = ActorUpdate(model, make_backend(model, make_adam(model)), ActorConfig(**CUT), TEMPERATURE)
+    meter = actor.run(BATCH, make_bad_targets(float("nan"), int(ORDER[0])), ORDER)
     assert (meter.optimizer_steps, meter.skipped_steps) == (2, 1)
-    alone = copy.deepcopy(MODEL)
-    update = ActorUpdate(alone, make_backend(alone, adam(alone)), ActorConfig(**CUT), TEMPERATURE)
-    only = update.run(BATCH, TARGETS, ORDER[8:])
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), alone.parameters(), strict=True))
-    assert meter.compute_means()["actor_grad_norm"] == pytest.approx(only.compute_means()["actor_grad_norm"])
+    expected_model = copy.deepcopy(MODEL)
+    expected_update = ActorUpdate(
+        expected_model, make_backend(expected_model, make_adam(expected_model)), ActorConfig(**CUT), TEMPERATURE
+    )
+    expected_meter = expected_update.run(BATCH, TARGETS, ORDER[8:])
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected_model.parameters(), strict=True))
+    assert meter.compute_means()["actor_grad_norm"] == pytest.approx(expected_meter.compute_means()["actor_grad_norm"])
 
 
 # ---------------------------------------------------------------------------- the critic
@@ -295,7 +309,7 @@ def test_a_skipped_step_leaves_the_others_alone() -> None:
 CRITIC_CUT = CriticConfig(**CUT)
 
 
-def hub_critic(critic: ValueModel) -> tuple[nn.Module, nn.Linear]:
+def make_hub_critic(critic: ValueModel) -> tuple[nn.Module, nn.Linear]:
     trunk = Qwen2(critic.shape)
     trunk.model.load_state_dict(critic.model.state_dict())
     head = nn.Linear(critic.shape.hidden_size, 1)
@@ -306,15 +320,15 @@ def hub_critic(critic: ValueModel) -> tuple[nn.Module, nn.Linear]:
 def test_the_value_loss_is_the_published_one() -> None:
     recorder = Recorder(CRITIC.parameters())
     meter = update_critic(CRITIC, make_backend(CRITIC, recorder), BATCH, TARGETS, ORDER, CRITIC_CUT)
-    twin, head = hub_critic(CRITIC)
+    twin, head = make_hub_critic(CRITIC)
     expected = [oracle.compute_critic_step(twin, head, BATCH, TARGETS, rows, CRITIC_CUT) for rows in ORDER.split(8)]
-    for actual, step in zip(named(recorder, CRITIC), expected, strict=True):
-        close(actual, step.gradients)
+    for actual, step in zip(name_gradients(recorder, CRITIC), expected, strict=True):
+        assert_close(actual, step.gradients)
     means = meter.compute_means()
     assert means["vf_loss"] == pytest.approx(sum(step.losses["vf_loss"] for step in expected) / 2, rel=1e-4)
     tokens = [int(BATCH.mask[rows].sum()) for rows in ORDER.split(8)]
-    clipped = sum(step.losses["vf_clipfrac"] * count for step, count in zip(expected, tokens, strict=True))
-    assert means["vf_clipfrac"] == pytest.approx(clipped / sum(tokens))
+    clipped_tokens = sum(step.losses["vf_clipfrac"] * count for step, count in zip(expected, tokens, strict=True))
+    assert means["vf_clipfrac"] == pytest.approx(clipped_tokens / sum(tokens))
     assert 0.1 < means["vf_clipfrac"] < 0.9
     assert means["critic_grad_norm"] > 0
 
@@ -324,7 +338,7 @@ def test_a_critics_step_that_is_not_finite_is_skipped_too() -> None:
     returns = TARGETS.returns.clone()
     returns[BATCH.mask] = float("nan")
     meter = update_critic(
-        critic, make_backend(critic, adam(critic)), BATCH, TARGETS._replace(returns=returns), ORDER, CRITIC_CUT
+        critic, make_backend(critic, make_adam(critic)), BATCH, TARGETS._replace(returns=returns), ORDER, CRITIC_CUT
     )
     assert (meter.optimizer_steps, meter.skipped_steps) == (2, 2)
     assert all(torch.equal(a, b) for a, b in zip(critic.parameters(), CRITIC.parameters(), strict=True))
@@ -337,42 +351,45 @@ def test_on_a_shared_trunk_the_value_loss_joins_with_its_weight() -> None:
     head = nn.Linear(16, 1)
     head.load_state_dict(CRITIC.score.state_dict())
     rows = ORDER[:8]
-    policy = oracle.compute_actor_step(twin, None, BATCH, TARGETS, rows, settings, TEMPERATURE).gradients
-    value = oracle.compute_critic_step(twin, head, BATCH, TARGETS, rows, CRITIC_CUT).gradients
-    *trunk, weight, bias = recorder.steps[0]
-    actual = dict(zip(dict(MODEL.named_parameters()), trunk, strict=True))
-    close(actual, {name: policy[name] + 0.01 * value[name] for name in actual})
-    close({"w": weight, "b": bias}, {"w": 0.01 * value["score.weight"], "b": 0.01 * value["score.bias"]})
+    policy_gradients = oracle.compute_actor_step(twin, None, BATCH, TARGETS, rows, settings, TEMPERATURE).gradients
+    value_gradients = oracle.compute_critic_step(twin, head, BATCH, TARGETS, rows, CRITIC_CUT).gradients
+    *trunk_gradients, weight_gradient, bias_gradient = recorder.steps[0]
+    actual = dict(zip(dict(MODEL.named_parameters()), trunk_gradients, strict=True))
+    assert_close(actual, {name: policy_gradients[name] + 0.01 * value_gradients[name] for name in actual})
+    assert_close(
+        {"w": weight_gradient, "b": bias_gradient},
+        {"w": 0.01 * value_gradients["score.weight"], "b": 0.01 * value_gradients["score.bias"]},
+    )
     assert {"vf_loss", "vf_clipfrac", "pg_loss"} <= set(meter.compute_means())
 
 
 # ---------------------------------------------------------------------------- passes without gradients
 
 
-@pytest.mark.parametrize("rows_a_pass", [1, 5, 100])
-def test_numbers_at_trained_tokens_are_those_of_transformers(rows_a_pass: int) -> None:
+@pytest.mark.parametrize("rows_per_pass", [1, 5, 100])
+def test_numbers_at_trained_tokens_are_those_of_transformers(rows_per_pass: int) -> None:
     with torch.no_grad():
-        logs = (make_hub_twin(MODEL)(input_ids=BATCH.tokens).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
+        logprobs = (make_hub_twin(MODEL)(input_ids=BATCH.tokens).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
         expected = torch.zeros(BATCH.tokens.shape)
-        expected[:, 1:] = logs.gather(-1, BATCH.tokens[:, 1:, None])[..., 0]
-        twin, head = hub_critic(CRITIC)
+        expected[:, 1:] = logprobs.gather(-1, BATCH.tokens[:, 1:, None])[..., 0]
+        twin, head = make_hub_critic(CRITIC)
         values = torch.zeros(BATCH.tokens.shape)
         values[:, 1:] = head(twin.model(input_ids=BATCH.tokens).last_hidden_state)[:, :-1, 0]
-    actual = compute_at_trained_tokens(BATCH, rows_a_pass, TokenFunction.for_logprobs(MODEL, TEMPERATURE))
+    actual = compute_at_trained_tokens(BATCH, rows_per_pass, TokenFunction.for_logprobs(MODEL, TEMPERATURE))
     torch.testing.assert_close(actual, expected * BATCH.mask, rtol=1e-5, atol=1e-5)
-    actual = compute_at_trained_tokens(BATCH, rows_a_pass, TokenFunction.for_values(CRITIC.model, CRITIC.score))
+    actual = compute_at_trained_tokens(BATCH, rows_per_pass, TokenFunction.for_values(CRITIC.model, CRITIC.score))
     torch.testing.assert_close(actual, values * BATCH.mask, rtol=1e-5, atol=1e-5)
     assert not actual.requires_grad
 
 
-def test_nothing_is_made_on_another_device_than_the_batch() -> None:
-    """As in test_qwen2: what names no device lands on `meta`."""
+def test_all_tensors_are_on_the_device_of_the_batch() -> None:
+    """As in test_qwen2, a tensor that is created without a device lands on `meta`."""
     settings = ActorConfig(**CUT, entropy_coeff=0.1, use_kl_loss=True, kl_loss_type="low_var_kl")
     expected, _ = run_update(settings, head=CRITIC.score)
     rows = torch.arange(len(BATCH.lengths))
     with torch.device("meta"):
         actual, _ = run_update(settings, head=CRITIC.score)
         update_critic(CRITIC, make_backend(CRITIC, Recorder(CRITIC.parameters())), BATCH, TARGETS, rows, CRITIC_CUT)
-        logprobs = at_tokens(BATCH, MODEL)
+        logprobs = compute_logprobs(BATCH, MODEL)
     assert all(torch.equal(a, b) for a, b in zip(actual.steps[0], expected.steps[0], strict=True))
     assert logprobs.device.type == "cpu"

@@ -37,49 +37,49 @@ def test_rewards_add_up_to_the_score_wherever_they_are_placed(episodes) -> None:
 
 
 def test_places_of_rewards() -> None:
-    # Tokens: 2 given, 3 sampled, 1 given, 2 sampled; and a shorter one.
+    # One episode has 2 prompt, 3 sampled, 1 prompt and 2 sampled tokens; the other is shorter.
     batch = collate([make_episode([(2, 3, -0.2), (1, 2, 10.9)]), make_episode([(1, 1, -0.1)])])
     expected = [[0, 0, 0, 0, -0.2, 0, 0, 10.9], [0, -0.1, 0, 0, 0, 0, 0, 0]]
     torch.testing.assert_close(batch.rewards, torch.tensor(expected))
-    last = place_episode_scores(batch)
-    torch.testing.assert_close(last, torch.tensor([[0, 0, 0, 0, 0, 0, 0, 10.7], [0, -0.1, 0, 0, 0, 0, 0, 0]]))
+    final_scores = place_episode_scores(batch)
+    torch.testing.assert_close(final_scores, torch.tensor([[0, 0, 0, 0, 0, 0, 0, 10.7], [0, -0.1, 0, 0, 0, 0, 0, 0]]))
 
 
 @settings(deadline=None, max_examples=30)
 @given(episode_lists)
 def test_a_trained_token_is_predicted_from_the_one_before_it(episodes) -> None:
     batch = collate(episodes)
-    where = batch.find_prediction_positions()
+    positions = batch.find_prediction_positions()
     width = batch.tokens.shape[1]
-    flat = [(row, t) for row, episode in enumerate(episodes) for t in np.flatnonzero(episode.mask)]
-    assert where.tolist() == [row * width + t - 1 for row, t in flat]
-    assert batch.tokens[batch.mask].tolist() == [int(episodes[row].tokens[t]) for row, t in flat]
+    trained_positions = [(row, t) for row, episode in enumerate(episodes) for t in np.flatnonzero(episode.mask)]
+    assert positions.tolist() == [row * width + t - 1 for row, t in trained_positions]
+    assert batch.tokens[batch.mask].tolist() == [int(episodes[row].tokens[t]) for row, t in trained_positions]
 
 
 @settings(deadline=None, max_examples=30)
 @given(episode_lists, st.randoms(use_true_random=False))
 def test_rows_are_the_batch_of_the_chosen_episodes(episodes, random) -> None:
-    index = [random.randrange(len(episodes)) for _ in range(random.randint(1, 5))]
-    chosen = collate(episodes).select_rows(torch.tensor(index))
-    for actual, expected in zip(chosen, collate([episodes[row] for row in index]), strict=True):
+    rows = [random.randrange(len(episodes)) for _ in range(random.randint(1, 5))]
+    selected_batch = collate(episodes).select_rows(torch.tensor(rows))
+    for actual, expected in zip(selected_batch, collate([episodes[row] for row in rows]), strict=True):
         assert torch.equal(actual, expected)
 
 
 def test_mini_batches_are_consecutive_and_the_last_may_be_short() -> None:
-    pieces = [piece.tolist() for piece in split_mini_batches(torch.tensor([4, 2, 0, 1, 3]), 2)]
-    assert pieces == [[4, 2], [0, 1], [3]]
+    mini_batches = [rows.tolist() for rows in split_mini_batches(torch.tensor([4, 2, 0, 1, 3]), 2)]
+    assert mini_batches == [[4, 2], [0, 1], [3]]
 
 
-def test_nothing_is_made_on_another_device_than_the_batch() -> None:
-    """As in test_qwen2: what names no device lands on `meta`."""
+def test_all_tensors_are_on_the_device_of_the_batch() -> None:
+    """As in test_qwen2, a tensor that is created without a device lands on `meta`."""
     batch = collate(make_random_episodes(4, 2))
     expected = place_episode_scores(batch)
     with torch.device("meta"):
-        actual, where, rows = (
+        actual, positions, rows = (
             place_episode_scores(batch),
             batch.find_prediction_positions(),
             batch.select_rows(torch.tensor([0, 2], device="cpu")),
         )
     assert torch.equal(actual, expected)
-    assert where.device.type == rows.tokens.device.type == "cpu"
+    assert positions.device.type == rows.tokens.device.type == "cpu"
     assert isinstance(rows, Batch)

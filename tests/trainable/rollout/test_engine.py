@@ -1,4 +1,4 @@
-"""Log-probs that a trainer recomputes for the episodes of an engine, and the mismatch."""
+"""Log-probs that a trainer recomputes for the episodes of an engine, and their mismatch."""
 
 import numpy as np
 import pytest
@@ -14,43 +14,43 @@ from trainable.rollout.episode import Episode
 from trainable.rollout.logprob_mismatch import EngineMismatchError
 
 
-def played(trainer: PPOTrainer) -> list[Episode]:
+def play_episodes(trainer: PPOTrainer) -> list[Episode]:
     return trainer.roll_out(trainer.val_levels * 2, 3, make_rng(0, "sampling", 1))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_recomputed_logprobs_are_those_of_the_shared_sampler(temperature: float) -> None:
     trainer = make_quiet_trainer(rollout__temperature=temperature)
-    episodes = played(trainer)
-    again = recompute_logprobs(trainer.model, episodes, temperature, 2, trainer.device)
-    for one, other in zip(again, episodes, strict=True):
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
-        np.testing.assert_allclose(one.entropies, other.entropies, atol=1e-5)
-        assert one.engine_logprobs is other.logprobs
-        assert not one.logprobs[~one.mask].any()
+    episodes = play_episodes(trainer)
+    recomputed_episodes = recompute_logprobs(trainer.model, episodes, temperature, 2, trainer.device)
+    for recomputed, episode in zip(recomputed_episodes, episodes, strict=True):
+        np.testing.assert_allclose(recomputed.logprobs, episode.logprobs, atol=1e-5)
+        np.testing.assert_allclose(recomputed.entropies, episode.entropies, atol=1e-5)
+        assert recomputed.engine_logprobs is episode.logprobs
+        assert not recomputed.logprobs[~recomputed.mask].any()
     assert recompute_logprobs(trainer.model, [], 1.0, 2, trainer.device) == []
 
 
-def shifted(episodes: list[Episode], by: float) -> list[Episode]:
-    """Episodes with log-probs of an engine that differ from the trainer's."""
+def shift_engine_logprobs(episodes: list[Episode], shift: float) -> list[Episode]:
+    """Give the episodes engine log-probs that are lower than the trainer's by `shift`."""
     return [
-        episode._replace(engine_logprobs=np.where(episode.mask, episode.logprobs - by, 0).astype(np.float32))
+        episode._replace(engine_logprobs=np.where(episode.mask, episode.logprobs - shift, 0).astype(np.float32))
         for episode in episodes
     ]
 
 
 def test_the_difference_is_measured_and_too_large_a_one_ends_the_run() -> None:
     trainer = make_quiet_trainer()
-    episodes = played(trainer)
+    episodes = play_episodes(trainer)
     assert TorchEngine(trainer.model, trainer.backends["actor"].gather_weights).measure_mismatch(episodes, 1) is None
     engine = VllmEngine.__new__(VllmEngine)
     engine.config = trainer.config
-    mismatch = engine.measure_mismatch(shifted(episodes, 0.01), 1)
+    mismatch = engine.measure_mismatch(shift_engine_logprobs(episodes, 0.01), 1)
     assert mismatch.mean_abs == pytest.approx(0.01, rel=1e-3)
     assert mismatch.max_abs == pytest.approx(0.01, rel=1e-3)
     assert mismatch.ess_fraction == pytest.approx(1)
     with pytest.raises(EngineMismatchError, match="At step 4 the engine's log-probs differ"):
-        engine.measure_mismatch(shifted(episodes, 0.2), 4)
+        engine.measure_mismatch(shift_engine_logprobs(episodes, 0.2), 4)
 
 
 @pytest.mark.parametrize(("shift", "weight"), [(0.1, np.exp(0.1)), (-0.3, np.exp(-0.3)), (1.0, 1.5)])
@@ -58,7 +58,7 @@ def test_truncated_weights_multiply_the_policys_loss(shift: float, weight: float
     losses = []
     for cap in (None, 1.5):
         trainer = make_quiet_trainer(actor__tis_imp_ratio_cap=cap)
-        episodes = shifted(played(trainer), shift)
+        episodes = shift_engine_logprobs(play_episodes(trainer), shift)
         batch, targets, _ = trainer.prepare_batch(episodes, 2, 2, make_rng(0, "duplicates", 1))
         rows = torch.arange(len(batch.lengths))
         meter = Meter()

@@ -14,14 +14,14 @@ LOGPROBS = st.floats(-20, 0)
 PAIRS = st.lists(st.tuples(LOGPROBS, LOGPROBS), min_size=1, max_size=30)
 
 
-def tensors(pairs: list[tuple[float, float]]) -> tuple[torch.Tensor, torch.Tensor]:
+def make_tensors(pairs: list[tuple[float, float]]) -> tuple[torch.Tensor, torch.Tensor]:
     columns = torch.tensor(pairs, dtype=torch.float64)
     return columns[:, 0], columns[:, 1]
 
 
 @given(PAIRS)
 def test_the_columns_are_their_formulas(pairs: list[tuple[float, float]]) -> None:
-    actual = measure_mismatch(*tensors(pairs))
+    actual = measure_mismatch(*make_tensors(pairs))
     differences = [trainer - engine for trainer, engine in pairs]
     weights = [math.exp(difference) for difference in differences]
     assert actual.mean_abs == pytest.approx(sum(map(abs, differences)) / len(pairs))
@@ -34,7 +34,7 @@ def test_the_columns_are_their_formulas(pairs: list[tuple[float, float]]) -> Non
 
 @given(PAIRS)
 def test_the_columns_keep_their_bounds(pairs: list[tuple[float, float]]) -> None:
-    actual = measure_mismatch(*tensors(pairs))
+    actual = measure_mismatch(*make_tensors(pairs))
     assert 0 <= actual.mean_abs <= actual.max_abs + 1e-12
     assert actual.kl >= 0
     assert 1 / len(pairs) - 1e-12 <= actual.ess_fraction <= 1 + 1e-12
@@ -51,7 +51,7 @@ def test_the_ess_fraction_is_the_fraction_of_tokens_that_count() -> None:
     assert measure_mismatch(trainer, engine).ess_fraction == pytest.approx(0.3)
 
 
-def test_the_columns_survive_differences_whose_exponential_overflows_float32() -> None:
+def test_the_columns_are_finite_for_differences_whose_exponential_overflows_float32() -> None:
     actual = measure_mismatch(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -200.0]))
     assert actual.ess_fraction == pytest.approx(0.5)
     assert math.isfinite(actual.kl)
@@ -60,7 +60,7 @@ def test_the_columns_survive_differences_whose_exponential_overflows_float32() -
 def test_kl_and_weights_estimate_over_the_engines_tokens() -> None:
     """Over tokens of the engine's distribution q: E k3 = KL(q || p) and E w f = E_p f, both computed by hand."""
     q, p = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.4, 0.25, 0.2, 0.15])
-    tokens = np.repeat(np.arange(4), (1000 * q).round().astype(int))  # q itself, not a sample of it
+    tokens = np.repeat(np.arange(4), (1000 * q).round().astype(int))  # the exact distribution q, not a sample of it
     trainer, engine = torch.from_numpy(np.log(p)[tokens]), torch.from_numpy(np.log(q)[tokens])
     assert measure_mismatch(trainer, engine).kl == pytest.approx(stats.entropy(q, p))
     assert stats.entropy(q, p) != pytest.approx(stats.entropy(p, q), rel=1e-2)
@@ -76,9 +76,9 @@ def test_nothing_to_compare_is_an_error() -> None:
 
 @given(PAIRS, st.floats(0.1, 8))
 def test_importance_weights_are_cut_ratios(pairs: list[tuple[float, float]], cap: float) -> None:
-    trainer, engine = tensors(pairs)
+    trainer, engine = make_tensors(pairs)
     actual = importance_weights(trainer, engine, cap)
-    expected = [min(math.exp(one - other), cap) for one, other in pairs]
+    expected = [min(math.exp(trainer_logprob - engine_logprob), cap) for trainer_logprob, engine_logprob in pairs]
     np.testing.assert_allclose(actual, expected, rtol=1e-9)
 
 
@@ -96,15 +96,15 @@ def test_a_mismatch_within_the_tolerance_passes(mean: float) -> None:
 
 @pytest.mark.parametrize("mean", [0.0501, 0.7, math.inf, math.nan])
 def test_a_mismatch_ends_the_run_without_retry(mean: float) -> None:
-    with pytest.raises(EngineMismatchError, match=r"At step 7 .* samples from other weights") as caught:
+    with pytest.raises(EngineMismatchError, match=r"At step 7 .* samples from other weights") as raised:
         check_mismatch(mean, 0.05, step=7)
-    assert "0.05 is allowed" in str(caught.value)
-    failure = classify_failure(caught.value, has_rows=True)
+    assert "0.05 is allowed" in str(raised.value)
+    failure = classify_failure(raised.value, has_rows=True)
     assert (failure.kind, failure.is_retried) == ("error", False)
-    assert not classify_failure(caught.value, has_rows=False).is_retried
+    assert not classify_failure(raised.value, has_rows=False).is_retried
 
 
 def test_the_message_names_a_limit_that_would_pass() -> None:
-    with pytest.raises(EngineMismatchError, match=r"rollout.logprob_tolerance=0.2,") as caught:
+    with pytest.raises(EngineMismatchError, match=r"rollout.logprob_tolerance=0.2,") as raised:
         check_mismatch(0.08, 0.05, step=1)
-    assert "model.dtype=float32" in str(caught.value)
+    assert "model.dtype=float32" in str(raised.value)

@@ -23,7 +23,7 @@ BELOW_ONE = 1 - 2**-24  # the largest float32 that a generator draws
 # ---------------------------------------------------------------------------- one draw
 
 
-def picked(logits: Sequence[float], uniforms: Sequence[float], temperature: float = 1.0) -> list[int]:
+def sample_ids(logits: Sequence[float], uniforms: Sequence[float], temperature: float = 1.0) -> list[int]:
     rows = torch.tensor([list(logits)] * len(uniforms))
     return sample_tokens(rows, temperature, torch.tensor(uniforms))[0].tolist()
 
@@ -31,20 +31,20 @@ def picked(logits: Sequence[float], uniforms: Sequence[float], temperature: floa
 def test_a_draw_inverts_the_distribution_function() -> None:
     logits = np.log([0.5, 0.25, 0.25]).tolist()
     uniforms = [0.0, 0.25, 0.4999, 0.5001, 0.7499, 0.7501, 0.9999, BELOW_ONE]
-    assert picked(logits, uniforms) == [0, 0, 0, 1, 1, 2, 2, 2]
+    assert sample_ids(logits, uniforms) == [0, 0, 0, 1, 1, 2, 2, 2]
 
 
 def test_a_token_without_probability_is_never_drawn() -> None:
-    nothing = -float("inf")
-    logits = [nothing, 0.0, nothing, 0.0, nothing]
-    assert picked(logits, [0.0, 0.499, 0.501, BELOW_ONE]) == [1, 1, 3, 3]
+    impossible = -float("inf")
+    logits = [impossible, 0.0, impossible, 0.0, impossible]
+    assert sample_ids(logits, [0.0, 0.499, 0.501, BELOW_ONE]) == [1, 1, 3, 3]
     # A probability that is 0 in float32 counts as no probability.
-    assert picked([-200.0, 0.0, -200.0], [0.0, BELOW_ONE]) == [1, 1]
+    assert sample_ids([-200.0, 0.0, -200.0], [0.0, BELOW_ONE]) == [1, 1]
 
 
 def test_a_draw_near_one_stays_inside_the_vocabulary() -> None:
     logits = 3 * torch.randn(500, 60, generator=torch.Generator().manual_seed(0))
-    assert (logits.softmax(-1).double().sum(-1) < BELOW_ONE).sum() > 50  # rounding leaves a gap below 1
+    assert (logits.softmax(-1).double().sum(-1) < BELOW_ONE).sum() > 50  # rounding leaves a difference to 1
     tokens, logprobs, _ = sample_tokens(logits, 1.0, torch.full((500,), BELOW_ONE))
     assert (tokens < 60).all()
     assert torch.isfinite(logprobs).all()
@@ -88,54 +88,61 @@ Script = Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]
 Prompts = Sequence[Sequence[int]]
 
 
-def talk(
+def run_conversation(
     model: Qwen2, prompts: Prompts, copies: int, script: Script, temperature: float = 1.0, length: int = 9
 ) -> list[Turn]:
-    """Replies by row, one per turn; script: for each turn, the live rows and their new tokens."""
+    """Replies by row, one dict per turn; `script` has the live rows and their new tokens for each later turn."""
     params = SamplingParams(temperature, length, STOP)
     conversation = TorchSampler(model).start_conversation(prompts, copies, params, np.random.default_rng(7))
-    rows = list(range(len(prompts) * copies))
-    turns = [dict(zip(rows, conversation.sample_replies(rows, [[]] * len(rows)), strict=True))]
-    for going, given in script:
-        turns.append(dict(zip(going, conversation.sample_replies(going, given), strict=True)))
+    all_rows = list(range(len(prompts) * copies))
+    turns = [dict(zip(all_rows, conversation.sample_replies(all_rows, [[]] * len(all_rows)), strict=True))]
+
+    for rows, observations in script:
+        turns.append(dict(zip(rows, conversation.sample_replies(rows, observations), strict=True)))
     return turns
 
 
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11]]
-GIVEN = [[3, 4], [5], [6, 7, 8], [9, 9], [1], [3, 3, 3, 3]]
+OBSERVATIONS = [[3, 4], [5], [6, 7, 8], [9, 9], [1], [3, 3, 3, 3]]
 
 
-def full_script(rows: Sequence[int]) -> Script:
-    return [(rows, [GIVEN[row % 6] for row in rows]), (rows, [GIVEN[(row + 1) % 6] for row in rows])]
+def make_full_script(rows: Sequence[int]) -> Script:
+    return [(rows, [OBSERVATIONS[row % 6] for row in rows]), (rows, [OBSERVATIONS[(row + 1) % 6] for row in rows])]
 
 
-def histories(turns: list[Turn], copies: int, script: Script, row: int) -> list[tuple[list[int], SampledReply]]:
-    """The tokens that the row had seen before each of its replies."""
-    seen, actual = list(PROMPTS[row // copies]), []
-    for number, turn in enumerate(turns):
-        if number:
-            going, given = script[number - 1]
-            if row not in going:
+def list_contexts(turns: list[Turn], copies: int, script: Script, row: int) -> list[tuple[list[int], SampledReply]]:
+    """Each reply of a row with the tokens that came before it."""
+    context, contexts = list(PROMPTS[row // copies]), []
+    for index, turn in enumerate(turns):
+        if index:
+            rows, observations = script[index - 1]
+            if row not in rows:
                 break
-            seen = [*seen, *given[list(going).index(row)]]
-        actual.append((seen, turn[row]))
-        seen = [*seen, *turn[row].token_ids.tolist()]
-    return actual
+            context = [*context, *observations[list(rows).index(row)]]
+        contexts.append((context, turn[row]))
+        context = [*context, *turn[row].token_ids.tolist()]
+    return contexts
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
 def test_numbers_of_every_turn_are_those_of_a_full_forward(model: Qwen2, temperature: float) -> None:
-    script = [(range(6), GIVEN), ([1, 2, 4], [GIVEN[1], GIVEN[2], GIVEN[4]]), ([1, 4], [[8, 8], [1]])]
-    turns = talk(model, PROMPTS, 2, script, temperature)
+    script = [
+        (range(6), OBSERVATIONS),
+        ([1, 2, 4], [OBSERVATIONS[1], OBSERVATIONS[2], OBSERVATIONS[4]]),
+        ([1, 4], [[8, 8], [1]]),
+    ]
+    turns = run_conversation(model, PROMPTS, 2, script, temperature)
     twin, replies = make_hub_twin(model), 0
     for row in range(6):
-        for seen, reply in histories(turns, 2, script, row):
+        for context, reply in list_contexts(turns, 2, script, row):
             replies += 1
-            tokens = torch.tensor([[*seen, *reply.token_ids.tolist()]])
+            tokens = torch.tensor([[*context, *reply.token_ids.tolist()]])
             with torch.no_grad():
-                logits = twin(input_ids=tokens).logits[0, len(seen) - 1 : -1] / (temperature or 1.0)
+                logits = twin(input_ids=tokens).logits[0, len(context) - 1 : -1] / (temperature or 1.0)
             expected = torch.distributions.Categorical(logits=logits)
-            np.testing.assert_allclose(reply.logprobs, expected.log_prob(tokens[0, len(seen) :]), rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(
+                reply.logprobs, expected.log_prob(tokens[0, len(context) :]), rtol=1e-5, atol=1e-5
+            )
             np.testing.assert_allclose(reply.entropies, expected.entropy(), rtol=1e-5, atol=1e-5)
             if temperature == 0:
                 assert reply.token_ids.tolist() == logits.argmax(-1).tolist()
@@ -143,7 +150,7 @@ def test_numbers_of_every_turn_are_those_of_a_full_forward(model: Qwen2, tempera
 
 
 def test_replies_end_with_the_stop_token_or_at_their_length(model: Qwen2) -> None:
-    turns = talk(model, PROMPTS, 10, full_script(range(30)))
+    turns = run_conversation(model, PROMPTS, 10, make_full_script(range(30)))
     replies = [reply for turn in turns for reply in turn.values()]
     for reply in replies:
         assert 1 <= len(reply.token_ids) <= 9
@@ -159,41 +166,49 @@ def test_replies_end_with_the_stop_token_or_at_their_length(model: Qwen2) -> Non
     assert 10 < sum(reply.finished for reply in replies) < len(replies)
 
 
-def same(one: SampledReply, other: SampledReply) -> None:
-    assert one.token_ids.tolist() == other.token_ids.tolist()
-    np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=1e-5, atol=1e-5)
+def assert_same_reply(actual: SampledReply, expected: SampledReply) -> None:
+    assert actual.token_ids.tolist() == expected.token_ids.tolist()
+    np.testing.assert_allclose(actual.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
 
 
 def test_dropping_rows_changes_no_other_row(model: Qwen2) -> None:
     rows = range(12)
-    everyone = talk(model, PROMPTS, 4, full_script(rows))
-    few = [2, 3, 7, 11]
-    (_, given), (_, later) = full_script(rows)
-    some = talk(model, PROMPTS, 4, [(few, [given[r] for r in few]), (few[1:], [later[r] for r in few[1:]])])
-    for turn, kept in enumerate((rows, few, few[1:])):
-        for row in kept:
-            same(some[turn][row], everyone[turn][row])
+    all_turns = run_conversation(model, PROMPTS, 4, make_full_script(rows))
+    live_rows = [2, 3, 7, 11]
+    (_, second_observations), (_, third_observations) = make_full_script(rows)
+    partial_turns = run_conversation(
+        model,
+        PROMPTS,
+        4,
+        [
+            (live_rows, [second_observations[row] for row in live_rows]),
+            (live_rows[1:], [third_observations[row] for row in live_rows[1:]]),
+        ],
+    )
+    for turn, remaining_rows in enumerate((rows, live_rows, live_rows[1:])):
+        for row in remaining_rows:
+            assert_same_reply(partial_turns[turn][row], all_turns[turn][row])
 
 
 def test_adding_rows_changes_no_row_before_them(model: Qwen2) -> None:
-    alone = talk(model, PROMPTS[:2], 4, full_script(range(8)))
-    beside = talk(model, PROMPTS, 4, full_script(range(12)))
+    fewer_turns = run_conversation(model, PROMPTS[:2], 4, make_full_script(range(8)))
+    more_turns = run_conversation(model, PROMPTS, 4, make_full_script(range(12)))
     for turn in range(3):
         for row in range(8):
-            same(alone[turn][row], beside[turn][row])
+            assert_same_reply(fewer_turns[turn][row], more_turns[turn][row])
 
 
 def test_copies_of_a_prompt_differ_and_equal_generators_agree(model: Qwen2) -> None:
-    (first,) = talk(model, PROMPTS[:1], 16, [])
-    (again,) = talk(model, PROMPTS[:1], 16, [])
-    assert [reply.token_ids.tolist() for reply in first.values()] == [
-        reply.token_ids.tolist() for reply in again.values()
+    (first_turn,) = run_conversation(model, PROMPTS[:1], 16, [])
+    (repeated_turn,) = run_conversation(model, PROMPTS[:1], 16, [])
+    assert [reply.token_ids.tolist() for reply in first_turn.values()] == [
+        reply.token_ids.tolist() for reply in repeated_turn.values()
     ]
-    assert len({tuple(reply.token_ids.tolist()) for reply in first.values()}) > 8
+    assert len({tuple(reply.token_ids.tolist()) for reply in first_turn.values()}) > 8
 
 
 def test_first_tokens_follow_the_model(model: Qwen2) -> None:
-    (turn,) = talk(model, PROMPTS[:1], 4000, [], length=1)
+    (turn,) = run_conversation(model, PROMPTS[:1], 4000, [], length=1)
     counts = np.bincount([int(reply.token_ids[0]) for reply in turn.values()], minlength=23)
     with torch.no_grad():
         probs = make_hub_twin(model)(input_ids=torch.tensor(PROMPTS[:1])).logits[0, -1].double().softmax(-1).numpy()
@@ -202,31 +217,31 @@ def test_first_tokens_follow_the_model(model: Qwen2) -> None:
 
 
 def test_greedy_replies_are_those_of_transformers_generate(model: Qwen2) -> None:
-    script = [(range(3), GIVEN[:3])]
-    turns = talk(model, PROMPTS, 1, script, temperature=0.0, length=12)
+    script = [(range(3), OBSERVATIONS[:3])]
+    turns = run_conversation(model, PROMPTS, 1, script, temperature=0.0, length=12)
     twin = make_hub_twin(model)
     for row in range(3):
-        for seen, reply in histories(turns, 1, script, row):
-            out = twin.generate(
-                torch.tensor([seen]),
-                attention_mask=torch.ones(1, len(seen), dtype=torch.long),
+        for context, reply in list_contexts(turns, 1, script, row):
+            generated = twin.generate(
+                torch.tensor([context]),
+                attention_mask=torch.ones(1, len(context), dtype=torch.long),
                 do_sample=False,
                 max_new_tokens=12,
                 eos_token_id=STOP,
                 pad_token_id=0,
             )
-            assert reply.token_ids.tolist() == out[0, len(seen) :].tolist()
+            assert reply.token_ids.tolist() == generated[0, len(context) :].tolist()
 
 
 # ---------------------------------------------------------------------------- the shipped model at play
 
 
 @pytest.fixture(scope="module")
-def shipped() -> Policy:
+def shipped_policy() -> Policy:
     return load_policy("sokoban-tiny", torch.device("cpu"))
 
 
-def episodes(policy: Policy, temperature: float) -> list[Episode]:
+def play_episodes(policy: Policy, temperature: float) -> list[Episode]:
     return roll_out_episodes(
         make_training_levels(0, 1, 4),
         6,
@@ -240,17 +255,17 @@ def episodes(policy: Policy, temperature: float) -> list[Episode]:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_sampler_and_the_trainer_agree(shipped: Policy, temperature: float) -> None:
-    played = episodes(shipped, temperature)
-    assert len({episode.stop_reason for episode in played}) > 1
-    batch = collate(played)
-    actual = compute_at_trained_tokens(batch, 5, TokenFunction.for_logprobs(shipped.model, temperature))
-    torch.testing.assert_close(batch.logprobs, actual, rtol=1e-5, atol=1e-5)
+def test_the_sampler_and_the_trainer_agree(shipped_policy: Policy, temperature: float) -> None:
+    episodes = play_episodes(shipped_policy, temperature)
+    assert len({episode.stop_reason for episode in episodes}) > 1
+    batch = collate(episodes)
+    logprobs = compute_at_trained_tokens(batch, 5, TokenFunction.for_logprobs(shipped_policy.model, temperature))
+    torch.testing.assert_close(batch.logprobs, logprobs, rtol=1e-5, atol=1e-5)
 
 
-def test_greedy_episodes_of_a_level_are_equal(shipped: Policy) -> None:
-    played = episodes(shipped, 0.0)
+def test_greedy_episodes_of_a_level_are_equal(shipped_policy: Policy) -> None:
+    episodes = play_episodes(shipped_policy, 0.0)
     for group in range(4):
-        texts = {episode.texts for episode in played if episode.group == group}
+        texts = {episode.texts for episode in episodes if episode.group == group}
         assert len(texts) == 1
-    assert any(episode.stop_reason is StopReason.SOLVED for episode in played)
+    assert any(episode.stop_reason is StopReason.SOLVED for episode in episodes)

@@ -1,4 +1,4 @@
-"""VllmSampler without an engine; tests/engines has the tests with one."""
+"""VllmSampler without an engine; the tests with an engine are in tests/engines."""
 
 import fcntl
 import importlib.util
@@ -109,7 +109,7 @@ def test_a_lock_is_held_against_others_and_freed_by_its_holders_death(
         (path,) = tmp_path.iterdir()
         with path.open() as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with acquire_lock("gpu-8"):  # another GPU's
+        with acquire_lock("gpu-8"):  # the lock of another GPU
             pass
         holder.kill()
     with acquire_lock("gpu-7"):

@@ -23,33 +23,33 @@ VALUES = {"step": 7, "kl_coef": 0.1 + 0.2, "totals": {"tokens": 12}, "text": "âˆ
 FILES = ("state.safetensors", "state.json", "checksums.json")
 
 
-def written(folder: Path, step: int = 7) -> Path:
+def write_step(folder: Path, step: int = 7) -> Path:
     write_checkpoint(folder, TENSORS, {**VALUES, "step": step})
     return folder
 
 
-def same(folder: Path, step: int) -> bool:
+def has_step(folder: Path, step: int) -> bool:
     tensors, values = read_checkpoint(folder)
     assert tensors.keys() == TENSORS.keys()
-    equal = all(torch.equal(tensors[name], tensor) for name, tensor in TENSORS.items())
-    return equal and values == {**VALUES, "step": step}
+    has_equal_tensors = all(torch.equal(tensors[name], tensor) for name, tensor in TENSORS.items())
+    return has_equal_tensors and values == {**VALUES, "step": step}
 
 
 def test_what_was_written_is_read_bit_for_bit(tmp_path: Path) -> None:
-    assert same(written(tmp_path / "a" / "b" / "state"), 7)
+    assert has_step(write_step(tmp_path / "a" / "b" / "state"), 7)
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["state"]
     assert sorted(path.name for path in (tmp_path / "a" / "b" / "state").iterdir()) == sorted(FILES)
 
 
 def test_a_later_checkpoint_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        written(tmp_path / "state", step)
-        assert same(tmp_path / "state", step)
+        write_step(tmp_path / "state", step)
+        assert has_step(tmp_path / "state", step)
         assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
 def test_nothing_is_pickled(tmp_path: Path) -> None:
-    written(tmp_path / "state")
+    write_step(tmp_path / "state")
     for name in FILES:
         start = (tmp_path / "state" / name).read_bytes()[:16]
         assert not start.startswith((b"\x80", b"PK"))
@@ -66,47 +66,47 @@ def test_gradients_and_views_are_no_obstacle(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
-    (written(tmp_path / "state") / name).unlink()
+    (write_step(tmp_path / "state") / name).unlink()
     with pytest.raises(CheckpointError, match=name):
         read_checkpoint(tmp_path / "state")
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
-def test_a_torn_file_is_named(tmp_path: Path, name: str, share: float) -> None:
-    path = written(tmp_path / "state") / name
-    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 0.99])
+def test_a_truncated_file_is_named(tmp_path: Path, name: str, fraction: float) -> None:
+    path = write_step(tmp_path / "state") / name
+    path.write_bytes(path.read_bytes()[: int(fraction * path.stat().st_size)])
     with pytest.raises(CheckpointError, match=name):
         read_checkpoint(tmp_path / "state")
 
 
 @pytest.mark.parametrize("name", ["state.safetensors", "state.json"])
 def test_any_flipped_byte_is_detected_and_the_file_named(tmp_path: Path, name: str) -> None:
-    path = written(tmp_path / "state") / name
-    good = path.read_bytes()
-    for place in range(0, len(good), 13):
-        path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+    path = write_step(tmp_path / "state") / name
+    content = path.read_bytes()
+    for position in range(0, len(content), 13):
+        path.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
         with pytest.raises(CheckpointError, match=f"{name} is damaged"):
             read_checkpoint(tmp_path / "state")
 
 
 def test_flipped_bytes_of_the_checksums_are_detected(tmp_path: Path) -> None:
-    path = written(tmp_path / "state") / "checksums.json"
-    good = path.read_bytes()
-    for place, bit in ((place, bit) for place in range(len(good)) for bit in (1, 128)):
-        path.write_bytes(good[:place] + bytes([good[place] ^ bit]) + good[place + 1 :])
+    path = write_step(tmp_path / "state") / "checksums.json"
+    content = path.read_bytes()
+    for position, bit in ((position, bit) for position in range(len(content)) for bit in (1, 128)):
+        path.write_bytes(content[:position] + bytes([content[position] ^ bit]) + content[position + 1 :])
         with pytest.raises(CheckpointError, match=str(tmp_path)):
             read_checkpoint(tmp_path / "state")
 
 
 @pytest.mark.parametrize("text", ["[]", '"x"', "3", "null", "{}", '{"state.json": "0"}'])
 def test_checksums_of_another_form_are_damaged(tmp_path: Path, text: str) -> None:
-    (written(tmp_path / "state") / "checksums.json").write_text(text)
+    (write_step(tmp_path / "state") / "checksums.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"checksums\.json is damaged"):
         read_checkpoint(tmp_path / "state")
 
 
-def test_there_is_nothing_where_nothing_was_written(tmp_path: Path) -> None:
+def test_an_empty_folder_has_no_checkpoints(tmp_path: Path) -> None:
     assert list(iter_checkpoints(tmp_path / "state")) == []
     with pytest.raises(CheckpointError, match="state"):
         read_checkpoint(tmp_path / "state")
@@ -117,54 +117,54 @@ class Died(BaseException):
 
 
 def die_at_rename(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Die just before the rename of that number."""
-    done, rename = [0], Path.rename
+    """Die just before the rename with that number."""
+    rename_count, rename = [0], Path.rename
 
-    def counted(self: Path, target: Path) -> Path:
-        done[0] += 1
-        if done[0] == number:
+    def count_rename(self: Path, target: Path) -> Path:
+        rename_count[0] += 1
+        if rename_count[0] == number:
             raise Died
         return rename(self, target)
 
-    monkeypatch.setattr(Path, "rename", counted)
+    monkeypatch.setattr(Path, "rename", count_rename)
 
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_death_before_either_rename_leaves_the_old_one_to_be_read(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written(tmp_path / "step_7", 1)
+    write_step(tmp_path / "step_7", 1)
     with monkeypatch.context() as patched:
         die_at_rename(patched, number)
         with pytest.raises(Died):
-            written(tmp_path / "step_7", 2)
+            write_step(tmp_path / "step_7", 2)
     assert list(iter_checkpoints(tmp_path)) == [(7, tmp_path / "step_7")]
-    assert same(tmp_path / "step_7", 1)
-    written(tmp_path / "step_7", 3)  # whoever goes on leaves nothing lying about
-    assert same(tmp_path / "step_7", 3)
+    assert has_step(tmp_path / "step_7", 1)
+    write_step(tmp_path / "step_7", 3)  # the next write leaves no temporary files
+    assert has_step(tmp_path / "step_7", 3)
     assert [path.name for path in tmp_path.iterdir()] == ["step_7"]
 
 
-def rolled(folder: Path, step: int, keep: int = 2) -> list[str]:
+def write_rolling(folder: Path, step: int, keep: int = 2) -> list[str]:
     write_rolling_checkpoint(folder, step, TENSORS, {**VALUES, "step": step}, keep)
     return sorted(path.name for path in folder.iterdir())
 
 
 def test_the_newest_rolling_states_are_kept(tmp_path: Path) -> None:
-    assert [rolled(tmp_path, step) for step in (5, 10, 15)] == [
+    assert [write_rolling(tmp_path, step) for step in (5, 10, 15)] == [
         ["step_5"],
         ["step_10", "step_5"],
         ["step_10", "step_15"],
     ]
-    assert rolled(tmp_path, 20, keep=1) == ["step_20"]
-    assert same(tmp_path / "step_20", 20)
+    assert write_rolling(tmp_path, 20, keep=1) == ["step_20"]
+    assert has_step(tmp_path / "step_20", 20)
 
 
-def test_what_was_given_up_or_half_written_is_cleared_away(tmp_path: Path) -> None:
+def test_abandoned_and_partial_checkpoints_are_removed(tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        rolled(tmp_path, step)
+        write_rolling(tmp_path, step)
     (tmp_path / ".step_4.writing").mkdir()
-    assert rolled(tmp_path, 2) == ["step_2"]  # the run went back to step 1: 3 is of an attempt that was given up
+    assert write_rolling(tmp_path, 2) == ["step_2"]  # the run went back, and step 3 is of an abandoned attempt
 
 
 def test_checkpoints_are_numbered_by_their_names_the_latest_first(tmp_path: Path) -> None:
@@ -179,23 +179,23 @@ def test_checkpoints_are_numbered_by_their_names_the_latest_first(tmp_path: Path
 
 
 def test_two_deaths_in_a_row_lose_nothing_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written(tmp_path / "state", 1)
-    for number in (2, 1):  # between the renames; then, with nothing at the place, before the only one
+    write_step(tmp_path / "state", 1)
+    for number in (2, 1):  # first between the two renames; then, without an old folder, before the only rename
         with monkeypatch.context() as patched:
             die_at_rename(patched, number)
             with pytest.raises(Died):
-                written(tmp_path / "state", 2)
-        assert same(tmp_path / "state", 1)
+                write_step(tmp_path / "state", 2)
+        assert has_step(tmp_path / "state", 1)
 
 
 def test_a_death_while_writing_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written(tmp_path / "state", 1)
+    write_step(tmp_path / "state", 1)
 
-    def torn(handle: int) -> None:
+    def fail_to_sync(handle: int) -> None:
         raise Died
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", torn)
+        patched.setattr(os, "fsync", fail_to_sync)
         with pytest.raises(Died):
-            written(tmp_path / "state", 2)
-    assert same(tmp_path / "state", 1)
+            write_step(tmp_path / "state", 2)
+    assert has_step(tmp_path / "state", 1)

@@ -16,12 +16,12 @@ from trainable.runs.failures import (
 from trainable.runs.run_files import RunLockedError
 
 
-def full() -> OSError:
+def make_disk_full_error() -> OSError:
     return OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize(
-    ("error", "has_rows", "kind", "is_retried"),
+    ("error", "has_rows", "failure_kind", "is_retried"),
     [
         (NonFiniteError("x"), True, "non-finite", False),
         (ConfigError("x"), False, "configuration", False),
@@ -31,7 +31,7 @@ def full() -> OSError:
         (torch.OutOfMemoryError("CUDA out of memory"), True, "out of memory", True),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), False, "out of memory", False),
         (MemoryError(), True, "out of memory", True),
-        (full(), True, "storage", False),
+        (make_disk_full_error(), True, "storage", False),
         (PermissionError(errno.EACCES, "x"), False, "storage", False),
         (OSError(errno.EROFS, "x"), True, "storage", False),
         (OSError(errno.EIO, "x"), True, "error", True),
@@ -48,36 +48,38 @@ def full() -> OSError:
     ],
 )
 def test_what_a_failure_is_and_whether_it_may_pass(
-    error: Exception, has_rows: bool, kind: str, is_retried: bool
+    error: Exception, has_rows: bool, failure_kind: str, is_retried: bool
 ) -> None:
-    found = classify_failure(error, has_rows)
-    assert (found.kind, found.is_retried) == (kind, is_retried)
-    assert found.kind in FAILURE_KINDS
-    assert found.message.startswith(type(error).__name__)
+    failure = classify_failure(error, has_rows)
+    assert (failure.kind, failure.is_retried) == (failure_kind, is_retried)
+    assert failure.kind in FAILURE_KINDS
+    assert failure.message.startswith(type(error).__name__)
 
 
 def test_the_message_is_one_line_and_the_trace_is_whole() -> None:
     try:
         raise RuntimeError("\n first\nsecond")
     except RuntimeError as error:
-        found = classify_failure(error, True)
-    assert found.message == "RuntimeError: first"
-    assert "second" in found.trace
-    assert "raise RuntimeError" in found.trace
+        failure = classify_failure(error, True)
+    assert failure.message == "RuntimeError: first"
+    assert "second" in failure.trace
+    assert "raise RuntimeError" in failure.trace
     assert classify_failure(RuntimeError(), True).message == "RuntimeError: no message"
-    noted = full()
-    noted.add_note("Disk still full after 1 s.")
-    assert classify_failure(noted, True).message.endswith("No space left on device Disk still full after 1 s.")
+    error_with_note = make_disk_full_error()
+    error_with_note.add_note("Disk still full after 1 s.")
+    assert classify_failure(error_with_note, True).message.endswith(
+        "No space left on device Disk still full after 1 s."
+    )
 
 
 def test_a_failure_survives_the_way_to_another_process() -> None:
-    sent = RunFailedError(Failure("storage", "OSError: x", is_retried=False, trace="a\nb"))
-    assert pickle.loads(pickle.dumps(sent)).failure == sent.failure
-    assert str(sent) == "OSError: x"
+    error = RunFailedError(Failure("storage", "OSError: x", is_retried=False, trace="a\nb"))
+    assert pickle.loads(pickle.dumps(error)).failure == error.failure
+    assert str(error) == "OSError: x"
 
 
 def test_which_errors_say_that_there_is_no_room() -> None:
-    assert is_disk_full(full())
+    assert is_disk_full(make_disk_full_error())
     assert is_disk_full(OSError(errno.EDQUOT, "x"))
     assert not is_disk_full(OSError(errno.EACCES, "x"))
     assert not is_disk_full(RuntimeError("No space left on device"))

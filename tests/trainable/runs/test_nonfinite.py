@@ -21,26 +21,26 @@ from trainable.runs.nonfinite import (
 LAYER = "model.layers.0.mlp.up_proj.weight"
 
 
-def breaking(trainer: PPOTrainer, value: float) -> torch.utils.hooks.RemovableHandle:
-    """From now on one entry of one gradient is `value`."""
+def break_gradient(trainer: PPOTrainer, value: float) -> torch.utils.hooks.RemovableHandle:
+    """Make one entry of one gradient `value` in all later backward passes."""
 
-    def spoil(gradient: Tensor) -> Tensor:
-        spoilt = gradient.clone()
-        spoilt[0, 0] = value
-        return spoilt
+    def change_entry(gradient: Tensor) -> Tensor:
+        changed = gradient.clone()
+        changed[0, 0] = value
+        return changed
 
-    return dict(trainer.model.named_parameters())[LAYER].register_hook(spoil)
+    return dict(trainer.model.named_parameters())[LAYER].register_hook(change_entry)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_an_optimizer_step_with_a_broken_gradient_is_skipped_and_counted(value: float) -> None:
     trainer = make_quiet_trainer(actor__ppo_mini_batch_size=2)
-    handle = breaking(trainer, value)
-    before = {name: tensor for name, tensor in copy_weights(trainer).items() if name.startswith("actor/")}
+    handle = break_gradient(trainer, value)
+    old_weights = {name: tensor for name, tensor in copy_weights(trainer).items() if name.startswith("actor/")}
     row = trainer.step().row
     assert row["nonfinite_updates"] > 1
     assert row["optimizer_steps"] == 0
-    assert all(torch.equal(copy_weights(trainer)[name], tensor) for name, tensor in before.items())
+    assert all(torch.equal(copy_weights(trainer)[name], tensor) for name, tensor in old_weights.items())
     assert trainer.consecutive_nonfinite_steps == 1
     handle.remove()
     row = trainer.step().row
@@ -48,30 +48,30 @@ def test_an_optimizer_step_with_a_broken_gradient_is_skipped_and_counted(value: 
     assert row["optimizer_steps"] > 0
 
 
-def test_repeated_ones_end_the_run_with_steps_and_tensors_named() -> None:
+def test_repeated_nonfinite_updates_end_the_run_with_steps_and_tensors_named() -> None:
     trainer = make_quiet_trainer(trainer__nonfinite_patience=2, trainer__total_training_steps=5)
     trainer.step()
-    breaking(trainer, math.nan)
+    break_gradient(trainer, math.nan)
     trainer.step()
-    with pytest.raises(NonFiniteError) as caught:
+    with pytest.raises(NonFiniteError) as raised:
         trainer.step()
-    assert str(caught.value) == (
+    assert str(raised.value) == (
         "updates were skipped in 2 consecutive training steps, up to step 3, because of values that are not "
         f"finite: gradient of {LAYER} (trainer.nonfinite_patience=2)"
     )
-    assert classify_failure(caught.value, True)[:1] == ("non-finite",)
+    assert classify_failure(raised.value, True)[:1] == ("non-finite",)
 
 
 def test_the_count_goes_on_in_another_process() -> None:
-    first = make_quiet_trainer(trainer__nonfinite_patience=3, trainer__total_training_steps=5)
-    breaking(first, math.nan)
-    first.step()
-    first.step()
-    second = make_quiet_trainer(trainer__nonfinite_patience=3, trainer__total_training_steps=5)
-    second.load_state(*first.get_state())
-    breaking(second, math.nan)
+    trainer = make_quiet_trainer(trainer__nonfinite_patience=3, trainer__total_training_steps=5)
+    break_gradient(trainer, math.nan)
+    trainer.step()
+    trainer.step()
+    resumed = make_quiet_trainer(trainer__nonfinite_patience=3, trainer__total_training_steps=5)
+    resumed.load_state(*trainer.get_state())
+    break_gradient(resumed, math.nan)
     with pytest.raises(NonFiniteError, match="updates were skipped in 3 consecutive training steps, up to step 3,"):
-        second.step()
+        resumed.step()
 
 
 def test_weights_that_a_step_broke_end_the_run_and_the_state_before_is_kept(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_weights_that_a_step_broke_end_the_run_and_the_state_before_is_kept(tmp_
     assert critic is not None
     assert isinstance(backend, TorchBackend)
     with torch.no_grad():
-        critic.model.embed_tokens.weight[-1] = 3e38  # of a token that is never read
+        critic.model.embed_tokens.weight[-1] = 3e38  # the embedding of a token that never occurs
     backend.optimizer.param_groups[0]["weight_decay"] = -1e9
     with pytest.raises(RunFailedError, match="the weights after step 2 are not finite: weight critic") as raised:
         trainable.step()
@@ -102,16 +102,16 @@ def test_a_policy_without_finite_logits_is_not_sampled_from() -> None:
         trainer.step()
 
 
-def test_what_is_named() -> None:
-    whole, broken, unused = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
-    whole.grad, broken.grad = torch.ones(3), torch.tensor([1.0, math.inf, 0.0])
-    named = [("a", whole), ("b", broken), ("c", unused)]
-    assert find_nonfinite_gradients(named) == ["gradient of b"]
-    assert find_nonfinite_weights(named) == []
+def test_nonfinite_gradients_weights_and_losses_are_named() -> None:
+    finite, broken, unused = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
+    finite.grad, broken.grad = torch.ones(3), torch.tensor([1.0, math.inf, 0.0])
+    named_parameters = [("a", finite), ("b", broken), ("c", unused)]
+    assert find_nonfinite_gradients(named_parameters) == ["gradient of b"]
+    assert find_nonfinite_weights(named_parameters) == []
     broken.data[1] = math.nan
-    assert find_nonfinite_weights(named) == ["weight b"]
-    parts = {"pg_loss": torch.tensor(math.nan), "kl_loss": torch.tensor(1.0), "entropy_loss": torch.tensor(-math.inf)}
-    assert find_nonfinite_losses(parts) == ["pg_loss", "entropy_loss"]
+    assert find_nonfinite_weights(named_parameters) == ["weight b"]
+    losses = {"pg_loss": torch.tensor(math.nan), "kl_loss": torch.tensor(1.0), "entropy_loss": torch.tensor(-math.inf)}
+    assert find_nonfinite_losses(losses) == ["pg_loss", "entropy_loss"]
 
 
 def test_a_long_list_of_names_is_cut() -> None:
@@ -120,10 +120,10 @@ def test_a_long_list_of_names_is_cut() -> None:
         check_finite(9, 3, 3, [*names, *names], [])
 
 
-@pytest.mark.parametrize(("in_a_row", "ends"), [(0, False), (2, False), (3, True), (4, True)])
-def test_patience(in_a_row: int, ends: bool) -> None:
-    if ends:
+@pytest.mark.parametrize(("consecutive_steps", "is_ended"), [(0, False), (2, False), (3, True), (4, True)])
+def test_a_run_ends_when_its_patience_is_exhausted(consecutive_steps: int, is_ended: bool) -> None:
+    if is_ended:
         with pytest.raises(NonFiniteError):
-            check_finite(9, in_a_row, 3, ["pg_loss"], [])
+            check_finite(9, consecutive_steps, 3, ["pg_loss"], [])
     else:
-        check_finite(9, in_a_row, 3, ["pg_loss"], [])
+        check_finite(9, consecutive_steps, 3, ["pg_loss"], [])

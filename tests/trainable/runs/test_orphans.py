@@ -9,8 +9,10 @@ import pytest
 
 from trainable.runs.orphans import MARK_ENV, make_ray_mark, terminate_orphans
 
-DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-QUIET = "import time; print('up', flush=True); time.sleep(600)"
+IGNORES_SIGTERM = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+)
+SLEEPS = "import time; print('up', flush=True); time.sleep(600)"
 
 
 @pytest.fixture
@@ -25,10 +27,10 @@ def children() -> Iterator[list["subprocess.Popen[str]"]]:
 
 
 def start(
-    children: list["subprocess.Popen[str]"], marked: Path | str | None, code: str = QUIET
+    children: list["subprocess.Popen[str]"], mark: Path | str | None, code: str = SLEEPS
 ) -> "subprocess.Popen[str]":
-    """A process with a session of its own, which outlives whoever started it."""
-    environment = {**os.environ, **({MARK_ENV: str(marked)} if marked else {})}
+    """Start a process with its own session, which outlives the process that started it."""
+    environment = {**os.environ, **({MARK_ENV: str(mark)} if mark else {})}
     child = subprocess.Popen(
         [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -38,19 +40,19 @@ def start(
     return child
 
 
-def test_only_what_the_runs_of_the_folder_started_is_ended(
+def test_only_processes_of_the_runs_of_the_folder_are_terminated(
     tmp_path: Path, children: list["subprocess.Popen[str]"]
 ) -> None:
-    mine = start(children, tmp_path / "study" / "runs" / "a")
-    others = [
+    orphan = start(children, tmp_path / "study" / "runs" / "a")
+    other_processes = [
         start(children, tmp_path / "study-2" / "runs" / "a"),
         start(children, tmp_path / "stud"),
         start(children, None),
     ]
-    named = terminate_orphans(tmp_path / "study")
-    assert named == [f"{mine.pid} ({psutil.Process().name()})"]
-    assert not psutil.pid_exists(mine.pid)
-    assert [child.poll() for child in others] == [None, None, None]
+    terminated = terminate_orphans(tmp_path / "study")
+    assert terminated == [f"{orphan.pid} ({psutil.Process().name()})"]
+    assert not psutil.pid_exists(orphan.pid)
+    assert [child.poll() for child in other_processes] == [None, None, None]
     assert terminate_orphans(tmp_path / "study") == []
 
 
@@ -62,36 +64,40 @@ def test_what_ray_started_for_several_studies_belongs_to_each_once_its_driver_is
         "import sys; from pathlib import Path; from trainable.runs.orphans import make_ray_mark; "
         "print(make_ray_mark(map(Path, sys.argv[1:])), end='')"
     )
-    words = [sys.executable, "-c", code, str(tmp_path / "a"), str(tmp_path / "b")]
-    of_the_gone = start(children, subprocess.run(words, capture_output=True, text=True, check=True).stdout)
-    of_mine = start(children, make_ray_mark([tmp_path / "a", tmp_path / "b"]))
+    command = [sys.executable, "-c", code, str(tmp_path / "a"), str(tmp_path / "b")]
+    orphan = start(children, subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    own_process = start(children, make_ray_mark([tmp_path / "a", tmp_path / "b"]))
     terminate_orphans(tmp_path / "c")
-    assert of_the_gone.poll() is None
+    assert orphan.poll() is None
     terminate_orphans(tmp_path / name)
-    assert not psutil.pid_exists(of_the_gone.pid)
-    assert of_mine.poll() is None
+    assert not psutil.pid_exists(orphan.pid)
+    assert own_process.poll() is None
 
 
 def test_another_process_with_the_id_of_a_driver_is_not_the_driver(
     tmp_path: Path, children: list["subprocess.Popen[str]"]
 ) -> None:
-    me = psutil.Process()
-    later = start(children, make_ray_mark([tmp_path]).replace(str(me.create_time()), str(me.create_time() - 60)))
+    process = psutil.Process()
+    orphan = start(
+        children, make_ray_mark([tmp_path]).replace(str(process.create_time()), str(process.create_time() - 60))
+    )
     terminate_orphans(tmp_path)
-    assert not psutil.pid_exists(later.pid)
+    assert not psutil.pid_exists(orphan.pid)
 
 
-def test_one_run_of_several(tmp_path: Path, children: list["subprocess.Popen[str]"]) -> None:
-    a, b = (start(children, tmp_path / "runs" / name) for name in ("a", "ab"))
+def test_the_processes_of_one_run_of_several_are_terminated(
+    tmp_path: Path, children: list["subprocess.Popen[str]"]
+) -> None:
+    orphan, other_process = (start(children, tmp_path / "runs" / name) for name in ("a", "ab"))
     terminate_orphans(tmp_path / "runs" / "a")
-    assert not psutil.pid_exists(a.pid)
-    assert b.poll() is None
+    assert not psutil.pid_exists(orphan.pid)
+    assert other_process.poll() is None
 
 
-def test_what_does_not_listen_is_killed(
+def test_a_process_that_ignores_sigterm_is_killed(
     tmp_path: Path, children: list["subprocess.Popen[str]"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainable.runs.orphans._TERMINATE_TIMEOUT_S", 0.2)
-    deaf = start(children, tmp_path, DEAF)
+    orphan = start(children, tmp_path, IGNORES_SIGTERM)
     terminate_orphans(tmp_path)
-    assert not psutil.pid_exists(deaf.pid)
+    assert not psutil.pid_exists(orphan.pid)

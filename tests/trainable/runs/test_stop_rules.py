@@ -17,11 +17,11 @@ SMALL = EarlyStopConfig(
 ODD_VALUES = (None, math.nan, math.inf, -math.inf, "2.0", "", [1.0], True, object(), np.array([1.0, 2.0]))
 
 
-def rows_of(stds: list[float], kept: float = 8) -> list[dict[str, Any]]:
-    return [{"step": i + 1, "reward_std": v, "groups_kept": kept} for i, v in enumerate(stds)]
+def make_rows(stds: list[float], groups_kept: float = 8) -> list[dict[str, Any]]:
+    return [{"step": index + 1, "reward_std": std, "groups_kept": groups_kept} for index, std in enumerate(stds)]
 
 
-def validations(successes: list[float | None], every: int = 10) -> list[dict[str, Any]]:
+def make_validation_rows(successes: list[float | None], every: int = 10) -> list[dict[str, Any]]:
     return [
         {"step": every * (i + 1), "reward_std": 2.0, "groups_kept": 8, "val_success": value}
         for i, value in enumerate(successes)
@@ -32,64 +32,68 @@ def validations(successes: list[float | None], every: int = 10) -> list[dict[str
 
 
 def test_collapse_stops_at_the_twentieth_step() -> None:
-    assert evaluate_stop_rules(rows_of([2.0] * 10 + [0.19] * 10), SETTINGS) == StopDecision(
+    assert evaluate_stop_rules(make_rows([2.0] * 10 + [0.19] * 10), SETTINGS) == StopDecision(
         "reward_variance_collapse", 0.19, 0.2, 20
     )
 
 
 def test_nineteen_steps_are_never_enough() -> None:
-    assert evaluate_stop_rules(rows_of([2.0] * 10 + [0.0] * 9), SETTINGS) is None
+    assert evaluate_stop_rules(make_rows([2.0] * 10 + [0.0] * 9), SETTINGS) is None
 
 
 def test_a_value_at_the_threshold_is_not_below_it() -> None:
-    assert evaluate_stop_rules(rows_of([2.0] * 10 + [0.19] * 9 + [0.2] + [0.19] * 9), SETTINGS) is None
+    assert evaluate_stop_rules(make_rows([2.0] * 10 + [0.19] * 9 + [0.2] + [0.19] * 9), SETTINGS) is None
 
 
-def test_that_value_holds_the_run_until_it_leaves_the_window() -> None:
-    rows = rows_of([2.0] * 10 + [0.19] * 4 + [0.2] + [0.19] * 10)
+def test_a_value_at_the_threshold_prevents_the_stop_until_it_leaves_the_window() -> None:
+    rows = make_rows([2.0] * 10 + [0.19] * 4 + [0.2] + [0.19] * 10)
     assert evaluate_stop_rules(rows[:24], SETTINGS) is None
     assert evaluate_stop_rules(rows, SETTINGS) == StopDecision("reward_variance_collapse", 0.19, 0.2, 25)
 
 
 def test_the_value_is_the_largest_of_the_window() -> None:
-    decision = evaluate_stop_rules(rows_of([2.0] * 10 + [0.01] * 9 + [0.15]), SETTINGS)
+    decision = evaluate_stop_rules(make_rows([2.0] * 10 + [0.01] * 9 + [0.15]), SETTINGS)
     assert decision is not None
     assert decision.value == 0.15
 
 
 def test_empty_steps_are_in_neither_baseline_nor_window() -> None:
     settings = SETTINGS.model_copy(update={"empty_stop_steps": 0})
-    full = rows_of([2.0] * 10 + [0.1] * 10)
-    rows = [row for step in full for row in ({**step, "groups_kept": 0, "reward_std": 9.0}, step)]
+    nonempty_rows = make_rows([2.0] * 10 + [0.1] * 10)
+    rows = [row for step in nonempty_rows for row in ({**step, "groups_kept": 0, "reward_std": 9.0}, step)]
     rows = [{**row, "step": i + 1} for i, row in enumerate(rows)]
     assert evaluate_stop_rules(rows[:-1], settings) is None
     assert evaluate_stop_rules(rows, settings) == StopDecision("reward_variance_collapse", 0.1, 0.2, 40)
 
 
 def test_a_baseline_of_zero_never_stops() -> None:
-    assert evaluate_stop_rules(rows_of([0.0] * 40), SETTINGS) is None
+    assert evaluate_stop_rules(make_rows([0.0] * 40), SETTINGS) is None
 
 
 # Low validation success.
 
 
 def test_five_low_validations_in_a_row_stop() -> None:
-    rows = validations([0.5, 0.004, 0.002, 0.0, 0.006, 0.001])
+    rows = make_validation_rows([0.5, 0.004, 0.002, 0.0, 0.006, 0.001])
     assert evaluate_stop_rules(rows[:-1], SETTINGS) is None
     assert evaluate_stop_rules(rows, SETTINGS) == StopDecision("low_validation_success", 0.006, 0.01, 60)
 
 
 def test_one_validation_at_the_threshold_starts_the_count_again() -> None:
-    assert evaluate_stop_rules(validations([0.0] * 4 + [0.01] + [0.0] * 4), SETTINGS) is None
+    assert evaluate_stop_rules(make_validation_rows([0.0] * 4 + [0.01] + [0.0] * 4), SETTINGS) is None
 
 
 def test_the_validation_before_training_does_not_count() -> None:
-    rows = [{"step": 1, "groups_kept": 8, "reward_std": 2.0, "base_val_success": 0.0}, *validations([0.0] * 4)]
+    rows = [{"step": 1, "groups_kept": 8, "reward_std": 2.0, "base_val_success": 0.0}, *make_validation_rows([0.0] * 4)]
     assert evaluate_stop_rules(rows, SETTINGS) is None
 
 
 def test_steps_without_validation_neither_count_nor_break() -> None:
-    rows = [row for v in validations([0.0] * 5) for row in ({**v, "step": v["step"] - 1, "val_success": None}, v)]
+    rows = [
+        row
+        for validation in make_validation_rows([0.0] * 5)
+        for row in ({**validation, "step": validation["step"] - 1, "val_success": None}, validation)
+    ]
     decision = evaluate_stop_rules(rows, SETTINGS)
     assert decision is not None
     assert decision.step == 50
@@ -99,15 +103,18 @@ def test_steps_without_validation_neither_count_nor_break() -> None:
 
 
 def test_five_empty_steps_in_a_row_stop() -> None:
-    rows = rows_of([2.0] * 3) + [{"step": s, "groups_kept": 0, "reward_std": 0.0} for s in range(4, 9)]
+    rows = make_rows([2.0] * 3) + [{"step": s, "groups_kept": 0, "reward_std": 0.0} for s in range(4, 9)]
     assert evaluate_stop_rules(rows[:-1], SETTINGS) is None
     assert evaluate_stop_rules(rows, SETTINGS) == StopDecision("empty_filtered_steps", 5.0, 5.0, 8)
 
 
-@pytest.mark.parametrize("off", [0, -1])
-def test_a_limit_of_zero_switches_the_rule_off(off: int) -> None:
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_of_zero_switches_the_rule_off(limit: int) -> None:
     assert (
-        evaluate_stop_rules(rows_of([0.0] * 30, kept=0), SETTINGS.model_copy(update={"empty_stop_steps": off})) is None
+        evaluate_stop_rules(
+            make_rows([0.0] * 30, groups_kept=0), SETTINGS.model_copy(update={"empty_stop_steps": limit})
+        )
+        is None
     )
 
 
@@ -120,20 +127,20 @@ def test_a_step_that_may_not_have_been_empty_breaks_the_row() -> None:
 
 
 def test_the_earliest_rule_wins_and_then_the_order_of_the_step() -> None:
-    low = {"reward_std": 0.0, "val_success": 0.0}
+    low_values = {"reward_std": 0.0, "val_success": 0.0}
     rows = [{"step": s, "groups_kept": 8, "reward_std": 2.0, "val_success": 0.5} for s in (1, 2)]
-    rows += [{"step": s, "groups_kept": 8, **low} for s in (3, 4, 5)]
-    together = SMALL.model_copy(update={"success_patience": 3})
-    later = SMALL.model_copy(update={"success_patience": 2})
-    assert evaluate_stop_rules(rows, together) == StopDecision("reward_variance_collapse", 0.0, 1.0, 5)
-    assert evaluate_stop_rules(rows, later) == StopDecision("low_validation_success", 0.0, 0.01, 4)
-    empty = [{"step": s, "groups_kept": 0, "val_success": 0.0} for s in (1, 2)]
+    rows += [{"step": s, "groups_kept": 8, **low_values} for s in (3, 4, 5)]
+    late_success_settings = SMALL.model_copy(update={"success_patience": 3})
+    early_success_settings = SMALL.model_copy(update={"success_patience": 2})
+    assert evaluate_stop_rules(rows, late_success_settings) == StopDecision("reward_variance_collapse", 0.0, 1.0, 5)
+    assert evaluate_stop_rules(rows, early_success_settings) == StopDecision("low_validation_success", 0.0, 0.01, 4)
+    empty_rows = [{"step": s, "groups_kept": 0, "val_success": 0.0} for s in (1, 2)]
     rules = ("low_validation_success", "empty_filtered_steps")
-    assert evaluate_stop_rules(empty, SMALL, rules) == StopDecision("empty_filtered_steps", 2.0, 2.0, 2)
+    assert evaluate_stop_rules(empty_rows, SMALL, rules) == StopDecision("empty_filtered_steps", 2.0, 2.0, 2)
 
 
 def test_only_the_named_rules_are_evaluated() -> None:
-    rows = rows_of([2.0] * 10 + [0.1] * 10)
+    rows = make_rows([2.0] * 10 + [0.1] * 10)
     assert evaluate_stop_rules(rows, SETTINGS, ("low_validation_success", "empty_filtered_steps")) is None
 
 
@@ -143,15 +150,20 @@ def test_an_unknown_rule_is_refused() -> None:
 
 
 def test_a_repeated_step_replaces_and_drops_what_came_after() -> None:
-    rows = rows_of([2.0, 1.0, 0.5, 0.25])
-    again = [{"step": 2, "reward_std": 3.0, "groups_kept": 4, "val_success": 0.1}]
-    assert History.from_rows(rows + again) == History((1, 2), (2.0, 3.0), (8, 4), (None, 0.1))
+    rows = make_rows([2.0, 1.0, 0.5, 0.25])
+    repeated_rows = [{"step": 2, "reward_std": 3.0, "groups_kept": 4, "val_success": 0.1}]
+    assert History.from_rows(rows + repeated_rows) == History((1, 2), (2.0, 3.0), (8, 4), (None, 0.1))
 
 
-@pytest.mark.parametrize("odd", ODD_VALUES, ids=lambda odd: type(odd).__name__ if type(odd) is object else repr(odd))
-def test_odd_values_are_not_measured(odd: object) -> None:
-    assert parse_finite(odd) is None
-    rows: list[dict[str, Any]] = [{"step": odd, "reward_std": 1.0}, {"step": 1, "reward_std": odd, "groups_kept": odd}]
+@pytest.mark.parametrize(
+    "value", ODD_VALUES, ids=lambda value: type(value).__name__ if type(value) is object else repr(value)
+)
+def test_odd_values_are_not_measured(value: object) -> None:
+    assert parse_finite(value) is None
+    rows: list[dict[str, Any]] = [
+        {"step": value, "reward_std": 1.0},
+        {"step": 1, "reward_std": value, "groups_kept": value},
+    ]
     assert History.from_rows(rows) == History((1,), (None,), (None,), (None,))
     assert evaluate_stop_rules([*rows, {}], SETTINGS) is None
 
@@ -162,7 +174,7 @@ def test_numbers_of_every_kind_are_measured(number: object) -> None:
 
 
 def test_a_missing_spread_is_skipped_like_an_empty_step() -> None:
-    rows = rows_of([2.0] * 10 + [0.19] * 5 + [math.nan] + [0.19] * 5)
+    rows = make_rows([2.0] * 10 + [0.19] * 5 + [math.nan] + [0.19] * 5)
     assert evaluate_stop_rules(rows, SETTINGS) == StopDecision("reward_variance_collapse", 0.19, 0.2, 21)
 
 
@@ -182,32 +194,38 @@ ROWS = st.lists(
 @given(ROWS)
 def test_the_pure_rules_do_what_the_live_loop_does(rows: list[dict[str, Any]]) -> None:
     loop = LiveStopRules(SMALL)
-    fired = next(((row["step"], rules) for row in rows if (rules := loop.feed(row))), None)
+    first_firing = next(((row["step"], rules) for row in rows if (rules := loop.feed(row))), None)
     decision = evaluate_stop_rules(rows, SMALL)
-    assert (decision is None) == (fired is None)
-    if decision is not None and fired is not None:
-        assert decision.step == fired[0]
-        assert decision.rule == next(rule for rule in RULES if rule in fired[1])
+    assert (decision is None) == (first_firing is None)
+    if decision is not None and first_firing is not None:
+        assert decision.step == first_firing[0]
+        assert decision.rule == next(rule for rule in RULES if rule in first_firing[1])
 
 
 @given(ROWS)
 def test_one_by_one_and_at_once_agree(rows: list[dict[str, Any]]) -> None:
-    live = next((found for n in range(len(rows)) if (found := evaluate_stop_rules(rows[: n + 1], SMALL))), None)
-    assert evaluate_stop_rules(rows, SMALL) == live
+    live_decision = next(
+        (decision for index in range(len(rows)) if (decision := evaluate_stop_rules(rows[: index + 1], SMALL))), None
+    )
+    assert evaluate_stop_rules(rows, SMALL) == live_decision
 
 
 @given(ROWS, st.integers(0, 40), st.integers(0, 40))
-def test_going_back_and_training_on_counts_nothing_twice(rows: list[dict[str, Any]], back: int, cut: int) -> None:
-    reached = rows[:cut]
-    assert evaluate_stop_rules([*reached, *rows[min(back, len(reached)) :]], SMALL) == evaluate_stop_rules(rows, SMALL)
+def test_going_back_and_training_on_counts_nothing_twice(rows: list[dict[str, Any]], restart: int, end: int) -> None:
+    first_rows = rows[:end]
+    assert evaluate_stop_rules([*first_rows, *rows[min(restart, len(first_rows)) :]], SMALL) == evaluate_stop_rules(
+        rows, SMALL
+    )
 
 
 @given(ROWS, st.floats(1e-3, 1e3))
 def test_the_collapse_rule_does_not_depend_on_the_rewards_unit(rows: list[dict[str, Any]], unit: float) -> None:
-    power = 2.0 ** round(math.log2(unit))
-    scaled = [{**row, "reward_std": power * row["reward_std"]} for row in rows]
+    factor = 2.0 ** round(math.log2(unit))
+    scaled = [{**row, "reward_std": factor * row["reward_std"]} for row in rows]
     rule = ("reward_variance_collapse",)
-    before, after = evaluate_stop_rules(rows, SMALL, rule), evaluate_stop_rules(scaled, SMALL, rule)
-    assert (before is None) == (after is None)
-    if before is not None and after is not None:
-        assert after == StopDecision(before.rule, power * before.value, power * before.threshold, before.step)
+    decision, scaled_decision = evaluate_stop_rules(rows, SMALL, rule), evaluate_stop_rules(scaled, SMALL, rule)
+    assert (decision is None) == (scaled_decision is None)
+    if decision is not None and scaled_decision is not None:
+        assert scaled_decision == StopDecision(
+            decision.rule, factor * decision.value, factor * decision.threshold, decision.step
+        )

@@ -24,234 +24,236 @@ from trainable.runs.run_files import RunLockedError, read_rows
 from trainable.trial import Trial
 
 
-def compare(folder: Path, straight: UninterruptedRun) -> None:
-    """Rows and evaluations that count equal those of the run that was not interrupted."""
+def compare(folder: Path, uninterrupted_run: UninterruptedRun) -> None:
+    """Compare the rows and evaluations that count with those of the uninterrupted run."""
     rows, lines = read_run_files(folder)
-    assert [drop_times(row) for row in rows] == [drop_times(row) for row in read_run_files(straight[0])[0]]
+    assert [drop_times(row) for row in rows] == [drop_times(row) for row in read_run_files(uninterrupted_run[0])[0]]
 
-    def counting(found: list[Row]) -> dict[tuple[Any, ...], Row]:
-        return {(line["step"], line["split"], line["mode"]): line for line in found}
+    def index_lines(lines: list[Row]) -> dict[tuple[Any, ...], Row]:
+        return {(line["step"], line["split"], line["mode"]): line for line in lines}
 
-    assert counting(lines) == counting(read_run_files(straight[0])[1])
+    assert index_lines(lines) == index_lines(read_run_files(uninterrupted_run[0])[1])
 
 
 @pytest.mark.parametrize("stop", [0, 1, 2])
-def test_interrupted_after_a_step_and_started_again(stop: int, tmp_path: Path, straight: UninterruptedRun) -> None:
-    first = start_trial(tmp_path)
-    for _ in range(stop):
-        first.step()
-    again = start_trial(tmp_path)
-    assert [row["step"] for row in get_rows(again)] == list(range(1, stop + 1))
-    assert [again.step()["step"] for _ in range(3 - stop)] == list(range(stop + 1, 4))
-    compare(tmp_path, straight)
-
-
-def test_rows_written_after_the_last_state_are_repeated(tmp_path: Path, straight: UninterruptedRun) -> None:
-    first = start_trial(tmp_path, trainer__resume_every=2)
-    rows = [first.step() for _ in range(3)][:2]
-    # As if the process had died before the last state was written.
-    shutil.rmtree(tmp_path / "runs" / "r" / "state")
-    again = start_trial(tmp_path, trainer__resume_every=2)
-    assert get_rows(again) == []
-    repeated = [again.step() for _ in range(2)]
-    assert [drop_times(row) for row in repeated] == [drop_times(row) for row in rows]
-    later = start_trial(tmp_path, trainer__resume_every=2)
-    assert [row["step"] for row in get_rows(later)] == [1, 2]
-    assert later.step()["done"]
-    compare(tmp_path, straight)
-
-
-def test_death_between_row_and_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, straight: UninterruptedRun
+def test_interrupted_after_a_step_and_started_again(
+    stop: int, tmp_path: Path, uninterrupted_run: UninterruptedRun
 ) -> None:
-    first = start_trial(tmp_path)
-    first.step()
+    trainable = start_trial(tmp_path)
+    for _ in range(stop):
+        trainable.step()
+    resumed = start_trial(tmp_path)
+    assert [row["step"] for row in get_rows(resumed)] == list(range(1, stop + 1))
+    assert [resumed.step()["step"] for _ in range(3 - stop)] == list(range(stop + 1, 4))
+    compare(tmp_path, uninterrupted_run)
 
-    def dies(*arguments: object) -> None:
+
+def test_rows_written_after_the_last_state_are_repeated(tmp_path: Path, uninterrupted_run: UninterruptedRun) -> None:
+    trainable = start_trial(tmp_path, trainer__resume_every=2)
+    rows = [trainable.step() for _ in range(3)][:2]
+    # This is the state on disk if the process dies before it writes the last checkpoint.
+    shutil.rmtree(tmp_path / "runs" / "r" / "state")
+    resumed = start_trial(tmp_path, trainer__resume_every=2)
+    assert get_rows(resumed) == []
+    repeated_rows = [resumed.step() for _ in range(2)]
+    assert [drop_times(row) for row in repeated_rows] == [drop_times(row) for row in rows]
+    second_resumed = start_trial(tmp_path, trainer__resume_every=2)
+    assert [row["step"] for row in get_rows(second_resumed)] == [1, 2]
+    assert second_resumed.step()["done"]
+    compare(tmp_path, uninterrupted_run)
+
+
+def test_a_run_that_dies_between_row_and_checkpoint_repeats_the_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted_run: UninterruptedRun
+) -> None:
+    trainable = start_trial(tmp_path)
+    trainable.step()
+
+    def die(*arguments: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(run, "write_rolling_checkpoint", dies)
+        patched.setattr(run, "write_rolling_checkpoint", die)
         with pytest.raises(KeyboardInterrupt):
-            first.step()
+            trainable.step()
     assert [row["step"] for row in read_rows(tmp_path / "runs" / "r" / "metrics.jsonl")] == [1, 2]
-    again = start_trial(tmp_path)
-    assert [row["step"] for row in get_rows(again)] == [1]
-    assert [again.step()["step"] for _ in range(2)] == [2, 3]
-    compare(tmp_path, straight)
+    resumed = start_trial(tmp_path)
+    assert [row["step"] for row in get_rows(resumed)] == [1]
+    assert [resumed.step()["step"] for _ in range(2)] == [2, 3]
+    compare(tmp_path, uninterrupted_run)
 
 
-def test_a_torn_last_row_is_written_again(tmp_path: Path, straight: UninterruptedRun) -> None:
-    first = start_trial(tmp_path)
-    first.step()
+def test_a_truncated_last_row_is_written_again(tmp_path: Path, uninterrupted_run: UninterruptedRun) -> None:
+    trainable = start_trial(tmp_path)
+    trainable.step()
     with (tmp_path / "runs" / "r" / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 2, "train_suc')
-    again = start_trial(tmp_path)
-    again.step()
-    again.step()
-    compare(tmp_path, straight)
+    resumed = start_trial(tmp_path)
+    resumed.step()
+    resumed.step()
+    compare(tmp_path, uninterrupted_run)
 
 
 FILES = ("state.safetensors", "state.json", "checksums.json")
 
 
-def cut(path: Path) -> None:
+def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+def flip_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", [cut, flip, Path.unlink])
+@pytest.mark.parametrize("damage", [truncate, flip_byte, Path.unlink])
 def test_a_damaged_state_is_named_and_the_one_before_is_used(
-    tmp_path: Path, straight: UninterruptedRun, name: str, damage: Callable[[Path], None]
+    tmp_path: Path, uninterrupted_run: UninterruptedRun, name: str, damage: Callable[[Path], None]
 ) -> None:
-    first = start_trial(tmp_path)
-    first.step()
-    first.step()
+    trainable = start_trial(tmp_path)
+    trainable.step()
+    trainable.step()
     damaged = find_newest_checkpoint(tmp_path)
     damage(damaged / name)
-    again = start_trial(tmp_path)
-    assert [row["step"] for row in get_rows(again)] == [1]
-    row = again.step()
+    resumed = start_trial(tmp_path)
+    assert [row["step"] for row in get_rows(resumed)] == [1]
+    row = resumed.step()
     assert row["note"].startswith(f"{damaged} is not used: {damaged}")
     assert row["note"].endswith("training continues after step 1")
-    assert again.step()["note"] == ""
-    compare(tmp_path, straight)
+    assert resumed.step()["note"] == ""
+    compare(tmp_path, uninterrupted_run)
 
 
-def test_where_every_state_is_damaged_the_run_starts_over(tmp_path: Path, straight: UninterruptedRun) -> None:
+def test_where_every_state_is_damaged_the_run_starts_over(tmp_path: Path, uninterrupted_run: UninterruptedRun) -> None:
     start_trial(tmp_path).step()
-    cut(find_newest_checkpoint(tmp_path) / "state.safetensors")
-    again = start_trial(tmp_path)
-    rows = [again.step() for _ in range(3)]
+    truncate(find_newest_checkpoint(tmp_path) / "state.safetensors")
+    resumed = start_trial(tmp_path)
+    rows = [resumed.step() for _ in range(3)]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert rows[0]["note"].endswith("training continues after step 0")
-    compare(tmp_path, straight)
+    compare(tmp_path, uninterrupted_run)
 
 
 def test_a_kept_checkpoint_is_used_where_every_rolling_state_is_damaged(
-    tmp_path: Path, straight: UninterruptedRun
+    tmp_path: Path, uninterrupted_run: UninterruptedRun
 ) -> None:
-    first = start_trial(tmp_path, trainer__save_freq=1)
-    first.step()
-    first.step()
+    trainable = start_trial(tmp_path, trainer__save_freq=1)
+    trainable.step()
+    trainable.step()
     for _, path in iter_checkpoints(tmp_path / "runs" / "r" / "state"):
-        cut(path / "state.json")
-    cut(tmp_path / "saved" / "global_step_2" / "checksums.json")
-    again = start_trial(tmp_path, trainer__save_freq=1)
-    assert [again.step()["step"] for _ in range(2)] == [2, 3]
-    compare(tmp_path, straight)
+        truncate(path / "state.json")
+    truncate(tmp_path / "saved" / "global_step_2" / "checksums.json")
+    resumed = start_trial(tmp_path, trainer__save_freq=1)
+    assert [resumed.step()["step"] for _ in range(2)] == [2, 3]
+    compare(tmp_path, uninterrupted_run)
 
 
-def other_settings(values: Row) -> Row:
+def change_seed(values: Row) -> Row:
     return {**values, "settings": {**values["settings"], "seed": 1}}
 
 
-def no_settings(values: Row) -> Row:
+def drop_settings(values: Row) -> Row:
     return {name: value for name, value in values.items() if name != "settings"}
 
 
-def wrong_step(values: Row) -> Row:
+def change_step(values: Row) -> Row:
     return {**values, "step": 1}
 
 
-def lacking(values: Row) -> Row:
+def drop_kl_coef(values: Row) -> Row:
     return {name: value for name, value in values.items() if name != "kl_coef"}
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("change", "reason"),
     [
-        (other_settings, "written with other settings"),
-        (no_settings, "RunConfig"),
-        (wrong_step, "it contains step 1"),
-        (lacking, "kl_coef"),
+        (change_seed, "written with other settings"),
+        (drop_settings, "RunConfig"),
+        (change_step, "it contains step 1"),
+        (drop_kl_coef, "kl_coef"),
     ],
 )
 def test_a_whole_state_that_is_not_this_runs_is_not_used(
-    tmp_path: Path, straight: UninterruptedRun, change: Callable[[Row], Row], why: str
+    tmp_path: Path, uninterrupted_run: UninterruptedRun, change: Callable[[Row], Row], reason: str
 ) -> None:
-    first = start_trial(tmp_path)
-    first.step()
-    first.step()
+    trainable = start_trial(tmp_path)
+    trainable.step()
+    trainable.step()
     tensors, values = read_checkpoint(find_newest_checkpoint(tmp_path))
     write_checkpoint(find_newest_checkpoint(tmp_path), tensors, change(values))
-    again = start_trial(tmp_path)
-    row = again.step()
-    assert why in row["note"]
+    resumed = start_trial(tmp_path)
+    row = resumed.step()
+    assert reason in row["note"]
     assert row["step"] == 2
-    again.step()
-    compare(tmp_path, straight)
+    resumed.step()
+    compare(tmp_path, uninterrupted_run)
 
 
 @pytest.mark.parametrize("change", ["missing", "reshaped", "added"])
 def test_tensors_that_do_not_fit_leave_the_trainer_as_it_was(
-    tmp_path: Path, straight: UninterruptedRun, change: str
+    tmp_path: Path, uninterrupted_run: UninterruptedRun, change: str
 ) -> None:
-    first = start_trial(tmp_path)
-    first.step()
-    first.step()
+    trainable = start_trial(tmp_path)
+    trainable.step()
+    trainable.step()
     tensors, values = read_checkpoint(find_newest_checkpoint(tmp_path))
     name = "critic_optimizer/0/exp_avg"
-    odd = {
+    changed_tensors = {
         "missing": {},
         "reshaped": {name: tensors[name].flatten()},
         "added": {name: tensors[name], "actor/x": tensors[name].clone()},
     }
     write_checkpoint(
         find_newest_checkpoint(tmp_path),
-        {**{key: t for key, t in tensors.items() if key != name}, **odd[change]},
+        {**{key: tensor for key, tensor in tensors.items() if key != name}, **changed_tensors[change]},
         values,
     )
-    again = start_trial(tmp_path)
-    row = again.step()
+    resumed = start_trial(tmp_path)
+    row = resumed.step()
     assert "tensors do not match" in row["note"]
     assert row["step"] == 2
-    again.step()
-    compare(tmp_path, straight)
+    resumed.step()
+    compare(tmp_path, uninterrupted_run)
 
 
-def test_a_state_without_its_rows_is_not_used(tmp_path: Path, straight: UninterruptedRun) -> None:
-    first = start_trial(tmp_path)
-    first.step()
-    first.step()
+def test_a_state_without_its_rows_is_not_used(tmp_path: Path, uninterrupted_run: UninterruptedRun) -> None:
+    trainable = start_trial(tmp_path)
+    trainable.step()
+    trainable.step()
     metrics = tmp_path / "runs" / "r" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().splitlines()[1] + "\n")  # the row of step 1 is gone
-    again = start_trial(tmp_path)
-    rows = [again.step() for _ in range(3)]
+    resumed = start_trial(tmp_path)
+    rows = [resumed.step() for _ in range(3)]
     assert "rows up to step 2 are missing" in rows[0]["note"]
     assert [row["step"] for row in rows] == [1, 2, 3]
-    compare(tmp_path, straight)
+    compare(tmp_path, uninterrupted_run)
 
 
-def test_a_state_without_its_evaluations_is_not_used(tmp_path: Path, straight: UninterruptedRun) -> None:
-    first = start_trial(tmp_path)
-    first.step()
-    first.step()
+def test_a_state_without_its_evaluations_is_not_used(tmp_path: Path, uninterrupted_run: UninterruptedRun) -> None:
+    trainable = start_trial(tmp_path)
+    trainable.step()
+    trainable.step()
     (tmp_path / "runs" / "r" / "levels.jsonl").unlink()
-    again = start_trial(tmp_path)
-    row = again.step()
+    resumed = start_trial(tmp_path)
+    row = resumed.step()
     assert "evaluations up to step 2 are missing" in row["note"]
-    assert row["step"] == 2  # the one before was written before any evaluation but the first
-    again.step()
+    assert row["step"] == 2  # the previous checkpoint was written before any evaluation except the first
+    resumed.step()
     rows, _ = read_run_files(tmp_path)
-    assert [drop_times(each) for each in rows] == [drop_times(each) for each in read_run_files(straight[0])[0]]
+    assert [drop_times(row) for row in rows] == [drop_times(row) for row in read_run_files(uninterrupted_run[0])[0]]
 
 
 def test_a_restored_trainer_holds_no_file_that_was_deleted(tmp_path: Path) -> None:
-    first = start_trial(tmp_path)
-    first.step()
-    again = start_trial(tmp_path)
-    again.step()
-    again.step()
+    trainable = start_trial(tmp_path)
+    trainable.step()
+    resumed = start_trial(tmp_path)
+    resumed.step()
+    resumed.step()
     assert "step_1" not in {path.name for path in (tmp_path / "runs" / "r" / "state").iterdir()}
-    mapped = Path("/proc/self/maps").read_text()
-    assert str(tmp_path) not in mapped
+    memory_maps = Path("/proc/self/maps").read_text()
+    assert str(tmp_path) not in memory_maps
 
 
 def test_no_two_processes_train_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,14 +261,14 @@ def test_no_two_processes_train_one_run(tmp_path: Path, monkeypatch: pytest.Monk
     start_trial(tmp_path)
     with pytest.raises(RunLockedError, match=f"runs/r is still in use by another process .pid {os.getpid()} on "):
         Trial(make_trial_config(tmp_path)).begin()
-    Trial(make_trial_config(tmp_path, finished=True)).begin()  # one that has ended is only read
+    Trial(make_trial_config(tmp_path, finished=True)).begin()  # a finished run is only read
 
 
 def test_a_run_that_ended_unrecorded_reports_its_last_row_again(tmp_path: Path) -> None:
-    """The process died after the last row and state, before anybody wrote that the run had ended."""
-    first = start_trial(tmp_path, trainer__total_training_steps=1)
-    last = first.step()
-    before = (tmp_path / "runs" / "r" / "metrics.jsonl").read_bytes()
-    again = start_trial(tmp_path, trainer__total_training_steps=1)
-    assert again.step() == last
-    assert (tmp_path / "runs" / "r" / "metrics.jsonl").read_bytes() == before
+    """The process died after the last row and checkpoint, before the end of the run was recorded."""
+    trainable = start_trial(tmp_path, trainer__total_training_steps=1)
+    last_row = trainable.step()
+    content_before = (tmp_path / "runs" / "r" / "metrics.jsonl").read_bytes()
+    resumed = start_trial(tmp_path, trainer__total_training_steps=1)
+    assert resumed.step() == last_row
+    assert (tmp_path / "runs" / "r" / "metrics.jsonl").read_bytes() == content_before

@@ -1,4 +1,4 @@
-"""A task small enough to write down: a table of logits for every prompt and position, learned from sampled actions."""
+"""A task that is small enough to write down: a table of logits per prompt and position, learned from samples."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ PROMPTS, POSITIONS, ACTIONS = 3, 2, 4
 
 
 class Table:
-    """Logits [E, PROMPTS, POSITIONS, ACTIONS], the sum of two parameters, so that there is more than one."""
+    """Logits [E, PROMPTS, POSITIONS, ACTIONS], the sum of two parameters, so that tests see more than one."""
 
     def __init__(self, logits: Tensor) -> None:
         shift = torch.zeros(len(logits), ACTIONS)
@@ -26,16 +26,16 @@ class Table:
         return self.weights
 
     def rows(self, prompts: Tensor) -> Tensor:
-        """[E, B, POSITIONS, ACTIONS] of prompts [E, B]."""
+        """Return the logits [E, B, POSITIONS, ACTIONS] of prompts [E, B]."""
         members = torch.arange(len(prompts)).unsqueeze(1)
         return self.weights["logits"][members, prompts] + self.weights["shift"][:, None, None]
 
 
 class TabularTask:
-    """The right action at position t of prompt x is (x + t) mod ACTIONS; the reward is the share of right ones.
+    """The right action at position t of prompt x is (x + t) mod ACTIONS. The reward is the share of right actions.
 
-    uniform_from: by seed, the step from which all groups of the member have equal rewards. broken_at: by seed, the
-    step at which a reward is not a number.
+    `uniform_from` has, by seed, the step from which all groups of the member have equal rewards. `broken_at` has, by
+    seed, the step at which a reward is NaN.
     """
 
     def __init__(
@@ -56,24 +56,24 @@ class TabularTask:
 
     def sample(self, models: Table, rngs: MemberRngs, step: int) -> Rollouts:
         config = self.config
-        each = config.group_size if config.rule.has_groups else 1
-        prompts = rngs.integers("sandbox_prompts", step, high=PROMPTS, shape=(config.batch_size // each,))
-        prompts = prompts.repeat_interleave(each, dim=1)
+        group_size = config.group_size if config.rule.has_groups else 1
+        prompts = rngs.integers("sandbox_prompts", step, high=PROMPTS, shape=(config.batch_size // group_size,))
+        prompts = prompts.repeat_interleave(group_size, dim=1)
         probs = models.rows(prompts).softmax(-1)
         uniforms = rngs.uniform("sandbox_samples", step, shape=(config.batch_size, POSITIONS))
         actions = (probs.double().cumsum(-1) <= uniforms.unsqueeze(-1)).sum(-1).clamp(max=ACTIONS - 1)
-        labels = right(prompts)
+        labels = get_right_actions(prompts)
         rewards = (actions == labels).float().mean(-1)
-        for seed, broken in self.broken_at.items():
-            if seed in rngs.seeds and broken == step:
+        for seed, broken_step in self.broken_at.items():
+            if seed in rngs.seeds and broken_step == step:
                 rewards[rngs.seeds.index(seed), 0] = torch.nan
         log_probs = probs.log().gather(-1, actions.unsqueeze(-1)).squeeze(-1)
-        everyone = torch.ones_like(rewards, dtype=torch.bool)
-        age = torch.zeros(len(prompts), dtype=torch.int64)
-        batch = Rollouts(prompts, actions, labels, rewards, log_probs, probs.square().sum(-1), everyone, age)
-        return batch if each == 1 else self._grouped(batch, rngs.seeds, step, each)
+        keep_mask = torch.ones_like(rewards, dtype=torch.bool)
+        ages = torch.zeros(len(prompts), dtype=torch.int64)
+        batch = Rollouts(prompts, actions, labels, rewards, log_probs, probs.square().sum(-1), keep_mask, ages)
+        return batch if group_size == 1 else self._set_groups(batch, rngs.seeds, step, group_size)
 
-    def _grouped(self, batch: Rollouts, seeds: Sequence[int], step: int, each: int) -> Rollouts:
+    def _set_groups(self, batch: Rollouts, seeds: Sequence[int], step: int, group_size: int) -> Rollouts:
         is_uniform = torch.tensor([step >= self.uniform_from.get(seed, 10**9) for seed in seeds])
         rate = 1.0 - is_uniform.float()
         scalars = {
@@ -81,7 +81,7 @@ class TabularTask:
             "retained_group_rate": torch.ones_like(rate),
             "used_group_fallback": is_uniform.float(),
         }
-        return replace(batch, group_size=each, scalars=scalars)
+        return replace(batch, group_size=group_size, scalars=scalars)
 
     def compute_log_probs(self, models: Table, rollouts: Rollouts) -> Tensor:
         return self.compute_logits(models, rollouts).log_softmax(-1)
@@ -96,17 +96,17 @@ class TabularTask:
         self.evaluations += 1
         prompts = torch.arange(PROMPTS).expand(len(rngs.seeds), PROMPTS)
         log_probs = models.rows(prompts).log_softmax(-1)
-        error = 1 - (log_probs.argmax(-1) == right(prompts)).float().mean((1, 2))
+        error = 1 - (log_probs.argmax(-1) == get_right_actions(prompts)).float().mean((1, 2))
         return {"test_error": error, "entropy": -(log_probs.exp() * log_probs).sum(-1).mean((1, 2))}
 
 
-def right(prompts: Tensor) -> Tensor:
-    """[E, B, POSITIONS] right actions of prompts [E, B]."""
+def get_right_actions(prompts: Tensor) -> Tensor:
+    """Return the right actions [E, B, POSITIONS] of prompts [E, B]."""
     return (prompts.unsqueeze(-1) + torch.arange(POSITIONS)) % ACTIONS
 
 
-def next_rows(trainer: UpdateRuleTrainer) -> StepResult:
-    """Train up to the next rows, or the next failure; nothing if no member continues."""
+def train_to_next_rows(trainer: UpdateRuleTrainer) -> StepResult:
+    """Train up to the next rows or the next failure. The result is empty if no member continues."""
     while trainer.seeds:
         progress = trainer.step()
         if progress.rows or progress.failures:

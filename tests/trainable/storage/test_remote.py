@@ -1,4 +1,4 @@
-"""Places in a storage: what their names may be, what they can fail with, and that files are there whole."""
+"""Paths in a storage: valid names, possible failures, and files that appear only when they are complete."""
 
 from functools import partial
 from pathlib import Path
@@ -13,36 +13,36 @@ from trainable.storage.remote import StoragePath, get_bytes, list_files, open_st
 from trainable.storage.uris import check_uri, is_same_folder, join_uri, split_uri
 
 
-def test_a_path_may_hold_what_means_something_in_a_uri() -> None:
+def test_a_path_may_contain_characters_that_are_special_in_a_uri() -> None:
     assert split_uri("/x/a#b/c?d") == ("/x/a#b", "c?d")
     assert is_same_folder("/x/a#b/", "/x/a#b")
     assert not is_same_folder("/x/a#b", "/x/a#c")
 
 
-# What a storage can fail with.
+# Failures of a storage.
 
 
 def test_a_storage_that_fails_is_waited_for_and_then_named(tmp_path: Path) -> None:
-    said: list[str] = []
-    failing = iter([OSError("AWS Error NETWORK_CONNECTION"), None])
+    messages: list[str] = []
+    errors = iter([OSError("AWS Error NETWORK_CONNECTION"), None])
 
-    def once() -> str:
-        error = next(failing)
+    def fail_once() -> str:
+        error = next(errors)
         if error:
             raise error
         return "done"
 
-    assert call_storage(once, 60.0, said.append) == "done"
-    assert said == [
+    assert call_storage(fail_once, 60.0, messages.append) == "done"
+    assert messages == [
         "waiting up to 60 s for the storage to respond: AWS Error NETWORK_CONNECTION",
         "the storage responds again",
     ]
-    gone = StoragePath(open_storage(str(tmp_path)).filesystem, str(tmp_path / "file" / "below"))
+    broken_path = StoragePath(open_storage(str(tmp_path)).filesystem, str(tmp_path / "file" / "below"))
     (tmp_path / "file").write_text("")
     with pytest.raises(
         StorageError, match=r"The storage did not respond without an error within 0 s \(trainer\.disk_patience\)\."
     ) as raised:
-        call_storage(partial(put_bytes, gone, b""), 0.0, said.append)
+        call_storage(partial(put_bytes, broken_path, b""), 0.0, messages.append)
     failure = classify_failure(raised.value, has_rows=True)
     assert (failure.kind, failure.is_retried) == ("storage", False)
 
@@ -56,15 +56,15 @@ def test_a_storage_that_fails_is_waited_for_and_then_named(tmp_path: Path) -> No
         OSError("AWS Error NO_SUCH_BUCKET during PutObject"),
     ],
 )
-def test_what_will_not_pass_is_not_waited_for(error: OSError) -> None:
+def test_a_permanent_error_is_not_waited_for(error: OSError) -> None:
     calls: list[int] = []
 
-    def fails() -> None:
+    def fail() -> None:
         calls.append(1)
         raise error
 
     with pytest.raises(StorageError):
-        call_storage(fails, 3600.0, calls.append)
+        call_storage(fail, 3600.0, calls.append)
     assert calls == [1]
 
 
@@ -110,13 +110,13 @@ def test_what_is_no_storage_is_refused(uri: str) -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.from_regex(r"[a-z0-9_.-]{1,8}", fullmatch=True).filter(lambda part: part.strip(".")), min_size=1))
-def test_below_and_parent_are_inverses(parts: list[str]) -> None:
+@given(st.lists(st.from_regex(r"[a-z0-9_.-]{1,8}", fullmatch=True).filter(lambda name: name.strip(".")), min_size=1))
+def test_join_uri_and_split_uri_are_inverses(names: list[str]) -> None:
     for root in ("s3://bucket", "s3://bucket/pre?region=x", "/mnt"):
         uri = root
-        for part in parts:
-            assert split_uri(join_uri(uri, part)) == (uri, part)
-            uri = join_uri(uri, part)
+        for name in names:
+            assert split_uri(join_uri(uri, name)) == (uri, name)
+            uri = join_uri(uri, name)
 
 
 def test_a_reader_of_a_shared_folder_never_sees_half_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,15 +124,14 @@ def test_a_reader_of_a_shared_folder_never_sees_half_a_file(tmp_path: Path, monk
     put_bytes(place, b"whole")
     source = tmp_path / "source"
     source.write_bytes(b"new content")
-    monkeypatch.setattr(
-        "trainable.storage.remote._rename_into_place", lambda place, target: None
-    )  # it dies just before
+    # The process dies just before the rename.
+    monkeypatch.setattr("trainable.storage.remote._rename_into_place", lambda place, target: None)
     put_file(place, source)
     assert get_bytes(place) == b"whole"
     assert sorted(list_files(open_storage(str(tmp_path)).joinpath("a"))) == ["b"]
 
 
-def test_how_a_folder_is_reached_does_not_make_it_another() -> None:
+def test_connection_options_do_not_change_the_identity_of_a_folder() -> None:
     assert is_same_folder("s3://bucket/x?endpoint_override=a:1&scheme=http", "s3://bucket/x/")
     assert not is_same_folder("s3://bucket/x", "s3://bucket/y")
     assert not is_same_folder("s3://bucket/x", "gs://bucket/x")

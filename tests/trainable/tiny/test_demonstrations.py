@@ -18,7 +18,7 @@ from trainable.rollout.sampler import SamplingParams
 from trainable.tiny.demonstrations import Habits, Segment, make_dialogue, make_dialogues
 from trainable.tiny.tokenizer import build_tokenizer
 
-PROTOCOL = make_prompt_template("compact", "grid", 10)
+PROMPT_TEMPLATE = make_prompt_template("compact", "grid", 10)
 LEVELS = make_validation_levels(96)
 LETTERS = {"U": Action.UP, "D": Action.DOWN, "L": Action.LEFT, "R": Action.RIGHT}
 
@@ -28,27 +28,29 @@ def tokenizer() -> Tokenizer:
     return build_tokenizer()
 
 
-PUBLISHED = (5, 2, 10)  # turns, actions a turn, actions
+PUBLISHED = (5, 2, 10)  # turns, actions per turn, actions
 
 
-def told(level: Level, habits: Habits, seed: int = 0, limits: tuple[int, int, int] = PUBLISHED) -> list[Segment]:
-    return make_dialogue(level, PROTOCOL, habits, np.random.default_rng(seed), *limits)
+def make_segments(
+    level: Level, habits: Habits, seed: int = 0, limits: tuple[int, int, int] = PUBLISHED
+) -> list[Segment]:
+    return make_dialogue(level, PROMPT_TEMPLATE, habits, np.random.default_rng(seed), *limits)
 
 
-def replayed(
+def replay(
     level: Level, segments: list[Segment], tokenizer: Tokenizer, limits: tuple[int, int, int] = PUBLISHED
 ) -> Episode:
-    """The same episode by the real game: the learned segments are what the model says."""
+    """Replay the episode in the real game, with the trained segments as the replies of the model."""
     replies = [tokenizer.encode(segment.text).ids for segment in segments if segment.is_trained]
-    stop = tokenizer.token_to_id(END_OF_MESSAGE)
+    stop_token = tokenizer.token_to_id(END_OF_MESSAGE)
     (episode,) = roll_out_episodes(
         [level],
         1,
         ScriptedSampler([replies]),
-        PROTOCOL,
+        PROMPT_TEMPLATE,
         make_codec(tokenizer),
         EpisodeLimits(*limits, -0.1, 512),
-        SamplingParams(1.0, 24, stop),
+        SamplingParams(1.0, 24, stop_token),
         np.random.default_rng(0),
     )
     return episode
@@ -56,7 +58,7 @@ def replayed(
 
 @dataclass
 class Turn:
-    """A turn as the dialogue shows it: the board (with its outer wall), the thought, and the reply as it is read."""
+    """A turn of a dialogue: the board with its outer wall, the thought, and the parsed reply."""
 
     cells: np.ndarray
     thought: str
@@ -65,23 +67,27 @@ class Turn:
     invalid: bool
 
 
-def turns_of(segments: list[Segment]) -> list[Turn]:
+def read_turns(segments: list[Segment]) -> list[Turn]:
     turns = []
-    for given, reply in zip(segments[::2], segments[1::2], strict=True):
-        inside = given.text.split("State:\n")[1].splitlines()[:4]
-        cells = parse_grid("\n".join(["######", *(f"#{row}#" for row in inside), "######"]))
+    for observation, reply in zip(segments[::2], segments[1::2], strict=True):
+        inner_rows = observation.text.split("State:\n")[1].splitlines()[:4]
+        cells = parse_grid("\n".join(["######", *(f"#{row}#" for row in inner_rows), "######"]))
         text = reply.text.removesuffix(END_OF_MESSAGE)
         thought = text.split("</think>")[0]
-        read = parse_reply(text, 2)
-        turns.append(Turn(cells, thought, [LETTERS[x] for x in thought.split(" ")[-1]], read.actions, read.invalid))
+        parsed_reply = parse_reply(text, 2)
+        turns.append(
+            Turn(
+                cells, thought, [LETTERS[x] for x in thought.split(" ")[-1]], parsed_reply.actions, parsed_reply.invalid
+            )
+        )
     return turns
 
 
-def distance_after(cells: np.ndarray, actions: list[Action]) -> int | None:
+def compute_distance_after(cells: np.ndarray, actions: list[Action]) -> int | None:
     for action in actions:
         cells = step(cells[None], np.array([action])).cells[0]
-    rest = solve(cells)
-    return None if rest is None else len(rest)
+    solution = solve(cells)
+    return None if solution is None else len(solution)
 
 
 STRAY = Habits(detour=0.7, careless=0.3, unfinished=0.2)
@@ -95,12 +101,12 @@ def test_a_dialogue_is_an_episode_of_the_real_game(
     habits: Habits, limits: tuple[int, int, int], tokenizer: Tokenizer
 ) -> None:
     for level in LEVELS:
-        segments = told(level, habits, level.seed, limits)
-        episode = replayed(level, segments, tokenizer, limits)
-        parts = [tokenizer.encode(segment.text).ids for segment in segments]
-        assert episode.tokens.tolist() == [token for part in parts for token in part]
-        learned = [segment.is_trained for segment in segments]
-        assert episode.mask.tolist() == np.repeat(learned, [len(part) for part in parts]).tolist()
+        segments = make_segments(level, habits, level.seed, limits)
+        episode = replay(level, segments, tokenizer, limits)
+        token_ids = [tokenizer.encode(segment.text).ids for segment in segments]
+        assert episode.tokens.tolist() == [token for segment_ids in token_ids for token in segment_ids]
+        is_trained = [segment.is_trained for segment in segments]
+        assert episode.mask.tolist() == np.repeat(is_trained, [len(segment_ids) for segment_ids in token_ids]).tolist()
         assert len(episode.texts) == limits[0] or episode.stop_reason in (StopReason.SOLVED, StopReason.OUT_OF_ACTIONS)
 
 
@@ -108,14 +114,14 @@ def test_the_clean_demonstrator_solves_every_level_by_a_shortest_path(tokenizer:
     for level in LEVELS:
         shortest = solve(level.cells)
         assert shortest is not None
-        episode = replayed(level, told(level, Habits()), tokenizer)
+        episode = replay(level, make_segments(level, Habits()), tokenizer)
         assert (episode.solved, episode.actions) == (True, len(shortest))
         assert episode.score == pytest.approx(11 - 0.1 * len(shortest))
 
 
 def test_a_thought_names_where_things_stand_and_a_plan_that_solves_the_level() -> None:
     for level in LEVELS:
-        for turn in turns_of(told(level, Habits(detour=0.5), level.seed)):
+        for turn in read_turns(make_segments(level, Habits(detour=0.5), level.seed)):
             spots = {
                 "P": np.isin(turn.cells, [Tile.PLAYER, Tile.PLAYER_ON_TARGET]),
                 "X": turn.cells == Tile.BOX,
@@ -123,71 +129,76 @@ def test_a_thought_names_where_things_stand_and_a_plan_that_solves_the_level() -
             }
             names = "".join("{}{}{} ".format(symbol, *np.argwhere(spot)[0]) for symbol, spot in spots.items())
             assert turn.thought.startswith(names)
-            assert distance_after(turn.cells, turn.plan) == 0
+            assert compute_distance_after(turn.cells, turn.plan) == 0
 
 
 def test_a_detour_is_one_wasted_legal_move_in_a_level_that_stays_solvable() -> None:
-    with_detour = 0
+    detour_count = 0
     for level in LEVELS:
-        for turn in turns_of(told(level, Habits(detour=1.0), level.seed)):
+        for turn in read_turns(make_segments(level, Habits(detour=1.0), level.seed)):
             table = compute_distance_table(turn.cells)
             player = int(np.flatnonzero(turn.cells >= Tile.PLAYER)[0])
-            before = int(table[player, int(np.flatnonzero(turn.cells == Tile.BOX)[0])])
+            distance_before = int(table[player, int(np.flatnonzero(turn.cells == Tile.BOX)[0])])
             outcome = step(turn.cells[None], np.array(turn.plan[:1]))
-            if len(turn.plan) == before:  # no such move in this level: every first move must then help or be bad
-                options = [distance_after(turn.cells, [action]) for action in DIRECTIONS]
+            if len(turn.plan) == distance_before:
+                # This level has no detour: every first move either helps or makes the level unsolvable.
+                distances = [compute_distance_after(turn.cells, [action]) for action in DIRECTIONS]
                 moved = [step(turn.cells[None], np.array([action])).moved[0] for action in DIRECTIONS]
-                wasted = [d for d, m in zip(options, moved, strict=True) if m and d is not None and d >= before]
-                assert not wasted
+                wasted_distances = [
+                    distance_of_move
+                    for distance_of_move, is_moved in zip(distances, moved, strict=True)
+                    if is_moved and distance_of_move is not None and distance_of_move >= distance_before
+                ]
+                assert not wasted_distances
                 continue
-            with_detour += 1
-            after = distance_after(turn.cells, turn.plan[:1])
+            detour_count += 1
+            distance = compute_distance_after(turn.cells, turn.plan[:1])
             assert outcome.moved[0]
-            assert after is not None
-            assert after >= before
-            assert len(turn.plan) == 1 + after
+            assert distance is not None
+            assert distance >= distance_before
+            assert len(turn.plan) == 1 + distance
             assert turn.actions == tuple(turn.plan[:2])
-    assert with_detour > 100
+    assert detour_count > 100
 
 
-def share(habits: Habits, is_so: str) -> float:
+def measure_share(habits: Habits, habit: str) -> float:
     seeds = [(level, 1000 * number + level.seed) for level in LEVELS for number in range(3)]
-    turns = [turn for room, seed in seeds for turn in turns_of(told(room, habits, seed))]
+    turns = [turn for level, seed in seeds for turn in read_turns(make_segments(level, habits, seed))]
     flags = {
         "unfinished": [turn.actions == () for turn in turns],
         "careless": [turn.actions != tuple(turn.plan[:2]) for turn in turns if turn.plan],
-    }[is_so]
+    }[habit]
     return sum(flags) / len(flags)
 
 
 def test_an_unfinished_reply_is_malformed_and_comes_as_often_as_asked() -> None:
-    assert share(Habits(unfinished=0.3), "unfinished") == pytest.approx(0.3, abs=0.04)
+    assert measure_share(Habits(unfinished=0.3), "unfinished") == pytest.approx(0.3, abs=0.04)
 
 
 def test_a_careless_answer_departs_from_a_right_thought() -> None:
-    # One in sixteen random pairs is the plan's own.
-    assert share(Habits(careless=0.5), "careless") == pytest.approx(0.5 * 15 / 16, abs=0.04)
-    assert share(Habits(), "careless") == 0
+    # One in sixteen random pairs equals the plan.
+    assert measure_share(Habits(careless=0.5), "careless") == pytest.approx(0.5 * 15 / 16, abs=0.04)
+    assert measure_share(Habits(), "careless") == 0
 
 
 def test_the_reward_shown_is_that_of_the_turn_before() -> None:
-    (segment,) = [s for s in told(LEVELS[0], Habits()) if "Reward:" in s.text]
+    (segment,) = [s for s in make_segments(LEVELS[0], Habits()) if "Reward:" in s.text]
     assert "Reward:\n-0.2\nTurn 2:\n" in segment.text
     assert "8 actions left" in segment.text
 
 
 def test_levels_are_shown_in_all_eight_views_and_equal_streams_give_equal_dialogues() -> None:
-    def shown(seed: int) -> list[list[Segment]]:
+    def make_shown_dialogues(seed: int) -> list[list[Segment]]:
         rng = np.random.default_rng(seed)
-        return list(make_dialogues(LEVELS[:64], PROTOCOL, Habits(detour=0.5), rng, 5, 2, 10))
+        return list(make_dialogues(LEVELS[:64], PROMPT_TEMPLATE, Habits(detour=0.5), rng, 5, 2, 10))
 
-    again = shown(1)
-    assert shown(1) == again
-    assert shown(2) != again
+    dialogues = make_shown_dialogues(1)
+    assert make_shown_dialogues(1) == dialogues
+    assert make_shown_dialogues(2) != dialogues
     views = set()
-    for level, segments in zip(LEVELS[:64], again, strict=True):
-        cells = turns_of(segments)[0].cells
+    for level, segments in zip(LEVELS[:64], dialogues, strict=True):
+        cells = read_turns(segments)[0].cells
         assert Level(0, cells).key == level.key
         boards = [np.rot90(board, turns) for board in (level.cells, level.cells.T) for turns in range(4)]
-        views.add(next(number for number, board in enumerate(boards) if np.array_equal(board, cells)))
+        views.add(next(view for view, board in enumerate(boards) if np.array_equal(board, cells)))
     assert len(views) == 8

@@ -30,7 +30,7 @@ SHORT = Recipe(seed=3, batch=16, stages=(Stage(160, 3e-3, 1e-3, Habits()), Stage
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+def made_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     folder, lines = tmp_path_factory.mktemp("made"), []
     make_model(folder, SHORT, lines.append)
     return folder, lines
@@ -46,11 +46,11 @@ def test_the_shape_is_small_and_fits_its_tokenizer() -> None:
 
 def test_initial_weights_are_a_function_of_the_seed_alone() -> None:
     torch.manual_seed(1)
-    first = make_initial_model(5).state_dict()
+    weights = make_initial_model(5).state_dict()
     torch.manual_seed(2)
-    again, other = make_initial_model(5).state_dict(), make_initial_model(6).state_dict()
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+    same_seed_weights, other_seed_weights = make_initial_model(5).state_dict(), make_initial_model(6).state_dict()
+    assert all(torch.equal(weights[name], same_seed_weights[name]) for name in weights)
+    assert not torch.equal(weights["model.embed_tokens.weight"], other_seed_weights["model.embed_tokens.weight"])
 
 
 def test_only_replies_are_learned_and_each_level_comes_once() -> None:
@@ -60,9 +60,9 @@ def test_only_replies_are_learned_and_each_level_comes_once() -> None:
     assert len(examples) == 12
     for example, level in zip(examples, levels, strict=True):
         text = tokenizer.decode(example.tokens.tolist(), skip_special_tokens=False)
-        replies = [part.split("<|im_end|>")[0] for part in text.split("<think>")[1:]]
-        learned = tokenizer.decode(example.tokens[example.loss_mask].tolist(), skip_special_tokens=False)
-        assert learned == "".join(reply + "<|im_end|>" for reply in replies)
+        replies = [reply.split("<|im_end|>")[0] for reply in text.split("<think>")[1:]]
+        trained_text = tokenizer.decode(example.tokens[example.loss_mask].tolist(), skip_special_tokens=False)
+        assert trained_text == "".join(reply + "<|im_end|>" for reply in replies)
         assert not any(parse_reply(reply, 2).invalid for reply in replies)
         assert text.count("X") >= 1
         assert level.seed >= 700_000_500
@@ -91,36 +91,36 @@ def test_the_loss_is_that_of_the_replies_predicted_from_what_stands_before_them(
     for example in examples:
         tokens = torch.from_numpy(example.tokens)
         with torch.no_grad():
-            logs = twin(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1)
-        losses += (-logs.gather(1, tokens[1:, None])[example.loss_mask[1:], 0]).tolist()
+            logprobs = twin(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1)
+        losses += (-logprobs.gather(1, tokens[1:, None])[example.loss_mask[1:], 0]).tolist()
     assert train(model, examples, stage, 16, np.random.default_rng(0)) == pytest.approx(np.mean(losses), rel=1e-4)
     assert np.mean(losses) < 1.0
 
 
-def test_making_it_twice_gives_the_same_weights(made: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_making_the_model_twice_gives_the_same_weights(made_model: tuple[Path, list[str]], tmp_path: Path) -> None:
     make_model(tmp_path / "again", SHORT, lambda line: None)
     for name in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "recipe.json"):
-        assert (tmp_path / "again" / name).read_bytes() == (made[0] / name).read_bytes(), name
+        assert (tmp_path / "again" / name).read_bytes() == (made_model[0] / name).read_bytes(), name
 
 
-def test_what_was_made_says_how(made: tuple[Path, list[str]]) -> None:
-    folder, lines = made
+def test_a_written_model_has_its_recipe(made_model: tuple[Path, list[str]]) -> None:
+    folder, lines = made_model
     assert json.loads((folder / "recipe.json").read_text()) == json.loads(json.dumps(asdict(SHORT)))
     assert [line.split(":")[0] for line in lines] == ["stage 1", "stage 1", "stage 2", "stage 2"]
     assert "160 dialogues" in lines[0]
 
 
-def test_transformers_loads_the_folder_and_agrees(made: tuple[Path, list[str]]) -> None:
+def test_transformers_loads_the_folder_and_agrees(made_model: tuple[Path, list[str]]) -> None:
     from transformers import AutoModelForCausalLM
 
-    twin = AutoModelForCausalLM.from_pretrained(made[0]).eval()
+    twin = AutoModelForCausalLM.from_pretrained(made_model[0]).eval()
     assert type(twin).__name__ == "Qwen2ForCausalLM"
     assert twin.config.eos_token_id == make_shape().eos_token_id
-    model = load_policy(str(made[0]), torch.device("cpu")).model
+    model = load_policy(str(made_model[0]), torch.device("cpu")).model
     tokens = torch.arange(60).view(2, 30)
     with torch.no_grad():
-        found = model.lm_head(model.model.compute_hidden_states(tokens, torch.arange(60)))
-        torch.testing.assert_close(found, twin(input_ids=tokens).logits.flatten(0, 1), rtol=1e-5, atol=1e-5)
+        logits = model.lm_head(model.model.compute_hidden_states(tokens, torch.arange(60)))
+        torch.testing.assert_close(logits, twin(input_ids=tokens).logits.flatten(0, 1), rtol=1e-5, atol=1e-5)
 
 
 def test_the_shipped_model_is_of_the_recipe_in_the_code() -> None:

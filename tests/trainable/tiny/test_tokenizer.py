@@ -12,7 +12,7 @@ from trainable.envs.sokoban.prompt import END_OF_MESSAGE, Observation, format_re
 from trainable.envs.sokoban.text import SYMBOLS
 from trainable.tiny.tokenizer import PAD, UNKNOWN, build_tokenizer, format_place, make_vocabulary, write_tokenizer
 
-PROTOCOL = make_prompt_template("compact", "grid", 10)
+PROMPT_TEMPLATE = make_prompt_template("compact", "grid", 10)
 VALIDATION = make_validation_levels()
 
 
@@ -21,7 +21,7 @@ def tokenizer() -> Tokenizer:
     return build_tokenizer()
 
 
-def restored(tokenizer: Tokenizer, texts: list[str]) -> list[str]:
+def restore(tokenizer: Tokenizer, texts: list[str]) -> list[str]:
     encoded = [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
     unknown = tokenizer.token_to_id(UNKNOWN)
     assert not any(unknown in ids for ids in encoded)
@@ -36,18 +36,18 @@ def test_every_piece_is_one_token_and_ids_are_in_order(tokenizer: Tokenizer) -> 
 
 
 def test_all_validation_levels_are_restored_from_their_tokens(tokenizer: Tokenizer) -> None:
-    texts = [PROTOCOL.format_first_turn(Observation(1, level.cells, 10)) for level in VALIDATION]
-    assert restored(tokenizer, texts) == texts
-    walls = [(level.cells[1:-1, 1:-1] == Tile.WALL).all(axis=1).any() for level in VALIDATION]
-    assert sum(walls) > 100  # levels with an inner row of walls alone, which a greedier vocabulary would misread
+    texts = [PROMPT_TEMPLATE.format_first_turn(Observation(1, level.cells, 10)) for level in VALIDATION]
+    assert restore(tokenizer, texts) == texts
+    has_wall_row = [(level.cells[1:-1, 1:-1] == Tile.WALL).all(axis=1).any() for level in VALIDATION]
+    assert sum(has_wall_row) > 100  # levels with an inner row of only walls, which a greedier vocabulary would misread
 
 
 def test_an_observation_is_a_token_for_two_cells(tokenizer: Tokenizer) -> None:
     for level in VALIDATION[:64]:
-        opening = tokenizer.encode(PROTOCOL.format_first_turn(Observation(1, level.cells, 10)))
-        following = tokenizer.encode(PROTOCOL.format_next_turn(Observation(2, level.cells, 8, -0.2)))
-        assert len(opening.ids) == 4 + 8
-        assert len(following.ids) == 3 + 8
+        first_turn = tokenizer.encode(PROMPT_TEMPLATE.format_first_turn(Observation(1, level.cells, 10)))
+        next_turn = tokenizer.encode(PROMPT_TEMPLATE.format_next_turn(Observation(2, level.cells, 8, -0.2)))
+        assert len(first_turn.ids) == 4 + 8
+        assert len(next_turn.ids) == 3 + 8
 
 
 def test_every_later_observation_is_restored(tokenizer: Tokenizer) -> None:
@@ -58,25 +58,25 @@ def test_every_later_observation_is_restored(tokenizer: Tokenizer) -> None:
         outcome = step(cells, rng.integers(1, 5, len(cells)))
         cells = np.where(is_solved(outcome.cells)[:, None, None], cells, outcome.cells)
         texts += [
-            PROTOCOL.format_next_turn(Observation(turn, board, 12 - turn, reward))
+            PROMPT_TEMPLATE.format_next_turn(Observation(turn, board, 12 - turn, reward))
             for board, reward in zip(cells, outcome.rewards, strict=True)
         ]
     assert any(SYMBOLS[Tile.PLAYER_ON_TARGET] in text for text in texts)
-    assert restored(tokenizer, texts) == texts
+    assert restore(tokenizer, texts) == texts
 
 
 @settings(deadline=None)
 @given(st.lists(st.text("".join(SYMBOLS.values()), min_size=4, max_size=4), min_size=4, max_size=4))
 def test_any_grid_of_symbols_is_restored(rows: list[str]) -> None:
     text = "Turn 3:\nState:\n" + "\n".join(rows) + "\n7 actions left\n"
-    assert restored(build_tokenizer(), [text]) == [text]
+    assert restore(build_tokenizer(), [text]) == [text]
 
 
-@pytest.mark.parametrize("left", [1, 9, 10, 11, 37])
+@pytest.mark.parametrize("actions_left", [1, 9, 10, 11, 37])
 @pytest.mark.parametrize("turn", [1, 5, 6, 12])
-def test_numbers_beyond_the_published_limits_are_restored(tokenizer: Tokenizer, turn: int, left: int) -> None:
-    text = PROTOCOL.format_next_turn(Observation(turn, VALIDATION[0].cells, left, -0.1 * left))
-    assert restored(tokenizer, [text]) == [text]
+def test_numbers_beyond_the_published_limits_are_restored(tokenizer: Tokenizer, turn: int, actions_left: int) -> None:
+    text = PROMPT_TEMPLATE.format_next_turn(Observation(turn, VALIDATION[0].cells, actions_left, -0.1 * actions_left))
+    assert restore(tokenizer, [text]) == [text]
 
 
 @pytest.mark.parametrize("actions", [(Action.UP,), (Action.LEFT, Action.RIGHT), (Action.DOWN,) * 3])
@@ -97,11 +97,11 @@ def test_auto_tokenizer_gives_the_same_ids_and_texts(tokenizer: Tokenizer, tmp_p
     from transformers import AutoTokenizer
 
     write_tokenizer(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    texts = [PROTOCOL.format_first_turn(Observation(1, level.cells, 10)) for level in VALIDATION[:32]]
+    auto_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    texts = [PROMPT_TEMPLATE.format_first_turn(Observation(1, level.cells, 10)) for level in VALIDATION[:32]]
     texts += [format_reply("P32 X31 O21 DLU", (Action.DOWN, Action.LEFT)) + END_OF_MESSAGE]
     ids = [encoding.ids for encoding in tokenizer.encode_batch(texts)]
-    assert loaded(texts)["input_ids"] == ids
-    assert loaded.batch_decode(ids) == texts
-    assert (loaded.eos_token, loaded.pad_token) == (END_OF_MESSAGE, PAD)
-    assert loaded.convert_tokens_to_ids(make_vocabulary()) == list(range(len(make_vocabulary())))
+    assert auto_tokenizer(texts)["input_ids"] == ids
+    assert auto_tokenizer.batch_decode(ids) == texts
+    assert (auto_tokenizer.eos_token, auto_tokenizer.pad_token) == (END_OF_MESSAGE, PAD)
+    assert auto_tokenizer.convert_tokens_to_ids(make_vocabulary()) == list(range(len(make_vocabulary())))

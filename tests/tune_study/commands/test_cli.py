@@ -83,7 +83,7 @@ REFUSED_LINES = [
     ),
     (
         "run grpo-entropy-sokoban --set actor.clip_ratio_low=0.1",
-        "is what the arms of study grpo-entropy-sokoban differ in",
+        "The arms of study grpo-entropy-sokoban differ in `actor.clip_ratio_low`",
     ),
     ("run kl --kl-type mse", "--kl-type does not belong to study kl: type --set actor.kl_loss_type=NAME."),
     ("run smoke-all --kl-type mse", "--kl-type does not belong to study smoke-all"),
@@ -93,7 +93,10 @@ REFUSED_LINES = [
         "--rollout_filter_strategy best is not a strategy: type one of top_p,",
     ),
     ("run kl --rollout_filter_strategy top_k", "type --set filter.rollout_filter_strategy=NAME."),
-    ("run smoke --set actor.entropy_coeff=1", "is what the arms of study smoke differ in: choose its values with --gr"),
+    (
+        "run smoke --set actor.entropy_coeff=1",
+        "The arms of study smoke differ in `actor.entropy_coeff`: choose its values with --gr",
+    ),
     ("run kl --skip-statuses failed", "--skip-statuses 'failed' is invalid: type completed,early_stopped, followed by"),
     (
         "run kl --entropy-values 0",

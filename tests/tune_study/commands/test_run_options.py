@@ -45,7 +45,7 @@ def dry_run(folder: Path, *words: str) -> tuple[int, str, str]:
             "influence --arms DG,nothing",
             "--arms nothing is not an arm of study influence. A value is one of DG, GRPO, TPO",
         ),
-        ("influence --set method=CE", "`method` is what the arms of study influence differ in: choose its values with"),
+        ("influence --set method=CE", "The arms of study influence differ in `method`: choose its values with"),
         ("influence --set lrr=1", "`python -m tune_study settings sandbox --all` lists all with their meaning"),
         ("influence --set num_steps=5 --steps 5", "`trainer.total_training_steps` is given twice"),
         ("sandbox --set method=GRPO --set group_size=1", "there is nothing to compare: set group_size=2 or more"),

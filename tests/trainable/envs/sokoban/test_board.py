@@ -13,7 +13,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 def play(grid, *actions):
-    """The boards and rewards of some actions on one board, given as its rows joined by '/'."""
+    """Play actions on one board, which is given as its rows joined by '/', and return the outcomes."""
     cells = parse_grid(grid.replace("/", "\n"))[None]
     outcomes = []
     for action in actions:
@@ -22,7 +22,7 @@ def play(grid, *actions):
     return outcomes
 
 
-def rewards(outcomes):
+def list_rewards(outcomes):
     return [pytest.approx(outcome.rewards.item(), abs=1e-12) for outcome in outcomes]
 
 
@@ -37,8 +37,8 @@ def test_step_equals_the_literal_rules(seed, rows, cols, boxes):
         actions = rng.integers(0, 5, len(games))
         outcome = step(cells, actions)
         expected = [oracle_act(game, action) for game, action in zip(games, actions.tolist(), strict=True)]
-        moved = [after.player != game.player for game, (after, _) in zip(games, expected, strict=True)]
-        games = [after for after, _ in expected]
+        moved = [next_game.player != game.player for game, (next_game, _) in zip(games, expected, strict=True)]
+        games = [next_game for next_game, _ in expected]
         np.testing.assert_array_equal(outcome.cells, [make_board(game) for game in games])
         np.testing.assert_allclose(outcome.rewards, [reward for _, reward in expected], rtol=1e-12)
         np.testing.assert_array_equal(outcome.moved, moved)
@@ -50,26 +50,27 @@ def test_step_equals_the_literal_rules(seed, rows, cols, boxes):
 @given(SEEDS, st.integers(1, 3))
 def test_walls_targets_boxes_and_player_are_conserved(seed, boxes):
     rng = np.random.default_rng(seed)
-    before = np.stack([make_random_board(rng, 6, 7, boxes) for _ in range(8)])
-    after = before
+    first_boards = np.stack([make_random_board(rng, 6, 7, boxes) for _ in range(8)])
+    boards = first_boards
     for _ in range(10):
-        after = step(after, rng.integers(0, 5, 8)).cells
+        boards = step(boards, rng.integers(0, 5, 8)).cells
     targets = [Tile.TARGET, Tile.BOX_ON_TARGET, Tile.PLAYER_ON_TARGET]
-    np.testing.assert_array_equal(after == Tile.WALL, before == Tile.WALL)
-    np.testing.assert_array_equal(np.isin(after, targets), np.isin(before, targets))
-    assert (np.isin(after, [Tile.BOX, Tile.BOX_ON_TARGET]).sum(axis=(1, 2)) == boxes).all()
-    assert (np.isin(after, [Tile.PLAYER, Tile.PLAYER_ON_TARGET]).sum(axis=(1, 2)) == 1).all()
+    np.testing.assert_array_equal(boards == Tile.WALL, first_boards == Tile.WALL)
+    np.testing.assert_array_equal(np.isin(boards, targets), np.isin(first_boards, targets))
+    assert (np.isin(boards, [Tile.BOX, Tile.BOX_ON_TARGET]).sum(axis=(1, 2)) == boxes).all()
+    assert (np.isin(boards, [Tile.PLAYER, Tile.PLAYER_ON_TARGET]).sum(axis=(1, 2)) == 1).all()
 
 
 def turn(action, board_map):
-    """The action whose direction is the turned direction: apply the board's map to a grid that marks it."""
+    """Return the action whose direction is the mapped direction of `action` under the symmetry `board_map`."""
     if action == Action.NONE:
         return action
     row_step, col_step = DIRECTIONS[action]
     marked = np.zeros((3, 3), dtype=np.int8)
     marked[1 + row_step, 1 + col_step] = 1
     row, col = np.argwhere(board_map(marked))[0] - 1
-    return next(turned for turned, direction in DIRECTIONS.items() if direction == (row, col))
+
+    return next(candidate for candidate, direction in DIRECTIONS.items() if direction == (row, col))
 
 
 @settings(deadline=None, max_examples=40)
@@ -81,20 +82,20 @@ def test_turning_the_board_and_the_action_turns_the_result(seed, quarter_turns, 
     rng = np.random.default_rng(seed)
     cells = np.stack([make_random_board(rng, 6, 5, 2) for _ in range(8)])
     actions = rng.integers(0, 5, 8)
-    plain = step(cells, actions)
-    turned = step(
+    outcome = step(cells, actions)
+    turned_outcome = step(
         np.stack([board_map(board) for board in cells]), np.array([turn(Action(a), board_map) for a in actions])
     )
-    np.testing.assert_array_equal(turned.cells, [board_map(board) for board in plain.cells])
-    np.testing.assert_array_equal(turned.rewards, plain.rewards)
-    np.testing.assert_array_equal(turned.moved, plain.moved)
-    np.testing.assert_array_equal(turned.solved, plain.solved)
+    np.testing.assert_array_equal(turned_outcome.cells, [board_map(board) for board in outcome.cells])
+    np.testing.assert_array_equal(turned_outcome.rewards, outcome.rewards)
+    np.testing.assert_array_equal(turned_outcome.moved, outcome.moved)
+    np.testing.assert_array_equal(turned_outcome.solved, outcome.solved)
 
 
 def test_published_level_123_is_solved_by_down_left_up():
     outcomes = play("######/######/#O####/#XP###/#__###/######", Action.DOWN, Action.LEFT, Action.UP)
     assert [outcome.solved.item() for outcome in outcomes] == [False, False, True]
-    assert rewards(outcomes) == [-0.1, -0.1, 10.9]
+    assert list_rewards(outcomes) == [-0.1, -0.1, 10.9]
     np.testing.assert_array_equal(outcomes[-1].cells[0], parse_grid("######\n######\n#√####\n#P_###\n#__###\n######"))
 
 
@@ -115,7 +116,7 @@ def test_a_blocked_action_costs_a_tenth_and_changes_nothing():
     against_wall, against_box_at_wall = play("#####/#PX_#/##O_#/#####", Action.UP, Action.LEFT)
     two_boxes = play("######/#PXX_#/#OO__#/######", Action.RIGHT)[0]
     for outcome in (against_wall, against_box_at_wall, two_boxes):
-        assert rewards([outcome]) == [-0.1]
+        assert list_rewards([outcome]) == [-0.1]
         assert not outcome.moved.item()
     np.testing.assert_array_equal(against_box_at_wall.cells[0], parse_grid("#####\n#PX_#\n##O_#\n#####"))
 
@@ -130,35 +131,35 @@ def test_no_action_costs_nothing_even_on_a_solved_board():
 
 def test_a_box_that_starts_on_a_target_is_not_paid_for():
     grid = "######/#_P√_#/#_XO_#/######"
-    assert rewards(play(grid, Action.LEFT)) == [-0.1]
-    assert rewards(play(grid, Action.RIGHT)) == [-1.1]
+    assert list_rewards(play(grid, Action.LEFT)) == [-0.1]
+    assert list_rewards(play(grid, Action.RIGHT)) == [-1.1]
 
 
 def test_a_box_is_paid_when_it_comes_back_onto_its_target():
-    away, around = [Action.RIGHT], [Action.DOWN, Action.RIGHT, Action.RIGHT, Action.UP]
-    outcomes = play("#######/#P√___#/#_____#/#___XO#/#######", *away, *around, Action.LEFT)
-    assert rewards(outcomes) == [-1.1, -0.1, -0.1, -0.1, -0.1, 0.9]
+    first_actions, return_actions = [Action.RIGHT], [Action.DOWN, Action.RIGHT, Action.RIGHT, Action.UP]
+    outcomes = play("#######/#P√___#/#_____#/#___XO#/#######", *first_actions, *return_actions, Action.LEFT)
+    assert list_rewards(outcomes) == [-1.1, -0.1, -0.1, -0.1, -0.1, 0.9]
 
 
 def test_a_player_may_stand_on_a_target():
     (outcome,) = play("#####/#PO_#/#_X_#/#####", Action.RIGHT)
-    assert rewards([outcome]) == [-0.1]
+    assert list_rewards([outcome]) == [-0.1]
     assert outcome.cells[0, 1, 2] == Tile.PLAYER_ON_TARGET
     assert not outcome.solved.item()
 
 
 def test_a_solved_board_pays_its_bonus_again():
-    assert rewards(play("#####/#P√_#/#___#/#####", Action.DOWN)) == [9.9]
+    assert list_rewards(play("#####/#P√_#/#___#/#####", Action.DOWN)) == [9.9]
 
 
 def test_step_leaves_its_input_alone_and_takes_any_memory_order():
     rng = np.random.default_rng(3)
     cells = np.stack([make_random_board(rng, 6, 6, 2) for _ in range(16)])
-    kept = cells.copy()
+    cells_before = cells.copy()
     actions = rng.integers(1, 5, 16)
     expected = step(cells, actions)
     strided = np.repeat(cells, 2, axis=0)[::2].transpose(0, 2, 1).copy().transpose(0, 2, 1)
-    np.testing.assert_array_equal(cells, kept)
+    np.testing.assert_array_equal(cells, cells_before)
     np.testing.assert_array_equal(step(strided, actions).cells, expected.cells)
     one_by_one = [step(cells[i : i + 1], actions[i : i + 1]).cells[0] for i in range(16)]
     np.testing.assert_array_equal(one_by_one, expected.cells)
@@ -167,7 +168,7 @@ def test_step_leaves_its_input_alone_and_takes_any_memory_order():
 def test_an_empty_batch_is_fine():
     outcome = step(np.zeros((0, 6, 6), dtype=np.int8), np.zeros(0, dtype=np.int64))
     assert outcome.cells.shape == (0, 6, 6)
-    assert [len(part) for part in outcome[1:]] == [0, 0, 0]
+    assert [len(field) for field in outcome[1:]] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("actions", [[5], [-1]])

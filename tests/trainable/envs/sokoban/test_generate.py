@@ -19,7 +19,7 @@ from trainable.envs.sokoban.text import parse_grid, render
 
 ROOT = Path(__file__).parents[4]
 REFERENCE = json.loads((ROOT / "tests/data/sokoban_levels.json").read_text(encoding="utf-8"))["levels"]
-FALLING_BACK = (3248, 11482)  # found by search; the second lies among the published training seeds
+FALLBACK_SEEDS = (3248, 11482)  # found by search; the second is one of the published training seeds
 
 
 @pytest.mark.parametrize("entry", REFERENCE, ids=lambda entry: str(entry["seed"]))
@@ -67,27 +67,27 @@ def test_worked_examples(seed, target, box, player):
 )
 def test_other_sizes_and_depths_equal_the_literal_generator(seed, rows, cols, search_depth, num_steps):
     expected = oracle_generate_level(seed, rows, cols, num_steps, search_depth)
-    settings_ = {"rows": rows, "cols": cols, "num_steps": num_steps, "search_depth": search_depth}
+    level_settings = {"rows": rows, "cols": cols, "num_steps": num_steps, "search_depth": search_depth}
     if expected is None:
         try:
-            level = generate_level(seed, **settings_)
+            level = generate_level(seed, **level_settings)
         except ValueError:
             return
-        derived = generate_level(compute_fallback_seed(seed), **settings_)
-        np.testing.assert_array_equal(level.cells, derived.cells)
+        fallback_level = generate_level(compute_fallback_seed(seed), **level_settings)
+        np.testing.assert_array_equal(level.cells, fallback_level.cells)
     else:
-        np.testing.assert_array_equal(generate_level(seed, **settings_).cells, expected)
+        np.testing.assert_array_equal(generate_level(seed, **level_settings).cells, expected)
 
 
 def test_a_depth_that_cuts_the_search_short_equals_the_literal_generator():
     for seed in range(12):
         expected = oracle_generate_level(seed, 10, 10, 60, 300)
         np.testing.assert_array_equal(generate_level(seed, 10, 10, 60).cells, expected)
-    shallow, deep = (
+    shallow_levels, deep_levels = (
         [generate_level(seed, 10, 10, 60, search_depth=depth).cells.tobytes() for seed in range(12)]
         for depth in (40, 300)
     )
-    assert shallow != deep
+    assert shallow_levels != deep_levels
 
 
 @settings(deadline=None, max_examples=50)
@@ -100,15 +100,15 @@ def test_every_level_can_be_played_and_solved_and_is_not_solved(seed):
 
 
 def test_levels_do_not_depend_on_global_streams_or_on_each_other():
-    alone = [generate_level(seed).cells.tobytes() for seed in (5, 123, 3248)]
+    separate_levels = [generate_level(seed).cells.tobytes() for seed in (5, 123, 3248)]
     np.random.seed(99)  # noqa: NPY002
-    together = [level.cells.tobytes() for level in generate_levels((5, 123, 3248))]
-    backwards = [level.cells.tobytes() for level in generate_levels((3248, 123, 5))]
-    assert alone == together == backwards[::-1]
+    joint_levels = [level.cells.tobytes() for level in generate_levels((5, 123, 3248))]
+    reversed_levels = [level.cells.tobytes() for level in generate_levels((3248, 123, 5))]
+    assert separate_levels == joint_levels == reversed_levels[::-1]
 
 
 def test_levels_are_the_same_in_processes_with_different_hash_seeds():
-    seeds = (123, *FALLING_BACK)
+    seeds = (123, *FALLBACK_SEEDS)
     script = (
         "from trainable.envs.sokoban.generate import *\n"
         f"for r in generate_levels({seeds}): print(r.cells.tobytes().hex())"
@@ -124,11 +124,11 @@ def test_levels_are_the_same_in_processes_with_different_hash_seeds():
         ).stdout
         for hash_seed in ("0", "1")
     ]
-    here = "".join(generate_level(seed).cells.tobytes().hex() + "\n" for seed in seeds)
-    assert outputs == [here, here]
+    expected_output = "".join(generate_level(seed).cells.tobytes().hex() + "\n" for seed in seeds)
+    assert outputs == [expected_output, expected_output]
 
 
-@pytest.mark.parametrize("seed", FALLING_BACK)
+@pytest.mark.parametrize("seed", FALLBACK_SEEDS)
 def test_a_seed_without_a_level_takes_the_level_of_its_derived_seed(seed):
     assert oracle_generate_level(seed, 6, 6, 20, 300) is None
     level = generate_level(seed)
@@ -145,15 +145,15 @@ def test_derived_seeds_are_the_first_bytes_of_sha256():
 @given(st.integers(0, 2**32 - 1), st.integers(0, 3), st.booleans())
 def test_key_is_the_same_for_all_eight_symmetries(seed, quarter_turns, mirrored):
     cells = generate_level(seed).cells
-    turned = np.rot90(cells.T if mirrored else cells, quarter_turns)
-    assert Level(0, turned).key == Level(0, cells).key
-    eight = [np.rot90(side, turns).tobytes() for side in (cells, cells.T) for turns in range(4)]
-    assert Level(0, cells).key == min(eight)
+    turned_cells = np.rot90(cells.T if mirrored else cells, quarter_turns)
+    assert Level(0, turned_cells).key == Level(0, cells).key
+    symmetric_boards = [np.rot90(board, turns).tobytes() for board in (cells, cells.T) for turns in range(4)]
+    assert Level(0, cells).key == min(symmetric_boards)
 
 
 def test_key_tells_levels_apart():
-    one, other = parse_grid("#####\n#PXO#\n#####"), parse_grid("#####\n#XPO#\n#####")
-    assert Level(0, one).key != Level(0, other).key
+    cells, other_cells = parse_grid("#####\n#PXO#\n#####"), parse_grid("#####\n#XPO#\n#####")
+    assert Level(0, cells).key != Level(0, other_cells).key
 
 
 def test_cells_are_read_only():
@@ -163,7 +163,7 @@ def test_cells_are_read_only():
 
 
 @pytest.mark.parametrize(
-    ("settings_", "message"),
+    ("level_settings", "message"),
     [
         ({"num_boxes": 2}, "num_boxes=1"),
         ({"rows": 3}, "4 to 20 rows"),
@@ -176,6 +176,6 @@ def test_cells_are_read_only():
         ({"num_steps": 1, "rows": 4, "cols": 4, "search_depth": 2}, "raise num_steps, so that more floor is carved"),
     ],
 )
-def test_bad_settings_are_named(settings_, message):
+def test_bad_settings_are_named(level_settings, message):
     with pytest.raises(ValueError, match=message):
-        generate_level(**({"seed": 0} | settings_))
+        generate_level(**({"seed": 0} | level_settings))

@@ -14,90 +14,96 @@ def published_keys():
     return level_sets.collect_level_keys(generate_levels(range(10_000, 13_200)))
 
 
-def seeds(levels):
+def list_seeds(levels):
     return [level.seed for level in levels]
 
 
-def boards(levels):
+def list_boards(levels):
     return [level.cells.tobytes() for level in levels]
 
 
 @pytest.mark.parametrize("env_groups", [4, 8])
 def test_training_seeds_shift_by_the_groups_of_a_step(env_groups):
-    steps = [seeds(level_sets.make_training_levels(0, step, env_groups)) for step in (1, 2, 3)]
+    steps = [list_seeds(level_sets.make_training_levels(0, step, env_groups)) for step in (1, 2, 3)]
     assert steps == [list(range(10_000 + env_groups * t, 10_000 + env_groups * (t + 1))) for t in range(3)]
 
 
 def test_training_seeds_of_another_seed_index_and_base():
     assert level_sets.compute_training_seed(0, 3199) == 13_199
     assert level_sets.compute_training_seed(2, 5) == 2_010_005
-    assert seeds(level_sets.make_training_levels(1, 2, 3, base=500)) == [1_000_503, 1_000_504, 1_000_505]
+    assert list_seeds(level_sets.make_training_levels(1, 2, 3, base=500)) == [1_000_503, 1_000_504, 1_000_505]
 
 
 def test_validation_levels_are_the_published_seeds():
-    assert seeds(level_sets.make_validation_levels()) == list(range(123, 635))
-    assert seeds(level_sets.make_validation_levels(3, base=1000)) == [1000, 1001, 1002]
+    assert list_seeds(level_sets.make_validation_levels()) == list(range(123, 635))
+    assert list_seeds(level_sets.make_validation_levels(3, base=1000)) == [1000, 1001, 1002]
 
 
 def test_test_levels_are_distinct_and_met_nowhere_else(test_keys, published_keys):
     assert len(test_keys) == len(level_sets.make_test_levels()) == 512
     assert not test_keys & level_sets.collect_level_keys(level_sets.make_validation_levels())
     assert not test_keys & published_keys
-    assert min(seeds(level_sets.make_test_levels())) >= 900_000_000
+    assert min(list_seeds(level_sets.make_test_levels())) >= 900_000_000
 
 
 def test_the_shipped_seeds_are_what_the_search_finds(capsys):
     level_sets.main([])
     assert capsys.readouterr().out == level_sets.TEST_SEEDS_FILE.read_text(encoding="utf-8")
-    assert level_sets.find_test_seeds(24) == seeds(level_sets.make_test_levels(24))
+    assert level_sets.find_test_seeds(24) == list_seeds(level_sets.make_test_levels(24))
 
 
 def test_write_writes_the_shipped_file(monkeypatch, tmp_path):
-    shipped = level_sets.TEST_SEEDS_FILE.read_bytes()
+    shipped_bytes = level_sets.TEST_SEEDS_FILE.read_bytes()
     monkeypatch.setattr(level_sets, "TEST_SEEDS_FILE", tmp_path / "seeds.json")
     level_sets.main(["--write"])
-    assert (tmp_path / "seeds.json").read_bytes() == shipped
+    assert (tmp_path / "seeds.json").read_bytes() == shipped_bytes
 
 
 def test_fewer_test_levels_are_the_first_ones():
-    assert boards(level_sets.make_test_levels(5)) == boards(level_sets.make_test_levels())[:5]
+    assert list_boards(level_sets.make_test_levels(5)) == list_boards(level_sets.make_test_levels())[:5]
 
 
 def test_published_training_levels_stay_as_published(test_keys, published_keys):
-    plain = generate_levels(range(10_000, 13_200))
-    assert boards(level_sets.make_training_levels(0, 1, 3200, excluded_keys=test_keys | published_keys)) == boards(
-        plain
-    )
+    published_levels = generate_levels(range(10_000, 13_200))
+    assert list_boards(
+        level_sets.make_training_levels(0, 1, 3200, excluded_keys=test_keys | published_keys)
+    ) == list_boards(published_levels)
 
 
 def test_other_training_levels_are_replaced_where_they_are_test_levels(test_keys):
-    plain = level_sets.make_training_levels(1, 1, 256)
-    kept = level_sets.make_training_levels(1, 1, 256, excluded_keys=test_keys)
-    replaced = [(old, new) for old, new in zip(plain, kept, strict=True) if old.key in test_keys]
-    assert replaced
-    assert not test_keys & level_sets.collect_level_keys(kept)
-    assert all(new.seed - old.seed >= 1_000_000_000 for old, new in replaced)
-    assert [new.seed for old, new in zip(plain, kept, strict=True) if old.key not in test_keys] == [
-        old.seed for old in plain if old.key not in test_keys
+    unfiltered_levels = level_sets.make_training_levels(1, 1, 256)
+    filtered_levels = level_sets.make_training_levels(1, 1, 256, excluded_keys=test_keys)
+    replacements = [
+        (old_level, new_level)
+        for old_level, new_level in zip(unfiltered_levels, filtered_levels, strict=True)
+        if old_level.key in test_keys
     ]
+    assert replacements
+    assert not test_keys & level_sets.collect_level_keys(filtered_levels)
+    assert all(new_level.seed - old_level.seed >= 1_000_000_000 for old_level, new_level in replacements)
+    assert [
+        new_level.seed
+        for old_level, new_level in zip(unfiltered_levels, filtered_levels, strict=True)
+        if old_level.key not in test_keys
+    ] == [old_level.seed for old_level in unfiltered_levels if old_level.key not in test_keys]
 
 
 def test_a_replacement_depends_on_its_own_seed_only(test_keys):
-    together = level_sets.make_training_levels(1, 1, 64, excluded_keys=test_keys)
-    by_eights = [
+    levels = level_sets.make_training_levels(1, 1, 64, excluded_keys=test_keys)
+    levels_by_step = [
         level for step in range(1, 9) for level in level_sets.make_training_levels(1, step, 8, excluded_keys=test_keys)
     ]
-    assert boards(by_eights) == boards(together)
-    assert seeds(by_eights) == seeds(together)
+    assert list_boards(levels_by_step) == list_boards(levels)
+    assert list_seeds(levels_by_step) == list_seeds(levels)
 
 
 def test_a_replacement_is_the_first_seed_that_is_allowed():
     (level,) = level_sets.make_training_levels(1, 1, 1)
-    start = 1_000_000_000 + level.seed
-    candidates = generate_levels(range(start, start + 20))
-    skip = frozenset({level.key, candidates[0].key})
-    expected = next(candidate for candidate in candidates if candidate.key not in skip)
-    assert seeds(level_sets.make_training_levels(1, 1, 1, excluded_keys=skip)) == [expected.seed]
+    first_seed = 1_000_000_000 + level.seed
+    candidates = generate_levels(range(first_seed, first_seed + 20))
+    excluded_keys = frozenset({level.key, candidates[0].key})
+    expected = next(candidate for candidate in candidates if candidate.key not in excluded_keys)
+    assert list_seeds(level_sets.make_training_levels(1, 1, 1, excluded_keys=excluded_keys)) == [expected.seed]
 
 
 def test_demonstrations_show_no_validation_or_test_level(test_keys):
@@ -108,9 +114,11 @@ def test_demonstrations_show_no_validation_or_test_level(test_keys):
 
 def test_demonstrations_go_on_where_a_call_ended():
     levels = level_sets.make_demonstration_levels(20)
-    head = level_sets.make_demonstration_levels(8)
-    tail = level_sets.make_demonstration_levels(12, first_index=head[-1].seed - level_sets.FIRST_DEMONSTRATION_SEED + 1)
-    assert boards(head) + boards(tail) == boards(levels)
+    first_levels = level_sets.make_demonstration_levels(8)
+    later_levels = level_sets.make_demonstration_levels(
+        12, first_index=first_levels[-1].seed - level_sets.FIRST_DEMONSTRATION_SEED + 1
+    )
+    assert list_boards(first_levels) + list_boards(later_levels) == list_boards(levels)
     assert level_sets.make_demonstration_levels(0) == []
 
 

@@ -12,7 +12,7 @@ UP, DOWN, LEFT, RIGHT = Action.UP, Action.DOWN, Action.LEFT, Action.RIGHT
 LEVEL_123 = make_validation_levels(1)[0].cells
 
 
-def answer(text: str) -> str:
+def make_answer(text: str) -> str:
     return f"why</think><answer>{text}</answer>"
 
 
@@ -22,9 +22,9 @@ ANSWERS: list[tuple[str, tuple[Action, ...], bool]] = [
     ("Up", (UP,), False),
     (" down\n||\tRIGHT ", (DOWN, RIGHT), False),  # blanks around words, any case
     ("Up||Left", (UP, LEFT), False),
-    ("|| Up || || Down ||", (UP, DOWN), False),  # blank items do not count
-    ("Up || Left || Down", (UP, LEFT), False),  # too many is cut, not penalised
-    ("Up || Left || Jump", (UP, LEFT), False),  # what is cut is not looked at
+    ("|| Up || || Down ||", (UP, DOWN), False),  # blank items do not count as actions
+    ("Up || Left || Down", (UP, LEFT), False),  # extra actions are cut without a penalty
+    ("Up || Left || Jump", (UP, LEFT), False),  # actions beyond the limit are not checked
     ("Jump || Up || Left", (UP,), True),  # cut first, then unknown words dropped
     ("Jump || Hop || Left", (), True),
     ("Jump || Up", (UP,), True),
@@ -33,14 +33,14 @@ ANSWERS: list[tuple[str, tuple[Action, ...], bool]] = [
     ("", (), True),
     (" || ", (), True),
     ("none", (), True),
-    ("<answer>Up", (UP,), False),  # stray tags and markers are taken out
+    ("<answer>Up", (UP,), False),  # stray tags and markers are removed
     ("<|im_start|>Up <|im_end|>|| Le<think>ft", (UP, LEFT), False),
 ]
 
 
 @pytest.mark.parametrize(("text", "actions", "invalid"), ANSWERS)
 def test_answers(text: str, actions: tuple[Action, ...], invalid: bool) -> None:
-    assert parse_reply(answer(text), max_actions=2) == ParsedReply("why", actions, invalid)
+    assert parse_reply(make_answer(text), max_actions=2) == ParsedReply("why", actions, invalid)
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ def test_space_may_stand_between_thought_and_answer_and_both_may_have_lines() ->
 
 
 def test_the_first_match_counts() -> None:
-    two = "a</think><answer>Up</answer>b</think><answer>Left</answer>"
-    assert parse_reply(two, 2) == ParsedReply("a", (UP,), False)
+    reply = "a</think><answer>Up</answer>b</think><answer>Left</answer>"
+    assert parse_reply(reply, 2) == ParsedReply("a", (UP,), False)
     # A closing tag that no answer follows belongs to the thought, whose tags are then taken out.
     assert parse_reply("a</think> so <answer>Up</answer></think><answer>Left</answer>", 2) == ParsedReply(
         "a so Up", (LEFT,), False
@@ -77,29 +77,29 @@ def test_the_first_match_counts() -> None:
 
 
 def test_the_limit_is_an_argument() -> None:
-    text = answer("Up || Down || Jump || Left")
+    text = make_answer("Up || Down || Jump || Left")
     assert parse_reply(text, 1).actions == (UP,)
     assert parse_reply(text, 3) == ParsedReply("why", (UP, DOWN), True)
     assert parse_reply(text, 9) == ParsedReply("why", (UP, DOWN, LEFT), True)
 
 
-def literal_parse(text: str, limit: int) -> tuple[list[str], bool]:
-    """The rules of the fact sheet, character by character: action names, and whether the penalty is due."""
+def parse_literally(text: str, limit: int) -> tuple[list[str], bool]:
+    """Parse by the published rules, character by character: action names, and whether the penalty is due."""
     open_answer, close_answer, close_thought = "<answer>", "</answer>", "</think>"
-    for end in range(len(text)):
-        if not text.startswith(close_thought, end):
+    for index in range(len(text)):
+        if not text.startswith(close_thought, index):
             continue
-        after = text[end + len(close_thought) :].lstrip()
-        if after.startswith(open_answer) and close_answer in after:
-            inside = after[len(open_answer) : after.index(close_answer)]
+        rest_of_reply = text[index + len(close_thought) :].lstrip()
+        if rest_of_reply.startswith(open_answer) and close_answer in rest_of_reply:
+            answer_text = rest_of_reply[len(open_answer) : rest_of_reply.index(close_answer)]
             break
     else:
         return [], True
     for tag in ("<think>", close_thought, open_answer, close_answer, "<|im_start|>", "<|im_end|>"):
-        inside = inside.replace(tag, "")
-    words = [item.strip().lower() for item in inside.strip().split("||") if item.strip() != ""][:limit]
-    known = [word for word in words if word in ("up", "down", "left", "right")]
-    return known, known == [] or known != words
+        answer_text = answer_text.replace(tag, "")
+    words = [item.strip().lower() for item in answer_text.strip().split("||") if item.strip() != ""][:limit]
+    known_words = [word for word in words if word in ("up", "down", "left", "right")]
+    return known_words, known_words == [] or known_words != words
 
 
 PIECES: Sequence[str] = (
@@ -126,7 +126,7 @@ PIECES: Sequence[str] = (
 )
 replies = st.one_of(
     st.lists(st.sampled_from(PIECES), max_size=14).map("".join),
-    st.lists(st.sampled_from(PIECES), max_size=8).map(lambda parts: answer("".join(parts))),
+    st.lists(st.sampled_from(PIECES), max_size=8).map(lambda pieces: make_answer("".join(pieces))),
     st.text(max_size=40),
 )
 
@@ -135,8 +135,8 @@ replies = st.one_of(
 @given(replies, st.integers(1, 4))
 def test_any_text_is_read_by_the_rules(text: str, limit: int) -> None:
     reply = parse_reply(text, limit)
-    names, invalid = literal_parse(text, limit)
-    assert [action.name.lower() for action in reply.actions] == names
+    action_names, invalid = parse_literally(text, limit)
+    assert [action.name.lower() for action in reply.actions] == action_names
     assert reply.invalid == invalid
     assert len(reply.actions) <= limit
     assert all(action != Action.NONE for action in reply.actions)
@@ -233,16 +233,18 @@ __##
 
 
 def test_the_full_prompt() -> None:
-    protocol = make_prompt_template("full", "grid_coord", 10)
-    assert protocol.format_first_turn(Observation(1, LEVEL_123, 10)) == FULL_OPENING
+    prompt_template = make_prompt_template("full", "grid_coord", 10)
+    assert prompt_template.format_first_turn(Observation(1, LEVEL_123, 10)) == FULL_OPENING
 
 
 def test_the_full_prompt_of_a_later_turn() -> None:
-    protocol = make_prompt_template("full", "grid", 10)
-    later = Observation(3, LEVEL_123, 8, last_reward=-0.2, last_invalid=True)
-    assert protocol.format_next_turn(later) == FULL_FOLLOWING
+    prompt_template = make_prompt_template("full", "grid", 10)
+    observation = Observation(3, LEVEL_123, 8, last_reward=-0.2, last_invalid=True)
+    assert prompt_template.format_next_turn(observation) == FULL_FOLLOWING
     warning = "Your last answer held no valid action; the state has not changed.\n"
-    assert protocol.format_next_turn(later._replace(last_invalid=False)) == FULL_FOLLOWING.replace(warning, "")
+    assert prompt_template.format_next_turn(observation._replace(last_invalid=False)) == FULL_FOLLOWING.replace(
+        warning, ""
+    )
 
 
 def test_the_full_prompt_names_its_own_limit_of_actions() -> None:
@@ -252,15 +254,15 @@ def test_the_full_prompt_names_its_own_limit_of_actions() -> None:
 
 
 def test_the_compact_prompt() -> None:
-    protocol = make_prompt_template("compact", "grid", 10)
-    assert protocol.format_first_turn(Observation(1, LEVEL_123, 10)) == COMPACT_OPENING
-    assert protocol.format_next_turn(Observation(3, LEVEL_123, 8, last_reward=-0.2)) == COMPACT_FOLLOWING
+    prompt_template = make_prompt_template("compact", "grid", 10)
+    assert prompt_template.format_first_turn(Observation(1, LEVEL_123, 10)) == COMPACT_OPENING
+    assert prompt_template.format_next_turn(Observation(3, LEVEL_123, 8, last_reward=-0.2)) == COMPACT_FOLLOWING
 
 
 @pytest.mark.parametrize(
-    ("reward", "shown"), [(0.0, "0.0"), (-0.1 - 0.1, "-0.2"), (-0.1 + 1.0 - 0.1 - 1.0, "-0.2"), (0.9, "0.9")]
+    ("reward", "reward_text"), [(0.0, "0.0"), (-0.1 - 0.1, "-0.2"), (-0.1 + 1.0 - 0.1 - 1.0, "-0.2"), (0.9, "0.9")]
 )
 @pytest.mark.parametrize("style", ["full", "compact"])
-def test_rewards_are_shown_with_one_digit(style: str, reward: float, shown: str) -> None:
+def test_rewards_are_shown_with_one_digit(style: str, reward: float, reward_text: str) -> None:
     text = make_prompt_template(style, "grid", 10).format_next_turn(Observation(2, LEVEL_123, 9, reward))
-    assert text.startswith(f"\n<|im_start|>user\nReward:\n{shown}\n")
+    assert text.startswith(f"\n<|im_start|>user\nReward:\n{reward_text}\n")

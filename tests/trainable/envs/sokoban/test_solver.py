@@ -37,13 +37,13 @@ def test_every_entry_of_the_table_is_the_length_of_a_shortest_solution(seed):
     table = compute_distance_table(cells)
     assert table.dtype == np.int16
     game = parse_board(cells)
-    everywhere = list(product(range(5), range(6)))
-    for (p, player), (b, box) in product(enumerate(everywhere), repeat=2):
+    places = list(product(range(5), range(6)))
+    for (player_index, player), (box_index, box) in product(enumerate(places), repeat=2):
         if player in game.floor and box in game.floor and player != box:
             solution = solve(make_board(game._replace(player=player, boxes=frozenset({box}))))
-            assert table[p, b] == (-1 if solution is None else len(solution))
+            assert table[player_index, box_index] == (-1 if solution is None else len(solution))
         else:
-            assert table[p, b] == -1
+            assert table[player_index, box_index] == -1
 
 
 @settings(deadline=None, max_examples=40)
@@ -75,11 +75,11 @@ def test_solve_is_as_short_as_trying_all_sequences():
 def test_optimal_actions_are_exactly_those_that_come_one_closer(seed):
     cells = make_random_board(np.random.default_rng(seed), 6, 5, 1)
     shortest = solve(cells)
-    after = {action: step(cells[None], np.array([action])).cells[0] for action in list(Action)[1:]}
+    next_boards = {action: step(cells[None], np.array([action])).cells[0] for action in list(Action)[1:]}
     closer = tuple(
         action
-        for action, board in after.items()
-        if shortest and (rest := solve(board)) is not None and len(rest) == len(shortest) - 1
+        for action, board in next_boards.items()
+        if shortest and (solution := solve(board)) is not None and len(solution) == len(shortest) - 1
     )
     assert find_optimal_actions(compute_distance_table(cells), cells) == closer
 

@@ -34,10 +34,10 @@ def test_every_kind_of_thing_is_listed_in_order():
 def test_parse_is_the_inverse_of_the_grid(seed, rows, cols, boxes):
     cells = make_random_board(np.random.default_rng(seed), rows, cols, boxes)
     text = render(cells, "grid")
-    parsed = parse_grid(text)
-    assert parsed.dtype == np.int8
-    np.testing.assert_array_equal(parsed, cells)
-    assert render(parsed, "grid") == text
+    parsed_cells = parse_grid(text)
+    assert parsed_cells.dtype == np.int8
+    np.testing.assert_array_equal(parsed_cells, cells)
+    assert render(parsed_cells, "grid") == text
     assert parse_grid(text + "\n").tobytes() == cells.tobytes()
 
 

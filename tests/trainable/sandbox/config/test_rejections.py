@@ -1,4 +1,4 @@
-"""Every configuration that is refused, with the reason that is given; and that ordinary ones are not."""
+"""Tests that invalid configurations are refused with a reason, and that published ones are accepted."""
 
 from collections.abc import Mapping
 
@@ -24,11 +24,11 @@ NOISE = {"reward_noise": 0.2, "reward_noise_mode": "label_flip"}
 Case = tuple[dict[str, object], str]
 
 
-def every(names: tuple[str, ...], settings: Mapping[str, object], words: str) -> list[Case]:
+def make_cases(names: tuple[str, ...], settings: Mapping[str, object], words: str) -> list[Case]:
     return [({**SEQUENCE, **REQUIRED_SETTINGS.get(name, {}), "method": name, **settings}, words) for name in names]
 
 
-BOUNDS: list[Case] = [
+BOUND_CASES: list[Case] = [
     ({key: value}, f"{key}={value}: must be ")
     for key, value in {
         "task": "go",
@@ -66,18 +66,18 @@ BOUNDS: list[Case] = [
         "guard_strength": 2.0,
     }.items()
 ]
-NUMBERS: list[Case] = [
+NUMBER_CASES: list[Case] = [
     ({"kondo_keep": 1.5}, "kondo_keep=1.5"),
     ({"reward_noise": -0.1}, "reward_noise=-0.1"),
     ({"trainer": {"total_training_steps": 0}}, "total_training_steps=0"),
     ({"trainer": {"test_freq": 0}}, "test_freq=0"),
-    *every(DELIGHT, {"eta": 0}, "set eta=1"),
-    *every(("PMDMean",), {"eta": 0}, "set eta=1"),
-    *every(TARGET, {"tpo_eta": 0}, "set tpo_eta=1"),
+    *make_cases(DELIGHT, {"eta": 0}, "set eta=1"),
+    *make_cases(("PMDMean",), {"eta": 0}, "set eta=1"),
+    *make_cases(TARGET, {"tpo_eta": 0}, "set tpo_eta=1"),
     ({"delay": 1000}, "set num_steps above 1000"),
-    *every(CLIPPED, {"clip_low": 1.0}, "set clip_low=0.2"),
+    *make_cases(CLIPPED, {"clip_low": 1.0}, "set clip_low=0.2"),
 ]
-SHAPES: list[Case] = [
+SHAPE_CASES: list[Case] = [
     ({"d_model": 64, "nhead": 3}, "nhead=3 does not divide d_model=64: set nhead=1, or another divisor"),
     ({"delay": 4, "replay_capacity": 4}, "set replay_capacity above 4, or delay=0"),
     ({"delay": 4, "replay_capacity": 1}, "replay_capacity=1 drops every batch before delay=4"),
@@ -86,7 +86,7 @@ SHAPES: list[Case] = [
     ({"task": "masked_reversal", "seq_len": 4, "score_len": 5}, "score_len=5 scores more positions than seq_len=4"),
     *(({"task": task, "binary_reward": True}, "set binary_reward=false") for task in CHAIN_TASKS),
 ]
-NOISES: list[Case] = [
+NOISE_CASES: list[Case] = [
     ({"reward_noise": 0.2}, "reward_noise=0.2 needs a mode"),
     ({"reward_noise_mode": "label_flip"}, "reward_noise_mode=label_flip changes no reward at reward_noise=0"),
     *(
@@ -95,24 +95,26 @@ NOISES: list[Case] = [
         for mode in SEQUENCE_NOISE_MODES
     ),
 ]
-REGIMES: list[Case] = [
-    *every((*GROUPED, *CANDIDATE), {"group_size": 1}, "set group_size=2 or more"),
-    *every(GROUPED, {"batch_size": 100, "group_size": 8}, "set batch_size=96 group_size=8"),
-    *(case for task in BANDIT_TASKS for case in every(SEQUENCE_ONLY, {"task": task}, "set task=token_reversal")),
+REGIME_CASES: list[Case] = [
+    *make_cases((*GROUPED, *CANDIDATE), {"group_size": 1}, "set group_size=2 or more"),
+    *make_cases(GROUPED, {"batch_size": 100, "group_size": 8}, "set batch_size=96 group_size=8"),
+    *(case for task in BANDIT_TASKS for case in make_cases(SEQUENCE_ONLY, {"task": task}, "set task=token_reversal")),
     *(
         case
         for task in CHAIN_TASKS
-        for case in every((*CANDIDATE, "DGToken"), {"task": task}, "set task=token_reversal or task=masked_reversal")
+        for case in make_cases(
+            (*CANDIDATE, "DGToken"), {"task": task}, "set task=token_reversal or task=masked_reversal"
+        )
     ),
-    *(case for task in BANDIT_TASKS for case in every(CANDIDATE, {"task": task}, "or task=masked_reversal")),
-    *every((*CANDIDATE, "DGToken"), {"binary_reward": True}, "set binary_reward=false"),
-    *every((*CANDIDATE, "DGToken"), NOISE, "set reward_noise=0 reward_noise_mode=none"),
-    *every(CANDIDATE, {"delay": 1}, "set delay=0 replay_capacity=0"),
-    *every(CANDIDATE, {"replay_capacity": 2}, "set delay=0 replay_capacity=0"),
+    *(case for task in BANDIT_TASKS for case in make_cases(CANDIDATE, {"task": task}, "or task=masked_reversal")),
+    *make_cases((*CANDIDATE, "DGToken"), {"binary_reward": True}, "set binary_reward=false"),
+    *make_cases((*CANDIDATE, "DGToken"), NOISE, "set reward_noise=0 reward_noise_mode=none"),
+    *make_cases(CANDIDATE, {"delay": 1}, "set delay=0 replay_capacity=0"),
+    *make_cases(CANDIDATE, {"replay_capacity": 2}, "set delay=0 replay_capacity=0"),
     *(
         case
         for measure in ("diagnostics", "entropy_diagnostics", "oracle_fit")
-        for case in every(
+        for case in make_cases(
             CANDIDATE, {measure: True}, "set diagnostics=false entropy_diagnostics=false oracle_fit=false"
         )
     ),
@@ -120,29 +122,29 @@ REGIMES: list[Case] = [
     ({"method": "ReplayDG", "delay": 4}, "set replay_capacity=5, or method=DG"),
     ({"method": "FreshDG"}, "set replay_capacity=5 or delay=4, or method=DG"),
     *(({"method": "LogGrowth", "task": task}, "set task=mnist") for task in SEQUENCE_TASKS),
-    *every(("LogGrowth", "DAPO", "DAPOLite"), {"task": "lm_bandit", "kl_weight": 0.1}, "set kl_weight=0"),
-    *every(("LogGrowth", "MaxRL", "TPOFullAction"), NOISE, "noise breaks that: set reward_noise=0"),
+    *make_cases(("LogGrowth", "DAPO", "DAPOLite"), {"task": "lm_bandit", "kl_weight": 0.1}, "set kl_weight=0"),
+    *make_cases(("LogGrowth", "MaxRL", "TPOFullAction"), NOISE, "noise breaks that: set reward_noise=0"),
     *(({"method": "MaxRL", "task": task}, "set task=token_reversal binary_reward=true") for task in CHAIN_TASKS),
     ({"method": "MaxRL", "task": "token_reversal"}, "set binary_reward=true"),
     ({"method": "MaxRL", "task": "masked_reversal"}, "set binary_reward=true"),
     ({"method": "MaxRL", "task": "lm_bandit", "kl_weight": 0.1}, "set kl_weight=0"),
     *(({"method": "TPOFullAction", "task": task}, "set task=mnist") for task in TASKS if task != "mnist"),
-    *every(("TPOFullAction",), {"delay": 1}, "set delay=0 replay_capacity=0 inner_epochs=1"),
-    *every(("TPOFullAction",), {"replay_capacity": 1}, "set delay=0 replay_capacity=0 inner_epochs=1"),
-    *every(("TPOFullAction",), {"inner_epochs": 2}, "set delay=0 replay_capacity=0 inner_epochs=1"),
+    *make_cases(("TPOFullAction",), {"delay": 1}, "set delay=0 replay_capacity=0 inner_epochs=1"),
+    *make_cases(("TPOFullAction",), {"replay_capacity": 1}, "set delay=0 replay_capacity=0 inner_epochs=1"),
+    *make_cases(("TPOFullAction",), {"inner_epochs": 2}, "set delay=0 replay_capacity=0 inner_epochs=1"),
 ]
-REFUSED = [*BOUNDS, *NUMBERS, *SHAPES, *NOISES, *REGIMES]
+REFUSED_CASES = [*BOUND_CASES, *NUMBER_CASES, *SHAPE_CASES, *NOISE_CASES, *REGIME_CASES]
 
 
-def reason(settings: Mapping[str, object]) -> str:
+def get_rejection(settings: Mapping[str, object]) -> str:
     with pytest.raises(ValidationError) as refusal:
         UpdateRuleConfig.model_validate(settings)
     return format_validation_error(refusal.value)
 
 
-@pytest.mark.parametrize(("settings", "words"), REFUSED, ids=str)
-def test_refused_with_what_to_set(settings: dict[str, object], words: str) -> None:
-    text = reason(settings)
+@pytest.mark.parametrize(("settings", "words"), REFUSED_CASES, ids=str)
+def test_a_rejection_says_what_to_set(settings: dict[str, object], words: str) -> None:
+    text = get_rejection(settings)
     assert words in text
     assert text.endswith(".")
     assert "{" not in text
@@ -150,15 +152,15 @@ def test_refused_with_what_to_set(settings: dict[str, object], words: str) -> No
         assert "set " in text
 
 
-def test_every_rejection_of_the_table_is_some_case() -> None:
-    """And each is the first that applies to one of them, so that none is out of reach."""
-    seen = set()
-    for settings, _ in (*NUMBERS, *SHAPES, *NOISES, *REGIMES):
-        length = RunnerConfig.model_construct(**settings.get("trainer", {}))
-        config = UpdateRuleConfig.model_construct(**{**settings, "trainer": length})
-        first = next((i for i, item in enumerate(REJECTIONS) if item.applies(config)), None)
-        seen.add(first)
-    assert seen - {None} == set(range(len(REJECTIONS)))
+def test_every_rejection_of_the_table_has_a_case() -> None:
+    """Each is the first that applies to one of the cases, so that none is out of reach."""
+    applied_rejections = set()
+    for settings, _ in (*NUMBER_CASES, *SHAPE_CASES, *NOISE_CASES, *REGIME_CASES):
+        trainer_config = RunnerConfig.model_construct(**settings.get("trainer", {}))
+        config = UpdateRuleConfig.model_construct(**{**settings, "trainer": trainer_config})
+        index = next((i for i, item in enumerate(REJECTIONS) if item.applies(config)), None)
+        applied_rejections.add(index)
+    assert applied_rejections - {None} == set(range(len(REJECTIONS)))
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -173,11 +175,11 @@ def test_shared_noise_suits_every_task(task: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", SEQUENCE_NOISE_MODES)
-def test_sequences_have_noise_of_their_own(mode: str) -> None:
+def test_sequences_have_their_own_noise(mode: str) -> None:
     UpdateRuleConfig.model_validate({**SEQUENCE, "reward_noise": 0.2, "reward_noise_mode": mode})
 
 
-PUBLISHED: list[dict[str, object]] = [
+PUBLISHED_SETTINGS: list[dict[str, object]] = [
     {"method": "DG"},
     *({"method": method, "group_size": 8, "inner_epochs": 4} for method in ("GRPO", "TPO", "DrGRPO", "DAPO", "TEMPO")),
     *(
@@ -192,7 +194,7 @@ PUBLISHED: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("settings", PUBLISHED, ids=str)
+@pytest.mark.parametrize("settings", PUBLISHED_SETTINGS, ids=str)
 def test_published_conditions_are_accepted(settings: dict[str, object]) -> None:
     UpdateRuleConfig.model_validate({**SEQUENCE, "batch_size": 96, **settings})
 

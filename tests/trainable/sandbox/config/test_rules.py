@@ -1,4 +1,4 @@
-"""The records of the update rules: what each says, that its formula is there, and that nothing else knows a name."""
+"""Tests of the records of the update rules: their properties and formulas, and that no other code names a rule."""
 
 import ast
 import inspect
@@ -42,15 +42,15 @@ PROPERTIES: dict[tuple[str, object], tuple[str, ...]] = {
 
 @pytest.mark.parametrize(("name", "value"), PROPERTIES, ids=str)
 def test_the_rules_of_a_property(name: str, value: object) -> None:
-    having = {method for method, rule in RULES.items() if getattr(rule, name) == value}
-    assert having == set(PROPERTIES[name, value])
+    methods = {method for method, rule in RULES.items() if getattr(rule, name) == value}
+    assert methods == set(PROPERTIES[name, value])
 
 
 def test_no_property_is_without_a_rule_and_a_test() -> None:
     names = {field.name for field in fields(Rule)} - {"formula"}
     assert {name for name, _ in PROPERTIES} == names
-    said = {(name, getattr(rule, name)) for rule in RULES.values() for name in names}
-    assert {(name, value) for name, value in said if value not in (False, None)} == set(PROPERTIES)
+    values = {(name, getattr(rule, name)) for rule in RULES.values() for name in names}
+    assert {(name, value) for name, value in values if value not in (False, None)} == set(PROPERTIES)
 
 
 def test_a_configuration_has_the_record_of_its_method() -> None:
@@ -60,7 +60,7 @@ def test_a_configuration_has_the_record_of_its_method() -> None:
 
 
 def test_every_function_that_is_a_rule_has_a_record() -> None:
-    """And but for DAPO, which has two names, one alone."""
+    """Each function has exactly one record, except for DAPO, which has two names."""
     functions = set()
     for module in FORMULAS:
         for function in vars(import_module(f"trainable.sandbox.rules.{module}")).values():
@@ -75,20 +75,20 @@ def test_every_function_that_is_a_rule_has_a_record() -> None:
 
 
 @pytest.mark.parametrize("formula", ["grouped.no_such", "no_such.grpo"])
-def test_a_formula_that_is_not_there_is_an_error(formula: str) -> None:
+def test_a_missing_formula_is_an_error(formula: str) -> None:
     with pytest.raises((AttributeError, ModuleNotFoundError), match="no_such"):
         load_formula(formula)
 
 
-def words_of(path: Path) -> set[str]:
-    """Every string of a source that is no longer text."""
-    tree = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    return {node.value for node in tree if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+def read_strings(path: Path) -> set[str]:
+    """Return the strings of a source file that are single constants."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
 @pytest.mark.parametrize("package", ["trainable", "tune_study"])
-def test_no_name_of_a_rule_is_compared_or_listed_beside_the_records(package: str) -> None:
-    """Studies name rules in `search_spaces`, and published results in `analysis`: as data."""
+def test_names_of_rules_are_only_in_the_records(package: str) -> None:
+    """Studies in `search_spaces` and published results in `analysis` may name rules, as they are data."""
     for path in sorted((ROOT / package).rglob("*.py")):
         if path != ROOT / "trainable/sandbox/config/rules.py":
-            assert not words_of(path) & set(METHODS), path
+            assert not read_strings(path) & set(METHODS), path

@@ -1,10 +1,10 @@
-"""Every update rule against its recorded losses and gradients, of one batch in float64 and in float32.
+"""Tests that every update rule has its recorded losses and gradients, for one batch in float64 and in float32.
 
-    python -m tests.trainable.sandbox.rules.test_recorded_losses     # records the rules that the file has not
+    python -m tests.trainable.sandbox.rules.test_recorded_losses     # records the rules that the file does not have
 
-The file was recorded when the sandbox had its own group statistics, targets and KL, so it also says that the rules
-which now take them from `trainable.algo` give what they gave. All but `ROUNDED_OTHERWISE` must agree to the last bit
-where the machine is like the one that recorded.
+The file was recorded when the sandbox had its own group statistics, targets and KL. It therefore also shows that the
+rules which now take them from `trainable.algo` have the same results. All rules except for `ROUNDED_OTHERWISE` must
+be equal to the last bit on a machine like the one that recorded them.
 """
 
 from dataclasses import replace
@@ -28,13 +28,13 @@ ROUNDED_OTHERWISE = ("TPO", "TPONoAnchor", "TPOFullAction", "TPOToken", "GroupPG
 """Rules whose sums `trainable.algo` takes in another order, or in float64, than they were recorded with."""
 
 
-def machine() -> dict[str, str]:
-    """What the last bit of an exponential depends on."""
+def describe_machine() -> dict[str, str]:
+    """Return what the last bit of an exponential depends on."""
     return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
 
 
-def in_dtype(case: Case, dtype: torch.dtype) -> Case:
-    """The same numbers, rounded to `dtype`."""
+def cast_case(case: Case, dtype: torch.dtype) -> Case:
+    """Round the numbers of a case to `dtype`."""
     floats = {
         name: value.to(dtype)
         for name, value in vars(case.rollouts).items()
@@ -50,15 +50,15 @@ def in_dtype(case: Case, dtype: torch.dtype) -> Case:
 
 
 def compute(method: str, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Losses [E] of a batch, and the gradient [E, B, T, A] of their sum by the log-probabilities."""
-    case = in_dtype(make_random_case(seed, method, members=2, groups=2, length=3), dtype)
+    """Compute the losses [E] of a batch, and the gradient [E, B, T, A] of their sum by the log-probabilities."""
+    case = cast_case(make_random_case(seed, method, members=2, groups=2, length=3), dtype)
     table = case.log_probs.clone().requires_grad_()
     loss = UPDATE_RULES[method](case.rollouts, table, case.config).loss
     (gradient,) = torch.autograd.grad(loss.sum(), table)
     return {"loss": loss.detach(), "gradient": gradient}
 
 
-def prefix_of(method: str, seed: int, dtype: torch.dtype) -> str:
+def make_prefix(method: str, seed: int, dtype: torch.dtype) -> str:
     return f"{method}/{seed}/{str(dtype).removeprefix('torch.')}"
 
 
@@ -67,28 +67,28 @@ def prefix_of(method: str, seed: int, dtype: torch.dtype) -> str:
 @pytest.mark.parametrize("method", METHODS)
 def test_loss_and_gradient_are_the_recorded_ones(method: str, seed: int, dtype: torch.dtype) -> None:
     with safe_open(RECORDED, "pt") as recorded:
-        is_alike = recorded.metadata() == machine()
+        is_same_machine = recorded.metadata() == describe_machine()
         for name, value in compute(method, seed, dtype).items():
-            expected = recorded.get_tensor(f"{prefix_of(method, seed, dtype)}/{name}")
-            if is_alike and method not in ROUNDED_OTHERWISE:
+            expected = recorded.get_tensor(f"{make_prefix(method, seed, dtype)}/{name}")
+            if is_same_machine and method not in ROUNDED_OTHERWISE:
                 assert torch.equal(value, expected)
-            # Relative to the largest entry: p - q of two close shares has fewer digits than either.
+            # The bound is relative to the largest entry: p - q of two close shares has fewer digits than either.
             bound = 1e-6 * float(expected.abs().max())
             torch.testing.assert_close(value, expected, rtol=0, atol=bound)
 
 
 def record() -> None:
-    """Add what the file has not; a rule that it has stays as it was recorded."""
+    """Add the rules that the file does not have. The others stay as they were recorded."""
     with safe_open(RECORDED, "pt") as recorded:
-        metadata, held = recorded.metadata(), {name: recorded.get_tensor(name) for name in recorded.keys()}  # noqa: SIM118
+        metadata, recorded_tensors = recorded.metadata(), {name: recorded.get_tensor(name) for name in recorded.keys()}  # noqa: SIM118
     computed = {
-        f"{prefix_of(method, seed, dtype)}/{name}": value.contiguous()
+        f"{make_prefix(method, seed, dtype)}/{name}": value.contiguous()
         for method in METHODS
         for seed in SEEDS
         for dtype in DTYPES
         for name, value in compute(method, seed, dtype).items()
     }
-    save_file({**computed, **held}, RECORDED, metadata=metadata)
+    save_file({**computed, **recorded_tensors}, RECORDED, metadata=metadata)
 
 
 if __name__ == "__main__":

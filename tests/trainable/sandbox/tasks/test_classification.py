@@ -1,4 +1,4 @@
-"""The classification bandit: its perceptrons against torch's layers, its images, its batches and evaluation."""
+"""Tests of the classification bandit: perceptrons against torch's layers, images, batches and evaluation."""
 
 import gzip
 import itertools
@@ -19,46 +19,48 @@ from trainable.sandbox.tasks.classification import ClassificationTask
 from trainable.sandbox.tasks.images import Images, make_synthetic_images, read_images
 
 
-def few_images(count: int = 50) -> Images:
+def make_few_images(count: int = 50) -> Images:
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (2, count, 784), generator=generator, dtype=torch.uint8)
     classes = torch.randint(10, (2, count), generator=generator)
     return Images(pixels[0], classes[0], pixels[1], classes[1], source="synthetic")
 
 
-def started(seeds: tuple[int, ...] = (3, 4), **settings: object) -> tuple[ClassificationTask, MLPEnsemble, MemberRngs]:
+def make_task_and_models(
+    seeds: tuple[int, ...] = (3, 4), **settings: object
+) -> tuple[ClassificationTask, MLPEnsemble, MemberRngs]:
     config = UpdateRuleConfig(**{"task": "mnist", "batch_size": 40, "hidden": 12, **settings})
-    task, streams = ClassificationTask(config, few_images()), MemberRngs(seeds)
-    return task, task.make_models(streams), streams
+    task, rngs = ClassificationTask(config, make_few_images()), MemberRngs(seeds)
+    return task, task.make_models(rngs), rngs
 
 
-def plain(models: MLPEnsemble, member: int) -> nn.Sequential:
+def make_plain_model(models: MLPEnsemble, member: int) -> nn.Sequential:
     torch.manual_seed(0)
     sizes = [784, 12, 12, 10]
     layers = [nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
     for number, layer in enumerate(layers):
-        parts = {part: models.weights[f"layers.{number}.{part}"][member].detach() for part in ("weight", "bias")}
-        layer.load_state_dict(parts)
+        tensors = {name: models.weights[f"layers.{number}.{name}"][member].detach() for name in ("weight", "bias")}
+        layer.load_state_dict(tensors)
     return nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
 
 
 def test_a_member_is_torchs_perceptron_with_its_weights() -> None:
-    task, models, streams = started()
-    rollouts = task.sample(models, streams, 1)
+    task, models, rngs = make_task_and_models()
+    rollouts = task.sample(models, rngs, 1)
     log_probs = task.compute_log_probs(models, rollouts)
     assert log_probs.shape == (2, 40, 1, 10)
     log_probs[..., 0].sum().backward()
     for member in range(2):
-        one = plain(models, member)
-        expected = one(rollouts.observations[member]).log_softmax(-1)
+        model = make_plain_model(models, member)
+        expected = model(rollouts.observations[member]).log_softmax(-1)
         torch.testing.assert_close(log_probs[member, :, 0], expected, atol=1e-5, rtol=1e-5)
         expected[..., 0].sum().backward()
         for number in range(3):
-            for part in ("weight", "bias"):
-                ours = models.weights[f"layers.{number}.{part}"].grad
-                theirs = getattr(one[2 * number], part).grad
-                assert ours is not None
-                torch.testing.assert_close(ours[member], theirs, atol=1e-4, rtol=1e-4)
+            for name in ("weight", "bias"):
+                gradient = models.weights[f"layers.{number}.{name}"].grad
+                expected_gradient = getattr(model[2 * number], name).grad
+                assert gradient is not None
+                torch.testing.assert_close(gradient[member], expected_gradient, atol=1e-4, rtol=1e-4)
 
 
 def test_first_weights_are_uniform_within_the_bound_of_torchs_linear_layers() -> None:
@@ -71,75 +73,75 @@ def test_first_weights_are_uniform_within_the_bound_of_torchs_linear_layers() ->
     assert not torch.equal(models.weights["layers.1.weight"][0], models.weights["layers.1.weight"][1])
 
 
-def test_a_batch_is_what_its_fields_say() -> None:
-    task, models, streams = started()
-    rollouts = task.sample(models, streams, 1)
+def test_the_fields_of_a_batch_are_consistent() -> None:
+    task, models, rngs = make_task_and_models()
+    rollouts = task.sample(models, rngs, 1)
     log_probs = task.compute_log_probs(models, rollouts).detach()
-    chosen = streams.integers("sandbox_prompts", 1, high=50, shape=(40,))
-    assert torch.equal(rollouts.labels[..., 0], task.images.train_labels[chosen])
-    assert torch.equal(rollouts.observations, task.images.train_images[chosen] / 255)
+    indices = rngs.integers("sandbox_prompts", 1, high=50, shape=(40,))
+    assert torch.equal(rollouts.labels[..., 0], task.images.train_labels[indices])
+    assert torch.equal(rollouts.observations, task.images.train_images[indices] / 255)
     assert torch.equal(rollouts.rewards, (rollouts.actions == rollouts.labels).float()[..., 0])
     assert rollouts.expected_reward is not None
-    right = log_probs.gather(-1, rollouts.labels[..., None])[..., 0]
-    torch.testing.assert_close(rollouts.expected_reward[..., None], right.exp(), atol=1e-6, rtol=1e-5)
-    of_taken = log_probs.gather(-1, rollouts.actions[..., None])[..., 0]
-    torch.testing.assert_close(rollouts.behavior_log_probs, of_taken, atol=1e-6, rtol=1e-5)
+    label_log_probs = log_probs.gather(-1, rollouts.labels[..., None])[..., 0]
+    torch.testing.assert_close(rollouts.expected_reward[..., None], label_log_probs.exp(), atol=1e-6, rtol=1e-5)
+    action_log_probs = log_probs.gather(-1, rollouts.actions[..., None])[..., 0]
+    torch.testing.assert_close(rollouts.behavior_log_probs, action_log_probs, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(rollouts.behavior_baseline, log_probs.exp().square().sum(-1), atol=1e-6, rtol=1e-5)
     assert rollouts.keep_mask.all()
 
 
 def test_groups_guess_at_one_image_and_uniform_ones_are_left_out() -> None:
-    task, models, streams = started(method="GRPO", group_size=4)
-    rollouts = task.sample(models, streams, 1)
+    task, models, rngs = make_task_and_models(method="GRPO", group_size=4)
+    rollouts = task.sample(models, rngs, 1)
     images = rollouts.observations.unflatten(1, (10, 4))
     assert (images == images[:, :, :1]).all()
     assert rollouts.expected_reward is None
     for member in range(2):
-        mixed = oracles.mixed_groups(rollouts.rewards[member].tolist(), 4)
-        kept = mixed if any(mixed) else [True] * 10
-        assert rollouts.keep_mask[member].tolist() == [one for one in kept for _ in range(4)]
+        is_mixed = oracles.find_mixed_groups(rollouts.rewards[member].tolist(), 4)
+        is_kept = is_mixed if any(is_mixed) else [True] * 10
+        assert rollouts.keep_mask[member].tolist() == [keep for keep in is_kept for _ in range(4)]
 
 
-def test_noise_lies_about_classes_and_hides_the_expected_reward() -> None:
-    task, models, streams = started(reward_noise=0.5, reward_noise_mode="false_positive_action0")
-    rollouts = task.sample(models, streams, 1)
-    lied = streams.uniform("sandbox_noise", 1, shape=(40, 2))[..., 0] < 0.5
-    expected = (rollouts.actions == rollouts.labels)[..., 0] | (lied & (rollouts.actions[..., 0] == 0))
+def test_noise_corrupts_rewards_and_hides_the_expected_reward() -> None:
+    task, models, rngs = make_task_and_models(reward_noise=0.5, reward_noise_mode="false_positive_action0")
+    rollouts = task.sample(models, rngs, 1)
+    is_corrupted = rngs.uniform("sandbox_noise", 1, shape=(40, 2))[..., 0] < 0.5
+    expected = (rollouts.actions == rollouts.labels)[..., 0] | (is_corrupted & (rollouts.actions[..., 0] == 0))
     assert torch.equal(rollouts.rewards, expected.float())
     assert rollouts.expected_reward is None
 
 
-def test_a_member_draws_the_same_whoever_is_beside_it() -> None:
-    task, models, streams = started((3, 4))
-    together = task.sample(models, streams, 6)
+def test_a_member_draws_the_same_in_every_ensemble() -> None:
+    task, models, rngs = make_task_and_models((3, 4))
+    ensemble_rollouts = task.sample(models, rngs, 6)
     for member, seed in enumerate((3, 4)):
-        task, models, streams = started((seed,))
-        alone = task.sample(models, streams, 6)
+        task, models, rngs = make_task_and_models((seed,))
+        single_rollouts = task.sample(models, rngs, 6)
         for name in (field.name for field in fields(Rollouts)):
-            value, beside = getattr(alone, name), getattr(together, name)
+            value, ensemble_value = getattr(single_rollouts, name), getattr(ensemble_rollouts, name)
             if isinstance(value, Tensor):
-                torch.testing.assert_close(beside[member], value[0], atol=1e-5, rtol=0)
+                torch.testing.assert_close(ensemble_value[member], value[0], atol=1e-5, rtol=0)
 
 
 def test_evaluation_is_of_the_likeliest_class_of_all_test_images() -> None:
-    task, models, streams = started()
-    found = task.evaluate(models, streams, 0)
+    task, models, rngs = make_task_and_models()
+    metrics = task.evaluate(models, rngs, 0)
     for member in range(2):
-        probabilities = plain(models, member)(task.images.test_images / 255).softmax(-1).detach()
+        probabilities = make_plain_model(models, member)(task.images.test_images / 255).softmax(-1).detach()
         error = (probabilities.argmax(-1) != task.images.test_labels).float().mean()
         entropy = -(probabilities * probabilities.log()).sum(-1).mean()
-        assert float(found["test_error"][member]) == pytest.approx(float(error), abs=1e-6)
-        assert float(found["entropy"][member]) == pytest.approx(float(entropy), abs=1e-5)
-    assert found["synthetic_data"].tolist() == [1, 1]
+        assert float(metrics["test_error"][member]) == pytest.approx(float(error), abs=1e-6)
+        assert float(metrics["entropy"][member]) == pytest.approx(float(entropy), abs=1e-5)
+    assert metrics["synthetic_data"].tolist() == [1, 1]
 
 
 def test_synthetic_images_have_mnists_shape_and_are_always_the_same() -> None:
-    images, again = make_synthetic_images(), make_synthetic_images()
+    images, second_images = make_synthetic_images(), make_synthetic_images()
     assert images.train_images.shape == (60_000, 784)
     assert images.test_images.shape == (10_000, 784)
     assert images.train_images.dtype == torch.uint8
     assert set(images.train_labels.tolist()) == set(range(10))
-    for one, other in zip(images[:4], again[:4], strict=True):
+    for one, other in zip(images[:4], second_images[:4], strict=True):
         assert torch.equal(one, other)
 
 
@@ -174,24 +176,24 @@ def test_files_that_are_not_mnists_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"neither train-images-idx3-ubyte nor train-images-idx3-ubyte\.gz"):
         read_images(str(tmp_path))
     write_idx(tmp_path, zipped=False)
-    labels = tmp_path / "t10k-labels-idx1-ubyte"
-    whole = labels.read_bytes()
-    labels.write_bytes(whole[:-1])
+    label_path = tmp_path / "t10k-labels-idx1-ubyte"
+    label_bytes = label_path.read_bytes()
+    label_path.write_bytes(label_bytes[:-1])
     with pytest.raises(ValueError, match=r"t10k-labels-idx1-ubyte is not MNIST's: 10007 bytes"):
         read_images(str(tmp_path))
-    labels.write_bytes(whole[:-1] + bytes([10]))
+    label_path.write_bytes(label_bytes[:-1] + bytes([10]))
     with pytest.raises(ValueError, match="a label is above 9"):
         read_images(str(tmp_path))
-    labels.unlink()
-    zipped = tmp_path / f"{labels.name}.gz"
-    whole_gzip = gzip.compress(whole)
-    damaged = (
+    label_path.unlink()
+    gzip_path = tmp_path / f"{label_path.name}.gz"
+    label_gzip = gzip.compress(label_bytes)
+    damaged_contents = (
         b"not a gzip file",
-        whole_gzip[:-20],  # cut off
-        whole_gzip[:10] + bytes([0xFF] * 40) + whole_gzip[50:],  # a deflate block of a type that does not exist
+        label_gzip[:-20],  # truncated
+        label_gzip[:10] + bytes([0xFF] * 40) + label_gzip[50:],  # a deflate block of a type that does not exist
     )
-    for content in damaged:
-        zipped.write_bytes(content)
+    for content in damaged_contents:
+        gzip_path.write_bytes(content)
         with pytest.raises(
             ValueError, match=r"t10k-labels-idx1-ubyte\.gz cannot be unpacked \(.+\)\. Download it again\."
         ):

@@ -1,4 +1,4 @@
-"""A trial of several runs without Ray's driver: what Tune would call, in this process."""
+"""Tests of a trial of several runs without Ray's driver: they make the calls of Tune in this process."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -27,14 +27,14 @@ SMALL = {
     "trainer.test_freq": 3,
     "trainer.resume_every": 2,
 }
-GROUPED = {"method": "GRPO", "group_size": 4, "binary_reward": True, "seq_len": 8, "fallback_patience": 2}
+STOPPING_SETTINGS = {"method": "GRPO", "group_size": 4, "binary_reward": True, "seq_len": 8, "fallback_patience": 2}
 """Eight tokens that all have to be right: no group has a spread of rewards, so every member stops at step 1."""
-Start = Callable[..., Trial]
+StartTrial = Callable[..., Trial]
 
 
-def config(folder: Path, seeds: tuple[int, ...] = (0, 1), **settings: Any) -> dict[str, Any]:
-    finished, interrupt = settings.pop("finished", False), settings.pop("interrupt", None)
-    changed = {**SMALL, **{name.replace("__", "."): value for name, value in settings.items()}}
+def make_config(folder: Path, seeds: tuple[int, ...] = (0, 1), **settings: Any) -> dict[str, Any]:
+    is_finished, interrupt = settings.pop("finished", False), settings.pop("interrupt", None)
+    trial_settings = {**SMALL, **{name.replace("__", "."): value for name, value in settings.items()}}
     runs = [
         {
             "run_id": f"a-s{seed}",
@@ -48,10 +48,10 @@ def config(folder: Path, seeds: tuple[int, ...] = (0, 1), **settings: Any) -> di
         "run_id": "a",
         "study": "influence",
         "arm": "DG",
-        "settings": changed,
+        "settings": trial_settings,
         "runs": runs,
         "side_by_side": True,
-        "finished": finished,
+        "finished": is_finished,
         "family": "trainable.families:UPDATE_RULES",
         "stop_rules": ["uniform_groups"],
         "interrupt": interrupt,
@@ -61,55 +61,55 @@ def config(folder: Path, seeds: tuple[int, ...] = (0, 1), **settings: Any) -> di
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
-    """Starts a trial as Tune does it, in a process of its own: the one before is gone."""
-    alive: list[Trial] = []
+def start_trial() -> Iterator[StartTrial]:
+    """Return a function that starts a trial as Tune does, after it has cleaned up the previous one."""
+    trials: list[Trial] = []
 
-    def started(folder: Path, **settings: Any) -> Trial:
-        for trial in alive:
+    def start(folder: Path, **settings: Any) -> Trial:
+        for trial in trials:
             trial.cleanup()
-        alive.append(Trial(config(folder, **settings)))
-        alive[-1].begin()
-        return alive[-1]
+        trials.append(Trial(make_config(folder, **settings)))
+        trials[-1].begin()
+        return trials[-1]
 
-    yield started
-    for trial in alive:
+    yield start
+    for trial in trials:
         trial.cleanup()
 
 
-def to_the_end(trial: Trial) -> list[Report]:
+def run_to_end(trial: Trial) -> list[Report]:
     reports = [trial.step()]
     while not reports[-1]["done"]:
         reports.append(trial.step())
     return reports
 
 
-def timeless(row: dict[str, Any]) -> dict[str, Any]:
+def drop_times(row: dict[str, Any]) -> dict[str, Any]:
     times = {column.name for column in TIME_COLUMNS}
     return {name: value for name, value in row.items() if name not in times}
 
 
-def written(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Rows on disk by run, without times."""
+def read_written_rows(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Read the rows on disk by run, without times."""
     paths = sorted(folder.glob("s*"))
-    return {path.name: [timeless(row) for row in read_rows(path / "metrics.jsonl", first_step=0)] for path in paths}
+    return {path.name: [drop_times(row) for row in read_rows(path / "metrics.jsonl", first_step=0)] for path in paths}
 
 
-def last_weights(folder: Path) -> list[torch.Tensor]:
+def read_last_weights(folder: Path) -> list[torch.Tensor]:
     return [read_checkpoint(folder / f"s{seed}" / "state" / "step_7")[0]["adam/weights"] for seed in (0, 1)]
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Report]]:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Report]]:
     folder = tmp_path_factory.mktemp("straight")
-    trial = Trial(config(folder))
-    reports = to_the_end(trial)
+    trial = Trial(make_config(folder))
+    reports = run_to_end(trial)
     trial.cleanup()
     return folder, reports
 
 
-def test_a_report_has_the_rows_of_all_runs_and_they_are_on_disk(straight: tuple[Path, list[Report]]) -> None:
-    folder, reports = straight
+def test_a_report_has_the_rows_of_all_runs_and_they_are_on_disk(uninterrupted: tuple[Path, list[Report]]) -> None:
+    folder, reports = uninterrupted
     assert [report["step"] for report in reports] == [0, 3, 6, 7]
     assert [report["training_iteration"] for report in reports] == [1, 2, 3, 4]
     assert [report["done"] for report in reports] == [False, False, False, True]
@@ -126,210 +126,233 @@ def test_a_report_has_the_rows_of_all_runs_and_they_are_on_disk(straight: tuple[
     assert all(report["failed"] == {} and report["note"] == "" for report in reports)
 
 
-@pytest.mark.parametrize("cut", [1, 2, 3])
-def test_a_trial_that_was_taken_up_again_writes_the_rows_that_one_run_through_does(
-    tmp_path: Path, start: Start, straight: tuple[Path, list[Report]], cut: int
+@pytest.mark.parametrize("num_reports", [1, 2, 3])
+def test_a_resumed_trial_writes_the_rows_of_an_uninterrupted_one(
+    tmp_path: Path, start_trial: StartTrial, uninterrupted: tuple[Path, list[Report]], num_reports: int
 ) -> None:
-    first = start(tmp_path)
-    for _ in range(cut):
-        first.step()
-    reports = to_the_end(start(tmp_path))
-    assert written(tmp_path) == written(straight[0])
+    first_trial = start_trial(tmp_path)
+    for _ in range(num_reports):
+        first_trial.step()
+    reports = run_to_end(start_trial(tmp_path))
+    assert read_written_rows(tmp_path) == read_written_rows(uninterrupted[0])
     assert reports[-1]["training_iteration"] == 4
-    assert all(torch.equal(*pair) for pair in zip(last_weights(tmp_path), last_weights(straight[0]), strict=True))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(read_last_weights(tmp_path), read_last_weights(uninterrupted[0]), strict=True)
+    )
 
 
-def test_states_are_written_in_their_rhythm_and_the_last_one_is_kept_alone(
-    tmp_path: Path, start: Start, straight: tuple[Path, list[Report]]
+def test_checkpoints_are_written_every_so_many_steps_and_only_the_last_is_kept(
+    tmp_path: Path, start_trial: StartTrial, uninterrupted: tuple[Path, list[Report]]
 ) -> None:
-    trial = start(tmp_path, trainer__save_freq=3)
+    trial = start_trial(tmp_path, trainer__save_freq=3)
     trial.step()
     assert not (tmp_path / "s0" / "state").exists()
     trial.step()
     assert sorted(path.name for path in (tmp_path / "s0" / "state").iterdir()) == ["step_2", "step_4"]
-    to_the_end(trial)
+    run_to_end(trial)
     for seed in (0, 1):
         assert [path.name for path in (tmp_path / f"s{seed}" / "state").iterdir()] == ["step_7"]
-        kept = sorted(path.name for path in (tmp_path / f"kept{seed}").iterdir())
-        assert kept == ["global_step_3", "global_step_6", "global_step_7"]
-    assert not (straight[0] / "kept0").exists()
+        saved_names = sorted(path.name for path in (tmp_path / f"kept{seed}").iterdir())
+        assert saved_names == ["global_step_3", "global_step_6", "global_step_7"]
+    assert not (uninterrupted[0] / "kept0").exists()
 
 
-def test_an_interrupted_trial_writes_its_states_at_once(tmp_path: Path, start: Start, straight: Any) -> None:
+def test_an_interrupted_trial_writes_its_states_at_once(
+    tmp_path: Path, start_trial: StartTrial, uninterrupted: Any
+) -> None:
     interrupt = tmp_path / "interrupt"
-    trial = start(tmp_path, interrupt=str(interrupt), trainer__resume_every=100)
+    trial = start_trial(tmp_path, interrupt=str(interrupt), trainer__resume_every=100)
     trial.step()
     interrupt.touch()
     report = trial.step()
     assert (report["rows"], report["saved"], report["done"], report["training_iteration"]) == ({}, True, False, 1)
     assert [path.name for path in (tmp_path / "s1" / "state").iterdir()] == ["step_2"]
     interrupt.unlink()
-    to_the_end(start(tmp_path, trainer__resume_every=100))
-    assert written(tmp_path) == written(straight[0])
+    run_to_end(start_trial(tmp_path, trainer__resume_every=100))
+    assert read_written_rows(tmp_path) == read_written_rows(uninterrupted[0])
 
 
-def test_nothing_stays_of_a_state_that_is_refused_in_part(tmp_path: Path, start: Start, straight: Any) -> None:
-    first = start(tmp_path)
+def test_nothing_remains_of_a_state_that_is_refused_in_part(
+    tmp_path: Path, start_trial: StartTrial, uninterrupted: Any
+) -> None:
+    first_trial = start_trial(tmp_path)
     for _ in range(2):
-        first.step()
+        first_trial.step()
     for seed in (0, 1):
-        for folder in list((tmp_path / f"s{seed}" / "state").iterdir()):
-            tensors, values = read_checkpoint(folder)
-            shutil.rmtree(folder)
-            write_checkpoint(folder, tensors, {name: value for name, value in values.items() if name != "batches"})
-    again = start(tmp_path, trainer__resume_every=100)
-    assert again.training.trainer.step_index == 0
-    to_the_end(again)
-    assert written(tmp_path) == written(straight[0])
+        for checkpoint_folder in list((tmp_path / f"s{seed}" / "state").iterdir()):
+            tensors, values = read_checkpoint(checkpoint_folder)
+            shutil.rmtree(checkpoint_folder)
+            write_checkpoint(
+                checkpoint_folder, tensors, {name: value for name, value in values.items() if name != "batches"}
+            )
+    second_trial = start_trial(tmp_path, trainer__resume_every=100)
+    assert second_trial.training.trainer.step_index == 0
+    run_to_end(second_trial)
+    assert read_written_rows(tmp_path) == read_written_rows(uninterrupted[0])
 
 
-def test_a_damaged_state_is_named_and_the_one_before_is_used(tmp_path: Path, start: Start, straight: Any) -> None:
-    first = start(tmp_path)
+def test_a_damaged_state_is_named_and_the_one_before_is_used(
+    tmp_path: Path, start_trial: StartTrial, uninterrupted: Any
+) -> None:
+    first_trial = start_trial(tmp_path)
     for _ in range(2):
-        first.step()
+        first_trial.step()
     (tmp_path / "s1" / "state" / "step_4" / "state.safetensors").write_bytes(b"x")
-    again = start(tmp_path)
-    assert again.training.trainer.step_index == 2
-    report = again.step()
+    second_trial = start_trial(tmp_path)
+    assert second_trial.training.trainer.step_index == 2
+    report = second_trial.step()
     assert "s1/state/step_4 is not used: " in report["note"]
     assert "training continues after step 2" in report["note"]
-    to_the_end(again)
-    assert written(tmp_path) == written(straight[0])
+    run_to_end(second_trial)
+    assert read_written_rows(tmp_path) == read_written_rows(uninterrupted[0])
 
 
-def test_the_newest_step_that_all_runs_have_is_gone_on_from(tmp_path: Path, start: Start, straight: Any) -> None:
-    first = start(tmp_path)
+def test_training_continues_from_the_newest_step_that_all_runs_have(
+    tmp_path: Path, start_trial: StartTrial, uninterrupted: Any
+) -> None:
+    first_trial = start_trial(tmp_path)
     for _ in range(2):
-        first.step()
+        first_trial.step()
     shutil.rmtree(tmp_path / "s0" / "state" / "step_4")
-    again = start(tmp_path)
-    assert again.training.trainer.step_index == 2
-    assert again.training.notes == []
-    to_the_end(again)
-    assert written(tmp_path) == written(straight[0])
+    second_trial = start_trial(tmp_path)
+    assert second_trial.training.trainer.step_index == 2
+    assert second_trial.training.notes == []
+    run_to_end(second_trial)
+    assert read_written_rows(tmp_path) == read_written_rows(uninterrupted[0])
 
 
-def test_runs_that_begin_again_with_one_that_joins_them_say_so(tmp_path: Path, start: Start) -> None:
-    first = start(tmp_path)
+def test_runs_that_start_again_because_one_joins_them_say_so(tmp_path: Path, start_trial: StartTrial) -> None:
+    first_trial = start_trial(tmp_path)
     for _ in range(2):
-        first.step()
-    again = start(tmp_path, seeds=(0, 1, 2))
-    assert again.training.trainer.step_index == 0
-    assert "have no checkpoint at a common step: all start at step 0" in again.step()["note"]
-    steps = {run: [row["step"] for row in rows] for run, rows in written(tmp_path).items()}
+        first_trial.step()
+    second_trial = start_trial(tmp_path, seeds=(0, 1, 2))
+    assert second_trial.training.trainer.step_index == 0
+    assert "have no checkpoint at a common step: all start at step 0" in second_trial.step()["note"]
+    steps = {run: [row["step"] for row in rows] for run, rows in read_written_rows(tmp_path).items()}
     assert steps == {"s0": [0], "s1": [0], "s2": [0]}
-    assert start(tmp_path / "new").training.notes == []
+    assert start_trial(tmp_path / "new").training.notes == []
 
 
-def test_a_row_of_the_step_that_is_trained_again_does_not_count(tmp_path: Path, start: Start) -> None:
-    first = start(tmp_path, trainer__resume_every=3)
+def test_a_row_of_a_step_that_is_repeated_does_not_count(tmp_path: Path, start_trial: StartTrial) -> None:
+    first_trial = start_trial(tmp_path, trainer__resume_every=3)
     for _ in range(2):
-        first.step()
-    again = start(tmp_path, trainer__resume_every=3)
-    assert again.training.trainer.step_index == 3
-    assert [row["step"] for row in again.training.runs[0].rows] == [0]
-    assert again.step()["training_iteration"] == 2
+        first_trial.step()
+    second_trial = start_trial(tmp_path, trainer__resume_every=3)
+    assert second_trial.training.trainer.step_index == 3
+    assert [row["step"] for row in second_trial.training.runs[0].rows] == [0]
+    assert second_trial.step()["training_iteration"] == 2
 
 
-@pytest.mark.parametrize("changed", [{"lr": 0.5}, {"seeds": (1, 0)}])
-def test_states_of_other_settings_or_seeds_are_not_used(tmp_path: Path, start: Start, changed: dict[str, Any]) -> None:
-    first = start(tmp_path)
+@pytest.mark.parametrize("changes", [{"lr": 0.5}, {"seeds": (1, 0)}])
+def test_states_of_other_settings_or_seeds_are_not_used(
+    tmp_path: Path, start_trial: StartTrial, changes: dict[str, Any]
+) -> None:
+    first_trial = start_trial(tmp_path)
     for _ in range(2):
-        first.step()
-    if "seeds" in changed:  # the folders are exchanged
-        first.cleanup()
+        first_trial.step()
+    if "seeds" in changes:  # exchanges the folders
+        first_trial.cleanup()
         (tmp_path / "s0").rename(tmp_path / "x")
         (tmp_path / "s1").rename(tmp_path / "s0")
         (tmp_path / "x").rename(tmp_path / "s1")
-    again = start(tmp_path, **changed)
-    assert again.training.trainer.step_index == 0
-    assert "other settings or another seed" in again.step()["note"]
+    second_trial = start_trial(tmp_path, **changes)
+    assert second_trial.training.trainer.step_index == 0
+    assert "other settings or another seed" in second_trial.step()["note"]
 
 
-def test_states_without_the_rows_before_them_are_not_used(tmp_path: Path, start: Start) -> None:
-    first = start(tmp_path)
+def test_states_without_the_rows_before_them_are_not_used(tmp_path: Path, start_trial: StartTrial) -> None:
+    first_trial = start_trial(tmp_path)
     for _ in range(2):
-        first.step()
+        first_trial.step()
     (tmp_path / "s0" / "metrics.jsonl").unlink()
-    again = start(tmp_path)
-    assert again.training.trainer.step_index == 0
-    assert "rows up to step 4 are missing" in again.step()["note"]
+    second_trial = start_trial(tmp_path)
+    assert second_trial.training.trainer.step_index == 0
+    assert "rows up to step 4 are missing" in second_trial.step()["note"]
 
 
-def test_a_trial_that_had_ended_reports_its_last_rows(start: Start, straight: tuple[Path, list[Report]]) -> None:
-    folder, reports = straight
-    before = written(folder)
+def test_a_trial_that_had_ended_reports_its_last_rows(
+    start_trial: StartTrial, uninterrupted: tuple[Path, list[Report]]
+) -> None:
+    folder, reports = uninterrupted
+    expected_rows = read_written_rows(folder)
     for finished in (True, False):
-        report = start(folder, finished=finished).step()
+        report = start_trial(folder, finished=finished).step()
         assert report["rows"] == reports[-1]["rows"]
         assert (report["done"], report["step"], report["training_iteration"]) == (True, 7, 4)
-    assert written(folder) == before
+    assert read_written_rows(folder) == expected_rows
 
 
-def test_runs_that_a_rule_stopped_end_with_its_name(tmp_path: Path, start: Start) -> None:
-    reports = to_the_end(start(tmp_path, **GROUPED))
+def test_runs_that_a_rule_stopped_end_with_its_name(tmp_path: Path, start_trial: StartTrial) -> None:
+    reports = run_to_end(start_trial(tmp_path, **STOPPING_SETTINGS))
     row = reports[-1]["rows"]["a-s0"]
     assert (row["stop_rule"], row["stop_value"], row["stop_threshold"], row["stop_step"]) == ("uniform_groups", 2, 2, 1)
     assert read_checkpoint(tmp_path / "s0" / "state" / "step_1")[1]["step"] == 1
-    assert start(tmp_path, **GROUPED).step()["rows"] == reports[-1]["rows"]
+    assert start_trial(tmp_path, **STOPPING_SETTINGS).step()["rows"] == reports[-1]["rows"]
 
 
-def test_a_run_of_a_trial_that_ended_is_left_as_it_is(tmp_path: Path, start: Start, straight: Any) -> None:
-    """The process died when one run's last row was on disk and the other's was not."""
-    shutil.copytree(straight[0], tmp_path / "copy")
-    first = start(tmp_path, trainer__resume_every=100)
+def test_a_run_of_a_trial_that_ended_is_left_as_it_is(
+    tmp_path: Path, start_trial: StartTrial, uninterrupted: Any
+) -> None:
+    """The process was killed when the last row of one run was on disk and that of the other was not."""
+    shutil.copytree(uninterrupted[0], tmp_path / "copy")
+    first_trial = start_trial(tmp_path, trainer__resume_every=100)
     for _ in range(2):
-        first.step()
-    ended = (tmp_path / "copy" / "s0" / "metrics.jsonl").read_bytes()
+        first_trial.step()
+    expected_bytes = (tmp_path / "copy" / "s0" / "metrics.jsonl").read_bytes()
     shutil.copytree(tmp_path / "copy" / "s0", tmp_path / "s0", dirs_exist_ok=True)
-    reports = to_the_end(start(tmp_path, trainer__resume_every=100))
-    assert (tmp_path / "s0" / "metrics.jsonl").read_bytes() == ended
+    reports = run_to_end(start_trial(tmp_path, trainer__resume_every=100))
+    assert (tmp_path / "s0" / "metrics.jsonl").read_bytes() == expected_bytes
     assert all(set(report["rows"]) == {"a-s1"} for report in reports)
     assert reports[-1]["done"]
-    assert [row["step"] for row in written(tmp_path)["s1"]] == [0, 3, 6, 7]
+    assert [row["step"] for row in read_written_rows(tmp_path)["s1"]] == [0, 3, 6, 7]
 
 
-def test_a_failed_run_is_told_and_does_not_begin_again(
-    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+def test_a_failed_run_is_reported_and_does_not_start_again(
+    tmp_path: Path, start_trial: StartTrial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_trainer = families.UPDATE_RULES.make_trainer
 
-    def breaking(*given: Any) -> Any:
-        trainer = make_trainer(*given)
+    def make_broken_trainer(*arguments: Any) -> Any:
+        trainer = make_trainer(*arguments)
         objective = trainer.objective
 
-        def broken(rollouts: Any, log_probs: Any, settings: Any) -> Any:
-            found = objective(rollouts, log_probs, settings)
+        def compute_broken_objective(rollouts: Any, log_probs: Any, settings: Any) -> Any:
+            rule_loss = objective(rollouts, log_probs, settings)
             factor = torch.tensor(
                 [torch.nan if seed == 1 and trainer.step_index == 4 else 1.0 for seed in trainer.seeds]
             )
-            return type(found)(found.loss * factor, found.metrics)
+            return type(rule_loss)(rule_loss.loss * factor, rule_loss.metrics)
 
-        trainer.learner = type(trainer.learner)(**{**vars(trainer.learner), "objective": broken})
+        trainer.learner = type(trainer.learner)(**{**vars(trainer.learner), "objective": compute_broken_objective})
         return trainer
 
-    monkeypatch.setattr(families, "UPDATE_RULES", replace(families.UPDATE_RULES, make_trainer=breaking))
-    reports = to_the_end(start(tmp_path))
+    monkeypatch.setattr(families, "UPDATE_RULES", replace(families.UPDATE_RULES, make_trainer=make_broken_trainer))
+    reports = run_to_end(start_trial(tmp_path))
     message = "loss or gradient of step 4 was not finite"
     assert [report["failed"] for report in reports] == [{}, {}, *[{"a-s1": message}] * 3]
     assert (reports[2]["rows"], reports[2]["saved"]) == ({}, True)
-    assert [row["step"] for row in written(tmp_path)["s0"]] == [0, 3, 6, 7]
-    assert written(tmp_path)["s1"][-1]["failure"] == message
-    again = start(tmp_path).step()
-    assert (again["failed"], again["done"]) == ({"a-s1": message}, True)
+    assert [row["step"] for row in read_written_rows(tmp_path)["s0"]] == [0, 3, 6, 7]
+    assert read_written_rows(tmp_path)["s1"][-1]["failure"] == message
+    report = start_trial(tmp_path).step()
+    assert (report["failed"], report["done"]) == ({"a-s1": message}, True)
 
 
-def test_a_process_serves_one_condition_after_another(tmp_path: Path, straight: tuple[Path, list[Report]]) -> None:
-    trial = Trial(config(tmp_path / "other", seeds=(3,), method="REINFORCE"))
+def test_a_process_runs_one_configuration_after_another(
+    tmp_path: Path, uninterrupted: tuple[Path, list[Report]]
+) -> None:
+    trial = Trial(make_config(tmp_path / "other", seeds=(3,), method="REINFORCE"))
     trial.step()
-    assert trial.reset_config(config(tmp_path / "mine"))
-    to_the_end(trial)
+    assert trial.reset_config(make_config(tmp_path / "mine"))
+    run_to_end(trial)
     trial.cleanup()
-    assert written(tmp_path / "mine") == written(straight[0])
+    assert read_written_rows(tmp_path / "mine") == read_written_rows(uninterrupted[0])
 
 
-def test_runs_are_held_while_they_are_trained(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    start(tmp_path)
+def test_runs_are_locked_while_they_are_trained(
+    tmp_path: Path, start_trial: StartTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_trial(tmp_path)
     monkeypatch.setattr(run, "LOCK_TIMEOUT_S", 0.0)
     with pytest.raises(RunLockedError, match="still in use by another process"):
-        Trial(config(tmp_path, seeds=(1, 2))).begin()
+        Trial(make_config(tmp_path, seeds=(1, 2))).begin()
