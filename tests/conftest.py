@@ -1,4 +1,4 @@
-"""What all tests need of the process that runs them."""
+"""Settings and fixtures that all tests share."""
 
 import signal
 from collections.abc import Iterator
@@ -8,12 +8,15 @@ from hypothesis import settings
 
 from tests.fakes.s3_server import start_s3_server
 
-settings.register_profile("unhurried", deadline=None)  # how long an example takes is the machine's affair
+settings.register_profile("unhurried", deadline=None)  # the duration of an example depends on the machine
 settings.load_profile("unhurried")
 
 
 def pytest_configure() -> None:
-    """Ctrl-C and a closed terminal count: a shell starts background jobs with the first ignored, nohup the second."""
+    """Restore the handlers of Ctrl-C and a closed terminal.
+
+    A shell starts background jobs with SIGINT ignored, and nohup starts a command with SIGHUP ignored.
+    """
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
@@ -35,13 +38,13 @@ LONGEST_FILES = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, so that processes that take whole files end together."""
-    rank = {name: place for place, name in enumerate(LONGEST_FILES)}
+    """Run the longest files first, so that workers that take whole files finish at about the same time."""
+    rank = {name: index for index, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST_FILES)))
 
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
-    """A local S3-compatible server: the query of URIs that lead to it, like s3://shelf/folder?<query>."""
+    """Start a local S3-compatible server and yield the query of its URIs, as in s3://shelf/folder?<query>."""
     with start_s3_server() as query:
         yield query

@@ -1,10 +1,10 @@
-"""Does another version of this project compute the same numbers? Small forms of studies, run by both and compared.
+"""Check that another version of this project computes the same numbers: both run small studies, which are compared.
 
     python -m tests.same_numbers run OUTPUT [--checkout DIR]     # DIR has its own .venv; default: this one
     python -m tests.same_numbers compare OLD NEW                 # exit 1 where a shared column differs in one bit
 
-Two versions that are to agree are run on one machine. Times are left out; a column or a table that has another name in
-the new version is listed in RENAMED.
+Run both versions on the same machine. Times are not compared. Columns and tables that have another name in the new
+version are listed in NEW_NAMES.
 """
 
 import argparse
@@ -54,7 +54,7 @@ UNCOMPARED_COLUMNS = (*TIME_COLUMNS, "trial_id", "started_at", "ended_at", "conf
 
 
 def is_compared(name: str) -> bool:
-    """Whether a column of the old version must be equal: not times, names of its own, or what is now on request."""
+    """Return whether a column of the old version must be equal: not a time, a name, or a column now on request."""
     return not (
         name.startswith(("seconds", "config/", "utilisation_", "matrix_rate"))
         or name in UNCOMPARED_COLUMNS
@@ -63,7 +63,7 @@ def is_compared(name: str) -> bool:
 
 
 def run_all(output: Path, checkout: Path) -> int:
-    """Run every command with the version in `checkout`; the first exit code that is not 0."""
+    """Run every command with the version in `checkout`; return the first exit code that is not 0."""
     for command, folder in COMMANDS.items():
         words = [str(checkout / ".venv/bin/python"), "-m", "tune_study", *command.split(), "--preset", "laptop"]
         print(command, flush=True)
@@ -76,7 +76,7 @@ def run_all(output: Path, checkout: Path) -> int:
 
 
 def compare(old: Path, new: Path) -> list[str]:
-    """Sentences about what differs; empty where every shared column is equal to the last bit."""
+    """Return sentences about what differs; empty if every shared column is equal to the last bit."""
     differences: list[str] = []
     for path in sorted(old.glob("*/results/*/*.parquet")):
         name = path.stem
@@ -85,12 +85,14 @@ def compare(old: Path, new: Path) -> list[str]:
         if not new_path.exists():
             differences.append(f"{label}: no {new_path.name} in the new version")
             continue
-        differences += [f"{label}: {each}" for each in compare_tables(name, *map(pd.read_parquet, (path, new_path)))]
+        differences += [
+            f"{label}: {difference}" for difference in compare_tables(name, *map(pd.read_parquet, (path, new_path)))
+        ]
     return differences
 
 
 def compare_tables(name: str, old: pd.DataFrame, new: pd.DataFrame) -> list[str]:
-    """Sentences about what differs between two forms of one table."""
+    """Return sentences about what differs between two versions of one table."""
     old = old.rename(columns=NEW_NAMES)
     keys = [key for key in TABLES[NEW_NAMES.get(name, name)] if key in old]
     old, new = (frame.sort_values(keys, ignore_index=True) for frame in (old, new))
@@ -109,7 +111,7 @@ def compare_tables(name: str, old: pd.DataFrame, new: pd.DataFrame) -> list[str]
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     run_parser = commands.add_parser("run")

@@ -1,4 +1,4 @@
-"""The house's plan, run over the syntax trees: layers, folders of at most 14 modules, no cycle, light imports."""
+"""The architecture, checked on the syntax trees: layers, at most 14 modules per folder, no cycles, light imports."""
 
 import ast
 import subprocess
@@ -15,12 +15,12 @@ from trainable.sandbox.config.rules import RULES
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("tune_study", "trainable", "search_spaces", "analysis")
-STANDARD = set(sys.stdlib_module_names)
-WIDEST = 14
+STANDARD_MODULES = set(sys.stdlib_module_names)
+MAX_MODULES = 14
 """Modules that a folder may hold: as many as one sees at a glance."""
 
 LAYERS: dict[str, tuple[str, ...]] = {
-    # Train: from what knows nothing to what knows all.
+    # Train: from the folders that import nothing to those that import all others.
     "trainable.config": (),
     "trainable.algo": (),
     "trainable.runs": ("trainable.config",),
@@ -98,7 +98,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "trainable.runs",
         "trainable.ppo",
     ),
-    # What Ray Tune runs knows all of them.
+    # What Ray Tune runs may import all of them.
     "trainable.families": ("trainable",),
     "trainable.trial": ("trainable",),
     "trainable": (),
@@ -107,7 +107,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "search_spaces.language_model": ("search_spaces.declaration", "trainable.config"),
     "search_spaces.sandbox": ("search_spaces.declaration", "trainable.config", "trainable.sandbox.config"),
     "search_spaces": ("search_spaces",),
-    # Read: of `trainable` the rows' names and types, and how files are written.
+    # Read: of `trainable` only the names and types of rows, and how files are written.
     "analysis": (
         "analysis",
         "trainable.config.choices",
@@ -139,7 +139,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
 }
 """Folder -> own modules and folders that it may import beside itself. The longest matching prefix counts."""
 
-OUTSIDE: dict[str, tuple[str, ...]] = {
+THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "trainable": (),
     "trainable.config": ("pydantic", "numpy"),
     "trainable.algo": ("torch",),
@@ -189,7 +189,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
 
 
 def find_modules() -> dict[str, Path]:
-    """Every module of ours by its dotted name; a package is its __init__.py."""
+    """Return the path of every module of this project by its dotted name; a package is its __init__.py."""
     paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
     return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
 
@@ -198,20 +198,25 @@ MODULES = find_modules()
 FOLDERS = {name for name, path in MODULES.items() if path.name == "__init__.py"}
 
 
-def folder_of(module: str) -> str:
+def get_folder(module: str) -> str:
     return module if module in FOLDERS else module.rpartition(".")[0]
 
 
 def read_imports(source: str) -> set[str]:
-    """Modules that a source imports, also under TYPE_CHECKING and inside functions; ours by the module itself."""
+    """Return the modules that a source imports, also under TYPE_CHECKING and inside functions.
+
+    An import from a module of this project counts as the module, and not as the name that is imported from it.
+    """
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative import"
-            full = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-            names |= {each if each in MODULES else node.module or "" for each in full.values()}
+            dotted_names = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {
+                dotted_name if dotted_name in MODULES else node.module or "" for dotted_name in dotted_names.values()
+            }
     return names
 
 
@@ -222,26 +227,26 @@ def is_below(name: str, prefixes: tuple[str, ...]) -> bool:
     return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
 
 
-def longest_match(module: str, table: Mapping[str, tuple[str, ...]]) -> tuple[str, tuple[str, ...]]:
-    """The longest prefix of `module` in a table, with its entry."""
+def find_longest_match(module: str, table: Mapping[str, tuple[str, ...]]) -> tuple[str, tuple[str, ...]]:
+    """Return the longest prefix of `module` in a table, with its entry."""
     prefix = max((name for name in table if is_below(module, (name,))), key=len)
     return prefix, table[prefix]
 
 
-def wrong_imports(module: str, imports: set[str]) -> list[str]:
-    """What `module` imports and may not."""
-    layer, lower = longest_match(module, LAYERS)
-    outside = {*STANDARD, *longest_match(module, OUTSIDE)[1]}
+def find_wrong_imports(module: str, imports: set[str]) -> list[str]:
+    """Return the imports of `module` that are not allowed."""
+    layer, lower_layers = find_longest_match(module, LAYERS)
+    third_party = {*STANDARD_MODULES, *find_longest_match(module, THIRD_PARTY_IMPORTS)[1]}
 
     def is_wrong(name: str) -> bool:
         package = name.split(".")[0]
-        return not is_below(name, (layer, *lower)) if package in PACKAGES else package not in outside
+        return not is_below(name, (layer, *lower_layers)) if package in PACKAGES else package not in third_party
 
     return sorted(filter(is_wrong, imports))
 
 
 def find_cycle(graph: Mapping[str, set[str]]) -> list[str]:
-    """A cycle of a directed graph as its nodes in order, or an empty list."""
+    """Return a cycle of a directed graph as its nodes in order, or an empty list."""
     finished: set[str] = set()
 
     def search(node: str, path: list[str]) -> list[str]:
@@ -259,41 +264,41 @@ def find_cycle(graph: Mapping[str, set[str]]) -> list[str]:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_imports_point_one_way(module: str) -> None:
-    assert not wrong_imports(module, IMPORTS[module])
+def test_imports_follow_the_layers(module: str) -> None:
+    assert not find_wrong_imports(module, IMPORTS[module])
 
 
-def test_a_wrong_import_is_seen() -> None:
+def test_a_wrong_import_is_reported() -> None:
     source = "import torch, numpy\nfrom trainable.ppo import trainer\nfrom analysis.stats import estimates"
-    assert wrong_imports("analysis.data.load", read_imports(source)) == ["torch", "trainable.ppo.trainer"]
-    late = "def f():\n    from trainable.diagnostics.collapse import diagnose"
-    assert wrong_imports("trainable.ppo.trainer", read_imports(late)) == ["trainable.diagnostics.collapse"]
+    assert find_wrong_imports("analysis.data.load", read_imports(source)) == ["torch", "trainable.ppo.trainer"]
+    late_import = "def f():\n    from trainable.diagnostics.collapse import diagnose"
+    assert find_wrong_imports("trainable.ppo.trainer", read_imports(late_import)) == ["trainable.diagnostics.collapse"]
 
 
-def test_layers_name_only_what_is_there() -> None:
-    named = {*LAYERS, *OUTSIDE, *(name for lower in LAYERS.values() for name in lower)}
-    assert named <= MODULES.keys()
+def test_layers_name_only_existing_modules() -> None:
+    names = {*LAYERS, *THIRD_PARTY_IMPORTS, *(name for lower_layers in LAYERS.values() for name in lower_layers)}
+    assert names <= MODULES.keys()
 
 
 @pytest.mark.parametrize("folder", sorted(FOLDERS))
-def test_a_folder_is_seen_at_a_glance(folder: str) -> None:
-    width = Counter(folder_of(name) for name in MODULES if name not in FOLDERS)[folder]
-    assert width <= WIDEST
+def test_no_folder_has_too_many_modules(folder: str) -> None:
+    n_modules = Counter(get_folder(name) for name in MODULES if name not in FOLDERS)[folder]
+    assert n_modules <= MAX_MODULES
 
 
-def test_no_module_imports_itself_in_a_circle() -> None:
+def test_module_imports_have_no_cycle() -> None:
     graph = {name: (imports & MODULES.keys()) - {name} for name, imports in IMPORTS.items()}
     assert find_cycle(graph) == []
 
 
-def test_no_folder_imports_itself_in_a_circle() -> None:
+def test_folder_imports_have_no_cycle() -> None:
     graph: dict[str, set[str]] = {folder: set() for folder in FOLDERS}
     for name, imports in IMPORTS.items():
-        graph[folder_of(name)] |= {folder_of(target) for target in imports & MODULES.keys()} - {folder_of(name)}
+        graph[get_folder(name)] |= {get_folder(target) for target in imports & MODULES.keys()} - {get_folder(name)}
     assert find_cycle(graph) == []
 
 
-def test_a_circle_is_seen() -> None:
+def test_a_cycle_is_reported() -> None:
     assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c"]
     assert find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
@@ -305,34 +310,39 @@ CHOICES = (
 of one asks for a field of its record."""
 
 
-def compared_names(source: str) -> list[str]:
-    """The names of choices that a source compares something with, and configurations that it tells apart by class."""
+def find_compared_names(source: str) -> list[str]:
+    """Return the choices that a source compares a value with, and the configuration classes in its isinstance()."""
     names: list[str] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Compare):
             operands = [node.left, *node.comparators]
-            names += [one.value for one in operands if isinstance(one, ast.Constant) and one.value in CHOICES]
+            names += [
+                operand.value for operand in operands if isinstance(operand, ast.Constant) and operand.value in CHOICES
+            ]
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
             names += [name for name in ("RunConfig", "UpdateRuleConfig") if name in ast.unparse(node.args[1])]
     return names
 
 
 @pytest.mark.parametrize("module", sorted(MODULES.keys() - {"search_spaces.language_model.family"}))
-def test_choices_are_asked_and_not_compared(module: str) -> None:
-    assert compared_names(MODULES[module].read_text(encoding="utf-8")) == []
+def test_choices_are_not_compared_by_name(module: str) -> None:
+    assert find_compared_names(MODULES[module].read_text(encoding="utf-8")) == []
 
 
-def test_a_comparison_is_seen() -> None:
-    assert compared_names('x = 1 if name == "gae" else 2 if isinstance(c, RunConfig) else 3') == ["gae", "RunConfig"]
+def test_a_comparison_is_reported() -> None:
+    assert find_compared_names('x = 1 if name == "gae" else 2 if isinstance(c, RunConfig) else 3') == [
+        "gae",
+        "RunConfig",
+    ]
 
 
 def test_a_class_has_a_name_of_its_own() -> None:
-    places: dict[str, list[str]] = {}
+    modules_by_class: dict[str, list[str]] = {}
     for module, path in MODULES.items():
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(module)
-    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
+                modules_by_class.setdefault(node.name, []).append(module)
+    assert {name: modules for name, modules in modules_by_class.items() if len(modules) > 1} == {}
 
 
 @pytest.mark.parametrize(
@@ -346,8 +356,8 @@ def test_a_class_has_a_name_of_its_own() -> None:
 )
 def test_light_imports_stay_light(statement: str, absent: tuple[str, ...]) -> None:
     code = f"{statement}\nimport sys\nprint([name for name in {absent!r} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.strip() == "[]"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert process.stdout.strip() == "[]"
 
 
 def test_no_tolerance_is_so_wide_that_a_test_is_empty() -> None:

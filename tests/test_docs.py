@@ -1,4 +1,4 @@
-"""Every command that the documents show is run, in the order in which they show it, in an empty folder."""
+"""Every command in the documents is run in an empty folder, in the order in which the documents show it."""
 
 import ast
 import os
@@ -17,16 +17,16 @@ from tune_study.commands import probe
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
-MINUTES = (
+SLOW_PREFIXES = (
     "python -m trainable.tiny",
     "python benchmarks/",
-    # One study, analysed, probed and drawn.
+    # One study that is analyzed, probed and plotted.
     "python -m tune_study run gradient-analysis --preset laptop --algo PPO --steps 3",
     "python -m tune_study probe small/",
     "python -m tune_study plot-gradients small/",
     # tests/tune_study/commands/test_doctor.py runs it.
     "python -m tune_study doctor",
-    # A study of its own, as test_sandbox_run.py has one.
+    # This is a whole study; test_sandbox_run.py runs a similar one.
     "python -m tune_study run influence --smoke",
 )
 
@@ -34,25 +34,27 @@ MINUTES = (
 ACTIVATE = "source .venv/bin/activate"
 
 
-def commands() -> Iterator[tuple[str, bool]]:
-    """Every command of every page once, and whether the environment is active where the reader meets it.
+def iter_commands() -> Iterator[tuple[str, bool]]:
+    """Yield every command of every page once, and whether the environment is active when a reader reaches it.
 
-    The README is read first and from its start; before its own activation line `python` is the system's.
+    A reader starts with the README; before its activation line, `python` is the interpreter of the system.
     """
-    seen, is_active = set(), False
+    seen_commands, is_active = set(), False
     for page in PAGES:
         for block in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
             for line in block.splitlines():
                 command = line.split("  #")[0].strip()
                 if command == ACTIVATE:
                     is_active = True
-                elif command and not command.startswith("#") and command not in seen:
-                    seen.add(command)
+                elif command and not command.startswith("#") and command not in seen_commands:
+                    seen_commands.add(command)
                     yield command, is_active
 
 
-LIGHT = [(command, is_active) for command, is_active in commands() if not command.startswith(MINUTES)]
-HEAVY = [(command, is_active) for command, is_active in commands() if command.startswith(MINUTES)]
+FAST_COMMANDS = [
+    (command, is_active) for command, is_active in iter_commands() if not command.startswith(SLOW_PREFIXES)
+]
+SLOW_COMMANDS = [(command, is_active) for command, is_active in iter_commands() if command.startswith(SLOW_PREFIXES)]
 
 
 @pytest.fixture(scope="module")
@@ -60,54 +62,56 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("reader")
 
 
-def environment(is_active: bool) -> dict[str, str]:
-    """The reader's environment: that of a new terminal, in which the project's own is active or not."""
-    own = Path(sys.prefix) / "bin"
-    elsewhere = [entry for entry in os.environ["PATH"].split(os.pathsep) if Path(entry).resolve() != own.resolve()]
-    environ = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
-    return {**environ, "PATH": os.pathsep.join([*([str(own)] if is_active else []), *elsewhere])}
+def make_environment(is_active: bool) -> dict[str, str]:
+    """Make the environment variables of a new terminal, in which the virtual environment is active or not."""
+    environment_bin = Path(sys.prefix) / "bin"
+    other_entries = [
+        entry for entry in os.environ["PATH"].split(os.pathsep) if Path(entry).resolve() != environment_bin.resolve()
+    ]
+    variables = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    return {**variables, "PATH": os.pathsep.join([*([str(environment_bin)] if is_active else []), *other_entries])}
 
 
-def run(command: str, is_active: bool, folder: Path) -> subprocess.CompletedProcess[str]:
-    words, environ = shlex.split(command), environment(is_active)
+def run_command(command: str, is_active: bool, folder: Path) -> subprocess.CompletedProcess[str]:
+    words, variables = shlex.split(command), make_environment(is_active)
     if words[0] == "make":
-        return subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, env=environ)
+        return subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, env=variables)
     assert words[0] == "python", f"the documents show a command that no test knows how to run: {command}"
     if words[1].startswith("benchmarks/"):
         words[1] = str(ROOT / words[1])
-    return subprocess.run(["bash", "-c", shlex.join(words)], cwd=folder, capture_output=True, text=True, env=environ)
+    return subprocess.run(["bash", "-c", shlex.join(words)], cwd=folder, capture_output=True, text=True, env=variables)
 
 
-@pytest.mark.parametrize(("command", "is_active"), LIGHT)
+@pytest.mark.parametrize(("command", "is_active"), FAST_COMMANDS)
 def test_command(command: str, is_active: bool, folder: Path) -> None:
-    done = run(command, is_active, folder)
-    assert done.returncode == 0, done.stderr[-2000:]
+    process = run_command(command, is_active, folder)
+    assert process.returncode == 0, process.stderr[-2000:]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("command", "is_active"), HEAVY)
+@pytest.mark.parametrize(("command", "is_active"), SLOW_COMMANDS)
 def test_command_of_minutes(command: str, is_active: bool, folder: Path) -> None:
-    done = run(command, is_active, folder)
-    assert done.returncode == 0, done.stderr[-2000:]
+    process = run_command(command, is_active, folder)
+    assert process.returncode == 0, process.stderr[-2000:]
 
 
 def test_the_activation_line_of_the_readme_activates_the_environment(folder: Path) -> None:
     assert sys.prefix != sys.base_prefix, "the tests run in a virtual environment, as `make setup` makes it"
     line = ACTIVATE.replace(".venv", sys.prefix)
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", "-c", f"{line} && python -c 'import sys; print(sys.prefix)'"],
         cwd=folder,
         capture_output=True,
         text=True,
-        env=environment(is_active=False),
+        env=make_environment(is_active=False),
     )
-    assert done.stdout.strip() == sys.prefix, done.stderr
+    assert process.stdout.strip() == sys.prefix, process.stderr
 
 
 def test_before_the_activation_line_there_is_no_environment(folder: Path) -> None:
-    done = run("python -m tune_study list", False, folder)
-    assert done.returncode != 0
+    process = run_command("python -m tune_study list", False, folder)
+    assert process.returncode != 0
 
 
 def test_the_python_example_of_the_readme(folder: Path) -> None:
@@ -122,14 +126,14 @@ def test_the_python_example_of_the_readme(folder: Path) -> None:
     assert 0 < trainer.evaluate("val", "greedy").success < 1
 
 
-PYTHON = [
+PYTHON_BLOCKS = [
     pytest.param(block, id=f"{page.stem}-{number}")
     for page in PAGES
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
 ]
 
 
-@pytest.mark.parametrize("block", PYTHON)
+@pytest.mark.parametrize("block", PYTHON_BLOCKS)
 def test_python_examples_use_names_that_exist(block: str) -> None:
     """The imports are run, and every attribute of an imported module is looked up in it."""
     tree = ast.parse(block)
@@ -151,13 +155,13 @@ def test_files_that_the_documents_name_exist() -> None:
 
 
 def test_tests_that_the_documents_name_exist() -> None:
-    named = [
+    references = [
         match
         for path in sorted((ROOT / "docs").glob("*.md"))
         for match in re.findall(r"(tests/[\w/]+\.py)::(test_\w+)", path.read_text(encoding="utf-8"))
     ]
-    assert len(named) >= 8
-    for path, name in named:
+    assert len(references) >= 8
+    for path, name in references:
         assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path} has no {name}"
 
 
@@ -167,10 +171,10 @@ def test_architecture_page_has_the_docstring_of_every_folder() -> None:
     for package in ("search_spaces", "trainable", "tune_study", "analysis"):
         for path in sorted((ROOT / package).rglob("__init__.py")):
             folder = path.parent.relative_to(ROOT)
-            line = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
-            assert line.endswith("."), f"{path} has no docstring that says what the folder holds"
-            name = "  " * (len(folder.parts) - 1) + f"{folder.name}/"
-            assert f"\n{name:<24}{line.removesuffix('.')}\n" in text, f"docs/architecture.md: {folder}"
+            first_line = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+            assert first_line.endswith("."), f"{path} has no docstring that says what the folder holds"
+            tree_entry = "  " * (len(folder.parts) - 1) + f"{folder.name}/"
+            assert f"\n{tree_entry:<24}{first_line.removesuffix('.')}\n" in text, f"docs/architecture.md: {folder}"
 
 
 def test_links_between_the_documents_resolve() -> None:

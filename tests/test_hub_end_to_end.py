@@ -1,4 +1,4 @@
-"""A study on a model of another architecture, with a chat template of its own: by command, and resumed by hand."""
+"""A study on a model of another architecture with its own chat template: run by command, and resumed by hand."""
 
 import json
 import subprocess
@@ -39,12 +39,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_small_model(tmp_path_factory.mktemp("hub") / "small-llama")
 
 
-def trainer_of(trial: Trial) -> PPOTrainer:
+def get_trainer(trial: Trial) -> PPOTrainer:
     return trial.begin().trainer.trainer
 
 
-def opened(trainer: PPOTrainer) -> str:
-    """A whole conversation in the first validation level, as text."""
+def play_opening(trainer: PPOTrainer) -> str:
+    """Play the first validation level and return the conversation as text."""
     tokenizer = load_policy(trainer.config.model.path, trainer.device).tokenizer
     episodes = trainer.roll_out(trainer.val_levels[:1], 1, np.random.default_rng(0))
     text: str = tokenizer.decode(episodes[0].tokens.tolist(), skip_special_tokens=False)
@@ -54,21 +54,24 @@ def opened(trainer: PPOTrainer) -> str:
 @pytest.mark.parametrize("settings", [{}, {"critic__shared_trunk": True, "model__dtype": "bfloat16"}])
 def test_it_trains_and_resumed_equals_straight_through(llama: Path, tmp_path: Path, settings: Row) -> None:
     settings = SETTINGS | settings | {"model__path": str(llama)}
-    straight = start_trial(tmp_path / "straight", **settings)
-    wanted = [straight.step() for _ in range(2)]
-    text = opened(trainer_of(straight))
-    assert text.startswith("<s><|turn|>system\n\nSokoban<|end|><|turn|>user\n\nTurn 1:")
-    assert trainer_of(straight).stop_token == load_policy(str(llama), trainer_of(straight).device).stop_token
+    uninterrupted_trial = start_trial(tmp_path / "straight", **settings)
+    expected_rows = [uninterrupted_trial.step() for _ in range(2)]
+    conversation = play_opening(get_trainer(uninterrupted_trial))
+    assert conversation.startswith("<s><|turn|>system\n\nSokoban<|end|><|turn|>user\n\nTurn 1:")
+    assert (
+        get_trainer(uninterrupted_trial).stop_token
+        == load_policy(str(llama), get_trainer(uninterrupted_trial).device).stop_token
+    )
     clean_up_trials()
-    cut = start_trial(tmp_path / "cut", **settings)
-    first = cut.step()
+    interrupted_trial = start_trial(tmp_path / "cut", **settings)
+    first_row = interrupted_trial.step()
     clean_up_trials()
     assert find_newest_checkpoint(tmp_path / "cut").is_dir()
-    again = start_trial(tmp_path / "cut", **settings)
-    second = again.step()
+    resumed_trial = start_trial(tmp_path / "cut", **settings)
+    second_row = resumed_trial.step()
     clean_up_trials()
-    for found, row in zip((first, second), wanted, strict=True):
-        assert drop_times(found) == pytest.approx(drop_times(row), nan_ok=True)
+    for row, expected_row in zip((first_row, second_row), expected_rows, strict=True):
+        assert drop_times(row) == pytest.approx(drop_times(expected_row), nan_ok=True)
     rows, levels = read_run_files(tmp_path / "straight")
     assert [row["optimizer_steps"] for row in rows] == [2, 2]
     assert rows[0]["actor_grad_norm"] > 0
@@ -77,12 +80,12 @@ def test_it_trains_and_resumed_equals_straight_through(llama: Path, tmp_path: Pa
 
 def test_a_template_without_a_place_for_the_system(tmp_path: Path) -> None:
     folder = write_small_model(tmp_path / "model", "gemma", NO_SYSTEM_TEMPLATE)
-    trainable = start_trial(tmp_path, **SETTINGS, model__path=str(folder))
-    assert trainable.step()["optimizer_steps"] == 2
-    assert opened(trainer_of(trainable)).startswith("<s><|turn|>user\nSokoban\n\nTurn 1:")
+    trial = start_trial(tmp_path, **SETTINGS, model__path=str(folder))
+    assert trial.step()["optimizer_steps"] == 2
+    assert play_opening(get_trainer(trial)).startswith("<s><|turn|>user\nSokoban\n\nTurn 1:")
 
 
-@pytest.mark.slow  # the trainable's own steps are above
+@pytest.mark.slow  # the tests above run the steps without the command
 def test_the_command_runs_a_study_on_it(llama: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -104,8 +107,8 @@ def test_the_command_runs_a_study_on_it(llama: Path, tmp_path: Path) -> None:
         "--set=env.max_turn=2",
         f"--output={tmp_path}",
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-3000:]
     (trial,) = analysis.load(tmp_path).trials.to_dict("records")
     assert (trial["status"], trial["steps_done"]) == ("completed", 2)
     assert (tmp_path / "results" / "kl_sweep_small-llama" / "report.html").is_file()
@@ -126,7 +129,7 @@ def test_a_model_that_is_not_run_starts_nothing(llama: Path, tmp_path: Path) -> 
         "--preset=laptop",
         f"--output={output}",
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2, done.stderr
-    assert "is a LlamaForCausalLM, and its weights are quantized" in " ".join((done.stdout + done.stderr).split())
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 2, process.stderr
+    assert "is a LlamaForCausalLM, and its weights are quantized" in " ".join((process.stdout + process.stderr).split())
     assert not output.exists()

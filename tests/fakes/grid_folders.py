@@ -1,4 +1,4 @@
-"""The smoke grid on disk with made-up outcomes: k1 does not anchor in it, large entropy bonuses collapse."""
+"""The smoke grid on disk with made-up results: k1 does not anchor the policy, and large entropy bonuses collapse."""
 
 import math
 import zlib
@@ -16,7 +16,7 @@ Anchor = Callable[[str, float], float]
 
 
 def list_smoke_arms(kl_types: Mapping[str, Iterable[str]]) -> dict[str, Mapping[str, object]]:
-    """Settings of the arms of the groups of each KL loss, by name."""
+    """Return the settings of every arm of the groups of each KL loss, by the arm's name."""
     return {
         name: settings
         for kl_type, groups in kl_types.items()
@@ -30,14 +30,17 @@ ALL_TYPES: Mapping[str, Iterable[str]] = GROUPS_BY_KL_TYPE
 
 
 def compute_anchored_kl(kl_type: str, coefficient: float) -> float:
-    """A made KL to the reference: it falls with the coefficient unless the loss is k1."""
+    """Return a made-up KL to the reference, which falls with the coefficient unless the loss is k1."""
     return 0.01 if kl_type == "kl" else 0.01 / (1 + 300 * coefficient)
 
 
 def make_runs(
     kl_types: Mapping[str, Iterable[str]], *, seeds: int = 1, steps: int = 20, anchor: Anchor = compute_anchored_kl
 ) -> list[FakeRun]:
-    """Runs of the grid: the largest entropy bonus collapses three quarters through, one run failed, one never ran."""
+    """Make the runs of the grid.
+
+    Runs with the largest entropy bonus collapse after three quarters of the steps. One run failed, one never ran.
+    """
     arm_settings = list_smoke_arms(kl_types)
     runs = [
         _make_run(name, settings, seed, steps, anchor)
@@ -52,9 +55,12 @@ def make_runs(
 
 def _make_run(name: str, settings: Mapping[str, object], seed: int, steps: int, anchor: Anchor) -> FakeRun:
     kl, entropy = (float(str(settings[key])) for key in ("actor.kl_loss_coef", "actor.entropy_coeff"))
-    ratio, no_task = float(str(settings["filter.rollout_filter_value"])), settings["algorithm.zero_task_advantage"]
+    ratio, has_no_task_gradient = (
+        float(str(settings["filter.rollout_filter_value"])),
+        settings["algorithm.zero_task_advantage"],
+    )
     noise = float(np.random.default_rng([seed, zlib.crc32(name.encode())]).normal())
-    final_success = 0.35 if no_task else 0.5 + 0.1 * ratio - 4 * entropy + 0.02 * noise
+    final_success = 0.35 if has_no_task_gradient else 0.5 + 0.1 * ratio - 4 * entropy + 0.02 * noise
     rows = {"entropy": 0.4 + 20 * entropy - 2 * kl, "reward_std": max(0.1, 2.5 - 60 * entropy)}
     rows["kl_to_reference"] = anchor(str(settings["actor.kl_loss_type"]), kl) * math.exp(0.05 * noise)
     run_fields = {
@@ -64,7 +70,7 @@ def _make_run(name: str, settings: Mapping[str, object], seed: int, steps: int, 
         "rows": rows,
         "settings": settings,
     }
-    if entropy == 0.03 and not no_task:
+    if entropy == 0.03 and not has_no_task_gradient:
         run_fields |= {"status": "early_stopped", "steps": 3 * steps // 4, "stop": COLLAPSE}
     else:
         run_fields |= {"steps": steps}
@@ -74,7 +80,7 @@ def _make_run(name: str, settings: Mapping[str, object], seed: int, steps: int, 
 
 
 def make_study(*, levels: int = 60, steps: int = 20) -> FakeStudy:
-    """What the runs share; the baseline is the arm without KL and entropy."""
+    """Make what the runs share; the baseline is the arm without KL and entropy terms."""
     return FakeStudy(
         name="smoke",
         run="smoke_test_top_p_sokoban-tiny",

@@ -1,4 +1,4 @@
-"""Small models of many architectures with random weights, and chat templates, as folders in the hub's format."""
+"""Small models of many architectures with random weights, and chat templates, in the folder format of the hub."""
 
 import json
 from collections.abc import Mapping
@@ -48,45 +48,47 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 """model_type -> the fields of its config; architectures that the wrapper runs exactly."""
 
 
-def make_config(kind: str, fields: Mapping[str, object]) -> Any:
-    """A configuration of transformers for the shipped tokenizer."""
+def make_config(model_type: str, fields: Mapping[str, object]) -> Any:
+    """Make a configuration of transformers for the shipped tokenizer."""
     from transformers import AutoConfig
 
     eos = build_tokenizer().token_to_id("<|im_end|>")
-    return AutoConfig.for_model(kind, **{"bos_token_id": None, "eos_token_id": eos, "pad_token_id": None, **fields})
+    return AutoConfig.for_model(
+        model_type, **{"bos_token_id": None, "eos_token_id": eos, "pad_token_id": None, **fields}
+    )
 
 
-def make_model(kind: str, fields: Mapping[str, object] | None = None, seed: int = 0, std: float = 0.3) -> Any:
-    """A model in which every parameter is drawn at random, gains about 1."""
+def make_model(model_type: str, fields: Mapping[str, object] | None = None, seed: int = 0, std: float = 0.3) -> Any:
+    """Make a model in which every parameter is drawn at random; gains are drawn around 1."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(
-        make_config(kind, ARCHITECTURES[kind] if fields is None else fields)
+        make_config(model_type, ARCHITECTURES[model_type] if fields is None else fields)
     ).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
-            is_gain = weight.dim() == 1 and name.endswith("weight") and kind != "gemma"
+            is_gain = weight.dim() == 1 and name.endswith("weight") and model_type != "gemma"
             weight.copy_(1 + 0.2 * noise if is_gain else std * noise)
     return model
 
 
 def write_model(model: Any, folder: Path) -> Path:
-    """The folder of a model with the shipped tokenizer."""
+    """Write the folder of a model with the shipped tokenizer."""
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder
 
 
-def make_wrapped_model(kind: str) -> tuple[Any, HubModel]:
-    """A model of transformers and the same weights under our interface."""
-    hub_model = make_model(kind)
+def make_wrapped_model(model_type: str) -> tuple[Any, HubModel]:
+    """Make a model of transformers, and a HubModel with the same weights."""
+    hub_model = make_model(model_type)
     return hub_model, HubModel(hub_model, make_shape(hub_model, Path()))
 
 
-def make_tokens(rows: int, length: int, vocab_size: int = VOCAB_SIZE) -> Tensor:
-    return torch.randint(0, vocab_size, (rows, length), generator=torch.Generator().manual_seed(3))
+def make_tokens(n_rows: int, length: int, vocab_size: int = VOCAB_SIZE) -> Tensor:
+    return torch.randint(0, vocab_size, (n_rows, length), generator=torch.Generator().manual_seed(3))
 
 
 # ---------------------------------------------------------------------------- conversations
@@ -109,7 +111,7 @@ DROPS_THOUGHTS_TEMPLATE = (
 
 
 def make_byte_tokenizer(adds_start: bool = False) -> Tokenizer:
-    """One token a byte, and the marks."""
+    """Make a tokenizer with one token per byte and the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -127,15 +129,15 @@ def write_tokenizer_config(folder: Path, template: object) -> Path:
     return folder
 
 
-def write_small_model(folder: Path, kind: str = "llama", template: str = STRIPPING_TEMPLATE) -> Path:
-    """A model with a token a byte and a chat template; few enough weights for a step in seconds."""
+def write_small_model(folder: Path, model_type: str = "llama", template: str = STRIPPING_TEMPLATE) -> Path:
+    """Write a model with one token per byte and a chat template, small enough that a step takes seconds."""
     tokenizer = make_byte_tokenizer()
-    fields = ARCHITECTURES[kind] | {
+    fields = ARCHITECTURES[model_type] | {
         "vocab_size": tokenizer.get_vocab_size(),
         "max_position_embeddings": 2048,
         "num_hidden_layers": 2,
         "eos_token_id": tokenizer.token_to_id("</s>"),
     }
-    make_model(kind, fields, std=0.1).save_pretrained(folder)
+    make_model(model_type, fields, std=0.1).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     return write_tokenizer_config(folder, template)

@@ -1,4 +1,7 @@
-"""Synthetic results folders, as a study writes them: rows of a made-up learning curve, levels that agree with them."""
+"""Synthetic results folders, as a study writes them.
+
+The rows follow a made-up learning curve, and the outcomes of the levels agree with the rows.
+"""
 
 import json
 import math
@@ -18,10 +21,11 @@ UNSETTLED_STATUSES = ("", "running")
 
 @dataclass(frozen=True)
 class FakeRun:
-    """One run to write. success: sampled validation success before training and where its curve tends to.
+    """One run to write.
 
-    status "" writes no status.json. steps: rows written; the last is a validation. stop: rule, value, threshold.
-    settings: dotted fields of a named arm's configuration.
+    success: sampled validation success before training, and the limit of its curve. status: "" writes no status.json.
+    steps: number of rows; the last one has a validation. stop: rule, value and threshold. settings: dotted fields of
+    the configuration of a named arm.
     """
 
     arm: str
@@ -43,7 +47,7 @@ class FakeRun:
 
 @dataclass(frozen=True)
 class FakeStudy:
-    """What all runs of the study share. levels: validation levels, of which some are one level up to symmetry."""
+    """What all runs of the study share. levels: number of validation levels, some of which are equal up to symmetry."""
 
     name: str = "kl"
     run: str = "kl_sweep_sokoban-tiny"
@@ -151,28 +155,37 @@ def _make_rng(run: FakeRun) -> np.random.Generator:
 
 
 def _make_evaluations(run: FakeRun, fake_study: FakeStudy) -> list[dict[str, Any]]:
-    """Sampled validations every test_freq steps, greedy at both ends, test at the end; equal before training."""
+    """Make the evaluations of a run.
+
+    Validations are sampled every `test_freq` steps and greedy before and after training; the test follows at the end.
+    The evaluations before training are equal for all arms.
+    """
     generator = _make_rng(run)
     last_step = run.steps
     steps = [*range(fake_study.test_freq, last_step, fake_study.test_freq), last_step]
     base_rng = np.random.default_rng(run.seed)
     evaluations = [
-        _make_evaluation(0, "val", mode, ends, fake_study, base_rng)
-        for mode, ends in (("sampled", run.success), ("greedy", run.greedy))
+        _make_evaluation(0, "val", mode, start_and_limit, fake_study, base_rng)
+        for mode, start_and_limit in (("sampled", run.success), ("greedy", run.greedy))
     ]
     evaluations += [_make_evaluation(step, "val", "sampled", run.success, fake_study, generator) for step in steps]
     evaluations += [_make_evaluation(last_step, "val", "greedy", run.greedy, fake_study, generator)]
     evaluations += [
-        _make_evaluation(last_step, "test", mode, ends, fake_study, generator)
-        for mode, ends in (("sampled", run.success), ("greedy", run.greedy))
+        _make_evaluation(last_step, "test", mode, start_and_limit, fake_study, generator)
+        for mode, start_and_limit in (("sampled", run.success), ("greedy", run.greedy))
     ]
     return sorted(evaluations, key=lambda line: line["step"])
 
 
 def _make_evaluation(
-    step: int, split: str, mode: str, ends: tuple[float, float], fake_study: FakeStudy, generator: np.random.Generator
+    step: int,
+    split: str,
+    mode: str,
+    start_and_limit: tuple[float, float],
+    fake_study: FakeStudy,
+    generator: np.random.Generator,
 ) -> dict[str, Any]:
-    success_rate = ends[1] + (ends[0] - ends[1]) * math.exp(-step / 12)
+    success_rate = start_and_limit[1] + (start_and_limit[0] - start_and_limit[1]) * math.exp(-step / 12)
     difficulty = np.random.default_rng(7).random(fake_study.levels)
     level_draws = 0.5 * generator.random(fake_study.levels) + 0.5 * difficulty
     threshold = math.sqrt(success_rate / 2) if success_rate <= 0.5 else 1 - math.sqrt((1 - success_rate) / 2)
@@ -189,7 +202,7 @@ def _make_evaluation(
 
 
 def compute_success_rate(line: Mapping[str, Any]) -> float:
-    """Share of solved episodes of one line of levels.jsonl."""
+    """Return the fraction of solved episodes of one line of levels.jsonl."""
     return float(line["success"].count("1") / len(line["success"]))
 
 
@@ -210,7 +223,7 @@ def _make_rows(run: FakeRun, fake_study: FakeStudy, evaluations: Sequence[Mappin
 
 
 def _make_number_columns(run: FakeRun, step: int, generator: np.random.Generator) -> dict[str, float | None]:
-    """Every step column, nothing of collapse detection; counts are whole, totals are sums."""
+    """Make every step column except those of collapse detection; counts are integers and totals are sums."""
     kept_groups = 8 if run.success[1] > 0.01 else max(1, 8 - step // 6)
     fixed_columns: dict[str, float | None] = {
         "groups": 8,
@@ -262,7 +275,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write JSON lines, replacing the file."""
+    """Write rows as JSON lines and replace the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
@@ -293,10 +306,10 @@ EMPTY_ROW: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class FakeAnalysis:
-    """One line of gradients.jsonl or probes.jsonl: task gradients grow with the reward spread, the others do not.
+    """One line of gradients.jsonl or probes.jsonl, in which only the task gradient grows with the reward std.
 
-    components: what is on in the loss; total is added. folds: below 3 there is no interval. buckets: of 4 groups each;
-    none of them is what a filter that keeps nothing leaves.
+    components: the components of the loss that are on; the total is added. folds: below 3 there is no interval.
+    buckets: number of buckets of 4 groups each; 0 stands for a filter that keeps no group.
     """
 
     step: int = 1
@@ -309,7 +322,7 @@ class FakeAnalysis:
     mode: str = "quantile"
 
     def make_line(self) -> dict[str, Any]:
-        """The line, as a run writes it."""
+        """Return the line, as a run writes it."""
         names = {"step": self.step, "source": self.source, "prefilter": self.prefilter}
         if not self.buckets:
             return {**names, "rows": [EMPTY_ROW], "groups": []}
@@ -354,10 +367,12 @@ class FakeAnalysis:
             "source_reward_std_kept": 3.0,
         }
         noise = {component: float(rng.uniform(0.01, 0.02)) for component in self.components}
-        signal = {part: float(stds.mean()) ** 2 / 50 if part == "task" else 0.03 for part in self.components}
-        means = {part: math.sqrt(noise[part] + signal[part]) for part in self.components}
-        rows = [self._make_row(part, signal[part], noise[part], count) for part in self.components]
-        shares = [self._make_share_columns(part, means, signal) for part in self.components]
+        signal = {
+            component: float(stds.mean()) ** 2 / 50 if component == "task" else 0.03 for component in self.components
+        }
+        means = {component: math.sqrt(noise[component] + signal[component]) for component in self.components}
+        rows = [self._make_row(component, signal[component], noise[component], count) for component in self.components]
+        shares = [self._make_share_columns(component, means, signal) for component in self.components]
         total = self._make_row("total", sum(signal.values()), sum(noise.values()), count)
         total_columns = {"norm": None, "norm_per_sample": None, "norm_per_token": None, "share": 1.0}
         total |= total_columns | {"loss": sum(row["loss"] for row in rows)}
@@ -395,7 +410,7 @@ class FakeAnalysis:
 
 
 def write_analyses(folder: Path, run: FakeRun, analyses: Sequence[FakeAnalysis]) -> None:
-    """Write the lines of `analyses` into the folder of `run` in results/<run>, each to the file of its source."""
+    """Write the lines of `analyses` to the folder of `run` below `folder`, each to the file of its source."""
     for source, name in (("train", "gradients.jsonl"), ("probe", "probes.jsonl")):
         lines = [analysis.make_line() for analysis in analyses if analysis.source == source]
         if lines:

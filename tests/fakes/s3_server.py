@@ -1,4 +1,4 @@
-"""A local S3-compatible server: a process bound to loopback, with a port that the system chose."""
+"""A local S3-compatible server: a process bound to the loopback address, on a port that the system chooses."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ server.serve_forever()
 
 @contextmanager
 def start_s3_server() -> Iterator[str]:
-    """The query of a URI that leads to the server, which has the bucket `shelf`: s3://shelf/folder?<query>."""
+    """Start a server with the bucket `shelf` and yield the query of its URIs, as in s3://shelf/folder?<query>."""
     old_values = {name: os.environ.get(name) for name in _ENVIRONMENT}
     os.environ.update(_ENVIRONMENT)
     command = [sys.executable, "-c", _SERVER]

@@ -1,4 +1,4 @@
-"""Synthetic folders of the update-rule sandbox: rows are evaluations of a made-up curve, from step 0 on."""
+"""Synthetic folders of the update-rule sandbox, whose rows are evaluations of a made-up curve from step 0 on."""
 
 import json
 import math
@@ -20,10 +20,11 @@ GROUPED_SETTINGS: Mapping[str, object] = {"group_size": 8, "inner_epochs": 4}
 
 @dataclass(frozen=True)
 class FakeRun:
-    """One run to write. error, entropy: at step 0 and at the last; the last row has them exactly.
+    """One run to write.
 
-    status "" writes no status.json. steps: that of the last row, None: no row. rows: columns that are the same in every
-    row, None: missing. final: columns of the last row. settings: dotted fields of the arm's configuration.
+    error, entropy: values at step 0 and at the last step; the last row has them exactly. status: "" writes no
+    status.json. steps: the step of the last row, or None for no row. rows: columns that are the same in every row; None
+    is a missing value. final: columns of the last row. settings: dotted fields of the arm's configuration.
     """
 
     arm: str
@@ -46,7 +47,7 @@ class FakeRun:
 
 @dataclass(frozen=True)
 class FakeStudy:
-    """What all runs of the study share; settings are those of every arm."""
+    """What all runs of the study share. settings: the settings of every arm."""
 
     name: str = "influence"
     baseline: str = "DG"
@@ -62,7 +63,7 @@ class FakeStudy:
 
 
 def make_seed_runs(arm: str, errors: Sequence[float], **run_fields: Any) -> list[FakeRun]:
-    """Runs of one arm, a seed each, with these errors at the end."""
+    """Make the runs of one arm, one seed for each of the errors at the end."""
     return [FakeRun(arm, seed, error=(0.6, error), **run_fields) for seed, error in enumerate(errors)]
 
 
@@ -82,7 +83,7 @@ def write_sandbox(output: Path, runs: Sequence[FakeRun], study: FakeStudy | None
 
 
 def _make_config(fake_study: FakeStudy, run: FakeRun | None = None) -> dict[str, Any]:
-    """The configuration with its defaults filled in; an arm of a published name has what was published of it."""
+    """Make a configuration with its defaults filled in; an arm with a published name has the published settings."""
     config_fields: dict[str, Any] = {
         "trainer": {"total_training_steps": fake_study.total_steps, "test_freq": fake_study.test_freq}
     }
@@ -148,7 +149,7 @@ def _make_status_json(run: FakeRun) -> dict[str, Any]:
 
 
 def _make_rows(run: FakeRun, fake_study: FakeStudy, last_step: int) -> Iterable[dict[str, Any]]:
-    """A row every test_freq steps and one at the end; the last has no columns of a batch."""
+    """Make a row every `test_freq` steps and one at the end, which has no columns of a batch."""
     generator = np.random.default_rng([run.seed, *run.arm.encode()])
     steps = sorted({*range(0, last_step, fake_study.test_freq), last_step})
     empty_row = dict.fromkeys(column.name for column in STEP_COLUMNS)

@@ -1,4 +1,4 @@
-"""Fakes and small makings for trainable: a sampler that replays replies, random episodes, small models and settings."""
+"""Fakes for the tests of trainable: a sampler that replays replies, random episodes, small models and settings."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,14 +30,14 @@ SMALL_SETTINGS = {
 
 
 def make_small_config(**overrides: object) -> RunConfig:
-    """The laptop preset, made small; keys are fields with `__` for the dot."""
+    """Make a small version of the laptop preset; in keys of `overrides`, `__` stands for the dot."""
     return apply_overrides(
         RunConfig(), {**SMALL_SETTINGS, **{key.replace("__", "."): value for key, value in overrides.items()}}
     )
 
 
 def make_qwen2_shape(**sizes: object) -> Qwen2Shape:
-    """A shape of a few thousand parameters."""
+    """Make a shape of a few thousand parameters."""
     default_sizes = {
         "vocab_size": 23,
         "hidden_size": 16,
@@ -55,7 +55,7 @@ def make_qwen2_shape(**sizes: object) -> Qwen2Shape:
 
 
 def make_random_model(sizes: Qwen2Shape, seed: int = 0, std: float = 0.4) -> Qwen2:
-    """A model in which every parameter, biases and gains too, is drawn at random."""
+    """Make a model in which every parameter is drawn at random, including biases and gains."""
     generator = torch.Generator().manual_seed(seed)
     model = Qwen2(sizes)
     with torch.no_grad():
@@ -66,7 +66,7 @@ def make_random_model(sizes: Qwen2Shape, seed: int = 0, std: float = 0.4) -> Qwe
 
 
 def make_hub_twin(model: Qwen2) -> torch.nn.Module:
-    """Transformers' own Qwen2 with the same weights."""
+    """Make the Qwen2 of transformers with the same weights."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     sizes = model.shape
@@ -96,9 +96,9 @@ def make_hub_twin(model: Qwen2) -> torch.nn.Module:
 
 @dataclass
 class ScriptedSampler:
-    """Replays `script`: for each row its replies in order, as token ids. Remembers what it was asked and gave.
+    """Replay `script`, which has the replies of each row in order, as token ids; record the requests and samples.
 
-    The log-prob of token n of turn t of row r is -(r + t/10 + n/1000), its entropy the same without the sign.
+    The log-prob of token n of turn t of row r is -(r + t/10 + n/1000). Its entropy is the negative of its log-prob.
     """
 
     script: Sequence[Sequence[Sequence[int]]]
@@ -135,9 +135,14 @@ class ScriptedSampler:
 def make_episode(
     turns: Sequence[tuple[int, int, float]], group: int = 0, rng: np.random.Generator | None = None, vocab: int = 23
 ) -> Episode:
-    """An episode of turns (given tokens, sampled tokens, reward) with random tokens and log-probs."""
+    """Make an episode with random tokens and log-probs; a turn is (prompt tokens, sampled tokens, reward)."""
     rng = rng or np.random.default_rng(0)
-    mask = np.concatenate([np.repeat([False, True], [given, sampled]) for given, sampled, _ in turns])
+    mask = np.concatenate(
+        [
+            np.repeat([False, True], [n_prompt_tokens, n_sampled_tokens])
+            for n_prompt_tokens, n_sampled_tokens, _ in turns
+        ]
+    )
     length = len(mask)
     return Episode(
         level_seed=100 + group,
@@ -146,7 +151,10 @@ def make_episode(
         mask=mask,
         logprobs=np.where(mask, -3 * rng.random(length), 0).astype(np.float32),
         entropies=np.where(mask, rng.random(length), 0).astype(np.float32),
-        turns=np.repeat(np.arange(len(turns)), [given + sampled for given, sampled, _ in turns]),
+        turns=np.repeat(
+            np.arange(len(turns)),
+            [n_prompt_tokens + n_sampled_tokens for n_prompt_tokens, n_sampled_tokens, _ in turns],
+        ),
         turn_rewards=tuple(reward for _, _, reward in turns),
         actions=len(turns),
         invalid_turns=0,
@@ -156,7 +164,7 @@ def make_episode(
 
 
 def make_random_episodes(count: int, group_size: int, seed: int = 0, vocab: int = 23) -> list[Episode]:
-    """Episodes of one to three turns of uneven length; groups stand together."""
+    """Make episodes of one to three turns of different lengths; the episodes of a group are consecutive."""
     rng = np.random.default_rng(seed)
     return [
         make_episode(

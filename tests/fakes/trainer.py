@@ -1,4 +1,4 @@
-"""A small real trainer that keeps the contract of a run without training anything, and families and studies of it."""
+"""A trainer that fulfills the interface of a run without training anything, and families and studies that use it."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ COLLAPSES, CRASHES_ONCE, RAISES, FAILS_IN_SETUP, IS_WRONG, DIVERGES, DIES, IS_TO
 
 
 class FakeTrainer:
-    """Rows that are functions of (arm, seed, step); its state is the number of steps done."""
+    """A trainer whose rows are functions of (arm, seed, step) and whose state is the number of finished steps."""
 
     def __init__(self, config: RunConfig, seeds: Sequence[int]) -> None:
         self.config, self.seeds, self.step_index = config, tuple(seeds), 0
@@ -96,13 +96,13 @@ class FakeTrainer:
 
 
 def make_fake_row(run: Mapping[str, Any], settings: RunConfig, step: int) -> dict[str, Any]:
-    """The row of one step: success grows, and in a collapsing arm the reward's spread dies after ten steps."""
+    """Make the row of one step: success grows, and in a collapsing arm the reward std vanishes after ten steps."""
     names = {name: run[name] for name in ("run_id", "study", "arm", "seed")}
     return {**names, **make_fake_values(run["arm"], run["seed"], settings, step)}
 
 
 def make_fake_values(arm: str, seed: int, settings: RunConfig, step: int) -> dict[str, Any]:
-    """The row without whose it is."""
+    """Make the row without the columns that identify the run."""
     is_collapsed = arm == COLLAPSES and step > settings.early_stop.variance_baseline_steps
     values: dict[str, Any] = {
         "step": step,
@@ -124,7 +124,7 @@ def make_fake_values(arm: str, seed: int, settings: RunConfig, step: int) -> dic
 
 
 def make_fake_rows(run: Mapping[str, Any], settings: RunConfig, steps: int) -> list[dict[str, Any]]:
-    """The rows on disk of a run of at most `steps` steps, which a rule may have stopped."""
+    """Make the rows on disk of a run of at most `steps` steps, which a rule may have stopped."""
     if run["arm"] != COLLAPSES:
         return [as_json(make_fake_row(run, settings, step)) for step in range(1, steps + 1)]
     rows = [as_json(make_fake_row(run, settings, step)) for step in range(1, 21)]
@@ -134,12 +134,12 @@ def make_fake_rows(run: Mapping[str, Any], settings: RunConfig, steps: int) -> l
 
 
 def as_json(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with null for what is no finite number."""
+    """Return the row with null in place of numbers that are not finite."""
     return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 
 
 class PlacedTrainer(FakeTrainer):
-    """One step: meets the runs that should be placed beside it, then says which GPUs it was given."""
+    """A trainer that waits for the runs that should run beside it, and then writes down its GPUs and nodes."""
 
     def misbehave(self) -> None:
         ray.get(ray.get_actor("meeting").arrive.remote(), timeout=60)
@@ -167,7 +167,7 @@ def _get_node_id() -> str:
 
 @ray.remote(num_cpus=0)
 class Barrier:
-    """Nobody leaves before `expected` have arrived."""
+    """A barrier that no run leaves before `expected` runs have arrived."""
 
     def __init__(self, expected: int) -> None:
         self.n_missing = expected
@@ -185,6 +185,6 @@ PLACED = replace(families.LANGUAGE_MODEL, make_trainer=PlacedTrainer)
 
 
 def make_study(family: str = "FAKE", name: str = "kl") -> Study:
-    """A study whose runs are of a family of this module."""
+    """Make a study whose runs use a family of this module."""
     study = STUDIES[name]
     return replace(study, family=replace(study.family, trainer=f"{__name__}:{family}"))

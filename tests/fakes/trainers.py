@@ -1,4 +1,4 @@
-"""Small trainers: making one, stepping it, comparing two."""
+"""Helpers to make small trainers, to step them and to compare two of them."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ QUIET_SETTINGS = {
 
 
 def make_quiet_trainer(**overrides: object) -> PPOTrainer:
-    """A small trainer that evaluates nothing."""
+    """Make a small trainer that evaluates nothing."""
     return PPOTrainer(make_small_config(**{**QUIET_SETTINGS, **overrides}), diagnostics=DIAGNOSTICS)
 
 
@@ -39,9 +39,11 @@ def copy_weights(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
     return clone_tensors(trainer.get_state()[0])
 
 
-def has_same_weights(one: PPOTrainer, other: PPOTrainer) -> bool:
-    a, b = copy_weights(one), copy_weights(other)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+def has_same_weights(trainer: PPOTrainer, other_trainer: PPOTrainer) -> bool:
+    weights, other_weights = copy_weights(trainer), copy_weights(other_trainer)
+    return weights.keys() == other_weights.keys() and all(
+        torch.equal(weights[name], other_weights[name]) for name in weights
+    )
 
 
 def has_changed(trainer: PPOTrainer, old_weights: dict[str, torch.Tensor], prefix: str) -> bool:
@@ -56,7 +58,7 @@ def is_finite(row: Row) -> bool:
 
 
 def replay_step(trainer: PPOTrainer, step: int) -> list[Episode]:
-    """The step's episodes, played again with the weights that the trainer has now."""
+    """Play the episodes of a step again, with the current weights of the trainer."""
     env = trainer.config.env
     return roll_out_episodes(
         trainer.levels[step - 1],

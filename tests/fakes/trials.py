@@ -1,4 +1,4 @@
-"""A trial without Ray's driver: what Tune would call, in this process, as if each were one of its own."""
+"""Trials without Ray's driver: the calls that Tune would make, in this process instead of a process per trial."""
 
 import json
 from pathlib import Path
@@ -50,7 +50,7 @@ LIVE_TRIALS: list[Trial] = []
 
 
 def start_trial(folder: Path, **settings: object) -> Trial:
-    """As Tune makes it, in a process of its own: whatever trained before is gone."""
+    """Start a trial as Tune does in a new process: trials that were started before are cleaned up first."""
     clean_up_trials()
     LIVE_TRIALS.append(Trial(make_trial_config(folder, **settings)))
     LIVE_TRIALS[-1].begin()
@@ -58,21 +58,21 @@ def start_trial(folder: Path, **settings: object) -> Trial:
 
 
 def get_rows(trial: Trial) -> list[Row]:
-    """The rows that the trial's one run has so far."""
+    """Return the rows that the only run of the trial has so far."""
     assert trial.training is not None
     (run,) = trial.training.runs.values()
     return run.rows
 
 
 def clean_up_trials() -> None:
-    """What the end of a process does for the runs that it held."""
+    """Release the runs of all trials, as the end of their process does."""
     for trial in LIVE_TRIALS:
         trial.cleanup()
     LIVE_TRIALS.clear()
 
 
 def find_newest_checkpoint(folder: Path) -> Path:
-    """The newest rolling state of the run."""
+    """Return the newest rolling checkpoint of the run."""
     return next(path for _, path in iter_checkpoints(folder / "runs" / "r" / "state"))
 
 

@@ -1,4 +1,4 @@
-"""The long fault injection: `make test-faults-long`. Prints a table and, as JSON, every figure in it."""
+"""The long fault injection, `make test-faults-long`: print a table, and every figure in it as JSON."""
 
 import argparse
 import json
@@ -14,97 +14,104 @@ from typing import Any
 from tests.faults import damage, malformed, malformed_folders, memory
 from tests.faults.kills import (
     DRIVER_KILLS,
+    InterruptedStudy,
     Tally,
-    Tormented,
     compare,
     finish,
     kill_driver,
     kill_trials,
-    unbroken,
+    run_uninterrupted,
 )
 
-KILLS_A_STUDY = 8
+KILLS_PER_STUDY = 8
 STEPS = 120
 """Of a run: long enough that a study is still under way at its eighth kill."""
-RHYTHMS = {1: (), 3: ("--set=trainer.resume_every=3", "--save-freq=4")}
+RESUME_OPTIONS = {1: (), 3: ("--set=trainer.resume_every=3", "--save-freq=4")}
 """Steps between two rolling states, and the options that ask for them."""
 
-MOST_KILOBYTES_A_TRIAL = 100.0
+MAX_KILOBYTES_PER_TRIAL = 100.0
 """What an ended trial may take in the driver: Ray Tune's own record of it. It took 110 before its windows were cut."""
 
 
-def say(line: str) -> None:
-    """Progress, beside the table."""
+def print_progress(line: str) -> None:
+    """Print progress to stderr, separate from the table."""
     print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 
-def new_folder(root: Path, name: str) -> Path:
-    """A folder for one study."""
+def make_folder(root: Path, name: str) -> Path:
+    """Make a folder for one study."""
     folder = root / name
     folder.mkdir()
     return folder
 
 
-def kill_drivers(root: Path, kills: int, dice: random.Random) -> tuple[Tally, list[str]]:
-    """Kill drivers in every way until `kills` have been killed; the tally, and every difference found."""
-    return _kill(root, kills, dice, "driver")
+def kill_drivers(root: Path, kills: int, rng: random.Random) -> tuple[Tally, list[str]]:
+    """Kill `kills` drivers in randomly chosen ways; return the tally and every difference that was found."""
+    return _kill(root, kills, rng, "driver")
 
 
-def kill_processes(root: Path, kills: int, dice: random.Random) -> tuple[Tally, list[str]]:
-    """Kill the processes of trials until `kills` have been killed; nothing is resumed by hand."""
-    return _kill(root, kills, dice, "trial")
+def kill_processes(root: Path, kills: int, rng: random.Random) -> tuple[Tally, list[str]]:
+    """Kill `kills` processes of trials; nothing is resumed by hand."""
+    return _kill(root, kills, rng, "trial")
 
 
-def _kill(root: Path, kills: int, dice: random.Random, what: str) -> tuple[Tally, list[str]]:
-    straight = {every: unbroken(new_folder(root, f"straight-{every}"), STEPS, more) for every, more in RHYTHMS.items()}
-    tally, found, studies = Tally(), list[str](), list[Tormented]()
+def _kill(root: Path, kills: int, rng: random.Random, target: str) -> tuple[Tally, list[str]]:
+    uninterrupted_studies = {
+        interval: run_uninterrupted(make_folder(root, f"straight-{interval}"), STEPS, options)
+        for interval, options in RESUME_OPTIONS.items()
+    }
+    tally, differences, studies = Tally(), list[str](), list[InterruptedStudy]()
     while tally.kills.total() < kills:
-        every = list(RHYTHMS)[tally.studies % len(RHYTHMS)]
-        study = Tormented(new_folder(root, f"study-{tally.studies}"), STEPS, RHYTHMS[every])
-        count = min(KILLS_A_STUDY, kills - tally.kills.total())
+        interval = list(RESUME_OPTIONS)[tally.studies % len(RESUME_OPTIONS)]
+        study = InterruptedStudy(make_folder(root, f"study-{tally.studies}"), STEPS, RESUME_OPTIONS[interval])
+        n_kills = min(KILLS_PER_STUDY, kills - tally.kills.total())
         tally.most_recomputed_by_a_kill = 0
-        if what == "trial":
-            kill_trials(study, count, dice, tally)
+        if target == "trial":
+            kill_trials(study, n_kills, rng, tally)
         else:
-            for _ in range(count):
-                kill_driver(study, dice.choice(DRIVER_KILLS), dice, tally)
+            for _ in range(n_kills):
+                kill_driver(study, rng.choice(DRIVER_KILLS), rng, tally)
             finish(study)
-        if tally.most_recomputed_by_a_kill > every:
-            found.append(f"{tally.most_recomputed_by_a_kill} steps recomputed by a kill with a state every {every}")
-        found += compare(study, straight[every], tally)
+        if tally.most_recomputed_by_a_kill > interval:
+            differences.append(
+                f"{tally.most_recomputed_by_a_kill} steps recomputed by a kill with a state every {interval}"
+            )
+        differences += compare(study, uninterrupted_studies[interval], tally)
         studies.append(study)
-        say(f"{tally.kills.total()} of {kills} {what} kills, {tally.studies} studies, {len(found)} differences")
-    tally.processes_left += sum(study.agents_gone() for study in studies)
-    return tally, found
+        print_progress(
+            f"{tally.kills.total()} of {kills} {target} kills, {tally.studies} studies, {len(differences)} differences"
+        )
+    tally.processes_left += sum(study.wait_and_count_orphan_agents() for study in studies)
+    return tally, differences
 
 
-def damage_checkpoints(straight: Path, count: int, root: Path) -> dict[str, Any]:
-    """Damage copies of a real state of the shipped model."""
-    state = next(straight.glob("results/*/runs/*/state/step_*"))
-    done, missed = damage.check_damage(state, count, seed=7, scratch=root / "scratch")
-    return {"damaged": done.total(), "by_kind": dict(done), "not_refused": missed}
+def damage_checkpoints(study_folder: Path, count: int, root: Path) -> dict[str, Any]:
+    """Damage copies of a real checkpoint of the shipped model."""
+    checkpoint = next(study_folder.glob("results/*/runs/*/state/step_*"))
+    damage_counts, accepted = damage.check_damage(checkpoint, count, seed=7, scratch=root / "scratch")
+    return {"damaged": damage_counts.total(), "by_kind": dict(damage_counts), "not_refused": accepted}
 
 
-def mistype(count: int) -> dict[str, Any]:
-    """Malformed input of every kind; each check raises at the first traceback or file written."""
+def check_malformed_inputs(count: int) -> dict[str, Any]:
+    """Check malformed input of every kind; each check raises at the first traceback or written file."""
     checks: dict[str, Callable[..., malformed.Tally]] = {
         "malformed command lines": malformed.check_command_lines,
         "arbitrary command lines": malformed.check_arbitrary_lines,
         "configurations": malformed.check_configurations,
         "damaged study folders": malformed_folders.check_folders,
     }
-    found = {}
+    results = {}
     for name, check in checks.items():
         tally = check(count, derandomize=False)
-        say(f"{name}: {tally.examples}")
-        found[name] = {"examples": tally.examples, "answers": dict(tally.answers)}
-    return found
+        print_progress(f"{name}: {tally.examples}")
+        results[name] = {"examples": tally.examples, "answers": dict(tally.answers)}
+    return results
 
 
-def remember(trials: int, root: Path) -> dict[str, Any]:
-    """The driver's memory over many tiny trials."""
-    readings = memory.readings(new_folder(root, "memory"), trials, max(1, trials // 15))
-    resident, rows = memory.slope(readings)
+def measure_memory(trials: int, root: Path) -> dict[str, Any]:
+    """Measure the memory of the driver over many tiny trials."""
+    readings = memory.take_readings(make_folder(root, "memory"), trials, max(1, trials // 15))
+    resident, rows = memory.fit_slopes(readings)
     return {
         "trials": trials,
         "megabytes": [round(reading.resident, 1) for reading in readings],
@@ -114,40 +121,42 @@ def remember(trials: int, root: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Everything, or what the options ask for. 1 where anything was lost, duplicated, misread or let through."""
+    """Run all checks in the numbers that the options give; return 1 if anything was lost, misread or accepted."""
     parser = argparse.ArgumentParser(description=__doc__)
     counts = {"driver-kills": 110, "trial-kills": 100, "checkpoints": 2000, "inputs": 5000, "trials": 300, "seed": 0}
     for name, default in counts.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    dice, report, harm = random.Random(options.seed), dict[str, Any](), 0
+    rng, report, n_errors = random.Random(options.seed), dict[str, Any](), 0
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         root = Path(name)
         for title, kill, count in (
             ("driver", kill_drivers, options.driver_kills),
             ("trial", kill_processes, options.trial_kills),
         ):
-            tally, found = kill(new_folder(root, title), count, dice)
-            harm += tally.harm() + len(found)
-            report[f"{title} kills"] = {**asdict(tally), "kills": dict(tally.kills), "differences": found}
-            say(json.dumps(report[f"{title} kills"]))
+            tally, differences = kill(make_folder(root, title), count, rng)
+            n_errors += tally.count_errors() + len(differences)
+            report[f"{title} kills"] = {**asdict(tally), "kills": dict(tally.kills), "differences": differences}
+            print_progress(json.dumps(report[f"{title} kills"]))
         report["checkpoints"] = damage_checkpoints(root / "driver" / "straight-1", options.checkpoints, root)
-        harm += len(report["checkpoints"]["not_refused"])
-        say(json.dumps(report["checkpoints"]))
-        report["inputs"] = mistype(options.inputs)
-        report["memory"] = remember(options.trials, root)
-        harm += report["memory"]["kilobytes_a_trial"] > MOST_KILOBYTES_A_TRIAL
+        n_errors += len(report["checkpoints"]["not_refused"])
+        print_progress(json.dumps(report["checkpoints"]))
+        report["inputs"] = check_malformed_inputs(options.inputs)
+        report["memory"] = measure_memory(options.trials, root)
+        n_errors += report["memory"]["kilobytes_a_trial"] > MAX_KILOBYTES_PER_TRIAL
     print_table(report)
     print(json.dumps(report))
-    return int(harm > 0)
+    return int(n_errors > 0)
 
 
 def print_table(report: dict[str, Any]) -> None:
-    """The table of docs/reliability.md."""
+    """Print the table of docs/reliability.md."""
     rows = [("what", "how often", "what came of it")]
     for title in ("driver kills", "trial kills"):
         tally = report[title]
-        kills = ", ".join(f"{count} {kind.split(', ')[1]}" for kind, count in sorted(tally["kills"].items()))
+        kills = ", ".join(
+            f"{count} {kill_method.split(', ')[1]}" for kill_method, count in sorted(tally["kills"].items())
+        )
         rows.append(
             (
                 title,
@@ -160,13 +169,13 @@ def print_table(report: dict[str, Any]) -> None:
         )
     checkpoints = report["checkpoints"]
     rows.append(("damaged checkpoints", str(checkpoints["damaged"]), f"{len(checkpoints['not_refused'])} not refused"))
-    rows += [(name, str(found["examples"]), "0 tracebacks") for name, found in report["inputs"].items()]
-    memories = report["memory"]
+    rows += [(name, str(result["examples"]), "0 tracebacks") for name, result in report["inputs"].items()]
+    memory_use = report["memory"]
     rows.append(
         (
             "driver memory",
-            f"{memories['trials']} trials",
-            f"{memories['kilobytes_a_trial']} kB a trial beside {memories['kilobytes_of_rows_a_trial']} kB of rows",
+            f"{memory_use['trials']} trials",
+            f"{memory_use['kilobytes_a_trial']} kB a trial beside {memory_use['kilobytes_of_rows_a_trial']} kB of rows",
         )
     )
     for row in rows:

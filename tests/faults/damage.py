@@ -1,4 +1,4 @@
-"""Checkpoints damaged in every way a disk or a kill can: each must be refused, none half-read."""
+"""Checkpoints that are damaged as a disk or a kill can damage them: each must be refused, and none partly read."""
 
 import random
 import shutil
@@ -12,11 +12,11 @@ from trainable.runs.checkpoint import TENSORS_FILE, VALUES_FILE, CheckpointError
 from trainable.runs.run_files import CHECKSUMS_FILE
 
 FILES = (TENSORS_FILE, VALUES_FILE, CHECKSUMS_FILE)
-KINDS = ("cut", "bit", "byte", "zeros", "missing", "empty", "longer", "swapped", "folder")
+DAMAGE_KINDS = ("cut", "bit", "byte", "zeros", "missing", "empty", "longer", "swapped", "folder")
 
 
-def write_small(folder: Path) -> None:
-    """A checkpoint of about a kilobyte, so that every byte of it can be damaged."""
+def write_small_checkpoint(folder: Path) -> None:
+    """Write a checkpoint of about a kilobyte, so that every byte of it can be damaged."""
     generator = torch.Generator().manual_seed(0)
     tensors = {
         "actor/weight": torch.randn(4, 6, generator=generator),
@@ -27,7 +27,7 @@ def write_small(folder: Path) -> None:
 
 
 def is_refused(folder: Path) -> bool:
-    """Whether reading the checkpoint says, and names the folder, that it cannot be used."""
+    """Return whether reading the checkpoint raises an error that names its folder."""
     try:
         read_checkpoint(folder)
     except CheckpointError as error:
@@ -35,68 +35,72 @@ def is_refused(folder: Path) -> bool:
     return False
 
 
-def every_cut(folder: Path) -> Iterator[str]:
-    """Damage a small checkpoint by cutting each file at each byte, one after the other; what was done, each time."""
-    yield from _each_byte(folder, lambda data, at: data[:at], "cut")
+def iter_cuts(folder: Path) -> Iterator[str]:
+    """Cut each file of a small checkpoint at each byte, one at a time; yield a description of each damage."""
+    yield from _damage_each_byte(folder, lambda content, position: content[:position], "cut")
 
 
-def every_flip(folder: Path, dice: random.Random) -> Iterator[str]:
-    """Likewise with one random bit of each byte turned."""
-    yield from _each_byte(folder, lambda data, at: _with(data, at, data[at] ^ 1 << dice.randrange(8)), "bit")
+def iter_bit_flips(folder: Path, rng: random.Random) -> Iterator[str]:
+    """Flip one random bit of each byte of a small checkpoint, one at a time; yield a description of each damage."""
+    yield from _damage_each_byte(
+        folder,
+        lambda content, position: _replace_byte(content, position, content[position] ^ 1 << rng.randrange(8)),
+        "bit",
+    )
 
 
-def _each_byte(folder: Path, change: Callable[[bytes, int], bytes], what: str) -> Iterator[str]:
+def _damage_each_byte(folder: Path, damage_content: Callable[[bytes, int], bytes], damage_kind: str) -> Iterator[str]:
     for name in FILES:
         path = folder / name
-        whole = path.read_bytes()
-        for at in range(len(whole)):
-            path.write_bytes(change(whole, at))
-            yield f"{what} of {name} at byte {at}"
-        path.write_bytes(whole)
+        content = path.read_bytes()
+        for position in range(len(content)):
+            path.write_bytes(damage_content(content, position))
+            yield f"{damage_kind} of {name} at byte {position}"
+        path.write_bytes(content)
 
 
-def _with(data: bytes, at: int, value: int) -> bytes:
-    return data[:at] + bytes([value]) + data[at + 1 :]
+def _replace_byte(content: bytes, position: int, byte: int) -> bytes:
+    return content[:position] + bytes([byte]) + content[position + 1 :]
 
 
-def damage(folder: Path, kind: str, dice: random.Random) -> bool:
-    """Damage one random file of a checkpoint in the given way; False where that left it as it was."""
-    path = folder / dice.choice(FILES)
-    whole = path.read_bytes()
-    at = dice.randrange(len(whole))
-    if kind in ("missing", "folder"):
+def damage(folder: Path, damage_kind: str, rng: random.Random) -> bool:
+    """Damage one random file of a checkpoint in the given way; return False if that did not change the file."""
+    path = folder / rng.choice(FILES)
+    content = path.read_bytes()
+    position = rng.randrange(len(content))
+    if damage_kind in ("missing", "folder"):
         path.unlink()
-        if kind == "folder":
+        if damage_kind == "folder":
             path.mkdir()
         return True
-    if kind == "swapped":
-        other = folder / dice.choice([name for name in FILES if name != path.name])
-        theirs = other.read_bytes()
-        other.write_bytes(whole)
-        path.write_bytes(theirs)
+    if damage_kind == "swapped":
+        other_path = folder / rng.choice([name for name in FILES if name != path.name])
+        other_content = other_path.read_bytes()
+        other_path.write_bytes(content)
+        path.write_bytes(other_content)
         return True
-    length = dice.randint(1, 4096)
-    changed = {
-        "cut": whole[:at],
-        "bit": _with(whole, at, whole[at] ^ 1 << dice.randrange(8)),
-        "byte": _with(whole, at, dice.randrange(256)),
-        "zeros": whole[:at] + bytes(len(whole[at : at + length])) + whole[at + length :],
+    length = rng.randint(1, 4096)
+    damaged_content = {
+        "cut": content[:position],
+        "bit": _replace_byte(content, position, content[position] ^ 1 << rng.randrange(8)),
+        "byte": _replace_byte(content, position, rng.randrange(256)),
+        "zeros": content[:position] + bytes(len(content[position : position + length])) + content[position + length :],
         "empty": b"",
-        "longer": whole + dice.randbytes(length),
-    }[kind]
-    path.write_bytes(changed)
-    return changed != whole
+        "longer": content + rng.randbytes(length),
+    }[damage_kind]
+    path.write_bytes(damaged_content)
+    return damaged_content != content
 
 
 def check_damage(source: Path, count: int, seed: int, scratch: Path) -> tuple[Counter[str], list[str]]:
-    """Damage `count` copies of a real checkpoint at random: how many of each kind, and those that were not refused."""
-    dice, done, missed = random.Random(seed), Counter[str](), []
-    while done.total() < count:
+    """Damage `count` copies of a real checkpoint at random; return the number per kind and what was not refused."""
+    rng, damage_counts, accepted = random.Random(seed), Counter[str](), []
+    while damage_counts.total() < count:
         shutil.copytree(source, scratch)
-        kind = dice.choice(KINDS)
-        if damage(scratch, kind, dice):
-            done[kind] += 1
+        damage_kind = rng.choice(DAMAGE_KINDS)
+        if damage(scratch, damage_kind, rng):
+            damage_counts[damage_kind] += 1
             if not is_refused(scratch):
-                missed.append(f"{kind}, number {done.total()}")
+                accepted.append(f"{damage_kind}, number {damage_counts.total()}")
         shutil.rmtree(scratch)
-    return done, missed
+    return damage_counts, accepted

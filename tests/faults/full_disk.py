@@ -1,8 +1,8 @@
-"""A study on a disk that fills up while it runs. Run in a mount namespace of its own: `unshare -rm python -m ...`.
+"""A study on a disk that fills up while it runs. Needs its own mount namespace: `unshare -rm python -m ...`.
 
 Usage: full_disk MOUNT KEEP PATIENCE. Mounts a small disk at MOUNT, runs the study there, fills the disk once rows are
-written, and makes room again: after a while where PATIENCE outlasts it, else after the command has ended. Then goes
-on with the study where it has not completed, copies all to KEEP, and prints what it saw as JSON.
+written, and makes room again: after FULL_SECONDS if PATIENCE is longer, and otherwise after the command has ended. Then
+resumes the study if it has not completed, copies the folders to KEEP, and prints its observations as JSON.
 """
 
 import json
@@ -12,17 +12,17 @@ import sys
 import time
 from pathlib import Path
 
-from tests.faults.kills import RUN, STEPS, Tormented, wait_for
+from tests.faults.kills import RUN, STEPS, InterruptedStudy, wait_for
 
 SIZE = "80m"
-FULL_S = 4.0
-CHUNK = 1 << 16
+FULL_SECONDS = 4.0
+CHUNK_BYTES = 1 << 16
 
 
-def fill(path: Path) -> None:
-    """Write until nothing fits any more."""
+def fill_disk(path: Path) -> None:
+    """Write to a file until the disk is full."""
     with path.open("ab", buffering=0) as file:
-        size = CHUNK
+        size = CHUNK_BYTES
         while size:
             try:
                 file.write(b"x" * size)
@@ -30,36 +30,36 @@ def fill(path: Path) -> None:
                 size //= 2
 
 
-def watch(mount: Path, keep: Path, patience: float) -> dict[str, object]:
-    """See the module."""
+def run_on_full_disk(mount: Path, copy_folder: Path, patience: float) -> dict[str, object]:
+    """Run a study on a disk that fills up, as the docstring of the module describes."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(mount)], check=True)
-    log_folder = keep.parent
-    study = Tormented(mount, STEPS, [f"--set=trainer.disk_patience={patience}"])
+    log_folder = copy_folder.parent
+    study = InterruptedStudy(mount, STEPS, [f"--set=trainer.disk_patience={patience}"])
     study.log_folder = log_folder
     driver = study.start()
-    wait_for(lambda: study.rows() >= 4, driver)
-    fill(mount / "filler")
-    at_full = study.rows()
-    seen: dict[str, object] = {"rows_when_full": at_full}
-    if patience > FULL_S:
-        time.sleep(FULL_S)
-        seen["is_waiting"] = driver.poll() is None
-        seen["rows_while_full"] = study.rows()
+    wait_for(lambda: study.count_rows() >= 4, driver)
+    fill_disk(mount / "filler")
+    rows_when_full = study.count_rows()
+    observations: dict[str, object] = {"rows_when_full": rows_when_full}
+    if patience > FULL_SECONDS:
+        time.sleep(FULL_SECONDS)
+        observations["is_waiting"] = driver.poll() is None
+        observations["rows_while_full"] = study.count_rows()
     else:
         driver.wait(120)
         statuses = study.folder.glob("runs/*/status.json")
-        seen["statuses"] = [json.loads(path.read_text()) for path in sorted(statuses)]
+        observations["statuses"] = [json.loads(path.read_text()) for path in sorted(statuses)]
     (mount / "filler").unlink()
-    seen["code"] = driver.wait(120)
+    observations["code"] = driver.wait(120)
     study.log.close()
-    if seen["code"]:
-        again = study.start()
-        seen["code_again"] = again.wait(120)
+    if observations["code"]:
+        second_driver = study.start()
+        observations["code_again"] = second_driver.wait(120)
         study.log.close()
-    seen["left"] = study.all_gone()
-    shutil.copytree(mount / RUN, keep / RUN)
-    return seen
+    observations["left"] = study.wait_and_count_orphans()
+    shutil.copytree(mount / RUN, copy_folder / RUN)
+    return observations
 
 
 if __name__ == "__main__":
-    print(json.dumps(watch(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]))))
+    print(json.dumps(run_on_full_disk(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]))))

@@ -1,7 +1,7 @@
-"""Studies of the real command, killed at random moments and resumed, then compared with one that was left alone.
+"""Studies of the real command that are killed at random times, resumed, and compared with an uninterrupted study.
 
-Processes are ended by their ids only: the driver that was started here, a trial by the id that its run folder names,
-and what carries this study's own mark in its environment.
+Processes are killed by their ids only: the driver that was started here, a trial by the id in its run folder, and
+processes that have the mark of the study in their environment.
 """
 
 import os
@@ -28,7 +28,7 @@ from trainable.runs.run_files import LOCK_FILE, METRICS_FILE, STATE_FOLDER, read
 from tune_study.tune.watchdog import DAEMON_NAMES
 
 RUN = "results/kl_sweep_sokoban-tiny"
-SMALL = [
+SMALL_OPTIONS = [
     "--preset=laptop",
     "--kl-values=0,0.1",
     "--set=env.val_env_groups=16",
@@ -39,12 +39,12 @@ SMALL = [
     "--set=critic.ppo_mini_batch_size=8",
 ]
 STEPS = 24
-MARK = "TUNE_STUDY_FAULTS"
+MARK_VARIABLE = "TUNE_STUDY_FAULTS"
 PATIENCE_S = 120.0
-GONE_S = 60.0
+PROCESS_EXIT_S = 60.0
 """A worker that Ray was starting as its raylet died looks for it for half a minute before it ends."""
 AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
-AGENTS_GONE_S = 90.0
+AGENT_EXIT_S = 90.0
 """Two agents of Ray first report the raylet's death to a control server that is gone too; Ray gives that a minute."""
 POLL_S = 0.05
 CHECKPOINT_POLL_S = 0.002
@@ -65,7 +65,7 @@ TRIAL_KILLS = ("SIGKILL", "SIGSEGV", "in a checkpoint")
 
 @dataclass
 class Tally:
-    """What was done to studies and what came of it."""
+    """Counts of what was done to studies and of what it caused."""
 
     kills: Counter[str] = field(default_factory=Counter)
     studies: int = 0
@@ -79,8 +79,8 @@ class Tally:
     most_recomputed_by_a_kill: int = 0
     processes_left: int = 0
 
-    def harm(self) -> int:
-        """Everything that must be nought."""
+    def count_errors(self) -> int:
+        """Return the sum of all counts that must be zero."""
         return (
             self.rows_lost
             + self.rows_duplicated
@@ -91,35 +91,38 @@ class Tally:
         )
 
 
-def hear_signals() -> None:
-    """In a new process: Ctrl-C and a closed terminal count, though a background job or nohup started the tests."""
+def restore_signal_handlers() -> None:
+    """Restore the handlers of Ctrl-C and a closed terminal in a new process.
+
+    They are ignored when the tests were started as a background job or by nohup.
+    """
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
-class Tormented:
-    """One study in a folder of its own. Every process of it carries its mark."""
+class InterruptedStudy:
+    """One study in its own folder, whose processes have its mark in their environment and which can be resumed."""
 
-    def __init__(self, output: Path, steps: int, more: Sequence[str] = ()) -> None:
+    def __init__(self, output: Path, steps: int, options: Sequence[str] = ()) -> None:
         self.output, self.folder, self.steps = output, output / RUN, steps
-        self.more = list(more)
+        self.options = list(options)
         self.log_folder = output
         self.mark = uuid.uuid4().hex
-        self.environment = {**os.environ, MARK: self.mark}
+        self.environment = {**os.environ, MARK_VARIABLE: self.mark}
         self.drivers: list[int] = []
 
     def start(self) -> "subprocess.Popen[str]":
-        """`run` the first time, `resume` wherever the folder holds the study."""
+        """Start the driver with `resume` if the folder contains the study, and with `run` otherwise."""
         words = (
             ["resume", str(self.folder)]
             if (self.folder / "study.json").exists()
             else [
                 "run",
                 "kl",
-                *SMALL,
+                *SMALL_OPTIONS,
                 f"--steps={self.steps}",
                 f"--output={self.output}",
-                *self.more,
+                *self.options,
             ]
         )
         self.log = (self.log_folder / "command.log").open("a")
@@ -133,74 +136,83 @@ class Tormented:
             text=True,
             env=self.environment,
             start_new_session=True,
-            preexec_fn=hear_signals,
+            preexec_fn=restore_signal_handlers,
         )
         self.drivers.append(driver.pid)
         return driver
 
-    def run_dirs(self) -> list[Path]:
-        """The folders of the runs, as far as they are there."""
+    def find_run_dirs(self) -> list[Path]:
+        """Return the folders of the runs that exist."""
         return sorted((self.folder / "runs").glob("*"))
 
-    def rows(self) -> int:
-        """Lines of rows on disk."""
+    def count_rows(self) -> int:
+        """Count the rows on disk."""
         return sum(path.read_bytes().count(b"\n") for path in self.folder.glob(f"runs/*/{METRICS_FILE}"))
 
-    def trials(self) -> dict[Path, int]:
-        """The runs that a process of this study holds now, with its id."""
-        found = {}
+    def find_trial_pids(self) -> dict[Path, int]:
+        """Return the folders of the runs that a process of this study has locked, with the process id."""
+        pids = {}
         for path in self.folder.glob(f"runs/*/{LOCK_FILE}"):
-            words = re.match(r"pid (\d+) ", path.read_text(errors="replace"))
-            if words and self._is_ours(int(words.group(1))):
-                found[path.parent] = int(words.group(1))
-        return found
+            match = re.match(r"pid (\d+) ", path.read_text(errors="replace"))
+            if match and self._is_of_this_study(int(match.group(1))):
+                pids[path.parent] = int(match.group(1))
+        return pids
 
     def is_writing(self) -> bool:
-        """Whether a checkpoint is half-written at this moment."""
+        """Return whether a checkpoint is being written now."""
         return any(self.folder.glob(f"runs/*/{STATE_FOLDER}/.step_*.writing"))
 
-    def processes(self) -> list[psutil.Process]:
-        """All live processes that carry the mark, without Ray's two agents."""
-        return [process for process in psutil.process_iter() if self._is_ours(process.pid) and not _is_agent(process)]
+    def find_processes(self) -> list[psutil.Process]:
+        """Return all live processes that have the mark, except Ray's two agents."""
+        return [
+            process
+            for process in psutil.process_iter()
+            if self._is_of_this_study(process.pid) and not _is_agent(process)
+        ]
 
-    def daemons(self, name: str) -> list[psutil.Process]:
-        """Ray's raylet or gcs_server of this study."""
-        return [process for process in self.processes() if _program(process) == name]
+    def find_daemons(self, name: str) -> list[psutil.Process]:
+        """Return the daemons of this study with a name, such as raylet or gcs_server."""
+        return [process for process in self.find_processes() if _get_program_name(process) == name]
 
-    def agents(self) -> list[psutil.Process]:
-        """Ray's two agents of any start of this study: found by their logs, since their titles overwrite the mark."""
-        return [process for process in psutil.process_iter() if _is_agent(process) and self._logs_for_us(process)]
+    def find_agents(self) -> list[psutil.Process]:
+        """Return Ray's two agents of every start of this study.
 
-    def _logs_for_us(self, agent: psutil.Process) -> bool:
+        They are found by their log files, because their process titles overwrite the mark.
+        """
+        return [
+            process for process in psutil.process_iter() if _is_agent(process) and self._logs_for_this_study(process)
+        ]
+
+    def _logs_for_this_study(self, agent: psutil.Process) -> bool:
         try:
-            logs = [Path(file.path).parts for file in agent.open_files()]
+            log_paths = [Path(file.path).parts for file in agent.open_files()]
         except psutil.Error:
             return False
-        sessions = {part for parts in logs for part in parts if part.startswith("session_")}
+        sessions = {component for log_path in log_paths for component in log_path if component.startswith("session_")}
         return any(session.endswith(f"_{driver}") for session in sessions for driver in self.drivers)
 
-    def _is_ours(self, pid: int) -> bool:
+    def _is_of_this_study(self, pid: int) -> bool:
         try:
             process = psutil.Process(pid)
-            return process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE
+            return process.environ().get(MARK_VARIABLE) == self.mark and process.status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             return False
 
-    def all_gone(self) -> int:
-        """Wait for every process of the study to end; how many did not. Those are then ended, by their ids."""
-        return _ended(self.processes, GONE_S)
+    def wait_and_count_orphans(self) -> int:
+        """Wait for every process of the study to end; kill those that did not by their ids and return their number."""
+        return _wait_and_count_alive(self.find_processes, PROCESS_EXIT_S)
 
-    def agents_gone(self) -> int:
-        """The same for Ray's two agents."""
-        return _ended(self.agents, AGENTS_GONE_S)
+    def wait_and_count_orphan_agents(self) -> int:
+        """Wait for Ray's two agents in the same way."""
+        return _wait_and_count_alive(self.find_agents, AGENT_EXIT_S)
 
 
-def _program(process: psutil.Process) -> str:
+def _get_program_name(process: psutil.Process) -> str:
     try:
-        words = process.cmdline()
+        command = process.cmdline()
     except psutil.Error:
-        words = []
-    return Path(words[0]).name if words else ""
+        command = []
+    return Path(command[0]).name if command else ""
 
 
 def _is_agent(process: psutil.Process) -> bool:
@@ -210,18 +222,18 @@ def _is_agent(process: psutil.Process) -> bool:
         return False
 
 
-def _ended(alive: Callable[[], list[psutil.Process]], patience: float) -> int:
+def _wait_and_count_alive(find_processes: Callable[[], list[psutil.Process]], patience: float) -> int:
     deadline = time.monotonic() + patience
-    while (left := alive()) and time.monotonic() < deadline:
+    while (processes := find_processes()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    for process in left:
+    for process in processes:
         print("left behind:", process.pid, process.cmdline())
         process.kill()
-    return len(left)
+    return len(processes)
 
 
-def last_step(run_dir: Path) -> int:
-    """The last step of a run whose row is on disk."""
+def read_last_step(run_dir: Path) -> int:
+    """Return the last step of a run whose row is on disk."""
     rows = read_rows(run_dir / METRICS_FILE)
     return int(rows[-1]["step"]) if rows else 0
 
@@ -232,7 +244,7 @@ def wait_for(
     patience: float = PATIENCE_S,
     poll_s: float = POLL_S,
 ) -> bool:
-    """Whether the condition came true while the driver was alive."""
+    """Wait for a condition; return False if the driver ended before the condition was true."""
     deadline = time.monotonic() + patience
     while driver.poll() is None:
         if condition():
@@ -242,43 +254,48 @@ def wait_for(
     return False
 
 
-def unbroken(output: Path, steps: int, more: Sequence[str] = ()) -> Tormented:
-    """The same study, left alone."""
-    study = Tormented(output, steps, more)
+def run_uninterrupted(output: Path, steps: int, options: Sequence[str] = ()) -> InterruptedStudy:
+    """Run a study without interruption."""
+    study = InterruptedStudy(output, steps, options)
     driver = study.start()
     assert driver.wait(PATIENCE_S) == 0, (output / "command.log").read_text()[-3000:]
     study.log.close()
     return study
 
 
-def kill_driver(study: Tormented, kind: str, dice: random.Random, tally: Tally) -> None:
-    """Start the study, end its driver in the given way, and see that nothing lives on; nothing where it ends first."""
-    before = study.rows()
+def kill_driver(study: InterruptedStudy, kill_method: str, rng: random.Random, tally: Tally) -> None:
+    """Start the study, end its driver in the given way, and count the processes that live on.
+
+    Nothing is killed if the driver ends first.
+    """
+    n_rows_before = study.count_rows()
     driver = study.start()
-    if kind == "at once":
-        is_alive = _after(dice.uniform(0.05, 2.0), driver)
-    elif kind == "at a row":
-        target = study.rows() + dice.randint(1, 4)
-        is_alive = wait_for(lambda: study.rows() >= target, driver)
-    elif kind == "in a checkpoint":
-        skip = study.rows() + dice.randint(0, 4)
-        is_ready = wait_for(lambda: study.rows() >= skip, driver)
+    if kill_method == "at once":
+        is_alive = _is_alive_after(rng.uniform(0.05, 2.0), driver)
+    elif kill_method == "at a row":
+        target_rows = study.count_rows() + rng.randint(1, 4)
+        is_alive = wait_for(lambda: study.count_rows() >= target_rows, driver)
+    elif kill_method == "in a checkpoint":
+        n_rows_to_skip = study.count_rows() + rng.randint(0, 4)
+        is_ready = wait_for(lambda: study.count_rows() >= n_rows_to_skip, driver)
         is_alive = is_ready and wait_for(study.is_writing, driver, poll_s=CHECKPOINT_POLL_S)
-    elif kind in DAEMON_NAMES:  # Ray starts it some seconds after the driver
-        is_alive = wait_for(lambda: bool(study.daemons(kind)), driver) and _after(dice.uniform(0.0, 8.0), driver)
+    elif kill_method in DAEMON_NAMES:  # Ray starts the daemon some seconds after the driver
+        is_alive = wait_for(lambda: bool(study.find_daemons(kill_method)), driver) and _is_alive_after(
+            rng.uniform(0.0, 8.0), driver
+        )
     else:
-        is_alive = _after(dice.uniform(1.0, 12.0), driver)
+        is_alive = _is_alive_after(rng.uniform(1.0, 12.0), driver)
     if is_alive:
-        tally.kills[f"driver, {kind}"] += 1
-        _end(study, driver, kind, dice)
+        tally.kills[f"driver, {kill_method}"] += 1
+        _end_driver(study, driver, kill_method, rng)
     driver.wait(PATIENCE_S)
     study.log.close()
-    tally.processes_left += study.all_gone()
+    tally.processes_left += study.wait_and_count_orphans()
     _count_recomputed(study, tally)
-    assert study.rows() >= before, "rows were lost from the files"
+    assert study.count_rows() >= n_rows_before, "rows were lost from the files"
 
 
-def _after(seconds: float, driver: "subprocess.Popen[str]") -> bool:
+def _is_alive_after(seconds: float, driver: "subprocess.Popen[str]") -> bool:
     try:
         driver.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -286,117 +303,130 @@ def _after(seconds: float, driver: "subprocess.Popen[str]") -> bool:
     return False
 
 
-def _end(study: Tormented, driver: "subprocess.Popen[str]", kind: str, dice: random.Random) -> None:
-    if kind == "whole machine":
-        for process in study.processes():
-            _send(process, signal.SIGKILL)
-    elif kind == "SIGTERM to all":
-        for process in study.processes():
-            _send(process, signal.SIGTERM)
-    elif kind in DAEMON_NAMES:
-        for process in study.daemons(kind):
-            _send(process, signal.SIGKILL)
-    elif kind == "Ctrl-C twice":
+def _end_driver(study: InterruptedStudy, driver: "subprocess.Popen[str]", kill_method: str, rng: random.Random) -> None:
+    if kill_method == "whole machine":
+        for process in study.find_processes():
+            _send_signal(process, signal.SIGKILL)
+    elif kill_method == "SIGTERM to all":
+        for process in study.find_processes():
+            _send_signal(process, signal.SIGTERM)
+    elif kill_method in DAEMON_NAMES:
+        for process in study.find_daemons(kill_method):
+            _send_signal(process, signal.SIGKILL)
+    elif kill_method == "Ctrl-C twice":
         driver.send_signal(signal.SIGINT)
-        time.sleep(dice.uniform(0.0, 1.5))
+        time.sleep(rng.uniform(0.0, 1.5))
         driver.send_signal(signal.SIGINT)
     else:
         driver.kill()
 
 
-def _send(process: psutil.Process, number: signal.Signals) -> None:
+def _send_signal(process: psutil.Process, signal_number: signal.Signals) -> None:
     try:
-        process.send_signal(number)
+        process.send_signal(signal_number)
     except psutil.NoSuchProcess:
         return
 
 
-def kill_trials(study: Tormented, kills: int, dice: random.Random, tally: Tally) -> None:
-    """Start the study and kill its trials, each after a step of its own since it was killed last; then let it end."""
-    driver = study.start()
-    seen: dict[Path, int] = {}
+def kill_trials(study: InterruptedStudy, kills: int, rng: random.Random, tally: Tally) -> None:
+    """Start the study, kill its trials at random, and wait for its end.
 
-    def ripe() -> list[Path]:
-        return [run_dir for run_dir in study.trials() if last_step(run_dir) > seen.get(run_dir, 0)]
+    A trial is killed again only after it has finished a further step.
+    """
+    driver = study.start()
+    last_killed_steps: dict[Path, int] = {}
+
+    def find_killable_runs() -> list[Path]:
+        return [
+            run_dir
+            for run_dir in study.find_trial_pids()
+            if read_last_step(run_dir) > last_killed_steps.get(run_dir, 0)
+        ]
 
     for _ in range(kills):
-        kind = dice.choice(TRIAL_KILLS)
-        if not wait_for(lambda: bool(ripe()), driver):
+        kill_method = rng.choice(TRIAL_KILLS)
+        if not wait_for(lambda: bool(find_killable_runs()), driver):
             break
-        if kind != "in a checkpoint":
-            _after(dice.uniform(0.0, 0.4), driver)
+        if kill_method != "in a checkpoint":
+            _is_alive_after(rng.uniform(0.0, 0.4), driver)
         elif not wait_for(study.is_writing, driver, poll_s=CHECKPOINT_POLL_S):
             break
-        chosen = dice.choice(ripe() or [Path()])
-        pid = study.trials().get(chosen)
+        chosen_run_dir = rng.choice(find_killable_runs() or [Path()])
+        pid = study.find_trial_pids().get(chosen_run_dir)
         if pid is not None:
-            seen[chosen] = last_step(chosen)
-            os.kill(pid, signal.SIGSEGV if kind == "SIGSEGV" else signal.SIGKILL)
-            tally.kills[f"trial, {kind}"] += 1
+            last_killed_steps[chosen_run_dir] = read_last_step(chosen_run_dir)
+            os.kill(pid, signal.SIGSEGV if kill_method == "SIGSEGV" else signal.SIGKILL)
+            tally.kills[f"trial, {kill_method}"] += 1
     driver.wait(PATIENCE_S)
     study.log.close()
-    tally.processes_left += study.all_gone()
+    tally.processes_left += study.wait_and_count_orphans()
     _count_recomputed(study, tally)
 
 
-def _raw_steps(run_dir: Path) -> Iterator[int]:
+def _iter_raw_steps(run_dir: Path) -> Iterator[int]:
     for line in (run_dir / METRICS_FILE).read_bytes().splitlines() if (run_dir / METRICS_FILE).exists() else ():
-        found = re.search(rb'"step": (\d+)', line)
-        if found and line.endswith(b"}"):
-            yield int(found.group(1))
+        match = re.search(rb'"step": (\d+)', line)
+        if match and line.endswith(b"}"):
+            yield int(match.group(1))
 
 
-def _count_recomputed(study: Tormented, tally: Tally) -> None:
-    """Steps that were trained again, by going back in the files of rows."""
-    total = 0
-    for run_dir in study.run_dirs():
-        high = 0
-        for step in _raw_steps(run_dir):
-            if step <= high:
-                total += 1
-                tally.most_recomputed_by_a_kill = max(tally.most_recomputed_by_a_kill, high - step + 1)
-            high = max(step, high) if step > high else high
-    tally.steps_recomputed = max(tally.steps_recomputed, total)
+def _count_recomputed(study: InterruptedStudy, tally: Tally) -> None:
+    """Count the steps that were trained again, which are the steps that go back in the files of rows."""
+    n_recomputed = 0
+    for run_dir in study.find_run_dirs():
+        highest_step = 0
+        for step in _iter_raw_steps(run_dir):
+            if step <= highest_step:
+                n_recomputed += 1
+                tally.most_recomputed_by_a_kill = max(tally.most_recomputed_by_a_kill, highest_step - step + 1)
+            highest_step = max(step, highest_step) if step > highest_step else highest_step
+    tally.steps_recomputed = max(tally.steps_recomputed, n_recomputed)
 
 
-def finish(study: Tormented) -> None:
-    """Resume until all has ended."""
+def finish(study: InterruptedStudy) -> None:
+    """Resume the study and wait until it has completed."""
     driver = study.start()
     assert driver.wait(PATIENCE_S) == 0, (study.output / "command.log").read_text()[-3000:]
     study.log.close()
 
 
-def status_of(folder: Path) -> str:
-    """What `status` prints about the study in a folder."""
+def read_status_output(folder: Path) -> str:
+    """Return what `status` prints about the study in a folder."""
     command = [sys.executable, "-m", "tune_study", "status", str(folder)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def compare(study: Tormented, straight: Tormented, tally: Tally) -> list[str]:
-    """Tables, rows and final weights against those of the study that was left alone; differences as sentences."""
-    ours, theirs = analysis.load(study.output), analysis.load(straight.output)
-    found = []
+def compare(study: InterruptedStudy, reference_study: InterruptedStudy, tally: Tally) -> list[str]:
+    """Compare tables, rows and final weights with an uninterrupted study; return the differences as sentences."""
+    frames, reference_frames = analysis.load(study.output), analysis.load(reference_study.output)
+    differences = []
     for name in FRAME_NAMES:
-        differences = analysis.diff_frames(getattr(ours, name), getattr(theirs, name), ignored_columns=("axis_label",))
-        found += [f"{name}: {difference}" for difference in differences]
+        frame_differences = analysis.diff_frames(
+            getattr(frames, name), getattr(reference_frames, name), ignored_columns=("axis_label",)
+        )
+        differences += [f"{name}: {difference}" for difference in frame_differences]
     tally.studies += 1
-    tally.rows += len(ours.steps)
-    tally.rows_different += len(found)
+    tally.rows += len(frames.steps)
+    tally.rows_different += len(differences)
     tally.rows_duplicated += int(pd.read_parquet(study.folder / "steps.parquet").duplicated(["run_id", "step"]).sum())
-    wanted = set(zip(theirs.steps["run_id"], theirs.steps["step"], strict=True))
-    got = set(zip(ours.steps["run_id"], ours.steps["step"], strict=True))
-    tally.rows_lost += len(wanted - got)
+    expected_steps = set(zip(reference_frames.steps["run_id"], reference_frames.steps["step"], strict=True))
+    steps = set(zip(frames.steps["run_id"], frames.steps["step"], strict=True))
+    tally.rows_lost += len(expected_steps - steps)
     tally.states_misread += (study.output / "command.log").read_text().count("is not used")
-    for mine, its in zip(study.run_dirs(), straight.run_dirs(), strict=True):
-        if not _same_weights(mine, its):
+    for run_dir, reference_dir in zip(study.find_run_dirs(), reference_study.find_run_dirs(), strict=True):
+        if not _has_same_weights(run_dir, reference_dir):
             tally.weights_different += 1
-            found.append(f"{mine.name}: the last state differs")
-    return found
+            differences.append(f"{run_dir.name}: the last state differs")
+    return differences
 
 
-def _same_weights(mine: Path, its: Path) -> bool:
-    newest = [next((path for _, path in iter_checkpoints(folder / STATE_FOLDER)), None) for folder in (mine, its)]
-    if None in newest:
+def _has_same_weights(run_dir: Path, reference_dir: Path) -> bool:
+    checkpoints = [
+        next((path for _, path in iter_checkpoints(folder / STATE_FOLDER)), None) for folder in (run_dir, reference_dir)
+    ]
+    if None in checkpoints:
         return False
-    a, b = (load_file(path / "state.safetensors") for path in newest if path is not None)
-    return a.keys() == b.keys() and all(bool((a[name] == b[name]).all()) for name in a)
+    weights, reference_weights = (load_file(path / "state.safetensors") for path in checkpoints if path is not None)
+    return weights.keys() == reference_weights.keys() and all(
+        bool((weights[name] == reference_weights[name]).all()) for name in weights
+    )

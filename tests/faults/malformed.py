@@ -1,7 +1,7 @@
-"""Malformed command lines and configurations: what hypothesis draws, and what each must be answered.
+"""Malformed command lines and configurations: strategies that draw them, and checks of the answer to each of them.
 
-Every `check_*` draws `examples` of one kind, raises AssertionError with the shortest one that is answered otherwise,
-and returns how often each answer was given. No pytest is needed, so that a script can run many more than a test does.
+Every `check_*` draws `examples` of one kind and returns how often each answer was given. It raises AssertionError with
+the shortest example that has a wrong answer. It does not need pytest, so a script can draw more examples than a test.
 """
 
 import json
@@ -38,23 +38,25 @@ Check = Callable[[int], "Tally"]
 
 
 class Tally(NamedTuple):
-    """Examples that were drawn, and how often each answer was given."""
+    """The number of examples that were drawn, and how often each answer was given."""
 
     examples: int
     answers: Mapping[str, int]
 
 
 class Answer(NamedTuple):
-    """What a command line gave back. left: what is in the folder that it was typed in."""
+    """The answer to a command line. files: what the folder contains in which the command was run."""
 
     code: int
     out: str
     err: str
-    left: Words
+    files: Words
 
 
-def hunt(strategy: st.SearchStrategy[T], check: Callable[[T], str], examples: int, derandomize: bool) -> Tally:
-    """`check` on `examples` draws; it gives the answer in a word, or raises."""
+def check_examples(
+    strategy: st.SearchStrategy[T], check: Callable[[T], str], examples: int, derandomize: bool
+) -> Tally:
+    """Run `check` on `examples` draws; it returns the answer as a short text, or raises."""
     answers: Counter[str] = Counter()
 
     @settings(
@@ -66,83 +68,83 @@ def hunt(strategy: st.SearchStrategy[T], check: Callable[[T], str], examples: in
         suppress_health_check=list(HealthCheck),
     )
     @given(strategy)
-    def each(example: T) -> None:
+    def check_example(example: T) -> None:
         answers[check(example)] += 1
 
-    each()
+    check_example()
     return Tally(answers.total(), dict(answers))
 
 
-def one_kind(kinds: Sequence[st.SearchStrategy[T]]) -> st.SearchStrategy[T]:
-    """Each kind as often as any other, however many draws it is made of."""
-    return st.sampled_from(kinds).flatmap(lambda kind: kind)
+def draw_equally(strategies: Sequence[st.SearchStrategy[T]]) -> st.SearchStrategy[T]:
+    """Draw each strategy with equal probability, also if it consists of several strategies."""
+    return st.sampled_from(strategies).flatmap(lambda strategy: strategy)
 
 
-def joined(parts: Sequence[Words]) -> Words:
-    return tuple(word for part in parts for word in part)
+def join_words(word_groups: Sequence[Words]) -> Words:
+    return tuple(word for group in word_groups for word in group)
 
 
-# What is typed, and what a good refusal looks like.
+# Running a command line, and checking that a refusal is clear.
 
 
 def type_in(args: Sequence[str], folder: Path) -> Answer:
-    """The command line in `folder`, which is also the home folder, on a machine without GPUs and fetched models."""
+    """Run a command line in `folder`, which is also the home folder, without GPUs and without downloaded models."""
     environment = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_CACHE": str(folder / "no-such-cache"), "HOME": str(folder)}
     with chdir(folder):
         result = CliRunner(env=environment).invoke(app, list(args), prog_name="python -m tune_study")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise AssertionError(f"a traceback for {list(args)!r}") from result.exception
-    left = tuple(sorted(str(path.relative_to(folder)) for path in folder.rglob("*")))
-    return Answer(result.exit_code, result.stdout, result.stderr, left)
+    files = tuple(sorted(str(path.relative_to(folder)) for path in folder.rglob("*")))
+    return Answer(result.exit_code, result.stdout, result.stderr, files)
 
 
 def type_in_anywhere(args: Sequence[str]) -> Answer:
-    """The command line in an empty folder of its own."""
+    """Run a command line in a new empty folder."""
     with TemporaryDirectory() as folder:
         return type_in(args, Path(folder))
 
 
 def assert_clear(text: str) -> None:
-    """One paragraph that can be read: ours, without control characters and of bounded length, or the parser's own."""
+    """Assert that `text` is an error of the parser, or one paragraph of bounded length without control characters."""
     if "Error: " in text and not text.startswith("tune_study: "):
         return
     assert text.startswith("tune_study: "), text
     assert text.endswith("\n"), text
     assert "\n\n" not in text, text
     assert len(text) < LONGEST_ANSWER, len(text)
-    assert all(sign.isprintable() or sign == "\n" for sign in text), text
+    assert all(character.isprintable() or character == "\n" for character in text), text
 
 
 def assert_refused(args: Sequence[str]) -> str:
-    """Exit code 2, one clear paragraph, nothing shown, nothing written. Returns who answered."""
+    """Assert that a command line is refused, with exit code 2 and one paragraph, and writes nothing; say by whom."""
     answer = type_in_anywhere(args)
-    assert (answer.code, answer.out, answer.left) == (2, "", ()), (list(args), answer)
+    assert (answer.code, answer.out, answer.files) == (2, "", ()), (list(args), answer)
     assert_clear(answer.err)
     return "refused by tune_study" if answer.err.startswith("tune_study: ") else "refused by the parser"
 
 
 def check_line(line: Words) -> str:
-    """A line of `run` that is refused with --dry-run, which starts nothing, is then also refused without."""
+    """Check that a line of `run` is refused with --dry-run, which starts nothing, and only then without it."""
     assert_refused(["run", "--dry-run", *line])
     return assert_refused(["run", *line])
 
 
-# Text and numbers as somebody, or some script, might type them. No argument of a process holds a NUL.
+# Text and numbers as a person or a script might type them. An argument of a process cannot contain a NUL character.
 
-signs = st.one_of(st.characters(min_codepoint=1), st.characters(min_codepoint=0xDC80, max_codepoint=0xDCFF))
+characters = st.one_of(st.characters(min_codepoint=1), st.characters(min_codepoint=0xDC80, max_codepoint=0xDCFF))
 long_texts = ["a" * 5000, "[" * 5000, "9" * 5000, "[" + "9" * 5000 + "]"]
 any_text = st.one_of(
-    st.text(signs, max_size=20),
+    st.text(characters, max_size=20),
     st.text(st.sampled_from("\n\r\t\x1b[]{}=,.-_'\"%/~:\\ 0a"), max_size=20),
     st.sampled_from([*long_texts, "~nobody-of-that-name", "\x1b[2J", "٣"]),
 )
 odd_numbers = ["", " ", "many", "1e", "0x10", "1,5", "½", "٣", "None", "[1", "1 2", "--", "1__0", "٣.٥", "\udcff"]
-no_numbers = st.one_of(
+non_numbers = st.one_of(
     st.sampled_from(odd_numbers),
     st.text(st.characters(categories=["L", "P", "Zl", "Cc"], exclude_characters="\0"), min_size=3),
 ).filter(lambda text: not _is_number(text))
-no_finite_numbers = st.one_of(no_numbers, st.sampled_from(["nan", "inf", "-inf", "1e999", "-Infinity", "9" * 400]))
-no_whole_numbers = st.one_of(no_numbers, st.sampled_from(["1.5", "1e3", "nan", "inf", "9" * 5000, "1e-1"]))
+non_finite_numbers = st.one_of(non_numbers, st.sampled_from(["nan", "inf", "-inf", "1e999", "-Infinity", "9" * 400]))
+non_integers = st.one_of(non_numbers, st.sampled_from(["1.5", "1e3", "nan", "inf", "9" * 5000, "1e-1"]))
 
 
 def _is_number(text: str) -> bool:
@@ -153,143 +155,184 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def outside(schema: Mapping[str, Any]) -> st.SearchStrategy[str]:
-    """Text that a field does not take, by its part of the JSON schema."""
+def draw_invalid_text(schema: Mapping[str, Any]) -> st.SearchStrategy[str]:
+    """Draw text that a field with this JSON schema does not accept."""
     if "enum" in schema:
         return any_text.filter(lambda text: text.strip() not in schema["enum"])
-    no_lists = ["", "0.9", "[2", "['console', 'x']", "['\n']", "[[[0.9]]]", "[nan, 0.9, -1]", "[" * 5000]
-    kinds: dict[str, st.SearchStrategy[str]] = {
+    non_lists = ["", "0.9", "[2", "['console', 'x']", "['\n']", "[[[0.9]]]", "[nan, 0.9, -1]", "[" * 5000]
+    strategies: dict[str, st.SearchStrategy[str]] = {
         "boolean": st.sampled_from(["", "maybe", "2", "-1", "None", "[true]", "[", "truefalse", "0.5", "\udcff"]),
-        "array": st.sampled_from(no_lists),
+        "array": st.sampled_from(non_lists),
         "string": st.sampled_from(["", " ", "\t", "a\nb", "\x1b[2J", "a" * 1025, "\udcff", "~/\x7f", "x" * 100_000]),
-        "integer": beyond(schema),
+        "integer": draw_out_of_range(schema),
     }
-    wrong = kinds[schema["type"]] if schema["type"] in kinds else st.one_of(no_finite_numbers, beyond(schema))
-    return wrong.filter(lambda text: text.strip().lower() not in ("null", "none")) if "anyOf" in schema else wrong
+    invalid_text = (
+        strategies[schema["type"]]
+        if schema["type"] in strategies
+        else st.one_of(non_finite_numbers, draw_out_of_range(schema))
+    )
+    return (
+        invalid_text.filter(lambda text: text.strip().lower() not in ("null", "none"))
+        if "anyOf" in schema
+        else invalid_text
+    )
 
 
-def beyond(schema: Mapping[str, Any]) -> st.SearchStrategy[str]:
-    """Numbers below the minimum or above the maximum of a field; for whole numbers also text that is none."""
-    least, most = schema.get("minimum", schema.get("ge")), schema.get("maximum")
+def draw_out_of_range(schema: Mapping[str, Any]) -> st.SearchStrategy[str]:
+    """Draw numbers below the minimum or above the maximum of a field; for integers also text that is not an integer."""
+    minimum, maximum = schema.get("minimum", schema.get("ge")), schema.get("maximum")
     if schema["type"] == "integer":
-        most, least = most or MAX_INTEGER, -MAX_INTEGER if least is None else least
-        wrong = st.one_of(st.integers(max_value=least - 1), st.integers(min_value=most + 1))
-        return st.one_of(no_whole_numbers, wrong.map(str), wrong.map(lambda number: f"[{number}]"))
-    found = []
-    if least is not None:
-        found.append(st.floats(max_value=least, exclude_max=True))
+        maximum, minimum = maximum or MAX_INTEGER, -MAX_INTEGER if minimum is None else minimum
+        invalid_integers = st.one_of(st.integers(max_value=minimum - 1), st.integers(min_value=maximum + 1))
+        return st.one_of(non_integers, invalid_integers.map(str), invalid_integers.map(lambda number: f"[{number}]"))
+    ranges = []
+    if minimum is not None:
+        ranges.append(st.floats(max_value=minimum, exclude_max=True))
     if "exclusiveMinimum" in schema:
-        found.append(st.floats(max_value=schema["exclusiveMinimum"]))
-    if most is not None:
-        found.append(st.floats(min_value=most, exclude_min=True))
-    return st.one_of(found).map(repr) if found else no_finite_numbers
+        ranges.append(st.floats(max_value=schema["exclusiveMinimum"]))
+    if maximum is not None:
+        ranges.append(st.floats(min_value=maximum, exclude_min=True))
+    return st.one_of(ranges).map(repr) if ranges else non_finite_numbers
 
 
-def fields(kind_of: type[BaseRunConfig], section: str = "", prefix: str = "") -> dict[str, Mapping[str, Any]]:
-    """Dotted field of a configuration -> its part of the JSON schema."""
-    schema = kind_of.model_json_schema()
-    found: dict[str, Mapping[str, Any]] = {}
+def list_field_schemas(
+    config_class: type[BaseRunConfig], section: str = "", prefix: str = ""
+) -> dict[str, Mapping[str, Any]]:
+    """Return the JSON schema of every field of a configuration by its dotted name."""
+    schema = config_class.model_json_schema()
+    field_schemas: dict[str, Mapping[str, Any]] = {}
     for name, field in (schema["$defs"][section] if section else schema)["properties"].items():
-        kind = field.get("$ref", "").rsplit("/", 1)[-1]
-        # A field that may be null has two forms: the wrong values are those of the other one.
-        bounded = {**field, **field["anyOf"][0]} if "anyOf" in field else field
-        found |= fields(kind_of, kind, f"{prefix}{name}.") if kind else {prefix + name: bounded}
-    return found
+        section_name = field.get("$ref", "").rsplit("/", 1)[-1]
+        # A field that may be null has two schemas. Invalid values are those of the schema that is not null.
+        schema_with_bounds = {**field, **field["anyOf"][0]} if "anyOf" in field else field
+        field_schemas |= (
+            list_field_schemas(config_class, section_name, f"{prefix}{name}.")
+            if section_name
+            else {prefix + name: schema_with_bounds}
+        )
+    return field_schemas
 
 
-# Command lines of `run` without the word; each function returns what makes them malformed, for one study.
+# Command lines of `run` without the word `run`. Each function returns strategies of malformed arguments for one study.
 
 
-def option(name: str, values: st.SearchStrategy[str]) -> Line:
+def draw_option(name: str, values: st.SearchStrategy[str]) -> Line:
     return values.map(lambda value: (name, value))
 
 
-def assignment(key: str, values: st.SearchStrategy[str]) -> Line:
+def draw_assignment(key: str, values: st.SearchStrategy[str]) -> Line:
     return values.map(lambda value: ("--set", f"{key}={value}"))
 
 
-def bad_options(study: Study) -> list[Line]:
-    """Unknown options, and for each known one what it does not take."""
+def list_bad_options(study: Study) -> list[Line]:
+    """List unknown options, and for each known option values that it does not accept."""
     bounds = {"--steps": (1, 100_000), "--seeds": (1, MAX_SEEDS), "--ray-num-cpus": (1, None)}
     bounds |= {"--save-freq": (None, None)}
-    schemas = {name: {"type": "integer", "minimum": low, "maximum": high} for name, (low, high) in bounds.items()}
-    numbers = [option(name, beyond(schema).filter(lambda text: text[:1] != "[")) for name, schema in schemas.items()]
-    shares = st.one_of(st.sampled_from(["1.5", "63.5", "65", "1e300", "1e-5", "5e-324", "-0.5"]), no_finite_numbers)
+    schemas = {
+        name: {"type": "integer", "minimum": minimum, "maximum": maximum} for name, (minimum, maximum) in bounds.items()
+    }
+    numbers = [
+        draw_option(name, draw_out_of_range(schema).filter(lambda text: text[:1] != "["))
+        for name, schema in schemas.items()
+    ]
+    gpu_shares = st.one_of(
+        st.sampled_from(["1.5", "63.5", "65", "1e300", "1e-5", "5e-324", "-0.5"]), non_finite_numbers
+    )
     gpus = st.sampled_from(
         ["", ",", "0,", "0,0", "00", "0,01", "a", "-1", "0;1", "٣", "1.0", "9" * 50, "GPU-1", "0\n1"]
     )
     words = st.text(st.characters(codec="ascii", categories=["L"]), min_size=1)
-    others = sorted({other.axis.option for other in STUDIES.values()} - {study.axis.option})
+    other_options = sorted({other_study.axis.option for other_study in STUDIES.values()} - {study.axis.option})
     return [
         *numbers,
         st.from_regex(r"--?no[a-z]{1,20}", fullmatch=True).map(lambda name: (name,)),
-        option("--preset", any_text.filter(lambda text: text not in PRESETS)),
-        option("--gpus", gpus),
+        draw_option("--preset", any_text.filter(lambda text: text not in PRESETS)),
+        draw_option("--gpus", gpus),
         st.tuples(st.just("--preset"), st.just("paper"), st.just("--gpus"), gpus),
-        option("--gpus-per-exp", shares),
-        option("--gpu-memory-utilization", st.one_of(no_finite_numbers, st.sampled_from(["0", "-0.5", "1.0001"]))),
-        option("--max-concurrent", st.one_of(no_whole_numbers, st.integers(max_value=0).map(str))),
-        option("--wandb", words.filter(lambda text: text not in WANDB_MODES)),
-        option("--rollout_filter_include_zero", st.sampled_from(["", "maybe", "2", "\n", "tru e", "\udcff", "[true]"])),
-        option("--model", outside({"type": "string"})),
-        st.sampled_from(others).flatmap(lambda name: option(name, any_text)),
+        draw_option("--gpus-per-exp", gpu_shares),
+        draw_option(
+            "--gpu-memory-utilization", st.one_of(non_finite_numbers, st.sampled_from(["0", "-0.5", "1.0001"]))
+        ),
+        draw_option("--max-concurrent", st.one_of(non_integers, st.integers(max_value=0).map(str))),
+        draw_option("--wandb", words.filter(lambda text: text not in WANDB_MODES)),
+        draw_option(
+            "--rollout_filter_include_zero", st.sampled_from(["", "maybe", "2", "\n", "tru e", "\udcff", "[true]"])
+        ),
+        draw_option("--model", draw_invalid_text({"type": "string"})),
+        st.sampled_from(other_options).flatmap(lambda name: draw_option(name, any_text)),
         st.sampled_from(["--steps", "--set", "--model", "--kl-values"]).map(lambda name: (name,)),
-        st.text(signs, min_size=1).filter(lambda text: text[0] != "-").map(lambda text: (text,)),
+        st.text(characters, min_size=1).filter(lambda text: text[0] != "-").map(lambda text: (text,)),
     ]
 
 
-def bad_axes(study: Study) -> list[Line]:
-    """Lists of axis values in which one is no value, one is there twice, or two would share their files."""
-    good = st.sampled_from(["0.1", "0.25", "0.5", "1"])
-    wrong = st.one_of(
-        no_finite_numbers.filter(lambda text: "," not in text and text.strip() not in study.axis.named_settings),
+def list_bad_axes(study: Study) -> list[Line]:
+    """List axis values of which one is invalid, one is repeated, or two would share their files."""
+    valid_values = st.sampled_from(["0.1", "0.25", "0.5", "1"])
+    invalid_values = st.one_of(
+        non_finite_numbers.filter(lambda text: "," not in text and text.strip() not in study.axis.named_settings),
         st.sampled_from(["1_0", "0x1", "[0.1]", "0." + "0" * 300 + "1", "Nofilter"]),
     )
     if study.axis.setting != "actor.entropy_coeff":
-        wrong = st.one_of(wrong, st.sampled_from(["-1", "-0.1", "-1e-300"]))
+        invalid_values = st.one_of(invalid_values, st.sampled_from(["-1", "-0.1", "-1e-300"]))
     if study.axis.setting == "filter.rollout_filter_value":
-        wrong = st.one_of(wrong, st.sampled_from(["0", "1.01", "2", "-0"]))
-    twice = st.sampled_from(["0.1,0.10", "0.1,1e-1", "0.5,.5", "1,1.0", "1,+1", "1e-2,0.01", "0.1,01", "1, 1"])
-    one_wrong = st.tuples(st.lists(good, max_size=2, unique=True), wrong).map(
+        invalid_values = st.one_of(invalid_values, st.sampled_from(["0", "1.01", "2", "-0"]))
+    repeated_values = st.sampled_from(
+        ["0.1,0.10", "0.1,1e-1", "0.5,.5", "1,1.0", "1,+1", "1e-2,0.01", "0.1,01", "1, 1"]
+    )
+    lists_with_one_invalid = st.tuples(st.lists(valid_values, max_size=2, unique=True), invalid_values).map(
         lambda pair: ",".join([*pair[0], pair[1]])
     )
-    return [option(study.axis.option, st.one_of(twice, one_wrong, one_wrong))]
+    return [draw_option(study.axis.option, st.one_of(repeated_values, lists_with_one_invalid, lists_with_one_invalid))]
 
 
-def bad_assignments(study: Study) -> list[Line]:
-    """--set without a value, with a key that is none, not this study's to set, or given twice."""
-    kind = study.family.config_class
-    names, aliases = list_field_names(kind), kind.aliases
-    tails = Counter(name.rsplit(".", 1)[-1] for name in names)
-    keys = {*names, *aliases, *tails}
+def list_bad_assignments(study: Study) -> list[Line]:
+    """List uses of --set without a value, or with a key that is unknown, reserved for the study, or repeated."""
+    config_class = study.family.config_class
+    names, aliases = list_field_names(config_class), config_class.aliases
+    last_words = Counter(name.rsplit(".", 1)[-1] for name in names)
+    keys = {*names, *aliases, *last_words}
     swept = study.axis.swept_fields
-    free = [name for name in names if name not in swept and name != "seed"]
-    misspelt = st.tuples(st.sampled_from(sorted(keys)), st.integers(0, 60), st.sampled_from(["", "x", "_", ".", "é"]))
-    near = misspelt.map(lambda found: found[0][: found[1]] + found[2] + found[0][found[1] + 1 :])
-    unknown = st.one_of(any_text, near).filter(lambda text: "=" not in text and text.strip() not in keys)
-    several = [name for name in tails if tails[name] > 1 and name not in aliases]
-    taken = ["seed", *swept, *(key for key, name in aliases.items() if name in swept)]
-    value = st.sampled_from(["0", "1", "True", "text"])
+    settable_names = [name for name in names if name not in swept and name != "seed"]
+    misspellings = st.tuples(
+        st.sampled_from(sorted(keys)), st.integers(0, 60), st.sampled_from(["", "x", "_", ".", "é"])
+    )
+    misspelled_keys = misspellings.map(lambda typo: typo[0][: typo[1]] + typo[2] + typo[0][typo[1] + 1 :])
+    unknown_keys = st.one_of(any_text, misspelled_keys).filter(
+        lambda text: "=" not in text and text.strip() not in keys
+    )
+    ambiguous_keys = [name for name in last_words if last_words[name] > 1 and name not in aliases]
+    reserved_keys = ["seed", *swept, *(key for key, name in aliases.items() if name in swept)]
+    values = st.sampled_from(["0", "1", "True", "text"])
     return [
-        *([st.sampled_from(several).flatmap(lambda key: assignment(key, value))] if several else []),
+        *(
+            [st.sampled_from(ambiguous_keys).flatmap(lambda key: draw_assignment(key, values))]
+            if ambiguous_keys
+            else []
+        ),
         any_text.filter(lambda text: "=" not in text).map(lambda text: ("--set", text)),
-        unknown.flatmap(lambda key: assignment(key, value)),
-        st.sampled_from(taken).flatmap(lambda key: assignment(key, value)),
-        st.sampled_from(free).map(lambda key: ("--set", f"{key}=1", "--set", f" {key} =1")),
+        unknown_keys.flatmap(lambda key: draw_assignment(key, values)),
+        st.sampled_from(reserved_keys).flatmap(lambda key: draw_assignment(key, values)),
+        st.sampled_from(settable_names).map(lambda key: ("--set", f"{key}=1", "--set", f" {key} =1")),
         st.just(("--steps", "5", "--set", "trainer.total_training_steps=5")),
     ]
 
 
-def bad_values(kind: type[BaseRunConfig]) -> list[Line]:
-    """For every field of a configuration what it does not take."""
-    return [assignment(name, outside(field)) for name, field in fields(kind).items()]
+def list_bad_values(config_class: type[BaseRunConfig]) -> list[Line]:
+    """List assignments of invalid values to every field of a configuration."""
+    return [
+        draw_assignment(name, draw_invalid_text(schema)) for name, schema in list_field_schemas(config_class).items()
+    ]
 
 
-def bad_combinations(family: Family) -> list[Line]:
-    """Values each of which is allowed, but not together."""
+def list_bad_combinations(family: Family) -> list[Line]:
+    """List values that are allowed individually but not together."""
     if family is not PPO:
-        return [st.sampled_from([joined([("--set", pair) for pair in text.split()]) for text in UPDATE_RULES_APART])]
-    together = [
+        return [
+            st.sampled_from(
+                [join_words([("--set", pair) for pair in text.split()]) for text in INVALID_SANDBOX_SETTINGS]
+            )
+        ]
+    combinations = [
         "bi_level_gae=1 adv_estimator=grpo",
         "use_kl_in_reward=yes kl_penalty=full",
         "shared_trunk=1 critic_warmup=2",
@@ -300,21 +343,21 @@ def bad_combinations(family: Family) -> list[Line]:
         "trainer.device=cpu n_gpus_per_node=0.5",
         "n_gpus_per_node=4 ray_num_cpus=3",
     ]
-    lines = [joined([("--set", pair) for pair in text.split()]) for text in together]
+    lines = [join_words([("--set", pair) for pair in text.split()]) for text in combinations]
     lines += [("--preset", "paper", "--gpus", "0,1,2", "--gpus-per-exp", "2")]
-    sizes = st.tuples(st.sampled_from(["actor", "critic"]), st.integers(1, 999), st.integers(2, 999))
-    uneven = sizes.filter(lambda found: found[1] % found[2] != 0).map(
-        lambda found: (
+    uneven_sizes = st.tuples(st.sampled_from(["actor", "critic"]), st.integers(1, 999), st.integers(2, 999))
+    uneven_lines = uneven_sizes.filter(lambda size: size[1] % size[2] != 0).map(
+        lambda size: (
             "--set",
-            f"{found[0]}.ppo_mini_batch_size={found[1]}",
+            f"{size[0]}.ppo_mini_batch_size={size[1]}",
             "--set",
-            f"{found[0]}.ppo_micro_batch_size_per_gpu={found[2]}",
+            f"{size[0]}.ppo_micro_batch_size_per_gpu={size[2]}",
         )
     )
-    return [st.sampled_from(lines), uneven]
+    return [st.sampled_from(lines), uneven_lines]
 
 
-UPDATE_RULES_APART = (
+INVALID_SANDBOX_SETTINGS = (
     "nhead=3",
     "delay=9 replay_capacity=3",
     "reward_noise=0.1 reward_noise_mode=none",
@@ -323,32 +366,40 @@ UPDATE_RULES_APART = (
 """Settings of the update-rule sandbox that no study there can be run with."""
 
 
-def malformed_lines() -> Line:
-    """Lines of `run` that are right but for one fault, which comes last."""
-    right = [("--max-concurrent", "2"), ("--extend",), ("--seeds", "2"), ("--save-freq", "5"), ("--preset", "laptop")]
-    more = st.lists(st.sampled_from(right), max_size=2).map(joined)
-    values = {family.name: st.one_of(bad_values(family.config_class)) for family in FAMILIES.values()}
-    together = {family.name: st.one_of(bad_combinations(family)) for family in FAMILIES.values()}
-    names = any_text.filter(lambda text: text.replace("_", "-") not in {**STUDIES, **SUITES} and text[:1] != "-")
-    unknown = st.tuples(more, names.map(lambda name: (name,)))
+def draw_malformed_lines() -> Line:
+    """Draw lines of `run` that are valid except for one fault, which comes last."""
+    valid_options = [
+        ("--max-concurrent", "2"),
+        ("--extend",),
+        ("--seeds", "2"),
+        ("--save-freq", "5"),
+        ("--preset", "laptop"),
+    ]
+    extra_options = st.lists(st.sampled_from(valid_options), max_size=2).map(join_words)
+    bad_values = {family.name: st.one_of(list_bad_values(family.config_class)) for family in FAMILIES.values()}
+    bad_combinations = {family.name: st.one_of(list_bad_combinations(family)) for family in FAMILIES.values()}
+    unknown_names = any_text.filter(
+        lambda text: text.replace("_", "-") not in {**STUDIES, **SUITES} and text[:1] != "-"
+    )
+    unknown_lines = st.tuples(extra_options, unknown_names.map(lambda name: (name,)))
     lines = []
     for study in STUDIES.values():
-        kinds = map(st.one_of, (bad_options(study), bad_axes(study), bad_assignments(study)))
+        fault_groups = map(st.one_of, (list_bad_options(study), list_bad_axes(study), list_bad_assignments(study)))
         start = st.sampled_from(sorted(PRESETS)).map(lambda preset, name=study.name: (name, "--preset", preset))
         family = study.family.name
-        faults = one_kind([*kinds, values[family], values[family], together[family]])
-        lines.append(st.tuples(start, st.just(("--output", "out")), more, faults))
-    return one_kind([unknown, *lines * 5]).map(joined)
+        faults = draw_equally([*fault_groups, bad_values[family], bad_values[family], bad_combinations[family]])
+        lines.append(st.tuples(start, st.just(("--output", "out")), extra_options, faults))
+    return draw_equally([unknown_lines, *lines * 5]).map(join_words)
 
 
 def check_command_lines(examples: int, derandomize: bool = True) -> Tally:
-    """Lines of `run` that are malformed by construction: each is refused, with --dry-run and without."""
-    return hunt(malformed_lines(), check_line, examples, derandomize)
+    """Check lines of `run` that are malformed by construction: each is refused, with --dry-run and without it."""
+    return check_examples(draw_malformed_lines(), check_line, examples, derandomize)
 
 
-# Lines of right and wrong pieces in any order, and settings from Python: whatever comes, an answer and no traceback.
+# Lines of valid and invalid pieces in any order, and settings from Python: each gives an answer and no traceback.
 
-GOOD = {
+VALID_OPTIONS = {
     "--preset": "laptop paper",
     "--model": "sokoban-tiny",
     "--steps": "1 60",
@@ -368,24 +419,26 @@ GOOD = {
 """Options of `run`, and values that each takes in some study."""
 
 
-def lines_of_pieces() -> Line:
-    """Options, studies, keys and values, mostly right ones, beside any text."""
-    right = st.sampled_from([(name, value) for name, values in GOOD.items() for value in values.split()])
-    plain = st.sampled_from([("--extend",), ("--wandb", "off"), ("--wandb", "on"), ("--output", "out")])
-    values = st.one_of(st.sampled_from([word for words in GOOD.values() for word in words.split()]), any_text)
-    pair = st.tuples(st.sampled_from([*list_field_names(), *ALIASES]), values).map(
-        lambda found: ("--set", "=".join(found))
+def draw_mixed_lines() -> Line:
+    """Draw lines of options, studies, keys and values, of which most are valid, and of arbitrary text."""
+    valid_options = st.sampled_from(
+        [(name, value) for name, values in VALID_OPTIONS.items() for value in values.split()]
     )
-    wrong = st.tuples(st.sampled_from([*GOOD, "--extend", "-h", "--"]), values)
-    pieces = one_kind([*[right] * 8, plain, pair, wrong, st.tuples(values)])
-    start = [*[("run", "--dry-run", name) for name in STUDIES] * 2, ("run", "--dry-run"), ("resume", "--dry-run")]
-    return st.tuples(st.sampled_from(start), st.lists(pieces, max_size=3).map(joined)).map(joined)
+    plain_options = st.sampled_from([("--extend",), ("--wandb", "off"), ("--wandb", "on"), ("--output", "out")])
+    values = st.one_of(st.sampled_from([word for words in VALID_OPTIONS.values() for word in words.split()]), any_text)
+    assignments = st.tuples(st.sampled_from([*list_field_names(), *ALIASES]), values).map(
+        lambda key_and_value: ("--set", "=".join(key_and_value))
+    )
+    any_options = st.tuples(st.sampled_from([*VALID_OPTIONS, "--extend", "-h", "--"]), values)
+    pieces = draw_equally([*[valid_options] * 8, plain_options, assignments, any_options, st.tuples(values)])
+    starts = [*[("run", "--dry-run", name) for name in STUDIES] * 2, ("run", "--dry-run"), ("resume", "--dry-run")]
+    return st.tuples(st.sampled_from(starts), st.lists(pieces, max_size=3).map(join_words)).map(join_words)
 
 
 def check_any_line(args: Words) -> str:
     answer = type_in_anywhere(args)
     assert answer.code in (0, 2), answer
-    assert answer.left == (), answer
+    assert answer.files == (), answer
     if answer.code == 0:
         return "planned"
     assert_clear(answer.err)
@@ -393,13 +446,13 @@ def check_any_line(args: Words) -> str:
 
 
 def check_arbitrary_lines(examples: int, derandomize: bool = True) -> Tally:
-    """Any dry run is planned or refused, and writes nothing."""
-    return hunt(lines_of_pieces(), check_any_line, examples, derandomize)
+    """Check that any dry run is planned or refused, and writes nothing."""
+    return check_examples(draw_mixed_lines(), check_any_line, examples, derandomize)
 
 
-huge = st.sampled_from([10, 20, 400, 5000]).map(lambda digits: 10**digits)
+huge_numbers = st.sampled_from([10, 20, 400, 5000]).map(lambda digits: 10**digits)
 texts = st.one_of(st.text(st.characters(), max_size=10), any_text)
-scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), texts, huge)
+scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), texts, huge_numbers)
 json_values = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3), max_leaves=6
 )
@@ -408,30 +461,30 @@ json_values = st.recursive(
 Overrides = tuple[type[BaseRunConfig], dict[str, object]]
 
 
-def overrides(kind: type[BaseRunConfig]) -> st.SearchStrategy[Overrides]:
-    """Dotted keys of a configuration, most of them right, with values that are right now and then."""
-    choices = [choice for field in fields(kind).values() for choice in field.get("enum", ())]
-    right = st.one_of(st.integers(0, 64), st.floats(0, 1), st.booleans(), st.sampled_from(choices))
-    keys = one_kind([*[st.sampled_from([*list_field_names(kind), *kind.aliases])] * 9, texts])
-    changes = st.dictionaries(keys, one_kind([right, right, right, json_values]), max_size=3)
-    return st.tuples(st.just(kind), changes)
+def draw_overrides(config_class: type[BaseRunConfig]) -> st.SearchStrategy[Overrides]:
+    """Draw dotted keys of a configuration, most of which are valid, with values that are sometimes valid."""
+    choices = [choice for field in list_field_schemas(config_class).values() for choice in field.get("enum", ())]
+    valid_values = st.one_of(st.integers(0, 64), st.floats(0, 1), st.booleans(), st.sampled_from(choices))
+    keys = draw_equally([*[st.sampled_from([*list_field_names(config_class), *config_class.aliases])] * 9, texts])
+    changes = st.dictionaries(keys, draw_equally([valid_values, valid_values, valid_values, json_values]), max_size=3)
+    return st.tuples(st.just(config_class), changes)
 
 
-def check_settings(found: Overrides) -> str:
-    """A configuration that JSON keeps as it is, or ConfigError with a message for one line."""
-    kind, changes = found
+def check_settings(example: Overrides) -> str:
+    """Check that overrides give a configuration that JSON preserves, or a ConfigError with a message of one line."""
+    config_class, changes = example
     try:
-        config = apply_overrides(kind.model_validate({}), changes)
+        config = apply_overrides(config_class.model_validate({}), changes)
     except ConfigError as error:
         assert_clear(f"tune_study: {error}\n")
         return "ConfigError"
-    written = json.dumps(config.model_dump(mode="json"), allow_nan=False).encode()
-    again = kind.model_validate(json.loads(written))
-    assert (again, again.compute_hash()) == (config, config.compute_hash())
+    serialized_config = json.dumps(config.model_dump(mode="json"), allow_nan=False).encode()
+    reloaded_config = config_class.model_validate(json.loads(serialized_config))
+    assert (reloaded_config, reloaded_config.compute_hash()) == (config, config.compute_hash())
     return "a configuration"
 
 
 def check_configurations(examples: int, derandomize: bool = True) -> Tally:
-    """Any keys and values from Python give a configuration or a ConfigError."""
-    kinds = one_kind([overrides(family.config_class) for family in FAMILIES.values()])
-    return hunt(kinds, check_settings, examples, derandomize)
+    """Check that any keys and values from Python give a configuration or a ConfigError."""
+    family_overrides = draw_equally([draw_overrides(family.config_class) for family in FAMILIES.values()])
+    return check_examples(family_overrides, check_settings, examples, derandomize)

@@ -1,4 +1,4 @@
-"""Damaged study folders: files of a good one torn, garbled, emptied, replaced or lost, and what is said about them."""
+"""Damaged study folders: one file is cut, garbled, emptied, replaced or removed, and the commands must report it."""
 
 import json
 import math
@@ -14,85 +14,101 @@ from hypothesis import strategies as st
 
 from search_spaces import STUDIES
 from tests.fakes.run_folders import FakeRun, FakeStudy
-from tests.fakes.run_folders import write_study as write_made_study
-from tests.faults.malformed import Tally, assert_clear, hunt, json_values, one_kind, type_in
+from tests.fakes.run_folders import write_study as write_fake_study
+from tests.faults.malformed import Tally, assert_clear, check_examples, draw_equally, json_values, type_in
 from tune_study.folder.outputs import RunStatus, write_status, write_study
 from tune_study.folder.study_file import plan_from_folder
 from tune_study.plan.study_plan import StudyPlan, make_plan
 
 RUN = "out/results/kl_sweep_sokoban-tiny"
-STUDY, LINES = f"{RUN}/study.json", ("metrics.jsonl", "levels.jsonl")
+STUDY, LINE_FILES = f"{RUN}/study.json", ("metrics.jsonl", "levels.jsonl")
 
 
 class Damage(NamedTuple):
-    """A file of the folder and what is there instead: other bytes, a folder ("folder"), or nothing (None)."""
+    """A file of the folder and what replaces it: other bytes, a folder ("folder"), or nothing (None)."""
 
     name: str
-    found: bytes | str | None
+    content: bytes | str | None
 
 
-def write_good(folder: Path) -> StudyPlan:
-    """A study of two arms in folder/out: the first ran three steps, the second none."""
+def write_valid_study(folder: Path) -> StudyPlan:
+    """Write a study of two arms to folder/out, of which the first ran three steps and the second none."""
     steps = {"trainer.total_training_steps": 3}
     plan = make_plan(STUDIES["kl"], "laptop", "a test", steps, ("0", "0.1"), 1, folder / "out")
     write_study(plan)
-    first = plan.runs[0].run_id
-    made = FakeStudy(total_steps=3, test_freq=2, levels=6)
+    first_run_id = plan.runs[0].run_id
+    fake_study = FakeStudy(total_steps=3, test_freq=2, levels=6)
     run = FakeRun("0", steps=3)
-    rows = write_made_study(folder / "made", [run], made) / "runs" / run.run_id
-    for name in LINES:
-        shutil.copy(rows / name, plan.get_run_dir(first) / name)
+    fake_run_dir = write_fake_study(folder / "made", [run], fake_study) / "runs" / run.run_id
+    for name in LINE_FILES:
+        shutil.copy(fake_run_dir / name, plan.get_run_dir(first_run_id) / name)
     shutil.rmtree(folder / "made")
-    status = RunStatus(first, "completed", started_at="2026-01-02T03:04:06+00:00", ended_at="2026-01-02T03:06:06+00:00")
-    write_status(plan.get_run_dir(first), status)
+    status = RunStatus(
+        first_run_id, "completed", started_at="2026-01-02T03:04:06+00:00", ended_at="2026-01-02T03:06:06+00:00"
+    )
+    write_status(plan.get_run_dir(first_run_id), status)
     return plan
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below, by its path relative to `folder`."""
+def read_contents(folder: Path) -> dict[str, bytes]:
+    """Return the content of every file below `folder` by its relative path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def places(data: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The ways to every part of a JSON value, itself left out."""
-    steps = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    return [found for name, part in steps for found in ((*way, name), *places(part, (*way, name)))]
+def list_value_paths(document: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the paths of all values inside a JSON value."""
+    steps = (
+        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    )
+    return [
+        value_path for name, value in steps for value_path in ((*path, name), *list_value_paths(value, (*path, name)))
+    ]
 
 
-def changed(data: Any, way: Sequence[Any], value: Any, is_lost: bool) -> Any:
-    """`data` with another value at the end of `way`, or without it."""
-    new = deepcopy(data)
-    target = new
-    for name in way[:-1]:
+def change_value(document: Any, path: Sequence[Any], value: Any, is_lost: bool) -> Any:
+    """Return a copy of `document` with another value at `path`, or without that value."""
+    changed_document = deepcopy(document)
+    target = changed_document
+    for name in path[:-1]:
         target = target[name]
     if is_lost:
-        del target[way[-1]]
+        del target[path[-1]]
     else:
-        target[way[-1]] = value
-    return new
+        target[path[-1]] = value
+    return changed_document
 
 
-def other_bytes(whole: bytes) -> st.SearchStrategy[bytes]:
-    """A file torn at any byte, empty, with bytes flipped or between, or of something else altogether."""
-    ends = st.integers(0, len(whole))
-    between = st.tuples(ends, ends, st.binary(max_size=8)).map(lambda cut: whole[: cut[0]] + cut[2] + whole[cut[1] :])
-    flipped = st.tuples(st.integers(0, len(whole) - 1), st.integers(1, 255)).map(
-        lambda flip: whole[: flip[0]] + bytes([whole[flip[0]] ^ flip[1]]) + whole[flip[0] + 1 :]
+def draw_damaged_bytes(content: bytes) -> st.SearchStrategy[bytes]:
+    """Draw a file that is cut at any byte, empty, has changed or inserted bytes, or has unrelated content."""
+    ends = st.integers(0, len(content))
+    replaced_ranges = st.tuples(ends, ends, st.binary(max_size=8)).map(
+        lambda cut: content[: cut[0]] + cut[2] + content[cut[1] :]
     )
-    nested = st.sampled_from([b"[" * 100_000, b'{"a":' * 100_000, b'{"step": ' + b"[" * 5000, b"9" * 5000, b"\0" * 40])
-    return st.one_of(ends.map(lambda end: whole[:end]), between, flipped, st.binary(max_size=40), nested)
+    flipped_bytes = st.tuples(st.integers(0, len(content) - 1), st.integers(1, 255)).map(
+        lambda flip: content[: flip[0]] + bytes([content[flip[0]] ^ flip[1]]) + content[flip[0] + 1 :]
+    )
+    unrelated_contents = st.sampled_from(
+        [b"[" * 100_000, b'{"a":' * 100_000, b'{"step": ' + b"[" * 5000, b"9" * 5000, b"\0" * 40]
+    )
+    return st.one_of(
+        ends.map(lambda end: content[:end]), replaced_ranges, flipped_bytes, st.binary(max_size=40), unrelated_contents
+    )
 
 
-def other_json(data: Any) -> st.SearchStrategy[Any]:
-    """Right JSON of the wrong shape: a part lost, or something else in its place, or something else altogether."""
-    strange = [math.nan, math.inf, 10**400, -1, 0, 2**63, True, None, "", "\ud800", [], {}, "../..", "a/b", "\0"]
-    values = st.one_of(st.sampled_from(strange), json_values.filter(_is_json))
-    parts = st.tuples(st.sampled_from(places(data)), values, st.booleans())
-    return st.one_of(parts.map(lambda part: changed(data, *part)), parts.map(lambda part: changed(data, *part)), values)
+def draw_misshapen_json(document: Any) -> st.SearchStrategy[Any]:
+    """Draw valid JSON of the wrong shape: a value is removed or replaced, or the whole document is."""
+    strange_values = [math.nan, math.inf, 10**400, -1, 0, 2**63, True, None, "", "\ud800", [], {}, "../..", "a/b", "\0"]
+    values = st.one_of(st.sampled_from(strange_values), json_values.filter(_is_json))
+    changes = st.tuples(st.sampled_from(list_value_paths(document)), values, st.booleans())
+    return st.one_of(
+        changes.map(lambda change: change_value(document, *change)),
+        changes.map(lambda change: change_value(document, *change)),
+        values,
+    )
 
 
 def _is_json(value: object) -> bool:
-    """Whether json writes `value`; it refuses numbers of thousands of digits."""
+    """Return whether json can write `value`; it refuses numbers of thousands of digits."""
     try:
         json.dumps(value)
     except ValueError:
@@ -100,56 +116,67 @@ def _is_json(value: object) -> bool:
     return True
 
 
-def other_object(whole: bytes) -> st.SearchStrategy[bytes]:
-    """A file of right JSON of the wrong shape."""
-    return other_json(json.loads(whole)).map(lambda data: json.dumps(data).encode())
+def draw_misshapen_object(content: bytes) -> st.SearchStrategy[bytes]:
+    """Draw a file of valid JSON of the wrong shape."""
+    return draw_misshapen_json(json.loads(content)).map(lambda document: json.dumps(document).encode())
 
 
-def other_lines(whole: bytes) -> st.SearchStrategy[bytes]:
-    """A file of JSON lines in which one is right JSON of the wrong shape."""
-    lines = whole.splitlines()
-    others = [other_json(json.loads(line)).map(lambda data, at=at: (at, data)) for at, line in enumerate(lines)]
-    found = one_kind(others).map(
-        lambda other: [*lines[: other[0]], json.dumps(other[1]).encode(), *lines[other[0] + 1 :]]
+def draw_misshapen_lines(content: bytes) -> st.SearchStrategy[bytes]:
+    """Draw a file of JSON lines in which one line is valid JSON of the wrong shape."""
+    lines = content.splitlines()
+    changed_lines = [
+        draw_misshapen_json(json.loads(line)).map(lambda document, index=index: (index, document))
+        for index, line in enumerate(lines)
+    ]
+    line_lists = draw_equally(changed_lines).map(
+        lambda changed_line: [
+            *lines[: changed_line[0]],
+            json.dumps(changed_line[1]).encode(),
+            *lines[changed_line[0] + 1 :],
+        ]
     )
-    return found.map(lambda rows: b"\n".join(rows) + b"\n")
+    return line_lists.map(lambda rows: b"\n".join(rows) + b"\n")
 
 
-def damages(files: Mapping[str, bytes], names: Sequence[str]) -> st.SearchStrategy[Damage]:
-    """One file of `names`, damaged in any way."""
-    kinds = []
+def draw_damages(files: Mapping[str, bytes], names: Sequence[str]) -> st.SearchStrategy[Damage]:
+    """Draw a damage of any kind to one of the files `names`."""
+    strategies = []
     for name in names:
-        shapes = other_object(files[name]) if name.endswith(".json") else other_lines(files[name])
-        gone: st.SearchStrategy[bytes | str | None] = st.sampled_from([None, "folder"])
-        kinds.append(
-            one_kind([shapes, shapes, other_bytes(files[name]), gone]).map(lambda new, name=name: Damage(name, new))
+        misshapen_contents = (
+            draw_misshapen_object(files[name]) if name.endswith(".json") else draw_misshapen_lines(files[name])
         )
-    return one_kind(kinds)
+        missing_contents: st.SearchStrategy[bytes | str | None] = st.sampled_from([None, "folder"])
+        strategies.append(
+            draw_equally(
+                [misshapen_contents, misshapen_contents, draw_damaged_bytes(files[name]), missing_contents]
+            ).map(lambda content, name=name: Damage(name, content))
+        )
+    return draw_equally(strategies)
 
 
-def damage_in(folder: Path, good: Path, damage: Damage) -> None:
-    """A copy of the good folder with the damage done."""
-    shutil.copytree(good, folder, dirs_exist_ok=True)
+def write_damaged_copy(folder: Path, valid_folder: Path, damage: Damage) -> None:
+    """Write a copy of the valid folder with the damage."""
+    shutil.copytree(valid_folder, folder, dirs_exist_ok=True)
     path = folder / damage.name
     path.unlink()
-    if isinstance(damage.found, bytes):
-        path.write_bytes(damage.found)
-    elif damage.found == "folder":
+    if isinstance(damage.content, bytes):
+        path.write_bytes(damage.content)
+    elif damage.content == "folder":
         path.mkdir()
 
 
-def check_reading(good: Path, plan: StudyPlan, damage: Damage) -> str:
-    """What only reads writes nothing. Rows and statuses never stop it; study.json and run.json may.
+def check_reading(valid_folder: Path, plan: StudyPlan, damage: Damage) -> str:
+    """Check that commands that only read write nothing, and that only a damaged study.json or run.json stops them.
 
-    `resume` continues the very runs that were started, or with none.
+    `resume` continues exactly the runs that were started, or is refused.
     """
     with TemporaryDirectory() as name:
         folder = Path(name)
-        damage_in(folder, good, damage)
-        before = contents(folder)
+        write_damaged_copy(folder, valid_folder, damage)
+        contents_before = read_contents(folder)
         commands = (["status", RUN], ["resume", "--dry-run", RUN], ["replay-stoppers", RUN])
         status, resume, replay = answers = [type_in(command, folder) for command in commands]
-        assert contents(folder) == before
+        assert read_contents(folder) == contents_before
         for answer in answers:
             assert answer.code in (0, 2), answer
             if answer.code == 2:
@@ -159,24 +186,24 @@ def check_reading(good: Path, plan: StudyPlan, damage: Damage) -> str:
         assert "completed" in status.out or damage.name.endswith(("study.json", "status.json")), status
         assert "3/3" in status.out or damage.name.endswith(("study.json", "metrics.jsonl")), status
         if resume.code == 0:
-            assert _named(plan_from_folder(folder / RUN)) == _named(plan)
+            assert _list_run_identities(plan_from_folder(folder / RUN)) == _list_run_identities(plan)
     return f"status {status.code}, resume {resume.code}, replay {replay.code}"
 
 
-def _named(plan: StudyPlan) -> list[tuple[object, ...]]:
+def _list_run_identities(plan: StudyPlan) -> list[tuple[object, ...]]:
     return [(spec.run_id, spec.arm, spec.seed, spec.log_path, spec.config.compute_hash()) for spec in plan.runs]
 
 
-def check_report(good: Path, damage: Damage) -> str:
-    """`report` is written, or says which file it cannot be written from; it changes no file that a run wrote."""
+def check_report(valid_folder: Path, damage: Damage) -> str:
+    """Check that `report` is written or names the damaged file, and changes no file that a run wrote."""
     with TemporaryDirectory() as name:
         folder = Path(name)
-        damage_in(folder, good, damage)
-        before = contents(folder)
+        write_damaged_copy(folder, valid_folder, damage)
+        contents_before = read_contents(folder)
         answer = type_in(["report", RUN], folder)
-        after = contents(folder)
-        assert {path: after.get(path) for path in before} == before
-        assert (answer.code == 0) == (f"{RUN}/report.html" in after), answer
+        contents_after = read_contents(folder)
+        assert {path: contents_after.get(path) for path in contents_before} == contents_before
+        assert (answer.code == 0) == (f"{RUN}/report.html" in contents_after), answer
         if answer.code == 1:
             assert answer.err.startswith("The rows are saved in "), answer
             assert damage.name.endswith(("run.json", "status.json", "levels.jsonl")), answer
@@ -184,29 +211,29 @@ def check_report(good: Path, damage: Damage) -> str:
         elif answer.code == 2:
             assert damage.name == STUDY, answer
             assert_clear(answer.err)
-            assert after == before
+            assert contents_after == contents_before
         else:
             assert answer.code == 0, answer
     return f"exit {answer.code}"
 
 
 @contextmanager
-def good_study() -> Iterator[tuple[Path, StudyPlan, Mapping[str, bytes]]]:
-    """A good study in a folder of its own, and its files."""
+def make_valid_study() -> Iterator[tuple[Path, StudyPlan, Mapping[str, bytes]]]:
+    """Make a valid study in a new folder; yield the folder, the plan and the files."""
     with TemporaryDirectory() as name:
-        plan = write_good(Path(name))
-        yield Path(name), plan, contents(Path(name))
+        plan = write_valid_study(Path(name))
+        yield Path(name), plan, read_contents(Path(name))
 
 
 def check_folders(examples: int, derandomize: bool = True) -> Tally:
-    """`status`, `resume --dry-run` and `replay-stoppers` of folders in which one file is damaged."""
-    with good_study() as (good, plan, files):
-        found = damages(files, [*files, STUDY, STUDY])
-        return hunt(found, lambda damage: check_reading(good, plan, damage), examples, derandomize)
+    """Check `status`, `resume --dry-run` and `replay-stoppers` of folders in which one file is damaged."""
+    with make_valid_study() as (valid_folder, plan, files):
+        damages = draw_damages(files, [*files, STUDY, STUDY])
+        return check_examples(damages, lambda damage: check_reading(valid_folder, plan, damage), examples, derandomize)
 
 
 def check_reports(examples: int, derandomize: bool = True) -> Tally:
-    """`report` of folders in which one file is damaged."""
-    with good_study() as (good, _, files):
-        found = damages(files, [*files, STUDY, STUDY])
-        return hunt(found, lambda damage: check_report(good, damage), examples, derandomize)
+    """Check `report` of folders in which one file is damaged."""
+    with make_valid_study() as (valid_folder, _, files):
+        damages = draw_damages(files, [*files, STUDY, STUDY])
+        return check_examples(damages, lambda damage: check_report(valid_folder, damage), examples, derandomize)

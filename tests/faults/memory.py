@@ -1,4 +1,4 @@
-"""The memory of a driver over hundreds of tiny trials: what a trial leaves in it beside its rows."""
+"""The memory of a driver over hundreds of tiny trials: how much a trial leaves in it in addition to its rows."""
 
 import gc
 import json
@@ -20,57 +20,57 @@ STEPS = 5
 
 
 class Reading(NamedTuple):
-    """Resident megabytes of this process when `ended` runs had ended, and the megabytes of their rows."""
+    """The resident megabytes of this process after `n_ended` runs have ended, and the megabytes of their rows."""
 
-    ended: int
+    n_ended: int
     resident: float
     rows: float
 
 
 class Watched(Progress):
-    """Reads the memory as runs end."""
+    """Progress that reads the memory as runs end."""
 
-    readings: list[Reading]
+    take_readings: list[Reading]
     plan: StudyPlan
 
 
-def tiny_plan(folder: Path, trials: int) -> StudyPlan:
-    """`trials` arms of a few fake steps each, that keep the contract of a run."""
+def make_tiny_plan(folder: Path, trials: int) -> StudyPlan:
+    """Make a plan of `trials` arms of a few fake steps each."""
     study = make_study("FAKE")
     values = [f"1.{number:04}" for number in range(trials)]
     return make_plan(study, "laptop", "memory", {"trainer.total_training_steps": STEPS}, values, 1, folder)
 
 
-def readings(folder: Path, trials: int, every: int) -> list[Reading]:
-    """Run `trials` tiny trials through the real study, and read the memory each time `every` more have ended."""
-    plan, found, process = tiny_plan(folder, trials), list[Reading](), psutil.Process()
-    ended = [0]
-    original = Progress.end_run
+def take_readings(folder: Path, trials: int, interval: int) -> list[Reading]:
+    """Run a study of `trials` tiny trials, and read the memory each time `interval` more trials have ended."""
+    plan, readings, process = make_tiny_plan(folder, trials), list[Reading](), psutil.Process()
+    n_ended = [0]
+    original_end_run = Progress.end_run
 
-    def end(self: Progress, *arguments: Any) -> None:
-        original(self, *arguments)
-        ended[0] += 1
-        if ended[0] % every == 0:
+    def count_and_end_run(self: Progress, *arguments: Any) -> None:
+        original_end_run(self, *arguments)
+        n_ended[0] += 1
+        if n_ended[0] % interval == 0:
             gc.collect()
             rows = sum(path.stat().st_size for path in plan.folder.glob(f"runs/*/{METRICS_FILE}"))
-            found.append(Reading(ended[0], process.memory_info().rss / 1e6, rows / 1e6))
+            readings.append(Reading(n_ended[0], process.memory_info().rss / 1e6, rows / 1e6))
 
-    Progress.end_run = end  # type: ignore[method-assign]
+    Progress.end_run = count_and_end_run  # type: ignore[method-assign]
     try:
         code = execute_study(plan, preflight(plan, None, (), 2, None, is_real=True), "off", Console(quiet=True))
     finally:
-        Progress.end_run = original  # type: ignore[method-assign]
+        Progress.end_run = original_end_run  # type: ignore[method-assign]
     assert code == 0
-    return found
+    return readings
 
 
-def slope(found: Sequence[Reading]) -> tuple[float, float]:
-    """Kilobytes of memory, and of rows, for each further trial: least squares over the second half of the readings."""
-    half = found[len(found) // 2 :]
-    mean = sum(reading.ended for reading in half) / len(half)
-    weight = sum((reading.ended - mean) ** 2 for reading in half)
-    resident = sum((reading.ended - mean) * reading.resident for reading in half) / weight
-    rows = sum((reading.ended - mean) * reading.rows for reading in half) / weight
+def fit_slopes(readings: Sequence[Reading]) -> tuple[float, float]:
+    """Fit the kilobytes of memory and of rows per trial: least squares over the second half of the readings."""
+    second_half = readings[len(readings) // 2 :]
+    mean_ended = sum(reading.n_ended for reading in second_half) / len(second_half)
+    weight = sum((reading.n_ended - mean_ended) ** 2 for reading in second_half)
+    resident = sum((reading.n_ended - mean_ended) * reading.resident for reading in second_half) / weight
+    rows = sum((reading.n_ended - mean_ended) * reading.rows for reading in second_half) / weight
     return 1e3 * resident, 1e3 * rows
 
 
@@ -78,5 +78,5 @@ if __name__ == "__main__":
     import tempfile
 
     with tempfile.TemporaryDirectory() as name:
-        seen = readings(Path(name), 300, 20)
-    print(json.dumps([reading._asdict() for reading in seen]), slope(seen))
+        memory_readings = take_readings(Path(name), 300, 20)
+    print(json.dumps([reading._asdict() for reading in memory_readings]), fit_slopes(memory_readings))

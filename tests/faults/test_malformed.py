@@ -1,4 +1,4 @@
-"""Malformed input never gives a traceback: what was found once, and some hundred draws of every kind."""
+"""Malformed input never gives a traceback: inputs that once did, and some hundred draws of every kind."""
 
 import json
 from pathlib import Path
@@ -15,11 +15,11 @@ from tests.faults.malformed_folders import (
     RUN,
     STUDY,
     Damage,
-    changed,
+    change_value,
     check_reading,
     check_report,
-    contents,
-    write_good,
+    read_contents,
+    write_valid_study,
 )
 from trainable.config.run_config import RunConfig
 from trainable.runs.run_files import read_rows
@@ -28,7 +28,7 @@ from tune_study.plan.study_plan import MAX_SEEDS
 NESTED = "[" * 5000
 FIRST = f"{RUN}/runs/sokoban_kl_sweep_nofilter_0-sokoban-tiny"
 
-FOUND = [
+KNOWN_LINES = [
     ("kl", "--set", f"actor.lr={NESTED}"),
     ("kl", "--set", f"actor.lr=[{'1' * 5000}]"),
     ("kl", "--set", "actor.lr=" + "1" * 100_000 + "x"),
@@ -58,11 +58,11 @@ FOUND = [
 ]
 
 
-def name_of(line: object) -> str:
+def make_id(line: object) -> str:
     return ascii(line)[:60]
 
 
-@pytest.mark.parametrize("line", FOUND, ids=name_of)
+@pytest.mark.parametrize("line", KNOWN_LINES, ids=make_id)
 def test_lines_that_were_answered_badly_once(line: tuple[str, ...]) -> None:
     check_line(line)
 
@@ -77,7 +77,7 @@ def test_a_home_folder_of_nobody_is_a_folder_of_that_name() -> None:
     assert check_any_line(("run", "kl", "--preset", "laptop", "--dry-run", "--output", "~nobody-here")) == "planned"
 
 
-@pytest.mark.parametrize("mode", ["a\n\nb", "\x1b[2J", "a" * 5000], ids=name_of)
+@pytest.mark.parametrize("mode", ["a\n\nb", "\x1b[2J", "a" * 5000], ids=make_id)
 def test_a_mode_of_wandb_that_is_none_is_quoted(mode: str) -> None:
     check_line(("kl", "--preset", "laptop", "--wandb", mode))
 
@@ -89,11 +89,11 @@ def test_a_model_that_cannot_be_a_folder_is_one_that_is_not_here(model: str) -> 
 
 
 def test_numbers_beyond_what_python_prints_are_refused() -> None:
-    deep: list[object] = []
+    nested_list: list[object] = []
     for _ in range(5000):
-        deep = [deep]
+        nested_list = [nested_list]
     for key in ("actor.kl_loss_coef", "actor.lr", "env.env_groups", "trainer.save_freq", "actor.betas", "model.path"):
-        for value in (10**400, 10**5000, [10**5000], deep, {"a": deep}):
+        for value in (10**400, 10**5000, [10**5000], nested_list, {"a": nested_list}):
             assert check_settings((RunConfig, {key: value})) == "ConfigError"
 
 
@@ -119,25 +119,25 @@ def test_every_damaged_folder_is_answered() -> None:
     assert {"status 0, resume 0, replay 0", "status 2, resume 2, replay 2"} <= tally.answers.keys()
 
 
-class Good:
-    """A good study, its plan, and its files."""
+class ValidStudy:
+    """A valid study, its plan, and its files."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.plan = folder, write_good(folder)
-        self.files = contents(folder)
+        self.folder, self.plan = folder, write_valid_study(folder)
+        self.files = read_contents(folder)
 
-    def other(self, name: str, way: tuple[object, ...], value: object = None, is_lost: bool = False) -> Damage:
-        data = changed(json.loads(self.files[name]), way, value, is_lost)
-        return Damage(name, json.dumps(data).encode())
+    def make_damage(self, name: str, path: tuple[object, ...], value: object = None, is_lost: bool = False) -> Damage:
+        document = change_value(json.loads(self.files[name]), path, value, is_lost)
+        return Damage(name, json.dumps(document).encode())
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Good:
-    return Good(tmp_path_factory.mktemp("good"))
+def valid_study(tmp_path_factory: pytest.TempPathFactory) -> ValidStudy:
+    return ValidStudy(tmp_path_factory.mktemp("good"))
 
 
 @pytest.mark.parametrize(
-    ("way", "value"),
+    ("path", "value"),
     [
         (("runs", 0, "run_id"), "../.."),
         (("runs", 0, "run_id"), "\0"),
@@ -149,19 +149,24 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Good:
         (("versions",), []),
     ],
 )
-def test_a_study_of_the_wrong_shape_is_refused(good: Good, way: tuple[object, ...], value: object) -> None:
-    damage = good.other(STUDY, way, value)
-    assert check_reading(good.folder, good.plan, damage) == "status 2, resume 2, replay 2"
-    assert check_report(good.folder, damage) == "exit 2"
+def test_a_study_of_the_wrong_shape_is_refused(
+    valid_study: ValidStudy, path: tuple[object, ...], value: object
+) -> None:
+    damage = valid_study.make_damage(STUDY, path, value)
+    assert check_reading(valid_study.folder, valid_study.plan, damage) == "status 2, resume 2, replay 2"
+    assert check_report(valid_study.folder, damage) == "exit 2"
 
 
-@pytest.mark.parametrize("text", [NESTED, '{"a":' * 5000, "", "{", "[]", "null"], ids=name_of)
-def test_a_study_json_that_is_none_is_refused(good: Good, text: str) -> None:
-    assert check_reading(good.folder, good.plan, Damage(STUDY, text.encode())) == "status 2, resume 2, replay 2"
+@pytest.mark.parametrize("text", [NESTED, '{"a":' * 5000, "", "{", "[]", "null"], ids=make_id)
+def test_a_study_json_that_is_none_is_refused(valid_study: ValidStudy, text: str) -> None:
+    assert (
+        check_reading(valid_study.folder, valid_study.plan, Damage(STUDY, text.encode()))
+        == "status 2, resume 2, replay 2"
+    )
 
 
 @pytest.mark.parametrize(
-    ("way", "value"),
+    ("path", "value"),
     [
         (("settings", "actor", "lr"), 0.5),
         (("settings", "rollout", "response_length"), 7),
@@ -171,26 +176,28 @@ def test_a_study_json_that_is_none_is_refused(good: Good, text: str) -> None:
     ],
 )
 def test_a_study_that_says_something_else_than_its_runs_is_not_resumed(
-    good: Good, way: tuple[object, ...], value: object
+    valid_study: ValidStudy, path: tuple[object, ...], value: object
 ) -> None:
-    assert check_reading(good.folder, good.plan, good.other(STUDY, way, value)).startswith("status 0, resume 2")
+    assert check_reading(valid_study.folder, valid_study.plan, valid_study.make_damage(STUDY, path, value)).startswith(
+        "status 0, resume 2"
+    )
 
 
-def test_a_lost_setting_is_not_replaced_by_its_default(good: Good) -> None:
-    damage = good.other(STUDY, ("settings", "actor", "lr"), is_lost=True)
-    assert check_reading(good.folder, good.plan, damage).startswith("status 0, resume 2")
+def test_a_lost_setting_is_not_replaced_by_its_default(valid_study: ValidStudy) -> None:
+    damage = valid_study.make_damage(STUDY, ("settings", "actor", "lr"), is_lost=True)
+    assert check_reading(valid_study.folder, valid_study.plan, damage).startswith("status 0, resume 2")
 
 
-def test_a_run_json_without_settings_is_named(good: Good) -> None:
-    damage = good.other(f"{FIRST}/run.json", ("config",), is_lost=True)
-    assert check_reading(good.folder, good.plan, damage).startswith("status 0, resume 2")
+def test_a_run_json_without_settings_is_named(valid_study: ValidStudy) -> None:
+    damage = valid_study.make_damage(f"{FIRST}/run.json", ("config",), is_lost=True)
+    assert check_reading(valid_study.folder, valid_study.plan, damage).startswith("status 0, resume 2")
 
 
 @pytest.mark.parametrize("status", [[], {}, 3, None, "no status"])
-def test_a_status_that_is_none_stops_nobody(good: Good, status: object) -> None:
-    damage = good.other(f"{FIRST}/status.json", ("status",), status)
-    assert check_reading(good.folder, good.plan, damage) == "status 0, resume 0, replay 0"
-    assert check_report(good.folder, damage) == "exit 1"
+def test_a_status_that_is_none_stops_nobody(valid_study: ValidStudy, status: object) -> None:
+    damage = valid_study.make_damage(f"{FIRST}/status.json", ("status",), status)
+    assert check_reading(valid_study.folder, valid_study.plan, damage) == "status 0, resume 0, replay 0"
+    assert check_report(valid_study.folder, damage) == "exit 1"
 
 
 ODD_LINES = [
@@ -216,39 +223,46 @@ ODD_LINES = [
 ]
 
 
-@pytest.mark.parametrize("line", ODD_LINES, ids=name_of)
-def test_an_odd_line_is_left_out(tmp_path: Path, good: Good, line: str) -> None:
+@pytest.mark.parametrize("line", ODD_LINES, ids=make_id)
+def test_an_odd_line_is_left_out(tmp_path: Path, valid_study: ValidStudy, line: str) -> None:
     for name in ("metrics.jsonl", "levels.jsonl"):
-        rows = good.files[f"{FIRST}/{name}"].splitlines()
-        malformed_folders.damage_in(
-            tmp_path / name, good.folder, Damage(f"{FIRST}/{name}", b"\n".join([rows[0], line.encode(), *rows[1:]]))
+        rows = valid_study.files[f"{FIRST}/{name}"].splitlines()
+        malformed_folders.write_damaged_copy(
+            tmp_path / name,
+            valid_study.folder,
+            Damage(f"{FIRST}/{name}", b"\n".join([rows[0], line.encode(), *rows[1:]])),
         )
-        before, after = read_study(good.folder / RUN), read_study(tmp_path / name / RUN)
-        assert [diff_frames(getattr(before, frame), getattr(after, frame)) for frame in FRAME_NAMES] == [[]] * len(
-            FRAME_NAMES
+        valid_frames, damaged_frames = read_study(valid_study.folder / RUN), read_study(tmp_path / name / RUN)
+        assert [diff_frames(getattr(valid_frames, frame), getattr(damaged_frames, frame)) for frame in FRAME_NAMES] == [
+            []
+        ] * len(FRAME_NAMES)
+        assert read_rows(tmp_path / name / FIRST / "metrics.jsonl") == read_rows(
+            valid_study.folder / FIRST / "metrics.jsonl"
         )
-        assert read_rows(tmp_path / name / FIRST / "metrics.jsonl") == read_rows(good.folder / FIRST / "metrics.jsonl")
 
 
-def test_a_status_without_end_stops_nobody(good: Good) -> None:
+def test_a_status_without_end_stops_nobody(valid_study: ValidStudy) -> None:
     damage = Damage(f"{FIRST}/status.json", NESTED.encode())
-    assert check_reading(good.folder, good.plan, damage) == "status 0, resume 0, replay 0"
+    assert check_reading(valid_study.folder, valid_study.plan, damage) == "status 0, resume 0, replay 0"
 
 
-@pytest.mark.parametrize("value", ['"many"', "[]", "{}", "NaN", "-Infinity", "9" * 400], ids=name_of)
-def test_a_value_that_is_no_number_is_missing(tmp_path: Path, good: Good, value: str) -> None:
+@pytest.mark.parametrize("value", ['"many"', "[]", "{}", "NaN", "-Infinity", "9" * 400], ids=make_id)
+def test_a_value_that_is_no_number_is_missing(tmp_path: Path, valid_study: ValidStudy, value: str) -> None:
     name = f"{FIRST}/metrics.jsonl"
-    rows = [json.loads(line) for line in good.files[name].splitlines()]
+    rows = [json.loads(line) for line in valid_study.files[name].splitlines()]
     text = "\n".join(json.dumps({**row, "val_success": "HERE"}) for row in rows).replace('"HERE"', value)
     damage = Damage(name, text.encode())
-    malformed_folders.damage_in(tmp_path, good.folder, damage)
+    malformed_folders.write_damaged_copy(tmp_path, valid_study.folder, damage)
     steps = read_study(tmp_path / RUN).steps
     assert steps["val_success"].isna().all()
     assert steps["entropy"].to_list() == [row["entropy"] for row in rows]
-    assert check_reading(good.folder, good.plan, damage).startswith("status 0, resume 0")
+    assert check_reading(valid_study.folder, valid_study.plan, damage).startswith("status 0, resume 0")
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "levels.jsonl", "status.json"])
-@pytest.mark.parametrize("found", [None, "folder", b""])
-def test_lost_and_empty_files_stop_nobody(good: Good, name: str, found: bytes | str | None) -> None:
-    assert check_reading(good.folder, good.plan, Damage(f"{FIRST}/{name}", found)) == "status 0, resume 0, replay 0"
+@pytest.mark.parametrize("content", [None, "folder", b""])
+def test_lost_and_empty_files_stop_nobody(valid_study: ValidStudy, name: str, content: bytes | str | None) -> None:
+    assert (
+        check_reading(valid_study.folder, valid_study.plan, Damage(f"{FIRST}/{name}", content))
+        == "status 0, resume 0, replay 0"
+    )

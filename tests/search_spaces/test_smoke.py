@@ -1,4 +1,4 @@
-"""The published grid, listed a second time as the scripts' loops would, against the one that is generated from data."""
+"""The published grid, listed as the loops of the published scripts do, against the grid that the study declares."""
 
 from pathlib import Path
 
@@ -11,98 +11,113 @@ from tune_study.folder.outputs import write_study
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.plan.study_plan import PlanError, StudyPlan, expand_groups, find_study, format_values, make_plan
 
-LOW = ["0001", "0003", "001", "003"]
-TOP = ["topk100", "topk80", "topk60", "topk40"]
-VALUES = {"0": 0.0, "0001": 0.001, "0003": 0.003, "001": 0.01, "003": 0.03}
+COEFFICIENTS = ["0001", "0003", "001", "003"]
+FILTERS = ["topk100", "topk80", "topk60", "topk40"]
+COEFFICIENT_VALUES = {"0": 0.0, "0001": 0.001, "0003": 0.003, "001": 0.01, "003": 0.03}
 
 
-def listed(group: int, kind: str, tag: str = "ftmt") -> list[str]:
-    """The names of one group, written out."""
-    tail = f"{kind}-{tag}"
+def list_names(group: int, kl_type: str, tag: str = "ftmt") -> list[str]:
+    """List the names of one group as the published scripts do."""
+    suffix = f"{kl_type}-{tag}"
     if group == 1:
-        return [f"g1-smoke-ppo-sokoban-{f}-kl{k}-ent0-{tail}" for f in TOP for k in LOW]
+        return [
+            f"g1-smoke-ppo-sokoban-{filter_label}-kl{kl_label}-ent0-{suffix}"
+            for filter_label in FILTERS
+            for kl_label in COEFFICIENTS
+        ]
     if group == 2:
-        return [f"g2-smoke-ppo-sokoban-{f}-kl0-ent{e}-{tail}" for f in TOP for e in LOW]
+        return [
+            f"g2-smoke-ppo-sokoban-{filter_label}-kl0-ent{entropy_label}-{suffix}"
+            for filter_label in FILTERS
+            for entropy_label in COEFFICIENTS
+        ]
     if group == 3:
-        return [f"g3-smoke-ppo-sokoban-{f}-kl0-ent0-{tail}" for f in TOP]
-    first = "g4-smoke-ppo-sokoban-ta-topk100" if group == 4 else "g5-smoke-ppo-sokoban-nofilter"
-    return [f"{first}-kl{k}-ent{e}-{tail}" for k in LOW for e in LOW]
+        return [f"g3-smoke-ppo-sokoban-{filter_label}-kl0-ent0-{suffix}" for filter_label in FILTERS]
+    prefix = "g4-smoke-ppo-sokoban-ta-topk100" if group == 4 else "g5-smoke-ppo-sokoban-nofilter"
+    return [
+        f"{prefix}-kl{kl_label}-ent{entropy_label}-{suffix}"
+        for kl_label in COEFFICIENTS
+        for entropy_label in COEFFICIENTS
+    ]
 
 
-def plan_of(
+def make_study_plan(
     study: Study, preset: str = "paper", values: tuple[str, ...] | None = None, **settings: object
 ) -> StudyPlan:
-    given = {name.replace("__", "."): value for name, value in settings.items()}
-    return make_plan(study, preset, "a test", given, values, None, Path("/out"))
+    overrides = {name.replace("__", "."): value for name, value in settings.items()}
+    return make_plan(study, preset, "a test", overrides, values, None, Path("/out"))
 
 
 @pytest.mark.parametrize("preset", ["paper", "laptop"])
-@pytest.mark.parametrize("kind", ["low_var_kl", "kl", "mse"])
-def test_the_68_names(preset: str, kind: str) -> None:
-    names = [name for group in (1, 2, 3, 4, 5) for name in listed(group, kind)]
-    assert [spec.run_id for spec in plan_of(SMOKE_STUDY.variants[kind], preset).runs] == names
+@pytest.mark.parametrize("kl_type", ["low_var_kl", "kl", "mse"])
+def test_the_68_names(preset: str, kl_type: str) -> None:
+    names = [name for group in (1, 2, 3, 4, 5) for name in list_names(group, kl_type)]
+    assert [spec.run_id for spec in make_study_plan(SMOKE_STUDY.variants[kl_type], preset).runs] == names
     assert (len(names), len(set(names))) == (68, 68)
 
 
 @pytest.mark.parametrize("preset", ["paper", "laptop"])
 def test_the_164_names(preset: str) -> None:
-    names = [name for kind in ("kl", "mse") for group in (1, 4, 5) for name in listed(group, kind)]
-    names += [name for group in (1, 2, 3, 4, 5) for name in listed(group, "low_var_kl")]
-    assert [spec.run_id for spec in plan_of(STUDIES["smoke-all"], preset).runs] == names
+    names = [name for kl_type in ("kl", "mse") for group in (1, 4, 5) for name in list_names(group, kl_type)]
+    names += [name for group in (1, 2, 3, 4, 5) for name in list_names(group, "low_var_kl")]
+    assert [spec.run_id for spec in make_study_plan(STUDIES["smoke-all"], preset).runs] == names
     assert (len(names), len(set(names))) == (164, 164)
 
 
 @pytest.mark.parametrize(("group", "count"), [("1", 16), ("2", 16), ("3", 4), ("4", 16), ("5", 16)])
 def test_a_group_by_its_number(group: str, count: int) -> None:
     study = find_study("smoke")
-    runs = plan_of(study, values=expand_groups(study, [group])).runs
-    assert [spec.run_id for spec in runs] == listed(int(group), "low_var_kl")
+    runs = make_study_plan(study, values=expand_groups(study, [group])).runs
+    assert [spec.run_id for spec in runs] == list_names(int(group), "low_var_kl")
     assert len(runs) == count
 
 
 def test_every_run_has_the_settings_that_its_name_says() -> None:
-    shares = {"topk100": 1.0, "topk80": 0.8, "topk60": 0.6, "topk40": 0.4, "nofilter": 1.0}
-    for spec in plan_of(STUDIES["smoke-all"]).runs:
-        group, _, _, _, *parts, kl, entropy, kind, tag = spec.run_id.split("-")
+    filter_values = {"topk100": 1.0, "topk80": 0.8, "topk60": 0.6, "topk40": 0.4, "nofilter": 1.0}
+    for spec in make_study_plan(STUDIES["smoke-all"]).runs:
+        group, _, _, _, *words, kl, entropy, kl_type, tag = spec.run_id.split("-")
         config = spec.config
-        k, e = VALUES[kl.removeprefix("kl")], VALUES[entropy.removeprefix("ent")]
-        assert (config.actor.use_kl_loss, config.actor.kl_loss_coef) == (k > 0, k)
-        assert (config.actor.entropy_coeff, config.actor.kl_loss_type, tag) == (e, kind, "ftmt")
-        assert config.filter.rollout_filter_value == shares[parts[-1]]
-        assert config.algorithm.zero_task_advantage == (group == "g4") == (parts[0] == "ta")
+        kl_coefficient, entropy_coefficient = (
+            COEFFICIENT_VALUES[kl.removeprefix("kl")],
+            COEFFICIENT_VALUES[entropy.removeprefix("ent")],
+        )
+        assert (config.actor.use_kl_loss, config.actor.kl_loss_coef) == (kl_coefficient > 0, kl_coefficient)
+        assert (config.actor.entropy_coeff, config.actor.kl_loss_type, tag) == (entropy_coefficient, kl_type, "ftmt")
+        assert config.filter.rollout_filter_value == filter_values[words[-1]]
+        assert config.algorithm.zero_task_advantage == (group == "g4") == (words[0] == "ta")
         assert config.filter.rollout_filter_include_zero
 
 
 def test_what_all_runs_share() -> None:
-    config = plan_of(find_study("smoke")).base_config
+    config = make_study_plan(find_study("smoke")).base_config
     assert (config.model.path, config.trainer.total_training_steps) == ("Qwen/Qwen2.5-3B-Instruct", 50)
     assert (config.trainer.test_freq, config.trainer.save_freq, config.trainer.val_before_train) == (10, -1, False)
     assert (config.actor.filter_loss_scaling, config.algorithm.adv_estimator) == ("sqrt", "gae")
     assert (config.env.env_groups, config.env.group_size, config.trainer.n_gpus_per_node) == (8, 16, 1)
-    found = config.collapse_detection
-    assert (found.first_turn_enabled, found.multi_turn_enabled, found.num_samples) == (True, True, 64)
+    detection = config.collapse_detection
+    assert (detection.first_turn_enabled, detection.multi_turn_enabled, detection.num_samples) == (True, True, 64)
     assert config.filter.rollout_filter_top_p_prob_mode == "linear"
-    assert len(plan_of(find_study("smoke")).seeds) == 1
+    assert len(make_study_plan(find_study("smoke")).seeds) == 1
 
 
 def test_places_and_project_are_the_published_ones() -> None:
-    plan = plan_of(SMOKE_STUDY.variants["mse"], filter__rollout_filter_strategy="min_p")
+    plan = make_study_plan(SMOKE_STUDY.variants["mse"], filter__rollout_filter_strategy="min_p")
     assert plan.summary_log == Path("/out/logs/smoke_test_min_p/smoke_test_results_3B_mse_ftmt.log")
-    assert plan.runs[0].log_path == Path(f"logs/smoke_test_min_p_details/{listed(1, 'mse')[0]}.log")
+    assert plan.runs[0].log_path == Path(f"logs/smoke_test_min_p_details/{list_names(1, 'mse')[0]}.log")
     assert plan.wandb_project == "ragen-smoke_test_min_p"
     assert plan.folder == Path("/out/results/smoke_test_min_p_3B_mse_ftmt")
     assert plan.baseline == "g3-smoke-ppo-sokoban-topk100-kl0-ent0-mse"
-    assert plan_of(find_study("smoke"), "laptop").run == "smoke_test_top_p_sokoban-tiny_low_var_kl_ftmt"
-    assert plan_of(STUDIES["smoke-all"]).run == "smoke_test_top_p_3B_all_ftmt"
+    assert make_study_plan(find_study("smoke"), "laptop").run == "smoke_test_top_p_sokoban-tiny_low_var_kl_ftmt"
+    assert make_study_plan(STUDIES["smoke-all"]).run == "smoke_test_top_p_3B_all_ftmt"
 
 
 @pytest.mark.parametrize(
     ("first", "multi", "tag"), [(True, True, "ftmt"), (True, False, "ft"), (False, True, "mt"), (False, False, "nocd")]
 )
 def test_the_tag_says_which_diagnostics_are_on(first: bool, multi: bool, tag: str) -> None:
-    on = {"collapse_detection__first_turn_enabled": first, "collapse_detection__multi_turn_enabled": multi}
-    plan = plan_of(find_study("smoke"), **on)
-    assert [spec.run_id for spec in plan.runs][:16] == listed(1, "low_var_kl", tag)
+    overrides = {"collapse_detection__first_turn_enabled": first, "collapse_detection__multi_turn_enabled": multi}
+    plan = make_study_plan(find_study("smoke"), **overrides)
+    assert [spec.run_id for spec in plan.runs][:16] == list_names(1, "low_var_kl", tag)
     assert plan.summary_log.stem.endswith(f"_{tag}")
 
 
@@ -111,8 +126,8 @@ def test_the_tag_says_which_diagnostics_are_on(first: bool, multi: bool, tag: st
 )
 def test_top_k_takes_a_count_of_groups(groups: int, counts: list[int]) -> None:
     study = find_study("smoke")
-    given = {"filter__rollout_filter_strategy": "top_k_abs", "env__env_groups": groups}
-    plan = plan_of(study, values=expand_groups(study, ["3"]), **given)
+    overrides = {"filter__rollout_filter_strategy": "top_k_abs", "env__env_groups": groups}
+    plan = make_study_plan(study, values=expand_groups(study, ["3"]), **overrides)
     assert [spec.config.filter.rollout_filter_value for spec in plan.runs] == counts
     assert plan.run.startswith("smoke_test_top_k_3B")
 
@@ -121,19 +136,19 @@ def test_a_folder_knows_its_groups_whatever_its_loss(tmp_path: Path) -> None:
     study = SMOKE_STUDY.variants["mse"]
     plan = make_plan(study, "laptop", "a test", {}, expand_groups(study, ["3"]), 1, tmp_path)
     write_study(plan)
-    held = plan_from_folder(plan.folder)
-    assert format_values(held.study, held.values) == "group 3 (4 arms)"
-    assert held.baseline == plan.baseline == "g3-smoke-ppo-sokoban-topk100-kl0-ent0-mse"
-    more = merge_with_folder(
+    reloaded_plan = plan_from_folder(plan.folder)
+    assert format_values(reloaded_plan.study, reloaded_plan.values) == "group 3 (4 arms)"
+    assert reloaded_plan.baseline == plan.baseline == "g3-smoke-ppo-sokoban-topk100-kl0-ent0-mse"
+    merged_plan = merge_with_folder(
         make_plan(study, "laptop", "a test", {}, expand_groups(study, ["2"]), 1, tmp_path), extend=False
     )
-    assert format_values(more.study, more.values) == "group 2 (16 arms), group 3 (4 arms)"
+    assert format_values(merged_plan.study, merged_plan.values) == "group 2 (16 arms), group 3 (4 arms)"
     with pytest.raises(PlanError, match="--seeds: 1 -> 2"):
         merge_with_folder(
             make_plan(study, "laptop", "a test", {}, expand_groups(study, ["2"]), 2, tmp_path), extend=False
         )
-    without = make_plan(study, "laptop", "a test", {}, expand_groups(study, ["1"]), 1, tmp_path / "other")
-    assert without.baseline is None
+    plan_without_baseline = make_plan(study, "laptop", "a test", {}, expand_groups(study, ["1"]), 1, tmp_path / "other")
+    assert plan_without_baseline.baseline is None
 
 
 def test_words_that_name_no_group_are_refused() -> None:

@@ -16,11 +16,11 @@ from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import apply_overrides, list_field_names, resolve_key
 from trainable.runs.stop_rules import RULES
 
-ALL = pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
+ALL_STUDIES = pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
 SWEEPS = pytest.mark.parametrize("study", [STUDIES[name] for name in ("kl", "entropy", "top-p")], ids=lambda s: s.name)
 
-# What the published documents say that all three sweeps share, under the names that settings have here.
-SHARED = {
+# The settings that all three sweeps share in the published documents, under the names of this project.
+SHARED_SETTINGS = {
     "algorithm.adv_estimator": "gae",
     "actor.filter_loss_scaling": "none",
     "actor.entropy_from_logits_with_chunking": True,
@@ -48,10 +48,10 @@ SHARED = {
     "model.path": "Qwen/Qwen2.5-3B",
 }
 
-KL = ("actor.use_kl_loss", "actor.kl_loss_coef")
-FILTER = ("filter.rollout_filter_value", "filter.rollout_filter_include_zero")
+KL_FIELDS = ("actor.use_kl_loss", "actor.kl_loss_coef")
+FILTER_FIELDS = ("filter.rollout_filter_value", "filter.rollout_filter_include_zero")
 
-# Study -> value -> what the documents say of use_kl_loss, kl_loss_coef, entropy_coeff, filter value, include_zero.
+# Study -> value -> published use_kl_loss, kl_loss_coef, entropy_coeff, filter value and include_zero.
 ARMS: dict[str, dict[str, tuple[bool, float, float, float, bool]]] = {
     "kl": {
         "0": (False, 0.0, 0.0, 1.0, True),
@@ -82,20 +82,20 @@ ARMS: dict[str, dict[str, tuple[bool, float, float, float, bool]]] = {
 }
 
 
-def get(config: BaseRunConfig, field: str) -> object:
+def get_field(config: BaseRunConfig, field: str) -> object:
     value: object = config
-    for part in field.split("."):
-        value = getattr(value, part)
+    for name in field.split("."):
+        value = getattr(value, name)
     return value
 
 
-def base_of(study: Study, preset: str) -> BaseRunConfig:
+def make_base_config(study: Study, preset: str) -> BaseRunConfig:
     settings = {**study.family.presets[preset], **study.fixed_settings, **study.presets.get(preset, {})}
     return apply_overrides(study.family.config_class.model_validate({}), settings)
 
 
-def arm(study: Study, preset: str, value: str) -> BaseRunConfig:
-    base = base_of(study, preset)
+def make_arm_config(study: Study, preset: str, value: str) -> BaseRunConfig:
+    base = make_base_config(study, preset)
     return apply_overrides(base, study.axis.make_settings(value, base))
 
 
@@ -107,19 +107,21 @@ def test_the_published_grid_is_the_default_on_paper(study: Study) -> None:
 @SWEEPS
 def test_every_published_arm_has_the_published_settings(study: Study) -> None:
     for value, expected in ARMS[study.name].items():
-        config = arm(study, "paper", value)
-        assert tuple(get(config, field) for field in (*KL, "actor.entropy_coeff", *FILTER)) == expected
-        assert {field: get(config, field) for field in SHARED} == SHARED
+        config = make_arm_config(study, "paper", value)
+        assert (
+            tuple(get_field(config, field) for field in (*KL_FIELDS, "actor.entropy_coeff", *FILTER_FIELDS)) == expected
+        )
+        assert {field: get_field(config, field) for field in SHARED_SETTINGS} == SHARED_SETTINGS
 
 
-@ALL
+@ALL_STUDIES
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_point_of_every_grid_is_a_configuration_of_its_own(study: Study, preset: str) -> None:
-    hashes = {arm(study, preset, value).compute_hash() for value in study.axis.grids[preset]}
+    hashes = {make_arm_config(study, preset, value).compute_hash() for value in study.axis.grids[preset]}
     assert len(hashes) == len(study.axis.grids[preset])
 
 
-@ALL
+@ALL_STUDIES
 @pytest.mark.parametrize("preset", PRESETS)
 def test_labels_name_the_points_of_a_grid(study: Study, preset: str) -> None:
     labels = [make_value_label(value) for value in study.axis.grids[preset]]
@@ -127,42 +129,44 @@ def test_labels_name_the_points_of_a_grid(study: Study, preset: str) -> None:
     assert study.baseline.format(kl_type="low_var_kl") in study.axis.grids[preset]
 
 
-@ALL
+@ALL_STUDIES
 def test_the_arms_differ_in_the_axis_alone(study: Study) -> None:
-    base = base_of(study, "paper")
+    base = make_base_config(study, "paper")
     for value in study.axis.grids["paper"]:
-        config = arm(study, "paper", value)
+        config = make_arm_config(study, "paper", value)
         assert {
-            f for f in list_field_names(study.family.config_class) if get(config, f) != get(base, f)
+            field
+            for field in list_field_names(study.family.config_class)
+            if get_field(config, field) != get_field(base, field)
         } <= study.axis.swept_fields | {"actor.use_kl_loss"}
 
 
-@ALL
+@ALL_STUDIES
 def test_a_study_names_only_what_there_is(study: Study) -> None:
     for key in (*study.axis.swept_fields, *study.fixed_settings, *study.axis.extra_settings, *study.smoke_settings):
         assert resolve_key(key, study.family.config_class) == key
     assert set(study.stop_rules) <= ({*RULES} if study.family is PPO else {"uniform_groups"})
     assert set(study.axis.grids) == set(study.family.presets) == set(study.family.n_seeds) == set(PRESETS)
-    whole = (
+    study_names = (
         {"task", "method"}
         if study.family is not PPO
         else {"model", "size", "tag", "strategy", "kl_type", "collapse", "mass", "train", "analysis", "every"}
     )
-    of_all = (
+    study_templates = (
         study.name_templates.run,
         study.name_templates.summary_log,
         study.name_templates.wandb_project,
         study.baseline,
     )
-    assert {name for template in of_all for name in names_in(template)} <= whole | {"run"}
-    templates = (study.name_templates.experiment, study.name_templates.log, study.name_templates.checkpoints)
-    words = whole | {"arm", "label", "run", "experiment", "seed"}
-    assert {name for template in templates for name in names_in(template)} <= words
-    assert names_in(study.name_templates.probe_log) <= words | {"step", "val"}
+    assert {name for template in study_templates for name in list_template_names(template)} <= study_names | {"run"}
+    run_templates = (study.name_templates.experiment, study.name_templates.log, study.name_templates.checkpoints)
+    run_names = study_names | {"arm", "label", "run", "experiment", "seed"}
+    assert {name for template in run_templates for name in list_template_names(template)} <= run_names
+    assert list_template_names(study.name_templates.probe_log) <= run_names | {"step", "val"}
     assert study.question.strip().endswith("?")
 
 
-@ALL
+@ALL_STUDIES
 def test_contrasts_are_of_different_arms_of_the_study(study: Study) -> None:
     entries = [{"name": name, "pairs": pairs} for name, pairs in study.contrasts.items()]
     assert len(read_contrasts({"contrasts": entries})) == len(study.contrasts)
@@ -173,13 +177,17 @@ def test_contrasts_are_of_different_arms_of_the_study(study: Study) -> None:
             assert {first, second} <= set(study.axis.grids["laptop"])
 
 
-def fields_that_differ(study: Study, first: str, second: str) -> set[str]:
-    ours, theirs = (arm(study, "laptop", value) for value in (first, second))
-    return {name for name in list_field_names(study.family.config_class) if get(ours, name) != get(theirs, name)}
+def find_differing_fields(study: Study, first: str, second: str) -> set[str]:
+    first_config, second_config = (make_arm_config(study, "laptop", value) for value in (first, second))
+    return {
+        name
+        for name in list_field_names(study.family.config_class)
+        if get_field(first_config, name) != get_field(second_config, name)
+    }
 
 
-# Study and beginning of a contrast -> the settings that its pairs differ in.
-DIFFER_IN = {
+# Study and first words of a contrast -> the settings in which its pairs differ.
+DIFFERING_FIELDS = {
     ("entropy-mechanism", "GRPO without"): {"std_normalization"},
     ("entropy-mechanism", "the same where"): {"std_normalization"},
     ("entropy-mechanism", "DAPO without"): {"std_normalization"},
@@ -199,28 +207,32 @@ DIFFER_IN = {
 }
 
 
-@ALL
+@ALL_STUDIES
 def test_the_pairs_of_a_contrast_differ_in_what_it_says(study: Study) -> None:
     for name, pairs in study.contrasts.items():
-        (said,) = [fields for (of, start), fields in DIFFER_IN.items() if of == study.name and name.startswith(start)]
-        found = [fields_that_differ(study, *pair) for pair in pairs]
-        assert set().union(*found) <= said
-        assert all(found)
+        (expected_fields,) = [
+            fields
+            for (study_name, name_start), fields in DIFFERING_FIELDS.items()
+            if study_name == study.name and name.startswith(name_start)
+        ]
+        differing_fields = [find_differing_fields(study, *pair) for pair in pairs]
+        assert set().union(*differing_fields) <= expected_fields
+        assert all(differing_fields)
 
 
 def test_matched_arms_keep_their_optimizer_steps_in_a_study_of_another_length() -> None:
     study = STUDIES["matched-updates"]
     for steps, updates in ((300, 1200), (40, 160)):
-        base = apply_overrides(base_of(study, "laptop"), {"trainer.total_training_steps": steps})
+        base = apply_overrides(make_base_config(study, "laptop"), {"trainer.total_training_steps": steps})
         for value in study.axis.grids["laptop"]:
             if value.endswith("updates1200"):
                 config = apply_overrides(base, study.axis.make_settings(value, base))
-                assert config.trainer.total_training_steps * get(config, "inner_epochs") == updates
+                assert config.trainer.total_training_steps * get_field(config, "inner_epochs") == updates
 
 
 @pytest.mark.parametrize("capacity", [8, 16, 32])
 @pytest.mark.parametrize("age", [1.5, 3.5])
-def test_the_decay_gives_the_wanted_mean_age(capacity: int, age: float) -> None:
+def test_the_decay_gives_the_requested_mean_age(capacity: int, age: float) -> None:
     decay = solve_decay(age, capacity)
     ages = np.arange(capacity)
     assert np.average(ages, weights=np.exp(-decay * ages)) == pytest.approx(age, rel=1e-3)
@@ -231,17 +243,20 @@ def test_no_decay_gives_a_mean_age_beyond_that_of_a_uniform_draw() -> None:
         solve_decay(3.6, 8)
 
 
-def names_in(template: str) -> set[str]:
+def list_template_names(template: str) -> set[str]:
     return {name for _, name, _, _ in Formatter().parse(template) if name}
 
 
 def test_kl_and_entropy_share_the_arm_in_which_both_are_off() -> None:
-    assert arm(STUDIES["kl"], "paper", "0") == arm(STUDIES["entropy"], "paper", "0")
+    assert make_arm_config(STUDIES["kl"], "paper", "0") == make_arm_config(STUDIES["entropy"], "paper", "0")
 
 
 def test_one_point_zero_and_nofilter_are_different_arms() -> None:
     top_p = STUDIES["top-p"]
-    assert arm(top_p, "paper", "1.0").compute_hash() != arm(top_p, "paper", "nofilter").compute_hash()
+    assert (
+        make_arm_config(top_p, "paper", "1.0").compute_hash()
+        != make_arm_config(top_p, "paper", "nofilter").compute_hash()
+    )
 
 
 @pytest.mark.parametrize(("value", "label"), [("1.0", "10"), ("0.001", "0001"), ("0", "0"), ("nofilter", "nofilter")])
@@ -254,9 +269,9 @@ def test_declaring_a_study_loads_neither_torch_nor_ray() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-# What the documents say of the gradient analysis, under the names that settings have here.
-ANALYSIS: dict[str, object] = {
-    **SHARED,
+# The published settings of the gradient analysis, under the names of this project.
+ANALYSIS_SETTINGS: dict[str, object] = {
+    **SHARED_SETTINGS,
     "trainer.total_training_steps": 101,
     "trainer.save_freq": 100,
     "trainer.test_freq": 10,
@@ -284,8 +299,8 @@ ANALYSIS: dict[str, object] = {
 
 def test_the_gradient_analysis_has_the_published_settings() -> None:
     study = STUDIES["gradient-analysis"]
-    ppo, grpo = (arm(study, "paper", algo) for algo in ("PPO", "GRPO"))
-    assert {field: get(ppo, field) for field in ANALYSIS} == ANALYSIS
+    ppo, grpo = (make_arm_config(study, "paper", algo) for algo in ("PPO", "GRPO"))
+    assert {field: get_field(ppo, field) for field in ANALYSIS_SETTINGS} == ANALYSIS_SETTINGS
     assert ppo.actor.loss_agg_mode == "token-mean"
     assert grpo.algorithm.adv_estimator == "grpo"
     assert grpo.algorithm.norm_adv_by_std_in_grpo
@@ -295,22 +310,26 @@ def test_the_gradient_analysis_has_the_published_settings() -> None:
 
 def test_the_entropy_question_crosses_normalization_and_clip_and_adds_tpo() -> None:
     study = STUDIES["grpo-entropy-sokoban"]
-    arms = {value: arm(study, "laptop", value) for value in study.axis.grids["laptop"]}
+    arms = {value: make_arm_config(study, "laptop", value) for value in study.axis.grids["laptop"]}
     tpo = arms.pop("tpo")
-    found = {
-        (c.algorithm.norm_adv_by_std_in_grpo, c.actor.clip_ratio_low, c.actor.clip_ratio_high): name
-        for name, c in arms.items()
+    names = {
+        (config.algorithm.norm_adv_by_std_in_grpo, config.actor.clip_ratio_low, config.actor.clip_ratio_high): name
+        for name, config in arms.items()
     }
     clips = ((0.05, 0.05, "0.05"), (0.2, 0.2, "0.2"), (0.2, 0.28, "0.28"))
-    assert found == {
+    assert names == {
         (normalized, low, high): f"{'std' if normalized else 'nostd'}-clip{name}"
         for normalized in (True, False)
         for low, high, name in clips
     }
-    assert {(c.algorithm.adv_estimator, c.actor.policy_loss) for c in arms.values()} == {("grpo", "ppo_clip")}
+    assert {(config.algorithm.adv_estimator, config.actor.policy_loss) for config in arms.values()} == {
+        ("grpo", "ppo_clip")
+    }
     assert (tpo.algorithm.adv_estimator, tpo.actor.policy_loss, tpo.actor.tpo_eta) == ("group_skill", "tpo", 1.0)
     for config in (tpo, *arms.values()):
         assert not config.actor.use_kl_loss
         assert config.actor.entropy_coeff == 0
         batch = config.env.env_groups * config.env.group_size
-        assert batch * config.actor.ppo_epochs // config.actor.ppo_mini_batch_size == 16  # or the clip could not act
+        assert (
+            batch * config.actor.ppo_epochs // config.actor.ppo_mini_batch_size == 16
+        )  # with fewer updates the clip would have no effect

@@ -11,13 +11,13 @@ from tune_study.tune.run import prepare_environment
 
 HERE = Path(__file__).parent
 THIRD_PARTY = (
-    # Tune closes the files of its loggers when a trial ends, which after Ctrl-C it does not.
+    # Tune closes the files of its loggers when a trial ends, but not after Ctrl-C.
     "unclosed file .*driver_artifacts:ResourceWarning",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What Ray and its loggers warn of is theirs; each is named, and every other warning is an error."""
+    """Ignore the warnings of Ray and its loggers that are listed here; every other warning is an error."""
     for item in items:
         if HERE in item.path.parents:
             for warning in THIRD_PARTY:
@@ -25,8 +25,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to type commands in, on a machine without GPUs and without fetched models."""
+def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory on a machine without GPUs and without downloaded models."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "no-such-cache"))
@@ -35,7 +35,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="package")
 def ray_session() -> Iterator[None]:
-    """One Ray for all tests: four CPUs and two GPUs that are declared, which is all that placement looks at."""
+    """One Ray for all tests, with four CPUs and two GPUs that are only declared, which is enough for placement."""
     prepare_environment(())
     with start_local_ray(ResourcePlan(make_bundles(0), 4, ("0", "1"), (), 1, ""), Console(quiet=True)):
         yield

@@ -1,6 +1,6 @@
-"""A faked cluster of two nodes on this machine, in processes of their own: each has two CPUs and two declared GPUs.
+"""A fake cluster of two nodes in separate processes on this machine, each with two CPUs and two declared GPUs.
 
-The second node has a view of the file system of its own, in which one folder is another one, as on another machine.
+The second node has its own view of the file system, in which one folder is a different one, as on another machine.
 """
 
 import subprocess
@@ -19,7 +19,7 @@ sys.stdin.read()
 cluster.shutdown()
 """
 
-# Ray's own faked node, which `Cluster.add_node` would start in its own view of the file system.
+# The fake node of Ray itself. `Cluster.add_node` would start it with the file system of this process.
 _NODE = """
 import sys
 from ray._private.node import Node
@@ -38,31 +38,33 @@ node.kill_all_processes(check_alive=False)
 _ELSEWHERE = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs "$0" && exec "$@"']
 
 
-def can_be_elsewhere(folder: Path) -> bool:
-    """Whether this user may give a process a view of the file system of its own."""
+def can_hide_folder(folder: Path) -> bool:
+    """Return whether this user may start a process with its own view of the file system."""
     try:
-        done = subprocess.run([*_ELSEWHERE, str(folder), "true"], capture_output=True)
+        process = subprocess.run([*_ELSEWHERE, str(folder), "true"], capture_output=True)
     except FileNotFoundError:
         return False
-    return done.returncode == 0
+    return process.returncode == 0
 
 
 @contextmanager
-def faked_cluster(environment: dict[str, str], hidden: Path) -> Iterator[str]:
-    """Its address. environment: of all its processes. hidden: a folder of which the second node has another one."""
-    elsewhere = [*_ELSEWHERE, str(hidden)] if can_be_elsewhere(hidden) else []
-    with _python([], _HEAD, environment) as head:
-        address = _line(head)
-        with _python(elsewhere, _NODE, environment, address) as node:
-            assert _line(node) == "ready"
+def start_faked_cluster(environment: dict[str, str], hidden: Path) -> Iterator[str]:
+    """Start a cluster and yield its address. environment: that of its processes. hidden: the folder that differs."""
+    hiding_command = [*_ELSEWHERE, str(hidden)] if can_hide_folder(hidden) else []
+    with _start_program([], _HEAD, environment) as head:
+        address = _read_line(head)
+        with _start_program(hiding_command, _NODE, environment, address) as node:
+            assert _read_line(node) == "ready"
             yield address
 
 
 @contextmanager
-def _python(before: list[str], code: str, environment: dict[str, str], *words: str) -> Iterator[subprocess.Popen[str]]:
-    """A program that runs until its input ends, which it does with the body."""
+def _start_program(
+    prefix: list[str], code: str, environment: dict[str, str], *words: str
+) -> Iterator[subprocess.Popen[str]]:
+    """Start a program that runs until its standard input is closed, at the end of the block."""
     with subprocess.Popen(
-        [*before, sys.executable, "-c", code, *words],
+        [*prefix, sys.executable, "-c", code, *words],
         env=environment,
         text=True,
         stdin=subprocess.PIPE,
@@ -72,6 +74,6 @@ def _python(before: list[str], code: str, environment: dict[str, str], *words: s
         yield process
 
 
-def _line(process: subprocess.Popen[str]) -> str:
+def _read_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()

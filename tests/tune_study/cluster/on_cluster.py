@@ -1,6 +1,6 @@
-"""Studies of small Trainables on a joined cluster, for tests that look at where runs are and what becomes of them.
+"""Studies of small Trainables on a joined cluster, for tests of where runs are placed and how they end.
 
-A program of its own: python -m tests.tune_study.cluster.on_cluster ADDRESS OUTPUT STORAGE, which prints JSON.
+Run as python -m tests.tune_study.cluster.on_cluster ADDRESS OUTPUT STORAGE, which prints JSON.
 """
 
 import json
@@ -30,32 +30,32 @@ from tune_study.tune.trials import make_trial_config
 STEPS = 4
 
 
-def plan_of(output: Path, family: str, gpus: float, values: tuple[str, ...], storage: str) -> StudyPlan:
+def make_study_plan(output: Path, family: str, gpus: float, values: tuple[str, ...], storage: str) -> StudyPlan:
     settings = {"trainer.total_training_steps": STEPS, "trainer.n_gpus_per_node": gpus, "trainer.device": "auto"}
     study = make_study(family)
     return replace(make_plan(study, "laptop", "a test", settings, values, 1, output), storage=storage)
 
 
-def places(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...]) -> list[dict[str, Any]]:
-    """Where each run of the plan was, by its own account: all of them at once."""
+def run_placed(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...]) -> list[dict[str, Any]]:
+    """Run all runs of the plan at once and return where each of them was, as the runs report it."""
     resource_plan = cluster.allocate_cluster(plan, address, nodes, None, None)
     progress = Progress(plan, len(plan.runs), Console(quiet=True))
     plan.folder.mkdir(parents=True)
-    meeting = Barrier.options(name="meeting").remote(len(plan.runs))
+    barrier = Barrier.options(name="meeting").remote(len(plan.runs))
     interrupt = Interrupt(plan.folder / ".interrupt")
     suite = SuiteContext(LocalRay([], Console(quiet=True), is_local=False), interrupt, lambda: None)
     session = StudySession(plan, resource_plan, "off", Console(quiet=True), suite, {}, progress)
     grid = make_tuner(session, Recorder(plan, resource_plan, progress), []).fit()
-    ray.kill(meeting)
+    ray.kill(barrier)
     assert not grid.errors
-    stored = open_storage(plan.study_uri or "")
-    return [json.loads(get_bytes(stored.joinpath(f"runs/{run.run_id}/place.json"))) for run in plan.runs]
+    storage_folder = open_storage(plan.study_uri or "")
+    return [json.loads(get_bytes(storage_folder.joinpath(f"runs/{run.run_id}/place.json"))) for run in plan.runs]
 
 
-def crashed(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...]) -> dict[str, Any]:
-    """Runs of which one loses its process in a step: statuses, rows here, and rows as they should be."""
+def run_crashing(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...]) -> dict[str, Any]:
+    """Run a study in which one run loses its process; return the statuses, the rows and the expected rows."""
     code = execute_study(plan, cluster.allocate_cluster(plan, address, nodes, None, None), "off", Console(quiet=True))
-    files = {name: info.size for name, info in list_files(open_storage(plan.study_uri or "")).items()}
+    file_sizes = {name: file_info.size for name, file_info in list_files(open_storage(plan.study_uri or "")).items()}
     return {
         "code": code,
         "statuses": [getattr(read_status(plan.get_run_dir(run.run_id)), "status", None) for run in plan.runs],
@@ -63,24 +63,26 @@ def crashed(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...]) -> d
         "wanted": [make_fake_rows(make_trial_config(plan, [run], False), run.config, STEPS) for run in plan.runs],
         "sizes": [
             [(plan.folder / name).stat().st_size, size]
-            for name, size in compute_line_file_sizes(files).items()
+            for name, size in compute_line_file_sizes(file_sizes).items()
             if METRICS_FILE in name
         ],
     }
 
 
 def main(address: str, output: str, storage: str) -> None:
-    """Two runs of two GPUs, four of one, and a study that meets a crash."""
-    folder, found = Path(output), {}
+    """Run a study of two runs with two GPUs each, one of four runs with one GPU each, and one with a crash."""
+    folder, results = Path(output), {}
     with cluster.join_cluster(address) as nodes:
         assert nodes is not None
-        pairs = plan_of(folder / "pairs", "PLACED", 2, ("0", "0.1"), join_uri(storage, "pairs"))
-        found["pairs"] = places(pairs, address, nodes)
-        single = plan_of(folder / "single", "PLACED", 1, ("0", "0.1", "0.2", "0.3"), join_uri(storage, "single"))
-        found["single"] = places(single, address, nodes)
-        crash = plan_of(folder / "crash", "FAKE", 0, (CRASHES_ONCE, "0.1"), join_uri(storage, "crash"))
-        found["crash"] = crashed(crash, address, nodes)
-    print(json.dumps(found))
+        pair_plan = make_study_plan(folder / "pairs", "PLACED", 2, ("0", "0.1"), join_uri(storage, "pairs"))
+        results["pairs"] = run_placed(pair_plan, address, nodes)
+        single_plan = make_study_plan(
+            folder / "single", "PLACED", 1, ("0", "0.1", "0.2", "0.3"), join_uri(storage, "single")
+        )
+        results["single"] = run_placed(single_plan, address, nodes)
+        crash_plan = make_study_plan(folder / "crash", "FAKE", 0, (CRASHES_ONCE, "0.1"), join_uri(storage, "crash"))
+        results["crash"] = run_crashing(crash_plan, address, nodes)
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Studies on a faked cluster of two nodes with two declared GPUs each; rows and states are in a real S3 server."""
+"""Studies on a fake cluster of two nodes with two declared GPUs each; rows and checkpoints are in a local S3 server."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import torch
 
 from search_spaces import STUDIES
 from tests.fakes.trials import drop_times
-from tests.tune_study.cluster.faked_cluster import can_be_elsewhere, faked_cluster
+from tests.tune_study.cluster.faked_cluster import can_hide_folder, start_faked_cluster
 from trainable.runs.checkpoint import read_checkpoint
 from trainable.runs.run_files import METRICS_FILE, read_json_lines, read_rows
 from trainable.storage.mirror import Mirror, find_complete_checkpoints, is_checkpoint_intact
@@ -38,7 +38,7 @@ from tune_study.tune.cluster import Node, allocate_cluster, count_fitting_runs, 
 from tune_study.tune.trials import make_trial_config
 
 ROOT = Path(__file__).parents[3]
-SMALL = {
+SMALL_SETTINGS = {
     "env.env_groups": "2",
     "env.group_size": "2",
     "env.val_env_groups": "4",
@@ -50,11 +50,11 @@ SMALL = {
     "trainer.n_gpus_per_node": "1",
     "trainer.device": "auto",
 }
-TYPED = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]
+SMALL_OPTIONS = [word for name, value in SMALL_SETTINGS.items() for word in ("--set", f"{name}={value}")]
 
 
-class Faked(NamedTuple):
-    """A faked cluster: its address, the environment of its processes, a folder that its second node has not."""
+class FakeCluster(NamedTuple):
+    """A fake cluster: its address, the environment of its processes, and a folder that its second node does not see."""
 
     address: str
     environment: dict[str, str]
@@ -63,7 +63,7 @@ class Faked(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def faked(tmp_path_factory: pytest.TempPathFactory, s3: str) -> Iterator[Faked]:
+def fake_cluster(tmp_path_factory: pytest.TempPathFactory, s3: str) -> Iterator[FakeCluster]:
     hidden = tmp_path_factory.mktemp("hidden")
     environment = {
         **os.environ,
@@ -73,78 +73,84 @@ def faked(tmp_path_factory: pytest.TempPathFactory, s3: str) -> Iterator[Faked]:
         "PYTHONPATH": str(ROOT),
         "TUNE_STUDY_SCRATCH": str(hidden / "scratch"),
     }
-    with faked_cluster(environment, hidden) as address:
-        yield Faked(address, environment, hidden, f"s3://shelf/cluster?{s3}")
+    with start_faked_cluster(environment, hidden) as address:
+        yield FakeCluster(address, environment, hidden, f"s3://shelf/cluster?{s3}")
 
 
-def type_in(faked: Faked, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def type_in(fake_cluster: FakeCluster, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "tune_study", *words, "--address", faked.address]
-    return subprocess.run(command, cwd=folder, env=faked.environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", "tune_study", *words, "--address", fake_cluster.address]
+    return subprocess.run(command, cwd=folder, env=fake_cluster.environment, capture_output=True, text=True)
 
 
-def plan_in(folder: Path, **overrides: object) -> StudyPlan:
-    settings = {**SMALL, **{name.replace("__", "."): value for name, value in overrides.items()}}
+def make_plan_in(folder: Path, **overrides: object) -> StudyPlan:
+    settings = {**SMALL_SETTINGS, **{name.replace("__", "."): value for name, value in overrides.items()}}
     return make_plan(STUDIES["kl"], "laptop", "a test", settings, ("0", "0.1"), 1, folder)
 
 
 @pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
-    """The study's runs on this machine, without Ray."""
-    plan = plan_in(tmp_path_factory.mktemp("local"))
+def local_plan(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
+    """The same study, run on this machine without Ray."""
+    plan = make_plan_in(tmp_path_factory.mktemp("local"))
     for spec in plan.runs:
-        run = Trial(make_trial_config(plan, [spec], is_finished=False))
+        trial = Trial(make_trial_config(plan, [spec], is_finished=False))
         for _ in range(spec.steps):
-            run.step()
-        run.cleanup()
+            trial.step()
+        trial.cleanup()
     return plan
 
 
-def check_same(plan: StudyPlan, local: StudyPlan, storage: str, folder: Path) -> None:
-    """Rows, evaluations and final weights of the study in storage are those of the local one."""
+def check_same_results(plan: StudyPlan, local_plan: StudyPlan, storage: str, folder: Path) -> None:
+    """Check that rows, evaluations and final weights of the study in storage are those of the local study."""
     assert len(plan.runs) == 2
     for spec in plan.runs:
-        place = open_storage(storage).joinpath(f"{plan.run}/runs/{spec.run_id}")
-        fetched = folder / spec.run_id
-        Mirror(place, fetched / "run", fetched / "kept", 0.0, lambda: False).fetch(with_checkpoint=True)
-        ours, theirs = (read_rows(where / METRICS_FILE) for where in (fetched / "run", local.get_run_dir(spec.run_id)))
-        assert [drop_times(row) for row in ours] == [drop_times(row) for row in theirs]
-        assert read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE) == ours
+        storage_folder = open_storage(storage).joinpath(f"{plan.run}/runs/{spec.run_id}")
+        fetched_folder = folder / spec.run_id
+        Mirror(storage_folder, fetched_folder / "run", fetched_folder / "kept", 0.0, lambda: False).fetch(
+            with_checkpoint=True
+        )
+        rows, local_rows = (
+            read_rows(run_dir / METRICS_FILE)
+            for run_dir in (fetched_folder / "run", local_plan.get_run_dir(spec.run_id))
+        )
+        assert [drop_times(row) for row in rows] == [drop_times(row) for row in local_rows]
+        assert read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE) == rows
         levels = [
-            list(read_json_lines(where / "levels.jsonl")) for where in (fetched / "run", local.get_run_dir(spec.run_id))
+            list(read_json_lines(run_dir / "levels.jsonl"))
+            for run_dir in (fetched_folder / "run", local_plan.get_run_dir(spec.run_id))
         ]
         assert levels[0] == levels[1]
-        states = [
-            read_checkpoint(where / "state" / "step_2")[0]
-            for where in (fetched / "run", local.get_run_dir(spec.run_id))
+        tensors = [
+            read_checkpoint(run_dir / "state" / "step_2")[0]
+            for run_dir in (fetched_folder / "run", local_plan.get_run_dir(spec.run_id))
         ]
-        assert states[0].keys() == states[1].keys()
-        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+        assert tensors[0].keys() == tensors[1].keys()
+        assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
 
 
 @pytest.mark.slow
 def test_a_study_on_the_cluster_has_the_rows_and_weights_of_a_local_one(
-    faked: Faked, local: StudyPlan, tmp_path: Path
+    fake_cluster: FakeCluster, local_plan: StudyPlan, tmp_path: Path
 ) -> None:
-    folder = faked.hidden / "first"
-    words = ("run", "kl", "--preset", "laptop", "--kl-values", "0,0.1", "--storage", faked.storage)
-    done = type_in(faked, folder, *words, *TYPED)
-    assert done.returncode == 0, done.stderr
-    plan = plan_in(folder)
-    check_same(plan, local, faked.storage, tmp_path)
-    files = list_files(open_storage(faked.storage).joinpath(plan.run))
+    folder = fake_cluster.hidden / "first"
+    words = ("run", "kl", "--preset", "laptop", "--kl-values", "0,0.1", "--storage", fake_cluster.storage)
+    process = type_in(fake_cluster, folder, *words, *SMALL_OPTIONS)
+    assert process.returncode == 0, process.stderr
+    plan = make_plan_in(folder)
+    check_same_results(plan, local_plan, fake_cluster.storage, tmp_path)
+    files = list_files(open_storage(fake_cluster.storage).joinpath(plan.run))
     assert {"study.json", "trials.parquet", "steps.parquet", "levels.parquet", "report.html"} <= files.keys()
     assert {f"logs/{plan.run}.log", *(spec.log_path.as_posix() for spec in plan.runs)} <= files.keys()
     for spec in plan.runs:
-        own = [name.removeprefix(f"runs/{spec.run_id}/") for name in files if spec.run_id in name]
-        assert find_complete_checkpoints(own) == [(2, "state/step_2"), (2, "kept/global_step_2")]
+        run_files = [name.removeprefix(f"runs/{spec.run_id}/") for name in files if spec.run_id in name]
+        assert find_complete_checkpoints(run_files) == [(2, "state/step_2"), (2, "kept/global_step_2")]
         status = read_status(plan.get_run_dir(spec.run_id))
         assert status is not None
         assert status.status == "completed"
         assert not (plan.get_run_dir(spec.run_id) / "state").exists()
     assert not (folder / "model_saving").exists()
-    assert (read_json(plan.folder / "study.json") or {})["storage"] == faked.storage
-    assert not list((faked.hidden / "scratch").rglob("*.safetensors"))
+    assert (read_json(plan.folder / "study.json") or {})["storage"] == fake_cluster.storage
+    assert not list((fake_cluster.hidden / "scratch").rglob("*.safetensors"))
     target = probe.find_target(plan.folder, "0.1", None, None)
     assert (target.step, target.path) == (2, plan.get_run_dir(plan.runs[1].run_id) / "state" / "step_2")
     assert is_checkpoint_intact(target.path)
@@ -153,33 +159,41 @@ def test_a_study_on_the_cluster_has_the_rows_and_weights_of_a_local_one(
 
 
 @pytest.fixture(scope="module")
-def found(faked: Faked, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What tests/tune_study/cluster/on_cluster.py saw."""
-    command = [sys.executable, "-m", "tests.tune_study.cluster.on_cluster", faked.address, str(faked.hidden / "small")]
-    done = subprocess.run([*command, faked.storage], cwd=ROOT, env=faked.environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+def cluster_results(fake_cluster: FakeCluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The results of tests/tune_study/cluster/on_cluster.py."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.tune_study.cluster.on_cluster",
+        fake_cluster.address,
+        str(fake_cluster.hidden / "small"),
+    ]
+    process = subprocess.run(
+        [*command, fake_cluster.storage], cwd=ROOT, env=fake_cluster.environment, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return result
 
 
 @pytest.mark.slow
-def test_a_run_of_two_gpus_is_on_one_node_and_two_such_runs_are_on_both(found: dict[str, Any]) -> None:
-    pairs = found["pairs"]
-    assert [(place["bundles"], place["strategy"]) for place in pairs] == [(2, "STRICT_PACK")] * 2
-    assert [place["node"] == place["others_node"] for place in pairs] == [True, True]
-    assert [sorted((place["visible"], place["other"])) for place in pairs] == [["0", "1"], ["0", "1"]]
-    assert len({place["node"] for place in pairs}) == 2
+def test_a_run_of_two_gpus_is_on_one_node_and_two_such_runs_are_on_both(cluster_results: dict[str, Any]) -> None:
+    pairs = cluster_results["pairs"]
+    assert [(placement["bundles"], placement["strategy"]) for placement in pairs] == [(2, "STRICT_PACK")] * 2
+    assert [placement["node"] == placement["others_node"] for placement in pairs] == [True, True]
+    assert [sorted((placement["visible"], placement["other"])) for placement in pairs] == [["0", "1"], ["0", "1"]]
+    assert len({placement["node"] for placement in pairs}) == 2
 
 
 @pytest.mark.slow
-def test_four_runs_of_one_gpu_have_one_each(found: dict[str, Any]) -> None:
-    placed = Counter((place["node"], place["visible"]) for place in found["single"])
-    assert sorted(placed.values()) == [1, 1, 1, 1]
+def test_four_runs_of_one_gpu_have_one_each(cluster_results: dict[str, Any]) -> None:
+    placement_counts = Counter((placement["node"], placement["visible"]) for placement in cluster_results["single"])
+    assert sorted(placement_counts.values()) == [1, 1, 1, 1]
 
 
 @pytest.mark.slow
-def test_a_run_whose_process_died_goes_on_from_storage_with_the_same_rows(found: dict[str, Any]) -> None:
-    crash = found["crash"]
+def test_a_run_whose_process_died_goes_on_from_storage_with_the_same_rows(cluster_results: dict[str, Any]) -> None:
+    crash = cluster_results["crash"]
     assert (crash["code"], crash["statuses"]) == (0, ["completed", "completed"])
     assert crash["rows"] == crash["wanted"]
     assert [size for size, _ in crash["sizes"]] == [size for _, size in crash["sizes"]]
@@ -187,57 +201,65 @@ def test_a_run_whose_process_died_goes_on_from_storage_with_the_same_rows(found:
 
 
 @pytest.mark.slow
-def test_a_folder_that_a_node_does_not_share_is_refused(faked: Faked) -> None:
-    if not can_be_elsewhere(faked.hidden):
+def test_a_folder_that_a_node_does_not_share_is_refused(fake_cluster: FakeCluster) -> None:
+    if not can_hide_folder(fake_cluster.hidden):
         pytest.skip("this user may not give a process another view of the file system")
-    folder = faked.hidden / "not-shared"
-    done = type_in(faked, folder, "run", "kl", "--preset", "laptop", "--kl-values", "0,0.1", *TYPED)
-    assert done.returncode == 2
-    assert f"does not see the folder {folder} of this machine, where every run writes: type --output" in done.stderr
-    assert done.stderr.count("\n") == 1
+    folder = fake_cluster.hidden / "not-shared"
+    process = type_in(fake_cluster, folder, "run", "kl", "--preset", "laptop", "--kl-values", "0,0.1", *SMALL_OPTIONS)
+    assert process.returncode == 2
+    assert f"does not see the folder {folder} of this machine, where every run writes: type --output" in process.stderr
+    assert process.stderr.count("\n") == 1
     assert list(folder.iterdir()) == []
-    words = ("run", "kl", "--preset", "laptop", "--storage", str(faked.hidden / "storage"))
-    done = type_in(faked, folder, *words, *TYPED)
-    assert done.returncode == 2
-    assert "cannot read --storage file://" in done.stderr
-    assert not list((faked.hidden / "storage").iterdir())
+    words = ("run", "kl", "--preset", "laptop", "--storage", str(fake_cluster.hidden / "storage"))
+    process = type_in(fake_cluster, folder, *words, *SMALL_OPTIONS)
+    assert process.returncode == 2
+    assert "cannot read --storage file://" in process.stderr
+    assert not list((fake_cluster.hidden / "storage").iterdir())
 
 
 @pytest.mark.slow
-def test_a_killed_driver_is_followed_by_one_elsewhere(faked: Faked, local: StudyPlan, tmp_path: Path) -> None:
-    storage = faked.storage.replace("cluster?", "killed?")
-    plan = plan_in(tmp_path / "second")
-    words = ["run", "kl", "--preset", "laptop", "--kl-values", "0,0.1", "--storage", storage, *TYPED]
+def test_a_killed_driver_is_followed_by_one_elsewhere(
+    fake_cluster: FakeCluster, local_plan: StudyPlan, tmp_path: Path
+) -> None:
+    storage = fake_cluster.storage.replace("cluster?", "killed?")
+    plan = make_plan_in(tmp_path / "second")
+    words = ["run", "kl", "--preset", "laptop", "--kl-values", "0,0.1", "--storage", storage, *SMALL_OPTIONS]
     (tmp_path / "one").mkdir()
-    command = [sys.executable, "-m", "tune_study", *words, "--address", faked.address]
-    with subprocess.Popen(command, cwd=tmp_path / "one", env=faked.environment, stdout=subprocess.DEVNULL) as driver:
-        place = open_storage(storage).joinpath(plan.run)
-        while not any("state/step_1/checksums.json" in name for name in list_files(place)):
+    command = [sys.executable, "-m", "tune_study", *words, "--address", fake_cluster.address]
+    with subprocess.Popen(
+        command, cwd=tmp_path / "one", env=fake_cluster.environment, stdout=subprocess.DEVNULL
+    ) as driver:
+        storage_folder = open_storage(storage).joinpath(plan.run)
+        while not any("state/step_1/checksums.json" in name for name in list_files(storage_folder)):
             assert driver.poll() is None
         driver.kill()
-    study = storage.replace("killed?", f"killed/{plan.run}?")
-    done = type_in(faked, tmp_path / "second", "resume", study)
-    assert done.returncode == 0, done.stderr
-    check_same(plan, local, storage, tmp_path / "look")
+    study_uri = storage.replace("killed?", f"killed/{plan.run}?")
+    process = type_in(fake_cluster, tmp_path / "second", "resume", study_uri)
+    assert process.returncode == 0, process.stderr
+    check_same_results(plan, local_plan, storage, tmp_path / "look")
 
 
 @pytest.mark.slow
-def test_a_shared_folder_needs_no_storage(faked: Faked, local: StudyPlan, tmp_path: Path) -> None:
-    done = type_in(faked, tmp_path / "out", "run", "kl", "--preset", "laptop", "--kl-values", "0,0.1", *TYPED)
-    assert done.returncode == 0, done.stderr
-    plan = plan_in(tmp_path / "out")
+def test_a_shared_folder_needs_no_storage(fake_cluster: FakeCluster, local_plan: StudyPlan, tmp_path: Path) -> None:
+    process = type_in(
+        fake_cluster, tmp_path / "out", "run", "kl", "--preset", "laptop", "--kl-values", "0,0.1", *SMALL_OPTIONS
+    )
+    assert process.returncode == 0, process.stderr
+    plan = make_plan_in(tmp_path / "out")
     for spec in plan.runs:
-        ours, theirs = (read_rows(each.get_run_dir(spec.run_id) / METRICS_FILE) for each in (plan, local))
-        assert [drop_times(row) for row in ours] == [drop_times(row) for row in theirs]
+        rows, local_rows = (
+            read_rows(study_plan.get_run_dir(spec.run_id) / METRICS_FILE) for study_plan in (plan, local_plan)
+        )
+        assert [drop_times(row) for row in rows] == [drop_times(row) for row in local_rows]
 
 
-# What a cluster holds.
+# The capacity of a cluster.
 
-TWO = (Node("a", "one", 8.0, 4.0, "H100"), Node("b", "two", 2.0, 4.0, "H100"), Node("c", "head", 0.0, 0.0, ""))
+NODES = (Node("a", "one", 8.0, 4.0, "H100"), Node("b", "two", 2.0, 4.0, "H100"), Node("c", "head", 0.0, 0.0, ""))
 
 
 @pytest.mark.parametrize(
-    ("gpus", "wanted"),
+    ("gpus", "expected_counts"),
     [
         (1, (4, 2, 0)),
         (2, (2, 1, 0)),
@@ -247,28 +269,36 @@ TWO = (Node("a", "one", 8.0, 4.0, "H100"), Node("b", "two", 2.0, 4.0, "H100"), N
         (8, (0, 0, 0)),
     ],
 )
-def test_a_node_holds_what_its_cpus_and_gpus_allow(gpus: float, wanted: tuple[int, ...]) -> None:
-    assert tuple(count_fitting_runs(node, gpus) for node in TWO) == wanted
+def test_a_node_holds_what_its_cpus_and_gpus_allow(gpus: float, expected_counts: tuple[int, ...]) -> None:
+    assert tuple(count_fitting_runs(node, gpus) for node in NODES) == expected_counts
 
 
 def test_the_allotment_of_a_cluster(tmp_path: Path) -> None:
-    found = allocate_cluster(plan_in(tmp_path, trainer__n_gpus_per_node="2"), "10.0.0.1:6379", TWO, None, None)
-    assert (found.max_concurrent, found.cpus, found.runs_per_node) == (2, 10, 2)
-    assert found.gpu_slots == ("one:0", "one:1", "two:0")
-    assert (found.gpu_label, found.gpus, found.cluster_address) == ("2xH100", (), "10.0.0.1:6379")
-    assert allocate_cluster(plan_in(tmp_path), "a:1", TWO, None, 1).max_concurrent == 1
+    resource_plan = allocate_cluster(
+        make_plan_in(tmp_path, trainer__n_gpus_per_node="2"), "10.0.0.1:6379", NODES, None, None
+    )
+    assert (resource_plan.max_concurrent, resource_plan.cpus, resource_plan.runs_per_node) == (2, 10, 2)
+    assert resource_plan.gpu_slots == ("one:0", "one:1", "two:0")
+    assert (resource_plan.gpu_label, resource_plan.gpus, resource_plan.cluster_address) == (
+        "2xH100",
+        (),
+        "10.0.0.1:6379",
+    )
+    assert allocate_cluster(make_plan_in(tmp_path), "a:1", NODES, None, 1).max_concurrent == 1
     influence = make_plan(STUDIES["influence"], "laptop", "a test", {}, None, 3, tmp_path)
-    assert allocate_cluster(influence, "a:1", TWO, None, None).max_concurrent == 3  # a trial has all seeds of an arm
+    assert allocate_cluster(influence, "a:1", NODES, None, None).max_concurrent == 3  # a trial has all seeds of an arm
 
 
 def test_storage_is_offered_to_studies_that_can_have_one(tmp_path: Path) -> None:
     influence = make_plan(STUDIES["influence"], "laptop", "a test", {}, None, 3, tmp_path)
-    assert node_checks._explain_unseen_marker(influence, TWO[0], "gone").endswith("with a folder that all nodes share.")
-    assert "or --storage with a bucket" in node_checks._explain_unseen_marker(plan_in(tmp_path), TWO[0], "gone")
+    assert node_checks._explain_unseen_marker(influence, NODES[0], "gone").endswith(
+        "with a folder that all nodes share."
+    )
+    assert "or --storage with a bucket" in node_checks._explain_unseen_marker(make_plan_in(tmp_path), NODES[0], "gone")
 
 
 @pytest.mark.parametrize(
-    ("asked", "limit", "overrides", "message"),
+    ("gpus", "limit", "overrides", "message"),
     [
         ("0,1", None, {}, "--gpus 0,1 names GPUs of this machine"),
         (None, 0, {}, "--max-concurrent 0 leaves nothing to run"),
@@ -282,11 +312,11 @@ def test_storage_is_offered_to_studies_that_can_have_one(tmp_path: Path) -> None
     ],
 )
 def test_what_a_cluster_cannot_run_is_refused(
-    asked: str | None, limit: int | None, overrides: dict[str, object], message: str, tmp_path: Path
+    gpus: str | None, limit: int | None, overrides: dict[str, object], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(PlanError) as raised:
-        allocate_cluster(plan_in(tmp_path, **overrides), "a:1", TWO, asked, limit)
-    assert message in str(raised.value)
+    with pytest.raises(PlanError) as error_info:
+        allocate_cluster(make_plan_in(tmp_path, **overrides), "a:1", NODES, gpus, limit)
+    assert message in str(error_info.value)
 
 
 def test_dead_nodes_do_not_count() -> None:
@@ -303,14 +333,14 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 
 
 def test_where_nothing_answers_the_study_does_not_wait() -> None:
-    said = r"Nothing answers at --address 127\.0\.0\.1:1 \(Connection refused\)"
-    with pytest.raises(PlanError, match=said), join_cluster("127.0.0.1:1"):
+    message = r"Nothing answers at --address 127\.0\.0\.1:1 \(Connection refused\)"
+    with pytest.raises(PlanError, match=message), join_cluster("127.0.0.1:1"):
         pass
     with join_cluster(None) as nodes:
         assert nodes is None
 
 
-# What its nodes must have.
+# The requirements on its nodes.
 
 SAME = {"python": "3.11.9", "ray": "2.60.0", "torch": "2.13.0", "code": "abc"}
 
@@ -327,44 +357,44 @@ def test_nodes_with_other_packages_are_refused_by_name() -> None:
 
 
 def test_a_node_needs_room_for_the_runs_that_it_could_hold(tmp_path: Path) -> None:
-    found = {TWO[0]: NodeReport({}, "", "", 400, 1000, ()), TWO[1]: NodeReport({}, "", "", 100, 1000, ())}
-    check_capacity(found, 4, 8, 100, 0)  # one run on the first, none on the second
+    reports = {NODES[0]: NodeReport({}, "", "", 400, 1000, ()), NODES[1]: NodeReport({}, "", "", 100, 1000, ())}
+    check_capacity(reports, 4, 8, 100, 0)  # one run fits on the first node and none on the second
     with pytest.raises(PlanError, match="The node one has 400 bytes free for the checkpoints of up to 4 runs"):
-        check_capacity(found, 1, 8, 101, 0)
-    check_capacity(found, 1, 1, 100, 0)
+        check_capacity(reports, 1, 8, 101, 0)
+    check_capacity(reports, 1, 1, 100, 0)
 
 
-def test_nodes_with_too_little_level_are_refused() -> None:
-    found = {
-        TWO[0]: NodeReport({}, "", "", 100, 50, (81_559, 81_559)),
-        TWO[1]: NodeReport({}, "", "", 90, 60, (46_068,)),
+def test_nodes_with_too_little_space_are_refused() -> None:
+    reports = {
+        NODES[0]: NodeReport({}, "", "", 100, 50, (81_559, 81_559)),
+        NODES[1]: NodeReport({}, "", "", 90, 60, (46_068,)),
     }
-    check_capacity(found, 1, 2, 45, 25)
-    check_capacity(found, 1, 2, None, 25)
+    check_capacity(reports, 1, 2, 45, 25)
+    check_capacity(reports, 1, 2, None, 25)
     with pytest.raises(PlanError, match="The node two has 90 bytes free for the checkpoints of up to 2 runs"):
-        check_capacity(found, 1, 2, 46, 25)
+        check_capacity(reports, 1, 2, 46, 25)
     with pytest.raises(PlanError, match="52 bytes of CPU memory on the node one"):
-        check_capacity(found, 1, 2, 45, 26)
-    card = find_smallest_gpu(found)
-    assert card is not None
-    assert (card.size, card.is_known) == (46_068 * 2**20, True)
-    assert find_smallest_gpu({**found, TWO[2]: NodeReport({}, "", "", 0, 0, ())}) is None
+        check_capacity(reports, 1, 2, 45, 26)
+    smallest_gpu = find_smallest_gpu(reports)
+    assert smallest_gpu is not None
+    assert (smallest_gpu.size, smallest_gpu.is_known) == (46_068 * 2**20, True)
+    assert find_smallest_gpu({**reports, NODES[2]: NodeReport({}, "", "", 0, 0, ())}) is None
 
 
 def test_what_a_node_lacks_is_in_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    plan = plan_in(tmp_path)
+    plan = make_plan_in(tmp_path)
     question = NodeQuery(str(tmp_path), None, ("sokoban-tiny",), plan.base_config.model_dump(mode="json"))
-    found = inspect_node(question)
-    assert (found.marker_error, found.setup_error) == ("", "")
-    assert found.versions["code"] == compute_code_hash()
-    assert found.free_memory_bytes > 0
-    missing = question._replace(marker=str(tmp_path / "nothing"), models=("Qwen/Qwen2.5-3B",))
-    assert inspect_node(missing).marker_error == "it does not exist there"
-    assert "Download it with `hf download Qwen/Qwen2.5-3B`" in inspect_node(missing).setup_error
-    stored = question._replace(marker=f"file://{tmp_path}/nothing", study_uri=f"file://{tmp_path}/study")
-    assert "nothing" in inspect_node(stored).marker_error
-    assert inspect_node(stored).free_disk_bytes > 0
+    report = inspect_node(question)
+    assert (report.marker_error, report.setup_error) == ("", "")
+    assert report.versions["code"] == compute_code_hash()
+    assert report.free_memory_bytes > 0
+    missing_question = question._replace(marker=str(tmp_path / "nothing"), models=("Qwen/Qwen2.5-3B",))
+    assert inspect_node(missing_question).marker_error == "it does not exist there"
+    assert "Download it with `hf download Qwen/Qwen2.5-3B`" in inspect_node(missing_question).setup_error
+    storage_question = question._replace(marker=f"file://{tmp_path}/nothing", study_uri=f"file://{tmp_path}/study")
+    assert "nothing" in inspect_node(storage_question).marker_error
+    assert inspect_node(storage_question).free_disk_bytes > 0
 
 
 def test_the_sum_over_the_code_tells_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,15 +402,15 @@ def test_the_sum_over_the_code_tells_one_line(tmp_path: Path, monkeypatch: pytes
     for name in ("__init__.py", "b.py"):
         (tmp_path / "trainable" / name).write_text("")
     monkeypatch.setattr(node_checks.trainable, "__file__", str(tmp_path / "trainable" / "__init__.py"))
-    before = compute_code_hash()
-    assert before == compute_code_hash()
+    hash_before = compute_code_hash()
+    assert hash_before == compute_code_hash()
     (tmp_path / "trainable" / "b.py").write_text("x = 1\n")
-    assert compute_code_hash() != before
+    assert compute_code_hash() != hash_before
 
 
 def test_the_plan_of_a_cluster_says_where(tmp_path: Path) -> None:
-    found = replace(plan_in(tmp_path), storage=None)
-    notes = cluster.allocate_cluster(found, "a:1", TWO, None, None).notes
+    plan = replace(make_plan_in(tmp_path), storage=None)
+    notes = cluster.allocate_cluster(plan, "a:1", NODES, None, None).notes
     assert notes == ("Ray cluster a:1: one has 8 CPU and 4 GPU; two has 2 CPU and 4 GPU; head has 0 CPU and 0 GPU",)
 
 
@@ -391,7 +421,7 @@ def test_the_cluster_file_of_the_documents_is_one_that_ray_takes() -> None:
 
     text = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
     config = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
-    config["cluster_synced_files"] = []  # which Ray fills in before it looks
+    config["cluster_synced_files"] = []  # Ray adds this field before it validates the configuration
     validate_config(config)
     with pytest.raises(ValidationError, match="head_node_typ"):
         validate_config({**config, "head_node_typ": "head"})

@@ -46,20 +46,20 @@ def type_in(line: str) -> Answer:
     return Answer(result.exit_code, result.stdout, result.stderr)
 
 
-def held_study(output: Path, **settings: object) -> StudyPlan:
-    """A study that was started in `output`, and nothing more."""
+def write_started_study(output: Path, **settings: object) -> StudyPlan:
+    """Write a study to `output` that was started and has no rows."""
     steps: dict[str, object] = {"trainer.total_training_steps": 3}
-    given = {name.replace("__", "."): value for name, value in settings.items()}
-    plan = make_plan(STUDIES["kl"], "laptop", "a test", steps | given, ("0", "0.1"), 1, output)
+    overrides = {name.replace("__", "."): value for name, value in settings.items()}
+    plan = make_plan(STUDIES["kl"], "laptop", "a test", steps | overrides, ("0", "0.1"), 1, output)
     write_study(plan)
     return plan
 
 
-def snapshot(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-REFUSED = [
+REFUSED_LINES = [
     ("run kll", "There is no study `kll`. The studies are kl, entropy, top-p"),
     ("run kl --preset desk", "There is no preset `desk`: type --preset paper or --preset laptop."),
     ("run kl --set actor.kl_loss_coeff=1", "There is no setting `actor.kl_loss_coeff`. Nearest: actor.kl_loss_coef"),
@@ -121,41 +121,41 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("line", "message"), REFUSED, ids=[line for line, _ in REFUSED])
-def test_bad_input_gets_one_paragraph_and_writes_nothing(here: Path, line: str, message: str) -> None:
+@pytest.mark.parametrize(("line", "message"), REFUSED_LINES, ids=[line for line, _ in REFUSED_LINES])
+def test_bad_input_gets_one_paragraph_and_writes_nothing(work_dir: Path, line: str, message: str) -> None:
     answer = type_in(line)
     assert answer.code == 2
     assert message in answer.err
     assert answer.err.count("\n") == 1
     assert answer.out == ""
-    assert list(here.iterdir()) == []
+    assert list(work_dir.iterdir()) == []
 
 
-def test_a_folder_without_a_config_is_no_model(here: Path) -> None:
-    (here / "weights").mkdir()
+def test_a_folder_without_a_config_is_no_model(work_dir: Path) -> None:
+    (work_dir / "weights").mkdir()
     answer = type_in("run kl --model weights")
-    assert (answer.code, snapshot(here)) == (2, {})
-    assert f"The folder {here / 'weights'} is not a model: it has no config.json" in answer.err
+    assert (answer.code, read_files(work_dir)) == (2, {})
+    assert f"The folder {work_dir / 'weights'} is not a model: it has no config.json" in answer.err
 
 
-def test_a_fetched_model_is_a_model(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fetched = here / "cache" / "models--Qwen--Qwen2.5-3B" / "snapshots" / "abc"
-    fetched.mkdir(parents=True)
-    (fetched / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
-    (fetched / "model.safetensors").touch()
-    (fetched / "tokenizer.json").touch()
-    monkeypatch.setenv("HF_HUB_CACHE", str(here / "cache"))
+def test_a_fetched_model_is_a_model(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_folder = work_dir / "cache" / "models--Qwen--Qwen2.5-3B" / "snapshots" / "abc"
+    model_folder.mkdir(parents=True)
+    (model_folder / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    (model_folder / "model.safetensors").touch()
+    (model_folder / "tokenizer.json").touch()
+    monkeypatch.setenv("HF_HUB_CACHE", str(work_dir / "cache"))
     answer = type_in("run kl --model Qwen/Qwen2.5-3B --output /dev/null")
     assert "--output /dev/null is a file" in answer.err
 
 
 @pytest.mark.parametrize("output", ["taken", "taken/below"])
-def test_an_output_that_cannot_be_written_is_refused(here: Path, output: str) -> None:
-    (here / "taken").write_text("mine")
+def test_an_output_that_cannot_be_written_is_refused(work_dir: Path, output: str) -> None:
+    (work_dir / "taken").write_text("mine")
     answer = type_in(f"run kl --output {output}")
     assert answer.code == 2
-    assert f"--output {here / output}" in answer.err
-    assert snapshot(here) == {str(here / "taken"): b"mine"}
+    assert f"--output {work_dir / output}" in answer.err
+    assert read_files(work_dir) == {str(work_dir / "taken"): b"mine"}
 
 
 @pytest.mark.parametrize(
@@ -169,26 +169,26 @@ def test_an_output_that_cannot_be_written_is_refused(here: Path, output: str) ->
         ("--steps 3 --kl-values 0,0.1,0.10 --extend", "twice"),
     ],
 )
-def test_a_folder_with_another_study_is_left_as_it_is(here: Path, options: str, message: str) -> None:
-    held_study(here)
-    before = snapshot(here)
+def test_a_folder_with_another_study_is_left_as_it_is(work_dir: Path, options: str, message: str) -> None:
+    write_started_study(work_dir)
+    files_before = read_files(work_dir)
     answer = type_in(f"run kl --preset laptop {options}")
     assert answer.code == 2
     assert message in answer.err
-    assert snapshot(here) == before
+    assert read_files(work_dir) == files_before
 
 
-def test_a_study_that_another_process_runs_is_not_started_again(here: Path) -> None:
-    plan = held_study(here)
+def test_a_study_that_another_process_runs_is_not_started_again(work_dir: Path) -> None:
+    plan = write_started_study(work_dir)
     with lock_folder(plan.folder):
-        before = snapshot(here)
+        files_before = read_files(work_dir)
         answer = type_in(f"resume {plan.folder}")
         assert answer.code == 2
         assert f"Another process is running the study in {plan.folder}" in answer.err
-        assert snapshot(here) == before
+        assert read_files(work_dir) == files_before
 
 
-def test_options_of_the_command_line_parser_keep_their_own_errors(here: Path) -> None:
+def test_options_of_the_command_line_parser_keep_their_own_errors(work_dir: Path) -> None:
     answer = type_in("run kl --kl-value 0")
     assert answer.code == 2
     assert "--kl-values" in answer.err
@@ -196,7 +196,7 @@ def test_options_of_the_command_line_parser_keep_their_own_errors(here: Path) ->
 
 
 PUBLISHED_COMMANDS = [
-    # The examples of the published documents, and what their output part lists for them.
+    # The examples of the published documents, and the paths that the documents list for them.
     (
         "run top-p --rollout_filter_value 0.9,nofilter --gpus-per-exp 4 --gpus 0,1,2,3,4,5,6,7",
         ["logs/top_p_sweep_Qwen2.5-3B/09/", "logs/top_p_sweep_Qwen2.5-3B/nofilter/"],
@@ -218,16 +218,16 @@ PUBLISHED_COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize(("line", "places"), PUBLISHED_COMMANDS, ids=[line[:20] for line, _ in PUBLISHED_COMMANDS])
-def test_the_published_examples_are_planned(here: Path, line: str, places: list[str]) -> None:
+@pytest.mark.parametrize(("line", "paths"), PUBLISHED_COMMANDS, ids=[line[:20] for line, _ in PUBLISHED_COMMANDS])
+def test_the_published_examples_are_planned(work_dir: Path, line: str, paths: list[str]) -> None:
     answer = type_in(f"{line} --preset paper --seeds 1 --dry-run")
     assert answer.code == 0, answer.err
-    for place in places:
-        assert place in answer.out
-    assert list(here.iterdir()) == []
+    for path in paths:
+        assert path in answer.out
+    assert list(work_dir.iterdir()) == []
 
 
-def test_every_published_option_is_taken_in_every_spelling(here: Path) -> None:
+def test_every_published_option_is_taken_in_every_spelling(work_dir: Path) -> None:
     options = {
         "--steps": "7",
         "--kl-values": "0,0.5",
@@ -239,68 +239,71 @@ def test_every_published_option_is_taken_in_every_spelling(here: Path) -> None:
         "--save-freq": "5",
     }
     start = "run kl --preset paper --dry-run "
-    plain = type_in(start + " ".join(f"{name} {value}" for name, value in options.items()))
-    assert plain.code == 0, plain.err
-    assert "6 runs: actor.kl_loss_coef in 0,0.5; seeds 0,1,2" in plain.out
-    assert "Steps per run: 7," in plain.out
-    assert "Each run reserves 1 CPU 0.5 GPU; 3 at once on 3 CPUs" in plain.out
-    assert "filter_zero" in plain.out
+    answer = type_in(start + " ".join(f"{name} {value}" for name, value in options.items()))
+    assert answer.code == 0, answer.err
+    assert "6 runs: actor.kl_loss_coef in 0,0.5; seeds 0,1,2" in answer.out
+    assert "Steps per run: 7," in answer.out
+    assert "Each run reserves 1 CPU 0.5 GPU; 3 at once on 3 CPUs" in answer.out
+    assert "filter_zero" in answer.out
     dashed = [(f"--{name[2:].replace('_', '-')}", value) for name, value in options.items()]
     underscored = [(f"--{name[2:].replace('-', '_')}", value) for name, value in options.items()]
-    for spelled in (options.items(), dashed, underscored):
-        assert type_in(start + " ".join(f"{name}={value}" for name, value in spelled)) == plain
+    for spelling in (options.items(), dashed, underscored):
+        assert type_in(start + " ".join(f"{name}={value}" for name, value in spelling)) == answer
 
 
-HALF = "run kl --preset paper --kl-values 0.01 --seeds 1 --gpus 0 --gpus-per-exp 0.5"
+HALF_GPU_LINE = "run kl --preset paper --kl-values 0.01 --seeds 1 --gpus 0 --gpus-per-exp 0.5"
 
 
-def test_a_dry_run_marks_what_does_not_fit_and_says_what_would(here: Path) -> None:
-    answer = type_in(f"{HALF} --dry-run")
+def test_a_dry_run_marks_what_does_not_fit_and_says_what_would(work_dir: Path) -> None:
+    answer = type_in(f"{HALF_GPU_LINE} --dry-run")
     assert (answer.code, answer.err) == (0, "")
     assert "Memory: GPU with 80.0 GiB (assumed, because no GPU is visible" in answer.out
     assert "DOES NOT FIT: policy backward takes " in answer.out
-    assert type_in(f"{HALF.replace('0.5', '1')} --gpu_memory_gib=288 --dry-run").out.count("Fits: ") == 1
+    assert type_in(f"{HALF_GPU_LINE.replace('0.5', '1')} --gpu_memory_gib=288 --dry-run").out.count("Fits: ") == 1
     assert "Time:" not in answer.out, "a card without a name has no rates"
-    assert list(here.iterdir()) == []
+    assert list(work_dir.iterdir()) == []
 
 
-def test_the_documents_show_the_plan_as_it_is_printed(here: Path) -> None:
+def test_the_documents_show_the_plan_as_it_is_printed(work_dir: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "placement.md").read_text(encoding="utf-8")
     commands = re.findall(r"```bash\npython -m tune_study (.*?)\n```", page)
-    assert commands == [f"{HALF} --dry-run", f"{HALF} --set model.lora_rank=64 --dry-run"]
-    for command, shown in zip(commands, re.findall(r"```text\n(.*?)\n```", page, re.DOTALL), strict=True):
-        assert shown in type_in(command).out
+    assert commands == [f"{HALF_GPU_LINE} --dry-run", f"{HALF_GPU_LINE} --set model.lora_rank=64 --dry-run"]
+    for command, plan_text in zip(commands, re.findall(r"```text\n(.*?)\n```", page, re.DOTALL), strict=True):
+        assert plan_text in type_in(command).out
 
 
-def machine_with_an_h100(here: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    """GPU 0 of 81559 MiB, `free` of them free and the rest held by process 4242, and a fetched Qwen2.5-0.5B."""
+def fake_h100_machine(work_dir: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    """Fake a machine with one GPU of 81559 MiB, of which `free` are free, and a downloaded Qwen2.5-0.5B.
+
+    Process 4242 uses the rest of the memory.
+    """
     uuid = "GPU-5a4b"
     answers = (
         f"*memory.free*) echo '0, {uuid}, {free}, 81559';; *compute-apps*) echo '{uuid}, 4242, {81559 - free}';; "
         f"*query-gpu=index,uuid,name*) echo '0, {uuid}, NVIDIA H100 80GB HBM3';;"
     )
-    script = here / "bin" / "nvidia-smi"
+    script = work_dir / "bin" / "nvidia-smi"
     script.parent.mkdir()
     script.write_text(f"#!/bin/sh\ncase $1 in {answers} esac\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    fetched = here / "cache" / "models--Qwen--Qwen2.5-0.5B" / "snapshots" / "abc"
-    fetched.mkdir(parents=True)
-    sizes = {"architectures": ["Qwen2ForCausalLM"], **(find_published_sizes("Qwen/Qwen2.5-0.5B") or {})}
-    (fetched / "config.json").write_text(json.dumps(sizes))
+    model_folder = work_dir / "cache" / "models--Qwen--Qwen2.5-0.5B" / "snapshots" / "abc"
+    model_folder.mkdir(parents=True)
+    config = {"architectures": ["Qwen2ForCausalLM"], **(find_published_sizes("Qwen/Qwen2.5-0.5B") or {})}
+    (model_folder / "config.json").write_text(json.dumps(config))
     for name in ("model.safetensors", "tokenizer.json"):
-        (fetched / name).touch()
-    monkeypatch.setenv("HF_HUB_CACHE", str(here / "cache"))
+        (model_folder / name).touch()
+    monkeypatch.setenv("HF_HUB_CACHE", str(work_dir / "cache"))
 
 
-SMALL = (
+SMALL_LINE = (
     "run kl --preset paper --model Qwen/Qwen2.5-0.5B --set rollout.name=torch --set env.val_env_groups=64 --output o"
 )
 
 
 @pytest.mark.parametrize(
-    ("free", "options", "message"),
+    ("free_mib", "options", "message"),
     [
         (81000, "--gpus-per-exp 0.1", "The runs do not fit: "),
         (81000, "--gpu-memory-gib 8", "The runs do not fit: "),
@@ -308,21 +311,21 @@ SMALL = (
     ],
 )
 def test_a_real_run_that_does_not_fit_is_refused_and_writes_nothing(
-    here: Path, free: int, options: str, message: str, monkeypatch: pytest.MonkeyPatch
+    work_dir: Path, free_mib: int, options: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine_with_an_h100(here, monkeypatch, free)
-    before = snapshot(here)
-    answer = type_in(f"{SMALL} {options}")
+    fake_h100_machine(work_dir, monkeypatch, free_mib)
+    files_before = read_files(work_dir)
+    answer = type_in(f"{SMALL_LINE} {options}")
     assert (answer.code, answer.out) == (2, "")
     assert message in answer.err
     assert answer.err.count("\n") == 1
-    assert snapshot(here) == before
+    assert read_files(work_dir) == files_before
 
 
 def test_where_paper_does_not_fit_the_cards_laptop_runs_and_says_why(
-    here: Path, monkeypatch: pytest.MonkeyPatch
+    work_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine_with_an_h100(here, monkeypatch, 81000)
+    fake_h100_machine(work_dir, monkeypatch, 81000)
     monkeypatch.setattr(sys, "argv", ["__main__.py", "run", "kl", "--dry-run"])
     answer = type_in("run kl --dry-run")
     assert answer.code == 0, answer.err
@@ -331,35 +334,37 @@ def test_where_paper_does_not_fit_the_cards_laptop_runs_and_says_why(
         "a CUDA GPU is visible (NVIDIA H100 80GB HBM3), but preset paper does not fit it: rollout takes "
     )
     (command,) = re.findall(r"this would fit: python -m tune_study (run kl --dry-run --preset paper .*)", reason)
-    fitting = type_in(command)
-    assert fitting.code == 0, fitting.err
-    assert re.search(r"^Fits: ", fitting.out, re.M)
-    refused = type_in("run kl --preset paper --dry-run")
-    assert "DOES NOT FIT: " in refused.out
+    fitting_answer = type_in(command)
+    assert fitting_answer.code == 0, fitting_answer.err
+    assert re.search(r"^Fits: ", fitting_answer.out, re.M)
+    paper_answer = type_in("run kl --preset paper --dry-run")
+    assert "DOES NOT FIT: " in paper_answer.out
 
 
 @pytest.mark.parametrize("option", ["--gpus 0", "--gpus-per-exp 1", "--model Qwen/Qwen2.5-3B", "--gpu-memory-gib 80"])
-def test_who_asks_for_gpus_gets_no_other_preset(here: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
-    machine_with_an_h100(here, monkeypatch, 81000)
+def test_who_asks_for_gpus_gets_no_other_preset(work_dir: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    fake_h100_machine(work_dir, monkeypatch, 81000)
     answer = type_in(f"run kl {option} --dry-run")
     assert "Preset paper: a CUDA GPU is visible (NVIDIA H100 80GB HBM3)\n" in answer.out
     assert "DOES NOT FIT: " in answer.out
 
 
-def test_where_paper_fits_it_runs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine_with_an_h100(here, monkeypatch, 81000)
+def test_where_paper_fits_it_runs(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_h100_machine(work_dir, monkeypatch, 81000)
     answer = type_in("run kl --set model.path=Qwen/Qwen2.5-0.5B --dry-run")
     assert "Preset paper: a CUDA GPU is visible (NVIDIA H100 80GB HBM3)\n" in answer.out
 
 
-def test_a_plan_for_a_card_that_is_known_has_an_estimate_of_time(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine_with_an_h100(here, monkeypatch, 81000)
-    out = type_in(f"{SMALL} --dry-run").out
+def test_a_plan_for_a_card_that_is_known_has_an_estimate_of_time(
+    work_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_h100_machine(work_dir, monkeypatch, 81000)
+    out = type_in(f"{SMALL_LINE} --dry-run").out
     assert "Memory: GPU with 79.6 GiB (from nvidia-smi)" in out
     assert re.search(r"^Time: at most about [\d.]+ (s|min) per step, .* at 40% of 989 TFLOP/s and 50% of", out, re.M)
 
 
-def test_a_dry_run_names_every_run_and_writes_nothing(here: Path) -> None:
+def test_a_dry_run_names_every_run_and_writes_nothing(work_dir: Path) -> None:
     answer = type_in("run entropy --preset laptop --seeds 2 --dry-run --output out")
     assert answer.code == 0
     assert "Preset laptop: set by --preset" in answer.out
@@ -367,32 +372,32 @@ def test_a_dry_run_names_every_run_and_writes_nothing(here: Path) -> None:
         name = f"sokoban_entropy_sweep_nofilter_{label}-sokoban-tiny"
         assert re.search(rf"^{name} .*logs/entropy_sweep_sokoban-tiny/nofilter/{label}/{name}\.log", answer.out, re.M)
         assert f"\n{name}-seed1 " in answer.out
-    assert f"Results: {here}/out/results/entropy_sweep_sokoban-tiny" in answer.out
-    assert list(here.iterdir()) == []
+    assert f"Results: {work_dir}/out/results/entropy_sweep_sokoban-tiny" in answer.out
+    assert list(work_dir.iterdir()) == []
 
 
-def test_the_preset_and_its_reason_are_said(here: Path) -> None:
+def test_the_preset_and_its_reason_are_said(work_dir: Path) -> None:
     assert "Preset laptop: no CUDA GPU is visible" in type_in("run kl --dry-run").out
 
 
-def test_extending_is_planned_over_old_and_new(here: Path) -> None:
-    held_study(here)
+def test_extending_is_planned_over_old_and_new(work_dir: Path) -> None:
+    write_started_study(work_dir)
     answer = type_in("run kl --preset laptop --steps 3 --kl-values 0.2 --seeds 2 --extend --dry-run")
     assert answer.code == 0, answer.err
     assert "6 runs: actor.kl_loss_coef in 0,0.1,0.2; seeds 0,1" in answer.out
 
 
-def test_a_study_goes_on_with_other_gpus(here: Path) -> None:
-    folder = held_study(here, trainer__device="auto").folder
+def test_a_study_goes_on_with_other_gpus(work_dir: Path) -> None:
+    folder = write_started_study(work_dir, trainer__device="auto").folder
     answer = type_in(f"resume {folder} --gpus-per-exp 0.5 --gpus 0 --dry-run")
     assert answer.code == 0, answer.err
     assert "GPU slots: 0 0" in answer.out
-    same = "run kl --preset laptop --steps 3 --kl-values 0,0.1"
-    again = type_in(f"{same} --gpus-per-exp 0.5 --gpus 0 --set trainer.device=cuda --dry-run")
-    assert again.code == 0, again.err
-    refused = type_in(f"resume {folder} --gpus-per-exp -1")
-    assert refused.code == 2
-    assert "trainer.n_gpus_per_node=-1.0: must be greater than or equal to 0" in refused.err
+    same_line = "run kl --preset laptop --steps 3 --kl-values 0,0.1"
+    second_answer = type_in(f"{same_line} --gpus-per-exp 0.5 --gpus 0 --set trainer.device=cuda --dry-run")
+    assert second_answer.code == 0, second_answer.err
+    refused_answer = type_in(f"resume {folder} --gpus-per-exp -1")
+    assert refused_answer.code == 2
+    assert "trainer.n_gpus_per_node=-1.0: must be greater than or equal to 0" in refused_answer.err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -414,7 +419,7 @@ def test_list_shows_every_study() -> None:
 
 
 def test_settings_lists_what_is_changed_most_and_says_how_to_see_the_rest() -> None:
-    for study, kind, wanted in (
+    for study, config_class, expected_names in (
         (
             "kl",
             RunConfig,
@@ -423,16 +428,16 @@ def test_settings_lists_what_is_changed_most_and_says_how_to_see_the_rest() -> N
         ("sandbox", UpdateRuleConfig, {"method", "delay", "trainer.test_freq"}),
     ):
         command = f"settings {study}".strip()
-        _, *lines, last = type_in(command).out.splitlines()
-        listed, everything = (
+        _, *lines, last_line = type_in(command).out.splitlines()
+        listed_names, all_names = (
             [line.split()[0] for line in lines],
-            [name for name in list_field_names(kind) if name != "seed"],
+            [name for name in list_field_names(config_class) if name != "seed"],
         )
-        assert wanted <= set(listed)
-        assert listed == [name for name in everything if name in listed]
-        assert 20 <= len(listed) <= 40
-        others = len(everything) - len(listed)
-        assert last == f"{others} more settings are rarely changed: python -m tune_study {command} --all"
+        assert expected_names <= set(listed_names)
+        assert listed_names == [name for name in all_names if name in listed_names]
+        assert 20 <= len(listed_names) <= 40
+        n_others = len(all_names) - len(listed_names)
+        assert last_line == f"{n_others} more settings are rarely changed: python -m tune_study {command} --all"
 
 
 def test_all_settings_are_listed_with_default_and_bounds() -> None:
@@ -453,21 +458,21 @@ def test_settings_of_a_sandbox_are_its_own() -> None:
     assert type_in("settings nothing").code == 2
 
 
-def test_status_says_how_far_each_run_is(here: Path) -> None:
-    plan = held_study(here)
-    first = plan.runs[0].run_id
-    (plan.get_run_dir(first) / "metrics.jsonl").write_text('{"step": 1, "val_success": 0.25}\n{"step": 2}\n{"st')
-    write_status(plan.get_run_dir(first), RunStatus(first, "running"))
-    gone = type_in(f"status {plan.folder}")
-    assert gone.out.startswith("kl (laptop): unfinished; runs: 1 interrupted, 1 never_ran\n")
-    assert gone.out.endswith(f"\nContinue with: python -m tune_study resume {plan.folder}\n")
-    row = r"sokoban_kl_sweep_nofilter_0-sokoban-tiny +0 +0 +{} +2/3 +0\.250 *{}\n"
-    assert re.search(row.format("interrupted", "the process that ran the study is gone"), gone.out)
-    assert re.search(r"nofilter_01-sokoban-tiny +0\.1 +0 +never_ran +0/3 +- +has not started\n", gone.out)
+def test_status_says_how_far_each_run_is(work_dir: Path) -> None:
+    plan = write_started_study(work_dir)
+    first_run_id = plan.runs[0].run_id
+    (plan.get_run_dir(first_run_id) / "metrics.jsonl").write_text('{"step": 1, "val_success": 0.25}\n{"step": 2}\n{"st')
+    write_status(plan.get_run_dir(first_run_id), RunStatus(first_run_id, "running"))
+    answer = type_in(f"status {plan.folder}")
+    assert answer.out.startswith("kl (laptop): unfinished; runs: 1 interrupted, 1 never_ran\n")
+    assert answer.out.endswith(f"\nContinue with: python -m tune_study resume {plan.folder}\n")
+    row_pattern = r"sokoban_kl_sweep_nofilter_0-sokoban-tiny +0 +0 +{} +2/3 +0\.250 *{}\n"
+    assert re.search(row_pattern.format("interrupted", "the process that ran the study is gone"), answer.out)
+    assert re.search(r"nofilter_01-sokoban-tiny +0\.1 +0 +never_ran +0/3 +- +has not started\n", answer.out)
     with lock_folder(plan.folder):
-        running = type_in(f"status {plan.folder}").out
-    assert running.startswith("kl (laptop): running; runs: 1 running, 1 never_ran\n")
-    assert re.search(row.format("running", ""), running)
+        running_output = type_in(f"status {plan.folder}").out
+    assert running_output.startswith("kl (laptop): running; runs: 1 running, 1 never_ran\n")
+    assert re.search(row_pattern.format("running", ""), running_output)
     for spec in plan.runs:
         write_status(plan.get_run_dir(spec.run_id), RunStatus(spec.run_id, "completed"))
     assert type_in(f"status {plan.folder}").out.startswith("kl (laptop): finished; runs: 2 completed\n")
@@ -478,35 +483,35 @@ def test_the_command_line_starts_without_torch_and_ray() -> None:
         "import sys; from tune_study.commands.cli import app; app(['run', 'kl', '--preset', 'laptop', '--dry-run'], "
         "standalone_mode=False); print(sorted({'torch', 'ray', 'pandas', 'wandb', 'analysis'} & sys.modules.keys()))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines()[-1] == "[]"
 
 
 def test_python_dash_m_is_the_command_line() -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "tune_study", "run", "nothing"], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 2
-    assert done.stderr.startswith("tune_study: There is no study `nothing`.")
+    assert process.returncode == 2
+    assert process.stderr.startswith("tune_study: There is no study `nothing`.")
 
 
 @pytest.mark.usefixtures("ray_session")
-def test_a_study_from_the_command_to_the_frames(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_from_the_command_to_the_frames(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(search_spaces.STUDIES, "kl", make_study("FAKE"))
     line = "run kl --preset laptop --steps 3 --kl-values 0,0.1 --output out"
-    first = type_in(line)
-    assert first.code == 0, first.err
-    folder = here / "out" / "results" / "kl_sweep_sokoban-tiny"
-    assert f"Report: {folder}/report.html" in first.out
-    frames = load(here / "out")
+    first_answer = type_in(line)
+    assert first_answer.code == 0, first_answer.err
+    folder = work_dir / "out" / "results" / "kl_sweep_sokoban-tiny"
+    assert f"Report: {folder}/report.html" in first_answer.out
+    frames = load(work_dir / "out")
     assert (len(frames.trials), len(frames.steps)) == (2, 6)
     assert frames.trials["status"].tolist() == ["completed", "completed"]
     (folder / "report.html").unlink()
-    again = type_in(f"report {folder}")
-    assert again.code == 0, again.err
+    report_answer = type_in(f"report {folder}")
+    assert report_answer.code == 0, report_answer.err
     assert (folder / "report.html").exists()
     rows = [path.read_text() for path in sorted(folder.glob("runs/*/metrics.jsonl"))]
-    twice = type_in(line)
-    assert twice.code == 0, twice.err
-    assert "0 of 2 runs remain" in twice.out
+    second_answer = type_in(line)
+    assert second_answer.code == 0, second_answer.err
+    assert "0 of 2 runs remain" in second_answer.out
     assert [path.read_text() for path in sorted(folder.glob("runs/*/metrics.jsonl"))] == rows

@@ -26,36 +26,38 @@ SECRETS = {"HF_TOKEN": "hf_s3cret", "WANDB_API_KEY": "0123s3cret"}
 
 
 @pytest.fixture
-def short() -> Iterator[Path]:
-    """A folder whose path is short enough for Ray."""
+def short_folder() -> Iterator[Path]:
+    """A folder with a path that is short enough for Ray."""
     folder = Path(tempfile.mkdtemp(prefix="d", dir="/tmp"))
     yield folder
     shutil.rmtree(folder)
 
 
-def shadowed(folder: Path, **modules: str) -> dict[str, str]:
-    """The environment of a Python that finds these modules before those that are installed."""
+def shadow_modules(folder: Path, **modules: str) -> dict[str, str]:
+    """Make an environment in which Python imports these modules instead of the installed ones."""
     for name, text in modules.items():
         (folder / f"{name}.py").write_text(text)
     return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
 
-def levels(findings: list[CheckResult]) -> dict[str, str]:
+def get_severities(findings: list[CheckResult]) -> dict[str, str]:
     return {finding.name: finding.severity for finding in findings}
 
 
 # Python and packages
 
 
-def distribution(folder: Path, name: str, version: str, *lines: str) -> None:
-    """An installed distribution, as pip leaves it."""
-    info = folder / f"{name}-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("\n".join(["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *lines]))
+def write_distribution(folder: Path, name: str, version: str, *lines: str) -> None:
+    """Write an installed distribution as pip does."""
+    info_folder = folder / f"{name}-{version}.dist-info"
+    info_folder.mkdir()
+    (info_folder / "METADATA").write_text(
+        "\n".join(["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *lines])
+    )
 
 
 @pytest.mark.parametrize(
-    ("wanted", "version", "level"),
+    ("requirement", "version", "severity"),
     [
         (">=3.11", "3.11.0", "ok"),
         (">=3.11", "3.10.14", "problem"),
@@ -63,15 +65,15 @@ def distribution(folder: Path, name: str, version: str, *lines: str) -> None:
         ("", "3.9", "ok"),
     ],
 )
-def test_the_version_of_python(wanted: str, version: str, level: str) -> None:
-    found = doctor.check_python(wanted, version)
-    assert found.severity == level
-    assert wanted in found.advice or level == "ok"
+def test_the_version_of_python(requirement: str, version: str, severity: str) -> None:
+    result = doctor.check_python(requirement, version)
+    assert result.severity == severity
+    assert requirement in result.advice or severity == "ok"
 
 
 def test_what_is_not_met_is_named_with_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    distribution(tmp_path, "fancy", "2.1.0+cpu")
-    distribution(tmp_path, "early", "3.0.dev1")
+    write_distribution(tmp_path, "fancy", "2.1.0+cpu")
+    write_distribution(tmp_path, "early", "3.0.dev1")
     monkeypatch.syspath_prepend(tmp_path)
     requirements = [
         "fancy>=2,<2.2",
@@ -88,45 +90,53 @@ def test_what_is_not_met_is_named_with_what_is_there(tmp_path: Path, monkeypatch
     }
     assert doctor.find_unmet(requirements, "more") == {"no-third>=1": "not installed"}
     assert doctor.find_unmet(requirements, "less") == {}
-    needed, extra = doctor.check_packages(requirements, ["more"])
-    assert (needed.severity, extra.severity, extra.name) == ("problem", "remark", "optional: more")
-    assert needed.advice == "Type `pip install 'fancy[gpu]>=2.2' 'no-such-package'`."
-    assert extra.advice == "Type `pip install 'no-third>=1'` if you need it."
+    required_result, extra_result = doctor.check_packages(requirements, ["more"])
+    assert (required_result.severity, extra_result.severity, extra_result.name) == (
+        "problem",
+        "remark",
+        "optional: more",
+    )
+    assert required_result.advice == "Type `pip install 'fancy[gpu]>=2.2' 'no-such-package'`."
+    assert extra_result.advice == "Type `pip install 'no-third>=1'` if you need it."
 
 
 @given(st.tuples(st.integers(0, 9), st.integers(0, 9)), st.tuples(st.integers(0, 9), st.integers(0, 9)))
-def test_versions_are_compared_as_numbers(there: tuple[int, int], least: tuple[int, int]) -> None:
-    found = doctor.check_python(f">={least[0]}.1{least[1]}", f"{there[0]}.1{there[1]}")
-    assert (found.severity == "ok") == (there >= least)
+def test_versions_are_compared_as_numbers(installed: tuple[int, int], minimum: tuple[int, int]) -> None:
+    result = doctor.check_python(f">={minimum[0]}.1{minimum[1]}", f"{installed[0]}.1{installed[1]}")
+    assert (result.severity == "ok") == (installed >= minimum)
 
 
 def test_a_distribution_is_checked_by_its_own_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    distribution(tmp_path, "ours", "1", "Requires-Python: >=99", "Requires-Dist: absent", "Provides-Extra: more")
-    distribution(tmp_path, "modest", "1")
+    write_distribution(tmp_path, "ours", "1", "Requires-Python: >=99", "Requires-Dist: absent", "Provides-Extra: more")
+    write_distribution(tmp_path, "modest", "1")
     monkeypatch.syspath_prepend(tmp_path)
-    found = doctor.check_requirements("ours")
-    assert levels(found) == {"Python": "problem", "packages": "problem", "optional: more": "ok"}
-    assert levels(doctor.check_requirements("modest")) == {"Python": "ok", "packages": "ok"}
+    results = doctor.check_requirements("ours")
+    assert get_severities(results) == {"Python": "problem", "packages": "problem", "optional: more": "ok"}
+    assert get_severities(doctor.check_requirements("modest")) == {"Python": "ok", "packages": "ok"}
 
 
 def test_without_metadata_the_requirements_are_not_known() -> None:
-    (found,) = doctor.check_requirements("no-such-distribution")
-    assert found.severity == "remark"
-    assert "pip install -e ." in found.advice
+    (result,) = doctor.check_requirements("no-such-distribution")
+    assert result.severity == "remark"
+    assert "pip install -e ." in result.advice
 
 
-# Imports and processes of their own
+# Imports in separate processes
 
 
 def test_an_import_that_crashes_is_a_problem(tmp_path: Path) -> None:
-    found = doctor.check_import("transformers", shadowed(tmp_path, transformers=KILL_ITSELF))
-    assert (found.name, found.severity, found.detail) == ("import transformers", "problem", "it was ended by SIGKILL")
+    result = doctor.check_import("transformers", shadow_modules(tmp_path, transformers=KILL_ITSELF))
+    assert (result.name, result.severity, result.detail) == (
+        "import transformers",
+        "problem",
+        "it was ended by SIGKILL",
+    )
 
 
 def test_an_import_that_fails_says_why(tmp_path: Path) -> None:
-    environ = shadowed(tmp_path, torch="raise ImportError('libcudart.so.99: no such file')")
-    (found,) = doctor.check_torch((), environ)
-    assert (found.severity, found.detail) == ("problem", "ImportError: libcudart.so.99: no such file")
+    environ = shadow_modules(tmp_path, torch="raise ImportError('libcudart.so.99: no such file')")
+    (result,) = doctor.check_torch((), environ)
+    assert (result.severity, result.detail) == ("problem", "ImportError: libcudart.so.99: no such file")
 
 
 TORCH = """
@@ -141,7 +151,7 @@ cuda = types.SimpleNamespace(is_available=is_available, device_count=lambda: {de
 
 
 @pytest.mark.parametrize(
-    ("cuda", "devices", "gpus", "level", "words"),
+    ("cuda", "devices", "gpus", "severity", "words"),
     [
         (None, 0, (), "ok", "no GPU"),
         (None, 0, (H100,), "problem", "torch 2.9.0 is built without CUDA"),
@@ -151,13 +161,13 @@ cuda = types.SimpleNamespace(is_available=is_available, device_count=lambda: {de
     ],
 )
 def test_the_build_of_torch_against_the_gpus(
-    tmp_path: Path, cuda: str | None, devices: int, gpus: tuple[Gpu, ...], level: str, words: str
+    tmp_path: Path, cuda: str | None, devices: int, gpus: tuple[Gpu, ...], severity: str, words: str
 ) -> None:
-    environ = shadowed(tmp_path, torch=TORCH.format(cuda=cuda, devices=devices))
-    imported, found = doctor.check_torch(gpus, environ)
-    assert (imported.severity, found.severity) == ("ok", level)
-    assert words in found.detail
-    assert "Triggered" not in found.detail
+    environ = shadow_modules(tmp_path, torch=TORCH.format(cuda=cuda, devices=devices))
+    import_result, gpu_result = doctor.check_torch(gpus, environ)
+    assert (import_result.severity, gpu_result.severity) == ("ok", severity)
+    assert words in gpu_result.detail
+    assert "Triggered" not in gpu_result.detail
 
 
 def test_a_python_of_its_own_answers() -> None:
@@ -186,7 +196,9 @@ def test_a_process_is_ended_with_its_children() -> None:
         doctor.kill_process_tree(parent)
         assert parent.returncode == -9
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
-    doctor.kill_process_tree(parent)  # One that has ended is left alone: its id may be another's.
+    doctor.kill_process_tree(
+        parent
+    )  # A process that has ended is not killed, because its id may belong to another one.
 
 
 # Model and Ray
@@ -194,14 +206,14 @@ def test_a_process_is_ended_with_its_children() -> None:
 
 def test_a_model_that_is_not_here_is_a_remark_with_the_command(tmp_path: Path) -> None:
     environ = {"HF_HUB_CACHE": str(tmp_path)}
-    found = doctor.check_preset_model("paper", environ)
-    assert (found.severity, found.advice.split(",")[0]) == ("remark", "Type `hf download Qwen/Qwen2.5-3B`")
-    fetched = tmp_path / "models--Qwen--Qwen2.5-3B" / "snapshots" / "abc"
-    fetched.mkdir(parents=True)
-    (fetched / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
-    (fetched / "model.safetensors").touch()
+    result = doctor.check_preset_model("paper", environ)
+    assert (result.severity, result.advice.split(",")[0]) == ("remark", "Type `hf download Qwen/Qwen2.5-3B`")
+    model_folder = tmp_path / "models--Qwen--Qwen2.5-3B" / "snapshots" / "abc"
+    model_folder.mkdir(parents=True)
+    (model_folder / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    (model_folder / "model.safetensors").touch()
     assert "no tokenizer.json" in doctor.check_preset_model("paper", environ).detail
-    (fetched / "tokenizer.json").touch()
+    (model_folder / "tokenizer.json").touch()
     assert doctor.check_preset_model("paper", environ).severity == "ok"
 
 
@@ -211,15 +223,15 @@ def test_the_shipped_model_must_be_whole(tmp_path: Path, monkeypatch: pytest.Mon
     assert doctor.check_preset_model("laptop", {}).severity == "problem"
 
 
-def test_a_ray_that_cannot_start_names_its_logs(short: Path) -> None:
-    folder = short / ("x" * 60)
+def test_a_ray_that_cannot_start_names_its_logs(short_folder: Path) -> None:
+    folder = short_folder / ("x" * 60)
     assert machine_checks.check_socket_path(folder).severity == "problem"
-    found = doctor.check_ray_start(folder, {**os.environ, "RAY_TMPDIR": str(folder)}, 120)
-    assert found.severity == "problem"
-    assert "AF_UNIX path length cannot exceed" in found.detail
-    (logs,) = re.findall(r"logs in (\S+),", found.advice)
-    assert Path(logs).is_dir()
-    assert Path(logs).is_relative_to(folder)
+    result = doctor.check_ray_start(folder, {**os.environ, "RAY_TMPDIR": str(folder)}, 120)
+    assert result.severity == "problem"
+    assert "AF_UNIX path length cannot exceed" in result.detail
+    (log_folder,) = re.findall(r"logs in (\S+),", result.advice)
+    assert Path(log_folder).is_dir()
+    assert Path(log_folder).is_relative_to(folder)
 
 
 # All together
@@ -231,18 +243,18 @@ def test_a_preset_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_check_that_breaks_is_a_problem_and_not_the_end() -> None:
-    said: list[str] = []
+    messages: list[str] = []
 
-    def broken() -> list[CheckResult]:
+    def raise_error() -> list[CheckResult]:
         raise RuntimeError("no module\nnamed x")
 
-    (found,) = doctor._run_check("Importing x ...", broken, said.append)
-    assert said == ["Importing x ..."]
-    assert (found.name, found.severity) == ("Importing x", "problem")
-    assert found.detail == "this check failed: RuntimeError: no module\\nnamed x"
+    (result,) = doctor._run_check("Importing x ...", raise_error, messages.append)
+    assert messages == ["Importing x ..."]
+    assert (result.name, result.severity) == ("Importing x", "problem")
+    assert result.detail == "this check failed: RuntimeError: no module\\nnamed x"
 
 
-def report_of(*findings: CheckResult) -> list[str]:
+def print_report_lines(*findings: CheckResult) -> list[str]:
     console = Console(file=StringIO(), width=40)
     doctor.print_report(console, findings)
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -251,39 +263,51 @@ def report_of(*findings: CheckResult) -> list[str]:
 def test_the_report_says_what_to_do() -> None:
     fine, remark = CheckResult("a", "ok", "good"), CheckResult("b", "remark", "so so", "Look " + "closely " * 9)
     problem = CheckResult("c", "problem", "bad", "Mend it.")
-    assert report_of(fine, remark)[-2:] == [
+    assert print_report_lines(fine, remark)[-2:] == [
         f"remark: b: {remark.advice}",
         "No problems found: this machine is ready for a run.",
     ]
-    assert report_of(problem, remark)[-2:] == ["problem: c: Mend it.", "1 problem to solve before a run."]
-    lines = report_of(problem, fine, problem)
+    assert print_report_lines(problem, remark)[-2:] == ["problem: c: Mend it.", "1 problem to solve before a run."]
+    lines = print_report_lines(problem, fine, problem)
     assert lines[0].split() == ["check", "severity", "result"]
     assert lines[2].split() == ["a", "ok", "good"]
     assert lines[-1] == "2 problems to solve before a run."
 
 
 def test_on_a_broken_machine_every_check_answers(tmp_path: Path) -> None:
-    environ = shadowed(tmp_path, torch=KILL_ITSELF, ray=KILL_ITSELF, transformers="import no_such_module")
+    environ = shadow_modules(tmp_path, torch=KILL_ITSELF, ray=KILL_ITSELF, transformers="import no_such_module")
     environ |= {"CUDA_VISIBLE_DEVICES": "", "RAY_TMPDIR": str(tmp_path / ("x" * 99)), **SECRETS}
     (tmp_path / "taken").touch()
     console = Console(file=StringIO(), width=40)
     assert doctor.diagnose(console, tmp_path / "taken" / "below", "paper", environ) == 1
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    broken = ["write access", "Ray's sockets", "import torch", "import ray.tune", "import transformers", "start Ray"]
-    assert re.findall(r"^problem: (.*?): ", text, flags=re.MULTILINE) == broken
+    problem_names = [
+        "write access",
+        "Ray's sockets",
+        "import torch",
+        "import ray.tune",
+        "import transformers",
+        "start Ray",
+    ]
+    assert re.findall(r"^problem: (.*?): ", text, flags=re.MULTILINE) == problem_names
     assert text.splitlines()[-1] == "6 problems to solve before a run."
     assert "s3cret" not in text
 
 
-def test_this_machine_without_a_gpu_has_no_problem(tmp_path: Path, short: Path) -> None:
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "RAY_TMPDIR": str(short), **SECRETS}
-    said: list[str] = []
-    findings = doctor.run_checks(tmp_path / "output", None, environ, said.append)
+def test_this_machine_without_a_gpu_has_no_problem(tmp_path: Path, short_folder: Path) -> None:
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "RAY_TMPDIR": str(short_folder), **SECRETS}
+    messages: list[str] = []
+    findings = doctor.run_checks(tmp_path / "output", None, environ, messages.append)
     assert [finding for finding in findings if finding.severity == "problem"] == []
-    assert levels(findings)["GPU"] == "remark"
-    assert levels(findings)["model"] == "ok"
-    assert said == ["Importing torch ...", "Importing ray.tune ...", "Importing transformers ...", "Starting Ray ..."]
+    assert get_severities(findings)["GPU"] == "remark"
+    assert get_severities(findings)["model"] == "ok"
+    assert messages == [
+        "Importing torch ...",
+        "Importing ray.tune ...",
+        "Importing transformers ...",
+        "Starting Ray ...",
+    ]
     assert re.fullmatch(r"started and ran a task in \d+\.\d s", findings[-1].detail)
     assert list(tmp_path.iterdir()) == []
     assert "s3cret" not in str(findings)
-    assert list(short.iterdir()) == []
+    assert list(short_folder.iterdir()) == []

@@ -1,4 +1,4 @@
-"""The command plot-gradients: what it lists, what it writes where, and what it refuses in one paragraph."""
+"""The command plot-gradients: what it lists, which files it writes, and what it refuses in one paragraph."""
 
 import json
 import shlex
@@ -31,74 +31,78 @@ def type_in(folder: Path, line: str = "") -> Answer:
     return Answer(result.exit_code, result.stdout, result.stderr)
 
 
-def study(output: Path, *analyses: Sequence[FakeAnalysis]) -> Path:
-    """A study with a run for each list of analyses."""
+def write_analyzed_study(output: Path, *analyses: Sequence[FakeAnalysis]) -> Path:
+    """Write a study with one run for each list of analyses."""
     runs = RUNS[: len(analyses)]
     folder = write_study(output, runs, STUDY)
-    for run, made in zip(runs, analyses, strict=True):
-        write_analyses(folder, run, made)
+    for run, run_analyses in zip(runs, analyses, strict=True):
+        write_analyses(folder, run, run_analyses)
     return folder
 
 
 @pytest.fixture
-def plain(tmp_path: Path) -> Path:
-    """One run, analysed at steps 1 and 11, before the filter as well."""
-    return study(tmp_path, [FakeAnalysis(step, prefilter=before) for step in (1, 11) for before in (True, False)])
+def single_run_study(tmp_path: Path) -> Path:
+    """A study of one run that is analyzed at steps 1 and 11, before and after the filter."""
+    return write_analyzed_study(
+        tmp_path, [FakeAnalysis(step, prefilter=is_prefilter) for step in (1, 11) for is_prefilter in (True, False)]
+    )
 
 
 @pytest.fixture
-def mixed(tmp_path: Path) -> Path:
-    """Two runs, and a probe of the first."""
-    return study(tmp_path, [FakeAnalysis(1), FakeAnalysis(1, "probe")], [FakeAnalysis(1), FakeAnalysis(11)])
+def mixed_study(tmp_path: Path) -> Path:
+    """A study of two runs, and a probe of the first."""
+    return write_analyzed_study(
+        tmp_path, [FakeAnalysis(1), FakeAnalysis(1, "probe")], [FakeAnalysis(1), FakeAnalysis(11)]
+    )
 
 
-def names_below(folder: Path) -> set[str]:
+def list_files(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-def expected(*steps: int, below: str = "") -> set[str]:
-    pictures = ("plots", "loss_plots", "reward_std", "normed_grads", "summary", "signal")
-    each = {f"gradient_analysis_{what}_step_{step}.png" for what in pictures for step in steps}
-    each |= {f"gradient_analysis_metrics_step_{step}.json" for step in steps}
-    each |= {f"gradient_analysis_bucket_rv_table_step_{step}.csv" for step in steps}
-    return {below + name for name in each | {"gradient_analysis_steps.png"}}
+def list_expected_files(*steps: int, prefix: str = "") -> set[str]:
+    figure_names = ("plots", "loss_plots", "reward_std", "normed_grads", "summary", "signal")
+    file_names = {f"gradient_analysis_{figure_name}_step_{step}.png" for figure_name in figure_names for step in steps}
+    file_names |= {f"gradient_analysis_metrics_step_{step}.json" for step in steps}
+    file_names |= {f"gradient_analysis_bucket_rv_table_step_{step}.csv" for step in steps}
+    return {prefix + name for name in file_names | {"gradient_analysis_steps.png"}}
 
 
-def test_the_pictures_of_every_step_go_into_the_runs_folder(plain: Path) -> None:
-    answer = type_in(plain)
-    target = plain / "figures" / "gradients" / "arm0-seed0"
+def test_the_pictures_of_every_step_go_into_the_runs_folder(single_run_study: Path) -> None:
+    answer = type_in(single_run_study)
+    target = single_run_study / "figures" / "gradients" / "arm0-seed0"
     assert (answer.code, answer.err) == (0, "")
-    assert names_below(target) == expected(1, 11)
-    assert {Path(line) for line in answer.out.splitlines()} == {target / name for name in expected(1, 11)}
+    assert list_files(target) == list_expected_files(1, 11)
+    assert {Path(line) for line in answer.out.splitlines()} == {target / name for name in list_expected_files(1, 11)}
     metrics = json.loads((target / "gradient_analysis_metrics_step_11.json").read_text())
     assert {"grad_norm/all/task", "grad_norm_prefilter/bucket_6/entropy", "actor/loss/total"} <= set(metrics)
 
 
 @pytest.mark.parametrize("texts", [("11", "1"), ("1,11",), ("11, 1", "11")])
-def test_steps_are_chosen_in_any_spelling(plain: Path, texts: tuple[str, ...]) -> None:
-    found = select_steps(read_analyses(plain), None, None, parse_steps(texts))
-    assert found == [StepSelection("arm0-seed0", "train", (1, 11))]
+def test_steps_are_chosen_in_any_spelling(single_run_study: Path, texts: tuple[str, ...]) -> None:
+    selections = select_steps(read_analyses(single_run_study), None, None, parse_steps(texts))
+    assert selections == [StepSelection("arm0-seed0", "train", (1, 11))]
 
 
-def test_an_output_folder_of_ones_own(plain: Path, tmp_path: Path) -> None:
-    answer = type_in(plain, f"--step 11 --output-dir {tmp_path}/new/pictures")
+def test_an_output_folder_of_ones_own(single_run_study: Path, tmp_path: Path) -> None:
+    answer = type_in(single_run_study, f"--step 11 --output-dir {tmp_path}/new/pictures")
     assert answer.code == 0
-    assert names_below(tmp_path / "new" / "pictures") == expected(11)
-    assert not (plain / "figures").exists()
+    assert list_files(tmp_path / "new" / "pictures") == list_expected_files(11)
+    assert not (single_run_study / "figures").exists()
 
 
-def test_runs_and_probes_have_folders_of_their_own(mixed: Path) -> None:
-    assert type_in(mixed).code == 0
-    found = names_below(mixed / "figures" / "gradients")
-    assert found == (
-        expected(1, below="arm0-seed0/")
-        | expected(1, below="arm0-seed0/probe/")
-        | expected(1, 11, below="arm01-seed0/")
+def test_runs_and_probes_have_folders_of_their_own(mixed_study: Path) -> None:
+    assert type_in(mixed_study).code == 0
+    file_names = list_files(mixed_study / "figures" / "gradients")
+    assert file_names == (
+        list_expected_files(1, prefix="arm0-seed0/")
+        | list_expected_files(1, prefix="arm0-seed0/probe/")
+        | list_expected_files(1, 11, prefix="arm01-seed0/")
     )
 
 
 @pytest.mark.parametrize(
-    ("trial", "source", "steps", "found"),
+    ("trial", "source", "steps", "selections"),
     [
         (None, None, (11,), [("arm01-seed0", "train", (11,))]),
         (None, "probe", (), [("arm0-seed0", "probe", (1,))]),
@@ -109,13 +113,17 @@ def test_runs_and_probes_have_folders_of_their_own(mixed: Path) -> None:
     ],
 )
 def test_a_run_a_source_and_steps_can_be_chosen(
-    mixed: Path, trial: str | None, source: str | None, steps: tuple[int, ...], found: list[tuple[object, ...]]
+    mixed_study: Path,
+    trial: str | None,
+    source: str | None,
+    steps: tuple[int, ...],
+    selections: list[tuple[object, ...]],
 ) -> None:
-    assert select_steps(read_analyses(mixed), trial, source, steps) == found
+    assert select_steps(read_analyses(mixed_study), trial, source, steps) == selections
 
 
-def test_steps_are_listed_and_nothing_is_drawn(mixed: Path) -> None:
-    answer = type_in(mixed, "--list-steps")
+def test_steps_are_listed_and_nothing_is_drawn(mixed_study: Path) -> None:
+    answer = type_in(mixed_study, "--list-steps")
     assert answer.code == 0
     assert [line.split()[:3] for line in answer.out.splitlines()[1:]] == [
         ["arm0-seed0", "train", "1"],
@@ -125,11 +133,11 @@ def test_steps_are_listed_and_nothing_is_drawn(mixed: Path) -> None:
     ]
     assert "after the filter" in answer.out
     assert "task, entropy" in answer.out
-    assert not (mixed / "figures").exists()
+    assert not (mixed_study / "figures").exists()
 
 
-def test_the_list_tells_before_from_after_the_filter(plain: Path) -> None:
-    lines = type_in(plain, "--list-steps --step 11").out.splitlines()[1:]
+def test_the_list_tells_before_from_after_the_filter(single_run_study: Path) -> None:
+    lines = type_in(single_run_study, "--list-steps --step 11").out.splitlines()[1:]
     assert ["before the filter" in line for line in lines] == [False, True]
     assert all(line.split()[2] == "11" for line in lines)
 
@@ -157,20 +165,20 @@ def test_the_list_tells_before_from_after_the_filter(plain: Path) -> None:
     ],
 )
 def test_bad_input_gets_one_paragraph_and_writes_nothing(
-    mixed: Path, line: str, message: str, monkeypatch: pytest.MonkeyPatch
+    mixed_study: Path, line: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(mixed.parent)
-    before = names_below(mixed.parent)
-    answer = type_in(mixed, line)
+    monkeypatch.chdir(mixed_study.parent)
+    files_before = list_files(mixed_study.parent)
+    answer = type_in(mixed_study, line)
     assert answer.code == 2
     assert message in answer.err
     assert answer.err.count("\n") == 1
     assert answer.out == ""
-    assert names_below(mixed.parent) == before
+    assert list_files(mixed_study.parent) == files_before
 
 
 def test_a_study_without_analyses_says_how_to_get_some(tmp_path: Path) -> None:
-    folder = study(tmp_path, [])
+    folder = write_analyzed_study(tmp_path, [])
     for line in ("", "--list-steps"):
         answer = type_in(folder, line)
         assert answer.code == 2
@@ -185,16 +193,16 @@ def test_a_study_without_a_language_model_is_told_where_its_gradients_are(tmp_pa
 
 def test_a_folder_without_a_study_and_a_damaged_one_are_refused(tmp_path: Path) -> None:
     assert "contains no study (no study.json)" in type_in(tmp_path).err
-    folder = study(tmp_path, [FakeAnalysis()])
+    folder = write_analyzed_study(tmp_path, [FakeAnalysis()])
     (folder / "runs" / "arm0-seed0" / "run.json").write_text("{")
     answer = type_in(folder)
     assert answer.code == 2
     assert "run.json is not valid JSON" in answer.err
 
 
-def test_a_folder_that_cannot_be_made_is_refused(plain: Path, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_refused(single_run_study: Path, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("mine")
-    answer = type_in(plain, f"--output-dir {tmp_path}/taken")
+    answer = type_in(single_run_study, f"--output-dir {tmp_path}/taken")
     assert answer.code == 2
     assert "taken cannot be written" in answer.err
     assert (tmp_path / "taken").read_text() == "mine"

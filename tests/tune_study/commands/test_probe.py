@@ -1,4 +1,4 @@
-"""A restored run: questioned from Python and probed by the real command, on the checkpoint of a real small study."""
+"""A restored run, used from Python and probed by the real command, on the checkpoint of a small real study."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ from tune_study.folder import outputs
 from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
 from tune_study.tune.trials import make_trial_config
 
-SMALL = {
+SMALL_SETTINGS = {
     "env.env_groups": "2",
     "env.group_size": "4",
     "env.val_env_groups": "8",
@@ -47,9 +47,9 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
-    """A gradient-analysis study of two arms, trained by the real Trainable without Ray; kept checkpoints 2 and 3."""
+    """A gradient-analysis study of two arms, trained by the real Trainable without Ray, with checkpoints 2 and 3."""
     folder = tmp_path_factory.mktemp("probed")
-    plan = make_plan(STUDIES["gradient-analysis"], "laptop", "a test", SMALL, ("PPO", "GRPO"), 1, folder)
+    plan = make_plan(STUDIES["gradient-analysis"], "laptop", "a test", SMALL_SETTINGS, ("PPO", "GRPO"), 1, folder)
     outputs.write_study(plan)
     for spec in plan.runs:
         trial = Trial(make_trial_config(plan, [spec], is_finished=False))
@@ -59,14 +59,14 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
     return plan
 
 
-def command(*words: str) -> subprocess.CompletedProcess[str]:
+def run_probe(*words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-m", "tune_study", "probe", *words], capture_output=True, text=True, env=environment
     )
 
 
-def hashes(folder: Path) -> dict[str, str]:
+def hash_files(folder: Path) -> dict[str, str]:
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -75,10 +75,10 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 def test_a_probe_adds_rows_and_leaves_every_other_byte(study: StudyPlan) -> None:
-    before = hashes(study.output)
-    done = command(str(study.folder), "--trial", "PPO", "--with-val")
-    assert done.returncode == 0, done.stderr
-    after = hashes(study.output)
+    hashes_before = hash_files(study.output)
+    process = run_probe(str(study.folder), "--trial", "PPO", "--with-val")
+    assert process.returncode == 0, process.stderr
+    hashes_after = hash_files(study.output)
     run_id = study.runs[0].run_id
     log = (
         "logs/gradient_analysis_probe_sokoban_sokoban-tiny/"
@@ -87,29 +87,29 @@ def test_a_probe_adds_rows_and_leaves_every_other_byte(study: StudyPlan) -> None
     tables = {
         f"results/{study.run}/{name}.parquet" for name in ("trials", "steps", "levels", "gradients", "gradient_groups")
     }
-    assert set(after) - set(before) <= {f"results/{study.run}/runs/{run_id}/probes.jsonl", log, *tables}
-    assert {name: after[name] for name in before if name not in tables} == {
-        name: value for name, value in before.items() if name not in tables
+    assert set(hashes_after) - set(hashes_before) <= {f"results/{study.run}/runs/{run_id}/probes.jsonl", log, *tables}
+    assert {name: hashes_after[name] for name in hashes_before if name not in tables} == {
+        name: value for name, value in hashes_before.items() if name not in tables
     }
     frame = analysis.load(study.output).gradients
-    probed = frame[frame["source"] == "probe"]
-    assert set(probed["run_id"]) == {run_id}
-    assert set(probed["step"]) == {3}
-    assert set(probed["component"]) == {"task", "entropy", "kl", "total"}
-    assert set(probed["prefilter"]) >= {True}
-    said = done.stdout
-    assert "nothing is trained" in said
-    assert "validation, sampled: success" in said
+    probe_rows = frame[frame["source"] == "probe"]
+    assert set(probe_rows["run_id"]) == {run_id}
+    assert set(probe_rows["step"]) == {3}
+    assert set(probe_rows["component"]) == {"task", "entropy", "kl", "total"}
+    assert set(probe_rows["prefilter"]) >= {True}
+    output = process.stdout
+    assert "nothing is trained" in output
+    assert "validation, sampled: success" in output
     assert "bucket_6" in (study.output / log).read_text()
 
 
 def test_the_same_probe_gives_the_same_numbers(study: StudyPlan) -> None:
-    path, found = study.get_run_dir(study.runs[1].run_id) / "probes.jsonl", []
+    path, probes = study.get_run_dir(study.runs[1].run_id) / "probes.jsonl", []
     for _ in range(2):
-        assert command(str(study.folder), "--algo", "GRPO", "--checkpoint-step", "2").returncode == 0
-        found.append(list(read_json_lines(path)))
-    assert found[0] == found[1]  # the second replaced the first, and said the same
-    assert {line["step"] for line in found[1]} == {2}
+        assert run_probe(str(study.folder), "--algo", "GRPO", "--checkpoint-step", "2").returncode == 0
+        probes.append(list(read_json_lines(path)))
+    assert probes[0] == probes[1]  # the second probe replaces the first, with the same numbers
+    assert {line["step"] for line in probes[1]} == {2}
 
 
 def test_a_probe_with_other_settings_replaces_the_one_before_whole(study: StudyPlan) -> None:
@@ -129,9 +129,9 @@ def test_a_probe_with_other_settings_replaces_the_one_before_whole(study: StudyP
         "--ray-num-cpus",
         "2",
     ]
-    assert command(*words).returncode == 0
+    assert run_probe(*words).returncode == 0
     assert next(line["prefilter"] for line in read_json_lines(path) if line["step"] == 2)
-    more = [
+    more_words = [
         "--set",
         "trainer.gradient_analysis_log_prefilter=False",
         "--set",
@@ -139,33 +139,33 @@ def test_a_probe_with_other_settings_replaces_the_one_before_whole(study: StudyP
         "--set",
         "trainer.gradient_analysis_env_groups=4",
     ]
-    done = command(*words, *more)
-    assert done.returncode == 0, done.stderr
+    process = run_probe(*words, *more_words)
+    assert process.returncode == 0, process.stderr
     lines = [line for line in read_json_lines(path) if line["step"] == 2]
     assert [line["prefilter"] for line in lines] == [False] * len(lines)
     assert {row["component"] for line in lines for row in line["rows"]} <= {"task", "kl", "total"}
 
 
-NOTHING_KEPT = ("--set", "filter.rollout_filter_value=0.001")  # less than the linear rule's slack
+KEEPS_NOTHING = ("--set", "filter.rollout_filter_value=0.001")  # less than the tolerance of the linear rule
 
 
 def test_a_probe_whose_filter_keeps_nothing_says_so(study: StudyPlan) -> None:
     run = study.runs[0]
     path = study.get_run_dir(run.run_id) / "probes.jsonl"
-    done = command(str(study.folder), "--trial", "PPO", *NOTHING_KEPT)
-    assert done.returncode == 0, done.stderr
-    assert "the filter kept none of the 6 groups of 4 episodes" in done.stdout
+    process = run_probe(str(study.folder), "--trial", "PPO", *KEEPS_NOTHING)
+    assert process.returncode == 0, process.stderr
+    assert "the filter kept none of the 6 groups of 4 episodes" in process.stdout
     lines = {line["prefilter"]: line for line in read_json_lines(path) if line["step"] == 3}
     assert [row["empty_after_filter"] for row in lines[False]["rows"]] == [1]
     assert lines[True]["groups"]
-    before = hashes(study.output)
-    done = command(
-        str(study.folder), "--trial", "PPO", *NOTHING_KEPT, "--set", "trainer.gradient_analysis_log_prefilter=False"
+    hashes_before = hash_files(study.output)
+    process = run_probe(
+        str(study.folder), "--trial", "PPO", *KEEPS_NOTHING, "--set", "trainer.gradient_analysis_log_prefilter=False"
     )
-    assert done.returncode == 2
-    assert "kept none of the 6 groups of 4 episodes" in done.stderr
-    assert "leave out --set trainer.gradient_analysis_log_prefilter=False" in done.stderr
-    assert hashes(study.output) == before  # the probe from before is still there
+    assert process.returncode == 2
+    assert "kept none of the 6 groups of 4 episodes" in process.stderr
+    assert "leave out --set trainer.gradient_analysis_log_prefilter=False" in process.stderr
+    assert hash_files(study.output) == hashes_before  # the earlier probe is still there
 
 
 def test_what_is_set_otherwise_is_in_the_log_and_in_the_rows(study: StudyPlan) -> None:
@@ -179,15 +179,15 @@ def test_what_is_set_otherwise_is_in_the_log_and_in_the_rows(study: StudyPlan) -
         "--set",
         "rollout.name=torch",
     )
-    done = command(str(study.folder), "--trial", "GRPO", *words)
-    assert done.returncode == 0, done.stderr
-    said = "rollout.temperature=0.7, env.max_turn=3"
+    process = run_probe(str(study.folder), "--trial", "GRPO", *words)
+    assert process.returncode == 0, process.stderr
+    overrides = "rollout.temperature=0.7, env.max_turn=3"
     rows = analysis.load(study.output).gradients
-    probed = rows[(rows["source"] == "probe") & (rows["arm"] == "GRPO") & (rows["step"] == 3)]
-    assert set(probed["overrides"]) == {said}
+    probe_rows = rows[(rows["source"] == "probe") & (rows["arm"] == "GRPO") & (rows["step"] == 3)]
+    assert set(probe_rows["overrides"]) == {overrides}
     assert set(rows.loc[rows["source"] == "train", "overrides"]) == {""}
     (log,) = (study.output / "logs").rglob("*GRPO*ckpt3-noval-entropy.log")  # no KL was measured
-    assert f"settings changed from the run: {said}" in log.read_text()
+    assert f"settings changed from the run: {overrides}" in log.read_text()
 
 
 def test_training_wrote_the_analyses_that_were_due(study: StudyPlan) -> None:
@@ -198,14 +198,14 @@ def test_training_wrote_the_analyses_that_were_due(study: StudyPlan) -> None:
 
 
 def test_a_restored_trainer_is_the_one_that_was_saved(study: StudyPlan) -> None:
-    restored = probe.restore(study.folder, "PPO", 2)
-    assert restored.step_index == 2
-    row = restored.step().row
-    straight = list(read_json_lines(study.get_run_dir(study.runs[0].run_id) / "metrics.jsonl"))[2]
+    restored_trainer = probe.restore(study.folder, "PPO", 2)
+    assert restored_trainer.step_index == 2
+    row = restored_trainer.step().row
+    expected_row = list(read_json_lines(study.get_run_dir(study.runs[0].run_id) / "metrics.jsonl"))[2]
     for name in ("train_reward", "pg_loss", "entropy", "actor_grad_norm", "vf_loss"):
-        assert row[name] == straight[name]
-    newest = probe.restore(study.folder, study.runs[0].run_id)
-    assert newest.step_index == 3
+        assert row[name] == expected_row[name]
+    newest_trainer = probe.restore(study.folder, study.runs[0].run_id)
+    assert newest_trainer.step_index == 3
 
 
 def test_a_restored_policy_answers(study: StudyPlan) -> None:
@@ -215,38 +215,38 @@ def test_a_restored_policy_answers(study: StudyPlan) -> None:
     text = format_transcript(episodes[0], trainer.codec)
     assert text.startswith(f"level {episodes[0].level_seed}: {episodes[0].stop_reason.value} after ")
     assert all(reply in text for reply in episodes[0].texts)
-    answers = score_tokens(trainer, episodes)
-    for episode, sampled in zip(episodes, answers, strict=True):
-        assert [answer.token for answer in sampled] == episode.tokens[episode.mask].tolist()
-        np.testing.assert_allclose([answer.logprob for answer in sampled], episode.logprobs[episode.mask], atol=1e-4)
-        np.testing.assert_allclose([answer.entropy for answer in sampled], episode.entropies[episode.mask])
-        assert all(answer.value is not None and np.isfinite(answer.value) for answer in sampled)
-    assert all(answer.value is None for answer in score_tokens(probe.restore(study.folder, "GRPO"), episodes)[0])
+    token_scores = score_tokens(trainer, episodes)
+    for episode, scores in zip(episodes, token_scores, strict=True):
+        assert [score.token for score in scores] == episode.tokens[episode.mask].tolist()
+        np.testing.assert_allclose([score.logprob for score in scores], episode.logprobs[episode.mask], atol=1e-4)
+        np.testing.assert_allclose([score.entropy for score in scores], episode.entropies[episode.mask])
+        assert all(score.value is not None and np.isfinite(score.value) for score in scores)
+    assert all(score.value is None for score in score_tokens(probe.restore(study.folder, "GRPO"), episodes)[0])
     for mode in ("sampled", "greedy"):
         assert 0 <= trainer.evaluate("val", mode).success <= 1
 
 
-def other_run(plan: StudyPlan) -> dict[str, object]:
+def make_other_run_request(plan: StudyPlan) -> dict[str, object]:
     return {"path": plan.output / plan.runs[1].checkpoint_dir / "global_step_2"}
 
 
-BAD: list[tuple[Callable[[StudyPlan], dict[str, object]], str]] = [
+BAD_REQUESTS: list[tuple[Callable[[StudyPlan], dict[str, object]], str]] = [
     (lambda _: {}, "There are several runs"),
     (lambda _: {"trial": "TRPO"}, "There is no run `TRPO`"),
     (lambda _: {"trial": "PPO", "step": 1}, "no checkpoint of step 1. Available steps: 2, 3."),
     (lambda _: {"trial": "PPO", "path": "/nowhere/global_step_2"}, "is not a checkpoint"),
-    (lambda plan: {"trial": "PPO", **other_run(plan)}, "was written by another run"),
+    (lambda plan: {"trial": "PPO", **make_other_run_request(plan)}, "was written by another run"),
     (lambda _: {"trial": "PPO", "settings": {"actor.lr": 1.0}}, "`actor.lr` cannot be set for a probe"),
     (lambda _: {"trial": "PPO", "settings": {"algorithm.adv_estimator": "rloo"}}, "cannot be set for a probe"),
 ]
 
 
-@pytest.mark.parametrize(("asked", "said"), BAD, ids=[said for _, said in BAD])
+@pytest.mark.parametrize(("make_request", "message"), BAD_REQUESTS, ids=[message for _, message in BAD_REQUESTS])
 def test_what_cannot_be_restored_is_said(
-    study: StudyPlan, asked: Callable[[StudyPlan], dict[str, object]], said: str
+    study: StudyPlan, make_request: Callable[[StudyPlan], dict[str, object]], message: str
 ) -> None:
-    with pytest.raises(PlanError, match=said.replace("`", ".").replace("(", ".")):
-        probe.restore(study.folder, **asked(study))  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=message.replace("`", ".").replace("(", ".")):
+        probe.restore(study.folder, **make_request(study))  # type: ignore[arg-type]
 
 
 def test_a_damaged_checkpoint_is_said(study: StudyPlan, tmp_path: Path) -> None:
@@ -262,8 +262,8 @@ def test_a_damaged_checkpoint_is_said(study: StudyPlan, tmp_path: Path) -> None:
 
 
 def test_bad_words_of_the_command_are_one_paragraph_and_write_nothing(study: StudyPlan) -> None:
-    before = hashes(study.output)
-    bad = (
+    hashes_before = hash_files(study.output)
+    bad_words = (
         ["--trial", "nobody"],
         ["--algo", "PPO", "--checkpoint-step", "17"],
         ["--checkpoint-root", "/nowhere"],
@@ -275,25 +275,34 @@ def test_bad_words_of_the_command_are_one_paragraph_and_write_nothing(study: Stu
         ["--trial", "PPO", "--set", "trainer.gradient_analysis_group_size=None"],
         ["--trial", "PPO", "--set", "rollout.name=vllm"],
     )
-    for words in bad:
-        done = CliRunner().invoke(app, ["probe", str(study.folder), *words])
-        assert (done.exit_code, done.stdout) == (2, "")
-        assert done.stderr.startswith("tune_study: ")
-        assert len(done.stderr.strip().splitlines()) == 1
-    assert hashes(study.output) == before
+    for words in bad_words:
+        result = CliRunner().invoke(app, ["probe", str(study.folder), *words])
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr.startswith("tune_study: ")
+        assert len(result.stderr.strip().splitlines()) == 1
+    assert hash_files(study.output) == hashes_before
 
 
 def test_a_probe_switches_kl_and_entropy_on_where_they_are_off() -> None:
-    run = apply_overrides(RunConfig(), {**PRESETS["laptop"]})
-    on = apply_overrides(run, probe.make_probe_settings(run, {}))
-    assert (on.actor.use_kl_loss, on.actor.kl_loss_coef, on.actor.kl_loss_type) == (True, 0.001, "low_var_kl")
-    assert (on.actor.entropy_coeff, on.trainer.gradient_analysis_env_groups) == (0.001, 128)
-    assert (on.trainer.gradient_analysis_group_size, on.trainer.gradient_analysis_log_prefilter) == (16, True)
+    run_config = apply_overrides(RunConfig(), {**PRESETS["laptop"]})
+    probe_config = apply_overrides(run_config, probe.make_probe_settings(run_config, {}))
+    assert (probe_config.actor.use_kl_loss, probe_config.actor.kl_loss_coef, probe_config.actor.kl_loss_type) == (
+        True,
+        0.001,
+        "low_var_kl",
+    )
+    assert (probe_config.actor.entropy_coeff, probe_config.trainer.gradient_analysis_env_groups) == (0.001, 128)
+    assert (
+        probe_config.trainer.gradient_analysis_group_size,
+        probe_config.trainer.gradient_analysis_log_prefilter,
+    ) == (16, True)
     with pytest.raises(PlanError, match="leave it out for 16, or type a number"):
-        probe.make_probe_settings(run, {"trainer.gradient_analysis_group_size": None})
-    strong = apply_overrides(run, {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.3, "actor.entropy_coeff": -0.1})
-    kept = apply_overrides(strong, probe.make_probe_settings(strong, {}))
-    assert (kept.actor.kl_loss_coef, kept.actor.entropy_coeff) == (0.3, -0.1)
+        probe.make_probe_settings(run_config, {"trainer.gradient_analysis_group_size": None})
+    strong_config = apply_overrides(
+        run_config, {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.3, "actor.entropy_coeff": -0.1}
+    )
+    strong_probe_config = apply_overrides(strong_config, probe.make_probe_settings(strong_config, {}))
+    assert (strong_probe_config.actor.kl_loss_coef, strong_probe_config.actor.entropy_coeff) == (0.3, -0.1)
 
 
 def test_the_checkpoint_is_asked_for_by_root_or_folder(study: StudyPlan) -> None:
@@ -315,17 +324,24 @@ def test_a_checkpoint_of_no_run_of_the_study_is_said(study: StudyPlan, tmp_path:
     with pytest.raises(PlanError, match=r"does not say which run wrote it .*: type --trial as well"):
         probe.find_target(study.folder, None, None, folder)
     values = json.loads((study.output / study.runs[0].checkpoint_dir / "global_step_2" / "state.json").read_text())
-    for changed in ({"seed": 7}, {"seed": "x"}):
-        (folder / "state.json").write_text(json.dumps({**values, "settings": {**values["settings"], **changed}}))
+    for changed_settings in ({"seed": 7}, {"seed": "x"}):
+        (folder / "state.json").write_text(
+            json.dumps({**values, "settings": {**values["settings"], **changed_settings}})
+        )
         with pytest.raises(PlanError, match=r"was written by no run of|does not say which run wrote it"):
             probe.find_target(study.folder, None, None, folder)
 
 
 def test_restoring_reads_no_pickle_and_moves_no_weight(study: StudyPlan) -> None:
-    one, two = (probe.restore(study.folder, "PPO", 2) for _ in range(2))
-    one.evaluate("val", "sampled")
-    batch = one.prepare_batch(
-        one.roll_out(one.val_levels[:2], 4, make_rng(0, "sampling", 1)), 2, 2, make_rng(0, "duplicates", 1)
+    trainer, other_trainer = (probe.restore(study.folder, "PPO", 2) for _ in range(2))
+    trainer.evaluate("val", "sampled")
+    batch = trainer.prepare_batch(
+        trainer.roll_out(trainer.val_levels[:2], 4, make_rng(0, "sampling", 1)), 2, 2, make_rng(0, "duplicates", 1)
     ).batch
-    compute_at_trained_tokens(batch, 4, TokenFunction.for_logprobs(one.model, 1.0))
-    assert all(torch.equal(a, b) for a, b in zip(one.get_state()[0].values(), two.get_state()[0].values(), strict=True))
+    compute_at_trained_tokens(batch, 4, TokenFunction.for_logprobs(trainer.model, 1.0))
+    assert all(
+        torch.equal(tensor, other_tensor)
+        for tensor, other_tensor in zip(
+            trainer.get_state()[0].values(), other_trainer.get_state()[0].values(), strict=True
+        )
+    )

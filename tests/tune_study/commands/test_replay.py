@@ -18,51 +18,58 @@ from trainable.runs.stop_rules import RULES, evaluate_stop_rules
 from tune_study.commands.replay import Alarm, Replay, RuleSummary, SkippedRun, find_alarms, print_replay, replay_folder
 from tune_study.plan.study_plan import PlanError
 
-VARIANCE, EMPTY, LOW = RULES
-SMALL = EarlyStopConfig(
+VARIANCE, EMPTY_STEPS, LOW_SUCCESS = RULES
+SMALL_THRESHOLDS = EarlyStopConfig(
     variance_baseline_steps=2, variance_window=2, variance_ratio=0.5, success_patience=2, empty_stop_steps=2
 )
-SMALL_SET = [f"early_stop.{name}={value}" for name, value in SMALL.model_dump().items()]
+SMALL_ASSIGNMENTS = [f"early_stop.{name}={value}" for name, value in SMALL_THRESHOLDS.model_dump().items()]
 
 Row = dict[str, Any]
 
 
-def collapse(successes: dict[int, float | None], base: float | None = 0.3, alarm: int = 4) -> list[Row]:
-    """Twelve rows whose reward spread collapses, so that of SMALL's rules only that one fires, at step `alarm`."""
+def make_collapsing_rows(
+    successes: dict[int, float | None], base_success: float | None = 0.3, alarm_step: int = 4
+) -> list[Row]:
+    """Make twelve rows whose reward std collapses, so that only the variance rule fires, at step `alarm_step`."""
     rows: list[Row] = [
-        {"step": n, "reward_std": 2.0 if n <= alarm - 2 else 0.5, "groups_kept": 8, "val_success": successes.get(n)}
-        for n in range(1, 13)
+        {
+            "step": step,
+            "reward_std": 2.0 if step <= alarm_step - 2 else 0.5,
+            "groups_kept": 8,
+            "val_success": successes.get(step),
+        }
+        for step in range(1, 13)
     ]
-    rows[0]["base_val_success"] = base
+    rows[0]["base_val_success"] = base_success
     return rows
 
 
-def alarm_of(rows: list[Row], rule: str = VARIANCE, numbers: EarlyStopConfig = SMALL) -> Alarm:
-    return next(alarm for alarm in find_alarms(rows, numbers) if alarm.rule == rule)
+def find_alarm(rows: list[Row], rule: str = VARIANCE, thresholds: EarlyStopConfig = SMALL_THRESHOLDS) -> Alarm:
+    return next(alarm for alarm in find_alarms(rows, thresholds) if alarm.rule == rule)
 
 
-def study_of(output: Path, runs: dict[str, list[Row]], made: FakeStudy | None = None, **status: Any) -> Path:
-    """results/<run> with one run an arm, whose rows are those given."""
-    folder = write_study(output, [FakeRun(arm, **status) for arm in runs], made)
+def write_replay_study(output: Path, runs: dict[str, list[Row]], study: FakeStudy | None = None, **status: Any) -> Path:
+    """Write results/<run> with one run per arm, which has the given rows."""
+    folder = write_study(output, [FakeRun(arm, **status) for arm in runs], study)
     for arm, rows in runs.items():
         write_lines(folder / "runs" / FakeRun(arm).run_id / METRICS_FILE, rows)
     return folder
 
 
-def printed(replay: Replay) -> list[str]:
+def print_lines(replay: Replay) -> list[str]:
     screen = io.StringIO()
     print_replay(Console(file=screen, width=40), replay)
     return screen.getvalue().splitlines()
 
 
-def table_line(lines: list[str], *words: str) -> list[str]:
-    """The cells of the one line that starts with `words`."""
+def find_table_line(lines: list[str], *words: str) -> list[str]:
+    """Return the cells of the only line that starts with `words`."""
     cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
-    (found,) = [line for line in cells if line[: len(words)] == list(words)]
-    return found
+    (matching_line,) = [line for line in cells if line[: len(words)] == list(words)]
+    return matching_line
 
 
-# What each rule would have done: against the live decision on growing prefixes, and a literal reading of the outcome.
+# The decision of each rule against the live decision on growing prefixes, and the outcome against its definition.
 
 SUCCESSES = st.sampled_from([None, math.nan, "0.5", 0.0, 0.005, 0.01, 1 / 3, 0.35, 1.0])
 ROWS = st.fixed_dictionaries(
@@ -72,7 +79,7 @@ ROWS = st.fixed_dictionaries(
     },
     optional={"val_success": SUCCESSES, "base_val_success": SUCCESSES},
 )
-NUMBERS = st.builds(
+THRESHOLDS = st.builds(
     EarlyStopConfig,
     variance_baseline_steps=st.integers(1, 3),
     variance_window=st.integers(1, 3),
@@ -83,35 +90,42 @@ NUMBERS = st.builds(
 )
 
 
-def measured(value: object) -> bool:
+def is_measured(value: object) -> bool:
     return isinstance(value, float) and math.isfinite(value)
 
 
-def literal_outcome(rows: list[Row], fired: int, floor: float) -> str:
-    """The definition, read word for word, in exact arithmetic of the numbers that the floats stand for."""
+def compute_literal_outcome(rows: list[Row], alarm_step: int, threshold: float) -> str:
+    """Compute the outcome literally from its definition, in exact arithmetic of the numbers that the floats mean."""
 
-    def exact(success: float) -> Fraction:
+    def round_to_fraction(success: float) -> Fraction:
         return Fraction(success).limit_denominator(1000)
 
-    after = [row for row in rows if row["step"] > fired and measured(row.get("val_success"))]
-    if not after or rows[-1]["step"] <= after[0]["step"]:
+    rows_after = [row for row in rows if row["step"] > alarm_step and is_measured(row.get("val_success"))]
+    if not rows_after or rows[-1]["step"] <= rows_after[0]["step"]:
         return "unknown"
-    before = [row["base_val_success"] for row in rows if measured(row.get("base_val_success"))][:1]
-    early = [row["val_success"] for row in rows if row["step"] <= fired and measured(row.get("val_success"))]
-    before = before or sorted(early)[-1:]
-    if not before:
+    base_successes = [row["base_val_success"] for row in rows if is_measured(row.get("base_val_success"))][:1]
+    successes_before = [
+        row["val_success"] for row in rows if row["step"] <= alarm_step and is_measured(row.get("val_success"))
+    ]
+    base_successes = base_successes or sorted(successes_before)[-1:]
+    if not base_successes:
         return "unknown"
-    last = [exact(row["val_success"]) for row in after[max(0, len(after) - 3) :]]
-    return "right" if sum(last) / len(last) < max(exact(before[0]), exact(floor)) else "false alarm"
+    last_successes = [round_to_fraction(row["val_success"]) for row in rows_after[max(0, len(rows_after) - 3) :]]
+    return (
+        "right"
+        if sum(last_successes) / len(last_successes)
+        < max(round_to_fraction(base_successes[0]), round_to_fraction(threshold))
+        else "false alarm"
+    )
 
 
-# The mean of its last validations is the threshold; as floats it is a hair below.
+# The mean of the last validations is the threshold; computed with floats it is slightly below.
 AT_THE_THRESHOLD: list[Row] = [
     {"reward_std": None, "groups_kept": None, "base_val_success": 0.0},
     {"reward_std": None, "groups_kept": 0},
     *({"reward_std": None, "groups_kept": None, "val_success": success} for success in (0.01, 0.01, 1.0)),
 ]
-AT_ONCE = EarlyStopConfig(
+ONE_STEP_THRESHOLDS = EarlyStopConfig(
     variance_baseline_steps=1,
     variance_window=1,
     variance_ratio=0.1,
@@ -122,152 +136,177 @@ AT_ONCE = EarlyStopConfig(
 
 
 @settings(max_examples=300, deadline=None)
-@example(drawn=AT_THE_THRESHOLD, numbers=AT_ONCE)
-@given(drawn=st.lists(ROWS, max_size=25), numbers=NUMBERS)
-def test_each_rule_fires_where_the_live_run_would_have_stopped(drawn: list[Row], numbers: EarlyStopConfig) -> None:
-    rows = [{**row, "step": n} for n, row in enumerate(drawn, start=1)]
-    alarms = find_alarms(rows, numbers)
+@example(drawn_rows=AT_THE_THRESHOLD, thresholds=ONE_STEP_THRESHOLDS)
+@given(drawn_rows=st.lists(ROWS, max_size=25), thresholds=THRESHOLDS)
+def test_each_rule_fires_where_the_live_run_would_have_stopped(
+    drawn_rows: list[Row], thresholds: EarlyStopConfig
+) -> None:
+    rows = [{**row, "step": step} for step, row in enumerate(drawn_rows, start=1)]
+    alarms = find_alarms(rows, thresholds)
     assert [alarm.rule for alarm in alarms] == list(RULES)
     for alarm in alarms:
-        live = (evaluate_stop_rules(rows[:end], numbers, (alarm.rule,)) for end in range(len(rows) + 1))
-        first = next((decision for decision in live if decision is not None), None)
-        assert alarm.decision == first
-        if first is None:
+        live_decisions = (evaluate_stop_rules(rows[:end], thresholds, (alarm.rule,)) for end in range(len(rows) + 1))
+        first_decision = next((decision for decision in live_decisions if decision is not None), None)
+        assert alarm.decision == first_decision
+        if first_decision is None:
             assert (alarm.outcome, alarm.steps_saved) == (None, 0)
         else:
-            assert alarm.outcome == literal_outcome(rows, first.step, numbers.success_threshold)
-            assert alarm.steps_saved == len(rows) - first.step
+            assert alarm.outcome == compute_literal_outcome(rows, first_decision.step, thresholds.success_threshold)
+            assert alarm.steps_saved == len(rows) - first_decision.step
 
 
 @settings(max_examples=25, deadline=None)
-@given(drawn=st.lists(ROWS, min_size=1, max_size=20), numbers=NUMBERS)
+@given(drawn_rows=st.lists(ROWS, min_size=1, max_size=20), thresholds=THRESHOLDS)
 def test_a_folder_gives_what_its_rows_give(
-    drawn: list[Row], numbers: EarlyStopConfig, tmp_path_factory: pytest.TempPathFactory
+    drawn_rows: list[Row], thresholds: EarlyStopConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    rows = [{**row, "step": n} for n, row in enumerate(drawn, start=1)]
-    folder = study_of(tmp_path_factory.mktemp("study"), {"0.01": rows})
-    (run,) = replay_folder(folder, [f"{name}={value}" for name, value in numbers.model_dump().items()]).runs
-    assert run.alarms == find_alarms(rows, numbers)
-    assert (run.steps, run.replayed_thresholds) == (len(rows), numbers)
+    rows = [{**row, "step": step} for step, row in enumerate(drawn_rows, start=1)]
+    folder = write_replay_study(tmp_path_factory.mktemp("study"), {"0.01": rows})
+    (run,) = replay_folder(folder, [f"{name}={value}" for name, value in thresholds.model_dump().items()]).runs
+    assert run.alarms == find_alarms(rows, thresholds)
+    assert (run.steps, run.replayed_thresholds) == (len(rows), thresholds)
 
 
-# Outcomes, by hand.
+# Outcomes computed by hand.
 
 
 @pytest.mark.parametrize(
     ("successes", "outcome"),
     [
-        ({5: 0.0, 6: 0.3, 8: 0.4, 10: 0.5}, "false alarm"),  # the last three, not all four
-        ({6: 0.3, 8: 0.3, 10: 0.3}, "false alarm"),  # as good as before training is recovered
+        ({5: 0.0, 6: 0.3, 8: 0.4, 10: 0.5}, "false alarm"),  # the last three validations count, not all four
+        ({6: 0.3, 8: 0.3, 10: 0.3}, "false alarm"),  # as good as before training counts as recovered
         ({6: 0.2, 8: 0.3, 10: 0.4}, "false alarm"),
         ({6: 0.9, 8: 0.1, 10: 0.1, 12: 0.1}, "right"),  # a good start that does not last
         ({6: 0.3, 8: 0.3, 10: 0.29}, "right"),
         ({6: 0.0, 8: 0.0}, "right"),
-        ({6: 1.0, 8: 1.0, 10: 1.0}, "false alarm"),  # no spread because it solves every level
-        ({6: 0.31}, "false alarm"),  # one validation, and the run goes on after it
+        ({6: 1.0, 8: 1.0, 10: 1.0}, "false alarm"),  # no variance, because it solves every level
+        ({6: 0.31}, "false alarm"),  # one validation, after which the run continues
         ({6: 0.29}, "right"),
-        ({12: 0.9}, "unknown"),  # it ends at the first validation after the alarm
-        ({2: 0.9, 4: 0.9}, "unknown"),  # none after the alarm: the one at its step is not
+        ({12: 0.9}, "unknown"),  # the run ends at the first validation after the alarm
+        ({2: 0.9, 4: 0.9}, "unknown"),  # no validation after the alarm; one at its own step does not count
         ({6: math.nan, 8: None, 10: 0.1}, "right"),
         ({6: math.nan, 12: 0.1}, "unknown"),
     ],
 )
 def test_outcomes(successes: dict[int, float | None], outcome: str) -> None:
-    alarm = alarm_of(collapse(successes))
+    alarm = find_alarm(make_collapsing_rows(successes))
     assert alarm.decision == (VARIANCE, 0.5, 1.0, 4)
     assert (alarm.outcome, alarm.steps_saved) == (outcome, 8)
 
 
-@pytest.mark.parametrize(("end", "outcome"), [(0.0, "right"), (0.009, "right"), (0.01, "false alarm")])
-def test_a_run_that_began_at_nothing_and_ends_at_nothing_was_dead(end: float, outcome: str) -> None:
-    assert alarm_of(collapse({6: end, 8: end, 10: end}, base=0.0)).outcome == outcome
+@pytest.mark.parametrize(("last_success", "outcome"), [(0.0, "right"), (0.009, "right"), (0.01, "false alarm")])
+def test_a_run_that_began_at_nothing_and_ends_at_nothing_was_dead(last_success: float, outcome: str) -> None:
+    assert (
+        find_alarm(make_collapsing_rows({6: last_success, 8: last_success, 10: last_success}, base_success=0.0)).outcome
+        == outcome
+    )
 
 
-@pytest.mark.parametrize("base", [None, math.nan])
+@pytest.mark.parametrize("base_success", [None, math.nan])
 @pytest.mark.parametrize(
     ("successes", "outcome"),
     [
-        ({1: 0.2, 3: 0.1, 6: 0.2, 8: 0.2}, "false alarm"),  # the best up to the alarm, not the latest
+        ({1: 0.2, 3: 0.1, 6: 0.2, 8: 0.2}, "false alarm"),  # the best validation up to the alarm, not the latest
         ({1: 0.2, 3: 0.1, 6: 0.15, 8: 0.15}, "right"),
-        ({4: 0.4, 6: 0.3, 8: 0.3}, "right"),  # the one at the alarm's own step belongs to it
-        ({5: 0.4, 6: 0.3, 8: 0.3}, "unknown"),  # none up to the alarm: nothing to compare with
+        ({4: 0.4, 6: 0.3, 8: 0.3}, "right"),  # the validation at the step of the alarm is included
+        ({5: 0.4, 6: 0.3, 8: 0.3}, "unknown"),  # no validation up to the alarm, so there is nothing to compare with
     ],
 )
 def test_without_a_validation_before_training_the_best_up_to_the_alarm_counts(
-    base: float | None, successes: dict[int, float | None], outcome: str
+    base_success: float | None, successes: dict[int, float | None], outcome: str
 ) -> None:
-    assert alarm_of(collapse(successes, base=base)).outcome == outcome
+    assert find_alarm(make_collapsing_rows(successes, base_success=base_success)).outcome == outcome
 
 
 def test_shares_that_agree_as_counts_of_levels_agree() -> None:
-    for solved in range(5, 116):  # 1, 6 and 11 of 120 have a mean that floats put below 6 of 120
-        last = {6: (solved - 5) / 120, 8: solved / 120, 10: (solved + 5) / 120}
-        assert alarm_of(collapse(last, base=solved / 120)).outcome == "false alarm"
-        assert alarm_of(collapse(last, base=solved / 120 + 1 / 360)).outcome == "right"
+    for n_solved in range(5, 116):  # 1, 6 and 11 of 120 have a mean that floats put below 6 of 120
+        successes = {6: (n_solved - 5) / 120, 8: n_solved / 120, 10: (n_solved + 5) / 120}
+        assert find_alarm(make_collapsing_rows(successes, base_success=n_solved / 120)).outcome == "false alarm"
+        assert find_alarm(make_collapsing_rows(successes, base_success=n_solved / 120 + 1 / 360)).outcome == "right"
 
 
 def test_a_run_that_was_stopped_at_its_alarm_is_unknown() -> None:
-    assert alarm_of(collapse({2: 0.3, 4: 0.1})[:4]) == Alarm(VARIANCE, (VARIANCE, 0.5, 1.0, 4), "unknown", 0)
+    assert find_alarm(make_collapsing_rows({2: 0.3, 4: 0.1})[:4]) == Alarm(
+        VARIANCE, (VARIANCE, 0.5, 1.0, 4), "unknown", 0
+    )
 
 
 def test_low_success_and_recovery() -> None:
     successes = [0.0, 0.0, 0.0, 0.4, 0.5]
-    rows = [{"step": n, "base_val_success": 0.3, "val_success": value} for n, value in enumerate(successes, start=1)]
-    assert alarm_of(rows, LOW) == Alarm(LOW, (LOW, 0.0, 0.01, 2), "false alarm", 3)  # (0 + 0.4 + 0.5) / 3 = 0.3
+    rows = [
+        {"step": step, "base_val_success": 0.3, "val_success": value} for step, value in enumerate(successes, start=1)
+    ]
+    assert find_alarm(rows, LOW_SUCCESS) == Alarm(
+        LOW_SUCCESS, (LOW_SUCCESS, 0.0, 0.01, 2), "false alarm", 3
+    )  # (0 + 0.4 + 0.5) / 3 = 0.3
     rows[-1]["val_success"] = 0.49
-    assert alarm_of(rows, LOW).outcome == "right"
+    assert find_alarm(rows, LOW_SUCCESS).outcome == "right"
 
 
-# A folder: its runs, what is typed, what is printed.
+# A folder: its runs, the arguments, and the output.
 
 
 def test_a_study_under_its_own_thresholds(tmp_path: Path) -> None:
-    late = collapse({6: 0.4, 8: 0.4}, alarm=12)
-    runs = {"0": late, "0.01": collapse({6: 0.4, 8: 0.4}), "0.1": collapse({6: 0.1, 8: 0.1})}
-    replay = replay_folder(study_of(tmp_path, runs, FakeStudy(extra={"stop_rules": []})), SMALL_SET)
+    late_rows = make_collapsing_rows({6: 0.4, 8: 0.4}, alarm_step=12)
+    runs = {
+        "0": late_rows,
+        "0.01": make_collapsing_rows({6: 0.4, 8: 0.4}),
+        "0.1": make_collapsing_rows({6: 0.1, 8: 0.1}),
+    }
+    replay = replay_folder(write_replay_study(tmp_path, runs, FakeStudy(extra={"stop_rules": []})), SMALL_ASSIGNMENTS)
     assert [run.arm for run in replay.runs] == ["0", "0.01", "0.1"]
     assert [run.alarms[0].outcome for run in replay.runs] == ["unknown", "false alarm", "right"]
     summary = replay.rules[0]
     assert (summary.rule, summary.runs, summary.fires, summary.unknown_outcomes) == (VARIANCE, 3, 3, 1)
     assert (summary.false_alarms, summary.known_outcomes) == (1, 2)
-    assert (summary.ci_low, summary.ci_high) == pytest.approx((0.09453, 0.90547), abs=1e-5)  # Wilson's, by hand
+    assert (summary.ci_low, summary.ci_high) == pytest.approx(
+        (0.09453, 0.90547), abs=1e-5
+    )  # the Wilson interval, computed by hand
     assert (summary.steps_saved, summary.steps, summary.live_stops) == (0 + 8 + 8, 36, 0)
-    assert [(rule.rule, rule.fires, rule.steps_saved) for rule in replay.rules[1:]] == [(EMPTY, 0, 0), (LOW, 0, 0)]
+    assert [(rule.rule, rule.fires, rule.steps_saved) for rule in replay.rules[1:]] == [
+        (EMPTY_STEPS, 0, 0),
+        (LOW_SUCCESS, 0, 0),
+    ]
     assert (replay.rules[1].ci_low, replay.rules[1].ci_high) == (0, 1)
 
 
 def test_other_thresholds_change_the_answer(tmp_path: Path) -> None:
-    folder = study_of(tmp_path, {"0.01": collapse({})})
-    given = ([], SMALL_SET, [*SMALL_SET[:2], "early_stop.variance_ratio=0.1"])
-    published, small, strict = (replay_folder(folder, assignments).runs[0] for assignments in given)
-    assert (
-        published.original_thresholds == published.replayed_thresholds == small.original_thresholds == EarlyStopConfig()
+    folder = write_replay_study(tmp_path, {"0.01": make_collapsing_rows({})})
+    assignment_lists = ([], SMALL_ASSIGNMENTS, [*SMALL_ASSIGNMENTS[:2], "early_stop.variance_ratio=0.1"])
+    published_run, small_run, strict_run = (
+        replay_folder(folder, assignments).runs[0] for assignments in assignment_lists
     )
-    assert small.replayed_thresholds == SMALL
-    assert (strict.replayed_thresholds.variance_window, strict.replayed_thresholds.variance_ratio) == (2, 0.1)
-    decisions = [run.alarms[0].decision for run in (published, small, strict)]
+    assert (
+        published_run.original_thresholds
+        == published_run.replayed_thresholds
+        == small_run.original_thresholds
+        == EarlyStopConfig()
+    )
+    assert small_run.replayed_thresholds == SMALL_THRESHOLDS
+    assert (strict_run.replayed_thresholds.variance_window, strict_run.replayed_thresholds.variance_ratio) == (2, 0.1)
+    decisions = [run.alarms[0].decision for run in (published_run, small_run, strict_run)]
     assert decisions == [None, (VARIANCE, 0.5, 1.0, 4), None]
 
 
 def test_thresholds_that_are_not_replaced_are_each_runs_own(tmp_path: Path) -> None:
-    folder = study_of(tmp_path, {"0": collapse({}), "0.01": collapse({})})
+    folder = write_replay_study(tmp_path, {"0": make_collapsing_rows({}), "0.01": make_collapsing_rows({})})
     path = folder / "runs" / FakeRun("0.01").run_id / "run.json"
-    head = json.loads(path.read_text())
-    head["config"]["early_stop"] = SMALL.model_dump()
-    path.write_text(json.dumps(head))
-    first, second = replay_folder(folder, []).runs
-    assert (first.replayed_thresholds, second.replayed_thresholds) == (EarlyStopConfig(), SMALL)
-    assert (first.alarms[0].decision, second.alarms[0].decision) == (None, (VARIANCE, 0.5, 1.0, 4))
+    run_json = json.loads(path.read_text())
+    run_json["config"]["early_stop"] = SMALL_THRESHOLDS.model_dump()
+    path.write_text(json.dumps(run_json))
+    first_run, second_run = replay_folder(folder, []).runs
+    assert (first_run.replayed_thresholds, second_run.replayed_thresholds) == (EarlyStopConfig(), SMALL_THRESHOLDS)
+    assert (first_run.alarms[0].decision, second_run.alarms[0].decision) == (None, (VARIANCE, 0.5, 1.0, 4))
     replay = replay_folder(folder, ["variance_ratio=0.2"])
     assert [run.replayed_thresholds.variance_window for run in replay.runs] == [10, 2]
-    words = printed(replay)[0].split(", ")
+    words = print_lines(replay)[0].split(", ")
     assert {"variance_window=10 or 2", "variance_ratio=0.2 (in the study: 0.1 or 0.5)"} <= set(words)
 
 
 def test_what_really_stopped_a_run_is_counted(tmp_path: Path) -> None:
-    rows = collapse({2: 0.3, 4: 0.1})[:4]
-    folder = study_of(tmp_path, {"0": rows, "0.01": rows}, status="early_stopped", stop=(VARIANCE, 0.5, 1.0))
-    replay = replay_folder(folder, SMALL_SET)
+    rows = make_collapsing_rows({2: 0.3, 4: 0.1})[:4]
+    folder = write_replay_study(tmp_path, {"0": rows, "0.01": rows}, status="early_stopped", stop=(VARIANCE, 0.5, 1.0))
+    replay = replay_folder(folder, SMALL_ASSIGNMENTS)
     assert [(run.live_rule, run.alarms[0].outcome) for run in replay.runs] == [(VARIANCE, "unknown")] * 2
     assert replay.rules[0] == RuleSummary(VARIANCE, 2, 2, 0, 0, 0.0, 1.0, 2, 0, 8, live_stops=2)
     assert replay_folder(folder, []).rules[0] == RuleSummary(VARIANCE, 2, 0, 0, 0, 0.0, 1.0, 0, 0, 8, live_stops=2)
@@ -276,8 +315,8 @@ def test_what_really_stopped_a_run_is_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("status", ["failed", "interrupted", "running", ""])
 def test_runs_that_did_not_end_well_take_part_with_the_rows_they_have(tmp_path: Path, status: str) -> None:
-    folder = study_of(tmp_path, {"0": collapse({6: 0.1, 8: 0.1})[:9]}, status=status)
-    (run,) = replay_folder(folder, SMALL_SET).runs
+    folder = write_replay_study(tmp_path, {"0": make_collapsing_rows({6: 0.1, 8: 0.1})[:9]}, status=status)
+    (run,) = replay_folder(folder, SMALL_ASSIGNMENTS).runs
     assert (run.steps, run.alarms[0].outcome, run.alarms[0].steps_saved) == (9, "right", 5)
 
 
@@ -299,13 +338,13 @@ def test_runs_without_rows_are_named(tmp_path: Path) -> None:
         SkippedRun("arm001-seed0", "no rows (never_ran: has not started)"),
         SkippedRun("arm1-seed0", "no rows (failed: out of memory)"),
     )
-    lines = printed(replay)
+    lines = print_lines(replay)
     assert all(f"not replayed: {skipped.run_id}: {skipped.reason}" in lines for skipped in replay.skipped_runs)
 
 
 @pytest.mark.parametrize("line", ["[]", "3", "null", '"text"', "{}"])
 def test_a_line_that_is_no_row_is_no_traceback(tmp_path: Path, line: str) -> None:
-    folder = study_of(tmp_path, {"0": collapse({})})
+    folder = write_replay_study(tmp_path, {"0": make_collapsing_rows({})})
     with (folder / "runs" / "arm0-seed0" / METRICS_FILE).open("a") as file:
         file.write(line + "\n")
     replay = replay_folder(folder, [])
@@ -313,12 +352,12 @@ def test_a_line_that_is_no_row_is_no_traceback(tmp_path: Path, line: str) -> Non
 
 
 def test_torn_lines_are_left_out(tmp_path: Path) -> None:
-    folder = study_of(tmp_path, {"0": collapse({6: 0.1, 8: 0.1})})
+    folder = write_replay_study(tmp_path, {"0": make_collapsing_rows({6: 0.1, 8: 0.1})})
     path = folder / "runs" / "arm0-seed0" / METRICS_FILE
-    whole, text = replay_folder(folder, SMALL_SET).runs, path.read_bytes()
-    for cut in range(1, 60, 10):
-        path.write_bytes(text + b'{"step": 13, "reward_std": 0.5, "groups_kept": 8, "val_success": 0.9}'[:cut])
-        assert replay_folder(folder, SMALL_SET).runs == whole
+    expected_runs, content = replay_folder(folder, SMALL_ASSIGNMENTS).runs, path.read_bytes()
+    for length in range(1, 60, 10):
+        path.write_bytes(content + b'{"step": 13, "reward_std": 0.5, "groups_kept": 8, "val_success": 0.9}'[:length])
+        assert replay_folder(folder, SMALL_ASSIGNMENTS).runs == expected_runs
 
 
 def test_an_empty_study(tmp_path: Path) -> None:
@@ -326,16 +365,18 @@ def test_an_empty_study(tmp_path: Path) -> None:
     assert (replay.runs, replay.skipped_runs) == ((), ())
     assert replay.replayed_thresholds[0].variance_ratio == 0.2
     assert [rule[1:5] for rule in replay.rules] == [(0, 0, 0, 0)] * 3
-    lines = printed(replay)
+    lines = print_lines(replay)
     assert lines[0].startswith("thresholds (1 changed): ")
     assert "No run of this study has rows yet: there is nothing to replay." in lines
 
 
 def test_nothing_is_written(tmp_path: Path) -> None:
-    folder = study_of(tmp_path, {"0": collapse({}), "0.1": collapse({6: 0.1, 8: 0.1})})
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    printed(replay_folder(folder, SMALL_SET))
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    folder = write_replay_study(
+        tmp_path, {"0": make_collapsing_rows({}), "0.1": make_collapsing_rows({6: 0.1, 8: 0.1})}
+    )
+    times_before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    print_lines(replay_folder(folder, SMALL_ASSIGNMENTS))
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == times_before
 
 
 @pytest.mark.parametrize(
@@ -349,9 +390,9 @@ def test_nothing_is_written(tmp_path: Path) -> None:
     ],
 )
 def test_every_spelling_of_a_threshold(tmp_path: Path, key: str) -> None:
-    rows = [{"step": n, "reward_std": 1.0, "groups_kept": 0} for n in range(1, 5)]
-    (run,) = replay_folder(study_of(tmp_path, {"0": rows}), [f"{key}=3"]).runs
-    assert run.alarms[1].decision == (EMPTY, 3.0, 3.0, 3)
+    rows = [{"step": step, "reward_std": 1.0, "groups_kept": 0} for step in range(1, 5)]
+    (run,) = replay_folder(write_replay_study(tmp_path, {"0": rows}), [f"{key}=3"]).runs
+    assert run.alarms[1].decision == (EMPTY_STEPS, 3.0, 3.0, 3)
 
 
 @pytest.mark.parametrize(
@@ -360,9 +401,9 @@ def test_every_spelling_of_a_threshold(tmp_path: Path, key: str) -> None:
 def test_other_settings_are_refused_with_the_list(tmp_path: Path, assignment: str) -> None:
     with pytest.raises(
         PlanError, match=f"`{assignment.partition('=')[0]}` is not a threshold of a stop rule"
-    ) as caught:
-        replay_folder(study_of(tmp_path, {}), [assignment])
-    assert all(f"early_stop.{name}" in str(caught.value) for name in EarlyStopConfig.model_fields)
+    ) as error_info:
+        replay_folder(write_replay_study(tmp_path, {}), [assignment])
+    assert all(f"early_stop.{name}" in str(error_info.value) for name in EarlyStopConfig.model_fields)
 
 
 @pytest.mark.parametrize(
@@ -374,7 +415,7 @@ def test_other_settings_are_refused_with_the_list(tmp_path: Path, assignment: st
 )
 def test_a_key_has_one_value(tmp_path: Path, assignments: list[str], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        replay_folder(study_of(tmp_path, {}), assignments)
+        replay_folder(write_replay_study(tmp_path, {}), assignments)
 
 
 @pytest.mark.parametrize(
@@ -383,7 +424,7 @@ def test_a_key_has_one_value(tmp_path: Path, assignments: list[str], message: st
 )
 @pytest.mark.parametrize("arms", [[], ["0"]])
 def test_bad_values_are_refused_also_where_no_run_uses_them(tmp_path: Path, assignment: str, arms: list[str]) -> None:
-    folder = study_of(tmp_path, {arm: collapse({}) for arm in arms})
+    folder = write_replay_study(tmp_path, {arm: make_collapsing_rows({}) for arm in arms})
     with pytest.raises(ConfigError, match=rf"early_stop\.{assignment.partition('=')[0]}=.*: must be "):
         replay_folder(folder, [assignment])
 
@@ -395,30 +436,34 @@ def test_a_folder_without_a_study_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("section", [None, 3, {"variance_window": 0}, {"empty": 0}])
 def test_a_study_that_this_version_does_not_read_is_refused(tmp_path: Path, section: object) -> None:
-    held = RunConfig().model_dump(mode="json")
+    config = RunConfig().model_dump(mode="json")
     with pytest.raises(PlanError, match="is damaged, or from another version"):
-        replay_folder(study_of(tmp_path, {}, FakeStudy(extra={"settings": {**held, "early_stop": section}})), [])
+        replay_folder(
+            write_replay_study(tmp_path, {}, FakeStudy(extra={"settings": {**config, "early_stop": section}})), []
+        )
 
 
 def test_the_first_line_says_which_thresholds_are_the_studys_own(tmp_path: Path) -> None:
-    folder = study_of(tmp_path, {"0": collapse({})})
-    given = ([], ["variance_ratio=0.2"], ["variance_ratio=0.2", "success_patience=3", "variance_window=10"])
-    same, one, two = (printed(replay_folder(folder, assignments))[0] for assignments in given)
-    assert same == (
+    folder = write_replay_study(tmp_path, {"0": make_collapsing_rows({})})
+    assignment_lists = ([], ["variance_ratio=0.2"], ["variance_ratio=0.2", "success_patience=3", "variance_window=10"])
+    unchanged_line, one_change_line, two_changes_line = (
+        print_lines(replay_folder(folder, assignments))[0] for assignments in assignment_lists
+    )
+    assert unchanged_line == (
         "thresholds (those of the study): variance_baseline_steps=10, variance_window=10, variance_ratio=0.1, "
         "success_threshold=0.01, success_patience=5, empty_stop_steps=5"
     )
-    assert one == same.replace("(those of the study)", "(1 changed)").replace(
+    assert one_change_line == unchanged_line.replace("(those of the study)", "(1 changed)").replace(
         "ratio=0.1", "ratio=0.2 (in the study: 0.1)"
     )
-    assert two.startswith("thresholds (2 changed): ")
-    assert {"success_patience=3 (in the study: 5)", "variance_window=10"} <= set(two.split(", "))
+    assert two_changes_line.startswith("thresholds (2 changed): ")
+    assert {"success_patience=3 (in the study: 5)", "variance_window=10"} <= set(two_changes_line.split(", "))
 
 
 def test_one_line_for_each_run_and_rule_then_one_for_each_rule(tmp_path: Path) -> None:
-    runs = {"0": collapse({6: 0.4, 8: 0.4}), "0.01": collapse({6: 0.1, 8: 0.1})}
-    lines = printed(replay_folder(study_of(tmp_path, runs), SMALL_SET))
-    assert table_line(lines, "run") == [
+    runs = {"0": make_collapsing_rows({6: 0.4, 8: 0.4}), "0.01": make_collapsing_rows({6: 0.1, 8: 0.1})}
+    lines = print_lines(replay_folder(write_replay_study(tmp_path, runs), SMALL_ASSIGNMENTS))
+    assert find_table_line(lines, "run") == [
         "run",
         "arm",
         "seed",
@@ -429,12 +474,26 @@ def test_one_line_for_each_run_and_rule_then_one_for_each_rule(tmp_path: Path) -
         "outcome",
         "steps saved",
     ]
-    first, second = "arm0-seed0", "arm001-seed0"
-    assert table_line(lines, first, "0", "0", VARIANCE)[4:] == ["4", "0.5", "1", "false alarm", "8"]
-    assert table_line(lines, second, "0.01", "0", VARIANCE)[4:] == ["4", "0.5", "1", "right", "8"]
-    assert table_line(lines, first, "0", "0", LOW)[4:] == ["not in 12 steps", "-", "-", "-", "-"]
-    assert table_line(lines, VARIANCE) == [VARIANCE, "2", "2", "1 of 2 known", "0.09 to 0.91", "0", "16", "66.7 %", "0"]
-    assert table_line(lines, EMPTY) == [EMPTY, "2", "0", "0 of 0 known", "-", "0", "0", "0.0 %", "0"]
-    order = [lines.index(line) for line in lines if line.startswith((first, second, VARIANCE, EMPTY, LOW))]
-    assert order == [2, 3, 4, 5, 6, 7, 10, 11, 12]
+    first_run_id, second_run_id = "arm0-seed0", "arm001-seed0"
+    assert find_table_line(lines, first_run_id, "0", "0", VARIANCE)[4:] == ["4", "0.5", "1", "false alarm", "8"]
+    assert find_table_line(lines, second_run_id, "0.01", "0", VARIANCE)[4:] == ["4", "0.5", "1", "right", "8"]
+    assert find_table_line(lines, first_run_id, "0", "0", LOW_SUCCESS)[4:] == ["not in 12 steps", "-", "-", "-", "-"]
+    assert find_table_line(lines, VARIANCE) == [
+        VARIANCE,
+        "2",
+        "2",
+        "1 of 2 known",
+        "0.09 to 0.91",
+        "0",
+        "16",
+        "66.7 %",
+        "0",
+    ]
+    assert find_table_line(lines, EMPTY_STEPS) == [EMPTY_STEPS, "2", "0", "0 of 0 known", "-", "0", "0", "0.0 %", "0"]
+    line_numbers = [
+        lines.index(line)
+        for line in lines
+        if line.startswith((first_run_id, second_run_id, VARIANCE, EMPTY_STEPS, LOW_SUCCESS))
+    ]
+    assert line_numbers == [2, 3, 4, 5, 6, 7, 10, 11, 12]
     assert any("at least the val_success before training" in line for line in lines)

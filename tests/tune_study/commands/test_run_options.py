@@ -1,4 +1,4 @@
-"""What the options of `run` mean for studies of other families, and for suites."""
+"""The options of `run` for studies of other families and for suites."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,12 +19,12 @@ from tune_study.commands.run_options import RunOptions, plan_from_options
 from tune_study.plan.study_plan import find_study
 
 
-def run(folder: Path, *words: str) -> tuple[int, str, str]:
-    """Exit code, what is shown and what is said of `run ... --dry-run` into `folder`, where nothing is left."""
+def dry_run(folder: Path, *words: str) -> tuple[int, str, str]:
+    """Run `run ... --dry-run`; return its exit code, stdout and stderr. Nothing may be written to `folder`."""
     environment = {"CUDA_VISIBLE_DEVICES": "", "HOME": str(folder)}
-    done = CliRunner(env=environment).invoke(app, ["run", *words, "--output", str(folder), "--dry-run"])
+    result = CliRunner(env=environment).invoke(app, ["run", *words, "--output", str(folder), "--dry-run"])
     assert not list(folder.iterdir())
-    return done.exit_code, done.stdout, done.stderr
+    return result.exit_code, result.stdout, result.stderr
 
 
 @pytest.mark.parametrize(
@@ -55,91 +55,93 @@ def run(folder: Path, *words: str) -> tuple[int, str, str]:
     ],
 )
 def test_what_a_study_cannot_have_is_said(tmp_path: Path, words: str, message: str) -> None:
-    code, shown, said = run(tmp_path, *words.split())
-    assert (code, shown) == (2, "")
-    assert message in " ".join(said.split())
+    code, output, error = dry_run(tmp_path, *words.split())
+    assert (code, output) == (2, "")
+    assert message in " ".join(error.split())
 
 
 def test_a_suite_plans_each_of_its_studies(tmp_path: Path) -> None:
     assert {name for name, study in STUDIES.items() if study.smoke_settings} == set(SUITES["sandbox-all"])
-    code, shown, _ = run(tmp_path, "sandbox_evidence", "--seeds", "10")
+    code, output, _ = dry_run(tmp_path, "sandbox_evidence", "--seeds", "10")
     assert code == 0
     for number, name in enumerate(SUITES["sandbox-evidence"], 1):
-        assert f"Study {number} of 6: {name}" in shown
+        assert f"Study {number} of 6: {name}" in output
         arms = STUDIES[name].axis.grids["laptop"]
-        assert f"{10 * len(arms)} runs: {STUDIES[name].axis.setting} in {','.join(arms)}" in shown
+        assert f"{10 * len(arms)} runs: {STUDIES[name].axis.setting} in {','.join(arms)}" in output
 
 
 def test_a_smoke_form_changes_what_it_says_and_can_be_changed(tmp_path: Path) -> None:
-    assert "Steps per run: 4, validation every 4 steps" in run(tmp_path, "influence", "--smoke")[1]
-    assert "Steps per run: 6, validation every 4 steps" in run(tmp_path, "influence", "--smoke", "--steps", "6")[1]
-    assert "seeds 0\n" in run(tmp_path, "influence", "--smoke")[1]
-    assert "seeds 0,1\n" in run(tmp_path, "influence", "--smoke", "--seeds", "2")[1]
+    assert "Steps per run: 4, validation every 4 steps" in dry_run(tmp_path, "influence", "--smoke")[1]
+    assert "Steps per run: 6, validation every 4 steps" in dry_run(tmp_path, "influence", "--smoke", "--steps", "6")[1]
+    assert "seeds 0\n" in dry_run(tmp_path, "influence", "--smoke")[1]
+    assert "seeds 0,1\n" in dry_run(tmp_path, "influence", "--smoke", "--seeds", "2")[1]
 
 
-def study_of(setting: str, option: str) -> Study:
-    """A sweep over a setting that no shipped study sweeps."""
+def make_rate_study(setting: str, option: str) -> Study:
+    """Make a sweep over a setting that no shipped study sweeps."""
     grid = {"paper": ("1e-6", "3e-6"), "laptop": ("1e-4", "3e-4")}
     return Study("rate", PPO, "Which rate?", Axis(setting, grid, option=option), SWEEP_SETTINGS, "1e-4")
 
 
 @pytest.mark.parametrize("option", ["--values", "--lr-values"])
 def test_a_study_of_another_setting_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
-    monkeypatch.setitem(search_spaces.STUDIES, "rate", study_of("actor.lr", option))
-    code, shown, said = run(tmp_path, "rate", "--preset", "laptop")
-    assert (code, said) == (0, "")
-    assert "2 runs: actor.lr in 1e-4,3e-4" in shown
-    assert f"Results: {tmp_path}/results/rate_sokoban-tiny" in shown
-    assert "logs/rate_sokoban-tiny/3e-4/rate_3e-4_sokoban-tiny.log" in shown
-    code, shown, said = run(tmp_path, "rate", "--preset", "laptop", "--values", "1e-3,2e-3,1e-4")
-    assert (code, said) == (0, "")
-    assert "3 runs: actor.lr in 1e-3,2e-3,1e-4" in shown
-    code, _, said = run(tmp_path, "rate", "--preset", "laptop", "--kl-values", "0.1")
+    monkeypatch.setitem(search_spaces.STUDIES, "rate", make_rate_study("actor.lr", option))
+    code, output, error = dry_run(tmp_path, "rate", "--preset", "laptop")
+    assert (code, error) == (0, "")
+    assert "2 runs: actor.lr in 1e-4,3e-4" in output
+    assert f"Results: {tmp_path}/results/rate_sokoban-tiny" in output
+    assert "logs/rate_sokoban-tiny/3e-4/rate_3e-4_sokoban-tiny.log" in output
+    code, output, error = dry_run(tmp_path, "rate", "--preset", "laptop", "--values", "1e-3,2e-3,1e-4")
+    assert (code, error) == (0, "")
+    assert "3 runs: actor.lr in 1e-3,2e-3,1e-4" in output
+    code, _, error = dry_run(tmp_path, "rate", "--preset", "laptop", "--kl-values", "0.1")
     assert code == 2
-    assert f"--kl-values does not belong to study rate, whose axis is actor.lr: type {option}." in said
+    assert f"--kl-values does not belong to study rate, whose axis is actor.lr: type {option}." in error
 
 
 def test_a_flag_that_a_study_declares_is_an_option_of_the_command() -> None:
-    app, typed = Typer(), []
+    app, calls = Typer(), []
 
     @app.command()
-    @add_axis_options([study_of("actor.lr", "--lr-values"), study_of("actor.eps", "--values"), STUDIES["top-p"]])
+    @add_axis_options(
+        [make_rate_study("actor.lr", "--lr-values"), make_rate_study("actor.eps", "--values"), STUDIES["top-p"]]
+    )
     def command(name: str, *, axes: Mapping[str, str | None], seeds: int = 1) -> None:
-        typed.append((name, axes, seeds))
+        calls.append((name, axes, seeds))
 
     for words in ("x --lr-values 1,2 --seeds 3", "x --lr_values 1,2 --seeds 3"):
         assert CliRunner().invoke(app, words.split()).exit_code == 0
-        assert typed.pop() == ("x", {"--lr-values": "1,2", "--rollout_filter_value": None}, 3)
-    shown = CliRunner().invoke(app, ["--help"]).stdout
-    assert "Study rate: values of actor.lr, for example 1e-4,3e-4." in " ".join(shown.replace("│", " ").split())
+        assert calls.pop() == ("x", {"--lr-values": "1,2", "--rollout_filter_value": None}, 3)
+    help_text = CliRunner().invoke(app, ["--help"]).stdout
+    assert "Study rate: values of actor.lr, for example 1e-4,3e-4." in " ".join(help_text.replace("│", " ").split())
     assert CliRunner().invoke(app, ["x", "--arms", "1"]).exit_code == 2
 
 
 def test_values_are_typed_for_any_axis_and_once(tmp_path: Path) -> None:
     for words in (["kl", "--values", "0,0.2"], ["top-p", "--values", "0.9,nofilter"], ["influence", "--values", "DG"]):
-        code, shown, said = run(tmp_path, *words, "--preset", "laptop")
-        assert (code, said) == (0, "")
-        assert f" in {words[2]}" in shown
-    code, _, said = run(tmp_path, "kl", "--values", "0", "--kl-values", "0.1")
+        code, output, error = dry_run(tmp_path, *words, "--preset", "laptop")
+        assert (code, error) == (0, "")
+        assert f" in {words[2]}" in output
+    code, _, error = dry_run(tmp_path, "kl", "--values", "0", "--kl-values", "0.1")
     assert code == 2
-    assert "--values and --kl-values are two names for one option of study kl: type one of them." in said
+    assert "--values and --kl-values are two names for one option of study kl: type one of them." in error
 
 
 def test_any_combination_names_its_folder(tmp_path: Path) -> None:
     words = ["--set", "task=chain_reversal", "--set", "method=SCOPELite", "--set", "num_steps=7"]
-    code, shown, _ = run(tmp_path, "sandbox", *words)
+    code, output, _ = dry_run(tmp_path, "sandbox", *words)
     assert code == 0
-    assert f"Results: {tmp_path}/results/sandbox_chain_reversal_SCOPELite" in shown
-    assert "Steps per run: 7" in shown
+    assert f"Results: {tmp_path}/results/sandbox_chain_reversal_SCOPELite" in output
+    assert "Steps per run: 7" in output
 
 
 def test_a_model_that_is_not_here_starts_nothing(tmp_path: Path) -> None:
     words = ["run", "sandbox", "--set", "task=lm_bandit", "--set", "model_name=no/such", "--output", str(tmp_path)]
-    done = CliRunner(env={"CUDA_VISIBLE_DEVICES": "", "HF_HUB_CACHE": str(tmp_path)}).invoke(app, words)
-    assert (done.exit_code, done.stdout, list(tmp_path.iterdir())) == (2, "", [])
-    said = " ".join(done.stderr.split())
-    assert said.startswith("tune_study: The model no/such was not found")
-    assert said.endswith("or type --set model_name=sokoban-tiny or a folder.")
+    result = CliRunner(env={"CUDA_VISIBLE_DEVICES": "", "HF_HUB_CACHE": str(tmp_path)}).invoke(app, words)
+    assert (result.exit_code, result.stdout, list(tmp_path.iterdir())) == (2, "", [])
+    error = " ".join(result.stderr.split())
+    assert error.startswith("tune_study: The model no/such was not found")
+    assert error.endswith("or type --set model_name=sokoban-tiny or a folder.")
 
 
 def test_files_here_are_found_from_the_folders_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,27 +149,29 @@ def test_files_here_are_found_from_the_folders_of_workers(tmp_path: Path, monkey
     (tmp_path / "lines.txt").touch()
     monkeypatch.chdir(tmp_path)
     axes = {STUDIES["sandbox"].axis.option: None}
-    typed = ("mnist_folder=digits", "text_file=lines.txt", "model_name=some/model")
-    choices = RunOptions("laptop", "a test", {}, axes, None, None, typed, None, False)
-    base = plan_from_options(STUDIES["sandbox"], choices, tmp_path / "out", None, False, real=False).base_config
-    assert isinstance(base, UpdateRuleConfig)
-    assert (base.mnist_folder, base.text_file) == (str(tmp_path / "digits"), str(tmp_path / "lines.txt"))
-    assert base.model_name == "some/model"
+    assignments = ("mnist_folder=digits", "text_file=lines.txt", "model_name=some/model")
+    run_options = RunOptions("laptop", "a test", {}, axes, None, None, assignments, None, False)
+    base_config = plan_from_options(
+        STUDIES["sandbox"], run_options, tmp_path / "out", None, False, real=False
+    ).base_config
+    assert isinstance(base_config, UpdateRuleConfig)
+    assert (base_config.mnist_folder, base_config.text_file) == (str(tmp_path / "digits"), str(tmp_path / "lines.txt"))
+    assert base_config.model_name == "some/model"
 
 
 def test_a_file_that_is_not_here_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     words = ["sandbox", "--set", "mnist_folder=digits", "--output", str(tmp_path)]
-    done = CliRunner(env={"CUDA_VISIBLE_DEVICES": "", "HOME": str(tmp_path)}).invoke(app, ["run", *words])
-    assert (done.exit_code, done.stdout) == (2, "")
+    result = CliRunner(env={"CUDA_VISIBLE_DEVICES": "", "HOME": str(tmp_path)}).invoke(app, ["run", *words])
+    assert (result.exit_code, result.stdout) == (2, "")
     assert "`mnist_folder=digits` does not exist: type an existing path, or leave it out." in " ".join(
-        done.stderr.split()
+        result.stderr.split()
     )
     assert not list(tmp_path.iterdir())
 
 
 def test_who_mistypes_a_suite_is_told_of_it(tmp_path: Path) -> None:
-    code, _, said = run(tmp_path, "sandbox-evidenc")
-    assert (code, "a suite of studies: sandbox-evidence, sandbox-all." in " ".join(said.split())) == (2, True)
+    code, _, error = dry_run(tmp_path, "sandbox-evidenc")
+    assert (code, "a suite of studies: sandbox-evidence, sandbox-all." in " ".join(error.split())) == (2, True)
 
 
 def test_every_study_is_found_by_either_spelling() -> None:

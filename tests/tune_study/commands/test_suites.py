@@ -1,4 +1,4 @@
-"""Suites: what is checked before the first study, how they end, and what is said then. Studies do not train here."""
+"""Suites: the checks before the first study, and how a suite ends. The studies do not train here."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from tune_study.placement import disk
 from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
 from tune_study.tune.run import SuiteContext
 
-Study = Callable[[StudyPlan, SuiteContext], int]
+StudyFunction = Callable[[StudyPlan, SuiteContext], int]
 NOT_STARTED = "Not started: replay. Type the same command again to continue."
 
 
@@ -25,75 +25,79 @@ def two_plans(tmp_path: Path) -> list[StudyPlan]:
     return [make_plan(STUDIES[name], "laptop", "a test", {}, None, 1, tmp_path) for name in ("influence", "replay")]
 
 
-def run(plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch, study: Study) -> tuple[int, list[str], str]:
-    """The exit code of a suite, the studies that began, and what was said; study: what each of them does."""
-    begun: list[str] = []
+def run_suite(
+    plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch, run_one: StudyFunction
+) -> tuple[int, list[str], str]:
+    """Run a suite in which `run_one` replaces each study; return the exit code, the started studies and the output."""
+    started_names: list[str] = []
 
-    def execute(plan: StudyPlan, *given: object) -> int:
-        begun.append(plan.study.name)
-        suite = given[-1]
+    def fake_execute(plan: StudyPlan, *arguments: object) -> int:
+        started_names.append(plan.study.name)
+        suite = arguments[-1]
         assert isinstance(suite, SuiteContext)
         outputs.write_study(plan)
-        return study(plan, suite)
+        return run_one(plan, suite)
 
-    monkeypatch.setattr(suites, "execute_study", execute)
+    monkeypatch.setattr(suites, "execute_study", fake_execute)
     console = Console(record=True, width=300)
-    code = preflight.start_studies(plans, preflight.LaunchOptions(None, None, None, None, None), (), False, console)
-    return code, begun, console.export_text()
+    exit_code = preflight.start_studies(
+        plans, preflight.LaunchOptions(None, None, None, None, None), (), False, console
+    )
+    return exit_code, started_names, console.export_text()
 
 
 def test_the_code_is_that_of_the_worst_and_there_is_an_index(
     two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, begun, said = run(two_plans, monkeypatch, lambda plan, _: int(plan is two_plans[0]))
-    assert (code, begun) == (1, ["influence", "replay"])
-    assert "Study 2 of 2: replay" in said
-    assert "Not started" not in said
-    assert said.count(f"Index: {two_plans[0].output}/index.html") == 1
+    code, started_names, output = run_suite(two_plans, monkeypatch, lambda plan, _: int(plan is two_plans[0]))
+    assert (code, started_names) == (1, ["influence", "replay"])
+    assert "Study 2 of 2: replay" in output
+    assert "Not started" not in output
+    assert output.count(f"Index: {two_plans[0].output}/index.html") == 1
 
 
 def test_an_interrupt_as_the_last_runs_of_a_study_end_is_one_for_its_suite(
     two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is left of the first study, whose own exit code is then 0."""
+    """The first study has no runs left, so its own exit code is 0."""
 
-    def ends(_: StudyPlan, suite: SuiteContext) -> int:
+    def interrupt_at_end(_: StudyPlan, suite: SuiteContext) -> int:
         suite.interrupt.request()
         return 0
 
-    code, begun, said = run(two_plans, monkeypatch, ends)
-    assert (code, begun) == (130, ["influence"])
-    assert NOT_STARTED in said
-    assert "Index:" in said
+    code, started_names, output = run_suite(two_plans, monkeypatch, interrupt_at_end)
+    assert (code, started_names) == (130, ["influence"])
+    assert NOT_STARTED in output
+    assert "Index:" in output
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_a_report_is_written_lets_it_be_finished_and_ends_the_suite(
-    two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch, signal_number: signal.Signals
 ) -> None:
-    before = signal.getsignal(number)
-    written = []
+    old_handler = signal.getsignal(signal_number)
+    written_reports = []
 
-    def reports(plan: StudyPlan, _: SuiteContext) -> int:
-        os.kill(os.getpid(), number)
-        written.append(plan.study.name)
+    def write_report(plan: StudyPlan, _: SuiteContext) -> int:
+        os.kill(os.getpid(), signal_number)
+        written_reports.append(plan.study.name)
         return 0
 
-    code, begun, said = run(two_plans, monkeypatch, reports)
-    assert (code, begun, written) == (130, ["influence"], ["influence"])
-    assert NOT_STARTED in said
-    assert signal.getsignal(number) is before
+    code, started_names, output = run_suite(two_plans, monkeypatch, write_report)
+    assert (code, started_names, written_reports) == (130, ["influence"], ["influence"])
+    assert NOT_STARTED in output
+    assert signal.getsignal(signal_number) is old_handler
 
 
 def test_a_request_as_the_last_study_ends_changes_nothing(
     two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ends(plan: StudyPlan, suite: SuiteContext) -> int:
+    def interrupt_at_end(plan: StudyPlan, suite: SuiteContext) -> int:
         if plan is two_plans[1]:
             suite.interrupt.request()
         return 0
 
-    assert run(two_plans, monkeypatch, ends)[:2] == (0, ["influence", "replay"])
+    assert run_suite(two_plans, monkeypatch, interrupt_at_end)[:2] == (0, ["influence", "replay"])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), PlanError("it cannot be written"), SystemExit(15)])
@@ -103,62 +107,62 @@ def test_whatever_ends_a_suite_its_rest_is_named_and_what_is_there_has_an_index(
     capsys: pytest.CaptureFixture[str],
     error: BaseException,
 ) -> None:
-    def fails(*_: object) -> int:
+    def raise_error(*_: object) -> int:
         raise error
 
     with pytest.raises(type(error)):
-        run(two_plans, monkeypatch, fails)
-    said = capsys.readouterr().out
-    assert NOT_STARTED in said
-    assert "Index:" in said
+        run_suite(two_plans, monkeypatch, raise_error)
+    output = capsys.readouterr().out
+    assert NOT_STARTED in output
+    assert "Index:" in output
 
 
 def test_a_lost_ray_says_the_same_before_the_process_ends(
     two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def loses(_: StudyPlan, suite: SuiteContext) -> int:
+    def lose_ray(_: StudyPlan, suite: SuiteContext) -> int:
         suite.on_ray_lost()
         raise SystemExit(capsys.readouterr().out)  # the real one ends the process
 
-    with pytest.raises(SystemExit) as ended:
-        run(two_plans, monkeypatch, loses)
-    assert NOT_STARTED in str(ended.value)
-    assert "Index:" in str(ended.value)
+    with pytest.raises(SystemExit) as exit_info:
+        run_suite(two_plans, monkeypatch, lose_ray)
+    assert NOT_STARTED in str(exit_info.value)
+    assert "Index:" in str(exit_info.value)
 
 
 def test_an_index_that_cannot_be_written_is_told(
     two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (two_plans[0].output / "index.html").mkdir()
-    assert run(two_plans, monkeypatch, lambda *_: 0)[0] == 1
+    assert run_suite(two_plans, monkeypatch, lambda *_: 0)[0] == 1
     assert f"The index of the studies in {two_plans[0].output} could not be written" in capsys.readouterr().err
 
 
 def test_a_suite_does_not_begin_where_a_later_study_lacks_something(
     two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(plan: StudyPlan, *_: object) -> None:
+    def refuse_second(plan: StudyPlan, *_: object) -> None:
         if plan is two_plans[1]:
             raise PlanError("lacks something")
 
-    monkeypatch.setattr(preflight, "_check_machine", refused)
+    monkeypatch.setattr(preflight, "_check_machine", refuse_second)
     with pytest.raises(PlanError, match="lacks something"):
-        run(two_plans, monkeypatch, lambda *_: pytest.fail("it began"))
+        run_suite(two_plans, monkeypatch, lambda *_: pytest.fail("it began"))
     assert not two_plans[0].output.joinpath("results").exists()
 
 
 def test_a_study_that_has_come_to_lack_something_by_its_turn_does_not_begin(
     two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fills_the_disk(*_: object) -> int:
-        def full(*_: object) -> None:
+    def fill_disk(*_: object) -> int:
+        def raise_no_room(*_: object) -> None:
             raise PlanError("no room")
 
-        monkeypatch.setattr(disk, "check_budget", full)
+        monkeypatch.setattr(disk, "check_budget", raise_no_room)
         return 0
 
     with pytest.raises(PlanError, match="no room"):
-        run(two_plans, monkeypatch, fills_the_disk)
+        run_suite(two_plans, monkeypatch, fill_disk)
     assert NOT_STARTED in capsys.readouterr().out
     assert not make_interrupt(two_plans[1].folder).path.parent.joinpath("study.json").exists()
 
@@ -166,30 +170,30 @@ def test_a_study_that_has_come_to_lack_something_by_its_turn_does_not_begin(
 def test_studies_that_fit_one_by_one_and_not_together_are_refused(
     two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = disk.estimate_disk_budget
-    needed = 0
+    original_estimate = disk.estimate_disk_budget
+    needed_bytes = 0
 
-    def tight(*given: object) -> disk.DiskBudget:
-        return measured(*given)._replace(free_bytes=needed)  # type: ignore[arg-type]
+    def estimate_tight_budget(*arguments: object) -> disk.DiskBudget:
+        return original_estimate(*arguments)._replace(free_bytes=needed_bytes)  # type: ignore[arg-type]
 
     for plan in two_plans:
         resource_plan = preflight.resources.preflight(plan, None, (), 2, None, is_real=True)
-        needed += measured(plan, resource_plan, {}).total_bytes or 0
-    monkeypatch.setattr(disk, "estimate_disk_budget", tight)
-    needed -= 1
+        needed_bytes += original_estimate(plan, resource_plan, {}).total_bytes or 0
+    monkeypatch.setattr(disk, "estimate_disk_budget", estimate_tight_budget)
+    needed_bytes -= 1
     with pytest.raises(
         PlanError, match=r"The 2 studies together need up to .* more disk space, and .* free: type --output"
     ):
-        run(two_plans, monkeypatch, lambda *_: 0)
-    needed += 1
-    assert run(two_plans, monkeypatch, lambda *_: 0)[0] == 0
+        run_suite(two_plans, monkeypatch, lambda *_: 0)
+    needed_bytes += 1
+    assert run_suite(two_plans, monkeypatch, lambda *_: 0)[0] == 0
 
 
 def test_gpus_are_for_the_studies_of_a_suite_that_take_some(tmp_path: Path, two_plans: list[StudyPlan]) -> None:
     console = Console(record=True, width=300)
-    asked = preflight.LaunchOptions("0", None, None, None, None)
+    options = preflight.LaunchOptions("0", None, None, None, None)
     overrides = {"trainer.n_gpus_per_node": 1.0, "trainer.device": "cuda"}
-    with_gpu = make_plan(STUDIES["kl"], "laptop", "a test", overrides, ("0",), 1, tmp_path)
-    assert preflight.start_studies([*two_plans, with_gpu], asked, (), True, console) == 0
+    gpu_plan = make_plan(STUDIES["kl"], "laptop", "a test", overrides, ("0",), 1, tmp_path)
+    assert preflight.start_studies([*two_plans, gpu_plan], options, (), True, console) == 0
     with pytest.raises(PlanError, match=r"study influence trains on the CPU\. Leave --gpus out"):
-        preflight.start_studies(two_plans, asked, (), True, console)
+        preflight.start_studies(two_plans, options, (), True, console)

@@ -37,17 +37,17 @@ from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
 
 
-def plan_in(output: Path, study: str = "kl", values: tuple[str, ...] = ("0", "0.1"), seeds: int = 1) -> StudyPlan:
+def make_plan_in(output: Path, study: str = "kl", values: tuple[str, ...] = ("0", "0.1"), seeds: int = 1) -> StudyPlan:
     return make_plan(STUDIES[study], "paper", "a test", {"trainer.n_gpus_per_node": 0}, values, seeds, output)
 
 
-def allotted(plan: StudyPlan) -> ResourcePlan:
+def allocate_resources(plan: StudyPlan) -> ResourcePlan:
     return preflight(plan, None, (), 2, None, is_real=True)._replace(gpu_label="1xH100")
 
 
-def ended(run_id: str, status: str = "completed", **more: object) -> RunStatus:
+def make_ended_status(run_id: str, status: str = "completed", **fields: object) -> RunStatus:
     times = {"started_at": "2026-01-01T00:00:00+00:00", "ended_at": "2026-01-01T01:00:05+00:00"}
-    return RunStatus(run_id, status, **{**times, **more})  # type: ignore[arg-type]
+    return RunStatus(run_id, status, **{**times, **fields})  # type: ignore[arg-type]
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
@@ -66,68 +66,74 @@ def test_a_file_that_holds_no_object_is_none(tmp_path: Path, text: str) -> None:
 
 
 def test_a_status_survives_its_file(tmp_path: Path) -> None:
-    status = ended("a", "early_stopped", stop_rule="empty_filtered_steps", stop_value=5.0, stop_step=9)
+    status = make_ended_status("a", "early_stopped", stop_rule="empty_filtered_steps", stop_value=5.0, stop_step=9)
     write_status(tmp_path, status)
     assert read_status(tmp_path) == status
     assert read_status(tmp_path / "nowhere") is None
 
 
 def test_every_run_has_a_status_before_and_after(tmp_path: Path) -> None:
-    plan = plan_in(tmp_path, values=("0", "0.1", "0.2"))
+    plan = make_plan_in(tmp_path, values=("0", "0.1", "0.2"))
     write_study(plan)
     first, second, third = (plan.get_run_dir(run.run_id) for run in plan.runs)
-    assert {read_status(folder).status for folder in (first, second, third)} == {"never_ran"}  # type: ignore[union-attr]
-    write_status(first, ended("a"))
+    assert {read_status(run_dir).status for run_dir in (first, second, third)} == {"never_ran"}  # type: ignore[union-attr]
+    write_status(first, make_ended_status("a"))
     write_status(second, RunStatus("b", "running", started_at=make_timestamp()))
     (second / "metrics.jsonl").write_text('{"step": 3}\n')
     close_unfinished(plan, "the study was interrupted")
-    found = [read_status(folder) for folder in (first, second, third)]
-    assert [status.status for status in found if status] == ["completed", "interrupted", "never_ran"]
-    assert [status.reason for status in found if status][2] == "the study was interrupted before it started"
-    assert {status.status for status in found if status} <= set(STATUSES)
+    statuses = [read_status(run_dir) for run_dir in (first, second, third)]
+    assert [status.status for status in statuses if status] == ["completed", "interrupted", "never_ran"]
+    assert [status.reason for status in statuses if status][2] == "the study was interrupted before it started"
+    assert {status.status for status in statuses if status} <= set(STATUSES)
 
 
 def test_a_study_file_gives_the_plan_again(tmp_path: Path) -> None:
-    plan = plan_in(tmp_path, "top-p", ("1.0", "nofilter"), seeds=2)
+    plan = make_plan_in(tmp_path, "top-p", ("1.0", "nofilter"), seeds=2)
     write_study(plan)
     assert plan_from_folder(plan.folder) == plan
     assert plan_from_folder(plan.folder / ".." / plan.run) == plan
 
 
 def test_a_study_file_keeps_its_date_and_command_while_its_runs_are_the_same(tmp_path: Path) -> None:
-    plan = plan_in(tmp_path)
+    plan = make_plan_in(tmp_path)
     write_study(plan)
     path = plan.folder / "study.json"
-    held = {**json.loads(path.read_text()), "created_at": "2026-01-01T00:00:00+00:00", "command": "as typed"}
-    write_json(path, held)
+    changed_study = {**json.loads(path.read_text()), "created_at": "2026-01-01T00:00:00+00:00", "command": "as typed"}
+    write_json(path, changed_study)
     write_study(plan)
     assert json.loads(path.read_text())["command"] == "as typed"
-    write_study(plan_in(tmp_path, seeds=2))
-    again = json.loads(path.read_text())
-    assert again["command"] != "as typed"
-    assert again["created_at"] == "2026-01-01T00:00:00+00:00"
-    assert datetime.fromisoformat(again["created_at"]).tzinfo is not None
+    write_study(make_plan_in(tmp_path, seeds=2))
+    reloaded_study = json.loads(path.read_text())
+    assert reloaded_study["command"] != "as typed"
+    assert reloaded_study["created_at"] == "2026-01-01T00:00:00+00:00"
+    assert datetime.fromisoformat(reloaded_study["created_at"]).tzinfo is not None
 
 
 def test_a_study_file_keeps_every_start_and_what_changed_between_two(tmp_path: Path) -> None:
-    plan = plan_in(tmp_path)
+    plan = make_plan_in(tmp_path)
     assert write_study(plan) == []
     path = plan.folder / "study.json"
-    first = json.loads(path.read_text())
-    assert [start["versions"] for start in first["starts"]] == [first["versions"]]
-    older = {**first["starts"][0], "versions": {**first["versions"], "torch": "2.0.0"}, "git": {"commit": "abc"}}
-    write_json(path, {**first, "starts": [older], "versions": older["versions"], "git": older["git"]})
+    first_study = json.loads(path.read_text())
+    assert [start["versions"] for start in first_study["starts"]] == [first_study["versions"]]
+    older_start = {
+        **first_study["starts"][0],
+        "versions": {**first_study["versions"], "torch": "2.0.0"},
+        "git": {"commit": "abc"},
+    }
+    write_json(
+        path, {**first_study, "starts": [older_start], "versions": older_start["versions"], "git": older_start["git"]}
+    )
     changes = write_study(plan)
-    assert f"torch: 2.0.0 -> {first['versions']['torch']}" in changes
+    assert f"torch: 2.0.0 -> {first_study['versions']['torch']}" in changes
     assert any(change.startswith("commit: abc -> ") for change in changes)
-    again = json.loads(path.read_text())
-    assert len(again["starts"]) == 2
-    assert again["versions"]["torch"] == "2.0.0"  # those of the first start
-    assert write_study(plan) == []  # as at the last start
+    reloaded_study = json.loads(path.read_text())
+    assert len(reloaded_study["starts"]) == 2
+    assert reloaded_study["versions"]["torch"] == "2.0.0"  # the versions of the first start
+    assert write_study(plan) == []  # nothing has changed since the last start
 
 
 def test_a_study_that_is_declared_otherwise_now_is_not_gone_on_with(tmp_path: Path) -> None:
-    plan = plan_in(tmp_path)
+    plan = make_plan_in(tmp_path)
     write_study(plan)
     check_unchanged(plan_from_folder(plan.folder))
     path = plan.get_run_dir(plan.runs[1].run_id) / "run.json"
@@ -139,11 +145,11 @@ def test_a_study_that_is_declared_otherwise_now_is_not_gone_on_with(tmp_path: Pa
 
 
 def test_a_glance_at_the_lock_does_not_refuse_a_start(tmp_path: Path) -> None:
-    def glance() -> None:
+    def check_lock() -> None:
         for _ in range(2000):
             is_running(tmp_path)
 
-    watcher = threading.Thread(target=glance)
+    watcher = threading.Thread(target=check_lock)
     watcher.start()
     for _ in range(200):
         with lock_folder(tmp_path):
@@ -152,13 +158,13 @@ def test_a_glance_at_the_lock_does_not_refuse_a_start(tmp_path: Path) -> None:
 
 
 def test_a_failure_is_shown_with_its_class() -> None:
-    assert ended("a", "failed", failure_class="storage").display_text == "failed (storage)"
-    assert ended("a").display_text == "completed"
+    assert make_ended_status("a", "failed", failure_class="storage").display_text == "failed (storage)"
+    assert make_ended_status("a").display_text == "completed"
 
 
 @pytest.mark.parametrize("damage", [{"name": "unknown"}, {"settings": {"actor": {"lr": -1}}}, {"seeds": None}])
 def test_a_study_file_that_cannot_be_read_is_refused(tmp_path: Path, damage: dict[str, object]) -> None:
-    plan = plan_in(tmp_path)
+    plan = make_plan_in(tmp_path)
     write_study(plan)
     path = plan.folder / "study.json"
     write_json(path, {**json.loads(path.read_text()), **damage})
@@ -167,7 +173,7 @@ def test_a_study_file_that_cannot_be_read_is_refused(tmp_path: Path, damage: dic
 
 
 def test_a_renamed_study_is_refused(tmp_path: Path) -> None:
-    plan = plan_in(tmp_path)
+    plan = make_plan_in(tmp_path)
     write_study(plan)
     plan.folder.rename(plan.folder.with_name("renamed"))
     with pytest.raises(PlanError, match="was moved or renamed"):
@@ -215,8 +221,8 @@ ROWS = [
 
 
 def test_a_row_of_step_0_is_a_start(tmp_path: Path) -> None:
-    """Weights are measured, then trained, then the row is written."""
-    plan = plan_in(tmp_path)
+    """The row of step 0 is written after the first evaluation and before training."""
+    plan = make_plan_in(tmp_path)
     write_study(plan)
     run_dir = plan.get_run_dir(plan.runs[0].run_id)
     write_status(run_dir, RunStatus("a", "running", started_at=make_timestamp()))
@@ -232,11 +238,11 @@ def test_the_line_of_a_failure_takes_no_time_away() -> None:
 
 
 def test_times_add_up() -> None:
-    plain = ("train", "eval", "total")
-    assert format_run_times(ROWS, plain) == ["train_time=23.50s", "eval_time=6.50s", "total_time=30.00s"]
-    assert format_run_times([], plain) == ["train_time=N/A", "eval_time=N/A", "total_time=N/A"]
-    spent = [{"seconds_collapse_first_turn": 1.5}, {"seconds_collapse_multi_turn": 2.0}, {}]
-    rows = [{**row, **more} for row, more in zip(ROWS, spent, strict=False)]
+    phases = ("train", "eval", "total")
+    assert format_run_times(ROWS, phases) == ["train_time=23.50s", "eval_time=6.50s", "total_time=30.00s"]
+    assert format_run_times([], phases) == ["train_time=N/A", "eval_time=N/A", "total_time=N/A"]
+    collapse_times = [{"seconds_collapse_first_turn": 1.5}, {"seconds_collapse_multi_turn": 2.0}, {}]
+    rows = [{**row, **collapse_time} for row, collapse_time in zip(ROWS, collapse_times, strict=False)]
     assert format_run_times(rows, ("train", "collapse", "collapse_first", "collapse_multi")) == [
         "train_time=20.00s",
         "collapse_time=3.50s",
@@ -246,24 +252,26 @@ def test_times_add_up() -> None:
 
 
 def test_wall_time_is_from_first_start_to_end() -> None:
-    assert format_wall_seconds(ended("a")) == "3605s"
+    assert format_wall_seconds(make_ended_status("a")) == "3605s"
     assert format_wall_seconds(RunStatus("a", "running", started_at=make_timestamp())) == "N/A"
 
 
 def test_a_summary_line_has_the_published_fields_of_its_study(tmp_path: Path) -> None:
     times = "train_time=N/A | eval_time=N/A | total_time=N/A | wall_time=3605s | gpu=1xH100"
-    kl, entropy = plan_in(tmp_path), plan_in(tmp_path, "entropy")
-    top_p = plan_in(tmp_path, "top-p", ("0.9", "nofilter"))
-    assert format_summary_line(kl, kl.runs[1], ended("a"), "1xH100") == (
+    kl, entropy = make_plan_in(tmp_path), make_plan_in(tmp_path, "entropy")
+    top_p = make_plan_in(tmp_path, "top-p", ("0.9", "nofilter"))
+    assert format_summary_line(kl, kl.runs[1], make_ended_status("a"), "1xH100") == (
         f"kl=0.1 | filter=nofilter | include_zero=True | {times} | status=success | seed=0 | early_stop=none"
     )
-    assert format_summary_line(entropy, entropy.runs[0], ended("a"), "1xH100").startswith(
+    assert format_summary_line(entropy, entropy.runs[0], make_ended_status("a"), "1xH100").startswith(
         "entropy=0 | filter=nofilter | inc"
     )
-    assert format_summary_line(top_p, top_p.runs[0], ended("a"), "1xH100") == (
+    assert format_summary_line(top_p, top_p.runs[0], make_ended_status("a"), "1xH100") == (
         f"value=0.9 | include_zero=False | filter_value=0.9 | {times} | status=success | seed=0 | early_stop=none"
     )
-    assert "include_zero=True | filter_value=1.0 |" in format_summary_line(top_p, top_p.runs[1], ended("a"), "1xH100")
+    assert "include_zero=True | filter_value=1.0 |" in format_summary_line(
+        top_p, top_p.runs[1], make_ended_status("a"), "1xH100"
+    )
 
 
 @pytest.mark.parametrize(
@@ -271,36 +279,36 @@ def test_a_summary_line_has_the_published_fields_of_its_study(tmp_path: Path) ->
     [("completed", "success"), ("early_stopped", "success"), ("failed", "fail"), ("interrupted", "interrupted")],
 )
 def test_published_words_for_how_a_run_ended(tmp_path: Path, status: str, published: str) -> None:
-    plan = plan_in(tmp_path)
-    line = format_summary_line(plan, plan.runs[0], ended("a", status, reason="ValueError: no"), "1xH100")
+    plan = make_plan_in(tmp_path)
+    line = format_summary_line(plan, plan.runs[0], make_ended_status("a", status, reason="ValueError: no"), "1xH100")
     assert f" | status={published} | " in line
     assert line.endswith("\n  error: ValueError: no") == (status == "failed")
 
 
 def test_a_rule_is_named_with_its_step(tmp_path: Path) -> None:
-    plan = plan_in(tmp_path)
-    status = ended("a", "early_stopped", stop_rule="low_validation_success", stop_step=50)
+    plan = make_plan_in(tmp_path)
+    status = make_ended_status("a", "early_stopped", stop_rule="low_validation_success", stop_step=50)
     assert format_summary_line(plan, plan.runs[0], status, "1xH100").endswith("early_stop=low_validation_success@50")
 
 
 def test_a_run_that_never_started_is_missing(tmp_path: Path) -> None:
-    plan = plan_in(tmp_path, seeds=2)
+    plan = make_plan_in(tmp_path, seeds=2)
     assert format_summary_line(plan, plan.runs[2], None, "1xH100") == "kl=0 | status=missing | seed=1"
     assert format_summary_line(plan, plan.runs[2], RunStatus("a", "never_ran"), "x") == "kl=0 | status=missing | seed=1"
 
 
 def test_the_summary_lists_ended_runs_as_they_ended_and_then_all(tmp_path: Path) -> None:
-    plan = plan_in(tmp_path, values=("0", "0.1", "0.2"))
+    plan = make_plan_in(tmp_path, values=("0", "0.1", "0.2"))
     write_study(plan)
-    write_status(plan.get_run_dir(plan.runs[0].run_id), ended("a", ended_at="2026-01-01T03:00:00+00:00"))
-    write_status(plan.get_run_dir(plan.runs[2].run_id), ended("b", ended_at="2026-01-01T02:00:00+00:00"))
-    write_summary(plan, allotted(plan), is_closing=False)
+    write_status(plan.get_run_dir(plan.runs[0].run_id), make_ended_status("a", ended_at="2026-01-01T03:00:00+00:00"))
+    write_status(plan.get_run_dir(plan.runs[2].run_id), make_ended_status("b", ended_at="2026-01-01T02:00:00+00:00"))
+    write_summary(plan, allocate_resources(plan), is_closing=False)
     lines = plan.summary_log.read_text().splitlines()
     assert lines[0].startswith("=== KL Sweep Runner (Qwen2.5-3B): ")
     assert lines[1] == "Values: 0,0.1,0.2 | Steps: 400 | GPUs per exp: 1xH100"
     assert lines[2] == "Groups: none | GPU memory util: 0.5 | ray_num_cpus: 16 | save_freq: -1"
     assert [line.split(" | ")[0] for line in lines[3:]] == ["kl=0.2", "kl=0"]
-    write_summary(plan, allotted(plan), is_closing=True)
+    write_summary(plan, allocate_resources(plan), is_closing=True)
     block = plan.summary_log.read_text().split("\n\n")[1].splitlines()
     assert block[:2] == [
         "=== KL Sweep Summary ===",
@@ -312,12 +320,12 @@ def test_the_summary_lists_ended_runs_as_they_ended_and_then_all(tmp_path: Path)
 
 
 def test_only_runs_that_ended_well_are_finished(tmp_path: Path) -> None:
-    plan = plan_in(tmp_path, values=("0", "0.1", "0.2", "0.3", "0.4"))
+    plan = make_plan_in(tmp_path, values=("0", "0.1", "0.2", "0.3", "0.4"))
     for run, status in zip(plan.runs, STATUSES, strict=True):
         write_status(plan.get_run_dir(run.run_id), RunStatus(run.run_id, status))
     assert [status.status for status in find_finished_runs(plan).values()] == ["completed", "early_stopped"]
-    found = find_finished_runs(plan, parse_skipped_statuses("completed,early_stopped, failed"))
-    assert [status.status for status in found.values()] == ["completed", "early_stopped", "failed"]
+    finished_runs = find_finished_runs(plan, parse_skipped_statuses("completed,early_stopped, failed"))
+    assert [status.status for status in finished_runs.values()] == ["completed", "early_stopped", "failed"]
 
 
 @pytest.mark.parametrize("text", ["", "completed", "completed,early_stopped,running", "success", "failed"])
@@ -333,15 +341,15 @@ def test_a_line_of_the_grid_has_the_published_form(tmp_path: Path) -> None:
         "g2-smoke-ppo-sokoban-topk80-kl0-ent003-low_var_kl",
     )
     plan = make_plan(study, "paper", "a test", {}, values, 1, tmp_path)
-    status = ended("a", "early_stopped", stop_rule="low_validation_success", stop_step=50)
+    status = make_ended_status("a", "early_stopped", stop_rule="low_validation_success", stop_step=50)
     times = "train_time=N/A | eval_time=N/A | collapse_time=N/A | collapse_first_time=N/A | collapse_multi_time=N/A"
     end = f"{times} | total_time=N/A | wall_time=3605s | gpu=1xH100 | status=success | seed=0"
-    on = "collapse=first:true,multi:true,samples:64"
+    cell = "collapse=first:true,multi:true,samples:64"
     assert format_summary_line(plan, plan.runs[0], status, "1xH100") == (
-        f"{values[0]}-ftmt | filter=1 | kl=0.003 | entropy=0.01 | {on} | {end} | early_stop=low_validation_success@50"
+        f"{values[0]}-ftmt | filter=1 | kl=0.003 | entropy=0.01 | {cell} | {end} | early_stop=low_validation_success@50"
     )
-    assert format_summary_line(plan, plan.runs[1], ended("b"), "1xH100") == (
-        f"{values[1]}-ftmt | filter=0.8 | kl=0 | entropy=0.03 | {on} | {end} | early_stop=none"
+    assert format_summary_line(plan, plan.runs[1], make_ended_status("b"), "1xH100") == (
+        f"{values[1]}-ftmt | filter=0.8 | kl=0 | entropy=0.03 | {cell} | {end} | early_stop=none"
     )
 
 
@@ -368,7 +376,7 @@ def test_the_shipped_model_and_a_folder_are_models(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ("{}", "no architecture"),
         ("[]", "cannot be read"),
@@ -377,9 +385,9 @@ def test_the_shipped_model_and_a_folder_are_models(tmp_path: Path, monkeypatch: 
         ('{"architectures": ["Qwen2ForCausalLM"]}', r"no \*.safetensors and no tokenizer.json"),
     ],
 )
-def test_a_folder_that_the_engine_cannot_run_is_refused(tmp_path: Path, config: str, said: str) -> None:
+def test_a_folder_that_the_engine_cannot_run_is_refused(tmp_path: Path, config: str, message: str) -> None:
     (tmp_path / "config.json").write_text(config)
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         check_model(str(tmp_path), {})
 
 

@@ -1,4 +1,4 @@
-"""A study's folder in storage: what its drivers copy there and back, and that there is one driver at a time."""
+"""The folder of a study in storage: what drivers copy there and back, and that only one driver runs at a time."""
 
 import json
 import os
@@ -39,35 +39,37 @@ FAKE = make_study("FAKE")
 
 
 @pytest.fixture(autouse=True)
-def _declared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The study of these tests is one of the house's own: no folder brings a Trainable with it."""
+def _shipped_study(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register the study of these tests as a shipped one, because a folder cannot name a Trainable."""
     monkeypatch.setitem(search_spaces.STUDIES, "kl", FAKE)
 
 
 @pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "_SETTLING_S", 0.0)
     monkeypatch.setattr(storage, "_POLL_S", 0.01)
 
 
 @pytest.fixture(params=["s3", "path"])
 def uri(request: pytest.FixtureRequest, tmp_path: Path, s3: str) -> str:
-    """A storage of its own of each kind."""
+    """The URI of a new storage, in S3 and in a folder."""
     name = request.node.name.replace("[", "-").replace("]", "")
     return f"s3://shelf/{name}?{s3}" if request.param == "s3" else (tmp_path / "shared").as_uri()
 
 
-def plan_in(folder: Path, uri: str | None, values: tuple[str, ...] = ("0", "0.1"), **settings: object) -> StudyPlan:
-    dotted = {"trainer.total_training_steps": 3, "trainer.disk_patience": 0, **settings}
-    return replace(make_plan(FAKE, "laptop", "a test", dotted, values, 1, folder), storage=uri)
+def make_plan_in(
+    folder: Path, uri: str | None, values: tuple[str, ...] = ("0", "0.1"), **settings: object
+) -> StudyPlan:
+    overrides = {"trainer.total_training_steps": 3, "trainer.disk_patience": 0, **settings}
+    return replace(make_plan(FAKE, "laptop", "a test", overrides, values, 1, folder), storage=uri)
 
 
-def stored(plan: StudyPlan, said: list[str] | None = None) -> StoredStudy:
-    return StoredStudy(plan, Interrupt(plan.folder / ".interrupt"), (said if said is not None else []).append)
+def open_stored_study(plan: StudyPlan, messages: list[str] | None = None) -> StoredStudy:
+    return StoredStudy(plan, Interrupt(plan.folder / ".interrupt"), (messages if messages is not None else []).append)
 
 
-def run_somewhere(plan: StudyPlan, node: Path, steps: int) -> None:
-    """What the first run of the plan writes on a node, and copies to storage."""
+def write_run_on_node(plan: StudyPlan, node: Path, steps: int) -> None:
+    """Write on a node what the first run of the plan writes, and copy it to storage."""
     run_id = plan.runs[0].run_id
     mirror = Mirror(
         open_storage(plan.study_uri or "").joinpath(f"runs/{run_id}"), node, node / "kept", 0.0, lambda: False
@@ -78,30 +80,30 @@ def run_somewhere(plan: StudyPlan, node: Path, steps: int) -> None:
         mirror.push()
 
 
-def started(plan: StudyPlan, status: str = "running") -> None:
-    """A driver that wrote the study's files, copied them, and is gone."""
-    with stored(plan).keep_synced():
+def start_study(plan: StudyPlan, status: str = "running") -> None:
+    """Write the files of a study and copy them to storage, as a driver does that then ends."""
+    with open_stored_study(plan).keep_synced():
         outputs.write_study(plan)
         write_status(plan.get_run_dir(plan.runs[0].run_id), RunStatus(plan.runs[0].run_id, status, "a test"))
-        assert stored(plan).push() == ""
+        assert open_stored_study(plan).push() == ""
 
 
 # One driver.
 
 
 def test_a_second_driver_is_refused_and_told_who_the_first_is(uri: str) -> None:
-    place = open_storage(uri)
-    first, second = Lease(place), Lease(place)
+    storage_folder = open_storage(uri)
+    first, second = Lease(storage_folder), Lease(storage_folder)
     first.acquire("the study")
     with pytest.raises(PlanError, match=rf"is being run by .* \(pid {os.getpid()}\), last heard of \d+ s ago"):
         second.acquire("the study")
     assert first.find_new_holder() is None
-    second.release()  # not its own
-    assert read_holder(place) is not None
+    second.release()  # it does not release the lease of the first
+    assert read_holder(storage_folder) is not None
     first.release()
-    assert read_holder(place) is None
+    assert read_holder(storage_folder) is None
     second.acquire("the study")
-    assert sorted(list_files(place)) == [LEASE_FILE]
+    assert sorted(list_files(storage_folder)) == [LEASE_FILE]
 
 
 def test_the_lock_of_a_process_of_this_machine_that_is_gone_holds_nobody(uri: str) -> None:
@@ -115,52 +117,60 @@ def test_the_lock_of_a_process_of_this_machine_that_is_gone_holds_nobody(uri: st
 
 
 def test_a_lock_of_another_machine_counts_until_it_is_stale(tmp_path: Path) -> None:
-    place = open_storage(str(tmp_path))
-    other = {"id": "x", "machine": "elsewhere", "pid": 1, "started": 0.0, "words": "somebody on elsewhere (pid 1)"}
-    put_bytes(place.joinpath(LEASE_FILE), json.dumps(other).encode())
+    storage_folder = open_storage(str(tmp_path))
+    other_holder = {
+        "id": "x",
+        "machine": "elsewhere",
+        "pid": 1,
+        "started": 0.0,
+        "words": "somebody on elsewhere (pid 1)",
+    }
+    put_bytes(storage_folder.joinpath(LEASE_FILE), json.dumps(other_holder).encode())
     with pytest.raises(PlanError, match=r"run by somebody on elsewhere \(pid 1\)"):
-        Lease(place).acquire("the study")
+        Lease(storage_folder).acquire("the study")
     now = (tmp_path / LEASE_FILE).stat().st_mtime
     os.utime(tmp_path / LEASE_FILE, (now, now - STALE_S - 1))
-    Lease(place).acquire("the study")
+    Lease(storage_folder).acquire("the study")
 
 
 def test_of_two_that_start_at_once_the_one_whose_lock_stays_wins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = open_storage(str(tmp_path))
-    other = Lease(place)
-    monkeypatch.setattr(lease.time, "sleep", lambda seconds: other.refresh())  # it looked before we wrote
+    storage_folder = open_storage(str(tmp_path))
+    other_lease = Lease(storage_folder)
+    monkeypatch.setattr(
+        lease.time, "sleep", lambda seconds: other_lease.refresh()
+    )  # the other one had looked before we wrote
     with pytest.raises(PlanError, match="is being run by"):
-        Lease(place).acquire("the study")
-    other.acquire("the study")
+        Lease(storage_folder).acquire("the study")
+    other_lease.acquire("the study")
 
 
 def test_a_driver_whose_study_was_taken_over_stops(tmp_path: Path) -> None:
-    plan, said = plan_in(tmp_path / "a", (tmp_path / "s").as_uri()), list[str]()
+    plan, messages = make_plan_in(tmp_path / "a", (tmp_path / "s").as_uri()), list[str]()
     plan.folder.mkdir(parents=True)
-    study = stored(plan, said)
+    study = open_stored_study(plan, messages)
     with study.keep_synced():
         study._refresh_lease()
-        assert said == []
+        assert messages == []
         Lease(open_storage(plan.study_uri or "")).refresh()
         study._refresh_lease()
         assert study._interrupt.is_requested
-    assert len(said) == 1
-    assert "has taken over this study: stopping." in said[0]
-    assert read_holder(open_storage(plan.study_uri or "")) is not None  # the other's stays
+    assert len(messages) == 1
+    assert "has taken over this study: stopping." in messages[0]
+    assert read_holder(open_storage(plan.study_uri or "")) is not None  # the lease of the other driver stays
 
 
 # Copies.
 
 
 def test_rows_come_and_statuses_go(uri: str, tmp_path: Path) -> None:
-    plan = plan_in(tmp_path / "a", uri)
-    started(plan)
+    plan = make_plan_in(tmp_path / "a", uri)
+    start_study(plan)
     run_id = plan.runs[0].run_id
     assert f"runs/{run_id}/status.json" in list_files(open_storage(plan.study_uri or ""))
-    run_somewhere(plan, tmp_path / "node", 2)
-    stored(plan).pull(run_id)
+    write_run_on_node(plan, tmp_path / "node", 2)
+    open_stored_study(plan).pull(run_id)
     assert [row["step"] for row in read_rows(plan.get_run_dir(run_id) / METRICS_FILE)] == [1, 2]
     assert not (plan.get_run_dir(plan.runs[1].run_id) / METRICS_FILE).exists()
 
@@ -168,26 +178,26 @@ def test_rows_come_and_statuses_go(uri: str, tmp_path: Path) -> None:
 def test_a_study_goes_on_on_a_machine_that_has_never_seen_it(
     uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plan_in(tmp_path / "a", uri)
-    started(plan, "completed")
-    run_somewhere(plan, tmp_path / "node", 3)
+    plan = make_plan_in(tmp_path / "a", uri)
+    start_study(plan, "completed")
+    write_run_on_node(plan, tmp_path / "node", 3)
     (tmp_path / "b").mkdir()
     monkeypatch.chdir(tmp_path / "b")
-    found = locate.plan_resume(plan.study_uri or "", is_real=True)
-    assert found == replace(plan, output=tmp_path / "b")
-    assert list((tmp_path / "b").iterdir()) == []  # nothing before the study is held
-    found.folder.mkdir(parents=True)
-    with stored(found).keep_synced():
+    resumed_plan = locate.plan_resume(plan.study_uri or "", is_real=True)
+    assert resumed_plan == replace(plan, output=tmp_path / "b")
+    assert list((tmp_path / "b").iterdir()) == []  # nothing is written before the lease is acquired
+    resumed_plan.folder.mkdir(parents=True)
+    with open_stored_study(resumed_plan).keep_synced():
         pass
-    status = read_status(found.get_run_dir(plan.runs[0].run_id))
+    status = read_status(resumed_plan.get_run_dir(plan.runs[0].run_id))
     assert status == RunStatus(plan.runs[0].run_id, "completed", "a test")
-    assert len(read_rows(found.get_run_dir(plan.runs[0].run_id) / METRICS_FILE)) == 3
-    # It was run in b last: what a has of it is the older copy.
-    assert storage.is_newest_folder(plan.study_uri or "", found.folder)
+    assert len(read_rows(resumed_plan.get_run_dir(plan.runs[0].run_id) / METRICS_FILE)) == 3
+    # The study was last run in b, so the copy in a is older.
+    assert storage.is_newest_folder(plan.study_uri or "", resumed_plan.folder)
     assert not storage.is_newest_folder(plan.study_uri or "", plan.folder)
-    write_status(found.get_run_dir(plan.runs[1].run_id), RunStatus(plan.runs[1].run_id, "failed", "in b"))
-    stored(found).push()
-    with stored(plan).keep_synced():
+    write_status(resumed_plan.get_run_dir(plan.runs[1].run_id), RunStatus(plan.runs[1].run_id, "failed", "in b"))
+    open_stored_study(resumed_plan).push()
+    with open_stored_study(plan).keep_synced():
         pass
     assert read_status(plan.get_run_dir(plan.runs[1].run_id)) == RunStatus(plan.runs[1].run_id, "failed", "in b")
 
@@ -195,112 +205,114 @@ def test_a_study_goes_on_on_a_machine_that_has_never_seen_it(
 def test_who_only_reads_a_study_copies_no_old_status_back(
     uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plan_in(tmp_path / "a", uri)
-    started(plan)
+    plan = make_plan_in(tmp_path / "a", uri)
+    start_study(plan)
     run_id = plan.runs[0].run_id
     (tmp_path / "b").mkdir()
     monkeypatch.chdir(tmp_path / "b")
     folder = locate.fetch_for_writing(plan.study_uri or "")
     write_status(plan.get_run_dir(run_id), RunStatus(run_id, "completed", "while b made its report"))
-    assert stored(plan).push() == ""
+    assert open_stored_study(plan).push() == ""
     (folder / "report.html").write_text("of b")
     assert storage.push_results(replace(plan_from_folder(folder), storage=plan.storage)) == ""
-    place = open_storage(plan.study_uri or "")
-    assert json.loads(get_bytes(place.joinpath(f"runs/{run_id}/status.json")))["status"] == "completed"
-    assert get_bytes(place.joinpath("report.html")) == b"of b"
+    storage_folder = open_storage(plan.study_uri or "")
+    assert json.loads(get_bytes(storage_folder.joinpath(f"runs/{run_id}/status.json")))["status"] == "completed"
+    assert get_bytes(storage_folder.joinpath("report.html")) == b"of b"
 
 
 def test_an_error_about_a_copy_names_the_study(uri: str, tmp_path: Path) -> None:
-    plan = plan_in(tmp_path / "a", uri)
-    started(plan)
+    plan = make_plan_in(tmp_path / "a", uri)
+    start_study(plan)
     with pytest.raises(PlanError) as raised:
-        locate.merge_with_existing(plan_in(tmp_path / "b", uri, ("0.2",)), extend=False, is_real=True)
+        locate.merge_with_existing(make_plan_in(tmp_path / "b", uri, ("0.2",)), extend=False, is_real=True)
     assert str(raised.value).startswith(f"{plan.study_uri} contains this study with other runs")
     assert f"`python -m tune_study resume {plan.study_uri}`" in str(raised.value)
 
 
 def test_the_newest_driver_s_own_statuses_are_not_overwritten(uri: str, tmp_path: Path) -> None:
-    plan = plan_in(tmp_path / "a", uri)
-    started(plan)
+    plan = make_plan_in(tmp_path / "a", uri)
+    start_study(plan)
     run_id = plan.runs[0].run_id
     write_status(plan.get_run_dir(run_id), RunStatus(run_id, "completed", "and then the driver was killed"))
-    with stored(plan).keep_synced():
+    with open_stored_study(plan).keep_synced():
         status = read_status(plan.get_run_dir(run_id))
     assert status is not None
     assert status.status == "completed"
 
 
 def test_an_extended_study_is_seen_by_the_machine_that_started_it(uri: str, tmp_path: Path) -> None:
-    started(plan_in(tmp_path / "a", uri))
-    more = locate.merge_with_existing(plan_in(tmp_path / "b", uri, ("0.2",)), extend=True, is_real=True)
-    assert more.values == ("0", "0.1", "0.2")
-    assert more.output == tmp_path / "b"
-    started(more)
-    again = locate.plan_resume(str(plan_in(tmp_path / "a", uri).folder), is_real=True)
-    assert again == replace(more, output=tmp_path / "a")
+    start_study(make_plan_in(tmp_path / "a", uri))
+    extended_plan = locate.merge_with_existing(make_plan_in(tmp_path / "b", uri, ("0.2",)), extend=True, is_real=True)
+    assert extended_plan.values == ("0", "0.1", "0.2")
+    assert extended_plan.output == tmp_path / "b"
+    start_study(extended_plan)
+    resumed_plan = locate.plan_resume(str(make_plan_in(tmp_path / "a", uri).folder), is_real=True)
+    assert resumed_plan == replace(extended_plan, output=tmp_path / "a")
     with pytest.raises(PlanError, match="contains this study with other settings"):
-        locate.merge_with_existing(plan_in(tmp_path / "c", uri, **{"actor.lr": 1e-3}), extend=False, is_real=True)
+        locate.merge_with_existing(make_plan_in(tmp_path / "c", uri, **{"actor.lr": 1e-3}), extend=False, is_real=True)
     assert not (tmp_path / "c").exists()
 
 
 def test_another_storage_is_refused(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_in(tmp_path / "a", uri)
-    started(plan)
+    plan = make_plan_in(tmp_path / "a", uri)
+    start_study(plan)
     with pytest.raises(PlanError, match="keeps its runs in"):
         locate.merge_with_existing(replace(plan, storage="file:///somewhere"), extend=False, is_real=True)
     assert (
         locate.merge_with_existing(replace(plan, storage=None), extend=False, is_real=True) == plan
-    )  # as it was started
-    plain = plan_in(tmp_path / "plain", None)
-    outputs.write_study(plain)
+    )  # the storage of the first start is kept
+    local_plan = make_plan_in(tmp_path / "plain", None)
+    outputs.write_study(local_plan)
     with pytest.raises(PlanError, match="was started without --storage"):
-        locate.merge_with_existing(replace(plain, storage=uri), extend=False, is_real=True)
+        locate.merge_with_existing(replace(local_plan, storage=uri), extend=False, is_real=True)
     monkeypatch.chdir(tmp_path / "plain")
     with pytest.raises(PlanError, match="was started without --storage"):
         locate.plan_resume(plan.study_uri or "", is_real=True)
 
 
 def test_what_a_storage_does_not_take_is_said(tmp_path: Path) -> None:
-    plan = plan_in(tmp_path / "a", (tmp_path / "s").as_uri())
-    started(plan)
+    plan = make_plan_in(tmp_path / "a", (tmp_path / "s").as_uri())
+    start_study(plan)
     shutil.rmtree(tmp_path / "s")
     (tmp_path / "s").write_text("no folder any more")
-    stored(plan).pull()  # rows that cannot be had now are had later
-    problem = stored(plan).push()
+    open_stored_study(plan).pull()  # rows that cannot be copied now are copied later
+    problem = open_stored_study(plan).push()
     assert problem.startswith(f"Statuses, tables and report could not be copied to {plan.study_uri}: ")
     assert problem.endswith(f"copy them with `python -m tune_study report {plan.folder}`.")
-    with pytest.raises(PlanError, match="cannot be used"), stored(plan).keep_synced():
+    with pytest.raises(PlanError, match="cannot be used"), open_stored_study(plan).keep_synced():
         pass
 
 
 def test_a_request_to_stop_is_handed_on_and_forgotten_by_the_next_start(uri: str, tmp_path: Path) -> None:
-    plan = plan_in(tmp_path / "a", uri)
+    plan = make_plan_in(tmp_path / "a", uri)
     plan.folder.mkdir(parents=True)
-    place = open_storage(plan.study_uri or "")
-    study = stored(plan)
+    storage_folder = open_storage(plan.study_uri or "")
+    study = open_stored_study(plan)
     with study.keep_synced():
         study._interrupt.request()
-        while INTERRUPT_FILE not in list_files(place):
+        while INTERRUPT_FILE not in list_files(storage_folder):
             pass
-    with stored(plan).keep_synced():
-        assert INTERRUPT_FILE not in list_files(place)
+    with open_stored_study(plan).keep_synced():
+        assert INTERRUPT_FILE not in list_files(storage_folder)
 
 
 def test_while_a_study_runs_rows_come_and_statuses_go_by_themselves(
     uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage, "REFRESH_S", 0.01)
-    plan = plan_in(tmp_path / "a", uri)
+    plan = make_plan_in(tmp_path / "a", uri)
     run_id = plan.runs[0].run_id
-    place = open_storage(plan.study_uri or "")
-    with stored(plan).keep_synced():
-        first = get_bytes(place.joinpath(LEASE_FILE))
+    storage_folder = open_storage(plan.study_uri or "")
+    with open_stored_study(plan).keep_synced():
+        first_lease = get_bytes(storage_folder.joinpath(LEASE_FILE))
         outputs.write_study(plan)
-        run_somewhere(plan, tmp_path / "node", 2)
-        while len(read_rows(plan.get_run_dir(run_id) / METRICS_FILE)) < 2 or "study.json" not in list_files(place):
+        write_run_on_node(plan, tmp_path / "node", 2)
+        while len(read_rows(plan.get_run_dir(run_id) / METRICS_FILE)) < 2 or "study.json" not in list_files(
+            storage_folder
+        ):
             pass
-        assert get_bytes(place.joinpath(LEASE_FILE)) == first
-    assert LEASE_FILE not in list_files(place)
+        assert get_bytes(storage_folder.joinpath(LEASE_FILE)) == first_lease
+    assert LEASE_FILE not in list_files(storage_folder)
 
 
 def test_states_need_room_on_the_node(tmp_path: Path) -> None:
@@ -313,15 +325,15 @@ def test_states_need_room_on_the_node(tmp_path: Path) -> None:
 
 
 def test_a_node_keeps_three_states_of_a_run_and_one_to_keep(tmp_path: Path) -> None:
-    for freq, states in (("-1", 3), ("1", 4)):
-        plan = plan_in(tmp_path, None, ("0",), **{"trainer.save_freq": freq})
-        room = disk.estimate_disk_budget(plan, preflight(plan, None, (), 2, None, is_real=True), {})
-        assert room.checkpoint_bytes is not None
-        assert disk.compute_scratch_bytes(room) == states * room.checkpoint_bytes
-        assert disk.compute_scratch_bytes(room._replace(checkpoint_bytes=None)) is None
+    for save_freq, n_checkpoints in (("-1", 3), ("1", 4)):
+        plan = make_plan_in(tmp_path, None, ("0",), **{"trainer.save_freq": save_freq})
+        budget = disk.estimate_disk_budget(plan, preflight(plan, None, (), 2, None, is_real=True), {})
+        assert budget.checkpoint_bytes is not None
+        assert disk.compute_scratch_bytes(budget) == n_checkpoints * budget.checkpoint_bytes
+        assert disk.compute_scratch_bytes(budget._replace(checkpoint_bytes=None)) is None
 
 
-# Through Ray, with its runs on this machine and their storage a folder.
+# Through Ray, with the runs on this machine and a folder as storage.
 
 
 def run_study(plan: StudyPlan) -> tuple[int, str]:
@@ -334,26 +346,28 @@ def test_an_interrupted_study_goes_on_elsewhere_to_the_rows_of_an_uninterrupted_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri = (tmp_path / "shared").as_uri()
-    plan = plan_in(tmp_path / "a", uri, (COLLAPSES, CRASHES_ONCE, "0.2"), **{"trainer.total_training_steps": 22})
+    plan = make_plan_in(tmp_path / "a", uri, (COLLAPSES, CRASHES_ONCE, "0.2"), **{"trainer.total_training_steps": 22})
     run = open_storage(plan.study_uri or "").joinpath(f"runs/{plan.runs[0].run_id}")
-    put_bytes(run.joinpath("interrupt.pid"), str(os.getpid()).encode())  # at step 4 the run sends us what Ctrl-C sends
+    put_bytes(run.joinpath("interrupt.pid"), str(os.getpid()).encode())  # at step 4 the run sends us SIGINT
     code, text = run_study(plan)
     assert code == 130
     assert f"From another machine: python -m tune_study resume {shlex.quote(plan.study_uri or '')}" in text
     (tmp_path / "b").mkdir()
     monkeypatch.chdir(tmp_path / "b")
-    again = locate.plan_resume(plan.study_uri or "", is_real=True)
-    code, text = run_study(again)
+    resumed_plan = locate.plan_resume(plan.study_uri or "", is_real=True)
+    code, text = run_study(resumed_plan)
     assert code == 0, text
-    for spec in again.runs:
-        status = read_status(again.get_run_dir(spec.run_id))
+    for spec in resumed_plan.runs:
+        status = read_status(resumed_plan.get_run_dir(spec.run_id))
         assert status is not None
         assert status.status == ("early_stopped" if spec.arm == COLLAPSES else "completed")
-        config = make_trial_config(again, [spec], is_finished=False)
-        assert read_rows(again.get_run_dir(spec.run_id) / METRICS_FILE) == make_fake_rows(config, spec.config, 22)
-    place = open_storage(plan.study_uri or "")
-    assert get_bytes(place.joinpath("report.html")) == (again.folder / "report.html").read_bytes()
-    assert LEASE_FILE not in list_files(place)
+        config = make_trial_config(resumed_plan, [spec], is_finished=False)
+        assert read_rows(resumed_plan.get_run_dir(spec.run_id) / METRICS_FILE) == make_fake_rows(
+            config, spec.config, 22
+        )
+    storage_folder = open_storage(plan.study_uri or "")
+    assert get_bytes(storage_folder.joinpath("report.html")) == (resumed_plan.folder / "report.html").read_bytes()
+    assert LEASE_FILE not in list_files(storage_folder)
 
 
 # The command line.
@@ -364,27 +378,27 @@ def type_in(line: str) -> Any:
 
 
 def test_status_and_report_read_a_study_from_its_uri(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_in(tmp_path / "a", uri)
-    started(plan)
-    run_somewhere(plan, tmp_path / "node", 2)
+    plan = make_plan_in(tmp_path / "a", uri)
+    start_study(plan)
+    write_run_on_node(plan, tmp_path / "node", 2)
     (tmp_path / "b").mkdir()
     monkeypatch.chdir(tmp_path / "b")
-    shown = type_in(f"status {shlex.quote(plan.study_uri or '')}")
-    assert shown.exit_code == 0, shown.stderr
-    assert "kl (laptop): unfinished" in shown.stdout
-    assert "2/3" in shown.stdout
-    assert "the process that ran the study is gone" in shown.stdout
+    status_answer = type_in(f"status {shlex.quote(plan.study_uri or '')}")
+    assert status_answer.exit_code == 0, status_answer.stderr
+    assert "kl (laptop): unfinished" in status_answer.stdout
+    assert "2/3" in status_answer.stdout
+    assert "the process that ran the study is gone" in status_answer.stdout
     assert list((tmp_path / "b").iterdir()) == []
-    with stored(plan).keep_synced():
+    with open_stored_study(plan).keep_synced():
         assert "kl (laptop): running" in type_in(f"status {shlex.quote(plan.study_uri or '')}").stdout
-    reported = type_in(f"report {shlex.quote(plan.study_uri or '')}")
-    assert reported.exit_code == 0, reported.stderr
+    report_answer = type_in(f"report {shlex.quote(plan.study_uri or '')}")
+    assert report_answer.exit_code == 0, report_answer.stderr
     report = tmp_path / "b" / "results" / plan.run / "report.html"
     assert get_bytes(open_storage(plan.study_uri or "").joinpath("report.html")) == report.read_bytes()
 
 
 SMALL = "run kl --preset laptop --steps 1 --kl-values 0"
-REFUSED: list[tuple[Callable[[str], str], str]] = [
+REFUSED_LINES: list[tuple[Callable[[str], str], str]] = [
     (lambda query: f"{SMALL} --storage s3://no-such-shelf/x?{query}", "cannot be used: "),
     (lambda query: f"{SMALL} --storage s3://key:word@shelf/x?{query}", "contains a user name with a password"),
     (
@@ -400,7 +414,7 @@ REFUSED: list[tuple[Callable[[str], str], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("line", "message"), REFUSED, ids=range(len(REFUSED)))
+@pytest.mark.parametrize(("line", "message"), REFUSED_LINES, ids=range(len(REFUSED_LINES)))
 def test_a_storage_that_cannot_be_used_is_refused_and_nothing_is_written(
     line: Callable[[str], str], message: str, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -415,15 +429,15 @@ def test_a_storage_that_cannot_be_used_is_refused_and_nothing_is_written(
 
 def test_a_dry_run_says_where_the_rows_would_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    shown = type_in(f"{SMALL} --storage shared --dry-run")
-    assert shown.exit_code == 0, shown.stderr
-    printed = shown.stdout.replace("\n", "")
-    assert f"Storage: {tmp_path.as_uri()}/shared/kl_sweep_sokoban-tiny, needs at most " in printed
+    answer = type_in(f"{SMALL} --storage shared --dry-run")
+    assert answer.exit_code == 0, answer.stderr
+    text = answer.stdout.replace("\n", "")
+    assert f"Storage: {tmp_path.as_uri()}/shared/kl_sweep_sokoban-tiny, needs at most " in text
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_uri_is_written_down_without_what_reaches_it(tmp_path: Path) -> None:
-    plan = plan_in(tmp_path, "file:///x")
+    plan = make_plan_in(tmp_path, "file:///x")
     outputs.write_study(plan)
     assert (read_json(plan.folder / "study.json") or {})["storage"] == "file:///x"
     assert plan.study_uri == join_uri("file:///x", plan.run)

@@ -20,21 +20,21 @@ GB = 10**9
 
 
 @contextmanager
-def limited(kind: int, soft: int) -> Iterator[None]:
-    """A lower soft limit of this process, for as long as the block lasts."""
-    before = resource.getrlimit(kind)
-    resource.setrlimit(kind, (soft, before[1]))
+def limit_resource(resource_kind: int, soft_limit: int) -> Iterator[None]:
+    """Lower a soft limit of this process inside the block."""
+    old_limits = resource.getrlimit(resource_kind)
+    resource.setrlimit(resource_kind, (soft_limit, old_limits[1]))
     try:
         yield
     finally:
-        resource.setrlimit(kind, before)
+        resource.setrlimit(resource_kind, old_limits)
 
 
 # Memory and processor
 
 
 @pytest.mark.parametrize(
-    ("available", "trials", "level", "advice"),
+    ("available", "trials", "severity", "advice"),
     [
         (1.59 * GB, 1, "problem", "need 1.6 GB"),
         (1.61 * GB, 1, "ok", ""),
@@ -43,34 +43,36 @@ def limited(kind: int, soft: int) -> Iterator[None]:
         (5 * GB, 6, "ok", ""),
     ],
 )
-def test_memory_is_counted_in_trials(available: float, trials: int, level: str, advice: str) -> None:
-    found = machine_checks.check_memory(int(available), trials)
-    assert found.severity == level
-    assert advice in found.advice
-    assert bool(found.advice) == (level != "ok")
+def test_memory_is_counted_in_trials(available: float, trials: int, severity: str, advice: str) -> None:
+    result = machine_checks.check_memory(int(available), trials)
+    assert result.severity == severity
+    assert advice in result.advice
+    assert bool(result.advice) == (severity != "ok")
 
 
-def control_group(folder: Path, **numbers: object) -> None:
+def write_control_group(folder: Path, **numbers: object) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, value in numbers.items():
         (folder / name.replace("memory_", "memory.")).write_text(f"{value}\n")
 
 
 def test_the_tightest_control_group_counts(tmp_path: Path) -> None:
-    control_group(tmp_path / "a" / "b", memory_max="max", memory_current=5)
+    write_control_group(tmp_path / "a" / "b", memory_max="max", memory_current=5)
     assert machine_checks.read_cgroup_free(tmp_path, "0::/a/b\n") is None
-    control_group(tmp_path / "a", memory_max=1000, memory_current=300)
+    write_control_group(tmp_path / "a", memory_max=1000, memory_current=300)
     assert machine_checks.read_cgroup_free(tmp_path, "0::/a/b\n") == 700
-    control_group(tmp_path / "a" / "b", memory_max=400, memory_current=350, memory_stat="anon 9\ninactive_file 20")
+    write_control_group(
+        tmp_path / "a" / "b", memory_max=400, memory_current=350, memory_stat="anon 9\ninactive_file 20"
+    )
     assert machine_checks.read_cgroup_free(tmp_path, "0::/a/b\n") == 70
-    control_group(tmp_path / "a" / "b", memory_max=400, memory_current=450, memory_stat="anon 9")
+    write_control_group(tmp_path / "a" / "b", memory_max=400, memory_current=450, memory_stat="anon 9")
     assert machine_checks.read_cgroup_free(tmp_path, "0::/a/b\n") == 0
 
 
 def test_control_groups_of_version_1_and_in_a_container(tmp_path: Path) -> None:
     limits = {"memory_limit_in_bytes": 1000, "memory_usage_in_bytes": 900, "memory_stat": "total_inactive_file 50"}
-    control_group(tmp_path / "memory", **limits)
-    # A container names its group as the host does, and sees it at the root.
+    write_control_group(tmp_path / "memory", **limits)
+    # A container sees the host's name of its group, and finds the group at the root.
     assert machine_checks.read_cgroup_free(tmp_path, "5:cpuset:/x\n4:cpu,memory:/docker/12ab\n0::/\n") == 150
     assert machine_checks.read_cgroup_free(tmp_path, "5:cpuset:/x\n") is None
 
@@ -85,7 +87,7 @@ def test_the_memory_that_is_available_is_that_of_this_machine() -> None:
 
 
 def test_a_low_limit_on_open_files_is_a_remark_with_the_command() -> None:
-    with limited(resource.RLIMIT_NOFILE, 1024):
+    with limit_resource(resource.RLIMIT_NOFILE, 1024):
         cores, _, files = machine_checks.check_resources("laptop", ())
     assert cores.severity == "ok"
     assert (files.severity, files.detail) == ("remark", "at most 1024; Ray needs 4096")
@@ -93,7 +95,7 @@ def test_a_low_limit_on_open_files_is_a_remark_with_the_command() -> None:
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "level", "advice"),
+    ("soft", "hard", "severity", "advice"),
     [
         (4096, 4096, "ok", ""),
         (UNLIMITED, UNLIMITED, "ok", ""),
@@ -101,23 +103,23 @@ def test_a_low_limit_on_open_files_is_a_remark_with_the_command() -> None:
         (1024, 2048, "remark", "hard limit of 2048"),
     ],
 )
-def test_limits_on_open_files(soft: int, hard: int, level: str, advice: str) -> None:
-    found = machine_checks.check_open_files(soft, hard)
-    assert found.severity == level
-    assert advice in found.advice
+def test_limits_on_open_files(soft: int, hard: int, severity: str, advice: str) -> None:
+    result = machine_checks.check_open_files(soft, hard)
+    assert result.severity == severity
+    assert advice in result.advice
 
 
 # Disk
 
 
 @pytest.mark.parametrize(
-    ("free", "wanted", "level"),
+    ("free", "needed", "severity"),
     [(2 * GB, 1 * GB, "ok"), (0.5 * GB, 1 * GB, "remark"), (0.09 * GB, 1 * GB, "problem"), (0, 0, "problem")],
 )
-def test_room_on_a_disk(free: float, wanted: float, level: str) -> None:
-    found = machine_checks.check_space("disk", Path("/out"), int(free), wanted, "Free some.")
-    assert (found.severity, found.advice) == (level, "" if level == "ok" else "Free some.")
-    assert "/out" in found.detail
+def test_room_on_a_disk(free: float, needed: float, severity: str) -> None:
+    result = machine_checks.check_space("disk", Path("/out"), int(free), needed, "Free some.")
+    assert (result.severity, result.advice) == (severity, "" if severity == "ok" else "Free some.")
+    assert "/out" in result.detail
 
 
 def test_the_disks_of_this_machine_are_asked(tmp_path: Path) -> None:
@@ -128,11 +130,11 @@ def test_the_disks_of_this_machine_are_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shared", "memory", "level"),
+    ("shared", "memory", "severity"),
     [(64 * 2**20, 8 * GB, "remark"), (2.5 * GB, 8 * GB, "ok"), (2.3 * GB, 8 * GB, "remark"), (10 * GB, 999 * GB, "ok")],
 )
-def test_shared_memory_against_rays_object_store(shared: float, memory: float, level: str) -> None:
-    assert machine_checks.check_shared_memory(int(shared), int(memory)).severity == level
+def test_shared_memory_against_rays_object_store(shared: float, memory: float, severity: str) -> None:
+    assert machine_checks.check_shared_memory(int(shared), int(memory)).severity == severity
 
 
 # The output folder
@@ -148,33 +150,33 @@ def test_an_output_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
 
 def test_an_output_below_a_file_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("mine")
-    (found,) = machine_checks.check_output(tmp_path / "taken" / "below")
-    assert (found.severity, found.detail) == ("problem", f"{tmp_path / 'taken'} is not a folder")
+    (result,) = machine_checks.check_output(tmp_path / "taken" / "below")
+    assert (result.severity, result.detail) == ("problem", f"{tmp_path / 'taken'} is not a folder")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    (found,) = machine_checks.check_output(tmp_path / "dangling")
-    assert found.severity == "problem"
+    (result,) = machine_checks.check_output(tmp_path / "dangling")
+    assert result.severity == "problem"
 
 
 def test_an_output_that_nobody_may_write_is_a_problem() -> None:
-    (found,) = machine_checks.check_output(Path("/proc/no-such-folder"))
-    assert (found.name, found.severity) == ("write access", "problem")
-    assert found.detail.startswith("/proc: ")
-    assert "--output" in found.advice
+    (result,) = machine_checks.check_output(Path("/proc/no-such-folder"))
+    assert (result.name, result.severity) == ("write access", "problem")
+    assert result.detail.startswith("/proc: ")
+    assert "--output" in result.advice
 
 
 def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
-    with limited(resource.RLIMIT_FSIZE, 2**12):
-        (found,) = machine_checks.check_output(tmp_path)
-    assert (found.severity, found.detail) == ("problem", f"{tmp_path}: {os.strerror(errno.EFBIG)}")
+    with limit_resource(resource.RLIMIT_FSIZE, 2**12):
+        (result,) = machine_checks.check_output(tmp_path)
+    assert (result.severity, result.detail) == ("problem", f"{tmp_path}: {os.strerror(errno.EFBIG)}")
     assert list(tmp_path.iterdir()) == []
 
 
-def refuse(*_: object) -> None:
+def raise_no_locks(*_: object) -> None:
     raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
 
 def test_a_disk_without_locks_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", raise_no_locks)
     writing, locks = machine_checks.check_output(tmp_path)
     assert (writing.severity, locks.severity) == ("ok", "problem")
     assert os.strerror(errno.ENOLCK) in locks.detail
@@ -196,16 +198,16 @@ def test_loopback_ports_can_be_used() -> None:
 def test_ports_that_cannot_be_had_are_a_problem() -> None:
     lowest = os.dup(0)
     os.close(lowest)
-    with limited(resource.RLIMIT_NOFILE, lowest + 3):
-        found = machine_checks.check_ports()
-    assert (found.severity, found.detail) == ("problem", f"127.0.0.1: {os.strerror(errno.EMFILE)}")
+    with limit_resource(resource.RLIMIT_NOFILE, lowest + 3):
+        result = machine_checks.check_ports()
+    assert (result.severity, result.detail) == ("problem", f"127.0.0.1: {os.strerror(errno.EMFILE)}")
 
 
-@pytest.mark.parametrize(("name", "level"), [("localhost", "ok"), ("no such host", "remark"), ("a..b", "remark")])
-def test_host_names(name: str, level: str) -> None:
-    found = machine_checks.check_host_name(name)
-    assert found.severity == level
-    assert (name in found.advice) == (level != "ok")
+@pytest.mark.parametrize(("name", "severity"), [("localhost", "ok"), ("no such host", "remark"), ("a..b", "remark")])
+def test_host_names(name: str, severity: str) -> None:
+    result = machine_checks.check_host_name(name)
+    assert result.severity == severity
+    assert (name in result.advice) == (severity != "ok")
 
 
 @pytest.mark.parametrize("letter", ["x", "ß"])
@@ -213,8 +215,8 @@ def test_host_names(name: str, level: str) -> None:
 def test_the_longest_folder_is_the_one_that_ray_accepts(letter: str, excess: int) -> None:
     from ray._private.utils import validate_socket_filepath
 
-    room = machine_checks._MAX_SOCKET_PATH_BYTES - len(machine_checks._LONGEST_SOCKET_NAME) + excess - 2
-    folder = Path("/" + "y" * (room % len(letter.encode()) + 1) + letter * (room // len(letter.encode())))
+    n_bytes = machine_checks._MAX_SOCKET_PATH_BYTES - len(machine_checks._LONGEST_SOCKET_NAME) + excess - 2
+    folder = Path("/" + "y" * (n_bytes % len(letter.encode()) + 1) + letter * (n_bytes // len(letter.encode())))
     if excess:
         assert machine_checks.check_socket_path(folder).severity == "problem"
         with pytest.raises(OSError, match="AF_UNIX path length cannot exceed"):
@@ -275,8 +277,8 @@ uuids = st.from_regex(r"GPU-[0-9a-f-]{1,36}", fullmatch=True)
 
 
 @given(st.lists(st.builds(GpuMemory, uuids, sizes, sizes)), st.sampled_from(["[N/A]", "[Not Supported]", ""]))
-def test_memory_that_is_printed_is_read_again(listing: list[GpuMemory], nothing: str) -> None:
-    cells = [[nothing if cell is None else str(cell) for cell in (i, *entry)] for i, entry in enumerate(listing)]
+def test_memory_that_is_printed_is_read_again(listing: list[GpuMemory], missing_text: str) -> None:
+    cells = [[missing_text if cell is None else str(cell) for cell in (i, *entry)] for i, entry in enumerate(listing)]
     assert machine_checks.parse_gpu_memory("\n".join(map(", ".join, cells))) == tuple(listing)
 
 
@@ -287,7 +289,7 @@ def test_processes_that_are_printed_are_read_again(listing: list[GpuProcess]) ->
 
 
 def fake_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, code: int = 0) -> None:
-    """A machine whose nvidia-smi prints the listings above."""
+    """Install a fake nvidia-smi that prints the listings above."""
     script = folder / "nvidia-smi"
     answers = f"*memory.free*) printf '%s' '{MEMORY}';; *compute-apps*) printf '%s' '{PROCESSES}';;"
     script.write_text(f"#!/bin/sh\ncase $1 in {answers} esac\nexit {code}\n")
@@ -301,34 +303,34 @@ def test_gpus_that_others_use_are_a_remark_with_their_processes(
     fake_nvidia_smi(tmp_path, monkeypatch)
     mig = Gpu("MIG-1", "MIG-1", "NVIDIA H100")
     gpus = (H100, Gpu("1", "GPU-77aa", "NVIDIA GB10"), Gpu("2", "GPU-88cc", "NVIDIA H100"), mig)
-    free, unknown, held, slice_ = machine_checks.check_gpus(gpus, 3)
+    free, unreadable, busy, slice_ = machine_checks.check_gpus(gpus, 3)
     assert (free.severity, free.detail) == ("ok", "NVIDIA H100 80GB HBM3, 79.1 of 79.6 GiB free")
-    assert (unknown.severity, unknown.detail) == ("ok", "NVIDIA GB10, free memory unknown")
+    assert (unreadable.severity, unreadable.detail) == ("ok", "NVIDIA GB10, free memory unknown")
     assert (slice_.name, slice_.severity) == ("GPU MIG-1", "ok")
-    assert (held.name, held.severity) == ("GPU 2", "remark")
-    assert held.detail == "NVIDIA H100, 1.0 of 79.6 GiB free, used by PID 4242 (68.4 GiB), 4243"
-    assert "--gpus" in held.advice
+    assert (busy.name, busy.severity) == ("GPU 2", "remark")
+    assert busy.detail == "NVIDIA H100, 1.0 of 79.6 GiB free, used by PID 4242 (68.4 GiB), 4243"
+    assert "--gpus" in busy.advice
 
 
 def test_a_driver_that_does_not_answer_leaves_the_memory_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_nvidia_smi(tmp_path, monkeypatch, code=9)
-    (found,) = machine_checks.check_gpus((H100,), 1)
-    assert (found.severity, found.detail) == ("ok", "NVIDIA H100 80GB HBM3, free memory unknown")
+    (result,) = machine_checks.check_gpus((H100,), 1)
+    assert (result.severity, result.detail) == ("ok", "NVIDIA H100 80GB HBM3, free memory unknown")
 
 
 @given(st.integers(0, 81559))
 def test_memory_that_no_visible_process_holds_is_a_remark(free: int) -> None:
-    found = machine_checks.check_gpu(H100, GpuMemory(H100.uuid, free, 81559), [])
-    assert (found.severity == "remark") == (81559 - free > 8155.9)
-    assert ("not visible here" in found.detail) == (found.severity == "remark")
+    result = machine_checks.check_gpu(H100, GpuMemory(H100.uuid, free, 81559), [])
+    assert (result.severity == "remark") == (81559 - free > 8155.9)
+    assert ("not visible here" in result.detail) == (result.severity == "remark")
 
 
 def test_no_gpu_is_a_remark_and_says_which_preset_needs_none() -> None:
-    (found,) = machine_checks.check_gpus((), 0)
-    assert found.severity == "remark"
-    assert "--preset laptop" in found.advice
-    (hidden,) = machine_checks.check_gpus((), 2)
-    assert hidden.severity == "remark"
-    assert "unset CUDA_VISIBLE_DEVICES" in hidden.advice
+    (result,) = machine_checks.check_gpus((), 0)
+    assert result.severity == "remark"
+    assert "--preset laptop" in result.advice
+    (hidden_result,) = machine_checks.check_gpus((), 2)
+    assert hidden_result.severity == "remark"
+    assert "unset CUDA_VISIBLE_DEVICES" in hidden_result.advice

@@ -58,30 +58,30 @@ EXAMPLE = DiskBudget(
     free_bytes=52_100_000_000,
     folder=Path("/out"),
 )
-FILES = 10
+FILE_BYTES = 10
 """Bytes of a file in a made-up folder."""
 
 
-def tiny() -> ModelShape:
+def read_tiny_shape() -> ModelShape:
     shape = read_model_shape("sokoban-tiny", {})
     assert shape is not None
     return shape
 
 
-def plan_in(folder: Path, values: tuple[str, ...] = ("0", "0.1"), **overrides: object) -> StudyPlan:
-    dotted = {key.replace("__", "."): value for key, value in overrides.items()}
-    return make_plan(STUDIES["kl"], "laptop", "a test", dotted, values, 1, folder)
+def make_plan_in(folder: Path, values: tuple[str, ...] = ("0", "0.1"), **overrides: object) -> StudyPlan:
+    dotted_overrides = {key.replace("__", "."): value for key, value in overrides.items()}
+    return make_plan(STUDIES["kl"], "laptop", "a test", dotted_overrides, values, 1, folder)
 
 
-def allotted(plan: StudyPlan, limit: int | None = None) -> ResourcePlan:
+def allocate_resources(plan: StudyPlan, limit: int | None = None) -> ResourcePlan:
     return preflight(plan, None, (), 2, limit, is_real=True)
 
 
-def of(plan: StudyPlan, limit: int | None = None) -> DiskBudget:
-    return estimate_disk_budget(plan, allotted(plan, limit), {})
+def estimate_budget(plan: StudyPlan, limit: int | None = None) -> DiskBudget:
+    return estimate_disk_budget(plan, allocate_resources(plan, limit), {})
 
 
-def put(path: Path, size: int = FILES) -> None:
+def write_bytes(path: Path, size: int = FILE_BYTES) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"x" * size)
 
@@ -97,12 +97,17 @@ def test_a_checkpoint_has_the_size_of_the_real_one(name: str, tmp_path: Path) ->
     tensors, values = trainer.get_state()
     assert any(key.startswith("actor_optimizer/") for key in tensors), "without an update there are no moments"
     write_checkpoint(tmp_path / "state", tensors, values)
-    real = sum(path.stat().st_size for path in (tmp_path / "state").iterdir())
-    assert abs(compute_checkpoint_bytes(tiny(), trainer.config) - real) < min(0.01 * real, 6_000)
+    checkpoint_bytes = sum(path.stat().st_size for path in (tmp_path / "state").iterdir())
+    assert abs(compute_checkpoint_bytes(read_tiny_shape(), trainer.config) - checkpoint_bytes) < min(
+        0.01 * checkpoint_bytes, 6_000
+    )
 
 
 def test_a_critic_of_its_own_doubles_a_checkpoint() -> None:
-    sizes = {name: compute_checkpoint_bytes(tiny(), apply_overrides(RunConfig(), VARIANTS[name])) for name in VARIANTS}
+    sizes = {
+        name: compute_checkpoint_bytes(read_tiny_shape(), apply_overrides(RunConfig(), VARIANTS[name]))
+        for name in VARIANTS
+    }
     assert sizes["gae"] == pytest.approx(2 * sizes["grpo"], rel=1e-2)
     assert sizes["gae, shared trunk"] > sizes["grpo"] == sizes["grpo, shared trunk"] == sizes["rloo, KL loss"]
 
@@ -116,123 +121,147 @@ def test_a_critic_of_its_own_doubles_a_checkpoint() -> None:
 @example(60, 0)
 @example(60, 1)
 @example(1, 1)
-def test_kept_checkpoints_are_those_that_a_run_writes(steps: int, every: int) -> None:
-    written = [step for step in range(1, steps + 1) if every > 0 and (step == steps or step % every == 0)]
-    assert count_occurrences(steps, every) == len(written)
+def test_kept_checkpoints_are_those_that_a_run_writes(steps: int, save_freq: int) -> None:
+    saved_steps = [step for step in range(1, steps + 1) if save_freq > 0 and (step == steps or step % save_freq == 0)]
+    assert count_occurrences(steps, save_freq) == len(saved_steps)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 12), st.integers(-1, 14))
-def test_of_kept_checkpoints_only_planned_ones_are_there_already(steps: int, every: int) -> None:
+def test_of_kept_checkpoints_only_planned_ones_are_there_already(steps: int, save_freq: int) -> None:
     with TemporaryDirectory() as folder:
-        plan = plan_in(Path(folder), ("0",), trainer__total_training_steps=steps, trainer__save_freq=every)
+        plan = make_plan_in(Path(folder), ("0",), trainer__total_training_steps=steps, trainer__save_freq=save_freq)
         for step in range(steps + 4):
-            put(plan.output / plan.runs[0].checkpoint_dir / f"global_step_{step}" / "state.safetensors")
-        assert of(plan).written_bytes == FILES * count_occurrences(steps, every)
+            write_bytes(plan.output / plan.runs[0].checkpoint_dir / f"global_step_{step}" / "state.safetensors")
+        assert estimate_budget(plan).written_bytes == FILE_BYTES * count_occurrences(steps, save_freq)
 
 
 @given(st.integers(1, 30), st.integers(-1, 40), st.integers(1, 4), st.integers(1, 2))
-def test_the_total_is_the_sum_of_what_it_is_made_of(steps: int, every: int, arms: int, limit: int) -> None:
+def test_the_total_is_the_sum_of_what_it_is_made_of(steps: int, save_freq: int, arms: int, limit: int) -> None:
     values = tuple(f"0.{number}" for number in range(1, arms + 1))
-    plan = plan_in(Path("/no/such/folder"), values, trainer__total_training_steps=steps, trainer__save_freq=every)
-    found = of(plan, limit)
-    size, concurrent = compute_checkpoint_bytes(tiny(), plan.base_config), min(limit, arms)
-    assert (found.remaining_runs, found.concurrent_runs, found.saved_checkpoints, found.checkpoint_bytes) == (
+    plan = make_plan_in(
+        Path("/no/such/folder"), values, trainer__total_training_steps=steps, trainer__save_freq=save_freq
+    )
+    budget = estimate_budget(plan, limit)
+    checkpoint_bytes, n_concurrent = compute_checkpoint_bytes(read_tiny_shape(), plan.base_config), min(limit, arms)
+    assert (budget.remaining_runs, budget.concurrent_runs, budget.saved_checkpoints, budget.checkpoint_bytes) == (
         arms,
-        concurrent,
-        count_occurrences(steps, every),
-        size,
+        n_concurrent,
+        count_occurrences(steps, save_freq),
+        checkpoint_bytes,
     )
-    assert found.rolling_checkpoints == arms + 2 * concurrent
+    assert budget.rolling_checkpoints == arms + 2 * n_concurrent
     assert (
-        found.total_bytes
-        == (arms * count_occurrences(steps, every) + found.rolling_checkpoints) * size + found.row_bytes
+        budget.total_bytes
+        == (arms * count_occurrences(steps, save_freq) + budget.rolling_checkpoints) * checkpoint_bytes
+        + budget.row_bytes
     )
-    assert (found.written_bytes, found.folder, found.is_uniform) == (0, Path("/"), True)
-    assert 0 < found.free_bytes < 2**60
+    assert (budget.written_bytes, budget.folder, budget.is_uniform) == (0, Path("/"), True)
+    assert 0 < budget.free_bytes < 2**60
 
 
 def test_rows_grow_with_steps_runs_and_levels() -> None:
-    here = Path("/no/such/folder")
-    usual = of(plan_in(here)).row_bytes
-    assert of(plan_in(here, trainer__total_training_steps=61)).row_bytes > usual
-    assert of(plan_in(here, ("0", "0.1", "0.2"))).row_bytes > usual
-    for smaller in ({"env__val_env_groups": 16}, {"env__test_env_groups": 0}, {"trainer__val_before_train": False}):
-        assert of(plan_in(here, **smaller)).row_bytes < usual
-    assert of(plan_in(here, trainer__test_freq=1)).row_bytes > usual > of(plan_in(here, trainer__test_freq=0)).row_bytes
+    folder = Path("/no/such/folder")
+    usual_bytes = estimate_budget(make_plan_in(folder)).row_bytes
+    assert estimate_budget(make_plan_in(folder, trainer__total_training_steps=61)).row_bytes > usual_bytes
+    assert estimate_budget(make_plan_in(folder, ("0", "0.1", "0.2"))).row_bytes > usual_bytes
+    for smaller_settings in (
+        {"env__val_env_groups": 16},
+        {"env__test_env_groups": 0},
+        {"trainer__val_before_train": False},
+    ):
+        assert estimate_budget(make_plan_in(folder, **smaller_settings)).row_bytes < usual_bytes
+    assert (
+        estimate_budget(make_plan_in(folder, trainer__test_freq=1)).row_bytes
+        > usual_bytes
+        > estimate_budget(make_plan_in(folder, trainer__test_freq=0)).row_bytes
+    )
 
 
 def test_arms_that_differ_are_added_up(tmp_path: Path) -> None:
-    plan = plan_in(tmp_path, ("0", "0.1", "0.2"), trainer__save_freq=20)
+    plan = make_plan_in(tmp_path, ("0", "0.1", "0.2"), trainer__save_freq=20)
     changes = ({}, {"algorithm.adv_estimator": "grpo"}, {"trainer.save_freq": -1})
-    plan = replace(plan, runs=tuple(with_config(spec, c) for spec, c in zip(plan.runs, changes, strict=True)))
-    found = of(plan)
-    gae, grpo = (
-        compute_checkpoint_bytes(tiny(), plan.runs[0].config),
-        compute_checkpoint_bytes(tiny(), plan.runs[1].config),
+    plan = replace(
+        plan, runs=tuple(with_config(spec, arm_changes) for spec, arm_changes in zip(plan.runs, changes, strict=True))
     )
-    assert found.total_bytes == 4 * gae + 4 * grpo + gae + 2 * (gae + gae) + found.row_bytes
-    assert (found.checkpoint_bytes, found.saved_checkpoints, found.is_uniform) == (gae, 3, False)
-    assert "(1 rolling + up to 3 saved) x up to 2.7 MB" in format_disk_line(found)
+    budget = estimate_budget(plan)
+    gae_bytes, grpo_bytes = (
+        compute_checkpoint_bytes(read_tiny_shape(), plan.runs[0].config),
+        compute_checkpoint_bytes(read_tiny_shape(), plan.runs[1].config),
+    )
+    assert (
+        budget.total_bytes
+        == 4 * gae_bytes + 4 * grpo_bytes + gae_bytes + 2 * (gae_bytes + gae_bytes) + budget.row_bytes
+    )
+    assert (budget.checkpoint_bytes, budget.saved_checkpoints, budget.is_uniform) == (gae_bytes, 3, False)
+    assert "(1 rolling + up to 3 saved) x up to 2.7 MB" in format_disk_line(budget)
 
 
 def test_what_a_real_study_leaves_is_within_its_budget(ray_session: None, tmp_path: Path) -> None:
-    small = {key.replace(".", "__"): value for key, value in SMALL_SETTINGS.items()} | {"trainer__save_freq": 2}
-    plan = plan_in(tmp_path, ("0",), **small)
-    before = of(plan)
-    assert before.checkpoint_bytes is not None
-    assert before.total_bytes is not None
-    assert execute_study(plan, allotted(plan), "off", Console(quiet=True)) == 0
-    states = sum(count_folder_bytes(path) for path in tmp_path.rglob("global_step_*"))
-    states += sum(count_folder_bytes(plan.get_run_dir(spec.run_id) / STATE_FOLDER) for spec in plan.runs)
-    assert states == pytest.approx((1 + 2) * before.checkpoint_bytes, rel=1e-2)
-    rows = count_folder_bytes(tmp_path) - states
-    assert 0.3 * before.row_bytes < rows < before.row_bytes
-    assert count_folder_bytes(tmp_path) < before.total_bytes
-    after = of(plan)
-    assert (after.remaining_runs, after.total_bytes) == (0, 0)
+    study_settings = {key.replace(".", "__"): value for key, value in SMALL_SETTINGS.items()} | {
+        "trainer__save_freq": 2
+    }
+    plan = make_plan_in(tmp_path, ("0",), **study_settings)
+    budget_before = estimate_budget(plan)
+    assert budget_before.checkpoint_bytes is not None
+    assert budget_before.total_bytes is not None
+    assert execute_study(plan, allocate_resources(plan), "off", Console(quiet=True)) == 0
+    state_bytes = sum(count_folder_bytes(path) for path in tmp_path.rglob("global_step_*"))
+    state_bytes += sum(count_folder_bytes(plan.get_run_dir(spec.run_id) / STATE_FOLDER) for spec in plan.runs)
+    assert state_bytes == pytest.approx((1 + 2) * budget_before.checkpoint_bytes, rel=1e-2)
+    row_bytes = count_folder_bytes(tmp_path) - state_bytes
+    assert 0.3 * budget_before.row_bytes < row_bytes < budget_before.row_bytes
+    assert count_folder_bytes(tmp_path) < budget_before.total_bytes
+    budget_after = estimate_budget(plan)
+    assert (budget_after.remaining_runs, budget_after.total_bytes) == (0, 0)
 
 
 def test_a_run_that_goes_on_needs_what_is_missing(tmp_path: Path) -> None:
-    small = {key.replace(".", "__"): value for key, value in SMALL_SETTINGS.items()} | {"trainer__save_freq": 1}
-    plan = plan_in(tmp_path, **small)
-    before = of(plan)
-    assert before.checkpoint_bytes is not None
-    run = Trial(make_trial_config(plan, [plan.runs[0]], is_finished=False))
-    run.step()
-    run.stop()
-    after = of(plan)
-    assert after.total_bytes is not None
-    assert after.total_bytes == before.total_bytes
-    assert after.written_bytes == pytest.approx(2 * before.checkpoint_bytes, rel=1e-2)
-    check_budget(after._replace(free_bytes=after.total_bytes - after.written_bytes))
+    study_settings = {key.replace(".", "__"): value for key, value in SMALL_SETTINGS.items()} | {
+        "trainer__save_freq": 1
+    }
+    plan = make_plan_in(tmp_path, **study_settings)
+    budget_before = estimate_budget(plan)
+    assert budget_before.checkpoint_bytes is not None
+    trial = Trial(make_trial_config(plan, [plan.runs[0]], is_finished=False))
+    trial.step()
+    trial.stop()
+    budget_after = estimate_budget(plan)
+    assert budget_after.total_bytes is not None
+    assert budget_after.total_bytes == budget_before.total_bytes
+    assert budget_after.written_bytes == pytest.approx(2 * budget_before.checkpoint_bytes, rel=1e-2)
+    check_budget(budget_after._replace(free_bytes=budget_after.total_bytes - budget_after.written_bytes))
     with pytest.raises(PlanError):
-        check_budget(after._replace(free_bytes=after.total_bytes - after.written_bytes - 1))
+        check_budget(budget_after._replace(free_bytes=budget_after.total_bytes - budget_after.written_bytes - 1))
 
 
 def test_ended_runs_need_nothing_more(tmp_path: Path) -> None:
-    plan = plan_in(tmp_path, ("0", "0.1", "0.2", "0.3"))
+    plan = make_plan_in(tmp_path, ("0", "0.1", "0.2", "0.3"))
     statuses = ("completed", "early_stopped", "failed", "interrupted")
-    for number, (spec, status) in enumerate(zip(plan.runs, statuses, strict=True)):
-        put(plan.get_run_dir(spec.run_id) / STATE_FOLDER / "state.safetensors", 1_000 * 10**number)
+    for index, (spec, status) in enumerate(zip(plan.runs, statuses, strict=True)):
+        write_bytes(plan.get_run_dir(spec.run_id) / STATE_FOLDER / "state.safetensors", 1_000 * 10**index)
         write_status(plan.get_run_dir(spec.run_id), RunStatus(spec.run_id, status))
-    found, fresh = of(plan), of(plan_in(tmp_path / "other", ("0.2", "0.3")))
-    assert (found.remaining_runs, found.total_bytes, found.row_bytes) == (
-        fresh.remaining_runs,
-        fresh.total_bytes,
-        fresh.row_bytes,
+    budget, fresh_budget = estimate_budget(plan), estimate_budget(make_plan_in(tmp_path / "other", ("0.2", "0.3")))
+    assert (budget.remaining_runs, budget.total_bytes, budget.row_bytes) == (
+        fresh_budget.remaining_runs,
+        fresh_budget.total_bytes,
+        fresh_budget.row_bytes,
     )
     status_files = sum((plan.get_run_dir(spec.run_id) / "status.json").stat().st_size for spec in plan.runs[2:])
-    assert found.written_bytes == 1_100_000 + status_files
+    assert budget.written_bytes == 1_100_000 + status_files
     write_status(plan.get_run_dir(plan.runs[2].run_id), RunStatus(plan.runs[2].run_id, "completed"))
-    assert (found.concurrent_runs, of(plan).concurrent_runs, of(plan).rolling_checkpoints) == (2, 1, 3)
+    assert (
+        budget.concurrent_runs,
+        estimate_budget(plan).concurrent_runs,
+        estimate_budget(plan).rolling_checkpoints,
+    ) == (2, 1, 3)
     write_status(plan.get_run_dir(plan.runs[3].run_id), RunStatus(plan.runs[3].run_id, "completed"))
-    check_budget(of(plan)._replace(free_bytes=0))
-    assert format_disk_line(of(plan)).startswith("Disk: every run has ended, no more space is needed, ")
+    check_budget(estimate_budget(plan)._replace(free_bytes=0))
+    assert format_disk_line(estimate_budget(plan)).startswith("Disk: every run has ended, no more space is needed, ")
 
 
 def test_more_than_the_plan_has_a_place_for_does_not_count(tmp_path: Path) -> None:
-    plan = plan_in(tmp_path, ("0",), trainer__save_freq=60)
+    plan = make_plan_in(tmp_path, ("0",), trainer__save_freq=60)
     (spec,) = plan.runs
     for path in (
         plan.get_run_dir(spec.run_id) / STATE_FOLDER / "step_1" / "state.safetensors",
@@ -244,25 +273,25 @@ def test_more_than_the_plan_has_a_place_for_does_not_count(tmp_path: Path) -> No
         plan.output / spec.checkpoint_dir / ".global_step_60.writing" / "state.safetensors",
         plan.folder / "huge",
     ):
-        put(path, 4_000_000)
-    found = of(plan, 1)
-    assert found.checkpoint_bytes is not None
-    assert found.total_bytes is not None
-    assert found.total_bytes - found.written_bytes > 2 * found.checkpoint_bytes
-    assert 2 * found.checkpoint_bytes < found.written_bytes < 2 * found.checkpoint_bytes + found.row_bytes
+        write_bytes(path, 4_000_000)
+    budget = estimate_budget(plan, 1)
+    assert budget.checkpoint_bytes is not None
+    assert budget.total_bytes is not None
+    assert budget.total_bytes - budget.written_bytes > 2 * budget.checkpoint_bytes
+    assert 2 * budget.checkpoint_bytes < budget.written_bytes < 2 * budget.checkpoint_bytes + budget.row_bytes
 
 
 def test_a_model_that_is_not_here_has_an_unknown_size(tmp_path: Path) -> None:
-    plan = plan_in(tmp_path, model__path="some/model", model__prompt_style="full")
-    found = estimate_disk_budget(plan, allotted(plan), {"HF_HUB_CACHE": str(tmp_path)})
-    assert (found.checkpoint_bytes, found.total_bytes, found.written_bytes, found.unknown_models) == (
+    plan = make_plan_in(tmp_path, model__path="some/model", model__prompt_style="full")
+    budget = estimate_disk_budget(plan, allocate_resources(plan), {"HF_HUB_CACHE": str(tmp_path)})
+    assert (budget.checkpoint_bytes, budget.total_bytes, budget.written_bytes, budget.unknown_models) == (
         None,
         None,
         0,
         ("some/model",),
     )
-    check_budget(found._replace(free_bytes=0))
-    assert format_disk_line(found._replace(free_bytes=52_100_000_000, row_bytes=2_000_000)) == (
+    check_budget(budget._replace(free_bytes=0))
+    assert format_disk_line(budget._replace(free_bytes=52_100_000_000, row_bytes=2_000_000)) == (
         "Disk: size of a checkpoint unknown, because no config.json of a trainable model was found for some/model; "
         "52.1 GB free. Needed: 2 runs x (1 rolling + 0 saved) checkpoints + 2 x 2 checkpoints while running + "
         "2.0 MB of rows."
@@ -270,26 +299,28 @@ def test_a_model_that_is_not_here_has_an_unknown_size(tmp_path: Path) -> None:
 
 
 def test_a_condition_that_loads_a_model_has_states_of_its_size(tmp_path: Path) -> None:
-    def of_task(*assignments: str) -> DiskBudget:
+    def estimate_task_budget(*assignments: str) -> DiskBudget:
         overrides = collect_overrides(STUDIES["sandbox"], {}, assignments)
         plan = make_plan(STUDIES["sandbox"], "laptop", "a test", overrides, None, 1, tmp_path)
-        return estimate_disk_budget(plan, allotted(plan), {"HF_HUB_CACHE": str(tmp_path)})
+        return estimate_disk_budget(plan, allocate_resources(plan), {"HF_HUB_CACHE": str(tmp_path)})
 
-    own = of_task("task=lm_bandit").checkpoint_bytes
-    assert own is not None
-    assert own > 12 * count_policy_parameters(tiny())
-    larger = of_task("task=lm_bandit", "model_name=Qwen/Qwen2.5-0.5B").checkpoint_bytes
-    assert larger == pytest.approx(12 * 494e6, rel=0.01)
-    assert of_task("model_name=Qwen/Qwen2.5-0.5B").checkpoint_bytes == of_task().checkpoint_bytes
-    assert of_task("task=lm_bandit", "model_name=some/model").unknown_models == ("some/model",)
+    checkpoint_bytes = estimate_task_budget("task=lm_bandit").checkpoint_bytes
+    assert checkpoint_bytes is not None
+    assert checkpoint_bytes > 12 * count_policy_parameters(read_tiny_shape())
+    larger_bytes = estimate_task_budget("task=lm_bandit", "model_name=Qwen/Qwen2.5-0.5B").checkpoint_bytes
+    assert larger_bytes == pytest.approx(12 * 494e6, rel=0.01)
+    assert (
+        estimate_task_budget("model_name=Qwen/Qwen2.5-0.5B").checkpoint_bytes == estimate_task_budget().checkpoint_bytes
+    )
+    assert estimate_task_budget("task=lm_bandit", "model_name=some/model").unknown_models == ("some/model",)
 
 
 def test_the_line() -> None:
-    end = "Sum: 6 runs x (1 rolling + 4 saved) x 1.8 MB + 2 x 2 x 1.8 MB while running + 1.6 MB of rows."
-    assert format_disk_line(EXAMPLE) == f"Disk: needs at most 62.8 MB, 52.1 GB free. OK. {end}"
+    sum_text = "Sum: 6 runs x (1 rolling + 4 saved) x 1.8 MB + 2 x 2 x 1.8 MB while running + 1.6 MB of rows."
+    assert format_disk_line(EXAMPLE) == f"Disk: needs at most 62.8 MB, 52.1 GB free. OK. {sum_text}"
     assert (
         format_disk_line(EXAMPLE._replace(written_bytes=3_000_000))
-        == f"Disk: needs at most 62.8 MB (3.0 MB already written), 52.1 GB free. OK. {end}"
+        == f"Disk: needs at most 62.8 MB (3.0 MB already written), 52.1 GB free. OK. {sum_text}"
     )
     assert "62.8 MB, 62.8 MB free. OK. Sum: " in format_disk_line(EXAMPLE._replace(free_bytes=62_800_000))
     assert "62.8 MB, 62.8 MB free. NOT ENOUGH. Sum: " in format_disk_line(EXAMPLE._replace(free_bytes=62_799_999))
@@ -299,35 +330,35 @@ def test_the_line() -> None:
 def test_exactly_enough_is_enough() -> None:
     check_budget(EXAMPLE._replace(free_bytes=62_800_000))
     check_budget(EXAMPLE._replace(free_bytes=60_000_000, written_bytes=2_800_000))
-    for free, already in ((62_799_999, 0), (59_999_999, 2_800_000)):
+    for free_bytes, written_bytes in ((62_799_999, 0), (59_999_999, 2_800_000)):
         with pytest.raises(PlanError):
-            check_budget(EXAMPLE._replace(free_bytes=free, written_bytes=already))
+            check_budget(EXAMPLE._replace(free_bytes=free_bytes, written_bytes=written_bytes))
 
 
 def test_too_little_says_what_is_needed_what_is_free_and_what_to_type() -> None:
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(PlanError) as error_info:
         check_budget(EXAMPLE._replace(free_bytes=12_000_000, written_bytes=10_000_000))
-    text = str(caught.value)
+    text = str(error_info.value)
     assert "needs up to 52.8 MB more disk space, and /out has 12.0 MB free, 40.8 MB too little" in text
-    for way in ("--save-freq with a larger number (-1 saves none)", "--max-concurrent 1", "--output"):
-        assert way in text
-    with pytest.raises(PlanError) as caught:
+    for option in ("--save-freq with a larger number (-1 saves none)", "--max-concurrent 1", "--output"):
+        assert option in text
+    with pytest.raises(PlanError) as error_info:
         check_budget(EXAMPLE._replace(free_bytes=0, saved_checkpoints=0, concurrent_runs=1))
-    assert "--save-freq" not in str(caught.value)
-    assert "--max-concurrent" not in str(caught.value)
-    assert "--output" in str(caught.value)
+    assert "--save-freq" not in str(error_info.value)
+    assert "--max-concurrent" not in str(error_info.value)
+    assert "--output" in str(error_info.value)
 
 
 def test_a_budget_writes_nothing_and_looks_at_the_nearest_folder(tmp_path: Path) -> None:
-    found = of(plan_in(tmp_path / "not" / "there"))
-    assert found.folder == tmp_path
+    budget = estimate_budget(make_plan_in(tmp_path / "not" / "there"))
+    assert budget.folder == tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_has_the_bytes_of_its_files(tmp_path: Path) -> None:
-    put(tmp_path / "a" / "one", 3)
-    put(tmp_path / "a" / "b" / ".two", 4)
-    put(tmp_path / "large", 5_000)
+    write_bytes(tmp_path / "a" / "one", 3)
+    write_bytes(tmp_path / "a" / "b" / ".two", 4)
+    write_bytes(tmp_path / "large", 5_000)
     (tmp_path / "a" / "link").symlink_to(tmp_path / "large")
     (tmp_path / "a" / "loop").symlink_to(tmp_path / "a")
     assert count_folder_bytes(tmp_path / "a") < 5_000
@@ -339,7 +370,7 @@ def test_a_folder_has_the_bytes_of_its_files(tmp_path: Path) -> None:
 
 def test_a_trial_of_several_runs_writes_the_states_of_all_at_once(tmp_path: Path) -> None:
     plan = make_plan(STUDIES["influence"], "laptop", "a test", {}, None, 3, tmp_path)
-    found = estimate_disk_budget(plan, allotted(plan, 1), {})
-    assert (found.remaining_runs, found.concurrent_runs, found.rolling_checkpoints) == (9, 3, 15)
-    assert found.checkpoint_bytes is not None
-    assert found.total_bytes == 15 * found.checkpoint_bytes + found.row_bytes
+    budget = estimate_disk_budget(plan, allocate_resources(plan, 1), {})
+    assert (budget.remaining_runs, budget.concurrent_runs, budget.rolling_checkpoints) == (9, 3, 15)
+    assert budget.checkpoint_bytes is not None
+    assert budget.total_bytes == 15 * budget.checkpoint_bytes + budget.row_bytes

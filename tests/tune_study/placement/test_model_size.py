@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.scripted import make_qwen2_shape as torch_shape
+from tests.fakes.scripted import make_qwen2_shape as make_torch_shape
 from trainable.config.seeds import make_rng
 from trainable.models.load import load_policy, make_critic
 from trainable.models.qwen2 import Qwen2, ValueModel
@@ -25,7 +25,7 @@ from tune_study.placement.model_size import (
 )
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-# Sizes, vocabulary and tying of the hub's Qwen2.5 models, and the parameters that their cards count.
+# Sizes, vocabulary and tied embeddings of the Qwen2.5 models on the hub, and the parameter counts of their cards.
 PUBLISHED = [
     ((896, 4864, 24, 14, 2), 151_936, True, 494_032_768),
     ((1536, 8960, 28, 12, 2), 151_936, True, 1_543_714_304),
@@ -38,8 +38,8 @@ PUBLISHED = [
 
 
 def write_config(folder: Path, **changes: object) -> Path:
-    """A config.json as the hub has it, in `folder`; a change to None leaves the field out."""
-    config = {"architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu", **asdict(torch_shape()), **changes}
+    """Write a config.json in the hub's format to `folder`; a change to None leaves the field out."""
+    config = {"architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu", **asdict(make_torch_shape()), **changes}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(
         json.dumps({name: value for name, value in config.items() if value is not None})
@@ -47,14 +47,14 @@ def write_config(folder: Path, **changes: object) -> Path:
     return folder
 
 
-def numels(module: torch.nn.Module) -> list[int]:
+def list_parameter_counts(module: torch.nn.Module) -> list[int]:
     return [parameter.numel() for parameter in module.parameters()]
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> Qwen2Shape:
+def draw_shapes(draw: st.DrawFn) -> Qwen2Shape:
     kv_heads, groups, head_dim = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 5)) * 2
-    return torch_shape(
+    return make_torch_shape(
         vocab_size=draw(st.integers(1, 60)),
         hidden_size=kv_heads * groups * head_dim,
         intermediate_size=draw(st.integers(1, 40)),
@@ -66,19 +66,19 @@ def shapes(draw: st.DrawFn) -> Qwen2Shape:
 
 
 @settings(max_examples=60, deadline=None)
-@given(shapes())
-def test_counts_are_those_of_the_modules(wanted: Qwen2Shape) -> None:
+@given(draw_shapes())
+def test_counts_are_those_of_the_modules(qwen2_shape: Qwen2Shape) -> None:
     with TemporaryDirectory() as folder:
-        found = read_model_shape(str(write_config(Path(folder), **asdict(wanted))), {})
-    assert found is not None
-    policy, critic = Qwen2(wanted), ValueModel(wanted)
-    assert (found.head_dim, found.tie_word_embeddings) == (wanted.head_dim, wanted.tie_word_embeddings)
-    assert list_policy_tensor_sizes(found) == numels(policy)
-    assert list_critic_tensor_sizes(found) == numels(critic)
-    assert list_head_tensor_sizes(found) == numels(critic.score)
-    assert count_policy_parameters(found) == sum(numels(policy))
-    assert count_critic_parameters(found) == sum(numels(critic))
-    assert count_head_parameters(found) == sum(numels(critic.score))
+        shape = read_model_shape(str(write_config(Path(folder), **asdict(qwen2_shape))), {})
+    assert shape is not None
+    policy, critic = Qwen2(qwen2_shape), ValueModel(qwen2_shape)
+    assert (shape.head_dim, shape.tie_word_embeddings) == (qwen2_shape.head_dim, qwen2_shape.tie_word_embeddings)
+    assert list_policy_tensor_sizes(shape) == list_parameter_counts(policy)
+    assert list_critic_tensor_sizes(shape) == list_parameter_counts(critic)
+    assert list_head_tensor_sizes(shape) == list_parameter_counts(critic.score)
+    assert count_policy_parameters(shape) == sum(list_parameter_counts(policy))
+    assert count_critic_parameters(shape) == sum(list_parameter_counts(critic))
+    assert count_head_parameters(shape) == sum(list_parameter_counts(critic.score))
 
 
 @pytest.mark.parametrize(("sizes", "vocabulary", "tied", "parameters"), PUBLISHED)
@@ -89,7 +89,7 @@ def test_the_hubs_models_have_their_published_parameters(
     assert count_policy_parameters(shape) == parameters
 
 
-# Parameters, and those without embeddings, in 1e9, as the models' cards on the hub say (rounded or cut).
+# Parameters with and without embeddings, in 1e9, from the model cards on the hub (rounded or truncated).
 CARDS = {
     "0.5": (0.49, 0.36),
     "1.5": (1.54, 1.31),
@@ -103,14 +103,14 @@ CARDS = {
 
 @pytest.mark.parametrize("size", CARDS)
 def test_a_model_that_is_not_here_has_its_published_shape(size: str) -> None:
-    nowhere = {"HF_HUB_CACHE": "/nowhere"}
-    shape = read_model_shape(f"Qwen/Qwen2.5-{size}B", nowhere)
+    environ = {"HF_HUB_CACHE": "/nowhere"}
+    shape = read_model_shape(f"Qwen/Qwen2.5-{size}B", environ)
     assert shape is not None
-    total, inside = CARDS[size]
+    total, non_embedding = CARDS[size]
     embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
     assert count_policy_parameters(shape) / 1e9 == pytest.approx(total, rel=0.01)
-    assert (count_policy_parameters(shape) - embeddings) / 1e9 == pytest.approx(inside, rel=0.01)
-    assert read_model_shape(f"Qwen/Qwen2.5-{size}B-Instruct", nowhere) == shape
+    assert (count_policy_parameters(shape) - embeddings) / 1e9 == pytest.approx(non_embedding, rel=0.01)
+    assert read_model_shape(f"Qwen/Qwen2.5-{size}B-Instruct", environ) == shape
 
 
 @pytest.mark.parametrize("path", ["Qwen/Qwen2.5-Math-7B", "Qwen/Qwen2.5-Coder-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct"])
@@ -139,8 +139,10 @@ def test_the_shipped_model() -> None:
     shape = read_model_shape("sokoban-tiny", {})
     assert shape is not None
     policy = load_policy("sokoban-tiny", torch.device("cpu"))
-    assert list_policy_tensor_sizes(shape) == numels(policy.model)
-    assert list_critic_tensor_sizes(shape) == numels(make_critic(policy, make_rng(0, "critic"), torch.device("cpu")))
+    assert list_policy_tensor_sizes(shape) == list_parameter_counts(policy.model)
+    assert list_critic_tensor_sizes(shape) == list_parameter_counts(
+        make_critic(policy, make_rng(0, "critic"), torch.device("cpu"))
+    )
 
 
 def test_a_hub_id_is_found_in_the_hub_cache(tmp_path: Path) -> None:
@@ -148,9 +150,9 @@ def test_a_hub_id_is_found_in_the_hub_cache(tmp_path: Path) -> None:
     assert read_model_shape("some/model", environ) is None
     for snapshot, vocabulary in (("aaa", 5), ("bbb", 7)):
         write_config(tmp_path / "models--some--model" / "snapshots" / snapshot, vocab_size=vocabulary)
-    found = read_model_shape("some/model", environ)
-    assert found is not None
-    assert found.vocab_size == 7
+    shape = read_model_shape("some/model", environ)
+    assert shape is not None
+    assert shape.vocab_size == 7
     assert read_model_shape("some/model", {"HF_HUB_CACHE": str(tmp_path / "other")}) is None
 
 

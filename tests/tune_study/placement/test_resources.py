@@ -22,69 +22,74 @@ from tune_study.placement.resources import (
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
 
-EIGHT = tuple(Gpu(str(i), f"GPU-{i}{i}{i}{i}-ab", "NVIDIA H100 80GB HBM3") for i in range(8))
+EIGHT_GPUS = tuple(Gpu(str(i), f"GPU-{i}{i}{i}{i}-ab", "NVIDIA H100 80GB HBM3") for i in range(8))
 
 
-def plan_of(preset: str = "paper", **overrides: object) -> StudyPlan:
-    dotted = {key.replace("__", "."): value for key, value in overrides.items()}
-    return make_plan(STUDIES["kl"], preset, "a test", dotted, None, 1, Path("/out"))
+def make_study_plan(preset: str = "paper", **overrides: object) -> StudyPlan:
+    dotted_overrides = {key.replace("__", "."): value for key, value in overrides.items()}
+    return make_plan(STUDIES["kl"], preset, "a test", dotted_overrides, None, 1, Path("/out"))
 
 
-def allot(
+def allocate(
     plan: StudyPlan,
-    asked: str | None = None,
-    visible: tuple[Gpu, ...] = EIGHT,
+    gpus: str | None = None,
+    visible: tuple[Gpu, ...] = EIGHT_GPUS,
     limit: int | None = None,
-    real: bool = True,
+    is_real: bool = True,
 ) -> ResourcePlan:
-    return preflight(plan, asked, visible, 2, limit, real)
+    return preflight(plan, gpus, visible, 2, limit, is_real)
 
 
 def test_one_gpu_a_run_is_the_published_default() -> None:
-    found = allot(plan_of())
-    assert found.bundles == ({"CPU": 1.0, "GPU": 1.0},)
-    assert found.gpus == found.gpu_slots == tuple("01234567")
-    assert (found.cpus, found.max_concurrent, found.gpu_label) == (16, 6, "1xH100")
+    resource_plan = allocate(make_study_plan())
+    assert resource_plan.bundles == ({"CPU": 1.0, "GPU": 1.0},)
+    assert resource_plan.gpus == resource_plan.gpu_slots == tuple("01234567")
+    assert (resource_plan.cpus, resource_plan.max_concurrent, resource_plan.gpu_label) == (16, 6, "1xH100")
 
 
 def test_settings_of_deepspeed_are_noted_where_torch_updates() -> None:
-    changed = {"trainer__zero_stage": 3, "trainer__offload_parameters": True}
-    (note,) = allot(plan_of(**changed)).notes
+    overrides = {"trainer__zero_stage": 3, "trainer__offload_parameters": True}
+    (note,) = allocate(make_study_plan(**overrides)).notes
     assert note.startswith("trainer.zero_stage=3, trainer.offload_parameters=True has no effect: torch updates on")
-    assert allot(plan_of()).notes == ()
-    assert allot(plan_of(**changed, trainer__strategy="deepspeed")).notes == ()
-    assert allot(plan_of(**changed, trainer__n_gpus_per_node=2)).notes == ()
+    assert allocate(make_study_plan()).notes == ()
+    assert allocate(make_study_plan(**overrides, trainer__strategy="deepspeed")).notes == ()
+    assert allocate(make_study_plan(**overrides, trainer__n_gpus_per_node=2)).notes == ()
 
 
 def test_consecutive_ids_form_slots() -> None:
-    found = allot(plan_of(trainer__n_gpus_per_node=4), "0,1,2,3,4,5,6,7", real=False)
-    assert found.gpu_slots == ("0,1,2,3", "4,5,6,7")
-    assert found.bundles == ({"CPU": 1.0, "GPU": 1.0},) * 4
-    assert (found.max_concurrent, found.gpu_label) == (2, "4xH100")
+    resource_plan = allocate(make_study_plan(trainer__n_gpus_per_node=4), "0,1,2,3,4,5,6,7", is_real=False)
+    assert resource_plan.gpu_slots == ("0,1,2,3", "4,5,6,7")
+    assert resource_plan.bundles == ({"CPU": 1.0, "GPU": 1.0},) * 4
+    assert (resource_plan.max_concurrent, resource_plan.gpu_label) == (2, "4xH100")
 
 
-@pytest.mark.parametrize(("share", "a_gpu"), [(0.5, 2), (0.25, 4), (0.4, 2), (0.1, 10), (0.3, 3)])
-def test_fractions_share_a_gpu(share: float, a_gpu: int) -> None:
-    assert make_slots(("0", "1"), share) == ("0",) * a_gpu + ("1",) * a_gpu
+@pytest.mark.parametrize(("share", "runs_per_gpu"), [(0.5, 2), (0.25, 4), (0.4, 2), (0.1, 10), (0.3, 3)])
+def test_fractions_share_a_gpu(share: float, runs_per_gpu: int) -> None:
+    assert make_slots(("0", "1"), share) == ("0",) * runs_per_gpu + ("1",) * runs_per_gpu
     assert make_bundles(share) == ({"CPU": 1.0, "GPU": share},)
 
 
 def test_a_laptop_runs_one_trial_a_core() -> None:
-    found = allot(plan_of("laptop"), visible=())
-    assert (found.bundles, found.cpus, found.max_concurrent, found.gpu_label) == (({"CPU": 1.0},), 2, 2, "0xGPU")
-    assert allot(plan_of("laptop"), visible=(), limit=1).max_concurrent == 1
-    assert allot(plan_of("laptop", trainer__ray_num_cpus=1), visible=()).max_concurrent == 1
+    resource_plan = allocate(make_study_plan("laptop"), visible=())
+    assert (resource_plan.bundles, resource_plan.cpus, resource_plan.max_concurrent, resource_plan.gpu_label) == (
+        ({"CPU": 1.0},),
+        2,
+        2,
+        "0xGPU",
+    )
+    assert allocate(make_study_plan("laptop"), visible=(), limit=1).max_concurrent == 1
+    assert allocate(make_study_plan("laptop", trainer__ray_num_cpus=1), visible=()).max_concurrent == 1
 
 
 @given(st.integers(1, 16), st.integers(1, 8), st.integers(1, 9))
 def test_never_more_runs_at_once_than_anything_allows(cpus: int, n_gpus: int, limit: int) -> None:
-    asked = ",".join(str(i) for i in range(n_gpus))
-    found = allot(plan_of(trainer__ray_num_cpus=cpus), asked, limit=limit)
-    assert found.max_concurrent == min(cpus, n_gpus, limit, 6)
+    gpus = ",".join(str(i) for i in range(n_gpus))
+    resource_plan = allocate(make_study_plan(trainer__ray_num_cpus=cpus), gpus, limit=limit)
+    assert resource_plan.max_concurrent == min(cpus, n_gpus, limit, 6)
 
 
 @pytest.mark.parametrize(
-    ("share", "asked", "message"),
+    ("share", "gpus", "message"),
     [
         (4, "0,1,2", "3 GPUs do not divide into runs of 4"),
         (2, "0,1,2", "3 GPUs do not divide into runs of 2"),
@@ -95,34 +100,34 @@ def test_never_more_runs_at_once_than_anything_allows(cpus: int, n_gpus: int, li
         (0, "0,1", "a run takes no GPU"),
     ],
 )
-def test_what_can_never_be_placed_is_refused_even_dry(share: float, asked: str, message: str) -> None:
+def test_what_can_never_be_placed_is_refused_even_dry(share: float, gpus: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        allot(plan_of(trainer__n_gpus_per_node=share), asked, real=False)
+        allocate(make_study_plan(trainer__n_gpus_per_node=share), gpus, is_real=False)
 
 
 @pytest.mark.parametrize(
-    ("share", "asked", "visible", "message"),
+    ("share", "gpus", "visible", "message"),
     [
-        (1, "0,9", EIGHT, "asks for GPU 9 and the visible ones are 0,1,2,3,4,5,6,7"),
+        (1, "0,9", EIGHT_GPUS, "asks for GPU 9 and the visible ones are 0,1,2,3,4,5,6,7"),
         (1, "0", (), "asks for GPU 0 and no GPU is visible"),
         (1, None, (), "asks for 1 GPU per run and no GPU is visible"),
-        (4, None, EIGHT[:2], "asks for 4 GPU per run and the visible ones are 0,1"),
+        (4, None, EIGHT_GPUS[:2], "asks for 4 GPU per run and the visible ones are 0,1"),
     ],
 )
 def test_what_this_machine_cannot_run_is_refused_unless_dry(
-    share: float, asked: str | None, visible: tuple[Gpu, ...], message: str
+    share: float, gpus: str | None, visible: tuple[Gpu, ...], message: str
 ) -> None:
     with pytest.raises(PlanError, match=message):
-        allot(plan_of(trainer__n_gpus_per_node=share), asked, visible)
+        allocate(make_study_plan(trainer__n_gpus_per_node=share), gpus, visible)
 
 
 def test_several_gpus_a_run_are_given_to_it() -> None:
-    found = allot(plan_of(trainer__n_gpus_per_node=2), "0,1,4,5")
-    assert (found.gpu_slots, found.max_concurrent) == (("0,1", "4,5"), 2)
+    resource_plan = allocate(make_study_plan(trainer__n_gpus_per_node=2), "0,1,4,5")
+    assert (resource_plan.gpu_slots, resource_plan.max_concurrent) == (("0,1", "4,5"), 2)
 
 
-def there(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
-    """A machine on which exactly these of the engines are installed."""
+def install_engines(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    """Pretend that exactly these engines are installed."""
     monkeypatch.setattr(resources, "find_spec", lambda name: name if name in packages else None)
 
 
@@ -143,17 +148,17 @@ def there(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
 def test_an_engine_that_is_not_there_is_refused_with_the_command_that_installs_it(
     overrides: dict[str, object], packages: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there(monkeypatch, *packages)
+    install_engines(monkeypatch, *packages)
     with pytest.raises(PlanError, match=message):
-        check_engines(plan_of(**overrides).base_config)
+        check_engines(make_study_plan(**overrides).base_config)
 
 
 def test_engines_that_are_not_used_need_not_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    there(monkeypatch)
-    check_engines(plan_of("laptop").base_config)
-    check_engines(plan_of(rollout__name="torch").base_config)
-    there(monkeypatch, "vllm", "deepspeed")
-    check_engines(plan_of(trainer__n_gpus_per_node=2).base_config)
+    install_engines(monkeypatch)
+    check_engines(make_study_plan("laptop").base_config)
+    check_engines(make_study_plan(rollout__name="torch").base_config)
+    install_engines(monkeypatch, "vllm", "deepspeed")
+    check_engines(make_study_plan(trainer__n_gpus_per_node=2).base_config)
 
 
 def test_the_versions_are_those_that_the_engines_name() -> None:
@@ -161,31 +166,31 @@ def test_the_versions_are_those_that_the_engines_name() -> None:
 
 
 def test_a_dry_run_without_gpus_says_what_it_assumes() -> None:
-    found = allot(plan_of(trainer__n_gpus_per_node=4), None, (), real=False)
-    assert found.gpu_slots == ("0,1,2,3",)
-    assert "--gpus 0,1,2,3" in found.notes[0]
+    resource_plan = allocate(make_study_plan(trainer__n_gpus_per_node=4), None, (), is_real=False)
+    assert resource_plan.gpu_slots == ("0,1,2,3",)
+    assert "--gpus 0,1,2,3" in resource_plan.notes[0]
 
 
 def test_device_and_gpus_must_agree() -> None:
     with pytest.raises(PlanError, match=r"trainer\.device is cuda but a run takes no GPU"):
-        allot(plan_of("laptop", trainer__device="cuda"))
+        allocate(make_study_plan("laptop", trainer__device="cuda"))
     with pytest.raises(PlanError, match=r"would reserve 0\.5 GPU but trainer\.device is cpu"):
-        allot(plan_of("laptop", trainer__n_gpus_per_node=0.5))
+        allocate(make_study_plan("laptop", trainer__n_gpus_per_node=0.5))
 
 
 def test_a_run_that_needs_more_cpus_than_ray_may_use_is_refused() -> None:
     with pytest.raises(PlanError, match="takes 4 CPUs and --ray-num-cpus is 2: type --ray-num-cpus 4"):
-        allot(plan_of(trainer__n_gpus_per_node=4, trainer__ray_num_cpus=2), real=False)
+        allocate(make_study_plan(trainer__n_gpus_per_node=4, trainer__ray_num_cpus=2), is_real=False)
 
 
 def test_no_run_at_once_is_refused() -> None:
     with pytest.raises(PlanError, match="--max-concurrent 0"):
-        allot(plan_of(), limit=0)
+        allocate(make_study_plan(), limit=0)
 
 
-@pytest.mark.parametrize("nothing", ["", " ", "-1"])
-def test_gpus_that_are_hidden_are_not_there(nothing: str) -> None:
-    assert detect_gpus({"CUDA_VISIBLE_DEVICES": nothing}) == ()
+@pytest.mark.parametrize("hidden", ["", " ", "-1"])
+def test_gpus_that_are_hidden_are_not_there(hidden: str) -> None:
+    assert detect_gpus({"CUDA_VISIBLE_DEVICES": hidden}) == ()
 
 
 @pytest.mark.parametrize(
@@ -201,7 +206,7 @@ def test_gpus_that_are_hidden_are_not_there(nothing: str) -> None:
     ],
 )
 def test_visible_devices_are_read_as_cuda_reads_them(visible: str | None, ids: list[str]) -> None:
-    assert [gpu.id for gpu in select_visible(EIGHT, visible)] == ids
+    assert [gpu.id for gpu in select_visible(EIGHT_GPUS, visible)] == ids
 
 
 def test_nothing_is_visible_without_gpus() -> None:
@@ -209,9 +214,9 @@ def test_nothing_is_visible_without_gpus() -> None:
 
 
 def test_the_preset_follows_the_machine() -> None:
-    assert choose_preset(None, EIGHT) == ("paper", "a CUDA GPU is visible (NVIDIA H100 80GB HBM3)")
+    assert choose_preset(None, EIGHT_GPUS) == ("paper", "a CUDA GPU is visible (NVIDIA H100 80GB HBM3)")
     assert choose_preset(None, ()) == ("laptop", "no CUDA GPU is visible")
-    assert choose_preset("laptop", EIGHT) == ("laptop", "set by --preset")
+    assert choose_preset("laptop", EIGHT_GPUS) == ("laptop", "set by --preset")
 
 
 def test_ids_of_gpus() -> None:
@@ -227,7 +232,7 @@ def test_published_gpu_labels(name: str, label: str) -> None:
 
 
 def test_a_label_of_different_gpus_is_mixed() -> None:
-    assert format_gpu_label(1, (EIGHT[0], Gpu("9", "", "Tesla T4"))) == "1xmixed"
+    assert format_gpu_label(1, (EIGHT_GPUS[0], Gpu("9", "", "Tesla T4"))) == "1xmixed"
 
 
 def test_the_drivers_listing_is_read() -> None:

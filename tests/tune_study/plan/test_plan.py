@@ -19,9 +19,9 @@ from tune_study.plan.study_plan import (
     parse_values,
 )
 
-# What the published scripts name for Qwen2.5-3B: (experiment name, log, checkpoint folder) of every default value.
+# (experiment name, log, checkpoint folder) of every default value in the published scripts for Qwen2.5-3B.
 LABELS = ("0", "0001", "0003", "001", "003", "01")
-KL = [
+KL_RUNS = [
     (
         f"sokoban_kl_sweep_nofilter_{label}-Qwen2.5-3B",
         f"logs/kl_sweep_Qwen2.5-3B/nofilter/{label}/sokoban_kl_sweep_nofilter_{label}-Qwen2.5-3B.log",
@@ -29,7 +29,7 @@ KL = [
     )
     for label in LABELS
 ]
-ENTROPY = [
+ENTROPY_RUNS = [
     (
         f"sokoban_entropy_sweep_nofilter_{label}-Qwen2.5-3B",
         f"logs/entropy_sweep_Qwen2.5-3B/nofilter/{label}/sokoban_entropy_sweep_nofilter_{label}-Qwen2.5-3B.log",
@@ -37,7 +37,7 @@ ENTROPY = [
     )
     for label in LABELS
 ]
-TOP_P = [
+TOP_P_RUNS = [
     (
         f"sokoban_top_p_{label}-Qwen2.5-3B",
         f"logs/top_p_sweep_Qwen2.5-3B/{label}/sokoban_top_p_{label}-Qwen2.5-3B.log",
@@ -46,26 +46,26 @@ TOP_P = [
     for label in ("10", "098", "095", "09", "08", "06", "04", "nofilter")
 ]
 ANALYSIS_NAME = "sokoban-PPO-filter-topp09-Qwen2.5-3B-train8x16-analysis128x16-grad-every50"
-ANALYSIS = [
+ANALYSIS_RUNS = [
     (
         ANALYSIS_NAME,
         f"logs/gradient_analysis_sokoban_Qwen2.5-3B/{ANALYSIS_NAME}.log",
         f"model_saving/gradient_analysis/sokoban/PPO/filter/{ANALYSIS_NAME}",
     )
 ]
-PLACES = {
-    "kl": ("results/kl_sweep_Qwen2.5-3B", "logs/kl_sweep_Qwen2.5-3B.log", KL),
-    "entropy": ("results/entropy_sweep_Qwen2.5-3B", "logs/entropy_sweep_Qwen2.5-3B.log", ENTROPY),
-    "top-p": ("results/top_p_sweep_Qwen2.5-3B", "logs/top_p_sweep_Qwen2.5-3B.log", TOP_P),
+PUBLISHED_PATHS = {
+    "kl": ("results/kl_sweep_Qwen2.5-3B", "logs/kl_sweep_Qwen2.5-3B.log", KL_RUNS),
+    "entropy": ("results/entropy_sweep_Qwen2.5-3B", "logs/entropy_sweep_Qwen2.5-3B.log", ENTROPY_RUNS),
+    "top-p": ("results/top_p_sweep_Qwen2.5-3B", "logs/top_p_sweep_Qwen2.5-3B.log", TOP_P_RUNS),
     "gradient-analysis": (
         "results/gradient_analysis_sokoban_Qwen2.5-3B",
         "logs/gradient_analysis_sokoban_Qwen2.5-3B.log",
-        ANALYSIS,
+        ANALYSIS_RUNS,
     ),
 }
 
 
-def plan_of(
+def make_study_plan(
     name: str,
     values: str | None = None,
     seeds: int | None = 1,
@@ -73,23 +73,23 @@ def plan_of(
     preset: str = "paper",
 ) -> StudyPlan:
     study = STUDIES[name]
-    typed = None if values is None else parse_values(values, study.axis.option)
-    return make_plan(study, preset, "a test", overrides or {}, typed, seeds, Path("/out"))
+    typed_values = None if values is None else parse_values(values, study.axis.option)
+    return make_plan(study, preset, "a test", overrides or {}, typed_values, seeds, Path("/out"))
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", PUBLISHED_PATHS)
 def test_names_and_places_are_the_published_ones(name: str) -> None:
-    plan = plan_of(name)
-    results, summary, runs = PLACES[name]
+    plan = make_study_plan(name)
+    results, summary, runs = PUBLISHED_PATHS[name]
     assert plan.folder == Path("/out") / results
     assert plan.summary_log == Path("/out") / summary
-    assert [(r.run_id, r.log_path.as_posix(), r.checkpoint_dir.as_posix()) for r in plan.runs] == runs
-    assert [r.experiment_name for r in plan.runs] == [run[0] for run in runs]
-    assert {r.steps for r in plan.runs} == {101 if name == "gradient-analysis" else 400}
+    assert [(spec.run_id, spec.log_path.as_posix(), spec.checkpoint_dir.as_posix()) for spec in plan.runs] == runs
+    assert [spec.experiment_name for spec in plan.runs] == [run[0] for run in runs]
+    assert {spec.steps for spec in plan.runs} == {101 if name == "gradient-analysis" else 400}
 
 
 def test_leaving_zero_spread_groups_out_changes_the_tag() -> None:
-    plan = plan_of("kl", "0.01", overrides={"filter.rollout_filter_include_zero": False})
+    plan = make_study_plan("kl", "0.01", overrides={"filter.rollout_filter_include_zero": False})
     (run,) = plan.runs
     name = "sokoban_kl_sweep_filter_zero_001-Qwen2.5-3B"
     assert run.run_id == name
@@ -98,7 +98,7 @@ def test_leaving_zero_spread_groups_out_changes_the_tag() -> None:
 
 
 def test_the_first_seed_of_every_arm_comes_first_and_later_ones_are_named() -> None:
-    plan = plan_of("kl", "0,0.1", seeds=2)
+    plan = make_study_plan("kl", "0,0.1", seeds=2)
     assert [(run.arm, run.seed) for run in plan.runs] == [("0", 0), ("0.1", 0), ("0", 1), ("0.1", 1)]
     last = plan.runs[-1]
     assert last.run_id == "sokoban_kl_sweep_nofilter_01-Qwen2.5-3B-seed1"
@@ -111,14 +111,18 @@ def test_the_first_seed_of_every_arm_comes_first_and_later_ones_are_named() -> N
 
 @given(st.integers(1, 4), st.lists(st.sampled_from(["0", "0.1", "0.25", "1e-3", "3"]), min_size=1, unique=True))
 def test_no_two_runs_share_a_name_or_a_place(seeds: int, values: list[str]) -> None:
-    runs = plan_of("kl", ",".join(values), seeds).runs
+    runs = make_study_plan("kl", ",".join(values), seeds).runs
     assert len(runs) == seeds * len(values)
-    for names in ([r.run_id for r in runs], [r.log_path for r in runs], [r.checkpoint_dir for r in runs]):
+    for names in (
+        [spec.run_id for spec in runs],
+        [spec.log_path for spec in runs],
+        [spec.checkpoint_dir for spec in runs],
+    ):
         assert len(set(names)) == len(runs)
 
 
 def test_presets_bring_their_grid_seeds_and_settings() -> None:
-    paper, laptop = plan_of("kl", seeds=None), plan_of("kl", seeds=None, preset="laptop")
+    paper, laptop = make_study_plan("kl", seeds=None), make_study_plan("kl", seeds=None, preset="laptop")
     assert (len(paper.runs), paper.seeds) == (18, (0, 1, 2))
     assert (len(laptop.runs), laptop.seeds) == (6, (0,))
     assert laptop.run == "kl_sweep_sokoban-tiny"
@@ -127,21 +131,21 @@ def test_presets_bring_their_grid_seeds_and_settings() -> None:
 
 
 def test_what_was_typed_wins_over_study_and_preset() -> None:
-    plan = plan_of("kl", "0", overrides={"env.env_groups": "4", "model.path": "/models/tiny/"}, preset="laptop")
+    plan = make_study_plan("kl", "0", overrides={"env.env_groups": "4", "model.path": "/models/tiny/"}, preset="laptop")
     assert plan.base_config.env.env_groups == 4
     assert plan.run == "kl_sweep_tiny"
 
 
 def test_the_baseline_is_found_however_it_was_typed() -> None:
-    assert plan_of("kl", "0.1,0.0").baseline == "0.0"
-    assert plan_of("kl", "0.1,0.2").baseline is None
-    assert plan_of("top-p", "0.9,nofilter").baseline == "nofilter"
+    assert make_study_plan("kl", "0.1,0.0").baseline == "0.0"
+    assert make_study_plan("kl", "0.1,0.2").baseline is None
+    assert make_study_plan("top-p", "0.9,nofilter").baseline == "nofilter"
 
 
 @given(st.sampled_from(sorted(STUDIES)), st.sampled_from(["paper", "laptop"]))
 def test_changed_settings_rebuild_the_configuration(name: str, preset: str) -> None:
-    changed = {"actor.betas": "[0.8, 0.9]"} if STUDIES[name].family is PPO else {"lr": "0.002"}
-    for run in plan_of(name, preset=preset, overrides=changed).runs:
+    overrides = {"actor.betas": "[0.8, 0.9]"} if STUDIES[name].family is PPO else {"lr": "0.002"}
+    for run in make_study_plan(name, preset=preset, overrides=overrides).runs:
         settings = find_changed_settings(run.config)
         assert "seed" not in settings
         defaults = type(run.config).model_validate({"seed": run.seed})
@@ -165,16 +169,16 @@ def test_changed_settings_rebuild_the_configuration(name: str, preset: str) -> N
 )
 def test_a_grid_that_cannot_be_run_is_refused(values: str, message: str) -> None:
     with pytest.raises((PlanError, ConfigError), match=message):
-        plan_of("kl", values)
+        make_study_plan("kl", values)
 
 
 def test_a_wrong_word_of_a_grid_is_answered_with_the_right_ones() -> None:
     with pytest.raises(ConfigError, match="A value is a number or one of nofilter"):
-        plan_of("top-p", "0.9,unfiltered")
+        make_study_plan("top-p", "0.9,unfiltered")
 
 
 def test_one_and_nofilter_are_not_the_same_value() -> None:
-    assert len(plan_of("top-p", "1.0,nofilter").runs) == 2
+    assert len(make_study_plan("top-p", "1.0,nofilter").runs) == 2
 
 
 @pytest.mark.parametrize(
@@ -206,9 +210,9 @@ def test_an_unknown_study_preset_or_count_is_refused() -> None:
     with pytest.raises(PlanError, match=r"no study `kll`\. The studies are kl, entropy, top-p"):
         find_study("kll")
     with pytest.raises(PlanError, match="no preset `desk`"):
-        plan_of("kl", preset="desk")
+        make_study_plan("kl", preset="desk")
     with pytest.raises(PlanError, match="--seeds 0"):
-        plan_of("kl", seeds=0)
+        make_study_plan("kl", seeds=0)
 
 
 def test_a_study_is_found_with_either_dash() -> None:
@@ -235,4 +239,4 @@ def test_a_model_is_named_by_its_last_part(path: str) -> None:
 def test_another_trainer_changes_no_name() -> None:
     study = make_study("FAKE")
     plan = make_plan(study, "paper", "a test", {}, None, 1, Path("/out"))
-    assert plan.runs == plan_of("kl").runs
+    assert plan.runs == make_study_plan("kl").runs

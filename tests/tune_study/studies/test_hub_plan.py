@@ -1,4 +1,4 @@
-"""Planning for a model of another architecture than Qwen2's, from its config.json alone."""
+"""Planning for a model of another architecture than Qwen2, from its config.json alone."""
 
 from pathlib import Path
 
@@ -27,21 +27,21 @@ from tune_study.plan.study_plan import PlanError
 CPU = torch.device("cpu")
 
 
-def config_only(kind: str, folder: Path) -> Path:
-    make_config(kind, ARCHITECTURES[kind]).save_pretrained(folder)
-    config = folder / "config.json"
-    text = config.read_text(encoding="utf-8")
+def write_config_only(model_type: str, folder: Path) -> Path:
+    make_config(model_type, ARCHITECTURES[model_type]).save_pretrained(folder)
+    config_path = folder / "config.json"
+    text = config_path.read_text(encoding="utf-8")
     if '"architectures"' not in text:
-        name = type(make_model(kind)).__name__
-        config.write_text(text.replace("{", f'{{"architectures": ["{name}"],', 1), encoding="utf-8")
+        name = type(make_model(model_type)).__name__
+        config_path.write_text(text.replace("{", f'{{"architectures": ["{name}"],', 1), encoding="utf-8")
     return folder
 
 
-@pytest.mark.parametrize("kind", list(ARCHITECTURES))
-def test_parameters_are_counted_from_the_config_alone(kind: str, tmp_path: Path) -> None:
-    shape = read_model_shape(str(config_only(kind, tmp_path / "config")), {})
+@pytest.mark.parametrize("model_type", list(ARCHITECTURES))
+def test_parameters_are_counted_from_the_config_alone(model_type: str, tmp_path: Path) -> None:
+    shape = read_model_shape(str(write_config_only(model_type, tmp_path / "config")), {})
     assert shape is not None
-    model = load_policy(str(write_model(make_model(kind), tmp_path / "whole")), CPU).model
+    model = load_policy(str(write_model(make_model(model_type), tmp_path / "whole")), CPU).model
     assert isinstance(model, HubModel)
     critic = make_critic(Policy(model, None, Path()), make_rng(0, "critic"), CPU)  # type: ignore[arg-type]
     assert count_policy_parameters(shape) == sum(weight.numel() for weight in model.parameters())
@@ -50,30 +50,30 @@ def test_parameters_are_counted_from_the_config_alone(kind: str, tmp_path: Path)
     assert shape.num_attention_heads * shape.head_dim == model.shape.attention_size
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma", "gpt2"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma", "gpt2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_reference_has_the_bytes_of_the_frozen_copy(kind: str, dtype: str, tmp_path: Path) -> None:
-    shape = read_model_shape(str(config_only(kind, tmp_path / "config")), {})
+def test_a_reference_has_the_bytes_of_the_frozen_copy(model_type: str, dtype: str, tmp_path: Path) -> None:
+    shape = read_model_shape(str(write_config_only(model_type, tmp_path / "config")), {})
     assert shape is not None
-    policy = load_policy(str(write_model(make_model(kind), tmp_path / "whole")), CPU)
+    policy = load_policy(str(write_model(make_model(model_type), tmp_path / "whole")), CPU)
     policy.model.model.pass_settings = policy.model.model.pass_settings._replace(dtype=getattr(torch, dtype))
-    held = sum(weight.numel() * weight.element_size() for weight in make_frozen_copy(policy.model).parameters())
+    copy_bytes = sum(weight.numel() * weight.element_size() for weight in make_frozen_copy(policy.model).parameters())
     config = apply_overrides(RunConfig(), {"model.dtype": dtype, "actor.use_kl_loss": True})
-    assert memory.compute_reference_bytes(shape, config) == held
+    assert memory.compute_reference_bytes(shape, config) == copy_bytes
 
 
 def test_a_cache_has_the_bytes_of_the_samplers(tmp_path: Path) -> None:
-    shape = read_model_shape(str(config_only("qwen3", tmp_path)), {})
+    shape = read_model_shape(str(write_config_only("qwen3", tmp_path)), {})
     assert shape is not None
-    causal = make_model("qwen3")
-    model = load_policy(str(write_model(causal, tmp_path / "whole")), CPU).model
+    hub_model = make_model("qwen3")
+    model = load_policy(str(write_model(hub_model, tmp_path / "whole")), CPU).model
     cache = model.model.make_cache(1, 5)
     with torch.no_grad():
         model.model.extend(
             torch.zeros(1, 5, dtype=torch.long), torch.arange(5)[None], torch.ones(1, 5, dtype=torch.bool), cache
         )
-    held = sum(part.numel() * 4 for part in (*cache.keys, *cache.values))
-    assert 5 * memory.compute_token_kv_bytes(shape, 4) == held
+    cache_bytes = sum(tensor.numel() * 4 for tensor in (*cache.keys, *cache.values))
+    assert 5 * memory.compute_token_kv_bytes(shape, 4) == cache_bytes
 
 
 def test_a_model_that_is_not_run_has_no_shape_and_is_refused_before_a_start(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Studies through a real Ray Tune, with a small real trainer that keeps the contract of a run."""
+"""Studies through real Ray Tune, with a small trainer that fulfills the interface of a run."""
 
 import gc
 import json
@@ -53,18 +53,18 @@ ARMS = ("0", COLLAPSES, CRASHES_ONCE, RAISES, FAILS_IN_SETUP, IS_WRONG, DIVERGES
 FAILED = (RAISES, FAILS_IN_SETUP, IS_WRONG, DIVERGES, DIES, IS_TOO_LARGE)
 
 
-def plan_in(folder: Path, values: Sequence[str], seeds: int = 1, **overrides: object) -> StudyPlan:
-    dotted: dict[str, object] = {"trainer.total_training_steps": STEPS}
-    dotted |= {key.replace("__", "."): value for key, value in overrides.items()}
-    return make_plan(make_study(), "laptop", "a test", dotted, values, seeds, folder)
+def make_plan_in(folder: Path, values: Sequence[str], seeds: int = 1, **overrides: object) -> StudyPlan:
+    dotted_overrides: dict[str, object] = {"trainer.total_training_steps": STEPS}
+    dotted_overrides |= {key.replace("__", "."): value for key, value in overrides.items()}
+    return make_plan(make_study(), "laptop", "a test", dotted_overrides, values, seeds, folder)
 
 
-def allotted(plan: StudyPlan) -> ResourcePlan:
+def allocate_resources(plan: StudyPlan) -> ResourcePlan:
     return preflight(plan, None, (), 2, None, is_real=True)
 
 
 class Outcome(NamedTuple):
-    """What a study left: its exit code, what it printed, and the status of every arm's first seed."""
+    """The result of a study: its exit code, its output, and the status of the first seed of every arm."""
 
     plan: StudyPlan
     code: int
@@ -74,30 +74,32 @@ class Outcome(NamedTuple):
 
 def run_study(plan: StudyPlan, wandb: str = "off") -> Outcome:
     console = Console(record=True, width=200, force_terminal=False)
-    code = execute_study(plan, allotted(plan), wandb, console)
-    gc.collect()  # what Ray left open is named in conftest and belongs to this test, not to whichever is next
-    found = {run.arm: read_status(plan.get_run_dir(run.run_id)) for run in plan.runs if run.seed == 0}
-    return Outcome(plan, code, console.export_text(), {arm: s for arm, s in found.items() if s is not None})
+    code = execute_study(plan, allocate_resources(plan), wandb, console)
+    gc.collect()  # warnings about files that Ray left open belong to this test and not to the next one
+    statuses = {run.arm: read_status(plan.get_run_dir(run.run_id)) for run in plan.runs if run.seed == 0}
+    return Outcome(
+        plan, code, console.export_text(), {arm: status for arm, status in statuses.items() if status is not None}
+    )
 
 
-def run_id(plan: StudyPlan, arm: str) -> str:
+def find_run_id(plan: StudyPlan, arm: str) -> str:
     return next(run.run_id for run in plan.runs if run.arm == arm)
 
 
-def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+def read_run_rows(run_dir: Path) -> list[dict[str, Any]]:
     return read_rows(run_dir / METRICS_FILE)
 
 
-def written_steps(plan: StudyPlan, arm: str) -> list[int]:
-    """The steps of an arm's rows as they were written, repeated ones included."""
-    text = (plan.get_run_dir(run_id(plan, arm)) / METRICS_FILE).read_text()
+def read_written_steps(plan: StudyPlan, arm: str) -> list[int]:
+    """Read the steps of the rows of an arm as they were written, including repeated steps."""
+    text = (plan.get_run_dir(find_run_id(plan, arm)) / METRICS_FILE).read_text()
     return [json.loads(line)["step"] for line in text.splitlines()]
 
 
 @pytest.fixture(scope="module")
 def outcome(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """A study with a run of every fate: completed, stopped by a rule, crashed and recovered, failed in many ways."""
-    plan = plan_in(tmp_path_factory.mktemp("study"), ARMS)
+    """A study whose runs complete, are stopped by a rule, crash and recover, or fail in different ways."""
+    plan = make_plan_in(tmp_path_factory.mktemp("study"), ARMS)
     return run_study(plan, wandb="offline")
 
 
@@ -114,18 +116,18 @@ def test_every_run_has_one_status_with_its_reason(outcome: Outcome) -> None:
 
 
 def test_a_failure_has_its_class_and_its_words(outcome: Outcome) -> None:
-    three = " (3 consecutive failures without a step between them)"
+    three_failures = " (3 consecutive failures without a step between them)"
     died = "ActorDiedError: The actor died unexpectedly before finishing this task."
-    found = {arm: (outcome.arms[arm].failure_class, outcome.arms[arm].reason) for arm in FAILED}
-    assert found == {
-        RAISES: ("error", "RuntimeError: the fake was told to raise" + three),
+    failures = {arm: (outcome.arms[arm].failure_class, outcome.arms[arm].reason) for arm in FAILED}
+    assert failures == {
+        RAISES: ("error", "RuntimeError: the fake was told to raise" + three_failures),
         FAILS_IN_SETUP: ("configuration", "ValueError: the fake was told not to start"),
         IS_WRONG: ("error", "KeyError: 'the fake was told to look for what is not there'"),
         DIVERGES: (
             "non-finite",
             "NonFiniteError: steps 1 to 3 skipped updates whose numbers were not finite: pg_loss",
         ),
-        DIES: ("process died", died + three),
+        DIES: ("process died", died + three_failures),
         IS_TOO_LARGE: (
             "out of memory",
             "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte too many",
@@ -139,14 +141,16 @@ def test_only_what_may_pass_is_tried_again(outcome: Outcome) -> None:
     logs = {run.arm: (outcome.plan.output / run.log_path).read_text() for run in outcome.plan.runs}
     starts = {arm: logs[arm].count(" started ") for arm in ARMS}
     assert starts == {**dict.fromkeys(ARMS, 1), CRASHES_ONCE: 2, RAISES: 3, DIES: 3}
-    assert (outcome.plan.get_run_dir(run_id(outcome.plan, DIES)) / "deaths").read_text() == "xxx"
+    assert (outcome.plan.get_run_dir(find_run_id(outcome.plan, DIES)) / "deaths").read_text() == "xxx"
 
 
 def test_ray_calls_every_failed_run_an_error(outcome: Outcome) -> None:
     from ray.tune import ExperimentAnalysis
 
-    ended = {trial.config["arm"]: trial.status for trial in ExperimentAnalysis(str(outcome.plan.folder)).trials}
-    assert ended == {arm: "ERROR" if arm in FAILED else "TERMINATED" for arm in ARMS}
+    trial_statuses = {
+        trial.config["arm"]: trial.status for trial in ExperimentAnalysis(str(outcome.plan.folder)).trials
+    }
+    assert trial_statuses == {arm: "ERROR" if arm in FAILED else "TERMINATED" for arm in ARMS}
 
 
 def test_ray_records_a_failed_run_as_an_error_whenever_it_looks(
@@ -154,9 +158,11 @@ def test_ray_records_a_failed_run_as_an_error_whenever_it_looks(
 ) -> None:
     from ray.tune import ExperimentAnalysis
 
-    monkeypatch.setenv("TUNE_GLOBAL_CHECKPOINT_S", "0")  # at every turn, also between the failure and the giving up
-    ended = run_study(plan_in(tmp_path, (IS_WRONG,)))
-    assert [trial.status for trial in ExperimentAnalysis(str(ended.plan.folder)).trials] == ["ERROR"]
+    monkeypatch.setenv(
+        "TUNE_GLOBAL_CHECKPOINT_S", "0"
+    )  # at every iteration, also between the failure and the decision not to retry
+    study_outcome = run_study(make_plan_in(tmp_path, (IS_WRONG,)))
+    assert [trial.status for trial in ExperimentAnalysis(str(study_outcome.plan.folder)).trials] == ["ERROR"]
 
 
 def test_the_rule_that_stopped_a_run_is_in_its_status(outcome: Outcome) -> None:
@@ -168,42 +174,42 @@ def test_the_rule_that_stopped_a_run_is_in_its_status(outcome: Outcome) -> None:
 
 
 def test_a_crashed_run_goes_on_from_its_own_state(outcome: Outcome) -> None:
-    assert written_steps(outcome.plan, CRASHES_ONCE) == list(range(1, STEPS + 1))
+    assert read_written_steps(outcome.plan, CRASHES_ONCE) == list(range(1, STEPS + 1))
 
 
 def test_tunes_own_views_agree_with_the_rows(outcome: Outcome) -> None:
-    frame = ray_frame(outcome.plan.folder)
-    trained = [run for run in outcome.plan.runs if run.arm not in (FAILS_IN_SETUP, IS_TOO_LARGE)]
-    assert set(frame["run_id"].dropna()) == {run.run_id for run in trained}
-    for run in trained:
-        last = rows_of(outcome.plan.get_run_dir(run.run_id))[-1]
-        shown = frame.set_index("run_id").loc[run.run_id]
-        for column in ("step", *(c.name for c in DEFAULT_STEP_COLUMNS)):
-            value = last.get(column)
-            assert same(shown[column], value), column
-    stopped = frame.set_index("run_id").loc[run_id(outcome.plan, COLLAPSES)]
-    assert (stopped["stop_rule"], stopped["stop_step"]) == ("reward_variance_collapse", 20)
+    frame = load_ray_frame(outcome.plan.folder)
+    trained_runs = [run for run in outcome.plan.runs if run.arm not in (FAILS_IN_SETUP, IS_TOO_LARGE)]
+    assert set(frame["run_id"].dropna()) == {run.run_id for run in trained_runs}
+    for run in trained_runs:
+        last_row = read_run_rows(outcome.plan.get_run_dir(run.run_id))[-1]
+        tune_row = frame.set_index("run_id").loc[run.run_id]
+        for column in ("step", *(extra_column.name for extra_column in DEFAULT_STEP_COLUMNS)):
+            value = last_row.get(column)
+            assert is_same_value(tune_row[column], value), column
+    stopped_row = frame.set_index("run_id").loc[find_run_id(outcome.plan, COLLAPSES)]
+    assert (stopped_row["stop_rule"], stopped_row["stop_step"]) == ("reward_variance_collapse", 20)
     trials = pd.read_parquet(outcome.plan.folder / "trials.parquet").set_index("run_id")
     trials, frame = trials[trials["steps_done"] > 0], frame.dropna(subset="run_id")
     assert trials["trial_id"].to_dict() == frame.set_index("run_id")["trial_id"].to_dict()
     assert trials["steps_done"].to_dict() == frame.set_index("run_id")["step"].to_dict()
 
 
-def ray_frame(folder: Path) -> pd.DataFrame:
+def load_ray_frame(folder: Path) -> pd.DataFrame:
     from ray.tune import ExperimentAnalysis, ResultGrid
 
     return ResultGrid(ExperimentAnalysis(str(folder))).get_dataframe()
 
 
-def same(left: Any, right: Any) -> bool:
+def is_same_value(left: Any, right: Any) -> bool:
     if right is None:
         return left is None or bool(pd.isna(left))
     return bool(left == right)
 
 
 def test_tunes_csv_has_every_column_although_the_first_row_lacks_their_values(outcome: Outcome) -> None:
-    frame = pd.read_csv(outcome.plan.folder / run_id(outcome.plan, COLLAPSES) / "progress.csv")
-    assert {c.name for c in (*DEFAULT_STEP_COLUMNS, *STOP_COLUMNS)} <= set(frame.columns)
+    frame = pd.read_csv(outcome.plan.folder / find_run_id(outcome.plan, COLLAPSES) / "progress.csv")
+    assert {column.name for column in (*DEFAULT_STEP_COLUMNS, *STOP_COLUMNS)} <= set(frame.columns)
     assert frame["stop_rule"].tolist()[-1] == "reward_variance_collapse"
     assert frame["val_success"].notna().sum() == 4
 
@@ -261,11 +267,11 @@ def test_the_report_is_named(outcome: Outcome) -> None:
 
 
 def test_wandb_offline_keeps_a_run_for_each_run(outcome: Outcome) -> None:
-    written = list((outcome.plan.output / "wandb").glob("offline-run-*/run-*.wandb"))
-    assert len(written) == len(outcome.plan.runs)
+    run_files = list((outcome.plan.output / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(run_files) == len(outcome.plan.runs)
     for run in outcome.plan.runs:
         name = f"{run.run_id}-{run.config.compute_hash()}"
-        assert any(path.name == f"run-{name}.wandb" and path.stat().st_size > 0 for path in written)
+        assert any(path.name == f"run-{name}.wandb" and path.stat().st_size > 0 for path in run_files)
 
 
 def test_nothing_is_counted_as_running_afterwards(outcome: Outcome) -> None:
@@ -273,30 +279,30 @@ def test_nothing_is_counted_as_running_afterwards(outcome: Outcome) -> None:
 
 
 def test_a_child_that_outlives_its_trial_is_ended_and_the_run_goes_on(tmp_path: Path) -> None:
-    ended = run_study(plan_in(tmp_path, (HAS_A_CHILD,)))
-    assert ended.arms[HAS_A_CHILD].status == "completed"
-    pid = int((ended.plan.get_run_dir(run_id(ended.plan, HAS_A_CHILD)) / "child").read_text())
+    study_outcome = run_study(make_plan_in(tmp_path, (HAS_A_CHILD,)))
+    assert study_outcome.arms[HAS_A_CHILD].status == "completed"
+    pid = int((study_outcome.plan.get_run_dir(find_run_id(study_outcome.plan, HAS_A_CHILD)) / "child").read_text())
     assert not psutil.pid_exists(pid)
-    log = (ended.plan.output / ended.plan.runs[0].log_path).read_text()
+    log = (study_outcome.plan.output / study_outcome.plan.runs[0].log_path).read_text()
     assert f"=== terminated orphan processes: {pid} (python" in log
 
 
 def test_a_trial_that_hangs_at_its_end_does_not_hold_the_study(tmp_path: Path) -> None:
-    ended = run_study(plan_in(tmp_path, (HANGS,), trainer__total_training_steps=2))
-    assert (ended.code, ended.arms[HANGS].status) == (0, "completed")
+    study_outcome = run_study(make_plan_in(tmp_path, (HANGS,), trainer__total_training_steps=2))
+    assert (study_outcome.code, study_outcome.arms[HANGS].status) == (0, "completed")
 
 
-# Going on.
+# Continuing a study.
 
 
 @pytest.fixture(scope="module")
 def extended(outcome: Outcome, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """That study moved elsewhere, what failed there mended, and another value added."""
+    """The study of `outcome` in another folder, with its failures fixed and one more value."""
     folder = tmp_path_factory.mktemp("moved") / "study"
     shutil.copytree(outcome.plan.output, folder, symlinks=True)
-    plan = merge_with_folder(plan_in(folder, ("0", "0.1")), extend=True)
+    plan = merge_with_folder(make_plan_in(folder, ("0", "0.1")), extend=True)
     for arm in FAILED:
-        (plan.get_run_dir(run_id(plan, arm)) / "mended").touch()
+        (plan.get_run_dir(find_run_id(plan, arm)) / "mended").touch()
     return run_study(plan)
 
 
@@ -314,12 +320,12 @@ def test_an_extended_study_has_the_old_runs_and_the_new(extended: Outcome) -> No
 
 
 def test_finished_runs_are_named_and_not_run_again(outcome: Outcome, extended: Outcome) -> None:
-    assert f"{run_id(extended.plan, COLLAPSES)} is early_stopped and is not run again" in extended.text
+    assert f"{find_run_id(extended.plan, COLLAPSES)} is early_stopped and is not run again" in extended.text
     assert "7 of 10 runs remain" in extended.text
     for arm in ("0", COLLAPSES, CRASHES_ONCE):
-        name = run_id(extended.plan, arm)
-        assert rows_of(extended.plan.get_run_dir(name)) == rows_of(outcome.plan.get_run_dir(name))
-        assert written_steps(extended.plan, arm) == written_steps(outcome.plan, arm)
+        name = find_run_id(extended.plan, arm)
+        assert read_run_rows(extended.plan.get_run_dir(name)) == read_run_rows(outcome.plan.get_run_dir(name))
+        assert read_written_steps(extended.plan, arm) == read_written_steps(outcome.plan, arm)
         assert replace(extended.arms[arm], trial_id="") == replace(outcome.arms[arm], trial_id="")
     log = (extended.plan.output / extended.plan.runs[0].log_path).read_text()
     assert log.count(f"step {STEPS}/{STEPS}") == 1
@@ -327,50 +333,54 @@ def test_finished_runs_are_named_and_not_run_again(outcome: Outcome, extended: O
 
 def test_a_failed_run_goes_on_from_its_state(extended: Outcome) -> None:
     for arm in FAILED:
-        assert written_steps(extended.plan, arm) == list(range(1, STEPS + 1))
+        assert read_written_steps(extended.plan, arm) == list(range(1, STEPS + 1))
 
 
 def test_tunes_own_views_list_every_run_of_an_extended_study(extended: Outcome) -> None:
-    frame = ray_frame(extended.plan.folder).set_index("run_id")
+    frame = load_ray_frame(extended.plan.folder).set_index("run_id")
     assert set(frame.index) == {run.run_id for run in extended.plan.runs}
-    assert frame.loc[run_id(extended.plan, COLLAPSES), "stop_rule"] == "reward_variance_collapse"
-    assert {run_id: status.trial_id for run_id, status in by_run(extended).items()} == frame["trial_id"].to_dict()
+    assert frame.loc[find_run_id(extended.plan, COLLAPSES), "stop_rule"] == "reward_variance_collapse"
+    assert {find_run_id: status.trial_id for find_run_id, status in map_statuses(extended).items()} == frame[
+        "trial_id"
+    ].to_dict()
     for run in extended.plan.runs:
         history = pd.read_csv(extended.plan.folder / run.run_id / "progress.csv").drop_duplicates("step")
-        assert history["step"].tolist() == [row["step"] for row in rows_of(extended.plan.get_run_dir(run.run_id))]
+        assert history["step"].tolist() == [row["step"] for row in read_run_rows(extended.plan.get_run_dir(run.run_id))]
 
 
-def by_run(outcome: Outcome) -> dict[str, RunStatus]:
+def map_statuses(outcome: Outcome) -> dict[str, RunStatus]:
     return {status.run_id: status for status in outcome.arms.values()}
 
 
 @pytest.fixture(scope="module")
-def cut(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """A study that was interrupted by Ctrl-C while its first run, which is to collapse, was at step 4."""
-    plan = plan_in(tmp_path_factory.mktemp("cut"), (COLLAPSES, "0", "0.2"), trainer__total_training_steps=100)
-    folder = plan.get_run_dir(run_id(plan, COLLAPSES))
+def interrupted(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """A study that was interrupted by Ctrl-C when its first run, which collapses later, was at step 4."""
+    plan = make_plan_in(tmp_path_factory.mktemp("cut"), (COLLAPSES, "0", "0.2"), trainer__total_training_steps=100)
+    folder = plan.get_run_dir(find_run_id(plan, COLLAPSES))
     folder.mkdir(parents=True)
     (folder / "interrupt.pid").write_text(str(os.getpid()))
     return run_study(plan)
 
 
 @pytest.fixture(scope="module")
-def resumed(cut: Outcome) -> Outcome:
-    return run_study(plan_from_folder(cut.plan.folder, study=make_study()))
+def resumed(interrupted: Outcome) -> Outcome:
+    return run_study(plan_from_folder(interrupted.plan.folder, study=make_study()))
 
 
-def test_ctrl_c_gives_every_run_a_status_and_says_how_to_go_on(cut: Outcome) -> None:
-    assert cut.code == 130
-    assert cut.arms[COLLAPSES].status == "interrupted"
-    assert cut.arms["0.2"] == RunStatus(
-        cut.arms["0.2"].run_id, "never_ran", "the study was interrupted before it started"
+def test_ctrl_c_gives_every_run_a_status_and_says_how_to_go_on(interrupted: Outcome) -> None:
+    assert interrupted.code == 130
+    assert interrupted.arms[COLLAPSES].status == "interrupted"
+    assert interrupted.arms["0.2"] == RunStatus(
+        interrupted.arms["0.2"].run_id, "never_ran", "the study was interrupted before it started"
     )
-    assert f"Continue with: python -m tune_study resume {cut.plan.folder}" in cut.text
-    assert cut.arms[COLLAPSES].reason.startswith("interrupted after step ")
-    assert len(pd.read_parquet(cut.plan.folder / "trials.parquet")) == 3
+    assert f"Continue with: python -m tune_study resume {interrupted.plan.folder}" in interrupted.text
+    assert interrupted.arms[COLLAPSES].reason.startswith("interrupted after step ")
+    assert len(pd.read_parquet(interrupted.plan.folder / "trials.parquet")) == 3
 
 
-def test_an_interrupted_study_goes_on_to_the_rows_of_an_uninterrupted_one(cut: Outcome, resumed: Outcome) -> None:
+def test_an_interrupted_study_goes_on_to_the_rows_of_an_uninterrupted_one(
+    interrupted: Outcome, resumed: Outcome
+) -> None:
     assert {arm: status.status for arm, status in resumed.arms.items()} == {
         COLLAPSES: "early_stopped",
         "0": "completed",
@@ -378,84 +388,84 @@ def test_an_interrupted_study_goes_on_to_the_rows_of_an_uninterrupted_one(cut: O
     }
     for run in resumed.plan.runs:
         config = make_trial_config(resumed.plan, [run], is_finished=False)
-        straight = make_fake_rows(config, run.config, 100)
-        assert rows_of(resumed.plan.get_run_dir(run.run_id)) == straight
+        expected_rows = make_fake_rows(config, run.config, 100)
+        assert read_run_rows(resumed.plan.get_run_dir(run.run_id)) == expected_rows
 
 
 def test_a_stop_rule_counts_nothing_twice_after_an_interruption(resumed: Outcome) -> None:
     assert resumed.arms[COLLAPSES].stop_step == 20
 
 
-def test_a_run_keeps_the_time_of_its_first_start(cut: Outcome, resumed: Outcome) -> None:
-    assert cut.arms[COLLAPSES].started_at is not None
-    assert resumed.arms[COLLAPSES].started_at == cut.arms[COLLAPSES].started_at
+def test_a_run_keeps_the_time_of_its_first_start(interrupted: Outcome, resumed: Outcome) -> None:
+    assert interrupted.arms[COLLAPSES].started_at is not None
+    assert resumed.arms[COLLAPSES].started_at == interrupted.arms[COLLAPSES].started_at
 
 
 # Placement on declared GPUs.
 
 
-def gpu_plan(folder: Path, share: float, values: Sequence[str]) -> StudyPlan:
-    plan = plan_in(
-        folder, values, trainer__n_gpus_per_node=share, trainer__device="auto", trainer__total_training_steps=1
+def make_gpu_plan(folder: Path, gpus_per_run: float, values: Sequence[str]) -> StudyPlan:
+    plan = make_plan_in(
+        folder, values, trainer__n_gpus_per_node=gpus_per_run, trainer__device="auto", trainer__total_training_steps=1
     )
     return replace(plan, study=make_study("PLACED"))
 
 
-def placed(plan: StudyPlan, at_once: int) -> list[dict[str, Any]]:
-    """Where and when each run was, by its own account."""
+def run_placed(plan: StudyPlan, n_parallel: int) -> list[dict[str, Any]]:
+    """Run a study and return where each run was, as the runs report it."""
     resource_plan = ResourcePlan((), 4, ("0", "1"), (), len(plan.runs), "0xGPU")
     progress = Progress(plan, 4, Console(quiet=True))
     for run in plan.runs:
         plan.get_run_dir(run.run_id).mkdir(parents=True)
-    meeting = Barrier.options(name="meeting").remote(at_once)
+    barrier = Barrier.options(name="meeting").remote(n_parallel)
     console = Console(quiet=True)
     suite = SuiteContext(LocalRay([], console), Interrupt(plan.folder / ".interrupt"), lambda: None)
     session = StudySession(plan, resource_plan, "off", console, suite, {}, progress)
     grid = make_tuner(session, Recorder(plan, resource_plan, progress), []).fit()
-    ray.kill(meeting)
+    ray.kill(barrier)
     assert not grid.errors
     return [json.loads((plan.get_run_dir(run.run_id) / "place.json").read_text()) for run in plan.runs]
 
 
 def test_two_halves_share_each_gpu(tmp_path: Path) -> None:
-    places = placed(gpu_plan(tmp_path, 0.5, ("0", "0.1", "0.2", "0.3")), at_once=4)
-    assert Counter(place["visible"] for place in places) == {"0": 2, "1": 2}
+    placements = run_placed(make_gpu_plan(tmp_path, 0.5, ("0", "0.1", "0.2", "0.3")), n_parallel=4)
+    assert Counter(placement["visible"] for placement in placements) == {"0": 2, "1": 2}
 
 
 def test_a_run_on_two_whole_gpus_is_one_group_on_one_node(tmp_path: Path) -> None:
-    places = placed(gpu_plan(tmp_path, 2, ("0", "0.1")), at_once=1)
-    assert [place["bundles"] for place in places] == [2, 2]
-    assert [place["strategy"] for place in places] == ["STRICT_PACK", "STRICT_PACK"]
-    assert [sorted((place["visible"], place["other"])) for place in places] == [["0", "1"], ["0", "1"]]
+    placements = run_placed(make_gpu_plan(tmp_path, 2, ("0", "0.1")), n_parallel=1)
+    assert [placement["bundles"] for placement in placements] == [2, 2]
+    assert [placement["strategy"] for placement in placements] == ["STRICT_PACK", "STRICT_PACK"]
+    assert [sorted((placement["visible"], placement["other"])) for placement in placements] == [["0", "1"], ["0", "1"]]
 
 
 # Refusals.
 
 
 def test_a_folder_with_other_settings_is_refused_with_the_difference(outcome: Outcome) -> None:
-    other = plan_in(outcome.plan.output, ARMS, actor__lr=1e-3)
+    changed_plan = make_plan_in(outcome.plan.output, ARMS, actor__lr=1e-3)
     with pytest.raises(PlanError, match=r"other settings:\n  actor\.lr: 0\.0003 -> 0\.001\n"):
-        merge_with_folder(other, extend=True)
+        merge_with_folder(changed_plan, extend=True)
 
 
 def test_new_values_or_seeds_need_extend(outcome: Outcome) -> None:
     with pytest.raises(
         PlanError, match=r"--kl-values: 0,0\.3,0\.4,0\.5,0\.6,0\.7,0\.8,0\.9,0\.91 -> 0,0\.75\n.*--extend"
     ):
-        merge_with_folder(plan_in(outcome.plan.output, ("0", "0.75")), extend=False)
+        merge_with_folder(make_plan_in(outcome.plan.output, ("0", "0.75")), extend=False)
     with pytest.raises(PlanError, match=r"--seeds: 1 -> 2\n"):
-        merge_with_folder(plan_in(outcome.plan.output, ARMS, seeds=2), extend=False)
+        merge_with_folder(make_plan_in(outcome.plan.output, ARMS, seeds=2), extend=False)
 
 
 def test_a_value_typed_otherwise_is_the_same_arm(outcome: Outcome) -> None:
-    again = merge_with_folder(plan_in(outcome.plan.output, ("0.0", *ARMS[1:])), extend=False)
-    assert again.values == ARMS
-    more = merge_with_folder(plan_in(outcome.plan.output, ("0.30", "0.75")), extend=True)
-    assert more.values == (*ARMS, "0.75")
+    merged_plan = merge_with_folder(make_plan_in(outcome.plan.output, ("0.0", *ARMS[1:])), extend=False)
+    assert merged_plan.values == ARMS
+    extended_plan = merge_with_folder(make_plan_in(outcome.plan.output, ("0.30", "0.75")), extend=True)
+    assert extended_plan.values == (*ARMS, "0.75")
 
 
 def test_settings_that_change_no_row_may_change(outcome: Outcome) -> None:
-    same_runs = plan_in(outcome.plan.output, ARMS, trainer__save_freq=10)
+    same_runs = make_plan_in(outcome.plan.output, ARMS, trainer__save_freq=10)
     assert merge_with_folder(same_runs, extend=False).base_config.trainer.save_freq == 10
 
 
@@ -464,6 +474,6 @@ def test_a_resumed_plan_is_the_plan_that_was_run(outcome: Outcome) -> None:
 
 
 def test_numbers_that_are_not_finite_are_not_measured(outcome: Outcome) -> None:
-    rows = rows_of(outcome.plan.get_run_dir(run_id(outcome.plan, "0")))
+    rows = read_run_rows(outcome.plan.get_run_dir(find_run_id(outcome.plan, "0")))
     assert all(row["kl_loss"] is None for row in rows)
     assert not any(isinstance(value, float) and math.isnan(value) for row in rows for value in row.values())

@@ -1,4 +1,4 @@
-"""Studies of the update-rule sandbox with real Ray and the real trainer: a trial trains all seeds of an arm."""
+"""Studies of the update-rule sandbox with real Ray and the real trainer; a trial trains all seeds of an arm."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from tune_study.tune.run import execute_study
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
-SMALL = {
+SMALL_SETTINGS = {
     "task": "token_reversal",
     "seq_len": 4,
     "d_model": 8,
@@ -38,25 +38,29 @@ SMALL = {
 }
 ARMS = {
     "DG": {"method": "DG"},
-    # No sequence of 10 tokens is right by chance, so that no group is mixed.
+    # No sequence of 10 tokens is correct by chance, so all rewards of a group are equal.
     "uniform": {"method": "GRPO", "binary_reward": True, "seq_len": 10, "group_size": 2, "fallback_patience": 3},
     "wrong": {"task": "mnist", "mnist_folder": "no-such-folder"},
 }
-STUDY = make_sandbox_study("influence", "Does it run?", ARMS, "DG", fixed_settings=SMALL)
+STUDY = make_sandbox_study("influence", "Does it run?", ARMS, "DG", fixed_settings=SMALL_SETTINGS)
 
 
-def run(plan: StudyPlan) -> tuple[int, str, dict[str, RunStatus]]:
+def run_study(plan: StudyPlan) -> tuple[int, str, dict[str, RunStatus]]:
     console = Console(record=True, width=200, force_terminal=False)
     code = execute_study(plan, preflight(plan, None, (), 2, None, is_real=True), "off", console)
-    found = {spec.run_id: read_status(plan.get_run_dir(spec.run_id)) for spec in plan.runs}
-    return code, console.export_text(), {run_id: status for run_id, status in found.items() if status is not None}
+    run_statuses = {spec.run_id: read_status(plan.get_run_dir(spec.run_id)) for spec in plan.runs}
+    return (
+        code,
+        console.export_text(),
+        {run_id: status for run_id, status in run_statuses.items() if status is not None},
+    )
 
 
-def plan_in(folder: Path, seeds: int, arms: tuple[str, ...] = tuple(ARMS)) -> StudyPlan:
+def make_plan_in(folder: Path, seeds: int, arms: tuple[str, ...] = tuple(ARMS)) -> StudyPlan:
     return make_plan(STUDY, "laptop", "a test", {}, arms, seeds, folder)
 
 
-def without_times(folder: Path) -> list[dict[str, object]]:
+def read_rows_without_times(folder: Path) -> list[dict[str, object]]:
     return [
         {name: value for name, value in row.items() if not name.startswith("seconds")}
         for row in read_rows(folder / METRICS_FILE, 0)
@@ -65,16 +69,16 @@ def without_times(folder: Path) -> list[dict[str, object]]:
 
 @pytest.fixture(scope="module")
 def folder(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with mock.patch.dict(STUDIES, influence=STUDY):  # where a study is found that goes on
+    with mock.patch.dict(STUDIES, influence=STUDY):  # a study that continues is looked up there
         yield tmp_path_factory.mktemp("sandbox")
 
 
 def test_every_seed_is_a_run_with_its_own_end(folder: Path) -> None:
-    plan = plan_in(folder, 2)
+    plan = make_plan_in(folder, 2)
     assert [[spec.run_id for spec in trial] for trial in plan.trials] == [
         [f"influence-{arm}", f"influence-{arm}-seed1"] for arm in ARMS
     ]
-    code, _, statuses = run(plan)
+    code, _, statuses = run_study(plan)
     assert code == 1
     assert {run_id: status.status for run_id, status in statuses.items()} == {
         "influence-DG": "completed",
@@ -85,9 +89,13 @@ def test_every_seed_is_a_run_with_its_own_end(folder: Path) -> None:
         "influence-wrong-seed1": "failed",
     }
     assert "no-such-folder" in statuses["influence-wrong-seed1"].reason
-    stopped = statuses["influence-uniform"]
-    assert (stopped.stop_rule, stopped.stop_threshold, stopped.stop_step) == ("uniform_groups", 3, 2)
-    assert stopped.reason == "uniform_groups at step 2: 3 reached the threshold 3"
+    stopped_status = statuses["influence-uniform"]
+    assert (stopped_status.stop_rule, stopped_status.stop_threshold, stopped_status.stop_step) == (
+        "uniform_groups",
+        3,
+        2,
+    )
+    assert stopped_status.reason == "uniform_groups at step 2: 3 reached the threshold 3"
     assert [row["step"] for row in read_rows(plan.get_run_dir("influence-DG-seed1") / METRICS_FILE, 0)] == [
         0,
         5,
@@ -109,76 +117,91 @@ def test_tables_have_a_row_a_run_and_the_settings_of_its_arm(folder: Path) -> No
 
 
 def test_a_second_start_trains_only_what_failed(folder: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in folder.glob("results/influence/runs/*/metrics.jsonl")}
-    resumed = plan_from_folder(folder / "results/influence")
-    code, text, _ = run(resumed)
+    times_before = {path: path.stat().st_mtime_ns for path in folder.glob("results/influence/runs/*/metrics.jsonl")}
+    resumed_plan = plan_from_folder(folder / "results/influence")
+    code, text, _ = run_study(resumed_plan)
     assert code == 1
     assert text.count(" and is not run again") == 4
     assert "2 of 6 runs remain" in text
-    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert {path: path.stat().st_mtime_ns for path in times_before} == times_before
 
 
 def test_more_seeds_are_trials_of_their_own(folder: Path, tmp_path: Path) -> None:
-    plan = merge_with_folder(plan_in(folder, 3, ("DG",)), extend=True)
-    code, _, statuses = run(replace(plan, values=("DG",), runs=tuple(s for s in plan.runs if s.arm == "DG")))
+    plan = merge_with_folder(make_plan_in(folder, 3, ("DG",)), extend=True)
+    code, _, statuses = run_study(
+        replace(plan, values=("DG",), runs=tuple(spec for spec in plan.runs if spec.arm == "DG"))
+    )
     assert code == 0
     assert statuses["influence-DG-seed2"].status == "completed"
-    alone = plan_in(tmp_path, 3, ("DG",))
-    assert run(alone)[0] == 0
-    ours, theirs = (without_times(each.get_run_dir("influence-DG-seed2")) for each in (plan, alone))
-    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
-    assert ours[0]["test_error"] == theirs[0]["test_error"]
-    assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], rel=1e-5)
+    separate_plan = make_plan_in(tmp_path, 3, ("DG",))
+    assert run_study(separate_plan)[0] == 0
+    rows, separate_rows = (
+        read_rows_without_times(study_plan.get_run_dir("influence-DG-seed2")) for study_plan in (plan, separate_plan)
+    )
+    assert [row["step"] for row in rows] == [row["step"] for row in separate_rows]
+    assert rows[0]["test_error"] == separate_rows[0]["test_error"]
+    assert rows[0]["loss"] == pytest.approx(separate_rows[0]["loss"], rel=1e-5)
 
 
 def test_a_run_that_had_ended_when_the_study_was_killed_keeps_its_end(ray_session: None, tmp_path: Path) -> None:
-    """Its last row was on disk and nobody had been told; the other seed of its arm had no row."""
-    plan = plan_in(tmp_path, 2, ("uniform",))
-    _, _, before = run(plan)
-    for status in before.values():
+    """Its last row was on disk but had not been reported; the other seed of its arm had no row."""
+    plan = make_plan_in(tmp_path, 2, ("uniform",))
+    _, _, statuses_before = run_study(plan)
+    for status in statuses_before.values():
         write_status(plan.get_run_dir(status.run_id), RunStatus(status.run_id, "running", started_at=status.started_at))
     shutil.rmtree(plan.get_run_dir("influence-uniform-seed1") / "state")
     (plan.get_run_dir("influence-uniform-seed1") / METRICS_FILE).unlink()
-    code, _, after = run(plan)
+    code, _, statuses_after = run_study(plan)
     assert code == 0
-    assert {run_id: (status.status, status.reason) for run_id, status in after.items()} == {
-        run_id: (status.status, status.reason) for run_id, status in before.items()
+    assert {run_id: (status.status, status.reason) for run_id, status in statuses_after.items()} == {
+        run_id: (status.status, status.reason) for run_id, status in statuses_before.items()
     }
 
 
-def command(output: Path, *words: str) -> list[str]:
-    settings = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]
-    long = ["--set", "trainer.total_training_steps=400", "--set", "trainer.test_freq=20", "--set", "method=DG"]
-    mine = settings[: settings.index("trainer.total_training_steps=12") - 1]
-    rest = ["--set", "trainer.resume_every=5", *long]
-    return [sys.executable, "-m", "tune_study", "run", "sandbox", "--output", str(output), *mine, *rest, *words]
+def make_command(output: Path, *words: str) -> list[str]:
+    settings = [word for name, value in SMALL_SETTINGS.items() for word in ("--set", f"{name}={value}")]
+    long_run = ["--set", "trainer.total_training_steps=400", "--set", "trainer.test_freq=20", "--set", "method=DG"]
+    task_settings = settings[: settings.index("trainer.total_training_steps=12") - 1]
+    trainer_settings = ["--set", "trainer.resume_every=5", *long_run]
+    return [
+        sys.executable,
+        "-m",
+        "tune_study",
+        "run",
+        "sandbox",
+        "--output",
+        str(output),
+        *task_settings,
+        *trainer_settings,
+        *words,
+    ]
 
 
 @pytest.mark.slow
 def test_a_killed_study_goes_on_with_the_same_rows(tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    done = subprocess.run(command(whole), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    uninterrupted, killed = tmp_path / "whole", tmp_path / "killed"
+    process = subprocess.run(make_command(uninterrupted), capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
     runs = "results/sandbox_token_reversal_DG/runs"
-    with (tmp_path / "out.txt").open("w") as out:
-        driver = subprocess.Popen(command(killed), stdout=out, stderr=out, start_new_session=True)
-        last = killed / runs / "sandbox_token_reversal_DG-single-seed2" / METRICS_FILE
+    with (tmp_path / "out.txt").open("w") as output:
+        driver = subprocess.Popen(make_command(killed), stdout=output, stderr=output, start_new_session=True)
+        last_metrics = killed / runs / "sandbox_token_reversal_DG-single-seed2" / METRICS_FILE
         deadline = time.monotonic() + 120
-        while len(read_rows(last)) < 3 and time.monotonic() < deadline:
+        while len(read_rows(last_metrics)) < 3 and time.monotonic() < deadline:
             time.sleep(0.05)
         os.killpg(driver.pid, signal.SIGKILL)
         driver.wait()
-    assert 3 <= len(read_rows(last)) < 21
-    done = subprocess.run(command(killed), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for path in sorted((whole / runs).glob("*")):
-        assert without_times(killed / runs / path.name) == without_times(path)
+    assert 3 <= len(read_rows(last_metrics)) < 21
+    process = subprocess.run(make_command(killed), capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    for path in sorted((uninterrupted / runs).glob("*")):
+        assert read_rows_without_times(killed / runs / path.name) == read_rows_without_times(path)
         status = json.loads((killed / runs / path.name / "status.json").read_text())
         assert status["status"] == "completed"
 
 
 def test_runs_of_one_trial_are_runs_of_their_own_in_wandb(ray_session: None, tmp_path: Path) -> None:
-    plan = plan_in(tmp_path, 2, ("DG",))
+    plan = make_plan_in(tmp_path, 2, ("DG",))
     console = Console(record=True, width=200, force_terminal=False)
     assert execute_study(plan, preflight(plan, None, (), 2, None, is_real=True), "offline", console) == 0
     ids = sorted(path.stem.removeprefix("run-") for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb"))

@@ -1,4 +1,4 @@
-"""Every study of update rules in its smoke form, as one suite, with its index. Minutes."""
+"""The smoke form of every study of update rules, as one suite with an index. Takes minutes."""
 
 import json
 import subprocess
@@ -13,19 +13,19 @@ from search_spaces import STUDIES, SUITES
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-def smoke(output: Path, name: str, *words: str) -> str:
+def run_smoke(output: Path, name: str, *words: str) -> str:
     command = [sys.executable, "-m", "tune_study", "run", name, "--smoke", "--output", str(output), *words]
-    done = subprocess.run([*command, "--preset", "laptop"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    process = subprocess.run([*command, "--preset", "laptop"], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 def test_the_suite_runs_every_study_in_one_ray_and_writes_an_index(tmp_path: Path) -> None:
-    out = smoke(tmp_path, "sandbox-all")
-    assert out.count("Starting Ray") == 1
-    assert f"Index: {tmp_path}/index.html" in out
+    output_text = run_smoke(tmp_path, "sandbox-all")
+    assert output_text.count("Starting Ray") == 1
+    assert f"Index: {tmp_path}/index.html" in output_text
     page = (tmp_path / "index.html").read_text()
-    folders = {study_name(folder): folder for folder in (tmp_path / "results").iterdir()}
+    folders = {read_study_name(folder): folder for folder in (tmp_path / "results").iterdir()}
     assert set(folders) == set(SUITES["sandbox-all"])
     for name, folder in folders.items():
         assert f'href="results/{folder.name}/report.html"' in page
@@ -34,14 +34,14 @@ def test_the_suite_runs_every_study_in_one_ray_and_writes_an_index(tmp_path: Pat
         assert set(trials["status"]) <= {"completed", "early_stopped"}
 
 
-def study_name(folder: Path) -> str:
+def read_study_name(folder: Path) -> str:
     return str(json.loads((folder / "study.json").read_text())["name"])
 
 
 def test_a_suite_with_more_seeds_goes_on_with_each_of_its_studies(tmp_path: Path) -> None:
-    smoke(tmp_path, "sandbox-evidence")
-    out = smoke(tmp_path, "sandbox-evidence", "--seeds", "2", "--extend")
-    assert "influence-DG is completed and is not run again" in out
+    run_smoke(tmp_path, "sandbox-evidence")
+    output_text = run_smoke(tmp_path, "sandbox-evidence", "--seeds", "2", "--extend")
+    assert "influence-DG is completed and is not run again" in output_text
     for name in SUITES["sandbox-evidence"]:
         trials = pd.read_parquet(tmp_path / "results" / name.replace("-", "_") / "trials.parquet")
         assert len(trials) == 2 * len(STUDIES[name].axis.grids["laptop"])

@@ -1,4 +1,4 @@
-"""The smoke grid by its command, with the real trainer: group 3 whole, and two points of every other group."""
+"""The smoke grid by its command, with the real trainer: all of group 3, and two points of every other group."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ POINTS = tuple(
         "g5-smoke-ppo-sokoban-nofilter-kl003-ent0001",
     )
 )
-SMALL = (
+SMALL_OPTIONS = (
     "--set",
     "env.env_groups=4",
     "--set",
@@ -33,23 +33,23 @@ SMALL = (
 )
 
 
-def smoke(output: Path, *words: str) -> str:
-    """What the command says of small batches; it ends well."""
+def run_smoke(output: Path, *words: str) -> str:
+    """Run the command with small batches and return its output; the command must succeed."""
     command = [sys.executable, "-m", "tune_study", "run", "smoke", "--preset", "laptop", "--output", str(output)]
-    done = subprocess.run([*command, *SMALL, *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    process = subprocess.run([*command, *SMALL_OPTIONS, *words], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("smoke")
-    smoke(found, "--groups", "3", "--steps", "5")
-    smoke(found / "points", "--groups", ",".join(POINTS), "--steps", "2")
-    return found
+    folder = tmp_path_factory.mktemp("smoke")
+    run_smoke(folder, "--groups", "3", "--steps", "5")
+    run_smoke(folder / "points", "--groups", ",".join(POINTS), "--steps", "2")
+    return folder
 
 
-def summary(output: Path) -> list[str]:
+def read_summary(output: Path) -> list[str]:
     path = output / "logs/smoke_test_top_p/smoke_test_results_sokoban-tiny_low_var_kl_ftmt.log"
     return path.read_text().split("Summary ===\n")[1].splitlines()[1:]
 
@@ -58,7 +58,7 @@ def test_group_3_runs_to_its_end(output: Path) -> None:
     trials = pd.read_parquet(output / "results" / RUN / "trials.parquet")
     assert trials["status"].tolist() == ["completed"] * 4
     assert trials["steps_done"].tolist() == [5] * 4
-    lines = summary(output)
+    lines = read_summary(output)
     assert lines[-1] == "Total: 4 | Success: 4 | Failed: 0 | Early stopped: 0 | Not ended: 0"
     for line, name in zip(lines, ("topk100", "topk80", "topk60", "topk40"), strict=False):
         cells = dict(cell.split("=", 1) for cell in line.split(" | ")[1:])
@@ -84,22 +84,22 @@ def test_points_of_every_group_run(output: Path) -> None:
 
 def test_a_second_start_trains_nothing(output: Path) -> None:
     folder = output / "points/results" / RUN
-    before = {path: path.read_bytes() for path in folder.glob("runs/*/metrics.jsonl")}
-    said = smoke(output / "points", "--groups", ",".join(POINTS), "--steps", "2")
-    assert "0 of 8 runs remain" in said
-    assert "Starting Ray" not in said
-    assert {path: path.read_bytes() for path in folder.glob("runs/*/metrics.jsonl")} == before
+    rows_before = {path: path.read_bytes() for path in folder.glob("runs/*/metrics.jsonl")}
+    text = run_smoke(output / "points", "--groups", ",".join(POINTS), "--steps", "2")
+    assert "0 of 8 runs remain" in text
+    assert "Starting Ray" not in text
+    assert {path: path.read_bytes() for path in folder.glob("runs/*/metrics.jsonl")} == rows_before
 
 
 def test_another_group_joins_by_itself(output: Path) -> None:
     words = ("--groups", "3", "--steps", "5", "--kl-type", "low_var_kl")
-    said = smoke(output, "--groups", "2", "--steps", "5", "--dry-run")
-    assert "20 runs: KL and entropy coefficients, filter in group 2 (16 arms), group 3 (4 arms)" in said
-    assert "0 of 4 runs remain" in smoke(output, *words)
+    text = run_smoke(output, "--groups", "2", "--steps", "5", "--dry-run")
+    assert "20 runs: KL and entropy coefficients, filter in group 2 (16 arms), group 3 (4 arms)" in text
+    assert "0 of 4 runs remain" in run_smoke(output, *words)
 
 
 def test_a_name_a_line_where_there_is_no_terminal(output: Path) -> None:
-    said = smoke(output, "--dry-run", "--rollout_filter_strategy", "top_k")
-    names = [line.split()[0] for line in said.splitlines() if line.startswith("g")]
+    text = run_smoke(output, "--dry-run", "--rollout_filter_strategy", "top_k")
+    names = [line.split()[0] for line in text.splitlines() if line.startswith("g")]
     assert len(names) == len(set(names)) == 68
     assert all(name.endswith("-low_var_kl-ftmt") for name in names)

@@ -1,6 +1,6 @@
-"""Ray as a study starts it, looked at from inside: what listens where, who may join, who may read its files.
+"""Ray as a study starts it, seen from inside: where it listens, who can join it and who can read its files.
 
-For a process of its own, since Ray reads its environment once. Prints one JSON object.
+Runs as a separate process, because Ray reads its environment only once. Prints one JSON object.
 """
 
 import json
@@ -35,19 +35,19 @@ print("ran as", ray.get(ray.remote(lambda: os.getuid()).remote(), timeout=30))
 """
 
 
-def listeners() -> list[str]:
-    """The addresses on which this process and what it started listen."""
-    me = psutil.Process()
+def list_listening_addresses() -> list[str]:
+    """Return the addresses on which this process and its children listen."""
+    this_process = psutil.Process()
     addresses = []
-    for process in (me, *me.children(recursive=True)):
+    for process in (this_process, *this_process.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
             connections = process.net_connections(kind="tcp")
-            addresses += [each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN]
+            addresses += [connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN]
     return addresses
 
 
-def join(*arguments: str) -> "subprocess.Popen[str]":
-    """A process that was not started by Ray and tries to join it; arguments: of STRANGER."""
+def start_stranger(*arguments: str) -> "subprocess.Popen[str]":
+    """Start a process that is not one of Ray's and tries to join it. arguments: those of STRANGER."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return subprocess.Popen(
         [sys.executable, "-c", STRANGER, *arguments],
@@ -59,8 +59,8 @@ def join(*arguments: str) -> "subprocess.Popen[str]":
     )
 
 
-def look(base: Path, home: str) -> dict[str, Any]:
-    """Start Ray with its files in `base`, and look. home: a folder that no `.ray` may appear in."""
+def observe_ray(base: Path, home: str) -> dict[str, Any]:
+    """Start Ray with its files in `base` and observe it. home: a folder in which no `.ray` may appear."""
     import ray
 
     from tune_study.tune.local_ray import start_local_ray
@@ -68,38 +68,40 @@ def look(base: Path, home: str) -> dict[str, Any]:
     with start_local_ray(ResourcePlan(make_bundles(0), 1, (), (), 1, ""), Console(quiet=True)):
         address = ray.get_runtime_context().gcs_address
         (folder,) = base.iterdir()
-        in_advance = [process.pid for process in psutil.Process().children(recursive=True) if is_worker(process)]
+        prestarted_workers = [
+            process.pid for process in psutil.Process().children(recursive=True) if is_worker(process)
+        ]
         token = ray.get(ray.remote(lambda: os.environ["RAY_AUTH_TOKEN"]).remote(), timeout=60)
         strangers = {
-            "without a token": join(address, "disabled", home, ""),
-            "with a wrong token": join(address, "token", home, "0" * 64),
-            "with its token": join(address, "token", home, token),
+            "without a token": start_stranger(address, "disabled", home, ""),
+            "with a wrong token": start_stranger(address, "token", home, "0" * 64),
+            "with its token": start_stranger(address, "token", home, token),
         }
         if os.geteuid() == 0:
-            strangers["another user"] = join(address, "disabled", home, "", "65534")
+            strangers["another user"] = start_stranger(address, "disabled", home, "", "65534")
         answers = {name: stranger.communicate(timeout=120)[0].strip()[-2500:] for name, stranger in strangers.items()}
         files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
         return {
             "address": address,
-            "listeners": listeners(),
+            "listeners": list_listening_addresses(),
             "answers": answers,
             "mode": f"{folder.stat().st_mode & 0o777:o}",
             "sockets": [len(os.fsencode(path)) for path in folder.glob("r/session_2*/sockets/*")],
             "session": next(path.name for path in folder.glob("r/session_2*")),
-            "workers in advance": in_advance,
+            "workers in advance": prestarted_workers,
             "driver has the token": "RAY_AUTH_TOKEN" in os.environ,
             "token in files": [path.name for path in files if token.encode() in path.read_bytes()],
         }
 
 
 def is_worker(process: psutil.Process) -> bool:
-    """Whether Ray runs tasks and actors in the process."""
+    """Return whether Ray runs tasks and actors in the process."""
     words = process.cmdline()
     return any(word.endswith("default_worker.py") for word in words[1:3]) or words[:1] == ["ray::IDLE"]
 
 
 def start_again() -> int:
-    """A second start in the same process: the answer of a task."""
+    """Start Ray a second time in the same process and return the result of a task."""
     import ray
 
     from tune_study.tune.local_ray import start_local_ray
@@ -112,5 +114,5 @@ if __name__ == "__main__":
     base, home = Path(sys.argv[1]), sys.argv[2]
     os.environ.update(RAY_TMPDIR=str(base), HOME=home)
     prepare_environment(())
-    seen = look(base, home)
-    print(json.dumps({**seen, "again": start_again(), "after": [path.name for path in base.iterdir()]}))
+    observations = observe_ray(base, home)
+    print(json.dumps({**observations, "again": start_again(), "after": [path.name for path in base.iterdir()]}))

@@ -13,29 +13,31 @@ from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.progress import Progress, format_duration, format_step
 
 
-def plan_of(values: tuple[str, ...] = ("0", "0.1"), steps: int = 100) -> StudyPlan:
+def make_study_plan(values: tuple[str, ...] = ("0", "0.1"), steps: int = 100) -> StudyPlan:
     settings = {"trainer.total_training_steps": steps}
     return make_plan(STUDIES["kl"], "laptop", "a test", settings, values, 1, Path("/out"))
 
 
-def watched(plan: StudyPlan, is_terminal: bool = False, lanes: int = 1) -> tuple[Progress, io.StringIO, list[str]]:
+def make_progress(
+    plan: StudyPlan, is_terminal: bool = False, n_parallel_runs: int = 1
+) -> tuple[Progress, io.StringIO, list[str]]:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=is_terminal, width=160)
-    return Progress(plan, lanes, console), screen, [run.run_id for run in plan.runs]
+    return Progress(plan, n_parallel_runs, console), screen, [run.run_id for run in plan.runs]
 
 
-def row(step: int, **values: Any) -> dict[str, Any]:
+def make_row(step: int, **values: Any) -> dict[str, Any]:
     return {"step": step, "reward_std": 2.0, "groups_kept": 8.0, "tokens_per_second": 900.0, **values}
 
 
-def cells(progress: Progress) -> list[list[str]]:
+def read_cells(progress: Progress) -> list[list[str]]:
     table = progress.make_table()
     columns = [list(column.cells) for column in table.columns]
     return [[str(cell) for cell in line] for line in zip(*columns, strict=True)]
 
 
 def test_the_table_has_the_promised_columns() -> None:
-    progress, _, _ = watched(plan_of())
+    progress, _, _ = make_progress(make_study_plan())
     assert [column.header for column in progress.make_table().columns] == list(progress.columns)
     assert progress.columns == (
         "arm",
@@ -51,59 +53,61 @@ def test_the_table_has_the_promised_columns() -> None:
 
 
 def test_the_table_follows_the_runs() -> None:
-    progress, _, (first, second) = watched(plan_of())
-    assert cells(progress)[0] == ["0", "0", "0/100", "-", "-", "-", "-", "-", "waiting"]
+    progress, _, (first, second) = make_progress(make_study_plan())
+    assert read_cells(progress)[0] == ["0", "0", "0/100", "-", "-", "-", "-", "-", "waiting"]
     progress.start_run(first)
-    progress.record_row(first, row(1, base_val_success=0.25, seconds_total=2.0))
-    assert cells(progress)[0] == ["0", "0", "1/100", "0.250", "2.000", "8", "900", "3:18", "running"]
-    progress.record_row(first, row(5, val_success=0.0, seconds_total=10.0, reward_std=math.nan))
-    progress.record_row(first, row(6, seconds_total=12.0))
-    assert cells(progress)[0] == ["0", "0", "6/100", "0.000", "2.000", "8", "900", "3:08", "running"]
+    progress.record_row(first, make_row(1, base_val_success=0.25, seconds_total=2.0))
+    assert read_cells(progress)[0] == ["0", "0", "1/100", "0.250", "2.000", "8", "900", "3:18", "running"]
+    progress.record_row(first, make_row(5, val_success=0.0, seconds_total=10.0, reward_std=math.nan))
+    progress.record_row(first, make_row(6, seconds_total=12.0))
+    assert read_cells(progress)[0] == ["0", "0", "6/100", "0.000", "2.000", "8", "900", "3:08", "running"]
     progress.end_run(first, "early_stopped", "a rule")
-    assert cells(progress)[0][-2:] == ["", "early_stopped"]
+    assert read_cells(progress)[0][-2:] == ["", "early_stopped"]
     progress.skip_run(second, "completed", 100, 0.5)
-    assert cells(progress)[1] == ["0.1", "0", "100/100", "0.500", "-", "-", "-", "", "completed"]
+    assert read_cells(progress)[1] == ["0.1", "0", "100/100", "0.500", "-", "-", "-", "", "completed"]
 
 
-@pytest.mark.parametrize(("lanes", "left"), [(1, 300.0), (2, 200.0), (8, 200.0)])
-def test_time_left_is_the_work_left_over_the_runs_at_once(lanes: int, left: float) -> None:
-    progress, _, (first, _) = watched(plan_of(), lanes=lanes)
+@pytest.mark.parametrize(("n_parallel_runs", "expected_seconds"), [(1, 300.0), (2, 200.0), (8, 200.0)])
+def test_time_left_is_the_work_left_over_the_runs_at_once(n_parallel_runs: int, expected_seconds: float) -> None:
+    progress, _, (first, _) = make_progress(make_study_plan(), n_parallel_runs=n_parallel_runs)
     assert progress.estimate_study_time_left() is None
     progress.start_run(first)
-    progress.record_row(first, row(50, seconds_total=100.0))
-    assert progress.estimate_study_time_left() == left
+    progress.record_row(first, make_row(50, seconds_total=100.0))
+    assert progress.estimate_study_time_left() == expected_seconds
 
 
 def test_the_runs_of_a_trial_go_on_together() -> None:
     settings = {"trainer.total_training_steps": 100}
     plan = make_plan(STUDIES["influence"], "laptop", "a test", settings, ("DG", "TPO"), 3, Path("/out"))
-    progress, _, runs = watched(plan)
-    for run in runs:
-        if plan.trials[0][0].arm in run:
-            progress.start_run(run)
-            progress.record_row(run, row(50, seconds_total=100.0))
+    progress, _, run_ids = make_progress(plan)
+    for run_id in run_ids:
+        if plan.trials[0][0].arm in run_id:
+            progress.start_run(run_id)
+            progress.record_row(run_id, make_row(50, seconds_total=100.0))
     assert progress.estimate_study_time_left() == 100.0 + 200.0
     progress.end_run(plan.trials[0][1].run_id, "early_stopped", "a rule")
     assert progress.estimate_study_time_left() == 100.0 + 200.0
 
 
 def test_a_terminal_shows_the_table_with_times_and_keeps_it() -> None:
-    progress, screen, (first, _) = watched(plan_of(), is_terminal=True)
+    progress, screen, (first, _) = make_progress(make_study_plan(), is_terminal=True)
     with progress.show_live():
         progress.start_run(first)
-        progress.record_row(first, row(10, val_success=0.5, seconds_total=20.0))
-    shown = screen.getvalue()
-    assert "kl (laptop)  elapsed 0:00  left 6:20" in shown
-    assert "10/100" in shown
-    assert first not in shown
+        progress.record_row(first, make_row(10, val_success=0.5, seconds_total=20.0))
+    text = screen.getvalue()
+    assert "kl (laptop)  elapsed 0:00  left 6:20" in text
+    assert "10/100" in text
+    assert first not in text
 
 
 def test_without_a_terminal_lines_carry_full_names() -> None:
-    progress, screen, (first, _) = watched(plan_of())
+    progress, screen, (first, _) = make_progress(make_study_plan())
     with progress.show_live():
         progress.start_run(first)
         for step in range(1, 13):
-            progress.record_row(first, row(step, val_success=0.5 if step % 6 == 0 else None, seconds_total=2.0 * step))
+            progress.record_row(
+                first, make_row(step, val_success=0.5 if step % 6 == 0 else None, seconds_total=2.0 * step)
+            )
         progress.retry_run(first, "ValueError: no")
         progress.end_run(first, "completed", "trained 12 of 12 steps")
     name = "sokoban_kl_sweep_nofilter_0-sokoban-tiny"

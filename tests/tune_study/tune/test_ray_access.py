@@ -1,4 +1,4 @@
-"""Ray that a study starts: reached from this machine alone, with a token, in a folder of its user's own."""
+"""The Ray that a study starts is reachable from this machine only, with a token, and its files are private."""
 
 import fcntl
 import json
@@ -21,66 +21,66 @@ LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
 @pytest.fixture(scope="module")
-def seen() -> Iterator[dict[str, Any]]:
-    """What `listening_study` saw of a Ray with its files in a folder with a short name, and `.ray` of its home."""
-    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as short:
-        base, home = Path(short, "b"), Path(short, "h")
+def observations() -> Iterator[dict[str, Any]]:
+    """The observations of `listening_study` with a short folder for Ray's files, and the content of the home folder."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as short_folder:
+        base, home = Path(short_folder, "b"), Path(short_folder, "h")
         home.mkdir()
-        Path(short).chmod(0o755)
+        Path(short_folder).chmod(0o755)
         home.chmod(0o777)
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "tests.tune_study.tune.listening_study", str(base), str(home)],
             capture_output=True,
             text=True,
             cwd=ROOT,
             check=False,
         )
-        assert done.returncode == 0, done.stderr[-3000:]
-        yield {**json.loads(done.stdout.splitlines()[-1]), "home": [path.name for path in home.iterdir()]}
+        assert process.returncode == 0, process.stderr[-3000:]
+        yield {**json.loads(process.stdout.splitlines()[-1]), "home": [path.name for path in home.iterdir()]}
 
 
-def test_every_port_is_on_the_loopback_address(seen: dict[str, Any]) -> None:
-    assert seen["address"].startswith("127.0.0.1:")
-    assert len(seen["listeners"]) >= 5  # GCS, raylet (2), agent, driver
-    assert set(seen["listeners"]) <= LOOPBACK
+def test_every_port_is_on_the_loopback_address(observations: dict[str, Any]) -> None:
+    assert observations["address"].startswith("127.0.0.1:")
+    assert len(observations["listeners"]) >= 5  # GCS, raylet (2), agent, driver
+    assert set(observations["listeners"]) <= LOOPBACK
 
 
-@pytest.mark.parametrize("who", ["without a token", "with a wrong token", "another user"])
-def test_who_has_not_the_token_does_not_join(seen: dict[str, Any], who: str) -> None:
-    if who not in seen["answers"]:
+@pytest.mark.parametrize("stranger", ["without a token", "with a wrong token", "another user"])
+def test_who_has_not_the_token_does_not_join(observations: dict[str, Any], stranger: str) -> None:
+    if stranger not in observations["answers"]:
         pytest.skip("only root can become another user")
-    assert REFUSED in seen["answers"][who]
-    assert "ran as" not in seen["answers"][who]
+    assert REFUSED in observations["answers"][stranger]
+    assert "ran as" not in observations["answers"][stranger]
 
 
-def test_who_has_the_token_joins(seen: dict[str, Any]) -> None:
-    assert seen["answers"]["with its token"].endswith(f"ran as {os.geteuid()}")
+def test_who_has_the_token_joins(observations: dict[str, Any]) -> None:
+    assert observations["answers"]["with its token"].endswith(f"ran as {os.geteuid()}")
 
 
-def test_the_token_is_in_the_environment_of_rays_processes_alone(seen: dict[str, Any]) -> None:
-    assert seen["token in files"] == []
-    assert not seen["driver has the token"]
-    assert seen["home"] == []
+def test_the_token_is_in_the_environment_of_rays_processes_alone(observations: dict[str, Any]) -> None:
+    assert observations["token in files"] == []
+    assert not observations["driver has the token"]
+    assert observations["home"] == []
 
 
-def test_a_second_start_in_one_process_works(seen: dict[str, Any]) -> None:
-    assert seen["again"] == 7
+def test_a_second_start_in_one_process_works(observations: dict[str, Any]) -> None:
+    assert observations["again"] == 7
 
 
-def test_no_worker_is_started_before_a_trial_asks_for_one(seen: dict[str, Any]) -> None:
-    assert seen["workers in advance"] == []
+def test_no_worker_is_started_before_a_trial_asks_for_one(observations: dict[str, Any]) -> None:
+    assert observations["workers in advance"] == []
 
 
-def test_rays_files_are_private_and_go_with_it(seen: dict[str, Any]) -> None:
-    assert seen["mode"] == "700"
-    assert seen["after"] == []
-    assert max(seen["sockets"]) <= machine_checks._MAX_SOCKET_PATH_BYTES
-    # Ray's names are as long as the check of its folder takes them to be.
-    assumed = machine_checks._LONGEST_SOCKET_NAME.split("/")[3].rpartition("_")[0]
-    assert len(seen["session"].rpartition("_")[0]) == len(assumed)
+def test_rays_files_are_private_and_go_with_it(observations: dict[str, Any]) -> None:
+    assert observations["mode"] == "700"
+    assert observations["after"] == []
+    assert max(observations["sockets"]) <= machine_checks._MAX_SOCKET_PATH_BYTES
+    # Ray's names are as long as the check of its folder assumes.
+    assumed_name = machine_checks._LONGEST_SOCKET_NAME.split("/")[3].rpartition("_")[0]
+    assert len(observations["session"].rpartition("_")[0]) == len(assumed_name)
 
 
-# The folder
+# The session folder
 
 
 def test_a_session_folder_is_for_its_owner_and_is_removed(tmp_path: Path) -> None:
@@ -115,11 +115,11 @@ def test_only_abandoned_folders_of_this_user_are_removed(tmp_path: Path) -> None
     for name in ("ts-1", "ts-2", "ts-3", "home", "tsar"):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".lock").touch()
-    (tmp_path / "ts-3" / ".lock").unlink()  # not made by a driver
+    (tmp_path / "ts-3" / ".lock").unlink()  # a folder without a lock was not made by a driver
     (tmp_path / "ts-4").symlink_to(home)
     (tmp_path / "ts-5").touch()
-    with (tmp_path / "ts-2" / ".lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with (tmp_path / "ts-2" / ".lock").open("w") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
         remove_abandoned_folders(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "ts-2", "ts-3", "ts-4", "ts-5", "tsar"]
     assert (home / ".lock").exists()

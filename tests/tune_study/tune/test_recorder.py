@@ -1,4 +1,4 @@
-"""What the driver records of a trial that carries several runs, when its process dies or is cut short in between."""
+"""What the driver records of a trial with several runs when its process dies or is interrupted."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +19,8 @@ from tune_study.tune.trials import make_trial_configs
 STOPPED = {"step": 2, "stop_rule": "uniform_groups", "stop_value": 3.0, "stop_threshold": 3.0, "stop_step": 2}
 
 
-class Recorded:
-    """A trial of two runs that is under way, and what is on disk of it."""
+class RecordedTrial:
+    """A running trial of two runs, and its files on disk."""
 
     def __init__(self, folder: Path) -> None:
         self.plan: StudyPlan = make_plan(STUDIES["influence"], "laptop", "a test", {}, ("GRPO",), 2, folder)
@@ -37,69 +37,69 @@ class Recorded:
         )
         self.recorder.on_trial_start(0, [], self.trial)
 
-    def wrote(self, seed: int, row: dict[str, Any]) -> None:
+    def write_row(self, seed: int, row: dict[str, Any]) -> None:
         append_json_line(self.plan.get_run_dir(self.plan.runs[seed].run_id) / METRICS_FILE, row)
 
-    def told(self, rows: dict[int, dict[str, Any]]) -> None:
-        found = {self.plan.runs[seed].run_id: row for seed, row in rows.items()}
-        self.recorder.on_trial_result(0, [], self.trial, {"rows": found, "failed": {}})
+    def report_rows(self, rows: dict[int, dict[str, Any]]) -> None:
+        rows_by_run = {self.plan.runs[seed].run_id: row for seed, row in rows.items()}
+        self.recorder.on_trial_result(0, [], self.trial, {"rows": rows_by_run, "failed": {}})
 
-    def died(self) -> None:
+    def restart_after_death(self) -> None:
         self.recorder.on_trial_recover(0, [], self.trial)
         self.recorder.on_trial_start(0, [], self.trial)
 
-    def status(self, seed: int) -> RunStatus:
-        status = read_status(self.plan.get_run_dir(self.plan.runs[seed].run_id))
-        assert status is not None
-        return status
+    def get_status(self, seed: int) -> RunStatus:
+        run_status = read_status(self.plan.get_run_dir(self.plan.runs[seed].run_id))
+        assert run_status is not None
+        return run_status
 
-    def log(self, seed: int) -> str:
+    def read_log(self, seed: int) -> str:
         return (self.plan.output / self.plan.runs[seed].log_path).read_text()
 
 
 @pytest.fixture
-def recorded(tmp_path: Path) -> Recorded:
-    return Recorded(tmp_path)
+def recorded_trial(tmp_path: Path) -> RecordedTrial:
+    return RecordedTrial(tmp_path)
 
 
-def test_a_run_that_ends_before_the_others_ends_once(recorded: Recorded) -> None:
-    recorded.wrote(0, STOPPED)
-    recorded.told({0: STOPPED})
-    status, log = recorded.status(0), recorded.log(0)
+def test_a_run_that_ends_before_the_others_ends_once(recorded_trial: RecordedTrial) -> None:
+    recorded_trial.write_row(0, STOPPED)
+    recorded_trial.report_rows({0: STOPPED})
+    status, log = recorded_trial.get_status(0), recorded_trial.read_log(0)
     assert (status.status, status.stop_step) == ("early_stopped", 2)
-    recorded.died()
-    recorded.told({0: STOPPED})  # all had ended when the process died: it tells of all again
-    assert (recorded.status(0), recorded.log(0)) == (status, log)
+    recorded_trial.restart_after_death()
+    recorded_trial.report_rows({0: STOPPED})  # a trial whose runs had ended reports all of them again
+    assert (recorded_trial.get_status(0), recorded_trial.read_log(0)) == (status, log)
     assert log.count("early_stopped") == 1
-    assert recorded.status(1).status == "running"
+    assert recorded_trial.get_status(1).status == "running"
 
 
-def test_a_rule_that_nobody_was_told_of_is_read_from_the_row(recorded: Recorded) -> None:
-    recorded.wrote(0, STOPPED)
-    recorded.died()
-    recorded.wrote(1, {"step": 300})
-    recorded.told({1: {"step": 300}})
-    recorded.recorder.on_trial_complete(0, [], recorded.trial)
-    assert [recorded.status(seed).status for seed in (0, 1)] == ["early_stopped", "completed"]
-    assert recorded.status(0).reason == "uniform_groups at step 2: 3 reached the threshold 3"
+def test_a_rule_that_nobody_was_told_of_is_read_from_the_row(recorded_trial: RecordedTrial) -> None:
+    recorded_trial.write_row(0, STOPPED)
+    recorded_trial.restart_after_death()
+    recorded_trial.write_row(1, {"step": 300})
+    recorded_trial.report_rows({1: {"step": 300}})
+    recorded_trial.recorder.on_trial_complete(0, [], recorded_trial.trial)
+    assert [recorded_trial.get_status(seed).status for seed in (0, 1)] == ["early_stopped", "completed"]
+    assert recorded_trial.get_status(0).reason == "uniform_groups at step 2: 3 reached the threshold 3"
 
 
-def test_a_run_with_a_row_of_step_0_has_run(recorded: Recorded) -> None:
-    recorded.wrote(0, {"step": 0})
-    recorded.told({0: {"step": 0}})
-    recorded.recorder.on_trial_complete(0, [], recorded.trial)
-    assert [recorded.status(seed).status for seed in (0, 1)] == ["interrupted", "never_ran"]
-    assert recorded.status(0).reason == "interrupted after step 0 of 300"
+def test_a_run_with_a_row_of_step_0_has_run(recorded_trial: RecordedTrial) -> None:
+    recorded_trial.write_row(0, {"step": 0})
+    recorded_trial.report_rows({0: {"step": 0}})
+    recorded_trial.recorder.on_trial_complete(0, [], recorded_trial.trial)
+    assert [recorded_trial.get_status(seed).status for seed in (0, 1)] == ["interrupted", "never_ran"]
+    assert recorded_trial.get_status(0).reason == "interrupted after step 0 of 300"
 
 
-def test_failures_count_from_where_the_runs_that_go_on_are(recorded: Recorded) -> None:
-    recorded.wrote(0, {"step": 280})  # of an earlier start, without the other run
+def test_failures_count_from_where_the_runs_that_go_on_are(recorded_trial: RecordedTrial) -> None:
+    recorded_trial.write_row(0, {"step": 280})  # from an earlier start without the other run
     for step in range(MAX_ATTEMPTS + 1):
-        recorded.died()
+        recorded_trial.restart_after_death()
         for seed in (0, 1):
-            recorded.wrote(seed, {"step": step})
-    assert not recorded.recorder.given_up_trials
+            recorded_trial.write_row(seed, {"step": step})
+    assert not recorded_trial.recorder.given_up_trials
     for _ in range(MAX_ATTEMPTS):
-        assert not recorded.recorder.given_up_trials
-        recorded.died()
-    assert recorded.recorder.given_up_trials == {"one"}
+        assert not recorded_trial.recorder.given_up_trials
+        recorded_trial.restart_after_death()
+    assert recorded_trial.recorder.given_up_trials == {"one"}

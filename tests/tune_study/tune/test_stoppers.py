@@ -1,4 +1,4 @@
-"""The stop rules as Stoppers: they obey what a run has decided, and decide for a Trainable of somebody else."""
+"""The stop rules as Stoppers: they follow the decision of a run, and decide themselves for a foreign Trainable."""
 
 import pickle
 from pathlib import Path
@@ -17,51 +17,53 @@ from tune_study.host.interrupt import Interrupt
 from tune_study.tune.stoppers import InterruptStopper, RuleStopper
 
 
-def decided(step: int, rule: str = "", **more: Any) -> dict[str, Any]:
-    """A result of a run of this project, which says itself whether a rule has stopped it."""
-    return {**make_empty_row(), "run_id": "a", "step": step, "training_iteration": step, "stop_rule": rule, **more}
+def make_own_result(step: int, rule: str = "", **columns: Any) -> dict[str, Any]:
+    """Make a result of a run of this project, which states whether a rule has stopped it."""
+    return {**make_empty_row(), "run_id": "a", "step": step, "training_iteration": step, "stop_rule": rule, **columns}
 
 
-def foreign(step: int, std: float, **more: Any) -> dict[str, Any]:
-    """A result of somebody else's Trainable."""
-    return {"training_iteration": step, "reward_std": std, **more}
+def make_foreign_result(step: int, std: float, **columns: Any) -> dict[str, Any]:
+    """Make a result of a foreign Trainable."""
+    return {"training_iteration": step, "reward_std": std, **columns}
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("said", ["", *RULES])
-def test_what_a_run_has_decided_is_obeyed(rule: str, said: str) -> None:
-    """Whatever its numbers: the row that is on disk and what Ray Tune does can never disagree."""
-    assert RuleStopper(rule)("trial", decided(20, said, reward_std=0.0, groups_kept=0)) == (said == rule)
+@pytest.mark.parametrize("decided_rule", ["", *RULES])
+def test_what_a_run_has_decided_is_obeyed(rule: str, decided_rule: str) -> None:
+    """The numbers do not matter, so that Ray Tune never disagrees with the row on disk."""
+    assert RuleStopper(rule)("trial", make_own_result(20, decided_rule, reward_std=0.0, groups_kept=0)) == (
+        decided_rule == rule
+    )
 
 
 def test_a_foreign_trial_ends_at_the_step_at_which_the_rule_fires() -> None:
     stopper = RuleStopper("reward_variance_collapse")
     for step in range(1, 20):
-        assert not stopper("trial", foreign(step, 2.0 if step <= 10 else 0.1))
-    assert stopper("trial", foreign(20, 0.1))
+        assert not stopper("trial", make_foreign_result(step, 2.0 if step <= 10 else 0.1))
+    assert stopper("trial", make_foreign_result(20, 0.1))
 
 
 def test_trials_are_watched_apart_and_the_experiment_goes_on() -> None:
     stopper = RuleStopper("reward_variance_collapse")
     for step in range(1, 21):
-        assert stopper("a", foreign(step, 2.0 if step <= 10 else 0.1)) == (step == 20)
-        assert not stopper("b", foreign(step, 2.0))
+        assert stopper("a", make_foreign_result(step, 2.0 if step <= 10 else 0.1)) == (step == 20)
+        assert not stopper("b", make_foreign_result(step, 2.0))
         assert not stopper.stop_all()
 
 
 def test_a_repeated_step_counts_once() -> None:
     stopper = RuleStopper("reward_variance_collapse")
     for step in [*range(1, 16), *range(12, 20)]:
-        assert not stopper("trial", foreign(step, 2.0 if step <= 10 else 0.1))
-    assert stopper("trial", foreign(20, 0.1))
+        assert not stopper("trial", make_foreign_result(step, 2.0 if step <= 10 else 0.1))
+    assert stopper("trial", make_foreign_result(20, 0.1))
 
 
 def test_a_filter_that_keeps_nothing_is_heeded() -> None:
     stopper = RuleStopper("empty_filtered_steps", EarlyStopConfig(empty_stop_steps=2))
-    assert not stopper("trial", foreign(1, 2.0, groups_kept=0))
-    assert not stopper("trial", foreign(2, 2.0))  # no such entry: nothing is filtered
-    assert not stopper("trial", foreign(3, 2.0, groups_kept=0))
-    assert stopper("trial", foreign(4, 2.0, groups_kept=0))
+    assert not stopper("trial", make_foreign_result(1, 2.0, groups_kept=0))
+    assert not stopper("trial", make_foreign_result(2, 2.0))  # without this entry nothing is filtered
+    assert not stopper("trial", make_foreign_result(3, 2.0, groups_kept=0))
+    assert stopper("trial", make_foreign_result(4, 2.0, groups_kept=0))
 
 
 def test_columns_of_another_name() -> None:
@@ -74,12 +76,12 @@ def test_columns_of_another_name() -> None:
 def test_it_is_stored_with_the_rows_of_the_trials_that_go_on() -> None:
     stopper = RuleStopper("reward_variance_collapse")
     for step in range(1, 20):
-        assert not stopper("a", foreign(step, 2.0 if step <= 10 else 0.1))
-        assert not stopper("b", foreign(step, 2.0, done=step == 19))
-    stored = pickle.loads(pickle.dumps(stopper))
-    assert list(stored._rows) == ["a"]
-    assert stored("a", foreign(20, 0.1))
-    assert not stored._rows
+        assert not stopper("a", make_foreign_result(step, 2.0 if step <= 10 else 0.1))
+        assert not stopper("b", make_foreign_result(step, 2.0, done=step == 19))
+    restored_stopper = pickle.loads(pickle.dumps(stopper))
+    assert list(restored_stopper._rows) == ["a"]
+    assert restored_stopper("a", make_foreign_result(20, 0.1))
+    assert not restored_stopper._rows
 
 
 def test_a_rule_that_does_not_exist_is_refused() -> None:
@@ -96,41 +98,41 @@ def test_a_rule_that_does_not_exist_is_refused() -> None:
         max_size=12,
     )
 )
-def test_odd_results_never_raise(odd: list[dict[str, Any]]) -> None:
+def test_odd_results_never_raise(results: list[dict[str, Any]]) -> None:
     for rule in RULES:
         stopper = RuleStopper(rule)
-        for result in odd:
+        for result in results:
             stopper("trial", result)
 
 
 def test_an_interrupt_ends_a_run_at_its_next_row_with_a_state(tmp_path: Path) -> None:
     interrupt = Interrupt(tmp_path / ".interrupt")
     stopper = InterruptStopper(interrupt)
-    assert not stopper("trial", decided(1, saved=False))
+    assert not stopper("trial", make_own_result(1, saved=False))
     interrupt.request()
-    assert not stopper("trial", decided(2, saved=False))  # it was on its way
-    assert stopper("trial", decided(3, saved=True))
-    assert stopper("trial", decided(4))  # a Trainable that says nothing of states
+    assert not stopper("trial", make_own_result(2, saved=False))  # this result was sent before the request
+    assert stopper("trial", make_own_result(3, saved=True))
+    assert stopper("trial", make_own_result(4))  # a Trainable that does not report checkpoints
     (tmp_path / ".interrupt").unlink()
-    assert stopper("trial", decided(5, saved=False))  # the run cannot see the request: it would go on for ever
+    assert stopper("trial", make_own_result(5, saved=False))  # a run that cannot see the request would never end
     assert not stopper.stop_all()
 
 
-# In a Tuner of somebody else, with a Trainable that knows nothing of this project.
+# In a user's own Tuner, with a Trainable that is independent of this project.
 
 
-class Foreign(tune.Trainable):
-    """Its reward's spread dies after ten steps in one trial and its accuracy is low from the beginning in another."""
+class ForeignTrainable(tune.Trainable):
+    """Its reward std collapses after ten steps in one trial and its accuracy is always low in another."""
 
     def setup(self, config: dict[str, Any]) -> None:
-        self.kind = config["kind"]
+        self.behavior = config["kind"]
 
     def step(self) -> dict[str, Any]:
         count = self.iteration + 1
-        collapsed = self.kind == "collapses" and count > 10
+        is_collapsed = self.behavior == "collapses" and count > 10
         return {
-            "reward_std": 0.01 if collapsed else 2.0,
-            "accuracy": 0.0 if self.kind == "fails" else 0.5,
+            "reward_std": 0.01 if is_collapsed else 2.0,
+            "accuracy": 0.0 if self.behavior == "fails" else 0.5,
             "done": count == 25,
         }
 
@@ -138,18 +140,18 @@ class Foreign(tune.Trainable):
 @pytest.mark.usefixtures("ray_session")
 def test_a_tuner_of_ones_own_stops_a_foreign_trainable(tmp_path: Path) -> None:
     settings = EarlyStopConfig(success_patience=5)
-    stop = CombinedStopper(
+    stopper = CombinedStopper(
         RuleStopper("reward_variance_collapse", settings),
         RuleStopper("low_validation_success", settings, {"val_success": "accuracy"}),
     )
     tuner = tune.Tuner(
-        Foreign,
+        ForeignTrainable,
         param_space={"kind": tune.grid_search(["learns", "collapses", "fails"])},
-        run_config=tune.RunConfig(storage_path=str(tmp_path), stop=stop, verbose=0),
+        run_config=tune.RunConfig(storage_path=str(tmp_path), stop=stopper, verbose=0),
     )
     steps = {result.config["kind"]: result.metrics["training_iteration"] for result in tuner.fit()}
     assert steps == {"learns": 25, "collapses": 20, "fails": 5}
-    spread = [{"step": step, "reward_std": 2.0 if step <= 10 else 0.01, "groups_kept": 1} for step in range(1, 26)]
-    decision = evaluate_stop_rules(spread, settings)
+    rows = [{"step": step, "reward_std": 2.0 if step <= 10 else 0.01, "groups_kept": 1} for step in range(1, 26)]
+    decision = evaluate_stop_rules(rows, settings)
     assert decision is not None
     assert decision.step == steps["collapses"]

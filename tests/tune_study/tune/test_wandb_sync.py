@@ -1,4 +1,4 @@
-"""Uploads of offline runs by the real W&B command, to a service of this test's own on the loopback device."""
+"""Uploads of offline runs by the real W&B command to a fake service on the loopback address."""
 
 import http.server
 import json
@@ -12,18 +12,18 @@ import pytest
 import wandb
 
 from search_spaces import STUDIES
-from tests.tune_study.tune.test_wandb_logging import feed
+from tests.tune_study.tune.test_wandb_logging import log_one_step
 from tune_study.plan.study_plan import make_plan
 from tune_study.tune.wandb_logging import WandbCallback
 from tune_study.tune.wandb_sync import WandbUploader, is_reachable
 
 
-class Service(http.server.ThreadingHTTPServer):
-    """What `wandb sync` needs of a service: runs are made, files are taken. said: every request's path and body."""
+class FakeService(http.server.ThreadingHTTPServer):
+    """A service that creates runs and accepts files, as `wandb sync` needs. requests: path and body of each request."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.said: list[tuple[str, str]] = []
+        self.requests: list[tuple[str, str]] = []
 
     @property
     def address(self) -> str:
@@ -31,24 +31,24 @@ class Service(http.server.ThreadingHTTPServer):
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    server: Service
+    server: FakeService
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
+        """Do not print a line for each request."""
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode(errors="replace")
-        self.server.said.append((self.path, body))
-        self._answer({"data": self._data(json.loads(body))} if self.path == "/graphql" else {})
+        self.server.requests.append((self.path, body))
+        self._answer({"data": self._make_response_data(json.loads(body))} if self.path == "/graphql" else {})
 
     def do_PUT(self) -> None:
-        self.server.said.append((self.path, ""))
+        self.server.requests.append((self.path, ""))
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self._answer({})
 
-    def _data(self, asked: dict[str, Any]) -> dict[str, Any]:
-        variables = asked["variables"]
-        if "createRunFiles" in asked["query"]:
+    def _make_response_data(self, request: dict[str, Any]) -> dict[str, Any]:
+        variables = request["variables"]
+        if "createRunFiles" in request["query"]:
             files = [{"name": name, "uploadUrl": f"{self.server.address}/file"} for name in variables["files"]]
             return {"createRunFiles": {"runID": "x", "uploadHeaders": [], "files": files}}
         project = {"id": "x", "name": variables.get("project"), "entity": {"id": "e", "name": "me"}}
@@ -66,15 +66,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture(autouse=True)
 def _no_address_is_kept() -> Iterator[None]:
-    """W&B reads its address once a process."""
+    """Reset W&B, which reads its address only once per process."""
     wandb.teardown()
     yield
     wandb.teardown()
 
 
 @pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
-    server = Service()
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeService]:
+    server = FakeService()
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     monkeypatch.setenv("WANDB_BASE_URL", server.address)
@@ -85,54 +85,54 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     server.server_close()
 
 
-def logged(output: Path, patience: float = 60.0) -> tuple[WandbCallback, bool]:
-    """A study of one run that logged one step, ended."""
+def log_run(output: Path, patience: float = 60.0) -> tuple[WandbCallback, bool]:
+    """Log one step of a study of one run and close the callback."""
     plan = make_plan(STUDIES["kl"], "laptop", "a test", {}, ("0",), 1, output)
-    runs = WandbCallback(plan, "sync")
-    feed(runs, plan, finished=False)
-    return runs, runs.close(patience)
+    callback = WandbCallback(plan, "sync")
+    log_one_step(callback, plan, finished=False)
+    return callback, callback.close(patience)
 
 
-def test_a_run_is_uploaded_when_it_ends(service: Service, tmp_path: Path) -> None:
-    runs, is_whole = logged(tmp_path)
-    assert is_whole, runs.problem
-    history = [body for path, body in service.said if path.endswith("file_stream") and "wandb-history" in body]
+def test_a_run_is_uploaded_when_it_ends(service: FakeService, tmp_path: Path) -> None:
+    callback, is_uploaded = log_run(tmp_path)
+    assert is_uploaded, callback.problem
+    history = [body for path, body in service.requests if path.endswith("file_stream") and "wandb-history" in body]
     assert any('\\"val_success\\":0.5' in body for body in history)
     assert len(list(tmp_path.glob("wandb/offline-run-*/*.synced"))) == 1
 
 
 def test_nothing_waits_for_a_service_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{free.getsockname()[1]}"  # bound and not listened at: every connection is refused
+    with socket.socket() as free_socket:
+        free_socket.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free_socket.getsockname()[1]}"  # no listener: every connection is refused
         monkeypatch.setenv("WANDB_BASE_URL", address)
-        runs, is_whole = logged(tmp_path)
+        callback, is_uploaded = log_run(tmp_path)
     (folder,) = tmp_path.glob("wandb/offline-run-*")
-    assert not is_whole
-    assert runs.problem == f"{address} cannot be reached. Upload with: wandb sync {folder}"
-    assert list(folder.glob("*.wandb"))  # kept
+    assert not is_uploaded
+    assert callback.problem == f"{address} cannot be reached. Upload with: wandb sync {folder}"
+    assert list(folder.glob("*.wandb"))  # the run is kept for a later upload
 
 
-def test_what_failed_is_tried_again_at_the_end(service: Service, tmp_path: Path) -> None:
-    _, _ = logged(tmp_path)
+def test_what_failed_is_tried_again_at_the_end(service: FakeService, tmp_path: Path) -> None:
+    _, _ = log_run(tmp_path)
     (folder,) = tmp_path.glob("wandb/offline-run-*")
     for mark in folder.glob("*.synced"):
         mark.unlink()
-    uploads = WandbUploader()
-    uploads.add(folder, "http://127.0.0.1:1")
-    uploads.add(folder, service.address)
-    assert not uploads.close(60.0)  # the first address is not there at the end either
-    assert uploads.pending_folders == [folder]
+    uploader = WandbUploader()
+    uploader.add(folder, "http://127.0.0.1:1")
+    uploader.add(folder, service.address)
+    assert not uploader.close(60.0)  # nothing answers at the first address at the end either
+    assert uploader.pending_folders == [folder]
 
 
 def test_an_upload_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    with socket.create_server(("127.0.0.1", 0)) as mute:  # takes connections, answers nothing
-        address = f"http://127.0.0.1:{mute.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as silent_socket:  # accepts connections and never answers
+        address = f"http://127.0.0.1:{silent_socket.getsockname()[1]}"
         monkeypatch.setenv("WANDB_BASE_URL", address)
-        runs, is_whole = logged(tmp_path, patience=3.0)
-    assert not is_whole
-    assert "the upload was stopped after" in runs.problem
+        callback, is_uploaded = log_run(tmp_path, patience=3.0)
+    assert not is_uploaded
+    assert "the upload was stopped after" in callback.problem
 
 
 def test_what_is_no_address_is_not_reached() -> None:
