@@ -246,7 +246,7 @@ def _choose_gpus(
     # GPUs that are left over would stay idle for the whole study.
     if n_gpus >= 1 and len(ids) % int(n_gpus):
         raise PlanError(
-            f"{len(ids)} GPUs do not divide into runs of {n_gpus:g}: "
+            f"{len(ids)} GPU{'s do' if len(ids) > 1 else ' does'} not divide into runs of {n_gpus:g}: "
             f"type --gpus with a multiple of {n_gpus:g} ids, or another --gpus-per-exp."
         )
     return ids, notes
