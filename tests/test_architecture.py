@@ -112,7 +112,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "analysis",
         "trainable.config.choices",
         "trainable.runs.records",
-        "trainable.runs.links",
+        "trainable.files.paths",
         "trainable.sandbox.measure.records",
     ),
     # Run.
@@ -147,7 +147,7 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "trainable.runs.collapse_quantities": (),
     "trainable.runs.records": (),
     "trainable.runs.stop_rules": (),
-    "trainable.runs.links": (),
+    "trainable.files.paths": (),
     "trainable.runs.run_files": (),
     "trainable.runs.failures": (),
     "trainable.runs.retry": (),

@@ -11,7 +11,7 @@ import pandas as pd
 
 import trainable.sandbox.measure.records as sandbox
 from analysis.data.families import FAMILIES, FLOAT, NULLABLE_INT, TEXT, TIME, Schema, TableFamily, get_family
-from trainable.runs.links import atomic_write
+from trainable.files.paths import atomic_write
 from trainable.runs.records import TIME_COLUMNS
 
 Study = dict[str, Any]

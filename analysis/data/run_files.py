@@ -14,6 +14,7 @@ import pandas as pd
 
 from analysis.data.families import BOOL, FLOAT, INT, NULLABLE_INT, RUN_FILE_SCHEMA, TEXT, TIME, Row, TableFamily
 from analysis.data.frames import SCHEMAS
+from trainable.files.json_lines import read_lines
 from trainable.runs.records import FORMER_NAMES, GRADIENT_COLUMNS, STATUSES
 
 ANALYSIS_SOURCES = ("train", "probe")
@@ -108,16 +109,9 @@ def read_jsonl(path: Path, key: Callable[[Row], Any], *, drop_rolled_back: bool 
     drop_rolled_back: a line whose step is smaller than that of previous lines means that the run was restored from an
     earlier checkpoint. The previous lines of larger steps are then dropped, since the restored run repeats these steps.
     """
-    if not path.is_file():
-        return []
     rows_by_key: dict[Any, Row] = {}
-    for line in path.read_bytes().splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            # A truncated last line, or damage: every other line is still good, so only this one is lost.
-            continue
-        row_key = key(row) if isinstance(row, dict) and is_int64(row.get("step")) else None
+    for row in read_lines(path).records:
+        row_key = key(row) if is_int64(row.get("step")) else None
         if row_key is None:
             continue
         if drop_rolled_back:

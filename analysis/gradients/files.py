@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from analysis.gradients import plots, tables
 from analysis.gradients.published_metrics import TABLE_COLUMNS, make_published_metrics, make_published_tables
-from trainable.runs.links import atomic_write
+from trainable.files.paths import atomic_write
 
 DPI = 150
 MAX_COMPARED_STEPS = 3  # each is a row of panels, so the comparison stays one screen high

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from analysis.data.frames import Study
 from analysis.gradients import plots as gradient_plots
 from analysis.sweep import verdicts
-from trainable.runs.links import atomic_write
+from trainable.files.paths import atomic_write
 
 TEMPLATES = Path(__file__).parent / "templates"
 

@@ -21,7 +21,7 @@ from analysis.report import figures
 from analysis.sandbox import figures as sandbox_figures
 from analysis.sandbox import page as sandbox_report
 from analysis.sweep import findings, series, tables, verdicts
-from trainable.runs.links import atomic_write, make_folder
+from trainable.files.paths import atomic_write, make_folder
 
 # Fixed, so that the same results give the same p-values in every report.
 PERMUTATION_SEED = 0

@@ -14,6 +14,7 @@ import numpy as np
 
 from search_spaces.declaration import presets
 from trainable.config.run_config import RunConfig, apply_overrides
+from trainable.files.json_lines import write_lines
 from trainable.runs.records import STEP_COLUMNS
 
 UNSETTLED_STATUSES = ("", "running")
@@ -272,12 +273,6 @@ def _make_success_columns(
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content), encoding="utf-8")
-
-
-def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows as JSON lines and replace the file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 EMPTY_ROW: Mapping[str, Any] = {

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from analysis.published.update_rule_sandbox import ARM_SETTINGS
-from tests.fakes.run_folders import UNSETTLED_STATUSES, write_lines
+from tests.fakes.run_folders import UNSETTLED_STATUSES
+from trainable.files.json_lines import write_lines
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.measure.records import STEP_COLUMNS
 

@@ -1,10 +1,10 @@
 """Trials without Ray's driver: the calls that Tune would make, in this process instead of a process per trial."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from tests.fakes.scripted import SMALL_SETTINGS
+from trainable.files.json_lines import read_lines
 from trainable.runs.checkpoint import iter_checkpoints
 from trainable.runs.records import TIME_COLUMNS
 from trainable.runs.run_files import read_rows
@@ -82,5 +82,4 @@ def drop_times(row: Row) -> Row:
 
 def read_run_files(folder: Path) -> tuple[list[Row], list[Row]]:
     run = folder / "runs" / "r"
-    lines = [json.loads(line) for line in (run / "levels.jsonl").read_text().splitlines()]
-    return read_rows(run / "metrics.jsonl"), lines
+    return read_rows(run / "metrics.jsonl"), read_lines(run / "levels.jsonl").records

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fakes.lines import append_record
 from tests.fakes.scripted import make_small_config
 from tests.fakes.trials import (
     IDENTITY,
@@ -19,7 +20,6 @@ from tests.fakes.trials import (
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.checkpoint import read_checkpoint
 from trainable.runs.records import DEFAULT_STEP_COLUMNS, STOP_COLUMNS, make_empty_row
-from trainable.runs.run_files import append_json_line
 from trainable.trial import Trial
 
 
@@ -200,7 +200,7 @@ def test_rows_of_other_tools_in_the_file_do_not_matter(tmp_path: Path) -> None:
     """A row after the last checkpoint, left by an interrupted run, is not counted by the stop rules."""
     trainable = start_trial(tmp_path, **STOPS)
     trainable.step()
-    append_json_line(tmp_path / "runs" / "r" / "metrics.jsonl", {"step": 2, "groups_kept": 2, "val_success": 0.0})
+    append_record(tmp_path / "runs" / "r" / "metrics.jsonl", {"step": 2, "groups_kept": 2, "val_success": 0.0})
     resumed = start_trial(tmp_path, **STOPS)
     assert not resumed.begin().is_over
     assert resumed.step()["step"] == 2

@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trainable.runs.links import LinkError
-from trainable.runs.run_files import CHECKSUMS_FILE, fsync_path
+from trainable.files.paths import check_path, fsync_path
+from trainable.runs.run_files import CHECKSUMS_FILE
 
 TENSORS_FILE, VALUES_FILE = "state.safetensors", "state.json"
 
@@ -118,11 +118,10 @@ def write_rolling_checkpoint(
 ) -> None:
     """Write the checkpoint after `step` to `folder`/step_<step>, then keep only the newest `max_to_keep` in `folder`.
 
-    Nothing in `folder` is removed except checkpoints, whether complete or not. Raises LinkError before anything is
-    written if `folder` is a symbolic link.
+    Nothing in `folder` is removed except checkpoints, whether complete or not. Raises UnsafePathError before anything
+    is written if `folder` is a symbolic link.
     """
-    if folder.is_symlink():
-        raise LinkError(folder)
+    check_path(folder.parent, folder)
     write_checkpoint(folder / f"step_{step}", tensors, values)
     # Only now: if writing failed, the checkpoints that the run can continue from must still exist.
     for path in list(folder.iterdir()):

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 from torch import Tensor
 
 from trainable.config.base_config import BaseRunConfig
+from trainable.files.json_lines import LineEnd, Lines, abandon_lines, append_line
 from trainable.runs.checkpoint import (
     CheckpointError,
     iter_checkpoints,
@@ -17,13 +18,13 @@ from trainable.runs.checkpoint import (
     write_rolling_checkpoint,
 )
 from trainable.runs.run_files import (
-    LEVELS_FILE,
+    ENDS_KEY,
+    LINE_FILES,
     METRICS_FILE,
     STATE_FOLDER,
+    RunLines,
     acquire_lock,
-    append_json_line,
-    read_json_lines,
-    read_rows,
+    parse_end,
 )
 
 Row = dict[str, Any]
@@ -84,6 +85,9 @@ class Run:
         self.run_dir, self.checkpoint_dir = run_dir, checkpoint_dir
         self.identity = {**identity, "run_id": run_id, "seed": settings.seed}
         self.rows: list[Row] = []
+        self._lines = RunLines(dict.fromkeys(LINE_FILES, Lines(())))
+        self._ends = dict.fromkeys(LINE_FILES, LineEnd())  # where each file ends now
+        self._checkpoint_ends: dict[int, LineEnd] = {}  # where METRICS_FILE ended at each checkpoint that was loaded
         self._write = write
         self._lock: BinaryIO | None = None
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -104,7 +108,9 @@ class Run:
 
     def load_rows(self) -> None:
         """Read the rows that are on disk."""
-        self.rows = read_rows(self.run_dir / METRICS_FILE, first_step=self.settings.first_row_step)
+        self._lines = RunLines.read(self.run_dir)
+        self._ends = {name: lines.end for name, lines in self._lines.files.items()}
+        self.rows = self._lines.list_rows(self.settings.first_row_step)
 
     def append_row(self, row: Mapping[str, Any], lines: LinesByFile) -> None:
         """Write `lines` and then `row`, without the columns that were not measured (None).
@@ -113,11 +119,19 @@ class Run:
         """
         for file_name, records in lines.items():
             for record in records:
-                self._write(partial(append_json_line, self.run_dir / file_name, record))
+                self._append(file_name, record)
         # Leaving out None shortens a row: most steps have no validation, no diagnosis and no gradient analysis.
         full_row = {name: value for name, value in {**self.identity, **row}.items() if value is not None}
-        self._write(partial(append_json_line, self.run_dir / METRICS_FILE, full_row))
+        # The row vouches for the lines of the other files: where they end now is part of it.
+        ends = {name: list(end) for name, end in self._ends.items() if end.line_count and name != METRICS_FILE}
+        self._append(METRICS_FILE, {**full_row, ENDS_KEY: ends} if ends else full_row)
         self.rows.append(full_row)
+
+    def _append(self, file_name: str, record: Mapping[str, Any]) -> None:
+        def append() -> None:
+            self._ends[file_name] = append_line(self.run_dir / file_name, record, self._ends[file_name])
+
+        self._write(append)
 
     def is_final_row(self, row: Mapping[str, Any]) -> bool:
         """Whether `row` is the last of the run: all steps are trained, a stop rule fired, or the run failed."""
@@ -130,11 +144,17 @@ class Run:
         return bool(self.rows) and self.is_final_row(self.rows[-1])
 
     def is_complete(self, notify: Callable[[str], None]) -> bool:
-        """Whether nothing is left to do: the final row and the checkpoint after it are on disk.
+        """Whether nothing is left to do: the final row and the checkpoint after it are on disk, and no line is damaged.
 
         A process may have died between these two writes. The run then continues from an earlier checkpoint and writes
-        both again. notify: called with a message if the final checkpoint cannot be used.
+        both again, as it does with damaged lines. notify: called with a message if lines are damaged, or if the final
+        checkpoint cannot be used.
         """
+        damage = self._lines.find_damage()
+        for problem in damage:
+            notify(f"{self.run_id}: {problem}")
+        if damage:
+            return False
         if not self.is_over or self.failure:  # a run that failed is complete without a final checkpoint
             return self.is_over
         try:
@@ -151,9 +171,21 @@ class Run:
     def drop_rows_after(self, step: int) -> None:
         """Forget the rows that the run writes again when it continues after `step` steps.
 
-        With `first_row_step` 1, the row of step n is written after n steps; with 0, before step n + 1 is trained.
+        With `first_row_step` 1, the row of step n is written after n steps; with 0, before step n + 1 is trained. A
+        repeated row replaces the earlier one by itself. Damaged lines are abandoned by a line that says so.
         """
+        if self._lines.find_damage():
+            ends = self._lines.get_ends(self._checkpoint_ends.get(step, LineEnd()))
+            for name, end in self._ends.items():
+                if end.line_count:
+                    self._abandon_lines(name, ends[name])
         self.rows = [row for row in self.rows if row["step"] < step + self.settings.first_row_step]
+
+    def _abandon_lines(self, file_name: str, end: LineEnd) -> None:
+        def append() -> None:
+            self._ends[file_name] = abandon_lines(self.run_dir / file_name, end, self._ends[file_name])
+
+        self._write(append)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -182,20 +214,17 @@ class Run:
         raise CheckpointError(f"{self.run_dir} has no usable checkpoint after step {step}.")
 
     def _validate_checkpoint(self, step: int, values: Mapping[str, Any]) -> None:
-        """ValueError unless this run wrote the checkpoint and all rows up to it are on disk."""
+        """ValueError unless this run wrote the checkpoint, and all lines up to it are on disk as they were written."""
         saved_settings = type(self.settings).model_validate(values.get("settings"))
         if saved_settings.compute_hash() != self.settings.compute_hash() or saved_settings.seed != self.seed:
             raise ValueError("it was written with other settings or another seed.")
         # A folder that someone renamed would make the run repeat or skip steps without a message.
         if values.get("step") != step:
             raise ValueError(f"its name says step {step}, but it contains step {values.get('step')}.")
-        rows = [row for row in self.rows if row["step"] < step + self.settings.first_row_step]
-        if [row["step"] for row in rows] != list(self.settings.get_row_steps(step)):
-            raise ValueError(f"rows up to step {step} are missing in {METRICS_FILE}.")
-        # A row with a validation promises the results per level, which are lines of another file.
-        validated_steps = {row["step"] for row in rows if row.get("val_success") is not None}
-        if not validated_steps <= {line.get("step") for line in read_json_lines(self.run_dir / LEVELS_FILE)}:
-            raise ValueError(f"evaluations up to step {step} are missing in {LEVELS_FILE}.")
+        row_end = parse_end(values.get("row_end"))
+        if not self._lines.is_intact_up_to(row_end):
+            raise ValueError(f"rows or evaluations up to step {step} are damaged or missing.")
+        self._checkpoint_ends[step] = row_end
 
     def save_checkpoint(self, state: TrainerState, *, is_rolling: bool, is_permanent: bool) -> None:
         """Write a checkpoint as the newest rolling one (`is_rolling`), as a saved one (`is_permanent`), or as both.
@@ -203,8 +232,10 @@ class Run:
         Once the run is over, its last rolling checkpoint is the only one that stays, to save disk space.
         """
         step = state.values["step"]
-        # The settings show a later start whether the checkpoint belongs to its run (`_validate_checkpoint`).
-        values = {**state.values, "settings": self.settings.model_dump(mode="json")}
+        # The settings show a later start whether the checkpoint belongs to its run, and the end of the rows whether
+        # they are still those that it stands on (`_validate_checkpoint`).
+        row_end = list(self._ends[METRICS_FILE])
+        values = {**state.values, "settings": self.settings.model_dump(mode="json"), "row_end": row_end}
         if is_permanent:
             self._write(partial(write_checkpoint, self.checkpoint_dir / f"global_step_{step}", state.tensors, values))
         if is_rolling:

@@ -1,20 +1,22 @@
-"""Append lines to the files of a run, read them, and lock the run.
+"""The files of a run: their names, their rows, what is damaged in them, and the lock that keeps other processes out.
 
-A file of a run has one JSON line per training step or per evaluation.
+A file of a run has one JSON line per training step or per evaluation. Lines of other files are written before the row
+of their step, which names where these files then ended. An intact row thus vouches for everything that was measured up
+to its step.
 """
 
 import fcntl
-import json
-import math
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from trainable.runs.links import open_no_link
+from trainable.files.json_lines import LineEnd, Lines, read_lines
+from trainable.files.paths import open_regular
 
 METRICS_FILE, LEVELS_FILE, GRADIENTS_FILE, PROBES_FILE = (
     "metrics.jsonl",
@@ -22,6 +24,12 @@ METRICS_FILE, LEVELS_FILE, GRADIENTS_FILE, PROBES_FILE = (
     "gradients.jsonl",
     "probes.jsonl",
 )
+LINE_FILES = (METRICS_FILE, LEVELS_FILE, GRADIENTS_FILE)
+"""Files that a run appends to while it trains. A probe writes PROBES_FILE later."""
+ENDS_KEY = "line_ends"
+"""Key of a row for where the other files ended when it was written: file -> [number of lines, last checksum]."""
+MAX_LISTED_LINES = 5
+"""Damaged lines of a file that a message names; a file may have thousands."""
 STATE_FOLDER, LOCK_FILE = "state", ".lock"
 CHECKSUMS_FILE = "checksums.json"
 """The file of a checkpoint that is written last, so a folder that contains it is known to be complete."""
@@ -40,7 +48,7 @@ def acquire_lock(run_dir: Path, timeout_s: float) -> BinaryIO:
     """
     deadline = time.monotonic() + timeout_s
     # Mode "a" does not truncate: until the lock is acquired, the file has the name of the process that holds it.
-    lock_file = cast(BinaryIO, open_no_link(run_dir / LOCK_FILE, "a+b"))
+    lock_file = cast(BinaryIO, open_regular(run_dir / LOCK_FILE, "a+b"))
     while True:
         try:
             fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -60,42 +68,91 @@ def acquire_lock(run_dir: Path, timeout_s: float) -> BinaryIO:
         return lock_file
 
 
-def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one JSON line and flush it to disk. If a crash left a partial line, a line break is written before it.
+@dataclass(frozen=True)
+class RunLines:
+    """The lines of each of LINE_FILES in the folder of a run."""
 
-    NaN and infinite values are written as null, because JSON has no notation for them.
-    """
-    line = json.dumps({key: _drop_nonfinite(value) for key, value in record.items()}, allow_nan=False)
-    is_new = not path.exists()
-    with open_no_link(path, "ab") as file:
-        # Without the line break, the new record would become part of the partial line and be skipped with it.
-        if file.tell() and not _ends_with_newline(path):
-            file.write(b"\n")
-        file.write(line.encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    if is_new:  # otherwise a crash of the machine could lose the folder's entry for the new file
-        fsync_path(path.parent)
+    files: Mapping[str, Lines]
+
+    @classmethod
+    def read(cls, run_dir: Path) -> "RunLines":
+        """Read the files; those that do not exist have no lines."""
+        return cls({name: read_lines(run_dir / name) for name in LINE_FILES})
+
+    def list_rows(self, first_step: int = 1) -> list[dict[str, Any]]:
+        """The rows of the run, see `read_rows`."""
+        return _select_rows(self.files[METRICS_FILE].records, first_step)
+
+    def get_ends(self, row_end: LineEnd) -> dict[str, LineEnd]:
+        """Where all files ended when the row was written after which METRICS_FILE ended at `row_end`."""
+        if row_end.line_count == 0:
+            return dict.fromkeys(LINE_FILES, LineEnd())
+        record = self.files[METRICS_FILE].lines[row_end.line_count - 1].record
+        return {**dict.fromkeys(LINE_FILES, LineEnd()), **_parse_ends(record or {}), METRICS_FILE: row_end}
+
+    def is_intact_up_to(self, row_end: LineEnd) -> bool:
+        """Whether the rows up to `row_end` are those that were written, and all lines that they vouch for are there."""
+        if not self.files[METRICS_FILE].contains(row_end):
+            return False
+        return all(self.files[name].contains(end) for name, end in self.get_ends(row_end).items())
+
+    def find_damage(self) -> list[str]:
+        """Every file with damaged or missing lines, in words.
+
+        Lines of other files after the last row do not count: they are those of a step that was not finished.
+        """
+        problems = []
+        for name, lines in self.files.items():
+            if numbers := lines.damaged_numbers:
+                ellipsis = ", ..." if len(numbers) > MAX_LISTED_LINES else ""
+                listing = ", ".join(map(str, numbers[:MAX_LISTED_LINES])) + ellipsis
+                problems.append(f"{name} does not match its checksums at line {listing}")
+        records = self.files[METRICS_FILE].records
+        for name, end in _parse_ends(records[-1]).items() if records else ():
+            if not self.files[name].contains(end) and not self.files[name].damaged_numbers:
+                problems.append(f"{name} lacks lines: it had {end.line_count} when the last row was written")
+        return problems
 
 
-def fsync_path(path: Path) -> None:
-    """Flush a file to disk, or the entries of a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def parse_end(value: object) -> LineEnd:
+    """A LineEnd from JSON, where it is a list. Raise ValueError for anything else, which no run writes."""
+    if isinstance(value, list) and len(value) == 2 and type(value[0]) is int and isinstance(value[1], str):
+        return LineEnd(*value)
+    raise ValueError("the ends of the files are missing or malformed.")
+
+
+def _parse_ends(record: Mapping[str, Any]) -> dict[str, LineEnd]:
+    """The ends of the other files that a row names; an end that no run writes counts as not reached."""
+    ends = record.get(ENDS_KEY)
+    parsed_ends: dict[str, LineEnd] = {}
+    for name, end in ends.items() if isinstance(ends, dict) else ():
+        if name in LINE_FILES:
+            try:
+                parsed_ends[name] = parse_end(end)
+            except ValueError:
+                parsed_ends[name] = _NO_SUCH_END
+    return parsed_ends
+
+
+_NO_SUCH_END = LineEnd(-1)
+"""An end that no file contains."""
 
 
 def read_rows(path: Path, first_step: int = 1) -> list[dict[str, Any]]:
     """The rows of a metrics file in the order of their steps; a row is a JSON object with an integer `step`.
 
-    first_step: the smallest step that a row can have; it is 0 if weights are measured before they are trained. Rows
-    with other steps are skipped. A run that went back to a rolling checkpoint repeats steps. Its first repeated row
-    replaces the earlier row of that step and drops all later ones, since they belong to the abandoned attempt.
+    Damaged lines are left out (`RunLines.find_damage` names them). first_step: the smallest step that a row can have;
+    it is 0 if weights are measured before they are trained. Rows with other steps are skipped. A run that went back to
+    a rolling checkpoint repeats steps. Its first repeated row replaces the earlier row of that step and drops all later
+    ones, since they belong to the abandoned attempt.
     """
+    return _select_rows(read_lines(path).records, first_step)
+
+
+def _select_rows(records: Iterable[Mapping[str, Any]], first_step: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for row in read_json_lines(path):
+    for record in records:
+        row = {name: value for name, value in record.items() if name != ENDS_KEY}
         # `type`, because isinstance would accept True. Tables store steps as int64, hence the upper limit.
         if type(row.get("step")) is not int or not first_step <= row["step"] < 2**63:
             continue
@@ -103,27 +160,3 @@ def read_rows(path: Path, first_step: int = 1) -> list[dict[str, Any]]:
             rows.pop()
         rows.append(row)
     return rows
-
-
-def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects in a JSON Lines file, in order; none if there is no file.
-
-    Partial lines and lines with other JSON values are skipped, so a crash costs at most the line that it interrupted.
-    """
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):  # a partial line, or brackets that are nested too deeply for the parser
-            continue
-        if isinstance(row, dict):
-            yield row
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
-
-
-def _drop_nonfinite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

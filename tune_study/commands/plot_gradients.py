@@ -13,7 +13,7 @@ from analysis.gradients.files import write_analyses
 from analysis.gradients.plots import FILTER_LABELS
 from analysis.gradients.tables import make_analysis_table
 from trainable.config.setting_types import format_value
-from trainable.runs.links import make_folder
+from trainable.files.paths import make_folder
 from tune_study.host.console import print_line, print_table
 from tune_study.plan.study_plan import PlanError, parse_values
 

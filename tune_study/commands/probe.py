@@ -15,9 +15,10 @@ from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
 from trainable.config.setting_types import format_value
 from trainable.diagnostics.gradient_analysis import analyse_gradients
 from trainable.diagnostics.standard import DIAGNOSTICS
+from trainable.files.json_lines import read_lines, write_lines
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.checkpoint import VALUES_FILE, CheckpointError, iter_checkpoints, read_checkpoint
-from trainable.runs.run_files import PROBES_FILE, STATE_FOLDER, read_json_lines
+from trainable.runs.run_files import PROBES_FILE, STATE_FOLDER
 from tune_study.folder import outputs
 from tune_study.folder.study_file import plan_from_folder
 from tune_study.host.console import print_line
@@ -305,8 +306,8 @@ def probe(target: ProbeTarget, settings: ProbeSettings, with_val: bool, console:
     finally:
         trainer.close()  # also after an error: the sampling engine would keep its memory
     # A new probe of a step replaces all lines of an earlier probe of that step.
-    other_lines = [line for line in read_json_lines(run_dir / PROBES_FILE) if line.get("step") != target.step]
-    outputs.write_text(run_dir / PROBES_FILE, "".join(json.dumps(line) + "\n" for line in [*other_lines, *lines]))
+    other_lines = [line for line in read_lines(run_dir / PROBES_FILE).records if line.get("step") != target.step]
+    write_lines(run_dir / PROBES_FILE, [*other_lines, *lines])
     outputs.write_tables(target.plan.folder)
     renderables += [
         _make_table(line) if line["groups"] else f"the filter kept none of {_describe_groups(line)}" for line in lines

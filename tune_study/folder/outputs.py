@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainable.runs.links import LinkError, atomic_write, check_no_links, open_no_link
-from trainable.runs.run_files import METRICS_FILE, fsync_path, read_rows
+from trainable.files.paths import UnsafePathError, atomic_write, check_tree, fsync_path, open_regular
+from trainable.runs.run_files import METRICS_FILE, read_rows
 from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def write_status(run_dir: Path, status: RunStatus) -> None:
 def append_line(path: Path, line: str) -> None:
     """Append a line to a log. Raises OSError on a full disk, and if `path` is a symbolic link."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open_no_link(path, "a") as log:
+    with open_regular(path, "a") as log:
         log.write(line + "\n")
 
 
@@ -269,8 +269,8 @@ def check_folder_links(folder: Path) -> None:
 
 def _check_links(root: Path, paths: Iterable[Path], tree: Path) -> None:
     try:
-        check_no_links(root, paths, [tree])
-    except LinkError as error:
+        check_tree(root, paths, [tree])
+    except UnsafePathError as error:
         raise PlanError(f"{error}.") from None
 
 
@@ -284,7 +284,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open_no_link(folder / ".lock", "a")
+        lock = open_regular(folder / ".lock", "a")
     except OSError as error:
         raise PlanError(f"{folder} cannot be written ({error}): type another --output.") from None
     with lock as handle:

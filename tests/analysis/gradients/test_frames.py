@@ -11,7 +11,8 @@ import pytest
 import analysis
 from analysis.data.frames import FRAME_NAMES, SCHEMAS, StudyFrames
 from analysis.data.load import load, read_study
-from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_analyses, write_lines, write_study
+from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_analyses, write_study
+from trainable.files.json_lines import write_lines
 from trainable.runs.records import GRADIENT_COLUMNS, GRADIENT_GROUP_COLUMNS, ROW_COLUMNS
 
 SHORT = FakeStudy(total_steps=3, test_freq=2, levels=10)

@@ -10,7 +10,8 @@ import pytest
 
 from analysis.gradients.published_metrics import make_published_metrics, make_published_tables, read_published_metrics
 from tests.analysis.gradients.test_tables import AFTER, ALL, BEFORE, make_frames, make_rows
-from tests.fakes.run_folders import FakeAnalysis, FakeRun, write_lines
+from tests.fakes.run_folders import FakeAnalysis, FakeRun
+from trainable.files.json_lines import write_lines
 
 BUCKETS = ("all", "bucket_1", "bucket_2")
 PUBLISHED = {

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fakes.lines import append_record
 from trainable.runs import retry
 from trainable.runs.checkpoint import iter_checkpoints, read_checkpoint, write_rolling_checkpoint
 from trainable.runs.retry import call_with_retry
-from trainable.runs.run_files import append_json_line, read_rows
+from trainable.runs.run_files import read_rows
 
 
 @pytest.fixture(autouse=True)
@@ -101,11 +102,11 @@ def test_a_row_that_was_cut_by_a_full_disk_is_written_again(
     tmp_path: Path, limit_file_size: Callable[[int], None]
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    append_json_line(path, {"step": 1, "text": "x" * 100})
+    append_record(path, {"step": 1, "text": "x" * 100})
     limit_file_size(path.stat().st_size + 20)
     with pytest.raises(OSError, match="File too large"):
-        append_json_line(path, {"step": 2, "text": "y" * 100})
+        append_record(path, {"step": 2, "text": "y" * 100})
     remove_file_limit()
     assert [row["step"] for row in read_rows(path)] == [1]
-    append_json_line(path, {"step": 2, "text": "y" * 100})
+    append_record(path, {"step": 2, "text": "y" * 100})
     assert [row["text"][0] for row in read_rows(path)] == ["x", "y"]

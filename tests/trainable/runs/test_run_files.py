@@ -1,61 +1,89 @@
-import json
-import math
 from pathlib import Path
 
-import numpy as np
-import pytest
-
-from trainable.runs.run_files import append_json_line, read_rows
+from tests.fakes.lines import append_record
+from trainable.files.json_lines import read_lines, write_lines
+from trainable.runs.run_files import ENDS_KEY, GRADIENTS_FILE, LEVELS_FILE, METRICS_FILE, RunLines, read_rows
 
 
 def make_row(step: int, **values: object) -> dict[str, object]:
     return {"step": step, **values}
 
 
-def test_rows_are_read_as_they_were_appended(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    rows = [make_row(1, x=0.1 + 0.2, text="√", none=None, flag=True), make_row(2, x=1e-300, names=["a"])]
-    for record in rows:
-        append_json_line(path, record)
-    assert read_rows(path) == rows
-    assert path.read_bytes().count(b"\n") == 2
-
-
 def test_there_are_no_rows_without_a_file(tmp_path: Path) -> None:
-    assert read_rows(tmp_path / "metrics.jsonl") == []
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float64("nan")])
-def test_numbers_that_are_not_finite_are_null(tmp_path: Path, value: float) -> None:
-    append_json_line(tmp_path / "m", make_row(1, x=value))
-    assert json.loads((tmp_path / "m").read_text())["x"] is None
+    assert read_rows(tmp_path / METRICS_FILE) == []
 
 
 def test_the_last_row_of_a_step_counts_and_rows_come_in_order(tmp_path: Path) -> None:
-    path = tmp_path / "m"
+    path = tmp_path / METRICS_FILE
     for step, x in ((1, 0), (2, 0), (3, 0), (2, 1), (3, 1), (10, 1)):
-        append_json_line(path, make_row(step, x=x))
+        append_record(path, make_row(step, x=x))
     assert read_rows(path) == [make_row(1, x=0), make_row(2, x=1), make_row(3, x=1), make_row(10, x=1)]
 
 
-def test_a_truncated_last_line_loses_only_that_line(tmp_path: Path) -> None:
-    path = tmp_path / "m"
+def test_lines_that_are_no_rows_are_skipped(tmp_path: Path) -> None:
+    records = [make_row(1), {"other": 1}, {"step": True}, {"step": 2.0}, {"step": 2**63}, make_row(0), make_row(2)]
+    write_lines(tmp_path / METRICS_FILE, records)
+    assert read_rows(tmp_path / METRICS_FILE) == [make_row(1), make_row(2)]
+    assert [row["step"] for row in read_rows(tmp_path / METRICS_FILE, first_step=0)] == [0, 2]
+
+
+def write_run(folder: Path) -> None:
+    """Two steps with an evaluation each, and a gradient analysis in the second."""
     for step in (1, 2):
-        append_json_line(path, make_row(step, text="√ or so"))
-    content = path.read_bytes()
-    first_end = content.index(b"\n") + 1
-    for end in range(first_end, len(content) + 1):
-        path.write_bytes(content[:end])
-        row_count = 2 if end >= len(content) - 1 else 1  # the line is complete, possibly without its newline
-        assert [row["step"] for row in read_rows(path)] == [1, 2][:row_count]
-        append_json_line(path, make_row(3))
-        assert [row["step"] for row in read_rows(path)] == [*[1, 2][:row_count], 3]
+        append_record(folder / LEVELS_FILE, {"step": step, "success": "0110"})
+        if step == 2:
+            append_record(folder / GRADIENTS_FILE, {"step": step, "rows": []})
+        ends = {name: list(read_lines(folder / name).end) for name in (LEVELS_FILE, GRADIENTS_FILE)}
+        append_record(folder / METRICS_FILE, make_row(step, **{ENDS_KEY: ends}))
 
 
-def test_a_line_of_zeros_is_no_row(tmp_path: Path) -> None:
-    path = tmp_path / "m"
-    append_json_line(path, make_row(1))
-    with path.open("ab") as file:
-        file.write(b"\0" * 40)  # some file systems leave zeros after a power cut
-    append_json_line(path, make_row(2))
-    assert [row["step"] for row in read_rows(path)] == [1, 2]
+def test_an_undamaged_run_has_no_damage(tmp_path: Path) -> None:
+    assert RunLines.read(tmp_path).find_damage() == []
+    write_run(tmp_path)
+    lines = RunLines.read(tmp_path)
+    assert lines.find_damage() == []
+    assert lines.list_rows() == [make_row(1), make_row(2)]
+    assert lines.is_intact_up_to(lines.files[METRICS_FILE].end)
+
+
+def test_lines_of_a_step_without_its_row_are_no_damage(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    append_record(tmp_path / LEVELS_FILE, {"step": 3, "success": "0000"})
+    assert RunLines.read(tmp_path).find_damage() == []
+
+
+def test_a_lost_line_at_the_end_of_another_file_is_noticed(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    path = tmp_path / LEVELS_FILE
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+    lines = RunLines.read(tmp_path)
+    assert lines.find_damage() == ["levels.jsonl lacks lines: it had 2 when the last row was written"]
+    end = lines.files[METRICS_FILE].end
+    assert not lines.is_intact_up_to(end)
+    first_line = lines.files[METRICS_FILE].lines[0]
+    assert lines.is_intact_up_to(end._replace(line_count=1, checksum=first_line.checksum))
+
+
+def test_a_lost_file_is_noticed(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (tmp_path / GRADIENTS_FILE).unlink()
+    assert RunLines.read(tmp_path).find_damage() == [
+        "gradients.jsonl lacks lines: it had 1 when the last row was written"
+    ]
+
+
+def test_damaged_lines_are_named(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    path = tmp_path / METRICS_FILE
+    path.write_bytes(path.read_bytes().replace(b'"step": 1', b'"step": 7'))
+    lines = RunLines.read(tmp_path)
+    assert lines.find_damage() == ["metrics.jsonl does not match its checksums at line 1"]
+    assert lines.list_rows() == [make_row(2)]
+
+
+def test_ends_that_no_run_writes_are_damage_and_no_error(tmp_path: Path) -> None:
+    for ends in ([1], {LEVELS_FILE: 3}, {LEVELS_FILE: ["1", 2]}, {LEVELS_FILE: [True, "a"]}, {LEVELS_FILE: [-1, ""]}):
+        write_lines(tmp_path / METRICS_FILE, [make_row(1, **{ENDS_KEY: ends})])
+        problems = RunLines.read(tmp_path).find_damage()
+        assert problems == ([] if isinstance(ends, list) else problems)
+        assert len(problems) == (0 if isinstance(ends, list) else 1)

@@ -20,7 +20,7 @@ from tests.fakes.trials import (
 )
 from trainable.runs import run
 from trainable.runs.checkpoint import iter_checkpoints, read_checkpoint, write_checkpoint
-from trainable.runs.run_files import RunLockedError, read_rows
+from trainable.runs.run_files import RunLines, RunLockedError, read_rows
 from trainable.trial import Trial
 
 
@@ -226,7 +226,7 @@ def test_a_state_without_its_rows_is_not_used(tmp_path: Path, uninterrupted_run:
     metrics.write_text(metrics.read_text().splitlines()[1] + "\n")  # the row of step 1 is gone
     resumed = start_trial(tmp_path)
     rows = [resumed.step() for _ in range(3)]
-    assert "rows up to step 2 are missing" in rows[0]["note"]
+    assert "metrics.jsonl does not match its checksums at line 1" in rows[0]["note"]
     assert [row["step"] for row in rows] == [1, 2, 3]
     compare(tmp_path, uninterrupted_run)
 
@@ -237,12 +237,46 @@ def test_a_state_without_its_evaluations_is_not_used(tmp_path: Path, uninterrupt
     trainable.step()
     (tmp_path / "runs" / "r" / "levels.jsonl").unlink()
     resumed = start_trial(tmp_path)
+    rows = [resumed.step() for _ in range(3)]
+    assert "levels.jsonl lacks lines: it had 3 when the last row was written" in rows[0]["note"]
+    assert [row["step"] for row in rows] == [1, 2, 3]  # the evaluation before training was lost too
+    compare(tmp_path, uninterrupted_run)
+
+
+@pytest.mark.parametrize("line_index", [0, 1, 2])
+def test_one_lost_evaluation_is_trained_again(
+    tmp_path: Path, uninterrupted_run: UninterruptedRun, line_index: int
+) -> None:
+    trainable = start_trial(tmp_path)
+    trainable.step()
+    trainable.step()
+    path = tmp_path / "runs" / "r" / "levels.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 3
+    path.write_bytes(b"".join(line for index, line in enumerate(lines) if index != line_index))
+    resumed = start_trial(tmp_path)
     row = resumed.step()
-    assert "evaluations up to step 2 are missing" in row["note"]
-    assert row["step"] == 2  # the previous checkpoint was written before any evaluation except the first
+    assert "levels.jsonl" in row["note"]
+    while row["step"] < 3:
+        row = resumed.step()
+    compare(tmp_path, uninterrupted_run)
+    assert RunLines.read(path.parent).find_damage() == []
+
+
+def test_a_finished_run_with_a_changed_digit_is_trained_again(
+    tmp_path: Path, uninterrupted_run: UninterruptedRun
+) -> None:
+    shutil.copytree(uninterrupted_run[0], tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "runs" / "r" / "metrics.jsonl"
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b'"groups": 2', b'"groups": 3', 1))
+    assert path.read_bytes() != content
+    resumed = start_trial(tmp_path)
+    assert "metrics.jsonl does not match its checksums at line 1" in resumed.step()["note"]
     resumed.step()
-    rows, _ = read_run_files(tmp_path)
-    assert [drop_times(row) for row in rows] == [drop_times(row) for row in read_run_files(uninterrupted_run[0])[0]]
+    resumed.step()
+    compare(tmp_path, uninterrupted_run)
+    assert RunLines.read(path.parent).find_damage() == []
 
 
 def test_a_restored_trainer_holds_no_file_that_was_deleted(tmp_path: Path) -> None:

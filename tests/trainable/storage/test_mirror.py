@@ -14,10 +14,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.fakes.lines import append_record
 from tests.fakes.trials import Row, UninterruptedRun, drop_times, make_trial_config
 from trainable.runs.checkpoint import read_checkpoint, write_checkpoint, write_rolling_checkpoint
 from trainable.runs.failures import StorageError
-from trainable.runs.run_files import CHECKSUMS_FILE, append_json_line, read_rows
+from trainable.runs.run_files import CHECKSUMS_FILE, read_rows
 from trainable.storage import mirror
 from trainable.storage.mirror import (
     Mirror,
@@ -54,7 +55,7 @@ def make_tensors(step: int) -> dict[str, torch.Tensor]:
 def write_step(node: Path, step: int, with_state: bool = True) -> None:
     """Write the files that a run writes in one step."""
     (node / "run").mkdir(parents=True, exist_ok=True)
-    append_json_line(node / "run" / "metrics.jsonl", {"step": step})
+    append_record(node / "run" / "metrics.jsonl", {"step": step})
     if with_state:
         write_rolling_checkpoint(node / "run" / "state", step, make_tensors(step), {"step": step}, 2)
 

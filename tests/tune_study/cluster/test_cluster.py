@@ -16,8 +16,9 @@ import torch
 from search_spaces import STUDIES
 from tests.fakes.trials import drop_times
 from tests.tune_study.cluster.faked_cluster import can_hide_folder, start_faked_cluster
+from trainable.files.json_lines import read_lines
 from trainable.runs.checkpoint import read_checkpoint
-from trainable.runs.run_files import METRICS_FILE, read_json_lines, read_rows
+from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.storage.mirror import Mirror, find_complete_checkpoints, is_checkpoint_intact
 from trainable.storage.remote import list_files, open_storage
 from trainable.trial import Trial
@@ -116,7 +117,7 @@ def check_same_results(plan: StudyPlan, local_plan: StudyPlan, storage: str, fol
         assert [drop_times(row) for row in rows] == [drop_times(row) for row in local_rows]
         assert read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE) == rows
         levels = [
-            list(read_json_lines(run_dir / "levels.jsonl"))
+            read_lines(run_dir / "levels.jsonl").records
             for run_dir in (fetched_folder / "run", local_plan.get_run_dir(spec.run_id))
         ]
         assert levels[0] == levels[1]

@@ -19,8 +19,8 @@ from search_spaces.declaration.presets import PRESETS
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.seeds import make_rng
 from trainable.diagnostics.token_scores import format_transcript, score_tokens
+from trainable.files.json_lines import read_lines
 from trainable.ppo.update import TokenFunction, compute_at_trained_tokens
-from trainable.runs.run_files import read_json_lines
 from trainable.trial import Trial
 from tune_study.commands import probe
 from tune_study.commands.cli import app
@@ -107,7 +107,7 @@ def test_the_same_probe_gives_the_same_numbers(study: StudyPlan) -> None:
     path, probes = study.get_run_dir(study.runs[1].run_id) / "probes.jsonl", []
     for _ in range(2):
         assert run_probe(str(study.folder), "--algo", "GRPO", "--checkpoint-step", "2").returncode == 0
-        probes.append(list(read_json_lines(path)))
+        probes.append(read_lines(path).records)
     assert probes[0] == probes[1]  # the second probe replaces the first, with the same numbers
     assert {line["step"] for line in probes[1]} == {2}
 
@@ -130,7 +130,7 @@ def test_a_probe_with_other_settings_replaces_the_one_before_whole(study: StudyP
         "2",
     ]
     assert run_probe(*words).returncode == 0
-    assert next(line["prefilter"] for line in read_json_lines(path) if line["step"] == 2)
+    assert next(line["prefilter"] for line in read_lines(path).records if line["step"] == 2)
     more_words = [
         "--set",
         "trainer.gradient_analysis_log_prefilter=False",
@@ -141,7 +141,7 @@ def test_a_probe_with_other_settings_replaces_the_one_before_whole(study: StudyP
     ]
     process = run_probe(*words, *more_words)
     assert process.returncode == 0, process.stderr
-    lines = [line for line in read_json_lines(path) if line["step"] == 2]
+    lines = [line for line in read_lines(path).records if line["step"] == 2]
     assert [line["prefilter"] for line in lines] == [False] * len(lines)
     assert {row["component"] for line in lines for row in line["rows"]} <= {"task", "kl", "total"}
 
@@ -155,7 +155,7 @@ def test_a_probe_whose_filter_keeps_nothing_says_so(study: StudyPlan) -> None:
     process = run_probe(str(study.folder), "--trial", "PPO", *KEEPS_NOTHING)
     assert process.returncode == 0, process.stderr
     assert "the filter kept none of the 6 groups of 4 episodes" in process.stdout
-    lines = {line["prefilter"]: line for line in read_json_lines(path) if line["step"] == 3}
+    lines = {line["prefilter"]: line for line in read_lines(path).records if line["step"] == 3}
     assert [row["empty_after_filter"] for row in lines[False]["rows"]] == [1]
     assert lines[True]["groups"]
     hashes_before = hash_files(study.output)
@@ -192,7 +192,7 @@ def test_what_is_set_otherwise_is_in_the_log_and_in_the_rows(study: StudyPlan) -
 
 def test_training_wrote_the_analyses_that_were_due(study: StudyPlan) -> None:
     for spec in study.runs:
-        lines = list(read_json_lines(study.get_run_dir(spec.run_id) / "gradients.jsonl"))
+        lines = read_lines(study.get_run_dir(spec.run_id) / "gradients.jsonl").records
         assert {line["step"] for line in lines} == {1, 3}
         assert {row["component"] for line in lines for row in line["rows"]} == {"task", "entropy", "total"}
 
@@ -201,7 +201,7 @@ def test_a_restored_trainer_is_the_one_that_was_saved(study: StudyPlan) -> None:
     restored_trainer = probe.restore(study.folder, "PPO", 2)
     assert restored_trainer.step_index == 2
     row = restored_trainer.step().row
-    expected_row = list(read_json_lines(study.get_run_dir(study.runs[0].run_id) / "metrics.jsonl"))[2]
+    expected_row = read_lines(study.get_run_dir(study.runs[0].run_id) / "metrics.jsonl").records[2]
     for name in ("train_reward", "pg_loss", "entropy", "actor_grad_norm", "vf_loss"):
         assert row[name] == expected_row[name]
     newest_trainer = probe.restore(study.folder, study.runs[0].run_id)

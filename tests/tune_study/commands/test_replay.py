@@ -10,9 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tests.fakes.run_folders import FakeRun, FakeStudy, write_lines, write_study
+from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from trainable.config.run_config import ConfigError, RunConfig
 from trainable.config.sections import EarlyStopConfig
+from trainable.files.json_lines import write_lines
 from trainable.runs.run_files import METRICS_FILE
 from trainable.runs.stop_rules import RULES, evaluate_stop_rules
 from tune_study.commands.replay import Alarm, Replay, RuleSummary, SkippedRun, find_alarms, print_replay, replay_folder

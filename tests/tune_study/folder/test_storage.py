@@ -16,8 +16,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import search_spaces
+from tests.fakes.lines import append_record
 from tests.fakes.trainer import COLLAPSES, CRASHES_ONCE, make_fake_rows, make_study
-from trainable.runs.run_files import METRICS_FILE, append_json_line, read_rows
+from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.storage.mirror import INTERRUPT_FILE, Mirror
 from trainable.storage.remote import get_bytes, list_files, open_storage, put_bytes
 from trainable.storage.uris import join_uri
@@ -76,7 +77,7 @@ def write_run_on_node(plan: StudyPlan, node: Path, steps: int) -> None:
     )
     node.mkdir(exist_ok=True)
     for step in range(1, steps + 1):
-        append_json_line(node / METRICS_FILE, {"step": step, "run_id": run_id})
+        append_record(node / METRICS_FILE, {"step": step, "run_id": run_id})
         mirror.push()
 
 

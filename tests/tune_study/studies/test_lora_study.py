@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 import analysis
 from trainable.config.seeds import make_rng
 from trainable.diagnostics.token_scores import format_transcript, score_tokens
+from trainable.files.json_lines import read_lines
 from trainable.models.lora import find_adapters
-from trainable.runs.run_files import read_json_lines
 from tune_study.commands import probe
 from tune_study.plan.study_plan import PlanError
 
@@ -116,7 +116,7 @@ def test_a_probe_measures_gradients_of_adapters(study: Path) -> None:
     sizes = ("trainer.gradient_analysis_env_groups=4", "trainer.gradient_analysis_group_size=4")
     process = run_command("probe", str(study / RUN), *(word for size in sizes for word in ("--set", size)))
     assert "nothing is trained" in process.stdout
-    rows = [row for line in read_json_lines(find_run_dir(study) / "probes.jsonl") for row in line["rows"]]
+    rows = [row for line in read_lines(find_run_dir(study) / "probes.jsonl").records for row in line["rows"]]
     all_bucket_rows = {row["component"]: row for row in rows if row["bucket"] == "all"}
     assert all(all_bucket_rows[name]["mean_norm"] > 0 for name in ("task", "kl", "entropy"))
 

@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from search_spaces import STUDIES
-from trainable.runs.run_files import METRICS_FILE, append_json_line
+from tests.fakes.lines import append_record
+from trainable.runs.run_files import METRICS_FILE
 from tune_study.folder.outputs import RunStatus, read_status, write_study
 from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import StudyPlan, make_plan
@@ -38,7 +39,7 @@ class RecordedTrial:
         self.recorder.on_trial_start(0, [], self.trial)
 
     def write_row(self, seed: int, row: dict[str, Any]) -> None:
-        append_json_line(self.plan.get_run_dir(self.plan.runs[seed].run_id) / METRICS_FILE, row)
+        append_record(self.plan.get_run_dir(self.plan.runs[seed].run_id) / METRICS_FILE, row)
 
     def report_rows(self, rows: dict[int, dict[str, Any]]) -> None:
         rows_by_run = {self.plan.runs[seed].run_id: row for seed, row in rows.items()}

@@ -4,9 +4,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from search_spaces import STUDIES
+from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeAnalysis
 from trainable.runs.records import make_empty_row
-from trainable.runs.run_files import GRADIENTS_FILE, append_json_line
+from trainable.runs.run_files import GRADIENTS_FILE
 from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
 from tune_study.tune.run import choose_wandb_mode
 from tune_study.tune.trials import make_trial_config
@@ -61,7 +62,7 @@ def test_an_analysis_is_logged_under_the_published_keys(tmp_path: Path) -> None:
     run_id = plan.runs[0].run_id
     plan.get_run_dir(run_id).mkdir(parents=True)
     for fake_analysis in (FakeAnalysis(1, prefilter=True), FakeAnalysis(1, buckets=0), FakeAnalysis(51)):
-        append_json_line(plan.get_run_dir(run_id) / GRADIENTS_FILE, fake_analysis.make_line())
+        append_record(plan.get_run_dir(run_id) / GRADIENTS_FILE, fake_analysis.make_line())
     callback = WandbCallback(plan, "offline")
     step_row = {"seconds_gradient_analysis": 2.5}
     first_metrics, last_metrics = (callback._read_gradient_analysis(run_id, step, step_row) for step in (1, 51))
@@ -78,7 +79,7 @@ def test_a_step_with_an_analysis_is_written_whole(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path)
     run_id = plan.runs[0].run_id
     plan.get_run_dir(run_id).mkdir(parents=True)
-    append_json_line(plan.get_run_dir(run_id) / GRADIENTS_FILE, FakeAnalysis(1).make_line())
+    append_record(plan.get_run_dir(run_id) / GRADIENTS_FILE, FakeAnalysis(1).make_line())
     callback, trial = WandbCallback(plan, "offline"), Trial(make_trial_config(plan, plan.runs[:1], False))
     callback.setup()
     callback.on_trial_start(0, [], trial)

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fakes.lines import append_record
+from trainable.files.paths import UnsafePathError, atomic_write, check_tree, make_folder, open_regular
 from trainable.runs.checkpoint import write_rolling_checkpoint
-from trainable.runs.links import LinkError, atomic_write, check_no_links, make_folder, open_no_link
-from trainable.runs.run_files import acquire_lock, append_json_line
+from trainable.runs.run_files import acquire_lock
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def read_contents(folder: Path) -> dict[str, str]:
 def test_a_rolling_checkpoint_is_not_written_through_a_link(tmp_path: Path, home: Path) -> None:
     contents_before = read_contents(home)
     (tmp_path / "state").symlink_to(home)
-    with pytest.raises(LinkError, match="state is a symbolic link"):
+    with pytest.raises(UnsafePathError, match="state is a symbolic link"):
         write_rolling_checkpoint(tmp_path / "state", 1, {"w": torch.ones(1)}, {}, 2)
     assert read_contents(home) == contents_before
 
@@ -46,21 +47,21 @@ def test_only_rolling_checkpoints_are_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "write",
     [
-        lambda path: append_json_line(path, {"step": 1}),
-        lambda path: open_no_link(path, "w"),
-        lambda path: open_no_link(path, "ab"),
+        lambda path: append_record(path, {"step": 1}),
+        lambda path: open_regular(path, "w"),
+        lambda path: open_regular(path, "ab"),
     ],
 )
 def test_a_file_is_not_opened_through_a_link(tmp_path: Path, home: Path, write: Callable[[Path], object]) -> None:
     (tmp_path / "metrics.jsonl").symlink_to(home / "letter.txt")
-    with pytest.raises(LinkError, match=r"metrics\.jsonl is a symbolic link"):
+    with pytest.raises(UnsafePathError, match=r"metrics\.jsonl is a symbolic link"):
         write(tmp_path / "metrics.jsonl")
     assert (home / "letter.txt").read_text() == "letter.txt"
 
 
 def test_a_lock_is_not_taken_through_a_link(tmp_path: Path, home: Path) -> None:
     (tmp_path / ".lock").symlink_to(home / "letter.txt")
-    with pytest.raises(LinkError):
+    with pytest.raises(UnsafePathError):
         acquire_lock(tmp_path, 0)
     assert (home / "letter.txt").read_text() == "letter.txt"
 
@@ -95,7 +96,7 @@ def test_folders_are_created_one_by_one(tmp_path: Path, home: Path) -> None:
     assert make_folder(tmp_path, "figures", "gradients") == tmp_path / "figures" / "gradients"
     assert make_folder(tmp_path, "figures", "gradients").is_dir()
     (tmp_path / "figures" / "runs").symlink_to(home)
-    with pytest.raises(LinkError, match="runs is a symbolic link"):
+    with pytest.raises(UnsafePathError, match="runs is a symbolic link"):
         make_folder(tmp_path, "figures", "runs", "photos")
 
 
@@ -104,12 +105,12 @@ def test_a_link_below_the_root_is_refused_at_any_depth(tmp_path: Path, home: Pat
     root = tmp_path / "out"
     (tmp_path / linked).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / linked).symlink_to(home)
-    with pytest.raises(LinkError, match=f"{linked} is a symbolic link"):
-        check_no_links(root, [root / "logs" / "run.log"], [root / "results" / "run"])
+    with pytest.raises(UnsafePathError, match=f"{linked} is a symbolic link"):
+        check_tree(root, [root / "logs" / "run.log"], [root / "results" / "run"])
 
 
 def test_the_path_to_the_root_may_have_links(tmp_path: Path) -> None:
     (tmp_path / "disk" / "results" / "run").mkdir(parents=True)
     (tmp_path / "out").symlink_to(tmp_path / "disk")
-    check_no_links(tmp_path / "out", [tmp_path / "out" / "logs"], [tmp_path / "out" / "results" / "run"])
-    check_no_links(tmp_path / "out", [], [tmp_path / "out"])
+    check_tree(tmp_path / "out", [tmp_path / "out" / "logs"], [tmp_path / "out" / "results" / "run"])
+    check_tree(tmp_path / "out", [], [tmp_path / "out"])

@@ -1,0 +1,19 @@
+"""Write and change the files of lines of a run as a run would: with the checksums that belong to them."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainable.files.json_lines import append_line, read_lines, write_lines
+
+
+def append_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Append one line."""
+    append_line(path, record, read_lines(path).end)
+
+
+def change_records(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
+    """Replace a file by its changed lines, with new checksums: what another run would have written."""
+    records = read_lines(path).records
+    change(records)
+    write_lines(path, records)

@@ -1,0 +1,157 @@
+"""Open and write files in a folder of unknown origin without following links, and without reading special files.
+
+A link in a run folder may lead to a file or folder whose owner does not expect it to be read or written. A FIFO blocks
+whoever opens it, and reading a device may have effects. Therefore no component of a path below the folder that the user
+gave may be a link, and only regular files are opened. `check_tree` also checks whole trees before anything starts,
+because Ray Tune's own writers follow links.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+
+class UnsafePathError(OSError):
+    """There is something else than a regular file or folder at a path of a study; the message says what to do."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(errno.ELOOP, f"{path} {problem}")
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+def _refuse_link(path: Path) -> UnsafePathError:
+    return UnsafePathError(
+        path,
+        "is a symbolic link, and no link in the folder of a study is followed. Replace it by its target or remove it. "
+        "To keep large files on another disk, run the study with --output on that disk: only the folder that you name "
+        "may be reached through links",
+    )
+
+
+def _refuse_kind(path: Path, mode: int) -> UnsafePathError:
+    kind = "a folder" if stat.S_ISDIR(mode) else _KINDS.get(stat.S_IFMT(mode), "no regular file")
+    return UnsafePathError(path, f"is {kind}, and a study has a regular file there. Remove it")
+
+
+def check_tree(root: Path, paths: Iterable[Path] = (), trees: Iterable[Path] = ()) -> None:
+    """Raise UnsafePathError if a study would read or write a link or a special file below `root`.
+
+    root: the folder that the user gave; it may itself be reached through links. paths: every component below `root` is
+    checked. trees: checked in the same way, with everything in them.
+    """
+    trees = tuple(trees)
+    for path in (*paths, *trees):
+        check_path(root, path)
+    for tree in trees:
+        folders = [tree] if tree.is_dir() else []
+        while folders:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    if entry.is_symlink():
+                        raise _refuse_link(Path(entry.path))
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(Path(entry.path))
+                    elif not entry.is_file(follow_symlinks=False):
+                        raise _refuse_kind(Path(entry.path), entry.stat(follow_symlinks=False).st_mode)
+
+
+def check_path(root: Path, path: Path) -> None:
+    """Raise UnsafePathError if a component of `path` below `root` is a symbolic link."""
+    relative_path = path.relative_to(root)
+    for part in (*reversed(relative_path.parents), relative_path):
+        if part.name and (root / part).is_symlink():
+            raise _refuse_link(root / part)
+
+
+def make_folder(root: Path, *names: str) -> Path:
+    """Create and return the folder `root`/names...; each component may exist as a folder but not as a link."""
+    folder = root
+    for name in names:
+        folder = folder / name
+        if folder.is_symlink():
+            raise _refuse_link(folder)
+        folder.mkdir(exist_ok=True)
+    return folder
+
+
+def is_file(path: Path) -> bool:
+    """Whether a file can be read at `path`. Raise UnsafePathError if a link, a folder or a special file is there."""
+    try:
+        mode = path.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    _check_mode(path, mode)
+    return True
+
+
+def open_regular(path: Path, mode: str) -> IO[Any]:
+    """Open a file like `open`, in UTF-8. Raise UnsafePathError if it is a link or no regular file.
+
+    Files that do not exist are created if the mode says so.
+    """
+
+    def open_checked(name: str, flags: int) -> int:
+        with suppress(FileNotFoundError):
+            # Before the open, which alone may wait for a FIFO's other end or change the state of a device.
+            _check_mode(path, os.lstat(name).st_mode)
+        # O_NONBLOCK and O_NOFOLLOW: something else may have taken the place since.
+        descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        try:
+            _check_mode(path, os.fstat(descriptor).st_mode)
+        except UnsafePathError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=open_checked)
+
+
+def _check_mode(path: Path, mode: int) -> None:
+    if stat.S_ISLNK(mode):
+        raise _refuse_link(path)
+    if not stat.S_ISREG(mode):
+        raise _refuse_kind(path, mode)
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file. Raise UnsafePathError if it is a link or no regular file."""
+    with open_regular(path, "rb") as file:
+        return bytes(file.read())
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file to disk, or the entries of a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a new empty file next to `path`; rename it to `path` after the body, or remove it if the body fails.
+
+    A reader sees either the old file or the new one, never a partial one. A link at `path` is replaced, and its target
+    is not touched.
+    """
+    temp_path = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with suppress(FileNotFoundError):
+        temp_path.unlink()  # left by a process that died while writing, or planted
+    # O_EXCL refuses a link that somebody puts there after the unlink.
+    os.close(os.open(temp_path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    try:
+        yield temp_path
+        os.replace(temp_path, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            temp_path.unlink()
+        raise
