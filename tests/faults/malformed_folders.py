@@ -16,7 +16,8 @@ from search_spaces import STUDIES
 from tests.fakes.run_folders import FakeRun, FakeStudy
 from tests.fakes.run_folders import write_study as write_fake_study
 from tests.faults.malformed import Tally, assert_clear, check_examples, draw_equally, json_values, type_in
-from tune_study.folder.outputs import RunStatus, write_status, write_study
+from tune_study.folder.outputs import write_study
+from tune_study.folder.statuses import RunStatus, write_status
 from tune_study.folder.study_file import plan_from_folder
 from tune_study.plan.study_plan import StudyPlan, make_plan
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from trainable.files.paths import read_bytes
+from trainable.files.paths import read_bytes, write_text
 
 MAX_DEPTH = 100
 """Levels of brackets that a JSON value may have. A study's own files have at most six."""
@@ -51,3 +51,17 @@ def read_json(path: Path) -> Any:
         raise DamagedFileError(
             f"{path} is not JSON ({error}). It is written atomically, so something else changed it."
         ) from None
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None if there is no file, if it cannot be read, or if it holds no JSON object."""
+    try:
+        content = read_json(path)
+    except (OSError, DamagedFileError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def write_json(path: Path, content: object) -> None:
+    """Replace a file by `content` as indented JSON, atomically."""
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -155,3 +155,13 @@ def atomic_write(path: Path) -> Iterator[Path]:
         with suppress(FileNotFoundError):
             temp_path.unlink()
         raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file by `text` atomically, and create its folder. A reader never sees half of the text."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as temp_path, temp_path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    fsync_path(path.parent)  # syncs the renaming, too: a power cut must not leave an empty file under this name

@@ -13,8 +13,9 @@ from search_spaces import FAMILIES
 from search_spaces.declaration.study import Study
 from search_spaces.language_model.family import PPO
 from trainable.config.setting_types import is_common
+from trainable.runs.run_ends import ENDED_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from tune_study.folder import outputs
+from tune_study.folder.statuses import resolve_status
 from tune_study.host.console import print_line, print_table
 from tune_study.placement import memory_plan, time_estimate
 from tune_study.placement.memory_plan import MemoryPlan
@@ -157,14 +158,14 @@ def print_status(console: Console, folder: Path, location: str, study: dict[str,
     counts: Counter[str] = Counter()
     for entry in study["runs"]:
         run_dir = folder / "runs" / entry["run_id"]
-        status = outputs.read_status(run_dir) or outputs.RunStatus(entry["run_id"], "never_ran")
+        total_steps = study["settings"]["trainer"]["total_training_steps"]
+        status = resolve_status(run_dir, entry["run_id"], total_steps)
         shown_status, reason = status.display_text, status.reason
         if shown_status == "running" and not is_running:
             shown_status, reason = "interrupted", "the process that ran the study is gone"
         counts[shown_status] += 1
         step_rows = read_rows(run_dir / METRICS_FILE, first_step=0)
         step = step_rows[-1]["step"] if step_rows else 0
-        total_steps = study["settings"]["trainer"]["total_training_steps"]
         metric_values = (row.get(metric) for row in reversed(step_rows))
         # Rows are read from disk and may be damaged: a value that is not a rate in [0, 1] is skipped.
         metric_value = next(
@@ -172,7 +173,7 @@ def print_status(console: Console, folder: Path, location: str, study: dict[str,
         )
         cells = [entry["run_id"], entry["arm"], str(entry["seed"]), shown_status, f"{step}/{total_steps}"]
         rows.append([*cells, "-" if metric_value is None else f"{metric_value:.3f}", reason])
-    is_finished = counts.keys() <= set(outputs.ENDED_STATUSES)
+    is_finished = counts.keys() <= set(ENDED_STATUSES)
     state = "running" if is_running else "finished" if is_finished else "unfinished"
     runs_text = ", ".join(f"{count} {status}" for status, count in counts.items())
     print_line(console, f"{study['name']} ({study['preset']}): {state}; runs: {runs_text}")

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.filesize import decimal
 
+from trainable.runs.run_ends import ENDED_STATUSES
 from tune_study.commands import describe
 from tune_study.commands.suites import PreparedStudy, format_position, run_prepared_study, run_suite
 from tune_study.folder import outputs
@@ -35,7 +36,7 @@ class LaunchOptions(NamedTuple):
     max_concurrent: int | None
     wandb: str | None
     address: str | None
-    skipped_statuses: tuple[str, ...] = outputs.ENDED_STATUSES
+    skipped_statuses: tuple[str, ...] = ENDED_STATUSES
 
 
 class _Requirements(NamedTuple):

@@ -1,6 +1,5 @@
 """Write and read the files of a study's folder. A file is replaced as a whole, so it is complete at any moment."""
 
-import json
 import os
 import shlex
 import subprocess
@@ -8,114 +7,23 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter, ValidationError
-
-from trainable.files.paths import UnsafePathError, atomic_write, check_tree, fsync_path, open_regular
-from trainable.runs.run_files import METRICS_FILE, read_rows
+from trainable.files.json_values import read_object, write_json
+from trainable.files.paths import UnsafePathError, check_tree, open_regular
+from tune_study.folder.statuses import make_timestamp, resolve_status, write_status
 from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan
 
 if TYPE_CHECKING:
     from analysis.report.pages import Conclusion
-
-ENDED_STATUSES = ("completed", "early_stopped")
-"""Statuses of runs that are never run again."""
 
 _LOCK_PATIENCE_S = 1.0
 """Seconds to wait for the lock: `status` takes it for a moment, and a start must not fail because of that."""
 
 # Packages whose version may change a number of a row; study.json stores their versions.
 _PACKAGES = ("tune_study", "torch", "ray", "transformers", "numpy", "pandas", "pydantic", "safetensors", "tokenizers")
-
-
-@dataclass(frozen=True)
-class RunStatus:
-    """The content of a run's status.json; its fields are the keys on disk.
-
-    Attributes:
-        run_id: the run.
-        status: `running`, or one of `trainable.runs.records.STATUSES`.
-        reason: why the run has this status, as a sentence.
-        failure_class: kind of the failure (see `trainable.runs.failures`); empty unless the run has failed.
-        stop_rule, stop_value, stop_threshold, stop_step: decision of the rule that stopped the run early.
-        trial_id: id of its last Tune trial.
-        started_at, ended_at: first start and last end, ISO 8601 in UTC; None before them.
-    """
-
-    run_id: str
-    status: str
-    reason: str = ""
-    failure_class: str = ""
-    stop_rule: str = ""
-    stop_value: float | None = None
-    stop_threshold: float | None = None
-    stop_step: int | None = None
-    trial_id: str = ""
-    started_at: str | None = None
-    ended_at: str | None = None
-
-    @property
-    def display_text(self) -> str:
-        """The status for display, such as `completed` or `failed (out of memory)`."""
-        return f"{self.status} ({self.failure_class})" if self.failure_class else self.status
-
-
-_STATUS = TypeAdapter(RunStatus)
-
-
-def make_timestamp() -> str:
-    """The current time in UTC, ISO 8601, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path` atomically: a temporary file next to it is renamed, so no reader sees half of the text."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as temporary_path, temporary_path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    fsync_path(path.parent)  # syncs the renaming, too: a power cut must not leave an empty file under this name
-
-
-def write_json(path: Path, content: object) -> None:
-    """Write `content` as indented JSON, atomically."""
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None if there is no file, or if it contains no valid JSON object."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # RecursionError: deeply nested brackets
-        return None
-    return content if isinstance(content, dict) else None
-
-
-def read_status(run_dir: Path) -> RunStatus | None:
-    """The status of a run; None if it has none yet, or if its status.json is damaged.
-
-    A damaged status.json does not stop `status` or `resume`: the rows of the run are the source of everything in it.
-    """
-    content = read_json(run_dir / "status.json")
-    # Keys that this version does not know are ignored, so that it reads the files of a newer one.
-    field_names = set(RunStatus.__dataclass_fields__)
-    if content is None or not {"run_id", "status"} <= content.keys():
-        return None
-    try:
-        return _STATUS.validate_python({key: content[key] for key in field_names & content.keys()})
-    except ValidationError:  # a value has another type than was written
-        return None
-
-
-def write_status(run_dir: Path, status: RunStatus) -> None:
-    """Write status.json of a run atomically."""
-    write_json(run_dir / "status.json", asdict(status))
 
 
 def append_line(path: Path, line: str) -> None:
@@ -172,12 +80,12 @@ def write_study(plan: StudyPlan) -> list[str]:
     Returns the differences from the previous start that could change a number, as `name: old -> new`: versions of
     packages, and the commit of the code.
     """
-    previous_entry = read_json(plan.folder / "study.json") or {}
+    previous_entry = read_object(plan.folder / "study.json") or {}
     for spec in plan.runs:
         run_dir = plan.get_run_dir(spec.run_id)
         write_json(run_dir / "run.json", {**make_run_entry(spec), "config": spec.config.model_dump(mode="json")})
-        if read_status(run_dir) is None:  # a study that is continued or extended keeps the statuses of its runs
-            write_status(run_dir, RunStatus(spec.run_id, "never_ran", "has not started"))
+        # A study that is continued or extended keeps the statuses of its runs, unless their rows contradict them.
+        write_status(run_dir, resolve_status(run_dir, spec.run_id, spec.steps))
     start = {
         "at": make_timestamp(),
         "command": format_command_line(),
@@ -314,24 +222,6 @@ def is_running(folder: Path) -> bool:
     except OSError:  # no lock file: the study has never been started in this folder
         return False
     return False
-
-
-def close_unfinished(plan: StudyPlan, reason: str) -> None:
-    """Give every run without a final status one: interrupted if it has a row, else never_ran.
-
-    reason: why the study ended, the beginning of a sentence to which the step is added.
-    """
-    for spec in plan.runs:
-        run_dir = plan.get_run_dir(spec.run_id)
-        status = read_status(run_dir) or RunStatus(spec.run_id, "never_ran")
-        if status.status == "running":
-            rows = read_rows(run_dir / METRICS_FILE, first_step=0)
-            final_status = "interrupted" if rows else "never_ran"
-            full_reason = f"{reason}, after step {rows[-1]['step']}" if rows else f"{reason} before its first step"
-            write_status(run_dir, replace(status, status=final_status, reason=full_reason, ended_at=make_timestamp()))
-        elif status.status == "never_ran":
-            # A run that has never started has no time of an end, and appears in no line of the summary log.
-            write_status(run_dir, replace(status, reason=f"{reason} before it started"))
 
 
 def write_tables(folder: Path) -> None:

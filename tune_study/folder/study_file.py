@@ -18,9 +18,9 @@ from search_spaces.declaration.study import Study
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, apply_overrides, format_validation_error
 from trainable.config.setting_types import format_value
+from trainable.files.json_values import read_object
 from trainable.runs.stop_rules import RULES
 from trainable.storage.uris import is_same_folder
-from tune_study.folder.outputs import read_json
 from tune_study.plan.study_plan import (
     PlanError,
     StudyPlan,
@@ -109,7 +109,7 @@ class _StudyFile(_Section):
 
 def read_study(folder: Path) -> dict[str, Any]:
     """Read study.json of results/<run>. Raise PlanError if it is missing, incomplete or invalid."""
-    content = read_json(folder / "study.json")
+    content = read_object(folder / "study.json")
     if content is None:
         problem = "its study.json is damaged" if os.path.exists(folder / "study.json") else "no study.json"
         raise PlanError(
@@ -287,7 +287,7 @@ def _find_changed_arms(plan: StudyPlan) -> list[str]:
     all_changes = []
     for spec in plan.runs:
         path = plan.get_run_dir(spec.run_id) / "run.json"
-        run_entry = read_json(path)
+        run_entry = read_object(path)
         if run_entry is not None:  # a run without a readable run.json has no earlier settings to compare with
             try:
                 old_config = type(spec.config).model_validate(run_entry.get("config"))

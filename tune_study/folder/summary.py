@@ -10,8 +10,10 @@ from typing import Any
 
 from search_spaces.language_model.family import get_model_name
 from trainable.config.setting_types import format_value
+from trainable.files.paths import write_text
+from trainable.runs.run_ends import ENDED_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from tune_study.folder.outputs import ENDED_STATUSES, RunStatus, make_timestamp, read_status, write_text
+from tune_study.folder.statuses import RunStatus, make_timestamp, read_status, resolve_status
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan, format_values, make_template_values
 
@@ -162,9 +164,5 @@ def parse_skipped_statuses(text: str) -> tuple[str, ...]:
 
 def find_finished_runs(plan: StudyPlan, skipped_statuses: Sequence[str] = ENDED_STATUSES) -> dict[str, RunStatus]:
     """run_id -> status of the runs that are not run again: those with a status in `skipped_statuses`."""
-    statuses = {spec.run_id: read_status(plan.get_run_dir(spec.run_id)) for spec in plan.runs}
-    return {
-        run_id: status
-        for run_id, status in statuses.items()
-        if status is not None and status.status in skipped_statuses
-    }
+    statuses = [resolve_status(plan.get_run_dir(spec.run_id), spec.run_id, spec.steps) for spec in plan.runs]
+    return {status.run_id: status for status in statuses if status.status in skipped_statuses}

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODEL, SHIPPED_MODEL_FOLDER
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import ModelConfig
-from tune_study.folder.outputs import read_json
+from trainable.files.json_values import read_object
 from tune_study.placement.model_files import find_hub_cache
 from tune_study.placement.published_sizes import find_published_sizes
 
@@ -62,7 +62,7 @@ def read_model_shape(path: str, environ: Mapping[str, str]) -> ModelShape | None
     if config_path is None:  # not downloaded
         sizes = find_published_sizes(path)
         return None if sizes is None else ModelShape.model_validate(sizes)
-    config = read_json(config_path)
+    config = read_object(config_path)
     if config is None or not config.get("architectures"):
         return None
     try:

@@ -12,12 +12,14 @@ from ray import tune
 
 from trainable.runs.failures import NON_FINITE, PROCESS_DIED, Failure, RunFailedError
 from trainable.runs.orphans import terminate_orphans
+from trainable.runs.run_ends import ENDED_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from tune_study.folder.outputs import ENDED_STATUSES, RunStatus, append_line, make_timestamp, read_status, write_status
+from tune_study.folder.outputs import append_line
+from tune_study.folder.statuses import RunStatus, make_final_status, make_timestamp, read_status, write_status
 from tune_study.folder.summary import write_summary
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import RunSpec, StudyPlan
-from tune_study.tune.progress import Progress, format_step, format_stop_reason
+from tune_study.tune.progress import Progress, format_step
 from tune_study.tune.trials import list_run_ids, split_rows_by_run
 
 MAX_ATTEMPTS = 3
@@ -214,7 +216,9 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
     def _conclude_run(self, status: RunStatus) -> None:
         """End a run. Its last row on disk tells how it ended, including the decision of a stop rule."""
-        self._end_run(make_final_status(status, self._read_last_row(status.run_id), self._specs[status.run_id].steps))
+        rows = read_rows(self._plan.get_run_dir(status.run_id) / METRICS_FILE, first_step=0)
+        final_status = make_final_status(status, rows, self._specs[status.run_id].steps)
+        self._end_run(replace(final_status, ended_at=make_timestamp()))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Tune considers a failure final. With `max_failures=-1` it does so only for a trial that was not running.
@@ -271,42 +275,6 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
     def _log_line(self, run_id: str, line: str) -> None:
         with suppress(OSError):  # on a full disk the log misses a line; the runs themselves write the rows
             append_line(self._plan.output / self._specs[run_id].log_path, line)
-
-
-def make_final_status(status: RunStatus, row: dict[str, Any], total_steps: int) -> RunStatus:
-    """The final status of a run whose last row is `row`: early_stopped, completed, interrupted or never_ran.
-
-    row: empty if the run has written no row. A row of step 0 is the validation before training and means that the run
-    has started.
-    """
-    step = row.get("step")
-    # Before the comparison of steps: a run in which a rule fires at the last step is early_stopped, not completed.
-    if row.get("stop_rule"):
-        return replace(
-            status,
-            status="early_stopped",
-            reason=format_stop_reason(row),
-            stop_rule=row["stop_rule"],
-            stop_value=row["stop_value"],
-            stop_threshold=row["stop_threshold"],
-            stop_step=row["stop_step"],
-            ended_at=make_timestamp(),
-        )
-    if step == total_steps:
-        return replace(
-            status,
-            status="completed",
-            reason=f"trained {total_steps} of {total_steps} steps",
-            ended_at=make_timestamp(),
-        )
-    if step is None:
-        return replace(status, status="never_ran", reason="interrupted before its first row", ended_at=make_timestamp())
-    return replace(
-        status,
-        status="interrupted",
-        reason=f"interrupted after step {step} of {total_steps}",
-        ended_at=make_timestamp(),
-    )
 
 
 def read_failure(trial: Any) -> Failure:

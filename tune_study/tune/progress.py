@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 
 from search_spaces.declaration.family import Family
+from trainable.runs.run_ends import format_stop_reason
 from trainable.runs.stop_rules import parse_finite
 from tune_study.plan.study_plan import RunSpec, StudyPlan
 
@@ -57,16 +58,6 @@ def format_step(family: Family, row: dict[str, Any], total_steps: int) -> str:
     if row.get("stop_rule"):
         fields.append(f"early_stop={format_stop_reason(row)}")
     return " ".join(fields)
-
-
-def format_stop_reason(row: dict[str, Any]) -> str:
-    """The decision of a stop rule in words, from the stop columns of a row."""
-    # Two of the rules stop below their threshold, and the one that counts steps stops when it reaches it.
-    comparison = "is below" if row["stop_value"] < row["stop_threshold"] else "reached"
-    return (
-        f"{row['stop_rule']} at step {row['stop_step']}: {row['stop_value']:.4g} {comparison} "
-        f"the threshold {row['stop_threshold']:.4g}"
-    )
 
 
 def format_duration(seconds: float | None) -> str:

@@ -14,10 +14,11 @@ from rich.console import Console
 
 from trainable.config.setting_types import format_value
 from trainable.runs.orphans import terminate_orphans
+from trainable.runs.run_ends import ENDED_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.stop_rules import RULES, parse_finite
 from tune_study.folder import outputs
-from tune_study.folder.outputs import RunStatus
+from tune_study.folder.statuses import RunStatus, close_unfinished, read_status
 from tune_study.folder.summary import find_finished_runs, write_summary
 from tune_study.host.console import print_line
 from tune_study.host.interrupt import Interrupt, make_interrupt
@@ -98,7 +99,7 @@ def execute_study(
     resource_plan: ResourcePlan,
     wandb_mode: str,
     console: Console,
-    skipped_statuses: Sequence[str] = outputs.ENDED_STATUSES,
+    skipped_statuses: Sequence[str] = ENDED_STATUSES,
     suite: SuiteContext | None = None,
 ) -> int:
     """Run the remaining runs of `plan`, then write tables and the report.
@@ -201,7 +202,7 @@ def _train_runs(session: StudySession) -> tuple[str, dict[str, RunStatus]]:
     # This comes before close_unfinished, which would take a run whose final status is not written for an open one.
     recorder.retry_unwritten()
     try:
-        outputs.close_unfinished(session.plan, reason)
+        close_unfinished(session.plan, reason)
     except OSError as error:
         problem = f"{problem} The statuses could not be written: {error}.".strip()
     return problem, recorder.unwritten_statuses
@@ -285,7 +286,7 @@ def _end_without_ray(session: StudySession, recorder: "Recorder", reason: str) -
     recorder.retry_unwritten()
     problem = f"The study ended early: {reason}."
     with suppress(OSError):  # on a full disk, the tables and the command to continue are still worth trying
-        outputs.close_unfinished(session.plan, problem)
+        close_unfinished(session.plan, problem)
     _conclude_study(session, problem, recorder.unwritten_statuses)
     session.suite.on_ray_lost()
     for stream in (sys.stdout, sys.stderr):  # os._exit discards what is still in their buffers
@@ -395,13 +396,11 @@ def _conclude_study(session: StudySession, problem: str, unwritten_statuses: Map
         print_line(console, f"Summary: {write_summary(plan, session.resource_plan, is_closing=True)}")
     except OSError as error:
         problem = f"{problem} The summary could not be written: {error}.".strip()
-    statuses = [
-        unwritten_statuses.get(spec.run_id) or outputs.read_status(plan.get_run_dir(spec.run_id)) for spec in plan.runs
-    ]
+    statuses = [unwritten_statuses.get(spec.run_id) or read_status(plan.get_run_dir(spec.run_id)) for spec in plan.runs]
     known_statuses = [status for status in statuses if status is not None]
     for status in known_statuses:
         print_line(console, f"{status.run_id} {status.display_text}: {status.reason}")
-    unfinished_statuses = [status for status in known_statuses if status.status not in outputs.ENDED_STATUSES]
+    unfinished_statuses = [status for status in known_statuses if status.status not in ENDED_STATUSES]
     problem = " ".join(filter(None, (problem, write_results(plan.folder, console))))
     if session.storage is not None:  # after the tables and the report, so that the storage gets them too
         problem = " ".join(filter(None, (problem, session.storage.push())))

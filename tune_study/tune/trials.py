@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tune_study.folder.outputs import ENDED_STATUSES, RunStatus
+from trainable.runs.run_ends import ENDED_STATUSES
+from tune_study.folder.statuses import RunStatus
 from tune_study.plan.study_plan import RunSpec, StudyPlan, find_changed_settings
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ray import tune
 
 from trainable.runs.run_files import GRADIENTS_FILE
-from tune_study.folder.outputs import read_status
+from tune_study.folder.statuses import read_status
 from tune_study.plan.study_plan import RunSpec, StudyPlan
 from tune_study.tune.trials import list_run_ids, split_rows_by_run
 from tune_study.tune.wandb_sync import WandbUploader

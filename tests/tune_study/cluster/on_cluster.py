@@ -17,7 +17,7 @@ from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.storage.mirror import compute_line_file_sizes
 from trainable.storage.remote import get_bytes, list_files, open_storage
 from trainable.storage.uris import join_uri
-from tune_study.folder.outputs import read_status
+from tune_study.folder.statuses import read_status
 from tune_study.host.interrupt import Interrupt
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune import cluster

@@ -17,6 +17,7 @@ from search_spaces import STUDIES
 from tests.fakes.trials import drop_times
 from tests.tune_study.cluster.faked_cluster import can_hide_folder, start_faked_cluster
 from trainable.files.json_lines import read_lines
+from trainable.files.json_values import read_object
 from trainable.runs.checkpoint import read_checkpoint
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.storage.mirror import Mirror, find_complete_checkpoints, is_checkpoint_intact
@@ -32,7 +33,7 @@ from tune_study.commands.node_checks import (
     find_smallest_gpu,
     inspect_node,
 )
-from tune_study.folder.outputs import read_json, read_status
+from tune_study.folder.statuses import read_status
 from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
 from tune_study.tune import cluster
 from tune_study.tune.cluster import Node, allocate_cluster, count_fitting_runs, join_cluster, parse_nodes
@@ -150,7 +151,7 @@ def test_a_study_on_the_cluster_has_the_rows_and_weights_of_a_local_one(
         assert status.status == "completed"
         assert not (plan.get_run_dir(spec.run_id) / "state").exists()
     assert not (folder / "model_saving").exists()
-    assert (read_json(plan.folder / "study.json") or {})["storage"] == fake_cluster.storage
+    assert (read_object(plan.folder / "study.json") or {})["storage"] == fake_cluster.storage
     assert not list((fake_cluster.hidden / "scratch").rglob("*.safetensors"))
     target = probe.find_target(plan.folder, "0.1", None, None)
     assert (target.step, target.path) == (2, plan.get_run_dir(plan.runs[1].run_id) / "state" / "step_2")

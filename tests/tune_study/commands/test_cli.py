@@ -17,7 +17,8 @@ from tests.fakes.trainer import make_study
 from trainable.config.run_config import RunConfig, list_field_names
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from tune_study.commands.cli import app
-from tune_study.folder.outputs import RunStatus, lock_folder, write_status, write_study
+from tune_study.folder.outputs import lock_folder, write_study
+from tune_study.folder.statuses import RunStatus, write_status
 from tune_study.placement.published_sizes import find_published_sizes
 from tune_study.plan.study_plan import StudyPlan, make_plan
 

@@ -7,21 +7,10 @@ from pathlib import Path
 import pytest
 
 from search_spaces import STUDIES
+from trainable.files.json_values import read_object, write_json
 from trainable.runs.records import STATUSES
-from tune_study.folder.outputs import (
-    RunStatus,
-    check_writable,
-    close_unfinished,
-    is_running,
-    lock_folder,
-    make_timestamp,
-    read_git_state,
-    read_json,
-    read_status,
-    write_json,
-    write_status,
-    write_study,
-)
+from tune_study.folder.outputs import check_writable, is_running, lock_folder, read_git_state, write_study
+from tune_study.folder.statuses import RunStatus, close_unfinished, make_timestamp, read_status, write_status
 from tune_study.folder.study_file import check_unchanged, plan_from_folder
 from tune_study.folder.summary import (
     find_finished_runs,
@@ -54,15 +43,15 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "file.json"
     write_json(path, {"a": 1})
     write_json(path, {"a": [2, "ü"]})
-    assert read_json(path) == {"a": [2, "ü"]}
+    assert read_object(path) == {"a": [2, "ü"]}
     assert [entry.name for entry in path.parent.iterdir()] == ["file.json"]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null"])
 def test_a_file_that_holds_no_object_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "file.json").write_text(text)
-    assert read_json(tmp_path / "file.json") is None
-    assert read_json(tmp_path / "missing.json") is None
+    assert read_object(tmp_path / "file.json") is None
+    assert read_object(tmp_path / "missing.json") is None
 
 
 def test_a_status_survives_its_file(tmp_path: Path) -> None:

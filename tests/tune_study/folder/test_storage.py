@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import search_spaces
 from tests.fakes.lines import append_record
 from tests.fakes.trainer import COLLAPSES, CRASHES_ONCE, make_fake_rows, make_study
+from trainable.files.json_values import read_object
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.storage.mirror import INTERRUPT_FILE, Mirror
 from trainable.storage.remote import get_bytes, list_files, open_storage, put_bytes
@@ -26,7 +27,7 @@ from tune_study.commands.cli import app
 from tune_study.commands.node_checks import check_scratch
 from tune_study.folder import lease, locate, outputs, storage
 from tune_study.folder.lease import LEASE_FILE, STALE_S, Lease, read_holder
-from tune_study.folder.outputs import RunStatus, read_json, read_status, write_status
+from tune_study.folder.statuses import RunStatus, read_status, write_status
 from tune_study.folder.storage import LAST_DRIVER, StoredStudy
 from tune_study.folder.study_file import plan_from_folder
 from tune_study.host.interrupt import Interrupt
@@ -440,7 +441,7 @@ def test_a_dry_run_says_where_the_rows_would_go(tmp_path: Path, monkeypatch: pyt
 def test_the_uri_is_written_down_without_what_reaches_it(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path, "file:///x")
     outputs.write_study(plan)
-    assert (read_json(plan.folder / "study.json") or {})["storage"] == "file:///x"
+    assert (read_object(plan.folder / "study.json") or {})["storage"] == "file:///x"
     assert plan.study_uri == join_uri("file:///x", plan.run)
     assert locate.plan_resume(str(plan.folder), is_real=False) == plan
     assert LAST_DRIVER not in os.listdir(plan.folder)

@@ -15,7 +15,7 @@ from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.runs.checkpoint import write_checkpoint
 from trainable.runs.run_files import STATE_FOLDER
 from trainable.trial import Trial
-from tune_study.folder.outputs import RunStatus, write_status
+from tune_study.folder.statuses import RunStatus, write_status
 from tune_study.placement.disk import (
     DiskBudget,
     check_budget,

@@ -34,7 +34,7 @@ from tests.fakes.trainer import (
 )
 from trainable.runs.records import DEFAULT_STEP_COLUMNS, STOP_COLUMNS
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from tune_study.folder.outputs import RunStatus, read_status
+from tune_study.folder.statuses import RunStatus, read_status
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.host.interrupt import Interrupt
 from tune_study.placement.resources import preflight

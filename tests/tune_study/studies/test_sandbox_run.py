@@ -19,7 +19,7 @@ from rich.console import Console
 from search_spaces import STUDIES
 from search_spaces.sandbox.family import make_sandbox_study
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from tune_study.folder.outputs import RunStatus, read_status, write_status
+from tune_study.folder.statuses import RunStatus, read_status, write_status
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import StudyPlan, make_plan

@@ -10,7 +10,8 @@ from rich.console import Console
 from search_spaces import STUDIES
 from tests.fakes.lines import append_record
 from trainable.runs.run_files import METRICS_FILE
-from tune_study.folder.outputs import RunStatus, read_status, write_study
+from tune_study.folder.outputs import write_study
+from tune_study.folder.statuses import RunStatus, read_status
 from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.callbacks import MAX_ATTEMPTS, Recorder
