@@ -271,7 +271,7 @@ def _check_scores(logprob_sums: Tensor, own_columns: Tensor) -> None:
     if logprob_sums.shape[1] < 2 or not len(own_columns):
         raise ValueError(
             f"There are {len(own_columns)} thoughts and {logprob_sums.shape[1]} prompts; a comparison needs at least 1 "
-            "thought and 2 prompts. Leave the diagnostics of this sample out, or sample more groups or turns."
+            "thought and 2 prompts. Leave out the diagnostics of this sample, or draw more groups or turns."
         )
     if not torch.isfinite(logprob_sums).all():
         raise ValueError(

@@ -55,7 +55,7 @@ POLICY_LOSSES: Mapping[str, PolicyLossKind] = MappingProxyType(
         "tpo": PolicyLossKind(needs_whole_groups=True, needs_pass_before_step=True, settings=("tpo_eta",)),
     }
 )
-"""actor.policy_loss -> its record."""
+"""The policy losses that exist, by their name in the setting actor.policy_loss."""
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,8 @@ class Run:
     identify the run in every row. write: executes each write, and may wait while the disk is full.
 
     A row is on disk and in `rows` before `append_row` returns. A run that continues from a checkpoint repeats the steps
-    after it and writes the same rows again, because it is a function of its settings and seed. `drop_rows_after`
-    therefore forgets the rows of the abandoned attempt.
+    after the checkpoint. It writes the same rows again, because rows depend only on the settings and the seed.
+    `drop_rows_after` therefore forgets the rows of the abandoned attempt.
     """
 
     def __init__(

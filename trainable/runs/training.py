@@ -239,18 +239,21 @@ class TrainingLoop:
     def _save_checkpoints(self, trainer: Trainer, result: StepResult) -> bool:
         """Write the checkpoints that are due after this step; return whether rolling ones were due.
 
-        Rolling checkpoints are also due when a run ends or fails. From then on, the others are batched with fewer runs,
-        which changes how their sums are rounded. If they were resumed from before that step, together with a run that
-        has ended by now, their rows would differ in the last digits.
+        Rolling checkpoints of all runs that continue are also due when a run ends or fails. From the next step on, the
+        other runs are batched without it, and sums over a smaller batch round differently. A resume from an older
+        checkpoint would repeat steps without the ended run that were trained with it, so rows would differ in the last
+        digits.
+
+        A run that ends gets its last state as a rolling checkpoint. With save_freq > 0, its last state is also saved
+        permanently. A run that fails gets no checkpoint: its reason is in its last row, and it never continues.
         """
-        trainer_settings, step = self.settings.trainer, trainer.step_index
+        trainer_settings, step = self.settings.trainer, trainer.step_index  # the settings have resume_every >= 1
         ended_seeds = [seed for seed in result.rows if self.runs[seed].is_over]
         is_due = (
             bool(ended_seeds or result.failures) or self._is_interrupted() or step % trainer_settings.resume_every == 0
         )
         is_permanent = trainer_settings.save_freq > 0 and step % trainer_settings.save_freq == 0
-        # A run that has just ended may have left `trainer.seeds`, so it is saved separately. If runs have saved
-        # checkpoints at all, its last step is one of them.
+        # A run that has just ended may have left `trainer.seeds`, so it is saved separately.
         for seed in ended_seeds:
             self.runs[seed].save_checkpoint(
                 trainer.get_state(seed), is_rolling=True, is_permanent=trainer_settings.save_freq > 0
