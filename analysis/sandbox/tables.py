@@ -50,7 +50,7 @@ STUDY_PANELS: Mapping[str, tuple[Panel, ...]] = {
     ),
     "dense-correction": (ERROR_PANEL, Panel("chain_reward", "chain reward (reward)")),
 }
-"""Study -> the panels of its learning curves; other studies have `DEFAULT_PANELS`."""
+"""The panels of a study's learning curves, by study; other studies have `DEFAULT_PANELS`."""
 DEFAULT_PANELS = (ERROR_PANEL, ENTROPY_PANEL)
 
 

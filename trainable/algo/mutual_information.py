@@ -24,7 +24,7 @@ EMA_DECAY = 0.9
 TOP_K = (2, 4, 8)
 """The k of the retrieval metrics, in addition to 1."""
 
-# For each normalization: suffix of its std and z-score columns -> column of its mutual information.
+# For each normalization, by the suffix of its std and z-score columns: the column of its mutual information.
 _INFORMATION_NAMES = {"": "mi_estimate", "_seq": "mi_seq_estimate", "_paper": "mi_estimate_paper"}
 
 
@@ -233,8 +233,8 @@ def compute_shuffled_accuracy(
 
         mean over permutations π of the fraction of rows whose best column is of the class of own(π(i))
 
-    Its expectation is Σ_c (fraction of rows retrieved as c) · (fraction of rows that are c). That is the chance level
-    where every column has equally many rows and no twin, and close to it otherwise.
+    The expectation of the shuffled accuracy is Σ_c (fraction of rows retrieved as c) · (fraction of rows that are c).
+    That is the chance level where every column has equally many rows and no twin, and close to it otherwise.
 
     Args:
         logprob_sums, own_columns, classes: as for `compute_retrieval_metrics`.

@@ -222,8 +222,8 @@ def _parse_list(value: object) -> object:
 def apply_overrides(config: C, overrides: Mapping[str, object]) -> C:
     """`config` with some settings replaced, validated as a whole. The command line, studies and Python code use this.
 
-    overrides: key, as in `resolve_key` -> value, which may be text. Raises ConfigError for an unknown key and for bad
-    values; the message has each bad value (the first ten of them) and its bounds.
+    overrides: values by key, where a key is as in `resolve_key` and a value may be text. Raises ConfigError for an
+    unknown key and for bad values; the message has each bad value (the first ten of them) and its bounds.
 
     >>> apply_overrides(RunConfig(), {"kl_loss_coef": "0.01"}).actor.kl_loss_coef
     0.01

@@ -295,7 +295,7 @@ class AlgorithmConfig(Section):
 
     @property
     def estimator(self) -> AdvantageEstimator:
-        """The record of the advantage estimator: what it needs from a run."""
+        """The declaration of the selected advantage estimator, which states what the estimator requires of a run."""
         return ADVANTAGE_ESTIMATORS[self.adv_estimator]
 
     @model_validator(mode="after")

@@ -134,7 +134,7 @@ def _find_weight_files(folder: Path) -> list[Path]:
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of the folder's safetensors files, in float32.
 
-    They are copied, because a memory-mapped file could change during a run.
+    The tensors are copied, because a memory-mapped file could change during a run.
     """
     weights: dict[str, torch.Tensor] = {}
     for file in _find_weight_files(folder):
@@ -198,8 +198,9 @@ def make_frozen_copy(model: M) -> M:
 def freeze(model: M) -> M:
     """Freeze `model` in place and return it.
 
-    Its linear layers are cast to the type that passes compute in. Results stay the same to the last bit, since every
-    pass would cast them. The embedding and the norms stay in float32, because forward passes read them in float32.
+    The linear layers of the model are cast to the type that passes compute in. Results stay the same to the last bit,
+    since every pass would cast them. The embedding and the norms stay in float32, because forward passes read them in
+    float32.
     """
     model.requires_grad_(False)
     for layer in model.modules():

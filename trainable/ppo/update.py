@@ -84,7 +84,7 @@ def make_passes(
 
     Args:
         batch: all episodes of the step.
-        targets: their targets.
+        targets: targets of the episodes in `batch`.
         rows: (N,) indices of the episodes in the mini-batch.
         mode: how losses are aggregated, one of `LOSS_AGG_MODES`.
         micro_batch_size: number of consecutive `rows` in a micro-batch.

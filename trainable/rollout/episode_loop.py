@@ -17,7 +17,7 @@ from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
 class EpisodeLimits:
     """Limits of an episode.
 
-    max_turn, max_actions_per_turn, format_penalty: as in `EnvConfig`. max_actions: its max_actions_per_traj.
+    max_turn, max_actions_per_turn, format_penalty: as in `EnvConfig`. max_actions: `EnvConfig.max_actions_per_traj`.
     context_length: maximum number of tokens in a conversation.
     """
 

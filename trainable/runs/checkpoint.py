@@ -106,7 +106,10 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _read_checksums(path: Path) -> dict[str, str]:
-    """File name -> SHA-256. Raises CheckpointError for other contents, OSError if `path` cannot be read."""
+    """The SHA-256 of each file, by file name.
+
+    Raises CheckpointError for other contents, and OSError if `path` cannot be read.
+    """
     try:
         checksums: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
         return {name: checksums[name] for name in (TENSORS_FILE, VALUES_FILE)}

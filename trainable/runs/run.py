@@ -30,7 +30,7 @@ Row = dict[str, Any]
 """Columns and their values: one line of a JSON Lines file."""
 
 LinesByFile = Mapping[str, Sequence[Mapping[str, Any]]]
-"""Name of a file in the run's folder -> lines to append to it."""
+"""The lines to append to files of the run's folder, by file name."""
 
 MAX_ROLLING_CHECKPOINTS = 2
 """Number of rolling checkpoints of a run that is not over: the newest, and one more in case the newest is damaged."""

@@ -82,9 +82,10 @@ def make_no_columns(settings: Any) -> Row:
 class TrainerFamily:
     """The parts from which runs of one kind are built.
 
-    config_class: type of the settings. make_trainer: settings, seeds -> trainer. evaluate_stop_rules: rows of a run so
-    far, its settings, names of the study's stop rules -> why it stops here, or None. make_empty_row: settings -> a row
-    that has every column, without values, because Tune needs all columns in the first row.
+    config_class: type of the settings. make_trainer: function of the settings and the seeds that returns a trainer.
+    evaluate_stop_rules: function of the rows of a run so far, the run's settings and the names of the study's stop
+    rules that returns why the run stops here, or None. make_empty_row: function of the settings that returns a row with
+    every column, without values, because Tune needs all columns in the first row.
     """
 
     config_class: type[BaseRunConfig]
@@ -97,10 +98,10 @@ class TrainerFamily:
 class StepReport:
     """The report of a step to the driver.
 
-    rows: run id -> row, with every column. failures: run id -> reason, for all runs that have failed so far. last_step:
-    the last step with a row. step_count: the number of steps with rows. is_over: whether all runs are over. note:
-    events since the last report that a user should know. is_saved: whether all runs that continue have a checkpoint of
-    this step on disk. is_replayed: whether the rows were reported before.
+    rows: rows with every column, by run id. failures: the reason of each run that has failed so far, by run id.
+    last_step: the last step with a row. step_count: the number of steps with rows. is_over: whether all runs are over.
+    note: events since the last report that a user should know. is_saved: whether all runs that continue have a
+    checkpoint of this step on disk. is_replayed: whether the rows were reported before.
     """
 
     rows: dict[str, Row]
@@ -233,7 +234,7 @@ class TrainingLoop:
         # trainers of several seeds report failures. Their rows count steps from 0, so the step just trained has the
         # number `step_index` - 1.
         for seed, reason in result.failures.items():
-            self.runs[seed].append_row({"step": trainer.step_index - 1, "failure": reason}, {})
+            self.runs[seed].append_row({"step": trainer.step_index - 1, "failure": reason}, lines={})
         return {self.runs[seed].run_id: self.runs[seed].rows[-1] for seed in result.rows}
 
     def _save_checkpoints(self, trainer: Trainer, result: StepResult) -> bool:

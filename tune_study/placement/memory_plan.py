@@ -121,7 +121,7 @@ def find_gpu_capacity(requested_gib: float | None, gpus: Sequence[Gpu]) -> GpuCa
                 f"--gpu-memory-gib {requested_gib:g} is not the memory of a GPU: type it in GiB, like "
                 f"--gpu-memory-gib 80."
             )
-        return GpuCapacity(int(requested_gib * GIB), "set by --gpu-memory-gib", True)
+        return GpuCapacity(int(requested_gib * GIB), "set by --gpu-memory-gib", is_known=True)
     uuids = {gpu.uuid for gpu in gpus if gpu.uuid}
     reported_totals = (
         [entry.total_mib for entry in machine_checks.query_gpu_memory() if entry.uuid in uuids] if uuids else []
@@ -129,10 +129,10 @@ def find_gpu_capacity(requested_gib: float | None, gpus: Sequence[Gpu]) -> GpuCa
     sizes = [total for total in reported_totals if total is not None]
     # Every GPU must be reported: one that is not (a MIG device, for example) may be the smallest.
     if sizes and len(sizes) == len(gpus):
-        return GpuCapacity(min(sizes) * 2**20, "from nvidia-smi", True)
+        return GpuCapacity(min(sizes) * 2**20, "from nvidia-smi", is_known=True)
     reason = "no GPU is visible" if not gpus else "nvidia-smi does not report it"
     source = f"assumed, because {reason}; type --gpu-memory-gib N to plan for another"
-    return GpuCapacity(int(ASSUMED_GIB * GIB), source, False)
+    return GpuCapacity(int(ASSUMED_GIB * GIB), source, is_known=False)
 
 
 def plan_memory(

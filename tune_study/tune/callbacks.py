@@ -71,8 +71,8 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
     Attributes:
         given_up_trials: ids of the trials whose failure is final; `FirstComeFirstServed` does not start them again.
-        unwritten_statuses: run_id -> status that could not be written because the disk was full. The study continues,
-            and `retry_unwritten` tries again.
+        unwritten_statuses: statuses, by run_id, that could not be written because the disk was full. The study
+            continues, and `retry_unwritten` tries again.
     """
 
     def __init__(self, plan: StudyPlan, resource_plan: ResourcePlan, progress: Progress) -> None:
@@ -187,7 +187,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         """
         trial_run_id = trial.config["run_id"]
         step = self._find_furthest_step(trial)
-        previous_count = self._failure_counts.get(trial_run_id, _FailureCount(-1, 0))
+        previous_count = self._failure_counts.get(trial_run_id, _FailureCount(furthest_step=-1, consecutive_failures=0))
         failure_count = 1 if step > previous_count.furthest_step else previous_count.consecutive_failures + 1
         self._failure_counts[trial_run_id] = _FailureCount(max(step, previous_count.furthest_step), failure_count)
         return failure_count

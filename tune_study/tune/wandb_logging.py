@@ -114,7 +114,7 @@ class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             self.problem = f"{type(error).__name__}: {error}"
 
     def _apply_event(self, open_runs: dict[str, Any], event: _Event) -> None:
-        """Pass an event to W&B. open_runs: run_id -> its open W&B run."""
+        """Pass an event to W&B. open_runs: the open W&B runs, by run_id."""
         # A trial that is retried starts again while its W&B run is still open, and ends its runs once more.
         if event.kind == "start" and event.run_id not in open_runs:
             open_runs[event.run_id] = self._open_run(self._specs[event.run_id])
