@@ -117,7 +117,7 @@ def _make_study(name: str, question: str, kl_types: Mapping[str, tuple[str, ...]
     Args:
         name, question: of the study.
         kl_types: for each KL loss, the groups of the grid that use it.
-        loss_tag: the part of its file names that stands for the KL losses.
+        loss_tag: the part of the study's file names that stands for the KL losses.
     """
     kl_type_groups = [(kl_type, group) for kl_type, groups in kl_types.items() for group in groups]
     grid = tuple(itertools.chain.from_iterable(_ARMS_BY_GROUP[group][kl_type] for kl_type, group in kl_type_groups))

@@ -182,8 +182,8 @@ def _make_deepspeed_config(settings: OptimConfig, trainer: TrainerConfig) -> dic
         "zero_optimization": zero_config,
         "gradient_clipping": settings.grad_clip,
         "steps_per_print": 2**31,  # never
-        # Both allow torch's AdamW, the second one with an offloaded optimizer. DeepSpeed's own AdamW would have to be
-        # compiled first.
+        # Both settings allow torch's AdamW, the second one with an offloaded optimizer. DeepSpeed's own AdamW would
+        # have to be compiled first.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }

@@ -77,7 +77,7 @@ class RunConfig(BaseRunConfig):
 
     @model_validator(mode="after")
     def _check_tiny_model_prompt(self) -> "RunConfig":
-        # Its tokenizer has only the words of the compact prompt.
+        # The tokenizer of sokoban-tiny has only the words of the compact prompt.
         if self.model.path == "sokoban-tiny" and self.model.prompt_style == "full":
             raise ValueError(
                 "model.path=sokoban-tiny knows the compact prompt only: use the laptop preset, or set "

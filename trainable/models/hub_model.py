@@ -60,8 +60,8 @@ class HubTrunk(nn.Module):
         self.pass_settings = PassSettings()
         self.base = base.eval()
         self.blocks: list[Any] = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
-        # This makes blocks recompute, but only in training mode, which `_enable_recompute` switches on. Blocks draw no
-        # random numbers (dropout is 0), so the generator's state need not be saved.
+        # With these attributes blocks recompute activations, but only in training mode, which `_enable_recompute`
+        # switches on. Blocks draw no random numbers (dropout is 0), so the generator's state need not be saved.
         for block in self.blocks:
             block.gradient_checkpointing = True
             block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)

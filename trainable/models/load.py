@@ -80,8 +80,9 @@ def load_policy(
 ) -> Policy:
     """Load the model at `path` on `device`, with float32 weights, and its tokenizer.
 
-    pass_settings: how its passes are computed. format_name: see `model.chat_format`. Our own implementation runs Qwen2
-    models without scaled rotary positions; transformers runs all others. ValueError if the model cannot be used.
+    pass_settings: how passes of the model are computed. format_name: see `model.chat_format`. Our own implementation
+    runs Qwen2 models without scaled rotary positions; transformers runs all others. ValueError if the model cannot be
+    used.
     """
     folder = find_model(path)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

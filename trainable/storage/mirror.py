@@ -77,7 +77,7 @@ def call_storage(
 def push_lines(storage_path: StoragePath, path: Path, pushed_bytes: int) -> int:
     """Copy the bytes of `path`, an append-only file, after the first `pushed_bytes`; return its size in bytes.
 
-    storage_path: the folder of its parts.
+    storage_path: the folder in storage that has the parts of the file.
     """
     size = path.stat().st_size
     with path.open("rb") as file:

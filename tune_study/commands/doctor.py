@@ -346,7 +346,7 @@ def kill_process_tree(process: subprocess.Popen[bytes]) -> None:
     """Kill a process that we started, if it still runs, and all its descendants, each by its id."""
     if process.poll() is not None:
         return  # its id may belong to another process by now
-    # They are listed first: the children of a process that has ended are no longer known as its children.
+    # The children are listed first: once a process has ended, they are no longer known as its children.
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait()

@@ -212,7 +212,7 @@ def _check_machine(plan: StudyPlan, requirements: _Requirements) -> None:
 def _check_files(plan: StudyPlan) -> None:
     """Raise PlanError for a file, folder or model that is missing.
 
-    This covers the models that studies of other families load. The model that is fine-tuned (`StudyPlan.model`) is
+    The check covers the models that studies of other families load. The model that is fine-tuned (`StudyPlan.model`) is
     checked together with its engines, on this machine or on each node.
     """
     family = plan.study.family

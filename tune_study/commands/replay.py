@@ -115,7 +115,8 @@ class Replay(NamedTuple):
     """A replayed study.
 
     Attributes:
-        original_thresholds: the distinct thresholds under which its runs were trained; the study's if no run has rows.
+        original_thresholds: the distinct thresholds under which the runs were trained; those of the study if no run has
+            rows.
         replayed_thresholds: the distinct thresholds of the replay.
         runs: the replayed runs.
         skipped_runs: the runs that cannot be replayed.

@@ -44,7 +44,10 @@ _ANALYSIS_BYTES = 100_000
 """Bytes per gradient analysis: its lines and its share of the tables. The estimate is for an analysis of 128 groups, as
 in the study gradient-analysis, before and after the filter. An analysis of fewer groups needs less."""
 _LEVEL_BYTES, _EVALUATION_BYTES = 18, 150
-"""Bytes in levels.jsonl per level of an evaluation (measured: validation 11.4, test 17), and per evaluation."""
+"""Bytes in levels.jsonl per level of an evaluation (measured: validation 11.4, test 17), and per evaluation.
+
+The second one is an upper bound: a line without levels has about 90 bytes.
+"""
 _RUN_BYTES = 250_000
 """Bytes per run that do not depend on its steps: Tune's experiment state 70 kB, figures 150 kB, and settings."""
 _STUDY_BYTES = 550_000
@@ -56,7 +59,7 @@ class DiskBudget(NamedTuple):
 
     Attributes:
         remaining_runs: runs that have not ended.
-        concurrent_runs: how many of them run at once.
+        concurrent_runs: how many of the remaining runs train at once.
         is_uniform: whether all runs have the same checkpoint size and number of saved checkpoints. If not,
             `checkpoint_bytes` and `saved_checkpoints` are maxima over the runs.
         checkpoint_bytes: size of one checkpoint; None if the size of a model is unknown.

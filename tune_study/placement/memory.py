@@ -184,9 +184,10 @@ def compute_frozen_bytes(shape: ModelShape, config: RunConfig) -> int:
 def compute_cast_bytes(shape: ModelShape, name: str, parameters: int, config: RunConfig) -> int:
     """Bytes of the copies that autocast keeps of a network's weights during a pass, in the dtype of passes.
 
-    name: policy or critic. parameters: number of its trained parameters. Autocast copies only weights of matrix
-    products, so it does not copy an embedding, unless the embedding is also the head. With LoRA it copies the adapters
-    and a tied head, because the other frozen layers already have the dtype of passes. In float32 nothing is copied.
+    name: policy or critic. parameters: number of the network's trained parameters. Autocast copies only weights of
+    matrix products, so it does not copy an embedding, unless the embedding is also the head. With LoRA it copies the
+    adapters and a tied head, because the other frozen layers already have the dtype of passes. In float32 nothing is
+    copied.
     """
     if config.model.dtype == "float32":
         return 0

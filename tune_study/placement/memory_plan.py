@@ -44,11 +44,11 @@ class MemoryPlan(NamedTuple):
 
     Attributes:
         spec: the run.
-        shape: shape of its model.
+        shape: shape of the run's model.
         capacity: memory of each GPU.
         gpu_fraction: fraction of a GPU that a run gets, in (0, 1].
         budget: bytes of that fraction.
-        allocations: items of its memory, see `memory.list_allocations`.
+        allocations: items of the run's memory, see `memory.list_allocations`.
         host_bytes: host memory of all ranks of a run.
         runs_per_gpu, runs_per_node: concurrent runs on a GPU, and on the machine or a node.
         max_gpus: maximum number of GPUs per run that a remedy may suggest.
@@ -391,8 +391,8 @@ def _iterate_remedies(memory_plan: MemoryPlan, study: Study) -> Iterator[str]:
 def _is_applicable(memory_plan: MemoryPlan, change: Mapping[str, object]) -> bool:
     """Whether `change` is a possible remedy for the run.
 
-    It must be a valid change of the settings that has an effect. It must not give the run fewer GPUs than it has, nor
-    more than there are, and not change the rank of existing adapters, which the user has chosen.
+    The change must be valid and have an effect. It must not give the run fewer GPUs than the run has, nor more than
+    there are, and not change the rank of existing adapters, which the user has chosen.
     """
     config = memory_plan.spec.ppo_config
     try:

@@ -55,8 +55,8 @@ def read_model_shape(path: str, environ: Mapping[str, str]) -> ModelShape | None
     """The shape of the model at `path`: the shipped model, a folder, or a hub id.
 
     Nothing is downloaded. A hub id is looked up in the hub cache, and for Qwen2.5 models also in `published_sizes`.
-    Returns None if neither has it, or if its config.json does not describe a model that can be trained (`check_model`
-    then says why). environ: the environment variables, which determine the hub cache.
+    Returns None if neither has the model, or if its config.json does not describe a model that can be trained.
+    `check_model` then says why. environ: the environment variables, which determine the hub cache.
     """
     config_path = _find_config_file(path, environ)
     if config_path is None:  # not downloaded

@@ -28,7 +28,8 @@ FLOAT32_SLOWDOWN = 2
 class GpuRates(NamedTuple):
     """Published rates of one GPU.
 
-    peak_flops_per_s: dense bfloat16 FLOP/s, without sparsity. memory_bandwidth: bytes per second read from its memory.
+    peak_flops_per_s: dense bfloat16 FLOP/s, without sparsity. memory_bandwidth: bytes per second read from
+    the GPU's memory.
     """
 
     peak_flops_per_s: float

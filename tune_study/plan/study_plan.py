@@ -229,7 +229,7 @@ def collect_overrides(
     """Collect the settings of the command line. Raise PlanError if one is set twice, or belongs to the study's axis.
 
     Args:
-        study: the study whose settings they are.
+        study: the study that the settings belong to.
         options: values by dotted setting, for the options that were typed.
         assignments: the `key=value` of each --set.
         is_axis_free: whether the axis may be set as well, as for a probe, which has no option for it.

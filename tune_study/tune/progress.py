@@ -104,7 +104,7 @@ class Progress:
             yield
 
     def skip_run(self, run_id: str, status: str, step: int, last_value: float | None) -> None:
-        """Show a run that ended in an earlier start. last_value: its last value of the family's primary metric."""
+        """Show a run that ended in an earlier start. last_value: the last value of the primary metric."""
         view = self.views[run_id]
         view.status, view.step = status, step
         if last_value is not None:

@@ -296,9 +296,9 @@ def _end_without_ray(session: StudySession, recorder: "Recorder", reason: str) -
 def make_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: list[Any]) -> Any:
     """The Tune experiment of all runs of a plan.
 
-    A run that has already ended takes part with a trial that only reports its last row again, so that the experiment
-    lists all runs. Tune's own checkpoints and restore are not used: a run continues from the rolling checkpoint in its
-    folder (see docs/architecture.md).
+    The experiment lists all runs: a run that has already ended gets a trial that only reports its last row again.
+    Tune's own checkpoints and restore are not used: a run continues from the rolling checkpoint in its folder (see
+    docs/architecture.md).
     """
     from ray import tune
 

@@ -52,8 +52,8 @@ def make_trial_config(
 ) -> dict[str, Any]:
     """The config of `trainable.trial.Trial` for runs of one arm: names, changed settings and absolute paths.
 
-    specs: the runs, at least one. is_finished: whether the trial only reports their last rows again. The keys are
-    explained in `TrainingLoop` and `Trial`.
+    specs: the runs, at least one. is_finished: whether the trial only reports the last rows of the runs again. The keys
+    are explained in `TrainingLoop` and `Trial`.
     """
     first_spec, family = specs[0], plan.study.family
     return {

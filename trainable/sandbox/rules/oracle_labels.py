@@ -1,4 +1,4 @@
-"""Rules that train on the correct tokens: the oracle that others are compared with, and two that are in between."""
+"""Rules that train on the correct tokens: the oracle, with which others are compared, and two rules in between."""
 
 import torch
 from torch import Tensor
