@@ -18,9 +18,9 @@ class Evaluation(NamedTuple):
     """The result of playing all levels of a split; `to_line` makes its record for levels.jsonl.
 
     step: training steps before the evaluation. split: val or test. mode: sampled or greedy. levels: seed of each
-    episode's level. clusters: number of the symmetry class of each episode's level; levels that are equal up to
+    episode's level. clusters: for each episode, the index of its level's symmetry class; levels that are equal up to
     symmetry are one cluster in confidence intervals. solved: whether each episode solved its level. score: mean score
-    of the episodes. invalid_turns: fraction of all turns.
+    of the episodes. invalid_turns: invalid turns as a fraction of all turns.
     """
 
     step: int
@@ -57,7 +57,7 @@ class Evaluation(NamedTuple):
 def make_evaluation(
     episodes: Sequence[Episode], step: int, split: str, mode: str, clusters: Sequence[int]
 ) -> Evaluation:
-    """Summarize `episodes` as an evaluation; clusters: number of the symmetry class of each group's level."""
+    """Summarize `episodes` as an evaluation; clusters: for each group, the index of its level's symmetry class."""
     num_turns = sum(len(episode.texts) for episode in episodes)
     return Evaluation(
         step=step,

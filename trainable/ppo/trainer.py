@@ -81,7 +81,8 @@ class StepOutput(NamedTuple):
 class Diagnostics(NamedTuple):
     """Functions that measure something in a training step, and change neither the weights nor later samples.
 
-    Both get the trainer and the episodes of the step. They are passed to the trainer, because they import it.
+    Both functions get the trainer and the episodes of the step. They are passed to the trainer instead of imported by
+    it, because their modules import from `trainable.ppo`.
 
     collapse: returns the columns of the collapse diagnostics; no columns in a step in which they are not due.
     gradients: returns lines for gradients.jsonl. The trainer calls it only in steps with a gradient analysis.
@@ -117,7 +118,7 @@ class PPOTrainer:
         self.seconds_total = 0.0
         # The collapse diagnostics read and replace these. They are kept here to be part of every checkpoint.
         self.collapse_averages: Mapping[str, Mapping[str, float]] = {}
-        self.total_budget = Budget(0, 0, 0, 0)
+        self.total_budget = Budget(optimizer_steps=0, env_steps=0, sampled_tokens=0, trained_tokens=0)
         self._set_up_environment(policy)
 
     def _set_up_environment(self, policy: Policy) -> None:
@@ -138,7 +139,8 @@ class PPOTrainer:
         )
         # Checked before an engine is started for settings that cannot work. Any level serves: the check needs the
         # length of a first prompt, and the engine a fixed prompt on which log-probs are compared.
-        first_observation = Observation(1, make_validation_levels(1, env.seed_val)[0].cells, env.max_actions_per_traj)
+        (level,) = make_validation_levels(count=1, base=env.seed_val)
+        first_observation = Observation(turn=1, cells=level.cells, actions_left=env.max_actions_per_traj)
         check_first_turn(first_observation, self.prompt_template, self.codec, context, config.rollout.response_length)
         prompt = self.codec.encode([self.prompt_template.format_first_turn(first_observation)])[0]
         self.engine = make_engine(config, policy, self.device, prompt, context, self.backends["actor"].gather_weights)

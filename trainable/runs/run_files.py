@@ -22,7 +22,9 @@ METRICS_FILE, LEVELS_FILE, GRADIENTS_FILE, PROBES_FILE = (
     "gradients.jsonl",
     "probes.jsonl",
 )
-STATE_FOLDER, LOCK_FILE = "state", ".lock"
+STATE_FOLDER = "state"
+"""Subfolder of a run's folder that has its rolling checkpoints."""
+LOCK_FILE = ".lock"
 CHECKSUMS_FILE = "checksums.json"
 """The file of a checkpoint that is written last, so a folder that contains it is known to be complete."""
 

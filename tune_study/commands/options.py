@@ -63,7 +63,7 @@ SkipStatuses = Annotated[
         "--skip-statuses",
         "--skip_statuses",
         metavar="LIST",
-        help="Do not run again the runs with these statuses; failed and interrupted may be added.",
+        help="Skip runs that already have one of these statuses; the list may also include failed and interrupted.",
     ),
 ]
 UpdateMicroBatch = Annotated[

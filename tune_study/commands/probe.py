@@ -154,7 +154,7 @@ def find_target(
 
 
 def _list_stored_checkpoints(plan: StudyPlan, spec: RunSpec) -> dict[int, str]:
-    """Checkpoints of a run in the study's storage: step -> path there."""
+    """Checkpoints of a run in the study's storage: for each step, the path there."""
     from tune_study.folder import storage
 
     return storage.list_checkpoints(plan.study_uri or "", spec.run_id)
@@ -337,7 +337,7 @@ def _analyse(trainer: PPOTrainer, changes: str | None, console: Console) -> list
     settings = trainer.config.trainer
     n_groups, group_size = settings.gradient_analysis_env_groups, settings.gradient_analysis_group_size
     print_line(console, f"Playing {n_groups} x {group_size} episodes and measuring their gradients ...")
-    lines = analyse_gradients(trainer, [], source="probe", overrides=changes)
+    lines = analyse_gradients(trainer, episodes=[], source="probe", overrides=changes)
     if not any(line["groups"] for line in lines):
         raise PlanError(
             f"The filter kept none of {_describe_groups(lines[-1])}, so nothing could be measured and nothing was "
@@ -390,7 +390,7 @@ def _write_log(path: Path, renderables: Sequence[Any]) -> None:
 def _make_table(line: Mapping[str, Any]) -> Table:
     """A table of one analysed batch, with a row per bucket.
 
-    It shows the task's gradient with its signal-to-noise ratio, and the norms of the regularizers' gradients.
+    The table shows the task's gradient with its signal-to-noise ratio, and the norms of the regularizers' gradients.
     """
     batch_label = "before the filter" if line["prefilter"] else "of what the filter kept"
     table = Table(title=f"gradients {batch_label}", box=None, title_justify="left", padding=(0, 1, 0, 0))

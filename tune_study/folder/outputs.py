@@ -43,7 +43,7 @@ class RunStatus:
         reason: why the run has this status, as a sentence.
         failure_class: kind of the failure (see `trainable.runs.failures`); empty unless the run has failed.
         stop_rule, stop_value, stop_threshold, stop_step: decision of the rule that stopped the run early.
-        trial_id: id of its last Tune trial.
+        trial_id: id of the run's last Tune trial.
         started_at, ended_at: first start and last end, ISO 8601 in UTC; None before them.
     """
 
@@ -264,7 +264,7 @@ def check_study_links(plan: StudyPlan) -> None:
 
 def check_folder_links(folder: Path) -> None:
     """Raise PlanError if results/<run> contains a symbolic link. The path to it may contain some."""
-    _check_links(folder, (), folder)
+    _check_links(folder, paths=(), tree=folder)
 
 
 def _check_links(root: Path, paths: Iterable[Path], tree: Path) -> None:
