@@ -33,7 +33,7 @@ FILTER_COLUMNS = ("groups_kept", "kept_ratio", "zero_std_groups", "reward_std", 
 """Columns of a training step about the filter. A row of an analysis has them with the prefix `source_`."""
 
 
-def analyse_gradients(
+def analyze_gradients(
     trainer: "PPOTrainer", episodes: list[Episode], source: str = "train", overrides: str | None = None
 ) -> list[Row]:
     """Analyze the gradients of the trainer's policy. The trainer is not changed.

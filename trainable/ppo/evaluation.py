@@ -82,7 +82,7 @@ def number_classes(keys: Sequence[bytes]) -> list[int]:
     return [class_numbers.setdefault(key, len(class_numbers)) for key in keys]
 
 
-def summarise_rollout(episodes: Sequence[Episode], group_size: int) -> RolloutSummary:
+def summarize_rollout(episodes: Sequence[Episode], group_size: int) -> RolloutSummary:
     """Means over all episodes of a step, before the filter; the episodes of a group are consecutive."""
     num_episodes, num_turns = len(episodes), sum(len(episode.texts) for episode in episodes)
     solved_by_group = reshape_by_group([float(episode.solved) for episode in episodes], group_size)
@@ -96,7 +96,7 @@ def summarise_rollout(episodes: Sequence[Episode], group_size: int) -> RolloutSu
     )
 
 
-def summarise_batch(batch: Batch, targets: Targets, episodes: Sequence[Episode], has_values: bool) -> BatchSummary:
+def summarize_batch(batch: Batch, targets: Targets, episodes: Sequence[Episode], has_values: bool) -> BatchSummary:
     """Statistics of the batch before the update.
 
     episodes: the episodes that the filter kept; `batch` may have copies of some, in addition. has_values: whether the
@@ -123,7 +123,7 @@ def summarise_batch(batch: Batch, targets: Targets, episodes: Sequence[Episode],
     )
 
 
-def summarise_validation(evaluations: Sequence[Evaluation], is_unseen: Sequence[bool]) -> Validation | None:
+def summarize_validation(evaluations: Sequence[Evaluation], is_unseen: Sequence[bool]) -> Validation | None:
     """Summarize a validation: `evaluations` is empty (the result is None), or sampled, or sampled and greedy.
 
     is_unseen: for each episode, whether its level differs from every training level.
