@@ -53,7 +53,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "sandbox-evidence": _EVIDENCE_STUDIES,
     "sandbox-all": ("sandbox", "sandbox-delays", *_EVIDENCE_STUDIES, *_PREDICTION_STUDIES),
 }
-"""Name of a suite -> the studies that `run` trains one after another."""
+"""The studies of each suite, which `run` trains one after another, by the name of the suite."""
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (PPO, UPDATE_RULES)}
-"""Name of a family, as study.json stores it -> the family."""
+"""The families, by the name that study.json stores."""

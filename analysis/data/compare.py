@@ -143,7 +143,7 @@ def estimate_gain(frames: StudyFrames, runs: pd.DataFrame, mode: str = "sampled"
         return mean_over_seeds(per_seed)
     # Each run is paired with itself before training (step 0), level by level.
     level_outcomes = collect_level_outcomes(frames, runs.loc[per_seed.index], mode)
-    pairs = [(point, EvalPoint(point.run_id, 0)) for point in find_last_points(level_outcomes).values()]
+    pairs = [(point, EvalPoint(point.run_id, step=0)) for point in find_last_points(level_outcomes).values()]
     # As in `estimate_difference`: without levels of every run, before and after training, there is no interval.
     if len(per_seed) == 0 or len(pairs) < len(per_seed) or any(base not in level_outcomes for _, base in pairs):
         return Estimate(float(per_seed.mean()) if len(per_seed) else float("nan"))

@@ -141,7 +141,7 @@ def _summarize_update_rule_run(rows: Sequence[Row], end_step: int | None) -> Row
         "steps_done": last_row.get("step", 0),
         **{name: last_row.get(name.removeprefix("final_")) for name in final_columns},
         "first_step_entropy_low": _find_first_step(rows, "entropy", LOW_ENTROPY),
-        "first_step_error_zero": _find_first_step(rows, "test_error", 0.0),
+        "first_step_error_zero": _find_first_step(rows, "test_error", threshold=0.0),
         "mean_entropy": _compute_mean_over_steps(
             rows, "entropy", last_row.get("step", 0) if end_step is None else end_step
         ),
@@ -192,13 +192,17 @@ RUN_FILE_SCHEMA: Schema = {**_RUN_SCHEMA, **_make_schema(_COMMON_COLUMNS, STOP_C
 
 FAMILIES: dict[str, TableFamily] = {
     "ppo": TableFamily(
-        "ppo", 1, STEP_COLUMNS, (*TRIAL_COLUMNS, *STOP_COLUMNS, *_LAST_VALUE_COLUMNS), _summarize_ppo_run
+        name="ppo",
+        first_step=1,
+        step_columns=STEP_COLUMNS,
+        trial_columns=(*TRIAL_COLUMNS, *STOP_COLUMNS, *_LAST_VALUE_COLUMNS),
+        summarize_rows=_summarize_ppo_run,
     ),
     "update_rules": TableFamily(
-        "update_rules",
-        0,
-        sandbox.STEP_COLUMNS,
-        (*_COMMON_COLUMNS, *STOP_COLUMNS, *sandbox.TRIAL_COLUMNS),
-        _summarize_update_rule_run,
+        name="update_rules",
+        first_step=0,
+        step_columns=sandbox.STEP_COLUMNS,
+        trial_columns=(*_COMMON_COLUMNS, *STOP_COLUMNS, *sandbox.TRIAL_COLUMNS),
+        summarize_rows=_summarize_update_rule_run,
     ),
 }

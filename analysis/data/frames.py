@@ -58,7 +58,7 @@ class StudyFrames:
 
     @property
     def families(self) -> list[TableFamily]:
-        """The distinct families of the studies. There is more than one only if they were loaded together."""
+        """The distinct families of the studies: several only if studies of several families were loaded together."""
         return list({family.name: family for family in map(get_family, self.studies)}.values())
 
     @cached_property

@@ -278,7 +278,7 @@ def draw_signal(signal_table: pd.DataFrame, share_table: pd.DataFrame, title: st
             _draw_shares(share_axes, share_table[share_table["prefilter"] == prefilter])
             share_axes.set_xlabel(REWARD_STD_LABEL)
         for axes in (ratio_panels[0], share_panels[0]):  # the panels of a row share the y axis
-            _set_log_ticks(axes.yaxis, 1)
+            _set_log_ticks(axes.yaxis, linear_threshold=1)
         ratio_panels[0].set_ylabel("signal / noise (1)")
         share_panels[0].set_ylabel(label)
         _set_title(figure, "Signal and shares", title)
@@ -349,7 +349,7 @@ def draw_lines(table: pd.DataFrame, colors: Mapping[str, str], label: str) -> Fi
 
     Args:
         table: from `make_signal_lines` or `make_share_lines`.
-        colors: line -> color.
+        colors: colors by line.
         label: y label.
     """
     filter_states = sorted(set(table["prefilter"]), reverse=True)
@@ -367,7 +367,7 @@ def draw_lines(table: pd.DataFrame, colors: Mapping[str, str], label: str) -> Fi
             axes.set_title(FILTER_LABELS[bool(prefilter)], loc="left")
             axes.set_xlabel(REWARD_STD_LABEL)
             axes.set_yscale("symlog", linthresh=1)
-        _set_log_ticks(panels[0].yaxis, 1)
+        _set_log_ticks(panels[0].yaxis, linear_threshold=1)
         panels[0].set_ylabel(label)
         add_line_legend(figure, colors)
     return figure

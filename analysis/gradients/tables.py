@@ -87,7 +87,10 @@ def select_step(frame: pd.DataFrame, run_id: str, source: str, step: int) -> pd.
 
 
 def drop_empty_batches(gradients: pd.DataFrame) -> pd.DataFrame:
-    """The rows of `gradients` without batches of which the filter kept nothing. A missing flag counts as kept."""
+    """The rows of `gradients`, except those of batches that the filter emptied completely.
+
+    A row without the flag `empty_after_filter` stays.
+    """
     return gradients[~(gradients["empty_after_filter"] > 0)]
 
 

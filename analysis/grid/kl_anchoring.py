@@ -199,13 +199,13 @@ def _is_falling(row: dict[str, Any]) -> bool:
 def _describe_trend(row: dict[str, Any]) -> str:
     is_rising = row["rho_low"] > 0 and row["p"] < SIGNIFICANCE_LEVEL
     verb = "falls" if _is_falling(row) else "rises" if is_rising else "neither clearly falls nor clearly rises"
-    interval_text = format_interval(row["rho_low"], row["rho_high"], 2) or NO_INTERVAL_TEXT
+    interval_text = format_interval(row["rho_low"], row["rho_high"], decimals=2) or NO_INTERVAL_TEXT
     stopped_text = f"{row['early_stopped']} of them stopped by a rule" if row["early_stopped"] else "none stopped"
     return (
         f"Under the loss {row['form']}, KL to the reference {verb} with the coefficient: the mean rank correlation is "
-        f"{format_signed(row['rho'], 2)} {interval_text} over {row['sets']} sets of runs that differ only in the "
-        f"coefficient, {row['runs']} runs in all ({stopped_text}), permutation {format_p_value(row['p'])}. The KL is "
-        f"{row['kl_smallest']:.2g} nats at the coefficient {row['smallest']:g} and {row['kl_largest']:.2g} nats at "
+        f"{format_signed(row['rho'], decimals=2)} {interval_text} over {row['sets']} sets of runs that differ only in "
+        f"the coefficient, {row['runs']} runs in all ({stopped_text}), permutation {format_p_value(row['p'])}. The KL "
+        f"is {row['kl_smallest']:.2g} nats at the coefficient {row['smallest']:g} and {row['kl_largest']:.2g} nats at "
         f"{row['largest']:g}."
     )
 
@@ -221,8 +221,8 @@ def _describe_differences(rows: list[dict[str, Any]], falling_forms: set[str]) -
 
 def _describe_difference(row: dict[str, Any], is_anchoring: bool) -> str:
     """is_anchoring: KL to the reference falls with the coefficient of this form, and does not fall with that of k1."""
-    interval_text = format_interval(row["low"], row["high"], 2) or NO_INTERVAL_TEXT
-    estimate_text = f"{format_signed(row['difference'], 2)} {interval_text} over {row['sets']} matching sets"
+    interval_text = format_interval(row["low"], row["high"], decimals=2) or NO_INTERVAL_TEXT
+    estimate_text = f"{format_signed(row['difference'], decimals=2)} {interval_text} over {row['sets']} matching sets"
     # A lower correlation alone may mean that KL rises less than under k1: anchoring also needs that it falls.
     if row["low"] > 0 and is_anchoring:
         statement = f"At the same coefficients, {row['form']} pulls the policy toward the reference and k1 does not"

@@ -28,7 +28,7 @@ _COLORMAP = "cividis"
 
 
 class PanelLayout(NamedTuple):
-    """The positions of panels in a figure. positions: panel -> (row, column)."""
+    """The positions of panels in a figure. positions: (row, column) by panel."""
 
     rows: int
     columns: int

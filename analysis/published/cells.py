@@ -36,7 +36,7 @@ class Cell:
     A number that is printed in two tables is one cell.
 
     Attributes:
-        studies: our studies that run it. The test uses the first one that is present.
+        studies: our studies that run the cell. The test uses the first one that is present.
         column: a column of `trials`, or of `steps` if the cell is pooled.
         mean: published mean; NaN for NEVER_REACHED.
         std: published standard deviation (ddof 1); NaN for NEVER_REACHED.

@@ -35,7 +35,7 @@ class AxisView:
 
     @cached_property
     def arm_colors(self) -> dict[str, str]:
-        """Arm -> color, in the order of the axis; words such as nofilter have separate colors."""
+        """The color of each arm, in the order of the axis; words such as nofilter have separate colors."""
         return plots.make_arm_colors(
             self.dose_response["arm"].to_list(), self.dose_response.loc[self.dose_response["is_word"], "arm"].to_list()
         )
@@ -47,7 +47,7 @@ class AxisView:
 
     @property
     def line_colors(self) -> dict[str, str]:
-        """Line -> color."""
+        """The color of each line."""
         return self.arm_colors
 
 
@@ -70,7 +70,7 @@ class GridView:
 
     @cached_property
     def arm_colors(self) -> dict[str, str]:
-        """Arm -> color."""
+        """The color of each arm."""
         return _make_arm_colors(self.frames)
 
     @cached_property
@@ -80,7 +80,7 @@ class GridView:
 
     @cached_property
     def line_colors(self) -> dict[str, str]:
-        """Panel -> color."""
+        """The color of each panel."""
         return _make_arm_colors(self.line_frames)
 
 
@@ -265,7 +265,7 @@ def _draw_gradients(make_label: Callable[[StudyFrames], str], table: pd.DataFram
 
 
 def _make_gradient_colors(table: pd.DataFrame, arm_colors: Mapping[str, str], has_several_arms: bool) -> dict[str, str]:
-    """Line -> color. With one arm, each line has its own color. With several, a line has the color of its arm.
+    """The color of each line. With one arm, each line has its own color. With several, a line has the color of its arm.
 
     The probes of an arm are lighter shades of its color.
     """

@@ -24,7 +24,7 @@ class UpdateRuleView:
 
     @cached_property
     def colors(self) -> dict[str, str]:
-        """Arm -> color."""
+        """The color of each arm."""
         return plots.make_rule_colors(list_arms(self.frames))
 
     @cached_property
@@ -43,7 +43,7 @@ def make_gallery(frames: StudyFrames) -> Gallery[UpdateRuleView]:
     """The figures of a study: one with the mean curves, one per column with every run, and one of the contrasts."""
     view = UpdateRuleView(frames)
     if not view.curves:
-        return Gallery((), view)
+        return Gallery(figures=(), view=view)
     return Gallery((MEAN_CURVES_FIGURE, *map(_make_runs_figure, view.curves), CONTRASTS_FIGURE), view)
 
 

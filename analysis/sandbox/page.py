@@ -198,8 +198,8 @@ def format_headline(frames: StudyFrames, differences: pd.DataFrame) -> str:
 def compute_chance_error(frames: StudyFrames) -> float | None:
     """Test error of random content tokens, 1 - 1/V for a vocabulary of V; None if the study has no single such value.
 
-    It has one if every task scores single tokens, all arms have the same vocabulary, and rewards are not binary (with a
-    binary reward, the error is that of whole sequences).
+    A study has one if every task scores single tokens, all arms have the same vocabulary, and rewards are not binary
+    (with a binary reward, the error is that of whole sequences).
     """
     columns = ("config/task", "config/vocab_size", "config/binary_reward")
     if frames.trials.empty or any(name not in frames.trials for name in columns):

@@ -1,8 +1,8 @@
 """Tables of an update-rule study: statistics of arms, differences from the baseline, mean curves.
 
-Every number of an arm is computed over its scored runs: those that completed, and those that a rule stopped, which
-count with their last row. The standard error is the standard deviation (ddof 1) divided by the root of n; tables have
-both, under their names.
+Every number of an arm is computed over its scored runs: those that completed and those that a rule stopped. A
+stopped run counts with its last row. The standard error is the standard deviation (ddof 1) divided by the root of n;
+tables have both, under their names.
 """
 
 import math
@@ -50,7 +50,7 @@ STUDY_PANELS: Mapping[str, tuple[Panel, ...]] = {
     ),
     "dense-correction": (ERROR_PANEL, Panel("chain_reward", "chain reward (reward)")),
 }
-"""Study -> the panels of its learning curves; other studies have `DEFAULT_PANELS`."""
+"""The panels of a study's learning curves, by study; other studies have `DEFAULT_PANELS`."""
 DEFAULT_PANELS = (ERROR_PANEL, ENTROPY_PANEL)
 
 

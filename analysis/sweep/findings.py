@@ -122,7 +122,8 @@ def describe_trend(trend: Trend, page_p_value: float, setting: str = "") -> str:
     claim = f"Success tends to {verb} as {axis} grows" if is_resolved else f"Success has no clear trend over {axis}"
     page_text = "" if np.isnan(page_p_value) else f" Page's test over the paired seeds: {format_p_value(page_p_value)}."
     return (
-        f"{claim} (rank correlation {format_signed(trend.rho, 2)}, {format_p_value(trend.p)} over {trend.n} runs)."
+        f"{claim} (rank correlation {format_signed(trend.rho, decimals=2)}, {format_p_value(trend.p)} over {trend.n} "
+        "runs)."
         f"{page_text} Arms named by words are left out; a stopped run counts with its last value."
     )
 

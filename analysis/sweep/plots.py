@@ -48,7 +48,7 @@ STYLE: Mapping[str, Any] = {
 
 
 def make_arm_colors(arms: Sequence[str], words: Sequence[str] = ()) -> dict[str, str]:
-    """Arm -> color: along the map in the given order, and grays and browns for `words` such as nofilter."""
+    """The color of each arm: along the map in the given order, and grays and browns for `words` such as nofilter."""
     ordered_arms = [arm for arm in arms if arm not in words]
     # The last part of viridis is too bright a yellow for lines on white.
     shades = mpl.colormaps["viridis"](np.linspace(0.0, 0.82, max(len(ordered_arms), 1)))
@@ -169,7 +169,7 @@ def _add_dose_legend(axes: Any, table: pd.DataFrame) -> None:
 def draw_curves(table: pd.DataFrame, means: pd.DataFrame, colors: Mapping[str, str], label: str) -> Figure:
     """The curves of all runs: one panel per arm, with runs of other arms in gray, and the mean of several runs on top.
 
-    table: from `series.make_curves`. means: from `series.compute_mean_curves`. colors: arm -> color, in the order of
+    table: from `series.make_curves`. means: from `series.compute_mean_curves`. colors: colors by arm, in the order of
     the panels.
     """
     arms = [arm for arm in colors if (table["arm"] == arm).any()]
@@ -245,7 +245,7 @@ def _draw_end_mark(panel: Any, run: pd.DataFrame) -> None:
 def draw_arm_lines(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:
     """One panel per measure with one line per arm, so that a hundred arms fit. The dashed line shows chance.
 
-    table: from `series.make_arm_lines`. colors: arm -> color.
+    table: from `series.make_arm_lines`. colors: colors by arm.
     """
     measures = list(dict.fromkeys(table["measure"]))
     with mpl.rc_context(dict(STYLE)):

@@ -62,7 +62,8 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
     * `p_holm` is corrected over all compared arms. `detectable` is the smallest true difference that the test would
       probably have found.
     * `stopped_fraction` is the fraction of scored runs that a rule stopped, with Wilson's interval.
-      `final_stopped_as_zero` and `final_survivors` are the mean with stopped runs scored 0 or left out.
+      `final_stopped_as_zero` is the mean final success with stopped runs counted as 0; `final_survivors` is the mean
+      without them.
     * Costs are means over scored runs, or over all runs if none is scored.
     """
     baseline = require_single_study(frames).studies[0].get("baseline", "")

@@ -7,7 +7,7 @@ from typing import Any
 from trainable.config.base_config import BaseRunConfig
 
 Settings = Mapping[str, object]
-"""Dotted setting of a family's configuration -> value."""
+"""Values by the dotted name of a setting of a family's configuration."""
 
 
 @dataclass(frozen=True)
@@ -15,10 +15,10 @@ class DisplayColumn:
     """A column that is shown while a run trains.
 
     Attributes:
-        column: its name in the rows of metrics.jsonl.
-        name: its heading.
-        format_spec: how its numbers are formatted.
-        fallback_column: the column to show until this one has a value; empty: none.
+        column: name of the column in the rows of metrics.jsonl.
+        name: heading of the column in the table, and name of the field in a log line.
+        format_spec: format of the numbers, as in Python's `format`.
+        fallback_column: the column to show until this one has a value; empty if there is none.
     """
 
     column: str
@@ -32,22 +32,27 @@ class Family:
     """Studies that share a trainer and a type of configuration.
 
     Attributes:
-        name: its name in study.json and in the tables.
+        name: name of the family in study.json and in the tables.
         config_class: configuration of a run.
         trainer: "module:NAME" of the TrainerFamily for these configurations; imported only where a run trains.
-        presets: preset -> the settings that it changes.
-        n_seeds: preset -> default number of seeds per arm.
-        make_template_values: configuration -> the values that name templates may use.
-        get_model_path: configuration -> the model that its runs load and train; None if they build their own.
+        presets: for each preset, the settings that the preset changes.
+        n_seeds: for each preset, the default number of seeds per arm.
+        make_template_values: function of a configuration that returns the values that name templates may use.
+        get_model_path: function of a configuration that returns the path or hub id of the model that a run loads and
+            trains, or None if the run builds its own model.
         progress_columns: columns of the progress table. The first is the primary metric, which `status` shows too.
-        log_columns: columns of the line per step in a log, and on the screen where there is no terminal.
+        log_columns: columns of the line that each step writes to the log of its run. Standard output gets some of these
+            lines when it is not a terminal.
         has_batched_seeds: whether one trial trains all seeds of an arm together, each as a separate run.
-        estimate_bytes: configuration and parameter count of the loaded model -> bytes of a checkpoint, and of a row
-            with everything derived from it; None where both follow from the model's shape.
+        estimate_bytes: function of the configuration and of the parameter count of the loaded model that returns two
+            sizes in bytes: that of a checkpoint, and that of a row together with everything derived from the row. None
+            if the shape of the model determines both.
         model_settings: settings that name a model, which may be a local folder.
         path_settings: settings that name a local file or folder, if they are set.
-        name_suffix: template that ends the names of a study without published names.
-        is_fine_tuning: whether its runs fine-tune the language model of `get_model_path`, on GPUs if there are any.
+        name_suffix: template that is appended to the names of a study and of its runs if the study has no published
+            names.
+        is_fine_tuning: whether the family's runs fine-tune the language model of `get_model_path`, on GPUs if there
+            are any.
     """
 
     name: str

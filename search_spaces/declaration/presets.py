@@ -36,4 +36,4 @@ PRESETS: dict[str, Settings] = {
 }
 
 DEFAULT_SEEDS: dict[str, int] = {"paper": 3, "laptop": 1}
-"""Preset -> default number of seeds per arm."""
+"""The default number of seeds per arm, by preset."""

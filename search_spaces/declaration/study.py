@@ -9,7 +9,7 @@ from search_spaces.declaration.family import Family, Settings
 from trainable.config.base_config import BaseRunConfig
 
 Contrasts = Mapping[str, tuple[tuple[str, str], ...]]
-"""Description of a comparison -> pairs of arms that differ in nothing else; the difference is first minus second."""
+"""Pairs of arms that differ in nothing else, by description of the comparison; a difference is first minus second."""
 
 
 def _make_empty_settings() -> Settings:
@@ -27,11 +27,11 @@ class Axis:
 
     Attributes:
         setting: the dotted setting, or a description of how named arms differ.
-        grids: preset -> axis values, as they are typed.
-        option: the command-line flag for its values; the published one where there is one.
+        grids: for each preset, the axis values as they are typed.
+        option: the command-line flag for values of the axis; the published flag where there is one.
         extra_settings: settings that every numeric value sets in addition.
-        named_settings: value that is a name -> the settings that it sets instead.
-        value_groups: name of a group -> its values; typing the name selects all of them.
+        named_settings: for each value that is a name, the settings that it sets instead.
+        value_groups: for each name of a group, the values of the group; typing the name selects all of them.
         adapt: adapts an arm's settings to the study's base configuration.
     """
 
@@ -107,24 +107,24 @@ class Study:
     """A question and everything needed to run it; data only.
 
     Attributes:
-        name: its name on the command line.
-        family: the family that trains its runs.
+        name: name of the study on the command line.
+        family: the family that trains the study's runs.
         question: one sentence that ends with a question mark.
-        axis: the axis along which its arms differ.
+        axis: the axis along which the arms differ.
         fixed_settings: settings of all arms.
         baseline: the arm that the others are compared with; a template as in `NameTemplates`.
-        published_templates: names of its files in published documents or in related studies; by default they follow
-            from the study's name.
+        published_templates: names of the study's files in published documents or in related studies; by default the
+            names follow from the study's name.
         stop_rules: rules that may stop a run early, see `trainable.runs.stop_rules.RULES`.
-        presets: preset -> settings that it changes for this study.
-        n_seeds: default number of seeds per arm; None: the preset's.
+        presets: for each preset, the settings that the preset changes for this study.
+        n_seeds: default number of seeds per arm; None for the preset's number.
         has_include_zero_option: whether --rollout_filter_include_zero may be used; False where the axis sets it.
-        smoke_settings: settings of --smoke, which runs the study in seconds; empty: no --smoke.
+        smoke_settings: settings of --smoke, which runs the study in seconds; empty if the study has no --smoke.
         contrasts: the comparisons that answer the question, declared before anything is run.
-        strategy_aliases: name that --rollout_filter_strategy takes -> name of the filter strategy; empty: no such
-            option.
-        variants: value of `variant_setting` -> the study of the same question under that value, if names and arms
-            depend on it. --kl-type chooses one.
+        strategy_aliases: for each name that --rollout_filter_strategy takes, the name of the filter strategy; empty if
+            the study has no such option.
+        variants: for each value of `variant_setting`, the study of the same question under that value, if names and
+            arms depend on the value. --kl-type chooses one.
         variant_setting: the dotted setting that the variants fix.
 
     Example: a sweep over the learning rate. Only `search_spaces/__init__.py` has to import it::

@@ -8,17 +8,17 @@ from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import RunConfig
 
 INCLUDE_ZERO_TAGS = {True: "nofilter", False: "filter_zero"}
-"""rollout_filter_include_zero -> its published tag."""
+"""The published tag of each value of rollout_filter_include_zero."""
 
 COLLAPSE_TAGS = {(True, True): "ftmt", (True, False): "ft", (False, True): "mt", (False, False): "nocd"}
-"""(diagnostics of first turns are on, diagnostics of all turns are on) -> their published tag."""
+"""The published tags, by whether the diagnostics of first turns and those of all turns are on."""
 
 STRATEGY_NAMES = {"top_k_abs": "top_k"}
-"""Filter strategy -> its published name, where the two differ: in the documents top_k takes a count of groups."""
+"""The published name of each filter strategy whose name differs: in the documents top_k takes a count of groups."""
 
 
 def get_model_name(path: str) -> str:
-    """Last part of a model's path, used in the names of its runs: Qwen/Qwen2.5-3B -> Qwen2.5-3B."""
+    """Last part of a model's path, used in the names of its runs: Qwen2.5-3B for Qwen/Qwen2.5-3B."""
     return path.rstrip("/").rsplit("/", 1)[-1]
 
 

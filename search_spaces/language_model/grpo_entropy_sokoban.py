@@ -14,7 +14,7 @@ from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO
 
 CLIPS: dict[str, tuple[float, float]] = {"0.05": (0.05, 0.05), "0.2": (0.2, 0.2), "0.28": (0.2, 0.28)}
-"""Name of a clip -> clip_ratio_low, clip_ratio_high."""
+"""clip_ratio_low and clip_ratio_high, by the name of the clip."""
 
 
 def _make_grpo_settings(is_normalized: bool, clip: str) -> Settings:

@@ -14,15 +14,15 @@ from trainable.config.run_config import RunConfig
 
 COEFFICIENTS = ("0.001", "0.003", "0.01", "0.03")
 FILTER_FRACTIONS = {"topk100": 1.0, "topk80": 0.8, "topk60": 0.6, "topk40": 0.4}
-"""Published name of a filter -> the fraction of groups that it keeps; the same under every strategy."""
+"""The fraction of groups that a filter keeps, by the filter's published name; the same under every strategy."""
 
 KL_TYPES = ("low_var_kl", "kl", "mse")
 STRATEGY_ALIASES = {"top_p": "top_p", "top_k": "top_k_abs", "min_p": "min_p", "top_f": "top_f"}
-"""Published name of a filter strategy -> name here; the published top_k takes a count of groups."""
+"""The name here of each filter strategy, by its published name; the published top_k takes a count of groups."""
 
 GROUPS = ("1", "2", "3", "4", "5")
 GROUPS_BY_KL_TYPE = {"kl": ("1", "4", "5"), "mse": ("1", "4", "5"), "low_var_kl": GROUPS}
-"""KL loss -> its groups, in the published order. Groups 2 and 3 have no KL loss and run once."""
+"""The groups of each KL loss, in the published order. Groups 2 and 3 have no KL loss and run once."""
 
 _ZERO_COEFS = ("0",)
 
@@ -31,11 +31,11 @@ class GridGroup(NamedTuple):
     """One group of the grid.
 
     Attributes:
-        filters: name -> fraction of groups that the filter keeps.
+        filters: for each filter, by its name, the fraction of groups that it keeps.
         kl_coefs: coefficients of the KL loss; "0" turns it off.
         entropy_coefs: coefficients of the entropy bonus.
         zero_task_advantage: whether task advantages are set to 0, so that only the regularizers train.
-        prefix: text before the filter's name in the names of its runs.
+        prefix: text before the filter's name in the names of the group's runs.
     """
 
     filters: Mapping[str, float]
@@ -116,8 +116,8 @@ def _make_study(name: str, question: str, kl_types: Mapping[str, tuple[str, ...]
 
     Args:
         name, question: of the study.
-        kl_types: KL loss -> its groups.
-        loss_tag: the part of its file names that stands for the KL losses.
+        kl_types: for each KL loss, the groups of the grid that use it.
+        loss_tag: the part of the study's file names that stands for the KL losses.
     """
     kl_type_groups = [(kl_type, group) for kl_type, groups in kl_types.items() for group in groups]
     grid = tuple(itertools.chain.from_iterable(_ARMS_BY_GROUP[group][kl_type] for kl_type, group in kl_type_groups))

@@ -28,7 +28,7 @@ def solve_decay(age: float, capacity: int) -> float:
 
     Raise ValueError if no decay >= 0 gives that age.
     """
-    largest_age = compute_mean_age(0.0, capacity)  # all batches equally likely
+    largest_age = compute_mean_age(decay=0.0, capacity=capacity)  # all batches equally likely
     if not 0 < age <= largest_age:
         raise ValueError(
             f"A buffer of {capacity} batches cannot have a mean age of {age} updates: choose one in (0, {largest_age}]."
@@ -43,7 +43,7 @@ def solve_decay(age: float, capacity: int) -> float:
 
 
 REPLAY_PRIORITIES = {"": "freshness", "-delight": "fresh_delight"}
-"""Suffix of an arm's name -> the priority by which a batch is drawn."""
+"""The priority by which a batch is drawn, by the suffix of the arm's name."""
 
 ARMS: dict[str, Settings] = {
     "DG": {"method": "DG"},
@@ -58,7 +58,7 @@ ARMS: dict[str, Settings] = {
         for end, priority in REPLAY_PRIORITIES.items()
         for age in AGES
         for capacity in CAPACITIES
-        if age <= compute_mean_age(0.0, capacity)  # the capacity 8 cannot have the mean age 7.5
+        if age <= compute_mean_age(decay=0.0, capacity=capacity)  # the capacity 8 cannot have the mean age 7.5
     },
 }
 

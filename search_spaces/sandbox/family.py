@@ -114,7 +114,7 @@ def make_sandbox_study(
     Args:
         name: of the study.
         question: the docstring of the study's module. Its first paragraph becomes the question.
-        arms: name -> its settings in addition to `fixed_settings`.
+        arms: for each arm, by its name, the settings in addition to `fixed_settings`.
         baseline: the arm that the others are compared with.
         fixed_settings: settings of all arms.
         setting: how the arms differ, in words.

@@ -26,10 +26,10 @@ def clustered_difference(differences: Sequence[float], clusters: Sequence[int]) 
     weighted_values = [(value, 1.0, f"cluster {name}") for value, name in zip(differences, clusters, strict=True)]
     weighted_values += [(1.0, 0.5, "plus"), (-1.0, 0.5, "minus"), (0.0, 1.0, "nought")]
     size = sum(weight for _, weight, _ in weighted_values)
-    centre = sum(weight * value for value, weight, _ in weighted_values) / size
+    center = sum(weight * value for value, weight, _ in weighted_values) / size
     variance = 0.0
     for name in {cluster for _, _, cluster in weighted_values}:
-        residuals = [(value - centre, weight) for value, weight, cluster in weighted_values if cluster == name]
+        residuals = [(value - center, weight) for value, weight, cluster in weighted_values if cluster == name]
         is_pseudo = name in ("plus", "minus", "nought")
         variance += (
             sum(weight * residual**2 for residual, weight in residuals)
@@ -37,7 +37,7 @@ def clustered_difference(differences: Sequence[float], clusters: Sequence[int]) 
             else sum(residual for residual, _ in residuals) ** 2
         )
     half_width = stats.t.ppf(0.975, len(set(clusters)) + 1) * math.sqrt(variance) / size
-    return float(np.mean(differences)), float(centre - half_width), float(centre + half_width)
+    return float(np.mean(differences)), float(center - half_width), float(center + half_width)
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -106,8 +106,8 @@ def compute_contrast(
         len(seed_differences)
     )
     half_width = standard_error * stats.t.ppf(0.5 + confidence_level / 2, len(seed_differences) - 1)
-    centre = expected["difference"]
+    center = expected["difference"]
     if standard_error == 0:
-        return expected | {"low": centre, "high": centre, "p": float(abs(centre) < 1e-9)}
-    p = 2 * (1 - stats.t.cdf(abs(centre) / standard_error, len(seed_differences) - 1))
-    return expected | {"low": centre - half_width, "high": centre + half_width, "p": p}
+        return expected | {"low": center, "high": center, "p": float(abs(center) < 1e-9)}
+    p = 2 * (1 - stats.t.cdf(abs(center) / standard_error, len(seed_differences) - 1))
+    return expected | {"low": center - half_width, "high": center + half_width, "p": p}

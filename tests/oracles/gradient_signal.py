@@ -41,15 +41,15 @@ def squared_distance(a: Vector, b: Vector) -> float:
 
 def noise(vectors: Sequence[Vector], counts: Sequence[float]) -> float:
     """Weighted squared distances of the folds from their mean, over K − 1."""
-    centre, total = mean(vectors, counts), math.fsum(counts)
-    return math.fsum(n / total * squared_distance(x, centre) for n, x in zip(counts, vectors, strict=True)) / (
+    center, total = mean(vectors, counts), math.fsum(counts)
+    return math.fsum(n / total * squared_distance(x, center) for n, x in zip(counts, vectors, strict=True)) / (
         len(vectors) - 1
     )
 
 
 def signal(vectors: Sequence[Vector], counts: Sequence[float]) -> float:
-    centre = mean(vectors, counts)
-    return dot(centre, centre) - noise(vectors, counts)
+    center = mean(vectors, counts)
+    return dot(center, center) - noise(vectors, counts)
 
 
 def mean_of_products(vectors: Sequence[Vector]) -> float:
@@ -77,8 +77,8 @@ def compute_interval(
         remaining_counts = [n for k, n in enumerate(counts) if k != left_out]
         noise_of_all = noise(remaining_vectors, remaining_counts) * math.fsum(remaining_counts) / math.fsum(counts)
         ratios.append(signal(remaining_vectors, remaining_counts) / noise_of_all)
-    centre = math.fsum(ratios) / folds
-    error = math.sqrt((folds - 1) / folds * math.fsum((r - centre) ** 2 for r in ratios))
+    center = math.fsum(ratios) / folds
+    error = math.sqrt((folds - 1) / folds * math.fsum((r - center) ** 2 for r in ratios))
     half_width = float(stats.t.ppf(0.5 + confidence_level / 2, folds - 1)) * error
     ratio = signal(vectors, counts) / noise(vectors, counts)
     return ratio - half_width, ratio + half_width
@@ -90,15 +90,15 @@ def cross_products(folds: Sequence[Sequence[Vector]], counts: Sequence[float]) -
     fold_totals = [
         [math.fsum(entries) for entries in zip(*component_vectors, strict=True)] for component_vectors in folds
     ]
-    centre = mean(fold_totals, counts)
+    center = mean(fold_totals, counts)
     for fold_vectors in zip(*folds, strict=True):
         component_mean = mean(fold_vectors, counts)
         shared_noise = math.fsum(
             n / total * (x - a) * (y - b)
             for n, fold_vector, fold_total in zip(counts, fold_vectors, fold_totals, strict=True)
-            for x, a, y, b in zip(fold_vector, component_mean, fold_total, centre, strict=True)
+            for x, a, y, b in zip(fold_vector, component_mean, fold_total, center, strict=True)
         )
-        products.append(dot(component_mean, centre) - shared_noise / (len(folds) - 1))
+        products.append(dot(component_mean, center) - shared_noise / (len(folds) - 1))
     return products
 
 
@@ -115,8 +115,8 @@ def compute_share_intervals(
     jackknife_shares = [compute_shares([k for k in all_folds if k != left_out]) for left_out in all_folds]
     intervals = []
     for share, values in zip(compute_shares(all_folds), zip(*jackknife_shares, strict=True), strict=True):
-        centre = math.fsum(values) / len(values)
-        error = math.sqrt((len(values) - 1) / len(values) * math.fsum((x - centre) ** 2 for x in values))
+        center = math.fsum(values) / len(values)
+        error = math.sqrt((len(values) - 1) / len(values) * math.fsum((x - center) ** 2 for x in values))
         half_width = float(stats.t.ppf(0.5 + confidence_level / 2, len(values) - 1)) * error
         intervals.append((share, share - half_width, share + half_width))
     return intervals

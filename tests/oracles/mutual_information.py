@@ -12,8 +12,8 @@ def mean(values: Sequence[float]) -> float:
 
 
 def population_std(values: Sequence[float]) -> float:
-    centre = mean(values)
-    return math.sqrt(mean([(value - centre) ** 2 for value in values]))
+    center = mean(values)
+    return math.sqrt(mean([(value - center) ** 2 for value in values]))
 
 
 def log_mean_exp(scores: Sequence[float]) -> float:

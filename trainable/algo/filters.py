@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Both from the published code (RAGEN `rollout_filter`).
+# Both constants are from the published code (RAGEN `rollout_filter`).
 ZERO_SCORE = 1e-10
 """A score whose absolute value is at most this counts as 0."""
 MIN_P_SLACK = 1e-10

@@ -284,7 +284,7 @@ def compute_published_norm(
         norm = (1/M) Σ_m |g_m| · ceil(n_m / micro) / (mini / micro)
         per_sample = norm / Σ n_m,   per_token = norm / tokens
 
-    It grows with the noise of a mini-batch, and shrinks when the last mini-batch is short.
+    This norm grows with the noise of a mini-batch, and shrinks when the last mini-batch is short.
 
     Args:
         norms: (M,) norm of the gradient of each mini-batch's loss, weighted by `compute_loss_weights` with

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Both in nats, from the published code (verl 0.6.1).
+# Both limits are in nats and from the published code (verl 0.6.1).
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to ± this before exp, so that a ratio cannot overflow."""
 K3_LIMIT = 10.0

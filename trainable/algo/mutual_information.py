@@ -24,7 +24,7 @@ EMA_DECAY = 0.9
 TOP_K = (2, 4, 8)
 """The k of the retrieval metrics, in addition to 1."""
 
-# For each normalization: suffix of its std and z-score columns -> column of its mutual information.
+# For each normalization, by the suffix of its std and z-score columns: the column of its mutual information.
 _INFORMATION_NAMES = {"": "mi_estimate", "_seq": "mi_seq_estimate", "_paper": "mi_estimate_paper"}
 
 
@@ -233,8 +233,8 @@ def compute_shuffled_accuracy(
 
         mean over permutations π of the fraction of rows whose best column is of the class of own(π(i))
 
-    Its expectation is Σ_c (fraction of rows retrieved as c) · (fraction of rows that are c). That is the chance level
-    where every column has equally many rows and no twin, and close to it otherwise.
+    The expectation of the shuffled accuracy is Σ_c (fraction of rows retrieved as c) · (fraction of rows that are c).
+    That is the chance level where every column has equally many rows and no twin, and close to it otherwise.
 
     Args:
         logprob_sums, own_columns, classes: as for `compute_retrieval_metrics`.
@@ -271,7 +271,7 @@ def _check_scores(logprob_sums: Tensor, own_columns: Tensor) -> None:
     if logprob_sums.shape[1] < 2 or not len(own_columns):
         raise ValueError(
             f"There are {len(own_columns)} thoughts and {logprob_sums.shape[1]} prompts; a comparison needs at least 1 "
-            "thought and 2 prompts. Leave the diagnostics of this sample out, or sample more groups or turns."
+            "thought and 2 prompts. Leave out the diagnostics of this sample, or draw more groups or turns."
         )
     if not torch.isfinite(logprob_sums).all():
         raise ValueError(

@@ -109,7 +109,7 @@ class ZeroBackend:
         tensors: dict[str, Tensor] = {}
         for name, network in self.networks.items():
             for key, weight in get_trainable_parameters(network):
-                self._copy_to_rank_zero(tensors, f"{name}/{key}", self.weights.read_full(weight, None))
+                self._copy_to_rank_zero(tensors, f"{name}/{key}", self.weights.read_full(weight, moment=None))
         # Names and entries are those of torch's AdamW, which has no moments before its first step.
         step = self._count_steps()
         for number, (_, weight) in enumerate(list_named_parameters(self.networks) if step else []):
@@ -140,7 +140,7 @@ class ZeroBackend:
         """Load the tensors one after the other (see `Backend.load_state_dict`); each rank keeps its shard."""
         for name, network in self.networks.items():
             for key, weight in get_trainable_parameters(network):
-                self.weights.write_full(weight, None, tensors[f"{name}/{key}"])
+                self.weights.write_full(weight, moment=None, value=tensors[f"{name}/{key}"])
         has_stepped = f"{self.name}/0/step" in tensors
         # If only the checkpoint has moments, create some to write to. If only this optimizer has some, because it has
         # stepped since, set them to 0.
@@ -159,8 +159,8 @@ class ZeroBackend:
 def _make_deepspeed_config(settings: OptimConfig, trainer: TrainerConfig) -> dict[str, Any]:
     """Make DeepSpeed's configuration.
 
-    Its batch size and number of accumulation steps are 1, because the update splits batches into passes and weights
-    their losses by itself; `ZeroBackend.backward` says which pass is the last.
+    Batch size and number of accumulation steps are 1 in the configuration, because the update splits batches into
+    passes and weights their losses by itself; `ZeroBackend.backward` says which pass is the last.
     """
     zero_config: dict[str, Any] = {"stage": trainer.zero_stage}
     if trainer.zero_stage == 3:
@@ -182,8 +182,8 @@ def _make_deepspeed_config(settings: OptimConfig, trainer: TrainerConfig) -> dic
         "zero_optimization": zero_config,
         "gradient_clipping": settings.grad_clip,
         "steps_per_print": 2**31,  # never
-        # Both allow torch's AdamW, the second one with an offloaded optimizer. DeepSpeed's own AdamW would have to be
-        # compiled first.
+        # Both settings allow torch's AdamW, the second one with an offloaded optimizer. DeepSpeed's own AdamW would
+        # have to be compiled first.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }

@@ -32,8 +32,9 @@ class BaseTrainerConfig(Section):
 class BaseRunConfig(Section):
     """All settings of a run.
 
-    aliases: keys of the published documents -> dotted fields. list_command: the command that lists the settings.
-    unhashed_settings: section -> settings that are not part of the hash: logging, checkpoints and placement.
+    aliases: for each key of the published documents, the dotted field that it stands for. list_command: the command
+    that lists the settings. unhashed_settings: for each section, the settings that are not part of the hash, which are
+    those of logging, checkpoints and placement.
     first_row_step: the step of a run's first row. It is 1 if rows describe trained steps, and 0 if weights are measured
     before they are trained.
     """

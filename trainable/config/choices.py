@@ -13,8 +13,8 @@ from types import MappingProxyType
 class AdvantageEstimator:
     """Properties of an advantage estimator.
 
-    needs_critic: whether it reads values. has_turn_level: whether it has a form over turns (bi_level_gae). is_skill:
-    whether it computes skills, which the loss of target policy optimization fits.
+    needs_critic: whether the estimator reads values. has_turn_level: whether it has a form over turns (bi_level_gae).
+    is_skill: whether it computes skills, which the loss of target policy optimization fits.
     """
 
     needs_critic: bool = False
@@ -32,16 +32,19 @@ ADVANTAGE_ESTIMATORS: Mapping[str, AdvantageEstimator] = MappingProxyType(
         "group_skill": AdvantageEstimator(is_skill=True),
     }
 )
-"""algorithm.adv_estimator -> its record; `trainable.ppo.targets` calls the formula in `trainable.algo.advantages`."""
+"""The advantage estimators that exist, by their name in the setting algorithm.adv_estimator.
+
+`trainable.ppo.targets` calls the formulas, which are in `trainable.algo.advantages`.
+"""
 
 
 @dataclass(frozen=True)
 class PolicyLossKind:
     """Requirements of a policy loss.
 
-    needs_whole_groups: whether it is a loss over whole groups. Mini-batches then must not split a group, and rollouts
-    must not be copied to fill them. needs_pass_before_step: whether a forward pass without gradients precedes each
-    optimizer step. settings: settings of `actor` that only this loss reads.
+    needs_whole_groups: whether the loss is one over whole groups. Mini-batches then must not split a group, and
+    rollouts must not be copied to fill mini-batches. needs_pass_before_step: whether a forward pass without gradients
+    precedes each optimizer step. settings: settings of `actor` that only this loss reads.
     """
 
     needs_whole_groups: bool = False
@@ -55,7 +58,7 @@ POLICY_LOSSES: Mapping[str, PolicyLossKind] = MappingProxyType(
         "tpo": PolicyLossKind(needs_whole_groups=True, needs_pass_before_step=True, settings=("tpo_eta",)),
     }
 )
-"""actor.policy_loss -> its record."""
+"""The policy losses that exist, by their name in the setting actor.policy_loss."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,10 @@ FILTER_STRATEGIES: Mapping[str, FilterStrategy] = MappingProxyType(
         "min_p": FilterStrategy(),
     }
 )
-"""filter.rollout_filter_strategy -> its record; `trainable.algo.filters.parse_rule` makes its rule."""
+"""The filter strategies that exist, by their name in the setting filter.rollout_filter_strategy.
+
+`trainable.algo.filters.parse_rule` makes the rule of a strategy.
+"""
 
 
 KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")

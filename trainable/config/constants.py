@@ -22,8 +22,8 @@ gets a pass to itself.
 CHUNK_ELEMENTS = 2**27
 """Maximum number of logits in memory at once.
 
-They take half a GiB in float32, and a backward pass holds about eight copies of them. With Qwen2.5's vocabulary of
-151,936 these are 883 rows of logits, and a GPU would not multiply more rows any more efficiently.
+This many logits take half a GiB in float32, and a backward pass holds about eight copies of them. With Qwen2.5's
+vocabulary of 151,936 they are 883 rows of logits, and a GPU would not multiply more rows any more efficiently.
 """
 
 ZERO_BUCKET_SIZE, ZERO_MAX_LIVE_PARAMETERS = 50_000_000, 1_000_000_000

@@ -77,7 +77,7 @@ class RunConfig(BaseRunConfig):
 
     @model_validator(mode="after")
     def _check_tiny_model_prompt(self) -> "RunConfig":
-        # Its tokenizer has only the words of the compact prompt.
+        # The tokenizer of sokoban-tiny has only the words of the compact prompt.
         if self.model.path == "sokoban-tiny" and self.model.prompt_style == "full":
             raise ValueError(
                 "model.path=sokoban-tiny knows the compact prompt only: use the laptop preset, or set "
@@ -222,8 +222,8 @@ def _parse_list(value: object) -> object:
 def apply_overrides(config: C, overrides: Mapping[str, object]) -> C:
     """`config` with some settings replaced, validated as a whole. The command line, studies and Python code use this.
 
-    overrides: key, as in `resolve_key` -> value, which may be text. Raises ConfigError for an unknown key and for bad
-    values; the message has each bad value (the first ten of them) and its bounds.
+    overrides: values by key, where a key is as in `resolve_key` and a value may be text. Raises ConfigError for an
+    unknown key and for bad values; the message has each bad value (the first ten of them) and its bounds.
 
     >>> apply_overrides(RunConfig(), {"kl_loss_coef": "0.01"}).actor.kl_loss_coef
     0.01

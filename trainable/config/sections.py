@@ -234,7 +234,7 @@ class ActorConfig(OptimConfig):
 
     @property
     def loss(self) -> PolicyLossKind:
-        """The record of the policy loss: what it needs from a run."""
+        """The declaration of the selected policy loss, which states what the loss requires of a run."""
         return POLICY_LOSSES[self.policy_loss]
 
     @model_validator(mode="after")
@@ -295,7 +295,7 @@ class AlgorithmConfig(Section):
 
     @property
     def estimator(self) -> AdvantageEstimator:
-        """The record of the advantage estimator: what it needs from a run."""
+        """The declaration of the selected advantage estimator, which states what the estimator requires of a run."""
         return ADVANTAGE_ESTIMATORS[self.adv_estimator]
 
     @model_validator(mode="after")

@@ -159,7 +159,7 @@ def _draw_samples(
     turns: Sequence[Sequence[Turn]], groups: Sequence[int], settings: CollapseDetectionConfig, rng: np.random.Generator
 ) -> Iterator[_Sample]:
     """Draw the samples that are on."""
-    # Both are spawned in any case, so that the numbers of one sample do not depend on whether the other is on.
+    # Both generators are spawned in any case: the numbers of one sample do not depend on whether the other is on.
     first_rng, trajectory_rng = rng.spawn(2)
     if settings.first_turn_enabled:
         pairs = sample_first_turn_pairs(turns, groups, settings.num_samples, first_rng)

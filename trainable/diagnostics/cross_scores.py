@@ -158,7 +158,7 @@ def _make_trees(thoughts: Sequence[tuple[int, ...]], max_tokens: int, device: to
 def _make_tree(thoughts: Sequence[tuple[int, ...]], rows: Sequence[int], device: torch.device) -> ThoughtTree:
     """The tree of the thoughts at `rows`."""
     # A dictionary keeps its keys in the order of insertion, so a node's number is its position among them.
-    nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> node; parent -1 is the end of the prompt
+    nodes: dict[tuple[int, int], int] = {}  # nodes by (parent, token); parent -1 is the end of the prompt
     end_nodes = []
     for row in rows:
         node = -1

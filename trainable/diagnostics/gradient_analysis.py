@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +33,7 @@ FILTER_COLUMNS = ("groups_kept", "kept_ratio", "zero_std_groups", "reward_std", 
 """Columns of a training step about the filter. A row of an analysis has them with the prefix `source_`."""
 
 
-def analyse_gradients(
+def analyze_gradients(
     trainer: "PPOTrainer", episodes: list[Episode], source: str = "train", overrides: str | None = None
 ) -> list[Row]:
     """Analyze the gradients of the trainer's policy. The trainer is not changed.
@@ -42,7 +43,7 @@ def analyse_gradients(
     values and advantages are computed again with the current critic.
 
     Args:
-        trainer: its policy is analyzed, and its critic and settings are used.
+        trainer: the trainer whose policy is analyzed, with its critic and its settings.
         episodes: the step's own episodes.
         source: `train`, or `probe` if a command analyzes a checkpoint of a run.
         overrides: settings of a probe that differ from those of the run, as text.
@@ -73,10 +74,13 @@ def analyse_gradients(
         "analysis_only": int(source == "probe" or config.trainer.gradient_analysis_only),
         **{f"source_{name}": getattr(selection.decision, name) for name in FILTER_COLUMNS},
     }
-    reward_stds, lines = dict(enumerate(stds.tolist())), []
+    make_line = partial(
+        _make_line, trainer, reward_stds=dict(enumerate(stds.tolist())), context_columns=context_columns
+    )
+    lines = []
     if config.trainer.gradient_analysis_log_prefilter:
-        lines.append(_make_line(trainer, True, episodes, num_groups, reward_stds, context_columns))
-    lines.append(_make_line(trainer, False, selection.episodes, selection.groups_kept, reward_stds, context_columns))
+        lines.append(make_line(prefilter=True, episodes=episodes, groups_kept=num_groups))
+    lines.append(make_line(prefilter=False, episodes=selection.episodes, groups_kept=selection.groups_kept))
     return [{"step": trainer.step_index, "source": source, **line} for line in lines]
 
 

@@ -76,7 +76,7 @@ def probe_gradients(
     Args:
         update: the policy's update. Weights, `.grad` and optimizer of its model stay unchanged.
         batch, targets: B episodes. The targets, including whitened advantages, were computed over the full batch.
-        reward_stds: group id -> standard deviation of the group's scores.
+        reward_stds: for each group id, the standard deviation of the group's scores.
         max_buckets: maximum number of buckets in mode `quantile`.
         bucket_mode: `quantile`, or `fixed_rv`, in which empty buckets are left out.
         generator: assigns the groups to folds.

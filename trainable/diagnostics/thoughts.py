@@ -56,7 +56,7 @@ def read_turns(episodes: Sequence[Episode], codec: Codec) -> list[list[Turn]]:
 
 
 def _decode_tokens(episodes: Sequence[Episode], codec: Codec) -> dict[int, str]:
-    """Token id -> text, for every token that was sampled. Each is decoded once, since most occur many times."""
+    """The text of every token that was sampled, by token id. Each is decoded once, since most occur many times."""
     ids = np.unique(np.concatenate([episode.tokens[episode.mask] for episode in episodes]))
     return dict(zip(ids.tolist(), codec.decode([[token] for token in ids.tolist()]), strict=True))
 

@@ -55,7 +55,7 @@ def read_chat_format(folder: Path, tokenizer: Tokenizer, eos_token_id: int, form
 def check_template(folder: Path) -> None:
     """ValueError if the model in `folder` has a chat template that cannot be built turn by turn."""
     if read_template(folder) is not None:
-        read_chat_format(folder, Tokenizer.from_file(str(folder / "tokenizer.json")), 0)
+        read_chat_format(folder, Tokenizer.from_file(str(folder / "tokenizer.json")), eos_token_id=0)
 
 
 def _read_tokenizer_config(folder: Path) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def _read_tokenizer_config(folder: Path) -> dict[str, Any]:
 def read_template(folder: Path) -> str | None:
     """The chat template of the model in `folder`, None if it has none.
 
-    It is a file, or an entry of tokenizer_config.json, where it may be the default of several templates.
+    The template is a file, or an entry of tokenizer_config.json, where it may be the default of several templates.
     """
     file = folder / "chat_template.jinja"
     if file.is_file():

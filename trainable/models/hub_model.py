@@ -60,8 +60,8 @@ class HubTrunk(nn.Module):
         self.pass_settings = PassSettings()
         self.base = base.eval()
         self.blocks: list[Any] = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
-        # This makes blocks recompute, but only in training mode, which `_enable_recompute` switches on. Blocks draw no
-        # random numbers (dropout is 0), so the generator's state need not be saved.
+        # With these attributes blocks recompute activations, but only in training mode, which `_enable_recompute`
+        # switches on. Blocks draw no random numbers (dropout is 0), so the generator's state need not be saved.
         for block in self.blocks:
             block.gradient_checkpointing = True
             block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -176,7 +176,7 @@ class HubValueModel(nn.Module):
         super().__init__()
         self.shape = trunk.shape
         self.model = trunk
-        self.score = ValueHead(trunk.shape.hidden_size, 1)
+        self.score = ValueHead(trunk.shape.hidden_size, out_features=1)
 
     def compute_values(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
         """Values (N,) at `flat_positions` (N,) of `tokens` (B, T)."""
@@ -185,7 +185,7 @@ class HubValueModel(nn.Module):
 
 
 def _map_hub_names(causal_lm: Any, model: HubModel, file_names: set[str]) -> dict[str, str]:
-    """Name of a weight in `model` -> name in its files.
+    """For each weight of `model`, by its name in `model`, the name in the model's files.
 
     In most files the weights of the trunk have a prefix such as "model.". In others, such as those of GPT-2, they have
     none. file_names: the names in the files; if it is empty, the prefix is assumed.
@@ -330,7 +330,7 @@ def _run_routes(model: HubModel, tokens: Tensor, expected_hidden: Tensor) -> Ite
         trunk.compute_hidden_states(changed_tokens, flat_positions),
         expected_hidden.flatten(0, 1)[flat_positions],
     )
-    cache = trunk.make_cache(2, 2)  # two slots are too few, so the cache must also grow
+    cache = trunk.make_cache(rows=2, slots=2)  # two slots are too few, so the cache must also grow
     # The second row begins with a filler, so that both rows end in the same slot.
     first_tokens = tokens[:, :4].clone()
     first_tokens[1] = torch.cat((tokens[1, :1] * 0, tokens[1, :3]))

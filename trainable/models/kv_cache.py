@@ -38,7 +38,7 @@ class KVCache:
         """Grow the cache, if necessary, so that it has `slots` unused slots."""
         missing_slots = self.used_slots + slots - self.bias.shape[1]
         if missing_slots > 0:
-            # It grows by at least half, so that a growing conversation copies the cache only a few times.
+            # The cache grows by at least half, so that a growing conversation copies the cache only a few times.
             extra_slots = max(missing_slots, self.bias.shape[1] // 2)
             self.keys = [F.pad(keys, (0, 0, 0, extra_slots)) for keys in self.keys]
             self.values = [F.pad(values, (0, 0, 0, extra_slots)) for values in self.values]

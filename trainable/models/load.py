@@ -80,8 +80,9 @@ def load_policy(
 ) -> Policy:
     """Load the model at `path` on `device`, with float32 weights, and its tokenizer.
 
-    pass_settings: how its passes are computed. format_name: see `model.chat_format`. Our own implementation runs Qwen2
-    models without scaled rotary positions; transformers runs all others. ValueError if the model cannot be used.
+    pass_settings: how passes of the model are computed. format_name: see `model.chat_format`. Our own implementation
+    runs Qwen2 models without scaled rotary positions; transformers runs all others. ValueError if the model cannot be
+    used.
     """
     folder = find_model(path)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -134,7 +135,7 @@ def _find_weight_files(folder: Path) -> list[Path]:
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of the folder's safetensors files, in float32.
 
-    They are copied, because a memory-mapped file could change during a run.
+    The tensors are copied, because a memory-mapped file could change during a run.
     """
     weights: dict[str, torch.Tensor] = {}
     for file in _find_weight_files(folder):
@@ -198,8 +199,9 @@ def make_frozen_copy(model: M) -> M:
 def freeze(model: M) -> M:
     """Freeze `model` in place and return it.
 
-    Its linear layers are cast to the type that passes compute in. Results stay the same to the last bit, since every
-    pass would cast them. The embedding and the norms stay in float32, because forward passes read them in float32.
+    The linear layers of the model are cast to the type that passes compute in. Results stay the same to the last bit,
+    since every pass would cast them. The embedding and the norms stay in float32, because forward passes read them in
+    float32.
     """
     model.requires_grad_(False)
     for layer in model.modules():

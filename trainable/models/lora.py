@@ -105,7 +105,7 @@ def find_adapters(network: nn.Module) -> list[tuple[str, Any]]:
 def iter_merged_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, weight) for every weight, under its name without adapters: W + (α / r) B A where there is an adapter.
 
-    These sums are float32. Each is computed when the loop reaches it and is not stored, so that only one is in memory.
+    The sums are float32. Each is computed when the loop reaches it and is not stored, so that only one is in memory.
     A weight without an adapter is returned itself.
     """
     layers = dict(find_adapters(network))

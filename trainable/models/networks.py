@@ -39,7 +39,7 @@ def make_networks(config: RunConfig, device: torch.device) -> Networks:
         return _make_lora_networks(config, policy, device)
     reference = make_frozen_copy(policy.model) if _needs_reference(config) else None
     critic = make_critic(policy, make_rng(config.seed, "critic"), device) if _needs_critic(config) else None
-    return Networks(policy, reference, *_split_critic(config, critic), None)
+    return Networks(policy, reference, *_split_critic(config, critic), base_fingerprint=None)
 
 
 def _make_lora_networks(config: RunConfig, policy: Policy, device: torch.device) -> Networks:
@@ -53,7 +53,7 @@ def _make_lora_networks(config: RunConfig, policy: Policy, device: torch.device)
         replace(policy, model=model),
         base if _needs_reference(config) else None,
         *_split_critic(config, critic),
-        compute_fingerprint(policy.folder),
+        base_fingerprint=compute_fingerprint(policy.folder),
     )
 
 

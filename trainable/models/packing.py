@@ -74,7 +74,7 @@ def _can_use_varlen(q: Tensor) -> bool:
 def _import_varlen_attn() -> Callable[..., Any] | None:
     """torch's kernel, or None if this version has none.
 
-    It is imported on first use, because importing its module takes longer than importing the model.
+    The kernel is imported on first use, because importing its module takes longer than importing the model.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn

@@ -325,7 +325,7 @@ class ValueModel(nn.Module):
         super().__init__()
         self.shape = shape
         self.model = Qwen2Trunk(shape)
-        self.score = ValueHead(shape.hidden_size, 1)
+        self.score = ValueHead(shape.hidden_size, out_features=1)
 
     def compute_values(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
         """Values (N,) at `flat_positions` (N,) of `tokens` (B, T)."""

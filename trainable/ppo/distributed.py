@@ -52,7 +52,7 @@ def make_trainer(settings: RunConfig, diagnostics: Diagnostics) -> "PPOTrainer |
     if world_size > 1:
         return DistributedTrainer(settings, world_size, diagnostics)
     if strategy == "deepspeed":  # one rank, too: DeepSpeed needs a process group
-        return DistributedTrainer(settings, 1, diagnostics)
+        return DistributedTrainer(settings, world_size=1, diagnostics=diagnostics)
     return PPOTrainer(settings, diagnostics=diagnostics)
 
 
@@ -83,7 +83,9 @@ class RankActor:
             # Outside of the `try`, which would close the connection: all ranks refuse a state that does not fit, stay
             # connected, and try the next one.
             # The arguments come from rank 0 through the process group; a rank other than 0 contributes empty values.
-            self.trainer.load_state(self.world.broadcast(None), self.world.all_gather_object({})[0])
+            self.trainer.load_state(
+                self.world.broadcast(tensors=None), self.world.all_gather_object(local_object={})[0]
+            )
             return
         try:
             if method_name == "join":
@@ -125,7 +127,12 @@ class DistributedTrainer:
                     settings,
                     # The check of the errors ends the wait if a rank has died and will never arrive. It is a lambda,
                     # because `_run_on_all_ranks` replaces `pending_refs` before `connect` runs.
-                    connect(0, world_size, self.rendezvous_file, lambda: _raise_first_error(self.pending_refs)),
+                    connect(
+                        rank=0,
+                        world_size=world_size,
+                        rendezvous_file=self.rendezvous_file,
+                        on_wait=lambda: _raise_first_error(self.pending_refs),
+                    ),
                     diagnostics,
                 ),
             )

@@ -18,9 +18,9 @@ class Evaluation(NamedTuple):
     """The result of playing all levels of a split; `to_line` makes its record for levels.jsonl.
 
     step: training steps before the evaluation. split: val or test. mode: sampled or greedy. levels: seed of each
-    episode's level. clusters: number of the symmetry class of each episode's level; levels that are equal up to
+    episode's level. clusters: for each episode, the index of its level's symmetry class; levels that are equal up to
     symmetry are one cluster in confidence intervals. solved: whether each episode solved its level. score: mean score
-    of the episodes. invalid_turns: fraction of all turns.
+    of the episodes. invalid_turns: invalid turns as a fraction of all turns.
     """
 
     step: int
@@ -57,7 +57,7 @@ class Evaluation(NamedTuple):
 def make_evaluation(
     episodes: Sequence[Episode], step: int, split: str, mode: str, clusters: Sequence[int]
 ) -> Evaluation:
-    """Summarize `episodes` as an evaluation; clusters: number of the symmetry class of each group's level."""
+    """Summarize `episodes` as an evaluation; clusters: for each group, the index of its level's symmetry class."""
     num_turns = sum(len(episode.texts) for episode in episodes)
     return Evaluation(
         step=step,
@@ -82,7 +82,7 @@ def number_classes(keys: Sequence[bytes]) -> list[int]:
     return [class_numbers.setdefault(key, len(class_numbers)) for key in keys]
 
 
-def summarise_rollout(episodes: Sequence[Episode], group_size: int) -> RolloutSummary:
+def summarize_rollout(episodes: Sequence[Episode], group_size: int) -> RolloutSummary:
     """Means over all episodes of a step, before the filter; the episodes of a group are consecutive."""
     num_episodes, num_turns = len(episodes), sum(len(episode.texts) for episode in episodes)
     solved_by_group = reshape_by_group([float(episode.solved) for episode in episodes], group_size)
@@ -96,7 +96,7 @@ def summarise_rollout(episodes: Sequence[Episode], group_size: int) -> RolloutSu
     )
 
 
-def summarise_batch(batch: Batch, targets: Targets, episodes: Sequence[Episode], has_values: bool) -> BatchSummary:
+def summarize_batch(batch: Batch, targets: Targets, episodes: Sequence[Episode], has_values: bool) -> BatchSummary:
     """Statistics of the batch before the update.
 
     episodes: the episodes that the filter kept; `batch` may have copies of some, in addition. has_values: whether the
@@ -123,7 +123,7 @@ def summarise_batch(batch: Batch, targets: Targets, episodes: Sequence[Episode],
     )
 
 
-def summarise_validation(evaluations: Sequence[Evaluation], is_unseen: Sequence[bool]) -> Validation | None:
+def summarize_validation(evaluations: Sequence[Evaluation], is_unseen: Sequence[bool]) -> Validation | None:
     """Summarize a validation: `evaluations` is empty (the result is None), or sampled, or sampled and greedy.
 
     is_unseen: for each episode, whether its level differs from every training level.

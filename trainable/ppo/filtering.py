@@ -23,9 +23,9 @@ class Selection(NamedTuple):
 
 
 def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_size: int) -> Selection:
-    """Select the groups to train on by their scores (see `FilterConfig`); nothing may be selected.
+    """Select the groups to train on by their scores (see `FilterConfig`); the selection may be empty.
 
-    episodes: complete groups, each with `group_size` consecutive episodes, numbered from 0 in `Episode.group`.
+    episodes: complete groups of `group_size` consecutive episodes; `Episode.group` numbers the groups from 0.
     """
     rewards = reshape_by_group([episode.score for episode in episodes], group_size)
     entropies = reshape_by_group([float(episode.entropies[episode.mask].mean()) for episode in episodes], group_size)
@@ -40,7 +40,8 @@ def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_s
     is_kept = select_groups(
         scores, rule, settings.rollout_filter_type == "largest", settings.rollout_filter_include_zero
     )
-    # The columns are about reward std whatever the metric, so that runs with different filters can be compared.
+    # The std columns of the decision always describe the rewards, whatever the filter's metric, so that runs with
+    # different filters can be compared.
     stds = compute_group_scores("reward_std", rewards)
     groups_kept = int(is_kept.sum())
     decision = FilterDecision(
@@ -50,6 +51,8 @@ def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_s
         groups=len(is_kept),
         groups_kept=groups_kept,
         kept_ratio=groups_kept / len(is_kept),
-        reward_std_kept=float(stds[is_kept].mean()) if groups_kept else 0.0,  # the mean of nothing would be NaN
+        # The mean of no groups would be NaN. The column is documented as 0 in this case, which `groups_kept` tells from
+        # a measured 0. It is only recorded: no stop rule and no comparison of arms reads it.
+        reward_std_kept=float(stds[is_kept].mean()) if groups_kept else 0.0,
     )
     return Selection([episode for episode in episodes if is_kept[episode.group]], decision)

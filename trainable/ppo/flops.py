@@ -44,7 +44,9 @@ def estimate_rollout_flops(shape: Shape, episodes: Sequence[Episode]) -> float:
     """FLOP of sampling the episodes with a KV cache that keeps all turns, and one prefill of the prompt per group."""
     # The first sampled token follows the prompt, which is the same in all episodes of a group.
     prompt_lengths = {episode.group: int(episode.mask.argmax()) for episode in episodes}
-    total = sum(estimate_forward_flops(shape, [length], 0, 0) for length in prompt_lengths.values())
+    total = sum(
+        estimate_forward_flops(shape, [length], output_tokens=0, output_size=0) for length in prompt_lengths.values()
+    )
     for episode in episodes:
         prompt_length = prompt_lengths[episode.group]
         total += estimate_forward_flops(

@@ -30,9 +30,9 @@ from trainable.ppo.evaluation import (
     Evaluation,
     make_evaluation,
     number_classes,
-    summarise_batch,
-    summarise_rollout,
-    summarise_validation,
+    summarize_batch,
+    summarize_rollout,
+    summarize_validation,
 )
 from trainable.ppo.filtering import Selection, filter_episodes
 from trainable.ppo.flops import compute_mfu, estimate_rollout_flops, estimate_training_flops, measure_peak_flops
@@ -81,7 +81,8 @@ class StepOutput(NamedTuple):
 class Diagnostics(NamedTuple):
     """Functions that measure something in a training step, and change neither the weights nor later samples.
 
-    Both get the trainer and the episodes of the step. They are passed to the trainer, because they import it.
+    Both functions get the trainer and the episodes of the step. They are passed to the trainer instead of imported by
+    it, because their modules import from `trainable.ppo`.
 
     collapse: returns the columns of the collapse diagnostics; no columns in a step in which they are not due.
     gradients: returns lines for gradients.jsonl. The trainer calls it only in steps with a gradient analysis.
@@ -117,7 +118,7 @@ class PPOTrainer:
         self.seconds_total = 0.0
         # The collapse diagnostics read and replace these. They are kept here to be part of every checkpoint.
         self.collapse_averages: Mapping[str, Mapping[str, float]] = {}
-        self.total_budget = Budget(0, 0, 0, 0)
+        self.total_budget = Budget(optimizer_steps=0, env_steps=0, sampled_tokens=0, trained_tokens=0)
         self._set_up_environment(policy)
 
     def _set_up_environment(self, policy: Policy) -> None:
@@ -138,7 +139,8 @@ class PPOTrainer:
         )
         # Checked before an engine is started for settings that cannot work. Any level serves: the check needs the
         # length of a first prompt, and the engine a fixed prompt on which log-probs are compared.
-        first_observation = Observation(1, make_validation_levels(1, env.seed_val)[0].cells, env.max_actions_per_traj)
+        (level,) = make_validation_levels(count=1, base=env.seed_val)
+        first_observation = Observation(turn=1, cells=level.cells, actions_left=env.max_actions_per_traj)
         check_first_turn(first_observation, self.prompt_template, self.codec, context, config.rollout.response_length)
         prompt = self.codec.encode([self.prompt_template.format_first_turn(first_observation)])[0]
         self.engine = make_engine(config, policy, self.device, prompt, context, self.backends["actor"].gather_weights)
@@ -179,16 +181,16 @@ class PPOTrainer:
         self.consecutive_empty_steps = 0 if selection.episodes else self.consecutive_empty_steps + 1
         prepared = self._prepare_selected(selection, timer) if selection.episodes else None  # 3 to 6
         critic_meter = self._update_critic(prepared, timer) if prepared and plan.critic else None  # 7
-        gradients = self._analyse_gradients(episodes, timer) if plan.analysis else []
+        gradients = self._analyze_gradients(episodes, timer) if plan.analysis else []
         policy_meter = self._update_policy(prepared, timer) if prepared and plan.policy else None  # 8
         update = self._end_update(prepared, critic_meter, policy_meter, plan, timer) if prepared else None
         evaluations = self._validate(timer, "sampled") if prepared and plan.validation else []  # 9
         batch_summary = (
-            summarise_batch(prepared.batch, prepared.targets, selection.episodes, plan.values) if prepared else None
+            summarize_batch(prepared.batch, prepared.targets, selection.episodes, plan.values) if prepared else None
         )
         budget = self._count_budget(episodes, policy_meter, batch_summary)
         record = StepRecord(
-            rollout=summarise_rollout(episodes, config.env.group_size),
+            rollout=summarize_rollout(episodes, config.env.group_size),
             filter=selection.decision,
             consecutive_empty_steps=self.consecutive_empty_steps,
             budget=budget,
@@ -197,8 +199,8 @@ class PPOTrainer:
             engine_mismatch=None if mismatch is None else EngineMismatch(*mismatch),
             batch=batch_summary,
             update=update,
-            base_validation=summarise_validation(base_evaluations, self.is_val_unseen),
-            validation=summarise_validation(evaluations, self.is_val_unseen),
+            base_validation=summarize_validation(base_evaluations, self.is_val_unseen),
+            validation=summarize_validation(evaluations, self.is_val_unseen),
             collapse=collapse,
         )
         return StepOutput(record, [*base_evaluations, *evaluations], gradients)
@@ -306,7 +308,7 @@ class PPOTrainer:
                 config.actor.loss_agg_mode,
             )
 
-    def _analyse_gradients(self, episodes: list[Episode], timer: PhaseTimer) -> list[Row]:
+    def _analyze_gradients(self, episodes: list[Episode], timer: PhaseTimer) -> list[Row]:
         # Ranks analyze different mini-batches, so they make different numbers of passes: all weights are needed.
         with self.backends["actor"].gather_weights(), timer.measure("gradient_analysis"):
             return self.diagnostics.gradients(self, episodes)

@@ -84,7 +84,7 @@ def make_passes(
 
     Args:
         batch: all episodes of the step.
-        targets: their targets.
+        targets: targets of the episodes in `batch`.
         rows: (N,) indices of the episodes in the mini-batch.
         mode: how losses are aggregated, one of `LOSS_AGG_MODES`.
         micro_batch_size: number of consecutive `rows` in a micro-batch.
@@ -138,7 +138,7 @@ def update_critic(
     settings: CriticConfig,
     loss_agg_mode: str = "token-mean",
 ) -> Meter:
-    """Make all optimizer steps of the critic for one training step; returns the sums over all ranks.
+    """Make all optimizer steps of the critic for one training step; returns the meter, summed over all ranks.
 
     order: (B,) the order in which episodes are split into mini-batches. loss_agg_mode: how losses are aggregated; the
     trainer passes the policy's mode, as published.
@@ -160,8 +160,8 @@ def update_critic(
         loss_agg_mode,
         compute_loss,
         meter,
-        "critic_grad_norm",
-        needs_padding,
+        norm_column="critic_grad_norm",
+        needs_padding=needs_padding,
     )
 
 
@@ -179,8 +179,22 @@ def _run_optimizer_steps(
 ) -> Meter:
     """Make an optimizer step for each mini-batch of `order` (B,), accumulating gradients over its passes.
 
-    get_targets: returns the targets of the batch for the mini-batch at rows (n,). It is called just before the step of
-    that mini-batch, because the targets of tpo depend on the current weights. norm_column: column of the gradient norm.
+    Args:
+        backend: executes the backward passes and the optimizer steps.
+        batch: all episodes of the step.
+        get_targets: function of the rows (n,) of a mini-batch that returns targets for the complete batch. Only those
+            rows of the targets are read. The function is called just before the step on that mini-batch, because the
+            targets of tpo depend on the current weights.
+        order: (B,) the order in which episodes are split into mini-batches.
+        settings: sizes of mini-batches and micro-batches, and the number of epochs.
+        mode: how losses are aggregated, one of `LOSS_AGG_MODES`.
+        compute_loss: the loss of one pass.
+        meter: collects the terms that `compute_loss` and the optimizer record.
+        norm_column: column of the gradient norm.
+        needs_padding: whether the model needs rows padded to one length (see `split_by_tokens`).
+
+    Returns:
+        The meter, summed over all ranks.
     """
     # The length of the batch, not of the mini-batch: seq-mean-token-sum-norm divides all mini-batches by one length.
     micro_batch_size, padded_length = settings.ppo_micro_batch_size_per_gpu, batch.tokens.shape[1]
@@ -205,7 +219,9 @@ def compute_value_loss(values: Tensor, inputs: PassInputs, cliprange: float, met
     )
     weighted_loss = (inputs.weights * token_loss.loss).sum()
     # 0 tokens, because they are counted already: by `update_critic`, or on a shared trunk by the policy loss.
-    meter.add(0, {"vf_loss": weighted_loss.detach()}, {"vf_clipfrac": token_loss.clipped.sum()})
+    meter.add(
+        tokens=0, loss_terms={"vf_loss": weighted_loss.detach()}, token_sums={"vf_clipfrac": token_loss.clipped.sum()}
+    )
     return weighted_loss
 
 
@@ -231,7 +247,8 @@ class ActorUpdate:
     def run(self, batch: Batch, targets: Targets, order: Tensor) -> Meter:
         """Make all optimizer steps of the policy for one training step, over mini-batches of `order` (B,).
 
-        Returns the sums over all ranks. Raises ValueError if the loss needs whole groups and a mini-batch splits one.
+        Returns the meter, summed over all ranks. Raises ValueError if the loss needs whole groups and a mini-batch
+        splits one.
         """
         meter, settings = Meter(), self.settings
 
@@ -254,8 +271,8 @@ class ActorUpdate:
             mode,
             compute_loss,
             meter,
-            "actor_grad_norm",
-            needs_padding,
+            norm_column="actor_grad_norm",
+            needs_padding=needs_padding,
         )
 
     def make_tpo_targets(self, batch: Batch, targets: Targets, rows: Tensor, meter: Meter) -> Targets:
@@ -288,7 +305,7 @@ class ActorUpdate:
         )
         loss_terms = {"pg_loss": loss.loss, "tpo_target_entropy": loss.entropy, "tpo_target_top_prob": loss.top_prob}
         # Every rank has computed the same complete terms, and the meter is summed over ranks later.
-        meter.add(0, {name: value / world.size for name, value in loss_terms.items()}, {})
+        meter.add(tokens=0, loss_terms={name: value / world.size for name, value in loss_terms.items()}, token_sums={})
         sequence_weights = targets.advantages.new_zeros(len(batch.lengths))
         sequence_weights[rows] = loss.sequence_weights.to(sequence_weights.dtype)
         return targets._replace(sequence_weights=sequence_weights)
@@ -320,12 +337,12 @@ class ActorUpdate:
         terms = {"task": self._compute_task_loss(inputs, statistics.logprobs, meter)}
         # Measured at every coefficient, since the entropy is a column; its gradient is computed only if it is used.
         entropy = (inputs.weights * statistics.entropies).sum()
-        meter.add(0, {"entropy_loss": entropy.detach()}, {})
+        meter.add(tokens=0, loss_terms={"entropy_loss": entropy.detach()}, token_sums={})
         if settings.entropy_coeff != 0:
             terms["entropy"] = -settings.entropy_coeff * entropy
         if settings.use_kl_loss:
             kl = (inputs.weights * self._compute_kl(inputs, statistics)).sum()
-            meter.add(0, {"kl_loss": kl.detach()}, {})
+            meter.add(tokens=0, loss_terms={"kl_loss": kl.detach()}, token_sums={})
             terms["kl"] = settings.kl_loss_coef * kl
         if self.value_head is not None:
             values = self.value_head(hidden).squeeze(-1)
@@ -336,7 +353,7 @@ class ActorUpdate:
         """Policy loss of one pass; logprobs: (N,) of its trained tokens under the current policy."""
         settings, old_logprobs = self.settings, inputs.select_trained(inputs.batch.logprobs)
         if settings.loss.needs_pass_before_step:  # tpo: the weights of sequences were computed before this step
-            meter.add(len(old_logprobs), {}, {"ppo_kl": (old_logprobs - logprobs.detach()).sum()})
+            meter.add(len(old_logprobs), loss_terms={}, token_sums={"ppo_kl": (old_logprobs - logprobs.detach()).sum()})
             assert inputs.targets.sequence_weights is not None
             # Not multiplied by `inputs.weights`, because the sequence weights include the mean over groups. This sum
             # has the gradient of the loss, but not its value, which `make_tpo_targets` has already recorded.
@@ -432,7 +449,7 @@ class TokenFunction:
     @staticmethod
     def for_values(trunk: Trunk, head: nn.Module) -> "TokenFunction":
         """Value of the state before each trained token."""
-        return TokenFunction(trunk, head, None)
+        return TokenFunction(trunk, head, temperature=None)
 
     def __call__(self, tokens: Tensor, flat_positions: Tensor, targets: Tensor) -> Tensor:
         """Evaluate at flat positions (n,) in `tokens` (b, t), whose next tokens are `targets` (n,)."""

@@ -17,7 +17,7 @@ from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
 class EpisodeLimits:
     """Limits of an episode.
 
-    max_turn, max_actions_per_turn, format_penalty: as in `EnvConfig`. max_actions: its max_actions_per_traj.
+    max_turn, max_actions_per_turn, format_penalty: as in `EnvConfig`. max_actions: `EnvConfig.max_actions_per_traj`.
     context_length: maximum number of tokens in a conversation.
     """
 
@@ -94,10 +94,13 @@ def roll_out_episodes(
     """
     states = [_EpisodeState(level, group, level.cells) for group, level in enumerate(levels) for _ in range(group_size)]
     prompts = codec.encode(
-        [template.format_first_turn(Observation(1, level.cells, limits.max_actions)) for level in levels]
+        [
+            template.format_first_turn(Observation(turn=1, cells=level.cells, actions_left=limits.max_actions))
+            for level in levels
+        ]
     )
     for state in states:
-        state.append_tokens(prompts[state.group], None, 0)
+        state.append_tokens(prompts[state.group], reply=None, turn=0)
     conversation = sampler.start_conversation(prompts, group_size, params, rng)
     live_rows = list(range(len(states)))
     new_tokens: list[list[int]] = [[] for _ in live_rows]  # none yet: the conversation already has the prompts
@@ -192,7 +195,7 @@ def _append_observations(
         if state.length + len(ids) + params.max_new_tokens > limits.context_length:
             state.out_of_context = True
             continue  # its observation is not appended: the conversation ends with the last reply
-        state.append_tokens(ids, None, len(state.texts))
+        state.append_tokens(ids, reply=None, turn=len(state.texts))
         next_rows.append(row)
         new_tokens.append(ids)
     return next_rows, new_tokens

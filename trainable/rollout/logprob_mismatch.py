@@ -39,11 +39,12 @@ def measure_mismatch(trainer_logprobs: Tensor, engine_logprobs: Tensor) -> Logpr
     difference = trainer_logprobs.double() - engine_logprobs.double()
     if not len(difference):
         raise ValueError("There are no sampled tokens to compare: give at least one episode with a reply.")
-    weights = (difference - difference.max()).exp()  # cannot overflow; a common factor does not change the ESS
+    # Without the maximum, exp could overflow. A common factor does not change the effective sample size.
+    weights = (difference - difference.max()).exp()
     return LogprobMismatch(
         mean_abs=float(difference.abs().mean()),
         max_abs=float(difference.abs().max()),
-        kl=float((torch.expm1(difference) - difference).mean()),
+        kl=float((torch.expm1(difference) - difference).mean()),  # KL(engine || trainer): the engine sampled the tokens
         ess_fraction=float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())),
     )
 

@@ -208,8 +208,9 @@ def sample_tokens(logits: Tensor, temperature: float, uniforms: Tensor) -> tuple
     else:
         # In float64: a sum over a large vocabulary accumulates rounding errors.
         cdf = probs.double().cumsum(-1)
-        # Scaled by the last entry, which may differ from 1 by rounding: a draw must not fall beyond the distribution.
-        # With right=True a draw never lands on a token of probability 0, whose entry equals the one before it.
+        # The last entry may differ from 1 by rounding. The uniforms are scaled by it, so that no draw falls beyond the
+        # distribution. The entry of a token of probability 0 equals the entry before it; with right=True, a draw that
+        # equals both passes that token.
         tokens = torch.searchsorted(cdf, (uniforms.double() * cdf[:, -1])[:, None], right=True).squeeze(-1)
         tokens = tokens.clamp_max(logits.shape[-1] - 1)  # NaN sorts behind all entries; `_collect_replies` reports it
     # The floor replaces a log-prob of -inf, whose product with the probability 0 would be NaN.

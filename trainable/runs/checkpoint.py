@@ -47,7 +47,8 @@ def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], values: Mappin
         if isinstance(error, SafetensorError):  # callers recognize a full disk only by an OSError, and then wait
             raise _as_os_error(error) from error
         raise
-    # Outside the `try`: once the old folder is moved away, the staging folder is the only complete checkpoint.
+    # Outside the `try`, whose handler deletes the staging folder: the new checkpoint in it is complete by now, and an
+    # error while it replaces the old one must not delete it.
     _replace_folder(staging_folder, folder)
 
 
@@ -105,7 +106,10 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _read_checksums(path: Path) -> dict[str, str]:
-    """File name -> SHA-256. Raises CheckpointError for other contents, OSError if `path` cannot be read."""
+    """The SHA-256 of each file, by file name.
+
+    Raises CheckpointError for other contents, and OSError if `path` cannot be read.
+    """
     try:
         checksums: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
         return {name: checksums[name] for name in (TENSORS_FILE, VALUES_FILE)}

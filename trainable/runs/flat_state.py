@@ -9,7 +9,7 @@ from torch import Tensor, nn
 class LazyTensors(Mapping[str, Tensor]):
     """Tensors by name, each made on access, so that a loop over them has only one in memory at a time.
 
-    shapes: the shape of every tensor. make_tensor: name -> tensor.
+    shapes: the shape of every tensor. make_tensor: function of a name that returns the tensor.
     """
 
     def __init__(self, shapes: Mapping[str, torch.Size], make_tensor: Callable[[str], Tensor]) -> None:

@@ -14,7 +14,7 @@ import psutil
 MARK_ENV = "TUNE_STUDY_RUN_DIR"
 """Environment variable with the mark, which child processes inherit.
 
-It is the run's folder in the process of a run, and the value of `make_ray_mark` in the processes that Ray starts.
+The mark is the run's folder in the process of a run, and the value of `make_ray_mark` in the processes that Ray starts.
 """
 
 _DRIVER_PREFIX = "driver "
@@ -36,10 +36,10 @@ def make_ray_mark(folders: Iterable[Path]) -> str:
 def terminate_orphans(folder: Path) -> list[str]:
     """Terminate the orphan processes of the runs in `folder`; return a description of each, "<pid> (<name>)".
 
-    These are the processes of this user whose mark names `folder` or a folder below it. Call this function only if none
-    of those runs is under way. Ray kills the process group of a killed trial, but a child in a session of its own (an
-    engine, a server) survives and may occupy a GPU. A process that was forked without exec shows the environment with
-    which its parent was started, so it has no mark and is not found.
+    Orphan processes are the processes of this user whose mark names `folder` or a folder below it. Call this function
+    only if none of those runs is under way. Ray kills the process group of a killed trial, but a child in a session of
+    its own (an engine, a server) survives and may occupy a GPU. A process that was forked without exec shows the
+    environment with which its parent was started, so it has no mark and is not found.
     """
     orphans = find_orphans(folder)
     # The names are read first, because a process that has exited has none.

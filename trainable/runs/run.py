@@ -31,7 +31,7 @@ Row = dict[str, Any]
 """Columns and their values: one line of a JSON Lines file."""
 
 LinesByFile = Mapping[str, Sequence[Mapping[str, Any]]]
-"""Name of a file in the run's folder -> lines to append to it."""
+"""The lines to append to files of the run's folder, by file name."""
 
 MAX_ROLLING_CHECKPOINTS = 2
 """Number of rolling checkpoints of a run that is not over: the newest, and one more in case the newest is damaged."""
@@ -68,8 +68,8 @@ class Run:
     identify the run in every row. write: executes each write, and may wait while the disk is full.
 
     A row is on disk and in `rows` before `append_row` returns. A run that continues from a checkpoint repeats the steps
-    after it and writes the same rows again, because it is a function of its settings and seed. `drop_rows_after`
-    therefore forgets the rows of the abandoned attempt.
+    after the checkpoint. It writes the same rows again, because rows depend only on the settings and the seed.
+    `drop_rows_after` therefore forgets the rows of the abandoned attempt.
     """
 
     def __init__(

@@ -27,10 +27,12 @@ METRICS_FILE, LEVELS_FILE, GRADIENTS_FILE, PROBES_FILE = (
 LINE_FILES = (METRICS_FILE, LEVELS_FILE, GRADIENTS_FILE)
 """Files that a run appends to while it trains. A probe writes PROBES_FILE later."""
 ENDS_KEY = "line_ends"
-"""Key of a row for where the other files ended when it was written: file -> [number of lines, last checksum]."""
+"""Key of a row for where the other files ended when it was written: [number of lines, last checksum] by file."""
 MAX_LISTED_LINES = 5
 """Damaged lines of a file that a message names; a file may have thousands."""
-STATE_FOLDER, LOCK_FILE = "state", ".lock"
+STATE_FOLDER = "state"
+"""Subfolder of a run's folder that has its rolling checkpoints."""
+LOCK_FILE = ".lock"
 CHECKSUMS_FILE = "checksums.json"
 """The file of a checkpoint that is written last, so a folder that contains it is known to be complete."""
 

@@ -76,7 +76,7 @@ def parse_finite(value: object) -> float | None:
 
 
 def detect_reward_variance_collapse(history: History, settings: EarlyStopConfig) -> StopDecision | None:
-    """The first step at which groups no longer differ in reward, so that nothing is left to learn from, or None.
+    """The first step at which the rewards within a group hardly differ, so that little is left to learn, or None.
 
     With v_1, v_2, ... the `reward_std` of the non-empty steps (groups_kept > 0) and b = variance_baseline_steps:
         baseline = mean(v_1 .. v_b);  stop at n >= b + variance_window when
@@ -118,7 +118,7 @@ def detect_low_validation_success(history: History, settings: EarlyStopConfig) -
 
 
 def detect_empty_filtered_steps(history: History, settings: EarlyStopConfig) -> StopDecision | None:
-    """The last of the first `empty_stop_steps` consecutive steps in which the filter keeps no group, or None.
+    """The step that completes the first streak of `empty_stop_steps` steps in which the filter keeps no group, or None.
 
     Value: the number of consecutive steps. Threshold: empty_stop_steps; 0 or less disables the rule. Source: the
     published code. A step whose groups_kept was not measured is not known to be empty, so it resets the count.

@@ -82,9 +82,10 @@ def make_no_columns(settings: Any) -> Row:
 class TrainerFamily:
     """The parts from which runs of one kind are built.
 
-    config_class: type of the settings. make_trainer: settings, seeds -> trainer. evaluate_stop_rules: rows of a run so
-    far, its settings, names of the study's stop rules -> why it stops here, or None. make_empty_row: settings -> a row
-    that has every column, without values, because Tune needs all columns in the first row.
+    config_class: type of the settings. make_trainer: function of the settings and the seeds that returns a trainer.
+    evaluate_stop_rules: function of the rows of a run so far, the run's settings and the names of the study's stop
+    rules that returns why the run stops here, or None. make_empty_row: function of the settings that returns a row with
+    every column, without values, because Tune needs all columns in the first row.
     """
 
     config_class: type[BaseRunConfig]
@@ -97,10 +98,10 @@ class TrainerFamily:
 class StepReport:
     """The report of a step to the driver.
 
-    rows: run id -> row, with every column. failures: run id -> reason, for all runs that have failed so far. last_step:
-    the last step with a row. step_count: the number of steps with rows. is_over: whether all runs are over. note:
-    events since the last report that a user should know. is_saved: whether all runs that continue have a checkpoint of
-    this step on disk. is_replayed: whether the rows were reported before.
+    rows: rows with every column, by run id. failures: the reason of each run that has failed so far, by run id.
+    last_step: the last step with a row. step_count: the number of steps with rows. is_over: whether all runs are over.
+    note: events since the last report that a user should know. is_saved: whether all runs that continue have a
+    checkpoint of this step on disk. is_replayed: whether the rows were reported before.
     """
 
     rows: dict[str, Row]
@@ -233,24 +234,27 @@ class TrainingLoop:
         # trainers of several seeds report failures. Their rows count steps from 0, so the step just trained has the
         # number `step_index` - 1.
         for seed, reason in result.failures.items():
-            self.runs[seed].append_row({"step": trainer.step_index - 1, "failure": reason}, {})
+            self.runs[seed].append_row({"step": trainer.step_index - 1, "failure": reason}, lines={})
         return {self.runs[seed].run_id: self.runs[seed].rows[-1] for seed in result.rows}
 
     def _save_checkpoints(self, trainer: Trainer, result: StepResult) -> bool:
         """Write the checkpoints that are due after this step; return whether rolling ones were due.
 
-        Rolling checkpoints are also due when a run ends or fails. From then on, the others are batched with fewer runs,
-        which changes how their sums are rounded. If they were resumed from before that step, together with a run that
-        has ended by now, their rows would differ in the last digits.
+        Rolling checkpoints of all runs that continue are also due when a run ends or fails. From the next step on, the
+        other runs are batched without it, and sums over a smaller batch round differently. A resume from an older
+        checkpoint would repeat steps without the ended run that were trained with it, so rows would differ in the last
+        digits.
+
+        A run that ends gets its last state as a rolling checkpoint. With save_freq > 0, its last state is also saved
+        permanently. A run that fails gets no checkpoint: its reason is in its last row, and it never continues.
         """
-        trainer_settings, step = self.settings.trainer, trainer.step_index
+        trainer_settings, step = self.settings.trainer, trainer.step_index  # the settings have resume_every >= 1
         ended_seeds = [seed for seed in result.rows if self.runs[seed].is_over]
         is_due = (
             bool(ended_seeds or result.failures) or self._is_interrupted() or step % trainer_settings.resume_every == 0
         )
         is_permanent = trainer_settings.save_freq > 0 and step % trainer_settings.save_freq == 0
-        # A run that has just ended may have left `trainer.seeds`, so it is saved separately. If runs have saved
-        # checkpoints at all, its last step is one of them.
+        # A run that has just ended may have left `trainer.seeds`, so it is saved separately.
         for seed in ended_seeds:
             self.runs[seed].save_checkpoint(
                 trainer.get_state(seed), is_rolling=True, is_permanent=trainer_settings.save_freq > 0

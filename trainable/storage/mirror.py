@@ -77,7 +77,7 @@ def call_storage(
 def push_lines(storage_path: StoragePath, path: Path, pushed_bytes: int) -> int:
     """Copy the bytes of `path`, an append-only file, after the first `pushed_bytes`; return its size in bytes.
 
-    storage_path: the folder of its parts.
+    storage_path: the folder in storage that has the parts of the file.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -91,7 +91,7 @@ def push_lines(storage_path: StoragePath, path: Path, pushed_bytes: int) -> int:
 
 
 def compute_line_file_sizes(files: Mapping[str, int]) -> dict[str, int]:
-    """The size in bytes of each JSON Lines file, by path: the sum of its parts. files: path -> size, for all files."""
+    """The size in bytes of each JSON Lines file, by path: the sum of its parts. files: sizes of all files, by path."""
     sizes: dict[str, int] = {}
     for name, size in files.items():
         folder, _, part_name = name.rpartition("/")
@@ -183,7 +183,7 @@ class Mirror:
     """Keeps the folder of a run on its node equal to the folder of the run in storage.
 
     storage_path: the run's folder in storage. run_dir: where the run writes rows and rolling checkpoints.
-    checkpoint_dir: where it writes global_step_<N> folders, which are removed once they are in storage. patience:
+    checkpoint_dir: where the run writes global_step_<N> folders, which are removed once they are in storage. patience:
     seconds to wait for the storage before StorageError is raised. should_stop: whether to stop waiting. The attribute
     `notes` collects messages for the driver.
     """
@@ -310,9 +310,9 @@ def _compute_sha256(path: Path) -> str:
 def make_scratch_path(uri: str, environ: Mapping[str, str]) -> Path:
     """The scratch folder of this node for the runs of the study at `uri`.
 
-    It is below the folder that the variable TUNE_STUDY_SCRATCH in `environ` names. If there is no such variable, it is
-    below a folder of this user in the temporary folder. Two studies never share a scratch folder, because its name is
-    a hash of the URI.
+    The scratch folder is below the folder that the variable TUNE_STUDY_SCRATCH in `environ` names. If there is no such
+    variable, the scratch folder is below a folder of this user in the temporary folder. Two studies never share a
+    scratch folder, because its name is a hash of the URI.
     """
     base_folder = environ.get("TUNE_STUDY_SCRATCH") or Path(tempfile.gettempdir()) / f"tune_study_{os.getuid()}"
     return Path(base_folder) / hashlib.sha256(uri.encode()).hexdigest()[:16]

@@ -52,16 +52,21 @@ def make_dialogue(
 ) -> list[Segment]:
     """One episode of the demonstrator, until the level is solved or a limit is reached: prompts and replies in turn."""
     cells, table = level.cells, compute_distance_table(level.cells)
-    segments = [Segment(template.format_first_turn(Observation(1, cells, max_actions)), False)]
+    segments = [
+        Segment(
+            template.format_first_turn(Observation(turn=1, cells=cells, actions_left=max_actions)), is_trained=False
+        )
+    ]
     actions_left = max_actions
     for turn in range(1, max_turns + 1):
         text, actions = _make_reply(cells, table, habits, rng, max_actions_per_turn)
-        segments.append(Segment(text + END_OF_MESSAGE, True))
+        segments.append(Segment(text + END_OF_MESSAGE, is_trained=True))
         cells, reward, solved, action_count = _play_actions(cells, actions[:actions_left])
         actions_left -= action_count
         if solved or actions_left == 0 or turn == max_turns:
             return segments
-        segments.append(Segment(template.format_next_turn(Observation(turn + 1, cells, actions_left, reward)), False))
+        next_observation = Observation(turn + 1, cells, actions_left, reward)
+        segments.append(Segment(template.format_next_turn(next_observation), is_trained=False))
     return segments
 
 

@@ -35,7 +35,7 @@ def format_place(symbol: str, row: int, col: int) -> str:
     return f"{symbol}{row}{col} "
 
 
-def _can_neighbour(first: str, second: str) -> bool:
+def _can_neighbor(first: str, second: str) -> bool:
     """Whether a one-box level can contain both: at most one player, one box and one target."""
     contents = {"O": "target", "√": "target box", "X": "box", "P": "player", "S": "player target"}
     return not set(contents.get(first, "").split()) & set(contents.get(second, "").split())
@@ -44,7 +44,7 @@ def _can_neighbour(first: str, second: str) -> bool:
 def make_vocabulary() -> list[str]:
     """All pieces, in the order of their ids. The shipped weights depend on this order."""
     cells = [SYMBOLS[tile] for tile in Tile]
-    pairs = [a + b for a, b in itertools.product(cells, cells) if _can_neighbour(a, b)]
+    pairs = [a + b for a, b in itertools.product(cells, cells) if _can_neighbor(a, b)]
     inner_range = range(1, 5)  # rows and columns of a 6x6 level without its walls
     turn_end = CHATML.reply_prefix + START_OF_THOUGHT
     return list(

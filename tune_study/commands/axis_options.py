@@ -16,8 +16,9 @@ VALUES_OPTION = "--values"
 def add_axis_options(studies: Iterable[Study]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator that gives a command an option for every flag that one of `studies` declares for its axis.
 
-    The command receives all of these options as one argument `axes`: flag -> the text that was typed, or None. In the
-    help they appear at the position of `axes` among the parameters. Each has both spellings (--kl-values, --kl_values).
+    The command receives all of these options as one argument `axes`: for each flag, the text that was typed, or
+    None. In the help they appear at the position of `axes` among the parameters. Each has both spellings (--kl-values,
+    --kl_values).
     """
     studies_by_flag: dict[str, list[Study]] = {}
     for study in studies:

@@ -260,12 +260,12 @@ def probe(
 def plot_gradients(
     run: opt.RunLocation,
     list_steps: opt.ListSteps = False,
-    steps: opt.AnalysedSteps = None,
+    steps: opt.AnalyzedSteps = None,
     output_dir: opt.PlotDir = None,
     trial: opt.Trial = None,
     source: opt.Source = None,
 ) -> None:
-    """Plot the gradient analyses of RUN: figures and numbers of each analysed step."""
+    """Plot the gradient analyses of RUN: figures and numbers of each analyzed step."""
     folder = locate.fetch_for_writing(run)
     from tune_study.commands import plot_gradients  # imports matplotlib
 

@@ -64,8 +64,8 @@ def print_plan(
     Args:
         console: output.
         plan: the study.
-        resource_plan: its resources.
-        disk_line: its disk budget in words.
+        resource_plan: resources of the study.
+        disk_line: disk budget of the study in words.
         memory: memory plan of the run that needs most; None if it is not known.
         gpu_names: names of the GPUs in use.
     """

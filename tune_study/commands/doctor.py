@@ -53,8 +53,8 @@ _RAY_SCRIPT = "from tune_study.commands.doctor import start_ray; start_ray()"
 class ProcessResult(NamedTuple):
     """How a separate Python process ended.
 
-    pid: its process id. output_line: its last line of output. problem: what went wrong; empty without a problem.
-    seconds: how long it ran.
+    pid: id of the process. output_line: last line of output. problem: what went wrong; empty without a problem.
+    seconds: how long the process ran.
     """
 
     pid: int
@@ -113,7 +113,7 @@ def run_checks(
         ("network", lambda: [machine_checks.check_ports(), machine_checks.check_host_name(socket.gethostname())]),
         ("Ray's sockets", lambda: [machine_checks.check_socket_path(ray_folder)]),
         ("model", lambda: [check_preset_model(chosen_preset, environ)]),
-        ("GPU", lambda: machine_checks.check_gpus(gpus, len(detect_gpus({})))),
+        ("GPU", lambda: machine_checks.check_gpus(gpus, len(detect_gpus(environ={})))),
         ("Importing torch ...", lambda: check_torch(gpus, environ)),
         ("Importing ray.tune ...", lambda: [check_import("ray.tune", environ)]),
         ("Importing transformers ...", lambda: [check_import("transformers", environ)]),
@@ -181,7 +181,7 @@ def check_packages(requirements: Sequence[str], extras: Sequence[str]) -> list[C
 
 
 def find_unmet(requirements: Iterable[str], extra: str) -> dict[str, str]:
-    """Unmet requirement -> what is installed instead.
+    """For each unmet requirement, what is installed instead.
 
     requirements: of the package's metadata. extra: name of an extra, to check only the requirements that it adds; empty
     to check only those that are always needed.
@@ -300,7 +300,10 @@ def start_ray() -> None:
     import ray
 
     start_time = time.monotonic()
-    with start_local_ray(ResourcePlan(make_bundles(0), count_cpus(), gpus, (), 1, ""), Console(quiet=True)):
+    resource_plan = ResourcePlan(
+        bundles=make_bundles(n_gpus=0), cpus=count_cpus(), gpus=gpus, gpu_slots=(), max_concurrent=1, gpu_label=""
+    )
+    with start_local_ray(resource_plan, Console(quiet=True)):
         ray.get(ray.remote(count_cpus).remote(), timeout=_TIMEOUT_S)
         seconds = time.monotonic() - start_time
     print(seconds)
@@ -343,7 +346,7 @@ def kill_process_tree(process: subprocess.Popen[bytes]) -> None:
     """Kill a process that we started, if it still runs, and all its descendants, each by its id."""
     if process.poll() is not None:
         return  # its id may belong to another process by now
-    # They are listed first: the children of a process that has ended are no longer known as its children.
+    # The children are listed first: once a process has ended, they are no longer known as its children.
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait()

@@ -74,7 +74,7 @@ class NodeReport(NamedTuple):
 def compute_code_hash() -> str:
     """Twelve hex digits that identify our sources: a hash of the relative path and content of every module.
 
-    They are the same for one commit on every machine, whether it was installed or checked out.
+    One commit has the same digits on every machine, whether it was installed or checked out.
     """
     digest = hashlib.sha256()
     root = Path(trainable.__file__).parent.parent
@@ -236,7 +236,7 @@ def _make_marker(plan: StudyPlan) -> Iterator[str]:
 def check_versions(driver_versions: Mapping[str, str], node_versions: Mapping[str, Mapping[str, str]]) -> None:
     """Raise PlanError if nodes differ in a package, or differ from the driver in a package of _DRIVER_PACKAGES.
 
-    driver_versions: package -> version. node_versions: name of a node -> its versions, of at least one node.
+    driver_versions: versions by package. node_versions: the same for each node, by the node's name; at least one node.
     """
     # Every node is compared with the first one, which implies that all are equal.
     first_node = next(iter(node_versions))
@@ -303,5 +303,5 @@ def find_smallest_gpu(reports: Mapping[Node, NodeReport]) -> GpuCapacity | None:
     if not gpu_sizes or not all(gpu_sizes):
         return None
     return GpuCapacity(
-        min(min(sizes) for sizes in gpu_sizes) * 2**20, "the smallest of the nodes, from nvidia-smi", True
+        min(min(sizes) for sizes in gpu_sizes) * 2**20, "the smallest of the nodes, from nvidia-smi", is_known=True
     )

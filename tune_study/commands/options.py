@@ -63,7 +63,7 @@ SkipStatuses = Annotated[
         "--skip-statuses",
         "--skip_statuses",
         metavar="LIST",
-        help="Do not run again the runs with these statuses; failed and interrupted may be added.",
+        help="Skip runs that already have one of these statuses; the list may also include failed and interrupted.",
     ),
 ]
 UpdateMicroBatch = Annotated[
@@ -149,8 +149,8 @@ ResumeFromPath = Annotated[
 ]
 WithVal = Annotated[bool, Option("--with-val", "--with_val", help="First validate the run, sampled and greedy.")]
 ListSteps = Annotated[bool, Option("--list-steps", "--list_steps", help="List the analyses; plot nothing.")]
-AnalysedSteps = Annotated[
-    list[str] | None, Option("--step", metavar="N", help="Analysed step, or a list like 1,51; repeatable.")
+AnalyzedSteps = Annotated[
+    list[str] | None, Option("--step", metavar="N", help="Analyzed step, or a list like 1,51; repeatable.")
 ]
 PlotDir = Annotated[
     Path | None,

@@ -43,7 +43,7 @@ def read_analyses(folder: Path) -> StudyFrames:
     if make_analysis_table(frames.gradients).empty:
         raise PlanError(
             f"{format_value(folder, 1000)} has no gradient analysis: run a study with --set "
-            "trainer.gradient_analysis_mode=True, or type `python -m tune_study probe` to analyse a checkpoint."
+            "trainer.gradient_analysis_mode=True, or type `python -m tune_study probe` to analyze a checkpoint."
         )
     return frames
 
@@ -57,7 +57,7 @@ def select_steps(
         frames: the frames of the study.
         trial: run_id or arm; None selects all runs.
         source: train or probe; None selects both.
-        steps: analysed steps; an empty sequence selects all.
+        steps: analyzed steps; an empty sequence selects all.
 
     Returns every run and source with at least one selected step. Raise PlanError if there is none.
     """
@@ -80,13 +80,13 @@ def select_steps(
         raise PlanError(
             f"There is no analysis from source {source}: leave --source out, or type --source {available_sources[0]}."
         )
-    analysed_steps = sorted({row["step"] for row in analysis_rows})
-    if unknown_steps := sorted(set(steps) - set(analysed_steps)):
+    analyzed_steps = sorted({row["step"] for row in analysis_rows})
+    if unknown_steps := sorted(set(steps) - set(analyzed_steps)):
         raise PlanError(
-            f"Step {', '.join(map(str, unknown_steps))} was not analysed: type --step with one of "
-            f"{', '.join(map(str, analysed_steps))}."
+            f"Step {', '.join(map(str, unknown_steps))} was not analyzed: type --step with one of "
+            f"{', '.join(map(str, analyzed_steps))}."
         )
-    selected_steps = set(steps or analysed_steps)
+    selected_steps = set(steps or analyzed_steps)
     steps_by_run_source: dict[tuple[str, str], set[int]] = {}
     for row in analysis_rows:
         if row["step"] in selected_steps:
@@ -126,7 +126,7 @@ def print_steps(console: Console, frames: StudyFrames, selections: Sequence[Step
         for row in to_records(make_analysis_table(frames.gradients))
         if (row["run_id"], row["source"], row["step"]) in selected_keys
     ]
-    headers = ("run", "source", "step", "analysed", "groups", "sequences", "buckets", "components")
+    headers = ("run", "source", "step", "analyzed", "groups", "sequences", "buckets", "components")
     print_table(console, headers, rows)
 
 
@@ -145,7 +145,7 @@ def write_plots(
             f"--trial {selection.run_id} --source {selection.source}" for selection in selections[:4]
         )
         raise PlanError(
-            f"--output-dir takes the figures of one run and source, and {len(selections)} were analysed: add one of "
+            f"--output-dir takes the figures of one run and source, and {len(selections)} were analyzed: add one of "
             f"{option_examples}{', ...' * (len(selections) > 4)}."
         )
     for selection in selections:

@@ -94,7 +94,7 @@ def explain_paper_misfit(
     """
     # The first study that does not fit is reason enough.
     for plan in plans:
-        memory = _estimate_requirements(plan, options, visible_gpus, None, dry_run=True).memory
+        memory = _estimate_requirements(plan, options, visible_gpus, nodes=None, dry_run=True).memory
         reason, alternatives = ("", []) if memory is None else memory_plan.explain_excess(memory, plan.study)
         if reason:
             advice = (
@@ -213,7 +213,7 @@ def _check_machine(plan: StudyPlan, requirements: _Requirements) -> None:
 def _check_files(plan: StudyPlan) -> None:
     """Raise PlanError for a file, folder or model that is missing.
 
-    This covers the models that studies of other families load. The model that is fine-tuned (`StudyPlan.model`) is
+    The check covers the models that studies of other families load. The model that is fine-tuned (`StudyPlan.model`) is
     checked together with its engines, on this machine or on each node.
     """
     family = plan.study.family
@@ -241,7 +241,7 @@ def _check_cluster(
     # --gpu-memory-gib takes precedence over the memory that the nodes report.
     gpu_capacity = None if options.gpu_memory_gib else node_checks.find_smallest_gpu(reports)
     memory = memory_plan.plan_memory(
-        plan, resource_plan, gpu_capacity or memory_plan.find_gpu_capacity(options.gpu_memory_gib, ()), os.environ
+        plan, resource_plan, gpu_capacity or memory_plan.find_gpu_capacity(options.gpu_memory_gib, gpus=()), os.environ
     )
     if memory is not None:
         memory_plan.check_fits(memory, plan.study)

@@ -1,4 +1,4 @@
-"""Restore a run from a checkpoint in this process, to query or analyse its model. Nothing is trained."""
+"""Restore a run from a checkpoint in this process, to query or analyze its model. Nothing is trained."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
 from trainable.config.setting_types import format_value
-from trainable.diagnostics.gradient_analysis import analyse_gradients
+from trainable.diagnostics.gradient_analysis import analyze_gradients
 from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.files.json_lines import read_lines, write_lines
 from trainable.ppo.trainer import PPOTrainer
@@ -155,7 +155,7 @@ def find_target(
 
 
 def _list_stored_checkpoints(plan: StudyPlan, spec: RunSpec) -> dict[int, str]:
-    """Checkpoints of a run in the study's storage: step -> path there."""
+    """Checkpoints of a run in the study's storage: for each step, the path there."""
     from tune_study.folder import storage
 
     return storage.list_checkpoints(plan.study_uri or "", spec.run_id)
@@ -247,7 +247,7 @@ def _restore_trainer(target: ProbeTarget, settings: ProbeSettings) -> PPOTrainer
 def make_probe_settings(config: RunConfig, settings: ProbeSettings) -> dict[str, object]:
     """The settings that a probe changes: the analysis, a KL loss and an entropy bonus are switched on.
 
-    The analysed batch has the published 128 x 16 episodes, unless the run sets another size. If the run has no KL loss
+    The analyzed batch has the published 128 x 16 episodes, unless the run sets another size. If the run has no KL loss
     or no entropy bonus, its coefficient is the published 0.001; the gradient of a term is proportional to it.
     settings: the settings that were typed, which override these.
 
@@ -282,10 +282,10 @@ def format_changes(run_config: RunConfig, config: RunConfig, settings: ProbeSett
 
 
 def probe(target: ProbeTarget, settings: ProbeSettings, with_val: bool, console: Console) -> None:
-    """Analyse the gradients of one checkpoint, add the rows to the study's tables, and print them.
+    """Analyze the gradients of one checkpoint, add the rows to the study's tables, and print them.
 
     with_val: whether the validation levels are rolled out first. Raises PlanError, and writes nothing, if the filter
-    keeps no group and the batch before the filter is not analysed.
+    keeps no group and the batch before the filter is not analyzed.
     """
     run_config, effective_settings = target.spec.ppo_config, make_probe_settings(target.spec.ppo_config, settings)
     config = apply_overrides(run_config, effective_settings)
@@ -302,7 +302,7 @@ def probe(target: ProbeTarget, settings: ProbeSettings, with_val: bool, console:
     try:
         if with_val:
             renderables += _validate(trainer, console)
-        lines = _analyse(trainer, changes, console)
+        lines = _analyze(trainer, changes, console)
     finally:
         trainer.close()  # also after an error: the sampling engine would keep its memory
     # A new probe of a step replaces all lines of an earlier probe of that step.
@@ -330,7 +330,7 @@ def _validate(trainer: PPOTrainer, console: Console) -> list[str]:
     ]
 
 
-def _analyse(trainer: PPOTrainer, changes: str | None, console: Console) -> list[dict[str, Any]]:
+def _analyze(trainer: PPOTrainer, changes: str | None, console: Console) -> list[dict[str, Any]]:
     """The JSON lines of the analysis, one per batch. Raise PlanError if no batch has a group.
 
     changes: the settings that differ from the run's, which are stored in the lines.
@@ -338,7 +338,7 @@ def _analyse(trainer: PPOTrainer, changes: str | None, console: Console) -> list
     settings = trainer.config.trainer
     n_groups, group_size = settings.gradient_analysis_env_groups, settings.gradient_analysis_group_size
     print_line(console, f"Playing {n_groups} x {group_size} episodes and measuring their gradients ...")
-    lines = analyse_gradients(trainer, [], source="probe", overrides=changes)
+    lines = analyze_gradients(trainer, episodes=[], source="probe", overrides=changes)
     if not any(line["groups"] for line in lines):
         raise PlanError(
             f"The filter kept none of {_describe_groups(lines[-1])}, so nothing could be measured and nothing was "
@@ -389,9 +389,9 @@ def _write_log(path: Path, renderables: Sequence[Any]) -> None:
 
 
 def _make_table(line: Mapping[str, Any]) -> Table:
-    """A table of one analysed batch, with a row per bucket.
+    """A table of one analyzed batch, with a row per bucket.
 
-    It shows the task's gradient with its signal-to-noise ratio, and the norms of the regularizers' gradients.
+    The table shows the task's gradient with its signal-to-noise ratio, and the norms of the regularizers' gradients.
     """
     batch_label = "before the filter" if line["prefilter"] else "of what the filter kept"
     table = Table(title=f"gradients {batch_label}", box=None, title_justify="left", padding=(0, 1, 0, 0))

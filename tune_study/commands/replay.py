@@ -59,10 +59,10 @@ class RunReplay(NamedTuple):
 
     Attributes:
         run_id, arm, seed: identity of the run.
-        steps: number of its rows, repeated steps counted once.
-        original_thresholds: thresholds under which it ran.
+        steps: number of rows of the run, repeated steps counted once.
+        original_thresholds: thresholds under which the run was trained.
         replayed_thresholds: thresholds of the replay.
-        live_rule: the rule that really stopped it; empty if none did.
+        live_rule: the rule that really stopped the run; empty if none did.
         alarms: one entry per rule, in the order of RULES.
     """
 
@@ -87,16 +87,16 @@ class RuleSummary(NamedTuple):
     """One rule over all replayed runs.
 
     Attributes:
-        rule: its name.
+        rule: name of the rule.
         runs: number of replayed runs.
-        fires: number of runs in which it fires.
-        false_alarms: number of runs in which it fires and that recovered.
-        known_outcomes: number of runs in which it fires and whose outcome is known.
+        fires: number of runs in which the rule fires.
+        false_alarms: number of runs in which the rule fires and that recovered.
+        known_outcomes: number of runs in which the rule fires and whose outcome is known.
         ci_low, ci_high: Wilson's 95 % interval of false_alarms / known_outcomes; (0, 1) if no outcome is known.
-        unknown_outcomes: number of runs in which it fires and whose outcome is unknown.
-        steps_saved: number of rows after its alarms.
+        unknown_outcomes: number of runs in which the rule fires and whose outcome is unknown.
+        steps_saved: number of rows after the alarms of the rule.
         steps: number of rows of all runs.
-        live_stops: number of runs that it really stopped, according to status.json.
+        live_stops: number of runs that the rule really stopped, according to status.json.
     """
 
     rule: str
@@ -116,7 +116,8 @@ class Replay(NamedTuple):
     """A replayed study.
 
     Attributes:
-        original_thresholds: the distinct thresholds under which its runs were trained; the study's if no run has rows.
+        original_thresholds: the distinct thresholds under which the runs were trained; those of the study if no run has
+            rows.
         replayed_thresholds: the distinct thresholds of the replay.
         runs: the replayed runs.
         skipped_runs: the runs that cannot be replayed.
@@ -192,7 +193,7 @@ def find_alarms(rows: Sequence[Row], settings: EarlyStopConfig) -> tuple[Alarm, 
     for rule, find_decision in RULES.items():
         decision = find_decision(history, settings)
         if decision is None:
-            alarms.append(Alarm(rule, None, None, 0))
+            alarms.append(Alarm(rule, decision=None, outcome=None, steps_saved=0))
             continue
         steps_saved = sum(step > decision.step for step in history.steps)
         outcome = _classify_outcome(history, base_success, settings.success_threshold, decision.step)
@@ -226,7 +227,7 @@ def _classify_outcome(history: History, base_success: float | None, success_floo
 
 
 def _parse_thresholds(assignments: Sequence[str]) -> dict[str, object]:
-    """early_stop field -> typed value. Raise PlanError for a key of another section, and for a key given twice."""
+    """The typed values by field of early_stop. Raise PlanError for a key of another section, or a key given twice."""
     allowed = ", ".join(f"{SECTION}.{name}" for name in EarlyStopConfig.model_fields)
     overrides: dict[str, object] = {}
     for assignment in assignments:
@@ -258,7 +259,7 @@ def _override_thresholds(thresholds: EarlyStopConfig, overrides: Mapping[str, ob
 
 
 def _replay_run(folder: Path, entry: Mapping[str, Any], overrides: Mapping[str, object]) -> RunReplay | SkippedRun:
-    """Replay one run of the study in `folder`. entry: its run_id, arm and seed from study.json."""
+    """Replay one run of the study in `folder`. entry: run_id, arm and seed of the run, from study.json."""
     run_id, arm, seed = entry["run_id"], entry["arm"], entry["seed"]
     run_dir = folder / "runs" / run_id
     status = read_status(run_dir) or RunStatus(run_id, "never_ran")

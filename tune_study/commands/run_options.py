@@ -39,7 +39,7 @@ OPTION_SETTINGS: Mapping[str, tuple[str, ...]] = {
         "rollout.ref_log_prob_micro_batch_size_per_gpu",
     ),
 }
-"""Option -> the settings that it assigns. An option for several settings is one of the published scripts."""
+"""The settings that each option assigns, by option. An option for several settings is one of the published scripts."""
 
 
 class RunOptions(NamedTuple):
@@ -48,8 +48,8 @@ class RunOptions(NamedTuple):
     Attributes:
         preset: --preset, or the default preset.
         preset_reason: why this preset was chosen.
-        option_values: option of OPTION_SETTINGS -> its value.
-        axis_texts: option for the values of an axis -> its text.
+        option_values: the value of each option of OPTION_SETTINGS, by option.
+        axis_texts: the text of each option for the values of an axis, by option.
         include_zero: text of --rollout_filter_include_zero.
         strategy: text of --rollout_filter_strategy.
         assignments: the `key=value` of each --set.

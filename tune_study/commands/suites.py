@@ -23,7 +23,7 @@ _INTERRUPTED_EXIT_CODE = 130
 class PreparedStudy(NamedTuple):
     """A study whose requirements were checked, and the results of the checks.
 
-    space_line: its disk budget in words, which is printed when the study starts.
+    space_line: disk budget of the study in words, which is printed when the study starts.
     """
 
     plan: StudyPlan

@@ -110,7 +110,7 @@ def _make_machine_id() -> str:
 
 
 class Lease:
-    """This process's lease of the study in storage. study_path: the study's folder there."""
+    """This process's lease of the study in storage. study_path: the study's folder in the storage."""
 
     def __init__(self, study_path: StoragePath) -> None:
         self._study_path = study_path

@@ -172,7 +172,7 @@ def check_study_links(plan: StudyPlan) -> None:
 
 def check_folder_links(folder: Path) -> None:
     """Raise PlanError if results/<run> contains a symbolic link. The path to it may contain some."""
-    _check_links(folder, (), folder)
+    _check_links(folder, paths=(), tree=folder)
 
 
 def _check_links(root: Path, paths: Iterable[Path], tree: Path) -> None:

@@ -24,7 +24,7 @@ class RunStatus:
         reason: why the run has this status, as a sentence.
         failure_class: kind of the failure (see `trainable.runs.failures`); empty unless the run has failed.
         stop_rule, stop_value, stop_threshold, stop_step: decision of the rule that stopped the run early.
-        trial_id: id of its last Tune trial.
+        trial_id: id of the run's last Tune trial.
         started_at, ended_at: first start and last end, ISO 8601 in UTC; None before them.
     """
 

@@ -162,7 +162,7 @@ def _fetch_rows(storage_path: StoragePath, files: Mapping[str, Any], folder: Pat
 
 
 def list_checkpoints(uri: str, run_id: str) -> dict[int, str]:
-    """Complete checkpoints of a run of the study at `uri`: step -> path below the run's folder."""
+    """Complete checkpoints of a run of the study at `uri`: for each step, the path below the run's folder."""
     try:
         # If a step has a rolling and a saved checkpoint, the first one in the list is preferred. Reversed, it comes
         # last and stays in the dict.
@@ -200,7 +200,7 @@ class StoredStudy:
         self._log = log
         self._storage_path = open_uri(self.uri)
         self._lease = Lease(self._storage_path)
-        # Name in storage -> inode, size and modification time of the local file when it was last copied.
+        # By name in storage: inode, size and modification time of the local file when it was last copied.
         self._pushed_stats: dict[str, tuple[int, int, int]] = {}
         # The sync thread and Tune's callbacks both fetch rows, and must not append the same lines to one file.
         self._lock = threading.Lock()
@@ -289,7 +289,7 @@ class StoredStudy:
         is_driver: False for a process that did not run the study and copies only tables, report and probes.
         """
         try:
-            self._push_files(None, is_driver)
+            self._push_files(patience=None, is_driver=is_driver)
         except StorageError as error:
             return (
                 f"Statuses, tables and report could not be copied to {self.uri}: {error} They are in "
@@ -322,7 +322,7 @@ def _discard(text: str) -> None:
 
 
 def list_driver_files(plan: StudyPlan, is_driver: bool = True) -> dict[str, Path]:
-    """Name in storage -> local path of the files that the driver writes.
+    """The local paths of the files that the driver writes, by name in storage.
 
     study.json comes last, so that the other files exist when it appears. is_driver: False for tables, report and probes
     only.

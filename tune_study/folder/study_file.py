@@ -168,7 +168,7 @@ def plan_from_folder(
         if {spec.run_id for spec in plan.runs} != {entry["run_id"] for entry in content["runs"]}:
             raise PlanError("its list of runs does not match its values and seeds.")
     except ConfigError:
-        # It is a ValueError too, but its message already says which setting to change.
+        # A ConfigError is a ValueError too, but its message already says which setting to change.
         raise
     except ValidationError as error:
         raise PlanError(

@@ -20,7 +20,8 @@ from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan, format_val
 DEFAULT_SKIPPED = ",".join(ENDED_STATUSES)
 _SKIPPABLE = (*ENDED_STATUSES, "failed", "interrupted")
 
-# Our status -> status in the published logs, which know only whether the process of a run ended normally.
+# For each of our statuses, the status in the published logs, which know only whether the process of a run ended
+# normally.
 _PUBLISHED_STATUS = {
     "completed": "success",
     "early_stopped": "success",
@@ -163,6 +164,6 @@ def parse_skipped_statuses(text: str) -> tuple[str, ...]:
 
 
 def find_finished_runs(plan: StudyPlan, skipped_statuses: Sequence[str] = ENDED_STATUSES) -> dict[str, RunStatus]:
-    """run_id -> status of the runs that are not run again: those with a status in `skipped_statuses`."""
+    """The statuses, by run_id, of the runs that are not run again: those with a status in `skipped_statuses`."""
     statuses = [resolve_status(plan.get_run_dir(spec.run_id), spec.run_id, spec.steps) for spec in plan.runs]
     return {status.run_id: status for status in statuses if status.status in skipped_statuses}

@@ -394,8 +394,8 @@ def check_gpu(gpu: Gpu, memory: GpuMemory | None, processes: Sequence[GpuProcess
     else:
         detail = f"{gpu.name}, {memory.free_mib / 1024:.1f} of {memory.total_mib / 1024:.1f} GiB free"
         is_memory_used = memory.total_mib - memory.free_mib > _IDLE_MEMORY_FRACTION * memory.total_mib
-    # Either sign is enough: a process that has just started uses little memory, and memory that no listed process
-    # uses belongs to a process that is invisible here, for example in another container.
+    # Either sign is enough. A process that has just started uses little memory. And memory may be in use without a
+    # listed process: its process is then invisible here, for example in another container.
     if not processes and not is_memory_used:
         return CheckResult(name, "ok", detail)
     return CheckResult(

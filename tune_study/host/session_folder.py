@@ -34,7 +34,8 @@ def make_session_folder(base: Path) -> Iterator[Path]:
     """
     remove_abandoned_folders(base)
     base.mkdir(parents=True, exist_ok=True)
-    # It is locked before it gets its final name, so that no other driver considers it abandoned. mkdtemp sets 0700.
+    # The folder is locked before it gets its final name, so that no other driver considers it abandoned. mkdtemp sets
+    # the mode 0700.
     unnamed_folder = Path(tempfile.mkdtemp(prefix=".", dir=base))
     with (unnamed_folder / _LOCK_FILE).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -35,15 +35,19 @@ _IN_FLIGHT = 2
 Two rolling checkpoints are kept because the newest may turn out to be damaged.
 """
 
-# The following constants were measured on studies of the laptop preset, one run of 60 steps and one of 3. Each is at
-# least 10 % larger than its measurement.
+# The following constants were measured on studies of the laptop preset, one run of 60 steps and one of 3, and rounded
+# up. Where a measurement is given, the constant is at least 5 % larger.
 _STEP_BYTES = 21_000
 """Bytes per step: metrics.jsonl 2.7 kB, result.json 7.7 kB, TensorBoard 5.0 kB, progress.csv 1.2 kB, logs 0.4 kB, and
 2.2 kB of tables and report."""
 _ANALYSIS_BYTES = 100_000
-"""Bytes per gradient analysis of 128 groups, before and after the filter: its lines and its share of the tables."""
+"""Bytes per gradient analysis: its lines and its share of the tables. The estimate is for an analysis of 128 groups, as
+in the study gradient-analysis, before and after the filter. An analysis of fewer groups needs less."""
 _LEVEL_BYTES, _EVALUATION_BYTES = 18, 150
-"""Bytes in levels.jsonl per level of an evaluation (measured: validation 11.4, test 17), and per evaluation."""
+"""Bytes in levels.jsonl per level of an evaluation (measured: validation 11.4, test 17), and per evaluation.
+
+The second one is an upper bound: a line without levels has about 90 bytes.
+"""
 _RUN_BYTES = 250_000
 """Bytes per run that do not depend on its steps: Tune's experiment state 70 kB, figures 150 kB, and settings."""
 _STUDY_BYTES = 550_000
@@ -55,7 +59,7 @@ class DiskBudget(NamedTuple):
 
     Attributes:
         remaining_runs: runs that have not ended.
-        concurrent_runs: how many of them run at once.
+        concurrent_runs: how many of the remaining runs train at once.
         is_uniform: whether all runs have the same checkpoint size and number of saved checkpoints. If not,
             `checkpoint_bytes` and `saved_checkpoints` are maxima over the runs.
         checkpoint_bytes: size of one checkpoint; None if the size of a model is unknown.
@@ -111,7 +115,10 @@ def estimate_row_bytes(config: RunConfig) -> int:
     # greedy one at the end. The test levels are played twice at the end, in two more evaluations.
     validations = 2 * trainer.val_before_train + count_occurrences(trainer.total_training_steps, trainer.test_freq) + 1
     levels = validations * env.val_env_groups * env.val_group_size + 2 * env.test_env_groups
-    analyses = -(-trainer.total_training_steps // trainer.gradient_analysis_every) * trainer.gradient_analysis_mode
+    # At step 1 and at every N-th step after it, which are ceil(steps / N) analyses.
+    analyses = (
+        -(-trainer.total_training_steps // trainer.gradient_analysis_every) if trainer.gradient_analysis_mode else 0
+    )
     return (
         _RUN_BYTES
         + trainer.total_training_steps * _STEP_BYTES
@@ -208,12 +215,15 @@ def compute_scratch_bytes(budget: DiskBudget) -> int | None:
 def _count_written_bytes(plan: StudyPlan, spec: RunSpec, checkpoint_size: int) -> int:
     """How many of the bytes that the budget counts for a run are already on disk, from an earlier start.
 
-    Files that the budget does not count, such as checkpoints of an earlier --save-freq, are ignored: they take space,
-    but none of the space that this start will need.
+    Files that the budget does not count, such as checkpoints of an earlier --save-freq, are ignored: having them does
+    not reduce what this start still has to write.
     """
     run_dir, checkpoint_dir = plan.get_run_dir(spec.run_id), plan.output / spec.checkpoint_dir
     rolling_bytes = count_folder_bytes(run_dir / STATE_FOLDER)
-    record_bytes = count_folder_bytes(run_dir) - rolling_bytes + count_folder_bytes(plan.folder / spec.run_id)
+    # Tune writes its own files of a trial, such as progress.csv, to the folder <study folder>/<run_id of the trial>. If
+    # the seeds of an arm share a trial, the folder has another name and is not counted.
+    tune_bytes = count_folder_bytes(plan.folder / spec.run_id)
+    record_bytes = count_folder_bytes(run_dir) - rolling_bytes + tune_bytes
     checkpoint_steps = [
         (path, path.rpartition("_")[2]) for path in glob.glob(f"{glob.escape(str(checkpoint_dir))}/global_step_*")
     ]

@@ -37,7 +37,7 @@ MOMENT_BYTES = 2 * FLOAT32
 LOGIT_COPIES = {True: 7, False: 3}
 """Float32 copies of the logits in passes with gradients (True) and without (False), see `compute_logits_bytes`."""
 TURN_TOKENS = {"full": 320, "compact": 16}
-"""Prompt style -> maximum tokens of the game's messages per turn.
+"""Maximum tokens of the game's messages per turn, by prompt style.
 
 full: the published limit of 3600 tokens per conversation leaves (3600 - 5 x 400) / 5 for each of 5 turns with replies
 of 400. compact: at least the longest prompt of the laptop preset and at most 1.5 times as long, which a test checks.
@@ -49,7 +49,7 @@ NCCL_BYTES = 1 * GIB
 REDUCE_BUCKET_SIZE = 500_000_000
 """Gradient elements that DeepSpeed collects before it reduces them over the ranks.
 
-This is its default of reduce_bucket_size, which our configuration changes for stage 3 only (ZERO_BUCKET_SIZE).
+This is DeepSpeed's default of reduce_bucket_size, which our configuration changes for stage 3 only (ZERO_BUCKET_SIZE).
 """
 VLLM_MAX_SEQS, VLLM_MAX_BATCHED_TOKENS = 256, 16_384
 """vLLM's maximum number of concurrent rows (max_num_seqs), and of tokens per pass (max_num_batched_tokens).
@@ -120,24 +120,36 @@ def compute_network_bytes(parameters: int, config: RunConfig) -> NetworkBytes:
     # A shard is rounded up: DeepSpeed pads the parameters so that all ranks have shards of one size.
     full_bytes, shard_bytes = FLOAT32 * parameters, FLOAT32 * -(-parameters // count_ranks(config))
     if not uses_deepspeed(config):
-        return NetworkBytes(full_bytes, 0, 2 * full_bytes, full_bytes, full_bytes, 0)
+        return NetworkBytes(
+            weights=full_bytes,
+            master=0,  # torch updates the weights themselves, which are float32
+            moments=2 * full_bytes,
+            gradients=full_bytes,
+            scratch=full_bytes,
+            host=0,
+        )
     trainer = config.trainer
     gradients = full_bytes if trainer.zero_stage == 1 else shard_bytes
     weights = shard_bytes if trainer.zero_stage == 3 else full_bytes
     offloaded_weights = shard_bytes if trainer.offload_parameters else 0
     if not trainer.offload_optimizer:
         return NetworkBytes(
-            weights - offloaded_weights, shard_bytes, 2 * shard_bytes, gradients, 2 * shard_bytes, offloaded_weights
+            weights=weights - offloaded_weights,
+            master=shard_bytes,
+            moments=2 * shard_bytes,
+            gradients=gradients,
+            scratch=2 * shard_bytes,
+            host=offloaded_weights,
         )
     # Master copy and two moments; from stage 2 on one copy of the gradients, in stage 3 two.
     offloaded_states = {1: 3, 2: 4, 3: 5}[trainer.zero_stage] * shard_bytes
     return NetworkBytes(
-        weights - offloaded_weights,
-        0,
-        0,
-        gradients if trainer.zero_stage == 1 else 0,
-        0,
-        offloaded_weights + offloaded_states,
+        weights=weights - offloaded_weights,
+        master=0,
+        moments=0,
+        gradients=gradients if trainer.zero_stage == 1 else 0,
+        scratch=0,
+        host=offloaded_weights + offloaded_states,
     )
 
 
@@ -172,9 +184,10 @@ def compute_frozen_bytes(shape: ModelShape, config: RunConfig) -> int:
 def compute_cast_bytes(shape: ModelShape, name: str, parameters: int, config: RunConfig) -> int:
     """Bytes of the copies that autocast keeps of a network's weights during a pass, in the dtype of passes.
 
-    name: policy or critic. parameters: number of its trained parameters. Autocast copies only weights of matrix
-    products, so it does not copy an embedding, unless the embedding is also the head. With LoRA it copies the adapters
-    and a tied head, because the other frozen layers already have the dtype of passes. In float32 nothing is copied.
+    name: policy or critic. parameters: number of the network's trained parameters. Autocast copies only weights of
+    matrix products, so it does not copy an embedding, unless the embedding is also the head. With LoRA it copies the
+    adapters and a tied head, because the other frozen layers already have the dtype of passes. In float32 nothing is
+    copied.
     """
     if config.model.dtype == "float32":
         return 0
@@ -301,7 +314,7 @@ def _make_constant_allocation(name: str, size: int, host: int = 0) -> Allocation
 
 
 def _make_phase_allocation(name: str, sizes: dict[int, int], host: int = 0) -> Allocation:
-    """An item of some phases only. sizes: index of the phase -> bytes."""
+    """An item of some phases only. sizes: bytes by index of the phase."""
     return Allocation(name, tuple(sizes.get(phase, 0) for phase in range(len(PHASES))), host)
 
 

@@ -44,11 +44,11 @@ class MemoryPlan(NamedTuple):
 
     Attributes:
         spec: the run.
-        shape: shape of its model.
+        shape: shape of the run's model.
         capacity: memory of each GPU.
         gpu_fraction: fraction of a GPU that a run gets, in (0, 1].
         budget: bytes of that fraction.
-        allocations: items of its memory, see `memory.list_allocations`.
+        allocations: items of the run's memory, see `memory.list_allocations`.
         host_bytes: host memory of all ranks of a run.
         runs_per_gpu, runs_per_node: concurrent runs on a GPU, and on the machine or a node.
         max_gpus: maximum number of GPUs per run that a remedy may suggest.
@@ -121,7 +121,7 @@ def find_gpu_capacity(requested_gib: float | None, gpus: Sequence[Gpu]) -> GpuCa
                 f"--gpu-memory-gib {requested_gib:g} is not the memory of a GPU: type it in GiB, like "
                 f"--gpu-memory-gib 80."
             )
-        return GpuCapacity(int(requested_gib * GIB), "set by --gpu-memory-gib", True)
+        return GpuCapacity(int(requested_gib * GIB), "set by --gpu-memory-gib", is_known=True)
     uuids = {gpu.uuid for gpu in gpus if gpu.uuid}
     reported_totals = (
         [entry.total_mib for entry in machine_checks.query_gpu_memory() if entry.uuid in uuids] if uuids else []
@@ -129,10 +129,10 @@ def find_gpu_capacity(requested_gib: float | None, gpus: Sequence[Gpu]) -> GpuCa
     sizes = [total for total in reported_totals if total is not None]
     # Every GPU must be reported: one that is not (a MIG device, for example) may be the smallest.
     if sizes and len(sizes) == len(gpus):
-        return GpuCapacity(min(sizes) * 2**20, "from nvidia-smi", True)
+        return GpuCapacity(min(sizes) * 2**20, "from nvidia-smi", is_known=True)
     reason = "no GPU is visible" if not gpus else "nvidia-smi does not report it"
     source = f"assumed, because {reason}; type --gpu-memory-gib N to plan for another"
-    return GpuCapacity(int(ASSUMED_GIB * GIB), source, False)
+    return GpuCapacity(int(ASSUMED_GIB * GIB), source, is_known=False)
 
 
 def plan_memory(
@@ -391,8 +391,8 @@ def _iterate_remedies(memory_plan: MemoryPlan, study: Study) -> Iterator[str]:
 def _is_applicable(memory_plan: MemoryPlan, change: Mapping[str, object]) -> bool:
     """Whether `change` is a possible remedy for the run.
 
-    It must be a valid change of the settings that has an effect. It must not give the run fewer GPUs than it has, nor
-    more than there are, and not change the rank of existing adapters, which the user has chosen.
+    The change must be valid and have an effect. It must not give the run fewer GPUs than the run has, nor more than
+    there are, and not change the rank of existing adapters, which the user has chosen.
     """
     config = memory_plan.spec.ppo_config
     try:

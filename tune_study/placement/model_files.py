@@ -76,7 +76,9 @@ def check_model(path: str, environ: Mapping[str, str], chat_format: str = "chatm
             f"in the hub cache {cache}. Download it with `hf download {format_value(path)}`, or type "
             f"{option}{SHIPPED_MODEL} or a folder."
         )
-    # The hub's client may have cached several snapshots; `read_model_shape` reads the same one.
+    # The hub cache may have several snapshots of the model, of which the run loads the one that refs/main names. The
+    # last one by name stands for it here, as in `read_model_shape`. If the two differ in what is checked, the error
+    # comes only when a run loads the model.
     _check_folder(config_paths[-1].parent, chat_format)
 
 

@@ -55,8 +55,8 @@ def read_model_shape(path: str, environ: Mapping[str, str]) -> ModelShape | None
     """The shape of the model at `path`: the shipped model, a folder, or a hub id.
 
     Nothing is downloaded. A hub id is looked up in the hub cache, and for Qwen2.5 models also in `published_sizes`.
-    Returns None if neither has it, or if its config.json does not describe a model that can be trained (`check_model`
-    then says why). environ: the environment variables, which determine the hub cache.
+    Returns None if neither has the model, or if its config.json does not describe a model that can be trained.
+    `check_model` then says why. environ: the environment variables, which determine the hub cache.
     """
     config_path = _find_config_file(path, environ)
     if config_path is None:  # not downloaded
@@ -116,7 +116,7 @@ def list_head_tensor_sizes(shape: ModelShape) -> list[int]:
 
 
 def list_linear_layers(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """Name of each linear layer of a block -> (inputs, outputs)."""
+    """Numbers of inputs and outputs of each linear layer of a block, by the name of the layer."""
     hidden, intermediate, kv = shape.hidden_size, shape.intermediate_size, shape.num_key_value_heads * shape.head_dim
     return {
         "q_proj": (hidden, hidden),
@@ -144,7 +144,7 @@ def list_adapter_tensor_sizes(shape: ModelShape, model: ModelConfig) -> list[int
 
 
 def list_trained_tensor_sizes(shape: ModelShape, config: RunConfig) -> dict[str, list[int]]:
-    """Network -> elements of each of its trained tensors. The networks are `policy` and, if there is one, `critic`.
+    """The number of elements of each trained tensor, by network: `policy` and, if there is one, `critic`.
 
     With LoRA only the adapters and the value head are trained. With `critic.shared_trunk` the value head belongs to the
     policy, and there is no `critic`. An advantage estimator without values needs no critic either.

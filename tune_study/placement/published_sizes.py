@@ -2,8 +2,8 @@
 
 import re
 
-# Billions of parameters in the name -> values of _FIELDS: hidden size, intermediate size, blocks, query heads, key
-# heads, vocabulary, tied head. Source: config.json of each model on the hub.
+# By the billions of parameters in the name, the values of _FIELDS: hidden size, intermediate size, blocks, query heads,
+# key heads, vocabulary, tied head. Source: config.json of each model on the hub.
 _SIZES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "0.5": (896, 4864, 24, 14, 2, 151_936, True),
     "1.5": (1536, 8960, 28, 12, 2, 151_936, True),
@@ -13,7 +13,7 @@ _SIZES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "32": (5120, 27_648, 64, 40, 8, 152_064, False),
     "72": (8192, 29_568, 80, 64, 8, 152_064, False),
 }
-# Variant in the name -> sizes in which it was released.
+# By the variant in the name, the sizes in which it was released.
 _RELEASED_SIZES = {
     "": ("0.5", "1.5", "3", "7", "14", "32", "72"),
     "Math-": ("1.5", "7", "72"),

@@ -19,7 +19,7 @@ from tune_study.plan.study_plan import StudyPlan
 ASSUMED_MFU, ASSUMED_BANDWIDTH_FRACTION = 0.4, 0.5
 """Fractions of a GPU's published rates that passes (FLOP/s) and sampling (bytes/s) are assumed to reach.
 
-Both are assumptions: no run on a GPU has been measured.
+Both fractions are assumptions: no run on a GPU has been measured.
 """
 FLOAT32_SLOWDOWN = 2
 """Duration of float32 passes relative to bfloat16: tensor cores compute float32 products as TF32, at half the rate."""
@@ -28,7 +28,8 @@ FLOAT32_SLOWDOWN = 2
 class GpuRates(NamedTuple):
     """Published rates of one GPU.
 
-    peak_flops_per_s: dense bfloat16 FLOP/s, without sparsity. memory_bandwidth: bytes per second read from its memory.
+    peak_flops_per_s: dense bfloat16 FLOP/s, without sparsity. memory_bandwidth: bytes per second read from
+    the GPU's memory.
     """
 
     peak_flops_per_s: float
@@ -115,7 +116,7 @@ def estimate_sampling_seconds(shape: ModelShape, config: RunConfig, rows: int, r
     read_bytes = waves * weight_dtype_bytes * count_policy_parameters(shape) + cache_bytes
     new_tokens = config.env.max_turn * config.rollout.response_length
     decode_seconds = new_tokens * read_bytes / (ASSUMED_BANDWIDTH_FRACTION * rates.memory_bandwidth)
-    prefill_flops = estimate_forward_flops(shape, rows, tokens, True)
+    prefill_flops = estimate_forward_flops(shape, rows, tokens, with_head=True)
     return decode_seconds + prefill_flops / (ASSUMED_MFU * rates.peak_flops_per_s)
 
 

@@ -40,8 +40,8 @@ class RunSpec:
         seed: the seed.
         experiment_name: name of the arm's experiment, the same for all seeds.
         config: all settings of the run.
-        log_path: its log, relative to the output folder.
-        checkpoint_dir: folder of its saved checkpoints, relative to the output folder.
+        log_path: path of the run's log, relative to the output folder.
+        checkpoint_dir: folder of the run's saved checkpoints, relative to the output folder.
     """
 
     run_id: str
@@ -70,7 +70,7 @@ class StudyPlan:
     """All runs of a study, and the paths of their files.
 
     Attributes:
-        study: its declaration.
+        study: declaration of the study.
         preset, preset_reason: the preset, and why it was chosen.
         base_config: the settings that the arms share, before those of the axis.
         values: axis values, as they were typed.
@@ -229,8 +229,8 @@ def collect_overrides(
     """Collect the settings of the command line. Raise PlanError if one is set twice, or belongs to the study's axis.
 
     Args:
-        study: the study whose settings they are.
-        options: dotted setting -> value, for the options that were typed.
+        study: the study that the settings belong to.
+        options: values by dotted setting, for the options that were typed.
         assignments: the `key=value` of each --set.
         is_axis_free: whether the axis may be set as well, as for a probe, which has no option for it.
     """
@@ -282,7 +282,7 @@ def make_plan(
     Args:
         study: the study.
         preset, preset_reason: name of the preset, and why it was chosen.
-        overrides: dotted setting -> value.
+        overrides: values by dotted setting.
         values: axis values as they were typed; None for those of the preset.
         n_seeds: number of seeds per arm; None for the study's default or, if it has none, the preset's.
         output: parent folder of results/, logs/ and model_saving/.
@@ -400,7 +400,7 @@ def _check_paths(plan: StudyPlan) -> None:
 
 
 def find_changed_settings(config: BaseRunConfig) -> dict[str, Any]:
-    """Settings of `config` that differ from the defaults, as dotted name -> JSON value.
+    """Settings of `config` that differ from the defaults, as JSON values by dotted name.
 
     The seed is left out, because each run of a trial adds its own.
     """

@@ -73,8 +73,8 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
     Attributes:
         given_up_trials: ids of the trials whose failure is final; `FirstComeFirstServed` does not start them again.
-        unwritten_statuses: run_id -> status that could not be written because the disk was full. The study continues,
-            and `retry_unwritten` tries again.
+        unwritten_statuses: statuses, by run_id, that could not be written because the disk was full. The study
+            continues, and `retry_unwritten` tries again.
     """
 
     def __init__(self, plan: StudyPlan, resource_plan: ResourcePlan, progress: Progress) -> None:
@@ -108,15 +108,18 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **i: Any) -> None:
         """Record the rows of a step, which `result` contains together with the decisions of stop rules."""
-        # `note` and `saved` are messages to the driver, which has now read them. Without the two keys, they do not
-        # become columns of Tune's progress.csv or of the W&B run.
-        note, _ = result.pop("note", ""), result.pop("saved", None)
+        # `note` and `saved` are messages to the driver: `note` is read here, and `InterruptStopper` has already read
+        # `saved`. Both are removed, so that they do not become columns of Tune's progress.csv or of the W&B run.
+        note = result.pop("note", "")
+        result.pop("saved", None)
         if trial.config["finished"]:
             return
         for run_id in list_run_ids(trial.config) if note else ():
             self._log_line(run_id, f"=== {note} ===")
             self._progress.print_note(run_id, note)
         for run_id, row in split_rows_by_run(trial.config, result).items():
+            # If a rule fires in a trial of one run, Tune ends the trial, and `on_trial_complete` ends the run. A trial
+            # of several runs continues with the others, so the run has to be ended here.
             self._record_row(run_id, row, ends_alone=trial.config["side_by_side"] and bool(row.get("stop_rule")))
         # `failed` has the runs that failed while the others of their trial continue. Every later result repeats them,
         # so only a run that still counts as running is ended here.
@@ -186,7 +189,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         """
         trial_run_id = trial.config["run_id"]
         step = self._find_furthest_step(trial)
-        previous_count = self._failure_counts.get(trial_run_id, _FailureCount(-1, 0))
+        previous_count = self._failure_counts.get(trial_run_id, _FailureCount(furthest_step=-1, consecutive_failures=0))
         failure_count = 1 if step > previous_count.furthest_step else previous_count.consecutive_failures + 1
         self._failure_counts[trial_run_id] = _FailureCount(max(step, previous_count.furthest_step), failure_count)
         return failure_count

@@ -47,7 +47,7 @@ def join_cluster(address: str | None) -> Iterator[tuple[Node, ...] | None]:
     _check_address(address)
     from tune_study.tune.run import prepare_environment
 
-    prepare_environment((), joins_cluster=True)
+    prepare_environment(gpus=(), joins_cluster=True)
     import ray  # reads the environment prepared above
 
     try:
@@ -133,7 +133,7 @@ def allocate_cluster(
     Args:
         plan: the study.
         address: the cluster's address.
-        nodes: its nodes that are alive.
+        nodes: nodes of the cluster that are alive.
         gpus_option: the text of --gpus, None without the option.
         max_concurrent: --max-concurrent, None without the option.
 
@@ -160,15 +160,17 @@ def allocate_cluster(
     # All resources count, also those that other users of the cluster hold now: Ray starts a run when they are free.
     capacity = sum(count_fitting_runs(node, n_gpus) for node in usable_nodes)
     return ResourcePlan(
-        bundles,
-        int(sum(node.cpus for node in usable_nodes)),
-        (),
-        tuple(slot for node in usable_nodes for slot in _make_slots(node, n_gpus)),
-        min(capacity, max_concurrent or capacity, len(plan.trials)),
-        resources.format_gpu_label(n_gpus, tuple(Gpu("", "", node.gpu_type or "GPU") for node in usable_nodes)),
-        (f"Ray cluster {address}: {node_summary}",),
-        address,
-        min(
+        bundles=bundles,
+        cpus=int(sum(node.cpus for node in usable_nodes)),
+        gpus=(),
+        gpu_slots=tuple(slot for node in usable_nodes for slot in _make_slots(node, n_gpus)),
+        max_concurrent=min(capacity, max_concurrent or capacity, len(plan.trials)),
+        gpu_label=resources.format_gpu_label(
+            n_gpus, tuple(Gpu("", "", node.gpu_type or "GPU") for node in usable_nodes)
+        ),
+        notes=(f"Ray cluster {address}: {node_summary}",),
+        cluster_address=address,
+        runs_per_node=min(
             max(count_fitting_runs(node, n_gpus) for node in usable_nodes), max_concurrent or capacity, len(plan.trials)
         ),
     )

@@ -26,7 +26,7 @@ class RunView:
     Attributes:
         spec: the run.
         step: the last step with a row; 0 before the first one.
-        last_values: column -> its last measured value, since most rows have no validation.
+        last_values: the last measured value of each column, since most rows have no validation.
         total_seconds: training time of the run over all starts; None before the first row of this start.
         status: waiting, running, or the text with which the run ended.
     """
@@ -95,7 +95,7 @@ class Progress:
             yield
 
     def skip_run(self, run_id: str, status: str, step: int, last_value: float | None) -> None:
-        """Show a run that ended in an earlier start. last_value: its last value of the family's primary metric."""
+        """Show a run that ended in an earlier start. last_value: the last value of the primary metric."""
         view = self.views[run_id]
         view.status, view.step = status, step
         if last_value is not None:

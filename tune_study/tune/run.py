@@ -75,8 +75,8 @@ class SuiteContext:
 class StudySession:
     """One start of a study: its plan, its resources and its outputs.
 
-    finished_statuses: run_id -> status of the runs that are not run again. storage: the study's folder in its storage,
-    if it has one.
+    finished_statuses: statuses, by run_id, of the runs that are not run again. storage: the study's folder in its
+    storage, if it has one.
     """
 
     plan: StudyPlan
@@ -297,9 +297,9 @@ def _end_without_ray(session: StudySession, recorder: "Recorder", reason: str) -
 def make_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: list[Any]) -> Any:
     """The Tune experiment of all runs of a plan.
 
-    A run that has already ended takes part with a trial that only reports its last row again, so that the experiment
-    lists all runs. Tune's own checkpoints and restore are not used: a run continues from the rolling checkpoint in its
-    folder (see docs/architecture.md).
+    The experiment lists all runs: a run that has already ended gets a trial that only reports its last row again.
+    Tune's own checkpoints and restore are not used: a run continues from the rolling checkpoint in its folder (see
+    docs/architecture.md).
     """
     from ray import tune
 
@@ -387,9 +387,9 @@ def _is_number(value: object) -> bool:
 def _conclude_study(session: StudySession, problem: str, unwritten_statuses: Mapping[str, RunStatus]) -> int:
     """Write summary, tables and report of the existing rows, print how to continue, and return the exit code.
 
-    problem: error text of the training, empty without an error. unwritten_statuses: run_id -> status that is newer than
-    the status.json on disk. An error here, such as a full disk, is reported with the others and never raised: the
-    remaining outputs are still written.
+    problem: error text of the training, empty without an error. unwritten_statuses: statuses, by run_id, that are
+    newer than the status.json on disk. An error here, such as a full disk, is reported with the others and never
+    raised: the remaining outputs are still written.
     """
     plan, console = session.plan, session.console
     try:

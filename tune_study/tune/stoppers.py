@@ -11,7 +11,7 @@ from trainable.runs.stop_rules import HISTORY_COLUMNS, RULES, evaluate_stop_rule
 from tune_study.host.interrupt import Interrupt
 
 DEFAULT_COLUMNS = MappingProxyType({name: name for name in HISTORY_COLUMNS})
-"""Column that the rules read -> key of a result that has it."""
+"""For each column that the rules read, the key of a result that has the column."""
 
 
 class RuleStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
@@ -19,8 +19,9 @@ class RuleStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
 
     Args:
         rule: one of `trainable.runs.stop_rules.RULES`, such as "reward_variance_collapse".
-        settings: its thresholds; None for the defaults.
-        columns: column that the rules read -> key of a result, for a Trainable that uses other names.
+        settings: thresholds of the rule; None for the defaults.
+        columns: for each column that the rules read, the key of a result that has it, for a Trainable that uses other
+            names.
 
     A run of this project applies its rules before it writes a row. Its results have the key `stop_rule`, and the
     Stopper follows that decision. A result without the key comes from another Trainable. The Stopper then applies the

@@ -18,7 +18,7 @@ def list_run_ids(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def split_rows_by_run(config: Mapping[str, Any], result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """run_id -> row of a result. A run that ended before the other runs of its trial is missing."""
+    """The rows of a result, by run_id. A run that ended before the other runs of its trial is missing."""
     # A trial with one run reports the columns of its row directly, so that Tune's own tools can plot them.
     if config["side_by_side"]:
         return dict(result.get("rows", {}))
@@ -35,7 +35,7 @@ def make_trial_configs(
 
     Args:
         plan: the study.
-        finished_statuses: run_id -> status of the runs that are not run again.
+        finished_statuses: statuses, by run_id, of the runs that are not run again.
         interrupt: a file whose existence ends a run after its next step.
     """
     for specs in plan.trials:
@@ -53,8 +53,8 @@ def make_trial_config(
 ) -> dict[str, Any]:
     """The config of `trainable.trial.Trial` for runs of one arm: names, changed settings and absolute paths.
 
-    specs: the runs, at least one. is_finished: whether the trial only reports their last rows again. The keys are
-    explained in `TrainingLoop` and `Trial`.
+    specs: the runs, at least one. is_finished: whether the trial only reports the last rows of the runs again. The keys
+    are explained in `TrainingLoop` and `Trial`.
     """
     first_spec, family = specs[0], plan.study.family
     return {

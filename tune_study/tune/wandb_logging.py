@@ -15,7 +15,8 @@ from tune_study.tune.trials import list_run_ids, split_rows_by_run
 from tune_study.tune.wandb_sync import WandbUploader
 
 CLOSE_TIMEOUT_S = 30.0
-"""Seconds that the end of a study waits for pending writes, and then again for uploads; also for opening a run.
+"""Time limit in seconds of each of three waits: for the opening of a run, and at the end of a study for pending writes
+and then for uploads.
 
 W&B is a copy of rows that are on disk, so a study does not wait long for a service that does not answer.
 """
@@ -113,7 +114,7 @@ class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             self.problem = f"{type(error).__name__}: {error}"
 
     def _apply_event(self, open_runs: dict[str, Any], event: _Event) -> None:
-        """Pass an event to W&B. open_runs: run_id -> its open W&B run."""
+        """Pass an event to W&B. open_runs: the open W&B runs, by run_id."""
         # A trial that is retried starts again while its W&B run is still open, and ends its runs once more.
         if event.kind == "start" and event.run_id not in open_runs:
             open_runs[event.run_id] = self._open_run(self._specs[event.run_id])
@@ -157,7 +158,8 @@ class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             project=self._plan.wandb_project,
             group=self._plan.run,
             name=spec.run_id,
-            # W&B limits names (those of projects to 128 characters). The end is kept because it has the hash.
+            # W&B documents a limit of 128 characters for project names; the same is assumed for ids. The end is kept
+            # because it has the hash.
             id=f"{spec.run_id}-{spec.config.compute_hash()}"[-128:],
             config=spec.config.model_dump(mode="json"),
             dir=self._plan.output,

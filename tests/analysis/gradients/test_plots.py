@@ -202,7 +202,7 @@ def test_a_batch_without_any_ratio_says_so(tmp_path: Path) -> None:
     )
 
 
-def test_report_lines_are_coloured_by_name(tmp_path: Path) -> None:
+def test_report_lines_are_colored_by_name(tmp_path: Path) -> None:
     table = gradients.make_signal_lines(make_frames(tmp_path, FakeAnalysis(1), BEFORE, AFTER).gradients)
     colors = plots.make_arm_colors(["step 1", "step 51"])
     figure = gradient_plots.draw_lines(table, colors, "signal / noise")

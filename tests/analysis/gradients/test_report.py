@@ -94,7 +94,7 @@ def test_there_is_one_curve_per_run_and_step(tmp_path: Path) -> None:
     assert len([line for line in axes.get_lines() if len(line.get_xdata()) == 6]) == 4
 
 
-def test_arms_have_different_colours(tmp_path: Path) -> None:
+def test_arms_have_different_colors(tmp_path: Path) -> None:
     frames = make_frames(tmp_path, {arm: [FakeAnalysis(1), FakeAnalysis(5)] for arm in ("0", "0.1", "1")})
     figures = pages.draw_figures(frames)
     for name in ("gradient_signal", "regularizer_share"):

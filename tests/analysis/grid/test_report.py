@@ -1,4 +1,4 @@
-"""Tests of the figures and the page of a grid: every cell has its text, one scale of colours, all numbers in files."""
+"""Tests of the figures and the page of a grid: every cell has its text, one scale of colors, all numbers in files."""
 
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ def test_stopped_cells_have_a_frame_and_no_other(frames: StudyFrames, figures: d
         assert len(frames_drawn) == (table.loc[table["panel"] == panel, "early_stopped"] > 0).sum()
 
 
-def test_one_scale_of_colours_and_text_that_is_read_on_it(frames: StudyFrames, figures: dict[str, Figure]) -> None:
+def test_one_scale_of_colors_and_text_that_is_read_on_it(frames: StudyFrames, figures: dict[str, Figure]) -> None:
     _, table = make_cells(frames)
     low, high = table["success"].min(), table["success"].max()
     for panel, axes in get_panels(figures["grid_success"]).items():

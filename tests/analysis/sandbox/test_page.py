@@ -193,7 +193,7 @@ def test_the_figure_shows_the_numbers_of_the_tables(folder: Path) -> None:
     assert STOPPED_COLOR not in sandbox_plots.COLORS
 
 
-def test_more_arms_than_hues_still_have_colours() -> None:
+def test_more_arms_than_hues_still_have_colors() -> None:
     names = [f"rule {n}" for n in range(31)]
     assert len(set(sandbox_plots.make_rule_colors(names).values())) == 31
 

@@ -107,8 +107,8 @@ def test_curves_have_a_panel_per_arm_with_every_run(frames: StudyFrames, colors:
     figure = plots.draw_curves(table, means, colors, "validation success (fraction)")
     assert [panel.get_title("left") for panel in figure.axes] == list(colors)
     for panel, arm in zip(figure.axes, colors, strict=True):
-        (grey_line,) = [line for line in panel.get_lines() if to_hex(line.get_color()) == plots.GHOST_COLOR]
-        arm_lines = [line for line in panel.get_lines() if line is not grey_line]
+        (gray_line,) = [line for line in panel.get_lines() if to_hex(line.get_color()) == plots.GHOST_COLOR]
+        arm_lines = [line for line in panel.get_lines() if line is not gray_line]
         assert {to_hex(line.get_color()) for line in arm_lines} == {colors[arm]}
         runs, others = (
             [(run["step"].to_list(), run["value"].to_list()) for _, run in rows.groupby("run_id", sort=False)]
@@ -117,7 +117,7 @@ def test_curves_have_a_panel_per_arm_with_every_run(frames: StudyFrames, colors:
         mean = means[means["arm"] == arm]
         expected = runs + ([(mean["step"].to_list(), mean["value"].to_list())] if len(mean) else [])
         assert [(list(line.get_xdata()), list(line.get_ydata())) for line in arm_lines] == expected
-        assert split_at_gaps(grey_line) == others
+        assert split_at_gaps(gray_line) == others
 
 
 def split_at_gaps(line: Line2D) -> list[tuple[list[float], list[float]]]:
@@ -160,7 +160,7 @@ def test_survival_draws_its_table(frames: StudyFrames, colors: dict[str, str]) -
     assert texts == ["never stopped: 0, 0.1, nofilter", "1: 1 of 1 stopped"]
 
 
-def test_colors_are_ordered_in_lightness_and_words_are_grey_or_brown() -> None:
+def test_colors_are_ordered_in_lightness_and_words_are_gray_or_brown() -> None:
     colors = plots.make_arm_colors([*"012345", "nofilter"], ["nofilter"])
     luminance = [np.dot(_to_rgb(colors[arm]), (0.2126, 0.7152, 0.0722)) for arm in "012345"]
     assert list(colors) == [*"012345", "nofilter"]

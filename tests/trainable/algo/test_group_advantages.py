@@ -58,7 +58,7 @@ def test_a_skill_equals_the_loop(group_scores: GroupScores) -> None:
     assert skills.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
-def test_skills_have_mean_zero_and_population_std_one_and_a_tiny_spread_is_centred_only() -> None:
+def test_skills_have_mean_zero_and_population_std_one_and_a_tiny_spread_is_centerd_only() -> None:
     scores = torch.tensor([1.0, 2.0, 6.0, 5.0, 5.0, 1e-6, 0.0], dtype=torch.float64)
     mask = torch.ones(7, 1, dtype=torch.bool)
     skills = group_skill(scores, torch.tensor([0, 0, 0, 1, 1, 2, 2]), mask)[:, 0]
@@ -78,9 +78,9 @@ def test_rloo_equals_the_mean_of_the_others(group_scores: GroupScores) -> None:
 @given(grouped_scores())
 def test_reinforce_plus_plus_baseline_whitens_scores_less_their_group_mean(group_scores: GroupScores) -> None:
     scores, group_ids, mask = make_tensors(group_scores)
-    centred = oracle.grpo(*group_scores, norm_by_std=False)
-    centred_tokens = [score for score, row in zip(centred, mask.tolist(), strict=True) for _ in row]
-    expected = torch.tensor(oracle.whiten(centred_tokens, mask.flatten().tolist()), dtype=torch.float64)
+    centerd = oracle.grpo(*group_scores, norm_by_std=False)
+    centerd_tokens = [score for score, row in zip(centerd, mask.tolist(), strict=True) for _ in row]
+    expected = torch.tensor(oracle.whiten(centerd_tokens, mask.flatten().tolist()), dtype=torch.float64)
     advantages = reinforce_plus_plus_baseline(scores, group_ids, mask).flatten()
     torch.testing.assert_close(advantages, expected, rtol=1e-6, atol=1e-6)
 

@@ -342,7 +342,7 @@ def test_one_prompt_or_no_thought_is_refused() -> None:
                 sums, own_columns, classes, make_generator()
             ),
         ):
-            with pytest.raises(ValueError, match=r"at least 1 thought and 2 prompts.*Leave the diagnostics"):
+            with pytest.raises(ValueError, match=r"at least 1 thought and 2 prompts.*Leave out the diagnostics"):
                 call()
 
 

@@ -7,7 +7,7 @@ import torch
 from tests.fakes.trainers import copy_weights, drop_times, make_quiet_trainer
 from tests.trainable.diagnostics.test_gradient_probe import ANALYSIS, GROUPS, SIZE, make_trained_trainer
 from trainable.config.seeds import make_rng
-from trainable.diagnostics.gradient_analysis import analyse_gradients
+from trainable.diagnostics.gradient_analysis import analyze_gradients
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import Episode
 from trainable.runs.records import GRADIENT_COLUMNS
@@ -15,7 +15,7 @@ from trainable.runs.records import GRADIENT_COLUMNS
 
 def test_rows_say_what_was_measured_and_how() -> None:
     trainer = make_trained_trainer(actor__kl_loss_type="mse", trainer__gradient_analysis_sketch=1024)
-    rows = {row["component"]: row for row in analyse_gradients(trainer, [])[0]["rows"]}
+    rows = {row["component"]: row for row in analyze_gradients(trainer, [])[0]["rows"]}
     assert {name: (row["form"], row["coefficient"]) for name, row in rows.items()} == {
         "task": ("gae", 1.0),
         "entropy": (None, 0.1),
@@ -29,7 +29,7 @@ def test_an_analysis_leaves_weights_optimizers_gradients_and_streams_alone() -> 
     trainer = make_trained_trainer()
     old_weights, old_budget = copy_weights(trainer), trainer.total_budget
     torch_state, numpy_state = torch.random.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index,union-attr]  # noqa: NPY002
-    analyse_gradients(trainer, [])
+    analyze_gradients(trainer, [])
     new_weights = copy_weights(trainer)
     assert all(torch.equal(old_weights[name], new_weights[name]) for name in old_weights)
     assert trainer.total_budget == old_budget
@@ -80,7 +80,7 @@ def test_a_filter_that_keeps_nothing_has_a_row(prefilter: bool) -> None:
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "roll_out", lambda *_: equal_episodes)
-        *prefilter_lines, filtered_line = analyse_gradients(trainer, [])
+        *prefilter_lines, filtered_line = analyze_gradients(trainer, [])
     assert [line["prefilter"] for line in prefilter_lines] == [True] * prefilter
     (row,) = filtered_line["rows"]
     assert (row["empty_after_filter"], row["sample_count"], row["source_groups_kept"]) == (1, 0, 0)

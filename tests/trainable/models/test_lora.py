@@ -23,7 +23,7 @@ from tests.fakes.trainers import (
 from trainable.config.sections import ModelConfig
 from trainable.config.seeds import make_rng
 from trainable.config.setting_types import LINEAR_LAYERS
-from trainable.diagnostics.gradient_analysis import analyse_gradients
+from trainable.diagnostics.gradient_analysis import analyze_gradients
 from trainable.models import load as loading
 from trainable.models.load import freeze, load_policy, make_critic, make_frozen_copy, make_pass_settings
 from trainable.models.lora import (
@@ -358,7 +358,7 @@ def test_states_with_and_without_adapters_are_not_exchanged() -> None:
     assert "base" not in plain.get_state()[1]
 
 
-def test_gradients_are_analysed_of_adapters_alone() -> None:
+def test_gradients_are_analyzed_of_adapters_alone() -> None:
     analysis = {
         "trainer__gradient_analysis_mode": True,
         "trainer__gradient_analysis_env_groups": 6,
@@ -368,7 +368,7 @@ def test_gradients_are_analysed_of_adapters_alone() -> None:
     for sketch_settings in ({}, {"trainer__gradient_analysis_sketch": 4096}):
         trainer = make_tuned_trainer(**analysis, **sketch_settings)
         set_adapters(trainer.model)
-        rows: list[Row] = analyse_gradients(trainer, [])[-1]["rows"]
+        rows: list[Row] = analyze_gradients(trainer, [])[-1]["rows"]
         total_rows = {row["component"]: row for row in rows if row["bucket"] == "all"}
         assert total_rows["task"]["mean_norm"] > 0
         assert total_rows["kl"]["mean_norm"] > 0

@@ -104,8 +104,8 @@ def test_reinforce_plus_plus(gamma: float) -> None:
 
 def test_reinforce_plus_plus_with_a_baseline() -> None:
     groups = oracle.gather_groups(SCORES, GROUPS)
-    centred = [score - sum(group) / len(group) for score, group in zip(SCORES, groups, strict=True)]
-    rows = [[x if m else 0.0 for m in mask] for x, mask in zip(centred, MASK, strict=True)]
+    centerd = [score - sum(group) / len(group) for score, group in zip(SCORES, groups, strict=True)]
+    rows = [[x if m else 0.0 for m in mask] for x, mask in zip(centerd, MASK, strict=True)]
     assert_close(compute_targets(adv_estimator="reinforce_plus_plus_baseline").advantages, whiten(rows))
 
 

@@ -14,7 +14,7 @@ from tests.fakes.scripted import clone_tensors, make_small_config
 from tests.fakes.trainers import drop_times, has_same_weights, make_quiet_trainer, run_steps
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.envs.sokoban import level_sets
-from trainable.ppo.evaluation import Evaluation, summarise_validation
+from trainable.ppo.evaluation import Evaluation, summarize_validation
 from trainable.ppo.trainer import PPOTrainer, pick_device
 from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 from trainable.runs.records import TIME_COLUMNS
@@ -94,7 +94,7 @@ def test_success_on_unseen_levels_leaves_out_levels_of_the_training_run() -> Non
         make_small_config(env__val_env_groups=64, env__val_group_size=2, trainer__total_training_steps=40)
     )
     evaluation = trainer.evaluate("val", "sampled")
-    row = asdict(summarise_validation([evaluation], trainer.is_val_unseen))
+    row = asdict(summarize_validation([evaluation], trainer.is_val_unseen))
     training_keys = {level.key for levels in trainer.levels for level in levels}
     unseen_solved = [
         solved

@@ -57,7 +57,7 @@ def play_one(*replies: str, **changes: int) -> Episode:
     return episode
 
 
-def summarise(episode: Episode) -> tuple[StopReason, float, int, int, int]:
+def summarize(episode: Episode) -> tuple[StopReason, float, int, int, int]:
     """Return the stop reason, the score, and the numbers of actions, turns and invalid turns."""
     turns = len(episode.texts)
     return episode.stop_reason, round(episode.score, 9), episode.actions, turns, episode.invalid_turns
@@ -68,50 +68,50 @@ MALFORMED = "D" + END_OF_MESSAGE
 
 def test_level_123_in_three_actions_is_worth_10_7() -> None:
     episode = play_one(answer("DL"), answer("U"))
-    assert summarise(episode) == (StopReason.SOLVED, 10.7, 3, 2, 0)
+    assert summarize(episode) == (StopReason.SOLVED, 10.7, 3, 2, 0)
     assert episode.solved
     assert episode.turn_rewards == pytest.approx((-0.2, 10.9))
 
 
 def test_what_follows_the_solving_action_is_not_played() -> None:
-    assert summarise(play_one(answer("D"), answer("L"), answer("UU"))) == (StopReason.SOLVED, 10.7, 3, 3, 0)
+    assert summarize(play_one(answer("D"), answer("L"), answer("UU"))) == (StopReason.SOLVED, 10.7, 3, 3, 0)
 
 
 def test_five_unparsable_turns_cost_half_a_point() -> None:
-    assert summarise(play_one(*[MALFORMED] * 5)) == (StopReason.MALFORMED, -0.5, 0, 5, 5)
+    assert summarize(play_one(*[MALFORMED] * 5)) == (StopReason.MALFORMED, -0.5, 0, 5, 5)
 
 
 def test_ten_actions_that_fail_cost_a_point() -> None:
     # Right is blocked by a wall: the action is legal, has no effect, and costs its price.
-    assert summarise(play_one(*[answer("RR")] * 5)) == (StopReason.OUT_OF_ACTIONS, -1.0, 10, 5, 0)
+    assert summarize(play_one(*[answer("RR")] * 5)) == (StopReason.OUT_OF_ACTIONS, -1.0, 10, 5, 0)
 
 
 def test_the_tenth_action_may_solve_the_level() -> None:
-    assert summarise(play_one(*[answer("RR")] * 3, answer("RD"), answer("LU"))) == (StopReason.SOLVED, 10.0, 10, 5, 0)
+    assert summarize(play_one(*[answer("RR")] * 3, answer("RD"), answer("LU"))) == (StopReason.SOLVED, 10.0, 10, 5, 0)
 
 
 def test_actions_beyond_the_tenth_are_not_played() -> None:
     replies = [answer("RRRR"), answer("RRRR"), answer("RRDL"), answer("U")]
     episode = play_one(*replies, max_actions_per_turn=4)
-    assert summarise(episode) == (StopReason.OUT_OF_ACTIONS, -1.0, 10, 3, 0)
+    assert summarize(episode) == (StopReason.OUT_OF_ACTIONS, -1.0, 10, 3, 0)
     solving_replies = [answer("RRRR"), answer("RRR"), answer("DLUU")]
-    assert summarise(play_one(*solving_replies, max_actions_per_turn=4)) == (StopReason.SOLVED, 10.0, 10, 3, 0)
+    assert summarize(play_one(*solving_replies, max_actions_per_turn=4)) == (StopReason.SOLVED, 10.0, 10, 3, 0)
 
 
 def test_turns_may_run_out_before_actions_do() -> None:
-    assert summarise(play_one(*[answer("R")] * 5)) == (StopReason.OUT_OF_TURNS, -0.5, 5, 5, 0)
-    assert summarise(play_one(answer("R"), *[MALFORMED] * 4)) == (StopReason.OUT_OF_TURNS, -0.5, 1, 5, 4)
+    assert summarize(play_one(*[answer("R")] * 5)) == (StopReason.OUT_OF_TURNS, -0.5, 5, 5, 0)
+    assert summarize(play_one(answer("R"), *[MALFORMED] * 4)) == (StopReason.OUT_OF_TURNS, -0.5, 1, 5, 4)
 
 
 def test_a_turn_with_an_unknown_word_plays_the_others_and_is_penalised_once() -> None:
     mixed_reply = "P</think><answer>U || Down</answer>" + END_OF_MESSAGE
     episode = play_one(mixed_reply, answer("LU"))
-    assert summarise(episode) == (StopReason.SOLVED, 10.6, 3, 2, 1)
+    assert summarize(episode) == (StopReason.SOLVED, 10.6, 3, 2, 1)
     assert episode.turn_rewards == pytest.approx((-0.2, 10.8))
 
 
 def test_the_penalty_is_a_setting() -> None:
-    assert summarise(play_one(*[MALFORMED] * 5, format_penalty=-0.3))[1] == -1.5
+    assert summarize(play_one(*[MALFORMED] * 5, format_penalty=-0.3))[1] == -1.5
 
 
 def decode_observations(sampler: ScriptedSampler, row: int = 0) -> list[str]:
@@ -136,7 +136,7 @@ def test_a_reply_that_was_cut_gets_its_end_marker_as_given_text() -> None:
     (end_index,) = np.flatnonzero((episode.turns == 1) & ~episode.mask & (episode.tokens == STOP))
     assert episode.mask[end_index - 1]
     assert not episode.mask[end_index]
-    assert summarise(episode) == (StopReason.SOLVED, 10.6, 3, 3, 1)
+    assert summarize(episode) == (StopReason.SOLVED, 10.6, 3, 3, 1)
 
 
 SCRIPT = [
@@ -230,7 +230,7 @@ def test_a_conversation_that_would_outgrow_the_context_ends() -> None:
     # The 11 prompt tokens and 24 new tokens of the second turn fit, and those of the third do not.
     context_length = prompt_length + reply_length + 11 + 24
     episode = play_one(*[answer("R")] * 5, context_length=context_length)
-    assert summarise(episode) == (StopReason.OUT_OF_CONTEXT, -0.2, 2, 2, 0)
+    assert summarize(episode) == (StopReason.OUT_OF_CONTEXT, -0.2, 2, 2, 0)
     assert len(episode.tokens) <= context_length
     assert episode.mask[-1]
-    assert summarise(play_one(*[answer("R")] * 5, context_length=context_length - 1))[3] == 1
+    assert summarize(play_one(*[answer("R")] * 5, context_length=context_length - 1))[3] == 1

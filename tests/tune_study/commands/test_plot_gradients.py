@@ -145,9 +145,9 @@ def test_the_list_tells_before_from_after_the_filter(single_run_study: Path) -> 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--step 2", "Step 2 was not analysed: type --step with one of 1, 11."),
-        ("--trial arm0-seed0 --step 11", "Step 11 was not analysed: type --step with one of 1."),
-        ("--step 1,2,3", "Step 2, 3 was not analysed"),
+        ("--step 2", "Step 2 was not analyzed: type --step with one of 1, 11."),
+        ("--trial arm0-seed0 --step 11", "Step 11 was not analyzed: type --step with one of 1."),
+        ("--step 1,2,3", "Step 2, 3 was not analyzed"),
         ("--step x", "--step 'x' is not a step: type whole numbers"),
         ("--step -1", "--step '-1' is not a step"),
         ("--step 1,,2", "has an empty entry"),

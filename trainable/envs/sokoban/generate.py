@@ -228,7 +228,7 @@ def _walk_player(
         return player
     free_cells = free_cells - {player}
     for _ in range(3):  # this number and the 0.5 below are the published ones
-        next_cells = [cell for cell in grid.neighbours[player] if cell in free_cells]
+        next_cells = [cell for cell in grid.neighbors[player] if cell in free_cells]
         if not next_cells:
             break
         player = python_rng.choice(next_cells)
@@ -261,7 +261,7 @@ class _Grid(NamedTuple):
     size: int
     coordinates: tuple[tuple[int, int], ...]
     board_cells: tuple[int, ...]
-    neighbours: tuple[tuple[int, ...], ...]
+    neighbors: tuple[tuple[int, ...], ...]
     stamps: tuple[tuple[int, ...], ...]
     pulls: tuple[tuple[int, ...], ...]
 
@@ -287,7 +287,7 @@ def _make_grid(rows: int, cols: int) -> _Grid:
         size=len(coordinates),
         coordinates=coordinates,
         board_cells=tuple(row * cols + col for row, col in coordinates),
-        neighbours=tuple(tuple(cell for cell in around if cell is not None) for around in steps),
+        neighbors=tuple(tuple(cell for cell in around if cell is not None) for around in steps),
         stamps=stamps,
         pulls=_make_pull_table(steps),
     )
@@ -299,12 +299,12 @@ def _make_pull_table(steps: tuple[tuple[int | None, ...], ...]) -> tuple[tuple[i
     table: list[tuple[int, ...]] = []
     for moved in range(2):
         for box in range(size):
-            for player, neighbours in enumerate(steps):
-                # The opposite neighbour of each direction: a box there can be pulled along.
-                behind = (neighbours[1], neighbours[0], neighbours[3], neighbours[2])
+            for player, neighbors in enumerate(steps):
+                # The opposite neighbor of each direction: a box there can be pulled along.
+                behind = (neighbors[1], neighbors[0], neighbors[3], neighbors[2])
                 successors = [
                     (size + player) * size + ahead if back == box else (moved * size + box) * size + ahead
-                    for ahead, back in zip(neighbours, behind, strict=True)
+                    for ahead, back in zip(neighbors, behind, strict=True)
                     if ahead is not None and ahead != box
                 ]
                 table.append((_BACKTRACK, *reversed(successors)))

@@ -87,7 +87,7 @@ def make_test_levels(count: int = TEST_LEVELS) -> list[Level]:
 def make_demonstration_levels(count: int, first_index: int = 0) -> list[Level]:
     """Make levels for demonstrations: none of them is a validation or test level.
 
-    They are in the order of their seeds from 700,000,000 + first_index on. To continue after a call, pass
+    The levels are in the order of their seeds from 700,000,000 + first_index on. To continue after a call, pass
     `first_index=levels[-1].seed - FIRST_DEMONSTRATION_SEED + 1`. Levels can repeat within the set.
     """
     if count < 0 or first_index < 0:

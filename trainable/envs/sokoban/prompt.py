@@ -62,7 +62,7 @@ def parse_reply(text: str, max_actions: int) -> ParsedReply:
     """
     match = _REPLY.search(START_OF_THOUGHT + text)
     if match is None:
-        return ParsedReply("", (), True)
+        return ParsedReply(thought="", actions=(), invalid=True)
     thought, answer = (_strip_tags(group) for group in match.groups())
     words = [word.strip() for word in answer.split(ACTION_SEPARATOR)]
     words = [word for word in words if word][:max_actions]

@@ -34,7 +34,8 @@ class RunnerConfig(BaseTrainerConfig):
 class UpdateRuleConfig(BaseRunConfig):
     """Configuration of one run of the update-rule sandbox.
 
-    aliases: names of settings in the source's documents -> names here. They differ where all studies share `trainer`.
+    aliases: for each name of a setting in the source's documents, the name here. The two differ where all studies
+    share `trainer`.
     """
 
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType(

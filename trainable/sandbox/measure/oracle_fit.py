@@ -60,7 +60,8 @@ def compute_sample_influence(
 def compute_fit_statistics(samples: SampleInfluence) -> dict[str, Tensor]:
     """Pearson correlation over a member's samples between the projection and each quantity; [E] each.
 
-    It is negative if the quantity is large for samples that help the oracle, and NaN if the quantity is constant.
+    The correlation is negative if the quantity is large for samples that help the oracle, and NaN if the quantity is
+    constant.
     """
     quantities = {name: getattr(samples, name) for name in ("delight", "advantage", "surprisal", "gate")}
     return {

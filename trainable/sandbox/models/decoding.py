@@ -52,7 +52,9 @@ def generate_completions(
     folded_weights, length = models.fold_weights(), prompts.shape[-1]
     # One slot less than tokens, because the last generated token is never read.
     caches = _make_empty_caches(models, folded_weights, prompts, samples_per_prompt, length + num_tokens - 1)
-    last_hidden = _prefill(models, folded_weights, embed_tokens(folded_weights, prompts, 0), caches, samples_per_prompt)
+    last_hidden = _prefill(
+        models, folded_weights, embed_tokens(folded_weights, prompts, start_position=0), caches, samples_per_prompt
+    )
     tokens = torch.empty(*last_hidden.shape[:2], num_tokens, dtype=torch.int64)
     log_probs = last_hidden.new_empty(*last_hidden.shape[:2], num_tokens, models.shape.vocab_size)
     for step in range(num_tokens):

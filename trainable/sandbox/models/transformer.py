@@ -72,7 +72,7 @@ class TransformerEnsemble:
     def compute_logits(self, tokens: Tensor, logits_to_keep: int) -> Tensor:
         """Logits [E, B, logits_to_keep, vocab] at the last positions of tokens [E, B, L], without padding."""
         folded_weights = self.fold_weights()
-        hidden = embed_tokens(folded_weights, tokens, 0)
+        hidden = embed_tokens(folded_weights, tokens, start_position=0)
         for layer, block in enumerate(folded_weights.blocks):
             # After the last block, only the positions whose logits are read are needed.
             num_queries = logits_to_keep if layer == self.shape.num_layers - 1 else tokens.shape[-1]
@@ -88,7 +88,7 @@ class TransformerEnsemble:
             weights["embedding.weight"] * math.sqrt(self.shape.d_model),
             weights["positions.weight"],
             tuple(self._fold_block(f"blocks.{layer}.") for layer in range(self.shape.num_layers)),
-            _fold_norm(weights["norm.weight"], weights["norm.bias"], weights["head.weight"], None),
+            _fold_norm(weights["norm.weight"], weights["norm.bias"], weights["head.weight"], bias=None),
         )
 
     def _fold_block(self, prefix: str) -> Block:
@@ -117,7 +117,7 @@ def _make_linear(weight: Tensor, bias: Tensor) -> Linear:
 
 
 def _fold_norm(norm_scale: Tensor, norm_shift: Tensor, weight: Tensor, bias: Tensor | None) -> Linear:
-    """The affine map x -> weight (norm_scale x + norm_shift) + bias.
+    """The affine map from x to weight (norm_scale x + norm_shift) + bias.
 
     norm_scale, norm_shift: [E, in]. weight: [E, out, in]. bias: [E, out]; None: 0.
     """

@@ -167,7 +167,7 @@ def max_rl(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> R
 
     If m of K rollouts are correct, a correct one has the weight K/m − 1: prompts that are rarely solved count most.
 
-    Source: Tajwar et al. 2026, arXiv:2602.02710; the ratios, truncated at iw_cap, are this sandbox's.
+    Source: Tajwar et al. 2026, arXiv:2602.02710; the ratios, truncated at iw_cap, are an addition of this sandbox.
     Reduces to: at r = 1 to group-baseline PG divided by the group's success rate; 0 if no rollout is correct.
     Axis: influence. The gradient is that of log success rates instead of success rates.
     ValueError: no groups, or a kept reward is neither 0 nor 1.

@@ -1,4 +1,4 @@
-"""Rules that train on the correct tokens: the oracle that others are compared with, and two that are in between."""
+"""Rules that train on the correct tokens: the oracle, with which others are compared, and two rules in between."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from trainable.sandbox.rules.token_credit import find_correct_tokens, get_score_
 def cross_entropy(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
     """−mean log π(y_t) of the correct token y_t at every position; `log_probs` are those after correct tokens.
 
-    It reads neither rewards nor which positions count.
+    The rule reads neither rewards nor which positions count.
 
     Source: definition (maximum likelihood).
     Reduces to: nothing simpler; equal to REINFORCE with baseline 0 if every sampled token, and so every prefix, is

@@ -29,7 +29,10 @@ class RuleLoss:
 
 
 UpdateRule = Callable[[Rollouts, Tensor, UpdateRuleConfig], RuleLoss]
-"""rule(rollouts, log_probs [E, B, T, A], config) -> loss of one inner epoch; ValueError if the batch does not fit."""
+"""rule(rollouts, log_probs [E, B, T, A], config) returns the loss of one inner epoch.
+
+Raises ValueError if the batch does not fit.
+"""
 
 
 def masked_mean(x: Tensor, keep_mask: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class LanguageModelBandit:
 
     def _split_by_difficulty(self) -> tuple[Tensor, ...]:
         """Indices of the easy, medium and hard third of windows, by the initial weights' surprisal of the target."""
-        initial_ensemble = LanguageModelEnsemble(self.policy, 1)
+        initial_ensemble = LanguageModelEnsemble(self.policy, num_members=1)
         log_probs = torch.cat(
             [initial_ensemble.compute_initial_log_probs(rows) for rows in self.contexts.split(WINDOW_BATCH_SIZE)]
         )

@@ -53,9 +53,9 @@ def sum_old_log_probs(case: Case) -> Tensor:
 def standardize_rewards(case: Case) -> Tensor:
     """Return rewards [E, P, K] divided by the standard deviation of their group (divisor K), or 0 if all are equal."""
     rewards = case.rollouts.rewards.unflatten(1, (-1, 3))
-    centred = rewards - rewards.mean(-1, keepdim=True)
+    centerd = rewards - rewards.mean(-1, keepdim=True)
     std = rewards.std(-1, keepdim=True, correction=0)
-    return torch.where(std > 1e-6, centred / std.clamp(min=1e-6), 0)
+    return torch.where(std > 1e-6, centerd / std.clamp(min=1e-6), 0)
 
 
 @given(case=cases(("REINFORCE",)))
@@ -136,14 +136,14 @@ def test_on_policy_grpo_is_group_baseline_policy_gradient(case: Case) -> None:
     rewards = case.rollouts.rewards.unflatten(1, (-1, 3))
     _, rollouts, length = case.rollouts.actions.shape
     share = 1 / (rollouts * length)
-    centred = (rewards - rewards.mean(-1, keepdim=True)).flatten(1).unsqueeze(-1).expand(-1, -1, length)
+    centerd = (rewards - rewards.mean(-1, keepdim=True)).flatten(1).unsqueeze(-1).expand(-1, -1, length)
     for method in ("GRPO", "DAPO"):
-        centred_gradient = compute_gradient(case, method, std_normalization=False)
-        torch.testing.assert_close(gather_taken(case, centred_gradient), -share * centred)
+        centerd_gradient = compute_gradient(case, method, std_normalization=False)
+        torch.testing.assert_close(gather_taken(case, centerd_gradient), -share * centerd)
         scores = standardize_rewards(case).flatten(1).unsqueeze(-1).expand(-1, -1, length)
         standardized_gradient = compute_gradient(case, method, std_normalization=True)
         torch.testing.assert_close(gather_taken(case, standardized_gradient), -share * scores, rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(gather_taken(case, compute_gradient(case, "DrGRPO")), -centred / rollouts)
+    torch.testing.assert_close(gather_taken(case, compute_gradient(case, "DrGRPO")), -centerd / rollouts)
 
 
 @given(case=cases(("GRPO",)))
