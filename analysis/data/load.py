@@ -19,9 +19,12 @@ from analysis.data.run_files import (
     make_step_key,
     parse_step_row,
     read_json,
-    read_jsonl,
+    select_lines,
 )
+from trainable.files.json_lines import read_lines
 from trainable.runs.records import STOP_COLUMNS
+from trainable.runs.run_ends import RunEnd, describe_end, find_contradiction
+from trainable.runs.run_files import GRADIENTS_FILE, LEVELS_FILE, METRICS_FILE, PROBES_FILE, RunLines
 
 _STATUS_FIELDS = (
     "trial_id",
@@ -37,13 +40,18 @@ _HEADER_FIELDS = ("config_hash", "experiment_name")
 
 
 class _RunFiles(NamedTuple):
-    """Contents of the files of one run: run.json, the last line per step, evaluation and analysis, and status.json."""
+    """Contents of the files of one run: run.json, the last line per step, evaluation and analysis, and status.json.
+
+    end: how the run ended by its rows. contradiction: why its rows contradict its recorded status; empty if they agree.
+    """
 
     header: Row
     rows: list[Row]
     evaluations: list[Row]
     analyses: list[Row]
     status: Row
+    end: RunEnd
+    contradiction: str
 
 
 def load(path: Path | str, *, live: bool = False) -> StudyFrames:
@@ -137,16 +145,22 @@ def _read_runs(folder: Path, study: Study, family: TableFamily) -> list[_RunFile
 
 
 def _read_run_files(folder: Path, listed_header: Row, family: TableFamily) -> _RunFiles:
+    header = {**listed_header, **read_json(folder / "run.json"), "run_id": folder.name}
+    status = read_json(folder / "status.json")
+    lines = RunLines.read(folder)
+    rows, steps_total = lines.list_rows(family.first_step), _get_steps_total(header)
     return _RunFiles(
-        header={**listed_header, **read_json(folder / "run.json"), "run_id": folder.name},
-        rows=[parse_step_row(row, family) for row in read_jsonl(folder / "metrics.jsonl", make_step_key(family))],
-        evaluations=read_jsonl(folder / "levels.jsonl", get_evaluation_key),
+        header=header,
+        rows=[parse_step_row(row, family) for row in select_lines(lines.files[METRICS_FILE], make_step_key(family))],
+        evaluations=select_lines(lines.files[LEVELS_FILE], get_evaluation_key),
         analyses=[
-            *read_jsonl(folder / "gradients.jsonl", get_analysis_key),
+            *select_lines(lines.files[GRADIENTS_FILE], get_analysis_key),
             # Probes read checkpoints in any order: an earlier step does not invalidate later ones.
-            *read_jsonl(folder / "probes.jsonl", get_analysis_key, drop_rolled_back=False),
+            *select_lines(read_lines(folder / PROBES_FILE), get_analysis_key, drop_rolled_back=False),
         ],
-        status=read_json(folder / "status.json"),
+        status=status,
+        end=describe_end(rows, steps_total),
+        contradiction=find_contradiction(status.get("status") or "", rows, steps_total, lines.find_damage()),
     )
 
 
@@ -177,17 +191,21 @@ def _resolve_status(run: _RunFiles, live: bool) -> tuple[str, str]:
     status, reason = run.status.get("status") or "", run.status.get("reason") or ""
     if live and status == "running":
         return status, reason
+    if run.contradiction:
+        return "interrupted", run.contradiction
     if not run.rows and status != "failed":
         return "never_ran", reason or "no training step was recorded"
     # The process ended without writing a final status: it was killed.
-    if status in ("", "running"):
+    if status == "running":
         return "interrupted", reason or f"no end was recorded; the last step is {run.rows[-1]['step']}"
+    if not status:
+        return run.end.status, run.end.reason
     return status, reason
 
 
 def _make_trial_row(study: Study, run: _RunFiles, family: TableFamily, live: bool) -> Row:
     status, reason = _resolve_status(run, live)
-    steps_total = _get_steps_total(run)
+    steps_total = _get_steps_total(run.header)
     return {
         **_make_run_columns(study, run),
         "axis_setting": study.get("axis", {}).get("setting", ""),
@@ -202,9 +220,9 @@ def _make_trial_row(study: Study, run: _RunFiles, family: TableFamily, live: boo
     }
 
 
-def _get_steps_total(run: _RunFiles) -> int | None:
+def _get_steps_total(header: Row) -> int | None:
     """The planned number of steps, or None if run.json does not contain it."""
-    steps_total = flatten_config(run.header.get("config") or {}).get("trainer.total_training_steps")
+    steps_total = flatten_config(header.get("config") or {}).get("trainer.total_training_steps")
     return steps_total if is_int64(steps_total) else None
 
 

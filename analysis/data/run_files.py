@@ -14,7 +14,7 @@ import pandas as pd
 
 from analysis.data.families import BOOL, FLOAT, INT, NULLABLE_INT, RUN_FILE_SCHEMA, TEXT, TIME, Row, TableFamily
 from analysis.data.frames import SCHEMAS
-from trainable.files.json_lines import read_lines
+from trainable.files.json_lines import Lines
 from trainable.runs.records import FORMER_NAMES, GRADIENT_COLUMNS, STATUSES
 
 ANALYSIS_SOURCES = ("train", "probe")
@@ -103,14 +103,14 @@ def _is_setting(name: str, value: object) -> bool:
     return _is_text(name) and (value is None or isinstance(value, bool | float) or is_int64(value) or _is_text(value))
 
 
-def read_jsonl(path: Path, key: Callable[[Row], Any], *, drop_rolled_back: bool = True) -> list[Row]:
-    """Read JSON lines: the last line of each key, sorted by key. Truncated lines and lines without a key are skipped.
+def select_lines(lines: Lines, key: Callable[[Row], Any], *, drop_rolled_back: bool = True) -> list[Row]:
+    """The last intact line of each key, sorted by key. Lines without a key are skipped.
 
     drop_rolled_back: a line whose step is smaller than that of previous lines means that the run was restored from an
     earlier checkpoint. The previous lines of larger steps are then dropped, since the restored run repeats these steps.
     """
     rows_by_key: dict[Any, Row] = {}
-    for row in read_lines(path).records:
+    for row in lines.records:
         row_key = key(row) if is_int64(row.get("step")) else None
         if row_key is None:
             continue

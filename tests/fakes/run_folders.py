@@ -132,7 +132,16 @@ def _write_run(folder: Path, run: FakeRun, fake_study: FakeStudy) -> None:
     if run.steps:
         evaluations = _make_evaluations(run, fake_study)
         write_lines(folder / "levels.jsonl", evaluations)
-        write_lines(folder / "metrics.jsonl", _make_rows(run, fake_study, evaluations))
+        rows = _make_rows(run, fake_study, evaluations)
+        write_lines(folder / "metrics.jsonl", [*rows[:-1], {**rows[-1], **make_stop_columns(run.stop, run.steps)}])
+
+
+def make_stop_columns(stop: tuple[str, float, float] | None, step: int | None) -> dict[str, Any]:
+    """Make the columns of the row at which a rule fired; empty without a rule."""
+    if stop is None:
+        return {}
+    rule, value, threshold = stop
+    return {"stop_rule": rule, "stop_value": value, "stop_threshold": threshold, "stop_step": step}
 
 
 def _make_status_json(run: FakeRun) -> dict[str, Any]:

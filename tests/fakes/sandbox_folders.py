@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from analysis.published.update_rule_sandbox import ARM_SETTINGS
-from tests.fakes.run_folders import UNSETTLED_STATUSES
+from tests.fakes.run_folders import UNSETTLED_STATUSES, make_stop_columns
 from trainable.files.json_lines import write_lines
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.measure.records import STEP_COLUMNS
@@ -78,7 +78,8 @@ def write_sandbox(output: Path, runs: Sequence[FakeRun], study: FakeStudy | None
         if run.status:
             _write_json(run_dir / "status.json", _make_status_json(run))
         if run.steps is not None:
-            write_lines(run_dir / "metrics.jsonl", list(_make_rows(run, fake_study, run.steps)))
+            rows = list(_make_rows(run, fake_study, run.steps))
+            write_lines(run_dir / "metrics.jsonl", [*rows[:-1], {**rows[-1], **make_stop_columns(run.stop, run.steps)}])
     _write_json(folder / "study.json", _make_study_json(runs, fake_study))
     return folder
 

@@ -20,6 +20,7 @@ from analysis.sweep.series import make_curves
 from tests.fakes import run_folders
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, write_sandbox
 from tests.oracles.analysis import area
+from trainable.files.json_lines import read_lines, write_lines
 from trainable.runs.records import ROW_COLUMNS, STOP_COLUMNS
 from trainable.sandbox.measure import records as sandbox
 
@@ -116,14 +117,14 @@ def test_rows_start_at_step_0_and_a_trial_has_the_values_of_its_last_row(tmp_pat
 def test_first_steps_and_ages_weighted_by_batches(tmp_path: Path) -> None:
     folder = write_sandbox(tmp_path, [FakeRun("DG", steps=60)], SHORT)
     path = folder / "runs" / "DG-seed0" / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read_lines(path).records
     changes = [
         {"entropy": 0.5, "age_mean": 4.0},
         {"entropy": 0.05, "age_mean": 6.0},
         {"entropy": 0.5},
         {"entropy": 0.01, "age_mean": 8.0},
     ]
-    path.write_text("".join(json.dumps({**row, **change}) + "\n" for row, change in zip(rows, changes, strict=True)))
+    write_lines(path, [{**row, **change} for row, change in zip(rows, changes, strict=True)])
     trial = read_study(folder).trials.iloc[0]
     assert trial["first_step_entropy_low"] == 20
     batches = {
@@ -142,9 +143,10 @@ UNEVEN = ((0, 1.0), (20, 0.6), (50, 0.3), (60, 0.1))
 def write_rows(folder: Path, entropies: Sequence[tuple[int, float | None]]) -> Path:
     """Replace the rows of the only run in a folder."""
     (path,) = folder.glob("runs/*/metrics.jsonl")
-    row = json.loads(path.read_text().splitlines()[0])
-    rows = [{**row, "step": step, "entropy": entropy} for step, entropy in entropies]
-    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    first_row, *_, last_row = read_lines(path).records
+    rows = [{**first_row, "step": step, "entropy": entropy} for step, entropy in entropies]
+    rows[-1] |= {name: value for name, value in last_row.items() if name.startswith("stop_")}
+    write_lines(path, rows)
     return folder
 
 
@@ -218,9 +220,10 @@ def test_statuses_and_steps_of_unfinished_runs(tmp_path: Path, run: FakeRun, sta
 def test_odd_lines_are_left_out(tmp_path: Path) -> None:
     folder = write_sandbox(tmp_path, [FakeRun("DG", steps=60)], SHORT)
     path = folder / "runs" / "DG-seed0" / "metrics.jsonl"
-    lines = path.read_text().splitlines()
-    odd_line = json.dumps({**json.loads(lines[0]), "test_error": "low", "no such column": 1})
-    path.write_text("\n".join(['{"step": -1}', odd_line, *lines[1:3], lines[3][:40]]))
+    rows = read_lines(path).records
+    odd_row = {**rows[0], "test_error": "low", "no such column": 1}
+    write_lines(path, [{"step": -1}, odd_row, *rows[1:]])
+    path.write_bytes(path.read_bytes()[:-40])
     frames = read_study(folder)
     assert frames.steps["step"].to_list() == [0, 20, 40]
     assert np.isnan(frames.steps.loc[0, "test_error"])

@@ -1,6 +1,5 @@
 """Tests of reading files into frames: torn lines, repeated steps, statuses, several studies, parquet, moved folders."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -13,7 +12,9 @@ import analysis
 from analysis.data.families import FAMILIES
 from analysis.data.frames import FRAME_NAMES, SCHEMAS, StudyFrames, diff_frames
 from analysis.data.load import load, read_study
+from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
+from trainable.files.json_lines import read_lines, write_lines
 from trainable.runs.records import (
     FORMER_NAMES,
     ROW_COLUMNS,
@@ -66,7 +67,7 @@ def test_settings_are_columns_of_their_own_types(tmp_path: Path) -> None:
 def test_the_numbers_of_a_run_are_those_of_its_rows(tmp_path: Path) -> None:
     run = FakeRun("0.1", steps=60)
     folder = write_study(tmp_path, [run])
-    rows = [json.loads(line) for line in get_path(folder, run, "metrics.jsonl").read_text().splitlines()]
+    rows = read_lines(get_path(folder, run, "metrics.jsonl")).records
     trial = read_study(folder).trials.iloc[0]
     validations = [row["val_success"] for row in rows if row["val_success"] is not None]
     assert len(validations) == 12
@@ -84,16 +85,14 @@ def test_former_names_of_columns_are_read(tmp_path: Path) -> None:
     run = FakeRun("0.1", steps=3)
     folder = write_study(tmp_path, [run])
     path = get_path(folder, run, "metrics.jsonl")
-    new_rows = [
-        json.loads(line) | {"mfu_rollout": 0.25, "padding_fraction": 0.5} for line in path.read_text().splitlines()
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in new_rows))
+    new_rows = [row | {"mfu_rollout": 0.25, "padding_fraction": 0.5} for row in read_lines(path).records]
+    write_lines(path, new_rows)
     expected = read_study(folder).steps
     assert expected["mfu_rollout"].to_list() == [0.25] * 3
     former_names = {new: old for old, new in FORMER_NAMES.items()}
     old_rows = [{former_names.get(name, name): value for name, value in row.items()} for row in new_rows]
     assert "utilisation_rollout" in old_rows[0]
-    path.write_text("".join(json.dumps(row) + "\n" for row in old_rows))
+    write_lines(path, old_rows)
     assert diff_frames(read_study(folder).steps, expected) == []
 
 
@@ -128,8 +127,7 @@ def test_a_repeated_step_counts_and_gives_up_every_later_one(tmp_path: Path) -> 
     run = FakeRun("0", steps=3)
     folder = write_study(tmp_path, [run], SHORT)
     path = get_path(folder, run, "metrics.jsonl")
-    repeated_row = {**json.loads(path.read_text().splitlines()[1]), "train_success": 0.875}
-    path.write_text(path.read_text() + json.dumps(repeated_row) + "\n")
+    append_record(path, {**read_lines(path).records[1], "train_success": 0.875})
     frames = read_study(folder)
     assert frames.steps["step"].to_list() == [1, 2]
     assert frames.steps.loc[1, "train_success"] == 0.875
@@ -141,8 +139,8 @@ def test_of_repeated_evaluations_the_last_line_counts(tmp_path: Path) -> None:
     folder = write_study(tmp_path, [run], SHORT)
     path = get_path(folder, run, "levels.jsonl")
     level_count = len(read_study(folder).levels)
-    line = json.loads(path.read_text().splitlines()[-1])
-    path.write_text(path.read_text() + json.dumps({**line, "success": "1" * len(line["success"])}) + "\n")
+    line = read_lines(path).records[-1]
+    append_record(path, {**line, "success": "1" * len(line["success"])})
     levels = read_study(folder).levels
     names = ["step", "split", "mode"]
     repeated = levels[(levels[names] == [line[name] for name in names]).all(axis=1)]
@@ -155,8 +153,7 @@ def test_levels_that_do_not_match_their_outcomes_are_refused(tmp_path: Path) -> 
     run = FakeRun("0", steps=3)
     folder = write_study(tmp_path, [run], SHORT)
     path = get_path(folder, run, "levels.jsonl")
-    line = json.loads(path.read_text().splitlines()[0])
-    path.write_text(json.dumps({**line, "success": "101"}) + "\n")
+    write_lines(path, [{**read_lines(path).records[0], "success": "101"}])
     with pytest.raises(ValueError, match="10 levels, 10 clusters and 3 outcomes"):
         read_study(folder)
 
@@ -175,15 +172,38 @@ def test_levels_that_do_not_match_their_outcomes_are_refused(tmp_path: Path) -> 
         ("running", 0, False, "never_ran", "no training step was recorded"),
         ("running", 2, True, "running", ""),
         ("running", 0, True, "running", ""),
-        ("", 2, False, "interrupted", "no end was recorded; the last step is 2"),
+        ("completed", 2, False, "interrupted", "recorded as completed, but interrupted after step 2 of 3"),
+        ("completed", 0, False, "interrupted", "recorded as completed, but it has no row"),
+        ("early_stopped", 3, False, "early_stopped", ""),
+        ("", 3, False, "completed", "trained 3 of 3 steps"),
+        ("", 2, False, "interrupted", "interrupted after step 2 of 3"),
         ("", 0, False, "never_ran", "no training step was recorded"),
         ("", 0, True, "never_ran", "no training step was recorded"),
     ],
 )
 def test_statuses(tmp_path: Path, status: str, steps: int, live: bool, expected: str, reason: str) -> None:
-    folder = write_study(tmp_path, [FakeRun("0", status=status, steps=steps)], SHORT)
+    stop = ("uniform_groups", 3, 3) if status == "early_stopped" else None
+    folder = write_study(tmp_path, [FakeRun("0", status=status, steps=steps, stop=stop)], SHORT)
     trial = read_study(folder, live=live).trials.iloc[0]
     assert (trial["status"], trial["reason"]) == (expected, reason)
+
+
+def test_a_stop_that_no_row_tells_of_did_not_happen(tmp_path: Path) -> None:
+    folder = write_study(tmp_path, [FakeRun("0", status="early_stopped", steps=2)], SHORT)
+    trial = read_study(folder).trials.iloc[0]
+    assert trial["status"] == "interrupted"
+    assert trial["reason"] == "recorded as early_stopped, but interrupted after step 2 of 3"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "levels.jsonl"])
+def test_a_completed_run_with_a_changed_digit_is_not_shown_as_whole(tmp_path: Path, name: str) -> None:
+    run = FakeRun("0", steps=3)
+    folder = write_study(tmp_path, [run], SHORT)
+    path = get_path(folder, run, name)
+    path.write_bytes(path.read_bytes().replace(b"1", b"2", 1))
+    trial = read_study(folder).trials.iloc[0]
+    assert trial["status"] == "interrupted"
+    assert trial["reason"] == f"recorded as completed, but {name} does not match its checksums at line 1"
 
 
 def test_a_reason_is_kept(tmp_path: Path) -> None:

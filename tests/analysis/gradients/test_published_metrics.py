@@ -184,6 +184,7 @@ def test_groups_have_one_table_per_bucket_and_one_of_all(tmp_path: Path) -> None
 def test_metrics_of_a_step_are_read_from_the_lines_of_a_run(tmp_path: Path) -> None:
     path = tmp_path / "run" / "gradients.jsonl"
     assert read_published_metrics(path, 1) == ({}, {})
+    path.parent.mkdir()
     write_lines(
         path,
         [

@@ -156,7 +156,7 @@ def test_pooled_cells_are_compared_without_a_test(tmp_path: Path) -> None:
 
 def test_runs_with_other_settings_are_not_compared_with_the_published_ones(tmp_path: Path) -> None:
     short_study = replace(make_study("influence"), total_steps=40)
-    table = compare_to_published(load(write_sandbox(tmp_path, make_seed_runs("DG", DG), short_study)))
+    table = compare_to_published(load(write_sandbox(tmp_path, make_seed_runs("DG", DG, steps=40), short_study)))
     assert table["reason"].to_list()[0] == "trainer.total_training_steps is 300 in the published runs, 40 in ours"
     assert set(table["verdict"]) == {"cannot be tested"}
     assert "no run of this arm was completed or stopped by a rule" in table["reason"].to_list()

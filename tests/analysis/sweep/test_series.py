@@ -1,6 +1,5 @@
 """Tests of the tables over training: curves, kept groups, survival, equal budgets, and rows that must be equal."""
 
-import json
 import math
 from pathlib import Path
 
@@ -10,7 +9,9 @@ import pytest
 from analysis.data.frames import StudyFrames
 from analysis.data.load import load, read_study
 from analysis.sweep import series
+from tests.fakes.lines import change_records
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
+from trainable.files.json_lines import read_lines, write_lines
 
 STUDY = FakeStudy(levels=40)
 STOP = ("low_validation_success", 0.002, 0.01)
@@ -92,10 +93,10 @@ def test_equal_budget_is_the_smallest_that_a_completed_run_used(tmp_path: Path) 
     second_run = FakeRun("0.1", rows={})
     folder = write_study(tmp_path, [FakeRun("0"), second_run], STUDY)
     path = folder / "runs" / second_run.run_id / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read_lines(path).records
     for row in rows:
         row["total_optimizer_steps"] = row["step"]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(path, rows)
     frames = read_study(folder)
     table = series.compare_at_equal_budget(frames)
     budget_rows = table[table["budget"] == "total_optimizer_steps"].set_index("arm")
@@ -144,9 +145,7 @@ def test_equal_configurations_must_have_equal_rows(tmp_path: Path) -> None:
 def test_a_difference_between_equal_configurations_is_named(tmp_path: Path) -> None:
     folder = write_two_studies(tmp_path)
     path = folder / "results" / "entropy_sweep" / "runs" / "arm0-seed0" / "metrics.jsonl"
-    lines = path.read_text().splitlines()
-    lines[7] = json.dumps({**json.loads(lines[7]), "entropy": 9.0})
-    path.write_text("\n".join(lines) + "\n")
+    change_records(path, lambda rows: rows[7].update(entropy=9.0))
     (pair,) = series.check_consistency(load(folder)).to_dict("records")
     assert not pair["agree"]
     assert pair["difference"].startswith("entropy: 1 of 60 rows differ, first 7: ")

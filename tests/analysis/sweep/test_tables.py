@@ -14,6 +14,7 @@ from analysis.data.load import read_study
 from analysis.stats.estimates import Trend, detectable_difference, difference_over_levels, holm_adjust
 from analysis.sweep import findings, tables, verdicts
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
+from trainable.files.json_lines import read_lines, write_lines
 
 LOW_SUCCESS = ("low_validation_success", 0.002, 0.01)
 ONE_RUN = "over the levels of this one run; says nothing about other seeds"
@@ -210,8 +211,10 @@ def test_a_run_stopped_before_its_first_validation_has_the_success_of_the_base_p
     stopped_run = FakeRun("0.1", status="early_stopped", steps=3, stop=("empty_filtered_steps", 3, 3))
     folder = write_study(tmp_path, [FakeRun("0"), stopped_run], FakeStudy(levels=40))
     path = folder / "runs" / stopped_run.run_id
-    metrics = (path / "metrics.jsonl").read_text().splitlines()
-    (path / "metrics.jsonl").write_text("\n".join(metrics[:2]) + "\n")
+    # The fake validates at its last step: without that row, the stop is told by the one before.
+    first, second, third = read_lines(path / "metrics.jsonl").records
+    stop_columns = {name: value for name, value in third.items() if name.startswith("stop_")}
+    write_lines(path / "metrics.jsonl", [first, {**second, **stop_columns}])
     row = get_row(read_study(folder), "0.1")
     assert row["final_val_success"] == row["base_val_success"]
     assert row["gain"] == 0

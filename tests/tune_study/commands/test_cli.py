@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 import search_spaces
 from analysis import load
 from search_spaces import STUDIES
+from tests.fakes.lines import append_record
 from tests.fakes.trainer import make_study
 from trainable.config.run_config import RunConfig, list_field_names
+from trainable.files.json_lines import write_lines
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from tune_study.commands.cli import app
 from tune_study.folder.outputs import lock_folder, write_study
@@ -462,7 +464,9 @@ def test_settings_of_a_sandbox_are_its_own() -> None:
 def test_status_says_how_far_each_run_is(work_dir: Path) -> None:
     plan = write_started_study(work_dir)
     first_run_id = plan.runs[0].run_id
-    (plan.get_run_dir(first_run_id) / "metrics.jsonl").write_text('{"step": 1, "val_success": 0.25}\n{"step": 2}\n{"st')
+    path = plan.get_run_dir(first_run_id) / "metrics.jsonl"
+    write_lines(path, [{"step": 1, "val_success": 0.25}, {"step": 2}, {"step": 3}])
+    path.write_bytes(path.read_bytes()[:-20])
     write_status(plan.get_run_dir(first_run_id), RunStatus(first_run_id, "running"))
     answer = type_in(f"status {plan.folder}")
     assert answer.out.startswith("kl (laptop): unfinished; runs: 1 interrupted, 1 never_ran\n")
@@ -475,6 +479,7 @@ def test_status_says_how_far_each_run_is(work_dir: Path) -> None:
     assert running_output.startswith("kl (laptop): running; runs: 1 running, 1 never_ran\n")
     assert re.search(row_pattern.format("running", ""), running_output)
     for spec in plan.runs:
+        append_record(plan.get_run_dir(spec.run_id) / "metrics.jsonl", {"step": 3})
         write_status(plan.get_run_dir(spec.run_id), RunStatus(spec.run_id, "completed"))
     assert type_in(f"status {plan.folder}").out.startswith("kl (laptop): finished; runs: 2 completed\n")
 

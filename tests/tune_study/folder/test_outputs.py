@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from search_spaces import STUDIES
+from tests.fakes.lines import append_record
 from trainable.files.json_values import read_object, write_json
 from trainable.runs.records import STATUSES
 from tune_study.folder.outputs import check_writable, is_running, lock_folder, read_git_state, write_study
@@ -68,7 +69,7 @@ def test_every_run_has_a_status_before_and_after(tmp_path: Path) -> None:
     assert {read_status(run_dir).status for run_dir in (first, second, third)} == {"never_ran"}  # type: ignore[union-attr]
     write_status(first, make_ended_status("a"))
     write_status(second, RunStatus("b", "running", started_at=make_timestamp()))
-    (second / "metrics.jsonl").write_text('{"step": 3}\n')
+    append_record(second / "metrics.jsonl", {"step": 3})
     close_unfinished(plan, "the study was interrupted")
     statuses = [read_status(run_dir) for run_dir in (first, second, third)]
     assert [status.status for status in statuses if status] == ["completed", "interrupted", "never_ran"]
@@ -215,7 +216,7 @@ def test_a_row_of_step_0_is_a_start(tmp_path: Path) -> None:
     write_study(plan)
     run_dir = plan.get_run_dir(plan.runs[0].run_id)
     write_status(run_dir, RunStatus("a", "running", started_at=make_timestamp()))
-    (run_dir / "metrics.jsonl").write_text('{"step": 0}\n')
+    append_record(run_dir / "metrics.jsonl", {"step": 0})
     close_unfinished(plan, "the study was interrupted")
     status = read_status(run_dir)
     assert status is not None
@@ -312,6 +313,9 @@ def test_only_runs_that_ended_well_are_finished(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path, values=("0", "0.1", "0.2", "0.3", "0.4"))
     for run, status in zip(plan.runs, STATUSES, strict=True):
         write_status(plan.get_run_dir(run.run_id), RunStatus(run.run_id, status))
+    assert find_finished_runs(plan) == {}  # without rows, no run has ended well
+    append_record(plan.get_run_dir(plan.runs[0].run_id) / "metrics.jsonl", {"step": plan.runs[0].steps})
+    append_record(plan.get_run_dir(plan.runs[1].run_id) / "metrics.jsonl", {"step": 2, "stop_rule": "a rule"})
     assert [status.status for status in find_finished_runs(plan).values()] == ["completed", "early_stopped"]
     finished_runs = find_finished_runs(plan, parse_skipped_statuses("completed,early_stopped, failed"))
     assert [status.status for status in finished_runs.values()] == ["completed", "early_stopped", "failed"]
