@@ -12,7 +12,7 @@ import pandas as pd
 import trainable.sandbox.measure.records as sandbox
 from analysis.data.families import FAMILIES, FLOAT, NULLABLE_INT, TEXT, TIME, Schema, TableFamily, get_family
 from trainable.files.paths import atomic_write
-from trainable.runs.records import TIME_COLUMNS
+from trainable.runs.records import SCHEMA, TIME_COLUMNS
 
 Study = dict[str, Any]
 
@@ -123,7 +123,9 @@ class StudyFrames:
         """Write every frame to `folder` as <name>.parquet, each with an atomic rename."""
         for frame_name in FRAME_NAMES:
             with atomic_write(Path(folder) / f"{frame_name}.parquet") as temp_path:
-                getattr(self, frame_name).to_parquet(temp_path, index=False)
+                table = getattr(self, frame_name).copy(deep=False)
+                table.attrs = {"schema": SCHEMA}  # pandas stores attrs in the file and restores them
+                table.to_parquet(temp_path, index=False)
 
 
 def merge_schemas(families: Iterable[TableFamily], frame_name: str) -> Schema:

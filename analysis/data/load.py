@@ -1,5 +1,6 @@
 """Load studies from disk: from the JSONL files of the runs, or from the parquet tables made from them."""
 
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from analysis.data.run_files import (
     select_lines,
 )
 from trainable.files.json_lines import read_lines
-from trainable.runs.records import STOP_COLUMNS
+from trainable.runs.records import SCHEMA, STOP_COLUMNS, find_schema_problem
 from trainable.runs.run_ends import RunEnd, describe_end, find_contradiction
 from trainable.runs.run_files import GRADIENTS_FILE, LEVELS_FILE, METRICS_FILE, PROBES_FILE, RunLines
 
@@ -113,6 +114,8 @@ def read_study(folder: Path | str, *, live: bool = False) -> StudyFrames:
     study = read_json(folder / "study.json")
     if not study:
         raise ValueError(f"{folder} contains no study.json: give a results/<run> folder that a study wrote.")
+    if problem := find_schema_problem(folder, study):
+        raise ValueError(problem)
     family = get_family(study)
     schemas = family.schemas
     runs = sorted(_read_runs(folder, study, family), key=_make_sort_key(study))
@@ -295,15 +298,42 @@ def _is_parquet_newest(folder: Path) -> bool:
 
 
 def _read_parquet(folder: Path, live: bool) -> StudyFrames:
+    """Read the tables of a study, or the files of its runs if the tables are damaged or of another version."""
     study = read_json(folder / "study.json")
-    schemas = get_family(study).schemas
-    tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in FRAME_NAMES}
+    if problem := find_schema_problem(folder, study):
+        raise ValueError(problem)
+    schemas, has_runs = get_family(study).schemas, (folder / "runs").is_dir()
+    try:
+        tables = {name: _read_table(folder / f"{name}.parquet") for name in FRAME_NAMES}
+    except ValueError as error:
+        if not has_runs:
+            raise
+        warnings.warn(f"{error} The files of its runs are read instead.", stacklevel=3)
+        return read_study(folder, live=live)
     # Tables of an older version lack new columns. Rebuild them, if the files of the runs still exist.
-    is_outdated = (
-        any(not set(schemas[name]) <= set(tables[name]) for name in FRAME_NAMES) and (folder / "runs").is_dir()
-    )
+    is_outdated = any(not set(schemas[name]) <= set(tables[name]) for name in FRAME_NAMES) and has_runs
     # "running" in a table may be stale as well; `read_study` reads it as "interrupted".
     if is_outdated or (not live and (tables["trials"]["status"] == "running").any()):
         return read_study(folder, live=live)
     frames = {name: cast_frame(tables[name], schemas[name]) for name in FRAME_NAMES}
     return StudyFrames(**frames, study=study)
+
+
+def _read_table(path: Path) -> pd.DataFrame:
+    """A table of a study. Raise ValueError that names the file if it is damaged, or has another schema."""
+    try:
+        table = pd.read_parquet(path)
+    # pyarrow raises errors of many kinds for damaged bytes, some of them when a column is decoded.
+    except Exception as error:
+        raise ValueError(
+            f"{path} cannot be read ({format_error_line(error)}); `python -m tune_study report` writes it again."
+        ) from error
+    if table.attrs.get("schema") != SCHEMA:
+        raise ValueError(f"{path} has schema {table.attrs.get('schema', 0)}, and this version reads schema {SCHEMA}.")
+    return table
+
+
+def format_error_line(error: Exception) -> str:
+    """The first line of an error, shortened: pyarrow's messages may have the damaged bytes."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0][:200].rstrip(". ")

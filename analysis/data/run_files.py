@@ -15,7 +15,7 @@ import pandas as pd
 from analysis.data.families import BOOL, FLOAT, INT, NULLABLE_INT, RUN_FILE_SCHEMA, TEXT, TIME, Row, TableFamily
 from analysis.data.frames import SCHEMAS
 from trainable.files.json_lines import Lines
-from trainable.runs.records import FORMER_NAMES, GRADIENT_COLUMNS, STATUSES
+from trainable.runs.records import GRADIENT_COLUMNS, STATUSES
 
 ANALYSIS_SOURCES = ("train", "probe")
 
@@ -158,8 +158,6 @@ def _has_valid_entries(entries: object, validators: dict[str, Callable[[object],
 def parse_step_row(row: Row, family: TableFamily) -> Row:
     """The step and the columns of a line of metrics.jsonl, without values of the wrong type."""
     dtypes = family.schemas["steps"]
-    # Files that an older version wrote have some columns under other names.
-    row = {FORMER_NAMES.get(name, name): value for name, value in row.items()}
     names = [column.name for column in family.step_columns if column.name in row]
     valid_values = {name: row[name] for name in names if row[name] is None or _VALIDATORS[dtypes[name]](row[name])}
     return {"step": row["step"], **valid_values}

@@ -15,7 +15,7 @@ import numpy as np
 from search_spaces.declaration import presets
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.files.json_lines import write_lines
-from trainable.runs.records import STEP_COLUMNS
+from trainable.runs.records import SCHEMA, STEP_COLUMNS
 
 UNSETTLED_STATUSES = ("", "running")
 
@@ -104,6 +104,7 @@ def _make_head(run: FakeRun, fake_study: FakeStudy) -> dict[str, Any]:
 def _make_study_json(runs: Sequence[FakeRun], fake_study: FakeStudy) -> dict[str, Any]:
     values = fake_study.values or tuple(dict.fromkeys(run.arm for run in runs))
     return {
+        "schema": SCHEMA,
         "name": fake_study.name,
         "question": "Does a KL penalty to the initial policy prevent collapse, and at which coefficient does it start "
         "to cost success?",

@@ -12,6 +12,7 @@ import numpy as np
 from analysis.published.update_rule_sandbox import ARM_SETTINGS
 from tests.fakes.run_folders import UNSETTLED_STATUSES, make_stop_columns
 from trainable.files.json_lines import write_lines
+from trainable.runs.records import SCHEMA
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.measure.records import STEP_COLUMNS
 
@@ -114,6 +115,7 @@ def _make_head(run: FakeRun, fake_study: FakeStudy) -> dict[str, Any]:
 def _make_study_json(runs: Sequence[FakeRun], fake_study: FakeStudy) -> dict[str, Any]:
     arms = list(dict.fromkeys(run.arm for run in runs))
     return {
+        "schema": SCHEMA,
         "name": fake_study.name,
         "family": "update_rules",
         "question": "Does a group's distribution of returns move a policy further than its best sample?",

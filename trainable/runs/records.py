@@ -3,10 +3,13 @@
 A row of `steps` is one training step of one run (step 1 is the first). A row of `trials` is one run.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from trainable.runs.collapse_quantities import EXTRA_QUANTITIES, QUANTITIES, Quantity
+
+SCHEMA = 1
+"""Version of the files of a study. It increases when a file changes so that an earlier version cannot read it."""
 
 
 class Column(NamedTuple):
@@ -469,24 +472,6 @@ TRIAL_LAST_VALUES: tuple[str, ...] = (
     "seconds_total",
 )
 
-FORMER_NAMES: Mapping[str, str] = {
-    "empty_steps_in_a_row": "consecutive_empty_steps",
-    "engine_effective_share": "engine_ess_fraction",
-    "engine_gap_max": "engine_mismatch_max",
-    "engine_gap_mean": "engine_mismatch_mean",
-    "matrix_rate": "peak_flops_per_s",
-    "padding_share": "padding_fraction",
-    "seconds_push": "seconds_sync_weights",
-    "stand_in_data": "synthetic_data",
-    "utilisation_reference": "mfu_reference",
-    "utilisation_rollout": "mfu_rollout",
-    "utilisation_update_actor": "mfu_update_actor",
-    "utilisation_update_critic": "mfu_update_critic",
-    "utilisation_values": "mfu_values",
-}
-"""Step columns in the rows that version 0.1 wrote, with the names that tables give them."""
-
-# Rates such as MFU are here too, because they are computed from measured seconds.
 TIME_COLUMNS: frozenset[str] = frozenset(
     {
         column.name
@@ -512,3 +497,17 @@ def make_empty_row(*, all_quantities: bool = False) -> dict[str, float | str | N
     # Stoppers would apply the rules themselves.
     row["stop_rule"] = ""
     return row
+
+
+def find_schema_problem(folder: object, study: dict[str, object]) -> str:
+    """Why this version cannot read the folder of a study; empty if it can.
+
+    folder: results/<run>, as it was typed. study: the content of study.json. Version 0.1 wrote no schema number.
+    """
+    schema = study.get("schema", 0)
+    if schema == SCHEMA:
+        return ""
+    return (
+        f"{folder} has files of schema {schema}, and this version reads schema {SCHEMA}. Read them with the version "
+        f"that wrote them (`versions` and `git` in study.json), or run the study again with another --output."
+    )

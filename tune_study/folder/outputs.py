@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainable.files.json_values import read_object, write_json
 from trainable.files.paths import UnsafePathError, check_tree, open_regular
+from trainable.runs.records import SCHEMA
 from tune_study.folder.statuses import make_timestamp, resolve_status, write_status
 from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan
 
@@ -52,6 +53,7 @@ def make_study_entry(plan: StudyPlan) -> dict[str, Any]:
     """The content of study.json without its starts: the request, and the runs."""
     axis = plan.study.axis
     return {
+        "schema": SCHEMA,
         "name": plan.study.name,
         "question": plan.study.question.strip(),
         "run": plan.run,

@@ -19,6 +19,7 @@ from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, apply_overrides, format_validation_error
 from trainable.config.setting_types import format_value
 from trainable.files.json_values import read_object
+from trainable.runs.records import find_schema_problem
 from trainable.runs.stop_rules import RULES
 from trainable.storage.uris import is_same_folder
 from tune_study.plan.study_plan import (
@@ -116,6 +117,8 @@ def read_study(folder: Path) -> dict[str, Any]:
             f"{format_value(folder, 1000)} contains no study ({problem}): type the folder results/<run> of a study, "
             f"as `python -m tune_study run` printed it."
         )
+    if problem := find_schema_problem(folder, content):
+        raise PlanError(problem)
     # Before the validation, which would list the missing keys one by one in a longer message.
     missing_keys = [key for key in ("name", "preset", "axis", "seeds", "runs", "settings") if key not in content]
     if missing_keys:

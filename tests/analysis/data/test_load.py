@@ -1,7 +1,9 @@
 """Tests of reading files into frames: torn lines, repeated steps, statuses, several studies, parquet, moved folders."""
 
+import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,15 +11,15 @@ import pandas as pd
 import pytest
 
 import analysis
-from analysis.data.families import FAMILIES
-from analysis.data.frames import FRAME_NAMES, SCHEMAS, StudyFrames, diff_frames
+from analysis import diff_frames
+from analysis.data.frames import FRAME_NAMES, SCHEMAS, StudyFrames
 from analysis.data.load import load, read_study
 from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from trainable.files.json_lines import read_lines, write_lines
 from trainable.runs.records import (
-    FORMER_NAMES,
     ROW_COLUMNS,
+    SCHEMA,
     STEP_COLUMNS,
     STOP_COLUMNS,
     TRIAL_COLUMNS,
@@ -79,27 +81,6 @@ def test_the_numbers_of_a_run_are_those_of_its_rows(tmp_path: Path) -> None:
     assert trial["total_env_steps"] == 54_000
     assert (trial["axis_value"], trial["axis_setting"]) == (0.1, "actor.kl_loss_coef")
     assert trial["started_at"] == pd.Timestamp("2026-01-02T03:04:06Z")
-
-
-def test_former_names_of_columns_are_read(tmp_path: Path) -> None:
-    run = FakeRun("0.1", steps=3)
-    folder = write_study(tmp_path, [run])
-    path = get_path(folder, run, "metrics.jsonl")
-    new_rows = [row | {"mfu_rollout": 0.25, "padding_fraction": 0.5} for row in read_lines(path).records]
-    write_lines(path, new_rows)
-    expected = read_study(folder).steps
-    assert expected["mfu_rollout"].to_list() == [0.25] * 3
-    former_names = {new: old for old, new in FORMER_NAMES.items()}
-    old_rows = [{former_names.get(name, name): value for name, value in row.items()} for row in new_rows]
-    assert "utilisation_rollout" in old_rows[0]
-    write_lines(path, old_rows)
-    assert diff_frames(read_study(folder).steps, expected) == []
-
-
-def test_former_names_are_names_of_columns() -> None:
-    names = {column.name for family in FAMILIES.values() for column in family.step_columns}
-    assert set(FORMER_NAMES.values()) <= names
-    assert not set(FORMER_NAMES) & names
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
@@ -348,3 +329,45 @@ def test_diff_frames_names_what_differs(tmp_path: Path) -> None:
     assert analysis.diff_frames(steps, steps.iloc[:2]) == ["3 rows against 2"]
     assert analysis.diff_frames(steps, steps.drop(columns="entropy")) == ["columns differ: ['entropy']"]
     assert "type" in analysis.diff_frames(steps, steps.assign(groups=steps["groups"].astype("int64")))[0]
+
+
+@pytest.mark.parametrize("schema", [None, 0, SCHEMA + 1, "1"])
+def test_a_study_of_another_schema_is_refused(tmp_path: Path, schema: object) -> None:
+    folder = write_study(tmp_path, [FakeRun("0", steps=3)], SHORT)
+    study = json.loads((folder / "study.json").read_text())
+    (folder / "study.json").write_text(json.dumps({**study, "schema": schema}))
+    with pytest.raises(ValueError, match=f"this version reads schema {SCHEMA}"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: content[: len(content) // 2],
+        lambda content: bytes(len(content)),
+        lambda content: content[:4] + bytes(200) + content[204:],
+    ],
+)
+def test_rows_are_read_where_a_table_is_damaged(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    folder = write_study(tmp_path, [FakeRun("0", steps=3)], SHORT)
+    frames = read_study(folder)
+    frames.write_parquet(folder)
+    path = folder / "steps.parquet"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.warns(UserWarning, match=r"steps\.parquet cannot be read .* The files of its runs are read instead"):
+        loaded_frames = load(folder)
+    assert diff_frames(loaded_frames.steps, frames.steps) == []
+    shutil.rmtree(folder / "runs")
+    with pytest.raises(ValueError, match=r"steps\.parquet cannot be read"):
+        load(folder)
+
+
+def test_a_table_of_another_schema_is_made_again(tmp_path: Path) -> None:
+    folder = write_study(tmp_path, [FakeRun("0", steps=3)], SHORT)
+    frames = read_study(folder)
+    frames.write_parquet(folder)
+    frames.steps.assign(entropy=7.0).to_parquet(folder / "steps.parquet")
+    with pytest.warns(UserWarning, match=f"has schema 0, and this version reads schema {SCHEMA}"):
+        loaded_frames = load(folder)
+    assert diff_frames(loaded_frames.steps, frames.steps) == []
