@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from search_spaces import STUDIES
+from tests.fakes.lines import append_record
 from tests.fakes.scripted import SMALL_SETTINGS
 from tests.fakes.trainers import make_quiet_trainer
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.runs.checkpoint import write_checkpoint
-from trainable.runs.run_files import STATE_FOLDER
+from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER
 from trainable.trial import Trial
 from tune_study.folder.statuses import RunStatus, write_status
 from tune_study.placement.disk import (
@@ -241,6 +242,9 @@ def test_ended_runs_need_nothing_more(tmp_path: Path) -> None:
     for index, (spec, status) in enumerate(zip(plan.runs, statuses, strict=True)):
         write_bytes(plan.get_run_dir(spec.run_id) / STATE_FOLDER / "state.safetensors", 1_000 * 10**index)
         write_status(plan.get_run_dir(spec.run_id), RunStatus(spec.run_id, status))
+    row_files = [plan.get_run_dir(spec.run_id) / METRICS_FILE for spec in plan.runs]
+    append_record(row_files[0], {"step": plan.runs[0].steps})
+    append_record(row_files[1], {"step": 3, "stop_rule": "empty_filtered_steps"})
     budget, fresh_budget = estimate_budget(plan), estimate_budget(make_plan_in(tmp_path / "other", ("0.2", "0.3")))
     assert (budget.remaining_runs, budget.total_bytes, budget.row_bytes) == (
         fresh_budget.remaining_runs,
@@ -250,12 +254,14 @@ def test_ended_runs_need_nothing_more(tmp_path: Path) -> None:
     status_files = sum((plan.get_run_dir(spec.run_id) / "status.json").stat().st_size for spec in plan.runs[2:])
     assert budget.written_bytes == 1_100_000 + status_files
     write_status(plan.get_run_dir(plan.runs[2].run_id), RunStatus(plan.runs[2].run_id, "completed"))
+    append_record(row_files[2], {"step": plan.runs[2].steps})
     assert (
         budget.concurrent_runs,
         estimate_budget(plan).concurrent_runs,
         estimate_budget(plan).rolling_checkpoints,
     ) == (2, 1, 3)
     write_status(plan.get_run_dir(plan.runs[3].run_id), RunStatus(plan.runs[3].run_id, "completed"))
+    append_record(row_files[3], {"step": plan.runs[3].steps})
     check_budget(estimate_budget(plan)._replace(free_bytes=0))
     assert format_disk_line(estimate_budget(plan)).startswith("Disk: every run has ended, no more space is needed, ")
 

@@ -268,7 +268,8 @@ def test_states_without_the_rows_before_them_are_not_used(tmp_path: Path, start_
     (tmp_path / "s0" / "metrics.jsonl").unlink()
     second_trial = start_trial(tmp_path)
     assert second_trial.training.trainer.step_index == 0
-    assert "rows up to step 4 are missing" in second_trial.step()["note"]
+    note = second_trial.step()["note"]
+    assert "step_4 is not used: rows or evaluations up to step 4 are damaged or missing" in note
 
 
 def test_a_trial_that_had_ended_reports_its_last_rows(
