@@ -184,7 +184,7 @@ def test_two_studies_at_once_do_not_disturb_each_other(tmp_path: Path, uninterru
 def check_shown_and_not_started_twice(study: InterruptedStudy) -> None:
     """Check that `status` shows a running study, and that it cannot be started a second time."""
     status_output = read_status_output(study.folder)
-    assert status_output.startswith("kl (laptop): running\n")
+    assert status_output.startswith("kl (laptop): running; runs: ")
     assert status_output.count(" running ") >= 1
     second_driver = subprocess.run(
         [sys.executable, "-m", "tune_study", "resume", str(study.folder)], capture_output=True, text=True

@@ -76,7 +76,9 @@ def estimate_forward_flops(shape: ModelShape, rows: int, tokens: int, with_head:
 
 
 def estimate_update_flops(shape: ModelShape, config: RunConfig) -> float:
-    """FLOP of one training step without sampling: passes of the reference, for values, of the critic and of the policy.
+    """FLOP of one training step without sampling: the pass of the reference, that for values, and the updates of critic
+    and policy. It is an upper estimate: every conversation has its maximum length. Log-probs of the sampling policy come
+    from sampling and need no pass of their own.
 
     A pass with gradients counts as three forward passes: the backward pass computes the gradients of activations and
     those of weights. With LoRA it counts as two, because the frozen weights have no gradients. Gradient checkpointing
