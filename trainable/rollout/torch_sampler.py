@@ -101,7 +101,7 @@ class TorchConversation:
         self.pending_tokens = [self.pending_tokens[place] for place in places]
 
     def _extend(self, chunks: Sequence[Sequence[int]]) -> Tensor:
-        """Append a chunk of tokens to each place of the cache; return the hidden states (rows, hidden) of the last ones."""
+        """Append a chunk of tokens to each place of the cache; return the last tokens' hidden states (rows, hidden)."""
         # Right-aligned, so that the last column has the last token of every chunk, whatever the chunk's length.
         widest = max(len(chunk) for chunk in chunks)
         tokens = torch.zeros((len(chunks), widest), dtype=torch.long)

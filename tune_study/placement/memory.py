@@ -68,7 +68,7 @@ class Allocation(NamedTuple):
 
 
 class NetworkBytes(NamedTuple):
-    """Bytes per rank for a network that is trained, by purpose.
+    """Bytes per rank that a trained network needs, split by use.
 
     Attributes:
         weights: the weights of the forward and backward passes, in float32.
@@ -366,9 +366,9 @@ def _list_sharding_allocations(shape: ModelShape, config: RunConfig) -> list[All
     gathered_bytes = {name: compute_gathered_bytes(shape, parameters, config) for name, parameters in sizes.items()}
     live_bytes = {name: FLOAT32 * min(ZERO_MAX_LIVE_PARAMETERS, parameters) for name, parameters in sizes.items()}
     uses_torch_sampler = config.rollout.name == "torch"
-    # For passes without gradients, one complete network is gathered at a time. In passes with gradients DeepSpeed gathers,
-    # and holds at most ZERO_MAX_LIVE_PARAMETERS weights. Optimizer steps work on shards. The phase VALUES reads several
-    # networks one after another, and the larger one counts.
+    # For passes without gradients, one complete network is gathered at a time. In passes with gradients, DeepSpeed
+    # gathers and holds at most ZERO_MAX_LIVE_PARAMETERS weights. Optimizer steps work on shards. The phase VALUES reads
+    # several networks one after another, and the larger one counts.
     gathered_sizes = {
         ROLLOUT: gathered_bytes["policy"] if uses_torch_sampler else 0,  # vLLM samples with weights of its own
         VALUES: max(gathered_bytes.values()),
