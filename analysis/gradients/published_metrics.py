@@ -1,4 +1,4 @@
-"""Gradient analyses under the metric names of the published system, for its plots and for W&B.
+"""Gradient analyses under the metric names that RAGEN logs, for figures like the published ones and for W&B.
 
 `grad_norm/` and `grad_analysis/` describe the batch after the filter. `grad_norm_prefilter/` and
 `grad_analysis_prefilter/` describe the batch before it.

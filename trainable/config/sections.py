@@ -143,7 +143,8 @@ class FilterConfig(Section):
         "linear", description="top_p mass of softmax(scores), which depends on their scale, or of the scores"
     )
     rollout_filter_selection_eps: NonNegative = Field(
-        0.01, description="slack of the linear top_p threshold, in units of the score"
+        0.01,
+        description="top_p with linear mode: subtracted from the score mass that must be reached, in units of the score",
     )
 
     # These checks concern two settings, so no bound of a single field can express them.

@@ -102,10 +102,10 @@ def sample_first_turn_pairs(
     column per group, in the order of the groups' numbers.
 
     Args:
-        turns: by episode, then by turn.
+        turns: the turns of each episode, in order.
         groups: group of each episode; the episodes of a group have the same opening.
-        num_samples: rows at most.
-        rng: draws the episodes; nothing is drawn if every valid episode fits.
+        num_samples: the largest number of rows.
+        rng: draws the episodes. It is not used if at most `num_samples` episodes are valid.
 
     Source: published code (RAGEN `collapse_metrics`).  Degenerate: no valid first turn gives no rows and no columns.
     """

@@ -125,8 +125,8 @@ class DistributedTrainer:
                 "join",
                 lambda: PPOTrainer(
                     settings,
-                    # The check of the errors ends the wait if a rank has died and will never arrive. It is a lambda,
-                    # because `_run_on_all_ranks` replaces `pending_refs` before `connect` runs.
+                    # `connect` waits for all ranks, and `on_wait` raises if one has died and will never arrive. A
+                    # lambda reads `pending_refs` at that time; `_run_on_all_ranks` has replaced the list by then.
                     connect(
                         rank=0,
                         world_size=world_size,

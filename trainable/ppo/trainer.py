@@ -278,11 +278,12 @@ class PPOTrainer:
         Args:
             episodes: the episodes of the groups that the filter kept.
             groups_kept: number of these groups.
-            num_groups: number of groups before the filter, of which actor.filter_loss_scaling takes the fraction kept.
+            num_groups: number of groups before the filter. actor.filter_loss_scaling depends on the fraction kept.
             rng: draws the episodes that are copied to fill the last mini-batch.
             timer: measures the phases; None if their times are not reported.
         """
         config, timer = self.config, timer or PhaseTimer(self.device)
+        # The numbers are those of the algorithm in the docstring of `step`.
         batch = self._make_batch(episodes, num_groups, rng)  # 3
         with timer.measure("values"):
             values = self.compute_values(batch)  # 4

@@ -291,7 +291,8 @@ class ActorUpdate:
                 "`make_update_order(batch, needs_whole_groups=True)`, and an actor.ppo_mini_batch_size that is a "
                 "multiple of env.group_size."
             )
-        # `compute_at_trained_tokens` takes the size of a pass in rows of the longest episode, of which one is allowed.
+        # The size of a pass is given in rows that are as long as the longest episode. An episode that is longer than
+        # TOKENS_PER_PASS still gets a pass of one row.
         rows_per_pass = max(1, TOKENS_PER_PASS[mini_batch.tokens.device.type] // mini_batch.tokens.shape[1])
         logprobs = compute_at_trained_tokens(
             mini_batch, rows_per_pass, TokenFunction.for_logprobs(self.model, self.temperature), world
@@ -299,6 +300,7 @@ class ActorUpdate:
         # An episode has the same skill at all of its trained tokens: take it at the first one.
         skills = targets.advantages[rows, mini_batch.mask.int().argmax(1)]
         # Sums over hundreds of tokens in float64: in float32 the differences between rollouts would lose digits.
+        # `logprobs` is 0 at tokens that are not trained, so only `old_logprobs` needs the mask.
         old_logprobs = (mini_batch.logprobs.double() * mini_batch.mask).sum(1)
         loss = target_policy_loss(
             logprobs.double().sum(1), old_logprobs, skills, mini_batch.group_ids, self.settings.tpo_eta
@@ -368,7 +370,8 @@ class ActorUpdate:
             settings.clip_ratio_c,
         )
         weights = inputs.weights
-        # Corrects tokens that vLLM sampled for the rounding by which its log-probs differ from the trainer's.
+        # vLLM's log-probs differ from the trainer's by rounding. These weights correct the loss of the tokens that it
+        # sampled. RunConfig rejects them for tpo, which weights sequences.
         if settings.tis_imp_ratio_cap is not None:
             weights = weights * importance_weights(
                 old_logprobs, inputs.select_trained(inputs.batch.engine_logprobs), settings.tis_imp_ratio_cap

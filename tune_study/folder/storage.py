@@ -318,7 +318,7 @@ class StoredStudy:
 
 
 def _discard(text: str) -> None:
-    """Ignore a message: operations that are repeated every few seconds are not logged."""
+    """Drop a message of an operation that is repeated every few seconds, since these would fill the log."""
 
 
 def list_driver_files(plan: StudyPlan, is_driver: bool = True) -> dict[str, Path]:

@@ -158,7 +158,7 @@ def parse_skipped_statuses(text: str) -> tuple[str, ...]:
         raise PlanError(
             f"--skip-statuses '{format_value(text)}' is invalid: type {DEFAULT_SKIPPED}, followed by failed or "
             f"interrupted if such runs are not to be run again. A run that has ended is never trained again in its "
-            f"folder: type another --output for that."
+            f"folder: to train it again, type another --output."
         )
     return statuses
 

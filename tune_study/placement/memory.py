@@ -68,7 +68,7 @@ class Allocation(NamedTuple):
 
 
 class NetworkBytes(NamedTuple):
-    """Bytes per rank for a network that is trained, by purpose.
+    """Bytes per rank that a trained network needs, split by use.
 
     Attributes:
         weights: the weights of the forward and backward passes, in float32.
@@ -131,7 +131,7 @@ def compute_network_bytes(parameters: int, config: RunConfig) -> NetworkBytes:
     trainer = config.trainer
     gradients = full_bytes if trainer.zero_stage == 1 else shard_bytes
     weights = shard_bytes if trainer.zero_stage == 3 else full_bytes
-    offloaded_weights = shard_bytes if trainer.offload_parameters else 0
+    offloaded_weights = shard_bytes if trainer.offload_parameters else 0  # only stage 3 accepts this setting
     if not trainer.offload_optimizer:
         return NetworkBytes(
             weights=weights - offloaded_weights,
@@ -366,8 +366,9 @@ def _list_sharding_allocations(shape: ModelShape, config: RunConfig) -> list[All
     gathered_bytes = {name: compute_gathered_bytes(shape, parameters, config) for name, parameters in sizes.items()}
     live_bytes = {name: FLOAT32 * min(ZERO_MAX_LIVE_PARAMETERS, parameters) for name, parameters in sizes.items()}
     uses_torch_sampler = config.rollout.name == "torch"
-    # Passes of the run's own networks hold one gathered network at a time; DeepSpeed's own passes hold at most
-    # ZERO_MAX_LIVE_PARAMETERS weights. Optimizer steps work on shards.
+    # For passes without gradients, one complete network is gathered at a time. In passes with gradients, DeepSpeed
+    # gathers and holds at most ZERO_MAX_LIVE_PARAMETERS weights. Optimizer steps work on shards. The phase VALUES reads
+    # several networks one after another, and the larger one counts.
     gathered_sizes = {
         ROLLOUT: gathered_bytes["policy"] if uses_torch_sampler else 0,  # vLLM samples with weights of its own
         VALUES: max(gathered_bytes.values()),

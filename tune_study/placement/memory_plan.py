@@ -391,8 +391,8 @@ def _iterate_remedies(memory_plan: MemoryPlan, study: Study) -> Iterator[str]:
 def _is_applicable(memory_plan: MemoryPlan, change: Mapping[str, object]) -> bool:
     """Whether `change` is a possible remedy for the run.
 
-    The change must be valid and have an effect. It must not give the run fewer GPUs than the run has, nor more than
-    there are, and not change the rank of existing adapters, which the user has chosen.
+    The change must be valid and have an effect. The run must keep at least its GPUs and get no more than there are. If
+    the run has adapters, their rank stays as the user chose it.
     """
     config = memory_plan.spec.ppo_config
     try:
@@ -402,6 +402,7 @@ def _is_applicable(memory_plan: MemoryPlan, change: Mapping[str, object]) -> boo
     n_gpus = changed_config.trainer.n_gpus_per_node
     if config.model.lora_rank and "model.lora_rank" in change:
         return False
+    # Without a visible GPU, the plan is made for one.
     return changed_config != config and config.trainer.n_gpus_per_node <= n_gpus <= max(memory_plan.max_gpus, 1)
 
 

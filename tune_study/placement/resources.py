@@ -88,6 +88,9 @@ def make_placement_group(n_gpus_per_node: float) -> "PlacementGroupFactory":
 def make_slots(gpus: tuple[str, ...], n_gpus: float) -> tuple[str, ...]:
     """Divide the GPUs into slots, one per concurrent run; the plan shows them. Ray assigns the GPUs itself.
 
+    Runs on the CPU need no slot. n_gpus: GPUs per run, a fraction or a whole number that divides the number of GPUs, as
+    the callers check.
+
     Example:
         >>> make_slots(("0", "1"), 0.5)
         ('0', '0', '1', '1')

@@ -76,11 +76,14 @@ def estimate_forward_flops(shape: ModelShape, rows: int, tokens: int, with_head:
 
 
 def estimate_update_flops(shape: ModelShape, config: RunConfig) -> float:
-    """FLOP of one training step without sampling: passes of the reference, for values, of the critic and of the policy.
+    """FLOP of one training step without sampling: the passes of the reference and for values, and the updates.
+
+    It is an upper estimate: every conversation has its maximum length. Log-probs of the sampling policy come from
+    sampling and need no pass of their own.
 
     A pass with gradients counts as three forward passes: the backward pass computes the gradients of activations and
     those of weights. With LoRA it counts as two, because the frozen weights have no gradients. Gradient checkpointing
-    adds one, because it repeats the forward pass. Products with adapters are not counted.
+    adds one, because it repeats the forward pass. Matrix products with adapters are not counted.
     """
     rows, tokens = config.env.env_groups * config.env.group_size, memory.compute_max_tokens(config)
     train_factor = 3 - (config.model.lora_rank > 0) + config.model.enable_gradient_checkpointing

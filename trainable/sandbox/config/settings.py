@@ -59,7 +59,8 @@ class UpdateRuleConfig(BaseRunConfig):
         4, ge=1, description="grouped rules: rollouts per prompt; rules with candidates: candidates per prefix"
     )
     baseline: Literal["expected", "zero", "constant"] = Field(
-        "expected", description="expected: sum of squared probabilities; zero: 0; constant: 0.5"
+        "expected",
+        description="where the mean reward is not known; expected: sum of squared probabilities; zero: 0; constant: 0.5",
     )
     std_normalization: Common[bool] = Field(
         True, description="GRPO and DAPO: divide a group's advantages by the standard deviation of its rewards"

@@ -126,11 +126,11 @@ def tpo_full_action(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleCon
 
 
 def tpo_token(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
-    """mean over prefixes of −Σ_k q_k log p_k, over the K candidates k for the next token.
+    """mean over prefixes of −Σ_k q_k log p_k, where k runs over the K candidates for the next token.
 
         p = softmax(c),  c_k = log π(a_k)       q = sg softmax( log softmax(o) + z / tpo_eta ),  o_k = log μ(a_k)
 
-    z standardizes (divisor K) the candidates' rewards. A token that was drawn twice is two candidates.
+    z are the candidates' rewards, standardized with divisor K. A token that was drawn twice is two candidates.
 
     Source: this sandbox: TPO at every prefix.
     Reduces to: zero gradient at π = μ for prefixes whose candidates have equal rewards.
