@@ -144,7 +144,7 @@ class FilterConfig(Section):
     )
     rollout_filter_selection_eps: NonNegative = Field(
         0.01,
-        description="top_p with linear mode: subtracted from the score mass that must be reached, in units of the score",
+        description="linear top_p: subtracted from the score mass that must be reached, in units of the score",
     )
 
     # These checks concern two settings, so no bound of a single field can express them.

@@ -60,7 +60,7 @@ class UpdateRuleConfig(BaseRunConfig):
     )
     baseline: Literal["expected", "zero", "constant"] = Field(
         "expected",
-        description="where the mean reward is not known; expected: sum of squared probabilities; zero: 0; constant: 0.5",
+        description="where the mean reward is not known: expected (sum of squared probabilities), zero, constant (0.5)",
     )
     std_normalization: Common[bool] = Field(
         True, description="GRPO and DAPO: divide a group's advantages by the standard deviation of its rewards"
