@@ -306,7 +306,8 @@ class ActorUpdate:
             logprobs.double().sum(1), old_logprobs, skills, mini_batch.group_ids, self.settings.tpo_eta
         )
         loss_terms = {"pg_loss": loss.loss, "tpo_target_entropy": loss.entropy, "tpo_target_top_prob": loss.top_prob}
-        # Every rank has computed the same complete terms, and the meter is summed over ranks later.
+        # Every rank has computed the same complete terms, and the meter is summed over ranks later. The passes of the
+        # step count the tokens.
         meter.add(tokens=0, loss_terms={name: value / world.size for name, value in loss_terms.items()}, token_sums={})
         sequence_weights = targets.advantages.new_zeros(len(batch.lengths))
         sequence_weights[rows] = loss.sequence_weights.to(sequence_weights.dtype)

@@ -100,6 +100,7 @@ def roll_out_episodes(
         ]
     )
     for state in states:
+        # Turns are counted from 0 here, and from 1 in the text of an observation.
         state.append_tokens(prompts[state.group], reply=None, turn=0)
     conversation = sampler.start_conversation(prompts, group_size, params, rng)
     live_rows = list(range(len(states)))

@@ -115,7 +115,7 @@ def find_gpu_capacity(requested_gib: float | None, gpus: Sequence[Gpu]) -> GpuCa
     GPUs that the study uses.
     """
     if requested_gib is not None:
-        # No GPU has as much as 4096 GiB: such a number was probably typed in MiB.
+        # No GPU has more than 4096 GiB: a larger number was probably typed in MiB.
         if not 0 < requested_gib <= 4096:
             raise PlanError(
                 f"--gpu-memory-gib {requested_gib:g} is not the memory of a GPU: type it in GiB, like "

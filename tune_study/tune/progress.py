@@ -120,7 +120,8 @@ class Progress:
         # The row may come from a Trainable that reports no step; then the run stays where it is.
         view.step = int(parse_finite(row.get("step")) or view.step)
         for display_column in self._family.progress_columns:
-            # The fallback, such as a value from before training, is shown only until the column itself is measured.
+            # The fallback is a constant, such as success before training, which only the first row has. It is shown
+            # until the column itself is measured.
             candidates = (
                 parse_finite(row.get(display_column.column)),
                 view.last_values.get(display_column.column),
