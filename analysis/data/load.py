@@ -22,7 +22,8 @@ from analysis.data.run_files import (
     read_json,
     select_lines,
 )
-from trainable.files.json_lines import read_lines
+from trainable.files.json_lines import Lines, read_lines
+from trainable.files.paths import UnsafePathError
 from trainable.runs.records import SCHEMA, STOP_COLUMNS, find_schema_problem
 from trainable.runs.run_ends import RunEnd, describe_end, find_contradiction
 from trainable.runs.run_files import GRADIENTS_FILE, LEVELS_FILE, METRICS_FILE, PROBES_FILE, RunLines
@@ -159,12 +160,24 @@ def _read_run_files(folder: Path, listed_header: Row, family: TableFamily) -> _R
         analyses=[
             *select_lines(lines.files[GRADIENTS_FILE], get_analysis_key),
             # Probes read checkpoints in any order: an earlier step does not invalidate later ones.
-            *select_lines(read_lines(folder / PROBES_FILE), get_analysis_key, drop_rolled_back=False),
+            *select_lines(_read_probes(folder / PROBES_FILE), get_analysis_key, drop_rolled_back=False),
         ],
         status=status,
         end=describe_end(rows, steps_total),
         contradiction=find_contradiction(status.get("status") or "", rows, steps_total, lines.find_damage()),
     )
+
+
+def _read_probes(path: Path) -> Lines:
+    """The lines of probes, which no run stands on: damaged ones are left out with a warning."""
+    try:
+        lines = read_lines(path)
+    except UnsafePathError as error:
+        warnings.warn(f"{error}.", stacklevel=2)
+        return Lines(())
+    if lines.damaged_numbers:
+        warnings.warn(f"{path} does not match its checksums at line {lines.damaged_numbers[0]}.", stacklevel=2)
+    return lines
 
 
 def _make_sort_key(study: Study) -> Callable[[_RunFiles], tuple[int, str, int, str]]:

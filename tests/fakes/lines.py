@@ -1,6 +1,7 @@
 """Write and change the files of lines of a run as a run would: with the checksums that belong to them."""
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,3 +18,14 @@ def change_records(path: Path, change: Callable[[list[dict[str, Any]]], None]) -
     records = read_lines(path).records
     change(records)
     write_lines(path, records)
+
+
+def chain_lines(bodies: Sequence[bytes]) -> bytes:
+    """The content of a file whose lines are these JSON texts with their checksums; texts of no object have none."""
+    content, checksum = b"", ""
+    for body in bodies:
+        if body.endswith(b"}"):
+            checksum = hashlib.sha256(checksum.encode() + body).hexdigest()[:16]
+            body = body[:-1] + b', "checksum": "%s"}' % checksum.encode()
+        content += body + b"\n"
+    return content

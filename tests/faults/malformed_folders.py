@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from search_spaces import STUDIES
+from tests.fakes.lines import chain_lines
 from tests.fakes.run_folders import FakeRun, FakeStudy
 from tests.fakes.run_folders import write_study as write_fake_study
 from tests.faults.malformed import Tally, assert_clear, check_examples, draw_equally, json_values, type_in
+from trainable.files.json_lines import CHECKSUM_KEY
 from tune_study.folder.outputs import write_study
 from tune_study.folder.statuses import RunStatus, write_status
 from tune_study.folder.study_file import plan_from_folder
@@ -123,8 +125,8 @@ def draw_misshapen_object(content: bytes) -> st.SearchStrategy[bytes]:
 
 
 def draw_misshapen_lines(content: bytes) -> st.SearchStrategy[bytes]:
-    """Draw a file of JSON lines in which one line is valid JSON of the wrong shape."""
-    lines = content.splitlines()
+    """Draw a file of JSON lines in which one line is valid JSON of the wrong shape, with the checksums that belong."""
+    lines = [json.dumps(_drop_checksum(json.loads(line))).encode() for line in content.splitlines()]
     changed_lines = [
         draw_misshapen_json(json.loads(line)).map(lambda document, index=index: (index, document))
         for index, line in enumerate(lines)
@@ -136,7 +138,11 @@ def draw_misshapen_lines(content: bytes) -> st.SearchStrategy[bytes]:
             *lines[changed_line[0] + 1 :],
         ]
     )
-    return line_lists.map(lambda rows: b"\n".join(rows) + b"\n")
+    return line_lists.map(chain_lines)
+
+
+def _drop_checksum(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != CHECKSUM_KEY}
 
 
 def draw_damages(files: Mapping[str, bytes], names: Sequence[str]) -> st.SearchStrategy[Damage]:
@@ -184,7 +190,7 @@ def check_reading(valid_folder: Path, plan: StudyPlan, damage: Damage) -> str:
                 assert_clear(answer.err)
                 assert damage.name.endswith(("study.json", "run.json")), answer
         assert status.code == 0 or damage.name == STUDY, status
-        assert "completed" in status.out or damage.name.endswith(("study.json", "status.json")), status
+        assert "completed" in status.out or damage.name.endswith(("study.json", "status.json", "s.jsonl")), status
         assert "3/3" in status.out or damage.name.endswith(("study.json", "metrics.jsonl")), status
         if resume.code == 0:
             assert _list_run_identities(plan_from_folder(folder / RUN)) == _list_run_identities(plan)

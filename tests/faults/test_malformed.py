@@ -9,6 +9,7 @@ from analysis.data.frames import FRAME_NAMES, diff_frames
 from analysis.data.load import read_study
 from search_spaces import FAMILIES
 from search_spaces.declaration.family import Family
+from tests.fakes.lines import chain_lines
 from tests.faults import malformed, malformed_folders
 from tests.faults.malformed import assert_refused, check_any_line, check_line, check_settings
 from tests.faults.malformed_folders import (
@@ -22,6 +23,7 @@ from tests.faults.malformed_folders import (
     write_valid_study,
 )
 from trainable.config.run_config import RunConfig
+from trainable.files.json_lines import read_lines
 from trainable.runs.run_files import read_rows
 from tune_study.plan.study_plan import MAX_SEEDS
 
@@ -249,9 +251,9 @@ def test_a_status_without_end_stops_nobody(valid_study: ValidStudy) -> None:
 @pytest.mark.parametrize("value", ['"many"', "[]", "{}", "NaN", "-Infinity", "9" * 400], ids=make_id)
 def test_a_value_that_is_no_number_is_missing(tmp_path: Path, valid_study: ValidStudy, value: str) -> None:
     name = f"{FIRST}/metrics.jsonl"
-    rows = [json.loads(line) for line in valid_study.files[name].splitlines()]
-    text = "\n".join(json.dumps({**row, "val_success": "HERE"}) for row in rows).replace('"HERE"', value)
-    damage = Damage(name, text.encode())
+    rows = read_lines(valid_study.folder / name).records
+    texts = [json.dumps({**row, "val_success": "HERE"}).replace('"HERE"', value) for row in rows]
+    damage = Damage(name, chain_lines([text.encode() for text in texts]))
     malformed_folders.write_damaged_copy(tmp_path, valid_study.folder, damage)
     steps = read_study(tmp_path / RUN).steps
     assert steps["val_success"].isna().all()

@@ -9,14 +9,14 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from trainable.files.json_lines import LineEnd, Lines, read_lines
-from trainable.files.paths import open_regular
+from trainable.files.paths import UnsafePathError, open_regular
 
 METRICS_FILE, LEVELS_FILE, GRADIENTS_FILE, PROBES_FILE = (
     "metrics.jsonl",
@@ -72,14 +72,24 @@ def acquire_lock(run_dir: Path, timeout_s: float) -> BinaryIO:
 
 @dataclass(frozen=True)
 class RunLines:
-    """The lines of each of LINE_FILES in the folder of a run."""
+    """The lines of each of LINE_FILES in the folder of a run.
+
+    refusals: why files were not read: they are links, folders or special files. Such a file has no lines.
+    """
 
     files: Mapping[str, Lines]
+    refusals: Sequence[str] = ()
 
     @classmethod
     def read(cls, run_dir: Path) -> "RunLines":
         """Read the files; those that do not exist have no lines."""
-        return cls({name: read_lines(run_dir / name) for name in LINE_FILES})
+        files, refusals = dict.fromkeys(LINE_FILES, Lines(())), list[str]()
+        for name in LINE_FILES:
+            try:
+                files[name] = read_lines(run_dir / name)
+            except UnsafePathError as error:  # a run that cannot be read must not hide the others
+                refusals.append(str(error))
+        return cls(files, refusals)
 
     def list_rows(self, first_step: int = 1) -> list[dict[str, Any]]:
         """The rows of the run, see `read_rows`."""
@@ -103,7 +113,7 @@ class RunLines:
 
         Lines of other files after the last row do not count: they are those of a step that was not finished.
         """
-        problems = []
+        problems = list(self.refusals)
         for name, lines in self.files.items():
             if numbers := lines.damaged_numbers:
                 ellipsis = ", ..." if len(numbers) > MAX_LISTED_LINES else ""
@@ -111,7 +121,7 @@ class RunLines:
                 problems.append(f"{name} does not match its checksums at line {listing}")
         records = self.files[METRICS_FILE].records
         for name, end in _parse_ends(records[-1]).items() if records else ():
-            if not self.files[name].contains(end) and not self.files[name].damaged_numbers:
+            if not self.files[name].contains(end) and not self.files[name].damaged_numbers and not self.refusals:
                 problems.append(f"{name} lacks lines: it had {end.line_count} when the last row was written")
         return problems
 
@@ -143,12 +153,16 @@ _NO_SUCH_END = LineEnd(-1)
 def read_rows(path: Path, first_step: int = 1) -> list[dict[str, Any]]:
     """The rows of a metrics file in the order of their steps; a row is a JSON object with an integer `step`.
 
-    Damaged lines are left out (`RunLines.find_damage` names them). first_step: the smallest step that a row can have;
-    it is 0 if weights are measured before they are trained. Rows with other steps are skipped. A run that went back to
-    a rolling checkpoint repeats steps. Its first repeated row replaces the earlier row of that step and drops all later
-    ones, since they belong to the abandoned attempt.
+    Damaged lines, and a file that is refused, are left out (`RunLines.find_damage` names them). first_step: the smallest
+    step that a row can have; it is 0 if weights are measured before they are trained. Rows with other steps are
+    skipped. A run that went back to a rolling checkpoint repeats steps. Its first repeated row replaces the earlier row
+    of that step and drops all later ones, since they belong to the abandoned attempt.
     """
-    return _select_rows(read_lines(path).records, first_step)
+    try:
+        records = read_lines(path).records
+    except UnsafePathError:
+        records = []
+    return _select_rows(records, first_step)
 
 
 def _select_rows(records: Iterable[Mapping[str, Any]], first_step: int) -> list[dict[str, Any]]:

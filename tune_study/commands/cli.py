@@ -15,6 +15,7 @@ from rich.console import Console
 
 from search_spaces import STUDIES, SUITES
 from trainable.config.run_config import ConfigError
+from trainable.files.paths import UnsafePathError
 from tune_study.commands import describe
 from tune_study.commands import options as opt
 from tune_study.commands.axis_options import VALUES_OPTION, add_axis_options
@@ -63,7 +64,7 @@ def report_errors(command: Callable[..., None]) -> Callable[..., None]:
     def run_command(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
-        except (ConfigError, PlanError) as error:
+        except (ConfigError, PlanError, UnsafePathError) as error:
             typer.echo(f"tune_study: {error}", err=True)
             raise typer.Exit(2) from None
 

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 from tests.fakes.lines import append_record
@@ -87,3 +88,18 @@ def test_ends_that_no_run_writes_are_damage_and_no_error(tmp_path: Path) -> None
         problems = RunLines.read(tmp_path).find_damage()
         assert problems == ([] if isinstance(ends, list) else problems)
         assert len(problems) == (0 if isinstance(ends, list) else 1)
+
+
+def test_a_file_that_is_refused_is_named_and_hides_no_other(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    target = tmp_path / "target"
+    (tmp_path / LEVELS_FILE).rename(target)
+    (tmp_path / LEVELS_FILE).symlink_to(target)
+    lines = RunLines.read(tmp_path)
+    assert lines.list_rows() == [make_row(1), make_row(2)]
+    (problem,) = lines.find_damage()
+    assert problem.startswith(f"{tmp_path / LEVELS_FILE} is a symbolic link")
+    (tmp_path / METRICS_FILE).unlink()
+    os.mkfifo(tmp_path / METRICS_FILE)
+    assert read_rows(tmp_path / METRICS_FILE) == []
+    assert "metrics.jsonl is a FIFO" in RunLines.read(tmp_path).find_damage()[0]
