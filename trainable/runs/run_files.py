@@ -154,7 +154,7 @@ def read_rows(path: Path, first_step: int = 1) -> list[dict[str, Any]]:
     """The rows of a metrics file in the order of their steps; a row is a JSON object with an integer `step`.
 
     Damaged lines, and a file that is refused, are left out (`RunLines.find_damage` names them). first_step: the
-    smallest step that a row can have; it is 0 if weights are measured before they are trained. Rows with other steps are
+    smallest step that a row can have; it is 0 if weights are measured before they are trained. Other rows are
     skipped. A run that went back to a rolling checkpoint repeats steps. Its first repeated row replaces the earlier row
     of that step and drops all later ones, since they belong to the abandoned attempt.
     """
