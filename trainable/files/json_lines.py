@@ -5,7 +5,7 @@ thus form a chain: a flipped digit, a lost line, or two lines that changed place
 a checksum is one that a crash cut off while it was written. It is skipped, and the chain continues after it.
 
 A file is only ever appended to, so that copying it to a storage never repeats what is there. A writer that cannot use
-some of the lines therefore abandons them with a line of its own, which says after which line the file continues.
+some of the lines therefore abandons them with a line of its own, which says how many lines still count.
 """
 
 import hashlib
@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 from trainable.files.json_values import parse_json
 from trainable.files.paths import atomic_write, fsync_path, is_file, open_regular, read_bytes
 
-CHECKSUM_KEY, RESTART_KEY = "checksum", "continues_after_line"
+CHECKSUM_KEY = "checksum"
+RESTART_KEY = "valid_lines"
+"""Key of a line that abandons earlier ones: the number of lines with a checksum that still count."""
 _CHECKSUM_DIGITS = 16
 _LINE = re.compile(rb'(\{.*), "checksum": "([0-9a-f]{16})"\}', re.DOTALL)
 
@@ -37,7 +39,7 @@ class Line(NamedTuple):
     """A line that has a checksum.
 
     number: its number in the file, from 1. record: the object without the checksum; None if it does not match.
-    is_abandoned: whether a later line says that the file continues before this one.
+    is_abandoned: whether a later line says that this one no longer counts.
     """
 
     number: int
@@ -54,8 +56,12 @@ class Lines:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """The objects of the intact lines."""
-        return [line.record for line in self.lines if line.record is not None and not line.is_abandoned]
+        """The objects of the intact lines that count."""
+        return [
+            line.record
+            for line in self.lines
+            if line.record is not None and not line.is_abandoned and RESTART_KEY not in line.record
+        ]
 
     @property
     def damaged_numbers(self) -> list[int]:
@@ -92,10 +98,10 @@ def read_lines(path: Path) -> Lines:
         body, checksum = match.group(1) + b"}", match.group(2).decode()
         is_intact = checksum == _compute_checksum(previous_checksum, body)
         record = _parse_object(body) if is_intact else None
+        valid_count = (record or {}).get(RESTART_KEY)
+        if type(valid_count) is int and valid_count >= 0:
+            lines[valid_count:] = [line._replace(is_abandoned=True) for line in lines[valid_count:]]
         lines.append(Line(number, checksum, record))
-        first_abandoned = (record or {}).get(RESTART_KEY)
-        if type(first_abandoned) is int and first_abandoned >= 0:
-            lines[first_abandoned:] = [line._replace(is_abandoned=True) for line in lines[first_abandoned:]]
         # The next line continues the chain of this one even if this one is damaged: then only one line is lost.
         previous_bytes, previous_checksum = line_bytes, checksum
     return Lines(lines)
@@ -127,12 +133,12 @@ def _append(path: Path, record: Mapping[str, Any], end: LineEnd) -> LineEnd:
     return LineEnd(end.line_count + 1, checksum)
 
 
-def abandon_lines(path: Path, kept_end: LineEnd, end: LineEnd) -> LineEnd:
-    """Append a line that says that the file, which ends at `end`, continues after the lines that ended at `kept_end`.
+def abandon_lines(path: Path, valid_end: LineEnd, end: LineEnd) -> LineEnd:
+    """Append a line that says that of the file, which ends at `end`, only the lines up to `valid_end` still count.
 
     Returns the new end. The abandoned lines no longer count, whether they are intact or not.
     """
-    return _append(path, {RESTART_KEY: kept_end.line_count}, end)
+    return _append(path, {RESTART_KEY: valid_end.line_count}, end)
 
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

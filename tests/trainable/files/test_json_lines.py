@@ -60,7 +60,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path, value: float) -> N
     assert read_lines(tmp_path / "lines").records == [{"x": None}]
 
 
-@pytest.mark.parametrize("record", [{}, {"checksum": 1}, {"continues_after_line": 0}])
+@pytest.mark.parametrize("record", [{}, {"checksum": 1}, {"valid_lines": 0}])
 def test_a_record_needs_a_key_other_than_the_checksum(tmp_path: Path, record: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="reserved"):
         append_line(tmp_path / "lines", record, LineEnd())
@@ -223,6 +223,21 @@ def test_abandoned_lines_do_not_count_and_their_damage_does_not_either(path: Pat
     assert lines.contains(continued_end)
     # A state that stands on abandoned lines belongs to an attempt that no longer counts.
     assert not lines.contains(LineEnd(4, lines.lines[3].checksum))
+
+
+def test_an_end_right_after_abandoned_lines_is_contained(path: Path) -> None:
+    """A row may vouch for a file that has had no line since some of its lines were abandoned."""
+    for valid_count in (0, 2, 4):
+        valid_end = (
+            LineEnd() if not valid_count else LineEnd(valid_count, read_lines(path).lines[valid_count - 1].checksum)
+        )
+        end = abandon_lines(path, valid_end, read_lines(path).end)
+        lines = read_lines(path)
+        assert lines.end == end
+        assert lines.contains(end)
+        assert lines.records == RECORDS[:valid_count]
+        path.unlink()
+        append_all(path, RECORDS)
 
 
 def test_all_lines_can_be_abandoned(path: Path) -> None:

@@ -263,6 +263,27 @@ def test_one_lost_evaluation_is_trained_again(
     assert RunLines.read(path.parent).find_damage() == []
 
 
+def test_a_run_that_abandoned_lines_continues_from_the_checkpoints_after_them(tmp_path: Path) -> None:
+    """The evaluations have no line after the abandoned ones until the next validation."""
+    settings: dict[str, object] = {"trainer__total_training_steps": 5, "trainer__test_freq": 5}
+    first_trial = start_trial(tmp_path, **settings)
+    for _ in range(3):
+        first_trial.step()
+    path = tmp_path / "runs" / "r" / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], lines[2].replace(b'"groups": 2', b'"groups": 3')]))
+    second_trial = start_trial(tmp_path, **settings)
+    row = second_trial.step()
+    assert row["step"] == 3
+    assert "training continues after step 2" in row["note"]
+    assert RunLines.read(path.parent).find_damage() == []
+    third_trial = start_trial(tmp_path, **settings)
+    row = third_trial.step()
+    assert (row["step"], row["note"]) == (4, "")
+    assert third_trial.step()["done"]
+    assert RunLines.read(path.parent).find_damage() == []
+
+
 def test_a_finished_run_with_a_changed_digit_is_trained_again(
     tmp_path: Path, uninterrupted_run: UninterruptedRun
 ) -> None:
