@@ -12,7 +12,8 @@ import pandas as pd
 import trainable.sandbox.measure.records as sandbox
 from analysis.data.families import FAMILIES, FLOAT, NULLABLE_INT, TEXT, TIME, Schema, TableFamily, get_family
 from trainable.files.paths import atomic_write
-from trainable.runs.records import SCHEMA, TIME_COLUMNS
+from trainable.files.schema import SCHEMA
+from trainable.runs.records import TIME_COLUMNS
 
 Study = dict[str, Any]
 

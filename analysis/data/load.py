@@ -21,10 +21,12 @@ from analysis.data.run_files import (
     parse_step_row,
     read_json,
     select_lines,
+    select_valid_values,
 )
 from trainable.files.json_lines import Lines, read_lines
 from trainable.files.paths import UnsafePathError
-from trainable.runs.records import SCHEMA, STOP_COLUMNS, find_schema_problem
+from trainable.files.schema import SCHEMA, find_schema_problem
+from trainable.runs.records import STOP_COLUMNS
 from trainable.runs.run_ends import RunEnd, describe_end, find_contradiction
 from trainable.runs.run_files import GRADIENTS_FILE, LEVELS_FILE, METRICS_FILE, PROBES_FILE, RunLines
 
@@ -153,6 +155,8 @@ def _read_run_files(folder: Path, listed_header: Row, family: TableFamily) -> _R
     status = read_json(folder / "status.json")
     lines = RunLines.read(folder)
     rows, steps_total = lines.list_rows(family.first_step), _get_steps_total(header)
+    if not status and rows:  # without status.json, the last row tells which rule stopped the run
+        status = select_valid_values({column.name: rows[-1].get(column.name) for column in STOP_COLUMNS})
     return _RunFiles(
         header=header,
         rows=[parse_step_row(row, family) for row in select_lines(lines.files[METRICS_FILE], make_step_key(family))],
@@ -339,14 +343,14 @@ def _read_table(path: Path) -> pd.DataFrame:
     # pyarrow raises errors of many kinds for damaged bytes, some of them when a column is decoded.
     except Exception as error:
         raise ValueError(
-            f"{path} cannot be read ({format_error_line(error)}); `python -m tune_study report` writes it again."
+            f"{path} cannot be read ({_format_error_line(error)}); `python -m tune_study report` writes it again."
         ) from error
     if table.attrs.get("schema") != SCHEMA:
         raise ValueError(f"{path} has schema {table.attrs.get('schema', 0)}, and this version reads schema {SCHEMA}.")
     return table
 
 
-def format_error_line(error: Exception) -> str:
+def _format_error_line(error: Exception) -> str:
     """The first line of an error, shortened: pyarrow's messages may have the damaged bytes."""
     lines = str(error).splitlines() or [type(error).__name__]
     return lines[0][:200].rstrip(". ")

@@ -14,6 +14,7 @@ import pandas as pd
 
 from analysis.data.families import BOOL, FLOAT, INT, NULLABLE_INT, RUN_FILE_SCHEMA, TEXT, TIME, Row, TableFamily
 from analysis.data.frames import SCHEMAS
+from trainable.files import json_values
 from trainable.files.json_lines import Lines
 from trainable.runs.records import GRADIENT_COLUMNS, STATUSES
 
@@ -21,16 +22,16 @@ ANALYSIS_SOURCES = ("train", "probe")
 
 
 def read_json(path: Path) -> Row:
-    """Read a JSON object; empty if the file does not exist. ValueError if it is damaged."""
-    if not path.is_file():
-        return {}
+    """Read a JSON object; empty if the file does not exist.
+
+    Raises:
+        UnsafePathError: the file is a link, or no regular file.
+        ValueError: the file is damaged.
+    """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # RecursionError: too many nested brackets
-        raise ValueError(
-            f"{path} is not valid JSON ({error}). It is always written in one piece, so another program or a disk "
-            "error changed it: restore it from a copy."
-        ) from None
+        content = json_values.read_json(path)
+    except FileNotFoundError:
+        return {}
     invalid_names = (
         [name for name, value in content.items() if not _is_valid_value(name, value)]
         if isinstance(content, dict)
@@ -42,6 +43,11 @@ def read_json(path: Path) -> Row:
             "program or a disk error changed it: restore it from a copy."
         )
     return dict(content)
+
+
+def select_valid_values(fields: Row) -> Row:
+    """Those of `fields` that are valid for a JSON file of a run."""
+    return {name: value for name, value in fields.items() if _is_valid_value(name, value)}
 
 
 def flatten_config(config: Row, prefix: str = "") -> Row:

@@ -15,7 +15,8 @@ import numpy as np
 from search_spaces.declaration import presets
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.files.json_lines import write_lines
-from trainable.runs.records import SCHEMA, STEP_COLUMNS
+from trainable.files.schema import SCHEMA
+from trainable.runs.records import STEP_COLUMNS
 
 UNSETTLED_STATUSES = ("", "running")
 

@@ -12,7 +12,7 @@ import numpy as np
 from analysis.published.update_rule_sandbox import ARM_SETTINGS
 from tests.fakes.run_folders import UNSETTLED_STATUSES, make_stop_columns
 from trainable.files.json_lines import write_lines
-from trainable.runs.records import SCHEMA
+from trainable.files.schema import SCHEMA
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.measure.records import STEP_COLUMNS
 

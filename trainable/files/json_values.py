@@ -49,7 +49,8 @@ def read_json(path: Path) -> Any:
         return parse_json(read_bytes(path))
     except ValueError as error:
         raise DamagedFileError(
-            f"{path} is not JSON ({error}). It is written atomically, so something else changed it."
+            f"{path} is not valid JSON ({error}). It is always written in one piece, so another program or a disk "
+            "error changed it: restore it from a copy."
         ) from None
 
 

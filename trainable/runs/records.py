@@ -8,9 +8,6 @@ from typing import NamedTuple
 
 from trainable.runs.collapse_quantities import EXTRA_QUANTITIES, QUANTITIES, Quantity
 
-SCHEMA = 1
-"""Version of the files of a study. It increases when a file changes so that an earlier version cannot read it."""
-
 
 class Column(NamedTuple):
     """One column of a table.
@@ -497,17 +494,3 @@ def make_empty_row(*, all_quantities: bool = False) -> dict[str, float | str | N
     # Stoppers would apply the rules themselves.
     row["stop_rule"] = ""
     return row
-
-
-def find_schema_problem(folder: object, study: dict[str, object]) -> str:
-    """Why this version cannot read the folder of a study; empty if it can.
-
-    folder: results/<run>, as it was typed. study: the content of study.json. Version 0.1 wrote no schema number.
-    """
-    schema = study.get("schema", 0)
-    if schema == SCHEMA:
-        return ""
-    return (
-        f"{folder} has files of schema {schema}, and this version reads schema {SCHEMA}. Read them with the version "
-        f"that wrote them (`versions` and `git` in study.json), or run the study again with another --output."
-    )

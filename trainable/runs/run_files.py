@@ -9,9 +9,9 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -74,21 +74,21 @@ def acquire_lock(run_dir: Path, timeout_s: float) -> BinaryIO:
 class RunLines:
     """The lines of each of LINE_FILES in the folder of a run.
 
-    refusals: why files were not read: they are links, folders or special files. Such a file has no lines.
+    refusals: for each file that was not read, the reason: it is a link, a folder or a special file. It has no lines.
     """
 
     files: Mapping[str, Lines]
-    refusals: Sequence[str] = ()
+    refusals: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, run_dir: Path) -> "RunLines":
         """Read the files; those that do not exist have no lines."""
-        files, refusals = dict.fromkeys(LINE_FILES, Lines(())), list[str]()
+        files, refusals = dict.fromkeys(LINE_FILES, Lines(())), dict[str, str]()
         for name in LINE_FILES:
             try:
                 files[name] = read_lines(run_dir / name)
             except UnsafePathError as error:  # a run that cannot be read must not hide the others
-                refusals.append(str(error))
+                refusals[name] = str(error)
         return cls(files, refusals)
 
     def list_rows(self, first_step: int = 1) -> list[dict[str, Any]]:
@@ -113,7 +113,7 @@ class RunLines:
 
         Lines of other files after the last row do not count: they are those of a step that was not finished.
         """
-        problems = list(self.refusals)
+        problems = list(self.refusals.values())
         for name, lines in self.files.items():
             if numbers := lines.damaged_numbers:
                 ellipsis = ", ..." if len(numbers) > MAX_LISTED_LINES else ""
@@ -121,9 +121,14 @@ class RunLines:
                 problems.append(f"{name} does not match its checksums at line {listing}")
         records = self.files[METRICS_FILE].records
         for name, end in _parse_ends(records[-1]).items() if records else ():
-            if not self.files[name].contains(end) and not self.files[name].damaged_numbers and not self.refusals:
+            is_named = name in self.refusals or self.files[name].damaged_numbers
+            if not self.files[name].contains(end) and not is_named:
                 problems.append(f"{name} lacks lines: it had {end.line_count} when the last row was written")
         return problems
+
+
+_NO_SUCH_END = LineEnd(-1)
+"""An end that no file contains."""
 
 
 def parse_end(value: object) -> LineEnd:
@@ -144,10 +149,6 @@ def _parse_ends(record: Mapping[str, Any]) -> dict[str, LineEnd]:
             except ValueError:
                 parsed_ends[name] = _NO_SUCH_END
     return parsed_ends
-
-
-_NO_SUCH_END = LineEnd(-1)
-"""An end that no file contains."""
 
 
 def read_rows(path: Path, first_step: int = 1) -> list[dict[str, Any]]:

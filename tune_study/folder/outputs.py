@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainable.files.json_values import read_object, write_json
 from trainable.files.paths import UnsafePathError, check_tree, open_regular
-from trainable.runs.records import SCHEMA
+from trainable.files.schema import SCHEMA
 from tune_study.folder.statuses import make_timestamp, resolve_status, write_status
 from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan
 

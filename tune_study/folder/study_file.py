@@ -19,7 +19,7 @@ from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, apply_overrides, format_validation_error
 from trainable.config.setting_types import format_value
 from trainable.files.json_values import read_object
-from trainable.runs.records import find_schema_problem
+from trainable.files.schema import find_schema_problem
 from trainable.runs.stop_rules import RULES
 from trainable.storage.uris import is_same_folder
 from tune_study.plan.study_plan import (

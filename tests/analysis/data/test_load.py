@@ -17,9 +17,9 @@ from analysis.data.load import load, read_study
 from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from trainable.files.json_lines import read_lines, write_lines
+from trainable.files.schema import SCHEMA
 from trainable.runs.records import (
     ROW_COLUMNS,
-    SCHEMA,
     STEP_COLUMNS,
     STOP_COLUMNS,
     TRIAL_COLUMNS,
@@ -174,6 +174,16 @@ def test_a_stop_that_no_row_tells_of_did_not_happen(tmp_path: Path) -> None:
     trial = read_study(folder).trials.iloc[0]
     assert trial["status"] == "interrupted"
     assert trial["reason"] == "recorded as early_stopped, but interrupted after step 2 of 3"
+
+
+def test_without_status_json_the_last_row_tells_which_rule_stopped_the_run(tmp_path: Path) -> None:
+    folder = write_study(tmp_path, [STOPPED], SHORT)
+    expected = read_study(folder).trials.iloc[0]
+    (folder / "runs" / STOPPED.run_id / "status.json").unlink()
+    trial = read_study(folder).trials.iloc[0]
+    names = ["status", "stop_rule", "stop_value", "stop_threshold", "stop_step"]
+    assert trial[names].to_list() == expected[names].to_list()
+    assert trial["status"] == "early_stopped"
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "levels.jsonl"])

@@ -17,7 +17,7 @@ from analysis.report.pages import write_index, write_report
 from analysis.sweep import findings, tables
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from trainable.config.run_config import RunConfig
-from trainable.runs.records import SCHEMA
+from trainable.files.schema import SCHEMA
 
 STOP = ("low_validation_success", 0.002, 0.01)
 STOPPED_RUN = FakeRun("0.3", status="early_stopped", steps=45, success=(0.35, 0.0), greedy=(0.6, 0.0), stop=STOP)

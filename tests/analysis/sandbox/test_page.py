@@ -16,7 +16,7 @@ from analysis.sandbox import plots as sandbox_plots
 from analysis.sweep.plots import STOPPED_COLOR
 from tests.analysis.report.test_pages import Page, parse_page
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox
-from trainable.runs.records import SCHEMA
+from trainable.files.schema import SCHEMA
 
 DG, TPO = (0.30, 0.34, 0.35), (0.20, 0.26, 0.29)
 SMALL = FakeStudy("some-study", total_steps=40)

@@ -34,7 +34,7 @@ def test_brackets_beside_each_other_and_in_strings_are_not_nested() -> None:
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"{'a': 1}", b"1" * 5000])
 def test_damage_is_an_error_that_names_the_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "study.json").write_bytes(content)
-    with pytest.raises(DamagedFileError, match=r"study\.json is not JSON"):
+    with pytest.raises(DamagedFileError, match=r"study\.json is not valid JSON"):
         read_json(tmp_path / "study.json")
 
 

@@ -114,3 +114,9 @@ def test_the_path_to_the_root_may_have_links(tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to(tmp_path / "disk")
     check_tree(tmp_path / "out", [tmp_path / "out" / "logs"], [tmp_path / "out" / "results" / "run"])
     check_tree(tmp_path / "out", [], [tmp_path / "out"])
+
+
+def test_a_lock_that_is_a_folder_is_an_error_of_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(UnsafePathError, match=r"\.lock is a folder, and a study has a regular file there\. Remove it$"):
+        acquire_lock(tmp_path, 0)

@@ -1,0 +1,20 @@
+"""The schema number of the files of a study, by which a version recognizes files that it cannot read."""
+
+from collections.abc import Mapping
+
+SCHEMA = 1
+"""It increases when a file changes so that an earlier version cannot read it."""
+
+
+def find_schema_problem(folder: object, study: Mapping[str, object]) -> str:
+    """Why this version cannot read the folder of a study; empty if it can.
+
+    folder: results/<run>, as it was typed. study: the content of study.json. Version 0.1 wrote no schema number.
+    """
+    schema = study.get("schema", 0)
+    if schema == SCHEMA:
+        return ""
+    return (
+        f"{folder} has files of schema {schema}, and this version reads schema {SCHEMA}. Read them with the version "
+        f"that wrote them (`versions` and `git` in study.json), or run the study again with another --output."
+    )
