@@ -1,4 +1,5 @@
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -160,6 +161,15 @@ def make_positions(dtype: str) -> tuple[torch.Tensor, int]:
     return (torch.tensor([30, 73]), 68) if dtype == "float32" else (torch.arange(74), 74)
 
 
+def count_saved_bytes(model: Any, positions: torch.Tensor) -> int:
+    """Count the bytes that autograd saves in a pass over two rows of 37 tokens, without weights that are cast."""
+    weight_shapes = {size for weight in model.parameters() for size in (weight.shape, weight.shape[::-1])}
+    saved_tensors: list[torch.Tensor] = []
+    with saved_tensors_hooks(lambda tensor: saved_tensors.append(tensor) or tensor, lambda tensor: tensor):
+        model.model.compute_hidden_states(torch.zeros((2, 37), dtype=torch.long), positions)
+    return count_storage_bytes([tensor for tensor in saved_tensors if tensor.shape not in weight_shapes])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=15, deadline=None)
 @given(draw_small_sizes())
@@ -169,15 +179,7 @@ def test_a_block_keeps_what_autograd_saves(dtype: str, sizes: dict[str, int]) ->
     for layers in (2, 3):
         model = make_random_model(make_torch_shape(**sizes, num_hidden_layers=layers))
         model.model.pass_settings = PassSettings(DTYPES[dtype])
-        weight_shapes = {size for weight in model.parameters() for size in (weight.shape, weight.shape[::-1])}
-        saved_tensors: list[torch.Tensor] = []
-        with saved_tensors_hooks(
-            lambda tensor, saved_tensors=saved_tensors: saved_tensors.append(tensor) or tensor, lambda tensor: tensor
-        ):  # type: ignore[misc]
-            model.model.compute_hidden_states(torch.zeros((2, 37), dtype=torch.long), positions)
-        saved_bytes.append(
-            count_storage_bytes([tensor for tensor in saved_tensors if tensor.shape not in weight_shapes])
-        )  # without weights that are cast
+        saved_bytes.append(count_saved_bytes(model, positions))
     shape = ModelShape.model_validate(vars(model.shape))
     assert saved_bytes[1] - saved_bytes[0] == n_tokens_read * memory.compute_block_bytes(
         shape, make_paper_config(model__dtype=dtype)
@@ -195,15 +197,7 @@ def test_a_block_with_adapters_keeps_what_autograd_saves(dtype: str, sizes: dict
         base.model.pass_settings = PassSettings(DTYPES[dtype])
         config = make_paper_config(model__dtype=dtype, model__lora_rank=rank)
         model = make_adapted_policy(freeze(base), config.model, make_rng(0, "adapters", 0))
-        weight_shapes = {size for weight in model.parameters() for size in (weight.shape, weight.shape[::-1])}
-        saved_tensors: list[torch.Tensor] = []
-        with saved_tensors_hooks(
-            lambda tensor, saved_tensors=saved_tensors: saved_tensors.append(tensor) or tensor, lambda tensor: tensor
-        ):  # type: ignore[misc]
-            model.model.compute_hidden_states(torch.zeros((2, 37), dtype=torch.long), positions)
-        saved_bytes.append(
-            count_storage_bytes([tensor for tensor in saved_tensors if tensor.shape not in weight_shapes])
-        )
+        saved_bytes.append(count_saved_bytes(model, positions))
     shape = ModelShape.model_validate(vars(model.shape))
     assert saved_bytes[1] - saved_bytes[0] == n_tokens_read * memory.compute_block_bytes(shape, config)
 
