@@ -11,6 +11,7 @@ import pandas as pd
 from analysis.data.families import Row, Schema, TableFamily, get_family
 from analysis.data.frames import FRAME_NAMES, Study, StudyFrames, cast_frame, concat_studies, make_setting_column
 from analysis.data.run_files import (
+    find_valid_object,
     flatten_config,
     get_analysis_key,
     get_evaluation_key,
@@ -19,11 +20,12 @@ from analysis.data.run_files import (
     make_group_rows,
     make_step_key,
     parse_step_row,
-    read_json,
+    read_valid_object,
     select_lines,
     select_valid_values,
 )
 from trainable.files.json_lines import Lines, read_lines
+from trainable.files.json_values import DamagedFileError
 from trainable.files.paths import UnsafePathError
 from trainable.files.schema import SCHEMA, find_schema_problem
 from trainable.runs.records import STOP_COLUMNS
@@ -46,7 +48,8 @@ _HEADER_FIELDS = ("config_hash", "experiment_name")
 class _RunFiles(NamedTuple):
     """Contents of the files of one run: run.json, the last line per step, evaluation and analysis, and status.json.
 
-    end: how the run ended by its rows. contradiction: why its rows contradict its recorded status; empty if they agree.
+    steps_total: the planned number of steps, if known. end: how the run ended by its rows. contradiction: why its rows
+    contradict its recorded status; empty if they agree.
     """
 
     header: Row
@@ -54,6 +57,7 @@ class _RunFiles(NamedTuple):
     evaluations: list[Row]
     analyses: list[Row]
     status: Row
+    steps_total: int | None
     end: RunEnd
     contradiction: str
 
@@ -114,11 +118,7 @@ def read_study(folder: Path | str, *, live: bool = False) -> StudyFrames:
         ValueError: there is no study.json, or a run.json or status.json is damaged.
     """
     folder = Path(folder)
-    study = read_json(folder / "study.json")
-    if not study:
-        raise ValueError(f"{folder} contains no study.json: give a results/<run> folder that a study wrote.")
-    if problem := find_schema_problem(folder, study):
-        raise ValueError(problem)
+    study = _read_study_file(folder)
     family = get_family(study)
     schemas = family.schemas
     runs = sorted(_read_runs(folder, study, family), key=_make_sort_key(study))
@@ -136,25 +136,43 @@ def read_study(folder: Path | str, *, live: bool = False) -> StudyFrames:
     return StudyFrames(**{name: cast_frame(frame, schemas[name]) for name, frame in frames.items()}, study=study)
 
 
+def _read_study_file(folder: Path) -> Study:
+    try:
+        study = read_valid_object(folder / "study.json")
+    except FileNotFoundError:
+        raise ValueError(f"{folder} contains no study.json: give a results/<run> folder that a study wrote.") from None
+    except DamagedFileError as error:
+        raise ValueError(
+            f"{error}. It is always written in one piece, so another program or a disk error changed it: restore it "
+            "from a copy."
+        ) from None
+    if problem := find_schema_problem(folder, study):
+        raise ValueError(problem)
+    return study
+
+
 def _read_runs(folder: Path, study: Study, family: TableFamily) -> list[_RunFiles]:
     """Every run that is listed in study.json or has a folder.
 
     A listed run without a folder never ran. A folder that study.json does not list is read too, so that no result is
     lost.
     """
+    default_steps = _find_steps_total(study.get("settings"))
     headers_by_id = {head["run_id"]: head for head in study.get("runs", [])}
     run_ids_on_disk = sorted(path.name for path in (folder / "runs").glob("*") if path.is_dir())
     return [
-        _read_run_files(folder / "runs" / run_id, headers_by_id.get(run_id, {"run_id": run_id}), family)
+        _read_run_files(folder / "runs" / run_id, headers_by_id.get(run_id, {"run_id": run_id}), default_steps, family)
         for run_id in dict.fromkeys((*headers_by_id, *run_ids_on_disk))
     ]
 
 
-def _read_run_files(folder: Path, listed_header: Row, family: TableFamily) -> _RunFiles:
-    header = {**listed_header, **read_json(folder / "run.json"), "run_id": folder.name}
-    status = read_json(folder / "status.json")
+def _read_run_files(folder: Path, listed_header: Row, default_steps: int | None, family: TableFamily) -> _RunFiles:
+    header = {**listed_header, **find_valid_object(folder / "run.json"), "run_id": folder.name}
+    status = find_valid_object(folder / "status.json")
     lines = RunLines.read(folder)
-    rows, steps_total = lines.list_rows(family.first_step), _get_steps_total(header)
+    rows = lines.list_rows(family.first_step)
+    # Without run.json, the run has the number of steps of the study. No axis of a declared study changes this number.
+    steps_total = _find_steps_total(header.get("config")) or default_steps
     if not status and rows:  # without status.json, the last row tells which rule stopped the run
         status = select_valid_values({column.name: rows[-1].get(column.name) for column in STOP_COLUMNS})
     return _RunFiles(
@@ -167,6 +185,7 @@ def _read_run_files(folder: Path, listed_header: Row, family: TableFamily) -> _R
             *select_lines(_read_probes(folder / PROBES_FILE), get_analysis_key, drop_rolled_back=False),
         ],
         status=status,
+        steps_total=steps_total,
         end=describe_end(rows, steps_total),
         contradiction=find_contradiction(status.get("status") or "", rows, steps_total, lines.find_damage()),
     )
@@ -225,7 +244,6 @@ def _resolve_status(run: _RunFiles, live: bool) -> tuple[str, str]:
 
 def _make_trial_row(study: Study, run: _RunFiles, family: TableFamily, live: bool) -> Row:
     status, reason = _resolve_status(run, live)
-    steps_total = _get_steps_total(run.header)
     return {
         **_make_run_columns(study, run),
         "axis_setting": study.get("axis", {}).get("setting", ""),
@@ -234,15 +252,15 @@ def _make_trial_row(study: Study, run: _RunFiles, family: TableFamily, live: boo
         **{name: run.status.get(name) for name in _STATUS_FIELDS},
         "status": status,
         "reason": reason,
-        "steps_total": steps_total,
+        "steps_total": run.steps_total,
         # Only a run stopped by a rule keeps its last values up to the planned end.
-        **family.summarize_rows(run.rows, steps_total if status == "early_stopped" else None),
+        **family.summarize_rows(run.rows, run.steps_total if status == "early_stopped" else None),
     }
 
 
-def _get_steps_total(header: Row) -> int | None:
-    """The planned number of steps, or None if run.json does not contain it."""
-    steps_total = flatten_config(header.get("config") or {}).get("trainer.total_training_steps")
+def _find_steps_total(config: object) -> int | None:
+    """The planned number of steps of a configuration, or None if it does not contain it."""
+    steps_total = flatten_config(config).get("trainer.total_training_steps") if isinstance(config, dict) else None
     return steps_total if is_int64(steps_total) else None
 
 
@@ -316,9 +334,7 @@ def _is_parquet_newest(folder: Path) -> bool:
 
 def _read_parquet(folder: Path, live: bool) -> StudyFrames:
     """Read the tables of a study, or the files of its runs if the tables are damaged or of another version."""
-    study = read_json(folder / "study.json")
-    if problem := find_schema_problem(folder, study):
-        raise ValueError(problem)
+    study = _read_study_file(folder)
     schemas, has_runs = get_family(study).schemas, (folder / "runs").is_dir()
     try:
         tables = {name: _read_table(folder / f"{name}.parquet") for name in FRAME_NAMES}

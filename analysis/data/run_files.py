@@ -1,11 +1,13 @@
 """Readers for the files of a run: JSON objects and JSON lines.
 
 A process that is killed while it appends can leave a truncated last line in a JSONL file. Such a line, and any other
-invalid line, is skipped. JSON objects are written atomically, so a damaged one is an error that names the file.
+invalid line, is skipped. JSON objects have a checksum. A damaged study.json is an error, since it says what the study
+is; of a run.json or status.json that is damaged, a warning says so, and the rows are read without it.
 """
 
 import json
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,35 +16,41 @@ import pandas as pd
 
 from analysis.data.families import BOOL, FLOAT, INT, NULLABLE_INT, RUN_FILE_SCHEMA, TEXT, TIME, Row, TableFamily
 from analysis.data.frames import SCHEMAS
-from trainable.files import json_values
 from trainable.files.json_lines import Lines
+from trainable.files.json_values import DamagedFileError, read_object
+from trainable.files.paths import UnsafePathError
 from trainable.runs.records import GRADIENT_COLUMNS, STATUSES
 
 ANALYSIS_SOURCES = ("train", "probe")
 
 
-def read_json(path: Path) -> Row:
-    """Read a JSON object; empty if the file does not exist.
+def read_valid_object(path: Path) -> Row:
+    """Read a JSON object whose fields have the types of the columns with their names.
 
     Raises:
+        FileNotFoundError: there is no file.
         UnsafePathError: the file is a link, or no regular file.
-        ValueError: the file is damaged.
+        DamagedFileError: the file is damaged.
+    """
+    content = read_object(path)
+    invalid_names = [name for name, value in content.items() if not _is_valid_value(name, value)]
+    if invalid_names:
+        raise DamagedFileError(f"{path} is damaged: it has invalid values ({', '.join(invalid_names)})")
+    return content
+
+
+def find_valid_object(path: Path) -> Row:
+    """Read a JSON object like `read_valid_object`; empty, with a warning, if the file cannot be read.
+
+    A file that does not exist is no reason for a warning: a run that has not started has no files.
     """
     try:
-        content = json_values.read_json(path)
+        return read_valid_object(path)
     except FileNotFoundError:
         return {}
-    invalid_names = (
-        [name for name, value in content.items() if not _is_valid_value(name, value)]
-        if isinstance(content, dict)
-        else ["all"]
-    )
-    if invalid_names:
-        raise ValueError(
-            f"{path} has invalid values ({', '.join(invalid_names)}). It is always written in one piece, so another "
-            "program or a disk error changed it: restore it from a copy."
-        )
-    return dict(content)
+    except (DamagedFileError, UnsafePathError) as error:
+        warnings.warn(f"{error}.", stacklevel=2)
+        return {}
 
 
 def select_valid_values(fields: Row) -> Row:

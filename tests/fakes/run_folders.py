@@ -3,7 +3,6 @@
 The rows follow a made-up learning curve, and the outcomes of the levels agree with the rows.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import numpy as np
 from search_spaces.declaration import presets
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.files.json_lines import write_lines
+from trainable.files.json_values import write_object
 from trainable.files.schema import SCHEMA
 from trainable.runs.records import STEP_COLUMNS
 
@@ -68,7 +68,7 @@ def write_study(output: Path, runs: Sequence[FakeRun], study: FakeStudy | None =
     folder = output / "results" / fake_study.run
     for run in runs:
         _write_run(folder / "runs" / run.run_id, run, fake_study)
-    _write_json(folder / "study.json", _make_study_json(runs, fake_study))
+    write_object(folder / "study.json", _make_study_json(runs, fake_study))
     return folder
 
 
@@ -128,9 +128,9 @@ def _make_study_json(runs: Sequence[FakeRun], fake_study: FakeStudy) -> dict[str
 
 
 def _write_run(folder: Path, run: FakeRun, fake_study: FakeStudy) -> None:
-    _write_json(folder / "run.json", {**_make_head(run, fake_study), "config": _make_config(run, fake_study)})
+    write_object(folder / "run.json", {**_make_head(run, fake_study), "config": _make_config(run, fake_study)})
     if run.status:
-        _write_json(folder / "status.json", _make_status_json(run))
+        write_object(folder / "status.json", _make_status_json(run))
     if run.steps:
         evaluations = _make_evaluations(run, fake_study)
         write_lines(folder / "levels.jsonl", evaluations)
@@ -279,11 +279,6 @@ def _make_success_columns(
         columns["base_val_success"] = columns["base_val_success_unseen"] = success_rates[0, "val", "sampled"]
         columns["base_val_greedy_success"] = success_rates[0, "val", "greedy"]
     return columns
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content), encoding="utf-8")
 
 
 EMPTY_ROW: Mapping[str, Any] = {

@@ -1,6 +1,5 @@
 """Synthetic folders of the update-rule sandbox, whose rows are evaluations of a made-up curve from step 0 on."""
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import numpy as np
 from analysis.published.update_rule_sandbox import ARM_SETTINGS
 from tests.fakes.run_folders import UNSETTLED_STATUSES, make_stop_columns
 from trainable.files.json_lines import write_lines
+from trainable.files.json_values import write_object
 from trainable.files.schema import SCHEMA
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.measure.records import STEP_COLUMNS
@@ -75,13 +75,13 @@ def write_sandbox(output: Path, runs: Sequence[FakeRun], study: FakeStudy | None
     folder = output / "results" / fake_study.run
     for run in runs:
         run_dir = folder / "runs" / run.run_id
-        _write_json(run_dir / "run.json", {**_make_head(run, fake_study), "config": _make_config(fake_study, run)})
+        write_object(run_dir / "run.json", {**_make_head(run, fake_study), "config": _make_config(fake_study, run)})
         if run.status:
-            _write_json(run_dir / "status.json", _make_status_json(run))
+            write_object(run_dir / "status.json", _make_status_json(run))
         if run.steps is not None:
             rows = list(_make_rows(run, fake_study, run.steps))
             write_lines(run_dir / "metrics.jsonl", [*rows[:-1], {**rows[-1], **make_stop_columns(run.stop, run.steps)}])
-    _write_json(folder / "study.json", _make_study_json(runs, fake_study))
+    write_object(folder / "study.json", _make_study_json(runs, fake_study))
     return folder
 
 
@@ -172,8 +172,3 @@ def _make_rows(run: FakeRun, fake_study: FakeStudy, last_step: int) -> Iterable[
         }
         names = {"run_id": run.run_id, "study": fake_study.name, "arm": run.arm, "seed": run.seed, "step": step}
         yield {**names, **empty_row, **row}
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content), encoding="utf-8")

@@ -17,7 +17,7 @@ from tests.fakes.lines import chain_lines
 from tests.fakes.run_folders import FakeRun, FakeStudy
 from tests.fakes.run_folders import write_study as write_fake_study
 from tests.faults.malformed import Tally, assert_clear, check_examples, draw_equally, json_values, type_in
-from trainable.files.json_lines import CHECKSUM_KEY
+from trainable.files.json_values import CHECKSUM_KEY
 from tune_study.folder.outputs import write_study
 from tune_study.folder.statuses import RunStatus, write_status
 from tune_study.folder.study_file import plan_from_folder

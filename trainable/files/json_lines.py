@@ -18,13 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainable.files.json_values import parse_json
+from trainable.files.json_values import CHECKSUM_DIGITS, CHECKSUM_KEY, parse_json
 from trainable.files.paths import atomic_write, fsync_path, is_file, open_regular, read_bytes
 
-CHECKSUM_KEY = "checksum"
 RESTART_KEY = "valid_lines"
 """Key of a line that abandons earlier ones: the number of lines with a checksum that still count."""
-_CHECKSUM_DIGITS = 16
 _LINE = re.compile(rb'(\{.*), "checksum": "([0-9a-f]{16})"\}', re.DOTALL)
 
 
@@ -166,7 +164,7 @@ def _make_line(body: bytes, checksum: str) -> bytes:
 
 
 def _compute_checksum(previous_checksum: str, body: bytes) -> str:
-    return hashlib.sha256(previous_checksum.encode() + body).hexdigest()[:_CHECKSUM_DIGITS]
+    return hashlib.sha256(previous_checksum.encode() + body).hexdigest()[:CHECKSUM_DIGITS]
 
 
 def _parse_object(body: bytes) -> dict[str, Any] | None:

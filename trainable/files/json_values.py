@@ -1,14 +1,26 @@
-"""Parse JSON from a file of unknown origin: damage and excessive nesting raise an error that names the file."""
+"""Read and write JSON files of unknown origin: damage and excessive nesting raise an error that names the file.
 
+The files of a study that hold one object each (study.json, run.json, status.json) have a last key, `checksum`, which
+covers all other keys. Whoever changes such a file by hand makes it unreadable.
+"""
+
+import hashlib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trainable.files.paths import read_bytes, write_text
 
+CHECKSUM_KEY = "checksum"
+CHECKSUM_DIGITS = 16
+
 MAX_DEPTH = 100
 """Levels of brackets that a JSON value may have. A study's own files have at most six."""
+
+MAX_BYTES = 2**26
+"""Size of the largest JSON file that is read. A study.json with the most runs that a plan may have is far smaller."""
 
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _BRACKET = re.compile(rb"[\[\]{}]")
@@ -43,26 +55,42 @@ def read_json(path: Path) -> Any:
     Raises:
         FileNotFoundError: there is no file.
         UnsafePathError: `path` is a link, or is no regular file.
-        DamagedFileError: the content is not JSON.
+        DamagedFileError: the content is not JSON, or too large.
     """
     try:
-        return parse_json(read_bytes(path))
+        return parse_json(read_bytes(path, MAX_BYTES))
     except ValueError as error:
-        raise DamagedFileError(
-            f"{path} is not valid JSON ({error}). It is always written in one piece, so another program or a disk "
-            "error changed it: restore it from a copy."
-        ) from None
+        raise DamagedFileError(f"{path} is damaged: it is not valid JSON ({error})") from None
 
 
-def read_object(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None if there is no file, if it cannot be read, or if it holds no JSON object."""
+def read_object(path: Path) -> dict[str, Any]:
+    """Read an object that `write_object` wrote, without its checksum. Raises the errors of `read_json`."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise DamagedFileError(f"{path} is damaged: it does not hold a JSON object")
+    checksum = content.pop(CHECKSUM_KEY, None)
+    if checksum != _compute_checksum(content):
+        raise DamagedFileError(f"{path} is damaged: it does not match its checksum")
+    return content
+
+
+def find_object(path: Path) -> dict[str, Any] | None:
+    """The object that `write_object` wrote to a file; None if there is no file, or if it cannot be read."""
     try:
-        content = read_json(path)
+        return read_object(path)
     except (OSError, DamagedFileError):
         return None
-    return content if isinstance(content, dict) else None
 
 
-def write_json(path: Path, content: object) -> None:
-    """Replace a file by `content` as indented JSON, atomically."""
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+def write_object(path: Path, content: Mapping[str, Any]) -> None:
+    """Replace a file by `content` as indented JSON with a checksum, atomically."""
+    # What `read_object` will see: JSON has neither tuples nor keys that are not text.
+    parsed_content = json.loads(json.dumps(dict(content)))
+    parsed_content[CHECKSUM_KEY] = _compute_checksum(parsed_content)
+    write_text(path, json.dumps(parsed_content, indent=2, ensure_ascii=False) + "\n")
+
+
+def _compute_checksum(content: Mapping[str, Any]) -> str:
+    """The first digits of the SHA-256 of an object; independent of white space and of the order of keys."""
+    canonical_text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical_text.encode()).hexdigest()[:CHECKSUM_DIGITS]

@@ -9,6 +9,7 @@ because Ray Tune's own writers follow links.
 import errno
 import os
 import stat
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -121,9 +122,17 @@ def _check_mode(path: Path, mode: int) -> None:
         raise _refuse_kind(path, mode)
 
 
-def read_bytes(path: Path) -> bytes:
-    """The content of a file. Raise UnsafePathError if it is a link or no regular file."""
+def read_bytes(path: Path, max_bytes: int = sys.maxsize) -> bytes:
+    """The content of a file.
+
+    Raises:
+        UnsafePathError: the file is a link or no regular file.
+        ValueError: it has more than `max_bytes` bytes.
+    """
     with open_regular(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise ValueError(f"it has {size} bytes, and at most {max_bytes} are read")
         return bytes(file.read())
 
 

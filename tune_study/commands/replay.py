@@ -12,7 +12,7 @@ from search_spaces.language_model.family import PPO
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, format_validation_error, resolve_key
 from trainable.config.sections import EarlyStopConfig
 from trainable.config.setting_types import format_value
-from trainable.files.json_values import read_object
+from trainable.files.json_values import find_object
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.stop_rules import RULES, History, Row, StopDecision, parse_finite
 from tune_study.folder.statuses import RunStatus, read_status
@@ -265,7 +265,7 @@ def _replay_run(folder: Path, entry: Mapping[str, Any], overrides: Mapping[str, 
     status = read_status(run_dir) or RunStatus(run_id, "never_ran")
     # The axis of a study may be a threshold, so the thresholds are read from each run and not from the study.
     try:
-        run_entry = read_object(run_dir / "run.json") or {}
+        run_entry = find_object(run_dir / "run.json") or {}
         original_thresholds = EarlyStopConfig.model_validate(run_entry["config"][SECTION])
     except (KeyError, TypeError, ValidationError):
         return SkippedRun(run_id, f"its run.json has no valid {SECTION} settings")

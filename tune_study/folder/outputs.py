@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainable.files.json_values import read_object, write_json
+from trainable.files.json_values import find_object, write_object
 from trainable.files.paths import UnsafePathError, check_tree, open_regular
 from trainable.files.schema import SCHEMA
 from tune_study.folder.statuses import make_timestamp, resolve_status, write_status
@@ -82,10 +82,10 @@ def write_study(plan: StudyPlan) -> list[str]:
     Returns the differences from the previous start that could change a number, as `name: old -> new`: versions of
     packages, and the commit of the code.
     """
-    previous_entry = read_object(plan.folder / "study.json") or {}
+    previous_entry = find_object(plan.folder / "study.json") or {}
     for spec in plan.runs:
         run_dir = plan.get_run_dir(spec.run_id)
-        write_json(run_dir / "run.json", {**make_run_entry(spec), "config": spec.config.model_dump(mode="json")})
+        write_object(run_dir / "run.json", {**make_run_entry(spec), "config": spec.config.model_dump(mode="json")})
         # A study that is continued or extended keeps the statuses of its runs, unless their rows contradict them.
         write_status(run_dir, resolve_status(run_dir, spec.run_id, spec.steps))
     start = {
@@ -109,7 +109,7 @@ def write_study(plan: StudyPlan) -> list[str]:
         "starts": starts,
     }
     # Last, so that a study.json exists only together with every run.json and status.json.
-    write_json(plan.folder / "study.json", {**make_study_entry(plan), **history})
+    write_object(plan.folder / "study.json", {**make_study_entry(plan), **history})
     return find_changed_code(starts[-2], start) if len(starts) > 1 else []
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainable.files.json_values import read_object, write_json
+from trainable.files.json_values import find_object, write_object
 from trainable.runs.run_ends import describe_end, find_contradiction
 from trainable.runs.run_files import METRICS_FILE, RunLines, read_rows
 from tune_study.plan.study_plan import StudyPlan
@@ -59,7 +59,7 @@ def read_status(run_dir: Path) -> RunStatus | None:
 
     A damaged status.json does not stop `status` or `resume`: the rows of the run are the source of everything in it.
     """
-    content = read_object(run_dir / "status.json")
+    content = find_object(run_dir / "status.json")
     # Keys that this version does not know are ignored, so that it reads the files of a newer one.
     field_names = set(RunStatus.__dataclass_fields__)
     if content is None or not {"run_id", "status"} <= content.keys():
@@ -72,7 +72,7 @@ def read_status(run_dir: Path) -> RunStatus | None:
 
 def write_status(run_dir: Path, status: RunStatus) -> None:
     """Write status.json of a run atomically."""
-    write_json(run_dir / "status.json", asdict(status))
+    write_object(run_dir / "status.json", asdict(status))
 
 
 def make_final_status(status: RunStatus, rows: Sequence[Mapping[str, Any]], total_steps: int) -> RunStatus:

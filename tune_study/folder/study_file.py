@@ -18,7 +18,8 @@ from search_spaces.declaration.study import Study
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, apply_overrides, format_validation_error
 from trainable.config.setting_types import format_value
-from trainable.files.json_values import read_object
+from trainable.files.json_values import DamagedFileError, find_object, read_object
+from trainable.files.paths import UnsafePathError
 from trainable.files.schema import find_schema_problem
 from trainable.runs.stop_rules import RULES
 from trainable.storage.uris import is_same_folder
@@ -110,13 +111,23 @@ class _StudyFile(_Section):
 
 def read_study(folder: Path) -> dict[str, Any]:
     """Read study.json of results/<run>. Raise PlanError if it is missing, incomplete or invalid."""
-    content = read_object(folder / "study.json")
-    if content is None:
-        problem = "its study.json is damaged" if os.path.exists(folder / "study.json") else "no study.json"
+    path = folder / "study.json"
+    try:
+        content = read_object(path)
+    except DamagedFileError as error:
+        raise PlanError(
+            f"{error}. It is always written in one piece, so another program or a disk error changed it. Restore it "
+            f"from a copy, or remove it and type the `run` command of the study again, which continues its runs."
+        ) from None
+    except UnsafePathError:
+        raise
+    except OSError as error:
+        is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        problem = "no study.json" if is_missing else f"study.json: {error.strerror}"
         raise PlanError(
             f"{format_value(folder, 1000)} contains no study ({problem}): type the folder results/<run> of a study, "
             f"as `python -m tune_study run` printed it."
-        )
+        ) from None
     if problem := find_schema_problem(folder, content):
         raise PlanError(problem)
     # Before the validation, which would list the missing keys one by one in a longer message.
@@ -290,7 +301,7 @@ def _find_changed_arms(plan: StudyPlan) -> list[str]:
     all_changes = []
     for spec in plan.runs:
         path = plan.get_run_dir(spec.run_id) / "run.json"
-        run_entry = read_object(path)
+        run_entry = find_object(path)
         if run_entry is not None:  # a run without a readable run.json has no earlier settings to compare with
             try:
                 old_config = type(spec.config).model_validate(run_entry.get("config"))

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODEL, SHIPPED_MODEL_FOLDER
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import ModelConfig
-from trainable.files.json_values import read_object
+from trainable.files.json_values import parse_json
 from tune_study.placement.model_files import find_hub_cache
 from tune_study.placement.published_sizes import find_published_sizes
 
@@ -62,8 +62,12 @@ def read_model_shape(path: str, environ: Mapping[str, str]) -> ModelShape | None
     if config_path is None:  # not downloaded
         sizes = find_published_sizes(path)
         return None if sizes is None else ModelShape.model_validate(sizes)
-    config = read_object(config_path)
-    if config is None or not config.get("architectures"):
+    try:
+        # Files of the hub cache are links, and a model may lie anywhere: they are not read like files of a study.
+        config = parse_json(config_path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(config, dict) or not config.get("architectures"):
         return None
     try:
         # transformers takes seconds to import, so a Qwen2 is counted by formulas instead of on the model.

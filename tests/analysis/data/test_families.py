@@ -1,6 +1,5 @@
 """Tests of the families of studies: their columns, the summary of a sandbox run, and two families loaded together."""
 
-import json
 import math
 import shutil
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from tests.fakes import run_folders
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, write_sandbox
 from tests.oracles.analysis import area
 from trainable.files.json_lines import read_lines, write_lines
+from trainable.files.json_values import read_object, write_object
 from trainable.runs.records import ROW_COLUMNS, STOP_COLUMNS
 from trainable.sandbox.measure import records as sandbox
 
@@ -79,8 +79,7 @@ def test_a_study_without_a_family_is_of_language_models(tmp_path: Path) -> None:
     assert frames.families == [FAMILIES["ppo"]]
     assert FAMILIES["ppo"].schemas == SCHEMAS
     assert "final_val_success" in frames.trials
-    study = json.loads((folder / "study.json").read_text())
-    (folder / "study.json").write_text(json.dumps({**study, "family": "ppo"}))
+    write_object(folder / "study.json", {**read_object(folder / "study.json"), "family": "ppo"})
     assert diff_all_frames(frames, read_study(folder)) == []
 
 

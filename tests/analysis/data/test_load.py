@@ -1,6 +1,5 @@
 """Tests of reading files into frames: torn lines, repeated steps, statuses, several studies, parquet, moved folders."""
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from analysis.data.load import load, read_study
 from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from trainable.files.json_lines import read_lines, write_lines
+from trainable.files.json_values import read_object, write_object
 from trainable.files.schema import SCHEMA
 from trainable.runs.records import (
     ROW_COLUMNS,
@@ -209,7 +209,7 @@ def test_a_run_that_only_study_json_knows_never_ran(tmp_path: Path) -> None:
     trials = read_study(folder).trials
     assert trials["arm"].to_list() == ["0", "0.1"]
     assert trials["status"].to_list() == ["never_ran", "completed"]
-    assert pd.isna(trials.loc[0, "steps_total"])
+    assert trials.loc[0, "steps_total"] == SHORT.total_steps  # of the study
 
 
 def test_a_stop_is_in_the_row_at_which_it_fired_and_only_there(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_a_folder_without_a_study_says_what_to_give(tmp_path: Path) -> None:
 def test_a_broken_study_json_is_named(tmp_path: Path) -> None:
     folder = write_study(tmp_path, [FakeRun("0", steps=3)], SHORT)
     (folder / "study.json").write_text("{")
-    with pytest.raises(ValueError, match=r"study\.json is not valid JSON"):
+    with pytest.raises(ValueError, match=r"study\.json is damaged: it is not valid JSON"):
         read_study(folder)
 
 
@@ -344,8 +344,7 @@ def test_diff_frames_names_what_differs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("schema", [None, 0, SCHEMA + 1, "1"])
 def test_a_study_of_another_schema_is_refused(tmp_path: Path, schema: object) -> None:
     folder = write_study(tmp_path, [FakeRun("0", steps=3)], SHORT)
-    study = json.loads((folder / "study.json").read_text())
-    (folder / "study.json").write_text(json.dumps({**study, "schema": schema}))
+    write_object(folder / "study.json", {**read_object(folder / "study.json"), "schema": schema})
     with pytest.raises(ValueError, match=f"this version reads schema {SCHEMA}"):
         load(folder)
 

@@ -17,6 +17,7 @@ from analysis.report.pages import write_index, write_report
 from analysis.sweep import findings, tables
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from trainable.config.run_config import RunConfig
+from trainable.files.json_values import write_object
 from trainable.files.schema import SCHEMA
 
 STOP = ("low_validation_success", 0.002, 0.01)
@@ -224,7 +225,7 @@ def test_missing_levels_and_a_bare_study_json(tmp_path: Path) -> None:
     run = FakeRun("0.1", steps=10)
     study_folder = write_study(tmp_path, [FakeRun("0", steps=10), run], SMALL)
     (study_folder / "runs" / run.run_id / "levels.jsonl").unlink()
-    (study_folder / "study.json").write_text(json.dumps({"schema": SCHEMA, "name": "kl", "run": "kl_sweep"}))
+    write_object(study_folder / "study.json", {"schema": SCHEMA, "name": "kl", "run": "kl_sweep"})
     assert "The defaults are not recorded" in render_without_figures(study_folder).text
 
 

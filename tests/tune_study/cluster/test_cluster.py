@@ -151,7 +151,7 @@ def test_a_study_on_the_cluster_has_the_rows_and_weights_of_a_local_one(
         assert status.status == "completed"
         assert not (plan.get_run_dir(spec.run_id) / "state").exists()
     assert not (folder / "model_saving").exists()
-    assert (read_object(plan.folder / "study.json") or {})["storage"] == fake_cluster.storage
+    assert read_object(plan.folder / "study.json")["storage"] == fake_cluster.storage
     assert not list((fake_cluster.hidden / "scratch").rglob("*.safetensors"))
     target = probe.find_target(plan.folder, "0.1", None, None)
     assert (target.step, target.path) == (2, plan.get_run_dir(plan.runs[1].run_id) / "state" / "step_2")

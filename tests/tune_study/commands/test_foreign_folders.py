@@ -1,12 +1,12 @@
 """A study folder from somebody else: no command runs code that it names, or writes through its links."""
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.tune_study.commands.test_cli import type_in, write_started_study
+from trainable.files.json_values import read_object, write_object
 from tune_study.folder.study_file import plan_from_folder
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.trials import make_trial_config
@@ -41,7 +41,7 @@ def test_a_folder_chooses_no_code(started_study: StudyPlan, work_dir: Path, name
         started_study.get_run_dir(started_study.runs[0].run_id) / "run.json",
     ):
         claims = dict.fromkeys(("trainable", "trainer", "family", "module", "class"), name)
-        path.write_text(json.dumps({**json.loads(path.read_text()), **claims}))
+        write_object(path, {**read_object(path), **claims})
     modules_before = set(sys.modules)
     for command in (
         f"resume {started_study.folder} --dry-run",

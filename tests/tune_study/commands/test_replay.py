@@ -1,5 +1,4 @@
 import io
-import json
 import math
 from fractions import Fraction
 from pathlib import Path
@@ -14,6 +13,7 @@ from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from trainable.config.run_config import ConfigError, RunConfig
 from trainable.config.sections import EarlyStopConfig
 from trainable.files.json_lines import write_lines
+from trainable.files.json_values import read_object, write_object
 from trainable.runs.run_files import METRICS_FILE
 from trainable.runs.stop_rules import RULES, evaluate_stop_rules
 from tune_study.commands.replay import Alarm, Replay, RuleSummary, SkippedRun, find_alarms, print_replay, replay_folder
@@ -292,9 +292,9 @@ def test_other_thresholds_change_the_answer(tmp_path: Path) -> None:
 def test_thresholds_that_are_not_replaced_are_each_runs_own(tmp_path: Path) -> None:
     folder = write_replay_study(tmp_path, {"0": make_collapsing_rows({}), "0.01": make_collapsing_rows({})})
     path = folder / "runs" / FakeRun("0.01").run_id / "run.json"
-    run_json = json.loads(path.read_text())
+    run_json = read_object(path)
     run_json["config"]["early_stop"] = SMALL_THRESHOLDS.model_dump()
-    path.write_text(json.dumps(run_json))
+    write_object(path, run_json)
     first_run, second_run = replay_folder(folder, []).runs
     assert (first_run.replayed_thresholds, second_run.replayed_thresholds) == (EarlyStopConfig(), SMALL_THRESHOLDS)
     assert (first_run.alarms[0].decision, second_run.alarms[0].decision) == (None, (VARIANCE, 0.5, 1.0, 4))

@@ -441,7 +441,7 @@ def test_a_dry_run_says_where_the_rows_would_go(tmp_path: Path, monkeypatch: pyt
 def test_the_uri_is_written_down_without_what_reaches_it(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path, "file:///x")
     outputs.write_study(plan)
-    assert (read_object(plan.folder / "study.json") or {})["storage"] == "file:///x"
+    assert read_object(plan.folder / "study.json")["storage"] == "file:///x"
     assert plan.study_uri == join_uri("file:///x", plan.run)
     assert locate.plan_resume(str(plan.folder), is_real=False) == plan
     assert LAST_DRIVER not in os.listdir(plan.folder)
