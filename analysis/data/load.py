@@ -1,5 +1,6 @@
 """Load studies from disk: from the JSONL files of the runs, or from the parquet tables made from them."""
 
+import os
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -24,10 +25,11 @@ from analysis.data.run_files import (
     select_lines,
     select_valid_values,
 )
+from analysis.data.tables import read_table
 from trainable.files.json_lines import Lines, read_lines
-from trainable.files.json_values import DamagedFileError
-from trainable.files.paths import UnsafePathError
-from trainable.files.schema import SCHEMA, find_schema_problem
+from trainable.files.json_values import DamagedFileError, DamageWarning
+from trainable.files.paths import UnsafePathError, check_path
+from trainable.files.schema import find_schema_problem
 from trainable.runs.records import STOP_COLUMNS
 from trainable.runs.run_ends import RunEnd, describe_end, find_contradiction
 from trainable.runs.run_files import GRADIENTS_FILE, LEVELS_FILE, METRICS_FILE, PROBES_FILE, RunLines
@@ -88,13 +90,16 @@ def find_study_folders(path: Path) -> list[Path]:
     """All folders with a study.json at or below `path`, sorted. If `path`/results exists, only that is searched.
 
     Raises:
+        UnsafePathError: the way from `path` to a study leads through a symbolic link.
         ValueError: there is no study.json.
     """
-    if (path / "study.json").is_file():
+    if os.path.lexists(path / "study.json"):
         return [path]
     # An output folder also has logs and checkpoints, which may be many files and contain no study.
     root = path / "results" if (path / "results").is_dir() else path
     folders = sorted(study_file.parent for study_file in root.rglob("study.json"))
+    for folder in folders:
+        check_path(path, folder)
     if not folders:
         raise ValueError(
             f"There is no study at {path}: give an output folder that contains results/, or a results/<run> folder."
@@ -155,9 +160,10 @@ def _read_runs(folder: Path, study: Study, family: TableFamily) -> list[_RunFile
     """Every run that is listed in study.json or has a folder.
 
     A listed run without a folder never ran. A folder that study.json does not list is read too, so that no result is
-    lost.
+    lost. Raises UnsafePathError if the folder of a run is a symbolic link.
     """
     default_steps = _find_steps_total(study.get("settings"))
+    check_path(folder, folder / "runs")
     headers_by_id = {head["run_id"]: head for head in study.get("runs", [])}
     run_ids_on_disk = sorted(path.name for path in (folder / "runs").glob("*") if path.is_dir())
     return [
@@ -167,6 +173,7 @@ def _read_runs(folder: Path, study: Study, family: TableFamily) -> list[_RunFile
 
 
 def _read_run_files(folder: Path, listed_header: Row, default_steps: int | None, family: TableFamily) -> _RunFiles:
+    check_path(folder.parent, folder)
     header = {**listed_header, **find_valid_object(folder / "run.json"), "run_id": folder.name}
     status = find_valid_object(folder / "status.json")
     lines = RunLines.read(folder)
@@ -196,10 +203,11 @@ def _read_probes(path: Path) -> Lines:
     try:
         lines = read_lines(path)
     except UnsafePathError as error:
-        warnings.warn(f"{error}.", stacklevel=2)
+        warnings.warn(f"{error}.", DamageWarning, stacklevel=2)
         return Lines(())
     if lines.damaged_numbers:
-        warnings.warn(f"{path} does not match its checksums at line {lines.damaged_numbers[0]}.", stacklevel=2)
+        message = f"{path} does not match its checksums at line {lines.damaged_numbers[0]}."
+        warnings.warn(message, DamageWarning, stacklevel=2)
     return lines
 
 
@@ -337,11 +345,11 @@ def _read_parquet(folder: Path, live: bool) -> StudyFrames:
     study = _read_study_file(folder)
     schemas, has_runs = get_family(study).schemas, (folder / "runs").is_dir()
     try:
-        tables = {name: _read_table(folder / f"{name}.parquet") for name in FRAME_NAMES}
+        tables = {name: read_table(folder / f"{name}.parquet") for name in FRAME_NAMES}
     except ValueError as error:
         if not has_runs:
             raise
-        warnings.warn(f"{error} The files of its runs are read instead.", stacklevel=3)
+        warnings.warn(f"{error} The files of its runs are read instead.", DamageWarning, stacklevel=3)
         return read_study(folder, live=live)
     # Tables of an older version lack new columns. Rebuild them, if the files of the runs still exist.
     is_outdated = any(not set(schemas[name]) <= set(tables[name]) for name in FRAME_NAMES) and has_runs
@@ -350,23 +358,3 @@ def _read_parquet(folder: Path, live: bool) -> StudyFrames:
         return read_study(folder, live=live)
     frames = {name: cast_frame(tables[name], schemas[name]) for name in FRAME_NAMES}
     return StudyFrames(**frames, study=study)
-
-
-def _read_table(path: Path) -> pd.DataFrame:
-    """A table of a study. Raise ValueError that names the file if it is damaged, or has another schema."""
-    try:
-        table = pd.read_parquet(path)
-    # pyarrow raises errors of many kinds for damaged bytes, some of them when a column is decoded.
-    except Exception as error:
-        raise ValueError(
-            f"{path} cannot be read ({_format_error_line(error)}); `python -m tune_study report` writes it again."
-        ) from error
-    if table.attrs.get("schema") != SCHEMA:
-        raise ValueError(f"{path} has schema {table.attrs.get('schema', 0)}, and this version reads schema {SCHEMA}.")
-    return table
-
-
-def _format_error_line(error: Exception) -> str:
-    """The first line of an error, shortened: pyarrow's messages may have the damaged bytes."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    return lines[0][:200].rstrip(". ")

@@ -6,6 +6,7 @@ is; of a run.json or status.json that is damaged, a warning says so, and the row
 """
 
 import json
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -17,8 +18,9 @@ import pandas as pd
 from analysis.data.families import BOOL, FLOAT, INT, NULLABLE_INT, RUN_FILE_SCHEMA, TEXT, TIME, Row, TableFamily
 from analysis.data.frames import SCHEMAS
 from trainable.files.json_lines import Lines
-from trainable.files.json_values import DamagedFileError, read_object
+from trainable.files.json_values import DamagedFileError, DamageWarning, read_object
 from trainable.files.paths import UnsafePathError
+from trainable.files.schema import MAX_RUNS, RUN_ID_PATTERN
 from trainable.runs.records import GRADIENT_COLUMNS, STATUSES
 
 ANALYSIS_SOURCES = ("train", "probe")
@@ -49,7 +51,7 @@ def find_valid_object(path: Path) -> Row:
     except FileNotFoundError:
         return {}
     except (DamagedFileError, UnsafePathError) as error:
-        warnings.warn(f"{error}.", stacklevel=2)
+        warnings.warn(f"{error}.", DamageWarning, stacklevel=3)
         return {}
 
 
@@ -108,8 +110,22 @@ def _is_valid_value(name: str, value: object) -> bool:
         return isinstance(value, dict) and all(_is_setting(*field) for field in flatten_config(value).items())
     if name == "status":
         return value in (*STATUSES, "running")
+    if name == "runs":
+        return isinstance(value, list) and len(value) <= MAX_RUNS and all(map(_is_run_entry, value))
+    if name == "axis":
+        return isinstance(value, dict) and isinstance(value.get("values", []), list)
     dtype = RUN_FILE_SCHEMA.get(name)
     return dtype is None or value is None or _VALIDATORS[dtype](value)
+
+
+def _is_run_entry(entry: object) -> bool:
+    """Whether an entry of `runs` in study.json has a name that is a folder, and valid fields."""
+    return (
+        isinstance(entry, dict)
+        and _is_text(entry.get("run_id"))
+        and re.fullmatch(RUN_ID_PATTERN, entry["run_id"]) is not None
+        and all(_is_valid_value(name, value) for name, value in entry.items())
+    )
 
 
 def _is_setting(name: str, value: object) -> bool:

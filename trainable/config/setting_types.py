@@ -88,4 +88,21 @@ def format_value(value: object, max_length: int = 80) -> str:
     except (ValueError, RecursionError):  # a number with thousands of digits, or lists that are nested too deeply
         return f"<{type(value).__name__} too long to show>"
     short_text = text if len(text) <= max_length else f"{text[:max_length]}..."
-    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in short_text)
+    return escape_controls(short_text)
+
+
+def escape_controls(text: str, allowed: str = "") -> str:
+    """`text` with backslash escapes for all characters that are not printable, except those in `allowed`.
+
+    Texts of a results folder may contain characters that a terminal obeys: they move the cursor, set the title or the
+    clipboard, or reverse the direction of writing.
+
+    Example::
+
+        escape_controls("\x1b[2Jdone")  # "\\x1b[2Jdone"
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() or character in allowed else ascii(character)[1:-1] for character in text
+    )

@@ -30,6 +30,10 @@ class DamagedFileError(ValueError):
     """A file of a study cannot be read; the message names the file and what is wrong with it."""
 
 
+class DamageWarning(UserWarning):
+    """A file of a study is damaged and was not read; the message names it and what was read instead, if anything."""
+
+
 def parse_json(content: bytes) -> Any:
     """Parse a JSON document in UTF-8. Raise ValueError if it is no JSON or nested deeper than MAX_DEPTH."""
     # Python's parser fails at a depth that depends on its caller's stack, so the depth is checked before.

@@ -5,6 +5,12 @@ from collections.abc import Mapping
 SCHEMA = 1
 """It increases when a file changes so that an earlier version cannot read it."""
 
+MAX_RUNS = 10_000
+"""Runs that a study may have. More would exceed what Ray Tune schedules, and what can be read at once."""
+
+RUN_ID_PATTERN = r"^[^/.\x00-\x1f][^/\x00-\x1f]*$"
+"""A run_id names a folder: no slash and no leading dot, so that it cannot name one outside the study's folder."""
+
 
 def find_schema_problem(folder: object, study: Mapping[str, object]) -> str:
     """Why this version cannot read the folder of a study; empty if it can.

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 
 from search_spaces import STUDIES, SUITES
 from trainable.config.run_config import ConfigError
@@ -23,6 +22,7 @@ from tune_study.commands.preflight import LaunchOptions, explain_paper_misfit, s
 from tune_study.commands.run_options import RunOptions, find_studies, plan_from_options
 from tune_study.folder import locate, outputs, study_file
 from tune_study.folder.summary import DEFAULT_SKIPPED, parse_skipped_statuses
+from tune_study.host.console import make_console, print_error, show_damage_warnings
 from tune_study.host.gpus import detect_gpus
 from tune_study.host.terminal import protect_output
 from tune_study.placement import resources
@@ -53,6 +53,7 @@ RUN_EXAMPLE = "Example: python -m tune_study run kl --kl-values 0,0.01,0.1 --ste
 def main() -> None:
     """Entry point of `python -m tune_study` and of the command `tune-study`."""
     protect_output()  # before the first line is printed
+    show_damage_warnings()
     # With `python -m` the first argument is the path of __main__.py, which nobody types.
     app(prog_name="python -m tune_study" if Path(sys.argv[0]).name == "__main__.py" else None)
 
@@ -65,7 +66,7 @@ def report_errors(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except (ConfigError, PlanError, UnsafePathError) as error:
-            typer.echo(f"tune_study: {error}", err=True)
+            print_error(f"tune_study: {error}")
             raise typer.Exit(2) from None
 
     return run_command
@@ -74,14 +75,14 @@ def report_errors(command: Callable[..., None]) -> Callable[..., None]:
 @app.command("list", epilog="\b\nExample: python -m tune_study list")
 def list_studies() -> None:
     """List the studies: question, axis, and axis values of each preset."""
-    describe.print_studies(Console(), list(STUDIES.values()), SUITES)
+    describe.print_studies(make_console(), list(STUDIES.values()), SUITES)
 
 
 @app.command("settings", epilog="\b\nExample: python -m tune_study settings --all | grep kl_")
 @report_errors
 def settings(study: opt.SettingsStudy = "kl", list_all: opt.AllSettings = False) -> None:
     """List the most common settings of STUDY for --set: value under each preset, meaning, allowed values."""
-    describe.print_settings(Console(), find_study(study), with_all=list_all)
+    describe.print_settings(make_console(), find_study(study), with_all=list_all)
 
 
 @app.command("run", epilog=f"\b\n{RUN_EXAMPLE}")
@@ -159,7 +160,7 @@ def run(
         if reason:
             laptop_reason = f"{options.preset_reason}, but preset paper does not fit it: {reason}"
             plans = make_plans(options._replace(preset="laptop", preset_reason=laptop_reason))
-    raise typer.Exit(start_studies(plans, launch_options, visible_gpus, dry_run, Console()))
+    raise typer.Exit(start_studies(plans, launch_options, visible_gpus, dry_run, make_console()))
 
 
 @app.command("resume", epilog="\b\nExample: python -m tune_study resume results/kl_sweep_sokoban-tiny")
@@ -181,7 +182,7 @@ def resume(
     launch_options = LaunchOptions(
         gpus, gpu_memory_gib, max_concurrent, wandb, address, parse_skipped_statuses(skip_statuses)
     )
-    raise typer.Exit(start_studies([plan], launch_options, detect_gpus(os.environ), dry_run, Console()))
+    raise typer.Exit(start_studies([plan], launch_options, detect_gpus(os.environ), dry_run, make_console()))
 
 
 @app.command("status", epilog="\b\nExample: python -m tune_study status results/kl_sweep_sokoban-tiny")
@@ -189,7 +190,7 @@ def resume(
 def status(run: opt.RunLocation) -> None:
     """Show the progress of each run in RUN, and why ended runs ended."""
     with locate.open_for_reading(run) as (folder, is_running):
-        describe.print_status(Console(), folder, run, study_file.read_study(folder), is_running)
+        describe.print_status(make_console(), folder, run, study_file.read_study(folder), is_running)
 
 
 @app.command("report", epilog="\b\nExample: python -m tune_study report results/kl_sweep_sokoban-tiny")
@@ -198,9 +199,9 @@ def report(run: opt.RunLocation) -> None:
     """Rebuild the tables and the report of RUN from its rows."""
     folder = _make_absolute(locate.fetch_for_writing(run))
     outputs.check_writable(folder)
-    problem = " ".join(filter(None, (write_results(folder, Console()), locate.push_results(folder))))
+    problem = " ".join(filter(None, (write_results(folder, make_console()), locate.push_results(folder))))
     if problem:
-        typer.echo(problem, err=True)
+        print_error(problem)
         raise typer.Exit(1)
 
 
@@ -211,7 +212,7 @@ def replay_stoppers(run: opt.RunLocation, assignments: opt.Thresholds = None) ->
     from tune_study.commands import replay
 
     with locate.open_for_reading(run) as (folder, _):
-        replay.print_replay(Console(), replay.replay_folder(folder, assignments or []))
+        replay.print_replay(make_console(), replay.replay_folder(folder, assignments or []))
 
 
 @app.command("probe", epilog=f"\b\n{PROBE_EXAMPLE}")
@@ -250,9 +251,9 @@ def probe(
     target = probing.find_target(folder, trial, checkpoint_step, path, algo)
     option_overrides = {name: value for name, value in typed_settings.items() if value is not None}
     overrides = collect_overrides(target.plan.study, option_overrides, assignments or [], is_axis_free=True)
-    probing.probe(target, overrides, with_val, Console())
+    probing.probe(target, overrides, with_val, make_console())
     if problem := locate.push_results(folder):
-        typer.echo(problem, err=True)
+        print_error(problem)
         raise typer.Exit(1)
 
 
@@ -273,9 +274,9 @@ def plot_gradients(
     frames = plot_gradients.read_analyses(folder)
     selections = plot_gradients.select_steps(frames, trial, source, plot_gradients.parse_steps(steps or []))
     if list_steps:
-        plot_gradients.print_steps(Console(), frames, selections)
+        plot_gradients.print_steps(make_console(), frames, selections)
     else:
-        plot_gradients.write_plots(Console(), folder, frames, selections, output_dir)
+        plot_gradients.write_plots(make_console(), folder, frames, selections, output_dir)
 
 
 @app.command("doctor", epilog="\b\nExample: python -m tune_study doctor --output out")
@@ -284,7 +285,7 @@ def doctor(output: opt.Output = Path(), preset: opt.Preset = None) -> None:
     """Check that this machine has everything a run needs, and say how to solve each problem."""
     from tune_study.commands.doctor import diagnose
 
-    raise typer.Exit(diagnose(Console(), _make_absolute(output), preset, os.environ))
+    raise typer.Exit(diagnose(make_console(), _make_absolute(output), preset, os.environ))
 
 
 def _make_absolute(path: Path) -> Path:

@@ -21,7 +21,7 @@ from trainable.runs.checkpoint import VALUES_FILE, CheckpointError, iter_checkpo
 from trainable.runs.run_files import PROBES_FILE, STATE_FOLDER
 from tune_study.folder import outputs
 from tune_study.folder.study_file import plan_from_folder
-from tune_study.host.console import print_line
+from tune_study.host.console import make_console, print_line
 from tune_study.placement.model_files import check_model
 from tune_study.placement.resources import check_sampler
 from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan, flatten_settings, make_template_values
@@ -313,7 +313,7 @@ def probe(target: ProbeTarget, settings: ProbeSettings, with_val: bool, console:
         _make_table(line) if line["groups"] else f"the filter kept none of {_describe_groups(line)}" for line in lines
     ]
     # The table needs about 100 characters. On a narrower terminal its lines wrap, instead of losing columns.
-    Console(file=console.file, width=max(console.width, 100)).print(Group(*renderables))
+    make_console(file=console.file, width=max(console.width, 100)).print(Group(*renderables))
     _write_log(log_path, renderables)
     print_line(console, f"Rows: {target.plan.folder}/gradients.parquet (source probe). Log: {log_path}")
     print_line(console, f"Figures: python -m tune_study plot-gradients {target.plan.folder} --source probe")
@@ -385,7 +385,7 @@ def _write_log(path: Path, renderables: Sequence[Any]) -> None:
     """Write the log, 140 characters wide, so that no line of the table wraps."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
-        Console(file=file, width=140).print(Group(*renderables))
+        make_console(file=file, width=140).print(Group(*renderables))
 
 
 def _make_table(line: Mapping[str, Any]) -> Table:

@@ -1,6 +1,5 @@
 """Run several studies one after another in one Ray instance, and write an index of them at the end."""
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -8,7 +7,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from tune_study.folder import outputs
-from tune_study.host.console import print_line
+from tune_study.host.console import print_error, print_line
 from tune_study.host.interrupt import make_interrupt
 from tune_study.placement.disk import DiskBudget
 from tune_study.plan.resource_plan import ResourcePlan
@@ -104,6 +103,6 @@ def _write_index(output: Path, console: Console) -> bool:
     try:
         print_line(console, f"Index: {outputs.write_index(output)}")
     except (OSError, ValueError) as error:
-        print(f"The index of the studies in {output} could not be written: {error}", file=sys.stderr)
+        print_error(f"The index of the studies in {output} could not be written: {error}")
         return False
     return True

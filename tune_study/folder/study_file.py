@@ -20,7 +20,7 @@ from trainable.config.run_config import ConfigError, apply_overrides, format_val
 from trainable.config.setting_types import format_value
 from trainable.files.json_values import DamagedFileError, find_object, read_object
 from trainable.files.paths import UnsafePathError
-from trainable.files.schema import find_schema_problem
+from trainable.files.schema import MAX_RUNS, RUN_ID_PATTERN, find_schema_problem
 from trainable.runs.stop_rules import RULES
 from trainable.storage.uris import is_same_folder
 from tune_study.plan.study_plan import (
@@ -35,9 +35,8 @@ from tune_study.plan.study_plan import (
 
 Text = Annotated[str, Field(max_length=100_000)]
 """A text of study.json. The limit is far above any that a study writes; the folder may come from somebody else."""
-RunId = Annotated[str, Field(max_length=255, pattern=r"^[^/.\x00-\x1f][^/\x00-\x1f]*$")]
-"""A run_id names a folder: no slash and no leading dot, so that it cannot name one outside the study's folder. Names of
-folders have at most 255 bytes."""
+RunId = Annotated[str, Field(max_length=255, pattern=RUN_ID_PATTERN)]
+"""A run_id. Names of folders have at most 255 bytes."""
 
 NO_OVERRIDES: Mapping[str, object] = MappingProxyType({})
 
@@ -90,7 +89,7 @@ class _StudyFile(_Section):
     preset: Text
     axis: _Axis
     seeds: list[int]
-    runs: list[_RunEntry]
+    runs: list[_RunEntry] = Field(max_length=MAX_RUNS)
     settings: _SettingsEntry
     defaults: dict[Text, Any] = {}
     stop_rules: list[Text]

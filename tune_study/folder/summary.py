@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces.language_model.family import get_model_name
-from trainable.config.setting_types import format_value
+from trainable.config.setting_types import escape_controls, format_value
 from trainable.files.paths import write_text
 from trainable.runs.run_ends import ENDED_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
@@ -114,7 +114,8 @@ def write_summary(plan: StudyPlan, resource_plan: ResourcePlan, is_closing: bool
         lines += [f"Project: {plan.wandb_project} | Steps: {steps} | GPU per exp: {resource_plan.gpu_label}"]
         lines += [format_summary_line(plan, spec, status, resource_plan.gpu_label) for spec, status in run_statuses]
         lines += [_format_counts([status for _, status in run_statuses])]
-    write_text(plan.summary_log, "\n".join(lines) + "\n")
+    # Reasons may come from a folder of unknown origin, and logs are printed with `cat`.
+    write_text(plan.summary_log, "".join(f"{escape_controls(line)}\n" for line in lines))
     return plan.summary_log
 
 

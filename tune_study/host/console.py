@@ -1,11 +1,79 @@
-"""Print lines and tables, formatted in a terminal and as plain text elsewhere."""
+"""Print lines and tables, formatted in a terminal and as plain text elsewhere.
 
-from collections.abc import Sequence
+Everything that a command prints goes through a console of `make_console` or through `print_error`. Both show control
+characters as escapes, because texts and file names of a results folder may come from somebody else.
+"""
 
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import IO, TextIO
+
+import typer
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
+from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
+
+from trainable.config.setting_types import escape_controls
+from trainable.files.json_values import DamageWarning
+
+_LAYOUT_CHARACTERS = "\n\t"
+
+
+class EscapedRenderable:
+    """A renderable whose text has escapes for control characters; rich's own control codes stay."""
+
+    def __init__(self, renderable: ConsoleRenderable) -> None:
+        self._renderable = renderable
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for segment in console.render(self._renderable, options):
+            yield segment if segment.control else Segment(_escape(segment.text), segment.style)
+
+
+class _ControlEscaper(RenderHook):
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [EscapedRenderable(renderable) for renderable in renderables]
+
+
+def make_console(file: IO[str] | None = None, width: int | None = None) -> Console:
+    """A console that never passes a control character of a text on to the terminal.
+
+    file: where it writes; standard output by default. width: in characters; that of the terminal by default.
+    """
+    console = Console(file=file, width=width)
+    console.push_render_hook(_ControlEscaper())
+    return console
+
+
+def print_error(message: str) -> None:
+    """Print a message to standard error."""
+    typer.echo(_escape(message), err=True)
+
+
+def show_damage_warnings() -> None:
+    """Print a DamageWarning as a sentence, without the line of code that raised it."""
+    show_with_code_line = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if issubclass(category, DamageWarning):
+            print_error(f"tune_study: {message}")
+        else:
+            show_with_code_line(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show
+
+
+def _escape(text: str) -> str:
+    return escape_controls(text, allowed=_LAYOUT_CHARACTERS)
 
 
 def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -12,6 +12,7 @@ from search_spaces.language_model.family import as_run_config
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names, resolve_key
 from trainable.config.setting_types import format_value
+from trainable.files.schema import MAX_RUNS
 from trainable.storage.uris import join_uri
 
 MAX_SEEDS = 401
@@ -320,6 +321,11 @@ def build_plan(
         raise PlanError(f"The seeds {format_value(list(seeds))} are not distinct numbers from 0 to {MAX_SEEDS - 1}.")
     run = study.name_templates.run.format(**study.family.make_template_values(base_config))
     arms = {value: make_arm_config(study, base_config, value) for value in values}
+    if len(values) * len(seeds) > MAX_RUNS:
+        raise PlanError(
+            f"{len(values)} values of {study.axis.option} and {len(seeds)} seeds are {len(values) * len(seeds)} runs, "
+            f"and a study may have at most {MAX_RUNS}. Type fewer values or fewer --seeds."
+        )
     runs = tuple(_make_run_spec(study, run, value, arms[value], seed) for seed in seeds for value in values)
     plan = StudyPlan(study, preset, preset_reason, base_config, values, seeds, output.absolute(), run, runs)
     _check_paths(plan)

@@ -13,6 +13,7 @@ from rich.table import Table
 from search_spaces.declaration.family import Family
 from trainable.runs.run_ends import format_stop_reason
 from trainable.runs.stop_rules import parse_finite
+from tune_study.host.console import EscapedRenderable
 from tune_study.plan.study_plan import RunSpec, StudyPlan
 
 _STEPS_PER_LINE = 10
@@ -91,7 +92,12 @@ class Progress:
             yield
             return
         # Twice per second, although rows are rarer: the elapsed time is part of the table.
-        with Live(get_renderable=self.make_table, console=self._console, refresh_per_second=2, transient=False):
+        with Live(
+            get_renderable=lambda: EscapedRenderable(self.make_table()),
+            console=self._console,
+            refresh_per_second=2,
+            transient=False,
+        ):
             yield
 
     def skip_run(self, run_id: str, status: str, step: int, last_value: float | None) -> None:

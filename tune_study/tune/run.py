@@ -20,7 +20,7 @@ from trainable.runs.stop_rules import RULES, parse_finite
 from tune_study.folder import outputs
 from tune_study.folder.statuses import RunStatus, close_unfinished, read_status
 from tune_study.folder.summary import find_finished_runs, write_summary
-from tune_study.host.console import print_line
+from tune_study.host.console import print_error, print_line
 from tune_study.host.interrupt import Interrupt, make_interrupt
 from tune_study.host.machine_checks import find_ray_folder
 from tune_study.placement.resources import make_placement_group
@@ -275,7 +275,7 @@ def _fit_tuner(session: StudySession, recorder: "Recorder") -> None:
             # After an error too, because rows wait in the queue of the W&B thread, which ends with this process.
             for wandb_callback in wandb_callbacks:
                 if not wandb_callback.close():
-                    print(f"W&B logging is incomplete: {wandb_callback.problem or 'it took too long'}", file=sys.stderr)
+                    print_error(f"W&B logging is incomplete: {wandb_callback.problem or 'it took too long'}")
 
 
 def _end_without_ray(session: StudySession, recorder: "Recorder", reason: str) -> None:
@@ -405,7 +405,7 @@ def _conclude_study(session: StudySession, problem: str, unwritten_statuses: Map
     if session.storage is not None:  # after the tables and the report, so that the storage gets them too
         problem = " ".join(filter(None, (problem, session.storage.push())))
     if problem:
-        print(problem, file=sys.stderr)
+        print_error(problem)
     if unfinished_statuses:
         # study.json has the storage of the study but not its cluster, so the command must name the cluster.
         address_option = (
