@@ -25,11 +25,12 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "trainable.algo": (),
     "trainable.files": (),
     "trainable.runs": ("trainable.config", "trainable.files"),
-    "trainable.storage": ("trainable.runs",),
+    "trainable.storage": ("trainable.files", "trainable.runs"),
     "trainable.envs": ("trainable.config",),
     "trainable.envs.sokoban": ("trainable.config", "trainable.envs"),
     "trainable.models": ("trainable.config", "trainable.envs", "trainable.runs"),
     "trainable.rollout": (
+        "trainable.files",
         "trainable.algo",
         "trainable.config",
         "trainable.envs",

@@ -7,6 +7,7 @@ because Ray Tune's own writers follow links.
 """
 
 import errno
+import hashlib
 import os
 import stat
 import sys
@@ -134,6 +135,13 @@ def read_bytes(path: Path, max_bytes: int = sys.maxsize) -> bytes:
         if size > max_bytes:
             raise ValueError(f"it has {size} bytes, and at most {max_bytes} are read")
         return bytes(file.read())
+
+
+def compute_sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits. Raise UnsafePathError if it is a link or no regular file."""
+    with open_regular(path, "rb") as file:
+        content: Any = file  # a file that was opened in binary mode; the type of `open_regular` covers both
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def fsync_path(path: Path) -> None:

@@ -22,6 +22,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from trainable.files.paths import open_regular
 from trainable.rollout.sampler import Conversation, SampledReply, SamplingParams
 from trainable.runs.failures import NonFiniteError
 
@@ -358,7 +359,7 @@ def acquire_lock(name: str) -> Iterator[None]:
     Waits until no other process holds the lock. The operating system releases it if the process dies.
     """
     path = Path(tempfile.gettempdir()) / f"tune_study-{os.getuid()}-{name}.lock"
-    with path.open("w") as file:
+    with open_regular(path, "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

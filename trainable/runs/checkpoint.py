@@ -5,7 +5,6 @@ final name is always complete. Checksums reveal later damage.
 """
 
 import errno
-import hashlib
 import json
 import os
 import re
@@ -18,7 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trainable.files.paths import check_path, fsync_path
+from trainable.files.json_values import parse_json
+from trainable.files.paths import check_path, compute_sha256, fsync_path, read_bytes, write_text
 from trainable.runs.run_files import CHECKSUMS_FILE
 
 TENSORS_FILE, VALUES_FILE = "state.safetensors", "state.json"
@@ -55,13 +55,12 @@ def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], values: Mappin
 def _write_files(folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
     # safetensors accepts neither views with gaps nor tensors that require gradients.
     save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, folder / TENSORS_FILE)
-    (folder / VALUES_FILE).write_text(json.dumps(values, sort_keys=True), encoding="utf-8")
-    checksums = {name: _compute_sha256(folder / name) for name in (TENSORS_FILE, VALUES_FILE)}
-    (folder / CHECKSUMS_FILE).write_text(json.dumps(checksums), encoding="utf-8")
+    write_text(folder / VALUES_FILE, json.dumps(values, sort_keys=True))
+    checksums = {name: compute_sha256(folder / name) for name in (TENSORS_FILE, VALUES_FILE)}
+    write_text(folder / CHECKSUMS_FILE, json.dumps(checksums))
     # Everything must be on disk before the folder is renamed. Otherwise a crash of the machine could keep the new name
-    # but lose the contents.
-    for path in (folder / TENSORS_FILE, folder / VALUES_FILE, folder / CHECKSUMS_FILE, folder):
-        fsync_path(path)
+    # but lose the contents. `write_text` has synced the other files and the folder.
+    fsync_path(folder / TENSORS_FILE)
 
 
 def _as_os_error(error: SafetensorError) -> OSError:
@@ -96,13 +95,32 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     old_folder = folder.with_name(f".{folder.name}.old")
     source = old_folder if not folder.exists() and old_folder.exists() else folder
     try:
+        check_path(source.parent, source)
         checksums = _read_checksums(source / CHECKSUMS_FILE)
         for name in (TENSORS_FILE, VALUES_FILE):
-            if _compute_sha256(source / name) != checksums[name]:
+            if compute_sha256(source / name) != checksums[name]:
                 raise CheckpointError(f"{source / name} is damaged: it does not match its recorded checksum.")
-        return load_file(source / TENSORS_FILE), json.loads((source / VALUES_FILE).read_text(encoding="utf-8"))
+        return load_file(source / TENSORS_FILE), _read_values(source / VALUES_FILE)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{source} is not a complete checkpoint: {error}.") from error
+
+
+def read_values(folder: Path) -> dict[str, Any]:
+    """The values of the checkpoint at `folder`, without its tensors. Raises CheckpointError if they are damaged."""
+    try:
+        check_path(folder.parent, folder)
+        if compute_sha256(folder / VALUES_FILE) != _read_checksums(folder / CHECKSUMS_FILE)[VALUES_FILE]:
+            raise CheckpointError(f"{folder / VALUES_FILE} is damaged: it does not match its recorded checksum.")
+        return _read_values(folder / VALUES_FILE)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} is not a complete checkpoint: {error}.") from error
+
+
+def _read_values(path: Path) -> dict[str, Any]:
+    values = parse_json(read_bytes(path))
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} is damaged: it does not hold a JSON object.")
+    return values
 
 
 def _read_checksums(path: Path) -> dict[str, str]:
@@ -111,7 +129,7 @@ def _read_checksums(path: Path) -> dict[str, str]:
     Raises CheckpointError for other contents, and OSError if `path` cannot be read.
     """
     try:
-        checksums: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+        checksums: dict[str, str] = parse_json(read_bytes(path))
         return {name: checksums[name] for name in (TENSORS_FILE, VALUES_FILE)}
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}.") from error
@@ -154,8 +172,3 @@ def _parse_step(name: str) -> int | None:
     """The step at the end of a checkpoint's name; None for other names."""
     match = re.fullmatch(r"(?:global_)?step_(\d+)", name)
     return int(match.group(1)) if match else None
-
-
-def _compute_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -6,10 +6,10 @@ them is known to be incomplete. Rows are pushed before the checkpoint that follo
 """
 
 import hashlib
-import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trainable.files.json_values import parse_json
+from trainable.files.paths import atomic_write, compute_sha256, make_folder, open_regular, read_bytes
 from trainable.runs.failures import StorageError
 from trainable.runs.retry import RetryPolicy, call_with_retry
 from trainable.runs.run_files import CHECKSUMS_FILE, PROBES_FILE, STATE_FOLDER, acquire_lock
@@ -80,7 +82,7 @@ def push_lines(storage_path: StoragePath, path: Path, pushed_bytes: int) -> int:
     storage_path: the folder in storage that has the parts of the file.
     """
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path, "rb") as file:
         # From the part with the first new byte, which is replaced as a whole, to the last part (rounded up).
         for part_index in range(pushed_bytes // PART_BYTES, -(-size // PART_BYTES)) if size > pushed_bytes else ():
             file.seek(part_index * PART_BYTES)
@@ -108,14 +110,13 @@ def fetch_lines(storage_path: StoragePath, size: int, path: Path) -> None:
     # Complete local parts are not fetched again. A local file that is longer than the one in storage has rows of an
     # abandoned attempt, so all of it is fetched.
     first_part = local_size // PART_BYTES if local_size < size else 0
-    content = path.read_bytes()[: first_part * PART_BYTES] if first_part else b""
+    content = read_bytes(path)[: first_part * PART_BYTES] if first_part else b""
     for index in range(first_part, -(-size // PART_BYTES)):
         content += get_bytes(storage_path.joinpath(f"{index:06}"))
     # Renamed when complete, so that a reader of the driver's copy never sees a part of the rows.
     path.parent.mkdir(parents=True, exist_ok=True)
-    temp_path = path.with_name(f".{path.name}.fetching")
-    temp_path.write_bytes(content)
-    temp_path.replace(path)
+    with atomic_write(path) as temp_path:
+        temp_path.write_bytes(content)
 
 
 def find_complete_checkpoints(files: Iterable[str]) -> list[tuple[int, str]]:
@@ -130,7 +131,7 @@ def find_complete_checkpoints(files: Iterable[str]) -> list[tuple[int, str]]:
 def upload_checkpoint(storage_path: StoragePath, folder: Path) -> None:
     """Copy the checkpoint in `folder`, its checksums last. An earlier one at `storage_path` is invalidated first."""
     with suppress(FileNotFoundError):  # there are no checksums if the upload is new, or if an earlier one was cut off
-        if get_bytes(storage_path.joinpath(CHECKSUMS_FILE)) == (folder / CHECKSUMS_FILE).read_bytes():
+        if get_bytes(storage_path.joinpath(CHECKSUMS_FILE)) == read_bytes(folder / CHECKSUMS_FILE):
             return
     remove_file(storage_path.joinpath(CHECKSUMS_FILE))
     for path in sorted(folder.iterdir()):
@@ -153,7 +154,7 @@ def download_checkpoint(storage_path: StoragePath, folder: Path) -> bool:
     checksums = get_bytes(storage_path.joinpath(CHECKSUMS_FILE))
     if (
         (folder / CHECKSUMS_FILE).exists()
-        and (folder / CHECKSUMS_FILE).read_bytes() == checksums
+        and read_bytes(folder / CHECKSUMS_FILE) == checksums
         and is_checkpoint_intact(folder)
     ):
         return True
@@ -170,9 +171,9 @@ def download_checkpoint(storage_path: StoragePath, folder: Path) -> bool:
 def is_checkpoint_intact(folder: Path) -> bool:
     """Whether every file that the checksums name exists and matches."""
     try:
-        checksums = json.loads((folder / CHECKSUMS_FILE).read_text(encoding="utf-8"))
+        checksums = parse_json(read_bytes(folder / CHECKSUMS_FILE))
         for name, expected_sum in checksums.items():
-            if _compute_sha256(folder / name) != expected_sum:
+            if compute_sha256(folder / name) != expected_sum:
                 return False
     except (OSError, ValueError, AttributeError):  # AttributeError: the JSON is not an object
         return False
@@ -217,7 +218,7 @@ class Mirror:
         for name in files:
             if "/" not in name and name not in STUDY_FILES:
                 self._call_storage(partial(get_file, self.storage_path.joinpath(name), self.run_dir / name))
-                self._file_checksums[name] = _compute_sha256(self.run_dir / name)
+                self._file_checksums[name] = compute_sha256(self.run_dir / name)
         if with_checkpoint:
             self._fetch_newest_checkpoint(find_complete_checkpoints(files))
         else:  # a local checkpoint of an earlier attempt would be pushed as if it were newer
@@ -250,7 +251,7 @@ class Mirror:
                 if path != chosen_folder:
                     shutil.rmtree(path, ignore_errors=True)
         if chosen_folder is not None and chosen_folder.parent.name == STATE_FOLDER:  # so that it is not pushed again
-            self._checkpoint_checksums[chosen_folder.name] = (chosen_folder / CHECKSUMS_FILE).read_bytes()
+            self._checkpoint_checksums[chosen_folder.name] = read_bytes(chosen_folder / CHECKSUMS_FILE)
 
     def push(self) -> None:
         """Copy what the run has written since the last push: lines, then other files, then checkpoints.
@@ -266,7 +267,8 @@ class Mirror:
                     partial(push_lines, self.storage_path.joinpath(path.name), path, pushed_bytes)
                 )
         for path in (path for path in files if path.suffix != ".jsonl"):
-            checksum = _compute_sha256(path)
+            # Size and modification time can stay the same if a file is written twice within one tick of the clock.
+            checksum = compute_sha256(path)
             if self._file_checksums.get(path.name) != checksum:
                 self._call_storage(partial(put_file, self.storage_path.joinpath(path.name), path))
                 self._file_checksums[path.name] = checksum
@@ -281,7 +283,7 @@ class Mirror:
         """Copy the rolling checkpoints that storage lacks, then remove those that the run has removed."""
         storage_path, folder = self.storage_path.joinpath(STATE_FOLDER), self.run_dir / STATE_FOLDER
         local_checksums = {
-            path.parent.name: path.read_bytes() for path in sorted(folder.glob(f"[!.]*/{CHECKSUMS_FILE}"))
+            path.parent.name: read_bytes(path) for path in sorted(folder.glob(f"[!.]*/{CHECKSUMS_FILE}"))
         }
         changed_names = [name for name, sums in local_checksums.items() if self._checkpoint_checksums.get(name) != sums]
         for name in changed_names:
@@ -298,15 +300,6 @@ class Mirror:
         return call_storage(operation, self._patience, self.notes.append, self._should_stop)
 
 
-def _compute_sha256(path: Path) -> str:
-    """The SHA-256 of a file, to see whether it has changed.
-
-    Size and modification time can stay the same if a file is written twice within one tick of the clock.
-    """
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def make_scratch_path(uri: str, environ: Mapping[str, str]) -> Path:
     """The scratch folder of this node for the runs of the study at `uri`.
 
@@ -316,6 +309,23 @@ def make_scratch_path(uri: str, environ: Mapping[str, str]) -> Path:
     """
     base_folder = environ.get("TUNE_STUDY_SCRATCH") or Path(tempfile.gettempdir()) / f"tune_study_{os.getuid()}"
     return Path(base_folder) / hashlib.sha256(uri.encode()).hexdigest()[:16]
+
+
+def make_scratch_folder(uri: str, environ: Mapping[str, str]) -> Path:
+    """Create and return the folder of `make_scratch_path`.
+
+    Raises StorageError if the folder in the temporary folder belongs to another user, who could change the rows.
+    """
+    folder = make_scratch_path(uri, environ)
+    if not environ.get("TUNE_STUDY_SCRATCH"):
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        entry = folder.parent.lstat()
+        if not stat.S_ISDIR(entry.st_mode) or entry.st_uid != os.getuid():
+            raise StorageError(
+                f"{folder.parent} is a link or belongs to another user: set TUNE_STUDY_SCRATCH to a folder of your own."
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 class MirroredRun:
@@ -328,8 +338,7 @@ class MirroredRun:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         study_path = open_storage(config["storage"])
-        self.folder = make_scratch_path(config["storage"], os.environ) / config["run_id"]
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder = make_folder(make_scratch_folder(config["storage"], os.environ), config["run_id"])
         self._lock_file = acquire_lock(self.folder, _LOCK_TIMEOUT_S)
         self._stored_interrupt, self._interrupt_path = study_path.joinpath(INTERRUPT_FILE), self.folder / INTERRUPT_FILE
         run_dir, checkpoint_dir = self.folder / "run", self.folder / CHECKPOINTS_FOLDER

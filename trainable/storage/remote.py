@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from pyarrow.fs import FileInfo, FileSelector, FileSystem, FileType
 
+from trainable.files.paths import open_regular
 from trainable.runs.failures import StorageError
 from trainable.storage.uris import check_uri
 
@@ -81,7 +82,7 @@ def get_bytes(storage_path: StoragePath) -> bytes:
 def get_file(storage_path: StoragePath, path: Path) -> None:
     """Copy the file at `storage_path` to `path`, and create the folder of `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with storage_path.filesystem.open_input_stream(storage_path.path) as source, path.open("wb") as target:
+    with storage_path.filesystem.open_input_stream(storage_path.path) as source, open_regular(path, "wb") as target:
         shutil.copyfileobj(source, target, _CHUNK_BYTES)
 
 
@@ -96,7 +97,7 @@ def put_bytes(storage_path: StoragePath, content: bytes) -> None:
 def put_file(storage_path: StoragePath, path: Path) -> None:
     """Copy `path` to `storage_path`; a reader sees either all of it or the previous content."""
     write_path = _make_write_path(storage_path)
-    with path.open("rb") as source, storage_path.filesystem.open_output_stream(write_path) as out:
+    with open_regular(path, "rb") as source, storage_path.filesystem.open_output_stream(write_path) as out:
         shutil.copyfileobj(source, out, _CHUNK_BYTES)
     _rename_into_place(storage_path, write_path)
 

@@ -16,8 +16,9 @@ from trainable.config.setting_types import format_value
 from trainable.diagnostics.gradient_analysis import analyze_gradients
 from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.files.json_lines import read_lines, write_lines
+from trainable.files.paths import atomic_write
 from trainable.ppo.trainer import PPOTrainer
-from trainable.runs.checkpoint import VALUES_FILE, CheckpointError, iter_checkpoints, read_checkpoint
+from trainable.runs.checkpoint import CheckpointError, iter_checkpoints, read_checkpoint, read_values
 from trainable.runs.run_files import PROBES_FILE, STATE_FOLDER
 from tune_study.folder import outputs
 from tune_study.folder.study_file import plan_from_folder
@@ -189,10 +190,8 @@ def _parse_checkpoint_path(path: Path | str) -> tuple[int, Path]:
 def _find_checkpoint_run(plan: StudyPlan, checkpoint_dir: Path) -> RunSpec:
     """The run whose settings are stored in the checkpoint. Raise PlanError if no run of the study has them."""
     try:
-        config = RunConfig.model_validate(
-            json.loads((checkpoint_dir / VALUES_FILE).read_text(encoding="utf-8")).get("settings")
-        )
-    except (OSError, ValueError, AttributeError) as error:
+        config = RunConfig.model_validate(read_values(checkpoint_dir).get("settings"))
+    except (CheckpointError, ValueError) as error:
         raise PlanError(f"{checkpoint_dir} does not say which run wrote it ({error}): type --trial as well.") from None
     # The hash leaves out the seed, and settings that change no row.
     run_identity = (config.compute_hash(), config.seed)
@@ -384,7 +383,7 @@ def _make_log_path(target: ProbeTarget, with_val: bool, config: RunConfig) -> Pa
 def _write_log(path: Path, renderables: Sequence[Any]) -> None:
     """Write the log, 140 characters wide, so that no line of the table wraps."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
+    with atomic_write(path) as temp_path, temp_path.open("w", encoding="utf-8") as file:
         make_console(file=file, width=140).print(Group(*renderables))
 
 

@@ -217,7 +217,7 @@ def is_running(folder: Path) -> bool:
     import fcntl
 
     try:
-        with (folder / ".lock").open() as handle:
+        with open_regular(folder / ".lock", "r") as handle:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainable.files.paths import is_file, read_bytes, write_text
 from trainable.runs.failures import StorageError
 from trainable.runs.run_files import PROBES_FILE
 from trainable.storage.mirror import (
@@ -130,7 +131,7 @@ def _is_newest_folder(storage_path: StoragePath, folder: Path) -> bool:
     if not file_exists(storage_path.joinpath(LAST_DRIVER)):
         return True
     marker = folder / f".{LAST_DRIVER}"
-    return marker.exists() and marker.read_bytes() == get_bytes(storage_path.joinpath(LAST_DRIVER))
+    return is_file(marker) and read_bytes(marker) == get_bytes(storage_path.joinpath(LAST_DRIVER))
 
 
 def _fetch_results(storage_path: StoragePath, folder: Path) -> None:
@@ -240,7 +241,7 @@ class StoredStudy:
         folder.mkdir(parents=True, exist_ok=True)
         _fetch_results(self._storage_path, folder)
         # Only now: if the fetch had failed after the mark, older statuses here would pass for the newest.
-        (folder / f".{LAST_DRIVER}").write_text(self._lease.id, encoding="utf-8")
+        write_text(folder / f".{LAST_DRIVER}", self._lease.id)
         put_bytes(self._storage_path.joinpath(LAST_DRIVER), self._lease.id.encode())
 
     def _run_sync_loop(self, stop_event: threading.Event) -> None:

@@ -4,11 +4,11 @@ Everything that a command prints goes through a console of `make_console` or thr
 characters as escapes, because texts and file names of a results folder may come from somebody else.
 """
 
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import IO, TextIO
 
-import typer
 from rich import box
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
 from rich.segment import Segment
@@ -49,7 +49,7 @@ def make_console(file: IO[str] | None = None, width: int | None = None) -> Conso
 
 def print_error(message: str) -> None:
     """Print a message to standard error."""
-    typer.echo(_escape(message), err=True)
+    print(_escape(message), file=sys.stderr, flush=True)
 
 
 def show_damage_warnings() -> None:
@@ -102,5 +102,5 @@ def print_line(console: Console, line: str) -> None:
 
 
 def _escape_unencodable(console: Console, text: str) -> str:
-    """`text` with backslash escapes for characters that the console's encoding lacks: printing them would fail."""
-    return text.encode(console.encoding, "backslashreplace").decode(console.encoding)
+    """`text` with escapes for control characters, and for those that the encoding lacks: printing them would fail."""
+    return _escape(text).encode(console.encoding, "backslashreplace").decode(console.encoding)

@@ -1,8 +1,13 @@
 import io
+import warnings
 
+import pytest
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from tune_study.host.console import print_table
+from trainable.files.json_values import DamageWarning
+from tune_study.host.console import make_console, print_error, print_line, print_table, show_damage_warnings
 
 COLUMNS = ("setting", "value", "meaning")
 ROWS = [["filter.rollout_filter_include_zero", "True", "False: drop groups with score 0 " * 4], ["actor.lr", "1", "x"]]
@@ -27,3 +32,50 @@ def test_a_pipe_gets_one_line_per_row() -> None:
     assert header.split() == list(COLUMNS)
     assert first.endswith("False: drop groups with score 0")
     assert second.split() == ROWS[1]
+
+
+HOSTILE_TEXTS = (
+    "\x1b[2Jx",
+    "\x1b]0;title\x07x",
+    "\x1b]52;c;AAAA\x1b\\x",
+    "a\rb",
+    "a\x08b",
+    "\x9b2Jx",
+    "\u202egnp.exe",
+    "a\x00b",
+)
+
+
+@pytest.mark.parametrize("text", HOSTILE_TEXTS)
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_control_characters_are_shown_and_never_sent(text: str, is_terminal: bool) -> None:
+    screen = io.StringIO()
+    console = make_console(screen, width=100)
+    console._force_terminal = is_terminal
+    print_line(console, text)
+    print_table(console, ("name", "value"), [[text, text]])
+    table = Table(title="title")
+    table.add_column(text)
+    table.add_row(Text(text))
+    console.print(table)
+    output = screen.getvalue()
+    assert text[-1] in output
+    styles_removed = output.replace("\x1b[1m", "").replace("\x1b[0m", "").replace("\x1b[3m", "").replace("\x1b[2m", "")
+    assert all(character.isprintable() or character == "\n" for character in styles_removed), repr(output)
+
+
+def test_an_error_shows_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    print_error("a \x1b[2J folder\nsecond line ü")
+    assert capsys.readouterr().err == "a \\x1b[2J folder\nsecond line ü\n"
+
+
+def test_a_damaged_file_is_named_without_a_line_of_code(capsys: pytest.CaptureFixture[str]) -> None:
+    others: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_: others.append(str(message))
+        show_damage_warnings()
+        warnings.warn("x/\x1b[2J.json is damaged.", DamageWarning, stacklevel=1)
+        warnings.warn("other", stacklevel=1)
+    assert capsys.readouterr().err == "tune_study: x/\\x1b[2J.json is damaged.\n"
+    assert others == ["other"]
