@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
+from analysis.drawing.save import save_figure
 from analysis.gradients import plots, tables
 from analysis.gradients.published_metrics import TABLE_COLUMNS, make_published_metrics, make_published_tables
 from trainable.files.paths import atomic_write
@@ -94,4 +95,4 @@ def draw_step(rows: pd.DataFrame, groups: pd.DataFrame) -> dict[str, Figure]:
 
 def _save_figure(figure: Figure, path: Path) -> None:
     with atomic_write(path) as temp_path:
-        figure.savefig(temp_path, dpi=DPI, format="png")
+        save_figure(figure, temp_path, dpi=DPI, format="png")

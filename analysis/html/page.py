@@ -14,6 +14,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from analysis.data.frames import Study
+from analysis.drawing.save import save_figure
 from analysis.gradients import plots as gradient_plots
 from analysis.sweep import verdicts
 from trainable.files.paths import atomic_write
@@ -59,7 +60,9 @@ def render_svg(name: str, figure: Figure) -> str:
     buffer = io.BytesIO()
     # A fixed salt and no date make the output reproducible: the same figure gives the same text.
     with mpl.rc_context({"svg.hashsalt": name, "svg.fonttype": "path"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        save_figure(
+            figure, buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
+        )
     text = buffer.getvalue().decode()
     # An XML prologue is not allowed inside HTML.
     text = text[text.index("<svg") :]

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from analysis.data.compare import require_single_study
 from analysis.data.frames import StudyFrames, concat_studies, to_records
 from analysis.data.load import find_study_folders, load
+from analysis.drawing.save import save_figure
 from analysis.gradients import tables as gradients
 from analysis.grid import layout
 from analysis.grid import page as grid_page
@@ -64,8 +65,8 @@ def write_frames_report(frames: StudyFrames, folder: Path) -> Path:
     figures_folder = make_folder(folder, "figures")
     for name, figure in drawn_figures.items():
         with atomic_write(figures_folder / f"{name}.png") as temp_path:
-            figure.savefig(temp_path, dpi=150, format="png")
-        # savefig has computed the layout. The page shows the same figure, so keep this layout and compute no other.
+            save_figure(figure, temp_path, dpi=150, format="png")
+        # save_figure has computed the layout. The page shows the same figure, so keep this layout and compute no other.
         figure.set_layout_engine("none")
     for name, table in _get_page(frames).make_tables(frames):
         with atomic_write(figures_folder / f"{name}.csv") as temp_path:

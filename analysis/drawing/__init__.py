@@ -1,0 +1,1 @@
+"""Save figures whose labels contain names from a study."""
