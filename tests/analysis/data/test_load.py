@@ -16,8 +16,9 @@ from analysis.data.load import load, read_study
 from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from trainable.files.json_lines import read_lines, write_lines
-from trainable.files.json_values import read_object, write_object
-from trainable.files.schema import SCHEMA
+from trainable.files.json_values import DamageWarning, read_object, write_object
+from trainable.files.paths import UnsafePathError
+from trainable.files.schema import MAX_RUNS, SCHEMA
 from trainable.runs.records import (
     ROW_COLUMNS,
     STEP_COLUMNS,
@@ -370,6 +371,106 @@ def test_rows_are_read_where_a_table_is_damaged(tmp_path: Path, damage: Callable
     shutil.rmtree(folder / "runs")
     with pytest.raises(ValueError, match=r"steps\.parquet cannot be read"):
         load(folder)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def replace_by_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def replace_by_link(path: Path) -> None:
+    path.rename(path.with_suffix(".moved"))
+    path.symlink_to(path.with_suffix(".moved"))
+
+
+def replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def write_wrong_types(path: Path) -> None:
+    write_object(path, {**read_object(path), "config": 3, "started_at": "2:26", "seed": "x"})
+
+
+DAMAGES = (flip, replace_by_fifo, replace_by_link, replace_by_folder, write_wrong_types)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_status_is_named_and_the_rows_say_how_the_run_ended(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    run = FakeRun("0", steps=SHORT.total_steps)
+    folder = write_study(tmp_path, [run, FakeRun("0.1", status="interrupted", steps=3)], SHORT)
+    expected = read_study(folder)
+    damage(folder / "runs" / run.run_id / "status.json")
+    with pytest.warns(DamageWarning, match=r"0.*status\.json is "):
+        frames = read_study(folder)
+    assert frames.trials["status"].to_list() == ["completed", "interrupted"]
+    assert diff_frames(frames.steps, expected.steps) == []
+    names = [name for name in expected.trials if name not in ("trial_id", "started_at", "ended_at", "reason")]
+    assert diff_frames(frames.trials[names], expected.trials[names]) == []
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_run_json_is_named_and_the_rows_are_read(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    run = FakeRun("0.1", steps=3)
+    folder = write_study(tmp_path, [FakeRun("0", steps=3), run], SHORT)
+    expected = read_study(folder)
+    damage(folder / "runs" / run.run_id / "run.json")
+    with pytest.warns(DamageWarning, match=r"run\.json is "):
+        frames = read_study(folder)
+    assert diff_frames(frames.steps, expected.steps) == []
+    names = ["run_id", "arm", "seed", "status", "steps_total", "final_val_success"]
+    assert diff_frames(frames.trials[names], expected.trials[names]) == []
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [{"run_id": "../../../outside"}],
+        [{"run_id": "/outside"}],
+        [{"run_id": ".hidden"}],
+        [{"run_id": 3}],
+        [{"arm": "0"}],
+        [{"run_id": "a", "seed": "x"}],
+        ["a"],
+        {"run_id": "a"},
+        [{"run_id": "a"}] * (MAX_RUNS + 1),
+    ],
+)
+def test_runs_that_are_no_names_of_folders_are_refused(tmp_path: Path, runs: object) -> None:
+    folder = write_study(tmp_path, [FakeRun("0", steps=3)], SHORT)
+    write_object(folder / "study.json", {**read_object(folder / "study.json"), "runs": runs})
+    with pytest.raises(ValueError, match=r"study\.json is damaged: it has invalid values \(runs\)"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["runs", "runs/{run_id}", "study.json"])
+def test_no_link_below_the_folder_is_followed(tmp_path: Path, name: str) -> None:
+    run = FakeRun("0", steps=3)
+    folder = write_study(tmp_path / "out", [run], SHORT)
+    path = folder / name.format(run_id=run.run_id)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UnsafePathError, match="is a symbolic link"):
+        load(folder)
+
+
+def test_the_folder_itself_may_be_reached_through_links(tmp_path: Path) -> None:
+    folder = write_study(tmp_path / "out", [FakeRun("0", steps=3)], SHORT)
+    (tmp_path / "link").symlink_to(folder)
+    assert len(load(tmp_path / "link").steps) == 3
+    # A study below the folder is found only where no link leads to it.
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "linked").symlink_to(folder)
+    with pytest.raises(ValueError, match="There is no study"):
+        load(tmp_path)
 
 
 def test_a_table_of_another_schema_is_made_again(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from tests.fakes import sandbox_folders
 from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_analyses, write_study
+from trainable.files.json_values import DamageWarning
 from tune_study.commands.cli import app
 from tune_study.commands.plot_gradients import StepSelection, parse_steps, read_analyses, select_steps
 from tune_study.plan.study_plan import PlanError
@@ -191,13 +192,16 @@ def test_a_study_without_a_language_model_is_told_where_its_gradients_are(tmp_pa
         read_analyses(folder)
 
 
-def test_a_folder_without_a_study_and_a_damaged_one_are_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_study_and_a_damaged_study_are_refused(tmp_path: Path) -> None:
     assert "contains no study (no study.json)" in type_in(tmp_path).err
     folder = write_analyzed_study(tmp_path, [FakeAnalysis()])
     (folder / "runs" / "arm0-seed0" / "run.json").write_text("{")
+    with pytest.warns(DamageWarning, match=r"run\.json is damaged: it is not valid JSON"):
+        assert type_in(folder).code == 0
+    (folder / "study.json").write_text("{")
     answer = type_in(folder)
     assert answer.code == 2
-    assert "run.json is not valid JSON" in answer.err
+    assert "study.json is damaged: it is not valid JSON" in answer.err
 
 
 def test_a_folder_that_cannot_be_made_is_refused(single_run_study: Path, tmp_path: Path) -> None:
