@@ -1,13 +1,16 @@
+import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from trainable.files.paths import compute_sha256
 from trainable.runs.checkpoint import (
     CheckpointError,
     iter_checkpoints,
     read_checkpoint,
+    read_values,
     write_checkpoint,
     write_rolling_checkpoint,
 )
@@ -199,3 +202,32 @@ def test_a_death_while_writing_leaves_the_old_one(tmp_path: Path, monkeypatch: p
         with pytest.raises(Died):
             write_step(tmp_path / "state", 2)
     assert has_step(tmp_path / "state", 1)
+
+
+def test_deeply_nested_values_with_a_right_checksum_are_refused(tmp_path: Path) -> None:
+    folder = write_step(tmp_path / "state")
+    (folder / "state.json").write_text("[" * 10**6)
+    checksums = {name: compute_sha256(folder / name) for name in FILES[:2]}
+    (folder / "checksums.json").write_text(json.dumps(checksums))
+    for read in (read_checkpoint, read_values):
+        with pytest.raises(CheckpointError, match="nested deeper"):
+            read(folder)
+
+
+@pytest.mark.parametrize("name", [*FILES, ""])
+def test_no_link_in_a_checkpoint_is_followed(tmp_path: Path, name: str) -> None:
+    folder = write_step(tmp_path / "state")
+    path = folder / name if name else folder
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="is a symbolic link"):
+        read_checkpoint(folder)
+
+
+def test_the_values_are_read_without_the_tensors(tmp_path: Path) -> None:
+    folder = write_step(tmp_path / "state")
+    (folder / "state.safetensors").unlink()
+    assert read_values(folder) == VALUES
+    (folder / "state.json").write_text((folder / "state.json").read_text().replace("12", "13"))
+    with pytest.raises(CheckpointError, match=r"state\.json is damaged"):
+        read_values(folder)

@@ -414,3 +414,21 @@ def test_a_run_whose_storage_is_gone_fails_as_storage(tmp_path: Path, start_on_n
     with pytest.raises(RuntimeError) as raised:
         trial.step()
     assert (raised.value.failure.kind, raised.value.failure.is_retried) == ("storage", False)
+
+
+def test_the_default_scratch_folder_must_be_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirror.tempfile, "gettempdir", lambda: str(tmp_path))
+    base_folder = tmp_path / f"tune_study_{os.getuid()}"
+    (tmp_path / "elsewhere").mkdir()
+    base_folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match="is a link or belongs to another user: set TUNE_STUDY_SCRATCH"):
+        mirror.make_scratch_folder("s3://a/b", {})
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    base_folder.unlink()
+    folder = mirror.make_scratch_folder("s3://a/b", {})
+    assert folder.parent == base_folder
+    assert base_folder.stat().st_mode & 0o777 == 0o700
+    # A folder that the user chose may have any mode, and may be a link.
+    base_folder.rename(tmp_path / "chosen")
+    base_folder.symlink_to(tmp_path / "chosen")
+    assert mirror.make_scratch_folder("s3://a/b", {"TUNE_STUDY_SCRATCH": str(base_folder)}).is_dir()

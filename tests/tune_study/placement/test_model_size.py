@@ -156,6 +156,16 @@ def test_a_hub_id_is_found_in_the_hub_cache(tmp_path: Path) -> None:
     assert read_model_shape("some/model", {"HF_HUB_CACHE": str(tmp_path / "other")}) is None
 
 
+def test_a_config_of_the_hub_cache_is_a_link_to_a_blob(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--some--model" / "snapshots" / "aaa"
+    write_config(snapshot, vocab_size=7)
+    (snapshot / "config.json").rename(tmp_path / "blob")
+    (snapshot / "config.json").symlink_to(tmp_path / "blob")
+    shape = read_model_shape("some/model", {"HF_HUB_CACHE": str(tmp_path)})
+    assert shape is not None
+    assert shape.vocab_size == 7
+
+
 @pytest.mark.parametrize("path", ["", "nothing", "no/such/model", "*", "some/m*", "~nobody-of-this-name/x", "a" * 400])
 def test_what_is_not_here_has_no_shape(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_config(tmp_path / "models--some--model" / "snapshots" / "aaa")
