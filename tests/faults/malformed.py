@@ -5,6 +5,7 @@ the shortest example that has a wrong answer. It does not need pytest, so a scri
 """
 
 import json
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import chdir
@@ -25,6 +26,7 @@ from trainable.config.aliases import ALIASES
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, apply_overrides, list_field_names
 from trainable.config.setting_types import MAX_INTEGER
+from trainable.files.json_values import DamageWarning
 from tune_study.commands.cli import app
 from tune_study.plan.study_plan import MAX_SEEDS
 from tune_study.tune.run import WANDB_MODES
@@ -90,7 +92,8 @@ def join_words(word_groups: Sequence[Words]) -> Words:
 def type_in(args: Sequence[str], folder: Path) -> Answer:
     """Run a command line in `folder`, which is also the home folder, without GPUs and without downloaded models."""
     environment = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_CACHE": str(folder / "no-such-cache"), "HOME": str(folder)}
-    with chdir(folder):
+    with chdir(folder), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DamageWarning)  # outside of the tests, a warning is no error
         result = CliRunner(env=environment).invoke(app, list(args), prog_name="python -m tune_study")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise AssertionError(f"a traceback for {list(args)!r}") from result.exception

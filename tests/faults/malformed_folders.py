@@ -17,7 +17,7 @@ from tests.fakes.lines import chain_lines
 from tests.fakes.run_folders import FakeRun, FakeStudy
 from tests.fakes.run_folders import write_study as write_fake_study
 from tests.faults.malformed import Tally, assert_clear, check_examples, draw_equally, json_values, type_in
-from trainable.files.json_values import CHECKSUM_KEY
+from trainable.files.json_values import CHECKSUM_KEY, format_object
 from tune_study.folder.outputs import write_study
 from tune_study.folder.statuses import RunStatus, write_status
 from tune_study.folder.study_file import plan_from_folder
@@ -120,13 +120,19 @@ def _is_json(value: object) -> bool:
 
 
 def draw_misshapen_object(content: bytes) -> st.SearchStrategy[bytes]:
-    """Draw a file of valid JSON of the wrong shape."""
-    return draw_misshapen_json(json.loads(content)).map(lambda document: json.dumps(document).encode())
+    """Draw a file of valid JSON of the wrong shape, an object with the checksum that belongs."""
+    return draw_misshapen_json(drop_checksum(json.loads(content))).map(encode_document)
+
+
+def encode_document(document: Any) -> bytes:
+    """Encode a JSON document, an object with its checksum."""
+    text = format_object(document) if isinstance(document, dict) else json.dumps(document)
+    return text.encode(errors="surrogatepass")
 
 
 def draw_misshapen_lines(content: bytes) -> st.SearchStrategy[bytes]:
     """Draw a file of JSON lines in which one line is valid JSON of the wrong shape, with the checksums that belong."""
-    lines = [json.dumps(_drop_checksum(json.loads(line))).encode() for line in content.splitlines()]
+    lines = [json.dumps(drop_checksum(json.loads(line))).encode() for line in content.splitlines()]
     changed_lines = [
         draw_misshapen_json(json.loads(line)).map(lambda document, index=index: (index, document))
         for index, line in enumerate(lines)
@@ -141,7 +147,7 @@ def draw_misshapen_lines(content: bytes) -> st.SearchStrategy[bytes]:
     return line_lists.map(chain_lines)
 
 
-def _drop_checksum(row: dict[str, Any]) -> dict[str, Any]:
+def drop_checksum(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name != CHECKSUM_KEY}
 
 
@@ -173,9 +179,9 @@ def write_damaged_copy(folder: Path, valid_folder: Path, damage: Damage) -> None
 
 
 def check_reading(valid_folder: Path, plan: StudyPlan, damage: Damage) -> str:
-    """Check that commands that only read write nothing, and that only a damaged study.json or run.json stops them.
+    """Check that commands that only read write nothing, and that few damages stop them.
 
-    `resume` continues exactly the runs that were started, or is refused.
+    Those are a damaged study.json, and a run.json of the wrong shape. `resume` continues exactly the runs that were started, or is refused.
     """
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -213,7 +219,7 @@ def check_report(valid_folder: Path, damage: Damage) -> str:
         assert (answer.code == 0) == (f"{RUN}/report.html" in contents_after), answer
         if answer.code == 1:
             assert answer.err.startswith("The rows are saved in "), answer
-            assert damage.name.endswith(("run.json", "status.json", "levels.jsonl")), answer
+            assert damage.name.endswith("levels.jsonl"), answer
             assert f"{Path(damage.name).name} " in answer.err, answer
         elif answer.code == 2:
             assert damage.name == STUDY, answer

@@ -87,11 +87,16 @@ def find_object(path: Path) -> dict[str, Any] | None:
 
 
 def write_object(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace a file by `content` as indented JSON with a checksum, atomically."""
+    """Replace a file by `content` with a checksum, atomically."""
+    write_text(path, format_object(content))
+
+
+def format_object(content: Mapping[str, Any]) -> str:
+    """`content` as indented JSON whose last key is its checksum."""
     # What `read_object` will see: JSON has neither tuples nor keys that are not text.
     parsed_content = json.loads(json.dumps(dict(content)))
     parsed_content[CHECKSUM_KEY] = _compute_checksum(parsed_content)
-    write_text(path, json.dumps(parsed_content, indent=2, ensure_ascii=False) + "\n")
+    return json.dumps(parsed_content, indent=2, ensure_ascii=False) + "\n"
 
 
 def _compute_checksum(content: Mapping[str, Any]) -> str:
