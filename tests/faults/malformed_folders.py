@@ -181,7 +181,8 @@ def write_damaged_copy(folder: Path, valid_folder: Path, damage: Damage) -> None
 def check_reading(valid_folder: Path, plan: StudyPlan, damage: Damage) -> str:
     """Check that commands that only read write nothing, and that few damages stop them.
 
-    Those are a damaged study.json, and a run.json of the wrong shape. `resume` continues exactly the runs that were started, or is refused.
+    Those are a damaged study.json, and a run.json of the wrong shape. `resume` continues exactly the runs that were
+    started, or is refused.
     """
     with TemporaryDirectory() as name:
         folder = Path(name)
