@@ -23,6 +23,7 @@ from analysis.data.run_files import (
     select_lines,
     select_valid_values,
 )
+from trainable.config.command_lines import format_command
 from trainable.files.json_lines import Lines, read_lines
 from trainable.files.paths import UnsafePathError
 from trainable.files.schema import SCHEMA, find_schema_problem
@@ -343,7 +344,8 @@ def _read_table(path: Path) -> pd.DataFrame:
     # pyarrow raises errors of many kinds for damaged bytes, some of them when a column is decoded.
     except Exception as error:
         raise ValueError(
-            f"{path} cannot be read ({_format_error_line(error)}); `python -m tune_study report` writes it again."
+            f"{path} cannot be read ({_format_error_line(error)}); "
+            f"`{format_command('report', path.parent)}` writes it again."
         ) from error
     if table.attrs.get("schema") != SCHEMA:
         raise ValueError(f"{path} has schema {table.attrs.get('schema', 0)}, and this version reads schema {SCHEMA}.")
