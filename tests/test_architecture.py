@@ -11,6 +11,7 @@ import pytest
 
 from search_spaces import STUDIES
 from trainable.config.choices import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from trainable.config.command_lines import PROGRAM
 from trainable.sandbox.config.rules import RULES
 
 ROOT = Path(__file__).parent.parent
@@ -113,6 +114,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "analysis": (
         "analysis",
         "trainable.config.choices",
+        "trainable.config.command_lines",
         "trainable.runs.records",
         "trainable.files",
         "trainable.runs.run_ends",
@@ -339,6 +341,31 @@ def test_a_comparison_is_reported() -> None:
         "gae",
         "RunConfig",
     ]
+
+
+def find_unquoted_commands(source: str) -> list[str]:
+    """Return the commands of a source that are put together as text, or quoted by it, instead of by format_command."""
+    commands: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        is_format = isinstance(node, ast.Attribute) and node.attr == "format"
+        if is_format or isinstance(node, ast.JoinedStr | ast.BinOp):
+            texts = [inner.value for inner in ast.walk(node) if isinstance(inner, ast.Constant)]
+            commands += [text for text in texts if isinstance(text, str) and PROGRAM in text]
+        if isinstance(node, ast.Import) and any(alias.name == "shlex" for alias in node.names):
+            commands.append("shlex")
+    return commands
+
+
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - {"trainable.config.command_lines"}))
+def test_commands_that_are_printed_are_quoted_in_one_place(module: str) -> None:
+    assert find_unquoted_commands(MODULES[module].read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "source", ['f"{PREFIX} resume {folder}"', '"PREFIX resume " + folder', '"PREFIX {}".format(folder)', "import shlex"]
+)
+def test_a_command_that_is_put_together_is_reported(source: str) -> None:
+    assert find_unquoted_commands(source.replace("{PREFIX}", PROGRAM).replace("PREFIX", PROGRAM))
 
 
 def test_a_class_has_a_name_of_its_own() -> None:

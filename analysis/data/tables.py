@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from trainable.config.command_lines import format_command
 from trainable.files.paths import open_regular
 from trainable.files.schema import SCHEMA
 
@@ -27,7 +28,8 @@ def read_table(path: Path) -> pd.DataFrame:
     # pyarrow raises errors of many kinds for damaged bytes, some of them when a column is decoded.
     except Exception as error:
         raise ValueError(
-            f"{path} cannot be read ({_format_error_line(error)}); `python -m tune_study report` writes it again."
+            f"{path} cannot be read ({_format_error_line(error)}); "
+            f"`{format_command('report', path.parent)}` writes it again."
         ) from error
     if table.attrs.get("schema") != SCHEMA:
         raise ValueError(f"{path} has schema {table.attrs.get('schema', 0)}, and this version reads schema {SCHEMA}.")

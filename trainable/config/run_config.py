@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from trainable.config.aliases import ALIASES
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.choices import FILTER_STRATEGIES, POLICY_LOSSES, find_unused_settings
+from trainable.config.command_lines import format_command
 from trainable.config.sections import (
     ActorConfig,
     AlgorithmConfig,
@@ -204,8 +205,8 @@ def resolve_key(key: str, config_type: type[BaseRunConfig] = RunConfig) -> str:
     hint = f" Nearest: {', '.join(dict.fromkeys(nearest))}." if nearest else ""
     hint += f" The section has: {', '.join(section_fields)}." if section_fields else ""
     raise ConfigError(
-        f"There is no setting `{format_value(key)}`.{hint} `python -m tune_study {config_type.list_command} --all` "
-        "lists all with their meaning."
+        f"There is no setting `{format_value(key)}`.{hint} "
+        f"`{format_command(*config_type.list_command.split(), '--all')}` lists all with their meaning."
     )
 
 

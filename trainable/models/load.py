@@ -14,6 +14,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import nn
 
+from trainable.config.command_lines import quote_argument
 from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODEL, SHIPPED_MODEL_FOLDER
 from trainable.config.sections import ModelConfig
 from trainable.envs.chat import CHATML, ChatFormat
@@ -70,8 +71,8 @@ def find_model(path: str) -> Path:
         return Path(snapshot_download(path, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError):
         raise ValueError(
-            f"{path} is neither a folder nor in the local hub cache. Fetch it with `hf download {path}`, or type "
-            f"--model {SHIPPED_MODEL}."
+            f"{path} is neither a folder nor in the local hub cache. Fetch it with `hf download "
+            f"{quote_argument(path)}`, or type --model {SHIPPED_MODEL}."
         ) from None
 
 

@@ -195,7 +195,12 @@ class Run:
 
     def _list_checkpoints(self) -> list[tuple[int, Path]]:
         """(step, folder) of all checkpoints. At the same step, the rolling one comes before the saved one."""
-        return [*iter_checkpoints(self.run_dir / STATE_FOLDER), *iter_checkpoints(self.checkpoint_dir)]
+        return [checkpoint for folder in self.checkpoint_folders for checkpoint in iter_checkpoints(folder)]
+
+    @property
+    def checkpoint_folders(self) -> tuple[Path, Path]:
+        """The folders of the rolling and of the saved checkpoints."""
+        return self.run_dir / STATE_FOLDER, self.checkpoint_dir
 
     def load_checkpoint(self, step: int, notify: Callable[[str], None]) -> TrainerState:
         """The state after `step`, from a complete checkpoint of this run; CheckpointError if there is none.

@@ -179,7 +179,7 @@ class TrainingLoop:
                 continue  # `load_checkpoint` has already added the reason to the notes
             except ValueError as error:  # `load_states`: a state does not fit, and the trainer is unchanged
                 self.notes.append(f"the checkpoints after step {step} are not used: {error}")
-        if self.notes:
+        if self.notes or trainer.step_index:
             # A note, not an error: going back costs only time, because a run repeats the same rows.
             self.notes.append(f"training continues after step {trainer.step_index}")
         # There are no notes, so no checkpoint was unusable. If there are checkpoints and the trainer is at step 0, the
@@ -188,6 +188,9 @@ class TrainingLoop:
             self.notes.append(
                 "the runs of the arm are trained together and have no checkpoint at a common step: all start at step 0"
             )
+        elif any(run.rows for run in runs):
+            folders = " and ".join(str(folder) for folder in runs[0].checkpoint_folders)
+            self.notes.append(f"there is no checkpoint in {folders}: training starts from the beginning")
         for run in runs:
             run.drop_rows_after(trainer.step_index)
         # All runs are over if an earlier process died after their final rows but before the driver recorded their end.

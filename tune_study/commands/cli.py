@@ -15,6 +15,7 @@ import typer
 from search_spaces import STUDIES, SUITES
 from trainable.config.run_config import ConfigError
 from trainable.files.paths import UnsafePathError
+from trainable.storage.uris import is_uri
 from tune_study.commands import describe
 from tune_study.commands import options as opt
 from tune_study.commands.axis_options import VALUES_OPTION, add_axis_options
@@ -182,7 +183,10 @@ def resume(
     launch_options = LaunchOptions(
         gpus, gpu_memory_gib, max_concurrent, wandb, address, parse_skipped_statuses(skip_statuses)
     )
-    raise typer.Exit(start_studies([plan], launch_options, detect_gpus(os.environ), dry_run, make_console()))
+    console = make_console()
+    if not is_uri(run):
+        describe.print_missing_checkpoints(console, plan.folder, study_file.read_study(plan.folder))
+    raise typer.Exit(start_studies([plan], launch_options, detect_gpus(os.environ), dry_run, console))
 
 
 @app.command("status", epilog="\b\nExample: python -m tune_study status results/kl_sweep_sokoban-tiny")
@@ -198,7 +202,7 @@ def status(run: opt.RunLocation) -> None:
 def report(run: opt.RunLocation) -> None:
     """Rebuild the tables and the report of RUN from its rows."""
     folder = _make_absolute(locate.fetch_for_writing(run))
-    outputs.check_writable(folder)
+    outputs.check_writable(folder, "RUN", "copy the study to a folder that you may write, and type that one")
     problem = " ".join(filter(None, (write_results(folder, make_console()), locate.push_results(folder))))
     if problem:
         print_error(problem)

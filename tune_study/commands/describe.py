@@ -1,6 +1,6 @@
 """Print studies, plans, settings and statuses: as tables on a terminal, as plain lines elsewhere."""
 
-import shlex
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,15 +12,18 @@ from rich.console import Console
 from search_spaces import FAMILIES
 from search_spaces.declaration.study import Study
 from search_spaces.language_model.family import PPO
+from trainable.config.command_lines import format_command
 from trainable.config.setting_types import is_common
 from trainable.runs.run_ends import ENDED_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
+from trainable.storage.uris import is_uri
+from tune_study.folder.saved_checkpoints import find_missing, format_missing
 from tune_study.folder.statuses import resolve_status
 from tune_study.host.console import print_line, print_table
 from tune_study.placement import memory_plan, time_estimate
 from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import StudyPlan, format_values, make_base_config
+from tune_study.plan.study_plan import StudyPlan, find_output, format_values, make_base_config
 
 MAX_VALUES_LENGTH = 120
 """Characters of an axis's values in the list of studies; a list of arms may have a thousand."""
@@ -48,7 +51,7 @@ def _shorten_values(study: Study, values: tuple[str, ...]) -> str:
     if len(text) <= MAX_VALUES_LENGTH:
         return text
     beginning = text[:MAX_VALUES_LENGTH].rpartition(",")[0]
-    return f"{beginning},... ({len(values)} values; all: python -m tune_study run {study.name} --dry-run)"
+    return f"{beginning},... ({len(values)} values; all: {format_command('run', study.name, '--dry-run')})"
 
 
 def print_plan(
@@ -178,8 +181,18 @@ def print_status(console: Console, folder: Path, location: str, study: dict[str,
     runs_text = ", ".join(f"{count} {status}" for status, count in counts.items())
     print_line(console, f"{study['name']} ({study['preset']}): {state}; runs: {runs_text}")
     print_table(console, ("run", "arm", "seed", "status", "step", metric, "reason"), rows)
+    print_missing_checkpoints(console, folder, study)
     if state == "unfinished":
-        print_line(console, f"Continue with: python -m tune_study resume {shlex.quote(location)}")
+        print_line(
+            console, f"Continue with: {format_command('resume', location if is_uri(location) else Path(location))}"
+        )
+
+
+def print_missing_checkpoints(console: Console, folder: Path, study: Mapping[str, Any]) -> None:
+    """Print which saved checkpoints of a study are missing; nothing if none is. study: the content of study.json."""
+    if missing_checkpoints := list(find_missing(folder, study)):
+        output = find_output(Path(os.path.abspath(folder)), study.get("run", ""))
+        print_line(console, format_missing(missing_checkpoints, output))
 
 
 class SettingRow(NamedTuple):
@@ -206,7 +219,7 @@ def print_settings(console: Console, study: Study, *, with_all: bool = False) ->
         n_others = len(table) - len(rows)
         print_line(
             console,
-            f"{n_others} more settings are rarely changed: python -m tune_study settings {study.name} --all",
+            f"{n_others} more settings are rarely changed: {format_command('settings', study.name, '--all')}",
         )
 
 

@@ -22,6 +22,7 @@ import psutil
 from rich.console import Console
 
 from search_spaces.declaration.presets import PRESETS
+from trainable.config.command_lines import quote_argument
 from trainable.config.constants import SHIPPED_MODEL
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.setting_types import format_value
@@ -216,7 +217,9 @@ def check_preset_model(preset: str, environ: Mapping[str, str]) -> CheckResult:
         detail = str(error).partition(". ")[0]  # the first sentence; the report has advice of its own
         if path == SHIPPED_MODEL:
             return CheckResult("model", "problem", detail, "Install tune_study again.")
-        return CheckResult("model", "remark", detail, f"Type `hf download {path}`, or choose another with --model.")
+        return CheckResult(
+            "model", "remark", detail, f"Type `hf download {quote_argument(path)}`, or choose another with --model."
+        )
     return CheckResult("model", "ok", f"{path} is available")
 
 

@@ -12,6 +12,7 @@ from analysis.data.run_files import ANALYSIS_SOURCES
 from analysis.gradients.files import write_analyses
 from analysis.gradients.plots import FILTER_LABELS
 from analysis.gradients.tables import make_analysis_table
+from trainable.config.command_lines import format_command, quote_argument
 from trainable.config.setting_types import format_value
 from trainable.files.paths import make_folder
 from tune_study.host.console import print_line, print_table
@@ -43,7 +44,7 @@ def read_analyses(folder: Path) -> StudyFrames:
     if make_analysis_table(frames.gradients).empty:
         raise PlanError(
             f"{format_value(folder, 1000)} has no gradient analysis: run a study with --set "
-            "trainer.gradient_analysis_mode=True, or type `python -m tune_study probe` to analyze a checkpoint."
+            f"trainer.gradient_analysis_mode=True, or type `{format_command('probe', folder)}` to analyze a checkpoint."
         )
     return frames
 
@@ -142,7 +143,7 @@ def write_plots(
     # File names do not contain the run: figures of two runs in one folder would overwrite each other.
     if output_dir is not None and len(selections) > 1:
         option_examples = ", ".join(
-            f"--trial {selection.run_id} --source {selection.source}" for selection in selections[:4]
+            f"--trial {quote_argument(selection.run_id)} --source {selection.source}" for selection in selections[:4]
         )
         raise PlanError(
             f"--output-dir takes the figures of one run and source, and {len(selections)} were analyzed: add one of "

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console, Group
 from rich.table import Table
 
+from trainable.config.command_lines import format_command
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
 from trainable.config.setting_types import format_value
 from trainable.diagnostics.gradient_analysis import analyze_gradients
@@ -142,9 +143,12 @@ def find_target(
     if step is None and steps:
         step = steps[-1]
     if step not in steps:
-        available_steps = ", ".join(map(str, steps)) or "none: run the study with --save-freq N"
         step_phrase = "" if step is None else f" of step {step}"
-        raise PlanError(f"Run {spec.run_id} has no checkpoint{step_phrase}. Available steps: {available_steps}.")
+        available_steps = ", ".join(map(str, steps)) or "none"
+        raise PlanError(
+            f"Run {spec.run_id} has no checkpoint{step_phrase}. Available steps: {available_steps}. "
+            f"{_explain_missing(plan, spec)}"
+        )
     return ProbeTarget(
         plan,
         spec,
@@ -152,6 +156,20 @@ def find_target(
         local_checkpoints[step]
         if step in local_checkpoints
         else _fetch_checkpoint(plan, spec, stored_checkpoints[step]),
+    )
+
+
+def _explain_missing(plan: StudyPlan, spec: RunSpec) -> str:
+    """Why a checkpoint may be missing, and what to do, in one sentence or two."""
+    if spec.config.trainer.save_freq <= 0:
+        return "The study saves none except for resuming (--save-freq)."
+    if plan.storage is not None:
+        return f"It saves one every {spec.config.trainer.save_freq} steps, in {plan.study_uri}."
+    checkpoint_dir = plan.output / spec.checkpoint_dir
+    state = "" if checkpoint_dir.is_dir() else ", which does not exist"
+    return (
+        f"It saves one every {spec.config.trainer.save_freq} steps, in {checkpoint_dir}{state}. If they are elsewhere, "
+        f"copy them there, or type --resume-from-path with the folder of one."
     )
 
 
@@ -315,8 +333,8 @@ def probe(target: ProbeTarget, settings: ProbeSettings, with_val: bool, console:
     make_console(file=console.file, width=max(console.width, 100)).print(Group(*renderables))
     _write_log(log_path, renderables)
     print_line(console, f"Rows: {target.plan.folder}/gradients.parquet (source probe). Log: {log_path}")
-    print_line(console, f"Figures: python -m tune_study plot-gradients {target.plan.folder} --source probe")
-    print_line(console, f"To add them to the report: python -m tune_study report {target.plan.folder}")
+    print_line(console, f"Figures: {format_command('plot-gradients', target.plan.folder, '--source', 'probe')}")
+    print_line(console, f"To add them to the report: {format_command('report', target.plan.folder)}")
 
 
 def _validate(trainer: PPOTrainer, console: Console) -> list[str]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from search_spaces import STUDIES, SUITES
 from search_spaces.declaration.study import Study
+from trainable.config.command_lines import format_command
 from trainable.config.run_config import list_field_names
 from trainable.config.setting_types import format_value
 from tune_study.commands.axis_options import VALUES_OPTION
@@ -134,7 +135,7 @@ def _collect_option_settings(study: Study, option_values: Mapping[str, object]) 
         if not set(OPTION_SETTINGS[option]) <= set(known_fields):
             raise PlanError(
                 f"{option} does not belong to study {study.name}, which has no setting {OPTION_SETTINGS[option][0]}: "
-                f"leave it out. `python -m tune_study settings {study.name} --all` lists its settings."
+                f"leave it out. `{format_command('settings', study.name, '--all')}` lists its settings."
             )
         option_settings |= dict.fromkeys(OPTION_SETTINGS[option], value)
     return option_settings

@@ -4,9 +4,10 @@ A study in a storage is copied to this machine, without its checkpoints.
 """
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,8 +73,8 @@ def merge_with_existing(plan: StudyPlan, extend: bool, is_real: bool) -> StudyPl
             return local_plan
         with _name_uri_in_errors(folder, join_uri(local_plan.storage, local_plan.run)):
             # The temporary copy takes the place of the study's folder while the plans are compared.
-            stored_plan = merge_with_folder(replace(plan, output=folder.parent.parent, storage=None), extend)
-        return replace(stored_plan, output=plan.output, storage=local_plan.storage)
+            stored_plan = merge_with_folder(replace(plan, folder=folder, storage=None), extend)
+        return replace(stored_plan, folder=plan.folder, storage=local_plan.storage)
 
 
 @contextmanager
@@ -111,7 +112,7 @@ def plan_resume(text: str, overrides: Mapping[str, object] = NO_OVERRIDES, *, is
         ):
             newest_plan = plan if folder is None else plan_from_folder(folder, overrides)
             check_unchanged(newest_plan)
-        return replace(newest_plan, output=plan.output, storage=plan.storage)
+        return replace(newest_plan, folder=plan.folder, storage=plan.storage)
 
 
 def _plan_resume_from_uri(uri: str, overrides: Mapping[str, object]) -> StudyPlan:
@@ -119,8 +120,7 @@ def _plan_resume_from_uri(uri: str, overrides: Mapping[str, object]) -> StudyPla
     from tune_study.folder import storage
 
     root, name = _split_study_uri(uri)
-    output = Path.cwd()
-    local_folder = output / "results" / name
+    local_folder = Path.cwd() / "results" / name
     _check_local_folder(local_folder, root)
     # If the storage has nothing newer than the local folder, nothing has to be downloaded.
     if (local_folder / "study.json").exists() and storage.is_newest_folder(uri, local_folder):
@@ -134,7 +134,7 @@ def _plan_resume_from_uri(uri: str, overrides: Mapping[str, object]) -> StudyPla
         with _name_uri_in_errors(folder, uri):
             plan = plan_from_folder(folder, overrides)
             check_unchanged(plan)
-        return replace(plan, output=output, storage=root)
+        return replace(plan, folder=local_folder, storage=root)
 
 
 def _check_local_folder(folder: Path, root: str) -> None:
@@ -161,26 +161,43 @@ def _fetch_newer(plan: StudyPlan, root: str) -> Iterator[Path | None]:
 def open_for_reading(text: str) -> Iterator[tuple[Path, bool]]:
     """Yield (folder, whether a driver is running it) of the study that RUN names.
 
-    A study in a storage is copied to a temporary folder, so that reading leaves no files behind.
+    A study in a storage is copied to a temporary folder, so that reading leaves no files behind. The local folder of
+    such a study is read itself, and stderr says so, if its storage cannot be read or does not contain the study.
     """
-    if not is_uri(text):
-        folder = Path(text)
-        if not read_study(folder).get("storage"):
-            yield folder, outputs.is_running(folder)
-            return
-        # The local folder of a study with a storage may be older than the storage, which is read instead.
-        text = plan_from_folder(folder).study_uri or text
+    if is_uri(text):
+        with _fetch_copy(text) as (folder, is_running):
+            yield folder, is_running
+        return
+    local_folder = Path(text)
+    uri = plan_from_folder(local_folder).study_uri if read_study(local_folder).get("storage") else None
+    with ExitStack() as stack:
+        folder, is_running = local_folder, outputs.is_running(local_folder)
+        if uri is not None:  # the local folder may be older than the storage, which is read instead
+            try:
+                folder, is_running = stack.enter_context(_fetch_copy(uri))
+            except PlanError as error:
+                _print_unreachable(error)
+        yield folder, is_running
+
+
+def _print_unreachable(error: PlanError) -> None:
+    print(f"{error} The local folder is read, which may be older.", file=sys.stderr)
+
+
+@contextmanager
+def _fetch_copy(uri: str) -> Iterator[tuple[Path, bool]]:
+    """Yield (a temporary copy of the study at `uri`, whether a driver is running it). PlanError if there is none."""
     from tune_study.folder import storage
 
-    _, name = _split_study_uri(text)
+    _, name = _split_study_uri(uri)
     with tempfile.TemporaryDirectory() as temp_dir:
         folder = Path(temp_dir) / "results" / name
-        storage.fetch_results(text, folder)
+        storage.fetch_results(uri, folder)
         if not (folder / "study.json").exists():
             raise PlanError(
-                f"{format_value(text, 1000)} contains no study: type <storage>/<run>, as `run --storage` printed it."
+                f"{format_value(uri, 1000)} contains no study: type <storage>/<run>, as `run --storage` printed it."
             )
-        yield folder, storage.is_running(text)
+        yield folder, storage.is_running(uri)
 
 
 def fetch_for_writing(text: str) -> Path:
@@ -195,7 +212,10 @@ def fetch_for_writing(text: str) -> Path:
         outputs.check_folder_links(folder)
         if read_study(folder).get("storage"):
             plan = plan_from_folder(folder)
-            _fetch_results(plan.study_uri or "", folder)
+            try:
+                _fetch_results(plan.study_uri or "", folder)
+            except PlanError as error:
+                _print_unreachable(error)
         return folder
     root, name = _split_study_uri(text)
     folder = Path.cwd() / "results" / name

@@ -1,7 +1,6 @@
 """Write and read the files of a study's folder. A file is replaced as a whole, so it is complete at any moment."""
 
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainable.config.command_lines import PROGRAM, format_command
 from trainable.files.json_values import find_object, write_object
 from trainable.files.paths import UnsafePathError, check_tree, open_regular
 from trainable.files.schema import SCHEMA
@@ -150,17 +150,19 @@ def read_git_state(folder: Path) -> dict[str, Any] | None:
 def format_command_line() -> str:
     """The current command as it can be typed again, quoted for a shell."""
     name = Path(sys.argv[0]).name
-    program = "python -m tune_study" if name == "__main__.py" else name
-    return f"{program} {shlex.join(sys.argv[1:])}".strip()
+    return format_command(*sys.argv[1:], program=PROGRAM if name == "__main__.py" else name)
 
 
-def check_writable(output: Path) -> None:
-    """Raise PlanError unless the output folder is writable, or can be created in its nearest existing parent."""
+def check_writable(output: Path, option: str = "--output", advice: str = "type another folder") -> None:
+    """Raise PlanError unless the output folder is writable, or can be created in its nearest existing parent.
+
+    option: the option or argument that names the folder. advice: what to do about a folder that cannot be written.
+    """
     if output.exists() and not output.is_dir():
-        raise PlanError(f"--output {output} is a file: type the name of a folder.")
+        raise PlanError(f"{option} {output} is a file: type the name of a folder.")
     nearest = next(folder for folder in (output, *output.parents) if folder.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise PlanError(f"--output {output} cannot be written ({nearest} does not allow it): type another folder.")
+        raise PlanError(f"{option} {output} cannot be written ({nearest} does not allow it): {advice}.")
 
 
 def check_study_links(plan: StudyPlan) -> None:

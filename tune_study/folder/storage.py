@@ -9,9 +9,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from trainable.config.command_lines import format_command
 from trainable.files.paths import is_file, read_bytes, write_text
 from trainable.runs.failures import StorageError
 from trainable.runs.run_files import PROBES_FILE
@@ -39,7 +40,7 @@ from trainable.storage.remote import (
 from trainable.storage.uris import join_uri
 from tune_study.folder.lease import REFRESH_S, Lease, read_holder
 from tune_study.host.interrupt import Interrupt, make_interrupt
-from tune_study.plan.study_plan import PlanError, StudyPlan
+from tune_study.plan.study_plan import PlanError, StudyPlan, find_output
 
 STUDY_FILE, LAST_DRIVER = "study.json", "last-driver"
 """LAST_DRIVER: name of the file with the lease id of the newest driver.
@@ -148,8 +149,8 @@ def _fetch_driver_files(storage_path: StoragePath, files: Mapping[str, Any], fol
         top_folder, file_name = name.split("/")[0], name.split("/")[-1]
         if name == STUDY_FILE or (top_folder == "runs" and file_name in STUDY_FILES):
             get_file(storage_path.joinpath(name), folder / name)
-        elif top_folder == "logs":  # folder is <output>/results/<run>, and the logs belong in <output>/logs
-            get_file(storage_path.joinpath(name), folder.parent.parent / name)
+        elif top_folder == "logs":
+            get_file(storage_path.joinpath(name), find_output(folder, PurePosixPath(storage_path.path).name) / name)
 
 
 def _fetch_rows(storage_path: StoragePath, files: Mapping[str, Any], folder: Path, prefix: str = "runs/") -> None:
@@ -294,7 +295,7 @@ class StoredStudy:
         except StorageError as error:
             return (
                 f"Statuses, tables and report could not be copied to {self.uri}: {error} They are in "
-                f"{self._plan.folder}: copy them with `python -m tune_study report {self._plan.folder}`."
+                f"{self._plan.folder}: copy them with `{format_command('report', self._plan.folder)}`."
             )
         return ""
 

@@ -4,7 +4,6 @@ The same study is continued. Another one is refused with a list of the differenc
 """
 
 import os
-import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from search_spaces import STUDIES
 from search_spaces.declaration.study import Study
 from trainable.config.base_config import BaseRunConfig
+from trainable.config.command_lines import format_command
 from trainable.config.run_config import ConfigError, apply_overrides, format_validation_error
 from trainable.config.setting_types import format_value
 from trainable.files.json_values import DamagedFileError, find_object, read_object
@@ -125,7 +125,7 @@ def read_study(folder: Path) -> dict[str, Any]:
         problem = "no study.json" if is_missing else f"study.json: {error.strerror}"
         raise PlanError(
             f"{format_value(folder, 1000)} contains no study ({problem}): type the folder results/<run> of a study, "
-            f"as `python -m tune_study run` printed it."
+            f"as `{format_command('run')}` printed it."
         ) from None
     if problem := find_schema_problem(folder, content):
         raise PlanError(problem)
@@ -153,11 +153,11 @@ def plan_from_folder(
     is imported.
 
     Args:
-        folder: results/<run>.
+        folder: the study's folder, wherever it is.
         overrides: settings of the study's resources that change from now on, such as {"trainer.n_gpus_per_node": 2}.
         study: the declaration; None for the study of the same name in `search_spaces`.
 
-    Raises PlanError if the folder contains no study or one that this version cannot read, or if it was moved.
+    Raises PlanError if the folder contains no study or one that this version cannot read.
     """
     folder = Path(os.path.abspath(folder))
     content = read_study(folder)
@@ -176,7 +176,8 @@ def plan_from_folder(
             raise PlanError(f"there is no stop rule {format_value(unknown.pop())}.")
         study = replace(study, stop_rules=tuple(content["stop_rules"]))
         values, seeds = tuple(content["axis"]["values"]), tuple(content["seeds"])
-        plan = build_plan(study, content["preset"], content["preset_reason"], base, values, seeds, folder.parent.parent)
+        preset, reason = content["preset"], content["preset_reason"]
+        plan = build_plan(study, preset, reason, base, values, seeds, folder.parent.parent, folder)
         plan = replace(plan, storage=content.get("storage"))
         if {spec.run_id for spec in plan.runs} != {entry["run_id"] for entry in content["runs"]}:
             raise PlanError("its list of runs does not match its values and seeds.")
@@ -189,15 +190,6 @@ def plan_from_folder(
         ) from None
     except ValueError as error:
         raise PlanError(f"{folder}/study.json cannot be read by this version: {error}") from None
-    # The paths of a plan follow from its settings. In a folder of another name or depth, the study would be continued
-    # beside its old rows.
-    if plan.folder != folder:
-        make_parent = shlex.join(["mkdir", "-p", str(plan.folder.parent)])
-        move = shlex.join(["mv", str(folder), str(plan.folder)])
-        raise PlanError(
-            f"{folder} was moved or renamed: its study belongs in {plan.folder}. Type `{make_parent} && {move}`, then "
-            f"try again."
-        )
     return plan
 
 
@@ -265,7 +257,7 @@ def check_same_storage(existing: StudyPlan, requested_uri: str | None) -> None:
         else "was started without --storage"
     )
     raise PlanError(
-        f"The study in {existing.folder} {problem}: continue it with `python -m tune_study resume {existing.folder}`, "
+        f"The study in {existing.folder} {problem}: continue it with `{format_command('resume', existing.folder)}`, "
         f"or type another --output to start or fetch one that uses {format_value(requested_uri, 1000)}."
     )
 
@@ -323,6 +315,6 @@ def _check_same_arms(existing: StudyPlan, plan: StudyPlan) -> None:
     if changes:
         raise PlanError(
             f"{plan.folder} contains this study with other runs:\n  " + "\n  ".join(changes) + "\n"
-            f"Type --extend to add the new runs to it, `python -m tune_study resume {plan.folder}` to continue the "
+            f"Type --extend to add the new runs to it, `{format_command('resume', plan.folder)}` to continue the "
             f"existing runs, or another --output."
         )

@@ -5,9 +5,12 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from trainable.config.command_lines import quote_argument
 from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODEL
 from trainable.config.setting_types import format_value
 from tune_study.plan.study_plan import PlanError
+
+_STAYS = "keeps it, because it is one of the settings that identify its runs: put {what}, or a link to it, there"
 
 
 def find_hub_cache(environ: Mapping[str, str]) -> Path:
@@ -46,7 +49,10 @@ def _is_path_kind(path: str, predicate: Callable[[Path], bool]) -> bool:
 def check_file(setting: str, path: str) -> None:
     """Raise PlanError unless `path`, the value of a setting, is a local file or folder."""
     if not _is_path_kind(path, Path.exists):
-        raise PlanError(f"`{setting}={format_value(path)}` does not exist: type an existing path, or leave it out.")
+        raise PlanError(
+            f"`{setting}={format_value(path)}` does not exist: type an existing path, or leave it out. A study "
+            f"that was started with this path {_STAYS.format(what='the file')}."
+        )
 
 
 def check_model(path: str, environ: Mapping[str, str], chat_format: str = "chatml", option: str = "--model ") -> None:
@@ -65,6 +71,13 @@ def check_model(path: str, environ: Mapping[str, str], chat_format: str = "chatm
             )
         _check_folder(Path(path), chat_format)
         return
+    if Path(path).is_absolute():  # a local folder, perhaps one of the machine on which the study was started
+        make_link = f"mkdir -p {quote_argument(str(Path(path).parent))} && ln -s FOLDER {quote_argument(path)}"
+        raise PlanError(
+            f"The model folder {format_value(path, 1000)} does not exist on this machine: for a new study, type "
+            f"{option.strip(' =')} with a folder that exists, a hub id, or {SHIPPED_MODEL}. A study that was started "
+            f"with this path {_STAYS.format(what='the model')}: `{make_link}`, where FOLDER is the model's place here."
+        )
     cache = find_hub_cache(environ)
     try:
         config_paths = sorted(cache.glob(f"models--{glob.escape(path.replace('/', '--'))}/snapshots/*/config.json"))
@@ -73,7 +86,7 @@ def check_model(path: str, environ: Mapping[str, str], chat_format: str = "chatm
     if not config_paths:
         raise PlanError(
             f"The model {format_value(path)} was not found: it is neither {SHIPPED_MODEL} nor a folder, and it is not "
-            f"in the hub cache {cache}. Download it with `hf download {format_value(path)}`, or type "
+            f"in the hub cache {cache}. Download it with `hf download {quote_argument(path)}`, or type "
             f"{option}{SHIPPED_MODEL} or a folder."
         )
     # The hub cache may have several snapshots of the model, of which the run loads the one that refs/main names. The

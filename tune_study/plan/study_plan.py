@@ -10,6 +10,7 @@ from search_spaces.declaration.family import make_value_label
 from search_spaces.declaration.study import Study
 from search_spaces.language_model.family import as_run_config
 from trainable.config.base_config import BaseRunConfig
+from trainable.config.command_lines import format_command
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names, resolve_key
 from trainable.config.setting_types import format_value
 from trainable.files.schema import MAX_RUNS
@@ -76,8 +77,8 @@ class StudyPlan:
         base_config: the settings that the arms share, before those of the axis.
         values: axis values, as they were typed.
         seeds: seeds of every arm.
-        output: parent folder of results/, logs/ and model_saving/.
-        run: name of the study's folder.
+        folder: the study's folder, which Tune uses as well: <output>/results/<run>, or wherever it was moved.
+        run: name of the study, and of its folder unless that was renamed.
         runs: one entry per value and seed.
         storage: URI of the parent of the study's folder in a storage; None without a storage.
     """
@@ -88,7 +89,7 @@ class StudyPlan:
     base_config: BaseRunConfig
     values: tuple[str, ...]
     seeds: tuple[int, ...]
-    output: Path
+    folder: Path
     run: str
     runs: tuple[RunSpec, ...]
     storage: str | None = None
@@ -116,9 +117,9 @@ class StudyPlan:
         return None if self.storage is None else join_uri(self.storage, self.run)
 
     @property
-    def folder(self) -> Path:
-        """The study's folder results/<run>, which Tune uses as well."""
-        return self.output / "results" / self.run
+    def output(self) -> Path:
+        """Parent folder of logs/ and model_saving/, see `find_output`."""
+        return find_output(self.folder, self.run)
 
     @property
     def summary_log(self) -> Path:
@@ -150,6 +151,15 @@ class StudyPlan:
         return self.folder / "runs" / run_id
 
 
+def find_output(folder: Path, run: str) -> Path:
+    """The parent of logs/ and model_saving/ of the study `run` in `folder`: <output> for <output>/results/<run>.
+
+    A folder that was moved or renamed on its own contains these two folders itself. It then shares no file with another
+    study beside it, and nothing is written outside it.
+    """
+    return folder.parent.parent if folder.parts[-2:] == ("results", run) else folder
+
+
 def find_study(name: str, kl_type: str | None = None) -> Study:
     """The study `name`, with hyphens or underscores. Raise PlanError that lists all studies if there is none.
 
@@ -159,7 +169,7 @@ def find_study(name: str, kl_type: str | None = None) -> Study:
     if study is None:
         raise PlanError(
             f"There is no study `{format_value(name)}`. The studies are {', '.join(STUDIES)}: type one of them, "
-            f"for example `python -m tune_study run kl`, or for `run` a suite of studies: {', '.join(SUITES)}."
+            f"for example `{format_command('run', 'kl')}`, or for `run` a suite of studies: {', '.join(SUITES)}."
         )
     if kl_type is None:
         return study
@@ -311,8 +321,11 @@ def build_plan(
     values: tuple[str, ...],
     seeds: tuple[int, ...],
     output: Path,
+    folder: Path | None = None,
 ) -> StudyPlan:
     """Plan the runs of `values` x `seeds`.
+
+    folder: the study's folder if it is not <output>/results/<run>, because it was moved.
 
     The first seed of all arms comes first, so that a study which is interrupted has about as many runs of every arm.
     """
@@ -327,7 +340,8 @@ def build_plan(
             f"and a study may have at most {MAX_RUNS}. Type fewer values or fewer --seeds."
         )
     runs = tuple(_make_run_spec(study, run, value, arms[value], seed) for seed in seeds for value in values)
-    plan = StudyPlan(study, preset, preset_reason, base_config, values, seeds, output.absolute(), run, runs)
+    folder = folder or output.absolute() / "results" / run
+    plan = StudyPlan(study, preset, preset_reason, base_config, values, seeds, folder, run, runs)
     _check_paths(plan)
     return plan
 
@@ -396,12 +410,14 @@ def _check_paths(plan: StudyPlan) -> None:
             try:
                 name_bytes = [len(name.encode()) for name in path.parts]
             except UnicodeEncodeError:
-                raise PlanError(f"--output {format_value(plan.output)} is not in UTF-8: type another folder.") from None
+                raise PlanError(
+                    f"The path {format_value(plan.folder)} is not in UTF-8: type another --output, or move the study."
+                ) from None
             # A path has one separator per part, which is one byte.
             if max(name_bytes) > MAX_NAME_BYTES or sum(name_bytes) + len(name_bytes) > MAX_PATH_BYTES:
                 raise PlanError(
                     f"The name {format_value(path.name)} or the path to it is longer than file systems allow: type "
-                    f"shorter values, or a shorter --model or --output."
+                    f"shorter values, a shorter --model or --output, or move the study to a shorter path."
                 )
 
 

@@ -1,7 +1,6 @@
 """Execute a study: run its plan as a Tune experiment, and write statuses, tables and the report."""
 
 import os
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
 from trainable.runs.orphans import terminate_orphans
 from trainable.runs.run_ends import ENDED_STATUSES
@@ -150,7 +150,7 @@ def _run_session(session: StudySession) -> int:
     try:
         return _conclude_study(session, problem, unwritten_statuses)
     except KeyboardInterrupt:  # the user does not want to wait for tables and report, which can be made later
-        print_line(console, f"The rows are saved. For tables and report: python -m tune_study report {plan.folder}")
+        print_line(console, f"The rows are saved. For tables and report: {format_command('report', plan.folder)}")
         return 130
 
 
@@ -341,7 +341,7 @@ def _make_run_config(plan: StudyPlan, interrupt: Interrupt, callbacks: list[Any]
     # themselves when all have ended.
     rule_stoppers = [RuleStopper(rule) for rule in plan.study.stop_rules if rule in RULES]
     return tune.RunConfig(
-        name=plan.run,
+        name=plan.folder.name,
         storage_path=str(plan.folder.parent),
         stop=CombinedStopper(*rule_stoppers, InterruptStopper(interrupt)),
         callbacks=callbacks,
@@ -408,15 +408,11 @@ def _conclude_study(session: StudySession, problem: str, unwritten_statuses: Map
         print_error(problem)
     if unfinished_statuses:
         # study.json has the storage of the study but not its cluster, so the command must name the cluster.
-        address_option = (
-            f" --address {session.resource_plan.cluster_address}" if session.resource_plan.cluster_address else ""
-        )
-        print_line(console, f"Continue with: python -m tune_study resume {plan.folder}{address_option}")
+        address = session.resource_plan.cluster_address
+        address_option = ("--address", address) if address else ()
+        print_line(console, f"Continue with: {format_command('resume', plan.folder, *address_option)}")
         if plan.study_uri is not None:
-            print_line(
-                console,
-                f"From another machine: python -m tune_study resume {shlex.quote(plan.study_uri)}{address_option}",
-            )
+            print_line(console, f"From another machine: {format_command('resume', plan.study_uri, *address_option)}")
     # A Ctrl-C that came after the last run had ended interrupted nothing, so the exit code is not 130.
     return 130 if session.interrupt.is_requested and unfinished_statuses else int(bool(problem or unfinished_statuses))
 
@@ -433,7 +429,7 @@ def write_results(folder: Path, console: Console) -> str:
     except Exception as error:
         return (
             f"The rows are saved in {folder}/runs, but the tables or the report could not be written: "
-            f"{type(error).__name__}: {error}. Try again with: python -m tune_study report {folder}"
+            f"{type(error).__name__}: {error}. Try again with: {format_command('report', folder)}"
         )
     for line in (conclusion.headline, *(f"  {arm}" for arm in conclusion.arms)):
         print_line(console, line)

@@ -1,13 +1,13 @@
 """Log to W&B on request: one W&B run per run, written by a separate thread so that nothing waits for the service."""
 
 import queue
-import shlex
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ray import tune
 
+from trainable.config.command_lines import format_command
 from trainable.runs.run_files import GRADIENTS_FILE
 from tune_study.folder.statuses import read_status
 from tune_study.plan.study_plan import RunSpec, StudyPlan
@@ -97,9 +97,9 @@ class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             self._events.put(None)  # the end of the queue
             self._thread.join(timeout_s)
         if self._uploads is not None and not self._uploads.close(timeout_s):
-            folders = " ".join(shlex.quote(str(folder)) for folder in self._uploads.pending_folders)
+            command = format_command("sync", *self._uploads.pending_folders, program="wandb")
             reason = self._uploads.problem or "the upload took too long"
-            self.problem = self.problem or f"{reason}. Upload with: wandb sync {folders}"
+            self.problem = self.problem or f"{reason}. Upload with: {command}"
         return not self._thread.is_alive() and not self.problem
 
     def _write_events(self) -> None:

@@ -56,6 +56,9 @@ def test_rows_written_after_the_last_state_are_repeated(tmp_path: Path, uninterr
     resumed = start_trial(tmp_path, trainer__resume_every=2)
     assert get_rows(resumed) == []
     repeated_rows = [resumed.step() for _ in range(2)]
+    folders = f"{tmp_path}/runs/r/state and {tmp_path}/saved"
+    assert repeated_rows[0].pop("note") == f"there is no checkpoint in {folders}: training starts from the beginning"
+    assert rows[0].pop("note") == ""
     assert [drop_times(row) for row in repeated_rows] == [drop_times(row) for row in rows]
     second_resumed = start_trial(tmp_path, trainer__resume_every=2)
     assert [row["step"] for row in get_rows(second_resumed)] == [1, 2]
@@ -279,7 +282,7 @@ def test_a_run_that_abandoned_lines_continues_from_the_checkpoints_after_them(tm
     assert RunLines.read(path.parent).find_damage() == []
     third_trial = start_trial(tmp_path, **settings)
     row = third_trial.step()
-    assert (row["step"], row["note"]) == (4, "")
+    assert (row["step"], row["note"]) == (4, "training continues after step 3")
     assert third_trial.step()["done"]
     assert RunLines.read(path.parent).find_damage() == []
 

@@ -1,5 +1,8 @@
+import shlex
+import shutil
 import subprocess
 import threading
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -7,6 +10,7 @@ import pytest
 
 from search_spaces import STUDIES
 from tests.fakes.lines import append_record
+from trainable.config.constants import SHIPPED_MODEL_FOLDER
 from trainable.files.json_values import read_object, write_object
 from trainable.runs.records import STATUSES
 from tune_study.folder.outputs import check_writable, is_running, lock_folder, read_git_state, write_study
@@ -154,12 +158,43 @@ def test_a_study_file_that_cannot_be_read_is_refused(tmp_path: Path, damage: dic
         plan_from_folder(plan.folder)
 
 
-def test_a_renamed_study_is_refused(tmp_path: Path) -> None:
+def test_a_study_that_was_moved_on_its_own_contains_all_its_files(tmp_path: Path) -> None:
+    plan = make_plan_in(tmp_path / "a")
+    write_study(plan)
+    for moved_folder in (plan.folder.with_name("renamed"), tmp_path / "results" / "other", tmp_path / plan.run):
+        shutil.copytree(plan.folder, moved_folder)
+        moved_plan = plan_from_folder(moved_folder)
+        assert moved_plan == replace(plan, folder=moved_folder)
+        assert moved_plan.output == moved_folder
+        assert moved_folder in moved_plan.summary_log.parents
+    # The same layout elsewhere: logs and saved checkpoints are expected beside results/.
+    (tmp_path / "b").mkdir()
+    shutil.copytree(plan.folder, tmp_path / "b" / "results" / plan.run)
+    assert plan_from_folder(tmp_path / "b" / "results" / plan.run).output == tmp_path / "b"
+
+
+def test_copies_of_a_study_are_run_independently(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path)
     write_study(plan)
-    plan.folder.rename(plan.folder.with_name("renamed"))
-    with pytest.raises(PlanError, match="was moved or renamed"):
-        plan_from_folder(plan.folder.with_name("renamed"))
+    with lock_folder(plan.folder):
+        shutil.copytree(plan.folder, tmp_path / "copy")
+        with lock_folder(tmp_path / "copy"):
+            assert is_running(plan.folder)
+        assert not is_running(tmp_path / "copy")
+        # A folder that is renamed while its study runs keeps its lock.
+        plan.folder.rename(tmp_path / "renamed")
+        assert is_running(tmp_path / "renamed")
+
+
+def test_a_model_of_another_machine_is_named_with_a_link_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "big disk" / "Qwen"
+    with pytest.raises(PlanError) as raised:
+        check_model(str(path), {})
+    command = f"mkdir -p '{path.parent}' && ln -s FOLDER '{path}'"
+    assert f"The model folder {path} does not exist on this machine" in str(raised.value)
+    assert f"`{command}`" in str(raised.value)
+    subprocess.run(["bash", "-c", command.replace("FOLDER", shlex.quote(str(SHIPPED_MODEL_FOLDER)))], check=True)
+    check_model(str(path), {})
 
 
 def test_a_folder_is_held_by_one_process(tmp_path: Path) -> None:

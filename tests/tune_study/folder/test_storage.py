@@ -19,6 +19,7 @@ import search_spaces
 from tests.fakes.lines import append_record
 from tests.fakes.trainer import COLLAPSES, CRASHES_ONCE, make_fake_rows, make_study
 from trainable.files.json_values import read_object
+from trainable.files.paths import write_text
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.storage.mirror import INTERRUPT_FILE, Mirror
 from trainable.storage.remote import get_bytes, list_files, open_storage, put_bytes
@@ -186,7 +187,7 @@ def test_a_study_goes_on_on_a_machine_that_has_never_seen_it(
     (tmp_path / "b").mkdir()
     monkeypatch.chdir(tmp_path / "b")
     resumed_plan = locate.plan_resume(plan.study_uri or "", is_real=True)
-    assert resumed_plan == replace(plan, output=tmp_path / "b")
+    assert resumed_plan == replace(plan, folder=tmp_path / "b" / "results" / plan.run)
     assert list((tmp_path / "b").iterdir()) == []  # nothing is written before the lease is acquired
     resumed_plan.folder.mkdir(parents=True)
     with open_stored_study(resumed_plan).keep_synced():
@@ -242,6 +243,43 @@ def test_the_newest_driver_s_own_statuses_are_not_overwritten(uri: str, tmp_path
     assert status.status == "completed"
 
 
+def test_a_local_folder_that_was_moved_belongs_to_the_study_in_its_storage(uri: str, tmp_path: Path) -> None:
+    plan = make_plan_in(tmp_path / "a", uri)
+    start_study(plan, "completed")
+    write_run_on_node(plan, tmp_path / "node", 3)
+    moved_folder = tmp_path / "my old runs" / "a 'first' try"
+    moved_folder.parent.mkdir()
+    plan.folder.rename(moved_folder)
+    moved_plan = locate.plan_resume(str(moved_folder), is_real=True)
+    assert (moved_plan.folder, moved_plan.output, moved_plan.study_uri) == (moved_folder, moved_folder, plan.study_uri)
+    # Another machine has run the study since, so the moved folder fetches the logs as well, into itself.
+    other_plan = make_plan_in(tmp_path / "b", uri)
+    write_text(other_plan.summary_log, "the newest summary\n")
+    start_study(other_plan)
+    locate.fetch_for_writing(str(moved_folder))
+    assert moved_plan.summary_log.is_relative_to(moved_folder)
+    assert moved_plan.summary_log.read_text() == "the newest summary\n"
+    assert not (tmp_path / "logs").exists()
+    assert not plan.folder.exists()
+
+
+def test_without_its_storage_the_local_folder_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = make_plan_in(tmp_path / "a", (tmp_path / "shelf").as_uri())
+    start_study(plan, "completed")
+    shutil.rmtree(tmp_path / "shelf")
+    moved_folder = plan.folder.rename(tmp_path / "moved")
+    with locate.open_for_reading(str(moved_folder)) as (folder, is_running):
+        assert (folder, is_running) == (moved_folder, False)
+    assert "contains no study" in (error := capsys.readouterr().err)
+    assert "The local folder is read, which may be older." in error
+    assert locate.fetch_for_writing(str(moved_folder)) == moved_folder
+    with (
+        pytest.raises(PlanError, match="contains no study"),
+        locate.open_for_reading(plan.study_uri or ""),
+    ):
+        pass
+
+
 def test_an_extended_study_is_seen_by_the_machine_that_started_it(uri: str, tmp_path: Path) -> None:
     start_study(make_plan_in(tmp_path / "a", uri))
     extended_plan = locate.merge_with_existing(make_plan_in(tmp_path / "b", uri, ("0.2",)), extend=True, is_real=True)
@@ -249,7 +287,7 @@ def test_an_extended_study_is_seen_by_the_machine_that_started_it(uri: str, tmp_
     assert extended_plan.output == tmp_path / "b"
     start_study(extended_plan)
     resumed_plan = locate.plan_resume(str(make_plan_in(tmp_path / "a", uri).folder), is_real=True)
-    assert resumed_plan == replace(extended_plan, output=tmp_path / "a")
+    assert resumed_plan == replace(extended_plan, folder=tmp_path / "a" / "results" / extended_plan.run)
     with pytest.raises(PlanError, match="contains this study with other settings"):
         locate.merge_with_existing(make_plan_in(tmp_path / "c", uri, **{"actor.lr": 1e-3}), extend=False, is_real=True)
     assert not (tmp_path / "c").exists()

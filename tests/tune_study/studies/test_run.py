@@ -363,8 +363,11 @@ def interrupted(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def resumed(interrupted: Outcome) -> Outcome:
-    return run_study(plan_from_folder(interrupted.plan.folder, study=make_study()))
+def resumed(interrupted: Outcome, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The interrupted study, continued in a copy of its folder under another name."""
+    folder = tmp_path_factory.mktemp("elsewhere") / "-my $HOME 'old' résultats" / "first try?"
+    shutil.copytree(interrupted.plan.folder, folder)
+    return run_study(plan_from_folder(folder, study=make_study()))
 
 
 def test_ctrl_c_gives_every_run_a_status_and_says_how_to_go_on(interrupted: Outcome) -> None:
@@ -390,6 +393,19 @@ def test_an_interrupted_study_goes_on_to_the_rows_of_an_uninterrupted_one(
         config = make_trial_config(resumed.plan, [run], is_finished=False)
         expected_rows = make_fake_rows(config, run.config, 100)
         assert read_run_rows(resumed.plan.get_run_dir(run.run_id)) == expected_rows
+
+
+def test_a_study_that_was_moved_writes_only_where_it_lies_now(interrupted: Outcome, resumed: Outcome) -> None:
+    folder = resumed.plan.folder
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    assert resumed.plan.summary_log.is_file()
+    assert resumed.plan.summary_log.is_relative_to(folder)
+    assert (folder / find_run_id(resumed.plan, "0") / "result.json").is_file()  # Tune's experiment moves along
+    assert "training continues after step" in resumed.text
+    for spec in interrupted.plan.runs:
+        status = read_status(interrupted.plan.get_run_dir(spec.run_id))
+        assert status is not None
+        assert status.status in ("interrupted", "never_ran")
 
 
 def test_a_stop_rule_counts_nothing_twice_after_an_interruption(resumed: Outcome) -> None:

@@ -217,7 +217,7 @@ def test_training_continues_from_the_newest_step_that_all_runs_have(
     shutil.rmtree(tmp_path / "s0" / "state" / "step_4")
     second_trial = start_trial(tmp_path)
     assert second_trial.training.trainer.step_index == 2
-    assert second_trial.training.notes == []
+    assert second_trial.training.notes == ["training continues after step 2"]
     run_to_end(second_trial)
     assert read_written_rows(tmp_path) == read_written_rows(uninterrupted[0])
 

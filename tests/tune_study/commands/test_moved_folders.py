@@ -1,0 +1,158 @@
+"""A study whose folder was moved: every command works where it lies now, and names what was left behind."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import analysis
+from search_spaces import STUDIES
+from trainable.config.command_lines import PROGRAM
+from trainable.runs.run_files import METRICS_FILE, read_rows
+from trainable.trial import Trial
+from tune_study.commands.cli import app
+from tune_study.folder import outputs
+from tune_study.folder.saved_checkpoints import find_missing, list_saved_steps
+from tune_study.folder.statuses import RunStatus, write_status
+from tune_study.folder.study_file import plan_from_folder, read_study
+from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.tune.trials import make_trial_config
+
+SMALL_SETTINGS = {
+    "env.env_groups": "2",
+    "env.group_size": "4",
+    "env.val_env_groups": "2",
+    "env.test_env_groups": "0",
+    "actor.ppo_mini_batch_size": "4",
+    "critic.ppo_mini_batch_size": "4",
+    "trainer.total_training_steps": "5",
+    "trainer.save_freq": "2",
+    "trainer.test_freq": "0",
+    "trainer.val_before_train": "False",
+    "trainer.gradient_analysis_env_groups": "2",
+    "trainer.gradient_analysis_group_size": "2",
+}
+NAME = "-my $HOME 'old' résultats"
+"""A folder's name that a shell, an option parser and an ASCII pattern would all misread."""
+STEPS_BEFORE_MOVE = 3
+
+
+@pytest.fixture(scope="module")
+def whole_study(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
+    """A study whose only run is interrupted after three of five steps, and has saved a checkpoint at step 2."""
+    output = tmp_path_factory.mktemp("old place")
+    plan = make_plan(STUDIES["kl"], "laptop", "a test", SMALL_SETTINGS, ("0.1",), 1, output)
+    outputs.write_study(plan)
+    trial = Trial(make_trial_config(plan, [plan.runs[0]], is_finished=False))
+    for _ in range(STEPS_BEFORE_MOVE):
+        trial.step()
+    trial.cleanup()
+    run_id = plan.runs[0].run_id
+    write_status(plan.get_run_dir(run_id), RunStatus(run_id, "interrupted", "interrupted after step 3 of 5"))
+    return plan
+
+
+@pytest.fixture
+def moved_folder(whole_study: StudyPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """results/<run> alone, under another name, in the current folder; its old place does not exist."""
+    shutil.copytree(whole_study.folder, tmp_path / "here" / NAME)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    old_output = whole_study.output
+    old_output.rename(tmp_path / "hidden")
+    try:
+        yield tmp_path / "here" / NAME
+        assert not old_output.exists()  # nothing is written to the old place
+        assert os.listdir(tmp_path / "here") == [NAME]  # nor beside the folder
+    finally:
+        shutil.rmtree(old_output, ignore_errors=True)
+        (tmp_path / "hidden").rename(old_output)
+
+
+def type_in(*words: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, words, prog_name=PROGRAM)
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_every_command_reads_a_moved_folder(moved_folder: Path, whole_study: StudyPlan) -> None:
+    run_id = whole_study.runs[0].run_id
+    missing = f"1 saved checkpoint is not in {moved_folder}/model_saving: {run_id} step 2."
+    status = type_in("status", f"./{NAME}")
+    assert "kl (laptop): unfinished; runs: 1 interrupted" in status
+    assert missing in status
+    plan_text = type_in("resume", str(moved_folder), "--dry-run")
+    assert missing in plan_text
+    assert f"Results: {moved_folder}\n" in plan_text
+    assert f"Summary log: {moved_folder}/logs/kl_sweep_sokoban-tiny.log" in plan_text
+    assert f"Report: {moved_folder}/report.html" in type_in("report", f"./{NAME}")
+    assert "reward_variance_collapse" in type_in("replay-stoppers", str(moved_folder))
+    assert analysis.load(moved_folder).steps["step"].tolist() == [1, 2, 3]
+
+
+def test_a_probe_names_the_checkpoints_that_were_left_behind(moved_folder: Path, whole_study: StudyPlan) -> None:
+    checkpoint_dir = moved_folder / whole_study.runs[0].checkpoint_dir
+    error = type_in("probe", str(moved_folder), "--checkpoint-step", "1", code=2)
+    assert "has no checkpoint of step 1. Available steps: 2, 3." in error
+    assert f"It saves one every 2 steps, in {checkpoint_dir}, which does not exist." in error
+    # A rolling checkpoint came along, and a saved one can be named where it is.
+    assert "after step 3; nothing is trained" in type_in("probe", str(moved_folder))
+    assert (moved_folder / "logs").is_dir()
+    hidden_path = moved_folder.parent.parent / "hidden" / whole_study.runs[0].checkpoint_dir / "global_step_2"
+    assert "after step 2; nothing is trained" in type_in(
+        "probe", str(moved_folder), "--resume-from-path", str(hidden_path)
+    )
+
+
+def test_a_moved_run_continues_from_its_rolling_checkpoint(moved_folder: Path) -> None:
+    plan = plan_from_folder(moved_folder)
+    spec = plan.runs[0]
+    trial = Trial(make_trial_config(plan, [spec], is_finished=False))
+    row = trial.step()
+    assert (row["step"], row["note"]) == (4, "training continues after step 3")
+    trial.step()
+    trial.cleanup()
+    assert [row["step"] for row in read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE)] == [1, 2, 3, 4, 5]
+    checkpoint_dir = moved_folder / spec.checkpoint_dir
+    assert sorted(path.name for path in checkpoint_dir.iterdir()) == ["global_step_4", "global_step_5"]
+
+
+def test_copied_checkpoints_are_no_longer_missing(moved_folder: Path, whole_study: StudyPlan) -> None:
+    study = read_study(moved_folder)
+    (missing,) = find_missing(moved_folder, study)
+    assert missing == (whole_study.runs[0].run_id, moved_folder / whole_study.runs[0].checkpoint_dir, (2,))
+    shutil.copytree(moved_folder.parent.parent / "hidden" / "model_saving", moved_folder / "model_saving")
+    assert list(find_missing(moved_folder, study)) == []
+    # With a storage, saved checkpoints are there; a path that leaves the folder is not looked up.
+    shutil.rmtree(moved_folder / "model_saving")
+    assert list(find_missing(moved_folder, {**study, "storage": "file:///shelf"})) == []
+    for path in ("../elsewhere", "/elsewhere", None, 3):
+        run_entry = {**study["runs"][0], "checkpoints": path}
+        assert list(find_missing(moved_folder, {**study, "runs": [run_entry]})) == []
+
+
+def test_a_checkpoint_that_may_not_have_been_written_is_not_missing() -> None:
+    rows = [{"step": step} for step in range(1, 7)]
+    assert list_saved_steps(rows, 2, has_ended=False) == [2, 4]
+    assert list_saved_steps(rows, 2, has_ended=True) == [2, 4, 6]
+    assert list_saved_steps(rows, 4, has_ended=True) == [4, 6]
+    assert list_saved_steps(rows, -1, has_ended=True) == []
+    assert list_saved_steps([], 2, has_ended=False) == []
+
+
+def test_the_command_that_status_prints_can_be_pasted(moved_folder: Path) -> None:
+    """`status` is typed with a relative path that begins with a dash, and its answer is given to a real shell."""
+    status = type_in("status", "--", NAME)
+    command = status.split("Continue with: ")[1].rstrip("\n")
+    assert command.startswith(f"{PROGRAM} resume ")
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    answer = subprocess.run(
+        ["bash", "-c", f"{command} --dry-run"], capture_output=True, text=True, cwd=moved_folder.parent, env=environment
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert f"Results: {moved_folder}\n" in answer.stdout
