@@ -69,14 +69,15 @@ class Learner:
             (name, part[member])
             for name, part in zip(self.optimizer.parameters, self.optimizer.split_by_parameter(gradient), strict=True)
         ]
-        return [
+        causes = [
             *find_nonfinite_losses({"loss": loss[member].detach()}),
             *find_nonfinite_gradients(gradients, norm[member]),
-            *(
-                f"weight {name}"
-                for name, weight in self.optimizer.parameters.items()
-                if not bool(weight[member].isfinite().all())
-            ),
+        ]
+        # Weights are named only if the step itself broke them. Otherwise they follow from the loss or the gradient.
+        return causes or [
+            f"weight {name}"
+            for name, weight in self.optimizer.parameters.items()
+            if not bool(weight[member].isfinite().all())
         ]
 
     def _compute_loss(self, rollouts: Rollouts) -> tuple[Tensor, RuleLoss]:
