@@ -74,7 +74,7 @@ PPO_CASES, SANDBOX_CASES = list_ppo_cases(), list(list_sandbox_cases())
 
 
 def check_refusal(message: str, name: str) -> None:
-    assert f"{name}=" in message, message
+    assert name in message, message
 
 
 def check_message(message: str, step: int) -> None:
