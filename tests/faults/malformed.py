@@ -25,7 +25,7 @@ from search_spaces.language_model.family import PPO
 from trainable.config.aliases import ALIASES
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, apply_overrides, list_field_names
-from trainable.config.setting_types import MAX_INTEGER
+from trainable.config.setting_types import MAX_FLOAT, MAX_INTEGER, MIN_FLOAT
 from trainable.files.json_values import DamageWarning
 from tune_study.commands.cli import app
 from tune_study.plan.study_plan import MAX_SEEDS
@@ -195,7 +195,11 @@ def draw_out_of_range(schema: Mapping[str, Any]) -> st.SearchStrategy[str]:
         ranges.append(st.floats(max_value=schema["exclusiveMinimum"]))
     if maximum is not None:
         ranges.append(st.floats(min_value=maximum, exclude_min=True))
-    return st.one_of(ranges).map(repr) if ranges else non_finite_numbers
+    # Every number that float32 cannot hold is out of range.
+    sizes = st.one_of(
+        st.floats(min_value=MAX_FLOAT, exclude_min=True), st.floats(0, MIN_FLOAT, exclude_min=True, exclude_max=True)
+    )
+    return st.one_of(*ranges, sizes, sizes.map(lambda size: -size)).map(repr)
 
 
 def list_field_schemas(

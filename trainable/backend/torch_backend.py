@@ -104,7 +104,8 @@ class TorchBackend:
             self.optimizer.step()
             meter.record_step(grad_norm, norm_column)
         else:
-            meter.record_skipped_step(find_nonfinite_gradients(named_weights))
+            gradients = ((name, weight.grad) for name, weight in named_weights if weight.grad is not None)
+            meter.record_skipped_step(find_nonfinite_gradients(gradients, grad_norm))
         self.optimizer.zero_grad(set_to_none=True)
 
     def gather_weights(self) -> AbstractContextManager[None]:

@@ -92,7 +92,8 @@ class ZeroBackend:
             self.weights.after_step()
             meter.record_step(float(self.engine.get_global_grad_norm()), norm_column)
         else:
-            meter.record_skipped_step(["gradient"])  # DeepSpeed does not say which gradients are not finite
+            # DeepSpeed does not say which gradients are not finite.
+            meter.record_skipped_step([f"gradient of {name}" for name in self.networks])
         self.engine.zero_grad()
 
     def gather_weights(self) -> AbstractContextManager[None]:

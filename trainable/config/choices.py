@@ -14,22 +14,24 @@ class AdvantageEstimator:
     """Properties of an advantage estimator.
 
     needs_critic: whether the estimator reads values. has_turn_level: whether it has a form over turns (bi_level_gae).
-    is_skill: whether it computes skills, which the loss of target policy optimization fits.
+    is_skill: whether it computes skills, which the loss of target policy optimization fits. compares_group: whether the
+    advantage of a rollout is relative to the others of its group, so that a group of one has advantage 0.
     """
 
     needs_critic: bool = False
     has_turn_level: bool = False
     is_skill: bool = False
+    compares_group: bool = False
 
 
 ADVANTAGE_ESTIMATORS: Mapping[str, AdvantageEstimator] = MappingProxyType(
     {
         "gae": AdvantageEstimator(needs_critic=True, has_turn_level=True),
-        "grpo": AdvantageEstimator(),
-        "rloo": AdvantageEstimator(),
+        "grpo": AdvantageEstimator(compares_group=True),
+        "rloo": AdvantageEstimator(compares_group=True),
         "reinforce_plus_plus": AdvantageEstimator(),
-        "reinforce_plus_plus_baseline": AdvantageEstimator(),
-        "group_skill": AdvantageEstimator(is_skill=True),
+        "reinforce_plus_plus_baseline": AdvantageEstimator(compares_group=True),
+        "group_skill": AdvantageEstimator(is_skill=True, compares_group=True),
     }
 )
 """The advantage estimators that exist, by their name in the setting algorithm.adv_estimator.
@@ -85,6 +87,31 @@ FILTER_STRATEGIES: Mapping[str, FilterStrategy] = MappingProxyType(
 """The filter strategies that exist, by their name in the setting filter.rollout_filter_strategy.
 
 `trainable.algo.filters.parse_rule` makes the rule of a strategy.
+"""
+
+
+@dataclass(frozen=True)
+class FilterMetric:
+    """Properties of a score of groups. is_spread: whether it is a standard deviation, which a group of one has not."""
+
+    is_spread: bool = False
+
+
+FILTER_METRICS: Mapping[str, FilterMetric] = MappingProxyType(
+    {
+        "reward_variance": FilterMetric(is_spread=True),
+        "reward_std": FilterMetric(is_spread=True),
+        "reward": FilterMetric(),
+        "reward_sum": FilterMetric(),
+        "entropy": FilterMetric(),
+        "entropy_variance": FilterMetric(is_spread=True),
+        "entropy_std": FilterMetric(is_spread=True),
+        "length": FilterMetric(),
+    }
+)
+"""The scores of groups that exist, by their name in the setting filter.rollout_filter_metric.
+
+`trainable.algo.filters.compute_group_scores` computes them.
 """
 
 

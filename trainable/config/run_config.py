@@ -29,7 +29,7 @@ from trainable.config.sections import (
     RolloutConfig,
     TrainerConfig,
 )
-from trainable.config.setting_types import format_value
+from trainable.config.setting_types import MAX_EPISODES, MAX_LEVELS, format_value
 
 C = TypeVar("C", bound=BaseRunConfig)
 
@@ -110,6 +110,47 @@ class RunConfig(BaseRunConfig):
                 if is_conflict:
                     raise ValueError(f"actor.policy_loss=tpo {reason}")
         return self
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> "RunConfig":
+        steps, mini_batch_size = self.trainer.total_training_steps, self.actor.ppo_mini_batch_size
+        # The seeds of a run's training levels are a block of this length (`envs/sokoban/level_sets.py`).
+        if self.env.env_groups * steps > MAX_LEVELS:
+            raise ValueError(
+                f"env.env_groups={self.env.env_groups} takes {self.env.env_groups * steps} training levels in {steps} "
+                f"steps, and a run has {MAX_LEVELS}: set env.env_groups={max(1, MAX_LEVELS // steps)} or fewer, or "
+                "fewer trainer.total_training_steps"
+            )
+        if self.max_batch_size > MAX_EPISODES:
+            raise ValueError(
+                f"actor.ppo_mini_batch_size={mini_batch_size}: the batch of a step is filled up with copies to a "
+                f"common multiple of mini-batch and env.env_groups={self.env.env_groups}, which would be "
+                f"{self.max_batch_size} sequences, and {MAX_EPISODES} are the maximum: set "
+                f"actor.ppo_mini_batch_size={self.env.env_groups}, or a multiple of that"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_kl_horizon(self) -> "RunConfig":
+        kl_ctrl, batch_size = self.algorithm.kl_ctrl, self.max_batch_size
+        # A step multiplies the coefficient by 1 + error * batch size / horizon, with an error of at least -0.2. Below
+        # this bound the product could be 0 or negative, and a negative coefficient would reward the KL.
+        if self.algorithm.use_kl_in_reward and kl_ctrl.type == "adaptive" and kl_ctrl.horizon <= 0.2 * batch_size:
+            raise ValueError(
+                f"algorithm.kl_ctrl.horizon={kl_ctrl.horizon}: must be above 0.2 times the {batch_size} sequences of a "
+                f"step, or the adaptive coefficient could become 0 or negative: set "
+                f"algorithm.kl_ctrl.horizon={10 * batch_size}, or another value above {0.2 * batch_size:g}"
+            )
+        return self
+
+    @property
+    def max_batch_size(self) -> int:
+        """The largest number of sequences in the batch of a step, including copies that fill the last mini-batch."""
+        sequences = self.env.env_groups * self.env.group_size
+        if self.actor.loss.needs_whole_groups:  # no copies
+            return sequences
+        multiple = math.lcm(self.env.env_groups, self.actor.ppo_mini_batch_size)
+        return -(-sequences // multiple) * multiple  # rounded up
 
     def dump_for_hash(self) -> dict[str, Any]:
         """Every setting that can change a result, without the seed and without settings that this run does not read."""

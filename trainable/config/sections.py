@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from trainable.config.base_config import BaseTrainerConfig
 from trainable.config.choices import (
     ADVANTAGE_ESTIMATORS,
+    FILTER_METRICS,
     FILTER_STRATEGIES,
     POLICY_LOSSES,
     AdvantageEstimator,
@@ -17,8 +18,8 @@ from trainable.config.choices import (
 )
 from trainable.config.section import Section
 from trainable.config.setting_types import (
+    MAX_FLOAT,
     Common,
-    FilterMetric,
     Finite,
     Fraction,
     FractionBelowOne,
@@ -30,6 +31,7 @@ from trainable.config.setting_types import (
     NonNegative,
     ParseNull,
     Positive,
+    check_episodes,
 )
 
 
@@ -75,7 +77,7 @@ class EnvConfig(Section):
     )
     seed_val: int = Field(123, ge=0, le=200_000_000, description="seed of the first validation level")
     max_turn: Common[int] = Field(5, ge=1, description="maximum turns (replies) per episode")
-    max_actions_per_turn: int = Field(2, ge=1, description="maximum actions executed per turn")
+    max_actions_per_turn: int = Field(2, ge=1, le=1_000, description="maximum actions executed per turn")
     max_actions_per_traj: int = Field(10, ge=1, description="maximum actions executed per episode")
     format_penalty: Annotated[float, Field(le=0, allow_inf_nan=False)] = Field(
         -0.1, description="added to the episode's score for each turn with an invalid or empty answer"
@@ -83,6 +85,12 @@ class EnvConfig(Section):
     observation_format: Literal["grid_coord", "grid", "coord"] = Field(
         "grid_coord", description="how the full prompt shows a level; ignored by the compact prompt"
     )
+
+    @model_validator(mode="after")
+    def _check_episodes(self) -> Self:
+        for groups, size in (("env_groups", "group_size"), ("val_env_groups", "val_group_size")):
+            check_episodes(groups, getattr(self, groups), size, getattr(self, size))
+        return self
 
 
 class RolloutConfig(Section):
@@ -132,7 +140,7 @@ class FilterConfig(Section):
     rollout_filter_type: Literal["largest", "smallest"] = Field(
         "largest", description="keep the groups with the largest or the smallest scores"
     )
-    rollout_filter_metric: Common[FilterMetric] = Field(
+    rollout_filter_metric: Common[Literal[tuple(FILTER_METRICS)]] = Field(  # type: ignore[valid-type]
         "reward_variance",
         description="score of a group; reward_variance is in fact the standard deviation, as published",
     )
@@ -146,6 +154,11 @@ class FilterConfig(Section):
         0.01,
         description="linear top_p: subtracted from the score mass that must be reached, in units of the score",
     )
+
+    @property
+    def has_spread_metric(self) -> bool:
+        """Whether the score of a group is a standard deviation, which is 0 in a group of one."""
+        return FILTER_METRICS[self.rollout_filter_metric].is_spread
 
     # These checks concern two settings, so no bound of a single field can express them.
     @model_validator(mode="after")
@@ -172,11 +185,24 @@ class OptimConfig(Section):
     )
     weight_decay: NonNegative = Field(0.01, description="AdamW weight decay (decoupled)")
     grad_clip: Positive = Field(1.0, description="clip the global gradient norm at this value")
-    ppo_epochs: int = Field(1, ge=1, description="epochs over each step's batch")
+    ppo_epochs: int = Field(1, ge=1, le=1_000, description="epochs over each step's batch")
     ppo_mini_batch_size: Common[int] = Field(32, ge=1, description="sequences per optimizer step")
     ppo_micro_batch_size_per_gpu: int = Field(
         4, ge=1, description="micro-batch size: number of sequences that a loss is averaged over"
     )
+    lr: Common[Positive] = Field(1e-6, description="learning rate (constant)")
+
+    @model_validator(mode="after")
+    def _check_step_size(self) -> "OptimConfig":
+        # AdamW passes this quotient to a kernel of float32, which raises an error for a number that it cannot hold. It
+        # is the largest, and that of the first step: later ones divide by 1 - betas[0] ** step.
+        if self.lr / (1 - self.betas[0]) > MAX_FLOAT:
+            raise ValueError(
+                f"lr={self.lr}: must be at most {MAX_FLOAT * (1 - self.betas[0]):.2g}, because AdamW divides it by "
+                f"1 - betas[0], and float32 ends at {MAX_FLOAT:.2g} (the default is "
+                f"{type(self).model_fields['lr'].default})"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_micro_batch_size(self) -> "OptimConfig":
@@ -192,7 +218,6 @@ class OptimConfig(Section):
 class ActorConfig(OptimConfig):
     """The policy's losses and optimizer."""
 
-    lr: Common[Positive] = Field(1e-6, description="learning rate (constant)")
     policy_loss: Common[Literal[tuple(POLICY_LOSSES)]] = Field(  # type: ignore[valid-type]
         "ppo_clip",
         description="PPO with clipped token ratios, or target policy optimization over the rollouts of a group",
@@ -377,6 +402,12 @@ class TrainerConfig(BaseTrainerConfig):
             # A pydantic model is frozen, so the value is written past it, before anyone else has the instance. The
             # first analysis is at step 1.
             self.__dict__["total_training_steps"] = 1
+        return self
+
+    @model_validator(mode="after")
+    def _check_analysis_episodes(self) -> Self:
+        groups, size = self.gradient_analysis_env_groups, self.gradient_analysis_group_size
+        check_episodes("gradient_analysis_env_groups", groups or 1, "gradient_analysis_group_size", size or 1)
         return self
 
     @model_validator(mode="after")

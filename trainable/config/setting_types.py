@@ -21,9 +21,6 @@ def is_common(field: FieldInfo) -> bool:
 
 KLKind = Literal[(*KL_KINDS, EXACT_KL, *(f"{kind}+" for kind in KL_KINDS))]  # type: ignore[valid-type]
 """A KL estimator from sampled tokens, the exact KL, or, with `+`, the value of an estimator with the gradient of k2."""
-FilterMetric = Literal[
-    "reward_variance", "reward_std", "reward", "reward_sum", "entropy", "entropy_variance", "entropy_std", "length"
-]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -31,6 +28,18 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
 MAX_INTEGER = 2**31 - 1
+MAX_FLOAT = (2 - 2**-23) * 2.0**127
+"""The largest number of float32, about 3.4e+38."""
+MIN_FLOAT = 2.0**-126
+"""The smallest normal number of float32, about 1.2e-38. Smaller ones lose digits; some GPU kernels set them to 0."""
+MAX_LEVELS = 1_000_000
+"""Maximum number of different levels of one kind in a run."""
+MAX_EPISODES = 1_000_000
+"""Maximum number of episodes that are in memory at once: those of a training step, of a validation, or of an analysis.
+
+A million short episodes take dozens of gigabytes, so a larger number is a typing error and would only end in a kill by
+the operating system.
+"""
 
 
 def _sum_groups(value: object) -> object:
@@ -40,7 +49,16 @@ def _sum_groups(value: object) -> object:
     return value
 
 
-GroupCount = Annotated[int, BeforeValidator(_sum_groups), Field(ge=1)]
+GroupCount = Annotated[int, BeforeValidator(_sum_groups), Field(ge=1, le=MAX_LEVELS)]
+
+
+def check_episodes(groups_name: str, groups: int, size_name: str, size: int) -> None:
+    """Raise ValueError if `groups` of `size` rollouts are more episodes than MAX_EPISODES."""
+    if groups * size > MAX_EPISODES:
+        raise ValueError(
+            f"{size_name}={size}: {groups_name}={groups} groups of that size are {groups * size} episodes at once, but "
+            f"must be at most {MAX_EPISODES}"
+        )
 
 
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

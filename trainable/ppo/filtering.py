@@ -1,13 +1,20 @@
 """The group filter of a step: selects the groups of episodes to train on."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from trainable.algo.filters import ZERO_SCORE, compute_group_scores, parse_rule, select_groups
 from trainable.config.sections import FilterConfig
 from trainable.ppo.evaluation import reshape_by_group
 from trainable.ppo.step_record import FilterDecision
 from trainable.rollout.episode import Episode
+from trainable.runs.failures import NonFiniteError
+
+_MAX_GROUPS_SHOWN = 3
+"""Groups in a message."""
 
 
 class Selection(NamedTuple):
@@ -25,12 +32,18 @@ class Selection(NamedTuple):
 def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_size: int) -> Selection:
     """Select the groups to train on by their scores (see `FilterConfig`); the selection may be empty.
 
+    Raises NonFiniteError if scores or reward stds are not finite in float32, as those of huge penalties are.
+
     episodes: complete groups of `group_size` consecutive episodes; `Episode.group` numbers the groups from 0.
     """
     rewards = reshape_by_group([episode.score for episode in episodes], group_size)
     entropies = reshape_by_group([float(episode.entropies[episode.mask].mean()) for episode in episodes], group_size)
     lengths = reshape_by_group([float(episode.response_tokens) for episode in episodes], group_size)
     scores = compute_group_scores(settings.rollout_filter_metric, rewards, entropies, lengths)
+    # The std columns of the decision always describe the rewards, whatever the filter's metric, so that runs with
+    # different filters can be compared.
+    stds = compute_group_scores("reward_std", rewards)
+    _check_finite({"rewards": rewards, f"scores ({settings.rollout_filter_metric})": scores, "reward stds": stds})
     rule = parse_rule(
         settings.rollout_filter_strategy,
         settings.rollout_filter_value,
@@ -40,9 +53,6 @@ def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_s
     is_kept = select_groups(
         scores, rule, settings.rollout_filter_type == "largest", settings.rollout_filter_include_zero
     )
-    # The std columns of the decision always describe the rewards, whatever the filter's metric, so that runs with
-    # different filters can be compared.
-    stds = compute_group_scores("reward_std", rewards)
     groups_kept = int(is_kept.sum())
     decision = FilterDecision(
         reward_std=float(stds.mean()),
@@ -56,3 +66,14 @@ def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_s
         reward_std_kept=float(stds[is_kept].mean()) if groups_kept else 0.0,
     )
     return Selection([episode for episode in episodes if is_kept[episode.group]], decision)
+
+
+def _check_finite(group_tensors: Mapping[str, Tensor]) -> None:
+    """Raise NonFiniteError with the tensors (P, ...) that are not finite, and the groups in which they are not."""
+    for name, tensor in group_tensors.items():
+        is_finite = torch.isfinite(tensor).reshape(len(tensor), -1).all(1)
+        if not bool(is_finite.all()):
+            groups = ", ".join(map(str, torch.where(~is_finite)[0].tolist()[:_MAX_GROUPS_SHOWN]))
+            raise NonFiniteError(
+                f"{name} were not finite in {int((~is_finite).sum())} of {len(tensor)} groups (such as {groups})"
+            )

@@ -57,7 +57,7 @@ from trainable.rollout.episode_loop import EpisodeLimits, check_first_turn, roll
 from trainable.rollout.sampler import SamplingParams
 from trainable.runs.failures import NonFiniteError
 from trainable.runs.flat_state import get_shapes
-from trainable.runs.nonfinite import check_finite
+from trainable.runs.nonfinite import add_step, check_finite
 from trainable.runs.run import Row
 
 SHARED_VALUE_WEIGHT = 0.01
@@ -172,12 +172,13 @@ class PPOTrainer:
         # After the validation, which counts as step 0.
         self.step_index += 1
         plan = plan_step(self.step_index, config)
-        with timer.measure("rollout"):
+        with timer.measure("rollout"), add_step(f"in step {self.step_index}"):
             episodes = self._collect_episodes()  # 1
         # Before everything that uses the episodes: if the engine sampled from other weights, the run ends here.
         mismatch = self.engine.measure_mismatch(episodes, self.step_index)
         collapse = self.diagnostics.collapse(self, episodes)
-        selection = filter_episodes(episodes, config.filter, config.env.group_size)  # 2
+        with add_step(f"in step {self.step_index}"):
+            selection = filter_episodes(episodes, config.filter, config.env.group_size)  # 2
         self.consecutive_empty_steps = 0 if selection.episodes else self.consecutive_empty_steps + 1
         prepared = self._prepare_selected(selection, timer) if selection.episodes else None  # 3 to 6
         critic_meter = self._update_critic(prepared, timer) if prepared and plan.critic else None  # 7
@@ -449,9 +450,9 @@ class PPOTrainer:
         else:
             levels, group_size, purpose = self.test_levels, 1, "test"
         temperature = self.config.rollout.val_temperature if mode == "sampled" else 0.0
-        episodes = self._roll_out_levels(
-            levels, group_size, temperature, make_rng(self.config.seed, purpose, self.step_index)
-        )
+        rng = make_rng(self.config.seed, purpose, self.step_index)
+        with add_step(f"in the {purpose} after step {self.step_index}"):
+            episodes = self._roll_out_levels(levels, group_size, temperature, rng)
         return make_evaluation(episodes, self.step_index, split, mode, number_classes([level.key for level in levels]))
 
     # ------------------------------------------------------------------ budget and timing

@@ -22,7 +22,7 @@ from trainable.models.load import Policy
 from trainable.models.lora import iter_hub_weights, list_weight_names
 from trainable.rollout.batch import Batch, collate
 from trainable.rollout.episode import Episode
-from trainable.rollout.logprob_mismatch import LogprobMismatch, check_mismatch, measure_mismatch
+from trainable.rollout.logprob_mismatch import LogprobMismatch, check_logprobs, check_mismatch, measure_mismatch
 from trainable.rollout.sampler import Sampler
 from trainable.rollout.torch_sampler import TorchSampler
 
@@ -159,9 +159,7 @@ class VllmEngine:
             self.vllm_sampler.update_weights(iter_hub_weights(self.model))
             trainer_logprobs = _compute_logprobs(self.model, torch.tensor([self.prompt], device=self.device)).cpu()
         engine_logprobs = torch.from_numpy(self.vllm_sampler.compute_logprobs([self.prompt])[0])
-        check_mismatch(
-            measure_mismatch(trainer_logprobs, engine_logprobs).mean_abs, self.config.rollout.logprob_tolerance, step
-        )
+        self._compare(trainer_logprobs, engine_logprobs, step)
 
     def recompute_logprobs(self, episodes: Sequence[Episode]) -> list[Episode]:
         """Recompute log-probs with the trainer, and keep the engine's beside them (see `Engine.recompute_logprobs`)."""
@@ -177,7 +175,12 @@ class VllmEngine:
         engine_logprobs = np.concatenate(
             [episode.engine_logprobs[episode.mask] for episode in episodes if episode.engine_logprobs is not None]
         )
-        mismatch = measure_mismatch(torch.from_numpy(trainer_logprobs), torch.from_numpy(engine_logprobs))
+        return self._compare(torch.from_numpy(trainer_logprobs), torch.from_numpy(engine_logprobs), step)
+
+    def _compare(self, trainer_logprobs: torch.Tensor, engine_logprobs: torch.Tensor, step: int) -> LogprobMismatch:
+        """Measure the mismatch of log-probs (N,) of the same tokens, and check it."""
+        check_logprobs(trainer_logprobs, engine_logprobs, step)
+        mismatch = measure_mismatch(trainer_logprobs, engine_logprobs)
         check_mismatch(mismatch.mean_abs, self.config.rollout.logprob_tolerance, step)
         return mismatch
 

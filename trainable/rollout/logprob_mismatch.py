@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trainable.runs.failures import NonFiniteError
+
 
 class EngineMismatchError(ArithmeticError):
     """The engine's log-probs differ from the trainer's. A repetition would differ, too, so the run is not retried."""
@@ -47,6 +49,14 @@ def measure_mismatch(trainer_logprobs: Tensor, engine_logprobs: Tensor) -> Logpr
         kl=float((torch.expm1(difference) - difference).mean()),  # KL(engine || trainer): the engine sampled the tokens
         ess_fraction=float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())),
     )
+
+
+def check_logprobs(trainer_logprobs: Tensor, engine_logprobs: Tensor, step: int) -> None:
+    """Raise NonFiniteError if log-probs of the same tokens are not finite: this is no mismatch of two engines."""
+    log_probs = {"trainer": trainer_logprobs, "engine": engine_logprobs}
+    names = [name for name, values in log_probs.items() if not bool(torch.isfinite(values).all())]
+    if names:
+        raise NonFiniteError(f"log-probs of the {' and the '.join(names)} were not finite at step {step}")
 
 
 def check_mismatch(mean_abs: float, tolerance: float, step: int) -> None:

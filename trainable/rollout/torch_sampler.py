@@ -181,7 +181,10 @@ class TorchConversation:
         )
         # A logit of NaN or +inf makes the entropy NaN.
         if not np.isfinite(entropies).all():
-            raise NonFiniteError("the policy's logits were not finite during sampling")
+            raise NonFiniteError(
+                f"the policy's logits, divided by the temperature {self.params.temperature or 1:g}, were not finite "
+                "during sampling"
+            )
         replies = {}
         for place, length in enumerate(buffers.lengths.tolist()):
             last_token = self.pending_tokens[place] = int(token_ids[place, length - 1])

@@ -1,6 +1,7 @@
 """Find tensors that are not finite, and end a run that cannot recover from them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +14,18 @@ _MAX_NAMES_SHOWN = 3
 NamedParameters = list[tuple[str, nn.Parameter]]
 
 
-def find_nonfinite_gradients(parameters: NamedParameters) -> list[str]:
-    """`gradient of <name>` for every parameter whose gradient has a NaN or an infinity."""
-    return [
-        f"gradient of {name}"
-        for name, parameter in parameters
-        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
-    ]
+def find_nonfinite_gradients(gradients: Iterable[tuple[str, Tensor]], norm: Tensor) -> list[str]:
+    """`gradient of <name>` for every gradient that has a NaN or an infinity; none if only a loss is not finite.
+
+    norm: norm of all gradients. It can overflow although every entry is finite, because it squares them. It is named
+    then, together with the parameter that has the largest entry.
+    """
+    named_gradients = list(gradients)
+    names = [f"gradient of {name}" for name, gradient in named_gradients if not bool(torch.isfinite(gradient).all())]
+    if names or bool(torch.isfinite(norm)):
+        return names
+    largest_entry, name = max((float(gradient.abs().max()), name) for name, gradient in named_gradients)
+    return [f"norm of the gradient (its largest entry is {largest_entry:.3g}, of {name})"]
 
 
 def find_nonfinite_weights(parameters: NamedParameters) -> list[str]:
@@ -29,6 +35,15 @@ def find_nonfinite_weights(parameters: NamedParameters) -> list[str]:
     if bool(torch.isfinite(nn.utils.get_total_norm([parameter.detach() for _, parameter in parameters]))):
         return []
     return [f"weight {name}" for name, parameter in parameters if not bool(torch.isfinite(parameter).all())]
+
+
+@contextmanager
+def add_step(where: str) -> Iterator[None]:
+    """Add `where`, such as "in step 3", to the message of a NonFiniteError of code that does not know the step."""
+    try:
+        yield
+    except NonFiniteError as error:
+        raise NonFiniteError(f"{error}, {where}") from error
 
 
 def check_finite(
@@ -43,16 +58,17 @@ def check_finite(
     """
     weight_names = list(nonfinite_weights)
     if weight_names:
-        raise NonFiniteError(f"the weights after step {step} are not finite: {_format_names(weight_names)}")
+        raise NonFiniteError(f"the weights after step {step} are not finite: {format_names(weight_names)}")
     if consecutive_skips >= patience:
         unique_names = list(dict.fromkeys(nonfinite_names))  # the same names recur in every step
         raise NonFiniteError(
             f"updates were skipped in {consecutive_skips} consecutive training steps, up to step {step}, because of "
-            f"values that are not finite: {_format_names(unique_names)} (trainer.nonfinite_patience={patience})"
+            f"values that are not finite: {format_names(unique_names)} (trainer.nonfinite_patience={patience})"
         )
 
 
-def _format_names(names: list[str]) -> str:
+def format_names(names: list[str]) -> str:
+    """The first few of `names`, and how many more there are."""
     hidden_count = len(names) - _MAX_NAMES_SHOWN
     return ", ".join(names[:_MAX_NAMES_SHOWN]) + (f" and {hidden_count} more" if hidden_count > 0 else "")
 

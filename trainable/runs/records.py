@@ -142,7 +142,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "1 - Var(returns - values) / Var(returns), with the values before the update",
         "critic/vf_explained_var",
     ),
-    Column("nonfinite_updates", "optimizer steps", "optimizer steps skipped because of a non-finite gradient norm"),
+    Column("nonfinite_updates", "optimizer steps", "optimizer steps skipped because a loss or gradient was not finite"),
     Column(
         "kl_in_reward_coef",
         "1",

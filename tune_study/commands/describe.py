@@ -22,6 +22,7 @@ from tune_study.folder.statuses import resolve_status
 from tune_study.host.console import print_line, print_table
 from tune_study.placement import memory_plan, time_estimate
 from tune_study.placement.memory_plan import MemoryPlan
+from tune_study.plan.remarks import find_remarks
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan, find_output, format_values, make_base_config
 
@@ -114,7 +115,7 @@ def _format_plan_lines(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str
     ]
     if resource_plan.gpu_slots:
         lines.append(f"GPU slots: {' '.join(resource_plan.gpu_slots)}")
-    return [*lines, *resource_plan.notes]
+    return [*lines, *resource_plan.notes, *find_remarks(plan)]
 
 
 def _describe_trial(plan: StudyPlan) -> str:

@@ -10,6 +10,7 @@ from tune_study.folder import outputs
 from tune_study.host.console import print_error, print_line
 from tune_study.host.interrupt import make_interrupt
 from tune_study.placement.disk import DiskBudget
+from tune_study.plan.remarks import find_remarks
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.local_ray import LocalRay
@@ -39,6 +40,8 @@ def run_prepared_study(
     plan = study.plan
     print_line(console, f"Preset {plan.preset}: {plan.preset_reason}")
     print_line(console, study.space_line)
+    for remark in find_remarks(plan):
+        print_line(console, remark)
     return execute_study(plan, study.resource_plan, study.wandb_mode, console, skipped_statuses, suite)
 
 

@@ -1,4 +1,5 @@
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from tests.fakes.trainers import copy_weights, make_quiet_trainer
 from tests.fakes.trials import find_newest_checkpoint, get_rows, start_trial
 from trainable.backend.torch_backend import TorchBackend
 from trainable.ppo.trainer import PPOTrainer
+from trainable.rollout.logprob_mismatch import check_logprobs
 from trainable.runs.checkpoint import read_checkpoint
 from trainable.runs.failures import NON_FINITE, NonFiniteError, RunFailedError, classify_failure
 from trainable.runs.nonfinite import (
@@ -98,7 +100,7 @@ def test_a_policy_without_finite_logits_is_not_sampled_from() -> None:
     trainer = make_quiet_trainer()
     with torch.no_grad():
         trainer.model.lm_head.weight[3, 0] = math.nan
-    with pytest.raises(NonFiniteError, match="logits were not finite"):
+    with pytest.raises(NonFiniteError, match=r"logits, divided by the temperature 1, were not finite .*, in step 1$"):
         trainer.step()
 
 
@@ -106,12 +108,75 @@ def test_nonfinite_gradients_weights_and_losses_are_named() -> None:
     finite, broken, unused = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
     finite.grad, broken.grad = torch.ones(3), torch.tensor([1.0, math.inf, 0.0])
     named_parameters = [("a", finite), ("b", broken), ("c", unused)]
-    assert find_nonfinite_gradients(named_parameters) == ["gradient of b"]
+    gradients = [(name, parameter.grad) for name, parameter in named_parameters if parameter.grad is not None]
+    assert find_nonfinite_gradients(gradients, torch.tensor(math.inf)) == ["gradient of b"]
+    assert find_nonfinite_gradients(gradients[:1], torch.tensor(1.0)) == []
     assert find_nonfinite_weights(named_parameters) == []
     broken.data[1] = math.nan
     assert find_nonfinite_weights(named_parameters) == ["weight b"]
     losses = {"pg_loss": torch.tensor(math.nan), "kl_loss": torch.tensor(1.0), "entropy_loss": torch.tensor(-math.inf)}
     assert find_nonfinite_losses(losses) == ["pg_loss", "entropy_loss"]
+
+
+def test_a_gradient_whose_norm_overflows_is_named_by_its_largest_entry() -> None:
+    gradients = [("a", torch.tensor([1e20, 1.0])), ("b", torch.tensor([2.0, -3e20]))]
+    norm = torch.nn.utils.get_total_norm([gradient for _, gradient in gradients])
+    assert not torch.isfinite(norm)
+    assert find_nonfinite_gradients(gradients, norm) == ["norm of the gradient (its largest entry is 3e+20, of b)"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "quantity"),
+    [
+        ({"actor__entropy_coeff": 1e38}, r"finite: norm of the gradient \(its largest entry is \S+, of model\.\S+\)"),
+        ({"actor__entropy_coeff": 3.4e38}, r"finite: gradient of model\.embed_tokens\.weight"),
+        (
+            {"actor__use_kl_loss": True, "actor__kl_loss_coef": 1e30},
+            r"finite: norm of the gradient \(its largest entry",
+        ),
+        ({"env__format_penalty": -1e30, "critic__ppo_mini_batch_size": 8}, "finite: vf_loss"),
+        ({"env__format_penalty": -3e38}, r"rewards were not finite in \d of 2 groups \(such as \d"),
+        (
+            {"rollout__temperature": 1.2e-38},
+            "logits, divided by the temperature 1.2e-38, were not finite during sampling",
+        ),
+    ],
+    ids=str,
+)
+def test_a_setting_that_overflows_ends_with_the_step_and_a_quantity(settings: dict[str, object], quantity: str) -> None:
+    trainer = make_quiet_trainer(trainer__nonfinite_patience=1, **settings)
+    with pytest.raises(NonFiniteError, match=quantity) as raised:
+        trainer.step()
+    assert re.search(r"\bstep 1\b", str(raised.value))
+
+
+def test_a_policy_without_finite_logits_ends_an_evaluation_with_its_step() -> None:
+    trainer = make_quiet_trainer()
+    trainer.step()
+    with torch.no_grad():
+        trainer.model.lm_head.weight[3, 0] = math.nan
+    with pytest.raises(
+        NonFiniteError, match=r"logits, divided by the temperature 1, .* in the validation after step 1$"
+    ):
+        trainer.evaluate("val", "greedy")
+
+
+def test_rewards_that_overflow_are_found_with_any_metric_of_the_filter() -> None:
+    trainer = make_quiet_trainer(env__format_penalty=-3e38, filter__rollout_filter_metric="length")
+    with pytest.raises(NonFiniteError, match=r"^rewards were not finite .*, in step 1$"):
+        trainer.step()
+
+
+@pytest.mark.parametrize(
+    ("trainer_value", "engine_value", "words"),
+    [(math.nan, -1.0, "log-probs of the trainer were"), (math.inf, math.nan, "of the trainer and the engine were")],
+)
+def test_log_probs_that_are_not_finite_are_no_mismatch_of_engines(
+    trainer_value: float, engine_value: float, words: str
+) -> None:
+    with pytest.raises(NonFiniteError, match=f"{words} not finite at step 7"):
+        check_logprobs(torch.tensor([-1.0, trainer_value]), torch.tensor([-1.0, engine_value]), step=7)
+    check_logprobs(torch.tensor([-1.0]), torch.tensor([-2.0]), step=7)
 
 
 def test_a_long_list_of_names_is_cut() -> None:

@@ -5,6 +5,10 @@ from typing import Any, NamedTuple
 
 from trainable.sandbox.config.names import BANDIT_TASKS, CHAIN_TASKS, SEQUENCE_NOISE_MODES, TOKEN_REWARD_TASKS
 
+MAX_TENSOR_ENTRIES = 2**30
+"""4 GiB in float32, for each of several tensors of each seed. Larger sizes are typing errors: they end in a kill by the
+operating system, after which a run would be started again."""
+
 
 class Rejection(NamedTuple):
     """A rejected combination of settings.
@@ -24,6 +28,14 @@ REJECTIONS: tuple[Rejection, ...] = (
     Rejection(
         lambda c: c.d_model % c.nhead != 0,
         "nhead={c.nhead} does not divide d_model={c.d_model}: set nhead=1, or another divisor",
+    ),
+    Rejection(
+        lambda c: c.max_tensor_entries > MAX_TENSOR_ENTRIES,
+        "a tensor of this run would have {c.max_tensor_entries} entries, and the maximum is "
+        f"{MAX_TENSOR_ENTRIES}"
+        ": set smaller sizes (task={c.task} batch_size={c.batch_size} group_size={c.group_size} seq_len={c.seq_len} "
+        "vocab_size={c.vocab_size} d_model={c.d_model} nhead={c.nhead} num_layers={c.num_layers} hidden={c.hidden} "
+        "context_len={c.context_len} replay_capacity={c.replay_capacity} delay={c.delay})",
     ),
     Rejection(
         lambda c: 0 < c.replay_capacity <= c.delay,

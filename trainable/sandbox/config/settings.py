@@ -54,7 +54,7 @@ class UpdateRuleConfig(BaseRunConfig):
     delay: Common[int] = Field(0, ge=0, description="steps between sampling a batch and training on it")
     batch_size: Common[int] = Field(100, ge=1, description="rollouts per step")
     lr: Common[Positive] = Field(1e-3, description="learning rate of Adam")
-    inner_epochs: Common[int] = Field(1, ge=1, description="optimizer steps per batch")
+    inner_epochs: Common[int] = Field(1, ge=1, le=1_000, description="optimizer steps per batch")
     group_size: Common[int] = Field(
         4, ge=1, description="grouped rules: rollouts per prompt; rules with candidates: candidates per prefix"
     )
@@ -105,7 +105,7 @@ class UpdateRuleConfig(BaseRunConfig):
     binary_reward: bool = Field(False, description="reward 1 for a fully correct sequence, otherwise 0")
     d_model: int = Field(64, ge=1, description="width of the transformer")
     nhead: int = Field(2, ge=1, description="attention heads")
-    num_layers: int = Field(2, ge=1, description="transformer blocks")
+    num_layers: int = Field(2, ge=1, le=1_000, description="transformer blocks")
     hidden: int = Field(50, ge=1, description="mnist: width of the two hidden layers")
     mnist_folder: Annotated[ModelPath | None, ParseNull] = Field(
         None, description="mnist: folder with MNIST's four IDX files; null: synthetic images"
@@ -125,6 +125,27 @@ class UpdateRuleConfig(BaseRunConfig):
     def rule(self) -> Rule:
         """The record of the update rule `method`."""
         return RULES[self.method]
+
+    @property
+    def max_tensor_entries(self) -> int:
+        """Entries of the largest tensor of a member, up to a small factor: weights, activations or stored batches."""
+        positions = 2 * self.seq_len + 1  # prompt, separator, answer
+        tokens = self.batch_size * positions * (self.group_size if self.rule.has_candidates else 1)
+        # The buffer never has more batches than the run has steps.
+        n_batches = min(max(self.replay_capacity, self.delay + 1), self.trainer.total_training_steps)
+        sizes = {
+            "mnist": (784 * self.hidden, self.hidden**2, self.batch_size * max(784 * n_batches, self.hidden)),
+            "lm_bandit": (self.batch_size * self.context_len * n_batches,),
+        }
+        sequence_sizes = (
+            (self.vocab_size + positions) * self.d_model,
+            4 * self.num_layers * self.d_model**2,
+            4 * tokens * self.d_model,
+            tokens * self.nhead * positions,
+            tokens * self.vocab_size,
+            tokens * n_batches,
+        )
+        return max(sizes.get(self.task, sequence_sizes))
 
     def get_row_steps(self, step: int) -> range:
         """The steps of the rows (one per evaluation) that a run has written after `step` training steps.

@@ -7,6 +7,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from trainable.runs.nonfinite import format_names
 from trainable.runs.run import LinesByFile, Row, TrainerState
 from trainable.runs.training import StepResult
 from trainable.sandbox.batch.rngs import MemberRngs
@@ -103,7 +104,7 @@ class UpdateRuleTrainer:
             if is_row
             else {}
         )
-        return self._drop_failed_members(rows, update_result.is_finite)
+        return self._drop_failed_members(rows, update_result.nonfinite_names)
 
     def _is_evaluation_step(self, step: int) -> bool:
         # Counted from the first step that trains on a batch of the age `delay`, as in the published rows.
@@ -191,17 +192,18 @@ class UpdateRuleTrainer:
         self._keep_members([seed for seed in self.seeds if seed not in stop_columns])
         return StepResult({seed: {**rows[seed], **stop_row} for seed, stop_row in stop_columns.items()})
 
-    def _drop_failed_members(self, rows: dict[int, Row], is_finite: Tensor) -> StepResult:
-        """The result of the step, in which members whose loss or gradient was not finite are failures."""
-        if bool(is_finite.all()):
+    def _drop_failed_members(self, rows: dict[int, Row], nonfinite_names: list[list[str]]) -> StepResult:
+        """The result of the step, in which members with a loss, gradient or weight that is not finite are failures."""
+        step = self.step_index - 1  # step_index already counts the step
+        failures = {
+            seed: f"values of step {step} were not finite: {format_names(names)}"
+            for seed, names in zip(self.seeds, nonfinite_names, strict=True)
+            if names
+        }
+        if not failures:
             return StepResult(rows)
-        is_finite_by_seed = dict(zip(self.seeds, is_finite.tolist(), strict=True))
-        message = f"loss or gradient of step {self.step_index - 1} was not finite"  # step_index already counts it
-        self._keep_members([seed for seed in self.seeds if is_finite_by_seed[seed]])
-        return StepResult(
-            {seed: row for seed, row in rows.items() if is_finite_by_seed[seed]},
-            failures={seed: message for seed in is_finite_by_seed if not is_finite_by_seed[seed]},
-        )
+        self._keep_members([seed for seed in self.seeds if seed not in failures])
+        return StepResult({seed: row for seed, row in rows.items() if seed not in failures}, failures=failures)
 
     def _keep_members(self, seeds: Sequence[int]) -> None:
         """Continue with `seeds` only, through their states, exactly as a run that is resumed from a checkpoint."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trainable.runs.nonfinite import find_nonfinite_gradients, find_nonfinite_losses
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.measure.diagnostics import compute_entropy_statistics, compute_ratio_statistics, cosine
@@ -21,10 +22,10 @@ MAX_GRAD_NORM = 1.0
 
 
 class UpdateResult(NamedTuple):
-    """metrics: columns of a row, [E] each, if requested. is_finite: [E], whether all losses and gradients were."""
+    """metrics: columns of a row, [E] each, if requested. nonfinite_names: for each member, what was not finite."""
 
     metrics: dict[str, Tensor]
-    is_finite: Tensor
+    nonfinite_names: list[list[str]]
 
 
 @dataclass(frozen=True)
@@ -44,16 +45,40 @@ class Learner:
         """
         # Measuring costs passes over the batch, so only the steps that write a row do it.
         collect_metrics = self._start_measuring(rollouts, has_cosine) if is_measured else None
-        is_finite = torch.ones(len(rollouts.rewards), dtype=torch.bool)
+        nonfinite_names: list[list[str]] = [[] for _ in rollouts.rewards]
         for _ in range(self.config.inner_epochs):
             log_probs, result = self._compute_loss(rollouts)
             gradient = self.optimizer.compute_gradient(result.loss)
             norm = gradient.norm(dim=1)
-            # A member that is not finite is updated until the end of the step, where the trainer drops it. Members have
-            # separate rows of weights, so it cannot spoil the others.
-            is_finite = is_finite & result.loss.detach().isfinite() & norm.isfinite()
             self.optimizer.step(clip_gradient(gradient, norm, MAX_GRAD_NORM))
-        return UpdateResult(collect_metrics(log_probs, result) if collect_metrics else {}, is_finite)
+            # A member that is not finite is updated until the end of the step, where the trainer drops it. Members have
+            # separate rows of weights, so it cannot spoil the others. The names are of its first epoch that is not
+            # finite, because everything after it is spoiled.
+            is_finite = result.loss.detach().isfinite() & norm.isfinite() & self.optimizer.weights.isfinite().all(dim=1)
+            for member in torch.where(~is_finite)[0].tolist():
+                names = nonfinite_names[member]
+                names += [] if names else self._find_nonfinite(member, result.loss, gradient, norm)
+        return UpdateResult(collect_metrics(log_probs, result) if collect_metrics else {}, nonfinite_names)
+
+    def _find_nonfinite(self, member: int, loss: Tensor, gradient: Tensor, norm: Tensor) -> list[str]:
+        """The names of what is not finite for a member: its loss, gradients or weights.
+
+        loss: [E]. gradient: [E, P]. norm: [E], norms of `gradient`.
+        """
+        gradients = [
+            (name, part[member])
+            for name, part in zip(self.optimizer.parameters, self.optimizer.split_by_parameter(gradient), strict=True)
+        ]
+        causes = [
+            *find_nonfinite_losses({"loss": loss[member].detach()}),
+            *find_nonfinite_gradients(gradients, norm[member]),
+        ]
+        # Weights are named only if the step itself broke them. Otherwise they follow from the loss or the gradient.
+        return causes or [
+            f"weight {name}"
+            for name, weight in self.optimizer.parameters.items()
+            if not bool(weight[member].isfinite().all())
+        ]
 
     def _compute_loss(self, rollouts: Rollouts) -> tuple[Tensor, RuleLoss]:
         """The log-probabilities [E, B, T, A] that the rule learns from, and its loss."""

@@ -330,7 +330,9 @@ def test_a_failed_run_is_reported_and_does_not_start_again(
 
     monkeypatch.setattr(families, "UPDATE_RULES", replace(families.UPDATE_RULES, make_trainer=make_broken_trainer))
     reports = run_to_end(start_trial(tmp_path))
-    message = "loss or gradient of step 4 was not finite"
+    message = (
+        "values of step 4 were not finite: loss, gradient of embedding.weight, gradient of positions.weight and 15 more"
+    )
     assert [report["failed"] for report in reports] == [{}, {}, *[{"a-s1": message}] * 3]
     assert (reports[2]["rows"], reports[2]["saved"]) == ({}, True)
     assert [row["step"] for row in read_written_rows(tmp_path)["s0"]] == [0, 3, 6, 7]

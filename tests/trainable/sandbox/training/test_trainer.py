@@ -229,11 +229,18 @@ def test_all_members_may_end_at_once() -> None:
     assert train_to_next_rows(trainer).rows == {}
 
 
+def test_weights_that_the_last_step_broke_are_failures_with_their_names() -> None:
+    trainer = make_trainer(make_config(steps=1, test_freq=1, lr=3.4e38))
+    message = "values of step 0 were not finite: weight logits, weight shift"
+    assert trainer.step().failures == dict.fromkeys((0, 1, 2), message)
+    assert trainer.final_states == {}
+
+
 def test_a_member_that_is_not_finite_fails_and_does_not_affect_the_others() -> None:
     trainer = make_trainer(make_config(), broken_at={1: 5})
     train_to_next_rows(trainer)
     progress = train_to_next_rows(trainer)
-    assert progress.failures == {1: "loss or gradient of step 5 was not finite"}
+    assert progress.failures == {1: "values of step 5 were not finite: loss, gradient of logits, gradient of shift"}
     assert set(progress.rows) == {0, 2}
     assert trainer.seeds == (0, 2)
     rows = run_to_end(trainer)

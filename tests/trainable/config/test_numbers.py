@@ -1,0 +1,182 @@
+"""Numbers and sizes that no run can use are refused with the settings, before anything starts."""
+
+import math
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from trainable.algo.batching import adjust_copy
+from trainable.algo.kl_control import AdaptiveKLController
+from trainable.config.base_config import BaseRunConfig
+from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
+from trainable.config.setting_types import MAX_EPISODES, MAX_FLOAT, MAX_INTEGER, MIN_FLOAT
+from trainable.sandbox.config.settings import UpdateRuleConfig
+
+FAMILIES = (RunConfig, UpdateRuleConfig)
+
+
+def contains(annotation: Any, wanted: type) -> bool:
+    return annotation is wanted or any(contains(entry, wanted) for entry in typing.get_args(annotation))
+
+
+def list_fields(section: type[BaseModel], wanted: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """List the dotted names of all fields of a configuration that hold a number of type `wanted`, and their types."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from list_fields(field.annotation, wanted, f"{prefix}{name}.")
+        elif contains(field.annotation, wanted):
+            yield prefix + name, field.annotation
+
+
+FLOAT_FIELDS = [
+    pytest.param(config_class, name, annotation, id=f"{config_class.__name__}.{name}")
+    for config_class in FAMILIES
+    for name, annotation in list_fields(config_class, float)
+]
+INTEGER_FIELDS = [
+    pytest.param(config_class, name, id=f"{config_class.__name__}.{name}")
+    for config_class in FAMILIES
+    for name, _ in list_fields(config_class, int)
+]
+
+
+def explain_refusal(config_class: type[BaseRunConfig], **overrides: object) -> str:
+    """Return the message with which the settings are refused, and "" if they are not."""
+    try:
+        apply_overrides(config_class.model_validate({}), {key.replace("__", "."): overrides[key] for key in overrides})
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_the_bounds_are_those_of_float32() -> None:
+    assert float(np.finfo(np.float32).max) == MAX_FLOAT
+    assert float(np.finfo(np.float32).smallest_normal) == MIN_FLOAT
+
+
+@pytest.mark.parametrize(("config_class", "name", "annotation"), FLOAT_FIELDS)
+@pytest.mark.parametrize(
+    "value", [1e300, -1e300, math.nextafter(MAX_FLOAT, math.inf), 1e-60, math.nextafter(MIN_FLOAT, 0), -1e-60]
+)
+def test_a_number_that_float32_cannot_hold_is_refused(
+    config_class: type[BaseRunConfig], name: str, annotation: Any, value: float
+) -> None:
+    message = explain_refusal(config_class, **{name: [0.9, value] if typing.get_origin(annotation) is tuple else value})
+    assert name in message
+    assert "must be " in message
+
+
+@pytest.mark.parametrize("value", [MAX_FLOAT, -MAX_FLOAT, MIN_FLOAT, -MIN_FLOAT, 0.0])
+def test_the_bounds_themselves_are_allowed(value: float) -> None:
+    assert explain_refusal(RunConfig, actor__entropy_coeff=value) == ""
+
+
+@pytest.mark.parametrize("value", ["1e300", "-1e39", "1e-60", "5e-324"])
+def test_the_message_says_what_is_allowed_and_gives_the_default(value: str) -> None:
+    assert explain_refusal(RunConfig, actor__entropy_coeff=value) == (
+        f"actor.entropy_coeff={float(value)}: must be a number of float32, in size from 1.2e-38 to 3.4e+38 "
+        "(the default is 0.0)."
+    )
+
+
+@pytest.mark.parametrize(("config_class", "name"), INTEGER_FIELDS)
+@pytest.mark.parametrize("value", [10**18, -(10**18), 10**30, MAX_INTEGER + 1])
+def test_an_integer_that_no_size_can_have_is_refused(config_class: type[BaseRunConfig], name: str, value: int) -> None:
+    message = explain_refusal(config_class, **{name: value})
+    assert name in message
+    assert "must be " in message
+
+
+@pytest.mark.parametrize("section", ["actor", "critic"])
+@pytest.mark.parametrize("beta", [0.0, 0.9, 1 - 2**-53])
+def test_a_learning_rate_has_a_first_step_size_in_float32(section: str, beta: float) -> None:
+    settings = {f"{section}.betas": [beta, 0.999]}
+    assert explain_refusal(RunConfig, **settings, **{f"{section}.lr": MAX_FLOAT * (1 - beta) * 0.999}) == ""
+    message = explain_refusal(
+        RunConfig, **settings, **{f"{section}.lr": min(MAX_FLOAT, MAX_FLOAT * (1 - beta) * 1.001)}
+    )
+    assert (f"{section}.lr=" in message) == (beta > 0)
+
+
+sizes = st.integers(1, 40)
+
+
+@given(groups=sizes, group_size=sizes, mini_batch=sizes)
+def test_the_largest_batch_of_a_step_is_that_of_a_step_without_a_filter(
+    groups: int, group_size: int, mini_batch: int
+) -> None:
+    config = apply_overrides(
+        RunConfig(),
+        {
+            "env.env_groups": groups,
+            "env.group_size": group_size,
+            "actor.ppo_mini_batch_size": mini_batch,
+            "actor.ppo_micro_batch_size_per_gpu": 1,
+        },
+    )
+    multiple = math.lcm(groups, mini_batch)
+    assert config.max_batch_size == len(adjust_copy(groups * group_size, multiple, torch.Generator().manual_seed(0)))
+    # An adaptive coefficient stays positive with every horizon that is allowed, and would not with the largest refused.
+    settings = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"}
+    bound = 0.2 * config.max_batch_size
+    with pytest.raises(ConfigError, match=r"algorithm.kl_ctrl.horizon=.*: must be above 0.2 times"):
+        apply_overrides(config, {**settings, "algorithm.kl_ctrl.horizon": bound})
+    allowed = apply_overrides(config, {**settings, "algorithm.kl_ctrl.horizon": bound * 1.001}).algorithm.kl_ctrl
+    for horizon, is_positive in ((allowed.horizon, True), (bound * 0.999, False)):
+        factor = 1 - 0.2 * config.max_batch_size / horizon
+        assert (factor > 0) == is_positive
+    assert AdaptiveKLController(0.1, 0.1, allowed.horizon).update(0.0, config.max_batch_size).coef > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"env__env_groups": 1_000_001}, "env.env_groups=1000001: must be less than or equal to 1000000."),
+        ({"env__env_groups": 2_501}, "env.env_groups=2501 takes 1000400 training levels in 400 steps"),
+        ({"env__group_size": 125_001}, "env.group_size=125001: env_groups=8 groups of that size are 1000008 episodes"),
+        ({"env__val_group_size": 1_954}, "env.val_group_size=1954: val_env_groups=512 groups"),
+        ({"env__max_actions_per_turn": 1_001}, "env.max_actions_per_turn=1001: must be less than or equal to 1000."),
+        ({"actor__ppo_mini_batch_size": 1_000_004}, "actor.ppo_mini_batch_size=1000004: the batch of a step"),
+        ({"actor__ppo_epochs": 1_001}, "actor.ppo_epochs=1001: must be less than or equal to 1000."),
+        (
+            {"trainer__gradient_analysis_env_groups": 1_000, "trainer__gradient_analysis_group_size": 1_001},
+            "trainer.gradient_analysis_group_size=1001: gradient_analysis_env_groups=1000 groups",
+        ),
+    ],
+)
+def test_a_size_beyond_what_fits_is_refused(settings: dict[str, object], words: str) -> None:
+    assert explain_refusal(RunConfig, **settings).startswith(words)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"env__env_groups": 2_500, "env__group_size": 1, "actor__ppo_mini_batch_size": 4},
+        {"env__group_size": MAX_EPISODES // 8},
+        {"env__val_group_size": 1_953},
+        {"trainer__gradient_analysis_env_groups": 1_000, "trainer__gradient_analysis_group_size": 1_000},
+    ],
+)
+def test_a_large_size_that_fits_is_not_refused(settings: dict[str, object]) -> None:
+    assert explain_refusal(RunConfig, **settings) == ""
+
+
+@pytest.mark.parametrize("task", ["mnist", "lm_bandit", "token_reversal"])
+@pytest.mark.parametrize("name", ["batch_size", "hidden", "context_len", "seq_len", "vocab_size", "d_model", "nhead"])
+def test_a_sandbox_that_does_not_fit_into_memory_is_refused(task: str, name: str) -> None:
+    uses = {
+        "mnist": ("batch_size", "hidden"),
+        "lm_bandit": ("batch_size", "context_len"),
+        "token_reversal": ("batch_size", "seq_len", "vocab_size", "d_model", "nhead"),
+    }
+    settings = {"task": task, "d_model": 100_000_000, name: 100_000_000} if name == "nhead" else {name: 100_000_000}
+    message = explain_refusal(UpdateRuleConfig, task=task, **{key: settings[key] for key in settings if key != "task"})
+    assert message.startswith("a tensor of this run would have") == (name in uses[task])
+    assert not message or f"{name}=100000000" in message

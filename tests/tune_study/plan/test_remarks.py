@@ -1,0 +1,186 @@
+"""Remarks about settings with which nothing is left to learn: where they appear, and the arithmetic behind them."""
+
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from search_spaces import STUDIES
+from search_spaces.declaration.study import Study
+from trainable.algo.advantages import group_skill, grpo, reinforce_plus_plus_baseline, rloo
+from trainable.algo.filters import compute_group_scores, parse_rule, select_groups
+from trainable.config.choices import ADVANTAGE_ESTIMATORS, FILTER_METRICS
+from trainable.envs.sokoban.board import Action
+from trainable.envs.sokoban.prompt import format_reply, parse_reply
+from trainable.models.load import load_policy, make_codec
+from tune_study.commands.cli import app
+from tune_study.plan import remarks
+from tune_study.plan.remarks import PPO_REMARKS, REMARKS, UPDATE_RULE_REMARKS, find_remarks
+from tune_study.plan.study_plan import make_plan
+
+PPO_CASES: tuple[tuple[str, str], ...] = (
+    # The settings of each remark in the order of the table, and the nearest ones without it.
+    ("rollout.temperature=100", "rollout.temperature=99"),
+    ("rollout.temperature=0.01", "rollout.temperature=0.011"),
+    ("rollout.response_length=2", "rollout.response_length=3"),
+    ("algorithm.adv_estimator=grpo env.group_size=1", "algorithm.adv_estimator=gae env.group_size=1"),
+    (
+        "env.group_size=1 filter.rollout_filter_include_zero=False",
+        "env.group_size=1 filter.rollout_filter_include_zero=False filter.rollout_filter_metric=entropy",
+    ),
+    ("env.format_penalty=-134217728", "env.format_penalty=-134217727"),
+    ("actor.entropy_coeff=-1000", "actor.entropy_coeff=-999"),
+    ("actor.use_kl_loss=True actor.kl_loss_coef=1000", "actor.use_kl_loss=False actor.kl_loss_coef=1000"),
+    (
+        "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=1000",
+        "algorithm.use_kl_in_reward=False algorithm.kl_ctrl.kl_coef=1000",
+    ),
+    (
+        "algorithm.zero_task_advantage=True actor.entropy_coeff=0 actor.use_kl_loss=False",
+        "algorithm.zero_task_advantage=True actor.entropy_coeff=0 actor.use_kl_loss=True",
+    ),
+    (
+        "actor.policy_loss=tpo algorithm.adv_estimator=group_skill actor.tpo_eta=1e12",
+        "actor.policy_loss=tpo algorithm.adv_estimator=group_skill actor.tpo_eta=9e11",
+    ),
+    ("actor.lr=1e-4 actor.grad_clip=1e-16", "actor.lr=1e-4 actor.grad_clip=2e-16"),
+    ("actor.lr=1", "actor.lr=0.99"),
+    ("actor.lr=0.5 actor.weight_decay=2", "actor.lr=0.5 actor.weight_decay=1.9"),
+    ("model.lora_rank=8 model.lora_alpha=8e-9", "model.lora_rank=0 model.lora_alpha=8e-9"),
+    ("trainer.critic_warmup=61", "trainer.critic_warmup=60"),
+)
+UPDATE_RULE_CASES: tuple[tuple[str, str], ...] = (
+    ("lr=1e-12", "lr=2e-12"),
+    ("lr=1", "lr=0.99"),
+    ("method=TPO group_size=2 batch_size=8 tpo_eta=1e12", "method=TPO group_size=2 batch_size=8 tpo_eta=9e11"),
+    ("reward_noise=1 reward_noise_mode=random_reward", "reward_noise=0.99 reward_noise_mode=random_reward"),
+    ("reward_noise=0.5 reward_noise_mode=label_flip", "reward_noise=0.4 reward_noise_mode=label_flip"),
+    ("method=FreshDG delay=4 replay_age_decay=26", "method=DG delay=4 replay_age_decay=26"),
+    ("task=lm_bandit kl_weight=1000", "task=lm_bandit kl_weight=999"),
+)
+CASES = [
+    # The arms of top-p differ in the setting of the filter, so it cannot be set there.
+    pytest.param(family_remarks, number, "entropy" if "include_zero" in settings else study, settings, harmless)
+    for family_remarks, study, cases in (
+        (PPO_REMARKS, "top-p", PPO_CASES),
+        (UPDATE_RULE_REMARKS, "sandbox", UPDATE_RULE_CASES),
+    )
+    for number, (settings, harmless) in enumerate(cases)
+]
+
+
+def test_every_remark_has_a_case() -> None:
+    assert [len(family_remarks) for family_remarks in REMARKS.values()] == [len(PPO_CASES), len(UPDATE_RULE_CASES)]
+
+
+def print_plan(study: str, settings: str) -> list[str]:
+    """Type in a dry run, and return its remarks."""
+    assignments = " ".join(f"--set {assignment}" for assignment in settings.split())
+    # As on a wide terminal, so that no line is broken.
+    result = CliRunner().invoke(
+        app, shlex.split(f"run {study} --preset laptop --dry-run {assignments}"), env={"COLUMNS": "1000"}
+    )
+    assert result.exit_code == 0, result.output
+    return [line for line in result.stdout.splitlines() if line.startswith("Remark: ")]
+
+
+@pytest.mark.parametrize(("family_remarks", "number", "study", "settings", "harmless"), CASES)
+def test_a_remark_is_in_the_plan_of_its_settings_and_not_of_the_nearest_others(
+    family_remarks: Sequence[remarks.Remark], number: int, study: str, settings: str, harmless: str
+) -> None:
+    ending = family_remarks[number].sentence.rpartition("}")[2]
+    (line,) = [line for line in print_plan(study, settings) if ending in line]
+    assert any(assignment.partition("=")[0] in line for assignment in settings.split())
+    assert "{" not in line
+    assert not any(ending in line for line in print_plan(study, harmless))
+
+
+def list_shipped_studies() -> list[Study]:
+    return [variant for study in STUDIES.values() for variant in (study, *map(study.get_variant, study.variants))]
+
+
+@pytest.mark.parametrize("study", list_shipped_studies(), ids=lambda study: study.name)
+def test_no_shipped_study_has_a_remark_in_any_arm_of_any_preset(study: Study) -> None:
+    for preset in study.family.presets:
+        assert find_remarks(make_plan(study, preset, "a test", {}, None, None, Path("out"))) == ()
+        assert find_remarks(make_plan(study, preset, "a test", study.smoke_settings, None, None, Path("out"))) == ()
+
+
+def test_a_remark_says_in_which_arms_it_holds() -> None:
+    plan = make_plan(STUDIES["kl"], "laptop", "a test", {}, ("0", "1e9", "0.1", "1e4"), 2, Path("out"))
+    (line,) = find_remarks(plan)
+    assert line.startswith("Remark: actor.kl_loss_coef=1e+09 outweighs the advantages")
+    assert line.endswith("(in 2 of 4 arms, such as 1e9).")
+
+
+# The arithmetic that the remarks state.
+
+
+def test_a_temperature_flattens_or_sharpens_the_distribution_as_stated() -> None:
+    logits = torch.tensor([0.0, 100.0])
+    logprobs = torch.log_softmax(logits / remarks.UNIFORM_TEMPERATURE, dim=-1)
+    assert float(logprobs[1] - logprobs[0]) == pytest.approx(1)
+    logprobs = torch.log_softmax(torch.tensor([0.0, 0.1]) / remarks.GREEDY_TEMPERATURE, dim=-1)
+    assert float(logprobs[1] - logprobs[0]) == pytest.approx(10)
+
+
+def test_an_estimator_compares_a_group_if_and_only_if_a_group_of_one_has_no_advantage() -> None:
+    scores, group_ids, mask = torch.tensor([3.0, 1.0]), torch.tensor([0, 1]), torch.ones(2, 1, dtype=torch.bool)
+    advantages = {
+        "grpo": grpo(scores, group_ids, mask, norm_by_std=True),
+        "rloo": rloo(scores, group_ids, mask),
+        "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline(scores, group_ids, mask),
+        "group_skill": group_skill(scores, group_ids, mask),
+    }
+    assert advantages.keys() == {name for name, estimator in ADVANTAGE_ESTIMATORS.items() if estimator.compares_group}
+    assert all(not advantage.any() for advantage in advantages.values())
+
+
+@pytest.mark.parametrize("metric", FILTER_METRICS)
+def test_a_spread_is_0_in_a_group_of_one(metric: str) -> None:
+    scores = compute_group_scores(metric, *(torch.tensor([[3.0], [1.0]]) for _ in range(3)))
+    is_dropped = not select_groups(scores, parse_rule("top_p", 0.9), include_zero=False).any()
+    assert is_dropped == FILTER_METRICS[metric].is_spread
+
+
+def test_the_shortest_valid_reply_has_as_many_tokens_as_stated() -> None:
+    reply = format_reply("", [Action.UP])
+    assert not parse_reply(reply, max_actions=2).invalid
+    tokens = make_codec(load_policy("sokoban-tiny", torch.device("cpu")).tokenizer).encode([reply])[0]
+    assert len(tokens) == remarks.SHORTEST_REPLY
+
+
+def test_float32_rounds_as_stated() -> None:
+    penalty = np.float32(remarks.COARSE_PENALTY)
+    assert np.spacing(penalty) >= 16 > np.spacing(penalty * np.float32(0.49))
+    weight = np.float32(remarks.SMALLEST_STEP * 2**25)
+    assert weight + np.float32(remarks.SMALLEST_STEP) == weight
+    assert float(torch.exp(torch.tensor(-remarks.VANISHING_EXPONENT))) == 0.0
+    assert float(torch.exp(torch.tensor(-remarks.VANISHING_EXPONENT + 1))) > 0.0
+
+
+@pytest.mark.parametrize(("gradient_size", "share"), [(1.0, 1.0), (1e-12, 1e-4), (1e-16, 1e-8)])
+def test_steps_of_adamw_shrink_below_its_epsilon(gradient_size: float, share: float) -> None:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.AdamW([weight], lr=0.5, weight_decay=0.0)
+    assert optimizer.defaults["eps"] == remarks.ADAM_EPS
+    weight.grad = torch.full((3,), gradient_size)
+    optimizer.step()
+    assert float(weight.detach().abs().max()) == pytest.approx(0.5 * share, rel=1e-2)
+
+
+def test_a_learning_rate_of_1_overwrites_weights_and_a_decay_of_its_inverse_erases_them() -> None:
+    weight = torch.nn.Parameter(torch.full((3,), 0.02))
+    optimizer = torch.optim.AdamW([weight], lr=1.0, weight_decay=1.0)
+    weight.grad = torch.tensor([1.0, -1.0, 1e-3])
+    optimizer.step()
+    assert weight.tolist() == pytest.approx([-1, 1, -1], rel=1e-3)
+
+
+def test_half_of_flipped_labels_leave_no_answer_better_than_another() -> None:
+    assert all(math.isclose(0.5 * reward + 0.5 * (1 - reward), 0.5) for reward in (0.0, 0.3, 1.0))

@@ -1,0 +1,186 @@
+"""Remarks of a plan: settings that are allowed, but with which a run has nothing to learn, or cannot learn it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from trainable.config.base_config import BaseRunConfig
+from trainable.config.run_config import RunConfig
+from trainable.sandbox.config.settings import UpdateRuleConfig
+from tune_study.plan.study_plan import StudyPlan
+
+UNIFORM_TEMPERATURE = 100.0
+"""Log-probs of tokens whose logits differ by 100, more than those of a trained model do, differ by 1 nat."""
+GREEDY_TEMPERATURE = 0.01
+"""A token whose logit is 0.1 below the largest one is e^10 times less likely."""
+DOMINANT_COEFFICIENT = 1_000.0
+"""Advantages have a standard deviation of about 1, or are differences of scores of at most about 11. A term with such a
+coefficient outweighs them at least a hundredfold."""
+ADAM_EPS = 1e-8
+"""Added to the root of AdamW's second moment: below it, steps shrink with the gradient."""
+SMALLEST_STEP = 1e-12
+"""A step of this size is lost to float32's rounding in every weight above 2^24 times as much, about 2e-5."""
+LARGEST_SMALL_ETA = 1e12
+"""Skills over this temperature give gradients of about 1e-12, which AdamW's epsilon makes steps of lr x 1e-4."""
+COARSE_PENALTY = 2.0**27
+"""Numbers of float32 from here on are at least 16 apart, and a solved level is worth 10.9."""
+SHORTEST_REPLY = 3
+"""Tokens of the shortest valid reply: the tags before the answer, an action, and the tag after the answer."""
+VANISHING_EXPONENT = 104.0
+"""exp of minus this is below the smallest number of float32, so it is 0."""
+
+
+class Remark(NamedTuple):
+    """A remark about a configuration.
+
+    Attributes:
+        applies: returns whether it holds for a configuration, which is of the family's class.
+        sentence: what happens and why. Settings in braces, such as {c.actor.lr}, are filled in.
+    """
+
+    applies: Callable[[Any], bool]
+    sentence: str
+
+
+PPO_REMARKS: tuple[Remark, ...] = (
+    Remark(
+        lambda c: c.rollout.temperature >= UNIFORM_TEMPERATURE,
+        "rollout.temperature={c.rollout.temperature:g} makes all tokens almost equally likely (logits are divided by "
+        "it), so replies are noise, and rewards say nothing about the policy",
+    ),
+    Remark(
+        lambda c: c.rollout.temperature <= GREEDY_TEMPERATURE,
+        "rollout.temperature={c.rollout.temperature:g} samples almost greedily (logits are divided by it): rollouts of "
+        "a group repeat each other, and their rewards do not differ",
+    ),
+    Remark(
+        lambda c: c.rollout.response_length < SHORTEST_REPLY,
+        "rollout.response_length={c.rollout.response_length} is too short for a valid reply, which has at least "
+        f"{SHORTEST_REPLY}"
+        " tokens: every turn is invalid, so all scores are equal",
+    ),
+    Remark(
+        lambda c: c.algorithm.estimator.compares_group and c.env.group_size == 1,
+        "env.group_size=1 leaves algorithm.adv_estimator={c.algorithm.adv_estimator} nothing to compare: all "
+        "advantages are 0",
+    ),
+    Remark(
+        lambda c: c.env.group_size == 1 and c.filter.has_spread_metric and not c.filter.rollout_filter_include_zero,
+        "env.group_size=1 makes filter.rollout_filter_metric={c.filter.rollout_filter_metric} 0 in every group, and "
+        "filter.rollout_filter_include_zero=False drops such groups: no step has a batch",
+    ),
+    Remark(
+        lambda c: abs(c.env.format_penalty) >= COARSE_PENALTY,
+        "env.format_penalty={c.env.format_penalty:g} hides the other rewards: float32 numbers of this size are at "
+        "least 16 apart, and a solved level is worth 10.9",
+    ),
+    Remark(
+        lambda c: abs(c.actor.entropy_coeff) >= DOMINANT_COEFFICIENT,
+        "actor.entropy_coeff={c.actor.entropy_coeff:g} outweighs the advantages (about 1, at most about 11) at least a "
+        "hundredfold: the entropy alone decides what is learned",
+    ),
+    Remark(
+        lambda c: c.actor.use_kl_loss and c.actor.kl_loss_coef >= DOMINANT_COEFFICIENT,
+        "actor.kl_loss_coef={c.actor.kl_loss_coef:g} outweighs the advantages (about 1, at most about 11) at least a "
+        "hundredfold: the KL loss alone decides what is learned",
+    ),
+    Remark(
+        lambda c: c.algorithm.use_kl_in_reward and c.algorithm.kl_ctrl.kl_coef >= DOMINANT_COEFFICIENT,
+        "algorithm.kl_ctrl.kl_coef={c.algorithm.kl_ctrl.kl_coef:g} outweighs the scores (at most about 11) at least a "
+        "hundredfold for each nat of KL: the KL alone decides what is learned",
+    ),
+    Remark(
+        lambda c: (
+            c.algorithm.zero_task_advantage
+            and not c.actor.entropy_coeff
+            and not c.actor.use_kl_loss
+            and not (c.critic.shared_trunk and c.algorithm.estimator.needs_critic)
+        ),
+        "algorithm.zero_task_advantage=True without KL loss and entropy bonus leaves no term that moves the policy",
+    ),
+    Remark(
+        lambda c: "tpo_eta" in c.actor.loss.settings and c.actor.tpo_eta >= LARGEST_SMALL_ETA,
+        "actor.tpo_eta={c.actor.tpo_eta:g} divides skills until their gradients are far below AdamW's epsilon of 1e-8: "
+        "steps are at most about a ten-thousandth of actor.lr",
+    ),
+    Remark(
+        lambda c: c.actor.lr * min(1.0, c.actor.grad_clip / ADAM_EPS) <= SMALLEST_STEP,
+        "actor.lr={c.actor.lr:g} with actor.grad_clip={c.actor.grad_clip:g} makes optimizer steps of at most about "
+        f"{SMALLEST_STEP:g}"
+        ", which float32 rounds away in every weight above 2e-5",
+    ),
+    Remark(
+        lambda c: c.actor.lr >= 1,
+        "actor.lr={c.actor.lr:g} changes each weight by about as much in the first optimizer step: the weights, "
+        "most of which are far below 1, are overwritten",
+    ),
+    Remark(
+        lambda c: c.actor.lr * c.actor.weight_decay >= 1,
+        "actor.lr={c.actor.lr:g} and actor.weight_decay={c.actor.weight_decay:g}: each optimizer step multiplies all "
+        "weights by 1 - lr x weight_decay, which is not above 0",
+    ),
+    Remark(
+        lambda c: c.model.lora_rank > 0 and c.model.lora_alpha / c.model.lora_rank <= 1e-9,
+        "model.lora_alpha={c.model.lora_alpha:g} with model.lora_rank={c.model.lora_rank} scales the adapters by less "
+        "than float32 resolves next to the frozen weights: the policy does not change",
+    ),
+    Remark(
+        lambda c: c.trainer.critic_warmup > c.trainer.total_training_steps,
+        "trainer.critic_warmup={c.trainer.critic_warmup} is the first step that updates the policy, and the run ends "
+        "at step {c.trainer.total_training_steps}: the policy is never updated",
+    ),
+)
+
+UPDATE_RULE_REMARKS: tuple[Remark, ...] = (
+    Remark(
+        lambda c: c.lr <= SMALLEST_STEP,
+        f"lr={{c.lr:g}} makes optimizer steps of at most about {SMALLEST_STEP:g}, which float32 rounds away in every "
+        "weight above 2e-5",
+    ),
+    Remark(
+        lambda c: c.lr >= 1,
+        "lr={c.lr:g} changes each weight by about as much in the first optimizer step: the weights, most of which are "
+        "far below 1, are overwritten",
+    ),
+    Remark(
+        lambda c: c.rule.temperature == "target" and c.tpo_eta >= LARGEST_SMALL_ETA,
+        "tpo_eta={c.tpo_eta:g} divides rewards until their gradients are far below Adam's epsilon of 1e-8: steps are "
+        "at most about a ten-thousandth of lr",
+    ),
+    Remark(
+        lambda c: c.reward_noise_mode == "random_reward" and c.reward_noise == 1,
+        "reward_noise=1 with reward_noise_mode=random_reward replaces every reward by a random number: no reward "
+        "depends on the answer",
+    ),
+    Remark(
+        lambda c: c.reward_noise_mode == "label_flip" and c.reward_noise == 0.5,
+        "reward_noise=0.5 with reward_noise_mode=label_flip gives every answer the same mean reward, 0.5",
+    ),
+    Remark(
+        lambda c: c.rule.discounts_age and c.replay_age_decay * c.delay >= VANISHING_EXPONENT,
+        "replay_age_decay={c.replay_age_decay:g} with delay={c.delay} weights batches by exp(-{c.replay_age_decay:g} x "
+        "age), which is 0 in float32: only the first batches, of age 0, are learned from",
+    ),
+    Remark(
+        lambda c: c.task == "lm_bandit" and c.kl_weight >= DOMINANT_COEFFICIENT,
+        "kl_weight={c.kl_weight:g} outweighs the rewards (0 or 1) for a thousandth of a nat of KL: the KL alone "
+        "decides what is learned",
+    ),
+)
+
+REMARKS: Mapping[type[BaseRunConfig], tuple[Remark, ...]] = {
+    RunConfig: PPO_REMARKS,
+    UpdateRuleConfig: UPDATE_RULE_REMARKS,
+}
+"""The remarks, by the class of the configurations that they are about."""
+
+
+def find_remarks(plan: StudyPlan) -> tuple[str, ...]:
+    """A line for each remark that holds in some arm of the study, with the settings of the first of these arms."""
+    configs = {spec.arm: spec.config for spec in plan.runs}
+    lines: list[str] = []
+    for remark in REMARKS[plan.study.family.config_class]:
+        arms = [arm for arm, config in configs.items() if remark.applies(config)]
+        if arms:
+            where = "" if len(arms) == len(configs) else f" (in {len(arms)} of {len(configs)} arms, such as {arms[0]})"
+            lines.append(f"Remark: {remark.sentence.format(c=configs[arms[0]])}{where}.")
+    return tuple(lines)
