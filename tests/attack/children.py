@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-TIME_LIMIT_S = 120.0
+TIME_LIMIT_S = 60.0
 """Far more than any command here takes, so that what exceeds it hangs."""
 
 

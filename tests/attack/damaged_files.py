@@ -351,13 +351,14 @@ def check_resume(study: DamagedStudy) -> str:
     if failed_runs and failed_runs[0].failure_class == "storage" and _names_a_file(failed_runs[0].reason, study):
         return ""  # something that is no file is in the place of a file, and the user is told to remove it
     if problem:
-        return problem[:600]
+        return "" if _names_a_file(problem, study) else problem[:600]
     if open_runs := [status for status in statuses.values() if status.status != "completed"]:
         return f"{open_runs[0].run_id[:30]} is {open_runs[0].display_text} after {STEPS} steps: {open_runs[0].reason}"
-    frames, _ = load_frames(study.folder)
+    frames, messages = load_frames(study.folder)
     if set(frames.trials["status"]) != {"completed"}:
         return f"after the end, statuses are {list(frames.trials['status'])}: {list(frames.trials['reason'])}"
-    return check_frames(frames, study.sample.completed_frames, [], must_be_equal=True)
+    # Whatever a run writes is written again. What a probe measured is not, and has to be named.
+    return check_frames(frames, study.sample.completed_frames, messages, must_be_equal=not messages)
 
 
 def check_probe(study: DamagedStudy) -> str:
