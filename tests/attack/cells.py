@@ -4,7 +4,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a cell. failure: a sentence about what went wrong; obstacle: why it could not be tried here."""
+    """What came of a cell.
+
+    failure: a sentence about what went wrong. obstacle: why it could not be tried here. figures: what was measured.
+    """
 
     cell: Cell
     failure: str = ""
     obstacle: str = ""
+    figures: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -118,11 +122,13 @@ class KindTally:
             "tried": sum(not outcome.obstacle for outcome in self.outcomes),
             "failed": sum(bool(outcome.failure) for outcome in self.outcomes),
             "never_drawn": len(undrawn_names),
-            "not_possible": {reason: names for reason, names in sorted(obstacles.items())},
+            "not_possible": dict(sorted(obstacles.items())),
             "seconds": round(self.seconds, 1),
         }
         if 0 < len(undrawn_names) <= LONGEST_LIST:
             line["never_drawn_cells"] = undrawn_names
+        if figures := {outcome.cell.name: outcome.figures for outcome in self.outcomes if outcome.figures}:
+            line["figures"] = figures
         failures = {outcome.cell.name: outcome.failure for outcome in self.outcomes if outcome.failure}
         return {**line, "failures": failures} if failures else line
 
@@ -168,13 +174,25 @@ def attack(kinds: Sequence[Kind], workshop: Workshop, deadline: float | None) ->
             return tallies
         tally = min(open_tallies, key=lambda tally: tally.seconds)
         start = time.monotonic()
-        for outcome in tally.kind.try_batch(workshop, queues[tally.kind.name].pop()):
+        for outcome in _try_batch(tally.kind, workshop, queues[tally.kind.name].pop()):
             tally.outcomes.append(outcome)
             if outcome.failure:
                 print_failure(tally.kind, outcome, workshop.seed)
         tally.seconds += time.monotonic() - start
         if len(tally.outcomes) % 20 == 0:
             print_progress(f"{tally.kind.name}: {len(tally.outcomes)} of {len(tally.kind.cells)} cells")
+
+
+def _try_batch(kind: Kind, workshop: Workshop, batch: Sequence[Cell]) -> Iterator[Outcome]:
+    """Try a batch. An error of the attack itself is a failure of the next cell, and does not end the attack."""
+    outcomes: list[Outcome] = []
+    try:
+        for outcome in kind.try_batch(workshop, batch):
+            outcomes.append(outcome)
+            yield outcome
+    except Exception as error:
+        problem = f"the check raised {type(error).__name__}: {str(error)[:600]}"
+        yield Outcome(batch[min(len(outcomes), len(batch) - 1)], failure=problem)
 
 
 def print_failure(kind: Kind, outcome: Outcome, seed: int) -> None:

@@ -157,7 +157,9 @@ def judge_failure(failure: Failure) -> str | None:
         return None
     if failure.kind == NON_FINITE:
         names_step = re.search(r"\bstep \d+", failure.message)
-        names_tensor = re.search(r"\b(loss|grad|weight|logit|reward|advantage|score|actor|critic|policy)", failure.message)
+        names_tensor = re.search(
+            r"\b(loss|grad|weight|logit|reward|advantage|score|actor|critic|policy)", failure.message
+        )
         return None if names_step and names_tensor else f"names no step or no tensor: {failure.message[:300]}"
     if failure.kind == "out of memory":
         raise NotPossibleError("took more memory than it may here, and nothing refused it before the run")

@@ -194,9 +194,7 @@ def _complete_sample_study(output: Path) -> SampleStudy:
 def list_files(output: Path) -> list[str]:
     """The relative paths of all files below a folder, links included."""
     return sorted(
-        os.path.relpath(os.path.join(folder, name), output)
-        for folder, _, names in os.walk(output)
-        for name in names
+        os.path.relpath(os.path.join(folder, name), output) for folder, _, names in os.walk(output) for name in names
     )
 
 

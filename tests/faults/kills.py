@@ -100,11 +100,23 @@ def restore_signal_handlers() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """The words of `run` that start a study, without its number of steps, and its folder below the output folder."""
+
+    name: str
+    run: str
+    options: tuple[str, ...]
+
+
+KL_RECIPE = Recipe("kl", RUN, tuple(SMALL_OPTIONS))
+
+
 class InterruptedStudy:
     """One study in its own folder, whose processes have its mark in their environment and which can be resumed."""
 
-    def __init__(self, output: Path, steps: int, options: Sequence[str] = ()) -> None:
-        self.output, self.folder, self.steps = output, output / RUN, steps
+    def __init__(self, output: Path, steps: int, options: Sequence[str] = (), recipe: Recipe = KL_RECIPE) -> None:
+        self.output, self.folder, self.steps, self.recipe = output, output / recipe.run, steps, recipe
         self.options = list(options)
         self.log_folder = output
         self.mark = uuid.uuid4().hex
@@ -118,8 +130,8 @@ class InterruptedStudy:
             if (self.folder / "study.json").exists()
             else [
                 "run",
-                "kl",
-                *SMALL_OPTIONS,
+                self.recipe.name,
+                *self.recipe.options,
                 f"--steps={self.steps}",
                 f"--output={self.output}",
                 *self.options,
@@ -254,11 +266,17 @@ def wait_for(
     return False
 
 
-def run_uninterrupted(output: Path, steps: int, options: Sequence[str] = ()) -> InterruptedStudy:
+def run_uninterrupted(
+    output: Path,
+    steps: int,
+    options: Sequence[str] = (),
+    recipe: Recipe = KL_RECIPE,
+    patience: float = PATIENCE_S,
+) -> InterruptedStudy:
     """Run a study without interruption."""
-    study = InterruptedStudy(output, steps, options)
+    study = InterruptedStudy(output, steps, options, recipe)
     driver = study.start()
-    assert driver.wait(PATIENCE_S) == 0, (output / "command.log").read_text()[-3000:]
+    assert driver.wait(patience) == 0, (output / "command.log").read_text()[-3000:]
     study.log.close()
     return study
 

@@ -1,7 +1,7 @@
 """What a process opens, changes and imports, by an audit hook: for commands on a folder from somebody else.
 
 Python reports what its own functions open. Files that C++ and Rust libraries open themselves (pyarrow, safetensors) are
-not seen here; `hostile_folders` notices by other means if these follow a link.
+not seen here; `folders` notices by other means if these follow a link.
 """
 
 import os
@@ -11,7 +11,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 
 SYSTEM_PREFIXES = (
     "/proc/",
@@ -72,7 +72,7 @@ class Trace:
 
     def __init__(self, readable: Sequence[Path], writable: Sequence[Path], home: Path) -> None:
         user_prefixes = tuple(f"{os.path.realpath(home)}/{name}" for name in USER_FOLDERS)
-        self.writable = tuple(os.path.realpath(folder) for folder in writable) + ("/dev/null", *user_prefixes)
+        self.writable = (*tuple(os.path.realpath(folder) for folder in writable), "/dev/null", *user_prefixes)
         readable_folders = tuple(os.path.realpath(folder) for folder in readable)
         self.readable = (*self.writable, *readable_folders, *SYSTEM_PREFIXES, *list_installation_prefixes())
         self.untrusted = readable_folders

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.attack.cells import NotPossibleError
 from tests.attack.damaged_files import FILES, RARE_FILES, FilePattern, find_file
-from tests.attack.hostile_contents import Change, HostileCopy
+from tests.attack.hostile.contents import Change, HostileCopy
 
 # Where a link points.
 

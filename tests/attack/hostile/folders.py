@@ -12,11 +12,11 @@ from pathlib import Path
 from tests.attack.cells import Cell, Kind, NotPossibleError, Workshop, make_kind
 from tests.attack.children import ChildError, call_in_child
 from tests.attack.damaged_files import load_frames, read_tree, write_home
-from tests.attack.hostile_contents import CONTENTS, MARKER, HostileCopy
-from tests.attack.hostile_links import LINKS
-from tests.attack.hostile_tables import TABLES
+from tests.attack.hostile.contents import CONTENTS, MARKER, HostileCopy
+from tests.attack.hostile.links import LINKS
+from tests.attack.hostile.tables import TABLES
+from tests.attack.hostile.trace import USER_FOLDERS, Trace
 from tests.attack.sample_study import ENDED_ARM, PROBE_OPTIONS, CommandError, SampleStudy, run_command
-from tests.attack.trace import USER_FOLDERS, Trace
 from trainable.files.paths import UnsafePathError
 
 NAME = "hostile-folders"

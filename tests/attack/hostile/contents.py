@@ -457,7 +457,12 @@ def _make_contents() -> dict[str, Change]:
     for change in (_add_many_runs, _add_many_values, _add_many_folders, _add_deep_folders, _add_odd_names):
         changes[f"names/{change.__name__.removeprefix('_add_').replace('_', '-')}"] = change
     changes["code/modules"] = _plant_modules
-    for key, value in (("trainable", "evil:Evil"), ("family", "evil:Evil"), ("name", "evil"), ("trainable", "os:_exit")):
+    for key, value in (
+        ("trainable", "evil:Evil"),
+        ("family", "evil:Evil"),
+        ("name", "evil"),
+        ("trainable", "os:_exit"),
+    ):
         changes[f"code/{key}={value}"] = partial(_name_module, key, value)
     changes["code/pickles"] = _plant_pickles
     for pattern in ("results/*/*.parquet", "**/state.safetensors", "results/*/study.json", "**/metrics.jsonl"):

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from analysis.data.frames import FRAME_NAMES
-from tests.attack.hostile_contents import Change, HostileCopy, Toucher
+from tests.attack.hostile.contents import Change, HostileCopy, Toucher
 
 MakeTable = Callable[[pa.Table, Path, HostileCopy], None]
 MANY = 40_000_000
@@ -22,7 +22,7 @@ MANY = 40_000_000
 
 def _write_many_rows(table: pa.Table, path: Path, copy: HostileCopy) -> None:
     """Equal values: a run length on disk, gigabytes in memory."""
-    chunk = pa.table({name: pa.nulls(1 << 20, pa.float64()) for name in table.column_names[:8]})
+    chunk = pa.table(dict.fromkeys(table.column_names[:8], pa.nulls(1 << 20, pa.float64())))
     with pq.ParquetWriter(path, chunk.schema.with_metadata(table.schema.metadata), compression="zstd") as writer:
         for _ in range(MANY >> 20):
             writer.write_table(chunk.replace_schema_metadata(table.schema.metadata))
@@ -32,7 +32,7 @@ def _write_long_texts(table: pa.Table, path: Path, copy: HostileCopy) -> None:
     """A text of a megabyte, once on disk and 20,000 times in memory."""
     text = "x" * (1 << 20)
     column = pa.DictionaryArray.from_arrays(pa.array([0] * 2_000, pa.int32()), pa.array([text]))
-    columns = {name: column for name in table.column_names[:2]}
+    columns = dict.fromkeys(table.column_names[:2], column)
     bomb = pa.table(columns).replace_schema_metadata(table.schema.metadata)
     with pq.ParquetWriter(path, bomb.schema, compression="zstd") as writer:
         for _ in range(10):
@@ -42,7 +42,7 @@ def _write_long_texts(table: pa.Table, path: Path, copy: HostileCopy) -> None:
 def _write_plain_texts(table: pa.Table, path: Path, copy: HostileCopy) -> None:
     """Equal long texts of a column that is no dictionary to its reader."""
     texts = pa.array(["x" * 4096] * 20_000)
-    bomb = pa.table({name: texts for name in table.column_names[:2]}).replace_schema_metadata(table.schema.metadata)
+    bomb = pa.table(dict.fromkeys(table.column_names[:2], texts)).replace_schema_metadata(table.schema.metadata)
     with pq.ParquetWriter(path, bomb.schema, compression="zstd") as writer:
         for _ in range(15):
             writer.write_table(bomb)
@@ -64,7 +64,7 @@ def _write_other_types(table: pa.Table, path: Path, copy: HostileCopy) -> None:
     """The right columns, all with a type that no table has."""
     values = pa.array([[{"a": b"\x00"}]] * table.num_rows)
     pq.write_table(
-        pa.table({name: values for name in table.column_names}).replace_schema_metadata(table.schema.metadata), path
+        pa.table(dict.fromkeys(table.column_names, values)).replace_schema_metadata(table.schema.metadata), path
     )
 
 
