@@ -22,6 +22,7 @@ from tests.attack.sample_study import (
     INTERRUPTED_ARM,
     PROBE_OPTIONS,
     STEPS,
+    STEPS_BEFORE_INTERRUPT,
     SampleStudy,
     resume_without_ray,
     run_command,
@@ -38,12 +39,18 @@ SECONDS = 5.0
 class FilePattern:
     """A kind of file. name: in the names of cells. pattern: a regular expression of its path below the output folder.
 
-    arm: the arm of the run to which the file belongs; empty for a file of the study.
+    ARM and STEP in it stand for the arm and the step of the run to which the file belongs, if it belongs to one.
     """
 
     name: str
     pattern: str
     arm: str = ""
+    step: str = ""
+
+    def matches(self, path: str, is_any_run: bool = False) -> bool:
+        """Whether a file is of this kind. is_any_run: of any run and step, and not of those of the sample study."""
+        arm, step = ("", r"\d+") if is_any_run else (self.arm, self.step)
+        return bool(re.fullmatch(self.pattern.replace("ARM", arm).replace("STEP", step), path))
 
 
 RESULTS = r"results/[^/]+"
@@ -73,30 +80,28 @@ STUDY_FILES = {
 }
 RUN_FILES = {
     **{
-        name: rf"{RESULTS}/runs/[^/]*{{arm}}[^/]*/{re.escape(name)}"
+        name: rf"{RESULTS}/runs/[^/]*ARM[^/]*/{re.escape(name)}"
         for name in ("run.json", "status.json", "metrics.jsonl", "levels.jsonl", "gradients.jsonl", ".lock")
     },
     **{
-        f"rolling-checkpoint/{name}": rf"{RESULTS}/runs/[^/]*{{arm}}[^/]*/state/step_{{step}}/{re.escape(name)}"
+        f"rolling-checkpoint/{name}": rf"{RESULTS}/runs/[^/]*ARM[^/]*/state/step_STEP/{re.escape(name)}"
         for name in CHECKPOINT_FILES
     },
     **{
-        f"saved-checkpoint/{name}": rf"model_saving/(?=.*{{arm}}).*/global_step_{{step}}/{re.escape(name)}"
+        f"saved-checkpoint/{name}": rf"model_saving/(?=.*ARM).*/global_step_STEP/{re.escape(name)}"
         for name in CHECKPOINT_FILES
     },
 }
-LAST_STEPS = {ENDED_ARM: r"[3-9]\d*", INTERRUPTED_ARM: "2"}
+LAST_STEPS = {ENDED_ARM: str(STEPS), INTERRUPTED_ARM: str(STEPS_BEFORE_INTERRUPT)}
 """The step of the newest checkpoint of each run. Those before it are files of the same kinds."""
 FILES = (
     *(FilePattern(name, pattern) for name, pattern in STUDY_FILES.items()),
     *(
-        FilePattern(f"{word}/{name}", pattern.format(arm=arm, step=LAST_STEPS[arm]), arm)
+        FilePattern(f"{word}/{name}", pattern, arm, LAST_STEPS[arm])
         for word, arm in (("ended", ENDED_ARM), ("interrupted", INTERRUPTED_ARM))
         for name, pattern in RUN_FILES.items()
     ),
-    FilePattern(
-        "ended/probes.jsonl", rf"{RESULTS}/runs/[^/]*{ENDED_ARM}[^/]*/probes\.jsonl".replace("{{", "{"), ENDED_ARM
-    ),
+    FilePattern("ended/probes.jsonl", rf"{RESULTS}/runs/[^/]*ARM[^/]*/probes\.jsonl", ENDED_ARM),
 )
 RARE_FILES = ("tune/searcher-state", "tune/error.txt", "tune/error.pkl")
 """Files that only a search or a failed run writes. A file of this name with arbitrary content takes their place."""
@@ -107,7 +112,7 @@ def find_file(output: Path, file: FilePattern) -> Path:
     for folder, _, names in sorted(os.walk(output)):
         for name in sorted(names):
             path = Path(folder) / name
-            if re.fullmatch(file.pattern, str(path.relative_to(output))):
+            if file.matches(str(path.relative_to(output))):
                 return path
     if file.name in RARE_FILES:
         trial_folder = next(output.glob("results/*/runs")).parent
@@ -121,11 +126,7 @@ def find_file(output: Path, file: FilePattern) -> Path:
 
 def find_pattern(path: str) -> FilePattern | None:
     """Find the kind of a file by its path below the output folder; None if the table has none."""
-    any_step = [
-        FilePattern(file.name, file.pattern.replace(LAST_STEPS[file.arm], r"\d+"), file.arm) if file.arm else file
-        for file in FILES
-    ]
-    return next((file for file in any_step if re.fullmatch(file.pattern, path)), None)
+    return next((file for file in FILES if file.matches(path, is_any_run=True)), None)
 
 
 # Damages: each replaces the file at a path. `outside` is a folder that must not change.

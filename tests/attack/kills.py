@@ -25,6 +25,7 @@ from tests.faults.kills import (
     Recipe,
     Tally,
     compare,
+    count_recomputed,
     read_last_step,
     run_uninterrupted,
 )
@@ -54,6 +55,7 @@ SANDBOX_RECIPE = Recipe(
         "--set=trainer.test_freq=20",
         "--set=trainer.resume_every=20",
     ),
+    max_recomputed=40,
 )
 SANDBOX_STEPS = 1000
 
@@ -89,13 +91,18 @@ def list_batches(
 
 @dataclass
 class KilledStudy:
-    """A study under way. driver: its command, if it has been started. log_start: where the log of this start begins."""
+    """A study under way.
+
+    driver: its command, if it has been started. log_start: where the log of this start begins. last_killed_steps: the
+    steps of the runs whose processes were killed: they are killed again only after a further step, because three
+    failures without progress end a run.
+    """
 
     study: InterruptedStudy
     rng: random.Random
     driver: "subprocess.Popen[str] | None" = None
     log_start: int = 0
-    rows_at_start: int = 0
+    last_killed_steps: dict[Path, int] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
 
     @property
@@ -107,7 +114,6 @@ class KilledStudy:
         """Start or resume the study."""
         log = self.study.log_folder / "command.log"
         self.log_start = log.stat().st_size if log.exists() else 0
-        self.rows_at_start = self.study.count_rows()
         self.driver = self.study.start()
         return self.driver
 
@@ -235,13 +241,28 @@ def find_victims(killed: KilledStudy, victim: str) -> list[psutil.Process]:
             group = [process for process in study.find_processes() if _get_group(process.pid) == killed.driver.pid]
             return [driver] if victim == "driver" else group
         if victim == "worker":
-            pids = list(study.find_trial_pids().values())
-            processes = [psutil.Process(pid) for pid in pids] or _find_titled(study, r"ray::(?!IDLE)")
-            return [killed.rng.choice(processes)] if processes else []
+            return _choose_worker(killed)
         if victim == "idle-worker":
             return _find_titled(study, r"ray::IDLE")[:1]
         return study.find_daemons(victim)
     return []
+
+
+def _choose_worker(killed: KilledStudy) -> list[psutil.Process]:
+    """A process that trains a run which has got further since it was last chosen."""
+    steps = {
+        run_dir: step
+        for run_dir in killed.study.find_trial_pids()
+        if (step := read_last_step(run_dir)) > killed.last_killed_steps.get(run_dir, -1)
+    }
+    if not steps:
+        return []
+    run_dir = killed.rng.choice(sorted(steps))
+    pid = killed.study.find_trial_pids().get(run_dir)
+    if pid is None:
+        return []
+    killed.last_killed_steps[run_dir] = steps[run_dir]
+    return [psutil.Process(pid)]
 
 
 def _get_group(pid: int) -> int:
@@ -302,6 +323,7 @@ def try_kill(killed: KilledStudy, kill: Kill) -> str:
         time.sleep(0.5)
         is_over = not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
     problem = killed.wait() if is_over else ""
+    count_recomputed(killed.study, killed.tally)
     if killed.study.count_rows() < rows_before:
         problem += " Rows were lost from the files."
     return problem
@@ -320,6 +342,8 @@ def finish(killed: KilledStudy, reference: InterruptedStudy) -> str:
     differences = compare(killed.study, reference, killed.tally) if not problem else []
     if killed.tally.count_errors() and not differences:
         differences = [f"{killed.tally}"]
+    if killed.tally.most_recomputed_by_a_kill > killed.study.recipe.max_recomputed:
+        differences.append(f"a kill cost {killed.tally.most_recomputed_by_a_kill} steps")
     return problem or "; ".join(differences[:4])
 
 
@@ -331,6 +355,19 @@ def run_reference(folder: Path, steps: int, recipe: Recipe) -> InterruptedStudy:
     return run_uninterrupted(output, steps, (), recipe, PATIENCE_S)
 
 
+def signal_study(killed: KilledStudy, cells: Sequence[Cell]) -> list[Outcome]:
+    """Signal a study in all these ways, one after the other."""
+    outcomes: list[Outcome] = []
+    for cell in cells:
+        try:
+            outcomes.append(Outcome(cell, failure=try_kill(killed, cell.fault)))
+        except NotPossibleError as error:
+            outcomes.append(Outcome(cell, obstacle=str(error)))
+        except TimeoutError as error:
+            outcomes.append(Outcome(cell, failure=f"{error}: {killed.read_log()[-300:]}"))
+    return outcomes
+
+
 def try_study(workshop: Workshop, cells: Sequence[Cell], kind: str, steps: int, recipe: Recipe) -> Iterator[Outcome]:
     """Signal one study in all these ways, one after the other, and compare it at its end.
 
@@ -340,15 +377,8 @@ def try_study(workshop: Workshop, cells: Sequence[Cell], kind: str, steps: int, 
     output = workshop.make_folder(f"{kind}-{cells[0].name}")
     rng = workshop.make_rng(kind, cells[0])
     killed = KilledStudy(InterruptedStudy(output, steps, (), recipe), rng)
-    outcomes: list[Outcome] = []
     try:
-        for cell in cells:
-            try:
-                outcomes.append(Outcome(cell, failure=try_kill(killed, cell.fault)))
-            except NotPossibleError as error:
-                outcomes.append(Outcome(cell, obstacle=str(error)))
-            except TimeoutError as error:
-                outcomes.append(Outcome(cell, failure=f"{error}: {killed.read_log()[-300:]}"))
+        outcomes = signal_study(killed, cells)
         if problem := finish(killed, reference):
             last = outcomes[-1]
             names = ", ".join(cell.name for cell in cells)
