@@ -63,7 +63,7 @@ STUDY_FILES = {
         for table in ("trials", "steps", "levels", "gradients", "gradient_groups")
     },
     "report.html": rf"{RESULTS}/report\.html",
-    "figures": rf"{RESULTS}/figures/[^/]+\.png",
+    "figures": rf"{RESULTS}/figures/.+",
     "summary.log": r"logs/[^/]+\.log",
     "run.log": r"logs/[^/]+/(?!.*probe)[^/]+(/[^/]+)*\.log",
     "probe.log": r"logs/[^/]*probe[^/]*/[^/]+\.log",

@@ -156,8 +156,11 @@ def make_study_plan(output: Path, arms: Sequence[str]) -> StudyPlan:
     return make_plan(STUDIES[STUDY], "laptop", "set by --preset", SETTINGS, arms, 1, output)
 
 
-def write_sample_study(root: Path, with_ray: bool) -> SampleStudy:
-    """Run the study: its first arm to the end, by the real command if `with_ray`, and its second arm for two steps."""
+def write_sample_study(root: Path, with_ray: bool, with_reports: bool = True) -> SampleStudy:
+    """Run the study: its first arm to the end, by the real command if `with_ray`, and its second arm for two steps.
+
+    with_reports: whether it also gets a probe, tables and a report, and is trained to the end for `completed_frames`.
+    """
     output = root / "sample" / "out"
     output.mkdir(parents=True)
     if with_ray:
@@ -165,10 +168,10 @@ def write_sample_study(root: Path, with_ray: bool) -> SampleStudy:
         words = ["run", STUDY, "--preset", "laptop", "--output", str(output), "--algo", ENDED_ARM, *assignments]
         process = subprocess.run([sys.executable, "-m", "tune_study", *words], capture_output=True, text=True)
         assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
-    return call_in_child(lambda: _complete_sample_study(output), seconds=600)
+    return call_in_child(lambda: _complete_sample_study(output, with_reports), seconds=600)
 
 
-def _complete_sample_study(output: Path) -> SampleStudy:
+def _complete_sample_study(output: Path, with_reports: bool) -> SampleStudy:
     train_without_ray(merge_with_folder(make_study_plan(output, [ENDED_ARM]), extend=False))
     plan = merge_with_folder(make_study_plan(output, [ENDED_ARM, INTERRUPTED_ARM]), extend=True)
     train_without_ray(plan, STEPS_BEFORE_INTERRUPT)
@@ -176,6 +179,10 @@ def _complete_sample_study(output: Path) -> SampleStudy:
         "completed",
         "interrupted",
     ]
+    run_ids = plan.runs[0].run_id, plan.runs[1].run_id
+    if not with_reports:
+        frames = analysis.load(plan.folder)
+        return SampleStudy(output, frames, frames, run_ids)
     answer = run_command(["probe", str(plan.folder), "--trial", ENDED_ARM, *PROBE_OPTIONS], output, output.parent)
     assert answer.code == 0, answer
     assert not write_results(plan.folder, Console(file=io.StringIO()))
@@ -187,7 +194,6 @@ def _complete_sample_study(output: Path) -> SampleStudy:
         resume_without_ray(copy / "out" / RUN)
         completed_frames = analysis.load(copy / "out" / RUN)
     assert set(completed_frames.trials["status"]) == {"completed"}
-    run_ids = plan.runs[0].run_id, plan.runs[1].run_id
     return SampleStudy(output, frames, completed_frames, run_ids)
 
 

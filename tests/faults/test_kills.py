@@ -1,4 +1,4 @@
-"""About fifteen signals of the table of the attack, to the real command on the real Trainable; `make attack` has all."""
+"""Some signals of the table of `make attack`, which tries all of them, to the real command on the real Trainable."""
 
 import random
 import shutil
