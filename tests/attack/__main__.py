@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.attack.cells import Kind, KindTally, Workshop, attack, print_lines, print_progress, select_cells
+from tests.attack.cells import Kind, KindTally, Outcome, Workshop, attack, print_lines, print_progress, select_cells
 from tests.attack.children import call_in_background
 from tests.attack.damaged_files import make_damaged_files
 from tests.attack.extremes import make_extremes
@@ -50,19 +50,14 @@ def run_attack(kinds: Sequence[Kind], workshop: Workshop, deadline: float | None
     if not quiet_kinds or not loud_kinds:
         return attack(kinds, workshop, deadline)
 
-    def make_tallies() -> list[dict[str, object]]:
-        return [
-            {"name": tally.kind.name, "outcomes": tally.outcomes, "seconds": tally.seconds}
-            for tally in attack(quiet_kinds, workshop, deadline)
-        ]
+    def try_quiet_kinds() -> dict[str, tuple[list[Outcome], float]]:
+        tallies = attack(quiet_kinds, workshop, deadline)
+        return {tally.kind.name: (tally.outcomes, tally.seconds) for tally in tallies}
 
-    with call_in_background(make_tallies) as wait:
+    with call_in_background(try_quiet_kinds) as wait:
         loud_tallies = attack(loud_kinds, workshop, deadline)
-        values = {value["name"]: value for value in wait()}
-    quiet_tallies = [
-        KindTally(kind, values[kind.name]["outcomes"], values[kind.name]["seconds"]) for kind in quiet_kinds
-    ]
-    return [*quiet_tallies, *loud_tallies]
+        quiet_results = wait()
+    return [*(KindTally(kind, *quiet_results[kind.name]) for kind in quiet_kinds), *loud_tallies]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

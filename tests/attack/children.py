@@ -50,7 +50,7 @@ def call_in_child(function: Callable[[], T], seconds: float = TIME_LIMIT_S, max_
     value: Any = pickle.loads(content)
     if isinstance(value, _Raised):
         raise ChildError(value.text)
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 class _Raised:
@@ -79,7 +79,7 @@ def _serve(function: Callable[[], object], writer: int, max_bytes: int | None) -
 
 def _read_until(reader: int, deadline: float) -> bytes | None:
     """Read until the other end is closed; None if it is not by then."""
-    chunks = []
+    chunks: list[bytes] = []
     while True:
         patience = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
         ready, _, _ = select.select([reader], [], [], patience)
@@ -109,7 +109,7 @@ def call_in_background(function: Callable[[], T]) -> Iterator[Callable[[], T]]:
         value: Any = pickle.loads(content or b"\x80\x04N.")
         if value is None or isinstance(value, _Raised):
             raise ChildError(value.text if value is not None else "ended without a word")
-        return value  # type: ignore[no-any-return]
+        return value
 
     try:
         yield wait

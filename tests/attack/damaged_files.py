@@ -15,6 +15,7 @@ import pandas as pd
 
 import analysis
 from analysis.data.frames import FRAME_NAMES, NONDETERMINISTIC_COLUMNS, StudyFrames
+from analysis.data.load import read_study
 from tests.attack.cells import Cell, Kind, NotPossibleError, Workshop, make_kind
 from tests.attack.children import ChildError, call_in_child
 from tests.attack.sample_study import (
@@ -311,7 +312,7 @@ def check_status(study: DamagedStudy) -> str:
     # By the tables that the rows give: `status` must not show as completed what they do not.
     if answer.code == 0 and study.file.name in ("ended/metrics.jsonl", "ended/levels.jsonl", "ended/gradients.jsonl"):
         with suppress(ValueError, OSError):
-            frames = analysis.data.load.read_study(study.folder)
+            frames = read_study(study.folder)
             ended_run = frames.trials.set_index("run_id").loc[study.sample.run_ids[0]]
             if " completed " in answer.out and ended_run["status"] != "completed":
                 return f"shows as completed a run that is {ended_run['status']}: {ended_run['reason']}"

@@ -125,7 +125,7 @@ def read_while_running(words: Callable[[InterruptedStudy], Words]) -> Callable[[
     def check(study: InterruptedStudy, workshop: Workshop) -> str:
         commands = [start_command(study, make_run_words(study), 0)]
         wait_for_study_file(study, commands[0])
-        codes = []
+        codes: list[int] = []
         while commands[0].poll() is None:
             codes.append(start_command(study, words(study), len(codes) + 1).wait(PATIENCE_S))
         # A report of a study that has not one row yet may have nothing to show.

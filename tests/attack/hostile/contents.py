@@ -472,11 +472,11 @@ def _make_contents() -> dict[str, Change]:
             changes[f"json/{file_name}/{name}"] = partial(_write_json, pattern, content)
     for name, content in JSON_CONTENTS.items():
         changes[f"json/state.json/{name}"] = partial(_write_state, content)
-    for name, value in NUMBERS.items():
-        changes[f"number/rows/{name}"] = partial(_change_row_numbers, value)
-        changes[f"number/steps/{name}"] = partial(_change_row_steps, value)
-        changes[f"number/study/{name}"] = partial(_change_study_numbers, value)
-        changes[f"number/status/{name}"] = partial(_change_status_numbers, value)
+    for name, number in NUMBERS.items():
+        changes[f"number/rows/{name}"] = partial(_change_row_numbers, number)
+        changes[f"number/steps/{name}"] = partial(_change_row_steps, number)
+        changes[f"number/study/{name}"] = partial(_change_study_numbers, number)
+        changes[f"number/status/{name}"] = partial(_change_status_numbers, number)
     changes["rows/many"], changes["rows/nested"] = _add_many_rows, _add_nested_rows
     for name, (header, length) in TENSORS.items():
         changes[f"tensors/{name}"] = partial(_write_tensors, header, length)
