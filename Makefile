@@ -7,7 +7,7 @@ BENCH := .venv-bench/bin
 # More than cores here: a test of a study waits for Ray, one of an ended study for its processes.
 PARALLEL := --numprocesses 3
 
-.PHONY: setup kl entropy top-p test test-faults test-faults-long test-engines test-all check format bench bench-engines clean
+.PHONY: setup kl entropy top-p test test-faults attack test-engines test-all check format bench bench-engines clean
 
 setup: .venv/ready
 
@@ -36,8 +36,11 @@ test: check
 test-faults: setup
 	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile ci --dist worksteal -m faults tests/faults/test_kills.py tests/faults/test_endings.py
 
-test-faults-long: setup
-	$(BIN)/python -m tests.faults
+# A JSON line per kind of fault. MINUTES=0: every cell of the tables once, in one to two hours.
+MINUTES ?= 10
+SEED ?= 0
+attack: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.attack --minutes $(MINUTES) --seed $(SEED)
 
 # Real vLLM and DeepSpeed on the processor: 4 GB, in an environment of their own. vLLM brings torchvision, torchaudio
 # and torchcodec of another build than torch, which break its import; nothing here needs them.

@@ -5,7 +5,6 @@ processes that have the mark of the study in their environment.
 """
 
 import os
-import random
 import re
 import signal
 import subprocess
@@ -25,7 +24,6 @@ import analysis
 from analysis.data.frames import FRAME_NAMES
 from trainable.runs.checkpoint import iter_checkpoints
 from trainable.runs.run_files import LOCK_FILE, METRICS_FILE, STATE_FOLDER, read_rows
-from tune_study.tune.watchdog import DAEMON_NAMES
 
 RUN = "results/kl_sweep_sokoban-tiny"
 SMALL_OPTIONS = [
@@ -49,18 +47,6 @@ AGENT_EXIT_S = 90.0
 POLL_S = 0.05
 CHECKPOINT_POLL_S = 0.002
 """A checkpoint is half-written for milliseconds only. Elsewhere a test must not take the CPU from what it waits for."""
-
-DRIVER_KILLS = (
-    "at once",
-    "at any time",
-    "at a row",
-    "in a checkpoint",
-    "whole machine",
-    "SIGTERM to all",
-    "Ctrl-C twice",
-    *DAEMON_NAMES,
-)
-TRIAL_KILLS = ("SIGKILL", "SIGSEGV", "in a checkpoint")
 
 
 @dataclass
@@ -100,11 +86,27 @@ def restore_signal_handlers() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """The words of `run` that start a study, without its number of steps, and its folder below the output folder.
+
+    max_recomputed: the steps that a kill may cost, which are those between two rolling checkpoints.
+    """
+
+    name: str
+    run: str
+    options: tuple[str, ...]
+    max_recomputed: int = 1
+
+
+KL_RECIPE = Recipe("kl", RUN, tuple(SMALL_OPTIONS))
+
+
 class InterruptedStudy:
     """One study in its own folder, whose processes have its mark in their environment and which can be resumed."""
 
-    def __init__(self, output: Path, steps: int, options: Sequence[str] = ()) -> None:
-        self.output, self.folder, self.steps = output, output / RUN, steps
+    def __init__(self, output: Path, steps: int, options: Sequence[str] = (), recipe: Recipe = KL_RECIPE) -> None:
+        self.output, self.folder, self.steps, self.recipe = output, output / recipe.run, steps, recipe
         self.options = list(options)
         self.log_folder = output
         self.mark = uuid.uuid4().hex
@@ -118,8 +120,8 @@ class InterruptedStudy:
             if (self.folder / "study.json").exists()
             else [
                 "run",
-                "kl",
-                *SMALL_OPTIONS,
+                self.recipe.name,
+                *self.recipe.options,
                 f"--steps={self.steps}",
                 f"--output={self.output}",
                 *self.options,
@@ -254,113 +256,19 @@ def wait_for(
     return False
 
 
-def run_uninterrupted(output: Path, steps: int, options: Sequence[str] = ()) -> InterruptedStudy:
+def run_uninterrupted(
+    output: Path,
+    steps: int,
+    options: Sequence[str] = (),
+    recipe: Recipe = KL_RECIPE,
+    patience: float = PATIENCE_S,
+) -> InterruptedStudy:
     """Run a study without interruption."""
-    study = InterruptedStudy(output, steps, options)
+    study = InterruptedStudy(output, steps, options, recipe)
     driver = study.start()
-    assert driver.wait(PATIENCE_S) == 0, (output / "command.log").read_text()[-3000:]
+    assert driver.wait(patience) == 0, (output / "command.log").read_text()[-3000:]
     study.log.close()
     return study
-
-
-def kill_driver(study: InterruptedStudy, kill_method: str, rng: random.Random, tally: Tally) -> None:
-    """Start the study, end its driver in the given way, and count the processes that live on.
-
-    Nothing is killed if the driver ends first.
-    """
-    n_rows_before = study.count_rows()
-    driver = study.start()
-    if kill_method == "at once":
-        is_alive = _is_alive_after(rng.uniform(0.05, 2.0), driver)
-    elif kill_method == "at a row":
-        target_rows = study.count_rows() + rng.randint(1, 4)
-        is_alive = wait_for(lambda: study.count_rows() >= target_rows, driver)
-    elif kill_method == "in a checkpoint":
-        n_rows_to_skip = study.count_rows() + rng.randint(0, 4)
-        is_ready = wait_for(lambda: study.count_rows() >= n_rows_to_skip, driver)
-        is_alive = is_ready and wait_for(study.is_writing, driver, poll_s=CHECKPOINT_POLL_S)
-    elif kill_method in DAEMON_NAMES:  # Ray starts the daemon some seconds after the driver
-        is_alive = wait_for(lambda: bool(study.find_daemons(kill_method)), driver) and _is_alive_after(
-            rng.uniform(0.0, 8.0), driver
-        )
-    else:
-        is_alive = _is_alive_after(rng.uniform(1.0, 12.0), driver)
-    if is_alive:
-        tally.kills[f"driver, {kill_method}"] += 1
-        _end_driver(study, driver, kill_method, rng)
-    driver.wait(PATIENCE_S)
-    study.log.close()
-    tally.processes_left += study.wait_and_count_orphans()
-    _count_recomputed(study, tally)
-    assert study.count_rows() >= n_rows_before, "rows were lost from the files"
-
-
-def _is_alive_after(seconds: float, driver: "subprocess.Popen[str]") -> bool:
-    try:
-        driver.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return True
-    return False
-
-
-def _end_driver(study: InterruptedStudy, driver: "subprocess.Popen[str]", kill_method: str, rng: random.Random) -> None:
-    if kill_method == "whole machine":
-        for process in study.find_processes():
-            _send_signal(process, signal.SIGKILL)
-    elif kill_method == "SIGTERM to all":
-        for process in study.find_processes():
-            _send_signal(process, signal.SIGTERM)
-    elif kill_method in DAEMON_NAMES:
-        for process in study.find_daemons(kill_method):
-            _send_signal(process, signal.SIGKILL)
-    elif kill_method == "Ctrl-C twice":
-        driver.send_signal(signal.SIGINT)
-        time.sleep(rng.uniform(0.0, 1.5))
-        driver.send_signal(signal.SIGINT)
-    else:
-        driver.kill()
-
-
-def _send_signal(process: psutil.Process, signal_number: signal.Signals) -> None:
-    try:
-        process.send_signal(signal_number)
-    except psutil.NoSuchProcess:
-        return
-
-
-def kill_trials(study: InterruptedStudy, kills: int, rng: random.Random, tally: Tally) -> None:
-    """Start the study, kill its trials at random, and wait for its end.
-
-    A trial is killed again only after it has finished a further step.
-    """
-    driver = study.start()
-    last_killed_steps: dict[Path, int] = {}
-
-    def find_killable_runs() -> list[Path]:
-        return [
-            run_dir
-            for run_dir in study.find_trial_pids()
-            if read_last_step(run_dir) > last_killed_steps.get(run_dir, 0)
-        ]
-
-    for _ in range(kills):
-        kill_method = rng.choice(TRIAL_KILLS)
-        if not wait_for(lambda: bool(find_killable_runs()), driver):
-            break
-        if kill_method != "in a checkpoint":
-            _is_alive_after(rng.uniform(0.0, 0.4), driver)
-        elif not wait_for(study.is_writing, driver, poll_s=CHECKPOINT_POLL_S):
-            break
-        chosen_run_dir = rng.choice(find_killable_runs() or [Path()])
-        pid = study.find_trial_pids().get(chosen_run_dir)
-        if pid is not None:
-            last_killed_steps[chosen_run_dir] = read_last_step(chosen_run_dir)
-            os.kill(pid, signal.SIGSEGV if kill_method == "SIGSEGV" else signal.SIGKILL)
-            tally.kills[f"trial, {kill_method}"] += 1
-    driver.wait(PATIENCE_S)
-    study.log.close()
-    tally.processes_left += study.wait_and_count_orphans()
-    _count_recomputed(study, tally)
 
 
 def _iter_raw_steps(run_dir: Path) -> Iterator[int]:
@@ -370,7 +278,7 @@ def _iter_raw_steps(run_dir: Path) -> Iterator[int]:
             yield int(match.group(1))
 
 
-def _count_recomputed(study: InterruptedStudy, tally: Tally) -> None:
+def count_recomputed(study: InterruptedStudy, tally: Tally) -> None:
     """Count the steps that were trained again, which are the steps that go back in the files of rows."""
     n_recomputed = 0
     for run_dir in study.find_run_dirs():

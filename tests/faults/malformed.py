@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TypeVar
 
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as seed_examples
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -55,16 +56,17 @@ class Answer(NamedTuple):
     files: Words
 
 
-def check_examples(
-    strategy: st.SearchStrategy[T], check: Callable[[T], str], examples: int, derandomize: bool
-) -> Tally:
-    """Run `check` on `examples` draws; it returns the answer as a short text, or raises."""
+def check_examples(strategy: st.SearchStrategy[T], check: Callable[[T], str], examples: int, seed: int | None) -> Tally:
+    """Run `check` on `examples` draws; it returns the answer as a short text, or raises.
+
+    seed: of the draws; None for those that are the same every time.
+    """
     answers: Counter[str] = Counter()
 
     @settings(
         max_examples=examples,
         deadline=None,
-        derandomize=derandomize,
+        derandomize=seed is None,
         database=None,
         phases=(Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),
@@ -73,6 +75,8 @@ def check_examples(
     def check_example(example: T) -> None:
         answers[check(example)] += 1
 
+    if seed is not None:
+        check_example = seed_examples(seed)(check_example)
     check_example()
     return Tally(answers.total(), dict(answers))
 
@@ -399,9 +403,9 @@ def draw_malformed_lines() -> Line:
     return draw_equally([unknown_lines, *lines * 5]).map(join_words)
 
 
-def check_command_lines(examples: int, derandomize: bool = True) -> Tally:
+def check_command_lines(examples: int, seed: int | None = None) -> Tally:
     """Check lines of `run` that are malformed by construction: each is refused, with --dry-run and without it."""
-    return check_examples(draw_malformed_lines(), check_line, examples, derandomize)
+    return check_examples(draw_malformed_lines(), check_line, examples, seed)
 
 
 # Lines of valid and invalid pieces in any order, and settings from Python: each gives an answer and no traceback.
@@ -452,9 +456,9 @@ def check_any_line(args: Words) -> str:
     return "refused"
 
 
-def check_arbitrary_lines(examples: int, derandomize: bool = True) -> Tally:
+def check_arbitrary_lines(examples: int, seed: int | None = None) -> Tally:
     """Check that any dry run is planned or refused, and writes nothing."""
-    return check_examples(draw_mixed_lines(), check_any_line, examples, derandomize)
+    return check_examples(draw_mixed_lines(), check_any_line, examples, seed)
 
 
 huge_numbers = st.sampled_from([10, 20, 400, 5000]).map(lambda digits: 10**digits)
@@ -491,7 +495,7 @@ def check_settings(example: Overrides) -> str:
     return "a configuration"
 
 
-def check_configurations(examples: int, derandomize: bool = True) -> Tally:
+def check_configurations(examples: int, seed: int | None = None) -> Tally:
     """Check that any keys and values from Python give a configuration or a ConfigError."""
     family_overrides = draw_equally([draw_overrides(family.config_class) for family in FAMILIES.values()])
-    return check_examples(family_overrides, check_settings, examples, derandomize)
+    return check_examples(family_overrides, check_settings, examples, seed)

@@ -239,15 +239,15 @@ def make_valid_study() -> Iterator[tuple[Path, StudyPlan, Mapping[str, bytes]]]:
         yield Path(name), plan, read_contents(Path(name))
 
 
-def check_folders(examples: int, derandomize: bool = True) -> Tally:
+def check_folders(examples: int, seed: int | None = None) -> Tally:
     """Check `status`, `resume --dry-run` and `replay-stoppers` of folders in which one file is damaged."""
     with make_valid_study() as (valid_folder, plan, files):
         damages = draw_damages(files, [*files, STUDY, STUDY])
-        return check_examples(damages, lambda damage: check_reading(valid_folder, plan, damage), examples, derandomize)
+        return check_examples(damages, lambda damage: check_reading(valid_folder, plan, damage), examples, seed)
 
 
-def check_reports(examples: int, derandomize: bool = True) -> Tally:
+def check_reports(examples: int, seed: int | None = None) -> Tally:
     """Check `report` of folders in which one file is damaged."""
     with make_valid_study() as (valid_folder, _, files):
         damages = draw_damages(files, [*files, STUDY, STUDY])
-        return check_examples(damages, lambda damage: check_report(valid_folder, damage), examples, derandomize)
+        return check_examples(damages, lambda damage: check_report(valid_folder, damage), examples, seed)

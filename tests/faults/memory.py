@@ -1,7 +1,11 @@
-"""The memory of a driver over hundreds of tiny trials: how much a trial leaves in it in addition to its rows."""
+"""The memory of a driver over hundreds of tiny trials: how much a trial leaves in it in addition to its rows.
+
+Usage: python -m tests.faults.memory FOLDER TRIALS prints the figures as JSON.
+"""
 
 import gc
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,8 +79,13 @@ def fit_slopes(readings: Sequence[Reading]) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as name:
-        memory_readings = take_readings(Path(name), 300, 20)
-    print(json.dumps([reading._asdict() for reading in memory_readings]), fit_slopes(memory_readings))
+    n_trials = int(sys.argv[2])
+    memory_readings = take_readings(Path(sys.argv[1]), n_trials, max(1, n_trials // 15))
+    resident_slope, rows_slope = fit_slopes(memory_readings)
+    figures = {
+        "trials": n_trials,
+        "megabytes": [round(reading.resident, 1) for reading in memory_readings],
+        "kilobytes_per_trial": round(resident_slope, 1),
+        "kilobytes_of_rows_per_trial": round(rows_slope, 2),
+    }
+    print(json.dumps(figures))

@@ -1,53 +1,76 @@
-"""About twenty kills of the real command on the real Trainable; the long form is `make test-faults-long`."""
+"""Some signals of the table of `make attack`, which tries all of them, to the real command on the real Trainable."""
 
 import random
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.attack.cells import Cell
+from tests.attack.damaged_files import find_pattern
+from tests.attack.kills import Kill, KilledStudy, finish, list_batches, signal_study
+from tests.attack.sample_study import list_files
 from tests.faults.conftest import StudyRegistration
-from tests.faults.kills import (
-    DRIVER_KILLS,
-    STEPS,
-    InterruptedStudy,
-    Tally,
-    compare,
-    finish,
-    kill_driver,
-    kill_trials,
-    read_status_output,
-)
+from tests.faults.kills import STEPS, InterruptedStudy, Tally, compare, read_status_output
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
-TRIAL_KILLS = 8
+DRIVER_KILLS = (
+    Kill("driver", "KILL", "before-study.json"),
+    Kill("driver", "KILL", "ray-starting"),
+    Kill("raylet", "KILL", "ray-starting"),
+    Kill("driver", "KILL", "between-steps"),
+    Kill("everything", "KILL", "checkpoint"),
+    Kill("everything", "TERM", "between-steps"),
+    Kill("gcs_server", "KILL", "resuming"),
+    Kill("driver", "KILL", "checkpoint"),
+)
+WORKER_KILLS = (
+    Kill("worker", "KILL", "resuming"),
+    Kill("worker", "SEGV", "between-steps"),
+    Kill("worker", "KILL", "checkpoint"),
+    Kill("worker", "TERM", "between-steps"),
+    Kill("worker", "STOP-CONT", "between-steps"),
+    Kill("worker", "SEGV", "checkpoint"),
+    Kill("worker", "KILL", "between-steps"),
+)
+
+
+def find_cells(kills: Sequence[Kill]) -> list[Cell]:
+    """Find the cells of these signals in the table of the attack."""
+    cells = {cell.name: cell for batch in list_batches() for cell in batch}
+    return [cells[kill.name] for kill in kills]
 
 
 def test_a_killed_driver_loses_nothing(
     tmp_path: Path, uninterrupted_study: InterruptedStudy, expect_agents_to_end: StudyRegistration
 ) -> None:
-    rng, tally, study = random.Random(20), Tally(), InterruptedStudy(tmp_path, STEPS)
-    expect_agents_to_end(study)
-    for kill_method in DRIVER_KILLS:
-        kill_driver(study, kill_method, rng, tally)
-    status_output = read_status_output(study.folder)
+    killed = KilledStudy(InterruptedStudy(tmp_path, STEPS), random.Random(20))
+    expect_agents_to_end(killed.study)
+    outcomes = signal_study(killed, find_cells(DRIVER_KILLS))
+    assert [outcome.failure for outcome in outcomes if outcome.failure] == []
+    status_output = read_status_output(killed.study.folder)
     assert "kl (laptop): unfinished" in status_output
     assert " interrupted " in status_output
-    finish(study)
-    assert compare(study, uninterrupted_study, tally) == []
-    assert tally.count_errors() == 0
-    assert tally.most_recomputed_by_a_kill <= 1  # trainer.resume_every of the laptop preset
-    assert tally.kills.total() >= 7
+    assert finish(killed, uninterrupted_study) == ""
+    assert killed.tally.kills.total() >= len(DRIVER_KILLS) - 1
 
 
 def test_a_killed_trial_goes_on_and_disturbs_no_other(tmp_path: Path, uninterrupted_study: InterruptedStudy) -> None:
-    rng, tally, study = random.Random(21), Tally(), InterruptedStudy(tmp_path, STEPS)
-    kill_trials(study, TRIAL_KILLS, rng, tally)
-    assert compare(study, uninterrupted_study, tally) == []  # without a resume: the study itself retried the trials
-    assert tally.count_errors() == 0
-    assert tally.most_recomputed_by_a_kill <= 1
-    assert tally.kills.total() == TRIAL_KILLS
+    killed = KilledStudy(InterruptedStudy(tmp_path, STEPS), random.Random(21))
+    outcomes = signal_study(killed, find_cells(WORKER_KILLS))
+    assert [outcome.failure for outcome in outcomes if outcome.failure] == []
+    assert killed.wait() == ""  # without a resume: the study itself retried the trials
+    assert compare(killed.study, uninterrupted_study, killed.tally) == []
+    assert killed.tally.count_errors() == 0
+    assert killed.tally.most_recomputed_by_a_kill <= 1  # trainer.resume_every of the laptop preset
+    assert killed.tally.kills.total() >= len(WORKER_KILLS) - 1
+
+
+def test_every_file_of_a_study_is_in_the_table_of_the_attack(uninterrupted_study: InterruptedStudy) -> None:
+    files = [name for name in list_files(uninterrupted_study.output) if name != "command.log"]
+    assert [name for name in files if find_pattern(name) is None] == []
 
 
 def lose_a_row(study: InterruptedStudy) -> None:
@@ -71,8 +94,6 @@ def change_a_weight(study: InterruptedStudy) -> None:
 def test_the_comparison_sees_harm(
     tmp_path: Path, uninterrupted_study: InterruptedStudy, damage_study: Callable[[InterruptedStudy], None]
 ) -> None:
-    import shutil
-
     shutil.copytree(uninterrupted_study.output, tmp_path / "copy")
     copy, tally = InterruptedStudy(tmp_path / "copy", STEPS), Tally()
     assert compare(copy, uninterrupted_study, tally) == []

@@ -1,0 +1,195 @@
+"""Extremes of every numeric setting: each is refused with a paragraph, trains, or fails with a class and a name."""
+
+import math
+import random
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from search_spaces import STUDIES
+from tests.attack.cells import Cell, Kind, NotPossibleError, Workshop, make_kind
+from tests.attack.children import ChildError, call_in_child
+from tests.attack.sample_study import Answer, run_command
+from tests.faults.malformed import list_field_schemas
+from trainable.runs.failures import NON_FINITE, Failure, RunFailedError
+from trainable.runs.run_files import read_rows
+from trainable.trial import Trial
+from tune_study.plan.study_plan import make_plan
+from tune_study.tune.trials import make_trial_config
+
+NAME = "extremes"
+SECONDS = 2.0
+STEPS = 2
+TIME_LIMIT_S = 25.0
+ADDRESS_SPACE = 24 << 30
+
+LARGE_NUMBERS = ("1e38", "-1e38", "1e300", "-1e300", "0", "1", "nan", "inf")
+LARGE_INTEGERS = ("0", "1", "-1", "1e38", "nan", str(2**31 - 1), str(2**63), "9" * 30)
+
+
+@dataclass(frozen=True)
+class Extreme:
+    """A value of a setting. study: a study of the setting's family that does not sweep it; arm: one of its arms."""
+
+    study: str
+    arm: str
+    setting: str
+    text: str
+
+
+SMALL_SETTINGS: Mapping[str, Mapping[str, str]] = {
+    "ppo": {
+        "trainer.total_training_steps": str(STEPS),
+        "env.env_groups": "2",
+        "env.group_size": "2",
+        "env.val_env_groups": "2",
+        "env.test_env_groups": "1",
+        "actor.ppo_mini_batch_size": "4",
+        "critic.ppo_mini_batch_size": "4",
+        "trainer.test_freq": "1",
+    },
+    "update_rules": {
+        "trainer.total_training_steps": str(STEPS),
+        "trainer.test_freq": "1",
+        "task": "token_reversal",
+        "seq_len": "4",
+        "d_model": "8",
+        "batch_size": "4",
+    },
+}
+SWITCHES: Mapping[str, Mapping[str, str]] = {
+    "trainer.gradient_analysis": {"trainer.gradient_analysis_mode": "True"},
+    "algorithm.kl_ctrl": {"algorithm.use_kl_in_reward": "True"},
+    "algorithm.high_level_gamma": {"algorithm.bi_level_gae": "True"},
+    "eta": {"method": "DG"},
+    "tpo_eta": {"method": "TPO", "group_size": "2"},
+    "grpo_beta": {"method": "GRPO", "group_size": "2"},
+    "group_size": {"method": "GRPO"},
+    "inner_epochs": {"method": "GRPO", "group_size": "2"},
+    "clip_low": {"method": "GRPO", "group_size": "2"},
+    "clip_high": {"method": "DAPO", "group_size": "2"},
+    "iw_cap": {"method": "ASPO"},
+    "kondo_keep": {"method": "Kondo"},
+    "guard_strength": {"method": "DGEntropyGuard"},
+    "uncertainty_scale": {"method": "UncertaintyDG"},
+    "uncertainty_threshold": {"method": "FilteredDG"},
+    "distill_alpha": {"method": "SelfDistillDG"},
+    "replay_capacity": {"method": "ReplayDG"},
+    "replay_age_decay": {"method": "FreshDG", "replay_capacity": "2"},
+    "reward_noise": {"reward_noise_mode": "label_flip"},
+    "score_len": {"task": "masked_reversal"},
+}
+"""Settings without which others, that begin with a name, have no effect."""
+ARMS = {"kl": "0.1", "entropy": "0.1", "top-p": "0.5", "sandbox": "single"}
+
+
+def list_texts(schema: Mapping[str, Any]) -> tuple[str, ...]:
+    """The extremes of a field: its bounds, and numbers at the ends of what numbers can be."""
+    bounds = [schema.get(name) for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")]
+    bound_texts = [repr(bound) for bound in bounds if bound is not None]
+    is_integer = schema["type"] == "integer"
+    if not is_integer and "exclusiveMinimum" in schema:
+        bound_texts.append(repr(math.nextafter(schema["exclusiveMinimum"], math.inf)))
+    return tuple(dict.fromkeys([*bound_texts, *(LARGE_INTEGERS if is_integer else LARGE_NUMBERS)]))
+
+
+def list_cells() -> list[Cell]:
+    """List every extreme of every numeric setting of every family."""
+    cells = []
+    for family_name, names in (("ppo", ("kl", "entropy", "top-p")), ("update_rules", ("sandbox",))):
+        studies = [STUDIES[name] for name in names]
+        for setting, schema in list_field_schemas(studies[0].family.config_class).items():
+            study = next((study for study in studies if setting not in study.axis.swept_fields), None)
+            is_numeric = schema.get("type") in ("integer", "number")
+            if study is None or not (is_numeric or setting.endswith("betas")):
+                continue
+            texts = list_texts(schema) if is_numeric else tuple(f"[{text}, {text}]" for text in LARGE_NUMBERS)
+            cells += [
+                Cell(f"{family_name}/{setting}={text}", Extreme(study.name, ARMS[study.name], setting, text))
+                for text in texts
+            ]
+    return cells
+
+
+def _make_settings(extreme: Extreme) -> dict[str, str]:
+    """Settings of a small run with the extreme, and with what lets it have an effect."""
+    small_settings = SMALL_SETTINGS[STUDIES[extreme.study].family.name]
+    switches: dict[str, str] = {}
+    for prefix, settings in SWITCHES.items():
+        if extreme.setting.startswith(prefix):
+            switches |= settings
+    return {**small_settings, **switches, extreme.setting: extreme.text}
+
+
+def plan_command(extreme: Extreme, folder: Path) -> Answer:
+    """Plan the run by the command line."""
+    assignments = [word for name, text in _make_settings(extreme).items() for word in ("--set", f"{name}={text}")]
+    option = STUDIES[extreme.study].axis.option
+    words = ["run", extreme.study, "--preset", "laptop", "--dry-run", "--output", str(folder / "out")]
+    return run_command([*words, option, extreme.arm, *assignments], folder, folder)
+
+
+def train(extreme: Extreme, folder: Path) -> Failure | list[dict[str, Any]]:
+    """Train two steps in this process; return the rows, or the failure."""
+    study = STUDIES[extreme.study]
+    settings: dict[str, object] = dict(_make_settings(extreme))
+    plan = make_plan(study, "laptop", "a test", settings, [extreme.arm], 1, folder / "out")
+    spec = plan.runs[0]
+    trial = Trial(make_trial_config(plan, [spec], is_finished=False))
+    try:
+        for _ in range(STEPS):
+            if trial.step()["done"]:
+                break
+    except RunFailedError as error:
+        return error.failure._replace(trace=error.failure.trace[-1500:])
+    finally:
+        trial.cleanup()
+    return read_rows(plan.get_run_dir(spec.run_id) / "metrics.jsonl", first_step=0)
+
+
+def judge_failure(failure: Failure) -> str | None:
+    """Return what is wrong about how a run failed; None if a user knows what to do."""
+    if failure.kind == "configuration":
+        return None
+    if failure.kind == NON_FINITE:
+        names_step = re.search(r"\bstep \d+", failure.message)
+        names_tensor = re.search(
+            r"\b(loss|grad|weight|logit|reward|advantage|score|actor|critic|policy)", failure.message
+        )
+        return None if names_step and names_tensor else f"names no step or no tensor: {failure.message[:300]}"
+    if failure.kind == "out of memory":
+        raise NotPossibleError("took more memory than it may here, and nothing refused it before the run")
+    return f"failed ({failure.kind}), retried: {failure.is_retried}: {failure.message[:300]}"
+
+
+def try_cell(workshop: Workshop, cell: Cell, rng: random.Random) -> str | None:
+    """Plan a run with the extreme, and if it is not refused, train it."""
+    folder = workshop.make_folder(f"{NAME}-{cell.name}")
+    try:
+        answer = call_in_child(partial(plan_command, cell.fault, folder), TIME_LIMIT_S, ADDRESS_SPACE)
+        if answer.code == 2:
+            is_clear = answer.err.startswith("tune_study: ") or "Error" in answer.err
+            return None if is_clear and (folder / "out").exists() is False else f"refused badly: {answer.err[:300]}"
+        if answer.code:
+            return f"exit code {answer.code}: {answer.err[:300]}"
+        result = call_in_child(partial(train, cell.fault, folder), TIME_LIMIT_S, ADDRESS_SPACE)
+    except ChildError as error:
+        if error.is_timeout:
+            raise NotPossibleError(f"two steps take more than {TIME_LIMIT_S:.0f} s, and nothing refused it") from error
+        if "MemoryError" in str(error):
+            raise NotPossibleError("took more memory than it may here, and nothing refused it before the run") from None
+        return str(error)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if isinstance(result, Failure):
+        return judge_failure(result)
+    return None if result else "trained, and has no row"
+
+
+def make_extremes() -> Kind:
+    """Make the kind of extremes."""
+    return make_kind(NAME, list_cells(), try_cell, seconds=SECONDS)

@@ -1,0 +1,165 @@
+"""Links, pipes, sockets and devices in the place of files and folders of a study."""
+
+import os
+import random
+import shutil
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.attack.cells import NotPossibleError
+from tests.attack.damaged_files import FILES, RARE_FILES, FilePattern, find_file
+from tests.attack.hostile.contents import Change, HostileCopy
+
+# Where a link points.
+
+
+def point_nowhere(copy: HostileCopy, path: Path) -> str:
+    return str(copy.home / "no-such-file")
+
+
+def point_to_file(copy: HostileCopy, path: Path) -> str:
+    return str(copy.home / ".bashrc")
+
+
+def point_to_folder(copy: HostileCopy, path: Path) -> str:
+    return str(copy.home)
+
+
+def point_to_endless_device(copy: HostileCopy, path: Path) -> str:
+    return "/dev/zero"
+
+
+def point_to_itself(copy: HostileCopy, path: Path) -> str:
+    return path.name
+
+
+def point_to_copy(copy: HostileCopy, path: Path) -> str:
+    """Outside lies what was there, so that a command that follows the link notices nothing."""
+    target = copy.home / f"copy-of-{path.name}"
+    if path.is_dir():
+        shutil.copytree(path, target)
+    else:
+        shutil.copyfile(path, target)
+    return str(target)
+
+
+TARGETS: dict[str, Callable[[HostileCopy, Path], str]] = {
+    "nowhere": point_nowhere,
+    "file-outside": point_to_file,
+    "folder-outside": point_to_folder,
+    "endless-device": point_to_endless_device,
+    "itself": point_to_itself,
+    "copy-outside": point_to_copy,
+}
+
+FOLDERS = {
+    "runs": "runs",
+    "run-folder": "runs/*PPO*",
+    "rolling-checkpoints": "runs/*PPO*/state",
+    "rolling-checkpoint": "runs/*PPO*/state/step_3",
+    "figures": "figures",
+    "all-logs": "../../logs",
+    "logs": "../../logs/gradient_analysis_sokoban_sokoban-tiny",
+    "all-saved-checkpoints": "../../model_saving",
+    "saved-checkpoints": "../../model_saving/*/*/PPO/*/*PPO*",
+    "saved-checkpoint": "../../model_saving/*/*/PPO/*/*PPO*/global_step_3",
+}
+"""The folders of a study, relative to results/<run>."""
+
+TEMPORARY_FILES = ("report.html.tmp", ".study.json.part", "trials.parquet.tmp", "runs/new-run", "figures/entropy.png")
+"""Names that a command may write, some of which no finished study has."""
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _make_link(path: Path, copy: HostileCopy, target: str) -> None:
+    pointed = TARGETS[target](copy, path)
+    _remove(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(pointed)
+
+
+def _link_file(file: FilePattern, target: str) -> Change:
+    return lambda copy, rng: _make_link(find_file(copy.output, file), copy, target)
+
+
+def _link_path(pattern: str, target: str) -> Change:
+    def change(copy: HostileCopy, rng: random.Random) -> None:
+        _make_link(next(copy.folder.glob(pattern), copy.folder / pattern), copy, target)
+
+    return change
+
+
+def _make_socket(path: Path) -> None:
+    """Bind a socket at a path of any length, by a name that is relative to its folder."""
+    folder = os.getcwd()
+    os.chdir(path.parent)
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path.name)
+    finally:
+        os.chdir(folder)
+
+
+def _make_device(path: Path) -> None:
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 5))  # /dev/zero
+    except PermissionError as error:
+        raise NotPossibleError("this user may not make devices") from error
+
+
+SPECIALS: dict[str, Callable[[Path], None]] = {
+    "fifo": os.mkfifo,
+    "socket": _make_socket,
+    "device": _make_device,
+    "folder": os.mkdir,
+}
+SPECIAL_FILES = (
+    "study.json",
+    ".lock",
+    "trials.parquet",
+    "ended/status.json",
+    "ended/run.json",
+    "ended/metrics.jsonl",
+    "interrupted/rolling-checkpoint/state.json",
+)
+
+
+def _replace_file(file: FilePattern, make: Callable[[Path], None]) -> Change:
+    def change(copy: HostileCopy, rng: random.Random) -> None:
+        path = find_file(copy.output, file)
+        path.unlink()
+        make(path)
+
+    return change
+
+
+def _make_links() -> dict[str, Change]:
+    """Every file with a link of some kind, every folder with some, and special files in important places."""
+    target_names = list(TARGETS)
+    files = [file for file in FILES if file.name not in RARE_FILES]
+    changes: dict[str, Change] = {}
+    for number, file in enumerate(files):
+        target = target_names[number % len(target_names)]
+        changes[f"link/{file.name}/{target}"] = _link_file(file, target)
+    for name, pattern in FOLDERS.items():
+        for target in ("folder-outside", "copy-outside", "itself"):
+            changes[f"link/{name}/{target}"] = _link_path(pattern, target)
+    for number, name in enumerate(TEMPORARY_FILES):
+        target = ("file-outside", "folder-outside")[number % 2]
+        changes[f"link/{name}/{target}"] = _link_path(name, target)
+    by_name = {file.name: file for file in files}
+    for name in SPECIAL_FILES:
+        for kind, make in SPECIALS.items():
+            changes[f"special/{name}/{kind}"] = _replace_file(by_name[name], make)
+    return changes
+
+
+LINKS = _make_links()

@@ -1,0 +1,227 @@
+"""A small study with every kind of file that a run writes, of which one run has ended and one was interrupted."""
+
+import importlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, chdir, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from rich.console import Console
+from typer.testing import CliRunner
+
+import analysis
+from analysis.data.frames import StudyFrames
+from search_spaces import STUDIES
+from tests.attack.children import call_in_child
+from trainable.runs.failures import RunFailedError
+from trainable.runs.run_ends import ENDED_STATUSES
+from trainable.runs.run_files import METRICS_FILE, read_rows
+from trainable.trial import Trial
+from tune_study.commands.cli import app
+from tune_study.folder import outputs
+from tune_study.folder.statuses import RunStatus, make_final_status, make_timestamp, resolve_status, write_status
+from tune_study.folder.study_file import check_unchanged, merge_with_folder, plan_from_folder
+from tune_study.folder.summary import find_finished_runs
+from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.tune.run import write_results
+from tune_study.tune.trials import make_trial_config
+
+STUDY = "gradient-analysis"
+RUN = "results/gradient_analysis_sokoban_sokoban-tiny"
+STEPS = 3
+STEPS_BEFORE_INTERRUPT = 2
+ENDED_ARM, INTERRUPTED_ARM = "PPO", "GRPO"
+SETTINGS = {
+    "env.env_groups": "2",
+    "env.group_size": "4",
+    "env.val_env_groups": "4",
+    "env.test_env_groups": "2",
+    "actor.ppo_mini_batch_size": "4",
+    "critic.ppo_mini_batch_size": "4",
+    "trainer.total_training_steps": str(STEPS),
+    "trainer.save_freq": "1",
+    "trainer.test_freq": "2",
+    "trainer.gradient_analysis_env_groups": "4",
+    "trainer.gradient_analysis_group_size": "4",
+    "trainer.gradient_analysis_every": "2",
+}
+PROBE_OPTIONS = ("--set", "trainer.gradient_analysis_env_groups=3", "--set", "env.val_env_groups=2")
+
+
+class Answer(NamedTuple):
+    """The answer to a command."""
+
+    code: int
+    out: str
+    err: str
+
+
+class CommandError(Exception):
+    """A command ended with a traceback; the message is its last line."""
+
+
+def run_command(words: Sequence[str], folder: Path, home: Path) -> Answer:
+    """Run a command line in this process, in `folder`, with another home folder. Raises CommandError."""
+    environment = {"CUDA_VISIBLE_DEVICES": "", "HOME": str(home), "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+    with chdir(folder):
+        result = CliRunner(env=environment).invoke(app, list(words), prog_name="python -m tune_study")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise CommandError(f"`{words[0]}`: {type(result.exception).__name__}: {str(result.exception)[:400]}")
+    return Answer(result.exit_code, result.stdout, result.stderr)
+
+
+def train_without_ray(plan: StudyPlan, max_steps: int = 1_000) -> dict[str, RunStatus]:
+    """Train the runs that are not over for up to `max_steps` steps in this process, and write their statuses.
+
+    Trials, locks and statuses are those of a study; only Ray, which would give each trial a process, is missing.
+    """
+    finished_statuses = find_finished_runs(plan, ENDED_STATUSES)
+    outputs.write_study(plan)
+    statuses = dict(finished_statuses)
+    for spec in plan.runs:
+        if spec.run_id in finished_statuses:
+            continue
+        run_dir = plan.get_run_dir(spec.run_id)
+        status = RunStatus(spec.run_id, "running", started_at=make_timestamp())
+        write_status(run_dir, status)
+        trial = Trial(make_trial_config(plan, [spec], is_finished=False))
+        try:
+            for _ in range(max_steps):
+                if trial.step()["done"]:
+                    break
+            status = make_final_status(status, read_rows(run_dir / METRICS_FILE, first_step=0), spec.steps)
+        except RunFailedError as error:
+            failure = error.failure
+            status = replace(status, status="failed", failure_class=failure.kind, reason=failure.message)
+        finally:
+            trial.cleanup()
+        statuses[spec.run_id] = replace(status, ended_at=make_timestamp())
+        write_status(run_dir, statuses[spec.run_id])
+    return statuses
+
+
+def resume_without_ray(folder: Path) -> tuple[dict[str, RunStatus], str]:
+    """Do what `resume` does, without Ray: plan from the folder, check it, train what remains, write the tables.
+
+    Returns the statuses by run_id, and what the command would print as an error.
+    """
+    plan = plan_from_folder(folder)
+    check_unchanged(plan)
+    outputs.check_study_links(plan)
+    with outputs.lock_folder(plan.folder):
+        statuses = train_without_ray(plan)
+        return statuses, write_results(plan.folder, Console(file=io.StringIO()))
+
+
+@dataclass(frozen=True)
+class SampleStudy:
+    """The folder of the study, and its tables: as they are, and when both runs are trained to their end."""
+
+    output: Path
+    frames: StudyFrames
+    completed_frames: StudyFrames
+    run_ids: tuple[str, str]
+
+    @property
+    def folder(self) -> Path:
+        """The folder results/<run>."""
+        return self.output / RUN
+
+    def copy(self, target: Path) -> Path:
+        """Copy the study, with the times of its files, to target/out; return its folder results/<run> there.
+
+        The large files, which are never changed in place, are links to the same bytes.
+        """
+        shutil.copytree(self.output, target / "out", symlinks=True, copy_function=_copy_or_link)
+        return target / "out" / RUN
+
+
+def _copy_or_link(source: str, target: str) -> None:
+    if source.endswith(".safetensors"):
+        os.link(source, target)
+    else:
+        shutil.copy2(source, target)
+
+
+def make_study_plan(output: Path, arms: Sequence[str]) -> StudyPlan:
+    """Make the plan of the study with some of its arms."""
+    return make_plan(STUDIES[STUDY], "laptop", "set by --preset", SETTINGS, arms, 1, output)
+
+
+def write_sample_study(root: Path, with_ray: bool, with_reports: bool = True) -> SampleStudy:
+    """Run the study: its first arm to the end, by the real command if `with_ray`, and its second arm for two steps.
+
+    with_reports: whether it also gets a probe, tables and a report, and is trained to the end for `completed_frames`.
+    """
+    output = root / "sample" / "out"
+    output.mkdir(parents=True)
+    if with_ray:
+        assignments = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
+        words = ["run", STUDY, "--preset", "laptop", "--output", str(output), "--algo", ENDED_ARM, *assignments]
+        process = subprocess.run([sys.executable, "-m", "tune_study", *words], capture_output=True, text=True)
+        assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
+    return call_in_child(lambda: _complete_sample_study(output, with_reports), seconds=600)
+
+
+def _complete_sample_study(output: Path, with_reports: bool) -> SampleStudy:
+    train_without_ray(merge_with_folder(make_study_plan(output, [ENDED_ARM]), extend=False))
+    plan = merge_with_folder(make_study_plan(output, [ENDED_ARM, INTERRUPTED_ARM]), extend=True)
+    train_without_ray(plan, STEPS_BEFORE_INTERRUPT)
+    assert [resolve_status(plan.get_run_dir(spec.run_id), spec.run_id, STEPS).status for spec in plan.runs] == [
+        "completed",
+        "interrupted",
+    ]
+    run_ids = plan.runs[0].run_id, plan.runs[1].run_id
+    if not with_reports:
+        frames = analysis.load(plan.folder)
+        return SampleStudy(output, frames, frames, run_ids)
+    answer = run_command(["probe", str(plan.folder), "--trial", ENDED_ARM, *PROBE_OPTIONS], output, output.parent)
+    assert answer.code == 0, answer
+    assert not write_results(plan.folder, Console(file=io.StringIO()))
+    frames = analysis.load(plan.folder)
+    with ExitStack() as stack:
+        copy = output.parent / "completed"
+        stack.callback(shutil.rmtree, copy)
+        shutil.copytree(output, copy / "out")
+        resume_without_ray(copy / "out" / RUN)
+        completed_frames = analysis.load(copy / "out" / RUN)
+    assert set(completed_frames.trials["status"]) == {"completed"}
+    return SampleStudy(output, frames, completed_frames, run_ids)
+
+
+def list_files(output: Path) -> list[str]:
+    """The relative paths of all files below a folder, links included."""
+    return sorted(
+        os.path.relpath(os.path.join(folder, name), output) for folder, _, names in os.walk(output) for name in names
+    )
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """Read a JSON object."""
+    content: dict[str, object] = json.loads(path.read_text())
+    return content
+
+
+def preload_modules(sample: SampleStudy) -> None:
+    """Import here what the commands import, so that not every child process does it again."""
+
+    def list_modules() -> list[str]:
+        with TemporaryDirectory() as name:
+            folder = sample.copy(Path(name))
+            home = Path(name)
+            for words in (["status"], ["report"], ["probe", "--trial", ENDED_ARM, *PROBE_OPTIONS], ["replay-stoppers"]):
+                run_command([words[0], str(folder), *words[1:]], home, home)
+            resume_without_ray(folder)
+        return sorted(sys.modules)
+
+    for name in call_in_child(list_modules, seconds=600):
+        with suppress(Exception):  # some modules are made by others, and exist only after them
+            importlib.import_module(name)

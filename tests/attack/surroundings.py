@@ -1,0 +1,302 @@
+"""Studies in unusual or poor surroundings: home folders, paths, locales, limits, full devices, little memory."""
+
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from tests.attack.cells import Cell, Kind, NotPossibleError, Workshop, make_kind
+from tests.attack.kills import run_reference
+from tests.attack.sample_study import RUN as SAMPLE_RUN
+from tests.attack.sample_study import SampleStudy
+from tests.faults.kills import KL_RECIPE, InterruptedStudy, Tally, compare, restore_signal_handlers
+
+NAME = "surroundings"
+SECONDS = 60.0
+STEPS = 24
+PATIENCE_S = 240.0
+ENOUGH_BYTES, SCARCE_BYTES = 4 << 30, 450 << 20
+"""Memory that a study needs on a machine with few cores, and memory in which two of its processes do not fit."""
+
+
+@dataclass(frozen=True)
+class Surrounding:
+    """What is unusual about a place in which a study is run.
+
+    environment: variables that are set, or unset (None); `{}` in a value is the folder of the cell. output: name of the
+    output folder. limits: resource limits. prefix: a command that runs another. codes: the exit codes that are right;
+    after any but 0 nothing is compared. stdout: where the output goes instead of a log.
+    """
+
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    output: str = "out"
+    limits: Mapping[int, int] = field(default_factory=dict)
+    prefix: Sequence[str] = ()
+    codes: tuple[int, ...] = (0,)
+    stdout: str = ""
+
+
+LONG_PATH = "/".join(f"{'folder-' * 6}{number}" for number in range(7))
+MOUNT_SMALL = 'mount -t tmpfs -o size=%s tmpfs "$0" && exec "$@"'
+
+
+def _use_small_disk(mount: str, size: str) -> tuple[str, ...]:
+    return ("unshare", "--map-root-user", "--mount", "sh", "-c", MOUNT_SMALL % size, mount)
+
+
+SURROUNDINGS: dict[str, Surrounding] = {
+    "home-that-no-folder-can-be": Surrounding({"HOME": "/proc/no-such-home"}),
+    "home-that-is-a-file": Surrounding({"HOME": "{}/file"}),
+    "no-home": Surrounding({"HOME": None}),
+    "home-of-another-user": Surrounding({"HOME": "{}/forbidden"}),
+    "unicode-path": Surrounding(output="Übung 実験 🙂 é"),
+    "path-with-quotes-and-spaces": Surrounding(output='it\'s a "study" $(touch ran) ; #1'),
+    "path-of-300-characters": Surrounding(output=LONG_PATH),
+    "name-of-300-characters": Surrounding(output="x" * 300, codes=(2,)),
+    "path-that-is-no-text": Surrounding(output=os.fsdecode(b"out-\xff"), codes=(0, 2)),
+    "path-with-line-feed": Surrounding(output="a\nb", codes=(0, 2)),
+    "output-that-is-a-file": Surrounding(output="file", codes=(2,)),
+    "output-that-no-folder-can-be": Surrounding(output="/proc/no-such-output", codes=(2,)),
+    "ascii-locale": Surrounding({"LC_ALL": "C", "LANG": "C", "PYTHONIOENCODING": "ascii"}),
+    "dumb-terminal": Surrounding({"TERM": "dumb", "COLUMNS": "20", "LINES": "3"}),
+    "other-time-zone": Surrounding({"TZ": "Pacific/Kiritimati"}),
+    "four-threads": Surrounding({"OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "4"}),
+    "temporary-folder-that-is-missing": Surrounding({"TMPDIR": "{}/no-such-folder"}, codes=(0, 2)),
+    "temporary-folder-with-a-long-name": Surrounding({"TMPDIR": "{}/" + "t" * 120}, codes=(0, 2)),
+    "small-temporary-folder": Surrounding(
+        {"TMPDIR": "{}/small"}, prefix=_use_small_disk("{}/small", "2m"), codes=(0, 1, 2)
+    ),
+    "small-shared-memory": Surrounding(prefix=_use_small_disk("/dev/shm", "8m")),
+    "256-open-files": Surrounding(limits={resource.RLIMIT_NOFILE: 256}),
+    "64-open-files": Surrounding(limits={resource.RLIMIT_NOFILE: 64}, codes=(0, 1, 2)),
+    "no-core-files": Surrounding(limits={resource.RLIMIT_CORE: 0}),
+    "output-to-a-full-device": Surrounding(stdout="/dev/full", codes=(0, 1, 120)),
+    "closed-output": Surrounding(prefix=("sh", "-c", 'exec "$@" >&- 2>&-', "sh"), codes=(0, 1, 120)),
+    "proxy-that-does-not-answer": Surrounding(
+        dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    ),
+}
+
+
+def _make_environment(study: InterruptedStudy, surrounding: Surrounding, folder: Path) -> dict[str, str]:
+    environment = dict(study.environment)
+    for name, value in surrounding.environment.items():
+        environment.pop(name, None)
+        if value is not None:
+            environment[name] = value.replace("{}", str(folder))
+    return environment
+
+
+def _set_limits(limits: Mapping[int, int]) -> None:
+    restore_signal_handlers()
+    for kind, limit in limits.items():
+        resource.setrlimit(kind, (limit, limit))
+
+
+def run_words(
+    study: InterruptedStudy, surrounding: Surrounding, folder: Path, words: Sequence[str], log: IO[str]
+) -> int:
+    """Run a command in the surroundings; return its exit code. TimeoutError if it does not end."""
+    prefix = [word.replace("{}", str(folder)) for word in surrounding.prefix]
+    process = subprocess.Popen(
+        [*prefix, sys.executable, "-m", "tune_study", *words],
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=_make_environment(study, surrounding, folder),
+        start_new_session=True,
+        preexec_fn=partial(_set_limits, surrounding.limits),
+    )
+    study.drivers.append(process.pid)
+    try:
+        return process.wait(PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        raise TimeoutError(f"`{words[0]}` did not end within {PATIENCE_S:.0f} s") from None
+
+
+def _run_study(surrounding: Surrounding, workshop: Workshop, folder: Path) -> str | None:
+    """Run a study in the surroundings, ask for its status and report there, and compare its tables."""
+    (folder / "file").write_text("a file")
+    (folder / "small").mkdir()
+    (folder / "forbidden").mkdir(mode=0)
+    (folder / ("t" * 120)).mkdir()
+    study = InterruptedStudy(folder / surrounding.output, STEPS)
+    log_path = Path(surrounding.stdout or folder / "command.log")
+    words = ["run", "kl", *KL_RECIPE.options, f"--steps={STEPS}", f"--output={folder / surrounding.output}"]
+    try:
+        with log_path.open("a") as log:
+            code = run_words(study, surrounding, folder, words, log)
+            codes = [code]
+            if code == 0:
+                codes += [
+                    run_words(study, surrounding, folder, [command, str(study.folder)], log)
+                    for command in ("status", "report")
+                ]
+    except TimeoutError as error:
+        return f"{error}: {_read_end(log_path)}"
+    finally:
+        left = study.wait_and_count_orphans()
+    text = _read_end(log_path)
+    if "unshare" in surrounding.prefix and "unshare failed" in text.lower() + text:
+        raise NotPossibleError("no mount namespace is allowed here")
+    if set(codes) - set(surrounding.codes):
+        return f"exit codes {codes} of run, status and report: {text}"
+    if "Traceback" in text:
+        return f"a traceback: {text}"
+    if left:
+        return f"{left} processes were left behind"
+    if (folder / "ran").exists() or Path("ran").exists():
+        return "a shell ran the path"
+    if code != 0:
+        return None
+    study.output = folder  # where the log is
+    differences = _compare(study, folder / surrounding.output, workshop)
+    return "; ".join(differences[:4]) or None
+
+
+def _compare(study: InterruptedStudy, output: Path, workshop: Workshop) -> list[str]:
+    compared = InterruptedStudy(output, STEPS)
+    (output / "command.log").touch()
+    return compare(compared, run_reference(workshop.folder, STEPS, KL_RECIPE), Tally())
+
+
+def _read_end(path: Path) -> str:
+    return path.read_text(errors="replace")[-1200:] if path.is_file() else ""
+
+
+# A folder on a disk that can only be read.
+
+READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$@"'
+
+
+def _read_read_only(sample: SampleStudy, workshop: Workshop, folder: Path) -> str | None:
+    """Read a study on a read-only disk: what only reads answers, what writes says that it cannot."""
+    sample.copy(folder)
+    output, run = folder / "out", str(folder / "out" / SAMPLE_RUN)
+    commands = {("status",): (0,), ("replay-stoppers",): (0,), ("report",): (1, 2), ("resume",): (2,), ("probe",): (2,)}
+    for words, codes in commands.items():
+        prefix = ["unshare", "--map-root-user", "--mount", "sh", "-c", READ_ONLY, str(output)]
+        process = subprocess.run(
+            [*prefix, sys.executable, "-m", "tune_study", words[0], run], capture_output=True, text=True
+        )
+        text = process.stdout + process.stderr
+        if "unshare" in process.stderr or "mount:" in process.stderr:
+            raise NotPossibleError("no mount namespace is allowed here")
+        if process.returncode not in codes or "Traceback" in text:
+            return f"`{words[0]}`: exit code {process.returncode}: {text[-500:]}"
+    return None
+
+
+# Memory that runs out.
+
+
+@contextmanager
+def _make_memory_group(max_bytes: int):  # type: ignore[no-untyped-def]
+    """Make a control group with a limit of memory below that of this process, and remove it at the end."""
+    folder, limit = _find_memory_group()
+    group = folder / f"attack-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        raise NotPossibleError(f"the kernel allows no control group of memory here ({error.strerror})") from None
+    try:
+        try:
+            (group / limit).write_text(str(max_bytes))
+        except OSError as error:
+            raise NotPossibleError(f"the limit of memory cannot be set here ({error.strerror})") from None
+        yield group
+    finally:
+        deadline = time.monotonic() + 30
+        while group.exists() and time.monotonic() < deadline:
+            with suppress(OSError):
+                group.rmdir()
+            time.sleep(0.2)
+
+
+def _find_memory_group() -> tuple[Path, str]:
+    """The folder of this process's control group of memory, and the name of the file with its limit."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            return Path("/sys/fs/cgroup/memory") / path.lstrip("/"), "memory.limit_in_bytes"
+        if not controllers and (Path("/sys/fs/cgroup") / "cgroup.controllers").exists():
+            return Path("/sys/fs/cgroup") / path.lstrip("/"), "memory.max"
+    raise NotPossibleError("this process is in no control group of memory")
+
+
+def _run_out_of_memory(workshop: Workshop, folder: Path) -> str | None:
+    """Move a worker into a group in which it does not fit: the kernel kills it, and the run goes on in another."""
+    study = InterruptedStudy(folder / "out", STEPS, ["--max-concurrent=1"])
+    study.output.mkdir()
+    with _make_memory_group(SCARCE_BYTES) as group:
+        driver = study.start()
+        try:
+            deadline = time.monotonic() + PATIENCE_S
+            while study.count_rows() < 2 and driver.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.02)
+            pids = list(study.find_trial_pids().values())
+            if not pids:
+                return "no worker was seen"
+            # A moved process keeps what it has, and is charged for what it touches from now on.
+            (group / "cgroup.procs").write_text(str(pids[0]))
+            limit_file = next(
+                group / name for name in ("memory.limit_in_bytes", "memory.max") if (group / name).exists()
+            )
+            with suppress(OSError):
+                limit_file.write_text(str(1 << 20))
+            killed_at = time.monotonic() + 60
+            while Path(f"/proc/{pids[0]}").exists() and driver.poll() is None and time.monotonic() < killed_at:
+                time.sleep(0.1)
+            was_killed = driver.poll() is None and not Path(f"/proc/{pids[0]}").exists()
+            code = driver.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            return f"the command did not end within {PATIENCE_S:.0f} s"
+        finally:
+            study.log.close()
+            for process in study.find_processes():
+                process.send_signal(signal.SIGKILL)
+            left = study.wait_and_count_orphans()
+    if not was_killed:
+        raise NotPossibleError("the kernel did not kill the process that exceeded the limit")
+    if code or left:
+        return f"exit code {code}, {left} processes left: {_read_end(study.output / 'command.log')}"
+    return "; ".join(compare(study, run_reference(workshop.folder, STEPS, KL_RECIPE), Tally())[:4]) or None
+
+
+Check = Callable[[Workshop, Path], str | None]
+
+
+def _check_surrounding(surrounding: Surrounding) -> Check:
+    return lambda workshop, folder: _run_study(surrounding, workshop, folder)
+
+
+def _try_cell(workshop: Workshop, cell: Cell, rng: random.Random) -> str | None:
+    folder = workshop.make_folder(f"{NAME}-{cell.name}")
+    try:
+        answer: str | None = cell.fault(workshop, folder)
+        return answer
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_surroundings(sample: SampleStudy) -> Kind:
+    """Make the kind of unusual surroundings."""
+    checks: dict[str, Check] = {
+        **{name: _check_surrounding(surrounding) for name, surrounding in SURROUNDINGS.items()},
+        "read-only-disk": partial(_read_read_only, sample),
+        "out-of-memory": _run_out_of_memory,
+    }
+    return make_kind(
+        NAME, [Cell(name, check) for name, check in checks.items()], _try_cell, uses_ray=True, seconds=SECONDS
+    )
