@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ray import tune
+from ray.tune.progress_reporter import TrialProgressCallback
 
 from trainable.runs.failures import NON_FINITE, PROCESS_DIED, Failure, RunFailedError
 from trainable.runs.orphans import terminate_orphans
@@ -41,6 +42,23 @@ _ANSI_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 """Ray colors the tracebacks of workers; logs and status.json are plain text."""
 _SETUP_ERROR_PHRASE = "error raised in its creation task"
 """Ray's wording for an actor whose constructor raised: here, `Trial.setup`."""
+
+
+class SilentReporter(TrialProgressCallback):  # type: ignore[misc]  # Ray is untyped
+    """Takes the place of Tune's own reporter of trials, which prints even at verbosity 0.
+
+    Tune adds its reporter unless the callbacks have one. It would say "completed" of waiting trials that an interrupted
+    study has removed.
+    """
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing: Tune pickles its callbacks into the results."""
+        return {}
+
+    def _report_nothing(self, *args: Any, **kwargs: Any) -> None:
+        """`Progress` shows the runs."""
+
+    on_trial_result = on_trial_complete = on_trial_error = _report_nothing
 
 
 class RowFetcher(tune.Callback):  # type: ignore[misc]  # Ray is untyped

@@ -304,6 +304,7 @@ def make_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: lis
     from ray import tune
 
     from trainable.trial import Trial
+    from tune_study.tune.callbacks import SilentReporter
     from tune_study.tune.scheduling import FirstComeFirstServed
 
     plan, resource_plan, interrupt = session.plan, session.resource_plan, session.interrupt
@@ -319,7 +320,9 @@ def make_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: lis
             trial_name_creator=_make_trial_name,
             trial_dirname_creator=_make_trial_name,
         ),
-        run_config=_make_run_config(plan, interrupt, [*_make_fetch_callbacks(session), recorder, *extra_callbacks]),
+        run_config=_make_run_config(
+            plan, interrupt, [SilentReporter(), *_make_fetch_callbacks(session), recorder, *extra_callbacks]
+        ),
     )
 
 
