@@ -17,6 +17,7 @@ from analysis.data.frames import SCHEMAS
 from trainable.files import json_values
 from trainable.files.json_lines import Lines
 from trainable.runs.records import GRADIENT_COLUMNS, STATUSES
+from trainable.runs.run_ends import OPEN_STATUSES
 
 ANALYSIS_SOURCES = ("train", "probe")
 
@@ -99,7 +100,7 @@ def _is_valid_value(name: str, value: object) -> bool:
     if name == "config":
         return isinstance(value, dict) and all(_is_setting(*field) for field in flatten_config(value).items())
     if name == "status":
-        return value in (*STATUSES, "running")
+        return value in (*STATUSES, *OPEN_STATUSES)
     dtype = RUN_FILE_SCHEMA.get(name)
     return dtype is None or value is None or _VALIDATORS[dtype](value)
 

@@ -36,7 +36,7 @@ from tests.fakes.trainer import (
 )
 from trainable.runs.records import DEFAULT_STEP_COLUMNS, STOP_COLUMNS
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from tune_study.folder.statuses import RunStatus, read_status
+from tune_study.folder.statuses import RunStatus, StudyStatuses, read_status
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.host.interrupt import Interrupt
 from tune_study.placement.resources import preflight
@@ -436,7 +436,7 @@ def run_placed(plan: StudyPlan, n_parallel: int) -> list[dict[str, Any]]:
     console = Console(quiet=True)
     suite = SuiteContext(LocalRay([], console), Interrupt(plan.folder / ".interrupt"), lambda: None)
     session = StudySession(plan, resource_plan, "off", console, suite, {}, progress)
-    grid = make_tuner(session, Recorder(plan, resource_plan, progress), []).fit()
+    grid = make_tuner(session, Recorder(plan, resource_plan, progress, StudyStatuses(plan, ())), []).fit()
     ray.kill(barrier)
     assert not grid.errors
     return [json.loads((plan.get_run_dir(run.run_id) / "place.json").read_text()) for run in plan.runs]
