@@ -274,13 +274,25 @@ def _end_without_ray(session: StudySession, statuses: StudyStatuses, reason: str
     from tune_study.tune.watchdog import kill_children
 
     kill_children()  # first, because a run must not write rows while its status and the tables are written
-    problem = f"The study ended early: {reason}."
-    problem = " ".join(filter(None, (problem, statuses.close(problem))))
-    _conclude_study(session, problem, statuses)
+    interrupt, problem = session.interrupt, ""
+    if interrupt.is_requested:
+        # A batch system and `timeout` send their signal to all processes at once, and Ray's then end by themselves.
+        print_line(
+            session.console,
+            f"{interrupt.signal_name or 'The request to stop'} ended Ray's processes too, so it was sent to the whole "
+            f"process group: steps that were not finished are trained again.",
+        )
+        status_problem = statuses.close("the study was interrupted")
+    else:
+        problem, status_problem = (
+            f"The study ended early: {reason}.",
+            statuses.close(f"the study ended early: {reason}"),
+        )
+    exit_code = _conclude_study(session, " ".join(filter(None, (problem, status_problem))), statuses)
     session.suite.on_ray_lost()
     for stream in (sys.stdout, sys.stderr):  # os._exit discards what is still in their buffers
         stream.flush()
-    os._exit(1)  # this is the watchdog's thread, and the main thread is stuck in a call to Ray
+    os._exit(exit_code)  # this is the watchdog's thread, and the main thread is stuck in a call to Ray
 
 
 def make_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: list[Any]) -> Any:
