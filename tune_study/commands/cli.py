@@ -24,7 +24,7 @@ from tune_study.commands.run_options import RunOptions, find_studies, plan_from_
 from tune_study.folder import locate, outputs, study_file
 from tune_study.folder.summary import DEFAULT_SKIPPED, parse_skipped_statuses
 from tune_study.host.gpus import detect_gpus
-from tune_study.host.terminal import protect_output
+from tune_study.host.terminal import finish_output, protect_output
 from tune_study.placement import resources
 from tune_study.plan.study_plan import PlanError, StudyPlan, collect_overrides, find_study
 from tune_study.tune.run import write_results
@@ -54,7 +54,11 @@ def main() -> None:
     """Entry point of `python -m tune_study` and of the command `tune-study`."""
     protect_output()  # before the first line is printed
     # With `python -m` the first argument is the path of __main__.py, which nobody types.
-    app(prog_name="python -m tune_study" if Path(sys.argv[0]).name == "__main__.py" else None)
+    try:
+        app(prog_name="python -m tune_study" if Path(sys.argv[0]).name == "__main__.py" else None)
+    except SystemExit as end:
+        # Click ends every command in this way, with an integer.
+        raise SystemExit(finish_output(end.code if isinstance(end.code, int) else 0)) from None
 
 
 def report_errors(command: Callable[..., None]) -> Callable[..., None]:

@@ -23,6 +23,7 @@ from tune_study.folder.summary import find_finished_runs, write_summary
 from tune_study.host.console import print_line
 from tune_study.host.interrupt import Interrupt, make_interrupt
 from tune_study.host.machine_checks import find_ray_folder
+from tune_study.host.terminal import finish_output
 from tune_study.placement.resources import make_placement_group
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import PlanError, StudyPlan
@@ -290,8 +291,7 @@ def _end_without_ray(session: StudySession, statuses: StudyStatuses, reason: str
         )
     exit_code = _conclude_study(session, " ".join(filter(None, (problem, status_problem))), statuses)
     session.suite.on_ray_lost()
-    for stream in (sys.stdout, sys.stderr):  # os._exit discards what is still in their buffers
-        stream.flush()
+    exit_code = finish_output(exit_code)  # os._exit discards what is still in the buffers of the streams
     os._exit(exit_code)  # this is the watchdog's thread, and the main thread is stuck in a call to Ray
 
 
