@@ -20,8 +20,9 @@ from trainable.config.run_config import ConfigError, apply_overrides, format_val
 from trainable.config.setting_types import format_value
 from trainable.files.json_values import read_object
 from trainable.files.schema import find_schema_problem
+from trainable.runs.failures import StorageError
 from trainable.runs.stop_rules import RULES
-from trainable.storage.uris import is_same_folder
+from trainable.storage.uris import check_uri, is_same_folder
 from tune_study.plan.study_plan import (
     PlanError,
     StudyPlan,
@@ -167,6 +168,8 @@ def plan_from_folder(
         study = replace(study, stop_rules=tuple(content["stop_rules"]))
         values, seeds = tuple(content["axis"]["values"]), tuple(content["seeds"])
         plan = build_plan(study, content["preset"], content["preset_reason"], base, values, seeds, folder.parent.parent)
+        if content.get("storage") is not None:
+            _check_stored_uri(content["storage"])
         plan = replace(plan, storage=content.get("storage"))
         if {spec.run_id for spec in plan.runs} != {entry["run_id"] for entry in content["runs"]}:
             raise PlanError("its list of runs does not match its values and seeds.")
@@ -189,6 +192,14 @@ def plan_from_folder(
             f"try again."
         )
     return plan
+
+
+def _check_stored_uri(uri: str) -> None:
+    """Raise PlanError for a URI with credentials, because messages and a new study.json would repeat them."""
+    try:
+        check_uri(uri)
+    except StorageError as error:
+        raise PlanError(str(error)) from None
 
 
 def check_unchanged(plan: StudyPlan) -> None:
