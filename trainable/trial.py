@@ -13,7 +13,7 @@ from trainable.runs.run_files import METRICS_FILE, read_rows
 
 if TYPE_CHECKING:
     from trainable.runs.training import StepReport, TrainingLoop
-    from trainable.storage.mirror import MirroredRun
+    from trainable.storage.mirror import MirroredTrial
 
 
 class Trial(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
@@ -36,7 +36,7 @@ class Trial(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
     """
 
     training: "TrainingLoop | None" = None
-    mirror: "MirroredRun | None" = None
+    mirror: "MirroredTrial | None" = None
 
     def setup(self, config: dict[str, Any]) -> None:
         """Store the configuration, and mark this process and its children as belonging to the run."""
@@ -76,9 +76,9 @@ class Trial(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         if self.training is not None:
             return self.training
         if self.trial_config["storage"] is not None:
-            from trainable.storage.mirror import MirroredRun
+            from trainable.storage.mirror import MirroredTrial
 
-            self.mirror = MirroredRun(self.trial_config)
+            self.mirror = MirroredTrial(self.trial_config)
             # Now with folders of this node, which mirror those in the storage. The mark names such a folder, so it has
             # to be set again.
             self.trial_config = self.mirror.config

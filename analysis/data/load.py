@@ -31,7 +31,13 @@ from trainable.files.json_values import DamagedFileError, DamageWarning
 from trainable.files.paths import UnsafePathError, check_path
 from trainable.files.schema import find_schema_problem
 from trainable.runs.records import STOP_COLUMNS
-from trainable.runs.run_ends import RunEnd, describe_end, find_contradiction
+from trainable.runs.run_ends import (
+    OPEN_STATUSES,
+    RunEnd,
+    describe_end,
+    find_contradiction,
+    get_status_before_waiting,
+)
 from trainable.runs.run_files import GRADIENTS_FILE, LEVELS_FILE, METRICS_FILE, PROBES_FILE, RunLines
 
 _STATUS_FIELDS = (
@@ -73,7 +79,7 @@ def load(path: Path | str, *, live: bool = False) -> StudyFrames:
 
     Args:
         path: an output folder, a results/<run> folder, or any folder above these.
-        live: keep the status "running" (see `read_study`).
+        live: keep the statuses "running" and "waiting" (see `read_study`).
 
     Raises:
         ValueError: there is no study.json, or one of an unknown family.
@@ -116,8 +122,8 @@ def read_study(folder: Path | str, *, live: bool = False) -> StudyFrames:
 
     Args:
         folder: a results/<run> folder.
-        live: keep the status "running". A file cannot show whether the process that wrote it still exists, so by
-            default "running" is read as "interrupted".
+        live: keep the statuses "running" and "waiting". A file cannot show whether the process that wrote it still
+            exists, so by default "running" is read as "interrupted", and "waiting" as the status before it.
 
     Raises:
         ValueError: there is no study.json, or a run.json or status.json is damaged.
@@ -236,10 +242,12 @@ def _resolve_status(run: _RunFiles, live: bool) -> tuple[str, str]:
     """Status and reason of a run, from status.json and its rows."""
     # A run can fail before its first row, so a failure is reported even without one; any other status is not.
     status, reason = run.status.get("status") or "", run.status.get("reason") or ""
-    if live and status == "running":
+    if live and status in OPEN_STATUSES:
         return status, reason
     if run.contradiction:
         return "interrupted", run.contradiction
+    if status == "waiting":  # the process that would have continued the run was killed
+        status = get_status_before_waiting(run.status.get("failure_class") or "", bool(run.rows))
     if not run.rows and status != "failed":
         return "never_ran", reason or "no training step was recorded"
     # The process ended without writing a final status: it was killed.
@@ -354,7 +362,7 @@ def _read_parquet(folder: Path, live: bool) -> StudyFrames:
     # Tables of an older version lack new columns. Rebuild them, if the files of the runs still exist.
     is_outdated = any(not set(schemas[name]) <= set(tables[name]) for name in FRAME_NAMES) and has_runs
     # "running" in a table may be stale as well; `read_study` reads it as "interrupted".
-    if is_outdated or (not live and (tables["trials"]["status"] == "running").any()):
+    if is_outdated or (not live and tables["trials"]["status"].isin(OPEN_STATUSES).any()):
         return read_study(folder, live=live)
     frames = {name: cast_frame(tables[name], schemas[name]) for name in FRAME_NAMES}
     return StudyFrames(**frames, study=study)

@@ -22,6 +22,7 @@ from trainable.files.json_values import DamagedFileError, DamageWarning, read_ob
 from trainable.files.paths import UnsafePathError
 from trainable.files.schema import MAX_RUNS, RUN_ID_PATTERN
 from trainable.runs.records import GRADIENT_COLUMNS, STATUSES
+from trainable.runs.run_ends import OPEN_STATUSES
 
 ANALYSIS_SOURCES = ("train", "probe")
 
@@ -109,7 +110,7 @@ def _is_valid_value(name: str, value: object) -> bool:
     if name == "config":
         return isinstance(value, dict) and all(_is_setting(*field) for field in flatten_config(value).items())
     if name == "status":
-        return value in (*STATUSES, "running")
+        return value in (*STATUSES, *OPEN_STATUSES)
     if name == "runs":
         return isinstance(value, list) and len(value) <= MAX_RUNS and all(map(_is_run_entry, value))
     if name == "axis":

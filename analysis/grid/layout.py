@@ -15,6 +15,7 @@ from analysis.data.compare import SCORED_STATUSES, compute_outcomes, require_sin
 from analysis.data.frames import FRAME_NAMES, StudyFrames, to_records
 from analysis.grid.measures import LATE_MEANS, MEASURES
 from analysis.sweep import series
+from trainable.runs.run_ends import OPEN_STATUSES
 
 SHORT_NAMES = {
     "actor.kl_loss_coef": "KL",
@@ -37,7 +38,7 @@ IDLE_SETTINGS = {"actor.kl_loss_type": "actor.kl_loss_coef"}
 # Start of the last quarter of a run's steps, over which `LATE_MEANS` are taken.
 LATE_START = 0.75
 # The most serious status first: it is the one that a cell without a scored run shows.
-_UNSCORED_STATUSES = ("failed", "interrupted", "running", "never_ran")
+_UNSCORED_STATUSES = ("failed", "interrupted", *OPEN_STATUSES, "never_ran")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from analysis.published.reproduction import sample_std
 from analysis.stats.estimates import Estimate, SampleStats, holm_adjust, mean_over_seeds, welch_t_test
 from analysis.sweep.series import make_curves
 from trainable.runs.records import STATUSES
+from trainable.runs.run_ends import OPEN_STATUSES
 from trainable.sandbox.measure.records import TRIAL_COLUMNS
 
 FINAL_COLUMNS = tuple(column.name for column in TRIAL_COLUMNS if column.name.startswith("final_"))
@@ -180,7 +181,7 @@ def count_statuses(frames: StudyFrames) -> list[Row]:
     rows = []
     for arm in list_arms(frames):
         runs = select_runs(frames, arm)
-        counts = {status: int((runs["status"] == status).sum()) for status in (*STATUSES, "running")}
+        counts = {status: int((runs["status"] == status).sum()) for status in (*STATUSES, *OPEN_STATUSES)}
         steps = sorted(set(runs["steps_done"]))
         rows.append({"arm": arm, "runs": len(runs), **counts, "steps": ", ".join(map(str, steps))})
     return rows

@@ -32,6 +32,7 @@ from analysis.stats.estimates import (
 )
 from analysis.sweep.verdicts import classify_outcome, describe_stops, describe_unfinished, format_verdict
 from trainable.runs.records import STATUSES
+from trainable.runs.run_ends import OPEN_STATUSES
 
 COST_COLUMNS = (
     "total_optimizer_steps",
@@ -83,7 +84,7 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
 
 def _summarize_arm(frames: StudyFrames, arm: str, baseline: str) -> Row:
     runs, scored_runs = select_runs(frames, arm), select_runs(frames, arm, scored_only=True)
-    counts = {status: int((runs["status"] == status).sum()) for status in (*STATUSES, "running")}
+    counts = {status: int((runs["status"] == status).sum()) for status in (*STATUSES, *OPEN_STATUSES)}
     return {
         "arm": arm,
         "axis_value": float(runs["axis_value"].iloc[0]),

@@ -8,9 +8,10 @@ import pandas as pd
 
 from analysis.data.compare import MIN_SEEDS
 from analysis.data.frames import to_records
+from trainable.runs.run_ends import OPEN_STATUSES
 
 SIGNIFICANCE_LEVEL = 0.05
-UNFINISHED_STATUSES = ("failed", "interrupted", "never_ran", "running")
+UNFINISHED_STATUSES = ("failed", "interrupted", "never_ran", *OPEN_STATUSES)
 _STOP_COLUMNS = ["stop_rule", "stop_value", "stop_threshold", "stop_step"]
 _END_COLUMNS = ["seed", "status", "reason", "steps_done", "steps_total"]
 STATUS_WORDS = {"never_ran": "never ran", "early_stopped": "early stopped"}
@@ -96,7 +97,7 @@ def describe_unfinished(runs: pd.DataFrame) -> str:
 
 def _describe_unfinished_run(run: Mapping[str, Any]) -> str:
     total_text = "" if pd.isna(run["steps_total"]) else f" of {run['steps_total']}"
-    steps_text = "" if run["status"] == "never_ran" else f" after {run['steps_done']}{total_text} steps"
+    steps_text = "" if run["status"] in ("never_ran", "waiting") else f" after {run['steps_done']}{total_text} steps"
     status = format_status(run["status"])
     # The length of the run is missing if run.json was never written.
     return f"seed {run['seed']} {status}{steps_text}" + (f" ({run['reason']})" if run["reason"] else "")

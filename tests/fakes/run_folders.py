@@ -18,7 +18,7 @@ from trainable.files.json_values import write_object
 from trainable.files.schema import SCHEMA
 from trainable.runs.records import STEP_COLUMNS
 
-UNSETTLED_STATUSES = ("", "running")
+UNSETTLED_STATUSES = ("", "running", "waiting")
 
 
 @dataclass(frozen=True)

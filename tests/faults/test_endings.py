@@ -80,6 +80,24 @@ def interrupt_and_check(study: InterruptedStudy, interrupt: Callable[["subproces
     assert f"Continue with: python -m tune_study resume {study.folder}" in log_text
 
 
+def test_a_sigterm_to_the_whole_process_group_is_named(tmp_path: Path, uninterrupted_study: InterruptedStudy) -> None:
+    study = InterruptedStudy(tmp_path, STEPS, ["--max-concurrent=1"])
+    driver = study.start()
+    assert wait_for(lambda: study.count_rows() >= 3, driver)
+    os.killpg(driver.pid, signal.SIGTERM)  # Ray's own processes too, as a batch system or `timeout` does
+    assert driver.wait(PATIENCE_S) == 130
+    study.log.close()
+    log_text = (tmp_path / "command.log").read_text()
+    assert "SIGTERM ended Ray's processes too, so it was sent to the whole process group" in log_text
+    assert "The study ended early" not in log_text
+    assert f"Continue with: python -m tune_study resume {study.folder}" in log_text
+    trials = analysis.load(tmp_path).trials.set_index("arm")
+    assert trials["status"].to_dict() == {"0": "interrupted", "0.1": "never_ran"}
+    assert study.wait_and_count_orphans() == 0
+    finish(study)
+    assert compare(study, uninterrupted_study, Tally()) == []
+
+
 def make_command(study: InterruptedStudy) -> list[str]:
     """Make the command that starts the study, for tests in which its output is not a log."""
     options = [*SMALL_OPTIONS, f"--steps={STEPS}", f"--output={study.output}", *study.options]

@@ -20,6 +20,7 @@ from trainable.runs.checkpoint import (
 from trainable.runs.run_files import (
     ENDS_KEY,
     LINE_FILES,
+    MAX_ROLLING_CHECKPOINTS,
     METRICS_FILE,
     STATE_FOLDER,
     RunLines,
@@ -32,9 +33,6 @@ Row = dict[str, Any]
 
 LinesByFile = Mapping[str, Sequence[Mapping[str, Any]]]
 """The lines to append to files of the run's folder, by file name."""
-
-MAX_ROLLING_CHECKPOINTS = 2
-"""Number of rolling checkpoints of a run that is not over: the newest, and one more in case the newest is damaged."""
 
 LOCK_TIMEOUT_S = 60.0
 """Seconds that a run waits for an earlier process that still trains it.

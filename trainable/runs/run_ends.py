@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 ENDED_STATUSES = ("completed", "early_stopped")
 """Statuses of runs that are never run again."""
+OPEN_STATUSES = ("waiting", "running")
+"""Statuses of runs that have not ended, while a driver runs their study. No other run has one of them."""
 
 
 class RunEnd(NamedTuple):
@@ -29,6 +31,17 @@ def describe_end(rows: Sequence[Mapping[str, Any]], total_steps: int | None) -> 
         return RunEnd("completed", f"trained {total_steps} of {total_steps} steps")
     total_text = "" if total_steps is None else f" of {total_steps}"
     return RunEnd("interrupted", f"interrupted after step {last_row['step']}{total_text}")
+
+
+def get_status_before_waiting(failure_class: str, has_rows: bool) -> str:
+    """The status that a waiting run had before its study was started again.
+
+    A waiting run keeps every other field of its earlier status, from which this one follows. failure_class: that field
+    of its status.json.
+    """
+    if failure_class:
+        return "failed"
+    return "interrupted" if has_rows else "never_ran"
 
 
 def find_contradiction(

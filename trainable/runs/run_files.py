@@ -32,6 +32,8 @@ MAX_LISTED_LINES = 5
 """Damaged lines of a file that a message names; a file may have thousands."""
 STATE_FOLDER = "state"
 """Subfolder of a run's folder that has its rolling checkpoints."""
+MAX_ROLLING_CHECKPOINTS = 2
+"""Number of rolling checkpoints of a run that is not over: the newest, and one more in case the newest is damaged."""
 LOCK_FILE = ".lock"
 CHECKSUMS_FILE = "checksums.json"
 """The file of a checkpoint that is written last, so a folder that contains it is known to be complete."""

@@ -21,7 +21,7 @@ from trainable.files.json_values import parse_json
 from trainable.files.paths import atomic_write, compute_sha256, make_folder, open_regular, read_bytes
 from trainable.runs.failures import StorageError
 from trainable.runs.retry import RetryPolicy, call_with_retry
-from trainable.runs.run_files import CHECKSUMS_FILE, PROBES_FILE, STATE_FOLDER, acquire_lock
+from trainable.runs.run_files import CHECKSUMS_FILE, MAX_ROLLING_CHECKPOINTS, PROBES_FILE, STATE_FOLDER, acquire_lock
 from trainable.storage.remote import (
     StoragePath,
     file_exists,
@@ -204,10 +204,12 @@ class Mirror:
         self._pushed_bytes: dict[str, int] = {}
         self._file_checksums: dict[str, str] = {}
         self._checkpoint_checksums: dict[str, bytes] = {}
+        self._may_be_stale = False
 
-    def fetch(self, with_checkpoint: bool) -> None:
-        """Make the node's folder equal to storage: all rows, and if `with_checkpoint` the newest intact checkpoint.
+    def fetch(self, max_checkpoints: int = 1) -> None:
+        """Make the node's folder equal to storage: all rows, and the newest intact checkpoints.
 
+        max_checkpoints: how many of them; 0 for a run that is not continued.
         Local files that storage does not have are removed. Their rows were never reported, and the run repeats them.
         """
         files = self._call_storage(partial(list_files, self.storage_path))
@@ -219,8 +221,8 @@ class Mirror:
             if "/" not in name and name not in STUDY_FILES:
                 self._call_storage(partial(get_file, self.storage_path.joinpath(name), self.run_dir / name))
                 self._file_checksums[name] = compute_sha256(self.run_dir / name)
-        if with_checkpoint:
-            self._fetch_newest_checkpoint(find_complete_checkpoints(files))
+        if max_checkpoints:
+            self._fetch_newest_checkpoints(find_complete_checkpoints(files), max_checkpoints)
         else:  # a local checkpoint of an earlier attempt would be pushed as if it were newer
             shutil.rmtree(self.run_dir / STATE_FOLDER, ignore_errors=True)
 
@@ -235,29 +237,34 @@ class Mirror:
             if path.is_file():
                 path.unlink()
 
-    def _fetch_newest_checkpoint(self, checkpoints: list[tuple[int, str]]) -> None:
-        """Fetch the newest intact checkpoint, and remove all others from the node."""
-        chosen_folder = None
+    def _fetch_newest_checkpoints(self, checkpoints: list[tuple[int, str]], max_checkpoints: int) -> None:
+        """Fetch the newest intact checkpoints, and remove all others from the node."""
+        chosen_folders: list[Path] = []
         for _, name in checkpoints:
             parent, _, folder_name = name.rpartition("/")
             folder = (self.run_dir / STATE_FOLDER if parent == STATE_FOLDER else self.checkpoint_dir) / folder_name
             if self._call_storage(partial(download_checkpoint, self.storage_path.joinpath(name), folder)):
-                chosen_folder = folder
-                break
-            self.notes.append(f"{name} in storage is damaged and is not used")
+                chosen_folders.append(folder)
+                if len(chosen_folders) == max_checkpoints:
+                    break
+            else:
+                self.notes.append(f"{name} in storage is damaged and is not used")
         # The run must not find a checkpoint for which storage lacks the rows, or one that is damaged.
         for folder in (self.run_dir / STATE_FOLDER, self.checkpoint_dir):
             for path in folder.iterdir() if folder.is_dir() else ():
-                if path != chosen_folder:
+                if path not in chosen_folders:
                     shutil.rmtree(path, ignore_errors=True)
-        if chosen_folder is not None and chosen_folder.parent.name == STATE_FOLDER:  # so that it is not pushed again
-            self._checkpoint_checksums[chosen_folder.name] = read_bytes(chosen_folder / CHECKSUMS_FILE)
+        for folder in chosen_folders:
+            if folder.parent.name == STATE_FOLDER:  # so that it is not pushed again
+                self._checkpoint_checksums[folder.name] = read_bytes(folder / CHECKSUMS_FILE)
 
     def push(self) -> None:
-        """Copy what the run has written since the last push: lines, then other files, then checkpoints.
+        """Copy what the run has written since the last push, and remove the rolling checkpoints that it has removed."""
+        self.push_new()
+        self.remove_stale()
 
-        Rolling checkpoints that the run has removed are removed from storage too.
-        """
+    def push_new(self) -> None:
+        """Copy what the run has written since the last push: lines, then other files, then checkpoints."""
         # Names with a dot are locks and files that are still being written.
         files = [path for path in sorted(self.run_dir.glob("[!.]*")) if path.is_file()]
         for path in files:
@@ -280,21 +287,31 @@ class Mirror:
             shutil.rmtree(folder)
 
     def _push_rolling_checkpoints(self) -> None:
-        """Copy the rolling checkpoints that storage lacks, then remove those that the run has removed."""
+        """Copy the rolling checkpoints that storage lacks."""
         storage_path, folder = self.storage_path.joinpath(STATE_FOLDER), self.run_dir / STATE_FOLDER
-        local_checksums = {
-            path.parent.name: read_bytes(path) for path in sorted(folder.glob(f"[!.]*/{CHECKSUMS_FILE}"))
-        }
+        local_checksums = self._read_rolling_checksums()
         changed_names = [name for name, sums in local_checksums.items() if self._checkpoint_checksums.get(name) != sums]
         for name in changed_names:
             self._call_storage(partial(upload_checkpoint, storage_path.joinpath(name), folder / name))
             self._checkpoint_checksums[name] = local_checksums[name]
+        self._may_be_stale = self._may_be_stale or bool(changed_names)
+
+    def _read_rolling_checksums(self) -> dict[str, bytes]:
+        """The checksums of each complete rolling checkpoint on the node, by the name of its folder."""
+        paths = sorted((self.run_dir / STATE_FOLDER).glob(f"[!.]*/{CHECKSUMS_FILE}"))
+        return {path.parent.name: read_bytes(path) for path in paths}
+
+    def remove_stale(self) -> None:
+        """Remove the rolling checkpoints that the run has removed; after a push, so that storage always has one."""
         # Listing a folder costs a request. The run removes old checkpoints only when it writes a new one, so otherwise
-        # there is nothing to remove. Removal comes last, so that storage always has a complete checkpoint.
-        if changed_names:
-            stored_names = {name.split("/")[0] for name in self._call_storage(partial(list_files, storage_path))}
-            for name in stored_names - local_checksums.keys():
-                self._call_storage(partial(remove_checkpoint, storage_path.joinpath(name)))
+        # there is nothing to remove.
+        if not self._may_be_stale:
+            return
+        storage_path = self.storage_path.joinpath(STATE_FOLDER)
+        stored_names = {name.split("/")[0] for name in self._call_storage(partial(list_files, storage_path))}
+        for name in stored_names - self._read_rolling_checksums().keys():
+            self._call_storage(partial(remove_checkpoint, storage_path.joinpath(name)))
+        self._may_be_stale = False
 
     def _call_storage(self, operation: Callable[[], T]) -> T:
         return call_storage(operation, self._patience, self.notes.append, self._should_stop)
@@ -328,47 +345,71 @@ def make_scratch_folder(uri: str, environ: Mapping[str, str]) -> Path:
     return folder
 
 
-class MirroredRun:
-    """One run that writes to its node's scratch folder.
+class MirroredTrial:
+    """The runs of a trial, which write to their node's scratch folder.
 
-    The run is locked and fetched when this object is made, and pushed after each step. config: the configuration of a
-    trial with one run, in which `storage` is the URI of the study. The attribute `config` is the same with folders of
-    this node. Raises StorageError, and RunLockedError if another process of this node has the run.
+    The runs are locked and fetched when this object is made, and pushed after each step. config: the configuration of
+    a trial, in which `storage` is the URI of the study. The attribute `config` is the same with folders of this node.
+    Raises StorageError, and RunLockedError if another process of this node has the runs.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         study_path = open_storage(config["storage"])
-        self.folder = make_folder(make_scratch_folder(config["storage"], os.environ), config["run_id"])
+        scratch_path = make_scratch_folder(config["storage"], os.environ)
+        self.folder = make_folder(scratch_path, config["run_id"])
         self._lock_file = acquire_lock(self.folder, _LOCK_TIMEOUT_S)
         self._stored_interrupt, self._interrupt_path = study_path.joinpath(INTERRUPT_FILE), self.folder / INTERRUPT_FILE
-        run_dir, checkpoint_dir = self.folder / "run", self.folder / CHECKPOINTS_FOLDER
-        (run_entry,) = config["runs"]
-        run_entry = {**run_entry, "run_dir": str(run_dir), "checkpoint_dir": str(checkpoint_dir)}
-        self.config = {**config, "runs": [run_entry], "interrupt": str(self._interrupt_path)}
-        patience = config["storage_patience"]
-        storage_path = study_path.joinpath(f"runs/{config['run_id']}")
-        self.mirror = Mirror(storage_path, run_dir, checkpoint_dir, patience, self._interrupt_path.exists)
+        self.mirrors = {
+            run["run_id"]: Mirror(
+                study_path.joinpath(f"runs/{run['run_id']}"),
+                scratch_path / run["run_id"] / "run",
+                scratch_path / run["run_id"] / CHECKPOINTS_FOLDER,
+                config["storage_patience"],
+                self._interrupt_path.exists,
+            )
+            for run in config["runs"]
+        }
+        run_entries = [
+            {
+                **run,
+                "run_dir": str(self.mirrors[run["run_id"]].run_dir),
+                "checkpoint_dir": str(self.mirrors[run["run_id"]].checkpoint_dir),
+            }
+            for run in config["runs"]
+        ]
+        self.config = {**config, "runs": run_entries, "interrupt": str(self._interrupt_path)}
         self._interrupt_path.unlink(missing_ok=True)  # a request to stop that was meant for an earlier start
+        # Several runs continue from a step for which all of them have a checkpoint. If the node died while it pushed
+        # them one after another, some have new checkpoints beside the old ones, and each may also be a saved one.
+        max_checkpoints = 1 if len(self.mirrors) == 1 else 4 * MAX_ROLLING_CHECKPOINTS
         try:
-            self.mirror.fetch(with_checkpoint=not config["finished"])
+            for mirror in self.mirrors.values():
+                mirror.fetch(max_checkpoints=0 if config["finished"] else max_checkpoints)
         except BaseException:
             self._lock_file.close()
             raise
 
     def poll_interrupt(self) -> None:
-        """Pass on the driver's request to stop, if there is one. The run sees it as a file on its node."""
+        """Pass on the driver's request to stop, if there is one. The runs see it as a file on their node."""
         with suppress(OSError):  # if the storage does not answer, the next step asks again
             if file_exists(self._stored_interrupt):
                 self._interrupt_path.touch()
 
     def push_step(self) -> str:
         """Push the files that the step has written; return the notes for the driver."""
-        self.mirror.push()
-        notes, self.mirror.notes[:] = "; ".join(self.mirror.notes), []
-        return notes
+        notes: list[str] = []
+        for mirror in self.mirrors.values():
+            mirror.push_new()
+        # Only now: until then, storage has a step for which all runs have a checkpoint.
+        for mirror in self.mirrors.values():
+            mirror.remove_stale()
+            notes += mirror.notes
+            mirror.notes.clear()
+        return "; ".join(notes)
 
     def close(self) -> None:
-        """Free the disk space of the node, since all results are in storage, and release the lock of the run."""
-        for folder in (self.mirror.run_dir, self.mirror.checkpoint_dir):
-            shutil.rmtree(folder, ignore_errors=True)
+        """Free the disk space of the node, since all results are in storage, and release the lock of the runs."""
+        for mirror in self.mirrors.values():
+            for folder in (mirror.run_dir, mirror.checkpoint_dir):
+                shutil.rmtree(folder, ignore_errors=True)
         self._lock_file.close()  # the file itself stays: another process may be waiting for the lock

@@ -5,31 +5,85 @@ A URI with credentials is refused, because a study writes its URI to files.
 
 import re
 from pathlib import PurePosixPath
-from urllib.parse import parse_qsl, urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from trainable.runs.failures import StorageError
 
-# Names of query fields such as access_key, session_token or X-Amz-Signature.
-_SECRET_FIELD = re.compile(r"key|secret|token|password|sig", re.IGNORECASE)
-# This is not left to `urlsplit`, because an AWS secret may contain a slash, at which `urlsplit` ends the part with user
-# and password. Therefore any colon before the next /, ? or # that does not start a port counts as a password.
-_SECRET_USER = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#]*:(?!\d+(?:[/?#]|$))", re.IGNORECASE)
+_SCHEME = re.compile(r"\s*[a-zA-Z][a-zA-Z0-9+.-]+:/")
+"""The beginning of a URI. With a single slash it is a misspelled one, which is refused rather than taken for a path."""
+_AUTHORITY = re.compile(r"(?:[A-Za-z0-9._-]*(?::\d{1,5})?|\[[0-9A-Fa-f:.]+\](?::\d{1,5})?)")
+"""A bucket or a host, with a port at most."""
+_KNOWN_USERS = {
+    "gs": re.compile(r"anonymous@"),
+    "gcs": re.compile(r"anonymous@"),
+    # A container of Azure is written in the place of a user.
+    "abfs": re.compile(r"[a-z0-9-]{3,63}@(?=[a-z0-9]{3,24}\.(?:dfs|blob)\.core\.windows\.net)"),
+    "abfss": re.compile(r"[a-z0-9-]{3,63}@(?=[a-z0-9]{3,24}\.(?:dfs|blob)\.core\.windows\.net)"),
+}
+"""By scheme, what may precede an @ although it is no credential."""
+_HOST, _WORD = re.compile(r"(?:https?://)?[A-Za-z0-9.\[\]:-]{1,253}/?"), re.compile(r"[A-Za-z0-9._-]{1,63}")
+_QUERY_VALUES = {
+    "endpoint_override": _HOST,
+    "blob_storage_authority": _HOST,
+    "dfs_storage_authority": _HOST,
+    **dict.fromkeys(("region", "scheme", "project_id", "user", "blob_storage_scheme", "dfs_storage_scheme"), _WORD),
+    **dict.fromkeys(("allow_bucket_creation", "allow_bucket_deletion", "allow_delayed_open"), _WORD),
+    **dict.fromkeys(("tls_verify_certificates", "smart_defaults", "enable_tls", "background_writes"), _WORD),
+    **dict.fromkeys(("retry_limit_seconds", "replication", "buffer_size", "default_block_size"), _WORD),
+}
+"""The query fields of pyarrow that are no credentials, and the form of their values."""
+_SEPARATORS = re.compile(r"[@;?#&\s\x00-\x1f\x7f]")
+"""Characters that separate parts of a URI. In a path, they may separate credentials from it that are escaped twice."""
 
 
 def is_uri(text: str) -> bool:
     """Whether `text` has the form of a URI, not of a path."""
-    return re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", text) is not None
+    return _SCHEME.match(text) is not None
 
 
 def check_uri(uri: str) -> None:
-    """Raise StorageError for a URI that contains credentials. The message does not repeat them."""
-    fields = [name for name, _ in parse_qsl(urlsplit(uri).query, keep_blank_values=True)] if is_uri(uri) else []
-    if _SECRET_USER.match(uri) or any(_SECRET_FIELD.search(name) for name in fields):
+    """Raise StorageError unless a URI has only components that are no credentials. The message repeats none of them.
+
+    There is no list of what a credential looks like, since it can be spelled in many ways. What is accepted is listed
+    instead: a bucket or host with a port, a path, and the query fields of _QUERY_VALUES. A path is not checked.
+    """
+    if is_uri(uri) and (component := _find_unknown_component(uri)):
         raise StorageError(
-            "The URI of the storage contains a user name with a password, a key or a token, but a study writes its URI "
-            "to files. Leave credentials out of the URI, and provide them in the environment (AWS_ACCESS_KEY_ID and "
-            "AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS) or through the machine's role."
+            f"The URI of the storage contains a user name with a password, a key or a token, or something else that is "
+            f"not accepted, in its {component}. A study writes its URI to files. Type it like s3://name/folder or "
+            f"gs://name/folder; after a question mark, only options such as region, endpoint_override and scheme are "
+            f"accepted. Leave credentials out of the URI, and provide them in the environment (AWS_ACCESS_KEY_ID and "
+            f"AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS) or through the machine's role."
         )
+
+
+def _find_unknown_component(uri: str) -> str:
+    """The name of a component of a URI that is not accepted; empty if all are."""
+    match = re.fullmatch(r"([a-zA-Z][a-zA-Z0-9+.-]+)://([^/?#]*)([^?#]*)(?:\?([^#]*))?(#.*)?", uri, re.DOTALL)
+    if match is None:
+        return "beginning"
+    scheme, authority, path, query, fragment = match.groups()
+    if fragment is not None:
+        return "part after #"
+    user = _KNOWN_USERS.get(scheme.lower())
+    known_user = user.match(authority) if user is not None else None
+    if not _AUTHORITY.fullmatch(authority[known_user.end() :] if known_user else authority):
+        return "part before the path"
+    # A local path may contain any character; those of a path that the user typed are escaped.
+    if _SEPARATORS.search(path if scheme.lower() == "file" else _unescape(path)):
+        return "path"
+    for field in query.split("&") if query is not None else ():
+        name, _, value = field.partition("=")
+        if name not in _QUERY_VALUES or not _QUERY_VALUES[name].fullmatch(unquote(value)):
+            return "query"
+    return ""
+
+
+def _unescape(text: str) -> str:
+    """`text` without percent escapes, however often it was escaped."""
+    while (plain := unquote(text)) != text:
+        text = plain
+    return text
 
 
 def join_uri(uri: str, name: str) -> str:

@@ -25,7 +25,7 @@ from tune_study.folder import locate, outputs, study_file
 from tune_study.folder.summary import DEFAULT_SKIPPED, parse_skipped_statuses
 from tune_study.host.console import make_console, print_error, show_damage_warnings
 from tune_study.host.gpus import detect_gpus
-from tune_study.host.terminal import protect_output
+from tune_study.host.terminal import finish_output, protect_output
 from tune_study.placement import resources
 from tune_study.plan.study_plan import PlanError, StudyPlan, collect_overrides, find_study
 from tune_study.tune.run import write_results
@@ -56,7 +56,11 @@ def main() -> None:
     protect_output()  # before the first line is printed
     show_damage_warnings()
     # With `python -m` the first argument is the path of __main__.py, which nobody types.
-    app(prog_name="python -m tune_study" if Path(sys.argv[0]).name == "__main__.py" else None)
+    try:
+        app(prog_name="python -m tune_study" if Path(sys.argv[0]).name == "__main__.py" else None)
+    except SystemExit as end:
+        # Click ends every command in this way, with an integer.
+        raise SystemExit(finish_output(end.code if isinstance(end.code, int) else 0)) from None
 
 
 def report_errors(command: Callable[..., None]) -> Callable[..., None]:

@@ -163,11 +163,8 @@ def print_status(console: Console, folder: Path, location: str, study: dict[str,
     for entry in study["runs"]:
         run_dir = folder / "runs" / entry["run_id"]
         total_steps = study["settings"]["trainer"]["total_training_steps"]
-        status = resolve_status(run_dir, entry["run_id"], total_steps)
-        shown_status, reason = status.display_text, status.reason
-        if shown_status == "running" and not is_running:
-            shown_status, reason = "interrupted", "the process that ran the study is gone"
-        counts[shown_status] += 1
+        status = resolve_status(run_dir, entry["run_id"], total_steps, is_live=is_running)
+        counts[status.display_text] += 1
         step_rows = read_rows(run_dir / METRICS_FILE, first_step=0)
         step = step_rows[-1]["step"] if step_rows else 0
         metric_values = (row.get(metric) for row in reversed(step_rows))
@@ -175,8 +172,8 @@ def print_status(console: Console, folder: Path, location: str, study: dict[str,
         metric_value = next(
             (value for value in metric_values if isinstance(value, int | float) and 0 <= value <= 1), None
         )
-        cells = [entry["run_id"], entry["arm"], str(entry["seed"]), shown_status, f"{step}/{total_steps}"]
-        rows.append([*cells, "-" if metric_value is None else f"{metric_value:.3f}", reason])
+        cells = [entry["run_id"], entry["arm"], str(entry["seed"]), status.display_text, f"{step}/{total_steps}"]
+        rows.append([*cells, "-" if metric_value is None else f"{metric_value:.3f}", status.reason])
     is_finished = counts.keys() <= set(ENDED_STATUSES)
     state = "running" if is_running else "finished" if is_finished else "unfinished"
     runs_text = ", ".join(f"{count} {status}" for status, count in counts.items())

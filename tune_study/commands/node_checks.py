@@ -196,11 +196,9 @@ def _explain_unseen_marker(plan: StudyPlan, node: Node, reason: str) -> str:
             f"The node {node.name} cannot read --storage {plan.storage}: {reason}. Give the node the same access as "
             f"this machine: the network, and credentials in the environment in which `ray start` is typed."
         )
-    # A study whose trials train several runs cannot have a storage.
-    storage_hint = "" if plan.study.family.has_batched_seeds else ", or --storage with a bucket or a shared folder"
     return (
         f"The node {node.name} does not see the folder {plan.output} of this machine, where every run writes: type "
-        f"--output with a folder that all nodes share{storage_hint}."
+        f"--output with a folder that all nodes share, or --storage with a bucket or a shared folder."
     )
 
 

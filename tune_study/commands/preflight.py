@@ -205,7 +205,7 @@ def _check_machine(plan: StudyPlan, requirements: _Requirements) -> None:
 
         check_scratch(
             plan.study_uri,
-            requirements.resource_plan.max_concurrent,
+            requirements.resource_plan.max_concurrent * plan.max_runs_per_trial,
             disk.compute_scratch_bytes(requirements.disk_budget),
         )
 
@@ -246,5 +246,7 @@ def _check_cluster(
     if memory is not None:
         memory_plan.check_fits(memory, plan.study)
     scratch_bytes = None if plan.storage is None else disk.compute_scratch_bytes(disk_budget)
+    if scratch_bytes is not None:
+        scratch_bytes *= plan.max_runs_per_trial
     n_gpus, host_bytes = plan.base_config.trainer.n_gpus_per_node, 0 if memory is None else memory.host_bytes
     node_checks.check_capacity(reports, n_gpus, resource_plan.runs_per_node, scratch_bytes, host_bytes)

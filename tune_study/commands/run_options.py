@@ -108,12 +108,6 @@ def plan_from_options(
         overrides = {**_get_smoke_settings(study), **overrides}
     n_seeds = options.seeds if options.seeds is not None or not options.smoke else 1
     plan = make_plan(study, options.preset, options.preset_reason, overrides, values, n_seeds, output)
-    # `MirroredRun` copies the rows and checkpoints of a trial with a single run.
-    if storage is not None and study.family.has_batched_seeds:
-        raise PlanError(
-            f"--storage needs a study in which each trial trains one run, but a trial of {study.name} trains all seeds "
-            f"of an arm: leave out --storage, and copy {plan.folder} after the study has ended."
-        )
     plan = replace(plan, storage=None if storage is None else locate.parse_storage_uri(storage))
     return locate.merge_with_existing(plan, extend, is_real=real)
 

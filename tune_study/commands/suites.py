@@ -63,8 +63,21 @@ def run_suite(
         is_local: False on a cluster.
 
     Returns the exit code: 0 if every study returned 0 and the index was written, 130 after Ctrl-C, and else 1. A study
-    that fails does not end the suite.
+    that fails does not end the suite. Raises FolderLockedError, with nothing written, while another suite runs in the
+    output folder, since both would write its index.
     """
+    with outputs.lock_folder(plans[0].folder.parent, "a suite"):
+        return _run_locked_suite(plans, prepare_study, console, skipped_statuses, is_local)
+
+
+def _run_locked_suite(
+    plans: Sequence[StudyPlan],
+    prepare_study: Callable[[StudyPlan], PreparedStudy],
+    console: Console,
+    skipped_statuses: Sequence[str],
+    is_local: bool,
+) -> int:
+    """`run_suite` after the output folder is locked."""
     exit_code, n_started, is_indexed = 0, 0, False
 
     def finish_suite() -> None:
@@ -75,6 +88,7 @@ def run_suite(
             print_line(console, f"Not started: {names}. Type the same command again to continue.")
         is_indexed = _write_index(plans[0].output, console)
 
+    is_refused = False
     with LocalRay([plan.folder for plan in plans], console, is_local=is_local) as local_ray:
         try:
             for plan in plans:
@@ -90,9 +104,13 @@ def run_suite(
                     exit_code = _INTERRUPTED_EXIT_CODE
                 if exit_code == _INTERRUPTED_EXIT_CODE:
                     break
+        except outputs.FolderLockedError:
+            is_refused = n_started == 1  # nothing has been run, so the index is that of others
+            raise
         finally:
             # Also after an error: the index covers the studies that have ended.
-            finish_suite()
+            if not is_refused:
+                finish_suite()
     return max(exit_code, int(not is_indexed))
 
 

@@ -4,7 +4,6 @@ A study in a storage is copied to this machine, without its checkpoints.
 """
 
 import os
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,6 +22,7 @@ from tune_study.folder.study_file import (
     plan_from_folder,
     read_study,
 )
+from tune_study.host.console import print_error
 from tune_study.plan.study_plan import PlanError, StudyPlan
 
 
@@ -181,7 +181,7 @@ def open_for_reading(text: str) -> Iterator[tuple[Path, bool]]:
 
 
 def _print_unreachable(error: PlanError) -> None:
-    print(f"{error} The local folder is read, which may be older.", file=sys.stderr)
+    print_error(f"{error} The local folder is read, which may be older.")
 
 
 @contextmanager

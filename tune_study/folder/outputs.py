@@ -186,10 +186,15 @@ def _check_links(root: Path, paths: Iterable[Path], tree: Path) -> None:
         raise PlanError(f"{error}.") from None
 
 
-@contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock the study's folder during the body. Raise PlanError if another process holds the lock.
+class FolderLockedError(PlanError):
+    """Another process writes the results in a folder."""
 
+
+@contextmanager
+def lock_folder(folder: Path, task: str = "the study") -> Iterator[None]:
+    """Lock the folder of a study or of a suite during the body. Raise FolderLockedError if another process holds it.
+
+    task: what that process runs, for the message.
     The system releases the lock when its process ends, however it ends, so a killed driver leaves no lock behind.
     """
     import fcntl
@@ -207,8 +212,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
                 break
             except OSError:
                 if time.monotonic() >= deadline:
-                    raise PlanError(
-                        f"Another process is running the study in {folder}: wait for it, or end it."
+                    raise FolderLockedError(
+                        f"Another process is running {task} in {folder}: wait for it, or end it."
                     ) from None
                 time.sleep(0.02)  # much shorter than _LOCK_PATIENCE_S; flock itself has no timeout
         yield

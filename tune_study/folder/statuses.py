@@ -1,6 +1,7 @@
-"""The status of each run: status.json, and how the rows of the run correct it."""
+"""The status of each run: status.json, how the rows of the run correct it, and what a driver knows of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from trainable.files.json_values import find_object, write_object
-from trainable.runs.run_ends import describe_end, find_contradiction
+from trainable.runs.run_ends import OPEN_STATUSES, describe_end, find_contradiction, get_status_before_waiting
 from trainable.runs.run_files import METRICS_FILE, RunLines, read_rows
 from tune_study.plan.study_plan import StudyPlan
 
@@ -20,9 +21,11 @@ class RunStatus:
 
     Attributes:
         run_id: the run.
-        status: `running`, or one of `trainable.runs.records.STATUSES`.
+        status: one of `trainable.runs.records.STATUSES`; while a driver runs the study, also `waiting` or `running`. A
+            run that waits to be continued keeps all other fields of its earlier status.
         reason: why the run has this status, as a sentence.
-        failure_class: kind of the failure (see `trainable.runs.failures`); empty unless the run has failed.
+        failure_class: kind of the failure (see `trainable.runs.failures`); empty unless the run has failed, and not
+            been continued since.
         stop_rule, stop_value, stop_threshold, stop_step: decision of the rule that stopped the run early.
         trial_id: id of the run's last Tune trial.
         started_at, ended_at: first start and last end, ISO 8601 in UTC; None before them.
@@ -43,7 +46,8 @@ class RunStatus:
     @property
     def display_text(self) -> str:
         """The status for display, such as `completed` or `failed (out of memory)`."""
-        return f"{self.status} ({self.failure_class})" if self.failure_class else self.status
+        is_classified = self.failure_class and self.status not in OPEN_STATUSES
+        return f"{self.status} ({self.failure_class})" if is_classified else self.status
 
 
 _STATUS = TypeAdapter(RunStatus)
@@ -86,8 +90,10 @@ def make_final_status(status: RunStatus, rows: Sequence[Mapping[str, Any]], tota
     return replace(status, status=end.status, reason=end.reason, **stop_columns)
 
 
-def resolve_status(run_dir: Path, run_id: str, total_steps: int) -> RunStatus:
+def resolve_status(run_dir: Path, run_id: str, total_steps: int, is_live: bool = False) -> RunStatus:
     """The status of a run, by its status.json unless its rows say otherwise.
+
+    is_live: whether a driver runs the study. Without one, no run is waiting or running, whatever its status.json says.
 
     Without a readable status.json, the rows alone say how the run ended. A run that is recorded as ended while rows are
     damaged or missing is interrupted: it is then never shown as whole, and `resume` trains it again.
@@ -102,22 +108,79 @@ def resolve_status(run_dir: Path, run_id: str, total_steps: int) -> RunStatus:
     contradiction = find_contradiction(status.status, rows, total_steps, damage)
     if contradiction:
         return RunStatus(run_id, "interrupted", contradiction, trial_id=status.trial_id, started_at=status.started_at)
+    return status if is_live else _settle_status(status, "the process that ran the study is gone", bool(rows))
+
+
+def _settle_status(status: RunStatus, reason: str, has_rows: bool) -> RunStatus:
+    """The status of a run whose study has ended. reason: why a run that was running has not ended by itself."""
+    if status.status == "running":
+        return replace(status, status="interrupted" if has_rows else "never_ran", reason=reason)
+    if status.status == "waiting":
+        return replace(status, status=get_status_before_waiting(status.failure_class, has_rows))
     return status
 
 
-def close_unfinished(plan: StudyPlan, reason: str) -> None:
-    """Give every run without a final status one: interrupted if it has a row, else never_ran.
+class StudyStatuses:
+    """The statuses of a study's runs while this process is its driver.
 
-    reason: why the study ended, the beginning of a sentence to which the step is added.
+    No other process writes them, so those in memory are right if a status.json is deleted or damaged, or cannot be
+    written because the disk is full. Such a file is written again when the run has a new row, and at the end.
+
+    plan: the study, whose run folders exist. finished_ids: runs that are not run again and keep their statuses. All
+    others wait for their turn.
     """
-    for spec in plan.runs:
-        run_dir = plan.get_run_dir(spec.run_id)
-        status = read_status(run_dir) or resolve_status(run_dir, spec.run_id, spec.steps)
+
+    def __init__(self, plan: StudyPlan, finished_ids: Container[str]) -> None:
+        self._plan = plan
+        self._statuses: dict[str, RunStatus] = {}
+        for spec in plan.runs:
+            status = resolve_status(plan.get_run_dir(spec.run_id), spec.run_id, spec.steps)
+            self.set(status if spec.run_id in finished_ids else replace(status, status="waiting"))
+
+    def get(self, run_id: str) -> RunStatus:
+        """The status of a run."""
+        return self._statuses[run_id]
+
+    def list_all(self) -> list[RunStatus]:
+        """The statuses of all runs, in the order of the plan."""
+        return list(self._statuses.values())
+
+    def set(self, status: RunStatus) -> None:
+        """Change the status of a run, and write it unless the disk is full."""
+        self._statuses[status.run_id] = status
+        with suppress(OSError):  # `close` tries again
+            self.restore_file(status.run_id)
+
+    def restore_file(self, run_id: str) -> None:
+        """Write status.json of a run unless it has the status in memory. Raises OSError if that fails."""
+        run_dir, status = self._plan.get_run_dir(run_id), self._statuses[run_id]
+        if read_status(run_dir) != status:
+            write_status(run_dir, status)
+
+    def close(self, reason: str) -> str:
+        """Give every run that has not ended a final status, and write all files that do not have theirs.
+
+        reason: why the study ended, the beginning of a sentence to which the step is added. Returns an error text,
+        empty if all files are written.
+        """
+        error_text = ""
+        for run_id, status in self._statuses.items():
+            if status.status in OPEN_STATUSES:
+                self._statuses[run_id] = self._close_run(status, reason)
+            try:
+                self.restore_file(run_id)
+            except OSError as error:
+                error_text = f"The statuses could not be written: {error}."
+        return error_text
+
+    def _close_run(self, status: RunStatus, reason: str) -> RunStatus:
+        """The final status of a run that has not ended: interrupted if it has a row, else never_ran."""
+        rows = read_rows(self._plan.get_run_dir(status.run_id) / METRICS_FILE, first_step=0)
         if status.status == "running":
-            rows = read_rows(run_dir / METRICS_FILE, first_step=0)
-            final_status = "interrupted" if rows else "never_ran"
             full_reason = f"{reason}, after step {rows[-1]['step']}" if rows else f"{reason} before its first step"
-            write_status(run_dir, replace(status, status=final_status, reason=full_reason, ended_at=make_timestamp()))
-        elif status.status == "never_ran":
-            # A run that has never started has no time of an end, and appears in no line of the summary log.
-            write_status(run_dir, replace(status, reason=f"{reason} before it started"))
+            return replace(_settle_status(status, full_reason, bool(rows)), ended_at=make_timestamp())
+        final_status = _settle_status(status, reason, bool(rows))
+        # A run that has never started has no time of an end, and appears in no line of the summary log. One that was to
+        # be continued keeps its earlier reason.
+        is_unstarted = final_status.status == "never_ran"
+        return replace(final_status, reason=f"{reason} before it started") if is_unstarted else final_status

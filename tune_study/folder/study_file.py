@@ -21,8 +21,9 @@ from trainable.config.setting_types import format_value
 from trainable.files.json_values import DamagedFileError, find_object, read_object
 from trainable.files.paths import UnsafePathError
 from trainable.files.schema import MAX_RUNS, RUN_ID_PATTERN, find_schema_problem
+from trainable.runs.failures import StorageError
 from trainable.runs.stop_rules import RULES
-from trainable.storage.uris import is_same_folder
+from trainable.storage.uris import check_uri, is_same_folder
 from tune_study.plan.study_plan import (
     PlanError,
     StudyPlan,
@@ -178,6 +179,8 @@ def plan_from_folder(
         values, seeds = tuple(content["axis"]["values"]), tuple(content["seeds"])
         preset, reason = content["preset"], content["preset_reason"]
         plan = build_plan(study, preset, reason, base, values, seeds, folder.parent.parent, folder)
+        if content.get("storage") is not None:
+            _check_stored_uri(content["storage"])
         plan = replace(plan, storage=content.get("storage"))
         if {spec.run_id for spec in plan.runs} != {entry["run_id"] for entry in content["runs"]}:
             raise PlanError("its list of runs does not match its values and seeds.")
@@ -191,6 +194,14 @@ def plan_from_folder(
     except ValueError as error:
         raise PlanError(f"{folder}/study.json cannot be read by this version: {error}") from None
     return plan
+
+
+def _check_stored_uri(uri: str) -> None:
+    """Raise PlanError for a URI with credentials, because messages and a new study.json would repeat them."""
+    try:
+        check_uri(uri)
+    except StorageError as error:
+        raise PlanError(str(error)) from None
 
 
 def check_unchanged(plan: StudyPlan) -> None:

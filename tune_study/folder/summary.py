@@ -11,7 +11,7 @@ from typing import Any
 from search_spaces.language_model.family import get_model_name
 from trainable.config.setting_types import escape_controls, format_value
 from trainable.files.paths import write_text
-from trainable.runs.run_ends import ENDED_STATUSES
+from trainable.runs.run_ends import ENDED_STATUSES, OPEN_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from tune_study.folder.statuses import RunStatus, make_timestamp, read_status, resolve_status
 from tune_study.plan.resource_plan import ResourcePlan
@@ -42,7 +42,7 @@ def format_summary_line(plan: StudyPlan, spec: RunSpec, status: RunStatus | None
         **template_values, experiment=spec.experiment_name
     ).split(" | ")
     # A run that has not ended has neither times nor an outcome.
-    if status is None or status.status in ("never_ran", "running"):
+    if status is None or status.status in ("never_ran", *OPEN_STATUSES):
         return f"{published_fields[0]} | status=missing | seed={spec.seed}"
     stop_text = f"{status.stop_rule}@{status.stop_step}" if status.stop_rule else "none"
     fields = [
@@ -103,7 +103,12 @@ def write_summary(plan: StudyPlan, resource_plan: ResourcePlan, is_closing: bool
     appended to, so that a study that is continued has one line per run.
     """
     run_statuses = [(spec, read_status(plan.get_run_dir(spec.run_id))) for spec in plan.runs]
-    ended_runs = [(spec, status) for spec, status in run_statuses if status is not None and status.ended_at is not None]
+    ended_runs = [
+        (spec, status)
+        for spec, status in run_statuses
+        # A run that waits to be continued has the end of its earlier start.
+        if status is not None and status.ended_at is not None and status.status not in OPEN_STATUSES
+    ]
     # Lines are in the order in which runs ended, as in the published logs, which are appended to.
     ended_runs.sort(key=lambda pair: pair[1].ended_at or "")
     lines = [*_format_heading(plan, resource_plan)]

@@ -26,17 +26,19 @@ class Interrupt:
     """A request to stop, in the form of a file that the processes of the runs can see as well.
 
     path: the file. It exists from the request until the study is started again. The attribute `is_requested` is true
-    from the request on, whether or not the file could be written.
+    from the request on, whether or not the file could be written. `signal_name` is the name of the signal that made the
+    request, such as SIGTERM, or empty.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.is_requested = False
+        self.signal_name = ""
 
     def clear(self) -> None:
         """Remove the request of an earlier start."""
         self.path.unlink(missing_ok=True)
-        self.is_requested = False
+        self.is_requested, self.signal_name = False, ""
 
     @property
     def is_visible(self) -> bool:
@@ -66,9 +68,10 @@ class Interrupt:
                     raise KeyboardInterrupt
                 return
             request_time[0] = time.monotonic()
+            self.signal_name = signal.Signals(signal_number).name
             self.request()
             notify(
-                f"{signal.Signals(signal_number).name}: stopping after the current steps, which are finished and "
+                f"{self.signal_name}: stopping after the current steps, which are finished and "
                 f"saved. Press Ctrl-C again to stop immediately."
             )
 

@@ -139,7 +139,7 @@ def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: 
     saved_counts = [count_occurrences(spec.steps, spec.config.trainer.save_freq) for spec in runs]
     total_row_bytes = sum(_estimate_run_row_bytes(plan, spec) for spec in runs) + (_STUDY_BYTES if runs else 0)
     # A trial may train several runs at once: all seeds of an arm.
-    concurrent_runs = min(resource_plan.max_concurrent * max(len(trial) for trial in plan.trials), len(runs))
+    concurrent_runs = min(resource_plan.max_concurrent * plan.max_runs_per_trial, len(runs))
     # --output may not exist yet; the study will create it on the disk of its nearest parent.
     nearest_folder = next(folder for folder in (plan.output, *plan.output.parents) if os.path.isdir(folder))
     return DiskBudget(

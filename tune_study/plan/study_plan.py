@@ -112,6 +112,11 @@ class StudyPlan:
         return tuple(tuple(spec for spec in self.runs if spec.arm == value) for value in self.values)
 
     @property
+    def max_runs_per_trial(self) -> int:
+        """The number of runs of the Tune trial with the most runs."""
+        return max(len(specs) for specs in self.trials)
+
+    @property
     def study_uri(self) -> str | None:
         """The URI of the study's folder in its storage; None without a storage."""
         return None if self.storage is None else join_uri(self.storage, self.run)

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ray import tune
+from ray.tune.progress_reporter import TrialProgressCallback
 
 from trainable.runs.failures import NON_FINITE, PROCESS_DIED, Failure, RunFailedError
 from trainable.runs.orphans import terminate_orphans
 from trainable.runs.run_ends import ENDED_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from tune_study.folder.outputs import append_line
-from tune_study.folder.statuses import RunStatus, make_final_status, make_timestamp, read_status, write_status
+from tune_study.folder.statuses import RunStatus, StudyStatuses, make_final_status, make_timestamp
 from tune_study.folder.summary import write_summary
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import RunSpec, StudyPlan
@@ -41,6 +42,23 @@ _ANSI_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 """Ray colors the tracebacks of workers; logs and status.json are plain text."""
 _SETUP_ERROR_PHRASE = "error raised in its creation task"
 """Ray's wording for an actor whose constructor raised: here, `Trial.setup`."""
+
+
+class SilentReporter(TrialProgressCallback):  # type: ignore[misc]  # Ray is untyped
+    """Takes the place of Tune's own reporter of trials, which prints even at verbosity 0.
+
+    Tune adds its reporter unless the callbacks have one. It would say "completed" of waiting trials that an interrupted
+    study has removed.
+    """
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing: Tune pickles its callbacks into the results."""
+        return {}
+
+    def _report_nothing(self, *args: Any, **kwargs: Any) -> None:
+        """`Progress` shows the runs."""
+
+    on_trial_result = on_trial_complete = on_trial_error = _report_nothing
 
 
 class RowFetcher(tune.Callback):  # type: ignore[misc]  # Ray is untyped
@@ -73,18 +91,18 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
     Attributes:
         given_up_trials: ids of the trials whose failure is final; `FirstComeFirstServed` does not start them again.
-        unwritten_statuses: statuses, by run_id, that could not be written because the disk was full. The study
-            continues, and `retry_unwritten` tries again.
     """
 
-    def __init__(self, plan: StudyPlan, resource_plan: ResourcePlan, progress: Progress) -> None:
+    def __init__(
+        self, plan: StudyPlan, resource_plan: ResourcePlan, progress: Progress, statuses: StudyStatuses
+    ) -> None:
         self._plan = plan
         self._resource_plan = resource_plan
         self._progress = progress
+        self._statuses = statuses
         self._specs: dict[str, RunSpec] = {spec.run_id: spec for spec in plan.runs}
         self._failure_counts: dict[str, _FailureCount] = {}
         self.given_up_trials: set[str] = set()
-        self.unwritten_statuses: dict[str, RunStatus] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Nothing: Tune pickles its callbacks into the results, and everything here is already on disk."""
@@ -93,16 +111,16 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Record that runs start, or start again after their process died."""
         copy_earlier_files(trial, self._plan.folder / trial.config["run_id"])
-        for status in self._read_statuses(trial):
+        for status in self._get_statuses(trial):
             if trial.config["finished"]:
-                self._write_status(replace(status, trial_id=trial.trial_id))
+                self._statuses.set(replace(status, trial_id=trial.trial_id))
             elif status.status not in ENDED_STATUSES:
                 self._start_run(status, trial.trial_id)
 
     def _start_run(self, status: RunStatus, trial_id: str) -> None:
         # Wall time counts from the first start of a run. All other fields of the old status tell of an earlier ending.
         started_at = status.started_at or make_timestamp()
-        self._write_status(RunStatus(status.run_id, "running", trial_id=trial_id, started_at=started_at))
+        self._statuses.set(RunStatus(status.run_id, "running", trial_id=trial_id, started_at=started_at))
         self._log_line(status.run_id, f"=== {status.run_id} started {make_timestamp()}, trial {trial_id} ===")
         self._progress.start_run(status.run_id)
 
@@ -124,7 +142,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         # `failed` has the runs that failed while the others of their trial continue. Every later result repeats them,
         # so only a run that still counts as running is ended here.
         for run_id, reason in result.get("failed", {}).items():
-            if (status := self._read_status(run_id)).status == "running":
+            if (status := self._statuses.get(run_id)).status == "running":
                 # Only non-finite numbers end a single run of a trial; any other error ends the whole trial.
                 self._end_run(
                     replace(status, status="failed", failure_class=NON_FINITE, reason=reason, ended_at=make_timestamp())
@@ -136,7 +154,9 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         ends_alone: whether a stop rule has ended the run with this row while the others of its trial continue.
         `on_trial_complete` ends the runs that end together with their trial.
         """
-        status = self._read_status(run_id)
+        status = self._statuses.get(run_id)
+        with suppress(OSError):  # on a full disk, `StudyStatuses.close` writes a file that somebody has deleted
+            self._statuses.restore_file(run_id)
         if status.status in ENDED_STATUSES:  # a restarted trial reports the row again
             return
         self._log_line(run_id, format_step(self._plan.study.family, row, self._specs[run_id].steps))
@@ -200,7 +220,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         The runs of a trial continue from a common step, so the run that is furthest behind counts. A run with later
         rows has them from an earlier start, in which it was trained without the others. Such rows are no progress.
         """
-        running_ids = (status.run_id for status in self._read_statuses(trial) if status.status == "running")
+        running_ids = (status.run_id for status in self._get_statuses(trial) if status.status == "running")
         return min((int(self._read_last_row(run_id).get("step", -1)) for run_id in running_ids), default=-1)
 
     def _read_last_row(self, run_id: str) -> dict[str, Any]:
@@ -213,7 +233,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         if trial.config["finished"]:
             return
         for status in self._list_open_statuses(trial):
-            if status.status == "running":  # a run that never ran, or that failed alone, keeps its status
+            if status.status == "running":  # a run that waits, or that failed alone, keeps its status
                 self._conclude_run(status)
         clear_metric_windows(trial)
 
@@ -246,30 +266,13 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
     def _list_open_statuses(self, trial: Any) -> list[RunStatus]:
         """The statuses of the trial's runs that are neither completed nor stopped early."""
-        return [status for status in self._read_statuses(trial) if status.status not in ENDED_STATUSES]
+        return [status for status in self._get_statuses(trial) if status.status not in ENDED_STATUSES]
 
-    def _read_statuses(self, trial: Any) -> list[RunStatus]:
-        return [self._read_status(run_id) for run_id in list_run_ids(trial.config)]
-
-    def _read_status(self, run_id: str) -> RunStatus:
-        # A status that could not be written is newer than the one on disk.
-        status = self.unwritten_statuses.get(run_id) or read_status(self._plan.get_run_dir(run_id))
-        return status or RunStatus(run_id, "never_ran")
-
-    def retry_unwritten(self) -> None:
-        """Write the statuses that could not be written; those that still cannot stay in `unwritten_statuses`."""
-        for status in list(self.unwritten_statuses.values()):
-            self._write_status(status)
-
-    def _write_status(self, status: RunStatus) -> None:
-        try:
-            write_status(self._plan.get_run_dir(status.run_id), status)
-            self.unwritten_statuses.pop(status.run_id, None)
-        except OSError:
-            self.unwritten_statuses[status.run_id] = status
+    def _get_statuses(self, trial: Any) -> list[RunStatus]:
+        return [self._statuses.get(run_id) for run_id in list_run_ids(trial.config)]
 
     def _end_run(self, status: RunStatus) -> None:
-        self._write_status(status)
+        self._statuses.set(status)
         self._log_line(status.run_id, f"=== {status.display_text} {status.ended_at}: {status.reason} ===")
         with suppress(OSError):  # the summary is written again at the end of the study
             write_summary(self._plan, self._resource_plan, is_closing=False)

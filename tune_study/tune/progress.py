@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 
 from search_spaces.declaration.family import Family
-from trainable.runs.run_ends import format_stop_reason
+from trainable.runs.run_ends import OPEN_STATUSES, format_stop_reason
 from trainable.runs.stop_rules import parse_finite
 from tune_study.host.console import EscapedRenderable
 from tune_study.plan.study_plan import RunSpec, StudyPlan
@@ -46,7 +46,7 @@ class RunView:
     @property
     def is_open(self) -> bool:
         """Whether the run has not ended."""
-        return self.status in ("waiting", "running")
+        return self.status in OPEN_STATUSES
 
 
 def format_step(family: Family, row: dict[str, Any], total_steps: int) -> str:

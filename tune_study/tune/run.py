@@ -1,9 +1,8 @@
 """Execute a study: run its plan as a Tune experiment, and write statuses, tables and the report."""
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,11 +17,12 @@ from trainable.runs.run_ends import ENDED_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.stop_rules import RULES, parse_finite
 from tune_study.folder import outputs
-from tune_study.folder.statuses import RunStatus, close_unfinished, read_status
+from tune_study.folder.statuses import RunStatus, StudyStatuses
 from tune_study.folder.summary import find_finished_runs, write_summary
 from tune_study.host.console import print_error, print_line
 from tune_study.host.interrupt import Interrupt, make_interrupt
 from tune_study.host.machine_checks import find_ray_folder
+from tune_study.host.terminal import finish_output
 from tune_study.placement.resources import make_placement_group
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import PlanError, StudyPlan
@@ -144,11 +144,11 @@ def _run_session(session: StudySession) -> int:
     plan, console = session.plan, session.console
     _write_study_files(session)
     _skip_finished(plan, session.finished_statuses, session.progress, console)
-    problem, unwritten_statuses = "", dict[str, RunStatus]()
+    statuses, problem = StudyStatuses(plan, session.finished_statuses), ""
     if len(session.finished_statuses) < len(plan.runs):
-        problem, unwritten_statuses = _train_runs(session)
+        problem = _train_runs(session, statuses)
     try:
-        return _conclude_study(session, problem, unwritten_statuses)
+        return _conclude_study(session, problem, statuses)
     except KeyboardInterrupt:  # the user does not want to wait for tables and report, which can be made later
         print_line(console, f"The rows are saved. For tables and report: {format_command('report', plan.folder)}")
         return 130
@@ -174,17 +174,14 @@ def _write_study_files(session: StudySession) -> None:
         )
 
 
-def _train_runs(session: StudySession) -> tuple[str, dict[str, RunStatus]]:
-    """Train the remaining runs until all have a status.
-
-    Returns an error text, empty without an error, and the statuses that could not be written, by run_id.
-    """
+def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
+    """Train the remaining runs until all have a final status; return an error text, empty without an error."""
     prepare_environment(session.resource_plan.gpus, joins_cluster=bool(session.resource_plan.cluster_address))
     from tune_study.tune.callbacks import Recorder  # imports Ray, which reads the environment prepared above
 
-    recorder, problem = Recorder(session.plan, session.resource_plan, session.progress), ""
+    recorder, problem = Recorder(session.plan, session.resource_plan, session.progress, statuses), ""
     try:
-        _fit_tuner(session, recorder)
+        _fit_tuner(session, statuses, recorder)
     except KeyboardInterrupt:
         session.interrupt.request()  # before Ray has started, the first Ctrl-C already raises KeyboardInterrupt
         print_line(session.console, "Stopped.")
@@ -199,13 +196,7 @@ def _train_runs(session: StudySession) -> tuple[str, dict[str, RunStatus]]:
         session.storage.pull()
     # Tune can end without an error while runs are open, for example if Ray is lost.
     reason = "the study was interrupted" if session.interrupt.is_requested else problem or "the study ended early"
-    # This comes before close_unfinished, which would take a run whose final status is not written for an open one.
-    recorder.retry_unwritten()
-    try:
-        close_unfinished(session.plan, reason)
-    except OSError as error:
-        problem = f"{problem} The statuses could not be written: {error}.".strip()
-    return problem, recorder.unwritten_statuses
+    return " ".join(filter(None, (problem, statuses.close(reason))))
 
 
 def _format_error(error: Exception) -> str:
@@ -246,7 +237,7 @@ def prepare_environment(gpus: tuple[str, ...], joins_cluster: bool = False) -> N
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
 
-def _fit_tuner(session: StudySession, recorder: "Recorder") -> None:
+def _fit_tuner(session: StudySession, statuses: StudyStatuses, recorder: "Recorder") -> None:
     """Start Ray if necessary, train all remaining runs, and end their W&B runs."""
     from tune_study.tune.watchdog import DiskSpaceGuard, watch_daemons  # imports Ray
 
@@ -268,7 +259,7 @@ def _fit_tuner(session: StudySession, recorder: "Recorder") -> None:
         try:
             with (
                 session.progress.show_live(),
-                watch_daemons(daemons, lambda lost: _end_without_ray(session, recorder, lost)),
+                watch_daemons(daemons, lambda lost: _end_without_ray(session, statuses, lost)),
             ):
                 tuner.fit()
         finally:
@@ -278,20 +269,29 @@ def _fit_tuner(session: StudySession, recorder: "Recorder") -> None:
                     print_error(f"W&B logging is incomplete: {wandb_callback.problem or 'it took too long'}")
 
 
-def _end_without_ray(session: StudySession, recorder: "Recorder", reason: str) -> None:
+def _end_without_ray(session: StudySession, statuses: StudyStatuses, reason: str) -> None:
     """End the study and this process after Ray's daemons are lost, because every further call to Ray would hang."""
     from tune_study.tune.watchdog import kill_children
 
     kill_children()  # first, because a run must not write rows while its status and the tables are written
-    recorder.retry_unwritten()
-    problem = f"The study ended early: {reason}."
-    with suppress(OSError):  # on a full disk, the tables and the command to continue are still worth trying
-        close_unfinished(session.plan, problem)
-    _conclude_study(session, problem, recorder.unwritten_statuses)
+    interrupt, problem = session.interrupt, ""
+    if interrupt.is_requested:
+        # A batch system and `timeout` send their signal to all processes at once, and Ray's then end by themselves.
+        print_line(
+            session.console,
+            f"{interrupt.signal_name or 'The request to stop'} ended Ray's processes too, so it was sent to the whole "
+            f"process group: steps that were not finished are trained again.",
+        )
+        status_problem = statuses.close("the study was interrupted")
+    else:
+        problem, status_problem = (
+            f"The study ended early: {reason}.",
+            statuses.close(f"the study ended early: {reason}"),
+        )
+    exit_code = _conclude_study(session, " ".join(filter(None, (problem, status_problem))), statuses)
     session.suite.on_ray_lost()
-    for stream in (sys.stdout, sys.stderr):  # os._exit discards what is still in their buffers
-        stream.flush()
-    os._exit(1)  # this is the watchdog's thread, and the main thread is stuck in a call to Ray
+    exit_code = finish_output(exit_code)  # os._exit discards what is still in the buffers of the streams
+    os._exit(exit_code)  # this is the watchdog's thread, and the main thread is stuck in a call to Ray
 
 
 def make_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: list[Any]) -> Any:
@@ -304,6 +304,7 @@ def make_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: lis
     from ray import tune
 
     from trainable.trial import Trial
+    from tune_study.tune.callbacks import SilentReporter
     from tune_study.tune.scheduling import FirstComeFirstServed
 
     plan, resource_plan, interrupt = session.plan, session.resource_plan, session.interrupt
@@ -319,7 +320,9 @@ def make_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: lis
             trial_name_creator=_make_trial_name,
             trial_dirname_creator=_make_trial_name,
         ),
-        run_config=_make_run_config(plan, interrupt, [*_make_fetch_callbacks(session), recorder, *extra_callbacks]),
+        run_config=_make_run_config(
+            plan, interrupt, [SilentReporter(), *_make_fetch_callbacks(session), recorder, *extra_callbacks]
+        ),
     )
 
 
@@ -384,23 +387,20 @@ def _is_number(value: object) -> bool:
     return parse_finite(value) is not None
 
 
-def _conclude_study(session: StudySession, problem: str, unwritten_statuses: Mapping[str, RunStatus]) -> int:
+def _conclude_study(session: StudySession, problem: str, statuses: StudyStatuses) -> int:
     """Write summary, tables and report of the existing rows, print how to continue, and return the exit code.
 
-    problem: error text of the training, empty without an error. unwritten_statuses: statuses, by run_id, that are
-    newer than the status.json on disk. An error here, such as a full disk, is reported with the others and never
-    raised: the remaining outputs are still written.
+    problem: error text of the training, empty without an error. An error here, such as a full disk, is reported with
+    the others and never raised: the remaining outputs are still written.
     """
     plan, console = session.plan, session.console
     try:
         print_line(console, f"Summary: {write_summary(plan, session.resource_plan, is_closing=True)}")
     except OSError as error:
         problem = f"{problem} The summary could not be written: {error}.".strip()
-    statuses = [unwritten_statuses.get(spec.run_id) or read_status(plan.get_run_dir(spec.run_id)) for spec in plan.runs]
-    known_statuses = [status for status in statuses if status is not None]
-    for status in known_statuses:
+    for status in statuses.list_all():
         print_line(console, f"{status.run_id} {status.display_text}: {status.reason}")
-    unfinished_statuses = [status for status in known_statuses if status.status not in ENDED_STATUSES]
+    unfinished_statuses = [status for status in statuses.list_all() if status.status not in ENDED_STATUSES]
     problem = " ".join(filter(None, (problem, write_results(plan.folder, console))))
     if session.storage is not None:  # after the tables and the report, so that the storage gets them too
         problem = " ".join(filter(None, (problem, session.storage.push())))

@@ -28,6 +28,8 @@ class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyp
         for trial in [trial for trial in tune_controller.get_trials() if trial.status == Trial.PENDING]:
             is_given_up = trial.trial_id in self._given_up_trials
             if is_given_up or self._interrupt.is_requested:
+                # Tune lists the folder of every ended trial, and this one would have none if it has never started.
+                trial.init_local_path()
                 tune_controller.stop_trial(trial)  # closes its files
             if is_given_up:
                 # `stop_trial` marks a trial as complete, and Tune has no public method that marks it as failed.

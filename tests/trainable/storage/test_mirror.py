@@ -125,7 +125,7 @@ def test_a_run_is_copied_after_each_step_and_fetched_elsewhere(uri: str, tmp_pat
             ),
         ]
     )
-    second_mirror.fetch(with_checkpoint=True)
+    second_mirror.fetch()
     run = tmp_path / "b" / "run"
     assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [1, 2, 3]
     assert (run / "other.json").read_text() == "3"
@@ -145,7 +145,7 @@ def test_a_state_that_was_cut_in_its_upload_is_not_used(uri: str, tmp_path: Path
     for name in ("state.json", "state.safetensors"):  # the process dies before it copies the checksums
         put_file(first_mirror.storage_path.joinpath(f"state/step_2/{name}"), state_folder / name)
     second_mirror = make_mirror(uri, tmp_path / "b")
-    second_mirror.fetch(with_checkpoint=True)
+    second_mirror.fetch()
     assert [path.name for path in (tmp_path / "b" / "run" / "state").iterdir()] == ["step_1"]
     write_step(tmp_path / "b", 2)
     second_mirror.push()
@@ -223,7 +223,7 @@ def test_a_damaged_state_in_storage_is_named_and_the_one_before_is_used(uri: str
         first_mirror.push()
     put_bytes(first_mirror.storage_path.joinpath("state/step_2/state.safetensors"), b"something else")
     second_mirror = make_mirror(uri, tmp_path / "b")
-    second_mirror.fetch(with_checkpoint=True)
+    second_mirror.fetch()
     assert [path.name for path in (tmp_path / "b" / "run" / "state").iterdir()] == ["step_1"]
     assert second_mirror.notes == ["state/step_2 in storage is damaged and is not used"]
 
@@ -237,7 +237,7 @@ def test_what_a_node_has_beyond_storage_is_removed_and_what_it_has_is_not_fetche
     write_step(tmp_path / "a", 2)  # the process is killed before it copies this step
     fetched: list[str] = []
     monkeypatch.setattr(mirror, "get_file", lambda place, path: fetched.append(place.path))
-    make_mirror(uri, tmp_path / "a").fetch(with_checkpoint=True)
+    make_mirror(uri, tmp_path / "a").fetch()
     run = tmp_path / "a" / "run"
     assert [path.name for path in (run / "state").iterdir()] == ["step_1"]
     assert is_checkpoint_intact(run / "state" / "step_1")
@@ -249,11 +249,11 @@ def test_a_state_that_was_not_asked_for_is_not_copied_over_a_newer_one(uri: str,
     first_mirror, second_mirror = make_mirror(uri, tmp_path / "a"), make_mirror(uri, tmp_path / "b")
     write_step(tmp_path / "a", 1)
     first_mirror.push()
-    second_mirror.fetch(with_checkpoint=True)
+    second_mirror.fetch()
     write_step(tmp_path / "b", 2)
     second_mirror.push()
     newest = list_names(second_mirror.storage_path)
-    first_mirror.fetch(with_checkpoint=False)
+    first_mirror.fetch(max_checkpoints=0)
     first_mirror.push()
     assert list_names(second_mirror.storage_path) == newest
 
@@ -264,7 +264,7 @@ def test_a_state_that_is_damaged_on_the_node_alone_is_fetched_again(uri: str, tm
     state = tmp_path / "a" / "run" / "state" / "step_1"
     (state / "state.safetensors").write_bytes(b"half of it")
     resumed = make_mirror(uri, tmp_path / "a")
-    resumed.fetch(with_checkpoint=True)
+    resumed.fetch()
     assert is_checkpoint_intact(state)
     assert resumed.notes == []
 
@@ -280,7 +280,7 @@ def test_kept_checkpoints_stay_in_storage_alone(uri: str, tmp_path: Path) -> Non
         (2, "kept/global_step_2"),
         (1, "kept/global_step_1"),
     ]
-    make_mirror(uri, tmp_path / "b").fetch(with_checkpoint=True)  # a saved checkpoint is enough without a rolling one
+    make_mirror(uri, tmp_path / "b").fetch()  # a saved checkpoint is enough without a rolling one
     assert is_checkpoint_intact(tmp_path / "b" / "kept" / "global_step_2")
     assert not (tmp_path / "b" / "kept" / "global_step_1").exists()
 
@@ -331,7 +331,7 @@ def fetch_rows(uri: str, folder: Path) -> list[Row]:
     run_mirror = Mirror(
         open_storage(uri).joinpath("runs/kl-01-s0"), folder / "run", folder / "kept", 0.0, lambda: False
     )
-    run_mirror.fetch(with_checkpoint=True)
+    run_mirror.fetch()
     return read_rows(folder / "run" / "metrics.jsonl")
 
 
@@ -432,3 +432,80 @@ def test_the_default_scratch_folder_must_be_of_this_user(tmp_path: Path, monkeyp
     base_folder.rename(tmp_path / "chosen")
     base_folder.symlink_to(tmp_path / "chosen")
     assert mirror.make_scratch_folder("s3://a/b", {"TUNE_STUDY_SCRATCH": str(base_folder)}).is_dir()
+
+
+# Trials of several runs.
+
+
+def make_sandbox_config(uri: str | None, folder: Path, finished: bool = False) -> Row:
+    """The configuration of a trial that trains two seeds of an update rule, as `make_trial_config` of a study."""
+    sandbox_settings = {
+        "task": "token_reversal",
+        "seq_len": 4,
+        "d_model": 8,
+        "batch_size": 16,
+        "method": "DG",
+        "trainer.total_training_steps": 12,
+        "trainer.test_freq": 2,
+        "trainer.resume_every": 2,
+    }
+    runs = [
+        {
+            "run_id": f"DG-s{seed}",
+            "seed": seed,
+            "run_dir": str(folder / f"r{seed}"),
+            "checkpoint_dir": str(folder / "k"),
+        }
+        for seed in (0, 1)
+    ]
+    return {
+        **make_trial_config(folder, finished=finished),
+        "run_id": "DG",
+        "settings": sandbox_settings,
+        "runs": runs,
+        "side_by_side": True,
+        "family": "trainable.families:UPDATE_RULES",
+        "stop_rules": [],
+        "storage": uri,
+    }
+
+
+def train_to_end(trial: Trial) -> None:
+    while not trial.step()["done"]:
+        continue
+
+
+def test_the_seeds_of_an_arm_go_on_on_another_node_from_a_step_that_all_of_them_have(
+    uri: str, tmp_path: Path, start_on_node: Callable[..., Trial]
+) -> None:
+    """The node died after it had pushed the newest checkpoint of one seed, and before that of the other."""
+    train_to_end(start_on_node("plain", **make_sandbox_config(None, tmp_path / "plain")))
+    first = start_on_node("a", **make_sandbox_config(uri, tmp_path / "nowhere"))
+    while first.step()["step"] < 4:
+        continue
+    while first.training.step().last_step < 10:  # the run has removed all checkpoints that storage has
+        continue
+    first.mirror.mirrors["DG-s0"].push_new()
+    kill(first)
+    storage_folder = open_storage(uri)
+    stored_names = [list_files(storage_folder.joinpath(f"runs/DG-s{seed}")) for seed in (0, 1)]
+    first_newest_step, second_newest_step = (find_complete_checkpoints(names)[0][0] for names in stored_names)
+    assert first_newest_step > second_newest_step > 0
+    second = start_on_node("b", **make_sandbox_config(uri, tmp_path / "nowhere"))
+    assert second.step()["step"] == second_newest_step
+    train_to_end(second)
+    for seed in (0, 1):
+        run_mirror = Mirror(
+            storage_folder.joinpath(f"runs/DG-s{seed}"), tmp_path / f"look{seed}", tmp_path / "kept", 0.0, lambda: False
+        )
+        run_mirror.fetch()
+        rows, expected_rows = (
+            [
+                {name: value for name, value in row.items() if not name.startswith("seconds")}
+                for row in read_rows(folder / "metrics.jsonl", first_step=0)
+            ]
+            for folder in (tmp_path / f"look{seed}", tmp_path / "plain" / f"r{seed}")
+        )
+        assert rows == expected_rows
+        assert rows[-1]["step"] == 12
+    assert not (tmp_path / "nowhere").exists()

@@ -1,5 +1,6 @@
 """Paths in a storage: valid names, possible failures, and files that appear only when they are complete."""
 
+import string
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from trainable.runs.failures import StorageError, classify_failure
 from trainable.storage.mirror import call_storage
 from trainable.storage.remote import StoragePath, get_bytes, list_files, open_storage, put_bytes, put_file
-from trainable.storage.uris import check_uri, is_same_folder, join_uri, split_uri
+from trainable.storage.uris import _QUERY_VALUES, check_uri, is_same_folder, join_uri, split_uri
 
 
 def test_a_path_may_contain_characters_that_are_special_in_a_uri() -> None:
@@ -97,10 +98,62 @@ def test_a_uri_with_credentials_is_refused_and_not_repeated(uri: str) -> None:
         "gs://anonymous@bucket/x",
         "/mnt/a:b",
         "s3://b?endpoint_override=host:9000",
+        "s3://b/x?endpoint_override=https%3A%2F%2Fs3.host&scheme=http&region=eu-west-1",
+        "abfs://container@account.dfs.core.windows.net/x",
+        "file:///mnt/a%40b%3Bc%23d%3Fe",
+        "hdfs:///x?user=me",
     ],
 )
 def test_other_colons_are_no_credentials(uri: str) -> None:
     check_uri(uri)
+
+
+# Where a secret can be in a URI. The first two are spellings from the documents of AWS and Azure.
+SECRET_PLACES = (
+    "s3://name/x?X-Amz-Signature={}",
+    "abfs://container@account.dfs.core.windows.net/x?sv=2024&SIG={}",
+    "s3://user%3A{}@name/x",
+    "s3://{}@name/x",
+    "s3://user:{}@name/x",
+    "s3://user:0/{}@name/x",
+    "s3://user%253A{}%2540name/x",
+    "abfs://container:{}@account.dfs.core.windows.net/x",
+    "gs://anonymous:{}@name/x",
+    "hdfs://user:{}@host/x",
+    "s3://name/x?region=a;secret_key={}",
+    "s3://name/x;secret_key={}",
+    "s3://name/x#secret_key={}",
+    "s3://name/x%3Fsecret_key={}",
+    "s3://name/x%253Fsecret_key={}",
+    "s3://name/x?region=a%26secret_key={}",
+    "s3://name/x?SE%43RET%255Fkey={}",
+    "s3://name/x?endpoint_override=user:{}@host",
+    "s3://name/x?{}",
+    "s3:/name/x?secret_key={}",
+    " s3://user:{}@name/x",
+    "file:///x?password={}",
+    "file:///x;password={}",
+    "nope://user:{}@name/x",
+)
+SECRET_NAMES = ("secret_key", "accessKey", "PASSWORD", "pass", "pwd", "token", "Auth", "credential", "sig", "Signature")
+ALPHABET = string.ascii_letters + string.digits + "+/=%:._-~"
+
+
+@given(
+    st.one_of(
+        st.sampled_from(SECRET_PLACES),
+        st.sampled_from(SECRET_NAMES).map("s3://name/x?region=a&{}={{}}".format),
+        st.text(string.ascii_letters + "_-", min_size=1, max_size=12)
+        .filter(lambda name: name not in _QUERY_VALUES)
+        .map("gs://name/x?{}={{}}".format),
+    ),
+    st.text(ALPHABET, min_size=6, max_size=40).map(lambda text: f"TOP{text}SECRET"),
+)
+def test_a_secret_in_any_spelling_is_refused_and_in_no_message(place: str, secret: str) -> None:
+    uri = place.format(secret)
+    with pytest.raises(StorageError) as raised:
+        open_storage(uri)
+    assert secret not in str(raised.value)
 
 
 @pytest.mark.parametrize("uri", ["nope://bucket/x", "s3://", "relative/folder", "s3://?scheme=http"])

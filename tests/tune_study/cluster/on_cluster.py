@@ -17,7 +17,7 @@ from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.storage.mirror import compute_line_file_sizes
 from trainable.storage.remote import get_bytes, list_files, open_storage
 from trainable.storage.uris import join_uri
-from tune_study.folder.statuses import read_status
+from tune_study.folder.statuses import StudyStatuses, read_status
 from tune_study.host.interrupt import Interrupt
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune import cluster
@@ -45,7 +45,7 @@ def run_placed(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...]) -
     interrupt = Interrupt(plan.folder / ".interrupt")
     suite = SuiteContext(LocalRay([], Console(quiet=True), is_local=False), interrupt, lambda: None)
     session = StudySession(plan, resource_plan, "off", Console(quiet=True), suite, {}, progress)
-    grid = make_tuner(session, Recorder(plan, resource_plan, progress), []).fit()
+    grid = make_tuner(session, Recorder(plan, resource_plan, progress, StudyStatuses(plan, ())), []).fit()
     ray.kill(barrier)
     assert not grid.errors
     storage_folder = open_storage(plan.study_uri or "")

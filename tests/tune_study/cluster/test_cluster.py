@@ -108,9 +108,7 @@ def check_same_results(plan: StudyPlan, local_plan: StudyPlan, storage: str, fol
     for spec in plan.runs:
         storage_folder = open_storage(storage).joinpath(f"{plan.run}/runs/{spec.run_id}")
         fetched_folder = folder / spec.run_id
-        Mirror(storage_folder, fetched_folder / "run", fetched_folder / "kept", 0.0, lambda: False).fetch(
-            with_checkpoint=True
-        )
+        Mirror(storage_folder, fetched_folder / "run", fetched_folder / "kept", 0.0, lambda: False).fetch()
         rows, local_rows = (
             read_rows(run_dir / METRICS_FILE)
             for run_dir in (fetched_folder / "run", local_plan.get_run_dir(spec.run_id))

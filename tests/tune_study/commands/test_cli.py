@@ -474,9 +474,12 @@ def test_status_says_how_far_each_run_is(work_dir: Path) -> None:
     row_pattern = r"sokoban_kl_sweep_nofilter_0-sokoban-tiny +0 +0 +{} +2/3 +0\.250 *{}\n"
     assert re.search(row_pattern.format("interrupted", "the process that ran the study is gone"), answer.out)
     assert re.search(r"nofilter_01-sokoban-tiny +0\.1 +0 +never_ran +0/3 +- +has not started\n", answer.out)
+    second_run_id = plan.runs[1].run_id
+    write_status(plan.get_run_dir(second_run_id), RunStatus(second_run_id, "waiting", "has not started"))
+    assert type_in(f"status {plan.folder}").out == answer.out
     with lock_folder(plan.folder):
         running_output = type_in(f"status {plan.folder}").out
-    assert running_output.startswith("kl (laptop): running; runs: 1 running, 1 never_ran\n")
+    assert running_output.startswith("kl (laptop): running; runs: 1 running, 1 waiting\n")
     assert re.search(row_pattern.format("running", ""), running_output)
     for spec in plan.runs:
         append_record(plan.get_run_dir(spec.run_id) / "metrics.jsonl", {"step": 3})

@@ -38,7 +38,6 @@ def dry_run(folder: Path, *words: str) -> tuple[int, str, str]:
         ("influence --gpus-per-exp 1", "trainer.n_gpus_per_node=1.0: must be less than or equal to 0"),
         ("influence --rollout_filter_include_zero True", "which filters no groups: leave it out"),
         ("influence --rollout_filter_strategy top_p", "--rollout_filter_strategy does not belong to study influence"),
-        ("influence --storage /somewhere", "a trial of influence trains all seeds of an arm"),
         ("influence --gpus 0", "--gpus 0: study influence trains on the CPU. Leave --gpus out."),
         ("influence --groups 1", "--groups does not belong to study influence, whose axis is update rule: type --arms"),
         (

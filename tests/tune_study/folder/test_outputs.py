@@ -14,7 +14,14 @@ from trainable.config.constants import SHIPPED_MODEL_FOLDER
 from trainable.files.json_values import read_object, write_object
 from trainable.runs.records import STATUSES
 from tune_study.folder.outputs import check_writable, is_running, lock_folder, read_git_state, write_study
-from tune_study.folder.statuses import RunStatus, close_unfinished, make_timestamp, read_status, write_status
+from tune_study.folder.statuses import (
+    RunStatus,
+    StudyStatuses,
+    make_timestamp,
+    read_status,
+    resolve_status,
+    write_status,
+)
 from tune_study.folder.study_file import check_unchanged, plan_from_folder
 from tune_study.folder.summary import (
     find_finished_runs,
@@ -63,14 +70,82 @@ def test_every_run_has_a_status_before_and_after(tmp_path: Path) -> None:
     write_study(plan)
     first, second, third = (plan.get_run_dir(run.run_id) for run in plan.runs)
     assert {read_status(run_dir).status for run_dir in (first, second, third)} == {"never_ran"}  # type: ignore[union-attr]
-    write_status(first, make_ended_status("a"))
-    write_status(second, RunStatus("b", "running", started_at=make_timestamp()))
+    statuses = StudyStatuses(plan, finished_ids=())
+    assert {read_status(run_dir).status for run_dir in (first, second, third)} == {"waiting"}  # type: ignore[union-attr]
+    statuses.set(make_ended_status(plan.runs[0].run_id))
+    statuses.set(RunStatus(plan.runs[1].run_id, "running", started_at=make_timestamp()))
     append_record(second / "metrics.jsonl", {"step": 3})
-    close_unfinished(plan, "the study was interrupted")
+    assert statuses.close("the study was interrupted") == ""
     statuses = [read_status(run_dir) for run_dir in (first, second, third)]
     assert [status.status for status in statuses if status] == ["completed", "interrupted", "never_ran"]
     assert [status.reason for status in statuses if status][2] == "the study was interrupted before it started"
     assert {status.status for status in statuses if status} <= set(STATUSES)
+
+
+EARLIER_STATUSES = (
+    RunStatus("", "failed", "OSError: the disk is full", failure_class="storage", ended_at="2026-01-01T00:00:00+00:00"),
+    RunStatus("", "interrupted", "interrupted after step 3", ended_at="2026-01-01T00:00:00+00:00"),
+)
+
+
+@pytest.mark.parametrize("earlier_status", EARLIER_STATUSES)
+def test_a_run_that_waited_in_vain_has_its_earlier_status_again(tmp_path: Path, earlier_status: RunStatus) -> None:
+    plan = make_plan_in(tmp_path)
+    write_study(plan)
+    spec = plan.runs[0]
+    run_dir, status = plan.get_run_dir(spec.run_id), replace(earlier_status, run_id=spec.run_id)
+    write_status(run_dir, status)
+    append_record(run_dir / "metrics.jsonl", {"step": 3})
+    statuses = StudyStatuses(plan, finished_ids=())
+    waiting_status = resolve_status(run_dir, spec.run_id, spec.steps, is_live=True)
+    assert (waiting_status.display_text, waiting_status.reason) == ("waiting", status.reason)
+    assert resolve_status(run_dir, spec.run_id, spec.steps) == status  # the driver was killed
+    assert statuses.close("the study was interrupted") == ""
+    assert read_status(run_dir) == status
+
+
+def test_a_skipped_run_does_not_wait(tmp_path: Path) -> None:
+    plan = make_plan_in(tmp_path)
+    write_study(plan)
+    spec = plan.runs[0]
+    write_status(plan.get_run_dir(spec.run_id), RunStatus(spec.run_id, "failed", "OSError", "storage"))
+    assert StudyStatuses(plan, {spec.run_id}).get(spec.run_id).display_text == "failed (storage)"
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"run_id": "other", "status": "never_ran"}'])
+def test_a_deleted_or_damaged_status_is_written_again_while_the_study_runs(tmp_path: Path, damage: bytes) -> None:
+    plan = make_plan_in(tmp_path)
+    write_study(plan)
+    statuses = StudyStatuses(plan, finished_ids=())
+    path = plan.get_run_dir(plan.runs[0].run_id) / "status.json"
+    running_status = RunStatus(plan.runs[0].run_id, "running", trial_id="one", started_at=make_timestamp())
+    statuses.set(running_status)
+    path.unlink()
+    if damage:
+        path.write_bytes(damage)
+    assert statuses.get(running_status.run_id) == running_status
+    statuses.restore_file(running_status.run_id)
+    assert read_status(path.parent) == running_status
+    path.unlink()
+    assert statuses.close("the study was interrupted") == ""
+    status = read_status(path.parent)
+    assert status is not None
+    assert (status.status, status.started_at) == ("never_ran", running_status.started_at)
+
+
+def test_a_status_that_cannot_be_written_is_kept_and_named(tmp_path: Path) -> None:
+    plan = make_plan_in(tmp_path)
+    write_study(plan)
+    statuses, path = StudyStatuses(plan, ()), plan.get_run_dir(plan.runs[0].run_id) / "status.json"
+    path.unlink()
+    path.mkdir()  # a folder refuses the file as a full disk does, also for root
+    ended_status = make_ended_status(plan.runs[0].run_id)
+    statuses.set(ended_status)
+    assert statuses.close("the study was interrupted").startswith("The statuses could not be written: ")
+    assert statuses.get(ended_status.run_id) == ended_status
+    path.rmdir()
+    assert statuses.close("the study was interrupted") == ""
+    assert read_status(path.parent) == ended_status
 
 
 def test_a_study_file_gives_the_plan_again(tmp_path: Path) -> None:
@@ -242,9 +317,10 @@ def test_a_row_of_step_0_is_a_start(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path)
     write_study(plan)
     run_dir = plan.get_run_dir(plan.runs[0].run_id)
-    write_status(run_dir, RunStatus("a", "running", started_at=make_timestamp()))
+    statuses = StudyStatuses(plan, finished_ids=())
+    statuses.set(RunStatus(plan.runs[0].run_id, "running", started_at=make_timestamp()))
     append_record(run_dir / "metrics.jsonl", {"step": 0})
-    close_unfinished(plan, "the study was interrupted")
+    statuses.close("the study was interrupted")
     status = read_status(run_dir)
     assert status is not None
     assert (status.status, status.reason) == ("interrupted", "the study was interrupted, after step 0")

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import search_spaces
 from tests.fakes.lines import append_record
 from tests.fakes.trainer import COLLAPSES, CRASHES_ONCE, make_fake_rows, make_study
+from tests.trainable.storage.test_remote import SECRET_PLACES
 from trainable.files.json_values import read_object
 from trainable.files.paths import write_text
 from trainable.runs.run_files import METRICS_FILE, read_rows
@@ -483,3 +484,26 @@ def test_the_uri_is_written_down_without_what_reaches_it(tmp_path: Path) -> None
     assert plan.study_uri == join_uri("file:///x", plan.run)
     assert locate.plan_resume(str(plan.folder), is_real=False) == plan
     assert LAST_DRIVER not in os.listdir(plan.folder)
+
+
+# URIs with credentials.
+
+
+@pytest.mark.parametrize("place", SECRET_PLACES)
+def test_no_command_repeats_a_secret_in_a_uri(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    secret = "TOP/Y+4SECRET"
+    uri = place.format(secret)
+    plan = make_plan_in(tmp_path / "foreign", None)
+    outputs.write_study(plan)
+    study_file = plan.folder / "study.json"
+    study_file.write_text(json.dumps({**json.loads(study_file.read_text()), "storage": uri}))
+    runner = CliRunner()
+    small_study = ["kl", "--preset", "laptop", "--smoke", "--output", "out"]
+    commands = [["run", *small_study, "--storage", uri], ["run", *small_study, "--dry-run", "--storage", uri]]
+    for location in (f"{uri}/kl_sweep", str(plan.folder)):
+        commands += [[name, location] for name in ("status", "report", "resume", "replay-stoppers", "plot-gradients")]
+    for command in commands:
+        result = runner.invoke(app, command)
+        assert (result.exit_code, secret in result.output) == (2, False), command
+    assert not (tmp_path / "out").exists()

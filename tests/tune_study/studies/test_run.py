@@ -1,12 +1,14 @@
 """Studies through real Ray Tune, with a small trainer that fulfills the interface of a run."""
 
 import gc
+import io
 import json
 import math
 import os
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +36,7 @@ from tests.fakes.trainer import (
 )
 from trainable.runs.records import DEFAULT_STEP_COLUMNS, STOP_COLUMNS
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from tune_study.folder.statuses import RunStatus, read_status
+from tune_study.folder.statuses import RunStatus, StudyStatuses, read_status
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.host.interrupt import Interrupt
 from tune_study.placement.resources import preflight
@@ -64,22 +66,28 @@ def allocate_resources(plan: StudyPlan) -> ResourcePlan:
 
 
 class Outcome(NamedTuple):
-    """The result of a study: its exit code, its output, and the status of the first seed of every arm."""
+    """The result of a study: its exit code, its output, and the status of the first seed of every arm.
+
+    other_text: what was printed to standard output and standard error besides the study's own lines.
+    """
 
     plan: StudyPlan
     code: int
     text: str
     arms: dict[str, RunStatus]
+    other_text: str
 
 
 def run_study(plan: StudyPlan, wandb: str = "off") -> Outcome:
-    console = Console(record=True, width=200, force_terminal=False)
-    code = execute_study(plan, allocate_resources(plan), wandb, console)
+    # The console's lines go to a file of their own, not to the standard output that is captured below.
+    console = Console(record=True, width=200, file=io.StringIO())
+    other_output = io.StringIO()
+    with redirect_stdout(other_output), redirect_stderr(other_output):
+        code = execute_study(plan, allocate_resources(plan), wandb, console)
     gc.collect()  # warnings about files that Ray left open belong to this test and not to the next one
     statuses = {run.arm: read_status(plan.get_run_dir(run.run_id)) for run in plan.runs if run.seed == 0}
-    return Outcome(
-        plan, code, console.export_text(), {arm: status for arm, status in statuses.items() if status is not None}
-    )
+    known_statuses = {arm: status for arm, status in statuses.items() if status is not None}
+    return Outcome(plan, code, console.export_text(), known_statuses, other_output.getvalue())
 
 
 def find_run_id(plan: StudyPlan, arm: str) -> str:
@@ -381,6 +389,13 @@ def test_ctrl_c_gives_every_run_a_status_and_says_how_to_go_on(interrupted: Outc
     assert len(pd.read_parquet(interrupted.plan.folder / "trials.parquet")) == 3
 
 
+def test_an_interrupted_study_says_only_that_waiting_runs_never_ran(interrupted: Outcome) -> None:
+    assert interrupted.other_text == ""  # neither Tune's "completed" nor an error of its own record
+    waiting_id = find_run_id(interrupted.plan, "0.2")
+    lines = [line for line in interrupted.text.splitlines() if line.startswith(waiting_id)]
+    assert lines == [f"{waiting_id} never_ran: the study was interrupted before it started"]
+
+
 def test_an_interrupted_study_goes_on_to_the_rows_of_an_uninterrupted_one(
     interrupted: Outcome, resumed: Outcome
 ) -> None:
@@ -437,7 +452,7 @@ def run_placed(plan: StudyPlan, n_parallel: int) -> list[dict[str, Any]]:
     console = Console(quiet=True)
     suite = SuiteContext(LocalRay([], console), Interrupt(plan.folder / ".interrupt"), lambda: None)
     session = StudySession(plan, resource_plan, "off", console, suite, {}, progress)
-    grid = make_tuner(session, Recorder(plan, resource_plan, progress), []).fit()
+    grid = make_tuner(session, Recorder(plan, resource_plan, progress, StudyStatuses(plan, ())), []).fit()
     ray.kill(barrier)
     assert not grid.errors
     return [json.loads((plan.get_run_dir(run.run_id) / "place.json").read_text()) for run in plan.runs]

@@ -11,7 +11,7 @@ from search_spaces import STUDIES
 from tests.fakes.lines import append_record
 from trainable.runs.run_files import METRICS_FILE
 from tune_study.folder.outputs import write_study
-from tune_study.folder.statuses import RunStatus, read_status
+from tune_study.folder.statuses import RunStatus, StudyStatuses, read_status
 from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.callbacks import MAX_ATTEMPTS, Recorder
@@ -28,7 +28,8 @@ class RecordedTrial:
         self.plan: StudyPlan = make_plan(STUDIES["influence"], "laptop", "a test", {}, ("GRPO",), 2, folder)
         write_study(self.plan)
         resource_plan = preflight(self.plan, None, (), 2, None, is_real=True)
-        self.recorder = Recorder(self.plan, resource_plan, Progress(self.plan, 1, Console(quiet=True)))
+        progress, self.statuses = Progress(self.plan, 1, Console(quiet=True)), StudyStatuses(self.plan, ())
+        self.recorder = Recorder(self.plan, resource_plan, progress, self.statuses)
         (config,) = make_trial_configs(self.plan, {}, self.plan.folder / ".interrupt")
         self.trial = SimpleNamespace(
             config=config,
@@ -92,6 +93,22 @@ def test_a_run_with_a_row_of_step_0_has_run(recorded_trial: RecordedTrial) -> No
     recorded_trial.recorder.on_trial_complete(0, [], recorded_trial.trial)
     assert [recorded_trial.get_status(seed).status for seed in (0, 1)] == ["interrupted", "never_ran"]
     assert recorded_trial.get_status(0).reason == "interrupted after step 0 of 300"
+
+
+def test_a_status_that_is_deleted_while_its_run_trains_is_there_again_with_the_next_row(
+    recorded_trial: RecordedTrial,
+) -> None:
+    path = recorded_trial.plan.get_run_dir(recorded_trial.plan.runs[0].run_id) / "status.json"
+    status = recorded_trial.get_status(0)
+    path.unlink()
+    recorded_trial.write_row(0, {"step": 1})
+    recorded_trial.report_rows({0: {"step": 1}})
+    assert recorded_trial.get_status(0) == status
+    path.unlink()
+    recorded_trial.write_row(0, {"step": 300})
+    recorded_trial.recorder.on_trial_complete(0, [], recorded_trial.trial)
+    assert recorded_trial.get_status(0).status == "completed"
+    assert recorded_trial.get_status(0).started_at == status.started_at
 
 
 def test_failures_count_from_where_the_runs_that_go_on_are(recorded_trial: RecordedTrial) -> None:
