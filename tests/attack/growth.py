@@ -7,14 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from tests.attack.cells import Cell, Kind, Outcome, Workshop
-from tests.faults.kills import InterruptedStudy
+from tests.faults.kills import KL_RECIPE, InterruptedStudy
 
 NAME = "growth"
 STEPS = 400
@@ -119,12 +119,18 @@ def judge(readings: Sequence[Reading]) -> tuple[str, dict[str, Any]]:
     return "; ".join(problems), figures
 
 
+NEVER_STOP = (
+    "--set=early_stop.empty_stop_steps=0",
+    "--set=early_stop.success_patience=1000",
+    "--set=early_stop.variance_window=1000",
+)
+
+
 def run_one_arm(folder: Path, steps: int) -> tuple[str, dict[str, Any]]:
-    """Run one arm for many steps; return what grows too much, and the figures."""
-    study = InterruptedStudy(folder, steps, ["--kl-values=0"])
-    study.recipe = type(study.recipe)(
-        "kl", study.recipe.run, tuple(word for word in study.recipe.options if not word.startswith("--kl-values"))
-    )
+    """Run one arm for many steps, whatever the stop rules say; return what grows too much, and the figures."""
+    options = [word for word in KL_RECIPE.options if not word.startswith("--kl-values")]
+    recipe = replace(KL_RECIPE, options=(*options, "--kl-values=0", *NEVER_STOP))
+    study = InterruptedStudy(folder, steps, (), recipe)
     driver = study.start()
     try:
         readings = list(take_readings(study, driver))
@@ -134,7 +140,9 @@ def run_one_arm(folder: Path, steps: int) -> tuple[str, dict[str, Any]]:
         for process in study.find_processes():
             process.kill()
     problem, figures = judge(readings)
-    return (f"exit code {code}" if code else problem), figures
+    if code or study.count_rows() != steps:
+        problem = f"exit code {code} after {study.count_rows()} of {steps} rows"
+    return problem, figures
 
 
 def run_many_trials(folder: Path, trials: int) -> tuple[str, dict[str, Any]]:

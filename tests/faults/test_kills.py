@@ -20,11 +20,11 @@ DRIVER_KILLS = (
     Kill("driver", "KILL", "before-study.json"),
     Kill("driver", "KILL", "ray-starting"),
     Kill("raylet", "KILL", "ray-starting"),
+    Kill("gcs_server", "KILL", "ray-starting"),
     Kill("driver", "KILL", "between-steps"),
     Kill("everything", "KILL", "checkpoint"),
     Kill("everything", "TERM", "between-steps"),
-    Kill("gcs_server", "KILL", "resuming"),
-    Kill("driver", "KILL", "checkpoint"),
+    Kill("driver", "KILL", "resuming"),
 )
 WORKER_KILLS = (
     Kill("worker", "KILL", "resuming"),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fakes.lines import chain_lines
-from trainable.files.json_lines import CHECKSUM_KEY
+from trainable.files.json_lines import CHECKSUM_KEY, write_lines
 
 MARKER = "attack-of-the-folder"
 """A word by which markup from the folder is recognized in a page."""
@@ -404,8 +404,7 @@ def _change_status_numbers(value: object, copy: HostileCopy, rng: random.Random)
 def _add_many_rows(copy: HostileCopy, rng: random.Random) -> None:
     """200,000 rows of 200,000 steps, with right checksums."""
     row = {"step": 0, "run_id": copy.run_ids[0], "seed": 0, "train_success": 0.5}
-    lines = (json.dumps({**row, "step": step}).encode() for step in range(1, 200_001))
-    (copy.run_dir() / "metrics.jsonl").write_bytes(chain_lines(list(lines)))
+    write_lines(copy.run_dir() / "metrics.jsonl", ({**row, "step": step} for step in range(1, 200_001)))
 
 
 def _add_nested_rows(copy: HostileCopy, rng: random.Random) -> None:

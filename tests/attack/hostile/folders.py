@@ -96,6 +96,15 @@ def find_markup(output: Path) -> str:
     return ""
 
 
+def change_folder(copy: HostileCopy, cell: Cell, rng: random.Random) -> str:
+    """Change the copy as the cell says, in a process that may take memory for it; return why that is not possible."""
+    try:
+        cell.fault(copy, rng)
+    except (OSError, NotPossibleError) as error:
+        return f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
+    return ""
+
+
 def try_cell(sample: SampleStudy, workshop: Workshop, cell: Cell, rng: random.Random) -> str | None:
     """Make the folder, run the commands in a child process, and check what they did."""
     folder = workshop.make_folder(f"{NAME}-{cell.name}")
@@ -105,10 +114,8 @@ def try_cell(sample: SampleStudy, workshop: Workshop, cell: Cell, rng: random.Ra
         for name in ("tmp", "current"):
             (folder / name).mkdir()
         copy = HostileCopy(sample.copy(folder), home, sample.run_ids)
-        try:
-            cell.fault(copy, rng)
-        except OSError as error:
-            raise NotPossibleError(f"{type(error).__name__}: {error.strerror}") from error
+        if obstacle := call_in_child(partial(change_folder, copy, cell, rng)):
+            raise NotPossibleError(obstacle)
         report = copy.folder / "report.html"
         if not report.is_symlink() and report.is_file():
             report.unlink()  # so that what is looked at is what was written now
