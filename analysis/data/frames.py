@@ -11,8 +11,7 @@ import pandas as pd
 
 import trainable.sandbox.measure.records as sandbox
 from analysis.data.families import FAMILIES, FLOAT, NULLABLE_INT, TEXT, TIME, Schema, TableFamily, get_family
-from trainable.files.paths import atomic_write
-from trainable.files.schema import SCHEMA
+from analysis.data.tables import write_table
 from trainable.runs.records import TIME_COLUMNS
 
 Study = dict[str, Any]
@@ -123,10 +122,7 @@ class StudyFrames:
     def write_parquet(self, folder: Path | str) -> None:
         """Write every frame to `folder` as <name>.parquet, each with an atomic rename."""
         for frame_name in FRAME_NAMES:
-            with atomic_write(Path(folder) / f"{frame_name}.parquet") as temp_path:
-                table = getattr(self, frame_name).copy(deep=False)
-                table.attrs = {"schema": SCHEMA}  # pandas stores attrs in the file and restores them
-                table.to_parquet(temp_path, index=False)
+            write_table(getattr(self, frame_name), Path(folder) / f"{frame_name}.parquet")
 
 
 def merge_schemas(families: Iterable[TableFamily], frame_name: str) -> Schema:

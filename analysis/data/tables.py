@@ -1,5 +1,11 @@
-"""Read the parquet tables of a study, whose content may be damaged or made to exhaust the memory."""
+"""Read and write the parquet tables of a study.
 
+A table contains the SHA-256 of its file, so that every changed byte is noticed. It may also come from somebody else,
+and be made to exhaust the memory.
+"""
+
+import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +15,45 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from trainable.config.command_lines import format_command
-from trainable.files.paths import open_regular
+from trainable.files.paths import atomic_write, read_bytes
 from trainable.files.schema import SCHEMA
 
-MAX_TABLE_BYTES = 2**31
-"""Memory that a table may take. The levels of a hundred runs with 40 evaluations of 512 levels take a fourteenth."""
+MAX_TABLE_BYTES = 2**30
+"""Memory that a table may take. The levels of a hundred runs with 40 evaluations of 512 levels take about a third."""
+
+_TEXT_TYPES = ("string", "large_string")
+_OTHER_TYPES = (*_TEXT_TYPES, "null")
+_NO_CHECKSUM = "0" * 64
+_CHECKSUM = re.compile(rb'"sha256": "([0-9a-f]{64})"')
+"""The checksum in the attributes of a table, which pandas writes as JSON near the end of the file. It is computed with
+zeros in its place."""
+
+
+def write_table(table: pd.DataFrame, path: Path) -> None:
+    """Write a table of a study atomically."""
+    marked_table = table.copy(deep=False)
+    marked_table.attrs = {"schema": SCHEMA, "sha256": _NO_CHECKSUM}  # pandas stores attrs in the file
+    content = bytearray(marked_table.to_parquet(None, index=False))
+    start, end = _find_checksum(content)
+    content[start:end] = hashlib.sha256(content).hexdigest().encode()
+    with atomic_write(path) as temp_path:
+        temp_path.write_bytes(content)
+
+
+def _find_checksum(content: bytes | bytearray) -> tuple[int, int]:
+    """Where the checksum of a table begins and ends in its file; ValueError if it has none."""
+    matches = list(_CHECKSUM.finditer(content))
+    if not matches:
+        raise ValueError("it has no checksum")
+    return matches[-1].span(1)  # the attributes come after all data
+
+
+def _check_content(content: bytes) -> None:
+    """Raise ValueError if a table does not match its checksum."""
+    start, end = _find_checksum(content)
+    unmarked_content = content[:start] + _NO_CHECKSUM.encode() + content[end:]
+    if hashlib.sha256(unmarked_content).hexdigest().encode() != content[start:end]:
+        raise ValueError("it does not match its checksum")
 
 
 def read_table(path: Path) -> pd.DataFrame:
@@ -31,28 +71,33 @@ def read_table(path: Path) -> pd.DataFrame:
             f"{path} cannot be read ({_format_error_line(error)}); "
             f"`{format_command('report', path.parent)}` writes it again."
         ) from error
-    if table.attrs.get("schema") != SCHEMA:
-        raise ValueError(f"{path} has schema {table.attrs.get('schema', 0)}, and this version reads schema {SCHEMA}.")
     return table
 
 
 def _read_bounded(path: Path) -> pd.DataFrame:
     """Read a parquet file; ValueError if its content is far larger than the file suggests."""
-    with open_regular(path, "rb") as file:
-        parquet_file: Any = pq.ParquetFile(file)
-        metadata, schema = parquet_file.metadata, parquet_file.schema_arrow
-        row_groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-        _check_size(
-            8 * metadata.num_rows * metadata.num_columns
-            + sum(group.column(i).total_uncompressed_size for group in row_groups for i in range(group.num_columns))
-        )
-        # A text that a billion rows share is one entry of a dictionary, until it is decoded.
-        text_names = [field.name for field in schema if str(field.type) in ("string", "large_string")]
-        table: Any = pq.read_table(file, read_dictionary=text_names)
-        _check_size(sum(_measure_text(table[name]) for name in text_names))
+    content = read_bytes(path, MAX_TABLE_BYTES)
+    _check_content(content)  # first: some damaged bytes end the process in pyarrow's own code
+    parquet_file: Any = pq.ParquetFile(pa.BufferReader(content))
+    metadata, schema = parquet_file.metadata, parquet_file.schema_arrow
+    row_groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+    _check_size(
+        8 * metadata.num_rows * metadata.num_columns
+        + sum(group.column(i).total_uncompressed_size for group in row_groups for i in range(group.num_columns))
+    )
+    # A text that a billion rows share is one entry of a dictionary, until it is decoded.
+    for field in schema:
+        if not (pa.types.is_primitive(field.type) or str(field.type) in _OTHER_TYPES):
+            raise ValueError(f"its column {field.name[:80]!r} has the type {str(field.type)[:80]}")
+    text_names = [field.name for field in schema if str(field.type) in _TEXT_TYPES]
+    table: Any = pq.read_table(pa.BufferReader(content), read_dictionary=text_names)
+    _check_size(sum(_measure_text(table[name]) for name in text_names))
     for name in text_names:
         table = table.set_column(table.column_names.index(name), name, table[name].cast(schema.field(name).type))
     frame: pd.DataFrame = table.to_pandas()
+    schema_number = frame.attrs.get("schema", 0)
+    if schema_number != SCHEMA:
+        raise ValueError(f"it has schema {schema_number}, and this version reads schema {SCHEMA}")
     return frame
 
 

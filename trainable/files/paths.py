@@ -157,9 +157,11 @@ def fsync_path(path: Path) -> None:
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a new empty file next to `path`; rename it to `path` after the body, or remove it if the body fails.
 
-    A reader sees either the old file or the new one, never a partial one. A link at `path` is replaced, and its target
-    is not touched.
+    A reader sees either the old file or the new one, never a partial one. A link or a special file at `path` is
+    replaced, and its target is not touched. Raises UnsafePathError if there is a folder.
     """
+    if path.is_dir() and not path.is_symlink():
+        raise _refuse_kind(path, path.stat().st_mode)
     temp_path = path.with_name(f".{path.name}.{os.getpid()}.part")
     with suppress(FileNotFoundError):
         temp_path.unlink()  # left by a process that died while writing, or planted

@@ -10,8 +10,9 @@ from typing import NamedTuple
 _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """A full disk, an exceeded quota, an exceeded limit on the size of a file."""
 
-_ACCESS_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENOENT)
-"""A file or folder that must not be written, is missing, or is of the wrong kind. A retry would meet the same one."""
+_ACCESS_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.ELOOP)
+"""A file or folder that must not be written, is missing, or is of the wrong kind (ELOOP: a symbolic link). A retry
+would meet the same one."""
 
 _OUT_OF_MEMORY_PHRASES = ("out of memory", "can't allocate memory", "cannot allocate memory")
 """Fragments of the messages of CUDA, of torch's CPU allocator and of the operating system, in lower case."""

@@ -13,6 +13,7 @@ import analysis
 from analysis import diff_frames
 from analysis.data.frames import FRAME_NAMES, SCHEMAS, StudyFrames
 from analysis.data.load import load, read_study
+from analysis.data.tables import write_table
 from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from trainable.files.json_lines import read_lines, write_lines
@@ -477,11 +478,13 @@ def test_the_folder_itself_may_be_reached_through_links(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_a_table_of_another_schema_is_made_again(tmp_path: Path) -> None:
+def test_a_table_of_another_schema_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_study(tmp_path, [FakeRun("0", steps=3)], SHORT)
     frames = read_study(folder)
     frames.write_parquet(folder)
-    frames.steps.assign(entropy=7.0).to_parquet(folder / "steps.parquet")
-    with pytest.warns(UserWarning, match=f"has schema 0, and this version reads schema {SCHEMA}"):
+    with monkeypatch.context() as patch:
+        patch.setattr("analysis.data.tables.SCHEMA", SCHEMA + 1)
+        write_table(frames.steps.assign(entropy=7.0), folder / "steps.parquet")
+    with pytest.warns(UserWarning, match=f"it has schema {SCHEMA + 1}, and this version reads schema {SCHEMA}"):
         loaded_frames = load(folder)
     assert diff_frames(loaded_frames.steps, frames.steps) == []

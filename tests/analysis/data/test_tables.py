@@ -1,3 +1,6 @@
+import hashlib
+import io
+import json
 import os
 from pathlib import Path
 
@@ -8,13 +11,19 @@ import pyarrow.parquet as pq
 import pytest
 
 from analysis.data import tables
-from analysis.data.tables import read_table
+from analysis.data.tables import read_table, write_table
 from trainable.files.schema import SCHEMA
 
 
-def write_table(path: Path, frame: pd.DataFrame) -> None:
-    frame.attrs = {"schema": SCHEMA}
-    frame.to_parquet(path, index=False)
+def write_arrow_table(table: pa.Table, path: Path) -> None:
+    """Write a table that pandas would not make, with a right checksum."""
+    empty_fields: dict[str, object] = {name: [] for name in ("columns", "index_columns", "column_indexes")}
+    attributes = json.dumps({**empty_fields, "attributes": {"schema": SCHEMA, "sha256": "0" * 64}})
+    buffer = io.BytesIO()
+    pq.write_table(table.replace_schema_metadata({"pandas": attributes}), buffer)
+    content = buffer.getvalue()
+    checksum = hashlib.sha256(content).hexdigest()
+    path.write_bytes(content.replace(b'"sha256": "' + b"0" * 64, b'"sha256": "' + checksum.encode()))
 
 
 def test_a_table_is_read_as_pandas_wrote_it(tmp_path: Path) -> None:
@@ -30,35 +39,61 @@ def test_a_table_is_read_as_pandas_wrote_it(tmp_path: Path) -> None:
         }
     )
     path = tmp_path / "trials.parquet"
-    write_table(path, frame)
+    write_table(frame, path)
     pd.testing.assert_frame_equal(read_table(path), pd.read_parquet(path))
+    assert read_table(path).attrs["schema"] == SCHEMA
 
 
 def test_a_small_file_cannot_fill_the_memory_with_rows(tmp_path: Path) -> None:
     path = tmp_path / "levels.parquet"
-    table = pa.table({f"c{index}": np.zeros(2**21, dtype=bool) for index in range(150)})
-    pq.write_table(table, path)
+    table = pa.table({f"c{index}": np.zeros(2**21, dtype=bool) for index in range(100)})
+    write_arrow_table(table, path)
     assert path.stat().st_size < 2**22
-    with pytest.raises(ValueError, match=r"levels\.parquet cannot be read \(it would take 2\.4 GiB of memory"):
+    with pytest.raises(ValueError, match=r"levels\.parquet cannot be read \(it would take 1\.6 GiB of memory"):
         read_table(path)
 
 
 def test_a_small_file_cannot_fill_the_memory_with_a_long_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "trials.parquet"
-    texts = pa.DictionaryArray.from_arrays(pa.array(np.zeros(300, dtype="int32")), pa.array(["x" * 2**20]))
-    pq.write_table(pa.table({"reason": texts}), path, store_schema=False)
-    assert path.stat().st_size < 2**20
-    with pytest.raises(ValueError, match="has schema 0"):  # 300 MiB are not too much
+    write_arrow_table(pa.table({"reason": ["x" * 2**20] * 100}), path)
+    assert path.stat().st_size < 2**23
+    assert len(read_table(path)) == 100  # 100 MiB are not too much
+    monkeypatch.setattr(tables, "MAX_TABLE_BYTES", 2**26)
+    with pytest.raises(ValueError, match=r"it would take 0\.1 GiB of memory"):
         read_table(path)
-    monkeypatch.setattr(tables, "MAX_TABLE_BYTES", 2**28)
-    with pytest.raises(ValueError, match=r"it would take 0\.3 GiB of memory"):
-        read_table(path)
+
+
+@pytest.mark.parametrize("column", [pa.array([["a"]]), pa.array(["a"]).dictionary_encode(), pa.array([{"a": 1}])])
+def test_only_columns_of_numbers_and_texts_are_read(tmp_path: Path, column: pa.Array) -> None:
+    write_arrow_table(pa.table({"arm": column}), tmp_path / "trials.parquet")
+    with pytest.raises(ValueError, match="its column 'arm' has the type"):
+        read_table(tmp_path / "trials.parquet")
 
 
 def test_a_table_that_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo.parquet")
-    write_table(tmp_path / "other.parquet", pd.DataFrame({"a": [1]}))
+    write_table(pd.DataFrame({"a": [1]}), tmp_path / "other.parquet")
     (tmp_path / "link.parquet").symlink_to(tmp_path / "other.parquet")
     for name, problem in (("fifo", "is a FIFO"), ("link", "is a symbolic link")):
         with pytest.raises(ValueError, match=problem):
             read_table(tmp_path / f"{name}.parquet")
+
+
+def test_every_changed_byte_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "levels.parquet"
+    write_table(pd.DataFrame({"level": range(50), "text": ['"sha256": "' + "0" * 64 + '"'] * 50}), path)
+    content = path.read_bytes()
+    assert len(read_table(path)) == 50
+    for position in range(len(content)):
+        path.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
+        with pytest.raises(ValueError, match=r"levels\.parquet cannot be read"):
+            read_table(path)
+
+
+def test_a_table_without_a_checksum_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "levels.parquet"
+    frame = pd.DataFrame({"level": range(50)})
+    frame.attrs = {"schema": SCHEMA}
+    frame.to_parquet(path, index=False)
+    with pytest.raises(ValueError, match="it has no checksum"):
+        read_table(path)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.fakes.lines import chain_lines
-from trainable.files.json_lines import CHECKSUM_KEY, write_lines
+from trainable.files.json_lines import write_lines
+from trainable.files.json_values import CHECKSUM_KEY, format_object
 
 MARKER = "attack-of-the-folder"
 """A word by which markup from the folder is recognized in a page."""
@@ -45,10 +46,11 @@ Content = dict[str, Any]
 
 
 def edit_json(path: Path, edit: Callable[[Content], object]) -> None:
-    """Change a JSON object in place."""
+    """Change a JSON object in place, and give it the checksum that belongs."""
     content = json.loads(path.read_text())
+    content.pop(CHECKSUM_KEY)
     edit(content)
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(json.loads(format_object(content))))
 
 
 # Texts.

@@ -92,6 +92,16 @@ def test_a_failed_atomic_write_keeps_the_old_file(tmp_path: Path) -> None:
     assert read_contents(tmp_path) == {"a": "old"}
 
 
+def test_an_atomic_write_does_not_replace_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "trials.parquet").mkdir()
+    with (
+        pytest.raises(UnsafePathError, match=r"trials\.parquet is a folder"),
+        atomic_write(tmp_path / "trials.parquet"),
+    ):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["trials.parquet"]
+
+
 def test_folders_are_created_one_by_one(tmp_path: Path, home: Path) -> None:
     assert make_folder(tmp_path, "figures", "gradients") == tmp_path / "figures" / "gradients"
     assert make_folder(tmp_path, "figures", "gradients").is_dir()
