@@ -33,27 +33,19 @@ def write_table(table: pd.DataFrame, path: Path) -> None:
     """Write a table of a study atomically."""
     marked_table = table.copy(deep=False)
     marked_table.attrs = {"schema": SCHEMA, "sha256": _NO_CHECKSUM}  # pandas stores attrs in the file
-    content = bytearray(marked_table.to_parquet(None, index=False))
-    start, end = _find_checksum(content)
-    content[start:end] = hashlib.sha256(content).hexdigest().encode()
+    content = add_checksum(marked_table.to_parquet(None, index=False))
     with atomic_write(path) as temp_path:
         temp_path.write_bytes(content)
 
 
-def _find_checksum(content: bytes | bytearray) -> tuple[int, int]:
-    """Where the checksum of a table begins and ends in its file; ValueError if it has none."""
+def add_checksum(content: bytes) -> bytes:
+    """The content of a table's file with the right checksum in its attributes; ValueError if these have none."""
     matches = list(_CHECKSUM.finditer(content))
     if not matches:
         raise ValueError("it has no checksum")
-    return matches[-1].span(1)  # the attributes come after all data
-
-
-def _check_content(content: bytes) -> None:
-    """Raise ValueError if a table does not match its checksum."""
-    start, end = _find_checksum(content)
-    unmarked_content = content[:start] + _NO_CHECKSUM.encode() + content[end:]
-    if hashlib.sha256(unmarked_content).hexdigest().encode() != content[start:end]:
-        raise ValueError("it does not match its checksum")
+    start, end = matches[-1].span(1)  # the attributes come after all data
+    checksum = hashlib.sha256(content[:start] + _NO_CHECKSUM.encode() + content[end:]).hexdigest()
+    return content[:start] + checksum.encode() + content[end:]
 
 
 def read_table(path: Path) -> pd.DataFrame:
@@ -77,7 +69,9 @@ def read_table(path: Path) -> pd.DataFrame:
 def _read_bounded(path: Path) -> pd.DataFrame:
     """Read a parquet file; ValueError if its content is far larger than the file suggests."""
     content = read_bytes(path, MAX_TABLE_BYTES)
-    _check_content(content)  # first: some damaged bytes end the process in pyarrow's own code
+    # First of all, because some damaged bytes end the process in pyarrow's own code.
+    if add_checksum(content) != content:
+        raise ValueError("it does not match its checksum")
     parquet_file: Any = pq.ParquetFile(pa.BufferReader(content))
     metadata, schema = parquet_file.metadata, parquet_file.schema_arrow
     row_groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]

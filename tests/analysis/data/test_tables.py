@@ -1,4 +1,3 @@
-import hashlib
 import io
 import json
 import os
@@ -11,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from analysis.data import tables
-from analysis.data.tables import read_table, write_table
+from analysis.data.tables import add_checksum, read_table, write_table
 from trainable.files.schema import SCHEMA
 
 
@@ -21,9 +20,7 @@ def write_arrow_table(table: pa.Table, path: Path) -> None:
     attributes = json.dumps({**empty_fields, "attributes": {"schema": SCHEMA, "sha256": "0" * 64}})
     buffer = io.BytesIO()
     pq.write_table(table.replace_schema_metadata({"pandas": attributes}), buffer)
-    content = buffer.getvalue()
-    checksum = hashlib.sha256(content).hexdigest()
-    path.write_bytes(content.replace(b'"sha256": "' + b"0" * 64, b'"sha256": "' + checksum.encode()))
+    path.write_bytes(add_checksum(buffer.getvalue()))
 
 
 def test_a_table_is_read_as_pandas_wrote_it(tmp_path: Path) -> None:
