@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, chdir, suppress
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from tune_study.folder import outputs
 from tune_study.folder.statuses import RunStatus, make_final_status, make_timestamp, resolve_status, write_status
 from tune_study.folder.study_file import check_unchanged, merge_with_folder, plan_from_folder
 from tune_study.folder.summary import find_finished_runs
+from tune_study.host.console import show_warnings
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.run import write_results
 from tune_study.tune.trials import make_trial_config
@@ -71,7 +73,8 @@ class CommandError(Exception):
 def run_command(words: Sequence[str], folder: Path, home: Path) -> Answer:
     """Run a command line in this process, in `folder`, with another home folder. Raises CommandError."""
     environment = {"CUDA_VISIBLE_DEVICES": "", "HOME": str(home), "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
-    with chdir(folder):
+    with chdir(folder), warnings.catch_warnings():
+        show_warnings()  # as the command does
         result = CliRunner(env=environment).invoke(app, list(words), prog_name="python -m tune_study")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise CommandError(f"`{words[0]}`: {type(result.exception).__name__}: {str(result.exception)[:400]}")

@@ -23,7 +23,7 @@ from tune_study.commands.preflight import LaunchOptions, explain_paper_misfit, s
 from tune_study.commands.run_options import RunOptions, find_studies, plan_from_options
 from tune_study.folder import locate, outputs, study_file
 from tune_study.folder.summary import DEFAULT_SKIPPED, parse_skipped_statuses
-from tune_study.host.console import make_console, print_error, show_damage_warnings
+from tune_study.host.console import make_console, print_error, show_warnings
 from tune_study.host.gpus import detect_gpus
 from tune_study.host.terminal import finish_output, protect_output
 from tune_study.placement import resources
@@ -54,7 +54,7 @@ RUN_EXAMPLE = "Example: python -m tune_study run kl --kl-values 0,0.01,0.1 --ste
 def main() -> None:
     """Entry point of `python -m tune_study` and of the command `tune-study`."""
     protect_output()  # before the first line is printed
-    show_damage_warnings()
+    show_warnings()
     # With `python -m` the first argument is the path of __main__.py, which nobody types.
     try:
         app(prog_name="python -m tune_study" if Path(sys.argv[0]).name == "__main__.py" else None)

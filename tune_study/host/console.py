@@ -52,9 +52,8 @@ def print_error(message: str) -> None:
     print(_escape(message), file=sys.stderr, flush=True)
 
 
-def show_damage_warnings() -> None:
-    """Print a DamageWarning as a sentence, without the line of code that raised it."""
-    show_with_code_line = warnings.showwarning
+def show_warnings() -> None:
+    """Print warnings with escapes for control characters, and a DamageWarning as a sentence without a line of code."""
 
     def show(
         message: Warning | str,
@@ -66,8 +65,8 @@ def show_damage_warnings() -> None:
     ) -> None:
         if issubclass(category, DamageWarning):
             print_error(f"tune_study: {message}")
-        else:
-            show_with_code_line(message, category, filename, lineno, file, line)
+        else:  # such as Matplotlib's, which repeats a character that its font lacks
+            print_error(warnings.formatwarning(message, category, filename, lineno, line).rstrip("\n"))
 
     warnings.showwarning = show
 

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainable.files.json_values import DamageWarning
-from tune_study.host.console import make_console, print_error, print_line, print_table, show_damage_warnings
+from tune_study.host.console import make_console, print_error, print_line, print_table, show_warnings
 
 COLUMNS = ("setting", "value", "meaning")
 ROWS = [["filter.rollout_filter_include_zero", "True", "False: drop groups with score 0 " * 4], ["actor.lr", "1", "x"]]
@@ -70,12 +70,12 @@ def test_an_error_shows_control_characters(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_damaged_file_is_named_without_a_line_of_code(capsys: pytest.CaptureFixture[str]) -> None:
-    others: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        warnings.showwarning = lambda message, *_: others.append(str(message))
-        show_damage_warnings()
+        show_warnings()
         warnings.warn("x/\x1b[2J.json is damaged.", DamageWarning, stacklevel=1)
-        warnings.warn("other", stacklevel=1)
-    assert capsys.readouterr().err == "tune_study: x/\\x1b[2J.json is damaged.\n"
-    assert others == ["other"]
+        warnings.warn("Glyph \x1b is missing", stacklevel=1)
+    first_line, *other_lines = capsys.readouterr().err.splitlines()
+    assert first_line == "tune_study: x/\\x1b[2J.json is damaged."
+    assert "UserWarning: Glyph \\x1b is missing" in other_lines[0]
+    assert "\x1b" not in "".join(other_lines)
