@@ -211,8 +211,9 @@ def _read_probes(path: Path) -> Lines:
     except UnsafePathError as error:
         warnings.warn(f"{error}.", DamageWarning, stacklevel=2)
         return Lines(())
-    if lines.damaged_numbers:
-        message = f"{path} does not match its checksums at line {lines.damaged_numbers[0]}."
+    # Rows and their files say how many lines a file must have. Of probes, an unfinished line is the only trace.
+    if numbers := sorted((*lines.damaged_numbers, *lines.unchecked_numbers)):
+        message = f"{path} does not match its checksums at line {numbers[0]}."
         warnings.warn(message, DamageWarning, stacklevel=2)
     return lines
 

@@ -141,14 +141,17 @@ def select_lines(lines: Lines, key: Callable[[Row], Any], *, drop_rolled_back: b
     earlier checkpoint. The previous lines of larger steps are then dropped, since the restored run repeats these steps.
     """
     rows_by_key: dict[Any, Row] = {}
+    last_step = -1  # the largest step of `rows_by_key`, so that only a line that goes back costs a search
     for row in lines.records:
         row_key = key(row) if is_int64(row.get("step")) else None
         if row_key is None:
             continue
         if drop_rolled_back:
-            rows_by_key = {
-                old_key: old_row for old_key, old_row in rows_by_key.items() if old_row["step"] <= row["step"]
-            }
+            if row["step"] < last_step:
+                rows_by_key = {
+                    old_key: old_row for old_key, old_row in rows_by_key.items() if old_row["step"] <= row["step"]
+                }
+            last_step = row["step"]
         rows_by_key[row_key] = row
     return [rows_by_key[name] for name in sorted(rows_by_key)]
 

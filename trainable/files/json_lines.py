@@ -48,9 +48,10 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Lines:
-    """The lines of a file that have a checksum, in order."""
+    """The lines of a file that have a checksum, in order. unchecked_numbers: the numbers of those that have none."""
 
     lines: Sequence[Line]
+    unchecked_numbers: Sequence[int] = ()
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -87,11 +88,13 @@ def read_lines(path: Path) -> Lines:
 
     Two equal neighbors count once: a write that failed after its bytes had reached the disk is repeated.
     """
-    lines: list[Line] = []
+    lines, unchecked_numbers = list[Line](), list[int]()
     previous_bytes, previous_checksum = b"", ""
     for number, line_bytes in enumerate(read_bytes(path).split(b"\n") if is_file(path) else (), 1):
         match = _LINE.fullmatch(line_bytes)
         if match is None or line_bytes == previous_bytes:
+            if match is None and line_bytes:
+                unchecked_numbers.append(number)
             continue
         body, checksum = match.group(1) + b"}", match.group(2).decode()
         is_intact = checksum == _compute_checksum(previous_checksum, body)
@@ -102,7 +105,7 @@ def read_lines(path: Path) -> Lines:
         lines.append(Line(number, checksum, record))
         # The next line continues the chain of this one even if this one is damaged: then only one line is lost.
         previous_bytes, previous_checksum = line_bytes, checksum
-    return Lines(lines)
+    return Lines(lines, unchecked_numbers)
 
 
 def append_line(path: Path, record: Mapping[str, Any], end: LineEnd) -> LineEnd:

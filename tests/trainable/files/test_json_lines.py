@@ -255,3 +255,13 @@ def test_rewritten_lines_form_a_chain_of_their_own(path: Path) -> None:
     other = path.with_name("other")
     append_all(other, RECORDS[1:])
     assert path.read_bytes() == other.read_bytes()
+
+
+def test_lines_without_a_checksum_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "probes.jsonl"
+    write_lines(path, [{"step": step} for step in range(3)])
+    assert list(read_lines(path).unchecked_numbers) == []
+    path.write_bytes(path.read_bytes()[:-5])
+    assert list(read_lines(path).unchecked_numbers) == [3]
+    path.write_bytes(b"{}\n" + bytes(9) + b"\n\n")
+    assert list(read_lines(path).unchecked_numbers) == [1, 2]
