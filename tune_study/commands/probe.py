@@ -17,7 +17,7 @@ from trainable.config.setting_types import format_value
 from trainable.diagnostics.gradient_analysis import analyze_gradients
 from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.files.json_lines import read_lines, write_lines
-from trainable.files.paths import atomic_write
+from trainable.files.paths import atomic_write, check_tree
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.checkpoint import CheckpointError, iter_checkpoints, read_checkpoint, read_values
 from trainable.runs.run_files import PROBES_FILE, STATE_FOLDER
@@ -132,6 +132,7 @@ def find_target(
             checkpoint_dir,
         )
     spec = _find_run(plan, name)
+    check_tree(plan.output, trees=[plan.output / spec.checkpoint_dir])  # the saved checkpoints lie beside the folder
     # If a step has a rolling and a saved checkpoint, the saved one is taken: rolling checkpoints do not stay.
     local_checkpoints = {
         **dict(iter_checkpoints(plan.get_run_dir(spec.run_id) / STATE_FOLDER)),

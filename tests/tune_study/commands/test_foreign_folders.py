@@ -106,3 +106,14 @@ def test_a_folder_may_be_reached_by_a_link(started_study: StudyPlan, work_dir: P
     answer = type_in(f"report {work_dir / 'elsewhere' / 'results' / started_study.run}")
     assert answer.code == 0, answer.err
     assert (started_study.folder / "report.html").is_file()
+
+
+@pytest.mark.parametrize("name", ["model_saving", "{checkpoint_dir}", "{checkpoint_dir}/global_step_2"])
+def test_probe_reads_no_saved_checkpoint_through_a_link(started_study: StudyPlan, home: Path, name: str) -> None:
+    spec = started_study.runs[0]
+    link = started_study.output / name.format(checkpoint_dir=spec.checkpoint_dir)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(home)
+    answer = type_in(f"probe {started_study.folder} --trial {spec.run_id}")
+    assert answer.code == 2, answer.out
+    assert f"{link} is a symbolic link" in " ".join(answer.err.split())
