@@ -1,7 +1,8 @@
 """What a process opens, changes and imports, by an audit hook: for commands on a folder from somebody else.
 
-Python reports what its own functions open. Files that C++ and Rust libraries open themselves (pyarrow, safetensors) are
-not seen here; `folders` notices by other means if these follow a link.
+Python reports what its own functions open. Files that C++ and Rust libraries open themselves are not seen: safetensors
+opens the tensors of a checkpoint, whose path `read_checkpoint` has opened before for the checksum. Tables are parsed
+from bytes that Python has read.
 """
 
 import os
