@@ -22,9 +22,9 @@ MAX_MODULES = 14
 
 LAYERS: dict[str, tuple[str, ...]] = {
     # Train: from the folders that import nothing to those that import all others.
-    "trainable.config": (),
-    "trainable.algo": (),
     "trainable.files": (),
+    "trainable.config": ("trainable.files",),
+    "trainable.algo": (),
     "trainable.runs": ("trainable.config", "trainable.files"),
     "trainable.storage": ("trainable.files", "trainable.runs"),
     "trainable.envs": ("trainable.config",),

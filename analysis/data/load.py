@@ -29,7 +29,7 @@ from analysis.data.tables import read_table
 from trainable.files.json_lines import Lines, read_lines
 from trainable.files.json_values import DamagedFileError, DamageWarning
 from trainable.files.paths import UnsafePathError, check_path
-from trainable.files.schema import find_schema_problem
+from trainable.files.schema import find_file_schema_problem, find_schema_problem
 from trainable.runs.records import STOP_COLUMNS
 from trainable.runs.run_ends import (
     OPEN_STATUSES,
@@ -153,6 +153,8 @@ def _read_study_file(folder: Path) -> Study:
     except FileNotFoundError:
         raise ValueError(f"{folder} contains no study.json: give a results/<run> folder that a study wrote.") from None
     except DamagedFileError as error:
+        if problem := find_file_schema_problem(folder / "study.json"):
+            raise ValueError(problem) from None
         raise ValueError(
             f"{error}. It is always written in one piece, so another program or a disk error changed it: restore it "
             "from a copy."
@@ -331,7 +333,7 @@ def _make_evaluation_frame(names: Row, line: Row) -> pd.DataFrame:
         raise ValueError(
             f"levels.jsonl of {names['run_id']}, step {line['step']} {line['split']} {line['mode']}: "
             f"{len(line['levels'])} levels, {len(line['clusters'])} clusters and {len(success)} outcomes, but each "
-            "episode needs one of each. The file was changed or damaged: delete this line of it."
+            "episode needs one of each. Whoever wrote this line with a right checksum was not this version."
         )
     shared_columns = {**names, "step": line["step"], "split": line["split"], "mode": line["mode"]}
     return pd.DataFrame({**shared_columns, "level": line["levels"], "cluster": line["clusters"], "success": success})
@@ -360,6 +362,8 @@ def _read_parquet(folder: Path, live: bool) -> StudyFrames:
             raise
         warnings.warn(f"{error} The files of its runs are read instead.", DamageWarning, stacklevel=3)
         return read_study(folder, live=live)
+    if "status" not in tables["trials"] and not has_runs:
+        raise ValueError(f"{folder / 'trials.parquet'} has no column `status`, and there are no files of runs.")
     # Tables of an older version lack new columns. Rebuild them, if the files of the runs still exist.
     is_outdated = any(not set(schemas[name]) <= set(tables[name]) for name in FRAME_NAMES) and has_runs
     # "running" in a table may be stale as well; `read_study` reads it as "interrupted".

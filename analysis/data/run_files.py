@@ -20,7 +20,7 @@ from analysis.data.frames import SCHEMAS
 from trainable.files.json_lines import Lines
 from trainable.files.json_values import DamagedFileError, DamageWarning, read_object
 from trainable.files.paths import UnsafePathError
-from trainable.files.schema import MAX_RUNS, RUN_ID_PATTERN
+from trainable.files.schema import MAX_NAME_BYTES, MAX_RUNS, RUN_ID_PATTERN
 from trainable.runs.records import GRADIENT_COLUMNS, STATUSES
 from trainable.runs.run_ends import OPEN_STATUSES
 
@@ -114,7 +114,10 @@ def _is_valid_value(name: str, value: object) -> bool:
     if name == "runs":
         return isinstance(value, list) and len(value) <= MAX_RUNS and all(map(_is_run_entry, value))
     if name == "axis":
-        return isinstance(value, dict) and isinstance(value.get("values", []), list)
+        values = value.get("values", []) if isinstance(value, dict) else None
+        return isinstance(values, list) and all(map(_is_text, values))
+    if name == "family":
+        return _is_text(value)
     dtype = RUN_FILE_SCHEMA.get(name)
     return dtype is None or value is None or _VALIDATORS[dtype](value)
 
@@ -125,6 +128,7 @@ def _is_run_entry(entry: object) -> bool:
         isinstance(entry, dict)
         and _is_text(entry.get("run_id"))
         and re.fullmatch(RUN_ID_PATTERN, entry["run_id"]) is not None
+        and len(entry["run_id"].encode()) <= MAX_NAME_BYTES
         and all(_is_valid_value(name, value) for name, value in entry.items())
     )
 

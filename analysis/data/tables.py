@@ -105,7 +105,8 @@ def _measure_text(column: Any) -> int:
 
 def _check_size(n_bytes: int) -> None:
     if n_bytes > MAX_TABLE_BYTES:
-        raise ValueError(f"it would take {n_bytes / 2**30:.1f} GiB of memory, and at most {MAX_TABLE_BYTES >> 30} may")
+        limit = f"{MAX_TABLE_BYTES / 2**30:g} GiB"
+        raise ValueError(f"it would take {n_bytes / 2**30:.1f} GiB of memory, more than {limit}")
 
 
 def _format_error_line(error: Exception) -> str:

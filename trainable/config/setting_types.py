@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
 from trainable.config.choices import EXACT_KL, KL_KINDS
+from trainable.files.control_characters import escape_controls
 
 Setting = TypeVar("Setting")
 _COMMON_MARKER = "common"
@@ -107,20 +108,3 @@ def format_value(value: object, max_length: int = 80) -> str:
         return f"<{type(value).__name__} too long to show>"
     short_text = text if len(text) <= max_length else f"{text[:max_length]}..."
     return escape_controls(short_text)
-
-
-def escape_controls(text: str, allowed: str = "") -> str:
-    """`text` with backslash escapes for all characters that are not printable, except those in `allowed`.
-
-    Texts of a results folder may contain characters that a terminal obeys: they move the cursor, set the title or the
-    clipboard, or reverse the direction of writing.
-
-    Example::
-
-        escape_controls("\x1b[2Jdone")  # "\\x1b[2Jdone"
-    """
-    if text.isprintable():
-        return text
-    return "".join(
-        character if character.isprintable() or character in allowed else ascii(character)[1:-1] for character in text
-    )

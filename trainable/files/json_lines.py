@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainable.files.json_values import CHECKSUM_DIGITS, CHECKSUM_KEY, parse_json
-from trainable.files.paths import atomic_write, fsync_path, is_file, open_regular, read_bytes
+from trainable.files.paths import UnsafePathError, atomic_write, fsync_path, is_file, open_regular, read_bytes
 
+MAX_BYTES = 2**32
+"""Size of the largest file that is read. The rows of the longest study have some hundred megabytes."""
 RESTART_KEY = "valid_lines"
 """Key of a line that abandons earlier ones: the number of lines with a checksum that still count."""
 _LINE = re.compile(rb'(\{.*), "checksum": "([0-9a-f]{16})"\}', re.DOTALL)
@@ -90,7 +92,7 @@ def read_lines(path: Path) -> Lines:
     """
     lines, unchecked_numbers = list[Line](), list[int]()
     previous_bytes, previous_checksum = b"", ""
-    for number, line_bytes in enumerate(read_bytes(path).split(b"\n") if is_file(path) else (), 1):
+    for number, line_bytes in enumerate(_read_all(path).split(b"\n"), 1):
         match = _LINE.fullmatch(line_bytes)
         if match is None or line_bytes == previous_bytes:
             if match is None and line_bytes:
@@ -106,6 +108,16 @@ def read_lines(path: Path) -> Lines:
         # The next line continues the chain of this one even if this one is damaged: then only one line is lost.
         previous_bytes, previous_checksum = line_bytes, checksum
     return Lines(lines, unchecked_numbers)
+
+
+def _read_all(path: Path) -> bytes:
+    """The content of a file; empty if it does not exist."""
+    if not is_file(path):
+        return b""
+    try:
+        return read_bytes(path, MAX_BYTES)
+    except ValueError as error:
+        raise UnsafePathError(path, f"is too large: {error}") from None
 
 
 def append_line(path: Path, record: Mapping[str, Any], end: LineEnd) -> LineEnd:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainable.files.control_characters import escape_controls
 from trainable.files.paths import read_bytes, write_text
 
 CHECKSUM_KEY = "checksum"
@@ -22,12 +23,16 @@ MAX_DEPTH = 100
 MAX_BYTES = 2**26
 """Size of the largest JSON file that is read. A study.json with the most runs that a plan may have is far smaller."""
 
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+"""A string, which the end of the document ends as well. The repeat is possessive: it takes linear time in any text."""
 _BRACKET = re.compile(rb"[\[\]{}]")
 
 
 class DamagedFileError(ValueError):
     """A file of a study cannot be read; the message names the file and what is wrong with it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(escape_controls(message))
 
 
 class DamageWarning(UserWarning):

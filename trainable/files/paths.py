@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from trainable.files.control_characters import escape_controls
+
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
@@ -23,7 +25,7 @@ class UnsafePathError(OSError):
     """There is something else than a regular file or folder at a path of a study; the message says what to do."""
 
     def __init__(self, path: Path, problem: str) -> None:
-        super().__init__(errno.ELOOP, f"{path} {problem}")
+        super().__init__(errno.ELOOP, escape_controls(f"{path} {problem}"))
 
     def __str__(self) -> str:
         return str(self.strerror)

@@ -1,12 +1,18 @@
 """The schema number of the files of a study, by which a version recognizes files that it cannot read."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
-SCHEMA = 1
+from trainable.files.json_values import DamagedFileError, read_json
+
+SCHEMA = 2
 """It increases when a file changes so that an earlier version cannot read it."""
 
 MAX_RUNS = 10_000
 """Runs that a study may have. More would exceed what Ray Tune schedules, and what can be read at once."""
+
+MAX_NAME_BYTES = 255
+"""Bytes that the name of a file or folder may have."""
 
 RUN_ID_PATTERN = r"^[^/.\x00-\x1f][^/\x00-\x1f]*$"
 """A run_id names a folder: no slash and no leading dot, so that it cannot name one outside the study's folder."""
@@ -21,6 +27,18 @@ def find_schema_problem(folder: object, study: Mapping[str, object]) -> str:
     if schema == SCHEMA:
         return ""
     return (
-        f"{folder} has files of schema {schema}, and this version reads schema {SCHEMA}. Read them with the version "
+        f"{folder} has files of schema {schema!r}, and this version reads schema {SCHEMA}. Read them with the version "
         f"that wrote them (`versions` and `git` in study.json), or run the study again with another --output."
     )
+
+
+def find_file_schema_problem(path: Path) -> str:
+    """Whether a study.json that does not match its checksum is of another schema: `find_schema_problem`, or empty.
+
+    Other versions wrote other checksums, or none.
+    """
+    try:
+        content = read_json(path)
+    except (OSError, DamagedFileError):
+        return ""
+    return find_schema_problem(path.parent, content) if isinstance(content, dict) else ""

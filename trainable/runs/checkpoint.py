@@ -26,6 +26,8 @@ TENSORS_FILE, VALUES_FILE = "state.safetensors", "state.json"
 _PARTIAL_CHECKPOINT = re.compile(r"\.step_\d+\.(?:writing|old|fetching)")
 """Folders of a dead process: being written, replaced by a newer one, or (with --storage) being downloaded."""
 
+_MAX_VALUES_BYTES = 2**30
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be used. The message names the file and says what is wrong with it."""
@@ -117,7 +119,7 @@ def read_values(folder: Path) -> dict[str, Any]:
 
 
 def _read_values(path: Path) -> dict[str, Any]:
-    values = parse_json(read_bytes(path))
+    values = parse_json(read_bytes(path, _MAX_VALUES_BYTES))
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} is damaged: it does not hold a JSON object.")
     return values

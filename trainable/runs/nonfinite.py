@@ -24,6 +24,8 @@ def find_nonfinite_gradients(gradients: Iterable[tuple[str, Tensor]], norm: Tens
     names = [f"gradient of {name}" for name, gradient in named_gradients if not bool(torch.isfinite(gradient).all())]
     if names or bool(torch.isfinite(norm)):
         return names
+    if not named_gradients:
+        return ["norm of the gradient"]
     largest_entry, name = max((float(gradient.abs().max()), name) for name, gradient in named_gradients)
     return [f"norm of the gradient (its largest entry is {largest_entry:.3g}, of {name})"]
 

@@ -6,6 +6,7 @@ Modules that need Ray or torch are imported inside the commands that use them, s
 import functools
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ def main() -> None:
     """Entry point of `python -m tune_study` and of the command `tune-study`."""
     protect_output()  # before the first line is printed
     show_warnings()
+    sys.excepthook = lambda *error: print_error("".join(traceback.format_exception(*error)).rstrip())
     # With `python -m` the first argument is the path of __main__.py, which nobody types.
     try:
         app(prog_name="python -m tune_study" if Path(sys.argv[0]).name == "__main__.py" else None)

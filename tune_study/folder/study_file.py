@@ -20,7 +20,7 @@ from trainable.config.run_config import ConfigError, apply_overrides, format_val
 from trainable.config.setting_types import format_value
 from trainable.files.json_values import DamagedFileError, find_object, read_object
 from trainable.files.paths import UnsafePathError
-from trainable.files.schema import MAX_RUNS, RUN_ID_PATTERN, find_schema_problem
+from trainable.files.schema import MAX_RUNS, RUN_ID_PATTERN, find_file_schema_problem, find_schema_problem
 from trainable.runs.failures import StorageError
 from trainable.runs.stop_rules import RULES
 from trainable.storage.uris import check_uri, is_same_folder
@@ -115,6 +115,8 @@ def read_study(folder: Path) -> dict[str, Any]:
     try:
         content = read_object(path)
     except DamagedFileError as error:
+        if problem := find_file_schema_problem(path):
+            raise PlanError(problem) from None
         raise PlanError(
             f"{error}. It is always written in one piece, so another program or a disk error changed it. Restore it "
             f"from a copy, or remove it and type the `run` command of the study again, which continues its runs."
@@ -178,6 +180,8 @@ def plan_from_folder(
         study = replace(study, stop_rules=tuple(content["stop_rules"]))
         values, seeds = tuple(content["axis"]["values"]), tuple(content["seeds"])
         preset, reason = content["preset"], content["preset_reason"]
+        if preset not in study.family.presets:
+            raise PlanError(f"there is no preset {format_value(preset)}.")
         plan = build_plan(study, preset, reason, base, values, seeds, folder.parent.parent, folder)
         if content.get("storage") is not None:
             _check_stored_uri(content["storage"])

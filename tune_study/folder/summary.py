@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces.language_model.family import get_model_name
-from trainable.config.setting_types import escape_controls, format_value
+from trainable.config.setting_types import format_value
+from trainable.files.control_characters import escape_controls
 from trainable.files.paths import write_text
 from trainable.runs.run_ends import ENDED_STATUSES, OPEN_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
@@ -120,7 +121,7 @@ def write_summary(plan: StudyPlan, resource_plan: ResourcePlan, is_closing: bool
         lines += [format_summary_line(plan, spec, status, resource_plan.gpu_label) for spec, status in run_statuses]
         lines += [_format_counts([status for _, status in run_statuses])]
     # Reasons may come from a folder of unknown origin, and logs are printed with `cat`.
-    write_text(plan.summary_log, "".join(f"{escape_controls(line)}\n" for line in lines))
+    write_text(plan.summary_log, escape_controls("\n".join(lines) + "\n", allowed="\n"))
     return plan.summary_log
 
 

@@ -15,7 +15,7 @@ from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
-from trainable.config.setting_types import escape_controls
+from trainable.files.control_characters import escape_controls
 from trainable.files.json_values import DamageWarning
 
 _LAYOUT_CHARACTERS = "\n\t"
@@ -29,7 +29,9 @@ class EscapedRenderable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         for segment in console.render(self._renderable, options):
-            yield segment if segment.control else Segment(_escape(segment.text), segment.style)
+            # A style can have a link, which is part of what is sent to the terminal.
+            style = segment.style.update_link(None) if segment.style and segment.style.link else segment.style
+            yield segment if segment.control else Segment(_escape(segment.text), style)
 
 
 class _ControlEscaper(RenderHook):
@@ -80,6 +82,8 @@ def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequenc
 
     Elsewhere each row is one line with columns two spaces apart, in which nothing is cut, so that it can be searched.
     """
+    # Before the widths are measured. A line break in a name would look like another row.
+    columns, *rows = [[escape_controls(cell) for cell in row] for row in [columns, *rows]]
     if console.is_terminal:
         # Names are in the first column, and a cut name cannot be copied: only the other columns may be wrapped.
         first_column, *other_columns = columns

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from search_spaces.declaration.family import Family
 from trainable.runs.run_ends import OPEN_STATUSES, format_stop_reason
@@ -188,11 +189,13 @@ class Progress:
             format_duration(time.monotonic() - self._started_at),
             format_duration(self.estimate_study_time_left()),
         )
-        table = Table(title=f"{self.title}  elapsed {elapsed}  left {study_time_left}", title_justify="left")
+        # As Text: the names of a study that somebody else started must not be read as rich's markup.
+        title = Text(f"{self.title}  elapsed {elapsed}  left {study_time_left}")
+        table = Table(title=title, title_justify="left")
         for column in self.columns:
             table.add_column(column, justify="left" if column in ("arm", "status") else "right")
         for view in self.views.values():
-            table.add_row(*self._make_cells(view))
+            table.add_row(*map(Text, self._make_cells(view)))
         return table
 
     def _make_cells(self, view: RunView) -> list[str]:

@@ -1,5 +1,6 @@
 """Tests of reading files into frames: torn lines, repeated steps, statuses, several studies, parquet, moved folders."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -453,6 +454,26 @@ def test_runs_that_are_no_names_of_folders_are_refused(tmp_path: Path, runs: obj
     folder = write_study(tmp_path, [FakeRun("0", steps=3)], SHORT)
     write_object(folder / "study.json", {**read_object(folder / "study.json"), "runs": runs})
     with pytest.raises(ValueError, match=r"study\.json is damaged: it has invalid values \(runs\)"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"family": ["a"]}, {"axis": {"values": [[1]]}}, {"axis": [1]}, {"runs": [{"run_id": "a" * 300}]}],
+)
+def test_a_study_json_of_the_wrong_shape_is_named(tmp_path: Path, changes: dict[str, object]) -> None:
+    folder = write_study(tmp_path, [FakeRun("0", steps=3)], SHORT)
+    write_object(folder / "study.json", {**read_object(folder / "study.json"), **changes})
+    with pytest.raises(ValueError, match=rf"study\.json is damaged: it has invalid values \({next(iter(changes))}\)"):
+        load(folder)
+
+
+def test_a_study_json_of_a_version_without_checksums_is_of_another_schema(tmp_path: Path) -> None:
+    folder = write_study(tmp_path, [FakeRun("0", steps=3)], SHORT)
+    content = read_object(folder / "study.json")
+    del content["schema"]
+    (folder / "study.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="has files of schema 0, and this version reads"):
         load(folder)
 
 

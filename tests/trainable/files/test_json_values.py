@@ -103,3 +103,17 @@ def test_a_file_of_many_gigabytes_is_not_read(tmp_path: Path) -> None:
         file.truncate(MAX_BYTES + 1)
     with pytest.raises(DamagedFileError, match="at most 67108864 are read"):
         read_json(tmp_path / "run.json")
+
+
+@pytest.mark.parametrize("end", [b"", b"\\", b'"'])
+def test_an_unfinished_string_is_skipped_in_linear_time(end: bytes) -> None:
+    # In quadratic time, this would take hours.
+    with pytest.raises(ValueError, match=r"Unterminated|Invalid|Expecting|deeper"):
+        parse_json(b"[" * (MAX_DEPTH + 1) + b'"' + b'\\"' * 2**20 + end)
+
+
+def test_a_message_shows_control_characters(tmp_path: Path) -> None:
+    path = tmp_path / "a\x1b[2J.json"
+    path.write_text("{")
+    with pytest.raises(DamagedFileError, match=r"a\\x1b\[2J\.json is damaged"):
+        read_json(path)

@@ -79,3 +79,19 @@ def test_a_damaged_file_is_named_without_a_line_of_code(capsys: pytest.CaptureFi
     assert first_line == "tune_study: x/\\x1b[2J.json is damaged."
     assert "UserWarning: Glyph \\x1b is missing" in other_lines[0]
     assert "\x1b" not in "".join(other_lines)
+
+
+def test_a_line_break_in_a_cell_makes_no_row_and_shifts_no_column() -> None:
+    screen = io.StringIO()
+    print_table(make_console(screen, width=100), ("arm", "status"), [["x\nfake", "completed"], ["y", "failed"]])
+    lines = screen.getvalue().splitlines()
+    assert lines[1:] == ["x\\nfake  completed", "y        failed"]
+
+
+def test_a_link_of_a_style_is_not_sent() -> None:
+    screen = io.StringIO()
+    console = make_console(screen, width=100)
+    console._force_terminal = True
+    console.print("[link=a\x1bcb]text[/link]")
+    assert "text" in screen.getvalue()
+    assert "\x1bc" not in screen.getvalue()

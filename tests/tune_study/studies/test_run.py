@@ -34,6 +34,7 @@ from tests.fakes.trainer import (
     make_fake_rows,
     make_study,
 )
+from trainable.files.json_values import read_object
 from trainable.runs.records import DEFAULT_STEP_COLUMNS, STOP_COLUMNS
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from tune_study.folder.statuses import RunStatus, StudyStatuses, read_status
@@ -255,7 +256,7 @@ def test_the_summary_has_the_published_form(outcome: Outcome) -> None:
 
 
 def test_the_study_file_says_what_was_run(outcome: Outcome) -> None:
-    study = json.loads((outcome.plan.folder / "study.json").read_text())
+    study = read_object(outcome.plan.folder / "study.json")
     assert study["axis"] == {
         "setting": "actor.kl_loss_coef",
         "option": "--kl-values",
@@ -264,7 +265,7 @@ def test_the_study_file_says_what_was_run(outcome: Outcome) -> None:
     assert (study["baseline"], study["seeds"], study["model"]) == ("0", [0], "sokoban-tiny")
     assert study["settings"]["trainer"]["total_training_steps"] == STEPS
     assert {"ray", "torch", "python"} <= study["versions"].keys()
-    run = json.loads((outcome.plan.get_run_dir(study["runs"][1]["run_id"]) / "run.json").read_text())
+    run = read_object(outcome.plan.get_run_dir(study["runs"][1]["run_id"]) / "run.json")
     assert run["config"]["actor"]["kl_loss_coef"] == 0.3
     assert study["runs"][1] == {key: value for key, value in run.items() if key != "config"}
 
