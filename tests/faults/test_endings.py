@@ -88,7 +88,7 @@ def test_a_sigterm_to_the_whole_process_group_is_named(tmp_path: Path, uninterru
     assert driver.wait(PATIENCE_S) == 130
     study.log.close()
     log_text = (tmp_path / "command.log").read_text()
-    assert "SIGTERM ended Ray's processes too, so it was sent to the whole process group" in log_text
+    assert "SIGTERM ended Ray's processes too, so it was probably sent to the whole process group" in log_text
     assert "The study ended early" not in log_text
     assert f"Continue with: python -m tune_study resume {study.folder}" in log_text
     trials = analysis.load(tmp_path).trials.set_index("arm")

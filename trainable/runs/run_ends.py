@@ -24,6 +24,8 @@ def describe_end(rows: Sequence[Mapping[str, Any]], total_steps: int | None) -> 
     if not rows:
         return RunEnd("never_ran", "interrupted before its first row")
     last_row = rows[-1]
+    if last_row.get("failure"):  # one of several seeds could not continue, while the others did
+        return RunEnd("failed", str(last_row["failure"]))
     # Before the comparison of steps: a run in which a rule fires at the last step is early_stopped, not completed.
     if last_row.get("stop_rule"):
         return RunEnd("early_stopped", format_stop_reason(last_row))

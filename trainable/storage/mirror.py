@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainable.files.json_values import parse_json
-from trainable.files.paths import atomic_write, compute_sha256, make_folder, open_regular, read_bytes
+from trainable.files.paths import UnsafePathError, atomic_write, compute_sha256, make_folder, open_regular, read_bytes
 from trainable.runs.failures import StorageError
 from trainable.runs.retry import RetryPolicy, call_with_retry
 from trainable.runs.run_files import CHECKSUMS_FILE, MAX_ROLLING_CHECKPOINTS, PROBES_FILE, STATE_FOLDER, acquire_lock
@@ -49,12 +49,13 @@ _LOCK_TIMEOUT_S = 60.0
 _CHECKSUMS_PATH = re.compile(
     rf"((?:{STATE_FOLDER}|{CHECKPOINTS_FOLDER})/(?:global_)?step_(\d+))/{re.escape(CHECKSUMS_FILE)}"
 )
+_STEP_FOLDER = re.compile(r"step_\d+")
 _FATAL_ERROR_CODES = ("ACCESS_DENIED", "NO_SUCH_BUCKET", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH")
 """S3 errors that waiting does not cure. pyarrow raises them as an OSError whose text contains the code."""
 
 STORAGE_RETRY = RetryPolicy(
     lambda error: (
-        not isinstance(error, FileNotFoundError | PermissionError)
+        not isinstance(error, FileNotFoundError | PermissionError | UnsafePathError)
         and not any(word in str(error) for word in _FATAL_ERROR_CODES)
     ),
     "for the storage to respond",
@@ -302,14 +303,17 @@ class Mirror:
         return {path.parent.name: read_bytes(path) for path in paths}
 
     def remove_stale(self) -> None:
-        """Remove the rolling checkpoints that the run has removed; after a push, so that storage always has one."""
+        """Remove the rolling checkpoints that the run has removed; after a push, so that storage always has one.
+
+        Anything else in that folder stays: the storage may be a folder that others use as well.
+        """
         # Listing a folder costs a request. The run removes old checkpoints only when it writes a new one, so otherwise
         # there is nothing to remove.
         if not self._may_be_stale:
             return
         storage_path = self.storage_path.joinpath(STATE_FOLDER)
         stored_names = {name.split("/")[0] for name in self._call_storage(partial(list_files, storage_path))}
-        for name in stored_names - self._read_rolling_checksums().keys():
+        for name in filter(_STEP_FOLDER.fullmatch, stored_names - self._read_rolling_checksums().keys()):
             self._call_storage(partial(remove_checkpoint, storage_path.joinpath(name)))
         self._may_be_stale = False
 

@@ -3,14 +3,15 @@
 A reader never sees a partly written file. pyarrow finds the credentials in the environment or on the machine.
 """
 
+import os
 import shutil
 from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
 
-from pyarrow.fs import FileInfo, FileSelector, FileSystem, FileType
+from pyarrow.fs import FileInfo, FileSelector, FileSystem, FileType, LocalFileSystem
 
-from trainable.files.paths import open_regular
+from trainable.files.paths import UnsafePathError, atomic_write, check_path, is_file, open_regular
 from trainable.runs.failures import StorageError
 from trainable.storage.uris import check_uri
 
@@ -24,14 +25,19 @@ _CHUNK_BYTES = 16 * 2**20
 
 
 class StoragePath(NamedTuple):
-    """A folder or file in a filesystem. `path` is in the notation of that filesystem, such as bucket/folder/file."""
+    """A folder or file in a filesystem. `path` is in the notation of that filesystem, such as bucket/folder/file.
+
+    root: the folder that was opened, which may be reached through links; None for `path` itself.
+    """
 
     filesystem: FileSystem
     path: str
+    root: str | None = None
 
     def joinpath(self, name: str) -> "StoragePath":
         """The path of `name`, which may contain slashes, below this one."""
-        return StoragePath(self.filesystem, f"{self.path.rstrip('/')}/{name}")
+        root = self.path if self.root is None else self.root
+        return StoragePath(self.filesystem, f"{self.path.rstrip('/')}/{name}", root)
 
     @property
     def is_object_store(self) -> bool:
@@ -56,8 +62,34 @@ def format_error(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+def _check_links(storage_path: StoragePath, is_folder: bool = False) -> None:
+    """Raise UnsafePathError if there is a link in a shared folder where a study reads, writes or deletes something.
+
+    pyarrow follows links, and the file of a study that names its storage may come from somebody else. The folder that
+    was opened may itself be reached through links. is_folder: check everything below `storage_path`; without it, there
+    must be a regular file or nothing.
+    """
+    if not isinstance(storage_path.filesystem, LocalFileSystem):
+        return
+    path = Path(storage_path.path)
+    try:
+        check_path(path if storage_path.root is None else Path(storage_path.root), path)
+        if not is_folder:
+            is_file(path)
+    except UnsafePathError:
+        raise UnsafePathError(
+            path, "is no regular file or lies behind a symbolic link, which no storage may contain: remove the link"
+        ) from None
+    # A folder that disappears meanwhile is skipped: another process may be removing a checkpoint.
+    for folder, folder_names, file_names in os.walk(path) if is_folder else ():
+        for name in (*folder_names, *file_names):
+            if os.path.islink(link := os.path.join(folder, name)):
+                raise UnsafePathError(Path(link), "is a symbolic link, which no storage may contain: remove it")
+
+
 def list_files(storage_path: StoragePath) -> dict[str, FileInfo]:
     """Every file below `storage_path`, by its relative path, without hidden files."""
+    _check_links(storage_path, is_folder=True)
     selector = FileSelector(storage_path.path, recursive=True, allow_not_found=True)
     entries = storage_path.filesystem.get_file_info(selector)
     prefix_length = len(storage_path.path.rstrip("/")) + 1
@@ -70,19 +102,29 @@ def list_files(storage_path: StoragePath) -> dict[str, FileInfo]:
 
 def file_exists(storage_path: StoragePath) -> bool:
     """Whether there is a file at `storage_path`."""
+    _check_links(storage_path)
     return storage_path.filesystem.get_file_info(storage_path.path).type == FileType.File
 
 
 def get_bytes(storage_path: StoragePath) -> bytes:
     """The content of a file; FileNotFoundError if there is none."""
+    _check_links(storage_path)
     with storage_path.filesystem.open_input_stream(storage_path.path) as source:
         return bytes(source.readall())
 
 
 def get_file(storage_path: StoragePath, path: Path) -> None:
-    """Copy the file at `storage_path` to `path`, and create the folder of `path`."""
+    """Copy the file at `storage_path` to `path`, and create the folder of `path`.
+
+    A reader of `path` sees either all of the file or the previous content.
+    """
+    _check_links(storage_path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with storage_path.filesystem.open_input_stream(storage_path.path) as source, open_regular(path, "wb") as target:
+    with (
+        storage_path.filesystem.open_input_stream(storage_path.path) as source,
+        atomic_write(path) as temp_path,
+        temp_path.open("wb") as target,
+    ):
         shutil.copyfileobj(source, target, _CHUNK_BYTES)
 
 
@@ -109,6 +151,7 @@ def _make_write_path(storage_path: StoragePath) -> str:
     """
     if storage_path.is_object_store:
         return storage_path.path
+    _check_links(storage_path)
     folder, _, name = storage_path.path.rpartition("/")
     storage_path.filesystem.create_dir(folder, recursive=True)
     return f"{folder}/.{name}.{uuid4().hex[:8]}.part"
@@ -121,6 +164,7 @@ def _rename_into_place(storage_path: StoragePath, write_path: str) -> None:
 
 def remove_file(storage_path: StoragePath) -> None:
     """Delete a file, if it exists."""
+    _check_links(storage_path)
     try:
         storage_path.filesystem.delete_file(storage_path.path)
     except FileNotFoundError:
@@ -129,6 +173,7 @@ def remove_file(storage_path: StoragePath) -> None:
 
 def remove_folder(storage_path: StoragePath) -> None:
     """Delete everything below `storage_path`, if it exists."""
+    _check_links(storage_path, is_folder=True)
     try:
         storage_path.filesystem.delete_dir(storage_path.path)
     except FileNotFoundError:

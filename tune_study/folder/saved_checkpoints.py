@@ -27,12 +27,14 @@ def list_saved_steps(rows: Sequence[Mapping[str, Any]], save_freq: int, has_ende
     """The steps after which a run with these rows has certainly saved a checkpoint, global_step_<N>.
 
     The checkpoint after a step is written after the row of that step, so the last row of an unfinished run says nothing
-    about it. A run that has ended saved its last state as well.
+    about it. A run that has ended saved its last state as well. Only steps that have a row count: a last row of unknown
+    origin may claim any number of steps.
     """
     if save_freq <= 0 or not rows:
         return []
     last_step = int(rows[-1]["step"])
-    steps = list(range(save_freq, last_step, save_freq))
+    row_steps = {int(row["step"]) for row in rows if 0 < row["step"] < last_step}
+    steps = sorted(step for step in row_steps if step % save_freq == 0)
     return [*steps, last_step] if has_ended and last_step > 0 else steps
 
 
@@ -85,8 +87,8 @@ def format_missing(missing_checkpoints: Sequence[MissingCheckpoints], output: Pa
     ellipsis = "; ..." if len(missing_checkpoints) > _MAX_NAMED_RUNS else ""
     count_text = "1 saved checkpoint is" if total == 1 else f"{total} saved checkpoints are"
     return (
-        f"{count_text} not in {output / 'model_saving'}: {named_runs}{ellipsis}. Only `probe` of these steps needs "
-        f"them. If they were left behind where the study was, copy the folder model_saving from there into {output}."
+        f"{count_text} not in {output / 'model_saving'}, or were never saved, if --save-freq was changed: "
+        f"{named_runs}{ellipsis}. Only `probe` of these steps needs them. If they were left behind where the study was, copy the folder model_saving from there into {output}."
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from trainable.files.json_values import find_object, write_object
+from trainable.runs.failures import NON_FINITE
 from trainable.runs.run_ends import OPEN_STATUSES, describe_end, find_contradiction, get_status_before_waiting
 from trainable.runs.run_files import METRICS_FILE, RunLines, read_rows
 from tune_study.plan.study_plan import StudyPlan
@@ -69,9 +70,18 @@ def read_status(run_dir: Path) -> RunStatus | None:
     if content is None or not {"run_id", "status"} <= content.keys():
         return None
     try:
-        return _STATUS.validate_python({key: content[key] for key in field_names & content.keys()})
+        status = _STATUS.validate_python({key: content[key] for key in field_names & content.keys()})
     except ValidationError:  # a value has another type than was written
         return None
+    return status if all(map(_is_timestamp, (status.started_at, status.ended_at))) else None
+
+
+def _is_timestamp(text: str | None) -> bool:
+    """Whether `text` is a time like those of `make_timestamp`, from which durations are computed; true for None."""
+    try:
+        return text is None or datetime.fromisoformat(text).tzinfo is not None
+    except ValueError:
+        return False
 
 
 def write_status(run_dir: Path, status: RunStatus) -> None:
@@ -80,14 +90,16 @@ def write_status(run_dir: Path, status: RunStatus) -> None:
 
 
 def make_final_status(status: RunStatus, rows: Sequence[Mapping[str, Any]], total_steps: int) -> RunStatus:
-    """`status` with the end that the rows of the run tell: early_stopped, completed, interrupted or never_ran."""
+    """`status` with the end that the rows of the run tell: any final status."""
     end = describe_end(rows, total_steps)
-    stop_columns: dict[str, Any] = (
+    end_fields: dict[str, Any] = (
         {name: rows[-1].get(name) for name in ("stop_rule", "stop_value", "stop_threshold", "stop_step")}
         if end.status == "early_stopped"
         else {}
     )
-    return replace(status, status=end.status, reason=end.reason, **stop_columns)
+    if end.status == "failed":  # only non-finite numbers end with a row
+        end_fields["failure_class"] = NON_FINITE
+    return replace(status, status=end.status, reason=end.reason, **end_fields)
 
 
 def resolve_status(run_dir: Path, run_id: str, total_steps: int, is_live: bool = False) -> RunStatus:

@@ -21,7 +21,7 @@ from tune_study.folder.summary import write_summary
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import RunSpec, StudyPlan
 from tune_study.tune.progress import Progress, format_step
-from tune_study.tune.trials import list_run_ids, split_rows_by_run
+from tune_study.tune.trials import list_lone_ends, list_run_ids, split_rows_by_run
 
 MAX_ATTEMPTS = 3
 """Consecutive failures after which a trial is no longer retried. A new furthest step starts the count again."""
@@ -62,7 +62,7 @@ class SilentReporter(TrialProgressCallback):  # type: ignore[misc]  # Ray is unt
 
 
 class RowFetcher(tune.Callback):  # type: ignore[misc]  # Ray is untyped
-    """Fetches the rows of a run from storage when its trial fails or completes.
+    """Fetches the rows of a run from storage when it ends before the others of its trial, or its trial fails or ends.
 
     The Recorder reads from the last row how a run ended, so this callback must be registered before it. fetch: called
     with the run's id.
@@ -70,10 +70,18 @@ class RowFetcher(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
     def __init__(self, fetch: Callable[[str], None]) -> None:
         self._fetch = fetch
+        self._ended_ids: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         """Nothing: Tune pickles its callbacks into the results."""
         return {}
+
+    def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **i: Any) -> None:
+        """Fetch the rows of the runs that end with this result while the others of their trial continue."""
+        # Every later result repeats the runs that failed.
+        for run_id in list_lone_ends(trial.config, result) - self._ended_ids:
+            self._ended_ids.add(run_id)
+            self._fetch(run_id)
 
     def _fetch_rows(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         if not trial.config["finished"]:  # the rows of an ended run were fetched when it ended
@@ -138,7 +146,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         for run_id, row in split_rows_by_run(trial.config, result).items():
             # If a rule fires in a trial of one run, Tune ends the trial, and `on_trial_complete` ends the run. A trial
             # of several runs continues with the others, so the run has to be ended here.
-            self._record_row(run_id, row, ends_alone=trial.config["side_by_side"] and bool(row.get("stop_rule")))
+            self._record_row(run_id, row, ends_alone=run_id in list_lone_ends(trial.config, result))
         # `failed` has the runs that failed while the others of their trial continue. Every later result repeats them,
         # so only a run that still counts as running is ended here.
         for run_id, reason in result.get("failed", {}).items():

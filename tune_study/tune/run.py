@@ -194,8 +194,10 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
     # The runs' files must be here before their rows and statuses are read.
     if session.storage is not None:
         session.storage.pull()
-    # Tune can end without an error while runs are open, for example if Ray is lost.
-    reason = "the study was interrupted" if session.interrupt.is_requested else problem or "the study ended early"
+    # Tune can end without an error while runs are open, for example if Ray is lost. The reason is the beginning of a
+    # sentence, so it has no full stop.
+    early_reason = problem.rstrip(".") or "the study ended early"
+    reason = "the study was interrupted" if session.interrupt.is_requested else early_reason
     return " ".join(filter(None, (problem, statuses.close(reason))))
 
 
@@ -274,13 +276,15 @@ def _end_without_ray(session: StudySession, statuses: StudyStatuses, reason: str
     from tune_study.tune.watchdog import kill_children
 
     kill_children()  # first, because a run must not write rows while its status and the tables are written
+    if session.storage is not None:  # statuses and tables are made from the rows that are here
+        session.storage.pull()
     interrupt, problem = session.interrupt, ""
     if interrupt.is_requested:
         # A batch system and `timeout` send their signal to all processes at once, and Ray's then end by themselves.
         print_line(
             session.console,
-            f"{interrupt.signal_name or 'The request to stop'} ended Ray's processes too, so it was sent to the whole "
-            f"process group: steps that were not finished are trained again.",
+            f"{interrupt.signal_name or 'The request to stop'} ended Ray's processes too, so it was probably sent to "
+            f"the whole process group: steps that were not finished are trained again.",
         )
         status_problem = statuses.close("the study was interrupted")
     else:

@@ -25,6 +25,17 @@ def split_rows_by_run(config: Mapping[str, Any], result: dict[str, Any]) -> dict
     return {config["run_id"]: result}
 
 
+def list_lone_ends(config: Mapping[str, Any], result: dict[str, Any]) -> set[str]:
+    """The ids of the runs that have ended by a result, by a stop rule or a failure, while their trial may continue.
+
+    A trial of one run has none: it ends together with its run. A failed run stays in all later results.
+    """
+    if not config["side_by_side"] or config["finished"]:
+        return set()
+    stopped_ids = {run_id for run_id, row in split_rows_by_run(config, result).items() if row.get("stop_rule")}
+    return stopped_ids | set(result.get("failed", {}))
+
+
 def make_trial_configs(
     plan: StudyPlan, finished_statuses: Mapping[str, RunStatus], interrupt: Path
 ) -> Iterator[dict[str, Any]]:

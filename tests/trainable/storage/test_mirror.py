@@ -206,6 +206,16 @@ def test_the_state_before_stays_until_the_next_is_whole_and_rows_come_first(
     assert find_complete_checkpoints(list_files(mirror_on_node.storage_path)) == [(2, "state/step_2")]
 
 
+def test_only_rolling_checkpoints_are_removed_from_storage(uri: str, tmp_path: Path) -> None:
+    mirror_on_node = make_mirror(uri, tmp_path / "a")
+    for name in ("step_7/file", "step_x/file", "my_step_7/file", "notes/file"):
+        put_bytes(mirror_on_node.storage_path.joinpath(f"state/{name}"), b"")
+    write_step(tmp_path / "a", 8)
+    mirror_on_node.push()
+    names = {name.split("/")[1] for name in list_files(mirror_on_node.storage_path) if name.startswith("state/")}
+    assert names == {"step_8", "step_x", "my_step_7", "notes"}
+
+
 def test_a_state_whose_removal_was_cut_is_not_whole(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mirror_on_node = make_mirror(uri, tmp_path / "a")
     write_step(tmp_path / "a", 1)

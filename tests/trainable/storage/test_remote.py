@@ -1,6 +1,7 @@
 """Paths in a storage: valid names, possible failures, and files that appear only when they are complete."""
 
 import string
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -8,9 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainable.files.paths import UnsafePathError
 from trainable.runs.failures import StorageError, classify_failure
 from trainable.storage.mirror import call_storage
-from trainable.storage.remote import StoragePath, get_bytes, list_files, open_storage, put_bytes, put_file
+from trainable.storage.remote import (
+    StoragePath,
+    file_exists,
+    get_bytes,
+    get_file,
+    list_files,
+    open_storage,
+    put_bytes,
+    put_file,
+    remove_file,
+    remove_folder,
+)
 from trainable.storage.uris import _QUERY_VALUES, check_uri, is_same_folder, join_uri, split_uri
 
 
@@ -189,3 +202,61 @@ def test_connection_options_do_not_change_the_identity_of_a_folder() -> None:
     assert not is_same_folder("s3://bucket/x", "s3://bucket/y")
     assert not is_same_folder("s3://bucket/x", "gs://bucket/x")
     assert not is_same_folder("s3://bucket/x", "s3://other/x")
+
+
+@pytest.mark.parametrize("name", ["link/below/file", "link", "file_link"])
+@pytest.mark.parametrize(
+    "operation",
+    [
+        get_bytes,
+        file_exists,
+        list_files,
+        remove_file,
+        remove_folder,
+        lambda path: put_bytes(path, b""),
+        lambda path: put_file(path, Path(__file__)),
+        lambda path: get_file(path, Path("/nowhere/file")),
+    ],
+)
+def test_no_link_in_a_shared_folder_is_followed(
+    operation: Callable[[StoragePath], object], name: str, tmp_path: Path
+) -> None:
+    foreign_file = tmp_path / "foreign" / "below" / "file"
+    foreign_file.parent.mkdir(parents=True)
+    foreign_file.write_text("content")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "link").symlink_to(tmp_path / "foreign")
+    (tmp_path / "real" / "file_link").symlink_to(foreign_file)
+    (tmp_path / "shared").symlink_to(tmp_path / "real")  # the folder that the user names may be a link
+    messages: list[str] = []
+    path = open_storage(str(tmp_path / "shared")).joinpath(name)
+    with pytest.raises(StorageError, match="symbolic link, which no storage may contain") as raised:
+        call_storage(partial(operation, path), 3600.0, messages.append)
+    assert isinstance(raised.value.__cause__, UnsafePathError)
+    assert messages == []  # waiting removes no link
+    assert foreign_file.read_text() == "content"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(
+        ["below", "file", "file_link", "foreign", "link", "real", "shared"]
+    )
+    with pytest.raises(UnsafePathError):
+        list_files(open_storage(str(tmp_path / "shared")))
+    with pytest.raises(UnsafePathError):
+        remove_folder(open_storage(str(tmp_path / "shared")))
+
+
+def test_a_copy_that_fails_leaves_the_previous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, target = open_storage(str(tmp_path / "shared")).joinpath("a"), tmp_path / "target"
+    put_bytes(place, b"new content")
+    target.write_text("previous content")
+
+    def fail(source: object, target: object, length: int) -> None:
+        raise OSError("the storage does not respond")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trainable.storage.remote.shutil.copyfileobj", fail)
+        with pytest.raises(OSError, match="does not respond"):
+            get_file(place, target)
+    assert target.read_text() == "previous content"
+    get_file(place, target)
+    assert target.read_text() == "new content"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["shared", "target"]

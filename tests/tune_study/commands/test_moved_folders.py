@@ -143,6 +143,8 @@ def test_a_checkpoint_that_may_not_have_been_written_is_not_missing() -> None:
     assert list_saved_steps(rows, 4, has_ended=True) == [4, 6]
     assert list_saved_steps(rows, -1, has_ended=True) == []
     assert list_saved_steps([], 2, has_ended=False) == []
+    # The last row of a damaged or hostile file may claim any step; the steps without a row are not listed.
+    assert list_saved_steps([*rows, {"step": 2**60}], 2, has_ended=True) == [2, 4, 6, 2**60]
 
 
 def test_the_command_that_status_prints_can_be_pasted(moved_folder: Path) -> None:

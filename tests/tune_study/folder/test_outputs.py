@@ -65,6 +65,23 @@ def test_a_status_survives_its_file(tmp_path: Path) -> None:
     assert read_status(tmp_path / "nowhere") is None
 
 
+@pytest.mark.parametrize("field", ["started_at", "ended_at"])
+@pytest.mark.parametrize("time", ["2:26", "2026-01-01T00:00:00", "yesterday", ""])
+def test_a_status_with_a_time_that_is_none_counts_as_damaged(tmp_path: Path, field: str, time: str) -> None:
+    write_status(tmp_path, make_ended_status("a", **{field: time}))
+    assert read_status(tmp_path) is None
+
+
+def test_a_failure_is_read_from_the_rows_without_a_status(tmp_path: Path) -> None:
+    rows = [{"step": 1}, {"step": 2, "failure": "the loss is nan"}]
+    for row in rows:
+        append_record(tmp_path / "metrics.jsonl", row)
+    status = resolve_status(tmp_path, "a", 2)
+    assert (status.display_text, status.reason) == ("failed (non-finite)", "the loss is nan")
+    write_status(tmp_path, RunStatus("a", "completed"))
+    assert resolve_status(tmp_path, "a", 2).reason == "recorded as completed, but the loss is nan"
+
+
 def test_every_run_has_a_status_before_and_after(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path, values=("0", "0.1", "0.2"))
     write_study(plan)

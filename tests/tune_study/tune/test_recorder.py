@@ -14,7 +14,7 @@ from tune_study.folder.outputs import write_study
 from tune_study.folder.statuses import RunStatus, StudyStatuses, read_status
 from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import StudyPlan, make_plan
-from tune_study.tune.callbacks import MAX_ATTEMPTS, Recorder
+from tune_study.tune.callbacks import MAX_ATTEMPTS, Recorder, RowFetcher
 from tune_study.tune.progress import Progress
 from tune_study.tune.trials import make_trial_configs
 
@@ -122,3 +122,26 @@ def test_failures_count_from_where_the_runs_that_go_on_are(recorded_trial: Recor
         assert not recorded_trial.recorder.given_up_trials
         recorded_trial.restart_after_death()
     assert recorded_trial.recorder.given_up_trials == {"one"}
+
+
+def test_the_rows_of_a_run_are_fetched_from_storage_before_its_end_is_recorded(recorded_trial: RecordedTrial) -> None:
+    stored_rows = {0: STOPPED, 1: {"step": 2, "failure": "the loss is nan"}}
+    run_ids = [spec.run_id for spec in recorded_trial.plan.runs]
+    fetched_ids = []
+
+    def fetch(run_id: str) -> None:
+        fetched_ids.append(run_id)
+        recorded_trial.write_row(run_ids.index(run_id), stored_rows[run_ids.index(run_id)])
+
+    fetcher = RowFetcher(fetch)
+    for result in (
+        {"rows": {run_ids[0]: {"step": 1}, run_ids[1]: {"step": 1}}, "failed": {}},
+        {"rows": {run_ids[0]: STOPPED}, "failed": {run_ids[1]: "the loss is nan"}},
+        {"rows": {}, "failed": {run_ids[1]: "the loss is nan"}},
+    ):
+        for callback in (fetcher, recorded_trial.recorder):
+            callback.on_trial_result(0, [], recorded_trial.trial, result)
+        assert bool(fetched_ids) == bool(result["failed"])
+    assert sorted(fetched_ids) == sorted(run_ids)
+    assert [recorded_trial.get_status(seed).status for seed in (0, 1)] == ["early_stopped", "failed"]
+    assert recorded_trial.get_status(0).stop_step == 2

@@ -1,0 +1,76 @@
+"""How the driver concludes a study that ends before all of its runs have ended."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from search_spaces import STUDIES
+from tests.fakes.lines import append_record
+from trainable.runs.run_files import METRICS_FILE
+from tune_study.folder.outputs import write_study
+from tune_study.folder.statuses import RunStatus, StudyStatuses, make_timestamp, read_status
+from tune_study.host.interrupt import make_interrupt
+from tune_study.placement.resources import preflight
+from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.tune import run, watchdog
+from tune_study.tune.local_ray import LocalRay
+from tune_study.tune.progress import Progress
+
+
+class StoredRows:
+    """A storage that has a row of the first run which the local folder lacks."""
+
+    def __init__(self, plan: StudyPlan) -> None:
+        self._path = plan.get_run_dir(plan.runs[0].run_id) / METRICS_FILE
+
+    def pull(self) -> None:
+        append_record(self._path, {"step": 3})
+
+
+def make_session(folder: Path) -> tuple[run.StudySession, StudyStatuses]:
+    """A session in which the first run is running."""
+    plan = make_plan(STUDIES["kl"], "paper", "a test", {"trainer.n_gpus_per_node": 0}, ("0", "0.1"), 1, folder)
+    write_study(plan)
+    resource_plan, console = preflight(plan, None, (), 2, None, is_real=True), Console(quiet=True)
+    suite = run.SuiteContext(LocalRay([plan.folder], console), make_interrupt(plan.folder), lambda: None)
+    storage: Any = StoredRows(plan)
+    session = run.StudySession(plan, resource_plan, "off", console, suite, {}, Progress(plan, 1, console), storage)
+    statuses = StudyStatuses(plan, ())
+    statuses.set(RunStatus(plan.runs[0].run_id, "running", started_at=make_timestamp()))
+    return session, statuses
+
+
+def read_first_reason(session: run.StudySession) -> str:
+    status = read_status(session.plan.get_run_dir(session.plan.runs[0].run_id))
+    assert status is not None
+    assert status.status == "interrupted"
+    return status.reason
+
+
+def test_rows_in_storage_are_fetched_after_ray_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, statuses = make_session(tmp_path)
+    # This process has children of other tests, and goes on.
+    monkeypatch.setattr(watchdog, "kill_children", lambda: None)
+    exit_codes: list[int] = []
+    monkeypatch.setattr(run, "os", SimpleNamespace(_exit=exit_codes.append))
+    monkeypatch.setattr(run, "_conclude_study", lambda session, problem, statuses: 1)
+    run._end_without_ray(session, statuses, "Ray's process 7 is gone")
+    assert read_first_reason(session) == "the study ended early: Ray's process 7 is gone, after step 3"
+    assert exit_codes == [1]
+
+
+def test_an_error_of_tune_is_the_beginning_of_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, statuses = make_session(tmp_path)
+
+    def fail(*args: object) -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr(run, "_fit_tuner", fail)
+    monkeypatch.setattr(run, "prepare_environment", lambda *args, **options: None)
+    problem = run._train_runs(session, statuses)
+    summary = problem.removesuffix(": KeyError: 'x'.")
+    assert summary != problem
+    assert read_first_reason(session) == f"{summary}: KeyError: 'x', after step 3"
