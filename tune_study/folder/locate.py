@@ -229,7 +229,8 @@ def fetch_for_writing(text: str) -> Path:
 def _fetch_results(uri: str, folder: Path) -> None:
     from tune_study.folder import storage
 
-    storage.fetch_results(uri, folder)
+    # Logs belong into a folder above, and a relative path such as "." does not have its name.
+    storage.fetch_results(uri, Path(os.path.abspath(folder)))
 
 
 def push_results(folder: Path) -> str:

@@ -224,6 +224,24 @@ def test_who_only_reads_a_study_copies_no_old_status_back(
     assert get_bytes(storage_folder.joinpath("report.html")) == b"of b"
 
 
+def test_logs_are_fetched_to_their_place_for_a_relative_path(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan_in(tmp_path / "a", uri)
+    start_study(plan)
+    log_path = plan.output / plan.runs[0].log_path
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    log_path.write_text("a line")
+    open_stored_study(plan).push()
+    log_path.unlink()
+    (plan.folder / ".last-driver").unlink(missing_ok=True)  # so that another folder counts as the newest
+    put_bytes(open_storage(plan.study_uri or "").joinpath("last-driver"), b"another")
+    monkeypatch.chdir(plan.folder)
+    locate.fetch_for_writing(".")
+    assert log_path.read_text() == "a line"
+    assert not (plan.folder / "logs").exists()
+
+
 def test_an_error_about_a_copy_names_the_study(uri: str, tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path / "a", uri)
     start_study(plan)
