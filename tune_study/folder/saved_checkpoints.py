@@ -89,8 +89,8 @@ def format_missing(missing_checkpoints: Sequence[MissingCheckpoints], output: Pa
     past_verb = "was" if total == 1 else "were"
     return (
         f"{count_text} not in {output / 'model_saving'}, or {past_verb} never saved, if --save-freq was changed: "
-        f"{named_runs}{ellipsis}. Only `probe` of these steps needs them. If they were left behind where the study was, "
-        f"copy the folder model_saving from there into {output}."
+        f"{named_runs}{ellipsis}. Only `probe` of these steps needs them. If they were left behind where the study "
+        f"was, copy the folder model_saving from there into {output}."
     )
 
 

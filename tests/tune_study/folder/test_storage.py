@@ -507,6 +507,17 @@ def test_the_uri_is_written_down_without_what_reaches_it(tmp_path: Path) -> None
 # URIs with credentials.
 
 
+@pytest.mark.parametrize("text", ["s3:KEY:SECRET@b/p", "KEY:SECRET@b/p"])
+def test_a_storage_that_may_be_a_uri_is_not_taken_for_a_path(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PlanError, match="before its first slash") as raised:
+        locate.parse_storage_uri(text)
+    assert "SECRET" not in str(raised.value)
+    assert locate.parse_storage_uri(f"./{text}").startswith("file://")
+
+
 @pytest.mark.parametrize("place", SECRET_PLACES)
 def test_no_command_repeats_a_secret_in_a_uri(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
