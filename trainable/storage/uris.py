@@ -11,6 +11,8 @@ from trainable.runs.failures import StorageError
 
 _SCHEME = re.compile(r"\s*[a-zA-Z][a-zA-Z0-9+.-]+:/")
 """The beginning of a URI. With a single slash it is a misspelled one, which is refused rather than taken for a path."""
+_AMBIGUOUS_PATH = re.compile(r"(?!~)[^/]*[:@]")
+"""The beginning of a path that may be a URI without its slashes, which may contain a key: s3:key@bucket/folder."""
 _AUTHORITY = re.compile(r"(?:[A-Za-z0-9._-]*(?::\d{1,5})?|\[[0-9A-Fa-f:.]+\](?::\d{1,5})?)")
 """A bucket or a host, with a port at most."""
 _KNOWN_USERS = {
@@ -21,7 +23,8 @@ _KNOWN_USERS = {
     "abfss": re.compile(r"[a-z0-9-]{3,63}@(?=[a-z0-9]{3,24}\.(?:dfs|blob)\.core\.windows\.net)"),
 }
 """By scheme, what may precede an @ although it is no credential."""
-_HOST, _WORD = re.compile(r"(?:https?://)?[A-Za-z0-9.\[\]:-]{1,253}/?"), re.compile(r"[A-Za-z0-9._-]{1,63}")
+_HOST = re.compile(r"(?:https?://)?(?:[A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::\d{1,5})?/?")
+_WORD = re.compile(r"[A-Za-z0-9._-]{1,63}")
 _QUERY_VALUES = {
     "endpoint_override": _HOST,
     "blob_storage_authority": _HOST,
@@ -45,8 +48,15 @@ def check_uri(uri: str) -> None:
     """Raise StorageError unless a URI has only components that are no credentials. The message repeats none of them.
 
     There is no list of what a credential looks like, since it can be spelled in many ways. What is accepted is listed
-    instead: a bucket or host with a port, a path, and the query fields of _QUERY_VALUES. A path is not checked.
+    instead: a bucket or host with a port, a path, and the query fields of _QUERY_VALUES. Of a path, only the part
+    before the first slash is checked.
     """
+    if not is_uri(uri) and _AMBIGUOUS_PATH.match(uri):
+        raise StorageError(
+            "The storage is neither a URI such as s3://name/folder nor clearly a path, because it contains a colon or "
+            "an @ before its first slash. A path with such a beginning is typed with ./ before it. Leave credentials "
+            "out, and provide them in the environment or through the machine's role."
+        )
     if is_uri(uri) and (component := _find_unknown_component(uri)):
         raise StorageError(
             f"The URI of the storage contains a user name with a password, a key or a token, or something else that is "

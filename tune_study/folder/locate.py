@@ -33,6 +33,7 @@ def parse_storage_uri(text: str) -> str:
     """
     if not text.strip():
         raise PlanError("--storage is empty: type a URI such as s3://bucket/folder, or a folder that all nodes share.")
+    _check_uri(text)  # before a path becomes a URI
     uri = text if is_uri(text) else Path(os.path.abspath(os.path.expanduser(text))).as_uri()
     _check_uri(uri)
     return uri.rstrip("/")
@@ -229,7 +230,8 @@ def fetch_for_writing(text: str) -> Path:
 def _fetch_results(uri: str, folder: Path) -> None:
     from tune_study.folder import storage
 
-    storage.fetch_results(uri, folder)
+    # Logs belong into a folder above, and a relative path such as "." does not have its name.
+    storage.fetch_results(uri, Path(os.path.abspath(folder)))
 
 
 def push_results(folder: Path) -> str:

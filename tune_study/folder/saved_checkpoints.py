@@ -86,9 +86,11 @@ def format_missing(missing_checkpoints: Sequence[MissingCheckpoints], output: Pa
     )
     ellipsis = "; ..." if len(missing_checkpoints) > _MAX_NAMED_RUNS else ""
     count_text = "1 saved checkpoint is" if total == 1 else f"{total} saved checkpoints are"
+    past_verb = "was" if total == 1 else "were"
     return (
-        f"{count_text} not in {output / 'model_saving'}, or were never saved, if --save-freq was changed: "
-        f"{named_runs}{ellipsis}. Only `probe` of these steps needs them. If they were left behind where the study was, copy the folder model_saving from there into {output}."
+        f"{count_text} not in {output / 'model_saving'}, or {past_verb} never saved, if --save-freq was changed: "
+        f"{named_runs}{ellipsis}. Only `probe` of these steps needs them. If they were left behind where the study "
+        f"was, copy the folder model_saving from there into {output}."
     )
 
 

@@ -110,6 +110,11 @@ def test_a_uri_with_credentials_is_refused_and_not_repeated(uri: str) -> None:
         "hdfs://host:8020/x",
         "gs://anonymous@bucket/x",
         "/mnt/a:b",
+        "./a:b",
+        "../a@b",
+        "~me@domain/x",
+        "folder/a:b@c",
+        "s3://b?endpoint_override=[::1]:9000",
         "s3://b?endpoint_override=host:9000",
         "s3://b/x?endpoint_override=https%3A%2F%2Fs3.host&scheme=http&region=eu-west-1",
         "abfs://container@account.dfs.core.windows.net/x",
@@ -119,6 +124,14 @@ def test_a_uri_with_credentials_is_refused_and_not_repeated(uri: str) -> None:
 )
 def test_other_colons_are_no_credentials(uri: str) -> None:
     check_uri(uri)
+
+
+@pytest.mark.parametrize("text", ["s3:KEY:SECRET@b/p", "KEY:SECRET@b/p", "SECRET@b/p", "s3:SECRET", " s3:SECRET/p"])
+def test_a_path_that_may_be_a_uri_with_credentials_is_refused_and_not_repeated(text: str) -> None:
+    with pytest.raises(StorageError, match="before its first slash") as raised:
+        open_storage(text)
+    assert "SECRET" not in str(raised.value)
+    assert "KEY" not in str(raised.value)
 
 
 # Where a secret can be in a URI. The first two are spellings from the documents of AWS and Azure.
@@ -141,6 +154,8 @@ SECRET_PLACES = (
     "s3://name/x?region=a%26secret_key={}",
     "s3://name/x?SE%43RET%255Fkey={}",
     "s3://name/x?endpoint_override=user:{}@host",
+    "s3://name/x?endpoint_override=user:{}",
+    "s3://name/x?endpoint_override=https://{}:user",
     "s3://name/x?{}",
     "s3:/name/x?secret_key={}",
     " s3://user:{}@name/x",

@@ -224,6 +224,24 @@ def test_who_only_reads_a_study_copies_no_old_status_back(
     assert get_bytes(storage_folder.joinpath("report.html")) == b"of b"
 
 
+def test_logs_are_fetched_to_their_place_for_a_relative_path(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan_in(tmp_path / "a", uri)
+    start_study(plan)
+    log_path = plan.output / plan.runs[0].log_path
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    log_path.write_text("a line")
+    open_stored_study(plan).push()
+    log_path.unlink()
+    (plan.folder / ".last-driver").unlink(missing_ok=True)  # so that another folder counts as the newest
+    put_bytes(open_storage(plan.study_uri or "").joinpath("last-driver"), b"another")
+    monkeypatch.chdir(plan.folder)
+    locate.fetch_for_writing(".")
+    assert log_path.read_text() == "a line"
+    assert not (plan.folder / "logs").exists()
+
+
 def test_an_error_about_a_copy_names_the_study(uri: str, tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path / "a", uri)
     start_study(plan)
@@ -487,6 +505,17 @@ def test_the_uri_is_written_down_without_what_reaches_it(tmp_path: Path) -> None
 
 
 # URIs with credentials.
+
+
+@pytest.mark.parametrize("text", ["s3:KEY:SECRET@b/p", "KEY:SECRET@b/p"])
+def test_a_storage_that_may_be_a_uri_is_not_taken_for_a_path(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PlanError, match="before its first slash") as raised:
+        locate.parse_storage_uri(text)
+    assert "SECRET" not in str(raised.value)
+    assert locate.parse_storage_uri(f"./{text}").startswith("file://")
 
 
 @pytest.mark.parametrize("place", SECRET_PLACES)
