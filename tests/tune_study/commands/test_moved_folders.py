@@ -82,7 +82,10 @@ def type_in(*words: str, code: int = 0) -> str:
 
 def test_every_command_reads_a_moved_folder(moved_folder: Path, whole_study: StudyPlan) -> None:
     run_id = whole_study.runs[0].run_id
-    missing = f"1 saved checkpoint is not in {moved_folder}/model_saving: {run_id} step 2."
+    missing = (
+        f"1 saved checkpoint is not in {moved_folder}/model_saving, or was never saved, if --save-freq was changed: "
+        f"{run_id} step 2."
+    )
     status = type_in("status", f"./{NAME}")
     assert "kl (laptop): unfinished; runs: 1 interrupted" in status
     assert missing in status
