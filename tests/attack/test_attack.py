@@ -17,6 +17,9 @@ from tests.attack.kills import list_batches
 from tests.attack.sample_study import SampleStudy, list_files, write_sample_study
 from trainable.files import json_lines
 
+# The sample study takes twenty seconds; `make test-faults` compares the tables with the files of a real study.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> SampleStudy:

@@ -19,7 +19,7 @@ from trainable.sandbox.config.rules import RULES
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.training.make import make_trainer
 
-SAMPLE_SIZE = 10
+SAMPLE_SIZE = 4
 Settings = Mapping[str, object]
 SIZES = (MAX_FLOAT, 1e30, 1e9, 1.0, 1e-9, 1e-30, MIN_FLOAT)
 EXTREMES = (0.0, *SIZES, *(-size for size in SIZES), 1e300, 1e-60)
