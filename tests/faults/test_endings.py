@@ -80,6 +80,7 @@ def interrupt_and_check(study: InterruptedStudy, interrupt: Callable[["subproces
     assert f"Continue with: python -m tune_study resume {study.folder}" in log_text
 
 
+@pytest.mark.slow
 def test_a_sigterm_to_the_whole_process_group_is_named(tmp_path: Path, uninterrupted_study: InterruptedStudy) -> None:
     study = InterruptedStudy(tmp_path, STEPS, ["--max-concurrent=1"])
     driver = study.start()

@@ -19,7 +19,6 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 DRIVER_KILLS = (
     Kill("driver", "KILL", "before-study.json"),
     Kill("driver", "KILL", "ray-starting"),
-    Kill("raylet", "KILL", "ray-starting"),
     Kill("gcs_server", "KILL", "ray-starting"),
     Kill("driver", "KILL", "between-steps"),
     Kill("everything", "KILL", "checkpoint"),
@@ -32,7 +31,6 @@ WORKER_KILLS = (
     Kill("worker", "KILL", "checkpoint"),
     Kill("worker", "TERM", "between-steps"),
     Kill("worker", "STOP-CONT", "between-steps"),
-    Kill("worker", "SEGV", "checkpoint"),
     Kill("worker", "KILL", "between-steps"),
 )
 
