@@ -333,7 +333,8 @@ def _make_evaluation_frame(names: Row, line: Row) -> pd.DataFrame:
         raise ValueError(
             f"levels.jsonl of {names['run_id']}, step {line['step']} {line['split']} {line['mode']}: "
             f"{len(line['levels'])} levels, {len(line['clusters'])} clusters and {len(success)} outcomes, but each "
-            "episode needs one of each. Whoever wrote this line with a right checksum was not this version."
+            "episode needs one of each. The line has a right checksum, so another program wrote it: delete the folder "
+            "of this run, and resume the study."
         )
     shared_columns = {**names, "step": line["step"], "split": line["split"], "mode": line["mode"]}
     return pd.DataFrame({**shared_columns, "level": line["levels"], "cluster": line["clusters"], "success": success})

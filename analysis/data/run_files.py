@@ -6,7 +6,6 @@ is; of a run.json or status.json that is damaged, a warning says so, and the row
 """
 
 import json
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -20,7 +19,7 @@ from analysis.data.frames import SCHEMAS
 from trainable.files.json_lines import Lines
 from trainable.files.json_values import DamagedFileError, DamageWarning, read_object
 from trainable.files.paths import UnsafePathError
-from trainable.files.schema import MAX_NAME_BYTES, MAX_RUNS, RUN_ID_PATTERN
+from trainable.files.schema import MAX_RUNS, is_run_id
 from trainable.runs.records import GRADIENT_COLUMNS, STATUSES
 from trainable.runs.run_ends import OPEN_STATUSES
 
@@ -127,8 +126,7 @@ def _is_run_entry(entry: object) -> bool:
     return (
         isinstance(entry, dict)
         and _is_text(entry.get("run_id"))
-        and re.fullmatch(RUN_ID_PATTERN, entry["run_id"]) is not None
-        and len(entry["run_id"].encode()) <= MAX_NAME_BYTES
+        and is_run_id(entry["run_id"])
         and all(_is_valid_value(name, value) for name, value in entry.items())
     )
 

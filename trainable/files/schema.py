@@ -1,5 +1,6 @@
 """The schema number of the files of a study, by which a version recognizes files that it cannot read."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,11 +12,17 @@ SCHEMA = 2
 MAX_RUNS = 10_000
 """Runs that a study may have. More would exceed what Ray Tune schedules, and what can be read at once."""
 
-MAX_NAME_BYTES = 255
-"""Bytes that the name of a file or folder may have."""
+_RUN_ID = re.compile(r"[^/.\x00-\x1f][^/\x00-\x1f]*")
+_MAX_NAME_BYTES = 255
+"""Bytes that the name of a folder may have."""
 
-RUN_ID_PATTERN = r"^[^/.\x00-\x1f][^/\x00-\x1f]*$"
-"""A run_id names a folder: no slash and no leading dot, so that it cannot name one outside the study's folder."""
+
+def is_run_id(text: str) -> bool:
+    """Whether `text` can be a run_id, which names a folder.
+
+    It has no slash and no leading dot, so that it cannot name a folder outside the study's.
+    """
+    return _RUN_ID.fullmatch(text) is not None and len(text.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES
 
 
 def find_schema_problem(folder: object, study: Mapping[str, object]) -> str:

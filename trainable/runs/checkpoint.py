@@ -27,6 +27,7 @@ _PARTIAL_CHECKPOINT = re.compile(r"\.step_\d+\.(?:writing|old|fetching)")
 """Folders of a dead process: being written, replaced by a newer one, or (with --storage) being downloaded."""
 
 _MAX_VALUES_BYTES = 2**30
+"""Size of the largest VALUES_FILE that is read."""
 
 
 class CheckpointError(RuntimeError):

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from search_spaces import STUDIES
 from search_spaces.declaration.study import Study
@@ -20,7 +20,7 @@ from trainable.config.run_config import ConfigError, apply_overrides, format_val
 from trainable.config.setting_types import format_value
 from trainable.files.json_values import DamagedFileError, find_object, read_object
 from trainable.files.paths import UnsafePathError
-from trainable.files.schema import MAX_RUNS, RUN_ID_PATTERN, find_file_schema_problem, find_schema_problem
+from trainable.files.schema import MAX_RUNS, find_file_schema_problem, find_schema_problem, is_run_id
 from trainable.runs.failures import StorageError
 from trainable.runs.stop_rules import RULES
 from trainable.storage.uris import check_uri, is_same_folder
@@ -36,8 +36,15 @@ from tune_study.plan.study_plan import (
 
 Text = Annotated[str, Field(max_length=100_000)]
 """A text of study.json. The limit is far above any that a study writes; the folder may come from somebody else."""
-RunId = Annotated[str, Field(max_length=255, pattern=RUN_ID_PATTERN)]
-"""A run_id. Names of folders have at most 255 bytes."""
+
+
+def _check_run_id(text: str) -> str:
+    if not is_run_id(text):
+        raise ValueError("it is no name of a folder")
+    return text
+
+
+RunId = Annotated[str, AfterValidator(_check_run_id)]
 
 NO_OVERRIDES: Mapping[str, object] = MappingProxyType({})
 
