@@ -1,6 +1,7 @@
 """Print studies, plans, settings and statuses: as tables on a terminal, as plain lines elsewhere."""
 
 import os
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from search_spaces.declaration.study import Study
 from search_spaces.language_model.family import PPO
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import is_common
+from trainable.files.json_values import DamagedFileError, DamageWarning, read_object
+from trainable.files.paths import UnsafePathError
 from trainable.runs.run_ends import ENDED_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.storage.uris import is_uri
@@ -150,6 +153,16 @@ def _format_seeds(plan: StudyPlan) -> str:
     return ",".join(str(seed) for seed in plan.seeds)
 
 
+def _warn_of_damage(path: Path) -> None:
+    """Warn if a status.json cannot be read. The rows of its run are then read instead."""
+    try:
+        read_object(path)
+    except FileNotFoundError:
+        pass  # the run has not started
+    except (DamagedFileError, UnsafePathError) as error:
+        warnings.warn(f"{error}.", DamageWarning, stacklevel=2)
+
+
 def print_status(console: Console, folder: Path, location: str, study: dict[str, Any], is_running: bool) -> None:
     """Print whether a study is running, finished or unfinished, and every run with its status.
 
@@ -163,6 +176,7 @@ def print_status(console: Console, folder: Path, location: str, study: dict[str,
     for entry in study["runs"]:
         run_dir = folder / "runs" / entry["run_id"]
         total_steps = study["settings"]["trainer"]["total_training_steps"]
+        _warn_of_damage(run_dir / "status.json")
         status = resolve_status(run_dir, entry["run_id"], total_steps, is_live=is_running)
         counts[status.display_text] += 1
         step_rows = read_rows(run_dir / METRICS_FILE, first_step=0)

@@ -57,6 +57,14 @@ def _split_study_uri(uri: str) -> tuple[str, str]:
     return root, name
 
 
+def _check_local_path(text: str) -> Path:
+    """The local folder that RUN names. Raise PlanError, without its text, if RUN may be a misspelled URI with a key."""
+    folder = Path(text)
+    if not folder.is_dir():
+        _check_uri(text)
+    return folder
+
+
 def merge_with_existing(plan: StudyPlan, extend: bool, is_real: bool) -> StudyPlan:
     """Merge `plan` with the study in its local folder, or with the one in its storage if that is newer.
 
@@ -99,7 +107,7 @@ def plan_resume(text: str, overrides: Mapping[str, object] = NO_OVERRIDES, *, is
     """
     if is_uri(text):
         return _plan_resume_from_uri(text, overrides)
-    plan = plan_from_folder(Path(text), overrides)
+    plan = plan_from_folder(_check_local_path(text), overrides)
     if plan.storage is None or not is_real:
         check_unchanged(plan)
         return plan
@@ -169,7 +177,7 @@ def open_for_reading(text: str) -> Iterator[tuple[Path, bool]]:
         with _fetch_copy(text) as (folder, is_running):
             yield folder, is_running
         return
-    local_folder = Path(text)
+    local_folder = _check_local_path(text)
     uri = plan_from_folder(local_folder).study_uri if read_study(local_folder).get("storage") else None
     with ExitStack() as stack:
         folder, is_running = local_folder, outputs.is_running(local_folder)
@@ -209,9 +217,10 @@ def fetch_for_writing(text: str) -> Path:
     symbolic link.
     """
     if not is_uri(text):
-        folder = Path(text)
+        folder = _check_local_path(text)
+        study = read_study(folder)  # before the links, so that a folder of something else is named as such
         outputs.check_folder_links(folder)
-        if read_study(folder).get("storage"):
+        if study.get("storage"):
             plan = plan_from_folder(folder)
             try:
                 _fetch_results(plan.study_uri or "", folder)

@@ -17,6 +17,7 @@ from tests.fakes.lines import append_record
 from tests.fakes.trainer import make_study
 from trainable.config.run_config import RunConfig, list_field_names
 from trainable.files.json_lines import write_lines
+from trainable.files.json_values import DamageWarning
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from tune_study.commands.cli import app
 from tune_study.folder.outputs import lock_folder, write_study
@@ -121,6 +122,9 @@ REFUSED_LINES = [
     ("resume results/nothing", "contains no study (no study.json)"),
     ("status results/nothing", "contains no study (no study.json)"),
     ("report results/nothing", "contains no study (no study.json)"),
+    ("status s3:KEY:SECRET@bucket/kl", "What was typed is neither a URI such as s3://name/folder nor clearly a path"),
+    ("report s3:KEY:SECRET@bucket/kl", "What was typed is neither a URI such as s3://name/folder nor clearly a path"),
+    ("resume s3:KEY:SECRET@bucket/kl", "What was typed is neither a URI such as s3://name/folder nor clearly a path"),
 ]
 
 
@@ -129,6 +133,7 @@ def test_bad_input_gets_one_paragraph_and_writes_nothing(work_dir: Path, line: s
     answer = type_in(line)
     assert answer.code == 2
     assert message in answer.err
+    assert "SECRET" not in answer.err
     assert answer.err.count("\n") == 1
     assert answer.out == ""
     assert list(work_dir.iterdir()) == []
@@ -485,6 +490,23 @@ def test_status_says_how_far_each_run_is(work_dir: Path) -> None:
         append_record(plan.get_run_dir(spec.run_id) / "metrics.jsonl", {"step": 3})
         write_status(plan.get_run_dir(spec.run_id), RunStatus(spec.run_id, "completed"))
     assert type_in(f"status {plan.folder}").out.startswith("kl (laptop): finished; runs: 2 completed\n")
+
+
+def test_status_names_a_damaged_status_and_goes_on(work_dir: Path) -> None:
+    plan = write_started_study(work_dir)
+    run_dir = plan.get_run_dir(plan.runs[0].run_id)
+    write_lines(run_dir / "metrics.jsonl", [{"step": 1}])
+    (run_dir / "status.json").write_text('{"status": "completed"}')
+    with pytest.warns(DamageWarning, match=r"status\.json is damaged: it does not match its checksum\.$"):
+        answer = type_in(f"status {plan.folder}")
+    assert answer.out.startswith("kl (laptop): unfinished; runs: 1 interrupted, 1 never_ran\n")
+
+
+def test_a_folder_of_something_else_is_named_as_such(work_dir: Path) -> None:
+    (work_dir / "link").symlink_to(work_dir)
+    answer = type_in(f"report {work_dir}")
+    assert answer.code == 2
+    assert f"{work_dir} contains no study (no study.json)" in " ".join(answer.err.split())
 
 
 def test_the_command_line_starts_without_torch_and_ray() -> None:
