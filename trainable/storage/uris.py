@@ -54,8 +54,8 @@ def check_uri(uri: str) -> None:
     if not is_uri(uri) and _AMBIGUOUS_PATH.match(uri):
         raise StorageError(
             "What was typed is neither a URI such as s3://name/folder nor clearly a path, because it contains a colon "
-            "or an @ before its first slash. A path with such a beginning is typed with ./ before it. Leave credentials "
-            "out, and provide them in the environment or through the machine's role."
+            "or an @ before its first slash. A path with such a beginning is typed with ./ before it. Leave "
+            "credentials out, and provide them in the environment or through the machine's role."
         )
     if is_uri(uri) and (component := _find_unknown_component(uri)):
         raise StorageError(
