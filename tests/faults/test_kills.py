@@ -16,11 +16,13 @@ from tests.faults.kills import STEPS, InterruptedStudy, Tally, compare, read_sta
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
-DRIVER_KILLS = (
+START_KILLS = (
     Kill("driver", "KILL", "before-study.json"),
     Kill("driver", "KILL", "ray-starting"),
     Kill("gcs_server", "KILL", "ray-starting"),
     Kill("driver", "KILL", "between-steps"),
+)
+TRAINING_KILLS = (
     Kill("everything", "KILL", "checkpoint"),
     Kill("everything", "TERM", "between-steps"),
     Kill("driver", "KILL", "resuming"),
@@ -41,18 +43,22 @@ def find_cells(kills: Sequence[Kill]) -> list[Cell]:
     return [cells[kill.name] for kill in kills]
 
 
+@pytest.mark.parametrize("kills", [START_KILLS, TRAINING_KILLS], ids=["start", "training"])
 def test_a_killed_driver_loses_nothing(
-    tmp_path: Path, uninterrupted_study: InterruptedStudy, expect_agents_to_end: StudyRegistration
+    tmp_path: Path,
+    uninterrupted_study: InterruptedStudy,
+    expect_agents_to_end: StudyRegistration,
+    kills: Sequence[Kill],
 ) -> None:
     killed = KilledStudy(InterruptedStudy(tmp_path, STEPS), random.Random(20))
     expect_agents_to_end(killed.study)
-    outcomes = signal_study(killed, find_cells(DRIVER_KILLS))
+    outcomes = signal_study(killed, find_cells(kills))
     assert [outcome.failure for outcome in outcomes if outcome.failure] == []
     status_output = read_status_output(killed.study.folder)
     assert "kl (laptop): unfinished" in status_output
     assert " interrupted " in status_output
     assert finish(killed, uninterrupted_study) == ""
-    assert killed.tally.kills.total() >= len(DRIVER_KILLS) - 1
+    assert killed.tally.kills.total() >= len(kills) - 1
 
 
 def test_a_killed_trial_goes_on_and_disturbs_no_other(tmp_path: Path, uninterrupted_study: InterruptedStudy) -> None:
