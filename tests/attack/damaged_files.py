@@ -29,6 +29,7 @@ from tests.attack.sample_study import (
     run_command,
 )
 from trainable.config.run_config import ConfigError
+from trainable.files.json_values import DamageWarning
 from trainable.files.paths import UnsafePathError
 from tune_study.plan.study_plan import PlanError
 
@@ -346,7 +347,9 @@ def check_resume(study: DamagedStudy) -> str:
     if answer.code == 2:
         return ""
     try:
-        statuses, problem = resume_without_ray(study.folder)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            statuses, problem = resume_without_ray(study.folder)
     except (PlanError, ConfigError, UnsafePathError) as error:
         return "" if _names_a_file(str(error), study) else f"{type(error).__name__} names no file: {str(error)[:300]}"
     failed_runs = [status for status in statuses.values() if status.status == "failed"]
@@ -359,7 +362,9 @@ def check_resume(study: DamagedStudy) -> str:
     frames, messages = load_frames(study.folder)
     if set(frames.trials["status"]) != {"completed"}:
         return f"after the end, statuses are {list(frames.trials['status'])}: {list(frames.trials['reason'])}"
-    # Whatever a run writes is written again. What a probe measured is not, and has to be named.
+    # Whatever a run writes is written again. What a probe measured is not, and has to be named: by the command, which
+    # then writes tables of what is left, or when they are read.
+    messages += [str(warning.message) for warning in caught if issubclass(warning.category, DamageWarning)]
     return check_frames(frames, study.sample.completed_frames, messages, must_be_equal=not messages)
 
 
