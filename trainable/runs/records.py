@@ -102,7 +102,12 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "trained tokens with a negative advantage that the dual clip clips",
         "actor/pg_clipfrac_lower",
     ),
-    Column("ppo_kl", "nats", "token mean of log pi_old - log pi", "actor/ppo_kl"),
+    Column(
+        "ppo_kl",
+        "nats",
+        "token mean of log pi_old - log pi, where the difference of each token is clamped to [-20, 20]",
+        "actor/ppo_kl",
+    ),
     Column(
         "tpo_target_entropy",
         "nats",
