@@ -161,7 +161,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, kind: str, limit: float = K3_LIMIT) -> Tensor:
-    """Estimate of KL(π‖π_ref) from sampled tokens, of each token, in nats.
+    """Estimate of KL(π‖π_ref) from tokens sampled from π, of each token, in nats.
 
         d = logπ − logπ_ref
         kl, k1 = d        abs = |d|        mse, k2 = d²/2        low_var_kl, k3 = exp(−d) + d − 1
