@@ -125,7 +125,12 @@ def compute_actor_step(
         loss.backward()
         for name, mean in means.items():
             sums[name] += float(mean.detach())
-        for name, x in (("pg_clipfrac", is_clipped), ("pg_clipfrac_lower", is_dual_clipped), ("ppo_kl", old - logprob)):
+        minus_log_ratio = -torch.clamp(logprob - old, min=-20, max=20)
+        for name, x in (
+            ("pg_clipfrac", is_clipped),
+            ("pg_clipfrac_lower", is_dual_clipped),
+            ("ppo_kl", minus_log_ratio),
+        ):
             counts[name] += float(x[mask].detach().sum())
     tokens_trained = int(batch.mask[rows].sum())
     return _collect_step(twin, sums | {name: count / tokens_trained for name, count in counts.items()})

@@ -13,9 +13,30 @@ from torch import Tensor
 
 # Both limits are in nats and from the published code (verl 0.6.1).
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to ± this before exp, so that a ratio cannot overflow."""
+"""Log-ratios are clamped to ± this, so that a ratio cannot overflow and a single token cannot dominate their mean."""
 K3_LIMIT = 10.0
 """The value of k3 is clamped to ± this, since it is exponential in the log-ratio."""
+
+
+def compute_log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """Log-ratio of the policy to the policy that started the update, of each token, in nats, within ±20.
+
+        x = clamp(logπ − logπ_old, ±20)
+
+    The ratio of `ppo_clip_loss` is exp(x), and the column `ppo_kl` is the token mean of −x.
+
+    Args:
+        logprobs: log π of the sampled tokens, nats; the gradient flows through it.
+        old_logprobs: log π of the policy that started the update.
+
+    Example:
+        >>> compute_log_ratio(torch.tensor([-1.0, -51.0, -1.0]), torch.tensor([-1.5, -1.0, -51.0])).tolist()
+        [0.5, -20.0, 20.0]
+
+    Source: published code (verl 0.6.1 `compute_policy_loss`).
+    Degenerate: beyond ±20 the gradient is 0; NaN stays NaN.
+    """
+    return (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 class PolicyLoss(NamedTuple):
@@ -65,7 +86,7 @@ def ppo_clip_loss(
             f"clip ratios are low {clip_low}, high {clip_high}, c {clip_c}; "
             "low must be in [0, 1), high at least 0 and c above 1, such as 0.2, 0.28 and 3.0."
         )
-    ratio = (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    ratio = compute_log_ratio(logprobs, old_logprobs).exp()
     unclipped_loss = -advantages * ratio
     clipped_loss = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     pessimistic_loss = torch.maximum(unclipped_loss, clipped_loss)
@@ -140,7 +161,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, kind: str, limit: float = K3_LIMIT) -> Tensor:
-    """Estimate of KL(π‖π_ref) from sampled tokens, of each token, in nats.
+    """Estimate of KL(π‖π_ref) from tokens sampled from π, of each token, in nats.
 
         d = logπ − logπ_ref
         kl, k1 = d        abs = |d|        mse, k2 = d²/2        low_var_kl, k3 = exp(−d) + d − 1

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trainable.algo.batching import split_by_tokens
-from trainable.algo.losses import estimate_kl, ppo_clip_loss, value_clip_loss
+from trainable.algo.losses import compute_log_ratio, estimate_kl, ppo_clip_loss, value_clip_loss
 from trainable.algo.reductions import compute_loss_weights
 from trainable.algo.target_policy import target_policy_loss
 from trainable.algo.vocabulary import TokenStatistics, compute_token_statistics, logprobs_from_hidden
@@ -355,8 +355,9 @@ class ActorUpdate:
     def _compute_task_loss(self, inputs: PassInputs, logprobs: Tensor, meter: Meter) -> Tensor:
         """Policy loss of one pass; logprobs: (N,) of its trained tokens under the current policy."""
         settings, old_logprobs = self.settings, inputs.select_trained(inputs.batch.logprobs)
+        ppo_kl_sum = -compute_log_ratio(logprobs.detach(), old_logprobs).sum()
         if settings.loss.needs_pass_before_step:  # tpo: the weights of sequences were computed before this step
-            meter.add(len(old_logprobs), loss_terms={}, token_sums={"ppo_kl": (old_logprobs - logprobs.detach()).sum()})
+            meter.add(len(old_logprobs), loss_terms={}, token_sums={"ppo_kl": ppo_kl_sum})
             assert inputs.targets.sequence_weights is not None
             # Not multiplied by `inputs.weights`, because the sequence weights include the mean over groups. This sum
             # has the gradient of the loss, but not its value, which `make_tpo_targets` has already recorded.
@@ -381,7 +382,7 @@ class ActorUpdate:
         token_sums = {
             "pg_clipfrac": policy_loss.clipped.sum(),
             "pg_clipfrac_lower": policy_loss.clipped_lower.sum(),
-            "ppo_kl": (old_logprobs - logprobs.detach()).sum(),
+            "ppo_kl": ppo_kl_sum,
         }
         meter.add(len(old_logprobs), {"pg_loss": pg_loss.detach()}, token_sums)
         return pg_loss

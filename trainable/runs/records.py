@@ -102,7 +102,12 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "trained tokens with a negative advantage that the dual clip clips",
         "actor/pg_clipfrac_lower",
     ),
-    Column("ppo_kl", "nats", "token mean of log pi_old - log pi", "actor/ppo_kl"),
+    Column(
+        "ppo_kl",
+        "nats",
+        "token mean of log pi_old - log pi, where the difference of each token is clamped to [-20, 20]",
+        "actor/ppo_kl",
+    ),
     Column(
         "tpo_target_entropy",
         "nats",
@@ -116,13 +121,15 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     Column(
         "entropy_loss",
         "nats",
-        "token mean of the entropy during the update, without its coefficient",
+        "entropy during the update, aggregated as loss_agg_mode says and averaged over mini-batches, without its "
+        "coefficient",
         "actor/entropy_loss",
     ),
     Column(
         "kl_loss",
         "nats",
-        "token mean of the KL estimator in the loss, without its coefficient; missing if the KL loss is off",
+        "KL estimator in the loss, aggregated as entropy_loss is, without its coefficient; missing if the KL loss is "
+        "off",
         "actor/kl_loss",
     ),
     Column(
@@ -131,7 +138,12 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "estimate of KL(pi || ref) before the update: token mean over trained tokens of k3 = exp(-d) + d - 1 with d = "
         "log pi - log ref; missing if there is no reference pass",
     ),
-    Column("actor_grad_norm", "1", "total gradient norm before clipping, mean over optimizer steps", "actor/grad_norm"),
+    Column(
+        "actor_grad_norm",
+        "1",
+        "total gradient norm before clipping, mean over the optimizer steps that were not skipped",
+        "actor/grad_norm",
+    ),
     Column("vf_loss", "reward^2", "value loss, mean over micro-batches", "critic/vf_loss"),
     Column("vf_clipfrac", "fraction", "values that the value clip clips", "critic/vf_clipfrac"),
     Column("critic_grad_norm", "1", "as actor_grad_norm, for the critic", "critic/grad_norm"),

@@ -51,6 +51,18 @@ def test_value_and_gradient_of_each_estimator(estimator: str) -> None:
     )
 
 
+def test_k3_over_samples_of_the_reference_is_the_divergence_only_to_second_order() -> None:
+    """Expectation over q of k3: E_q[q/p] − 1 − KL(q‖p)."""
+    for scale, is_close in ((1.0, False), (1e-3, True)):
+        logprobs = (REF_LOGITS + scale * (LOGITS - REF_LOGITS)).log_softmax(dim=0)
+        ref_logprobs = REF_LOGITS.log_softmax(dim=0)
+        p, q = logprobs.exp().tolist(), ref_logprobs.exp().tolist()
+        expectation = (ref_logprobs.exp() * estimate_kl(logprobs, ref_logprobs, "k3", limit=math.inf)).sum().item()
+        literal = sum(b * b / a for a, b in zip(p, q, strict=True)) - 1 - oracle.kl(q, p)
+        assert expectation == pytest.approx(literal, rel=1e-6)
+        assert (expectation == pytest.approx(oracle.kl(p, q), rel=0.01)) == is_close
+
+
 def test_only_k3_has_a_limit_and_its_gradient_ends_there() -> None:
     d = torch.tensor([-3.0, -1.0, 0.5], dtype=torch.float64, requires_grad=True)
     unlimited_values = estimate_kl(d, torch.zeros(3), "k3", limit=math.inf)

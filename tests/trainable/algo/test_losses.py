@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.oracles import algo as oracle
 from tests.strategies.algo import examples
 from trainable.algo.losses import (
+    compute_log_ratio,
     entropy_from_logits,
     estimate_kl,
     full_kl,
@@ -72,7 +73,20 @@ def test_at_ratio_one_the_gradient_is_that_of_reinforce() -> None:
     torch.testing.assert_close(gradient, -advantages)
 
 
-def test_a_log_ratio_is_clamped_at_20_nats() -> None:
+def test_a_log_ratio_is_clamped_at_20_nats_with_its_sign() -> None:
+    old_logprobs = torch.tensor([-51.0, -1.0, -1.5, -2.0, -21.0])
+    log_ratios = compute_log_ratio(torch.tensor([-1.0, -51.0, -1.0, -2.0, -1.0]), old_logprobs)
+    assert log_ratios.tolist() == [20.0, -20.0, 0.5, 0.0, 20.0]
+    assert compute_log_ratio(torch.tensor([math.nan]), torch.zeros(1)).isnan().all()
+
+
+def test_a_log_ratio_has_the_gradient_of_log_pi_within_its_limits() -> None:
+    logprobs = torch.tensor([-1.0, -51.0, -1.0, -2.0], requires_grad=True)
+    log_ratios = compute_log_ratio(logprobs, torch.tensor([-51.0, -1.0, -1.5, -2.0]))
+    assert compute_gradient(log_ratios.sum(), logprobs).tolist() == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_the_policy_loss_of_far_log_probs_has_a_ratio_of_at_most_exp_20() -> None:
     loss = compute_policy_loss(torch.tensor([0.0, -500.0]), torch.tensor([-500.0, 0.0]), torch.tensor([-1.0, 1.0]))
     torch.testing.assert_close(loss, torch.tensor([3.0, -math.exp(-20)]))
     clamped = ppo_clip_loss(torch.tensor([0.0]), torch.tensor([-500.0]), torch.tensor([1.0]), 0.2, 0.28, 3.0)

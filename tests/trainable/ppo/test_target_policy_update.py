@@ -74,13 +74,13 @@ def make_update_targets() -> Targets:
 
 
 def run_update(
-    model: Qwen2, world: World = SINGLE_PROCESS, order: Tensor = ORDER, **settings: Any
+    model: Qwen2, world: World = SINGLE_PROCESS, order: Tensor = ORDER, batch: Batch = BATCH, **settings: Any
 ) -> tuple[list[Tensor], Meter]:
     actor = ActorConfig(**{**CUT, **settings})
     recorder = Recorder(model.parameters())
     backend = TorchBackend("actor_optimizer", {"actor": model}, recorder, actor.grad_clip)
     backend.world = world
-    meter = ActorUpdate(model, backend, actor, TEMPERATURE).run(BATCH, make_update_targets(), order)
+    meter = ActorUpdate(model, backend, actor, TEMPERATURE).run(batch, make_update_targets(), order)
     return recorder.steps, meter
 
 
@@ -142,6 +142,16 @@ def test_kl_and_entropy_are_added_as_to_any_policy_loss() -> None:
         meter.compute_means()
     )
     assert "pg_clipfrac" not in meter.compute_means()
+
+
+@pytest.mark.parametrize("nats", [-50.0, 50.0])
+def test_ppo_kl_counts_50_nats_as_20_and_the_gradient_does_not_depend_on_it(nats: float) -> None:
+    # All episodes have equally many trained tokens, so the shift moves all sums alike, and no target.
+    shifted_batch = BATCH._replace(logprobs=(BATCH.logprobs + nats) * BATCH.mask)
+    shifted_gradients, meter = run_update(MODEL, batch=shifted_batch)
+    assert meter.compute_means()["ppo_kl"] == pytest.approx(20.0 if nats > 0 else -20.0)
+    for shifted_gradient, gradient in zip(shifted_gradients, run_update(MODEL)[0], strict=True):
+        torch.testing.assert_close(shifted_gradient, gradient, rtol=1e-3, atol=1e-4)
 
 
 class Threads:

@@ -100,12 +100,12 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
         torch.testing.assert_close(actual[name], gradient, rtol=1e-3, atol=1e-5 * max(1.0, size), msg=name)
 
 
-def compare(settings: ActorConfig) -> None:
+def compare(settings: ActorConfig, batch: Batch = BATCH) -> None:
     """Compare the gradients of both mini-batches (8 and 4 sequences), and every mean that the meter reports."""
-    recorder, meter = run_update(settings)
+    recorder, meter = run_update(settings, batch)
     twin, reference = make_hub_twin(MODEL), make_hub_twin(REFERENCE)
     expected = [
-        oracle.compute_actor_step(twin, reference, BATCH, TARGETS, rows, settings, TEMPERATURE)
+        oracle.compute_actor_step(twin, reference, batch, TARGETS, rows, settings, TEMPERATURE)
         for rows in ORDER.split(8)
     ]
     for actual, step in zip(name_gradients(recorder, MODEL), expected, strict=True):
@@ -113,7 +113,7 @@ def compare(settings: ActorConfig) -> None:
     means = meter.compute_means()
     for name in ("pg_loss", "entropy_loss", *(["kl_loss"] if settings.use_kl_loss else [])):
         assert means[name] == pytest.approx(sum(step.losses[name] for step in expected) / 2, rel=1e-4, abs=1e-6), name
-    tokens = [int(BATCH.mask[rows].sum()) for rows in ORDER.split(8)]
+    tokens = [int(batch.mask[rows].sum()) for rows in ORDER.split(8)]
     for name in ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl"):
         total = sum(step.losses[name] * count for step, count in zip(expected, tokens, strict=True))
         assert means[name] == pytest.approx(total / sum(tokens), rel=1e-4, abs=1e-6), name
@@ -206,6 +206,24 @@ def test_while_the_policy_is_the_one_that_sampled_nothing_is_clipped() -> None:
     means = meter.compute_means()
     assert means["pg_clipfrac"] == means["pg_clipfrac_lower"] == 0
     assert abs(means["ppo_kl"]) < 1e-6
+
+
+def shift_old_logprobs(batch: Batch, nats: float, every: int = 1) -> Batch:
+    """Add `nats` to the old log-probs of every `every`-th position."""
+    shifts = torch.zeros_like(batch.logprobs)
+    shifts[:, ::every] = nats
+    return batch._replace(logprobs=(batch.logprobs + shifts) * batch.mask)
+
+
+@pytest.mark.parametrize("nats", [-50.0, -3.0, 3.0, 50.0])
+def test_ppo_kl_has_the_sign_of_the_old_log_prob_and_counts_50_nats_as_20(nats: float) -> None:
+    _, meter = run_update(ActorConfig(**CUT), shift_old_logprobs(make_on_policy_batch(), nats))
+    assert meter.compute_means()["ppo_kl"] == pytest.approx(max(-20.0, min(20.0, nats)), abs=1e-5)
+
+
+@pytest.mark.parametrize("nats", [-50.0, 50.0])
+def test_the_update_of_far_old_log_probs_is_the_published_one(nats: float) -> None:
+    compare(ActorConfig(**CUT), shift_old_logprobs(BATCH, nats, every=5))
 
 
 def test_at_ratio_one_the_loss_is_minus_the_advantages_and_moves_towards_them() -> None:

@@ -55,7 +55,12 @@ RULE_COLUMNS: tuple[Column, ...] = (
     Column("first_error_frac", "fraction", "SCOPELite: positions from the first wrong token onwards"),
     Column("correction_loss", "nats", "SCOPELite: mean cross-entropy of the labels at these positions"),
     Column("adv_abs_mean", "1", "GRPO, DrGRPO, DAPO, GRPOToken: mean absolute advantage"),
-    Column("reverse_kl_mean", "nats", "GRPO, DrGRPO, GRPOToken: mean of 1/ratio + log ratio - 1"),
+    Column(
+        "reverse_kl_mean",
+        "nats",
+        "GRPO, DrGRPO, GRPOToken: mean of 1/ratio + log ratio - 1 over samples of the sampling policy mu; its "
+        "expectation, E_mu[mu / pi] - 1 - KL(mu || pi), equals KL(pi || mu) only to second order in the log-ratio",
+    ),
     Column("tpo_target_entropy", "nats", "TPO, TPOFullAction, TPOToken: mean entropy of the target"),
     Column("tpo_target_top_prob", "1", "TPO: mean largest probability of the target"),
     Column("tpo_skill_abs_mean", "1", "GroupPG: mean absolute value of the standardized rewards"),
@@ -111,8 +116,13 @@ DIAGNOSTIC_COLUMNS: tuple[Column, ...] = (
         "nats",
         "as entropy_drop_pos_adv, in the highest third of advantage x surprisal",
     ),
-    Column("cos_method_ce", "1", "cosine between the gradients of the rule and of the oracle's cross-entropy"),
-    Column("grad_norm", "1", "norm of the rule's gradient on the same batch, before clipping"),
+    Column(
+        "cos_method_ce",
+        "1",
+        "cosine between the gradients of the rule and of the oracle's cross-entropy on the batch of the step, at the "
+        "weights after the step's updates",
+    ),
+    Column("grad_norm", "1", "norm of that gradient of the rule, before clipping"),
     Column(
         "oracle_fit_delight_correlation",
         "1",

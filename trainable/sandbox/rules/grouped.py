@@ -63,7 +63,8 @@ def clipped_surrogate(
         keep_mask: [E, B].
         clip_range: (low, high).
         beta: coefficient of kl(x), which is k3 of `estimate_kl` without its limit. None: no KL term and no metric of
-            it.
+            it. Samples are of μ, so kl(x) has the expectation E_μ[μ/π] − 1 − KL(μ‖π), which equals KL(π‖μ) only to
+            second order in x. Its mean is `reverse_kl_mean`.
 
     Returns:
         The loss of every entry [E, B, ...], and metrics [E] by name.
@@ -88,7 +89,7 @@ def _broadcast_group_advantages(rollouts: Rollouts, divide_by_std: bool, like: T
 def grpo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
     """mean( −min(r G, clip(r, 1 ± clip_low) G) + grpo_beta · kl(x) ),  G = (R − mean) / (std + 1e-8).
 
-        kl(x) = exp(−x) + x − 1, of the current policy from the sampling policy (not from a frozen reference)
+        kl(x) = exp(−x) + x − 1, which draws the current policy to the sampling policy (not to a frozen reference)
 
     mean and std (divisor K) are the group's; a group of equal rewards has G = 0. Without std_normalization,
     G = R − mean.

@@ -125,7 +125,7 @@ class Learner:
         )
 
     def _measure_direction(self, rollouts: Rollouts) -> dict[str, Tensor]:
-        """Cosine between the gradients of rule and oracle, and the norm of the former, at the current weights."""
+        """Cosine between the gradients of rule and oracle, and the norm of the former, after the step's updates."""
         gradient = self.optimizer.compute_gradient(self._compute_loss(rollouts)[1].loss)
         oracle_gradient = self._compute_oracle_gradient(rollouts)
         return {"cos_method_ce": cosine(gradient, oracle_gradient), "grad_norm": gradient.norm(dim=1)}
