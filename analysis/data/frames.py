@@ -1,6 +1,6 @@
 """`StudyFrames`: the results of a study as typed tables, with functions to combine, write and compare them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -119,10 +119,13 @@ class StudyFrames:
         }
         return StudyFrames(**rows, study=study)
 
-    def write_parquet(self, folder: Path | str) -> None:
-        """Write every frame to `folder` as <name>.parquet, each with an atomic rename."""
+    def write_parquet(self, folder: Path | str, damage: Sequence[str] = ()) -> None:
+        """Write every frame to `folder` as <name>.parquet, each with an atomic rename.
+
+        damage: what was wrong with the files that the frames are made from. Whoever loads the tables is told of it.
+        """
         for frame_name in FRAME_NAMES:
-            write_table(getattr(self, frame_name), Path(folder) / f"{frame_name}.parquet")
+            write_table(getattr(self, frame_name), Path(folder) / f"{frame_name}.parquet", damage)
 
 
 def merge_schemas(families: Iterable[TableFamily], frame_name: str) -> Schema:

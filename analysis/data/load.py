@@ -25,7 +25,7 @@ from analysis.data.run_files import (
     select_lines,
     select_valid_values,
 )
-from analysis.data.tables import read_table
+from analysis.data.tables import get_damage, read_table
 from trainable.files.json_lines import Lines, read_lines
 from trainable.files.json_values import DamagedFileError, DamageWarning
 from trainable.files.paths import UnsafePathError, check_path
@@ -368,6 +368,12 @@ def _read_parquet(folder: Path, live: bool) -> StudyFrames:
     # Tables of an older version lack new columns. Rebuild them, if the files of the runs still exist.
     is_outdated = any(not set(schemas[name]) <= set(tables[name]) for name in FRAME_NAMES) and has_runs
     # "running" in a table may be stale as well; `read_study` reads it as "interrupted".
+    damage = get_damage(tables["trials"])
+    if not has_runs:
+        for message in damage:
+            warnings.warn(message, DamageWarning, stacklevel=3)
+    # The files are read again, because they may have been repaired since, and because they tell what is damaged.
+    is_outdated = is_outdated or (bool(damage) and has_runs)
     if is_outdated or (not live and tables["trials"]["status"].isin(OPEN_STATUSES).any()):
         return read_study(folder, live=live)
     frames = {name: cast_frame(tables[name], schemas[name]) for name in FRAME_NAMES}

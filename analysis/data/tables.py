@@ -6,6 +6,7 @@ and be made to exhaust the memory.
 
 import hashlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,14 @@ _CHECKSUM = re.compile(rb'"sha256": "([0-9a-f]{64})"')
 zeros in its place."""
 
 
-def write_table(table: pd.DataFrame, path: Path) -> None:
-    """Write a table of a study atomically."""
+def write_table(table: pd.DataFrame, path: Path, damage: Sequence[str] = ()) -> None:
+    """Write a table of a study atomically.
+
+    damage: what was wrong with the files that the table is made from, in sentences. `get_damage` returns them.
+    """
     marked_table = table.copy(deep=False)
-    marked_table.attrs = {"schema": SCHEMA, "sha256": _NO_CHECKSUM}  # pandas stores attrs in the file
+    # pandas stores attrs in the file. The checksum is the last of them.
+    marked_table.attrs = {"schema": SCHEMA, "damage": list(damage), "sha256": _NO_CHECKSUM}
     content = add_checksum(marked_table.to_parquet(None, index=False))
     with atomic_write(path) as temp_path:
         temp_path.write_bytes(content)
@@ -46,6 +51,12 @@ def add_checksum(content: bytes) -> bytes:
     start, end = matches[-1].span(1)  # the attributes come after all data
     checksum = hashlib.sha256(content[:start] + _NO_CHECKSUM.encode() + content[end:]).hexdigest()
     return content[:start] + checksum.encode() + content[end:]
+
+
+def get_damage(table: pd.DataFrame) -> list[str]:
+    """What was wrong with the files that a table of `read_table` was made from, in sentences."""
+    damage = table.attrs.get("damage")
+    return [text for text in damage if isinstance(text, str)] if isinstance(damage, list) else []
 
 
 def read_table(path: Path) -> pd.DataFrame:

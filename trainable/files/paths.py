@@ -102,10 +102,11 @@ def open_regular(path: Path, mode: str) -> IO[Any]:
     Files that do not exist are created if the mode says so.
     """
 
+    with suppress(FileNotFoundError):
+        # Before the open, which alone may wait for a FIFO's other end or change the state of a device.
+        _check_mode(path, os.lstat(path).st_mode)
+
     def open_checked(name: str, flags: int) -> int:
-        with suppress(FileNotFoundError):
-            # Before the open, which alone may wait for a FIFO's other end or change the state of a device.
-            _check_mode(path, os.lstat(name).st_mode)
         # O_NONBLOCK and O_NOFOLLOW: something else may have taken the place since.
         descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         try:

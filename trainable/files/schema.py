@@ -1,5 +1,6 @@
 """The schema number of the files of a study, by which a version recognizes files that it cannot read."""
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +23,11 @@ def is_run_id(text: str) -> bool:
 
     It has no slash and no leading dot, so that it cannot name a folder outside the study's.
     """
-    return _RUN_ID.fullmatch(text) is not None and len(text.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES
+    try:
+        name = os.fsencode(text)
+    except UnicodeEncodeError:  # half of a surrogate pair, which no file name has
+        return False
+    return _RUN_ID.fullmatch(text) is not None and len(name) <= _MAX_NAME_BYTES
 
 
 def find_schema_problem(folder: object, study: Mapping[str, object]) -> str:

@@ -17,7 +17,7 @@ from trainable.config.setting_types import format_value
 from trainable.diagnostics.gradient_analysis import analyze_gradients
 from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.files.json_lines import read_lines, write_lines
-from trainable.files.paths import atomic_write, check_tree
+from trainable.files.paths import atomic_write, check_path, check_tree
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.checkpoint import CheckpointError, iter_checkpoints, read_checkpoint, read_values
 from trainable.runs.run_files import PROBES_FILE, STATE_FOLDER
@@ -308,7 +308,7 @@ def probe(target: ProbeTarget, settings: ProbeSettings, with_val: bool, console:
     run_config, effective_settings = target.spec.ppo_config, make_probe_settings(target.spec.ppo_config, settings)
     config = apply_overrides(run_config, effective_settings)
     run_dir, log_path = target.plan.get_run_dir(target.spec.run_id), _make_log_path(target, with_val, config)
-    _check_writable(run_dir, log_path)
+    _check_writable(target.plan.output, run_dir, log_path)
     trainer = _restore_trainer(target, effective_settings)
     print_line(
         console, f"{target.spec.run_id} restored from {target.path}, after step {target.step}; nothing is trained"
@@ -372,8 +372,12 @@ def _describe_groups(line: Mapping[str, Any]) -> str:
     return f"the {row['source_env_groups']} groups of {row['source_group_size']} episodes"
 
 
-def _check_writable(run_dir: Path, log_path: Path) -> None:
-    """Raise PlanError unless the probe's rows and log can be written. Called first, since an analysis takes minutes."""
+def _check_writable(output: Path, run_dir: Path, log_path: Path) -> None:
+    """Raise PlanError unless the probe's rows and log can be written. Called first, since an analysis takes minutes.
+
+    output: the study's output folder, below which no component of the log's path may be a link.
+    """
+    check_path(output, log_path)
     try:
         log_path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

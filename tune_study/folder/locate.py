@@ -108,6 +108,7 @@ def plan_resume(text: str, overrides: Mapping[str, object] = NO_OVERRIDES, *, is
     if is_uri(text):
         return _plan_resume_from_uri(text, overrides)
     plan = plan_from_folder(_check_local_path(text), overrides)
+    outputs.check_folder_links(plan.folder)
     if plan.storage is None or not is_real:
         check_unchanged(plan)
         return plan
@@ -179,6 +180,7 @@ def open_for_reading(text: str) -> Iterator[tuple[Path, bool]]:
         return
     local_folder = _check_local_path(text)
     uri = plan_from_folder(local_folder).study_uri if read_study(local_folder).get("storage") else None
+    outputs.check_folder_links(local_folder)
     with ExitStack() as stack:
         folder, is_running = local_folder, outputs.is_running(local_folder)
         if uri is not None:  # the local folder may be older than the storage, which is read instead

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainable.config.command_lines import PROGRAM, format_command
-from trainable.files.json_values import find_object, write_object
+from trainable.files.json_values import DamageWarning, find_object, write_object
 from trainable.files.paths import UnsafePathError, check_tree, open_regular
 from trainable.files.schema import SCHEMA
 from tune_study.folder.statuses import make_timestamp, resolve_status, write_status
@@ -234,10 +235,19 @@ def is_running(folder: Path) -> bool:
 
 
 def write_tables(folder: Path) -> None:
-    """Make the tables of `analysis.data.frames.FRAMES` from the rows, and write them as parquet files."""
+    """Make the tables of `analysis.data.frames.FRAMES` from the rows, and write them as parquet files.
+
+    Warns of files that are damaged; the tables remember the warnings.
+    """
     from analysis.data.load import read_study
 
-    read_study(folder).write_parquet(folder)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        frames = read_study(folder)
+    for warning in caught:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    damage = [str(warning.message) for warning in caught if issubclass(warning.category, DamageWarning)]
+    frames.write_parquet(folder, damage)
 
 
 def write_index(output: Path) -> Path:

@@ -12,8 +12,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from search_spaces import STUDIES
+from search_spaces import FAMILIES, STUDIES
 from search_spaces.declaration.study import Study
+from search_spaces.language_model.family import PPO
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.command_lines import format_command
 from trainable.config.run_config import ConfigError, apply_overrides, format_validation_error
@@ -151,6 +152,11 @@ def read_study(folder: Path) -> dict[str, Any]:
         raise PlanError(
             f"{folder}/study.json is damaged, or from another version: {format_validation_error(error)}"
         ) from None
+    if content.get("family", PPO.name) not in FAMILIES:
+        raise PlanError(
+            f"{folder}/study.json names the family {format_value(content['family'])}, which this version cannot read. "
+            f"It reads {', '.join(FAMILIES)}: install the version that wrote the study."
+        )
     return content
 
 

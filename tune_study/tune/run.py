@@ -1,6 +1,7 @@
 """Execute a study: run its plan as a Tune experiment, and write statuses, tables and the report."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
+from trainable.files.json_values import DamageWarning
 from trainable.runs.orphans import terminate_orphans
 from trainable.runs.run_ends import ENDED_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
@@ -429,7 +431,9 @@ def write_results(folder: Path, console: Console) -> str:
     """
     try:
         outputs.write_tables(folder)
-        report, conclusion = outputs.write_report(folder)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DamageWarning)  # the tables have just warned of it
+            report, conclusion = outputs.write_report(folder)
     except Exception as error:
         return (
             f"The rows are saved in {folder}/runs, but the tables or the report could not be written: "

@@ -28,6 +28,7 @@ from trainable.runs.records import (
     TRIAL_COLUMNS,
     TRIAL_LAST_VALUES,
 )
+from tune_study.folder.outputs import write_tables
 
 SHORT = FakeStudy(total_steps=3, test_freq=2, levels=10)
 STOPPED = FakeRun(
@@ -509,3 +510,23 @@ def test_a_table_of_another_schema_is_made_again(tmp_path: Path, monkeypatch: py
     with pytest.warns(UserWarning, match=f"it has schema {SCHEMA + 1}, and this version reads schema {SCHEMA}"):
         loaded_frames = load(folder)
     assert diff_frames(loaded_frames.steps, frames.steps) == []
+
+
+def test_tables_made_from_damaged_files_say_so(tmp_path: Path) -> None:
+    run = FakeRun("0", steps=3)
+    folder = write_study(tmp_path, [run], SHORT)
+    path = folder / "runs" / run.run_id / "run.json"
+    content = path.read_bytes()
+    path.write_bytes(content[:-20])
+    with pytest.warns(DamageWarning, match=r"run\.json is damaged"):
+        write_tables(folder)
+    with pytest.warns(DamageWarning, match=r"run\.json is damaged"):
+        load(folder)
+    path.write_bytes(content)
+    assert load(folder).trials["arm"].to_list() == ["0"]  # repaired
+    path.write_bytes(content[:-20])
+    with pytest.warns(DamageWarning):
+        write_tables(folder)
+    shutil.rmtree(folder / "runs")
+    with pytest.warns(DamageWarning, match=r"run\.json is damaged"):  # the tables are all that is left
+        load(folder)

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from analysis.data import tables
-from analysis.data.tables import add_checksum, read_table, write_table
+from analysis.data.tables import add_checksum, get_damage, read_table, write_table
 from trainable.files.schema import SCHEMA
 
 
@@ -95,3 +95,11 @@ def test_a_table_without_a_checksum_is_not_read(tmp_path: Path) -> None:
     frame.to_parquet(path, index=False)
     with pytest.raises(ValueError, match="it has no checksum"):
         read_table(path)
+
+
+def test_tables_remember_the_damage_of_their_files(tmp_path: Path) -> None:
+    path = tmp_path / "trials.parquet"
+    write_table(pd.DataFrame({"a": [1]}), path)
+    assert get_damage(read_table(path)) == []
+    write_table(pd.DataFrame({"a": [1]}), path, ["run.json is damaged."])
+    assert get_damage(read_table(path)) == ["run.json is damaged."]

@@ -40,7 +40,7 @@ def test_a_folder_chooses_no_code(started_study: StudyPlan, work_dir: Path, name
         started_study.folder / "study.json",
         started_study.get_run_dir(started_study.runs[0].run_id) / "run.json",
     ):
-        claims = dict.fromkeys(("trainable", "trainer", "family", "module", "class"), name)
+        claims = dict.fromkeys(("trainable", "trainer", "module", "class"), name)
         write_object(path, {**read_object(path), **claims})
     modules_before = set(sys.modules)
     for command in (
@@ -54,6 +54,26 @@ def test_a_folder_chooses_no_code(started_study: StudyPlan, work_dir: Path, name
     assert make_trial_config(plan, plan.runs[:1], is_finished=False)["family"] == "trainable.families:LANGUAGE_MODEL"
     assert not (work_dir / "ran").exists()
     assert not {module for module in set(sys.modules) - modules_before if "evil" in module or "antigravity" in module}
+
+
+@pytest.mark.parametrize("command", ["resume", "status", "report", "probe", "replay-stoppers", "plot-gradients"])
+def test_a_family_that_this_version_does_not_know_is_refused(started_study: StudyPlan, command: str) -> None:
+    path = started_study.folder / "study.json"
+    write_object(path, {**read_object(path), "family": "evil:Evil"})
+    answer = type_in(f"{command} {started_study.folder}")
+    assert answer.code == 2
+    assert "study.json names the family evil:Evil, which this version cannot read" in " ".join(answer.err.split())
+
+
+@pytest.mark.parametrize("command", ["resume --dry-run", "status", "replay-stoppers"])
+@pytest.mark.parametrize("name", ["runs", "runs/{run}"])
+def test_what_reads_a_folder_refuses_links_in_it(started_study: StudyPlan, home: Path, command: str, name: str) -> None:
+    path = started_study.folder / name.format(run=started_study.runs[0].run_id)
+    path.rename(home / "elsewhere")
+    path.symlink_to(home / "elsewhere")
+    answer = type_in(f"{command} {started_study.folder}")
+    assert answer.code == 2, answer.out
+    assert f"{path.name} is a symbolic link" in " ".join(answer.err.split())
 
 
 LINKED_PATHS = [
