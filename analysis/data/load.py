@@ -301,13 +301,15 @@ def _make_trials_frame(trials: list[Row], configs: list[Row], schema: Schema) ->
 def _make_step_rows(study: Study, run: _RunFiles, family: TableFamily) -> list[Row]:
     """The rows of a run. Only the row of the step at which a rule stopped the run has the values of `STOP_COLUMNS`."""
     names = _make_run_columns(study, run)
+    step_names = {column.name for column in family.step_columns}
     stop_columns = {column.name: run.status.get(column.name) for column in STOP_COLUMNS}
     stop_step = stop_columns["stop_step"] if stop_columns["stop_rule"] else None  # None is the step of no row
     return [
         {
             **names,
             "step": row["step"],
-            **{column.name: row.get(column.name) for column in family.step_columns},
+            # Without the columns that a row lacks: a run may have a hundred thousand rows, and few of all columns.
+            **{name: value for name, value in row.items() if name in step_names},
             **(stop_columns if row["step"] == stop_step else {}),
         }
         for row in run.rows

@@ -13,12 +13,13 @@ from tune_study.commands.suites import PreparedStudy, format_position, run_prepa
 from tune_study.folder import outputs
 from tune_study.host.console import print_line
 from tune_study.host.gpus import Gpu, count_cpus
+from tune_study.host.machine_checks import check_socket_path, find_ray_folder
 from tune_study.placement import disk, memory_plan, resources
 from tune_study.placement.disk import DiskBudget
 from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.placement.model_files import check_file, check_model
 from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import StudyPlan, flatten_settings
+from tune_study.plan.study_plan import PlanError, StudyPlan, flatten_settings
 from tune_study.tune import cluster
 from tune_study.tune.cluster import Node
 from tune_study.tune.run import choose_wandb_mode
@@ -193,7 +194,10 @@ def format_space_line(plan: StudyPlan, disk_budget: DiskBudget) -> str:
 
 
 def _check_machine(plan: StudyPlan, requirements: _Requirements) -> None:
-    """Raise PlanError if this machine lacks something that the study needs: files, model, engines, memory or disk."""
+    """Raise PlanError if this machine lacks something that the study needs, such as files, a model, memory or disk."""
+    sockets = check_socket_path(find_ray_folder(os.environ))
+    if sockets.severity == "problem":
+        raise PlanError(f"Ray cannot start here: {sockets.detail}. {sockets.advice}")
     _check_files(plan)
     if plan.model is not None:  # only runs that fine-tune a language model have engines
         check_model(plan.model, os.environ, plan.ppo_config.model.chat_format)

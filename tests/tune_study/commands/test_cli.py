@@ -157,6 +157,17 @@ def test_a_fetched_model_is_a_model(work_dir: Path, monkeypatch: pytest.MonkeyPa
     assert "--output /dev/null is a file" in answer.err
 
 
+def test_a_temporary_folder_whose_path_is_too_long_for_sockets_is_refused(
+    work_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(work_dir / ("t" * 120)))
+    answer = type_in("run kl --preset laptop --steps 1")
+    assert answer.code == 2
+    assert "Ray cannot start here: the path " in answer.err
+    assert "Type `export RAY_TMPDIR=/tmp`" in answer.err
+    assert list(work_dir.iterdir()) == []
+
+
 @pytest.mark.parametrize("output", ["taken", "taken/below"])
 def test_an_output_that_cannot_be_written_is_refused(work_dir: Path, output: str) -> None:
     (work_dir / "taken").write_text("mine")
