@@ -179,20 +179,6 @@ def holm_adjust(p_values: ArrayLike) -> Floats:
     return adjusted
 
 
-def detectable_difference(
-    se: float, df: float, comparisons: int = 1, power: float = 0.8, confidence_level: float = 0.95
-) -> float:
-    """Smallest true difference that a test with this standard error detects with probability `power`.
-
-    (t(1 - alpha/2m) + t(power)) se, with alpha = 1 - confidence_level and m comparisons: the strictest step of Holm's
-    procedure. It depends on the observed noise and not on the observed effect. NaN without a standard error.
-    """
-    if not (se > 0 and df > 0):  # also False for NaN
-        return NAN
-    tail = (1 - confidence_level) / 2 / max(comparisons, 1)
-    return float(stats.t.ppf(1 - tail, df) + stats.t.ppf(power, df)) * se
-
-
 def spearman_trend(
     axis: ArrayLike, outcome: ArrayLike, blocks: ArrayLike, generator: np.random.Generator, num_permutations: int = 9999
 ) -> Trend:

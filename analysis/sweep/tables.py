@@ -23,13 +23,13 @@ from analysis.data.frames import SCHEMAS, StudyFrames, to_records
 from analysis.stats.estimates import (
     Estimate,
     Trend,
-    detectable_difference,
     holm_adjust,
     page_trend_p_value,
     probability_of_improvement,
     spearman_trend,
     wilson_interval,
 )
+from analysis.stats.power import find_detectable_difference
 from analysis.sweep.verdicts import classify_outcome, describe_stops, describe_unfinished, format_verdict
 from trainable.runs.records import STATUSES
 from trainable.runs.run_ends import OPEN_STATUSES
@@ -76,7 +76,7 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
     table["p_holm"] = holm_adjust(table["p"])
     comparisons = int(table["p"].notna().sum())
     table["detectable"] = [
-        detectable_difference(se, df, comparisons) for se, df in zip(table["se"], table["df"], strict=True)
+        find_detectable_difference(se, df, comparisons) for se, df in zip(table["se"], table["df"], strict=True)
     ]
     rows = to_records(table)
     return table.assign(outcome=[classify_outcome(row) for row in rows], verdict=[format_verdict(row) for row in rows])

@@ -161,18 +161,6 @@ def test_holm_hand_values_and_missing() -> None:
     assert adjusted[[0, 2]] == pytest.approx([0.04, 0.02])
 
 
-def test_detectable_difference_is_detected_with_the_requested_power() -> None:
-    size, sd = 12, 0.06
-    smallest = estimates.detectable_difference(sd / math.sqrt(size), size - 1)
-    draws = np.random.default_rng(5).normal(smallest, sd, size=(3000, size))
-    assert np.mean([estimates.mean_over_seeds(row).p < 0.05 for row in draws]) == pytest.approx(0.8, abs=0.03)
-
-
-def test_detectable_difference_grows_with_comparisons_and_needs_noise() -> None:
-    assert estimates.detectable_difference(0.02, 500, 5) > estimates.detectable_difference(0.02, 500)
-    assert math.isnan(estimates.detectable_difference(float("nan"), 5))
-
-
 def test_spearman_trend_enumerates_few_runs() -> None:
     axis, outcome = [0, 0.01, 0.03, 0.1, 0.3], [0.5, 0.6, 0.4, 0.3, 0.2]
     trend = estimates.spearman_trend(axis, outcome, [0] * 5, np.random.default_rng(0))

@@ -11,7 +11,8 @@ from scipy import stats as scipy_stats
 from analysis.data.compare import collect_level_outcomes, describe_basis, find_last_points
 from analysis.data.frames import StudyFrames
 from analysis.data.load import read_study
-from analysis.stats.estimates import Trend, detectable_difference, difference_over_levels, holm_adjust
+from analysis.stats.estimates import Trend, difference_over_levels, holm_adjust
+from analysis.stats.power import find_detectable_difference
 from analysis.sweep import findings, tables, verdicts
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from trainable.files.json_lines import read_lines, write_lines
@@ -88,7 +89,7 @@ def test_p_values_and_power_count_all_compared_arms(summary: pd.DataFrame) -> No
     compared = summary[~summary["is_baseline"]]
     assert compared["p_holm"].to_list() == pytest.approx(holm_adjust(compared["p"]))
     assert (compared["p_holm"] > compared["p"]).sum() >= 3
-    expected = [detectable_difference(row.se, row.df, 5) for row in compared.itertuples()]
+    expected = [find_detectable_difference(row.se, row.df, 5) for row in compared.itertuples()]
     assert compared["detectable"].to_list() == pytest.approx(expected)
 
 

@@ -1,0 +1,146 @@
+"""An anytime-valid t test of paired differences: seeds may be added after each look, for any reason.
+
+A t test is at its error rate only if the number of seeds was fixed in advance. This test keeps its error rate for all
+looks together: under equality, e reaches 1/alpha at any number of seeds with a probability of at most alpha (Ville's
+inequality). So a study may be looked at after every seed, and extended or ended because of what was seen; a rejection
+stays valid if later seeds weaken it. The price is a wider interval: 1.7 times that of the t test at 10 seeds.
+
+Assumptions: differences are independent and normal with one mean and standard deviation, no finished seed is left out,
+and the prior variance and the number of comparisons m are declared before the first look. m counts every arm that is
+ever compared, also one without seeds yet: so an arm without evidence has e = 1 and p = 1, and never NaN.
+"""
+
+import itertools
+import math
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from analysis.stats.estimates import Estimate, holm_adjust
+
+Floats = NDArray[np.float64]
+NAN = float("nan")
+# Differences this close are equal up to the rounding of the subtraction. A share of levels has steps of 1e-4 or more.
+_RELATIVE_ROUNDING = 1e-9
+_ABSOLUTE_ROUNDING = 1e-12
+
+
+def compute_e_value(t: ArrayLike, n: ArrayLike, prior_variance: float = 1.0) -> Floats:
+    """Evidence of t statistics t of n paired differences against a mean of 0; t and n are broadcast.
+
+    e = (1 + n g)^(-1/2) [(1 + t^2/v) / (1 + t^2/(v (1 + n g)))]^((v + 1)/2), with v = n - 1 and g = prior_variance.
+
+    It is a likelihood ratio. The alternative gives the standardized effect mean / sd the prior N(0, g), and both
+    hypotheses give sd the right-Haar prior 1 / sd, which leaves a ratio of densities of t. Under equality t has
+    Student's density f with v degrees of freedom; under the alternative the numerator of t has the variance 1 + n g in
+    place of 1, so t / sqrt(1 + n g) has the density f. The ratio of both densities is e, and its expectation under
+    equality is 1. Over n, it is a martingale under equality in the filtration of the data up to scale.
+
+    Sources: Gönen et al. 2005 for the ratio; Wang and Ramdas (arXiv 2310.03722, Theorem 4.9 with c^2 = 1/g) for the
+    martingale. Lai 1976 has a flat prior in place of N(0, g), which gives no e-value. Grünwald et al.
+    (arXiv 1906.07801) treat such "safe" t tests.
+
+    The larger |t|, the larger e, up to (1 + n g)^(v/2) at infinity. It is 1 with fewer than 2 differences.
+    """
+    log_e = _compute_log_e_value(np.asarray(t, dtype=float), np.asarray(n, dtype=float), prior_variance)
+    with np.errstate(over="ignore"):
+        return np.exp(log_e)
+
+
+def _compute_log_e_value(t: Floats, n: Floats, prior_variance: float) -> Floats:
+    df, variance_ratio = np.maximum(n - 1, 1), 1 + n * prior_variance
+    # With x = t^2/v, the bracket is 1 + (1 + n g - 1) x / (1 + n g + x), which also holds for an infinite t.
+    with np.errstate(over="ignore"):
+        fraction = 1 - variance_ratio / (variance_ratio + t * t / df)
+    log_e = n / 2 * np.log1p((variance_ratio - 1) * fraction) - np.log(variance_ratio) / 2
+    return np.where(n < 2, 0.0, log_e)
+
+
+def compute_critical_t(
+    n: int, prior_variance: float = 1.0, num_comparisons: int = 1, confidence_level: float = 0.95
+) -> float:
+    """The |t| of n differences at which e = m/alpha: the half-width of the interval in standard errors.
+
+    With K = 1 + n g and R = (K (m/alpha)^2)^(1/n), it is sqrt(v (R - 1) / (1 - R/K)). It is infinite if e cannot exceed
+    m/alpha, which is if K^(v/2) <= m/alpha, or with fewer than 2 differences.
+    """
+    if n < 2:
+        return math.inf
+    log_ratio = math.log1p(n * prior_variance)
+    log_root = (log_ratio + 2 * _compute_log_threshold(num_comparisons, confidence_level)) / n
+    if log_root >= log_ratio:
+        return math.inf
+    return math.sqrt((n - 1) * math.expm1(log_root) / -math.expm1(log_root - log_ratio))
+
+
+def find_fewest_seeds(num_comparisons: int = 1, prior_variance: float = 1.0, confidence_level: float = 0.95) -> int:
+    """Smallest number of paired seeds with which a difference, however large, can be found.
+
+    The smallest n with (1 + n g)^((n - 1)/2) > m/alpha. At g = 1 and alpha = 0.05 it is 5 for a single comparison, and
+    6 for 2 to 6 comparisons. With fewer seeds every interval is infinite. Without a positive prior variance there is no
+    such number.
+    """
+    if not prior_variance > 0:
+        raise ValueError(f"prior_variance={prior_variance}: must be positive (try prior_variance=1.0).")
+    return next(
+        n
+        for n in itertools.count(2)
+        if math.isfinite(compute_critical_t(n, prior_variance, num_comparisons, confidence_level))
+    )
+
+
+def _compute_log_threshold(num_comparisons: int, confidence_level: float) -> float:
+    return math.log(max(num_comparisons, 1) / (1 - confidence_level))
+
+
+def estimate_mean_sequentially(
+    differences: ArrayLike, prior_variance: float = 1.0, num_comparisons: int = 1, confidence_level: float = 0.95
+) -> Estimate:
+    """Mean of paired differences (n,), one per seed, with an interval and p that hold at all looks together.
+
+    The interval is every mean d0 with e(d0) < m/alpha: mean +- compute_critical_t se. All such intervals, of m arms and
+    at any number of seeds, contain their true means with a probability of at least 1 - alpha = confidence_level.
+
+    p = min(1, 1/e) is for a single comparison; correct it with `holm_adjust`. Under equality, the probability that it
+    falls to alpha at any look is at most alpha. It is conservative: at one look that probability is far smaller.
+
+    With too few seeds for `find_fewest_seeds`, the interval is infinite. Equal differences have no interval (NaN) and
+    p = 1: their spread of 0 is chance, and it would make a certainty of any mean. Without differences, value is NaN.
+    """
+    values = np.asarray(differences, dtype=float)
+    n = values.size
+    mean = float(values.mean()) if n else NAN
+    if n < 2:
+        return Estimate(mean, -math.inf, math.inf, n, p=1.0)
+    if np.ptp(values) <= _RELATIVE_ROUNDING * float(np.abs(values).max()) + _ABSOLUTE_ROUNDING:
+        return Estimate(mean, n=n, se=0.0, df=n - 1, p=1.0)
+    se = float(values.std(ddof=1)) / math.sqrt(n)
+    half_width = compute_critical_t(n, prior_variance, num_comparisons, confidence_level) * se
+    e_value = float(compute_e_value(mean / se, n, prior_variance))
+    return Estimate(mean, mean - half_width, mean + half_width, n, se, n - 1, min(1.0, 1 / e_value))
+
+
+def holm_adjust_e_values(e_values: ArrayLike) -> Floats:
+    """Holm's step-down over e-values (m,) -> adjusted p-values (m,): running maximum of (m - rank) / e, cut at 1.
+
+    An adjusted p of at most alpha rejects: the largest e is compared with m/alpha (Bonferroni's bound), the next with
+    (m - 1)/alpha, and so on. rank counts from 0 at the largest e. A NaN stays NaN and does not count in m.
+
+    All rejections, at all looks and whatever the dependence of the arms, contain a false one with a probability of at
+    most alpha. For the first false rejection needs e >= m0/alpha from one of the m0 true hypotheses, and by Ville's
+    inequality each of them ever gets there with a probability of at most alpha/m0.
+
+    The e-Holm procedure of Vovk and Wang 2021 averages e-values and rejects more. It needs expectations of at most 1 at
+    a common stopping time. Ours are martingales in the filtration of their own arm only, and may exceed 1 in
+    expectation at a time that depends on another arm. Ville's inequality holds at all times.
+    """
+    return holm_adjust(1 / np.asarray(e_values, dtype=float))
+
+
+def is_equivalent(estimate: Estimate, margin: float) -> bool:
+    """True if the interval lies within (-margin, margin).
+
+    With an interval of `estimate_mean_sequentially`, a mean outside of the margin is ever called equivalent with a
+    probability of at most alpha, at all looks and for all m arms together. False without an interval.
+    """
+    return -margin < estimate.low and estimate.high < margin

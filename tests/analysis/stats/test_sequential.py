@@ -1,0 +1,284 @@
+"""Tests of the anytime-valid t test: integrals, the same ratio in other terms, studies with a look after every seed."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import integrate
+from scipy import stats as scipy_stats
+
+from analysis.stats import sequential
+from analysis.stats.estimates import mean_over_seeds
+
+INF, NAN = float("inf"), float("nan")
+STUDIES, MAX_SEEDS = 20_000, 30
+SEED_COUNTS = np.arange(2, MAX_SEEDS + 1)
+# Rounded, because an oracle cuts its integral at 0 and at t, and quad fails on a piece of width 1e-300.
+t_statistics = st.floats(-15, 15).map(lambda t: round(t, 3))
+prior_variances = st.floats(0.05, 5)
+difference_lists = st.lists(st.integers(-512, 512), min_size=5, max_size=40).filter(lambda values: np.ptp(values) > 0)
+
+
+class Looks(NamedTuple):
+    """Means, standard errors and t statistics (studies, looks) of the first 2, 3, ... 30 of each study's values."""
+
+    means: np.ndarray
+    errors: np.ndarray
+    t: np.ndarray
+
+
+def look_after_every_seed(values: np.ndarray) -> Looks:
+    means = values.cumsum(axis=-1)[..., 1:] / SEED_COUNTS
+    squares = (values**2).cumsum(axis=-1)[..., 1:] - SEED_COUNTS * means**2
+    errors = np.sqrt(squares / (SEED_COUNTS - 1) / SEED_COUNTS)
+    return Looks(means, errors, means / errors)
+
+
+@pytest.fixture(scope="module")
+def equality() -> Looks:
+    return look_after_every_seed(np.random.default_rng(7).normal(size=(STUDIES, MAX_SEEDS)))
+
+
+# Oracles.
+
+
+@given(t_statistics, st.integers(2, 40), prior_variances)
+@settings(max_examples=60, deadline=None)
+def test_e_value_is_the_mixture_of_noncentral_t_densities(t: float, n: int, prior_variance: float) -> None:
+    def compute_weighted_density(effect: float) -> float:
+        density = float(scipy_stats.nct.pdf(t, n - 1, math.sqrt(n) * effect))
+        return density * float(scipy_stats.norm.pdf(effect, scale=math.sqrt(prior_variance)))
+
+    bound = 8 * math.sqrt(prior_variance)
+    peaks = sorted({0.0, min(max(t / math.sqrt(n), -0.9 * bound), 0.9 * bound)})
+    mixture, _ = integrate.quad(compute_weighted_density, -bound, bound, points=peaks, epsabs=0, epsrel=1e-9, limit=200)
+    expected = mixture / scipy_stats.t.pdf(t, n - 1)
+    assert sequential.compute_e_value(t, n, prior_variance) == pytest.approx(expected, rel=1e-6)
+
+
+@given(t_statistics, st.integers(2, 500), prior_variances)
+@settings(max_examples=60, deadline=None)
+def test_e_value_is_its_formula(t: float, n: int, prior_variance: float) -> None:
+    df, ratio = n - 1, 1 + n * prior_variance
+    expected = ratio**-0.5 * ((1 + t**2 / df) / (1 + t**2 / (df * ratio))) ** ((df + 1) / 2)
+    assert sequential.compute_e_value(t, n, prior_variance) == pytest.approx(expected, rel=1e-9)
+
+
+@given(difference_lists, prior_variances)
+@settings(max_examples=60, deadline=None)
+def test_p_of_an_estimate_is_that_of_the_mixture_martingale(values: list[int], prior_variance: float) -> None:
+    # Wang and Ramdas, Theorem 4.9, in sums: sqrt(c^2/(n + c^2)) (((n + c^2) V)/((n + c^2) V - S^2))^(n/2).
+    n, precision = len(values), 1 / prior_variance
+    total, squares = sum(values), sum(value**2 for value in values)
+    weighted_squares = (n + precision) * squares
+    martingale = math.sqrt(precision / (n + precision)) * (weighted_squares / (weighted_squares - total**2)) ** (n / 2)
+    estimate = sequential.estimate_mean_sequentially(np.array(values) / 512, prior_variance)
+    assert estimate.p == pytest.approx(min(1, 1 / martingale), rel=1e-6)
+
+
+# Identities.
+
+
+@pytest.mark.parametrize("prior_variance", [0.1, 1.0, 5.0])
+@pytest.mark.parametrize("n", [2, 5, 30])
+def test_expectation_under_equality_is_one(n: int, prior_variance: float) -> None:
+    def compute_weighted_e_value(t: float) -> float:
+        return float(sequential.compute_e_value(t, n, prior_variance) * scipy_stats.t.pdf(t, n - 1))
+
+    assert 2 * integrate.quad(compute_weighted_e_value, 0, INF, limit=200)[0] == pytest.approx(1, abs=1e-6)
+
+
+@given(difference_lists, prior_variances, st.integers(1, 6), st.sampled_from([0.9, 0.95, 0.99]))
+@settings(max_examples=60, deadline=None)
+def test_ends_of_an_interval_have_the_e_value_that_rejects(
+    values: list[int], prior_variance: float, num_comparisons: int, level: float
+) -> None:
+    estimate = sequential.estimate_mean_sequentially(values, prior_variance, num_comparisons, level)
+    threshold = num_comparisons / (1 - level)
+    if math.isinf(estimate.low):
+        assert sequential.compute_e_value(INF, len(values), prior_variance) <= threshold * (1 + 1e-9)
+        assert estimate.high == INF
+        return
+    assert estimate.low < estimate.value < estimate.high
+    for end in (estimate.low, estimate.high):
+        shifted = sequential.estimate_mean_sequentially(np.array(values) - end, prior_variance)
+        assert 1 / shifted.p == pytest.approx(threshold, rel=1e-6)
+
+
+@pytest.mark.parametrize(("num_comparisons", "expected"), [(1, 5), (2, 6), (5, 6), (6, 6), (7, 7)])
+def test_fewest_seeds_that_can_reject(num_comparisons: int, expected: int) -> None:
+    assert sequential.find_fewest_seeds(num_comparisons) == expected
+    # The largest possible e of n seeds is (1 + n)^((n - 1)/2): 11.2, 36 and 129.6 with 4, 5 and 6 seeds.
+    largest, largest_before = (float(sequential.compute_e_value(INF, n)) for n in (expected, expected - 1))
+    assert largest == pytest.approx((1 + expected) ** ((expected - 1) / 2))
+    assert largest_before < 20 * num_comparisons < largest
+    assert sequential.compute_critical_t(expected - 1, num_comparisons=num_comparisons) == INF
+    assert math.isfinite(sequential.compute_critical_t(expected, num_comparisons=num_comparisons))
+
+
+@given(st.lists(st.floats(0.01, 1000), min_size=1, max_size=8))
+@settings(max_examples=60, deadline=None)
+def test_holm_rejects_the_largest_e_values_one_by_one(e_values: list[float]) -> None:
+    rejected = []
+    for rank, index in enumerate(sorted(range(len(e_values)), key=lambda index: -e_values[index])):
+        if e_values[index] < (len(e_values) - rank) / 0.05:
+            break
+        rejected.append(index)
+    adjusted = sequential.holm_adjust_e_values(e_values)
+    assert np.flatnonzero(adjusted <= 0.05 + 1e-12).tolist() == sorted(rejected)
+
+
+# Error rates over all looks.
+
+
+def test_a_look_after_every_seed_keeps_the_error_rate(equality: Looks) -> None:
+    e_values = sequential.compute_e_value(equality.t, SEED_COUNTS)
+    assert 0.01 < np.mean((e_values >= 20).any(axis=1)) <= 0.05
+    p_values = 2 * scipy_stats.t.sf(np.abs(equality.t), SEED_COUNTS - 1)
+    assert np.mean((p_values < 0.05).any(axis=1)) > 0.2
+
+
+@pytest.mark.parametrize("prior_variance", [0.1, 10.0])
+def test_a_wrong_prior_keeps_the_error_rate(equality: Looks, prior_variance: float) -> None:
+    e_values = sequential.compute_e_value(equality.t, SEED_COUNTS, prior_variance)
+    assert 0.001 < np.mean((e_values >= 20).any(axis=1)) <= 0.05
+
+
+def test_arms_that_share_a_baseline_keep_the_error_rate_of_their_family() -> None:
+    outcomes = np.random.default_rng(8).normal(size=(6, STUDIES // 2, MAX_SEEDS))
+    e_values = sequential.compute_e_value(look_after_every_seed(outcomes[1:] - outcomes[0]).t, SEED_COUNTS)
+    # Without any true difference, Holm's procedure makes an error only if its first step does.
+    assert 0.005 < np.mean((e_values >= 5 / 0.05).any(axis=(0, 2))) <= 0.05
+    assert np.mean((e_values >= 1 / 0.05).any(axis=(0, 2))) > 0.05
+
+
+def test_intervals_cover_at_all_looks_at_once() -> None:
+    looks = look_after_every_seed(np.random.default_rng(9).normal(0.3, 2, size=(STUDIES, MAX_SEEDS)))
+    half_widths = [sequential.compute_critical_t(int(n)) for n in SEED_COUNTS] * looks.errors
+    is_covered = (looks.means - half_widths < 0.3) & (looks.means + half_widths > 0.3)
+    assert 0.95 <= np.mean(is_covered.all(axis=1)) < 0.99
+    # A margin as large as the true mean: any statement of equivalence is wrong.
+    is_equivalent = (looks.means - half_widths > -0.3) & (looks.means + half_widths < 0.3)
+    assert np.mean(is_equivalent.any(axis=1)) <= 0.05
+
+
+# Properties.
+
+
+@given(t_statistics, t_statistics, st.integers(2, 100), prior_variances)
+@settings(max_examples=60, deadline=None)
+def test_e_value_is_even_and_grows_with_t(first: float, second: float, n: int, prior_variance: float) -> None:
+    small, large = sorted([abs(first), abs(second)])
+    e_values = sequential.compute_e_value([small, large, -large, INF, -INF], n, prior_variance)
+    assert e_values[0] <= e_values[1] * (1 + 1e-12)
+    assert e_values[1] == e_values[2] <= e_values[3] * (1 + 1e-12)
+    assert e_values[3] == e_values[4] == pytest.approx((1 + n * prior_variance) ** ((n - 1) / 2))
+    assert sequential.compute_e_value(0.0, n, prior_variance) == pytest.approx((1 + n * prior_variance) ** -0.5)
+
+
+@given(difference_lists)
+@settings(max_examples=60, deadline=None)
+def test_estimate_is_that_of_the_t_test_with_a_wider_interval(values: list[int]) -> None:
+    estimate, fixed = sequential.estimate_mean_sequentially(values), mean_over_seeds(values)
+    assert (estimate.value, estimate.n, estimate.se, estimate.df) == pytest.approx(
+        (fixed.value, fixed.n, fixed.se, fixed.df)
+    )
+    assert estimate.low < fixed.low <= fixed.high < estimate.high
+    assert estimate.p >= fixed.p
+    several = sequential.estimate_mean_sequentially(values, num_comparisons=3)
+    assert several.low < estimate.low
+    assert several.high > estimate.high
+    assert several.p == estimate.p
+
+
+@given(difference_lists)
+@settings(max_examples=60, deadline=None)
+def test_negated_differences_negate_the_estimate(values: list[int]) -> None:
+    estimate = sequential.estimate_mean_sequentially(values)
+    negated = sequential.estimate_mean_sequentially([-value for value in values])
+    assert (negated.value, negated.low, negated.high) == pytest.approx((-estimate.value, -estimate.high, -estimate.low))
+    assert negated.p == pytest.approx(estimate.p)
+
+
+def test_equivalence_is_an_interval_within_the_margin() -> None:
+    estimate = sequential.estimate_mean_sequentially([0.01, -0.02, 0.015, -0.01, 0.02, -0.005, 0.0, 0.01])
+    farther_end = max(-estimate.low, estimate.high)
+    assert sequential.is_equivalent(estimate, farther_end * 1.001)
+    assert not sequential.is_equivalent(estimate, farther_end)
+    shifted = estimate._replace(low=estimate.low - 1, high=estimate.high - 1)
+    assert not sequential.is_equivalent(shifted, farther_end * 1.001)
+    assert not sequential.is_equivalent(shifted._replace(low=-shifted.high, high=-shifted.low), farther_end * 1.001)
+
+
+# Degenerate cases and golden numbers.
+
+
+@pytest.mark.parametrize(
+    "differences",
+    [
+        [0.25] * 10,
+        [-0.25] * 30,
+        [0.0] * 10,
+        # All are 0.1 up to rounding.
+        [0.8 - 0.7, 0.6 - 0.5, 0.3 - 0.2, 0.9 - 0.8, 0.4 - 0.3, 0.7 - 0.6],
+        # All are 1e6 up to rounding.
+        [8e6 - 7e6, 1e7 * (0.6 - 0.5), 1e7 * (0.3 - 0.2), 1e7 * (0.9 - 0.8), 1e6, 1e6],
+        # All are 0 up to rounding.
+        [0.1 + 0.2 - 0.3, 0.0, 0.7 + 0.1 - 0.8, 0.0, 0.0, 0.1 + 0.7 - 0.8],
+    ],
+)
+def test_equal_differences_give_no_certainty(differences: list[float]) -> None:
+    estimate = sequential.estimate_mean_sequentially(differences)
+    assert estimate.value == pytest.approx(np.mean(differences))
+    assert math.isnan(estimate.low)
+    assert math.isnan(estimate.high)
+    assert (estimate.p, estimate.se, estimate.df) == (1.0, 0.0, len(differences) - 1)
+    assert not sequential.is_equivalent(estimate, INF)
+
+
+@pytest.mark.parametrize("differences", [[], [0.3], [0.3, 0.31], [0.3, 0.31, 0.29, 0.3]])
+def test_too_few_seeds_leave_every_mean_possible(differences: list[float]) -> None:
+    estimate = sequential.estimate_mean_sequentially(differences)
+    assert (estimate.low, estimate.high, estimate.n) == (-INF, INF, len(differences))
+    assert 0.05 < estimate.p <= 1
+    assert estimate.p == 1 or len(differences) > 1
+    assert math.isnan(estimate.value) == (not differences)
+    assert not sequential.is_equivalent(estimate, 1e9)
+
+
+def test_a_single_difference_is_no_evidence() -> None:
+    assert sequential.compute_e_value([NAN, INF, 3.0, 3.0], [1, 1, 1, 0]).tolist() == [1, 1, 1, 1]
+
+
+def test_a_missing_difference_is_no_evidence() -> None:
+    estimate = sequential.estimate_mean_sequentially([0.1, 0.2, NAN, 0.1, 0.3, 0.2])
+    assert estimate.p == 1
+    assert math.isnan(estimate.low)
+
+
+def test_huge_evidence_is_no_overflow() -> None:
+    assert sequential.compute_e_value(1e6, 5000) == INF
+    assert sequential.compute_e_value(1e200, 5) == pytest.approx(36)
+    assert sequential.estimate_mean_sequentially(1e6 + np.arange(5000) % 2).p == 0
+
+
+def test_a_hypothesis_without_an_e_value_does_not_count() -> None:
+    adjusted = sequential.holm_adjust_e_values([40, NAN, 1000])
+    assert adjusted[[0, 2]] == pytest.approx([1 / 40, 2 / 1000])
+    assert math.isnan(adjusted[1])
+
+
+def test_a_prior_without_variance_has_no_fewest_seeds() -> None:
+    with pytest.raises(ValueError, match=r"prior_variance=0: must be positive \(try prior_variance=1\.0\)\."):
+        sequential.find_fewest_seeds(prior_variance=0)
+
+
+def test_hand_values() -> None:
+    # n = 2, t = 1, g = 1: ((1 + 1) / (1 + 1/3)) / sqrt(3).
+    assert sequential.compute_e_value(1.0, 2) == pytest.approx(1.5 / math.sqrt(3))
+    # n = 10, m = 1, g = 1: R = (11 * 400)^(1/10), and 9 (R - 1) / (1 - R/11) = 3.87^2. The t test has 2.26.
+    assert sequential.compute_critical_t(10) == pytest.approx(3.87, abs=0.005)
+    assert sequential.compute_critical_t(10) / scipy_stats.t.ppf(0.975, 9) == pytest.approx(1.71, abs=0.005)
