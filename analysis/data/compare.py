@@ -1,30 +1,26 @@
-"""Scoring: the outcome of a run, the scored runs of an arm, and the difference between two sets of runs."""
+"""Scoring: the outcomes of the runs of each arm, and the differences between arms with the noise of all runs."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
-from analysis.data.frames import StudyFrames, to_records
-from analysis.stats.estimates import (
-    Estimate,
-    area_under_curve,
-    difference_over_levels,
-    fraction_over_levels,
-    mean_over_seeds,
+from analysis.data.families import LATE_EVALUATIONS
+from analysis.data.frames import StudyFrames
+from analysis.data.replicates import find_replicates
+from analysis.stats.estimates import Estimate
+from analysis.stats.noise import (
+    Noise,
+    RunVariances,
+    estimate_paired_contrast,
+    estimate_sample_mean,
+    estimate_unpaired_difference,
+    fit_noise,
 )
 
 SCORED_STATUSES = ("completed", "early_stopped")
-# From this many seeds on, intervals are over seeds; below, over levels (see `analysis.stats.estimates`).
-MIN_SEEDS = 3
-
-
-class EvalPoint(NamedTuple):
-    """An evaluation of a run after `step` training steps. Step 0 is the policy before training."""
-
-    run_id: str
-    step: int
 
 
 def require_single_study(frames: StudyFrames) -> StudyFrames:
@@ -52,137 +48,129 @@ def select_runs(frames: StudyFrames, arm: str, *, scored_only: bool = False) -> 
     return runs[runs["status"].isin(SCORED_STATUSES)] if scored_only else runs
 
 
-def compute_outcomes(runs: pd.DataFrame) -> "pd.Series[float]":
-    """The estimand of each run: sampled success at its last validation.
+DEFAULT_MARGINS = {"fraction": 0.05, "nats": 0.1}
+"""By unit, the difference below which two arms count as equal, unless study.json declares another."""
 
-    A run stopped by a rule keeps its last value; a run stopped before its first validation has the base policy's value.
+
+@dataclass(frozen=True)
+class Outcomes:
+    """One outcome of all scored runs of a study, and what is known of its noise.
+
+    Attributes:
+        column: the column of `trials`.
+        values: one row per arm and one column per seed; NaN where there is no scored run or no value.
+        min_variances: for each arm, the variance that evaluation alone gives the outcome of one run; 0 if unknown.
+        noise: of the runs, from all arms and the recorded replicates.
+        num_replicates: number of recorded runs of other studies that the noise includes.
     """
-    return runs["final_val_success"].fillna(runs["base_val_success"])
+
+    column: str
+    values: pd.DataFrame
+    min_variances: Mapping[str, float]
+    noise: Noise
+    num_replicates: int = 0
+
+    def get_values(self, arm: str) -> "pd.Series[float]":
+        """The outcomes of an arm by seed, without missing ones."""
+        return self.values.loc[arm].dropna() if arm in self.values.index else pd.Series(dtype=float)
+
+    def get_min_variance(self, *arms: str) -> float:
+        """Mean of `min_variances` over several arms."""
+        return float(np.mean([self.min_variances.get(arm, 0.0) for arm in arms]))
 
 
-def describe_basis(num_seeds: int) -> str:
-    """The population that an interval covers, in words: seeds, or the levels of these runs. Empty without a seed."""
-    if num_seeds >= MIN_SEEDS:
-        return f"over {num_seeds} seeds"
-    runs_text = "this one run" if num_seeds == 1 else f"these {num_seeds} runs"
-    return f"over the levels of {runs_text}; says nothing about other seeds" if num_seeds else ""
+def collect_outcomes(frames: StudyFrames, column: str) -> Outcomes:
+    """Collect a column of `trials` for all scored runs of a study, with recorded replicates if there are any."""
+    trials = require_single_study(frames).runs
+    (family,) = frames.families
+    runs = trials[trials["status"].isin(SCORED_STATUSES)]
+    values = runs.pivot_table(index="arm", columns="seed", values=column, sort=False).sort_index(axis=1)
+    values = values.reindex(index=[arm for arm in list_arms(frames) if arm in values.index])
+    replicates = [np.array(entry.values) for entry in find_replicates(frames, column)]
+    variances = RunVariances(
+        np.array([entry.var(ddof=1) for entry in replicates]), np.array([len(entry) - 1.0 for entry in replicates])
+    )
+    return Outcomes(
+        column,
+        values,
+        estimate_evaluation_variances(frames) if column == family.primary_column else {},
+        fit_noise(values.to_numpy(dtype=float), variances) if values.size else Noise(None, None),
+        sum(len(entry) for entry in replicates),
+    )
 
 
-def collect_level_outcomes(
-    frames: StudyFrames, runs: pd.DataFrame, mode: str = "sampled"
-) -> dict[EvalPoint, pd.DataFrame]:
-    """Success on each level at the first and last validation of each run; see `StudyFrames.validations`."""
-    return {
-        EvalPoint(run_id, step): levels
-        for run_id in sorted(runs["run_id"])
-        for step, levels in frames.validations.get((run_id, mode), {}).items()
-    }
+def estimate_evaluation_variances(frames: StudyFrames, mode: str = "sampled") -> dict[str, float]:
+    """For each arm, the variance that evaluation alone gives the mean of a run's last validations. Mean over its runs.
 
-
-def find_last_points(points: Iterable[EvalPoint]) -> dict[str, EvalPoint]:
-    """The last evaluation of each run."""
-    # Points sort by run and step, so the last step of a run overwrites its earlier ones.
-    return {point.run_id: point for point in sorted(points)}
-
-
-def estimate_success(frames: StudyFrames, runs: pd.DataFrame) -> Estimate:
-    """Mean outcome of an arm's scored runs.
-
-    With 3 or more seeds, the interval is a t interval over seeds, cut to [0, 1]. With fewer, it is Wilson's over
-    levels.
+    A level is played once per validation, so its outcomes over the K last validations have the variance s_l^2 (ddof
+    1), and the mean over K validations of L levels has the variance sum_l s_l^2 / (K L^2). The policy changes a little
+    between validations, which makes this slightly too large. With K = 1 it is p (1 - p) / L, the variance over new
+    levels, which is larger as well. Arms without outcomes of single levels have no entry.
     """
-    if len(runs) >= MIN_SEEDS:
-        estimate = mean_over_seeds(compute_outcomes(runs))
-        # Near 0 or 1 a t interval exceeds the range that a success rate can have.
-        return estimate._replace(low=max(estimate.low, 0.0), high=min(estimate.high, 1.0))
-    level_outcomes = collect_level_outcomes(frames, runs)
-    final_points = find_last_points(level_outcomes)
-    # A run without outcomes of single levels would be missing from the interval: report the mean alone.
-    if not final_points or len(final_points) < len(runs):
-        return Estimate(float(compute_outcomes(runs).mean()))
-    episodes = pd.concat([level_outcomes[point] for point in final_points.values()])
-    return fraction_over_levels(episodes["success"], episodes["cluster"])
+    scored_runs = frames.runs[frames.runs["status"].isin(SCORED_STATUSES)]
+    levels = frames.levels
+    is_used = (levels["split"] == "val") & (levels["mode"] == mode) & (levels["step"] > 0)
+    levels = levels.loc[is_used & levels["run_id"].isin(scored_runs["run_id"]), ["run_id", "step", "level", "success"]]
+    if levels.empty:
+        return {}
+    late_rank = levels.groupby("run_id")["step"].rank("dense", ascending=False)
+    levels = levels[late_rank <= LATE_EVALUATIONS].astype({"success": float})
+    by_level = levels.groupby(["run_id", "level"])["success"].agg(["mean", "var", "size"]).reset_index("level")
+    by_run = by_level.groupby(level="run_id")
+    p = by_run["mean"].mean()
+    single = p * (1 - p)
+    variance = by_run["var"].mean().fillna(single) / (by_run["size"].mean() * by_run.size())
+    return variance.groupby(scored_runs.set_index("run_id")["arm"]).mean().to_dict()
 
 
-def estimate_difference(frames: StudyFrames, runs: pd.DataFrame, baseline_runs: pd.DataFrame) -> tuple[Estimate, int]:
-    """Outcome of `runs` minus that of `baseline_runs`, paired by seed, and the number of seeds that both have.
+def estimate_mean(outcomes: Outcomes, arm: str) -> Estimate:
+    """Mean outcome of an arm over its seeds."""
+    values = outcomes.get_values(arm).to_numpy()
+    return estimate_sample_mean(values, outcomes.noise, outcomes.get_min_variance(arm))
 
-    With 3 or more common seeds the interval is over seeds, with fewer over the levels of the paired runs. Without a
-    common seed the estimate is empty. Without outcomes of single levels it has no interval.
+
+def estimate_difference(outcomes: Outcomes, arm: str, baseline: str) -> Estimate:
+    """Outcome of an arm minus that of the baseline.
+
+    The difference is paired if both have at least two seeds in common, or the same single seed. Otherwise all runs of
+    both are compared. Without a scored run of either the estimate is empty.
     """
-    # Runs of one seed share levels and random streams, so their difference is less noisy than that of two means.
-    paired_runs, paired_baseline_runs = runs.set_index("seed"), baseline_runs.set_index("seed")
-    seeds = [seed for seed in paired_runs.index if seed in paired_baseline_runs.index]
-    paired_runs, paired_baseline_runs = paired_runs.loc[seeds], paired_baseline_runs.loc[seeds]
-    per_seed = compute_outcomes(paired_runs) - compute_outcomes(paired_baseline_runs)
-    if len(seeds) >= MIN_SEEDS:
-        return mean_over_seeds(per_seed), len(seeds)
-    all_runs = pd.concat([paired_runs, paired_baseline_runs])
-    level_outcomes = collect_level_outcomes(frames, all_runs)
-    final_points = find_last_points(level_outcomes)
-    # Levels of only some of the pairs would give an interval for another difference: report the mean alone.
-    if any(run_id not in final_points for run_id in all_runs["run_id"]):
-        return Estimate(float(per_seed.mean())), len(seeds)
-    pairs = [
-        (final_points[a], final_points[b])
-        for a, b in zip(paired_runs["run_id"], paired_baseline_runs["run_id"], strict=True)
-    ]
-    return estimate_paired_difference(level_outcomes, pairs), len(seeds)
+    sample, reference = outcomes.get_values(arm), outcomes.get_values(baseline)
+    min_variance = outcomes.get_min_variance(arm, baseline)
+    differences = (sample - reference).dropna().to_numpy()
+    if len(differences) > 1 or len(differences) == len(sample) == len(reference):
+        return estimate_paired_contrast(differences, outcomes.noise, min_variance=min_variance)
+    return estimate_unpaired_difference(sample.to_numpy(), reference.to_numpy(), outcomes.noise, min_variance)
 
 
-def estimate_gain(frames: StudyFrames, runs: pd.DataFrame, mode: str = "sampled") -> Estimate:
-    """Validation success at the end minus before training, for the same runs.
+def estimate_gain(outcomes: Outcomes, base_values: Outcomes, arm: str) -> Estimate:
+    """Outcome of an arm at the end minus before training, for the same runs.
 
-    With 3 or more seeds the interval is over seeds, with fewer over levels. Without outcomes of single levels the
-    estimate has no interval.
+    base_values: the outcome before training. All arms start from the same policy, so its noise is that of its
+    evaluation, which is added to the noise of the runs.
     """
-    final_success = compute_outcomes(runs) if mode == "sampled" else runs["final_val_greedy_success"]
-    base_success = runs["base_val_success" if mode == "sampled" else "base_val_greedy_success"]
-    per_seed = (final_success - base_success).dropna()
-    if len(per_seed) >= MIN_SEEDS:
-        return mean_over_seeds(per_seed)
-    # Each run is paired with itself before training (step 0), level by level.
-    level_outcomes = collect_level_outcomes(frames, runs.loc[per_seed.index], mode)
-    pairs = [(point, EvalPoint(point.run_id, step=0)) for point in find_last_points(level_outcomes).values()]
-    # As in `estimate_difference`: without levels of every run, before and after training, there is no interval.
-    if len(per_seed) == 0 or len(pairs) < len(per_seed) or any(base not in level_outcomes for _, base in pairs):
-        return Estimate(float(per_seed.mean()) if len(per_seed) else float("nan"))
-    return estimate_paired_difference(level_outcomes, pairs)
+    differences = (outcomes.get_values(arm) - base_values.get_values(arm)).dropna().to_numpy()
+    base_variance = base_values.noise.unpaired.variance if base_values.noise.unpaired is not None else 0.0
+    noise = outcomes.noise
+    if noise.unpaired is not None:
+        noise = noise._replace(unpaired=noise.unpaired._replace(variance=noise.unpaired.variance + base_variance))
+    return estimate_sample_mean(differences, noise, outcomes.get_min_variance(arm) + base_variance)
 
 
-def estimate_paired_difference(
-    level_outcomes: Mapping[EvalPoint, pd.DataFrame], pairs: list[tuple[EvalPoint, EvalPoint]]
-) -> Estimate:
-    """Difference between the evaluations of each pair, first minus second, over their levels.
+def describe_basis(outcomes: Outcomes, estimate: Estimate) -> str:
+    """What the interval of an estimate is over, in words; empty if there is none."""
+    if not estimate.se > 0:
+        return ""
+    seeds_text = "one seed" if estimate.n == 1 else f"{estimate.n} seeds"
+    replicates_text = f" and {outcomes.num_replicates} recorded runs" if outcomes.num_replicates else ""
+    return f"over {seeds_text}, with the noise of all arms{replicates_text}"
 
-    level_outcomes: from `collect_level_outcomes`. Levels that one evaluation of a pair lacks are left out. Pairs share
-    clusters: a level that two seeds play is one level, not two independent ones.
+
+def get_margin(frames: StudyFrames, column: str) -> float:
+    """The difference within which arms are equal in a column of `trials`; NaN if the column has no margin.
+
+    study.json declares margins by column, before the first run.
     """
-    if not pairs:
-        return Estimate()
-    # Subtraction aligns the two evaluations by level; a level that only one of them has becomes NaN.
-    differences = pd.concat([(level_outcomes[a]["success"] - level_outcomes[b]["success"]).dropna() for a, b in pairs])
-    clusters = pd.concat([level_outcomes[a]["cluster"] for a, _ in pairs])
-    # A level occurs once per pair but has one cluster: keep one entry per level, then look up every difference.
-    return difference_over_levels(differences, clusters[~clusters.index.duplicated()].loc[differences.index])
-
-
-def compute_auc(frames: StudyFrames, runs: pd.DataFrame) -> "pd.Series[float]":
-    """The secondary estimand of each run: mean height of its validation curve from step 0 to `steps_total`.
-
-    A run stopped by a rule keeps its last value up to `steps_total`.
-    """
-    run_rows = to_records(runs[["run_id", "base_val_success", "steps_total"]])
-    areas = [
-        _compute_run_auc(frames.get_run_steps(run["run_id"])[["step", "val_success"]].dropna(), run) for run in run_rows
-    ]
-    return pd.Series(areas, index=runs.index, dtype="float64")
-
-
-def _compute_run_auc(validations: pd.DataFrame, run: Mapping[str, Any]) -> float:
-    # Validation before training is optional. Without it the curve starts at the first validation.
-    base_values = [] if np.isnan(run["base_val_success"]) else [run["base_val_success"]]
-    eval_steps = [0] * len(base_values) + validations["step"].to_list()
-    # Without a recorded length, the curve ends at its last validation.
-    end_step = max(eval_steps, default=0) if pd.isna(run["steps_total"]) else run["steps_total"]
-    return area_under_curve(eval_steps, base_values + validations["val_success"].to_list(), end_step)
+    (study,), (family,) = require_single_study(frames).studies, frames.families
+    units = {trial_column.name: trial_column.unit for trial_column in family.trial_columns}
+    return float((study.get("margins") or {}).get(column, DEFAULT_MARGINS.get(units[column], math.nan)))

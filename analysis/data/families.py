@@ -31,6 +31,8 @@ TEXT, FLOAT, INT, NULLABLE_INT, BOOL = "str", "float64", "int64", "Int64", "bool
 TIME = "datetime64[us, UTC]"
 # nats; the threshold of `first_step_entropy_low` (docs/metrics.md).
 LOW_ENTROPY = 0.1
+LATE_EVALUATIONS = 4
+"""How many evaluations the outcome of a run is the mean of: a single one would add its own noise to a comparison."""
 # Columns whose type does not follow from their unit.
 _DTYPE_OVERRIDES = {
     "seed": INT,
@@ -83,6 +85,10 @@ class TableFamily:
         summarize_rows: computes `steps_done` and the trial columns that no file contains. Its arguments are the rows
             of a run, sorted by step, and the step up to which the run keeps its last values (None: the step of its last
             row).
+        primary_column: the trial column that answers a study's question, unless study.json names another.
+        secondary_columns: trial columns that are compared in addition, all of them adjusted together.
+        is_higher_better: whether a larger primary outcome is a better one.
+        get_environment: function of the settings of study.json that returns what the policy acts in.
     """
 
     name: str
@@ -90,6 +96,10 @@ class TableFamily:
     step_columns: tuple[Column, ...]
     trial_columns: tuple[Column, ...]
     summarize_rows: Callable[[Sequence[Row], int | None], Row]
+    primary_column: str
+    secondary_columns: tuple[str, ...]
+    is_higher_better: bool
+    get_environment: Callable[[Mapping[str, Any]], str]
 
     @cached_property
     def schemas(self) -> Mapping[str, Schema]:
@@ -119,9 +129,18 @@ def find_last_value(rows: Sequence[Row], column: str) -> Any:
 
 def _summarize_ppo_run(rows: Sequence[Row], end_step: int | None) -> Row:
     # Most rows have no validation: only every n-th step is validated.
-    validations = [row["val_success"] for row in rows if row.get("val_success") is not None]
+    points = [(row["step"], row["val_success"]) for row in rows if row.get("val_success") is not None]
+    validations = [value for _, value in points]
+    # Validation before training is optional. Without it the curve starts at the first validation.
+    base_success = find_last_value(rows, "base_val_success")
+    curve = points if base_success is None else [(0, base_success), *points]
+    last_step = rows[-1]["step"] if rows else 0
     return {
         "steps_done": len(rows),
+        "late_val_success": compute_late_mean(curve, end_step),
+        "mean_val_success": area_under_curve(
+            [step for step, _ in curve], [value for _, value in curve], last_step if end_step is None else end_step
+        ),
         "final_val_success": find_last_value(rows, "val_success"),
         "final_val_success_unseen": find_last_value(rows, "val_success_unseen"),
         "final_val_greedy_success": find_last_value(rows, "val_greedy_success"),
@@ -139,6 +158,9 @@ def _summarize_update_rule_run(rows: Sequence[Row], end_step: int | None) -> Row
     final_columns = [column.name for column in sandbox.TRIAL_COLUMNS if column.name.startswith("final_")]
     return {
         "steps_done": last_row.get("step", 0),
+        "late_test_error": compute_late_mean(
+            [(row["step"], row["test_error"]) for row in rows if row.get("test_error") is not None], end_step
+        ),
         **{name: last_row.get(name.removeprefix("final_")) for name in final_columns},
         "first_step_entropy_low": _find_first_step(rows, "entropy", LOW_ENTROPY),
         "first_step_error_zero": _find_first_step(rows, "test_error", threshold=0.0),
@@ -148,6 +170,28 @@ def _summarize_update_rule_run(rows: Sequence[Row], end_step: int | None) -> Row
         "mean_replay_age": _compute_mean_over_batches(rows, "age_mean"),
         "mean_effective_age": _compute_mean_over_batches(rows, "effective_age"),
     }
+
+
+def compute_late_mean(curve: Sequence[tuple[int, float]], end_step: int | None) -> float | None:
+    """Mean over the last `LATE_EVALUATIONS` evaluations of a run; None without any.
+
+    curve: step and value of each evaluation, in order. end_step: the planned last step of a run that a rule stopped,
+    which keeps its last value at the evaluations that it missed; None for a run that is measured up to its last row.
+    Evaluations are planned at the multiples of the first evaluated step and at the last step. With fewer than
+    `LATE_EVALUATIONS` evaluations the mean is over all of them. The one before training counts only if it is the only
+    one.
+    """
+    points = [point for point in curve if point[0] > 0]
+    if not points:
+        return curve[-1][1] if curve else None
+    values = [value for _, value in points]
+    interval, last_step = points[0][0], points[-1][0]
+    if end_step is not None and end_step > last_step:
+        # The multiples of the interval in (last_step, end_step), and end_step itself.
+        missed_count = (end_step - 1) // interval - last_step // interval + 1
+        values += [values[-1]] * min(missed_count, LATE_EVALUATIONS)
+    late_values = values[-LATE_EVALUATIONS:]
+    return sum(late_values) / len(late_values)
 
 
 def _find_first_step(rows: Sequence[Row], column: str, threshold: float) -> Any:
@@ -197,6 +241,10 @@ FAMILIES: dict[str, TableFamily] = {
         step_columns=STEP_COLUMNS,
         trial_columns=(*TRIAL_COLUMNS, *STOP_COLUMNS, *_LAST_VALUE_COLUMNS),
         summarize_rows=_summarize_ppo_run,
+        primary_column="late_val_success",
+        secondary_columns=("mean_val_success", "final_val_greedy_success", "test_success", "test_greedy_success"),
+        is_higher_better=True,
+        get_environment=lambda settings: "sokoban",
     ),
     "update_rules": TableFamily(
         name="update_rules",
@@ -204,5 +252,9 @@ FAMILIES: dict[str, TableFamily] = {
         step_columns=sandbox.STEP_COLUMNS,
         trial_columns=(*_COMMON_COLUMNS, *STOP_COLUMNS, *sandbox.TRIAL_COLUMNS),
         summarize_rows=_summarize_update_rule_run,
+        primary_column="late_test_error",
+        secondary_columns=("final_entropy", "mean_entropy"),
+        is_higher_better=False,
+        get_environment=lambda settings: str(settings.get("task", "")),
     ),
 }

@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import MIN_SEEDS
 from analysis.data.frames import to_records
-from analysis.stats.estimates import Estimate, mean_over_seeds, spearman_trend
+from analysis.stats.estimates import MIN_SEEDS, Estimate, mean_over_seeds, spearman_trend
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import SCORED_STATUSES, compute_outcomes, require_single_study
+from analysis.data.compare import SCORED_STATUSES, require_single_study
 from analysis.data.frames import FRAME_NAMES, StudyFrames, to_records
 from analysis.grid.measures import LATE_MEANS, MEASURES
 from analysis.sweep import series
@@ -140,7 +140,7 @@ def make_member_table(frames: StudyFrames, grid: Grid) -> pd.DataFrame:
     table = trials[["run_id", "arm", "seed", "status"]].copy()
     for setting in grid.factor_values:
         table[setting] = trials[f"config/{setting}"]
-    table["success"] = compute_outcomes(trials)
+    table["success"] = trials["late_val_success"]
     for measure in LATE_MEANS:
         table[measure.name] = table["run_id"].map(_compute_late_means(frames, measure.name))
     # An unscored run may have logged some steps, but its late means would be those of an unfinished training.

@@ -128,7 +128,7 @@ def write_index(output: Path | str) -> Path:
 def _make_index_entry(frames: StudyFrames) -> dict[str, Any]:
     """The index entry of a study: headline, and number and verdict of each arm."""
     summary = tables.summarize_arms(frames)
-    arms = [{**row, "number": verdicts.format_fraction(row["final_val_success"])} for row in to_records(summary)]
+    arms = [{**row, "number": verdicts.format_fraction(row["late_val_success"])} for row in to_records(summary)]
     return {"headline": findings.format_headline(summary), "number": "success", "arms": arms}
 
 
@@ -154,6 +154,7 @@ def make_report_context(frames: StudyFrames) -> dict[str, Any]:
         "grid": grid_page.make_context(original_frames, grid, arms, PERMUTATION_SEED) if grid else None,
         "arms": arms,
         "headline": findings.format_headline(summary),
+        "secondary": findings.list_secondary(tables.compare_secondary(frames)),
         "statuses": findings.format_status_counts(frames.trials),
         "trend": findings.describe_trend(trend, page_p_value, frames.studies[0].get("axis", {}).get("setting", "")),
         "learning": [line for row in arms if row["is_baseline"] for line in findings.describe_learning(row)],

@@ -15,10 +15,10 @@ from operator import itemgetter
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import MIN_SEEDS, SCORED_STATUSES, require_single_study
+from analysis.data.compare import SCORED_STATUSES, require_single_study
 from analysis.data.families import Row
 from analysis.data.frames import Study, StudyFrames, to_records
-from analysis.stats.estimates import Estimate, holm_adjust, mean_over_seeds
+from analysis.stats.estimates import MIN_SEEDS, Estimate, holm_adjust, mean_over_seeds
 from analysis.sweep.verdicts import SIGNIFICANCE_LEVEL, format_p_value, format_status
 
 CONTRASTED_COLUMNS: Mapping[str, str] = {

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import MIN_SEEDS, SCORED_STATUSES, list_arms, select_runs
+from analysis.data.compare import SCORED_STATUSES, list_arms, select_runs
 from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, to_records
 from analysis.html.page import make_settings_rows
@@ -13,6 +13,7 @@ from analysis.published.cells import POOLED
 from analysis.published.reproduction import compare_to_published, summarize_verdicts
 from analysis.published.update_rule_sandbox import SOURCE
 from analysis.sandbox import contrasts, tables
+from analysis.stats.estimates import MIN_SEEDS
 from analysis.sweep import findings
 from analysis.sweep.verdicts import (
     SIGNIFICANCE_LEVEL,

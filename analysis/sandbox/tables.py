@@ -15,11 +15,11 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from analysis.data.compare import MIN_SEEDS, SCORED_STATUSES, list_arms, require_single_study, select_runs
+from analysis.data.compare import SCORED_STATUSES, list_arms, require_single_study, select_runs
 from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, to_records
 from analysis.published.reproduction import sample_std
-from analysis.stats.estimates import Estimate, SampleStats, holm_adjust, mean_over_seeds, welch_t_test
+from analysis.stats.estimates import MIN_SEEDS, Estimate, SampleStats, holm_adjust, mean_over_seeds, welch_t_test
 from analysis.sweep.series import make_curves
 from trainable.runs.records import STATUSES
 from trainable.runs.run_ends import OPEN_STATUSES

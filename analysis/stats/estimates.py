@@ -18,6 +18,8 @@ from scipy import stats
 
 Floats = NDArray[np.float64]
 NAN = float("nan")
+MIN_SEEDS = 3
+"""From this many numbers on, an interval may be based on them alone."""
 # 7! = 5040 permutations are fewer than the 9999 random ones drawn otherwise.
 MAX_EXACT_RUNS = 7
 

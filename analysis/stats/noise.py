@@ -197,6 +197,18 @@ def estimate_paired_contrast(
     )
 
 
+def estimate_sample_mean(
+    sample: ArrayLike, noise: Noise, min_variance: float = 0.0, confidence_level: float = 0.95
+) -> Estimate:
+    """Mean of one number per run (n,), such as the outcome of an arm, with the noise of all arms."""
+    values = np.asarray(sample, dtype=float)
+    if not values.size:
+        return Estimate()
+    variance, df = moderate_variance(_compute_variance(values), values.size - 1, noise.unpaired)
+    squared_error = max(variance, min_variance) / values.size
+    return make_estimate(float(values.mean()), squared_error, df, values.size, confidence_level)
+
+
 def estimate_unpaired_difference(
     sample: ArrayLike,
     reference: ArrayLike,

@@ -5,13 +5,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import MIN_SEEDS, SCORED_STATUSES
+from analysis.data.compare import SCORED_STATUSES
 from analysis.data.frames import StudyFrames, to_records
 from analysis.stats.estimates import Trend
 from analysis.sweep.verdicts import (
     SIGNIFICANCE_LEVEL,
     format_fraction,
     format_interval,
+    format_number,
     format_p_value,
     format_signed,
     format_status,
@@ -21,34 +22,60 @@ from trainable.runs.run_ends import OPEN_STATUSES
 # letters: a longer list of arms is replaced by their number, as in a grid of 164 arms
 MAX_LINE_LENGTH = 120
 _OUTCOME_LABELS = {
-    "better": "Better than the baseline",
-    "worse": "Worse than the baseline",
-    "ended higher": "Ended higher than the baseline",
-    "ended lower": "Ended lower than the baseline",
-    "no clear difference": "No clear difference from the baseline",
-    "failed regime": "Failed regime, stopped by a rule",
-    "no comparison": "Not compared",
-    "no verdict": "No scored run",
+    "better": "higher for",
+    "worse": "lower for",
+    "equal": "equal within {margin} for",
+    "open": "open for",
 }
 
 
 def format_headline(summary: pd.DataFrame) -> str:
-    """The arms grouped by verdict in one line, with the basis of the comparison.
+    """What the study says of its question, over which runs, and what it says nothing of.
 
     summary: from `tables.summarize_arms`.
     """
     if summary.empty:
         return "No run is recorded."
     baseline = summary["baseline"].iloc[0]
-    baseline_text = f"baseline {baseline}" if isinstance(baseline, str) and baseline else "no baseline arm"
-    sentences = [
-        f"{len(summary)} arm{'s' if len(summary) > 1 else ''}, {baseline_text}.",
-        *_describe_comparison_basis(summary),
+    if not isinstance(baseline, str) or not baseline or baseline not in set(summary["arm"]):
+        return f"{len(summary)} arm{'s' if len(summary) > 1 else ''} and no baseline arm, so nothing is compared."
+    sentences = [*_answer(summary, baseline), *_list_unscored(summary), *_describe_collapse(summary)]
+    return " ".join(sentences) or f"Arm {baseline} alone: nothing is compared."
+
+
+def _answer(summary: pd.DataFrame, baseline: str) -> list[str]:
+    """One sentence that groups the compared arms by their verdict; none if nothing was compared."""
+    margin = format_number(float(summary["margin"].iloc[0]))
+    groups = [
+        f"{label.format(margin=margin)} {_format_arms(arms)}"
+        for outcome, label in _OUTCOME_LABELS.items()
+        if (arms := summary.loc[summary["outcome"] == outcome, "arm"].to_list())
     ]
-    for outcome, outcome_label in _OUTCOME_LABELS.items():
-        arms = summary.loc[summary["outcome"] == outcome, "arm"].to_list()
-        if arms:
-            sentences.append(f"{outcome_label}: {_format_arms(arms)}.")
+    if not groups:
+        return []
+    seeds = summary.loc[summary["outcome"].isin(_OUTCOME_LABELS), "seeds"]
+    return [
+        f"Over {format_range(seeds)} seed{'s' if seeds.max() > 1 else ''}, success at the end compared with baseline "
+        f"{baseline} is {_join_words(groups)}."
+    ]
+
+
+def _list_unscored(summary: pd.DataFrame) -> list[str]:
+    labels = {"no comparison": "Not compared", "no verdict": "No scored run"}
+    return [
+        f"{label}: {_format_arms(arms)}."
+        for outcome, label in labels.items()
+        if (arms := summary.loc[summary["outcome"] == outcome, "arm"].to_list())
+    ]
+
+
+def _describe_collapse(summary: pd.DataFrame) -> list[str]:
+    """Which arms a rule stopped. Where it stopped none, the study cannot show that a setting protects from collapse."""
+    scored_arms = summary[summary["early_stopped"] + summary["completed"] > 0]
+    if scored_arms.empty:
+        return []
+    failed_arms = summary.loc[summary["outcome"] == "failed regime", "arm"].to_list()
+    sentences = [f"Failed regime, stopped by a rule: {_format_arms(failed_arms)}."] if failed_arms else []
     # An arm with stopped and completed runs has a verdict on its mean, which hides the stops.
     partly_stopped = [
         f"{row['arm']} ({row['early_stopped']} of {row['early_stopped'] + row['completed']})"
@@ -56,20 +83,11 @@ def format_headline(summary: pd.DataFrame) -> str:
         if row["early_stopped"] and row["completed"]
     ]
     sentences += [f"Some runs stopped by a rule: {_format_arms(partly_stopped)}."] if partly_stopped else []
-    return " ".join(sentences)
+    return sentences or ["No rule stopped a run, so nothing is said of protection from collapse."]
 
 
-def _describe_comparison_basis(summary: pd.DataFrame) -> list[str]:
-    """A sentence that says whether arms are compared over seeds or over levels; none if nothing was compared."""
-    seeds = summary.loc[summary["p"].notna(), "paired_seeds"]
-    if seeds.empty:
-        return []
-    if seeds.min() >= MIN_SEEDS:
-        return [f"Compared over {format_range(seeds)} seeds."]
-    return [
-        f"Compared over validation levels, with {format_range(seeds)} run{'s' if seeds.max() > 1 else ''} per arm: "
-        "the result describes these runs, and another seed may give a different one."
-    ]
+def _join_words(texts: list[str]) -> str:
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
 
 
 def format_range(numbers: "pd.Series[int]") -> str:
@@ -138,12 +156,12 @@ def describe_learning(row: dict[str, Any]) -> list[str]:
         greedy = format_interval(row["gain_greedy_low"], row["gain_greedy_high"])
         gains.append(f"{format_signed(row['gain_greedy'])} {greedy} (greedy)")
     sentences = [
-        f"Success of arm {row['arm']} at the end of training minus its success before training: {' and '.join(gains)}. "
-        f"Basis of the intervals: {row['gain_basis']}."
+        f"Success of arm {row['arm']} at the end of training minus its success before training: {' and '.join(gains)}"
+        f"{', ' + row['gain_basis'] if row['gain_basis'] else ''}."
     ]
     sentences.append(_interpret_gain(row))
     # Sampled success can rise to the greedy success of the base policy by sharper sampling alone, without a new skill.
-    base_greedy, final = row["base_val_greedy_success"], row["final_val_success"]
+    base_greedy, final = row["base_val_greedy_success"], row["late_val_success"]
     if not np.isnan(base_greedy):
         side = "above" if final > base_greedy else "not above"
         sentences.append(
@@ -156,7 +174,7 @@ def describe_learning(row: dict[str, Any]) -> list[str]:
 def _interpret_gain(row: dict[str, Any]) -> str:
     """What the gains in sampled and greedy success show together: more solved levels, or only sharper sampling."""
     if np.isnan(row["gain_low"]):
-        return "The outcomes of single levels are missing, so it is open whether this gain is more than chance."
+        return "Nothing shows how much runs of one setting differ, so it is open whether this gain is more than chance."
     if not row["gain_low"] > 0:
         return "Sampled success does not clearly rise."
     if np.isnan(row["gain_greedy"]):
@@ -175,10 +193,23 @@ def _interpret_gain(row: dict[str, Any]) -> str:
     )
 
 
+_SECONDARY_LABELS = {
+    "mean_val_success": "mean of the validation curve",
+    "final_val_greedy_success": "greedy success at the end",
+    "test_success": "success on test levels, sampled",
+    "test_greedy_success": "success on test levels, greedy",
+}
+
+
+def list_secondary(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows of `tables.compare_secondary` with a label of each outcome, for the report."""
+    return [{**row, "label": _SECONDARY_LABELS[row["column"]]} for row in to_records(table)]
+
+
 def list_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
     """The limits of the report, for the runs that this study has."""
     return [
-        *_list_seed_caveats(frames),
+        *_list_seed_caveats(frames, summary),
         *_list_level_caveats(frames),
         *_list_scoring_caveats(frames, summary),
         *_list_comparison_caveats(summary),
@@ -189,31 +220,39 @@ def list_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
     ]
 
 
-def _list_seed_caveats(frames: StudyFrames) -> list[str]:
+def _list_seed_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
     scored_runs = frames.trials[frames.trials["status"].isin(SCORED_STATUSES)]
     num_seeds = scored_runs["seed"].nunique()
     if num_seeds == 0:
         return ["No run completed or was stopped by a rule, so nothing is compared."]
-    if num_seeds < MIN_SEEDS:
+    seeds_text = f"{num_seeds} seed{'s' if num_seeds > 1 else ''}"
+    if not (summary["se"] > 0).any():
         return [
-            f"{num_seeds} seed{'s' if num_seeds > 1 else ''}: intervals and p-values are over validation levels of "
-            "the runs shown. Another seed may give a different result; nothing here is a claim about the setting "
-            "itself."
+            f"{seeds_text}: nothing shows how much runs of one setting differ, so no difference has an interval. Add "
+            "seeds (--seeds 3 --extend)."
         ]
-    advice = " Five is the usual minimum for a claim; ten are better." if num_seeds < 5 else ""
-    return [f"{num_seeds} seeds: differences are paired by seed, with Student's t interval.{advice}"]
+    sentences = [
+        f"{seeds_text}: the noise of a run is estimated from all arms together, and no arm counts as less noisy than "
+        "its own runs or than its evaluation."
+    ]
+    if num_seeds == 1:
+        sentences.append(
+            "With one seed the noise is that of recorded runs of a similar arm. If the runs of this study are noisier, "
+            "its intervals are too narrow."
+        )
+    return sentences
 
 
 def _list_level_caveats(frames: StudyFrames) -> list[str]:
     levels = frames.levels[frames.levels["split"] == "val"]
     if levels.empty:
-        return ["The outcomes of single levels are missing, so arms with fewer than three seeds have no interval."]
+        return ["The outcomes of single levels are missing, so the noise of the evaluation is not known."]
     num_levels, num_classes = levels["level"].nunique(), levels["cluster"].nunique()
     is_same = (levels.groupby(["run_id", "step", "mode"])["level"].nunique() == num_levels).all()
     scope_text = "All arms were validated on the same" if is_same else "Runs were validated on different sets of"
     return [
-        f"{scope_text} {num_levels} levels, {num_classes} of them different up to symmetry. Intervals over levels "
-        "treat symmetric levels as one cluster. They do not apply to levels of another kind or size."
+        f"{scope_text} {num_levels} levels, {num_classes} of them different up to symmetry. The results do not apply "
+        "to levels of another kind or size."
     ]
 
 
@@ -222,8 +261,8 @@ def _list_scoring_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[st
     if len(summary) and (summary["early_stopped"] > 0).any():
         sentences.append(
             "An early stop is part of the protocol: the arm is a failed regime, and the run keeps the value of its "
-            "last validation. The section on stops also shows the mean with stopped runs scored 0, and with stopped "
-            "runs left out."
+            "last validation up to the planned end. The section on stops also shows the mean with stopped runs scored "
+            "0, and with stopped runs left out."
         )
     num_unscored = int((~frames.trials["status"].isin(SCORED_STATUSES)).sum())
     if num_unscored:
@@ -246,8 +285,8 @@ def _list_comparison_caveats(summary: pd.DataFrame) -> list[str]:
         return []
     return [
         f"{num_comparisons} comparison{'s' if num_comparisons > 1 else ''} with the baseline: p-values are "
-        "corrected with Holm's method within this study. Intervals are not corrected: each covers the difference of "
-        "its own arm only."
+        "corrected with Holm's method within this study, separately for differences and for equality within the "
+        "margin. Intervals are not corrected: each covers the difference of its own arm only."
     ]
 
 

@@ -2,18 +2,20 @@
 
 import math
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from analysis.data.compare import (
     SCORED_STATUSES,
-    compute_auc,
-    compute_outcomes,
+    Outcomes,
+    collect_outcomes,
     describe_basis,
     estimate_difference,
     estimate_gain,
-    estimate_success,
+    estimate_mean,
+    get_margin,
     list_arms,
     require_single_study,
     select_runs,
@@ -25,10 +27,10 @@ from analysis.stats.estimates import (
     Trend,
     holm_adjust,
     page_trend_p_value,
-    probability_of_improvement,
     spearman_trend,
     wilson_interval,
 )
+from analysis.stats.noise import compute_equivalence_p_value
 from analysis.stats.power import find_detectable_difference
 from analysis.sweep.verdicts import classify_outcome, describe_stops, describe_unfinished, format_verdict
 from trainable.runs.records import STATUSES
@@ -44,7 +46,9 @@ COST_COLUMNS = (
 _MEAN_COLUMNS = (
     "base_val_success",
     "base_val_greedy_success",
+    "final_val_success",
     "final_val_greedy_success",
+    "mean_val_success",
     "final_val_success_unseen",
     "peak_val_success",
     "test_success",
@@ -58,22 +62,25 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
     """One row per arm: statuses, success before and after, difference from the baseline arm, stops, costs, verdict.
 
     * Success columns are means over scored runs (completed, or stopped by a rule). Three of them have an interval:
-      `final_val_success` (`final_low`, `final_high`), `gain` (minus the base policy) and `difference` (minus the
-      baseline arm). `basis` says whether the interval is over seeds or levels.
-    * `p_holm` is corrected over all compared arms. `detectable` is the smallest true difference that the test would
-      probably have found.
+      `late_val_success` (`late_low`, `late_high`), `gain` (minus the base policy) and `difference` (minus the baseline
+      arm). All intervals are about settings: their noise is that of runs with other seeds, estimated from all arms
+      together (`analysis.stats.noise`). `basis` says which runs.
+    * `p_holm` and `p_equal_holm` are corrected over all compared arms, each in a family of its own. `margin` is the
+      difference within which arms are equal. `detectable` is the smallest true difference that the test would probably
+      find.
     * `stopped_fraction` is the fraction of scored runs that a rule stopped, with Wilson's interval.
-      `final_stopped_as_zero` is the mean final success with stopped runs counted as 0; `final_survivors` is the mean
+      `late_stopped_as_zero` is the mean success at the end with stopped runs counted as 0; `late_survivors` is the mean
       without them.
     * Costs are means over scored runs, or over all runs if none is scored.
     """
-    baseline = require_single_study(frames).studies[0].get("baseline", "")
+    baseline = require_single_study(frames).studies[0].get("baseline") or ""
     # The columns of settings are not needed, and copying them for every arm takes time.
     frames = replace(frames, trials=frames.trials[list(SCHEMAS["trials"])])
-    table = pd.DataFrame([_summarize_arm(frames, arm, baseline) for arm in list_arms(frames)])
+    measures = _collect_measures(frames)
+    table = pd.DataFrame([_summarize_arm(frames, measures, arm, baseline) for arm in list_arms(frames)])
     if table.empty:
         return table
-    table["p_holm"] = holm_adjust(table["p"])
+    table["p_holm"], table["p_equal_holm"] = holm_adjust(table["p"]), holm_adjust(table["p_equal"])
     comparisons = int(table["p"].notna().sum())
     table["detectable"] = [
         find_detectable_difference(se, df, comparisons) for se, df in zip(table["se"], table["df"], strict=True)
@@ -82,7 +89,47 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
     return table.assign(outcome=[classify_outcome(row) for row in rows], verdict=[format_verdict(row) for row in rows])
 
 
-def _summarize_arm(frames: StudyFrames, arm: str, baseline: str) -> Row:
+def compare_secondary(frames: StudyFrames) -> pd.DataFrame:
+    """One row per secondary outcome and arm other than the baseline: the difference with its interval.
+
+    Columns: column, arm, difference, low, high, n, p, p_holm, p_equal, p_equal_holm, margin. They support the primary
+    outcome and are no verdicts: p is corrected over all rows together. Outcomes that no run has are left out.
+    """
+    (study,), (family,) = require_single_study(frames).studies, frames.families
+    baseline = study.get("baseline") or ""
+    rows = []
+    for column in family.secondary_columns:
+        outcomes, margin = collect_outcomes(frames, column), get_margin(frames, column)
+        for arm in [name for name in list_arms(frames) if name != baseline]:
+            estimate = estimate_difference(outcomes, arm, baseline)
+            if not math.isnan(estimate.value):
+                rows.append({"column": column, "arm": arm, **_make_test_columns(estimate, margin), "n": estimate.n})
+    names = ["column", "arm", "difference", "difference_low", "difference_high", "se", "df", "p", "p_equal", "margin"]
+    table = pd.DataFrame(rows, columns=[*names, "n"])
+    return table.assign(p_holm=holm_adjust(table["p"]), p_equal_holm=holm_adjust(table["p_equal"]))
+
+
+class _Measures(NamedTuple):
+    """The outcomes of all runs that `summarize_arms` estimates: at the end and before, sampled and greedy."""
+
+    late: Outcomes
+    base: Outcomes
+    greedy: Outcomes
+    base_greedy: Outcomes
+    margin: float
+
+
+def _collect_measures(frames: StudyFrames) -> _Measures:
+    return _Measures(
+        late=collect_outcomes(frames, "late_val_success"),
+        base=collect_outcomes(frames, "base_val_success"),
+        greedy=collect_outcomes(frames, "final_val_greedy_success"),
+        base_greedy=collect_outcomes(frames, "base_val_greedy_success"),
+        margin=get_margin(frames, "late_val_success"),
+    )
+
+
+def _summarize_arm(frames: StudyFrames, measures: _Measures, arm: str, baseline: str) -> Row:
     runs, scored_runs = select_runs(frames, arm), select_runs(frames, arm, scored_only=True)
     counts = {status: int((runs["status"] == status).sum()) for status in (*STATUSES, *OPEN_STATUSES)}
     return {
@@ -92,8 +139,8 @@ def _summarize_arm(frames: StudyFrames, arm: str, baseline: str) -> Row:
         "is_baseline": arm == baseline,
         "runs": len(runs),
         **counts,
-        **_summarize_success(frames, scored_runs),
-        **_compare_to_baseline(frames, arm, scored_runs, baseline),
+        **_summarize_success(measures, arm, scored_runs),
+        **_compare_to_baseline(frames, measures, arm, baseline),
         **_summarize_stops(scored_runs),
         **_summarize_cost(frames, scored_runs if len(scored_runs) else runs),
         "stops": describe_stops(scored_runs),
@@ -101,53 +148,54 @@ def _summarize_arm(frames: StudyFrames, arm: str, baseline: str) -> Row:
     }
 
 
-def _summarize_success(frames: StudyFrames, scored_runs: pd.DataFrame) -> Row:
-    final_success, sampled_gain, greedy_gain = (
-        estimate_success(frames, scored_runs),
-        estimate_gain(frames, scored_runs),
-        estimate_gain(frames, scored_runs, "greedy"),
-    )
+def _summarize_success(measures: _Measures, arm: str, scored_runs: pd.DataFrame) -> Row:
+    late = _cut_to_rate(estimate_mean(measures.late, arm))
+    gain = estimate_gain(measures.late, measures.base, arm)
     return {
         **{name: _mean(scored_runs[name]) for name in _MEAN_COLUMNS},
-        "final_val_success": final_success.value,
-        "final_low": final_success.low,
-        "final_high": final_success.high,
-        **_make_estimate_columns("gain", sampled_gain),
-        "gain_basis": describe_basis(len(scored_runs)),
-        **_make_estimate_columns("gain_greedy", greedy_gain),
-        "auc": _mean(compute_auc(frames, scored_runs)),
+        "late_val_success": late.value,
+        "late_low": late.low,
+        "late_high": late.high,
+        **_make_estimate_columns("gain", gain),
+        "gain_basis": describe_basis(measures.late, gain),
+        **_make_estimate_columns("gain_greedy", estimate_gain(measures.greedy, measures.base_greedy, arm)),
     }
+
+
+def _cut_to_rate(estimate: Estimate) -> Estimate:
+    """Cut an interval to [0, 1]: near 0 or 1 a t interval exceeds the range of a success rate. NaN stays NaN."""
+    return estimate._replace(low=float(np.maximum(estimate.low, 0.0)), high=float(np.minimum(estimate.high, 1.0)))
 
 
 def _make_estimate_columns(name: str, estimate: Estimate) -> Row:
     return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
 
 
-def _mean(values: "pd.Series[float]") -> float:
-    return float(values.mean()) if values.notna().any() else float("nan")
-
-
-def _compare_to_baseline(frames: StudyFrames, arm: str, scored_runs: pd.DataFrame, baseline: str) -> Row:
-    """Compare an arm with the baseline arm. Values are missing for the baseline itself."""
-    baseline_runs = select_runs(frames, baseline, scored_only=True)
-    estimate, seeds = (Estimate(), 0) if arm == baseline else estimate_difference(frames, scored_runs, baseline_runs)
-    # Indexed by seed, so that the subtraction below pairs runs of one seed.
-    arm_auc, baseline_auc = (compute_auc(frames, runs).set_axis(runs["seed"]) for runs in (scored_runs, baseline_runs))
+def _make_test_columns(estimate: Estimate, margin: float) -> Row:
     return {
         **_make_estimate_columns("difference", estimate),
         "se": estimate.se,
         "df": estimate.df,
         "p": estimate.p,
-        "paired_seeds": seeds,
-        "basis": describe_basis(seeds),
-        "auc_difference": float("nan") if arm == baseline else _mean(arm_auc - baseline_auc),
-        "improvement": float("nan") if arm == baseline else _compute_improvement(scored_runs, baseline_runs),
-        "baseline_failed": bool(len(baseline_runs)) and bool((baseline_runs["status"] == "early_stopped").all()),
+        "p_equal": compute_equivalence_p_value(estimate, margin),
+        "margin": margin,
     }
 
 
-def _compute_improvement(scored_runs: pd.DataFrame, baseline_runs: pd.DataFrame) -> float:
-    return probability_of_improvement(compute_outcomes(scored_runs), compute_outcomes(baseline_runs))
+def _mean(values: "pd.Series[float]") -> float:
+    return float(values.mean()) if values.notna().any() else float("nan")
+
+
+def _compare_to_baseline(frames: StudyFrames, measures: _Measures, arm: str, baseline: str) -> Row:
+    """Compare an arm with the baseline arm. Values are missing for the baseline itself."""
+    baseline_runs = select_runs(frames, baseline, scored_only=True)
+    estimate = Estimate() if arm == baseline else estimate_difference(measures.late, arm, baseline)
+    return {
+        **_make_test_columns(estimate, measures.margin),
+        "seeds": estimate.n,
+        "basis": describe_basis(measures.late, estimate),
+        "baseline_failed": bool(len(baseline_runs)) and bool((baseline_runs["status"] == "early_stopped").all()),
+    }
 
 
 def _summarize_stops(scored_runs: pd.DataFrame) -> Row:
@@ -157,8 +205,8 @@ def _summarize_stops(scored_runs: pd.DataFrame) -> Row:
         "stopped_fraction": estimate.value,
         "stopped_low": estimate.low,
         "stopped_high": estimate.high,
-        "final_stopped_as_zero": _mean(compute_outcomes(scored_runs).mask(is_stopped, 0.0)),
-        "final_survivors": _mean(compute_outcomes(scored_runs)[~is_stopped]),
+        "late_stopped_as_zero": _mean(scored_runs["late_val_success"].mask(is_stopped, 0.0)),
+        "late_survivors": _mean(scored_runs["late_val_success"][~is_stopped]),
     }
 
 
@@ -172,7 +220,7 @@ def make_run_outcomes(frames: StudyFrames) -> pd.DataFrame:
     scored_runs = require_single_study(frames).trials[frames.trials["status"].isin(SCORED_STATUSES)]
     positions = dict(zip(*compute_axis_positions(frames)[:2], strict=True))
     table = scored_runs[["arm", "seed", "run_id", "status"]].reset_index(drop=True)
-    return table.assign(x=[positions[arm] for arm in table["arm"]], outcome=compute_outcomes(scored_runs).to_numpy())
+    return table.assign(x=[positions[arm] for arm in table["arm"]], outcome=scored_runs["late_val_success"].to_numpy())
 
 
 def compute_axis_positions(frames: StudyFrames) -> tuple[list[str], list[float], str]:
@@ -221,11 +269,12 @@ def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
     high, basis, greedy, test, base, base_greedy (the policy before training: means over all runs of the study).
     """
     names, positions, scale = compute_axis_positions(require_single_study(frames))
+    outcomes = collect_outcomes(frames, "late_val_success")
     base, base_greedy = (_mean(frames.trials[name]) for name in ("base_val_success", "base_val_greedy_success"))
     rows = []
     for arm, x in zip(names, positions, strict=True):
         runs, scored_runs = select_runs(frames, arm), select_runs(frames, arm, scored_only=True)
-        estimate, value = estimate_success(frames, scored_runs), float(runs["axis_value"].iloc[0])
+        estimate, value = _cut_to_rate(estimate_mean(outcomes, arm)), float(runs["axis_value"].iloc[0])
         rows.append(
             {
                 "arm": arm,
@@ -239,7 +288,7 @@ def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
                 "success": estimate.value,
                 "low": estimate.low,
                 "high": estimate.high,
-                "basis": describe_basis(len(scored_runs)),
+                "basis": describe_basis(outcomes, estimate),
                 "greedy": _mean(scored_runs["final_val_greedy_success"]),
                 "test": _mean(scored_runs["test_success"]),
                 "base": base,
@@ -256,7 +305,7 @@ def compute_trend(frames: StudyFrames, generator: np.random.Generator) -> tuple[
     """
     runs = require_single_study(frames).trials
     runs = runs[runs["status"].isin(SCORED_STATUSES) & runs["axis_value"].notna()]
-    runs = runs.assign(outcome=compute_outcomes(runs)).dropna(subset="outcome")
+    runs = runs.assign(outcome=runs["late_val_success"]).dropna(subset="outcome")
     table = runs.pivot_table(index="seed", columns="axis_value", values="outcome").sort_index(axis=1)
     # Page's test needs complete rows: every seed in every arm.
     page_p_value = (

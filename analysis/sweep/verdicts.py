@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import MIN_SEEDS
 from analysis.data.frames import to_records
 from trainable.runs.run_ends import OPEN_STATUSES
 
@@ -103,16 +102,11 @@ def _describe_unfinished_run(run: Mapping[str, Any]) -> str:
     return f"seed {run['seed']} {status}{steps_text}" + (f" ({run['reason']})" if run["reason"] else "")
 
 
-def format_runs(num_seeds: int) -> str:
-    """The runs that a sentence is about: `this run`, or `these 2 runs`."""
-    return "this run" if num_seeds == 1 else f"these {num_seeds} runs"
-
-
 def classify_outcome(row: Mapping[str, Any]) -> str:
     """The outcome of an arm as one of a fixed list of words, for sorting and colors.
 
-    `better` and `worse` are claims about the setting and need an interval over seeds (`compare.MIN_SEEDS`). With fewer
-    seeds, `ended higher` and `ended lower` only describe the runs of this study.
+    Four of them are about the setting: `better`, `worse`, `equal` (within the margin), and `open`, which is everything
+    that the runs do not resolve. An arm that differs by less than the margin is still better or worse.
     """
     num_scored = row["completed"] + row["early_stopped"]
     if not num_scored:
@@ -122,24 +116,20 @@ def classify_outcome(row: Mapping[str, Any]) -> str:
         return "failed regime"
     if row["is_baseline"]:
         return "baseline"
-    # Without an interval there is no p-value: no common seed, or no outcomes of single levels.
-    if np.isnan(row["p_holm"]):
+    if np.isnan(row["difference"]):
         return "no comparison"
-    if row["p_holm"] >= SIGNIFICANCE_LEVEL:
-        return "no clear difference"
-    if row["paired_seeds"] < MIN_SEEDS:
-        return "ended higher" if row["difference"] > 0 else "ended lower"
-    return "better" if row["difference"] > 0 else "worse"
+    if row["p_holm"] < SIGNIFICANCE_LEVEL:
+        return "better" if row["difference"] > 0 else "worse"
+    return "equal" if row["p_equal_holm"] < SIGNIFICANCE_LEVEL else "open"
 
 
 def format_verdict(row: Mapping[str, Any]) -> str:
     """One sentence on an arm. row: of `tables.summarize_arms`.
 
     If a rule stopped all scored runs of an arm, the arm is a failed regime, whatever its last success was. Otherwise it
-    is better or worse than the baseline, or there is no clear difference. In the last case the sentence also says how
-    large a missed difference could be. With fewer than three seeds the sentence is about these runs, which ended higher
-    or lower, and not about the setting. Runs that failed, were interrupted or never ran are listed; they are not
-    scored.
+    is better or worse than the baseline, equal to it within the margin, or open. In the last case the sentence also
+    says how large a missed difference could be, or why there is no interval. Runs that failed, were interrupted or
+    never ran are listed; they are not scored.
     """
     outcome_name, num_scored = classify_outcome(row), row["completed"] + row["early_stopped"]
     clauses = []
@@ -154,16 +144,16 @@ def format_verdict(row: Mapping[str, Any]) -> str:
 
 
 def _describe_gain(row: Mapping[str, Any]) -> str:
+    success_text = f"baseline: {format_fraction(row['late_val_success'])} at the end"
     if np.isnan(row["gain"]):
-        return (
-            f"baseline: {format_fraction(row['final_val_success'])} at the end; the policy was not validated before "
-            "training"
-        )
-    interval_text = format_interval(row["gain_low"], row["gain_high"]) or "(no interval)"
-    return (
-        f"baseline: {format_fraction(row['final_val_success'])} at the end, {format_signed(row['gain'])} "
+        return f"{success_text}; the policy was not validated before training"
+    interval_text = format_interval(row["gain_low"], row["gain_high"])
+    basis_text = (
         f"{interval_text} from the policy before training ({row['gain_basis']})"
+        if interval_text
+        else ("from the policy before training (no interval)")
     )
+    return f"{success_text}, {format_signed(row['gain'])} {basis_text}"
 
 
 def _describe_difference(row: Mapping[str, Any], outcome_name: str) -> str:
@@ -171,19 +161,32 @@ def _describe_difference(row: Mapping[str, Any], outcome_name: str) -> str:
         return "no comparison: the baseline arm is not in this study"
     baseline_text = f"the baseline ({row['baseline']})"
     if outcome_name == "no comparison":
-        if np.isnan(row["difference"]):
-            return f"no comparison: {baseline_text} and this arm have no scored runs with a common seed"
-        difference = format_signed(row["difference"])
-        return f"no interval: {difference} from {baseline_text}; the outcomes of single levels are missing"
+        return f"no comparison: {baseline_text} or this arm has no scored run with a value"
+    failed_text = ", itself a failed regime" if row["baseline_failed"] else ""
+    if not row["se"] > 0:
+        return (
+            f"open: {format_signed(row['difference'])} from {baseline_text}{failed_text}, without an interval, because "
+            "no arm has runs of two seeds that differ"
+        )
     difference_text = (
         f"{format_signed(row['difference'])} {format_interval(row['difference_low'], row['difference_high'])}"
     )
-    test_text = f"{difference_text}, Holm {format_p_value(row['p_holm'])}"
-    failed_text = ", itself a failed regime" if row["baseline_failed"] else ""
-    runs_text = f"{format_runs(row['paired_seeds'])} " if row["paired_seeds"] < MIN_SEEDS else ""
-    if outcome_name != "no clear difference":
-        return f"{runs_text}{outcome_name} than {baseline_text}{failed_text}: {test_text} ({row['basis']})"
-    # "No clear difference" alone would read as "equal": say how large a true difference this test would have missed.
+    margin_text = format_number(row["margin"])
+    if outcome_name in ("better", "worse"):
+        small_text = (
+            f", and by less than {margin_text}, Holm {format_p_value(row['p_equal_holm'])}"
+            if row["p_equal_holm"] < SIGNIFICANCE_LEVEL
+            else ""
+        )
+        return (
+            f"{outcome_name} than {baseline_text}{failed_text}: {difference_text}, Holm "
+            f"{format_p_value(row['p_holm'])}{small_text} ({row['basis']})"
+        )
+    if outcome_name == "equal":
+        return (
+            f"equal to {baseline_text}{failed_text} within {margin_text}: {difference_text}, Holm "
+            f"{format_p_value(row['p_equal_holm'])} ({row['basis']})"
+        )
     detectable_size = row["detectable"]
     # Success lies in [0, 1], so no true difference can be as large as 1.
     missed_text = (
@@ -191,8 +194,7 @@ def _describe_difference(row: Mapping[str, Any], outcome_name: str) -> str:
         if detectable_size < 1
         else "any difference would probably be missed"
     )
-    difference_between = f"between {runs_text}and" if runs_text else "from"
     return (
-        f"no clear difference {difference_between} {baseline_text}{failed_text}: {test_text}; {missed_text} "
-        f"({row['basis']})"
+        f"open: {difference_text} from {baseline_text}{failed_text}, Holm {format_p_value(row['p_holm'])}; "
+        f"{missed_text} ({row['basis']})"
     )

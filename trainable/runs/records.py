@@ -283,6 +283,18 @@ TRIAL_COLUMNS: tuple[Column, ...] = (
     ),
     Column("steps_done", "steps", "training steps with a row"),
     Column("steps_total", "steps", "training steps requested"),
+    Column(
+        "late_val_success",
+        "fraction",
+        "mean of val_success over the last 4 planned validations, at which a run that a rule stopped keeps its last "
+        "value; without any it is val_success before training",
+    ),
+    Column(
+        "mean_val_success",
+        "fraction",
+        "area under the curve of val_success over steps (trapezoids between validations, from the one before "
+        "training), divided by its length; for a run that a rule stopped the last value counts up to steps_total",
+    ),
     Column("final_val_success", "fraction", "val_success of the last validation"),
     Column("final_val_success_unseen", "fraction", "val_success_unseen of the last validation"),
     Column("final_val_greedy_success", "fraction", "val_greedy_success at the end"),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import analysis
-from analysis.data.families import FAMILIES, Row, get_family
+from analysis.data.families import FAMILIES, LATE_EVALUATIONS, Row, compute_late_mean, get_family
 from analysis.data.frames import FRAME_NAMES, NONDETERMINISTIC_COLUMNS, SCHEMAS, StudyFrames
 from analysis.data.load import load, read_study
 from analysis.sweep.series import make_curves
@@ -275,3 +275,32 @@ def test_a_column_of_no_family_has_no_curve(tmp_path: Path) -> None:
     assert make_curves(frames, "test_error")["step"].to_list() == [0, 20, 40, 60]
     with pytest.raises(ValueError, match="no step column `val_success`"):
         make_curves(frames, "val_success")
+
+
+@pytest.mark.parametrize(
+    ("curve", "end_step", "expected"),
+    [
+        ([(0, 9.0), (5, 1.0), (10, 2.0), (15, 3.0), (20, 4.0), (25, 5.0)], None, 3.5),  # the last four
+        ([(0, 9.0), (5, 1.0), (10, 2.0)], None, 1.5),  # all, without the one before training
+        ([(0, 9.0)], None, 9.0),
+        ([], None, None),
+        ([(0, 9.0), (5, 1.0), (10, 2.0)], 12, (1.0 + 2.0 + 2.0) / 3),  # stopped; missed the last step
+        ([(0, 9.0), (5, 1.0), (10, 2.0)], 20, (1.0 + 2.0 + 2.0 + 2.0) / 4),  # missed 15 and 20
+        ([(0, 9.0), (5, 1.0), (10, 2.0)], 60, 2.0),
+        ([(5, 1.0), (10, 2.0), (15, 3.0), (20, 4.0)], 20, 2.5),  # stopped at its last step
+    ],
+)
+def test_the_outcome_is_the_mean_of_the_last_four_evaluations(
+    curve: list[tuple[int, float]], end_step: int | None, expected: float | None
+) -> None:
+    assert compute_late_mean(curve, end_step) == expected
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.integers(1, 7), st.integers(0, 30))
+def test_missed_evaluations_repeat_the_last_value(values: list[float], interval: int, missed_steps: int) -> None:
+    curve = [(interval * number, value) for number, value in enumerate(values, 1)]
+    end_step = interval * len(values) + missed_steps
+    planned = [step for step in range(1, end_step + 1) if step % interval == 0 or step == end_step]
+    carried = [values[min(number, len(values) - 1)] for number in range(len(planned))]
+    late = carried[-LATE_EVALUATIONS:]
+    assert compute_late_mean(curve, end_step) == pytest.approx(sum(late) / len(late))

@@ -7,8 +7,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from analysis.data import compare
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
+from analysis.data.replicates import ReplicateKey, Replicates
 from analysis.grid import layout
 from analysis.grid import page as grid_page
 from analysis.grid.contrasts import compare_switch, list_switches
@@ -111,7 +113,7 @@ def test_cells_are_the_means_of_their_runs(tmp_path: Path) -> None:
     for cell in to_records(table):
         scored_runs = frames.trials[frames.trials["arm"] == cell["arms"]]
         scored_runs = scored_runs[scored_runs["status"].isin(("completed", "early_stopped"))]
-        success = scored_runs["final_val_success"].to_numpy()
+        success = scored_runs["late_val_success"].to_numpy()
         late_entropies = []
         for run in to_records(scored_runs):
             steps = frames.steps[frames.steps["run_id"] == run["run_id"]]
@@ -131,7 +133,7 @@ def test_a_stop_is_a_failed_regime_with_its_value_and_no_run_is_no_number(one_lo
         cell = table.loc[run["arm"]]
         if run["status"] == "early_stopped":
             assert cell["state"] == "stopped"
-            assert cell["success"] == run["final_val_success"]
+            assert cell["success"] == run["late_val_success"]
         elif run["status"] == "completed":
             assert (cell["state"], cell["early_stopped"]) == ("scored", 0)
         else:
@@ -187,7 +189,7 @@ def test_the_contrast_is_on_minus_off_over_equal_points(one_loss_frames: StudyFr
     (setting,) = list_switches(grid)
     members = layout.make_member_table(one_loss_frames, grid)
     row = compare_switch(grid, members, setting).set_index("measure").loc["success"]
-    success = one_loss_frames.trials.set_index("arm")["final_val_success"]
+    success = one_loss_frames.trials.set_index("arm")["late_val_success"]
     settings = list_smoke_arms(ONE_TYPE)
     twins = [(arm, arm.replace("g4", "g5").replace("ta-topk100", "nofilter")) for arm in settings if "-ta-" in arm]
     differences = [success[on] - success[off] for on, off in twins]
@@ -206,7 +208,11 @@ def test_each_form_of_the_loss_has_its_own_contrast(three_loss_frames: StudyFram
 
 
 @pytest.mark.slow
-def test_the_page_has_every_arm_once_and_counts_comparisons(three_loss_frames: StudyFrames) -> None:
+def test_the_page_has_every_arm_once_and_counts_comparisons(
+    three_loss_frames: StudyFrames, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = Replicates(ReplicateKey("sokoban", "laptop", "late_val_success", 50), "smoke", "0", (0.3, 0.32, 0.35))
+    monkeypatch.setattr(compare, "find_replicates", lambda frames, column: [recorded])
     grid = find_grid(three_loss_frames)
     arms = to_records(
         tables.summarize_arms(layout.rename_arms(three_loss_frames, layout.make_arm_labels(three_loss_frames, grid)))

@@ -135,11 +135,11 @@ def test_the_page_is_complete(frames: StudyFrames, page: Page) -> None:
     words = " ".join(page.text.split())
     for sentence in (
         "164 runs: 146 completed, 16 early stopped, 1 failed, 1 never ran",
-        "161 comparisons with one baseline: p-values are corrected with Holm's method over all of them",
+        "No difference has an interval: nothing shows how much runs of one setting differ",
         "20 runs with KL 0 appear in the panels of every loss but count once",
         "k1 (kl_loss_type=kl) used as a loss does not anchor the policy to the reference",
         "Regularization without the task",
-        "1 seed: intervals and p-values are over validation levels",
+        "1 seed: nothing shows how much runs of one setting differ, so no difference has an interval",
         "reward_variance_collapse stopped 1 of 1 runs (step 15: 0.09 < 0.1)",
     ):
         assert sentence in words

@@ -112,8 +112,7 @@ def test_a_stop_has_its_rule_value_threshold_and_step(page: Page) -> None:
 
 
 def test_a_study_of_one_seed_says_so(page: Page) -> None:
-    assert "over the levels of this one run; says nothing about other seeds" in page.text
-    assert "nothing here is a claim about the setting itself" in page.text
+    assert "1 seed: nothing shows how much runs of one setting differ, so no difference has an interval." in page.text
     assert "200 levels, 175 of them different up to symmetry" in page.text
 
 
@@ -192,11 +191,11 @@ STOPPED_FIELDS = {"status": "early_stopped", "steps": 10, "stop": STOP}
         ([], "No run is recorded."),
         ([FakeRun("0", status="", steps=0)], "no verdict: seed 0 never ran"),
         ([FakeRun("0", status="running", steps=0)], "No scored run: arm 0."),
-        ([FakeRun("0", steps=10)], "1 arm, baseline 0."),
+        ([FakeRun("0", steps=10)], "No rule stopped a run, so nothing is said of protection from collapse."),
         ([FakeRun(arm, **FAILED_FIELDS) for arm in ("0", "0.1")], "(RuntimeError: <x>)"),  # type: ignore[arg-type]
         ([FakeRun(arm, **STOPPED_FIELDS) for arm in ("0", "0.1")], "Failed regime, stopped by"),  # type: ignore[arg-type]
         ([FakeRun(arm, seed, steps=10) for arm in ("0", "nofilter") for seed in range(3)], "over 3 seeds"),
-        ([FakeRun("0.1", steps=10)], "and this arm have no scored runs with a common seed"),
+        ([FakeRun("0.1", steps=10)], "1 arm and no baseline arm, so nothing is compared."),
     ],
 )
 def test_every_kind_of_study_has_a_report(tmp_path: Path, runs: list[FakeRun], words: str) -> None:
@@ -256,7 +255,7 @@ def test_arms_that_failed_in_part_are_in_the_headline(tmp_path: Path) -> None:
     summary = tables.summarize_arms(frames)
     assert findings.format_headline(summary).endswith(" Some runs stopped by a rule: arm 0.1 (1 of 3).")
     assert findings.describe_interval_basis(tables.make_dose_response(frames)) == (
-        "0: over the levels of these 2 runs; says nothing about other seeds; 0.1: over 3 seeds"
+        "0: over 2 seeds, with the noise of all arms; 0.1: over 3 seeds, with the noise of all arms"
     )
 
 
@@ -273,7 +272,7 @@ def test_sentences_on_learning_name_what_they_do_not_show(
     gain: tuple[float, ...], greedy: tuple[float, ...], words: str
 ) -> None:
     names = ("", "_low", "_high")
-    row = {"arm": "0", "gain_basis": "over 3 seeds", "base_val_greedy_success": 0.6, "final_val_success": 0.65}
+    row = {"arm": "0", "gain_basis": "over 3 seeds", "base_val_greedy_success": 0.6, "late_val_success": 0.65}
     row |= {f"gain{name}": value for name, value in zip(names, gain, strict=True)}
     row |= {f"gain_greedy{name}": value for name, value in zip(names, greedy, strict=True)}
     sentences = findings.describe_learning(row)
@@ -281,11 +280,12 @@ def test_sentences_on_learning_name_what_they_do_not_show(
     assert "Sampled success at the end (0.650) is above the greedy success of the base policy (0.600)." in sentences
 
 
-def test_five_seeds_are_no_longer_called_few(tmp_path: Path) -> None:
+def test_one_sentence_says_where_the_noise_comes_from(tmp_path: Path) -> None:
     runs = [FakeRun(arm, seed, steps=2) for arm in ("0", "0.1") for seed in range(5)]
     frames = load(write_study(tmp_path, runs, FakeStudy(levels=10, total_steps=2)))
     assert findings.list_caveats(frames, tables.summarize_arms(frames))[0] == (
-        "5 seeds: differences are paired by seed, with Student's t interval."
+        "5 seeds: the noise of a run is estimated from all arms together, and no arm counts as less noisy than its own "
+        "runs or than its evaluation."
     )
 
 

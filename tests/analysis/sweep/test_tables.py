@@ -8,17 +8,26 @@ import pandas as pd
 import pytest
 from scipy import stats as scipy_stats
 
-from analysis.data.compare import collect_level_outcomes, describe_basis, find_last_points
+from analysis.data import compare
 from analysis.data.frames import StudyFrames
 from analysis.data.load import read_study
-from analysis.stats.estimates import Trend, difference_over_levels, holm_adjust
+from analysis.data.replicates import ReplicateKey, Replicates
+from analysis.stats.estimates import Trend, holm_adjust
+from analysis.stats.noise import estimate_paired_contrast, fit_noise
 from analysis.stats.power import find_detectable_difference
 from analysis.sweep import findings, tables, verdicts
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from trainable.files.json_lines import read_lines, write_lines
 
 LOW_SUCCESS = ("low_validation_success", 0.002, 0.01)
-ONE_RUN = "over the levels of this one run; says nothing about other seeds"
+RECORDED = Replicates(
+    ReplicateKey("sokoban", "laptop", "late_val_success", 60),
+    "kl",
+    "0",
+    tuple(np.random.default_rng(0).normal(0.6, 0.015, 20)),
+)
+ONE_SEED = "over one seed, with the noise of all arms and 20 recorded runs"
+NO_INTERVAL = ", without an interval, because no arm has runs of two seeds that differ"
 
 
 def make_collapsed_run(arm: str, seed: int = 0, steps: int = 45) -> FakeRun:
@@ -48,7 +57,12 @@ def six_arm_frames(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
 
 @pytest.fixture(scope="module")
 def summary(six_arm_frames: StudyFrames) -> pd.DataFrame:
-    return tables.summarize_arms(six_arm_frames)
+    """Of a study whose environment, preset, outcome and steps have recorded replicates."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            compare, "find_replicates", lambda frames, column: [RECORDED] if column == RECORDED.key.column else []
+        )
+        return tables.summarize_arms(six_arm_frames)
 
 
 @pytest.fixture(scope="module")
@@ -68,21 +82,39 @@ def test_there_is_one_row_per_arm_in_the_order_of_the_study(summary: pd.DataFram
     assert summary["early_stopped"].to_list() == [0, 0, 0, 0, 1, 0]
 
 
-def test_one_seed_is_compared_over_levels_at_the_last_validation(
-    six_arm_frames: StudyFrames, summary: pd.DataFrame
-) -> None:
-    levels = six_arm_frames.levels[
-        (six_arm_frames.levels["split"] == "val")
-        & (six_arm_frames.levels["mode"] == "sampled")
-        & (six_arm_frames.levels["step"] == 60)
-    ]
-    wide = levels.pivot_table(index="level", columns="arm", values="success", aggfunc="first").astype(float)
-    clusters = levels.drop_duplicates("level").set_index("level")["cluster"].loc[wide.index]
-    expected = difference_over_levels(wide["1"] - wide["0"], clusters)
+def test_one_seed_has_the_noise_of_recorded_runs(six_arm_frames: StudyFrames, summary: pd.DataFrame) -> None:
+    late = six_arm_frames.trials.set_index("arm")["late_val_success"]
+    variance = float(np.var(RECORDED.values, ddof=1))
+    levels = compare.estimate_evaluation_variances(six_arm_frames)
     row = get_row(summary, "1")
-    assert (row["difference"], row["difference_low"], row["difference_high"]) == pytest.approx(expected[:3])
-    assert row["difference"] == pytest.approx(row["final_val_success"] - get_row(summary, "0")["final_val_success"])
-    assert (row["basis"], row["paired_seeds"]) == (ONE_RUN, 1)
+    assert row["difference"] == pytest.approx(late["1"] - late["0"])
+    assert row["se"] == pytest.approx(math.sqrt(2 * max(variance, (levels["0"] + levels["1"]) / 2)))
+    assert (row["df"], row["basis"], row["seeds"]) == (19, ONE_SEED, 1)
+
+
+def test_one_seed_without_recorded_runs_has_numbers_and_no_interval(six_arm_frames: StudyFrames) -> None:
+    summary = tables.summarize_arms(six_arm_frames)
+    row = get_row(summary, "1")
+    assert row["difference"] < -0.2
+    assert math.isnan(row["difference_low"])
+    assert (row["outcome"], row["basis"]) == ("open", "")
+    assert row["verdict"].endswith(f" from the baseline (0){NO_INTERVAL}")
+    assert "nothing shows how much runs of one setting differ" in findings.list_caveats(six_arm_frames, summary)[0]
+
+
+def test_evaluation_noise_by_a_literal_loop(six_arm_frames: StudyFrames) -> None:
+    rows = six_arm_frames.levels
+    rows = rows[(rows["arm"] == "0") & (rows["split"] == "val") & (rows["mode"] == "sampled") & (rows["step"] >= 45)]
+    wide = rows.pivot_table(index="level", columns="step", values="success", aggfunc="first").astype(float)
+    assert wide.shape == (400, 4)
+    expected = wide.var(axis=1, ddof=1).sum() / (4 * 400**2)
+    assert compare.estimate_evaluation_variances(six_arm_frames)["0"] == pytest.approx(expected)
+
+
+def test_evaluation_noise_of_a_single_validation_is_that_of_new_levels(tmp_path: Path) -> None:
+    frames = make_frames(tmp_path, FakeRun("0", steps=2), total_steps=2, levels=50)
+    p = frames.trials["final_val_success"].iloc[0]
+    assert compare.estimate_evaluation_variances(frames) == {"0": pytest.approx(p * (1 - p) / 50)}
 
 
 def test_p_values_and_power_count_all_compared_arms(summary: pd.DataFrame) -> None:
@@ -98,10 +130,12 @@ def test_the_last_validation_of_a_stopped_run_is_what_counts(
 ) -> None:
     row = get_row(summary, "0.3")
     trial = six_arm_frames.trials.set_index("arm").loc["0.3"]
-    assert row["final_val_success"] == trial["final_val_success"]
+    # Validated at step 45 for the last time, it misses those at 50, 55 and 60.
+    steps = six_arm_frames.steps[(six_arm_frames.steps["arm"] == "0.3") & six_arm_frames.steps["val_success"].notna()]
+    assert row["late_val_success"] == pytest.approx(trial["final_val_success"]) == steps["val_success"].iloc[-1]
     assert row["difference"] < -0.5
-    assert row["final_stopped_as_zero"] == 0
-    assert math.isnan(row["final_survivors"])
+    assert row["late_stopped_as_zero"] == 0
+    assert math.isnan(row["late_survivors"])
     assert (row["stopped_fraction"], row["stopped_high"]) == (1.0, 1.0)
     assert row["outcome"] == "failed regime"
 
@@ -111,24 +145,24 @@ def test_area_of_a_stopped_run_carries_its_last_value(six_arm_frames: StudyFrame
     steps = six_arm_frames.steps[(six_arm_frames.steps["arm"] == "0.3") & six_arm_frames.steps["val_success"].notna()]
     x = [0, *steps["step"], 60]
     y = [row["base_val_success"], *steps["val_success"], steps["val_success"].iloc[-1]]
-    assert row["auc"] == pytest.approx(np.trapezoid(y, x) / 60)
-    assert row["auc_difference"] == pytest.approx(row["auc"] - get_row(summary, "0")["auc"])
+    assert row["mean_val_success"] == pytest.approx(np.trapezoid(y, x) / 60)
 
 
-def test_gain_is_over_the_levels_of_the_run_itself(summary: pd.DataFrame) -> None:
+def test_gain_is_that_of_the_run_itself(summary: pd.DataFrame) -> None:
     row = get_row(summary, "0")
-    assert row["gain"] == pytest.approx(row["final_val_success"] - row["base_val_success"])
+    assert row["gain"] == pytest.approx(row["late_val_success"] - row["base_val_success"])
     assert row["gain_greedy"] == pytest.approx(row["final_val_greedy_success"] - row["base_val_greedy_success"])
     assert row["gain_low"] < row["gain"] < row["gain_high"]
+    assert row["gain_basis"] == ONE_SEED
 
 
-def test_gain_over_three_seeds_is_over_seeds(three_seed_frames: StudyFrames) -> None:
+def test_gain_over_three_seeds_is_no_surer_than_its_runs(three_seed_frames: StudyFrames) -> None:
     runs = three_seed_frames.trials[three_seed_frames.trials["arm"] == "0.1"]
     row = get_row(three_seed_frames, "0.1")
-    assert row["gain"] == pytest.approx((runs["final_val_success"] - runs["base_val_success"]).mean())
-    greedy = runs["final_val_greedy_success"] - runs["base_val_greedy_success"]
-    interval = scipy_stats.ttest_1samp(greedy, 0).confidence_interval(0.95)
-    assert (row["gain_greedy_low"], row["gain_greedy_high"]) == pytest.approx((interval.low, interval.high))
+    gains = runs["late_val_success"] - runs["base_val_success"]
+    assert row["gain"] == pytest.approx(gains.mean())
+    assert row["gain_high"] - row["gain"] > 1.96 * gains.std(ddof=1) / math.sqrt(3)
+    assert row["gain_basis"] == "over 3 seeds, with the noise of all arms"
 
 
 def test_costs_are_means_over_runs(summary: pd.DataFrame) -> None:
@@ -137,75 +171,81 @@ def test_costs_are_means_over_runs(summary: pd.DataFrame) -> None:
     assert get_row(summary, "0.3")["kept_ratio"] < 1
 
 
-def test_three_seeds_are_compared_over_seeds(three_seed_frames: StudyFrames) -> None:
-    final = three_seed_frames.trials.pivot_table(index="seed", columns="arm", values="final_val_success")
-    expected = scipy_stats.ttest_rel(final["0.1"], final["0"])
+def test_three_seeds_are_compared_with_the_noise_of_all_arms(three_seed_frames: StudyFrames) -> None:
+    late = three_seed_frames.trials[three_seed_frames.trials["status"] != "failed"].pivot_table(
+        index="arm", columns="seed", values="late_val_success", sort=False
+    )
+    levels = compare.estimate_evaluation_variances(three_seed_frames)
+    expected = estimate_paired_contrast(
+        late.loc["0.1"] - late.loc["0"], fit_noise(late), min_variance=(levels["0"] + levels["0.1"]) / 2
+    )
     row = get_row(three_seed_frames, "0.1")
-    assert row["difference"] == pytest.approx((final["0.1"] - final["0"]).mean())
-    assert row["difference_low"] == pytest.approx(expected.confidence_interval(0.95).low)
-    assert row["p"] == pytest.approx(expected.pvalue)
-    assert (row["basis"], row["paired_seeds"], row["improvement"]) == ("over 3 seeds", 3, 1.0)
+    assert (row["difference"], row["difference_low"], row["difference_high"]) == pytest.approx(expected[:3])
+    assert (row["p"], row["df"]) == pytest.approx((expected.p, expected.df))
+    assert (row["basis"], row["seeds"]) == ("over 3 seeds, with the noise of all arms", 3)
 
 
 def test_a_failed_run_is_named_and_not_scored(three_seed_frames: StudyFrames) -> None:
     row = get_row(three_seed_frames, "nofilter")
-    assert (row["runs"], row["completed"], row["failed"], row["paired_seeds"]) == (3, 2, 1, 2)
-    assert row["basis"] == "over the levels of these 2 runs; says nothing about other seeds"
+    assert (row["runs"], row["completed"], row["failed"], row["seeds"]) == (3, 2, 1, 2)
+    assert row["basis"] == "over 2 seeds, with the noise of all arms"
     assert row["verdict"].endswith("not scored: seed 2 failed after 12 of 60 steps (RuntimeError: no memory)")
     scored = three_seed_frames.trials[
         (three_seed_frames.trials["arm"] == "nofilter") & (three_seed_frames.trials["status"] == "completed")
     ]
-    assert row["final_val_success"] == pytest.approx(scored["final_val_success"].mean())
+    assert row["late_val_success"] == pytest.approx(scored["late_val_success"].mean())
+
+
+def test_an_arm_that_lost_a_run_is_not_easier_to_call_worse(tmp_path: Path) -> None:
+    runs = [
+        FakeRun(arm, seed, success=(0.35, end))
+        for arm, end in (("0", 0.6), ("0.1", 0.6), ("1", 0.5))
+        for seed in range(3)
+    ]
+    whole = get_row(make_frames(tmp_path / "whole", *runs), "1")
+    runs[-1] = FakeRun("1", 2, status="failed", steps=12)
+    reduced = get_row(make_frames(tmp_path / "reduced", *runs), "1")
+    assert reduced["seeds"] == 2
+    assert reduced["se"] > whole["se"]
+    assert reduced["df"] < whole["df"]
+
+
+def test_secondary_outcomes_are_adjusted_together(three_seed_frames: StudyFrames) -> None:
+    table = tables.compare_secondary(three_seed_frames)
+    columns = ["mean_val_success", "final_val_greedy_success"]
+    assert set(columns) <= set(table["column"])
+    assert table["arm"].to_list()[:3] == ["0.1", "1", "nofilter"]
+    assert table["p_holm"].to_list() == pytest.approx(holm_adjust(table["p"]))
+    mean = three_seed_frames.trials.pivot_table(index="seed", columns="arm", values="mean_val_success")
+    assert table["difference"].iloc[0] == pytest.approx((mean["0.1"] - mean["0"]).mean())
 
 
 def test_stops_have_their_own_rate(three_seed_frames: StudyFrames) -> None:
     row = get_row(three_seed_frames, "1")
     assert row["stopped_fraction"] == pytest.approx(1 / 3)
-    assert row["final_stopped_as_zero"] < row["final_val_success"] < row["final_survivors"]
+    assert row["late_stopped_as_zero"] < row["late_val_success"] < row["late_survivors"]
     assert row["verdict"].startswith(
         "failed regime in 1 of 3 runs: low_validation_success stopped 1 of 3 runs (step 45: 0.002 < 0.01); "
     )
 
 
-@pytest.mark.parametrize(
-    ("seeds", "words"),
-    [
-        (0, ""),
-        (1, ONE_RUN),
-        (2, "over the levels of these 2 runs; says nothing about other seeds"),
-        (3, "over 3 seeds"),
-    ],
-)
-def test_the_basis_claims_no_more_than_the_seeds_support(seeds: int, words: str) -> None:
-    assert describe_basis(seeds) == words
+def test_outcomes_are_a_table_of_arms_and_seeds(three_seed_frames: StudyFrames) -> None:
+    outcomes = compare.collect_outcomes(three_seed_frames, "late_val_success")
+    assert outcomes.values.index.to_list() == ["0", "0.1", "1", "nofilter"]
+    assert outcomes.values.columns.to_list() == [0, 1, 2]
+    assert outcomes.values.isna().sum(axis=1).to_dict() == {"0": 0, "0.1": 0, "1": 0, "nofilter": 1}
+    assert outcomes.num_replicates == 0
 
 
-def test_levels_after_the_last_step_do_not_count(tmp_path: Path) -> None:
-    run = FakeRun("0")
-    folder = write_study(tmp_path, [run], FakeStudy(levels=10))
-    path = folder / "runs" / run.run_id / "metrics.jsonl"
-    path.write_text("".join(f"{line}\n" for line in path.read_text().splitlines()[:57]))
-    frames = read_study(folder)
-    assert [point.step for point in find_last_points(collect_level_outcomes(frames, frames.trials)).values()] == [55]
-
-
-def test_episodes_of_one_level_are_averaged(tmp_path: Path) -> None:
-    frames = make_frames(tmp_path, FakeRun("0"), levels=4)
-    doubled = pd.concat([frames.levels, frames.levels.assign(success=~frames.levels["success"])], ignore_index=True)
-    outcomes = collect_level_outcomes(StudyFrames(frames.trials, frames.steps, doubled, frames.study), frames.trials)
-    assert all((rows["success"] == 0.5).all() and len(rows) == 4 for rows in outcomes.values())
-
-
-def test_without_levels_there_is_a_value_and_no_interval(tmp_path: Path) -> None:
-    runs = [FakeRun("0"), FakeRun("0.1")]
+def test_without_levels_there_is_no_floor(tmp_path: Path) -> None:
+    runs = [FakeRun(arm, seed) for arm in ("0", "0.1") for seed in range(3)]
     folder = write_study(tmp_path, runs, FakeStudy(levels=10))
     for run in runs:
         (folder / "runs" / run.run_id / "levels.jsonl").unlink()
-    row = get_row(read_study(folder), "0.1")
-    assert not math.isnan(row["difference"])
-    assert not math.isnan(row["gain"])
-    assert math.isnan(row["difference_low"])
-    assert row["verdict"].startswith("no interval: ")
+    frames = read_study(folder)
+    assert compare.estimate_evaluation_variances(frames) == {}
+    late = frames.trials.pivot_table(index="seed", columns="arm", values="late_val_success")
+    assert get_row(frames, "0.1")["p"] == pytest.approx(scipy_stats.ttest_rel(late["0.1"], late["0"]).pvalue)
 
 
 def test_a_run_stopped_before_its_first_validation_has_the_success_of_the_base_policy(tmp_path: Path) -> None:
@@ -217,7 +257,7 @@ def test_a_run_stopped_before_its_first_validation_has_the_success_of_the_base_p
     stop_columns = {name: value for name, value in third.items() if name.startswith("stop_")}
     write_lines(path / "metrics.jsonl", [first, {**second, **stop_columns}])
     row = get_row(read_study(folder), "0.1")
-    assert row["final_val_success"] == row["base_val_success"]
+    assert row["late_val_success"] == row["base_val_success"]
     assert row["gain"] == 0
 
 
@@ -248,63 +288,70 @@ def test_verdicts_of_two_rules_in_one_arm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seeds", "difference", "p_holm", "word"),
+    ("difference", "p_holm", "p_equal_holm", "word"),
     [
-        (3, 0.1, 0.049, "better"),
-        (5, -0.1, 0.049, "worse"),
-        (3, 0.1, 0.051, "no clear difference"),
-        (3, 0.1, float("nan"), "no comparison"),
-        (1, 0.1, 0.049, "ended higher"),
-        (2, -0.1, 0.001, "ended lower"),
-        (2, 0.1, 0.051, "no clear difference"),
+        (0.1, 0.049, 0.9, "better"),
+        (-0.1, 0.049, 0.9, "worse"),
+        (0.01, 0.049, 0.049, "better"),
+        (0.01, 0.051, 0.049, "equal"),
+        (0.1, 0.051, 0.051, "open"),
+        (0.1, math.nan, math.nan, "open"),
+        (math.nan, math.nan, math.nan, "no comparison"),
     ],
 )
-def test_the_outcome_follows_the_adjusted_p_and_the_seeds(
-    seeds: int, difference: float, p_holm: float, word: str
+def test_the_outcome_follows_the_adjusted_p_values(
+    difference: float, p_holm: float, p_equal_holm: float, word: str
 ) -> None:
-    row = {"completed": seeds, "early_stopped": 0, "is_baseline": False, "difference": difference, "p_holm": p_holm}
-    assert verdicts.classify_outcome({**row, "paired_seeds": seeds}) == word
+    row = {"completed": 3, "early_stopped": 0, "is_baseline": False, "difference": difference}
+    assert verdicts.classify_outcome({**row, "p_holm": p_holm, "p_equal_holm": p_equal_holm}) == word
 
 
-def test_a_verdict_of_one_run_is_about_the_run_and_not_its_setting(summary: pd.DataFrame, tmp_path: Path) -> None:
-    row = get_row(summary, "1")
-    interval_text = f"{row['difference']:+.3f} [{row['difference_low']:+.3f}, {row['difference_high']:+.3f}]"
-    expected_verdict = f"this run ended lower than the baseline (0): {interval_text}, Holm p < 0.001 ({ONE_RUN})"
-    assert row["verdict"] == expected_verdict.replace("-", "−")
-    runs = [FakeRun(arm, seed, success=(0.35, end)) for arm, end in (("0", 0.35), ("0.1", 0.9)) for seed in (0, 1)]
-    higher_row = get_row(make_frames(tmp_path, *runs, levels=300), "0.1")
-    assert higher_row["verdict"].startswith("these 2 runs ended higher than the baseline (0): +0.")
+@pytest.fixture(scope="module")
+def resolved_summary(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
+    """Three seeds of five arms with large differences, and 500 levels."""
+    ends = {"0": 0.5, "0.1": 0.9, "0.3": 0.5, "1": 0.05, "nofilter": 0.47}
+    runs = [FakeRun(arm, seed, success=(0.35, end)) for arm, end in ends.items() for seed in range(3)]
+    return tables.summarize_arms(make_frames(tmp_path_factory.mktemp("resolved"), *runs, levels=500))
 
 
-def test_with_three_seeds_the_verdict_is_about_the_setting(tmp_path: Path) -> None:
-    arms = (("0", 0.35), ("0.1", 0.9), ("1", 0.02))
-    runs = [FakeRun(arm, seed, success=(0.35, end)) for arm, end in arms for seed in range(3)]
-    summary = tables.summarize_arms(make_frames(tmp_path, *runs, levels=300))
-    assert get_row(summary, "0.1")["verdict"].startswith("better than the baseline (0): +0.")
-    assert get_row(summary, "1")["verdict"].startswith("worse than the baseline (0): −0.")
+def test_verdicts_are_about_settings(resolved_summary: pd.DataFrame) -> None:
+    better, worse = get_row(resolved_summary, "0.1"), get_row(resolved_summary, "1")
+    interval = f"{better['difference']:+.3f} [{better['difference_low']:+.3f}, {better['difference_high']:+.3f}]"
+    basis = "over 3 seeds, with the noise of all arms"
+    assert better["verdict"] == f"better than the baseline (0): {interval}, Holm p < 0.001 ({basis})"
+    assert worse["verdict"].startswith("worse than the baseline (0): −0.")
+
+
+def test_verdicts_of_equality_name_the_margin(resolved_summary: pd.DataFrame) -> None:
+    row = {**get_row(resolved_summary, "0.3"), "p_holm": 0.6, "p_equal_holm": 0.012}
+    assert verdicts.format_verdict(row).startswith("equal to the baseline (0) within 0.05: ")
+    assert ", Holm p 0.012 (over 3 seeds" in verdicts.format_verdict(row)
+    row |= {"p_holm": 0.02}
+    assert ", Holm p 0.02, and by less than 0.05, Holm p 0.012 (over" in verdicts.format_verdict(row)
+
+
+def test_the_headline_answers_the_question(resolved_summary: pd.DataFrame) -> None:
+    summary = resolved_summary.assign(outcome=["baseline", "better", "equal", "worse", "open"], margin=0.05)
     assert findings.format_headline(summary) == (
-        "3 arms, baseline 0. Compared over 3 seeds. Better than the baseline: arm 0.1. Worse than the baseline: arm 1."
+        "Over 3 seeds, success at the end compared with baseline 0 is higher for arm 0.1, lower for arm 1, equal "
+        "within 0.05 for arm 0.3 and open for arm nofilter. No rule stopped a run, so nothing is said of protection "
+        "from collapse."
     )
 
 
-def test_the_headline_of_one_seed_says_what_the_runs_did(summary: pd.DataFrame) -> None:
+def test_the_headline_names_failed_regimes(summary: pd.DataFrame) -> None:
     headline = findings.format_headline(summary)
-    assert (
-        "Compared over validation levels, with 1 run per arm: the result describes these runs, and another seed"
-        in headline
-    )
-    assert "Ended lower than the baseline: " in headline
-    assert "orse than" not in headline
-    assert "etter than" not in headline
-    assert not any(word in verdict for verdict in summary["verdict"] for word in ("worse than", "better than"))
+    assert headline.startswith("Over 1 seed, success at the end compared with baseline 0 is lower for arm 1")
+    assert headline.endswith("Failed regime, stopped by a rule: arm 0.3.")
 
 
-def test_verdict_without_a_clear_difference_says_what_would_have_been_missed(summary: pd.DataFrame) -> None:
+def test_an_open_verdict_says_what_would_have_been_missed(summary: pd.DataFrame) -> None:
     row = get_row(summary, "0.03")
-    assert row["outcome"] == "no clear difference"
-    assert row["verdict"].startswith("no clear difference between this run and the baseline (0): ")
+    assert row["outcome"] == "open"
+    interval = f"{row['difference']:+.3f} [{row['difference_low']:+.3f}, {row['difference_high']:+.3f}]"
+    assert row["verdict"].startswith(f"open: {interval} from the baseline (0), Holm p ".replace("-", "−"))
     assert (
-        f"; differences smaller than about {row['detectable']:.3f} would probably be missed ({ONE_RUN})"
+        f"; differences smaller than about {row['detectable']:.3f} would probably be missed ({ONE_SEED})"
         in row["verdict"]
     )
     assert row["detectable"] > (row["difference_high"] - row["difference_low"]) / 2
@@ -317,15 +364,15 @@ def test_a_hopeless_comparison_says_so(summary: pd.DataFrame) -> None:
 
 def test_an_interval_of_a_share_stays_within_its_bounds(three_seed_frames: StudyFrames) -> None:
     row = get_row(three_seed_frames, "1")
-    assert (row["final_low"], row["final_high"]) == (0.0, pytest.approx(row["final_high"]))
-    assert row["final_high"] <= 1
+    assert row["late_low"] >= 0
+    assert row["late_high"] <= 1
 
 
 def test_verdict_of_the_baseline(summary: pd.DataFrame) -> None:
     row = get_row(summary, "0")
     assert row["verdict"] == (
-        f"baseline: {row['final_val_success']:.3f} at the end, {row['gain']:+.3f} [{row['gain_low']:+.3f}, "
-        f"{row['gain_high']:+.3f}] from the policy before training ({ONE_RUN})"
+        f"baseline: {row['late_val_success']:.3f} at the end, {row['gain']:+.3f} [{row['gain_low']:+.3f}, "
+        f"{row['gain_high']:+.3f}] from the policy before training ({ONE_SEED})"
     )
 
 
@@ -344,18 +391,19 @@ def test_verdict_of_an_arm_without_a_scored_run(tmp_path: Path, run: FakeRun, se
     row = get_row(make_frames(tmp_path, FakeRun("0"), run), "0.1")
     assert row["verdict"].startswith(f"no verdict: {sentence}")
     assert row["outcome"] == "no verdict"
-    assert math.isnan(row["final_val_success"])
+    assert math.isnan(row["late_val_success"])
 
 
 def test_verdict_without_a_scored_baseline(tmp_path: Path) -> None:
     frames = make_frames(tmp_path, FakeRun("0", status="failed", steps=3, reason="x"), FakeRun("0.1"))
     row = get_row(frames, "0.1")
-    assert row["verdict"] == "no comparison: the baseline (0) and this arm have no scored runs with a common seed"
+    assert row["verdict"] == "no comparison: the baseline (0) or this arm has no scored run with a value"
 
 
 def test_verdict_against_a_failed_baseline(tmp_path: Path) -> None:
     row = get_row(make_frames(tmp_path, make_collapsed_run("0"), FakeRun("0.1"), levels=200), "0.1")
-    assert row["verdict"].startswith("this run ended higher than the baseline (0), itself a failed regime: +0.")
+    assert row["verdict"].startswith("open: +0.")
+    assert f" from the baseline (0), itself a failed regime{NO_INTERVAL}" in row["verdict"]
 
 
 def test_no_run_at_all(tmp_path: Path) -> None:
@@ -418,11 +466,10 @@ def test_positions_of_few_arms(tmp_path: Path, values: tuple[str, ...], expected
 
 def test_dose_response_has_the_numbers_of_the_figure(six_arm_frames: StudyFrames, summary: pd.DataFrame) -> None:
     table = tables.make_dose_response(six_arm_frames)
-    assert table["success"].to_list() == summary["final_val_success"].to_list()
-    assert table[["low", "high"]].to_numpy().tolist() == summary[["final_low", "final_high"]].to_numpy().tolist()
+    assert table["success"].to_list() == summary["late_val_success"].to_list()
     assert table["base"].nunique() == 1
     assert table["early_stopped"].to_list() == [0, 0, 0, 0, 1, 0]
-    assert (table["low"] < table["success"]).all()
+    assert table["low"].isna().all()  # one seed
     outcomes = tables.make_run_outcomes(six_arm_frames)
     assert outcomes["x"].to_list() == table["x"].to_list()
 
@@ -431,7 +478,7 @@ def test_trend_leaves_words_out_and_pairs_seeds(three_seed_frames: StudyFrames) 
     trend, page_p = tables.compute_trend(three_seed_frames, np.random.default_rng(0))
     assert trend.n == 9
     table = three_seed_frames.trials[three_seed_frames.trials["arm"] != "nofilter"].pivot_table(
-        index="seed", columns="axis_value", values="final_val_success"
+        index="seed", columns="axis_value", values="late_val_success"
     )
     one_sided = [scipy_stats.page_trend_test(values).pvalue for values in (table, table.to_numpy()[:, ::-1])]
     assert page_p == pytest.approx(min(1, 2 * min(one_sided)))

@@ -155,6 +155,12 @@ STEP_COLUMNS: tuple[Column, ...] = (
 )
 
 TRIAL_COLUMNS: tuple[Column, ...] = (
+    Column(
+        "late_test_error",
+        "fraction",
+        "mean of test_error over the last 4 planned evaluations, at which a run that a rule stopped keeps its last "
+        "value; without any it is test_error before training",
+    ),
     Column("final_test_error", "fraction", "test_error of the last row"),
     Column("final_entropy", "nats", "entropy of the last row"),
     Column("final_test_error_unscored", "fraction", "test_error_unscored of the last row"),

@@ -1,0 +1,115 @@
+"""Recorded replicates: the outcomes of one arm with many seeds, from which a study with few seeds learns its noise.
+
+`replicates.json` in this folder is made from the baselines of the shipped studies (`make replicates`). An entry applies
+to every study with the same environment, preset, outcome and number of steps, since the runs of such a study differ
+from those recorded in one or a few settings only. That is an assumption: an arm may be noisier than the recorded one.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+from pydantic import TypeAdapter
+
+from analysis.data.frames import StudyFrames, to_records
+from analysis.data.load import find_study_folders, load
+from trainable.files.json_values import read_json
+from trainable.files.paths import write_text
+
+REPLICATES_PATH = Path(__file__).parent / "replicates.json"
+MIN_REPLICATES = 20
+"""With fewer runs, the interval of a variance is wider than a factor of three."""
+
+
+class ReplicateKey(NamedTuple):
+    """What studies must have in common to share their noise.
+
+    environment: of a language model the environment that it acts in, in the sandbox the task. preset: of the study.
+    column: the outcome, a column of `trials`. steps: planned training steps.
+    """
+
+    environment: str
+    preset: str
+    column: str
+    steps: int
+
+
+class Replicates(NamedTuple):
+    """Outcomes of one arm of one study, one per seed.
+
+    key: see `ReplicateKey`. study, arm: where they come from. values: of the seeds 0, 1, 2, ...
+    """
+
+    key: ReplicateKey
+    study: str
+    arm: str
+    values: tuple[float, ...]
+
+
+_ENTRIES = TypeAdapter(list[dict[str, Any]])
+
+
+@cache
+def read_replicates(path: Path = REPLICATES_PATH) -> tuple[Replicates, ...]:
+    """Read all recorded replicates; none if there is no file."""
+    if not path.is_file():
+        return ()
+    return tuple(
+        Replicates(ReplicateKey(**entry["key"]), entry["study"], entry["arm"], tuple(entry["values"]))
+        for entry in _ENTRIES.validate_python(read_json(path))
+    )
+
+
+def write_replicates(replicates: Iterable[Replicates], path: Path = REPLICATES_PATH) -> None:
+    """Write replicates, sorted, with one line per entry."""
+    lines = [
+        json.dumps({"key": entry.key._asdict(), "study": entry.study, "arm": entry.arm, "values": entry.values})
+        for entry in sorted(replicates)
+    ]
+    write_text(path, "[\n" + ",\n".join(lines) + "\n]\n")
+
+
+def make_key(frames: StudyFrames, column: str) -> ReplicateKey:
+    """The key of an outcome of a study."""
+    (study,), (family,) = frames.studies, frames.families
+    settings = study.get("settings", {})
+    steps = settings.get("trainer", {}).get("total_training_steps", 0)
+    return ReplicateKey(family.get_environment(settings), study.get("preset", ""), column, steps)
+
+
+def find_replicates(frames: StudyFrames, column: str) -> list[Replicates]:
+    """The recorded replicates that apply to an outcome of a study."""
+    key = make_key(frames, column)
+    return [entry for entry in read_replicates() if entry.key == key]
+
+
+def make_replicates(frames: StudyFrames) -> Replicates:
+    """The replicates of a study's baseline arm. ValueError if it has fewer than `MIN_REPLICATES` scored runs."""
+    (study,), (family,) = frames.studies, frames.families
+    column, baseline = family.primary_column, study.get("baseline") or ""
+    runs = frames.runs[(frames.runs["arm"] == baseline) & frames.runs["status"].isin(("completed", "early_stopped"))]
+    values = [row[column] for row in to_records(runs.sort_values("seed")) if not pd.isna(row[column])]
+    if len(values) < MIN_REPLICATES:
+        raise ValueError(
+            f"The baseline of {study['name']} has {len(values)} scored runs, and {MIN_REPLICATES} are needed: run the "
+            f"study with --seeds {MIN_REPLICATES} first."
+        )
+    return Replicates(make_key(frames, column), study["name"], baseline, tuple(round(value, 6) for value in values))
+
+
+def main(folders: Sequence[str]) -> None:
+    """Record the baselines of the studies in `folders`. Entries of other studies stay."""
+    replicates = {(entry.key, entry.study): entry for entry in read_replicates()}
+    for folder in folders:
+        for path in find_study_folders(Path(folder)):
+            entry = make_replicates(load(path))
+            replicates[entry.key, entry.study] = entry
+    write_replicates(replicates.values())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
