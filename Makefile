@@ -7,7 +7,7 @@ BENCH := .venv-bench/bin
 # More than cores here: a test of a study waits for Ray, one of an ended study for its processes.
 PARALLEL := --numprocesses 3
 
-.PHONY: setup kl entropy top-p test test-faults attack test-engines test-all check format bench bench-engines clean
+.PHONY: setup kl entropy top-p test test-faults attack replicates test-engines test-all check format bench bench-engines clean
 
 setup: .venv/ready
 
@@ -57,6 +57,16 @@ test-engines: .venv-engines/ready
 
 test-all: check
 	$(BIN)/python -m pytest
+
+# Records the noise of runs, from which studies with few seeds learn theirs: 20 seeds of the baseline of each study.
+# About an hour on two cores. Again whenever what these runs compute changes. Same output: it continues.
+REPLICATES ?= out/replicates
+RECORD := $(BIN)/python -m tune_study run
+replicates: setup
+	$(RECORD) kl --preset laptop --kl-values 0 --seeds 20 --wandb off --output $(REPLICATES)
+	$(RECORD) top-p --preset laptop --rollout_filter_value nofilter --seeds 20 --wandb off --output $(REPLICATES)
+	$(RECORD) grpo-entropy-sokoban --preset laptop --arms std-clip0.2 --seeds 20 --wandb off --output $(REPLICATES)
+	$(BIN)/python -m analysis.data.replicates $(REPLICATES)
 
 format: setup
 	$(BIN)/ruff check --fix .

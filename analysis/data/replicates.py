@@ -10,10 +10,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
-from pydantic import TypeAdapter
 
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import find_study_folders, load
@@ -50,9 +49,6 @@ class Replicates(NamedTuple):
     values: tuple[float, ...]
 
 
-_ENTRIES = TypeAdapter(list[dict[str, Any]])
-
-
 @cache
 def read_replicates(path: Path = REPLICATES_PATH) -> tuple[Replicates, ...]:
     """Read all recorded replicates; none if there is no file."""
@@ -60,7 +56,7 @@ def read_replicates(path: Path = REPLICATES_PATH) -> tuple[Replicates, ...]:
         return ()
     return tuple(
         Replicates(ReplicateKey(**entry["key"]), entry["study"], entry["arm"], tuple(entry["values"]))
-        for entry in _ENTRIES.validate_python(read_json(path))
+        for entry in read_json(path)
     )
 
 

@@ -1,1 +1,1 @@
-"""Statistics: intervals, paired differences, trends and adjusted p-values."""
+"""Statistics: intervals, the noise of runs, power, sequential tests, trends and adjusted p-values."""

@@ -47,8 +47,9 @@ def test_a_prior_is_recovered_from_many_variances(df0: float) -> None:
     dfs = np.tile([2.0, 4.0, 9.0], 4000)
     prior = fit_variance_prior(draw_variances(np.random.default_rng(0), 0.04, df0, dfs), dfs)
     assert prior is not None
-    assert prior.variance == pytest.approx(0.04, rel=0.05)
-    assert prior.df == pytest.approx(df0, rel=0.1)
+    # Four standard errors of 12,000 arms.
+    assert abs(prior.variance / 0.04 - 1) < 0.05
+    assert abs(prior.df / df0 - 1) < 0.1
     assert prior.max_df == dfs.sum()
 
 

@@ -1,0 +1,71 @@
+"""Tests of the recorded replicates: which studies they apply to, and how they are made."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from analysis.data import compare, replicates
+from analysis.data.load import read_study
+from analysis.data.replicates import ReplicateKey, Replicates, find_replicates, make_replicates
+from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
+
+ENTRY = Replicates(ReplicateKey("sokoban", "laptop", "late_val_success", 2), "kl", "0", (0.25, 0.5, 0.375))
+STUDY = FakeStudy(levels=10, total_steps=2)
+
+
+def test_replicates_are_read_as_they_were_written(tmp_path: Path) -> None:
+    other = ENTRY._replace(key=ENTRY.key._replace(steps=60))
+    path = tmp_path / "replicates.json"
+    replicates.write_replicates([other, ENTRY], path)
+    assert replicates.read_replicates(path) == (ENTRY, other)
+    assert path.read_text().count("\n") == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "is_used"),
+    [
+        ({}, True),
+        ({"environment": "frozen-lake"}, False),
+        ({"preset": "paper"}, False),
+        ({"column": "test_success"}, False),
+        ({"steps": 60}, False),
+    ],
+)
+def test_only_replicates_of_the_same_key_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, object], is_used: bool
+) -> None:
+    entry = ENTRY._replace(key=ENTRY.key._replace(**change))  # type: ignore[arg-type]
+    monkeypatch.setattr(replicates, "read_replicates", lambda: (entry,))
+    frames = read_study(write_study(tmp_path, [FakeRun("0", steps=2), FakeRun("0.1", steps=2)], STUDY))
+    assert find_replicates(frames, "late_val_success") == ([entry] if is_used else [])
+    outcomes = compare.collect_outcomes(frames, "late_val_success")
+    assert outcomes.num_replicates == (3 if is_used else 0)
+    assert (outcomes.noise.unpaired is not None) == is_used
+    if outcomes.noise.unpaired is not None:
+        assert outcomes.noise.unpaired.variance == pytest.approx(np.var(entry.values, ddof=1))
+
+
+def test_the_baseline_of_a_study_is_recorded(tmp_path: Path) -> None:
+    runs = [FakeRun(arm, seed, steps=2) for arm in ("0", "0.1") for seed in range(20)]
+    frames = read_study(write_study(tmp_path, runs, STUDY))
+    entry = make_replicates(frames)
+    assert entry.key == ENTRY.key
+    assert (entry.study, entry.arm) == ("kl", "0")
+    late = frames.trials[frames.trials["arm"] == "0"].sort_values("seed")["late_val_success"]
+    assert entry.values == pytest.approx(late.to_list(), abs=1e-6)
+
+
+def test_too_few_runs_are_refused(tmp_path: Path) -> None:
+    frames = read_study(write_study(tmp_path, [FakeRun("0", steps=2)], STUDY))
+    with pytest.raises(ValueError, match="has 1 scored runs, and 20 are needed: run the study with --seeds 20 first"):
+        make_replicates(frames)
+
+
+def test_the_shipped_file_has_enough_runs_per_entry() -> None:
+    entries = replicates.read_replicates()
+    assert {entry.study for entry in entries} >= {"kl"}
+    for entry in entries:
+        assert len(entry.values) >= replicates.MIN_REPLICATES
+        assert 0 < np.std(entry.values) < 0.5
+    assert len({(entry.key, entry.study) for entry in entries}) == len(entries)
