@@ -3,11 +3,12 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from analysis.data.families import LATE_EVALUATIONS
+from analysis.data.families import LATE_EVALUATIONS, get_family
 from analysis.data.frames import StudyFrames
 from analysis.data.replicates import find_replicates
 from analysis.stats.estimates import Estimate
@@ -86,7 +87,7 @@ def collect_outcomes(frames: StudyFrames, column: str) -> Outcomes:
     runs = trials[trials["status"].isin(SCORED_STATUSES)]
     values = runs.pivot_table(index="arm", columns="seed", values=column, sort=False).sort_index(axis=1)
     values = values.reindex(index=[arm for arm in list_arms(frames) if arm in values.index])
-    replicates = [np.array(entry.values) for entry in find_replicates(frames, column)]
+    replicates = [np.array(entry.values) for entry in find_replicates(frames.studies[0], column)]
     variances = RunVariances(
         np.array([entry.var(ddof=1) for entry in replicates]), np.array([len(entry) - 1.0 for entry in replicates])
     )
@@ -166,11 +167,10 @@ def describe_basis(outcomes: Outcomes, estimate: Estimate) -> str:
     return f"over {seeds_text}, with the noise of all arms{replicates_text}"
 
 
-def get_margin(frames: StudyFrames, column: str) -> float:
+def get_margin(study: Mapping[str, Any], column: str) -> float:
     """The difference within which arms are equal in a column of `trials`; NaN if the column has no margin.
 
-    study.json declares margins by column, before the first run.
+    study: content of study.json, which declares margins by column before the first run.
     """
-    (study,), (family,) = require_single_study(frames).studies, frames.families
-    units = {trial_column.name: trial_column.unit for trial_column in family.trial_columns}
+    units = {trial_column.name: trial_column.unit for trial_column in get_family(study).trial_columns}
     return float((study.get("margins") or {}).get(column, DEFAULT_MARGINS.get(units[column], math.nan)))

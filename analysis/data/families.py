@@ -85,7 +85,7 @@ class TableFamily:
         summarize_rows: computes `steps_done` and the trial columns that no file contains. Its arguments are the rows
             of a run, sorted by step, and the step up to which the run keeps its last values (None: the step of its last
             row).
-        primary_column: the trial column that answers a study's question, unless study.json names another.
+        primary_column: the trial column that answers a study's question.
         secondary_columns: trial columns that are compared in addition, all of them adjusted together.
         is_higher_better: whether a larger primary outcome is a better one.
         get_environment: function of the settings of study.json that returns what the policy acts in.

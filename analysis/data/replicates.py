@@ -7,13 +7,14 @@ from those recorded in one or a few settings only. That is an assumption: an arm
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 
+from analysis.data.families import get_family
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import find_study_folders, load
 from trainable.files.json_values import read_json
@@ -69,17 +70,16 @@ def write_replicates(replicates: Iterable[Replicates], path: Path = REPLICATES_P
     write_text(path, "[\n" + ",\n".join(lines) + "\n]\n")
 
 
-def make_key(frames: StudyFrames, column: str) -> ReplicateKey:
-    """The key of an outcome of a study."""
-    (study,), (family,) = frames.studies, frames.families
+def make_key(study: Mapping[str, Any], column: str) -> ReplicateKey:
+    """The key of an outcome of a study. study: content of study.json."""
     settings = study.get("settings", {})
     steps = settings.get("trainer", {}).get("total_training_steps", 0)
-    return ReplicateKey(family.get_environment(settings), study.get("preset", ""), column, steps)
+    return ReplicateKey(get_family(study).get_environment(settings), study.get("preset", ""), column, steps)
 
 
-def find_replicates(frames: StudyFrames, column: str) -> list[Replicates]:
-    """The recorded replicates that apply to an outcome of a study."""
-    key = make_key(frames, column)
+def find_replicates(study: Mapping[str, Any], column: str) -> list[Replicates]:
+    """The recorded replicates that apply to an outcome of a study. study: content of study.json."""
+    key = make_key(study, column)
     return [entry for entry in read_replicates() if entry.key == key]
 
 
@@ -94,7 +94,7 @@ def make_replicates(frames: StudyFrames) -> Replicates:
             f"The baseline of {study['name']} has {len(values)} scored runs, and {MIN_REPLICATES} are needed: run the "
             f"study with --seeds {MIN_REPLICATES} first."
         )
-    return Replicates(make_key(frames, column), study["name"], baseline, tuple(round(value, 6) for value in values))
+    return Replicates(make_key(study, column), study["name"], baseline, tuple(round(value, 6) for value in values))
 
 
 def main(folders: Sequence[str]) -> None:

@@ -99,7 +99,7 @@ def compare_secondary(frames: StudyFrames) -> pd.DataFrame:
     baseline = study.get("baseline") or ""
     rows = []
     for column in family.secondary_columns:
-        outcomes, margin = collect_outcomes(frames, column), get_margin(frames, column)
+        outcomes, margin = collect_outcomes(frames, column), get_margin(study, column)
         for arm in [name for name in list_arms(frames) if name != baseline]:
             estimate = estimate_difference(outcomes, arm, baseline)
             if not math.isnan(estimate.value):
@@ -125,7 +125,7 @@ def _collect_measures(frames: StudyFrames) -> _Measures:
         base=collect_outcomes(frames, "base_val_success"),
         greedy=collect_outcomes(frames, "final_val_greedy_success"),
         base_greedy=collect_outcomes(frames, "base_val_greedy_success"),
-        margin=get_margin(frames, "late_val_success"),
+        margin=get_margin(frames.studies[0], "late_val_success"),
     )
 
 

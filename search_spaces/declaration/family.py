@@ -37,6 +37,9 @@ class Family:
         trainer: "module:NAME" of the TrainerFamily for these configurations; imported only where a run trains.
         presets: for each preset, the settings that the preset changes.
         n_seeds: for each preset, the default number of seeds per arm.
+        outcomes: columns of `analysis.load(...).trials` by which arms are compared. The first is the primary outcome,
+            which gives the verdicts; the others support it and are adjusted together.
+        margins: for some of the outcomes, the difference within which two arms count as equal.
         make_template_values: function of a configuration that returns the values that name templates may use.
         get_model_path: function of a configuration that returns the path or hub id of the model that a run loads and
             trains, or None if the run builds its own model.
@@ -60,6 +63,8 @@ class Family:
     trainer: str
     presets: Mapping[str, Settings]
     n_seeds: Mapping[str, int]
+    outcomes: tuple[str, ...]
+    margins: Mapping[str, float]
     make_template_values: Callable[[Any], dict[str, str]]
     get_model_path: Callable[[Any], str | None]
     progress_columns: tuple[DisplayColumn, ...]

@@ -120,6 +120,7 @@ class Study:
         n_seeds: default number of seeds per arm; None for the preset's number.
         has_include_zero_option: whether --rollout_filter_include_zero may be used; False where the axis sets it.
         smoke_settings: settings of --smoke, which runs the study in seconds; empty if the study has no --smoke.
+        margins: differences within which two arms count as equal, by outcome, where they are not those of the family.
         contrasts: the comparisons that answer the question, declared before anything is run.
         strategy_aliases: for each name that --rollout_filter_strategy takes, the name of the filter strategy; empty if
             the study has no such option.
@@ -151,6 +152,7 @@ class Study:
     n_seeds: int | None = None
     has_include_zero_option: bool = True
     smoke_settings: Settings = field(default_factory=_make_empty_settings)
+    margins: Mapping[str, float] = field(default_factory=dict)
     contrasts: Contrasts = field(default_factory=dict)
     strategy_aliases: Mapping[str, str] = field(default_factory=dict)
     variants: Mapping[str, "Study"] = field(default_factory=dict)

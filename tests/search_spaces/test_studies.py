@@ -5,6 +5,7 @@ from string import Formatter
 import numpy as np
 import pytest
 
+from analysis.data.families import FAMILIES
 from analysis.sandbox.contrasts import read_contrasts
 from search_spaces import STUDIES
 from search_spaces.declaration.family import make_value_label
@@ -333,3 +334,14 @@ def test_the_entropy_question_crosses_normalization_and_clip_and_adds_tpo() -> N
         assert (
             batch * config.actor.ppo_epochs // config.actor.ppo_mini_batch_size == 16
         )  # with fewer updates the clip would have no effect
+
+
+@pytest.mark.parametrize("study", STUDIES.values(), ids=list(STUDIES))
+def test_outcomes_are_those_of_the_report_and_have_margins(study: Study) -> None:
+    family = FAMILIES[study.family.name]
+    assert study.family.outcomes == (family.primary_column, *family.secondary_columns)
+    columns = {column.name: column for column in family.trial_columns}
+    for name, margin in {**study.family.margins, **study.margins}.items():
+        assert name in study.family.outcomes
+        assert columns[name].unit in ("fraction", "nats")
+        assert 0 < margin < 1

@@ -20,6 +20,7 @@ from trainable.files.paths import UnsafePathError
 from trainable.runs.run_ends import ENDED_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.storage.uris import is_uri
+from tune_study.folder.outputs import make_study_entry
 from tune_study.folder.saved_checkpoints import find_missing, format_missing
 from tune_study.folder.statuses import resolve_status
 from tune_study.host.console import print_line, print_table
@@ -78,6 +79,7 @@ def print_plan(
     """
     for line in [
         *_format_plan_lines(plan, resource_plan),
+        *_describe_power(plan),
         disk_line,
         f"Results: {plan.folder}",
         f"Summary log: {plan.summary_log}",
@@ -98,6 +100,14 @@ def print_plan(
         for spec in plan.runs
     ]
     print_table(console, ("run", "arm", "seed", "steps", "log", "checkpoints"), rows)
+
+
+def _describe_power(plan: StudyPlan) -> list[str]:
+    """What the planned seeds resolve."""
+    from analysis.sweep.planned_power import describe_power  # imports pandas and SciPy
+
+    line = describe_power(make_study_entry(plan))
+    return [line] if line else []
 
 
 def _format_plan_lines(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str]:

@@ -62,6 +62,7 @@ def make_study_entry(plan: StudyPlan) -> dict[str, Any]:
         "preset_reason": plan.preset_reason,
         "axis": {"setting": axis.setting, "option": axis.option, "values": list(plan.values)},
         "baseline": plan.baseline,
+        "outcomes": list(plan.study.family.outcomes),
         "contrasts": [{"name": name, "pairs": pairs} for name, pairs in plan.study.contrasts.items()],
         "seeds": list(plan.seeds),
         "runs": [make_run_entry(spec) for spec in plan.runs],
@@ -77,8 +78,8 @@ def make_study_entry(plan: StudyPlan) -> dict[str, Any]:
 def write_study(plan: StudyPlan) -> list[str]:
     """Write study.json, every run.json, and a status for every run that has none, before anything starts.
 
-    In study.json, versions, git and created_at are those of the first start. command is that of the first start with
-    the same values and seeds. `starts` lists every start.
+    In study.json, versions, git, created_at, margins and planned_seeds are those of the first start. command is that
+    of the first start with the same values and seeds. `starts` lists every start.
 
     Returns the differences from the previous start that could change a number, as `name: old -> new`: versions of
     packages, and the commit of the code.
@@ -108,6 +109,9 @@ def write_study(plan: StudyPlan) -> list[str]:
         "command": previous_entry["command"] if is_same_request else start["command"],
         "created_at": previous_entry.get("created_at") or start["at"],
         "starts": starts,
+        # Declared before the first run: what is changed after a look at results would not be a test of them.
+        "margins": previous_entry.get("margins") or {**plan.study.family.margins, **plan.study.margins},
+        "planned_seeds": previous_entry.get("planned_seeds") or len(plan.seeds),
     }
     # Last, so that a study.json exists only together with every run.json and status.json.
     write_object(plan.folder / "study.json", {**make_study_entry(plan), **history})

@@ -107,6 +107,9 @@ class _StudyFile(_Section):
     question: Text = ""
     run: Text = ""
     baseline: Text | None = None
+    outcomes: list[Text] = []
+    margins: dict[Text, float] = {}
+    planned_seeds: int | None = Field(default=None, ge=1, le=2**31)
     contrasts: list[_Contrast] = []
     versions: dict[Text, Text] = {}
     git: _Git | None = None

@@ -38,7 +38,7 @@ def test_only_replicates_of_the_same_key_are_used(
     entry = ENTRY._replace(key=ENTRY.key._replace(**change))  # type: ignore[arg-type]
     monkeypatch.setattr(replicates, "read_replicates", lambda: (entry,))
     frames = read_study(write_study(tmp_path, [FakeRun("0", steps=2), FakeRun("0.1", steps=2)], STUDY))
-    assert find_replicates(frames, "late_val_success") == ([entry] if is_used else [])
+    assert find_replicates(frames.studies[0], "late_val_success") == ([entry] if is_used else [])
     outcomes = compare.collect_outcomes(frames, "late_val_success")
     assert outcomes.num_replicates == (3 if is_used else 0)
     assert (outcomes.noise.unpaired is not None) == is_used

@@ -212,7 +212,7 @@ def test_the_page_has_every_arm_once_and_counts_comparisons(
     three_loss_frames: StudyFrames, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded = Replicates(ReplicateKey("sokoban", "laptop", "late_val_success", 50), "smoke", "0", (0.3, 0.32, 0.35))
-    monkeypatch.setattr(compare, "find_replicates", lambda frames, column: [recorded])
+    monkeypatch.setattr(compare, "find_replicates", lambda study, column: [recorded])
     grid = find_grid(three_loss_frames)
     arms = to_records(
         tables.summarize_arms(layout.rename_arms(three_loss_frames, layout.make_arm_labels(three_loss_frames, grid)))

@@ -60,7 +60,7 @@ def summary(six_arm_frames: StudyFrames) -> pd.DataFrame:
     """Of a study whose environment, preset, outcome and steps have recorded replicates."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            compare, "find_replicates", lambda frames, column: [RECORDED] if column == RECORDED.key.column else []
+            compare, "find_replicates", lambda study, column: [RECORDED] if column == RECORDED.key.column else []
         )
         return tables.summarize_arms(six_arm_frames)
 

@@ -508,3 +508,28 @@ def test_a_folder_that_the_engine_cannot_run_is_refused(tmp_path: Path, config: 
 def test_what_was_not_fetched_is_no_model(tmp_path: Path, path: str) -> None:
     with pytest.raises(PlanError, match="was not found"):
         check_model(path, {"HF_HUB_CACHE": str(tmp_path)})
+
+
+def test_outcomes_margins_and_planned_seeds_are_those_before_the_first_run(tmp_path: Path) -> None:
+    plan = make_plan_in(tmp_path, seeds=2)
+    write_study(plan)
+    entry = read_object(plan.folder / "study.json")
+    assert entry["outcomes"][0] == "late_val_success"
+    assert entry["margins"]["late_val_success"] == 0.05
+    assert entry["planned_seeds"] == 2
+    # A study that is extended after a look keeps what was declared.
+    extended_plan = replace(
+        make_plan_in(tmp_path, seeds=5), study=replace(plan.study, margins={"late_val_success": 0.2})
+    )
+    write_study(extended_plan)
+    entry = read_object(plan.folder / "study.json")
+    assert len(entry["seeds"]) == 5
+    assert entry["planned_seeds"] == 2
+    assert entry["margins"]["late_val_success"] == 0.05
+
+
+def test_a_study_declares_its_own_margin(tmp_path: Path) -> None:
+    plan = make_plan_in(tmp_path)
+    write_study(replace(plan, study=replace(plan.study, margins={"late_val_success": 0.02})))
+    margins = read_object(plan.folder / "study.json")["margins"]
+    assert (margins["late_val_success"], margins["test_success"]) == (0.02, 0.05)
