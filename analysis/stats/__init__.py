@@ -1,1 +1,1 @@
-"""Statistics: intervals, paired differences, trends and adjusted p-values."""
+"""Statistics: intervals, paired differences, trends, adjusted p-values, times to an event, learning curves."""
