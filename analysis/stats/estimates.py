@@ -256,16 +256,3 @@ def probability_of_improvement(arm: ArrayLike, baseline: ArrayLike) -> float:
     if x.size == 0 or y.size == 0:
         return NAN
     return float(np.mean((x[:, None] > y) + 0.5 * (x[:, None] == y)))
-
-
-def kaplan_meier(end_steps: ArrayLike, is_stopped: ArrayLike) -> tuple[Floats, Floats]:
-    """Kaplan-Meier fraction of runs not stopped, at step 0 and after each step with a stop: (steps, fractions).
-
-    end_steps (n,): last step of each run. is_stopped (n,): True if a rule stopped the run there, False if it ended for
-    another reason (censored). Without a stop, the curve is the single point (0, 1).
-    """
-    end_steps, is_stopped = np.asarray(end_steps, dtype=float), np.asarray(is_stopped, dtype=bool)
-    steps = np.unique(end_steps[is_stopped])
-    # At each step with stops: 1 - (runs stopped there) / (runs that were still training until then).
-    factors = [1 - np.sum(is_stopped & (end_steps == step)) / np.sum(end_steps >= step) for step in steps]
-    return np.concatenate([[0.0], steps]), np.concatenate([[1.0], np.cumprod(factors)])

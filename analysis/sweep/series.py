@@ -8,7 +8,7 @@ import pandas as pd
 
 from analysis.data.compare import SCORED_STATUSES, list_arms, require_single_study, select_runs
 from analysis.data.frames import StudyFrames, diff_frames, to_records
-from analysis.stats.estimates import kaplan_meier
+from analysis.stats.events import kaplan_meier
 
 BUDGET_COLUMNS = (
     "total_optimizer_steps",

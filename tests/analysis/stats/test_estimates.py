@@ -221,12 +221,3 @@ def test_improvement_equals_its_oracle_and_its_complement(arm: list[float], base
 
 def test_improvement_of_no_runs_is_missing() -> None:
     assert math.isnan(estimates.probability_of_improvement([], [0.1]))
-
-
-@given(st.lists(st.tuples(st.integers(1, 12), st.booleans()), min_size=1, max_size=10))
-@settings(max_examples=60, deadline=None)
-def test_survival_equals_its_oracle(runs: list[tuple[int, bool]]) -> None:
-    ends, stopped = [end for end, _ in runs], [stop for _, stop in runs]
-    steps, surviving = estimates.kaplan_meier(ends, stopped)
-    assert (steps[0], surviving[0]) == (0, 1)
-    assert surviving == pytest.approx([oracles.survival(ends, stopped, int(step)) for step in steps])

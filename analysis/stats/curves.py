@@ -1,0 +1,410 @@
+"""Learning curves: success as a sigmoid of cost, with intervals over seeds. Random generators are arguments.
+
+The last validation of a run depends on where its training was cut off. A curve separates the ceiling that an arm
+approaches from the cost at which it gets halfway, so that "ends higher" and "gets there sooner" are two statements.
+Cost is any cumulated count: optimizer steps, or tokens.
+
+A curve is fitted only where it means something. Elsewhere the result is NaN, with a sentence that says why.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy import optimize, special, stats
+
+from analysis.stats.estimates import NAN, Estimate, Floats, SampleStats, welch_t_test
+from analysis.stats.events import find_collapse
+
+# One more than the parameters of a single curve.
+MIN_VALIDATIONS = 5
+# A bootstrap of 4 seeds has only 35 different samples, and a t interval with 3 degrees of freedom is rarely of use.
+MIN_BOOTSTRAP_SEEDS = 5
+# At a rate of exactly 0 or 1 the likelihood of any other outcome is 0, and its slope is infinite.
+RATE_BOUNDS = (1e-4, 1 - 1e-4)
+STEEPNESS_BOUNDS = (0.25, 16.0)
+# The midpoint is searched up to this factor beyond both ends of the measured costs.
+MIDPOINT_MARGIN = 10.0
+# Starts of the search: the best few of a grid of midpoints and steepnesses.
+NUM_GRID_MIDPOINTS, GRID_STEEPNESSES, NUM_STARTS = 8, (1.0, 2.5, 6.0), 3
+TEST_LEVEL = 0.05
+
+
+class Validations(NamedTuple):
+    """Validations of one arm: S seeds with V validations each.
+
+    costs: optimizer steps or tokens until the validation, 0 before training. successes (S, V): number of successful
+    episodes, NaN where a validation is missing. num_trials: number of episodes. Costs and trials are broadcast to
+    (S, V).
+    """
+
+    costs: ArrayLike
+    successes: ArrayLike
+    num_trials: ArrayLike
+
+
+class CurveFit(NamedTuple):
+    """Curves of the S seeds of an arm; NaN if `refusal`, a sentence, says why there are none.
+
+    start: success at cost 0. midpoint: cost at which half of the gain is reached. steepness: the exponent. ceilings
+    (S,): success that each seed approaches. covariance (3 + S, 3 + S): of start, log midpoint, log steepness and
+    ceilings, from the Fisher information and the dispersion. dispersion: variance of validations around the curves in
+    units of the binomial variance, at least 1. first_cost: smallest measured cost above 0.
+    """
+
+    start: float
+    midpoint: float
+    steepness: float
+    ceilings: Floats
+    covariance: Floats
+    dispersion: float
+    first_cost: float
+    refusal: str = ""
+
+
+class CurveEstimates(NamedTuple):
+    """Ceiling and midpoint of an arm with intervals over seeds. `se` of the midpoint is that of its logarithm."""
+
+    ceiling: Estimate
+    midpoint: Estimate
+    fit: CurveFit
+    refusal: str = ""
+
+
+class CurveComparison(NamedTuple):
+    """Ceiling of an arm minus that of its baseline, and its midpoint divided by the baseline's.
+
+    p of the ratio is for a true ratio of 1, and its `se` is that of its logarithm.
+    """
+
+    ceiling_difference: Estimate
+    midpoint_ratio: Estimate
+    refusal: str = ""
+
+
+def compute_curve(
+    costs: ArrayLike, start: ArrayLike, ceiling: ArrayLike, midpoint: ArrayLike, steepness: ArrayLike
+) -> Floats:
+    """Success y(c) = y0 + (A - y0) / (1 + (C / c)^B) at costs c, and y0 at c = 0. All arguments are broadcast.
+
+    y0: start, A: ceiling, C: midpoint, B: steepness. Source: Khatri et al. 2025 (arXiv 2510.13786). As B grows, the
+    curve becomes a step at C.
+    """
+    y0, ceiling = np.asarray(start, dtype=float), np.asarray(ceiling, dtype=float)
+    log_ratio = _log_costs(costs) - np.log(np.asarray(midpoint, dtype=float))
+    return np.asarray(y0 + (ceiling - y0) * special.expit(np.asarray(steepness, dtype=float) * log_ratio))
+
+
+def fit_curves(validations: Validations) -> CurveFit:
+    """Fit the curves of an arm: its seeds share y0, C and B, and each has a ceiling of its own.
+
+    Maximizes the binomial log-likelihood, sum of k log y(c) + (n - k) log(1 - y(c)) over validations with k successes
+    in n trials, from several starts. The ceilings are not shrunk to each other. Their mean is the ceiling of the arm.
+
+    Refused, in this order, with tests at 5 % whose likelihood ratios are divided by the dispersion:
+
+    1. too few validations: a seed has fewer than 5 at different costs.
+    2. collapse: `find_collapse` names a seed. It is not left out, because the others would overstate the arm.
+    3. no gain: a constant is not rejected, or the mean of the ceilings is not above y0.
+    4. ceiling not identified: a midpoint at or beyond the largest cost of a seed is not rejected (one-sided). Such a
+       curve bends only where nothing was measured, and every higher ceiling fits with a later midpoint.
+    5. no gain: the mean of two or more ceilings is less than 1.64 standard errors above y0. The seeds part from each
+       other, but not upward.
+    """
+    counts = _make_counts(validations)
+    num_seeds = len(counts.successes)
+    if refusal := _refuse_validations(counts):
+        return _refuse_fit(num_seeds, refusal)
+    low, high = _find_log_range(counts)
+    parameters, log_likelihood = _maximize(counts, _find_starts(counts, low, high))
+    dispersion, covariance = _estimate_noise(parameters, counts)
+    if refusal := _refuse_curve(parameters, counts, log_likelihood, dispersion, covariance):
+        return _refuse_fit(num_seeds, refusal)
+    return CurveFit(
+        float(parameters[0]),
+        math.exp(parameters[1]),
+        math.exp(parameters[2]),
+        parameters[3:],
+        covariance,
+        dispersion,
+        first_cost=math.exp(low),
+    )
+
+
+def estimate_curve(
+    validations: Validations, generator: np.random.Generator, num_draws: int = 500, confidence_level: float = 0.95
+) -> CurveEstimates:
+    """Ceiling A and midpoint C of an arm, with intervals from a bootstrap of its n seeds.
+
+    A +- t(n-1) s and C exp(+- t(n-1) s'), with s^2 = n / (n - 1) times the variance of A (of log C) over bootstrap
+    samples of seeds. Fewer than 5 seeds give no interval. Quantiles of the bootstrap are not used: with so few seeds
+    they are too close to each other, because a sample of n seeds varies less than n new seeds do (Hesterberg 2015).
+
+    If C lies before the first validation of the training, C is refused, and A is kept.
+    """
+    fit = fit_curves(validations)
+    num_seeds = len(fit.ceilings)
+    if fit.refusal:
+        return CurveEstimates(Estimate(n=num_seeds), Estimate(n=num_seeds), fit, fit.refusal)
+    ceiling_se, log_midpoint_se = _bootstrap_standard_errors(fit, _make_counts(validations), generator, num_draws)
+    df = float(num_seeds - 1) if num_seeds >= MIN_BOOTSTRAP_SEEDS else NAN
+    t = float(stats.t.ppf(0.5 + confidence_level / 2, df))
+    value = float(fit.ceilings.mean())
+    # np.clip keeps NaN.
+    low, high = np.clip([value - t * ceiling_se, value + t * ceiling_se], 0, 1)
+    ceiling = Estimate(value, float(low), float(high), num_seeds, ceiling_se, df)
+    if fit.midpoint < fit.first_cost:
+        refusal = f"Midpoint not identified: half of the gain is reached before the first cost, {fit.first_cost:.4g}."
+        return CurveEstimates(ceiling, Estimate(n=num_seeds), fit, refusal)
+    factor = math.exp(t * log_midpoint_se)
+    bounds = fit.midpoint / factor, fit.midpoint * factor
+    return CurveEstimates(ceiling, Estimate(fit.midpoint, *bounds, num_seeds, log_midpoint_se, df), fit)
+
+
+def compare_curves(arm: CurveEstimates, baseline: CurveEstimates, confidence_level: float = 0.95) -> CurveComparison:
+    """Difference of ceilings, arm minus baseline, and ratio of midpoints, arm divided by baseline.
+
+    Welch's t intervals from the bootstrap standard errors, for the ratio on logarithms. A ratio below 1 means that the
+    arm needs less cost for half of its gain. Seeds are not paired: equal seeds that help both arms alike make the
+    intervals too wide, not too narrow. Where an arm is refused, the comparison is NaN.
+    """
+    difference = welch_t_test(_summarize(arm.ceiling), _summarize(baseline.ceiling), confidence_level)
+    log_midpoints = [side.midpoint._replace(value=math.log(side.midpoint.value)) for side in (arm, baseline)]
+    log_ratio = welch_t_test(_summarize(log_midpoints[0]), _summarize(log_midpoints[1]), confidence_level)
+    ratio = log_ratio._replace(
+        value=math.exp(log_ratio.value), low=math.exp(log_ratio.low), high=math.exp(log_ratio.high)
+    )
+    refusals = [f"{name}: {side.refusal}" for name, side in (("Arm", arm), ("Baseline", baseline)) if side.refusal]
+    return CurveComparison(difference, ratio, " ".join(refusals))
+
+
+def predict_band(
+    fit: CurveFit,
+    costs: ArrayLike,
+    num_trials: ArrayLike,
+    generator: np.random.Generator,
+    num_draws: int = 2000,
+    confidence_level: float = 0.9,
+) -> tuple[Floats, Floats]:
+    """Band for new validations of the fitted seeds: lower and upper success (S, V) at costs broadcast to (S, V).
+
+    With probability `confidence_level`, all V validations of a seed lie inside: mean +- q std over draws of parameters
+    (normal, with the covariance of the fit) and of successes (binomial, with num_trials / dispersion trials), with q
+    the quantile of max over V of |draw - mean| / std. It is cut at 0 and 1. NaN for a refused fit. If seeds differ in
+    their midpoints too, the band is too narrow.
+    """
+    num_seeds = len(fit.ceilings)
+    costs = np.atleast_2d(np.asarray(costs, dtype=float))
+    shape = np.broadcast_shapes(costs.shape, np.shape(num_trials), (num_seeds, 1))
+    if fit.refusal:
+        return np.full(shape, NAN), np.full(shape, NAN)
+    center = [fit.start, math.log(fit.midpoint), math.log(fit.steepness), *fit.ceilings]
+    draws = generator.multivariate_normal(center, fit.covariance, size=num_draws, method="eigh", check_valid="ignore")
+    start, log_midpoint, log_steepness = (column[:, None, None] for column in draws[:, :3].T)
+    steepness = np.exp(np.clip(log_steepness, *np.log(STEEPNESS_BOUNDS)))
+    rates = compute_curve(costs, start, draws[:, 3:, None], np.exp(log_midpoint), steepness)
+    trials = np.broadcast_to(np.maximum(np.rint(np.asarray(num_trials) / fit.dispersion), 1).astype(int), shape)
+    success = generator.binomial(trials, np.clip(rates, 0, 1)) / trials
+    mean = success.mean(axis=0)
+    std = np.maximum(success.std(axis=0), np.finfo(float).tiny)
+    quantile = np.quantile(np.max(np.abs(success - mean) / std, axis=-1), confidence_level, axis=0)[:, None]
+    return np.clip(mean - quantile * std, 0, 1), np.clip(mean + quantile * std, 0, 1)
+
+
+def _summarize(estimate: Estimate) -> SampleStats:
+    """Sample whose mean has the standard error of an estimate over seeds."""
+    return SampleStats(estimate.value, estimate.se * math.sqrt(estimate.n), estimate.n)
+
+
+class _Counts(NamedTuple):
+    """Validations in the order of their costs (S, V); a missing one has 0 trials. weights (S,): copies of each seed."""
+
+    log_costs: Floats
+    successes: Floats
+    num_trials: Floats
+    weights: Floats
+
+
+def _log_costs(costs: ArrayLike) -> Floats:
+    # Before training the logarithm is -inf, and its sigmoid 0.
+    with np.errstate(divide="ignore"):
+        return np.log(np.asarray(costs, dtype=float))
+
+
+def _make_counts(validations: Validations) -> _Counts:
+    successes = np.atleast_2d(np.asarray(validations.successes, dtype=float))
+    costs, num_trials = (
+        np.broadcast_to(np.asarray(values, dtype=float), successes.shape)
+        for values in (validations.costs, validations.num_trials)
+    )
+    is_missing = np.isnan(successes)
+    # Missing validations come last. Their cost does not matter; 1 has a finite logarithm.
+    order = np.argsort(np.where(is_missing, np.inf, costs), axis=1, kind="stable")
+    columns = (np.where(is_missing, fill, values) for fill, values in ((1, costs), (0, successes), (0, num_trials)))
+    costs, successes, num_trials = (np.take_along_axis(values, order, axis=1) for values in columns)
+    return _Counts(_log_costs(costs), successes, num_trials, np.ones(len(successes)))
+
+
+def _find_log_range(counts: _Counts) -> tuple[float, float]:
+    """Logarithms of the smallest cost above 0 and of the largest cost."""
+    log_costs = counts.log_costs[(counts.num_trials > 0) & np.isfinite(counts.log_costs)]
+    return float(log_costs.min()), float(log_costs.max())
+
+
+def _refuse_validations(counts: _Counts) -> str:
+    """Say what is wrong with the validations themselves, or nothing."""
+    rows = [
+        (np.exp(log_costs[trials > 0]), successes[trials > 0], trials[trials > 0])
+        for log_costs, successes, trials, _ in zip(*counts, strict=True)
+    ]
+    num_short = sum(len(np.unique(costs)) < MIN_VALIDATIONS for costs, _, _ in rows)
+    if num_short or not rows:
+        return (
+            f"Too few validations: {num_short} of {len(rows)} seeds have fewer than {MIN_VALIDATIONS} at "
+            "different costs."
+        )
+    collapse_costs = [find_collapse(costs, successes / trials, trials) for costs, successes, trials in rows]
+    num_collapsed = np.count_nonzero(~np.isnan(collapse_costs))
+    if num_collapsed:
+        return (
+            f"Collapse: {num_collapsed} of {len(rows)} seeds fall below half of their running maximum at two "
+            f"validations in a row, the first at cost {np.nanmin(collapse_costs):.4g}."
+        )
+    return ""
+
+
+def _refuse_fit(num_seeds: int, refusal: str) -> CurveFit:
+    size = 3 + num_seeds
+    return CurveFit(NAN, NAN, NAN, np.full(num_seeds, NAN), np.full((size, size), NAN), NAN, NAN, refusal)
+
+
+def _estimate_noise(parameters: Floats, counts: _Counts) -> tuple[float, Floats]:
+    """Dispersion of the validations around the curves, and covariance of the parameters."""
+    rates, jacobian = _differentiate(parameters, counts)
+    variances = rates * (1 - rates)
+    residuals = counts.successes - counts.num_trials * rates
+    chi_square = float(np.sum(residuals**2 / (np.maximum(counts.num_trials, 1) * variances)))
+    dispersion = max(1.0, chi_square / (np.count_nonzero(counts.num_trials) - len(parameters)))
+    information = np.einsum("isv,sv,jsv->ij", jacobian, counts.num_trials / variances, jacobian)
+    # A direction without information, such as the steepness of a step, gets no variance.
+    return dispersion, dispersion * np.linalg.pinv(information, hermitian=True)
+
+
+def _refuse_curve(
+    parameters: Floats, counts: _Counts, log_likelihood: float, dispersion: float, covariance: Floats
+) -> str:
+    """Say why the most likely curve means nothing, or nothing."""
+    start, ceilings = float(parameters[0]), parameters[3:]
+    constant = float(np.clip(counts.successes.sum() / counts.num_trials.sum(), *RATE_BOUNDS))
+    constant_log_likelihood = _compute_log_likelihood(np.full_like(counts.successes, constant), counts)
+    ratio = 2 * (log_likelihood - constant_log_likelihood) / dispersion
+    if stats.chi2.sf(ratio, len(parameters) - 1) > TEST_LEVEL:
+        return f"No gain: a constant success of {constant:.3g} fits all validations."
+    gain = float(ceilings.mean()) - start
+    if gain <= 0:
+        return f"No gain: success falls from its start, {start:.3g}."
+    z = float(stats.norm.ppf(1 - TEST_LEVEL))
+    end = float(np.where(counts.num_trials > 0, counts.log_costs, -np.inf).max(axis=1).min())
+    late_starts = _find_starts(counts, end, end + math.log(MIDPOINT_MARGIN))
+    _, late_log_likelihood = _maximize(counts, late_starts, min_log_midpoint=end)
+    if 2 * (log_likelihood - late_log_likelihood) / dispersion < z**2:
+        return (
+            "Ceiling not identified: half of the gain may be reached only at or beyond the largest cost of a seed, "
+            f"{math.exp(end):.4g}."
+        )
+    num_seeds = len(ceilings)
+    if num_seeds > 1 and gain <= z * math.sqrt(covariance[0, 0] + ceilings.var(ddof=1) / num_seeds):
+        return f"No gain: the ceiling, {ceilings.mean():.3g}, is not clearly above the start, {start:.3g}."
+    return ""
+
+
+def _differentiate(parameters: Floats, counts: _Counts) -> tuple[Floats, Floats]:
+    """Success rates (S, V) and their derivatives by each parameter (3 + S, S, V)."""
+    start, log_midpoint, log_steepness = parameters[:3]
+    steepness, ceilings = math.exp(log_steepness), parameters[3:, None]
+    # At cost 0, minus infinity times a slope of 0 would be NaN.
+    exponents = steepness * np.maximum(counts.log_costs - log_midpoint, -700)
+    progress = special.expit(exponents)
+    slopes = (ceilings - start) * progress * (1 - progress)
+    jacobian = np.zeros((len(parameters), *progress.shape))
+    jacobian[:3] = 1 - progress, -steepness * slopes, exponents * slopes
+    seeds = np.arange(len(progress))
+    jacobian[3 + seeds, seeds] = progress
+    return start + (ceilings - start) * progress, jacobian
+
+
+def _compute_log_likelihood(rates: Floats, counts: _Counts) -> float:
+    failures = counts.num_trials - counts.successes
+    log_likelihoods = counts.successes * np.log(rates) + failures * np.log1p(-rates)
+    return float(counts.weights @ log_likelihoods.sum(axis=1))
+
+
+def _compute_loss(parameters: Floats, counts: _Counts) -> tuple[float, Floats]:
+    """Negative log-likelihood per trial, and its gradient."""
+    rates, jacobian = _differentiate(parameters, counts)
+    scores = counts.weights[:, None] * (counts.successes - counts.num_trials * rates) / (rates * (1 - rates))
+    num_trials = float(counts.weights @ counts.num_trials.sum(axis=1))
+    gradient = jacobian.reshape(len(parameters), -1) @ scores.ravel()
+    return -_compute_log_likelihood(rates, counts) / num_trials, -gradient / num_trials
+
+
+def _find_starts(counts: _Counts, low: float, high: float) -> list[Floats]:
+    """Best starts of the search among curves through the first and last validations, with midpoints in a log range."""
+    success = counts.successes / np.maximum(counts.num_trials, 1)
+    last = np.count_nonzero(counts.num_trials, axis=1) - 1
+    start = float(success[:, 0].mean())
+    seeds = np.arange(len(last))
+    last_success, last_log_cost = success[seeds, last], counts.log_costs[seeds, last]
+    starts = []
+    for log_midpoint in np.linspace(low, high, NUM_GRID_MIDPOINTS):
+        for steepness in GRID_STEEPNESSES:
+            ceilings = start + (last_success - start) / special.expit(steepness * (last_log_cost - log_midpoint))
+            # Away from the bounds, where the likelihood is flat or steep.
+            rates = np.clip([start, *ceilings], 0.01, 0.99)
+            starts.append(np.array([rates[0], log_midpoint, math.log(steepness), *rates[1:]]))
+    return sorted(starts, key=lambda parameters: _compute_loss(parameters, counts)[0])[:NUM_STARTS]
+
+
+def _maximize(counts: _Counts, starts: list[Floats], min_log_midpoint: float = -math.inf) -> tuple[Floats, float]:
+    """Parameters with the largest log-likelihood within the bounds, and that log-likelihood."""
+    low, high = _find_log_range(counts)
+    margin = math.log(MIDPOINT_MARGIN)
+    midpoint_bounds = (max(low - margin, min_log_midpoint), high + margin)
+    rate_bounds = [RATE_BOUNDS] * len(counts.successes)
+    bounds = [RATE_BOUNDS, midpoint_bounds, tuple(np.log(STEEPNESS_BOUNDS)), *rate_bounds]
+    solutions = [
+        optimize.minimize(
+            _compute_loss,
+            start,
+            args=(counts,),
+            jac=True,
+            method="SLSQP",
+            bounds=bounds,
+            options={"ftol": 1e-12, "maxiter": 300},
+        )
+        for start in starts
+    ]
+    parameters = min(solutions, key=lambda solution: solution.fun).x
+    return parameters, _compute_log_likelihood(_differentiate(parameters, counts)[0], counts)
+
+
+def _bootstrap_standard_errors(
+    fit: CurveFit, counts: _Counts, generator: np.random.Generator, num_draws: int
+) -> tuple[float, float]:
+    """Standard errors of the ceiling and of the log midpoint over bootstrap samples of seeds; NaN if too few seeds."""
+    num_seeds = len(fit.ceilings)
+    if num_seeds < MIN_BOOTSTRAP_SEEDS:
+        return NAN, NAN
+    start = np.array([fit.start, math.log(fit.midpoint), math.log(fit.steepness), *fit.ceilings])
+    copies = generator.multinomial(num_seeds, np.full(num_seeds, 1 / num_seeds), size=num_draws)
+    # 5 seeds have only 126 different samples: each is fitted once.
+    samples, num_repeats = np.unique(copies, axis=0, return_counts=True)
+    estimates = []
+    for sample in samples:
+        # A seed that is not drawn has no weight, and its ceiling stays where it was.
+        parameters, _ = _maximize(counts._replace(weights=sample.astype(float)), [start])
+        estimates.append((sample @ parameters[3:] / num_seeds, parameters[1]))
+    variances = np.cov(np.transpose(estimates), fweights=num_repeats, ddof=0).diagonal()
+    ceiling_se, log_midpoint_se = np.sqrt(variances * num_seeds / (num_seeds - 1))
+    return float(ceiling_se), float(log_midpoint_se)

@@ -1,0 +1,240 @@
+"""Tests of times to an event: enumerations written out, SciPy, values by hand and simulated tests and intervals."""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats as scipy_stats
+
+from analysis.stats import events
+from analysis.stats.estimates import Estimate
+from analysis.stats.events import EventTimes
+from tests.oracles import analysis as oracles
+
+HORIZON = 50
+"""Steps of the horizon in examples."""
+
+run_lists = st.lists(st.tuples(st.integers(1, 12), st.booleans()), min_size=1, max_size=10)
+pair_lists = st.lists(st.tuples(st.integers(1, 80), st.integers(1, 80)), min_size=2, max_size=8)
+
+
+def compare(
+    arm: Sequence[float] | np.ndarray, baseline: Sequence[float] | np.ndarray, horizon: float = HORIZON, seed: int = 0
+) -> Estimate:
+    """Compare arms whose runs all have the event."""
+    runs = (EventTimes(times, np.ones(len(times), dtype=bool)) for times in (arm, baseline))
+    return events.compare_restricted_means(*runs, horizon, np.random.default_rng(seed))
+
+
+def enumerate_p(differences: Sequence[float]) -> float:
+    """Share of all sign flips whose sum is at least as far from 0 as the observed one."""
+    observed = abs(sum(differences))
+    sums = [
+        abs(sum(sign * difference for sign, difference in zip(signs, differences, strict=True)))
+        for signs in itertools.product((1, -1), repeat=len(differences))
+    ]
+    return sum(value >= observed - 1e-9 for value in sums) / len(sums)
+
+
+@given(run_lists)
+@settings(max_examples=60, deadline=None)
+def test_survival_equals_its_oracle(runs: list[tuple[int, bool]]) -> None:
+    ends, has_event = [end for end, _ in runs], [is_event for _, is_event in runs]
+    steps, surviving = events.kaplan_meier(ends, has_event)
+    assert (steps[0], surviving[0]) == (0, 1)
+    assert list(steps[1:]) == sorted({end for end, is_event in runs if is_event})
+    assert surviving == pytest.approx([oracles.survival(ends, has_event, int(step)) for step in steps])
+
+
+def test_survival_without_an_event_is_one_point() -> None:
+    for ends in ([], [5, 9]):
+        steps, surviving = events.kaplan_meier(ends, [False] * len(ends))
+        assert (list(steps), list(surviving)) == ([0.0], [1.0])
+
+
+@given(run_lists, st.integers(1, 15))
+@settings(max_examples=100, deadline=None)
+def test_restricted_mean_sums_survival_over_steps(runs: list[tuple[int, bool]], horizon: int) -> None:
+    ends, has_event = [end for end, _ in runs], [is_event for _, is_event in runs]
+    mean = events.restricted_mean(ends, has_event, horizon)
+    if max(ends) < horizon and oracles.survival(ends, has_event, max(ends)) > 0:
+        assert math.isnan(mean)
+    else:
+        assert mean == pytest.approx(sum(oracles.survival(ends, has_event, step) for step in range(horizon)))
+
+
+@given(st.lists(st.floats(0.5, 200), min_size=1, max_size=12), st.floats(1, 150))
+@settings(max_examples=60, deadline=None)
+def test_restricted_mean_without_censoring_is_the_mean_of_restricted_times(times: list[float], horizon: float) -> None:
+    expected = np.mean(np.minimum(times, horizon))
+    assert events.restricted_mean(times, [True] * len(times), horizon) == pytest.approx(expected)
+    # Runs that are followed to the horizon have the same restricted times, with or without a later event.
+    is_early = [time < horizon for time in times]
+    assert events.restricted_mean(times, is_early, horizon) == pytest.approx(expected)
+
+
+def test_restricted_mean_by_hand() -> None:
+    # 3 of 4 runs survive step 10, one is censored at 20, and half of the other two survive step 30.
+    assert events.restricted_mean([10, 20, 30, 60], [1, 0, 1, 0], 50) == pytest.approx(10 + 0.75 * 20 + 0.375 * 20)
+    assert math.isnan(events.restricted_mean([10, 40], [True, False], 50))
+    assert events.restricted_mean([10, 40], [True, False], 40) == pytest.approx(10 + 0.5 * 30)
+    assert math.isnan(events.restricted_mean([], [], 50))
+
+
+def test_exchanges_of_three_seeds_written_out() -> None:
+    # Restricted times 40, 25, 50 and 20, 30, 10: differences 20, -5, 40. Of the 8 sums +-20 +-5 +-40, four are at least
+    # as far from 0 as 55: 55, 65, -55 and -65.
+    estimate = compare([40, 25, 60], [20, 30, 10])
+    assert (estimate.value, estimate.p, estimate.n) == (pytest.approx(55 / 3), 4 / 8, 3)
+    assert math.isnan(estimate.low)
+    assert math.isnan(estimate.high)
+
+
+@given(pair_lists)
+@settings(max_examples=60, deadline=None)
+def test_p_equals_the_permutation_test_of_scipy(pairs: list[tuple[int, int]]) -> None:
+    arm, baseline = np.array(pairs, dtype=float).T
+    expected = scipy_stats.permutation_test(
+        (np.minimum(arm, HORIZON), np.minimum(baseline, HORIZON)),
+        lambda x, y, axis: np.mean(x - y, axis=axis),
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=np.inf,
+    )
+    estimate = compare(arm, baseline)
+    assert estimate.value == pytest.approx(expected.statistic)
+    assert estimate.p == pytest.approx(expected.pvalue)
+
+
+@given(st.lists(st.tuples(st.integers(1, 80), st.integers(1, 80)), min_size=6, max_size=8))
+@settings(max_examples=30, deadline=None)
+def test_interval_has_exactly_the_shifts_that_are_not_rejected(pairs: list[tuple[int, int]]) -> None:
+    estimate = compare(*zip(*pairs, strict=True), horizon=80)
+    differences = [first - second for first, second in pairs]
+    if min(min(pair) for pair in pairs) == 80:
+        assert math.isnan(estimate.low)
+        return
+    for bound, outward in ((estimate.low, -1), (estimate.high, 1)):
+        assert enumerate_p([difference - bound for difference in differences]) > 0.05
+        assert enumerate_p([difference - bound - outward * 1e-4 for difference in differences]) <= 0.05
+    assert (estimate.low <= 0 <= estimate.high) == (estimate.p > 0.05)
+
+
+@pytest.mark.parametrize("num_seeds", [5, 6])
+def test_six_seeds_are_the_fewest_with_a_finite_interval(num_seeds: int) -> None:
+    estimate = compare(np.arange(num_seeds) + 20, np.arange(num_seeds) * 2 + 1)
+    assert estimate.p == 2 / 2**num_seeds
+    # With 6 seeds, 2 of 64 flips may reject, so that the bounds are the smallest and the largest difference.
+    expected = (pytest.approx(math.nan, nan_ok=True),) * 2 if num_seeds == 5 else (14, 19)
+    assert (estimate.low, estimate.high) == expected
+
+
+@pytest.mark.parametrize("num_seeds", [7, 20])
+@pytest.mark.parametrize("is_censored", [False, True])
+def test_exchanged_arms_negate_the_estimate(num_seeds: int, is_censored: bool) -> None:
+    generator = np.random.default_rng(1)
+    times = generator.exponential(40, (2, num_seeds)) + np.array([[20], [0]])
+    is_event = generator.random((2, num_seeds)) < (0.8 if is_censored else 1)
+    times[:, -1] = HORIZON
+    arm, baseline = (EventTimes(*runs) for runs in zip(times, is_event, strict=True))
+    estimate, negated_estimate = (
+        events.compare_restricted_means(*runs, HORIZON, np.random.default_rng(2))
+        for runs in ((arm, baseline), (baseline, arm))
+    )
+    expected = (-estimate.value, -estimate.high, -estimate.low, num_seeds)
+    assert estimate.value > 0
+    assert negated_estimate[:4] == pytest.approx(expected, nan_ok=True)
+    assert negated_estimate.p == estimate.p
+    assert math.isnan(estimate.low) == is_censored
+
+
+def test_random_exchanges_include_the_observed_one_and_use_the_generator_only() -> None:
+    arm, baseline = np.arange(20) + 30, np.arange(20) + 1
+    assert compare(arm, baseline).p == 1 / 10_000
+    noisy_baseline = np.random.default_rng(3).permuted(arm)
+    first, second, other = (compare(arm, noisy_baseline, seed=seed) for seed in (1, 1, 2))
+    assert first == second != other
+    exact = compare(arm[:14], noisy_baseline[:14], seed=1)
+    assert exact == compare(arm[:14], noisy_baseline[:14], seed=2)
+
+
+def test_censored_runs_are_compared_by_every_exchange_that_leaves_both_curves_known() -> None:
+    sides = [[(44, True), (42, True), (60, False), (22, True)], [(20, True), (30, False), (10, True), (50, True)]]
+    estimate = events.compare_restricted_means(
+        *(EventTimes(*zip(*side, strict=True)) for side in sides), 45, np.random.default_rng(0)
+    )
+    differences = []
+    for exchange in itertools.product((0, 1), repeat=4):
+        exchanged_sides = [[sides[side ^ flip][seed] for seed, flip in enumerate(exchange)] for side in (0, 1)]
+        means = [events.restricted_mean(*zip(*side, strict=True), 45) for side in exchanged_sides]
+        differences.append(means[0] - means[1])
+    is_known = ~np.isnan(differences)
+    # Either arm may get the runs that end at 20, 22 and 10 and the one censored at 30: unknown after step 30.
+    assert is_known.sum() == 14
+    assert estimate.value == pytest.approx(differences[0])
+    assert estimate.p == np.mean(np.abs(np.array(differences)[is_known]) >= abs(differences[0]) - 1e-9)
+    assert estimate.p < 1
+    assert math.isnan(estimate.low)
+
+
+def test_without_an_event_before_the_horizon_nothing_is_excluded() -> None:
+    runs = EventTimes([50] * 8, [False] * 8)
+    estimate = events.compare_restricted_means(runs, runs, HORIZON, np.random.default_rng(0))
+    assert (estimate.value, estimate.p) == (0, 1)
+    assert math.isnan(estimate.low)
+    empty = events.compare_restricted_means(EventTimes([], []), EventTimes([], []), HORIZON, np.random.default_rng(0))
+    assert empty == pytest.approx(Estimate(), nan_ok=True)
+
+
+def test_one_censored_run_of_few_gives_no_difference() -> None:
+    arm, baseline = EventTimes([20, 30], [True, False]), EventTimes([20, 30], [True, True])
+    assert math.isnan(events.compare_restricted_means(arm, baseline, HORIZON, np.random.default_rng(0)).value)
+
+
+@pytest.mark.parametrize("is_censored", [False, True])
+def test_equal_arms_are_rejected_in_five_percent(is_censored: bool) -> None:
+    generator, simulations = np.random.default_rng(4), 500
+    p_values = []
+    for times in generator.exponential(60, (simulations, 2, 8)):
+        ends = generator.exponential(150, (2, 8)) if is_censored else np.full((2, 8), np.inf)
+        # The first seed is followed to its event or the horizon, so that most curves are known up to there.
+        ends[:, 0] = np.inf
+        runs = [EventTimes(*pair) for pair in zip(np.minimum(times, ends), times <= ends, strict=True)]
+        p_values.append(events.compare_restricted_means(*runs, 100, generator).p)
+    p_values = [p for p in p_values if not math.isnan(p)]
+    assert len(p_values) > simulations / 2
+    assert np.mean(np.array(p_values) <= 0.05) <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / len(p_values))
+
+
+def test_a_known_difference_of_exponential_times_is_covered() -> None:
+    generator, simulations, horizon = np.random.default_rng(5), 300, 100
+    means = np.array([120, 30])
+    true_means = means * (1 - np.exp(-horizon / means))
+    estimates = [compare(*generator.exponential(means[:, None], (2, 10)), horizon) for _ in range(simulations)]
+    values = np.array([estimate.value for estimate in estimates])
+    true_difference = true_means[0] - true_means[1]
+    assert abs(values.mean() - true_difference) <= 3 * values.std() / math.sqrt(simulations)
+    coverage = np.mean([estimate.low <= true_difference <= estimate.high for estimate in estimates])
+    assert coverage >= 0.95 - 2 * math.sqrt(0.95 * 0.05 / simulations)
+    # A test that never rejects would pass all of the above.
+    assert np.mean([estimate.p <= 0.05 for estimate in estimates]) > 0.5
+
+
+def test_collapse_is_the_second_validation_in_a_row_below_half() -> None:
+    steps = np.arange(7) * 10
+    assert events.find_collapse(steps, [0.3, 0.6, 0.2, 0.5, 0.29, 0.29, 0.1]) == 50
+    assert math.isnan(events.find_collapse(steps, [0.3, 0.6, 0.2, 0.5, 0.29, 0.3, 0.1]))
+    assert events.find_collapse(steps, [0.3, 0.6, 0.2, np.nan, 0.29, 0.3, 0.1]) == 40
+    assert math.isnan(events.find_collapse([], []))
+    assert math.isnan(events.find_collapse(steps, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.1]))
+
+
+def test_a_collapse_with_few_episodes_is_more_than_noise() -> None:
+    steps, success = [0, 10, 20, 30], [0.04, 0.04, 0.01, 0.01]
+    # 2 sqrt(2 * .04 * .96 / n) is .049 for 128 episodes, and .0245 for 512.
+    assert math.isnan(events.find_collapse(steps, success, 128))
+    assert events.find_collapse(steps, success, 512) == 30
