@@ -10,11 +10,17 @@ MIN_STD = 0.01
 Three equal numbers do not show that there is no variation, and Welch's test needs some. Chosen before the first run.
 """
 
+MARGIN = 0.05
+"""Difference within which our mean and a published one are equal, in the unit of the column."""
+
 PER_SEED, POOLED, NEVER_REACHED = "per seed", "pooled", "never"
 """Kinds of cells: mean and std over seeds; mean and std over the logged rows of all seeds; "never reached" as text."""
 
-NOT_DISTINGUISHABLE, DIFFERS, NO_EXPECTATION = "not distinguishable", "differs", "open"
-"""The verdict that was expected for a cell before any of our runs. "open": neither verdict would be a surprise."""
+EQUAL, DIFFERS, OPEN = "equal", "differs", "open"
+"""Verdicts on a cell: shown to be equal within the margin, resolved to differ, or neither."""
+NOT_DISTINGUISHABLE, NO_EXPECTATION = "not distinguishable", "open"
+"""What was expected of a cell before any of our runs, if not `DIFFERS`: that no difference would be resolved (a verdict
+of `EQUAL` or `OPEN`), or nothing."""
 
 
 @dataclass(frozen=True)
@@ -66,3 +72,8 @@ class Cell:
         With an evaluation every d steps, the true step is uniform within d, with standard deviation d / sqrt(12).
         """
         return self.conditions.eval_interval / math.sqrt(12) if self.column.startswith("first_step") else MIN_STD
+
+    @property
+    def margin(self) -> float:
+        """Difference within which the means are equal: `MARGIN`, or one evaluation interval for a step."""
+        return self.conditions.eval_interval if self.column.startswith("first_step") else MARGIN

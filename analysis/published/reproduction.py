@@ -1,9 +1,10 @@
 """Compare our runs with published numbers: one test per cell, fixed before the first run.
 
 Each cell is tested with Welch's t test: our seeds against the published mean, standard deviation and number of seeds.
-A standard deviation of 0, on either side, is replaced by `Cell.min_std`. Holm's method covers all cells that are tested
-together. "not distinguishable" means that the test finds no difference; the interval shows how large a missed
-difference could be. Cells that cannot be tested stay in the table, with the reason.
+A standard deviation of 0, on either side, is replaced by `Cell.min_std`. A cell "differs" if Holm's p over all cells
+that are tested together is below .05. It is "equal" if two one-sided tests show a difference below `Cell.margin`, each
+at .05: every such cell is a claim of its own, so these p-values are not corrected. Otherwise it is "open". Cells that
+cannot be tested stay in the table, with the reason.
 """
 
 import math
@@ -15,9 +16,10 @@ import pandas as pd
 from analysis.data.compare import SCORED_STATUSES
 from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, to_records
-from analysis.published.cells import DIFFERS, NEVER_REACHED, NO_EXPECTATION, NOT_DISTINGUISHABLE, PER_SEED, POOLED, Cell
+from analysis.published.cells import DIFFERS, EQUAL, NEVER_REACHED, NO_EXPECTATION, OPEN, PER_SEED, POOLED, Cell
 from analysis.published.update_rule_sandbox import CELLS
 from analysis.stats.estimates import Estimate, Floats, SampleStats, holm_adjust, welch_t_test
+from analysis.stats.noise import compute_equivalence_p_value
 from analysis.sweep.verdicts import SIGNIFICANCE_LEVEL, format_p_value, format_status
 
 NOT_TESTED = "cannot be tested"
@@ -28,7 +30,7 @@ _ZERO_STD_TOLERANCE = 1e-12
 COLUMNS = (
     *("study", "arm", "column", "section", "kind"),
     *("published_mean", "published_std", "published_n", "mean", "std", "n"),
-    *("difference", "low", "high", "df", "p", "p_holm", "verdict", "reason"),
+    *("difference", "low", "high", "df", "p", "p_holm", "margin", "p_equal", "verdict", "reason"),
     *("expected_verdict", "as_expected", "rationale", "notes"),
 )
 
@@ -38,8 +40,8 @@ def compare_to_published(frames: StudyFrames, cells: Sequence[Cell] = CELLS) -> 
 
     * mean, std (ddof 1) and n are ours, over scored runs (completed, or stopped by a rule, which keep their last row).
       For a pooled cell they are over logged rows.
-    * verdict: not distinguishable, differs, or cannot be tested; reason: why it cannot be tested.
-    * as_expected: whether the verdict equals expected_verdict; None if that was open or nothing was tested.
+    * verdict: equal (within `margin`), differs, open, or cannot be tested; reason: why it cannot be tested.
+    * as_expected: whether the cell differs exactly if that was expected; None without an expectation or a test.
     * notes: runs of the arm that were not counted, were stopped by a rule, or never reached the step.
 
     A cell that two studies run is tested once, with the first of them that is in `frames`.
@@ -50,10 +52,11 @@ def compare_to_published(frames: StudyFrames, cells: Sequence[Cell] = CELLS) -> 
     # Cells that cannot be tested have no p (NaN), so they do not count in Holm's correction.
     table["p_holm"] = holm_adjust(table["p"].to_numpy(dtype=float))
     is_tested = table["reason"] == ""
-    test_verdicts = np.where(table["p_holm"] < SIGNIFICANCE_LEVEL, DIFFERS, NOT_DISTINGUISHABLE)
+    is_equal = table["p_equal"] < SIGNIFICANCE_LEVEL
+    test_verdicts = np.where(table["p_holm"] < SIGNIFICANCE_LEVEL, DIFFERS, np.where(is_equal, EQUAL, OPEN))
     table["verdict"] = np.where(is_tested, test_verdicts, NOT_TESTED)
     table["as_expected"] = [
-        verdict == expected if verdict != NOT_TESTED and expected != NO_EXPECTATION else None
+        (verdict == DIFFERS) == (expected == DIFFERS) if verdict != NOT_TESTED and expected != NO_EXPECTATION else None
         for verdict, expected in zip(table["verdict"], table["expected_verdict"], strict=True)
     ]
     return table
@@ -89,6 +92,8 @@ def _make_row(frames: StudyFrames, cell: Cell, study: str) -> Row:
         "high": estimate.high,
         "df": estimate.df,
         "p": estimate.p,
+        "margin": cell.margin,
+        "p_equal": compute_equivalence_p_value(estimate, cell.margin),
         "reason": reason,
         "expected_verdict": cell.expected_verdict,
         "rationale": cell.rationale,
@@ -176,7 +181,10 @@ def format_sentence(row: Row) -> str:
     else:
         interval_text = f"{row['difference']:+.4g} [{row['low']:+.4g}, {row['high']:+.4g}]"
         expectation_text = {True: "as expected", False: "not as expected", None: "no expectation"}[row["as_expected"]]
-        verdict_text = f"{row['verdict']}: {interval_text}, Holm {format_p_value(row['p_holm'])}, {expectation_text}"
+        word = f"{EQUAL} within {row['margin']:g}" if row["verdict"] == EQUAL else row["verdict"]
+        p_value = row["p_equal"] if row["verdict"] == EQUAL else row["p_holm"]
+        p_text = f"{'' if row['verdict'] == EQUAL else 'Holm '}{format_p_value(p_value)}"
+        verdict_text = f"{word}: {interval_text}, {p_text}, {expectation_text}"
     notes = f" ({row['notes']})" if row["notes"] else ""
     return f"{name}: published {published_text}, ours {_format_number(row, '')}: {verdict_text}{notes}"
 
@@ -201,7 +209,7 @@ def summarize_verdicts(table: pd.DataFrame) -> str:
     counts = table["verdict"].value_counts()
     verdict_counts = [
         f"{counts[verdict]} {_inflect_verdict(verdict, counts[verdict])}"
-        for verdict in (NOT_DISTINGUISHABLE, DIFFERS, NOT_TESTED)
+        for verdict in (EQUAL, DIFFERS, OPEN, NOT_TESTED)
         if verdict in counts
     ]
     unexpected_count = int((table["as_expected"] == False).sum())  # noqa: E712 (`~` fails on None)

@@ -32,6 +32,7 @@ CONTRASTED_COLUMNS: Mapping[str, str] = {
 }
 """The trial columns that are contrasted, and why. The report shows the reasons."""
 EXCLUDED_COLUMNS: Mapping[str, str] = {
+    "late_test_error": "final_test_error is the published outcome, and this is its mean over the last evaluations",
     "final_greedy_separator_rate": "it only identifies a collapse, whose error final_test_error has",
     "first_step_entropy_low": "runs that never reach the step have no value, so a mean over the others is biased",
     "first_step_error_zero": "runs that never reach the step have no value, so a mean over the others is biased",

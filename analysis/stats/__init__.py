@@ -1,1 +1,1 @@
-"""Statistics: intervals, the noise of runs, power, sequential tests, trends, times to an event and learning curves."""
+"""Intervals, noise of runs, power, sequential tests, trends, times to an event, learning curves."""

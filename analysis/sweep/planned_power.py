@@ -37,7 +37,7 @@ def describe_power(study: Mapping[str, Any]) -> str:
     if num_arms < 2 or study.get("baseline") is None:
         return ""
     column = get_family(study).primary_column
-    seeds_text = f"{num_seeds} seed{'s' if num_seeds > 1 else ''} per arm"
+    seeds_text = f"with {num_seeds} seed{'s' if num_seeds > 1 else ''} per arm"
     difference = find_resolved_difference(study, num_seeds)
     if math.isnan(difference):
         consequence = (
@@ -45,7 +45,7 @@ def describe_power(study: Mapping[str, Any]) -> str:
         )
         return f"Power: not known before the runs, because none like these are recorded; {consequence}"
     text = (
-        f"Power: {seeds_text} resolve a difference of {difference:.2g} in {column} with probability .8 "
+        f"Power: {seeds_text}, a difference of {difference:.2g} in {column} is resolved with a probability of 80 % "
         f"({num_arms - 1} comparison{'s' if num_arms > 2 else ''}, noise of recorded runs)"
     )
     margin = get_margin(study, column)

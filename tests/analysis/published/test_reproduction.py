@@ -53,7 +53,9 @@ def test_a_cell_is_tested_with_welchs_test(tmp_path: Path) -> None:
         assert row[name] == pytest.approx(value, rel=1e-9)
     assert (row["mean"], row["n"]) == (pytest.approx(0.335), 5)
     assert row["difference"] > 0  # our mean minus the published one
-    assert (row["verdict"], row["as_expected"]) == ("not distinguishable", True)
+    se = (row["high"] - row["low"]) / 2 / stats.t.ppf(0.975, row["df"])
+    assert row["p_equal"] == pytest.approx(stats.t.sf((0.05 - abs(row["difference"])) / se, row["df"]), rel=1e-6)
+    assert (row["margin"], row["verdict"], row["as_expected"]) == (0.05, "equal", True)
 
 
 def test_holm_is_over_all_cells_that_are_tested(tmp_path: Path) -> None:
@@ -68,7 +70,7 @@ def test_holm_is_over_all_cells_that_are_tested(tmp_path: Path) -> None:
     assert tested["arm"].to_list() == ["DG", "GRPO"]
     assert tested["p_holm"].to_list() == holm_adjust(tested["p"]).tolist()
     assert tested["p_holm"].iloc[1] == pytest.approx(2 * tested["p"].iloc[1])
-    assert table["verdict"].to_list() == ["not distinguishable", "differs", "cannot be tested"]
+    assert table["verdict"].to_list() == ["equal", "differs", "cannot be tested"]
     assert table["as_expected"].to_list() == [True, False, None]
 
 
@@ -105,7 +107,7 @@ def test_a_spread_of_0_counts_as_the_floor_on_either_side(tmp_path: Path) -> Non
     expected = welch_t_test(SampleStats(0.0, 0.01, 4), SampleStats(0.0, 0.01, 3))
     assert (row["low"], row["high"], row["p"]) == (expected.low, expected.high, 1.0)
     assert (row["std"], row["published_std"]) == (0.0, 0.0)  # the table shows them without the floor
-    assert row["verdict"] == "not distinguishable"
+    assert row["verdict"] == "equal"
 
 
 def test_the_floor_of_a_step_is_that_of_its_grid(tmp_path: Path) -> None:
@@ -114,6 +116,7 @@ def test_the_floor_of_a_step_is_that_of_its_grid(tmp_path: Path) -> None:
     expected = welch_t_test(SampleStats(0.0, 50 / math.sqrt(12), 3), SampleStats(733.3333, 57.7350, 3))
     assert row["p"] == pytest.approx(expected.p, rel=1e-9)
     assert row["mean"] == 0.0  # these runs have an error of 0 at step 0
+    assert row["margin"] == 50
 
 
 def test_a_step_that_some_runs_never_reach_is_reported_without_a_test(tmp_path: Path) -> None:
@@ -132,7 +135,7 @@ def test_a_step_that_some_runs_never_reach_is_reported_without_a_test(tmp_path: 
     assert never_reached["reason"] == "none of the 3 published seeds reaches this step; 2 of our 4 runs do"
     assert never_reached["notes"] == "never reached: seeds 0, 1"
     error_row = rows["GRPO", "final_test_error"]
-    assert (error_row["study"], error_row["verdict"]) == ("grpo-entropy", "not distinguishable")
+    assert (error_row["study"], error_row["verdict"]) == ("grpo-entropy", "equal")
 
 
 def test_runs_that_failed_are_left_out_and_named_and_stopped_ones_count(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_the_page_is_complete(page: Page) -> None:
         "GRPO: the mean test error of 0.680 is no better than that of random content tokens (0.50)",
         "DG and SameAsDG end with equal numbers in every seed: in this study they are the same algorithm.",
         "Bands are one standard error of the mean to each side (not the standard deviation of runs)",
-        "3 published cells: 3 not distinguishable; 0 not as expected. Our arms have at most 3 of 10 planned seeds.",
+        "3 published cells: 1 equal, 2 open; 0 not as expected. Our arms have at most 3 of 10 planned seeds.",
         "never reached: seed 0, 1, 2",
         "python -m tune_study run influence",
     ):
@@ -232,7 +232,7 @@ def test_the_index_has_every_study_and_the_published_numbers_once(tmp_path: Path
     assert re.search(r"DG 0\.3300 – .*GRPO 0\.5100 higher: \+0\.1800 against the baseline, Holm p", words)
     assert re.search(r"TPO 0\.3333 no clear difference: \+0\.0033 against the baseline, Holm p", words)
     assert words.count("Comparison with published numbers") == 1
-    assert "3 published cells: 2 not distinguishable" in words
+    assert "3 published cells: 1 equal, 1 differs, 1 open" in words
 
 
 def test_rows_of_several_studies_name_their_study(tmp_path: Path) -> None:
