@@ -520,10 +520,18 @@ def test_a_folder_of_something_else_is_named_as_such(work_dir: Path) -> None:
     assert f"{work_dir} contains no study (no study.json)" in " ".join(answer.err.split())
 
 
-def test_the_command_line_starts_without_torch_and_ray() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "slow_packages"),
+    [
+        (["settings", "kl"], {"torch", "ray", "pandas", "scipy", "wandb", "analysis"}),
+        # What the seeds resolve takes the statistics of a report, but no package that takes seconds.
+        (["run", "kl", "--preset", "laptop", "--dry-run"], {"torch", "ray", "wandb", "matplotlib"}),
+    ],
+)
+def test_the_command_line_starts_without_slow_packages(arguments: list[str], slow_packages: set[str]) -> None:
     code = (
-        "import sys; from tune_study.commands.cli import app; app(['run', 'kl', '--preset', 'laptop', '--dry-run'], "
-        "standalone_mode=False); print(sorted({'torch', 'ray', 'pandas', 'wandb', 'analysis'} & sys.modules.keys()))"
+        f"import sys; from tune_study.commands.cli import app; app({arguments}, standalone_mode=False); "
+        f"print(sorted(set({sorted(slow_packages)}) & sys.modules.keys()))"
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert process.stdout.splitlines()[-1] == "[]"
