@@ -47,7 +47,8 @@ def test_the_line_names_the_seeds_that_resolve_the_margin() -> None:
     assert "(2 comparisons, noise of recorded runs)" in line
     assert find_resolved_difference(make_study(), 3) <= 0.05 < find_resolved_difference(make_study(), 2)
     assert describe_power(make_study(num_seeds=3)).endswith("noise of recorded runs)")
-    assert describe_power(make_study(margins={"late_val_success": 0.03})).endswith("; for 0.03, type --seeds 7")
+    assert describe_power(make_study(margins={"late_val_success": 0.03})).endswith("; for 0.03, type --seeds 6")
+    assert find_resolved_difference(make_study(), 6) <= 0.03 < find_resolved_difference(make_study(), 5)
 
 
 def test_nothing_is_known_of_studies_whose_like_was_never_recorded() -> None:
