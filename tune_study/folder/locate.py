@@ -179,8 +179,9 @@ def open_for_reading(text: str) -> Iterator[tuple[Path, bool]]:
             yield folder, is_running
         return
     local_folder = _check_local_path(text)
-    uri = plan_from_folder(local_folder).study_uri if read_study(local_folder).get("storage") else None
-    outputs.check_folder_links(local_folder)
+    study = read_study(local_folder)
+    uri = plan_from_folder(local_folder).study_uri if study.get("storage") else None
+    outputs.check_run_folders(local_folder, [entry["run_id"] for entry in study["runs"]])
     with ExitStack() as stack:
         folder, is_running = local_folder, outputs.is_running(local_folder)
         if uri is not None:  # the local folder may be older than the storage, which is read instead

@@ -181,12 +181,17 @@ def check_study_links(plan: StudyPlan) -> None:
 
 def check_folder_links(folder: Path) -> None:
     """Raise PlanError if results/<run> contains a symbolic link. The path to it may contain some."""
-    _check_links(folder, paths=(), tree=folder)
+    _check_links(folder, (), folder)
 
 
-def _check_links(root: Path, paths: Iterable[Path], tree: Path) -> None:
+def check_run_folders(folder: Path, run_ids: Iterable[str]) -> None:
+    """Raise PlanError if runs/ or the folder of a run is a symbolic link. Reading a file checks the file itself."""
+    _check_links(folder, [folder / "runs" / run_id for run_id in run_ids])
+
+
+def _check_links(root: Path, paths: Iterable[Path], *trees: Path) -> None:
     try:
-        check_tree(root, paths, [tree])
+        check_tree(root, paths, trees)
     except UnsafePathError as error:
         raise PlanError(f"{error}.") from None
 
