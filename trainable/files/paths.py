@@ -55,16 +55,27 @@ def check_tree(root: Path, paths: Iterable[Path] = (), trees: Iterable[Path] = (
     for path in (*paths, *trees):
         check_path(root, path)
     for tree in trees:
-        folders = [tree] if tree.is_dir() else []
-        while folders:
-            with os.scandir(folders.pop()) as entries:
-                for entry in entries:
-                    if entry.is_symlink():
-                        raise _refuse_link(Path(entry.path))
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(Path(entry.path))
-                    elif not entry.is_file(follow_symlinks=False):
-                        raise _refuse_kind(Path(entry.path), entry.stat(follow_symlinks=False).st_mode)
+        try:
+            _check_folder(tree)
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            problem = "contains folders whose paths are longer than the system takes, which no study makes. Remove them"
+            raise UnsafePathError(tree, problem) from None
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise UnsafePathError if a folder contains a link or a special file, at any depth."""
+    folders = [folder] if folder.is_dir() else []
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    raise _refuse_link(Path(entry.path))
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(Path(entry.path))
+                elif not entry.is_file(follow_symlinks=False):
+                    raise _refuse_kind(Path(entry.path), entry.stat(follow_symlinks=False).st_mode)
 
 
 def check_path(root: Path, path: Path) -> None:

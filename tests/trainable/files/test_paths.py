@@ -130,3 +130,16 @@ def test_a_lock_that_is_a_folder_is_an_error_of_one_sentence(tmp_path: Path) -> 
     (tmp_path / ".lock").mkdir()
     with pytest.raises(UnsafePathError, match=r"\.lock is a folder, and a study has a regular file there\. Remove it$"):
         acquire_lock(tmp_path, 0)
+
+
+def test_a_tree_that_is_deeper_than_the_system_takes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    monkeypatch.chdir(tree)
+    for _ in range(25):
+        os.mkdir("d" * 200)
+        os.chdir("d" * 200)
+    with pytest.raises(UnsafePathError, match="tree contains folders whose paths are longer than the system takes"):
+        check_tree(tmp_path, trees=[tree])
