@@ -14,7 +14,6 @@ from 2 to 30: the sequential test, and a plain t test.
 Run: python benchmarks/verdict_errors.py; python benchmarks/verdict_errors.py --reports 400
 """
 
-import argparse
 import json
 import math
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 from machine import describe
+from options import make_parser, parse_count
 from scipy import stats
 
 from analysis.data.compare import Outcomes, estimate_difference
@@ -131,10 +131,10 @@ def simulate_looks(generator: np.random.Generator, num_studies: int) -> dict[str
 
 def main() -> None:
     """Simulate all cells and print them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reports", type=int, default=4000, help="studies per number")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 5, 10], help="seeds per arm")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = make_parser(__doc__)
+    parser.add_argument("--reports", type=parse_count, default=4000, help="studies per number")
+    parser.add_argument("--seeds", type=parse_count, nargs="+", default=[1, 2, 3, 5, 10], help="seeds per arm")
+    parser.add_argument("--seed", type=int, default=0, help="of the random numbers")
     options = parser.parse_args()
     cells = [
         {
@@ -148,7 +148,12 @@ def main() -> None:
         for num_seeds in options.seeds
     ]
     looks = simulate_looks(np.random.default_rng(options.seed), options.reports)
-    print(json.dumps({**describe(), "reports": options.reports, "cells": cells, "looks": looks}, indent=2))
+    print(
+        json.dumps(
+            {"benchmark": "verdict_errors", **describe(), "reports": options.reports, "cells": cells, "looks": looks},
+            indent=2,
+        )
+    )
 
 
 if __name__ == "__main__":

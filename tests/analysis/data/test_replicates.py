@@ -7,7 +7,7 @@ import pytest
 
 from analysis.data import compare, replicates
 from analysis.data.load import read_study
-from analysis.data.replicates import ReplicateKey, Replicates, find_replicates, make_replicates
+from analysis.data.replicates import ReplicateKey, Replicates, find_replicates, make_replicates, read_replicates
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 
 ENTRY = Replicates(ReplicateKey("sokoban", "laptop", "late_val_success", 2), "kl", "0", (0.25, 0.5, 0.375))
@@ -18,7 +18,7 @@ def test_replicates_are_read_as_they_were_written(tmp_path: Path) -> None:
     other = ENTRY._replace(key=ENTRY.key._replace(steps=60))
     path = tmp_path / "replicates.json"
     replicates.write_replicates([other, ENTRY], path)
-    assert replicates.read_replicates(path) == (ENTRY, other)
+    assert read_replicates(path) == (ENTRY, other)
     assert path.read_text().count("\n") == 4
 
 
@@ -63,7 +63,7 @@ def test_too_few_runs_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_shipped_file_has_enough_runs_per_entry() -> None:
-    entries = replicates.read_replicates()
+    entries = read_replicates()
     assert {entry.study for entry in entries} >= {"kl"}
     for entry in entries:
         assert len(entry.values) >= replicates.MIN_REPLICATES
