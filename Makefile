@@ -59,7 +59,7 @@ test-all: check
 	$(BIN)/python -m pytest
 
 # Records the noise of runs, from which studies with few seeds learn theirs: 20 seeds of the baseline of each study.
-# About an hour on two cores. Again whenever what these runs compute changes. Same output: it continues.
+# A study of 20 seeds took 12 minutes on two busy cores. Again whenever what these runs compute changes. Same output: it continues.
 REPLICATES ?= out/replicates
 RECORD := $(BIN)/python -m tune_study run
 replicates: setup

@@ -100,8 +100,10 @@ def collect_outcomes(frames: StudyFrames, column: str) -> Outcomes:
     )
 
 
-def estimate_evaluation_variances(frames: StudyFrames, mode: str = "sampled") -> dict[str, float]:
+def estimate_evaluation_variances(frames: StudyFrames, *, before_training: bool = False) -> dict[str, float]:
     """For each arm, the variance that evaluation alone gives the mean of a run's last validations. Mean over its runs.
+
+    before_training: take the validation before training instead.
 
     A level is played once per validation, so its outcomes over the K last validations have the variance s_l^2 (ddof
     1), and the mean over K validations of L levels has the variance sum_l s_l^2 / (K L^2). The policy changes a little
@@ -110,7 +112,7 @@ def estimate_evaluation_variances(frames: StudyFrames, mode: str = "sampled") ->
     """
     scored_runs = frames.runs[frames.runs["status"].isin(SCORED_STATUSES)]
     levels = frames.levels
-    is_used = (levels["split"] == "val") & (levels["mode"] == mode) & (levels["step"] > 0)
+    is_used = (levels["split"] == "val") & (levels["mode"] == "sampled") & ((levels["step"] == 0) == before_training)
     levels = levels.loc[is_used & levels["run_id"].isin(scored_runs["run_id"]), ["run_id", "step", "level", "success"]]
     if levels.empty:
         return {}
@@ -148,10 +150,11 @@ def estimate_gain(outcomes: Outcomes, base_values: Outcomes, arm: str) -> Estima
     """Outcome of an arm at the end minus before training, for the same runs.
 
     base_values: the outcome before training. All arms start from the same policy, so its noise is that of its
-    evaluation, which is added to the noise of the runs.
+    evaluation, which is added to the noise of the runs: the deviation over seeds, and at least `min_variances`.
     """
     differences = (outcomes.get_values(arm) - base_values.get_values(arm)).dropna().to_numpy()
-    base_variance = base_values.noise.unpaired.variance if base_values.noise.unpaired is not None else 0.0
+    seed_variance = base_values.noise.unpaired.variance if base_values.noise.unpaired is not None else 0.0
+    base_variance = max(seed_variance, base_values.get_min_variance(arm))
     noise = outcomes.noise
     if noise.unpaired is not None:
         noise = noise._replace(unpaired=noise.unpaired._replace(variance=noise.unpaired.variance + base_variance))
@@ -163,8 +166,10 @@ def describe_basis(outcomes: Outcomes, estimate: Estimate) -> str:
     if not estimate.se > 0:
         return ""
     seeds_text = "one seed" if estimate.n == 1 else f"{estimate.n} seeds"
-    replicates_text = f" and {outcomes.num_replicates} recorded runs" if outcomes.num_replicates else ""
-    return f"over {seeds_text}, with the noise of all arms{replicates_text}"
+    # Arms with a single seed each show no noise.
+    sources = ["all arms"] if (outcomes.values.notna().sum(axis=1) > 1).any() else []
+    sources += [f"{outcomes.num_replicates} recorded runs"] if outcomes.num_replicates else []
+    return f"over {seeds_text}, with the noise of {' and '.join(sources)}"
 
 
 def get_margin(study: Mapping[str, Any], column: str) -> float:

@@ -75,31 +75,6 @@ class StudyFrames:
         """Rows of `steps` of one run; empty for a run without a step."""
         return self.steps_by_run.get(run_id, self.steps.iloc[:0])
 
-    @cached_property
-    def validations(self) -> dict[tuple[str, str], dict[int, pd.DataFrame]]:
-        """The first and last validation of each run: {(run_id, mode): {step: frame}}.
-
-        Each frame has the columns success and cluster, and one row per level. The first validation is the one before
-        training, at step 0. The last one is at or before the run's last step. One pass over `levels` makes all of them,
-        because a pass per run is slow: `levels` has one row per episode, which is hundreds of thousands in a grid.
-        """
-        levels = self.levels[self.levels["split"] == "val"]
-        # A killed run can leave a validation in levels.jsonl without the row of its step in metrics.jsonl. Such a
-        # validation does not count, since no column of the run contains its success.
-        steps_done: Any = levels["run_id"].map(self.trials.set_index("run_id")["steps_done"])
-        levels = levels[levels["step"] <= steps_done.astype(FLOAT)]
-        last_steps = levels.groupby(["run_id", "mode"])["step"].transform("max")
-        boundary_rows = levels[(levels["step"] == last_steps) | (levels["step"] == 0)]
-        names = ["run_id", "mode", "step"]
-        # The mean is over the episodes of a level: there are several if env.val_group_size is above 1.
-        means: Any = boundary_rows.groupby([*names, "level"]).agg(
-            success=("success", "mean"), cluster=("cluster", "first")
-        )
-        rows_by_run_and_mode: dict[tuple[str, str], dict[int, pd.DataFrame]] = {}
-        for (run_id, mode, step), rows in means.groupby(level=names, sort=True):
-            rows_by_run_and_mode.setdefault((run_id, mode), {})[int(step)] = rows.droplevel(names)
-        return rows_by_run_and_mode
-
     def select_study(self, name: str) -> "StudyFrames":
         """The frames of one study, without the columns of other families.
 

@@ -19,6 +19,7 @@ from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import find_study_folders, load
 from trainable.files.json_values import read_json
 from trainable.files.paths import write_text
+from trainable.runs.run_ends import ENDED_STATUSES
 
 REPLICATES_PATH = Path(__file__).parent / "replicates.json"
 MIN_REPLICATES = 20
@@ -87,7 +88,7 @@ def make_replicates(frames: StudyFrames) -> Replicates:
     """The replicates of a study's baseline arm. ValueError if it has fewer than `MIN_REPLICATES` scored runs."""
     (study,), (family,) = frames.studies, frames.families
     column, baseline = family.primary_column, study.get("baseline") or ""
-    runs = frames.runs[(frames.runs["arm"] == baseline) & frames.runs["status"].isin(("completed", "early_stopped"))]
+    runs = frames.runs[(frames.runs["arm"] == baseline) & frames.runs["status"].isin(ENDED_STATUSES)]
     values = [row[column] for row in to_records(runs.sort_values("seed")) if not pd.isna(row[column])]
     if len(values) < MIN_REPLICATES:
         raise ValueError(

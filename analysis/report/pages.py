@@ -154,7 +154,7 @@ def make_report_context(frames: StudyFrames) -> dict[str, Any]:
         "grid": grid_page.make_context(original_frames, grid, arms, PERMUTATION_SEED) if grid else None,
         "arms": arms,
         "headline": findings.format_headline(summary),
-        "secondary": findings.list_secondary(tables.compare_secondary(frames)),
+        "secondary": [] if grid else findings.list_secondary(tables.compare_secondary(frames)),
         "statuses": findings.format_status_counts(frames.trials),
         "trend": findings.describe_trend(trend, page_p_value, frames.studies[0].get("axis", {}).get("setting", "")),
         "learning": [line for row in arms if row["is_baseline"] for line in findings.describe_learning(row)],

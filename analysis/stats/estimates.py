@@ -1,11 +1,8 @@
 """Statistics of a sweep: functions from arrays to estimates with intervals. Random generators are arguments.
 
-The estimand, fixed before any result, is sampled success on the validation levels at the last validation of a run. The
-secondary estimand is the mean height of the run's validation curve. Peaks are never compared, because the best of
-several noisy validations is biased upward.
-
-With 3 or more paired seeds, a difference is taken per seed, with a t interval over seeds. With fewer seeds it is taken
-per level. An interval over levels describes how these runs differ, and not how runs with other seeds would.
+Outcomes are compared at the end of a run, or by the mean height of a curve. Peaks are never compared, because the best
+of several noisy validations is biased upward. `analysis.stats.noise` compares arms with the noise of all runs; the t
+intervals here use nothing but the numbers that they are given.
 """
 
 import math
@@ -63,54 +60,6 @@ def wilson_interval(successes: float, n: float, confidence_level: float = 0.95) 
     return Estimate(
         fraction, max(0.0, min(fraction, center - half_width)), min(1.0, max(fraction, center + half_width)), n=round(n)
     )
-
-
-def cluster_sums(values: ArrayLike, clusters: ArrayLike) -> tuple[Floats, Floats]:
-    """Sum and number of `values` (N,) in each of the C clusters in `clusters` (N,): two arrays (C,)."""
-    _, index = np.unique(np.asarray(clusters), return_inverse=True)
-    sums = np.bincount(index, weights=np.asarray(values, dtype=float))
-    return sums.astype(float), np.bincount(index).astype(float)
-
-
-def fraction_over_levels(success: ArrayLike, clusters: ArrayLike, confidence_level: float = 0.95) -> Estimate:
-    """Fraction of successes (N,) with Wilson's interval at the effective number of episodes.
-
-    Levels that are equal up to symmetry are not independent, nor is one level played by several runs; they share a
-    value in `clusters` (N,). n_eff = p(1-p) / V with the cluster-robust V = C/(C-1) sum_c (S_c - n_c p)^2 / N^2, at
-    most N. At p = 0 or 1, V is 0, and n_eff = C.
-    """
-    values = np.asarray(success, dtype=float)
-    if values.size == 0:
-        return Estimate()
-    sums, counts = cluster_sums(values, clusters)
-    fraction, num_clusters = float(values.mean()), len(sums)
-    # With a single cluster the sum below is 0, and so is V; the factor only must not divide by 0.
-    variance = num_clusters / max(num_clusters - 1, 1) * float(((sums - counts * fraction) ** 2).sum()) / values.size**2
-    effective_n = fraction * (1 - fraction) / variance if variance > 0 else float(num_clusters)
-    # A variance that is by chance smaller than that of independent episodes must not narrow the interval.
-    effective_n = min(effective_n, float(values.size))
-    return wilson_interval(fraction * effective_n, effective_n, confidence_level)._replace(n=num_clusters)
-
-
-def difference_over_levels(differences: ArrayLike, clusters: ArrayLike, confidence_level: float = 0.95) -> Estimate:
-    """Mean of paired per-level differences (N,), each in [-1, 1], with a cluster-robust interval. n is C.
-
-    The value is d = sum D / N. The interval is d' +- t(C+1) s', where d' and s' are the mean and its cluster-robust
-    standard error after adding two pseudo-pairs, half +1, half -1 and one 0, to the data (Agresti and Min 2005, here in
-    a cluster-robust variance: s'^2 = [sum_c (S_c - n_c d')^2 + (1 + 2 d'^2)] / (N+2)^2).
-
-    It is preferred to a cluster bootstrap (BCa) for three reasons: with hundreds of small clusters both give the same
-    result; it needs no random numbers; and if no level differs, a bootstrap interval has width zero, which no finite
-    number of levels supports, while this one keeps about +- 2/N. tests/analysis checks its coverage.
-    """
-    values = np.asarray(differences, dtype=float)
-    if values.size == 0:
-        return Estimate()
-    sums, counts = cluster_sums(values, clusters)
-    adjusted_n, num_clusters = values.size + 2, len(sums)
-    center = float(values.sum()) / adjusted_n
-    se = math.sqrt(float(((sums - counts * center) ** 2).sum()) + 1 + 2 * center**2) / adjusted_n
-    return _make_t_interval(float(values.mean()), center, se, num_clusters + 1, num_clusters, confidence_level)
 
 
 def mean_over_seeds(per_seed: ArrayLike, confidence_level: float = 0.95) -> Estimate:
@@ -245,14 +194,3 @@ def area_under_curve(steps: ArrayLike, values: ArrayLike, end_step: float) -> fl
     grid = np.append(x[x < end_step], end_step)
     heights = np.interp(grid, x, y)
     return float(np.trapezoid(heights, grid)) / (end_step - float(x[0]))
-
-
-def probability_of_improvement(arm: ArrayLike, baseline: ArrayLike) -> float:
-    """P(X > Y) + P(X = Y)/2 over all pairs of a run X (n,) of the arm and a run Y (m,) of the baseline.
-
-    Source: Agarwal et al. 2021 (arXiv 2108.13264). It ignores the size of improvements. NaN if either is empty.
-    """
-    x, y = np.asarray(arm, dtype=float), np.asarray(baseline, dtype=float)
-    if x.size == 0 or y.size == 0:
-        return NAN
-    return float(np.mean((x[:, None] > y) + 0.5 * (x[:, None] == y)))

@@ -13,11 +13,9 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import optimize, special
 
-Floats = NDArray[np.float64]
-NAN = float("nan")
+from analysis.stats.estimates import NAN, Floats
 
 # Nodes and weights of the tanh-sinh rule on (0, 1). It stays accurate where P(S <= s) ~ s^df has no derivative at 0,
 # which costs polynomial rules their digits if df is small.

@@ -14,12 +14,10 @@ import itertools
 import math
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from analysis.stats.estimates import Estimate, holm_adjust
+from analysis.stats.estimates import NAN, Estimate, Floats, holm_adjust
 
-Floats = NDArray[np.float64]
-NAN = float("nan")
 # Differences this close are equal up to the rounding of the subtraction. A share of levels has steps of 1e-4 or more.
 _RELATIVE_ROUNDING = 1e-9
 _ABSOLUTE_ROUNDING = 1e-12

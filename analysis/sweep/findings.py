@@ -154,7 +154,7 @@ def describe_learning(row: dict[str, Any]) -> list[str]:
     gains = [f"{format_signed(row['gain'])} {format_interval(row['gain_low'], row['gain_high'])} (sampled)"]
     if not np.isnan(row["gain_greedy"]):
         greedy = format_interval(row["gain_greedy_low"], row["gain_greedy_high"])
-        gains.append(f"{format_signed(row['gain_greedy'])} {greedy} (greedy)")
+        gains.append(f"{format_signed(row['gain_greedy'])} {greedy or '(no interval)'} (greedy)")
     sentences = [
         f"Success of arm {row['arm']} at the end of training minus its success before training: {' and '.join(gains)}"
         f"{', ' + row['gain_basis'] if row['gain_basis'] else ''}."
@@ -181,6 +181,11 @@ def _interpret_gain(row: dict[str, Any]) -> str:
         return (
             "Greedy success was not measured, so it is open whether the policy can solve more levels or only samples "
             "with less noise."
+        )
+    if np.isnan(row["gain_greedy_low"]):
+        return (
+            "The gain in greedy success has no interval, so it is open whether the policy can solve more levels or "
+            "only samples with less noise."
         )
     if row["gain_greedy_low"] > 0:
         return (

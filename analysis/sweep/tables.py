@@ -13,6 +13,7 @@ from analysis.data.compare import (
     collect_outcomes,
     describe_basis,
     estimate_difference,
+    estimate_evaluation_variances,
     estimate_gain,
     estimate_mean,
     get_margin,
@@ -122,7 +123,10 @@ class _Measures(NamedTuple):
 def _collect_measures(frames: StudyFrames) -> _Measures:
     return _Measures(
         late=collect_outcomes(frames, "late_val_success"),
-        base=collect_outcomes(frames, "base_val_success"),
+        base=replace(
+            collect_outcomes(frames, "base_val_success"),
+            min_variances=estimate_evaluation_variances(frames, before_training=True),
+        ),
         greedy=collect_outcomes(frames, "final_val_greedy_success"),
         base_greedy=collect_outcomes(frames, "base_val_greedy_success"),
         margin=get_margin(frames.studies[0], "late_val_success"),

@@ -21,25 +21,6 @@ def wilson(successes: float, n: float) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def clustered_difference(differences: Sequence[float], clusters: Sequence[int]) -> tuple[float, float, float]:
-    """Mean, and the interval of the values with a half +1, a half -1 and one 0 added, each as its own cluster."""
-    weighted_values = [(value, 1.0, f"cluster {name}") for value, name in zip(differences, clusters, strict=True)]
-    weighted_values += [(1.0, 0.5, "plus"), (-1.0, 0.5, "minus"), (0.0, 1.0, "nought")]
-    size = sum(weight for _, weight, _ in weighted_values)
-    center = sum(weight * value for value, weight, _ in weighted_values) / size
-    variance = 0.0
-    for name in {cluster for _, _, cluster in weighted_values}:
-        residuals = [(value - center, weight) for value, weight, cluster in weighted_values if cluster == name]
-        is_pseudo = name in ("plus", "minus", "nought")
-        variance += (
-            sum(weight * residual**2 for residual, weight in residuals)
-            if is_pseudo
-            else sum(residual for residual, _ in residuals) ** 2
-        )
-    half_width = stats.t.ppf(0.975, len(set(clusters)) + 1) * math.sqrt(variance) / size
-    return float(np.mean(differences)), float(center - half_width), float(center + half_width)
-
-
 def holm(p: Sequence[float]) -> list[float]:
     """The smallest overall level at which Holm's step-down procedure rejects each hypothesis."""
     order = sorted(range(len(p)), key=lambda index: p[index])
@@ -64,12 +45,6 @@ def survival(ends: Sequence[int], stopped: Sequence[bool], step: int) -> float:
         n_stopped = sum(end == current_step and stop for end, stop in zip(ends, stopped, strict=True))
         survival_fraction *= 1 - n_stopped / n_followed if n_followed else 1.0
     return survival_fraction
-
-
-def improvement(arm: Sequence[float], baseline: Sequence[float]) -> float:
-    """Share of pairs in which the arm's run is better, ties counted half."""
-    pairs = [(x, y) for x in arm for y in baseline]
-    return sum(1.0 if x > y else 0.5 if x == y else 0.0 for x, y in pairs) / len(pairs)
 
 
 def compute_contrast(

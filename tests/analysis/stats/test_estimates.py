@@ -32,61 +32,6 @@ def test_wilson_hand_value_and_no_trials() -> None:
     assert (empty.low, empty.high) == (0.0, 1.0)
 
 
-def test_share_over_levels_without_clusters_is_wilson() -> None:
-    success = [1] * 30 + [0] * 70
-    interval = estimates.fraction_over_levels(success, range(100))
-    # The cluster-robust variance has the factor C/(C-1), so the effective number is N-1.
-    assert interval[:3] == pytest.approx(estimates.wilson_interval(30 * 99 / 100, 99)[:3], rel=1e-9)
-
-
-def test_repeating_every_level_adds_nothing() -> None:
-    success, levels = [1] * 30 + [0] * 70, list(range(100))
-    once, twice = (
-        estimates.fraction_over_levels(success, levels),
-        estimates.fraction_over_levels(success * 2, levels * 2),
-    )
-    assert twice.value == once.value
-    assert (twice.low, twice.high) == pytest.approx((once.low, once.high), rel=1e-9)
-    assert twice.n == 100
-
-
-def test_share_over_levels_at_its_bounds_counts_clusters() -> None:
-    interval = estimates.fraction_over_levels([0] * 40, [index // 2 for index in range(40)])
-    assert (interval.value, interval.low) == (0.0, 0.0)
-    assert interval.high == pytest.approx(estimates.wilson_interval(0, 20).high)
-    assert math.isnan(estimates.fraction_over_levels([], []).value)
-
-
-@given(
-    st.lists(st.tuples(st.sampled_from([-1.0, -0.5, 0.0, 0.5, 1.0]), st.integers(0, 9)), min_size=2, max_size=40),
-)
-@settings(max_examples=60, deadline=None)
-def test_difference_over_levels_equals_its_oracle(pairs: list[tuple[float, int]]) -> None:
-    differences, clusters = [value for value, _ in pairs], [name for _, name in pairs]
-    estimate = estimates.difference_over_levels(differences, clusters)
-    expected = oracles.clustered_difference(differences, clusters)
-    assert (estimate.value, estimate.low, estimate.high) == pytest.approx(expected, abs=1e-12)
-
-
-def test_negated_differences_negate_the_estimate() -> None:
-    differences = [1.0] * 20 + [-1.0] * 5 + [0.0] * 75
-    estimate = estimates.difference_over_levels(differences, range(100))
-    negated_estimate = estimates.difference_over_levels([-value for value in differences], range(100))
-    assert estimate.value == pytest.approx(0.15)
-    assert estimate.low > 0
-    assert (negated_estimate.value, negated_estimate.low, negated_estimate.high) == pytest.approx(
-        (-estimate.value, -estimate.high, -estimate.low)
-    )
-    assert negated_estimate.p == pytest.approx(estimate.p)
-
-
-def test_no_discordant_level_still_has_an_interval() -> None:
-    estimate = estimates.difference_over_levels([0.0] * 512, range(512))
-    assert estimate.value == 0
-    assert estimate.high == pytest.approx(scipy_stats.t.ppf(0.975, 513) / 514)
-    assert estimate.p == pytest.approx(1.0)
-
-
 def test_mean_over_seeds_is_the_paired_t_test() -> None:
     arm, baseline = np.array([0.60, 0.58, 0.64, 0.55]), np.array([0.50, 0.55, 0.52, 0.53])
     estimate = estimates.mean_over_seeds(arm - baseline)
@@ -107,39 +52,6 @@ def test_equal_differences_have_width_zero() -> None:
     estimate = estimates.mean_over_seeds([0.25, 0.25, 0.25])
     assert (estimate.low, estimate.high, estimate.p) == (0.25, 0.25, 0.0)
     assert estimates.mean_over_seeds([0.0, 0.0, 0.0]).p == 1.0
-
-
-def simulate_levels(generator: np.random.Generator, shift: float) -> tuple[np.ndarray, np.ndarray]:
-    """Simulate paired outcomes on 150 levels in 110 clusters. The levels of a cluster share a difficulty."""
-    clusters = np.concatenate([np.arange(110), np.arange(40)])
-    difficulty = generator.beta(1.2, 1.2, size=110)[clusters]
-    arm = generator.random(150) < np.clip(difficulty + shift, 0, 1)
-    return arm.astype(float) - (generator.random(150) < difficulty), clusters
-
-
-@pytest.mark.parametrize("shift", [0.0, 0.15])
-def test_interval_over_levels_covers(shift: float) -> None:
-    generator = np.random.default_rng(1)
-    difficulties = np.random.default_rng(2).beta(1.2, 1.2, size=200_000)
-    true_difference = float(np.mean(np.clip(difficulties + shift, 0, 1) - difficulties))
-    intervals = [estimates.difference_over_levels(*simulate_levels(generator, shift)) for _ in range(SIMULATIONS)]
-    coverage = np.mean([estimate.low <= true_difference <= estimate.high for estimate in intervals])
-    assert 0.925 <= coverage <= 0.98
-
-
-def test_share_over_levels_covers_where_the_naive_interval_does_not() -> None:
-    generator = np.random.default_rng(3)
-    clustered, naive = [], []
-    for _ in range(SIMULATIONS):
-        success = np.repeat(generator.random(60) < 0.3, 4)
-        clusters = np.repeat(np.arange(60), 4)
-        clustered.append(estimates.fraction_over_levels(success, clusters))
-        naive.append(estimates.wilson_interval(success.sum(), success.size))
-    coverage, naive_coverage = (
-        np.mean([interval.low <= 0.3 <= interval.high for interval in intervals]) for intervals in (clustered, naive)
-    )
-    assert 0.925 <= coverage <= 0.98
-    assert naive_coverage < 0.8
 
 
 def test_interval_over_seeds_covers() -> None:
@@ -209,15 +121,3 @@ def test_area_carries_the_last_value() -> None:
     assert estimates.area_under_curve([0, 10], [0.2, 0.2], 60) == pytest.approx(0.2)
     assert estimates.area_under_curve([5], [0.3], 5) == 0.3
     assert math.isnan(estimates.area_under_curve([], [], 10))
-
-
-@given(st.lists(shares, min_size=1, max_size=5), st.lists(shares, min_size=1, max_size=5))
-@settings(max_examples=60, deadline=None)
-def test_improvement_equals_its_oracle_and_its_complement(arm: list[float], baseline: list[float]) -> None:
-    probability = estimates.probability_of_improvement(arm, baseline)
-    assert probability == pytest.approx(oracles.improvement(arm, baseline))
-    assert probability + estimates.probability_of_improvement(baseline, arm) == pytest.approx(1.0)
-
-
-def test_improvement_of_no_runs_is_missing() -> None:
-    assert math.isnan(estimates.probability_of_improvement([], [0.1]))
