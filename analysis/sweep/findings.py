@@ -236,16 +236,15 @@ def _list_seed_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
             f"{seeds_text}: nothing shows how much runs of one setting differ, so no difference has an interval. Add "
             "seeds (--seeds 3 --extend)."
         ]
-    sentences = [
+    if num_seeds == 1:
+        return [
+            "1 seed: the noise is that of recorded runs of a similar arm. If the runs of this study are noisier, its "
+            "intervals are too narrow. Outcomes without recorded runs have no interval."
+        ]
+    return [
         f"{seeds_text}: the noise of a run is estimated from all arms together, and no arm counts as less noisy than "
         "its own runs or than its evaluation."
     ]
-    if num_seeds == 1:
-        sentences.append(
-            "With one seed the noise is that of recorded runs of a similar arm. If the runs of this study are noisier, "
-            "its intervals are too narrow."
-        )
-    return sentences
 
 
 def _list_level_caveats(frames: StudyFrames) -> list[str]:

@@ -102,6 +102,14 @@ def test_one_seed_without_recorded_runs_has_numbers_and_no_interval(six_arm_fram
     assert "nothing shows how much runs of one setting differ" in findings.list_caveats(six_arm_frames, summary)[0]
 
 
+def test_one_seed_is_said_to_have_the_noise_of_recorded_runs(
+    six_arm_frames: StudyFrames, summary: pd.DataFrame
+) -> None:
+    caveats = findings.list_caveats(six_arm_frames, summary)
+    assert caveats[0].startswith("1 seed: the noise is that of recorded runs of a similar arm.")
+    assert not any("from all arms together" in caveat for caveat in caveats)
+
+
 def test_evaluation_noise_by_a_literal_loop(six_arm_frames: StudyFrames) -> None:
     rows = six_arm_frames.levels
     rows = rows[(rows["arm"] == "0") & (rows["split"] == "val") & (rows["mode"] == "sampled") & (rows["step"] >= 45)]
