@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.data.families import LATE_EVALUATIONS, get_family
+from analysis.data.families import LATE_EVALUATIONS, Row, get_family
 from analysis.data.frames import StudyFrames
 from analysis.data.replicates import find_replicates
-from analysis.stats.estimates import Estimate
+from analysis.stats.estimates import Estimate, holm_adjust
 from analysis.stats.noise import (
     Noise,
     RunVariances,
+    compute_equivalence_p_value,
     estimate_paired_contrast,
     estimate_sample_mean,
     estimate_unpaired_difference,
@@ -22,6 +23,7 @@ from analysis.stats.noise import (
 )
 
 SCORED_STATUSES = ("completed", "early_stopped")
+SIGNIFICANCE_LEVEL = 0.05
 
 
 def require_single_study(frames: StudyFrames) -> StudyFrames:
@@ -179,3 +181,52 @@ def get_margin(study: Mapping[str, Any], column: str) -> float:
     """
     units = {trial_column.name: trial_column.unit for trial_column in get_family(study).trial_columns}
     return float((study.get("margins") or {}).get(column, DEFAULT_MARGINS.get(units[column], math.nan)))
+
+
+def make_estimate_columns(name: str, estimate: Estimate) -> Row:
+    """The columns `name`, `name_low` and `name_high` of a table."""
+    return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+
+
+TEST_COLUMNS = ("difference", "difference_low", "difference_high", "se", "df", "p", "p_equal", "margin")
+
+
+def make_test_columns(estimate: Estimate, margin: float) -> Row:
+    """The columns of a difference: its interval, se, df, p, and p_equal, that it lies within the margin."""
+    return {
+        **make_estimate_columns("difference", estimate),
+        "se": estimate.se,
+        "df": estimate.df,
+        "p": estimate.p,
+        "p_equal": compute_equivalence_p_value(estimate, margin),
+        "margin": margin,
+    }
+
+
+def add_adjusted_p_values(table: pd.DataFrame, primary_column: str) -> pd.DataFrame:
+    """Add p_holm and p_equal_holm to a table of differences in several outcomes (`column`).
+
+    The rows of the primary outcome are one family of tests. Those of all other outcomes are another one, together.
+    """
+    is_primary = table["column"] == primary_column
+    adjusted = {}
+    for name in ("p", "p_equal"):
+        values = np.full(len(table), math.nan)
+        for rows in (is_primary, ~is_primary):
+            values[rows] = holm_adjust(table.loc[rows, name])
+        adjusted[f"{name}_holm"] = values
+    return table.assign(**adjusted)
+
+
+def classify_difference(row: Mapping[str, Any], below: str, above: str) -> str:
+    """What the runs show of a difference: `below` or `above` 0, `equal` (within the margin), or `open`.
+
+    row: with the columns of `make_test_columns` and `add_adjusted_p_values`. below, above: the words for a resolved
+    difference. One that is smaller than the margin is still resolved. Everything that the runs do not resolve is open.
+    `no comparison` without a difference.
+    """
+    if math.isnan(row["difference"]):
+        return "no comparison"
+    if row["p_holm"] < SIGNIFICANCE_LEVEL:
+        return above if row["difference"] > 0 else below
+    return "equal" if row["p_equal_holm"] < SIGNIFICANCE_LEVEL else "open"

@@ -18,10 +18,10 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from analysis.data.compare import SCORED_STATUSES
+from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL
 from analysis.data.frames import StudyFrames, to_records
 from analysis.stats.estimates import Estimate, mean_over_seeds, spearman_trend
-from analysis.sweep.verdicts import SIGNIFICANCE_LEVEL, format_interval, format_p_value, format_signed
+from analysis.sweep.verdicts import format_interval, format_p_value, format_signed
 
 K1_NAMES = ("kl", "k1")
 FORM_COLUMN, COEFFICIENT_COLUMN, SWITCH_COLUMN = (

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import SCORED_STATUSES
+from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL
 from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, to_records
 from analysis.published.cells import DIFFERS, EQUAL, NEVER_REACHED, NO_EXPECTATION, OPEN, PER_SEED, POOLED, Cell
 from analysis.published.update_rule_sandbox import CELLS
 from analysis.stats.estimates import Estimate, Floats, SampleStats, holm_adjust, welch_t_test
 from analysis.stats.noise import compute_equivalence_p_value
-from analysis.sweep.verdicts import SIGNIFICANCE_LEVEL, format_p_value, format_status
+from analysis.sweep.verdicts import format_p_value, format_status
 
 NOT_TESTED = "cannot be tested"
 # Seeds per arm of ours, stated with the test before the first run; a report with fewer says so.

@@ -3,11 +3,12 @@
 study.json has them as "contrasts": [{"name": ..., "pairs": [[first, second], ...]}, ...]. A difference is the first arm
 minus the second, of two runs with the same seed. The estimand is the mean over the pairs of a contrast. Pairs of one
 seed share streams of random numbers and often an arm, so they are not independent: each seed gives one number, the mean
-over its pairs. With `MIN_SEEDS` seeds or more, the interval is Student's t over these numbers. It covers other seeds of
-the declared pairs, not other pairs.
+over its pairs, which is a weighted sum of the outcomes of its arms. The interval is over these numbers, with the noise
+of all arms of the study (`analysis.stats.noise`). It covers other seeds of the declared pairs, not other pairs.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -15,14 +16,25 @@ from operator import itemgetter
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import SCORED_STATUSES, require_single_study
+from analysis.data.compare import (
+    SCORED_STATUSES,
+    SIGNIFICANCE_LEVEL,
+    TEST_COLUMNS,
+    add_adjusted_p_values,
+    collect_outcomes,
+    get_margin,
+    make_test_columns,
+    require_single_study,
+)
 from analysis.data.families import Row
 from analysis.data.frames import Study, StudyFrames, to_records
-from analysis.stats.estimates import MIN_SEEDS, Estimate, holm_adjust, mean_over_seeds
-from analysis.sweep.verdicts import SIGNIFICANCE_LEVEL, format_p_value, format_status
+from analysis.sandbox.tables import name_verdict
+from analysis.stats.estimates import Estimate
+from analysis.stats.noise import Noise, estimate_paired_contrast
+from analysis.sweep.verdicts import format_p_value, format_status
 
 CONTRASTED_COLUMNS: Mapping[str, str] = {
-    "final_test_error": "it is the outcome that a rule should improve",
+    "late_test_error": "it is the outcome that a rule should improve",
     "final_entropy": "it shows how much exploration is left at the end; a run that collapsed early or late is near 0",
     "mean_entropy": "it shows how long entropy lasted, and has a value whether or not entropy ever gets low",
     "final_test_error_unscored": "in masked_reversal, it shows how much was learned where nothing is scored",
@@ -32,18 +44,16 @@ CONTRASTED_COLUMNS: Mapping[str, str] = {
 }
 """The trial columns that are contrasted, and why. The report shows the reasons."""
 EXCLUDED_COLUMNS: Mapping[str, str] = {
-    "late_test_error": "final_test_error is the published outcome, and this is its mean over the last evaluations",
-    "final_greedy_separator_rate": "it only identifies a collapse, whose error final_test_error has",
+    "final_test_error": "it is a single evaluation, and late_test_error is the mean over the last ones",
+    "final_greedy_separator_rate": "it only identifies a collapse, whose error late_test_error has",
     "first_step_entropy_low": "runs that never reach the step have no value, so a mean over the others is biased",
     "first_step_error_zero": "runs that never reach the step have no value, so a mean over the others is biased",
     "mean_effective_age": "it equals mean_replay_age, except for FreshDG",
 }
 """The trial columns that are not contrasted, and why."""
-COMMON_COLUMNS = ("final_test_error", "final_entropy", "mean_entropy")
+COMMON_COLUMNS = ("late_test_error", "final_entropy", "mean_entropy")
 """Contrasted in every study. The other columns of `CONTRASTED_COLUMNS` exist for some tasks and rules only."""
 
-LOWER, HIGHER, NOT_RESOLVED = "lower", "higher", "no clear difference"
-NO_INTERVAL, NO_COMPARISON = "no interval", "no comparison"
 _DECIMALS = 12
 """Differences are rounded to this many decimals, so that equal runs have a difference and a std of exactly 0."""
 
@@ -58,7 +68,7 @@ _PAIR_COLUMNS = (
     *_RUN_NOTE_COLUMNS,
 )
 _CONTRAST_COLUMNS = (
-    *("column", "contrast", "difference", "low", "high", "seeds", "p", "p_holm", "verdict"),
+    *("column", "contrast", *TEST_COLUMNS, "seeds", "p_holm", "p_equal_holm", "verdict"),
     *("pairs", "pairs_used", "lower", "higher", "equal"),
     *("run_pairs_used", "run_pairs", "difference_same_pairs"),
     *_RUN_NOTE_COLUMNS,
@@ -68,8 +78,8 @@ _CONTRAST_COLUMNS = (
 def read_contrasts(study: Study) -> list[tuple[str, list[tuple[str, str]]]]:
     """Name and pairs of each contrast of study.json; an empty list if it declares none.
 
-    Raises ValueError if a name or a pair occurs twice (the pair would have double weight), or if an arm is compared
-    with itself.
+    Raises ValueError if a name or a pair occurs twice (the pair would have double weight), if an arm is compared with
+    itself, or if the pairs cancel each other.
     """
     declarations = [
         (contrast["name"], [(first, second) for first, second in contrast["pairs"]])
@@ -90,6 +100,11 @@ def read_contrasts(study: Study) -> list[tuple[str, list[tuple[str, str]]]]:
             problem = f"{first} with itself" if first == second else f"{first} with {second} twice"
             raise ValueError(
                 f"The contrast {name!r} of `{study['name']}` pairs {problem}: list each pair of different arms once."
+            )
+        if not (pairs and _compute_weight_norm(pairs) > 0):
+            raise ValueError(
+                f"The contrast {name!r} of `{study['name']}` compares nothing: in its {len(pairs)} pairs every arm is "
+                "as often first as second. Give pairs that differ in the same way."
             )
     return declarations
 
@@ -202,9 +217,11 @@ def _format_planned_steps(runs: Mapping[tuple[str, int], Row], arm: str) -> str:
 def compute_contrasts(frames: StudyFrames) -> pd.DataFrame:
     """One row per column and contrast; the contrasts of a column follow each other.
 
-    * difference: mean over seeds of the mean over a seed's pairs; low, high: 95 % t interval over the `seeds` that have
-      at least one pair; p_holm: corrected with Holm's method over the contrasts of one column.
-    * verdict: `LOWER` or `HIGHER` if p_holm < 0.05, otherwise `NOT_RESOLVED`, `NO_INTERVAL` or `NO_COMPARISON`.
+    * difference: mean over seeds of the mean over a seed's pairs; difference_low, difference_high: its 95 % interval
+      over the `seeds` that have at least one pair, with the noise of all arms; p_equal: that it lies within the margin.
+    * p_holm, p_equal_holm: corrected with Holm's method over the contrasts of the primary outcome, and over the
+      contrasts of all other columns together.
+    * verdict: see `tables.name_verdict`. `better` and `worse` are said of the first arm of a pair.
     * pairs: number of declared pairs; pairs_used: those with at least one seed; lower, higher, equal: number of used
       pairs by the sign of the pair's mean.
     * run_pairs: declared pairs times seeds; run_pairs_used: those of which both runs have a value.
@@ -212,7 +229,11 @@ def compute_contrasts(frames: StudyFrames) -> pd.DataFrame:
     * excluded_runs: runs that exclude a pair for a seed, and why; early_stopped_runs: counted runs that a rule stopped,
       with their steps; num_early_stopped: the number of the latter.
     """
+    (study,), (family,) = require_single_study(frames).studies, frames.families
     runs, differences = _index_runs(frames), to_records(compute_seed_differences(frames))
+    noise_by_column = {
+        column: collect_outcomes(frames, column).noise for column in {row["column"] for row in differences}
+    }
     rows = []
     for (column, name), group in groupby(differences, key=itemgetter("column", "contrast")):
         seed_rows = list(group)
@@ -221,7 +242,7 @@ def compute_contrasts(frames: StudyFrames) -> pd.DataFrame:
             {
                 "column": column,
                 "contrast": name,
-                **_estimate_difference(seed_rows),
+                **_estimate_contrast(seed_rows, noise_by_column[column], get_margin(study, column)),
                 "pairs": len(pair_rows),
                 "pairs_used": sum(pair["seeds"] > 0 for pair in pair_rows),
                 **_count_signs([pair["difference"] for pair in pair_rows]),
@@ -231,14 +252,11 @@ def compute_contrasts(frames: StudyFrames) -> pd.DataFrame:
             }
         )
     table = pd.DataFrame(rows, columns=list(_CONTRAST_COLUMNS))
-    adjusted_p_values = [
-        holm_adjust(column_rows["p"].to_numpy(dtype=float)) for _, column_rows in table.groupby("column", sort=False)
-    ]
-    table["p_holm"] = np.concatenate(adjusted_p_values) if adjusted_p_values else np.empty(0)
-    return table.assign(verdict=[_decide_verdict(row) for row in to_records(table)])
+    table = add_adjusted_p_values(table, family.primary_column)
+    return table.assign(verdict=[name_verdict(row, family) for row in to_records(table)])
 
 
-def _estimate_difference(seed_rows: Sequence[Row]) -> Row:
+def _estimate_contrast(seed_rows: Sequence[Row], noise: Noise, margin: float) -> Row:
     """Difference of a contrast in one column, with its interval over seeds.
 
     seed_rows: the rows of `compute_seed_differences` for this contrast and column.
@@ -251,31 +269,33 @@ def _estimate_difference(seed_rows: Sequence[Row]) -> Row:
         round(_mean_or_nan(list(pair_differences.values())), _DECIMALS)
         for _, pair_differences in sorted(differences_by_seed.items())
     ]
-    has_enough_seeds = len(seed_means) >= MIN_SEEDS
-    estimate = mean_over_seeds(np.array(seed_means)) if has_enough_seeds else Estimate(_mean_or_nan(seed_means))
+    # Seeds may miss different pairs. The variance of their mean is that of one run, times the mean of their norms.
+    weight_norm = _mean_or_nan([_compute_weight_norm(list(pairs)) for pairs in differences_by_seed.values()])
+    estimate = (
+        estimate_paired_contrast(seed_means, noise, weight_norm)
+        if weight_norm > 0
+        else Estimate(_mean_or_nan(seed_means), n=len(seed_means))
+    )
     # If seeds miss different pairs, their means are over different pairs. The second difference shows whether it
     # matters.
     common_pairs = set.intersection(*map(set, differences_by_seed.values())) if differences_by_seed else set()
     return {
-        "difference": estimate.value,
-        "low": estimate.low,
-        "high": estimate.high,
+        **make_test_columns(estimate, margin),
         "seeds": len(seed_means),
-        "p": estimate.p,
         "difference_same_pairs": _mean_or_nan(
             [pair_differences[pair] for pair_differences in differences_by_seed.values() for pair in common_pairs]
         ),
     }
 
 
-def _decide_verdict(row: Row) -> str:
-    if not row["seeds"]:
-        return NO_COMPARISON
-    if math.isnan(row["p"]):
-        return NO_INTERVAL
-    if row["p_holm"] >= SIGNIFICANCE_LEVEL:
-        return NOT_RESOLVED
-    return LOWER if row["difference"] < 0 else HIGHER
+def _compute_weight_norm(pairs: Sequence[tuple[str, str]]) -> float:
+    """Sum of the squared weights that the arms have in the mean over `pairs`; 2 for one pair.
+
+    It is 0 if the pairs form circles, such as A with B, B with C, and C with A: such a mean is 0 whatever the outcomes.
+    """
+    counts = Counter(first for first, _ in pairs)
+    counts.subtract(second for _, second in pairs)
+    return sum(count**2 for count in counts.values()) / len(pairs) ** 2
 
 
 def _collect_run_notes(seed_rows: Sequence[Row], runs: Mapping[tuple[str, int], Row]) -> Row:
@@ -313,7 +333,8 @@ def _format_seed_lists(seeds_by_name: Mapping[str, set[str]]) -> str:
 
 def format_sentence(row: Row) -> str:
     """The verdict on a contrast in words. row: a row of `compute_contrasts`."""
-    text = f"{row['contrast']}, {row['column']}: {row['verdict']}: {_format_size(row)}"
+    margin_text = f" within {row['margin']:g}" if row["verdict"] == "equal" else ""
+    text = f"{row['contrast']}, {row['column']}: {row['verdict']}{margin_text}: {_format_size(row)}"
     # Without a counted seed there are no signs to count, only excluded runs to name.
     if row["seeds"]:
         equal_text = f", equal in {row['equal']}" if row["equal"] else ""
@@ -332,27 +353,26 @@ def format_sentence(row: Row) -> str:
 
 
 def _format_size(row: Row) -> str:
-    if row["verdict"] == NO_COMPARISON:
+    if row["verdict"] == "no comparison":
         return "no pair has a seed for which both runs count"
     seeds_text = f"over {_format_count(row['seeds'], 'seed')}"
-    if row["verdict"] == NO_INTERVAL:
-        return f"{row['difference']:+.4g} {seeds_text} (an interval needs {MIN_SEEDS})"
-    # The interval would be [0, 0], which claims more than equal runs show.
-    if row["verdict"] == NOT_RESOLVED and row["lower"] == row["higher"] == 0:
-        return f"every pair is equal, {seeds_text}"
+    if not row["se"] > 0:
+        return f"{row['difference']:+.4g} {seeds_text}, without an interval, because no arm has runs that differ"
     interval_text = (
-        f"{row['difference']:+.4g} [{row['low']:+.4g}, {row['high']:+.4g}] {seeds_text}, "
-        f"Holm {format_p_value(row['p_holm'])}"
+        f"{row['difference']:+.4g} [{row['difference_low']:+.4g}, {row['difference_high']:+.4g}] {seeds_text}"
     )
-    if row["verdict"] != NOT_RESOLVED:
+    if row["verdict"] == "equal":
+        # Equal runs say less than they seem to: other seeds may still differ by the noise of the study.
+        same_text = "; every pair of runs is equal" if row["lower"] == row["higher"] == 0 else ""
+        return f"{interval_text}, Holm {format_p_value(row['p_equal_holm'])}{same_text}"
+    interval_text += f", Holm {format_p_value(row['p_holm'])}"
+    if row["verdict"] != "open":
         return interval_text
     unadjusted_text = (
-        "; the difference is significant alone, but not with Holm's correction over the contrasts of this column"
-        if row["p"] < SIGNIFICANCE_LEVEL
-        else ""
+        "; the difference is significant alone, but not with Holm's correction" if row["p"] < SIGNIFICANCE_LEVEL else ""
     )
     # The farther end of the interval is the largest difference that the numbers do not exclude.
-    missed_size = max(-row["low"], row["high"])
+    missed_size = max(-row["difference_low"], row["difference_high"])
     return f"{interval_text}{unadjusted_text}; a difference of up to {missed_size:.2g} could have been missed"
 
 

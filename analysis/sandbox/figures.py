@@ -83,7 +83,7 @@ MEAN_CURVES_FIGURE: ReportFigure[UpdateRuleView] = ReportFigure(
 CONTRASTS_FIGURE: ReportFigure[UpdateRuleView] = ReportFigure(
     "contrasts",
     "contrasts",
-    "Each point is the mean over the pairs of a contrast, with a 95 % interval over seeds if there are three or more. "
+    "Each point is the mean over the pairs of a contrast, with its 95 % interval over seeds. "
     "The rings below a point are its single pairs, each the mean over the pair's seeds. Left of the dashed line, the "
     "first arm of the pair is lower.",
     _make_contrast_tables,

@@ -13,12 +13,11 @@ from analysis.published.cells import POOLED
 from analysis.published.reproduction import compare_to_published, summarize_verdicts
 from analysis.published.update_rule_sandbox import SOURCE
 from analysis.sandbox import contrasts, tables
-from analysis.stats.estimates import MIN_SEEDS
 from analysis.sweep import findings
 from analysis.sweep.verdicts import (
-    SIGNIFICANCE_LEVEL,
     describe_stops,
     describe_unfinished,
+    format_interval,
     format_p_value,
     format_signed,
 )
@@ -27,6 +26,12 @@ from trainable.sandbox.measure.records import TRIAL_COLUMNS
 CHANCE_TOLERANCE = 0.02  # a mean error that is less than this below chance is noted too
 COLLAPSE_THRESHOLD = 0.5  # fraction of separators above which a run counts as collapsed; a correct reply has none
 _MEANINGS = {column.name: f"{column.meaning} ({column.unit})" for column in TRIAL_COLUMNS}
+_VERDICT_LABELS = {
+    "better": "lower for",
+    "worse": "higher for",
+    "equal": "equal within {margin} for",
+    "open": "open for",
+}
 _TOKEN_TASKS = {"token_reversal", "masked_reversal"}
 
 
@@ -51,6 +56,7 @@ def make_context(frames: StudyFrames) -> Row:
         **published,
         **make_contrast_context(frames),
         "study": frames.studies[0],
+        "primary": frames.families[0].primary_column,
         "headline": format_headline(frames, differences),
         "statuses": findings.format_status_counts(frames.trials),
         "arms": tables.count_statuses(frames),
@@ -106,33 +112,37 @@ def make_contrast_context(frames: StudyFrames) -> Row:
 
 
 def make_index_entry(frames: StudyFrames) -> Row:
-    """Entry of a study in an index: headline, and the final test error of each arm with its verdict."""
+    """Entry of a study in an index: headline, and the test error of each arm at the end with its verdict."""
     differences = tables.compute_differences(frames)
     arm_statistics = tables.compute_arm_statistics(frames)
-    error_differences = {
-        row["arm"]: row for row in to_records(differences[differences["column"] == "final_test_error"])
-    }
+    error_differences = {row["arm"]: row for row in to_records(_select_primary(frames, differences))}
     rows = [
         {
             "arm": row["arm"],
             "number": f"{row['mean']:.4f}",
-            "outcome": "",
+            "outcome": error_differences[row["arm"]]["verdict"] if row["arm"] in error_differences else "",
             "verdict": _format_difference(error_differences.get(row["arm"])),
         }
-        for row in to_records(arm_statistics[arm_statistics["column"] == "final_test_error"])
+        for row in to_records(_select_primary(frames, arm_statistics))
     ]
     return {"headline": format_headline(frames, differences), "number": "test error", "arms": rows}
 
 
+def _select_primary(frames: StudyFrames, table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a table with a `column` that are about the primary outcome."""
+    (family,) = frames.families
+    return table[table["column"] == family.primary_column]
+
+
 def _format_difference(row: Row | None) -> str:
     """An arm's difference from the baseline in words; a dash for the baseline itself, and if it was not tested."""
-    if row is None or np.isnan(row["p_holm"]):
+    if row is None or np.isnan(row["p"]):
         return "–"
-    verdict = (
-        "no clear difference" if row["p_holm"] >= SIGNIFICANCE_LEVEL else "lower" if row["difference"] < 0 else "higher"
-    )
+    p_value = row["p_equal_holm"] if row["verdict"] == "equal" else row["p_holm"]
     return (
-        f"{verdict}: {format_signed(row['difference'], 4)} against the baseline, Holm {format_p_value(row['p_holm'])}"
+        f"{row['verdict']}: {format_signed(row['difference'], 4)} "
+        f"{format_interval(row['difference_low'], row['difference_high'], 4)} against the baseline, Holm "
+        f"{format_p_value(p_value)}"
     )
 
 
@@ -173,26 +183,23 @@ def _group_rationales(cells: list[Row]) -> list[Row]:
 
 
 def format_headline(frames: StudyFrames, differences: pd.DataFrame) -> str:
-    """One line that groups the arms by how their final test error compares with the baseline's."""
+    """One line that groups the arms by how their test error at the end compares with the baseline's."""
     if frames.trials.empty:
         return "No run is recorded."
-    error_rows = differences[differences["column"] == "final_test_error"]
-    baseline = str(frames.studies[0].get("baseline", ""))
-    has_baseline = baseline in list_arms(frames)
-    arm_count = len(list_arms(frames))
+    error_rows = _select_primary(frames, differences)
+    baseline, arm_count = str(frames.studies[0].get("baseline", "")), len(list_arms(frames))
     # `--arms` may select arms without the baseline.
-    baseline_text = f"baseline {baseline}" if has_baseline else "no baseline among them"
-    basis_text = "; ".join(dict.fromkeys(error_rows["basis"]))
+    baseline_text = f"baseline {baseline}" if baseline in list_arms(frames) else "no baseline among them"
     sentences = [f"{arm_count} arm{'s' if arm_count > 1 else ''}, {baseline_text}."]
-    sentences += [f"Compared with it: {basis_text}."] if basis_text else []
-    is_resolved = error_rows["p_holm"] < SIGNIFICANCE_LEVEL
-    for group_label, rows in (
-        ("Lower final test error", error_rows[is_resolved & (error_rows["difference"] < 0)]),
-        ("Higher", error_rows[is_resolved & (error_rows["difference"] > 0)]),
-        ("No clear difference", error_rows[~is_resolved & error_rows["p"].notna()]),
-        ("Not compared", error_rows[error_rows["p"].isna()]),
-    ):
-        sentences += [f"{group_label}: {', '.join(rows['arm'])}."] if len(rows) else []
+    compared = error_rows[error_rows["n"] > 0]
+    if len(compared):
+        groups = findings.group_arms(compared, compared["verdict"], _VERDICT_LABELS)
+        sentences.append(
+            f"Over {findings.format_range(compared['n'])} seed{'s' if compared['n'].max() > 1 else ''}, test error at "
+            f"the end compared with it is {groups}."
+        )
+    missing = error_rows.loc[error_rows["n"] == 0, "arm"]
+    sentences += [f"Not compared: {', '.join(missing)}."] if len(missing) else []
     return " ".join(sentences)
 
 
@@ -235,15 +242,12 @@ def _make_seed_notes(frames: StudyFrames) -> list[str]:
     seed_count = frames.trials.loc[frames.trials["status"].isin(SCORED_STATUSES), "seed"].nunique()
     if seed_count == 0:
         return ["No run was completed or stopped by a rule, so nothing is compared."]
-    if seed_count < MIN_SEEDS:
-        missing_text = "there is no standard error and no interval" if seed_count == 1 else "an interval needs three"
-        return [
-            f"{seed_count} seed{'s' if seed_count > 1 else ''}: {missing_text}. Another seed may give another result."
-        ]
-    seed_advice = " For a claim, five are the usual minimum, and ten are better." if seed_count < 5 else ""
+    if seed_count == 1:
+        return ["1 seed: there is no standard error. Another seed may give another result."]
+    advice = " For a claim, five are the usual minimum, and ten are better." if seed_count < 5 else ""
     return [
-        f"{seed_count} seeds: intervals are Student's t intervals over seeds, and the band of a curve is one standard "
-        f"error.{seed_advice}"
+        f"{seed_count} seeds: intervals are over seeds, with the noise of all arms, and the band of a curve is one "
+        f"standard error.{advice}"
     ]
 
 

@@ -116,8 +116,8 @@ def draw_contrasts(table: pd.DataFrame, pair_table: pd.DataFrame) -> Figure:
             contrast_rows = table[table["column"] == column]
             axes.hlines(
                 contrast_rows["contrast"].map(heights),
-                contrast_rows["low"],
-                contrast_rows["high"],
+                contrast_rows["difference_low"],
+                contrast_rows["difference_high"],
                 color=TEXT_COLOR,
                 linewidth=2,
                 zorder=3,

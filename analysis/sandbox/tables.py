@@ -13,24 +13,41 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import ArrayLike
 
-from analysis.data.compare import SCORED_STATUSES, list_arms, require_single_study, select_runs
-from analysis.data.families import Row
+from analysis.data.compare import (
+    SCORED_STATUSES,
+    TEST_COLUMNS,
+    add_adjusted_p_values,
+    classify_difference,
+    collect_outcomes,
+    describe_basis,
+    estimate_difference,
+    get_margin,
+    list_arms,
+    make_test_columns,
+    require_single_study,
+    select_runs,
+)
+from analysis.data.families import Row, TableFamily
 from analysis.data.frames import StudyFrames, to_records
 from analysis.published.reproduction import sample_std
-from analysis.stats.estimates import MIN_SEEDS, Estimate, SampleStats, holm_adjust, mean_over_seeds, welch_t_test
 from analysis.sweep.series import make_curves
 from trainable.runs.records import STATUSES
 from trainable.runs.run_ends import OPEN_STATUSES
 from trainable.sandbox.measure.records import TRIAL_COLUMNS
 
+LATE_COLUMNS = tuple(column.name for column in TRIAL_COLUMNS if column.name.startswith("late_"))
 FINAL_COLUMNS = tuple(column.name for column in TRIAL_COLUMNS if column.name.startswith("final_"))
 FIRST_STEP_COLUMNS = tuple(column.name for column in TRIAL_COLUMNS if column.name.startswith("first_step_"))
 MEAN_COLUMNS = tuple(column.name for column in TRIAL_COLUMNS if column.name.startswith("mean_"))
 SEPARATOR_COLUMN = "final_greedy_separator_rate"
-# The rate of separators identifies a collapse and is no outcome. First steps: see `compute_differences`.
-COMPARED_COLUMNS = (*(name for name in FINAL_COLUMNS if name != SEPARATOR_COLUMN), "mean_entropy")
+# The rate of separators identifies a collapse and is no outcome. The test error is compared as its mean over the last
+# evaluations. First steps: see `compute_differences`.
+COMPARED_COLUMNS = (
+    *LATE_COLUMNS,
+    *(name for name in FINAL_COLUMNS if name not in (SEPARATOR_COLUMN, "final_test_error")),
+    "mean_entropy",
+)
 
 
 @dataclass(frozen=True)
@@ -68,13 +85,12 @@ def compute_arm_statistics(frames: StudyFrames) -> pd.DataFrame:
     scored runs without a value, such as those that never reach a step. A single value has neither a standard error nor
     a standard deviation.
     """
-    measured_columns = [
-        name for name in (*FINAL_COLUMNS, *FIRST_STEP_COLUMNS, *MEAN_COLUMNS) if frames.trials[name].notna().any()
-    ]
+    columns = (*LATE_COLUMNS, *FINAL_COLUMNS, *FIRST_STEP_COLUMNS, *MEAN_COLUMNS)
+    measured_columns = [name for name in columns if frames.trials[name].notna().any()]
     scored_runs = {arm: select_runs(frames, arm, scored_only=True) for arm in list_arms(frames)}
     rows = [_make_statistics_row(runs, arm, name) for name in measured_columns for arm, runs in scored_runs.items()]
-    columns = ["arm", "column", "mean", "standard_error", "standard_deviation", "n", "scored_runs", "missing_seeds"]
-    return pd.DataFrame(rows, columns=columns)
+    names = ["arm", "column", "mean", "standard_error", "standard_deviation", "n", "scored_runs", "missing_seeds"]
+    return pd.DataFrame(rows, columns=names)
 
 
 def _make_statistics_row(runs: pd.DataFrame, arm: str, column: str) -> Row:
@@ -96,61 +112,43 @@ def _make_statistics_row(runs: pd.DataFrame, arm: str, column: str) -> Row:
 def compute_differences(frames: StudyFrames) -> pd.DataFrame:
     """One row per column of `COMPARED_COLUMNS` and arm other than the baseline: arm minus baseline, with its interval.
 
-    The difference is paired by seed if at least `MIN_SEEDS` seeds have both. Otherwise Welch's test is used if both
-    arms have that many runs, and if not, there is no interval; `basis` says which of them applies. p_holm is corrected
-    with Holm's method over the arms of one column: the test error is the outcome, and the other columns describe it.
-    First steps are not compared, because runs that never reach one have no number.
+    The noise is that of all arms of the study (`analysis.stats.noise`), and `basis` says what the interval is over.
+    p_holm and p_equal_holm are corrected over the arms for the primary outcome, and over the arms and columns together
+    for all other columns. `verdict`: see `name_verdict`. First steps are not compared, because runs that never reach
+    one have no number.
     """
-    baseline = str(require_single_study(frames).studies[0].get("baseline", ""))
-    measured_columns = [name for name in COMPARED_COLUMNS if frames.trials[name].notna().any()]
-    other_arms = [arm for arm in list_arms(frames) if arm != baseline] if baseline in list_arms(frames) else []
-    scored_runs = {arm: select_runs(frames, arm, scored_only=True).set_index("seed") for arm in list_arms(frames)}
-    rows = [
-        {
-            "arm": arm,
-            "column": name,
-            "baseline": baseline,
-            **_compute_difference(scored_runs[arm][name], scored_runs[baseline][name]),
-        }
-        for name in measured_columns
-        for arm in other_arms
-    ]
-    table = pd.DataFrame(rows, columns=["arm", "column", "baseline", "difference", "low", "high", "n", "p", "basis"])
-    adjusted_p_values = [
-        holm_adjust(column_rows["p"].to_numpy(dtype=float)) for _, column_rows in table.groupby("column", sort=False)
-    ]
-    return table.assign(p_holm=np.concatenate(adjusted_p_values) if adjusted_p_values else np.empty(0))
+    (study,), (family,) = require_single_study(frames).studies, frames.families
+    baseline, arms = str(study.get("baseline", "")), list_arms(frames)
+    rows = []
+    for name in [name for name in COMPARED_COLUMNS if frames.trials[name].notna().any()] if baseline in arms else []:
+        outcomes, margin = collect_outcomes(frames, name), get_margin(study, name)
+        for arm in [arm for arm in arms if arm != baseline]:
+            estimate = estimate_difference(outcomes, arm, baseline)
+            rows.append(
+                {
+                    "arm": arm,
+                    "column": name,
+                    "baseline": baseline,
+                    **make_test_columns(estimate, margin),
+                    "n": estimate.n,
+                    "basis": describe_basis(outcomes, estimate),
+                }
+            )
+    table = pd.DataFrame(rows, columns=["arm", "column", "baseline", *TEST_COLUMNS, "n", "basis"])
+    table = add_adjusted_p_values(table, family.primary_column)
+    return table.assign(verdict=[name_verdict(row, family) for row in to_records(table)])
 
 
-def _compute_difference(arm_values: "pd.Series[float]", baseline_values: "pd.Series[float]") -> Row:
-    """Difference between an arm and the baseline, whose values are indexed by seed, with its interval and basis."""
-    arm_values, baseline_values = arm_values.dropna(), baseline_values.dropna()
-    seeds = [seed for seed in arm_values.index if seed in baseline_values.index]
-    paired_differences = arm_values.loc[seeds] - baseline_values.loc[seeds]
-    estimate, basis = Estimate(float(arm_values.mean() - baseline_values.mean())), "no interval: fewer than 3 seeds"
-    if len(seeds) >= MIN_SEEDS:
-        estimate, basis = mean_over_seeds(paired_differences), f"paired, {len(seeds)} seeds"
-    elif min(len(arm_values), len(baseline_values)) >= MIN_SEEDS:
-        estimate, basis = (
-            welch_t_test(_make_sample(arm_values), _make_sample(baseline_values)),
-            f"not paired, {len(arm_values)} against {len(baseline_values)} runs",
-        )
-    elif len(seeds):
-        # Still paired, although there are too few seeds for an interval.
-        estimate = Estimate(float(paired_differences.mean()))
-    estimate_columns = {
-        "difference": estimate.value,
-        "low": estimate.low,
-        "high": estimate.high,
-        "n": estimate.n,
-        "p": estimate.p,
-    }
-    return {**estimate_columns, "basis": basis}
+def name_verdict(row: Row, family: TableFamily) -> str:
+    """The verdict on a difference in one word. row: with `column`, and the columns of a test.
 
-
-def _make_sample(values: ArrayLike) -> SampleStats:
-    array = np.asarray(values, dtype=float)
-    return SampleStats(float(array.mean()), sample_std(array), len(array))
+    In the primary outcome an arm is `better` or `worse`. The other columns describe a run and have no better side:
+    there an arm is `lower` or `higher`. In all of them it may be `equal` within the margin, or `open`.
+    """
+    if row["column"] != family.primary_column:
+        return classify_difference(row, below="lower", above="higher")
+    below, above = ("worse", "better") if family.is_higher_better else ("better", "worse")
+    return classify_difference(row, below=below, above=above)
 
 
 def compute_mean_curves(frames: StudyFrames, column: str) -> pd.DataFrame:

@@ -1,15 +1,15 @@
 """The sentences of a report, generated from its tables."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import SCORED_STATUSES
+from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL
 from analysis.data.frames import StudyFrames, to_records
 from analysis.stats.estimates import Trend
 from analysis.sweep.verdicts import (
-    SIGNIFICANCE_LEVEL,
     format_fraction,
     format_interval,
     format_number,
@@ -45,19 +45,28 @@ def format_headline(summary: pd.DataFrame) -> str:
 
 def _answer(summary: pd.DataFrame, baseline: str) -> list[str]:
     """One sentence that groups the compared arms by their verdict; none if nothing was compared."""
-    margin = format_number(float(summary["margin"].iloc[0]))
-    groups = [
-        f"{label.format(margin=margin)} {_format_arms(arms)}"
-        for outcome, label in _OUTCOME_LABELS.items()
-        if (arms := summary.loc[summary["outcome"] == outcome, "arm"].to_list())
-    ]
-    if not groups:
+    compared = summary[summary["outcome"].isin(_OUTCOME_LABELS)]
+    if compared.empty:
         return []
-    seeds = summary.loc[summary["outcome"].isin(_OUTCOME_LABELS), "seeds"]
     return [
-        f"Over {format_range(seeds)} seed{'s' if seeds.max() > 1 else ''}, success at the end compared with baseline "
-        f"{baseline} is {_join_words(groups)}."
+        f"Over {format_range(compared['seeds'])} seed{'s' if compared['seeds'].max() > 1 else ''}, success at the end "
+        f"compared with baseline {baseline} is {group_arms(compared, compared['outcome'], _OUTCOME_LABELS)}."
     ]
+
+
+def group_arms(rows: pd.DataFrame, verdicts: "pd.Series[str]", labels: Mapping[str, str]) -> str:
+    """The arms of a table by verdict: `higher for arm 0.03 and open for arms 0.1, 0.3`.
+
+    rows: with arm and margin. labels: text by verdict, in order, in which {margin} is replaced.
+    """
+    margin = format_number(float(rows["margin"].iloc[0]))
+    return _join_words(
+        [
+            f"{label.format(margin=margin)} {_format_arms(arms)}"
+            for verdict, label in labels.items()
+            if (arms := rows.loc[verdicts == verdict, "arm"].to_list())
+        ]
+    )
 
 
 def _list_unscored(summary: pd.DataFrame) -> list[str]:

@@ -9,7 +9,9 @@ import pandas as pd
 
 from analysis.data.compare import (
     SCORED_STATUSES,
+    TEST_COLUMNS,
     Outcomes,
+    add_adjusted_p_values,
     collect_outcomes,
     describe_basis,
     estimate_difference,
@@ -18,6 +20,8 @@ from analysis.data.compare import (
     estimate_mean,
     get_margin,
     list_arms,
+    make_estimate_columns,
+    make_test_columns,
     require_single_study,
     select_runs,
 )
@@ -31,7 +35,6 @@ from analysis.stats.estimates import (
     spearman_trend,
     wilson_interval,
 )
-from analysis.stats.noise import compute_equivalence_p_value
 from analysis.stats.power import find_detectable_difference
 from analysis.sweep.verdicts import classify_outcome, describe_stops, describe_unfinished, format_verdict
 from trainable.runs.records import STATUSES
@@ -104,10 +107,9 @@ def compare_secondary(frames: StudyFrames) -> pd.DataFrame:
         for arm in [name for name in list_arms(frames) if name != baseline]:
             estimate = estimate_difference(outcomes, arm, baseline)
             if not math.isnan(estimate.value):
-                rows.append({"column": column, "arm": arm, **_make_test_columns(estimate, margin), "n": estimate.n})
-    names = ["column", "arm", "difference", "difference_low", "difference_high", "se", "df", "p", "p_equal", "margin"]
-    table = pd.DataFrame(rows, columns=[*names, "n"])
-    return table.assign(p_holm=holm_adjust(table["p"]), p_equal_holm=holm_adjust(table["p_equal"]))
+                rows.append({"column": column, "arm": arm, **make_test_columns(estimate, margin), "n": estimate.n})
+    table = pd.DataFrame(rows, columns=["column", "arm", *TEST_COLUMNS, "n"])
+    return add_adjusted_p_values(table, family.primary_column)
 
 
 class _Measures(NamedTuple):
@@ -160,30 +162,15 @@ def _summarize_success(measures: _Measures, arm: str, scored_runs: pd.DataFrame)
         "late_val_success": late.value,
         "late_low": late.low,
         "late_high": late.high,
-        **_make_estimate_columns("gain", gain),
+        **make_estimate_columns("gain", gain),
         "gain_basis": describe_basis(measures.late, gain),
-        **_make_estimate_columns("gain_greedy", estimate_gain(measures.greedy, measures.base_greedy, arm)),
+        **make_estimate_columns("gain_greedy", estimate_gain(measures.greedy, measures.base_greedy, arm)),
     }
 
 
 def _cut_to_rate(estimate: Estimate) -> Estimate:
     """Cut an interval to [0, 1]: near 0 or 1 a t interval exceeds the range of a success rate. NaN stays NaN."""
     return estimate._replace(low=float(np.maximum(estimate.low, 0.0)), high=float(np.minimum(estimate.high, 1.0)))
-
-
-def _make_estimate_columns(name: str, estimate: Estimate) -> Row:
-    return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
-
-
-def _make_test_columns(estimate: Estimate, margin: float) -> Row:
-    return {
-        **_make_estimate_columns("difference", estimate),
-        "se": estimate.se,
-        "df": estimate.df,
-        "p": estimate.p,
-        "p_equal": compute_equivalence_p_value(estimate, margin),
-        "margin": margin,
-    }
 
 
 def _mean(values: "pd.Series[float]") -> float:
@@ -195,7 +182,7 @@ def _compare_to_baseline(frames: StudyFrames, measures: _Measures, arm: str, bas
     baseline_runs = select_runs(frames, baseline, scored_only=True)
     estimate = Estimate() if arm == baseline else estimate_difference(measures.late, arm, baseline)
     return {
-        **_make_test_columns(estimate, measures.margin),
+        **make_test_columns(estimate, measures.margin),
         "seeds": estimate.n,
         "basis": describe_basis(measures.late, estimate),
         "baseline_failed": bool(len(baseline_runs)) and bool((baseline_runs["status"] == "early_stopped").all()),

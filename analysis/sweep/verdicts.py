@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from analysis.data.compare import SIGNIFICANCE_LEVEL, classify_difference
 from analysis.data.frames import to_records
 from trainable.runs.run_ends import OPEN_STATUSES
 
-SIGNIFICANCE_LEVEL = 0.05
 UNFINISHED_STATUSES = ("failed", "interrupted", "never_ran", *OPEN_STATUSES)
 _STOP_COLUMNS = ["stop_rule", "stop_value", "stop_threshold", "stop_step"]
 _END_COLUMNS = ["seed", "status", "reason", "steps_done", "steps_total"]
@@ -116,11 +116,7 @@ def classify_outcome(row: Mapping[str, Any]) -> str:
         return "failed regime"
     if row["is_baseline"]:
         return "baseline"
-    if np.isnan(row["difference"]):
-        return "no comparison"
-    if row["p_holm"] < SIGNIFICANCE_LEVEL:
-        return "better" if row["difference"] > 0 else "worse"
-    return "equal" if row["p_equal_holm"] < SIGNIFICANCE_LEVEL else "open"
+    return classify_difference(row, below="worse", above="better")
 
 
 def format_verdict(row: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from analysis.data.families import LATE_EVALUATIONS
 from analysis.published.update_rule_sandbox import ARM_SETTINGS
 from tests.fakes.run_folders import UNSETTLED_STATUSES, make_stop_columns
 from trainable.files.json_lines import write_lines
@@ -24,7 +25,8 @@ GROUPED_SETTINGS: Mapping[str, object] = {"group_size": 8, "inner_epochs": 4}
 class FakeRun:
     """One run to write.
 
-    error, entropy: values at step 0 and at the last step; the last row has them exactly. status: "" writes no
+    error, entropy: values at step 0 and at the last step. The last row has them exactly. In a run of eight rows or more
+    the last four rows have the error, so that it is also the mean over the last evaluations. status: "" writes no
     status.json. steps: the step of the last row, or None for no row. rows: columns that are the same in every row; None
     is a missing value. final: columns of the last row. settings: dotted fields of the arm's configuration.
     """
@@ -159,8 +161,10 @@ def _make_rows(run: FakeRun, fake_study: FakeStudy, last_step: int) -> Iterable[
     empty_row = dict.fromkeys(column.name for column in STEP_COLUMNS)
     for step in steps:
         decay = math.exp(-step / 60) if step < last_step else 0.0
+        is_late = len(steps) >= 2 * LATE_EVALUATIONS and step in steps[-LATE_EVALUATIONS:]
+        error_decay = 0.0 if is_late else decay
         row = {
-            "test_error": run.error[1] + decay * (run.error[0] - run.error[1]),
+            "test_error": run.error[1] + error_decay * (run.error[0] - run.error[1]),
             "entropy": run.entropy[1] + decay * (run.entropy[0] - run.entropy[1]),
             "greedy_separator_rate": 0.0,
             "loss": None if step == last_step else float(generator.normal()),

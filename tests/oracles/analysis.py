@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import optimize, stats
 
+from analysis.stats.noise import Noise, moderate_variance
+
 
 def wilson(successes: float, n: float) -> tuple[float, float]:
     """Both shares p at which |successes/n - p| is z standard errors sqrt(p(1-p)/n), found by bisection."""
@@ -48,10 +50,11 @@ def survival(ends: Sequence[int], stopped: Sequence[bool], step: int) -> float:
 
 
 def compute_contrast(
-    values: dict[tuple[str, int], float], pairs: list[list[str]], confidence_level: float = 0.95
+    values: dict[tuple[str, int], float], pairs: list[list[str]], noise: Noise, confidence_level: float = 0.95
 ) -> dict[str, float]:
     """Compute a contrast seed by seed. `values` has the outcome of a scored run by arm and seed, or NaN."""
     by_seed: dict[int, list[float]] = {}
+    weights: dict[int, dict[str, int]] = {}
     by_pair: list[list[float]] = []
     for first, second in pairs:
         pair_differences = []
@@ -60,29 +63,39 @@ def compute_contrast(
             if difference == difference:
                 pair_differences.append(round(difference, 9))
                 by_seed.setdefault(seed, []).append(difference)
+                arm_weights = weights.setdefault(seed, {})
+                arm_weights[first] = arm_weights.get(first, 0) + 1
+                arm_weights[second] = arm_weights.get(second, 0) - 1
         by_pair.append(pair_differences)
-    seed_differences = [statistics.fmean(numbers) for numbers in by_seed.values()]
+    seed_differences = [round(statistics.fmean(numbers), 9) for numbers in by_seed.values()]
     pair_means = [round(statistics.fmean(numbers), 9) for numbers in by_pair if numbers]
+    n = len(seed_differences)
+    center = statistics.fmean(seed_differences) if seed_differences else math.nan
     expected: dict[str, float] = {
-        "difference": statistics.fmean(seed_differences) if seed_differences else math.nan,
-        "low": math.nan,
-        "high": math.nan,
+        "difference": center,
+        "difference_low": math.nan,
+        "difference_high": math.nan,
         "p": math.nan,
-        "seeds": len(seed_differences),
+        "seeds": n,
         "pairs_used": len(pair_means),
         "run_pairs_used": sum(map(len, by_pair)),
         "lower": sum(mean < 0 for mean in pair_means),
         "higher": sum(mean > 0 for mean in pair_means),
         "equal": sum(mean == 0 for mean in pair_means),
     }
-    if len(seed_differences) < 3:
+    # The variance of a seed's number is that of a run, times the sum of the squared weights of the arms.
+    norms = [
+        sum((count / len(by_seed[seed])) ** 2 for count in arm_weights.values())
+        for seed, arm_weights in weights.items()
+    ]
+    if not sum(norms):
         return expected
-    standard_error = statistics.stdev(round(number, 9) for number in seed_differences) / math.sqrt(
-        len(seed_differences)
-    )
-    half_width = standard_error * stats.t.ppf(0.5 + confidence_level / 2, len(seed_differences) - 1)
-    center = expected["difference"]
-    if standard_error == 0:
-        return expected | {"low": center, "high": center, "p": float(abs(center) < 1e-9)}
-    p = 2 * (1 - stats.t.cdf(abs(center) / standard_error, len(seed_differences) - 1))
-    return expected | {"low": center - half_width, "high": center + half_width, "p": p}
+    norm = statistics.fmean(norms)
+    own_variance = statistics.variance(seed_differences) / norm if n > 1 else 0.0
+    variance, df = moderate_variance(own_variance, n - 1, noise.paired)
+    if not (variance > 0 and df > 0):
+        return expected
+    standard_error = math.sqrt(norm * variance / n)
+    half_width = standard_error * stats.t.ppf(0.5 + confidence_level / 2, df)
+    p = 2 * (1 - stats.t.cdf(abs(center) / standard_error, df))
+    return expected | {"difference_low": center - half_width, "difference_high": center + half_width, "p": p}

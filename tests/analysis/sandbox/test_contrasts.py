@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 
+from analysis.data.compare import collect_outcomes
 from analysis.data.families import FAMILIES
 from analysis.data.frames import StudyFrames, cast_frame, make_empty_frame, to_records
 from analysis.data.load import load
@@ -26,11 +26,12 @@ from analysis.sandbox.contrasts import (
     format_sentences,
     read_contrasts,
 )
+from analysis.stats.noise import fit_noise
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox
 from tests.oracles.analysis import compute_contrast, holm
 from trainable.sandbox.measure.records import TRIAL_COLUMNS
 
-ERROR = "final_test_error"
+ERROR = "late_test_error"
 A, B, C, D = (0.30, 0.34, 0.35), (0.20, 0.26, 0.29), (0.50, 0.45, 0.47), (0.44, 0.41, 0.45)
 FOUR_ARMS = [run for arm, ends in zip("ABCD", (A, B, C, D), strict=True) for run in make_seed_runs(arm, ends)]
 
@@ -53,14 +54,20 @@ def test_a_contrast_equals_a_computation_by_hand(tmp_path: Path) -> None:
     frames = write_and_load(tmp_path, FOUR_ARMS, ("first up", [["A", "B"], ["C", "D"]]))
     row = get_row(compute_contrasts(frames), "first up")
     per_seed = [(0.10 + 0.06) / 2, (0.08 + 0.04) / 2, (0.06 + 0.02) / 2]  # 0.08, 0.06, 0.04
-    half_width = 4.302653 * 0.02 / math.sqrt(3)  # the 97.5 % quantile of t with 2 degrees of freedom
+    # Without the means of arms and seeds, the twelve outcomes have 6 degrees of freedom. Their variances differ no more
+    # than chance explains, so the common one counts, and the arms have the weights 1/2, -1/2, 1/2, -1/2.
+    outcomes = np.array([A, B, C, D])
+    residuals = outcomes - outcomes.mean(axis=1, keepdims=True) - outcomes.mean(axis=0) + outcomes.mean()
+    variance = (residuals**2).sum() / 6
+    half_width = 2.446912 * math.sqrt(variance / 3)  # the 97.5 % quantile of t with 6 degrees of freedom
     assert row["difference"] == pytest.approx(sum(per_seed) / 3)
     assert row["difference"] == pytest.approx(0.06)
-    assert (row["low"], row["high"]) == (pytest.approx(0.06 - half_width), pytest.approx(0.06 + half_width))
+    assert row["difference_low"] == pytest.approx(0.06 - half_width)
+    assert row["difference_high"] == pytest.approx(0.06 + half_width)
     assert (row["seeds"], row["pairs"], row["pairs_used"]) == (3, 2, 2)
     assert (row["lower"], row["higher"], row["equal"]) == (0, 2, 0)
     assert (row["run_pairs_used"], row["run_pairs"], row["excluded_runs"], row["early_stopped_runs"]) == (6, 6, "", "")
-    assert row["verdict"] == "higher"
+    assert row["verdict"] == "worse"  # the first arms have the higher error
     pair_row = to_records(compute_pair_differences(frames))[0]
     assert (pair_row["first"], pair_row["second"], pair_row["seeds"]) == ("A", "B", 3)
     assert (pair_row["first_mean"], pair_row["second_mean"]) == (pytest.approx(0.33), pytest.approx(0.25))
@@ -75,8 +82,11 @@ def test_pairs_of_one_seed_are_not_independent(tmp_path: Path) -> None:
     contrast = ("four", [[f"A{n}", f"B{n}"] for n in range(4)])
     table = compute_contrasts(write_and_load(tmp_path, copies, contrast, ("one", [["A0", "B0"]])))
     row_of_four, row_of_one = get_row(table, "four"), get_row(table, "one")
-    for name in ("difference", "low", "high", "p", "seeds"):
-        assert row_of_four[name] == pytest.approx(row_of_one[name])
+    assert row_of_four["difference"] == pytest.approx(row_of_one["difference"])
+    width_of_four, width_of_one = (row["difference_high"] - row["difference_low"] for row in (row_of_four, row_of_one))
+    assert width_of_four > 0.9 * width_of_one
+    # The standard error of the four is that of their seeds' means, which no common variance can make smaller.
+    assert row_of_four["se"] == pytest.approx(np.std([0.10, 0.08, 0.06], ddof=1) / math.sqrt(3))
 
 
 EMPTY_FRAMES = {name: make_empty_frame(name) for name in ("steps", "levels", "gradients", "gradient_groups")}
@@ -128,11 +138,18 @@ def test_contrasts_equal_a_literal_oracle(
         return
     assert table["contrast"].to_list() == [contrast["name"] for contrast in contrasts]
     for row, contrast in zip(to_records(table), contrasts, strict=True):
-        expected = compute_contrast(scored, contrast["pairs"])
+        expected = compute_contrast(scored, contrast["pairs"], fit_noise(make_outcome_table(scored)))
         for name, number in expected.items():
             assert row[name] == pytest.approx(number, abs=1e-9, nan_ok=True), name
-    p_values = table["p"].dropna()
-    assert table["p_holm"].dropna().to_list() == pytest.approx(holm(p_values.to_list()))
+    for name in ("p", "p_equal"):
+        p_values = table[name].dropna()
+        assert table[f"{name}_holm"].dropna().to_list() == pytest.approx(holm(p_values.to_list()))
+
+
+def make_outcome_table(values: dict[tuple[str, int], float]) -> np.ndarray:
+    """One row per arm and one column per seed, NaN where there is no value."""
+    arms, seeds = sorted({arm for arm, _ in values}), sorted({seed for _, seed in values})
+    return np.array([[values.get((arm, seed), math.nan) for seed in seeds] for arm in arms])
 
 
 @given(CELL_STRATEGY, CONTRASTS)
@@ -145,10 +162,10 @@ def test_reversed_pairs_have_the_opposite_sign(
     rows, reversed_rows = (
         to_records(compute_contrasts(make_frames(cells, contrast))) for contrast in (contrasts, reversed_contrasts)
     )
-    opposite_verdicts = {"lower": "higher", "higher": "lower"}
+    opposite_verdicts = {"better": "worse", "worse": "better"}
     for row, reversed_row in zip(rows, reversed_rows, strict=True):
         assert row["difference"] == pytest.approx(-reversed_row["difference"], nan_ok=True)
-        assert row["low"] == pytest.approx(-reversed_row["high"], abs=1e-9, nan_ok=True)
+        assert row["difference_low"] == pytest.approx(-reversed_row["difference_high"], abs=1e-9, nan_ok=True)
         assert (row["lower"], row["higher"]) == (reversed_row["higher"], reversed_row["lower"])
         assert row["verdict"] == opposite_verdicts.get(reversed_row["verdict"], reversed_row["verdict"])
 
@@ -192,12 +209,21 @@ def test_failed_and_missing_runs_are_left_out_and_named_and_a_stopped_one_counts
     assert (row["early_stopped_runs"], row["num_early_stopped"]) == ("C: seed 2 at step 107", 1)
     per_seed = [0.10, 0.04, (0.06 + 0.02) / 2]
     assert row["difference"] == pytest.approx(np.mean(per_seed))
-    assert row["p"] == pytest.approx(stats.ttest_1samp(per_seed, 0).pvalue)
+    # Seed 0 and seed 1 have one pair, with the squared weights 1 + 1; seed 2 has two, with 4 / 4.
+    assert row["se"] == pytest.approx(math.sqrt((2 + 2 + 1) / 3 * get_variance(frames, row) / 3))
     assert (row["run_pairs_used"], row["run_pairs"], row["pairs"], row["pairs_used"]) == (4, 9, 3, 2)
     assert math.isnan(row["difference_same_pairs"])  # A with B lacks seed 1, C with D lacks seed 0
     empty_row = get_row(compute_contrasts(frames), "none")
     assert (empty_row["verdict"], empty_row["seeds"], empty_row["run_pairs_used"]) == ("no comparison", 0, 0)
     assert empty_row["excluded_runs"] == "nobody not run: seeds 0, 1, 2"
+
+
+def get_variance(frames: StudyFrames, row: dict[str, Any]) -> float:
+    """The common variance of the study's runs, which is larger here than that of the contrast itself."""
+    noise = collect_outcomes(frames, row["column"]).noise
+    assert noise.paired is not None
+    assert math.isinf(noise.paired.df)
+    return noise.paired.variance
 
 
 def test_many_stopped_runs_are_counted_in_words_and_named_in_the_table(tmp_path: Path) -> None:
@@ -220,36 +246,43 @@ def test_a_pair_that_lacks_a_seed_moves_the_mean_and_the_line_says_so(tmp_path: 
     assert "seeds have different pairs: +0.08 over the pairs that every seed has" in format_sentences(table)[0]
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_two_seeds_have_no_interval(tmp_path: Path, number: int) -> None:
-    runs = [run for run in FOUR_ARMS if run.seed < number]
-    table = compute_contrasts(write_and_load(tmp_path, runs, ("up", [["A", "B"]])))
+def test_two_seeds_have_the_interval_of_all_arms_and_one_seed_has_none(tmp_path: Path) -> None:
+    frames = write_and_load(tmp_path, [run for run in FOUR_ARMS if run.seed < 2], ("up", [["A", "B"]]))
+    row = get_row(compute_contrasts(frames), "up")
+    assert row["difference"] == pytest.approx(0.09)
+    assert (row["seeds"], row["df"]) == (2, pytest.approx(3))  # (4 arms - 1) (2 seeds - 1)
+    assert row["difference_low"] < 0.09 < row["difference_high"]
+    frames = write_and_load(tmp_path / "one", [run for run in FOUR_ARMS if run.seed < 1], ("up", [["A", "B"]]))
+    table = compute_contrasts(frames)
     row = get_row(table, "up")
-    assert row["difference"] == pytest.approx(np.mean([0.10, 0.08][:number]))
-    assert np.isnan([row["low"], row["high"], row["p"], row["p_holm"]]).all()
-    assert row["verdict"] == "no interval"
-    assert "an interval needs 3" in format_sentences(table)[0]
+    assert row["difference"] == pytest.approx(0.10)
+    assert np.isnan([row["difference_low"], row["difference_high"], row["p"], row["p_holm"]]).all()
+    assert row["verdict"] == "open"
+    assert "+0.1 over 1 seed, without an interval, because no arm has runs that differ" in format_sentences(table)[0]
 
 
-def test_holm_is_over_the_contrasts_of_one_column(tmp_path: Path) -> None:
+def test_the_contrasts_of_the_primary_outcome_are_one_family_and_all_others_another(tmp_path: Path) -> None:
     frames = write_and_load(tmp_path, FOUR_ARMS, ("one", [["A", "B"]]), ("two", [["C", "D"]]), ("three", [["C", "A"]]))
     table = compute_contrasts(frames)
     assert list(dict.fromkeys(table["column"])) == [ERROR, "final_entropy", "mean_entropy"]
-    for _, column_rows in table.groupby("column"):
-        assert column_rows["p_holm"].to_list() == pytest.approx(holm(column_rows["p"].to_list()))
+    for rows in (table[table["column"] == ERROR], table[table["column"] != ERROR]):
+        tested = rows.dropna(subset="p")
+        assert tested["p_holm"].to_list() == pytest.approx(holm(tested["p"].to_list()))
     assert len(set(table.loc[table["column"] == ERROR, "p"])) == 3
 
 
-def test_equal_arms_have_no_difference_and_rounding_does_not_count(tmp_path: Path) -> None:
+def test_equal_arms_have_no_difference_and_no_interval_of_width_zero(tmp_path: Path) -> None:
     runs = [run for arm in "ABCD" for run in make_seed_runs(arm, (0.1 + 0.2, 0.3, 0.7))]
+    # Rounding does not count: 0.1 + 0.2 is not 0.3.
     runs = [replace(run, error=(0.6, 0.3)) if (run.arm, run.seed) == ("B", 0) else run for run in runs]
     frames = write_and_load(tmp_path, runs, ("same", [["A", "B"], ["C", "D"]]))
     table = compute_contrasts(frames)
     row = get_row(table, "same")
-    assert (row["difference"], row["equal"], row["verdict"]) == (0.0, 2, "no clear difference")
+    assert (row["difference"], row["equal"], row["verdict"]) == (0.0, 2, "open")
+    assert math.isnan(row["difference_low"])
     pair_row = to_records(compute_pair_differences(frames))[0]
     assert (pair_row["lower"], pair_row["higher"], pair_row["equal"]) == (0, 0, 3)
-    assert "every pair is equal, over 3 seeds" in format_sentences(table)[0]
+    assert "+0 over 3 seeds, without an interval, because no arm has runs that differ" in format_sentences(table)[0]
 
 
 def test_columns_of_some_tasks_are_contrasted_where_all_runs_have_them(tmp_path: Path) -> None:
@@ -259,7 +292,7 @@ def test_columns_of_some_tasks_are_contrasted_where_all_runs_have_them(tmp_path:
     )
     age_rows = table[table["column"] == "mean_replay_age"]
     assert age_rows["contrast"].to_list() == ["aged"]
-    assert age_rows["verdict"].to_list() == ["no clear difference"]
+    assert age_rows["verdict"].to_list() == ["open"]
     runs_without_entropy = [
         replace(run, rows={"entropy": None}) if (run.arm, run.seed) == ("A", 1) else run for run in FOUR_ARMS
     ]
@@ -297,6 +330,8 @@ def test_without_a_run_the_table_is_empty(tmp_path: Path) -> None:
     [
         ([{"name": "x", "pairs": [["A", "A"]]}], "'x' of `s` pairs A with itself: list each pair"),
         ([{"name": "x", "pairs": [["A", "B"], ["C", "D"], ["B", "A"]]}], "'x' of `s` pairs A with B twice: list each"),
+        ([{"name": "x", "pairs": [["A", "B"], ["B", "C"], ["C", "A"]]}], "'x' of `s` compares nothing: in its 3 pairs"),
+        ([{"name": "x", "pairs": []}], "'x' of `s` compares nothing"),
         ([{"name": "x", "pairs": [["A", "B"]]}, {"name": "x", "pairs": [["C", "D"]]}], "two contrasts named 'x'"),
     ],
 )
@@ -309,21 +344,21 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "contrast_verdicts.txt"
 
 
 def test_the_words_of_every_verdict(tmp_path: Path) -> None:
-    """The verdicts are higher, lower, no clear difference, equal, too few seeds and no run, with the named runs."""
+    """The verdicts are better, worse, open, equal and no comparison, with the runs that are named."""
     a, c = (0.30, 0.34, 0.35, 0.33), (0.50, 0.45, 0.47, 0.48)
     b, d = (0.20, 0.25, 0.24, 0.23), (0.45, 0.39, 0.42, 0.43)
     runs = [
         *(run for arm, ends in zip("ABCDF", (a, b, c, d, a), strict=True) for run in make_seed_runs(arm, ends)),
         *make_seed_runs("E", (0.36, 0.33, 0.34, 0.33)),
-        *make_seed_runs("I", (0.27, 0.29, 0.34, 0.29)),
+        *make_seed_runs("I", (0.26, 0.29, 0.34, 0.28)),
         *make_seed_runs("G", b[:2]),
         FakeRun("G", 2, status="failed", steps=40),
         *make_seed_runs("H", d[:3]),
         FakeRun("H", 3, error=(0.6, d[3]), status="early_stopped", steps=107, stop=UNIFORM_STOP),
     ]
     contrasts = [
-        ("higher", [["A", "B"], ["C", "D"]]),
-        ("lower", [["B", "A"]]),
+        ("worse", [["A", "B"], ["C", "D"]]),
+        ("better", [["B", "A"]]),
         ("apart", [["A", "E"]]),
         ("alone", [["A", "I"]]),
         ("same", [["A", "F"]]),
@@ -347,6 +382,6 @@ def test_the_figure_shows_the_numbers_of_the_tables(tmp_path: Path) -> None:
     assert np.asarray(points.get_offsets())[0].tolist() == [error_rows["difference"].iloc[0], 0]
     assert np.asarray(rings.get_offsets())[:2, 0].tolist() == pair_rows["difference"].to_list()[:2]
     assert np.asarray(line.get_paths()[0].vertices)[:, 0].tolist() == [
-        error_rows["low"].iloc[0],
-        error_rows["high"].iloc[0],
+        error_rows["difference_low"].iloc[0],
+        error_rows["difference_high"].iloc[0],
     ]

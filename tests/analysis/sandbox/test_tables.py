@@ -23,7 +23,7 @@ def write_and_load(folder: Path, runs: list[FakeRun], study: FakeStudy | None = 
     return load(write_sandbox(folder, runs, study))
 
 
-def get_row(table: pd.DataFrame, arm: str, column: str = "final_test_error") -> dict[str, object]:
+def get_row(table: pd.DataFrame, arm: str, column: str = "late_test_error") -> dict[str, object]:
     (row,) = [row for row in to_records(table) if (row["arm"], row["column"]) == (arm, column)]
     return row
 
@@ -56,42 +56,63 @@ def test_differences_are_paired_by_seed(tmp_path: Path) -> None:
     frames = write_and_load(tmp_path, [*make_seed_runs("DG", DG), *make_seed_runs("TPO", TPO)])
     row = get_row(tables.compute_differences(frames), "TPO")
     seed_differences = np.array(TPO) - np.array(DG)
+    # With two arms the noise of all arms is that of the difference, so the interval is Student's.
     expected = stats.ttest_rel(TPO, DG)
     interval = expected.confidence_interval(0.95)
     assert row["difference"] == pytest.approx(seed_differences.mean())  # negative, as the arm is below the baseline
-    assert (row["low"], row["high"]) == (pytest.approx(interval.low), pytest.approx(interval.high))
+    assert row["difference_low"] == pytest.approx(interval.low)
+    assert row["difference_high"] == pytest.approx(interval.high)
     assert row["p"] == pytest.approx(expected.pvalue)
-    assert row["basis"] == "paired, 3 seeds"
+    assert row["basis"] == "over 3 seeds, with the noise of all arms"
+    assert row["verdict"] == "better"
 
 
-def test_without_common_seeds_the_test_is_welchs_and_with_few_there_is_none(tmp_path: Path) -> None:
+def test_without_common_seeds_runs_are_compared_unpaired_and_one_seed_has_no_interval(tmp_path: Path) -> None:
     runs_of_other_seeds = [replace(run, seed=run.seed + 5) for run in make_seed_runs("TPO", TPO)]
     row = get_row(
         tables.compute_differences(write_and_load(tmp_path / "a", [*make_seed_runs("DG", DG), *runs_of_other_seeds])),
         "TPO",
     )
-    assert row["p"] == pytest.approx(stats.ttest_ind(TPO, DG, equal_var=False).pvalue)
-    assert row["basis"] == "not paired, 3 against 3 runs"
-    row_of_few_seeds = get_row(
-        tables.compute_differences(
-            write_and_load(tmp_path / "b", [*make_seed_runs("DG", DG[:2]), *make_seed_runs("TPO", TPO)])
-        ),
-        "TPO",
+    # Both variances are near each other, so the common one counts, as in Student's test, unless its own is larger.
+    variance = max(np.var(TPO, ddof=1), (np.var(TPO, ddof=1) + np.var(DG, ddof=1)) / 2)
+    assert row["se"] == pytest.approx(
+        math.sqrt((variance + (np.var(TPO, ddof=1) + np.var(DG, ddof=1)) / 2) / 3), rel=1e-6
     )
-    assert row_of_few_seeds["difference"] == pytest.approx(((0.20 - 0.30) + (0.26 - 0.34)) / 2)
-    assert math.isnan(float(str(row_of_few_seeds["p"])))
-    assert row_of_few_seeds["basis"] == "no interval: fewer than 3 seeds"
+    frames = write_and_load(tmp_path / "b", [*make_seed_runs("DG", DG[:1]), *make_seed_runs("TPO", TPO[:1])])
+    row_of_one_seed = get_row(tables.compute_differences(frames), "TPO")
+    assert row_of_one_seed["difference"] == pytest.approx(0.20 - 0.30)
+    assert math.isnan(float(str(row_of_one_seed["p"])))
+    assert (row_of_one_seed["verdict"], row_of_one_seed["basis"]) == ("open", "")
 
 
-def test_holm_is_over_the_arms_of_one_column(tmp_path: Path) -> None:
+def test_the_arms_in_the_primary_outcome_are_one_family_and_all_other_tests_another(tmp_path: Path) -> None:
     arms = {"DG": DG, "TPO": TPO, "GRPO": (0.33, 0.30, 0.36), "ASPO": (0.45, 0.5, 0.49)}
     table = tables.compute_differences(
         write_and_load(tmp_path, [run for arm, ends in arms.items() for run in make_seed_runs(arm, ends)])
     )
-    assert set(table["column"]) == {"final_test_error", "final_entropy", "mean_entropy"}
+    assert set(table["column"]) == {"late_test_error", "final_entropy", "mean_entropy"}
     assert set(table["arm"]) == {"TPO", "GRPO", "ASPO"}
-    for _, column_rows in table.groupby("column"):
-        assert column_rows["p_holm"].to_list() == holm_adjust(column_rows["p"]).tolist()
+    is_primary = table["column"] == "late_test_error"
+    for rows in (table[is_primary], table[~is_primary]):
+        assert rows["p_holm"].to_numpy() == pytest.approx(holm_adjust(rows["p"]), nan_ok=True)
+        assert rows["p_equal_holm"].to_numpy() == pytest.approx(holm_adjust(rows["p_equal"]), nan_ok=True)
+    assert set(table.loc[is_primary, "verdict"]) == {"better", "worse", "open"}
+
+
+def test_only_the_primary_outcome_has_a_better_side(tmp_path: Path) -> None:
+    frames = write_and_load(
+        tmp_path,
+        [
+            run
+            for arm, error, entropy in (("DG", 0.3, 0.4), ("TPO", 0.2, 0.8))
+            for seed in range(3)
+            for run in [FakeRun(arm, seed, error=(0.6, error + 0.01 * seed), entropy=(1.0, entropy + 0.003 * seed**2))]
+        ]
+        + [FakeRun("GRPO", seed, error=(0.6, 0.5 + 0.013 * seed**2)) for seed in range(3)],
+    )
+    table = tables.compute_differences(frames)
+    assert get_row(table, "TPO")["verdict"] == "better"
+    assert get_row(table, "TPO", "final_entropy")["verdict"] == "higher"
 
 
 def test_without_the_baseline_arm_nothing_is_compared(tmp_path: Path) -> None:
