@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import ArrayLike
 
 from analysis.data.families import LATE_EVALUATIONS, Row, get_family
 from analysis.data.frames import StudyFrames
@@ -20,6 +21,11 @@ from analysis.stats.noise import (
     estimate_sample_mean,
     estimate_unpaired_difference,
     fit_noise,
+)
+from analysis.stats.sequential import (
+    compute_sequential_equivalence_p_value,
+    estimate_mean_sequentially,
+    find_fewest_seeds,
 )
 
 SCORED_STATUSES = ("completed", "early_stopped")
@@ -65,6 +71,8 @@ class Outcomes:
         min_variances: for each arm, the variance that evaluation alone gives the outcome of one run; 0 if unknown.
         noise: of the runs, from all arms and the recorded replicates.
         num_replicates: number of recorded runs of other studies that the noise includes.
+        num_comparisons: number of arms and outcomes that are compared at several looks; 0 if the number of seeds was
+            fixed before the first run.
     """
 
     column: str
@@ -72,6 +80,7 @@ class Outcomes:
     min_variances: Mapping[str, float]
     noise: Noise
     num_replicates: int = 0
+    num_comparisons: int = 0
 
     def get_values(self, arm: str) -> "pd.Series[float]":
         """The outcomes of an arm by seed, without missing ones."""
@@ -99,7 +108,23 @@ def collect_outcomes(frames: StudyFrames, column: str) -> Outcomes:
         estimate_evaluation_variances(frames) if column == family.primary_column else {},
         fit_noise(values.to_numpy(dtype=float), variances) if values.size else Noise(None, None),
         sum(len(entry) for entry in replicates),
+        _count_comparisons(frames.studies[0], column) if has_added_seeds(frames.studies[0]) else 0,
     )
+
+
+def has_added_seeds(study: Mapping[str, Any]) -> bool:
+    """Whether seeds were added after a look at results, or may be: a t test would not keep its error rate then.
+
+    study: content of study.json. Further seeds of the baseline alone, which were planned, do not count.
+    """
+    planned_seeds = study.get("planned_seeds")
+    return study.get("max_seeds") is not None or (planned_seeds is not None and len(study["seeds"]) > planned_seeds)
+
+
+def _count_comparisons(study: Mapping[str, Any], column: str) -> int:
+    """The number of tests in the family of tests that the column belongs to."""
+    family, num_arms = get_family(study), len(study["axis"]["values"])
+    return max(num_arms - 1, 1) * (1 if column == family.primary_column else len(family.secondary_columns))
 
 
 def estimate_evaluation_variances(frames: StudyFrames, *, before_training: bool = False) -> dict[str, float]:
@@ -143,9 +168,27 @@ def estimate_difference(outcomes: Outcomes, arm: str, baseline: str) -> Estimate
     sample, reference = outcomes.get_values(arm), outcomes.get_values(baseline)
     min_variance = outcomes.get_min_variance(arm, baseline)
     differences = (sample - reference).dropna().to_numpy()
-    if len(differences) > 1 or len(differences) == len(sample) == len(reference):
-        return estimate_paired_contrast(differences, outcomes.noise, min_variance=min_variance)
+    if outcomes.num_comparisons or len(differences) > 1 or len(differences) == len(sample) == len(reference):
+        return estimate_contrast(outcomes, differences, outcomes.num_comparisons, min_variance=min_variance)
     return estimate_unpaired_difference(sample.to_numpy(), reference.to_numpy(), outcomes.noise, min_variance)
+
+
+def estimate_contrast(
+    outcomes: Outcomes,
+    per_seed: ArrayLike,
+    num_comparisons: int,
+    weight_norm: float = 2.0,
+    min_variance: float = 0.0,
+) -> Estimate:
+    """Mean of one contrast of runs per seed, with the noise of all arms, see `estimate_paired_contrast`.
+
+    If seeds were added after a look, the test is one that holds at all looks together, for `num_comparisons` of them.
+    It uses nothing but the contrast itself. With too few seeds for any verdict there is no interval, and p is 1.
+    """
+    if not outcomes.num_comparisons:
+        return estimate_paired_contrast(per_seed, outcomes.noise, weight_norm, min_variance)
+    estimate = estimate_mean_sequentially(per_seed, num_comparisons=num_comparisons)
+    return estimate if math.isfinite(estimate.low) else estimate._replace(low=math.nan, high=math.nan)
 
 
 def estimate_gain(outcomes: Outcomes, base_values: Outcomes, arm: str) -> Estimate:
@@ -161,6 +204,17 @@ def estimate_gain(outcomes: Outcomes, base_values: Outcomes, arm: str) -> Estima
     if noise.unpaired is not None:
         noise = noise._replace(unpaired=noise.unpaired._replace(variance=noise.unpaired.variance + base_variance))
     return estimate_sample_mean(differences, noise, outcomes.get_min_variance(arm) + base_variance)
+
+
+def describe_difference_basis(outcomes: Outcomes, estimate: Estimate) -> str:
+    """`describe_basis` of a difference between arms, whose test may be one that holds at all looks."""
+    if not outcomes.num_comparisons or not estimate.n:
+        return describe_basis(outcomes, estimate)
+    seeds_text = "one seed" if estimate.n == 1 else f"{estimate.n} seeds"
+    fewest = find_fewest_seeds(outcomes.num_comparisons)
+    if estimate.n < fewest:
+        return f"over {seeds_text}, of which a test that is valid at every look needs {fewest}"
+    return f"over {seeds_text}, with a test that is valid at every look"
 
 
 def describe_basis(outcomes: Outcomes, estimate: Estimate) -> str:
@@ -191,14 +245,17 @@ def make_estimate_columns(name: str, estimate: Estimate) -> Row:
 TEST_COLUMNS = ("difference", "difference_low", "difference_high", "se", "df", "p", "p_equal", "margin")
 
 
-def make_test_columns(estimate: Estimate, margin: float) -> Row:
+def make_test_columns(outcomes: Outcomes, estimate: Estimate, margin: float) -> Row:
     """The columns of a difference: its interval, se, df, p, and p_equal, that it lies within the margin."""
+    compute_p_equal = (
+        compute_sequential_equivalence_p_value if outcomes.num_comparisons else compute_equivalence_p_value
+    )
     return {
         **make_estimate_columns("difference", estimate),
         "se": estimate.se,
         "df": estimate.df,
         "p": estimate.p,
-        "p_equal": compute_equivalence_p_value(estimate, margin),
+        "p_equal": compute_p_equal(estimate, margin),
         "margin": margin,
     }
 

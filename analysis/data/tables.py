@@ -21,6 +21,8 @@ from trainable.files.schema import SCHEMA
 
 MAX_TABLE_BYTES = 2**30
 """Memory that a table may take. The levels of a hundred runs with 40 evaluations of 512 levels take about a third."""
+MAX_COLUMNS = 2000
+"""Several times as many as the largest table has. What a column takes besides its values is not in MAX_TABLE_BYTES."""
 
 _TEXT_TYPES = ("string", "large_string")
 _OTHER_TYPES = (*_TEXT_TYPES, "null")
@@ -85,6 +87,8 @@ def _read_bounded(path: Path) -> pd.DataFrame:
         raise ValueError("it does not match its checksum")
     parquet_file: Any = pq.ParquetFile(pa.BufferReader(content))
     metadata, schema = parquet_file.metadata, parquet_file.schema_arrow
+    if metadata.num_columns > MAX_COLUMNS:
+        raise ValueError(f"it has {metadata.num_columns} columns, more than {MAX_COLUMNS}")
     row_groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     _check_size(
         8 * metadata.num_rows * metadata.num_columns

@@ -20,8 +20,10 @@ from analysis.data.compare import (
     SCORED_STATUSES,
     SIGNIFICANCE_LEVEL,
     TEST_COLUMNS,
+    Outcomes,
     add_adjusted_p_values,
     collect_outcomes,
+    estimate_contrast,
     get_margin,
     make_test_columns,
     require_single_study,
@@ -30,7 +32,6 @@ from analysis.data.families import Row
 from analysis.data.frames import Study, StudyFrames, to_records
 from analysis.sandbox.tables import name_verdict
 from analysis.stats.estimates import Estimate
-from analysis.stats.noise import Noise, estimate_paired_contrast
 from analysis.sweep.verdicts import format_p_value, format_status
 
 CONTRASTED_COLUMNS: Mapping[str, str] = {
@@ -231,9 +232,10 @@ def compute_contrasts(frames: StudyFrames) -> pd.DataFrame:
     """
     (study,), (family,) = require_single_study(frames).studies, frames.families
     runs, differences = _index_runs(frames), to_records(compute_seed_differences(frames))
-    noise_by_column = {
-        column: collect_outcomes(frames, column).noise for column in {row["column"] for row in differences}
+    outcomes = {
+        column: collect_outcomes(frames, column) for column in dict.fromkeys(row["column"] for row in differences)
     }
+    num_contrasts = len(read_contrasts(study))
     rows = []
     for (column, name), group in groupby(differences, key=itemgetter("column", "contrast")):
         seed_rows = list(group)
@@ -242,7 +244,12 @@ def compute_contrasts(frames: StudyFrames) -> pd.DataFrame:
             {
                 "column": column,
                 "contrast": name,
-                **_estimate_contrast(seed_rows, noise_by_column[column], get_margin(study, column)),
+                **_estimate_contrast(
+                    seed_rows,
+                    outcomes[column],
+                    get_margin(study, column),
+                    num_contrasts * (1 if column == family.primary_column else len(outcomes) - 1),
+                ),
                 "pairs": len(pair_rows),
                 "pairs_used": sum(pair["seeds"] > 0 for pair in pair_rows),
                 **_count_signs([pair["difference"] for pair in pair_rows]),
@@ -256,10 +263,11 @@ def compute_contrasts(frames: StudyFrames) -> pd.DataFrame:
     return table.assign(verdict=[name_verdict(row, family) for row in to_records(table)])
 
 
-def _estimate_contrast(seed_rows: Sequence[Row], noise: Noise, margin: float) -> Row:
+def _estimate_contrast(seed_rows: Sequence[Row], outcomes: Outcomes, margin: float, num_comparisons: int) -> Row:
     """Difference of a contrast in one column, with its interval over seeds.
 
-    seed_rows: the rows of `compute_seed_differences` for this contrast and column.
+    seed_rows: the rows of `compute_seed_differences` for this contrast and column. outcomes: of the column.
+    num_comparisons: number of tests in the family of this one.
     """
     differences_by_seed: dict[int, dict[tuple[str, str], float]] = {}
     for row in seed_rows:
@@ -272,7 +280,7 @@ def _estimate_contrast(seed_rows: Sequence[Row], noise: Noise, margin: float) ->
     # Seeds may miss different pairs. The variance of their mean is that of one run, times the mean of their norms.
     weight_norm = _mean_or_nan([_compute_weight_norm(list(pairs)) for pairs in differences_by_seed.values()])
     estimate = (
-        estimate_paired_contrast(seed_means, noise, weight_norm)
+        estimate_contrast(outcomes, seed_means, num_comparisons, weight_norm)
         if weight_norm > 0
         else Estimate(_mean_or_nan(seed_means), n=len(seed_means))
     )
@@ -280,7 +288,7 @@ def _estimate_contrast(seed_rows: Sequence[Row], noise: Noise, margin: float) ->
     # matters.
     common_pairs = set.intersection(*map(set, differences_by_seed.values())) if differences_by_seed else set()
     return {
-        **make_test_columns(estimate, margin),
+        **make_test_columns(outcomes, estimate, margin),
         "seeds": len(seed_means),
         "difference_same_pairs": _mean_or_nan(
             [pair_differences[pair] for pair_differences in differences_by_seed.values() for pair in common_pairs]

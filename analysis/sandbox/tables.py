@@ -20,7 +20,7 @@ from analysis.data.compare import (
     add_adjusted_p_values,
     classify_difference,
     collect_outcomes,
-    describe_basis,
+    describe_difference_basis,
     estimate_difference,
     get_margin,
     list_arms,
@@ -129,9 +129,9 @@ def compute_differences(frames: StudyFrames) -> pd.DataFrame:
                     "arm": arm,
                     "column": name,
                     "baseline": baseline,
-                    **make_test_columns(estimate, margin),
+                    **make_test_columns(outcomes, estimate, margin),
                     "n": estimate.n,
-                    "basis": describe_basis(outcomes, estimate),
+                    "basis": describe_difference_basis(outcomes, estimate),
                 }
             )
     table = pd.DataFrame(rows, columns=["arm", "column", "baseline", *TEST_COLUMNS, "n", "basis"])

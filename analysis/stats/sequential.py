@@ -118,6 +118,20 @@ def estimate_mean_sequentially(
     return Estimate(mean, mean - half_width, mean + half_width, n, se, n - 1, min(1.0, 1 / e_value))
 
 
+def compute_sequential_equivalence_p_value(estimate: Estimate, margin: float) -> float:
+    """p that the true mean lies within (-margin, margin), which holds at all looks together.
+
+    estimate: of `estimate_mean_sequentially`. It is 1/e against the nearer margin, cut at 1, and 1 if the estimate lies
+    outside. The e-value against a mean beyond the margin is larger than that against the margin itself, so under any
+    such mean the probability that this p ever falls to alpha is at most alpha. NaN without a standard error.
+    """
+    if not estimate.se > 0 or math.isnan(margin):
+        return NAN
+    if abs(estimate.value) >= margin:
+        return 1.0
+    return min(1.0, 1 / float(compute_e_value((margin - abs(estimate.value)) / estimate.se, estimate.n)))
+
+
 def holm_adjust_e_values(e_values: ArrayLike) -> Floats:
     """Holm's step-down over e-values (m,) -> adjusted p-values (m,): running maximum of (m - rank) / e, cut at 1.
 

@@ -20,15 +20,22 @@ def find_resolved_difference(study: Mapping[str, Any], num_seeds: int) -> float:
 
     study: content of study.json. num_seeds: seeds per arm. NaN if no run with the study's environment, preset, primary
     outcome and steps is recorded, or if there is nothing to compare. The variance is that of the recorded runs, and
-    its degrees of freedom are theirs and those of the planned runs. The test is the first step of Holm's method.
+    its degrees of freedom are theirs and those of the planned runs. The baseline may have further seeds, see
+    `extra_seeds` of study.json. The test is the first step of Holm's method.
     """
     num_arms = len(study["axis"]["values"])
+    num_baseline_seeds = max(num_seeds, len(study["seeds"]) + _count_further_baseline_seeds(study))
     values = [np.array(entry.values) for entry in find_replicates(study, get_family(study).primary_column)]
     prior = fit_variance_prior([entry.var(ddof=1) for entry in values], [len(entry) - 1 for entry in values])
     if prior is None or num_arms < 2:
         return math.nan
     df = prior.max_df + (num_seeds - 1) * (num_arms - 1)
-    return find_detectable_difference(math.sqrt(2 * prior.variance / num_seeds), df, num_arms - 1)
+    se = math.sqrt(prior.variance * (1 / num_seeds + 1 / num_baseline_seeds))
+    return find_detectable_difference(se, df, num_arms - 1)
+
+
+def _count_further_baseline_seeds(study: Mapping[str, Any]) -> int:
+    return len(study.get("extra_seeds", {}).get(study["baseline"], ()))
 
 
 def describe_power(study: Mapping[str, Any]) -> str:
@@ -37,11 +44,15 @@ def describe_power(study: Mapping[str, Any]) -> str:
     if num_arms < 2 or study.get("baseline") is None:
         return ""
     column = get_family(study).primary_column
-    seeds_text = f"with {num_seeds} seed{'s' if num_seeds > 1 else ''} per arm"
+    num_further = _count_further_baseline_seeds(study)
+    baseline_text = f" and {num_seeds + num_further} of the baseline" if num_further else ""
+    seeds_text = f"with {num_seeds} seed{'s' if num_seeds > 1 else ''} per arm{baseline_text}"
     difference = find_resolved_difference(study, num_seeds)
     if math.isnan(difference):
         consequence = (
-            "one seed gives numbers without intervals" if num_seeds == 1 else "it is estimated from the runs themselves"
+            "one seed gives numbers without intervals"
+            if num_seeds + num_further == 1
+            else "it is estimated from the runs themselves"
         )
         return f"Power: not known before the runs, because none like these are recorded; {consequence}"
     text = (

@@ -14,6 +14,7 @@ from analysis.data.compare import (
     add_adjusted_p_values,
     collect_outcomes,
     describe_basis,
+    describe_difference_basis,
     estimate_difference,
     estimate_evaluation_variances,
     estimate_gain,
@@ -86,8 +87,10 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
         return table
     table["p_holm"], table["p_equal_holm"] = holm_adjust(table["p"]), holm_adjust(table["p_equal"])
     comparisons = int(table["p"].notna().sum())
+    # With a test at every look, the difference that will be found depends on how often is still looked.
     table["detectable"] = [
-        find_detectable_difference(se, df, comparisons) for se, df in zip(table["se"], table["df"], strict=True)
+        math.nan if measures.late.num_comparisons else find_detectable_difference(se, df, comparisons)
+        for se, df in zip(table["se"], table["df"], strict=True)
     ]
     rows = to_records(table)
     return table.assign(outcome=[classify_outcome(row) for row in rows], verdict=[format_verdict(row) for row in rows])
@@ -107,7 +110,9 @@ def compare_secondary(frames: StudyFrames) -> pd.DataFrame:
         for arm in [name for name in list_arms(frames) if name != baseline]:
             estimate = estimate_difference(outcomes, arm, baseline)
             if not math.isnan(estimate.value):
-                rows.append({"column": column, "arm": arm, **make_test_columns(estimate, margin), "n": estimate.n})
+                rows.append(
+                    {"column": column, "arm": arm, **make_test_columns(outcomes, estimate, margin), "n": estimate.n}
+                )
     table = pd.DataFrame(rows, columns=["column", "arm", *TEST_COLUMNS, "n"])
     return add_adjusted_p_values(table, family.primary_column)
 
@@ -182,9 +187,9 @@ def _compare_to_baseline(frames: StudyFrames, measures: _Measures, arm: str, bas
     baseline_runs = select_runs(frames, baseline, scored_only=True)
     estimate = Estimate() if arm == baseline else estimate_difference(measures.late, arm, baseline)
     return {
-        **make_test_columns(estimate, measures.margin),
+        **make_test_columns(measures.late, estimate, measures.margin),
         "seeds": estimate.n,
-        "basis": describe_basis(measures.late, estimate),
+        "basis": describe_difference_basis(measures.late, estimate),
         "baseline_failed": bool(len(baseline_runs)) and bool((baseline_runs["status"] == "early_stopped").all()),
     }
 

@@ -118,6 +118,8 @@ class Study:
         stop_rules: rules that may stop a run early, see `trainable.runs.stop_rules.RULES`.
         presets: for each preset, the settings that the preset changes for this study.
         n_seeds: default number of seeds per arm; None for the preset's number.
+        baseline_seeds: least number of seeds of the baseline. In a study of one seed per arm, all arms are compared
+            with the luck of a single baseline run if this is 1.
         has_include_zero_option: whether --rollout_filter_include_zero may be used; False where the axis sets it.
         smoke_settings: settings of --smoke, which runs the study in seconds; empty if the study has no --smoke.
         margins: differences within which two arms count as equal, by outcome, where they are not those of the family.
@@ -150,6 +152,7 @@ class Study:
     stop_rules: tuple[str, ...] = ("reward_variance_collapse", "low_validation_success", "empty_filtered_steps")
     presets: Mapping[str, Settings] = field(default_factory=dict)
     n_seeds: int | None = None
+    baseline_seeds: int = 1
     has_include_zero_option: bool = True
     smoke_settings: Settings = field(default_factory=_make_empty_settings)
     margins: Mapping[str, float] = field(default_factory=dict)

@@ -147,6 +147,7 @@ def _make_study(name: str, question: str, kl_types: Mapping[str, tuple[str, ...]
         fixed_settings={**_FIXED_SETTINGS, "actor.kl_loss_type": kl_type},
         presets={"paper": {"model.path": "Qwen/Qwen2.5-3B-Instruct"}},
         n_seeds=1,
+        baseline_seeds=5,
         strategy_aliases=STRATEGY_ALIASES,
         baseline="g3-smoke-ppo-sokoban-topk100-kl0-ent0-{kl_type}",
         published_templates=NameTemplates(

@@ -14,7 +14,7 @@ from search_spaces import FAMILIES
 from search_spaces.declaration.study import Study
 from search_spaces.language_model.family import PPO
 from trainable.config.command_lines import format_command
-from trainable.config.setting_types import is_common
+from trainable.config.setting_types import format_value, is_common
 from trainable.files.json_values import DamagedFileError, DamageWarning, read_object
 from trainable.files.paths import UnsafePathError
 from trainable.runs.run_ends import ENDED_STATUSES
@@ -160,7 +160,13 @@ def print_memory(
 
 
 def _format_seeds(plan: StudyPlan) -> str:
-    return ",".join(str(seed) for seed in plan.seeds)
+    """`0,1,2`, or `0; of the baseline also 1,2,3,4` if single arms have more."""
+    seeds = ",".join(map(str, plan.seeds))
+    further = [
+        f"of {'the baseline' if value == plan.baseline else format_value(value)} also {','.join(map(str, added))}"
+        for value, added in plan.extra_seeds.items()
+    ]
+    return "; ".join([seeds, *further])
 
 
 def _warn_of_damage(path: Path) -> None:

@@ -115,6 +115,15 @@ SaveFreq = Annotated[
     int | None, Option("--save-freq", "--save_freq", metavar="N", help="Save a checkpoint every N steps; -1: never.")
 ]
 Seeds = Annotated[int | None, Option("--seeds", metavar="N", help="Number of seeds per arm: seeds 0 to N-1.")]
+BaselineSeeds = Annotated[
+    int | None, Option("--baseline-seeds", metavar="N", help="Least number of seeds of the baseline arm.")
+]
+UntilResolved = Annotated[
+    bool, Option("--until-resolved", help="Add seeds to open arms and the baseline until every arm has a verdict.")
+]
+MaxSeeds = Annotated[
+    int | None, Option("--max-seeds", metavar="N", help="Seeds per arm at which --until-resolved ends; default 20.")
+]
 Assignments = Annotated[
     list[str] | None, Option("--set", metavar="KEY=VALUE", help="Change any setting; repeatable. See `settings`.")
 ]

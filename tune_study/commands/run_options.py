@@ -22,6 +22,7 @@ from tune_study.plan.study_plan import (
     make_plan,
     parse_bool,
     parse_values,
+    set_max_seeds,
 )
 
 OPTION_SETTINGS: Mapping[str, tuple[str, ...]] = {
@@ -43,6 +44,9 @@ OPTION_SETTINGS: Mapping[str, tuple[str, ...]] = {
 """The settings that each option assigns, by option. An option for several settings is one of the published scripts."""
 
 
+DEFAULT_MAX_SEEDS = 20
+
+
 class RunOptions(NamedTuple):
     """The options of `run` that say what to run; None for an option that was not typed.
 
@@ -55,6 +59,8 @@ class RunOptions(NamedTuple):
         strategy: text of --rollout_filter_strategy.
         assignments: the `key=value` of each --set.
         seeds: --seeds.
+        baseline_seeds: --baseline-seeds.
+        max_seeds: the seeds per arm at which --until-resolved ends; None without it.
         smoke: --smoke.
     """
 
@@ -66,7 +72,16 @@ class RunOptions(NamedTuple):
     strategy: str | None
     assignments: Iterable[str]
     seeds: int | None
+    baseline_seeds: int | None
+    max_seeds: int | None
     smoke: bool
+
+
+def parse_max_seeds(until_resolved: bool, max_seeds: int | None) -> int | None:
+    """The seeds per arm at which a study ends that adds seeds; None if it does not. PlanError for --max-seeds alone."""
+    if not until_resolved and max_seeds is not None:
+        raise PlanError("--max-seeds belongs to --until-resolved: type both, or neither.")
+    return (DEFAULT_MAX_SEEDS if max_seeds is None else max_seeds) if until_resolved else None
 
 
 def find_studies(name: str, kl_type: str | None) -> tuple[Study, ...]:
@@ -107,7 +122,11 @@ def plan_from_options(
     if options.smoke:
         overrides = {**_get_smoke_settings(study), **overrides}
     n_seeds = options.seeds if options.seeds is not None or not options.smoke else 1
-    plan = make_plan(study, options.preset, options.preset_reason, overrides, values, n_seeds, output)
+    plan = make_plan(
+        study, options.preset, options.preset_reason, overrides, values, n_seeds, output, options.baseline_seeds
+    )
+    if options.max_seeds is not None:
+        plan = set_max_seeds(plan, options.max_seeds)
     plan = replace(plan, storage=None if storage is None else locate.parse_storage_uri(storage))
     return locate.merge_with_existing(plan, extend, is_real=real)
 

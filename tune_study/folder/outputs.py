@@ -65,6 +65,8 @@ def make_study_entry(plan: StudyPlan) -> dict[str, Any]:
         "outcomes": list(plan.study.family.outcomes),
         "contrasts": [{"name": name, "pairs": pairs} for name, pairs in plan.study.contrasts.items()],
         "seeds": list(plan.seeds),
+        "extra_seeds": _list_extra_seeds(plan),
+        "max_seeds": plan.max_seeds,
         "runs": [make_run_entry(spec) for spec in plan.runs],
         "settings": plan.base_config.model_dump(mode="json"),
         "defaults": type(plan.base_config).model_validate({}).model_dump(mode="json"),
@@ -73,6 +75,10 @@ def make_study_entry(plan: StudyPlan) -> dict[str, Any]:
         "model": plan.model or "",
         "storage": plan.storage,
     }
+
+
+def _list_extra_seeds(plan: StudyPlan) -> dict[str, list[int]]:
+    return {value: list(seeds) for value, seeds in plan.extra_seeds.items()}
 
 
 def write_study(plan: StudyPlan) -> list[str]:
@@ -102,6 +108,7 @@ def write_study(plan: StudyPlan) -> list[str]:
         bool(previous_entry)
         and previous_entry["axis"]["values"] == list(plan.values)
         and previous_entry["seeds"] == list(plan.seeds)
+        and previous_entry.get("extra_seeds", {}) == _list_extra_seeds(plan)
     )
     history = {
         "versions": starts[0]["versions"],

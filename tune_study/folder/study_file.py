@@ -26,6 +26,7 @@ from trainable.runs.failures import StorageError
 from trainable.runs.stop_rules import RULES
 from trainable.storage.uris import check_uri, is_same_folder
 from tune_study.plan.study_plan import (
+    MAX_SEEDS,
     PlanError,
     StudyPlan,
     build_plan,
@@ -98,6 +99,8 @@ class _StudyFile(_Section):
     preset: Text
     axis: _Axis
     seeds: list[int]
+    extra_seeds: dict[Text, list[int]] = {}
+    max_seeds: int | None = Field(default=None, ge=1, le=MAX_SEEDS)
     runs: list[_RunEntry] = Field(max_length=MAX_RUNS)
     settings: _SettingsEntry
     defaults: dict[Text, Any] = {}
@@ -198,7 +201,11 @@ def plan_from_folder(
         preset, reason = content["preset"], content["preset_reason"]
         if preset not in study.family.presets:
             raise PlanError(f"there is no preset {format_value(preset)}.")
-        plan = build_plan(study, preset, reason, base, values, seeds, folder.parent.parent, folder)
+        extra_seeds = content.get("extra_seeds") or {}
+        if unknown := extra_seeds.keys() - {*values}:
+            raise PlanError(f"it has further seeds of {format_value(unknown.pop())}, which is not one of its arms.")
+        plan = build_plan(study, preset, reason, base, values, seeds, folder.parent.parent, folder, extra_seeds)
+        plan = replace(plan, max_seeds=content.get("max_seeds"))
         if content.get("storage") is not None:
             _check_stored_uri(content["storage"])
         plan = replace(plan, storage=content.get("storage"))
@@ -271,8 +278,27 @@ def merge_with_folder(plan: StudyPlan, extend: bool) -> StudyPlan:
         _check_same_arms(
             existing, replace(plan, values=existing.values if plan.study.axis.value_groups else requested_values)
         )
-    merged_plan = build_plan(plan.study, plan.preset, plan.preset_reason, plan.base_config, values, seeds, plan.output)
-    return replace(merged_plan, storage=plan.storage or existing.storage)
+    # The values of `plan` may be typed otherwise than those of the folder, as 0.10 and 0.1.
+    names = dict(zip(plan.values, requested_values, strict=True))
+    extra_seeds = {
+        value: {*existing.extra_seeds.get(value, ())}.union(
+            *(added for name, added in plan.extra_seeds.items() if names[name] == value)
+        )
+        for value in values
+    }
+    merged_plan = build_plan(
+        plan.study,
+        plan.preset,
+        plan.preset_reason,
+        plan.base_config,
+        values,
+        seeds,
+        plan.output,
+        extra_seeds=extra_seeds,
+    )
+    return replace(
+        merged_plan, storage=plan.storage or existing.storage, max_seeds=plan.max_seeds or existing.max_seeds
+    )
 
 
 def check_same_storage(existing: StudyPlan, requested_uri: str | None) -> None:
@@ -343,6 +369,8 @@ def _check_same_arms(existing: StudyPlan, plan: StudyPlan) -> None:
         changes.append(f"{option}: {old} -> {new}")
     if set(existing.seeds) != set(plan.seeds):
         changes.append(f"--seeds: {len(existing.seeds)} -> {len(plan.seeds)}")
+    if plan.num_baseline_seeds > existing.num_baseline_seeds and plan.extra_seeds:
+        changes.append(f"--baseline-seeds: {existing.num_baseline_seeds} -> {plan.num_baseline_seeds}")
     if changes:
         raise PlanError(
             f"{plan.folder} contains this study with other runs:\n  " + "\n  ".join(changes) + "\n"

@@ -1,8 +1,9 @@
 """The plan of a study: its runs with their names, settings and paths. Pure functions, without Ray."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from search_spaces import STUDIES, SUITES
@@ -18,6 +19,8 @@ from trainable.storage.uris import join_uri
 
 MAX_SEEDS = 401
 """Maximum number of seeds per arm: RunConfig accepts the seeds 0 to 400."""
+
+NO_SEEDS: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
 MAX_NAME_BYTES, MAX_PATH_BYTES = 240, 3800
 """Maximum bytes of a file's name and path. File systems allow 255 and 4096; the rest is for endings such as `.log`."""
@@ -77,9 +80,11 @@ class StudyPlan:
         base_config: the settings that the arms share, before those of the axis.
         values: axis values, as they were typed.
         seeds: seeds of every arm.
+        extra_seeds: further seeds of single arms, by axis value: of the baseline, or of arms that a look left open.
+        max_seeds: seeds are added to open arms up to this number per arm; None for a study of fixed seeds.
         folder: the study's folder, which Tune uses as well: <output>/results/<run>, or wherever it was moved.
         run: name of the study, and of its folder unless that was renamed.
-        runs: one entry per value and seed.
+        runs: one entry per run, the first seed of all arms first.
         storage: URI of the parent of the study's folder in a storage; None without a storage.
     """
 
@@ -93,6 +98,8 @@ class StudyPlan:
     run: str
     runs: tuple[RunSpec, ...]
     storage: str | None = None
+    extra_seeds: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    max_seeds: int | None = None
 
     @property
     def ppo_config(self) -> RunConfig:
@@ -115,6 +122,11 @@ class StudyPlan:
     def max_runs_per_trial(self) -> int:
         """The number of runs of the Tune trial with the most runs."""
         return max(len(specs) for specs in self.trials)
+
+    @property
+    def num_baseline_seeds(self) -> int:
+        """Number of seeds of the baseline; that of every arm if the baseline is not among the values."""
+        return len(self.seeds) + len(self.extra_seeds.get(self.baseline or "", ()))
 
     @property
     def study_uri(self) -> str | None:
@@ -289,6 +301,7 @@ def make_plan(
     values: Sequence[str] | None,
     n_seeds: int | None,
     output: Path,
+    n_baseline_seeds: int | None = None,
 ) -> StudyPlan:
     """Plan a new study.
 
@@ -302,6 +315,7 @@ def make_plan(
         values: axis values as they were typed; None for those of the preset.
         n_seeds: number of seeds per arm; None for the study's default or, if it has none, the preset's.
         output: parent folder of results/, logs/ and model_saving/.
+        n_baseline_seeds: least number of seeds of the baseline; None for the study's.
 
     Raises PlanError or ConfigError if the study cannot be run.
     """
@@ -315,7 +329,52 @@ def make_plan(
         raise PlanError(f"--seeds {format_value(count)} is above the maximum: type --seeds {MAX_SEEDS} or less.")
     base_config = apply_overrides(make_base_config(study, preset), overrides)
     chosen_values = tuple(values) if values is not None else study.axis.grids[preset]
-    return build_plan(study, preset, preset_reason, base_config, chosen_values, tuple(range(count)), output)
+    plan = build_plan(study, preset, preset_reason, base_config, chosen_values, tuple(range(count)), output)
+    num_baseline_seeds = study.baseline_seeds if n_baseline_seeds is None else n_baseline_seeds
+    if num_baseline_seeds > MAX_SEEDS:
+        raise PlanError(
+            f"--baseline-seeds {format_value(num_baseline_seeds)} is above the maximum: type --baseline-seeds "
+            f"{MAX_SEEDS} or less."
+        )
+    if plan.baseline is None or num_baseline_seeds <= count:
+        return plan
+    return add_seeds(plan, {plan.baseline: range(count, num_baseline_seeds)})
+
+
+def set_max_seeds(plan: StudyPlan, max_seeds: int) -> StudyPlan:
+    """The plan of a study that adds seeds to open arms, up to `max_seeds` per arm. PlanError if none could be added."""
+    if plan.baseline is None or len(plan.values) < 2:
+        raise PlanError(
+            f"--until-resolved compares arms with the baseline {plan.study.baseline}, and the study has "
+            f"{'no other arm' if plan.baseline else 'it not among its arms'}: choose other values of "
+            f"{plan.study.axis.option}."
+        )
+    if not len(plan.seeds) < max_seeds <= MAX_SEEDS:
+        raise PlanError(
+            f"--max-seeds {format_value(max_seeds)} is not a number from {len(plan.seeds) + 1} (one more than the "
+            f"seeds that all arms get) to {MAX_SEEDS}."
+        )
+    return replace(plan, max_seeds=max_seeds)
+
+
+def add_seeds(plan: StudyPlan, extra_seeds: Mapping[str, Iterable[int]]) -> StudyPlan:
+    """The plan with further seeds of single arms, by axis value, in addition to those that the arms have."""
+    all_seeds = {value: {*plan.extra_seeds.get(value, ()), *extra_seeds.get(value, ())} for value in plan.values}
+    return replace(
+        build_plan(
+            plan.study,
+            plan.preset,
+            plan.preset_reason,
+            plan.base_config,
+            plan.values,
+            plan.seeds,
+            plan.output,
+            plan.folder,
+            all_seeds,
+        ),
+        storage=plan.storage,
+        max_seeds=plan.max_seeds,
+    )
 
 
 def build_plan(
@@ -327,26 +386,38 @@ def build_plan(
     seeds: tuple[int, ...],
     output: Path,
     folder: Path | None = None,
+    extra_seeds: Mapping[str, Iterable[int]] = NO_SEEDS,
 ) -> StudyPlan:
-    """Plan the runs of `values` x `seeds`.
+    """Plan the runs of `values` x `seeds`, and of `extra_seeds`.
 
-    folder: the study's folder if it is not <output>/results/<run>, because it was moved.
+    folder: the study's folder if it is not <output>/results/<run>, because it was moved. extra_seeds: further seeds of
+    single arms, by axis value; seeds that all arms have are no further ones.
 
     The first seed of all arms comes first, so that a study which is interrupted has about as many runs of every arm.
     """
     check_values(study, values)
-    if not seeds or len(set(seeds)) < len(seeds) or not set(seeds) <= set(range(MAX_SEEDS)):
-        raise PlanError(f"The seeds {format_value(list(seeds))} are not distinct numbers from 0 to {MAX_SEEDS - 1}.")
+    further = {value: tuple(sorted({*extra_seeds.get(value, ())} - {*seeds})) for value in values}
+    further = {value: added for value, added in further.items() if added}
+    all_seeds = sorted({*seeds}.union(*further.values()))
+    if not seeds or len(set(seeds)) < len(seeds) or not set(all_seeds) <= set(range(MAX_SEEDS)):
+        raise PlanError(f"The seeds {format_value(all_seeds)} are not distinct numbers from 0 to {MAX_SEEDS - 1}.")
     run = study.name_templates.run.format(**study.family.make_template_values(base_config))
     arms = {value: make_arm_config(study, base_config, value) for value in values}
-    if len(values) * len(seeds) > MAX_RUNS:
+    num_runs = len(values) * len(seeds) + sum(map(len, further.values()))
+    if num_runs > MAX_RUNS:
         raise PlanError(
-            f"{len(values)} values of {study.axis.option} and {len(seeds)} seeds are {len(values) * len(seeds)} runs, "
+            f"{len(values)} values of {study.axis.option} and {len(seeds)} seeds are {num_runs} runs, "
             f"and a study may have at most {MAX_RUNS}. Type fewer values or fewer --seeds."
         )
-    runs = tuple(_make_run_spec(study, run, value, arms[value], seed) for seed in seeds for value in values)
+    # The order of `seeds` is kept: study.json of an earlier start may have another one than this.
+    runs = tuple(
+        _make_run_spec(study, run, value, arms[value], seed)
+        for seed in dict.fromkeys((*seeds, *all_seeds))
+        for value in values
+        if seed in seeds or seed in further.get(value, ())
+    )
     folder = folder or output.absolute() / "results" / run
-    plan = StudyPlan(study, preset, preset_reason, base_config, values, seeds, folder, run, runs)
+    plan = StudyPlan(study, preset, preset_reason, base_config, values, seeds, folder, run, runs, extra_seeds=further)
     _check_paths(plan)
     return plan
 

@@ -61,6 +61,15 @@ def test_a_small_file_cannot_fill_the_memory_with_a_long_text(tmp_path: Path, mo
         read_table(path)
 
 
+def test_a_table_of_many_columns_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "steps.parquet"
+    write_arrow_table(pa.table({f"c{index}": [1.0] for index in range(2000)}), path)
+    assert len(read_table(path).columns) == 2000
+    write_arrow_table(pa.table({f"c{index}": [1.0] for index in range(2001)}), path)
+    with pytest.raises(ValueError, match="it has 2001 columns, more than 2000"):
+        read_table(path)
+
+
 @pytest.mark.parametrize("column", [pa.array([["a"]]), pa.array(["a"]).dictionary_encode(), pa.array([{"a": 1}])])
 def test_only_columns_of_numbers_and_texts_are_read(tmp_path: Path, column: pa.Array) -> None:
     write_arrow_table(pa.table({"arm": column}), tmp_path / "trials.parquet")
