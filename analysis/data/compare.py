@@ -118,12 +118,14 @@ def has_added_seeds(study: Mapping[str, Any]) -> bool:
     study: content of study.json. Further seeds of the baseline alone, which were planned, do not count.
     """
     planned_seeds = study.get("planned_seeds")
-    return study.get("max_seeds") is not None or (planned_seeds is not None and len(study["seeds"]) > planned_seeds)
+    return study.get("max_seeds") is not None or (
+        planned_seeds is not None and len(study.get("seeds", ())) > planned_seeds
+    )
 
 
 def _count_comparisons(study: Mapping[str, Any], column: str) -> int:
     """The number of tests in the family of tests that the column belongs to."""
-    family, num_arms = get_family(study), len(study["axis"]["values"])
+    family, num_arms = get_family(study), len(study.get("axis", {}).get("values", ()))
     return max(num_arms - 1, 1) * (1 if column == family.primary_column else len(family.secondary_columns))
 
 
@@ -183,7 +185,7 @@ def estimate_contrast(
     """Mean of one contrast of runs per seed, with the noise of all arms, see `estimate_paired_contrast`.
 
     If seeds were added after a look, the test is one that holds at all looks together, for `num_comparisons` of them.
-    It uses nothing but the contrast itself. With too few seeds for any verdict there is no interval, and p is 1.
+    It uses nothing but the contrast itself. With too few seeds for any verdict there is no interval.
     """
     if not outcomes.num_comparisons:
         return estimate_paired_contrast(per_seed, outcomes.noise, weight_norm, min_variance)

@@ -59,6 +59,11 @@ def conclude(frames: StudyFrames) -> Conclusion:
     return Conclusion(index_entry["headline"], tuple(lines))
 
 
+def list_open_arms(frames: StudyFrames) -> list[str]:
+    """The arms whose difference from the baseline is neither resolved nor equal within the margin."""
+    return [row["arm"] for row in _get_page(frames).make_index_entry(frames)["arms"] if row["outcome"] == "open"]
+
+
 def write_frames_report(frames: StudyFrames, folder: Path) -> Path:
     """`write_report` for a study that is already loaded."""
     drawn_figures = draw_figures(frames)

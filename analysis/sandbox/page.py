@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import SCORED_STATUSES, list_arms, select_runs
+from analysis.data.compare import SCORED_STATUSES, has_added_seeds, list_arms, select_runs
 from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, to_records
 from analysis.html.page import make_settings_rows
@@ -139,11 +139,9 @@ def _format_difference(row: Row | None) -> str:
     if row is None or np.isnan(row["p"]):
         return "–"
     p_value = row["p_equal_holm"] if row["verdict"] == "equal" else row["p_holm"]
-    return (
-        f"{row['verdict']}: {format_signed(row['difference'], 4)} "
-        f"{format_interval(row['difference_low'], row['difference_high'], 4)} against the baseline, Holm "
-        f"{format_p_value(p_value)}"
-    )
+    interval_text = format_interval(row["difference_low"], row["difference_high"], 4)
+    difference_text = f"{format_signed(row['difference'], 4)} {interval_text}".rstrip()
+    return f"{row['verdict']}: {difference_text} against the baseline, Holm {format_p_value(p_value)}"
 
 
 def _group_by_column(rows: list[Row], differences: pd.DataFrame) -> list[Row]:
@@ -220,7 +218,7 @@ def compute_chance_error(frames: StudyFrames) -> float | None:
 
 def make_notes(frames: StudyFrames) -> list[str]:
     """Warnings for a reader of the numbers: few seeds, stops, collapse, errors at chance, equal arms."""
-    lines = [*_make_seed_notes(frames), *_make_ending_notes(frames)]
+    lines = [*_make_seed_notes(frames), *findings.describe_looks(frames.studies[0]), *_make_ending_notes(frames)]
     for arm in list_arms(frames):
         # Only scored runs: the last row of a failed run is no final number, and its notes would be about an early
         # state.
@@ -245,9 +243,10 @@ def _make_seed_notes(frames: StudyFrames) -> list[str]:
     if seed_count == 1:
         return ["1 seed: there is no standard error. Another seed may give another result."]
     advice = " For a claim, five are the usual minimum, and ten are better." if seed_count < 5 else ""
+    noise_text = "" if has_added_seeds(frames.studies[0]) else ", with the noise of all arms"
     return [
-        f"{seed_count} seeds: intervals are over seeds, with the noise of all arms, and the band of a curve is one "
-        f"standard error.{advice}"
+        f"{seed_count} seeds: intervals are over seeds{noise_text}, and the band of a curve is one standard "
+        f"error.{advice}"
     ]
 
 

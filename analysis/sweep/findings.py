@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL
+from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL, has_added_seeds
 from analysis.data.frames import StudyFrames, to_records
 from analysis.stats.estimates import Trend
 from analysis.sweep.verdicts import (
@@ -224,6 +224,7 @@ def list_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
     """The limits of the report, for the runs that this study has."""
     return [
         *_list_seed_caveats(frames, summary),
+        *describe_looks(frames.studies[0]),
         *_list_level_caveats(frames),
         *_list_scoring_caveats(frames, summary),
         *_list_comparison_caveats(summary),
@@ -231,6 +232,31 @@ def list_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
         "it.",
         "No run was repeated with the same seed, so the report does not show how much two executions of one run "
         "differ. Times depend on the load of the machine.",
+    ]
+
+
+def describe_looks(study: Mapping[str, Any]) -> list[str]:
+    """How often a study with added seeds was looked at, and what follows; none if its seeds were fixed.
+
+    study: content of study.json.
+    """
+    if not has_added_seeds(study):
+        return []
+    looks = study.get("looks") or []
+    numbers = [look["seeds"] for look in looks]
+    looks_text = f"It was looked at {len(looks)} time{'s' if len(looks) != 1 else ''}" + (
+        f", with up to {', '.join(map(str, numbers))} seeds per arm" if numbers else ""
+    )
+    planned_text = (
+        f"Seeds are added to open arms, up to {study['max_seeds']} per arm."
+        if study.get("max_seeds") is not None
+        else f"Seeds were added after a look: {study['planned_seeds']} were planned, and now there are "
+        f"{len(study['seeds'])}."
+    )
+    return [
+        f"{planned_text} {looks_text}. Verdicts use a test that keeps its error rate over all looks together. It is "
+        "weaker than a test of a number of seeds that was fixed before the first run: a study of few seeds can be "
+        "less decided after more were added."
     ]
 
 

@@ -164,9 +164,8 @@ def _describe_difference(row: Mapping[str, Any], outcome_name: str) -> str:
             f"open: {format_signed(row['difference'])} from {baseline_text}{failed_text}, without an interval, because "
             "no arm has runs of two seeds that differ"
         )
-    difference_text = (
-        f"{format_signed(row['difference'])} {format_interval(row['difference_low'], row['difference_high'])}"
-    )
+    interval_text = format_interval(row["difference_low"], row["difference_high"])
+    difference_text = f"{format_signed(row['difference'])} {interval_text}".rstrip()
     margin_text = format_number(row["margin"])
     if outcome_name in ("better", "worse"):
         small_text = (
@@ -184,12 +183,13 @@ def _describe_difference(row: Mapping[str, Any], outcome_name: str) -> str:
             f"{format_p_value(row['p_equal_holm'])} ({row['basis']})"
         )
     detectable_size = row["detectable"]
+    if np.isnan(detectable_size):
+        missed_text = "more seeds may resolve it"
     # Success lies in [0, 1], so no true difference can be as large as 1.
-    missed_text = (
-        f"differences smaller than about {format_fraction(detectable_size)} would probably be missed"
-        if detectable_size < 1
-        else "any difference would probably be missed"
-    )
+    elif detectable_size < 1:
+        missed_text = f"differences smaller than about {format_fraction(detectable_size)} would probably be missed"
+    else:
+        missed_text = "any difference would probably be missed"
     return (
         f"open: {difference_text} from {baseline_text}{failed_text}, Holm {format_p_value(row['p_holm'])}; "
         f"{missed_text} ({row['basis']})"

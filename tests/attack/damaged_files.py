@@ -334,8 +334,9 @@ def check_report(study: DamagedStudy) -> str:
         return problem
     if answer.code:
         return "" if _names_a_file(answer.err, study) else f"exit {answer.code} names no file: {answer.err[:300]}"
-    # What was written must say no more than what was read.
+    # What was written must say no more than what was read. What is lost for good is named by the command that finds it.
     frames, messages = load_frames(study.folder)
+    messages += [answer.err] if _names_a_file(answer.err, study) else []
     return check_frames(frames, study.sample.frames, messages)
 
 

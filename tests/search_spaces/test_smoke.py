@@ -45,7 +45,7 @@ def make_study_plan(
     study: Study, preset: str = "paper", values: tuple[str, ...] | None = None, **settings: object
 ) -> StudyPlan:
     overrides = {name.replace("__", "."): value for name, value in settings.items()}
-    return make_plan(study, preset, "a test", overrides, values, None, Path("/out"))
+    return make_plan(study, preset, "a test", overrides, values, None, Path("/out"), n_baseline_seeds=1)
 
 
 @pytest.mark.parametrize("preset", ["paper", "laptop"])
@@ -98,6 +98,16 @@ def test_what_all_runs_share() -> None:
     assert (detection.first_turn_enabled, detection.multi_turn_enabled, detection.num_samples) == (True, True, 64)
     assert config.filter.rollout_filter_top_p_prob_mode == "linear"
     assert len(make_study_plan(find_study("smoke")).seeds) == 1
+
+
+def test_all_arms_are_compared_with_five_runs_of_the_baseline() -> None:
+    plan = make_plan(find_study("smoke"), "laptop", "a test", {}, None, None, Path("/out"))
+    assert plan.extra_seeds == {plan.baseline: (1, 2, 3, 4)}
+    assert plan.num_baseline_seeds == 5
+    assert [(spec.arm, spec.seed) for spec in plan.runs[68:]] == [(plan.baseline, seed) for seed in (1, 2, 3, 4)]
+    # A group without the baseline has no further runs.
+    group = find_study("smoke").axis.value_groups["1"]
+    assert make_plan(find_study("smoke"), "laptop", "a test", {}, group, None, Path("/out")).extra_seeds == {}
 
 
 def test_places_and_project_are_the_published_ones() -> None:

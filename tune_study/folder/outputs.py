@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -15,10 +16,12 @@ from trainable.config.command_lines import PROGRAM, format_command
 from trainable.files.json_values import DamageWarning, find_object, write_object
 from trainable.files.paths import UnsafePathError, check_tree, open_regular
 from trainable.files.schema import SCHEMA
-from tune_study.folder.statuses import make_timestamp, resolve_status, write_status
+from trainable.runs.run_ends import ENDED_STATUSES
+from tune_study.folder.statuses import RunStatus, make_timestamp, resolve_status, write_status
 from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan
 
 if TYPE_CHECKING:
+    from analysis.data.frames import StudyFrames
     from analysis.report.pages import Conclusion
 
 _LOCK_PATIENCE_S = 1.0
@@ -119,10 +122,31 @@ def write_study(plan: StudyPlan) -> list[str]:
         # Declared before the first run: what is changed after a look at results would not be a test of them.
         "margins": previous_entry.get("margins") or {**plan.study.family.margins, **plan.study.margins},
         "planned_seeds": previous_entry.get("planned_seeds") or len(plan.seeds),
+        "looks": previous_entry.get("looks", []),
     }
     # Last, so that a study.json exists only together with every run.json and status.json.
     write_object(plan.folder / "study.json", {**make_study_entry(plan), **history})
     return find_changed_code(starts[-2], start) if len(starts) > 1 else []
+
+
+def record_look(plan: StudyPlan, statuses: Iterable[RunStatus]) -> None:
+    """Add a look at the results to study.json, before the report is written: its time, and what there is to see.
+
+    runs: number of runs that have ended. seeds: the most seeds of an arm with which runs have ended. It is no look if
+    no run has ended since the previous one.
+    """
+    ended = {status.run_id for status in statuses if status.status in ENDED_STATUSES}
+    by_arm = Counter(spec.arm for spec in plan.runs if spec.run_id in ended)
+    # The baseline may have had more seeds than all other arms from the start.
+    num_seeds = max((count for arm, count in by_arm.items() if arm != plan.baseline), default=len(ended))
+    path = plan.folder / "study.json"
+    content = find_object(path)
+    if not ended or content is None:  # a damaged study.json is written again by the next start
+        return
+    looks = content.get("looks", [])
+    if looks and looks[-1]["runs"] == len(ended):
+        return
+    write_object(path, {**content, "looks": [*looks, {"at": make_timestamp(), "runs": len(ended), "seeds": num_seeds}]})
 
 
 def find_changed_code(previous_start: dict[str, Any], current_start: dict[str, Any]) -> list[str]:
@@ -263,7 +287,35 @@ def write_tables(folder: Path) -> None:
     for warning in caught:
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     damage = [str(warning.message) for warning in caught if issubclass(warning.category, DamageWarning)]
+    for message in _find_lost_probes(folder, frames):
+        warnings.warn(message, DamageWarning, stacklevel=2)
+        damage.append(message)
     frames.write_parquet(folder, damage)
+
+
+def _find_lost_probes(folder: Path, frames: "StudyFrames") -> list[str]:
+    """A sentence per run whose probes are in the table of the previous start and in no file any more.
+
+    No row says that a run was probed, so this table is the only trace of a file that was deleted.
+    """
+    from analysis.data.tables import read_table
+
+    try:
+        previous = read_table(folder / "gradients.parquet")
+        previous = previous.loc[previous["source"] == "probe", ["run_id", "step"]]
+    except (ValueError, KeyError):  # there is none, or it cannot be read
+        return []
+    current = frames.gradients.loc[frames.gradients["source"] == "probe", ["run_id", "step"]]
+    steps_by_run: dict[str, list[str]] = {}
+    lost_probes = {*previous.itertuples(index=False, name=None)} - {*current.itertuples(index=False, name=None)}
+    for run_id, step in sorted(lost_probes):
+        steps_by_run.setdefault(run_id, []).append(str(step))
+    return [
+        f"{folder}/runs/{run_id}/probes.jsonl has no probe of step {', '.join(steps)} any more, and gradients.parquet "
+        "had it."
+        for run_id, steps in steps_by_run.items()
+        if run_id in set(frames.trials["run_id"])
+    ]
 
 
 def write_index(output: Path) -> Path:

@@ -92,6 +92,12 @@ class _Contrast(_Section):
     pairs: list[Annotated[list[Text], Field(min_length=2, max_length=2)]]
 
 
+class _Look(_Section):
+    at: Text
+    runs: int = Field(ge=0, le=2**31)
+    seeds: int = Field(ge=0, le=2**31)
+
+
 class _StudyFile(_Section):
     """The keys of study.json that `status`, `report` and `resume` rely on. A key with a default may be missing."""
 
@@ -113,6 +119,7 @@ class _StudyFile(_Section):
     outcomes: list[Text] = []
     margins: dict[Text, float] = {}
     planned_seeds: int | None = Field(default=None, ge=1, le=2**31)
+    looks: list[_Look] = []
     contrasts: list[_Contrast] = []
     versions: dict[Text, Text] = {}
     git: _Git | None = None

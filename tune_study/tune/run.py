@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from tune_study.placement.resources import make_placement_group
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import PlanError, StudyPlan
 from tune_study.tune.local_ray import LocalRay
+from tune_study.tune.looks import plan_next_look
 from tune_study.tune.progress import Progress
 from tune_study.tune.trials import make_trial_configs
 
@@ -143,9 +144,33 @@ def _open_storage(plan: StudyPlan, interrupt: Interrupt, console: Console) -> It
 
 def _run_session(session: StudySession) -> int:
     """`execute_study` after the study's folder is locked; returns the exit code."""
+    is_first = True
+    while True:
+        exit_code = _run_planned_seeds(session, names_finished=is_first)
+        if exit_code or session.plan.max_seeds is None or session.interrupt.is_requested:
+            return exit_code
+        next_plan, line = plan_next_look(session.plan, session.resource_plan.max_concurrent)
+        print_line(session.console, line)
+        if next_plan is None:
+            return exit_code
+        is_first = False
+        # All earlier runs have ended, whatever statuses were skipped at first.
+        session = replace(
+            session,
+            plan=next_plan,
+            finished_statuses=find_finished_runs(next_plan, ENDED_STATUSES),
+            progress=Progress(next_plan, session.resource_plan.max_concurrent, session.console),
+        )
+
+
+def _run_planned_seeds(session: StudySession, *, names_finished: bool) -> int:
+    """Train the runs of the plan, and write tables and report; returns the exit code.
+
+    names_finished: whether each run that is not run again is printed.
+    """
     plan, console = session.plan, session.console
     _write_study_files(session)
-    _skip_finished(plan, session.finished_statuses, session.progress, console)
+    _skip_finished(session, names_finished=names_finished)
     statuses, problem = StudyStatuses(plan, session.finished_statuses), ""
     if len(session.finished_statuses) < len(plan.runs):
         problem = _train_runs(session, statuses)
@@ -374,17 +399,20 @@ def _make_wandb_callbacks(plan: StudyPlan, mode: str) -> list[Any]:
     return [WandbCallback(plan, mode)]
 
 
-def _skip_finished(
-    plan: StudyPlan, finished_statuses: Mapping[str, RunStatus], progress: Progress, console: Console
-) -> None:
-    """Print the runs that are not run again, and show them in the live table with their last measured value."""
+def _skip_finished(session: StudySession, *, names_finished: bool) -> None:
+    """Show the runs that are not run again in the live table with their last measured value, and print how many.
+
+    names_finished: whether each of them is printed, too.
+    """
+    plan, finished_statuses, console = session.plan, session.finished_statuses, session.console
     for run_id, status in finished_statuses.items():
         rows = read_rows(plan.get_run_dir(run_id) / METRICS_FILE, first_step=0)
         measured_values = (row.get(plan.study.family.primary_metric) for row in reversed(rows))
-        progress.skip_run(
+        session.progress.skip_run(
             run_id, status.status, rows[-1]["step"] if rows else 0, next(filter(_is_number, measured_values), None)
         )
-        print_line(console, f"{run_id} is {status.status} and is not run again")
+        if names_finished:
+            print_line(console, f"{run_id} is {status.status} and is not run again")
     if finished_statuses:
         print_line(console, f"{len(plan.runs) - len(finished_statuses)} of {len(plan.runs)} runs remain")
 
@@ -402,6 +430,7 @@ def _conclude_study(session: StudySession, problem: str, statuses: StudyStatuses
     plan, console = session.plan, session.console
     try:
         print_line(console, f"Summary: {write_summary(plan, session.resource_plan, is_closing=True)}")
+        outputs.record_look(plan, statuses.list_all())  # first: the report says how often was looked
     except OSError as error:
         problem = f"{problem} The summary could not be written: {error}.".strip()
     for status in statuses.list_all():

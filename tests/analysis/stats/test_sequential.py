@@ -282,3 +282,27 @@ def test_hand_values() -> None:
     # n = 10, m = 1, g = 1: R = (11 * 400)^(1/10), and 9 (R - 1) / (1 - R/11) = 3.87^2. The t test has 2.26.
     assert sequential.compute_critical_t(10) == pytest.approx(3.87, abs=0.005)
     assert sequential.compute_critical_t(10) / scipy_stats.t.ppf(0.975, 9) == pytest.approx(1.71, abs=0.005)
+
+
+@given(difference_lists, st.floats(0.01, 2))
+def test_equivalence_is_shown_exactly_if_the_interval_lies_within_the_margin(values: list[int], scale: float) -> None:
+    estimate = sequential.estimate_mean_sequentially(np.array(values) / 512)
+    margin = scale * (abs(estimate.value) + estimate.high - estimate.value)
+    p = sequential.compute_sequential_equivalence_p_value(estimate, margin)
+    assert (p < 0.05) is sequential.is_equivalent(estimate, margin) or p == pytest.approx(0.05)
+    assert sequential.compute_sequential_equivalence_p_value(estimate, abs(estimate.value)) == 1.0
+
+
+def test_equivalence_has_no_p_without_a_spread_or_a_margin() -> None:
+    same = sequential.estimate_mean_sequentially([0.1] * 8)
+    assert math.isnan(sequential.compute_sequential_equivalence_p_value(same, 0.2))
+    spread = sequential.estimate_mean_sequentially([0.1, 0.2] * 4)
+    assert math.isnan(sequential.compute_sequential_equivalence_p_value(spread, math.nan))
+
+
+def test_a_mean_at_the_margin_is_rarely_called_equal_at_any_look(equality: Looks) -> None:
+    margin = 1.0  # in standard deviations; the true mean is 1
+    means = equality.means + margin
+    t_at_margin = (margin - np.abs(means)) / equality.errors
+    is_equal = (sequential.compute_e_value(t_at_margin, SEED_COUNTS) >= 1 / 0.05) & (np.abs(means) < margin)
+    assert is_equal.any(axis=1).mean() <= 0.05

@@ -186,6 +186,9 @@ def test_an_output_that_cannot_be_written_is_refused(work_dir: Path, output: str
         ("--steps 3 --kl-values 0,0.2", "--kl-values: 0,0.1 -> 0,0.2"),
         ("--steps 3 --kl-values 0,0.1 --seeds 2", "--seeds: 1 -> 2"),
         ("--steps 3 --kl-values 0,0.1,0.10 --extend", "twice"),
+        ("--steps 3 --kl-values 0,0.1 --baseline-seeds 2", "--baseline-seeds: 1 -> 2"),
+        ("--steps 3 --kl-values 0,0.1 --max-seeds 9", "--max-seeds belongs to --until-resolved"),
+        ("--steps 3 --kl-values 0,0.1 --until-resolved --max-seeds 1", "--max-seeds 1 is not a number from 2"),
     ],
 )
 def test_a_folder_with_another_study_is_left_as_it_is(work_dir: Path, options: str, message: str) -> None:
@@ -404,6 +407,13 @@ def test_extending_is_planned_over_old_and_new(work_dir: Path) -> None:
     answer = type_in("run kl --preset laptop --steps 3 --kl-values 0.2 --seeds 2 --extend --dry-run")
     assert answer.code == 0, answer.err
     assert "6 runs: actor.kl_loss_coef in 0,0.1,0.2; seeds 0,1" in answer.out
+
+
+def test_further_seeds_of_the_baseline_are_planned(work_dir: Path) -> None:
+    answer = type_in("run kl --preset laptop --kl-values 0,0.1 --baseline-seeds 3 --dry-run")
+    assert answer.code == 0, answer.err
+    assert "4 runs: actor.kl_loss_coef in 0,0.1; seeds 0; of the baseline also 1,2" in answer.out
+    assert "with 1 seed per arm and 3 of the baseline, a difference of" in answer.out
 
 
 def test_a_study_goes_on_with_other_gpus(work_dir: Path) -> None:

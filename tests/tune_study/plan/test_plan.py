@@ -11,12 +11,14 @@ from trainable.config.run_config import ConfigError, apply_overrides
 from tune_study.plan.study_plan import (
     PlanError,
     StudyPlan,
+    add_seeds,
     collect_overrides,
     find_changed_settings,
     find_study,
     make_plan,
     parse_bool,
     parse_values,
+    set_max_seeds,
 )
 
 # (experiment name, log, checkpoint folder) of every default value in the published scripts for Qwen2.5-3B.
@@ -128,6 +130,43 @@ def test_presets_bring_their_grid_seeds_and_settings() -> None:
     assert laptop.run == "kl_sweep_sokoban-tiny"
     assert laptop.base_config.actor.kl_loss_type == "low_var_kl"
     assert paper.base_config.actor.kl_loss_type == "kl"
+
+
+def test_further_seeds_of_single_arms_are_runs_after_those_of_all_arms() -> None:
+    plan = add_seeds(make_study_plan("kl", "0,0.1,0.3", seeds=2), {"0": (3, 2, 1), "0.3": (2,)})
+    assert plan.extra_seeds == {"0": (2, 3), "0.3": (2,)}  # seed 1 is one of all arms
+    assert [(spec.seed, spec.arm) for spec in plan.runs[6:]] == [(2, "0"), (2, "0.3"), (3, "0")]
+    assert plan.num_baseline_seeds == 4
+    assert plan.runs[6].run_id == make_study_plan("kl", "0", seeds=3).runs[2].run_id
+    again = add_seeds(plan, {"0.1": (2,)})
+    assert again.extra_seeds == {"0": (2, 3), "0.1": (2,), "0.3": (2,)}
+    assert add_seeds(again, {}).runs == again.runs
+
+
+def test_a_seed_that_no_run_can_have_is_refused() -> None:
+    with pytest.raises(PlanError, match="not distinct numbers from 0 to 400"):
+        add_seeds(make_study_plan("kl", "0,0.1", seeds=1), {"0": (401,)})
+
+
+def test_a_baseline_has_at_least_its_own_number_of_seeds() -> None:
+    kl = STUDIES["kl"]
+    for count, further in ((1, (1, 2)), (3, ())):
+        plan = make_plan(kl, "laptop", "a test", {}, ("0", "0.1"), count, Path("/out"), 3)
+        assert plan.extra_seeds.get("0", ()) == further
+    assert make_plan(kl, "laptop", "a test", {}, ("0.1",), 1, Path("/out"), 3).extra_seeds == {}
+    with pytest.raises(PlanError, match="--baseline-seeds 402 is above the maximum: type --baseline-seeds 401"):
+        make_plan(kl, "laptop", "a test", {}, ("0", "0.1"), 1, Path("/out"), 402)
+
+
+def test_seeds_are_added_only_where_there_is_something_to_compare() -> None:
+    assert set_max_seeds(make_study_plan("kl", "0,0.1", seeds=3), 4).max_seeds == 4
+    for max_seeds in (3, 0, 402):
+        with pytest.raises(PlanError, match=f"--max-seeds {max_seeds} is not a number from 4"):
+            set_max_seeds(make_study_plan("kl", "0,0.1", seeds=3), max_seeds)
+    with pytest.raises(PlanError, match="the study has no other arm: choose other values of --kl-values"):
+        set_max_seeds(make_study_plan("kl", "0"), 20)
+    with pytest.raises(PlanError, match="the baseline 0, and the study has it not among its arms"):
+        set_max_seeds(make_study_plan("kl", "0.1,0.3"), 20)
 
 
 def test_what_was_typed_wins_over_study_and_preset() -> None:

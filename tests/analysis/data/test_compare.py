@@ -1,0 +1,114 @@
+"""Tests of comparisons where seeds were added after a look: a test that holds at all looks, and its words."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from analysis.data.compare import has_added_seeds
+from analysis.data.frames import to_records
+from analysis.data.load import load
+from analysis.report.pages import list_open_arms
+from analysis.sandbox.contrasts import compute_contrasts
+from analysis.sandbox.page import make_notes
+from analysis.sandbox.tables import compute_differences
+from analysis.stats.sequential import compute_e_value, find_fewest_seeds
+from tests.fakes.sandbox_folders import FakeStudy, make_seed_runs, write_sandbox
+
+BASELINE = (0.30, 0.34, 0.35, 0.31, 0.33, 0.36, 0.32, 0.35)
+# Paired differences: near -.2, exactly 0 on average with a small spread, and 0 with a large one.
+SHIFTS = {
+    "apart": (-0.20, -0.21, -0.19, -0.20, -0.18, -0.22, -0.20, -0.20),
+    "same": (0.004, -0.004, 0.003, -0.003, 0.002, -0.002, 0.004, -0.004),
+    "unclear": (0.05, -0.04, 0.06, -0.07, 0.03, -0.03, 0.02, -0.02),
+}
+
+
+def write_study(folder: Path, num_seeds: int, **study_fields: Any) -> Path:
+    arms = {"DG": BASELINE} | {arm: np.add(BASELINE, shifts).tolist() for arm, shifts in SHIFTS.items()}
+    runs = [run for arm, ends in arms.items() for run in make_seed_runs(arm, ends[:num_seeds])]
+    contrasts = [{"name": "apart from DG", "pairs": [["apart", "DG"]]}, {"name": "same", "pairs": [["same", "DG"]]}]
+    return write_sandbox(folder, runs, FakeStudy("some-study", extra={"contrasts": contrasts, **study_fields}))
+
+
+def get_row(folder: Path, arm: str) -> dict[str, Any]:
+    table = compute_differences(load(folder))
+    (row,) = [row for row in to_records(table) if (row["arm"], row["column"]) == (arm, "late_test_error")]
+    return row
+
+
+@pytest.mark.parametrize(
+    ("study", "expected"),
+    [
+        ({}, False),
+        ({"seeds": [0, 1, 2], "planned_seeds": 3}, False),
+        ({"seeds": [0, 1, 2], "planned_seeds": 2}, True),
+        ({"seeds": [0, 1, 2], "planned_seeds": 3, "max_seeds": 20}, True),
+        # The further seeds of a baseline are planned.
+        ({"seeds": [0], "planned_seeds": 1, "extra_seeds": {"0": [1, 2]}, "max_seeds": None}, False),
+    ],
+)
+def test_seeds_beyond_the_planned_ones_were_added(study: dict[str, Any], expected: bool) -> None:
+    assert has_added_seeds(study) is expected
+
+
+def test_a_verdict_after_added_seeds_is_that_of_the_e_values(tmp_path: Path) -> None:
+    row = get_row(write_study(tmp_path, 8, planned_seeds=3), "apart")
+    differences = np.array(SHIFTS["apart"])
+    t = differences.mean() / (differences.std(ddof=1) / math.sqrt(8))
+    assert row["p"] == pytest.approx(1 / float(compute_e_value(t, 8)))
+    assert row["difference"] == pytest.approx(differences.mean())
+    # At the ends of the interval, e is the number of arms divided by 0.05.
+    t_at_end = (row["difference_high"] - row["difference"]) / row["se"]
+    assert float(compute_e_value(t_at_end, 8)) == pytest.approx(3 / 0.05)
+    assert row["verdict"] == "better"
+    assert row["basis"] == "over 8 seeds, with a test that is valid at every look"
+
+
+def test_all_words_exist_after_added_seeds(tmp_path: Path) -> None:
+    folder = write_study(tmp_path, 8, planned_seeds=3)
+    assert {arm: get_row(folder, arm)["verdict"] for arm in SHIFTS} == {
+        "apart": "better",
+        "same": "equal",
+        "unclear": "open",
+    }
+    assert list_open_arms(load(folder)) == ["unclear"]
+    # The same seeds, all of them planned, are judged with the noise of all arms.
+    row = get_row(write_study(tmp_path / "planned", 8, planned_seeds=8), "apart")
+    assert row["basis"] == "over 8 seeds, with the noise of all arms"
+
+
+def test_with_too_few_seeds_every_arm_is_open_and_the_row_says_why(tmp_path: Path) -> None:
+    folder = write_study(tmp_path, 3, planned_seeds=3, max_seeds=20)
+    row = get_row(folder, "apart")
+    assert find_fewest_seeds(3) == 6
+    assert row["basis"] == "over 3 seeds, of which a test that is valid at every look needs 6"
+    assert (row["verdict"], math.isnan(row["difference_low"])) == ("open", True)
+    assert list_open_arms(load(folder)) == list(SHIFTS)
+
+
+def test_contrasts_after_added_seeds_are_tested_at_all_looks_too(tmp_path: Path) -> None:
+    table = compute_contrasts(load(write_study(tmp_path, 8, planned_seeds=3)))
+    rows = {row["contrast"]: row for row in to_records(table) if row["column"] == "late_test_error"}
+    row = rows["apart from DG"]
+    t_at_end = (row["difference_high"] - row["difference"]) / row["se"]
+    assert float(compute_e_value(t_at_end, 8)) == pytest.approx(2 / 0.05)  # of two contrasts
+    assert (row["verdict"], rows["same"]["verdict"]) == ("better", "equal")
+
+
+def test_the_report_says_how_often_was_looked(tmp_path: Path) -> None:
+    looks = [{"at": "2026-01-02T03:04:05+00:00", "runs": 4 * seeds, "seeds": seeds} for seeds in (3, 6, 8)]
+    notes = make_notes(load(write_study(tmp_path, 8, planned_seeds=3, max_seeds=20, looks=looks)))
+    assert (
+        "Seeds are added to open arms, up to 20 per arm. It was looked at 3 times, with up to 3, 6, 8 seeds per arm. "
+        "Verdicts use a test that keeps its error rate over all looks together. It is weaker than a test of a number "
+        "of seeds that was fixed before the first run: a study of few seeds can be less decided after more were added."
+    ) in notes
+    notes = make_notes(load(write_study(tmp_path / "extended", 8, planned_seeds=3)))
+    assert any(
+        line.startswith("Seeds were added after a look: 3 were planned, and now there are 8. ") for line in notes
+    )
+    notes = make_notes(load(write_study(tmp_path / "planned", 8, planned_seeds=8)))
+    assert not any("look" in note for note in notes)

@@ -1,0 +1,134 @@
+"""Tests of studies with further seeds of single arms: what study.json keeps, looks, and which arms get more seeds."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_spaces import STUDIES
+from tests.fakes.sandbox_folders import FakeStudy, make_seed_runs, write_sandbox
+from trainable.files.json_values import read_object, write_object
+from tune_study.folder.outputs import record_look, write_study
+from tune_study.folder.statuses import RunStatus
+from tune_study.folder.study_file import merge_with_folder, plan_from_folder
+from tune_study.plan.study_plan import PlanError, StudyPlan, add_seeds, make_plan, set_max_seeds
+from tune_study.tune.looks import plan_next_look
+
+BASELINE = (0.30, 0.34, 0.35, 0.31, 0.33, 0.36, 0.32, 0.35)
+
+
+def make_kl_plan(output: Path, values: tuple[str, ...] = ("0", "0.1"), seeds: int = 1) -> StudyPlan:
+    return make_plan(STUDIES["kl"], "laptop", "a test", {}, values, seeds, output)
+
+
+def write_plan(output: Path) -> StudyPlan:
+    plan = replace(add_seeds(make_kl_plan(output), {"0": (1, 2), "0.1": (1,)}), max_seeds=7)
+    write_study(plan)
+    return plan
+
+
+def test_a_study_keeps_its_further_seeds_and_its_maximum(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path)
+    plan_again = plan_from_folder(plan.folder)
+    assert (plan_again.extra_seeds, plan_again.max_seeds) == ({"0": (1, 2), "0.1": (1,)}, 7)
+    assert plan_again.runs == plan.runs
+
+
+def test_the_command_of_the_first_start_continues_the_further_seeds(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path)
+    merged_plan = merge_with_folder(make_kl_plan(tmp_path, ("0", "0.10")), extend=False)
+    assert (merged_plan.runs, merged_plan.max_seeds) == (plan.runs, 7)
+    # A larger number of seeds includes the further ones that it reaches.
+    merged_plan = merge_with_folder(make_kl_plan(tmp_path, seeds=2), extend=True)
+    assert (merged_plan.seeds, merged_plan.extra_seeds) == ((0, 1), {"0": (2,)})
+    merged_plan = merge_with_folder(set_max_seeds(make_kl_plan(tmp_path), 9), extend=False)
+    assert (merged_plan.max_seeds, merged_plan.runs) == (9, plan.runs)
+
+
+@pytest.mark.parametrize(
+    "extra_seeds", [{"0.7": [1]}, {"0": [500]}, {"0": [-1]}, {"0": ["one"]}, [1], {"0": 1}, {"0": None}]
+)
+def test_further_seeds_that_no_study_has_are_refused(tmp_path: Path, extra_seeds: Any) -> None:
+    path = write_plan(tmp_path).folder / "study.json"
+    write_object(path, {**read_object(path), "extra_seeds": extra_seeds})
+    with pytest.raises(PlanError, match=r"study\.json"):
+        plan_from_folder(path.parent)
+
+
+def read_looks(plan: StudyPlan) -> list[tuple[int, int]]:
+    return [(look["runs"], look["seeds"]) for look in read_object(plan.folder / "study.json")["looks"]]
+
+
+def make_ends(plan: StudyPlan, count: int) -> list[RunStatus]:
+    """The first `count` runs have ended, and the others were interrupted."""
+    return [
+        RunStatus(spec.run_id, "completed" if index < count else "interrupted") for index, spec in enumerate(plan.runs)
+    ]
+
+
+def test_a_look_is_recorded_once_for_the_same_results(tmp_path: Path) -> None:
+    plan = make_kl_plan(tmp_path, seeds=3)
+    write_study(plan)
+    record_look(plan, make_ends(plan, 0))
+    assert read_looks(plan) == []
+    for count in (2, 2, 6):
+        record_look(plan, make_ends(plan, count))
+    assert read_looks(plan) == [(2, 1), (6, 3)]
+    # A later start keeps them, and further runs of the baseline alone are no look at more seeds of an arm.
+    plan = add_seeds(plan, {"0": (3, 4)})
+    write_study(plan)
+    record_look(plan, make_ends(plan, 8))
+    assert read_looks(plan) == [(2, 1), (6, 3), (8, 3)]
+
+
+def test_a_damaged_study_json_is_left_to_the_next_start(tmp_path: Path) -> None:
+    plan = make_kl_plan(tmp_path)
+    write_study(plan)
+    (plan.folder / "study.json").write_text("{")
+    record_look(plan, make_ends(plan, 2))
+    assert (plan.folder / "study.json").read_text() == "{"
+
+
+def write_results(output: Path, arms: dict[str, Sequence[float]], num_seeds: int) -> StudyPlan:
+    """Write runs of arms whose errors are those of the baseline plus shifts; return the plan of their study."""
+    errors = {"GRPO": BASELINE, **{arm: [a + b for a, b in zip(BASELINE, arms[arm], strict=True)] for arm in arms}}
+    runs = [run for arm, ends in errors.items() for run in make_seed_runs(arm, ends[:num_seeds])]
+    study = FakeStudy("influence", baseline="GRPO", extra={"planned_seeds": 3, "max_seeds": 8})
+    folder = write_sandbox(output, runs, study)
+    plan = set_max_seeds(make_plan(STUDIES["influence"], "laptop", "a test", {}, tuple(errors), 3, output), 8)
+    return replace(add_seeds(plan, dict.fromkeys(errors, range(num_seeds))), folder=folder)
+
+
+APART, UNCLEAR = [-0.2, -0.21, -0.19, -0.2, -0.18, -0.22, -0.2, -0.2], [0.05, -0.04, 0.06, -0.07, 0.03, -0.03, 0.02, 0]
+
+
+def test_open_arms_and_the_baseline_get_the_seeds_that_a_verdict_needs(tmp_path: Path) -> None:
+    plan = write_results(tmp_path, {"DG": APART, "TPO": UNCLEAR}, 3)
+    next_plan, line = plan_next_look(plan, max_concurrent=2)
+    assert next_plan is not None
+    assert next_plan.extra_seeds == dict.fromkeys(("GRPO", "DG", "TPO"), (3, 4, 5))  # 2 comparisons need 6 seeds
+    assert line == "Open: DG, TPO. These arms and the baseline get the seeds 0 to 5."
+
+
+@pytest.mark.parametrize(("max_concurrent", "further"), [(2, (6,)), (5, (6, 7))])
+def test_an_arm_with_a_verdict_gets_no_more_seeds(
+    tmp_path: Path, max_concurrent: int, further: tuple[int, ...]
+) -> None:
+    plan = write_results(tmp_path, {"DG": APART, "TPO": UNCLEAR}, 6)
+    next_plan, line = plan_next_look(plan, max_concurrent)
+    assert next_plan is not None
+    assert {arm: seeds[3:] for arm, seeds in next_plan.extra_seeds.items()} == {
+        "GRPO": further,
+        "DG": (),
+        "TPO": further,
+    }
+    assert line == f"Open: TPO. This arm and the baseline get the seeds 0 to {further[-1]}."
+
+
+def test_looking_ends_with_the_last_verdict_or_the_last_seed(tmp_path: Path) -> None:
+    plan = write_results(tmp_path / "resolved", {"DG": APART}, 6)
+    assert plan_next_look(plan, 2) == (None, "Every arm has a verdict: no seed is added.")
+    plan = write_results(tmp_path / "open", {"DG": APART, "TPO": UNCLEAR}, 8)
+    assert plan_next_look(plan, 2) == (None, "Open: TPO, after 8 seeds per arm, the maximum (--max-seeds).")
