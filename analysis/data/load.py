@@ -186,6 +186,10 @@ def _read_run_files(folder: Path, listed_header: Row, default_steps: int | None,
     status = find_valid_object(folder / "status.json")
     lines = RunLines.read(folder)
     rows = lines.list_rows(family.first_step)
+    # A study starts after each of its runs has a run.json, so one without it lost it.
+    if rows and not (folder / "run.json").exists():
+        message = f"{folder / 'run.json'} is missing, so the settings of this run are not known."
+        warnings.warn(message, DamageWarning, stacklevel=2)
     # Without run.json, the run has the number of steps of the study. No axis of a declared study changes this number.
     steps_total = _find_steps_total(header.get("config")) or default_steps
     if not status and rows:  # without status.json, the last row tells which rule stopped the run

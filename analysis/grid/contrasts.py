@@ -6,7 +6,8 @@ import pandas as pd
 
 from analysis.grid.layout import Grid
 from analysis.grid.measures import MEASURES
-from analysis.stats.estimates import mean_over_seeds
+from analysis.stats.estimates import Estimate
+from analysis.stats.noise import Noise, estimate_paired_contrast, fit_noise
 
 
 def list_switches(grid: Grid) -> list[str]:
@@ -18,9 +19,12 @@ def compare_switch(grid: Grid, table: pd.DataFrame, setting: str) -> pd.DataFram
     """Compare runs with a switch on to runs with it off, in pairs of scored runs with the same seed and equal settings.
 
     One row per measure and combination of text factors (such as the loss): group (those values; "" without such a
-    factor), measure, pairs, off, on (means over pairs), difference (on minus off), low, high (t interval over pairs,
-    with three or more), higher (pairs in which on is above off), stopped_off, stopped_on (runs in these pairs that a
-    rule stopped). table: from `layout.make_member_table`.
+    factor), measure, pairs, seeds, off, on (means over pairs), difference (on minus off), low, high (95 % interval),
+    higher (pairs in which on is above off), stopped_off, stopped_on (runs in these pairs that a rule stopped).
+
+    Pairs of one seed share its random numbers, so each seed gives one number, the mean over its pairs. The interval is
+    over these numbers, with the noise of all points of the grid; a grid of one seed has none. table: from
+    `layout.make_member_table`.
     """
     # One contrast per loss: a switch may act differently under each, and a mean over them would hide that.
     word_settings = [name for name in grid.panels if isinstance(grid.factor_values[name][0], str)]
@@ -30,28 +34,43 @@ def compare_switch(grid: Grid, table: pd.DataFrame, setting: str) -> pd.DataFram
     off_rows, on_rows = (home_rows[home_rows[setting] == value] for value in (False, True))
     pairs = off_rows.merge(on_rows, on=[*keys, "seed"], suffixes=("_off", "_on"))
     pair_groups = pairs.groupby(word_settings, sort=False) if word_settings else [("", pairs)]
-    rows = [_make_contrast_row(group, rows, measure.name) for group, rows in pair_groups for measure in MEASURES]
+    noise = {measure.name: _fit_noise(home_rows, measure.name) for measure in MEASURES}
+    rows = [
+        _make_contrast_row(group, rows, measure.name, noise[measure.name])
+        for group, rows in pair_groups
+        for measure in MEASURES
+    ]
     return pd.DataFrame([row for row in rows if row["pairs"]])
 
 
-def _make_contrast_row(group: Any, pairs: pd.DataFrame, measure: str) -> dict[str, Any]:
+def _fit_noise(rows: pd.DataFrame, measure: str) -> Noise:
+    """The noise of a measure, from the points of the grid that have runs of several seeds."""
+    values = rows.pivot_table(index="arm", columns="seed", values=measure)
+    return fit_noise(values.to_numpy(dtype=float)) if values.size else Noise(None, None)
+
+
+def _make_contrast_row(group: Any, pairs: pd.DataFrame, measure: str, noise: Noise) -> dict[str, Any]:
     complete_pairs = pairs.dropna(subset=[f"{measure}_off", f"{measure}_on"])
     difference = complete_pairs[f"{measure}_on"] - complete_pairs[f"{measure}_off"]
-    estimate = mean_over_seeds(difference)
-    # As everywhere in a report, an interval needs three numbers.
-    interval_bounds = (
-        {"low": estimate.low, "high": estimate.high}
-        if len(complete_pairs) >= 3
-        else {"low": float("nan"), "high": float("nan")}
+    by_seed = difference.groupby(complete_pairs["seed"])
+    # Of m pairs without a common run, each run has the weight 1/m.
+    weight_norm = float((2 / by_seed.size()).mean()) if len(difference) else float("nan")
+    # The baseline's further seeds show the noise of runs, but a contrast of one seed would have nothing but that.
+    estimate = (
+        estimate_paired_contrast(by_seed.mean(), noise, weight_norm)
+        if len(by_seed) > 1
+        else Estimate(float(difference.mean()), n=len(by_seed))
     )
     return {
         "group": ", ".join(group) if isinstance(group, tuple) else group,
         "measure": measure,
         "pairs": len(complete_pairs),
+        "seeds": estimate.n,
         "off": complete_pairs[f"{measure}_off"].mean(),
         "on": complete_pairs[f"{measure}_on"].mean(),
-        "difference": difference.mean(),
-        **interval_bounds,
+        "difference": estimate.value,
+        "low": estimate.low,
+        "high": estimate.high,
         "higher": int((difference > 0).sum()),
         "stopped_off": int((complete_pairs["status_off"] == "early_stopped").sum()),
         "stopped_on": int((complete_pairs["status_on"] == "early_stopped").sum()),

@@ -10,6 +10,9 @@ gradient of a distance.
 Only runs with otherwise equal settings are compared. A set is the runs of one loss that differ only in the coefficient.
 Two sets of different losses match if all other settings and the seed are equal. All runs of matching sets are measured
 over the same steps, the last quarter of the steps that all of them have, because a stopped run moved for fewer steps.
+
+Sets of one seed share its random numbers, and often a run, so intervals are over seeds: each seed gives one number, the
+mean over its sets. A grid of one seed has none.
 """
 
 from typing import Any
@@ -20,7 +23,8 @@ from scipy import stats
 
 from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL
 from analysis.data.frames import StudyFrames, to_records
-from analysis.stats.estimates import Estimate, mean_over_seeds, spearman_trend
+from analysis.stats.estimates import MIN_SEEDS, Estimate, spearman_trend
+from analysis.stats.noise import make_estimate
 from analysis.sweep.verdicts import format_interval, format_p_value, format_signed
 
 K1_NAMES = ("kl", "k1")
@@ -29,26 +33,25 @@ FORM_COLUMN, COEFFICIENT_COLUMN, SWITCH_COLUMN = (
     "config/actor.kl_loss_coef",
     "config/actor.use_kl_loss",
 )
-MIN_SETS = 3  # as `compare.MIN_SEEDS`
-NO_INTERVAL_TEXT = "(no interval with fewer than three sets)"
+NO_INTERVAL_TEXT = "(no interval with fewer than three seeds that differ)"
 # Start of the last quarter of training. Earlier, runs have not yet moved as far from the reference as they will.
 _LATE_START = 0.75
 
 
 def make_kl_table(frames: StudyFrames) -> pd.DataFrame:
-    """One row per scored run with a KL loss: run_id, form, coefficient, match, status, first_step, last_step, kl.
+    """One row per scored run with a KL loss: run_id, form, coefficient, match, seed, status, first_step, last_step, kl.
 
     match: id of the combination of all other settings and the seed. kl: mean of `kl_to_reference` (nats) over
     first_step to last_step. Empty if the study lacks the settings or the column.
     """
-    columns = ["run_id", "form", "coefficient", "match", "status", "first_step", "last_step", "kl"]
+    columns = ["run_id", "form", "coefficient", "match", "seed", "status", "first_step", "last_step", "kl"]
     trials, steps = frames.trials, frames.steps.dropna(subset="kl_to_reference")
     if not {FORM_COLUMN, COEFFICIENT_COLUMN, SWITCH_COLUMN} <= set(trials) or steps.empty:
         return pd.DataFrame(columns=columns)
     # Runs with use_kl_loss=False may have a reference pass for the penalty in the reward, which is another question.
     has_kl = trials[SWITCH_COLUMN].fillna(False).astype(bool) & trials["status"].isin(SCORED_STATUSES)
     runs = trials[has_kl & trials["run_id"].isin(steps["run_id"])]
-    table = runs[["run_id", "status"]].assign(
+    table = runs[["run_id", "seed", "status"]].assign(
         form=runs[FORM_COLUMN], coefficient=runs[COEFFICIENT_COLUMN].astype(float)
     )
     table["match"] = _assign_match_ids(runs)
@@ -77,7 +80,7 @@ def _assign_match_ids(runs: pd.DataFrame) -> Any:
 
 
 def compute_correlations(table: pd.DataFrame) -> pd.DataFrame:
-    """One row per set of at least three coefficients: form, match, runs, rho. table: from `make_kl_table`.
+    """One row per set of at least three coefficients: form, match, seed, runs, rho. table: from `make_kl_table`.
 
     rho: Spearman's correlation of KL to the reference with the coefficient. At -1, KL falls at every increase.
     """
@@ -86,16 +89,17 @@ def compute_correlations(table: pd.DataFrame) -> pd.DataFrame:
     for (form, match), runs in table.groupby(["form", "match"], sort=False):
         if runs["coefficient"].nunique() >= 3 and runs["kl"].nunique() > 1:
             rho = float(stats.spearmanr(runs["coefficient"], runs["kl"]).statistic)
-            rows.append({"form": form, "match": match, "runs": len(runs), "rho": rho})
-    return pd.DataFrame(rows, columns=["form", "match", "runs", "rho"])
+            rows.append({"form": form, "match": match, "seed": runs["seed"].iloc[0], "runs": len(runs), "rho": rho})
+    return pd.DataFrame(rows, columns=["form", "match", "seed", "runs", "rho"])
 
 
 def summarize_anchoring(table: pd.DataFrame, generator: np.random.Generator) -> pd.DataFrame:
     """One row per form of the loss: the trend of KL to the reference with the coefficient. table: from `make_kl_table`.
 
-    Columns: form, sets, runs, early_stopped, rho (mean over sets; rho_low and rho_high are its t interval over sets,
-    with three or more), p (from permuting KL within sets), smallest, kl_smallest, largest, kl_largest (coefficients,
-    and the geometric mean of KL at each, in nats), first_step, last_step (range of the measured steps).
+    Columns: form, sets, seeds, runs, early_stopped, rho (mean over seeds of the mean over a seed's sets; rho_low and
+    rho_high are its t interval over seeds, with three or more), p (from permuting KL within sets), smallest,
+    kl_smallest, largest, kl_largest (coefficients, and the geometric mean of KL at each, in nats), first_step,
+    last_step (range of the measured steps).
     """
     rhos = compute_correlations(table)
     rows = []
@@ -103,12 +107,13 @@ def summarize_anchoring(table: pd.DataFrame, generator: np.random.Generator) -> 
         runs = table[(table["form"] == form) & table["match"].isin(form_rhos["match"])]
         # Ranks relative to the size of the set, so that sets of different sizes can be pooled.
         kl_ranks = runs.groupby("match")["kl"].rank() / (1 + runs.groupby("match")["kl"].transform("size"))
-        rho_estimate = _estimate_over_sets(form_rhos["rho"])
+        rho_estimate = _estimate_over_seeds(form_rhos.set_index("seed")["rho"], limit=1.0)
         coefficient_range = {"smallest": runs["coefficient"].min(), "largest": runs["coefficient"].max()}
         rows.append(
             {
                 "form": form,
                 "sets": len(form_rhos),
+                "seeds": rho_estimate.n,
                 "runs": len(runs),
                 "early_stopped": int((runs["status"] == "early_stopped").sum()),
                 "rho": rho_estimate.value,
@@ -127,12 +132,18 @@ def summarize_anchoring(table: pd.DataFrame, generator: np.random.Generator) -> 
     return pd.DataFrame(rows)
 
 
-def _estimate_over_sets(values: Any) -> Estimate:
-    """Mean of rank correlations. Its interval is cut to [-1, 1]; with fewer than three sets there is none."""
-    estimate = mean_over_seeds(values)
-    if estimate.n < MIN_SETS:
-        return Estimate(float(np.mean(values)), n=estimate.n)
-    return estimate._replace(low=max(estimate.low, -1.0), high=min(estimate.high, 1.0))
+def _estimate_over_seeds(values: "pd.Series[float]", limit: float) -> Estimate:
+    """Mean over seeds of the mean of a seed's values, with its t interval, cut to [-limit, limit].
+
+    values: indexed by seed. There is no interval with fewer than `MIN_SEEDS` seeds, or if all of them are equal.
+    """
+    per_seed = values.groupby(level=0).mean()
+    if len(per_seed) < MIN_SEEDS:
+        return Estimate(float(per_seed.mean()), n=len(per_seed))
+    squared_error = float(per_seed.var(ddof=1)) / len(per_seed)
+    estimate = make_estimate(float(per_seed.mean()), squared_error, len(per_seed) - 1, len(per_seed))
+    # np.maximum and np.minimum keep a missing bound (NaN).
+    return estimate._replace(low=float(np.maximum(estimate.low, -limit)), high=float(np.minimum(estimate.high, limit)))
 
 
 def _geometric_mean(values: "pd.Series[float]") -> float:
@@ -145,29 +156,32 @@ def _geometric_mean(values: "pd.Series[float]") -> float:
 
 
 def compare_to_k1(table: pd.DataFrame) -> pd.DataFrame:
-    """Compare each other form with k1 over matching sets: form, sets, difference, low, high.
+    """Compare each other form with k1 over matching sets: form, sets, seeds, difference, low, high.
 
     table: from `make_kl_table`.
 
-    difference: mean of rho of k1 minus rho of the form. It is positive if KL falls with the coefficient of the form,
-    and falls less or not at all with the coefficient of k1. low, high: t interval over sets, cut to [-2, 2]; missing
-    with fewer than three sets.
+    difference: mean over seeds of the mean over a seed's sets of rho of k1 minus rho of the form. It is positive if KL
+    falls with the coefficient of the form, and falls less or not at all with the coefficient of k1. low, high: t
+    interval over seeds, cut to [-2, 2]; missing with fewer than three.
     """
-    rhos = compute_correlations(table).pivot_table(index="match", columns="form", values="rho")
+    rhos = compute_correlations(table).pivot_table(index=["seed", "match"], columns="form", values="rho")
     k1 = next((form for form in K1_NAMES if form in rhos), None)
     rows = []
     for form in [name for name in dict.fromkeys(table["form"]) if name in rhos and name != k1] if k1 else []:
         rho_differences = (rhos[k1] - rhos[form]).dropna()
         if len(rho_differences):
-            estimate = (
-                mean_over_seeds(rho_differences)
-                if len(rho_differences) >= MIN_SETS
-                else Estimate(float(rho_differences.mean()))
+            estimate = _estimate_over_seeds(rho_differences.droplevel("match"), limit=2.0)
+            rows.append(
+                {
+                    "form": form,
+                    "sets": len(rho_differences),
+                    "seeds": estimate.n,
+                    "difference": estimate.value,
+                    "low": estimate.low,
+                    "high": estimate.high,
+                }
             )
-            # A difference of two correlations lies in [-2, 2]. np.maximum and np.minimum keep a missing bound (NaN).
-            interval_bounds = {"low": np.maximum(estimate.low, -2.0), "high": np.minimum(estimate.high, 2.0)}
-            rows.append({"form": form, "sets": len(rho_differences), "difference": estimate.value, **interval_bounds})
-    return pd.DataFrame(rows, columns=["form", "sets", "difference", "low", "high"])
+    return pd.DataFrame(rows, columns=["form", "sets", "seeds", "difference", "low", "high"])
 
 
 def describe_anchoring(trends: pd.DataFrame, differences: pd.DataFrame) -> list[str]:
@@ -193,18 +207,19 @@ def describe_anchoring(trends: pd.DataFrame, differences: pd.DataFrame) -> list[
 
 def _is_falling(row: dict[str, Any]) -> bool:
     """Whether KL to the reference falls significantly with the coefficient."""
-    return bool(row["rho_high"] < 0 and row["p"] < SIGNIFICANCE_LEVEL)
+    return bool(row["rho"] < 0 and row["p"] < SIGNIFICANCE_LEVEL)
 
 
 def _describe_trend(row: dict[str, Any]) -> str:
-    is_rising = row["rho_low"] > 0 and row["p"] < SIGNIFICANCE_LEVEL
+    is_rising = row["rho"] > 0 and row["p"] < SIGNIFICANCE_LEVEL
     verb = "falls" if _is_falling(row) else "rises" if is_rising else "neither clearly falls nor clearly rises"
     interval_text = format_interval(row["rho_low"], row["rho_high"], decimals=2) or NO_INTERVAL_TEXT
     stopped_text = f"{row['early_stopped']} of them stopped by a rule" if row["early_stopped"] else "none stopped"
     return (
         f"Under the loss {row['form']}, KL to the reference {verb} with the coefficient: the mean rank correlation is "
         f"{format_signed(row['rho'], decimals=2)} {interval_text} over {row['sets']} sets of runs that differ only in "
-        f"the coefficient, {row['runs']} runs in all ({stopped_text}), permutation {format_p_value(row['p'])}. The KL "
+        f"the coefficient, {row['runs']} runs of {_count_seeds(row)} in all ({stopped_text}), permutation "
+        f"{format_p_value(row['p'])}. The KL "
         f"is {row['kl_smallest']:.2g} nats at the coefficient {row['smallest']:g} and {row['kl_largest']:.2g} nats at "
         f"{row['largest']:g}."
     )
@@ -222,7 +237,10 @@ def _describe_differences(rows: list[dict[str, Any]], falling_forms: set[str]) -
 def _describe_difference(row: dict[str, Any], is_anchoring: bool) -> str:
     """is_anchoring: KL to the reference falls with the coefficient of this form, and does not fall with that of k1."""
     interval_text = format_interval(row["low"], row["high"], decimals=2) or NO_INTERVAL_TEXT
-    estimate_text = f"{format_signed(row['difference'], decimals=2)} {interval_text} over {row['sets']} matching sets"
+    estimate_text = (
+        f"{format_signed(row['difference'], decimals=2)} {interval_text} over {row['sets']} matching sets of "
+        f"{_count_seeds(row)}"
+    )
     # A lower correlation alone may mean that KL rises less than under k1: anchoring also needs that it falls.
     if row["low"] > 0 and is_anchoring:
         statement = f"At the same coefficients, {row['form']} pulls the policy toward the reference and k1 does not"
@@ -232,6 +250,12 @@ def _describe_difference(row: dict[str, Any], is_anchoring: bool) -> str:
         )
     elif row["high"] < 0:
         statement = f"KL to the reference falls more with the coefficient of k1 than with that of {row['form']}"
+    elif np.isnan(row["low"]):
+        statement = f"Whether k1 and {row['form']} differ is open: that needs an interval over seeds"
     else:
         statement = f"There is no clear difference between k1 and {row['form']} in this grid"
     return f"{statement}: the rank correlation of k1 minus that of {row['form']} is {estimate_text}."
+
+
+def _count_seeds(row: dict[str, Any]) -> str:
+    return f"{row['seeds']} seed{'' if row['seeds'] == 1 else 's'}"

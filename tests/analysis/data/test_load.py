@@ -424,7 +424,7 @@ def test_a_damaged_status_is_named_and_the_rows_say_how_the_run_ended(
     assert diff_frames(frames.trials[names], expected.trials[names]) == []
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", [*DAMAGES, Path.unlink])
 def test_a_damaged_run_json_is_named_and_the_rows_are_read(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     run = FakeRun("0.1", steps=3)
     folder = write_study(tmp_path, [FakeRun("0", steps=3), run], SHORT)

@@ -91,7 +91,7 @@ def test_nothing_is_claimed_without_runs_of_k1(tmp_path: Path) -> None:
     assert describe(kl_anchoring.make_kl_table(unmeasured)) == ""
 
 
-def make_table(rhos: dict[str, list[list[float]]]) -> pd.DataFrame:
+def make_table(rhos: dict[str, list[list[float]]], sets_per_seed: int = 1) -> pd.DataFrame:
     """Make a table of the measured KL (nats) of each form, with one list per set, over rising coefficients."""
     rows = [
         {
@@ -99,6 +99,7 @@ def make_table(rhos: dict[str, list[list[float]]]) -> pd.DataFrame:
             "form": form,
             "coefficient": 10.0**index,
             "match": match,
+            "seed": match // sets_per_seed,
             "status": "completed",
             "first_step": 1,
             "last_step": 4,
@@ -119,23 +120,40 @@ def test_the_difference_is_paired_and_signed() -> None:
     assert row["difference"] == pytest.approx((2 + 2 + 1.8) / 3)
     assert 0 < row["low"] < row["difference"] <= row["high"] <= 2
     assert "and k1 does not" in describe(make_table({"kl": [rises, rises, mixed], "mse": [falls, falls, falls]}))
-    table_of_two_sets = kl_anchoring.compare_to_k1(make_table({"kl": [rises, mixed], "mse": [falls, falls]}))
-    assert np.isnan(
-        table_of_two_sets["low"].iloc[0]
-    )  # with fewer than three sets there is no interval and no clear difference
-    assert "There is no clear difference between k1 and mse" in describe(
-        make_table({"kl": [rises, mixed], "mse": [falls, falls]})
+    per_seed = np.array([2, 2, 1.8])
+    assert row["low"] == pytest.approx(per_seed.mean() - 4.302653 * per_seed.std(ddof=1) / np.sqrt(3))
+    table_of_two_seeds = make_table({"kl": [rises, mixed], "mse": [falls, falls]})
+    assert np.isnan(kl_anchoring.compare_to_k1(table_of_two_seeds)["low"].iloc[0])
+    assert "Whether k1 and mse differ is open: that needs an interval over seeds" in describe(table_of_two_seeds)
+
+
+def test_sets_of_one_seed_are_not_independent() -> None:
+    """Twelve sets of one seed have no interval, and twelve of three seeds have that of three numbers."""
+    falls, rises, mixed = [4.0, 3.0, 2.0, 1.0], [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 3.0]
+    forms = {"kl": [rises] * 4 + [mixed] * 4 + [rises, mixed] * 2, "mse": [falls] * 12}
+    (row,) = kl_anchoring.compare_to_k1(make_table(forms, sets_per_seed=12)).to_dict("records")
+    assert (row["sets"], row["seeds"], np.isnan(row["low"])) == (12, 1, True)
+    (row,) = kl_anchoring.compare_to_k1(make_table(forms, sets_per_seed=4)).to_dict("records")
+    per_seed = np.array([2, 1.8, 1.9])
+    assert (row["sets"], row["seeds"]) == (12, 3)
+    assert row["high"] == pytest.approx(min(2, per_seed.mean() + 4.302653 * per_seed.std(ddof=1) / np.sqrt(3)))
+    trends = kl_anchoring.summarize_anchoring(make_table(forms, 12), np.random.default_rng(0)).set_index("form")
+    assert np.isnan(trends.loc["kl", "rho_low"])
+    # The permutations of runs within sets need no interval over seeds.
+    assert trends.loc["mse", "p"] < 0.001
+    assert "falls with the coefficient: the mean rank correlation is −1.00 (no interval" in describe(
+        make_table(forms, 12)
     )
 
 
 def test_anchoring_is_claimed_only_where_kl_falls_with_the_form_and_not_with_k1() -> None:
-    rises, mostly_rises = [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 3.0]
-    text_of_rising = describe(make_table({"kl": [rises] * 12, "mse": [mostly_rises] * 12}))
-    text_of_falling = describe(make_table({"kl": [mostly_rises[::-1]] * 12, "mse": [rises[::-1]] * 12}))
+    rises, mostly_rises, less = [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 3.0], [1.0, 3.0, 4.0, 2.0]
+    text_of_rising = describe(make_table({"kl": [rises] * 12, "mse": [mostly_rises, less] * 6}))
+    text_of_falling = describe(make_table({"kl": [mostly_rises[::-1], less[::-1]] * 6, "mse": [rises[::-1]] * 12}))
     for text in (text_of_rising, text_of_falling):
         assert "and k1 does not" not in text
         assert "lower under mse than under k1, which alone does not show anchoring" in text
-    assert "and k1 does not" in describe(make_table({"kl": [rises] * 12, "mse": [rises[::-1]] * 12}))
+    assert "and k1 does not" in describe(make_table({"kl": [rises, mostly_rises] * 6, "mse": [rises[::-1]] * 12}))
 
 
 @settings(deadline=None, max_examples=25)

@@ -1,5 +1,6 @@
 """Tests of grids: factors come from configurations alone, cells are numbers of runs or say why there is none."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from analysis.grid import layout
 from analysis.grid import page as grid_page
 from analysis.grid.contrasts import compare_switch, list_switches
 from analysis.grid.measures import MEASURES
+from analysis.stats.noise import estimate_paired_contrast, fit_noise
 from analysis.sweep import tables
-from tests.fakes.grid_folders import ALL_TYPES, ONE_TYPE, list_smoke_arms, write_grid
+from tests.fakes.grid_folders import ALL_TYPES, ONE_TYPE, list_smoke_arms, make_runs, make_study, write_grid
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 
 SMALL = FakeStudy(levels=20, total_steps=4, baseline="a")
@@ -196,8 +198,44 @@ def test_the_contrast_is_on_minus_off_over_equal_points(one_loss_frames: StudyFr
     assert row["pairs"] == len(twins) == 16
     assert row["difference"] == pytest.approx(np.mean(differences))
     assert row["higher"] == sum(difference > 0 for difference in differences)
-    assert row["low"] < row["difference"] < row["high"] < 0  # the task helps in the fake grid
+    assert row["difference"] < 0  # the task helps in the fake grid
+    assert np.isnan(row["low"])  # all pairs are of one seed
+    assert (row["pairs"], row["seeds"]) == (16, 1)
     assert (row["stopped_off"], row["stopped_on"]) == (4, 0)
+
+
+def test_a_contrast_over_seeds_has_one_number_per_seed(tmp_path: Path) -> None:
+    """Its own numbers are three means over 16 pairs, and no interval is narrower than they allow."""
+    runs = make_runs({"low_var_kl": ("4", "5")}, seeds=3, steps=8)
+    frames = load(write_study(tmp_path, runs, make_study(levels=20, steps=8)))
+    grid = find_grid(frames)
+    members = layout.make_member_table(frames, grid)
+    row = compare_switch(grid, members, "algorithm.zero_task_advantage").set_index("measure").loc["success"]
+    table = members.pivot_table(
+        index=[KL, ENTROPY, "seed"], columns="algorithm.zero_task_advantage", values="success"
+    ).dropna()
+    differences = (table[True] - table[False]).groupby("seed")
+    assert sorted(differences.size()) == [15, 15, 16]  # one run failed and one never ran
+    assert (row["seeds"], row["pairs"]) == (3, 46)
+    assert row["difference"] == pytest.approx(differences.mean().mean())
+    # The mean over m pairs of runs with the variance v has the variance 2 v / m.
+    values = members.pivot_table(index="arm", columns="seed", values="success").to_numpy()
+    weight_norm = np.mean([2 / 15, 2 / 15, 2 / 16])
+    expected = estimate_paired_contrast(differences.mean(), fit_noise(values), weight_norm)
+    assert (row["low"], row["high"]) == (pytest.approx(expected.low), pytest.approx(expected.high))
+    assert row["high"] < 0
+
+
+def test_a_contrast_of_equal_runs_has_no_interval(tmp_path: Path) -> None:
+    arms = {
+        f"{kl}-{entropy}-{switch}": {KL: kl, ENTROPY: entropy, "algorithm.zero_task_advantage": switch}
+        for kl, entropy, switch in product((0.0, 0.1), (0.0, 0.1), (False, True))
+    }
+    frames = make_named_frames(tmp_path, arms)
+    table = pd.concat([layout.make_member_table(frames, find_grid(frames)).assign(seed=seed) for seed in range(3)])
+    table["success"] = 0.5
+    row = compare_switch(find_grid(frames), table, "algorithm.zero_task_advantage").set_index("measure").loc["success"]
+    assert (row["seeds"], row["difference"], np.isnan(row["low"])) == (3, 0.0, True)
 
 
 def test_each_form_of_the_loss_has_its_own_contrast(three_loss_frames: StudyFrames) -> None:
