@@ -21,7 +21,7 @@ from analysis.html.page import make_environment, make_settings_rows, write_page
 from analysis.report import figures
 from analysis.sandbox import figures as sandbox_figures
 from analysis.sandbox import page as sandbox_report
-from analysis.sweep import findings, series, tables, verdicts
+from analysis.sweep import findings, series, tables, time_course, verdicts
 from trainable.files.paths import atomic_write, make_folder
 
 # Fixed, so that the same results give the same p-values in every report.
@@ -137,9 +137,13 @@ def _make_index_entry(frames: StudyFrames) -> dict[str, Any]:
     return {"headline": findings.format_headline(summary), "number": "success", "arms": arms}
 
 
-def _make_grid_tables(frames: StudyFrames) -> Iterable[tuple[str, pd.DataFrame]]:
+def _make_sweep_tables(frames: StudyFrames) -> Iterable[tuple[str, pd.DataFrame]]:
     grid = layout.find_grid(frames)
-    return grid_page.make_tables(frames, grid) if grid else ()
+    if grid:
+        yield from grid_page.make_tables(frames, grid)
+        return
+    yield "collapse", time_course.summarize_collapse(frames, np.random.default_rng(PERMUTATION_SEED))
+    yield "learning_curves", time_course.summarize_curves(frames, np.random.default_rng(PERMUTATION_SEED))
 
 
 def make_report_context(frames: StudyFrames) -> dict[str, Any]:
@@ -153,12 +157,16 @@ def make_report_context(frames: StudyFrames) -> dict[str, Any]:
         frames = layout.rename_arms(frames, layout.make_arm_labels(frames, grid))
     summary = tables.summarize_arms(frames)
     arms = to_records(summary)
+    time_tables = {} if grid else dict(_make_sweep_tables(frames))
     trend, page_p_value = tables.compute_trend(frames, np.random.default_rng(PERMUTATION_SEED))
     return {
         "study": frames.studies[0],
         "grid": grid_page.make_context(original_frames, grid, arms, PERMUTATION_SEED) if grid else None,
         "arms": arms,
         "headline": findings.format_headline(summary),
+        "collapse": to_records(time_tables["collapse"]) if time_tables else [],
+        "curves": to_records(time_tables["learning_curves"]) if time_tables else [],
+        "costs": time_course.COSTS,
         "secondary": [] if grid else findings.list_secondary(tables.compare_secondary(frames)),
         "statuses": findings.format_status_counts(frames.trials),
         "trend": findings.describe_trend(trend, page_p_value, frames.studies[0].get("axis", {}).get("setting", "")),
@@ -231,7 +239,7 @@ class Page:
 
 
 PAGES: dict[str, Page] = {
-    "ppo": Page("report.html.j2", make_report_context, figures.make_gallery, _make_grid_tables, _make_index_entry),
+    "ppo": Page("report.html.j2", make_report_context, figures.make_gallery, _make_sweep_tables, _make_index_entry),
     "update_rules": Page(
         "sandbox.html.j2",
         sandbox_report.make_context,

@@ -94,8 +94,9 @@ def compare_restricted_means(
     of the seeds S counts against rejection exactly if the mean of D over S, or over all other seeds, is at most d. The
     bounds are therefore order statistics of means over subsets (Hartigan 1969), without a search. They are NaN with
     fewer than 6 seeds, which cannot exclude any shift at 95 % (2 / 2^5 > .05), without any event before the horizon,
-    and if a run is censored before the horizon, because a shift of unknown times cannot be tested. Equal D give an
-    interval of width zero, as in `mean_over_seeds`. The generator is used with more than 14 seeds only.
+    and if a run is censored before the horizon, because a shift of unknown times cannot be tested. Equal D have no
+    interval either: it would have width zero, and equal runs are no certainty. The generator is used with more than 14
+    seeds only.
 
     With such censored runs, the Kaplan-Meier curves of each exchange are compared, and p also requires that both runs
     of a seed are censored alike. Exchanges that leave a curve unknown are not counted: the observed one, with which
@@ -165,4 +166,4 @@ def _invert_sign_flips(differences: Floats, is_flipped: Booleans, confidence_lev
     # A shift is rejected if at most this many flips are as far from it. The product may be an integer up to rounding.
     num_rejecting = math.floor((1 - confidence_level) * num_flips + 1e-9)
     low, high = float(np.sort(means[0])[num_rejecting]), float(np.sort(means[1])[num_flips - 1 - num_rejecting])
-    return (low, high) if math.isfinite(low) and math.isfinite(high) else (NAN, NAN)
+    return (low, high) if math.isfinite(low) and math.isfinite(high) and low < high else (NAN, NAN)
