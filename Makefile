@@ -61,11 +61,20 @@ test-all: check
 # Records the noise of runs, from which studies with few seeds learn theirs: 20 seeds of the baseline of each study.
 # A study of 20 seeds took 12 minutes on two busy cores. Again whenever what these runs compute changes. Same output: it continues.
 REPLICATES ?= out/replicates
+# The studies of tasks that need no files, each with its baseline.
+SANDBOX_BASELINES := influence=GRPO reward-noise=DG replay=DG partial-credit=DG dense-correction=CE grpo-entropy=GRPO \
+	entropy-mechanism=GRPO-clip0.2-beta0.04 matched-updates=GRPO-epochs4 age-not-capacity=DG \
+	off-policy=REINFORCE-onpolicy
 RECORD := $(BIN)/python -m tune_study run
 replicates: setup
 	$(RECORD) kl --preset laptop --kl-values 0 --seeds 20 --wandb off --output $(REPLICATES)
 	$(RECORD) top-p --preset laptop --rollout_filter_value nofilter --seeds 20 --wandb off --output $(REPLICATES)
 	$(RECORD) grpo-entropy-sokoban --preset laptop --arms std-clip0.2 --seeds 20 --wandb off --output $(REPLICATES)
+	$(RECORD) smoke --preset laptop --groups g3-smoke-ppo-sokoban-topk100-kl0-ent0-low_var_kl --seeds 20 --wandb off \
+		--output $(REPLICATES)
+	for entry in $(SANDBOX_BASELINES); do \
+		$(RECORD) $${entry%=*} --preset laptop --arms $${entry#*=} --seeds 20 --wandb off --output $(REPLICATES) || exit 1; \
+	done
 	$(BIN)/python -m analysis.data.replicates $(REPLICATES)
 
 format: setup

@@ -16,13 +16,15 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
+from analysis.data.load import load
 from search_spaces import STUDIES
 from search_spaces.sandbox.family import make_sandbox_study
+from trainable.files.json_values import read_object
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from tune_study.folder.statuses import RunStatus, read_status, write_status
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.placement.resources import preflight
-from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.plan.study_plan import StudyPlan, make_plan, set_max_seeds
 from tune_study.tune.run import execute_study
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -141,6 +143,29 @@ def test_more_seeds_are_trials_of_their_own(folder: Path, tmp_path: Path) -> Non
     assert [row["step"] for row in rows] == [row["step"] for row in separate_rows]
     assert rows[0]["test_error"] == separate_rows[0]["test_error"]
     assert rows[0]["loss"] == pytest.approx(separate_rows[0]["loss"], rel=1e-5)
+
+
+def test_open_arms_get_more_seeds_up_to_the_maximum(ray_session: None, tmp_path: Path) -> None:
+    # Networks of two sizes differ by chance alone after a few steps, and nothing is equal within this margin.
+    arms = {"small": {"d_model": 8}, "large": {"d_model": 12}}
+    study = make_sandbox_study("influence", "Does it look?", arms, "small", fixed_settings=SMALL_SETTINGS)
+    study = replace(study, margins={"late_test_error": 1e-6})
+    plan = set_max_seeds(make_plan(study, "laptop", "a test", {}, tuple(arms), 2, tmp_path), 6)
+    with mock.patch.dict(STUDIES, influence=study):
+        code, text, _ = run_study(plan)
+        last_plan = plan_from_folder(plan.folder)
+        # A study that ended at its maximum has nothing to add.
+        _, text_again, _ = run_study(last_plan)
+    assert code == 0
+    # One comparison needs five seeds for any verdict, and two runs at once are one more seed for both arms.
+    looks = read_object(plan.folder / "study.json")["looks"]
+    assert [(look["runs"], look["seeds"]) for look in looks] == [(4, 2), (10, 5), (12, 6)]
+    assert "Open: large. This arm and the baseline get the seeds 0 to 4." in text
+    end = "Open: large, after 6 seeds per arm, the maximum (--max-seeds)."
+    assert end in text
+    assert end in text_again
+    assert last_plan.extra_seeds == {"small": (2, 3, 4, 5), "large": (2, 3, 4, 5)}
+    assert set(load(plan.folder).trials["status"]) == {"completed"}
 
 
 def test_a_run_that_had_ended_when_the_study_was_killed_keeps_its_end(ray_session: None, tmp_path: Path) -> None:
