@@ -170,9 +170,16 @@ def estimate_difference(outcomes: Outcomes, arm: str, baseline: str) -> Estimate
     sample, reference = outcomes.get_values(arm), outcomes.get_values(baseline)
     min_variance = outcomes.get_min_variance(arm, baseline)
     differences = (sample - reference).dropna().to_numpy()
-    if outcomes.num_comparisons or len(differences) > 1 or len(differences) == len(sample) == len(reference):
+    if outcomes.num_comparisons or is_paired(outcomes, arm, baseline):
         return estimate_contrast(outcomes, differences, outcomes.num_comparisons, min_variance=min_variance)
     return estimate_unpaired_difference(sample.to_numpy(), reference.to_numpy(), outcomes.noise, min_variance)
+
+
+def is_paired(outcomes: Outcomes, arm: str, baseline: str) -> bool:
+    """Whether runs of the same seed are compared: with two common seeds or more, or the same single one."""
+    sample, reference = outcomes.get_values(arm), outcomes.get_values(baseline)
+    num_common = len((sample - reference).dropna())
+    return num_common > 1 or num_common == len(sample) == len(reference)
 
 
 def estimate_contrast(
@@ -208,11 +215,15 @@ def estimate_gain(outcomes: Outcomes, base_values: Outcomes, arm: str) -> Estima
     return estimate_sample_mean(differences, noise, outcomes.get_min_variance(arm) + base_variance)
 
 
-def describe_difference_basis(outcomes: Outcomes, estimate: Estimate) -> str:
-    """`describe_basis` of a difference between arms, whose test may be one that holds at all looks."""
+def describe_difference_basis(outcomes: Outcomes, estimate: Estimate, arm: str, baseline: str) -> str:
+    """`describe_basis` of `estimate_difference`: runs may not be paired, and the test may hold at all looks."""
     if not outcomes.num_comparisons or not estimate.n:
-        return describe_basis(outcomes, estimate)
-    seeds_text = "one seed" if estimate.n == 1 else f"{estimate.n} seeds"
+        basis = describe_basis(outcomes, estimate)
+        if not basis or is_paired(outcomes, arm, baseline):
+            return basis
+        counts = [_count_seeds(len(outcomes.get_values(name))) for name in (arm, baseline)]
+        return f"{counts[0]} against {counts[1]} of the baseline, {basis.partition(', ')[2]}"
+    seeds_text = _count_seeds(estimate.n)
     fewest = find_fewest_seeds(outcomes.num_comparisons)
     if estimate.n < fewest:
         return f"over {seeds_text}, of which a test that is valid at every look needs {fewest}"
@@ -223,11 +234,14 @@ def describe_basis(outcomes: Outcomes, estimate: Estimate) -> str:
     """What the interval of an estimate is over, in words; empty if there is none."""
     if not estimate.se > 0:
         return ""
-    seeds_text = "one seed" if estimate.n == 1 else f"{estimate.n} seeds"
     # Arms with a single seed each show no noise.
     sources = ["all arms"] if (outcomes.values.notna().sum(axis=1) > 1).any() else []
     sources += [f"{outcomes.num_replicates} recorded runs"] if outcomes.num_replicates else []
-    return f"over {seeds_text}, with the noise of {' and '.join(sources)}"
+    return f"over {_count_seeds(estimate.n)}, with the noise of {' and '.join(sources)}"
+
+
+def _count_seeds(count: int) -> str:
+    return "one seed" if count == 1 else f"{count} seeds"
 
 
 def get_margin(study: Mapping[str, Any], column: str) -> float:

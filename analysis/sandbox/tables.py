@@ -131,7 +131,7 @@ def compute_differences(frames: StudyFrames) -> pd.DataFrame:
                     "baseline": baseline,
                     **make_test_columns(outcomes, estimate, margin),
                     "n": estimate.n,
-                    "basis": describe_difference_basis(outcomes, estimate),
+                    "basis": describe_difference_basis(outcomes, estimate, arm, baseline),
                 }
             )
     table = pd.DataFrame(rows, columns=["arm", "column", "baseline", *TEST_COLUMNS, "n", "basis"])

@@ -189,7 +189,7 @@ def _compare_to_baseline(frames: StudyFrames, measures: _Measures, arm: str, bas
     return {
         **make_test_columns(measures.late, estimate, measures.margin),
         "seeds": estimate.n,
-        "basis": describe_difference_basis(measures.late, estimate),
+        "basis": describe_difference_basis(measures.late, estimate, arm, baseline),
         "baseline_failed": bool(len(baseline_runs)) and bool((baseline_runs["status"] == "early_stopped").all()),
     }
 

@@ -80,6 +80,15 @@ def test_all_words_exist_after_added_seeds(tmp_path: Path) -> None:
     assert row["basis"] == "over 8 seeds, with the noise of all arms"
 
 
+def test_arms_of_one_seed_are_compared_with_all_runs_of_the_baseline(tmp_path: Path) -> None:
+    runs = [*make_seed_runs("DG", BASELINE[:5]), *make_seed_runs("TPO", [0.2])]
+    row = get_row(write_sandbox(tmp_path, runs), "TPO")
+    variance = np.var(BASELINE[:5], ddof=1)
+    assert row["difference"] == pytest.approx(0.2 - np.mean(BASELINE[:5]))
+    assert (row["se"], row["df"]) == (pytest.approx(math.sqrt(variance * (1 + 1 / 5))), pytest.approx(4))
+    assert row["basis"] == "one seed against 5 seeds of the baseline, with the noise of all arms"
+
+
 def test_with_too_few_seeds_every_arm_is_open_and_the_row_says_why(tmp_path: Path) -> None:
     folder = write_study(tmp_path, 3, planned_seeds=3, max_seeds=20)
     row = get_row(folder, "apart")
