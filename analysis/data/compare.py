@@ -115,11 +115,17 @@ def collect_outcomes(frames: StudyFrames, column: str) -> Outcomes:
 def has_added_seeds(study: Mapping[str, Any]) -> bool:
     """Whether seeds were added after a look at results, or may be: a t test would not keep its error rate then.
 
-    study: content of study.json. Further seeds of the baseline alone, which were planned, do not count.
+    study: content of study.json. Further seeds of the baseline that were planned do not count.
     """
-    planned_seeds = study.get("planned_seeds")
-    return study.get("max_seeds") is not None or (
-        planned_seeds is not None and len(study.get("seeds", ())) > planned_seeds
+    num_seeds = len(study.get("seeds", ()))
+    num_baseline_seeds = num_seeds + len((study.get("extra_seeds") or {}).get(study.get("baseline"), ()))
+    # A study of an older version has no planned numbers, and is taken as it is.
+    planned_seeds = study.get("planned_seeds") or num_seeds
+    planned_baseline_seeds = study.get("planned_baseline_seeds") or num_baseline_seeds
+    return (
+        study.get("max_seeds") is not None
+        or num_seeds > planned_seeds
+        or num_baseline_seeds > max(planned_baseline_seeds, planned_seeds)
     )
 
 
@@ -234,8 +240,9 @@ def describe_basis(outcomes: Outcomes, estimate: Estimate) -> str:
     """What the interval of an estimate is over, in words; empty if there is none."""
     if not estimate.se > 0:
         return ""
-    # Arms with a single seed each show no noise.
-    sources = ["all arms"] if (outcomes.values.notna().sum(axis=1) > 1).any() else []
+    # An arm with a single seed shows no noise.
+    num_noisy_arms = int((outcomes.values.notna().sum(axis=1) > 1).sum())
+    sources = ["all arms"] if num_noisy_arms > 1 else ["the only arm with several runs"] * num_noisy_arms
     sources += [f"{outcomes.num_replicates} recorded runs"] if outcomes.num_replicates else []
     return f"over {_count_seeds(estimate.n)}, with the noise of {' and '.join(sources)}"
 

@@ -71,7 +71,7 @@ _PAIR_COLUMNS = (
 _CONTRAST_COLUMNS = (
     *("column", "contrast", *TEST_COLUMNS, "seeds", "p_holm", "p_equal_holm", "verdict"),
     *("pairs", "pairs_used", "lower", "higher", "equal"),
-    *("run_pairs_used", "run_pairs", "difference_same_pairs"),
+    *("run_pairs_used", "run_pairs", "difference_same_pairs", "has_equal_runs"),
     *_RUN_NOTE_COLUMNS,
 )
 
@@ -227,6 +227,7 @@ def compute_contrasts(frames: StudyFrames) -> pd.DataFrame:
       pairs by the sign of the pair's mean.
     * run_pairs: declared pairs times seeds; run_pairs_used: those of which both runs have a value.
     * difference_same_pairs: the difference over only those pairs that every counted seed has.
+    * has_equal_runs: whether both runs of every counted pair have the same value.
     * excluded_runs: runs that exclude a pair for a seed, and why; early_stopped_runs: counted runs that a rule stopped,
       with their steps; num_early_stopped: the number of the latter.
     """
@@ -281,7 +282,7 @@ def _estimate_contrast(seed_rows: Sequence[Row], outcomes: Outcomes, margin: flo
     weight_norm = _mean_or_nan([_compute_weight_norm(list(pairs)) for pairs in differences_by_seed.values()])
     estimate = (
         estimate_contrast(outcomes, seed_means, num_comparisons, weight_norm)
-        if weight_norm > 0
+        if weight_norm > 0 or outcomes.num_comparisons
         else Estimate(_mean_or_nan(seed_means), n=len(seed_means))
     )
     # If seeds miss different pairs, their means are over different pairs. The second difference shows whether it
@@ -290,6 +291,9 @@ def _estimate_contrast(seed_rows: Sequence[Row], outcomes: Outcomes, margin: flo
     return {
         **make_test_columns(outcomes, estimate, margin),
         "seeds": len(seed_means),
+        "has_equal_runs": all(
+            difference == 0 for differences in differences_by_seed.values() for difference in differences.values()
+        ),
         "difference_same_pairs": _mean_or_nan(
             [pair_differences[pair] for pair_differences in differences_by_seed.values() for pair in common_pairs]
         ),
@@ -365,13 +369,16 @@ def _format_size(row: Row) -> str:
         return "no pair has a seed for which both runs count"
     seeds_text = f"over {_format_count(row['seeds'], 'seed')}"
     if not row["se"] > 0:
-        return f"{row['difference']:+.4g} {seeds_text}, without an interval, because no arm has runs that differ"
+        reason = "the differences of all seeds are equal" if row["se"] == 0 else "no arm has runs that differ"
+        return f"{row['difference']:+.4g} {seeds_text}, without an interval, because {reason}"
+    if math.isnan(row["difference_low"]):
+        return f"{row['difference']:+.4g} {seeds_text}, too few for a test that is valid at every look"
     interval_text = (
         f"{row['difference']:+.4g} [{row['difference_low']:+.4g}, {row['difference_high']:+.4g}] {seeds_text}"
     )
     if row["verdict"] == "equal":
         # Equal runs say less than they seem to: other seeds may still differ by the noise of the study.
-        same_text = "; every pair of runs is equal" if row["lower"] == row["higher"] == 0 else ""
+        same_text = "; every pair of runs is equal" if row["has_equal_runs"] else ""
         return f"{interval_text}, Holm {format_p_value(row['p_equal_holm'])}{same_text}"
     interval_text += f", Holm {format_p_value(row['p_holm'])}"
     if row["verdict"] != "open":

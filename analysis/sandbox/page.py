@@ -57,6 +57,7 @@ def make_context(frames: StudyFrames) -> Row:
         **make_contrast_context(frames),
         "study": frames.studies[0],
         "primary": frames.families[0].primary_column,
+        "has_looks": has_added_seeds(frames.studies[0]),
         "headline": format_headline(frames, differences),
         "statuses": findings.format_status_counts(frames.trials),
         "arms": tables.count_statuses(frames),
@@ -119,7 +120,7 @@ def make_index_entry(frames: StudyFrames) -> Row:
     rows = [
         {
             "arm": row["arm"],
-            "number": f"{row['mean']:.4f}",
+            "number": "–" if np.isnan(row["mean"]) else f"{row['mean']:.4f}",
             "outcome": error_differences[row["arm"]]["verdict"] if row["arm"] in error_differences else "",
             "verdict": _format_difference(error_differences.get(row["arm"])),
         }
@@ -136,8 +137,12 @@ def _select_primary(frames: StudyFrames, table: pd.DataFrame) -> pd.DataFrame:
 
 def _format_difference(row: Row | None) -> str:
     """An arm's difference from the baseline in words; a dash for the baseline itself, and if it was not tested."""
-    if row is None or np.isnan(row["p"]):
+    if row is None:
         return "–"
+    if row["verdict"] == "no comparison":
+        return "no comparison: this arm or the baseline has no scored run with a value"
+    if np.isnan(row["p"]):
+        return f"{row['verdict']}: {format_signed(row['difference'], 4)} against the baseline, without an interval"
     p_value = row["p_equal_holm"] if row["verdict"] == "equal" else row["p_holm"]
     interval_text = format_interval(row["difference_low"], row["difference_high"], 4)
     difference_text = f"{format_signed(row['difference'], 4)} {interval_text}".rstrip()

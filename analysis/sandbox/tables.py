@@ -41,13 +41,6 @@ FINAL_COLUMNS = tuple(column.name for column in TRIAL_COLUMNS if column.name.sta
 FIRST_STEP_COLUMNS = tuple(column.name for column in TRIAL_COLUMNS if column.name.startswith("first_step_"))
 MEAN_COLUMNS = tuple(column.name for column in TRIAL_COLUMNS if column.name.startswith("mean_"))
 SEPARATOR_COLUMN = "final_greedy_separator_rate"
-# The rate of separators identifies a collapse and is no outcome. The test error is compared as its mean over the last
-# evaluations. First steps: see `compute_differences`.
-COMPARED_COLUMNS = (
-    *LATE_COLUMNS,
-    *(name for name in FINAL_COLUMNS if name not in (SEPARATOR_COLUMN, "final_test_error")),
-    "mean_entropy",
-)
 
 
 @dataclass(frozen=True)
@@ -110,7 +103,7 @@ def _make_statistics_row(runs: pd.DataFrame, arm: str, column: str) -> Row:
 
 
 def compute_differences(frames: StudyFrames) -> pd.DataFrame:
-    """One row per column of `COMPARED_COLUMNS` and arm other than the baseline: arm minus baseline, with its interval.
+    """One row per outcome and arm other than the baseline: arm minus baseline, with its interval.
 
     The noise is that of all arms of the study (`analysis.stats.noise`), and `basis` says what the interval is over.
     p_holm and p_equal_holm are corrected over the arms for the primary outcome, and over the arms and columns together
@@ -120,7 +113,8 @@ def compute_differences(frames: StudyFrames) -> pd.DataFrame:
     (study,), (family,) = require_single_study(frames).studies, frames.families
     baseline, arms = str(study.get("baseline", "")), list_arms(frames)
     rows = []
-    for name in [name for name in COMPARED_COLUMNS if frames.trials[name].notna().any()] if baseline in arms else []:
+    columns = [name for name in (family.primary_column, *family.secondary_columns) if frames.trials[name].notna().any()]
+    for name in columns if baseline in arms else []:
         outcomes, margin = collect_outcomes(frames, name), get_margin(study, name)
         for arm in [arm for arm in arms if arm != baseline]:
             estimate = estimate_difference(outcomes, arm, baseline)

@@ -123,11 +123,12 @@ def compute_sequential_equivalence_p_value(estimate: Estimate, margin: float) ->
 
     estimate: of `estimate_mean_sequentially`. It is 1/e against the nearer margin, cut at 1, and 1 if the estimate lies
     outside. The e-value against a mean beyond the margin is larger than that against the margin itself, so under any
-    such mean the probability that this p ever falls to alpha is at most alpha. NaN without a standard error.
+    such mean the probability that this p ever falls to alpha is at most alpha. It is 1, and not NaN, without a standard
+    error: such an arm still counts in the number of comparisons. NaN without a margin.
     """
-    if not estimate.se > 0 or math.isnan(margin):
+    if math.isnan(margin):
         return NAN
-    if abs(estimate.value) >= margin:
+    if not estimate.se > 0 or abs(estimate.value) >= margin:
         return 1.0
     return min(1.0, 1 / float(compute_e_value((margin - abs(estimate.value)) / estimate.se, estimate.n)))
 

@@ -243,26 +243,28 @@ def describe_looks(study: Mapping[str, Any]) -> list[str]:
     if not has_added_seeds(study):
         return []
     looks = study.get("looks") or []
-    numbers = [look["seeds"] for look in looks]
-    looks_text = f"It was looked at {len(looks)} time{'s' if len(looks) != 1 else ''}" + (
-        f", with up to {', '.join(map(str, numbers))} seeds per arm" if numbers else ""
-    )
+    count = {1: "once", 2: "twice"}.get(len(looks), f"{len(looks)} times")
+    numbers = ", ".join(str(look["seeds"]) for look in looks)
+    looks_text = f"The results were looked at {count}" + (f", with up to {numbers} seeds per arm" if looks else "")
     planned_text = (
         f"Seeds are added to open arms, up to {study['max_seeds']} per arm."
         if study.get("max_seeds") is not None
-        else f"Seeds were added after a look: {study['planned_seeds']} were planned, and now there are "
-        f"{len(study['seeds'])}."
+        else "Seeds were added after a look: more were run than planned."
     )
     return [
         f"{planned_text} {looks_text}. Verdicts use a test that keeps its error rate over all looks together. It is "
         "weaker than a test of a number of seeds that was fixed before the first run: a study of few seeds can be "
-        "less decided after more were added."
+        "less decided after more were added. Other intervals and p-values, such as those of a trend, of the time to "
+        "collapse, of learning curves and of a grid's sections, are those of a fixed number of seeds."
     ]
 
 
 def _list_seed_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
     scored_runs = frames.trials[frames.trials["status"].isin(SCORED_STATUSES)]
     num_seeds = scored_runs["seed"].nunique()
+    # The baseline may have more seeds than all other arms.
+    compared_runs = scored_runs[scored_runs["arm"] != (frames.studies[0].get("baseline") or "")]
+    num_compared_seeds = compared_runs["seed"].nunique() if len(compared_runs) else num_seeds
     if num_seeds == 0:
         return ["No run completed or was stopped by a rule, so nothing is compared."]
     seeds_text = f"{num_seeds} seed{'s' if num_seeds > 1 else ''}"
@@ -270,6 +272,11 @@ def _list_seed_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
         return [
             f"{seeds_text}: nothing shows how much runs of one setting differ, so no difference has an interval. Add "
             "seeds (--seeds 3 --extend)."
+        ]
+    if num_compared_seeds == 1 < num_seeds:
+        return [
+            f"1 seed per arm and {num_seeds} of the baseline: the noise is that of the baseline's runs, and of "
+            "recorded runs if there are any. If an arm is noisier, its interval is too narrow."
         ]
     if num_seeds == 1:
         return [

@@ -11,6 +11,7 @@ from analysis.data.families import get_family
 from analysis.data.replicates import find_replicates
 from analysis.stats.noise import fit_variance_prior
 from analysis.stats.power import find_detectable_difference
+from analysis.stats.sequential import find_fewest_seeds
 
 MAX_SUGGESTED_SEEDS = 20
 
@@ -24,7 +25,8 @@ def find_resolved_difference(study: Mapping[str, Any], num_seeds: int) -> float:
     `extra_seeds` of study.json. The test is the first step of Holm's method.
     """
     num_arms = len(study["axis"]["values"])
-    num_baseline_seeds = max(num_seeds, len(study["seeds"]) + _count_further_baseline_seeds(study))
+    # Arms of several seeds are compared over the seeds that they share with the baseline.
+    num_baseline_seeds = 1 + _count_further_baseline_seeds(study) if num_seeds == 1 else num_seeds
     values = [np.array(entry.values) for entry in find_replicates(study, get_family(study).primary_column)]
     prior = fit_variance_prior([entry.var(ddof=1) for entry in values], [len(entry) - 1 for entry in values])
     if prior is None or num_arms < 2:
@@ -43,9 +45,14 @@ def describe_power(study: Mapping[str, Any]) -> str:
     num_seeds, num_arms = len(study["seeds"]), len(study["axis"]["values"])
     if num_arms < 2 or study.get("baseline") is None:
         return ""
+    if study.get("max_seeds") is not None:
+        return (
+            f"Power: seeds are added to open arms, up to {study['max_seeds']} per arm; the test at every look can "
+            f"decide from {find_fewest_seeds(num_arms - 1)} seeds on"
+        )
     column = get_family(study).primary_column
     num_further = _count_further_baseline_seeds(study)
-    baseline_text = f" and {num_seeds + num_further} of the baseline" if num_further else ""
+    baseline_text = f" and {num_seeds + num_further} of the baseline" if num_further and num_seeds == 1 else ""
     seeds_text = f"with {num_seeds} seed{'s' if num_seeds > 1 else ''} per arm{baseline_text}"
     difference = find_resolved_difference(study, num_seeds)
     if math.isnan(difference):

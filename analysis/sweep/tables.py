@@ -109,7 +109,9 @@ def compare_secondary(frames: StudyFrames) -> pd.DataFrame:
         outcomes, margin = collect_outcomes(frames, column), get_margin(study, column)
         for arm in [name for name in list_arms(frames) if name != baseline]:
             estimate = estimate_difference(outcomes, arm, baseline)
-            if not math.isnan(estimate.value):
+            # With looks, an arm without a value still counts in the number of comparisons.
+            is_counted = outcomes.num_comparisons and outcomes.values.notna().any(axis=None)
+            if is_counted or not math.isnan(estimate.value):
                 rows.append(
                     {"column": column, "arm": arm, **make_test_columns(outcomes, estimate, margin), "n": estimate.n}
                 )

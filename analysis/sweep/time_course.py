@@ -105,7 +105,12 @@ def _compare_times(
         return estimate._replace(p=math.nan), "no run collapsed"
     if len(seeds) < MIN_SEEDS_OF_INTERVAL:
         return estimate, f"an interval needs {MIN_SEEDS_OF_INTERVAL} seeds"
-    return estimate, "the differences of all seeds are equal"
+    is_censored = any(
+        np.any(~np.asarray(times.is_event) & (np.asarray(times.end_steps) < horizon))
+        for times in (arm_times, baseline_times)
+    )
+    reason = "a run ended early without a collapse" if is_censored else "the differences of all seeds are equal"
+    return estimate, reason
 
 
 def summarize_curves(frames: StudyFrames, generator: np.random.Generator) -> pd.DataFrame:
@@ -124,7 +129,7 @@ def summarize_curves(frames: StudyFrames, generator: np.random.Generator) -> pd.
         curves = {
             arm: estimate_curve(_select_validations(frames, arm, validations, cost), generator, NUM_DRAWS)
             for arm in list_arms(frames)
-            if len(_select_scored(frames, arm, validations))
+            if _select_scored(frames, arm, validations)[cost].notna().any()
         }
         rows += [_make_curve_row(cost, arm, curves, baseline) for arm in curves]
     names = ["cost", "arm", "seeds", "ceiling", "midpoint", "ceiling_difference", "midpoint_ratio", "refusal"]
@@ -138,7 +143,7 @@ def _select_scored(frames: StudyFrames, arm: str, validations: pd.DataFrame) -> 
 
 
 def _select_validations(frames: StudyFrames, arm: str, validations: pd.DataFrame, cost: str) -> Validations:
-    rows = _select_scored(frames, arm, validations)
+    rows = _select_scored(frames, arm, validations).dropna(subset=cost)
     tables = [rows.pivot_table(index="seed", columns="step", values=name) for name in (cost, "value", "episodes")]
     # A cost is missing where a run has no validation: there its number does not matter, but it must be one.
     costs, values, episodes = (table.to_numpy(dtype=float) for table in tables)

@@ -160,9 +160,12 @@ def _describe_difference(row: Mapping[str, Any], outcome_name: str) -> str:
         return f"no comparison: {baseline_text} or this arm has no scored run with a value"
     failed_text = ", itself a failed regime" if row["baseline_failed"] else ""
     if not row["se"] > 0:
+        reason = (
+            "the differences of all seeds are equal" if row["se"] == 0 else "no arm has runs of two seeds that differ"
+        )
         return (
             f"open: {format_signed(row['difference'])} from {baseline_text}{failed_text}, without an interval, because "
-            "no arm has runs of two seeds that differ"
+            f"{reason}"
         )
     interval_text = format_interval(row["difference_low"], row["difference_high"])
     difference_text = f"{format_signed(row['difference'])} {interval_text}".rstrip()

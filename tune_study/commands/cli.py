@@ -21,7 +21,7 @@ from tune_study.commands import describe
 from tune_study.commands import options as opt
 from tune_study.commands.axis_options import VALUES_OPTION, add_axis_options
 from tune_study.commands.preflight import LaunchOptions, explain_paper_misfit, start_studies
-from tune_study.commands.run_options import RunOptions, find_studies, parse_max_seeds, plan_from_options
+from tune_study.commands.run_options import RunOptions, find_studies, plan_from_options
 from tune_study.folder import locate, outputs, study_file
 from tune_study.folder.summary import DEFAULT_SKIPPED, parse_skipped_statuses
 from tune_study.host.console import make_console, print_error, show_warnings
@@ -149,7 +149,8 @@ def run(
         assignments=tuple(assignments or ()),
         seeds=seeds,
         baseline_seeds=baseline_seeds,
-        max_seeds=parse_max_seeds(until_resolved, max_seeds),
+        until_resolved=until_resolved,
+        max_seeds=max_seeds,
         smoke=smoke,
     )
     launch_options = LaunchOptions(

@@ -60,7 +60,8 @@ class RunOptions(NamedTuple):
         assignments: the `key=value` of each --set.
         seeds: --seeds.
         baseline_seeds: --baseline-seeds.
-        max_seeds: the seeds per arm at which --until-resolved ends; None without it.
+        until_resolved: --until-resolved.
+        max_seeds: --max-seeds.
         smoke: --smoke.
     """
 
@@ -73,15 +74,9 @@ class RunOptions(NamedTuple):
     assignments: Iterable[str]
     seeds: int | None
     baseline_seeds: int | None
+    until_resolved: bool
     max_seeds: int | None
     smoke: bool
-
-
-def parse_max_seeds(until_resolved: bool, max_seeds: int | None) -> int | None:
-    """The seeds per arm at which a study ends that adds seeds; None if it does not. PlanError for --max-seeds alone."""
-    if not until_resolved and max_seeds is not None:
-        raise PlanError("--max-seeds belongs to --until-resolved: type both, or neither.")
-    return (DEFAULT_MAX_SEEDS if max_seeds is None else max_seeds) if until_resolved else None
 
 
 def find_studies(name: str, kl_type: str | None) -> tuple[Study, ...]:
@@ -125,10 +120,17 @@ def plan_from_options(
     plan = make_plan(
         study, options.preset, options.preset_reason, overrides, values, n_seeds, output, options.baseline_seeds
     )
-    if options.max_seeds is not None:
-        plan = set_max_seeds(plan, options.max_seeds)
     plan = replace(plan, storage=None if storage is None else locate.parse_storage_uri(storage))
-    return locate.merge_with_existing(plan, extend, is_real=real)
+    plan = locate.merge_with_existing(plan, extend, is_real=real)
+    if not options.until_resolved and options.max_seeds is not None:
+        raise PlanError("--max-seeds belongs to --until-resolved: type both, or neither.")
+    if not options.until_resolved and plan.max_seeds is None:
+        return plan
+    from analysis.stats.sequential import find_fewest_seeds  # imports SciPy
+
+    # Without --max-seeds, a study that has a maximum keeps it.
+    max_seeds = options.max_seeds or plan.max_seeds or DEFAULT_MAX_SEEDS
+    return set_max_seeds(plan, max_seeds, find_fewest_seeds(max(len(plan.values) - 1, 1)))
 
 
 def _get_smoke_settings(study: Study) -> dict[str, object]:

@@ -87,8 +87,8 @@ def _list_extra_seeds(plan: StudyPlan) -> dict[str, list[int]]:
 def write_study(plan: StudyPlan) -> list[str]:
     """Write study.json, every run.json, and a status for every run that has none, before anything starts.
 
-    In study.json, versions, git, created_at, margins and planned_seeds are those of the first start. command is that
-    of the first start with the same values and seeds. `starts` lists every start.
+    In study.json, versions, git, created_at, margins and the planned seeds are those of the first start. command is
+    that of the first start with the same values and seeds. `starts` lists every start.
 
     Returns the differences from the previous start that could change a number, as `name: old -> new`: versions of
     packages, and the commit of the code.
@@ -111,7 +111,8 @@ def write_study(plan: StudyPlan) -> list[str]:
         bool(previous_entry)
         and previous_entry["axis"]["values"] == list(plan.values)
         and previous_entry["seeds"] == list(plan.seeds)
-        and previous_entry.get("extra_seeds", {}) == _list_extra_seeds(plan)
+        # A study with a maximum adds these seeds itself, whenever its command is typed.
+        and (plan.max_seeds is not None or previous_entry.get("extra_seeds", {}) == _list_extra_seeds(plan))
     )
     history = {
         "versions": starts[0]["versions"],
@@ -121,7 +122,8 @@ def write_study(plan: StudyPlan) -> list[str]:
         "starts": starts,
         # Declared before the first run: what is changed after a look at results would not be a test of them.
         "margins": previous_entry.get("margins") or {**plan.study.family.margins, **plan.study.margins},
-        "planned_seeds": previous_entry.get("planned_seeds") or len(plan.seeds),
+        "planned_seeds": previous_entry.get("planned_seeds") or len(previous_entry.get("seeds") or plan.seeds),
+        "planned_baseline_seeds": previous_entry.get("planned_baseline_seeds") or plan.num_baseline_seeds,
         "looks": previous_entry.get("looks", []),
     }
     # Last, so that a study.json exists only together with every run.json and status.json.
@@ -298,11 +300,11 @@ def _find_lost_probes(folder: Path, frames: "StudyFrames") -> list[str]:
 
     No row says that a run was probed, so this table is the only trace of a file that was deleted.
     """
-    from analysis.data.tables import read_table
+    from analysis.data.tables import get_damage, read_table
 
     try:
-        previous = read_table(folder / "gradients.parquet")
-        previous = previous.loc[previous["source"] == "probe", ["run_id", "step"]]
+        table = read_table(folder / "gradients.parquet")
+        previous = table.loc[table["source"] == "probe", ["run_id", "step"]]
     except (ValueError, KeyError):  # there is none, or it cannot be read
         return []
     current = frames.gradients.loc[frames.gradients["source"] == "probe", ["run_id", "step"]]
@@ -310,11 +312,19 @@ def _find_lost_probes(folder: Path, frames: "StudyFrames") -> list[str]:
     lost_probes = {*previous.itertuples(index=False, name=None)} - {*current.itertuples(index=False, name=None)}
     for run_id, step in sorted(lost_probes):
         steps_by_run.setdefault(run_id, []).append(str(step))
-    return [
-        f"{folder}/runs/{run_id}/probes.jsonl has no probe of step {', '.join(steps)} any more, and gradients.parquet "
-        "had it."
+    # The table without them remembers it, as long as there are none.
+    known_runs = set(frames.trials["run_id"])
+    probed_runs = set(current["run_id"])
+    remembered = [
+        message
+        for message in get_damage(table)
+        for run_id in known_runs - probed_runs
+        if message.startswith(f"runs/{run_id}/probes.jsonl has no probe")
+    ]
+    return remembered + [
+        f"runs/{run_id}/probes.jsonl has no probe of step {', '.join(steps)} any more, and gradients.parquet had it."
         for run_id, steps in steps_by_run.items()
-        if run_id in set(frames.trials["run_id"])
+        if run_id in known_runs
     ]
 
 

@@ -285,6 +285,10 @@ class StoredStudy:
         with suppress(StorageError):
             self._retry(fetch_rows, patience)
 
+    def add_runs(self, plan: StudyPlan) -> None:
+        """Copy the files of the runs of `plan` from now on: a plan of the same study with more runs."""
+        self._plan = plan
+
     def push(self, is_driver: bool = True) -> str:
         """Copy study.json, statuses, logs, tables and report to storage; return an error text, empty without an error.
 

@@ -34,6 +34,7 @@ from tune_study.plan.study_plan import (
     flatten_settings,
     format_values,
     make_arm_config,
+    set_max_seeds,
 )
 
 Text = Annotated[str, Field(max_length=100_000)]
@@ -119,6 +120,7 @@ class _StudyFile(_Section):
     outcomes: list[Text] = []
     margins: dict[Text, float] = {}
     planned_seeds: int | None = Field(default=None, ge=1, le=2**31)
+    planned_baseline_seeds: int | None = Field(default=None, ge=1, le=2**31)
     looks: list[_Look] = []
     contrasts: list[_Contrast] = []
     versions: dict[Text, Text] = {}
@@ -212,7 +214,8 @@ def plan_from_folder(
         if unknown := extra_seeds.keys() - {*values}:
             raise PlanError(f"it has further seeds of {format_value(unknown.pop())}, which is not one of its arms.")
         plan = build_plan(study, preset, reason, base, values, seeds, folder.parent.parent, folder, extra_seeds)
-        plan = replace(plan, max_seeds=content.get("max_seeds"))
+        if content.get("max_seeds") is not None:
+            plan = set_max_seeds(plan, content["max_seeds"])
         if content.get("storage") is not None:
             _check_stored_uri(content["storage"])
         plan = replace(plan, storage=content.get("storage"))
@@ -280,19 +283,13 @@ def merge_with_folder(plan: StudyPlan, extend: bool) -> StudyPlan:
     )
     values = (*existing.values, *(value for value in requested_values if value not in existing.values))
     seeds = tuple(sorted({*existing.seeds, *plan.seeds}))
+    names = dict(zip(plan.values, requested_values, strict=True))
+    requested_seeds = {names[value]: extra_seeds for value, extra_seeds in plan.extra_seeds.items()}
     if not extend:
         # A grid is meant to be run group by group, so other groups than those in the folder are no difference.
-        _check_same_arms(
-            existing, replace(plan, values=existing.values if plan.study.axis.value_groups else requested_values)
-        )
-    # The values of `plan` may be typed otherwise than those of the folder, as 0.10 and 0.1.
-    names = dict(zip(plan.values, requested_values, strict=True))
-    extra_seeds = {
-        value: {*existing.extra_seeds.get(value, ())}.union(
-            *(added for name, added in plan.extra_seeds.items() if names[name] == value)
-        )
-        for value in values
-    }
+        same_values = existing.values if plan.study.axis.value_groups else requested_values
+        _check_same_arms(existing, replace(plan, values=same_values, extra_seeds=requested_seeds))
+    extra_seeds = {value: {*existing.extra_seeds.get(value, ()), *requested_seeds.get(value, ())} for value in values}
     merged_plan = build_plan(
         plan.study,
         plan.preset,

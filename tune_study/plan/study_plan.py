@@ -341,18 +341,22 @@ def make_plan(
     return add_seeds(plan, {plan.baseline: range(count, num_baseline_seeds)})
 
 
-def set_max_seeds(plan: StudyPlan, max_seeds: int) -> StudyPlan:
-    """The plan of a study that adds seeds to open arms, up to `max_seeds` per arm. PlanError if none could be added."""
+def set_max_seeds(plan: StudyPlan, max_seeds: int, least_seeds: int = 2) -> StudyPlan:
+    """The plan of a study that adds seeds to open arms, up to `max_seeds` per arm. PlanError if that is of no use.
+
+    least_seeds: number of seeds below which the test decides nothing.
+    """
     if plan.baseline is None or len(plan.values) < 2:
+        problem = "the study has no other arm" if plan.baseline else "which is not among the study's arms"
         raise PlanError(
-            f"--until-resolved compares arms with the baseline {plan.study.baseline}, and the study has "
-            f"{'no other arm' if plan.baseline else 'it not among its arms'}: choose other values of "
-            f"{plan.study.axis.option}."
+            f"--until-resolved compares arms with the baseline {plan.study.baseline}, {'and ' * bool(plan.baseline)}"
+            f"{problem}: choose other values of {plan.study.axis.option}."
         )
-    if not len(plan.seeds) < max_seeds <= MAX_SEEDS:
+    least = max(len(plan.seeds) + 1, least_seeds)
+    if not least <= max_seeds <= MAX_SEEDS:
         raise PlanError(
-            f"--max-seeds {format_value(max_seeds)} is not a number from {len(plan.seeds) + 1} (one more than the "
-            f"seeds that all arms get) to {MAX_SEEDS}."
+            f"--max-seeds {format_value(max_seeds)} is not a number from {least} to {MAX_SEEDS}: all arms get "
+            f"{len(plan.seeds)} seeds, and the test decides nothing with fewer than {least_seeds}."
         )
     return replace(plan, max_seeds=max_seeds)
 

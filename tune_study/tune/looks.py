@@ -11,7 +11,7 @@ def plan_next_look(plan: StudyPlan, max_concurrent: int) -> tuple[StudyPlan | No
         max_concurrent: number of runs at once. An arm gets as many seeds as can be trained at once, since a look after
             each of them would leave slots empty, and at least as many as the test needs for any verdict.
 
-    The plan is None if every arm has a verdict, or if the open arms have `max_seeds` seeds.
+    The plan is None if no arm is open, or if the open arms have `max_seeds` seeds.
     """
     from analysis.data.load import load  # imports pandas
     from analysis.report.pages import list_open_arms  # imports Matplotlib
@@ -22,7 +22,7 @@ def plan_next_look(plan: StudyPlan, max_concurrent: int) -> tuple[StudyPlan | No
     assert plan.baseline is not None
     open_arms = list_open_arms(load(plan.folder))
     if not open_arms:
-        return None, "Every arm has a verdict: no seed is added."
+        return None, "No compared arm is open: no seed is added."
     counts = {arm: len(plan.seeds) + len(plan.extra_seeds.get(arm, ())) for arm in open_arms}
     target = max(
         max(counts.values()) + max(max_concurrent // (len(open_arms) + 1), 1), find_fewest_seeds(len(plan.values) - 1)

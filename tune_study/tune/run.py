@@ -147,12 +147,17 @@ def _run_session(session: StudySession) -> int:
     is_first = True
     while True:
         exit_code = _run_planned_seeds(session, names_finished=is_first)
-        if exit_code or session.plan.max_seeds is None or session.interrupt.is_requested:
+        if session.plan.max_seeds is None or session.interrupt.is_requested:
+            return exit_code
+        if exit_code:
+            print_line(session.console, "No seed is added, because not every run has ended well.")
             return exit_code
         next_plan, line = plan_next_look(session.plan, session.resource_plan.max_concurrent)
         print_line(session.console, line)
         if next_plan is None:
             return exit_code
+        if session.storage is not None:
+            session.storage.add_runs(next_plan)
         is_first = False
         # All earlier runs have ended, whatever statuses were skipped at first.
         session = replace(

@@ -11,7 +11,7 @@ from analysis.data.compare import has_added_seeds
 from analysis.data.frames import to_records
 from analysis.data.load import load
 from analysis.report.pages import list_open_arms
-from analysis.sandbox.contrasts import compute_contrasts
+from analysis.sandbox.contrasts import compute_contrasts, format_sentences
 from analysis.sandbox.page import make_notes
 from analysis.sandbox.tables import compute_differences
 from analysis.stats.sequential import compute_e_value, find_fewest_seeds
@@ -46,8 +46,10 @@ def get_row(folder: Path, arm: str) -> dict[str, Any]:
         ({"seeds": [0, 1, 2], "planned_seeds": 3}, False),
         ({"seeds": [0, 1, 2], "planned_seeds": 2}, True),
         ({"seeds": [0, 1, 2], "planned_seeds": 3, "max_seeds": 20}, True),
-        # The further seeds of a baseline are planned.
-        ({"seeds": [0], "planned_seeds": 1, "extra_seeds": {"0": [1, 2]}, "max_seeds": None}, False),
+        # Further seeds of the baseline count if they were not planned.
+        ({"seeds": [0], "planned_seeds": 1, "baseline": "0", "extra_seeds": {"0": [1, 2]}, "max_seeds": None}, False),
+        ({"seeds": [0], "planned_baseline_seeds": 3, "baseline": "0", "extra_seeds": {"0": [1, 2]}}, False),
+        ({"seeds": [0], "planned_baseline_seeds": 2, "baseline": "0", "extra_seeds": {"0": [1, 2]}}, True),
     ],
 )
 def test_seeds_beyond_the_planned_ones_were_added(study: dict[str, Any], expected: bool) -> None:
@@ -86,7 +88,7 @@ def test_arms_of_one_seed_are_compared_with_all_runs_of_the_baseline(tmp_path: P
     variance = np.var(BASELINE[:5], ddof=1)
     assert row["difference"] == pytest.approx(0.2 - np.mean(BASELINE[:5]))
     assert (row["se"], row["df"]) == (pytest.approx(math.sqrt(variance * (1 + 1 / 5))), pytest.approx(4))
-    assert row["basis"] == "one seed against 5 seeds of the baseline, with the noise of all arms"
+    assert row["basis"] == "one seed against 5 seeds of the baseline, with the noise of the only arm with several runs"
 
 
 def test_with_too_few_seeds_every_arm_is_open_and_the_row_says_why(tmp_path: Path) -> None:
@@ -111,13 +113,35 @@ def test_the_report_says_how_often_was_looked(tmp_path: Path) -> None:
     looks = [{"at": "2026-01-02T03:04:05+00:00", "runs": 4 * seeds, "seeds": seeds} for seeds in (3, 6, 8)]
     notes = make_notes(load(write_study(tmp_path, 8, planned_seeds=3, max_seeds=20, looks=looks)))
     assert (
-        "Seeds are added to open arms, up to 20 per arm. It was looked at 3 times, with up to 3, 6, 8 seeds per arm. "
-        "Verdicts use a test that keeps its error rate over all looks together. It is weaker than a test of a number "
-        "of seeds that was fixed before the first run: a study of few seeds can be less decided after more were added."
+        "Seeds are added to open arms, up to 20 per arm. The results were looked at 3 times, with up to 3, 6, 8 seeds "
+        "per arm. Verdicts use a test that keeps its error rate over all looks together. It is weaker than a test of a "
+        "number of seeds that was fixed before the first run: a study of few seeds can be less decided after more "
+        "were added. Other intervals and p-values, such as those of a trend, of the time to collapse, of learning "
+        "curves and of a grid's sections, are those of a fixed number of seeds."
     ) in notes
-    notes = make_notes(load(write_study(tmp_path / "extended", 8, planned_seeds=3)))
-    assert any(
-        line.startswith("Seeds were added after a look: 3 were planned, and now there are 8. ") for line in notes
-    )
+    notes = make_notes(load(write_study(tmp_path / "extended", 8, planned_seeds=3, looks=looks[:1])))
+    start = "Seeds were added after a look: more were run than planned. The results were looked at once, with up to 3 "
+    assert any(line.startswith(start) for line in notes)
     notes = make_notes(load(write_study(tmp_path / "planned", 8, planned_seeds=8)))
     assert not any("look" in note for note in notes)
+
+
+def test_an_arm_without_evidence_counts_in_the_number_of_comparisons(tmp_path: Path) -> None:
+    """The twin of the baseline has no spread: p and p_equal are 1, and the others are corrected for it."""
+    arms = {"DG": BASELINE, "twin": BASELINE}
+    arms |= {arm: tuple(np.add(BASELINE, SHIFTS[arm]).tolist()) for arm in ("apart", "unclear")}
+    runs = [run for arm, ends in arms.items() for run in make_seed_runs(arm, list(ends))]
+    folder = write_sandbox(tmp_path, runs, FakeStudy("some-study", extra={"planned_seeds": 3}))
+    rows = {arm: get_row(folder, arm) for arm in ("twin", "apart", "unclear")}
+    assert (rows["twin"]["p"], rows["twin"]["p_equal"], rows["twin"]["verdict"]) == (1, 1, "open")
+    assert rows["apart"]["p_holm"] == pytest.approx(3 * rows["apart"]["p"])
+    assert min(row["p_equal_holm"] for row in rows.values()) == pytest.approx(3 * rows["unclear"]["p_equal"]) or (
+        rows["unclear"]["p_equal_holm"] == 1
+    )
+
+
+def test_contrasts_below_the_fewest_seeds_say_so(tmp_path: Path) -> None:
+    table = compute_contrasts(load(write_study(tmp_path, 3, planned_seeds=3, max_seeds=20)))
+    (line,) = format_sentences(table[(table["column"] == "late_test_error") & (table["contrast"] == "apart from DG")])
+    assert "open: -0.2 over 3 seeds, too few for a test that is valid at every look" in line
+    assert "nan" not in line

@@ -293,9 +293,10 @@ def test_equivalence_is_shown_exactly_if_the_interval_lies_within_the_margin(val
     assert sequential.compute_sequential_equivalence_p_value(estimate, abs(estimate.value)) == 1.0
 
 
-def test_equivalence_has_no_p_without_a_spread_or_a_margin() -> None:
-    same = sequential.estimate_mean_sequentially([0.1] * 8)
-    assert math.isnan(sequential.compute_sequential_equivalence_p_value(same, 0.2))
+def test_equivalence_is_not_shown_without_a_spread_or_a_margin() -> None:
+    for values in ([0.1] * 8, [0.1], []):
+        estimate = sequential.estimate_mean_sequentially(values)
+        assert (estimate.p, sequential.compute_sequential_equivalence_p_value(estimate, 0.2)) == (1, 1)
     spread = sequential.estimate_mean_sequentially([0.1, 0.2] * 4)
     assert math.isnan(sequential.compute_sequential_equivalence_p_value(spread, math.nan))
 

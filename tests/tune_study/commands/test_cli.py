@@ -23,7 +23,7 @@ from tune_study.commands.cli import app
 from tune_study.folder.outputs import lock_folder, write_study
 from tune_study.folder.statuses import RunStatus, write_status
 from tune_study.placement.published_sizes import find_published_sizes
-from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.plan.study_plan import StudyPlan, make_plan, set_max_seeds
 
 COMMANDS = (
     "list",
@@ -188,7 +188,8 @@ def test_an_output_that_cannot_be_written_is_refused(work_dir: Path, output: str
         ("--steps 3 --kl-values 0,0.1,0.10 --extend", "twice"),
         ("--steps 3 --kl-values 0,0.1 --baseline-seeds 2", "--baseline-seeds: 1 -> 2"),
         ("--steps 3 --kl-values 0,0.1 --max-seeds 9", "--max-seeds belongs to --until-resolved"),
-        ("--steps 3 --kl-values 0,0.1 --until-resolved --max-seeds 1", "--max-seeds 1 is not a number from 2"),
+        ("--steps 3 --kl-values 0,0.1 --until-resolved --max-seeds 4", "--max-seeds 4 is not a number from 5"),
+        ("--steps 3 --kl-values 0.0,0.1 --baseline-seeds 2", "--baseline-seeds: 1 -> 2"),
     ],
 )
 def test_a_folder_with_another_study_is_left_as_it_is(work_dir: Path, options: str, message: str) -> None:
@@ -414,6 +415,18 @@ def test_further_seeds_of_the_baseline_are_planned(work_dir: Path) -> None:
     assert answer.code == 0, answer.err
     assert "4 runs: actor.kl_loss_coef in 0,0.1; seeds 0; of the baseline also 1,2" in answer.out
     assert "with 1 seed per arm and 3 of the baseline, a difference of" in answer.out
+
+
+def test_the_plan_of_added_seeds_says_from_when_on_they_decide(work_dir: Path) -> None:
+    answer = type_in("run kl --preset laptop --seeds 3 --until-resolved --dry-run")
+    assert answer.code == 0, answer.err
+    line = "Power: seeds are added to open arms, up to 20 per arm; the test at every look can decide from 6 seeds on"
+    assert line in answer.out
+    # Without --max-seeds, a study that has a maximum keeps it.
+    plan = write_started_study(work_dir)
+    write_study(set_max_seeds(plan, 40))
+    answer = type_in("run kl --preset laptop --steps 3 --kl-values 0,0.1 --until-resolved --dry-run")
+    assert "up to 40 per arm" in answer.out
 
 
 def test_a_study_goes_on_with_other_gpus(work_dir: Path) -> None:

@@ -57,6 +57,37 @@ def test_further_seeds_that_no_study_has_are_refused(tmp_path: Path, extra_seeds
         plan_from_folder(path.parent)
 
 
+@pytest.mark.parametrize("max_seeds", [1, 402, "7", -3])
+def test_a_maximum_that_no_study_has_is_refused(tmp_path: Path, max_seeds: Any) -> None:
+    path = write_plan(tmp_path).folder / "study.json"
+    write_object(path, {**read_object(path), "max_seeds": max_seeds})
+    with pytest.raises(PlanError, match=r"study\.json"):
+        plan_from_folder(path.parent)
+
+
+def test_planned_numbers_are_those_of_the_first_start_also_of_an_older_version(tmp_path: Path) -> None:
+    plan = make_kl_plan(tmp_path, seeds=3)
+    write_study(add_seeds(plan, {"0": (3,)}))
+    path = plan.folder / "study.json"
+    content = read_object(path)
+    assert (content["planned_seeds"], content["planned_baseline_seeds"]) == (3, 4)
+    # A study of an older version lacks them: its seeds were planned, and those of this start were not.
+    write_object(path, {name: value for name, value in content.items() if not name.startswith("planned")})
+    write_study(make_kl_plan(tmp_path, seeds=5))
+    assert read_object(path)["planned_seeds"] == 3
+
+
+def test_the_command_of_a_study_that_adds_seeds_is_that_of_its_first_start(tmp_path: Path) -> None:
+    plan = set_max_seeds(make_kl_plan(tmp_path), 9)
+    write_study(plan)
+    path = plan.folder / "study.json"
+    write_object(path, {**read_object(path), "command": "the first"})
+    write_study(add_seeds(plan, {"0": (1,), "0.1": (1,)}))
+    assert read_object(path)["command"] == "the first"
+    write_study(make_kl_plan(tmp_path, seeds=2))
+    assert read_object(path)["command"] != "the first"
+
+
 def read_looks(plan: StudyPlan) -> list[tuple[int, int]]:
     return [(look["runs"], look["seeds"]) for look in read_object(plan.folder / "study.json")["looks"]]
 
@@ -129,6 +160,6 @@ def test_an_arm_with_a_verdict_gets_no_more_seeds(
 
 def test_looking_ends_with_the_last_verdict_or_the_last_seed(tmp_path: Path) -> None:
     plan = write_results(tmp_path / "resolved", {"DG": APART}, 6)
-    assert plan_next_look(plan, 2) == (None, "Every arm has a verdict: no seed is added.")
+    assert plan_next_look(plan, 2) == (None, "No compared arm is open: no seed is added.")
     plan = write_results(tmp_path / "open", {"DG": APART, "TPO": UNCLEAR}, 8)
     assert plan_next_look(plan, 2) == (None, "Open: TPO, after 8 seeds per arm, the maximum (--max-seeds).")

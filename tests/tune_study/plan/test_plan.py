@@ -159,13 +159,16 @@ def test_a_baseline_has_at_least_its_own_number_of_seeds() -> None:
 
 
 def test_seeds_are_added_only_where_there_is_something_to_compare() -> None:
-    assert set_max_seeds(make_study_plan("kl", "0,0.1", seeds=3), 4).max_seeds == 4
+    plan = make_study_plan("kl", "0,0.1", seeds=3)
+    assert set_max_seeds(plan, 4).max_seeds == 4
     for max_seeds in (3, 0, 402):
-        with pytest.raises(PlanError, match=f"--max-seeds {max_seeds} is not a number from 4"):
-            set_max_seeds(make_study_plan("kl", "0,0.1", seeds=3), max_seeds)
-    with pytest.raises(PlanError, match="the study has no other arm: choose other values of --kl-values"):
+        with pytest.raises(PlanError, match=f"--max-seeds {max_seeds} is not a number from 4 to 401: all arms get 3"):
+            set_max_seeds(plan, max_seeds)
+    with pytest.raises(PlanError, match="not a number from 6 to 401: all arms get 3 seeds, and the test decides"):
+        set_max_seeds(plan, 5, least_seeds=6)
+    with pytest.raises(PlanError, match="the baseline 0, and the study has no other arm: choose other values of --kl"):
         set_max_seeds(make_study_plan("kl", "0"), 20)
-    with pytest.raises(PlanError, match="the baseline 0, and the study has it not among its arms"):
+    with pytest.raises(PlanError, match="the baseline 0, which is not among the study's arms"):
         set_max_seeds(make_study_plan("kl", "0.1,0.3"), 20)
 
 
