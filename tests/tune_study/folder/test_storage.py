@@ -35,7 +35,7 @@ from tune_study.folder.study_file import plan_from_folder
 from tune_study.host.interrupt import Interrupt
 from tune_study.placement import disk
 from tune_study.placement.resources import preflight
-from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
+from tune_study.plan.study_plan import PlanError, StudyPlan, add_seeds, make_plan
 from tune_study.tune.run import execute_study
 from tune_study.tune.trials import make_trial_config
 
@@ -70,6 +70,20 @@ def make_plan_in(
 
 def open_stored_study(plan: StudyPlan, messages: list[str] | None = None) -> StoredStudy:
     return StoredStudy(plan, Interrupt(plan.folder / ".interrupt"), (messages if messages is not None else []).append)
+
+
+def test_runs_that_are_added_later_are_copied_too(tmp_path: Path) -> None:
+    plan = make_plan_in(tmp_path / "here", (tmp_path / "store").as_uri())
+    stored_study = open_stored_study(plan)
+    outputs.write_study(plan)
+    assert stored_study.push() == ""
+    larger_plan = add_seeds(plan, {"0": (1,)})
+    outputs.write_study(larger_plan)
+    stored_study.add_runs(larger_plan)
+    assert stored_study.push() == ""
+    added_run = larger_plan.runs[-1].run_id
+    stored_files = {path.name for path in (tmp_path / "store" / plan.run / "runs" / added_run).iterdir()}
+    assert {"run.json", "status.json"} <= stored_files
 
 
 def write_run_on_node(plan: StudyPlan, node: Path, steps: int) -> None:
