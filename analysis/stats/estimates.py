@@ -65,14 +65,18 @@ def wilson_interval(successes: float, n: float, confidence_level: float = 0.95) 
 def mean_over_seeds(per_seed: ArrayLike, confidence_level: float = 0.95) -> Estimate:
     """Mean of one number per seed (n,), such as a paired difference, with Student's t interval; none if n < 2.
 
-    Equal numbers give an interval of width zero: with a handful of seeds, read it as "too few to tell".
+    Equal numbers have no interval either: one of width zero would claim what a handful of seeds cannot show.
     """
     values = np.asarray(per_seed, dtype=float)
-    if values.size < 2:
-        return Estimate(float(values[0]) if values.size else NAN, n=values.size)
+    mean = float(values.mean()) if values.size else NAN
+    # Equal up to the rounding of their mean.
+    if values.size < 2 or np.ptp(values) <= 1e-12 * np.abs(values).max():
+        return Estimate(mean, n=values.size)
     se = float(values.std(ddof=1)) / math.sqrt(values.size)
-    mean = float(values.mean())
-    return _make_t_interval(mean, mean, se, values.size - 1, values.size, confidence_level)
+    df = values.size - 1
+    half_width = float(stats.t.ppf(0.5 + confidence_level / 2, df)) * se
+    p = 2 * float(stats.t.sf(abs(mean) / se, df))
+    return Estimate(mean, mean - half_width, mean + half_width, values.size, se, df, p)
 
 
 class SampleStats(NamedTuple):
@@ -106,13 +110,6 @@ def welch_t_test(sample: SampleStats, reference: SampleStats, confidence_level: 
     half_width = float(stats.t.ppf(0.5 + confidence_level / 2, df)) * se
     p = float(stats.ttest_ind_from_stats(*sample, *reference, equal_var=False).pvalue) if se > 0 else NAN
     return Estimate(value, value - half_width, value + half_width, sample.n + reference.n, se, df, p)
-
-
-def _make_t_interval(value: float, center: float, se: float, df: int, n: int, confidence_level: float) -> Estimate:
-    half_width = float(stats.t.ppf(0.5 + confidence_level / 2, df)) * se
-    # Without any spread, p is 1 for a mean of 0, and 0 for any other mean.
-    p = 2 * float(stats.t.sf(abs(center) / se, df)) if se > 0 else float(center == 0)
-    return Estimate(value, center - half_width, center + half_width, n, se, df, p)
 
 
 def holm_adjust(p_values: ArrayLike) -> Floats:

@@ -48,10 +48,11 @@ def test_one_seed_has_no_interval() -> None:
     assert math.isnan(estimates.mean_over_seeds([]).value)
 
 
-def test_equal_differences_have_width_zero() -> None:
-    estimate = estimates.mean_over_seeds([0.25, 0.25, 0.25])
-    assert (estimate.low, estimate.high, estimate.p) == (0.25, 0.25, 0.0)
-    assert estimates.mean_over_seeds([0.0, 0.0, 0.0]).p == 1.0
+@pytest.mark.parametrize("value", [0.0, 0.25, 0.1])
+def test_equal_differences_have_no_interval(value: float) -> None:
+    estimate = estimates.mean_over_seeds([value] * 3)
+    assert (estimate.value, estimate.n) == (pytest.approx(value), 3)
+    assert np.isnan([estimate.low, estimate.high, estimate.p]).all()
 
 
 def test_interval_over_seeds_covers() -> None:
