@@ -40,6 +40,7 @@ DEVIATIONS = {
 }
 """Deviations from run to run by arm; the first is the baseline."""
 LOOKS = range(2, 31)
+NUM_GRID_ARMS = 68
 
 
 class Verdicts(NamedTuple):
@@ -57,11 +58,7 @@ def draw_outcomes(
     scale = np.sqrt(np.square(deviations) + EVALUATION_VARIANCE)
     values = generator.normal(0.8, scale[:, None], (len(deviations), num_seeds))
     values[-1] += last_difference
-    replicates = None
-    if num_seeds == 1:
-        recorded_scale = math.sqrt(RECORDED_DEVIATION**2 + EVALUATION_VARIANCE)
-        recorded_variance = generator.normal(0, recorded_scale, RECORDED_RUNS).var(ddof=1)
-        replicates = RunVariances(np.array([recorded_variance]), np.array([RECORDED_RUNS - 1.0]))
+    replicates = _draw_recorded_variance(generator) if num_seeds == 1 else None
     names = [str(index) for index in range(len(deviations))]
     return Outcomes(
         column="late_val_success",
@@ -116,6 +113,45 @@ def simulate_cell(
     return {name: round(value, 4) for name, value in cell.items()}
 
 
+def simulate_grid(
+    generator: np.random.Generator, deviation: float, num_baseline_seeds: int, num_reports: int
+) -> dict[str, float]:
+    """The errors of a grid whose arms have one seed each and no difference.
+
+    With one run of the baseline the noise is that of recorded runs, with several it is theirs.
+    """
+    scale = math.sqrt(deviation**2 + EVALUATION_VARIANCE)
+    names = [str(index) for index in range(NUM_GRID_ARMS)]
+    num_worse, num_false = [], []
+    for _ in range(num_reports):
+        values = np.full((NUM_GRID_ARMS, num_baseline_seeds), math.nan)
+        values[:, 0] = generator.normal(0.8, scale, NUM_GRID_ARMS)
+        values[0] = generator.normal(0.8, scale, num_baseline_seeds)
+        replicates = _draw_recorded_variance(generator) if num_baseline_seeds == 1 else None
+        outcomes = Outcomes(
+            "late_val_success",
+            pd.DataFrame(values, index=names),
+            dict.fromkeys(names, EVALUATION_VARIANCE),
+            fit_noise(values, replicates),
+        )
+        estimates = [estimate_difference(outcomes, arm, names[0]) for arm in names[1:]]
+        is_false = holm_adjust([estimate.p for estimate in estimates]) < SIGNIFICANCE_LEVEL
+        num_false.append(int(is_false.sum()))
+        num_worse.append(int((is_false & (np.array([estimate.value for estimate in estimates]) < 0)).sum()))
+    return {
+        "family_error": round(float(np.mean(np.array(num_false) > 0)), 4),
+        "false_worse": round(float(np.mean(num_worse)), 4),
+        "false_worse_95": float(np.quantile(num_worse, 0.95)),
+    }
+
+
+def _draw_recorded_variance(generator: np.random.Generator) -> RunVariances:
+    """The variance of recorded runs of another study."""
+    recorded_scale = math.sqrt(RECORDED_DEVIATION**2 + EVALUATION_VARIANCE)
+    recorded_variance = generator.normal(0, recorded_scale, RECORDED_RUNS).var(ddof=1)
+    return RunVariances(np.array([recorded_variance]), np.array([RECORDED_RUNS - 1.0]))
+
+
 def simulate_looks(generator: np.random.Generator, num_studies: int) -> dict[str, float]:
     """The share of studies without a difference in which a test rejects at any look."""
     differences = generator.normal(size=(num_studies, LOOKS[-1]))
@@ -133,6 +169,7 @@ def main() -> None:
     """Simulate all cells and print them."""
     parser = make_parser(__doc__)
     parser.add_argument("--reports", type=parse_count, default=4000, help="studies per number")
+    parser.add_argument("--grids", type=int, default=1000, help="grids of 68 arms per number; 0: none")
     parser.add_argument("--seeds", type=parse_count, nargs="+", default=[1, 2, 3, 5, 10], help="seeds per arm")
     parser.add_argument("--seed", type=int, default=0, help="of the random numbers")
     options = parser.parse_args()
@@ -147,10 +184,32 @@ def main() -> None:
         for index, (name, deviations) in enumerate(DEVIATIONS.items())
         for num_seeds in options.seeds
     ]
+    grids = [
+        {
+            "deviation": deviation,
+            "baseline_seeds": num_baseline_seeds,
+            **simulate_grid(
+                np.random.default_rng([options.seed, num_baseline_seeds, round(1000 * deviation)]),
+                deviation,
+                num_baseline_seeds,
+                options.grids,
+            ),
+        }
+        for deviation in (0.015, 0.03, 0.05)
+        for num_baseline_seeds in (1, 5)
+        if options.grids
+    ]
     looks = simulate_looks(np.random.default_rng(options.seed), options.reports)
     print(
         json.dumps(
-            {"benchmark": "verdict_errors", **describe(), "reports": options.reports, "cells": cells, "looks": looks},
+            {
+                "benchmark": "verdict_errors",
+                **describe(),
+                "reports": options.reports,
+                "cells": cells,
+                "grids": grids,
+                "looks": looks,
+            },
             indent=2,
         )
     )
