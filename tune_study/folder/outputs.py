@@ -123,7 +123,9 @@ def write_study(plan: StudyPlan) -> list[str]:
         # Declared before the first run: what is changed after a look at results would not be a test of them.
         "margins": previous_entry.get("margins") or {**plan.study.family.margins, **plan.study.margins},
         "planned_seeds": previous_entry.get("planned_seeds") or len(previous_entry.get("seeds") or plan.seeds),
-        "planned_baseline_seeds": previous_entry.get("planned_baseline_seeds") or plan.num_baseline_seeds,
+        # The groups of a grid may be started one by one, and the baseline is in one of them.
+        "planned_baseline_seeds": previous_entry.get("planned_baseline_seeds")
+        or (None if plan.baseline is None else plan.num_baseline_seeds),
         "looks": previous_entry.get("looks", []),
     }
     # Last, so that a study.json exists only together with every run.json and status.json.

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from analysis.data.compare import has_added_seeds
 from search_spaces import STUDIES
 from tests.fakes.sandbox_folders import FakeStudy, make_seed_runs, write_sandbox
 from trainable.files.json_values import read_object, write_object
@@ -75,6 +76,16 @@ def test_planned_numbers_are_those_of_the_first_start_also_of_an_older_version(t
     write_object(path, {name: value for name, value in content.items() if not name.startswith("planned")})
     write_study(make_kl_plan(tmp_path, seeds=5))
     assert read_object(path)["planned_seeds"] == 3
+
+
+def test_the_runs_of_the_baseline_are_planned_when_its_group_is_started(tmp_path: Path) -> None:
+    smoke = STUDIES["smoke"]
+    for group in ("1", "3"):
+        plan = make_plan(smoke, "laptop", "a test", {}, smoke.axis.value_groups[group], None, tmp_path)
+        write_study(merge_with_folder(plan, extend=False))
+    content = read_object(plan.folder / "study.json")
+    assert (content["planned_seeds"], content["planned_baseline_seeds"], len(content["runs"])) == (1, 5, 24)
+    assert not has_added_seeds(content)
 
 
 def test_the_command_of_a_study_that_adds_seeds_is_that_of_its_first_start(tmp_path: Path) -> None:

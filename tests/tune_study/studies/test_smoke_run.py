@@ -36,7 +36,10 @@ SMALL_OPTIONS = (
 def run_smoke(output: Path, *words: str) -> str:
     """Run the command with small batches and return its output; the command must succeed."""
     command = [sys.executable, "-m", "tune_study", "run", "smoke", "--preset", "laptop", "--output", str(output)]
-    process = subprocess.run([*command, *SMALL_OPTIONS, *words], capture_output=True, text=True, check=False)
+    # The published runs: one of each arm, also of the baseline.
+    process = subprocess.run(
+        [*command, "--baseline-seeds", "1", *SMALL_OPTIONS, *words], capture_output=True, text=True, check=False
+    )
     assert process.returncode == 0, process.stdout + process.stderr
     return process.stdout
 
