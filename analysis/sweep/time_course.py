@@ -1,6 +1,7 @@
 """Time to collapse and learning curves of the arms of a sweep: secondary outcomes with an interval or a refusal."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
@@ -28,12 +29,15 @@ def make_validations(frames: StudyFrames) -> pd.DataFrame:
     step 0 and cost 0 are before training. episodes: number of episodes of the validation; NaN if unknown.
     """
     table = make_curves(frames, "val_success")
+    keys = list(zip(table["run_id"], table["step"], strict=True))
     is_sampled = (frames.levels["split"] == "val") & (frames.levels["mode"] == "sampled")
-    episodes = frames.levels[is_sampled].groupby(["run_id", "step"]).size().rename("episodes")
-    table = table.join(episodes, on=["run_id", "step"])
-    costs = frames.steps.set_index(["run_id", "step"])[list(COSTS)]
-    table = table.join(costs[~costs.index.duplicated()], on=["run_id", "step"])
-    table.loc[table["step"] == 0, list(COSTS)] = 0.0
+    episodes = Counter(frames.levels.loc[is_sampled, ["run_id", "step"]].itertuples(index=False, name=None))
+    table = table.assign(episodes=[float(episodes.get(key, math.nan)) for key in keys])
+    # Dictionaries instead of a join, which pandas cannot make of empty columns of text.
+    step_keys = list(zip(frames.steps["run_id"], frames.steps["step"], strict=True))
+    for cost in COSTS:
+        costs = dict(zip(step_keys, frames.steps[cost].astype(float), strict=True))
+        table[cost] = [0.0 if key[1] == 0 else costs.get(key, math.nan) for key in keys]
     return table
 
 

@@ -125,6 +125,25 @@ def test_the_report_has_both_tables(tmp_path: Path) -> None:
 
 
 def test_a_study_without_rows_has_neither(tmp_path: Path) -> None:
-    frames = make_frames(tmp_path, [FakeRun("0", status="", steps=0)])
+    for index, runs in enumerate(([], [FakeRun("0", status="", steps=0)], [FakeRun("0", status="failed", steps=0)])):
+        frames = make_frames(tmp_path / str(index), runs)
+        assert summarize_curves(frames, np.random.default_rng(0)).empty
+        assert [row["runs"] for row in collapse(frames).values()] == [0] * len(runs)
+
+
+def test_a_study_without_levels_has_times_and_no_curves(tmp_path: Path) -> None:
+    frames = make_frames(tmp_path, make_runs(2))
+    frames = replace(frames, levels=frames.levels.iloc[:0])
     assert summarize_curves(frames, np.random.default_rng(0)).empty
-    assert collapse(frames)["0"]["runs"] == 0
+    assert collapse(frames)["0"]["collapsed"] == 2
+
+
+def test_a_validation_without_its_cost_is_left_out_of_the_curve(tmp_path: Path) -> None:
+    runs = [FakeRun(arm, success=(0.3, 0.7)) for arm in ("0", "0.1")]
+    frames = load(write_study(tmp_path, runs, FakeStudy(levels=200)))
+    steps = frames.steps.copy()
+    steps.loc[(steps["arm"] == "0") & (steps["step"] == 30), "total_sampled_tokens"] = np.nan
+    table = summarize_curves(replace(frames, steps=steps), np.random.default_rng(0)).set_index(["cost", "arm"])
+    ceilings = table["ceiling"]
+    assert ceilings["total_sampled_tokens", "0"] != ceilings["total_optimizer_steps", "0"]
+    assert ceilings.notna().all()
