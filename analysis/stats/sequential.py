@@ -124,9 +124,10 @@ def compute_sequential_equivalence_p_value(estimate: Estimate, margin: float) ->
     estimate: of `estimate_mean_sequentially`. It is 1/e against the nearer margin, cut at 1, and 1 if the estimate lies
     outside. The e-value against a mean beyond the margin is larger than that against the margin itself, so under any
     such mean the probability that this p ever falls to alpha is at most alpha. It is 1, and not NaN, without a standard
-    error: such an arm still counts in the number of comparisons. NaN without a margin.
+    error: such an arm still counts in the number of comparisons. NaN without a margin, and for an empty `Estimate()`,
+    such as that of the baseline itself, which is no comparison.
     """
-    if math.isnan(margin):
+    if math.isnan(margin) or math.isnan(estimate.p):
         return NAN
     if not estimate.se > 0 or abs(estimate.value) >= margin:
         return 1.0

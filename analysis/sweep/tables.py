@@ -87,7 +87,7 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
         return table
     table["p_holm"], table["p_equal_holm"] = holm_adjust(table["p"]), holm_adjust(table["p_equal"])
     comparisons = int(table["p"].notna().sum())
-    # With a test at every look, the difference that will be found depends on how often is still looked.
+    # With a test at every look, the difference that will be found depends on how many looks follow.
     table["detectable"] = [
         math.nan if measures.late.num_comparisons else find_detectable_difference(se, df, comparisons)
         for se, df in zip(table["se"], table["df"], strict=True)

@@ -347,10 +347,10 @@ def set_max_seeds(plan: StudyPlan, max_seeds: int, least_seeds: int = 2) -> Stud
     least_seeds: number of seeds below which the test decides nothing.
     """
     if plan.baseline is None or len(plan.values) < 2:
-        problem = "the study has no other arm" if plan.baseline else "which is not among the study's arms"
+        problem = "and the study has no other arm" if plan.baseline else "which is not among the study's arms"
         raise PlanError(
-            f"--until-resolved compares arms with the baseline {plan.study.baseline}, {'and ' * bool(plan.baseline)}"
-            f"{problem}: choose other values of {plan.study.axis.option}."
+            f"--until-resolved compares arms with the baseline {plan.study.baseline}, {problem}: choose other values of "
+            f"{plan.study.axis.option}."
         )
     least = max(len(plan.seeds) + 1, least_seeds)
     if not least <= max_seeds <= MAX_SEEDS:
@@ -395,7 +395,7 @@ def build_plan(
     """Plan the runs of `values` x `seeds`, and of `extra_seeds`.
 
     folder: the study's folder if it is not <output>/results/<run>, because it was moved. extra_seeds: further seeds of
-    single arms, by axis value; seeds that all arms have are no further ones.
+    single arms, by axis value; those among `seeds` are ignored.
 
     The first seed of all arms comes first, so that a study which is interrupted has about as many runs of every arm.
     """

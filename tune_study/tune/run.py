@@ -435,7 +435,7 @@ def _conclude_study(session: StudySession, problem: str, statuses: StudyStatuses
     plan, console = session.plan, session.console
     try:
         print_line(console, f"Summary: {write_summary(plan, session.resource_plan, is_closing=True)}")
-        outputs.record_look(plan, statuses.list_all())  # first: the report says how often was looked
+        outputs.record_look(plan, statuses.list_all())  # first: the report counts the looks
     except OSError as error:
         problem = f"{problem} The summary could not be written: {error}.".strip()
     for status in statuses.list_all():

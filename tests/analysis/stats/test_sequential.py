@@ -11,7 +11,7 @@ from scipy import integrate
 from scipy import stats as scipy_stats
 
 from analysis.stats import sequential
-from analysis.stats.estimates import mean_over_seeds
+from analysis.stats.estimates import Estimate, mean_over_seeds
 
 INF, NAN = float("inf"), float("nan")
 STUDIES, MAX_SEEDS = 20_000, 30
@@ -299,6 +299,10 @@ def test_equivalence_is_not_shown_without_a_spread_or_a_margin() -> None:
         assert (estimate.p, sequential.compute_sequential_equivalence_p_value(estimate, 0.2)) == (1, 1)
     spread = sequential.estimate_mean_sequentially([0.1, 0.2] * 4)
     assert math.isnan(sequential.compute_sequential_equivalence_p_value(spread, math.nan))
+
+
+def test_the_baseline_itself_is_no_comparison() -> None:
+    assert math.isnan(sequential.compute_sequential_equivalence_p_value(Estimate(), 0.2))
 
 
 def test_a_mean_at_the_margin_is_rarely_called_equal_at_any_look(equality: Looks) -> None:
