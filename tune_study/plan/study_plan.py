@@ -349,8 +349,8 @@ def set_max_seeds(plan: StudyPlan, max_seeds: int, least_seeds: int = 2) -> Stud
     if plan.baseline is None or len(plan.values) < 2:
         problem = "and the study has no other arm" if plan.baseline else "which is not among the study's arms"
         raise PlanError(
-            f"--until-resolved compares arms with the baseline {plan.study.baseline}, {problem}: choose other values of "
-            f"{plan.study.axis.option}."
+            f"--until-resolved compares arms with the baseline {plan.study.baseline}, {problem}: choose other values "
+            f"of {plan.study.axis.option}."
         )
     least = max(len(plan.seeds) + 1, least_seeds)
     if not least <= max_seeds <= MAX_SEEDS:
