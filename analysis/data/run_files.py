@@ -114,7 +114,9 @@ def _is_valid_value(name: str, value: object) -> bool:
         return isinstance(value, list) and len(value) <= MAX_RUNS and all(map(_is_run_entry, value))
     if name == "axis":
         values = value.get("values", []) if isinstance(value, dict) else None
-        return isinstance(values, list) and all(map(_is_text, values))
+        return isinstance(values, list) and len(values) <= MAX_RUNS and all(map(_is_text, values))
+    if name == "seeds":
+        return isinstance(value, list) and len(value) <= MAX_RUNS and all(map(is_int64, value))
     if name == "family":
         return _is_text(value)
     dtype = RUN_FILE_SCHEMA.get(name)

@@ -1,7 +1,7 @@
 """Attack the project for some minutes, and print a JSON line per kind of fault: `make attack MINUTES=10 SEED=0`.
 
-Every cell of the tables is tried with MINUTES=0. The exit code is 1 if one failed. `--only KIND:CELL`, which may be
-repeated, tries these cells alone.
+Every cell of the tables is tried with MINUTES=0. The exit code is 1 if one failed. `--only KIND` or `--only KIND:CELL`,
+which may be repeated, tries these cells alone. Ctrl-C prints the lines of the cells that were tried.
 """
 
 import argparse
@@ -56,7 +56,10 @@ def run_attack(kinds: Sequence[Kind], workshop: Workshop, deadline: float | None
 
     with call_in_background(try_quiet_kinds) as wait:
         loud_tallies = attack(loud_kinds, workshop, deadline)
-        quiet_results = wait()
+        try:
+            quiet_results = wait()
+        except KeyboardInterrupt:  # the other process has got it too, and sends what it has tried
+            quiet_results = wait()
     return [*(KindTally(kind, *quiet_results[kind.name]) for kind in quiet_kinds), *loud_tallies]
 
 

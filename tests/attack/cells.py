@@ -160,8 +160,8 @@ def print_progress(line: str) -> None:
 def attack(kinds: Sequence[Kind], workshop: Workshop, deadline: float | None) -> list[KindTally]:
     """Try batches of the kinds in a random order until the deadline, or all of them without one.
 
-    Each next batch is of the kind that took the least time so far, so that a short attack draws from every kind.
-    deadline: of `time.monotonic`.
+    Each next batch is of the kind that took the least time so far, so that a short attack draws from every kind. Ctrl-C
+    ends it early. deadline: of `time.monotonic`.
     """
     tallies = [KindTally(kind) for kind in kinds]
     queues = {kind.name: list(kind.batches) for kind in kinds}
@@ -174,11 +174,16 @@ def attack(kinds: Sequence[Kind], workshop: Workshop, deadline: float | None) ->
             return tallies
         tally = min(open_tallies, key=lambda tally: tally.seconds)
         start = time.monotonic()
-        for outcome in _try_batch(tally.kind, workshop, queues[tally.kind.name].pop()):
-            tally.outcomes.append(outcome)
-            if outcome.failure:
-                print_failure(tally.kind, outcome, workshop.seed)
-        tally.seconds += time.monotonic() - start
+        try:
+            for outcome in _try_batch(tally.kind, workshop, queues[tally.kind.name].pop()):
+                tally.outcomes.append(outcome)
+                if outcome.failure:
+                    print_failure(tally.kind, outcome, workshop.seed)
+        except KeyboardInterrupt:  # the cells that were tried count, and the others stand in the lines as never drawn
+            print_progress("interrupted")
+            return tallies
+        finally:
+            tally.seconds += time.monotonic() - start
         if len(tally.outcomes) % 20 == 0:
             print_progress(f"{tally.kind.name}: {len(tally.outcomes)} of {len(tally.kind.cells)} cells")
 

@@ -147,7 +147,9 @@ class KilledStudy:
         # Python itself says what it did when it is interrupted before the command has begun.
         log = self.read_log()
         if "Traceback" in log and not log.rstrip().endswith("KeyboardInterrupt"):
-            return f"a traceback (exit code {code}): {log[-400:]}"
+            # What led to it, and how the command ended: Ray prints its own last words after a traceback.
+            start = max(log.index("Traceback") - 300, 0)
+            return f"a traceback (exit code {code}): {log[start : start + 2000]} ... {log[-400:]}"
         return ""
 
 

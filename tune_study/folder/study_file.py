@@ -61,7 +61,7 @@ class _Section(BaseModel):
 class _Axis(_Section):
     setting: Text
     option: Text
-    values: list[Text]
+    values: list[Text] = Field(max_length=MAX_RUNS)
 
 
 class _RunEntry(_Section):
@@ -105,7 +105,7 @@ class _StudyFile(_Section):
     name: Text
     preset: Text
     axis: _Axis
-    seeds: list[int]
+    seeds: list[int] = Field(max_length=MAX_RUNS)
     extra_seeds: dict[Text, list[int]] = {}
     max_seeds: int | None = Field(default=None, ge=1, le=MAX_SEEDS)
     runs: list[_RunEntry] = Field(max_length=MAX_RUNS)

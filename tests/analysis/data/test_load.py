@@ -460,7 +460,15 @@ def test_runs_that_are_no_names_of_folders_are_refused(tmp_path: Path, runs: obj
 
 @pytest.mark.parametrize(
     "changes",
-    [{"family": ["a"]}, {"axis": {"values": [[1]]}}, {"axis": [1]}, {"runs": [{"run_id": "a" * 300}]}],
+    [
+        {"family": ["a"]},
+        {"axis": {"values": [[1]]}},
+        {"axis": {"values": ["a"] * (MAX_RUNS + 1)}},
+        {"axis": [1]},
+        {"seeds": [0.5]},
+        {"seeds": [0] * (MAX_RUNS + 1)},
+        {"runs": [{"run_id": "a" * 300}]},
+    ],
 )
 def test_a_study_json_of_the_wrong_shape_is_named(tmp_path: Path, changes: dict[str, object]) -> None:
     folder = write_study(tmp_path, [FakeRun("0", steps=3)], SHORT)

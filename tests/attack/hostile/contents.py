@@ -201,14 +201,24 @@ def _add_many_runs(copy: HostileCopy, rng: random.Random) -> None:
     edit_json(copy.folder / "study.json", edit)
 
 
-def _add_many_values(copy: HostileCopy, rng: random.Random) -> None:
-    """A list of 100,000 arms and of 100,000 seeds."""
+def _add_values(copy: HostileCopy, count: int) -> None:
+    """Lists of about `count` arms and of `count` seeds."""
 
     def edit(content: Content) -> None:
-        content["axis"]["values"] += [f"value-{number}" for number in range(100_000)]
-        content["seeds"] = list(range(100_000))
+        content["axis"]["values"] += [f"value-{number}" for number in range(count - 10)]
+        content["seeds"] = list(range(count))
 
     edit_json(copy.folder / "study.json", edit)
+
+
+def _add_many_values(copy: HostileCopy, rng: random.Random) -> None:
+    """A list of nearly as many arms as a study may have runs."""
+    _add_values(copy, 10_000)
+
+
+def _add_too_many_values(copy: HostileCopy, rng: random.Random) -> None:
+    """A list of 100,000 arms and of 100,000 seeds."""
+    _add_values(copy, 100_000)
 
 
 def _add_many_folders(copy: HostileCopy, rng: random.Random) -> None:
@@ -455,7 +465,14 @@ def _make_contents() -> dict[str, Change]:
         changes[f"run-id/{name}"] = partial(_change_run_id, run_id)
     for name, path in (("parent", "../../../../home/letters"), ("absolute", "/tmp"), ("home", "~/letters")):
         changes[f"paths/{name}"] = partial(_change_run_paths, path)
-    for change in (_add_many_runs, _add_many_values, _add_many_folders, _add_deep_folders, _add_odd_names):
+    for change in (
+        _add_many_runs,
+        _add_many_values,
+        _add_too_many_values,
+        _add_many_folders,
+        _add_deep_folders,
+        _add_odd_names,
+    ):
         changes[f"names/{change.__name__.removeprefix('_add_').replace('_', '-')}"] = change
     changes["code/modules"] = _plant_modules
     for key, value in (
