@@ -21,6 +21,9 @@ PRESETS: dict[str, Settings] = {
             # Length of training and intervals. A rolling checkpoint takes milliseconds here, so every step writes one.
             "trainer.total_training_steps": 60,
             "trainer.test_freq": 5,
+            # A pass of the tiny reference over the validation episodes is cheap, and shows how far a policy without a
+            # KL term moves.
+            "trainer.measure_val_kl": True,
             "trainer.resume_every": 1,
             # The published validation temperature makes the tiny model nearly greedy.
             "rollout.val_temperature": 1.0,

@@ -17,6 +17,7 @@ Row = dict[str, Any]
 QUIET_SETTINGS = {
     "trainer__val_before_train": False,
     "trainer__test_freq": 0,
+    "trainer__measure_val_kl": False,
     "env__val_env_groups": 1,
     "env__test_env_groups": 0,
 }

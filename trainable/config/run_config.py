@@ -131,6 +131,15 @@ class RunConfig(BaseRunConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_val_kl(self) -> "RunConfig":
+        if self.trainer.measure_val_kl and self.rollout.val_temperature == 0:
+            raise ValueError(
+                "trainer.measure_val_kl=True: greedy validations have no log-probs to measure a KL with: set "
+                "rollout.val_temperature=1.0, or trainer.measure_val_kl=false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_kl_horizon(self) -> "RunConfig":
         kl_ctrl, batch_size = self.algorithm.kl_ctrl, self.max_batch_size
         # A step multiplies the coefficient by 1 + error * batch size / horizon, with an error of at least -0.2. Below
@@ -142,6 +151,16 @@ class RunConfig(BaseRunConfig):
                 f"algorithm.kl_ctrl.horizon={10 * batch_size}, or another value above {0.2 * batch_size:g}"
             )
         return self
+
+    @property
+    def trains_with_reference(self) -> bool:
+        """Whether training steps need log-probs of the reference, for a KL in the loss or in the reward."""
+        return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the run needs the reference at all: in training steps, or to measure the KL at validations."""
+        return self.trains_with_reference or self.trainer.measure_val_kl
 
     @property
     def max_batch_size(self) -> int:
@@ -163,8 +182,11 @@ class RunConfig(BaseRunConfig):
             del settings["actor"][setting]
         for setting in find_unused_settings(FILTER_STRATEGIES, self.filter.rollout_filter_strategy):
             del settings["filter"][setting]
-        if not self.collapse_detection.all_quantities:  # as for LoRA: the setting was added later
+        # As for LoRA: these settings were added later. They are only in the hash of runs that use them.
+        if not self.collapse_detection.all_quantities:
             del settings["collapse_detection"]["all_quantities"]
+        if not self.trainer.measure_val_kl:
+            del settings["trainer"]["measure_val_kl"]
         return settings
 
 

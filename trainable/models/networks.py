@@ -19,10 +19,10 @@ if TYPE_CHECKING:  # it imports transformers, which a Qwen2 does not need
 class Networks(NamedTuple):
     """The networks of a run.
 
-    policy: the network that is trained and sampled from. reference: the model before training; None if no KL needs it.
-    critic: a value model with its own trunk. value_head: a value head on the policy's trunk, instead of a critic.
-    Without GAE, both are None. base_fingerprint: identifies the frozen weights under the adapters; None without
-    adapters.
+    policy: the network that is trained and sampled from. reference: the model before training; None if no KL to it is
+    needed. critic: a value model with its own trunk. value_head: a value head on the policy's trunk, instead of a
+    critic. Without GAE, both are None. base_fingerprint: identifies the frozen weights under the adapters; None
+    without adapters.
     """
 
     policy: Policy
@@ -37,7 +37,7 @@ def make_networks(config: RunConfig, device: torch.device) -> Networks:
     policy = load_policy(config.model.path, device, make_pass_settings(config.model), config.model.chat_format)
     if config.model.lora_rank:
         return _make_lora_networks(config, policy, device)
-    reference = make_frozen_copy(policy.model) if _needs_reference(config) else None
+    reference = make_frozen_copy(policy.model) if config.needs_reference else None
     critic = make_critic(policy, make_rng(config.seed, "critic"), device) if _needs_critic(config) else None
     return Networks(policy, reference, *_split_critic(config, critic), base_fingerprint=None)
 
@@ -51,7 +51,7 @@ def _make_lora_networks(config: RunConfig, policy: Policy, device: torch.device)
         add_adapters(critic.model, settings, make_rng(config.seed, "adapters", 1))
     return Networks(
         replace(policy, model=model),
-        base if _needs_reference(config) else None,
+        base if config.needs_reference else None,
         *_split_critic(config, critic),
         base_fingerprint=compute_fingerprint(policy.folder),
     )
@@ -62,10 +62,6 @@ def _split_critic(
 ) -> tuple["ValueModel | HubValueModel | None", nn.Module | None]:
     """(critic, None), or with critic.shared_trunk (None, its head), which shares the trunk of the policy."""
     return (None, critic.score) if critic is not None and config.critic.shared_trunk else (critic, None)
-
-
-def _needs_reference(config: RunConfig) -> bool:
-    return config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
 def _needs_critic(config: RunConfig) -> bool:

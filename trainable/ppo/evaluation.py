@@ -20,7 +20,8 @@ class Evaluation(NamedTuple):
     step: training steps before the evaluation. split: val or test. mode: sampled or greedy. levels: seed of each
     episode's level. clusters: for each episode, the index of its level's symmetry class; levels that are equal up to
     symmetry are one cluster in confidence intervals. solved: whether each episode solved its level. score: mean score
-    of the episodes. invalid_turns: invalid turns as a fraction of all turns.
+    of the episodes. invalid_turns: invalid turns as a fraction of all turns. kl_to_reference: KL to the policy before
+    training in nats per token; None if it was not measured.
     """
 
     step: int
@@ -31,6 +32,7 @@ class Evaluation(NamedTuple):
     solved: tuple[bool, ...]
     score: float
     invalid_turns: float
+    kl_to_reference: float | None = None
 
     @property
     def success(self) -> float:
@@ -104,8 +106,7 @@ def summarize_batch(batch: Batch, targets: Targets, episodes: Sequence[Episode],
     """
     mask, kl, value_mean, explained_variance = batch.mask, None, None, None
     if targets.ref_logprobs is not None:
-        # Always k3, whichever KL the run trains with, so that the column of different runs can be compared.
-        kl = float(masked_mean(estimate_kl(batch.logprobs, targets.ref_logprobs, "low_var_kl"), mask))
+        kl = estimate_mean_kl(batch, targets.ref_logprobs)
     if has_values:
         values, returns = targets.values[mask], targets.returns[mask]
         value_mean, return_variance = float(values.mean()), float(returns.var())
@@ -123,6 +124,15 @@ def summarize_batch(batch: Batch, targets: Targets, episodes: Sequence[Episode],
     )
 
 
+def estimate_mean_kl(batch: Batch, ref_logprobs: Tensor) -> float:
+    """Mean over the sampled tokens of k3, an estimate of the KL of the sampling policy to the reference, in nats.
+
+    ref_logprobs: (B, T), at the temperature at which the batch was sampled. It is always k3, whichever KL the run
+    trains with, so that different runs can be compared.
+    """
+    return float(masked_mean(estimate_kl(batch.logprobs, ref_logprobs, "low_var_kl"), batch.mask))
+
+
 def summarize_validation(evaluations: Sequence[Evaluation], is_unseen: Sequence[bool]) -> Validation | None:
     """Summarize a validation: `evaluations` is empty (the result is None), or sampled, or sampled and greedy.
 
@@ -136,6 +146,7 @@ def summarize_validation(evaluations: Sequence[Evaluation], is_unseen: Sequence[
         val_success_unseen=sampled.compute_success_where(is_unseen),
         val_reward=sampled.score,
         val_invalid_turns=sampled.invalid_turns,
+        val_kl_to_reference=sampled.kl_to_reference,
         val_greedy_success=greedy[0].success if greedy else None,
     )
 

@@ -72,7 +72,7 @@ def estimate_training_flops(shape: Shape, config: RunConfig, batch: Batch) -> di
         # On a shared trunk the update of the policy trains the value head, which adds next to nothing to its FLOP.
         if not config.critic.shared_trunk:
             phase_flops["update_critic"] = update_factor * config.critic.ppo_epochs * value_flops
-    if config.actor.use_kl_loss or config.algorithm.use_kl_in_reward:
+    if config.trains_with_reference:
         phase_flops["reference"] = policy_flops
     return phase_flops
 

@@ -104,6 +104,7 @@ class Validation:
     val_success_unseen: float | None
     val_reward: float
     val_invalid_turns: float
+    val_kl_to_reference: float | None = None
     val_greedy_success: float | None = None
 
 

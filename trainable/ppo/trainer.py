@@ -28,6 +28,7 @@ from trainable.models.lora import check_base
 from trainable.models.networks import make_networks
 from trainable.ppo.evaluation import (
     Evaluation,
+    estimate_mean_kl,
     make_evaluation,
     number_classes,
     summarize_batch,
@@ -215,7 +216,7 @@ class PPOTrainer:
 
     def roll_out(self, levels: Sequence[Level], group_size: int, rng: np.random.Generator) -> list[Episode]:
         """Sample training episodes: `group_size` per level, in the order of the levels."""
-        return self._roll_out_levels(levels, group_size, self.config.rollout.temperature, rng, is_trained=True)
+        return self._roll_out_levels(levels, group_size, self.config.rollout.temperature, rng, needs_logprobs=True)
 
     def _roll_out_levels(
         self,
@@ -223,12 +224,12 @@ class PPOTrainer:
         group_size: int,
         temperature: float,
         rng: np.random.Generator,
-        is_trained: bool = False,
+        needs_logprobs: bool = False,
     ) -> list[Episode]:
         """Roll out every level `group_size` times; returns the episodes of all ranks, in the order of the levels.
 
         Each rank plays some of the levels, and draws the same random numbers for them as a single rank would.
-        is_trained: whether the episodes will be trained on. Only then are log-probs recomputed; evaluations read none.
+        needs_logprobs: whether the log-probs of the episodes will be read. If not, they may be those of the engine.
         """
         local_range = compute_local_range(len(levels), self.world)
         local_levels = [levels[number] for number in local_range]
@@ -249,11 +250,11 @@ class PPOTrainer:
                     sampling_params,
                     rng,
                 )
-        if is_trained:
-            # The trainer's passes come next and need the memory. An evaluation leaves the engine awake, since the next
-            # phase after it is another rollout.
+        if needs_logprobs:
+            # The trainer's passes come next and need the memory. Otherwise the engine stays awake, since the next phase
+            # after an evaluation is another rollout.
             self.engine.sleep()
-            episodes = self.engine.recompute_logprobs(episodes)
+            episodes = self.engine.recompute_logprobs(episodes, temperature)
         # Every rank has numbered its groups from 0; make the numbers unique.
         local_episodes = [episode._replace(group=episode.group + local_range.start) for episode in episodes]
         return list(chain_blocks(self.world.all_gather_object(local_episodes)))
@@ -289,7 +290,11 @@ class PPOTrainer:
         with timer.measure("values"):
             values = self.compute_values(batch)  # 4
         with timer.measure("reference"):
-            ref_logprobs = self._compute_reference_logprobs(batch)  # 5
+            ref_logprobs = (
+                self._compute_reference_logprobs(batch, config.rollout.temperature)
+                if config.trains_with_reference
+                else None
+            )  # 5
         filter_scale = compute_filter_loss_scale(config.actor.filter_loss_scaling, groups_kept, num_groups)
         targets = make_targets(
             batch, values, ref_logprobs, config.algorithm, self.kl_controller.coef, filter_scale
@@ -395,11 +400,10 @@ class PPOTrainer:
         with self.backends["actor" if self.critic is None else "critic"].gather_weights():
             return compute_at_trained_tokens(batch, rows_per_pass, value_function, self.world)
 
-    def _compute_reference_logprobs(self, batch: Batch) -> Tensor | None:
-        """Log-probs (B, T) of the frozen reference at the trained tokens; None if no KL term needs a reference."""
-        if self.reference is None:
-            return None
-        logprob_function = TokenFunction.for_logprobs(self.reference, self.config.rollout.temperature)
+    def _compute_reference_logprobs(self, batch: Batch, temperature: float) -> Tensor:
+        """Log-probs (B, T) of the frozen reference at the sampled tokens, which were sampled at `temperature`."""
+        assert self.reference is not None  # the configuration needs a reference
+        logprob_function = TokenFunction.for_logprobs(self.reference, temperature)
         rows_per_pass = self.config.rollout.ref_log_prob_micro_batch_size_per_gpu
         return compute_at_trained_tokens(batch, rows_per_pass, logprob_function, self.world)
 
@@ -443,7 +447,8 @@ class PPOTrainer:
     def evaluate(self, split: str, mode: str) -> Evaluation:
         """Roll out all levels of `split` (val, test) in `mode` (sampled, greedy), without training.
 
-        A validation level is played env.val_group_size times, a test level once.
+        A validation level is played env.val_group_size times, a test level once. With trainer.measure_val_kl, a sampled
+        validation also measures the KL to the reference, over the same episodes.
         """
         if split == "val":
             levels, group_size, purpose = self.val_levels, self.config.env.val_group_size, "validation"
@@ -452,8 +457,22 @@ class PPOTrainer:
         temperature = self.config.rollout.val_temperature if mode == "sampled" else 0.0
         rng = make_rng(self.config.seed, purpose, self.step_index)
         with add_step(f"in the {purpose} after step {self.step_index}"):
-            episodes = self._roll_out_levels(levels, group_size, temperature, rng)
-        return make_evaluation(episodes, self.step_index, split, mode, number_classes([level.key for level in levels]))
+            # Before training, policy and reference are equal.
+            measures_kl = (
+                self.config.trainer.measure_val_kl and (split, mode) == ("val", "sampled") and self.step_index > 0
+            )
+            episodes = self._roll_out_levels(levels, group_size, temperature, rng, needs_logprobs=measures_kl)
+        evaluation = make_evaluation(
+            episodes, self.step_index, split, mode, number_classes([level.key for level in levels])
+        )
+        kl = self._measure_kl_to_reference(episodes, temperature) if measures_kl else None
+        return evaluation._replace(kl_to_reference=kl)
+
+    def _measure_kl_to_reference(self, episodes: Sequence[Episode], temperature: float) -> float:
+        """KL of policy and reference in nats per token, over the sampled tokens of `episodes`; the estimator is k3."""
+        batch = Batch(*(tensor.to(self.device) for tensor in collate(episodes)))
+        ref_logprobs = self._compute_reference_logprobs(batch, temperature)
+        return estimate_mean_kl(batch, ref_logprobs)
 
     # ------------------------------------------------------------------ budget and timing
 

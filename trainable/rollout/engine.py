@@ -50,8 +50,8 @@ class Engine(Protocol):
         """
         ...
 
-    def recompute_logprobs(self, episodes: Sequence[Episode]) -> list[Episode]:
-        """`episodes` with the log-probs and entropies of their sampled tokens under the trainer's model."""
+    def recompute_logprobs(self, episodes: Sequence[Episode], temperature: float) -> list[Episode]:
+        """`episodes`, sampled at `temperature`, with log-probs and entropies of the trainer's model."""
         ...
 
     def measure_mismatch(self, episodes: Sequence[Episode], step: int) -> LogprobMismatch | None:
@@ -83,7 +83,7 @@ class TorchEngine:
     def sync_weights(self, step: int) -> None:
         """Do nothing: the weights are the trainer's."""
 
-    def recompute_logprobs(self, episodes: Sequence[Episode]) -> list[Episode]:
+    def recompute_logprobs(self, episodes: Sequence[Episode], temperature: float) -> list[Episode]:
         """Return the episodes: a pass of the trainer would give the same numbers."""
         return list(episodes)
 
@@ -161,13 +161,11 @@ class VllmEngine:
         engine_logprobs = torch.from_numpy(self.vllm_sampler.compute_logprobs([self.prompt])[0])
         self._compare(trainer_logprobs, engine_logprobs, step)
 
-    def recompute_logprobs(self, episodes: Sequence[Episode]) -> list[Episode]:
+    def recompute_logprobs(self, episodes: Sequence[Episode], temperature: float) -> list[Episode]:
         """Recompute log-probs with the trainer, and keep the engine's beside them (see `Engine.recompute_logprobs`)."""
         micro_batch_size = self.config.rollout.log_prob_micro_batch_size_per_gpu
         with self.gather_weights():
-            return recompute_logprobs(
-                self.model, episodes, self.config.rollout.temperature, micro_batch_size, self.device
-            )
+            return recompute_logprobs(self.model, episodes, temperature, micro_batch_size, self.device)
 
     def measure_mismatch(self, episodes: Sequence[Episode], step: int) -> LogprobMismatch:
         """Compare over all sampled tokens (see `Engine.measure_mismatch`)."""

@@ -136,7 +136,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "kl_to_reference",
         "nats",
         "estimate of KL(pi || ref) before the update: token mean over trained tokens of k3 = exp(-d) + d - 1 with d = "
-        "log pi - log ref; missing if there is no reference pass",
+        "log pi - log ref, at most 10 per token; missing if there is no reference pass",
     ),
     Column(
         "actor_grad_norm",
@@ -211,6 +211,12 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     ),
     Column("val_reward", "reward", "mean validation score", "val-env/charts/avg_episode_return"),
     Column("val_invalid_turns", "fraction", "validation turns without a valid action / turns"),
+    Column(
+        "val_kl_to_reference",
+        "nats",
+        "as kl_to_reference, after the update: over the sampled tokens of the validation, at val_temperature; missing "
+        "without trainer.measure_val_kl",
+    ),
     Column("val_greedy_success", "fraction", "as val_success, with greedy decoding; last step only"),
     Column("test_success", "fraction", "solved test episodes / episodes, sampled; last step only"),
     Column("test_greedy_success", "fraction", "as test_success, with greedy decoding; last step only"),

@@ -166,10 +166,9 @@ def compute_gathered_bytes(shape: ModelShape, parameters: int, config: RunConfig
 def compute_reference_bytes(shape: ModelShape, config: RunConfig) -> int:
     """Bytes of a separate reference model.
 
-    0 if neither the loss nor the reward has a KL term. Also 0 with LoRA: the frozen base is then the reference.
+    0 if the run needs no reference. Also 0 with LoRA: the frozen base is then the reference.
     """
-    is_needed = config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
-    return compute_frozen_bytes(shape, config) if is_needed and not config.model.lora_rank else 0
+    return compute_frozen_bytes(shape, config) if config.needs_reference and not config.model.lora_rank else 0
 
 
 def compute_frozen_bytes(shape: ModelShape, config: RunConfig) -> int:

@@ -88,10 +88,10 @@ def estimate_update_flops(shape: ModelShape, config: RunConfig) -> float:
     rows, tokens = config.env.env_groups * config.env.group_size, memory.compute_max_tokens(config)
     train_factor = 3 - (config.model.lora_rank > 0) + config.model.enable_gradient_checkpointing
     policy_flops, critic_flops = (estimate_forward_flops(shape, rows, tokens, with_head) for with_head in (True, False))
-    needs_reference = config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
     recompute_factor = config.actor.loss.needs_pass_before_step  # 1 for a loss that needs a pass without gradients
     total_flops = (
-        config.actor.ppo_epochs * (train_factor + recompute_factor) * policy_flops + needs_reference * policy_flops
+        config.actor.ppo_epochs * (train_factor + recompute_factor) * policy_flops
+        + config.trains_with_reference * policy_flops
     )
     if config.algorithm.estimator.needs_critic:  # values of the rollouts, one pass without gradients
         total_flops += critic_flops

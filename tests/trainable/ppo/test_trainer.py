@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from tests.fakes.scripted import clone_tensors, make_hub_twin, make_small_config
-from tests.fakes.trainers import Row, copy_weights, has_changed, is_finite, make_quiet_trainer, replay_step, run_steps
+from tests.fakes.trainers import (
+    Row,
+    copy_weights,
+    has_changed,
+    has_same_weights,
+    is_finite,
+    make_quiet_trainer,
+    replay_step,
+    run_steps,
+)
 from tests.oracles import update as oracle
 from trainable.algo.batching import order_length_stratified
 from trainable.config.choices import ADVANTAGE_ESTIMATORS
@@ -15,6 +24,8 @@ from trainable.models.qwen2 import Qwen2
 from trainable.ppo.targets import make_targets
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.batch import collate
+from trainable.rollout.engine import recompute_logprobs
+from trainable.rollout.episode import Episode
 from trainable.runs.records import DEFAULT_STEP_COLUMNS
 
 # ---------------------------------------------------------------------------- every setting takes a step
@@ -342,6 +353,47 @@ def test_a_reference_is_kept_only_where_one_is_needed_and_never_moves() -> None:
     run_steps(trainer, 1)
     assert all(torch.equal(weight, old_weights[name]) for name, weight in trainer.reference.state_dict().items())
     assert not any(weight.requires_grad for weight in trainer.reference.parameters())
+
+
+def test_the_kl_at_validations_is_measured_without_a_kl_term_and_changes_nothing_else() -> None:
+    settings = {
+        "actor__lr": 1e-3,
+        "rollout__val_temperature": 0.7,
+        "trainer__test_freq": 2,
+        "trainer__val_before_train": True,
+        "env__val_env_groups": 3,
+        "env__val_group_size": 2,
+    }
+    trainer = make_quiet_trainer(**settings, trainer__measure_val_kl=True)
+    calls: list[tuple[list[Episode], float]] = []
+    recompute = trainer.engine.recompute_logprobs
+
+    def record_call(episodes: list[Episode], temperature: float) -> list[Episode]:
+        calls.append((list(episodes), temperature))
+        return recompute(episodes, temperature)
+
+    trainer.engine.recompute_logprobs = record_call  # type: ignore[method-assign]
+    rows = run_steps(trainer, 2)
+
+    assert [row.keys() & {"val_kl_to_reference", "kl_to_reference"} for row in rows] == [set(), {"val_kl_to_reference"}]
+    # Two training batches, then the validation after step 2: that before training is not measured.
+    assert [(len(episodes), temperature) for episodes, temperature in calls] == [(8, 1.0), (8, 1.0), (6, 0.7)]
+    episodes = calls[-1][0]
+    assert trainer.reference is not None
+    ref_episodes = recompute_logprobs(trainer.reference, episodes, 0.7, 2, trainer.device)
+    log_ratios = np.concatenate(
+        [
+            (episode.logprobs.astype(float) - ref_episode.logprobs)[episode.mask]
+            for episode, ref_episode in zip(episodes, ref_episodes, strict=True)
+        ]
+    )
+    expected_kl = np.minimum(np.exp(-log_ratios) + log_ratios - 1, 10).mean()
+    assert expected_kl > 1e-4
+    assert rows[1].pop("val_kl_to_reference") == pytest.approx(expected_kl, rel=1e-4)
+
+    other_trainer = make_quiet_trainer(**settings)
+    assert run_steps(other_trainer, 2) == rows
+    assert has_same_weights(trainer, other_trainer)
 
 
 def test_the_kl_penalty_holds_the_policy_near_the_reference() -> None:
