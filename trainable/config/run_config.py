@@ -131,15 +131,6 @@ class RunConfig(BaseRunConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_val_kl(self) -> "RunConfig":
-        if self.trainer.measure_val_kl and self.rollout.val_temperature == 0:
-            raise ValueError(
-                "trainer.measure_val_kl=True: greedy validations have no log-probs to measure a KL with: set "
-                "rollout.val_temperature=1.0, or trainer.measure_val_kl=false"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _check_kl_horizon(self) -> "RunConfig":
         kl_ctrl, batch_size = self.algorithm.kl_ctrl, self.max_batch_size
         # A step multiplies the coefficient by 1 + error * batch size / horizon, with an error of at least -0.2. Below
@@ -158,9 +149,14 @@ class RunConfig(BaseRunConfig):
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
+    def measures_val_kl(self) -> bool:
+        """Whether validations measure the KL to the reference. Greedy ones cannot: their tokens are not sampled."""
+        return self.trainer.measure_val_kl and self.rollout.val_temperature > 0
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the run needs the reference at all: in training steps, or to measure the KL at validations."""
-        return self.trains_with_reference or self.trainer.measure_val_kl
+        return self.trains_with_reference or self.measures_val_kl
 
     @property
     def max_batch_size(self) -> int:

@@ -342,7 +342,7 @@ class TrainerConfig(BaseTrainerConfig):
     )
     val_before_train: bool = Field(True, description="validate the untrained policy before step 1")
     measure_val_kl: bool = Field(
-        False, description="measure the KL to the initial policy at each validation, also without a KL term"
+        False, description="measure the KL to the initial policy at each sampled validation, also without a KL term"
     )
     save_freq: Common[int] = Field(-1, description="keep a checkpoint (folder global_step_<N>) every N steps; -1: none")
     resume_every: Common[int] = Field(25, ge=1, description="write the rolling checkpoint for recovery every N steps")

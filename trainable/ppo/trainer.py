@@ -458,9 +458,7 @@ class PPOTrainer:
         rng = make_rng(self.config.seed, purpose, self.step_index)
         with add_step(f"in the {purpose} after step {self.step_index}"):
             # Before training, policy and reference are equal.
-            measures_kl = (
-                self.config.trainer.measure_val_kl and (split, mode) == ("val", "sampled") and self.step_index > 0
-            )
+            measures_kl = self.config.measures_val_kl and (split, mode) == ("val", "sampled") and self.step_index > 0
             episodes = self._roll_out_levels(levels, group_size, temperature, rng, needs_logprobs=measures_kl)
         evaluation = make_evaluation(
             episodes, self.step_index, split, mode, number_classes([level.key for level in levels])

@@ -32,6 +32,8 @@ def make_record() -> StepRecord:
     collection, engine, decision, batch, update, budget, validation = (
         make_filled_record(record_type) for record_type in RECORD_TYPES
     )
+    assert isinstance(validation, Validation)
+    base_validation = replace(validation, val_kl_to_reference=None)  # the policy before training is the reference
     duration = StepTiming({"rollout": 2.0}, {"rollout": 0.5}, 1e9, 3.0, 4.0, 5.0)
     return StepRecord(
         collection,
@@ -43,7 +45,7 @@ def make_record() -> StepRecord:
         engine,
         batch,
         update,
-        validation,
+        base_validation,
         validation,
         {"collapse_valid_thinking_rate": 1.0},
     )

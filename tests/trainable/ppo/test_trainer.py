@@ -396,6 +396,14 @@ def test_the_kl_at_validations_is_measured_without_a_kl_term_and_changes_nothing
     assert has_same_weights(trainer, other_trainer)
 
 
+def test_greedy_validations_measure_no_kl_and_need_no_reference() -> None:
+    trainer = make_quiet_trainer(trainer__measure_val_kl=True, rollout__val_temperature=0, trainer__test_freq=1)
+    assert trainer.reference is None
+    (row,) = run_steps(trainer, 1)
+    assert "val_success" in row
+    assert "val_kl_to_reference" not in row
+
+
 def test_the_kl_penalty_holds_the_policy_near_the_reference() -> None:
     def measure_drift(coefficient: float) -> float:
         trainer = make_quiet_trainer(
