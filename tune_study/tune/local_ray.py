@@ -86,6 +86,15 @@ class LocalRay:
         self._exit_stack.close()
 
 
+SILENCED_LOGGERS = ("ray.tune.tune", "ray.tune.execution.experiment_state")
+"""Loggers of Tune whose errors would alarm without reason.
+
+The first logs trials that did not complete at the end; their statuses already say so. The second logs a traceback if
+Tune cannot copy its state of the experiment, which happens when a temporary file of that state is renamed meanwhile.
+Nothing here reads that state: studies are resumed from their own files.
+"""
+
+
 @contextmanager
 def start_local_ray(resource_plan: ResourcePlan, console: Console) -> Iterator["tuple[Daemon, ...]"]:
     """Start Ray on this machine, unless it is already initialized; yield its processes if they were started here.
@@ -97,8 +106,8 @@ def start_local_ray(resource_plan: ResourcePlan, console: Console) -> Iterator["
 
     from tune_study.tune.watchdog import find_ray_daemons
 
-    # At the end, Tune logs the trials that did not complete as an error; their statuses already say so.
-    logging.getLogger("ray.tune.tune").setLevel(logging.CRITICAL)
+    for name in SILENCED_LOGGERS:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     # `join_cluster` has connected to a cluster, or a Python program has called `ray.init` itself: whoever did ends it.
     if ray.is_initialized():
         yield ()

@@ -1,3 +1,4 @@
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -127,3 +128,8 @@ def test_what_ray_starts_inherits_the_folders_of_all_studies() -> None:
     assert MARK_ENV not in os.environ
     with LocalRay([FIRST], Console(quiet=True), is_local=False):
         assert MARK_ENV not in os.environ
+
+
+def test_the_silenced_loggers_are_those_that_tune_writes_to() -> None:
+    modules = [importlib.import_module(name) for name in local_ray.SILENCED_LOGGERS]
+    assert tuple(module.logger.name for module in modules) == local_ray.SILENCED_LOGGERS
