@@ -188,7 +188,9 @@ def compare_methods(case: Case, with_gradients: bool, repetitions: int) -> dict[
 
 def make_laptop_case() -> Case:
     """The batch of the first step of the laptop preset."""
-    trainer = PPOTrainer(apply_overrides(RunConfig(), {**PRESETS["laptop"], "trainer.total_training_steps": 1}))
+    trainer = PPOTrainer(
+        apply_overrides(RunConfig(), {**PRESETS["laptop"].settings, "trainer.total_training_steps": 1})
+    )
     config = trainer.config
     episodes = trainer.roll_out(trainer.levels[0], config.env.group_size, make_rng(0, "sampling", 1))
     return Case(trainer.model, collate(episodes))

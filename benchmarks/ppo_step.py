@@ -35,7 +35,13 @@ def make_trainer(overrides: dict[str, object], steps: int, levels: int) -> PPOTr
         "trainer.total_training_steps": steps + 1,
         "env.env_groups": levels,
     }
-    settings = {**PRESETS["laptop"], **STUDY.fixed_settings, "actor.kl_loss_coef": 0, **run_settings, **overrides}
+    settings = {
+        **PRESETS["laptop"].settings,
+        **STUDY.fixed_settings,
+        "actor.kl_loss_coef": 0,
+        **run_settings,
+        **overrides,
+    }
     # A learning rate of almost 0 keeps the policy, and with it the lengths of replies, the same for every variant.
     config = apply_overrides(RunConfig(), {**settings, "actor.lr": 1e-12, "critic.lr": 1e-12})
     return PPOTrainer(config, diagnostics=DIAGNOSTICS)

@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=parse_count, default=7, help="timed rollouts of each sampler")
     repetitions = parser.parse_args().repetitions
     torch.set_num_threads(1)
-    settings = {**PRESETS["laptop"], "trainer.total_training_steps": repetitions + 1}
+    settings = {**PRESETS["laptop"].settings, "trainer.total_training_steps": repetitions + 1}
     trainer = PPOTrainer(apply_overrides(RunConfig(), settings))
     generate_sampler = GenerateSampler(AutoModelForCausalLM.from_pretrained(find_model("sokoban-tiny")).eval())
     rates: dict[str, list[float]] = {"ours": [], "generate": []}

@@ -4,10 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from search_spaces.declaration.presets import Preset
 from trainable.config.base_config import BaseRunConfig
-
-Settings = Mapping[str, object]
-"""Values by the dotted name of a setting of a family's configuration."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +33,7 @@ class Family:
         name: name of the family in study.json and in the tables.
         config_class: configuration of a run.
         trainer: "module:NAME" of the TrainerFamily for these configurations; imported only where a run trains.
-        presets: for each preset, the settings that the preset changes.
-        n_seeds: for each preset, the default number of seeds per arm.
+        presets: the presets by name.
         outcomes: columns of `analysis.load(...).trials` by which arms are compared. The first is the primary outcome,
             which gives the verdicts; the others support it and are adjusted together.
         margins: for some of the outcomes, the difference within which two arms count as equal.
@@ -61,8 +58,7 @@ class Family:
     name: str
     config_class: type[BaseRunConfig]
     trainer: str
-    presets: Mapping[str, Settings]
-    n_seeds: Mapping[str, int]
+    presets: Mapping[str, Preset]
     outcomes: tuple[str, ...]
     margins: Mapping[str, float]
     make_template_values: Callable[[Any], dict[str, str]]

@@ -1,42 +1,65 @@
-"""The presets: `paper` is the published scale, RunConfig's defaults; `laptop` changes them to run on one CPU core."""
+"""The presets of language models: `paper` is the published scale, and the others run on one CPU core per trial."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
-from search_spaces.declaration.family import Settings
+Settings = Mapping[str, object]
+"""Values by the dotted name of a setting of a family's configuration."""
 
-PRESETS: dict[str, Settings] = {
-    "paper": MappingProxyType({}),
-    "laptop": MappingProxyType(
-        {
-            # The model, its prompt and its learning rates.
-            "model.path": "sokoban-tiny",
-            "model.prompt_style": "compact",
-            "model.dtype": "float32",
-            "model.enable_gradient_checkpointing": False,
-            "rollout.name": "torch",
-            "rollout.max_model_len": None,
-            "rollout.response_length": 24,
-            "actor.lr": 3e-4,
-            "critic.lr": 1e-3,
-            # Length of training and intervals. A rolling checkpoint takes milliseconds here, so every step writes one.
-            "trainer.total_training_steps": 60,
-            "trainer.test_freq": 5,
-            # A pass of the tiny reference over the validation episodes is cheap, and shows how far a policy without a
-            # KL term moves.
-            "trainer.measure_val_kl": True,
-            "trainer.resume_every": 1,
-            # The published validation temperature makes the tiny model nearly greedy.
-            "rollout.val_temperature": 1.0,
-            # The published `kl` (k1), used as a loss, does not pull the policy toward the reference.
-            "actor.kl_loss_type": "low_var_kl",
-            # The tiny model's gradients are small enough to keep without a sketch.
-            "trainer.gradient_analysis_sketch": None,
-            # One core, no GPU.
-            "trainer.device": "cpu",
-            "trainer.n_gpus_per_node": 0,
-        }
-    ),
+
+@dataclass(frozen=True)
+class Preset:
+    """The scale at which a study runs.
+
+    Attributes:
+        settings: settings that it changes.
+        n_seeds: default number of seeds per arm.
+        variant_of: another preset, of which it is a variant: the studies then have the axis values and the settings
+            that they have under that preset. Empty if it is none.
+        uses_gpus: whether its runs are meant for GPUs.
+    """
+
+    settings: Settings
+    n_seeds: int
+    variant_of: str = ""
+    uses_gpus: bool = False
+
+
+_LAPTOP_SETTINGS: Settings = MappingProxyType(
+    {
+        # The model, its prompt and its learning rates.
+        "model.path": "sokoban-tiny",
+        "model.prompt_style": "compact",
+        "model.dtype": "float32",
+        "model.enable_gradient_checkpointing": False,
+        "rollout.name": "torch",
+        "rollout.max_model_len": None,
+        "rollout.response_length": 24,
+        "actor.lr": 3e-4,
+        "critic.lr": 1e-3,
+        # Length of training and intervals. A rolling checkpoint takes milliseconds here, so every step writes one.
+        "trainer.total_training_steps": 60,
+        "trainer.test_freq": 5,
+        # A pass of the tiny reference over the validation episodes is cheap, and shows how far a policy without a
+        # KL term moves.
+        "trainer.measure_val_kl": True,
+        "trainer.resume_every": 1,
+        # The published validation temperature makes the tiny model nearly greedy.
+        "rollout.val_temperature": 1.0,
+        # The published `kl` (k1), used as a loss, does not pull the policy toward the reference.
+        "actor.kl_loss_type": "low_var_kl",
+        # The tiny model's gradients are small enough to keep without a sketch.
+        "trainer.gradient_analysis_sketch": None,
+        # One core, no GPU.
+        "trainer.device": "cpu",
+        "trainer.n_gpus_per_node": 0,
+    }
+)
+
+PRESETS: dict[str, Preset] = {
+    "paper": Preset(MappingProxyType({}), n_seeds=3, uses_gpus=True),
+    "laptop": Preset(_LAPTOP_SETTINGS, n_seeds=1),
+    # A learning rate at which training without protection may collapse.
+    "stress": Preset(MappingProxyType({**_LAPTOP_SETTINGS, "actor.lr": 2e-3}), n_seeds=3, variant_of="laptop"),
 }
-
-DEFAULT_SEEDS: dict[str, int] = {"paper": 3, "laptop": 1}
-"""The default number of seeds per arm, by preset."""

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from search_spaces.declaration.family import Family, Settings
+from search_spaces.declaration.family import Family
+from search_spaces.declaration.presets import Settings
 from trainable.config.base_config import BaseRunConfig
 
 Contrasts = Mapping[str, tuple[tuple[str, str], ...]]
@@ -27,7 +28,7 @@ class Axis:
 
     Attributes:
         setting: the dotted setting, or a description of how named arms differ.
-        grids: for each preset, the axis values as they are typed.
+        grids: for each preset, the axis values as they are typed. A variant of a preset may be left out.
         option: the command-line flag for values of the axis; the published flag where there is one.
         extra_settings: settings that every numeric value sets in addition.
         named_settings: for each value that is a name, the settings that it sets instead.
@@ -160,6 +161,19 @@ class Study:
     strategy_aliases: Mapping[str, str] = field(default_factory=dict)
     variants: Mapping[str, "Study"] = field(default_factory=dict)
     variant_setting: str = ""
+
+    def get_grid(self, preset: str) -> tuple[str, ...]:
+        """The axis values under a preset of the family, as they are typed."""
+        return self.axis.grids[self._resolve_preset(preset, self.axis.grids)]
+
+    def make_preset_settings(self, preset: str) -> dict[str, object]:
+        """The settings of all arms under a preset: those of the preset, then those of the study."""
+        study_settings = self.presets.get(self._resolve_preset(preset, self.presets), {})
+        return {**self.family.presets[preset].settings, **self.fixed_settings, **study_settings}
+
+    def _resolve_preset(self, preset: str, entries: Mapping[str, object]) -> str:
+        """The name under which `entries` has the preset: its own, or that of the preset of which it is a variant."""
+        return preset if preset in entries else self.family.presets[preset].variant_of
 
     def get_variant(self, value: str) -> "Study":
         """The study under `value` of `variant_setting`, which may be this one. Raise KeyError if no study has it."""

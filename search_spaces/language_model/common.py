@@ -2,7 +2,7 @@
 
 from types import MappingProxyType
 
-from search_spaces.declaration.family import Settings
+from search_spaces.declaration.presets import Settings
 
 SWEEP_SETTINGS: Settings = MappingProxyType(
     {

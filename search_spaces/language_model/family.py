@@ -3,7 +3,7 @@
 import re
 
 from search_spaces.declaration.family import DisplayColumn, Family, make_value_label
-from search_spaces.declaration.presets import DEFAULT_SEEDS, PRESETS
+from search_spaces.declaration.presets import PRESETS
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import RunConfig
 
@@ -74,7 +74,6 @@ PPO = Family(
     is_fine_tuning=True,
     config_class=RunConfig,
     presets=PRESETS,
-    n_seeds=DEFAULT_SEEDS,
     outcomes=(
         "late_val_success",
         "mean_val_success",

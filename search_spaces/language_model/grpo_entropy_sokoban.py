@@ -8,7 +8,7 @@ four mini-batches move the ratios away from 1; in a single update no clip could 
 arms of GRPO.
 """
 
-from search_spaces.declaration.family import Settings
+from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Axis, NameTemplates, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO

@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from search_spaces.declaration.family import Settings
+from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Axis, NameTemplates, Study
 from search_spaces.language_model.family import PPO
 from trainable.config.choices import FILTER_STRATEGIES

@@ -8,7 +8,7 @@ the same decay multiplies a batch's delight, as in the documents' studies; the r
 
 import math
 
-from search_spaces.declaration.family import Settings
+from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Contrasts
 from search_spaces.sandbox.family import SMOKE_SETTINGS, make_sandbox_study
 

@@ -1,6 +1,6 @@
 """How much staleness does each update rule tolerate?"""
 
-from search_spaces.declaration.family import Settings
+from search_spaces.declaration.presets import Settings
 from search_spaces.sandbox.family import SMOKE_SETTINGS, make_sandbox_study
 
 RULES = ("REINFORCE", "PG", "ASPO", "TrajPG", "DG", "Kondo")

@@ -8,7 +8,7 @@ pairs without KL isolate the division. DrGRPO equals GRPO without division, mult
 gradient clipping and Adam's epsilon distinguish the two.
 """
 
-from search_spaces.declaration.family import Settings
+from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Contrasts
 from search_spaces.sandbox.family import GROUP_SETTINGS, REVERSAL_SETTINGS, make_sandbox_study
 

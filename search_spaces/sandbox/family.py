@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from search_spaces.declaration.family import DisplayColumn, Family, Settings
+from search_spaces.declaration.family import DisplayColumn, Family
+from search_spaces.declaration.presets import Preset, Settings
 from search_spaces.declaration.study import Axis, Contrasts, NameTemplates, Study, keep_settings
 from trainable.sandbox.config.settings import UpdateRuleConfig
 
@@ -72,8 +73,7 @@ UPDATE_RULES = Family(
     name="update_rules",
     trainer="trainable.families:UPDATE_RULES",
     config_class=UpdateRuleConfig,
-    presets={"paper": MappingProxyType({}), "laptop": MappingProxyType({})},
-    n_seeds={"paper": 3, "laptop": 3},
+    presets={name: Preset(MappingProxyType({}), n_seeds=3) for name in ("paper", "laptop")},
     outcomes=(
         "late_test_error",
         "final_entropy",

@@ -6,7 +6,7 @@ at 300 and at 1200 optimizer steps on the same 300 batches, because the document
 rules at 1200.
 """
 
-from search_spaces.declaration.family import Settings
+from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Contrasts
 from search_spaces.sandbox.family import make_sandbox_study
 from trainable.sandbox.config.settings import UpdateRuleConfig

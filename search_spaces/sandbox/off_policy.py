@@ -6,7 +6,7 @@ updates per batch. PMDMean, whose baseline is the batch mean, and DG, which corr
 The contrasts compare each rule with REINFORCE at the same staleness. REINFORCE-onpolicy shows the cost of staleness.
 """
 
-from search_spaces.declaration.family import Settings
+from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Contrasts
 from search_spaces.sandbox.family import SMOKE_SETTINGS, make_sandbox_study
 

@@ -74,7 +74,7 @@ def write_study(output: Path, runs: Sequence[FakeRun], study: FakeStudy | None =
 
 def _make_config(run: FakeRun | None, fake_study: FakeStudy) -> dict[str, Any]:
     overrides: dict[str, object] = {
-        **presets.PRESETS["laptop"],
+        **presets.PRESETS["laptop"].settings,
         "trainer.total_training_steps": fake_study.total_steps,
         "trainer.test_freq": fake_study.test_freq,
         "env.val_env_groups": fake_study.levels,

@@ -15,7 +15,7 @@ from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.sampler import SampledReply, SamplingParams
 
 SMALL_SETTINGS = {
-    **PRESETS["laptop"],
+    **PRESETS["laptop"].settings,
     "env.env_groups": 2,
     "env.group_size": 4,
     "env.val_env_groups": 16,

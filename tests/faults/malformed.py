@@ -396,7 +396,9 @@ def draw_malformed_lines() -> Line:
     lines = []
     for study in STUDIES.values():
         fault_groups = map(st.one_of, (list_bad_options(study), list_bad_axes(study), list_bad_assignments(study)))
-        start = st.sampled_from(sorted(PRESETS)).map(lambda preset, name=study.name: (name, "--preset", preset))
+        start = st.sampled_from(sorted(study.family.presets)).map(
+            lambda preset, name=study.name: (name, "--preset", preset)
+        )
         family = study.family.name
         faults = draw_equally([*fault_groups, bad_values[family], bad_values[family], bad_combinations[family]])
         lines.append(st.tuples(start, st.just(("--output", "out")), extra_options, faults))

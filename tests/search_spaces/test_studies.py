@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from dataclasses import replace
 from string import Formatter
 
 import numpy as np
@@ -11,6 +12,7 @@ from search_spaces import STUDIES
 from search_spaces.declaration.family import make_value_label
 from search_spaces.declaration.presets import PRESETS
 from search_spaces.declaration.study import Study
+from search_spaces.language_model import kl
 from search_spaces.language_model.family import PPO
 from search_spaces.sandbox.age_not_capacity import solve_decay
 from trainable.config.base_config import BaseRunConfig
@@ -91,8 +93,7 @@ def get_field(config: BaseRunConfig, field: str) -> object:
 
 
 def make_base_config(study: Study, preset: str) -> BaseRunConfig:
-    settings = {**study.family.presets[preset], **study.fixed_settings, **study.presets.get(preset, {})}
-    return apply_overrides(study.family.config_class.model_validate({}), settings)
+    return apply_overrides(study.family.config_class.model_validate({}), study.make_preset_settings(preset))
 
 
 def make_arm_config(study: Study, preset: str, value: str) -> BaseRunConfig:
@@ -116,18 +117,33 @@ def test_every_published_arm_has_the_published_settings(study: Study) -> None:
 
 
 @ALL_STUDIES
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_point_of_every_grid_is_a_configuration_of_its_own(study: Study, preset: str) -> None:
-    hashes = {make_arm_config(study, preset, value).compute_hash() for value in study.axis.grids[preset]}
-    assert len(hashes) == len(study.axis.grids[preset])
+def test_every_point_of_every_grid_is_a_configuration_of_its_own(study: Study) -> None:
+    for preset in study.family.presets:
+        grid = study.get_grid(preset)
+        assert len({make_arm_config(study, preset, value).compute_hash() for value in grid}) == len(grid)
 
 
 @ALL_STUDIES
-@pytest.mark.parametrize("preset", PRESETS)
-def test_labels_name_the_points_of_a_grid(study: Study, preset: str) -> None:
-    labels = [make_value_label(value) for value in study.axis.grids[preset]]
-    assert len(set(labels)) == len(labels)
-    assert study.baseline.format(kl_type="low_var_kl") in study.axis.grids[preset]
+def test_labels_name_the_points_of_a_grid(study: Study) -> None:
+    for preset in study.family.presets:
+        labels = [make_value_label(value) for value in study.get_grid(preset)]
+        assert len(set(labels)) == len(labels)
+        assert study.baseline.format(kl_type="low_var_kl") in study.get_grid(preset)
+
+
+def test_a_variant_of_a_preset_differs_in_its_own_settings_alone() -> None:
+    laptop, stress = (make_base_config(kl.STUDY, preset) for preset in ("laptop", "stress"))
+    assert {name for name in list_field_names() if get_field(laptop, name) != get_field(stress, name)} == {"actor.lr"}
+    assert get_field(stress, "actor.lr") == 2e-3
+    assert kl.STUDY.get_grid("stress") == kl.STUDY.axis.grids["laptop"] != kl.STUDY.get_grid("paper")
+    # A study's own grid and settings come first.
+    own = replace(
+        kl.STUDY,
+        axis=replace(kl.STUDY.axis, grids={**kl.STUDY.axis.grids, "stress": ("0", "0.1")}),
+        presets={"stress": {"actor.lr": 3e-3}, "laptop": {"actor.lr": 5e-3}},
+    )
+    assert own.get_grid("stress") == ("0", "0.1")
+    assert get_field(make_base_config(own, "stress"), "actor.lr") == 3e-3
 
 
 @ALL_STUDIES
@@ -147,7 +163,9 @@ def test_a_study_names_only_what_there_is(study: Study) -> None:
     for key in (*study.axis.swept_fields, *study.fixed_settings, *study.axis.extra_settings, *study.smoke_settings):
         assert resolve_key(key, study.family.config_class) == key
     assert set(study.stop_rules) <= ({*RULES} if study.family is PPO else {"uniform_groups"})
-    assert set(study.axis.grids) == set(study.family.presets) == set(study.family.n_seeds) == set(PRESETS)
+    presets = study.family.presets
+    assert set(study.axis.grids) <= set(presets) <= set(PRESETS)
+    assert {preset.variant_of or name for name, preset in presets.items()} <= set(study.axis.grids)
     study_names = (
         {"task", "method"}
         if study.family is not PPO

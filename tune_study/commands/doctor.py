@@ -108,8 +108,8 @@ def run_checks(
     # Functions, so that each is called only in its turn and an error ends only the check that raises it.
     checks: tuple[tuple[str, Callable[[], Iterable[CheckResult]]], ...] = (
         ("requirements", lambda: check_requirements("tune_study")),
-        ("processor", lambda: machine_checks.check_resources(chosen_preset, gpus)),
-        ("disk", lambda: machine_checks.check_disks(output, ray_folder, chosen_preset)),
+        ("processor", lambda: machine_checks.check_resources(PRESETS[chosen_preset].uses_gpus, gpus)),
+        ("disk", lambda: machine_checks.check_disks(output, ray_folder, PRESETS[chosen_preset].uses_gpus)),
         ("output", lambda: machine_checks.check_output(output)),
         ("network", lambda: [machine_checks.check_ports(), machine_checks.check_host_name(socket.gethostname())]),
         ("Ray's sockets", lambda: [machine_checks.check_socket_path(ray_folder)]),
@@ -209,7 +209,7 @@ def find_unmet(requirements: Iterable[str], extra: str) -> dict[str, str]:
 
 def check_preset_model(preset: str, environ: Mapping[str, str]) -> CheckResult:
     """Check the model of a preset. A damaged shipped model is a problem; another model that is missing is a remark."""
-    path = apply_overrides(RunConfig(), PRESETS[preset]).model.path
+    path = apply_overrides(RunConfig(), PRESETS[preset].settings).model.path
     shipped_path = files("trainable") / "tiny" / "sokoban_tiny"
     try:
         check_model(str(shipped_path) if path == SHIPPED_MODEL else path, environ)

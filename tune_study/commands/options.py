@@ -27,7 +27,9 @@ Storage = Annotated[
 
 Preset = Annotated[
     str | None,
-    Option("--preset", metavar="NAME", help="laptop or paper; default: paper if it fits the GPUs, else laptop."),
+    Option(
+        "--preset", metavar="NAME", help="laptop, stress or paper; default: paper if it fits the GPUs, else laptop."
+    ),
 ]
 Model = Annotated[
     str | None, Option("--model", metavar="PATH", help="Model to train: sokoban-tiny, a folder, or a hub id.")

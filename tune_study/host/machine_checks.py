@@ -26,9 +26,9 @@ _GB = 10**9
 _DRIVER_MEMORY_BYTES, _TRIAL_MEMORY_BYTES = 1.0 * _GB, 0.6 * _GB
 # A laptop study writes about 30 MB, and so do Ray's logs. With less free space than this, neither is safe.
 _MIN_DISK_BYTES = 0.1 * _GB
-# paper: a checkpoint of a 3B policy and critic with AdamW's moments in float32 has 74 GB, and a new one is written
-# before the last one is removed. Smaller models need less, so less free space than this is only a remark.
-_OUTPUT_DISK_BYTES = {"laptop": 1 * _GB, "paper": 150 * _GB}
+# By whether the runs are meant for GPUs. A checkpoint of a 3B policy and critic with AdamW's moments in float32 has
+# 74 GB, and a new one is written before the last one is removed. Smaller models need less, so less space is a remark.
+_OUTPUT_DISK_BYTES = {False: 1 * _GB, True: 150 * _GB}
 # Ray does not spill objects to a disk that is more than 95 % full.
 _RAY_DISK_BYTES, _RAY_DISK_FRACTION = 1 * _GB, 0.05
 # Ray 2.60 gives its object store 30 % of the memory. It is on disk if /dev/shm has less than that and less than 10 GB.
@@ -80,11 +80,11 @@ class GpuProcess(NamedTuple):
     used_mib: int | None
 
 
-def check_resources(preset: str, gpus: Sequence[Gpu]) -> list[CheckResult]:
+def check_resources(uses_gpus: bool, gpus: Sequence[Gpu]) -> list[CheckResult]:
     """Check the cores, the memory for the trials that run concurrently, and the limit on open files."""
     cores = count_cpus()
-    # A paper study runs one trial per GPU by default. A laptop study runs at most `ray_num_cpus` trials concurrently.
-    trials = len(gpus) if preset == "paper" and gpus else min(cores, RunConfig().trainer.ray_num_cpus)
+    # A study on GPUs runs one trial per GPU by default. Others run at most `ray_num_cpus` trials concurrently.
+    trials = len(gpus) if uses_gpus and gpus else min(cores, RunConfig().trainer.ray_num_cpus)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [
         CheckResult("cores", "ok", str(cores)),
@@ -189,7 +189,7 @@ def find_ray_folder(environ: Mapping[str, str]) -> Path:
     return Path(os.path.abspath(next((environ[name] for name in names if name in environ), "/tmp")))
 
 
-def check_disks(output: Path, ray: Path, preset: str) -> list[CheckResult]:
+def check_disks(output: Path, ray: Path, uses_gpus: bool) -> list[CheckResult]:
     """Check the free space in the output folder, in Ray's folder, and in the shared memory of its object store."""
     output_usage, ray_usage = (shutil.disk_usage(find_nearest_existing(folder)) for folder in (output, ray))
     ray_disk_bytes = max(_RAY_DISK_BYTES, _RAY_DISK_FRACTION * ray_usage.total)
@@ -198,7 +198,7 @@ def check_disks(output: Path, ray: Path, preset: str) -> list[CheckResult]:
             "disk: output",
             output,
             output_usage.free,
-            _OUTPUT_DISK_BYTES[preset],
+            _OUTPUT_DISK_BYTES[uses_gpus],
             "Free some space, or type another --output.",
         ),
         check_space(

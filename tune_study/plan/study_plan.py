@@ -322,13 +322,13 @@ def make_plan(
     presets = study.family.presets
     if preset not in presets:
         raise PlanError(f"There is no preset `{format_value(preset)}`: type --preset {' or --preset '.join(presets)}.")
-    count = n_seeds if n_seeds is not None else study.n_seeds or study.family.n_seeds[preset]
+    count = n_seeds if n_seeds is not None else study.n_seeds or presets[preset].n_seeds
     if count < 1:
         raise PlanError(f"--seeds {format_value(count)} leaves nothing to run: type --seeds 1 or more.")
     if count > MAX_SEEDS:
         raise PlanError(f"--seeds {format_value(count)} is above the maximum: type --seeds {MAX_SEEDS} or less.")
     base_config = apply_overrides(make_base_config(study, preset), overrides)
-    chosen_values = tuple(values) if values is not None else study.axis.grids[preset]
+    chosen_values = tuple(values) if values is not None else study.get_grid(preset)
     plan = build_plan(study, preset, preset_reason, base_config, chosen_values, tuple(range(count)), output)
     num_baseline_seeds = study.baseline_seeds if n_baseline_seeds is None else n_baseline_seeds
     if num_baseline_seeds > MAX_SEEDS:
@@ -428,9 +428,7 @@ def build_plan(
 
 def make_base_config(study: Study, preset: str) -> BaseRunConfig:
     """The settings that the arms of a study share under a preset, before those of the command line and of the axis."""
-    family = study.family
-    preset_settings = {**family.presets[preset], **study.fixed_settings, **study.presets.get(preset, {})}
-    return apply_overrides(family.config_class.model_validate({}), preset_settings)
+    return apply_overrides(study.family.config_class.model_validate({}), study.make_preset_settings(preset))
 
 
 def make_arm_config(study: Study, base_config: BaseRunConfig, value: str) -> BaseRunConfig:

@@ -321,7 +321,7 @@ def test_it_learns() -> None:
     Measured on 128 levels, seeds 0 to 2: from .33 to .70 on average, the smallest gain .34; greedy before, .48.
     """
     settings = {
-        **PRESETS["laptop"],
+        **PRESETS["laptop"].settings,
         "trainer.total_training_steps": 20,
         "trainer.test_freq": 20,
         "env.val_env_groups": 128,

@@ -284,7 +284,7 @@ def test_bad_words_of_the_command_are_one_paragraph_and_write_nothing(study: Stu
 
 
 def test_a_probe_switches_kl_and_entropy_on_where_they_are_off() -> None:
-    run_config = apply_overrides(RunConfig(), {**PRESETS["laptop"]})
+    run_config = apply_overrides(RunConfig(), {**PRESETS["laptop"].settings})
     probe_config = apply_overrides(run_config, probe.make_probe_settings(run_config, {}))
     assert (probe_config.actor.use_kl_loss, probe_config.actor.kl_loss_coef, probe_config.actor.kl_loss_type) == (
         True,

@@ -88,7 +88,7 @@ def test_the_memory_that_is_available_is_that_of_this_machine() -> None:
 
 def test_a_low_limit_on_open_files_is_a_remark_with_the_command() -> None:
     with limit_resource(resource.RLIMIT_NOFILE, 1024):
-        cores, _, files = machine_checks.check_resources("laptop", ())
+        cores, _, files = machine_checks.check_resources(False, ())
     assert cores.severity == "ok"
     assert (files.severity, files.detail) == ("remark", "at most 1024; Ray needs 4096")
     assert "ulimit -n 4096" in files.advice
@@ -123,7 +123,7 @@ def test_room_on_a_disk(free: float, needed: float, severity: str) -> None:
 
 
 def test_the_disks_of_this_machine_are_asked(tmp_path: Path) -> None:
-    output, ray = machine_checks.check_disks(tmp_path / "not" / "yet", Path("/no-such-folder/below"), "laptop")[:2]
+    output, ray = machine_checks.check_disks(tmp_path / "not" / "yet", Path("/no-such-folder/below"), False)[:2]
     assert (output.name, ray.name) == ("disk: output", "disk: Ray")
     assert str(tmp_path / "not" / "yet") in output.detail
     assert list(tmp_path.iterdir()) == []
