@@ -5,6 +5,7 @@ which may be repeated, tries these cells alone. Ctrl-C prints the lines of the c
 """
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -72,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the names of all cells")
     parser.add_argument("--without-ray", action="store_true", help="only kinds that start no Ray")
     options = parser.parse_args(arguments)
+    # A shell starts background jobs with Ctrl-C ignored, and the studies would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="attack-", ignore_cleanup_errors=True) as name:
         workshop = Workshop(Path(name), options.seed)
         start = time.monotonic()
