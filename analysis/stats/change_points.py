@@ -1,0 +1,130 @@
+"""The change of a series of measurements: from where on it moves, how far, and how sure that is.
+
+The model is a ramp: a first level until the onset, a straight line to a second level, which is reached at the end of
+the change, and independent noise. A sudden change is the shortest ramp. A series with several changes in different
+directions is not described by it: look at a part of it, or fix the direction.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy import stats
+
+from analysis.stats.estimates import NAN, Floats
+
+NUM_PARAMETERS = 4
+"""A ramp has two levels, an onset and an end."""
+MIN_POINTS = 2 * NUM_PARAMETERS
+"""With fewer points than this, too little is left to estimate the noise from."""
+MAX_POSITIONS = 100
+"""Onset and end are searched among at most so many measurements, evenly spaced: 4,950 ramps."""
+NUM_PERMUTATIONS = 999
+
+
+class Change(NamedTuple):
+    """A change of a series. NaN where nothing is known.
+
+    onset: the last step at the first level, with its interval from `low` to `high`. end: the first step at the second
+    level. before, after: the two levels, in the unit of the series. noise: standard deviation of the residuals. p: for
+    the hypothesis that the series has no change.
+    """
+
+    onset: float = NAN
+    low: float = NAN
+    high: float = NAN
+    end: float = NAN
+    before: float = NAN
+    after: float = NAN
+    noise: float = NAN
+    p: float = NAN
+
+
+def find_change(
+    steps: ArrayLike,
+    values: ArrayLike,
+    generator: np.random.Generator,
+    direction: int = 0,
+    confidence_level: float = 0.95,
+) -> Change:
+    """Fit a ramp to `values` (n,), measured at ascending `steps` (n,), by least squares.
+
+    The interval has every onset whose best ramp an F test of its squared residuals does not reject. The threshold of F
+    is multiplied by (1 + r) / (1 - r), where r is the correlation of consecutive residuals, if positive: correlated
+    noise drifts, and a drift resembles a change. p is the fraction of permutations of blocks of about n ** (1/3)
+    consecutive values in which a ramp explains as much; the blocks keep a part of that correlation.
+
+    Args:
+        steps: steps of the measurements.
+        values: the measurements; NaN where there is none.
+        generator: draws the permutations.
+        direction: 1 for changes upward only, -1 for changes downward only, 0 for both.
+        confidence_level: of the interval.
+
+    Returns an empty `Change` for fewer than `MIN_POINTS` measurements, for a constant series, and if no ramp in this
+    direction explains anything.
+
+    Example:
+        >>> change = find_change(range(12), [5, 5, 5, 5, 4, 3, 2, 1, 1, 1, 1, 1], np.random.default_rng(0))
+        >>> change.onset, change.end, round(change.before, 6), round(change.after, 6)
+        (3.0, 7.0, 5.0, 1.0)
+    """
+    x, y = np.asarray(steps, dtype=float), np.asarray(values, dtype=float)
+    is_measured = ~np.isnan(y)
+    x, y = x[is_measured], y[is_measured]
+    if len(y) < MIN_POINTS or np.ptp(y) == 0:
+        return Change()
+    # At least two points at the first level, and one at the second.
+    positions = np.unique(np.linspace(1, len(x) - 1, min(len(x) - 1, MAX_POSITIONS)).round().astype(int))
+    starts, ends = (positions[index] for index in np.triu_indices(len(positions), 1))
+    ramps = np.clip((x - x[starts, None]) / (x[ends] - x[starts])[:, None], 0, 1)
+    shapes = ramps - ramps.mean(axis=1, keepdims=True)
+    shapes /= np.linalg.norm(shapes, axis=1, keepdims=True)
+    explained = _compute_explained(shapes, y[:, None], direction)[:, 0]
+    best = int(np.argmax(explained))
+    if explained[best] <= 0:
+        return Change()
+    after_minus_before, before = np.polyfit(ramps[best], y, 1)
+    residuals = y - (before + after_minus_before * ramps[best])
+    low, high = _find_interval(x, starts, explained, float(((y - y.mean()) ** 2).sum()), residuals, confidence_level)
+    permuted_values = np.stack([_permute_blocks(y, generator) for _ in range(NUM_PERMUTATIONS)], axis=1)
+    permuted_maxima = _compute_explained(shapes, permuted_values, direction).max(axis=0)
+    num_extreme = int((permuted_maxima >= explained[best] * (1 - 1e-9)).sum())
+    return Change(
+        onset=float(x[starts[best]]),
+        low=low,
+        high=high,
+        end=float(x[ends[best]]),
+        before=float(before),
+        after=float(before + after_minus_before),
+        noise=math.sqrt(float((residuals**2).sum()) / (len(y) - NUM_PARAMETERS)),
+        p=(1 + num_extreme) / (1 + NUM_PERMUTATIONS),
+    )
+
+
+def _compute_explained(shapes: Floats, values: Floats, direction: int) -> Floats:
+    """Sum of squares that each shape (ramps, n) explains of each column of `values` (n, columns): (ramps, columns)."""
+    projections: Floats = shapes @ (values - values.mean(axis=0))
+    return np.where(projections * direction < 0, 0.0, projections**2)
+
+
+def _find_interval(
+    x: Floats, starts: Floats, explained: Floats, total: float, residuals: Floats, confidence_level: float
+) -> tuple[float, float]:
+    """The smallest and the largest onset that the likelihood ratio does not reject."""
+    correlation = max(0.0, float((residuals[1:] * residuals[:-1]).sum() / max((residuals**2).sum(), 1e-300)))
+    inflation = (1 + correlation) / (1 - min(correlation, 0.9))
+    df = len(x) - NUM_PARAMETERS
+    limit = 1 + inflation * stats.f.ppf(confidence_level, 1, df) / df
+    unexplained = np.maximum(total - explained, 1e-12 * total)
+    onsets = x[starts[unexplained <= limit * unexplained.min()]]
+    return float(onsets.min()), float(onsets.max())
+
+
+def _permute_blocks(values: Floats, generator: np.random.Generator) -> Floats:
+    """`values` (n,) with blocks of consecutive values in a random order; the first block starts at a random place."""
+    rolled_values = np.roll(values, int(generator.integers(len(values))))
+    length = max(1, round(len(values) ** (1 / 3)))
+    blocks = np.split(rolled_values, range(length, len(values), length))
+    return np.concatenate([blocks[index] for index in generator.permutation(len(blocks))])
