@@ -65,7 +65,14 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 REFUSED_LINES = [
     ("run kll", "There is no study `kll`. The studies are kl, entropy, top-p"),
-    ("run kl --preset desk", "There is no preset `desk`: type --preset paper or --preset laptop."),
+    (
+        "run kl --preset desk",
+        "There is no preset `desk`: type --preset paper or --preset laptop or --preset stress.",
+    ),
+    (
+        "run influence --preset stress",
+        "There is no preset `stress`: type --preset paper or --preset laptop.",
+    ),
     ("run kl --set actor.kl_loss_coeff=1", "There is no setting `actor.kl_loss_coeff`. Nearest: actor.kl_loss_coef"),
     ("run kl --set actor.lr=0", "actor.lr=0: must be greater than 0."),
     ("run kl --set actor.lr", "--set 'actor.lr' has no value"),
@@ -485,7 +492,7 @@ def test_settings_lists_what_is_changed_most_and_says_how_to_see_the_rest() -> N
 def test_all_settings_are_listed_with_default_and_bounds() -> None:
     lines = {line.split()[0]: line for line in type_in("settings --all").out.splitlines()}
     assert lines.keys() - {"setting"} == set(list_field_names()) - {"seed"}
-    assert re.search(r" 1e-06 +0\.0003 +learning rate .* number > 0$", lines["actor.lr"])
+    assert re.search(r" 1e-06 +0\.0003 +0\.002 +learning rate .* number > 0$", lines["actor.lr"])
     assert re.search(
         r" --kl-values +--kl-values +coefficient of the KL loss.* number >= 0$", lines["actor.kl_loss_coef"]
     )
