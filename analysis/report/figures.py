@@ -155,6 +155,14 @@ CURVES: tuple[Curve, ...] = (
         "Entropy of the sampling policy, averaged over tokens.",
     ),
     Curve(
+        "val_kl",
+        "stops",
+        "val_kl_to_reference",
+        "KL to the initial policy (nats per token)",
+        "KL to the policy before training over the sampled tokens of each validation, also in arms without a KL term. "
+        "It is the k3 estimate, and at most 10 per token.",
+    ),
+    Curve(
         "reference_kl",
         "stops",
         "kl_to_reference",

@@ -160,7 +160,7 @@ def test_the_page_needs_nothing_from_outside(folder: Path, page: Page) -> None:
 
 def test_figures_are_inline_and_files_beside_the_page(folder: Path) -> None:
     names = {path.stem for path in (folder / "figures").glob("*.png")}
-    expected = {"dose_response", "validation_curves", "reward_std", "entropy", "kept_groups", "stop_survival"}
+    expected = {"dose_response", "validation_curves", "reward_std", "entropy", "val_kl", "kept_groups", "stop_survival"}
     assert names == expected
     text = (folder / "report.html").read_text()
     assert text.count('<svg role="img"') == len(expected)
@@ -171,7 +171,7 @@ def test_a_report_is_the_same_when_written_twice(tmp_path: Path) -> None:
     study_folder = write_study(tmp_path, [FakeRun("0", steps=3)], FakeStudy(levels=10, total_steps=3))
     first = write_report(study_folder).read_text()
     assert write_report(study_folder).read_text() == first
-    assert first.count("<svg") == 4
+    assert first.count("<svg") == 5
 
 
 def test_the_page_has_styles_for_dark_mode_and_print(folder: Path) -> None:
