@@ -112,7 +112,7 @@ def _compute_explained(shapes: Floats, values: Floats, direction: int) -> Floats
 def _find_interval(
     x: Floats, starts: Floats, explained: Floats, total: float, residuals: Floats, confidence_level: float
 ) -> tuple[float, float]:
-    """The smallest and the largest onset that the likelihood ratio does not reject."""
+    """The smallest and the largest onset that the F test of `find_change` does not reject."""
     correlation = max(0.0, float((residuals[1:] * residuals[:-1]).sum() / max((residuals**2).sum(), 1e-300)))
     inflation = (1 + correlation) / (1 - min(correlation, 0.9))
     df = len(x) - NUM_PARAMETERS

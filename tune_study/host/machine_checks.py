@@ -26,9 +26,10 @@ _GB = 10**9
 _DRIVER_MEMORY_BYTES, _TRIAL_MEMORY_BYTES = 1.0 * _GB, 0.6 * _GB
 # A laptop study writes about 30 MB, and so do Ray's logs. With less free space than this, neither is safe.
 _MIN_DISK_BYTES = 0.1 * _GB
-# By whether the runs are meant for GPUs. A checkpoint of a 3B policy and critic with AdamW's moments in float32 has
-# 74 GB, and a new one is written before the last one is removed. Smaller models need less, so less space is a remark.
-_OUTPUT_DISK_BYTES = {False: 1 * _GB, True: 150 * _GB}
+_OUTPUT_DISK_BYTES = 1 * _GB
+# On GPUs: a checkpoint of a 3B policy and critic with AdamW's moments in float32 has 74 GB, and a new one is written
+# before the last one is removed. Smaller models need less, so less free space than this is only a remark.
+_GPU_OUTPUT_DISK_BYTES = 150 * _GB
 # Ray does not spill objects to a disk that is more than 95 % full.
 _RAY_DISK_BYTES, _RAY_DISK_FRACTION = 1 * _GB, 0.05
 # Ray 2.60 gives its object store 30 % of the memory. It is on disk if /dev/shm has less than that and less than 10 GB.
@@ -198,7 +199,7 @@ def check_disks(output: Path, ray: Path, uses_gpus: bool) -> list[CheckResult]:
             "disk: output",
             output,
             output_usage.free,
-            _OUTPUT_DISK_BYTES[uses_gpus],
+            _GPU_OUTPUT_DISK_BYTES if uses_gpus else _OUTPUT_DISK_BYTES,
             "Free some space, or type another --output.",
         ),
         check_space(
