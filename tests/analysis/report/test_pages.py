@@ -330,4 +330,4 @@ def test_a_browser_shows_the_report(folder: Path, tmp_path: Path) -> None:
     assert "Verdict for each arm" in page_text
     for arm in read_study(folder).trials["arm"]:
         assert re.search(rf'<th scope="row">{re.escape(arm)}</th>', dom)
-    assert dom.count("<svg") == 6
+    assert dom.count("<svg") == 7
