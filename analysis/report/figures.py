@@ -19,14 +19,22 @@ from analysis.grid import plots as grid_plots
 from analysis.grid.measures import MEASURES, Measure
 from analysis.grid.page import group_arms_by_panel
 from analysis.html.figures import Gallery, ReportFigure
+from analysis.report.results import SweepResults
 from analysis.sweep import findings, plots, series, tables
+from analysis.sweep.collapse import compute_survival
+from analysis.sweep.symptom_plots import draw_onsets
 
 
 @dataclass(frozen=True)
 class AxisView:
-    """A study with one axis, and the tables that several figures share. frames: with at least one run."""
+    """A study with one axis, and the tables that several figures share. results: of a study with at least one run."""
 
-    frames: StudyFrames
+    results: SweepResults
+
+    @property
+    def frames(self) -> StudyFrames:
+        """The study."""
+        return self.results.frames
 
     @cached_property
     def dose_response(self) -> pd.DataFrame:
@@ -55,8 +63,13 @@ class AxisView:
 class GridView:
     """A study whose arms are the points of a grid, and the tables that several figures share."""
 
-    frames: StudyFrames
+    results: SweepResults
     grid: layout.Grid
+
+    @property
+    def frames(self) -> StudyFrames:
+        """The study."""
+        return self.results.frames
 
     @cached_property
     def members(self) -> pd.DataFrame:
@@ -91,12 +104,11 @@ def _make_arm_colors(frames: StudyFrames) -> dict[str, str]:
     return plots.make_arm_colors(list(dict.fromkeys(frames.trials["arm"])))
 
 
-def make_gallery(frames: StudyFrames) -> Gallery[Any]:
+def make_gallery(results: SweepResults) -> Gallery[Any]:
     """The figures of a one-axis or grid study; none if it has no run."""
-    grid = layout.find_grid(frames)
-    if grid:
-        return Gallery(GRID_FIGURES, GridView(frames, grid))
-    return Gallery(() if frames.trials.empty else AXIS_FIGURES, AxisView(frames))
+    if results.grid:
+        return Gallery(GRID_FIGURES, GridView(results, results.grid))
+    return Gallery(() if results.frames.trials.empty else AXIS_FIGURES, AxisView(results))
 
 
 @dataclass(frozen=True)
@@ -261,9 +273,9 @@ def _make_dose_caption(view: AxisView) -> str:
     )
 
 
-def _make_stop_table(view: View) -> pd.DataFrame | None:
-    table = series.compute_stop_survival(view.line_frames)
-    return table if (table["stopped"] > 0).any() else None
+def _make_survival_table(view: View) -> pd.DataFrame | None:
+    table = compute_survival(view.line_frames)
+    return table if (table["collapsed"] > 0).any() else None
 
 
 def _draw_gradients(make_label: Callable[[StudyFrames], str], table: pd.DataFrame, view: View) -> Figure:
@@ -299,13 +311,21 @@ def _make_share_label(frames: StudyFrames) -> str:
 DOSE_RESPONSE: ReportFigure[AxisView] = ReportFigure(
     "dose_response", "dose-response", _make_dose_caption, _make_success_table, _draw_successes
 )
-STOPS: ReportFigure[View] = ReportFigure(
-    "stop_survival",
-    "stops",
-    "Fraction of runs that no rule has stopped yet, by training step (Kaplan-Meier estimate). A run that failed or was "
+SURVIVAL: ReportFigure[View] = ReportFigure(
+    "survival",
+    "collapse",
+    "Fraction of runs that have not collapsed yet, by training step (Kaplan-Meier estimate). A run that failed or was "
     "interrupted counts up to its last step.",
-    _make_stop_table,
+    _make_survival_table,
     lambda table, view: plots.draw_survival(table, view.line_colors),
+)
+ONSETS: ReportFigure[View] = ReportFigure(
+    "onsets",
+    "order",
+    "When each symptom began, in every run that collapsed: a point is the onset of the change, a thin line its 95 % "
+    "interval, and a bar the median over runs. Symptoms without a change are left out.",
+    lambda view: view.results.onsets if view.results.onsets["onset"].notna().any() else None,
+    lambda table, view: draw_onsets(table, view.arm_colors),
 )
 RETRIEVAL: ReportFigure[View] = ReportFigure(
     "retrieval",
@@ -343,14 +363,16 @@ GRADIENTS: Sequence[ReportFigure[View]] = (
 
 AXIS_FIGURES: Sequence[ReportFigure[AxisView]] = (
     DOSE_RESPONSE,
-    STOPS,
+    SURVIVAL,
+    ONSETS,
     *(_make_arm_figure(curve) for curve in CURVES if not curve.only_in_grids),
     RETRIEVAL,
     *GRADIENTS,
 )
 GRID_FIGURES: Sequence[ReportFigure[GridView]] = (
     *map(_make_heat_map, MEASURES),
-    STOPS,
+    SURVIVAL,
+    ONSETS,
     *map(_make_panel_figure, CURVES),
     RETRIEVAL,
     *GRADIENTS,

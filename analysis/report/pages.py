@@ -19,13 +19,13 @@ from analysis.grid import page as grid_page
 from analysis.html.figures import Gallery
 from analysis.html.page import make_environment, make_settings_rows, write_page
 from analysis.report import figures
+from analysis.report.results import PERMUTATION_SEED, SweepResults
 from analysis.sandbox import figures as sandbox_figures
 from analysis.sandbox import page as sandbox_report
 from analysis.sweep import findings, series, tables, time_course, verdicts
+from analysis.sweep.collapse import count_collapses
+from analysis.sweep.symptoms import describe_order, summarize_order
 from trainable.files.paths import atomic_write, make_folder
-
-# Fixed, so that the same results give the same p-values in every report.
-PERMUTATION_SEED = 0
 
 BUDGET_NAMES = {
     "total_optimizer_steps": "optimizer steps",
@@ -37,10 +37,17 @@ BUDGET_NAMES = {
 
 
 class Conclusion(NamedTuple):
-    """The results of a study in words: its headline, and one line per arm (arm, outcome, verdict)."""
+    """The results of a study in words.
+
+    Attributes:
+        headline: how the arms compare with the baseline.
+        arms: one line per arm (arm, outcome, verdict).
+        collapse: which arms collapsed; empty for a family without collapse.
+    """
 
     headline: str
     arms: tuple[str, ...]
+    collapse: str
 
 
 def write_report(folder: Path | str, *, live: bool = False) -> Path:
@@ -53,10 +60,10 @@ def write_report(folder: Path | str, *, live: bool = False) -> Path:
 
 
 def conclude(frames: StudyFrames) -> Conclusion:
-    """The headline and verdicts of the report, for the terminal."""
+    """The headline, the verdicts and the collapses of the report, for the terminal."""
     index_entry = _get_page(frames).make_index_entry(frames)
     lines = (f"{row['arm']}: {index_entry['number']} {row['number']}; {row['verdict']}" for row in index_entry["arms"])
-    return Conclusion(index_entry["headline"], tuple(lines))
+    return Conclusion(index_entry["headline"], tuple(lines), index_entry["collapse"])
 
 
 def list_open_arms(frames: StudyFrames) -> list[str]:
@@ -66,29 +73,36 @@ def list_open_arms(frames: StudyFrames) -> list[str]:
 
 def write_frames_report(frames: StudyFrames, folder: Path) -> Path:
     """`write_report` for a study that is already loaded."""
-    drawn_figures = draw_figures(frames)
+    page = _get_page(frames)
+    results = page.make_results(frames)
+    drawn_figures = page.make_gallery(results).draw()
     figures_folder = make_folder(folder, "figures")
     for name, figure in drawn_figures.items():
         with atomic_write(figures_folder / f"{name}.png") as temp_path:
             save_figure(figure, temp_path, dpi=150, format="png")
         # save_figure has computed the layout. The page shows the same figure, so keep this layout and compute no other.
         figure.set_layout_engine("none")
-    for name, table in _get_page(frames).make_tables(frames):
+    for name, table in page.make_tables(results):
         with atomic_write(figures_folder / f"{name}.csv") as temp_path:
             table.to_csv(temp_path, index=False)
-    return write_page(folder / "report.html", render_page(frames, drawn_figures))
+    return write_page(folder / "report.html", _render(page, results, drawn_figures))
 
 
 def draw_figures(frames: StudyFrames) -> dict[str, Figure]:
     """Draw every figure for which the study has data: {name: figure}."""
-    return _get_page(frames).make_gallery(frames).draw()
+    page = _get_page(frames)
+    return page.make_gallery(page.make_results(frames)).draw()
 
 
 def render_page(frames: StudyFrames, drawn_figures: Mapping[str, Figure]) -> str:
     """The report of a study as HTML, with `drawn_figures` (from `draw_figures`) in their sections."""
     page = _get_page(frames)
-    rendered_figures = page.make_gallery(frames).render(drawn_figures)
-    return make_environment().get_template(page.template).render(page.make_context(frames), figures=rendered_figures)
+    return _render(page, page.make_results(frames), drawn_figures)
+
+
+def _render(page: "Page", results: Any, drawn_figures: Mapping[str, Figure]) -> str:
+    rendered_figures = page.make_gallery(results).render(drawn_figures)
+    return make_environment().get_template(page.template).render(page.make_context(results), figures=rendered_figures)
 
 
 def _get_page(frames: StudyFrames) -> "Page":
@@ -131,42 +145,53 @@ def write_index(output: Path | str) -> Path:
 
 
 def _make_index_entry(frames: StudyFrames) -> dict[str, Any]:
-    """The index entry of a study: headline, and number and verdict of each arm."""
+    """The index entry of a study: headline, collapses, and number and verdict of each arm."""
     summary = tables.summarize_arms(frames)
     arms = [{**row, "number": verdicts.format_fraction(row["late_val_success"])} for row in to_records(summary)]
-    return {"headline": findings.format_headline(summary), "number": "success", "arms": arms}
+    return {
+        "headline": findings.format_headline(summary),
+        "collapse": findings.describe_collapses(count_collapses(frames)),
+        "number": "success",
+        "arms": arms,
+    }
 
 
-def _make_sweep_tables(frames: StudyFrames) -> Iterable[tuple[str, pd.DataFrame]]:
-    grid = layout.find_grid(frames)
-    if grid:
-        yield from grid_page.make_tables(frames, grid)
-        return
-    yield "collapse", time_course.summarize_collapse(frames, np.random.default_rng(PERMUTATION_SEED))
-    yield "learning_curves", time_course.summarize_curves(frames, np.random.default_rng(PERMUTATION_SEED))
+def _make_sweep_tables(results: SweepResults) -> Iterable[tuple[str, pd.DataFrame]]:
+    if results.grid:
+        yield from grid_page.make_tables(results.frames, results.grid)
+    else:
+        yield "collapse", results.collapse_times
+        yield "learning_curves", results.learning_curves
+    if len(results.onsets):
+        yield "onsets", results.onsets
 
 
-def make_report_context(frames: StudyFrames) -> dict[str, Any]:
+def make_report_context(results: SweepResults) -> dict[str, Any]:
     """The template context of a report, without figures. All numbers come from the tables.
 
     The arms of a grid are named by their points. The table of kept groups has one row per panel of the grid, because a
     row per point would be too many.
     """
-    grid, original_frames = layout.find_grid(frames), frames
+    grid, original_frames = results.grid, results.frames
+    frames = original_frames
     if grid:
         frames = layout.rename_arms(frames, layout.make_arm_labels(frames, grid))
     summary = tables.summarize_arms(frames)
     arms = to_records(summary)
-    time_tables = {} if grid else dict(_make_sweep_tables(frames))
+    collapses = count_collapses(frames)
     trend, page_p_value = tables.compute_trend(frames, np.random.default_rng(PERMUTATION_SEED))
     return {
         "study": frames.studies[0],
         "grid": grid_page.make_context(original_frames, grid, arms, PERMUTATION_SEED) if grid else None,
         "arms": arms,
         "headline": findings.format_headline(summary),
-        "collapse": to_records(time_tables["collapse"]) if time_tables else [],
-        "curves": to_records(time_tables["learning_curves"]) if time_tables else [],
+        "collapse_sentence": findings.describe_collapses(collapses),
+        "has_collapse": bool((collapses["collapsed"] > 0).any()),
+        "collapse": [] if grid else to_records(results.collapse_times),
+        "curves": [] if grid else to_records(results.learning_curves),
         "costs": time_course.COSTS,
+        "order": to_records(summarize_order(results.onsets)),
+        "order_sentences": describe_order(results.onsets),
         "secondary": [] if grid else findings.list_secondary(tables.compare_secondary(frames)),
         "statuses": findings.format_status_counts(frames.trials),
         "trend": findings.describe_trend(trend, page_p_value, frames.studies[0].get("axis", {}).get("setting", "")),
@@ -229,18 +254,31 @@ def _make_budget_rows(frames: StudyFrames) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Page:
-    """The report of one family: template, template context, figures, CSV tables, and index entry."""
+    """The report of one family.
 
+    Attributes:
+        make_results: what the other functions need, from the frames of a study; computed once per report.
+        template: name of the template.
+        make_context: the template context, without figures.
+        make_gallery: the figures.
+        make_tables: the tables that are also written as figures/*.csv, with their names.
+        make_index_entry: the entry of a study in an index.
+    """
+
+    make_results: Callable[[StudyFrames], Any]
     template: str
-    make_context: Callable[[StudyFrames], dict[str, Any]]
-    make_gallery: Callable[[StudyFrames], Gallery[Any]]
-    make_tables: Callable[[StudyFrames], Iterable[tuple[str, pd.DataFrame]]]
+    make_context: Callable[[Any], dict[str, Any]]
+    make_gallery: Callable[[Any], Gallery[Any]]
+    make_tables: Callable[[Any], Iterable[tuple[str, pd.DataFrame]]]
     make_index_entry: Callable[[StudyFrames], dict[str, Any]]
 
 
 PAGES: dict[str, Page] = {
-    "ppo": Page("report.html.j2", make_report_context, figures.make_gallery, _make_sweep_tables, _make_index_entry),
+    "ppo": Page(
+        SweepResults, "report.html.j2", make_report_context, figures.make_gallery, _make_sweep_tables, _make_index_entry
+    ),
     "update_rules": Page(
+        lambda frames: frames,
         "sandbox.html.j2",
         sandbox_report.make_context,
         sandbox_figures.make_gallery,

@@ -126,7 +126,7 @@ def make_index_entry(frames: StudyFrames) -> Row:
         }
         for row in to_records(_select_primary(frames, arm_statistics))
     ]
-    return {"headline": format_headline(frames, differences), "number": "test error", "arms": rows}
+    return {"headline": format_headline(frames, differences), "collapse": "", "number": "test error", "arms": rows}
 
 
 def _select_primary(frames: StudyFrames, table: pd.DataFrame) -> pd.DataFrame:

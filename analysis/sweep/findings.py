@@ -1,6 +1,6 @@
 """The sentences of a report, generated from its tables."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,10 @@ from trainable.runs.run_ends import OPEN_STATUSES
 
 # letters: a longer list of arms is replaced by their number, as in a grid of 164 arms
 MAX_LINE_LENGTH = 120
+MAX_LISTED_COLLAPSES = 8
+"""With more arms that collapsed, a sentence gives their number."""
+MAX_LISTED_STEPS = 6
+"""With more steps, a sentence gives the first and the last."""
 _OUTCOME_LABELS = {
     "better": "higher for",
     "worse": "lower for",
@@ -30,7 +34,7 @@ _OUTCOME_LABELS = {
 
 
 def format_headline(summary: pd.DataFrame) -> str:
-    """What the study says of its question, over which runs, and what it says nothing of.
+    """How the arms compare with the baseline, over which runs. `describe_collapses` says which of them collapsed.
 
     summary: from `tables.summarize_arms`.
     """
@@ -39,7 +43,7 @@ def format_headline(summary: pd.DataFrame) -> str:
     baseline = summary["baseline"].iloc[0]
     if not isinstance(baseline, str) or not baseline or baseline not in set(summary["arm"]):
         return f"{len(summary)} arm{'s' if len(summary) > 1 else ''} and no baseline arm, so nothing is compared."
-    sentences = [*_answer(summary, baseline), *_list_unscored(summary), *_describe_collapse(summary)]
+    sentences = [*_answer(summary, baseline), *_list_unscored(summary), *_list_failed_regimes(summary)]
     return " ".join(sentences) or f"Arm {baseline} alone: nothing is compared."
 
 
@@ -78,21 +82,48 @@ def _list_unscored(summary: pd.DataFrame) -> list[str]:
     ]
 
 
-def _describe_collapse(summary: pd.DataFrame) -> list[str]:
-    """Which arms a rule stopped. Where it stopped none, the study cannot show that a setting protects from collapse."""
-    scored_arms = summary[summary["early_stopped"] + summary["completed"] > 0]
-    if scored_arms.empty:
-        return []
+def _list_failed_regimes(summary: pd.DataFrame) -> list[str]:
+    """The arms of which a rule stopped every scored run: they have no verdict on their success."""
     failed_arms = summary.loc[summary["outcome"] == "failed regime", "arm"].to_list()
-    sentences = [f"Failed regime, stopped by a rule: {_format_arms(failed_arms)}."] if failed_arms else []
-    # An arm with stopped and completed runs has a verdict on its mean, which hides the stops.
-    partly_stopped = [
-        f"{row['arm']} ({row['early_stopped']} of {row['early_stopped'] + row['completed']})"
-        for row in to_records(summary)
-        if row["early_stopped"] and row["completed"]
-    ]
-    sentences += [f"Some runs stopped by a rule: {_format_arms(partly_stopped)}."] if partly_stopped else []
-    return sentences or ["No rule stopped a run, so nothing is said of protection from collapse."]
+    return [f"Failed regime, stopped by a rule: {_format_arms(failed_arms)}."] if failed_arms else []
+
+
+def describe_collapses(collapses: pd.DataFrame) -> str:
+    """Which arms collapsed, in how many runs and when, and which did not; empty without a scored run.
+
+    Where no run collapsed, the study cannot show that a setting protects from collapse. collapses: from
+    `collapse.count_collapses`.
+
+    Example: `Arm 0 collapsed in 3 of 3 runs, at steps 20, 25 and 38; no run of arms 0.1, 0.3 collapsed.`
+    """
+    collapsed, stable_arms = collapses[collapses["collapsed"] > 0], collapses.loc[collapses["collapsed"] == 0, "arm"]
+    if collapses.empty:
+        return ""
+    if collapsed.empty:
+        return "No run collapsed, so nothing is said of protection from collapse."
+    if len(collapsed) > MAX_LISTED_COLLAPSES:
+        steps = [step for arm_steps in collapsed["steps"] for step in arm_steps]
+        clauses = [
+            f"{collapsed['collapsed'].sum()} of {collapses['runs'].sum()} runs collapsed, in {len(collapsed)} of "
+            f"{len(collapses)} arms, {_format_steps(steps)}"
+        ]
+    else:
+        clauses = [
+            f"{'arm' if index else 'Arm'} {row['arm']}{'' if index else ' collapsed'} in {row['collapsed']} of "
+            f"{row['runs']} run{'' if row['runs'] == 1 else 's'}, {_format_steps(row['steps'])}"
+            for index, row in enumerate(to_records(collapsed))
+        ]
+    if len(stable_arms):
+        clauses.append(f"no run of {_format_arms(stable_arms.to_list())} collapsed")
+    return "; ".join(clauses) + "."
+
+
+def _format_steps(steps: Sequence[float]) -> str:
+    """`at step 20`, `at steps 20, 25 and 38`, or `at steps 20 to 38` if there are many."""
+    texts = [f"{step:g}" for step in sorted(steps)]
+    if len(texts) > MAX_LISTED_STEPS:
+        return f"at steps {texts[0]} to {texts[-1]}"
+    return f"at step{'s' if len(texts) > 1 else ''} {_join_words(texts)}"
 
 
 def _join_words(texts: list[str]) -> str:

@@ -281,25 +281,28 @@ def add_line_legend(figure: Figure, colors: Mapping[str, str]) -> None:
 
 
 def draw_survival(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:
-    """Fraction of runs not stopped, by step; arms without a stop share a line. table: from `compute_stop_survival`."""
+    """Fraction of runs that have not collapsed, by step. Arms in which no run collapsed share a line.
+
+    table: from `collapse.compute_survival`.
+    """
     with mpl.rc_context(dict(STYLE)):
         num_arms = table["arm"].nunique()
         # Every arm may need a line of the legend, which is 0.19 inches high.
         figure = Figure(figsize=(8.0, max(2.8, 0.6 + 0.19 * num_arms)), layout="constrained")
         axes = figure.add_subplot()
-        never_stopped = table[table["stopped"] == 0]
-        if len(never_stopped):
-            names = ", ".join(dict.fromkeys(never_stopped["arm"]))
-            names = names if len(names) <= MAX_LEGEND_LETTERS else f"{never_stopped['arm'].nunique()} of {num_arms}"
+        survivors = table[table["collapsed"] == 0]
+        if len(survivors):
+            names = ", ".join(dict.fromkeys(survivors["arm"]))
+            names = names if len(names) <= MAX_LEGEND_LETTERS else f"{survivors['arm'].nunique()} of {num_arms}"
             axes.plot(
-                [0, never_stopped["step"].max()],
+                [0, survivors["step"].max()],
                 [1, 1],
                 color="#999999",
                 linewidth=1.5,
-                label=f"never stopped: {names}",
+                label=f"no collapse: {names}",
             )
-        for arm, rows in table[table["stopped"] > 0].groupby("arm", sort=False):
-            label = f"{arm}: {rows['stopped'].iloc[0]} of {rows['runs'].iloc[0]} stopped"
+        for arm, rows in table[table["collapsed"] > 0].groupby("arm", sort=False):
+            label = f"{arm}: {rows['collapsed'].iloc[0]} of {rows['runs'].iloc[0]} collapsed"
             axes.step(
                 rows["step"], rows["surviving_fraction"], where="post", color=colors[str(arm)], linewidth=2, label=label
             )
@@ -317,6 +320,6 @@ def draw_survival(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:
         axes.set_ylim(-0.03, 1.06)
         axes.set_xlim(left=0)
         axes.set_xlabel("training step")
-        axes.set_ylabel("fraction of runs not stopped")
+        axes.set_ylabel("fraction of runs not collapsed")
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
     return figure

@@ -1,4 +1,4 @@
-"""Tables over the course of training: curves, kept groups, survival, equal budgets, and consistency of equal runs."""
+"""Tables over the course of training: curves, kept groups, equal budgets, and consistency of equal runs."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -6,9 +6,8 @@ from itertools import combinations
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import SCORED_STATUSES, list_arms, require_single_study, select_runs
+from analysis.data.compare import SCORED_STATUSES, list_arms, require_single_study
 from analysis.data.frames import StudyFrames, diff_frames, to_records
-from analysis.stats.events import kaplan_meier
 
 BUDGET_COLUMNS = (
     "total_optimizer_steps",
@@ -117,36 +116,6 @@ def count_kept_groups(frames: StudyFrames) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows)
-
-
-def compute_stop_survival(frames: StudyFrames) -> pd.DataFrame:
-    """Fraction of the runs of each arm that no rule has stopped, by step (Kaplan-Meier).
-
-    Columns: arm, step, surviving_fraction, runs, stopped. A run that failed or was interrupted is censored at its last
-    step. The last row of an arm is at the last step of its runs. Arms without a step are left out.
-    """
-    curve_frames = []
-    for arm in list_arms(require_single_study(frames)):
-        runs = select_runs(frames, arm)
-        runs = runs[runs["steps_done"] > 0]
-        if runs.empty:
-            continue
-        is_stopped = runs["status"] == "early_stopped"
-        # Only runs that a rule stopped have a stop_step.
-        end_steps = runs["stop_step"].astype("float64").fillna(runs["steps_done"])
-        steps, fractions = kaplan_meier(end_steps, is_stopped)
-        # The curve ends at its last drop; continue it to the last step of the arm.
-        extra_steps = [float(end_steps.max())] if end_steps.max() > steps[-1] else []
-        table = pd.DataFrame(
-            {
-                "arm": arm,
-                "step": [*steps, *extra_steps],
-                "surviving_fraction": [*fractions, *fractions[len(fractions) - len(extra_steps) :]],
-            }
-        )
-        curve_frames.append(table.assign(runs=len(runs), stopped=int(is_stopped.sum())))
-    columns = ["arm", "step", "surviving_fraction", "runs", "stopped"]
-    return pd.concat(curve_frames, ignore_index=True) if curve_frames else pd.DataFrame(columns=columns)
 
 
 def compare_at_equal_budget(frames: StudyFrames) -> pd.DataFrame:

@@ -1,19 +1,24 @@
 """Time to collapse and learning curves of the arms of a sweep: secondary outcomes with an interval or a refusal."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import list_arms, make_estimate_columns, require_single_study, select_runs
+from analysis.data.compare import (
+    SCORED_STATUSES,
+    list_arms,
+    make_estimate_columns,
+    require_single_study,
+    select_runs,
+)
 from analysis.data.families import Row
-from analysis.data.frames import StudyFrames, to_records
+from analysis.data.frames import StudyFrames
 from analysis.stats.curves import CurveEstimates, Validations, compare_curves, estimate_curve
 from analysis.stats.estimates import Estimate, holm_adjust
-from analysis.stats.events import EventTimes, compare_restricted_means, find_collapse, restricted_mean
-from analysis.sweep.series import make_curves
+from analysis.stats.events import EventTimes, compare_restricted_means, restricted_mean
+from analysis.sweep.collapse import find_run_ends, make_validations
 
 COSTS: Mapping[str, str] = {"total_optimizer_steps": "optimizer steps", "total_sampled_tokens": "sampled tokens"}
 """The columns in which the cost of a validation is measured, with their units."""
@@ -23,18 +28,12 @@ MIN_SEEDS_OF_INTERVAL = 6
 """A permutation test of fewer paired seeds cannot exclude any difference at 95 %."""
 
 
-def make_validations(frames: StudyFrames) -> pd.DataFrame:
-    """The sampled validations of all runs: arm, seed, run_id, status, step, value, episodes, and a column per cost.
-
-    step 0 and cost 0 are before training. episodes: number of episodes of the validation; NaN if unknown.
-    """
-    table = make_curves(frames, "val_success")
-    keys = list(zip(table["run_id"], table["step"], strict=True))
-    is_sampled = (frames.levels["split"] == "val") & (frames.levels["mode"] == "sampled")
-    episodes = Counter(frames.levels.loc[is_sampled, ["run_id", "step"]].itertuples(index=False, name=None))
-    table = table.assign(episodes=[float(episodes.get(key, math.nan)) for key in keys])
+def make_costs(frames: StudyFrames) -> pd.DataFrame:
+    """`make_validations` with a column per cost of `COSTS`, which is 0 before training."""
+    table = make_validations(frames)
     # Dictionaries instead of a join, which pandas cannot make of empty columns of text.
     step_keys = list(zip(frames.steps["run_id"], frames.steps["step"], strict=True))
+    keys = list(zip(table["run_id"], table["step"], strict=True))
     for cost in COSTS:
         costs = dict(zip(step_keys, frames.steps[cost].astype(float), strict=True))
         table[cost] = [0.0 if key[1] == 0 else costs.get(key, math.nan) for key in keys]
@@ -44,18 +43,19 @@ def make_validations(frames: StudyFrames) -> pd.DataFrame:
 def summarize_collapse(frames: StudyFrames, generator: np.random.Generator) -> pd.DataFrame:
     """One row per arm: how many of its scored runs collapsed, when, and the mean steps until then.
 
-    A run collapses when a rule stops it, or when success is below half of its running maximum at two validations in a
-    row (`stats.events.find_collapse`). mean_steps: mean steps without collapse of the planned ones (restricted mean).
-    difference: minus that of the baseline over common seeds, with an interval from `MIN_SEEDS_OF_INTERVAL` seeds on; p:
-    from exchanging the runs of each seed; p_holm: corrected over the arms. note: why there is no interval.
+    `sweep.collapse.find_run_ends` says which runs collapsed. mean_steps: mean steps without collapse of the planned
+    ones (restricted mean). difference: minus that of the baseline over common seeds, with an interval from
+    `MIN_SEEDS_OF_INTERVAL` seeds on; p: from exchanging the runs of each seed; p_holm: corrected over the arms. note:
+    why there is no interval.
     """
-    validations = make_validations(frames)
     baseline = require_single_study(frames).studies[0].get("baseline") or ""
-    times = {arm: _find_event_times(frames, arm, validations) for arm in list_arms(frames)}
+    ends = find_run_ends(frames)
+    ends = ends[ends["status"].isin(SCORED_STATUSES)]
+    times = {arm: ends[ends["arm"] == arm].set_index("seed").sort_index() for arm in list_arms(frames)}
     horizon = float(frames.trials["steps_total"].dropna().min()) if frames.trials["steps_total"].notna().any() else 0.0
     rows = []
     for arm, table in times.items():
-        events = table.loc[table["is_event"], "end_step"].to_list()
+        events = table.loc[table["is_collapse"], "end_step"].to_list()
         estimate, note = Estimate(), ""
         if arm != baseline and baseline in times and len(table):
             estimate, note = _compare_times(table, times[baseline], horizon, generator)
@@ -65,7 +65,7 @@ def summarize_collapse(frames: StudyFrames, generator: np.random.Generator) -> p
                 "runs": len(table),
                 "collapsed": len(events),
                 "collapse_steps": ", ".join(f"{step:g}" for step in sorted(events)),
-                "mean_steps": restricted_mean(table["end_step"], table["is_event"], horizon),
+                "mean_steps": restricted_mean(table["end_step"], table["is_collapse"], horizon),
                 **make_estimate_columns("difference", estimate),
                 "n": estimate.n,
                 "p": estimate.p,
@@ -77,27 +77,12 @@ def summarize_collapse(frames: StudyFrames, generator: np.random.Generator) -> p
     return result.assign(p_holm=holm_adjust(result["p"]))
 
 
-def _find_event_times(frames: StudyFrames, arm: str, validations: pd.DataFrame) -> pd.DataFrame:
-    """The scored runs of an arm by seed: end_step and is_event."""
-    rows = []
-    for run in to_records(select_runs(frames, arm, scored_only=True)):
-        own = validations[validations["run_id"] == run["run_id"]]
-        collapse_step = find_collapse(own["step"], own["value"], own["episodes"].fillna(math.inf))
-        stop_step = run["stop_step"] if run["status"] == "early_stopped" else math.nan
-        if pd.isna(stop_step) and run["status"] == "early_stopped":
-            stop_step = run["steps_done"]  # status.json may lack the step
-        step = np.fmin(collapse_step, float(stop_step))
-        is_event = not math.isnan(step)
-        rows.append({"seed": run["seed"], "end_step": step if is_event else run["steps_done"], "is_event": is_event})
-    return pd.DataFrame(rows, columns=["seed", "end_step", "is_event"]).set_index("seed")
-
-
 def _compare_times(
     arm: pd.DataFrame, baseline: pd.DataFrame, horizon: float, generator: np.random.Generator
 ) -> tuple[Estimate, str]:
     seeds = arm.index.intersection(baseline.index)
     arm_times, baseline_times = (
-        EventTimes(table.loc[seeds, "end_step"], table.loc[seeds, "is_event"]) for table in (arm, baseline)
+        EventTimes(table.loc[seeds, "end_step"], table.loc[seeds, "is_collapse"]) for table in (arm, baseline)
     )
     estimate = compare_restricted_means(arm_times, baseline_times, horizon, generator)
     if not math.isnan(estimate.low):
@@ -126,7 +111,7 @@ def summarize_curves(frames: StudyFrames, generator: np.random.Generator) -> pd.
     Intervals need five seeds. A setting that moves the ceiling changes what is learned in the end, and one that moves
     the midpoint how fast. Empty if the outcomes of single levels are missing, which say how many episodes there were.
     """
-    validations = make_validations(frames).dropna(subset="episodes")
+    validations = make_costs(frames).dropna(subset="episodes")
     baseline = require_single_study(frames).studies[0].get("baseline") or ""
     rows = []
     for cost in COSTS:

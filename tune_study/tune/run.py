@@ -476,4 +476,7 @@ def write_results(folder: Path, console: Console) -> str:
     for line in (conclusion.headline, *(f"  {arm}" for arm in conclusion.arms)):
         print_line(console, line)
     print_line(console, f"Report: {report}")
+    # Last, because it answers what most studies are about.
+    if conclusion.collapse:
+        print_line(console, conclusion.collapse)
     return ""

@@ -177,12 +177,12 @@ def test_a_headline_counts_arms_that_do_not_fit_a_line(frames: StudyFrames) -> N
     assert "Failed regime, stopped by a rule: 16 arms." in headline
 
 
-def test_many_lines_that_were_never_stopped_are_counted() -> None:
+def test_many_lines_that_never_collapsed_are_counted() -> None:
     rows = [
-        {"arm": f"a panel with a long name {n}", "step": step, "surviving_fraction": 1.0, "runs": 4, "stopped": 0}
+        {"arm": f"a panel with a long name {n}", "step": step, "surviving_fraction": 1.0, "runs": 4, "collapsed": 0}
         for n in range(9)
         for step in (0, 20)
     ]
     (axes,) = plots.draw_survival(pd.DataFrame(rows), {}).axes
     (label,) = axes.get_legend_handles_labels()[1]
-    assert label == "never stopped: 9 of 9"
+    assert label == "no collapse: 9 of 9"

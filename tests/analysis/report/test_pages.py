@@ -15,6 +15,7 @@ from analysis.html.page import format_count, format_duration
 from analysis.report import pages
 from analysis.report.pages import write_index, write_report
 from analysis.sweep import findings, tables
+from analysis.sweep.collapse import count_collapses
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from trainable.config.run_config import RunConfig
 from trainable.files.json_values import write_object
@@ -160,7 +161,7 @@ def test_the_page_needs_nothing_from_outside(folder: Path, page: Page) -> None:
 
 def test_figures_are_inline_and_files_beside_the_page(folder: Path) -> None:
     names = {path.stem for path in (folder / "figures").glob("*.png")}
-    expected = {"dose_response", "validation_curves", "reward_std", "entropy", "val_kl", "kept_groups", "stop_survival"}
+    expected = {"dose_response", "validation_curves", "reward_std", "entropy", "val_kl", "kept_groups", "survival"}
     assert names == expected
     text = (folder / "report.html").read_text()
     assert text.count('<svg role="img"') == len(expected)
@@ -191,7 +192,7 @@ STOPPED_FIELDS = {"status": "early_stopped", "steps": 10, "stop": STOP}
         ([], "No run is recorded."),
         ([FakeRun("0", status="", steps=0)], "no verdict: seed 0 never ran"),
         ([FakeRun("0", status="running", steps=0)], "No scored run: arm 0."),
-        ([FakeRun("0", steps=10)], "No rule stopped a run, so nothing is said of protection from collapse."),
+        ([FakeRun("0", steps=10)], "No run collapsed, so nothing is said of protection from collapse."),
         ([FakeRun(arm, **FAILED_FIELDS) for arm in ("0", "0.1")], "(RuntimeError: <x>)"),  # type: ignore[arg-type]
         ([FakeRun(arm, **STOPPED_FIELDS) for arm in ("0", "0.1")], "Failed regime, stopped by"),  # type: ignore[arg-type]
         ([FakeRun(arm, seed, steps=10) for arm in ("0", "nofilter") for seed in range(3)], "over 3 seeds"),
@@ -252,8 +253,9 @@ def test_arms_that_failed_in_part_are_in_the_headline(tmp_path: Path) -> None:
     runs[5] = FakeRun("0.1", 2, status="early_stopped", steps=5, stop=STOP)
     runs[2] = FakeRun("0", 2, status="failed", steps=5)
     frames = load(write_study(tmp_path, runs, SMALL))
-    summary = tables.summarize_arms(frames)
-    assert findings.format_headline(summary).endswith(" Some runs stopped by a rule: arm 0.1 (1 of 3).")
+    assert findings.describe_collapses(count_collapses(frames)) == (
+        "Arm 0.1 collapsed in 1 of 3 runs, at step 5; no run of arm 0 collapsed."
+    )
     assert findings.describe_interval_basis(tables.make_dose_response(frames)) == (
         "0: over 2 seeds, with the noise of all arms; 0.1: over 3 seeds, with the noise of all arms"
     )

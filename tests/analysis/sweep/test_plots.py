@@ -15,6 +15,7 @@ from matplotlib.lines import Line2D
 from analysis.data.frames import StudyFrames
 from analysis.data.load import read_study
 from analysis.sweep import plots, series, tables
+from analysis.sweep.collapse import compute_survival
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 
 STOP = ("low_validation_success", 0.002, 0.01)
@@ -153,11 +154,12 @@ def test_steps_are_whole_numbers_in_a_short_study_too(frames: StudyFrames, color
 
 
 def test_survival_draws_its_table(frames: StudyFrames, colors: dict[str, str]) -> None:
-    table = series.compute_stop_survival(frames)
+    table = compute_survival(frames)
     (axes,) = plots.draw_survival(table, colors).axes
-    assert get_lines(axes) == [([0, 60], [1, 1]), ([0, 20], [1, 0])]
+    # The rule stops the run at step 20, but its success has been halved at two validations by step 15.
+    assert get_lines(axes) == [([0, 60], [1, 1]), ([0, 15], [1, 0])]
     texts = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert texts == ["never stopped: 0, 0.1, nofilter", "1: 1 of 1 stopped"]
+    assert texts == ["no collapse: 0, 0.1, nofilter", "1: 1 of 1 collapsed"]
 
 
 def test_colors_are_ordered_in_lightness_and_words_are_gray_or_brown() -> None:

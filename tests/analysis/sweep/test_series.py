@@ -72,23 +72,6 @@ def test_kept_groups_first_and_last_quarter(frames: StudyFrames) -> None:
     assert table.loc["0.1", "kept_last_quarter"] == pytest.approx((8 * 15 + steps[15:].sum()) / 20)
 
 
-def test_survival_is_the_share_of_runs_not_stopped(frames: StudyFrames) -> None:
-    table = series.compute_stop_survival(frames)
-    assert table[table["arm"] == "0"][["step", "surviving_fraction"]].to_numpy().tolist() == [[0, 1], [60, 1]]
-    assert table[table["arm"] == "0.1"][["step", "surviving_fraction"]].to_numpy().tolist() == [
-        [0, 1],
-        [20, 0.5],
-        [60, 0.5],
-    ]
-    assert table.drop_duplicates("arm")[["runs", "stopped"]].to_numpy().tolist() == [[2, 0], [2, 1]]
-
-
-def test_survival_counts_a_failed_run_up_to_its_last_step(tmp_path: Path) -> None:
-    runs = [FakeRun("0", 0, status="failed", steps=10), FakeRun("0", 1, status="early_stopped", steps=20, stop=STOP)]
-    table = series.compute_stop_survival(read_study(write_study(tmp_path, runs, STUDY)))
-    assert table[["step", "surviving_fraction"]].to_numpy().tolist() == [[0, 1], [20, 0]]
-
-
 def test_equal_budget_is_the_smallest_that_a_completed_run_used(tmp_path: Path) -> None:
     second_run = FakeRun("0.1", rows={})
     folder = write_study(tmp_path, [FakeRun("0"), second_run], STUDY)
@@ -161,6 +144,5 @@ def test_tables_of_a_study_without_a_step(tmp_path: Path) -> None:
     frames = read_study(write_study(tmp_path, [FakeRun("0", status="", steps=0)], STUDY))
     assert series.make_curves(frames, "val_success").empty
     assert series.compute_mean_curves(series.make_curves(frames, "val_success")).empty
-    assert series.compute_stop_survival(frames).empty
     assert math.isnan(series.count_kept_groups(frames).loc[0, "kept_first_quarter"])
     assert np.isnan(series.count_kept_groups(frames).loc[0, "groups"])

@@ -12,7 +12,8 @@ from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
 from analysis.report import pages
 from analysis.stats.estimates import holm_adjust
-from analysis.sweep.time_course import make_validations, summarize_collapse, summarize_curves
+from analysis.sweep.collapse import make_validations
+from analysis.sweep.time_course import make_costs, summarize_collapse, summarize_curves
 from tests.analysis.report.test_pages import parse_page
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 
@@ -79,7 +80,7 @@ def test_without_an_interval_a_row_says_why(tmp_path: Path, num_seeds: int, chan
 
 def test_validations_have_their_costs_and_episodes(tmp_path: Path) -> None:
     frames = make_frames(tmp_path, [FakeRun("0"), FakeRun("0.1")])
-    table = make_validations(frames)
+    table = make_costs(frames)
     assert set(table["episodes"]) == {40}
     first = table.iloc[0]
     assert (first["step"], first["total_optimizer_steps"], first["total_sampled_tokens"]) == (0, 0, 0)
@@ -118,7 +119,8 @@ def test_the_report_has_both_tables(tmp_path: Path) -> None:
     folder = write_study(tmp_path, make_runs(2), STUDY)
     pages.write_report(folder)
     words = " ".join(parse_page((folder / "report.html").read_text()).text.split())
-    assert "Time to collapse, ceiling and speed" in words
+    assert "Which runs collapsed" in words
+    assert "Arm 0 collapsed in 2 of 2 runs, at steps 20 and 25; no run of arm 0.1 collapsed." in words
     assert "0 2 of 2 20, 25 22" in words
     assert "an interval needs 6 seeds" in words
     assert {"collapse.csv", "learning_curves.csv"} <= {path.name for path in (folder / "figures").iterdir()}

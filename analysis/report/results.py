@@ -1,0 +1,44 @@
+"""The results of a sweep that take long to compute, shared by the page, its figures and the files beside it."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pandas as pd
+
+from analysis.data.frames import StudyFrames
+from analysis.grid import layout
+from analysis.sweep import symptoms, time_course
+
+# Fixed, so that the same results give the same p-values in every report.
+PERMUTATION_SEED = 0
+
+
+@dataclass(frozen=True)
+class SweepResults:
+    """A study of language models, and tables that are computed at their first use and then kept.
+
+    frames: the study.
+    """
+
+    frames: StudyFrames
+
+    @cached_property
+    def grid(self) -> layout.Grid | None:
+        """The grid whose points are the arms; None in a study with one axis."""
+        return layout.find_grid(self.frames)
+
+    @cached_property
+    def collapse_times(self) -> pd.DataFrame:
+        """From `time_course.summarize_collapse`: one row per arm."""
+        return time_course.summarize_collapse(self.frames, np.random.default_rng(PERMUTATION_SEED))
+
+    @cached_property
+    def learning_curves(self) -> pd.DataFrame:
+        """From `time_course.summarize_curves`: one row per arm and cost."""
+        return time_course.summarize_curves(self.frames, np.random.default_rng(PERMUTATION_SEED))
+
+    @cached_property
+    def onsets(self) -> pd.DataFrame:
+        """From `symptoms.find_collapse_onsets`: one row per run that collapsed and symptom."""
+        return symptoms.find_collapse_onsets(self.frames, np.random.default_rng(PERMUTATION_SEED))

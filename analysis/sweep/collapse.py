@@ -1,0 +1,108 @@
+"""Which runs collapsed, and when. Every table, figure and sentence about collapse uses this definition."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from analysis.data.compare import SCORED_STATUSES, list_arms, require_single_study
+from analysis.data.frames import StudyFrames, to_records
+from analysis.stats.events import find_collapse, kaplan_meier
+from analysis.sweep.series import make_curves
+
+HALVED_SUCCESS = "halved_success"
+"""The cause of a collapse that no stop rule noticed."""
+_END_COLUMNS = ["run_id", "arm", "seed", "status", "end_step", "is_collapse", "cause"]
+
+
+def make_validations(frames: StudyFrames) -> pd.DataFrame:
+    """The sampled validations of all runs: arm, seed, run_id, status, step, value, episodes.
+
+    Step 0 is before training. episodes: number of episodes of the validation; NaN if unknown.
+    """
+    table = make_curves(frames, "val_success")
+    is_sampled = (frames.levels["split"] == "val") & (frames.levels["mode"] == "sampled")
+    episodes = Counter(frames.levels.loc[is_sampled, ["run_id", "step"]].itertuples(index=False, name=None))
+    keys = zip(table["run_id"], table["step"], strict=True)
+    return table.assign(episodes=[float(episodes.get(key, math.nan)) for key in keys])
+
+
+def find_run_ends(frames: StudyFrames) -> pd.DataFrame:
+    """One row per run with a training step: run_id, arm, seed, status, end_step, is_collapse, cause.
+
+    A run collapses when a rule stops it, or when its success is below half of its running maximum at two validations in
+    a row (`stats.events.find_collapse`), whichever comes first. end_step is the step of the collapse, or the last step
+    of a run that did not collapse. cause is the name of the stop rule, `HALVED_SUCCESS`, or empty.
+    """
+    validations = make_validations(frames)
+    rows_by_run = dict(list(validations.groupby("run_id", sort=False)))
+    rows = []
+    for run in to_records(require_single_study(frames).runs):
+        if not run["steps_done"] > 0:
+            continue
+        run_validations = rows_by_run.get(run["run_id"], validations.iloc[:0])
+        collapse_step = find_collapse(
+            run_validations["step"], run_validations["value"], run_validations["episodes"].fillna(math.inf)
+        )
+        stop_step = _get_stop_step(run)
+        step = float(np.fmin(collapse_step, stop_step))
+        is_collapse = not math.isnan(step)
+        cause = ""
+        if is_collapse:
+            # status.json may lack the name of the rule.
+            cause = (run["stop_rule"] or "a rule") if stop_step == step else HALVED_SUCCESS
+        end_step = step if is_collapse else float(run["steps_done"])
+        rows.append({**run, "end_step": end_step, "is_collapse": is_collapse, "cause": cause})
+    table = pd.DataFrame(rows, columns=_END_COLUMNS)
+    return table.astype({"end_step": "float64", "is_collapse": "bool"})
+
+
+def _get_stop_step(run: Mapping[str, Any]) -> float:
+    """The step at which a rule stopped the run; NaN if none did."""
+    if run["status"] != "early_stopped":
+        return math.nan
+    return float(run["steps_done"] if pd.isna(run["stop_step"]) else run["stop_step"])
+
+
+def compute_survival(frames: StudyFrames) -> pd.DataFrame:
+    """Fraction of the runs of each arm that have not collapsed, by step (Kaplan-Meier).
+
+    Columns: arm, step, surviving_fraction, runs, collapsed. A run that failed or was interrupted is censored at its
+    last step. The last row of an arm is at the last step of its runs. Arms without a step are left out.
+    """
+    ends = find_run_ends(frames)
+    curve_frames = []
+    for arm in list_arms(frames):
+        runs = ends[ends["arm"] == arm]
+        if runs.empty:
+            continue
+        steps, fractions = kaplan_meier(runs["end_step"], runs["is_collapse"])
+        # The curve ends at its last drop; continue it to the last step of the arm.
+        last_step = float(runs["end_step"].max())
+        extra_steps = [last_step] if last_step > steps[-1] else []
+        table = pd.DataFrame(
+            {
+                "arm": arm,
+                "step": [*steps, *extra_steps],
+                "surviving_fraction": [*fractions, *fractions[len(fractions) - len(extra_steps) :]],
+            }
+        )
+        curve_frames.append(table.assign(runs=len(runs), collapsed=int(runs["is_collapse"].sum())))
+    columns = ["arm", "step", "surviving_fraction", "runs", "collapsed"]
+    return pd.concat(curve_frames, ignore_index=True) if curve_frames else pd.DataFrame(columns=columns)
+
+
+def count_collapses(frames: StudyFrames) -> pd.DataFrame:
+    """One row per arm with a scored run: arm, runs (scored ones), collapsed, steps (of the collapses, ascending)."""
+    ends = find_run_ends(frames)
+    ends = ends[ends["status"].isin(SCORED_STATUSES)]
+    rows = []
+    for arm in list_arms(frames):
+        runs = ends[ends["arm"] == arm]
+        steps = tuple(sorted(runs.loc[runs["is_collapse"], "end_step"]))
+        if len(runs):
+            rows.append({"arm": arm, "runs": len(runs), "collapsed": len(steps), "steps": steps})
+    return pd.DataFrame(rows, columns=["arm", "runs", "collapsed", "steps"])

@@ -1,0 +1,107 @@
+"""Tests of which runs collapsed: the definition, survival, counts, and the sentence about them."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from analysis.data.frames import StudyFrames
+from analysis.data.load import read_study
+from analysis.sweep.collapse import (
+    HALVED_SUCCESS,
+    compute_survival,
+    count_collapses,
+    find_run_ends,
+    make_validations,
+)
+from analysis.sweep.findings import describe_collapses
+from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
+
+STUDY = FakeStudy(levels=40)
+STOP = ("low_validation_success", 0.002, 0.01)
+
+
+@pytest.fixture(scope="module")
+def frames(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
+    """Two arms of two seeds, of which a rule stops one run at step 20, and an arm that loses its success."""
+    runs = [FakeRun("0", 0), FakeRun("0", 1), FakeRun("0.1", 0)]
+    runs += [FakeRun("0.1", 1, status="early_stopped", steps=20, success=(0.35, 0.3), stop=STOP)]
+    runs += [FakeRun("1", 0, success=(0.8, 0.0)), FakeRun("1", 1, status="failed", steps=3)]
+    return read_study(write_study(tmp_path_factory.mktemp("collapse"), runs, STUDY))
+
+
+def test_a_run_collapses_by_a_rule_or_by_its_success(frames: StudyFrames) -> None:
+    ends = find_run_ends(frames).set_index(["arm", "seed"])
+    assert ends["is_collapse"].to_dict() == {
+        ("0", 0): False,
+        ("0", 1): False,
+        ("0.1", 0): False,
+        ("0.1", 1): True,
+        ("1", 0): True,
+        ("1", 1): False,
+    }
+    assert ends["cause"].to_list() == ["", "", "", "low_validation_success", HALVED_SUCCESS, ""]
+    curve = make_validations(frames).query("run_id == 'arm1-seed0'")
+    is_low = curve["value"].to_numpy() < np.maximum.accumulate(curve["value"].to_numpy()) / 2
+    first = int(np.flatnonzero(is_low[1:] & is_low[:-1])[0]) + 1
+    assert ends["end_step"].to_list() == [60, 60, 60, 20, curve["step"].iloc[first], 3]
+
+
+def test_survival_is_the_fraction_of_runs_without_collapse(frames: StudyFrames) -> None:
+    table = compute_survival(frames)
+    assert table[table["arm"] == "0"][["step", "surviving_fraction"]].to_numpy().tolist() == [[0, 1], [60, 1]]
+    assert table[table["arm"] == "0.1"][["step", "surviving_fraction"]].to_numpy().tolist() == [
+        [0, 1],
+        [20, 0.5],
+        [60, 0.5],
+    ]
+    assert table.drop_duplicates("arm")[["runs", "collapsed"]].to_numpy().tolist() == [[2, 0], [2, 1], [2, 1]]
+
+
+def test_survival_counts_a_failed_run_up_to_its_last_step(tmp_path: Path) -> None:
+    runs = [FakeRun("0", 0, status="failed", steps=10), FakeRun("0", 1, status="early_stopped", steps=20, stop=STOP)]
+    table = compute_survival(read_study(write_study(tmp_path, runs, STUDY)))
+    assert table[["step", "surviving_fraction"]].to_numpy().tolist() == [[0, 1], [20, 0]]
+
+
+def test_only_scored_runs_are_counted(frames: StudyFrames) -> None:
+    table = count_collapses(frames).set_index("arm")
+    assert table["runs"].to_dict() == {"0": 2, "0.1": 2, "1": 1}
+    assert table["collapsed"].to_dict() == {"0": 0, "0.1": 1, "1": 1}
+    assert table.loc["0.1", "steps"] == (20,)
+
+
+def test_a_study_without_steps_has_no_collapse(tmp_path: Path) -> None:
+    frames = read_study(write_study(tmp_path, [FakeRun("0", status="", steps=0)], STUDY))
+    assert find_run_ends(frames).empty
+    assert compute_survival(frames).empty
+    assert describe_collapses(count_collapses(frames)) == ""
+
+
+def make_counts(**steps_by_arm: tuple[float, ...]) -> pd.DataFrame:
+    rows = [
+        {"arm": arm.strip("_"), "runs": 3, "collapsed": len(steps), "steps": steps}
+        for arm, steps in steps_by_arm.items()
+    ]
+    return pd.DataFrame(rows)
+
+
+def test_the_sentence_names_arms_runs_and_steps() -> None:
+    assert describe_collapses(make_counts(_0=(20, 25, 38), _1=(45,), _2=(), _3=())) == (
+        "Arm 0 collapsed in 3 of 3 runs, at steps 20, 25 and 38; arm 1 in 1 of 3 runs, at step 45; no run of arms 2, 3 "
+        "collapsed."
+    )
+    assert describe_collapses(make_counts(_0=(20,))) == "Arm 0 collapsed in 1 of 3 runs, at step 20."
+    assert describe_collapses(make_counts(_0=(), _1=())) == (
+        "No run collapsed, so nothing is said of protection from collapse."
+    )
+
+
+def test_many_arms_and_steps_are_counted() -> None:
+    many = make_counts(**{f"_{index}": (10.0 + index, 30.0 + index) for index in range(20)}, _99=())
+    assert describe_collapses(many) == (
+        "40 of 63 runs collapsed, in 20 of 21 arms, at steps 10 to 49; no run of arm 99 collapsed."
+    )
+    assert math.isclose(many["collapsed"].sum(), 40)

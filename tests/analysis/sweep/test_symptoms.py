@@ -1,0 +1,187 @@
+"""Tests of the order of symptoms: known onsets, ranks, leads, and the section of the report."""
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from analysis.data.frames import StudyFrames
+from analysis.data.load import load
+from analysis.report import pages
+from analysis.sweep import symptoms
+from analysis.sweep.symptom_plots import draw_onsets
+from tests.analysis.report.test_pages import parse_page
+from tests.fakes.lines import change_records
+from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
+
+STOP = ("reward_variance_collapse", 0.1, 0.3)
+STUDY = FakeStudy(levels=40)
+
+
+def make_ramp(start: int, end: int, before: float, after: float, num_steps: int, seed: int) -> list[float]:
+    """A ramp with a little noise, at steps 1 to num_steps: `before` up to step `start`, `after` from `end` on."""
+    steps = np.arange(1, num_steps + 1)
+    noise = np.random.default_rng(seed).normal(0, 0.01 * abs(after - before), num_steps)
+    return list(np.interp(steps, [start, end], [before, after]) + noise)
+
+
+def write_collapse(folder: Path, spread_starts: tuple[int, ...], success_start: int = 20) -> Path:
+    """Runs stopped at step 40 whose spread falls from the given steps on, and whose success falls from step 20 on."""
+    runs = [
+        FakeRun("0", seed, status="early_stopped", steps=40, success=(0.5, 0.5), stop=STOP)
+        for seed in range(len(spread_starts))
+    ]
+    study_folder = write_study(folder, [*runs, FakeRun("0.1")], STUDY)
+    for run, start in zip(runs, spread_starts, strict=True):
+        series = {
+            "reward_std": make_ramp(start, start + 8, 3.0, 0.1, 40, run.seed),
+            "train_success": make_ramp(success_start, success_start + 8, 0.5, 0.0, 40, 10 + run.seed),
+            "entropy": make_ramp(success_start + 2, success_start + 10, 0.4, 2.0, 40, 20 + run.seed),
+        }
+
+        def change(rows: list[dict[str, Any]], series: dict[str, list[float]] = series) -> None:
+            for index, row in enumerate(rows):
+                row.update({name: float(values[index]) for name, values in series.items()})
+
+        change_records(study_folder / "runs" / run.run_id / "metrics.jsonl", change)
+    return study_folder
+
+
+@pytest.fixture(scope="module")
+def frames(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
+    return load(write_collapse(tmp_path_factory.mktemp("symptoms"), (10, 12, 14, 9, 11, 13)))
+
+
+@pytest.fixture(scope="module")
+def onsets(frames: StudyFrames) -> pd.DataFrame:
+    return symptoms.find_collapse_onsets(frames, np.random.default_rng(0))
+
+
+def test_onsets_are_those_of_the_ramps(onsets: pd.DataFrame) -> None:
+    spread = onsets[onsets["symptom"] == "reward_std"]
+    assert spread["onset"].to_list() == [10, 12, 14, 9, 11, 13]
+    assert (spread["end"] - spread["onset"]).to_list() == [8] * 6
+    assert spread["before"].to_numpy() == pytest.approx(3.0, abs=0.05)
+    assert spread["after"].to_numpy() == pytest.approx(0.1, abs=0.05)
+    assert ((spread["low"] <= spread["onset"]) & (spread["onset"] <= spread["high"])).all()
+    entropy = onsets[onsets["symptom"] == "entropy"]  # both directions count
+    assert entropy["onset"].to_list() == [22] * 6
+    assert set(onsets["arm"]) == {"0"}  # the other arm did not collapse
+
+
+def test_a_change_for_the_better_is_no_symptom(tmp_path: Path) -> None:
+    """Spread that rises and success that rises: neither has an onset."""
+    folder = write_collapse(tmp_path, (10,))
+
+    def turn(rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            row.update(reward_std=-row["reward_std"], train_success=-row["train_success"])
+
+    change_records(folder / "runs" / "arm0-seed0" / "metrics.jsonl", turn)
+    table = symptoms.find_collapse_onsets(load(folder), np.random.default_rng(0)).set_index("symptom")
+    assert table.loc[["reward_std", "train_success"], "onset"].isna().all()
+    assert table.loc["entropy", "onset"] == 22
+
+
+def test_only_rows_up_to_the_collapse_count(frames: StudyFrames) -> None:
+    ends = symptoms.find_run_ends(frames)
+    ends = ends[ends["is_collapse"]].assign(end_step=15)
+    table = symptoms.find_onsets(frames, ends, np.random.default_rng(0))
+    assert table.loc[table["symptom"] == "train_success", "onset"].isna().all()  # it falls from step 20 on
+    assert table.loc[table["symptom"] == "reward_std", "onset"].notna().any()
+
+
+def test_ranks_are_the_order_of_onsets(onsets: pd.DataFrame) -> None:
+    for _, rows in onsets.groupby("run_id"):
+        known = rows.dropna(subset="onset")
+        assert known["rank"].to_list() == [1 + int((known["onset"] < onset).sum()) for onset in known["onset"]]
+
+
+def test_the_summary_counts_what_came_before_success(onsets: pd.DataFrame) -> None:
+    table = symptoms.summarize_order(onsets).set_index("symptom")
+    spread = table.loc["reward_std"]
+    assert spread[["runs", "changed", "earlier", "later", "equal"]].to_list() == [6, 6, 6, 0, 0]
+    assert spread["median_onset"] == 11.5
+    assert spread["lead"] == 8.5  # success begins to fall at step 20
+    assert (spread["lead_low"], spread["lead_high"]) == (6, 11)
+    assert spread["p"] == pytest.approx(2 / 2**6)
+    entropy = table.loc["entropy"]
+    assert entropy[["earlier", "later"]].to_list() == [0, 6]
+    assert entropy["lead"] == -2
+    success = table.loc["train_success"]
+    assert success[["earlier", "later", "equal"]].to_list() == [0, 0, 0]
+    assert math.isnan(success["lead"])
+    assert list(table.index).index("reward_std") < list(table.index).index("train_success")
+
+
+def test_the_median_lead_equals_an_enumeration_of_signs() -> None:
+    leads = [3.0, -1.0, 4.0, 2.0, 0.0, 7.0, 5.0]
+    estimate = symptoms.estimate_median_lead(leads)
+    different = [lead for lead in leads if lead]
+    positive = sum(lead > 0 for lead in different)
+    extreme = [
+        signs
+        for signs in itertools.product((0, 1), repeat=len(different))
+        if min(sum(signs), len(different) - sum(signs)) <= min(positive, len(different) - positive)
+    ]
+    assert estimate.p == pytest.approx(len(extreme) / 2 ** len(different))
+    assert estimate.value == 3.0
+    # With 7 values, the smallest and the largest enclose the median with probability 1 - 2 / 2^7.
+    assert (estimate.low, estimate.high) == (-1.0, 7.0)
+    assert 2 * stats.binom.cdf(0, 7, 0.5) < 0.05 < 2 * stats.binom.cdf(1, 7, 0.5)
+
+
+def test_few_or_equal_leads_have_no_interval_or_no_p() -> None:
+    assert np.isnan(symptoms.estimate_median_lead([1.0] * 5)[1:3]).all()
+    assert math.isnan(symptoms.estimate_median_lead([0.0] * 6).p)
+    assert math.isnan(symptoms.estimate_median_lead([]).value)
+
+
+def test_the_sentences_name_what_was_first(onsets: pd.DataFrame) -> None:
+    first, second = symptoms.describe_order(onsets)
+    assert first.startswith("In the 6 runs that collapsed, the first to change was most often: spread of the rewards")
+    assert second.startswith("The spread of the rewards fell before success in 6 of 6 runs in which both fell (100%")
+    assert symptoms.describe_order(onsets.iloc[:0]) == []
+
+
+def test_a_short_run_has_no_order(tmp_path: Path) -> None:
+    folder = write_study(tmp_path, [FakeRun("0", status="early_stopped", steps=5, stop=STOP), FakeRun("0.1")], STUDY)
+    onsets = symptoms.find_collapse_onsets(load(folder), np.random.default_rng(0))
+    assert onsets["onset"].isna().all()
+    (sentence,) = symptoms.describe_order(onsets)
+    assert sentence == (
+        "In the 1 run that collapsed, no change is resolved: a change needs at least 8 measurements before the collapse."
+    )
+
+
+def test_the_figure_draws_its_table(onsets: pd.DataFrame) -> None:
+    (axes,) = draw_onsets(onsets, {"0": "#123456", "0.1": "#654321"}).axes
+    changed = onsets.dropna(subset="onset")
+    points = sorted(float(collection.get_offsets()[0][0]) for collection in axes.collections)
+    assert points == sorted(changed["onset"])
+    labels = [text.get_text() for text in axes.get_yticklabels()]
+    assert set(labels) == set(changed["label"])
+    assert labels.index("spread of the rewards in a group") < labels.index("success of the training episodes")
+
+
+def test_the_report_tells_the_order(tmp_path: Path) -> None:
+    folder = write_collapse(tmp_path, (10, 12))
+    pages.write_report(folder)
+    text = (folder / "report.html").read_text()
+    words = " ".join(parse_page(text).text.split())
+    assert "What happened, in order" in words
+    assert "spread of the rewards in a group 2 of 2" in words
+    assert text.index('id="collapse"') < text.index('id="order"') < text.index('id="verdicts"')
+    assert {"survival.png", "onsets.png", "onsets.csv"} <= {path.name for path in (folder / "figures").iterdir()}
+
+
+def test_a_study_without_collapse_has_no_such_section(tmp_path: Path) -> None:
+    folder = write_study(tmp_path, [FakeRun("0", steps=10), FakeRun("0.1", steps=10)], STUDY)
+    pages.write_report(folder)
+    assert "What happened, in order" not in (folder / "report.html").read_text()
+    assert not (folder / "figures" / "onsets.csv").exists()
