@@ -154,6 +154,7 @@ CHECKS: dict[str, Callable[[InterruptedStudy, Workshop], str]] = {
     "status-while-running": read_while_running(lambda study: ["status", str(study.folder)]),
     "report-while-running": read_while_running(lambda study: ["report", str(study.folder)]),
     "replay-while-running": read_while_running(lambda study: ["replay-stoppers", str(study.folder)]),
+    "explain-while-running": read_while_running(lambda study: ["explain", str(study.folder)]),
     "killed-and-two-resumes": kill_and_start_at_once,
 }
 

@@ -184,7 +184,14 @@ def _read_read_only(sample: SampleStudy, workshop: Workshop, folder: Path) -> st
     """Read a study on a read-only disk: what only reads answers, what writes says that it cannot."""
     sample.copy(folder)
     output, run = folder / "out", str(folder / "out" / SAMPLE_RUN)
-    commands = {("status",): (0,), ("replay-stoppers",): (0,), ("report",): (1, 2), ("resume",): (2,), ("probe",): (2,)}
+    commands = {
+        ("status",): (0,),
+        ("replay-stoppers",): (0,),
+        ("explain",): (0,),
+        ("report",): (1, 2),
+        ("resume",): (2,),
+        ("probe",): (2,),
+    }
     for words, codes in commands.items():
         prefix = ["unshare", "--map-root-user", "--mount", "sh", "-c", READ_ONLY, str(output)]
         process = subprocess.run(

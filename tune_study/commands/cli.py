@@ -42,6 +42,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
+EXPLAIN_EXAMPLE = "Example: python -m tune_study explain results/kl_sweep_sokoban-tiny --arm 0 --seed 1"
 REPLAY_EXAMPLE = (
     "Example: python -m tune_study replay-stoppers results/kl_sweep_sokoban-tiny --set early_stop.variance_ratio=0.2"
 )
@@ -219,6 +220,19 @@ def report(run: opt.RunLocation) -> None:
     if problem:
         print_error(problem)
         raise typer.Exit(1)
+
+
+@app.command("explain", epilog=f"\b\n{EXPLAIN_EXAMPLE}")
+@report_errors
+def explain(run: opt.RunLocation, arm: opt.ExplainedArm = None, seed: opt.ExplainedSeed = None) -> None:
+    """Tell what happened, in order, in the runs of RUN that collapsed, or in one run."""
+    from tune_study.commands import explain as explanation
+
+    with locate.open_for_reading(run) as (folder, is_running):
+        frames = explanation.read_frames(folder, is_running)
+        ends = explanation.select_ends(frames, arm, seed)
+        is_selected = arm is not None or seed is not None
+        explanation.print_explanation(make_console(), run, frames, ends, is_selected)
 
 
 @app.command("replay-stoppers", epilog=f"\b\n{REPLAY_EXAMPLE}")

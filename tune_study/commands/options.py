@@ -135,6 +135,8 @@ Thresholds = Annotated[
 Trial = Annotated[
     str | None, Option("--trial", metavar="NAME", help="Run name or arm; not needed if there is only one run.")
 ]
+ExplainedArm = Annotated[str | None, Option("--arm", metavar="A", help="Only runs of this arm.")]
+ExplainedSeed = Annotated[int | None, Option("--seed", metavar="S", help="Only runs with this seed.")]
 ProbeAlgo = Annotated[
     str | None,
     Option("--algo", metavar="NAME", help="Study gradient-analysis: choose the run of PPO or of GRPO."),

@@ -30,6 +30,7 @@ ADDRESS_SPACE = 24 << 30
 COMMANDS: dict[str, tuple[str, ...]] = {
     "status": ("status",),
     "replay-stoppers": ("replay-stoppers",),
+    "explain": ("explain",),
     "resume": ("resume", "--dry-run"),
     "report": ("report",),
     "probe": ("probe", "--trial", ENDED_ARM, *PROBE_OPTIONS),

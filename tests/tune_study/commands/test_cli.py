@@ -32,6 +32,7 @@ COMMANDS = (
     "resume",
     "status",
     "report",
+    "explain",
     "replay-stoppers",
     "probe",
     "plot-gradients",

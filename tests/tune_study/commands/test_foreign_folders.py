@@ -56,7 +56,9 @@ def test_a_folder_chooses_no_code(started_study: StudyPlan, work_dir: Path, name
     assert not {module for module in set(sys.modules) - modules_before if "evil" in module or "antigravity" in module}
 
 
-@pytest.mark.parametrize("command", ["resume", "status", "report", "probe", "replay-stoppers", "plot-gradients"])
+@pytest.mark.parametrize(
+    "command", ["resume", "status", "report", "probe", "replay-stoppers", "plot-gradients", "explain"]
+)
 def test_a_family_that_this_version_does_not_know_is_refused(started_study: StudyPlan, command: str) -> None:
     path = started_study.folder / "study.json"
     write_object(path, {**read_object(path), "family": "evil:Evil"})
@@ -65,7 +67,7 @@ def test_a_family_that_this_version_does_not_know_is_refused(started_study: Stud
     assert "study.json names the family evil:Evil, which this version cannot read" in " ".join(answer.err.split())
 
 
-@pytest.mark.parametrize("command", ["resume --dry-run", "status", "replay-stoppers"])
+@pytest.mark.parametrize("command", ["resume --dry-run", "status", "replay-stoppers", "explain"])
 @pytest.mark.parametrize("name", ["runs", "runs/{run}"])
 def test_what_reads_a_folder_refuses_links_in_it(started_study: StudyPlan, home: Path, command: str, name: str) -> None:
     path = started_study.folder / name.format(run=started_study.runs[0].run_id)

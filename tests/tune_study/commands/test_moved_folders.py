@@ -95,6 +95,7 @@ def test_every_command_reads_a_moved_folder(moved_folder: Path, whole_study: Stu
     assert f"Summary log: {moved_folder}/logs/kl_sweep_sokoban-tiny.log" in plan_text
     assert f"Report: {moved_folder}/report.html" in type_in("report", f"./{NAME}")
     assert "reward_variance_collapse" in type_in("replay-stoppers", str(moved_folder))
+    assert "interrupted at step 3" in type_in("explain", str(moved_folder))
     assert analysis.load(moved_folder).steps["step"].tolist() == [1, 2, 3]
 
 

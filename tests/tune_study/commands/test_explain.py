@@ -1,0 +1,82 @@
+"""Tests of `explain`: what it prints of one run, of several and of none, and what it refuses."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.analysis.sweep.test_symptoms import STUDY, write_collapse
+from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
+from tests.tune_study.commands.test_cli import type_in
+from trainable.files.json_values import read_object, write_object
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three runs of arm 0 that a rule stopped at step 40, and a run of arm 0.1 that completed."""
+    return write_collapse(tmp_path_factory.mktemp("explain"), (10, 12, 14))
+
+
+def test_one_run_is_told_in_order(folder: Path) -> None:
+    answer = type_in(f"explain {folder} --arm 0 --seed 1")
+    assert answer.code == 0
+    lines = answer.out.splitlines()
+    assert lines[0] == "Arm 0, seed 1: collapsed at step 40 (reward_variance_collapse)."
+    spread, success = (
+        next(index for index, line in enumerate(lines) if line.startswith(label))
+        for label in ("spread of the rewards in a group", "success of the training episodes")
+    )
+    assert spread < success
+    assert lines[spread].split()[7] == "12"  # the onset; the label has seven words
+    assert lines[-1].startswith("No change for the worse is resolved in: groups without spread")
+
+
+def test_several_runs_are_summarized(folder: Path) -> None:
+    answer = type_in(f"explain {folder}")
+    assert answer.code == 0
+    lines = answer.out.splitlines()
+    assert lines[0] == "Arm 0 collapsed in 3 of 3 runs, at steps 40, 40 and 40; no run of arm 0.1 collapsed."
+    assert lines[2].startswith("The spread of the rewards fell before success in 3 of 3 runs in which both fell")
+    assert lines[-1] == f"One run: python -m tune_study explain {folder} --arm 0 --seed 0"
+    assert type_in(lines[-1].partition("tune_study ")[2]).code == 0
+
+
+def test_a_run_without_collapse_can_be_read_too(folder: Path) -> None:
+    answer = type_in(f"explain {folder} --arm 0.1")
+    assert answer.code == 0
+    assert answer.out.startswith("Arm 0.1, seed 0: completed at step 60.")
+
+
+def test_without_a_collapse_the_command_says_what_to_type(tmp_path: Path) -> None:
+    folder = write_study(tmp_path, [FakeRun("0"), FakeRun("0.1")], STUDY)
+    first, second = type_in(f"explain {folder}").out.splitlines()
+    assert first == "No run collapsed, so nothing is said of protection from collapse."
+    assert second.endswith(f"type: python -m tune_study explain {folder} --arm 0 --seed 0")
+
+
+def test_without_rows_there_is_nothing_to_explain(tmp_path: Path) -> None:
+    answer = type_in(f"explain {write_study(tmp_path, [FakeRun('0', status='', steps=0)], STUDY)}")
+    assert (answer.code, answer.out.strip()) == (0, "No run of this study has rows yet: there is nothing to explain.")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--arm 9", "There is no arm `9` with rows: type --arm with one of 0, 0.1."),
+        ("--seed 5", "There is no run with seed 5: type --seed with one of 0, 1, 2."),
+        ("--arm 0.1 --seed 1", "There is no run of arm 0.1 with seed 1: type --seed with one of 0."),
+        ("--seed x", "Invalid value for '--seed'"),
+    ],
+)
+def test_wrong_options_are_refused(folder: Path, options: str, words: str) -> None:
+    answer = type_in(f"explain {folder} {options}")
+    assert answer.code == 2
+    assert words in " ".join(answer.err.replace("\n", " ").split())
+
+
+def test_a_study_of_update_rules_is_refused(tmp_path: Path) -> None:
+    folder = write_study(tmp_path, [FakeRun("0", steps=3)], FakeStudy(levels=10))
+    path = folder / "study.json"
+    write_object(path, {**read_object(path), "family": "update_rules"})
+    answer = type_in(f"explain {folder}")
+    assert answer.code == 2
+    assert "fine-tuned no language model" in answer.err

@@ -1,0 +1,157 @@
+"""The command `explain`: what happened in a run that collapsed, in order."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from rich.console import Console
+
+from analysis.data.frames import StudyFrames, to_records
+from analysis.data.load import load
+from analysis.sweep import symptoms
+from analysis.sweep.collapse import HALVED_SUCCESS, count_collapses, find_run_ends
+from analysis.sweep.findings import describe_collapses
+from analysis.sweep.verdicts import format_number, format_p_value, format_status
+from trainable.config.command_lines import format_command
+from trainable.config.setting_types import format_value
+from tune_study.host.console import print_line, print_table
+from tune_study.plan.study_plan import PlanError
+
+# Fixed, so that the same rows give the same p-values in every call.
+PERMUTATION_SEED = 0
+
+
+def read_frames(folder: Path, is_running: bool) -> StudyFrames:
+    """Frames of the study in results/<run>. Raise PlanError if it trains no language model, or if a file is damaged."""
+    try:
+        frames = load(folder, live=is_running)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+    if [family.name for family in frames.families] != ["ppo"]:
+        raise PlanError(
+            f"{format_value(folder, 1000)} fine-tuned no language model: the symptoms of `explain` are those of "
+            "language models. report.html has the curves of its runs."
+        )
+    return frames
+
+
+def select_ends(frames: StudyFrames, arm: str | None, seed: int | None) -> pd.DataFrame:
+    """The rows of `find_run_ends` with this arm and seed; None selects all. PlanError if there are only others."""
+    ends = find_run_ends(frames)
+    if ends.empty:
+        return ends
+    if arm is not None and arm not in set(ends["arm"]):
+        arms = ", ".join(format_value(name) for name in dict.fromkeys(ends["arm"]))
+        raise PlanError(f"There is no arm `{format_value(arm)}` with rows: type --arm with one of {arms}.")
+    ends = ends if arm is None else ends[ends["arm"] == arm]
+    if seed is not None and seed not in set(ends["seed"]):
+        seeds = ", ".join(str(number) for number in sorted(set(ends["seed"])))
+        of_arm = f" of arm {format_value(arm)}" if arm is not None else ""
+        raise PlanError(f"There is no run{of_arm} with seed {seed}: type --seed with one of {seeds}.")
+    return ends if seed is None else ends[ends["seed"] == seed]
+
+
+def print_explanation(
+    console: Console, run_name: str, frames: StudyFrames, ends: pd.DataFrame, is_selected: bool
+) -> None:
+    """Print what happened in the runs of `ends`.
+
+    A single run gets the onset of each symptom. Several get the order over those that collapsed, and a line per run.
+
+    Args:
+        console: where to print.
+        run_name: the study as it was typed, for the commands to type next.
+        frames: of the study.
+        ends: rows of `find_run_ends`.
+        is_selected: whether an arm or a seed was typed. Otherwise the sentence about all arms comes first.
+    """
+    if ends.empty:
+        print_line(console, "No run of this study has rows yet: there is nothing to explain.")
+        return
+    if not is_selected and (sentence := describe_collapses(count_collapses(frames))):
+        print_line(console, sentence)
+    if len(ends) == 1:
+        _print_run(console, frames, ends)
+        return
+    collapsed_ends = ends[ends["is_collapse"]]
+    if collapsed_ends.empty:
+        example = to_records(ends.head(1))[0]
+        command = format_command("explain", run_name, "--arm", example["arm"], "--seed", str(example["seed"]))
+        print_line(console, f"To see what changed in a run that did not collapse, type: {command}")
+        return
+    onsets = symptoms.find_onsets(frames, collapsed_ends, np.random.default_rng(PERMUTATION_SEED))
+    for sentence in symptoms.describe_order(onsets):
+        print_line(console, sentence)
+    print_line(console, "")
+    _print_order(console, symptoms.summarize_order(onsets))
+    print_line(console, "")
+    _print_runs(console, ends, onsets)
+    example = to_records(collapsed_ends.head(1))[0]
+    command = format_command("explain", run_name, "--arm", example["arm"], "--seed", str(example["seed"]))
+    print_line(console, f"One run: {command}")
+
+
+def _print_order(console: Console, order: pd.DataFrame) -> None:
+    columns = ("symptom", "changed in", "first in", "median onset", "before success", "after", "equal", "lead")
+    print_table(console, columns, [_format_order_cells(row) for row in to_records(order)])
+
+
+def _format_order_cells(row: dict[str, Any]) -> list[str]:
+    interval = "" if np.isnan(row["lead_low"]) else f" [{row['lead_low']:g}, {row['lead_high']:g}]"
+    return [
+        row["label"],
+        f"{row['changed']} of {row['runs']}",
+        str(row["first"]),
+        _format_step(row["median_onset"]),
+        *(str(row[name]) for name in ("earlier", "later", "equal")),
+        "-" if np.isnan(row["lead"]) else f"{row['lead']:g}{interval}",
+    ]
+
+
+def _print_runs(console: Console, ends: pd.DataFrame, onsets: pd.DataFrame) -> None:
+    first_labels = onsets[onsets["rank"] == 1].groupby("run_id")["label"].agg(", ".join).to_dict()
+    rows = [
+        [run["arm"], str(run["seed"]), _describe_end(run), first_labels.get(run["run_id"], "-")]
+        for run in to_records(ends)
+    ]
+    print_table(console, ("arm", "seed", "end", "changed first"), rows)
+
+
+def _describe_end(run: dict[str, Any]) -> str:
+    """`collapsed at step 38 (reward_variance_collapse)`, or `completed at step 60`."""
+    if not run["is_collapse"]:
+        return f"{format_status(run['status'])} at step {run['end_step']:g}"
+    cause = "success below half of its maximum at two validations" if run["cause"] == HALVED_SUCCESS else run["cause"]
+    return f"collapsed at step {run['end_step']:g} ({cause})"
+
+
+def _print_run(console: Console, frames: StudyFrames, ends: pd.DataFrame) -> None:
+    (run,) = to_records(ends)
+    print_line(console, f"Arm {run['arm']}, seed {run['seed']}: {_describe_end(run)}.")
+    onsets = symptoms.find_onsets(frames, ends, np.random.default_rng(PERMUTATION_SEED))
+    changes = onsets.dropna(subset="onset").sort_values(["onset", "p"], kind="stable")
+    if changes.empty:
+        print_line(console, "No change is resolved: a change needs at least 8 measurements.")
+    else:
+        columns = ("symptom", "begins after step", "95 %", "complete at", "before", "after", "p")
+        print_table(console, columns, [_format_change_cells(row) for row in to_records(changes)])
+    stable_labels = onsets.loc[onsets["onset"].isna(), "label"]
+    if len(stable_labels):
+        print_line(console, f"No change for the worse is resolved in: {', '.join(stable_labels)}.")
+
+
+def _format_change_cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["label"],
+        _format_step(row["onset"]),
+        f"{row['low']:g} to {row['high']:g}",
+        _format_step(row["end"]),
+        format_number(row["before"]),
+        format_number(row["after"]),
+        format_p_value(row["p"]).removeprefix("p "),
+    ]
+
+
+def _format_step(step: float) -> str:
+    return "-" if np.isnan(step) else f"{step:g}"
