@@ -47,29 +47,49 @@ class Symptom(NamedTuple):
         column: a step column.
         label: its name in a report.
         direction: in which it changes when training breaks: `UP`, `DOWN`, or `EITHER` if both happen.
+        is_relative: whether a threshold of an alarm is a multiple of the mean of the first steps. A column that may
+            begin at 0, or that has the same range in every run, has thresholds in its own unit.
+        lows, highs: thresholds below and above which `analysis.sweep.alarms` tries an alarm.
     """
 
     column: str
     label: str
     direction: int
+    is_relative: bool
+    lows: tuple[float, ...] = ()
+    highs: tuple[float, ...] = ()
 
 
-SUCCESS = Symptom("train_success", "success of the training episodes", DOWN)
+FRACTIONS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8)
+MULTIPLES = (1.25, 1.5, 2.0, 3.0, 5.0)
+SUCCESS = Symptom("train_success", "success of the training episodes", DOWN, True, lows=FRACTIONS)
 """What the other symptoms are compared with: whether they come before it."""
 
 SYMPTOMS: tuple[Symptom, ...] = (
-    Symptom("reward_std", "spread of the rewards in a group", DOWN),
-    Symptom("zero_std_groups", "groups without spread", UP),
-    Symptom("entropy", "entropy", EITHER),
-    Symptom("val_kl_to_reference", "KL to the initial policy", UP),
-    Symptom("pg_clipfrac", "tokens with a clipped ratio", UP),
-    Symptom("actor_grad_norm", "gradient norm of the policy", EITHER),
-    Symptom("critic_grad_norm", "gradient norm of the critic", EITHER),
-    Symptom("explained_variance", "variance of the returns that the critic explains", DOWN),
-    Symptom("train_invalid_turns", "turns without a valid action", UP),
-    Symptom("train_response_tokens", "length of the replies", EITHER),
-    Symptom("collapse_trajectory_retrieval_accuracy", "retrieval of the prompt from a thought", DOWN),
-    Symptom("collapse_trajectory_mi_estimate", "mutual information of prompt and thought", DOWN),
+    Symptom("reward_std", "spread of the rewards in a group", DOWN, True, lows=FRACTIONS),
+    Symptom("zero_std_groups", "groups without spread", UP, False, highs=(0.5, 1.5, 2.5, 3.5, 4.5, 5.5)),
+    Symptom("entropy", "entropy", EITHER, True, lows=FRACTIONS, highs=MULTIPLES),
+    Symptom("val_kl_to_reference", "KL to the initial policy", UP, False, highs=(0.1, 0.2, 0.3, 0.5, 1.0, 2.0)),
+    Symptom("pg_clipfrac", "tokens with a clipped ratio", UP, True, highs=MULTIPLES),
+    Symptom("actor_grad_norm", "gradient norm of the policy", EITHER, True, lows=FRACTIONS, highs=MULTIPLES),
+    Symptom("critic_grad_norm", "gradient norm of the critic", EITHER, True, lows=FRACTIONS, highs=MULTIPLES),
+    Symptom(
+        "explained_variance",
+        "variance of the returns that the critic explains",
+        DOWN,
+        False,
+        lows=(0.0, 0.1, 0.2, 0.3, 0.4, 0.5),
+    ),
+    Symptom("train_invalid_turns", "turns without a valid action", UP, False, highs=(0.05, 0.1, 0.2, 0.3, 0.5)),
+    Symptom("train_response_tokens", "length of the replies", EITHER, True, lows=FRACTIONS, highs=MULTIPLES),
+    Symptom(
+        "collapse_trajectory_retrieval_accuracy",
+        "retrieval of the prompt from a thought",
+        DOWN,
+        True,
+        lows=FRACTIONS,
+    ),
+    Symptom("collapse_trajectory_mi_estimate", "mutual information of prompt and thought", DOWN, True, lows=FRACTIONS),
     SUCCESS,
 )
 """All symptoms. A run without a column, such as a critic's in GRPO, does not have the symptom."""

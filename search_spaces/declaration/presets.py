@@ -59,7 +59,7 @@ _LAPTOP_SETTINGS: Settings = MappingProxyType(
 
 PRESETS: dict[str, Preset] = {
     "paper": Preset(MappingProxyType({}), n_seeds=3, uses_gpus=True),
-    "laptop": Preset(_LAPTOP_SETTINGS, n_seeds=1),
+    "laptop": Preset(_LAPTOP_SETTINGS, n_seeds=3),
     # A learning rate at which training without protection may collapse.
     "stress": Preset(MappingProxyType({**_LAPTOP_SETTINGS, "actor.lr": 2e-3}), n_seeds=3, variant_of="laptop"),
 }

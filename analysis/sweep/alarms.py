@@ -1,0 +1,201 @@
+"""Alarms: how early a threshold on a symptom announces a collapse, and how often it is wrong.
+
+A rule fires when the last measurements of a symptom are all beyond a threshold, as the published rule on the spread of
+the rewards does. Rules are chosen on the runs of some seeds and scored on those of others: the best of hundreds of
+rules on the runs on which it was chosen looks better than it is.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike
+
+from analysis.data.frames import StudyFrames, to_records
+from analysis.stats.estimates import NAN, wilson_interval
+from analysis.sweep.collapse import find_run_ends
+from analysis.sweep.symptoms import SYMPTOMS, Symptom, estimate_median_lead
+
+BASELINE_STEPS = 10
+"""The first steps of a run, whose mean a relative threshold is a multiple of. Source: the published rule."""
+WINDOWS = (1, 3, 5, 10)
+"""Numbers of consecutive measurements that must be beyond the threshold."""
+MAX_FALSE_ALARMS = 0.1
+"""A rule is chosen among those that fire in at most this fraction of the runs that did not collapse."""
+
+
+class AlarmRule(NamedTuple):
+    """A threshold on a symptom.
+
+    Attributes:
+        symptom: the symptom.
+        threshold: in the unit of the column, or as a multiple of the mean of the first `BASELINE_STEPS` steps.
+        is_upper: whether the rule fires above the threshold; otherwise below.
+        window: number of consecutive measurements that must all be beyond it.
+    """
+
+    symptom: Symptom
+    threshold: float
+    is_upper: bool
+    window: int
+
+    @property
+    def text(self) -> str:
+        """`reward_std < 0.5 x its first 10 steps, 3 times in a row`."""
+        comparison = ">" if self.is_upper else "<"
+        unit = f" x its first {BASELINE_STEPS} steps" if self.symptom.is_relative else ""
+        repeat = "" if self.window == 1 else f", {self.window} times in a row"
+        return f"{self.symptom.column} {comparison} {self.threshold:g}{unit}{repeat}"
+
+
+def list_rules(symptoms: Iterable[Symptom] = SYMPTOMS) -> list[AlarmRule]:
+    """Every threshold of every symptom, with every window."""
+    return [
+        AlarmRule(symptom, threshold, is_upper, window)
+        for symptom in symptoms
+        for is_upper, thresholds in ((False, symptom.lows), (True, symptom.highs))
+        for threshold in thresholds
+        for window in WINDOWS
+    ]
+
+
+def find_alarm(steps: ArrayLike, values: ArrayLike, rule: AlarmRule) -> float:
+    """The step at which `rule` fires; NaN if it never does.
+
+    steps (n,): ascending. values (n,): the column of the symptom; NaN where it was not measured. A relative threshold
+    needs a positive mean over the first `BASELINE_STEPS` steps, and then fires only after them.
+
+    Example:
+        >>> rule = AlarmRule(SYMPTOMS[0], 0.5, False, 2)
+        >>> find_alarm(range(1, 15), [2] * 10 + [0.9, 1.2, 0.9, 0.8], rule)
+        14.0
+    """
+    x, y = np.asarray(steps, dtype=float), np.asarray(values, dtype=float)
+    is_measured = ~np.isnan(y)
+    x, y = x[is_measured], y[is_measured]
+    threshold = rule.threshold
+    if rule.symptom.is_relative:
+        is_baseline = x <= BASELINE_STEPS
+        mean = float(y[is_baseline].mean()) if is_baseline.any() else NAN
+        if not mean > 0:
+            return NAN
+        threshold *= mean
+        x, y = x[~is_baseline], y[~is_baseline]
+    if len(y) < rule.window:
+        return NAN
+    is_beyond = y > threshold if rule.is_upper else y < threshold
+    is_alarm = np.lib.stride_tricks.sliding_window_view(is_beyond, rule.window).all(axis=1)
+    return float(x[np.argmax(is_alarm) + rule.window - 1]) if is_alarm.any() else NAN
+
+
+def find_alarms(studies: Sequence[StudyFrames], rules: Sequence[AlarmRule]) -> pd.DataFrame:
+    """One row per rule and run in which the rule can be applied, over the scored runs of all studies.
+
+    Columns: rule (index in `rules`), study, run_id, arm, seed, is_collapse, end_step (of `collapse.find_run_ends`),
+    alarm_step (NaN if the rule does not fire by end_step).
+    """
+    rows = []
+    for frames in studies:
+        ends = find_run_ends(frames)
+        for run in to_records(ends[ends["status"].isin(("completed", "early_stopped"))]):
+            steps = frames.get_run_steps(run["run_id"])
+            steps = steps[steps["step"] <= run["end_step"]]
+            head = {"study": frames.studies[0]["name"], **{name: run[name] for name in ("run_id", "arm", "seed")}}
+            end = {"is_collapse": run["is_collapse"], "end_step": run["end_step"]}
+            for index, rule in enumerate(rules):
+                column = rule.symptom.column
+                if column in steps and steps[column].notna().any():
+                    alarm_step = find_alarm(steps["step"], steps[column].astype(float), rule)
+                    rows.append({"rule": index, **head, **end, "alarm_step": alarm_step})
+    names = ["rule", "study", "run_id", "arm", "seed", "is_collapse", "end_step", "alarm_step"]
+    return pd.DataFrame(rows, columns=names)
+
+
+def score_rules(alarms: pd.DataFrame, rules: Sequence[AlarmRule]) -> pd.DataFrame:
+    """One row per rule that could be applied: how many collapses it announced, how early, and its false alarms.
+
+    Columns: rule, text, collapsed (runs), detected (of these, with an alarm before the collapse), detected_fraction
+    with its Wilson interval (`_low`, `_high`), healthy (runs without collapse), false_alarms, false_fraction with its
+    interval, lead (median steps from the alarm to the collapse, over the detected runs) with its interval from 6 runs
+    on. An alarm at the step of the collapse announces nothing and does not count as detected. Intervals are over runs,
+    as if all were independent.
+    """
+    rows = []
+    for index, rule_rows in alarms.groupby("rule", sort=True):
+        collapsed, healthy = rule_rows[rule_rows["is_collapse"]], rule_rows[~rule_rows["is_collapse"]]
+        leads = (collapsed["end_step"] - collapsed["alarm_step"]).dropna()
+        leads = leads[leads > 0]
+        detected, false = wilson_interval(len(leads), len(collapsed)), healthy["alarm_step"].notna()
+        false_rate = wilson_interval(int(false.sum()), len(healthy))
+        lead = estimate_median_lead(leads.to_numpy(dtype=float))
+        rows.append(
+            {
+                "rule": index,
+                "text": rules[int(str(index))].text,
+                "collapsed": len(collapsed),
+                "detected": len(leads),
+                "detected_fraction": detected.value,
+                "detected_low": detected.low,
+                "detected_high": detected.high,
+                "healthy": len(healthy),
+                "false_alarms": int(false.sum()),
+                "false_fraction": false_rate.value,
+                "false_low": false_rate.low,
+                "false_high": false_rate.high,
+                "lead": lead.value,
+                "lead_low": lead.low,
+                "lead_high": lead.high,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def choose_rules(scores: pd.DataFrame, rules: Sequence[AlarmRule]) -> list[int]:
+    """The best rule of each symptom by `scores` (from `score_rules`), as indices of `rules`, in the order of symptoms.
+
+    Among the rules with at most `MAX_FALSE_ALARMS` false alarms, it is the one that announces the most collapses; at
+    equal numbers the one with the longest median lead, then the one with fewer false alarms. A symptom whose rules
+    announce no collapse has none.
+    """
+    allowed = scores[(scores["false_fraction"] <= MAX_FALSE_ALARMS) & (scores["detected"] > 0)]
+    chosen_rules = []
+    for symptom in SYMPTOMS:
+        own_rules = [index for index in allowed["rule"] if rules[index].symptom == symptom]
+        if own_rules:
+            own_scores = allowed[allowed["rule"].isin(own_rules)]
+            order = own_scores.sort_values(
+                ["detected_fraction", "lead", "false_fraction"], ascending=[False, False, True], kind="stable"
+            )
+            chosen_rules.append(int(order["rule"].iloc[0]))
+    return chosen_rules
+
+
+def compare_alarms(studies: Sequence[StudyFrames], first_test_seed: int) -> pd.DataFrame:
+    """Choose the best rule of each symptom on the runs of lower seeds, and score it on the others.
+
+    Returns `score_rules` over the runs with seed >= `first_test_seed`, the rule that announces the most first.
+    """
+    rules = list_rules()
+    alarms = find_alarms(studies, rules)
+    is_test = alarms["seed"] >= first_test_seed
+    scores = score_rules(alarms[~is_test], rules)
+    if scores.empty:
+        return scores
+    chosen_rules = choose_rules(scores, rules)
+    test_scores = score_rules(alarms[is_test & alarms["rule"].isin(chosen_rules)], rules)
+    if test_scores.empty:
+        return test_scores
+    order = ["detected_fraction", "lead"]
+    return test_scores.sort_values(order, ascending=False, kind="stable").reset_index(drop=True)
+
+
+def describe_alarm(row: dict[str, object]) -> str:
+    """One line on a row of `score_rules`: `spread < ...: announces 9 of 10, 14 steps early; false in 1 of 20`."""
+    lead = row["lead"]
+    lead_text = "" if isinstance(lead, float) and math.isnan(lead) else f", {lead:g} steps early in the median"
+    return (
+        f"{row['text']}: announces {row['detected']} of {row['collapsed']} collapses{lead_text}; false in "
+        f"{row['false_alarms']} of {row['healthy']} runs"
+    )

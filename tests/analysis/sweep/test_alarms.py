@@ -1,0 +1,145 @@
+"""Tests of alarms: the rule against a loop, what counts as announced, and the choice on other runs than the score."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from analysis.data.load import load
+from analysis.stats.estimates import wilson_interval
+from analysis.sweep import alarms
+from analysis.sweep.alarms import AlarmRule, find_alarm
+from analysis.sweep.symptoms import SYMPTOMS, UP, Symptom
+from tests.analysis.sweep.test_symptoms import write_collapse
+
+RELATIVE = Symptom("reward_std", "spread", -1, True)
+ABSOLUTE = Symptom("zero_std_groups", "groups", UP, False)
+
+
+def find_alarm_by_loop(steps: list[int], values: list[float], rule: AlarmRule) -> float:
+    """The definition of a rule, measurement by measurement."""
+    measured = [(step, value) for step, value in zip(steps, values, strict=True) if not math.isnan(value)]
+    threshold = rule.threshold
+    if rule.symptom.is_relative:
+        first = [value for step, value in measured if step <= alarms.BASELINE_STEPS]
+        if not first or np.mean(first) <= 0:
+            return math.nan
+        threshold *= float(np.mean(first))
+        measured = [(step, value) for step, value in measured if step > alarms.BASELINE_STEPS]
+    streak = 0
+    for step, value in measured:
+        streak = streak + 1 if (value > threshold if rule.is_upper else value < threshold) else 0
+        if streak == rule.window:
+            return step
+    return math.nan
+
+
+@given(
+    st.lists(st.one_of(st.just(math.nan), st.integers(0, 8).map(lambda n: n / 4)), min_size=1, max_size=40),
+    st.sampled_from([RELATIVE, ABSOLUTE]),
+    st.sampled_from([0.3, 0.5, 1.1]),
+    st.booleans(),
+    st.sampled_from(alarms.WINDOWS),
+)
+def test_an_alarm_is_the_first_streak_beyond_the_threshold(
+    values: list[float], symptom: Symptom, threshold: float, is_upper: bool, window: int
+) -> None:
+    rule = AlarmRule(symptom, threshold, is_upper, window)
+    steps = list(range(1, len(values) + 1))
+    assert find_alarm(steps, values, rule) == pytest.approx(find_alarm_by_loop(steps, values, rule), nan_ok=True)
+
+
+def test_the_rule_with_the_published_numbers_is_the_published_rule() -> None:
+    from trainable.config.sections import EarlyStopConfig
+    from trainable.runs.stop_rules import History, detect_reward_variance_collapse
+
+    rule = AlarmRule(RELATIVE, 0.1, False, 10)
+    for seed in range(20):
+        values = np.maximum(np.linspace(3, -0.5 + 0.05 * seed, 60) * np.random.default_rng(seed).random(60), 0)
+        history = History(tuple(range(1, 61)), tuple(values), (8,) * 60, (None,) * 60)
+        decision = detect_reward_variance_collapse(history, EarlyStopConfig())
+        expected = math.nan if decision is None else decision.step
+        assert find_alarm(range(1, 61), values, rule) == pytest.approx(expected, nan_ok=True)
+
+
+def test_every_symptom_has_thresholds_in_its_direction() -> None:
+    for symptom in SYMPTOMS:
+        assert bool(symptom.lows) == (symptom.direction <= 0)
+        assert bool(symptom.highs) == (symptom.direction >= 0)
+        if symptom.is_relative:
+            assert all(threshold < 1 for threshold in symptom.lows)
+            assert all(threshold > 1 for threshold in symptom.highs)
+    texts = [rule.text for rule in alarms.list_rules()]
+    assert len(set(texts)) == len(texts)
+    assert "reward_std < 0.5 x its first 10 steps, 3 times in a row" in texts
+    assert "zero_std_groups > 3.5" in texts
+
+
+def make_alarms(alarm_steps: dict[int, list[float]], healthy: int = 4) -> pd.DataFrame:
+    """Alarms of rules in runs that collapse at step 30, then in `healthy` runs that do not."""
+    rows = [
+        {
+            "rule": rule,
+            "study": "kl",
+            "run_id": f"run{index}",
+            "arm": "0",
+            "seed": index,
+            "is_collapse": index < len(steps) - healthy,
+            "end_step": 30 if index < len(steps) - healthy else 60,
+            "alarm_step": step,
+        }
+        for rule, steps in alarm_steps.items()
+        for index, step in enumerate(steps)
+    ]
+    return pd.DataFrame(rows)
+
+
+def test_scores_count_early_alarms_and_false_ones() -> None:
+    rules = alarms.list_rules()
+    nan = math.nan
+    table = alarms.score_rules(make_alarms({3: [10, 20, 30, nan, 25, 12, 40, nan, nan, nan]}), rules)
+    (row,) = table.to_dict("records")
+    assert row["text"] == rules[3].text
+    assert (row["collapsed"], row["detected"]) == (6, 4)  # an alarm at the collapse announces nothing
+    assert (row["healthy"], row["false_alarms"]) == (4, 1)
+    assert row["lead"] == np.median([20, 10, 5, 18])
+    interval = wilson_interval(4, 6)
+    assert (row["detected_low"], row["detected_high"]) == (interval.low, interval.high)
+    assert (row["false_low"], row["false_high"]) == wilson_interval(1, 4)[1:3]
+    assert alarms.describe_alarm(row) == (
+        f"{rules[3].text}: announces 4 of 6 collapses, 14 steps early in the median; false in 1 of 4 runs"
+    )
+
+
+def test_the_chosen_rule_announces_most_among_those_that_are_rarely_wrong() -> None:
+    rules = alarms.list_rules()
+    spread_rules = [index for index, rule in enumerate(rules) if rule.symptom.column == "reward_std"][:4]
+    nan = math.nan
+    noisy, good, slow, rare = spread_rules
+    table = make_alarms(
+        {
+            noisy: [5, 5, 5, 5, 40, nan, nan, nan],  # announces all, false in one of four
+            good: [20, 20, 20, nan, nan, nan, nan, nan],
+            slow: [28, 28, 28, nan, nan, nan, nan, nan],
+            rare: [5, nan, nan, nan, nan, nan, nan, nan],
+        }
+    )
+    assert alarms.choose_rules(alarms.score_rules(table, rules), rules) == [good]
+    assert alarms.choose_rules(alarms.score_rules(table[table["rule"] == noisy], rules), rules) == []
+
+
+def test_rules_are_scored_on_other_seeds_than_they_were_chosen_on(tmp_path: Path) -> None:
+    frames = load(write_collapse(tmp_path, (10, 12, 14, 9)))
+    table = alarms.compare_alarms([frames], first_test_seed=2)
+    assert (table["collapsed"] == 2).all()
+    spread = table[table["text"].str.startswith("reward_std")].iloc[0]
+    # The spread falls from step 9 or 14 on, within 8 steps, and the runs are stopped at step 40.
+    assert spread["detected"] == 2
+    assert 20 < spread["lead"] < 31
+    everything = alarms.find_alarms([frames], alarms.list_rules())
+    assert set(everything["run_id"]) == {"arm0-seed0", "arm0-seed1", "arm0-seed2", "arm0-seed3", "arm01-seed0"}
+    assert alarms.compare_alarms([frames], first_test_seed=0).empty
