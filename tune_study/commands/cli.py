@@ -235,6 +235,15 @@ def explain(run: opt.RunLocation, arm: opt.ExplainedArm = None, seed: opt.Explai
         explanation.print_explanation(make_console(), run, frames, ends, is_selected)
 
 
+@app.command("alarms", epilog="\b\nExample: python -m tune_study alarms out --first-test-seed 3")
+@report_errors
+def alarms(folders: opt.StudyFolders, first_test_seed: opt.FirstTestSeed = 5) -> None:
+    """Show which threshold on which symptom would have announced the collapses in FOLDER, and how often it is wrong."""
+    from tune_study.commands import alarms as recorded_alarms
+
+    recorded_alarms.print_alarms(make_console(), recorded_alarms.read_studies(folders), first_test_seed)
+
+
 @app.command("replay-stoppers", epilog=f"\b\n{REPLAY_EXAMPLE}")
 @report_errors
 def replay_stoppers(run: opt.RunLocation, assignments: opt.Thresholds = None) -> None:

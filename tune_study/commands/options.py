@@ -135,6 +135,12 @@ Thresholds = Annotated[
 Trial = Annotated[
     str | None, Option("--trial", metavar="NAME", help="Run name or arm; not needed if there is only one run.")
 ]
+StudyFolders = Annotated[
+    list[Path], Argument(metavar="FOLDER...", help="Output folders, or folders results/<run>, whose studies to read.")
+]
+FirstTestSeed = Annotated[
+    int, Option("--first-test-seed", metavar="S", min=0, help="Choose alarms on lower seeds, score them from S on.")
+]
 ExplainedArm = Annotated[str | None, Option("--arm", metavar="A", help="Only runs of this arm.")]
 ExplainedSeed = Annotated[int | None, Option("--seed", metavar="S", help="Only runs with this seed.")]
 ProbeAlgo = Annotated[

@@ -33,6 +33,7 @@ COMMANDS = (
     "status",
     "report",
     "explain",
+    "alarms",
     "replay-stoppers",
     "probe",
     "plot-gradients",

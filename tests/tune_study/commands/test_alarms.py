@@ -1,0 +1,45 @@
+"""Tests of `alarms`: its table, and what it says where nothing can be chosen."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.analysis.sweep.test_symptoms import STUDY, write_collapse
+from tests.fakes.run_folders import FakeRun, write_study
+from tests.tune_study.commands.test_cli import type_in
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An output folder with four runs that collapsed and one that did not."""
+    folder = tmp_path_factory.mktemp("alarms")
+    write_collapse(folder, (10, 12, 14, 9))
+    return folder
+
+
+def test_the_table_has_the_score_on_other_seeds(output: Path) -> None:
+    answer = type_in(f"alarms {output} --first-test-seed 2")
+    assert answer.code == 0
+    lines = answer.out.splitlines()
+    assert lines[0] == "1 study, 5 runs with rows: 4 collapsed."
+    (spread,) = [line for line in lines if line.startswith("reward_std")]
+    assert "  2 of 2  " in spread
+    assert lines[-1].startswith("Each alarm is the best of its symptom on seeds below 2")
+
+
+def test_a_folder_of_one_study_is_the_same(output: Path) -> None:
+    folder = output / "results" / STUDY.run
+    assert type_in(f"alarms {folder} --first-test-seed 2").out == type_in(f"alarms {output} --first-test-seed 2").out
+
+
+def test_without_collapse_nothing_is_chosen(tmp_path: Path) -> None:
+    write_study(tmp_path, [FakeRun("0"), FakeRun("0.1")], STUDY)
+    answer = type_in(f"alarms {tmp_path}")
+    assert answer.code == 0
+    assert "No alarm can be chosen and scored" in answer.out
+
+
+def test_a_folder_without_studies_is_refused(tmp_path: Path) -> None:
+    answer = type_in(f"alarms {tmp_path}")
+    assert answer.code == 2
+    assert str(tmp_path) in answer.err.replace("\n", "")
