@@ -37,16 +37,14 @@ def print_alarms(console: Console, studies: Sequence[StudyFrames], first_test_se
     ends = [find_run_ends(frames) for frames in studies]
     num_collapsed = sum(int(table["is_collapse"].sum()) for table in ends)
     num_runs = sum(len(table) for table in ends)
-    print_line(
-        console,
-        f"{len(studies)} stud{'ies' if len(studies) > 1 else 'y'}, {num_runs} runs with rows: {num_collapsed} collapsed.",
-    )
+    studies_text = f"{len(studies)} {'studies' if len(studies) > 1 else 'study'}"
+    print_line(console, f"{studies_text}, {num_runs} runs with rows: {num_collapsed} collapsed.")
     table = compare_alarms(studies, first_test_seed)
     if table.empty:
         print_line(
             console,
-            f"No alarm can be chosen and scored: that needs collapsed runs with seeds below {first_test_seed}, and runs "
-            f"with seeds from {first_test_seed} on (--first-test-seed).",
+            f"No alarm can be chosen and scored: that needs collapsed runs with seeds below {first_test_seed}, and "
+            f"runs with seeds from {first_test_seed} on (--first-test-seed).",
         )
         return
     columns = ("alarm", "announces", "95 %", "lead (steps)", "false alarms", "95 %")
@@ -54,8 +52,8 @@ def print_alarms(console: Console, studies: Sequence[StudyFrames], first_test_se
     print_line(
         console,
         f"Each alarm is the best of its symptom on seeds below {first_test_seed} with false alarms in at most "
-        f"{MAX_FALSE_ALARMS:.0%} of the runs that did not collapse, and is scored on the other seeds. Intervals are over "
-        "runs, as if all were independent.",
+        f"{MAX_FALSE_ALARMS:.0%} of the runs that did not collapse, and is scored on the other seeds. Intervals are "
+        "over runs, as if all were independent.",
     )
 
 
