@@ -18,12 +18,12 @@ from trainable.runs.records import EXTRA_COLLAPSE_COLUMNS, TIME_COLUMNS
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = {
-    "run kl --steps 6 --kl-values 0,0.1": "sweeps",
-    "run entropy --steps 6 --entropy-values 0,0.03": "sweeps",
-    "run top-p --steps 6 --rollout_filter_value 0.9,nofilter": "sweeps",
-    "run gradient-analysis --steps 2 --set trainer.gradient_analysis_every=1": "sweeps",
+    "run kl --seeds 1 --steps 6 --kl-values 0,0.1": "sweeps",
+    "run entropy --seeds 1 --steps 6 --entropy-values 0,0.03": "sweeps",
+    "run top-p --seeds 1 --steps 6 --rollout_filter_value 0.9,nofilter": "sweeps",
+    "run gradient-analysis --seeds 1 --steps 2 --set trainer.gradient_analysis_every=1": "sweeps",
     "run smoke --groups 3 --steps 5": "sweeps",
-    "run grpo-entropy-sokoban --steps 5 --arms std-clip0.2,tpo": "sweeps",
+    "run grpo-entropy-sokoban --seeds 1 --steps 5 --arms std-clip0.2,tpo": "sweeps",
     "run sandbox-all --smoke": "sandbox",
 }
 """What is run, after one another, on the laptop preset -> the folder that it goes to."""

@@ -21,7 +21,7 @@ SLOW_PREFIXES = (
     "python -m trainable.tiny",
     "python benchmarks/",
     # One study that is analyzed, probed and plotted.
-    "python -m tune_study run gradient-analysis --preset laptop --algo PPO --steps 3",
+    "python -m tune_study run gradient-analysis --preset laptop --algo PPO --seeds 1 --steps 3",
     "python -m tune_study probe small/",
     "python -m tune_study plot-gradients small/",
     # tests/tune_study/commands/test_doctor.py runs it.

@@ -17,6 +17,7 @@ from trainable.runs.records import STEP_COLUMNS, TIME_COLUMNS
 OPTIONS = [
     "--preset=laptop",
     "--entropy-values=0,5",
+    "--seeds=1",
     "--steps=9",
     "--set=trainer.test_freq=1",
     "--set=actor.lr=3e-3",

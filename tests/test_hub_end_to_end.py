@@ -98,6 +98,7 @@ def test_the_command_runs_a_study_on_it(llama: Path, tmp_path: Path) -> None:
         "--preset=laptop",
         f"--model={llama}",
         "--kl-values=0.01",
+        "--seeds=1",
         "--steps=2",
         "--set=env.env_groups=2",
         "--set=env.group_size=4",

@@ -29,6 +29,7 @@ RUN = "results/kl_sweep_sokoban-tiny"
 SMALL_OPTIONS = [
     "--preset=laptop",
     "--kl-values=0,0.1",
+    "--seeds=1",
     "--set=env.val_env_groups=16",
     "--set=env.test_env_groups=16",
     "--set=env.env_groups=2",

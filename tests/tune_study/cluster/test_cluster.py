@@ -52,7 +52,11 @@ SMALL_SETTINGS = {
     "trainer.n_gpus_per_node": "1",
     "trainer.device": "auto",
 }
-SMALL_OPTIONS = [word for name, value in SMALL_SETTINGS.items() for word in ("--set", f"{name}={value}")]
+SMALL_OPTIONS = [
+    "--seeds",
+    "1",
+    *(word for name, value in SMALL_SETTINGS.items() for word in ("--set", f"{name}={value}")),
+]
 
 
 class FakeCluster(NamedTuple):

@@ -204,7 +204,7 @@ def test_an_output_that_cannot_be_written_is_refused(work_dir: Path, output: str
 def test_a_folder_with_another_study_is_left_as_it_is(work_dir: Path, options: str, message: str) -> None:
     write_started_study(work_dir)
     files_before = read_files(work_dir)
-    answer = type_in(f"run kl --preset laptop {options}")
+    answer = type_in(f"run kl --preset laptop {options if '--seeds' in options.split() else options + ' --seeds 1'}")
     assert answer.code == 2
     assert message in answer.err
     assert read_files(work_dir) == files_before
@@ -420,7 +420,7 @@ def test_extending_is_planned_over_old_and_new(work_dir: Path) -> None:
 
 
 def test_further_seeds_of_the_baseline_are_planned(work_dir: Path) -> None:
-    answer = type_in("run kl --preset laptop --kl-values 0,0.1 --baseline-seeds 3 --dry-run")
+    answer = type_in("run kl --preset laptop --kl-values 0,0.1 --seeds 1 --baseline-seeds 3 --dry-run")
     assert answer.code == 0, answer.err
     assert "4 runs: actor.kl_loss_coef in 0,0.1; seeds 0; of the baseline also 1,2" in answer.out
     assert "with 1 seed per arm and 3 of the baseline, a difference of" in answer.out
@@ -434,7 +434,7 @@ def test_the_plan_of_added_seeds_says_from_when_on_they_decide(work_dir: Path) -
     # Without --max-seeds, a study that has a maximum keeps it.
     plan = write_started_study(work_dir)
     write_study(set_max_seeds(plan, 40))
-    answer = type_in("run kl --preset laptop --steps 3 --kl-values 0,0.1 --until-resolved --dry-run")
+    answer = type_in("run kl --preset laptop --steps 3 --kl-values 0,0.1 --seeds 1 --until-resolved --dry-run")
     assert "up to 40 per arm" in answer.out
 
 
@@ -443,7 +443,7 @@ def test_a_study_goes_on_with_other_gpus(work_dir: Path) -> None:
     answer = type_in(f"resume {folder} --gpus-per-exp 0.5 --gpus 0 --dry-run")
     assert answer.code == 0, answer.err
     assert "GPU slots: 0 0" in answer.out
-    same_line = "run kl --preset laptop --steps 3 --kl-values 0,0.1"
+    same_line = "run kl --preset laptop --steps 3 --kl-values 0,0.1 --seeds 1"
     second_answer = type_in(f"{same_line} --gpus-per-exp 0.5 --gpus 0 --set trainer.device=cuda --dry-run")
     assert second_answer.code == 0, second_answer.err
     refused_answer = type_in(f"resume {folder} --gpus-per-exp -1")
@@ -580,7 +580,7 @@ def test_python_dash_m_is_the_command_line() -> None:
 @pytest.mark.usefixtures("ray_session")
 def test_a_study_from_the_command_to_the_frames(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(search_spaces.STUDIES, "kl", make_study("FAKE"))
-    line = "run kl --preset laptop --steps 3 --kl-values 0,0.1 --output out"
+    line = "run kl --preset laptop --steps 3 --kl-values 0,0.1 --seeds 1 --output out"
     first_answer = type_in(line)
     assert first_answer.code == 0, first_answer.err
     folder = work_dir / "out" / "results" / "kl_sweep_sokoban-tiny"

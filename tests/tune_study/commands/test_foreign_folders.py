@@ -99,7 +99,7 @@ def test_resume_refuses_links(started_study: StudyPlan, home: Path, link_path: s
     contents_before = read_texts(home)
     for command in (
         f"resume {started_study.folder}",
-        "run kl --preset laptop --steps 3 --kl-values 0,0.1 --output out",
+        "run kl --preset laptop --steps 3 --kl-values 0,0.1 --seeds 1 --output out",
     ):
         answer = type_in(command)
         assert answer.code == 2, answer.out

@@ -85,12 +85,12 @@ def make_rate_study(setting: str, option: str) -> Study:
 @pytest.mark.parametrize("option", ["--values", "--lr-values"])
 def test_a_study_of_another_setting_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
     monkeypatch.setitem(search_spaces.STUDIES, "rate", make_rate_study("actor.lr", option))
-    code, output, error = dry_run(tmp_path, "rate", "--preset", "laptop")
+    code, output, error = dry_run(tmp_path, "rate", "--preset", "laptop", "--seeds", "1")
     assert (code, error) == (0, "")
     assert "2 runs: actor.lr in 1e-4,3e-4" in output
     assert f"Results: {tmp_path}/results/rate_sokoban-tiny" in output
     assert "logs/rate_sokoban-tiny/3e-4/rate_3e-4_sokoban-tiny.log" in output
-    code, output, error = dry_run(tmp_path, "rate", "--preset", "laptop", "--values", "1e-3,2e-3,1e-4")
+    code, output, error = dry_run(tmp_path, "rate", "--preset", "laptop", "--seeds", "1", "--values", "1e-3,2e-3,1e-4")
     assert (code, error) == (0, "")
     assert "3 runs: actor.lr in 1e-3,2e-3,1e-4" in output
     code, _, error = dry_run(tmp_path, "rate", "--preset", "laptop", "--kl-values", "0.1")
