@@ -10,7 +10,8 @@ from trainable.rollout.episode import Episode, StopReason
 def make_evaluation_episode(group: int, solved: bool, score: float, turns: int, invalid: int) -> Episode:
     turn_parts = [(2, 1, score if turn == 0 else 0.0) for turn in range(turns)]
     return make_episode(turn_parts, group)._replace(
-        stop_reason=StopReason.SOLVED if solved else StopReason.OUT_OF_TURNS, invalid_turns=invalid
+        stop_reason=StopReason.SOLVED if solved else StopReason.OUT_OF_TURNS,
+        turn_validity=(False,) * invalid + (True,) * (turns - invalid),
     )
 
 
