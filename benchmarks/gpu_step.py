@@ -21,6 +21,7 @@ from trainable.algo.mutual_information import compute_information_metrics
 from trainable.backend.torch_backend import TorchBackend
 from trainable.config.sections import ActorConfig, CriticConfig
 from trainable.diagnostics.cross_scores import compute_cross_scores
+from trainable.envs.sokoban.board import Action
 from trainable.models.load import find_model, make_frozen_copy
 from trainable.models.qwen2 import PassSettings, Qwen2, ValueModel
 from trainable.models.qwen2_shape import Qwen2Shape
@@ -114,8 +115,8 @@ def make_episodes(count: int, turn_lengths: TurnLengths, vocabulary: int) -> lis
                 entropies=zeros,
                 turns=np.repeat(np.arange(TURNS).repeat(2), segment_lengths),
                 turn_rewards=tuple(rng.normal(size=TURNS)),
-                actions=TURNS,
-                invalid_turns=0,
+                turn_actions=((Action.UP,),) * TURNS,
+                turn_validity=(True,) * TURNS,
                 stop_reason=StopReason.OUT_OF_TURNS,
                 texts=("",) * TURNS,
             )

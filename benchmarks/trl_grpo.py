@@ -92,8 +92,8 @@ def to_batch(prompts: Sequence[list[int]], replies: Sequence[SampledReply]) -> B
                 entropies=np.append(zeros, reply.entropies),
                 turns=np.zeros(PROMPT_LENGTH + COMPLETION_LENGTH, dtype=np.int64),
                 turn_rewards=(compute_score(row),),
-                actions=0,
-                invalid_turns=0,
+                turn_actions=((),),
+                turn_validity=(True,),
                 stop_reason=StopReason.OUT_OF_TURNS,
                 texts=("",),
             )

@@ -10,7 +10,7 @@ from trainable.ppo.evaluation import Evaluation
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.records import make_empty_row
 from trainable.runs.run import LinesByFile, Row, TrainerState
-from trainable.runs.run_files import GRADIENTS_FILE, LEVELS_FILE
+from trainable.runs.run_files import EPISODES_FILE, GRADIENTS_FILE, LEVELS_FILE
 from trainable.runs.stop_rules import StopDecision, evaluate_stop_rules
 from trainable.runs.training import StepResult, TrainerFamily
 from trainable.sandbox.config.settings import UpdateRuleConfig
@@ -32,13 +32,13 @@ class SingleRunTrainer:
     def step(self) -> StepResult:
         """Train one step; return its row, and the lines of its evaluations and gradient analysis."""
         record, evaluations, gradients = self.trainer.step()
-        lines: LinesByFile = {LEVELS_FILE: _make_lines(evaluations), GRADIENTS_FILE: gradients}
+        lines = {**_make_lines(evaluations), GRADIENTS_FILE: gradients}
         return StepResult({self.seeds[0]: {"step": self.step_index, **record.to_row()}}, {self.seeds[0]: lines})
 
     def evaluate_final(self, seed: int, row: Row) -> tuple[Row, LinesByFile]:
         """The last `row`, completed with the final evaluation, and the lines of that evaluation."""
         final_evaluation, evaluations = self.trainer.evaluate_final()
-        return final_evaluation.add_to_row(row), {LEVELS_FILE: _make_lines(evaluations)}
+        return final_evaluation.add_to_row(row), _make_lines(evaluations)
 
     def get_state(self, seed: int) -> TrainerState:
         """The full state of the trainer, which is that of the only run."""
@@ -54,8 +54,12 @@ class SingleRunTrainer:
         self.trainer.close()
 
 
-def _make_lines(evaluations: Sequence[Evaluation]) -> list[Row]:
-    return [evaluation.to_line() for evaluation in evaluations]
+def _make_lines(evaluations: Sequence[Evaluation]) -> LinesByFile:
+    """The lines of the evaluations and of the episodes that they recorded."""
+    return {
+        LEVELS_FILE: [evaluation.to_line() for evaluation in evaluations],
+        EPISODES_FILE: [episode.to_line() for evaluation in evaluations for episode in evaluation.episodes],
+    }
 
 
 def _make_ppo_trainer(config: RunConfig, seeds: Sequence[int]) -> SingleRunTrainer:

@@ -8,7 +8,7 @@ is; of a run.json or status.json that is damaged, a warning says so, and the row
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +76,13 @@ def is_int64(value: object) -> bool:
     return type(value) is int and abs(value) < 2**63
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether `value` is a number that fits into a float64. True and False count as 1 and 0."""
     # json.loads accepts NaN, Infinity and integers of any length; the comparison is False for all that do not fit.
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
-def _is_text(value: object) -> bool:
+def is_text(value: object) -> bool:
     """Whether `value` is text that UTF-8 can encode. JSON escapes can produce lone surrogates, which UTF-8 cannot."""
     return isinstance(value, str) and value.encode(errors="ignore").decode() == value
 
@@ -90,17 +91,18 @@ def _is_time(value: object) -> bool:
     return isinstance(value, str) and not pd.isna(pd.to_datetime(value, utc=True, format="ISO8601", errors="coerce"))
 
 
-def _is_bool(value: object) -> bool:
+def is_bool(value: object) -> bool:
+    """Whether `value` is True or False."""
     return isinstance(value, bool)
 
 
 _VALIDATORS: dict[str, Callable[[object], bool]] = {
-    TEXT: _is_text,
-    FLOAT: _is_number,
+    TEXT: is_text,
+    FLOAT: is_number,
     INT: is_int64,
     NULLABLE_INT: is_int64,
     TIME: _is_time,
-    BOOL: _is_bool,
+    BOOL: is_bool,
 }
 
 
@@ -114,11 +116,11 @@ def _is_valid_value(name: str, value: object) -> bool:
         return isinstance(value, list) and len(value) <= MAX_RUNS and all(map(_is_run_entry, value))
     if name == "axis":
         values = value.get("values", []) if isinstance(value, dict) else None
-        return isinstance(values, list) and len(values) <= MAX_RUNS and all(map(_is_text, values))
+        return isinstance(values, list) and len(values) <= MAX_RUNS and all(map(is_text, values))
     if name == "seeds":
         return isinstance(value, list) and len(value) <= MAX_RUNS and all(map(is_int64, value))
     if name == "family":
-        return _is_text(value)
+        return is_text(value)
     dtype = RUN_FILE_SCHEMA.get(name)
     return dtype is None or value is None or _VALIDATORS[dtype](value)
 
@@ -127,7 +129,7 @@ def _is_run_entry(entry: object) -> bool:
     """Whether an entry of `runs` in study.json has a name that is a folder, and valid fields."""
     return (
         isinstance(entry, dict)
-        and _is_text(entry.get("run_id"))
+        and is_text(entry.get("run_id"))
         and is_run_id(entry["run_id"])
         and all(_is_valid_value(name, value) for name, value in entry.items())
     )
@@ -135,7 +137,7 @@ def _is_run_entry(entry: object) -> bool:
 
 def _is_setting(name: str, value: object) -> bool:
     """Whether a field of `config` in run.json can be stored in a column of the trials."""
-    return _is_text(name) and (value is None or isinstance(value, bool | float) or is_int64(value) or _is_text(value))
+    return is_text(name) and (value is None or isinstance(value, bool | float) or is_int64(value) or is_text(value))
 
 
 def select_lines(lines: Lines, key: Callable[[Row], Any], *, drop_rolled_back: bool = True) -> list[Row]:
@@ -167,7 +169,7 @@ def make_step_key(family: TableFamily) -> Callable[[Row], int | None]:
 
 def get_evaluation_key(row: Row) -> tuple[int, str, str] | None:
     """(step, split, mode) of a line of levels.jsonl, or None if a field is missing or has the wrong type."""
-    has_names = all(_is_text(row.get(name)) for name in ("split", "mode", "success"))
+    has_names = all(is_text(row.get(name)) for name in ("split", "mode", "success"))
     has_lists = all(
         isinstance(row.get(name), list) and all(map(is_int64, row[name])) for name in ("levels", "clusters")
     )
@@ -176,16 +178,16 @@ def get_evaluation_key(row: Row) -> tuple[int, str, str] | None:
 
 def get_analysis_key(row: Row) -> tuple[int, str, bool] | None:
     """(step, source, prefilter) of a line of gradients.jsonl or probes.jsonl, or None if a field is invalid."""
-    if row.get("source") not in ANALYSIS_SOURCES or not _is_bool(row.get("prefilter")) or row["step"] < 0:
+    if row.get("source") not in ANALYSIS_SOURCES or not is_bool(row.get("prefilter")) or row["step"] < 0:
         return None
-    has_rows = _has_valid_entries(
-        row.get("rows"), {"bucket": _is_text, "component": _is_text, "uses_training_batch": _is_bool}
+    has_rows = has_valid_entries(
+        row.get("rows"), {"bucket": is_text, "component": is_text, "uses_training_batch": is_bool}
     )
-    has_groups = _has_valid_entries(row.get("groups"), {"bucket": _is_text, "group": is_int64})
+    has_groups = has_valid_entries(row.get("groups"), {"bucket": is_text, "group": is_int64})
     return (row["step"], row["source"], row["prefilter"]) if has_rows and has_groups else None
 
 
-def _has_valid_entries(entries: object, validators: dict[str, Callable[[object], bool]]) -> bool:
+def has_valid_entries(entries: object, validators: Mapping[str, Callable[[object], bool]]) -> bool:
     """Whether `entries` is a list of objects that all have valid values for the keys of `validators`."""
     return isinstance(entries, list) and all(
         isinstance(entry, dict) and all(is_valid(entry.get(name)) for name, is_valid in validators.items())

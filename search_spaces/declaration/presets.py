@@ -44,6 +44,8 @@ _LAPTOP_SETTINGS: Settings = MappingProxyType(
         # A pass of the tiny reference over the validation episodes is cheap, and shows how far a policy without a
         # KL term moves.
         "trainer.measure_val_kl": True,
+        # A few episodes of each validation, to read what a policy that collapses says.
+        "trainer.log_val_generations": 4,
         "trainer.resume_every": 1,
         # The published validation temperature makes the tiny model nearly greedy.
         "rollout.val_temperature": 1.0,

@@ -14,6 +14,7 @@ from pathlib import Path
 import pandas as pd
 
 import analysis
+from analysis.data.episodes import read_episodes
 from analysis.data.frames import FRAME_NAMES, NONDETERMINISTIC_COLUMNS, StudyFrames
 from analysis.data.load import read_study
 from tests.attack.cells import Cell, Kind, NotPossibleError, Workshop, make_kind
@@ -24,6 +25,7 @@ from tests.attack.sample_study import (
     PROBE_OPTIONS,
     STEPS,
     STEPS_BEFORE_INTERRUPT,
+    EpisodesByRun,
     SampleStudy,
     resume_without_ray,
     run_command,
@@ -31,6 +33,7 @@ from tests.attack.sample_study import (
 from trainable.config.run_config import ConfigError
 from trainable.files.json_values import DamageWarning
 from trainable.files.paths import UnsafePathError
+from trainable.runs.run_files import LINE_FILES
 from tune_study.plan.study_plan import PlanError
 
 NAME = "damaged-files"
@@ -83,7 +86,7 @@ STUDY_FILES = {
 RUN_FILES = {
     **{
         name: rf"{RESULTS}/runs/[^/]*ARM[^/]*/{re.escape(name)}"
-        for name in ("run.json", "status.json", "metrics.jsonl", "levels.jsonl", "gradients.jsonl", ".lock")
+        for name in (*LINE_FILES, "run.json", "status.json", ".lock")
     },
     **{
         f"rolling-checkpoint/{name}": rf"{RESULTS}/runs/[^/]*ARM[^/]*/state/step_STEP/{re.escape(name)}"
@@ -296,7 +299,20 @@ def check_load(study: DamagedStudy) -> str:
         return "" if _names_a_file(str(error), study) else f"{type(error).__name__} names no file: {str(error)[:300]}"
     if set(frames.trials["run_id"]) < set(study.sample.frames.trials["run_id"]) and not messages:
         return "a run is missing from the trials, and nothing says so"
-    return check_frames(frames, study.sample.frames, messages)
+    return check_frames(frames, study.sample.frames, messages) or check_episodes(study.folder, study.sample.episodes)
+
+
+def check_episodes(folder: Path, written_episodes: EpisodesByRun, must_be_equal: bool = False) -> str:
+    """Return which recorded episodes are shown that were not written, or are missing without a word about it."""
+    for run_id, written in written_episodes.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            shown = read_episodes(folder / "runs" / run_id)
+        if [episode for episode in shown if episode not in written]:
+            return f"an episode of {run_id[:30]} was never written"
+        if shown != written and (must_be_equal or not caught):
+            return f"{len(written) - len(shown)} episodes of {run_id[:30]} are missing, and nothing says so"
+    return ""
 
 
 def _names_a_file(text: str, study: DamagedStudy) -> bool:
@@ -311,7 +327,7 @@ def check_status(study: DamagedStudy) -> str:
     if read_tree(study.folder.parent.parent) != contents_before:
         return "`status` changed the folder"
     # By the tables that the rows give: `status` must not show as completed what they do not.
-    if answer.code == 0 and study.file.name in ("ended/metrics.jsonl", "ended/levels.jsonl", "ended/gradients.jsonl"):
+    if answer.code == 0 and study.file.name in {f"ended/{name}" for name in LINE_FILES}:
         with suppress(ValueError, OSError):
             frames = read_study(study.folder)
             ended_run = frames.trials.set_index("run_id").loc[study.sample.run_ids[0]]
@@ -366,7 +382,9 @@ def check_resume(study: DamagedStudy) -> str:
     # Whatever a run writes is written again. What a probe measured is not, and has to be named: by the command, which
     # then writes tables of what is left, or when they are read.
     messages += [str(warning.message) for warning in caught if issubclass(warning.category, DamageWarning)]
-    return check_frames(frames, study.sample.completed_frames, messages, must_be_equal=not messages)
+    return check_frames(frames, study.sample.completed_frames, messages, must_be_equal=not messages) or check_episodes(
+        study.folder, study.sample.completed_episodes, must_be_equal=True
+    )
 
 
 def check_probe(study: DamagedStudy) -> str:

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, chdir, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,9 +19,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import analysis
+from analysis.data.episodes import read_episodes
 from analysis.data.frames import StudyFrames
 from search_spaces import STUDIES
 from tests.attack.children import call_in_child
+from trainable.runs.episode_lines import RecordedEpisode
 from trainable.runs.failures import RunFailedError
 from trainable.runs.run_ends import ENDED_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
@@ -56,6 +58,10 @@ SETTINGS = {
     "trainer.gradient_analysis_every": "2",
 }
 PROBE_OPTIONS = ("--set", "trainer.gradient_analysis_env_groups=3", "--set", "env.val_env_groups=2")
+
+
+EpisodesByRun = Mapping[str, Sequence[RecordedEpisode]]
+"""The recorded episodes of the runs of a study, by run_id."""
 
 
 class Answer(NamedTuple):
@@ -126,11 +132,13 @@ def resume_without_ray(folder: Path) -> tuple[dict[str, RunStatus], str]:
 
 @dataclass(frozen=True)
 class SampleStudy:
-    """The folder of the study, and its tables: as they are, and when both runs are trained to their end."""
+    """The folder of the study, and its tables and episodes: as they are, and when both runs are trained to the end."""
 
     output: Path
     frames: StudyFrames
     completed_frames: StudyFrames
+    episodes: EpisodesByRun
+    completed_episodes: EpisodesByRun
     run_ids: tuple[str, str]
 
     @property
@@ -152,6 +160,11 @@ def _copy_or_link(source: str, target: str) -> None:
         os.link(source, target)
     else:
         shutil.copy2(source, target)
+
+
+def read_study_episodes(folder: Path) -> EpisodesByRun:
+    """Read the recorded episodes of all runs of a results/<run> folder."""
+    return {path.name: read_episodes(path) for path in sorted((folder / "runs").iterdir())}
 
 
 def make_study_plan(output: Path, arms: Sequence[str]) -> StudyPlan:
@@ -197,7 +210,8 @@ def _complete_sample_study(output: Path, with_reports: bool) -> SampleStudy:
     run_ids = plan.runs[0].run_id, plan.runs[1].run_id
     if not with_reports:
         frames = analysis.load(plan.folder)
-        return SampleStudy(output, frames, frames, run_ids)
+        episodes = read_study_episodes(plan.folder)
+        return SampleStudy(output, frames, frames, episodes, episodes, run_ids)
     answer = run_command(["probe", str(plan.folder), "--trial", ENDED_ARM, *PROBE_OPTIONS], output, output.parent)
     assert answer.code == 0, answer
     assert not write_results(plan.folder, Console(file=io.StringIO()))
@@ -208,8 +222,9 @@ def _complete_sample_study(output: Path, with_reports: bool) -> SampleStudy:
         shutil.copytree(output, copy / "out")
         resume_without_ray(copy / "out" / RUN)
         completed_frames = analysis.load(copy / "out" / RUN)
+        completed_episodes = read_study_episodes(copy / "out" / RUN)
     assert set(completed_frames.trials["status"]) == {"completed"}
-    return SampleStudy(output, frames, completed_frames, run_ids)
+    return SampleStudy(output, frames, completed_frames, read_study_episodes(plan.folder), completed_episodes, run_ids)
 
 
 def list_files(output: Path) -> list[str]:

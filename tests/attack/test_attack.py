@@ -16,6 +16,7 @@ from tests.attack.hostile.folders import list_cells as list_hostile_folders
 from tests.attack.kills import list_batches
 from tests.attack.sample_study import SampleStudy, list_files, write_sample_study
 from trainable.files import json_lines
+from trainable.runs.run_files import RunLines
 
 # The sample study takes twenty seconds; `make test-faults` compares the tables with the files of a real study.
 pytestmark = pytest.mark.slow
@@ -87,6 +88,17 @@ def test_a_product_that_ignores_checksums_of_lines_fails(
     while not (failures := try_cells([ROWS.format("flip")], sample, Workshop(workshop.folder, next(seeds)))):
         pass
     assert "1 columns differ" in " ".join(failures.values())
+
+
+def test_a_product_that_shows_fewer_episodes_without_a_word_fails(
+    sample: SampleStudy, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = "damaged-files:ended/episodes.jsonl/delete/load"
+    assert try_cells([cell], sample, workshop) == {}
+    monkeypatch.setattr(RunLines, "find_damage", lambda lines: [])
+    (failure,) = try_cells([cell], sample, workshop).values()
+    assert failure.startswith("12 episodes of ")
+    assert failure.endswith(" are missing, and nothing says so")
 
 
 def test_a_hang_a_crash_and_an_error_are_failures_and_end_nothing(workshop: Workshop) -> None:

@@ -47,6 +47,7 @@ class RunConfig(BaseRunConfig):
             # Logging, checkpoints and placement: a study can be continued with other values of these.
             "trainer": (
                 "logger",
+                "log_val_generations",
                 "ray_num_cpus",
                 "resume_every",
                 "save_freq",

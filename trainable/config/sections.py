@@ -19,6 +19,7 @@ from trainable.config.choices import (
 from trainable.config.section import Section
 from trainable.config.setting_types import (
     MAX_FLOAT,
+    MAX_LEVELS,
     Common,
     Finite,
     Fraction,
@@ -343,6 +344,9 @@ class TrainerConfig(BaseTrainerConfig):
     val_before_train: bool = Field(True, description="validate the untrained policy before step 1")
     measure_val_kl: bool = Field(
         False, description="measure the KL to the initial policy at each sampled validation, also without a KL term"
+    )
+    log_val_generations: int = Field(
+        0, ge=0, le=MAX_LEVELS, description="record the text of a sampled episode of the first N validation levels"
     )
     save_freq: Common[int] = Field(-1, description="keep a checkpoint (folder global_step_<N>) every N steps; -1: none")
     resume_every: Common[int] = Field(25, ge=1, description="write the rolling checkpoint for recovery every N steps")

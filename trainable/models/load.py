@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -173,7 +174,7 @@ def make_value_model(model: "Qwen2 | HubModel", trunk: nn.Module, device: torch.
 
 
 def make_codec(tokenizer: Tokenizer) -> Codec:
-    """Batched encoding without added special tokens, and decoding that skips special tokens.
+    """Batched encoding without added special tokens, and decoding without and with special tokens.
 
     The chat format writes special tokens itself, as text.
     """
@@ -181,10 +182,12 @@ def make_codec(tokenizer: Tokenizer) -> Codec:
     def encode(texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
-    def decode(ids: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
-        return tokenizer.decode_batch([list(row) for row in ids], skip_special_tokens=True)
+    def decode(ids: Sequence[Sequence[int] | np.ndarray], skip_special_tokens: bool) -> list[str]:
+        return tokenizer.decode_batch([list(row) for row in ids], skip_special_tokens)
 
-    return Codec(encode, decode)
+    return Codec(
+        encode, partial(decode, skip_special_tokens=True), decode_all=partial(decode, skip_special_tokens=False)
+    )
 
 
 def make_pass_settings(settings: ModelConfig) -> PassSettings:

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from trainable.algo.losses import estimate_kl
 from trainable.algo.reductions import masked_mean
+from trainable.models.codec import Codec
 from trainable.ppo.step_record import BatchSummary, RolloutSummary, Validation
 from trainable.ppo.update import Targets
 from trainable.rollout.batch import Batch
 from trainable.rollout.episode import Episode
+from trainable.runs.episode_lines import RecordedEpisode, RecordedTurn
 
 
 class Evaluation(NamedTuple):
@@ -21,7 +23,7 @@ class Evaluation(NamedTuple):
     episode's level. clusters: for each episode, the index of its level's symmetry class; levels that are equal up to
     symmetry are one cluster in confidence intervals. solved: whether each episode solved its level. score: mean score
     of the episodes. invalid_turns: invalid turns as a fraction of all turns. kl_to_reference: KL to the policy before
-    training in nats per token; None if it was not measured.
+    training in nats per token; None if it was not measured. episodes: those episodes whose texts are recorded.
     """
 
     step: int
@@ -33,6 +35,7 @@ class Evaluation(NamedTuple):
     score: float
     invalid_turns: float
     kl_to_reference: float | None = None
+    episodes: tuple[RecordedEpisode, ...] = ()
 
     @property
     def success(self) -> float:
@@ -70,6 +73,30 @@ def make_evaluation(
         solved=tuple(episode.solved for episode in episodes),
         score=sum(episode.score for episode in episodes) / len(episodes),
         invalid_turns=sum(episode.invalid_turns for episode in episodes) / num_turns,
+    )
+
+
+def record_episode(episode: Episode, step: int, codec: Codec) -> RecordedEpisode:
+    """The texts of an episode of a validation after `step` training steps, decoded from its very tokens."""
+    turns = range(len(episode.texts))
+    observations = codec.decode_all([episode.tokens[(episode.turns == turn) & ~episode.mask] for turn in turns])
+    replies = codec.decode_all([episode.tokens[(episode.turns == turn) & episode.mask] for turn in turns])
+    return RecordedEpisode(
+        step=step,
+        level=episode.level_seed,
+        turns=tuple(
+            RecordedTurn(
+                observation=observations[turn],
+                reply=replies[turn],
+                actions=tuple(action.name.capitalize() for action in episode.turn_actions[turn]),
+                reward=float(episode.turn_rewards[turn]),
+                valid=episode.turn_validity[turn],
+            )
+            for turn in turns
+        ),
+        solved=episode.solved,
+        stop_reason=episode.stop_reason.value,
+        score=episode.score,
     )
 
 

@@ -31,6 +31,7 @@ from trainable.ppo.evaluation import (
     estimate_mean_kl,
     make_evaluation,
     number_classes,
+    record_episode,
     summarize_batch,
     summarize_rollout,
     summarize_validation,
@@ -448,7 +449,8 @@ class PPOTrainer:
         """Roll out all levels of `split` (val, test) in `mode` (sampled, greedy), without training.
 
         A validation level is played env.val_group_size times, a test level once. With trainer.measure_val_kl, a sampled
-        validation also measures the KL to the reference, over the same episodes.
+        validation also measures the KL to the reference, over the same episodes. With trainer.log_val_generations, it
+        also records the texts of the first rollout of each of the first levels.
         """
         if split == "val":
             levels, group_size, purpose = self.val_levels, self.config.env.val_group_size, "validation"
@@ -456,15 +458,23 @@ class PPOTrainer:
             levels, group_size, purpose = self.test_levels, 1, "test"
         temperature = self.config.rollout.val_temperature if mode == "sampled" else 0.0
         rng = make_rng(self.config.seed, purpose, self.step_index)
+        is_sampled_validation = (split, mode) == ("val", "sampled")
         with add_step(f"in the {purpose} after step {self.step_index}"):
             # Before training, policy and reference are equal.
-            measures_kl = self.config.measures_val_kl and (split, mode) == ("val", "sampled") and self.step_index > 0
+            measures_kl = self.config.measures_val_kl and is_sampled_validation and self.step_index > 0
             episodes = self._roll_out_levels(levels, group_size, temperature, rng, needs_logprobs=measures_kl)
         evaluation = make_evaluation(
             episodes, self.step_index, split, mode, number_classes([level.key for level in levels])
         )
         kl = self._measure_kl_to_reference(episodes, temperature) if measures_kl else None
-        return evaluation._replace(kl_to_reference=kl)
+        recorded_levels = self.config.trainer.log_val_generations if is_sampled_validation else 0
+        return evaluation._replace(
+            kl_to_reference=kl,
+            episodes=tuple(
+                record_episode(episode, self.step_index, self.codec)
+                for episode in episodes[: recorded_levels * group_size : group_size]
+            ),
+        )
 
     def _measure_kl_to_reference(self, episodes: Sequence[Episode], temperature: float) -> float:
         """KL of policy and reference in nats per token, over the sampled tokens of `episodes`; the estimator is k3."""

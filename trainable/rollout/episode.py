@@ -6,6 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from trainable.envs.sokoban.board import Action
+
 
 class StopReason(StrEnum):
     """How an episode ended."""
@@ -25,8 +27,9 @@ class Episode(NamedTuple):
     mask: (T,) bool, True if the token was sampled.
     logprobs, entropies: (T,) float32, of the sampling distribution at each sampled token, in nats; 0 elsewhere.
     turns: (T,) int64, number of the turn, from 0.
-    turn_rewards: sum of rewards and format penalty of each turn. actions: number of executed actions. invalid_turns:
-    number of turns with an invalid or empty answer. stop_reason: how the episode ended. texts: the reply of each turn.
+    turn_rewards: sum of rewards and format penalty of each turn. turn_actions: executed actions of each turn.
+    turn_validity: whether the answer of each turn was valid; an empty one is not. stop_reason: how the episode ended.
+    texts: the reply of each turn.
     engine_logprobs: (T,), like `logprobs`: the log-probs that the engine reported, if the trainer has recomputed
     `logprobs` since; otherwise None.
     """
@@ -39,8 +42,8 @@ class Episode(NamedTuple):
     entropies: npt.NDArray[np.float32]
     turns: npt.NDArray[np.int64]
     turn_rewards: tuple[float, ...]
-    actions: int
-    invalid_turns: int
+    turn_actions: tuple[tuple[Action, ...], ...]
+    turn_validity: tuple[bool, ...]
     stop_reason: StopReason
     texts: tuple[str, ...]
     engine_logprobs: npt.NDArray[np.float32] | None = None
@@ -49,6 +52,16 @@ class Episode(NamedTuple):
     def score(self) -> float:
         """Sum of the rewards of all turns, including penalties."""
         return float(sum(self.turn_rewards))
+
+    @property
+    def actions(self) -> int:
+        """Number of executed actions."""
+        return sum(map(len, self.turn_actions))
+
+    @property
+    def invalid_turns(self) -> int:
+        """Number of turns with an invalid or empty answer."""
+        return self.turn_validity.count(False)
 
     @property
     def solved(self) -> bool:

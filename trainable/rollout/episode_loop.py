@@ -48,9 +48,9 @@ def check_first_turn(
 class _EpisodeState:
     """An episode in progress.
 
-    tokens, replies, turns: one entry per message, where the reply of a prompt is None. rewards, texts: one entry per
-    turn. length: tokens of all messages so far. last_reward, last_invalid: the outcome of the last turn, which the next
-    observation shows.
+    tokens, replies, turns: one entry per message, where the reply of a prompt is None. rewards, turn_actions,
+    turn_validity, texts: one entry per turn. length: tokens of all messages so far. last_reward, last_invalid: the
+    outcome of the last turn, which the next observation shows.
     """
 
     level: Level
@@ -60,14 +60,18 @@ class _EpisodeState:
     replies: list[SampledReply | None] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    turn_actions: list[tuple[Action, ...]] = field(default_factory=list)
+    turn_validity: list[bool] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    actions: int = 0
-    invalid_turns: int = 0
     length: int = 0
     solved: bool = False
     out_of_context: bool = False
     last_reward: float = 0.0  # of the environment, without the format penalty, which the model is not shown
     last_invalid: bool = False
+
+    @property
+    def actions(self) -> int:
+        return sum(map(len, self.turn_actions))
 
     def append_tokens(self, ids: Sequence[int] | np.ndarray, reply: SampledReply | None, turn: int) -> None:
         self.tokens.append(np.asarray(ids, dtype=np.int64))
@@ -131,7 +135,7 @@ def _apply_replies(
     for state, reply, text, parsed_reply, reward in zip(states, replies, texts, parsed_replies, rewards, strict=True):
         state.append_tokens(reply.token_ids, reply, turn)
         state.texts.append(text)
-        state.invalid_turns += parsed_reply.invalid
+        state.turn_validity.append(not parsed_reply.invalid)
         state.rewards.append(reward + limits.format_penalty * parsed_reply.invalid)
         state.last_reward, state.last_invalid = float(reward), parsed_reply.invalid
 
@@ -158,9 +162,10 @@ def _step_boards(states: Sequence[_EpisodeState], replies: Sequence[ParsedReply]
         rewards += outcome.rewards
         action_counts += actions != Action.NONE
         solved |= outcome.solved & (actions != Action.NONE)
-    for row, state in enumerate(states):
+    for row, (state, reply) in enumerate(zip(states, replies, strict=True)):
         state.cells, state.solved = cells[row], bool(solved[row])
-        state.actions += int(action_counts[row])
+        # What is not executed comes last: actions beyond the limit, and those after the solution.
+        state.turn_actions.append(reply.actions[: int(action_counts[row])])
     return rewards
 
 
@@ -227,8 +232,8 @@ def _make_episode(state: _EpisodeState, limits: EpisodeLimits) -> Episode:
         entropies=np.concatenate([zeros if reply is None else reply.entropies for reply, zeros in pairs]),
         turns=np.repeat(state.turns, lengths),
         turn_rewards=tuple(state.rewards),
-        actions=state.actions,
-        invalid_turns=state.invalid_turns,
+        turn_actions=tuple(state.turn_actions),
+        turn_validity=tuple(state.turn_validity),
         stop_reason=_find_stop_reason(state, limits),
         texts=tuple(state.texts),
     )

@@ -1,8 +1,8 @@
 """The files of a run: their names, their rows, what is damaged in them, and the lock that keeps other processes out.
 
-A file of a run has one JSON line per training step or per evaluation. Lines of other files are written before the row
-of their step, which names where these files then ended. An intact row thus vouches for everything that was measured up
-to its step.
+A file of a run has one JSON line per training step, per evaluation, per recorded episode or per gradient analysis.
+Lines of other files are written before the row of their step, which names where these files then ended. An intact row
+thus vouches for everything that was measured up to its step.
 """
 
 import fcntl
@@ -18,13 +18,14 @@ from typing import Any, BinaryIO, cast
 from trainable.files.json_lines import LineEnd, Lines, read_lines
 from trainable.files.paths import UnsafePathError, open_regular
 
-METRICS_FILE, LEVELS_FILE, GRADIENTS_FILE, PROBES_FILE = (
+METRICS_FILE, LEVELS_FILE, EPISODES_FILE, GRADIENTS_FILE, PROBES_FILE = (
     "metrics.jsonl",
     "levels.jsonl",
+    "episodes.jsonl",
     "gradients.jsonl",
     "probes.jsonl",
 )
-LINE_FILES = (METRICS_FILE, LEVELS_FILE, GRADIENTS_FILE)
+LINE_FILES = (METRICS_FILE, LEVELS_FILE, EPISODES_FILE, GRADIENTS_FILE)
 """Files that a run appends to while it trains. A probe writes PROBES_FILE later."""
 ENDS_KEY = "line_ends"
 """Key of a row for where the other files ended when it was written: [number of lines, last checksum] by file."""

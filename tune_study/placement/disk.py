@@ -48,6 +48,9 @@ _LEVEL_BYTES, _EVALUATION_BYTES = 18, 150
 
 The second one is an upper bound: a line without levels has about 90 bytes.
 """
+_EPISODE_BYTES, _TURN_BYTES, _TOKEN_BYTES = 1_000, 700, 5
+"""Bytes in episodes.jsonl per episode (the system message and the fields), per turn (a full observation has 530, a
+compact one 140), and per token of a reply. A line has at most 1.7 kB under the laptop preset, and 1.1 kB on average."""
 _RUN_BYTES = 250_000
 """Bytes per run that do not depend on its steps: Tune's experiment state 70 kB, figures 150 kB, and settings."""
 _STUDY_BYTES = 550_000
@@ -109,12 +112,14 @@ def count_occurrences(steps: int, every: int) -> int:
 
 
 def estimate_row_bytes(config: RunConfig) -> int:
-    """Bytes of a run without its checkpoints: rows, levels, logs, Tune's files, its share of tables and report."""
+    """Bytes of a run without its checkpoints: its lines, logs, Tune's files, and its share of tables and report."""
     env, trainer = config.env, config.trainer
-    # The untrained policy is validated twice, sampled and greedy. Then follow the validations of the training, and a
-    # greedy one at the end. The test levels are played twice at the end, in two more evaluations.
-    validations = 2 * trainer.val_before_train + count_occurrences(trainer.total_training_steps, trainer.test_freq) + 1
+    sampled_validations = trainer.val_before_train + count_occurrences(trainer.total_training_steps, trainer.test_freq)
+    # The untrained policy is also validated greedily, and so is the trained one at the end. The test levels are played
+    # twice at the end, in two more evaluations.
+    validations = sampled_validations + trainer.val_before_train + 1
     levels = validations * env.val_env_groups * env.val_group_size + 2 * env.test_env_groups
+    episodes = sampled_validations * min(trainer.log_val_generations, env.val_env_groups)
     # At step 1 and at every N-th step after it, which are ceil(steps / N) analyses.
     analyses = (
         -(-trainer.total_training_steps // trainer.gradient_analysis_every) if trainer.gradient_analysis_mode else 0
@@ -125,6 +130,7 @@ def estimate_row_bytes(config: RunConfig) -> int:
         + analyses * _ANALYSIS_BYTES
         + levels * _LEVEL_BYTES
         + (validations + 2) * _EVALUATION_BYTES
+        + episodes * (_EPISODE_BYTES + env.max_turn * (_TURN_BYTES + config.rollout.response_length * _TOKEN_BYTES))
     )
 
 

@@ -15,7 +15,7 @@ from analysis import diff_frames
 from analysis.data.frames import FRAME_NAMES, SCHEMAS, StudyFrames
 from analysis.data.load import load, read_study
 from analysis.data.tables import write_table
-from tests.fakes.lines import append_record
+from tests.fakes.lines import append_record, change_records
 from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_study
 from trainable.files.json_lines import read_lines, write_lines
 from trainable.files.json_values import DamageWarning, read_object, write_object
@@ -28,6 +28,7 @@ from trainable.runs.records import (
     TRIAL_COLUMNS,
     TRIAL_LAST_VALUES,
 )
+from trainable.runs.run_files import ENDS_KEY
 from tune_study.folder.outputs import write_tables
 
 SHORT = FakeStudy(total_steps=3, test_freq=2, levels=10)
@@ -203,6 +204,22 @@ def test_a_completed_run_with_a_changed_digit_is_not_shown_as_whole(tmp_path: Pa
     trial = read_study(folder).trials.iloc[0]
     assert trial["status"] == "interrupted"
     assert trial["reason"] == f"recorded as completed, but {name} does not match its checksums at line 1"
+
+
+def test_a_completed_run_without_a_recorded_episode_is_not_shown_as_whole(tmp_path: Path) -> None:
+    run = FakeRun("0", steps=3)
+    folder = write_study(tmp_path, [run], SHORT)
+    path = get_path(folder, run, "episodes.jsonl")
+    for step in (0, 2):
+        append_record(path, {"step": step, "level": 123})
+    ends = {path.name: list(read_lines(path).end)}
+    change_records(get_path(folder, run, "metrics.jsonl"), lambda rows: rows[-1].update({ENDS_KEY: ends}))
+    assert read_study(folder).trials.loc[0, "status"] == "completed"
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+    trial = read_study(folder).trials.iloc[0]
+    assert trial["status"] == "interrupted"
+    problem = "episodes.jsonl lacks lines: it had 2 when the last row was written"
+    assert trial["reason"] == f"recorded as completed, but {problem}"
 
 
 def test_a_reason_is_kept(tmp_path: Path) -> None:

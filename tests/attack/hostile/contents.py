@@ -15,6 +15,7 @@ from typing import Any
 from tests.fakes.lines import chain_lines
 from trainable.files.json_lines import write_lines
 from trainable.files.json_values import CHECKSUM_KEY, format_object
+from trainable.runs.run_files import LINE_FILES
 
 MARKER = "attack-of-the-folder"
 """A word by which markup from the folder is recognized in a page."""
@@ -133,7 +134,7 @@ def rewrite_rows(path: Path, edit: Callable[[Content], object]) -> None:
 def _change_row_texts(text: str, copy: HostileCopy, rng: random.Random) -> None:
     """The texts of rows, evaluations and analyses, with right checksums."""
     for number in (0, 1):
-        for name in ("metrics.jsonl", "levels.jsonl", "gradients.jsonl"):
+        for name in LINE_FILES:
             rewrite_rows(copy.run_dir(number) / name, partial(_replace_texts, text))
 
 
@@ -143,7 +144,7 @@ def _replace_texts(text: str, row: Content) -> None:
             row[name] = text
     row["stop_rule"] = text
     row["failure"] = text
-    for inner_row in row.get("rows", []):
+    for inner_row in (*row.get("rows", []), *row.get("turns", [])):
         inner_row.update({name: text for name, value in inner_row.items() if isinstance(value, str)})
 
 
@@ -384,15 +385,15 @@ def _change_row_numbers(value: object, copy: HostileCopy, rng: random.Random) ->
 
     def edit(row: Content) -> None:
         row.update({name: value for name, old in row.items() if isinstance(old, float | int)})
-        for inner_row in row.get("rows", []):
+        for inner_row in (*row.get("rows", []), *row.get("turns", [])):
             inner_row.update({name: value for name, old in inner_row.items() if isinstance(old, float | int)})
 
-    for name in ("metrics.jsonl", "levels.jsonl", "gradients.jsonl"):
+    for name in LINE_FILES:
         rewrite_rows(copy.run_dir() / name, edit)
 
 
 def _change_row_steps(value: object, copy: HostileCopy, rng: random.Random) -> None:
-    for name in ("metrics.jsonl", "levels.jsonl", "gradients.jsonl"):
+    for name in LINE_FILES:
         rewrite_rows(copy.run_dir() / name, lambda row: row.update(step=value))
 
 
@@ -420,7 +421,7 @@ def _add_many_rows(copy: HostileCopy, rng: random.Random) -> None:
 
 
 def _add_nested_rows(copy: HostileCopy, rng: random.Random) -> None:
-    for name in ("metrics.jsonl", "levels.jsonl", "gradients.jsonl"):
+    for name in LINE_FILES:
         (copy.run_dir() / name).write_bytes(chain_lines([b'{"step": ' + b"[" * 500_000 + b"]" * 500_000 + b"}"]))
 
 

@@ -1,5 +1,8 @@
 """How ranks share work: every row belongs to one rank, and the results of all ranks sum to those of one."""
 
+from dataclasses import dataclass, field
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -139,3 +142,26 @@ def test_levels_played_by_ranks_are_the_episodes_of_one() -> None:
         np.allclose(actual.logprobs, expected.logprobs, atol=1e-5)
         for actual, expected in zip(episodes, expected_episodes, strict=True)
     )
+
+
+@dataclass(frozen=True)
+class TurnTakingRank(SingleProcess):
+    """A rank that is run after the others: it gathers what they have gathered, and its own object."""
+
+    objects: list[Any] = field(default_factory=list)
+
+    def all_gather_object(self, local_object: Any) -> list[Any]:
+        self.objects.append(local_object)
+        return list(self.objects)
+
+
+@pytest.mark.parametrize("size", [2, 3, 9])
+def test_a_validation_of_ranks_records_the_episodes_of_one(size: int) -> None:
+    trainer = make_quiet_trainer(trainer__log_val_generations=3, env__val_env_groups=5, env__val_group_size=2)
+    expected_evaluation = trainer.evaluate("val", "sampled")
+    objects: list[Any] = []
+    for rank in range(size):
+        trainer.world = TurnTakingRank(rank, size, objects)
+        evaluation = trainer.evaluate("val", "sampled")
+    assert len(expected_evaluation.episodes) == 3
+    assert evaluation == expected_evaluation  # of the last rank, which has gathered the episodes of all

@@ -16,6 +16,7 @@ from trainable.diagnostics.thoughts import (
     sample_first_turn_pairs,
     sample_trajectory_pairs,
 )
+from trainable.envs.sokoban.board import Action
 from trainable.envs.sokoban.level_sets import make_training_levels
 from trainable.envs.sokoban.prompt import END_OF_MESSAGE, make_prompt_template
 from trainable.models.codec import Codec
@@ -60,8 +61,8 @@ def make_episode(replies: Sequence[str], tokenizer: Tokenizer = TINY_TOKENIZER, 
         entropies=zeros,
         turns=np.repeat(np.arange(len(segments)) // 2, sizes),
         turn_rewards=(0.0,) * len(replies),
-        actions=1,
-        invalid_turns=0,
+        turn_actions=((Action.UP,),) * len(replies),
+        turn_validity=(True,) * len(replies),
         stop_reason=StopReason.OUT_OF_TURNS,
         texts=tuple(reply.split("<|im_end|>")[0] for reply in replies),
     )

@@ -1,16 +1,22 @@
 import json
 
+import numpy as np
 import pytest
 
 from tests.fakes.scripted import make_episode
-from trainable.ppo.evaluation import make_evaluation, number_classes
+from trainable.envs.sokoban.board import Action
+from trainable.models.load import make_codec
+from trainable.ppo.evaluation import make_evaluation, number_classes, record_episode
 from trainable.rollout.episode import Episode, StopReason
+from trainable.runs.episode_lines import RecordedEpisode, RecordedTurn
+from trainable.tiny.tokenizer import build_tokenizer
 
 
 def make_evaluation_episode(group: int, solved: bool, score: float, turns: int, invalid: int) -> Episode:
     turn_parts = [(2, 1, score if turn == 0 else 0.0) for turn in range(turns)]
     return make_episode(turn_parts, group)._replace(
-        stop_reason=StopReason.SOLVED if solved else StopReason.OUT_OF_TURNS, invalid_turns=invalid
+        stop_reason=StopReason.SOLVED if solved else StopReason.OUT_OF_TURNS,
+        turn_validity=(False,) * invalid + (True,) * (turns - invalid),
     )
 
 
@@ -49,6 +55,31 @@ def test_the_line_has_the_documented_fields() -> None:
         "clusters": [4, 4, 0],
         "success": "100",
     }
+
+
+def test_a_recorded_episode_has_the_texts_of_its_very_tokens() -> None:
+    tokenizer = build_tokenizer()
+    messages = ["<|im_start|>user\nTurn 1:\nState:\n", "UL</think><answer>Up || Left</answer><|im_end|>", "O", "D"]
+    tokens = [tokenizer.encode(message).ids for message in messages]
+    rewards = (1.5, -0.125)
+    episode = make_episode([(len(tokens[0]), len(tokens[1]), 1.5), (len(tokens[2]), len(tokens[3]), -0.125)])._replace(
+        level_seed=17,
+        tokens=np.concatenate(tokens),
+        turn_actions=((Action.UP, Action.LEFT), ()),
+        turn_validity=(True, False),
+        stop_reason=StopReason.OUT_OF_CONTEXT,
+    )
+    assert record_episode(episode, 5, make_codec(tokenizer)) == RecordedEpisode(
+        step=5,
+        level=17,
+        turns=(
+            RecordedTurn(messages[0], messages[1], ("Up", "Left"), rewards[0], True),
+            RecordedTurn(messages[2], messages[3], (), rewards[1], False),
+        ),
+        solved=False,
+        stop_reason="out of context",
+        score=1.375,
+    )
 
 
 def test_classes_are_numbered_as_they_appear() -> None:

@@ -1,5 +1,6 @@
 import copy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from tests.fakes.scripted import clone_tensors, make_hub_twin, make_small_config
 from tests.fakes.trainers import (
     Row,
     copy_weights,
+    drop_times,
     has_changed,
     has_same_weights,
     is_finite,
@@ -20,6 +22,7 @@ from tests.oracles import update as oracle
 from trainable.algo.batching import order_length_stratified
 from trainable.config.choices import ADVANTAGE_ESTIMATORS
 from trainable.diagnostics.standard import DIAGNOSTICS
+from trainable.envs.sokoban.prompt import Observation
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.targets import make_targets
 from trainable.ppo.trainer import PPOTrainer
@@ -402,6 +405,63 @@ def test_greedy_validations_measure_no_kl_and_need_no_reference() -> None:
     (row,) = run_steps(trainer, 1)
     assert "val_success" in row
     assert "val_kl_to_reference" not in row
+
+
+def test_recorded_episodes_are_the_first_of_the_first_levels_and_change_nothing_else() -> None:
+    settings = {
+        "trainer__test_freq": 1,
+        "trainer__val_before_train": True,
+        "trainer__total_training_steps": 2,
+        "env__val_env_groups": 3,
+        "env__val_group_size": 2,
+        "env__test_env_groups": 2,
+    }
+    trainer = make_quiet_trainer(**settings, trainer__log_val_generations=2)
+    rollouts: list[list[Episode]] = []
+    roll_out_levels = trainer._roll_out_levels
+
+    def record_rollout(*args: Any, **kwargs: Any) -> list[Episode]:
+        rollouts.append(roll_out_levels(*args, **kwargs))
+        return rollouts[-1]
+
+    trainer._roll_out_levels = record_rollout  # type: ignore[method-assign]
+    outputs = [trainer.step() for _ in range(2)]
+    evaluations = [*outputs[0].evaluations, *outputs[1].evaluations, *trainer.evaluate_final()[1]]
+
+    episode_keys = [
+        [(episode.step, episode.level) for episode in evaluation.episodes]
+        for evaluation in evaluations
+        if (evaluation.split, evaluation.mode) == ("val", "sampled")
+    ]
+    assert episode_keys == [[(step, 123), (step, 124)] for step in (0, 1, 2)]
+    assert sum(len(evaluation.episodes) for evaluation in evaluations) == 6  # none of greedy validations and tests
+
+    # Validation, sampled and greedy; training and validation; training and validation.
+    sampled_rollouts = [rollouts[0], rollouts[3], rollouts[5]]
+    sampled_evaluations = [evaluation for evaluation in evaluations if evaluation.episodes]
+    for episodes, evaluation in zip(sampled_rollouts, sampled_evaluations, strict=True):
+        for episode, recorded_episode in zip(episodes[:4:2], evaluation.episodes, strict=True):
+            text = "".join(turn.observation + turn.reply for turn in recorded_episode.turns)
+            assert trainer.codec.decode_all([episode.tokens]) == [text]
+            first_observation = Observation(turn=1, cells=trainer.val_levels[episode.group].cells, actions_left=10)
+            first_prompt = trainer.prompt_template.format_first_turn(first_observation)
+            assert recorded_episode.turns[0].observation == first_prompt
+            assert tuple(turn.reward for turn in recorded_episode.turns) == episode.turn_rewards
+            assert tuple(turn.valid for turn in recorded_episode.turns) == episode.turn_validity
+            assert sum(len(turn.actions) for turn in recorded_episode.turns) == episode.actions
+            assert (recorded_episode.solved, recorded_episode.score) == (episode.solved, episode.score)
+
+    other_trainer = make_quiet_trainer(**settings, trainer__log_val_generations=0)
+    other_outputs = [other_trainer.step() for _ in range(2)]
+    assert [drop_times(output.row) for output in other_outputs] == [drop_times(output.row) for output in outputs]
+    assert not any(evaluation.episodes for output in other_outputs for evaluation in output.evaluations)
+    assert has_same_weights(trainer, other_trainer)
+    assert trainer.config.compute_hash() == other_trainer.config.compute_hash()
+
+
+def test_more_episodes_than_levels_are_one_of_each_level() -> None:
+    trainer = make_quiet_trainer(trainer__log_val_generations=9, env__val_env_groups=3, env__val_group_size=2)
+    assert [episode.level for episode in trainer.evaluate("val", "sampled").episodes] == [123, 124, 125]
 
 
 def test_the_kl_penalty_holds_the_policy_near_the_reference() -> None:

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.fakes.scripted import ScriptedSampler
-from trainable.envs.sokoban.board import Action
+from trainable.envs.sokoban.board import Action, step
 from trainable.envs.sokoban.level_sets import make_validation_levels
 from trainable.envs.sokoban.prompt import END_OF_MESSAGE, Observation, format_reply, make_prompt_template
 from trainable.models.load import make_codec
@@ -96,6 +96,35 @@ def test_actions_beyond_the_tenth_are_not_played() -> None:
     assert summarize(episode) == (StopReason.OUT_OF_ACTIONS, -1.0, 10, 3, 0)
     solving_replies = [answer("RRRR"), answer("RRR"), answer("DLUU")]
     assert summarize(play_one(*solving_replies, max_actions_per_turn=4)) == (StopReason.SOLVED, 10.0, 10, 3, 0)
+
+
+def test_the_actions_of_a_turn_are_those_that_were_executed() -> None:
+    solving_replies = [answer("RRRR"), answer("RRR"), answer("DLUU")]
+    replies_and_actions = {
+        (answer("DL"), "P</think><answer>U || Down</answer>" + END_OF_MESSAGE, MALFORMED): ["DL", "D", "", "", ""],
+        tuple(solving_replies): ["RRRR", "RRR", "DLU"],  # not the second Up, which comes after the solution
+        (answer("RRRR"), answer("RRRR"), answer("RRDL")): ["RRRR", "RRRR", "RR"],  # ten actions, and no more
+    }
+    for replies, letters in replies_and_actions.items():
+        padded_replies = [*replies, *[MALFORMED] * (5 - len(replies))]
+        episode = play_one(*padded_replies, max_actions_per_turn=4)
+        assert ["".join(action.name[0] for action in actions) for actions in episode.turn_actions] == letters
+    assert play_one(*[MALFORMED, answer("R")] * 2, MALFORMED).turn_validity == (False, True, False, True, False)
+
+
+def test_the_actions_of_the_turns_replay_the_rewards_of_the_episode(many_episodes: PlayedEpisodes) -> None:
+    for episode in many_episodes[0]:
+        cells, is_solved = LEVELS[episode.group].cells[None], False
+        for actions, is_valid, expected_reward in zip(
+            episode.turn_actions, episode.turn_validity, episode.turn_rewards, strict=True
+        ):
+            reward = 0.0 if is_valid else LIMITS.format_penalty
+            for action in actions:
+                outcome = step(cells, np.array([action]))
+                cells, is_solved = outcome.cells, bool(outcome.solved[0])
+                reward += float(outcome.rewards[0])
+            assert reward == pytest.approx(expected_reward)
+        assert is_solved == episode.solved
 
 
 def test_turns_may_run_out_before_actions_do() -> None:

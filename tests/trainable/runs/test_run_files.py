@@ -1,9 +1,19 @@
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.fakes.lines import append_record
 from trainable.files.json_lines import read_lines, write_lines
-from trainable.runs.run_files import ENDS_KEY, GRADIENTS_FILE, LEVELS_FILE, METRICS_FILE, RunLines, read_rows
+from trainable.runs.run_files import (
+    ENDS_KEY,
+    EPISODES_FILE,
+    GRADIENTS_FILE,
+    LEVELS_FILE,
+    METRICS_FILE,
+    RunLines,
+    read_rows,
+)
 
 
 def make_row(step: int, **values: object) -> dict[str, object]:
@@ -29,12 +39,13 @@ def test_lines_that_are_no_rows_are_skipped(tmp_path: Path) -> None:
 
 
 def write_run(folder: Path) -> None:
-    """Two steps with an evaluation each, and a gradient analysis in the second."""
+    """Two steps with an evaluation and a recorded episode each, and a gradient analysis in the second."""
     for step in (1, 2):
         append_record(folder / LEVELS_FILE, {"step": step, "success": "0110"})
+        append_record(folder / EPISODES_FILE, {"step": step, "level": 123})
         if step == 2:
             append_record(folder / GRADIENTS_FILE, {"step": step, "rows": []})
-        ends = {name: list(read_lines(folder / name).end) for name in (LEVELS_FILE, GRADIENTS_FILE)}
+        ends = {name: list(read_lines(folder / name).end) for name in (LEVELS_FILE, EPISODES_FILE, GRADIENTS_FILE)}
         append_record(folder / METRICS_FILE, make_row(step, **{ENDS_KEY: ends}))
 
 
@@ -53,12 +64,13 @@ def test_lines_of_a_step_without_its_row_are_no_damage(tmp_path: Path) -> None:
     assert RunLines.read(tmp_path).find_damage() == []
 
 
-def test_a_lost_line_at_the_end_of_another_file_is_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [LEVELS_FILE, EPISODES_FILE])
+def test_a_lost_line_at_the_end_of_another_file_is_noticed(tmp_path: Path, name: str) -> None:
     write_run(tmp_path)
-    path = tmp_path / LEVELS_FILE
+    path = tmp_path / name
     path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
     lines = RunLines.read(tmp_path)
-    assert lines.find_damage() == ["levels.jsonl lacks lines: it had 2 when the last row was written"]
+    assert lines.find_damage() == [f"{name} lacks lines: it had 2 when the last row was written"]
     end = lines.files[METRICS_FILE].end
     assert not lines.is_intact_up_to(end)
     first_line = lines.files[METRICS_FILE].lines[0]
@@ -71,6 +83,15 @@ def test_a_lost_file_is_noticed(tmp_path: Path) -> None:
     assert RunLines.read(tmp_path).find_damage() == [
         "gradients.jsonl lacks lines: it had 1 when the last row was written"
     ]
+
+
+def test_rows_of_a_version_that_records_no_episodes_vouch_for_their_other_files(tmp_path: Path) -> None:
+    append_record(tmp_path / LEVELS_FILE, {"step": 1, "success": "0110"})
+    ends = {LEVELS_FILE: list(read_lines(tmp_path / LEVELS_FILE).end)}
+    append_record(tmp_path / METRICS_FILE, make_row(1, **{ENDS_KEY: ends}))
+    lines = RunLines.read(tmp_path)
+    assert lines.find_damage() == []
+    assert lines.is_intact_up_to(lines.files[METRICS_FILE].end)
 
 
 def test_damaged_lines_are_named(tmp_path: Path) -> None:

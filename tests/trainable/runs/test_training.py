@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from analysis.data.episodes import read_episodes
 from tests.fakes.trials import (
     Row,
     UninterruptedRun,
@@ -33,6 +34,7 @@ def compare(folder: Path, uninterrupted_run: UninterruptedRun) -> None:
         return {(line["step"], line["split"], line["mode"]): line for line in lines}
 
     assert index_lines(lines) == index_lines(read_run_files(uninterrupted_run[0])[1])
+    assert read_episodes(folder / "runs" / "r") == read_episodes(uninterrupted_run[0] / "runs" / "r") != []
 
 
 @pytest.mark.parametrize("stop", [0, 1, 2])
@@ -234,14 +236,17 @@ def test_a_state_without_its_rows_is_not_used(tmp_path: Path, uninterrupted_run:
     compare(tmp_path, uninterrupted_run)
 
 
-def test_a_state_without_its_evaluations_is_not_used(tmp_path: Path, uninterrupted_run: UninterruptedRun) -> None:
+@pytest.mark.parametrize(("name", "line_count"), [("levels.jsonl", 3), ("episodes.jsonl", 8)])
+def test_a_state_without_its_evaluations_is_not_used(
+    tmp_path: Path, uninterrupted_run: UninterruptedRun, name: str, line_count: int
+) -> None:
     trainable = start_trial(tmp_path)
     trainable.step()
     trainable.step()
-    (tmp_path / "runs" / "r" / "levels.jsonl").unlink()
+    (tmp_path / "runs" / "r" / name).unlink()
     resumed = start_trial(tmp_path)
     rows = [resumed.step() for _ in range(3)]
-    assert "levels.jsonl lacks lines: it had 3 when the last row was written" in rows[0]["note"]
+    assert f"{name} lacks lines: it had {line_count} when the last row was written" in rows[0]["note"]
     assert [row["step"] for row in rows] == [1, 2, 3]  # the evaluation before training was lost too
     compare(tmp_path, uninterrupted_run)
 
@@ -301,6 +306,38 @@ def test_a_finished_run_with_a_changed_digit_is_trained_again(
     resumed.step()
     compare(tmp_path, uninterrupted_run)
     assert RunLines.read(path.parent).find_damage() == []
+
+
+def test_a_finished_run_with_a_changed_letter_of_an_episode_is_trained_again(
+    tmp_path: Path, uninterrupted_run: UninterruptedRun
+) -> None:
+    shutil.copytree(uninterrupted_run[0], tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "runs" / "r" / "episodes.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 12
+    path.write_bytes(b"".join([*lines[:4], lines[4].replace(b"State", b"Skate", 1), *lines[5:]]))
+    resumed = start_trial(tmp_path)
+    rows = [resumed.step() for _ in range(3)]
+    assert "episodes.jsonl does not match its checksums at line 5" in rows[0]["note"]
+    assert [row["step"] for row in rows] == [1, 2, 3]  # the only checkpoint stands on the changed line
+    compare(tmp_path, uninterrupted_run)
+    assert RunLines.read(path.parent).find_damage() == []
+
+
+def test_a_run_continues_with_another_number_of_recorded_episodes(
+    tmp_path: Path, uninterrupted_run: UninterruptedRun
+) -> None:
+    start_trial(tmp_path, trainer__log_val_generations=0).step()
+    assert not (tmp_path / "runs" / "r" / "episodes.jsonl").exists()
+    resumed = start_trial(tmp_path, trainer__log_val_generations=2)
+    assert [resumed.step()["step"] for _ in range(2)] == [2, 3]
+    assert read_run_files(tmp_path)[1] == read_run_files(uninterrupted_run[0])[1]
+    assert [(episode.step, episode.level) for episode in read_episodes(tmp_path / "runs" / "r")] == [
+        (2, 123),
+        (2, 124),
+        (3, 123),
+        (3, 124),
+    ]
 
 
 def test_a_restored_trainer_holds_no_file_that_was_deleted(tmp_path: Path) -> None:

@@ -170,6 +170,7 @@ def test_rows_grow_with_steps_runs_and_levels() -> None:
         {"env__val_env_groups": 16},
         {"env__test_env_groups": 0},
         {"trainer__val_before_train": False},
+        {"trainer__log_val_generations": 3},
     ):
         assert estimate_budget(make_plan_in(folder, **smaller_settings)).row_bytes < usual_bytes
     assert (

@@ -1,0 +1,131 @@
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from analysis.data.episodes import read_episodes
+from tests.fakes.lines import append_record, change_records
+from trainable.files.json_lines import LineEnd, append_line, read_lines
+from trainable.files.json_values import DamageWarning
+from trainable.runs.episode_lines import RecordedEpisode, RecordedTurn
+from trainable.runs.run_files import ENDS_KEY, EPISODES_FILE, METRICS_FILE
+
+FIRST_TURN = RecordedTurn("<|im_start|>user\n#P\n", "\x1b[2J</think>", ("Up", "Left"), -0.2, True)
+LAST_TURN = RecordedTurn("Turn 2", "", (), -0.1, False)
+
+
+def make_episode(step: int, level: int, score: float = -0.3) -> RecordedEpisode:
+    return RecordedEpisode(step, level, (FIRST_TURN, LAST_TURN), False, "out of turns", score)
+
+
+def write_run(folder: Path, *episodes: RecordedEpisode) -> None:
+    """Write episodes, and the row of one step that vouches for them."""
+    for episode in episodes:
+        append_record(folder / EPISODES_FILE, episode.to_line())
+    ends = {EPISODES_FILE: list(read_lines(folder / EPISODES_FILE).end)} if episodes else {}
+    append_record(folder / METRICS_FILE, {"step": 1, ENDS_KEY: ends})
+
+
+def read_with_problems(folder: Path) -> tuple[list[RecordedEpisode], list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        episodes = read_episodes(folder)
+    assert all(warning.category is DamageWarning for warning in caught)
+    return episodes, [str(warning.message) for warning in caught]
+
+
+def test_episodes_are_read_as_they_were_recorded(tmp_path: Path) -> None:
+    episodes = [make_episode(0, 123), make_episode(0, 124), make_episode(5, 123), make_episode(5, 124)]
+    write_run(tmp_path, *episodes)
+    assert read_with_problems(tmp_path) == (episodes, [])
+
+
+@given(
+    st.lists(st.builds(RecordedTurn, st.text(), st.text(), st.tuples(st.text()), st.floats(-1e9, 1e9), st.booleans())),
+    st.floats(-1e300, 1e300),
+)
+def test_a_line_keeps_every_text_and_every_digit(
+    tmp_path_factory: pytest.TempPathFactory, turns: list[RecordedTurn], score: float
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    episode = RecordedEpisode(3, 2**63 - 1, tuple(turns), True, "solved", score)
+    append_line(folder / EPISODES_FILE, episode.to_line(), LineEnd())
+    assert read_with_problems(folder) == ([episode], [])
+
+
+def test_a_run_without_the_file_has_no_episodes(tmp_path: Path) -> None:
+    """Runs of older versions, and runs that record none."""
+    write_run(tmp_path)
+    assert read_with_problems(tmp_path) == ([], [])
+
+
+def test_a_repeated_episode_replaces_the_earlier_one_and_drops_later_steps(tmp_path: Path) -> None:
+    write_run(tmp_path, make_episode(0, 123), make_episode(5, 123), make_episode(10, 123), make_episode(5, 123, 10.7))
+    assert read_with_problems(tmp_path) == ([make_episode(0, 123), make_episode(5, 123, 10.7)], [])
+
+
+def test_a_changed_line_is_left_out_and_named(tmp_path: Path) -> None:
+    write_run(tmp_path, make_episode(0, 123), make_episode(0, 124), make_episode(0, 125))
+    path = tmp_path / EPISODES_FILE
+    path.write_bytes(path.read_bytes().replace(b'"level": 124', b'"level": 134'))
+    episodes, problems = read_with_problems(tmp_path)
+    assert episodes == [make_episode(0, 123), make_episode(0, 125)]
+    assert problems == [f"{tmp_path}: episodes.jsonl does not match its checksums at line 2."]
+
+
+def test_a_lost_line_is_named(tmp_path: Path) -> None:
+    write_run(tmp_path, make_episode(0, 123), make_episode(0, 124))
+    path = tmp_path / EPISODES_FILE
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+    episodes, problems = read_with_problems(tmp_path)
+    assert episodes == [make_episode(0, 123)]
+    assert problems == [f"{tmp_path}: episodes.jsonl lacks lines: it had 2 when the last row was written."]
+
+
+def test_a_file_that_is_refused_is_named(tmp_path: Path) -> None:
+    write_run(tmp_path, make_episode(0, 123))
+    (tmp_path / EPISODES_FILE).unlink()
+    os.mkfifo(tmp_path / EPISODES_FILE)
+    episodes, (problem,) = read_with_problems(tmp_path)
+    assert episodes == []
+    assert "episodes.jsonl is a FIFO" in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("step", None),
+        ("step", True),
+        ("step", -1),
+        ("step", 2**63),
+        ("level", "123"),
+        ("turns", {}),
+        ("turns", ["text"]),
+        ("turns", [{**FIRST_TURN._asdict(), "reply": "\ud800"}]),
+        ("turns", [{**FIRST_TURN._asdict(), "actions": [1]}]),
+        ("turns", [{**FIRST_TURN._asdict(), "reward": "1"}]),
+        ("turns", [{**FIRST_TURN._asdict(), "valid": 1}]),
+        ("turns", [{"reply": "U"}]),
+        ("solved", "no"),
+        ("stop_reason", 3),
+        ("score", None),
+        ("score", 10**400),
+    ],
+)
+def test_a_line_that_no_run_writes_is_left_out_and_named(tmp_path: Path, name: str, value: object) -> None:
+    write_run(tmp_path, make_episode(0, 123), make_episode(1, 124))
+
+    def change(records: list[dict[str, Any]]) -> None:
+        records[1][name] = value
+
+    change_records(tmp_path / EPISODES_FILE, change)
+    (tmp_path / METRICS_FILE).unlink()  # its row would miss the line that was written
+    episodes, (problem,) = read_with_problems(tmp_path)
+    assert episodes == [make_episode(0, 123)]
+    step = "" if name == "step" and value != -1 else f" of step {json.dumps(value if name == 'step' else 1)}"
+    assert problem == f"{tmp_path}: episodes.jsonl has a line{step} that is no episode: see {name}."
