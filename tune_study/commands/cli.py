@@ -232,7 +232,7 @@ def explain(run: opt.RunLocation, arm: opt.ExplainedArm = None, seed: opt.Explai
         frames = explanation.read_frames(folder, is_running)
         ends = explanation.select_ends(frames, arm, seed)
         is_selected = arm is not None or seed is not None
-        explanation.print_explanation(make_console(), run, frames, ends, is_selected)
+        explanation.print_explanation(make_console(), folder, run, frames, ends, is_selected)
 
 
 @app.command("alarms", epilog="\b\nExample: python -m tune_study alarms out --first-test-seed 3")

@@ -1,5 +1,7 @@
 """The command `explain`: what happened in a run that collapsed, in order."""
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import numpy as np
 import pandas as pd
 from rich.console import Console
 
+from analysis.data.episodes import read_episodes
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
 from analysis.sweep import symptoms
@@ -15,6 +18,7 @@ from analysis.sweep.findings import describe_collapses
 from analysis.sweep.verdicts import format_number, format_p_value, format_status
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
+from trainable.runs.episode_lines import RecordedEpisode
 from tune_study.host.console import print_line, print_table
 from tune_study.plan.study_plan import PlanError
 
@@ -53,14 +57,16 @@ def select_ends(frames: StudyFrames, arm: str | None, seed: int | None) -> pd.Da
 
 
 def print_explanation(
-    console: Console, run_name: str, frames: StudyFrames, ends: pd.DataFrame, is_selected: bool
+    console: Console, folder: Path, run_name: str, frames: StudyFrames, ends: pd.DataFrame, is_selected: bool
 ) -> None:
     """Print what happened in the runs of `ends`.
 
-    A single run gets the onset of each symptom. Several get the order over those that collapsed, and a line per run.
+    A single run gets the onset of each symptom, and an episode from before, during and after its collapse. Several get
+    the order over those that collapsed, and a line per run.
 
     Args:
         console: where to print.
+        folder: the study, results/<run>.
         run_name: the study as it was typed, for the commands to type next.
         frames: of the study.
         ends: rows of `find_run_ends`.
@@ -72,7 +78,7 @@ def print_explanation(
     if not is_selected and (sentence := describe_collapses(count_collapses(frames))):
         print_line(console, sentence)
     if len(ends) == 1:
-        _print_run(console, frames, ends)
+        _print_run(console, folder, frames, ends)
         return
     collapsed_ends = ends[ends["is_collapse"]]
     if collapsed_ends.empty:
@@ -126,7 +132,7 @@ def _describe_end(run: dict[str, Any]) -> str:
     return f"collapsed at step {run['end_step']:g} ({cause})"
 
 
-def _print_run(console: Console, frames: StudyFrames, ends: pd.DataFrame) -> None:
+def _print_run(console: Console, folder: Path, frames: StudyFrames, ends: pd.DataFrame) -> None:
     (run,) = to_records(ends)
     print_line(console, f"Arm {run['arm']}, seed {run['seed']}: {_describe_end(run)}.")
     onsets = symptoms.find_onsets(frames, ends, np.random.default_rng(PERMUTATION_SEED))
@@ -136,9 +142,68 @@ def _print_run(console: Console, frames: StudyFrames, ends: pd.DataFrame) -> Non
     else:
         columns = ("symptom", "begins after step", "95 %", "complete at", "before", "after", "p")
         print_table(console, columns, [_format_change_cells(row) for row in to_records(changes)])
-    stable_labels = onsets.loc[onsets["onset"].isna(), "label"]
-    if len(stable_labels):
-        print_line(console, f"No change for the worse is resolved in: {', '.join(stable_labels)}.")
+        stable_labels = onsets.loc[onsets["onset"].isna(), "label"]
+        print_line(console, f"No change for the worse is resolved in: {', '.join(stable_labels) or 'none'}.")
+    episodes = read_episodes(folder / "runs" / run["run_id"])
+    if not episodes:
+        print_line(
+            console,
+            "No episode was recorded. To read some of each validation, train with --set trainer.log_val_generations=4.",
+        )
+    for episode in choose_episodes(episodes, onsets, run["end_step"]):
+        print_line(console, "")
+        _print_episode(console, episode)
+
+
+def choose_episodes(
+    episodes: Sequence[RecordedEpisode], onsets: pd.DataFrame, end_step: float
+) -> list[RecordedEpisode]:
+    """Choose up to three episodes of one level that show what changed.
+
+    They are from the last validation before the first onset, from the last one before the change of success is
+    complete, and from the first one at or after `end_step`; without an onset, from the first and the last. The level is
+    one that was solved in the first of them and not in the last, if there is such a level.
+
+    Args:
+        episodes: of one run, as `read_episodes` returns them.
+        onsets: rows of `symptoms.find_onsets` for the run.
+        end_step: step at which the run collapsed or ended.
+    """
+    if not episodes:
+        return []
+    steps = sorted({episode.step for episode in episodes})
+    success = onsets[onsets["symptom"] == symptoms.SUCCESS.column]
+    first_onset = float(onsets["onset"].min())
+    limits = [first_onset, float(success["end"].iloc[0]) if len(success) else math.nan]
+    chosen_steps = [
+        max((step for step in steps if step <= limit), default=steps[0]) for limit in limits if not math.isnan(limit)
+    ] or steps[:1]
+    chosen_steps.append(min((step for step in steps if step >= end_step), default=steps[-1]))
+    chosen_steps = sorted(set(chosen_steps))
+    by_key = {(episode.level, episode.step): episode for episode in episodes}
+    levels = list(dict.fromkeys(episode.level for episode in episodes))
+    levels = [level for level in levels if all((level, step) in by_key for step in chosen_steps)]
+
+    def shows_change(level: int) -> bool:
+        return by_key[level, chosen_steps[0]].solved and not by_key[level, chosen_steps[-1]].solved
+
+    if not levels:
+        return []
+    level = next(filter(shows_change, levels), levels[0])
+    return [by_key[level, step] for step in chosen_steps]
+
+
+def _print_episode(console: Console, episode: RecordedEpisode) -> None:
+    """Print what the policy saw (|) and said (>) in each turn."""
+    end = "solved" if episode.solved else episode.stop_reason.replace("_", " ")
+    print_line(console, f"Level {episode.level} after step {episode.step}: {end}, score {episode.score:.3g}")
+    for turn in episode.turns:
+        for line in turn.observation.strip().splitlines():
+            print_line(console, f"  | {line}")
+        for line in turn.reply.strip().splitlines() or [""]:
+            print_line(console, f"  > {line}")
+        actions = ", ".join(turn.actions) or "no action"
+        print_line(console, f"    {actions}{'' if turn.valid else ' (invalid reply)'}, reward {turn.reward:.3g}")
 
 
 def _format_change_cells(row: dict[str, Any]) -> list[str]:

@@ -2,12 +2,16 @@
 
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from tests.analysis.sweep.test_symptoms import STUDY, write_collapse
+from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from tests.tune_study.commands.test_cli import type_in
 from trainable.files.json_values import read_object, write_object
+from trainable.runs.episode_lines import RecordedEpisode, RecordedTurn
+from tune_study.commands.explain import choose_episodes
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +31,49 @@ def test_one_run_is_told_in_order(folder: Path) -> None:
     )
     assert spread < success
     assert lines[spread].split()[7] == "12"  # the onset; the label has seven words
-    assert lines[-1].startswith("No change for the worse is resolved in: groups without spread")
+    assert lines[-2].startswith("No change for the worse is resolved in: groups without spread")
+    assert lines[-1].startswith("No episode was recorded.")
+
+
+def make_episode(step: int, level: int, solved: bool) -> RecordedEpisode:
+    turn = RecordedTurn(f"<user>board {level}\n####<end>", f"go {step}\x1b[31m<end>", ("Up", "Left"), -0.2, True)
+    return RecordedEpisode(step, level, (turn, turn._replace(actions=(), valid=False)), solved, "out_of_turns", 1.5)
+
+
+def make_onsets(**onset_and_end: tuple[float, float]) -> pd.DataFrame:
+    rows = [{"symptom": name, "onset": onset, "end": end} for name, (onset, end) in onset_and_end.items()]
+    return pd.DataFrame(rows, columns=["symptom", "onset", "end"])
+
+
+def test_episodes_are_from_before_during_and_after_the_collapse() -> None:
+    episodes = [make_episode(step, level, step < 20) for step in range(0, 45, 5) for level in (123, 124)]
+    onsets = make_onsets(reward_std=(12, 20), train_success=(18, 27))
+    chosen = choose_episodes(episodes, onsets, 38)
+    assert [(episode.step, episode.level) for episode in chosen] == [(10, 123), (25, 123), (40, 123)]
+    # A level that shows the change comes before one that was never solved.
+    never_solved = [episode._replace(solved=False) if episode.level == 123 else episode for episode in episodes]
+    assert {episode.level for episode in choose_episodes(never_solved, onsets, 38)} == {124}
+    # Without an onset, the first and the last; a run that ends before its next validation has none after its end.
+    assert [episode.step for episode in choose_episodes(episodes, make_onsets(), 60)] == [0, 40]
+    assert choose_episodes([], onsets, 38) == []
+
+
+def test_an_episode_is_printed_with_escapes(folder: Path) -> None:
+    run_dir = folder / "runs" / FakeRun("0", 2).run_id
+    for episode in (make_episode(0, 123, True), make_episode(40, 123, False)):
+        append_record(run_dir / "episodes.jsonl", episode.to_line())
+    answer = type_in(f"explain {folder} --arm 0 --seed 2")
+    assert answer.code == 0
+    lines = answer.out.splitlines()
+    start = lines.index("Level 123 after step 0: solved, score 1.5")
+    assert lines[start + 1 : start + 5] == [
+        "  | <user>board 123",
+        "  | ####<end>",
+        "  > go 0\\x1b[31m<end>",
+        "    Up, Left, reward -0.2",
+    ]
+    assert lines[start + 8] == "    no action (invalid reply), reward -0.2"
+    assert "Level 123 after step 40: out of turns, score 1.5" in lines
 
 
 def test_several_runs_are_summarized(folder: Path) -> None:
