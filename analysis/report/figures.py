@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from analysis.data.frames import StudyFrames
 from analysis.gradients import plots as gradient_plots
 from analysis.gradients import tables as gradients
-from analysis.grid import layout
+from analysis.grid import edge, layout
 from analysis.grid import plots as grid_plots
 from analysis.grid.measures import MEASURES, Measure
 from analysis.grid.page import group_arms_by_panel
@@ -296,6 +296,25 @@ def _make_share_label(frames: StudyFrames) -> str:
     return f"KL + entropy:\n{gradient_plots.SHARE_LABELS[column]}"
 
 
+def _make_edge_tables(view: View) -> tuple[pd.DataFrame, pd.DataFrame] | None:
+    doses = edge.summarize_doses(edge.make_run_table(view.frames))
+    return (doses, edge.summarize_edges(view.frames)) if len(doses) else None
+
+
+def _draw_edges(edge_tables: tuple[pd.DataFrame, pd.DataFrame], view: View) -> Figure:
+    doses, edges = edge_tables
+    return grid_plots.draw_edges(doses, edges, layout.shorten_setting(layout.get_dose(view.frames.studies[0])))
+
+
+EDGES: ReportFigure[View] = ReportFigure(
+    "edge",
+    "edge",
+    "Upper panel: fraction of runs that collapsed at each dose, with Wilson's 95 % intervals. Middle panel: the edge "
+    "of each line (circle), at which half of its runs collapse, with its 95 % interval; an arrow means that the runs do "
+    "not bound it on that side. The pale bar is the safe band. Lower panel: mean success at the end.",
+    _make_edge_tables,
+    _draw_edges,
+)
 DOSE_RESPONSE: ReportFigure[AxisView] = ReportFigure(
     "dose_response", "dose-response", _make_dose_caption, _make_success_table, _draw_successes
 )
@@ -342,6 +361,7 @@ GRADIENTS: Sequence[ReportFigure[View]] = (
 )
 
 AXIS_FIGURES: Sequence[ReportFigure[AxisView]] = (
+    EDGES,
     DOSE_RESPONSE,
     STOPS,
     *(_make_arm_figure(curve) for curve in CURVES if not curve.only_in_grids),
@@ -349,6 +369,7 @@ AXIS_FIGURES: Sequence[ReportFigure[AxisView]] = (
     *GRADIENTS,
 )
 GRID_FIGURES: Sequence[ReportFigure[GridView]] = (
+    EDGES,
     *map(_make_heat_map, MEASURES),
     STOPS,
     *map(_make_panel_figure, CURVES),

@@ -14,7 +14,7 @@ from analysis.data.frames import StudyFrames, concat_studies, to_records
 from analysis.data.load import find_study_folders, load
 from analysis.drawing.save import save_figure
 from analysis.gradients import tables as gradients
-from analysis.grid import layout
+from analysis.grid import edge, layout
 from analysis.grid import page as grid_page
 from analysis.html.figures import Gallery
 from analysis.html.page import make_environment, make_settings_rows, write_page
@@ -138,12 +138,25 @@ def _make_index_entry(frames: StudyFrames) -> dict[str, Any]:
 
 
 def _make_sweep_tables(frames: StudyFrames) -> Iterable[tuple[str, pd.DataFrame]]:
+    yield from _make_edge_tables(frames).items()
     grid = layout.find_grid(frames)
     if grid:
         yield from grid_page.make_tables(frames, grid)
         return
     yield "collapse", time_course.summarize_collapse(frames, np.random.default_rng(PERMUTATION_SEED))
     yield "learning_curves", time_course.summarize_curves(frames, np.random.default_rng(PERMUTATION_SEED))
+
+
+def _make_edge_tables(frames: StudyFrames) -> dict[str, pd.DataFrame]:
+    """Edges, their shifts, and the counts behind them, by file name; none for a study without a dose."""
+    runs = edge.make_run_table(frames)
+    if runs.empty:
+        return {}
+    return {
+        "edge": edge.summarize_edges(frames),
+        "edge_shifts": edge.compare_edges(frames, np.random.default_rng(PERMUTATION_SEED)),
+        "edge_doses": edge.summarize_doses(runs),
+    }
 
 
 def make_report_context(frames: StudyFrames) -> dict[str, Any]:
@@ -157,11 +170,15 @@ def make_report_context(frames: StudyFrames) -> dict[str, Any]:
         frames = layout.rename_arms(frames, layout.make_arm_labels(frames, grid))
     summary = tables.summarize_arms(frames)
     arms = to_records(summary)
+    # The declared contrasts name the arms as study.json does.
+    edge_tables = _make_edge_tables(original_frames)
     time_tables = {} if grid else dict(_make_sweep_tables(frames))
     trend, page_p_value = tables.compute_trend(frames, np.random.default_rng(PERMUTATION_SEED))
     return {
         "study": frames.studies[0],
         "grid": grid_page.make_context(original_frames, grid, arms, PERMUTATION_SEED) if grid else None,
+        "edge": {name: to_records(table) for name, table in edge_tables.items()},
+        "dose": layout.get_dose(frames.studies[0]),
         "arms": arms,
         "headline": findings.format_headline(summary),
         "collapse": to_records(time_tables["collapse"]) if time_tables else [],

@@ -51,7 +51,7 @@ def summarize_collapse(frames: StudyFrames, generator: np.random.Generator) -> p
     """
     validations = make_validations(frames)
     baseline = require_single_study(frames).studies[0].get("baseline") or ""
-    times = {arm: _find_event_times(frames, arm, validations) for arm in list_arms(frames)}
+    times = {arm: find_event_times(frames, arm, validations) for arm in list_arms(frames)}
     horizon = float(frames.trials["steps_total"].dropna().min()) if frames.trials["steps_total"].notna().any() else 0.0
     rows = []
     for arm, table in times.items():
@@ -77,7 +77,7 @@ def summarize_collapse(frames: StudyFrames, generator: np.random.Generator) -> p
     return result.assign(p_holm=holm_adjust(result["p"]))
 
 
-def _find_event_times(frames: StudyFrames, arm: str, validations: pd.DataFrame) -> pd.DataFrame:
+def find_event_times(frames: StudyFrames, arm: str, validations: pd.DataFrame) -> pd.DataFrame:
     """The scored runs of an arm by seed: end_step and is_event."""
     rows = []
     for run in to_records(select_runs(frames, arm, scored_only=True)):

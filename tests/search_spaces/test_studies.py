@@ -6,8 +6,8 @@ from string import Formatter
 import numpy as np
 import pytest
 
+from analysis.data.contrasts import read_contrasts
 from analysis.data.families import FAMILIES
-from analysis.sandbox.contrasts import read_contrasts
 from search_spaces import STUDIES
 from search_spaces.declaration.family import make_value_label
 from search_spaces.declaration.presets import PRESETS
