@@ -187,7 +187,7 @@ def compare_edges(frames: StudyFrames, generator: np.random.Generator) -> pd.Dat
     Columns: contrast, line, reference, doses (common), seeds (common), shift (decades, `stats.dose_response`) with its
     95 % interval shift_low and shift_high, collapsed and reference_collapsed (runs), p, note. p: from exchanging the
     collapses of both lines within each seed, two-sided; the statistic is the number of collapses at common doses and
-    seeds. It is at least 2 / 2^seeds. A contrast of arms that this study does not have is left out.
+    seeds. It is at least 2 / 2^seeds, and missing with one seed. A contrast without arms of this study is left out.
     """
     study = require_single_study(frames).studies[0]
     runs = make_run_table(frames)
@@ -235,7 +235,12 @@ def _compare_lines(runs: pd.DataFrame, reference: pd.DataFrame, generator: np.ra
 
 
 def _exchange_lines(num_collapses: Floats, generator: np.random.Generator) -> float:
-    """p of the difference between two lines in collapses (seeds, 2), from exchanging the lines within each seed."""
+    """p of the difference between two lines in collapses (seeds, 2), from exchanging the lines within each seed.
+
+    With a single seed there is no p.
+    """
+    if len(num_collapses) < MIN_SEEDS_OF_EDGE:
+        return math.nan
     result = stats.permutation_test(
         num_collapses.T,
         lambda first, second, axis: np.sum(first - second, axis=axis),

@@ -24,6 +24,7 @@ from analysis.sweep.verdicts import format_status
 NO_VALUE_COLOR = "#e3e3e3"
 MAX_COLUMNS = 3
 FIGURE_WIDTH = 10.4  # inches
+MIN_MAP_HEIGHT = 3.0  # inches, for the label of the color bar
 _COLORMAP = "cividis"
 _LINE_MARKERS = ("o", "s", "^", "D")
 
@@ -68,7 +69,7 @@ def draw_heat_maps(grid: Grid, table: pd.DataFrame, measure: str, label: str, *,
     norm = _make_norm(table[measure], log)
     with mpl.rc_context({**STYLE, "axes.grid": False}):
         # inches: legend and axis labels; per row of panels its title, and 0.34 for each row of cells
-        height = 1.0 + panel_layout.rows * (0.5 + 0.34 * len(ys))
+        height = max(1.0 + panel_layout.rows * (0.5 + 0.34 * len(ys)), MIN_MAP_HEIGHT)
         figure = Figure(figsize=(FIGURE_WIDTH, height), layout="constrained")
         axes = figure.subplots(panel_layout.rows, panel_layout.columns, sharex=True, sharey=True, squeeze=False)
         _remove_unused(axes, panel_layout)

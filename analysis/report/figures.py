@@ -310,8 +310,8 @@ EDGES: ReportFigure[View] = ReportFigure(
     "edge",
     "edge",
     "Upper panel: fraction of runs that collapsed at each dose, with Wilson's 95 % intervals. Middle panel: the edge "
-    "of each line (circle), at which half of its runs collapse, with its 95 % interval; an arrow means that the runs do "
-    "not bound it on that side. The pale bar is the safe band. Lower panel: mean success at the end.",
+    "of each line (circle), at which half of its runs collapse, with its 95 % interval; an arrow means that the runs "
+    "do not bound it on that side. The pale bar is the safe band. Lower panel: mean success at the end.",
     _make_edge_tables,
     _draw_edges,
 )

@@ -56,7 +56,7 @@ def compute_log_likelihood(design: Floats, coefficients: Floats, counts: DoseCou
     log_p, log_q = special.log_expit(logits), special.log_expit(-logits)
     fit = log_p @ counts.num_events + log_q @ (counts.num_runs - counts.num_events)
     weights = counts.num_runs * np.exp(log_p + log_q)
-    information = np.einsum("dk,...d,dl->...kl", design, weights, design)
+    information = np.tensordot(weights, design[:, :, None] * design[:, None, :], axes=1)
     # Far from all doses the information underflows to 0: its logarithm is -inf, which no maximum has.
     with np.errstate(divide="ignore"):
         return np.asarray(fit + np.linalg.slogdet(information)[1] / 2)
@@ -190,9 +190,10 @@ def bound_edge(counts: DoseCounts, confidence_level: float = 0.95) -> tuple[floa
     """Exact bounds of the edge in log10 of the dose, if the event never becomes rarer with the dose; NaN without one.
 
     If the edge were at or below a dose, each run from that dose on would have the event with a probability of at least
-    1/2, and m runs without it at this and the next doses would have a probability of at most 2^-m. The lower bound is
-    the highest dose from which on at least m runs do not have the event, before the first dose at which one does, with
-    2^-m <= (1 - confidence_level) / 2: six runs at 95 %. The upper bound mirrors it. No shape is assumed.
+    1/2, so that the first m of them would all be without it with a probability of at most 2^-m. The lower bound is the
+    highest dose for which this is rejected, as it is for all lower doses: there is no event up to it, and at least m
+    runs from it on precede the first dose with an event, with 2^-m <= (1 - confidence_level) / 2 (six runs at 95 %).
+    The upper bound mirrors it. No shape is assumed.
     """
     min_runs = math.ceil(-math.log2((1 - confidence_level) / 2))
     low = _find_bound(counts.doses, counts.num_events, counts.num_runs, min_runs)
@@ -201,14 +202,10 @@ def bound_edge(counts: DoseCounts, confidence_level: float = 0.95) -> tuple[floa
 
 
 def _find_bound(doses: Floats, num_events: Floats, num_runs: Floats, min_runs: int) -> float:
-    """The highest dose from which on `min_runs` runs do not have the event before the first dose at which one does."""
-    count, bound = 0.0, NAN
-    for dose, events, runs in zip(doses[::-1], num_events[::-1], num_runs[::-1], strict=True):
-        count = 0.0 if events else count + runs
-        if count >= min_runs:
-            bound = float(dose)
-            break
-    return bound
+    """The highest dose from which on at least `min_runs` runs precede the first dose with an event."""
+    is_before = np.cumsum(num_events) == 0
+    num_following = np.cumsum(num_runs[is_before][::-1])[::-1]
+    return float(max(doses[is_before][num_following >= min_runs], default=NAN))
 
 
 def estimate_shift(line: DoseCounts, reference: DoseCounts, confidence_level: float = 0.95) -> Estimate:
