@@ -237,8 +237,8 @@ def test_a_known_edge_and_shift_are_recovered(tmp_path: Path) -> None:
     frames = make_frames(tmp_path, counts, num_seeds)
     rows, shift = index_edges(frames), compare(frames)["KL, with a critic"]
     for row, true_edge in zip((rows["KL 0"], rows["KL 0.1"]), edges.values(), strict=True):
-        assert row["edge_low"] < true_edge < row["edge_high"]
-        assert row["edge"] == pytest.approx(true_edge, rel=0.25)
+        assert row["edge_low"] < true_edge < row["edge_high"] < 2 * row["edge_low"]
+        assert row["edge_low"] < row["edge"] < row["edge_high"]
     assert shift["shift_low"] < math.log10(2) < shift["shift_high"]
     assert shift["shift_low"] > 0
     assert shift["p"] < 0.01
