@@ -2,7 +2,15 @@
 
 from search_spaces.declaration.family import Family
 from search_spaces.declaration.study import Study
-from search_spaces.language_model import entropy, gradient_analysis, grpo_entropy_sokoban, kl, smoke, top_p
+from search_spaces.language_model import (
+    entropy,
+    gradient_analysis,
+    grpo_entropy_sokoban,
+    kl,
+    learning_rate,
+    smoke,
+    top_p,
+)
 from search_spaces.language_model.family import PPO
 from search_spaces.sandbox import (
     age_not_capacity,
@@ -27,6 +35,7 @@ STUDIES: dict[str, Study] = {
         entropy.STUDY,
         top_p.STUDY,
         gradient_analysis.STUDY,
+        learning_rate.STUDY,
         smoke.SMOKE_STUDY,
         smoke.SMOKE_ALL_STUDY,
         single.STUDY,

@@ -115,7 +115,9 @@ def _is_valid_value(name: str, value: object) -> bool:
     if name == "runs":
         return isinstance(value, list) and len(value) <= MAX_RUNS and all(map(_is_run_entry, value))
     if name == "axis":
-        values = value.get("values", []) if isinstance(value, dict) else None
+        if not isinstance(value, dict) or not is_text(value.get("dose", "")):
+            return False
+        values = value.get("values", [])
         return isinstance(values, list) and len(values) <= MAX_RUNS and all(map(is_text, values))
     if name == "seeds":
         return isinstance(value, list) and len(value) <= MAX_RUNS and all(map(is_int64, value))

@@ -12,12 +12,14 @@ import numpy as np
 import pandas as pd
 
 from analysis.data.compare import SCORED_STATUSES, require_single_study
-from analysis.data.frames import FRAME_NAMES, StudyFrames, to_records
+from analysis.data.frames import FRAME_NAMES, Study, StudyFrames, to_records
 from analysis.grid.measures import LATE_MEANS, MEASURES
 from analysis.sweep import series
 from trainable.runs.run_ends import OPEN_STATUSES
 
 SHORT_NAMES = {
+    "actor.lr": "learning rate",
+    "algorithm.adv_estimator": "advantage",
     "actor.kl_loss_coef": "KL",
     "actor.entropy_coeff": "entropy",
     "actor.kl_loss_type": "loss",
@@ -89,24 +91,34 @@ def find_grid(frames: StudyFrames) -> Grid | None:
     A study is a grid if its arms are named by words and differ in at least two numeric settings. If an arm is named by
     a number, the study has a single axis. x and y are the coefficients of KL and entropy if both differ; otherwise the
     two numeric settings with the most combinations of values. Of pairs with equally many, the first in the
-    configuration wins. Its first setting is y, its second x.
+    configuration wins. Its first setting is y, its second x. A dose that the study declares is always x.
     """
     trials = require_single_study(frames).trials
     if trials.empty or trials["axis_value"].notna().any():
         return None
-    values = _select_settings(trials)
+    values = select_settings(trials)
     factor_values = {str(setting): _list_factor_values(values[setting]) for setting in values}
     numeric_settings = [setting for setting in factor_values if _is_numeric(values[setting])]
     pairs = list(combinations(numeric_settings, 2))
     # Arms that differ in text or switches only, such as PPO and GRPO, do not span a plane.
     if not pairs:
         return None
-    y, x = max(pairs, key=lambda pair: (set(pair) == PLANE_SETTINGS, len(values[list(pair)].drop_duplicates())))
+    dose = get_dose(frames.studies[0])
+    y, x = max(
+        pairs,
+        key=lambda pair: (dose in pair, set(pair) == PLANE_SETTINGS, len(values[list(pair)].drop_duplicates())),
+    )
+    y, x = (x, y) if y == dose else (y, x)
     factor_values |= {axis: tuple(sorted(factor_values[axis])) for axis in (x, y)}
     return Grid(x, y, tuple(setting for setting in factor_values if setting not in (x, y)), factor_values)
 
 
-def _select_settings(trials: pd.DataFrame) -> pd.DataFrame:
+def get_dose(study: Study) -> str:
+    """The setting that study.json declares as the dose of its arms, as a dotted name; empty if it declares none."""
+    return str((study.get("axis") or {}).get("dose", ""))
+
+
+def select_settings(trials: pd.DataFrame) -> pd.DataFrame:
     """One column per setting in which arms differ, without the seed and `SWITCH_SETTINGS`."""
     columns = {name: name.removeprefix("config/") for name in map(str, trials.columns) if name.startswith("config/")}
     settings = trials[list(columns)].rename(columns=columns)

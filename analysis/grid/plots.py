@@ -24,7 +24,9 @@ from analysis.sweep.verdicts import format_status
 NO_VALUE_COLOR = "#e3e3e3"
 MAX_COLUMNS = 3
 FIGURE_WIDTH = 10.4  # inches
+MIN_MAP_HEIGHT = 3.0  # inches, for the label of the color bar
 _COLORMAP = "cividis"
+_LINE_MARKERS = ("o", "s", "^", "D")
 
 
 class PanelLayout(NamedTuple):
@@ -67,7 +69,7 @@ def draw_heat_maps(grid: Grid, table: pd.DataFrame, measure: str, label: str, *,
     norm = _make_norm(table[measure], log)
     with mpl.rc_context({**STYLE, "axes.grid": False}):
         # inches: legend and axis labels; per row of panels its title, and 0.34 for each row of cells
-        height = 1.0 + panel_layout.rows * (0.5 + 0.34 * len(ys))
+        height = max(1.0 + panel_layout.rows * (0.5 + 0.34 * len(ys)), MIN_MAP_HEIGHT)
         figure = Figure(figsize=(FIGURE_WIDTH, height), layout="constrained")
         axes = figure.subplots(panel_layout.rows, panel_layout.columns, sharex=True, sharey=True, squeeze=False)
         _remove_unused(axes, panel_layout)
@@ -238,3 +240,63 @@ def _add_line_legend(figure: Figure, grid: Grid, colors: dict[float, str], has_s
     figure.legend(
         handles=handles, loc="outside right upper", title=shorten_setting(grid.x), fontsize=8, title_fontsize=8
     )
+
+
+def draw_edges(doses: pd.DataFrame, edges: pd.DataFrame, setting: str) -> Figure:
+    """Collapsed runs and success at the end by dose, with the edge and the safe band of each line.
+
+    doses: from `edge.summarize_doses`. edges: from `edge.summarize_edges`. setting: the short name of the dose.
+    """
+    lines = list(dict.fromkeys(doses["line"]))
+    colors = make_arm_colors(lines)
+    with mpl.rc_context(dict(STYLE)):
+        figure = Figure(figsize=(8.4, 5.6 + 0.16 * len(lines)), layout="constrained")
+        heights = [3, 0.5 + 0.3 * len(lines), 3]
+        fraction_axes, edge_axes, success_axes = figure.subplots(3, 1, sharex=True, height_ratios=heights)
+        for index, line in enumerate(lines):
+            rows, marker = doses[doses["line"] == line], _LINE_MARKERS[index % len(_LINE_MARKERS)]
+            style = {"color": colors[line], "marker": marker, "linewidth": 1.4, "markersize": 5}
+            # A few percent apart, so that the intervals of lines with equal fractions do not cover each other.
+            shifted_doses = rows["dose"] * 10 ** (0.012 * (index - (len(lines) - 1) / 2))
+            spread = np.abs(rows[["fraction_low", "fraction_high"]].sub(rows["fraction"], axis=0)).to_numpy().T
+            fraction_axes.errorbar(shifted_doses, rows["fraction"], yerr=spread, elinewidth=0.8, **style)
+            success_axes.plot(rows["dose"], rows["success"], **style, label=line)
+            for row in edges[edges["line"] == line].itertuples():
+                _draw_edge(
+                    edge_axes, row, len(lines) - 1 - index, colors[line], (doses["dose"].min(), doses["dose"].max())
+                )
+        success_axes.set_xscale("log")
+        success_axes.set_xlabel(setting)
+        success_axes.set_xticks(sorted(doses["dose"].unique()), map(format_value, sorted(doses["dose"].unique())))
+        success_axes.minorticks_off()
+        fraction_axes.set_ylabel("collapsed runs (fraction)")
+        fraction_axes.set_ylim(-0.03, 1.03)
+        edge_axes.set_ylabel("edge")
+        edge_axes.set_yticks([])
+        edge_axes.set_ylim(-0.6, len(lines) - 0.4)
+        success_axes.set_ylabel("success (fraction)")
+        success_axes.set_ylim(bottom=min(0.0, doses["success"].min()))
+        figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+    return figure
+
+
+def _draw_edge(axes: Any, row: Any, height: float, color: str, dose_range: tuple[float, float]) -> None:
+    """The edge of a line with its interval, and its safe band as a wide pale bar.
+
+    A bound that is missing is an arrow that leaves the doses of the study on that side.
+    """
+    if not np.isnan(row.safe_low):
+        axes.plot([row.safe_low, row.safe_high], [height, height], color=color, alpha=0.25, linewidth=7)
+    if np.isnan(row.edge_low) and np.isnan(row.edge_high):
+        axes.scatter(row.edge, height, color=color, marker="|", s=80, zorder=3)
+        return
+    ends = [
+        bound if not np.isnan(bound) else outside
+        for bound, outside in zip(
+            (row.edge_low, row.edge_high), (dose_range[0] / 1.3, dose_range[1] * 1.3), strict=True
+        )
+    ]
+    axes.plot(ends, [height, height], color=color, linewidth=1.8)
+    for end, bound, marker in zip(ends, (row.edge_low, row.edge_high), "<>", strict=True):
+        axes.scatter(end, height, color=color, marker=marker if np.isnan(bound) else "|", s=40, zorder=3)
+    axes.scatter(row.edge, height, facecolor="white", edgecolor=color, marker="o", s=36, zorder=4)

@@ -308,6 +308,25 @@ def _make_share_label(frames: StudyFrames) -> str:
     return f"KL + entropy:\n{gradient_plots.SHARE_LABELS[column]}"
 
 
+def _make_edge_tables(view: View) -> tuple[pd.DataFrame, pd.DataFrame] | None:
+    edge_tables = view.results.edge_tables
+    return (edge_tables["edge_doses"], edge_tables["edge"]) if edge_tables else None
+
+
+def _draw_edges(edge_tables: tuple[pd.DataFrame, pd.DataFrame], view: View) -> Figure:
+    doses, edges = edge_tables
+    return grid_plots.draw_edges(doses, edges, layout.shorten_setting(layout.get_dose(view.frames.studies[0])))
+
+
+EDGES: ReportFigure[View] = ReportFigure(
+    "edge",
+    "edge",
+    "Upper panel: fraction of runs that collapsed at each dose, with Wilson's 95 % intervals. Middle panel: the edge "
+    "of each line (circle), at which half of its runs collapse, with its 95 % interval; an arrow means that the runs "
+    "do not bound it on that side. The pale bar is the safe band. Lower panel: mean success at the end.",
+    _make_edge_tables,
+    _draw_edges,
+)
 DOSE_RESPONSE: ReportFigure[AxisView] = ReportFigure(
     "dose_response", "dose-response", _make_dose_caption, _make_success_table, _draw_successes
 )
@@ -362,6 +381,7 @@ GRADIENTS: Sequence[ReportFigure[View]] = (
 )
 
 AXIS_FIGURES: Sequence[ReportFigure[AxisView]] = (
+    EDGES,
     DOSE_RESPONSE,
     SURVIVAL,
     ONSETS,
@@ -370,6 +390,7 @@ AXIS_FIGURES: Sequence[ReportFigure[AxisView]] = (
     *GRADIENTS,
 )
 GRID_FIGURES: Sequence[ReportFigure[GridView]] = (
+    EDGES,
     *map(_make_heat_map, MEASURES),
     SURVIVAL,
     ONSETS,

@@ -157,6 +157,7 @@ def _make_index_entry(frames: StudyFrames) -> dict[str, Any]:
 
 
 def _make_sweep_tables(results: SweepResults) -> Iterable[tuple[str, pd.DataFrame]]:
+    yield from results.edge_tables.items()
     if results.grid:
         yield from grid_page.make_tables(results.frames, results.grid)
     else:
@@ -183,6 +184,8 @@ def make_report_context(results: SweepResults) -> dict[str, Any]:
     return {
         "study": frames.studies[0],
         "grid": grid_page.make_context(original_frames, grid, arms, PERMUTATION_SEED) if grid else None,
+        "edge": {name: to_records(table) for name, table in results.edge_tables.items()},
+        "dose": layout.get_dose(frames.studies[0]),
         "arms": arms,
         "headline": findings.format_headline(summary),
         "collapse_sentence": findings.describe_collapses(collapses),

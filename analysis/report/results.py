@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.data.frames import StudyFrames
-from analysis.grid import layout
+from analysis.grid import edge, layout
 from analysis.sweep import symptoms, time_course
 
 # Fixed, so that the same results give the same p-values in every report.
@@ -42,3 +42,15 @@ class SweepResults:
     def onsets(self) -> pd.DataFrame:
         """From `symptoms.find_collapse_onsets`: one row per run that collapsed and symptom."""
         return symptoms.find_collapse_onsets(self.frames, np.random.default_rng(PERMUTATION_SEED))
+
+    @cached_property
+    def edge_tables(self) -> dict[str, pd.DataFrame]:
+        """Edges, their shifts, and the counts behind them, by file name; none for a study without a dose."""
+        runs = edge.make_run_table(self.frames)
+        if runs.empty:
+            return {}
+        return {
+            "edge": edge.summarize_edges(self.frames),
+            "edge_shifts": edge.compare_edges(self.frames, np.random.default_rng(PERMUTATION_SEED)),
+            "edge_doses": edge.summarize_doses(runs),
+        }

@@ -8,7 +8,6 @@ of all arms of the study (`analysis.stats.noise`). It covers other seeds of the 
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -28,8 +27,9 @@ from analysis.data.compare import (
     make_test_columns,
     require_single_study,
 )
+from analysis.data.contrasts import compute_weight_norm, read_contrasts
 from analysis.data.families import Row
-from analysis.data.frames import Study, StudyFrames, to_records
+from analysis.data.frames import StudyFrames, to_records
 from analysis.sandbox.tables import name_verdict
 from analysis.stats.estimates import Estimate
 from analysis.sweep.verdicts import format_p_value, format_status
@@ -74,40 +74,6 @@ _CONTRAST_COLUMNS = (
     *("run_pairs_used", "run_pairs", "difference_same_pairs", "has_equal_runs"),
     *_RUN_NOTE_COLUMNS,
 )
-
-
-def read_contrasts(study: Study) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Name and pairs of each contrast of study.json; an empty list if it declares none.
-
-    Raises ValueError if a name or a pair occurs twice (the pair would have double weight), if an arm is compared with
-    itself, or if the pairs cancel each other.
-    """
-    declarations = [
-        (contrast["name"], [(first, second) for first, second in contrast["pairs"]])
-        for contrast in study.get("contrasts") or []
-    ]
-    names = [name for name, _ in declarations]
-    for name, pairs in declarations:
-        if names.count(name) > 1:
-            raise ValueError(
-                f"study.json of `{study['name']}` has two contrasts named {name!r}: give each its own name."
-            )
-        # A pair in the other order is the same pair; a pair of one arm has a set of size 1.
-        invalid_pairs = [
-            pair for pair in pairs if sum(set(pair) == set(other) for other in pairs) > 1 or len(set(pair)) < 2
-        ]
-        if invalid_pairs:
-            first, second = invalid_pairs[0]
-            problem = f"{first} with itself" if first == second else f"{first} with {second} twice"
-            raise ValueError(
-                f"The contrast {name!r} of `{study['name']}` pairs {problem}: list each pair of different arms once."
-            )
-        if not (pairs and _compute_weight_norm(pairs) > 0):
-            raise ValueError(
-                f"The contrast {name!r} of `{study['name']}` compares nothing: in its {len(pairs)} pairs every arm is "
-                "as often first as second. Give pairs that differ in the same way."
-            )
-    return declarations
 
 
 def compute_seed_differences(frames: StudyFrames) -> pd.DataFrame:
@@ -279,7 +245,7 @@ def _estimate_contrast(seed_rows: Sequence[Row], outcomes: Outcomes, margin: flo
         for _, pair_differences in sorted(differences_by_seed.items())
     ]
     # Seeds may miss different pairs. The variance of their mean is that of one run, times the mean of their norms.
-    weight_norm = _mean_or_nan([_compute_weight_norm(list(pairs)) for pairs in differences_by_seed.values()])
+    weight_norm = _mean_or_nan([compute_weight_norm(list(pairs)) for pairs in differences_by_seed.values()])
     estimate = (
         estimate_contrast(outcomes, seed_means, num_comparisons, weight_norm)
         if weight_norm > 0 or outcomes.num_comparisons
@@ -298,16 +264,6 @@ def _estimate_contrast(seed_rows: Sequence[Row], outcomes: Outcomes, margin: flo
             [pair_differences[pair] for pair_differences in differences_by_seed.values() for pair in common_pairs]
         ),
     }
-
-
-def _compute_weight_norm(pairs: Sequence[tuple[str, str]]) -> float:
-    """Sum of the squared weights that the arms have in the mean over `pairs`; 2 for one pair.
-
-    It is 0 if the pairs form circles, such as A with B, B with C, and C with A: such a mean is 0 whatever the outcomes.
-    """
-    counts = Counter(first for first, _ in pairs)
-    counts.subtract(second for _, second in pairs)
-    return sum(count**2 for count in counts.values()) / len(pairs) ** 2
 
 
 def _collect_run_notes(seed_rows: Sequence[Row], runs: Mapping[tuple[str, int], Row]) -> Row:

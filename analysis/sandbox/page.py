@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.data.compare import SCORED_STATUSES, has_added_seeds, list_arms, select_runs
+from analysis.data.contrasts import read_contrasts
 from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, to_records
 from analysis.html.page import make_settings_rows
@@ -39,7 +40,7 @@ def make_tables(frames: StudyFrames) -> Iterable[tuple[str, pd.DataFrame]]:
     """Tables to write with the report, by name: those that the page shows, and the curves of its figures."""
     yield "arm_statistics", tables.compute_arm_statistics(frames)
     yield "differences", tables.compute_differences(frames)
-    if contrasts.read_contrasts(frames.studies[0]):
+    if read_contrasts(frames.studies[0]):
         yield "contrasts", contrasts.compute_contrasts(frames)
         yield "contrast_pairs", contrasts.compute_pair_differences(frames)
     cells = compare_to_published(frames)
@@ -103,7 +104,7 @@ def make_contrast_context(frames: StudyFrames) -> Row:
         ["first", "second"]
     )
     return {
-        "contrast_count": len(contrasts.read_contrasts(frames.studies[0])),
+        "contrast_count": len(read_contrasts(frames.studies[0])),
         "contrasts": column_sections,
         "contrast_lines": contrasts.format_sentences(table),
         "unequal_pairs": to_records(

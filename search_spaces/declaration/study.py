@@ -34,6 +34,8 @@ class Axis:
         named_settings: for each value that is a name, the settings that it sets instead.
         value_groups: for each name of a group, the values of the group; typing the name selects all of them.
         adapt: adapts an arm's settings to the study's base configuration.
+        dose: a numeric setting of the arms which breaks training if it is large. The report estimates the value at
+            which half of the runs collapse, for each combination of the other settings. Empty if there is none.
     """
 
     setting: str
@@ -43,6 +45,7 @@ class Axis:
     named_settings: Mapping[str, Settings] = field(default_factory=dict)
     value_groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     adapt: Callable[[Settings, Any], Settings] = keep_settings
+    dose: str = ""
 
     def make_settings(self, value: str, base: BaseRunConfig) -> dict[str, object]:
         """Settings of the arm at `value` (a number or a key of `named_settings`) under the base configuration."""
@@ -82,6 +85,7 @@ class NameTemplates:
     * {tag}: nofilter or filter_zero, from rollout_filter_include_zero; {strategy}: filter strategy; {mass}:
       rollout_filter_value without dots;
     * {kl_type}: kl_loss_type; {collapse}: the diagnostics that are on (ftmt, ft, mt or nocd);
+    * {lr}: learning rate of the policy, like 3e-4;
     * {train}, {analysis}: groups x rollouts of a step and of a gradient analysis; {every}: steps between two analyses;
     * for summaries: {include_zero}, {filter_value}, {share} (the same number, 1 for 1.0), {kl}, {entropy}, {first},
       {multi} and {samples}.

@@ -22,6 +22,12 @@ def get_model_name(path: str) -> str:
     return path.rstrip("/").rsplit("/", 1)[-1]
 
 
+def format_rate(rate: float) -> str:
+    """A learning rate as it is typed: 3e-4 for 0.0003, 1.7e-3 for 0.0017."""
+    mantissa, exponent = f"{rate:e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
 def make_template_values(config: RunConfig) -> dict[str, str]:
     """Values for every template of a study; see `search_spaces.declaration.study.NameTemplates`."""
     env, trainer, collapse = config.env, config.trainer, config.collapse_detection
@@ -38,6 +44,7 @@ def make_template_values(config: RunConfig) -> dict[str, str]:
         "strategy": STRATEGY_NAMES.get(filter_config.rollout_filter_strategy, filter_config.rollout_filter_strategy),
         "kl_type": actor.kl_loss_type,
         "collapse": COLLAPSE_TAGS[collapse.first_turn_enabled, collapse.multi_turn_enabled],
+        "lr": format_rate(actor.lr),
         "mass": make_value_label(f"{filter_config.rollout_filter_value:g}"),
         "train": train_size,
         "analysis": f"{groups}x{rollouts}" if groups and rollouts else train_size,

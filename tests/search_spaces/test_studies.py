@@ -6,14 +6,14 @@ from string import Formatter
 import numpy as np
 import pytest
 
+from analysis.data.contrasts import read_contrasts
 from analysis.data.families import FAMILIES
-from analysis.sandbox.contrasts import read_contrasts
 from search_spaces import STUDIES
 from search_spaces.declaration.family import make_value_label
 from search_spaces.declaration.presets import PRESETS
 from search_spaces.declaration.study import Study
 from search_spaces.language_model import kl
-from search_spaces.language_model.family import PPO
+from search_spaces.language_model.family import PPO, format_rate
 from search_spaces.sandbox.age_not_capacity import solve_decay
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import apply_overrides, list_field_names, resolve_key
@@ -128,7 +128,8 @@ def test_labels_name_the_points_of_a_grid(study: Study) -> None:
     for preset in study.family.presets:
         labels = [make_value_label(value) for value in study.get_grid(preset)]
         assert len(set(labels)) == len(labels)
-        assert study.baseline.format(kl_type="low_var_kl") in study.get_grid(preset)
+        base = make_base_config(study, preset)
+        assert study.baseline.format(**study.family.make_template_values(base)) in study.get_grid(preset)
 
 
 def test_a_variant_of_a_preset_differs_in_its_own_settings_alone() -> None:
@@ -169,7 +170,7 @@ def test_a_study_names_only_what_there_is(study: Study) -> None:
     study_names = (
         {"task", "method"}
         if study.family is not PPO
-        else {"model", "size", "tag", "strategy", "kl_type", "collapse", "mass", "train", "analysis", "every"}
+        else {"model", "size", "tag", "strategy", "kl_type", "collapse", "mass", "lr", "train", "analysis", "every"}
     )
     study_templates = (
         study.name_templates.run,
@@ -193,7 +194,8 @@ def test_contrasts_are_of_different_arms_of_the_study(study: Study) -> None:
         assert pairs
         for first, second in pairs:
             assert first != second
-            assert {first, second} <= set(study.axis.grids["laptop"])
+            # Both arms belong to one grid. A study of another preset has no run of such a pair.
+            assert any({first, second} <= set(grid) for grid in study.axis.grids.values())
 
 
 def find_differing_fields(study: Study, first: str, second: str) -> set[str]:
@@ -221,6 +223,11 @@ DIFFERING_FIELDS = {
     ("age-not-capacity", "capacity"): {"replay_capacity", "replay_age_decay"},
     ("age-not-capacity", "mean age"): {"replay_age_decay"},
     ("age-not-capacity", "drawn by"): {"replay_priority"},
+    **{
+        ("learning-rate", f"KL 0.1 against KL 0, {name}"): {"actor.use_kl_loss", "actor.kl_loss_coef"}
+        for name in ("PPO", "GRPO")
+    },
+    ("learning-rate", "GRPO against PPO"): {"algorithm.adv_estimator"},
     **{("off-policy", f"{rule}, "): {"delay", "inner_epochs"} for rule in ("REINFORCE", "PMDMean", "DG")},
     **{("off-policy", f"{rule} against"): {"method"} for rule in ("PG", "TrajPG", "ASPO", "R2VPO", "PMDMean", "DG")},
 }
@@ -352,6 +359,53 @@ def test_the_entropy_question_crosses_normalization_and_clip_and_adds_tpo() -> N
         assert (
             batch * config.actor.ppo_epochs // config.actor.ppo_mini_batch_size == 16
         )  # with fewer updates the clip would have no effect
+
+
+@pytest.mark.parametrize("preset", ["laptop", "paper", "stress"])
+def test_the_learning_rate_study_crosses_rates_with_the_kl_loss_and_the_algorithm(preset: str) -> None:
+    study = STUDIES["learning-rate"]
+    base = make_base_config(study, preset)
+    configs = {value: make_arm_config(study, preset, value) for value in study.get_grid(preset)}
+    rates = sorted({get_field(config, "actor.lr") for config in configs.values()})
+    points = {
+        (get_field(config, "actor.lr"), *(get_field(config, name) for name in (*KL_FIELDS, "algorithm.adv_estimator")))
+        for config in configs.values()
+    }
+    assert points == {
+        (rate, coefficient > 0, coefficient, estimator)
+        for rate in rates
+        for coefficient in (0, 0.1)
+        for estimator in ("gae", "grpo")
+    }
+    assert len(configs) == len(points) == 20
+    assert np.log10(rates[-1] / rates[0]) == pytest.approx(1.5, abs=0.03)
+    baseline = study.baseline.format(**study.family.make_template_values(base))
+    published_rate = get_field(make_base_config(kl.STUDY, "paper" if preset == "paper" else "laptop"), "actor.lr")
+    assert configs[baseline] == apply_overrides(base, {"actor.lr": published_rate, "actor.kl_loss_coef": 0})
+    assert {get_field(config, "critic.lr") for config in configs.values()} == {get_field(base, "critic.lr")}
+    # Every arm of the preset is in one pair of either kind, with an arm of the same rate.
+    for name, pairs in study.contrasts.items():
+        rates_of_pairs = [
+            tuple(get_field(configs[arm], "actor.lr") for arm in pair) for pair in pairs if pair[0] in configs
+        ]
+        assert [first for first, _ in rates_of_pairs] == [second for _, second in rates_of_pairs] == rates, name
+    assert study.axis.dose == "actor.lr"
+    assert study.n_seeds == 3
+
+
+@pytest.mark.parametrize(("rate", "text"), [(3e-4, "3e-4"), (1.7e-3, "1.7e-3"), (1e-6, "1e-6"), (0.5, "5e-1")])
+def test_a_learning_rate_is_written_as_it_is_typed(rate: float, text: str) -> None:
+    assert format_rate(rate) == text
+    assert float(text) == rate
+
+
+@ALL_STUDIES
+def test_the_dose_is_a_numeric_setting_of_the_arms(study: Study) -> None:
+    if study.axis.dose:
+        assert study.axis.dose in study.axis.swept_fields
+        for preset in study.family.presets:
+            values = [get_field(make_arm_config(study, preset, arm), study.axis.dose) for arm in study.get_grid(preset)]
+            assert all(isinstance(value, float) and value > 0 for value in values)
 
 
 @pytest.mark.parametrize("study", STUDIES.values(), ids=list(STUDIES))

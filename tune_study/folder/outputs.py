@@ -63,7 +63,7 @@ def make_study_entry(plan: StudyPlan) -> dict[str, Any]:
         "run": plan.run,
         "preset": plan.preset,
         "preset_reason": plan.preset_reason,
-        "axis": {"setting": axis.setting, "option": axis.option, "values": list(plan.values)},
+        "axis": {"setting": axis.setting, "option": axis.option, "values": list(plan.values), "dose": axis.dose},
         "baseline": plan.baseline,
         "outcomes": list(plan.study.family.outcomes),
         "contrasts": [{"name": name, "pairs": pairs} for name, pairs in plan.study.contrasts.items()],

@@ -62,6 +62,7 @@ class _Axis(_Section):
     setting: Text
     option: Text
     values: list[Text] = Field(max_length=MAX_RUNS)
+    dose: Text = ""
 
 
 class _RunEntry(_Section):

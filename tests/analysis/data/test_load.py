@@ -482,6 +482,7 @@ def test_runs_that_are_no_names_of_folders_are_refused(tmp_path: Path, runs: obj
         {"axis": {"values": [[1]]}},
         {"axis": {"values": ["a"] * (MAX_RUNS + 1)}},
         {"axis": [1]},
+        {"axis": {"values": [], "dose": 1}},
         {"seeds": [0.5]},
         {"seeds": [0] * (MAX_RUNS + 1)},
         {"runs": [{"run_id": "a" * 300}]},

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.data.compare import collect_outcomes
+from analysis.data.contrasts import read_contrasts
 from analysis.data.families import FAMILIES
 from analysis.data.frames import StudyFrames, cast_frame, make_empty_frame, to_records
 from analysis.data.load import load
@@ -24,7 +25,6 @@ from analysis.sandbox.contrasts import (
     compute_pair_differences,
     compute_seed_differences,
     format_sentences,
-    read_contrasts,
 )
 from analysis.stats.noise import fit_noise
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox

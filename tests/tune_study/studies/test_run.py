@@ -261,6 +261,7 @@ def test_the_study_file_says_what_was_run(outcome: Outcome) -> None:
         "setting": "actor.kl_loss_coef",
         "option": "--kl-values",
         "values": list(ARMS),
+        "dose": "",
     }
     assert (study["baseline"], study["seeds"], study["model"]) == ("0", [0], "sokoban-tiny")
     assert study["settings"]["trainer"]["total_training_steps"] == STEPS

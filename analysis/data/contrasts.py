@@ -1,0 +1,50 @@
+"""The contrasts that a study declares: pairs of arms that differ in nothing else, by description of the comparison."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from analysis.data.frames import Study
+
+
+def read_contrasts(study: Study) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Name and pairs of each contrast of study.json; an empty list if it declares none.
+
+    Raises ValueError if a name or a pair occurs twice (the pair would have double weight), if an arm is compared with
+    itself, or if the pairs cancel each other.
+    """
+    declarations = [
+        (contrast["name"], [(first, second) for first, second in contrast["pairs"]])
+        for contrast in study.get("contrasts") or []
+    ]
+    names = [name for name, _ in declarations]
+    for name, pairs in declarations:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"study.json of `{study['name']}` has two contrasts named {name!r}: give each its own name."
+            )
+        # A pair in the other order is the same pair; a pair of one arm has a set of size 1.
+        invalid_pairs = [
+            pair for pair in pairs if sum(set(pair) == set(other) for other in pairs) > 1 or len(set(pair)) < 2
+        ]
+        if invalid_pairs:
+            first, second = invalid_pairs[0]
+            problem = f"{first} with itself" if first == second else f"{first} with {second} twice"
+            raise ValueError(
+                f"The contrast {name!r} of `{study['name']}` pairs {problem}: list each pair of different arms once."
+            )
+        if not (pairs and compute_weight_norm(pairs) > 0):
+            raise ValueError(
+                f"The contrast {name!r} of `{study['name']}` compares nothing: in its {len(pairs)} pairs every arm is "
+                "as often first as second. Give pairs that differ in the same way."
+            )
+    return declarations
+
+
+def compute_weight_norm(pairs: Sequence[tuple[str, str]]) -> float:
+    """Sum of the squared weights that the arms have in the mean over `pairs`; 2 for one pair.
+
+    It is 0 if the pairs form circles, such as A with B, B with C, and C with A: such a mean is 0 whatever the outcomes.
+    """
+    counts = Counter(first for first, _ in pairs)
+    counts.subtract(second for _, second in pairs)
+    return sum(count**2 for count in counts.values()) / len(pairs) ** 2

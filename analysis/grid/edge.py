@@ -1,0 +1,263 @@
+"""Where training breaks: the edge of each line of a study that declares a dose, its safe band, and declared shifts.
+
+A line is the arms that differ in the dose alone, such as the learning rate; all other settings are equal. Its edge is
+the dose at which half of the runs collapse (`analysis.stats.dose_response`), by the definition of collapse of
+`analysis.sweep.collapse`. A shift is the difference of two edges, for each declared contrast whose pairs compare two
+lines at equal doses.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from analysis.data.compare import SCORED_STATUSES, get_margin, make_estimate_columns, require_single_study
+from analysis.data.contrasts import read_contrasts
+from analysis.data.families import Row
+from analysis.data.frames import StudyFrames, to_records
+from analysis.grid.layout import format_value, get_dose, select_settings, shorten_setting
+from analysis.stats.dose_response import DoseCounts, EdgeEstimate, count_events, estimate_edge, estimate_shift
+from analysis.stats.estimates import Estimate, Floats, wilson_interval
+from analysis.sweep.collapse import find_run_ends
+
+SUCCESS_COLUMN = "late_val_success"
+MIN_SEEDS_OF_EDGE = 2
+"""A single seed does not show how much seeds differ, however many doses it has."""
+_RUN_COLUMNS = ("run_id", "arm", "seed", "line", "dose", "collapsed", "success")
+_EDGE_COLUMNS = (
+    *("line", "doses", "seeds", "runs", "collapsed", "edge", "edge_low", "edge_high", "method"),
+    *("bracket_low", "bracket_high", "safe_low", "safe_high", "safe_decades", "safe_decades_max", "collapse_bound"),
+    "note",
+)
+
+
+def make_run_table(frames: StudyFrames) -> pd.DataFrame:
+    """One row per scored run of a study with a dose: run_id, arm, seed, line, dose, collapsed, success.
+
+    line: the settings other than the dose in which arms differ, such as `KL 0.1, advantage grpo`; `all arms` if there
+    are none. success: at the end, a fraction. Empty if study.json declares no dose, or if no run has that setting.
+    """
+    dose, trials = get_dose(require_single_study(frames).studies[0]), frames.trials
+    column = f"config/{dose}"
+    if not dose or column not in trials or not pd.api.types.is_numeric_dtype(trials[column]):
+        return pd.DataFrame(columns=list(_RUN_COLUMNS))
+    settings = select_settings(trials)
+    others = [name for name in settings if name != dose]
+    table = trials[["run_id", "arm", "seed"]].assign(
+        line=[_name_line({name: row[name] for name in others}) for row in to_records(settings)],
+        dose=trials[column].astype(float),
+        success=trials[SUCCESS_COLUMN].astype(float),
+    )
+    ends = find_run_ends(frames)
+    has_collapsed = dict(zip(ends["run_id"], ends["is_collapse"], strict=True))
+    table = table[trials["status"].isin(SCORED_STATUSES) & (table["dose"] > 0)]
+    table = table.assign(collapsed=[has_collapsed.get(run_id, False) for run_id in table["run_id"]])
+    return table[list(_RUN_COLUMNS)].reset_index(drop=True)
+
+
+def _name_line(settings: dict[str, Any]) -> str:
+    labels = [f"{shorten_setting(name)} {format_value(value)}" for name, value in settings.items()]
+    return ", ".join(labels) or "all arms"
+
+
+def summarize_doses(runs: pd.DataFrame) -> pd.DataFrame:
+    """One row per line and dose, in ascending order of doses. runs: from `make_run_table`.
+
+    Columns: line, dose, runs, collapsed (runs), fraction (of runs that collapsed, with Wilson's 95 % interval as
+    fraction_low and fraction_high), success (mean over runs).
+    """
+    rows = []
+    for line, line_runs in runs.groupby("line", sort=False):
+        for dose, dose_runs in line_runs.groupby("dose"):
+            num_collapsed = int(dose_runs["collapsed"].sum())
+            rows.append(
+                {
+                    "line": line,
+                    "dose": dose,
+                    "runs": len(dose_runs),
+                    "collapsed": num_collapsed,
+                    **make_estimate_columns("fraction", wilson_interval(num_collapsed, len(dose_runs))),
+                    "success": dose_runs["success"].mean(),
+                }
+            )
+    names = ["line", "dose", "runs", "collapsed", "fraction", "fraction_low", "fraction_high", "success"]
+    return pd.DataFrame(rows, columns=names)
+
+
+def summarize_edges(frames: StudyFrames) -> pd.DataFrame:
+    """One row per line: its edge and its safe band. Empty for a study without a dose.
+
+    * edge, edge_low, edge_high: the dose at which half of the runs collapse, with a 95 % interval. method: `profile`
+      likelihood, or `exact`, which assumes no shape, where runs are separated: up to a dose none collapsed
+      (bracket_low), and from the next one on all did (bracket_high). A bound is missing if the runs do not bound the
+      edge on that side, and both are missing with a single seed.
+    * safe_low, safe_high: lowest and highest dose at which no run collapsed and mean success is within the margin of
+      the line's best dose. safe_decades: between them. safe_decades_max: between the next doses outside, where the band
+      has ended at the latest; missing if it reaches the lowest or highest dose of the study.
+    * collapse_bound: the largest probability of collapse at safe_high that its runs without one do not exclude at 95 %.
+    * note: what restricts these numbers, or why there is none.
+    """
+    runs = make_run_table(frames)
+    margin = get_margin(frames.studies[0], SUCCESS_COLUMN)
+    rows = [_make_edge_row(str(line), line_runs, margin) for line, line_runs in runs.groupby("line", sort=False)]
+    return pd.DataFrame(rows, columns=list(_EDGE_COLUMNS))
+
+
+def _make_edge_row(line: str, runs: pd.DataFrame, margin: float) -> Row:
+    counts = count_events(runs["dose"], runs["collapsed"])
+    estimate = estimate_edge(counts)
+    edge, num_seeds = estimate.edge, int(runs["seed"].nunique())
+    if num_seeds < MIN_SEEDS_OF_EDGE:
+        edge = edge._replace(low=math.nan, high=math.nan)
+    safe_band, band_note = _find_safe_band(summarize_doses(runs), margin)
+    has_bound = not (math.isnan(edge.low) and math.isnan(edge.high))
+    return {
+        "line": line,
+        "doses": len(counts.doses),
+        "seeds": num_seeds,
+        "runs": len(runs),
+        "collapsed": int(runs["collapsed"].sum()),
+        "edge": _raise(edge.value),
+        "edge_low": _raise(edge.low),
+        "edge_high": _raise(edge.high),
+        "method": ("exact" if estimate.is_separated else "profile") if has_bound else "",
+        "bracket_low": _raise(estimate.bracket_low),
+        "bracket_high": _raise(estimate.bracket_high),
+        **safe_band,
+        "note": "; ".join(note for note in (_describe_edge(estimate, edge, counts, num_seeds), band_note) if note),
+    }
+
+
+def _raise(exponent: float) -> float:
+    """The dose of a log10 dose, without the rounding of the logarithm."""
+    return float(f"{10**exponent:.6g}")
+
+
+def _describe_edge(estimate: EdgeEstimate, edge: Estimate, counts: DoseCounts, num_seeds: int) -> str:
+    """What restricts an edge, or why there is none. edge: that of the estimate, with the interval that is reported."""
+    low, high = (format_value(_raise(value)) for value in (estimate.bracket_low, estimate.bracket_high))
+    notes = [estimate.refusal]
+    if estimate.is_separated and math.isnan(estimate.bracket_high):
+        notes = [f"no run collapsed, so the edge is above {low}"]
+    elif estimate.is_separated and math.isnan(estimate.bracket_low):
+        notes = [f"every run collapsed, so the edge is below {high}"]
+    elif estimate.is_separated:
+        notes = [f"separated: no run collapsed up to {low}, and all did from {high} on"]
+    elif not counts.doses[0] <= edge.value <= counts.doses[-1] and not estimate.refusal:
+        notes = ["the edge is extrapolated beyond the doses of the study"]
+    if num_seeds < MIN_SEEDS_OF_EDGE:
+        notes.append(f"an interval needs {MIN_SEEDS_OF_EDGE} seeds")
+    elif not estimate.refusal:
+        sides = [name for name, bound in (("below", edge.low), ("above", edge.high)) if math.isnan(bound)]
+        notes += [f"the runs do not bound the edge from {' and '.join(sides)}"] if sides else []
+    return "; ".join(note for note in notes if note)
+
+
+def _find_safe_band(doses: pd.DataFrame, margin: float) -> tuple[Row, str]:
+    """The columns of the safe band of one line, and what restricts it. doses: rows of `summarize_doses`."""
+    is_safe = ((doses["collapsed"] == 0) & (doses["success"] >= doses["success"].max() - margin)).to_numpy()
+    columns = dict.fromkeys(("safe_low", "safe_high", "safe_decades", "safe_decades_max", "collapse_bound"), math.nan)
+    if not is_safe.any():
+        return columns, f"no dose without a collapse is within {margin:g} of the best success"
+    values = doses["dose"].to_numpy()
+    first, last = np.flatnonzero(is_safe)[[0, -1]]
+    is_enclosed = first > 0 and last < len(values) - 1
+    columns |= {
+        "safe_low": values[first],
+        "safe_high": values[last],
+        "safe_decades": float(np.log10(values[last] / values[first])),
+        "safe_decades_max": float(np.log10(values[last + 1] / values[first - 1])) if is_enclosed else math.nan,
+        # Of n runs none collapses with a probability of (1 - p)^n.
+        "collapse_bound": 1 - 0.05 ** (1 / float(doses["runs"].iloc[last])),
+    }
+    unsafe_values = values[first : last + 1][~is_safe[first : last + 1]]
+    holes = ", ".join(format_value(float(value)) for value in unsafe_values)
+    return columns, f"within the band, {holes} is not safe" if holes else ""
+
+
+def compare_edges(frames: StudyFrames, generator: np.random.Generator) -> pd.DataFrame:
+    """One row per declared contrast between two lines: how far the edge of the first is from that of the second.
+
+    Columns: contrast, line, reference, doses (common), seeds (common), shift (decades, `stats.dose_response`) with its
+    95 % interval shift_low and shift_high, collapsed and reference_collapsed (runs), p, note. p: from exchanging the
+    collapses of both lines within each seed, two-sided; the statistic is the number of collapses at common doses and
+    seeds. It is at least 2 / 2^seeds, and missing with one seed. A contrast without arms of this study is left out.
+    """
+    study = require_single_study(frames).studies[0]
+    runs = make_run_table(frames)
+    rows = []
+    for name, pairs in read_contrasts(study) if len(runs) else []:
+        present_pairs = [pair for pair in pairs if set(pair) <= set(runs["arm"])]
+        first_runs, second_runs = (runs[runs["arm"].isin([pair[side] for pair in present_pairs])] for side in range(2))
+        if present_pairs:
+            rows.append({"contrast": name, **_compare_lines(first_runs, second_runs, generator)})
+    names = ["contrast", "line", "reference", "doses", "seeds", "shift", "shift_low", "shift_high"]
+    return pd.DataFrame(rows, columns=[*names, "collapsed", "reference_collapsed", "p", "note"])
+
+
+def _compare_lines(runs: pd.DataFrame, reference: pd.DataFrame, generator: np.random.Generator) -> Row:
+    """The shift between two lines, over the seeds and doses that both have."""
+    lines, reference_lines = (", ".join(table["line"].unique()) for table in (runs, reference))
+    pairs = runs.merge(reference, on=["seed", "dose"], suffixes=("", "_reference"))
+    num_seeds = int(pairs["seed"].nunique())
+    row: Row = {
+        "line": lines,
+        "reference": reference_lines,
+        "doses": int(pairs["dose"].nunique()),
+        "seeds": num_seeds,
+        **make_estimate_columns("shift", Estimate()),
+        "collapsed": int(pairs["collapsed"].sum()),
+        "reference_collapsed": int(pairs["collapsed_reference"].sum()),
+        "p": math.nan,
+    }
+    if runs["line"].nunique() > 1 or reference["line"].nunique() > 1:
+        return row | {"note": "the pairs of this contrast belong to several lines"}
+    if pairs.empty:
+        return row | {"note": "no seed and dose in common"}
+    line_counts, reference_counts = (
+        count_events(pairs["dose"], pairs[column]) for column in ("collapsed", "collapsed_reference")
+    )
+    shift = estimate_shift(line_counts, reference_counts)
+    if num_seeds < MIN_SEEDS_OF_EDGE:
+        shift = shift._replace(low=math.nan, high=math.nan)
+    by_seed = pairs.groupby("seed")[["collapsed", "collapsed_reference"]].sum()
+    return row | {
+        **make_estimate_columns("shift", shift),
+        "p": _exchange_lines(by_seed.to_numpy(dtype=float), generator),
+        "note": _describe_shift(shift, line_counts, reference_counts, num_seeds),
+    }
+
+
+def _exchange_lines(num_collapses: Floats, generator: np.random.Generator) -> float:
+    """p of the difference between two lines in collapses (seeds, 2), from exchanging the lines within each seed.
+
+    With a single seed there is no p.
+    """
+    if len(num_collapses) < MIN_SEEDS_OF_EDGE:
+        return math.nan
+    result = stats.permutation_test(
+        num_collapses.T,
+        lambda first, second, axis: np.sum(first - second, axis=axis),
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=9999,
+        rng=generator,
+    )
+    return float(result.pvalue)
+
+
+def _describe_shift(shift: Estimate, line: DoseCounts, reference: DoseCounts, num_seeds: int) -> str:
+    """Why a shift is missing, or is bounded on one side only."""
+    if num_seeds < MIN_SEEDS_OF_EDGE:
+        notes = [f"an interval needs {MIN_SEEDS_OF_EDGE} seeds"]
+    else:
+        sides = [name for name, bound in (("below", shift.low), ("above", shift.high)) if math.isnan(bound)]
+        notes = [f"the runs do not bound the shift from {' and '.join(sides)}"] if sides else []
+    for name, counts in (("the line", line), ("the reference", reference)):
+        if not counts.num_events.any():
+            notes.append(f"no run of {name} collapsed")
+        elif (counts.num_events == counts.num_runs).all():
+            notes.append(f"every run of {name} collapsed")
+    return "; ".join(notes)

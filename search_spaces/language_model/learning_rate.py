@@ -1,0 +1,100 @@
+"""At which learning rate does training break, how wide is the safe band, and how far does a KL penalty move the edge?
+
+The arms cross the learning rate of the policy, over a decade and a half, with the coefficient of the KL loss (0 and
+0.1) and with the advantage estimator (PPO with a critic, GRPO without one). They differ in nothing else: the critic
+keeps the learning rate of the preset, and GRPO the loss aggregation of PPO.
+"""
+
+from collections.abc import Iterator
+
+from search_spaces.declaration.presets import Settings
+from search_spaces.declaration.study import Axis, Contrasts, NameTemplates, Study
+from search_spaces.language_model.common import SWEEP_SETTINGS
+from search_spaces.language_model.family import PPO
+
+RATES: dict[str, tuple[str, ...]] = {
+    # sokoban-tiny learns at 3e-4 and collapses at 3e-3 without a KL loss. The rates are closer to each other there.
+    "laptop": ("1e-4", "3e-4", "1e-3", "1.7e-3", "3e-3"),
+    # The published rate is 1e-6.
+    "paper": ("1e-7", "3e-7", "1e-6", "1.7e-6", "3e-6"),
+}
+"""Learning rates of the policy under each preset, as they are typed."""
+
+ESTIMATORS: dict[str, str] = {"ppo": "gae", "grpo": "grpo"}
+"""Advantage estimators by the name of the algorithm."""
+
+KL_COEFFICIENTS = ("0", "0.1")
+
+
+def _name_arm(algorithm: str, coefficient: str, rate: str) -> str:
+    return f"{algorithm}-kl{coefficient}-lr{rate}"
+
+
+def _make_arms(rates: tuple[str, ...]) -> Iterator[tuple[str, Settings]]:
+    """The arms over `rates` by name: for each algorithm and KL coefficient, from the lowest rate to the highest."""
+    for algorithm, estimator in ESTIMATORS.items():
+        for coefficient in KL_COEFFICIENTS:
+            for rate in rates:
+                yield (
+                    _name_arm(algorithm, coefficient, rate),
+                    {
+                        "actor.lr": float(rate),
+                        "actor.use_kl_loss": coefficient != "0",
+                        "actor.kl_loss_coef": float(coefficient),
+                        "algorithm.adv_estimator": estimator,
+                    },
+                )
+
+
+_ARMS_BY_PRESET = {preset: dict(_make_arms(rates)) for preset, rates in RATES.items()}
+_ALL_RATES = tuple(rate for rates in RATES.values() for rate in rates)
+
+# A study has the pairs of its preset: those of other rates have no runs.
+CONTRASTS: Contrasts = {
+    **{
+        f"KL 0.1 against KL 0, {algorithm.upper()}": tuple(
+            (_name_arm(algorithm, "0.1", rate), _name_arm(algorithm, "0", rate)) for rate in _ALL_RATES
+        )
+        for algorithm in ESTIMATORS
+    },
+    **{
+        f"GRPO against PPO, KL {coefficient}": tuple(
+            (_name_arm("grpo", coefficient, rate), _name_arm("ppo", coefficient, rate)) for rate in _ALL_RATES
+        )
+        for coefficient in KL_COEFFICIENTS
+    },
+}
+
+STUDY = Study(
+    name="learning-rate",
+    family=PPO,
+    question=__doc__.splitlines()[0],
+    axis=Axis(
+        setting="learning rate x KL coefficient x advantage estimator",
+        option="--arms",
+        grids={preset: tuple(arms) for preset, arms in _ARMS_BY_PRESET.items()},
+        named_settings={name: settings for arms in _ARMS_BY_PRESET.values() for name, settings in arms.items()},
+        dose="actor.lr",
+    ),
+    fixed_settings={**SWEEP_SETTINGS, "actor.entropy_coeff": 0.0, "filter.rollout_filter_value": 1.0},
+    # The arms set their rates themselves, so a preset's rate only names the baseline.
+    presets={"stress": {"actor.lr": PPO.presets["laptop"].settings["actor.lr"]}},
+    n_seeds=3,
+    baseline="ppo-kl0-lr{lr}",
+    contrasts=CONTRASTS,
+    published_templates=NameTemplates(
+        run="learning_rate_{model}",
+        experiment="sokoban_learning_rate_{tag}_{label}-{model}",
+        title="Learning Rate",
+        summary="arm={arm} | filter={tag} | include_zero={include_zero}",
+        wandb_project="ragen_learning_rate",
+        log="{run}/{tag}/{label}/{experiment}.log",
+        checkpoints="{run}/{label}/{experiment}",
+    ),
+    smoke_settings={
+        "trainer.total_training_steps": 1,
+        "env.env_groups": 2,
+        "env.val_env_groups": 8,
+        "env.test_env_groups": 0,
+    },
+)
