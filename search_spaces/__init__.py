@@ -3,6 +3,7 @@
 from search_spaces.declaration.family import Family
 from search_spaces.declaration.study import Study
 from search_spaces.language_model import (
+    collapse_gradients,
     entropy,
     gradient_analysis,
     grpo_entropy_sokoban,
@@ -36,6 +37,7 @@ STUDIES: dict[str, Study] = {
         top_p.STUDY,
         gradient_analysis.STUDY,
         learning_rate.STUDY,
+        collapse_gradients.STUDY,
         smoke.SMOKE_STUDY,
         smoke.SMOKE_ALL_STUDY,
         single.STUDY,
