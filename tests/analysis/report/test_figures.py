@@ -28,7 +28,7 @@ def find_sections(*templates: str) -> list[str]:
 
 def test_every_section_of_a_figure_is_on_the_page_once(tmp_path: Path) -> None:
     sections = {figure.section for figure in (*figures.AXIS_FIGURES, *figures.GRID_FIGURES)}
-    assert sorted(find_sections("report", "grid")) == sorted(sections)
+    assert sorted(find_sections("report", "grid", "edge")) == sorted(sections)
     runs = [sandbox_folders.FakeRun("DG", steps=40)]
     frames = load(sandbox_folders.write_sandbox(tmp_path, runs, sandbox_folders.FakeStudy("some-study")))
     sandbox_sections = {figure.section for figure in sandbox_figures.make_gallery(frames).figures}

@@ -161,7 +161,8 @@ def test_the_page_needs_nothing_from_outside(folder: Path, page: Page) -> None:
 
 def test_figures_are_inline_and_files_beside_the_page(folder: Path) -> None:
     names = {path.stem for path in (folder / "figures").glob("*.png")}
-    expected = {"dose_response", "validation_curves", "reward_std", "entropy", "val_kl", "kept_groups", "survival"}
+    expected = {"dose_response", "validation_curves", "reward_std", "entropy", "val_kl", "kept_groups"}
+    expected |= {"survival", "onsets"}  # a run has collapsed
     assert names == expected
     text = (folder / "report.html").read_text()
     assert text.count('<svg role="img"') == len(expected)
@@ -332,4 +333,4 @@ def test_a_browser_shows_the_report(folder: Path, tmp_path: Path) -> None:
     assert "Verdict for each arm" in page_text
     for arm in read_study(folder).trials["arm"]:
         assert re.search(rf'<th scope="row">{re.escape(arm)}</th>', dom)
-    assert dom.count("<svg") == 7
+    assert dom.count("<svg") == len(list((folder / "figures").glob("*.png"))) > 0
