@@ -91,10 +91,4 @@ STUDY = Study(
         log="{run}/{tag}/{label}/{experiment}.log",
         checkpoints="{run}/{label}/{experiment}",
     ),
-    smoke_settings={
-        "trainer.total_training_steps": 1,
-        "env.env_groups": 2,
-        "env.val_env_groups": 8,
-        "env.test_env_groups": 0,
-    },
 )
