@@ -10,9 +10,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from tests.attack.cells import Kind, KindTally, Outcome, Workshop, attack, print_lines, print_progress, select_cells
+from tests.attack.cells import (
+    Cell,
+    Kind,
+    KindTally,
+    Outcome,
+    Workshop,
+    attack,
+    print_lines,
+    print_progress,
+    select_cells,
+)
 from tests.attack.children import call_in_background
 from tests.attack.damaged_files import make_damaged_files
 from tests.attack.extremes import make_extremes
@@ -53,7 +64,14 @@ def run_attack(kinds: Sequence[Kind], workshop: Workshop, deadline: float | None
 
     def try_quiet_kinds() -> dict[str, tuple[list[Outcome], float]]:
         tallies = attack(quiet_kinds, workshop, deadline)
-        return {tally.kind.name: (tally.outcomes, tally.seconds) for tally in tallies}
+        # The fault of a cell may be a function that cannot be pickled, and the lines need only the cell's name.
+        return {
+            tally.kind.name: (
+                [replace(outcome, cell=Cell(outcome.cell.name, None)) for outcome in tally.outcomes],
+                tally.seconds,
+            )
+            for tally in tallies
+        }
 
     with call_in_background(try_quiet_kinds) as wait:
         loud_tallies = attack(loud_kinds, workshop, deadline)
