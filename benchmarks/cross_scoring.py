@@ -28,7 +28,7 @@ from trainable.diagnostics.thoughts import ThoughtPairs, read_turns, sample_firs
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import Episode
-from trainable.rollout.episode_loop import roll_out_episodes
+from trainable.rollout.episode_loop import draw_luck, roll_out_episodes
 from trainable.rollout.sampler import SamplingParams
 
 COMPUTE_FREQ = 5  # steps per diagnosis
@@ -91,6 +91,7 @@ def roll_out(trainer: PPOTrainer) -> list[Episode]:
     """One rollout of the preset's levels."""
     config = trainer.config
     return roll_out_episodes(
+        trainer.environment,
         trainer.levels[0],
         config.env.group_size,
         trainer.engine.sampler,
@@ -99,6 +100,7 @@ def roll_out(trainer: PPOTrainer) -> list[Episode]:
         trainer.limits,
         SamplingParams(1.0, config.rollout.response_length, trainer.stop_token),
         make_rng(0, "sampling", 1),
+        draw_luck(make_rng(0, "environment", 1), len(trainer.levels[0]) * config.env.group_size, trainer.limits),
     )
 
 

@@ -21,7 +21,6 @@ from trainable.algo.mutual_information import compute_information_metrics
 from trainable.backend.torch_backend import TorchBackend
 from trainable.config.sections import ActorConfig, CriticConfig
 from trainable.diagnostics.cross_scores import compute_cross_scores
-from trainable.envs.sokoban.board import Action
 from trainable.models.load import find_model, make_frozen_copy
 from trainable.models.qwen2 import PassSettings, Qwen2, ValueModel
 from trainable.models.qwen2_shape import Qwen2Shape
@@ -115,7 +114,7 @@ def make_episodes(count: int, turn_lengths: TurnLengths, vocabulary: int) -> lis
                 entropies=zeros,
                 turns=np.repeat(np.arange(TURNS).repeat(2), segment_lengths),
                 turn_rewards=tuple(rng.normal(size=TURNS)),
-                turn_actions=((Action.UP,),) * TURNS,
+                turn_actions=(("Up",),) * TURNS,
                 turn_validity=(True,) * TURNS,
                 stop_reason=StopReason.OUT_OF_TURNS,
                 texts=("",) * TURNS,

@@ -26,7 +26,6 @@ from search_spaces.declaration.presets import PRESETS
 from trainable.algo.batching import order_length_stratified
 from trainable.algo.vocabulary import logprobs_from_hidden
 from trainable.config.run_config import RunConfig, apply_overrides
-from trainable.config.seeds import make_rng
 from trainable.models.qwen2 import Qwen2, Qwen2Trunk
 from trainable.models.qwen2_shape import compute_rotary
 from trainable.ppo.flops import time_call
@@ -192,7 +191,7 @@ def make_laptop_case() -> Case:
         apply_overrides(RunConfig(), {**PRESETS["laptop"].settings, "trainer.total_training_steps": 1})
     )
     config = trainer.config
-    episodes = trainer.roll_out(trainer.levels[0], config.env.group_size, make_rng(0, "sampling", 1))
+    episodes = trainer.roll_out(trainer.levels[0], config.env.group_size, "sampling")
     return Case(trainer.model, collate(episodes))
 
 

@@ -21,7 +21,7 @@ from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.seeds import make_rng
 from trainable.models.load import find_model
 from trainable.ppo.trainer import PPOTrainer
-from trainable.rollout.episode_loop import roll_out_episodes
+from trainable.rollout.episode_loop import draw_luck, roll_out_episodes
 from trainable.rollout.sampler import Conversation, SampledReply, Sampler, SamplingParams
 
 
@@ -85,8 +85,11 @@ class GenerateSampler:
 
 def time_rollout(trainer: PPOTrainer, sampler: Sampler, step: int) -> tuple[float, int]:
     """CPU seconds and sampled tokens of one rollout."""
+    num_episodes = len(trainer.levels[step]) * trainer.config.env.group_size
+    luck = draw_luck(make_rng(0, "environment", step), num_episodes, trainer.limits)
     start_time = time.process_time()
     episodes = roll_out_episodes(
+        trainer.environment,
         trainer.levels[step],
         trainer.config.env.group_size,
         sampler,
@@ -95,6 +98,7 @@ def time_rollout(trainer: PPOTrainer, sampler: Sampler, step: int) -> tuple[floa
         trainer.limits,
         SamplingParams(1.0, 24, trainer.model.shape.eos_token_id),
         make_rng(0, "sampling", step),
+        luck,
     )
     return time.process_time() - start_time, sum(episode.response_tokens for episode in episodes)
 

@@ -29,6 +29,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "trainable.storage": ("trainable.files", "trainable.runs"),
     "trainable.envs": ("trainable.config",),
     "trainable.envs.sokoban": ("trainable.config", "trainable.envs"),
+    "trainable.envs.games": ("trainable.config", "trainable.envs", "trainable.envs.sokoban"),
     "trainable.models": ("trainable.config", "trainable.envs", "trainable.runs"),
     "trainable.rollout": (
         "trainable.files",
@@ -163,8 +164,9 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "trainable.runs.orphans": ("psutil",),
     "trainable.storage": (),
     "trainable.storage.remote": ("pyarrow",),
-    "trainable.envs": (),
+    "trainable.envs": ("numpy",),
     "trainable.envs.sokoban": ("numpy",),
+    "trainable.envs.games": ("numpy",),
     "trainable.models": ("torch", "numpy", "transformers", "safetensors", "tokenizers", "huggingface_hub"),
     "trainable.models.kv_cache": ("torch",),
     "trainable.models.packing": ("torch",),

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import analysis
@@ -46,7 +45,7 @@ def get_trainer(trial: Trial) -> PPOTrainer:
 def play_opening(trainer: PPOTrainer) -> str:
     """Play the first validation level and return the conversation as text."""
     tokenizer = load_policy(trainer.config.model.path, trainer.device).tokenizer
-    episodes = trainer.roll_out(trainer.val_levels[:1], 1, np.random.default_rng(0))
+    episodes = trainer.roll_out(trainer.val_levels[:1], 1, "sampling")
     text: str = tokenizer.decode(episodes[0].tokens.tolist(), skip_special_tokens=False)
     return text
 

@@ -73,7 +73,7 @@ _EPISODE_VALIDATORS: Mapping[str, Callable[[object], bool]] = {
     "step": _is_count,
     "level": _is_count,
     "turns": _is_turn_list,
-    "solved": is_bool,
+    "success": is_bool,
     "stop_reason": is_text,
     "score": is_number,
 }

@@ -333,7 +333,7 @@ def _make_analysis_frame(
 
 
 def _make_evaluation_frame(names: Row, line: Row) -> pd.DataFrame:
-    # One character per episode: "1" solved, "0" not.
+    # One character per episode: "1" for success, "0" otherwise.
     success = np.frombuffer(line["success"].encode(), dtype=np.uint8) == ord("1")
     if not len(line["levels"]) == len(line["clusters"]) == len(success):
         raise ValueError(

@@ -11,12 +11,13 @@ from scipy import stats
 from torch import Tensor
 
 from tests.fakes.scripted import make_random_model
-from trainable.envs.sokoban.level_sets import make_training_levels
-from trainable.envs.sokoban.prompt import make_prompt_template
+from trainable.envs.level_sets import make_training_levels
+from trainable.envs.prompts import make_prompt_template
+from trainable.envs.sokoban.game import Sokoban
 from trainable.models.load import Policy, load_policy, make_codec
 from trainable.models.qwen2 import Qwen2
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.episode_loop import EpisodeLimits, roll_out_episodes
+from trainable.rollout.episode_loop import EpisodeLimits, draw_luck, roll_out_episodes
 from trainable.rollout.logprob_mismatch import EngineMismatchError, check_mismatch, measure_mismatch
 from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
@@ -117,14 +118,16 @@ def compute_trainer_logprobs(model: Qwen2, tokens: Sequence[int], mask: Sequence
 
 def roll_out(sampler: Sampler, policy: Policy, temperature: float) -> list[Episode]:
     return roll_out_episodes(
-        make_training_levels(0, 1, 4),
+        Sokoban(),
+        make_training_levels(Sokoban(), 0, 1, 4),
         6,
         sampler,
-        make_prompt_template("compact", "grid", 10),
+        make_prompt_template(Sokoban(), "compact", 10),
         make_codec(policy.tokenizer),
         EpisodeLimits(5, 2, 10, -0.1, CONTEXT),
         SamplingParams(temperature, LENGTH, policy.stop_token),
         np.random.default_rng(0),
+        draw_luck(np.random.default_rng(0), 24, EpisodeLimits(5, 2, 10, -0.1, CONTEXT)),
     )
 
 
@@ -158,7 +161,7 @@ def test_greedy_episodes_equal_those_of_the_torch_sampler(vllm: VllmSampler, shi
         roll_out(TorchSampler(shipped_policy.model), shipped_policy, 0.0),
         roll_out(vllm, shipped_policy, 0.0),
     )
-    assert any(episode.solved for episode in torch_episodes)
+    assert any(episode.success for episode in torch_episodes)
     for torch_episode, vllm_episode in zip(torch_episodes, vllm_episodes, strict=True):
         assert torch_episode.tokens.tolist() == vllm_episode.tokens.tolist()
         assert (torch_episode.mask.tolist(), torch_episode.stop_reason, torch_episode.turn_rewards) == (
@@ -171,7 +174,7 @@ def test_greedy_episodes_equal_those_of_the_torch_sampler(vllm: VllmSampler, shi
 def test_sampled_episodes_are_complete(vllm: VllmSampler, shipped_policy: Policy) -> None:
     episodes = roll_out(vllm, shipped_policy, 1.0)
     assert len({episode.stop_reason for episode in episodes}) > 1
-    assert StopReason.SOLVED in {episode.stop_reason for episode in episodes}
+    assert StopReason.SUCCESS in {episode.stop_reason for episode in episodes}
     assert len({episode.texts for episode in episodes}) > 12
     for episode in episodes:
         assert np.isnan(episode.entropies[episode.mask]).all()

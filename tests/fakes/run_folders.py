@@ -214,7 +214,7 @@ def _make_evaluation(
 
 
 def compute_success_rate(line: Mapping[str, Any]) -> float:
-    """Return the fraction of solved episodes of one line of levels.jsonl."""
+    """Return the fraction of successful episodes of one line of levels.jsonl."""
     return float(line["success"].count("1") / len(line["success"]))
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from search_spaces.declaration.presets import PRESETS
 from trainable.config.run_config import RunConfig, apply_overrides
-from trainable.envs.sokoban.board import Action
 from trainable.models.qwen2 import Qwen2
 from trainable.models.qwen2_shape import Qwen2Shape
 from trainable.rollout.episode import Episode, StopReason
@@ -157,7 +156,7 @@ def make_episode(
             [n_prompt_tokens + n_sampled_tokens for n_prompt_tokens, n_sampled_tokens, _ in turns],
         ),
         turn_rewards=tuple(reward for _, _, reward in turns),
-        turn_actions=((Action.UP,),) * len(turns),
+        turn_actions=(("Up",),) * len(turns),
         turn_validity=(True,) * len(turns),
         stop_reason=StopReason.OUT_OF_TURNS,
         texts=("",) * len(turns),

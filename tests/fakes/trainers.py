@@ -6,11 +6,11 @@ import numpy as np
 import torch
 
 from tests.fakes.scripted import clone_tensors, make_small_config
-from trainable.config.seeds import make_rng
+from trainable.config.seeds import PURPOSES, make_rng
 from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import Episode
-from trainable.rollout.episode_loop import roll_out_episodes
+from trainable.rollout.episode_loop import draw_luck, roll_out_episodes
 from trainable.runs.records import TIME_COLUMNS
 
 Row = dict[str, Any]
@@ -62,6 +62,7 @@ def replay_step(trainer: PPOTrainer, step: int) -> list[Episode]:
     """Play the episodes of a step again, with the current weights of the trainer."""
     env = trainer.config.env
     return roll_out_episodes(
+        trainer.environment,
         trainer.levels[step - 1],
         env.group_size,
         trainer.engine.sampler,
@@ -70,4 +71,9 @@ def replay_step(trainer: PPOTrainer, step: int) -> list[Episode]:
         trainer.limits,
         trainer._make_sampling_params(trainer.config.rollout.temperature),
         make_rng(trainer.config.seed, "sampling", step),
+        draw_luck(
+            make_rng(trainer.config.seed, "environment", PURPOSES["sampling"], step),
+            env.env_groups * env.group_size,
+            trainer.limits,
+        ),
     )

@@ -17,6 +17,7 @@ from trainable.config.aliases import ALIASES
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.choices import FILTER_STRATEGIES, POLICY_LOSSES, find_unused_settings
 from trainable.config.command_lines import format_command
+from trainable.config.game_sections import GAME_SECTIONS
 from trainable.config.sections import (
     ActorConfig,
     AlgorithmConfig,
@@ -179,6 +180,12 @@ class RunConfig(BaseRunConfig):
             del settings["actor"][setting]
         for setting in find_unused_settings(FILTER_STRATEGIES, self.filter.rollout_filter_strategy):
             del settings["filter"][setting]
+        # Other games than Sokoban were added later, so their settings are only in the hash of runs that play them.
+        for game, section in GAME_SECTIONS.items():
+            if section is not None and game != self.env.name:
+                del settings["env"][game]
+        if self.env.name == EnvConfig.model_fields["name"].default:
+            del settings["env"]["name"]
         # As for LoRA: these settings were added later. They are only in the hash of runs that use them.
         if not self.collapse_detection.all_quantities:
             del settings["collapse_detection"]["all_quantities"]
@@ -236,14 +243,20 @@ def resolve_key(key: str, config_type: type[BaseRunConfig] = RunConfig) -> str:
     """The dotted field of `config_type` that `key` names; ConfigError with the nearest names if there is none.
 
     `key` is a field (`actor.kl_loss_coef`), a key of the published documents (`actor_rollout_ref.actor.kl_loss_coef`),
-    or the last part of a field that only one section has (`kl_loss_coef`).
+    or the last part of a field that only one section has (`kl_loss_coef`), with or without the outermost section
+    (`env.success_rate` for `env.frozenlake.success_rate`).
     """
     fields, aliases = list_field_names(config_type), config_type.aliases
     if key in fields:
         return key
     if key in aliases:
         return aliases[key]
-    matching_fields = [name for name in fields if name.rsplit(".", 1)[-1] == key]
+    outermost_section, _, last_part = key.rpartition(".")
+    matching_fields = [
+        name
+        for name in fields
+        if name.rsplit(".", 1)[-1] == last_part and (not outermost_section or name.split(".")[0] == outermost_section)
+    ]
     if len(matching_fields) == 1:
         return matching_fields[0]
     if matching_fields:

@@ -16,6 +16,7 @@ from trainable.config.choices import (
     AdvantageEstimator,
     PolicyLossKind,
 )
+from trainable.config.game_sections import GAME_SECTIONS, CountdownConfig, FrozenLakeConfig, MastermindConfig
 from trainable.config.section import Section
 from trainable.config.setting_types import (
     MAX_FLOAT,
@@ -64,7 +65,11 @@ class ModelConfig(Section):
 
 
 class EnvConfig(Section):
-    """Levels, groups and the limits of an episode (published environment `CoordSokoban`: 6x6, one box)."""
+    """The game, its levels and groups, and the limits of an episode."""
+
+    name: Common[Literal[tuple(GAME_SECTIONS)]] = Field(  # type: ignore[valid-type]
+        "sokoban", description="the game; each game but sokoban has a section env.NAME of settings of its own"
+    )
 
     env_groups: Common[GroupCount] = Field(8, description="P: training prompts (levels) per step")
     group_size: Common[int] = Field(16, ge=1, description="G: rollouts per training prompt")
@@ -84,8 +89,11 @@ class EnvConfig(Section):
         -0.1, description="added to the episode's score for each turn with an invalid or empty answer"
     )
     observation_format: Literal["grid_coord", "grid", "coord"] = Field(
-        "grid_coord", description="how the full prompt shows a level; ignored by the compact prompt"
+        "grid_coord", description="how the full prompt shows a board or map; ignored by the compact prompt"
     )
+    frozenlake: FrozenLakeConfig = FrozenLakeConfig()
+    mastermind: MastermindConfig = MastermindConfig()
+    countdown: CountdownConfig = CountdownConfig()
 
     @model_validator(mode="after")
     def _check_episodes(self) -> Self:

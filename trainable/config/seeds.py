@@ -27,6 +27,7 @@ PURPOSES = {
     "sandbox_replay": 18,
     "sandbox_screen": 19,
     "sandbox_data": 20,
+    "environment": 21,
 }
 
 

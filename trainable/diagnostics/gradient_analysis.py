@@ -12,7 +12,7 @@ from trainable.algo.filters import compute_group_scores
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
 from trainable.diagnostics.gradient_probe import ProbeResult, probe_gradients
-from trainable.envs.sokoban.level_sets import collect_level_keys, make_training_levels
+from trainable.envs.level_sets import collect_excluded_keys, make_training_levels
 from trainable.ppo.evaluation import reshape_by_group
 from trainable.ppo.filtering import filter_episodes
 from trainable.rollout.episode import Episode
@@ -128,10 +128,11 @@ def _roll_out_batch(trainer: "PPOTrainer", num_groups: int, group_size: int) -> 
     # the levels of step 1.
     analysis_index = (max(1, step) - 1) // config.trainer.gradient_analysis_every + 1
     first_seed = config.env.seed_train + LEVEL_SEED_OFFSET
+    excluded_keys = collect_excluded_keys(trainer.environment, trainer.test_levels)
     levels = make_training_levels(
-        config.seed, analysis_index, num_groups, first_seed, excluded_keys=collect_level_keys(trainer.test_levels)
+        trainer.environment, config.seed, analysis_index, num_groups, first_seed, excluded_keys
     )
-    return trainer.roll_out(levels, group_size, make_rng(config.seed, "gradient_sampling", step))
+    return trainer.roll_out(levels, group_size, "gradient_sampling")
 
 
 def _probe_batch(trainer: "PPOTrainer", prepared: "PreparedBatch", reward_stds: Mapping[int, float]) -> ProbeResult:

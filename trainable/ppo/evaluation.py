@@ -21,9 +21,9 @@ class Evaluation(NamedTuple):
 
     step: training steps before the evaluation. split: val or test. mode: sampled or greedy. levels: seed of each
     episode's level. clusters: for each episode, the index of its level's symmetry class; levels that are equal up to
-    symmetry are one cluster in confidence intervals. solved: whether each episode solved its level. score: mean score
-    of the episodes. invalid_turns: invalid turns as a fraction of all turns. kl_to_reference: KL to the policy before
-    training in nats per token; None if it was not measured. episodes: those episodes whose texts are recorded.
+    symmetry are one cluster in confidence intervals. successes: whether each episode ended with success. score: mean
+    score of the episodes. invalid_turns: invalid turns as a fraction of all turns. kl_to_reference: KL to the policy
+    before training in nats per token; None if it was not measured. episodes: those episodes whose texts are recorded.
     """
 
     step: int
@@ -31,7 +31,7 @@ class Evaluation(NamedTuple):
     mode: str
     levels: tuple[int, ...]
     clusters: tuple[int, ...]
-    solved: tuple[bool, ...]
+    successes: tuple[bool, ...]
     score: float
     invalid_turns: float
     kl_to_reference: float | None = None
@@ -39,13 +39,13 @@ class Evaluation(NamedTuple):
 
     @property
     def success(self) -> float:
-        """Fraction of episodes that were solved."""
-        return sum(self.solved) / len(self.solved)
+        """Fraction of episodes that ended with success."""
+        return sum(self.successes) / len(self.successes)
 
     def compute_success_where(self, is_selected: Sequence[bool]) -> float | None:
         """Success over the episodes for which `is_selected` is True; None if there are none."""
-        selected_solved = [solved for solved, selected in zip(self.solved, is_selected, strict=True) if selected]
-        return sum(selected_solved) / len(selected_solved) if selected_solved else None
+        selected = [success for success, is_in in zip(self.successes, is_selected, strict=True) if is_in]
+        return sum(selected) / len(selected) if selected else None
 
     def to_line(self) -> dict[str, object]:
         """The record for levels.jsonl."""
@@ -55,7 +55,7 @@ class Evaluation(NamedTuple):
             "mode": self.mode,
             "levels": self.levels,
             "clusters": self.clusters,
-            "success": "".join("1" if solved else "0" for solved in self.solved),
+            "success": "".join("1" if success else "0" for success in self.successes),
         }
 
 
@@ -70,7 +70,7 @@ def make_evaluation(
         mode=mode,
         levels=tuple(episode.level_seed for episode in episodes),
         clusters=tuple(clusters[episode.group] for episode in episodes),
-        solved=tuple(episode.solved for episode in episodes),
+        successes=tuple(episode.success for episode in episodes),
         score=sum(episode.score for episode in episodes) / len(episodes),
         invalid_turns=sum(episode.invalid_turns for episode in episodes) / num_turns,
     )
@@ -88,13 +88,13 @@ def record_episode(episode: Episode, step: int, codec: Codec) -> RecordedEpisode
             RecordedTurn(
                 observation=observations[turn],
                 reply=replies[turn],
-                actions=tuple(action.name.capitalize() for action in episode.turn_actions[turn]),
+                actions=episode.turn_actions[turn],
                 reward=float(episode.turn_rewards[turn]),
                 valid=episode.turn_validity[turn],
             )
             for turn in turns
         ),
-        solved=episode.solved,
+        success=episode.success,
         stop_reason=episode.stop_reason.value,
         score=episode.score,
     )
@@ -114,10 +114,10 @@ def number_classes(keys: Sequence[bytes]) -> list[int]:
 def summarize_rollout(episodes: Sequence[Episode], group_size: int) -> RolloutSummary:
     """Means over all episodes of a step, before the filter; the episodes of a group are consecutive."""
     num_episodes, num_turns = len(episodes), sum(len(episode.texts) for episode in episodes)
-    solved_by_group = reshape_by_group([float(episode.solved) for episode in episodes], group_size)
+    success_by_group = reshape_by_group([float(episode.success) for episode in episodes], group_size)
     return RolloutSummary(
-        train_success=float(solved_by_group.mean()),
-        train_pass_at_group=float((solved_by_group.sum(1) > 0).float().mean()),
+        train_success=float(success_by_group.mean()),
+        train_pass_at_group=float((success_by_group.sum(1) > 0).float().mean()),
         train_reward=sum(episode.score for episode in episodes) / num_episodes,
         train_actions=sum(episode.actions for episode in episodes) / num_episodes,
         train_invalid_turns=sum(episode.invalid_turns for episode in episodes) / num_turns,

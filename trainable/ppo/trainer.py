@@ -18,10 +18,11 @@ from trainable.backend.make import make_backends
 from trainable.backend.meter import Meter
 from trainable.backend.world import SINGLE_PROCESS, World, chain_blocks, compute_local_range, skip_child_seeds
 from trainable.config.run_config import RunConfig
-from trainable.config.seeds import make_rng
-from trainable.envs.sokoban.generate import Level
-from trainable.envs.sokoban.level_sets import make_run_levels, make_validation_levels
-from trainable.envs.sokoban.prompt import Observation, make_prompt_template
+from trainable.config.seeds import PURPOSES, make_rng
+from trainable.envs.environment import Level
+from trainable.envs.games.make import make_environment
+from trainable.envs.level_sets import make_run_levels, make_validation_levels
+from trainable.envs.prompts import Observation, make_prompt_template
 from trainable.models.interface import Critic, LanguageModel
 from trainable.models.load import Policy, make_codec, pick_device
 from trainable.models.lora import check_base
@@ -55,7 +56,7 @@ from trainable.ppo.update import ActorUpdate, TokenFunction, compute_at_trained_
 from trainable.rollout.batch import Batch, collate, make_update_order
 from trainable.rollout.engine import make_engine
 from trainable.rollout.episode import Episode
-from trainable.rollout.episode_loop import EpisodeLimits, check_first_turn, roll_out_episodes
+from trainable.rollout.episode_loop import EpisodeLimits, check_first_turn, draw_luck, roll_out_episodes
 from trainable.rollout.sampler import SamplingParams
 from trainable.runs.failures import NonFiniteError
 from trainable.runs.flat_state import get_shapes
@@ -124,14 +125,14 @@ class PPOTrainer:
         self._set_up_environment(policy)
 
     def _set_up_environment(self, policy: Policy) -> None:
-        """Make the prompt template, the limits, the engine, and the levels of all steps, so that no step generates any.
+        """Make the game, its prompts and limits, the engine, and the levels of all steps, so that no step makes any.
 
         Raises ValueError if the first turn of an episode does not fit into the context.
         """
         config, env = self.config, self.config.env
-        style = config.model.prompt_style
+        self.environment = make_environment(env)
         self.prompt_template = make_prompt_template(
-            style, env.observation_format, env.max_actions_per_traj, policy.chat_format
+            self.environment, config.model.prompt_style, env.max_actions_per_traj, policy.chat_format
         )
         model_context = self.model.shape.max_position_embeddings
         # The setting can only shorten the model's context, never extend it.
@@ -141,12 +142,12 @@ class PPOTrainer:
         )
         # Checked before an engine is started for settings that cannot work. Any level serves: the check needs the
         # length of a first prompt, and the engine a fixed prompt on which log-probs are compared.
-        (level,) = make_validation_levels(count=1, base=env.seed_val)
-        first_observation = Observation(turn=1, cells=level.cells, actions_left=env.max_actions_per_traj)
+        (state,) = self.environment.start(make_validation_levels(self.environment, count=1, base=env.seed_val))
+        first_observation = Observation(turn=1, state=state, actions_left=env.max_actions_per_traj)
         check_first_turn(first_observation, self.prompt_template, self.codec, context, config.rollout.response_length)
         prompt = self.codec.encode([self.prompt_template.format_first_turn(first_observation)])[0]
         self.engine = make_engine(config, policy, self.device, prompt, context, self.backends["actor"].gather_weights)
-        self.levels, self.val_levels, self.test_levels, is_unseen = make_run_levels(config)
+        self.levels, self.val_levels, self.test_levels, is_unseen = make_run_levels(self.environment, config)
         # An evaluation has one entry per episode, and the rollouts of a level are consecutive in it.
         self.is_val_unseen = [unseen for unseen in is_unseen for _ in range(env.val_group_size)]
 
@@ -211,37 +212,44 @@ class PPOTrainer:
     def _collect_episodes(self) -> list[Episode]:
         """Roll out the training levels of the current step."""
         levels = self.levels[self.step_index - 1]
-        return self.roll_out(
-            levels, self.config.env.group_size, make_rng(self.config.seed, "sampling", self.step_index)
-        )
+        return self.roll_out(levels, self.config.env.group_size, "sampling")
 
-    def roll_out(self, levels: Sequence[Level], group_size: int, rng: np.random.Generator) -> list[Episode]:
-        """Sample training episodes: `group_size` per level, in the order of the levels."""
-        return self._roll_out_levels(levels, group_size, self.config.rollout.temperature, rng, needs_logprobs=True)
+    def roll_out(self, levels: Sequence[Level], group_size: int, purpose: str) -> list[Episode]:
+        """Sample training episodes: `group_size` per level, in the order of the levels.
+
+        purpose: the purpose of the samples in `make_rng`; each has its own random numbers at every step.
+        """
+        return self._roll_out_levels(levels, group_size, self.config.rollout.temperature, purpose, needs_logprobs=True)
 
     def _roll_out_levels(
         self,
         levels: Sequence[Level],
         group_size: int,
         temperature: float,
-        rng: np.random.Generator,
+        purpose: str,
         needs_logprobs: bool = False,
     ) -> list[Episode]:
         """Roll out every level `group_size` times; returns the episodes of all ranks, in the order of the levels.
 
-        Each rank plays some of the levels, and draws the same random numbers for them as a single rank would.
+        Each rank plays some of the levels, and draws the same random numbers for them as a single rank would. They
+        depend on the run's seed, on `purpose` and on the step.
         needs_logprobs: whether the log-probs of the episodes will be read. If not, they may be those of the engine.
         """
         local_range = compute_local_range(len(levels), self.world)
         local_levels = [levels[number] for number in local_range]
         # A sampler spawns one child generator per episode; skip those of the episodes that lower ranks play.
+        rng = make_rng(self.config.seed, purpose, self.step_index)
         rng = skip_child_seeds(rng, local_range.start * group_size)
+        # The environment has a stream of its own, so that its chance never depends on what was sampled.
+        luck_rng = make_rng(self.config.seed, "environment", PURPOSES[purpose], self.step_index)
+        luck = draw_luck(luck_rng, len(levels) * group_size, self.limits)
         sampling_params = self._make_sampling_params(temperature)
         episodes: list[Episode] = []
         with self.engine.wake_up():  # a rank without levels enters, too: gathering weights takes all ranks
             # More ranks than levels leave some ranks without any, and a sampler needs at least one prompt.
             if local_levels:
                 episodes = roll_out_episodes(
+                    self.environment,
                     local_levels,
                     group_size,
                     self.engine.sampler,
@@ -250,6 +258,7 @@ class PPOTrainer:
                     self.limits,
                     sampling_params,
                     rng,
+                    luck[local_range.start * group_size :],
                 )
         if needs_logprobs:
             # The trainer's passes come next and need the memory. Otherwise the engine stays awake, since the next phase
@@ -457,12 +466,11 @@ class PPOTrainer:
         else:
             levels, group_size, purpose = self.test_levels, 1, "test"
         temperature = self.config.rollout.val_temperature if mode == "sampled" else 0.0
-        rng = make_rng(self.config.seed, purpose, self.step_index)
         is_sampled_validation = (split, mode) == ("val", "sampled")
         with add_step(f"in the {purpose} after step {self.step_index}"):
             # Before training, policy and reference are equal.
             measures_kl = self.config.measures_val_kl and is_sampled_validation and self.step_index > 0
-            episodes = self._roll_out_levels(levels, group_size, temperature, rng, needs_logprobs=measures_kl)
+            episodes = self._roll_out_levels(levels, group_size, temperature, purpose, needs_logprobs=measures_kl)
         evaluation = make_evaluation(
             episodes, self.step_index, split, mode, number_classes([level.key for level in levels])
         )

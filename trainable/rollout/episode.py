@@ -6,15 +6,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainable.envs.sokoban.board import Action
-
 
 class StopReason(StrEnum):
     """How an episode ended."""
 
-    SOLVED = "solved"  # every box is on a target
-    OUT_OF_ACTIONS = "out of actions"  # unsolved after all actions that an episode may have
-    OUT_OF_TURNS = "out of turns"  # unsolved after all turns, with actions left
+    SUCCESS = "success"  # the level ended with success
+    FAILURE = "failure"  # the level ended without success, such as in a hole
+    OUT_OF_ACTIONS = "out of actions"  # the level has not ended after all actions that an episode may have
+    OUT_OF_TURNS = "out of turns"  # the level has not ended after all turns, with actions left
     MALFORMED = "malformed"  # no reply of any turn contained a valid action
     OUT_OF_CONTEXT = "out of context"  # another turn, with a reply of full length, might not fit into the context
 
@@ -27,9 +26,9 @@ class Episode(NamedTuple):
     mask: (T,) bool, True if the token was sampled.
     logprobs, entropies: (T,) float32, of the sampling distribution at each sampled token, in nats; 0 elsewhere.
     turns: (T,) int64, number of the turn, from 0.
-    turn_rewards: sum of rewards and format penalty of each turn. turn_actions: executed actions of each turn.
-    turn_validity: whether the answer of each turn was valid; an empty one is not. stop_reason: how the episode ended.
-    texts: the reply of each turn.
+    turn_rewards: sum of rewards and format penalty of each turn. turn_actions: names of the executed actions of each
+    turn. turn_validity: whether the answer of each turn was valid; an empty one is not. stop_reason: how the episode
+    ended. texts: the reply of each turn.
     engine_logprobs: (T,), like `logprobs`: the log-probs that the engine reported, if the trainer has recomputed
     `logprobs` since; otherwise None.
     """
@@ -42,7 +41,7 @@ class Episode(NamedTuple):
     entropies: npt.NDArray[np.float32]
     turns: npt.NDArray[np.int64]
     turn_rewards: tuple[float, ...]
-    turn_actions: tuple[tuple[Action, ...], ...]
+    turn_actions: tuple[tuple[str, ...], ...]
     turn_validity: tuple[bool, ...]
     stop_reason: StopReason
     texts: tuple[str, ...]
@@ -64,9 +63,9 @@ class Episode(NamedTuple):
         return self.turn_validity.count(False)
 
     @property
-    def solved(self) -> bool:
-        """Whether the level was solved."""
-        return self.stop_reason is StopReason.SOLVED
+    def success(self) -> bool:
+        """Whether the level ended with success."""
+        return self.stop_reason is StopReason.SUCCESS
 
     @property
     def response_tokens(self) -> int:

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from trainable.envs.sokoban.board import Action, step
-from trainable.envs.sokoban.generate import Level
-from trainable.envs.sokoban.prompt import Observation, ParsedReply, PromptTemplate, parse_reply
+from trainable.envs.environment import Environment, Level, State
+from trainable.envs.prompts import Observation, ParsedReply, PromptTemplate, parse_reply
 from trainable.models.codec import Codec
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
@@ -55,16 +55,17 @@ class _EpisodeState:
 
     level: Level
     group: int
-    cells: np.ndarray
+    state: State
     tokens: list[np.ndarray] = field(default_factory=list)
     replies: list[SampledReply | None] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
-    turn_actions: list[tuple[Action, ...]] = field(default_factory=list)
+    turn_actions: list[tuple[str, ...]] = field(default_factory=list)
     turn_validity: list[bool] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     length: int = 0
-    solved: bool = False
+    done: bool = False
+    success: bool = False
     out_of_context: bool = False
     last_reward: float = 0.0  # of the environment, without the format penalty, which the model is not shown
     last_invalid: bool = False
@@ -81,6 +82,7 @@ class _EpisodeState:
 
 
 def roll_out_episodes(
+    environment: Environment[Any],
     levels: Sequence[Level],
     group_size: int,
     sampler: Sampler,
@@ -89,18 +91,23 @@ def roll_out_episodes(
     limits: EpisodeLimits,
     params: SamplingParams,
     rng: np.random.Generator,
+    luck: np.ndarray,
 ) -> list[Episode]:
     """Play every level `group_size` times, all episodes in lock-step; the episodes of a level are consecutive.
 
-    The reward of a turn is the environment's, plus the format penalty if the turn is invalid. All random numbers come
-    from `rng`. An episode ends when it is solved, when it has no actions or turns left, or when its next turn, with a
-    reply of full length, could exceed the context.
+    The reward of a turn is the environment's, plus the format penalty if the turn is invalid. An episode ends when the
+    environment says so, when it has no actions or turns left, or when its next turn, with a reply of full length, could
+    exceed the context. All random numbers of the sampler come from `rng`, and those of the environment are `luck`, see
+    `draw_luck`.
     """
-    states = [_EpisodeState(level, group, level.cells) for group, level in enumerate(levels) for _ in range(group_size)]
+    starts = environment.start(levels)
+    states = [
+        _EpisodeState(level, group, starts[group]) for group, level in enumerate(levels) for _ in range(group_size)
+    ]
     prompts = codec.encode(
         [
-            template.format_first_turn(Observation(turn=1, cells=level.cells, actions_left=limits.max_actions))
-            for level in levels
+            template.format_first_turn(Observation(turn=1, state=start, actions_left=limits.max_actions))
+            for start in starts
         ]
     )
     for state in states:
@@ -111,7 +118,8 @@ def roll_out_episodes(
     new_tokens: list[list[int]] = [[] for _ in live_rows]  # none yet: the conversation already has the prompts
     for turn in range(limits.max_turn):
         replies = conversation.sample_replies(live_rows, new_tokens)
-        _apply_replies([states[row] for row in live_rows], replies, turn, codec, limits)
+        live_states = [states[row] for row in live_rows]
+        _apply_replies(environment, live_states, replies, turn, codec, limits, luck[live_rows, turn])
         live_rows = [row for row in live_rows if _is_live(states[row], limits)]
         # An observation after the last turn would get no reply.
         if turn + 1 == limits.max_turn or not live_rows:
@@ -122,16 +130,30 @@ def roll_out_episodes(
     return [_make_episode(state, limits) for state in states]
 
 
+def draw_luck(rng: np.random.Generator, num_episodes: int, limits: EpisodeLimits) -> np.ndarray:
+    """The random numbers of the environment for all episodes: float64 (episodes, turns, actions per turn), from [0, 1).
+
+    The numbers of an episode depend on its index only, and not on how many episodes there are.
+    """
+    return rng.random((num_episodes, limits.max_turn, limits.max_actions_per_turn))
+
+
 def _apply_replies(
-    states: Sequence[_EpisodeState], replies: Sequence[SampledReply], turn: int, codec: Codec, limits: EpisodeLimits
+    environment: Environment[Any],
+    states: Sequence[_EpisodeState],
+    replies: Sequence[SampledReply],
+    turn: int,
+    codec: Codec,
+    limits: EpisodeLimits,
+    luck: np.ndarray,
 ) -> None:
     """Parse the replies, execute their actions, and record the outcomes in `states`.
 
     Valid actions of an invalid reply are executed, too.
     """
     texts = codec.decode([reply.token_ids for reply in replies])
-    parsed_replies = [parse_reply(text, limits.max_actions_per_turn) for text in texts]
-    rewards = _step_boards(states, parsed_replies, limits)
+    parsed_replies = [parse_reply(text, limits.max_actions_per_turn, environment.read_action) for text in texts]
+    rewards = _play_turn(environment, states, parsed_replies, limits, luck)
     for state, reply, text, parsed_reply, reward in zip(states, replies, texts, parsed_replies, rewards, strict=True):
         state.append_tokens(reply.token_ids, reply, turn)
         state.texts.append(text)
@@ -140,37 +162,32 @@ def _apply_replies(
         state.last_reward, state.last_invalid = float(reward), parsed_reply.invalid
 
 
-def _step_boards(states: Sequence[_EpisodeState], replies: Sequence[ParsedReply], limits: EpisodeLimits) -> np.ndarray:
-    """Execute the actions of the replies on all boards at once; return the summed reward (B,) of each board.
-
-    One call of `step` executes one action on every board, so its number of calls is that of the longest reply.
-    """
-    action_rows = np.zeros((len(states), limits.max_actions_per_turn), dtype=np.int64)
-    for row, (state, reply) in enumerate(zip(states, replies, strict=True)):
-        # A reply may have more actions than the episode has left.
-        allowed_actions = reply.actions[: limits.max_actions - state.actions]
-        action_rows[row, : len(allowed_actions)] = allowed_actions  # the rest stays 0, which is Action.NONE
-    cells = np.stack([state.cells for state in states])
-    solved = np.zeros(len(states), dtype=bool)
-    rewards = np.zeros(len(states))
-    action_counts = np.zeros(len(states), dtype=np.int64)
-    for column in action_rows.T:
-        # Actions after the solution are ignored: `step` would pay the bonus for a solved board again.
-        actions = np.where(solved, Action.NONE, column)
-        outcome = step(cells, actions)
-        cells = outcome.cells
-        rewards += outcome.rewards
-        action_counts += actions != Action.NONE
-        solved |= outcome.solved & (actions != Action.NONE)
-    for row, (state, reply) in enumerate(zip(states, replies, strict=True)):
-        state.cells, state.solved = cells[row], bool(solved[row])
-        # What is not executed comes last: actions beyond the limit, and those after the solution.
-        state.turn_actions.append(reply.actions[: int(action_counts[row])])
-    return rewards
+def _play_turn(
+    environment: Environment[Any],
+    states: Sequence[_EpisodeState],
+    replies: Sequence[ParsedReply],
+    limits: EpisodeLimits,
+    luck: np.ndarray,
+) -> np.ndarray:
+    """Execute the actions of the replies in all episodes at once; return the summed reward (B,) of each episode."""
+    # A reply may have more actions than the episode has left.
+    actions = [
+        reply.actions[: limits.max_actions - state.actions] for state, reply in zip(states, replies, strict=True)
+    ]
+    outcome = environment.step([state.state for state in states], actions, luck)
+    for row, state in enumerate(states):
+        state.state, state.done, state.success = (
+            outcome.states[row],
+            bool(outcome.done[row]),
+            bool(outcome.success[row]),
+        )
+        # What is not executed comes last: the actions after the end of the level.
+        state.turn_actions.append(actions[row][: int(outcome.action_counts[row])])
+    return outcome.rewards
 
 
 def _is_live(state: _EpisodeState, limits: EpisodeLimits) -> bool:
-    return not state.solved and state.actions < limits.max_actions
+    return not state.done and state.actions < limits.max_actions
 
 
 def _append_observations(
@@ -190,7 +207,7 @@ def _append_observations(
         state = states[row]
         actions_left = limits.max_actions - state.actions
         text = template.format_next_turn(
-            Observation(len(state.texts) + 1, state.cells, actions_left, state.last_reward, state.last_invalid)
+            Observation(len(state.texts) + 1, state.state, actions_left, state.last_reward, state.last_invalid)
         )
         # A reply that reached its maximum length has no end marker, and the chat format needs one between messages.
         last_reply = state.replies[-1]
@@ -208,8 +225,8 @@ def _append_observations(
 
 
 def _find_stop_reason(state: _EpisodeState, limits: EpisodeLimits) -> StopReason:
-    if state.solved:  # first, since the last allowed action may be the one that solves the level
-        return StopReason.SOLVED
+    if state.done:  # first, since the last allowed action may be the one that ends the level
+        return StopReason.SUCCESS if state.success else StopReason.FAILURE
     if state.out_of_context:
         return StopReason.OUT_OF_CONTEXT
     if state.actions >= limits.max_actions:

@@ -22,15 +22,15 @@ class RecordedTurn(NamedTuple):
 class RecordedEpisode(NamedTuple):
     """One sampled validation episode. Its texts may have any characters: escape them before they are printed.
 
-    step: training steps before the validation; 0 before training. level: seed of the level. solved: whether the level
-    was solved. stop_reason: how the episode ended, a value of `trainable.rollout.episode.StopReason`. score: sum of the
-    rewards of all turns.
+    step: training steps before the validation; 0 before training. level: seed of the level. success: whether it ended
+    with success. stop_reason: how the episode ended, a value of `trainable.rollout.episode.StopReason`. score: sum of
+    the rewards of all turns.
     """
 
     step: int
     level: int
     turns: tuple[RecordedTurn, ...]
-    solved: bool
+    success: bool
     stop_reason: str
     score: float
 

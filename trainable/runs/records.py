@@ -39,8 +39,10 @@ def _make_collapse_columns(quantities: Iterable[Quantity]) -> tuple[Column, ...]
 
 DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     # The collected episodes: all P x G episodes of the step, before the filter.
-    Column("train_success", "fraction", "solved episodes / episodes", "train/CoordSokoban/success"),
-    Column("train_pass_at_group", "fraction", "groups with a solved episode / groups", "train/CoordSokoban/pass@16"),
+    Column("train_success", "fraction", "episodes that ended with success / episodes", "train/CoordSokoban/success"),
+    Column(
+        "train_pass_at_group", "fraction", "groups with a successful episode / groups", "train/CoordSokoban/pass@16"
+    ),
     Column("train_reward", "reward", "mean episode score, penalties included"),
     Column("train_actions", "actions", "mean executed actions per episode", "train/CoordSokoban/num_actions"),
     Column("train_invalid_turns", "fraction", "turns without a valid action / turns"),
@@ -201,7 +203,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     Column(
         "val_success",
         "fraction",
-        "solved validation episodes / episodes, sampled at val_temperature",
+        "successful validation episodes / episodes, sampled at val_temperature",
         "val-env/CoordSokoban/success",
     ),
     Column(
@@ -218,7 +220,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "without trainer.measure_val_kl",
     ),
     Column("val_greedy_success", "fraction", "as val_success, with greedy decoding; last step only"),
-    Column("test_success", "fraction", "solved test episodes / episodes, sampled; last step only"),
+    Column("test_success", "fraction", "successful test episodes / episodes, sampled; last step only"),
     Column("test_greedy_success", "fraction", "as test_success, with greedy decoding; last step only"),
     # The validation before training. It has no row of its own, so the row of step 1 has its columns.
     Column("base_val_success", "fraction", "val_success of the policy before training"),

@@ -31,7 +31,7 @@ class History(NamedTuple):
     """The columns that the rules read, with one entry per training step in ascending order. None means "not measured".
 
     steps: training steps from 1. reward_std: mean in-group standard deviation of the reward (before the filter).
-    groups_kept: groups trained on. val_success: fraction of validation levels solved, in steps with a validation.
+    groups_kept: groups trained on. val_success: fraction of validation episodes with success, in steps that validate.
     """
 
     steps: tuple[int, ...]

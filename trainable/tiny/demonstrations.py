@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trainable.envs.prompts import END_OF_MESSAGE, Observation, PromptTemplate, format_reply
 from trainable.envs.sokoban.board import DIRECTIONS, Action, Cells, Tile, step
+from trainable.envs.sokoban.game import ACTION_NAMES
 from trainable.envs.sokoban.generate import Level
-from trainable.envs.sokoban.prompt import END_OF_MESSAGE, Observation, PromptTemplate, format_reply
 from trainable.envs.sokoban.solver import Distances, compute_distance_table
 from trainable.tiny.tokenizer import PLAN_LETTERS, format_place
 
@@ -54,7 +55,7 @@ def make_dialogue(
     cells, table = level.cells, compute_distance_table(level.cells)
     segments = [
         Segment(
-            template.format_first_turn(Observation(turn=1, cells=cells, actions_left=max_actions)), is_trained=False
+            template.format_first_turn(Observation(turn=1, state=cells, actions_left=max_actions)), is_trained=False
         )
     ]
     actions_left = max_actions
@@ -102,7 +103,7 @@ def _make_reply(
     actions = plan[:max_actions_per_turn]
     if rng.random() < habits.careless:
         actions = [_MOVES[number] for number in rng.integers(len(_MOVES), size=max_actions_per_turn)]
-    return format_reply(thought, actions), actions
+    return format_reply(thought, [ACTION_NAMES[action] for action in actions]), actions
 
 
 def _find_cell(cells: Cells, tiles: tuple[Tile, ...]) -> int:

@@ -19,8 +19,9 @@ from torch import Tensor
 from trainable.algo.losses import logprobs_from_logits
 from trainable.config.constants import QWEN2_ARCHITECTURE
 from trainable.config.seeds import make_rng
-from trainable.envs.sokoban.level_sets import make_demonstration_levels
-from trainable.envs.sokoban.prompt import END_OF_MESSAGE, make_prompt_template
+from trainable.envs.level_sets import make_demonstration_levels
+from trainable.envs.prompts import END_OF_MESSAGE, make_prompt_template
+from trainable.envs.sokoban.game import Sokoban
 from trainable.models.qwen2 import Qwen2
 from trainable.models.qwen2_shape import Qwen2Shape
 from trainable.tiny.demonstrations import Habits, Segment, make_dialogues
@@ -115,8 +116,9 @@ class Example:
 
 def make_examples(stage: Stage, first_index: int, rng: np.random.Generator) -> list[Example]:
     """The stage's dialogues on demonstration levels from `first_index` on, each level once."""
-    template = make_prompt_template("compact", "grid", MAX_ACTIONS)
-    levels = make_demonstration_levels(stage.dialogues, first_index)
+    environment = Sokoban()
+    template = make_prompt_template(environment, "compact", MAX_ACTIONS)
+    levels = make_demonstration_levels(environment, stage.dialogues, first_index)
     tokenizer = build_tokenizer()
     demonstrations = make_dialogues(levels, template, stage.habits, rng, MAX_TURNS, MAX_ACTIONS_PER_TURN, MAX_ACTIONS)
     return [_encode(tokenizer, segments) for segments in demonstrations]

@@ -11,21 +11,21 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from trainable.envs.chat import CHATML
-from trainable.envs.sokoban.board import Action, Tile
-from trainable.envs.sokoban.prompt import (
+from trainable.envs.prompts import (
     ACTION_SEPARATOR,
-    COMPACT_SYSTEM_PROMPT,
     END_OF_MESSAGE,
     START_OF_THOUGHT,
     format_actions_left,
     format_reward,
     format_turn_header,
 )
+from trainable.envs.sokoban.board import Action, Tile
+from trainable.envs.sokoban.game import ACTION_NAMES, Sokoban
 from trainable.envs.sokoban.text import SYMBOLS
 
 PAD = "<|endoftext|>"
 UNKNOWN = "<|unknown|>"
-PLAN_LETTERS: dict[Action, str] = {action: action.name[0] for action in Action if action != Action.NONE}
+PLAN_LETTERS: dict[Action, str] = {action: name[0] for action, name in ACTION_NAMES.items()}
 ACTIONS_SHOWN, TURNS_SHOWN = 10, 5
 """Actions and turns with pieces of their own: the defaults of env.max_actions_per_traj and env.max_turn."""
 
@@ -54,7 +54,7 @@ def make_vocabulary() -> list[str]:
                 "<|im_start|>",
                 END_OF_MESSAGE,
                 UNKNOWN,
-                CHATML.system_prefix + COMPACT_SYSTEM_PROMPT + END_OF_MESSAGE,
+                CHATML.system_prefix + Sokoban().title + END_OF_MESSAGE,
                 CHATML.next_user_prefix,
                 *(CHATML.next_user_prefix + format_reward(-tenths / 10 + 0.0) for tenths in range(ACTIONS_SHOWN + 1)),
                 *(format_turn_header(turn) for turn in range(1, TURNS_SHOWN + 1)),
@@ -70,7 +70,7 @@ def make_vocabulary() -> list[str]:
                 "<answer>",
                 "</answer>",
                 "</think><answer>",
-                *(action.name.capitalize() for action in PLAN_LETTERS),
+                *ACTION_NAMES.values(),
                 f" {ACTION_SEPARATOR} ",
                 "Reward:\n",
                 "Turn ",

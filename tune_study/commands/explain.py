@@ -162,7 +162,7 @@ def choose_episodes(
 
     They are from the last validation before the first onset, from the last one before the change of success is
     complete, and from the first one at or after `end_step`; without an onset, from the first and the last. The level is
-    one that was solved in the first of them and not in the last, if there is such a level.
+    one with success in the first of them and not in the last, if there is such a level.
 
     Args:
         episodes: of one run, as `read_episodes` returns them.
@@ -185,7 +185,7 @@ def choose_episodes(
     levels = [level for level in levels if all((level, step) in by_key for step in chosen_steps)]
 
     def shows_change(level: int) -> bool:
-        return by_key[level, chosen_steps[0]].solved and not by_key[level, chosen_steps[-1]].solved
+        return by_key[level, chosen_steps[0]].success and not by_key[level, chosen_steps[-1]].success
 
     if not levels:
         return []
@@ -195,7 +195,7 @@ def choose_episodes(
 
 def _print_episode(console: Console, episode: RecordedEpisode) -> None:
     """Print what the policy saw (|) and said (>) in each turn."""
-    end = "solved" if episode.solved else episode.stop_reason.replace("_", " ")
+    end = episode.stop_reason
     print_line(console, f"Level {episode.level} after step {episode.step}: {end}, score {episode.score:.3g}")
     for turn in episode.turns:
         for line in turn.observation.strip().splitlines():

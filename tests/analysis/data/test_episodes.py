@@ -53,7 +53,7 @@ def test_a_line_keeps_every_text_and_every_digit(
     tmp_path_factory: pytest.TempPathFactory, turns: list[RecordedTurn], score: float
 ) -> None:
     folder = tmp_path_factory.mktemp("run")
-    episode = RecordedEpisode(3, 2**63 - 1, tuple(turns), True, "solved", score)
+    episode = RecordedEpisode(3, 2**63 - 1, tuple(turns), True, "success", score)
     append_line(folder / EPISODES_FILE, episode.to_line(), LineEnd())
     assert read_with_problems(folder) == ([episode], [])
 
@@ -111,7 +111,7 @@ def test_a_file_that_is_refused_is_named(tmp_path: Path) -> None:
         ("turns", [{**FIRST_TURN._asdict(), "reward": "1"}]),
         ("turns", [{**FIRST_TURN._asdict(), "valid": 1}]),
         ("turns", [{"reply": "U"}]),
-        ("solved", "no"),
+        ("success", "no"),
         ("stop_reason", 3),
         ("score", None),
         ("score", 10**400),

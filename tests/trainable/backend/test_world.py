@@ -81,7 +81,7 @@ def test_a_single_process_gathers_its_own_values() -> None:
 def test_gradients_and_sums_of_all_ranks_are_those_of_one(size: int, mode: str) -> None:
     trainer = make_quiet_trainer(actor__use_kl_loss=True, actor__kl_loss_coef=0.5, actor__entropy_coeff=0.1)
     levels = trainer.val_levels * 2
-    episodes = trainer.roll_out(levels, 4, make_rng(0, "sampling", 1))
+    episodes = trainer.roll_out(levels, 4, "sampling")
     batch, targets, _ = trainer.prepare_batch(episodes, 2, 2, make_rng(0, "duplicates", 1))
     order = order_length_stratified(batch.lengths)
     expected_gradient, expected_meter = compute_gradient(
@@ -101,7 +101,7 @@ def test_gradients_and_sums_of_all_ranks_are_those_of_one(size: int, mode: str) 
 def test_ranks_make_equally_many_passes_and_an_idle_rank_processes_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update, "TOKENS_PER_PASS", {"cpu": 1})  # every row is a pass
     trainer = make_quiet_trainer()
-    episodes = trainer.roll_out(trainer.val_levels, 5, make_rng(0, "sampling", 1))
+    episodes = trainer.roll_out(trainer.val_levels, 5, "sampling")
     batch, targets, _ = trainer.prepare_batch(episodes, 1, 1, make_rng(0, "duplicates", 1))
     rows, width = torch.arange(5), batch.tokens.shape[1]
     rank_passes = [list(make_passes(batch, targets, rows, "token-mean", 2, width, world)) for world in make_ranks(3)]
@@ -130,11 +130,11 @@ def compute_gradient(trainer: PPOTrainer, passes: object) -> tuple[torch.Tensor,
 def test_levels_played_by_ranks_are_the_episodes_of_one() -> None:
     trainer = make_quiet_trainer()
     levels = [*trainer.levels[0], *trainer.levels[1]]
-    expected_episodes = trainer.roll_out(levels, 3, make_rng(0, "sampling", 7))
+    expected_episodes = trainer.roll_out(levels, 3, "sampling")
     episodes = []
     for world in make_ranks(3):
         trainer.world = world
-        episodes += trainer.roll_out(levels, 3, make_rng(0, "sampling", 7))
+        episodes += trainer.roll_out(levels, 3, "sampling")
     assert [(episode.group, episode.tokens.tolist()) for episode in episodes] == [
         (episode.group, episode.tokens.tolist()) for episode in expected_episodes
     ]

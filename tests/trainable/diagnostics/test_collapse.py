@@ -17,15 +17,16 @@ from trainable.config.sections import CollapseDetectionConfig
 from trainable.diagnostics.collapse import Diagnosis, diagnose_episodes, is_due
 from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.diagnostics.thoughts import ThoughtPairs, read_turns, sample_first_turn_pairs, sample_trajectory_pairs
-from trainable.envs.sokoban.level_sets import make_training_levels
-from trainable.envs.sokoban.prompt import make_prompt_template
+from trainable.envs.level_sets import make_training_levels
+from trainable.envs.prompts import make_prompt_template
+from trainable.envs.sokoban.game import Sokoban
 from trainable.families import LANGUAGE_MODEL
 from trainable.models.codec import Codec
 from trainable.models.load import load_policy, make_codec
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import Episode
-from trainable.rollout.episode_loop import EpisodeLimits, roll_out_episodes
+from trainable.rollout.episode_loop import EpisodeLimits, draw_luck, roll_out_episodes
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 from trainable.runs.collapse_quantities import EXTRA_QUANTITIES, QUANTITIES
@@ -55,14 +56,16 @@ def rollout() -> Rollout:
     codec = make_codec(policy.tokenizer)
     rules = EpisodeLimits(max_turn=3, max_actions_per_turn=2, max_actions=10, format_penalty=-0.1, context_length=512)
     episodes = roll_out_episodes(
-        make_training_levels(0, 1, 3, 10_000),
+        Sokoban(),
+        make_training_levels(Sokoban(), 0, 1, 3, 10_000),
         6,
         TorchSampler(policy.model),
-        make_prompt_template("compact", "grid", 10),
+        make_prompt_template(Sokoban(), "compact", 10),
         codec,
         rules,
         SamplingParams(1.0, 24, policy.stop_token),
         np.random.default_rng(0),
+        draw_luck(np.random.default_rng(0), 18, rules),
     )
     return Rollout(policy.model, codec, episodes)
 

@@ -6,7 +6,6 @@ import torch
 
 from tests.fakes.trainers import copy_weights, drop_times, make_quiet_trainer
 from tests.trainable.diagnostics.test_gradient_probe import ANALYSIS, GROUPS, SIZE, make_trained_trainer
-from trainable.config.seeds import make_rng
 from trainable.diagnostics.gradient_analysis import analyze_gradients
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import Episode
@@ -90,7 +89,7 @@ def test_a_filter_that_keeps_nothing_has_a_row(prefilter: bool) -> None:
 
 
 def play_episodes(trainer: PPOTrainer) -> list[Episode]:
-    return trainer.roll_out((trainer.val_levels * GROUPS)[:GROUPS], SIZE, make_rng(3, "gradient_sampling", 0))
+    return trainer.roll_out((trainer.val_levels * GROUPS)[:GROUPS], SIZE, "gradient_sampling")
 
 
 def test_the_training_batch_is_used_where_no_other_is_configured() -> None:

@@ -43,7 +43,7 @@ def make_trained_trainer(**overrides: object) -> PPOTrainer:
 
 def prepare_batch(trainer: PPOTrainer) -> tuple[PreparedBatch, dict[int, float]]:
     levels = trainer.val_levels * GROUPS
-    episodes = trainer.roll_out(levels[:GROUPS], SIZE, make_rng(3, "gradient_sampling", 0))
+    episodes = trainer.roll_out(levels[:GROUPS], SIZE, "gradient_sampling")
     stds = compute_group_scores("reward_std", reshape_by_group([episode.score for episode in episodes], SIZE))
     prepared = trainer.prepare_batch(episodes, GROUPS, GROUPS, make_rng(3, "gradient_duplicates", 0))
     distinct_stds = {group: float(std) + 0.1 * group for group, std in enumerate(stds)}  # no two are equal

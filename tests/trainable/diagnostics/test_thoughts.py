@@ -16,13 +16,13 @@ from trainable.diagnostics.thoughts import (
     sample_first_turn_pairs,
     sample_trajectory_pairs,
 )
-from trainable.envs.sokoban.board import Action
-from trainable.envs.sokoban.level_sets import make_training_levels
-from trainable.envs.sokoban.prompt import END_OF_MESSAGE, make_prompt_template
+from trainable.envs.level_sets import make_training_levels
+from trainable.envs.prompts import END_OF_MESSAGE, make_prompt_template
+from trainable.envs.sokoban.game import Sokoban
 from trainable.models.codec import Codec
 from trainable.models.load import load_policy, make_codec
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.episode_loop import EpisodeLimits, roll_out_episodes
+from trainable.rollout.episode_loop import EpisodeLimits, draw_luck, roll_out_episodes
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 from trainable.tiny.tokenizer import build_tokenizer
@@ -61,7 +61,7 @@ def make_episode(replies: Sequence[str], tokenizer: Tokenizer = TINY_TOKENIZER, 
         entropies=zeros,
         turns=np.repeat(np.arange(len(segments)) // 2, sizes),
         turn_rewards=(0.0,) * len(replies),
-        turn_actions=((Action.UP,),) * len(replies),
+        turn_actions=(("Up",),) * len(replies),
         turn_validity=(True,) * len(replies),
         stop_reason=StopReason.OUT_OF_TURNS,
         texts=tuple(reply.split("<|im_end|>")[0] for reply in replies),
@@ -270,14 +270,16 @@ def rollout() -> tuple[list[Episode], Codec]:
     codec = make_codec(policy.tokenizer)
     rules = EpisodeLimits(max_turn=3, max_actions_per_turn=2, max_actions=10, format_penalty=-0.1, context_length=512)
     episodes = roll_out_episodes(
-        make_training_levels(0, 1, 3, 10_000),
+        Sokoban(),
+        make_training_levels(Sokoban(), 0, 1, 3, 10_000),
         6,
         TorchSampler(policy.model),
-        make_prompt_template("compact", "grid", 10),
+        make_prompt_template(Sokoban(), "compact", 10),
         codec,
         rules,
         SamplingParams(1.0, 24, policy.stop_token),
         np.random.default_rng(0),
+        draw_luck(np.random.default_rng(0), 18, rules),
     )
     return episodes, codec
 

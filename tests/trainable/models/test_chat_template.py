@@ -13,8 +13,9 @@ from tests.fakes.hub_models import (
     write_tokenizer_config,
 )
 from trainable.envs.chat import CHATML, ChatFormat
-from trainable.envs.sokoban.level_sets import make_validation_levels
-from trainable.envs.sokoban.prompt import Observation, make_prompt_template
+from trainable.envs.level_sets import make_validation_levels
+from trainable.envs.prompts import Observation, make_prompt_template
+from trainable.envs.sokoban.game import Sokoban
 from trainable.models.chat_template import read_chat_format
 from trainable.models.load import make_codec
 
@@ -115,9 +116,9 @@ def test_a_blank_before_the_end_does_not_end_a_turn_twice(tmp_path: Path) -> Non
 def test_the_template_of_qwen_gives_the_default_prompts(tmp_path: Path) -> None:
     assert read_format(tmp_path, PLAIN) == read_format(tmp_path, DEFAULT_SYSTEM) == CHATML
     for style in ("full", "compact"):
-        default_template = make_prompt_template(style, "grid_coord", 10)
-        read_template = make_prompt_template(style, "grid_coord", 10, read_format(tmp_path, PLAIN))
-        for number, level in enumerate(make_validation_levels(5), 1):
+        default_template = make_prompt_template(Sokoban(), style, 10)
+        read_template = make_prompt_template(Sokoban(), style, 10, read_format(tmp_path, PLAIN))
+        for number, level in enumerate(make_validation_levels(Sokoban(), 5), 1):
             observation = Observation(number, level.cells, 8, -0.2, True)
             assert default_template.format_first_turn(observation) == read_template.format_first_turn(observation)
             assert default_template.format_next_turn(observation) == read_template.format_next_turn(observation)
@@ -127,8 +128,8 @@ def test_a_turn_has_the_tokens_that_it_has_in_the_whole(tmp_path: Path) -> None:
     tokenizer = make_byte_tokenizer()
     encode = make_codec(tokenizer).encode
     chat = read_format(tmp_path, STRIPPING_TEMPLATE, tokenizer)
-    prompt_template = make_prompt_template("full", "grid", 10, chat)
-    level = make_validation_levels(1)[0]
+    prompt_template = make_prompt_template(Sokoban("grid"), "full", 10, chat)
+    level = make_validation_levels(Sokoban(), 1)[0]
     first_turn = prompt_template.format_first_turn(Observation(1, level.cells, 10))
     next_turn = prompt_template.format_next_turn(Observation(2, level.cells, 8, -0.2))
     texts = [first_turn, "P</think><answer>Up</answer>" + chat.end_marker, next_turn]

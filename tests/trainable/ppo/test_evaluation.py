@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from tests.fakes.scripted import make_episode
-from trainable.envs.sokoban.board import Action
 from trainable.models.load import make_codec
 from trainable.ppo.evaluation import make_evaluation, number_classes, record_episode
 from trainable.rollout.episode import Episode, StopReason
@@ -12,10 +11,10 @@ from trainable.runs.episode_lines import RecordedEpisode, RecordedTurn
 from trainable.tiny.tokenizer import build_tokenizer
 
 
-def make_evaluation_episode(group: int, solved: bool, score: float, turns: int, invalid: int) -> Episode:
+def make_evaluation_episode(group: int, success: bool, score: float, turns: int, invalid: int) -> Episode:
     turn_parts = [(2, 1, score if turn == 0 else 0.0) for turn in range(turns)]
     return make_episode(turn_parts, group)._replace(
-        stop_reason=StopReason.SOLVED if solved else StopReason.OUT_OF_TURNS,
+        stop_reason=StopReason.SUCCESS if success else StopReason.OUT_OF_TURNS,
         turn_validity=(False,) * invalid + (True,) * (turns - invalid),
     )
 
@@ -34,7 +33,7 @@ def test_an_evaluation_counts_episodes_and_turns() -> None:
     assert evaluation.invalid_turns == pytest.approx(3 / 10)
     assert evaluation.levels == (100, 100, 101)
     assert evaluation.clusters == (7, 7, 3)
-    assert evaluation.solved == (True, False, False)
+    assert evaluation.successes == (True, False, False)
 
 
 def test_success_over_a_part_of_the_levels() -> None:
@@ -65,7 +64,7 @@ def test_a_recorded_episode_has_the_texts_of_its_very_tokens() -> None:
     episode = make_episode([(len(tokens[0]), len(tokens[1]), 1.5), (len(tokens[2]), len(tokens[3]), -0.125)])._replace(
         level_seed=17,
         tokens=np.concatenate(tokens),
-        turn_actions=((Action.UP, Action.LEFT), ()),
+        turn_actions=(("Up", "Left"), ()),
         turn_validity=(True, False),
         stop_reason=StopReason.OUT_OF_CONTEXT,
     )
@@ -76,7 +75,7 @@ def test_a_recorded_episode_has_the_texts_of_its_very_tokens() -> None:
             RecordedTurn(messages[0], messages[1], ("Up", "Left"), rewards[0], True),
             RecordedTurn(messages[2], messages[3], (), rewards[1], False),
         ),
-        solved=False,
+        success=False,
         stop_reason="out of context",
         score=1.375,
     )

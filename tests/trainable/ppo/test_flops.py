@@ -35,7 +35,7 @@ def test_estimated_flops_match_torchs_counter() -> None:
 
 def test_rollout_flops_are_one_forward_pass_with_shared_prompts() -> None:
     trainer = make_quiet_trainer()
-    episodes = trainer.roll_out(trainer.levels[0], 3, make_rng(0, "sampling", 1))
+    episodes = trainer.roll_out(trainer.levels[0], 3, "sampling")
     sizes = trainer.model.shape
     separate_flops = sum(
         estimate_forward_flops(sizes, [len(episode.tokens)], episode.response_tokens, sizes.vocab_size)
@@ -50,7 +50,7 @@ def test_rollout_flops_are_one_forward_pass_with_shared_prompts() -> None:
 def test_phases_that_are_off_have_no_flops() -> None:
     def estimate_phases(**overrides: object) -> dict[str, float]:
         trainer = make_quiet_trainer(**overrides)
-        episodes = trainer.roll_out(trainer.levels[0], 4, make_rng(0, "sampling", 1))
+        episodes = trainer.roll_out(trainer.levels[0], 4, "sampling")
         batch, _, _ = trainer.prepare_batch(episodes, 2, 2, make_rng(0, "duplicates", 1))
         return estimate_training_flops(trainer.model.shape, trainer.config, batch)
 

@@ -9,8 +9,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from search_spaces.language_model.kl import STUDY
 from trainable.config.run_config import RunConfig, apply_overrides
-from trainable.envs.sokoban.level_sets import make_validation_levels
-from trainable.envs.sokoban.prompt import END_OF_MESSAGE, Observation, make_prompt_template
+from trainable.envs.level_sets import make_validation_levels
+from trainable.envs.prompts import END_OF_MESSAGE, Observation, make_prompt_template
+from trainable.envs.sokoban.game import Sokoban
 from trainable.models.qwen2 import Qwen2
 from trainable.models.qwen2_shape import Qwen2Shape
 from trainable.ppo.trainer import PPOTrainer
@@ -18,8 +19,11 @@ from trainable.tiny.recipe import write_model
 
 
 def make_byte_level_tokenizer() -> Tokenizer:
-    prompt_template = make_prompt_template("full", "grid_coord", 10)
-    texts = [prompt_template.format_first_turn(Observation(1, level.cells, 10)) for level in make_validation_levels(20)]
+    prompt_template = make_prompt_template(Sokoban(), "full", 10)
+    texts = [
+        prompt_template.format_first_turn(Observation(1, level.cells, 10))
+        for level in make_validation_levels(Sokoban(), 20)
+    ]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -22,7 +22,7 @@ from tests.oracles import update as oracle
 from trainable.algo.batching import order_length_stratified
 from trainable.config.choices import ADVANTAGE_ESTIMATORS
 from trainable.diagnostics.standard import DIAGNOSTICS
-from trainable.envs.sokoban.prompt import Observation
+from trainable.envs.prompts import Observation
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.targets import make_targets
 from trainable.ppo.trainer import PPOTrainer
@@ -162,7 +162,7 @@ def test_the_accounts_of_a_step_are_those_of_its_episodes() -> None:
     episodes = replay_step(trainer, 1)
     (row,) = run_steps(trainer, 1)
     scores = np.array([episode.score for episode in episodes]).reshape(2, 4)
-    solved = np.array([episode.solved for episode in episodes]).reshape(2, 4)
+    solved = np.array([episode.success for episode in episodes]).reshape(2, 4)
     turns = sum(len(episode.texts) for episode in episodes)
     tokens = sum(episode.response_tokens for episode in episodes)
     expected = {
@@ -443,13 +443,13 @@ def test_recorded_episodes_are_the_first_of_the_first_levels_and_change_nothing_
         for episode, recorded_episode in zip(episodes[:4:2], evaluation.episodes, strict=True):
             text = "".join(turn.observation + turn.reply for turn in recorded_episode.turns)
             assert trainer.codec.decode_all([episode.tokens]) == [text]
-            first_observation = Observation(turn=1, cells=trainer.val_levels[episode.group].cells, actions_left=10)
+            first_observation = Observation(turn=1, state=trainer.val_levels[episode.group].cells, actions_left=10)
             first_prompt = trainer.prompt_template.format_first_turn(first_observation)
             assert recorded_episode.turns[0].observation == first_prompt
             assert tuple(turn.reward for turn in recorded_episode.turns) == episode.turn_rewards
             assert tuple(turn.valid for turn in recorded_episode.turns) == episode.turn_validity
             assert sum(len(turn.actions) for turn in recorded_episode.turns) == episode.actions
-            assert (recorded_episode.solved, recorded_episode.score) == (episode.solved, episode.score)
+            assert (recorded_episode.success, recorded_episode.score) == (episode.success, episode.score)
 
     other_trainer = make_quiet_trainer(**settings, trainer__log_val_generations=0)
     other_outputs = [other_trainer.step() for _ in range(2)]

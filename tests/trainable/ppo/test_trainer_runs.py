@@ -13,7 +13,8 @@ from search_spaces.declaration.presets import PRESETS
 from tests.fakes.scripted import clone_tensors, make_small_config
 from tests.fakes.trainers import drop_times, has_same_weights, make_quiet_trainer, run_steps
 from trainable.config.run_config import RunConfig, apply_overrides
-from trainable.envs.sokoban import level_sets
+from trainable.envs import level_sets
+from trainable.envs.sokoban.held_out import make_test_levels
 from trainable.ppo.evaluation import Evaluation, summarize_validation
 from trainable.ppo.trainer import PPOTrainer, pick_device
 from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
@@ -69,14 +70,14 @@ def test_validation_always_plays_the_same_levels_with_fresh_draws() -> None:
     evaluations = [e for _ in range(3) for e in trainer.step()[1] if e.mode == "sampled"]
     assert all(e.levels == tuple(range(123, 187)) for e in evaluations)
     assert len({e.clusters for e in evaluations}) == 1
-    assert len({e.solved for e in evaluations}) == len(evaluations) == 4
+    assert len({e.successes for e in evaluations}) == len(evaluations) == 4
 
 
 def test_validation_has_its_own_temperature() -> None:
     trainer = PPOTrainer(make_small_config(rollout__val_temperature=0.0, env__val_env_groups=32))
     sampled, greedy = trainer.step().evaluations[:2]
     assert (sampled.mode, greedy.mode) == ("sampled", "greedy")
-    assert sampled.solved == greedy.solved
+    assert sampled.successes == greedy.successes
 
 
 def test_levels_that_are_alike_share_a_cluster() -> None:
@@ -96,14 +97,14 @@ def test_success_on_unseen_levels_leaves_out_levels_of_the_training_run() -> Non
     evaluation = trainer.evaluate("val", "sampled")
     row = asdict(summarize_validation([evaluation], trainer.is_val_unseen))
     training_keys = {level.key for levels in trainer.levels for level in levels}
-    unseen_solved = [
-        solved
-        for number, solved in enumerate(evaluation.solved)
+    unseen_successes = [
+        success
+        for number, success in enumerate(evaluation.successes)
         if trainer.val_levels[number // 2].key not in training_keys
     ]
-    assert 0 < len(unseen_solved) < 128
-    assert row["val_success_unseen"] == pytest.approx(np.mean(unseen_solved))
-    assert row["val_success"] == pytest.approx(np.mean(evaluation.solved))
+    assert 0 < len(unseen_successes) < 128
+    assert row["val_success_unseen"] == pytest.approx(np.mean(unseen_successes))
+    assert row["val_success"] == pytest.approx(np.mean(evaluation.successes))
     assert evaluation.levels[:4] == (123, 123, 124, 124)
 
 
@@ -119,7 +120,7 @@ def test_closing_adds_greedy_and_test_success_and_their_time() -> None:
     ]
     columns = ("val_greedy_success", "test_success", "test_greedy_success")
     assert [row[name] for name in columns] == [e.success for e in evaluations]
-    assert evaluations[1].levels == tuple(level.seed for level in level_sets.make_test_levels(8))
+    assert evaluations[1].levels == tuple(level.seed for level in make_test_levels(8))
     evaluation_seconds = row["seconds_validation"] - row_before["seconds_validation"]
     assert evaluation_seconds > 0
     for name in ("seconds_step", "seconds_total"):
@@ -264,7 +265,7 @@ def test_seeds_change_levels_draws_and_critic_and_never_validation_levels() -> N
     )
     evaluations, other_evaluations = zero.step()[1], one.step()[1]
     assert [e.levels for e in evaluations] == [e.levels for e in other_evaluations]
-    assert evaluations[0].solved != other_evaluations[0].solved  # sampled
+    assert evaluations[0].successes != other_evaluations[0].successes  # sampled
     assert evaluations[1] == other_evaluations[1]  # greedy: no draw, the same policy
 
 

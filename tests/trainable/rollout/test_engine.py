@@ -15,7 +15,7 @@ from trainable.rollout.logprob_mismatch import EngineMismatchError
 
 
 def play_episodes(trainer: PPOTrainer) -> list[Episode]:
-    return trainer.roll_out(trainer.val_levels * 2, 3, make_rng(0, "sampling", 1))
+    return trainer.roll_out(trainer.val_levels * 2, 3, "sampling")
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

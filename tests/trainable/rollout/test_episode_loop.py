@@ -6,23 +6,24 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.fakes.scripted import ScriptedSampler
+from trainable.envs.level_sets import make_validation_levels
+from trainable.envs.prompts import END_OF_MESSAGE, Observation, format_reply, make_prompt_template
 from trainable.envs.sokoban.board import Action, step
-from trainable.envs.sokoban.level_sets import make_validation_levels
-from trainable.envs.sokoban.prompt import END_OF_MESSAGE, Observation, format_reply, make_prompt_template
+from trainable.envs.sokoban.game import ACTION_NAMES, Sokoban
 from trainable.models.load import make_codec
 from trainable.rollout.batch import place_turn_rewards
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.episode_loop import EpisodeLimits, roll_out_episodes
+from trainable.rollout.episode_loop import EpisodeLimits, draw_luck, roll_out_episodes
 from trainable.rollout.sampler import SamplingParams
 from trainable.tiny.tokenizer import build_tokenizer
 
-LEVELS = make_validation_levels(3)  # seed 123: solved by Down, Left, Up; seed 124: by Up
+LEVELS = make_validation_levels(Sokoban(), 3)  # seed 123: solved by Down, Left, Up; seed 124: by Up
 LIMITS = EpisodeLimits(max_turn=5, max_actions_per_turn=2, max_actions=10, format_penalty=-0.1, context_length=512)
 TOKENIZER: Tokenizer = build_tokenizer()
 STOP = TOKENIZER.token_to_id(END_OF_MESSAGE)
-PROMPT_TEMPLATE = make_prompt_template("compact", "grid", 10)
+PROMPT_TEMPLATE = make_prompt_template(Sokoban(), "compact", 10)
 PlayedEpisodes = tuple[list[Episode], ScriptedSampler]
-ACTIONS = {action.name[0]: action for action in Action if action != Action.NONE}
+ACTIONS = {name[0]: name for name in ACTION_NAMES.values()}
 
 
 def answer(actions: str) -> str:
@@ -40,6 +41,7 @@ def play(
     """Play episodes in which row r replies script[r][turn], with 512 tokens of context and 24 per reply."""
     sampler = ScriptedSampler([[encode(text) for text in row] for row in script])
     episodes = roll_out_episodes(
+        Sokoban(),
         LEVELS[:levels],
         copies,
         sampler,
@@ -48,6 +50,7 @@ def play(
         limits,
         SamplingParams(1.0, 24, STOP),
         np.random.default_rng(0),
+        draw_luck(np.random.default_rng(0), levels * copies, limits),
     )
     return episodes, sampler
 
@@ -68,13 +71,13 @@ MALFORMED = "D" + END_OF_MESSAGE
 
 def test_level_123_in_three_actions_is_worth_10_7() -> None:
     episode = play_one(answer("DL"), answer("U"))
-    assert summarize(episode) == (StopReason.SOLVED, 10.7, 3, 2, 0)
-    assert episode.solved
+    assert summarize(episode) == (StopReason.SUCCESS, 10.7, 3, 2, 0)
+    assert episode.success
     assert episode.turn_rewards == pytest.approx((-0.2, 10.9))
 
 
 def test_what_follows_the_solving_action_is_not_played() -> None:
-    assert summarize(play_one(answer("D"), answer("L"), answer("UU"))) == (StopReason.SOLVED, 10.7, 3, 3, 0)
+    assert summarize(play_one(answer("D"), answer("L"), answer("UU"))) == (StopReason.SUCCESS, 10.7, 3, 3, 0)
 
 
 def test_five_unparsable_turns_cost_half_a_point() -> None:
@@ -87,7 +90,7 @@ def test_ten_actions_that_fail_cost_a_point() -> None:
 
 
 def test_the_tenth_action_may_solve_the_level() -> None:
-    assert summarize(play_one(*[answer("RR")] * 3, answer("RD"), answer("LU"))) == (StopReason.SOLVED, 10.0, 10, 5, 0)
+    assert summarize(play_one(*[answer("RR")] * 3, answer("RD"), answer("LU"))) == (StopReason.SUCCESS, 10.0, 10, 5, 0)
 
 
 def test_actions_beyond_the_tenth_are_not_played() -> None:
@@ -95,7 +98,7 @@ def test_actions_beyond_the_tenth_are_not_played() -> None:
     episode = play_one(*replies, max_actions_per_turn=4)
     assert summarize(episode) == (StopReason.OUT_OF_ACTIONS, -1.0, 10, 3, 0)
     solving_replies = [answer("RRRR"), answer("RRR"), answer("DLUU")]
-    assert summarize(play_one(*solving_replies, max_actions_per_turn=4)) == (StopReason.SOLVED, 10.0, 10, 3, 0)
+    assert summarize(play_one(*solving_replies, max_actions_per_turn=4)) == (StopReason.SUCCESS, 10.0, 10, 3, 0)
 
 
 def test_the_actions_of_a_turn_are_those_that_were_executed() -> None:
@@ -108,7 +111,7 @@ def test_the_actions_of_a_turn_are_those_that_were_executed() -> None:
     for replies, letters in replies_and_actions.items():
         padded_replies = [*replies, *[MALFORMED] * (5 - len(replies))]
         episode = play_one(*padded_replies, max_actions_per_turn=4)
-        assert ["".join(action.name[0] for action in actions) for actions in episode.turn_actions] == letters
+        assert ["".join(action[0] for action in actions) for actions in episode.turn_actions] == letters
     assert play_one(*[MALFORMED, answer("R")] * 2, MALFORMED).turn_validity == (False, True, False, True, False)
 
 
@@ -120,11 +123,11 @@ def test_the_actions_of_the_turns_replay_the_rewards_of_the_episode(many_episode
         ):
             reward = 0.0 if is_valid else LIMITS.format_penalty
             for action in actions:
-                outcome = step(cells, np.array([action]))
+                outcome = step(cells, np.array([Action[action.upper()]]))
                 cells, is_solved = outcome.cells, bool(outcome.solved[0])
                 reward += float(outcome.rewards[0])
             assert reward == pytest.approx(expected_reward)
-        assert is_solved == episode.solved
+        assert is_solved == episode.success
 
 
 def test_turns_may_run_out_before_actions_do() -> None:
@@ -135,7 +138,7 @@ def test_turns_may_run_out_before_actions_do() -> None:
 def test_a_turn_with_an_unknown_word_plays_the_others_and_is_penalised_once() -> None:
     mixed_reply = "P</think><answer>U || Down</answer>" + END_OF_MESSAGE
     episode = play_one(mixed_reply, answer("LU"))
-    assert summarize(episode) == (StopReason.SOLVED, 10.6, 3, 2, 1)
+    assert summarize(episode) == (StopReason.SUCCESS, 10.6, 3, 2, 1)
     assert episode.turn_rewards == pytest.approx((-0.2, 10.8))
 
 
@@ -165,7 +168,7 @@ def test_a_reply_that_was_cut_gets_its_end_marker_as_given_text() -> None:
     (end_index,) = np.flatnonzero((episode.turns == 1) & ~episode.mask & (episode.tokens == STOP))
     assert episode.mask[end_index - 1]
     assert not episode.mask[end_index]
-    assert summarize(episode) == (StopReason.SOLVED, 10.6, 3, 3, 1)
+    assert summarize(episode) == (StopReason.SUCCESS, 10.6, 3, 3, 1)
 
 
 SCRIPT = [
@@ -233,7 +236,7 @@ def test_episodes_of_a_group_stand_together_and_share_level_and_prompt(many_epis
         assert episode.tokens[: len(prompt)].tolist() == prompt
         assert not episode.mask[: len(prompt)].any()
     assert sampler.prompts[0] != sampler.prompts[4]
-    assert episodes[4].solved  # level 124 is solved by Up alone
+    assert episodes[4].success  # level 124 is solved by Up alone
 
 
 def test_rewards_at_turn_ends_add_up_to_the_score(many_episodes: PlayedEpisodes) -> None:

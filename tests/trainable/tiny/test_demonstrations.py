@@ -5,21 +5,22 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.fakes.scripted import ScriptedSampler
+from trainable.envs.level_sets import make_validation_levels
+from trainable.envs.prompts import END_OF_MESSAGE, make_prompt_template, parse_reply
 from trainable.envs.sokoban.board import DIRECTIONS, Action, Tile, step
+from trainable.envs.sokoban.game import Sokoban
 from trainable.envs.sokoban.generate import Level
-from trainable.envs.sokoban.level_sets import make_validation_levels
-from trainable.envs.sokoban.prompt import END_OF_MESSAGE, make_prompt_template, parse_reply
 from trainable.envs.sokoban.solver import compute_distance_table, solve
 from trainable.envs.sokoban.text import parse_grid
 from trainable.models.load import make_codec
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.episode_loop import EpisodeLimits, roll_out_episodes
+from trainable.rollout.episode_loop import EpisodeLimits, draw_luck, roll_out_episodes
 from trainable.rollout.sampler import SamplingParams
 from trainable.tiny.demonstrations import Habits, Segment, make_dialogue, make_dialogues
 from trainable.tiny.tokenizer import build_tokenizer
 
-PROMPT_TEMPLATE = make_prompt_template("compact", "grid", 10)
-LEVELS = make_validation_levels(96)
+PROMPT_TEMPLATE = make_prompt_template(Sokoban(), "compact", 10)
+LEVELS = make_validation_levels(Sokoban(), 96)
 LETTERS = {"U": Action.UP, "D": Action.DOWN, "L": Action.LEFT, "R": Action.RIGHT}
 
 
@@ -44,6 +45,7 @@ def replay(
     replies = [tokenizer.encode(segment.text).ids for segment in segments if segment.is_trained]
     stop_token = tokenizer.token_to_id(END_OF_MESSAGE)
     (episode,) = roll_out_episodes(
+        Sokoban(),
         [level],
         1,
         ScriptedSampler([replies]),
@@ -52,6 +54,7 @@ def replay(
         EpisodeLimits(*limits, -0.1, 512),
         SamplingParams(1.0, 24, stop_token),
         np.random.default_rng(0),
+        draw_luck(np.random.default_rng(0), 1, EpisodeLimits(*limits, -0.1, 512)),
     )
     return episode
 
@@ -74,10 +77,14 @@ def read_turns(segments: list[Segment]) -> list[Turn]:
         cells = parse_grid("\n".join(["######", *(f"#{row}#" for row in inner_rows), "######"]))
         text = reply.text.removesuffix(END_OF_MESSAGE)
         thought = text.split("</think>")[0]
-        parsed_reply = parse_reply(text, 2)
+        parsed_reply = parse_reply(text, 2, Sokoban().read_action)
         turns.append(
             Turn(
-                cells, thought, [LETTERS[x] for x in thought.split(" ")[-1]], parsed_reply.actions, parsed_reply.invalid
+                cells,
+                thought,
+                [LETTERS[x] for x in thought.split(" ")[-1]],
+                tuple(Action[name.upper()] for name in parsed_reply.actions),
+                parsed_reply.invalid,
             )
         )
     return turns
@@ -107,7 +114,7 @@ def test_a_dialogue_is_an_episode_of_the_real_game(
         assert episode.tokens.tolist() == [token for segment_ids in token_ids for token in segment_ids]
         is_trained = [segment.is_trained for segment in segments]
         assert episode.mask.tolist() == np.repeat(is_trained, [len(segment_ids) for segment_ids in token_ids]).tolist()
-        assert len(episode.texts) == limits[0] or episode.stop_reason in (StopReason.SOLVED, StopReason.OUT_OF_ACTIONS)
+        assert len(episode.texts) == limits[0] or episode.stop_reason in (StopReason.SUCCESS, StopReason.OUT_OF_ACTIONS)
 
 
 def test_the_clean_demonstrator_solves_every_level_by_a_shortest_path(tokenizer: Tokenizer) -> None:
@@ -115,7 +122,7 @@ def test_the_clean_demonstrator_solves_every_level_by_a_shortest_path(tokenizer:
         shortest = solve(level.cells)
         assert shortest is not None
         episode = replay(level, make_segments(level, Habits()), tokenizer)
-        assert (episode.solved, episode.actions) == (True, len(shortest))
+        assert (episode.success, episode.actions) == (True, len(shortest))
         assert episode.score == pytest.approx(11 - 0.1 * len(shortest))
 
 

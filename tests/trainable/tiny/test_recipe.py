@@ -8,8 +8,9 @@ import torch
 
 from tests.fakes.scripted import make_hub_twin
 from trainable.config.seeds import make_rng
-from trainable.envs.sokoban.level_sets import make_demonstration_levels
-from trainable.envs.sokoban.prompt import parse_reply
+from trainable.envs.level_sets import make_demonstration_levels
+from trainable.envs.prompts import parse_reply
+from trainable.envs.sokoban.game import Sokoban
 from trainable.models.load import find_model, load_policy
 from trainable.tiny import __main__ as command
 from trainable.tiny.demonstrations import Habits
@@ -56,14 +57,14 @@ def test_initial_weights_are_a_function_of_the_seed_alone() -> None:
 def test_only_replies_are_learned_and_each_level_comes_once() -> None:
     stage, tokenizer = Stage(12, 1e-3, 1e-3, Habits()), build_tokenizer()
     examples = make_examples(stage, 500, np.random.default_rng(0))
-    levels = make_demonstration_levels(12, 500)
+    levels = make_demonstration_levels(Sokoban(), 12, 500)
     assert len(examples) == 12
     for example, level in zip(examples, levels, strict=True):
         text = tokenizer.decode(example.tokens.tolist(), skip_special_tokens=False)
         replies = [reply.split("<|im_end|>")[0] for reply in text.split("<think>")[1:]]
         trained_text = tokenizer.decode(example.tokens[example.loss_mask].tolist(), skip_special_tokens=False)
         assert trained_text == "".join(reply + "<|im_end|>" for reply in replies)
-        assert not any(parse_reply(reply, 2).invalid for reply in replies)
+        assert not any(parse_reply(reply, 2, Sokoban().read_action).invalid for reply in replies)
         assert text.count("X") >= 1
         assert level.seed >= 700_000_500
 

@@ -6,14 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from trainable.envs.sokoban.board import Action, Tile, is_solved, step
-from trainable.envs.sokoban.level_sets import make_validation_levels
-from trainable.envs.sokoban.prompt import END_OF_MESSAGE, Observation, format_reply, make_prompt_template, parse_reply
+from trainable.envs.level_sets import make_validation_levels
+from trainable.envs.prompts import END_OF_MESSAGE, Observation, format_reply, make_prompt_template, parse_reply
+from trainable.envs.sokoban.board import Tile, is_solved, step
+from trainable.envs.sokoban.game import Sokoban
 from trainable.envs.sokoban.text import SYMBOLS
 from trainable.tiny.tokenizer import PAD, UNKNOWN, build_tokenizer, format_place, make_vocabulary, write_tokenizer
 
-PROMPT_TEMPLATE = make_prompt_template("compact", "grid", 10)
-VALIDATION = make_validation_levels()
+PROMPT_TEMPLATE = make_prompt_template(Sokoban(), "compact", 10)
+VALIDATION = make_validation_levels(Sokoban())
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +80,13 @@ def test_numbers_beyond_the_published_limits_are_restored(tokenizer: Tokenizer, 
     assert restore(tokenizer, [text]) == [text]
 
 
-@pytest.mark.parametrize("actions", [(Action.UP,), (Action.LEFT, Action.RIGHT), (Action.DOWN,) * 3])
-def test_a_reply_is_read_from_its_tokens(tokenizer: Tokenizer, actions: tuple[Action, ...]) -> None:
+@pytest.mark.parametrize("actions", [("Up",), ("Left", "Right"), ("Down",) * 3])
+def test_a_reply_is_read_from_its_tokens(tokenizer: Tokenizer, actions: tuple[str, ...]) -> None:
     thought = format_place("P", 3, 2) + format_place("X", 3, 1) + format_place("O", 2, 1) + "DLU"
     ids = tokenizer.encode(format_reply(thought, actions) + END_OF_MESSAGE).ids
     assert len(ids) == 3 + 3 + 1 + (2 * len(actions) - 1) + 1 + 1
     text = tokenizer.decode(ids, skip_special_tokens=True)
-    assert parse_reply(text, 3) == (thought, actions, False)
+    assert parse_reply(text, 3, Sokoban().read_action) == (thought, actions, False)
 
 
 def test_special_tokens_are_left_out_of_replies(tokenizer: Tokenizer) -> None:
@@ -99,7 +100,7 @@ def test_auto_tokenizer_gives_the_same_ids_and_texts(tokenizer: Tokenizer, tmp_p
     write_tokenizer(tmp_path)
     auto_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     texts = [PROMPT_TEMPLATE.format_first_turn(Observation(1, level.cells, 10)) for level in VALIDATION[:32]]
-    texts += [format_reply("P32 X31 O21 DLU", (Action.DOWN, Action.LEFT)) + END_OF_MESSAGE]
+    texts += [format_reply("P32 X31 O21 DLU", ("Down", "Left")) + END_OF_MESSAGE]
     ids = [encoding.ids for encoding in tokenizer.encode_batch(texts)]
     assert auto_tokenizer(texts)["input_ids"] == ids
     assert auto_tokenizer.batch_decode(ids) == texts

@@ -35,9 +35,16 @@ def test_one_run_is_told_in_order(folder: Path) -> None:
     assert lines[-1].startswith("No episode was recorded.")
 
 
-def make_episode(step: int, level: int, solved: bool) -> RecordedEpisode:
+def make_episode(step: int, level: int, success: bool) -> RecordedEpisode:
     turn = RecordedTurn(f"<user>board {level}\n####<end>", f"go {step}\x1b[31m<end>", ("Up", "Left"), -0.2, True)
-    return RecordedEpisode(step, level, (turn, turn._replace(actions=(), valid=False)), solved, "out_of_turns", 1.5)
+    return RecordedEpisode(
+        step,
+        level,
+        (turn, turn._replace(actions=(), valid=False)),
+        success,
+        "success" if success else "out of turns",
+        1.5,
+    )
 
 
 def make_onsets(**onset_and_end: tuple[float, float]) -> pd.DataFrame:
@@ -50,9 +57,9 @@ def test_episodes_are_from_before_during_and_after_the_collapse() -> None:
     onsets = make_onsets(reward_std=(12, 20), train_success=(18, 27))
     chosen = choose_episodes(episodes, onsets, 38)
     assert [(episode.step, episode.level) for episode in chosen] == [(10, 123), (25, 123), (40, 123)]
-    # A level that shows the change comes before one that was never solved.
-    never_solved = [episode._replace(solved=False) if episode.level == 123 else episode for episode in episodes]
-    assert {episode.level for episode in choose_episodes(never_solved, onsets, 38)} == {124}
+    # A level that shows the change comes before one that never ended with success.
+    never_successful = [episode._replace(success=False) if episode.level == 123 else episode for episode in episodes]
+    assert {episode.level for episode in choose_episodes(never_successful, onsets, 38)} == {124}
     # Without an onset, the first and the last; a run that ends before its next validation has none after its end.
     assert [episode.step for episode in choose_episodes(episodes, make_onsets(), 60)] == [0, 40]
     assert choose_episodes([], onsets, 38) == []
@@ -65,7 +72,7 @@ def test_an_episode_is_printed_with_escapes(folder: Path) -> None:
     answer = type_in(f"explain {folder} --arm 0 --seed 2")
     assert answer.code == 0
     lines = answer.out.splitlines()
-    start = lines.index("Level 123 after step 0: solved, score 1.5")
+    start = lines.index("Level 123 after step 0: success, score 1.5")
     assert lines[start + 1 : start + 5] == [
         "  | <user>board 123",
         "  | ####<end>",

@@ -210,7 +210,7 @@ def test_a_restored_trainer_is_the_one_that_was_saved(study: StudyPlan) -> None:
 
 def test_a_restored_policy_answers(study: StudyPlan) -> None:
     trainer = probe.restore(study.folder, "PPO")
-    episodes = trainer.roll_out(trainer.val_levels[:3], 2, make_rng(0, "sampling", 9))
+    episodes = trainer.roll_out(trainer.val_levels[:3], 2, "sampling")
     assert len(episodes) == 6
     text = format_transcript(episodes[0], trainer.codec)
     assert text.startswith(f"level {episodes[0].level_seed}: {episodes[0].stop_reason.value} after ")
@@ -336,7 +336,7 @@ def test_restoring_reads_no_pickle_and_moves_no_weight(study: StudyPlan) -> None
     trainer, other_trainer = (probe.restore(study.folder, "PPO", 2) for _ in range(2))
     trainer.evaluate("val", "sampled")
     batch = trainer.prepare_batch(
-        trainer.roll_out(trainer.val_levels[:2], 4, make_rng(0, "sampling", 1)), 2, 2, make_rng(0, "duplicates", 1)
+        trainer.roll_out(trainer.val_levels[:2], 4, "sampling"), 2, 2, make_rng(0, "duplicates", 1)
     ).batch
     compute_at_trained_tokens(batch, 4, TokenFunction.for_logprobs(trainer.model, 1.0))
     assert all(

@@ -210,7 +210,7 @@ def test_constants_are_those_of_the_trainer() -> None:
 def test_the_game_says_no_more_than_planned(turns: int) -> None:
     trainer = make_quiet_trainer(env__max_turn=turns)
     levels = [level for step in trainer.levels for level in step]
-    episodes = trainer.roll_out(levels, 4, make_rng(0, "sampling", 1))
+    episodes = trainer.roll_out(levels, 4, "sampling")
     longest_prompt = max(len(episode.tokens) - episode.response_tokens for episode in episodes)
     assert longest_prompt <= turns * memory.TURN_TOKENS["compact"] <= 1.5 * longest_prompt
 

@@ -15,8 +15,8 @@ from search_spaces.declaration.study import Study
 from trainable.algo.advantages import group_skill, grpo, reinforce_plus_plus_baseline, rloo
 from trainable.algo.filters import compute_group_scores, parse_rule, select_groups
 from trainable.config.choices import ADVANTAGE_ESTIMATORS, FILTER_METRICS
-from trainable.envs.sokoban.board import Action
-from trainable.envs.sokoban.prompt import format_reply, parse_reply
+from trainable.envs.prompts import format_reply, parse_reply
+from trainable.envs.sokoban.game import Sokoban
 from trainable.models.load import load_policy, make_codec
 from tune_study.commands.cli import app
 from tune_study.plan import remarks
@@ -149,8 +149,8 @@ def test_a_spread_is_0_in_a_group_of_one(metric: str) -> None:
 
 
 def test_the_shortest_valid_reply_has_as_many_tokens_as_stated() -> None:
-    reply = format_reply("", [Action.UP])
-    assert not parse_reply(reply, max_actions=2).invalid
+    reply = format_reply("", ["Up"])
+    assert not parse_reply(reply, 2, Sokoban().read_action).invalid
     tokens = make_codec(load_policy("sokoban-tiny", torch.device("cpu")).tokenizer).encode([reply])[0]
     assert len(tokens) == remarks.SHORTEST_REPLY
 

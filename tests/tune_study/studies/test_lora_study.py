@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 
 import analysis
-from trainable.config.seeds import make_rng
 from trainable.diagnostics.token_scores import format_transcript, score_tokens
 from trainable.files.json_lines import read_lines
 from trainable.models.lora import find_adapters
@@ -113,7 +112,7 @@ def test_a_restored_run_is_its_adapters_and_says_what_it_says(study: Path) -> No
     tensors = load_file(find_checkpoint(study, 2) / "state.safetensors")
     for name, layer in find_adapters(trainers[2].model):
         assert torch.equal(layer.lora_B["default"].weight, tensors[f"actor/{name}.lora_B.default.weight"])
-    episodes = trainers[2].roll_out(trainers[2].val_levels[:2], 1, make_rng(0, "sampling", 1))
+    episodes = trainers[2].roll_out(trainers[2].val_levels[:2], 1, "sampling")
     assert f"level {episodes[0].level_seed}" in format_transcript(episodes[0], trainers[2].codec)
     scores = {step: score_tokens(trainer, episodes) for step, trainer in trainers.items()}
     for episode, token_scores in zip(episodes, scores[2], strict=True):

@@ -43,8 +43,7 @@ def find_optimal_actions(table: Distances, cells: Cells) -> tuple[Action, ...]:
     table: int16 (R*C, R*C), `compute_distance_table` of this level. cells: int8 (R, C), one of its boards.
     Empty where the board is solved or cannot be solved.
     """
-    (player,) = _find_cells(cells, _PLAYERS)
-    (box,) = _find_cells(cells, _BOXES)
+    player, box = find_places(cells)
     distance = int(table[player, box])
     if distance <= 0:
         return ()
@@ -54,6 +53,13 @@ def find_optimal_actions(table: Distances, cells: Cells) -> tuple[Action, ...]:
         # The table has -1 for a player or a box in a wall, so blocked actions never match.
         if table[player + offset, box + offset if player + offset == box else box] == distance - 1
     )
+
+
+def find_places(cells: Cells) -> tuple[int, int]:
+    """The flat cells of the player and of the box, which index a distance table; the board has one box."""
+    (player,) = _find_cells(cells, _PLAYERS)
+    (box,) = _find_cells(cells, _BOXES)
+    return player, box
 
 
 def solve(cells: Cells, max_actions: int | None = None) -> tuple[Action, ...] | None:

@@ -14,8 +14,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from trainable.config.seeds import make_rng
-from trainable.envs.sokoban.level_sets import make_demonstration_levels
-from trainable.envs.sokoban.prompt import make_prompt_template
+from trainable.envs.level_sets import make_demonstration_levels
+from trainable.envs.prompts import make_prompt_template
+from trainable.envs.sokoban.game import Sokoban
 from trainable.tiny.demonstrations import Habits, make_dialogues
 from trainable.tiny.recipe import MAX_ACTIONS, MAX_ACTIONS_PER_TURN, MAX_TURNS
 
@@ -77,10 +78,11 @@ def read_passages(path: Path) -> list[str]:
 
 def make_sokoban_passages(count: int) -> list[str]:
     """The first `count` dialogues of the shipped text, on levels that no policy is validated or tested on."""
-    prompt_template = make_prompt_template("compact", "grid", MAX_ACTIONS)
+    environment = Sokoban()
+    prompt_template = make_prompt_template(environment, "compact", MAX_ACTIONS)
     rng = make_rng(0, "sandbox_data", 2)
     demonstrations = make_dialogues(
-        make_demonstration_levels(count, _FIRST_LEVEL),
+        make_demonstration_levels(environment, count, _FIRST_LEVEL),
         prompt_template,
         Habits(),
         rng,

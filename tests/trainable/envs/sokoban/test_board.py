@@ -4,8 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracles.sokoban import make_board, make_random_board, oracle_act, parse_board
-from trainable.envs.sokoban import level_sets
+from trainable.envs import level_sets
 from trainable.envs.sokoban.board import DIRECTIONS, Action, Tile, check_board, is_solved, step
+from trainable.envs.sokoban.game import Sokoban
 from trainable.envs.sokoban.solver import solve
 from trainable.envs.sokoban.text import parse_grid
 
@@ -100,7 +101,7 @@ def test_published_level_123_is_solved_by_down_left_up():
 
 
 def test_a_solution_of_n_actions_returns_eleven_less_a_tenth_of_n():
-    levels = level_sets.make_validation_levels(96)
+    levels = level_sets.make_validation_levels(Sokoban(), 96)
     for level in levels:
         actions = solve(level.cells)
         cells, total = level.cells[None], 0.0

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracles.sokoban import oracle_generate_level
-from trainable.envs.sokoban import level_sets
+from trainable.envs import level_sets
 from trainable.envs.sokoban.board import check_board
+from trainable.envs.sokoban.game import Sokoban
 from trainable.envs.sokoban.generate import Level, compute_fallback_seed, generate_level, generate_levels
 from trainable.envs.sokoban.solver import solve
 from trainable.envs.sokoban.text import parse_grid, render
@@ -34,7 +35,7 @@ def test_there_are_96_reference_levels():
 
 
 def test_published_validation_levels_have_the_published_difficulty():
-    levels = level_sets.make_validation_levels()
+    levels = level_sets.make_validation_levels(Sokoban())
     lengths = [len(solve(level.cells)) for level in levels]
     assert Counter(lengths) == {1: 48, 2: 127, 3: 55, 4: 86, 5: 75, 6: 52, 7: 28, 8: 26, 9: 7, 10: 8}
     assert round(np.mean(lengths), 2) == 3.99

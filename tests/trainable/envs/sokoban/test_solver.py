@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracles.sokoban import make_board, make_random_board, oracle_shortest_length, parse_board
-from trainable.envs.sokoban import level_sets
+from trainable.envs import level_sets
 from trainable.envs.sokoban.board import Action, is_solved, step
+from trainable.envs.sokoban.game import Sokoban
 from trainable.envs.sokoban.solver import compute_distance_table, find_optimal_actions, solve
 from trainable.envs.sokoban.text import parse_grid
 
@@ -21,7 +22,7 @@ def replay(cells, actions):
 
 
 def test_solutions_of_all_validation_levels_solve_them_and_agree_with_the_table():
-    for level in level_sets.make_validation_levels():
+    for level in level_sets.make_validation_levels(Sokoban()):
         actions = solve(level.cells)
         assert is_solved(replay(level.cells, actions)[None]).item()
         game = parse_board(level.cells)
@@ -60,7 +61,7 @@ def test_solve_is_as_short_as_brute_force(seed, boxes):
 
 
 def test_solve_is_as_short_as_trying_all_sequences():
-    for level in level_sets.make_validation_levels(48):
+    for level in level_sets.make_validation_levels(Sokoban(), 48):
         shortest = len(solve(level.cells))
         for length in range(min(shortest, 4) + 1):
             sequences = np.array(list(product(range(1, 5), repeat=length)), dtype=np.int64).reshape(4**length, length)

@@ -4,12 +4,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainable.envs.sokoban.board import Action
-from trainable.envs.sokoban.level_sets import make_validation_levels
-from trainable.envs.sokoban.prompt import Observation, ParsedReply, format_reply, make_prompt_template, parse_reply
+from trainable.envs.level_sets import make_validation_levels
+from trainable.envs.prompts import Observation, ParsedReply, format_reply, make_prompt_template, parse_reply
+from trainable.envs.sokoban.game import Sokoban
 
-UP, DOWN, LEFT, RIGHT = Action.UP, Action.DOWN, Action.LEFT, Action.RIGHT
-LEVEL_123 = make_validation_levels(1)[0].cells
+UP, DOWN, LEFT, RIGHT = "Up", "Down", "Left", "Right"
+LEVEL_123 = make_validation_levels(Sokoban(), 1)[0].cells
+
+
+def read(text: str, max_actions: int) -> ParsedReply:
+    return parse_reply(text, max_actions, Sokoban().read_action)
 
 
 def make_answer(text: str) -> str:
@@ -17,7 +21,7 @@ def make_answer(text: str) -> str:
 
 
 # answer, actions, invalid; at most two actions
-ANSWERS: list[tuple[str, tuple[Action, ...], bool]] = [
+ANSWERS: list[tuple[str, tuple[str, ...], bool]] = [
     ("Up || Left", (UP, LEFT), False),
     ("Up", (UP,), False),
     (" down\n||\tRIGHT ", (DOWN, RIGHT), False),  # blanks around words, any case
@@ -39,8 +43,8 @@ ANSWERS: list[tuple[str, tuple[Action, ...], bool]] = [
 
 
 @pytest.mark.parametrize(("text", "actions", "invalid"), ANSWERS)
-def test_answers(text: str, actions: tuple[Action, ...], invalid: bool) -> None:
-    assert parse_reply(make_answer(text), max_actions=2) == ParsedReply("why", actions, invalid)
+def test_answers(text: str, actions: tuple[str, ...], invalid: bool) -> None:
+    assert read(make_answer(text), max_actions=2) == ParsedReply("why", actions, invalid)
 
 
 @pytest.mark.parametrize(
@@ -58,29 +62,27 @@ def test_answers(text: str, actions: tuple[Action, ...], invalid: bool) -> None:
     ],
 )
 def test_what_has_no_thought_and_answer_has_no_action(text: str) -> None:
-    assert parse_reply(text, 2) == ParsedReply("", (), True)
+    assert read(text, 2) == ParsedReply("", (), True)
 
 
 def test_space_may_stand_between_thought_and_answer_and_both_may_have_lines() -> None:
-    assert parse_reply("a\nb</think> \n\t<answer>Up\n||\nLeft</answer> and more", 2) == ParsedReply(
-        "a\nb", (UP, LEFT), False
-    )
+    assert read("a\nb</think> \n\t<answer>Up\n||\nLeft</answer> and more", 2) == ParsedReply("a\nb", (UP, LEFT), False)
 
 
 def test_the_first_match_counts() -> None:
     reply = "a</think><answer>Up</answer>b</think><answer>Left</answer>"
-    assert parse_reply(reply, 2) == ParsedReply("a", (UP,), False)
+    assert read(reply, 2) == ParsedReply("a", (UP,), False)
     # A closing tag that no answer follows belongs to the thought, whose tags are then taken out.
-    assert parse_reply("a</think> so <answer>Up</answer></think><answer>Left</answer>", 2) == ParsedReply(
+    assert read("a</think> so <answer>Up</answer></think><answer>Left</answer>", 2) == ParsedReply(
         "a so Up", (LEFT,), False
     )
 
 
 def test_the_limit_is_an_argument() -> None:
     text = make_answer("Up || Down || Jump || Left")
-    assert parse_reply(text, 1).actions == (UP,)
-    assert parse_reply(text, 3) == ParsedReply("why", (UP, DOWN), True)
-    assert parse_reply(text, 9) == ParsedReply("why", (UP, DOWN, LEFT), True)
+    assert read(text, 1).actions == (UP,)
+    assert read(text, 3) == ParsedReply("why", (UP, DOWN), True)
+    assert read(text, 9) == ParsedReply("why", (UP, DOWN, LEFT), True)
 
 
 def parse_literally(text: str, limit: int) -> tuple[list[str], bool]:
@@ -134,17 +136,16 @@ replies = st.one_of(
 @settings(deadline=None, max_examples=300)
 @given(replies, st.integers(1, 4))
 def test_any_text_is_read_by_the_rules(text: str, limit: int) -> None:
-    reply = parse_reply(text, limit)
+    reply = read(text, limit)
     action_names, invalid = parse_literally(text, limit)
-    assert [action.name.lower() for action in reply.actions] == action_names
+    assert [action.lower() for action in reply.actions] == action_names
     assert reply.invalid == invalid
     assert len(reply.actions) <= limit
-    assert all(action != Action.NONE for action in reply.actions)
 
 
 @given(st.lists(st.sampled_from([UP, DOWN, LEFT, RIGHT]), min_size=1, max_size=3), st.text("UDLRPXO123 ", max_size=9))
-def test_a_well_formed_reply_is_read_back(actions: list[Action], thought: str) -> None:
-    assert parse_reply(format_reply(thought, actions), 3) == ParsedReply(thought.strip(), tuple(actions), False)
+def test_a_well_formed_reply_is_read_back(actions: list[str], thought: str) -> None:
+    assert read(format_reply(thought, actions), 3) == ParsedReply(thought.strip(), tuple(actions), False)
 
 
 # ---------------------------------------------------------------------------- prompts
@@ -233,12 +234,12 @@ __##
 
 
 def test_the_full_prompt() -> None:
-    prompt_template = make_prompt_template("full", "grid_coord", 10)
+    prompt_template = make_prompt_template(Sokoban(), "full", 10)
     assert prompt_template.format_first_turn(Observation(1, LEVEL_123, 10)) == FULL_OPENING
 
 
 def test_the_full_prompt_of_a_later_turn() -> None:
-    prompt_template = make_prompt_template("full", "grid", 10)
+    prompt_template = make_prompt_template(Sokoban("grid"), "full", 10)
     observation = Observation(3, LEVEL_123, 8, last_reward=-0.2, last_invalid=True)
     assert prompt_template.format_next_turn(observation) == FULL_FOLLOWING
     warning = "Your last answer held no valid action; the state has not changed.\n"
@@ -248,13 +249,13 @@ def test_the_full_prompt_of_a_later_turn() -> None:
 
 
 def test_the_full_prompt_names_its_own_limit_of_actions() -> None:
-    assert "You may take up to 7 actions," in make_prompt_template("full", "grid", 7).format_first_turn(
+    assert "You may take up to 7 actions," in make_prompt_template(Sokoban("grid"), "full", 7).format_first_turn(
         Observation(1, LEVEL_123, 7)
     )
 
 
 def test_the_compact_prompt() -> None:
-    prompt_template = make_prompt_template("compact", "grid", 10)
+    prompt_template = make_prompt_template(Sokoban(), "compact", 10)
     assert prompt_template.format_first_turn(Observation(1, LEVEL_123, 10)) == COMPACT_OPENING
     assert prompt_template.format_next_turn(Observation(3, LEVEL_123, 8, last_reward=-0.2)) == COMPACT_FOLLOWING
 
@@ -264,5 +265,5 @@ def test_the_compact_prompt() -> None:
 )
 @pytest.mark.parametrize("style", ["full", "compact"])
 def test_rewards_are_shown_with_one_digit(style: str, reward: float, reward_text: str) -> None:
-    text = make_prompt_template(style, "grid", 10).format_next_turn(Observation(2, LEVEL_123, 9, reward))
+    text = make_prompt_template(Sokoban("grid"), style, 10).format_next_turn(Observation(2, LEVEL_123, 9, reward))
     assert text.startswith(f"\n<|im_start|>user\nReward:\n{reward_text}\n")

@@ -1,4 +1,4 @@
-"""Prompts for Sokoban in two styles, and the parser of replies.
+"""Prompts of a game in two styles, and the parser of replies.
 
 The text between messages comes from the model's chat format. The text of a turn ends with the forced start of the
 reply, `<think>`. Only tokens that the model sampled are trained; all other text is context.
@@ -11,54 +11,43 @@ invalid turn is dropped, and role headers are trained).
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from trainable.envs.chat import CHATML, ChatFormat
-from trainable.envs.sokoban.board import Action, Tile
-from trainable.envs.sokoban.text import SYMBOLS, render
+from trainable.envs.environment import Environment, State
 
 END_OF_MESSAGE = CHATML.end_marker
 START_OF_THOUGHT = "<think>"
 ACTION_SEPARATOR = "||"
+PROMPT_STYLES = ("full", "compact")
 _REPLY = re.compile(r"<think>(.*?)</think>\s*<answer>(.*?)</answer>", re.DOTALL)
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>", "<|im_start|>", "<|im_end|>")
-_MEANINGS = {
-    Tile.WALL: "wall",
-    Tile.FLOOR: "empty",
-    Tile.TARGET: "target",
-    Tile.BOX_ON_TARGET: "box on target",
-    Tile.BOX: "box",
-    Tile.PLAYER: "player",
-    Tile.PLAYER_ON_TARGET: "player on target",
-}
-_ACTIONS = {action.name.lower(): action for action in Action if action != Action.NONE}
 
 
 class ParsedReply(NamedTuple):
     """A parsed reply: thought, actions, and whether it gets the format penalty."""
 
     thought: str
-    actions: tuple[Action, ...]
+    actions: tuple[str, ...]
     invalid: bool
 
 
 class Observation(NamedTuple):
-    """The contents of a turn: its number from 1, the board (R, C), actions left, the result of the previous turn."""
+    """The contents of a turn: its number from 1, the state, actions left, the result of the previous turn."""
 
     turn: int
-    cells: np.ndarray
+    state: State
     actions_left: int
     last_reward: float = 0.0
     last_invalid: bool = False
 
 
-def parse_reply(text: str, max_actions: int) -> ParsedReply:
+def parse_reply(text: str, max_actions: int, read_action: Callable[[str], str | None]) -> ParsedReply:
     """Parse the text after the forced `<think>`: the first match of think and answer tags.
 
-    The answer is split at `||`. Only the first `max_actions` words count; surplus words have no penalty. Unknown words
-    among them are dropped. A reply is invalid if a word that counts is unknown, or if no action is left.
+    The answer is split at `||`. Only the first `max_actions` words count; surplus words have no penalty. Words that
+    `read_action` does not know are dropped. A reply is invalid if a word that counts is unknown, or if no action is
+    left.
     """
     match = _REPLY.search(START_OF_THOUGHT + text)
     if match is None:
@@ -66,7 +55,7 @@ def parse_reply(text: str, max_actions: int) -> ParsedReply:
     thought, answer = (_strip_tags(group) for group in match.groups())
     words = [word.strip() for word in answer.split(ACTION_SEPARATOR)]
     words = [word for word in words if word][:max_actions]
-    actions = tuple(_ACTIONS[word.lower()] for word in words if word.lower() in _ACTIONS)
+    actions = tuple(action for word in words if (action := read_action(word)) is not None)
     return ParsedReply(thought, actions, len(actions) < len(words) or not actions)
 
 
@@ -90,24 +79,27 @@ class PromptTemplate:
 
 
 def make_prompt_template(
-    style: str, observation_format: str, max_actions: int, chat: ChatFormat = CHATML
+    environment: Environment[Any], style: str, max_actions: int, chat: ChatFormat = CHATML
 ) -> PromptTemplate:
-    """The prompt template of a style, `full` or `compact`, in a chat format; ValueError for another style."""
-    if style not in ("full", "compact"):
+    """The prompts of a game in a style, `full` or `compact`, and a chat format; ValueError for another style."""
+    if style == "compact":
+        system = environment.title
+    elif style == "full":
+        system = environment.format_instructions(max_actions)
+    else:
         raise ValueError(f"There is no prompt style `{style}`: choose full or compact.")
-    system = COMPACT_SYSTEM_PROMPT if style == "compact" else _make_system_prompt(max_actions)
 
-    def format_state(observation: Observation) -> str:
+    def format_turn(observation: Observation) -> str:
         return (
-            _format_compact_state(observation)
+            _format_compact_turn(environment, observation)
             if style == "compact"
-            else _format_full_state(observation, observation_format)
+            else _format_full_turn(environment, observation)
         )
 
     return PromptTemplate(
-        lambda observation: chat.format_first_turn(system, format_state(observation)) + START_OF_THOUGHT,
+        lambda observation: chat.format_first_turn(system, format_turn(observation)) + START_OF_THOUGHT,
         lambda observation: (
-            chat.format_next_turn(format_reward(observation.last_reward) + format_state(observation)) + START_OF_THOUGHT
+            chat.format_next_turn(format_reward(observation.last_reward) + format_turn(observation)) + START_OF_THOUGHT
         ),
         chat.end_marker,
     )
@@ -118,32 +110,22 @@ def format_reward(reward: float) -> str:
     return f"Reward:\n{reward:.1f}\n"
 
 
-def _make_system_prompt(max_actions: int) -> str:
-    names = ", ".join(name.capitalize() for name in _ACTIONS)
-    legend = ", ".join(f"{SYMBOLS[tile]}: {meaning}" for tile, meaning in _MEANINGS.items())
+def format_action_rules(names: Sequence[str], max_actions: int) -> str:
+    """The sentences about the actions of a game, with which its instructions in the full style end."""
     return (
-        "You are a helpful assistant. You are solving a Sokoban puzzle: move the player so that every box stands on a "
-        "target. You are given a grid and zero-indexed coordinates (row, column), from (0, 0) at the top left to "
-        "(5, 5) at the bottom right. Moving toward a box next to you pushes it one cell, if the cell behind it is "
-        "free. You cannot push a box through a wall or another box, and you cannot pull. Your answer is a sequence "
-        "of actions, for example <answer>Right || Right || Up</answer>.\n"
-        f"The meaning of each symbol is:\n{legend}\n"
-        f"Your available actions are:\n{names}\n"
-        f'You may take up to {max_actions} actions, separated by the action separator " || ".'
+        f"Your available actions are:\n{', '.join(names)}\n"
+        f'You may take up to {max_actions} actions, separated by the action separator " {ACTION_SEPARATOR} ".'
     )
 
 
-def _format_full_state(observation: Observation, observation_format: str) -> str:
+def _format_full_turn(environment: Environment[Any], observation: Observation) -> str:
     warning = "Your last answer held no valid action; the state has not changed.\n" if observation.last_invalid else ""
     return (
-        f"\nTurn {observation.turn}:\nState:\n{render(observation.cells, observation_format)}\n{warning}"
+        f"\nTurn {observation.turn}:\nState:\n{environment.format_state(observation.state, 'full')}\n{warning}"
         f"You have {observation.actions_left} actions left. Always output: "
         "<think> [Your thoughts] </think> <answer> [your answer] </answer> with no extra text. "
         "Strictly follow this format. Max response length: 120 words (tokens).\n"
     )
-
-
-COMPACT_SYSTEM_PROMPT = "Sokoban"
 
 
 def format_turn_header(turn: int) -> str:
@@ -156,13 +138,11 @@ def format_actions_left(actions_left: int) -> str:
     return f"{actions_left} actions left\n"
 
 
-def _format_compact_state(observation: Observation) -> str:
-    # Every level has an outer wall, so the compact style leaves it out.
-    grid = render(observation.cells[1:-1, 1:-1], "grid")
-    return f"{format_turn_header(observation.turn)}{grid}\n{format_actions_left(observation.actions_left)}"
+def _format_compact_turn(environment: Environment[Any], observation: Observation) -> str:
+    state = environment.format_state(observation.state, "compact")
+    return f"{format_turn_header(observation.turn)}{state}\n{format_actions_left(observation.actions_left)}"
 
 
-def format_reply(thought: str, actions: Sequence[Action]) -> str:
+def format_reply(thought: str, actions: Sequence[str]) -> str:
     """A well-formed reply after the forced `<think>`, without its end marker; demonstrations consist of these."""
-    words = f" {ACTION_SEPARATOR} ".join(action.name.capitalize() for action in actions)
-    return f"{thought}</think><answer>{words}</answer>"
+    return f"{thought}</think><answer>{f' {ACTION_SEPARATOR} '.join(actions)}</answer>"

@@ -1,0 +1,135 @@
+"""Countdown: combine all numbers to the target, in one turn; the rewards of RAGEN, with a parser instead of `eval`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trainable.envs.environment import FIRST_TEST_SEED, Measure, PromptStyle, TurnLimits, TurnOutcome
+from trainable.envs.games.arithmetic import parse_expression
+from trainable.envs.level_sets import find_test_levels
+
+REWARD_TARGET = 1.0
+REWARD_NUMBERS = 0.1
+"""For an expression of exactly the given numbers with another result."""
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A level: the seed that it was made from, the target, and the numbers."""
+
+    seed: int
+    target: int
+    numbers: tuple[int, ...]
+
+    @property
+    def key(self) -> bytes:
+        """The target and the sorted numbers: their order changes nothing."""
+        return repr((self.target, sorted(self.numbers))).encode()
+
+
+class ProblemState(NamedTuple):
+    """The target and the numbers of an episode."""
+
+    target: int
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Countdown:
+    """Countdown with `count` numbers from 1 to `max_number`; every problem can be solved with + and - alone.
+
+    The reward is 1 for an expression with the target as its result that uses each number once, 0.1 for another
+    expression of exactly these numbers, and 0 for anything else. The first expression ends the episode.
+    """
+
+    count: int = 4
+    max_number: int = 99
+    name: str = field(default="countdown", init=False)
+    title: str = field(default="Countdown", init=False)
+    measures: Mapping[str, Measure] = field(default_factory=lambda: MappingProxyType({}), init=False)
+
+    @property
+    def has_held_out_levels(self) -> bool:
+        """A few small numbers give too few problems for separate sets."""
+        return _find_test_levels(self.count, self.max_number) is not None
+
+    def make_levels(self, seeds: Sequence[int]) -> list[Problem]:
+        """Random numbers for each seed, and a random positive result of + and - between them as the target."""
+        return [_draw_problem(int(seed), self.count, self.max_number) for seed in seeds]
+
+    def make_test_levels(self, count: int) -> list[Problem]:
+        """The first `count` test problems: all different and in no published set, if there are enough."""
+        levels = _find_test_levels(self.count, self.max_number)
+        return self.make_levels(range(FIRST_TEST_SEED, FIRST_TEST_SEED + count)) if levels is None else levels[:count]
+
+    def start(self, levels: Sequence[Problem]) -> list[ProblemState]:
+        """The problem, which no action changes."""
+        return [ProblemState(level.target, level.numbers) for level in levels]
+
+    def step(
+        self, states: Sequence[ProblemState], actions: Sequence[Sequence[str]], luck: npt.NDArray[np.float64]
+    ) -> TurnOutcome:
+        """Reward the first expression of each episode, which ends it."""
+        counts = np.array([min(len(texts), 1) for texts in actions], dtype=np.int64)
+        rewards = np.array(
+            [
+                _reward_expression(state, texts[0]) if texts else 0.0
+                for state, texts in zip(states, actions, strict=True)
+            ]
+        )
+        done = counts > 0
+        return TurnOutcome(list(states), rewards, counts, done, done & (rewards == REWARD_TARGET))
+
+    def read_action(self, word: str) -> str | None:
+        """An expression without its blanks; None for anything that is not arithmetic."""
+        expression = parse_expression(word)
+        return None if expression is None else expression.text
+
+    def format_instructions(self, max_actions: int) -> str:
+        """The rules, and what an answer looks like."""
+        return (
+            "You are a helpful assistant. You are solving Countdown: write an arithmetic expression whose result is "
+            "the target. Use each of the given numbers exactly once, and only +, -, *, / and parentheses. Your answer "
+            "is the expression, for example <answer>(25 - 7) * 3 + 4</answer> for the target 58 and the numbers 3, 4, "
+            "7 and 25."
+        )
+
+    def format_state(self, state: ProblemState, style: PromptStyle) -> str:
+        """The target and the numbers."""
+        return f"Target: {state.target}, nums: {list(state.numbers)}"
+
+    def compute_chance(self, levels: Sequence[Problem], limits: TurnLimits) -> None:
+        """Unknown: there is no uniform distribution over expressions."""
+        return
+
+    def compute_best(self, levels: Sequence[Problem], limits: TurnLimits) -> npt.NDArray[np.float64]:
+        """1: every problem has a solution."""
+        return np.ones(len(levels))
+
+
+def _reward_expression(state: ProblemState, text: str) -> float:
+    expression = parse_expression(text)
+    if expression is None or sorted(expression.numbers) != sorted(state.numbers):
+        return 0.0
+    return REWARD_TARGET if expression.value == state.target else REWARD_NUMBERS
+
+
+def _draw_problem(seed: int, count: int, max_number: int) -> Problem:
+    rng = np.random.Generator(np.random.PCG64(seed))
+    while True:
+        numbers = rng.integers(1, max_number + 1, size=count)
+        signs = np.where(rng.random(count) < 0.5, -1, 1)
+        # Parentheses and the order of the numbers allow any signs but those that are all negative.
+        target = int(numbers @ signs)
+        if target > 0:
+            return Problem(seed, target, tuple(numbers.tolist()))
+
+
+@lru_cache(maxsize=4)
+def _find_test_levels(count: int, max_number: int) -> list[Problem] | None:
+    return find_test_levels(Countdown(count, max_number).make_levels)

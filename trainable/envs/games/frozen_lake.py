@@ -1,0 +1,268 @@
+"""FrozenLake: walk over slippery ice to the goal without falling into a hole; the maps and rules of RAGEN.
+
+The random numbers of slips differ from the published ones: there, all rollouts of a group also share the slips, since
+the stream belongs to the environment's seed. Here each episode has slips of its own, so the spread of rewards within a
+group includes them.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trainable.envs.environment import FIRST_TEST_SEED, Measure, PromptStyle, TurnLimits, TurnOutcome
+from trainable.envs.level_sets import find_test_levels
+from trainable.envs.prompts import format_action_rules
+
+Tiles = npt.NDArray[np.int8]
+
+FROZEN, HOLE, START, GOAL = range(4)
+ACTION_NAMES = ("Left", "Down", "Right", "Up")
+"""The actions in the order of Gymnasium. A slip goes to one of the two neighbors of an action in this circle."""
+
+MAX_ACTION_SEQUENCES = 4096
+"""`compute_best` follows all sequences of actions of a turn, up to this number of them."""
+
+_STEPS = ((0, -1), (1, 0), (0, 1), (-1, 0))
+_NAMES_BY_WORD = {name.lower(): name for name in ACTION_NAMES}
+_MEANINGS = {"P": "player", "_": "empty", "O": "hole", "G": "goal", "X": "player in hole", "√": "player on goal"}
+
+
+@dataclass(frozen=True, eq=False)
+class Lake:
+    """A level: the seed that it was made from, and its map, int8 (N, N), read-only, with one START and one GOAL."""
+
+    seed: int
+    tiles: Tiles
+
+    @property
+    def key(self) -> bytes:
+        """The map up to the eight symmetries of the square: the smallest of the eight maps' bytes."""
+        return min(np.rot90(side, turns).tobytes() for side in (self.tiles, self.tiles.T) for turns in range(4))
+
+
+class LakeState(NamedTuple):
+    """A map, int8 (N, N), and the flat cell on which the player stands."""
+
+    tiles: Tiles
+    player: int
+
+
+@dataclass(frozen=True)
+class FrozenLake:
+    """FrozenLake on random square maps.
+
+    Attributes:
+        size: side of the map.
+        p: probability that a tile is frozen; it is a hole otherwise.
+        success_rate: probability of moving in the intended direction; each perpendicular direction has half of
+            the rest.
+        observation_format: how the full style shows a map: grid, coord or grid_coord.
+    """
+
+    size: int = 4
+    p: float = 0.9
+    success_rate: float = 0.8
+    observation_format: str = "grid_coord"
+    name: str = field(default="frozenlake", init=False)
+    title: str = field(default="FrozenLake", init=False)
+    measures: Mapping[str, Measure] = field(default_factory=lambda: MappingProxyType({}), init=False)
+
+    @property
+    def has_held_out_levels(self) -> bool:
+        """Small maps, and maps with hardly any hole, are too few for separate sets."""
+        return _find_test_levels(self.size, self.p) is not None
+
+    def make_levels(self, seeds: Sequence[int]) -> list[Lake]:
+        """The published map of each seed."""
+        return [Lake(int(seed), _generate_tiles(int(seed), self.size, self.p)) for seed in seeds]
+
+    def make_test_levels(self, count: int) -> list[Lake]:
+        """The first `count` test maps: all different up to symmetry and in no published set, if there are enough."""
+        levels = _find_test_levels(self.size, self.p)
+        return self.make_levels(range(FIRST_TEST_SEED, FIRST_TEST_SEED + count)) if levels is None else levels[:count]
+
+    def start(self, levels: Sequence[Lake]) -> list[LakeState]:
+        """The player stands on the start."""
+        return [LakeState(level.tiles, int((level.tiles == START).argmax())) for level in levels]
+
+    def step(
+        self, states: Sequence[LakeState], actions: Sequence[Sequence[str]], luck: npt.NDArray[np.float64]
+    ) -> TurnOutcome:
+        """Walk; the random number of an action says whether it slips, and to which side (see `_find_slips`)."""
+        moves = _make_moves(self.size)
+        tiles = np.stack([state.tiles.reshape(-1) for state in states])
+        players = np.array([state.player for state in states])
+        rows = np.arange(len(states))
+        done, success = np.zeros(len(states), dtype=bool), np.zeros(len(states), dtype=bool)
+        rewards, action_counts = np.zeros(len(states)), np.zeros(len(states), dtype=np.int64)
+        for number in range(max(map(len, actions), default=0)):
+            directions = np.array(
+                [ACTION_NAMES.index(names[number]) if number < len(names) else -1 for names in actions]
+            )
+            moving = (directions >= 0) & ~done
+            turned = (directions + _find_slips(luck[:, number], self.success_rate)) % len(ACTION_NAMES)
+            players = np.where(moving, moves[players, turned], players)
+            action_counts += moving
+            reached = tiles[rows, players]
+            rewards += moving & (reached == GOAL)
+            success |= moving & (reached == GOAL)
+            done |= moving & ((reached == GOAL) | (reached == HOLE))
+        next_states = [LakeState(state.tiles, int(player)) for state, player in zip(states, players, strict=True)]
+        return TurnOutcome(next_states, rewards, action_counts, done, success)
+
+    def read_action(self, word: str) -> str | None:
+        """The action of a word in any case: left, down, right or up."""
+        return _NAMES_BY_WORD.get(word.lower())
+
+    def format_instructions(self, max_actions: int) -> str:
+        """The rules, the symbols of a map, and the actions."""
+        legend = ", ".join(f"{symbol}: {meaning}" for symbol, meaning in _MEANINGS.items())
+        slip = (
+            "The ice is slippery: a move may go to the left or to the right of the direction that you choose. "
+            if self.success_rate < 1
+            else ""
+        )
+        return (
+            "You are a helpful assistant. You are solving FrozenLake: walk to the goal, and do not step into a hole. "
+            f"{slip}A move off the map leaves you where you are. Your answer is a sequence of actions, for example "
+            "<answer>Right || Down</answer>.\n"
+            f"The meaning of each symbol is:\n{legend}\n{format_action_rules(ACTION_NAMES, max_actions)}"
+        )
+
+    def format_state(self, state: LakeState, style: PromptStyle) -> str:
+        """The map with the player; the compact style shows the grid alone."""
+        observation_format = "grid" if style == "compact" else self.observation_format
+        if observation_format == "grid":
+            return _render_grid(state)
+        if observation_format == "coord":
+            return _render_coordinates(state)
+        return f"Coordinates: \n{_render_coordinates(state)}\nGrid Map: \n{_render_grid(state)}"
+
+    def compute_chance(self, levels: Sequence[Lake], limits: TurnLimits) -> npt.NDArray[np.float64]:
+        """The probability that uniformly random actions reach the goal, exact: all walks are followed."""
+        tiles, players = self._stack(levels)
+        values = (tiles == GOAL).astype(np.float64)
+        for _ in range(limits.reachable_actions):
+            values = np.mean([self._expect(values, tiles, action) for action in range(len(ACTION_NAMES))], axis=0)
+        return values[np.arange(len(levels)), players]
+
+    def compute_best(self, levels: Sequence[Lake], limits: TurnLimits) -> npt.NDArray[np.float64] | None:
+        """The success of the best policy, by value iteration over turns.
+
+        values[t, a] is the largest probability of success with t turns and a actions left. The actions of a turn are
+        chosen together, so a turn is the best of all their sequences. None if there are too many of these.
+        """
+        if len(ACTION_NAMES) ** limits.actions_per_turn > MAX_ACTION_SEQUENCES:
+            return None
+        tiles, players = self._stack(levels)
+        at_goal = (tiles == GOAL).astype(np.float64)
+        values = {(0, actions): at_goal for actions in range(limits.actions + 1)}
+        for turns in range(1, limits.turns + 1):
+            values[turns, 0] = at_goal
+            for actions in range(1, limits.actions + 1):
+                best = at_goal
+                for length in range(1, min(limits.actions_per_turn, actions) + 1):
+                    for sequence in itertools.product(range(len(ACTION_NAMES)), repeat=length):
+                        value = values[turns - 1, actions - length]
+                        for action in reversed(sequence):
+                            value = self._expect(value, tiles, action)
+                        best = np.maximum(best, value)
+                values[turns, actions] = best
+        return values[limits.turns, limits.actions][np.arange(len(levels)), players]
+
+    def _stack(self, levels: Sequence[Lake]) -> tuple[Tiles, npt.NDArray[np.intp]]:
+        """The flat maps (B, N * N) of levels, and the flat cells of their starts."""
+        tiles = np.stack([level.tiles.reshape(-1) for level in levels])
+        return tiles, (tiles == START).argmax(axis=1)
+
+    def _expect(self, values: npt.NDArray[np.float64], tiles: Tiles, action: int) -> npt.NDArray[np.float64]:
+        """The expected value (B, N * N) after an action from each cell; goals and holes keep their value."""
+        moves = _make_moves(self.size)
+        slip = (1 - self.success_rate) / 2
+        expected = sum(
+            probability * values[:, moves[:, (action + turn) % len(ACTION_NAMES)]]
+            for turn, probability in ((-1, slip), (0, self.success_rate), (1, slip))
+        )
+        return np.where((tiles == GOAL) | (tiles == HOLE), values, expected)
+
+
+def _find_slips(luck: npt.NDArray[np.float64], success_rate: float) -> npt.NDArray[np.int64]:
+    """For each random number, how far the direction turns: -1, 0 or 1, in Gymnasium's order of outcomes."""
+    slip = (1 - success_rate) / 2
+    return np.searchsorted(np.array([slip, slip + success_rate]), luck, side="right") - 1
+
+
+@lru_cache(maxsize=8)
+def _make_moves(size: int) -> npt.NDArray[np.intp]:
+    """The flat cell (N * N, 4) that a move from each cell in each direction leads to; moves off the map stay."""
+    rows, cols = np.divmod(np.arange(size * size), size)
+    return np.stack(
+        [np.clip(rows + down, 0, size - 1) * size + np.clip(cols + right, 0, size - 1) for down, right in _STEPS],
+        axis=1,
+    )
+
+
+def _generate_tiles(seed: int, size: int, p: float) -> Tiles:
+    """Draw maps until start and goal differ and a path without holes joins them; the draws are the published ones."""
+    rng = np.random.Generator(np.random.PCG64(seed))
+    while True:
+        # Gymnasium draws letters. A choice of two numbers draws the same.
+        tiles = rng.choice(2, (size, size), p=[p, 1 - p]).astype(np.int8)
+        start, goal = (tuple(rng.integers(size, size=2)) for _ in range(2))
+        if start == goal:
+            continue
+        tiles[start], tiles[goal] = START, GOAL
+        if _has_path(tiles):
+            tiles.flags.writeable = False
+            return tiles
+
+
+def _has_path(tiles: Tiles) -> bool:
+    """Whether the goal can be reached from the start without a step into a hole."""
+    moves = _make_moves(len(tiles))
+    flat_tiles = tiles.reshape(-1).tolist()
+    frontier, seen = [flat_tiles.index(START)], set()
+    while frontier:
+        cell = frontier.pop()
+        if cell in seen or flat_tiles[cell] == HOLE:
+            continue
+        if flat_tiles[cell] == GOAL:
+            return True
+        seen.add(cell)
+        frontier += moves[cell].tolist()
+    return False
+
+
+@lru_cache(maxsize=4)
+def _find_test_levels(size: int, p: float) -> list[Lake] | None:
+    return find_test_levels(FrozenLake(size, p).make_levels)
+
+
+def _render_grid(state: LakeState) -> str:
+    size = len(state.tiles)
+    symbols = ["O" if tile == HOLE else "G" if tile == GOAL else "_" for tile in state.tiles.reshape(-1).tolist()]
+    symbols[state.player] = {"O": "X", "G": "√"}.get(symbols[state.player], "P")
+    return "\n".join("".join(symbols[row * size : (row + 1) * size]) for row in range(size))
+
+
+def _render_coordinates(state: LakeState) -> str:
+    size = len(state.tiles)
+    flat_tiles = state.tiles.reshape(-1).tolist()
+    player_label = {HOLE: "Player in hole", GOAL: "Player on goal"}.get(flat_tiles[state.player], "Player")
+    cells_by_label = {
+        "Start": [cell for cell, tile in enumerate(flat_tiles) if tile == START],
+        "Goal": [cell for cell, tile in enumerate(flat_tiles) if tile == GOAL],
+        player_label: [state.player],
+        "Holes": [cell for cell, tile in enumerate(flat_tiles) if tile == HOLE],
+    }
+    lines = [f"Board size: {size} rows x {size} cols (zero-indexed)."]
+    for label, cells in cells_by_label.items():
+        if cells:
+            lines.append(f"{label}: {', '.join(f'({cell // size}, {cell % size})' for cell in cells)}")
+    return "\n".join(lines)

@@ -1,0 +1,173 @@
+"""The level sets of a game for training, validation, test and demonstrations; test levels are in no other set.
+
+Set            Seeds                                          Shares no level with
+training       10000 + 1,000,000 k + counter                  test (by replacement)
+validation     123, 124, ... (512 of them by default)         test, demonstration
+demonstration  700,000,000 and up, some left out              validation, test
+test           512 of 900,000,000 and up                      validation, published training, demonstration, itself
+replacement    1,000,000,000 and up, some left out            test
+
+The seeds are those of the published Sokoban levels, and every game uses them. Levels are compared up to symmetry
+(`Level.key`): different seeds can give equal levels. A game with few levels cannot keep its sets apart
+(`Environment.has_held_out_levels`); all of its sets then consist of whatever levels their seeds give.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count as counting
+from itertools import islice
+from typing import Any, NamedTuple
+
+from trainable.config.run_config import RunConfig
+from trainable.envs.environment import FIRST_TEST_SEED, Environment, L, Level
+
+MakeLevels = Callable[[Sequence[int]], Sequence[L]]
+"""Makes the level of each seed."""
+
+PUBLISHED_TRAINING_SEEDS = range(10_000, 13_200)
+PUBLISHED_VALIDATION_SEEDS = range(123, 635)
+# The bounds of env.seed_train and of the run's seed keep training below the demonstrations.
+SEEDS_PER_RUN = 1_000_000
+FIRST_DEMONSTRATION_SEED = 700_000_000
+FIRST_REPLACEMENT_SEED = 1_000_000_000
+TEST_LEVELS = 512
+CANDIDATES_PER_TEST_LEVEL = 16
+
+_BLOCK_SIZE = 64  # levels made per call in a search, since many seeds at once are faster than one by one
+
+
+def compute_training_seed(seed_index: int, group_counter: int, base: int = 10_000) -> int:
+    """The seed of one training level: base + 1,000,000 * seed_index + group_counter.
+
+    seed_index: the run's seed, from 0 (the published stream).
+    group_counter: number of groups before this one; env_groups * (t - 1) + i for group i of the 1-based step t.
+    """
+    seed = base + SEEDS_PER_RUN * seed_index + group_counter
+    if seed_index < 0 or not 0 <= group_counter < SEEDS_PER_RUN or not 0 <= seed < FIRST_DEMONSTRATION_SEED:
+        raise ValueError(
+            f"no training level for seed index {seed_index}, group {group_counter}, base {base}: the index must be at "
+            f"least 0, the group 0 to {SEEDS_PER_RUN - 1}, and their level seed below {FIRST_DEMONSTRATION_SEED}"
+        )
+    return seed
+
+
+def make_training_levels(
+    environment: Environment[L],
+    seed_index: int,
+    step: int,
+    env_groups: int,
+    base: int = 10_000,
+    excluded_keys: frozenset[bytes] = frozenset(),
+) -> list[L]:
+    """Make the levels of one training step, one for each group.
+
+    A level whose key is in `excluded_keys` is replaced. The replacement of seed s is the level of the first of the
+    seeds 1,000,000,000 + s, 1,000,000,001 + s, ... whose key is not excluded. The level of a seed therefore depends
+    only on the seed and `excluded_keys`. No published level of Sokoban (seeds 10000..13199) is replaced, because they
+    share no level with the test set.
+
+    seed_index: see `compute_training_seed`. step: from 1. env_groups: groups per step. base: first seed of index 0.
+    excluded_keys: see `collect_excluded_keys`.
+    """
+    if step < 1 or env_groups < 1:
+        raise ValueError(f"step {step} with {env_groups} groups; both must be at least 1")
+    seeds = [compute_training_seed(seed_index, env_groups * (step - 1) + group, base) for group in range(env_groups)]
+    return [
+        _find_replacement(environment, level.seed, excluded_keys) if level.key in excluded_keys else level
+        for level in environment.make_levels(seeds)
+    ]
+
+
+def make_validation_levels(environment: Environment[L], count: int = 512, base: int = 123) -> list[L]:
+    """Make the levels of seeds base, base + 1, ...; the defaults are those of the published Sokoban levels."""
+    return list(environment.make_levels(range(base, base + count)))
+
+
+def make_demonstration_levels(environment: Environment[L], count: int, first_index: int = 0) -> list[L]:
+    """Make levels for demonstrations: none of them is a validation or test level, if the game can keep sets apart.
+
+    The levels are in the order of their seeds from 700,000,000 + first_index on. To continue after a call, pass
+    `first_index=levels[-1].seed - FIRST_DEMONSTRATION_SEED + 1`. Levels can repeat within the set.
+    """
+    if count < 0 or first_index < 0:
+        raise ValueError(f"{count} demonstration levels from {first_index} on; both must be at least 0")
+    held_out_keys: frozenset[bytes] = frozenset()
+    if environment.has_held_out_levels:
+        held_out_levels = [*make_validation_levels(environment), *environment.make_test_levels(TEST_LEVELS)]
+        held_out_keys = collect_level_keys(held_out_levels)
+    levels = list(
+        islice(
+            (
+                level
+                for level in _iter_levels(environment.make_levels, FIRST_DEMONSTRATION_SEED + first_index)
+                if level.key not in held_out_keys
+            ),
+            count,
+        )
+    )
+    if levels and levels[-1].seed >= FIRST_TEST_SEED:
+        raise ValueError(f"{count} demonstration levels from {first_index} on reach the test seeds; ask for fewer")
+    return levels
+
+
+class RunLevels(NamedTuple):
+    """The levels of one run, generated in advance, so that no step waits for them.
+
+    training: for each step, one level per group. unseen_mask: for each validation level, whether no training level of
+    the run equals it up to symmetry.
+    """
+
+    training: list[list[Level]]
+    validation: list[Level]
+    test: list[Level]
+    unseen_mask: list[bool]
+
+
+def make_run_levels(environment: Environment[Any], config: RunConfig) -> RunLevels:
+    """The levels of the run of `config`, its seed included; no training level is a test level."""
+    env = config.env
+    test_set = list(environment.make_test_levels(env.test_env_groups))
+    validation = make_validation_levels(environment, env.val_env_groups, env.seed_val)
+    excluded_keys = collect_excluded_keys(environment, test_set)
+    training = [
+        make_training_levels(environment, config.seed, step, env.env_groups, env.seed_train, excluded_keys)
+        for step in range(1, config.trainer.total_training_steps + 1)
+    ]
+    training_keys = collect_level_keys(level for levels in training for level in levels)
+    return RunLevels(training, validation, test_set, [level.key not in training_keys for level in validation])
+
+
+def collect_level_keys(levels: Iterable[Level]) -> frozenset[bytes]:
+    """The keys of the levels, which are equal for levels that are equal up to symmetry."""
+    return frozenset(level.key for level in levels)
+
+
+def collect_excluded_keys(environment: Environment[Any], test_levels: Iterable[Level]) -> frozenset[bytes]:
+    """The keys that no training level may have: those of the test levels, if the game can keep its sets apart."""
+    return collect_level_keys(test_levels) if environment.has_held_out_levels else frozenset()
+
+
+def find_test_levels(make_levels: MakeLevels[L], count: int = TEST_LEVELS) -> list[L] | None:
+    """Search the first `count` test levels, in the order of their seeds: all different and in no published set.
+
+    None if there are so few different levels that 16 candidates per test level do not give enough.
+    """
+    published_seeds = (*PUBLISHED_VALIDATION_SEEDS, *PUBLISHED_TRAINING_SEEDS)
+    seen_keys = set(collect_level_keys(make_levels(published_seeds)))
+    levels: list[L] = []
+    for level in islice(_iter_levels(make_levels, FIRST_TEST_SEED), CANDIDATES_PER_TEST_LEVEL * count):
+        if len(levels) == count:
+            break
+        if level.key not in seen_keys:
+            seen_keys.add(level.key)
+            levels.append(level)
+    return levels if len(levels) == count else None
+
+
+def _find_replacement(environment: Environment[L], seed: int, excluded_keys: frozenset[bytes]) -> L:
+    candidates = (environment.make_levels([candidate])[0] for candidate in counting(FIRST_REPLACEMENT_SEED + seed))
+    return next(candidate for candidate in candidates if candidate.key not in excluded_keys)
+
+
+def _iter_levels(make_levels: MakeLevels[L], seed: int) -> Iterator[L]:
+    for start in counting(seed, _BLOCK_SIZE):
+        yield from make_levels(range(start, start + _BLOCK_SIZE))

@@ -1,0 +1,165 @@
+"""Sokoban as an environment: the published levels, rules, rewards and prompts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+from trainable.envs.environment import Measure, PromptStyle, TurnLimits, TurnOutcome
+from trainable.envs.prompts import format_action_rules
+from trainable.envs.sokoban.board import DIRECTIONS, Action, Cells, Tile, step
+from trainable.envs.sokoban.generate import Level, generate_levels
+from trainable.envs.sokoban.held_out import make_test_levels
+from trainable.envs.sokoban.solver import compute_distance_table, find_places
+from trainable.envs.sokoban.text import SYMBOLS, render
+
+ACTION_NAMES: dict[Action, str] = {action: action.name.capitalize() for action in Action if action != Action.NONE}
+"""How replies write the actions."""
+
+_ACTIONS_BY_NAME = {name: action for action, name in ACTION_NAMES.items()}
+_NAMES_BY_WORD = {name.lower(): name for name in ACTION_NAMES.values()}
+_MEANINGS = {
+    Tile.WALL: "wall",
+    Tile.FLOOR: "empty",
+    Tile.TARGET: "target",
+    Tile.BOX_ON_TARGET: "box on target",
+    Tile.BOX: "box",
+    Tile.PLAYER: "player",
+    Tile.PLAYER_ON_TARGET: "player on target",
+}
+
+
+@dataclass(frozen=True)
+class Sokoban:
+    """Sokoban on 6x6 boards with one box, as published (`CoordSokoban`). A state is a board, int8 (R, C).
+
+    observation_format: how the full style shows a board, see `text.render`.
+    """
+
+    observation_format: str = "grid_coord"
+    name: str = field(default="sokoban", init=False)
+    title: str = field(default="Sokoban", init=False)
+    has_held_out_levels: bool = field(default=True, init=False)
+    measures: Mapping[str, Measure] = field(default_factory=lambda: MappingProxyType({}), init=False)
+
+    def make_levels(self, seeds: Sequence[int]) -> list[Level]:
+        """The published level of each seed."""
+        return generate_levels(seeds)
+
+    def make_test_levels(self, count: int) -> list[Level]:
+        """The first `count` of the 512 shipped test levels."""
+        return make_test_levels(count)
+
+    def start(self, levels: Sequence[Level]) -> list[Cells]:
+        """The start boards."""
+        return [level.cells for level in levels]
+
+    def step(
+        self, states: Sequence[Cells], actions: Sequence[Sequence[str]], luck: npt.NDArray[np.float64]
+    ) -> TurnOutcome:
+        """Execute the actions on all boards at once: one call of `board.step` executes one action on every board."""
+        codes = np.zeros((len(states), max(map(len, actions), default=0)), dtype=np.int64)
+        for row, names in enumerate(actions):
+            codes[row, : len(names)] = [_ACTIONS_BY_NAME[name] for name in names]  # the rest stays 0: Action.NONE
+        cells = np.stack(states)
+        solved = np.zeros(len(states), dtype=bool)
+        rewards = np.zeros(len(states))
+        action_counts = np.zeros(len(states), dtype=np.int64)
+        for column in codes.T:
+            # Actions after the solution are ignored: `board.step` would pay the bonus for a solved board again.
+            executed_codes = np.where(solved, Action.NONE, column)
+            outcome = step(cells, executed_codes)
+            cells = outcome.cells
+            rewards += outcome.rewards
+            action_counts += executed_codes != Action.NONE
+            solved |= outcome.solved & (executed_codes != Action.NONE)
+        return TurnOutcome(list(cells), rewards, action_counts, done=solved, success=solved)
+
+    def read_action(self, word: str) -> str | None:
+        """The action of a word in any case: up, down, left or right."""
+        return _NAMES_BY_WORD.get(word.lower())
+
+    def format_instructions(self, max_actions: int) -> str:
+        """The rules, the symbols of a board, and the actions."""
+        legend = ", ".join(f"{SYMBOLS[tile]}: {meaning}" for tile, meaning in _MEANINGS.items())
+        action_rules = format_action_rules(tuple(ACTION_NAMES.values()), max_actions)
+        return (
+            "You are a helpful assistant. You are solving a Sokoban puzzle: move the player so that every box stands "
+            "on a target. You are given a grid and zero-indexed coordinates (row, column), from (0, 0) at the top left "
+            "to (5, 5) at the bottom right. Moving toward a box next to you pushes it one cell, if the cell behind it "
+            "is free. You cannot push a box through a wall or another box, and you cannot pull. Your answer is a "
+            "sequence of actions, for example <answer>Right || Right || Up</answer>.\n"
+            f"The meaning of each symbol is:\n{legend}\n{action_rules}"
+        )
+
+    def format_state(self, state: Cells, style: PromptStyle) -> str:
+        """The board; the compact style leaves out the outer wall, which every level has."""
+        return render(state[1:-1, 1:-1], "grid") if style == "compact" else render(state, self.observation_format)
+
+    def compute_chance(self, levels: Sequence[Level], limits: TurnLimits) -> npt.NDArray[np.float64]:
+        """The probability that uniformly random actions solve a level, exact: all random walks are followed."""
+        boards = np.stack([level.cells for level in levels])
+        if {level.cells.shape for level in levels} != {boards.shape[1:]}:
+            raise ValueError("levels of different sizes: pass levels of one size")
+        next_states = _make_transitions(boards)
+        num_levels, _, num_states = next_states.shape
+        # State num_states - 1 is `solved`; all levels are walked at once, in one flat array.
+        flat_states = next_states + num_states * np.arange(num_levels)[:, None, None]
+        flat_states = flat_states.transpose(1, 0, 2).reshape(len(DIRECTIONS), -1)
+        probabilities = np.zeros((num_levels, num_states))
+        probabilities[np.arange(num_levels), _find_start_states(boards)] = 1.0
+        flat_probabilities = probabilities.reshape(-1)
+        for _ in range(limits.reachable_actions):
+            flat_probabilities = np.mean(
+                [
+                    np.bincount(targets, weights=flat_probabilities, minlength=flat_probabilities.size)
+                    for targets in flat_states
+                ],
+                axis=0,
+            )
+        chance: npt.NDArray[np.float64] = flat_probabilities.reshape(num_levels, num_states)[:, -1]
+        return chance
+
+    def compute_best(self, levels: Sequence[Level], limits: TurnLimits) -> npt.NDArray[np.float64]:
+        """1 for levels with a solution that the limits allow, otherwise 0."""
+        distances = [int(compute_distance_table(level.cells)[find_places(level.cells)]) for level in levels]
+        return np.array([float(0 <= distance <= limits.reachable_actions) for distance in distances])
+
+
+def _find_start_states(boards: Cells) -> npt.NDArray[np.intp]:
+    """For each board (B, R, C) the index of its state: player * R*C + box, over flat cells."""
+    flat_boards = boards.reshape(len(boards), -1)
+    player = (flat_boards >= Tile.PLAYER).argmax(axis=1)
+    box = ((flat_boards == Tile.BOX) | (flat_boards == Tile.BOX_ON_TARGET)).argmax(axis=1)
+    states: npt.NDArray[np.intp] = player * flat_boards.shape[1] + box
+    return states
+
+
+def _make_transitions(boards: Cells) -> npt.NDArray[np.intp]:
+    """The next state (B, 4, S) of each board, action and state; the last state is `solved`, which is never left.
+
+    boards: int8 (B, R, C) with one box. A state is player * R*C + box over flat cells, also where a board cannot be in
+    it; those are never reached.
+    """
+    batch, rows, cols = boards.shape
+    size = rows * cols
+    flat_boards = boards.reshape(batch, size)
+    is_wall = flat_boards == Tile.WALL
+    targets = np.isin(flat_boards, (Tile.TARGET, Tile.BOX_ON_TARGET, Tile.PLAYER_ON_TARGET)).argmax(axis=1)
+    player, box = (grid.reshape(-1) for grid in np.divmod(np.arange(size**2), size))
+    solved_state = size**2
+    tables = []
+    for row_step, col_step in DIRECTIONS.values():
+        offset = row_step * cols + col_step
+        # Wrapping at the border reads another wall, as in `board.step`.
+        ahead, behind = (player + offset) % size, (player + 2 * offset) % size
+        pushes = ahead == box
+        blocked = is_wall[:, ahead] | (pushes & is_wall[:, behind])  # (B, S)
+        next_box = np.where(pushes, behind, box)
+        next_state = np.where(blocked, player * size + box, ahead * size + next_box)
+        # A box on the target ends the episode. A blocked action leaves the level as it is, unsolved.
+        table = np.where(~blocked & (next_box == targets[:, None]), solved_state, next_state)
+        tables.append(np.pad(table, ((0, 0), (0, 1)), constant_values=solved_state))
+    return np.stack(tables, axis=1)
