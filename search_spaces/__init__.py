@@ -5,6 +5,7 @@ from search_spaces.declaration.study import Study
 from search_spaces.language_model import (
     collapse_gradients,
     entropy,
+    filter_under_noise,
     gradient_analysis,
     grpo_entropy_sokoban,
     kl,
@@ -38,6 +39,7 @@ STUDIES: dict[str, Study] = {
         gradient_analysis.STUDY,
         learning_rate.STUDY,
         collapse_gradients.STUDY,
+        filter_under_noise.STUDY,
         smoke.SMOKE_STUDY,
         smoke.SMOKE_ALL_STUDY,
         single.STUDY,

@@ -231,6 +231,9 @@ def _is_common_column(column: Column) -> bool:
 
 _LAST_VALUE_COLUMNS = tuple(column for name in TRIAL_LAST_VALUES for column in STEP_COLUMNS if column.name == name)
 _COMMON_COLUMNS = tuple(column for column in TRIAL_COLUMNS if _is_common_column(column))
+DEFAULT_ENVIRONMENT = "sokoban"
+"""The game of studies that were recorded before there was another one."""
+
 RUN_FILE_SCHEMA: Schema = {**_RUN_SCHEMA, **_make_schema(_COMMON_COLUMNS, STOP_COLUMNS)}
 """Types of the fields of run.json and status.json that have the name of a column."""
 
@@ -244,7 +247,7 @@ FAMILIES: dict[str, TableFamily] = {
         primary_column="late_val_success",
         secondary_columns=("mean_val_success", "final_val_greedy_success", "test_success", "test_greedy_success"),
         is_higher_better=True,
-        get_environment=lambda settings: "sokoban",
+        get_environment=lambda settings: str(settings.get("env", {}).get("name", DEFAULT_ENVIRONMENT)),
     ),
     "update_rules": TableFamily(
         name="update_rules",

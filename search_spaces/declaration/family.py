@@ -1,10 +1,10 @@
 """A family of studies: the configuration type, presets and name templates that its studies share."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from search_spaces.declaration.presets import Preset
+from search_spaces.declaration.presets import GameSettings, Preset
 from trainable.config.base_config import BaseRunConfig
 
 
@@ -51,6 +51,7 @@ class Family:
         path_settings: settings that name a local file or folder, if they are set.
         name_suffix: template that is appended to the names of a study and of its runs if the study has no published
             names.
+        games: the games that --env selects, by name; empty if the runs play none.
         is_fine_tuning: whether the family's runs fine-tune the language model of `get_model_path`, on GPUs if there
             are any.
     """
@@ -70,6 +71,7 @@ class Family:
     model_settings: tuple[str, ...] = ()
     path_settings: tuple[str, ...] = ()
     name_suffix: str = ""
+    games: Mapping[str, GameSettings] = field(default_factory=dict)
     is_fine_tuning: bool = False
 
     def __post_init__(self) -> None:
@@ -79,6 +81,12 @@ class Family:
                 f"The family {self.name} sets no `estimate_bytes`. Only a family with is_fine_tuning=True may leave it "
                 "out: set estimate_bytes=FUNCTION."
             )
+
+    def make_game_settings(self, game: str, preset: str) -> dict[str, object]:
+        """The settings that come with a game under a preset. Raise KeyError for a game that does not exist."""
+        game_settings, preset_settings = self.games[game], self.games[game].presets
+        name = preset if preset in preset_settings else self.presets[preset].variant_of
+        return {**game_settings.settings, **preset_settings.get(name, {})}
 
     @property
     def primary_metric(self) -> str:

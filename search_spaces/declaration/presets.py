@@ -1,7 +1,7 @@
 """The presets of language models: `paper` is the published scale, and the others run on one CPU core per trial."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 Settings = Mapping[str, object]
@@ -24,6 +24,19 @@ class Preset:
     n_seeds: int
     variant_of: str = ""
     uses_gpus: bool = False
+
+
+@dataclass(frozen=True)
+class GameSettings:
+    """The settings that come with a game.
+
+    Attributes:
+        settings: those of all presets.
+        presets: further settings by preset. A variant of a preset has those of that preset.
+    """
+
+    settings: Settings
+    presets: Mapping[str, Settings] = field(default_factory=dict)
 
 
 _LAPTOP_SETTINGS: Settings = MappingProxyType(

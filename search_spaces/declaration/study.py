@@ -80,8 +80,9 @@ class NameTemplates:
     `run`, `summary_log` and `wandb_project` describe the whole study and may use the values of its family only. Those
     of language models are:
 
-    * {model}: last part of the model's path; {size}: its billions of parameters, like 3B (the model if its name has
-      none);
+    * {env}: name of the game; {model}: last part of the model's path, followed by the game if the model is of the hub
+      and the game is not Sokoban, whose published names contain no game; {size}: its billions of parameters, like 3B
+      (the model if its name has none);
     * {tag}: nofilter or filter_zero, from rollout_filter_include_zero; {strategy}: filter strategy; {mass}:
       rollout_filter_value without dots;
     * {kl_type}: kl_loss_type; {collapse}: the diagnostics that are on (ftmt, ft, mt or nocd);
@@ -104,7 +105,7 @@ class NameTemplates:
     checkpoints: str = "{run}/{experiment}"
     summary_log: str = "{run}.log"
     summary_times: tuple[str, ...] = ("train", "eval", "total")
-    probe_log: str = "gradient_analysis_probe_sokoban_{model}/{experiment}-probe-ckpt{step}-{val}-kl_and_entropy.log"
+    probe_log: str = "gradient_analysis_probe_{env}_{model}/{experiment}-probe-ckpt{step}-{val}-kl_and_entropy.log"
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ class Study:
         baseline_seeds: least number of seeds of the baseline. In a study of one seed per arm, all arms are compared
             with the luck of a single baseline run if this is 1.
         has_include_zero_option: whether --rollout_filter_include_zero may be used; False where the axis sets it.
+        game: the only game of the study, if its names contain a game; empty if --env may choose one.
         smoke_settings: settings of --smoke, which runs the study in seconds; empty if the study has no --smoke.
         margins: differences within which two arms count as equal, by outcome, where they are not those of the family.
         contrasts: the comparisons that answer the question, declared before anything is run.
@@ -159,6 +161,7 @@ class Study:
     n_seeds: int | None = None
     baseline_seeds: int = 1
     has_include_zero_option: bool = True
+    game: str = ""
     smoke_settings: Settings = field(default_factory=_make_empty_settings)
     margins: Mapping[str, float] = field(default_factory=dict)
     contrasts: Contrasts = field(default_factory=dict)

@@ -25,7 +25,7 @@ STUDY = Study(
     baseline="0",
     published_templates=NameTemplates(
         run="entropy_sweep_{model}",
-        experiment="sokoban_entropy_sweep_{tag}_{label}-{model}",
+        experiment="{env}_entropy_sweep_{tag}_{label}-{model}",
         title="Entropy Sweep",
         summary="entropy={arm} | filter={tag} | include_zero={include_zero}",
         wandb_project="ragen_release_entropy_sweep",

@@ -4,8 +4,11 @@ import re
 
 from search_spaces.declaration.family import DisplayColumn, Family, make_value_label
 from search_spaces.declaration.presets import PRESETS
+from search_spaces.language_model.environments import GAMES
 from trainable.config.base_config import BaseRunConfig
+from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.run_config import RunConfig
+from trainable.config.sections import EnvConfig
 
 INCLUDE_ZERO_TAGS = {True: "nofilter", False: "filter_zero"}
 """The published tag of each value of rollout_filter_include_zero."""
@@ -37,8 +40,11 @@ def make_template_values(config: RunConfig) -> dict[str, str]:
     size_match = re.search(r"(?<![\d.])\d+(\.\d+)?B(?![A-Za-z])", model)
     train_size = f"{env.env_groups}x{env.group_size}"
     groups, rollouts = trainer.gradient_analysis_env_groups, trainer.gradient_analysis_group_size
+    # The model of the hub plays any game, and two games may not share a folder.
+    is_told_by_model = config.model.path in SHIPPED_MODELS or env.name == EnvConfig.model_fields["name"].default
     return {
-        "model": model,
+        "env": env.name,
+        "model": model if is_told_by_model else f"{model}_{env.name}",
         "size": size_match.group() if size_match else model,
         "tag": INCLUDE_ZERO_TAGS[filter_config.rollout_filter_include_zero],
         "strategy": STRATEGY_NAMES.get(filter_config.rollout_filter_strategy, filter_config.rollout_filter_strategy),
@@ -79,6 +85,7 @@ PPO = Family(
     trainer="trainable.families:LANGUAGE_MODEL",
     name_suffix="_{model}",
     is_fine_tuning=True,
+    games=GAMES,
     config_class=RunConfig,
     presets=PRESETS,
     outcomes=(

@@ -49,14 +49,14 @@ STUDY = Study(
     },
     baseline="PPO",
     published_templates=NameTemplates(
-        run="gradient_analysis_sokoban_{model}",
-        experiment="sokoban-{arm}-filter-topp{mass}-{model}-train{train}-analysis{analysis}-grad-every{every}",
+        run="gradient_analysis_{env}_{model}",
+        experiment="{env}-{arm}-filter-topp{mass}-{model}-train{train}-analysis{analysis}-grad-every{every}",
         title="Gradient Analysis",
         summary="algo={arm} | filter={tag} | include_zero={include_zero}",
         wandb_project="ragen_gradient_analysis",
         log="{run}/{experiment}.log",
-        checkpoints="gradient_analysis/sokoban/{arm}/filter/{experiment}",
-        probe_log="gradient_analysis_probe_sokoban_{model}/"
-        "sokoban-{arm}-filter-topp{mass}-{model}-probe-ckpt{step}-{val}-kl_and_entropy{seed}.log",
+        checkpoints="gradient_analysis/{env}/{arm}/filter/{experiment}",
+        probe_log="gradient_analysis_probe_{env}_{model}/"
+        "{env}-{arm}-filter-topp{mass}-{model}-probe-ckpt{step}-{val}-kl_and_entropy{seed}.log",
     ),
 )

@@ -40,6 +40,7 @@ ARMS: dict[str, Settings] = {
 STUDY = Study(
     name="grpo-entropy-sokoban",
     family=PPO,
+    game="sokoban",
     question=__doc__.splitlines()[0],
     axis=Axis(
         setting="std normalization x clip, and TPO",
@@ -60,7 +61,7 @@ STUDY = Study(
     baseline="std-clip0.2",
     published_templates=NameTemplates(
         run="grpo_entropy_{model}",
-        experiment="sokoban_grpo_entropy_{tag}_{label}-{model}",
+        experiment="{env}_grpo_entropy_{tag}_{label}-{model}",
         title="GRPO Entropy on Sokoban",
         summary="arm={arm} | filter={tag} | include_zero={include_zero}",
         wandb_project="ragen_grpo_entropy",

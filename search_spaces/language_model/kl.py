@@ -21,7 +21,7 @@ STUDY = Study(
     baseline="0",
     published_templates=NameTemplates(
         run="kl_sweep_{model}",
-        experiment="sokoban_kl_sweep_{tag}_{label}-{model}",
+        experiment="{env}_kl_sweep_{tag}_{label}-{model}",
         title="KL Sweep",
         summary="kl={arm} | filter={tag} | include_zero={include_zero}",
         wandb_project="ragen_release_kl_sweep",

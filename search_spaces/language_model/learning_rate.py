@@ -84,7 +84,7 @@ STUDY = Study(
     contrasts=CONTRASTS,
     published_templates=NameTemplates(
         run="learning_rate_{model}",
-        experiment="sokoban_learning_rate_{tag}_{label}-{model}",
+        experiment="{env}_learning_rate_{tag}_{label}-{model}",
         title="Learning Rate",
         summary="arm={arm} | filter={tag} | include_zero={include_zero}",
         wandb_project="ragen_learning_rate",

@@ -135,6 +135,7 @@ def _make_study(name: str, question: str, kl_types: Mapping[str, tuple[str, ...]
     return Study(
         name=name,
         family=PPO,
+        game="sokoban",
         question=question,
         axis=Axis(
             setting="KL and entropy coefficients, filter",

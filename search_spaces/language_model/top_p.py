@@ -26,7 +26,7 @@ STUDY = Study(
     baseline="nofilter",
     published_templates=NameTemplates(
         run="top_p_sweep_{model}",
-        experiment="sokoban_top_p_{label}-{model}",
+        experiment="{env}_top_p_{label}-{model}",
         title="Top-p Sweep",
         summary="value={arm} | include_zero={include_zero} | filter_value={filter_value}",
         wandb_project="ragen_release_top_p_sweep",

@@ -22,7 +22,7 @@ from trainable.rollout.logprob_mismatch import EngineMismatchError, check_mismat
 from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 from trainable.rollout.vllm_sampler import LM_HEAD_NAME, EngineSettings, VllmSampler
-from trainable.tiny.recipe import make_shape
+from trainable.tiny.policies import SOKOBAN_TINY
 
 pytestmark = [
     pytest.mark.engines,
@@ -45,7 +45,7 @@ def shipped_policy() -> Policy:
 @pytest.fixture(scope="module")
 def random_model() -> Qwen2:
     """Random weights of the shape of the shipped model, with a tied head."""
-    return make_random_model(make_shape(), seed=3, std=0.1)
+    return make_random_model(SOKOBAN_TINY.make_shape(), seed=3, std=0.1)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 
 from tests.fakes.scripted import make_random_model
 from trainable.rollout.vllm_sampler import LM_HEAD_NAME
-from trainable.tiny.recipe import make_shape, write_model
+from trainable.tiny.policies import SOKOBAN_TINY
+from trainable.tiny.recipe import write_model
 
 pytestmark = [
     pytest.mark.engines,
@@ -44,8 +45,8 @@ for folder in (find_model("sokoban-tiny"), Path(sys.argv[1])):  # of two engines
 @pytest.fixture
 def untied_folder(tmp_path: Path) -> Path:
     """A model on disk with an untied head, which is in a second file."""
-    model = make_random_model(replace(make_shape(), tie_word_embeddings=False), seed=5, std=0.1)
-    write_model(model, tmp_path)
+    model = make_random_model(replace(SOKOBAN_TINY.make_shape(), tie_word_embeddings=False), seed=5, std=0.1)
+    write_model(model, tmp_path, SOKOBAN_TINY.pieces)
     save_file({LM_HEAD_NAME: model.lm_head.weight.detach()}, tmp_path / "head.safetensors")
     return tmp_path
 

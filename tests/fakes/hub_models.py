@@ -11,7 +11,8 @@ from torch import Tensor
 
 from trainable.models.hub_config import make_shape
 from trainable.models.hub_model import HubModel
-from trainable.tiny.tokenizer import build_tokenizer, write_tokenizer
+from trainable.tiny.policies import SOKOBAN_TINY
+from trainable.tiny.tokenizer import write_tokenizer
 
 VOCAB_SIZE = 311
 _SIZES = {
@@ -52,7 +53,7 @@ def make_config(model_type: str, fields: Mapping[str, object]) -> Any:
     """Make a configuration of transformers for the shipped tokenizer."""
     from transformers import AutoConfig
 
-    eos = build_tokenizer().token_to_id("<|im_end|>")
+    eos = SOKOBAN_TINY.build_tokenizer().token_to_id("<|im_end|>")
     return AutoConfig.for_model(
         model_type, **{"bos_token_id": None, "eos_token_id": eos, "pad_token_id": None, **fields}
     )
@@ -77,7 +78,7 @@ def make_model(model_type: str, fields: Mapping[str, object] | None = None, seed
 def write_model(model: Any, folder: Path) -> Path:
     """Write the folder of a model with the shipped tokenizer."""
     model.save_pretrained(folder)
-    write_tokenizer(folder)
+    write_tokenizer(folder, SOKOBAN_TINY.pieces)
     return folder
 
 

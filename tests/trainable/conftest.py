@@ -6,7 +6,8 @@ import torch
 
 from tests.fakes.scripted import make_random_model
 from tests.fakes.trials import UninterruptedRun, clean_up_trials, start_trial
-from trainable.tiny.recipe import make_shape, write_model
+from trainable.tiny.policies import SOKOBAN_TINY
+from trainable.tiny.recipe import write_model
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -19,7 +20,7 @@ def _use_one_thread() -> None:
 def random_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of the tiny shape with random weights, in the format of the hub."""
     folder: Path = tmp_path_factory.mktemp("random-model")
-    write_model(make_random_model(make_shape(), std=0.1), folder)
+    write_model(make_random_model(SOKOBAN_TINY.make_shape(), std=0.1), folder, SOKOBAN_TINY.pieces)
     return folder
 
 

@@ -3,11 +3,30 @@
 The sizes are limits on memory. None of them changes a number that a run computes.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+_TINY_FOLDER = Path(__file__).parents[1] / "tiny"
+
+
+class ShippedModel(NamedTuple):
+    """A policy that comes with the package: its folder, and the game whose words it knows."""
+
+    folder: Path
+    game: str
+
 
 SHIPPED_MODEL = "sokoban-tiny"
-SHIPPED_MODEL_FOLDER = Path(__file__).parents[1] / "tiny" / "sokoban_tiny"
-"""The policy that comes with the package: its name as `model.path`, and its folder."""
+SHIPPED_MODELS: Mapping[str, ShippedModel] = MappingProxyType(
+    {
+        SHIPPED_MODEL: ShippedModel(_TINY_FOLDER / "sokoban_tiny", "sokoban"),
+        "frozenlake-tiny": ShippedModel(_TINY_FOLDER / "frozenlake_tiny", "frozenlake"),
+        "mastermind-tiny": ShippedModel(_TINY_FOLDER / "mastermind_tiny", "mastermind"),
+    }
+)
+"""The policies that come with the package, by their name as `model.path`. The first is the one of the laptop preset."""
 
 QWEN2_ARCHITECTURE = "Qwen2ForCausalLM"
 """The architecture that our own torch model runs, as config.json names it."""

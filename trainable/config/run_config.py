@@ -17,6 +17,7 @@ from trainable.config.aliases import ALIASES
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.choices import FILTER_STRATEGIES, POLICY_LOSSES, find_unused_settings
 from trainable.config.command_lines import format_command
+from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.game_sections import GAME_SECTIONS
 from trainable.config.sections import (
     ActorConfig,
@@ -79,12 +80,22 @@ class RunConfig(BaseRunConfig):
     early_stop: EarlyStopConfig = EarlyStopConfig()
 
     @model_validator(mode="after")
-    def _check_tiny_model_prompt(self) -> "RunConfig":
-        # The tokenizer of sokoban-tiny has only the words of the compact prompt.
-        if self.model.path == "sokoban-tiny" and self.model.prompt_style == "full":
+    def _check_shipped_model(self) -> "RunConfig":
+        # The tokenizer of a shipped policy has only the words of the compact prompt of its game.
+        shipped_model = SHIPPED_MODELS.get(self.model.path)
+        if shipped_model is None:
+            return self
+        if self.model.prompt_style == "full":
             raise ValueError(
-                "model.path=sokoban-tiny knows the compact prompt only: use the laptop preset, or set "
+                f"model.path={self.model.path} knows the compact prompt only: use the laptop preset, or set "
                 "model.prompt_style=compact"
+            )
+        if shipped_model.game != self.env.name:
+            names = [name for name, model in SHIPPED_MODELS.items() if model.game == self.env.name]
+            advice = f"set model.path={names[0]}" if names else "set model.path to a model of the hub"
+            raise ValueError(
+                f"model.path={self.model.path} knows the words of {shipped_model.game} only, and env.name is "
+                f"{self.env.name}: {advice}, or type --env {self.env.name}, which chooses a model"
             )
         return self
 

@@ -41,7 +41,8 @@ class ModelConfig(Section):
     """The policy model, its prompts, its precision and its LoRA adapters."""
 
     path: Common[ModelPath] = Field(
-        "Qwen/Qwen2.5-3B", description="Hugging Face id, local folder, or sokoban-tiny (shipped)"
+        "Qwen/Qwen2.5-3B",
+        description="Hugging Face id, folder, or a shipped policy: sokoban-tiny, frozenlake-tiny, mastermind-tiny",
     )
     prompt_style: Literal["full", "compact"] = Field(
         "full", description="the published prompt, or a compact one for the shipped model"

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from trainable.config.command_lines import quote_argument
-from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODEL, SHIPPED_MODEL_FOLDER
+from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODEL, SHIPPED_MODELS
 from trainable.config.sections import ModelConfig
 from trainable.envs.chat import CHATML, ChatFormat
 from trainable.models.chat_template import read_chat_format
@@ -52,12 +52,12 @@ class Policy:
 
 
 def find_model(path: str) -> Path:
-    """The local folder of a model: the shipped one, a folder, or a hub id in the local cache.
+    """The local folder of a model: a shipped one, a folder, or a hub id in the local cache.
 
     Nothing is downloaded. The ValueError for a model that does not exist names the command that downloads it.
     """
-    if path == SHIPPED_MODEL:
-        return SHIPPED_MODEL_FOLDER
+    if path in SHIPPED_MODELS:
+        return SHIPPED_MODELS[path].folder
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():

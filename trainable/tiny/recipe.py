@@ -1,7 +1,7 @@
-"""Train sokoban-tiny on a solver's demonstrations: first clean ones, then ones with bad habits that PPO can fix.
+"""Train a tiny policy on a solver's demonstrations: first clean ones, then ones with bad habits that PPO can fix.
 
-The first stage teaches the game. The second stage teaches the policy to waste moves (visible in greedy play) and to be
-careless at times (visible only in sampled play), so that the shipped policy knows more than it shows.
+The first stage teaches the game. The second stage teaches the policy to make bad plans (visible in greedy play) and to
+be careless at times (visible only in sampled play), so that the shipped policy knows more than it shows.
 """
 
 import json
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,13 +20,13 @@ from torch import Tensor
 from trainable.algo.losses import logprobs_from_logits
 from trainable.config.constants import QWEN2_ARCHITECTURE
 from trainable.config.seeds import make_rng
+from trainable.envs.environment import Environment, TurnLimits
 from trainable.envs.level_sets import make_demonstration_levels
 from trainable.envs.prompts import END_OF_MESSAGE, make_prompt_template
-from trainable.envs.sokoban.game import Sokoban
 from trainable.models.qwen2 import Qwen2
 from trainable.models.qwen2_shape import Qwen2Shape
-from trainable.tiny.demonstrations import Habits, Segment, make_dialogues
-from trainable.tiny.tokenizer import PAD, build_tokenizer, make_vocabulary, write_tokenizer
+from trainable.tiny.dialogues import Demonstrator, Habits, Segment, make_dialogues
+from trainable.tiny.tokenizer import PAD, Vocabulary, build_tokenizer, list_pieces, write_tokenizer
 
 
 @dataclass(frozen=True)
@@ -41,61 +42,80 @@ class Stage:
     habits: Habits
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The numbers on which the shipped weights depend. docs/sokoban_tiny.md says how they were chosen."""
+    """The numbers on which the shipped weights depend. The page of a policy in docs/ says how they were chosen."""
 
     seed: int = 0
     batch: int = 32
-    stages: tuple[Stage, ...] = (
-        Stage(40_000, 3e-3, 2e-4, Habits()),
-        Stage(5_000, 1e-3, 1e-4, Habits(detour=0.65, careless=0.3, unfinished=0.1)),
-    )
+    stages: tuple[Stage, ...]
 
 
-MAX_TURNS, MAX_ACTIONS_PER_TURN, MAX_ACTIONS = 5, 2, 10
-"""The defaults of env.max_turn, env.max_actions_per_turn and env.max_actions_per_traj."""
+@dataclass(frozen=True)
+class TinyPolicy:
+    """A tiny policy of one game: what its weights and its tokenizer are made of.
+
+    limits: those of its demonstrations, which are the defaults of its game. response_length: tokens that a reply needs.
+    """
+
+    environment: Environment[Any]
+    limits: TurnLimits
+    vocabulary: Vocabulary
+    demonstrator: Demonstrator
+    recipe: Recipe
+    response_length: int = 24
+
+    @property
+    def pieces(self) -> list[str]:
+        """The pieces of the tokenizer, in the order of their ids."""
+        return list_pieces(self.environment.title, self.vocabulary, self.limits)
+
+    def build_tokenizer(self) -> Tokenizer:
+        """The tokenizer of the pieces."""
+        return build_tokenizer(self.pieces)
+
+    def make_shape(self) -> Qwen2Shape:
+        """Sizes of the model. Its head size is 32, the smallest that vLLM supports."""
+        pieces = self.pieces
+        return Qwen2Shape(
+            vocab_size=len(pieces),
+            hidden_size=64,
+            intermediate_size=192,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=512,
+            rope_theta=10_000.0,
+            rms_norm_eps=1e-6,
+            tie_word_embeddings=True,
+            eos_token_id=pieces.index(END_OF_MESSAGE),
+        )
+
 
 STAGE_LEVEL_STRIDE = 10_000_000
 """Distance between the first level seeds of two stages. A stage has far fewer levels, so stages share no seed."""
 
 
-def make_shape() -> Qwen2Shape:
-    """Sizes of sokoban-tiny. Its head size is 32, the smallest that vLLM supports."""
-    pieces = make_vocabulary()
-    return Qwen2Shape(
-        vocab_size=len(pieces),
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        rope_theta=10_000.0,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-        eos_token_id=pieces.index(END_OF_MESSAGE),
-    )
-
-
-def make_model(folder: Path, recipe: Recipe, log: Callable[[str], None]) -> None:
-    """Run the recipe and write weights, config, tokenizer and provenance to `folder`."""
+def make_model(folder: Path, policy: TinyPolicy, log: Callable[[str], None]) -> None:
+    """Run the recipe of a policy, and write weights, config, tokenizer and provenance to `folder`."""
     torch.set_num_threads(1)
+    recipe = policy.recipe
     start_time = time.process_time()
-    model = make_initial_model(recipe.seed)
+    model = make_initial_model(policy.make_shape(), recipe.seed)
     for number, stage in enumerate(recipe.stages):
         rng = make_rng(recipe.seed, "demonstrations", number)
-        examples = make_examples(stage, number * STAGE_LEVEL_STRIDE, rng)
+        luck_rng = make_rng(recipe.seed, "demonstrations", number, 1)
+        examples = make_examples(policy, stage, number * STAGE_LEVEL_STRIDE, rng, luck_rng)
         log(f"stage {number + 1}: {len(examples)} dialogues, {time.process_time() - start_time:.0f} s")
         loss = train(model, examples, stage, recipe.batch, rng)
         log(f"stage {number + 1}: loss {loss:.3f} nats per token, {time.process_time() - start_time:.0f} s")
-    write_model(model, folder)
+    write_model(model, folder, policy.pieces)
     (folder / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1) + "\n", encoding="utf-8")
 
 
-def make_initial_model(seed: int) -> Qwen2:
+def make_initial_model(shape: Qwen2Shape, seed: int) -> Qwen2:
     """Random normal weights: standard deviation 0.02 for the embedding, 0.5 / sqrt(inputs) for matrices; biases 0."""
-    model = Qwen2(make_shape())
+    model = Qwen2(shape)
     generator = torch.Generator().manual_seed(int(make_rng(seed, "weights").integers(2**62)))
     for name, weight in model.named_parameters():
         if name.endswith("bias"):
@@ -114,13 +134,17 @@ class Example:
     loss_mask: np.ndarray
 
 
-def make_examples(stage: Stage, first_index: int, rng: np.random.Generator) -> list[Example]:
+def make_examples(
+    policy: TinyPolicy, stage: Stage, first_index: int, rng: np.random.Generator, luck_rng: np.random.Generator
+) -> list[Example]:
     """The stage's dialogues on demonstration levels from `first_index` on, each level once."""
-    environment = Sokoban()
-    template = make_prompt_template(environment, "compact", MAX_ACTIONS)
+    environment, limits = policy.environment, policy.limits
+    template = make_prompt_template(environment, "compact", limits.actions)
     levels = make_demonstration_levels(environment, stage.dialogues, first_index)
-    tokenizer = build_tokenizer()
-    demonstrations = make_dialogues(levels, template, stage.habits, rng, MAX_TURNS, MAX_ACTIONS_PER_TURN, MAX_ACTIONS)
+    tokenizer = policy.build_tokenizer()
+    demonstrations = make_dialogues(
+        environment, levels, template, policy.demonstrator, stage.habits, limits, rng, luck_rng
+    )
     return [_encode(tokenizer, segments) for segments in demonstrations]
 
 
@@ -170,9 +194,9 @@ def _iter_batches(
         )
 
 
-def write_model(model: Qwen2, folder: Path) -> None:
+def write_model(model: Qwen2, folder: Path, pieces: list[str]) -> None:
     """Write the model and its tokenizer in the hub's layout: config.json, model.safetensors, tokenizer files."""
-    shape, pieces = model.shape, make_vocabulary()
+    shape = model.shape
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": [QWEN2_ARCHITECTURE],
@@ -189,4 +213,4 @@ def write_model(model: Qwen2, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     weights = {name: weight.contiguous() for name, weight in model.state_dict().items() if name != "lm_head.weight"}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    write_tokenizer(folder)
+    write_tokenizer(folder, pieces)

@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
-from importlib.resources import files
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -23,7 +22,7 @@ from rich.console import Console
 
 from search_spaces.declaration.presets import PRESETS
 from trainable.config.command_lines import quote_argument
-from trainable.config.constants import SHIPPED_MODEL
+from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.setting_types import format_value
 from tune_study.host import machine_checks
@@ -210,12 +209,12 @@ def find_unmet(requirements: Iterable[str], extra: str) -> dict[str, str]:
 def check_preset_model(preset: str, environ: Mapping[str, str]) -> CheckResult:
     """Check the model of a preset. A damaged shipped model is a problem; another model that is missing is a remark."""
     path = apply_overrides(RunConfig(), PRESETS[preset].settings).model.path
-    shipped_path = files("trainable") / "tiny" / "sokoban_tiny"
+    shipped_model = SHIPPED_MODELS.get(path)
     try:
-        check_model(str(shipped_path) if path == SHIPPED_MODEL else path, environ)
+        check_model(path if shipped_model is None else str(shipped_model.folder), environ)
     except PlanError as error:
         detail = str(error).partition(". ")[0]  # the first sentence; the report has advice of its own
-        if path == SHIPPED_MODEL:
+        if shipped_model is not None:
             return CheckResult("model", "problem", detail, "Install tune_study again.")
         return CheckResult(
             "model", "remark", detail, f"Type `hf download {quote_argument(path)}`, or choose another with --model."

@@ -34,6 +34,10 @@ Preset = Annotated[
 Model = Annotated[
     str | None, Option("--model", metavar="PATH", help="Model to train: sokoban-tiny, a folder, or a hub id.")
 ]
+Env = Annotated[
+    str | None,
+    Option("--env", metavar="NAME", help="Game to play: sokoban (default), frozenlake, mastermind or countdown."),
+]
 Steps = Annotated[int | None, Option("--steps", metavar="N", help="Training steps per run.")]
 Values = Annotated[
     str | None, Option("--values", metavar="LIST", help="Values of the study's axis, for any study; see `list`.")

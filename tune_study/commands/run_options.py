@@ -55,6 +55,7 @@ class RunOptions(NamedTuple):
         preset_reason: why this preset was chosen.
         option_values: the value of each option of OPTION_SETTINGS, by option.
         axis_texts: the text of each option for the values of an axis, by option.
+        game: --env.
         include_zero: text of --rollout_filter_include_zero.
         strategy: text of --rollout_filter_strategy.
         assignments: the `key=value` of each --set.
@@ -69,6 +70,7 @@ class RunOptions(NamedTuple):
     preset_reason: str
     option_values: Mapping[str, object]
     axis_texts: Mapping[str, str | None]
+    game: str | None
     include_zero: str | None
     strategy: str | None
     assignments: Iterable[str]
@@ -109,7 +111,9 @@ def plan_from_options(
         **_collect_option_settings(study, options.option_values),
         **_collect_filter_settings(study, options),
     }
-    overrides = collect_overrides(study, option_settings, options.assignments)
+    game_settings = _collect_game_settings(study, options)
+    # Settings that were typed take precedence over those that come with the game.
+    overrides = {**game_settings, **collect_overrides(study, option_settings, options.assignments)}
     # The processes of runs have other working folders, in which a relative path would not be found.
     for setting in overrides.keys() & {*study.family.model_settings, *study.family.path_settings}:
         overrides[setting] = make_absolute(str(overrides[setting]))
@@ -154,6 +158,22 @@ def _collect_option_settings(study: Study, option_values: Mapping[str, object]) 
             )
         option_settings |= dict.fromkeys(OPTION_SETTINGS[option], value)
     return option_settings
+
+
+def _collect_game_settings(study: Study, options: RunOptions) -> dict[str, object]:
+    """The settings that come with the game of --env. PlanError for a study or a game that does not have any."""
+    games = study.family.games
+    if options.game is None:
+        return {}
+    if not games:
+        raise PlanError(f"--env does not belong to study {study.name}, which plays no game: leave it out.")
+    if options.game not in games:
+        raise PlanError(f"--env {format_value(options.game)} is not a game: type one of {', '.join(games)}.")
+    if study.game and options.game != study.game:
+        raise PlanError(
+            f"--env does not belong to study {study.name}, whose arms are named after {study.game}: leave it out."
+        )
+    return study.family.make_game_settings(options.game, options.preset)
 
 
 def _collect_filter_settings(study: Study, options: RunOptions) -> dict[str, object]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from trainable.config.command_lines import quote_argument
-from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODEL
+from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODEL, SHIPPED_MODELS
 from trainable.config.setting_types import format_value
 from tune_study.plan.study_plan import PlanError
 
@@ -56,12 +56,12 @@ def check_file(setting: str, path: str) -> None:
 
 
 def check_model(path: str, environ: Mapping[str, str], chat_format: str = "chatml", option: str = "--model ") -> None:
-    """Raise PlanError unless `path` is the shipped model, a folder with a config.json, or a downloaded hub id.
+    """Raise PlanError unless `path` is a shipped model, a folder with a config.json, or a downloaded hub id.
 
     chat_format: value of model.chat_format. With auto, the model's chat template is checked too. option: the option
     that names the model, as it is typed before its value; the message repeats it.
     """
-    if path == SHIPPED_MODEL:
+    if path in SHIPPED_MODELS:
         return
     if _is_folder(path):
         if not (Path(path) / "config.json").is_file():

@@ -25,9 +25,9 @@ from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.episode_loop import EpisodeLimits, draw_luck, roll_out_episodes
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
-from trainable.tiny.tokenizer import build_tokenizer
+from trainable.tiny.policies import SOKOBAN_TINY
 
-TINY_TOKENIZER = build_tokenizer()
+TINY_TOKENIZER = SOKOBAN_TINY.build_tokenizer()
 
 
 def make_byte_tokenizer() -> Tokenizer:

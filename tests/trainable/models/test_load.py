@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from tests.fakes.scripted import make_qwen2_shape, make_random_model
 from trainable.models.load import Policy, find_model, load_policy, make_codec, make_critic
 from trainable.models.qwen2 import Qwen2
+from trainable.tiny.policies import SOKOBAN_TINY
 from trainable.tiny.tokenizer import write_tokenizer
 
 CPU = torch.device("cpu")
@@ -30,7 +31,7 @@ def write_model_files(
     for index in range(file_count):
         file_weights = {name: weights[name] for name in names[index::file_count]}
         save_file(file_weights, folder / f"model-{index + 1:05}-of-{file_count:05}.safetensors")
-    write_tokenizer(folder)
+    write_tokenizer(folder, SOKOBAN_TINY.pieces)
     return folder
 
 

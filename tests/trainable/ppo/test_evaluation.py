@@ -8,7 +8,7 @@ from trainable.models.load import make_codec
 from trainable.ppo.evaluation import make_evaluation, number_classes, record_episode
 from trainable.rollout.episode import Episode, StopReason
 from trainable.runs.episode_lines import RecordedEpisode, RecordedTurn
-from trainable.tiny.tokenizer import build_tokenizer
+from trainable.tiny.policies import SOKOBAN_TINY
 
 
 def make_evaluation_episode(group: int, success: bool, score: float, turns: int, invalid: int) -> Episode:
@@ -57,7 +57,7 @@ def test_the_line_has_the_documented_fields() -> None:
 
 
 def test_a_recorded_episode_has_the_texts_of_its_very_tokens() -> None:
-    tokenizer = build_tokenizer()
+    tokenizer = SOKOBAN_TINY.build_tokenizer()
     messages = ["<|im_start|>user\nTurn 1:\nState:\n", "UL</think><answer>Up || Left</answer><|im_end|>", "O", "D"]
     tokens = [tokenizer.encode(message).ids for message in messages]
     rewards = (1.5, -0.125)

@@ -15,6 +15,7 @@ from trainable.envs.sokoban.game import Sokoban
 from trainable.models.qwen2 import Qwen2
 from trainable.models.qwen2_shape import Qwen2Shape
 from trainable.ppo.trainer import PPOTrainer
+from trainable.tiny.policies import SOKOBAN_TINY
 from trainable.tiny.recipe import write_model
 
 
@@ -54,7 +55,7 @@ def hub_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tie_word_embeddings=True,
         eos_token_id=tokenizer.token_to_id(END_OF_MESSAGE),
     )
-    write_model(Qwen2(shape), folder)
+    write_model(Qwen2(shape), folder, SOKOBAN_TINY.pieces)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 

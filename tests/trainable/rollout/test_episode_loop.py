@@ -15,11 +15,11 @@ from trainable.rollout.batch import place_turn_rewards
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.episode_loop import EpisodeLimits, draw_luck, roll_out_episodes
 from trainable.rollout.sampler import SamplingParams
-from trainable.tiny.tokenizer import build_tokenizer
+from trainable.tiny.policies import SOKOBAN_TINY
 
 LEVELS = make_validation_levels(Sokoban(), 3)  # seed 123: solved by Down, Left, Up; seed 124: by Up
 LIMITS = EpisodeLimits(max_turn=5, max_actions_per_turn=2, max_actions=10, format_penalty=-0.1, context_length=512)
-TOKENIZER: Tokenizer = build_tokenizer()
+TOKENIZER: Tokenizer = SOKOBAN_TINY.build_tokenizer()
 STOP = TOKENIZER.token_to_id(END_OF_MESSAGE)
 PROMPT_TEMPLATE = make_prompt_template(Sokoban(), "compact", 10)
 PlayedEpisodes = tuple[list[Episode], ScriptedSampler]

@@ -1,5 +1,5 @@
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,8 @@ from trainable.envs.prompts import parse_reply
 from trainable.envs.sokoban.game import Sokoban
 from trainable.models.load import find_model, load_policy
 from trainable.tiny import __main__ as command
-from trainable.tiny.demonstrations import Habits
+from trainable.tiny.dialogues import Habits
+from trainable.tiny.policies import POLICIES, SOKOBAN_TINY
 from trainable.tiny.recipe import (
     STAGE_LEVEL_STRIDE,
     Recipe,
@@ -21,42 +22,43 @@ from trainable.tiny.recipe import (
     make_examples,
     make_initial_model,
     make_model,
-    make_shape,
     train,
     write_model,
 )
-from trainable.tiny.tokenizer import build_tokenizer
 
 SHORT = Recipe(seed=3, batch=16, stages=(Stage(160, 3e-3, 1e-3, Habits()), Stage(48, 1e-3, 1e-4, Habits(detour=1.0))))
+SHORT_POLICY = replace(SOKOBAN_TINY, recipe=SHORT)
 
 
 @pytest.fixture(scope="module")
 def made_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     folder, lines = tmp_path_factory.mktemp("made"), []
-    make_model(folder, SHORT, lines.append)
+    make_model(folder, SHORT_POLICY, lines.append)
     return folder, lines
 
 
 def test_the_shape_is_small_and_fits_its_tokenizer() -> None:
-    shape = make_shape()
+    shape = SOKOBAN_TINY.make_shape()
     assert shape.head_dim == 32
-    assert shape.vocab_size == build_tokenizer().get_vocab_size()
-    assert build_tokenizer().id_to_token(shape.eos_token_id) == "<|im_end|>"
-    assert sum(weight.numel() for weight in make_initial_model(0).parameters()) < 150_000
+    assert shape.vocab_size == SOKOBAN_TINY.build_tokenizer().get_vocab_size()
+    assert SOKOBAN_TINY.build_tokenizer().id_to_token(shape.eos_token_id) == "<|im_end|>"
+    assert sum(weight.numel() for weight in make_initial_model(SOKOBAN_TINY.make_shape(), 0).parameters()) < 150_000
 
 
 def test_initial_weights_are_a_function_of_the_seed_alone() -> None:
+    shape = SOKOBAN_TINY.make_shape()
     torch.manual_seed(1)
-    weights = make_initial_model(5).state_dict()
+    weights = make_initial_model(shape, 5).state_dict()
     torch.manual_seed(2)
-    same_seed_weights, other_seed_weights = make_initial_model(5).state_dict(), make_initial_model(6).state_dict()
+    same_seed_weights = make_initial_model(shape, 5).state_dict()
+    other_seed_weights = make_initial_model(shape, 6).state_dict()
     assert all(torch.equal(weights[name], same_seed_weights[name]) for name in weights)
     assert not torch.equal(weights["model.embed_tokens.weight"], other_seed_weights["model.embed_tokens.weight"])
 
 
 def test_only_replies_are_learned_and_each_level_comes_once() -> None:
-    stage, tokenizer = Stage(12, 1e-3, 1e-3, Habits()), build_tokenizer()
-    examples = make_examples(stage, 500, np.random.default_rng(0))
+    stage, tokenizer = Stage(12, 1e-3, 1e-3, Habits()), SOKOBAN_TINY.build_tokenizer()
+    examples = make_examples(SOKOBAN_TINY, stage, 500, np.random.default_rng(0), np.random.default_rng(1))
     levels = make_demonstration_levels(Sokoban(), 12, 500)
     assert len(examples) == 12
     for example, level in zip(examples, levels, strict=True):
@@ -70,23 +72,25 @@ def test_only_replies_are_learned_and_each_level_comes_once() -> None:
 
 
 def test_a_stage_starts_far_from_the_levels_of_the_one_before() -> None:
-    assert max(stage.dialogues for stage in Recipe().stages) * 2 < STAGE_LEVEL_STRIDE
+    assert (
+        max(stage.dialogues for policy in POLICIES.values() for stage in policy.recipe.stages) * 2 < STAGE_LEVEL_STRIDE
+    )
 
 
 def test_training_lowers_the_loss() -> None:
     stage = Stage(320, 3e-3, 1e-4, Habits())
     rng = make_rng(0, "demonstrations", 0)
-    examples = make_examples(stage, 0, rng)
-    model = make_initial_model(0)
+    examples = make_examples(SOKOBAN_TINY, stage, 0, rng, np.random.default_rng(1))
+    model = make_initial_model(SOKOBAN_TINY.make_shape(), 0)
     assert train(model, examples[:16], Stage(16, 1e-9, 1e-9, Habits()), 16, rng) == pytest.approx(
-        np.log(make_shape().vocab_size), rel=1e-2
+        np.log(SOKOBAN_TINY.make_shape().vocab_size), rel=1e-2
     )
     assert train(model, examples, stage, 16, rng) < 4.0
 
 
 def test_the_loss_is_that_of_the_replies_predicted_from_what_stands_before_them() -> None:
     stage = Stage(16, 1e-12, 1e-12, Habits())
-    examples = make_examples(stage, 0, np.random.default_rng(0))
+    examples = make_examples(SOKOBAN_TINY, stage, 0, np.random.default_rng(0), np.random.default_rng(1))
     model = load_policy("sokoban-tiny", torch.device("cpu")).model
     twin, losses = make_hub_twin(model), []
     for example in examples:
@@ -99,7 +103,7 @@ def test_the_loss_is_that_of_the_replies_predicted_from_what_stands_before_them(
 
 
 def test_making_the_model_twice_gives_the_same_weights(made_model: tuple[Path, list[str]], tmp_path: Path) -> None:
-    make_model(tmp_path / "again", SHORT, lambda line: None)
+    make_model(tmp_path / "again", SHORT_POLICY, lambda line: None)
     for name in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "recipe.json"):
         assert (tmp_path / "again" / name).read_bytes() == (made_model[0] / name).read_bytes(), name
 
@@ -116,7 +120,7 @@ def test_transformers_loads_the_folder_and_agrees(made_model: tuple[Path, list[s
 
     twin = AutoModelForCausalLM.from_pretrained(made_model[0]).eval()
     assert type(twin).__name__ == "Qwen2ForCausalLM"
-    assert twin.config.eos_token_id == make_shape().eos_token_id
+    assert twin.config.eos_token_id == SOKOBAN_TINY.make_shape().eos_token_id
     model = load_policy(str(made_model[0]), torch.device("cpu")).model
     tokens = torch.arange(60).view(2, 30)
     with torch.no_grad():
@@ -126,12 +130,12 @@ def test_transformers_loads_the_folder_and_agrees(made_model: tuple[Path, list[s
 
 def test_the_shipped_model_is_of_the_recipe_in_the_code() -> None:
     folder = find_model("sokoban-tiny")
-    assert json.loads((folder / "recipe.json").read_text()) == json.loads(json.dumps(asdict(Recipe())))
+    assert json.loads((folder / "recipe.json").read_text()) == json.loads(json.dumps(asdict(SOKOBAN_TINY.recipe)))
     policy = load_policy("sokoban-tiny", torch.device("cpu"))
-    assert policy.model.shape == make_shape()
-    assert policy.tokenizer.get_vocab() == build_tokenizer().get_vocab()
+    assert policy.model.shape == SOKOBAN_TINY.make_shape()
+    assert policy.tokenizer.get_vocab() == SOKOBAN_TINY.build_tokenizer().get_vocab()
     text = "<think>P32 X31 O21 DLU</think><answer>Down || Left</answer><|im_end|>#O__\n10 actions left\n"
-    assert policy.tokenizer.encode(text).ids == build_tokenizer().encode(text).ids
+    assert policy.tokenizer.encode(text).ids == SOKOBAN_TINY.build_tokenizer().encode(text).ids
 
 
 # ---------------------------------------------------------------------------- the command
@@ -161,5 +165,5 @@ def test_the_command_does_not_write_into_a_folder_that_holds_something(
 
 
 def test_a_model_that_was_read_is_written_the_same(tmp_path: Path, random_folder: Path) -> None:
-    write_model(load_policy(str(random_folder), torch.device("cpu")).model, tmp_path)
+    write_model(load_policy(str(random_folder), torch.device("cpu")).model, tmp_path, SOKOBAN_TINY.pieces)
     assert (tmp_path / "model.safetensors").read_bytes() == (random_folder / "model.safetensors").read_bytes()

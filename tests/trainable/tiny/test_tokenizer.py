@@ -11,7 +11,8 @@ from trainable.envs.prompts import END_OF_MESSAGE, Observation, format_reply, ma
 from trainable.envs.sokoban.board import Tile, is_solved, step
 from trainable.envs.sokoban.game import Sokoban
 from trainable.envs.sokoban.text import SYMBOLS
-from trainable.tiny.tokenizer import PAD, UNKNOWN, build_tokenizer, format_place, make_vocabulary, write_tokenizer
+from trainable.tiny.policies import SOKOBAN_TINY
+from trainable.tiny.tokenizer import PAD, UNKNOWN, format_place, write_tokenizer
 
 PROMPT_TEMPLATE = make_prompt_template(Sokoban(), "compact", 10)
 VALIDATION = make_validation_levels(Sokoban())
@@ -19,7 +20,7 @@ VALIDATION = make_validation_levels(Sokoban())
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return build_tokenizer()
+    return SOKOBAN_TINY.build_tokenizer()
 
 
 def restore(tokenizer: Tokenizer, texts: list[str]) -> list[str]:
@@ -30,7 +31,7 @@ def restore(tokenizer: Tokenizer, texts: list[str]) -> list[str]:
 
 
 def test_every_piece_is_one_token_and_ids_are_in_order(tokenizer: Tokenizer) -> None:
-    pieces = make_vocabulary()
+    pieces = SOKOBAN_TINY.pieces
     assert len(set(pieces)) == len(pieces) == tokenizer.get_vocab_size()
     assert [encoding.ids for encoding in tokenizer.encode_batch(pieces)] == [[n] for n in range(len(pieces))]
     assert tokenizer.decode_batch([[n] for n in range(len(pieces))], skip_special_tokens=False) == pieces
@@ -70,7 +71,7 @@ def test_every_later_observation_is_restored(tokenizer: Tokenizer) -> None:
 @given(st.lists(st.text("".join(SYMBOLS.values()), min_size=4, max_size=4), min_size=4, max_size=4))
 def test_any_grid_of_symbols_is_restored(rows: list[str]) -> None:
     text = "Turn 3:\nState:\n" + "\n".join(rows) + "\n7 actions left\n"
-    assert restore(build_tokenizer(), [text]) == [text]
+    assert restore(SOKOBAN_TINY.build_tokenizer(), [text]) == [text]
 
 
 @pytest.mark.parametrize("actions_left", [1, 9, 10, 11, 37])
@@ -97,7 +98,7 @@ def test_special_tokens_are_left_out_of_replies(tokenizer: Tokenizer) -> None:
 def test_auto_tokenizer_gives_the_same_ids_and_texts(tokenizer: Tokenizer, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    write_tokenizer(tmp_path)
+    write_tokenizer(tmp_path, SOKOBAN_TINY.pieces)
     auto_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     texts = [PROMPT_TEMPLATE.format_first_turn(Observation(1, level.cells, 10)) for level in VALIDATION[:32]]
     texts += [format_reply("P32 X31 O21 DLU", ("Down", "Left")) + END_OF_MESSAGE]
@@ -105,4 +106,4 @@ def test_auto_tokenizer_gives_the_same_ids_and_texts(tokenizer: Tokenizer, tmp_p
     assert auto_tokenizer(texts)["input_ids"] == ids
     assert auto_tokenizer.batch_decode(ids) == texts
     assert (auto_tokenizer.eos_token, auto_tokenizer.pad_token) == (END_OF_MESSAGE, PAD)
-    assert auto_tokenizer.convert_tokens_to_ids(make_vocabulary()) == list(range(len(make_vocabulary())))
+    assert auto_tokenizer.convert_tokens_to_ids(SOKOBAN_TINY.pieces) == list(range(len(SOKOBAN_TINY.pieces)))

@@ -149,7 +149,9 @@ def test_files_here_are_found_from_the_folders_of_workers(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     axes = {STUDIES["sandbox"].axis.option: None}
     assignments = ("mnist_folder=digits", "text_file=lines.txt", "model_name=some/model")
-    run_options = RunOptions("laptop", "a test", {}, axes, None, None, assignments, None, None, False, None, False)
+    run_options = RunOptions(
+        "laptop", "a test", {}, axes, None, None, None, assignments, None, None, False, None, False
+    )
     base_config = plan_from_options(
         STUDIES["sandbox"], run_options, tmp_path / "out", None, False, real=False
     ).base_config

@@ -10,7 +10,7 @@ import pytest
 
 from search_spaces import STUDIES
 from tests.fakes.lines import append_record
-from trainable.config.constants import SHIPPED_MODEL_FOLDER
+from trainable.config.constants import SHIPPED_MODEL, SHIPPED_MODELS
 from trainable.files.json_values import read_object, write_object
 from trainable.runs.records import STATUSES
 from tune_study.folder.outputs import check_writable, is_running, lock_folder, read_git_state, write_study
@@ -285,7 +285,9 @@ def test_a_model_of_another_machine_is_named_with_a_link_to_it(tmp_path: Path) -
     command = f"mkdir -p '{path.parent}' && ln -s FOLDER '{path}'"
     assert f"The model folder {path} does not exist on this machine" in str(raised.value)
     assert f"`{command}`" in str(raised.value)
-    subprocess.run(["bash", "-c", command.replace("FOLDER", shlex.quote(str(SHIPPED_MODEL_FOLDER)))], check=True)
+    subprocess.run(
+        ["bash", "-c", command.replace("FOLDER", shlex.quote(str(SHIPPED_MODELS[SHIPPED_MODEL].folder)))], check=True
+    )
     check_model(str(path), {})
 
 

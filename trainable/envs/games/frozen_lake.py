@@ -95,7 +95,7 @@ class FrozenLake:
         self, states: Sequence[LakeState], actions: Sequence[Sequence[str]], luck: npt.NDArray[np.float64]
     ) -> TurnOutcome:
         """Walk; the random number of an action says whether it slips, and to which side (see `_find_slips`)."""
-        moves = _make_moves(self.size)
+        moves = make_moves(self.size)
         tiles = np.stack([state.tiles.reshape(-1) for state in states])
         players = np.array([state.player for state in states])
         rows = np.arange(len(states))
@@ -183,7 +183,7 @@ class FrozenLake:
 
     def _expect(self, values: npt.NDArray[np.float64], tiles: Tiles, action: int) -> npt.NDArray[np.float64]:
         """The expected value (B, N * N) after an action from each cell; goals and holes keep their value."""
-        moves = _make_moves(self.size)
+        moves = make_moves(self.size)
         slip = (1 - self.success_rate) / 2
         expected = sum(
             probability * values[:, moves[:, (action + turn) % len(ACTION_NAMES)]]
@@ -198,8 +198,34 @@ def _find_slips(luck: npt.NDArray[np.float64], success_rate: float) -> npt.NDArr
     return np.searchsorted(np.array([slip, slip + success_rate]), luck, side="right") - 1
 
 
+def compute_distances(tiles: Tiles) -> list[int]:
+    """The fewest moves (N * N entries) from each cell to the goal that enter no hole, without slips.
+
+    A cell without such a path, or with a hole, has N * N, which is more than any path has.
+    """
+    flat_tiles, neighbors = tiles.reshape(-1).tolist(), _list_neighbors(len(tiles))
+    distances = [len(flat_tiles)] * len(flat_tiles)
+    frontier, distance = {flat_tiles.index(GOAL)}, 0
+    while frontier:
+        for cell in frontier:
+            distances[cell] = distance
+        distance += 1
+        frontier = {
+            neighbor
+            for cell in frontier
+            for neighbor in neighbors[cell]
+            if flat_tiles[neighbor] != HOLE and distances[neighbor] == len(flat_tiles)
+        }
+    return distances
+
+
 @lru_cache(maxsize=8)
-def _make_moves(size: int) -> npt.NDArray[np.intp]:
+def _list_neighbors(size: int) -> list[list[int]]:
+    return make_moves(size).tolist()
+
+
+@lru_cache(maxsize=8)
+def make_moves(size: int) -> npt.NDArray[np.intp]:
     """The flat cell (N * N, 4) that a move from each cell in each direction leads to; moves off the map stay."""
     rows, cols = np.divmod(np.arange(size * size), size)
     return np.stack(
@@ -218,25 +244,9 @@ def _generate_tiles(seed: int, size: int, p: float) -> Tiles:
         if start == goal:
             continue
         tiles[start], tiles[goal] = START, GOAL
-        if _has_path(tiles):
+        if compute_distances(tiles)[int(start[0] * size + start[1])] < size * size:
             tiles.flags.writeable = False
             return tiles
-
-
-def _has_path(tiles: Tiles) -> bool:
-    """Whether the goal can be reached from the start without a step into a hole."""
-    moves = _make_moves(len(tiles))
-    flat_tiles = tiles.reshape(-1).tolist()
-    frontier, seen = [flat_tiles.index(START)], set()
-    while frontier:
-        cell = frontier.pop()
-        if cell in seen or flat_tiles[cell] == HOLE:
-            continue
-        if flat_tiles[cell] == GOAL:
-            return True
-        seen.add(cell)
-        frontier += moves[cell].tolist()
-    return False
 
 
 @lru_cache(maxsize=4)

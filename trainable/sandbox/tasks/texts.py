@@ -16,9 +16,8 @@ from torch import Tensor
 from trainable.config.seeds import make_rng
 from trainable.envs.level_sets import make_demonstration_levels
 from trainable.envs.prompts import make_prompt_template
-from trainable.envs.sokoban.game import Sokoban
-from trainable.tiny.demonstrations import Habits, make_dialogues
-from trainable.tiny.recipe import MAX_ACTIONS, MAX_ACTIONS_PER_TURN, MAX_TURNS
+from trainable.tiny.dialogues import Habits, make_dialogues
+from trainable.tiny.policies import SOKOBAN_TINY
 
 # SHIPPED_PASSAGES, _FIRST_LEVEL and the random stream below define the shipped text byte for byte.
 SHIPPED_TEXT = Path(__file__).parent / "sokoban_dialogues.jsonl"
@@ -78,17 +77,16 @@ def read_passages(path: Path) -> list[str]:
 
 def make_sokoban_passages(count: int) -> list[str]:
     """The first `count` dialogues of the shipped text, on levels that no policy is validated or tested on."""
-    environment = Sokoban()
-    prompt_template = make_prompt_template(environment, "compact", MAX_ACTIONS)
-    rng = make_rng(0, "sandbox_data", 2)
+    environment, limits = SOKOBAN_TINY.environment, SOKOBAN_TINY.limits
     demonstrations = make_dialogues(
+        environment,
         make_demonstration_levels(environment, count, _FIRST_LEVEL),
-        prompt_template,
+        make_prompt_template(environment, "compact", limits.actions),
+        SOKOBAN_TINY.demonstrator,
         Habits(),
-        rng,
-        MAX_TURNS,
-        MAX_ACTIONS_PER_TURN,
-        MAX_ACTIONS,
+        limits,
+        make_rng(0, "sandbox_data", 2),
+        make_rng(0, "sandbox_data", 2, 1),
     )
     return ["".join(segment.text for segment in segments) for segments in demonstrations]
 

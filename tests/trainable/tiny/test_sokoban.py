@@ -5,6 +5,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.fakes.scripted import ScriptedSampler
+from trainable.envs.environment import TurnLimits
 from trainable.envs.level_sets import make_validation_levels
 from trainable.envs.prompts import END_OF_MESSAGE, make_prompt_template, parse_reply
 from trainable.envs.sokoban.board import DIRECTIONS, Action, Tile, step
@@ -16,8 +17,9 @@ from trainable.models.load import make_codec
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.episode_loop import EpisodeLimits, draw_luck, roll_out_episodes
 from trainable.rollout.sampler import SamplingParams
-from trainable.tiny.demonstrations import Habits, Segment, make_dialogue, make_dialogues
-from trainable.tiny.tokenizer import build_tokenizer
+from trainable.tiny.dialogues import Habits, Segment, make_dialogue, make_dialogues
+from trainable.tiny.policies import SOKOBAN_TINY
+from trainable.tiny.sokoban import DEMONSTRATOR
 
 PROMPT_TEMPLATE = make_prompt_template(Sokoban(), "compact", 10)
 LEVELS = make_validation_levels(Sokoban(), 96)
@@ -26,7 +28,7 @@ LETTERS = {"U": Action.UP, "D": Action.DOWN, "L": Action.LEFT, "R": Action.RIGHT
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return build_tokenizer()
+    return SOKOBAN_TINY.build_tokenizer()
 
 
 PUBLISHED = (5, 2, 10)  # turns, actions per turn, actions
@@ -35,7 +37,10 @@ PUBLISHED = (5, 2, 10)  # turns, actions per turn, actions
 def make_segments(
     level: Level, habits: Habits, seed: int = 0, limits: tuple[int, int, int] = PUBLISHED
 ) -> list[Segment]:
-    return make_dialogue(level, PROMPT_TEMPLATE, habits, np.random.default_rng(seed), *limits)
+    rng, luck_rng = np.random.default_rng(seed), np.random.default_rng(0)
+    return make_dialogue(
+        Sokoban(), level.cells, PROMPT_TEMPLATE, DEMONSTRATOR, habits, TurnLimits(*limits), rng, luck_rng
+    )
 
 
 def replay(
@@ -196,8 +201,11 @@ def test_the_reward_shown_is_that_of_the_turn_before() -> None:
 
 def test_levels_are_shown_in_all_eight_views_and_equal_streams_give_equal_dialogues() -> None:
     def make_shown_dialogues(seed: int) -> list[list[Segment]]:
-        rng = np.random.default_rng(seed)
-        return list(make_dialogues(LEVELS[:64], PROMPT_TEMPLATE, Habits(detour=0.5), rng, 5, 2, 10))
+        rng, luck_rng, limits = np.random.default_rng(seed), np.random.default_rng(0), TurnLimits(*PUBLISHED)
+        dialogues = make_dialogues(
+            Sokoban(), LEVELS[:64], PROMPT_TEMPLATE, DEMONSTRATOR, Habits(detour=0.5), limits, rng, luck_rng
+        )
+        return list(dialogues)
 
     dialogues = make_shown_dialogues(1)
     assert make_shown_dialogues(1) == dialogues

@@ -1,0 +1,58 @@
+"""Does the reward-variance filter still help when luck, and not skill, spreads the rewards of a group?
+
+The arms cross the strength of the filter with the slip of FrozenLake, the probability that a move does not go where it
+is meant to. Slips spread the rewards of a group without any signal, so a filter by reward variance selects groups by
+luck. RAGEN-2 reports that its gain shrinks with slip, and that it is gone at 80 to 100 %. Of all other settings the
+arms have those of the study top-p.
+"""
+
+from search_spaces.declaration.presets import Settings
+from search_spaces.declaration.study import Axis, Contrasts, Study
+from search_spaces.language_model import top_p
+from search_spaces.language_model.family import PPO
+
+GAME = "frozenlake"
+SLIPS = ("0", "0.3", "0.6", "0.9")
+FILTERS: dict[str, Settings] = {
+    "none": {"filter.rollout_filter_value": 1.0, "filter.rollout_filter_include_zero": True},
+    "0.9": {"filter.rollout_filter_value": 0.9, "filter.rollout_filter_include_zero": False},
+    "0.6": {"filter.rollout_filter_value": 0.6, "filter.rollout_filter_include_zero": False},
+}
+"""Settings of each filter, by the top-p mass that it keeps; none keeps all groups."""
+
+
+def _name_arm(filter_name: str, slip: str) -> str:
+    return f"slip{slip}-filter{filter_name}"
+
+
+_ARMS: dict[str, Settings] = {
+    _name_arm(filter_name, slip): {**settings, "env.frozenlake.success_rate": round(1 - float(slip), 3)}
+    for slip in SLIPS
+    for filter_name, settings in FILTERS.items()
+}
+
+CONTRASTS: Contrasts = {
+    f"Filter {filter_name} against none, slip {slip}": ((_name_arm(filter_name, slip), _name_arm("none", slip)),)
+    for filter_name in FILTERS
+    if filter_name != "none"
+    for slip in SLIPS
+}
+
+STUDY = Study(
+    name="filter-under-noise",
+    family=PPO,
+    question=__doc__.splitlines()[0],
+    axis=Axis(
+        setting="slip x top-p mass of the filter",
+        option="--arms",
+        grids={"paper": tuple(_ARMS), "laptop": tuple(_ARMS)},
+        named_settings=_ARMS,
+    ),
+    fixed_settings={**top_p.STUDY.fixed_settings, **PPO.games[GAME].settings},
+    presets={preset: PPO.make_game_settings(GAME, preset) for preset in ("paper", "laptop")},
+    n_seeds=3,
+    baseline=_name_arm("none", "0"),
+    contrasts=CONTRASTS,
+    has_include_zero_option=False,
+    game=GAME,
+)

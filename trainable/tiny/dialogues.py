@@ -1,0 +1,125 @@
+"""Dialogues for supervised training: a demonstrator plays a game in the compact prompt, with habits that RL can fix."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainable.envs.environment import Environment, Level, State, TurnLimits
+from trainable.envs.prompts import END_OF_MESSAGE, Observation, PromptTemplate, format_reply
+
+
+@dataclass(frozen=True)
+class Habits:
+    """The bad habits of a demonstrator. Each number is the fraction of turns with the habit, drawn independently.
+
+    detour: the plan itself is bad, but legal: it wastes a move or a guess.
+    careless: the thought is right, but the actions of the answer are random.
+    unfinished: the reply ends after its thought and is malformed.
+    """
+
+    detour: float = 0.0
+    careless: float = 0.0
+    unfinished: float = 0.0
+
+
+class Plan(NamedTuple):
+    """What a demonstrator thinks, and the actions that follow from it."""
+
+    thought: str
+    actions: Sequence[str]
+
+
+MakePlan = Callable[[Sequence[State], bool, np.random.Generator], Plan]
+"""Plans a turn from all states so far, the current one last; with a detour if the second argument is True."""
+
+
+@dataclass(frozen=True)
+class Demonstrator:
+    """How one game is demonstrated.
+
+    Attributes:
+        start: a function of a start state that returns the `MakePlan` of its episode; it may solve the level once.
+        turn: returns a random symmetric twin of a start state, so that each level teaches several.
+        actions: the actions that a careless reply draws from.
+    """
+
+    start: Callable[[State], MakePlan]
+    turn: Callable[[State, np.random.Generator], State]
+    actions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A segment of a dialogue: its text, and whether the model is trained on it."""
+
+    text: str
+    is_trained: bool
+
+
+def make_dialogue(
+    environment: Environment[Any],
+    state: State,
+    template: PromptTemplate,
+    demonstrator: Demonstrator,
+    habits: Habits,
+    limits: TurnLimits,
+    rng: np.random.Generator,
+    luck_rng: np.random.Generator,
+) -> list[Segment]:
+    """One episode of the demonstrator, until the level ends or a limit is reached: prompts and replies in turn."""
+    states, make_plan = [state], demonstrator.start(state)
+    segments = [
+        Segment(template.format_first_turn(Observation(turn=1, state=state, actions_left=limits.actions)), False)
+    ]
+    actions_left = limits.actions
+    for turn in range(1, limits.turns + 1):
+        text, actions = _make_reply(states, make_plan, demonstrator, habits, rng, limits.actions_per_turn)
+        segments.append(Segment(text + END_OF_MESSAGE, is_trained=True))
+        luck = luck_rng.random((1, limits.actions_per_turn))
+        outcome = environment.step(states[-1:], [actions[:actions_left]], luck)
+        actions_left -= int(outcome.action_counts[0])
+        if outcome.done[0] or actions_left == 0 or turn == limits.turns:
+            return segments
+        states.append(outcome.states[0])
+        observation = Observation(turn + 1, states[-1], actions_left, float(outcome.rewards[0]))
+        segments.append(Segment(template.format_next_turn(observation), is_trained=False))
+    return segments
+
+
+def _make_reply(
+    states: Sequence[State],
+    make_plan: MakePlan,
+    demonstrator: Demonstrator,
+    habits: Habits,
+    rng: np.random.Generator,
+    max_actions: int,
+) -> tuple[str, Sequence[str]]:
+    """The text of a reply, and its actions."""
+    # The shipped weights depend on the order of these draws.
+    plan = make_plan(states, bool(rng.random() < habits.detour), rng)
+    if rng.random() < habits.unfinished:
+        return plan.thought, ()
+    actions = plan.actions[:max_actions]
+    if rng.random() < habits.careless:
+        numbers = rng.integers(len(demonstrator.actions), size=max_actions)
+        actions = [demonstrator.actions[number] for number in numbers]
+    return format_reply(plan.thought, actions), actions
+
+
+def make_dialogues(
+    environment: Environment[Any],
+    levels: Sequence[Level],
+    template: PromptTemplate,
+    demonstrator: Demonstrator,
+    habits: Habits,
+    limits: TurnLimits,
+    rng: np.random.Generator,
+    luck_rng: np.random.Generator,
+) -> Iterator[list[Segment]]:
+    """One dialogue per level, on a random symmetric twin of it."""
+    for level in levels:
+        (state,) = environment.start([level])
+        twin = demonstrator.turn(state, rng)
+        yield make_dialogue(environment, twin, template, demonstrator, habits, limits, rng, luck_rng)

@@ -1,0 +1,71 @@
+"""Demonstrations and vocabulary of frozenlake-tiny: shortest paths that avoid holes, as if there were no slips."""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from trainable.envs.games.frozen_lake import ACTION_NAMES, GOAL, HOLE, START, LakeState, compute_distances, make_moves
+from trainable.tiny.dialogues import Demonstrator, MakePlan, Plan
+from trainable.tiny.tokenizer import Vocabulary, format_place
+
+SIZE = 4
+PLAN_LETTERS = tuple(name[0] for name in ACTION_NAMES)
+"""How a thought writes a plan, one letter per action."""
+
+
+def make_vocabulary() -> Vocabulary:
+    """Two neighboring tiles are one piece; thoughts have the positions of player and goal, then a plan."""
+    tiles = "PGXO√_"
+    # A map has at most one player (P, in a hole X, on the goal √) and one goal (G, √).
+    pairs = [
+        a + b
+        for a, b in itertools.product(tiles, tiles)
+        if not (a in "PX√" and b in "PX√") and not (a in "G√" and b in "G√")
+    ]
+    places = [format_place(symbol, row, col) for symbol in "PG" for row in range(SIZE) for col in range(SIZE)]
+    return Vocabulary(
+        rewards=(0.0,),
+        state_pieces=(*pairs, *(pair + "\n" for pair in pairs), *tiles),
+        thought_pieces=(*places, *PLAN_LETTERS),
+        action_pieces=ACTION_NAMES,
+    )
+
+
+def turn_map(state: LakeState, rng: np.random.Generator) -> LakeState:
+    """Rotate and mirror a map at random; the player stands on its start."""
+    tiles = np.rot90(state.tiles, int(rng.integers(4)))
+    if rng.integers(2):
+        tiles = tiles.T
+    tiles = np.ascontiguousarray(tiles)
+    return LakeState(tiles, int((tiles == START).argmax()))
+
+
+def start_plans(state: LakeState) -> MakePlan:
+    """Plans for one map, whose distances to the goal are computed once."""
+    tiles = state.tiles.reshape(-1)
+    distances, moves = compute_distances(state.tiles), make_moves(len(state.tiles))
+
+    def make_plan(states: Sequence[LakeState], has_detour: bool, rng: np.random.Generator) -> Plan:
+        cell, plan = states[-1].player, list[int]()
+        while tiles[cell] != GOAL:
+            next_cells = moves[cell]
+            steps = [action for action in range(4) if distances[next_cells[action]] == distances[cell] - 1]
+            if has_detour and not plan:
+                # A step that is safe, but not on a shortest path; moves off the map are among them.
+                detours = [a for a in range(4) if a not in steps and tiles[next_cells[a]] not in (HOLE, GOAL)]
+                steps = detours or steps
+            action = steps[rng.integers(len(steps))]
+            plan.append(action)
+            cell = int(next_cells[action])
+        size = len(state.tiles)
+        goal = int((tiles == GOAL).argmax())
+        places = [("P", states[-1].player), ("G", goal)]
+        names = "".join(format_place(symbol, *divmod(place, size)) for symbol, place in places)
+        thought = names + "".join(PLAN_LETTERS[action] for action in plan)
+        return Plan(thought, [ACTION_NAMES[action] for action in plan])
+
+    return make_plan
+
+
+DEMONSTRATOR = Demonstrator(start_plans, turn_map, ACTION_NAMES)

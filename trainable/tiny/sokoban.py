@@ -1,0 +1,110 @@
+"""Demonstrations and vocabulary of sokoban-tiny: a solver plays shortest solutions."""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from trainable.envs.sokoban.board import DIRECTIONS, Action, Cells, Tile
+from trainable.envs.sokoban.game import ACTION_NAMES
+from trainable.envs.sokoban.solver import Distances, compute_distance_table
+from trainable.envs.sokoban.text import SYMBOLS
+from trainable.tiny.dialogues import Demonstrator, MakePlan, Plan
+from trainable.tiny.tokenizer import Vocabulary, format_place
+
+PLAN_LETTERS: dict[Action, str] = {action: name[0] for action, name in ACTION_NAMES.items()}
+"""How a thought writes a plan, one letter per action."""
+
+ACTIONS_SHOWN = 10
+"""The rewards of up to this many actions have pieces of their own: the default of env.max_actions_per_traj."""
+
+_TILES_BY_SYMBOL = {
+    "P": (Tile.PLAYER, Tile.PLAYER_ON_TARGET),
+    "X": (Tile.BOX, Tile.BOX_ON_TARGET),
+    "O": (Tile.TARGET, Tile.BOX_ON_TARGET, Tile.PLAYER_ON_TARGET),
+}
+_MOVES = tuple(PLAN_LETTERS)
+
+
+def _can_neighbor(first: str, second: str) -> bool:
+    """Whether a one-box level can contain both: at most one player, one box and one target."""
+    contents = {"O": "target", "√": "target box", "X": "box", "P": "player", "S": "player target"}
+    return not set(contents.get(first, "").split()) & set(contents.get(second, "").split())
+
+
+def make_vocabulary() -> Vocabulary:
+    """Two neighboring cells are one piece; thoughts have the positions of player, box and target, then a plan."""
+    cells = [SYMBOLS[tile] for tile in Tile]
+    pairs = [a + b for a, b in itertools.product(cells, cells) if _can_neighbor(a, b)]
+    inner_range = range(1, 5)  # rows and columns of a 6x6 level without its walls
+    places = [format_place(symbol, row, col) for symbol in "PXO" for row in inner_range for col in inner_range]
+    return Vocabulary(
+        rewards=tuple(-tenths / 10 + 0.0 for tenths in range(ACTIONS_SHOWN + 1)),
+        state_pieces=(*pairs, *(pair + "\n" for pair in pairs), *cells),
+        thought_pieces=(*places, *PLAN_LETTERS.values()),
+        action_pieces=tuple(ACTION_NAMES.values()),
+    )
+
+
+def turn_board(cells: Cells, rng: np.random.Generator) -> Cells:
+    """Rotate and mirror a board at random."""
+    turned_cells = np.rot90(cells, int(rng.integers(4)))
+    if rng.integers(2):
+        turned_cells = turned_cells.T
+    return np.ascontiguousarray(turned_cells)
+
+
+def start_plans(cells: Cells) -> MakePlan:
+    """Plans for one level, whose distances are computed once."""
+    table = compute_distance_table(cells)
+
+    def make_plan(states: Sequence[Cells], has_detour: bool, rng: np.random.Generator) -> Plan:
+        cells = states[-1]
+        cols = cells.shape[1]
+        spots = {symbol: _find_cell(cells, tiles) for symbol, tiles in _TILES_BY_SYMBOL.items()}
+        actions = _plan_actions(spots["P"], spots["X"], cols, table, rng, has_detour)
+        names = "".join(format_place(symbol, *divmod(spot, cols)) for symbol, spot in spots.items())
+        thought = names + "".join(PLAN_LETTERS[action] for action in actions)
+        return Plan(thought, [ACTION_NAMES[action] for action in actions])
+
+    return make_plan
+
+
+DEMONSTRATOR = Demonstrator(start_plans, turn_board, tuple(ACTION_NAMES.values()))
+
+
+def _find_cell(cells: Cells, tiles: tuple[Tile, ...]) -> int:
+    """Flat index of the one cell whose tile is one of `tiles`."""
+    return next(spot for spot, tile in enumerate(cells.ravel().tolist()) if tile in tiles)
+
+
+def _plan_actions(
+    player: int, box: int, cols: int, table: Distances, rng: np.random.Generator, has_detour: bool
+) -> list[Action]:
+    """A shortest plan with random tie-breaking, after a detour if `has_detour` and a detour exists.
+
+    A detour is a legal move that leaves the level solvable but brings it no nearer to its solution. The table alone
+    decides which moves are legal: cells with a distance of 0 or more can be entered.
+    """
+    plan: list[Action] = []
+    while (distance := int(table[player, box])) > 0:
+        moves = [(action, *_move(player, box, action, cols)) for action in _MOVES]
+        is_detour = has_detour and not plan
+        candidates = [move for move in moves if _is_candidate(int(table[move[1], move[2]]), distance, is_detour)]
+        if is_detour and not candidates:  # every other move is blocked, solves the level or makes it unsolvable
+            has_detour = False
+            continue
+        action, player, box = candidates[rng.integers(len(candidates))]
+        plan.append(action)
+    return plan
+
+
+def _move(player: int, box: int, action: Action, cols: int) -> tuple[int, int]:
+    row, col = DIRECTIONS[action]
+    offset = row * cols + col
+    return player + offset, box + offset if player + offset == box else box
+
+
+def _is_candidate(next_distance: int, distance: int, is_detour: bool) -> bool:
+    """Whether a move is on a shortest path; for a detour, off it, with the level unsolved and still solvable."""
+    return next_distance > 0 and next_distance != distance - 1 if is_detour else next_distance == distance - 1
