@@ -1,1 +1,1 @@
-"""Environments, and the chat format of conversations about them."""
+"""The interface of games, their level sets, prompts and chat formats."""

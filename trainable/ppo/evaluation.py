@@ -1,13 +1,17 @@
 """Statistics of episodes: results of validation and test, and summaries of training rollouts and batches."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainable.algo.losses import estimate_kl
 from trainable.algo.reductions import masked_mean
+from trainable.envs.environment import Environment, Level
 from trainable.models.codec import Codec
 from trainable.ppo.step_record import BatchSummary, RolloutSummary, Validation
 from trainable.ppo.update import Targets
@@ -23,7 +27,8 @@ class Evaluation(NamedTuple):
     episode's level. clusters: for each episode, the index of its level's symmetry class; levels that are equal up to
     symmetry are one cluster in confidence intervals. successes: whether each episode ended with success. score: mean
     score of the episodes. invalid_turns: invalid turns as a fraction of all turns. kl_to_reference: KL to the policy
-    before training in nats per token; None if it was not measured. episodes: those episodes whose texts are recorded.
+    before training in nats per token; None if it was not measured. measures: means of the measures of the game.
+    episodes: those episodes whose texts are recorded.
     """
 
     step: int
@@ -35,6 +40,7 @@ class Evaluation(NamedTuple):
     score: float
     invalid_turns: float
     kl_to_reference: float | None = None
+    measures: Mapping[str, float] = MappingProxyType({})
     episodes: tuple[RecordedEpisode, ...] = ()
 
     @property
@@ -74,6 +80,22 @@ def make_evaluation(
         score=sum(episode.score for episode in episodes) / len(episodes),
         invalid_turns=sum(episode.invalid_turns for episode in episodes) / num_turns,
     )
+
+
+def measure_episodes(
+    environment: Environment[Any], levels: Sequence[Level], episodes: Sequence[Episode]
+) -> dict[str, float]:
+    """The mean of each measure of the game over the episodes that have it; measures that no episode has are left out.
+
+    levels: the level of each group.
+    """
+    means: dict[str, float] = {}
+    for name, measure in environment.measures.items():
+        values = [measure(levels[episode.group], list(chain(*episode.turn_actions))) for episode in episodes]
+        values = [value for value in values if not math.isnan(value)]
+        if values:
+            means[name] = sum(values) / len(values)
+    return means
 
 
 def record_episode(episode: Episode, step: int, codec: Codec) -> RecordedEpisode:

@@ -177,7 +177,8 @@ class StepRecord:
     """The record of one training step.
 
     batch, update: None if the filter dropped all groups. total_budget: sum of `budget` over all steps so far. collapse:
-    columns of the collapse diagnostics by name, empty if they are not due. base_validation: the validation before
+    columns of the collapse diagnostics by name, empty if they are not due. measures: columns of the measures of the
+    game by name. base_validation: the validation before
     training, which belongs to step 1.
     """
 
@@ -193,11 +194,16 @@ class StepRecord:
     base_validation: Validation | None = None
     validation: Validation | None = None
     collapse: Mapping[str, float] = field(default_factory=dict)
+    measures: Mapping[str, float] = field(default_factory=dict)
 
     def to_row(self) -> dict[str, Number]:
         """The columns of the step that were measured; columns with the value None are left out."""
         summaries = (self.rollout, self.engine_mismatch, self.filter, self.batch, self.update, self.validation)
-        columns: dict[str, Number] = {"consecutive_empty_steps": self.consecutive_empty_steps, **self.collapse}
+        columns: dict[str, Number] = {
+            "consecutive_empty_steps": self.consecutive_empty_steps,
+            **self.collapse,
+            **self.measures,
+        }
         for summary in summaries:
             columns |= {} if summary is None else asdict(summary)
         columns |= asdict(self.budget) | {f"total_{name}": number for name, number in asdict(self.total_budget).items()}

@@ -31,6 +31,7 @@ from trainable.ppo.evaluation import (
     Evaluation,
     estimate_mean_kl,
     make_evaluation,
+    measure_episodes,
     number_classes,
     record_episode,
     summarize_batch,
@@ -206,8 +207,24 @@ class PPOTrainer:
             base_validation=summarize_validation(base_evaluations, self.is_val_unseen),
             validation=summarize_validation(evaluations, self.is_val_unseen),
             collapse=collapse,
+            measures=self._collect_measures(episodes, base_evaluations, evaluations),
         )
         return StepOutput(record, [*base_evaluations, *evaluations], gradients)
+
+    def _collect_measures(
+        self, episodes: Sequence[Episode], base_evaluations: Sequence[Evaluation], evaluations: Sequence[Evaluation]
+    ) -> dict[str, float]:
+        """The columns of the game's own measures: in training, and in the first, sampled evaluation of a validation."""
+        measures_by_prefix = {
+            "train": measure_episodes(self.environment, self.levels[self.step_index - 1], episodes),
+            "base_val": base_evaluations[0].measures if base_evaluations else {},
+            "val": evaluations[0].measures if evaluations else {},
+        }
+        return {
+            f"{prefix}_{name}": mean
+            for prefix, measures in measures_by_prefix.items()
+            for name, mean in measures.items()
+        }
 
     def _collect_episodes(self) -> list[Episode]:
         """Roll out the training levels of the current step."""
@@ -478,6 +495,7 @@ class PPOTrainer:
         recorded_levels = self.config.trainer.log_val_generations if is_sampled_validation else 0
         return evaluation._replace(
             kl_to_reference=kl,
+            measures=measure_episodes(self.environment, levels, episodes),
             episodes=tuple(
                 record_episode(episode, self.step_index, self.codec)
                 for episode in episodes[: recorded_levels * group_size : group_size]

@@ -46,6 +46,12 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     Column("train_reward", "reward", "mean episode score, penalties included"),
     Column("train_actions", "actions", "mean executed actions per episode", "train/CoordSokoban/num_actions"),
     Column("train_invalid_turns", "fraction", "turns without a valid action / turns"),
+    Column(
+        "train_consistent_guesses",
+        "fraction",
+        "Mastermind: guesses after the first that all answers before them allow / guesses after the first, mean over "
+        "episodes with at least two guesses",
+    ),
     Column("train_response_tokens", "tokens", "mean sampled tokens per episode", "train/response_length"),
     Column(
         "reward_std",
@@ -213,6 +219,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     ),
     Column("val_reward", "reward", "mean validation score", "val-env/charts/avg_episode_return"),
     Column("val_invalid_turns", "fraction", "validation turns without a valid action / turns"),
+    Column("val_consistent_guesses", "fraction", "train_consistent_guesses in the validation, sampled"),
     Column(
         "val_kl_to_reference",
         "nats",
@@ -227,6 +234,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     Column("base_val_success_unseen", "fraction", "val_success_unseen of the policy before training"),
     Column("base_val_reward", "reward", "val_reward of the policy before training"),
     Column("base_val_invalid_turns", "fraction", "val_invalid_turns of the policy before training"),
+    Column("base_val_consistent_guesses", "fraction", "val_consistent_guesses of the policy before training"),
     Column("base_val_greedy_success", "fraction", "val_greedy_success of the policy before training"),
     # Times. Comparisons of rows for equality ignore these columns, because no two runs take equally long.
     Column("seconds_rollout", "s", "collecting episodes", "timing_s/gen"),

@@ -1,1 +1,1 @@
-"""sokoban-tiny, the shipped policy: its weights, its tokenizer and the recipe that makes them."""
+"""The shipped policies: their weights, their tokenizers and the recipe that makes them."""

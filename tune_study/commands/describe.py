@@ -12,7 +12,7 @@ from rich.console import Console
 
 from search_spaces import FAMILIES
 from search_spaces.declaration.study import Study
-from search_spaces.language_model.family import PPO
+from search_spaces.language_model.family import PPO, as_run_config
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value, is_common
 from trainable.files.json_values import DamagedFileError, DamageWarning, read_object
@@ -79,6 +79,7 @@ def print_plan(
     """
     for line in [
         *_format_plan_lines(plan, resource_plan),
+        *_describe_game(plan),
         *_describe_power(plan),
         disk_line,
         f"Results: {plan.folder}",
@@ -100,6 +101,15 @@ def print_plan(
         for spec in plan.runs
     ]
     print_table(console, ("run", "arm", "seed", "steps", "log", "checkpoints"), rows)
+
+
+def _describe_game(plan: StudyPlan) -> list[str]:
+    """What success means in the game of the study. If the game is an axis, it is that of the base configuration."""
+    if not plan.study.family.games:
+        return []
+    from trainable.envs.games.make import describe_success_range  # imports NumPy
+
+    return [describe_success_range(as_run_config(plan.base_config).env)]
 
 
 def _describe_power(plan: StudyPlan) -> list[str]:

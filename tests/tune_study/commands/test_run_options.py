@@ -11,7 +11,7 @@ import search_spaces
 from search_spaces import STUDIES, SUITES
 from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
-from search_spaces.language_model.family import PPO
+from search_spaces.language_model.family import PPO, as_run_config
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from tune_study.commands.axis_options import add_axis_options
 from tune_study.commands.cli import app
@@ -50,6 +50,18 @@ def dry_run(folder: Path, *words: str) -> tuple[int, str, str]:
         ("sandbox --set method=GRPO --set group_size=1", "there is nothing to compare: set group_size=2 or more"),
         ("sandbox-evidence --kl-type kl", "--kl-type does not belong to the studies of sandbox-evidence"),
         ("sandbox-evidence --arms DG", "--arms DG is not an arm of study dense-correction"),
+        ("influence --env sokoban", "--env does not belong to study influence, which plays no game: leave it out."),
+        ("kl --env chess", "--env chess is not a game: type one of sokoban, frozenlake, mastermind, countdown."),
+        ("smoke --env frozenlake", "--env does not belong to study smoke, whose arms are named after sokoban"),
+        (
+            "kl --preset laptop --set env.name=frozenlake",
+            "model.path=sokoban-tiny knows the words of sokoban only, and env.name is frozenlake: set "
+            "model.path=frozenlake-tiny, or type --env frozenlake, which chooses a model",
+        ),
+        (
+            "kl --preset laptop --env countdown --model sokoban-tiny --set model.prompt_style=compact",
+            "set model.path to a model of the hub",
+        ),
         ("kl --smoke", "--smoke does not belong to study kl: type --steps N"),
     ],
 )
@@ -178,3 +190,35 @@ def test_who_mistypes_a_suite_is_told_of_it(tmp_path: Path) -> None:
 def test_every_study_is_found_by_either_spelling() -> None:
     for name in STUDIES:
         assert find_study(name.replace("-", "_")) is STUDIES[name]
+
+
+@pytest.mark.parametrize("game", ["sokoban", "frozenlake", "mastermind", "countdown"])
+@pytest.mark.parametrize("preset", ["laptop", "stress", "paper"])
+def test_a_game_brings_its_settings_and_typed_ones_win(tmp_path: Path, game: str, preset: str) -> None:
+    axes = {STUDIES["kl"].axis.option: None}
+    options = RunOptions(
+        preset, "a test", {}, axes, game, None, None, ("env.max_turn=3",), None, None, False, None, False
+    )
+    plan = plan_from_options(STUDIES["kl"], options, tmp_path / "out", None, False, real=False)
+    config = as_run_config(plan.base_config)
+    assert (config.env.name, config.env.max_turn) == (game, 3)
+    one_action = game in ("mastermind", "countdown")
+    assert config.env.max_actions_per_turn == (1 if one_action else 2)
+    tiny_names = {"sokoban": "sokoban-tiny", "frozenlake": "frozenlake-tiny", "mastermind": "mastermind-tiny"}
+    hub_name = "Qwen/Qwen2.5-3B" if preset == "paper" else "Qwen/Qwen2.5-0.5B-Instruct"
+    expected_name = hub_name if preset == "paper" else tiny_names.get(game, hub_name)
+    assert config.model.path == expected_name
+    # Two games never share a folder, and those of Sokoban have their published names.
+    suffix = f"_{game}" if expected_name == hub_name and game != "sokoban" else ""
+    assert plan.folder.name == f"kl_sweep_{expected_name.rsplit('/', 1)[-1]}{suffix}"
+    assert {spec.run_id.split("_kl_sweep_")[0] for spec in plan.runs} == {game}
+
+
+def test_the_plan_says_what_success_means_in_the_game(tmp_path: Path) -> None:
+    words = "kl --preset paper --env frozenlake --set env.success_rate=0.6"
+    code, output, _ = dry_run(tmp_path, *words.split())
+    assert code != 2
+    assert (
+        "Game frozenlake: uniformly random actions succeed in 0.246, the best policy in 0.797 of the validation levels"
+        in output
+    )

@@ -9,6 +9,7 @@ from trainable.envs.environment import Environment, TurnLimits
 from trainable.envs.games.countdown import Countdown
 from trainable.envs.games.frozen_lake import FrozenLake
 from trainable.envs.games.mastermind import Mastermind
+from trainable.envs.level_sets import make_validation_levels
 from trainable.envs.sokoban.game import Sokoban
 
 GAMES: Mapping[str, Callable[[EnvConfig], Environment[Any]]] = MappingProxyType(
@@ -32,3 +33,17 @@ def make_environment(env: EnvConfig) -> Environment[Any]:
 def get_turn_limits(env: EnvConfig) -> TurnLimits:
     """The limits of an episode under `env`."""
     return TurnLimits(env.max_turn, env.max_actions_per_turn, env.max_actions_per_traj)
+
+
+def describe_success_range(env: EnvConfig) -> str:
+    """A sentence about the validation levels: how often random actions succeed, and the best policy, where known."""
+    environment, limits = make_environment(env), get_turn_limits(env)
+    levels = make_validation_levels(environment, env.val_env_groups, env.seed_val)
+    shares = {
+        "uniformly random actions succeed in": environment.compute_chance(levels, limits),
+        "the best policy in": environment.compute_best(levels, limits),
+    }
+    known_shares = [f"{label} {float(share.mean()):.3f}" for label, share in shares.items() if share is not None]
+    if not known_shares:
+        return f"Game {environment.name}: success of random actions and of the best policy not known"
+    return f"Game {environment.name}: {', '.join(known_shares)} of the validation levels"

@@ -1,1 +1,1 @@
-"""Sokoban: board, published levels, solver, text rendering, prompts."""
+"""Sokoban: board, published levels, solver, text rendering."""

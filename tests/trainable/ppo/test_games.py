@@ -1,0 +1,97 @@
+"""The trainer in games other than Sokoban: rows, evaluations, and random numbers of the environment."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.scripted import make_random_model
+from tests.fakes.trainers import drop_times, is_finite
+from trainable.config.run_config import RunConfig, apply_overrides
+from trainable.diagnostics.standard import DIAGNOSTICS
+from trainable.ppo.trainer import PPOTrainer
+from trainable.runs.records import STEP_COLUMNS
+from trainable.tiny.__main__ import LAPTOP_OVERRIDES
+from trainable.tiny.policies import FROZENLAKE_TINY, MASTERMIND_TINY
+from trainable.tiny.recipe import TinyPolicy, write_model
+
+POLICIES = {"frozenlake": FROZENLAKE_TINY, "mastermind": MASTERMIND_TINY}
+
+
+@pytest.fixture(scope="module")
+def random_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model with random weights for each game."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in POLICIES}
+    for name, policy in POLICIES.items():
+        write_model(make_random_model(policy.make_shape(), std=0.1), folders[name], policy.pieces)
+    return folders
+
+
+def make_trainer(policy: TinyPolicy, folder: Path, **overrides: object) -> PPOTrainer:
+    settings = {
+        **LAPTOP_OVERRIDES,
+        "model.path": str(folder),
+        "env.name": policy.environment.name,
+        "env.max_turn": policy.limits.turns,
+        "env.max_actions_per_turn": policy.limits.actions_per_turn,
+        "env.max_actions_per_traj": policy.limits.actions,
+        "env.env_groups": 2,
+        "env.group_size": 4,
+        "env.val_env_groups": 6,
+        "env.test_env_groups": 4,
+        "rollout.response_length": policy.response_length,
+        "trainer.total_training_steps": 2,
+        "trainer.test_freq": 1,
+        "actor.ppo_mini_batch_size": 4,
+        "filter.rollout_filter_include_zero": True,
+        **{key.replace("__", "."): value for key, value in overrides.items()},
+    }
+    return PPOTrainer(apply_overrides(RunConfig(), settings), diagnostics=DIAGNOSTICS)
+
+
+@pytest.mark.parametrize("game", list(POLICIES))
+def test_a_step_has_the_columns_of_any_game(random_models: dict[str, Path], game: str) -> None:
+    rows = []
+    for _ in range(2):
+        trainer = make_trainer(POLICIES[game], random_models[game])
+        outputs = [trainer.step() for _ in range(2)]
+        rows.append([drop_times(output.row) for output in outputs])
+        names = {column.name for column in STEP_COLUMNS}
+        assert all(set(output.row) <= names and is_finite(output.row) for output in outputs)
+        assert {"val_success", "train_success", "base_val_greedy_success"} <= set(outputs[0].row)
+        final, evaluations = trainer.evaluate_final()
+        assert final.test_success is not None
+        assert [len(evaluation.levels) for evaluation in evaluations] == [6, 4, 4]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("game", ["frozenlake", "mastermind"])
+def test_only_mastermind_measures_consistent_guesses(game: str) -> None:
+    """The demonstrations themselves are replayed by a model that knows the game, so that guesses are valid."""
+    policy = POLICIES[game]
+    trainer = make_trainer(policy, Path(f"{game}-tiny"), model__path=f"{game}-tiny", env__val_env_groups=32)
+    row = trainer.step().row
+    columns = {name for name in row if name.endswith("consistent_guesses")}
+    expected = {"train_consistent_guesses", "val_consistent_guesses", "base_val_consistent_guesses"}
+    assert columns == (expected if game == "mastermind" else set())
+    # Random guesses are consistent in less than a third of the cases.
+    assert game == "frozenlake" or row["base_val_consistent_guesses"] > 0.3
+
+
+def test_slips_do_not_depend_on_what_is_sampled_nor_samples_on_slips() -> None:
+    """Arms of other success rates see the same first replies, and equal actions meet equal random numbers."""
+    trainers = [
+        make_trainer(FROZENLAKE_TINY, Path("frozenlake-tiny"), model__path="frozenlake-tiny", env__success_rate=rate)
+        for rate in (1.0, 0.3)
+    ]
+    steady, slippery = (trainer.roll_out(trainer.levels[0], 8, "sampling") for trainer in trainers)
+    assert [episode.texts[0] for episode in steady] == [episode.texts[0] for episode in slippery]
+    assert [episode.texts for episode in steady] != [episode.texts for episode in slippery]
+    # Within a group, levels are equal and slips are not.
+    later_states = {
+        tuple(episode.tokens.tolist())
+        for episode in slippery[:8]
+        if episode.turn_actions[0] == slippery[0].turn_actions[0] and len(episode.texts) > 1
+    }
+    assert len(later_states) != 1
+    again = trainers[1].roll_out(trainers[1].levels[0], 8, "sampling")
+    assert [episode.texts for episode in again] == [episode.texts for episode in slippery]
