@@ -19,12 +19,12 @@ from analysis.grid import page as grid_page
 from analysis.html.figures import Gallery
 from analysis.html.page import make_environment, make_settings_rows, write_page
 from analysis.report import figures
-from analysis.report.results import PERMUTATION_SEED, SweepResults
+from analysis.report.results import SweepResults
 from analysis.sandbox import figures as sandbox_figures
 from analysis.sandbox import page as sandbox_report
 from analysis.sweep import findings, series, tables, time_course, verdicts
 from analysis.sweep.collapse import count_collapses
-from analysis.sweep.symptoms import describe_order, summarize_order
+from analysis.sweep.symptoms import PERMUTATION_SEED, describe_order, summarize_order
 from trainable.files.paths import atomic_write, make_folder
 
 BUDGET_NAMES = {

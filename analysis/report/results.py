@@ -9,9 +9,7 @@ import pandas as pd
 from analysis.data.frames import StudyFrames
 from analysis.grid import edge, layout
 from analysis.sweep import symptoms, time_course
-
-# Fixed, so that the same results give the same p-values in every report.
-PERMUTATION_SEED = 0
+from analysis.sweep.symptoms import PERMUTATION_SEED
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,9 @@ from analysis.stats.estimates import Estimate, wilson_interval
 from analysis.sweep.collapse import find_run_ends
 
 UP, DOWN, EITHER = 1, -1, 0
+PERMUTATION_SEED = 0
+"""Of the permutations behind p-values: fixed, so that the same rows give the same p-values in every report."""
+
 MAX_P = 0.05
 """A series has changed if its p is at most this."""
 _ONSET_COLUMNS = ("run_id", "arm", "seed", "end_step", "symptom", "label", "rank")

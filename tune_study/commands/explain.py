@@ -22,9 +22,6 @@ from trainable.runs.episode_lines import RecordedEpisode
 from tune_study.host.console import print_line, print_table
 from tune_study.plan.study_plan import PlanError
 
-# Fixed, so that the same rows give the same p-values in every call.
-PERMUTATION_SEED = 0
-
 
 def read_frames(folder: Path, is_running: bool) -> StudyFrames:
     """Frames of the study in results/<run>. Raise PlanError if it trains no language model, or if a file is damaged."""
@@ -86,7 +83,7 @@ def print_explanation(
         command = format_command("explain", run_name, "--arm", example["arm"], "--seed", str(example["seed"]))
         print_line(console, f"To see what changed in a run that did not collapse, type: {command}")
         return
-    onsets = symptoms.find_onsets(frames, collapsed_ends, np.random.default_rng(PERMUTATION_SEED))
+    onsets = symptoms.find_onsets(frames, collapsed_ends, np.random.default_rng(symptoms.PERMUTATION_SEED))
     for sentence in symptoms.describe_order(onsets):
         print_line(console, sentence)
     print_line(console, "")
@@ -135,7 +132,7 @@ def _describe_end(run: dict[str, Any]) -> str:
 def _print_run(console: Console, folder: Path, frames: StudyFrames, ends: pd.DataFrame) -> None:
     (run,) = to_records(ends)
     print_line(console, f"Arm {run['arm']}, seed {run['seed']}: {_describe_end(run)}.")
-    onsets = symptoms.find_onsets(frames, ends, np.random.default_rng(PERMUTATION_SEED))
+    onsets = symptoms.find_onsets(frames, ends, np.random.default_rng(symptoms.PERMUTATION_SEED))
     changes = onsets.dropna(subset="onset").sort_values(["onset", "p"], kind="stable")
     if changes.empty:
         print_line(console, "No change is resolved: a change needs at least 8 measurements.")
