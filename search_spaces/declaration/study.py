@@ -1,6 +1,7 @@
 """Declaration of a study: its question, base configuration, axis, contrasts and file names."""
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -59,6 +60,33 @@ class Axis:
         # If every value of the grids is a name, `setting` is a description and not the name of a field.
         has_only_names = set(self.named_settings) >= set().union(*self.grids.values())
         return named_fields if has_only_names else named_fields | {self.setting, *self.extra_settings}
+
+
+def make_grid_axis(factors: Mapping[str, Sequence[str]], presets: Sequence[str] = ("laptop", "paper")) -> Axis:
+    """An axis over all combinations of the values of several settings.
+
+    An arm is named after its values: `lr1e-4-ppo_epochs4`.
+
+    Args:
+        factors: values by dotted setting, as they are typed.
+        presets: the presets that have these values.
+
+    Example:
+        >>> make_grid_axis({"actor.lr": ("1e-4", "1e-3"), "actor.ppo_epochs": ("1", "4")}).grids["laptop"][1]
+        'lr1e-4-ppo_epochs4'
+    """
+    arms = {
+        "-".join(f"{key.rsplit('.', 1)[-1]}{value}" for key, value in zip(factors, values, strict=True)): dict(
+            zip(factors, values, strict=True)
+        )
+        for values in itertools.product(*factors.values())
+    }
+    return Axis(
+        setting=" x ".join(factors),
+        grids={preset: tuple(arms) for preset in presets},
+        option="--arms",
+        named_settings=arms,
+    )
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from trainable.config.run_config import ConfigError
 from trainable.files.json_values import DamageWarning
 from trainable.files.paths import UnsafePathError
 from trainable.runs.run_files import LINE_FILES
-from tune_study.plan.study_plan import PlanError
+from tune_study.plan.errors import PlanError
 
 NAME = "damaged-files"
 SECONDS = 5.0

@@ -13,7 +13,7 @@ from analysis.sweep.alarms import MAX_FALSE_ALARMS, compare_alarms
 from analysis.sweep.collapse import find_run_ends
 from trainable.config.setting_types import format_value
 from tune_study.host.console import print_line, print_table
-from tune_study.plan.study_plan import PlanError
+from tune_study.plan.errors import PlanError
 
 
 def read_studies(folders: Sequence[Path]) -> list[StudyFrames]:

@@ -24,11 +24,13 @@ from tune_study.commands.preflight import LaunchOptions, explain_paper_misfit, s
 from tune_study.commands.run_options import RunOptions, find_studies, plan_from_options
 from tune_study.folder import locate, outputs, study_file
 from tune_study.folder.summary import DEFAULT_SKIPPED, parse_skipped_statuses
-from tune_study.host.console import make_console, print_error, show_warnings
+from tune_study.host.console import make_console, print_error, print_line, show_warnings
 from tune_study.host.gpus import detect_gpus
 from tune_study.host.terminal import finish_output, protect_output
 from tune_study.placement import resources
-from tune_study.plan.study_plan import PlanError, StudyPlan, collect_overrides, find_study
+from tune_study.plan.errors import PlanError
+from tune_study.plan.own_study import load_own_study
+from tune_study.plan.study_plan import StudyPlan, collect_overrides, find_study
 from tune_study.tune.run import write_results
 
 app = typer.Typer(
@@ -50,6 +52,7 @@ PROBE_EXAMPLE = "Example: python -m tune_study probe results/gradient_analysis_s
 PLOT_EXAMPLE = (
     "Example: python -m tune_study plot-gradients results/gradient_analysis_sokoban_sokoban-tiny --step 1,51,101"
 )
+NEW_EXAMPLE = "Example: python -m tune_study new my-lr --vary actor.lr=1e-4,3e-4,1e-3"
 RUN_EXAMPLE = "Example: python -m tune_study run kl --kl-values 0,0.01,0.1 --steps 60 --seeds 3 --output out"
 
 
@@ -93,6 +96,17 @@ def settings(study: opt.SettingsStudy = "kl", list_all: opt.AllSettings = False)
     describe.print_settings(make_console(), find_study(study), with_all=list_all)
 
 
+@app.command("new", epilog=f"\b\n{NEW_EXAMPLE}")
+@report_errors
+def new(name: opt.NewStudyName, vary: opt.VariedSettings = None, to: opt.NewStudyFile = None) -> None:
+    """Write a Python file that declares a study of your own, and print the command that runs it."""
+    from tune_study.plan.new_study import write_study_file
+
+    path, command = write_study_file(name, vary or [], to)
+    print_line(make_console(), f"Wrote {path}. Run it with:")
+    print_line(make_console(), f"  {command}")
+
+
 @app.command("run", epilog=f"\b\n{RUN_EXAMPLE}")
 @report_errors
 @add_axis_options(STUDIES.values())
@@ -126,6 +140,7 @@ def run(
     max_concurrent: opt.MaxConcurrent = None,
     skip_statuses: opt.SkipStatuses = DEFAULT_SKIPPED,
     smoke: opt.Smoke = False,
+    accept_changed_file: opt.AcceptChangedFile = False,
     dry_run: opt.DryRun = False,
     wandb: opt.Wandb = None,
     address: opt.Address = None,
@@ -159,12 +174,12 @@ def run(
     launch_options = LaunchOptions(
         gpus, gpu_memory_gib, max_concurrent, wandb, address, parse_skipped_statuses(skip_statuses)
     )
-    studies = find_studies(study, kl_type)
+    studies = find_studies(study, kl_type, accept_changed_file)
 
     def make_plans(options: RunOptions) -> list[StudyPlan]:
         return [
-            plan_from_options(chosen, options, _make_absolute(output), storage, extend, real=not dry_run)
-            for chosen in studies
+            plan_from_options(chosen, options, _make_absolute(output), storage, extend, real=not dry_run, source=source)
+            for chosen, source in studies
         ]
 
     plans = make_plans(options)
@@ -188,13 +203,16 @@ def resume(
     gpu_memory_gib: opt.GpuMemoryGib = None,
     max_concurrent: opt.MaxConcurrent = None,
     skip_statuses: opt.SkipStatuses = DEFAULT_SKIPPED,
+    study: opt.StudyFile = None,
+    accept_changed_file: opt.AcceptChangedFile = False,
     dry_run: opt.DryRun = False,
     wandb: opt.Wandb = None,
     address: opt.Address = None,
 ) -> None:
     """Continue the study in RUN: finished runs are left unchanged, all others continue."""
     placement_overrides = {} if gpus_per_exp is None else {"trainer.n_gpus_per_node": gpus_per_exp}
-    plan = locate.plan_resume(run, placement_overrides, is_real=not dry_run)
+    own_study = None if study is None else load_own_study(study, accept_changed_file)
+    plan = locate.plan_resume(run, placement_overrides, own_study, is_real=not dry_run)
     launch_options = LaunchOptions(
         gpus, gpu_memory_gib, max_concurrent, wandb, address, parse_skipped_statuses(skip_statuses)
     )
@@ -272,6 +290,8 @@ def probe(
     gpu_memory_utilization: opt.GpuMemoryUtilization = None,
     ray_num_cpus: opt.RayNumCpus = None,
     assignments: opt.Assignments = None,
+    study: opt.StudyFile = None,
+    accept_changed_file: opt.AcceptChangedFile = False,
 ) -> None:
     """Measure the gradients of one checkpoint of a run, in this process; nothing is trained."""
     typed_settings = {
@@ -289,7 +309,8 @@ def probe(
     path = probing.find_checkpoint_path(checkpoint_root, checkpoint_step, resume_from_path)
     # Only now, because it may download rows, and a wrong path should be reported at once.
     folder = locate.fetch_for_writing(run)
-    target = probing.find_target(folder, trial, checkpoint_step, path, algo)
+    own_study = None if study is None else load_own_study(study, accept_changed_file)
+    target = probing.find_target(folder, trial, checkpoint_step, path, algo, own_study)
     option_overrides = {name: value for name, value in typed_settings.items() if value is not None}
     overrides = collect_overrides(target.plan.study, option_overrides, assignments or [], is_axis_free=True)
     probing.probe(target, overrides, with_val, make_console())

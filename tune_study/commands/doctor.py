@@ -32,8 +32,8 @@ from tune_study.host.machine_checks import CheckResult
 from tune_study.host.session_folder import FOLDER_PREFIX, RAY_SUBFOLDER
 from tune_study.placement.model_files import check_model
 from tune_study.placement.resources import choose_preset, make_bundles
+from tune_study.plan.errors import PlanError
 from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import PlanError
 
 _TIMEOUT_S = 120.0
 """Time limit of an import, and of Ray's start. On a busy machine with two cores they take 10 s."""

@@ -20,7 +20,7 @@ from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
 from trainable.runs.episode_lines import RecordedEpisode
 from tune_study.host.console import print_line, print_table
-from tune_study.plan.study_plan import PlanError
+from tune_study.plan.errors import PlanError
 
 
 def read_frames(folder: Path, is_running: bool) -> StudyFrames:

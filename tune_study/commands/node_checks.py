@@ -21,7 +21,8 @@ from tune_study.host.machine_checks import measure_available_memory, query_gpu_m
 from tune_study.placement.memory_plan import GpuCapacity
 from tune_study.placement.model_files import check_model
 from tune_study.placement.resources import check_engines
-from tune_study.plan.study_plan import PlanError, StudyPlan
+from tune_study.plan.errors import PlanError
+from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.cluster import Node, count_fitting_runs
 
 _TIMEOUT_S = 180.0

@@ -8,7 +8,21 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-StudyName = Annotated[str, Argument(metavar="STUDY", help="Name of the study, or of a suite; see `list`.")]
+StudyName = Annotated[
+    str, Argument(metavar="STUDY", help="Name of a study or a suite, see `list`; or a file with your study, lr.py.")
+]
+StudyFile = Annotated[
+    str | None, Option("--study", metavar="FILE", help="The file of a study that was run from a file, like lr.py.")
+]
+NewStudyName = Annotated[str, Argument(metavar="NAME", help="Name of the new study, like my-lr.")]
+VariedSettings = Annotated[
+    list[str] | None,
+    Option("--vary", metavar="KEY=VALUES", help="A setting and its values, like actor.lr=1e-4,3e-4; repeatable."),
+]
+NewStudyFile = Annotated[Path | None, Option("--to", metavar="FILE", help="File to write; default: NAME.py here.")]
+AcceptChangedFile = Annotated[
+    bool, Option("--accept-changed-file", help="Go on although the file of the study has changed since its start.")
+]
 SettingsStudy = Annotated[
     str, Argument(metavar="[STUDY]", help="Name of the study; sandbox studies have different settings.")
 ]

@@ -18,8 +18,9 @@ from tune_study.placement import disk, memory_plan, resources
 from tune_study.placement.disk import DiskBudget
 from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.placement.model_files import check_file, check_model
+from tune_study.plan.errors import PlanError
 from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import PlanError, StudyPlan, flatten_settings
+from tune_study.plan.study_plan import StudyPlan, flatten_settings
 from tune_study.tune import cluster
 from tune_study.tune.cluster import Node
 from tune_study.tune.run import choose_wandb_mode

@@ -26,7 +26,9 @@ from tune_study.folder.study_file import plan_from_folder
 from tune_study.host.console import make_console, print_line
 from tune_study.placement.model_files import check_model
 from tune_study.placement.resources import check_sampler
-from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan, flatten_settings, make_template_values
+from tune_study.plan.errors import PlanError
+from tune_study.plan.own_study import OwnStudy, load_own_study
+from tune_study.plan.study_plan import RunSpec, StudyPlan, flatten_settings, make_template_values
 
 ProbeSettings = Mapping[str, object]
 NO_SETTINGS: ProbeSettings = MappingProxyType({})
@@ -60,6 +62,7 @@ def restore(
     *,
     path: Path | str | None = None,
     settings: ProbeSettings = NO_SETTINGS,
+    study: str | None = None,
 ) -> PPOTrainer:
     """Restore the trainer of a run from a checkpoint.
 
@@ -73,6 +76,7 @@ def restore(
         step: step of the checkpoint; None for the newest.
         path: folder of the checkpoint, instead of `step`.
         settings: dotted settings to change, such as {"trainer.device": "cpu"}.
+        study: the file that declares the study, such as "lr.py"; None for a study of this package.
 
     Raises PlanError (a ValueError) that lists the alternatives if a name, a step or a folder cannot be used.
 
@@ -80,7 +84,8 @@ def restore(
         >>> trainer = restore("out/results/kl_sweep_sokoban-tiny", trial="0.1")  # doctest: +SKIP
         >>> trainer.evaluate("val", "greedy").success  # doctest: +SKIP
     """
-    return _restore_trainer(find_target(run, trial, step, path), settings)
+    own_study = None if study is None else load_own_study(study)
+    return _restore_trainer(find_target(run, trial, step, path, own_study=own_study), settings)
 
 
 def find_checkpoint_path(root: Path | None, step: int | None, path: Path | None) -> Path | None:
@@ -101,7 +106,12 @@ def find_checkpoint_path(root: Path | None, step: int | None, path: Path | None)
 
 
 def find_target(
-    run: Path | str, trial: str | None, step: int | None, path: Path | str | None, algo: str | None = None
+    run: Path | str,
+    trial: str | None,
+    step: int | None,
+    path: Path | str | None,
+    algo: str | None = None,
+    own_study: OwnStudy | None = None,
 ) -> ProbeTarget:
     """Find a run and its checkpoint. Raise PlanError that lists the alternatives if there is no such checkpoint.
 
@@ -111,8 +121,9 @@ def find_target(
         step: step of the checkpoint; None for the newest.
         path: folder of the checkpoint, instead of `step`.
         algo: text of --algo: the arm, in a study whose axis has this option.
+        own_study: see `plan_from_folder`.
     """
-    plan = plan_from_folder(Path(run))
+    plan = plan_from_folder(Path(run), own_study=own_study)
     if plan.model is None:
         raise PlanError(
             f"Study {plan.study.name} fine-tunes no language model, and the gradients of its runs are measured during "

@@ -18,7 +18,7 @@ from trainable.runs.stop_rules import RULES, History, Row, StopDecision, parse_f
 from tune_study.folder.statuses import RunStatus, read_status
 from tune_study.folder.study_file import read_study
 from tune_study.host.console import print_line, print_table
-from tune_study.plan.study_plan import PlanError
+from tune_study.plan.errors import PlanError
 
 Outcome = Literal["false alarm", "right", "unknown"]
 

@@ -13,8 +13,9 @@ from trainable.config.setting_types import format_value
 from tune_study.commands.axis_options import VALUES_OPTION
 from tune_study.folder import locate
 from tune_study.placement.model_files import make_absolute
+from tune_study.plan.errors import PlanError
+from tune_study.plan.own_study import StudySource, is_study_file, load_own_study
 from tune_study.plan.study_plan import (
-    PlanError,
     StudyPlan,
     collect_overrides,
     expand_groups,
@@ -81,18 +82,36 @@ class RunOptions(NamedTuple):
     smoke: bool
 
 
-def find_studies(name: str, kl_type: str | None) -> tuple[Study, ...]:
-    """The study `name`, or the studies of the suite `name`. kl_type: see `find_study`. PlanError if there is none."""
+def find_studies(
+    name: str, kl_type: str | None, accepts_change: bool = False
+) -> tuple[tuple[Study, StudySource | None], ...]:
+    """The study `name`, or the studies of the suite `name`, each with the file that declares it, if one does.
+
+    name: of a study or a suite, or the path of a file. kl_type: see `find_study`. accepts_change: see `StudySource`.
+    Raises PlanError if there is no such study.
+    """
+    if is_study_file(name):
+        if kl_type is not None:
+            raise PlanError(f"--kl-type does not belong to the study of {format_value(name, 1000)}: leave it out.")
+        return (load_own_study(name, accepts_change),)
+    if accepts_change:
+        raise PlanError(f"--accept-changed-file does not belong to {name}, which no file declares: leave it out.")
     suite = SUITES.get(name.replace("_", "-"))
     if suite is None:
-        return (find_study(name, kl_type),)
+        return ((find_study(name, kl_type), None),)
     if kl_type is not None:
         raise PlanError(f"--kl-type does not belong to the studies of {name}: leave it out.")
-    return tuple(STUDIES[study] for study in suite)
+    return tuple((STUDIES[study], None) for study in suite)
 
 
 def plan_from_options(
-    study: Study, options: RunOptions, output: Path, storage: str | None, extend: bool, real: bool
+    study: Study,
+    options: RunOptions,
+    output: Path,
+    storage: str | None,
+    extend: bool,
+    real: bool,
+    source: StudySource | None = None,
 ) -> StudyPlan:
     """Plan a study from its options, merged with the study that its folder may already contain.
 
@@ -103,9 +122,11 @@ def plan_from_options(
         storage: text of --storage, None without the option.
         extend: whether --extend was typed.
         real: False for a dry run, which does not access the storage.
+        source: the file that declares the study; None for a study of this package.
 
     Raises PlanError or ConfigError if the study cannot be run.
     """
+    _check_preset(study, options.preset)
     values = parse_axis_values(study, options.axis_texts)
     option_settings = {
         **_collect_option_settings(study, options.option_values),
@@ -124,7 +145,7 @@ def plan_from_options(
     plan = make_plan(
         study, options.preset, options.preset_reason, overrides, values, n_seeds, output, options.baseline_seeds
     )
-    plan = replace(plan, storage=None if storage is None else locate.parse_storage_uri(storage))
+    plan = replace(plan, storage=None if storage is None else locate.parse_storage_uri(storage), source=source)
     plan = locate.merge_with_existing(plan, extend, is_real=real)
     if not options.until_resolved and options.max_seeds is not None:
         raise PlanError("--max-seeds belongs to --until-resolved: type both, or neither.")
@@ -135,6 +156,17 @@ def plan_from_options(
     # Without --max-seeds, a study that has a maximum keeps it.
     max_seeds = options.max_seeds or plan.max_seeds or DEFAULT_MAX_SEEDS
     return set_max_seeds(plan, max_seeds, find_fewest_seeds(max(len(plan.values) - 1, 1)))
+
+
+def _check_preset(study: Study, preset: str) -> None:
+    """Raise PlanError for a preset under which the study has no values of its axis, as a study of a file may."""
+    try:
+        study.get_grid(preset)
+    except KeyError:
+        raise PlanError(
+            f"Study {study.name} has no values of {study.axis.setting} under preset {preset}: type --preset "
+            f"{next(iter(study.axis.grids))}, or add values to its axis."
+        ) from None
 
 
 def _get_smoke_settings(study: Study) -> dict[str, object]:

@@ -17,7 +17,7 @@ from uuid import uuid4
 import psutil
 
 from trainable.storage.remote import StoragePath, get_bytes, put_bytes, remove_file
-from tune_study.plan.study_plan import PlanError
+from tune_study.plan.errors import PlanError
 
 LEASE_FILE = "driver.json"
 STALE_S = 120.0

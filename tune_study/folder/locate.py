@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
 from trainable.runs.failures import StorageError
 from trainable.storage.uris import check_uri, is_uri, join_uri, split_uri
@@ -18,12 +19,15 @@ from tune_study.folder.study_file import (
     NO_OVERRIDES,
     check_same_storage,
     check_unchanged,
+    get_study_uri,
     merge_with_folder,
     plan_from_folder,
     read_study,
 )
 from tune_study.host.console import print_error
-from tune_study.plan.study_plan import PlanError, StudyPlan
+from tune_study.plan.errors import PlanError
+from tune_study.plan.own_study import OwnStudy
+from tune_study.plan.study_plan import StudyPlan
 
 
 def parse_storage_uri(text: str) -> str:
@@ -95,19 +99,25 @@ def _name_uri_in_errors(folder: Path, uri: str) -> Iterator[None]:
         raise PlanError(str(error).replace(str(folder), uri)) from None
 
 
-def plan_resume(text: str, overrides: Mapping[str, object] = NO_OVERRIDES, *, is_real: bool) -> StudyPlan:
+def plan_resume(
+    text: str,
+    overrides: Mapping[str, object] = NO_OVERRIDES,
+    own_study: OwnStudy | None = None,
+    *,
+    is_real: bool,
+) -> StudyPlan:
     """The plan of the study that RUN names, as it was started.
 
     Args:
         text: RUN, a folder or a URI.
-        overrides: see `plan_from_folder`.
+        overrides, own_study: see `plan_from_folder`.
         is_real: False for a dry run, which does not access the storage of a local study.
 
     Raises PlanError if there is no such study, or if its declaration has changed since it was started.
     """
     if is_uri(text):
-        return _plan_resume_from_uri(text, overrides)
-    plan = plan_from_folder(_check_local_path(text), overrides)
+        return _plan_resume_from_uri(text, overrides, own_study)
+    plan = plan_from_folder(_check_local_path(text), overrides, own_study=own_study)
     outputs.check_folder_links(plan.folder)
     if plan.storage is None or not is_real:
         check_unchanged(plan)
@@ -120,12 +130,12 @@ def plan_resume(text: str, overrides: Mapping[str, object] = NO_OVERRIDES, *, is
         with _name_uri_in_errors(
             folder or plan.folder, join_uri(plan.storage, plan.run) if folder else str(plan.folder)
         ):
-            newest_plan = plan if folder is None else plan_from_folder(folder, overrides)
+            newest_plan = plan if folder is None else plan_from_folder(folder, overrides, own_study=own_study)
             check_unchanged(newest_plan)
         return replace(newest_plan, folder=plan.folder, storage=plan.storage)
 
 
-def _plan_resume_from_uri(uri: str, overrides: Mapping[str, object]) -> StudyPlan:
+def _plan_resume_from_uri(uri: str, overrides: Mapping[str, object], own_study: OwnStudy | None) -> StudyPlan:
     """The plan of the study at `uri`, to be continued in the current folder."""
     from tune_study.folder import storage
 
@@ -134,7 +144,7 @@ def _plan_resume_from_uri(uri: str, overrides: Mapping[str, object]) -> StudyPla
     _check_local_folder(local_folder, root)
     # If the storage has nothing newer than the local folder, nothing has to be downloaded.
     if (local_folder / "study.json").exists() and storage.is_newest_folder(uri, local_folder):
-        return replace(plan_resume(str(local_folder), overrides, is_real=False), storage=root)
+        return replace(plan_resume(str(local_folder), overrides, own_study, is_real=False), storage=root)
     with tempfile.TemporaryDirectory() as temp_dir:
         folder = Path(temp_dir) / "results" / name
         if not storage.fetch_study(uri, folder):
@@ -142,7 +152,7 @@ def _plan_resume_from_uri(uri: str, overrides: Mapping[str, object]) -> StudyPla
                 f"{format_value(uri, 1000)} contains no study: type <storage>/<run>, as `run --storage` printed it."
             )
         with _name_uri_in_errors(folder, uri):
-            plan = plan_from_folder(folder, overrides)
+            plan = plan_from_folder(folder, overrides, own_study=own_study)
             check_unchanged(plan)
         return replace(plan, folder=local_folder, storage=root)
 
@@ -150,7 +160,7 @@ def _plan_resume_from_uri(uri: str, overrides: Mapping[str, object]) -> StudyPla
 def _check_local_folder(folder: Path, root: str) -> None:
     """Raise PlanError if the local folder for a study in storage contains a study that uses another storage or none."""
     if (folder / "study.json").exists():
-        check_same_storage(plan_from_folder(folder), root)
+        check_same_storage(folder, read_study(folder).get("storage"), root)
 
 
 @contextmanager
@@ -180,7 +190,7 @@ def open_for_reading(text: str) -> Iterator[tuple[Path, bool]]:
         return
     local_folder = _check_local_path(text)
     study = read_study(local_folder)
-    uri = plan_from_folder(local_folder).study_uri if study.get("storage") else None
+    uri = get_study_uri(study)
     outputs.check_run_folders(local_folder, [entry["run_id"] for entry in study["runs"]])
     with ExitStack() as stack:
         folder, is_running = local_folder, outputs.is_running(local_folder)
@@ -223,10 +233,10 @@ def fetch_for_writing(text: str) -> Path:
         folder = _check_local_path(text)
         study = read_study(folder)  # before the links, so that a folder of something else is named as such
         outputs.check_folder_links(folder)
-        if study.get("storage"):
-            plan = plan_from_folder(folder)
+        uri = get_study_uri(study)
+        if uri is not None:
             try:
-                _fetch_results(plan.study_uri or "", folder)
+                _fetch_results(uri, folder)
             except PlanError as error:
                 _print_unreachable(error)
         return folder
@@ -248,8 +258,14 @@ def _fetch_results(uri: str, folder: Path) -> None:
 
 def push_results(folder: Path) -> str:
     """Copy tables and report of a study to its storage, if it has one; return an error text, empty without an error."""
-    if not read_study(folder).get("storage"):
+    content = read_study(folder)
+    if not content.get("storage"):
         return ""
+    if content.get("declaration") is not None:
+        return (
+            f"Nothing was copied to {format_value(get_study_uri(content) or '', 1000)}: that needs the file that "
+            f"declares the study. `{format_command('resume', folder)}` with --study FILE copies everything."
+        )
     from tune_study.folder import storage
 
     return storage.push_results(plan_from_folder(folder))

@@ -18,7 +18,8 @@ from trainable.files.paths import UnsafePathError, check_tree, open_regular
 from trainable.files.schema import SCHEMA
 from trainable.runs.run_ends import ENDED_STATUSES
 from tune_study.folder.statuses import RunStatus, make_timestamp, resolve_status, write_status
-from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan
+from tune_study.plan.errors import PlanError
+from tune_study.plan.study_plan import RunSpec, StudyPlan
 
 if TYPE_CHECKING:
     from analysis.data.frames import StudyFrames
@@ -77,6 +78,7 @@ def make_study_entry(plan: StudyPlan) -> dict[str, Any]:
         "family": plan.study.family.name,
         "model": plan.model or "",
         "storage": plan.storage,
+        "declaration": None if plan.source is None else plan.source.make_entry(),
     }
 
 
@@ -104,6 +106,7 @@ def write_study(plan: StudyPlan) -> list[str]:
         "command": format_command_line(),
         "versions": read_versions(),
         "git": read_git_state(Path(__file__).parent),
+        "declaration": None if plan.source is None else plan.source.sha256,
     }
     starts = [*previous_entry.get("starts", []), start]
     # The stored command must produce all runs of the study. After --extend, only the new command does.
@@ -154,9 +157,14 @@ def record_look(plan: StudyPlan, statuses: Iterable[RunStatus]) -> None:
 
 
 def find_changed_code(previous_start: dict[str, Any], current_start: dict[str, Any]) -> list[str]:
-    """`name: old -> new` for each package, and for the commit of the code, that differs between two starts."""
+    """`name: old -> new` for what differs between two starts: packages, commit of the code, declaration in a file."""
     old, new = (
-        {**start["versions"], "commit": (start["git"] or {}).get("commit")} for start in (previous_start, current_start)
+        {
+            **start["versions"],
+            "commit": (start["git"] or {}).get("commit"),
+            "declaration": str(start.get("declaration"))[:12],
+        }
+        for start in (previous_start, current_start)
     )
     return [f"{name}: {old.get(name)} -> {new.get(name)}" for name in new | old if old.get(name) != new.get(name)]
 

@@ -40,7 +40,8 @@ from trainable.storage.remote import (
 from trainable.storage.uris import join_uri
 from tune_study.folder.lease import REFRESH_S, Lease, read_holder
 from tune_study.host.interrupt import Interrupt, make_interrupt
-from tune_study.plan.study_plan import PlanError, StudyPlan, find_output
+from tune_study.plan.errors import PlanError
+from tune_study.plan.study_plan import StudyPlan, find_output
 
 STUDY_FILE, LAST_DRIVER = "study.json", "last-driver"
 """LAST_DRIVER: name of the file with the lease id of the newest driver.

@@ -24,10 +24,11 @@ from trainable.files.paths import UnsafePathError
 from trainable.files.schema import MAX_RUNS, find_file_schema_problem, find_schema_problem, is_run_id
 from trainable.runs.failures import StorageError
 from trainable.runs.stop_rules import RULES
-from trainable.storage.uris import check_uri, is_same_folder
+from trainable.storage.uris import check_uri, is_same_folder, join_uri
+from tune_study.plan.errors import PlanError
+from tune_study.plan.own_study import OwnStudy, check_same_source, explain_missing_file
 from tune_study.plan.study_plan import (
     MAX_SEEDS,
-    PlanError,
     StudyPlan,
     build_plan,
     find_study,
@@ -94,6 +95,12 @@ class _Contrast(_Section):
     pairs: list[Annotated[list[Text], Field(min_length=2, max_length=2)]]
 
 
+class _Declaration(_Section):
+    path: Text
+    sha256: Text
+    text: Annotated[str, Field(max_length=1_000_000)]
+
+
 class _Look(_Section):
     at: Text
     runs: int = Field(ge=0, le=2**31)
@@ -131,6 +138,7 @@ class _StudyFile(_Section):
     family: Text = "ppo"
     model: Text = ""
     storage: Text | None = None
+    declaration: _Declaration | None = None
 
 
 def read_study(folder: Path) -> dict[str, Any]:
@@ -177,7 +185,10 @@ def read_study(folder: Path) -> dict[str, Any]:
 
 
 def plan_from_folder(
-    folder: Path, overrides: Mapping[str, object] = NO_OVERRIDES, study: Study | None = None
+    folder: Path,
+    overrides: Mapping[str, object] = NO_OVERRIDES,
+    study: Study | None = None,
+    own_study: OwnStudy | None = None,
 ) -> StudyPlan:
     """The plan of the study in results/<run>, with the settings with which it was started.
 
@@ -187,17 +198,15 @@ def plan_from_folder(
     Args:
         folder: the study's folder, wherever it is.
         overrides: settings of the study's resources that change from now on, such as {"trainer.n_gpus_per_node": 2}.
-        study: the declaration; None for the study of the same name in `search_spaces`.
+        study: the declaration; None for `own_study`, or the study of the same name in `search_spaces`.
+        own_study: the study of the file that was typed with --study; None without the option.
 
-    Raises PlanError if the folder contains no study or one that this version cannot read.
+    Raises PlanError if the folder contains no study or one that this version cannot read, and if `own_study` is missing
+    or is another one than that of the folder.
     """
     folder = Path(os.path.abspath(folder))
     content = read_study(folder)
-    study = study or STUDIES.get(content["name"])
-    if study is None:
-        raise PlanError(
-            f"{folder} contains the study '{format_value(content['name'])}', which is not one of {', '.join(STUDIES)}."
-        )
+    study = study or _find_declaration(folder, content, own_study)
     try:
         base = apply_overrides(study.family.config_class.model_validate(content["settings"]), overrides)
         # A study with variants is identified by its name and the setting that chose the variant.
@@ -219,7 +228,7 @@ def plan_from_folder(
             plan = set_max_seeds(plan, content["max_seeds"])
         if content.get("storage") is not None:
             _check_stored_uri(content["storage"])
-        plan = replace(plan, storage=content.get("storage"))
+        plan = replace(plan, storage=content.get("storage"), source=None if own_study is None else own_study.source)
         if {spec.run_id for spec in plan.runs} != {entry["run_id"] for entry in content["runs"]}:
             raise PlanError("its list of runs does not match its values and seeds.")
     except ConfigError:
@@ -232,6 +241,29 @@ def plan_from_folder(
     except ValueError as error:
         raise PlanError(f"{folder}/study.json cannot be read by this version: {error}") from None
     return plan
+
+
+def _find_declaration(folder: Path, content: Mapping[str, Any], own_study: OwnStudy | None) -> Study:
+    """The declaration of the study in `folder`, see `plan_from_folder`."""
+    name, entry = content["name"], content.get("declaration")
+    if entry is not None:
+        if own_study is None:
+            raise PlanError(explain_missing_file(folder, entry))
+        if own_study.study.name != name:
+            raise PlanError(
+                f"{folder} contains the study {format_value(name)}, and {format_value(own_study.source.typed, 1000)} "
+                f"declares {own_study.study.name}: type --study with the file of {format_value(name)}."
+            )
+        check_same_source(folder, entry, own_study.source)
+        return own_study.study
+    if own_study is not None:
+        raise PlanError(f"{folder} contains the study {format_value(name)}, which no file declares: leave --study out.")
+    study = STUDIES.get(name)
+    if study is None:
+        raise PlanError(
+            f"{folder} contains the study '{format_value(name)}', which is not one of {', '.join(STUDIES)}."
+        )
+    return study
 
 
 def _check_stored_uri(uri: str) -> None:
@@ -264,8 +296,10 @@ def merge_with_folder(plan: StudyPlan, extend: bool) -> StudyPlan:
     """
     if not (plan.folder / "study.json").exists():
         return plan
-    existing = plan_from_folder(plan.folder, study=plan.study)
-    check_same_storage(existing, plan.storage)
+    own_study = None if plan.source is None else OwnStudy(plan.study, plan.source)
+    # The settings are compared below, so the declaration may be the current one.
+    existing = plan_from_folder(plan.folder, study=None if own_study else plan.study, own_study=own_study)
+    check_same_storage(existing.folder, existing.storage, plan.storage)
     changes = find_differences(existing, plan)
     if changes:
         raise PlanError(
@@ -302,26 +336,38 @@ def merge_with_folder(plan: StudyPlan, extend: bool) -> StudyPlan:
         extra_seeds=extra_seeds,
     )
     return replace(
-        merged_plan, storage=plan.storage or existing.storage, max_seeds=plan.max_seeds or existing.max_seeds
+        merged_plan,
+        storage=plan.storage or existing.storage,
+        max_seeds=plan.max_seeds or existing.max_seeds,
+        source=plan.source,
     )
 
 
-def check_same_storage(existing: StudyPlan, requested_uri: str | None) -> None:
-    """Raise PlanError if `existing` is to be continued with another storage than it has.
+def check_same_storage(folder: Path, storage: str | None, requested_uri: str | None) -> None:
+    """Raise PlanError if the study in `folder` is to be continued with another storage than it has.
 
-    requested_uri: the storage that was typed; None to keep the one that the study has.
+    storage: the storage of the study. requested_uri: the storage that was typed; None to keep the one of the study.
     """
-    if requested_uri is None or (existing.storage is not None and is_same_folder(requested_uri, existing.storage)):
+    if requested_uri is None or (storage is not None and is_same_folder(requested_uri, storage)):
         return
-    problem = (
-        f"keeps its runs in {format_value(existing.storage, 1000)}"
-        if existing.storage
-        else "was started without --storage"
-    )
+    problem = f"keeps its runs in {format_value(storage, 1000)}" if storage else "was started without --storage"
     raise PlanError(
-        f"The study in {existing.folder} {problem}: continue it with `{format_command('resume', existing.folder)}`, "
+        f"The study in {folder} {problem}: continue it with `{format_command('resume', folder)}`, "
         f"or type another --output to start or fetch one that uses {format_value(requested_uri, 1000)}."
     )
+
+
+def get_study_uri(content: Mapping[str, Any]) -> str | None:
+    """The URI of the folder of a study in its storage; None without a storage. content: of its study.json.
+
+    Raises PlanError for a URI with credentials.
+    """
+    if content.get("storage") is None:
+        return None
+    _check_stored_uri(content["storage"])
+    if not is_run_id(content["run"]):
+        raise PlanError(f"study.json is damaged: its run {format_value(content['run'])} is no name of a folder.")
+    return join_uri(content["storage"], content["run"])
 
 
 def find_differences(existing: StudyPlan, plan: StudyPlan) -> list[str]:

@@ -15,8 +15,9 @@ from trainable.files.paths import write_text
 from trainable.runs.run_ends import ENDED_STATUSES, OPEN_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from tune_study.folder.statuses import RunStatus, make_timestamp, read_status, resolve_status
+from tune_study.plan.errors import PlanError
 from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan, format_values, make_template_values
+from tune_study.plan.study_plan import RunSpec, StudyPlan, format_values, make_template_values
 
 DEFAULT_SKIPPED = ",".join(ENDED_STATUSES)
 _SKIPPABLE = (*ENDED_STATUSES, "failed", "interrupted")

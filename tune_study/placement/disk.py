@@ -21,8 +21,9 @@ from tune_study.placement.model_size import (
     list_trained_tensor_sizes,
     read_model_shape,
 )
+from tune_study.plan.errors import PlanError
 from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan
+from tune_study.plan.study_plan import RunSpec, StudyPlan
 
 _FLOAT32 = 4
 _HEADER_BYTES = 100

@@ -8,7 +8,7 @@ from pathlib import Path
 from trainable.config.command_lines import quote_argument
 from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODEL, SHIPPED_MODELS
 from trainable.config.setting_types import format_value
-from tune_study.plan.study_plan import PlanError
+from tune_study.plan.errors import PlanError
 
 _STAYS = "keeps it, because it is one of the settings that identify its runs: put {what}, or a link to it, there"
 

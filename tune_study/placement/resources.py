@@ -9,8 +9,9 @@ from trainable.config.run_config import RunConfig
 from trainable.config.sections import TrainerConfig
 from trainable.config.setting_types import format_value
 from tune_study.host.gpus import Gpu
+from tune_study.plan.errors import PlanError
 from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import PlanError, StudyPlan
+from tune_study.plan.study_plan import StudyPlan
 
 if TYPE_CHECKING:
     from ray.tune import PlacementGroupFactory

@@ -16,6 +16,8 @@ from trainable.config.run_config import ConfigError, RunConfig, apply_overrides,
 from trainable.config.setting_types import format_value
 from trainable.files.schema import MAX_RUNS
 from trainable.storage.uris import join_uri
+from tune_study.plan.errors import PlanError
+from tune_study.plan.own_study import StudySource
 
 MAX_SEEDS = 401
 """Maximum number of seeds per arm: RunConfig accepts the seeds 0 to 400."""
@@ -27,10 +29,6 @@ MAX_NAME_BYTES, MAX_PATH_BYTES = 240, 3800
 
 # The words for True and False that the published scripts accept.
 BOOL_WORDS = {"true": True, "1": True, "yes": True, "y": True, "false": False, "0": False, "no": False, "n": False}
-
-
-class PlanError(ValueError):
-    """A study cannot be run as requested. The message says what is wrong, what is allowed and what to type."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +80,7 @@ class StudyPlan:
         seeds: seeds of every arm.
         extra_seeds: further seeds of single arms, by axis value: of the baseline, or of arms that a look left open.
         max_seeds: seeds are added to open arms up to this number per arm; None for a study of fixed seeds.
+        source: the file in which the study is declared; None for a study of this package.
         folder: the study's folder, which Tune uses as well: <output>/results/<run>, or wherever it was moved.
         run: name of the study, and of its folder unless that was renamed.
         runs: one entry per run, the first seed of all arms first.
@@ -100,6 +99,7 @@ class StudyPlan:
     storage: str | None = None
     extra_seeds: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     max_seeds: int | None = None
+    source: StudySource | None = None
 
     @property
     def ppo_config(self) -> RunConfig:
@@ -209,9 +209,10 @@ def expand_groups(study: Study, entries: Sequence[str]) -> tuple[str, ...]:
     An arm that was typed in addition to its group is counted once. Studies without groups get their entries unchanged.
     Raises PlanError for an unknown name, and for an entry that is given twice.
     """
-    value_groups, grid = study.axis.value_groups, study.axis.grids["paper"]
+    value_groups = study.axis.value_groups
     if not value_groups:
         return tuple(entries)
+    grid = study.axis.grids["paper"]
     for entry in entries:
         if entry not in value_groups and entry not in grid:
             raise PlanError(
@@ -450,7 +451,7 @@ def _describe_values(study: Study) -> str:
     if not any(_parse_number(value) is not None for grid in study.axis.grids.values() for value in grid):
         return f"A value is one of {named_values}."
     kinds = f"a number or one of {named_values}" if named_values else "a number"
-    return f"A value is {kinds}. Try {study.axis.option} {','.join(study.axis.grids['laptop'][:2])}."
+    return f"A value is {kinds}. Try {study.axis.option} {','.join(next(iter(study.axis.grids.values()))[:2])}."
 
 
 def check_values(study: Study, values: Sequence[str]) -> None:

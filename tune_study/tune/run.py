@@ -26,8 +26,9 @@ from tune_study.host.interrupt import Interrupt, make_interrupt
 from tune_study.host.machine_checks import find_ray_folder
 from tune_study.host.terminal import finish_output
 from tune_study.placement.resources import make_placement_group
+from tune_study.plan.errors import PlanError
 from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import PlanError, StudyPlan
+from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.local_ray import LocalRay
 from tune_study.tune.looks import plan_next_look
 from tune_study.tune.progress import Progress

@@ -34,7 +34,8 @@ from tune_study.commands.node_checks import (
     inspect_node,
 )
 from tune_study.folder.statuses import read_status
-from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
+from tune_study.plan.errors import PlanError
+from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune import cluster
 from tune_study.tune.cluster import Node, allocate_cluster, count_fitting_runs, join_cluster, parse_nodes
 from tune_study.tune.trials import make_trial_config

@@ -18,7 +18,7 @@ from tune_study.commands import doctor
 from tune_study.host import machine_checks
 from tune_study.host.gpus import Gpu
 from tune_study.host.machine_checks import CheckResult
-from tune_study.plan.study_plan import PlanError
+from tune_study.plan.errors import PlanError
 
 H100 = Gpu("0", "GPU-5a4b", "NVIDIA H100 80GB HBM3")
 KILL_ITSELF = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"

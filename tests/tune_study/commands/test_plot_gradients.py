@@ -14,7 +14,7 @@ from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_anal
 from trainable.files.json_values import DamageWarning
 from tune_study.commands.cli import app
 from tune_study.commands.plot_gradients import StepSelection, parse_steps, read_analyses, select_steps
-from tune_study.plan.study_plan import PlanError
+from tune_study.plan.errors import PlanError
 
 STUDY = FakeStudy(total_steps=3, test_freq=2, levels=10)
 RUNS = (FakeRun("0", steps=3), FakeRun("0.1", steps=3))

@@ -25,7 +25,8 @@ from trainable.trial import Trial
 from tune_study.commands import probe
 from tune_study.commands.cli import app
 from tune_study.folder import outputs
-from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
+from tune_study.plan.errors import PlanError
+from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.trials import make_trial_config
 
 SMALL_SETTINGS = {

@@ -16,7 +16,8 @@ from tune_study.commands import preflight, suites
 from tune_study.folder import outputs
 from tune_study.host.interrupt import make_interrupt
 from tune_study.placement import disk
-from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
+from tune_study.plan.errors import PlanError
+from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.run import SuiteContext
 
 StudyFunction = Callable[[StudyPlan, SuiteContext], int]

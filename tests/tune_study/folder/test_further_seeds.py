@@ -14,7 +14,8 @@ from trainable.files.json_values import read_object, write_object
 from tune_study.folder.outputs import record_look, write_study
 from tune_study.folder.statuses import RunStatus
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
-from tune_study.plan.study_plan import PlanError, StudyPlan, add_seeds, make_plan, set_max_seeds
+from tune_study.plan.errors import PlanError
+from tune_study.plan.study_plan import StudyPlan, add_seeds, make_plan, set_max_seeds
 from tune_study.tune.looks import plan_next_look
 
 BASELINE = (0.30, 0.34, 0.35, 0.31, 0.33, 0.36, 0.32, 0.35)

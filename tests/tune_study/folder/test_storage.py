@@ -35,7 +35,8 @@ from tune_study.folder.study_file import plan_from_folder
 from tune_study.host.interrupt import Interrupt
 from tune_study.placement import disk
 from tune_study.placement.resources import preflight
-from tune_study.plan.study_plan import PlanError, StudyPlan, add_seeds, make_plan
+from tune_study.plan.errors import PlanError
+from tune_study.plan.study_plan import StudyPlan, add_seeds, make_plan
 from tune_study.tune.run import execute_study
 from tune_study.tune.trials import make_trial_config
 

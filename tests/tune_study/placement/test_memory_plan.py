@@ -24,7 +24,8 @@ from tune_study.placement.memory_plan import (
     plan_memory,
 )
 from tune_study.placement.resources import preflight
-from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
+from tune_study.plan.errors import PlanError
+from tune_study.plan.study_plan import StudyPlan, make_plan
 
 NO_MODELS = {"HF_HUB_CACHE": "/nowhere"}
 FOUR_GPUS = tuple(Gpu(str(i), f"GPU-{i}{i}{i}{i}", "NVIDIA H100 80GB HBM3") for i in range(4))

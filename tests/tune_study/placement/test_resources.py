@@ -19,8 +19,9 @@ from tune_study.placement.resources import (
     parse_gpus,
     preflight,
 )
+from tune_study.plan.errors import PlanError
 from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
+from tune_study.plan.study_plan import StudyPlan, make_plan
 
 EIGHT_GPUS = tuple(Gpu(str(i), f"GPU-{i}{i}{i}{i}-ab", "NVIDIA H100 80GB HBM3") for i in range(8))
 

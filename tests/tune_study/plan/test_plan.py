@@ -8,8 +8,8 @@ from search_spaces import STUDIES
 from search_spaces.language_model.family import PPO, get_model_name
 from tests.fakes.trainer import make_study
 from trainable.config.run_config import ConfigError, apply_overrides
+from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import (
-    PlanError,
     StudyPlan,
     add_seeds,
     collect_overrides,

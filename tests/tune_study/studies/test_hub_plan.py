@@ -22,7 +22,7 @@ from trainable.models.load import Policy, load_policy, make_critic, make_frozen_
 from tune_study.placement import memory
 from tune_study.placement.model_files import check_model
 from tune_study.placement.model_size import count_critic_parameters, count_policy_parameters, read_model_shape
-from tune_study.plan.study_plan import PlanError
+from tune_study.plan.errors import PlanError
 
 CPU = torch.device("cpu")
 

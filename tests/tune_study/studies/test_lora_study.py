@@ -16,7 +16,7 @@ from trainable.diagnostics.token_scores import format_transcript, score_tokens
 from trainable.files.json_lines import read_lines
 from trainable.models.lora import find_adapters
 from tune_study.commands import probe
-from tune_study.plan.study_plan import PlanError
+from tune_study.plan.errors import PlanError
 
 pytestmark = pytest.mark.slow  # tests/trainable/models/test_lora.py tests the trainer without a study
 

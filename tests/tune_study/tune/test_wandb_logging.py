@@ -8,7 +8,8 @@ from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeAnalysis
 from trainable.runs.records import make_empty_row
 from trainable.runs.run_files import GRADIENTS_FILE
-from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
+from tune_study.plan.errors import PlanError
+from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.run import choose_wandb_mode
 from tune_study.tune.trials import make_trial_config
 from tune_study.tune.wandb_logging import WandbCallback, select_loggable

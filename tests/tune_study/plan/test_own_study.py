@@ -1,0 +1,163 @@
+"""Studies in files of the user: what `new` writes, what is loaded, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from search_spaces import STUDIES
+from search_spaces.declaration.study import make_grid_axis
+from search_spaces.language_model.family import as_run_config
+from tune_study.commands.cli import app
+from tune_study.plan.errors import PlanError
+from tune_study.plan.new_study import format_study
+from tune_study.plan.own_study import is_study_file, load_own_study
+from tune_study.plan.study_plan import make_plan
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def invoke(*words: str) -> tuple[int, str, str]:
+    result = CliRunner(env={"CUDA_VISIBLE_DEVICES": ""}).invoke(app, list(words))
+    return result.exit_code, result.stdout, " ".join(result.stderr.split())
+
+
+def test_new_writes_a_study_that_runs_as_printed(tmp_path: Path) -> None:
+    code, output, _ = invoke("new", "my-lr", "--vary", "actor.lr=1e-4,3e-4,1e-3")
+    assert code == 0
+    assert output.splitlines() == ["Wrote my_lr.py. Run it with:", "  python -m tune_study run my_lr.py"]
+    assert len((tmp_path / "my_lr.py").read_text().splitlines()) <= 20
+    own_study = load_own_study("my_lr.py")
+    assert own_study.study.axis.grids["laptop"] == ("1e-4", "3e-4", "1e-3")
+    plan = make_plan(own_study.study, "laptop", "a test", {}, None, 2, tmp_path)
+    assert [as_run_config(spec.config).actor.lr for spec in plan.runs] == [1e-4, 3e-4, 1e-3] * 2
+    assert plan.baseline == "1e-4"
+    code, output, _ = invoke("run", "my_lr.py", "--preset", "laptop", "--values", "1e-4,2e-4", "--dry-run")
+    assert code == 0
+    assert "6 runs: actor.lr in 1e-4,2e-4; seeds 0,1,2" in output
+
+
+def test_several_settings_make_a_grid_of_named_arms(tmp_path: Path) -> None:
+    words = ["new", "my-grid", "--vary", "actor.lr=1e-4,1e-3", "--vary", "algorithm.adv_estimator=gae,grpo"]
+    assert invoke(*words, "--to", "other.py")[0] == 0
+    study = load_own_study("other.py").study
+    assert study.axis.grids["paper"] == (
+        "lr1e-4-adv_estimatorgae",
+        "lr1e-4-adv_estimatorgrpo",
+        "lr1e-3-adv_estimatorgae",
+        "lr1e-3-adv_estimatorgrpo",
+    )
+    plan = make_plan(study, "laptop", "a test", {}, None, 1, tmp_path)
+    configs = [as_run_config(spec.config) for spec in plan.runs]
+    assert [(config.actor.lr, config.algorithm.adv_estimator) for config in configs] == [
+        (1e-4, "gae"),
+        (1e-4, "grpo"),
+        (1e-3, "gae"),
+        (1e-3, "grpo"),
+    ]
+    assert plan.baseline == "lr1e-4-adv_estimatorgae"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("my-lr", "type --vary KEY=VALUES"),
+        ("kl --vary actor.lr=1e-4,1e-3", "kl is a study of this package"),
+        ("sandbox-all --vary actor.lr=1e-4,1e-3", "is a study of this package"),
+        ("My_LR --vary actor.lr=1e-4,1e-3", "lower-case words joined by hyphens"),
+        ("../up --vary actor.lr=1e-4,1e-3", "is no name of a study"),
+        ("my-lr --vary actor.lr=1e-4", "two values or more"),
+        ("my-lr --vary actor.lr", "two values or more"),
+        ("my-lr --vary actor.lr=1e-4,,1", "two values or more"),
+        ("my-lr --vary actor.lrr=1e-4,1e-3", "There is no setting `actor.lrr`"),
+        ("my-lr --vary actor.lr=1e-4,high", "--vary: actor.lr=high cannot be used"),
+        ("my-lr --vary actor.lr=1,2 --vary actor.lr=3,4", "the setting actor.lr twice"),
+        ("my-lr --vary actor.lr=1e-4,1e-4", "the value 1e-4 twice"),
+        ("my-lr --vary seed=1,2", "type --seeds N"),
+        ("my-lr --vary actor.lr=1e-4,1e-3 --to study.txt", "does not end in .py"),
+        ("my-lr --vary actor.lr=1e-4,1e-3 --to no/such/folder.py", "cannot be written"),
+    ],
+)
+def test_what_new_cannot_write_is_said(tmp_path: Path, words: str, message: str) -> None:
+    code, output, error = invoke("new", *words.split())
+    assert (code, output) == (2, "")
+    assert message in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_new_never_writes_over_a_file(tmp_path: Path) -> None:
+    (tmp_path / "my_lr.py").write_text("mine\n")
+    code, _, error = invoke("new", "my-lr", "--vary", "actor.lr=1e-4,1e-3")
+    assert code == 2
+    assert "exists and is left unchanged" in error
+    assert (tmp_path / "my_lr.py").read_text() == "mine\n"
+
+
+GOOD = format_study("my-lr", {"actor.lr": ("1e-4", "1e-3")})
+
+
+@pytest.mark.parametrize(
+    ("text", "typed", "message"),
+    [
+        (None, "s.py", "There is no file s.py"),
+        ("x = 1\n", "s.py", "has no Study called STUDY"),
+        (GOOD, "s.py:OTHER", "type s.py:STUDY"),
+        ("def f(:\n", "s.py", "is not Python: invalid syntax in line 1"),
+        ("x = 1\ny = 1 / 0\n", "s.py", "ZeroDivisionError in line 2: division by zero"),
+        (GOOD.replace('"my-lr"', '"kl"'), "s.py", "called kl, like a study of this package"),
+        (GOOD.replace('"my-lr"', '"My LR"'), "s.py", "a name has lower-case words"),
+        (GOOD.replace('"laptop"', '"desktop"'), "s.py", "needs values under one of the presets paper, laptop, stress"),
+        ("STUDY = 3\n", "s.py", "has no Study called STUDY"),
+        ("\0", "s.py", "s.py"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_explained(tmp_path: Path, text: str | None, typed: str, message: str) -> None:
+    if text is not None:
+        (tmp_path / "s.py").write_text(text)
+    code, output, error = invoke("run", typed, "--preset", "laptop", "--dry-run")
+    assert (code, output) == (2, "")
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_a_file_that_is_no_text_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_bytes(b"\xff\xfe")
+    with pytest.raises(PlanError, match="not a text in UTF-8"):
+        load_own_study("s.py")
+    (tmp_path / "s.py").write_bytes(b"#" * 1_000_001)
+    with pytest.raises(PlanError, match="more than 1000000 bytes"):
+        load_own_study("s.py")
+    (tmp_path / "folder.py").mkdir()
+    with pytest.raises(PlanError, match=r"There is no file folder.py"):
+        load_own_study("folder.py")
+
+
+def test_a_study_of_one_preset_names_it(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text(GOOD.replace('"paper": ("1e-4", "1e-3"), ', ""))
+    code, _, error = invoke("run", "s.py", "--preset", "paper", "--dry-run")
+    assert code == 2
+    assert "has no values of actor.lr under preset paper: type --preset laptop" in error
+    assert invoke("run", "s.py", "--preset", "stress", "--dry-run")[0] == 0
+
+
+def test_what_counts_as_a_file() -> None:
+    assert is_study_file("lr.py")
+    assert is_study_file("some/where/lr.py:STUDY")
+    assert not is_study_file("kl")
+    assert not any(is_study_file(name) for name in STUDIES)
+
+
+def test_options_of_files_are_refused_for_other_studies() -> None:
+    code, _, error = invoke("run", "kl", "--accept-changed-file", "--dry-run")
+    assert code == 2
+    assert "which no file declares: leave it out" in error
+
+
+def test_a_grid_axis_has_every_combination_once() -> None:
+    axis = make_grid_axis({"actor.lr": ("1", "2", "3"), "actor.ppo_epochs": ("1", "2")}, presets=("laptop",))
+    assert len(axis.grids["laptop"]) == len(set(axis.grids["laptop"])) == len(axis.named_settings) == 6
+    assert list(axis.grids) == ["laptop"]
+    assert axis.setting == "actor.lr x actor.ppo_epochs"

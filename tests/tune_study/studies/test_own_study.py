@@ -1,0 +1,125 @@
+"""A study of a file from its first run to a probe: what is recorded, and what a folder may choose (nothing)."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import analysis
+import tune_study
+from search_spaces.declaration.study import Axis, Study
+from search_spaces.language_model.common import SWEEP_SETTINGS
+from search_spaces.language_model.family import PPO
+from tune_study.commands.probe import restore
+
+SMALL = {
+    "env.val_env_groups": 4,
+    "env.test_env_groups": 4,
+    "env.env_groups": 2,
+    "env.group_size": 2,
+    "actor.ppo_mini_batch_size": 4,
+    "critic.ppo_mini_batch_size": 4,
+    "trainer.total_training_steps": 1,
+}
+RUN = Path("results/my_lr_sokoban-tiny")
+
+
+def type_command(folder: Path, *words: str) -> tuple[int, str, str]:
+    process = subprocess.run(
+        [sys.executable, "-m", "tune_study", *words], capture_output=True, text=True, cwd=folder, timeout=300
+    )
+    return process.returncode, process.stdout, " ".join(process.stderr.split())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with lr.py and its study, which has run."""
+    path: Path = tmp_path_factory.mktemp("own")
+    assert type_command(path, "new", "my-lr", "--vary", "actor.lr=1e-4,3e-4", "--to", "lr.py")[0] == 0
+    settings = [f"--set={name}={value}" for name, value in SMALL.items()]
+    code, output, error = type_command(path, "run", "lr.py", "--preset", "laptop", "--seeds", "1", *settings)
+    assert code == 0, error
+    assert "report.html" in output
+    return path
+
+
+def test_the_folder_records_the_text_of_the_file(folder: Path) -> None:
+    declaration = json.loads((folder / RUN / "study.json").read_text())["declaration"]
+    assert declaration["text"] == (folder / "lr.py").read_text()
+    assert declaration["path"] == "lr.py"
+    assert len(declaration["sha256"]) == 64
+
+
+def test_reading_needs_no_file(folder: Path) -> None:
+    # Also from another folder, and with a file of that name that must not be opened.
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "lr.py").write_text("raise SystemExit('opened')\n")
+    run = str(folder / RUN)
+    code, output, error = type_command(elsewhere, "status", run)
+    assert (code, error) == (0, "")
+    assert "completed" in output
+    assert type_command(elsewhere, "report", run)[0] == 0
+    trials = analysis.load(folder).trials
+    assert dict(trials.set_index("arm")["status"]) == {"1e-4": "completed", "3e-4": "completed"}
+
+
+def test_continuing_needs_the_file_that_declared_it(folder: Path) -> None:
+    for command in ("resume", "probe"):
+        code, output, error = type_command(folder, command, str(RUN))
+        assert (code, output) == (2, "")
+        assert "A results folder never chooses code" in error
+        assert "add --study lr.py" in error
+    code, _, error = type_command(folder, "resume", str(RUN), "--study", "lr.py")
+    assert code == 0, error
+    trainer = restore(folder / RUN, "1e-4", study=str(folder / "lr.py"))
+    assert trainer.step_index == 1
+    trainer.close()
+
+
+def test_a_changed_file_is_refused_with_its_changes(folder: Path) -> None:
+    text = (folder / "lr.py").read_text()
+    (folder / "changed.py").write_text(text.replace("Does actor.lr change", "How does actor.lr change"))
+    code, output, error = type_command(folder, "resume", str(RUN), "--study", "changed.py")
+    assert (code, output) == (2, "")
+    assert '-"""Does actor.lr change the success of the policy?"""' in error
+    assert '+"""How does actor.lr change the success of the policy?"""' in error
+    assert "--accept-changed-file" in error
+    code, output, error = type_command(
+        folder, "resume", str(RUN), "--study", "changed.py", "--accept-changed-file", "--dry-run"
+    )
+    assert code == 0, error
+    # Runs that have started keep their settings, whatever is accepted.
+    (folder / "changed.py").write_text(text.replace('"actor.entropy_coeff": 0.0', '"actor.entropy_coeff": 0.5'))
+    code, _, error = type_command(folder, "run", "changed.py", "--preset", "laptop", "--accept-changed-file")
+    assert code == 2
+    assert "entropy_coeff: 0.0 -> 0.5" in error
+
+
+def test_another_study_is_not_taken_for_it(folder: Path) -> None:
+    assert type_command(folder, "new", "other", "--vary", "actor.lr=1e-4,3e-4")[0] == 0
+    code, _, error = type_command(folder, "resume", str(RUN), "--study", "other.py")
+    assert code == 2
+    assert "contains the study my-lr, and other.py declares other" in error
+
+
+def test_a_study_runs_from_python(tmp_path: Path) -> None:
+    study = Study(
+        name="from-python",
+        family=PPO,
+        question="Does it run?",
+        axis=Axis("actor.lr", {"laptop": ("1e-4", "3e-4")}),
+        fixed_settings=SWEEP_SETTINGS,
+        baseline="1e-4",
+    )
+    frames = tune_study.run(study, "laptop", seeds=1, values=["1e-4"], settings=SMALL, output=tmp_path)
+    assert frames.trials["status"].tolist() == ["completed"]
+    assert frames.trials["arm"].tolist() == ["1e-4"]
+    folder = tmp_path / "results/from_python_sokoban-tiny"
+    code, _, error = type_command(tmp_path, "resume", str(folder))
+    assert code == 2
+    assert "call tune_study.run again with the same Study and output" in error
+    with pytest.raises(ValueError, match="preset paper"):
+        tune_study.run(study, "paper", output=tmp_path)

@@ -1,0 +1,100 @@
+"""Run a study from Python: the same plan, folder and runs as those of the command line."""
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from search_spaces.declaration.study import Study
+from tune_study.commands.axis_options import VALUES_OPTION
+from tune_study.commands.run_options import RunOptions, plan_from_options
+from tune_study.folder.summary import DEFAULT_SKIPPED, parse_skipped_statuses
+from tune_study.host.console import make_console
+from tune_study.host.gpus import detect_gpus
+from tune_study.placement.resources import choose_preset
+from tune_study.plan.own_study import StudySource, check_study
+
+if TYPE_CHECKING:
+    from analysis.data.frames import StudyFrames
+
+NO_SETTINGS: Mapping[str, object] = {}
+
+
+def run(
+    study: Study,
+    preset: str | None = None,
+    *,
+    output: Path | str = ".",
+    seeds: int | None = None,
+    values: Sequence[str] | None = None,
+    env: str | None = None,
+    settings: Mapping[str, object] = NO_SETTINGS,
+    extend: bool = False,
+    max_concurrent: int | None = None,
+) -> "StudyFrames":
+    """Run a study, or continue it if the output folder already contains it; return its tables.
+
+    Progress is printed, and Ctrl-C stops the study in order, as on the command line. W&B is off.
+
+    Args:
+        study: the study.
+        preset: laptop, stress or paper; None for paper if a GPU is visible, else laptop.
+        output: parent folder of results/, logs/ and model_saving/.
+        seeds: number of seeds per arm; None for the study's own number.
+        values: values of the axis; None for all of the preset.
+        env: the game, with the settings that come with it; None for that of the study.
+        settings: values by setting, as --set takes them, such as {"trainer.total_training_steps": 10}.
+        extend: whether new values and seeds are added to a study that the folder contains.
+        max_concurrent: the most runs at once; None for as many as the machine holds.
+
+    Raises PlanError or ConfigError (both are ValueErrors) if the study cannot be run, and RuntimeError if a run failed.
+
+    Example:
+        >>> import tune_study
+        >>> frames = tune_study.run(STUDY, "laptop", seeds=1, output="out")  # doctest: +SKIP
+        >>> frames.trials[["arm", "status", "final_val_success"]]  # doctest: +SKIP
+    """
+    from analysis import load
+    from tune_study.commands.preflight import LaunchOptions, start_studies
+
+    check_study(study, "the call of tune_study.run")
+    visible_gpus = detect_gpus(os.environ)
+    options = RunOptions(
+        *choose_preset(preset, visible_gpus),
+        option_values={},
+        axis_texts={VALUES_OPTION: None if values is None else ",".join(values)},
+        game=env,
+        include_zero=None,
+        strategy=None,
+        assignments=tuple(f"{name}={value}" for name, value in settings.items()),
+        seeds=seeds,
+        baseline_seeds=None,
+        until_resolved=False,
+        max_seeds=None,
+        smoke=False,
+    )
+    folder = Path(os.path.abspath(output))
+    plan = plan_from_options(study, options, folder, None, extend, real=True, source=describe_source(study))
+    launch_options = LaunchOptions(None, None, max_concurrent, "off", None, parse_skipped_statuses(DEFAULT_SKIPPED))
+    code = start_studies([plan], launch_options, visible_gpus, False, make_console())
+    if code:
+        raise RuntimeError(f"The study in {plan.folder} ended with code {code}: see the lines above.")
+    return load(plan.folder)
+
+
+def describe_source(study: Study) -> StudySource:
+    """What study.json records of a declaration that is in no file: its fields, as text."""
+    fields = {
+        "name": study.name,
+        "question": study.question,
+        "axis.setting": study.axis.setting,
+        "axis.grids": {preset: list(values) for preset, values in study.axis.grids.items()},
+        "axis.named_settings": {name: dict(arm) for name, arm in study.axis.named_settings.items()},
+        "fixed_settings": dict(study.fixed_settings),
+        "presets": {preset: dict(settings) for preset, settings in study.presets.items()},
+        "baseline": study.baseline,
+    }
+    text = "".join(f"{name} = {value!r}\n" for name, value in fields.items())
+    # A call of `run` with other settings is refused by them, so another text alone is no reason to stop.
+    return StudySource("", text, hashlib.sha256(text.encode()).hexdigest(), accepts_change=True)

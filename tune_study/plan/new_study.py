@@ -1,0 +1,121 @@
+"""Write the file of a new study: which settings vary, and over which values."""
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from search_spaces import STUDIES, SUITES
+from search_spaces.declaration.study import make_grid_axis
+from search_spaces.language_model.family import PPO
+from trainable.config.command_lines import format_command
+from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, resolve_key
+from trainable.config.setting_types import format_value
+from tune_study.plan.errors import PlanError
+from tune_study.plan.own_study import is_study_name
+
+PRESETS = tuple(name for name, preset in PPO.presets.items() if not preset.variant_of)
+
+_FILE = '''"""{question}"""
+
+from search_spaces.declaration.study import {imports}
+from search_spaces.language_model.common import SWEEP_SETTINGS
+from search_spaces.language_model.family import PPO
+
+STUDY = Study(
+    name="{name}",  # names the folder of the results
+    family=PPO,  # fine-tunes a language model, with any setting of `python -m tune_study settings --all`
+    question=__doc__,  # stands above the report
+    # The arms. `--values` of the command line chooses others.
+    axis={axis},
+    # Settings of all arms, as --set takes them; the preset has the others.
+    fixed_settings={{**SWEEP_SETTINGS, "actor.entropy_coeff": 0.0, "filter.rollout_filter_value": 1.0}},
+    baseline={baseline},  # the arm that the others are compared with
+)
+'''
+
+
+def parse_factors(assignments: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The values of each --vary KEY=VALUE,VALUE,..., by setting, as they were typed.
+
+    Raises PlanError or ConfigError for a setting or a value that does not exist, and for one that is given twice.
+    """
+    if not assignments:
+        raise PlanError("A study varies at least one setting: type --vary KEY=VALUES, like --vary actor.lr=1e-4,3e-4.")
+    factors: dict[str, tuple[str, ...]] = {}
+    for assignment in assignments:
+        key, sign, text = assignment.partition("=")
+        values = tuple(value.strip() for value in text.split(","))
+        if not sign or len(values) < 2 or not all(values):
+            raise PlanError(
+                f"--vary {format_value(assignment)} does not have two values or more: type --vary KEY=VALUE,VALUE, "
+                "like --vary actor.lr=1e-4,3e-4,1e-3."
+            )
+        setting = resolve_key(key.strip(), RunConfig)
+        if setting == "seed":
+            raise PlanError("Seeds are no axis: type --seeds N when you run the study.")
+        duplicates = [value for number, value in enumerate(values) if value in values[:number]]
+        if setting in factors or duplicates:
+            what = f"the value {format_value(duplicates[0])}" if duplicates else f"the setting {setting}"
+            raise PlanError(f"--vary has {what} twice: give it once.")
+        factors[setting] = values
+    _check_arms(factors)
+    return factors
+
+
+def _check_arms(factors: Mapping[str, Sequence[str]]) -> None:
+    """Raise ConfigError for values that cannot be used, with their setting."""
+    base = apply_overrides(RunConfig(), PPO.presets["laptop"].settings)
+    for values in itertools.product(*factors.values()):
+        arm = dict(zip(factors, values, strict=True))
+        try:
+            apply_overrides(base, arm)
+        except ConfigError as error:
+            shown = " ".join(f"{setting}={format_value(value)}" for setting, value in arm.items())
+            raise ConfigError(f"--vary: {shown} cannot be used: {error}") from None
+
+
+def format_study(name: str, factors: Mapping[str, tuple[str, ...]]) -> str:
+    """The text of a file that declares the study `name` over the values of each setting in `factors`."""
+    if len(factors) == 1:
+        ((setting, values),) = factors.items()
+        grid = _format_tuple(values)
+        axis = f"Axis({json.dumps(setting)}, {{{', '.join(f'{json.dumps(preset)}: {grid}' for preset in PRESETS)}}})"
+        question, imports, baseline = f"Does {setting} change the success of the policy?", "Axis, Study", values[0]
+    else:
+        lines = "".join(f"\n            {json.dumps(key)}: {_format_tuple(values)}," for key, values in factors.items())
+        axis = f"make_grid_axis(\n        {{{lines}\n        }}\n    )"
+        names = " and ".join(factors)
+        question, imports = f"How do {names} change the success of the policy?", "Study, make_grid_axis"
+        baseline = make_grid_axis(factors).grids[PRESETS[0]][0]
+    return _FILE.format(question=question, imports=imports, name=name, axis=axis, baseline=json.dumps(baseline))
+
+
+def write_study_file(name: str, assignments: Sequence[str], path: Path | None) -> tuple[Path, str]:
+    """Write the file of a new study; return its path and the command that runs it.
+
+    path: the file; None for NAME.py in the current folder. Raises PlanError if the name is taken or the file exists.
+    """
+    if not is_study_name(name) or name in STUDIES or name in SUITES:
+        problem = "is a study of this package" if name in STUDIES or name in SUITES else "is no name of a study"
+        raise PlanError(
+            f"{format_value(name)} {problem}: type another one, of lower-case words joined by hyphens, like my-lr."
+        )
+    factors = parse_factors(assignments)
+    path = path or Path(f"{name.replace('-', '_')}.py")
+    if path.suffix != ".py":
+        raise PlanError(f"--to {format_value(str(path), 1000)} does not end in .py: type the name of a Python file.")
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(format_study(name, factors))
+    except FileExistsError:
+        raise PlanError(
+            f"{format_value(str(path), 1000)} exists and is left unchanged: type --to with another file."
+        ) from None
+    except OSError as error:
+        raise PlanError(f"{format_value(str(path), 1000)} cannot be written: {error.strerror}.") from None
+    return path, format_command("run", path)
+
+
+def _format_tuple(values: Sequence[str]) -> str:
+    return f"({', '.join(json.dumps(value) for value in values)})"
