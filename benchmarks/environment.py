@@ -13,7 +13,7 @@ from machine import describe
 from options import make_parser, parse_count
 
 from trainable.envs.sokoban.board import step
-from trainable.envs.sokoban.generate import Level, generate_levels
+from trainable.envs.sokoban.generate import SokobanLevel, generate_levels
 from trainable.envs.sokoban.solver import compute_distance_table
 
 BATCH = 128  # boards that are played at once: the 8 x 16 episodes of a training step
@@ -33,7 +33,7 @@ def measure_rate(work: Callable[[], object], items: int, repetitions: int) -> fl
     return round(statistics.median(rates), 1)
 
 
-def play_random_actions(levels: Sequence[Level]) -> None:
+def play_random_actions(levels: Sequence[SokobanLevel]) -> None:
     """Play random actions: EPISODES times ACTIONS_PER_EPISODE actions on each level, all levels in one batch."""
     actions = np.random.default_rng(0).integers(1, 5, (EPISODES, ACTIONS_PER_EPISODE, len(levels)))
     start = np.stack([level.cells for level in levels])

@@ -10,7 +10,7 @@ from trainable.envs.level_sets import make_validation_levels
 from trainable.envs.prompts import END_OF_MESSAGE, make_prompt_template, parse_reply
 from trainable.envs.sokoban.board import DIRECTIONS, Action, Tile, step
 from trainable.envs.sokoban.game import Sokoban
-from trainable.envs.sokoban.generate import Level
+from trainable.envs.sokoban.generate import SokobanLevel
 from trainable.envs.sokoban.solver import compute_distance_table, solve
 from trainable.envs.sokoban.text import parse_grid
 from trainable.models.load import make_codec
@@ -35,7 +35,7 @@ PUBLISHED = (5, 2, 10)  # turns, actions per turn, actions
 
 
 def make_segments(
-    level: Level, habits: Habits, seed: int = 0, limits: tuple[int, int, int] = PUBLISHED
+    level: SokobanLevel, habits: Habits, seed: int = 0, limits: tuple[int, int, int] = PUBLISHED
 ) -> list[Segment]:
     rng, luck_rng = np.random.default_rng(seed), np.random.default_rng(0)
     return make_dialogue(
@@ -44,7 +44,7 @@ def make_segments(
 
 
 def replay(
-    level: Level, segments: list[Segment], tokenizer: Tokenizer, limits: tuple[int, int, int] = PUBLISHED
+    level: SokobanLevel, segments: list[Segment], tokenizer: Tokenizer, limits: tuple[int, int, int] = PUBLISHED
 ) -> Episode:
     """Replay the episode in the real game, with the trained segments as the replies of the model."""
     replies = [tokenizer.encode(segment.text).ids for segment in segments if segment.is_trained]
@@ -213,7 +213,7 @@ def test_levels_are_shown_in_all_eight_views_and_equal_streams_give_equal_dialog
     views = set()
     for level, segments in zip(LEVELS[:64], dialogues, strict=True):
         cells = read_turns(segments)[0].cells
-        assert Level(0, cells).key == level.key
+        assert SokobanLevel(0, cells).key == level.key
         boards = [np.rot90(board, turns) for board in (level.cells, level.cells.T) for turns in range(4)]
         views.add(next(view for view, board in enumerate(boards) if np.array_equal(board, cells)))
     assert len(views) == 8

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from trainable.envs.environment import Measure, PromptStyle, TurnLimits, TurnOutcome
 from trainable.envs.prompts import format_action_rules
 from trainable.envs.sokoban.board import DIRECTIONS, Action, Cells, Tile, step
-from trainable.envs.sokoban.generate import Level, generate_levels
+from trainable.envs.sokoban.generate import SokobanLevel, generate_levels
 from trainable.envs.sokoban.held_out import make_test_levels
 from trainable.envs.sokoban.solver import compute_distance_table, find_places
 from trainable.envs.sokoban.text import SYMBOLS, render
@@ -44,15 +44,15 @@ class Sokoban:
     has_held_out_levels: bool = field(default=True, init=False)
     measures: Mapping[str, Measure] = field(default_factory=lambda: MappingProxyType({}), init=False)
 
-    def make_levels(self, seeds: Sequence[int]) -> list[Level]:
+    def make_levels(self, seeds: Sequence[int]) -> list[SokobanLevel]:
         """The published level of each seed."""
         return generate_levels(seeds)
 
-    def make_test_levels(self, count: int) -> list[Level]:
+    def make_test_levels(self, count: int) -> list[SokobanLevel]:
         """The first `count` of the 512 shipped test levels."""
         return make_test_levels(count)
 
-    def start(self, levels: Sequence[Level]) -> list[Cells]:
+    def start(self, levels: Sequence[SokobanLevel]) -> list[Cells]:
         """The start boards."""
         return [level.cells for level in levels]
 
@@ -98,7 +98,7 @@ class Sokoban:
         """The board; the compact style leaves out the outer wall, which every level has."""
         return render(state[1:-1, 1:-1], "grid") if style == "compact" else render(state, self.observation_format)
 
-    def compute_chance(self, levels: Sequence[Level], limits: TurnLimits) -> npt.NDArray[np.float64]:
+    def compute_chance(self, levels: Sequence[SokobanLevel], limits: TurnLimits) -> npt.NDArray[np.float64]:
         """The probability that uniformly random actions solve a level, exact: all random walks are followed."""
         boards = np.stack([level.cells for level in levels])
         if {level.cells.shape for level in levels} != {boards.shape[1:]}:
@@ -122,7 +122,7 @@ class Sokoban:
         chance: npt.NDArray[np.float64] = flat_probabilities.reshape(num_levels, num_states)[:, -1]
         return chance
 
-    def compute_best(self, levels: Sequence[Level], limits: TurnLimits) -> npt.NDArray[np.float64]:
+    def compute_best(self, levels: Sequence[SokobanLevel], limits: TurnLimits) -> npt.NDArray[np.float64]:
         """1 for levels with a solution that the limits allow, otherwise 0."""
         distances = [int(compute_distance_table(level.cells)[find_places(level.cells)]) for level in levels]
         return np.array([float(0 <= distance <= limits.reachable_actions) for distance in distances])

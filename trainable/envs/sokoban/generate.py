@@ -35,7 +35,7 @@ _BACKTRACK = -1  # marks, on the stack of the search, that all successors of a s
 
 
 @dataclass(frozen=True, eq=False)
-class Level:
+class SokobanLevel:
     """A start board and the seed that it was requested with. Levels compare by identity: compare `cells` or `key`.
 
     seed: the requested seed, even if the level was made from a derived one (see `compute_fallback_seed`).
@@ -62,7 +62,7 @@ def generate_level(
     num_boxes: int = 1,
     tries: int = 4,
     search_depth: int = 300,
-) -> Level:
+) -> SokobanLevel:
     """Generate the published level of a seed.
 
     1. Carve: a walk of `num_steps` steps, which turns with probability `p_change_directions`, stamps one of five
@@ -91,12 +91,12 @@ def generate_levels(
     num_boxes: int = 1,
     tries: int = 4,
     search_depth: int = 300,
-) -> list[Level]:
+) -> list[SokobanLevel]:
     """Generate the level of each seed, as `generate_level` does, but faster: one NumPy stream is reseeded."""
     settings = _Settings(rows, cols, num_steps, p_change_directions, tries, search_depth)
     _check_settings(settings, num_boxes)
     numpy_rng = np.random.RandomState(0)
-    return [Level(int(seed), _generate_board(int(seed), numpy_rng, settings)) for seed in seeds]
+    return [SokobanLevel(int(seed), _generate_board(int(seed), numpy_rng, settings)) for seed in seeds]
 
 
 def compute_fallback_seed(seed: int) -> int:

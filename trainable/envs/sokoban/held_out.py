@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainable.envs.level_sets import TEST_LEVELS, find_test_levels
-from trainable.envs.sokoban.generate import Level, generate_levels
+from trainable.envs.sokoban.generate import SokobanLevel, generate_levels
 
 TEST_SEEDS_FILE = Path(__file__).with_name("test_seeds.json")
 
 
-def make_test_levels(count: int = TEST_LEVELS) -> list[Level]:
+def make_test_levels(count: int = TEST_LEVELS) -> list[SokobanLevel]:
     """Make the first `count` of the 512 test levels, all distinct up to symmetry, from the shipped seeds."""
     if not 0 <= count <= TEST_LEVELS:
         raise ValueError(f"{count} test levels; the count must be between 0 and {TEST_LEVELS}")

@@ -14,7 +14,7 @@ from tests.oracles.sokoban import oracle_generate_level
 from trainable.envs import level_sets
 from trainable.envs.sokoban.board import check_board
 from trainable.envs.sokoban.game import Sokoban
-from trainable.envs.sokoban.generate import Level, compute_fallback_seed, generate_level, generate_levels
+from trainable.envs.sokoban.generate import SokobanLevel, compute_fallback_seed, generate_level, generate_levels
 from trainable.envs.sokoban.solver import solve
 from trainable.envs.sokoban.text import parse_grid, render
 
@@ -147,14 +147,14 @@ def test_derived_seeds_are_the_first_bytes_of_sha256():
 def test_key_is_the_same_for_all_eight_symmetries(seed, quarter_turns, mirrored):
     cells = generate_level(seed).cells
     turned_cells = np.rot90(cells.T if mirrored else cells, quarter_turns)
-    assert Level(0, turned_cells).key == Level(0, cells).key
+    assert SokobanLevel(0, turned_cells).key == SokobanLevel(0, cells).key
     symmetric_boards = [np.rot90(board, turns).tobytes() for board in (cells, cells.T) for turns in range(4)]
-    assert Level(0, cells).key == min(symmetric_boards)
+    assert SokobanLevel(0, cells).key == min(symmetric_boards)
 
 
 def test_key_tells_levels_apart():
     cells, other_cells = parse_grid("#####\n#PXO#\n#####"), parse_grid("#####\n#XPO#\n#####")
-    assert Level(0, cells).key != Level(0, other_cells).key
+    assert SokobanLevel(0, cells).key != SokobanLevel(0, other_cells).key
 
 
 def test_cells_are_read_only():
