@@ -32,7 +32,7 @@ FROZENLAKE_TINY = TinyPolicy(
     Recipe(
         stages=(
             Stage(40_000, 3e-3, 2e-4, Habits()),
-            Stage(5_000, 1e-3, 1e-4, Habits(detour=0.65, careless=0.3, unfinished=0.1)),
+            Stage(5_000, 1e-3, 1e-4, Habits(detour=0.55, careless=0.3, unfinished=0.1)),
         )
     ),
 )
@@ -44,8 +44,9 @@ MASTERMIND_TINY = TinyPolicy(
     mastermind.DEMONSTRATOR,
     Recipe(
         stages=(
-            Stage(40_000, 3e-3, 2e-4, Habits()),
-            Stage(5_000, 1e-3, 1e-4, Habits(detour=0.5, careless=0.3, unfinished=0.1)),
+            # Careless from the start, so that it learns to plan after any guesses, and not only after its own.
+            Stage(60_000, 3e-3, 2e-4, Habits(careless=0.5)),
+            Stage(5_000, 1e-3, 1e-4, Habits(detour=0.5, careless=0.2, unfinished=0.1)),
         )
     ),
     response_length=32,
