@@ -7,11 +7,14 @@ import pytest
 import torch
 
 from tests.fakes.scripted import make_hub_twin
+from trainable.config.constants import SHIPPED_MODELS
+from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.seeds import make_rng
 from trainable.envs.level_sets import make_demonstration_levels
 from trainable.envs.prompts import parse_reply
 from trainable.envs.sokoban.game import Sokoban
 from trainable.models.load import find_model, load_policy
+from trainable.ppo.trainer import PPOTrainer
 from trainable.tiny import __main__ as command
 from trainable.tiny.dialogues import Habits
 from trainable.tiny.policies import POLICIES, SOKOBAN_TINY
@@ -128,14 +131,42 @@ def test_transformers_loads_the_folder_and_agrees(made_model: tuple[Path, list[s
         torch.testing.assert_close(logits, twin(input_ids=tokens).logits.flatten(0, 1), rtol=1e-5, atol=1e-5)
 
 
-def test_the_shipped_model_is_of_the_recipe_in_the_code() -> None:
-    folder = find_model("sokoban-tiny")
-    assert json.loads((folder / "recipe.json").read_text()) == json.loads(json.dumps(asdict(SOKOBAN_TINY.recipe)))
-    policy = load_policy("sokoban-tiny", torch.device("cpu"))
-    assert policy.model.shape == SOKOBAN_TINY.make_shape()
-    assert policy.tokenizer.get_vocab() == SOKOBAN_TINY.build_tokenizer().get_vocab()
-    text = "<think>P32 X31 O21 DLU</think><answer>Down || Left</answer><|im_end|>#O__\n10 actions left\n"
-    assert policy.tokenizer.encode(text).ids == SOKOBAN_TINY.build_tokenizer().encode(text).ids
+@pytest.mark.parametrize("name", list(POLICIES))
+def test_the_shipped_models_are_of_the_recipes_in_the_code(name: str) -> None:
+    folder, policy = find_model(name), POLICIES[name]
+    assert SHIPPED_MODELS[name].game == policy.environment.name
+    assert json.loads((folder / "recipe.json").read_text()) == json.loads(json.dumps(asdict(policy.recipe)))
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 600_000
+    assert (folder / "model.safetensors").stat().st_size < 500_000
+    loaded_policy = load_policy(name, torch.device("cpu"))
+    assert loaded_policy.model.shape == policy.make_shape()
+    assert loaded_policy.tokenizer.get_vocab() == policy.build_tokenizer().get_vocab()
+    text = "<think>P32 X31 O21 DLU</think><answer>Down || Left</answer><|im_end|>10 actions left\n"
+    assert loaded_policy.tokenizer.encode(text).ids == policy.build_tokenizer().encode(text).ids
+
+
+@pytest.mark.parametrize("name", list(POLICIES))
+def test_a_shipped_policy_knows_more_than_it_shows(name: str) -> None:
+    """Sampled it is above chance and below greedy, and both are below the best policy."""
+    policy = POLICIES[name]
+    settings = {
+        **command.LAPTOP_OVERRIDES,
+        "env.name": policy.environment.name,
+        "env.max_turn": policy.limits.turns,
+        "env.max_actions_per_turn": policy.limits.actions_per_turn,
+        "env.max_actions_per_traj": policy.limits.actions,
+        "rollout.response_length": policy.response_length,
+        "model.path": name,
+    }
+    trainer = PPOTrainer(apply_overrides(RunConfig(), settings))
+    levels = trainer.val_levels
+    chance, best = (
+        float(np.mean(compute(levels, policy.limits)))
+        for compute in (policy.environment.compute_chance, policy.environment.compute_best)
+    )
+    sampled, greedy = (trainer.evaluate("val", mode).success for mode in ("sampled", "greedy"))
+    assert chance + 0.05 < sampled < greedy - 0.05
+    assert greedy < best - 0.2
 
 
 # ---------------------------------------------------------------------------- the command
