@@ -8,6 +8,8 @@ from tests.fakes.scripted import make_random_model
 from tests.fakes.trainers import drop_times, is_finite
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.diagnostics.standard import DIAGNOSTICS
+from trainable.envs.games.mastermind import compute_consistent_share
+from trainable.ppo.evaluation import measure_episodes
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.records import STEP_COLUMNS
 from trainable.tiny.__main__ import LAPTOP_OVERRIDES
@@ -66,15 +68,25 @@ def test_a_step_has_the_columns_of_any_game(random_models: dict[str, Path], game
 
 @pytest.mark.parametrize("game", ["frozenlake", "mastermind"])
 def test_only_mastermind_measures_consistent_guesses(game: str) -> None:
-    """The demonstrations themselves are replayed by a model that knows the game, so that guesses are valid."""
+    """With the shipped policies, so that actions are valid."""
     policy = POLICIES[game]
     trainer = make_trainer(policy, Path(f"{game}-tiny"), model__path=f"{game}-tiny", env__val_env_groups=32)
     row = trainer.step().row
     columns = {name for name in row if name.endswith("consistent_guesses")}
     expected = {"train_consistent_guesses", "val_consistent_guesses", "base_val_consistent_guesses"}
     assert columns == (expected if game == "mastermind" else set())
-    # Random guesses are consistent in less than a third of the cases.
-    assert game == "frozenlake" or row["base_val_consistent_guesses"] > 0.3
+    if game == "mastermind":
+        assert all(0 < row[name] < 1 for name in expected)
+        levels = trainer.levels[1]
+        episodes = trainer.roll_out(levels, 8, "sampling")
+        guesses = [[guess for turn in episode.turn_actions for guess in turn] for episode in episodes]
+        shares = [
+            compute_consistent_share(levels[episode.group], names)
+            for episode, names in zip(episodes, guesses, strict=True)
+            if len(names) > 1
+        ]
+        measured = measure_episodes(trainer.environment, levels, episodes)
+        assert measured == {"consistent_guesses": pytest.approx(sum(shares) / len(shares))}
 
 
 def test_slips_do_not_depend_on_what_is_sampled_nor_samples_on_slips() -> None:
@@ -83,15 +95,17 @@ def test_slips_do_not_depend_on_what_is_sampled_nor_samples_on_slips() -> None:
         make_trainer(FROZENLAKE_TINY, Path("frozenlake-tiny"), model__path="frozenlake-tiny", env__success_rate=rate)
         for rate in (1.0, 0.3)
     ]
-    steady, slippery = (trainer.roll_out(trainer.levels[0], 8, "sampling") for trainer in trainers)
+    steady, slippery = (trainer.roll_out(trainer.levels[0][:1], 64, "sampling") for trainer in trainers)
     assert [episode.texts[0] for episode in steady] == [episode.texts[0] for episode in slippery]
     assert [episode.texts for episode in steady] != [episode.texts for episode in slippery]
-    # Within a group, levels are equal and slips are not.
-    later_states = {
-        tuple(episode.tokens.tolist())
-        for episode in slippery[:8]
-        if episode.turn_actions[0] == slippery[0].turn_actions[0] and len(episode.texts) > 1
-    }
-    assert len(later_states) != 1
-    again = trainers[1].roll_out(trainers[1].levels[0], 8, "sampling")
+    # Within a group, levels are equal and slips are not: equal first turns lead to different states. Without slips
+    # they do not.
+    for episodes, has_slips in ((steady, False), (slippery, True)):
+        second_prompts: dict[tuple[str, ...], set[tuple[int, ...]]] = {}
+        for episode in episodes:
+            if len(episode.texts) > 1 and episode.turn_actions[0]:
+                prompt = episode.tokens[(episode.turns == 1) & ~episode.mask]
+                second_prompts.setdefault(episode.turn_actions[0], set()).add(tuple(prompt.tolist()))
+        assert (max(map(len, second_prompts.values())) > 1) == has_slips
+    again = trainers[1].roll_out(trainers[1].levels[0][:1], 64, "sampling")
     assert [episode.texts for episode in again] == [episode.texts for episode in slippery]
