@@ -279,6 +279,14 @@ def _name_module(key: str, value: str, copy: HostileCopy, rng: random.Random) ->
     edit_json(copy.folder / "study.json", lambda content: content.update({key: value}))
 
 
+def _declare_in_file(path: str, copy: HostileCopy, rng: random.Random) -> None:
+    """A study that says it was declared in a file, with code that makes a file; the file exists where it points to."""
+    _plant_modules(copy, rng)
+    code = CODE.format(str(copy.home / "ran"))
+    declaration = {"path": path, "sha256": hashlib.sha256(code.encode()).hexdigest(), "text": code + "\x1b[31m\x07"}
+    edit_json(copy.folder / "study.json", lambda content: content.update(name="my-lr", declaration=declaration))
+
+
 class Toucher:
     """Its pickle makes a file when it is read."""
 
@@ -483,6 +491,8 @@ def _make_contents() -> dict[str, Change]:
         ("trainable", "os:_exit"),
     ):
         changes[f"code/{key}={value}"] = partial(_name_module, key, value)
+    for name, path in (("beside", "evil.py"), ("absolute", "/etc/hostname"), ("controls", "\x1b]0;evil\x07.py")):
+        changes[f"code/declared-in-file-{name}"] = partial(_declare_in_file, path)
     changes["code/pickles"] = _plant_pickles
     for pattern in ("results/*/*.parquet", "**/state.safetensors", "results/*/study.json", "**/metrics.jsonl"):
         changes[f"code/pickle-as-{pattern.rsplit('/', 1)[-1]}"] = partial(_replace_with_pickle, pattern)
