@@ -170,7 +170,20 @@ def test_a_study_names_only_what_there_is(study: Study) -> None:
     study_names = (
         {"task", "method"}
         if study.family is not PPO
-        else {"model", "size", "tag", "strategy", "kl_type", "collapse", "mass", "lr", "train", "analysis", "every"}
+        else {
+            "env",
+            "model",
+            "size",
+            "tag",
+            "strategy",
+            "kl_type",
+            "collapse",
+            "mass",
+            "lr",
+            "train",
+            "analysis",
+            "every",
+        }
     )
     study_templates = (
         study.name_templates.run,
@@ -228,6 +241,7 @@ DIFFERING_FIELDS = {
         for name in ("PPO", "GRPO")
     },
     ("learning-rate", "GRPO against PPO"): {"algorithm.adv_estimator"},
+    ("filter-under-noise", "Filter "): {*FILTER_FIELDS},
     **{("off-policy", f"{rule}, "): {"delay", "inner_epochs"} for rule in ("REINFORCE", "PMDMean", "DG")},
     **{("off-policy", f"{rule} against"): {"method"} for rule in ("PG", "TrajPG", "ASPO", "R2VPO", "PMDMean", "DG")},
 }

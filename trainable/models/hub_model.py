@@ -4,6 +4,7 @@ Whole sequences run through the architecture's own forward. Sampling and scoring
 and our own cache to it. When a model is loaded, the results are checked against those of its own forward.
 """
 
+import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -59,6 +60,9 @@ class HubTrunk(nn.Module):
         self.shape = shape
         self.pass_settings = PassSettings()
         self.base = base.eval()
+        # transformers 5.24 renamed the argument, model by model; the old name gives a warning there.
+        arguments = inspect.signature(base.forward).parameters
+        self.cache_argument = "cache" if "cache" in arguments else "past_key_values"
         self.blocks: list[Any] = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
         # With these attributes blocks recompute activations, but only in training mode, which `_enable_recompute`
         # switches on. Blocks draw no random numbers (dropout is 0), so the generator's state need not be saved.
@@ -138,8 +142,8 @@ class HubTrunk(nn.Module):
                 input_ids=tokens,
                 position_ids=positions,
                 attention_mask=bias[:, None],
-                past_key_values=cache_view,
                 use_cache=True,
+                **{self.cache_argument: cache_view},
             ).last_hidden_state
         return hidden.to(self._get_output_dtype(hidden))
 

@@ -23,7 +23,7 @@ def make_vocabulary() -> Vocabulary:
         for a, b in itertools.product(tiles, tiles)
         if not (a in "PX√" and b in "PX√") and not (a in "G√" and b in "G√")
     ]
-    places = [format_place(symbol, row, col) for symbol in "PG" for row in range(SIZE) for col in range(SIZE)]
+    places = [format_place(symbol, row, col) for symbol in ("P", "G") for row in range(SIZE) for col in range(SIZE)]
     return Vocabulary(
         rewards=(0.0,),
         state_pieces=(*pairs, *(pair + "\n" for pair in pairs), *tiles),

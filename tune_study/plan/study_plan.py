@@ -451,7 +451,7 @@ def _describe_values(study: Study) -> str:
     if not any(_parse_number(value) is not None for grid in study.axis.grids.values() for value in grid):
         return f"A value is one of {named_values}."
     kinds = f"a number or one of {named_values}" if named_values else "a number"
-    return f"A value is {kinds}. Try {study.axis.option} {','.join(next(iter(study.axis.grids.values()))[:2])}."
+    return f"A value is {kinds}. Try {study.axis.option} {','.join(list(study.axis.grids.values())[-1][:2])}."
 
 
 def check_values(study: Study, values: Sequence[str]) -> None:

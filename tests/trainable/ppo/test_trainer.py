@@ -152,6 +152,10 @@ def test_the_row_has_known_columns_and_misses_only_what_was_not_measured() -> No
         "seconds_gradient_analysis",
         "tpo_target_entropy",
         "tpo_target_top_prob",
+        # Measures of another game.
+        "train_consistent_guesses",
+        "val_consistent_guesses",
+        "base_val_consistent_guesses",
         *engine,
     }
     assert set(row) <= {column.name for column in DEFAULT_STEP_COLUMNS}

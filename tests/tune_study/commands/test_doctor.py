@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from trainable.config.constants import ShippedModel
 from tune_study.commands import doctor
 from tune_study.host import machine_checks
 from tune_study.host.gpus import Gpu
@@ -219,7 +220,7 @@ def test_a_model_that_is_not_here_is_a_remark_with_the_command(tmp_path: Path) -
 
 def test_the_shipped_model_must_be_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.check_preset_model("laptop", {}).severity == "ok"
-    monkeypatch.setattr(doctor, "files", lambda _: tmp_path)
+    monkeypatch.setattr(doctor, "SHIPPED_MODELS", {"sokoban-tiny": ShippedModel(tmp_path, "sokoban")})
     assert doctor.check_preset_model("laptop", {}).severity == "problem"
 
 
