@@ -25,8 +25,8 @@ FROZEN, HOLE, START, GOAL = range(4)
 ACTION_NAMES = ("Left", "Down", "Right", "Up")
 """The actions in the order of Gymnasium. A slip goes to one of the two neighbors of an action in this circle."""
 
-MAX_ACTION_SEQUENCES = 4096
-"""`compute_best` follows all sequences of actions of a turn, up to this number of them."""
+MAX_FOLLOWED_SEQUENCES = 100_000
+"""`compute_best` gives up above this number of sequences x cells, which takes seconds for 512 levels."""
 
 _STEPS = ((0, -1), (1, 0), (0, 1), (-1, 0))
 _NAMES_BY_WORD = {name.lower(): name for name in ACTION_NAMES}
@@ -158,7 +158,9 @@ class FrozenLake:
         values[t, a] is the largest probability of success with t turns and a actions left. The actions of a turn are
         chosen together, so a turn is the best of all their sequences. None if there are too many of these.
         """
-        if len(ACTION_NAMES) ** limits.actions_per_turn > MAX_ACTION_SEQUENCES:
+        longest_turn = min(limits.actions_per_turn, limits.actions)
+        sequences = limits.turns * limits.actions * len(ACTION_NAMES) ** longest_turn
+        if sequences * self.size**2 > MAX_FOLLOWED_SEQUENCES:
             return None
         tiles, players = self._stack(levels)
         at_goal = (tiles == GOAL).astype(np.float64)

@@ -24,6 +24,10 @@ GAMES: Mapping[str, Callable[[EnvConfig], Environment[Any]]] = MappingProxyType(
 )
 """For each value of env.name, the function that makes the environment from its settings."""
 
+MAX_SHOWN_LEVELS = 512
+MAX_FOLLOWED_ACTIONS = 100
+"""Limits of `describe_success_range`, whose time grows with both."""
+
 
 def make_environment(env: EnvConfig) -> Environment[Any]:
     """The environment that `env` selects, with the settings of its game."""
@@ -36,14 +40,22 @@ def get_turn_limits(env: EnvConfig) -> TurnLimits:
 
 
 def describe_success_range(env: EnvConfig) -> str:
-    """A sentence about the validation levels: how often random actions succeed, and the best policy, where known."""
+    """A sentence about the validation levels: how often random actions succeed, and the best policy, where known.
+
+    At most 512 levels are looked at, and nothing is known of very long episodes: a plan should take a second.
+    """
     environment, limits = make_environment(env), get_turn_limits(env)
-    levels = make_validation_levels(environment, env.val_env_groups, env.seed_val)
+    unknown = f"Game {environment.name}: success of random actions and of the best policy not known"
+    if limits.reachable_actions > MAX_FOLLOWED_ACTIONS:
+        return unknown
+    count = min(env.val_env_groups, MAX_SHOWN_LEVELS)
+    levels = make_validation_levels(environment, count, env.seed_val)
     shares = {
         "uniformly random actions succeed in": environment.compute_chance(levels, limits),
         "the best policy in": environment.compute_best(levels, limits),
     }
     known_shares = [f"{label} {float(share.mean()):.3f}" for label, share in shares.items() if share is not None]
     if not known_shares:
-        return f"Game {environment.name}: success of random actions and of the best policy not known"
-    return f"Game {environment.name}: {', '.join(known_shares)} of the validation levels"
+        return unknown
+    selection = "" if count == env.val_env_groups else f"first {count} "
+    return f"Game {environment.name}: {', '.join(known_shares)} of the {selection}validation levels"

@@ -6,7 +6,7 @@ import pytest
 from trainable.config.game_sections import GAME_SECTIONS
 from trainable.config.sections import EnvConfig
 from trainable.envs.environment import FIRST_TEST_SEED, Environment
-from trainable.envs.games.make import GAMES, get_turn_limits, make_environment
+from trainable.envs.games.make import GAMES, describe_success_range, get_turn_limits, make_environment
 from trainable.envs.level_sets import make_validation_levels
 
 WORDS = {
@@ -101,3 +101,11 @@ def test_chance_is_at_most_the_best(environment: Environment) -> None:
     assert ((best >= 0) & (best <= 1)).all()
     if chance is not None:
         assert ((chance >= 0) & (chance <= best + 1e-12)).all()
+
+
+def test_what_takes_long_to_compute_is_left_out_of_a_plan() -> None:
+    assert "of the first 512 validation levels" in describe_success_range(EnvConfig(val_env_groups=100_000))
+    assert "not known" in describe_success_range(EnvConfig(max_turn=10_000, max_actions_per_traj=10_000))
+    long_turns = EnvConfig(name="frozenlake", max_actions_per_turn=6)
+    assert "the best policy" not in describe_success_range(long_turns)
+    assert "uniformly random actions succeed in 0.246" in describe_success_range(long_turns)
