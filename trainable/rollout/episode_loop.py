@@ -133,9 +133,11 @@ def roll_out_episodes(
 def draw_luck(rng: np.random.Generator, num_episodes: int, limits: EpisodeLimits) -> np.ndarray:
     """The random numbers of the environment for all episodes: float64 (episodes, turns, actions per turn), from [0, 1).
 
-    The numbers of an episode depend on its index only, and not on how many episodes there are.
+    The numbers of an episode depend on its index only, and not on how many episodes there are. Both limits may be far
+    above what an episode can reach: each turn has a token, and a turn has no more actions than an episode.
     """
-    return rng.random((num_episodes, limits.max_turn, limits.max_actions_per_turn))
+    turns = min(limits.max_turn, limits.context_length)
+    return rng.random((num_episodes, turns, min(limits.max_actions_per_turn, limits.max_actions)))
 
 
 def _apply_replies(

@@ -266,3 +266,11 @@ def test_a_conversation_that_would_outgrow_the_context_ends() -> None:
     assert len(episode.tokens) <= context_length
     assert episode.mask[-1]
     assert summarize(play_one(*[answer("R")] * 5, context_length=context_length - 1))[3] == 1
+
+
+def test_random_numbers_of_an_episode_depend_on_its_index_and_take_no_more_memory_than_it_can_use() -> None:
+    many, few = (draw_luck(np.random.default_rng(0), count, LIMITS) for count in (7, 3))
+    assert many.shape == (7, LIMITS.max_turn, LIMITS.max_actions_per_turn)
+    assert np.array_equal(many[:3], few)
+    endless = replace(LIMITS, max_turn=10**9, max_actions_per_turn=10**9)
+    assert draw_luck(np.random.default_rng(0), 2, endless).shape == (2, endless.context_length, endless.max_actions)
