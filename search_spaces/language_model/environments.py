@@ -1,4 +1,4 @@
-"""The settings that come with each game: `--env NAME` applies them, and so does an axis over games."""
+"""The settings that come with each game, which `--env NAME` applies."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -26,6 +26,7 @@ from tune_study.folder.statuses import resolve_status
 from tune_study.host.console import print_line, print_table
 from tune_study.placement import memory_plan, time_estimate
 from tune_study.placement.memory_plan import MemoryPlan
+from tune_study.plan.own_study import list_resume_options
 from tune_study.plan.remarks import find_remarks
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan, find_output, format_values, make_base_config
@@ -221,9 +222,9 @@ def print_status(console: Console, folder: Path, location: str, study: dict[str,
     print_table(console, ("run", "arm", "seed", "status", "step", metric, "reason"), rows)
     print_missing_checkpoints(console, folder, study)
     if state == "unfinished":
-        print_line(
-            console, f"Continue with: {format_command('resume', location if is_uri(location) else Path(location))}"
-        )
+        options = list_resume_options((study.get("declaration") or {}).get("path"))
+        run = location if is_uri(location) else Path(location)
+        print_line(console, f"Continue with: {format_command('resume', run, *options)}")
 
 
 def print_missing_checkpoints(console: Console, folder: Path, study: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ from trainable.runs.failures import StorageError
 from trainable.runs.stop_rules import RULES
 from trainable.storage.uris import check_uri, is_same_folder, join_uri
 from tune_study.plan.errors import PlanError
-from tune_study.plan.own_study import OwnStudy, check_same_source, explain_missing_file
+from tune_study.plan.own_study import OwnStudy, check_same_source, explain_missing_file, list_resume_options
 from tune_study.plan.study_plan import (
     MAX_SEEDS,
     StudyPlan,
@@ -423,8 +423,9 @@ def _check_same_arms(existing: StudyPlan, plan: StudyPlan) -> None:
     if plan.num_baseline_seeds > existing.num_baseline_seeds and plan.extra_seeds:
         changes.append(f"--baseline-seeds: {existing.num_baseline_seeds} -> {plan.num_baseline_seeds}")
     if changes:
+        options = list_resume_options(plan.source.typed if plan.source else None)
         raise PlanError(
             f"{plan.folder} contains this study with other runs:\n  " + "\n  ".join(changes) + "\n"
-            f"Type --extend to add the new runs to it, `{format_command('resume', plan.folder)}` to continue the "
-            f"existing runs, or another --output."
+            f"Type --extend to add the new runs to it, `{format_command('resume', plan.folder, *options)}` to continue "
+            f"the existing runs, or another --output."
         )

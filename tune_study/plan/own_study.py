@@ -78,6 +78,11 @@ def load_own_study(typed: str, accepts_change: bool = False) -> OwnStudy:
     return OwnStudy(study, StudySource(typed, text, sha256, accepts_change))
 
 
+def list_resume_options(path: str | None) -> tuple[str, ...]:
+    """What `resume` needs besides the folder. path: where the study is declared; None or empty if it is in no file."""
+    return ("--study", path) if path else ()
+
+
 def check_same_source(folder: Path, entry: Mapping[str, Any], source: StudySource) -> None:
     """Raise PlanError, with the lines that differ, if a study was started with another text of its file.
 

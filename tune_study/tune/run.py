@@ -27,6 +27,7 @@ from tune_study.host.machine_checks import find_ray_folder
 from tune_study.host.terminal import finish_output
 from tune_study.placement.resources import make_placement_group
 from tune_study.plan.errors import PlanError
+from tune_study.plan.own_study import list_resume_options
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.local_ray import LocalRay
@@ -450,10 +451,11 @@ def _conclude_study(session: StudySession, problem: str, statuses: StudyStatuses
     if unfinished_statuses:
         # study.json has the storage of the study but not its cluster, so the command must name the cluster.
         address = session.resource_plan.cluster_address
-        address_option = ("--address", address) if address else ()
-        print_line(console, f"Continue with: {format_command('resume', plan.folder, *address_option)}")
+        options = list_resume_options(plan.source.typed if plan.source else None)
+        options += ("--address", address) if address else ()
+        print_line(console, f"Continue with: {format_command('resume', plan.folder, *options)}")
         if plan.study_uri is not None:
-            print_line(console, f"From another machine: {format_command('resume', plan.study_uri, *address_option)}")
+            print_line(console, f"From another machine: {format_command('resume', plan.study_uri, *options)}")
     # A Ctrl-C that came after the last run had ended interrupted nothing, so the exit code is not 130.
     return 130 if session.interrupt.is_requested and unfinished_statuses else int(bool(problem or unfinished_statuses))
 

@@ -98,6 +98,25 @@ def test_a_changed_file_is_refused_with_its_changes(folder: Path) -> None:
     assert "entropy_coeff: 0.0 -> 0.5" in error
 
 
+def test_the_commands_that_are_printed_name_the_file(folder: Path) -> None:
+    code, _, error = type_command(
+        folder, "run", "lr.py", "--preset", "laptop", "--seeds", "2", *[f"--set={key}={SMALL[key]}" for key in SMALL]
+    )
+    assert code == 2
+    assert "resume" in error
+    assert "my_lr_sokoban-tiny --study lr.py` to continue the existing runs" in error
+    status_file = next((folder / RUN / "runs").iterdir()) / "status.json"
+    content = status_file.read_text()
+    status_file.unlink()
+    rows = status_file.with_name("metrics.jsonl")
+    row_text = rows.read_text()
+    rows.write_text("")
+    output = type_command(folder, "status", str(RUN))[1]
+    status_file.write_text(content)
+    rows.write_text(row_text)
+    assert f"Continue with: python -m tune_study resume {RUN} --study lr.py" in output
+
+
 def test_another_study_is_not_taken_for_it(folder: Path) -> None:
     assert type_command(folder, "new", "other", "--vary", "actor.lr=1e-4,3e-4")[0] == 0
     code, _, error = type_command(folder, "resume", str(RUN), "--study", "other.py")
