@@ -31,6 +31,8 @@ SLOW_PREFIXES = (
 )
 
 
+SAVED_FILE = r"Save this as `(\w+\.py)`:\n\n```python\n(.*?)```"
+
 ACTIVATE = "source .venv/bin/activate"
 
 
@@ -59,7 +61,12 @@ SLOW_COMMANDS = [(command, is_active) for command, is_active in iter_commands() 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("reader")
+    """The folder of a reader, with the files that the documents ask to save."""
+    path: Path = tmp_path_factory.mktemp("reader")
+    for page in PAGES:
+        for name, text in re.findall(SAVED_FILE, page.read_text(encoding="utf-8"), re.DOTALL):
+            (path / name).write_text(text)
+    return path
 
 
 def make_environment(is_active: bool) -> dict[str, str]:

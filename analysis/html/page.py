@@ -46,6 +46,18 @@ def make_settings_rows(study: Study) -> list[dict[str, Any]]:
     ]
 
 
+def list_sources(study: Study) -> list[dict[str, str]]:
+    """The texts that a user wrote for the study: its declaration and the files of its parts, as study.json has them."""
+    declaration = study.get("declaration")
+    entries = [
+        *([("Study", declaration)] if declaration else []),
+        *(("Parts", entry) for entry in study.get("code") or []),
+    ]
+    return [
+        {"title": title, **{key: str(entry[key]) for key in ("path", "sha256", "text")}} for title, entry in entries
+    ]
+
+
 def _flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat_settings: dict[str, Any] = {}
     for name, value in settings.items():

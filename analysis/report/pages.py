@@ -17,7 +17,7 @@ from analysis.gradients import tables as gradients
 from analysis.grid import layout
 from analysis.grid import page as grid_page
 from analysis.html.figures import Gallery
-from analysis.html.page import make_environment, make_settings_rows, write_page
+from analysis.html.page import list_sources, make_environment, make_settings_rows, write_page
 from analysis.report import figures
 from analysis.report.results import SweepResults
 from analysis.sandbox import figures as sandbox_figures
@@ -209,6 +209,7 @@ def make_report_context(results: SweepResults) -> dict[str, Any]:
         **_make_gradient_tables(frames),
         "runs": findings.list_runs(frames),
         "settings": make_settings_rows(frames.studies[0]),
+        "sources": list_sources(frames.studies[0]),
         "arm_settings": [] if grid else findings.list_arm_settings(frames),
         "level_sets": findings.summarize_levels(frames),
         "budget_names": BUDGET_NAMES,

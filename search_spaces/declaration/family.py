@@ -6,6 +6,7 @@ from typing import Any
 
 from search_spaces.declaration.presets import GameSettings, Preset
 from trainable.config.base_config import BaseRunConfig
+from trainable.config.own_parts import shorten_part_name
 
 
 @dataclass(frozen=True)
@@ -95,5 +96,8 @@ class Family:
 
 
 def make_value_label(value: str) -> str:
-    """The published label of an axis value: no dots, lower case ("0.001" -> "0001", "1.0" -> "10")."""
-    return value.replace(".", "").lower()
+    """The published label of an axis value: no dots, lower case ("0.001" -> "0001", "1.0" -> "10").
+
+    A part of the user has its name, without the file.
+    """
+    return shorten_part_name(value).replace(".", "").lower()

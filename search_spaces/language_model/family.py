@@ -7,6 +7,7 @@ from search_spaces.declaration.presets import PRESETS
 from search_spaces.language_model.environments import GAMES
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.constants import SHIPPED_MODELS
+from trainable.config.own_parts import parse_part_name, shorten_part_name
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import EnvConfig
 
@@ -41,13 +42,16 @@ def make_template_values(config: RunConfig) -> dict[str, str]:
     train_size = f"{env.env_groups}x{env.group_size}"
     groups, rollouts = trainer.gradient_analysis_env_groups, trainer.gradient_analysis_group_size
     # The model of the hub plays any game, and two games may not share a folder.
-    is_told_by_model = config.model.path in SHIPPED_MODELS or env.name == EnvConfig.model_fields["name"].default
+    is_own_game = parse_part_name(env.name) is not None
+    is_shipped_model = config.model.path in SHIPPED_MODELS and not is_own_game
+    is_told_by_model = is_shipped_model or env.name == EnvConfig.model_fields["name"].default
+    game, strategy = shorten_part_name(env.name), shorten_part_name(filter_config.rollout_filter_strategy)
     return {
-        "env": env.name,
-        "model": model if is_told_by_model else f"{model}_{env.name}",
+        "env": game,
+        "model": model if is_told_by_model else f"{model}_{game}",
         "size": size_match.group() if size_match else model,
         "tag": INCLUDE_ZERO_TAGS[filter_config.rollout_filter_include_zero],
-        "strategy": STRATEGY_NAMES.get(filter_config.rollout_filter_strategy, filter_config.rollout_filter_strategy),
+        "strategy": STRATEGY_NAMES.get(strategy, strategy),
         "kl_type": actor.kl_loss_type,
         "collapse": COLLAPSE_TAGS[collapse.first_turn_enabled, collapse.multi_turn_enabled],
         "lr": format_rate(actor.lr),

@@ -72,7 +72,17 @@ class MinP:
         _require(0 <= self.ratio <= 1, "min_p ratio", self.ratio, "between 0 and 1, such as 0.1")
 
 
-Rule = TopP | TopK | TopKAbs | MinP
+@dataclass(frozen=True)
+class OwnRule:
+    """Keep the groups that a function of the user selects."""
+
+    function: Callable[[Tensor, float, bool], Tensor]
+    """Function of the candidates' scores (n,), of `value`, and of whether to prefer high scores; returns (n,) bool."""
+    value: float
+    """The value of the setting rollout_filter_value."""
+
+
+Rule = TopP | TopK | TopKAbs | MinP | OwnRule
 
 
 def _require(is_valid: bool, name: str, value: object, allowed: str) -> None:
@@ -180,7 +190,7 @@ def select_groups(scores: Tensor, rule: Rule, largest: bool = True, include_zero
 
     Args:
         scores: (P,) score of each group; used as float32.
-        rule: a `TopP`, `TopK`, `TopKAbs` or `MinP`.
+        rule: a `TopP`, `TopK`, `TopKAbs`, `MinP` or `OwnRule`.
         largest: prefer high scores; False prefers low ones.
         include_zero: False removes groups with |score| <= 1e-10 before the rule sees them.
 
@@ -222,6 +232,8 @@ def _apply_rule(rule: Rule, scores: Tensor, largest: bool, num_groups: int) -> T
             return top_k(scores, rule.count, largest)
         case MinP():
             return min_p(scores, rule.ratio, largest)
+        case OwnRule():
+            return rule.function(scores, rule.value, largest)
 
 
 def top_p_softmax(scores: Tensor, mass: float, largest: bool = True) -> Tensor:

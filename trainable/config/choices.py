@@ -39,6 +39,9 @@ ADVANTAGE_ESTIMATORS: Mapping[str, AdvantageEstimator] = MappingProxyType(
 `trainable.ppo.targets` calls the formulas, which are in `trainable.algo.advantages`.
 """
 
+OWN_ESTIMATOR = AdvantageEstimator()
+"""What is known of an advantage estimator of the user."""
+
 
 @dataclass(frozen=True)
 class PolicyLossKind:
@@ -62,16 +65,20 @@ POLICY_LOSSES: Mapping[str, PolicyLossKind] = MappingProxyType(
 )
 """The policy losses that exist, by their name in the setting actor.policy_loss."""
 
+OWN_LOSS = PolicyLossKind()
+"""What is known of a policy loss of the user: it is one of single tokens."""
+
 
 @dataclass(frozen=True)
 class FilterStrategy:
     """The settings that a filter strategy reads.
 
-    counts_groups: whether rollout_filter_value is a whole number of groups instead of a number in (0, 1]. settings:
-    settings of `filter` that only this strategy reads.
+    counts_groups: whether rollout_filter_value is a whole number of groups instead of a number in (0, 1].
+    takes_any_value: whether it is any positive number. settings: settings of `filter` that only this strategy reads.
     """
 
     counts_groups: bool = False
+    takes_any_value: bool = False
     settings: tuple[str, ...] = ()
 
 
@@ -88,6 +95,9 @@ FILTER_STRATEGIES: Mapping[str, FilterStrategy] = MappingProxyType(
 
 `trainable.algo.filters.parse_rule` makes the rule of a strategy.
 """
+
+OWN_FILTER = FilterStrategy(takes_any_value=True)
+"""What is known of a filter of the user."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +137,8 @@ def find_unused_settings(
 ) -> frozenset[str]:
     """The settings that no code reads when `choice_name` is chosen, because only other `choices` read them.
 
-    Such settings are left out of a run's hash: runs that differ only in them have the same rows.
+    Such settings are left out of a run's hash: runs that differ only in them have the same rows. A choice of the user
+    reads none of them.
     """
     all_settings = frozenset(setting for choice in choices.values() for setting in choice.settings)
-    return all_settings - {*choices[choice_name].settings}
+    return all_settings - {*(choices[choice_name].settings if choice_name in choices else ())}

@@ -19,7 +19,9 @@ from trainable.config.choices import FILTER_STRATEGIES, POLICY_LOSSES, find_unus
 from trainable.config.command_lines import format_command
 from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.game_sections import GAME_SECTIONS
+from trainable.config.own_parts import parse_part_name
 from trainable.config.sections import (
+    GAME_REWARD,
     ActorConfig,
     AlgorithmConfig,
     CollapseDetectionConfig,
@@ -90,7 +92,8 @@ class RunConfig(BaseRunConfig):
                 f"model.path={self.model.path} knows the compact prompt only: use the laptop preset, or set "
                 "model.prompt_style=compact"
             )
-        if shipped_model.game != self.env.name:
+        # Of a game of the user, the words are compared with the tokenizer before a run starts.
+        if shipped_model.game != self.env.name and parse_part_name(self.env.name) is None:
             names = [name for name, model in SHIPPED_MODELS.items() if model.game == self.env.name]
             advice = f"set model.path={names[0]}" if names else "set model.path to a model of the hub"
             raise ValueError(
@@ -197,6 +200,10 @@ class RunConfig(BaseRunConfig):
                 del settings["env"][game]
         if self.env.name == EnvConfig.model_fields["name"].default:
             del settings["env"]["name"]
+        if self.env.reward == GAME_REWARD:
+            del settings["env"]["reward"]
+        if not self.early_stop.own_rules:
+            del settings["early_stop"]["own_rules"]
         # As for LoRA: these settings were added later. They are only in the hash of runs that use them.
         if not self.collapse_detection.all_quantities:
             del settings["collapse_detection"]["all_quantities"]

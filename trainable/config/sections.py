@@ -5,18 +5,23 @@ Descriptions are printed by `python -m tune_study settings`.
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from trainable.config.base_config import BaseTrainerConfig
 from trainable.config.choices import (
     ADVANTAGE_ESTIMATORS,
     FILTER_METRICS,
     FILTER_STRATEGIES,
+    OWN_ESTIMATOR,
+    OWN_FILTER,
+    OWN_LOSS,
     POLICY_LOSSES,
     AdvantageEstimator,
+    FilterStrategy,
     PolicyLossKind,
 )
 from trainable.config.game_sections import GAME_SECTIONS, CountdownConfig, FrozenLakeConfig, MastermindConfig
+from trainable.config.own_parts import Choice
 from trainable.config.section import Section
 from trainable.config.setting_types import (
     MAX_FLOAT,
@@ -35,6 +40,16 @@ from trainable.config.setting_types import (
     Positive,
     check_episodes,
 )
+
+GAME_REWARD = "game"
+"""The value of env.reward for the rewards of the game."""
+
+GameName = Annotated[str, AfterValidator(Choice(tuple(GAME_SECTIONS)))]
+RewardName = Annotated[str, AfterValidator(Choice((GAME_REWARD,)))]
+FilterStrategyName = Annotated[str, AfterValidator(Choice(tuple(FILTER_STRATEGIES)))]
+PolicyLossName = Annotated[str, AfterValidator(Choice(tuple(POLICY_LOSSES)))]
+EstimatorName = Annotated[str, AfterValidator(Choice(tuple(ADVANTAGE_ESTIMATORS)))]
+OwnPartName = Annotated[str, AfterValidator(Choice(()))]
 
 
 class ModelConfig(Section):
@@ -68,8 +83,11 @@ class ModelConfig(Section):
 class EnvConfig(Section):
     """The game, its levels and groups, and the limits of an episode."""
 
-    name: Common[Literal[tuple(GAME_SECTIONS)]] = Field(  # type: ignore[valid-type]
+    name: Common[GameName] = Field(
         "sokoban", description="the game; each game but sokoban has a section env.NAME of settings of its own"
+    )
+    reward: Common[RewardName] = Field(
+        GAME_REWARD, description="game: the rewards of the game; or a function that replaces them, turn by turn"
     )
 
     env_groups: Common[GroupCount] = Field(8, description="P: training prompts (levels) per step")
@@ -138,7 +156,7 @@ class RolloutConfig(Section):
 class FilterConfig(Section):
     """The reward-variance filter: which groups of a step are trained on."""
 
-    rollout_filter_strategy: Common[Literal[tuple(FILTER_STRATEGIES)]] = Field(  # type: ignore[valid-type]
+    rollout_filter_strategy: Common[FilterStrategyName] = Field(
         "top_p",
         description="how to keep groups; top_p: score mass; top_k, top_f: fraction; top_k_abs: count; min_p: ratio",
     )
@@ -166,6 +184,11 @@ class FilterConfig(Section):
     )
 
     @property
+    def strategy(self) -> FilterStrategy:
+        """The declaration of the selected strategy."""
+        return FILTER_STRATEGIES.get(self.rollout_filter_strategy, OWN_FILTER)
+
+    @property
     def has_spread_metric(self) -> bool:
         """Whether the score of a group is a standard deviation, which is 0 in a group of one."""
         return FILTER_METRICS[self.rollout_filter_metric].is_spread
@@ -174,7 +197,9 @@ class FilterConfig(Section):
     @model_validator(mode="after")
     def _check_filter_value(self) -> "FilterConfig":
         value, strategy = self.rollout_filter_value, self.rollout_filter_strategy
-        if FILTER_STRATEGIES[strategy].counts_groups:
+        if self.strategy.takes_any_value:
+            return self
+        if self.strategy.counts_groups:
             if value < 1 or value != int(value):
                 raise ValueError(
                     f"rollout_filter_value={value}: must be a whole number of groups (1, 2, 3, ...) for {strategy}"
@@ -228,7 +253,7 @@ class OptimConfig(Section):
 class ActorConfig(OptimConfig):
     """The policy's losses and optimizer."""
 
-    policy_loss: Common[Literal[tuple(POLICY_LOSSES)]] = Field(  # type: ignore[valid-type]
+    policy_loss: Common[PolicyLossName] = Field(
         "ppo_clip",
         description="PPO with clipped token ratios, or target policy optimization over the rollouts of a group",
     )
@@ -271,7 +296,7 @@ class ActorConfig(OptimConfig):
     @property
     def loss(self) -> PolicyLossKind:
         """The declaration of the selected policy loss, which states what the loss requires of a run."""
-        return POLICY_LOSSES[self.policy_loss]
+        return POLICY_LOSSES.get(self.policy_loss, OWN_LOSS)
 
     @model_validator(mode="after")
     def _disable_zero_kl_loss(self) -> Self:
@@ -312,7 +337,7 @@ class KLControl(Section):
 class AlgorithmConfig(Section):
     """Advantage estimation and the KL penalty in the reward."""
 
-    adv_estimator: Common[Literal[tuple(ADVANTAGE_ESTIMATORS)]] = Field(  # type: ignore[valid-type]
+    adv_estimator: Common[EstimatorName] = Field(
         "gae", description="advantage estimator; gae trains a critic, the others need none"
     )
     gamma: Common[Fraction] = Field(1.0, description="discount factor per token")
@@ -332,7 +357,7 @@ class AlgorithmConfig(Section):
     @property
     def estimator(self) -> AdvantageEstimator:
         """The declaration of the selected advantage estimator, which states what the estimator requires of a run."""
-        return ADVANTAGE_ESTIMATORS[self.adv_estimator]
+        return ADVANTAGE_ESTIMATORS.get(self.adv_estimator, OWN_ESTIMATOR)
 
     @model_validator(mode="after")
     def _check_estimator(self) -> "AlgorithmConfig":
@@ -451,7 +476,7 @@ class CollapseDetectionConfig(Section):
 
 
 class EarlyStopConfig(Section):
-    """The thresholds and windows of the published stop rules."""
+    """The thresholds and windows of the published stop rules, and rules of your own."""
 
     variance_baseline_steps: int = Field(
         10, ge=1, description="the first N non-empty steps, whose mean reward std is the baseline"
@@ -468,4 +493,7 @@ class EarlyStopConfig(Section):
     success_patience: int = Field(5, ge=1, description="stop after N consecutive validations below the threshold")
     empty_stop_steps: Common[int] = Field(
         5, description="stop after N consecutive steps with no group kept; <= 0: never"
+    )
+    own_rules: tuple[OwnPartName, ...] = Field(
+        (), description="functions that may stop a run too, such as [my_rules.py:too_long]"
     )

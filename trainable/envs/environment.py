@@ -66,6 +66,23 @@ class TurnOutcome(NamedTuple):
     success: npt.NDArray[np.bool_]
 
 
+class PlayedTurn(NamedTuple):
+    """One turn of an episode, for a reward function.
+
+    text: the reply, after the forced `<think>`. actions: the actions that were executed. reward: that of the game.
+    is_valid: whether the reply had the required form and an action.
+    """
+
+    text: str
+    actions: tuple[str, ...]
+    reward: float
+    is_valid: bool
+
+
+RewardFunction = Callable[[Any, Sequence[PlayedTurn]], Sequence[float]]
+"""A function of a level and of all turns of an episode on it, which returns a reward for each turn."""
+
+
 class Environment(Protocol[L]):
     """A game with levels of type L, and with its settings.
 

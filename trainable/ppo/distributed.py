@@ -8,7 +8,7 @@ import os
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
 from trainable.backend.world import connect, disconnect
+from trainable.config.own_parts import PartFile, list_part_files, register_file
 from trainable.config.run_config import RunConfig
 from trainable.ppo.evaluation import Evaluation
 from trainable.ppo.step_record import FinalEvaluation
@@ -64,14 +65,21 @@ def _make_rendezvous_path() -> Path:
 class RankActor:
     """The actor of a rank other than 0: it calls the same methods of its trainer as rank 0, and returns no results.
 
-    settings: the fields of a `RunConfig`, as JSON values. rendezvous_file: see `connect`.
+    settings: the fields of a `RunConfig`, as JSON values. part_files: the files of the user whose parts they name.
+    rendezvous_file: see `connect`.
     """
 
     def __init__(
-        self, settings: Mapping[str, Any], diagnostics: Diagnostics, rank: int, world_size: int, rendezvous_file: str
+        self,
+        settings: Mapping[str, Any],
+        part_files: Sequence[PartFile],
+        diagnostics: Diagnostics,
+        rank: int,
+        world_size: int,
+        rendezvous_file: str,
     ) -> None:
         torch.set_num_threads(1)  # the actor has one CPU (see `_start_rank`)
-        self.settings, self.diagnostics = settings, diagnostics
+        self.settings, self.part_files, self.diagnostics = settings, part_files, diagnostics
         self.rank, self.world_size, self.rendezvous_file = rank, world_size, Path(rendezvous_file)
 
     def run_method(self, method_name: str) -> None:
@@ -101,6 +109,8 @@ class RankActor:
 
     def _join(self) -> None:
         """Connect to the other ranks and make the trainer."""
+        for file in self.part_files:
+            register_file(file)
         settings = RunConfig.model_validate(self.settings)
         self.world = connect(self.rank, self.world_size, self.rendezvous_file)
         self.trainer = PPOTrainer(settings, self.world, self.diagnostics)
@@ -282,4 +292,6 @@ def _start_rank(
         runtime_env={"env_vars": env_vars},
         max_restarts=0,  # a restarted rank could not join the group again: the whole trial is retried instead
     )
-    return actor.remote(settings.model_dump(mode="json"), diagnostics, rank, world_size, str(rendezvous_file))
+    return actor.remote(
+        settings.model_dump(mode="json"), list_part_files(settings), diagnostics, rank, world_size, str(rendezvous_file)
+    )

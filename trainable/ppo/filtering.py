@@ -6,7 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainable.algo.filters import ZERO_SCORE, compute_group_scores, parse_rule, select_groups
+from trainable.algo.filters import ZERO_SCORE, OwnRule, Rule, compute_group_scores, parse_rule, select_groups
+from trainable.config.choices import FILTER_STRATEGIES
+from trainable.config.own_parts import get_part
 from trainable.config.sections import FilterConfig
 from trainable.ppo.evaluation import reshape_by_group
 from trainable.ppo.step_record import FilterDecision
@@ -44,14 +46,8 @@ def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_s
     # different filters can be compared.
     stds = compute_group_scores("reward_std", rewards)
     _check_finite({"rewards": rewards, f"scores ({settings.rollout_filter_metric})": scores, "reward stds": stds})
-    rule = parse_rule(
-        settings.rollout_filter_strategy,
-        settings.rollout_filter_value,
-        settings.rollout_filter_top_p_prob_mode,
-        settings.rollout_filter_selection_eps,
-    )
     is_kept = select_groups(
-        scores, rule, settings.rollout_filter_type == "largest", settings.rollout_filter_include_zero
+        scores, _make_rule(settings), settings.rollout_filter_type == "largest", settings.rollout_filter_include_zero
     )
     groups_kept = int(is_kept.sum())
     decision = FilterDecision(
@@ -66,6 +62,18 @@ def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_s
         reward_std_kept=float(stds[is_kept].mean()) if groups_kept else 0.0,
     )
     return Selection([episode for episode in episodes if is_kept[episode.group]], decision)
+
+
+def _make_rule(settings: FilterConfig) -> Rule:
+    """The rule of the strategy that `settings` selects."""
+    if settings.rollout_filter_strategy not in FILTER_STRATEGIES:
+        return OwnRule(get_part(settings.rollout_filter_strategy), settings.rollout_filter_value)
+    return parse_rule(
+        settings.rollout_filter_strategy,
+        settings.rollout_filter_value,
+        settings.rollout_filter_top_p_prob_mode,
+        settings.rollout_filter_selection_eps,
+    )
 
 
 def _check_finite(group_tensors: Mapping[str, Tensor]) -> None:

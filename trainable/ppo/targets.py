@@ -18,6 +18,8 @@ from trainable.algo.advantages import (
 )
 from trainable.algo.kl_control import apply_kl_penalty
 from trainable.algo.reductions import masked_whiten
+from trainable.config.choices import ADVANTAGE_ESTIMATORS
+from trainable.config.own_parts import get_part
 from trainable.config.sections import AlgorithmConfig
 from trainable.ppo.update import Targets
 from trainable.rollout.batch import Batch, place_episode_scores
@@ -69,6 +71,11 @@ def _compute_advantages(
         estimate = _compute_gae(batch, rewards, values, settings)
         # As published. The critic-free estimators do their own centering or whitening.
         return masked_whiten(estimate.advantages, batch.mask), estimate.returns
+    if settings.adv_estimator not in ADVANTAGE_ESTIMATORS:
+        own_estimator = get_part(settings.adv_estimator)
+        advantages = own_estimator(_compute_scores(batch, rewards), batch.group_ids, batch.mask)
+        # No estimator of the user gets to train tokens that were not sampled.
+        return torch.where(batch.mask, advantages.to(rewards.dtype), 0).detach(), torch.zeros_like(rewards)
     return _CRITIC_FREE_ESTIMATORS[settings.adv_estimator](batch, rewards, settings), torch.zeros_like(rewards)
 
 

@@ -20,7 +20,7 @@ from trainable.backend.world import SINGLE_PROCESS, World, chain_blocks, compute
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import PURPOSES, make_rng
 from trainable.envs.environment import Level
-from trainable.envs.games.make import make_environment
+from trainable.envs.games.make import make_environment, make_reward_function
 from trainable.envs.level_sets import make_run_levels, make_validation_levels
 from trainable.envs.prompts import Observation, make_prompt_template
 from trainable.models.interface import Critic, LanguageModel
@@ -131,7 +131,7 @@ class PPOTrainer:
         Raises ValueError if the first turn of an episode does not fit into the context.
         """
         config, env = self.config, self.config.env
-        self.environment = make_environment(env)
+        self.environment, self.compute_rewards = make_environment(env), make_reward_function(env)
         self.prompt_template = make_prompt_template(
             self.environment, config.model.prompt_style, env.max_actions_per_traj, policy.chat_format
         )
@@ -276,6 +276,7 @@ class PPOTrainer:
                     sampling_params,
                     rng,
                     luck[local_range.start * group_size :],
+                    self.compute_rewards,
                 )
         if needs_logprobs:
             # The trainer's passes come next and need the memory. Otherwise the engine stays awake, since the next phase

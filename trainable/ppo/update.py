@@ -23,7 +23,9 @@ from trainable.algo.vocabulary import TokenStatistics, compute_token_statistics,
 from trainable.backend.meter import Meter
 from trainable.backend.torch_backend import Backend
 from trainable.backend.world import SINGLE_PROCESS, World, shard_rows
+from trainable.config.choices import POLICY_LOSSES
 from trainable.config.constants import CHUNK_ELEMENTS, TOKENS_PER_PASS
+from trainable.config.own_parts import get_part
 from trainable.config.sections import ActorConfig, CriticConfig, OptimConfig
 from trainable.models.interface import Critic, LanguageModel, Trunk
 from trainable.rollout.batch import Batch, split_mini_batches
@@ -363,14 +365,23 @@ class ActorUpdate:
             # has the gradient of the loss, but not its value, which `make_tpo_targets` has already recorded.
             token_weights = inputs.targets.sequence_weights[:, None].expand(inputs.batch.mask.shape)
             return -(inputs.select_trained(token_weights) * logprobs).sum()
-        policy_loss = ppo_clip_loss(
-            logprobs,
-            old_logprobs,
-            inputs.select_trained(inputs.targets.advantages),
-            settings.clip_ratio_low,
-            settings.clip_ratio_high,
-            settings.clip_ratio_c,
-        )
+        advantages, token_sums = inputs.select_trained(inputs.targets.advantages), {"ppo_kl": ppo_kl_sum}
+        if settings.policy_loss in POLICY_LOSSES:
+            policy_loss = ppo_clip_loss(
+                logprobs,
+                old_logprobs,
+                advantages,
+                settings.clip_ratio_low,
+                settings.clip_ratio_high,
+                settings.clip_ratio_c,
+            )
+            token_loss = policy_loss.loss
+            token_sums |= {
+                "pg_clipfrac": policy_loss.clipped.sum(),
+                "pg_clipfrac_lower": policy_loss.clipped_lower.sum(),
+            }
+        else:
+            token_loss = get_part(settings.policy_loss)(logprobs, old_logprobs, advantages)
         weights = inputs.weights
         # vLLM's log-probs differ from the trainer's by rounding. These weights correct the loss of the tokens that it
         # sampled. RunConfig rejects them for tpo, which weights sequences.
@@ -378,12 +389,7 @@ class ActorUpdate:
             weights = weights * importance_weights(
                 old_logprobs, inputs.select_trained(inputs.batch.engine_logprobs), settings.tis_imp_ratio_cap
             )
-        pg_loss = (weights * policy_loss.loss).sum()
-        token_sums = {
-            "pg_clipfrac": policy_loss.clipped.sum(),
-            "pg_clipfrac_lower": policy_loss.clipped_lower.sum(),
-            "ppo_kl": ppo_kl_sum,
-        }
+        pg_loss = (weights * token_loss).sum()
         meter.add(len(old_logprobs), {"pg_loss": pg_loss.detach()}, token_sums)
         return pg_loss
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from trainable.envs.environment import Environment, Level, State
+from trainable.envs.environment import Environment, Level, PlayedTurn, RewardFunction, State
 from trainable.envs.prompts import Observation, ParsedReply, PromptTemplate, parse_reply
 from trainable.models.codec import Codec
 from trainable.rollout.episode import Episode, StopReason
@@ -48,9 +48,9 @@ def check_first_turn(
 class _EpisodeState:
     """An episode in progress.
 
-    tokens, replies, turns: one entry per message, where the reply of a prompt is None. rewards, turn_actions,
-    turn_validity, texts: one entry per turn. length: tokens of all messages so far. last_reward, last_invalid: the
-    outcome of the last turn, which the next observation shows.
+    tokens, replies, turns: one entry per message, where the reply of a prompt is None. rewards (of the game, without
+    penalties), turn_actions, turn_validity, texts: one entry per turn. length: tokens of all messages so far.
+    last_reward, last_invalid: the outcome of the last turn, which the next observation shows.
     """
 
     level: Level
@@ -92,13 +92,15 @@ def roll_out_episodes(
     params: SamplingParams,
     rng: np.random.Generator,
     luck: np.ndarray,
+    compute_rewards: RewardFunction | None = None,
 ) -> list[Episode]:
     """Play every level `group_size` times, all episodes in lock-step; the episodes of a level are consecutive.
 
     The reward of a turn is the environment's, plus the format penalty if the turn is invalid. An episode ends when the
     environment says so, when it has no actions or turns left, or when its next turn, with a reply of full length, could
     exceed the context. All random numbers of the sampler come from `rng`, and those of the environment are `luck`, see
-    `draw_luck`.
+    `draw_luck`. With `compute_rewards`, the rewards of an episode are those of this function instead of the game's;
+    the prompts still show those of the game, since the function reads finished episodes.
     """
     starts = environment.start(levels)
     states = [
@@ -127,7 +129,7 @@ def roll_out_episodes(
         live_rows, new_tokens = _append_observations(states, live_rows, template, codec, limits, params)
         if not live_rows:  # all that were left have run out of context
             break
-    return [_make_episode(state, limits) for state in states]
+    return [_make_episode(state, limits, compute_rewards) for state in states]
 
 
 def draw_luck(rng: np.random.Generator, num_episodes: int, limits: EpisodeLimits) -> np.ndarray:
@@ -160,7 +162,7 @@ def _apply_replies(
         state.append_tokens(reply.token_ids, reply, turn)
         state.texts.append(text)
         state.turn_validity.append(not parsed_reply.invalid)
-        state.rewards.append(reward + limits.format_penalty * parsed_reply.invalid)
+        state.rewards.append(reward)
         state.last_reward, state.last_invalid = float(reward), parsed_reply.invalid
 
 
@@ -236,7 +238,26 @@ def _find_stop_reason(state: _EpisodeState, limits: EpisodeLimits) -> StopReason
     return StopReason.OUT_OF_TURNS if state.actions else StopReason.MALFORMED
 
 
-def _make_episode(state: _EpisodeState, limits: EpisodeLimits) -> Episode:
+def _compute_turn_rewards(
+    state: _EpisodeState, limits: EpisodeLimits, compute_rewards: RewardFunction | None
+) -> tuple[float, ...]:
+    """The rewards of the turns, with the format penalty. ValueError unless `compute_rewards` returns one for each."""
+    rewards: Sequence[float] = state.rewards
+    if compute_rewards is not None:
+        columns = (state.texts, state.turn_actions, map(float, state.rewards), state.turn_validity)
+        turns = [PlayedTurn(*turn) for turn in zip(*columns, strict=True)]
+        rewards = [float(reward) for reward in compute_rewards(state.level, turns)]
+        if len(rewards) != len(turns):
+            raise ValueError(f"env.reward returned {len(rewards)} rewards for an episode of {len(turns)} turns.")
+    return tuple(
+        reward + limits.format_penalty * (not is_valid)
+        for reward, is_valid in zip(rewards, state.turn_validity, strict=True)
+    )
+
+
+def _make_episode(
+    state: _EpisodeState, limits: EpisodeLimits, compute_rewards: RewardFunction | None = None
+) -> Episode:
     """Make the record of a finished episode; tokens that were not sampled have mask False, log-prob and entropy 0."""
     lengths = [len(ids) for ids in state.tokens]
     # A prompt has no reply; zeros stand in for its log-probs and entropies.
@@ -250,7 +271,7 @@ def _make_episode(state: _EpisodeState, limits: EpisodeLimits) -> Episode:
         logprobs=np.concatenate([zeros if reply is None else reply.logprobs for reply, zeros in pairs]),
         entropies=np.concatenate([zeros if reply is None else reply.entropies for reply, zeros in pairs]),
         turns=np.repeat(state.turns, lengths),
-        turn_rewards=tuple(state.rewards),
+        turn_rewards=_compute_turn_rewards(state, limits, compute_rewards),
         turn_actions=tuple(state.turn_actions),
         turn_validity=tuple(state.turn_validity),
         stop_reason=_find_stop_reason(state, limits),

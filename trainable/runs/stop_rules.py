@@ -1,13 +1,14 @@
-"""The published stop rules, as pure functions of a run's rows.
+"""The published stop rules and those of the user, as pure functions of a run's rows.
 
 They need neither Ray nor torch, so live runs, replays of recorded runs and tests all use the same functions.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
+from trainable.config.own_parts import get_part, parse_part_name
 from trainable.config.sections import EarlyStopConfig
 
 Row = Mapping[str, Any]
@@ -144,6 +145,31 @@ RULES: dict[str, StopRule] = {
     "empty_filtered_steps": detect_empty_filtered_steps,
     "low_validation_success": detect_low_validation_success,
 }
+
+
+OwnStopRule = Callable[[Sequence[Row]], tuple[float, float] | None]
+"""A stop rule of the user: a function of the rows of a run so far that returns None, or (value, threshold) to stop."""
+
+
+def evaluate_own_rules(rows: Sequence[Row], names: Iterable[str]) -> StopDecision | None:
+    """The decision of the first rule of the user that stops a run after the last of `rows`, or None.
+
+    names: values of the setting early_stop.own_rules. Raises ValueError for a rule that returns anything else than None
+    or two numbers.
+    """
+    for name in names:
+        answer = get_part(name)(rows)
+        part = parse_part_name(name)
+        assert part is not None  # the setting accepts nothing else
+        rule = part._replace(digest="").format()
+        if answer is None:
+            continue
+        numbers = tuple(map(parse_finite, answer)) if isinstance(answer, tuple | list) else ()
+        value, threshold = numbers if len(numbers) == 2 else (None, None)
+        if value is None or threshold is None:
+            raise ValueError(f"stop rule {rule} returned {answer!r}: it must return None, or (value, threshold)")
+        return StopDecision(rule, value, threshold, int(rows[-1]["step"]))
+    return None
 
 
 def evaluate_stop_rules(

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from trainable.config.base_config import BaseRunConfig
+from trainable.config.own_parts import PartFile, register_file
 from trainable.config.run_config import apply_overrides
 from trainable.runs.checkpoint import CheckpointError
 from trainable.runs.retry import call_with_retry
@@ -124,6 +125,7 @@ class TrainingLoop:
         finished: whether all runs ended in an earlier start of the study. Their last rows are then reported again, so
             that the experiment of this start lists every run.
         stop_rules: names of the rules that the study applies.
+        code: the texts of the files of the user whose parts the settings name, by file name; may be left out.
         interrupt: path of a file or None. Once that file exists, the step under way is the last one of this start.
 
     Raises RunLockedError if another process trains one of the runs.
@@ -131,6 +133,8 @@ class TrainingLoop:
 
     def __init__(self, family: TrainerFamily, trial_config: Mapping[str, Any]) -> None:
         self.family = family
+        for name, text in trial_config.get("code", {}).items():
+            register_file(PartFile(name, text))
         self.settings = apply_overrides(family.config_class.model_validate({}), trial_config["settings"])
         self.stop_rules: tuple[str, ...] = tuple(trial_config["stop_rules"])
         self._interrupt_path = Path(trial_config["interrupt"]) if trial_config.get("interrupt") else None

@@ -29,7 +29,7 @@ from tune_study.host.gpus import detect_gpus
 from tune_study.host.terminal import finish_output, protect_output
 from tune_study.placement import resources
 from tune_study.plan.errors import PlanError
-from tune_study.plan.own_study import load_own_study
+from tune_study.plan.own_study import load_typed_code
 from tune_study.plan.study_plan import StudyPlan, collect_overrides, find_study
 from tune_study.tune.run import write_results
 
@@ -204,6 +204,7 @@ def resume(
     max_concurrent: opt.MaxConcurrent = None,
     skip_statuses: opt.SkipStatuses = DEFAULT_SKIPPED,
     study: opt.StudyFile = None,
+    code: opt.Code = None,
     accept_changed_file: opt.AcceptChangedFile = False,
     dry_run: opt.DryRun = False,
     wandb: opt.Wandb = None,
@@ -211,7 +212,7 @@ def resume(
 ) -> None:
     """Continue the study in RUN: finished runs are left unchanged, all others continue."""
     placement_overrides = {} if gpus_per_exp is None else {"trainer.n_gpus_per_node": gpus_per_exp}
-    own_study = None if study is None else load_own_study(study, accept_changed_file)
+    own_study = load_typed_code(study, code, accept_changed_file)
     plan = locate.plan_resume(run, placement_overrides, own_study, is_real=not dry_run)
     launch_options = LaunchOptions(
         gpus, gpu_memory_gib, max_concurrent, wandb, address, parse_skipped_statuses(skip_statuses)
@@ -291,6 +292,7 @@ def probe(
     ray_num_cpus: opt.RayNumCpus = None,
     assignments: opt.Assignments = None,
     study: opt.StudyFile = None,
+    code: opt.Code = None,
     accept_changed_file: opt.AcceptChangedFile = False,
 ) -> None:
     """Measure the gradients of one checkpoint of a run, in this process; nothing is trained."""
@@ -309,7 +311,7 @@ def probe(
     path = probing.find_checkpoint_path(checkpoint_root, checkpoint_step, resume_from_path)
     # Only now, because it may download rows, and a wrong path should be reported at once.
     folder = locate.fetch_for_writing(run)
-    own_study = None if study is None else load_own_study(study, accept_changed_file)
+    own_study = load_typed_code(study, code, accept_changed_file)
     target = probing.find_target(folder, trial, checkpoint_step, path, algo, own_study)
     option_overrides = {name: value for name, value in typed_settings.items() if value is not None}
     overrides = collect_overrides(target.plan.study, option_overrides, assignments or [], is_axis_free=True)

@@ -14,6 +14,7 @@ from search_spaces import FAMILIES
 from search_spaces.declaration.study import Study
 from search_spaces.language_model.family import PPO, as_run_config
 from trainable.config.command_lines import format_command
+from trainable.config.own_parts import PART_FORM, Choice
 from trainable.config.setting_types import format_value, is_common
 from trainable.files.json_values import DamagedFileError, DamageWarning, read_object
 from trainable.files.paths import UnsafePathError
@@ -222,7 +223,8 @@ def print_status(console: Console, folder: Path, location: str, study: dict[str,
     print_table(console, ("run", "arm", "seed", "status", "step", metric, "reason"), rows)
     print_missing_checkpoints(console, folder, study)
     if state == "unfinished":
-        options = list_resume_options((study.get("declaration") or {}).get("path"))
+        code_paths = [entry["path"] for entry in study.get("code") or []]
+        options = list_resume_options((study.get("declaration") or {}).get("path"), code_paths)
         run = location if is_uri(location) else Path(location)
         print_line(console, f"Continue with: {format_command('resume', run, *options)}")
 
@@ -294,6 +296,9 @@ def _format_value(value: object) -> str:
 
 def _format_allowed(annotation: Any, metadata: Sequence[Any]) -> str:
     """The allowed values of a field, in words. annotation, metadata: the field's type and bounds in pydantic."""
+    for constraint in metadata:
+        if isinstance(choice := getattr(constraint, "func", None), Choice):
+            return " | ".join((*choice.names, PART_FORM))
     if get_origin(annotation) is Literal:
         return " | ".join(str(choice) for choice in get_args(annotation))
     operators = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}

@@ -14,6 +14,10 @@ StudyName = Annotated[
 StudyFile = Annotated[
     str | None, Option("--study", metavar="FILE", help="The file of a study that was run from a file, like lr.py.")
 ]
+Code = Annotated[
+    list[str] | None,
+    Option("--code", metavar="FILE", help="A file whose parts the study uses, like my_loss.py; repeatable."),
+]
 NewStudyName = Annotated[str, Argument(metavar="NAME", help="Name of the new study, like my-lr.")]
 VariedSettings = Annotated[
     list[str] | None,

@@ -19,6 +19,7 @@ from tune_study.placement.disk import DiskBudget
 from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.placement.model_files import check_file, check_model
 from tune_study.plan.errors import PlanError
+from tune_study.plan.own_parts import check_parts
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan, flatten_settings
 from tune_study.tune import cluster
@@ -61,6 +62,8 @@ def start_studies(
     visible_gpus: the GPUs of this machine that CUDA_VISIBLE_DEVICES does not hide. Returns the exit code: 0 if every
     study returns 0. Raises PlanError before anything starts if a study cannot be run.
     """
+    for plan in plans:
+        check_parts(list({spec.config.compute_hash(): spec.config for spec in plan.runs}.values()))
     uses_gpus = any(plan.model is not None for plan in plans)
 
     def adapt_options(plan: StudyPlan) -> LaunchOptions:

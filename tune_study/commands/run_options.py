@@ -8,12 +8,14 @@ from typing import NamedTuple
 from search_spaces import STUDIES, SUITES
 from search_spaces.declaration.study import Study
 from trainable.config.command_lines import format_command
+from trainable.config.own_parts import PART_FORM, parse_part_name
 from trainable.config.run_config import list_field_names
 from trainable.config.setting_types import format_value
 from tune_study.commands.axis_options import VALUES_OPTION
 from tune_study.folder import locate
 from tune_study.placement.model_files import make_absolute
 from tune_study.plan.errors import PlanError
+from tune_study.plan.own_parts import load_named_files
 from tune_study.plan.own_study import StudySource, is_study_file, load_own_study
 from tune_study.plan.study_plan import (
     StudyPlan,
@@ -135,6 +137,8 @@ def plan_from_options(
     game_settings = _collect_game_settings(study, options)
     # Settings that were typed take precedence over those that come with the game.
     overrides = {**game_settings, **collect_overrides(study, option_settings, options.assignments)}
+    if options.preset in study.family.presets:  # otherwise the plan refuses it
+        load_named_files(study, source.path if source else "", values, options.preset, overrides.values())
     # The processes of runs have other working folders, in which a relative path would not be found.
     for setting in overrides.keys() & {*study.family.model_settings, *study.family.path_settings}:
         overrides[setting] = make_absolute(str(overrides[setting]))
@@ -201,12 +205,18 @@ def _collect_game_settings(study: Study, options: RunOptions) -> dict[str, objec
         return {}
     if not games:
         raise PlanError(f"--env does not belong to study {study.name}, which plays no game: leave it out.")
-    if options.game not in games:
-        raise PlanError(f"--env {format_value(options.game)} is not a game: type one of {', '.join(games)}.")
+    is_own_game = parse_part_name(options.game) is not None
+    if options.game not in games and not is_own_game:
+        raise PlanError(
+            f"--env {format_value(options.game)} is not a game: type one of {', '.join(games)}, or a game of yours as "
+            f"{PART_FORM}."
+        )
     if study.game and options.game != study.game:
         raise PlanError(
             f"--env does not belong to study {study.name}, whose arms are named after {study.game}: leave it out."
         )
+    if is_own_game:
+        return {"env.name": options.game}
     return study.family.make_game_settings(options.game, options.preset)
 
 

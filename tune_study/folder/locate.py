@@ -261,10 +261,11 @@ def push_results(folder: Path) -> str:
     content = read_study(folder)
     if not content.get("storage"):
         return ""
-    if content.get("declaration") is not None:
+    if content.get("declaration") is not None or content.get("code"):
         return (
-            f"Nothing was copied to {format_value(get_study_uri(content) or '', 1000)}: that needs the file that "
-            f"declares the study. `{format_command('resume', folder)}` with --study FILE copies everything."
+            f"Nothing was copied to {format_value(get_study_uri(content) or '', 1000)}: that needs the files that "
+            f"declare the study and its parts. `{format_command('resume', folder)}`, with the options that `status` "
+            "shows, copies everything."
         )
     from tune_study.folder import storage
 

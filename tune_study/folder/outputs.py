@@ -19,6 +19,7 @@ from trainable.files.schema import SCHEMA
 from trainable.runs.run_ends import ENDED_STATUSES
 from tune_study.folder.statuses import RunStatus, make_timestamp, resolve_status, write_status
 from tune_study.plan.errors import PlanError
+from tune_study.plan.own_parts import make_code_entry
 from tune_study.plan.study_plan import RunSpec, StudyPlan
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def make_study_entry(plan: StudyPlan) -> dict[str, Any]:
         "model": plan.model or "",
         "storage": plan.storage,
         "declaration": None if plan.source is None else plan.source.make_entry(),
+        "code": make_code_entry(plan.code),
     }
 
 

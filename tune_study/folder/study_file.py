@@ -26,7 +26,8 @@ from trainable.runs.failures import StorageError
 from trainable.runs.stop_rules import RULES
 from trainable.storage.uris import check_uri, is_same_folder, join_uri
 from tune_study.plan.errors import PlanError
-from tune_study.plan.own_study import OwnStudy, check_same_source, explain_missing_file, list_resume_options
+from tune_study.plan.own_parts import check_recorded_files
+from tune_study.plan.own_study import OwnStudy, check_same_source, explain_missing_file
 from tune_study.plan.study_plan import (
     MAX_SEEDS,
     StudyPlan,
@@ -101,6 +102,12 @@ class _Declaration(_Section):
     text: Annotated[str, Field(max_length=1_000_000)]
 
 
+class _CodeFile(_Section):
+    path: Text
+    sha256: Text
+    text: Annotated[str, Field(max_length=1_000_000)]
+
+
 class _Look(_Section):
     at: Text
     runs: int = Field(ge=0, le=2**31)
@@ -139,6 +146,7 @@ class _StudyFile(_Section):
     model: Text = ""
     storage: Text | None = None
     declaration: _Declaration | None = None
+    code: list[_CodeFile] = []
 
 
 def read_study(folder: Path) -> dict[str, Any]:
@@ -207,6 +215,7 @@ def plan_from_folder(
     folder = Path(os.path.abspath(folder))
     content = read_study(folder)
     study = study or _find_declaration(folder, content, own_study)
+    check_recorded_files(folder, content.get("code") or [])
     try:
         base = apply_overrides(study.family.config_class.model_validate(content["settings"]), overrides)
         # A study with variants is identified by its name and the setting that chose the variant.
@@ -423,7 +432,7 @@ def _check_same_arms(existing: StudyPlan, plan: StudyPlan) -> None:
     if plan.num_baseline_seeds > existing.num_baseline_seeds and plan.extra_seeds:
         changes.append(f"--baseline-seeds: {existing.num_baseline_seeds} -> {plan.num_baseline_seeds}")
     if changes:
-        options = list_resume_options(plan.source.typed if plan.source else None)
+        options = plan.resume_options
         raise PlanError(
             f"{plan.folder} contains this study with other runs:\n  " + "\n  ".join(changes) + "\n"
             f"Type --extend to add the new runs to it, `{format_command('resume', plan.folder, *options)}` to continue "

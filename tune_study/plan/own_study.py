@@ -4,27 +4,27 @@ Only a file whose path was typed is executed. A results folder records the text 
 comparison; a path in a folder is shown and never opened.
 """
 
-import difflib
 import hashlib
 import re
-import sys
-import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from search_spaces import STUDIES, SUITES
 from search_spaces.declaration.study import Study
 from trainable.config.command_lines import format_command
+from trainable.config.own_parts import OwnPartError, execute_text
 from trainable.config.setting_types import format_value
 from tune_study.plan.errors import PlanError
+from tune_study.plan.own_parts import CODE_OPTION, load_typed_files
+from tune_study.plan.source_file import format_changes, read_source
+
+NEW_COMMAND = format_command("new", "NAME", "--vary", "actor.lr=1e-4,3e-4")
+"""An example of the command that writes the file of a study."""
 
 DEFAULT_NAME = "STUDY"
 """The variable of a file that has its study, unless another one is typed after a colon."""
 
-MAX_BYTES = 1_000_000
-MAX_DIFF_LINES = 40
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
@@ -39,6 +39,11 @@ class StudySource(NamedTuple):
     text: str
     sha256: str
     accepts_change: bool = False
+
+    @property
+    def path(self) -> str:
+        """The path of the file; empty for a study that was declared in Python."""
+        return _split_path(self.typed)[0]
 
     def make_entry(self) -> dict[str, Any]:
         """The record in study.json."""
@@ -64,9 +69,12 @@ def load_own_study(typed: str, accepts_change: bool = False) -> OwnStudy:
     Raises PlanError if there is no such file, if it cannot be executed, or if it declares no usable study.
     """
     path_text, variable = _split_path(typed)
-    text = _read_text(path_text)
+    text = read_source(path_text, f"that declares a study, such as one that `{NEW_COMMAND}` writes")
     sha256 = hashlib.sha256(text.encode()).hexdigest()
-    module = _execute(path_text, text, sha256)
+    try:
+        module = execute_text(text, path_text, f"own_study_{sha256[:16]}")
+    except OwnPartError as error:
+        raise PlanError(str(error)) from None
     study = getattr(module, variable, None)
     if not isinstance(study, Study):
         names = [name for name, value in vars(module).items() if isinstance(value, Study)]
@@ -78,9 +86,23 @@ def load_own_study(typed: str, accepts_change: bool = False) -> OwnStudy:
     return OwnStudy(study, StudySource(typed, text, sha256, accepts_change))
 
 
-def list_resume_options(path: str | None) -> tuple[str, ...]:
-    """What `resume` needs besides the folder. path: where the study is declared; None or empty if it is in no file."""
-    return ("--study", path) if path else ()
+def load_typed_code(
+    study: str | None, code_paths: Sequence[str] | None, accepts_change: bool = False
+) -> OwnStudy | None:
+    """Execute what was typed with --study and --code to continue a study; return the study, None without --study."""
+    own_study = None if study is None else load_own_study(study, accepts_change)
+    # The file of a study may have parts as well.
+    load_typed_files([*(code_paths or ()), *([own_study.source.path] if own_study else ())])
+    return own_study
+
+
+def list_resume_options(path: str | None, code_paths: Iterable[str] = ()) -> tuple[str, ...]:
+    """What `resume` needs besides the folder.
+
+    path: where the study is declared; None or empty if it is in no file. code_paths: the files of its parts.
+    """
+    study_options = ("--study", path) if path else ()
+    return (*study_options, *(word for code_path in code_paths for word in (CODE_OPTION, code_path)))
 
 
 def check_same_source(folder: Path, entry: Mapping[str, Any], source: StudySource) -> None:
@@ -90,13 +112,7 @@ def check_same_source(folder: Path, entry: Mapping[str, Any], source: StudySourc
     """
     if source.sha256 == entry["sha256"] or source.accepts_change:
         return
-    lines = list(
-        difflib.unified_diff(
-            entry["text"].splitlines(), source.text.splitlines(), "when the study was started", "now", lineterm="", n=1
-        )
-    )
-    shown_lines = lines[:MAX_DIFF_LINES] + ["..."] * (len(lines) > MAX_DIFF_LINES)
-    diff = "\n  ".join(shown_lines)
+    diff = format_changes(entry["text"], source.text)
     raise PlanError(
         f"{format_value(source.typed, 1000)} has changed since {folder} was started:\n  {diff}\n"
         "Restore the file, start a new study with another --output, or type --accept-changed-file to go on with the "
@@ -122,46 +138,6 @@ def _split_path(typed: str) -> tuple[str, str]:
     """Path and variable of what was typed."""
     path, colon, variable = typed.rpartition(":")
     return (path, variable) if colon and path.endswith(".py") else (typed, DEFAULT_NAME)
-
-
-def _read_text(path_text: str) -> str:
-    path = Path(path_text).expanduser()
-    shown_path = format_value(path_text, 1000)
-    if not path.is_file():
-        raise PlanError(
-            f"There is no file {shown_path}: type the path of a Python file that declares a study; "
-            f"`{format_command('new', 'NAME', '--vary', 'actor.lr=1e-4,3e-4')}` writes one."
-        )
-    try:
-        content = path.read_bytes()
-        if len(content) > MAX_BYTES:
-            raise PlanError(f"{shown_path} has more than {MAX_BYTES} bytes: type the path of a file that is a study.")
-        return content.decode()
-    except UnicodeDecodeError:
-        raise PlanError(f"{shown_path} is not a text in UTF-8: type the path of a Python file.") from None
-    except OSError as error:
-        raise PlanError(f"{shown_path} cannot be read: {error.strerror}.") from None
-
-
-def _execute(path_text: str, text: str, sha256: str) -> ModuleType:
-    """The module of the text. Raise PlanError with the line at which it fails."""
-    module = ModuleType(f"own_study_{sha256[:16]}")
-    module.__file__ = path_text
-    sys.modules[module.__name__] = module  # dataclasses look their own module up
-    try:
-        exec(compile(text, path_text, "exec"), module.__dict__)
-    except SyntaxError as error:
-        raise PlanError(
-            f"{format_value(path_text, 1000)} is not Python: {error.msg} in line {error.lineno}. Correct the file."
-        ) from None
-    except Exception as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path_text]
-        place = f" in line {lines[-1]}" if lines else ""
-        raise PlanError(
-            f"{format_value(path_text, 1000)} cannot be executed: {type(error).__name__}{place}: "
-            f"{format_value(str(error), 500)}. Correct the file."
-        ) from None
-    return module
 
 
 def is_study_name(name: str) -> bool:

@@ -12,12 +12,14 @@ from search_spaces.declaration.study import Study
 from search_spaces.language_model.family import as_run_config
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.command_lines import format_command
+from trainable.config.own_parts import PartFile, parse_part_name, pin_parts
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names, resolve_key
 from trainable.config.setting_types import format_value
 from trainable.files.schema import MAX_RUNS
 from trainable.storage.uris import join_uri
 from tune_study.plan.errors import PlanError
-from tune_study.plan.own_study import StudySource
+from tune_study.plan.own_parts import list_used_files
+from tune_study.plan.own_study import StudySource, list_resume_options
 
 MAX_SEEDS = 401
 """Maximum number of seeds per arm: RunConfig accepts the seeds 0 to 400."""
@@ -100,6 +102,16 @@ class StudyPlan:
     extra_seeds: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     max_seeds: int | None = None
     source: StudySource | None = None
+
+    @property
+    def code(self) -> tuple[PartFile, ...]:
+        """The files of the user whose parts the runs use."""
+        return list_used_files([self.base_config, *(spec.config for spec in self.runs)])
+
+    @property
+    def resume_options(self) -> tuple[str, ...]:
+        """What `resume` needs besides the folder."""
+        return list_resume_options(self.source.typed if self.source else None, [file.path for file in self.code])
 
     @property
     def ppo_config(self) -> RunConfig:
@@ -328,7 +340,7 @@ def make_plan(
         raise PlanError(f"--seeds {format_value(count)} leaves nothing to run: type --seeds 1 or more.")
     if count > MAX_SEEDS:
         raise PlanError(f"--seeds {format_value(count)} is above the maximum: type --seeds {MAX_SEEDS} or less.")
-    base_config = apply_overrides(make_base_config(study, preset), overrides)
+    base_config = pin_parts(apply_overrides(make_base_config(study, preset), overrides))
     chosen_values = tuple(values) if values is not None else study.get_grid(preset)
     plan = build_plan(study, preset, preset_reason, base_config, chosen_values, tuple(range(count)), output)
     num_baseline_seeds = study.baseline_seeds if n_baseline_seeds is None else n_baseline_seeds
@@ -440,7 +452,7 @@ def make_arm_config(study: Study, base_config: BaseRunConfig, value: str) -> Bas
             f"{study.axis.option} {format_value(value)} is not an arm of study {study.name}. {_describe_values(study)}"
         )
     try:
-        return apply_overrides(base_config, study.axis.make_settings(value, base_config))
+        return pin_parts(apply_overrides(base_config, study.axis.make_settings(value, base_config)))
     except ConfigError as error:
         raise ConfigError(f"{study.axis.option} {format_value(value)}: {error} {_describe_values(study)}") from None
 
@@ -464,7 +476,8 @@ def check_values(study: Study, values: Sequence[str]) -> None:
     for value in values:
         quoted_value = format_value(value)
         # float() would read 1_000 as 1000, which was perhaps meant as a name.
-        if "_" in value and value not in study.axis.named_settings:
+        is_name = value in study.axis.named_settings or parse_part_name(value) is not None
+        if "_" in value and not is_name:
             raise PlanError(f"{option} has the value {quoted_value}: type numbers without `_`, like 0,0.1.")
         number, label = _parse_number(value), make_value_label(value)
         # 0.1 and 0.10 are one number, so they would be two arms with the same settings.

@@ -27,7 +27,6 @@ from tune_study.host.machine_checks import find_ray_folder
 from tune_study.host.terminal import finish_output
 from tune_study.placement.resources import make_placement_group
 from tune_study.plan.errors import PlanError
-from tune_study.plan.own_study import list_resume_options
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.local_ray import LocalRay
@@ -376,7 +375,7 @@ def _make_run_config(plan: StudyPlan, interrupt: Interrupt, callbacks: list[Any]
     from ray import tune
     from ray.tune.stopper import CombinedStopper
 
-    from tune_study.tune.stoppers import InterruptStopper, RuleStopper
+    from tune_study.tune.stoppers import InterruptStopper, OwnRuleStopper, RuleStopper
 
     # The rule of update-rule studies is not in RULES: their trials have several runs, which end one by one, and report
     # themselves when all have ended.
@@ -384,7 +383,7 @@ def _make_run_config(plan: StudyPlan, interrupt: Interrupt, callbacks: list[Any]
     return tune.RunConfig(
         name=plan.folder.name,
         storage_path=str(plan.folder.parent),
-        stop=CombinedStopper(*rule_stoppers, InterruptStopper(interrupt)),
+        stop=CombinedStopper(*rule_stoppers, OwnRuleStopper(), InterruptStopper(interrupt)),
         callbacks=callbacks,
         failure_config=tune.FailureConfig(max_failures=-1),  # unlimited: the Recorder decides about each failure
         # A run writes its own checkpoints; Tune's would be a second copy that nothing reads.
@@ -451,7 +450,7 @@ def _conclude_study(session: StudySession, problem: str, statuses: StudyStatuses
     if unfinished_statuses:
         # study.json has the storage of the study but not its cluster, so the command must name the cluster.
         address = session.resource_plan.cluster_address
-        options = list_resume_options(plan.source.typed if plan.source else None)
+        options = plan.resume_options
         options += ("--address", address) if address else ()
         print_line(console, f"Continue with: {format_command('resume', plan.folder, *options)}")
         if plan.study_uri is not None:

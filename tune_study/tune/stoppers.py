@@ -6,6 +6,7 @@ from typing import Any
 
 from ray import tune
 
+from trainable.config.own_parts import parse_part_name
 from trainable.config.sections import EarlyStopConfig
 from trainable.runs.stop_rules import HISTORY_COLUMNS, RULES, evaluate_stop_rules
 from tune_study.host.interrupt import Interrupt
@@ -68,6 +69,18 @@ class RuleStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
         if self.columns["groups_kept"] not in result:
             rule_row["groups_kept"] = 1
         return {"step": result.get("training_iteration"), **rule_row}
+
+    def stop_all(self) -> bool:
+        """Never stop the experiment: other trials have their own rows."""
+        return False
+
+
+class OwnRuleStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
+    """Ends a trial after a row in which a stop rule of the user has fired, which only its run can evaluate."""
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        """Whether the trial ends after this result."""
+        return parse_part_name(result.get("stop_rule")) is not None
 
     def stop_all(self) -> bool:
         """Never stop the experiment: other trials have their own rows."""

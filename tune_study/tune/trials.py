@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainable.config.own_parts import list_part_files
 from trainable.runs.run_ends import ENDED_STATUSES
 from tune_study.folder.statuses import RunStatus
 from tune_study.plan.study_plan import RunSpec, StudyPlan, find_changed_settings
@@ -81,6 +82,7 @@ def make_trial_config(
         "finished": is_finished,
         "family": family.trainer,
         "stop_rules": list(plan.study.stop_rules),
+        "code": {file.name: file.text for file in list_part_files(first_spec.config)},
         "interrupt": str(interrupt) if interrupt else None,
         "storage": plan.study_uri,
         "storage_patience": plan.base_config.trainer.disk_patience,

@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from trainable.config.sections import EnvConfig
-from trainable.envs.environment import Environment, TurnLimits
+from trainable.config.own_parts import get_part
+from trainable.config.sections import GAME_REWARD, EnvConfig
+from trainable.envs.environment import Environment, RewardFunction, TurnLimits
 from trainable.envs.games.countdown import Countdown
 from trainable.envs.games.frozen_lake import FrozenLake
 from trainable.envs.games.mastermind import Mastermind
@@ -30,8 +31,23 @@ MAX_FOLLOWED_ACTIONS = 100
 
 
 def make_environment(env: EnvConfig) -> Environment[Any]:
-    """The environment that `env` selects, with the settings of its game."""
-    return GAMES[env.name](env)
+    """The environment that `env` selects, with the settings of its game.
+
+    A game of the user is an object, or a class or function without arguments that makes one.
+    """
+    if env.name in GAMES:
+        return GAMES[env.name](env)
+    own_game = get_part(env.name)
+    environment: Environment[Any] = own_game() if callable(own_game) else own_game
+    return environment
+
+
+def make_reward_function(env: EnvConfig) -> RewardFunction | None:
+    """The function that replaces the rewards of the game, if `env` selects one; None for the rewards of the game."""
+    if env.reward == GAME_REWARD:
+        return None
+    function: RewardFunction = get_part(env.reward)
+    return function
 
 
 def get_turn_limits(env: EnvConfig) -> TurnLimits:

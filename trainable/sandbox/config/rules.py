@@ -100,3 +100,8 @@ RULES: Mapping[str, Rule] = {
 METHODS = tuple(RULES)
 """The allowed values of the setting `method`."""
 DEFAULT_METHOD = "DG"
+
+
+def get_rule(method: str, group_size: int) -> Rule:
+    """The record of an update rule. One of the user samples groups if the setting group_size is above 1."""
+    return RULES[method] if method in RULES else Rule("", has_groups=group_size > 1)

@@ -4,13 +4,16 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from trainable.config.base_config import BaseRunConfig, BaseTrainerConfig
+from trainable.config.own_parts import Choice
 from trainable.config.setting_types import Common, Fraction, ModelPath, NonNegative, ParseNull, Positive
 from trainable.sandbox.config.names import NOISE_MODES, REPLAY_PRIORITIES, TASKS
 from trainable.sandbox.config.rejections import find_rejection
-from trainable.sandbox.config.rules import DEFAULT_METHOD, METHODS, RULES, Rule
+from trainable.sandbox.config.rules import DEFAULT_METHOD, METHODS, Rule, get_rule
+
+MethodName = Annotated[str, AfterValidator(Choice(METHODS))]
 
 
 class RunnerConfig(BaseTrainerConfig):
@@ -50,7 +53,7 @@ class UpdateRuleConfig(BaseRunConfig):
 
     seed: int = Field(0, ge=0, le=400, description="seed of weights, prompts, samples and noise")
     task: Common[Literal[TASKS]] = Field("mnist", description="the task to learn")  # type: ignore[valid-type]
-    method: Common[Literal[METHODS]] = Field(DEFAULT_METHOD, description="the update rule")  # type: ignore[valid-type]
+    method: Common[MethodName] = Field(DEFAULT_METHOD, description="the update rule")
     delay: Common[int] = Field(0, ge=0, description="steps between sampling a batch and training on it")
     batch_size: Common[int] = Field(100, ge=1, description="rollouts per step")
     lr: Common[Positive] = Field(1e-3, description="learning rate of Adam")
@@ -124,7 +127,7 @@ class UpdateRuleConfig(BaseRunConfig):
     @property
     def rule(self) -> Rule:
         """The record of the update rule `method`."""
-        return RULES[self.method]
+        return get_rule(self.method, self.group_size)
 
     @property
     def max_tensor_entries(self) -> int:

@@ -1,13 +1,33 @@
 """Make the trainer of a configuration; the only module that looks up tasks and update rules by name."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from torch import Tensor
+
+from trainable.config.own_parts import get_part
+from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.rules.catalog import UPDATE_RULES
+from trainable.sandbox.rules.rule import RuleLoss, UpdateRule, make_rule_loss
 from trainable.sandbox.tasks.make import make_task
 from trainable.sandbox.training.trainer import UpdateRuleTrainer
 
 
 def make_trainer(config: UpdateRuleConfig, seeds: Sequence[int]) -> UpdateRuleTrainer:
     """A trainer of `config` with one member per seed."""
-    return UpdateRuleTrainer(config, seeds, make_task(config), UPDATE_RULES[config.method])
+    rule = UPDATE_RULES[config.method] if config.method in UPDATE_RULES else wrap_own_rule(get_part(config.method))
+    return UpdateRuleTrainer(config, seeds, make_task(config), rule)
+
+
+def wrap_own_rule(function: Callable[[Rollouts, Tensor, UpdateRuleConfig], Tensor]) -> UpdateRule:
+    """The update rule of a function of the user, which returns the loss [E] alone."""
+
+    def rule(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
+        loss = function(rollouts, log_probs, config)
+        members = len(rollouts.rewards)
+        if not isinstance(loss, Tensor) or tuple(loss.shape) != (members,):
+            shape = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise ValueError(f"an update rule returns the loss of each member, [{members}], and this is {shape}")
+        return make_rule_loss(rollouts, loss)
+
+    return rule

@@ -1,0 +1,237 @@
+"""Parts of a run that a user wrote: functions and games in files of their own, which a setting names as FILE.py:NAME.
+
+A file is executed only if its path was typed. A configuration names its parts with a digest of the file's text,
+FILE.py:NAME#DIGEST, so that runs with a changed file have another hash. The digest is also how a process finds a part:
+each process of a run gets the texts, and executes them before it makes anything from the configuration.
+"""
+
+import hashlib
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, NamedTuple, TypeVar
+
+from trainable.config.base_config import BaseRunConfig
+from trainable.config.setting_types import format_value
+
+C = TypeVar("C", bound=BaseRunConfig)
+
+PART_FORM = "FILE.py:NAME"
+"""How a setting names a part, for messages."""
+MAX_NAME_LENGTH = 1024
+_PART_NAME = re.compile(r"(?P<path>[^#:]*\.py):(?P<name>[A-Za-z_]\w*)(?:#(?P<digest>[0-9a-f]{16}))?", re.ASCII)
+
+
+class OwnPartError(ValueError):
+    """A file or a part of a user that cannot be used. The message says why, and what to change."""
+
+
+class PartName(NamedTuple):
+    """The name of a part in a setting: path of the file, variable, and digest of the text, which is empty if typed."""
+
+    path: str
+    name: str
+    digest: str = ""
+
+    @property
+    def file_name(self) -> str:
+        """The last part of the path. A configuration contains no other: a file is the same wherever it lies."""
+        return PurePath(self.path).name
+
+    def format(self) -> str:
+        """The name as a setting has it."""
+        return f"{self.path}:{self.name}#{self.digest}" if self.digest else f"{self.path}:{self.name}"
+
+
+def parse_part_name(value: object) -> PartName | None:
+    """The part that the value of a setting names; None if it names none.
+
+    >>> parse_part_name("parts/clip.py:soft_clip")
+    PartName(path='parts/clip.py', name='soft_clip', digest='')
+    >>> parse_part_name("ppo_clip") is None
+    True
+    """
+    match = _PART_NAME.fullmatch(value) if isinstance(value, str) else None
+    return None if match is None else PartName(match["path"], match["name"], match["digest"] or "")
+
+
+def shorten_part_name(value: str) -> str:
+    """The name of a part without file and digest, for file names; any other value unchanged."""
+    part = parse_part_name(value)
+    return value if part is None else part.name
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Validator of a setting that has one of `names`, or names a part of the user.
+
+    The type of such a setting is Annotated[str, AfterValidator(Choice(names))].
+    """
+
+    names: tuple[str, ...]
+
+    def __call__(self, value: str) -> str:
+        """`value`, or ValueError with what is allowed."""
+        if value in self.names or (parse_part_name(value) is not None and len(value) <= MAX_NAME_LENGTH):
+            return value
+        names = f"{', '.join(map(repr, self.names))} or " if self.names else ""
+        raise ValueError(f"must be {names}a part of yours, {PART_FORM}")
+
+
+class PartFile(NamedTuple):
+    """A file with parts. path: as it was typed. text: its content."""
+
+    path: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        """The name of the file, without folders."""
+        return PurePath(self.path).name
+
+    @property
+    def sha256(self) -> str:
+        """The hash of the text."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @property
+    def digest(self) -> str:
+        """The first 16 hex digits of the hash, which configurations contain."""
+        return self.sha256[:16]
+
+
+_files: dict[str, PartFile] = {}
+"""The files that this process has executed, by digest."""
+_modules: dict[str, ModuleType] = {}
+"""The modules of these files, by digest."""
+_newest_digests: dict[str, str] = {}
+"""For each name of a file, the digest of the text that was registered last."""
+
+
+def execute_text(text: str, path: str, module_name: str) -> ModuleType:
+    """Execute the text of a Python file as a module. Raise OwnPartError with the line at which it fails."""
+    module = ModuleType(module_name)
+    module.__file__ = path
+    sys.modules[module_name] = module  # dataclasses look their own module up
+    shown_path = format_value(path, 1000)
+    try:
+        exec(compile(text, path, "exec"), module.__dict__)
+    except SyntaxError as error:
+        raise OwnPartError(
+            f"{shown_path} is not Python: {error.msg} in line {error.lineno}. Correct the file."
+        ) from None
+    except Exception as error:
+        raise OwnPartError(
+            f"{shown_path} cannot be executed: {describe_error(error, path)}. Correct the file."
+        ) from None
+    return module
+
+
+def describe_error(error: BaseException, path: str) -> str:
+    """Class, line and message of an error that a file of the user has raised. path: of that file."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    place = f" in line {lines[-1]}" if lines else ""
+    return f"{type(error).__name__}{place}: {format_value(str(error), 500)}"
+
+
+def register_file(file: PartFile) -> None:
+    """Execute a file, so that this process knows its parts. A text that is known already is not executed again.
+
+    Raises OwnPartError if the file cannot be executed.
+    """
+    if file.digest not in _modules:
+        _modules[file.digest] = execute_text(file.text, file.path, f"own_parts_{file.digest}")
+        _files[file.digest] = file
+    _newest_digests[file.name] = file.digest
+
+
+def find_registered_file(name: str) -> PartFile | None:
+    """The file of this name that was registered last, or None."""
+    return _files.get(_newest_digests.get(name, ""))
+
+
+def get_part(value: str) -> Any:
+    """The function, class or object that the value of a setting names.
+
+    Raises OwnPartError if its file was not registered, if the file has no such name, and for a name that the file only
+    imports: its text would not be part of the digest.
+    """
+    part = parse_part_name(value)
+    if part is None:
+        raise OwnPartError(f"{format_value(value)} names no part: type {PART_FORM}.")
+    if part.digest not in _modules:
+        raise OwnPartError(f"{format_value(value, 1000)} needs the file {part.file_name}, which was not typed.")
+    module = _modules[part.digest]
+    try:
+        own_part = getattr(module, part.name)
+    except AttributeError:
+        raise OwnPartError(
+            f"{format_value(part.path, 1000)} has no {part.name}: define it, or name something that the file has."
+        ) from None
+    is_definition = isinstance(own_part, type | FunctionType | BuiltinFunctionType)
+    if isinstance(own_part, ModuleType) or (is_definition and own_part.__module__ != module.__name__):
+        raise OwnPartError(
+            f"{format_value(part.path, 1000)} imports {part.name}, and only the text of that file is recorded: define "
+            "it there, or wrap it in a function."
+        )
+    return own_part
+
+
+def get_part_file(value: str) -> PartFile:
+    """The registered file of the part that the value of a setting names."""
+    part = parse_part_name(value)
+    if part is None or part.digest not in _files:
+        raise OwnPartError(f"{format_value(value, 1000)} names no part of a registered file.")
+    return _files[part.digest]
+
+
+def list_parts(config: BaseRunConfig) -> dict[str, PartName]:
+    """The parts of the user in a configuration, by dotted setting; in a list of parts the setting ends in a number."""
+    return dict(_find_parts(config.model_dump(), ""))
+
+
+def _find_parts(value: object, name: str) -> Iterator[tuple[str, PartName]]:
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _find_parts(entry, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, tuple | list):
+        for number, entry in enumerate(value):
+            yield from _find_parts(entry, f"{name}.{number}")
+    elif (part := parse_part_name(value)) is not None:
+        yield name, part
+
+
+def list_part_files(config: BaseRunConfig) -> tuple[PartFile, ...]:
+    """The files whose parts a configuration names, all of which must be registered, without repetition."""
+    digests = dict.fromkeys(part.digest for part in list_parts(config).values())
+    return tuple(_files[digest] for digest in digests)
+
+
+def pin_parts(config: C) -> C:
+    """The configuration with the digest of the registered file at each part of the user, and without its folder.
+
+    Raises OwnPartError for a part whose file was not registered.
+    """
+    if not list_parts(config):
+        return config
+    return type(config).model_validate(_replace_parts(config.model_dump(), _pin_part))
+
+
+def _replace_parts(value: Any, replace: Callable[[PartName], str]) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _replace_parts(entry, replace) for key, entry in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple(_replace_parts(entry, replace) for entry in value)
+    part = parse_part_name(value)
+    return value if part is None else replace(part)
+
+
+def _pin_part(part: PartName) -> str:
+    digest = part.digest or _newest_digests.get(part.file_name, "")
+    if digest not in _modules:
+        raise OwnPartError(f"{format_value(part.format(), 1000)} needs the file {part.file_name}, which was not typed.")
+    return PartName(part.file_name, part.name, digest).format()

@@ -1,0 +1,304 @@
+"""Try the parts of a user on a small example before a study starts, so that mistakes are found in the first second."""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainable.config.base_config import BaseRunConfig
+from trainable.config.constants import SHIPPED_MODELS
+from trainable.config.own_parts import (
+    OwnPartError,
+    PartFile,
+    describe_error,
+    get_part,
+    get_part_file,
+    list_parts,
+)
+from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
+from trainable.config.setting_types import format_value
+from trainable.envs.environment import FIRST_TEST_SEED, Environment, Level, PlayedTurn, TurnLimits, TurnOutcome
+from trainable.envs.games.make import make_environment
+from trainable.envs.prompts import ACTION_SEPARATOR
+from trainable.runs.records import make_empty_row
+from trainable.runs.stop_rules import evaluate_own_rules
+from trainable.sandbox.config.settings import UpdateRuleConfig
+from trainable.sandbox.training.make import make_trainer
+
+_DOCS = {"env.name": "docs/add_an_environment.md"}
+"""The page with an example of a part, by setting; docs/add_a_part.md for the others."""
+_SEEDS = (1, 2, 3)
+"""Seeds of the levels of the example."""
+
+
+class _Trial:
+    """Calls a part, and turns its errors into an `OwnPartError` that says which setting, which part and which line."""
+
+    def __init__(self, setting: str, value: str, file: PartFile) -> None:
+        self.setting, self.value, self.file = setting, value, file
+
+    def fail(self, problem: str) -> OwnPartError:
+        """The error to raise for a problem, which is a clause such as "step() returned None"."""
+        name = self.value.partition("#")[0]
+        return OwnPartError(
+            f"{self.setting}={format_value(name, 1000)} cannot be used: {problem}. Correct "
+            f"{format_value(self.file.path, 1000)}; {_DOCS.get(self.setting, 'docs/add_a_part.md')} has an example."
+        )
+
+    def call(self, signature: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of a call. signature: how the call is shown, such as `loss(logprobs, old_logprobs)`."""
+        try:
+            return function(*arguments)
+        except Exception as error:
+            raise self.fail(f"{signature} raised {describe_error(error, self.file.path)}") from None
+
+    def check_tensor(self, signature: str, tensor: Any, shape: tuple[int, ...], is_mask: bool = False) -> None:
+        """Raise unless `tensor` is one of this shape: of booleans if `is_mask`, otherwise of finite numbers."""
+        kind = "bools" if is_mask else "numbers"
+        wanted = f"and a tensor {list(shape)} of {kind} is needed"
+        if not isinstance(tensor, Tensor):
+            raise self.fail(f"{signature} returned {_describe(tensor)}, {wanted}")
+        has_type = tensor.dtype == torch.bool if is_mask else tensor.is_floating_point()
+        if tuple(tensor.shape) != shape or not has_type:
+            raise self.fail(f"{signature} returned a tensor {list(tensor.shape)} of {tensor.dtype}, {wanted}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise self.fail(f"{signature} returned numbers that are not finite")
+
+
+def check_part(config: BaseRunConfig, setting: str) -> None:
+    """Try the part that a setting of `config` names. Raise OwnPartError that says what is wrong with it.
+
+    setting: a key of `list_parts(config)`.
+    """
+    value = list_parts(config)[setting].format()
+    file = get_part_file(value)
+    setting = re.sub(r"\.\d+$", "", setting)  # of an entry of a list, the list
+    trial = _Trial(setting, value, file)
+    part = get_part(value)
+    if not callable(part) and setting != "env.name":
+        raise trial.fail(f"it is {_describe(part)}, and a function is needed")
+    checks: Mapping[str, Callable[[_Trial, Any, Any], None]] = {
+        "env.name": _check_game,
+        "env.reward": _check_reward,
+        "filter.rollout_filter_strategy": _check_filter,
+        "algorithm.adv_estimator": _check_estimator,
+        "actor.policy_loss": _check_policy_loss,
+        "early_stop.own_rules": _check_stop_rule,
+        "method": _check_update_rule,
+    }
+    checks[setting](trial, part, config)
+
+
+def _describe(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _check_policy_loss(trial: _Trial, loss: Any, config: RunConfig) -> None:
+    signature, count = f"{loss.__name__}(logprobs, old_logprobs, advantages)", 6
+    logprobs = torch.linspace(-2.0, -0.1, count).requires_grad_()
+    advantages = torch.linspace(-1.0, 1.0, count)
+    token_loss = trial.call(signature, loss, logprobs, torch.full((count,), -1.0), advantages)
+    trial.check_tensor(signature, token_loss, (count,))
+    if not token_loss.requires_grad:
+        raise trial.fail(f"{signature} returned a loss without a gradient with respect to logprobs")
+
+
+def _check_estimator(trial: _Trial, estimator: Any, config: RunConfig) -> None:
+    signature = f"{estimator.__name__}(scores, group_ids, mask)"
+    mask = torch.tensor([[True, True, False], [False, True, True], [True, False, False], [True, True, True]])
+    advantages = trial.call(signature, estimator, torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([0, 0, 1, 1]), mask)
+    trial.check_tensor(signature, advantages, (4, 3))
+
+
+def _check_filter(trial: _Trial, keep_groups: Any, config: RunConfig) -> None:
+    signature = f"{keep_groups.__name__}(scores, value, largest)"
+    settings = config.filter
+    largest = settings.rollout_filter_type == "largest"
+    for scores in (torch.tensor([0.0, 2.0, 1.0, 3.0]), torch.tensor([1.0])):
+        is_kept = trial.call(signature, keep_groups, scores, settings.rollout_filter_value, largest)
+        trial.check_tensor(signature, is_kept, (len(scores),), is_mask=True)
+
+
+def _check_stop_rule(trial: _Trial, rule: Any, config: RunConfig) -> None:
+    columns = make_empty_row(all_quantities=config.collapse_detection.all_quantities)
+    rows = [{**dict.fromkeys(columns, 1.0), "step": step, "stop_rule": ""} for step in (1, 2, 3)]
+    signature = f"{rule.__name__}(rows)"
+    trial.call(signature, rule, rows)
+    try:
+        evaluate_own_rules(rows, [trial.value])
+    except ValueError as error:
+        raise trial.fail(str(error)) from None
+
+
+def _check_reward(trial: _Trial, reward: Any, config: RunConfig) -> None:
+    signature = f"{reward.__name__}(level, turns)"
+    (level,) = make_environment(config.env).make_levels(_SEEDS[:1])
+    turns = [
+        PlayedTurn("text without tags", (), 0.0, False),
+        PlayedTurn("a</think><answer>b</answer>", ("b",), 1.0, True),
+    ]
+    rewards = trial.call(signature, reward, level, turns)
+    try:
+        numbers = [float(number) for number in rewards]
+    except (TypeError, ValueError):
+        raise trial.fail(
+            f"{signature} returned {_describe(rewards)}, and a list with a number per turn is needed"
+        ) from None
+    if len(numbers) != len(turns) or not all(map(math.isfinite, numbers)):
+        raise trial.fail(
+            f"{signature} returned {format_value(numbers)} for two turns, and a finite number per turn is needed"
+        )
+
+
+def _check_update_rule(trial: _Trial, rule: Any, config: UpdateRuleConfig) -> None:
+    with suppress(ConfigError):  # a batch of age 0, so that the first step trains
+        config = apply_overrides(config, {"delay": 0})
+    trainer = trial.call("the trainer", make_trainer, config, (0,))
+    for _ in range(config.delay + 1):
+        trial.call(f"{rule.__name__}(rollouts, log_probs, config)", trainer.step)
+
+
+# ---------------------------------------------------------------------------------------------------------------- games
+
+_METHODS = (
+    "make_levels",
+    "make_test_levels",
+    "start",
+    "step",
+    "read_action",
+    "format_instructions",
+    "format_state",
+    "compute_chance",
+    "compute_best",
+)
+
+
+def _check_game(trial: _Trial, part: Any, config: RunConfig) -> None:
+    game = trial.call(f"{getattr(part, '__name__', 'it')}()", make_environment, config.env)
+    attribute_types = {"name": str, "title": str, "has_held_out_levels": bool, "measures": Mapping}
+    for name, attribute_type in attribute_types.items():
+        if not isinstance(getattr(game, name, None), attribute_type):
+            raise trial.fail(f"its attribute {name} is not a {attribute_type.__name__}")
+    missing_methods = [name for name in _METHODS if not callable(getattr(game, name, None))]
+    if missing_methods:
+        raise trial.fail(f"it has no method {missing_methods[0]}")
+    environment = cast(Environment[Any], game)
+    levels = _check_levels(trial, environment)
+    actions = _check_texts(trial, environment, levels, config)
+    _check_steps(trial, environment, levels, actions, config)
+    limits = TurnLimits(config.env.max_turn, config.env.max_actions_per_turn, config.env.max_actions_per_traj)
+    for name in ("compute_chance", "compute_best"):
+        shares = trial.call(f"{name}(levels, limits)", getattr(environment, name), levels, limits)
+        if shares is not None and not _is_share_array(shares, len(levels)):
+            raise trial.fail(f"{name}() returned neither None nor an array of {len(levels)} numbers in [0, 1]")
+    for name, measure in environment.measures.items():
+        number = trial.call(f"measures[{name!r}](level, actions)", measure, levels[0], actions)
+        if not isinstance(number, int | float | np.floating):
+            raise trial.fail(f"measures[{name!r}]() returned {_describe(number)}, and a number is needed")
+
+
+def _is_share_array(shares: Any, count: int) -> bool:
+    array = np.asarray(shares)
+    return array.shape == (count,) and array.dtype.kind == "f" and bool(((array >= 0) & (array <= 1)).all())
+
+
+def _check_levels(trial: _Trial, environment: Environment[Any]) -> Sequence[Level]:
+    """Three levels, made by the environment."""
+    levels = trial.call("make_levels(seeds)", environment.make_levels, _SEEDS)
+    test_levels = trial.call("make_test_levels(2)", environment.make_test_levels, 2)
+    for name, made, count in (("make_levels", levels, len(_SEEDS)), ("make_test_levels", test_levels, 2)):
+        if not isinstance(made, Sequence) or len(made) != count:
+            raise trial.fail(f"{name}() did not return a list of {count} levels")
+        for level in made:
+            if not isinstance(getattr(level, "seed", None), int) or not isinstance(getattr(level, "key", None), bytes):
+                raise trial.fail(f"{name}() returned a level without an int as `seed` and bytes as `key`")
+    if tuple(level.seed for level in levels) != _SEEDS:
+        raise trial.fail(f"make_levels({_SEEDS}) returned levels with other seeds")
+    if any(level.seed < FIRST_TEST_SEED for level in test_levels):
+        raise trial.fail(f"make_test_levels(2) returned seeds below {FIRST_TEST_SEED}, which belong to other levels")
+    again = trial.call("make_levels(seeds)", environment.make_levels, _SEEDS[::-1])
+    if [level.key for level in again][::-1] != [level.key for level in levels]:
+        raise trial.fail("make_levels() returned another level for a seed when it was called again")
+    return cast(Sequence[Level], levels)
+
+
+def _check_texts(
+    trial: _Trial, environment: Environment[Any], levels: Sequence[Level], config: RunConfig
+) -> tuple[str, ...]:
+    """The actions of the example in the instructions."""
+    limits = config.env
+    instructions = trial.call("format_instructions(2)", environment.format_instructions, limits.max_actions_per_traj)
+    states = trial.call("start(levels)", environment.start, levels)
+    if not isinstance(states, list) or len(states) != len(levels):
+        raise trial.fail(f"start() did not return a list of {len(levels)} states")
+    texts = [
+        trial.call(f"format_state(state, {style!r})", environment.format_state, state, style)
+        for style in ("full", "compact")
+        for state in states
+    ]
+    if not isinstance(instructions, str) or not all(isinstance(text, str) and text for text in texts):
+        raise trial.fail("format_instructions() or format_state() did not return a text")
+    examples = re.findall(r"<answer>(.*?)</answer>", instructions, re.DOTALL)
+    words = [word.strip() for example in examples for word in example.split(ACTION_SEPARATOR)]
+    answers = [trial.call(f"read_action({word!r})", environment.read_action, word) for word in [*words, "no such word"]]
+    if any(action is not None and not isinstance(action, str) for action in answers):
+        raise trial.fail("read_action() returned neither None nor a text")
+    actions = tuple(action for action in answers[:-1] if action is not None)
+    if not actions:
+        raise trial.fail(
+            "the instructions have no example of an answer, <answer>ACTION</answer>, whose action read_action() knows"
+        )
+    _check_words(trial, [*texts[len(states) :], *actions], config)
+    return actions
+
+
+def _check_words(trial: _Trial, texts: Sequence[str], config: RunConfig) -> None:
+    """Raise if a shipped policy cannot read the states or write the actions: its tokenizer has few words."""
+    shipped_model = SHIPPED_MODELS.get(config.model.path)
+    if shipped_model is None:
+        return
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(shipped_model.folder / "tokenizer.json"))
+
+    def is_known(text: str) -> bool:
+        return bool(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == text)
+
+    unknown_words = dict.fromkeys(word for text in texts for word in text.split() if not is_known(word))
+    if unknown_words:
+        pieces = [piece.strip() for piece in tokenizer.get_vocab() if "<|" not in piece and piece.strip()]
+        known_words = sorted({piece for piece in pieces if len(piece) == 1 or piece.isalpha()})
+        raise trial.fail(
+            f"model.path={config.model.path} does not know {format_value(', '.join(unknown_words), 200)}, which the "
+            f"compact states or the example of an answer have. It knows {', '.join(known_words)} and what consists of "
+            "these. Use such words, or a model of the hub with --model NAME --set model.prompt_style=full"
+        )
+
+
+def _check_steps(
+    trial: _Trial, environment: Environment[Any], levels: Sequence[Level], actions: tuple[str, ...], config: RunConfig
+) -> None:
+    """A turn without an action, and one with each action of the example."""
+    luck = np.full((len(levels), config.env.max_actions_per_turn), 0.5)
+    for names in ((), *((action,) for action in dict.fromkeys(actions))):
+        states = environment.start(levels)
+        signature = f"step(states, {[list(names)] * 1}, luck)"
+        outcome = trial.call(signature, environment.step, states, [names] * len(levels), luck)
+        if not isinstance(outcome, TurnOutcome):
+            raise trial.fail(f"{signature} returned {_describe(outcome)}, and a TurnOutcome is needed")
+        if len(outcome.states) != len(levels):
+            raise trial.fail(f"{signature} returned {len(outcome.states)} states for {len(levels)} episodes")
+        for name, kinds in (("rewards", "f"), ("action_counts", "iu"), ("done", "b"), ("success", "b")):
+            array = getattr(outcome, name)
+            if not isinstance(array, np.ndarray) or array.shape != (len(levels),) or array.dtype.kind not in kinds:
+                kind = {"f": "floats", "iu": "integers", "b": "bools"}[kinds]
+                raise trial.fail(f"{signature} returned {name} that are not an array of {len(levels)} {kind}")
+        if bool((outcome.success & ~outcome.done).any()):
+            raise trial.fail(f"{signature} returned success where done is False")
+        if bool((outcome.action_counts > len(names)).any()) or bool((outcome.action_counts < 0).any()):
+            raise trial.fail(f"{signature} returned action_counts that are not between 0 and {len(names)}")
