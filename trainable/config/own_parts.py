@@ -104,10 +104,15 @@ class PartFile(NamedTuple):
         return self.sha256[:16]
 
 
-_files: dict[str, PartFile] = {}
-"""The files that this process has executed, by digest."""
-_modules: dict[str, ModuleType] = {}
-"""The modules of these files, by digest."""
+class _LoadedFile(NamedTuple):
+    """A file that this process has executed."""
+
+    file: PartFile
+    module: ModuleType
+
+
+_loaded_files: dict[tuple[str, str], _LoadedFile] = {}
+"""The files that this process has executed, by name and digest."""
 _newest_digests: dict[str, str] = {}
 """For each name of a file, the digest of the text that was registered last."""
 
@@ -143,15 +148,17 @@ def register_file(file: PartFile) -> None:
 
     Raises OwnPartError if the file cannot be executed.
     """
-    if file.digest not in _modules:
-        _modules[file.digest] = execute_text(file.text, file.path, f"own_parts_{file.digest}")
-        _files[file.digest] = file
+    key = (file.name, file.digest)
+    if key not in _loaded_files:
+        module_name = f"own_parts_{PurePath(file.name).stem}_{file.digest}"
+        _loaded_files[key] = _LoadedFile(file, execute_text(file.text, file.path, module_name))
     _newest_digests[file.name] = file.digest
 
 
 def find_registered_file(name: str) -> PartFile | None:
     """The file of this name that was registered last, or None."""
-    return _files.get(_newest_digests.get(name, ""))
+    digest = _newest_digests.get(name)
+    return None if digest is None else _loaded_files[name, digest].file
 
 
 def get_part(value: str) -> Any:
@@ -163,9 +170,7 @@ def get_part(value: str) -> Any:
     part = parse_part_name(value)
     if part is None:
         raise OwnPartError(f"{format_value(value)} names no part: type {PART_FORM}.")
-    if part.digest not in _modules:
-        raise OwnPartError(f"{format_value(value, 1000)} needs the file {part.file_name}, which was not typed.")
-    module = _modules[part.digest]
+    module = _find_loaded_file(part).module
     try:
         own_part = getattr(module, part.name)
     except AttributeError:
@@ -184,9 +189,19 @@ def get_part(value: str) -> Any:
 def get_part_file(value: str) -> PartFile:
     """The registered file of the part that the value of a setting names."""
     part = parse_part_name(value)
-    if part is None or part.digest not in _files:
-        raise OwnPartError(f"{format_value(value, 1000)} names no part of a registered file.")
-    return _files[part.digest]
+    if part is None:
+        raise OwnPartError(f"{format_value(value)} names no part: type {PART_FORM}.")
+    return _find_loaded_file(part).file
+
+
+def _find_loaded_file(part: PartName) -> _LoadedFile:
+    """The file of a part; without a digest, the one of its name that was registered last."""
+    digest = part.digest or _newest_digests.get(part.file_name, "")
+    loaded_file = _loaded_files.get((part.file_name, digest))
+    if loaded_file is None:
+        name = format_value(part.format(), 1000)
+        raise OwnPartError(f"{name} needs the file {part.file_name}, which was not typed.")
+    return loaded_file
 
 
 def list_parts(config: BaseRunConfig) -> dict[str, PartName]:
@@ -207,8 +222,8 @@ def _find_parts(value: object, name: str) -> Iterator[tuple[str, PartName]]:
 
 def list_part_files(config: BaseRunConfig) -> tuple[PartFile, ...]:
     """The files whose parts a configuration names, all of which must be registered, without repetition."""
-    digests = dict.fromkeys(part.digest for part in list_parts(config).values())
-    return tuple(_files[digest] for digest in digests)
+    files = (_find_loaded_file(part).file for part in list_parts(config).values())
+    return tuple({(file.name, file.digest): file for file in files}.values())
 
 
 def pin_parts(config: C) -> C:
@@ -231,7 +246,4 @@ def _replace_parts(value: Any, replace: Callable[[PartName], str]) -> Any:
 
 
 def _pin_part(part: PartName) -> str:
-    digest = part.digest or _newest_digests.get(part.file_name, "")
-    if digest not in _modules:
-        raise OwnPartError(f"{format_value(part.format(), 1000)} needs the file {part.file_name}, which was not typed.")
-    return PartName(part.file_name, part.name, digest).format()
+    return PartName(part.file_name, part.name, _find_loaded_file(part).file.digest).format()

@@ -27,7 +27,7 @@ from tune_study.host.console import make_console, print_line
 from tune_study.placement.model_files import check_model
 from tune_study.placement.resources import check_sampler
 from tune_study.plan.errors import PlanError
-from tune_study.plan.own_study import OwnStudy, load_own_study
+from tune_study.plan.own_study import OwnStudy, load_typed_code
 from tune_study.plan.study_plan import RunSpec, StudyPlan, flatten_settings, make_template_values
 
 ProbeSettings = Mapping[str, object]
@@ -63,6 +63,7 @@ def restore(
     path: Path | str | None = None,
     settings: ProbeSettings = NO_SETTINGS,
     study: str | None = None,
+    code: Sequence[str] = (),
 ) -> PPOTrainer:
     """Restore the trainer of a run from a checkpoint.
 
@@ -77,6 +78,7 @@ def restore(
         path: folder of the checkpoint, instead of `step`.
         settings: dotted settings to change, such as {"trainer.device": "cpu"}.
         study: the file that declares the study, such as "lr.py"; None for a study of this package.
+        code: the files whose parts the study uses, such as ["my_loss.py"].
 
     Raises PlanError (a ValueError) that lists the alternatives if a name, a step or a folder cannot be used.
 
@@ -84,7 +86,7 @@ def restore(
         >>> trainer = restore("out/results/kl_sweep_sokoban-tiny", trial="0.1")  # doctest: +SKIP
         >>> trainer.evaluate("val", "greedy").success  # doctest: +SKIP
     """
-    own_study = None if study is None else load_own_study(study)
+    own_study = load_typed_code(study, code)
     return _restore_trainer(find_target(run, trial, step, path, own_study=own_study), settings)
 
 

@@ -87,7 +87,7 @@ def _register(files: Sequence[PartFile]) -> None:
 
 def list_used_files(configs: Iterable[BaseRunConfig]) -> tuple[PartFile, ...]:
     """The files whose parts the configurations name, without repetition."""
-    files = {file.digest: file for config in configs for file in list_part_files(config)}
+    files = {(file.name, file.digest): file for config in configs for file in list_part_files(config)}
     return tuple(files.values())
 
 

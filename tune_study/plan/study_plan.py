@@ -12,7 +12,7 @@ from search_spaces.declaration.study import Study
 from search_spaces.language_model.family import as_run_config
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.command_lines import format_command
-from trainable.config.own_parts import PartFile, parse_part_name, pin_parts
+from trainable.config.own_parts import PartFile, pin_parts
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names, resolve_key
 from trainable.config.setting_types import format_value
 from trainable.files.schema import MAX_RUNS
@@ -467,7 +467,7 @@ def _describe_values(study: Study) -> str:
 
 
 def check_values(study: Study, values: Sequence[str]) -> None:
-    """Raise PlanError if there is no value, if one contains `_`, or if two are equal or would share their files."""
+    """Raise PlanError without values, for a number with `_`, and for two that are equal or would share their files."""
     option = study.axis.option
     if not values:
         raise PlanError(f"{option} has no value: type at least one, like {study.baseline}.")
@@ -476,8 +476,11 @@ def check_values(study: Study, values: Sequence[str]) -> None:
     for value in values:
         quoted_value = format_value(value)
         # float() would read 1_000 as 1000, which was perhaps meant as a name.
-        is_name = value in study.axis.named_settings or parse_part_name(value) is not None
-        if "_" in value and not is_name:
+        if (
+            "_" in value
+            and value not in study.axis.named_settings
+            and _parse_number(value.replace("_", "")) is not None
+        ):
             raise PlanError(f"{option} has the value {quoted_value}: type numbers without `_`, like 0,0.1.")
         number, label = _parse_number(value), make_value_label(value)
         # 0.1 and 0.10 are one number, so they would be two arms with the same settings.

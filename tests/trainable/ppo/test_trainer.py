@@ -21,6 +21,7 @@ from tests.fakes.trainers import (
 from tests.oracles import update as oracle
 from trainable.algo.batching import order_length_stratified
 from trainable.config.choices import ADVANTAGE_ESTIMATORS
+from trainable.config.own_parts import PartFile, register_file
 from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.envs.prompts import Observation
 from trainable.models.qwen2 import Qwen2
@@ -488,3 +489,50 @@ def test_the_entropy_bonus_raises_entropy() -> None:
         return float(run_steps(trainer, 4)[-1]["entropy"])
 
     assert measure_entropy(1.0) > measure_entropy(0.0) + 0.1 > measure_entropy(-1.0) + 0.2
+
+
+OWN_COPIES = """
+from trainable.algo import advantages, losses
+
+def reward(level, turns):
+    return [turn.reward for turn in turns]
+
+def keep(scores, value, largest):
+    return scores >= scores.sort(descending=True).values[int(value) - 1]
+
+def estimator(scores, group_ids, mask):
+    return advantages.grpo(scores, group_ids, mask, norm_by_std=True)
+
+def loss(logprobs, old_logprobs, advantages):
+    return losses.ppo_clip_loss(logprobs, old_logprobs, advantages, 0.2, 0.28, 3.0).loss
+
+def opposite(logprobs, old_logprobs, advantages):
+    return -loss(logprobs, old_logprobs, advantages)
+
+def cost(level, turns):
+    return [-turn.reward for turn in turns]
+"""
+
+
+def make_own_trainer(**names: str) -> PPOTrainer:
+    """A small trainer with parts of the user; names: of the parts in `OWN_COPIES`, by setting."""
+    file = PartFile("copies.py", OWN_COPIES)
+    register_file(file)
+    settings = {setting: f"copies.py:{name}#{file.digest}" for setting, name in names.items()}
+    common = {"algorithm__adv_estimator": "grpo", "filter__rollout_filter_value": 2, "actor__lr": 1e-3}
+    return make_quiet_trainer(**{**common, "filter__rollout_filter_strategy": "top_k_abs", **settings})
+
+
+def test_copies_of_the_packages_parts_make_the_same_steps() -> None:
+    copies = {
+        "env__reward": "reward",
+        "filter__rollout_filter_strategy": "keep",
+        "algorithm__adv_estimator": "estimator",
+        "actor__policy_loss": "loss",
+    }
+    own_rows, rows = run_steps(make_own_trainer(**copies), 2), run_steps(make_own_trainer(), 2)
+    clip_columns = {"pg_clipfrac", "pg_clipfrac_lower"}  # only ppo_clip knows what it clips
+    assert [{name: row[name] for name in row if name not in clip_columns} for row in rows] == own_rows
+    # Each part is in use: with another sign, the rows are others.
+    for setting, name in (("actor__policy_loss", "opposite"), ("env__reward", "cost")):
+        assert run_steps(make_own_trainer(**{**copies, setting: name}), 2) != own_rows

@@ -1,0 +1,149 @@
+"""Parts of the user are tried before a study starts: each kind, right, and wrong in several ways."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.test_docs import PAGES, SAVED_FILE
+from trainable.config.base_config import BaseRunConfig
+from trainable.config.own_parts import OwnPartError, PartFile, list_parts, pin_parts, register_file
+from trainable.config.run_config import RunConfig, apply_overrides
+from trainable.part_checks import check_part
+from trainable.sandbox.config.settings import UpdateRuleConfig
+
+SAVED_TEXTS = {
+    name: text for page in PAGES for name, text in re.findall(SAVED_FILE, Path(page).read_text("utf-8"), re.DOTALL)
+}
+"""The files that the documents ask to save."""
+
+SMALL_SANDBOX = {"task": "token_reversal", "batch_size": 4, "seq_len": 3, "trainer.total_training_steps": 2}
+
+
+def check(setting: str, text: str, name: str = "part") -> None:
+    """Check the part `name` of a file with this text."""
+    register_file(PartFile("own.py", text))
+    value = f"own.py:{name}"
+    config: BaseRunConfig = (
+        apply_overrides(UpdateRuleConfig(), {**SMALL_SANDBOX, setting: value})
+        if setting == "method"
+        else apply_overrides(
+            RunConfig(),
+            {
+                "model.path": "sokoban-tiny",
+                "model.prompt_style": "compact",
+                setting: f"[{value}]" if "rules" in setting else value,
+            },
+        )
+    )
+    config = pin_parts(config)
+    (name,) = list_parts(config)
+    check_part(config, name)
+
+
+@pytest.mark.parametrize(
+    ("setting", "file", "name"),
+    [
+        ("env.name", "bandit.py", "Bandit"),
+        ("env.reward", "my_parts.py", "brief"),
+        ("filter.rollout_filter_strategy", "my_parts.py", "better_half"),
+        ("algorithm.adv_estimator", "my_parts.py", "batch_baseline"),
+        ("actor.policy_loss", "my_parts.py", "plain_ratio"),
+        ("early_stop.own_rules", "my_parts.py", "too_certain"),
+        ("method", "bold.py", "successes_only"),
+    ],
+)
+def test_the_parts_of_the_documents_pass(setting: str, file: str, name: str) -> None:
+    check(setting, SAVED_TEXTS[file], name)
+
+
+@pytest.mark.parametrize(
+    ("setting", "signature", "body", "message"),
+    [
+        ("actor.policy_loss", "logprobs, old", "return logprobs", r"raised TypeError: part\(\) takes 2 positional"),
+        (
+            "actor.policy_loss",
+            "*_",
+            "return _[0].sum()",
+            r"a tensor \[\] of torch.float32, and a tensor \[6\] of numbers",
+        ),
+        ("actor.policy_loss", "*_", "return _[0].detach()", "without a gradient with respect to logprobs"),
+        ("actor.policy_loss", "*_", "return _[0] / 0", "numbers that are not finite"),
+        ("actor.policy_loss", "*_", "return None", "returned None, and a tensor"),
+        ("algorithm.adv_estimator", "scores", "return scores", "takes 1 positional argument but 3 were given"),
+        (
+            "algorithm.adv_estimator",
+            "*_",
+            "return _[0]",
+            r"tensor \[4\] of torch.float32, and a tensor \[4, 3\] of numbers",
+        ),
+        ("algorithm.adv_estimator", "*_", "return _[0][:, None] * _[3]", "raised IndexError in line 2"),
+        ("filter.rollout_filter_strategy", "scores", "return scores > 0", "takes 1 positional argument"),
+        ("filter.rollout_filter_strategy", "*_", "return _[0]", r"and a tensor \[4\] of bools is needed"),
+        ("filter.rollout_filter_strategy", "scores, *_", "return scores[:2] > 0", r"tensor \[2\] of torch.bool"),
+        ("filter.rollout_filter_strategy", "scores, *_", "return scores > scores[1]", r"raised IndexError in line 2"),
+        ("early_stop.own_rules", "", "return None", "takes 0 positional arguments but 1 was given"),
+        ("early_stop.own_rules", "rows", "return True", r"returned True: it must return None, or \(value, threshold\)"),
+        ("early_stop.own_rules", "rows", "return rows[0]['entrpy']", "raised KeyError in line 2: 'entrpy'"),
+        ("env.reward", "level", "return [0.0]", "takes 1 positional argument but 2 were given"),
+        ("env.reward", "level, turns", "return [0.0]", r"returned \[0.0\] for two turns"),
+        ("env.reward", "level, turns", "return None", "returned a None|returned None"),
+        ("env.reward", "level, turns", "return [float('nan')] * 2", "a finite number per turn"),
+        ("method", "rollouts", "return rollouts.rewards.mean(1)", "takes 1 positional argument but 3 were given"),
+        (
+            "method",
+            "rollouts, log_probs, config",
+            "return log_probs.mean()",
+            r"the loss of each member, \[1\], and this is a tensor \[\]",
+        ),
+        ("method", "rollouts, log_probs, config", "return log_probs[0, 0, 0, 99]", "raised IndexError in line 2"),
+    ],
+)
+def test_a_wrong_part_is_refused_with_what_is_wrong(setting: str, signature: str, body: str, message: str) -> None:
+    with pytest.raises(OwnPartError, match=message) as error:
+        check(setting, f"def part({signature}):\n    {body}\n")
+    assert str(error.value).startswith(f"{setting}=own.py:part cannot be used: ")
+    assert str(error.value).endswith("Correct own.py; docs/add_a_part.md has an example.")
+
+
+def test_a_part_is_a_function() -> None:
+    with pytest.raises(OwnPartError, match="it is a float, and a function is needed"):
+        check("actor.policy_loss", "part = 0.5\n")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("    def read_action(self, word):", "    def read(self, word):", "it has no method read_action"),
+        ('name, title = "bandit", "Sokoban"', 'name, title = "bandit", 3', "its attribute title is not a str"),
+        ("measures = {}", 'measures = {"odd": lambda level: 1.0}', r"measures\['odd'\].* raised TypeError"),
+        ("def start(self, levels):", "def start(self):", r"start\(levels\) raised TypeError"),
+        ("return [level.key.decode() for level in levels]", "return None", "start.. did not return a list of 3 states"),
+        ("FIRST_TEST_SEED, FIRST_TEST_SEED + count", "count", "seeds below 900000000, which belong to other levels"),
+        ("default_rng(seed)", "default_rng()", "another level for a seed when it was called again"),
+        ("symbol.encode())", "symbol)", "a level without an int as `seed` and bytes as `key`"),
+        ("wins.astype(float), counts", "wins.sum(), counts", "rewards that are not an array of 3 floats"),
+        ("counts, counts > 0, wins)", "counts, wins, counts > -1)", "returned success where done is False"),
+        ("counts, counts > 0", "counts + 1, counts > 0", "action_counts that are not between 0 and 0"),
+        ("return TurnOutcome(", "return tuple((", None),
+        ("Example: <answer>Up</answer>", "No example.", "the instructions have no example of an answer"),
+        ("return word if word in ARMS.values() else None", "return ARMS[word]", "raised KeyError in line"),
+        ('"#": "Up"', '"#": "lever"', "does not know lever, which"),
+        ("return state\n", 'return "a long text"\n', "model.path=sokoban-tiny does not know a, long, text"),
+        ("        return None\n", "        return [2.0] * len(levels)\n", "neither None nor an array of 3 numbers"),
+    ],
+)  # fmt: skip
+def test_a_wrong_game_is_refused_with_the_method(old: str, new: str, message: str | None) -> None:
+    text = SAVED_TEXTS["bandit.py"]
+    assert old in text
+    text = text.replace(old, new)
+    if message is None:
+        text, message = (
+            text.replace("counts > 0, wins)", "counts > 0, wins))"),
+            "returned a tuple, and a TurnOutcome is needed",
+        )
+    if "lever" in new:
+        text = text.replace("<answer>Up</answer>", "<answer>lever</answer>")
+    with pytest.raises(OwnPartError, match=message) as error:
+        check("env.name", text, "Bandit")
+    assert str(error.value).endswith("Correct own.py; docs/add_an_environment.md has an example.")

@@ -1,0 +1,115 @@
+"""Files of parts: which are read, what the runs are called, and what study.json has of them."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from search_spaces.declaration.study import Axis, Study
+from search_spaces.language_model.family import PPO, as_run_config
+from trainable.config.own_parts import PartFile
+from tune_study.commands.cli import app
+from tune_study.folder.outputs import make_study_entry
+from tune_study.plan.errors import PlanError
+from tune_study.plan.own_parts import check_recorded_files, load_named_files, load_typed_files
+from tune_study.plan.study_plan import make_plan
+from tune_study.tune.trials import make_trial_config
+
+LOSS = "def loss(new, old, advantages):\n    return -(new - old).exp() * advantages\n"
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_with_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_loss.py").write_text(LOSS)
+
+
+def invoke(*words: str) -> tuple[int, str, str]:
+    result = CliRunner(env={"CUDA_VISIBLE_DEVICES": ""}).invoke(app, list(words))
+    return result.exit_code, result.stdout, " ".join(result.stderr.split())
+
+
+def make_study(*values: str) -> Study:
+    return Study(
+        name="losses",
+        family=PPO,
+        question="?",
+        axis=Axis("actor.policy_loss", {"laptop": values}),
+        fixed_settings={},
+        baseline="ppo_clip",
+    )
+
+
+def test_an_arm_is_named_after_its_part_and_its_trial_has_the_text(tmp_path: Path) -> None:
+    study = make_study("ppo_clip", "my_loss.py:loss")
+    load_named_files(study, "", None, "laptop", [])
+    plan = make_plan(study, "laptop", "a test", {}, None, 1, tmp_path)
+    file = PartFile("my_loss.py", LOSS)
+    assert [spec.label for spec in plan.runs] == ["ppo_clip", "loss"]
+    assert [as_run_config(spec.config).actor.policy_loss for spec in plan.runs] == [
+        "ppo_clip",
+        f"my_loss.py:loss#{file.digest}",
+    ]
+    assert ":" not in "".join(spec.run_id + str(spec.log_path) for spec in plan.runs)
+    assert make_study_entry(plan)["code"] == [{"path": "my_loss.py", "sha256": file.sha256, "text": LOSS}]
+    assert [make_trial_config(plan, [spec], False)["code"] for spec in plan.runs] == [{}, {"my_loss.py": LOSS}]
+    assert plan.resume_options == ("--code", "my_loss.py")
+
+
+def test_paths_in_a_study_file_start_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "other_loss.py").write_text(LOSS)
+    study = make_study("ppo_clip", "other_loss.py:loss")
+    with pytest.raises(PlanError, match=r"There is no file other_loss\.py: type the path of a Python file that has"):
+        load_named_files(study, "", None, "laptop", [])
+    load_named_files(study, "below/study.py", None, "laptop", [])
+    plan = make_plan(study, "laptop", "a test", {}, None, 1, tmp_path)
+    assert plan.resume_options == ("--code", "below/other_loss.py")
+    # Only the files of values that are used.
+    load_named_files(make_study("ppo_clip", "missing.py:loss"), "", ("ppo_clip",), "laptop", [])
+    with pytest.raises(PlanError, match="There is no file"):
+        load_named_files(study, "below/study.py", None, "laptop", ["[my_loss.py:a, gone.py:b]"])
+
+
+def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "my_loss.py").write_text(LOSS)
+    load_typed_files(["my_loss.py", "below/my_loss.py"])  # the same text
+    (tmp_path / "below" / "my_loss.py").write_text(LOSS + "\n")
+    with pytest.raises(PlanError, match="have the same name, which is how runs tell their parts apart: rename one"):
+        load_typed_files(["my_loss.py", "below/my_loss.py"])
+
+
+def test_a_study_continues_with_the_recorded_texts_only(tmp_path: Path) -> None:
+    entry = {"path": "elsewhere/kept_loss.py", "sha256": PartFile("", LOSS).sha256, "text": LOSS}
+    with pytest.raises(PlanError, match=r"has to be typed: add --code elsewhere/kept_loss\.py"):
+        check_recorded_files(tmp_path, [entry])
+    Path("kept_loss.py").write_text(LOSS.replace("-(", "-2 * ("))
+    load_typed_files(["kept_loss.py"])
+    with pytest.raises(
+        PlanError, match=r"(?s)kept_loss\.py has changed since.*-    return -\(.*\+    return -2 \* \(.*restore"
+    ):
+        check_recorded_files(tmp_path, [entry])
+    Path("kept_loss.py").write_text(LOSS)
+    load_typed_files(["kept_loss.py"])
+    check_recorded_files(tmp_path, [entry])
+
+
+def test_wrong_parts_end_a_dry_run_with_one_paragraph() -> None:
+    words = ("run", "kl", "--preset", "laptop", "--dry-run", "--set")
+    code, output, error = invoke(*words, "actor.policy_loss=my_loss.py:other")
+    assert (code, output) == (2, "")
+    assert error == "tune_study: my_loss.py has no other: define it, or name something that the file has."
+    Path("my_loss.py").write_text("def loss(new):\n    return new\n")
+    code, output, error = invoke(*words, "actor.policy_loss=my_loss.py:loss")
+    assert (code, output) == (2, "")
+    assert "loss(logprobs, old_logprobs, advantages) raised TypeError: loss() takes 1 positional argument" in error
+    code, _, error = invoke("run", "kl", "--preset", "laptop", "--dry-run", "--env", "chess")
+    assert code == 2
+    assert "or a game of yours as FILE.py:NAME" in error
+
+
+def test_settings_list_that_a_part_is_allowed() -> None:
+    lines = invoke("settings", "kl", "--all")[1].splitlines()
+    (line,) = [line for line in lines if line.startswith("actor.policy_loss ")]
+    assert "ppo_clip | tpo | FILE.py:NAME" in line
