@@ -105,6 +105,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # What Ray Tune runs may import all of them.
     "trainable.families": ("trainable",),
     "trainable.trial": ("trainable",),
+    # Tries the parts of a user, of which each is used in another folder.
+    "trainable.part_checks": ("trainable",),
     "trainable": (),
     # Declare.
     "search_spaces.declaration": ("trainable.config",),

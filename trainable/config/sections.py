@@ -86,7 +86,7 @@ class EnvConfig(Section):
     name: Common[GameName] = Field(
         "sokoban", description="the game; each game but sokoban has a section env.NAME of settings of its own"
     )
-    reward: Common[RewardName] = Field(
+    reward: RewardName = Field(
         GAME_REWARD, description="game: the rewards of the game; or a function that replaces them, turn by turn"
     )
 
