@@ -151,6 +151,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
 
 THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "trainable": (),
+    "trainable.part_checks": ("torch", "numpy", "tokenizers"),
     "trainable.config": ("pydantic", "numpy"),
     "trainable.algo": ("torch",),
     "trainable.files": (),

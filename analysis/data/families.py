@@ -88,6 +88,9 @@ class TableFamily:
         primary_column: the trial column that answers a study's question.
         secondary_columns: trial columns that are compared in addition, all of them adjusted together.
         is_higher_better: whether a larger primary outcome is a better one.
+        contrasted_columns: trial columns of which declared contrasts are estimated, each with the reason, which the
+            report shows.
+        common_columns: those that every study has. The others exist for some runs only.
         get_environment: function of the settings of study.json that returns what the policy acts in.
     """
 
@@ -99,6 +102,8 @@ class TableFamily:
     primary_column: str
     secondary_columns: tuple[str, ...]
     is_higher_better: bool
+    contrasted_columns: Mapping[str, str]
+    common_columns: tuple[str, ...]
     get_environment: Callable[[Mapping[str, Any]], str]
 
     @cached_property
@@ -237,6 +242,15 @@ DEFAULT_ENVIRONMENT = "sokoban"
 RUN_FILE_SCHEMA: Schema = {**_RUN_SCHEMA, **_make_schema(_COMMON_COLUMNS, STOP_COLUMNS)}
 """Types of the fields of run.json and status.json that have the name of a column."""
 
+UNCONTRASTED_COLUMNS: Mapping[str, str] = {
+    "final_test_error": "it is a single evaluation, and late_test_error is the mean over the last ones",
+    "final_greedy_separator_rate": "it only identifies a collapse, whose error late_test_error has",
+    "first_step_entropy_low": "runs that never reach the step have no value, so a mean over the others is biased",
+    "first_step_error_zero": "runs that never reach the step have no value, so a mean over the others is biased",
+    "mean_effective_age": "it equals mean_replay_age, except for FreshDG",
+}
+"""The trial columns of update-rule studies that are not contrasted, and why."""
+
 FAMILIES: dict[str, TableFamily] = {
     "ppo": TableFamily(
         name="ppo",
@@ -247,6 +261,14 @@ FAMILIES: dict[str, TableFamily] = {
         primary_column="late_val_success",
         secondary_columns=("mean_val_success", "final_val_greedy_success", "test_success", "test_greedy_success"),
         is_higher_better=True,
+        contrasted_columns={
+            "late_val_success": "it is the outcome that a setting should improve",
+            "mean_val_success": "it shows whether success came early or lasted",
+            "final_val_greedy_success": "it shows what the policy knows, without the noise of sampling",
+            "test_success": "it is success on levels that played no part in training or in any choice",
+            "test_greedy_success": "it is the same without the noise of sampling",
+        },
+        common_columns=("late_val_success",),
         get_environment=lambda settings: str(settings.get("env", {}).get("name", DEFAULT_ENVIRONMENT)),
     ),
     "update_rules": TableFamily(
@@ -264,6 +286,16 @@ FAMILIES: dict[str, TableFamily] = {
             "final_perplexity",
         ),
         is_higher_better=False,
+        contrasted_columns={
+            "late_test_error": "it is the outcome that a rule should improve",
+            "final_entropy": "it shows how much exploration is left at the end; a run that collapsed is near 0",
+            "mean_entropy": "it shows how long entropy lasted, and has a value whether or not entropy ever gets low",
+            "final_test_error_unscored": "in masked_reversal, it shows how much was learned where nothing is scored",
+            "final_chain_reward": "it is the reward that chain tasks give",
+            "final_perplexity": "in lm_bandit, it shows whether the model is still a language model",
+            "mean_replay_age": "it is no outcome, but checks that pairs meant to have equal ages have them",
+        },
+        common_columns=("late_test_error", "final_entropy", "mean_entropy"),
         get_environment=lambda settings: str(settings.get("task", "")),
     ),
 }

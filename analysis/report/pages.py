@@ -10,12 +10,14 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from analysis.data.compare import require_single_study
+from analysis.data.contrasts import read_contrasts
 from analysis.data.frames import StudyFrames, concat_studies, to_records
 from analysis.data.load import find_study_folders, load
 from analysis.drawing.save import save_figure
 from analysis.gradients import tables as gradients
 from analysis.grid import layout
 from analysis.grid import page as grid_page
+from analysis.grid.factors import make_factor_context
 from analysis.html.figures import Gallery
 from analysis.html.page import list_sources, make_environment, make_settings_rows, write_page
 from analysis.report import figures
@@ -24,6 +26,7 @@ from analysis.sandbox import figures as sandbox_figures
 from analysis.sandbox import page as sandbox_report
 from analysis.sweep import findings, series, tables, time_course, verdicts
 from analysis.sweep.collapse import count_collapses
+from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences, make_contrast_context
 from analysis.sweep.symptoms import PERMUTATION_SEED, describe_order, summarize_order
 from trainable.files.paths import atomic_write, make_folder
 
@@ -165,6 +168,9 @@ def _make_sweep_tables(results: SweepResults) -> Iterable[tuple[str, pd.DataFram
         yield "learning_curves", results.learning_curves
     if len(results.onsets):
         yield "onsets", results.onsets
+    if read_contrasts(results.frames.studies[0]):
+        yield "contrasts", compute_contrasts(results.frames)
+        yield "contrast_pairs", compute_pair_differences(results.frames)
 
 
 def make_report_context(results: SweepResults) -> dict[str, Any]:
@@ -183,6 +189,8 @@ def make_report_context(results: SweepResults) -> dict[str, Any]:
     trend, page_p_value = tables.compute_trend(frames, np.random.default_rng(PERMUTATION_SEED))
     return {
         "study": frames.studies[0],
+        **make_contrast_context(original_frames),
+        "factors": make_factor_context(original_frames),
         "grid": grid_page.make_context(original_frames, grid, arms, PERMUTATION_SEED) if grid else None,
         "edge": {name: to_records(table) for name, table in results.edge_tables.items()},
         "dose": layout.get_dose(frames.studies[0]),

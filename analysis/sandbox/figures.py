@@ -9,10 +9,10 @@ from matplotlib.figure import Figure
 from analysis.data.compare import list_arms
 from analysis.data.frames import StudyFrames
 from analysis.html.figures import Gallery, ReportFigure
-from analysis.sandbox import contrasts, plots, tables
+from analysis.sandbox import plots, tables
 from analysis.sandbox.page import compute_chance_error
 from analysis.sandbox.tables import Panel
-from analysis.sweep import series
+from analysis.sweep import contrasts, series
 from analysis.sweep.plots import draw_curves
 
 

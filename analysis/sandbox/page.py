@@ -13,8 +13,8 @@ from analysis.html.page import list_sources, make_settings_rows
 from analysis.published.cells import POOLED
 from analysis.published.reproduction import compare_to_published, summarize_verdicts
 from analysis.published.update_rule_sandbox import SOURCE
-from analysis.sandbox import contrasts, tables
-from analysis.sweep import findings
+from analysis.sandbox import tables
+from analysis.sweep import contrasts, findings
 from analysis.sweep.verdicts import (
     describe_stops,
     describe_unfinished,
@@ -55,10 +55,8 @@ def make_context(frames: StudyFrames) -> Row:
     differences, published = tables.compute_differences(frames), make_published_context(frames)
     return {
         **published,
-        **make_contrast_context(frames),
+        **contrasts.make_contrast_context(frames),
         "study": frames.studies[0],
-        "primary": frames.families[0].primary_column,
-        "has_looks": has_added_seeds(frames.studies[0]),
         "headline": format_headline(frames, differences),
         "statuses": findings.format_status_counts(frames.trials),
         "arms": tables.count_statuses(frames),
@@ -85,32 +83,6 @@ def make_published_context(frames: StudyFrames) -> Row:
         "rationales": _group_rationales(to_records(cells)),
         "verdict_summary": summarize_verdicts(cells),
         "source": SOURCE,
-    }
-
-
-def make_contrast_context(frames: StudyFrames) -> Row:
-    """The declared contrasts: their number, sentences, and by column the rows of contrasts and of pairs."""
-    table, pair_table = contrasts.compute_contrasts(frames), contrasts.compute_pair_differences(frames)
-    column_sections = [
-        {
-            "column": column,
-            "meaning": _MEANINGS[column],
-            "reason": contrasts.CONTRASTED_COLUMNS[column],
-            "rows": to_records(table[table["column"] == column]),
-            "pairs": to_records(pair_table[pair_table["column"] == column]),
-        }
-        for column in dict.fromkeys(table["column"])
-    ]
-    unequal_pairs = pair_table[pair_table["first_steps"] != pair_table["second_steps"]].drop_duplicates(
-        ["first", "second"]
-    )
-    return {
-        "contrast_count": len(read_contrasts(frames.studies[0])),
-        "contrasts": column_sections,
-        "contrast_lines": contrasts.format_sentences(table),
-        "unequal_pairs": to_records(
-            unequal_pairs[(unequal_pairs["first_steps"] != "") & (unequal_pairs["second_steps"] != "")]
-        ),
     }
 
 

@@ -18,7 +18,6 @@ from analysis.data.compare import (
     SCORED_STATUSES,
     TEST_COLUMNS,
     add_adjusted_p_values,
-    classify_difference,
     collect_outcomes,
     describe_difference_basis,
     estimate_difference,
@@ -28,10 +27,11 @@ from analysis.data.compare import (
     require_single_study,
     select_runs,
 )
-from analysis.data.families import Row, TableFamily
+from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, to_records
 from analysis.published.reproduction import sample_std
 from analysis.sweep.series import make_curves
+from analysis.sweep.verdicts import name_verdict
 from trainable.runs.records import STATUSES
 from trainable.runs.run_ends import OPEN_STATUSES
 from trainable.sandbox.measure.records import TRIAL_COLUMNS
@@ -107,8 +107,8 @@ def compute_differences(frames: StudyFrames) -> pd.DataFrame:
 
     The noise is that of all arms of the study (`analysis.stats.noise`), and `basis` says what the interval is over.
     p_holm and p_equal_holm are corrected over the arms for the primary outcome, and over the arms and columns together
-    for all other columns. `verdict`: see `name_verdict`. First steps are not compared, because runs that never reach
-    one have no number.
+    for all other columns. `verdict`: see `verdicts.name_verdict`. First steps are not compared, because runs that never
+    reach one have no number.
     """
     (study,), (family,) = require_single_study(frames).studies, frames.families
     baseline, arms = str(study.get("baseline", "")), list_arms(frames)
@@ -131,18 +131,6 @@ def compute_differences(frames: StudyFrames) -> pd.DataFrame:
     table = pd.DataFrame(rows, columns=["arm", "column", "baseline", *TEST_COLUMNS, "n", "basis"])
     table = add_adjusted_p_values(table, family.primary_column)
     return table.assign(verdict=[name_verdict(row, family) for row in to_records(table)])
-
-
-def name_verdict(row: Row, family: TableFamily) -> str:
-    """The verdict on a difference in one word. row: with `column`, and the columns of a test.
-
-    In the primary outcome an arm is `better` or `worse`. The other columns describe a run and have no better side:
-    there an arm is `lower` or `higher`. In all of them it may be `equal` within the margin, or `open`.
-    """
-    if row["column"] != family.primary_column:
-        return classify_difference(row, below="lower", above="higher")
-    below, above = ("worse", "better") if family.is_higher_better else ("better", "worse")
-    return classify_difference(row, below=below, above=above)
 
 
 def compute_mean_curves(frames: StudyFrames, column: str) -> pd.DataFrame:

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.data.compare import SIGNIFICANCE_LEVEL, classify_difference
+from analysis.data.families import Row, TableFamily
 from analysis.data.frames import to_records
 from trainable.runs.run_ends import OPEN_STATUSES
 
@@ -19,6 +20,18 @@ STATUS_WORDS = {"never_ran": "never ran", "early_stopped": "early stopped"}
 def format_status(status: str) -> str:
     """A status as readable text: `early stopped`, `never ran`."""
     return STATUS_WORDS.get(status, status)
+
+
+def name_verdict(row: Row, family: TableFamily) -> str:
+    """The verdict on a difference in one word. row: with `column`, and the columns of a test.
+
+    In the primary outcome an arm is `better` or `worse`. The other columns describe a run and have no better side:
+    there an arm is `lower` or `higher`. In all of them it may be `equal` within the margin, or `open`.
+    """
+    if row["column"] != family.primary_column:
+        return classify_difference(row, below="lower", above="higher")
+    below, above = ("worse", "better") if family.is_higher_better else ("better", "worse")
+    return classify_difference(row, below=below, above=above)
 
 
 def format_number(value: float) -> str:

@@ -35,6 +35,7 @@ class Axis:
         named_settings: for each value that is a name, the settings that it sets instead.
         value_groups: for each name of a group, the values of the group; typing the name selects all of them.
         adapt: adapts an arm's settings to the study's base configuration.
+        factors: settings whose combinations are the arms. The report says which of them matters more.
         dose: a numeric setting of the arms which breaks training if it is large. The report estimates the value at
             which half of the runs collapse, for each combination of the other settings. Empty if there is none.
     """
@@ -47,6 +48,7 @@ class Axis:
     value_groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     adapt: Callable[[Settings, Any], Settings] = keep_settings
     dose: str = ""
+    factors: tuple[str, ...] = ()
 
     def make_settings(self, value: str, base: BaseRunConfig) -> dict[str, object]:
         """Settings of the arm at `value` (a number or a key of `named_settings`) under the base configuration."""
@@ -75,18 +77,74 @@ def make_grid_axis(factors: Mapping[str, Sequence[str]], presets: Sequence[str] 
         >>> make_grid_axis({"actor.lr": ("1e-4", "1e-3"), "actor.ppo_epochs": ("1", "4")}).grids["laptop"][1]
         'lr1e-4-ppo_epochs4'
     """
-    arms = {
-        "-".join(f"{key.rsplit('.', 1)[-1]}{value}" for key, value in zip(factors, values, strict=True)): dict(
-            zip(factors, values, strict=True)
-        )
-        for values in itertools.product(*factors.values())
-    }
+    points = (dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values()))
+    arms = {_name_point(point): point for point in points}
     return Axis(
         setting=" x ".join(factors),
         grids={preset: tuple(arms) for preset in presets},
         option="--arms",
         named_settings=arms,
+        factors=tuple(factors),
     )
+
+
+def make_grid_contrasts(factors: Mapping[str, Sequence[str]]) -> Contrasts:
+    """The main effects and interactions of the arms of `make_grid_axis(factors)`.
+
+    A main effect compares a value of a factor with its first value, in pairs of arms that are equal otherwise. An
+    interaction is, as in factorial designs, half the difference between the effect of one factor at a value of the
+    other and its effect at the other's first value.
+
+    Example:
+        >>> contrasts = make_grid_contrasts({"actor.lr": ("1e-4", "1e-3"), "actor.ppo_epochs": ("1", "4")})
+        >>> list(contrasts)
+        ['lr 1e-3 against 1e-4', 'ppo_epochs 4 against 1', 'lr 1e-3 x ppo_epochs 4']
+        >>> contrasts["lr 1e-3 x ppo_epochs 4"][0]
+        ('lr1e-3-ppo_epochs4', 'lr1e-4-ppo_epochs4')
+    """
+    main_effects = {
+        f"{_shorten_key(key)} {value} against {values[0]}": tuple(
+            (_name_point({**point, key: value}), _name_point({**point, key: values[0]}))
+            for point in _list_points(factors, key)
+        )
+        for key, values in factors.items()
+        for value in values[1:]
+    }
+    interactions = {
+        f"{_shorten_key(key)} {value} x {_shorten_key(other)} {other_value}": tuple(
+            pair
+            for point in _list_points(factors, key, other)
+            for pair in (
+                (
+                    _name_point({**point, key: value, other: other_value}),
+                    _name_point({**point, key: factors[key][0], other: other_value}),
+                ),
+                (
+                    _name_point({**point, key: factors[key][0], other: factors[other][0]}),
+                    _name_point({**point, key: value, other: factors[other][0]}),
+                ),
+            )
+        )
+        for key, other in itertools.combinations(factors, 2)
+        for value in factors[key][1:]
+        for other_value in factors[other][1:]
+    }
+    return {**main_effects, **interactions}
+
+
+def _shorten_key(key: str) -> str:
+    return key.rsplit(".", 1)[-1]
+
+
+def _name_point(point: Mapping[str, str]) -> str:
+    """The name of the arm at a point of a grid."""
+    return "-".join(f"{_shorten_key(key)}{value}" for key, value in point.items())
+
+
+def _list_points(factors: Mapping[str, Sequence[str]], *without: str) -> list[dict[str, str]]:
+    """All combinations of the factors that are not in `without`, which have their first value."""
+    axes = [values[:1] if key in without else values for key, values in factors.items()]
+    return [dict(zip(factors, values, strict=True)) for values in itertools.product(*axes)]
 
 
 @dataclass(frozen=True)

@@ -65,10 +65,16 @@ def make_study_entry(plan: StudyPlan) -> dict[str, Any]:
         "run": plan.run,
         "preset": plan.preset,
         "preset_reason": plan.preset_reason,
-        "axis": {"setting": axis.setting, "option": axis.option, "values": list(plan.values), "dose": axis.dose},
+        "axis": {
+            "setting": axis.setting,
+            "option": axis.option,
+            "values": list(plan.values),
+            "dose": axis.dose,
+            "factors": list(axis.factors),
+        },
         "baseline": plan.baseline,
         "outcomes": list(plan.study.family.outcomes),
-        "contrasts": [{"name": name, "pairs": pairs} for name, pairs in plan.study.contrasts.items()],
+        "contrasts": _list_contrasts(plan),
         "seeds": list(plan.seeds),
         "extra_seeds": _list_extra_seeds(plan),
         "max_seeds": plan.max_seeds,
@@ -82,6 +88,13 @@ def make_study_entry(plan: StudyPlan) -> dict[str, Any]:
         "declaration": None if plan.source is None else plan.source.make_entry(),
         "code": make_code_entry(plan.code),
     }
+
+
+def _list_contrasts(plan: StudyPlan) -> list[dict[str, Any]]:
+    """The contrasts that the study declares, without pairs of arms that only other presets have."""
+    arms = {*plan.values, *plan.study.get_grid(plan.preset)}
+    pairs_by_name = {name: [pair for pair in pairs if {*pair} <= arms] for name, pairs in plan.study.contrasts.items()}
+    return [{"name": name, "pairs": pairs} for name, pairs in pairs_by_name.items() if pairs]
 
 
 def _list_extra_seeds(plan: StudyPlan) -> dict[str, list[int]]:

@@ -65,6 +65,7 @@ class _Axis(_Section):
     option: Text
     values: list[Text] = Field(max_length=MAX_RUNS)
     dose: Text = ""
+    factors: list[Text] = []
 
 
 class _RunEntry(_Section):

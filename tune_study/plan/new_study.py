@@ -22,7 +22,7 @@ from search_spaces.declaration.study import {imports}
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO
 
-STUDY = Study(
+{constants}STUDY = Study(
     name="{name}",  # names the folder of the results
     family=PPO,  # fine-tunes a language model, with any setting of `python -m tune_study settings --all`
     question=__doc__,  # stands above the report
@@ -30,7 +30,7 @@ STUDY = Study(
     axis={axis},
     # Settings of all arms, as --set takes them; the preset has the others.
     fixed_settings={{**SWEEP_SETTINGS, "actor.entropy_coeff": 0.0, "filter.rollout_filter_value": 1.0}},
-    baseline={baseline},  # the arm that the others are compared with
+    baseline={baseline},  # the arm that the others are compared with{contrasts}
 )
 '''
 
@@ -77,18 +77,30 @@ def _check_arms(factors: Mapping[str, Sequence[str]]) -> None:
 
 def format_study(name: str, factors: Mapping[str, tuple[str, ...]]) -> str:
     """The text of a file that declares the study `name` over the values of each setting in `factors`."""
+    constants = contrasts = ""
     if len(factors) == 1:
         ((setting, values),) = factors.items()
         grid = _format_tuple(values)
         axis = f"Axis({json.dumps(setting)}, {{{', '.join(f'{json.dumps(preset)}: {grid}' for preset in PRESETS)}}})"
         question, imports, baseline = f"Does {setting} change the success of the policy?", "Axis, Study", values[0]
     else:
-        lines = "".join(f"\n            {json.dumps(key)}: {_format_tuple(values)}," for key, values in factors.items())
-        axis = f"make_grid_axis(\n        {{{lines}\n        }}\n    )"
+        lines = "".join(f"\n    {json.dumps(key)}: {_format_tuple(values)}," for key, values in factors.items())
+        constants = f"FACTORS = {{{lines}\n}}\n\n"
+        axis = "make_grid_axis(FACTORS)"
+        contrasts = "\n    contrasts=make_grid_contrasts(FACTORS),  # main effects and interactions"
         names = " and ".join(factors)
-        question, imports = f"How do {names} change the success of the policy?", "Study, make_grid_axis"
+        question = f"How do {names} change the success of the policy?"
+        imports = "Study, make_grid_axis, make_grid_contrasts"
         baseline = make_grid_axis(factors).grids[PRESETS[0]][0]
-    return _FILE.format(question=question, imports=imports, name=name, axis=axis, baseline=json.dumps(baseline))
+    return _FILE.format(
+        question=question,
+        imports=imports,
+        name=name,
+        axis=axis,
+        baseline=json.dumps(baseline),
+        constants=constants,
+        contrasts=contrasts,
+    )
 
 
 def write_study_file(name: str, assignments: Sequence[str], path: Path | None) -> tuple[Path, str]:

@@ -51,7 +51,10 @@ def dry_run(folder: Path, *words: str) -> tuple[int, str, str]:
         ("sandbox-evidence --kl-type kl", "--kl-type does not belong to the studies of sandbox-evidence"),
         ("sandbox-evidence --arms DG", "--arms DG is not an arm of study dense-correction"),
         ("influence --env sokoban", "--env does not belong to study influence, which plays no game: leave it out."),
-        ("kl --env chess", "--env chess is not a game: type one of sokoban, frozenlake, mastermind, countdown, or a game"),
+        (
+            "kl --env chess",
+            "--env chess is not a game: type one of sokoban, frozenlake, mastermind, countdown, or",
+        ),
         ("smoke --env frozenlake", "--env does not belong to study smoke, whose arms are named after sokoban"),
         (
             "kl --preset laptop --set env.name=frozenlake",

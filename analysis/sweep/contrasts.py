@@ -24,36 +24,15 @@ from analysis.data.compare import (
     collect_outcomes,
     estimate_contrast,
     get_margin,
+    has_added_seeds,
     make_test_columns,
     require_single_study,
 )
 from analysis.data.contrasts import compute_weight_norm, read_contrasts
-from analysis.data.families import Row
+from analysis.data.families import Row, TableFamily
 from analysis.data.frames import StudyFrames, to_records
-from analysis.sandbox.tables import name_verdict
 from analysis.stats.estimates import Estimate
-from analysis.sweep.verdicts import format_p_value, format_status
-
-CONTRASTED_COLUMNS: Mapping[str, str] = {
-    "late_test_error": "it is the outcome that a rule should improve",
-    "final_entropy": "it shows how much exploration is left at the end; a run that collapsed early or late is near 0",
-    "mean_entropy": "it shows how long entropy lasted, and has a value whether or not entropy ever gets low",
-    "final_test_error_unscored": "in masked_reversal, it shows how much was learned where nothing is scored",
-    "final_chain_reward": "it is the reward that chain tasks give",
-    "final_perplexity": "in lm_bandit, it shows whether the model is still a language model",
-    "mean_replay_age": "it is no outcome, but checks that pairs meant to have equal ages have them",
-}
-"""The trial columns that are contrasted, and why. The report shows the reasons."""
-EXCLUDED_COLUMNS: Mapping[str, str] = {
-    "final_test_error": "it is a single evaluation, and late_test_error is the mean over the last ones",
-    "final_greedy_separator_rate": "it only identifies a collapse, whose error late_test_error has",
-    "first_step_entropy_low": "runs that never reach the step have no value, so a mean over the others is biased",
-    "first_step_error_zero": "runs that never reach the step have no value, so a mean over the others is biased",
-    "mean_effective_age": "it equals mean_replay_age, except for FreshDG",
-}
-"""The trial columns that are not contrasted, and why."""
-COMMON_COLUMNS = ("late_test_error", "final_entropy", "mean_entropy")
-"""Contrasted in every study. The other columns of `CONTRASTED_COLUMNS` exist for some tasks and rules only."""
+from analysis.sweep.verdicts import format_p_value, format_status, name_verdict
 
 _DECIMALS = 12
 """Differences are rounded to this many decimals, so that equal runs have a difference and a std of exactly 0."""
@@ -82,13 +61,13 @@ def compute_seed_differences(frames: StudyFrames) -> pd.DataFrame:
     A value is missing if the run is not scored (see `compare.SCORED_STATUSES`), was not run, or has no value; then the
     difference is missing too. Columns for which `_is_contrasted` is False have no rows.
     """
-    runs = _index_runs(frames)
+    runs, (family,) = _index_runs(frames), frames.families
     seeds = sorted({seed for _, seed in runs})
     rows = [
         (column, name, first, second, seed, *values, round(values[0] - values[1], _DECIMALS))
-        for column in CONTRASTED_COLUMNS
+        for column in family.contrasted_columns
         for name, pairs in read_contrasts(require_single_study(frames).studies[0])
-        if _is_contrasted(column, pairs, runs)
+        if _is_contrasted(column, pairs, runs, family)
         for first, second in pairs
         for seed in seeds
         for values in [[_read_value(runs.get((arm, seed)), column) for arm in (first, second)]]
@@ -105,15 +84,17 @@ def _read_value(run: Row | None, column: str) -> float:
     return float(run[column]) if run is not None and run["status"] in SCORED_STATUSES else math.nan
 
 
-def _is_contrasted(column: str, pairs: Sequence[tuple[str, str]], runs: Mapping[tuple[str, int], Row]) -> bool:
+def _is_contrasted(
+    column: str, pairs: Sequence[tuple[str, str]], runs: Mapping[tuple[str, int], Row], family: TableFamily
+) -> bool:
     """Whether a contrast is made for a column.
 
-    * A column of `COMMON_COLUMNS`: if any scored run of the study has a value. A run without one is then named as
+    * A common column of the family: if any scored run of the study has a value. A run without one is then named as
       excluded.
     * Any other column: if every scored run of the contrast's arms has a value, since it exists for some tasks and rules
       only.
     """
-    if column in COMMON_COLUMNS:
+    if column in family.common_columns:
         return any(not math.isnan(_read_value(run, column)) for run in runs.values())
     arms = {arm for pair in pairs for arm in pair}
     scored_values = [
@@ -188,7 +169,7 @@ def compute_contrasts(frames: StudyFrames) -> pd.DataFrame:
       over the `seeds` that have at least one pair, with the noise of all arms; p_equal: that it lies within the margin.
     * p_holm, p_equal_holm: corrected with Holm's method over the contrasts of the primary outcome, and over the
       contrasts of all other columns together.
-    * verdict: see `tables.name_verdict`. `better` and `worse` are said of the first arm of a pair.
+    * verdict: see `verdicts.name_verdict`. `better` and `worse` are said of the first arm of a pair.
     * pairs: number of declared pairs; pairs_used: those with at least one seed; lower, higher, equal: number of used
       pairs by the sign of the pair's mean.
     * run_pairs: declared pairs times seeds; run_pairs_used: those of which both runs have a value.
@@ -367,3 +348,33 @@ def _format_count(count: int, noun: str) -> str:
 def format_sentences(table: pd.DataFrame) -> list[str]:
     """One line per contrast and column. table: the result of `compute_contrasts`."""
     return [format_sentence(row) for row in to_records(table)]
+
+
+def make_contrast_context(frames: StudyFrames) -> Row:
+    """The declared contrasts for a page: their number, sentences, and by column the rows of contrasts and of pairs."""
+    (family,) = require_single_study(frames).families
+    meanings = {column.name: f"{column.meaning} ({column.unit})" for column in family.trial_columns}
+    table, pair_table = compute_contrasts(frames), compute_pair_differences(frames)
+    column_sections = [
+        {
+            "column": column,
+            "meaning": meanings[column],
+            "reason": family.contrasted_columns[column],
+            "rows": to_records(table[table["column"] == column]),
+            "pairs": to_records(pair_table[pair_table["column"] == column]),
+        }
+        for column in dict.fromkeys(table["column"])
+    ]
+    unequal_pairs = pair_table[pair_table["first_steps"] != pair_table["second_steps"]].drop_duplicates(
+        ["first", "second"]
+    )
+    return {
+        "primary": family.primary_column,
+        "has_looks": has_added_seeds(frames.studies[0]),
+        "contrast_count": len(read_contrasts(frames.studies[0])),
+        "contrasts": column_sections,
+        "contrast_lines": format_sentences(table),
+        "unequal_pairs": to_records(
+            unequal_pairs[(unequal_pairs["first_steps"] != "") & (unequal_pairs["second_steps"] != "")]
+        ),
+    }

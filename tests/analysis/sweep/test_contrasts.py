@@ -13,20 +13,18 @@ from hypothesis import strategies as st
 
 from analysis.data.compare import collect_outcomes
 from analysis.data.contrasts import read_contrasts
-from analysis.data.families import FAMILIES
+from analysis.data.families import FAMILIES, UNCONTRASTED_COLUMNS
 from analysis.data.frames import StudyFrames, cast_frame, make_empty_frame, to_records
 from analysis.data.load import load
-from analysis.sandbox import contrasts as module
 from analysis.sandbox import plots as sandbox_plots
-from analysis.sandbox.contrasts import (
-    CONTRASTED_COLUMNS,
-    EXCLUDED_COLUMNS,
+from analysis.stats.noise import fit_noise
+from analysis.sweep import contrasts as module
+from analysis.sweep.contrasts import (
     compute_contrasts,
     compute_pair_differences,
     compute_seed_differences,
     format_sentences,
 )
-from analysis.stats.noise import fit_noise
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox
 from tests.oracles.analysis import compute_contrast, holm
 from trainable.sandbox.measure.records import TRIAL_COLUMNS
@@ -306,9 +304,17 @@ def test_columns_of_some_tasks_are_contrasted_where_all_runs_have_them(tmp_path:
 
 def test_every_trial_column_is_contrasted_or_left_out_with_a_reason() -> None:
     names = [column.name for column in TRIAL_COLUMNS]
-    assert sorted([*CONTRASTED_COLUMNS, *EXCLUDED_COLUMNS]) == sorted(names)
-    assert all((*CONTRASTED_COLUMNS.values(), *EXCLUDED_COLUMNS.values()))
-    assert set(module.COMMON_COLUMNS) <= set(CONTRASTED_COLUMNS)
+    columns = FAMILIES["update_rules"].contrasted_columns
+    assert sorted([*columns, *UNCONTRASTED_COLUMNS]) == sorted(names)
+    assert all((*columns.values(), *UNCONTRASTED_COLUMNS.values()))
+    for family in FAMILIES.values():
+        assert set(family.common_columns) <= set(family.contrasted_columns)
+        assert {family.primary_column} <= set(family.common_columns)
+
+
+def test_contrasts_of_a_language_model_are_of_its_outcomes() -> None:
+    family = FAMILIES["ppo"]
+    assert set(family.contrasted_columns) == {family.primary_column, *family.secondary_columns}
 
 
 @pytest.mark.parametrize("extra", [{}, {"contrasts": []}, {"contrasts": None}])
