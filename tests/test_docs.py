@@ -26,8 +26,10 @@ SLOW_PREFIXES = (
     "python -m tune_study plot-gradients small/",
     # tests/tune_study/commands/test_doctor.py runs it.
     "python -m tune_study doctor",
-    # This is a whole study; test_sandbox_run.py runs a similar one.
+    # These are whole studies; test_sandbox_run.py and test_own_parts.py run similar ones.
     "python -m tune_study run influence --smoke",
+    "python -m tune_study run bold.py",
+    "python -m tune_study run kl --preset laptop --kl-values 0 --seeds 1 --steps 3 --output parts",
 )
 
 
