@@ -218,6 +218,7 @@ def make_report_context(results: SweepResults) -> dict[str, Any]:
         "runs": findings.list_runs(frames),
         "settings": make_settings_rows(frames.studies[0]),
         "sources": list_sources(frames.studies[0]),
+        "games": findings.list_games(frames),
         "arm_settings": [] if grid else findings.list_arm_settings(frames),
         "level_sets": findings.summarize_levels(frames),
         "budget_names": BUDGET_NAMES,

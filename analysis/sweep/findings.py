@@ -1,12 +1,13 @@
 """The sentences of a report, generated from its tables."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL, has_added_seeds
+from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL, has_added_seeds, require_single_study
 from analysis.data.frames import StudyFrames, to_records
 from analysis.stats.estimates import Trend
 from analysis.sweep.verdicts import (
@@ -380,6 +381,16 @@ def summarize_levels(frames: StudyFrames) -> list[dict[str, Any]]:
         }
         for split, rows in frames.levels.groupby("split", sort=False)
     ]
+
+
+def list_games(frames: StudyFrames) -> list[str]:
+    """The games that the arms of a study play, in the order of the arms; of the user's games also the file."""
+    (study,), (family,) = require_single_study(frames).studies, frames.families
+    column = "config/env.name"
+    names = frames.trials[column].dropna().unique() if column in frames.trials else []
+    games = [str(name) for name in names] or [family.get_environment(study.get("settings") or {})]
+    own_games = (re.fullmatch(r"(.+\.py):(\w+)(?:#\w+)?", game) for game in games)
+    return [match.expand(r"\2 (\1)") if match else game for game, match in zip(games, own_games, strict=True)]
 
 
 def list_arm_settings(frames: StudyFrames) -> list[dict[str, Any]]:

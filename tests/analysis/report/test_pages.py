@@ -334,3 +334,12 @@ def test_a_browser_shows_the_report(folder: Path, tmp_path: Path) -> None:
     for arm in read_study(folder).trials["arm"]:
         assert re.search(rf'<th scope="row">{re.escape(arm)}</th>', dom)
     assert dom.count("<svg") == len(list((folder / "figures").glob("*.png"))) > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [({}, "plays sokoban ·"), ({"env.name": "bandit.py:Bandit#0123456789abcdef"}, "plays Bandit (bandit.py) ·")],
+)
+def test_the_page_says_which_game_is_played(tmp_path: Path, settings: dict[str, str], text: str) -> None:
+    folder = write_study(tmp_path, [FakeRun("0", seed, settings=settings) for seed in (0, 1)])
+    assert text in " ".join(pages.write_report(folder).read_text().split())
