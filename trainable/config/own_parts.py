@@ -23,6 +23,8 @@ C = TypeVar("C", bound=BaseRunConfig)
 PART_FORM = "FILE.py:NAME"
 """How a setting names a part, for messages."""
 MAX_NAME_LENGTH = 1024
+_MODULE_PREFIX = "own_parts_"
+"""How the names of modules of the user begin."""
 _PART_NAME = re.compile(r"(?P<path>[^#:]*\.py):(?P<name>[A-Za-z_]\w*)(?:#(?P<digest>[0-9a-f]{16}))?", re.ASCII)
 
 
@@ -143,6 +145,19 @@ def describe_error(error: BaseException, path: str) -> str:
     return f"{type(error).__name__}{place}: {format_value(str(error), 500)}"
 
 
+def find_place(error: BaseException) -> str:
+    """File and line of the user's code in which an error was raised, or which called what raised it; empty if none did.
+
+    It is the innermost line of a registered file, such as "my_loss.py, line 12".
+    """
+    places = [
+        f"{PurePath(frame.f_code.co_filename).name}, line {line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__", "")).startswith(_MODULE_PREFIX)
+    ]
+    return places[-1] if places else ""
+
+
 def register_file(file: PartFile) -> None:
     """Execute a file, so that this process knows its parts. A text that is known already is not executed again.
 
@@ -150,7 +165,7 @@ def register_file(file: PartFile) -> None:
     """
     key = (file.name, file.digest)
     if key not in _loaded_files:
-        module_name = f"own_parts_{PurePath(file.name).stem}_{file.digest}"
+        module_name = f"{_MODULE_PREFIX}{PurePath(file.name).stem}_{file.digest}"
         _loaded_files[key] = _LoadedFile(file, execute_text(file.text, file.path, module_name))
     _newest_digests[file.name] = file.digest
 

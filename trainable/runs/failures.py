@@ -7,6 +7,8 @@ import errno
 import traceback
 from typing import NamedTuple
 
+from trainable.config.own_parts import find_place
+
 _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """A full disk, an exceeded quota, an exceeded limit on the size of a file."""
 
@@ -72,7 +74,10 @@ def classify_failure(error: BaseException, has_rows: bool) -> Failure:
     kind, is_retried = _classify_kind(error, has_rows)
     # A status and a table have room for one line; `trace` has the entire text.
     first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
-    message = " ".join([f"{type(error).__name__}: {first_line}", *getattr(error, "__notes__", [])])
+    place = find_place(error)
+    message = " ".join(
+        [f"{type(error).__name__}: {first_line}", *([f"({place})"] if place else []), *getattr(error, "__notes__", [])]
+    )
     return Failure(kind, message, is_retried, "".join(traceback.format_exception(error)))
 
 
