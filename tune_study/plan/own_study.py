@@ -99,10 +99,12 @@ def load_typed_code(
 def list_resume_options(path: str | None, code_paths: Iterable[str] = ()) -> tuple[str, ...]:
     """What `resume` needs besides the folder.
 
-    path: where the study is declared; None or empty if it is in no file. code_paths: the files of its parts.
+    path: where the study is declared; None or empty if it is in no file. code_paths: the files of its parts. A file
+    that is typed with --study is not typed again.
     """
     study_options = ("--study", path) if path else ()
-    return (*study_options, *(word for code_path in code_paths for word in (CODE_OPTION, code_path)))
+    other_paths = [code_path for code_path in code_paths if not path or code_path != _split_path(path)[0]]
+    return (*study_options, *(word for code_path in other_paths for word in (CODE_OPTION, code_path)))
 
 
 def check_same_source(folder: Path, entry: Mapping[str, Any], source: StudySource) -> None:
