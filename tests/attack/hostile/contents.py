@@ -287,6 +287,26 @@ def _declare_in_file(path: str, copy: HostileCopy, rng: random.Random) -> None:
     edit_json(copy.folder / "study.json", lambda content: content.update(name="my-lr", declaration=declaration))
 
 
+def _use_parts(path: str, copy: HostileCopy, rng: random.Random) -> None:
+    """A study whose runs use parts of a file that exists where it points to, and whose text makes a file."""
+    _plant_modules(copy, rng)
+    code = CODE.format(str(copy.home / "ran"))
+    sha256 = hashlib.sha256(code.encode()).hexdigest()
+    part = f"{path}:Evil#{sha256[:16]}"
+
+    def use_part(config: dict[str, Any]) -> None:
+        config["env"].update(name=part, reward=part)
+        config["early_stop"].update(own_rules=[part])
+
+    def change_study(content: dict[str, Any]) -> None:
+        content.update(code=[{"path": path, "sha256": sha256, "text": code + "\x1b[31m\x07"}])
+        use_part(content["settings"])
+
+    edit_json(copy.folder / "study.json", change_study)
+    for number in (0, 1):
+        edit_json(copy.run_dir(number) / "run.json", lambda content: use_part(content["config"]))
+
+
 class Toucher:
     """Its pickle makes a file when it is read."""
 
@@ -493,6 +513,7 @@ def _make_contents() -> dict[str, Change]:
         changes[f"code/{key}={value}"] = partial(_name_module, key, value)
     for name, path in (("beside", "evil.py"), ("absolute", "/etc/hostname"), ("controls", "\x1b]0;evil\x07.py")):
         changes[f"code/declared-in-file-{name}"] = partial(_declare_in_file, path)
+        changes[f"code/parts-{name}"] = partial(_use_parts, path)
     changes["code/pickles"] = _plant_pickles
     for pattern in ("results/*/*.parquet", "**/state.safetensors", "results/*/study.json", "**/metrics.jsonl"):
         changes[f"code/pickle-as-{pattern.rsplit('/', 1)[-1]}"] = partial(_replace_with_pickle, pattern)
