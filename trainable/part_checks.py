@@ -21,7 +21,9 @@ from trainable.config.own_parts import (
     list_parts,
 )
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
+from trainable.config.sections import EnvConfig
 from trainable.config.setting_types import format_value
+from trainable.envs.chat import CHATML
 from trainable.envs.environment import FIRST_TEST_SEED, Environment, Level, PlayedTurn, TurnLimits, TurnOutcome
 from trainable.envs.games.make import make_environment
 from trainable.envs.prompts import ACTION_SEPARATOR
@@ -253,12 +255,12 @@ def _check_texts(
         raise trial.fail(
             "the instructions have no example of an answer, <answer>ACTION</answer>, whose action read_action() knows"
         )
-    _check_words(trial, [*texts[len(states) :], *actions], config)
+    _check_words(trial, environment.title, [*texts[len(states) :], *actions], config)
     return actions
 
 
-def _check_words(trial: _Trial, texts: Sequence[str], config: RunConfig) -> None:
-    """Raise if a shipped policy cannot read the states or write the actions: its tokenizer has few words."""
+def _check_words(trial: _Trial, title: str, texts: Sequence[str], config: RunConfig) -> None:
+    """Raise if a shipped policy cannot read title and states or write the actions: its tokenizer has few words."""
     shipped_model = SHIPPED_MODELS.get(config.model.path)
     if shipped_model is None:
         return
@@ -269,6 +271,13 @@ def _check_words(trial: _Trial, texts: Sequence[str], config: RunConfig) -> None
     def is_known(text: str) -> bool:
         return bool(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == text)
 
+    # The title is the whole system message, of which the tokenizer has exactly one.
+    if not is_known(CHATML.system_prefix + title + CHATML.end_marker):
+        known_title = make_environment(EnvConfig(name=shipped_model.game)).title
+        raise trial.fail(
+            f"model.path={config.model.path} does not know the title {format_value(repr(title))}, which is its system "
+            f"message: set title = {known_title!r}, with which this policy answers in the right form"
+        )
     unknown_words = dict.fromkeys(word for text in texts for word in text.split() if not is_known(word))
     if unknown_words:
         pieces = [piece.strip() for piece in tokenizer.get_vocab() if "<|" not in piece and piece.strip()]

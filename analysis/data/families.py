@@ -92,6 +92,7 @@ class TableFamily:
             report shows.
         common_columns: those that every study has. The others exist for some runs only.
         get_environment: function of the settings of study.json that returns what the policy acts in.
+        own_prefixes: how columns may begin that are no `step_columns`, the measures of a game of the user.
     """
 
     name: str
@@ -105,6 +106,7 @@ class TableFamily:
     contrasted_columns: Mapping[str, str]
     common_columns: tuple[str, ...]
     get_environment: Callable[[Mapping[str, Any]], str]
+    own_prefixes: tuple[str, ...] = ()
 
     @cached_property
     def schemas(self) -> Mapping[str, Schema]:
@@ -270,6 +272,7 @@ FAMILIES: dict[str, TableFamily] = {
         },
         common_columns=("late_val_success",),
         get_environment=lambda settings: str(settings.get("env", {}).get("name", DEFAULT_ENVIRONMENT)),
+        own_prefixes=("train_", "val_", "base_val_"),
     ),
     "update_rules": TableFamily(
         name="update_rules",

@@ -12,6 +12,7 @@ import pandas as pd
 from analysis.data.families import Row, Schema, TableFamily, get_family
 from analysis.data.frames import FRAME_NAMES, Study, StudyFrames, cast_frame, concat_studies, make_setting_column
 from analysis.data.run_files import (
+    MAX_OWN_COLUMNS,
     find_valid_object,
     flatten_config,
     get_analysis_key,
@@ -139,7 +140,7 @@ def read_study(folder: Path | str, *, live: bool = False) -> StudyFrames:
         "trials": _make_trials_frame(
             trials, [flatten_config(run.header.get("config") or {}) for run in runs], schemas["trials"]
         ),
-        "steps": pd.DataFrame(steps, columns=list(schemas["steps"])),
+        "steps": pd.DataFrame(steps, columns=[*schemas["steps"], *_list_own_columns(steps, schemas["steps"])]),
         "levels": _make_levels_frame(study, runs, schemas["levels"]),
         "gradients": _make_analysis_frame(schemas["gradients"], make_gradient_rows, study, runs),
         "gradient_groups": _make_analysis_frame(schemas["gradient_groups"], make_group_rows, study, runs),
@@ -305,7 +306,6 @@ def _make_trials_frame(trials: list[Row], configs: list[Row], schema: Schema) ->
 def _make_step_rows(study: Study, run: _RunFiles, family: TableFamily) -> list[Row]:
     """The rows of a run. Only the row of the step at which a rule stopped the run has the values of `STOP_COLUMNS`."""
     names = _make_run_columns(study, run)
-    step_names = {column.name for column in family.step_columns}
     stop_columns = {column.name: run.status.get(column.name) for column in STOP_COLUMNS}
     stop_step = stop_columns["stop_step"] if stop_columns["stop_rule"] else None  # None is the step of no row
     return [
@@ -313,11 +313,17 @@ def _make_step_rows(study: Study, run: _RunFiles, family: TableFamily) -> list[R
             **names,
             "step": row["step"],
             # Without the columns that a row lacks: a run may have a hundred thousand rows, and few of all columns.
-            **{name: value for name, value in row.items() if name in step_names},
+            **{name: value for name, value in row.items() if name not in names and name not in stop_columns},
             **(stop_columns if row["step"] == stop_step else {}),
         }
         for row in run.rows
     ]
+
+
+def _list_own_columns(rows: Iterable[Row], schema: Schema) -> list[str]:
+    """The columns beside those of the family, which are measures of a game of the user; the first ones if many."""
+    names = dict.fromkeys(name for row in rows for name in row if name not in schema)
+    return list(names)[:MAX_OWN_COLUMNS]
 
 
 def _make_levels_frame(study: Study, runs: Iterable[_RunFiles], schema: Schema) -> pd.DataFrame:

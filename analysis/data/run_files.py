@@ -96,6 +96,9 @@ def is_bool(value: object) -> bool:
     return isinstance(value, bool)
 
 
+MAX_OWN_COLUMNS, MAX_OWN_NAME_LENGTH = 32, 80
+"""Limits of the columns that a game of the user adds: their number, and the length of a name."""
+
 _VALIDATORS: dict[str, Callable[[object], bool]] = {
     TEXT: is_text,
     FLOAT: is_number,
@@ -202,7 +205,14 @@ def parse_step_row(row: Row, family: TableFamily) -> Row:
     dtypes = family.schemas["steps"]
     names = [column.name for column in family.step_columns if column.name in row]
     valid_values = {name: row[name] for name in names if row[name] is None or _VALIDATORS[dtypes[name]](row[name])}
-    return {"step": row["step"], **valid_values}
+    own_names = [name for name in row if name not in dtypes and _is_own_column(name, family)][:MAX_OWN_COLUMNS]
+    own_values = {name: row[name] for name in own_names if row[name] is None or _VALIDATORS[FLOAT](row[name])}
+    return {"step": row["step"], **valid_values, **own_values}
+
+
+def _is_own_column(name: str, family: TableFamily) -> bool:
+    """Whether a column may be a measure of a game of the user."""
+    return name.startswith(family.own_prefixes) and len(name) <= MAX_OWN_NAME_LENGTH and name.isidentifier()
 
 
 def make_gradient_rows(lines: Iterable[Row]) -> list[Row]:

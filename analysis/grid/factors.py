@@ -67,6 +67,11 @@ def make_factor_grid(frames: StudyFrames) -> FactorGrid | None:
     return FactorGrid(settings, values, np.array(complete, dtype=np.float64).reshape(shape))
 
 
+def _take_root(squared_spread: float) -> float:
+    """The spread; 0 where the estimate of its square is not positive, and NaN where there is none."""
+    return squared_spread if math.isnan(squared_spread) else math.sqrt(max(squared_spread, 0.0))
+
+
 def _compute_marginal_means(grid: FactorGrid, factor: int) -> npt.NDArray[np.float64]:
     """The mean over the arms with each value of a factor, (n, k)."""
     other_axes = tuple(axis for axis in range(1, grid.outcomes.ndim) if axis != factor + 1)
@@ -103,7 +108,7 @@ def list_factors(grid: FactorGrid) -> list[Row]:
                 "factor": shorten_setting(setting),
                 "setting": setting,
                 "squared_spread": squared_spread,
-                "spread": math.sqrt(max(squared_spread, 0)) if not math.isnan(squared_spread) else math.nan,
+                "spread": _take_root(squared_spread),
                 "means": [
                     {"value": format_value(value), "mean": float(mean)}
                     for value, mean in zip(values, means.mean(axis=0), strict=True)
@@ -122,10 +127,13 @@ def compare_factors(grid: FactorGrid) -> list[Row]:
     rows: list[Row] = []
     for first, second in combinations(range(len(grid.settings)), 2):
         means = [_compute_marginal_means(grid, factor) for factor in (first, second)]
-        difference = estimate_squared_spread(means[0]) - estimate_squared_spread(means[1])
+        squared_spreads = [estimate_squared_spread(factor_means) for factor_means in means]
+        difference = squared_spreads[0] - squared_spreads[1]
         row = {
             "first": shorten_setting(grid.settings[first]),
             "second": shorten_setting(grid.settings[second]),
+            "first_spread": _take_root(squared_spreads[0]),
+            "second_spread": _take_root(squared_spreads[1]),
             "difference": difference,
             "low": math.nan,
             "high": math.nan,
@@ -161,13 +169,31 @@ def describe_comparison(row: Row) -> str:
     if math.isnan(row["p"]):
         return f"Nothing is said of {first} against {second}: the runs of all seeds are equal."
     numbers = (
-        f"squared spreads differ by {row['difference']:+.2g} [{row['low']:+.2g}, {row['high']:+.2g}], Holm "
-        f"{format_p_value(row['p_holm'])}, over {row['seeds']} seeds"
+        f"spreads of {row['first_spread']:.3f} and {row['second_spread']:.3f}; {first} minus {second}, squared: "
+        f"{row['difference']:+.2g} [{row['low']:+.2g}, {row['high']:+.2g}], Holm {format_p_value(row['p_holm'])}, over "
+        f"{row['seeds']} seeds"
     )
     if not row["p_holm"] < SIGNIFICANCE_LEVEL:
         return f"Whether {first} or {second} matters more is open: {numbers}."
     stronger, weaker = (first, second) if row["difference"] > 0 else (second, first)
     return f"{stronger} matters more than {weaker}: {numbers}."
+
+
+def describe_simple_effects(grid: FactorGrid) -> list[str]:
+    """For each pair of factors, what a value of the first changes at each value of the second, as sentences."""
+    sentences = []
+    for first, second in combinations(range(len(grid.settings)), 2):
+        other_axes = tuple(axis for axis in range(1, grid.outcomes.ndim) if axis - 1 not in (first, second))
+        cell_means = grid.outcomes.mean(axis=(0, *other_axes))  # (k_first, k_second)
+        names = [shorten_setting(grid.settings[factor]) for factor in (first, second)]
+        values = [[format_value(value) for value in grid.values[factor]] for factor in (first, second)]
+        for index, value in enumerate(values[0][1:], 1):
+            effects = ", ".join(
+                f"{effect:+.3f} with {names[1]} {other}"
+                for effect, other in zip(cell_means[index] - cell_means[0], values[1], strict=True)
+            )
+            sentences.append(f"{names[0]} {value} against {values[0][0]}: {effects}.")
+    return sentences
 
 
 def make_factor_context(frames: StudyFrames) -> Row | None:
@@ -178,5 +204,6 @@ def make_factor_context(frames: StudyFrames) -> Row | None:
     return {
         "rows": list_factors(grid),
         "seeds": len(grid.outcomes),
+        "simple_effects": describe_simple_effects(grid),
         "sentences": [describe_comparison(row) for row in compare_factors(grid)],
     }

@@ -51,6 +51,7 @@ def list_sources(study: Study) -> list[dict[str, str]]:
     declaration = study.get("declaration")
     entries = [
         *([("Study", declaration)] if declaration else []),
+        *(("Study, an earlier text", entry) for entry in study.get("earlier_declarations") or []),
         *(("Parts", entry) for entry in study.get("code") or []),
     ]
     return [

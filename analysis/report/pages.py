@@ -46,11 +46,13 @@ class Conclusion(NamedTuple):
         headline: how the arms compare with the baseline.
         arms: one line per arm (arm, outcome, verdict).
         collapse: which arms collapsed; empty for a family without collapse.
+        factors: for a grid of declared factors, which of them matters more.
     """
 
     headline: str
     arms: tuple[str, ...]
     collapse: str
+    factors: tuple[str, ...] = ()
 
 
 def write_report(folder: Path | str, *, live: bool = False) -> Path:
@@ -66,7 +68,9 @@ def conclude(frames: StudyFrames) -> Conclusion:
     """The headline, the verdicts and the collapses of the report, for the terminal."""
     index_entry = _get_page(frames).make_index_entry(frames)
     lines = (f"{row['arm']}: {index_entry['number']} {row['number']}; {row['verdict']}" for row in index_entry["arms"])
-    return Conclusion(index_entry["headline"], tuple(lines), index_entry["collapse"])
+    factors = make_factor_context(frames)
+    sentences = tuple(factors["sentences"]) if factors else ()
+    return Conclusion(index_entry["headline"], tuple(lines), index_entry["collapse"], sentences)
 
 
 def list_open_arms(frames: StudyFrames) -> list[str]:

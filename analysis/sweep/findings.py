@@ -257,6 +257,7 @@ def list_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
     return [
         *_list_seed_caveats(frames, summary),
         *describe_looks(frames.studies[0]),
+        *_describe_changed_declaration(frames.studies[0]),
         *_list_level_caveats(frames),
         *_list_scoring_caveats(frames, summary),
         *_list_comparison_caveats(summary),
@@ -264,6 +265,18 @@ def list_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
         "it.",
         "No run was repeated with the same seed, so the report does not show how much two executions of one run "
         "differ. Times depend on the load of the machine.",
+    ]
+
+
+def _describe_changed_declaration(study: Mapping[str, Any]) -> list[str]:
+    """That the file of the study was changed after its start, if it was."""
+    count = len(study.get("earlier_declarations") or [])
+    if not count:
+        return []
+    return [
+        f"The file that declares this study was changed {'once' if count == 1 else f'{count} times'} after the study "
+        "had started; all texts are at the end of this page. Baseline, contrasts and margins are those of the first "
+        "text."
     ]
 
 

@@ -1,4 +1,4 @@
-"""Slow, literal versions of what analysis/stats and analysis/sandbox/contrasts.py compute."""
+"""Slow, literal versions of what analysis/stats and analysis/sweep/contrasts.py compute."""
 
 import math
 import statistics

@@ -128,6 +128,7 @@ def test_a_part_is_a_function() -> None:
         ("return TurnOutcome(", "return tuple((", None),
         ("Example: <answer>Up</answer>", "No example.", "the instructions have no example of an answer"),
         ("return word if word in ARMS.values() else None", "return ARMS[word]", "raised KeyError in line"),
+        ('"Sokoban"', '"Bandit"', r"does not know the title 'Bandit', .* set title = 'Sokoban'"),
         ('"#": "Up"', '"#": "lever"', "does not know lever, which"),
         ("return state\n", 'return "a long text"\n', "model.path=sokoban-tiny does not know a, long, text"),
         ("        return None\n", "        return [2.0] * len(levels)\n", "neither None nor an array of 3 numbers"),

@@ -54,7 +54,11 @@ Model = Annotated[
 ]
 Env = Annotated[
     str | None,
-    Option("--env", metavar="NAME", help="Game to play: sokoban (default), frozenlake, mastermind or countdown."),
+    Option(
+        "--env",
+        metavar="NAME",
+        help="Game to play: sokoban (default), frozenlake, mastermind, countdown, or yours, FILE.py:NAME.",
+    ),
 ]
 Steps = Annotated[int | None, Option("--steps", metavar="N", help="Training steps per run.")]
 Values = Annotated[

@@ -15,7 +15,7 @@ from tune_study.commands.axis_options import VALUES_OPTION
 from tune_study.folder import locate
 from tune_study.placement.model_files import make_absolute
 from tune_study.plan.errors import PlanError
-from tune_study.plan.own_parts import load_named_files
+from tune_study.plan.own_parts import load_game_settings, load_named_files
 from tune_study.plan.own_study import StudySource, is_study_file, load_own_study
 from tune_study.plan.study_plan import (
     StudyPlan,
@@ -207,6 +207,11 @@ def _collect_game_settings(study: Study, options: RunOptions) -> dict[str, objec
         raise PlanError(f"--env does not belong to study {study.name}, which plays no game: leave it out.")
     is_own_game = parse_part_name(options.game) is not None
     if options.game not in games and not is_own_game:
+        if options.game.endswith(".py"):
+            raise PlanError(
+                f"--env {format_value(options.game)} does not say which game of the file: type "
+                f"--env {format_value(options.game)}:NAME, with the name of a class."
+            )
         raise PlanError(
             f"--env {format_value(options.game)} is not a game: type one of {', '.join(games)}, or a game of yours as "
             f"{PART_FORM}."
@@ -216,7 +221,7 @@ def _collect_game_settings(study: Study, options: RunOptions) -> dict[str, objec
             f"--env does not belong to study {study.name}, whose arms are named after {study.game}: leave it out."
         )
     if is_own_game:
-        return {"env.name": options.game}
+        return {**load_game_settings(options.game), "env.name": options.game}
     return study.family.make_game_settings(options.game, options.preset)
 
 

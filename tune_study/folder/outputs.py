@@ -6,7 +6,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -74,7 +74,6 @@ def make_study_entry(plan: StudyPlan) -> dict[str, Any]:
         },
         "baseline": plan.baseline,
         "outcomes": list(plan.study.family.outcomes),
-        "contrasts": _list_contrasts(plan),
         "seeds": list(plan.seeds),
         "extra_seeds": _list_extra_seeds(plan),
         "max_seeds": plan.max_seeds,
@@ -97,6 +96,14 @@ def _list_contrasts(plan: StudyPlan) -> list[dict[str, Any]]:
     return [{"name": name, "pairs": pairs} for name, pairs in pairs_by_name.items() if pairs]
 
 
+def _list_earlier_declarations(plan: StudyPlan, previous_entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The declarations of earlier starts that differ from that of this one, the first one first."""
+    earlier = list(previous_entry.get("earlier_declarations") or [])
+    previous = previous_entry.get("declaration")
+    is_changed = previous is not None and plan.source is not None and previous["sha256"] != plan.source.sha256
+    return [*earlier, previous] if is_changed and previous is not None else earlier
+
+
 def _list_extra_seeds(plan: StudyPlan) -> dict[str, list[int]]:
     return {value: list(seeds) for value, seeds in plan.extra_seeds.items()}
 
@@ -104,8 +111,9 @@ def _list_extra_seeds(plan: StudyPlan) -> dict[str, list[int]]:
 def write_study(plan: StudyPlan) -> list[str]:
     """Write study.json, every run.json, and a status for every run that has none, before anything starts.
 
-    In study.json, versions, git, created_at, margins and the planned seeds are those of the first start. command is
-    that of the first start with the same values and seeds. `starts` lists every start.
+    In study.json, versions, git, created_at, margins, contrasts and the planned seeds are those of the first start.
+    command is that of the first start with the same values and seeds. `starts` lists every start, and
+    earlier_declarations the texts that the file of the study had before.
 
     Returns the differences from the previous start that could change a number, as `name: old -> new`: versions of
     packages, and the commit of the code.
@@ -140,6 +148,8 @@ def write_study(plan: StudyPlan) -> list[str]:
         "starts": starts,
         # Declared before the first run: what is changed after a look at results would not be a test of them.
         "margins": previous_entry.get("margins") or {**plan.study.family.margins, **plan.study.margins},
+        "contrasts": previous_entry["contrasts"] if "contrasts" in previous_entry else _list_contrasts(plan),
+        "earlier_declarations": _list_earlier_declarations(plan, previous_entry),
         "planned_seeds": previous_entry.get("planned_seeds") or len(previous_entry.get("seeds") or plan.seeds),
         # The groups of a grid may be started one by one, and the baseline is in one of them.
         "planned_baseline_seeds": previous_entry.get("planned_baseline_seeds")

@@ -147,6 +147,7 @@ class _StudyFile(_Section):
     model: Text = ""
     storage: Text | None = None
     declaration: _Declaration | None = None
+    earlier_declarations: list[_Declaration] = Field(default=[], max_length=1000)
     code: list[_CodeFile] = []
 
 
@@ -234,6 +235,12 @@ def plan_from_folder(
         if unknown := extra_seeds.keys() - {*values}:
             raise PlanError(f"it has further seeds of {format_value(unknown.pop())}, which is not one of its arms.")
         plan = build_plan(study, preset, reason, base, values, seeds, folder.parent.parent, folder, extra_seeds)
+        if own_study is not None and content.get("baseline") not in (None, plan.baseline):
+            raise PlanError(
+                f"its baseline {format_value(content['baseline'])} was declared before the runs, and "
+                f"{format_value(own_study.source.typed, 1000)} now declares {format_value(plan.study.baseline)}: "
+                "restore it, or start a new study with another --output."
+            )
         if content.get("max_seeds") is not None:
             plan = set_max_seeds(plan, content["max_seeds"])
         if content.get("storage") is not None:

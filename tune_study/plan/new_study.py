@@ -26,7 +26,7 @@ from search_spaces.language_model.family import PPO
     name="{name}",  # names the folder of the results
     family=PPO,  # fine-tunes a language model, with any setting of `python -m tune_study settings --all`
     question=__doc__,  # stands above the report
-    # The arms. `--values` of the command line chooses others.
+    # The arms. `{option}` of the command line chooses {choice}.
     axis={axis},
     # Settings of all arms, as --set takes them; the preset has the others.
     fixed_settings={{**SWEEP_SETTINGS, "actor.entropy_coeff": 0.0, "filter.rollout_filter_value": 1.0}},
@@ -78,6 +78,7 @@ def _check_arms(factors: Mapping[str, Sequence[str]]) -> None:
 def format_study(name: str, factors: Mapping[str, tuple[str, ...]]) -> str:
     """The text of a file that declares the study `name` over the values of each setting in `factors`."""
     constants = contrasts = ""
+    option, choice = "--values", "others"
     if len(factors) == 1:
         ((setting, values),) = factors.items()
         grid = _format_tuple(values)
@@ -88,6 +89,7 @@ def format_study(name: str, factors: Mapping[str, tuple[str, ...]]) -> str:
         constants = f"FACTORS = {{{lines}\n}}\n\n"
         axis = "make_grid_axis(FACTORS)"
         contrasts = "\n    contrasts=make_grid_contrasts(FACTORS),  # main effects and interactions"
+        option, choice = "--arms", "some of them"
         names = " and ".join(factors)
         question = f"How do {names} change the success of the policy?"
         imports = "Study, make_grid_axis, make_grid_contrasts"
@@ -99,6 +101,8 @@ def format_study(name: str, factors: Mapping[str, tuple[str, ...]]) -> str:
         axis=axis,
         baseline=json.dumps(baseline),
         constants=constants,
+        option=option,
+        choice=choice,
         contrasts=contrasts,
     )
 

@@ -16,6 +16,7 @@ from trainable.config.own_parts import (
     PartFile,
     PartName,
     find_registered_file,
+    get_part,
     list_part_files,
     list_parts,
     parse_part_name,
@@ -55,6 +56,28 @@ def load_named_files(
     declared_paths = [part.path for part in _find_names([study.make_preset_settings(preset), arms])]
     folder = Path(study_path).expanduser().parent
     load_typed_files([*typed_paths, *(str(folder / path) for path in declared_paths if path not in typed_paths)])
+
+
+def load_game_settings(name: str) -> dict[str, object]:
+    """Read the file of a game of the user, and return the settings that come with the game: its attribute `settings`.
+
+    name: the game as it was typed, FILE.py:NAME. A game without the attribute has no settings. Raises PlanError if the
+    file or the game cannot be used.
+    """
+    part = parse_part_name(name)
+    assert part is not None
+    load_typed_files([part.path])
+    try:
+        game = get_part(part._replace(path=part.file_name).format())
+    except OwnPartError as error:
+        raise PlanError(str(error)) from None
+    settings = getattr(game, "settings", {})
+    if not isinstance(settings, Mapping) or not all(isinstance(key, str) for key in settings):
+        raise PlanError(
+            f"{format_value(name, 1000)} has an attribute `settings` that is no mapping of settings to values, such as "
+            '{"env.max_turn": 1}: correct it, or give it another name.'
+        )
+    return dict(settings)
 
 
 def _find_names(value: object) -> Iterator[PartName]:
@@ -103,20 +126,23 @@ def check_recorded_files(folder: Path, entries: Sequence[Mapping[str, Any]]) -> 
 
     entries: the record in study.json of `folder`.
     """
+    missing_paths = [entry["path"] for entry in entries if find_registered_file(Path(entry["path"]).name) is None]
+    if missing_paths:
+        files = " and ".join(format_value(path, 1000) for path in missing_paths)
+        options = " ".join(f"{CODE_OPTION} {format_value(path, 1000)}" for path in missing_paths)
+        raise PlanError(
+            f"The study in {folder} uses parts of {files}. A results folder never chooses code, so this has to be "
+            f"typed: add {options}, or their place on this machine."
+        )
     for entry in entries:
-        path = format_value(entry["path"], 1000)
         file = find_registered_file(Path(entry["path"]).name)
-        if file is None:
-            raise PlanError(
-                f"The study in {folder} uses parts of the file {path}. A results folder never chooses code, so the "
-                f"file has to be typed: add {CODE_OPTION} {path}, or its place on this machine."
-            )
-        if file.sha256 == entry["sha256"]:
+        if file is None or file.sha256 == entry["sha256"]:
             continue
         diff = format_changes(entry["text"], file.text)
         raise PlanError(
             f"{format_value(file.path, 1000)} has changed since {folder} was started:\n  {diff}\n"
-            "It decides what the runs compute: restore the file, or start a new study with another --output."
+            "It decides what the runs compute, and even a comment counts: restore the file, or start a new study with "
+            "another --output. (--accept-changed-file is for the file of a study.)"
         )
 
 

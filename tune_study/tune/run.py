@@ -479,6 +479,7 @@ def write_results(folder: Path, console: Console) -> str:
         print_line(console, line)
     print_line(console, f"Report: {report}")
     # Last, because it answers what most studies are about.
-    if conclusion.collapse:
-        print_line(console, conclusion.collapse)
+    for line in (*conclusion.factors, conclusion.collapse):
+        if line:
+            print_line(console, line)
     return ""

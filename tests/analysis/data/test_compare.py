@@ -11,10 +11,10 @@ from analysis.data.compare import has_added_seeds
 from analysis.data.frames import to_records
 from analysis.data.load import load
 from analysis.report.pages import list_open_arms
-from analysis.sandbox.contrasts import compute_contrasts, format_sentences
 from analysis.sandbox.page import make_notes
 from analysis.sandbox.tables import compute_differences
 from analysis.stats.sequential import compute_e_value, find_fewest_seeds
+from analysis.sweep.contrasts import compute_contrasts, format_sentences
 from tests.fakes.sandbox_folders import FakeStudy, make_seed_runs, write_sandbox
 
 BASELINE = (0.30, 0.34, 0.35, 0.31, 0.33, 0.36, 0.32, 0.35)

@@ -577,3 +577,17 @@ def test_tables_made_from_damaged_files_say_so(tmp_path: Path) -> None:
     shutil.rmtree(folder / "runs")
     with pytest.warns(DamageWarning, match=r"run\.json is damaged"):  # the tables are all that is left
         load(folder)
+
+
+def test_measures_of_a_game_of_the_user_are_columns_of_steps(tmp_path: Path) -> None:
+    rows = {"val_standing": 0.25, "train_standing": 0.5, "nonsense": 1.0, "val_not a name": 1.0}
+    steps = load(write_study(tmp_path, [FakeRun("0", steps=5, rows=rows), FakeRun("0.1", steps=5)])).steps
+    assert {name for name in steps if name not in SCHEMAS["steps"]} == {"val_standing", "train_standing"}
+    assert steps.loc[steps["arm"] == "0", "val_standing"].eq(0.25).all()
+    assert steps.loc[steps["arm"] == "0.1", "val_standing"].isna().all()
+
+
+def test_a_folder_cannot_add_columns_without_end(tmp_path: Path) -> None:
+    runs = [FakeRun("0", seed, steps=5, rows={f"val_x{seed}_{number}": 1.0 for number in range(40)}) for seed in (0, 1)]
+    steps = load(write_study(tmp_path, runs)).steps
+    assert len(set(steps) - set(SCHEMAS["steps"])) == 32

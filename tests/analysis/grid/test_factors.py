@@ -83,9 +83,11 @@ def test_the_stronger_factor_is_named(tmp_path: Path) -> None:
     assert rows[0]["spread"] == pytest.approx((high_mean - low_mean) / 2, abs=0.01)
     (row,) = factors.compare_factors(grid)
     assert row["low"] > 0
-    assert factors.describe_comparison(row).startswith(
-        "learning rate matters more than advantage: squared spreads differ"
-    )
+    assert factors.describe_comparison(row).startswith("learning rate matters more than advantage: spreads of 0.")
+    (sentence,) = factors.describe_simple_effects(grid)
+    assert sentence.startswith("learning rate 0.001 against 0.0001: +0.")
+    assert sentence.count("with advantage") == 2
+    assert pages.conclude(frames).factors == (factors.describe_comparison(row),)
     flipped = grid._replace(settings=grid.settings[::-1], outcomes=grid.outcomes.transpose(0, 2, 1))
     assert factors.describe_comparison(factors.compare_factors(flipped)[0]).startswith("learning rate matters more")
     text = " ".join(pages.write_report(tmp_path / "results" / "kl_sweep_sokoban-tiny").read_text().split())

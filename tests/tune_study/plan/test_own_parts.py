@@ -5,10 +5,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from search_spaces import STUDIES
 from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.family import PPO, as_run_config
+from tests.trainable.test_part_checks import SAVED_TEXTS
 from trainable.config.own_parts import PartFile
 from tune_study.commands.cli import app
+from tune_study.commands.run_options import RunOptions, plan_from_options
 from tune_study.folder.outputs import make_study_entry
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import check_recorded_files, load_named_files, load_typed_files
@@ -113,3 +116,29 @@ def test_settings_list_that_a_part_is_allowed() -> None:
     lines = invoke("settings", "kl", "--all")[1].splitlines()
     (line,) = [line for line in lines if line.startswith("actor.policy_loss ")]
     assert "ppo_clip | tpo | FILE.py:NAME" in line
+
+
+def test_a_game_brings_its_settings_and_typed_ones_take_precedence(tmp_path: Path) -> None:
+    Path("bandit.py").write_text(SAVED_TEXTS["bandit.py"])
+    axes = {STUDIES["kl"].axis.option: None}
+    assignments = ("env.max_turn=2",)
+    options = RunOptions(
+        "laptop", "a test", {}, axes, "bandit.py:Bandit", None, None, assignments, 1, None, False, None, False
+    )
+    env = plan_from_options(STUDIES["kl"], options, tmp_path, None, extend=False, real=False).ppo_config.env
+    assert (env.max_turn, env.max_actions_per_turn, env.max_actions_per_traj) == (2, 1, 1)
+    words = ("run", "kl", "--preset", "laptop", "--output", str(tmp_path / "out"), "--dry-run", "--env")
+    assert invoke(*words, "bandit.py:Bandit")[0] == 0
+    code, _, error = invoke(*words, "bandit.py")
+    assert code == 2
+    assert "does not say which game of the file: type --env bandit.py:NAME" in error
+    Path("bandit.py").write_text("class Bandit:\n    settings = [1]\n")
+    code, _, error = invoke(*words, "bandit.py:Bandit")
+    assert code == 2
+    assert "has an attribute `settings` that is no mapping of settings to values" in error
+
+
+def test_all_missing_files_are_named_at_once(tmp_path: Path) -> None:
+    entries = [{"path": f"gone{number}.py", "sha256": "0", "text": ""} for number in (1, 2)]
+    with pytest.raises(PlanError, match=r"add --code gone1\.py --code gone2\.py, or their place"):
+        check_recorded_files(tmp_path, entries)

@@ -1,17 +1,22 @@
 """Studies in files of the user: what `new` writes, what is loaded, and what is refused."""
 
+import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from analysis.sweep import findings
 from search_spaces import STUDIES
-from search_spaces.declaration.study import make_grid_axis
-from search_spaces.language_model.family import as_run_config
+from search_spaces.declaration.study import Axis, Study, make_grid_axis
+from search_spaces.language_model.family import PPO, as_run_config
 from tune_study.commands.cli import app
+from tune_study.folder.outputs import write_study
+from tune_study.folder.study_file import plan_from_folder, read_study
 from tune_study.plan.errors import PlanError
 from tune_study.plan.new_study import format_study
-from tune_study.plan.own_study import is_study_file, load_own_study
+from tune_study.plan.own_study import OwnStudy, StudySource, is_study_file, load_own_study
 from tune_study.plan.study_plan import make_plan
 
 
@@ -161,3 +166,37 @@ def test_a_grid_axis_has_every_combination_once() -> None:
     assert len(axis.grids["laptop"]) == len(set(axis.grids["laptop"])) == len(axis.named_settings) == 6
     assert list(axis.grids) == ["laptop"]
     assert axis.setting == "actor.lr x actor.ppo_epochs"
+
+
+def test_what_is_tested_stays_that_of_the_first_start(tmp_path: Path) -> None:
+    def make_own_study(text: str, contrast: str, baseline: str = "1e-4") -> OwnStudy:
+        study = Study(
+            name="my-lr",
+            family=PPO,
+            question="?",
+            axis=Axis("actor.lr", {"laptop": ("1e-4", "3e-4")}),
+            fixed_settings={},
+            baseline=baseline,
+            contrasts={contrast: (("3e-4", "1e-4"),)},
+        )
+        return OwnStudy(study, StudySource("lr.py", text, hashlib.sha256(text.encode()).hexdigest(), True))
+
+    def start(own_study: OwnStudy) -> Path:
+        plan = make_plan(own_study.study, "laptop", "a test", {}, None, 1, tmp_path)
+        write_study(replace(plan, source=own_study.source))
+        return plan.folder
+
+    start(make_own_study("first", "before the runs"))
+    start(make_own_study("first", "before the runs"))
+    folder = start(make_own_study("second", "after a look"))
+    content = read_study(folder)
+    assert [contrast["name"] for contrast in content["contrasts"]] == ["before the runs"]
+    assert content["declaration"]["text"] == "second"
+    assert [entry["text"] for entry in content["earlier_declarations"]] == ["first"]
+    assert plan_from_folder(folder, own_study=make_own_study("third", "x")).baseline == "1e-4"
+    with pytest.raises(
+        PlanError, match=r"its baseline 1e-4 was declared before the runs, and lr\.py now declares 3e-4"
+    ):
+        plan_from_folder(folder, own_study=make_own_study("third", "x", baseline="3e-4"))
+    (caveat,) = findings._describe_changed_declaration(content)
+    assert caveat.startswith("The file that declares this study was changed once after the study had started;")

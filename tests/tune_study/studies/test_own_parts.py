@@ -100,7 +100,7 @@ def test_continuing_needs_all_files_and_opens_no_other(folder: Path, monkeypatch
     words = ("resume", str(folder / RUN))
     code, error = invoke(folder, monkeypatch, *words, "--study", "parts.py", "--code", "bandit.py", "--dry-run")
     assert code == 2
-    assert "uses parts of the file my_parts.py. A results folder never chooses code" in error
+    assert "uses parts of my_parts.py. A results folder never chooses code" in error
     # Whatever the folder names, only typed files are opened.
     study_path = folder / RUN / "study.json"
     content = read_object(study_path)
@@ -114,7 +114,7 @@ def test_continuing_needs_all_files_and_opens_no_other(folder: Path, monkeypatch
     code, error = invoke(folder, monkeypatch, *words, *options, "--dry-run")
     study_path.write_text(original_text)
     assert code == 2
-    assert "has to be typed: add --code" in error
+    assert "so this has to be typed: add --code" in error
     assert "opened" not in error
 
 
