@@ -27,13 +27,15 @@ from trainable.envs.chat import CHATML
 from trainable.envs.environment import FIRST_TEST_SEED, Environment, Level, PlayedTurn, TurnLimits, TurnOutcome
 from trainable.envs.games.make import make_environment
 from trainable.envs.prompts import ACTION_SEPARATOR
-from trainable.runs.records import make_empty_row
+from trainable.runs.records import STEP_COLUMNS, make_empty_row
 from trainable.runs.stop_rules import evaluate_own_rules
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.training.make import make_trainer
 
 _DOCS = {"env.name": "docs/add_an_environment.md"}
 """The page with an example of a part, by setting; docs/add_a_part.md for the others."""
+MAX_MEASURE_LENGTH = 60
+
 _SEEDS = (1, 2, 3)
 """Seeds of the levels of the example."""
 
@@ -43,6 +45,7 @@ class _Trial:
 
     def __init__(self, setting: str, value: str, file: PartFile) -> None:
         self.setting, self.value, self.file = setting, value, file
+        self.name = value.partition("#")[0].rpartition(":")[2]
 
     def fail(self, problem: str) -> OwnPartError:
         """The error to raise for a problem, which is a clause such as "step() returned None"."""
@@ -56,7 +59,7 @@ class _Trial:
         """The result of a call. signature: how the call is shown, such as `loss(logprobs, old_logprobs)`."""
         try:
             return function(*arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self.fail(f"{signature} raised {describe_error(error, self.file.path)}") from None
 
     def check_tensor(self, signature: str, tensor: Any, shape: tuple[int, ...], is_mask: bool = False) -> None:
@@ -101,24 +104,27 @@ def _describe(value: object) -> str:
 
 
 def _check_policy_loss(trial: _Trial, loss: Any, config: RunConfig) -> None:
-    signature, count = f"{loss.__name__}(logprobs, old_logprobs, advantages)", 6
+    signature, count = f"{trial.name}(logprobs, old_logprobs, advantages)", 6
     logprobs = torch.linspace(-2.0, -0.1, count).requires_grad_()
     advantages = torch.linspace(-1.0, 1.0, count)
     token_loss = trial.call(signature, loss, logprobs, torch.full((count,), -1.0), advantages)
     trial.check_tensor(signature, token_loss, (count,))
     if not token_loss.requires_grad:
         raise trial.fail(f"{signature} returned a loss without a gradient with respect to logprobs")
+    # A pass of a run on several GPUs may have no token.
+    empty = trial.call(f"{trial.name}() without tokens", loss, logprobs[:0], logprobs[:0].detach(), advantages[:0])
+    trial.check_tensor(f"{trial.name}() without tokens", empty, (0,))
 
 
 def _check_estimator(trial: _Trial, estimator: Any, config: RunConfig) -> None:
-    signature = f"{estimator.__name__}(scores, group_ids, mask)"
+    signature = f"{trial.name}(scores, group_ids, mask)"
     mask = torch.tensor([[True, True, False], [False, True, True], [True, False, False], [True, True, True]])
     advantages = trial.call(signature, estimator, torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([0, 0, 1, 1]), mask)
     trial.check_tensor(signature, advantages, (4, 3))
 
 
 def _check_filter(trial: _Trial, keep_groups: Any, config: RunConfig) -> None:
-    signature = f"{keep_groups.__name__}(scores, value, largest)"
+    signature = f"{trial.name}(scores, value, largest)"
     settings = config.filter
     largest = settings.rollout_filter_type == "largest"
     for scores in (torch.tensor([0.0, 2.0, 1.0, 3.0]), torch.tensor([1.0])):
@@ -128,21 +134,24 @@ def _check_filter(trial: _Trial, keep_groups: Any, config: RunConfig) -> None:
 
 def _check_stop_rule(trial: _Trial, rule: Any, config: RunConfig) -> None:
     columns = make_empty_row(all_quantities=config.collapse_detection.all_quantities)
-    rows = [{**dict.fromkeys(columns, 1.0), "step": step, "stop_rule": ""} for step in (1, 2, 3)]
-    signature = f"{rule.__name__}(rows)"
-    trial.call(signature, rule, rows)
-    try:
-        evaluate_own_rules(rows, [trial.value])
-    except ValueError as error:
-        raise trial.fail(str(error)) from None
+    measures = trial.call("the game", make_environment, config.env).measures
+    numbers = dict.fromkeys([*columns, *(f"train_{name}" for name in measures)], 1.0)
+    rows = [{**numbers, "step": step, "stop_rule": ""} for step in (1, 2, 3)]
+    for count in (1, len(rows)):
+        trial.call(f"{trial.name}(rows) with {count} row{'s' * (count > 1)}", rule, rows[:count])
+        try:
+            evaluate_own_rules(rows[:count], [trial.value])
+        except ValueError as error:
+            raise trial.fail(str(error)) from None
 
 
 def _check_reward(trial: _Trial, reward: Any, config: RunConfig) -> None:
-    signature = f"{reward.__name__}(level, turns)"
-    (level,) = make_environment(config.env).make_levels(_SEEDS[:1])
+    signature = f"{trial.name}(level, turns)"
+    environment = trial.call("the game", make_environment, config.env)
+    (level,) = environment.make_levels(_SEEDS[:1])
     turns = [
         PlayedTurn("text without tags", (), 0.0, False),
-        PlayedTurn("a</think><answer>b</answer>", ("b",), 1.0, True),
+        PlayedTurn("a</think><answer>b</answer>", _read_example(environment, config), 1.0, True),
     ]
     rewards = trial.call(signature, reward, level, turns)
     try:
@@ -160,9 +169,12 @@ def _check_reward(trial: _Trial, reward: Any, config: RunConfig) -> None:
 def _check_update_rule(trial: _Trial, rule: Any, config: UpdateRuleConfig) -> None:
     with suppress(ConfigError):  # a batch of age 0, so that the first step trains
         config = apply_overrides(config, {"delay": 0})
-    trainer = trial.call("the trainer", make_trainer, config, (0,))
+    try:
+        trainer = make_trainer(config, (0,))
+    except Exception:  # of the task, such as a file that is not here; what needs it says so
+        return
     for _ in range(config.delay + 1):
-        trial.call(f"{rule.__name__}(rollouts, log_probs, config)", trainer.step)
+        trial.call(f"{trial.name}(rollouts, log_probs, config)", trainer.step)
 
 
 # ---------------------------------------------------------------------------------------------------------------- games
@@ -181,7 +193,7 @@ _METHODS = (
 
 
 def _check_game(trial: _Trial, part: Any, config: RunConfig) -> None:
-    game = trial.call(f"{getattr(part, '__name__', 'it')}()", make_environment, config.env)
+    game = trial.call(f"{trial.name}()", make_environment, config.env)
     attribute_types = {"name": str, "title": str, "has_held_out_levels": bool, "measures": Mapping}
     for name, attribute_type in attribute_types.items():
         if not isinstance(getattr(game, name, None), attribute_type):
@@ -198,7 +210,13 @@ def _check_game(trial: _Trial, part: Any, config: RunConfig) -> None:
         shares = trial.call(f"{name}(levels, limits)", getattr(environment, name), levels, limits)
         if shares is not None and not _is_share_array(shares, len(levels)):
             raise trial.fail(f"{name}() returned neither None nor an array of {len(levels)} numbers in [0, 1]")
+    column_names = {column.name for column in STEP_COLUMNS}
     for name, measure in environment.measures.items():
+        if not str(name).isidentifier() or len(name) > MAX_MEASURE_LENGTH or f"val_{name}" in column_names:
+            raise trial.fail(
+                f"the measure {format_value(name)} cannot be a column: it needs a short name of letters, digits and "
+                "`_` that no column of docs/metrics.md has"
+            )
         number = trial.call(f"measures[{name!r}](level, actions)", measure, levels[0], actions)
         if not isinstance(number, int | float | np.floating):
             raise trial.fail(f"measures[{name!r}]() returned {_describe(number)}, and a number is needed")
@@ -245,8 +263,7 @@ def _check_texts(
     ]
     if not isinstance(instructions, str) or not all(isinstance(text, str) and text for text in texts):
         raise trial.fail("format_instructions() or format_state() did not return a text")
-    examples = re.findall(r"<answer>(.*?)</answer>", instructions, re.DOTALL)
-    words = [word.strip() for example in examples for word in example.split(ACTION_SEPARATOR)]
+    words = _list_example_words(instructions)
     answers = [trial.call(f"read_action({word!r})", environment.read_action, word) for word in [*words, "no such word"]]
     if any(action is not None and not isinstance(action, str) for action in answers):
         raise trial.fail("read_action() returned neither None nor a text")
@@ -257,6 +274,19 @@ def _check_texts(
         )
     _check_words(trial, environment.title, [*texts[len(states) :], *actions], config)
     return actions
+
+
+def _list_example_words(instructions: str) -> list[str]:
+    """The words of the answers in the instructions of a game."""
+    examples = re.findall(r"<answer>(.*?)</answer>", instructions, re.DOTALL)
+    return [word.strip() for example in examples for word in example.split(ACTION_SEPARATOR)]
+
+
+def _read_example(environment: Environment[Any], config: RunConfig) -> tuple[str, ...]:
+    """The first action of the example in the instructions of a game, as a turn of one action; no action without one."""
+    words = _list_example_words(environment.format_instructions(config.env.max_actions_per_traj))
+    actions = (environment.read_action(word) for word in words)
+    return tuple(action for action in actions if action is not None)[:1]
 
 
 def _check_words(trial: _Trial, title: str, texts: Sequence[str], config: RunConfig) -> None:
@@ -300,8 +330,8 @@ def _check_steps(
         outcome = trial.call(signature, environment.step, states, [names] * len(levels), luck)
         if not isinstance(outcome, TurnOutcome):
             raise trial.fail(f"{signature} returned {_describe(outcome)}, and a TurnOutcome is needed")
-        if len(outcome.states) != len(levels):
-            raise trial.fail(f"{signature} returned {len(outcome.states)} states for {len(levels)} episodes")
+        if not isinstance(outcome.states, list) or len(outcome.states) != len(levels):
+            raise trial.fail(f"{signature} returned states that are not a list of {len(levels)}")
         for name, kinds in (("rewards", "f"), ("action_counts", "iu"), ("done", "b"), ("success", "b")):
             array = getattr(outcome, name)
             if not isinstance(array, np.ndarray) or array.shape != (len(levels),) or array.dtype.kind not in kinds:

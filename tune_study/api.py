@@ -13,6 +13,7 @@ from tune_study.folder.summary import DEFAULT_SKIPPED, parse_skipped_statuses
 from tune_study.host.console import make_console
 from tune_study.host.gpus import detect_gpus
 from tune_study.placement.resources import choose_preset
+from tune_study.plan.own_parts import load_typed_files
 from tune_study.plan.own_study import StudySource, check_study
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def run(
     values: Sequence[str] | None = None,
     env: str | None = None,
     settings: Mapping[str, object] = NO_SETTINGS,
+    code: Sequence[str] = (),
     extend: bool = False,
     max_concurrent: int | None = None,
 ) -> "StudyFrames":
@@ -45,6 +47,7 @@ def run(
         values: values of the axis; None for all of the preset.
         env: the game, with the settings that come with it; None for that of the study.
         settings: values by setting, as --set takes them, such as {"trainer.total_training_steps": 10}.
+        code: further files whose parts the study in the folder uses, if it is extended.
         extend: whether new values and seeds are added to a study that the folder contains.
         max_concurrent: the most runs at once; None for as many as the machine holds.
 
@@ -59,6 +62,7 @@ def run(
     from tune_study.commands.preflight import LaunchOptions, start_studies
 
     check_study(study, "the call of tune_study.run")
+    load_typed_files(code)
     visible_gpus = detect_gpus(os.environ)
     options = RunOptions(
         *choose_preset(preset, visible_gpus),
@@ -77,9 +81,9 @@ def run(
     folder = Path(os.path.abspath(output))
     plan = plan_from_options(study, options, folder, None, extend, real=True, source=describe_source(study))
     launch_options = LaunchOptions(None, None, max_concurrent, "off", None, parse_skipped_statuses(DEFAULT_SKIPPED))
-    code = start_studies([plan], launch_options, visible_gpus, False, make_console())
-    if code:
-        raise RuntimeError(f"The study in {plan.folder} ended with code {code}: see the lines above.")
+    exit_code = start_studies([plan], launch_options, visible_gpus, False, make_console())
+    if exit_code:
+        raise RuntimeError(f"The study in {plan.folder} ended with code {exit_code}: see the lines above.")
     return load(plan.folder)
 
 

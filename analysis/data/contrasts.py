@@ -2,22 +2,35 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from analysis.data.frames import Study
 
 
-def read_contrasts(study: Study) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Name and pairs of each contrast of study.json; an empty list if it declares none.
+class Contrast(NamedTuple):
+    """A declared comparison. needs_all_pairs: whether it means nothing over some of its pairs, as an interaction."""
+
+    name: str
+    pairs: list[tuple[str, str]]
+    needs_all_pairs: bool = False
+
+
+def read_contrasts(study: Study) -> list[Contrast]:
+    """The contrasts of study.json; an empty list if it declares none.
+
+    A contrast that needs all of its pairs is left out if the study does not have all of their arms.
 
     Raises ValueError if a name or a pair occurs twice (the pair would have double weight), if an arm is compared with
     itself, or if the pairs cancel each other.
     """
     declarations = [
-        (contrast["name"], [(first, second) for first, second in contrast["pairs"]])
-        for contrast in study.get("contrasts") or []
+        Contrast(
+            entry["name"], [(first, second) for first, second in entry["pairs"]], entry.get("needs_all_pairs") is True
+        )
+        for entry in study.get("contrasts") or []
     ]
-    names = [name for name, _ in declarations]
-    for name, pairs in declarations:
+    names = [contrast.name for contrast in declarations]
+    for name, pairs, _ in declarations:
         if names.count(name) > 1:
             raise ValueError(
                 f"study.json of `{study['name']}` has two contrasts named {name!r}: give each its own name."
@@ -37,7 +50,12 @@ def read_contrasts(study: Study) -> list[tuple[str, list[tuple[str, str]]]]:
                 f"The contrast {name!r} of `{study['name']}` compares nothing: in its {len(pairs)} pairs every arm is "
                 "as often first as second. Give pairs that differ in the same way."
             )
-    return declarations
+    arms = set((study.get("axis") or {}).get("values") or ())
+    return [
+        contrast
+        for contrast in declarations
+        if not contrast.needs_all_pairs or arms.issuperset(arm for pair in contrast.pairs for arm in pair)
+    ]
 
 
 def compute_weight_norm(pairs: Sequence[tuple[str, str]]) -> float:

@@ -188,7 +188,7 @@ def compare_edges(frames: StudyFrames, generator: np.random.Generator) -> pd.Dat
     study = require_single_study(frames).studies[0]
     runs = make_run_table(frames)
     rows = []
-    for name, pairs in read_contrasts(study) if len(runs) else []:
+    for name, pairs, _ in read_contrasts(study) if len(runs) else []:
         present_pairs = [pair for pair in pairs if set(pair) <= set(runs["arm"])]
         first_runs, second_runs = (runs[runs["arm"].isin([pair[side] for pair in present_pairs])] for side in range(2))
         if present_pairs:

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 from scipy import stats
 
 from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL, require_single_study
 from analysis.data.families import Row
-from analysis.data.frames import StudyFrames, to_records
+from analysis.data.frames import StudyFrames
 from analysis.grid.layout import format_value, shorten_setting
 from analysis.stats.estimates import holm_adjust
 from analysis.sweep.verdicts import format_p_value
@@ -44,27 +45,31 @@ class FactorGrid(NamedTuple):
 def make_factor_grid(frames: StudyFrames) -> FactorGrid | None:
     """The primary outcome over the declared factors of a study, for the seeds of which all arms are scored.
 
-    None if the study declares no factors, or if no seed has a scored run of every arm.
+    None if the study declares no factors, if its arms are not all combinations of their values, or if no seed has a
+    scored run of every arm.
     """
     (study,), (family,) = require_single_study(frames).studies, frames.families
-    settings = tuple((study.get("axis") or {}).get("factors") or ())
-    columns = [f"config/{setting}" for setting in settings]
-    if len(settings) < 2 or not set(columns) <= set(frames.trials):
+    settings = (study.get("axis") or {}).get("factors")
+    if not isinstance(settings, list) or len(settings) < 2:
         return None
-    trials = frames.trials[frames.trials["status"].isin(SCORED_STATUSES)].dropna(subset=[family.primary_column])
-    values = tuple(tuple(trials[column].drop_duplicates()) for column in columns)
-    outcomes_by_seed: dict[int, dict[tuple[Any, ...], float]] = {}
-    for row in to_records(trials[["seed", family.primary_column, *columns]]):
-        point = tuple(row[column] for column in columns)
-        outcomes_by_seed.setdefault(row["seed"], {})[point] = row[family.primary_column]
-    points = list(product(*values))
-    complete = [
-        [by_point[point] for point in points] for by_point in outcomes_by_seed.values() if len(by_point) == len(points)
-    ]
-    if not complete:
+    columns = [f"config/{setting}" for setting in settings]
+    if not set(columns) <= set(frames.trials):
+        return None
+    # As text: a missing value (null) is not equal to itself.
+    points = frames.trials[columns].map(lambda value: "null" if pd.isna(value) else value)
+    arm_by_point = dict(zip(points.itertuples(index=False, name=None), frames.trials["arm"], strict=True))
+    values = tuple(tuple(points[column].drop_duplicates()) for column in columns)
+    grid_points = list(product(*values))
+    # An arm that the study has lost, or was never given, is a hole: the others do not form a grid.
+    if set(grid_points) != set(arm_by_point) or len({*arm_by_point.values()}) < len(grid_points):
+        return None
+    scored = frames.trials[frames.trials["status"].isin(SCORED_STATUSES)]
+    table = scored.pivot_table(index="seed", columns="arm", values=family.primary_column, sort=False)
+    complete = table.reindex(columns=[arm_by_point[point] for point in grid_points]).dropna()
+    if complete.empty:
         return None
     shape = (len(complete), *map(len, values))
-    return FactorGrid(settings, values, np.array(complete, dtype=np.float64).reshape(shape))
+    return FactorGrid(tuple(settings), values, complete.to_numpy(dtype=np.float64).reshape(shape))
 
 
 def _take_root(squared_spread: float) -> float:

@@ -49,13 +49,16 @@ def make_settings_rows(study: Study) -> list[dict[str, Any]]:
 def list_sources(study: Study) -> list[dict[str, str]]:
     """The texts that a user wrote for the study: its declaration and the files of its parts, as study.json has them."""
     declaration = study.get("declaration")
+    earlier_declarations, code = ([*(study.get(name) or [])] for name in ("earlier_declarations", "code"))
     entries = [
         *([("Study", declaration)] if declaration else []),
-        *(("Study, an earlier text", entry) for entry in study.get("earlier_declarations") or []),
-        *(("Parts", entry) for entry in study.get("code") or []),
+        *(("Study, an earlier text", entry) for entry in earlier_declarations),
+        *(("Parts", entry) for entry in code),
     ]
     return [
-        {"title": title, **{key: str(entry[key]) for key in ("path", "sha256", "text")}} for title, entry in entries
+        {"title": title, **{key: str(entry.get(key, "")) for key in ("path", "sha256", "text")}}
+        for title, entry in entries
+        if isinstance(entry, Mapping)
     ]
 
 

@@ -59,19 +59,29 @@ def compute_seed_differences(frames: StudyFrames) -> pd.DataFrame:
     """One row per column, contrast, pair and seed of the study: the values of both runs, and first minus second.
 
     A value is missing if the run is not scored (see `compare.SCORED_STATUSES`), was not run, or has no value; then the
-    difference is missing too. Columns for which `_is_contrasted` is False have no rows.
+    difference is missing too, and so it is for a seed of which an interaction lacks a pair. Columns for which
+    `_is_contrasted` is False have no rows.
     """
     runs, (family,) = _index_runs(frames), frames.families
     seeds = sorted({seed for _, seed in runs})
-    rows = [
-        (column, name, first, second, seed, *values, round(values[0] - values[1], _DECIMALS))
-        for column in family.contrasted_columns
-        for name, pairs in read_contrasts(require_single_study(frames).studies[0])
-        if _is_contrasted(column, pairs, runs, family)
-        for first, second in pairs
-        for seed in seeds
-        for values in [[_read_value(runs.get((arm, seed)), column) for arm in (first, second)]]
-    ]
+    rows = []
+    for column in family.contrasted_columns:
+        for contrast in read_contrasts(require_single_study(frames).studies[0]):
+            if not _is_contrasted(column, contrast.pairs, runs, family):
+                continue
+            values = {
+                (pair, seed): [_read_value(runs.get((arm, seed)), column) for arm in pair]
+                for pair in contrast.pairs
+                for seed in seeds
+            }
+            # Over some of its pairs, an interaction would be the effect of one factor.
+            lacks_pairs = {
+                seed: contrast.needs_all_pairs and any(math.isnan(sum(values[pair, seed])) for pair in contrast.pairs)
+                for seed in seeds
+            }
+            for (pair, seed), (first, second) in values.items():
+                difference = math.nan if lacks_pairs[seed] else round(first - second, _DECIMALS)
+                rows.append((column, contrast.name, *pair, seed, first, second, difference))
     return pd.DataFrame(rows, columns=list(_SEED_COLUMNS))
 
 
@@ -183,7 +193,9 @@ def compute_contrasts(frames: StudyFrames) -> pd.DataFrame:
     outcomes = {
         column: collect_outcomes(frames, column) for column in dict.fromkeys(row["column"] for row in differences)
     }
-    num_contrasts = len(read_contrasts(study))
+    contrasts = read_contrasts(study)
+    num_contrasts = len(contrasts)
+    interactions = {contrast.name for contrast in contrasts if contrast.needs_all_pairs}
     rows = []
     for (column, name), group in groupby(differences, key=itemgetter("column", "contrast")):
         seed_rows = list(group)
@@ -208,7 +220,9 @@ def compute_contrasts(frames: StudyFrames) -> pd.DataFrame:
         )
     table = pd.DataFrame(rows, columns=list(_CONTRAST_COLUMNS))
     table = add_adjusted_p_values(table, family.primary_column)
-    return table.assign(verdict=[name_verdict(row, family) for row in to_records(table)])
+    return table.assign(
+        verdict=[name_verdict(row, family, has_sides=row["contrast"] not in interactions) for row in to_records(table)]
+    )
 
 
 def _estimate_contrast(seed_rows: Sequence[Row], outcomes: Outcomes, margin: float, num_comparisons: int) -> Row:

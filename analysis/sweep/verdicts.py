@@ -22,13 +22,14 @@ def format_status(status: str) -> str:
     return STATUS_WORDS.get(status, status)
 
 
-def name_verdict(row: Row, family: TableFamily) -> str:
+def name_verdict(row: Row, family: TableFamily, *, has_sides: bool = True) -> str:
     """The verdict on a difference in one word. row: with `column`, and the columns of a test.
 
     In the primary outcome an arm is `better` or `worse`. The other columns describe a run and have no better side:
-    there an arm is `lower` or `higher`. In all of them it may be `equal` within the margin, or `open`.
+    there an arm is `lower` or `higher`. In all of them it may be `equal` within the margin, or `open`. has_sides: False
+    for an interaction, which is no difference of two arms and has no better side either.
     """
-    if row["column"] != family.primary_column:
+    if row["column"] != family.primary_column or not has_sides:
         return classify_difference(row, below="lower", above="higher")
     below, above = ("worse", "better") if family.is_higher_better else ("better", "worse")
     return classify_difference(row, below=below, above=above)

@@ -9,6 +9,7 @@ from typing import Any
 from search_spaces.declaration.family import Family
 from search_spaces.declaration.presets import Settings
 from trainable.config.base_config import BaseRunConfig
+from trainable.config.own_parts import shorten_part_name
 
 Contrasts = Mapping[str, tuple[tuple[str, str], ...]]
 """Pairs of arms that differ in nothing else, by description of the comparison; a difference is first minus second."""
@@ -89,20 +90,15 @@ def make_grid_axis(factors: Mapping[str, Sequence[str]], presets: Sequence[str] 
 
 
 def make_grid_contrasts(factors: Mapping[str, Sequence[str]]) -> Contrasts:
-    """The main effects and interactions of the arms of `make_grid_axis(factors)`.
+    """The main effects of the arms of `make_grid_axis(factors)`.
 
-    A main effect compares a value of a factor with its first value, in pairs of arms that are equal otherwise. An
-    interaction is, as in factorial designs, half the difference between the effect of one factor at a value of the
-    other and its effect at the other's first value.
+    A main effect compares a value of a factor with its first value, in pairs of arms that are equal otherwise.
 
     Example:
-        >>> contrasts = make_grid_contrasts({"actor.lr": ("1e-4", "1e-3"), "actor.ppo_epochs": ("1", "4")})
-        >>> list(contrasts)
-        ['lr 1e-3 against 1e-4', 'ppo_epochs 4 against 1', 'lr 1e-3 x ppo_epochs 4']
-        >>> contrasts["lr 1e-3 x ppo_epochs 4"][0]
-        ('lr1e-3-ppo_epochs4', 'lr1e-4-ppo_epochs4')
+        >>> list(make_grid_contrasts({"actor.lr": ("1e-4", "1e-3"), "actor.ppo_epochs": ("1", "4")}))
+        ['lr 1e-3 against 1e-4', 'ppo_epochs 4 against 1']
     """
-    main_effects = {
+    return {
         f"{_shorten_key(key)} {value} against {values[0]}": tuple(
             (_name_point({**point, key: value}), _name_point({**point, key: values[0]}))
             for point in _list_points(factors, key)
@@ -110,7 +106,20 @@ def make_grid_contrasts(factors: Mapping[str, Sequence[str]]) -> Contrasts:
         for key, values in factors.items()
         for value in values[1:]
     }
-    interactions = {
+
+
+def make_grid_interactions(factors: Mapping[str, Sequence[str]]) -> Contrasts:
+    """The interactions of the arms of `make_grid_axis(factors)`.
+
+    An interaction is, as in factorial designs, half the difference between the effect of one factor at a value of the
+    other and its effect at the other's first value.
+
+    Example:
+        >>> interactions = make_grid_interactions({"actor.lr": ("1e-4", "1e-3"), "actor.ppo_epochs": ("1", "4")})
+        >>> interactions["lr 1e-3 x ppo_epochs 4"][0]
+        ('lr1e-3-ppo_epochs4', 'lr1e-4-ppo_epochs4')
+    """
+    return {
         f"{_shorten_key(key)} {value} x {_shorten_key(other)} {other_value}": tuple(
             pair
             for point in _list_points(factors, key, other)
@@ -129,7 +138,6 @@ def make_grid_contrasts(factors: Mapping[str, Sequence[str]]) -> Contrasts:
         for value in factors[key][1:]
         for other_value in factors[other][1:]
     }
-    return {**main_effects, **interactions}
 
 
 def _shorten_key(key: str) -> str:
@@ -138,7 +146,7 @@ def _shorten_key(key: str) -> str:
 
 def _name_point(point: Mapping[str, str]) -> str:
     """The name of the arm at a point of a grid."""
-    return "-".join(f"{_shorten_key(key)}{value}" for key, value in point.items())
+    return "-".join(f"{_shorten_key(key)}{shorten_part_name(value)}" for key, value in point.items())
 
 
 def _list_points(factors: Mapping[str, Sequence[str]], *without: str) -> list[dict[str, str]]:
@@ -217,6 +225,7 @@ class Study:
         smoke_settings: settings of --smoke, which runs the study in seconds; empty if the study has no --smoke.
         margins: differences within which two arms count as equal, by outcome, where they are not those of the family.
         contrasts: the comparisons that answer the question, declared before anything is run.
+        interactions: contrasts that mean something only over all of their pairs.
         strategy_aliases: for each name that --rollout_filter_strategy takes, the name of the filter strategy; empty if
             the study has no such option.
         variants: for each value of `variant_setting`, the study of the same question under that value, if names and
@@ -251,6 +260,7 @@ class Study:
     smoke_settings: Settings = field(default_factory=_make_empty_settings)
     margins: Mapping[str, float] = field(default_factory=dict)
     contrasts: Contrasts = field(default_factory=dict)
+    interactions: Contrasts = field(default_factory=dict)
     strategy_aliases: Mapping[str, str] = field(default_factory=dict)
     variants: Mapping[str, "Study"] = field(default_factory=dict)
     variant_setting: str = ""

@@ -69,6 +69,12 @@ def test_the_parts_of_the_documents_pass(setting: str, file: str, name: str) -> 
         ),
         ("actor.policy_loss", "*_", "return _[0].detach()", "without a gradient with respect to logprobs"),
         ("actor.policy_loss", "*_", "return _[0] / 0", "numbers that are not finite"),
+        (
+            "actor.policy_loss",
+            "*_",
+            "return _[0] - _[0].max()",
+            r"part\(\) without tokens raised RuntimeError in line 2",
+        ),
         ("actor.policy_loss", "*_", "return None", "returned None, and a tensor"),
         ("algorithm.adv_estimator", "scores", "return scores", "takes 1 positional argument but 3 were given"),
         (
@@ -83,6 +89,7 @@ def test_the_parts_of_the_documents_pass(setting: str, file: str, name: str) -> 
         ("filter.rollout_filter_strategy", "scores, *_", "return scores[:2] > 0", r"tensor \[2\] of torch.bool"),
         ("filter.rollout_filter_strategy", "scores, *_", "return scores > scores[1]", r"raised IndexError in line 2"),
         ("early_stop.own_rules", "", "return None", "takes 0 positional arguments but 1 was given"),
+        ("early_stop.own_rules", "rows", "return rows[-3] and None", r"part\(rows\) with 1 row raised IndexError"),
         ("early_stop.own_rules", "rows", "return True", r"returned True: it must return None, or \(value, threshold\)"),
         ("early_stop.own_rules", "rows", "return rows[0]['entrpy']", "raised KeyError in line 2: 'entrpy'"),
         ("env.reward", "level", "return [0.0]", "takes 1 positional argument but 2 were given"),
@@ -106,6 +113,22 @@ def test_a_wrong_part_is_refused_with_what_is_wrong(setting: str, signature: str
     assert str(error.value).endswith("Correct own.py; docs/add_a_part.md has an example.")
 
 
+def test_an_object_that_is_called_is_a_function_too() -> None:
+    check("early_stop.own_rules", "class Rule:\n    def __call__(self, rows):\n        return None\npart = Rule()\n")
+
+
+REWARD = """
+COSTS = {"Up": 1.0, "Right": 2.0}
+
+def part(level, turns):
+    return [-sum(COSTS[name] for name in turn.actions) for turn in turns]
+"""
+
+
+def test_a_reward_may_read_the_actions_of_the_game() -> None:
+    check("env.reward", REWARD)
+
+
 def test_a_part_is_a_function() -> None:
     with pytest.raises(OwnPartError, match="it is a float, and a function is needed"):
         check("actor.policy_loss", "part = 0.5\n")
@@ -125,6 +148,8 @@ def test_a_part_is_a_function() -> None:
         ("wins.astype(float), counts", "wins.sum(), counts", "rewards that are not an array of 3 floats"),
         ("counts, counts > 0, wins)", "counts, wins, counts > -1)", "returned success where done is False"),
         ("counts, counts > 0", "counts + 1, counts > 0", "action_counts that are not between 0 and 0"),
+        ("return TurnOutcome(states,", "return TurnOutcome(None,", "states that are not a list of 3"),
+        ("measures = {}", 'measures = {"success": lambda *_: 1.0}', "the measure success cannot be a column"),
         ("return TurnOutcome(", "return tuple((", None),
         ("Example: <answer>Up</answer>", "No example.", "the instructions have no example of an answer"),
         ("return word if word in ARMS.values() else None", "return ARMS[word]", "raised KeyError in line"),

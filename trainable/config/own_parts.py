@@ -131,7 +131,7 @@ def execute_text(text: str, path: str, module_name: str) -> ModuleType:
         raise OwnPartError(
             f"{shown_path} is not Python: {error.msg} in line {error.lineno}. Correct the file."
         ) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise OwnPartError(
             f"{shown_path} cannot be executed: {describe_error(error, path)}. Correct the file."
         ) from None

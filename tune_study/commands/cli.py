@@ -14,6 +14,7 @@ from typing import Any
 import typer
 
 from search_spaces import STUDIES, SUITES
+from trainable.config.own_parts import OwnPartError
 from trainable.config.run_config import ConfigError
 from trainable.files.paths import UnsafePathError
 from trainable.storage.uris import is_uri
@@ -29,6 +30,7 @@ from tune_study.host.gpus import detect_gpus
 from tune_study.host.terminal import finish_output, protect_output
 from tune_study.placement import resources
 from tune_study.plan.errors import PlanError
+from tune_study.plan.own_parts import load_typed_files, pin_typed_values
 from tune_study.plan.own_study import load_typed_code
 from tune_study.plan.study_plan import StudyPlan, collect_overrides, find_study
 from tune_study.tune.run import write_results
@@ -76,7 +78,7 @@ def report_errors(command: Callable[..., None]) -> Callable[..., None]:
     def run_command(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
-        except (ConfigError, PlanError, UnsafePathError) as error:
+        except (ConfigError, PlanError, OwnPartError, UnsafePathError) as error:
             print_error(f"tune_study: {error}")
             raise typer.Exit(2) from None
 
@@ -140,6 +142,7 @@ def run(
     max_concurrent: opt.MaxConcurrent = None,
     skip_statuses: opt.SkipStatuses = DEFAULT_SKIPPED,
     smoke: opt.Smoke = False,
+    code: opt.Code = None,
     accept_changed_file: opt.AcceptChangedFile = False,
     dry_run: opt.DryRun = False,
     wandb: opt.Wandb = None,
@@ -174,6 +177,7 @@ def run(
     launch_options = LaunchOptions(
         gpus, gpu_memory_gib, max_concurrent, wandb, address, parse_skipped_statuses(skip_statuses)
     )
+    load_typed_files(code or [])
     studies = find_studies(study, kl_type, accept_changed_file)
 
     def make_plans(options: RunOptions) -> list[StudyPlan]:
@@ -314,9 +318,11 @@ def probe(
     own_study = load_typed_code(study, code, accept_changed_file)
     target = probing.find_target(folder, trial, checkpoint_step, path, algo, own_study)
     option_overrides = {name: value for name, value in typed_settings.items() if value is not None}
-    overrides = collect_overrides(target.plan.study, option_overrides, assignments or [], is_axis_free=True)
+    overrides = pin_typed_values(
+        collect_overrides(target.plan.study, option_overrides, assignments or [], is_axis_free=True)
+    )
     probing.probe(target, overrides, with_val, make_console())
-    if problem := locate.push_results(folder):
+    if problem := locate.push_results(folder, target.plan):
         print_error(problem)
         raise typer.Exit(1)
 

@@ -256,12 +256,15 @@ def _fetch_results(uri: str, folder: Path) -> None:
     storage.fetch_results(uri, Path(os.path.abspath(folder)))
 
 
-def push_results(folder: Path) -> str:
-    """Copy tables and report of a study to its storage, if it has one; return an error text, empty without an error."""
+def push_results(folder: Path, plan: StudyPlan | None = None) -> str:
+    """Copy tables and report of a study to its storage, if it has one; return an error text, empty without an error.
+
+    plan: of the study; None if it has to be made from the folder, which a study with code of a user does not allow.
+    """
     content = read_study(folder)
     if not content.get("storage"):
         return ""
-    if content.get("declaration") is not None or content.get("code"):
+    if plan is None and (content.get("declaration") is not None or content.get("code")):
         return (
             f"Nothing was copied to {format_value(get_study_uri(content) or '', 1000)}: that needs the files that "
             f"declare the study and its parts. `{format_command('resume', folder)}`, with the options that `status` "
@@ -269,4 +272,4 @@ def push_results(folder: Path) -> str:
         )
     from tune_study.folder import storage
 
-    return storage.push_results(plan_from_folder(folder))
+    return storage.push_results(plan or plan_from_folder(folder))

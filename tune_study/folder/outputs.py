@@ -93,7 +93,10 @@ def _list_contrasts(plan: StudyPlan) -> list[dict[str, Any]]:
     """The contrasts that the study declares, without pairs of arms that only other presets have."""
     arms = {*plan.values, *plan.study.get_grid(plan.preset)}
     pairs_by_name = {name: [pair for pair in pairs if {*pair} <= arms] for name, pairs in plan.study.contrasts.items()}
-    return [{"name": name, "pairs": pairs} for name, pairs in pairs_by_name.items() if pairs]
+    return [
+        *({"name": name, "pairs": pairs} for name, pairs in pairs_by_name.items() if pairs),
+        *({"name": name, "pairs": pairs, "needs_all_pairs": True} for name, pairs in plan.study.interactions.items()),
+    ]
 
 
 def _list_earlier_declarations(plan: StudyPlan, previous_entry: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -148,7 +151,8 @@ def write_study(plan: StudyPlan) -> list[str]:
         "starts": starts,
         # Declared before the first run: what is changed after a look at results would not be a test of them.
         "margins": previous_entry.get("margins") or {**plan.study.family.margins, **plan.study.margins},
-        "contrasts": previous_entry["contrasts"] if "contrasts" in previous_entry else _list_contrasts(plan),
+        # Those of the package change with its version only, which is recorded; new arms may have further pairs.
+        "contrasts": (plan.source and previous_entry.get("contrasts")) or _list_contrasts(plan),
         "earlier_declarations": _list_earlier_declarations(plan, previous_entry),
         "planned_seeds": previous_entry.get("planned_seeds") or len(previous_entry.get("seeds") or plan.seeds),
         # The groups of a grid may be started one by one, and the baseline is in one of them.

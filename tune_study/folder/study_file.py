@@ -95,6 +95,7 @@ class _Start(_Section):
 class _Contrast(_Section):
     name: Text
     pairs: list[Annotated[list[Text], Field(min_length=2, max_length=2)]]
+    needs_all_pairs: bool = False
 
 
 class _Declaration(_Section):

@@ -88,11 +88,14 @@ def format_study(name: str, factors: Mapping[str, tuple[str, ...]]) -> str:
         lines = "".join(f"\n    {json.dumps(key)}: {_format_tuple(values)}," for key, values in factors.items())
         constants = f"FACTORS = {{{lines}\n}}\n\n"
         axis = "make_grid_axis(FACTORS)"
-        contrasts = "\n    contrasts=make_grid_contrasts(FACTORS),  # main effects and interactions"
+        contrasts = (
+            "\n    contrasts=make_grid_contrasts(FACTORS),  # main effects"
+            "\n    interactions=make_grid_interactions(FACTORS),"
+        )
         option, choice = "--arms", "some of them"
         names = " and ".join(factors)
         question = f"How do {names} change the success of the policy?"
-        imports = "Study, make_grid_axis, make_grid_contrasts"
+        imports = "Study, make_grid_axis, make_grid_contrasts, make_grid_interactions"
         baseline = make_grid_axis(factors).grids[PRESETS[0]][0]
     return _FILE.format(
         question=question,

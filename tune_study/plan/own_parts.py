@@ -26,6 +26,7 @@ from trainable.config.setting_types import format_value
 from tune_study.plan.errors import PlanError
 from tune_study.plan.source_file import format_changes, read_source
 
+GAME_SETTING = "env.name"
 CODE_OPTION = "--code"
 """The option with which files of parts are typed where no setting names them."""
 
@@ -51,11 +52,32 @@ def load_named_files(
     Raises PlanError if a file cannot be used, or if two files have the same name: a configuration tells them apart by
     the name of the file alone.
     """
-    typed_paths = [part.path for part in _find_names([*typed_values, *(values or ())])]
-    arms = [study.axis.named_settings.get(value, value) for value in values or study.get_grid(preset)]
-    declared_paths = [part.path for part in _find_names([study.make_preset_settings(preset), arms])]
+    named_settings = study.axis.named_settings
+    # The name of an arm may look like a part, but is none.
+    typed_arms = [value for value in values or () if value not in named_settings]
+    typed_paths = [part.path for part in _find_names([*typed_values, *typed_arms])]
+    arms = [named_settings.get(value, value) for value in values or study.get_grid(preset)]
+    declared_arms = [arm for arm in arms if arm not in typed_arms]
+    declared_settings = [study.make_preset_settings(preset), study.smoke_settings, declared_arms]
     folder = Path(study_path).expanduser().parent
-    load_typed_files([*typed_paths, *(str(folder / path) for path in declared_paths if path not in typed_paths)])
+    load_typed_files([*typed_paths, *(str(folder / part.path) for part in _find_names(declared_settings))])
+
+
+def pin_typed_values(values: Mapping[str, object]) -> dict[str, object]:
+    """Read the files of the parts that typed values of settings name, and name each part with its digest.
+
+    Raises PlanError if a file cannot be used.
+    """
+    load_typed_files(part.path for part in _find_names(values))
+    pinned_values: dict[str, object] = {}
+    for setting, value in values.items():
+        part = parse_part_name(value)
+        file = None if part is None else find_registered_file(part.file_name)
+        if part is None or file is None or part.digest:
+            pinned_values[setting] = value
+        else:
+            pinned_values[setting] = PartName(file.name, part.name, file.digest).format()
+    return pinned_values
 
 
 def load_game_settings(name: str) -> dict[str, object]:
@@ -71,7 +93,10 @@ def load_game_settings(name: str) -> dict[str, object]:
         game = get_part(part._replace(path=part.file_name).format())
     except OwnPartError as error:
         raise PlanError(str(error)) from None
-    settings = getattr(game, "settings", {})
+    try:
+        settings = getattr(game() if callable(game) else game, "settings", {})
+    except Exception:  # the check of the game names the error
+        settings = {}
     if not isinstance(settings, Mapping) or not all(isinstance(key, str) for key in settings):
         raise PlanError(
             f"{format_value(name, 1000)} has an attribute `settings` that is no mapping of settings to values, such as "
@@ -88,7 +113,7 @@ def _find_names(value: object) -> Iterator[PartName]:
         for entry in value:
             yield from _find_names(entry)
     elif isinstance(value, str):
-        names = map(parse_part_name, re.split(r"[\[\],]\s*", value))
+        names = map(parse_part_name, re.split(r"[\[\],'\"\s]+", value) if value.startswith("[") else [value])
         yield from (name for name in names if name is not None)
 
 
@@ -148,12 +173,19 @@ def check_recorded_files(folder: Path, entries: Sequence[Mapping[str, Any]]) -> 
 
 def check_parts(configs: Sequence[BaseRunConfig]) -> None:
     """Try each part of the user on a small example. Raise PlanError that names the part and what is wrong with it."""
-    configs_by_part = {(setting, part): config for config in configs for setting, part in list_parts(config).items()}
+    parts_by_config = [(config, list_parts(config)) for config in configs]
+    # A reward is tried on the levels of each game.
+    configs_by_part = {
+        (setting, part, parts.get(GAME_SETTING)): config
+        for config, parts in parts_by_config
+        for setting, part in parts.items()
+    }
     if not configs_by_part:
         return
     from trainable.part_checks import check_part  # imports torch
 
-    for (setting, _), config in configs_by_part.items():
+    # Games first: other parts are tried with them.
+    for (setting, _, _), config in sorted(configs_by_part.items(), key=lambda entry: entry[0][0] != GAME_SETTING):
         try:
             check_part(config, setting)
         except OwnPartError as error:

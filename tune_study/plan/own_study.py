@@ -91,8 +91,11 @@ def load_typed_code(
 ) -> OwnStudy | None:
     """Execute what was typed with --study and --code to continue a study; return the study, None without --study."""
     own_study = None if study is None else load_own_study(study, accepts_change)
-    # The file of a study may have parts as well.
-    load_typed_files([*(code_paths or ()), *([own_study.source.path] if own_study else ())])
+    paths = list(code_paths or ())
+    # The file of a study may have parts as well, unless another file of that name has them.
+    if own_study is not None and Path(own_study.source.path).name not in {Path(path).name for path in paths}:
+        paths.append(own_study.source.path)
+    load_typed_files(paths)
     return own_study
 
 

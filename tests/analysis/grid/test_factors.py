@@ -1,6 +1,8 @@
 """Tests of the factors of a grid: spreads, their comparison, coverage of its interval, contrasts, and the page."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from analysis.grid import factors
 from analysis.grid.factors import FactorGrid
 from analysis.report import pages
 from analysis.sweep.contrasts import compute_contrasts
-from search_spaces.declaration.study import make_grid_axis, make_grid_contrasts
+from search_spaces.declaration.study import make_grid_axis, make_grid_contrasts, make_grid_interactions
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 
 FACTORS = {"actor.lr": ("1e-4", "1e-3"), "algorithm.adv_estimator": ("gae", "grpo")}
@@ -36,10 +38,20 @@ def write_frames(folder: Path, num_seeds: int, without: tuple[str, int] | None =
         for seed in range(num_seeds)
     ]
     entry = {"setting": axis.setting, "option": axis.option, "values": list(axis.named_settings)}
-    contrasts = [{"name": name, "pairs": pairs} for name, pairs in make_grid_contrasts(FACTORS).items()]
+    contrasts: list[dict[str, Any]] = [
+        *({"name": name, "pairs": pairs} for name, pairs in make_grid_contrasts(FACTORS).items()),
+        *(
+            {"name": name, "pairs": pairs, "needs_all_pairs": True}
+            for name, pairs in make_grid_interactions(FACTORS).items()
+        ),
+    ]
     extra = {"axis": {**entry, "factors": list(axis.factors)}, "contrasts": contrasts}
     study = FakeStudy(baseline=next(iter(axis.named_settings)), total_steps=20, levels=40, extra=extra)
     return load(write_study(folder, runs, study))
+
+
+def list_success_contrasts(frames: StudyFrames) -> list[dict[str, Any]]:
+    return [row for row in to_records(compute_contrasts(frames)) if row["column"] == "late_val_success"]
 
 
 def test_a_spread_has_no_part_that_noise_alone_gives() -> None:
@@ -122,9 +134,52 @@ def test_main_effects_and_interactions_are_contrasts_of_the_arms(tmp_path: Path)
 
 
 def test_three_factors_have_all_main_effects_and_two_way_interactions() -> None:
-    contrasts = make_grid_contrasts({"x.a": ("1", "2", "3"), "x.b": ("1", "2"), "x.c": ("1", "2")})
-    assert len(contrasts) == (2 + 1 + 1) + (2 + 2 + 1)
-    assert {len(contrasts[name]) for name in contrasts if "against" in name} == {4, 6}
-    assert {len(contrasts[name]) for name in contrasts if " x " in name} == {2 * 2, 2 * 3}
-    arms = make_grid_axis({"x.a": ("1", "2", "3"), "x.b": ("1", "2"), "x.c": ("1", "2")}).named_settings
-    assert {arm for pairs in contrasts.values() for pair in pairs for arm in pair} == set(arms)
+    three_factors = {"x.a": ("1", "2", "3"), "x.b": ("1", "2"), "x.c": ("1", "2")}
+    contrasts, interactions = make_grid_contrasts(three_factors), make_grid_interactions(three_factors)
+    assert (len(contrasts), len(interactions)) == (2 + 1 + 1, 2 + 2 + 1)
+    assert {len(pairs) for pairs in contrasts.values()} == {4, 6}
+    assert {len(pairs) for pairs in interactions.values()} == {2 * 2, 2 * 3}
+    arms = make_grid_axis(three_factors).named_settings
+    for declared in (contrasts, interactions):
+        assert {arm for pairs in declared.values() for pair in pairs for arm in pair} == set(arms)
+
+
+def test_an_arm_is_named_after_its_part_without_the_file() -> None:
+    axis = make_grid_axis({"actor.lr": ("1e-4", "1e-3"), "actor.policy_loss": ("ppo_clip", "parts/my.py:soft")})
+    assert axis.grids["laptop"][:2] == ("lr1e-4-policy_lossppo_clip", "lr1e-4-policy_losssoft")
+    assert axis.named_settings["lr1e-4-policy_losssoft"]["actor.policy_loss"] == "parts/my.py:soft"
+
+
+def test_an_interaction_is_over_seeds_that_have_all_of_its_arms(tmp_path: Path) -> None:
+    arms = list(make_grid_axis(FACTORS).named_settings)
+    name = "lr 1e-3 x adv_estimator grpo"
+    whole, lacking = (
+        next(row for row in list_success_contrasts(write_frames(tmp_path / folder, 4, lost)) if row["contrast"] == name)
+        for folder, lost in (("a", None), ("b", (arms[3], 1)))
+    )
+    # The effects add up: without the rule, a missing arm would put half a main effect into the mean.
+    assert abs(whole["difference"]) < 0.03
+    assert abs(lacking["difference"]) < 0.03
+    assert (whole["seeds"], lacking["seeds"]) == (4, 3)
+    assert lacking["excluded_runs"] == f"{arms[3]} failed: seed 1"
+    assert {whole["verdict"], lacking["verdict"]} <= {"open", "equal", "lower", "higher"}
+
+
+def test_without_all_combinations_there_are_no_factors(tmp_path: Path) -> None:
+    frames = write_frames(tmp_path, num_seeds=3)
+    arm = frames.trials["arm"].iloc[-1]
+    fewer_arms = replace(frames, trials=frames.trials[frames.trials["arm"] != arm])
+    assert factors.make_factor_grid(fewer_arms) is None
+    # All runs of one value failed: the others do not form a grid either.
+    failed = frames.trials.assign(status=frames.trials["status"].mask(frames.trials["arm"] == arm, "failed"))
+    assert factors.make_factor_grid(replace(frames, trials=failed)) is None
+
+
+def test_a_factor_may_have_the_value_null(tmp_path: Path) -> None:
+    frames = write_frames(tmp_path, num_seeds=3)
+    rates = frames.trials["config/actor.lr"]
+    grid = factors.make_factor_grid(
+        replace(frames, trials=frames.trials.assign(**{"config/actor.lr": rates.where(rates > 5e-4)}))
+    )
+    assert grid is not None
+    assert grid.values[0] == ("null", 1e-3)

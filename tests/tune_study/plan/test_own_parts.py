@@ -70,8 +70,9 @@ def test_paths_in_a_study_file_start_in_its_folder(tmp_path: Path) -> None:
     assert plan.resume_options == ("--code", "below/other_loss.py")
     # Only the files of values that are used.
     load_named_files(make_study("ppo_clip", "missing.py:loss"), "", ("ppo_clip",), "laptop", [])
-    with pytest.raises(PlanError, match="There is no file"):
-        load_named_files(study, "below/study.py", None, "laptop", ["[my_loss.py:a, gone.py:b]"])
+    for text in ("[my_loss.py:a, gone.py:b]", '["my_loss.py:a","gone.py:b"]', "['gone.py:b']"):
+        with pytest.raises(PlanError, match=r"There is no file gone\.py"):
+            load_named_files(study, "below/study.py", None, "laptop", [text])
 
 
 def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -136,6 +137,23 @@ def test_a_game_brings_its_settings_and_typed_ones_take_precedence(tmp_path: Pat
     code, _, error = invoke(*words, "bandit.py:Bandit")
     assert code == 2
     assert "has an attribute `settings` that is no mapping of settings to values" in error
+
+
+def test_a_file_that_ends_the_process_is_refused() -> None:
+    Path("my_loss.py").write_text("import sys\nsys.exit(0)\n")
+    code, output, error = invoke(
+        "run", "kl", "--preset", "laptop", "--dry-run", "--set", "actor.policy_loss=my_loss.py:f"
+    )
+    assert (code, output) == (2, "")
+    assert "my_loss.py cannot be executed: SystemExit in line 2" in error
+
+
+def test_a_setting_with_another_digest_is_refused() -> None:
+    code, output, error = invoke(
+        "run", "kl", "--preset", "laptop", "--dry-run", "--set", "actor.policy_loss=my_loss.py:loss#0123456789abcdef"
+    )
+    assert (code, output) == (2, "")
+    assert "needs the file my_loss.py, which was not typed" in error
 
 
 def test_all_missing_files_are_named_at_once(tmp_path: Path) -> None:
