@@ -79,9 +79,12 @@ def make_key(study: Mapping[str, Any], column: str) -> ReplicateKey:
 
 
 def find_replicates(study: Mapping[str, Any], column: str) -> list[Replicates]:
-    """The recorded replicates that apply to an outcome of a study. study: content of study.json."""
+    """The recorded replicates that apply to an outcome of a study, each only once. study: content of study.json.
+
+    Several studies may have the same baseline, and then the same runs: they are evidence of one arm.
+    """
     key = make_key(study, column)
-    return [entry for entry in read_replicates() if entry.key == key]
+    return list({entry.values: entry for entry in read_replicates() if entry.key == key}.values())
 
 
 def make_replicates(frames: StudyFrames) -> Replicates:

@@ -46,6 +46,18 @@ def test_only_replicates_of_the_same_key_are_used(
         assert outcomes.noise.unpaired.variance == pytest.approx(np.var(entry.values, ddof=1))
 
 
+def test_the_same_runs_count_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    other = ENTRY._replace(study="other", values=(0.1, 0.4, 0.2))
+    entries = (ENTRY, ENTRY._replace(study="same baseline"), other)
+    monkeypatch.setattr(replicates, "read_replicates", lambda: entries)
+    frames = read_study(write_study(tmp_path, [FakeRun("0", steps=2)], STUDY))
+    assert {entry.values for entry in find_replicates(frames.studies[0], "late_val_success")} == {
+        ENTRY.values,
+        other.values,
+    }
+    assert len(find_replicates(frames.studies[0], "late_val_success")) == 2
+
+
 def test_the_baseline_of_a_study_is_recorded(tmp_path: Path) -> None:
     runs = [FakeRun(arm, seed, steps=2) for arm in ("0", "0.1") for seed in range(20)]
     frames = read_study(write_study(tmp_path, runs, STUDY))
