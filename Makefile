@@ -38,7 +38,7 @@ test: check
 
 # The longest first, so that all processes end together.
 test-faults: setup
-	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile ci --dist worksteal -m "faults and not slow" tests/faults/test_kills.py tests/faults/test_endings.py
+	$(BIN)/python -m pytest $(FAULTS_PARALLEL) --hypothesis-profile ci --dist worksteal -m "faults and not slow" tests/faults/test_kills.py tests/faults/test_endings.py
 
 # A JSON line per kind of fault. MINUTES=0: every cell of the tables once, in hours.
 # ONLY="kills inputs": these kinds alone.

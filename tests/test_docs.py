@@ -29,6 +29,11 @@ SLOW_PREFIXES = (
     # These are whole studies; test_sandbox_run.py and test_own_parts.py run similar ones.
     "python -m tune_study run influence --smoke",
     "python -m tune_study run bold.py",
+    "python -m tune_study run kl --env bandit.py:Bandit",
+    "python -m tune_study resume bandit/",
+    # test_own_study.py runs such a study.
+    "python -m tune_study run my_lr.py --preset laptop --seeds 1 --steps 1",
+    "python -m tune_study resume results/my_lr_sokoban-tiny",
     "python -m tune_study run kl --preset laptop --kl-values 0 --seeds 1 --steps 3 --output parts",
 )
 

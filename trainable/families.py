@@ -69,8 +69,8 @@ def _make_ppo_trainer(config: RunConfig, seeds: Sequence[int]) -> SingleRunTrain
 
 
 def _decide(rows: Sequence[Row], config: RunConfig, rules: Sequence[str]) -> StopDecision | None:
-    settings = config.early_stop
-    return evaluate_stop_rules(rows, settings, tuple(rules)) or evaluate_own_rules(rows, settings.own_rules)
+    decision = evaluate_stop_rules(rows, config.early_stop, tuple(rules))
+    return decision or evaluate_own_rules(rows, config.trainer.own_stop_rules)
 
 
 def _make_empty_row(config: RunConfig) -> Row:

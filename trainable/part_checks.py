@@ -93,7 +93,7 @@ def check_part(config: BaseRunConfig, setting: str) -> None:
         "filter.rollout_filter_strategy": _check_filter,
         "algorithm.adv_estimator": _check_estimator,
         "actor.policy_loss": _check_policy_loss,
-        "early_stop.own_rules": _check_stop_rule,
+        "trainer.own_stop_rules": _check_stop_rule,
         "method": _check_update_rule,
     }
     checks[setting](trial, part, config)

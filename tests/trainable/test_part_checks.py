@@ -32,7 +32,7 @@ def check(setting: str, text: str, name: str = "part") -> None:
             {
                 "model.path": "sokoban-tiny",
                 "model.prompt_style": "compact",
-                setting: f"[{value}]" if "rules" in setting else value,
+                setting: f"[{value}]" if "stop_rules" in setting else value,
             },
         )
     )
@@ -49,7 +49,7 @@ def check(setting: str, text: str, name: str = "part") -> None:
         ("filter.rollout_filter_strategy", "my_parts.py", "better_half"),
         ("algorithm.adv_estimator", "my_parts.py", "batch_baseline"),
         ("actor.policy_loss", "my_parts.py", "plain_ratio"),
-        ("early_stop.own_rules", "my_parts.py", "too_certain"),
+        ("trainer.own_stop_rules", "my_parts.py", "too_certain"),
         ("method", "bold.py", "successes_only"),
     ],
 )
@@ -88,10 +88,15 @@ def test_the_parts_of_the_documents_pass(setting: str, file: str, name: str) -> 
         ("filter.rollout_filter_strategy", "*_", "return _[0]", r"and a tensor \[4\] of bools is needed"),
         ("filter.rollout_filter_strategy", "scores, *_", "return scores[:2] > 0", r"tensor \[2\] of torch.bool"),
         ("filter.rollout_filter_strategy", "scores, *_", "return scores > scores[1]", r"raised IndexError in line 2"),
-        ("early_stop.own_rules", "", "return None", "takes 0 positional arguments but 1 was given"),
-        ("early_stop.own_rules", "rows", "return rows[-3] and None", r"part\(rows\) with 1 row raised IndexError"),
-        ("early_stop.own_rules", "rows", "return True", r"returned True: it must return None, or \(value, threshold\)"),
-        ("early_stop.own_rules", "rows", "return rows[0]['entrpy']", "raised KeyError in line 2: 'entrpy'"),
+        ("trainer.own_stop_rules", "", "return None", "takes 0 positional arguments but 1 was given"),
+        ("trainer.own_stop_rules", "rows", "return rows[-3] and None", r"part\(rows\) with 1 row raised IndexError"),
+        (
+            "trainer.own_stop_rules",
+            "rows",
+            "return True",
+            r"returned True: it must return None, or \(value, threshold\)",
+        ),
+        ("trainer.own_stop_rules", "rows", "return rows[0]['entrpy']", "raised KeyError in line 2: 'entrpy'"),
         ("env.reward", "level", "return [0.0]", "takes 1 positional argument but 2 were given"),
         ("env.reward", "level, turns", "return [0.0]", r"returned \[0.0\] for two turns"),
         ("env.reward", "level, turns", "return None", "returned a None|returned None"),
@@ -114,7 +119,7 @@ def test_a_wrong_part_is_refused_with_what_is_wrong(setting: str, signature: str
 
 
 def test_an_object_that_is_called_is_a_function_too() -> None:
-    check("early_stop.own_rules", "class Rule:\n    def __call__(self, rows):\n        return None\npart = Rule()\n")
+    check("trainer.own_stop_rules", "class Rule:\n    def __call__(self, rows):\n        return None\npart = Rule()\n")
 
 
 REWARD = """

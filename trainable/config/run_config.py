@@ -202,8 +202,8 @@ class RunConfig(BaseRunConfig):
             del settings["env"]["name"]
         if self.env.reward == GAME_REWARD:
             del settings["env"]["reward"]
-        if not self.early_stop.own_rules:
-            del settings["early_stop"]["own_rules"]
+        if not self.trainer.own_stop_rules:
+            del settings["trainer"]["own_stop_rules"]
         # As for LoRA: these settings were added later. They are only in the hash of runs that use them.
         if not self.collapse_detection.all_quantities:
             del settings["collapse_detection"]["all_quantities"]

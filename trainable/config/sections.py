@@ -387,6 +387,9 @@ class TrainerConfig(BaseTrainerConfig):
     nonfinite_patience: int = Field(
         3, ge=1, description="fail the run after N consecutive steps that skip an update for non-finite numbers"
     )
+    own_stop_rules: tuple[OwnPartName, ...] = Field(
+        (), description="functions of yours that may stop a run too, such as [my_rules.py:too_long]"
+    )
     disk_patience: NonNegative = Field(
         600.0, description="seconds to wait while the disk is full or the storage does not answer"
     )
@@ -476,7 +479,7 @@ class CollapseDetectionConfig(Section):
 
 
 class EarlyStopConfig(Section):
-    """The thresholds and windows of the published stop rules, and rules of your own."""
+    """The thresholds and windows of the published stop rules."""
 
     variance_baseline_steps: int = Field(
         10, ge=1, description="the first N non-empty steps, whose mean reward std is the baseline"
@@ -493,7 +496,4 @@ class EarlyStopConfig(Section):
     success_patience: int = Field(5, ge=1, description="stop after N consecutive validations below the threshold")
     empty_stop_steps: Common[int] = Field(
         5, description="stop after N consecutive steps with no group kept; <= 0: never"
-    )
-    own_rules: tuple[OwnPartName, ...] = Field(
-        (), description="functions that may stop a run too, such as [my_rules.py:too_long]"
     )

@@ -154,8 +154,8 @@ OwnStopRule = Callable[[Sequence[Row]], tuple[float, float] | None]
 def evaluate_own_rules(rows: Sequence[Row], names: Iterable[str]) -> StopDecision | None:
     """The decision of the first rule of the user that stops a run after the last of `rows`, or None.
 
-    names: values of the setting early_stop.own_rules. Raises ValueError for a rule that returns anything else than None
-    or two numbers.
+    names: values of the setting trainer.own_stop_rules. Raises ValueError for a rule that returns anything else than
+    None or two numbers.
     """
     for name in names:
         answer = get_part(name)(rows)

@@ -296,7 +296,7 @@ def _use_parts(path: str, copy: HostileCopy, rng: random.Random) -> None:
 
     def use_part(config: dict[str, Any]) -> None:
         config["env"].update(name=part, reward=part)
-        config["early_stop"].update(own_rules=[part])
+        config["trainer"].update(own_stop_rules=[part])
 
     def change_study(content: dict[str, Any]) -> None:
         content.update(code=[{"path": path, "sha256": sha256, "text": code + "\x1b[31m\x07"}])

@@ -17,7 +17,7 @@ def _registered() -> None:
 
 def use_loss(path: str = "first.py") -> RunConfig:
     return apply_overrides(
-        RunConfig(), {"actor.policy_loss": f"{path}:loss", "early_stop.own_rules": "[first.py:rule]"}
+        RunConfig(), {"actor.policy_loss": f"{path}:loss", "trainer.own_stop_rules": "[first.py:rule]"}
     )
 
 
@@ -40,9 +40,9 @@ def test_a_configuration_pins_its_parts_to_the_text_of_their_file() -> None:
     digest = PartFile("first.py", TEXT).digest
     pinned = own_parts.pin_parts(use_loss("elsewhere/first.py"))
     assert pinned.actor.policy_loss == f"first.py:loss#{digest}"
-    assert pinned.early_stop.own_rules == (f"first.py:rule#{digest}",)
+    assert pinned.trainer.own_stop_rules == (f"first.py:rule#{digest}",)
     assert own_parts.pin_parts(pinned) == pinned
-    assert set(own_parts.list_parts(pinned)) == {"actor.policy_loss", "early_stop.own_rules.0"}
+    assert set(own_parts.list_parts(pinned)) == {"actor.policy_loss", "trainer.own_stop_rules.0"}
     assert [file.text for file in own_parts.list_part_files(pinned)] == [TEXT]
     # Wherever the file lies; but not another text.
     assert pinned.compute_hash() == own_parts.pin_parts(use_loss()).compute_hash()
@@ -93,8 +93,8 @@ def test_a_choice_says_what_is_allowed() -> None:
         ConfigError, match=r"actor\.policy_loss=ppo: must be 'ppo_clip', 'tpo' or a part of yours, FILE\.py:NAME"
     ):
         apply_overrides(RunConfig(), {"actor.policy_loss": "ppo"})
-    with pytest.raises(ConfigError, match=r"own_rules\.0=rule: must be a part of yours"):
-        apply_overrides(RunConfig(), {"early_stop.own_rules": "[rule]"})
+    with pytest.raises(ConfigError, match=r"own_stop_rules\.0=rule: must be a part of yours"):
+        apply_overrides(RunConfig(), {"trainer.own_stop_rules": "[rule]"})
     with pytest.raises(ConfigError, match=r"method=dg: must be 'CE', .* or a part of yours"):
         apply_overrides(UpdateRuleConfig(), {"method": "dg"})
 

@@ -49,7 +49,7 @@ STUDY = Study(
         named_settings={
             "plain": {"actor.policy_loss": "my_parts.py:plain_ratio"},
             "failing": {"actor.policy_loss": "parts.py:fails_in_step_3"},
-            "stopped": {"early_stop.own_rules": "[parts.py:after_two_steps]"},
+            "stopped": {"trainer.own_stop_rules": "[parts.py:after_two_steps]"},
         },
     ),
     fixed_settings={**PARTS, "actor.ppo_epochs": 1},

@@ -263,6 +263,7 @@ def test_the_study_file_says_what_was_run(outcome: Outcome) -> None:
         "option": "--kl-values",
         "values": list(ARMS),
         "dose": "",
+        "factors": [],
     }
     assert (study["baseline"], study["seeds"], study["model"]) == ("0", [0], "sokoban-tiny")
     assert study["settings"]["trainer"]["total_training_steps"] == STEPS
