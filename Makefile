@@ -4,8 +4,10 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 ENGINES := .venv-engines/bin
 BENCH := .venv-bench/bin
-# More than cores here: a test of a study waits for Ray, one of an ended study for its processes.
-PARALLEL := --numprocesses 3
+# More than cores here: a test of a study waits for Ray, one of an ended study for its processes. With three processes on
+# two cores, a quarter of the processors' time was left.
+PARALLEL := --numprocesses 4
+FAULTS_PARALLEL := --numprocesses 3
 
 .PHONY: setup kl entropy top-p collapse test test-faults attack replicates test-engines test-all check format bench bench-engines clean
 
