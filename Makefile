@@ -5,9 +5,8 @@ BIN := .venv/bin
 ENGINES := .venv-engines/bin
 BENCH := .venv-bench/bin
 # More than cores here: a test of a study waits for Ray, one of an ended study for its processes. With three processes on
-# two cores, a quarter of the processors' time was left.
+# two cores, a quarter of the processors' time was left, and in the tests that kill studies two thirds.
 PARALLEL := --numprocesses 4
-FAULTS_PARALLEL := --numprocesses 3
 
 .PHONY: setup kl entropy top-p collapse test test-faults attack replicates test-engines test-all check format bench bench-engines clean
 
@@ -40,7 +39,7 @@ test: check
 
 # The longest first, so that all processes end together.
 test-faults: setup
-	$(BIN)/python -m pytest $(FAULTS_PARALLEL) --hypothesis-profile ci --dist worksteal -m "faults and not slow" tests/faults/test_kills.py tests/faults/test_endings.py
+	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile ci --dist worksteal -m "faults and not slow" tests/faults/test_kills.py tests/faults/test_endings.py
 
 # A JSON line per kind of fault. MINUTES=0: every cell of the tables once, in hours.
 # ONLY="kills inputs": these kinds alone.
