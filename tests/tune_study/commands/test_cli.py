@@ -577,6 +577,7 @@ def test_python_dash_m_is_the_command_line() -> None:
     assert process.stderr.startswith("tune_study: There is no study `nothing`.")
 
 
+@pytest.mark.slow  # test_docs.py and test_end_to_end.py do the same with other studies
 @pytest.mark.usefixtures("ray_session")
 def test_a_study_from_the_command_to_the_frames(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(search_spaces.STUDIES, "kl", make_study("FAKE"))
