@@ -65,7 +65,13 @@ def run_benchmark(script: str, *options: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+SLOW_SCRIPTS = ("sweep_overhead.py",)
+"""Benchmarks that start Ray several times."""
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_SCRIPTS)) for name in SCRIPTS]
+)
 def test_every_benchmark_prints_what_it_measured_and_where(script: str, machine: ModuleType) -> None:
     assert script in SHORT, f"add options to SHORT with which benchmarks/{script} takes a few seconds"
     package = REQUIRED_PACKAGES.get(script)
