@@ -251,8 +251,8 @@ def _check_texts(
     trial: _Trial, environment: Environment[Any], levels: Sequence[Level], config: RunConfig
 ) -> tuple[str, ...]:
     """The actions of the example in the instructions."""
-    limits = config.env
-    instructions = trial.call("format_instructions(2)", environment.format_instructions, limits.max_actions_per_traj)
+    max_actions = config.env.max_actions_per_traj
+    instructions = trial.call(f"format_instructions({max_actions})", environment.format_instructions, max_actions)
     states = trial.call("start(levels)", environment.start, levels)
     if not isinstance(states, list) or len(states) != len(levels):
         raise trial.fail(f"start() did not return a list of {len(levels)} states")
@@ -326,7 +326,7 @@ def _check_steps(
     luck = np.full((len(levels), config.env.max_actions_per_turn), 0.5)
     for names in ((), *((action,) for action in dict.fromkeys(actions))):
         states = environment.start(levels)
-        signature = f"step(states, {[list(names)] * 1}, luck)"
+        signature = f"step(states, {[list(names)]}, luck)"
         outcome = trial.call(signature, environment.step, states, [names] * len(levels), luck)
         if not isinstance(outcome, TurnOutcome):
             raise trial.fail(f"{signature} returned {_describe(outcome)}, and a TurnOutcome is needed")

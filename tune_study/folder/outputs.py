@@ -143,6 +143,7 @@ def write_study(plan: StudyPlan) -> list[str]:
         # A study with a maximum adds these seeds itself, whenever its command is typed.
         and (plan.max_seeds is not None or previous_entry.get("extra_seeds", {}) == _list_extra_seeds(plan))
     )
+    is_declared_before = plan.source is not None and "contrasts" in previous_entry
     history = {
         "versions": starts[0]["versions"],
         "git": starts[0]["git"],
@@ -152,7 +153,7 @@ def write_study(plan: StudyPlan) -> list[str]:
         # Declared before the first run: what is changed after a look at results would not be a test of them.
         "margins": previous_entry.get("margins") or {**plan.study.family.margins, **plan.study.margins},
         # Those of the package change with its version only, which is recorded; new arms may have further pairs.
-        "contrasts": (plan.source and previous_entry.get("contrasts")) or _list_contrasts(plan),
+        "contrasts": previous_entry["contrasts"] if is_declared_before else _list_contrasts(plan),
         "earlier_declarations": _list_earlier_declarations(plan, previous_entry),
         "planned_seeds": previous_entry.get("planned_seeds") or len(previous_entry.get("seeds") or plan.seeds),
         # The groups of a grid may be started one by one, and the baseline is in one of them.

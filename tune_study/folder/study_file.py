@@ -98,13 +98,7 @@ class _Contrast(_Section):
     needs_all_pairs: bool = False
 
 
-class _Declaration(_Section):
-    path: Text
-    sha256: Text
-    text: Annotated[str, Field(max_length=1_000_000)]
-
-
-class _CodeFile(_Section):
+class _SourceFile(_Section):
     path: Text
     sha256: Text
     text: Annotated[str, Field(max_length=1_000_000)]
@@ -147,9 +141,9 @@ class _StudyFile(_Section):
     family: Text = "ppo"
     model: Text = ""
     storage: Text | None = None
-    declaration: _Declaration | None = None
-    earlier_declarations: list[_Declaration] = Field(default=[], max_length=1000)
-    code: list[_CodeFile] = []
+    declaration: _SourceFile | None = None
+    earlier_declarations: list[_SourceFile] = Field(default=[], max_length=1000)
+    code: list[_SourceFile] = []
 
 
 def read_study(folder: Path) -> dict[str, Any]:

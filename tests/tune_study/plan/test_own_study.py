@@ -198,5 +198,11 @@ def test_what_is_tested_stays_that_of_the_first_start(tmp_path: Path) -> None:
         PlanError, match=r"its baseline 1e-4 was declared before the runs, and lr\.py now declares 3e-4"
     ):
         plan_from_folder(folder, own_study=make_own_study("third", "x", baseline="3e-4"))
+    # To declare no contrasts is a declaration, too.
+    own_study, output = make_own_study("first", "after a look"), tmp_path / "other"
+    for study in (replace(own_study.study, contrasts={}), own_study.study):
+        plan = make_plan(study, "laptop", "a test", {}, None, 1, output)
+        write_study(replace(plan, source=own_study.source))
+        assert read_study(plan.folder)["contrasts"] == []
     (caveat,) = findings._describe_changed_declaration(content)
     assert caveat.startswith("The file that declares this study was changed once after the study had started;")

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 import analysis
 from tests.trainable.test_part_checks import SAVED_TEXTS
 from tests.tune_study.studies.test_own_study import SMALL, type_command
+from trainable.config import own_parts
 from trainable.files.json_values import read_object, write_object
 from tune_study.commands.cli import app
 from tune_study.commands.probe import restore
@@ -74,6 +75,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def _without_files_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_parts, "_loaded_files", {})
+    monkeypatch.setattr(own_parts, "_newest_digests", {})
+
+
 def invoke(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str]:
     monkeypatch.chdir(folder)
     result = CliRunner(env={"CUDA_VISIBLE_DEVICES": ""}).invoke(app, list(words))
@@ -112,9 +119,16 @@ def test_continuing_needs_all_files_and_opens_no_other(folder: Path, monkeypatch
     write_object(study_path, content)  # with its checksum
     options = ("--study", "parts.py", *(word for name in NAMES for word in ("--code", name)))
     code, error = invoke(folder, monkeypatch, *words, *options, "--dry-run")
-    study_path.write_text(original_text)
     assert code == 2
     assert "so this has to be typed: add --code" in error
+    assert "opened" not in error
+    # Without the record, the name in the settings is all that points to the file.
+    del content["code"][0]
+    write_object(study_path, content)
+    code, error = invoke(folder, monkeypatch, *words, *options, "--dry-run")
+    study_path.write_text(original_text)
+    assert code == 2
+    assert "trap.py:brief needs the file trap.py, which was not typed" in error
     assert "opened" not in error
 
 
