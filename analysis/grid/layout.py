@@ -4,6 +4,7 @@ Two numeric factors, x and y, span the plane of the heat maps. All other factors
 up the panels, which a reader compares side by side.
 """
 
+import re
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -36,6 +37,8 @@ SWITCH_SETTINGS = {"actor.use_kl_loss": "actor.kl_loss_coef"}
 
 IDLE_SETTINGS = {"actor.kl_loss_type": "actor.kl_loss_coef"}
 """Settings without effect if another setting is 0: such a run appears under every value."""
+
+_PART_DIGEST = re.compile(r"(?<=\w)#[0-9a-f]{16}$")
 
 # Start of the last quarter of a run's steps, over which `LATE_MEANS` are taken.
 LATE_START = 0.75
@@ -79,10 +82,10 @@ def shorten_setting(setting: str) -> str:
 
 
 def format_value(value: Any) -> str:
-    """The value of a factor as a label: 0.001, 0, 6, mse, on, off."""
+    """The value of a factor as a label: 0.001, 0, 6, mse, on, off. A part of the user loses the digest of its file."""
     if isinstance(value, bool):
         return "on" if value else "off"
-    return f"{value:g}" if isinstance(value, int | float) else str(value)
+    return f"{value:g}" if isinstance(value, int | float) else _PART_DIGEST.sub("", str(value))
 
 
 def find_grid(frames: StudyFrames) -> Grid | None:

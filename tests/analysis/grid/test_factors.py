@@ -9,7 +9,7 @@ import pytest
 
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
-from analysis.grid import factors
+from analysis.grid import factors, layout
 from analysis.grid.factors import FactorGrid
 from analysis.report import pages
 from analysis.sweep.contrasts import compute_contrasts
@@ -142,6 +142,11 @@ def test_three_factors_have_all_main_effects_and_two_way_interactions() -> None:
     arms = make_grid_axis(three_factors).named_settings
     for declared in (contrasts, interactions):
         assert {arm for pairs in declared.values() for pair in pairs for arm in pair} == set(arms)
+
+
+def test_a_value_that_is_a_part_is_shown_without_its_digest() -> None:
+    assert layout.format_value("my.py:soft#0123456789abcdef") == "my.py:soft"
+    assert layout.format_value("#0123456789abcdef") == "#0123456789abcdef"
 
 
 def test_an_arm_is_named_after_its_part_without_the_file() -> None:
