@@ -113,9 +113,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "search_spaces.language_model": ("search_spaces.declaration", "trainable.config"),
     "search_spaces.sandbox": ("search_spaces.declaration", "trainable.config", "trainable.sandbox.config"),
     "search_spaces": ("search_spaces",),
-    # Read: of `trainable` only the names and types of rows, and how files are written.
+    # Read: of `trainable` only the names and types of rows, how files are written, and the rule of an alarm.
     "analysis": (
         "analysis",
+        "trainable.config.alarm_rule",
         "trainable.config.choices",
         "trainable.config.command_lines",
         "trainable.runs.records",
@@ -123,6 +124,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "trainable.runs.episode_lines",
         "trainable.runs.run_ends",
         "trainable.runs.run_files",
+        "trainable.runs.stop_rules",
         "trainable.sandbox.measure.records",
     ),
     # Run.

@@ -11,7 +11,7 @@ from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.records import make_empty_row
 from trainable.runs.run import LinesByFile, Row, TrainerState
 from trainable.runs.run_files import EPISODES_FILE, GRADIENTS_FILE, LEVELS_FILE
-from trainable.runs.stop_rules import StopDecision, evaluate_own_rules, evaluate_stop_rules
+from trainable.runs.stop_rules import ALARM, StopDecision, evaluate_own_rules, evaluate_stop_rules
 from trainable.runs.training import StepResult, TrainerFamily
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.training.make import make_trainer as make_update_rule_trainer
@@ -69,7 +69,7 @@ def _make_ppo_trainer(config: RunConfig, seeds: Sequence[int]) -> SingleRunTrain
 
 
 def _decide(rows: Sequence[Row], config: RunConfig, rules: Sequence[str]) -> StopDecision | None:
-    decision = evaluate_stop_rules(rows, config.early_stop, tuple(rules))
+    decision = evaluate_stop_rules(rows, config.early_stop, (*rules, ALARM))
     return decision or evaluate_own_rules(rows, config.trainer.own_stop_rules)
 
 

@@ -7,87 +7,31 @@ rules on the runs on which it was chosen looks better than it is.
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
-import numpy as np
 import pandas as pd
-from numpy.typing import ArrayLike
 
 from analysis.data.frames import StudyFrames, to_records
 from analysis.stats.estimates import NAN, wilson_interval
 from analysis.sweep.collapse import find_run_ends
 from analysis.sweep.symptoms import SYMPTOMS, Symptom, estimate_median_lead
+from trainable.config.alarm_rule import AlarmRule
+from trainable.runs.stop_rules import find_alarm
 
-BASELINE_STEPS = 10
-"""The first steps of a run, whose mean a relative threshold is a multiple of. Source: the published rule."""
 WINDOWS = (1, 3, 5, 10)
 """Numbers of consecutive measurements that must be beyond the threshold."""
 MAX_FALSE_ALARMS = 0.1
 """A rule is chosen among those that fire in at most this fraction of the runs that did not collapse."""
 
 
-class AlarmRule(NamedTuple):
-    """A threshold on a symptom.
-
-    Attributes:
-        symptom: the symptom.
-        threshold: in the unit of the column, or as a multiple of the mean of the first `BASELINE_STEPS` steps.
-        is_upper: whether the rule fires above the threshold; otherwise below.
-        window: number of consecutive measurements that must all be beyond it.
-    """
-
-    symptom: Symptom
-    threshold: float
-    is_upper: bool
-    window: int
-
-    @property
-    def text(self) -> str:
-        """`reward_std < 0.5 x its first 10 steps, 3 times in a row`."""
-        comparison = ">" if self.is_upper else "<"
-        unit = f" x its first {BASELINE_STEPS} steps" if self.symptom.is_relative else ""
-        repeat = "" if self.window == 1 else f", {self.window} times in a row"
-        return f"{self.symptom.column} {comparison} {self.threshold:g}{unit}{repeat}"
-
-
 def list_rules(symptoms: Iterable[Symptom] = SYMPTOMS) -> list[AlarmRule]:
     """Every threshold of every symptom, with every window."""
     return [
-        AlarmRule(symptom, threshold, is_upper, window)
+        AlarmRule(symptom.column, threshold, symptom.is_relative, is_upper, window)
         for symptom in symptoms
         for is_upper, thresholds in ((False, symptom.lows), (True, symptom.highs))
         for threshold in thresholds
         for window in WINDOWS
     ]
-
-
-def find_alarm(steps: ArrayLike, values: ArrayLike, rule: AlarmRule) -> float:
-    """The step at which `rule` fires; NaN if it never does.
-
-    steps (n,): ascending. values (n,): the column of the symptom; NaN where it was not measured. A relative threshold
-    needs a positive mean over the first `BASELINE_STEPS` steps, and then fires only after them.
-
-    Example:
-        >>> rule = AlarmRule(SYMPTOMS[0], 0.5, False, 2)
-        >>> find_alarm(range(1, 15), [2] * 10 + [0.9, 1.2, 0.9, 0.8], rule)
-        14.0
-    """
-    x, y = np.asarray(steps, dtype=float), np.asarray(values, dtype=float)
-    is_measured = ~np.isnan(y)
-    x, y = x[is_measured], y[is_measured]
-    threshold = rule.threshold
-    if rule.symptom.is_relative:
-        is_baseline = x <= BASELINE_STEPS
-        mean = float(y[is_baseline].mean()) if is_baseline.any() else NAN
-        if not mean > 0:
-            return NAN
-        threshold *= mean
-        x, y = x[~is_baseline], y[~is_baseline]
-    if len(y) < rule.window:
-        return NAN
-    is_beyond = y > threshold if rule.is_upper else y < threshold
-    is_alarm = np.lib.stride_tricks.sliding_window_view(is_beyond, rule.window).all(axis=1)
-    return float(x[np.argmax(is_alarm) + rule.window - 1]) if is_alarm.any() else NAN
 
 
 def find_alarms(studies: Sequence[StudyFrames], rules: Sequence[AlarmRule]) -> pd.DataFrame:
@@ -105,10 +49,9 @@ def find_alarms(studies: Sequence[StudyFrames], rules: Sequence[AlarmRule]) -> p
             head = {"study": frames.studies[0]["name"], **{name: run[name] for name in ("run_id", "arm", "seed")}}
             end = {"is_collapse": run["is_collapse"], "end_step": run["end_step"]}
             for index, rule in enumerate(rules):
-                column = rule.symptom.column
-                if column in steps and steps[column].notna().any():
-                    alarm_step = find_alarm(steps["step"], steps[column].astype(float), rule)
-                    rows.append({"rule": index, **head, **end, "alarm_step": alarm_step})
+                if rule.column in steps and steps[rule.column].notna().any():
+                    decision = find_alarm(steps["step"], steps[rule.column].astype(float), rule)
+                    rows.append({"rule": index, **head, **end, "alarm_step": decision.step if decision else NAN})
     names = ["rule", "study", "run_id", "arm", "seed", "is_collapse", "end_step", "alarm_step"]
     return pd.DataFrame(rows, columns=names)
 
@@ -162,7 +105,7 @@ def choose_rules(scores: pd.DataFrame, rules: Sequence[AlarmRule]) -> list[int]:
     allowed = scores[(scores["false_fraction"] <= MAX_FALSE_ALARMS) & (scores["detected"] > 0)]
     chosen_rules = []
     for symptom in SYMPTOMS:
-        own_rules = [index for index in allowed["rule"] if rules[index].symptom == symptom]
+        own_rules = [index for index in allowed["rule"] if rules[index].column == symptom.column]
         if own_rules:
             own_scores = allowed[allowed["rule"].isin(own_rules)]
             order = own_scores.sort_values(

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from trainable.config.alarm_rule import parse_alarm_rule
 from trainable.config.aliases import ALIASES
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.choices import FILTER_STRATEGIES, POLICY_LOSSES, find_unused_settings
@@ -159,6 +160,33 @@ class RunConfig(BaseRunConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_alarm(self) -> "RunConfig":
+        if not self.early_stop.alarm:
+            return self
+        column = parse_alarm_rule(self.early_stop.alarm).column
+        unmeasured_columns = [
+            (
+                not self.algorithm.estimator.needs_critic,
+                ("critic_grad_norm", "explained_variance"),
+                f"has no critic with algorithm.adv_estimator={self.algorithm.adv_estimator}",
+            ),
+            (
+                not self.measures_val_kl,
+                ("val_kl_to_reference",),
+                "does not measure it: set trainer.measure_val_kl=true and sample validations",
+            ),
+            (
+                not self.collapse_detection.multi_turn_enabled,
+                ("collapse_trajectory_retrieval_accuracy", "collapse_trajectory_mi_estimate"),
+                "does not measure it: set collapse_detection.multi_turn_enabled=true",
+            ),
+        ]
+        for is_unmeasured, columns, reason in unmeasured_columns:
+            if is_unmeasured and column in columns:
+                raise ValueError(f"early_stop.alarm watches {column}, and the run {reason}, or choose another column")
+        return self
+
     @property
     def trains_with_reference(self) -> bool:
         """Whether training steps need log-probs of the reference, for a KL in the loss or in the reward."""
@@ -209,6 +237,8 @@ class RunConfig(BaseRunConfig):
             del settings["collapse_detection"]["all_quantities"]
         if not self.trainer.measure_val_kl:
             del settings["trainer"]["measure_val_kl"]
+        if not self.early_stop.alarm:
+            del settings["early_stop"]["alarm"]
         return settings
 
 

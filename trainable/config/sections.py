@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from trainable.config.alarm_rule import AlarmText
 from trainable.config.base_config import BaseTrainerConfig
 from trainable.config.choices import (
     ADVANTAGE_ESTIMATORS,
@@ -479,7 +480,7 @@ class CollapseDetectionConfig(Section):
 
 
 class EarlyStopConfig(Section):
-    """The thresholds and windows of the published stop rules."""
+    """The thresholds and windows of the published stop rules, and an alarm of the user's choice."""
 
     variance_baseline_steps: int = Field(
         10, ge=1, description="the first N non-empty steps, whose mean reward std is the baseline"
@@ -496,4 +497,7 @@ class EarlyStopConfig(Section):
     success_patience: int = Field(5, ge=1, description="stop after N consecutive validations below the threshold")
     empty_stop_steps: Common[int] = Field(
         5, description="stop after N consecutive steps with no group kept; <= 0: never"
+    )
+    alarm: AlarmText = Field(
+        "", description='also stop when a measure is beyond a threshold, as the command `alarms` prints it; "": never'
     )

@@ -1,4 +1,4 @@
-"""The published stop rules and those of the user, as pure functions of a run's rows.
+"""The published stop rules, an alarm and the rules of the user, as pure functions of a run's rows.
 
 They need neither Ray nor torch, so live runs, replays of recorded runs and tests all use the same functions.
 """
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
+from trainable.config.alarm_rule import BASELINE_STEPS, AlarmRule, parse_alarm_rule
 from trainable.config.own_parts import get_part, parse_part_name
 from trainable.config.sections import EarlyStopConfig
 
@@ -33,15 +34,17 @@ class History(NamedTuple):
 
     steps: training steps from 1. reward_std: mean in-group standard deviation of the reward (before the filter).
     groups_kept: groups trained on. val_success: fraction of validation episodes with success, in steps that validate.
+    alarm: the column that the setting early_stop.alarm watches; empty without an alarm.
     """
 
     steps: tuple[int, ...]
     reward_std: tuple[float | None, ...]
     groups_kept: tuple[float | None, ...]
     val_success: tuple[float | None, ...]
+    alarm: tuple[float | None, ...] = ()
 
     @classmethod
-    def from_rows(cls, rows: Iterable[Row]) -> "History":
+    def from_rows(cls, rows: Iterable[Row], alarm_column: str = "") -> "History":
         """The history of `rows`, which are in the order in which they were written.
 
         A repeated step means that the run went back to an earlier checkpoint. It replaces the earlier row of that step
@@ -56,12 +59,20 @@ class History(NamedTuple):
             while attempt_rows and attempt_rows[-1]["step"] >= step:
                 attempt_rows.pop()
             attempt_rows.append(row)
-        series = {name: tuple(parse_finite(row.get(name)) for row in attempt_rows) for name in HISTORY_COLUMNS}
+        columns = {name: name for name in HISTORY_COLUMNS} | ({"alarm": alarm_column} if alarm_column else {})
+        series = {
+            name: tuple(parse_finite(row.get(column)) for row in attempt_rows) for name, column in columns.items()
+        }
         return cls(tuple(int(row["step"]) for row in attempt_rows), **series)
 
+    @classmethod
+    def for_rules(cls, rows: Iterable[Row], settings: EarlyStopConfig) -> "History":
+        """The history of `rows` with all that the rules with these `settings` read."""
+        return cls.from_rows(rows, parse_alarm_rule(settings.alarm).column if settings.alarm else "")
 
-HISTORY_COLUMNS = History._fields[1:]
-"""The columns that the rules read."""
+
+HISTORY_COLUMNS = ("reward_std", "groups_kept", "val_success")
+"""The columns that the published rules read."""
 
 
 def parse_finite(value: object) -> float | None:
@@ -136,15 +147,62 @@ def detect_empty_filtered_steps(history: History, settings: EarlyStopConfig) -> 
     return None
 
 
+def find_alarm(steps: Iterable[float], values: Iterable[float | None], rule: AlarmRule) -> StopDecision | None:
+    """The first step at which the last `rule.window` measurements are all beyond the threshold, or None.
+
+    steps (n,): ascending. values (n,): the column of the rule; None or NaN where it was not measured. A relative
+    threshold needs a positive mean over the first `BASELINE_STEPS` steps, and the rule then reads only later ones.
+    Value: the measurement of the window that is nearest to the threshold.
+
+    Example:
+        >>> rule = parse_alarm_rule("reward_std < 0.5 x, 2 times in a row")
+        >>> find_alarm(range(1, 15), [2] * 10 + [0.9, 1.2, 0.9, 0.8], rule)
+        StopDecision(rule='alarm', value=0.9, threshold=1.0, step=14)
+    """
+    measurements = [
+        (step, value) for step, value in zip(steps, values, strict=True) if value is not None and not math.isnan(value)
+    ]
+    threshold = rule.threshold
+    if rule.is_relative:
+        baseline = [value for step, value in measurements if step <= BASELINE_STEPS]
+        mean = math.fsum(baseline) / len(baseline) if baseline else 0.0
+        if mean <= 0:
+            return None
+        threshold *= mean
+        measurements = [(step, value) for step, value in measurements if step > BASELINE_STEPS]
+    window: list[float] = []
+    for step, value in measurements:
+        window = [*window, value] if (value > threshold if rule.is_upper else value < threshold) else []
+        if len(window) == rule.window:
+            return StopDecision(ALARM, min(window) if rule.is_upper else max(window), threshold, int(step))
+    return None
+
+
+def detect_alarm(history: History, settings: EarlyStopConfig) -> StopDecision | None:
+    """The decision of the setting early_stop.alarm, or None; see `find_alarm`."""
+    if not settings.alarm:
+        return None
+    return find_alarm(history.steps, history.alarm, parse_alarm_rule(settings.alarm))
+
+
 StopRule = Callable[[History, EarlyStopConfig], StopDecision | None]
+ALARM = "alarm"
+"""The rule of the setting early_stop.alarm. It applies in every study, and fires only where the setting is set."""
 
 # If two rules fire at the same step, the first one here is reported. The order is that of the events in a step: the
-# rewards are measured, then groups are filtered, then the policy is validated.
+# rewards are measured, then groups are filtered, then the policy is validated. The alarm comes last, so that it changes
+# no decision of the published rules.
 RULES: dict[str, StopRule] = {
     "reward_variance_collapse": detect_reward_variance_collapse,
     "empty_filtered_steps": detect_empty_filtered_steps,
     "low_validation_success": detect_low_validation_success,
+    ALARM: detect_alarm,
 }
+
+
+def list_active_rules(settings: EarlyStopConfig) -> tuple[str, ...]:
+    """The rules that can fire under these settings, in the order of `RULES`: the alarm only if it is set."""
+    return tuple(rule for rule in RULES if rule != ALARM or settings.alarm)
 
 
 OwnStopRule = Callable[[Sequence[Row]], tuple[float, float] | None]
@@ -185,7 +243,7 @@ def evaluate_stop_rules(
     unknown_rules = [rule for rule in rules if rule not in RULES]
     if unknown_rules:
         raise ValueError(f"Unknown stop rule `{unknown_rules[0]}`: choose from {', '.join(RULES)}.")
-    history = History.from_rows(rows)
+    history = History.for_rules(rows, settings)
     decisions = [RULES[name](history, settings) for name in RULES if name in rules]
     fired = (decision for decision in decisions if decision is not None)
     return min(fired, key=lambda decision: decision.step, default=None)  # at equal steps `min` keeps the first one

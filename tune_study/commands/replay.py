@@ -14,7 +14,7 @@ from trainable.config.sections import EarlyStopConfig
 from trainable.config.setting_types import format_value
 from trainable.files.json_values import find_object
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from trainable.runs.stop_rules import RULES, History, Row, StopDecision, parse_finite
+from trainable.runs.stop_rules import RULES, History, Row, StopDecision, list_active_rules, parse_finite
 from tune_study.folder.statuses import RunStatus, read_status
 from tune_study.folder.study_file import read_study
 from tune_study.host.console import print_line, print_table
@@ -63,7 +63,7 @@ class RunReplay(NamedTuple):
         original_thresholds: thresholds under which the run was trained.
         replayed_thresholds: thresholds of the replay.
         live_rule: the rule that really stopped the run; empty if none did.
-        alarms: one entry per rule, in the order of RULES.
+        alarms: one entry per rule of `list_active_rules`.
     """
 
     run_id: str
@@ -121,7 +121,7 @@ class Replay(NamedTuple):
         replayed_thresholds: the distinct thresholds of the replay.
         runs: the replayed runs.
         skipped_runs: the runs that cannot be replayed.
-        rules: one entry per rule, in the order of RULES.
+        rules: one entry per rule of `list_active_rules`.
     """
 
     original_thresholds: tuple[EarlyStopConfig, ...]
@@ -165,12 +165,12 @@ def replay_folder(folder: Path, assignments: Sequence[str]) -> Replay:
         replayed_thresholds=tuple(dict.fromkeys(run.replayed_thresholds for run in runs)) or (replayed_thresholds,),
         runs=runs,
         skipped_runs=tuple(run for run in results if isinstance(run, SkippedRun)),
-        rules=tuple(_summarize_rule(rule, runs) for rule in RULES),
+        rules=tuple(_summarize_rule(rule, runs) for rule in list_active_rules(replayed_thresholds)),
     )
 
 
 def find_alarms(rows: Sequence[Row], settings: EarlyStopConfig) -> tuple[Alarm, ...]:
-    """Apply each rule separately to the rows of one run; one entry per rule, in the order of RULES.
+    """Apply each rule separately to the rows of one run; one entry per rule of `list_active_rules`.
 
     The outcome of an alarm is `false alarm` if the run recovered, and `right` if it did not. A run recovered if the
     mean of its last (up to 3) validations after the alarm is at least as high as both of these:
@@ -186,12 +186,12 @@ def find_alarms(rows: Sequence[Row], settings: EarlyStopConfig) -> tuple[Alarm, 
     The outcome is `unknown` if the run ended at or before the first validation after the alarm, or if neither success
     was measured.
     """
-    history = History.from_rows(rows)
+    history = History.for_rules(rows, settings)
     base_successes = (parse_finite(row.get("base_val_success")) for row in rows)
     base_success = next((success for success in base_successes if success is not None), None)
     alarms = []
-    for rule, find_decision in RULES.items():
-        decision = find_decision(history, settings)
+    for rule in list_active_rules(settings):
+        decision = RULES[rule](history, settings)
         if decision is None:
             alarms.append(Alarm(rule, decision=None, outcome=None, steps_saved=0))
             continue
@@ -337,9 +337,11 @@ def format_thresholds(replay: Replay) -> str:
     n_changed = 0
     for name in EarlyStopConfig.model_fields:
         replayed_text, original_text = (
-            " or ".join(dict.fromkeys(str(getattr(thresholds, name)) for thresholds in versions))
+            " or ".join(dict.fromkeys(str(getattr(thresholds, name)) or "none" for thresholds in versions))
             for versions in (replay.replayed_thresholds, replay.original_thresholds)
         )
+        if replayed_text == original_text == "none":  # no alarm
+            continue
         is_changed = replayed_text != original_text
         entries.append(f"{name}={replayed_text}" + (f" (in the study: {original_text})" if is_changed else ""))
         n_changed += is_changed

@@ -17,7 +17,7 @@ from trainable.files.json_values import DamageWarning
 from trainable.runs.orphans import terminate_orphans
 from trainable.runs.run_ends import ENDED_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from trainable.runs.stop_rules import RULES, parse_finite
+from trainable.runs.stop_rules import ALARM, RULES, parse_finite
 from tune_study.folder import outputs
 from tune_study.folder.statuses import RunStatus, StudyStatuses
 from tune_study.folder.summary import find_finished_runs, write_summary
@@ -379,7 +379,7 @@ def _make_run_config(plan: StudyPlan, interrupt: Interrupt, callbacks: list[Any]
 
     # The rule of update-rule studies is not in RULES: their trials have several runs, which end one by one, and report
     # themselves when all have ended.
-    rule_stoppers = [RuleStopper(rule) for rule in plan.study.stop_rules if rule in RULES]
+    rule_stoppers = [RuleStopper(rule) for rule in (*plan.study.stop_rules, ALARM) if rule in RULES]
     return tune.RunConfig(
         name=plan.folder.name,
         storage_path=str(plan.folder.parent),

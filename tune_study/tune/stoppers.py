@@ -6,9 +6,10 @@ from typing import Any
 
 from ray import tune
 
+from trainable.config.alarm_rule import parse_alarm_rule
 from trainable.config.own_parts import parse_part_name
 from trainable.config.sections import EarlyStopConfig
-from trainable.runs.stop_rules import HISTORY_COLUMNS, RULES, evaluate_stop_rules
+from trainable.runs.stop_rules import ALARM, HISTORY_COLUMNS, RULES, evaluate_stop_rules
 from tune_study.host.interrupt import Interrupt
 
 DEFAULT_COLUMNS = MappingProxyType({name: name for name in HISTORY_COLUMNS})
@@ -48,6 +49,8 @@ class RuleStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
         if rule not in RULES:
             raise ValueError(f"Unknown stop rule `{rule}`: choose from {', '.join(RULES)}.")
         self.rule, self.settings, self.columns = rule, settings or EarlyStopConfig(), {**DEFAULT_COLUMNS, **columns}
+        alarm = self.settings.alarm
+        self._alarm_column = parse_alarm_rule(alarm).column if rule == ALARM and alarm else ""
         self._rows: dict[str, list[dict[str, Any]]] = {}
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
@@ -68,6 +71,8 @@ class RuleStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
         # in which the filter kept nothing.
         if self.columns["groups_kept"] not in result:
             rule_row["groups_kept"] = 1
+        if self._alarm_column:
+            rule_row[self._alarm_column] = result.get(self.columns.get(self._alarm_column, self._alarm_column))
         return {"step": result.get("training_iteration"), **rule_row}
 
     def stop_all(self) -> bool:

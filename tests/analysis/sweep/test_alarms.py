@@ -12,58 +12,68 @@ from hypothesis import strategies as st
 from analysis.data.load import load
 from analysis.stats.estimates import wilson_interval
 from analysis.sweep import alarms
-from analysis.sweep.alarms import AlarmRule, find_alarm
-from analysis.sweep.symptoms import SYMPTOMS, UP, Symptom
+from analysis.sweep.symptoms import SYMPTOMS
 from tests.analysis.sweep.test_symptoms import write_collapse
+from trainable.config.alarm_rule import ALARM_COLUMNS, BASELINE_STEPS, AlarmRule
+from trainable.runs.stop_rules import StopDecision, find_alarm
 
-RELATIVE = Symptom("reward_std", "spread", -1, True)
-ABSOLUTE = Symptom("zero_std_groups", "groups", UP, False)
 
-
-def find_alarm_by_loop(steps: list[int], values: list[float], rule: AlarmRule) -> float:
-    """The definition of a rule, measurement by measurement."""
-    measured = [(step, value) for step, value in zip(steps, values, strict=True) if not math.isnan(value)]
+def find_alarm_in_arrays(steps: list[int], values: list[float], rule: AlarmRule) -> StopDecision | None:
+    """The definition of a rule over all windows at once."""
+    x, y = np.array(steps), np.array(values)
+    x, y = x[~np.isnan(y)], y[~np.isnan(y)]
     threshold = rule.threshold
-    if rule.symptom.is_relative:
-        first = [value for step, value in measured if step <= alarms.BASELINE_STEPS]
-        if not first or np.mean(first) <= 0:
-            return math.nan
-        threshold *= float(np.mean(first))
-        measured = [(step, value) for step, value in measured if step > alarms.BASELINE_STEPS]
-    streak = 0
-    for step, value in measured:
-        streak = streak + 1 if (value > threshold if rule.is_upper else value < threshold) else 0
-        if streak == rule.window:
-            return step
-    return math.nan
+    if rule.is_relative:
+        is_baseline = x <= BASELINE_STEPS
+        if not is_baseline.any() or y[is_baseline].mean() <= 0:
+            return None
+        threshold *= float(y[is_baseline].mean())
+        x, y = x[~is_baseline], y[~is_baseline]
+    if len(y) < rule.window:
+        return None
+    windows = np.lib.stride_tricks.sliding_window_view(y, rule.window)
+    is_alarm = (windows > threshold).all(axis=1) if rule.is_upper else (windows < threshold).all(axis=1)
+    if not is_alarm.any():
+        return None
+    index = int(np.argmax(is_alarm))
+    value = windows[index].min() if rule.is_upper else windows[index].max()
+    return StopDecision("alarm", float(value), threshold, int(x[index + rule.window - 1]))
 
 
 @given(
     st.lists(st.one_of(st.just(math.nan), st.integers(0, 8).map(lambda n: n / 4)), min_size=1, max_size=40),
-    st.sampled_from([RELATIVE, ABSOLUTE]),
+    st.booleans(),
     st.sampled_from([0.3, 0.5, 1.1]),
     st.booleans(),
     st.sampled_from(alarms.WINDOWS),
 )
 def test_an_alarm_is_the_first_streak_beyond_the_threshold(
-    values: list[float], symptom: Symptom, threshold: float, is_upper: bool, window: int
+    values: list[float], is_relative: bool, threshold: float, is_upper: bool, window: int
 ) -> None:
-    rule = AlarmRule(symptom, threshold, is_upper, window)
+    rule = AlarmRule("reward_std", threshold, is_relative, is_upper, window)
     steps = list(range(1, len(values) + 1))
-    assert find_alarm(steps, values, rule) == pytest.approx(find_alarm_by_loop(steps, values, rule), nan_ok=True)
+    decision, expected = find_alarm(steps, values, rule), find_alarm_in_arrays(steps, values, rule)
+    assert (decision is None) == (expected is None)
+    if decision and expected:
+        assert decision.step == expected.step
+        assert (decision.value, decision.threshold) == pytest.approx((expected.value, expected.threshold))
 
 
 def test_the_rule_with_the_published_numbers_is_the_published_rule() -> None:
     from trainable.config.sections import EarlyStopConfig
     from trainable.runs.stop_rules import History, detect_reward_variance_collapse
 
-    rule = AlarmRule(RELATIVE, 0.1, False, 10)
+    rule = AlarmRule("reward_std", 0.1, True, False, 10)
     for seed in range(20):
         values = np.maximum(np.linspace(3, -0.5 + 0.05 * seed, 60) * np.random.default_rng(seed).random(60), 0)
         history = History(tuple(range(1, 61)), tuple(values), (8,) * 60, (None,) * 60)
         decision = detect_reward_variance_collapse(history, EarlyStopConfig())
-        expected = math.nan if decision is None else decision.step
-        assert find_alarm(range(1, 61), values, rule) == pytest.approx(expected, nan_ok=True)
+        alarm = find_alarm(range(1, 61), values, rule)
+        assert (alarm and alarm.step) == (decision and decision.step)
+
+
+def test_every_symptom_can_be_watched() -> None:
+    assert tuple(symptom.column for symptom in SYMPTOMS) == ALARM_COLUMNS
 
 
 def test_every_symptom_has_thresholds_in_its_direction() -> None:
@@ -117,7 +127,7 @@ def test_scores_count_early_alarms_and_false_ones() -> None:
 
 def test_the_chosen_rule_announces_most_among_those_that_are_rarely_wrong() -> None:
     rules = alarms.list_rules()
-    spread_rules = [index for index, rule in enumerate(rules) if rule.symptom.column == "reward_std"][:4]
+    spread_rules = [index for index, rule in enumerate(rules) if rule.column == "reward_std"][:4]
     nan = math.nan
     noisy, good, slow, rare = spread_rules
     table = make_alarms(

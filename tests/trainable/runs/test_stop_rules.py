@@ -202,12 +202,28 @@ def test_the_pure_rules_do_what_the_live_loop_does(rows: list[dict[str, Any]]) -
         assert decision.rule == next(rule for rule in RULES if rule in first_firing[1])
 
 
-@given(ROWS)
-def test_one_by_one_and_at_once_agree(rows: list[dict[str, Any]]) -> None:
+ALARMS = st.sampled_from(["", "reward_std < 0.5", "reward_std > 0.3, 3 times in a row", "val_kl_to_reference > 1"])
+
+
+@given(ROWS, ALARMS)
+def test_one_by_one_and_at_once_agree(rows: list[dict[str, Any]], alarm: str) -> None:
+    settings = SMALL.model_copy(update={"alarm": alarm})
     live_decision = next(
-        (decision for index in range(len(rows)) if (decision := evaluate_stop_rules(rows[: index + 1], SMALL))), None
+        (decision for index in range(len(rows)) if (decision := evaluate_stop_rules(rows[: index + 1], settings))), None
     )
-    assert evaluate_stop_rules(rows, SMALL) == live_decision
+    assert evaluate_stop_rules(rows, settings) == live_decision
+
+
+def test_an_alarm_stops_with_its_number_and_gives_way_to_the_published_rules() -> None:
+    alarm = EarlyStopConfig(alarm="reward_std < 0.5 x its first 10 steps, 3 times in a row")
+    rows = make_rows([2.0] * 10 + [0.9, 1.1, 0.8, 0.7, 0.95, 0.1])
+    assert evaluate_stop_rules(rows, alarm) == StopDecision("alarm", 0.95, 1.0, 15)
+    assert evaluate_stop_rules(rows[:14], alarm) is None
+    assert evaluate_stop_rules(rows, EarlyStopConfig()) is None
+    both = EarlyStopConfig(alarm="reward_std < 0.1 x, 10 times in a row")
+    decision = evaluate_stop_rules(make_rows([2.0] * 10 + [0.1] * 10), both)
+    assert decision is not None
+    assert decision.rule == "reward_variance_collapse"
 
 
 @given(ROWS, st.integers(0, 40), st.integers(0, 40))

@@ -19,7 +19,7 @@ from trainable.runs.stop_rules import RULES, evaluate_stop_rules
 from tune_study.commands.replay import Alarm, Replay, RuleSummary, SkippedRun, find_alarms, print_replay, replay_folder
 from tune_study.plan.errors import PlanError
 
-VARIANCE, EMPTY_STEPS, LOW_SUCCESS = RULES
+VARIANCE, EMPTY_STEPS, LOW_SUCCESS, _ = RULES
 SMALL_THRESHOLDS = EarlyStopConfig(
     variance_baseline_steps=2, variance_window=2, variance_ratio=0.5, success_patience=2, empty_stop_steps=2
 )
@@ -88,6 +88,7 @@ THRESHOLDS = st.builds(
     success_threshold=st.sampled_from([0.01, 0.34, 2.0]),
     success_patience=st.integers(1, 3),
     empty_stop_steps=st.integers(-1, 3),
+    alarm=st.sampled_from(["", "reward_std < 0.5", "reward_std > 0.2, 2 times in a row", "reward_std < 0.9 x"]),
 )
 
 
@@ -144,7 +145,7 @@ def test_each_rule_fires_where_the_live_run_would_have_stopped(
 ) -> None:
     rows = [{**row, "step": step} for step, row in enumerate(drawn_rows, start=1)]
     alarms = find_alarms(rows, thresholds)
-    assert [alarm.rule for alarm in alarms] == list(RULES)
+    assert [alarm.rule for alarm in alarms] == (list(RULES) if thresholds.alarm else list(RULES)[:-1])
     for alarm in alarms:
         live_decisions = (evaluate_stop_rules(rows[:end], thresholds, (alarm.rule,)) for end in range(len(rows) + 1))
         first_decision = next((decision for decision in live_decisions if decision is not None), None)
@@ -498,3 +499,13 @@ def test_one_line_for_each_run_and_rule_then_one_for_each_rule(tmp_path: Path) -
     ]
     assert line_numbers == [2, 3, 4, 5, 6, 7, 10, 11, 12]
     assert any("at least the val_success before training" in line for line in lines)
+
+
+def test_an_alarm_is_replayed_beside_the_published_rules(tmp_path: Path) -> None:
+    folder = write_replay_study(tmp_path, {"0": make_collapsing_rows({6: 0.1, 8: 0.1})})
+    lines = print_lines(
+        replay_folder(folder, [*SMALL_ASSIGNMENTS[:-1], "early_stop.alarm=reward_std < 1, 3 times in a row"])
+    )
+    assert lines[0].endswith("alarm=reward_std < 1, 3 times in a row (in the study: none)")
+    assert find_table_line(lines, "arm0-seed0", "0", "0", "alarm")[4:] == ["5", "0.5", "1", "right", "7"]
+    assert not any("alarm " in line for line in print_lines(replay_folder(folder, SMALL_ASSIGNMENTS))[:5])

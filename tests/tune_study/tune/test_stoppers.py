@@ -66,6 +66,20 @@ def test_a_filter_that_keeps_nothing_is_heeded() -> None:
     assert stopper("trial", make_foreign_result(4, 2.0, groups_kept=0))
 
 
+def test_an_alarm_watches_any_of_its_columns_under_any_name() -> None:
+    settings = EarlyStopConfig(alarm="entropy > 2, 2 times in a row")
+    stopper = RuleStopper("alarm", settings)
+    values = (3.0, 1.0, 3.0, 3.0)
+    results = [{"training_iteration": step, "entropy": value} for step, value in enumerate(values, 1)]
+    assert [stopper("trial", result) for result in results] == [False, False, False, True]
+    stopper = RuleStopper("alarm", settings, {"entropy": "policy/entropy"})
+    results = [
+        {"training_iteration": step, "policy/entropy": value, "entropy": 0.0} for step, value in enumerate(values, 1)
+    ]
+    assert [stopper("trial", result) for result in results] == [False, False, False, True]
+    assert not RuleStopper("alarm")("trial", {"training_iteration": 1, "entropy": 3.0})
+
+
 def test_columns_of_another_name() -> None:
     settings = EarlyStopConfig(success_patience=2, success_threshold=0.1)
     stopper = RuleStopper("low_validation_success", settings, {"val_success": "eval/accuracy"})
@@ -100,7 +114,7 @@ def test_a_rule_that_does_not_exist_is_refused() -> None:
 )
 def test_odd_results_never_raise(results: list[dict[str, Any]]) -> None:
     for rule in RULES:
-        stopper = RuleStopper(rule)
+        stopper = RuleStopper(rule, EarlyStopConfig(alarm="reward_std < 1 x"))
         for result in results:
             stopper("trial", result)
 
