@@ -8,7 +8,7 @@ BENCH := .venv-bench/bin
 # two cores, a quarter of the processors' time was left, and in the tests that kill studies two thirds.
 PARALLEL := --numprocesses 4
 
-.PHONY: setup kl entropy top-p collapse test test-faults attack replicates test-engines test-all check format bench bench-engines clean
+.PHONY: setup kl entropy top-p collapse test test-faults test-ci attack replicates test-engines test-all check format bench bench-engines clean
 
 setup: .venv/ready
 
@@ -40,6 +40,10 @@ test: check
 # The longest first, so that all processes end together.
 test-faults: setup
 	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile ci --dist worksteal -m "faults and not slow" tests/faults/test_kills.py tests/faults/test_endings.py
+
+# Both at once: the tests that kill studies mostly wait, and the others use that time.
+test-ci: check
+	$(BIN)/python -m pytest --numprocesses 5 --hypothesis-profile ci --dist loadfile --no-loadscope-reorder -m "not slow and not engines"
 
 # A JSON line per kind of fault. MINUTES=0: every cell of the tables once, in hours.
 # ONLY="kills inputs": these kinds alone.

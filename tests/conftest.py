@@ -23,6 +23,8 @@ def pytest_configure() -> None:
 
 
 LONGEST_FILES = (
+    "test_endings.py",
+    "test_kills.py",
     "test_smoke_run.py",
     "test_run.py",
     "test_docs.py",
