@@ -10,7 +10,7 @@ from trainable.runs.training import StepResult
 from trainable.sandbox.batch.rngs import MemberRngs
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
-from trainable.sandbox.training.trainer import UpdateRuleTrainer
+from trainable.sandbox.training.ensemble import EnsembleTrainer
 
 PROMPTS, POSITIONS, ACTIONS = 3, 2, 4
 
@@ -105,7 +105,7 @@ def get_right_actions(prompts: Tensor) -> Tensor:
     return (prompts.unsqueeze(-1) + torch.arange(POSITIONS)) % ACTIONS
 
 
-def train_to_next_rows(trainer: UpdateRuleTrainer) -> StepResult:
+def train_to_next_rows(trainer: EnsembleTrainer) -> StepResult:
     """Train up to the next rows or the next failure. The result is empty if no member continues."""
     while trainer.seeds:
         progress = trainer.step()

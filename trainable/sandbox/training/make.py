@@ -10,13 +10,20 @@ from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.rules.catalog import UPDATE_RULES
 from trainable.sandbox.rules.rule import RuleLoss, UpdateRule, make_rule_loss
 from trainable.sandbox.tasks.make import make_task
-from trainable.sandbox.training.trainer import UpdateRuleTrainer
+from trainable.sandbox.tasks.task import Task
+from trainable.sandbox.training.ensemble import EnsembleTrainer
+from trainable.sandbox.training.update_rule import UpdateRuleAlgorithm
 
 
-def make_trainer(config: UpdateRuleConfig, seeds: Sequence[int]) -> UpdateRuleTrainer:
+def make_trainer(config: UpdateRuleConfig, seeds: Sequence[int]) -> EnsembleTrainer:
     """A trainer of `config` with one member per seed."""
     rule = UPDATE_RULES[config.method] if config.method in UPDATE_RULES else wrap_own_rule(get_part(config.method))
-    return UpdateRuleTrainer(config, seeds, make_task(config), rule)
+    return make_task_trainer(config, seeds, make_task(config), rule)
+
+
+def make_task_trainer(config: UpdateRuleConfig, seeds: Sequence[int], task: Task, rule: UpdateRule) -> EnsembleTrainer:
+    """A trainer of `config` with one member per seed, on this task and by this rule."""
+    return EnsembleTrainer(config, seeds, lambda members: UpdateRuleAlgorithm(config, members, task, rule))
 
 
 def wrap_own_rule(function: Callable[[Rollouts, Tensor, UpdateRuleConfig], Tensor]) -> UpdateRule:

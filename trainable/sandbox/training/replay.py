@@ -142,10 +142,13 @@ class AgeStatistics:
         age = age.double()
         self.sums = self.sums + torch.stack([torch.ones_like(age), age, age.square(), weight, weight * age], dim=1)
 
-    def compute_and_reset(self) -> dict[str, Tensor]:
-        """age_mean, age_std and effective_age, [E] each, NaN without a batch; the sums are set to 0."""
-        count, age_sum, age_square_sum, weight_sum, weighted_age_sum = self.sums.unbind(dim=1)
+    def reset(self) -> None:
+        """Start again: a row has been written."""
         self.sums = torch.zeros_like(self.sums)
+
+    def compute(self) -> dict[str, Tensor]:
+        """age_mean, age_std and effective_age, [E] each, NaN without a batch."""
+        count, age_sum, age_square_sum, weight_sum, weighted_age_sum = self.sums.unbind(dim=1)
         mean = age_sum / count
         # Rounding can make the variance slightly negative.
         std = (age_square_sum / count - mean.square()).clamp(min=0).sqrt()

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,17 +14,11 @@ from trainable.sandbox.measure.oracle_fit import compute_fit_statistics, compute
 from trainable.sandbox.rules.oracle_labels import cross_entropy
 from trainable.sandbox.rules.rule import RuleLoss, UpdateRule
 from trainable.sandbox.tasks.task import ModelEnsemble, Task
+from trainable.sandbox.training.ensemble import UpdateResult
 from trainable.sandbox.training.optimizer import MemberAdam, clip_gradient
 
 MAX_GRAD_NORM = 1.0
 """Each member's gradient is clipped to this norm."""
-
-
-class UpdateResult(NamedTuple):
-    """metrics: columns of a row, [E] each, if requested. nonfinite_names: for each member, what was not finite."""
-
-    metrics: dict[str, Tensor]
-    nonfinite_names: list[list[str]]
 
 
 @dataclass(frozen=True)

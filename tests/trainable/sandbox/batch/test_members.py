@@ -10,8 +10,8 @@ from trainable.sandbox.config.rules import METHODS, RULES
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.rules.catalog import UPDATE_RULES
 from trainable.sandbox.tasks.make import make_task
-from trainable.sandbox.training.make import make_trainer
-from trainable.sandbox.training.trainer import UpdateRuleTrainer
+from trainable.sandbox.training.ensemble import EnsembleTrainer
+from trainable.sandbox.training.make import make_task_trainer, make_trainer
 
 SEEDS = (0, 1, 2)
 TINY = {"d_model": 16, "num_layers": 2, "seq_len": 4, "batch_size": 12, "hidden": 8}
@@ -39,7 +39,7 @@ def make_config(method: str, steps: int = 6, **settings: Any) -> UpdateRuleConfi
     return UpdateRuleConfig(method=method, trainer=trainer_settings, **task_settings)
 
 
-def train_until(trainer: UpdateRuleTrainer, last_step: int) -> UpdateRuleTrainer:
+def train_until(trainer: EnsembleTrainer, last_step: int) -> EnsembleTrainer:
     while trainer.step_index < last_step:
         trainer.step()
     return trainer
@@ -49,12 +49,12 @@ def train_until(trainer: UpdateRuleTrainer, last_step: int) -> UpdateRuleTrainer
 def test_one_update_of_a_member_is_the_one_that_it_takes_alone(method: str) -> None:
     settings = make_config(method)
     task, rule = make_task(settings), UPDATE_RULES[method]
-    ensemble = train_until(UpdateRuleTrainer(settings, SEEDS, task, rule), 4)
+    ensemble = train_until(make_task_trainer(settings, SEEDS, task, rule), 4)
     states = {seed: ensemble.get_state(seed) for seed in SEEDS}
     train_until(ensemble, 5)
     assert ensemble.seeds == SEEDS
     for seed in SEEDS:
-        single = UpdateRuleTrainer(settings, (seed,), task, rule)
+        single = make_task_trainer(settings, (seed,), task, rule)
         single.load_states([states[seed]])
         train_until(single, 5)
         weights = single.get_state(seed).tensors["adam/weights"]

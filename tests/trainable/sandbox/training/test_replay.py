@@ -134,7 +134,7 @@ def test_age_statistics_are_those_of_the_batches_since_the_last_row(ages: list[t
     statistics = AgeStatistics(torch.zeros(1, 5, dtype=torch.float64))
     for age, weight in ages:
         statistics.add(torch.tensor([age]), torch.tensor([weight], dtype=torch.float64))
-    values = {name: float(value) for name, value in statistics.compute_and_reset().items()}
+    values = {name: float(value) for name, value in statistics.compute().items()}
     if not ages:
         assert all(math.isnan(value) for value in values.values())
         return
@@ -144,7 +144,8 @@ def test_age_statistics_are_those_of_the_batches_since_the_last_row(ages: list[t
         math.sqrt(sum((age - mean) ** 2 for age, _ in ages) / len(ages)), abs=1e-6
     )
     assert values["effective_age"] == pytest.approx(sum(a * w for a, w in ages) / sum(w for _, w in ages))
-    assert math.isnan(float(statistics.compute_and_reset()["age_mean"]))
+    statistics.reset()
+    assert math.isnan(float(statistics.compute()["age_mean"]))
 
 
 def test_a_batch_is_the_same_when_its_members_are_taken_apart_and_put_together() -> None:

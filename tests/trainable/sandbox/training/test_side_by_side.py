@@ -316,7 +316,7 @@ def test_a_failed_run_is_reported_and_does_not_start_again(
 
     def make_broken_trainer(*arguments: Any) -> Any:
         trainer = make_trainer(*arguments)
-        objective = trainer.objective
+        objective = trainer.algorithm.objective
 
         def compute_broken_objective(rollouts: Any, log_probs: Any, settings: Any) -> Any:
             rule_loss = objective(rollouts, log_probs, settings)
@@ -325,7 +325,8 @@ def test_a_failed_run_is_reported_and_does_not_start_again(
             )
             return type(rule_loss)(rule_loss.loss * factor, rule_loss.metrics)
 
-        trainer.learner = type(trainer.learner)(**{**vars(trainer.learner), "objective": compute_broken_objective})
+        learner = trainer.algorithm.learner
+        trainer.algorithm.learner = type(learner)(**{**vars(learner), "objective": compute_broken_objective})
         return trainer
 
     monkeypatch.setattr(families, "UPDATE_RULES", replace(families.UPDATE_RULES, make_trainer=make_broken_trainer))

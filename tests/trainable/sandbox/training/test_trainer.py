@@ -11,7 +11,8 @@ from trainable.runs.run import TrainerState
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.measure.records import STEP_COLUMNS, TIME_COLUMNS
 from trainable.sandbox.rules.catalog import UPDATE_RULES
-from trainable.sandbox.training.trainer import UpdateRuleTrainer
+from trainable.sandbox.training.ensemble import EnsembleTrainer
+from trainable.sandbox.training.make import make_task_trainer
 
 Rows = dict[int, list[dict[str, Any]]]
 TIME_NAMES = {column.name for column in TIME_COLUMNS}
@@ -25,15 +26,15 @@ def make_config(steps: int = 12, test_freq: int = 5, **settings: Any) -> UpdateR
 
 def make_trainer(
     settings: UpdateRuleConfig, seeds: tuple[int, ...] = (0, 1, 2), **task_options: Any
-) -> UpdateRuleTrainer:
-    return UpdateRuleTrainer(settings, seeds, TabularTask(settings, **task_options), UPDATE_RULES[settings.method])
+) -> EnsembleTrainer:
+    return make_task_trainer(settings, seeds, TabularTask(settings, **task_options), UPDATE_RULES[settings.method])
 
 
 def drop_times(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in TIME_NAMES}
 
 
-def run_to_end(trainer: UpdateRuleTrainer) -> Rows:
+def run_to_end(trainer: EnsembleTrainer) -> Rows:
     """Train every member to its end and return the rows without times."""
     rows: Rows = {seed: [] for seed in trainer.seeds}
     while trainer.seeds:
@@ -42,7 +43,7 @@ def run_to_end(trainer: UpdateRuleTrainer) -> Rows:
     return rows
 
 
-def get_weights(trainer: UpdateRuleTrainer, seed: int) -> torch.Tensor:
+def get_weights(trainer: EnsembleTrainer, seed: int) -> torch.Tensor:
     state = trainer.final_states[seed] if seed in trainer.final_states else trainer.get_state(seed)
     return state.tensors["adam/weights"]
 
@@ -67,7 +68,9 @@ def test_rows_are_the_evaluations_before_the_update_of_their_step_and_one_at_the
     assert "cos_method_ce" not in rows[0][1]
     assert set(last) == {"step", "test_error", "entropy"}
     untrained_trainer = make_trainer(make_config())
-    metrics = untrained_trainer.task.evaluate(untrained_trainer.learner.models, untrained_trainer.rngs, 0)
+    metrics = untrained_trainer.algorithm.task.evaluate(
+        untrained_trainer.algorithm.learner.models, untrained_trainer.algorithm.rngs, 0
+    )
     assert first["entropy"] == pytest.approx(metrics["entropy"].tolist()[0])
 
 
@@ -121,17 +124,18 @@ def test_a_delayed_update_is_of_the_batch_that_was_sampled_before() -> None:
     trainer = make_trainer(settings, (5,))
     batches = []
     for step in range(3):
-        batches.append(trainer.task.sample(trainer.learner.models, trainer.rngs, step))
+        algorithm = trainer.algorithm
+        batches.append(algorithm.task.sample(algorithm.learner.models, algorithm.rngs, step))
         old_weights = get_weights(trainer, 5)
         reference_trainer = make_trainer(settings, (5,))
         reference_trainer.load_states([trainer.get_state(5)])
         trainer.step()
         batch = batches[0] if step == 2 else batches[step]
-        log_probs = reference_trainer.task.compute_log_probs(reference_trainer.learner.models, batch)
-        gradient = reference_trainer.learner.optimizer.compute_gradient(
-            reference_trainer.objective(batch, log_probs, settings).loss
-        )
-        reference_trainer.learner.optimizer.step(gradient * (1 / (gradient.norm() + 1e-6)).clamp(max=1))
+        reference = reference_trainer.algorithm
+        log_probs = reference.task.compute_log_probs(reference.learner.models, batch)
+        optimizer = reference.learner.optimizer
+        gradient = optimizer.compute_gradient(reference.objective(batch, log_probs, settings).loss)
+        optimizer.step(gradient * (1 / (gradient.norm() + 1e-6)).clamp(max=1))
         assert torch.equal(get_weights(trainer, 5), get_weights(reference_trainer, 5))
         assert not torch.equal(get_weights(trainer, 5), old_weights)
 
@@ -216,7 +220,7 @@ def test_a_mixed_batch_resets_the_count_of_uniform_ones() -> None:
             return super()._set_groups(batch, seeds, step, group_size)
 
     settings = make_grouped_config()
-    trainer = UpdateRuleTrainer(settings, (0, 1), Alternating(settings), UPDATE_RULES["GRPO"])
+    trainer = make_task_trainer(settings, (0, 1), Alternating(settings), UPDATE_RULES["GRPO"])
     rows = run_to_end(trainer)
     assert "stop_rule" not in rows[1][-1]
     assert rows[1][1]["group_fallback"] == 1
