@@ -1,5 +1,14 @@
 """Declare: a question, its axis, its contrasts; every study by name."""
 
+from search_spaces.companions import (
+    opd_cold_start,
+    opd_exact_sampled,
+    opd_soft_teacher,
+    opd_topk_stability,
+    opd_variance,
+    opd_warmup,
+)
+from search_spaces.companions.distillation import DISTILLATION, GRADIENT_VARIANCE
 from search_spaces.declaration.family import Family
 from search_spaces.declaration.study import Study
 from search_spaces.language_model import (
@@ -55,18 +64,33 @@ STUDIES: dict[str, Study] = {
         age_not_capacity.STUDY,
         off_policy.STUDY,
         grpo_entropy_sokoban.STUDY,
+        opd_variance.STUDY,
+        opd_topk_stability.STUDY,
+        opd_cold_start.STUDY,
+        opd_warmup.STUDY,
+        opd_soft_teacher.STUDY,
+        opd_exact_sampled.STUDY,
     )
 }
 
 # Studies whose numbers are compared with published tables, and studies without a published counterpart.
 _EVIDENCE_STUDIES = ("influence", "reward-noise", "replay", "partial-credit", "dense-correction", "grpo-entropy")
 _PREDICTION_STUDIES = ("entropy-mechanism", "matched-updates", "age-not-capacity", "off-policy", "grpo-entropy-sokoban")
+_COMPANION_STUDIES = (
+    "opd-variance",
+    "opd-topk-stability",
+    "opd-cold-start",
+    "opd-warmup",
+    "opd-soft-teacher",
+    "opd-exact-sampled",
+)
 
 SUITES: dict[str, tuple[str, ...]] = {
     "sandbox-evidence": _EVIDENCE_STUDIES,
     "sandbox-all": ("sandbox", "sandbox-delays", *_EVIDENCE_STUDIES, *_PREDICTION_STUDIES),
+    "sandbox-companions": _COMPANION_STUDIES,
 }
 """The studies of each suite, which `run` trains one after another, by the name of the suite."""
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (PPO, UPDATE_RULES)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (PPO, UPDATE_RULES, DISTILLATION, GRADIENT_VARIANCE)}
 """The families, by the name that study.json stores."""

@@ -102,6 +102,17 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "trainable.runs",
         "trainable.ppo",
     ),
+    "trainable.sandbox.distillation.settings": ("trainable.config", "trainable.sandbox.config"),
+    "trainable.sandbox.distillation.records": ("trainable.runs.records", "trainable.sandbox.measure.records"),
+    "trainable.sandbox.distillation": (
+        "trainable.algo",
+        "trainable.runs",
+        "trainable.sandbox.batch",
+        "trainable.sandbox.models",
+        "trainable.sandbox.rules",
+        "trainable.sandbox.tasks",
+        "trainable.sandbox.training",
+    ),
     # What Ray Tune runs may import all of them.
     "trainable.families": ("trainable",),
     "trainable.trial": ("trainable",),
@@ -112,6 +123,11 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "search_spaces.declaration": ("trainable.config",),
     "search_spaces.language_model": ("search_spaces.declaration", "trainable.config"),
     "search_spaces.sandbox": ("search_spaces.declaration", "trainable.config", "trainable.sandbox.config"),
+    "search_spaces.companions": (
+        "search_spaces.declaration",
+        "trainable.config",
+        "trainable.sandbox.distillation.settings",
+    ),
     "search_spaces": ("search_spaces",),
     # Read: of `trainable` only the names and types of rows, how files are written, and the rule of an alarm.
     "analysis": (
@@ -126,6 +142,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "trainable.runs.run_files",
         "trainable.runs.stop_rules",
         "trainable.sandbox.measure.records",
+        "trainable.sandbox.distillation.records",
     ),
     # Run.
     "tune_study.host": ("trainable",),
@@ -194,6 +211,8 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "trainable.sandbox.config": ("pydantic",),
     "trainable.sandbox.rules": ("torch",),
     "trainable.sandbox.measure.records": (),
+    "trainable.sandbox.distillation.records": (),
+    "trainable.sandbox.distillation.settings": ("pydantic",),
     "trainable.trial": ("ray",),
     "search_spaces": (),
     "tune_study.commands.explain": ("numpy", "pandas", "rich"),

@@ -14,6 +14,8 @@ from trainable.runs.run_files import EPISODES_FILE, GRADIENTS_FILE, LEVELS_FILE
 from trainable.runs.stop_rules import ALARM, StopDecision, evaluate_own_rules, evaluate_stop_rules
 from trainable.runs.training import StepResult, TrainerFamily
 from trainable.sandbox.config.settings import UpdateRuleConfig
+from trainable.sandbox.distillation.algorithm import make_trainer as make_distillation_trainer
+from trainable.sandbox.distillation.settings import DistillationConfig
 from trainable.sandbox.training.make import make_trainer as make_update_rule_trainer
 
 
@@ -79,3 +81,4 @@ def _make_empty_row(config: RunConfig) -> Row:
 
 LANGUAGE_MODEL = TrainerFamily(RunConfig, _make_ppo_trainer, _decide, _make_empty_row)
 UPDATE_RULES = TrainerFamily(UpdateRuleConfig, make_update_rule_trainer)
+DISTILLATION = TrainerFamily(DistillationConfig, make_distillation_trainer)

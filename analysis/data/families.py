@@ -5,12 +5,15 @@ family adds the measurements of its trainer. To add a family, add a value to `FA
 entry to `analysis.report.pages.PAGES`.
 """
 
+import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+import trainable.sandbox.distillation.records as distillation
 import trainable.sandbox.measure.records as sandbox
 from analysis.stats.estimates import area_under_curve
 from trainable.runs.records import (
@@ -179,6 +182,30 @@ def _summarize_update_rule_run(rows: Sequence[Row], end_step: int | None) -> Row
     }
 
 
+def _summarize_distillation_run(rows: Sequence[Row], end_step: int | None) -> Row:
+    """Values of the last evaluation, of the last row with a batch, and of the switch from a warm-up to its loss."""
+    last_row = rows[-1] if rows else {}
+    errors = [(row["step"], row["test_error"]) for row in rows if row.get("test_error") is not None]
+    columns = [column.name for column in distillation.TRIAL_COLUMNS]
+    summary = {
+        "steps_done": last_row.get("step", 0),
+        "late_test_error": compute_late_mean(errors, end_step),
+        **{name: last_row.get(name.removeprefix("final_")) for name in columns if name.startswith("final_")},
+        **{name: find_last_value(rows, name.removeprefix("last_")) for name in columns if name.startswith("last_")},
+    }
+    # Only a run with a warm-up has a switch: the first row after the last one of the warm-up.
+    warmup_steps = [row["step"] for row in rows if row.get("is_warmup") == 1]
+    switch_errors = [error for step, error in errors if warmup_steps and step > warmup_steps[-1]]
+    if switch_errors:
+        summary |= {"switch_test_error": switch_errors[0], "error_since_switch": errors[-1][1] - switch_errors[0]}
+    projections = [row["gradient_projection"] for row in rows if row.get("gradient_projection") is not None]
+    variance = statistics.variance(projections) if len(projections) > 1 else 0.0
+    if variance > 0:
+        norms = [row["gradient_norm"] for row in rows if row.get("gradient_norm") is not None]
+        summary |= {"log10_gradient_variance": math.log10(variance), "mean_gradient_norm": statistics.fmean(norms)}
+    return summary
+
+
 def compute_late_mean(curve: Sequence[tuple[int, float]], end_step: int | None) -> float | None:
     """Mean over the last `LATE_EVALUATIONS` evaluations of a run; None without any.
 
@@ -253,6 +280,25 @@ UNCONTRASTED_COLUMNS: Mapping[str, str] = {
 }
 """The trial columns of update-rule studies that are not contrasted, and why."""
 
+_DISTILLATION = TableFamily(
+    name="distillation",
+    first_step=0,
+    step_columns=distillation.STEP_COLUMNS,
+    trial_columns=(*_COMMON_COLUMNS, *STOP_COLUMNS, *distillation.TRIAL_COLUMNS),
+    summarize_rows=_summarize_distillation_run,
+    primary_column="late_test_error",
+    secondary_columns=("final_test_error", "final_entropy", "last_reverse_kl", "error_since_switch"),
+    is_higher_better=False,
+    contrasted_columns={
+        "late_test_error": "it is the outcome that a student should improve",
+        "final_entropy": "it shows whether the student has committed itself; a uniform student has the logarithm of "
+        "the number of tokens",
+        "last_reverse_kl": "it is the exact divergence that every loss here stands for",
+        "error_since_switch": "it shows whether a run keeps what its warm-up taught; negative if it goes on learning",
+    },
+    common_columns=("late_test_error", "final_entropy", "last_reverse_kl"),
+    get_environment=lambda settings: str(settings.get("task", "")),
+)
 FAMILIES: dict[str, TableFamily] = {
     "ppo": TableFamily(
         name="ppo",
@@ -300,5 +346,17 @@ FAMILIES: dict[str, TableFamily] = {
         },
         common_columns=("late_test_error", "final_entropy", "mean_entropy"),
         get_environment=lambda settings: str(settings.get("task", "")),
+    ),
+    "distillation": _DISTILLATION,
+    "gradient_variance": replace(
+        _DISTILLATION,
+        name="gradient_variance",
+        primary_column="log10_gradient_variance",
+        secondary_columns=("mean_gradient_norm",),
+        contrasted_columns={
+            "log10_gradient_variance": "it is what an estimator adds to the gradient as noise",
+            "mean_gradient_norm": "it shows the scale of the gradient, which a normalization changes too",
+        },
+        common_columns=("log10_gradient_variance", "mean_gradient_norm"),
     ),
 }

@@ -24,6 +24,7 @@ from analysis.report import figures
 from analysis.report.results import SweepResults
 from analysis.sandbox import figures as sandbox_figures
 from analysis.sandbox import page as sandbox_report
+from analysis.sandbox.descriptions import DESCRIPTIONS
 from analysis.sweep import findings, series, tables, time_course, verdicts
 from analysis.sweep.collapse import count_collapses
 from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences, make_contrast_context
@@ -290,17 +291,18 @@ class Page:
     make_index_entry: Callable[[StudyFrames], dict[str, Any]]
 
 
+_TOY_PAGE = Page(
+    lambda frames: frames,
+    "sandbox.html.j2",
+    sandbox_report.make_context,
+    sandbox_figures.make_gallery,
+    sandbox_report.make_tables,
+    sandbox_report.make_index_entry,
+)
 PAGES: dict[str, Page] = {
     "ppo": Page(
         SweepResults, "report.html.j2", make_report_context, figures.make_gallery, _make_sweep_tables, _make_index_entry
     ),
-    "update_rules": Page(
-        lambda frames: frames,
-        "sandbox.html.j2",
-        sandbox_report.make_context,
-        sandbox_figures.make_gallery,
-        sandbox_report.make_tables,
-        sandbox_report.make_index_entry,
-    ),
+    **dict.fromkeys(DESCRIPTIONS, _TOY_PAGE),
 }
 """Reports by family name (`analysis.data.families.FAMILIES`)."""

@@ -10,15 +10,15 @@ from analysis.data.compare import list_arms
 from analysis.data.frames import StudyFrames
 from analysis.html.figures import Gallery, ReportFigure
 from analysis.sandbox import plots, tables
+from analysis.sandbox.descriptions import Panel
 from analysis.sandbox.page import compute_chance_error
-from analysis.sandbox.tables import Panel
 from analysis.sweep import contrasts, series
 from analysis.sweep.plots import draw_curves
 
 
 @dataclass(frozen=True)
-class UpdateRuleView:
-    """A study of update rules, with the tables that several of its figures need."""
+class ToyView:
+    """A study of a toy task, with the tables that several of its figures need."""
 
     frames: StudyFrames
 
@@ -39,18 +39,25 @@ class UpdateRuleView:
         }
 
 
-def make_gallery(frames: StudyFrames) -> Gallery[UpdateRuleView]:
+def make_gallery(frames: StudyFrames) -> Gallery[ToyView]:
     """The figures of a study: one with the mean curves, one per column with every run, and one of the contrasts."""
-    view = UpdateRuleView(frames)
+    view = ToyView(frames)
     if not view.curves:
         return Gallery(figures=(), view=view)
-    return Gallery((MEAN_CURVES_FIGURE, *map(_make_runs_figure, view.curves), CONTRASTS_FIGURE), view)
+    return Gallery(
+        (
+            _make_mean_curves_figure(compute_chance_error(frames)),
+            *map(_make_runs_figure, view.curves),
+            CONTRASTS_FIGURE,
+        ),
+        view,
+    )
 
 
-def _make_runs_figure(panel: Panel) -> ReportFigure[UpdateRuleView]:
+def _make_runs_figure(panel: Panel) -> ReportFigure[ToyView]:
     """A figure of one column, with a panel per arm that shows the arm's runs."""
 
-    def draw(curve_tables: tuple[pd.DataFrame, pd.DataFrame], view: UpdateRuleView) -> Figure:
+    def draw(curve_tables: tuple[pd.DataFrame, pd.DataFrame], view: ToyView) -> Figure:
         runs, means = curve_tables
         return draw_curves(runs, means[means["runs"] > 1], view.colors, panel.label)
 
@@ -65,22 +72,27 @@ def _make_runs_figure(panel: Panel) -> ReportFigure[UpdateRuleView]:
     )
 
 
-def _make_contrast_tables(view: UpdateRuleView) -> tuple[pd.DataFrame, pd.DataFrame] | None:
+def _make_mean_curves_figure(chance_error: float | None) -> ReportFigure[ToyView]:
+    """The figure of the mean curves. chance_error: of random content tokens, drawn as a line; None: no line."""
+    line = "" if chance_error is None else " A dashed line is the error of random content tokens."
+    return ReportFigure(
+        "curves",
+        "curves",
+        "Thick lines are means over the runs of an arm, and thin lines are single runs. Bands are one standard error "
+        "of the mean to each side (not the standard deviation of runs). A run that a rule stopped keeps its last value "
+        "in the mean, and a cross marks its end. Runs that failed or were interrupted are drawn thin and excluded from "
+        f"the mean. Step 0 is before the first update.{line}",
+        lambda view: [(panel, runs, means) for panel, (runs, means) in view.curves.items()],
+        lambda panel_curves, view: plots.draw_mean_curves(panel_curves, view.colors, chance_error),
+    )
+
+
+def _make_contrast_tables(view: ToyView) -> tuple[pd.DataFrame, pd.DataFrame] | None:
     table = contrasts.compute_contrasts(view.frames)
     return (table, contrasts.compute_pair_differences(view.frames)) if table["difference"].notna().any() else None
 
 
-MEAN_CURVES_FIGURE: ReportFigure[UpdateRuleView] = ReportFigure(
-    "curves",
-    "curves",
-    "Thick lines are means over the runs of an arm, and thin lines are single runs. Bands are one standard error of "
-    "the mean to each side (not the standard deviation of runs). A run that a rule stopped keeps its last value in the "
-    "mean, and a cross marks its end. Runs that failed or were interrupted are drawn thin and excluded from the mean. "
-    "Step 0 is before the first update. A dashed line is the error of random content tokens.",
-    lambda view: [(panel, runs, means) for panel, (runs, means) in view.curves.items()],
-    lambda panel_curves, view: plots.draw_mean_curves(panel_curves, view.colors, compute_chance_error(view.frames)),
-)
-CONTRASTS_FIGURE: ReportFigure[UpdateRuleView] = ReportFigure(
+CONTRASTS_FIGURE: ReportFigure[ToyView] = ReportFigure(
     "contrasts",
     "contrasts",
     "Each point is the mean over the pairs of a contrast, with its 95 % interval over seeds. "

@@ -1,6 +1,6 @@
 """Report of an update-rule study: the context of its template, and the tables that are written with it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import pandas as pd
@@ -22,11 +22,9 @@ from analysis.sweep.verdicts import (
     format_p_value,
     format_signed,
 )
-from trainable.sandbox.measure.records import TRIAL_COLUMNS
 
 CHANCE_TOLERANCE = 0.02  # a mean error that is less than this below chance is noted too
 COLLAPSE_THRESHOLD = 0.5  # fraction of separators above which a run counts as collapsed; a correct reply has none
-_MEANINGS = {column.name: f"{column.meaning} ({column.unit})" for column in TRIAL_COLUMNS}
 _VERDICT_LABELS = {
     "better": "lower for",
     "worse": "higher for",
@@ -53,6 +51,7 @@ def make_tables(frames: StudyFrames) -> Iterable[tuple[str, pd.DataFrame]]:
 def make_context(frames: StudyFrames) -> Row:
     """Everything that the template shows except figures, by name; all numbers come from the tables."""
     differences, published = tables.compute_differences(frames), make_published_context(frames)
+    (family,) = frames.families
     return {
         **published,
         **contrasts.make_contrast_context(frames),
@@ -63,7 +62,9 @@ def make_context(frames: StudyFrames) -> Row:
         "numbers": _group_by_column(
             tables.add_published(tables.compute_arm_statistics(frames), [*published["cells"], *published["pooled"]]),
             differences,
+            {column.name: f"{column.meaning} ({column.unit})" for column in family.trial_columns},
         ),
+        "description": tables.get_description(frames),
         "notes": make_notes(frames),
         "seconds": _sum_trial_seconds(frames),
         "runs": findings.list_runs(frames),
@@ -87,7 +88,7 @@ def make_published_context(frames: StudyFrames) -> Row:
 
 
 def make_index_entry(frames: StudyFrames) -> Row:
-    """Entry of a study in an index: headline, and the test error of each arm at the end with its verdict."""
+    """Entry of a study in an index: headline, and the primary outcome of each arm with its verdict."""
     differences = tables.compute_differences(frames)
     arm_statistics = tables.compute_arm_statistics(frames)
     error_differences = {row["arm"]: row for row in to_records(_select_primary(frames, differences))}
@@ -100,7 +101,8 @@ def make_index_entry(frames: StudyFrames) -> Row:
         }
         for row in to_records(_select_primary(frames, arm_statistics))
     ]
-    return {"headline": format_headline(frames, differences), "collapse": "", "number": "test error", "arms": rows}
+    number = tables.get_description(frames).number
+    return {"headline": format_headline(frames, differences), "collapse": "", "number": number, "arms": rows}
 
 
 def _select_primary(frames: StudyFrames, table: pd.DataFrame) -> pd.DataFrame:
@@ -123,14 +125,14 @@ def _format_difference(row: Row | None) -> str:
     return f"{row['verdict']}: {difference_text} against the baseline, Holm {format_p_value(p_value)}"
 
 
-def _group_by_column(rows: list[Row], differences: pd.DataFrame) -> list[Row]:
+def _group_by_column(rows: list[Row], differences: pd.DataFrame, meanings: Mapping[str, str]) -> list[Row]:
     """The numbers of all arms by column, each with its row of `differences`, or None for the baseline."""
     difference_by_arm = {(row["arm"], row["column"]): row for row in to_records(differences)}
     columns = list(dict.fromkeys(row["column"] for row in rows))
     return [
         {
             "column": name,
-            "meaning": _MEANINGS[name],
+            "meaning": meanings[name],
             "rows": [
                 {**row, "comparison": difference_by_arm.get((row["arm"], name))}
                 for row in rows
@@ -160,7 +162,7 @@ def _group_rationales(cells: list[Row]) -> list[Row]:
 
 
 def format_headline(frames: StudyFrames, differences: pd.DataFrame) -> str:
-    """One line that groups the arms by how their test error at the end compares with the baseline's."""
+    """One line that groups the arms by how their primary outcome compares with the baseline's."""
     if frames.trials.empty:
         return "No run is recorded."
     error_rows = _select_primary(frames, differences)
@@ -172,8 +174,8 @@ def format_headline(frames: StudyFrames, differences: pd.DataFrame) -> str:
     if len(compared):
         groups = findings.group_arms(compared, compared["verdict"], _VERDICT_LABELS)
         sentences.append(
-            f"Over {findings.format_range(compared['n'])} seed{'s' if compared['n'].max() > 1 else ''}, test error at "
-            f"the end compared with it is {groups}."
+            f"Over {findings.format_range(compared['n'])} seed{'s' if compared['n'].max() > 1 else ''}, "
+            f"{tables.get_description(frames).outcome} compared with it is {groups}."
         )
     missing = error_rows.loc[error_rows["n"] == 0, "arm"]
     sentences += [f"Not compared: {', '.join(missing)}."] if len(missing) else []
@@ -203,7 +205,9 @@ def make_notes(frames: StudyFrames) -> list[str]:
         # state.
         runs = select_runs(frames, arm, scored_only=True)
         lines += [*_make_collapse_notes(arm, runs), *_make_chance_notes(arm, runs, compute_chance_error(frames))]
-        kept_fractions = frames.steps.loc[frames.steps["run_id"].isin(runs["run_id"]), "kept_frac"].dropna()
+        steps = frames.steps[frames.steps["run_id"].isin(runs["run_id"])]
+        # Only update rules have a filter.
+        kept_fractions = steps["kept_frac"].dropna() if "kept_frac" in steps else pd.Series(dtype=float)
         if len(kept_fractions) and (kept_fractions == 0).all():
             lines.append(
                 f"{arm}: its filter kept nothing of any logged batch, so the policy may still have its initial weights."

@@ -6,8 +6,7 @@ tables have both, under their names.
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from itertools import combinations
 from typing import Any
 
@@ -30,44 +29,36 @@ from analysis.data.compare import (
 from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, to_records
 from analysis.published.reproduction import sample_std
+from analysis.sandbox.descriptions import DESCRIPTIONS, Description, Panel
 from analysis.sweep.series import make_curves
 from analysis.sweep.verdicts import name_verdict
 from trainable.runs.records import STATUSES
 from trainable.runs.run_ends import OPEN_STATUSES
-from trainable.sandbox.measure.records import TRIAL_COLUMNS
 
-LATE_COLUMNS = tuple(column.name for column in TRIAL_COLUMNS if column.name.startswith("late_"))
-FINAL_COLUMNS = tuple(column.name for column in TRIAL_COLUMNS if column.name.startswith("final_"))
-FIRST_STEP_COLUMNS = tuple(column.name for column in TRIAL_COLUMNS if column.name.startswith("first_step_"))
-MEAN_COLUMNS = tuple(column.name for column in TRIAL_COLUMNS if column.name.startswith("mean_"))
+COLUMN_ORDER = ("late_", "final_", "last_", "switch_", "error_", "first_step_", "mean_", "log10_")
+"""How the names of the trial columns of a report begin, in the order in which it lists them."""
 SEPARATOR_COLUMN = "final_greedy_separator_rate"
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One panel of the learning curves: a step column, and the label of its axis."""
-
-    column: str
-    label: str
+def get_description(frames: StudyFrames) -> Description:
+    """What the report says of the family of the study in `frames`."""
+    (family,) = frames.families
+    return DESCRIPTIONS[family.name]
 
 
-ERROR_PANEL = Panel("test_error", "test error (fraction)")
-ENTROPY_PANEL = Panel("entropy", "entropy (nats)")
-STUDY_PANELS: Mapping[str, tuple[Panel, ...]] = {
-    "replay": (ERROR_PANEL, Panel("replay_age", "age of the batch (updates)")),
-    "partial-credit": (
-        Panel("test_error", "test error, scored (fraction)"),
-        Panel("test_error_unscored", "test error, not scored (fraction)"),
-    ),
-    "dense-correction": (ERROR_PANEL, Panel("chain_reward", "chain reward (reward)")),
-}
-"""The panels of a study's learning curves, by study; other studies have `DEFAULT_PANELS`."""
-DEFAULT_PANELS = (ERROR_PANEL, ENTROPY_PANEL)
+def list_measured_columns(frames: StudyFrames) -> list[str]:
+    """The trial columns of the family that have a value in some run, in the order of `COLUMN_ORDER`."""
+    (family,) = frames.families
+    names = [
+        column.name for prefix in COLUMN_ORDER for column in family.trial_columns if column.name.startswith(prefix)
+    ]
+    return [name for name in names if frames.trials[name].notna().any()]
 
 
 def select_panels(frames: StudyFrames) -> tuple[Panel, ...]:
     """The panels of the study for which at least one run has a value."""
-    study_panels = STUDY_PANELS.get(require_single_study(frames).studies[0]["name"], DEFAULT_PANELS)
+    description = get_description(require_single_study(frames))
+    study_panels = description.study_panels.get(frames.studies[0]["name"], description.panels)
     return tuple(panel for panel in study_panels if frames.steps[panel.column].notna().any())
 
 
@@ -78,8 +69,7 @@ def compute_arm_statistics(frames: StudyFrames) -> pd.DataFrame:
     scored runs without a value, such as those that never reach a step. A single value has neither a standard error nor
     a standard deviation.
     """
-    columns = (*LATE_COLUMNS, *FINAL_COLUMNS, *FIRST_STEP_COLUMNS, *MEAN_COLUMNS)
-    measured_columns = [name for name in columns if frames.trials[name].notna().any()]
+    measured_columns = list_measured_columns(frames)
     scored_runs = {arm: select_runs(frames, arm, scored_only=True) for arm in list_arms(frames)}
     rows = [_make_statistics_row(runs, arm, name) for name in measured_columns for arm, runs in scored_runs.items()]
     names = ["arm", "column", "mean", "standard_error", "standard_deviation", "n", "scored_runs", "missing_seeds"]
@@ -172,7 +162,7 @@ def find_equal_arms(frames: StudyFrames) -> list[tuple[str, str]]:
 
     With a single seed, equal numbers may be a coincidence, such as an error of 0 in both arms.
     """
-    measured_columns = [name for name in FINAL_COLUMNS if frames.trials[name].notna().any()]
+    measured_columns = [name for name in list_measured_columns(frames) if name.startswith(("final_", "log10_"))]
     final_values: dict[str, Any] = {}
     for arm in list_arms(frames):
         runs = select_runs(frames, arm, scored_only=True).set_index("seed")[measured_columns].sort_index()

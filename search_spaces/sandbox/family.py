@@ -6,7 +6,8 @@ from typing import Any
 
 from search_spaces.declaration.family import DisplayColumn, Family
 from search_spaces.declaration.presets import Preset, Settings
-from search_spaces.declaration.study import Axis, Contrasts, NameTemplates, Study, keep_settings
+from search_spaces.declaration.study import Contrasts, Study, keep_settings
+from search_spaces.declaration.toy_study import make_toy_study
 from trainable.sandbox.config.settings import UpdateRuleConfig
 
 GROUP_SETTINGS: Settings = MappingProxyType({"group_size": 8, "inner_epochs": 4})
@@ -118,46 +119,18 @@ def make_sandbox_study(
     contrasts: Contrasts = MappingProxyType({}),
     adapt: Callable[[Settings, Any], Settings] = keep_settings,
 ) -> Study:
-    """A study of update rules whose arms are named conditions.
-
-    Args:
-        name: of the study.
-        question: the docstring of the study's module. Its first paragraph becomes the question.
-        arms: for each arm, by its name, the settings in addition to `fixed_settings`.
-        baseline: the arm that the others are compared with.
-        fixed_settings: settings of all arms.
-        setting: how the arms differ, in words.
-        run_template: name of the study's folder; by default the study's name with underscores.
-        smoke_settings: settings of --smoke.
-        contrasts: see `Study`.
-        adapt: see `Axis`.
-    """
-    run_template = run_template or name.replace("-", "_")
-    return Study(
-        name=name,
-        question=question.split("\n\n")[0],
-        axis=Axis(
-            setting=setting,
-            option="--arms",
-            grids={"paper": tuple(arms), "laptop": tuple(arms)},
-            named_settings=arms,
-            adapt=adapt,
-        ),
-        fixed_settings=fixed_settings,
-        baseline=baseline,
-        published_templates=NameTemplates(
-            run=run_template,
-            experiment=f"{run_template}-{{arm}}",
-            title=name.replace("-", " ").capitalize(),
-            summary="{arm} | task={task} | method={method}",
-            wandb_project="update_rule_sandbox",
-            log="{run}/{experiment}.log",
-            checkpoints="{run}/{experiment}",
-            summary_times=("total",),
-            probe_log="",
-        ),
+    """A study of update rules whose arms are named conditions; see `make_toy_study`."""
+    return make_toy_study(
         family=UPDATE_RULES,
-        stop_rules=("uniform_groups",),
+        name=name,
+        question=question,
+        arms=arms,
+        baseline=baseline,
+        fixed_settings=fixed_settings,
+        setting=setting,
+        run_template=run_template,
         smoke_settings=smoke_settings,
         contrasts=contrasts,
+        adapt=adapt,
+        stop_rules=("uniform_groups",),
     )

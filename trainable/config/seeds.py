@@ -28,6 +28,8 @@ PURPOSES = {
     "sandbox_screen": 19,
     "sandbox_data": 20,
     "environment": 21,
+    "sandbox_direction": 22,
+    "sandbox_scalarizations": 23,
 }
 
 

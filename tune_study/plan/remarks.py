@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import RunConfig
 from trainable.sandbox.config.settings import UpdateRuleConfig
+from trainable.sandbox.distillation.settings import TOP_K, DistillationConfig
 from tune_study.plan.study_plan import StudyPlan
 
 UNIFORM_TEMPERATURE = 100.0
@@ -167,9 +168,22 @@ UPDATE_RULE_REMARKS: tuple[Remark, ...] = (
     ),
 )
 
+DISTILLATION_REMARKS: tuple[Remark, ...] = (
+    Remark(
+        lambda c: c.normalize_top_k and min(c.top_k, c.num_actions) == 1,
+        "normalize_top_k=true with top_k=1 makes both policies 1 on the only token: the loss is 0, and nothing is "
+        "learned",
+    ),
+    Remark(
+        lambda c: c.method == TOP_K and c.top_k >= c.num_actions,
+        "top_k={c.top_k} counts all {c.num_actions} tokens: this is the exact reverse KL",
+    ),
+)
+
 REMARKS: Mapping[type[BaseRunConfig], tuple[Remark, ...]] = {
     RunConfig: PPO_REMARKS,
     UpdateRuleConfig: UPDATE_RULE_REMARKS,
+    DistillationConfig: DISTILLATION_REMARKS,
 }
 """The remarks, by the class of the configurations that they are about."""
 

@@ -6,32 +6,15 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from trainable.config.base_config import BaseRunConfig, BaseTrainerConfig
+from trainable.config.base_config import BaseRunConfig
 from trainable.config.own_parts import Choice
 from trainable.config.setting_types import Common, Fraction, ModelPath, NonNegative, ParseNull, Positive
 from trainable.sandbox.config.names import NOISE_MODES, REPLAY_PRIORITIES, TASKS
 from trainable.sandbox.config.rejections import find_rejection
 from trainable.sandbox.config.rules import DEFAULT_METHOD, METHODS, Rule, get_rule
+from trainable.sandbox.config.runner import RunnerConfig
 
 MethodName = Annotated[str, AfterValidator(Choice(METHODS))]
-
-
-class RunnerConfig(BaseTrainerConfig):
-    """Length, evaluation, checkpoints and machine of a run."""
-
-    total_training_steps: Common[int] = Field(
-        1000, ge=1, le=100_000, description="training steps, one batch of rollouts each; alias num_steps"
-    )
-    test_freq: Common[int] = Field(
-        20, ge=1, description="steps between evaluations; the last step is evaluated too; alias eval_every"
-    )
-    resume_every: int = Field(100, ge=1, description="steps between rolling checkpoints")
-    save_freq: int = Field(-1, description="steps between saved checkpoints, in global_step_<N> folders; -1: none")
-    disk_patience: NonNegative = Field(600.0, description="seconds to wait for space on a full disk")
-    device: Literal["cpu"] = Field("cpu", description="models of 0.1 M parameters gain nothing from a GPU")
-    n_gpus_per_node: NonNegative = Field(0, le=0, description="GPUs per trial")
-    ray_num_cpus: int = Field(16, ge=1, description="CPUs that Ray may use")
-    logger: tuple[Literal["console", "tensorboard"], ...] = Field(("console", "tensorboard"), description="always on")
 
 
 class UpdateRuleConfig(BaseRunConfig):

@@ -15,6 +15,8 @@ from trainable.sandbox.models.transformer import (
     linear,
 )
 
+GREEDY_CHUNK = 250  # prompts per member; small enough that the tensors of one token stay in the processor's cache
+
 
 class Completions(NamedTuple):
     """tokens: [E, B, T]. log_probs: [E, B, T, A], of every token of the vocabulary at each position."""
@@ -66,6 +68,12 @@ def generate_completions(
             next_log_probs.argmax(-1) if uniforms is None else sample_actions(next_log_probs, uniforms[:, :, step])
         )
     return Completions(tokens, log_probs)
+
+
+def decode_greedily(models: TransformerEnsemble, prompts: Tensor, num_tokens: int) -> Completions:
+    """The most likely token after each prefix of prompts [E, B, L], in chunks of prompts, which bounds the memory."""
+    chunks = [generate_completions(models, chunk, num_tokens) for chunk in prompts.split(GREEDY_CHUNK, dim=1)]
+    return Completions(*(torch.cat(outputs, dim=1) for outputs in zip(*chunks, strict=True)))
 
 
 def sample_actions(log_probs: Tensor, uniforms: Tensor) -> Tensor:

@@ -7,14 +7,19 @@ from trainable.sandbox.batch.reward_noise import corrupt_rewards, detect_sequenc
 from trainable.sandbox.batch.rngs import MemberRngs
 from trainable.sandbox.batch.rollouts import Candidates, Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
-from trainable.sandbox.models.decoding import Completions, generate_completions, sample_actions, select_log_probs
+from trainable.sandbox.models.decoding import (
+    Completions,
+    decode_greedily,
+    generate_completions,
+    sample_actions,
+    select_log_probs,
+)
 from trainable.sandbox.models.transformer import TransformerEnsemble, TransformerShape, init_transformer_ensemble
 from trainable.sandbox.tasks.groups import filter_groups, find_varied_groups, keep_all_rollouts
 from trainable.sandbox.tasks.sequence_rewards import SEQUENCE_KINDS, compute_sequence_rewards
 from trainable.sandbox.tasks.task import ModelEnsemble
 
 EVAL_PROMPTS = 1000  # with an error of 0.5 per sequence, the standard error is 0.016
-EVAL_BATCH_SIZE = 250  # per member; small enough that the tensors of one token stay in the processor's cache
 
 
 class SequenceTask:
@@ -89,11 +94,9 @@ class SequenceTask:
     def evaluate(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
         """Errors, entropy and separators of greedy answers to EVAL_PROMPTS new prompts per member."""
         prompts = self._sample_prompts(rngs, "sandbox_evaluation", step, EVAL_PROMPTS)
-        chunks = [
-            generate_completions(_as_transformer_ensemble(models), prompt_chunk, self.config.seq_len)
-            for prompt_chunk in self._append_separator(prompts).split(EVAL_BATCH_SIZE, dim=1)
-        ]
-        tokens, log_probs = (torch.cat(outputs, dim=1) for outputs in zip(*chunks, strict=True))
+        tokens, log_probs = decode_greedily(
+            _as_transformer_ensemble(models), self._append_separator(prompts), self.config.seq_len
+        )
         is_correct = tokens == self._make_labels(prompts)
         # Where the reward judges whole sequences, so does the error.
         is_sequence_error = self.kind.make_chain_spans is not None or self.config.binary_reward

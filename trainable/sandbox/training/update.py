@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainable.runs.nonfinite import find_nonfinite_gradients, find_nonfinite_losses
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.measure.diagnostics import compute_entropy_statistics, compute_ratio_statistics, cosine
@@ -14,11 +13,9 @@ from trainable.sandbox.measure.oracle_fit import compute_fit_statistics, compute
 from trainable.sandbox.rules.oracle_labels import cross_entropy
 from trainable.sandbox.rules.rule import RuleLoss, UpdateRule
 from trainable.sandbox.tasks.task import ModelEnsemble, Task
+from trainable.sandbox.training.descent import descend
 from trainable.sandbox.training.ensemble import UpdateResult
-from trainable.sandbox.training.optimizer import MemberAdam, clip_gradient
-
-MAX_GRAD_NORM = 1.0
-"""Each member's gradient is clipped to this norm."""
+from trainable.sandbox.training.optimizer import MemberAdam
 
 
 @dataclass(frozen=True)
@@ -41,37 +38,12 @@ class Learner:
         nonfinite_names: list[list[str]] = [[] for _ in rollouts.rewards]
         for _ in range(self.config.inner_epochs):
             log_probs, result = self._compute_loss(rollouts)
-            gradient = self.optimizer.compute_gradient(result.loss)
-            norm = gradient.norm(dim=1)
-            self.optimizer.step(clip_gradient(gradient, norm, MAX_GRAD_NORM))
-            # A member that is not finite is updated until the end of the step, where the trainer drops it. Members have
-            # separate rows of weights, so it cannot spoil the others. The names are of its first epoch that is not
-            # finite, because everything after it is spoiled.
-            is_finite = result.loss.detach().isfinite() & norm.isfinite() & self.optimizer.weights.isfinite().all(dim=1)
-            for member in torch.where(~is_finite)[0].tolist():
-                names = nonfinite_names[member]
-                names += [] if names else self._find_nonfinite(member, result.loss, gradient, norm)
+            # The names are of a member's first epoch that is not finite, because everything after it is spoiled.
+            epoch_names = descend(self.optimizer, result.loss)
+            nonfinite_names = [
+                names or new_names for names, new_names in zip(nonfinite_names, epoch_names, strict=True)
+            ]
         return UpdateResult(collect_metrics(log_probs, result) if collect_metrics else {}, nonfinite_names)
-
-    def _find_nonfinite(self, member: int, loss: Tensor, gradient: Tensor, norm: Tensor) -> list[str]:
-        """The names of what is not finite for a member: its loss, gradients or weights.
-
-        loss: [E]. gradient: [E, P]. norm: [E], norms of `gradient`.
-        """
-        gradients = [
-            (name, part[member])
-            for name, part in zip(self.optimizer.parameters, self.optimizer.split_by_parameter(gradient), strict=True)
-        ]
-        causes = [
-            *find_nonfinite_losses({"loss": loss[member].detach()}),
-            *find_nonfinite_gradients(gradients, norm[member]),
-        ]
-        # Weights are named only if the step itself broke them. Otherwise they follow from the loss or the gradient.
-        return causes or [
-            f"weight {name}"
-            for name, weight in self.optimizer.parameters.items()
-            if not bool(weight[member].isfinite().all())
-        ]
 
     def _compute_loss(self, rollouts: Rollouts) -> tuple[Tensor, RuleLoss]:
         """The log-probabilities [E, B, T, A] that the rule learns from, and its loss."""

@@ -1,0 +1,160 @@
+"""The families of on-policy distillation, and the conditions that its studies share."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from search_spaces.declaration.family import DisplayColumn, Family
+from search_spaces.declaration.presets import Preset, Settings
+from search_spaces.declaration.study import Contrasts, Study, keep_settings
+from search_spaces.declaration.toy_study import make_toy_study
+from trainable.sandbox.distillation.settings import DistillationConfig
+
+STEPS = 300
+"""Steps of the published studies."""
+REVERSAL_SETTINGS: Settings = MappingProxyType(
+    {
+        "task": "reversal",
+        "vocab_size": 8,
+        "seq_len": 8,
+        "batch_size": 64,
+        "overlap_k": 4,
+        "trainer.total_training_steps": STEPS,
+        "trainer.test_freq": 20,
+        "trainer.resume_every": 100,
+    }
+)
+"""The shared conditions of the published studies."""
+SMOKE_SETTINGS: Settings = MappingProxyType(
+    {"batch_size": 16, "trainer.total_training_steps": 4, "trainer.test_freq": 4, "trainer.resume_every": 4}
+)
+"""Settings of --smoke: small enough to run a study in seconds, so its numbers show nothing."""
+EXACT: Settings = MappingProxyType({"method": "OPDReverseKL"})
+NORMALIZED: Settings = MappingProxyType({"normalize_top_k": True})
+_BYTES_PER_PARAMETER = 12
+"""A weight and Adam's two moments, in float32."""
+_STATE_OVERHEAD_BYTES = 100_000
+_BYTES_PER_ROW = 12_000
+"""metrics.jsonl, Tune's result.json, progress.csv and TensorBoard, the log, tables and report."""
+
+
+def make_template_values(config: DistillationConfig) -> dict[str, str]:
+    """Values for every template of a study: {task} and {method}."""
+    return {"task": config.task, "method": config.method}
+
+
+def estimate_bytes(config: DistillationConfig, n_parameters: int) -> tuple[int, int]:
+    """Maximum bytes of one run's checkpoint, and bytes of a row with everything derived from it."""
+    # As for update rules: 12 d^2 weights of a block in matrices, and d^2 is more than its biases and norms.
+    parameters = config.num_layers * 13 * config.d_model**2 + config.d_model * (
+        2 * config.num_actions + config.max_positions + 2
+    )
+    return _BYTES_PER_PARAMETER * parameters + _STATE_OVERHEAD_BYTES, _BYTES_PER_ROW
+
+
+DISTILLATION = Family(
+    name="distillation",
+    trainer="trainable.families:DISTILLATION",
+    config_class=DistillationConfig,
+    presets={name: Preset(MappingProxyType({}), n_seeds=3) for name in ("paper", "laptop")},
+    outcomes=("late_test_error", "final_test_error", "final_entropy", "last_reverse_kl", "error_since_switch"),
+    margins={
+        "late_test_error": 0.05,
+        "final_test_error": 0.05,
+        "final_entropy": 0.1,
+        "last_reverse_kl": 0.1,
+        "error_since_switch": 0.05,
+    },
+    make_template_values=make_template_values,
+    get_model_path=lambda config: None,
+    has_batched_seeds=True,
+    estimate_bytes=estimate_bytes,
+    progress_columns=(
+        DisplayColumn("test_error", "test error", ".3f"),
+        DisplayColumn("entropy", "entropy", ".3f"),
+        DisplayColumn("reverse_kl", "reverse KL", ".3f"),
+    ),
+    log_columns=(
+        DisplayColumn("test_error", "test_error", ".4f"),
+        DisplayColumn("entropy", "entropy", ".4f"),
+        DisplayColumn("reverse_kl", "reverse_kl", ".4f"),
+        DisplayColumn("top1_agreement", "top1_agreement", ".4f"),
+        DisplayColumn("reward", "reward", ".4f"),
+        DisplayColumn("loss", "loss", ".5f"),
+        DisplayColumn("seconds", "seconds", ".2f"),
+    ),
+)
+"""Studies that train a student."""
+
+GRADIENT_VARIANCE = replace(
+    DISTILLATION,
+    name="gradient_variance",
+    outcomes=("log10_gradient_variance", "mean_gradient_norm"),
+    margins={"log10_gradient_variance": 0.1},
+    progress_columns=(
+        DisplayColumn("gradient_norm", "gradient norm", ".3g"),
+        DisplayColumn("gradient_projection", "projection", ".3g"),
+    ),
+    log_columns=(
+        DisplayColumn("gradient_norm", "gradient_norm", ".5g"),
+        DisplayColumn("gradient_projection", "gradient_projection", ".5g"),
+        DisplayColumn("loss", "loss", ".5f"),
+        DisplayColumn("seconds", "seconds", ".2f"),
+    ),
+)
+"""Studies that train nothing, and measure how much the gradient of an untrained student varies between batches."""
+
+
+def make_distillation_study(
+    name: str,
+    question: str,
+    arms: Mapping[str, Settings],
+    baseline: str,
+    setting: str,
+    family: Family = DISTILLATION,
+    fixed_settings: Settings = REVERSAL_SETTINGS,
+    smoke_settings: Settings = SMOKE_SETTINGS,
+    contrasts: Contrasts = MappingProxyType({}),
+    adapt: Callable[[Settings, Any], Settings] = keep_settings,
+) -> Study:
+    """A study of distillation whose arms are named conditions; see `make_toy_study`."""
+    return make_toy_study(
+        family=family,
+        name=name,
+        question=question,
+        arms=arms,
+        baseline=baseline,
+        fixed_settings=fixed_settings,
+        smoke_settings=smoke_settings,
+        setting=setting,
+        contrasts=contrasts,
+        adapt=adapt,
+    )
+
+
+def make_top_k_settings(
+    k: int, warmup: int = 0, *, steps_after: int | None = None, others: Settings = MappingProxyType({})
+) -> Settings:
+    """The settings of an arm with the top-k loss after `warmup` steps of the exact one, and `others`.
+
+    steps_after: number of steps with the top-k loss; by default the arm has `STEPS` steps in total, as published.
+    """
+    length: Settings = {} if steps_after is None else {"trainer.total_training_steps": warmup + steps_after}
+    warmup_settings: Settings = {"warmup_steps": warmup} if warmup else {}
+    return {"method": "OPDTopKReverseKL", "top_k": k, **warmup_settings, **length, **others}
+
+
+def scale_steps(settings: Settings, base: DistillationConfig) -> Settings:
+    """Scale an arm's warm-up and length, declared for studies of `STEPS` steps, to the study's length.
+
+    Without this, `--steps` would shorten only the arms that declare no length, or end a run in its warm-up.
+    """
+    length = base.trainer.total_training_steps
+    keys = ("warmup_steps", "trainer.total_training_steps")
+    scaled_settings = {
+        key: max(1, value * length // STEPS)
+        for key in keys
+        if isinstance(value := settings.get(key), int) and length != STEPS
+    }
+    return {**settings, **scaled_settings}
