@@ -1,6 +1,7 @@
 """Declare: a question, its axis, its contrasts; every study by name."""
 
 from search_spaces.companions import (
+    opd,
     opd_cold_start,
     opd_exact_sampled,
     opd_soft_teacher,
@@ -64,6 +65,7 @@ STUDIES: dict[str, Study] = {
         age_not_capacity.STUDY,
         off_policy.STUDY,
         grpo_entropy_sokoban.STUDY,
+        opd.STUDY,
         opd_variance.STUDY,
         opd_topk_stability.STUDY,
         opd_cold_start.STUDY,

@@ -115,6 +115,7 @@ def make_distillation_study(
     family: Family = DISTILLATION,
     fixed_settings: Settings = REVERSAL_SETTINGS,
     smoke_settings: Settings = SMOKE_SETTINGS,
+    run_template: str | None = None,
     contrasts: Contrasts = MappingProxyType({}),
     adapt: Callable[[Settings, Any], Settings] = keep_settings,
 ) -> Study:
@@ -128,6 +129,7 @@ def make_distillation_study(
         fixed_settings=fixed_settings,
         smoke_settings=smoke_settings,
         setting=setting,
+        run_template=run_template,
         contrasts=contrasts,
         adapt=adapt,
     )

@@ -13,6 +13,7 @@ from trainable.runs.records import (
     TRIAL_LAST_VALUES,
     Column,
 )
+from trainable.sandbox.distillation import records as distillation
 from trainable.sandbox.measure import records as sandbox
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
@@ -28,7 +29,9 @@ def read_documented_columns() -> list[Column]:
 def test_the_page_lists_exactly_the_columns_of_the_records() -> None:
     runs = [*ROW_COLUMNS, *STEP_COLUMNS, *STOP_COLUMNS, *TRIAL_COLUMNS]
     analyses = [*GRADIENT_COLUMNS, *GRADIENT_GROUP_COLUMNS]
-    assert read_documented_columns() == [*runs, *analyses, *sandbox.STEP_COLUMNS, *sandbox.TRIAL_COLUMNS]
+    update_rules = [*sandbox.STEP_COLUMNS, *sandbox.TRIAL_COLUMNS]
+    students = [*distillation.STEP_COLUMNS, *distillation.TRIAL_COLUMNS]
+    assert read_documented_columns() == [*runs, *analyses, *update_rules, *students]
 
 
 def test_the_page_names_the_last_values_of_a_run() -> None:

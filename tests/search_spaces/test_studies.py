@@ -242,6 +242,32 @@ DIFFERING_FIELDS = {
     },
     ("learning-rate", "GRPO against PPO"): {"algorithm.adv_estimator"},
     ("filter-under-noise", "Filter "): {*FILTER_FIELDS},
+    **{
+        ("opd-variance", f"{estimator}, 64 tokens"): {"seq_len"}
+        for estimator in ("full_vocab_rkl", "token_pg", "sequence_pg", "sequence_pg_mean")
+    },
+    ("opd-variance", "token_pg against"): {"method"},
+    ("opd-variance", "sequence_pg against"): {"method"},
+    ("opd-variance", "sequence_pg_mean against sequence_pg"): {"sequence_mean"},
+    ("opd-variance", "sequence_pg_mean against token_pg"): {"method", "sequence_mean"},
+    ("opd-topk-stability", "normalized against not"): {"normalize_top_k"},
+    ("opd-topk-stability", "exact against sampled"): {"method"},
+    ("opd-cold-start", "warm against cold, equal steps in total"): {"warmup_steps"},
+    ("opd-cold-start", "warm against cold, equal steps after"): {"warmup_steps", "trainer.total_training_steps"},
+    ("opd-cold-start", "normalized against not"): {"normalize_top_k"},
+    **{
+        ("opd-warmup", f"k {k}, warm-up 250 against none, equal steps {label}"): {"warmup_steps", *fields}
+        for k in (4, 8)
+        for label, fields in (("in total", ()), ("after", ("trainer.total_training_steps",)))
+    },
+    ("opd-soft-teacher", "temperature 0.5 against 1, separator outside"): {
+        "teacher_temperature",
+        "special_token_weight",
+    },
+    ("opd-soft-teacher", "temperature 0.5 against 1, separator in"): {"teacher_temperature", "special_token_weight"},
+    ("opd-soft-teacher", "separator in the support against outside"): {"special_token_weight"},
+    ("opd-soft-teacher", "normalized against not"): {"normalize_top_k"},
+    ("opd-exact-sampled", "sampled against exact"): {"method"},
     **{("off-policy", f"{rule}, "): {"delay", "inner_epochs"} for rule in ("REINFORCE", "PMDMean", "DG")},
     **{("off-policy", f"{rule} against"): {"method"} for rule in ("PG", "TrajPG", "ASPO", "R2VPO", "PMDMean", "DG")},
 }
@@ -268,6 +294,16 @@ def test_matched_arms_keep_their_optimizer_steps_in_a_study_of_another_length() 
             if value.endswith("updates1200"):
                 config = apply_overrides(base, study.axis.make_settings(value, base))
                 assert config.trainer.total_training_steps * get_field(config, "inner_epochs") == updates
+
+
+def test_a_warmup_keeps_its_share_of_a_study_of_another_length() -> None:
+    study = STUDIES["opd-warmup"]
+    base = apply_overrides(make_base_config(study, "laptop"), {"trainer.total_training_steps": 30})
+    settings = study.axis.make_settings("k4_warm250_equal", base)
+    assert (settings["warmup_steps"], settings["trainer.total_training_steps"]) == (25, 55)
+    full_base = make_base_config(study, "laptop")
+    full_settings = study.axis.make_settings("k4_warm250_equal", full_base)
+    assert (full_settings["warmup_steps"], full_settings["trainer.total_training_steps"]) == (250, 550)
 
 
 @pytest.mark.parametrize("capacity", [8, 16, 32])
@@ -429,5 +465,5 @@ def test_outcomes_are_those_of_the_report_and_have_margins(study: Study) -> None
     columns = {column.name: column for column in family.trial_columns}
     for name, margin in {**study.family.margins, **study.margins}.items():
         assert name in study.family.outcomes
-        assert columns[name].unit in ("fraction", "nats")
+        assert columns[name].unit in ("fraction", "nats", "decades")
         assert 0 < margin < 1

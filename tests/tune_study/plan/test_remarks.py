@@ -20,7 +20,7 @@ from trainable.envs.sokoban.game import Sokoban
 from trainable.models.load import load_policy, make_codec
 from tune_study.commands.cli import app
 from tune_study.plan import remarks
-from tune_study.plan.remarks import PPO_REMARKS, REMARKS, UPDATE_RULE_REMARKS, find_remarks
+from tune_study.plan.remarks import DISTILLATION_REMARKS, PPO_REMARKS, REMARKS, UPDATE_RULE_REMARKS, find_remarks
 from tune_study.plan.study_plan import make_plan
 
 PPO_CASES: tuple[tuple[str, str], ...] = (
@@ -63,19 +63,26 @@ UPDATE_RULE_CASES: tuple[tuple[str, str], ...] = (
     ("method=FreshDG delay=4 replay_age_decay=26", "method=DG delay=4 replay_age_decay=26"),
     ("task=lm_bandit kl_weight=1000", "task=lm_bandit kl_weight=999"),
 )
+TOP_K = "method=OPDTopKReverseKL vocab_size=8 warmup_steps=0"
+DISTILLATION_CASES: tuple[tuple[str, str], ...] = (
+    (f"{TOP_K} top_k=1 normalize_top_k=true", f"{TOP_K} top_k=2 normalize_top_k=true"),
+    (f"{TOP_K} top_k=9", f"{TOP_K} top_k=8"),
+)
 CASES = [
     # The arms of top-p differ in the setting of the filter, so it cannot be set there.
     pytest.param(family_remarks, number, "entropy" if "include_zero" in settings else study, settings, harmless)
     for family_remarks, study, cases in (
         (PPO_REMARKS, "top-p", PPO_CASES),
         (UPDATE_RULE_REMARKS, "sandbox", UPDATE_RULE_CASES),
+        (DISTILLATION_REMARKS, "opd", DISTILLATION_CASES),
     )
     for number, (settings, harmless) in enumerate(cases)
 ]
 
 
 def test_every_remark_has_a_case() -> None:
-    assert [len(family_remarks) for family_remarks in REMARKS.values()] == [len(PPO_CASES), len(UPDATE_RULE_CASES)]
+    cases = (PPO_CASES, UPDATE_RULE_CASES, DISTILLATION_CASES)
+    assert [len(family_remarks) for family_remarks in REMARKS.values()] == list(map(len, cases))
 
 
 def print_plan(study: str, settings: str) -> list[str]:

@@ -45,7 +45,7 @@ TRIAL_COLUMNS: tuple[Column, ...] = (
     Column("error_since_switch", "fraction", "final_test_error - switch_test_error"),
     Column(
         "log10_gradient_variance",
-        "1",
+        "decades",
         "measures_variance: decimal logarithm of the variance (divisor n - 1) of gradient_projection over the batches",
     ),
     Column("mean_gradient_norm", "1", "measures_variance: mean of gradient_norm over the batches"),

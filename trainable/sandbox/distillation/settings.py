@@ -34,7 +34,7 @@ class DistillationConfig(BaseRunConfig):
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType(
         {"num_steps": "trainer.total_training_steps", "eval_every": "trainer.test_freq", "support": "top_k_support"}
     )
-    list_command: ClassVar[str] = "settings opd-topk-stability"
+    list_command: ClassVar[str] = "settings opd"
     # These settings decide how a run is executed, and not which numbers it computes.
     unhashed_settings: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         {"trainer": ("logger", "ray_num_cpus", "resume_every", "save_freq", "disk_patience", "device")}
