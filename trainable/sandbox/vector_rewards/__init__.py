@@ -1,0 +1,1 @@
+"""Vector Policy Optimization: sets of candidates for rewards with several objectives."""
