@@ -8,6 +8,7 @@ from search_spaces.companions import (
     opd_topk_stability,
     opd_variance,
     opd_warmup,
+    vpo,
 )
 from search_spaces.companions.distillation import DISTILLATION, GRADIENT_VARIANCE
 from search_spaces.declaration.family import Family
@@ -72,6 +73,8 @@ STUDIES: dict[str, Study] = {
         opd_warmup.STUDY,
         opd_soft_teacher.STUDY,
         opd_exact_sampled.STUDY,
+        vpo.STUDY,
+        vpo.LARGE_STUDY,
     )
 }
 
@@ -85,6 +88,8 @@ _COMPANION_STUDIES = (
     "opd-warmup",
     "opd-soft-teacher",
     "opd-exact-sampled",
+    "vpo",
+    "vpo-large",
 )
 
 SUITES: dict[str, tuple[str, ...]] = {
@@ -94,5 +99,7 @@ SUITES: dict[str, tuple[str, ...]] = {
 }
 """The studies of each suite, which `run` trains one after another, by the name of the suite."""
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (PPO, UPDATE_RULES, DISTILLATION, GRADIENT_VARIANCE)}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (PPO, UPDATE_RULES, DISTILLATION, GRADIENT_VARIANCE, vpo.VECTOR_REWARDS)
+}
 """The families, by the name that study.json stores."""

@@ -113,6 +113,16 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "trainable.sandbox.tasks",
         "trainable.sandbox.training",
     ),
+    "trainable.sandbox.vector_rewards.settings": ("trainable.config", "trainable.sandbox.config"),
+    "trainable.sandbox.vector_rewards.records": ("trainable.runs.records", "trainable.sandbox.measure.records"),
+    "trainable.sandbox.vector_rewards": (
+        "trainable.algo",
+        "trainable.runs",
+        "trainable.sandbox.batch",
+        "trainable.sandbox.models",
+        "trainable.sandbox.rules",
+        "trainable.sandbox.training",
+    ),
     # What Ray Tune runs may import all of them.
     "trainable.families": ("trainable",),
     "trainable.trial": ("trainable",),
@@ -127,6 +137,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "search_spaces.declaration",
         "trainable.config",
         "trainable.sandbox.distillation.settings",
+        "trainable.sandbox.vector_rewards.settings",
     ),
     "search_spaces": ("search_spaces",),
     # Read: of `trainable` only the names and types of rows, how files are written, and the rule of an alarm.
@@ -143,6 +154,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "trainable.runs.stop_rules",
         "trainable.sandbox.measure.records",
         "trainable.sandbox.distillation.records",
+        "trainable.sandbox.vector_rewards.records",
     ),
     # Run.
     "tune_study.host": ("trainable",),
@@ -213,6 +225,8 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "trainable.sandbox.measure.records": (),
     "trainable.sandbox.distillation.records": (),
     "trainable.sandbox.distillation.settings": ("pydantic",),
+    "trainable.sandbox.vector_rewards.records": (),
+    "trainable.sandbox.vector_rewards.settings": ("pydantic",),
     "trainable.trial": ("ray",),
     "search_spaces": (),
     "tune_study.commands.explain": ("numpy", "pandas", "rich"),

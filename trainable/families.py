@@ -17,6 +17,8 @@ from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.distillation.algorithm import make_trainer as make_distillation_trainer
 from trainable.sandbox.distillation.settings import DistillationConfig
 from trainable.sandbox.training.make import make_trainer as make_update_rule_trainer
+from trainable.sandbox.vector_rewards.algorithm import make_trainer as make_vector_reward_trainer
+from trainable.sandbox.vector_rewards.settings import VectorRewardConfig
 
 
 @dataclass(frozen=True)
@@ -82,3 +84,4 @@ def _make_empty_row(config: RunConfig) -> Row:
 LANGUAGE_MODEL = TrainerFamily(RunConfig, _make_ppo_trainer, _decide, _make_empty_row)
 UPDATE_RULES = TrainerFamily(UpdateRuleConfig, make_update_rule_trainer)
 DISTILLATION = TrainerFamily(DistillationConfig, make_distillation_trainer)
+VECTOR_REWARDS = TrainerFamily(VectorRewardConfig, make_vector_reward_trainer)

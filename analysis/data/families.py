@@ -15,6 +15,7 @@ from typing import Any
 
 import trainable.sandbox.distillation.records as distillation
 import trainable.sandbox.measure.records as sandbox
+import trainable.sandbox.vector_rewards.records as vector_rewards
 from analysis.stats.estimates import area_under_curve
 from trainable.runs.records import (
     GRADIENT_COLUMNS,
@@ -206,6 +207,23 @@ def _summarize_distillation_run(rows: Sequence[Row], end_step: int | None) -> Ro
     return summary
 
 
+def _summarize_vector_reward_run(rows: Sequence[Row], end_step: int | None) -> Row:
+    """Values of the last evaluation, and means over the last ones."""
+    last_row = rows[-1] if rows else {}
+    columns = [column.name for column in vector_rewards.TRIAL_COLUMNS]
+    return {
+        "steps_done": last_row.get("step", 0),
+        **{name: last_row.get(name.removeprefix("final_")) for name in columns if name.startswith("final_")},
+        **{
+            name: compute_late_mean(
+                [(row["step"], row[measure]) for row in rows if row.get(measure) is not None], end_step
+            )
+            for name in columns
+            if (measure := name.removeprefix("late_")) != name
+        },
+    }
+
+
 def compute_late_mean(curve: Sequence[tuple[int, float]], end_step: int | None) -> float | None:
     """Mean over the last `LATE_EVALUATIONS` evaluations of a run; None without any.
 
@@ -348,6 +366,30 @@ FAMILIES: dict[str, TableFamily] = {
         get_environment=lambda settings: str(settings.get("task", "")),
     ),
     "distillation": _DISTILLATION,
+    "vector_rewards": TableFamily(
+        name="vector_rewards",
+        first_step=0,
+        step_columns=vector_rewards.STEP_COLUMNS,
+        trial_columns=(*_COMMON_COLUMNS, *STOP_COLUMNS, *vector_rewards.TRIAL_COLUMNS),
+        summarize_rows=_summarize_vector_reward_run,
+        primary_column="late_simplex_score",
+        secondary_columns=(
+            "late_best_at_1",
+            "late_best_at_3",
+            "late_best_at_9",
+            "late_mean_scalar_reward",
+            "late_pool_diversity_l1",
+        ),
+        is_higher_better=True,
+        contrasted_columns={
+            "late_simplex_score": "it is what a set is worth if the weights of the objectives are not known in advance",
+            "late_best_at_1": "it is what a single answer is worth at deployment",
+            "late_best_at_9": "it is what nine answers are worth at deployment",
+            "late_pool_diversity_l1": "it shows whether the candidates of a set differ",
+        },
+        common_columns=("late_simplex_score",),
+        get_environment=lambda settings: str(settings.get("task", "")),
+    ),
     "gradient_variance": replace(
         _DISTILLATION,
         name="gradient_variance",

@@ -59,6 +59,13 @@ DESCRIPTIONS: Mapping[str, Description] = {
         panels=(ERROR_PANEL, Panel("reverse_kl", "KL(student || teacher) (nats)")),
         run_columns={"final_test_error": "test error", "final_entropy": "entropy", "last_reverse_kl": "reverse KL"},
     ),
+    "vector_rewards": Description(
+        label="vector rewards",
+        outcome="the score of a set over all weights",
+        number="simplex score",
+        panels=(Panel("simplex_score", "score over all weights (reward)"), Panel("best_at_9", "best of 9 (reward)")),
+        run_columns={"late_simplex_score": "simplex score", "late_best_at_9": "best@9", "final_entropy": "entropy"},
+    ),
     "gradient_variance": Description(
         label="on-policy distillation",
         outcome="the logarithm of the gradient's variance",

@@ -25,12 +25,7 @@ from analysis.sweep.verdicts import (
 
 CHANCE_TOLERANCE = 0.02  # a mean error that is less than this below chance is noted too
 COLLAPSE_THRESHOLD = 0.5  # fraction of separators above which a run counts as collapsed; a correct reply has none
-_VERDICT_LABELS = {
-    "better": "lower for",
-    "worse": "higher for",
-    "equal": "equal within {margin} for",
-    "open": "open for",
-}
+_VERDICT_LABELS = {"equal": "equal within {margin} for", "open": "open for"}
 _TOKEN_TASKS = {"token_reversal", "masked_reversal"}
 
 
@@ -172,7 +167,10 @@ def format_headline(frames: StudyFrames, differences: pd.DataFrame) -> str:
     sentences = [f"{arm_count} arm{'s' if arm_count > 1 else ''}, {baseline_text}."]
     compared = error_rows[error_rows["n"] > 0]
     if len(compared):
-        groups = findings.group_arms(compared, compared["verdict"], _VERDICT_LABELS)
+        (family,) = frames.families
+        lower, higher = ("worse", "better") if family.is_higher_better else ("better", "worse")
+        labels = {lower: "lower for", higher: "higher for", **_VERDICT_LABELS}
+        groups = findings.group_arms(compared, compared["verdict"], labels)
         sentences.append(
             f"Over {findings.format_range(compared['n'])} seed{'s' if compared['n'].max() > 1 else ''}, "
             f"{tables.get_description(frames).outcome} compared with it is {groups}."
@@ -204,7 +202,9 @@ def make_notes(frames: StudyFrames) -> list[str]:
         # Only scored runs: the last row of a failed run is no final number, and its notes would be about an early
         # state.
         runs = select_runs(frames, arm, scored_only=True)
-        lines += [*_make_collapse_notes(arm, runs), *_make_chance_notes(arm, runs, compute_chance_error(frames))]
+        if tables.SEPARATOR_COLUMN in runs:  # a task of sequences
+            lines += _make_collapse_notes(arm, runs)
+        lines += _make_chance_notes(arm, runs, compute_chance_error(frames))
         steps = frames.steps[frames.steps["run_id"].isin(runs["run_id"])]
         # Only update rules have a filter.
         kept_fractions = steps["kept_frac"].dropna() if "kept_frac" in steps else pd.Series(dtype=float)
@@ -258,9 +258,11 @@ def _make_collapse_notes(arm: str, runs: pd.DataFrame) -> list[str]:
 
 
 def _make_chance_notes(arm: str, runs: pd.DataFrame, chance_error: float | None) -> list[str]:
+    if chance_error is None:
+        return []
     mean_error = float(runs["final_test_error"].mean()) if len(runs) else np.nan
     # "not >=" instead of "<": without a scored run the mean is NaN, and there is nothing to note.
-    if chance_error is None or not mean_error >= chance_error - CHANCE_TOLERANCE:
+    if not mean_error >= chance_error - CHANCE_TOLERANCE:
         return []
     return [
         f"{arm}: the mean test error of {mean_error:.3f} is no better than that of random content tokens "

@@ -267,7 +267,7 @@ DIFFERING_FIELDS = {
     ("opd-soft-teacher", "temperature 0.5 against 1, separator in"): {"teacher_temperature", "special_token_weight"},
     ("opd-soft-teacher", "separator in the support against outside"): {"special_token_weight"},
     ("opd-soft-teacher", "normalized against not"): {"normalize_top_k"},
-    ("opd-exact-sampled", "sampled against exact"): {"method"},
+    **{(study, "VPOGRPO against ScalarGRPO"): {"method", "num_candidates"} for study in ("vpo", "vpo-large")},
     **{("off-policy", f"{rule}, "): {"delay", "inner_epochs"} for rule in ("REINFORCE", "PMDMean", "DG")},
     **{("off-policy", f"{rule} against"): {"method"} for rule in ("PG", "TrajPG", "ASPO", "R2VPO", "PMDMean", "DG")},
 }
@@ -465,5 +465,5 @@ def test_outcomes_are_those_of_the_report_and_have_margins(study: Study) -> None
     columns = {column.name: column for column in family.trial_columns}
     for name, margin in {**study.family.margins, **study.margins}.items():
         assert name in study.family.outcomes
-        assert columns[name].unit in ("fraction", "nats", "decades")
+        assert columns[name].unit in ("fraction", "nats", "decades", "reward")
         assert 0 < margin < 1

@@ -74,6 +74,20 @@ def test_too_few_runs_are_refused(tmp_path: Path) -> None:
         make_replicates(frames)
 
 
+def test_a_baseline_without_any_noise_is_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written: list[Replicates] = []
+    monkeypatch.setattr(replicates, "read_replicates", lambda: (ENTRY._replace(study="other"),))
+    monkeypatch.setattr(replicates, "write_replicates", written.extend)
+    for values, studies in (((0.0, 0.0), {"other"}), ((0.0, 0.1), {"other", "kl"})):
+        written.clear()
+        monkeypatch.setattr(replicates, "make_replicates", lambda frames, values=values: ENTRY._replace(values=values))
+        replicates.main([str(write_study(tmp_path / str(values), [FakeRun("0", steps=2)], STUDY))])
+        assert {entry.study for entry in written} == studies
+    assert capsys.readouterr().out == "kl: all 2 runs end at 0; nothing is recorded\n"
+
+
 def test_the_shipped_file_has_enough_runs_per_entry() -> None:
     entries = read_replicates()
     assert {entry.study for entry in entries} >= {"kl"}

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-LATTICE_SIZES = {2: 1000, 4: 20}
-"""Resolution of the lattice on the simplex, by the number of objectives: 1001 and 1771 points."""
+SIMPLEX_POINTS = 2048
+"""Number of weights over which a mean over the simplex is taken."""
 MAX_SETS = 50_000
 """Enumerations of more sets than this are left out."""
 
@@ -67,17 +67,15 @@ def make_prompt_rewards(front: Front, num_prompts: int) -> Tensor:
     )
 
 
-def make_simplex_lattice(dimensions: int) -> Tensor:
-    """[L, D] weights that cover the simplex evenly: the integer vectors of sum n, moved inwards by 1 / D.
+def make_simplex_points(dimensions: int) -> Tensor:
+    """[L, D] weights that cover the simplex evenly, the same in every run.
 
-    With two objectives these are the midpoints of n + 1 equal intervals. A mean over them is the integral over the
-    simplex up to an error of the order n^-2.
+    The gaps between sorted uniform numbers are uniform on the simplex; the numbers are those of a Sobol sequence, moved
+    by half a step so that none is 0. With two objectives these are the midpoints of L equal intervals.
     """
-    size = LATTICE_SIZES[dimensions]
-    cuts = torch.tensor(list(itertools.combinations(range(size + dimensions - 1), dimensions - 1)))
-    edges = torch.cat((torch.full((len(cuts), 1), -1), cuts, torch.full((len(cuts), 1), size + dimensions - 1)), dim=1)
-    counts = edges.diff(dim=1) - 1
-    return (counts.double() + 1 / dimensions) / (size + 1)
+    numbers = torch.quasirandom.SobolEngine(dimensions - 1).draw(SIMPLEX_POINTS, dtype=torch.float64)
+    cuts = (numbers + 0.5 / SIMPLEX_POINTS).sort(dim=1).values
+    return torch.diff(cuts, dim=1, prepend=torch.zeros(len(cuts), 1), append=torch.ones(len(cuts), 1))
 
 
 def find_best_set(rewards: Tensor, size: int) -> tuple[float, tuple[int, ...]] | None:
@@ -88,7 +86,7 @@ def find_best_set(rewards: Tensor, size: int) -> tuple[float, tuple[int, ...]] |
     size = min(size, len(rewards))
     if math.comb(len(rewards), size) > MAX_SETS:
         return None
-    scores = rewards.double() @ make_simplex_lattice(rewards.shape[1]).T
+    scores = rewards.double() @ make_simplex_points(rewards.shape[1]).T
     sets = torch.tensor(list(itertools.combinations(range(len(rewards)), size)))
     values = torch.cat([scores[chunk].amax(1).mean(1) for chunk in sets.split(500)])
     best = int(values.argmax())
@@ -105,11 +103,11 @@ def compute_simplex_scores(probabilities: Tensor, rewards: Tensor) -> Tensor:
         probabilities: [..., M, A], of each action in each slot.
         rewards: [..., A, D], which broadcast against the leading axes.
     """
-    lattice = make_simplex_lattice(rewards.shape[-1])
-    scores = torch.einsum("...ad,ld->...la", rewards.double(), lattice)
+    points = make_simplex_points(rewards.shape[-1])
+    scores = torch.einsum("...ad,ld->...la", rewards.double(), points)
     values, order = scores.sort(dim=-1)
     leading_shape = torch.broadcast_shapes(probabilities.shape[:-2], rewards.shape[:-2])
-    shape = (*leading_shape, len(lattice), *probabilities.shape[-2:])
+    shape = (*leading_shape, len(points), *probabilities.shape[-2:])
     slots = probabilities.double()[..., None, :, :].expand(shape)
     cumulative = slots.gather(-1, order[..., None, :].expand(shape)).cumsum(-1).prod(-2)
     mass = torch.cat((cumulative[..., :1], cumulative.diff(dim=-1)), dim=-1)

@@ -8,7 +8,7 @@ from trainable.runs.records import Column
 from trainable.sandbox.measure.records import TIME_COLUMNS
 
 STEP_COLUMNS: tuple[Column, ...] = (
-    Column("simplex_score", "reward", "expected best score of a set, mean over all weights of the objectives; exact"),
+    Column("simplex_score", "reward", "expected best score of a set, mean over 2,048 weights that cover the simplex"),
     Column("simplex_gap", "reward", "the largest simplex_score of any set of that size, by enumeration, minus ours"),
     Column("mean_scalar_reward", "reward", "mean score of sampled candidates at the gold weights"),
     Column("best_at_1", "reward", "score of the first sampled candidate of a prompt, at deployment"),

@@ -1,0 +1,115 @@
+"""Do scores of whole sets over random weights of the objectives teach a policy to cover them, and what does that cost?
+
+The published front has one deployment weight, at which a single compromise is the best: no method can gain from
+coverage there. On the large front four objectives are asked for one by one, too. `simplex_score` says on both what a
+set is worth over all weights.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from search_spaces.declaration.family import DisplayColumn, Family
+from search_spaces.declaration.presets import Preset, Settings
+from search_spaces.declaration.study import Contrasts, Study
+from search_spaces.declaration.toy_study import make_toy_study
+from trainable.sandbox.vector_rewards.settings import VectorRewardConfig
+
+_BYTES_PER_PARAMETER = 12
+"""A weight and Adam's two moments, in float32."""
+_STATE_OVERHEAD_BYTES = 100_000
+_BYTES_PER_ROW = 12_000
+"""metrics.jsonl, Tune's result.json, progress.csv and TensorBoard, the log, tables and report."""
+
+
+def make_template_values(config: VectorRewardConfig) -> dict[str, str]:
+    """Values for every template of a study: {task} and {method}."""
+    return {"task": config.task, "method": config.method}
+
+
+def estimate_bytes(config: VectorRewardConfig, n_parameters: int) -> tuple[int, int]:
+    """Maximum bytes of one run's checkpoint, and bytes of a row with everything derived from it."""
+    max_actions = 24  # of the large front
+    parameters = config.hidden * (config.num_prompts + config.num_candidates + config.hidden + max_actions + 1)
+    return _BYTES_PER_PARAMETER * (parameters + max_actions) + _STATE_OVERHEAD_BYTES, _BYTES_PER_ROW
+
+
+VECTOR_REWARDS = Family(
+    name="vector_rewards",
+    trainer="trainable.families:VECTOR_REWARDS",
+    config_class=VectorRewardConfig,
+    presets={name: Preset(MappingProxyType({}), n_seeds=3) for name in ("paper", "laptop")},
+    outcomes=(
+        "late_simplex_score",
+        "late_best_at_1",
+        "late_best_at_3",
+        "late_best_at_9",
+        "late_mean_scalar_reward",
+        "late_pool_diversity_l1",
+    ),
+    margins={
+        "late_simplex_score": 0.01,
+        "late_best_at_1": 0.02,
+        "late_best_at_3": 0.02,
+        "late_best_at_9": 0.02,
+        "late_mean_scalar_reward": 0.02,
+        "late_pool_diversity_l1": 0.1,
+    },
+    make_template_values=make_template_values,
+    get_model_path=lambda config: None,
+    has_batched_seeds=True,
+    estimate_bytes=estimate_bytes,
+    progress_columns=(
+        DisplayColumn("simplex_score", "simplex score", ".3f"),
+        DisplayColumn("best_at_9", "best@9", ".3f"),
+        DisplayColumn("entropy", "entropy", ".3f"),
+    ),
+    log_columns=(
+        DisplayColumn("simplex_score", "simplex_score", ".4f"),
+        DisplayColumn("mean_scalar_reward", "mean_scalar_reward", ".4f"),
+        DisplayColumn("best_at_1", "best_at_1", ".4f"),
+        DisplayColumn("best_at_9", "best_at_9", ".4f"),
+        DisplayColumn("pool_diversity_l1", "pool_diversity_l1", ".4f"),
+        DisplayColumn("entropy", "entropy", ".4f"),
+        DisplayColumn("loss", "loss", ".5f"),
+        DisplayColumn("seconds", "seconds", ".2f"),
+    ),
+)
+
+ARMS: Mapping[str, Settings] = {
+    "ScalarGRPO": {"method": "ScalarGRPO", "num_candidates": 1},
+    "MultiRLVR": {"method": "MultiRLVR"},
+    "VPOGRPO": {"method": "VPOGRPO"},
+}
+CONTRASTS: Contrasts = {"VPOGRPO against ScalarGRPO": (("VPOGRPO", "ScalarGRPO"),)}
+
+
+def _make_study(name: str, question: str, task: str) -> Study:
+    return make_toy_study(
+        family=VECTOR_REWARDS,
+        name=name,
+        question=question,
+        arms=ARMS,
+        baseline="MultiRLVR",
+        fixed_settings={
+            "task": task,
+            "trainer.total_training_steps": 500,
+            "trainer.test_freq": 20,
+            "trainer.resume_every": 100,
+        },
+        smoke_settings={
+            "batch_size": 16,
+            "trainer.total_training_steps": 4,
+            "trainer.test_freq": 4,
+            "trainer.resume_every": 4,
+        },
+        setting="method",
+        contrasts=CONTRASTS,
+    )
+
+
+STUDY = _make_study("vpo", __doc__, "pareto_front")
+LARGE_STUDY = _make_study(
+    "vpo-large",
+    "Do scores of whole sets help at deployment where four objectives are asked for one by one?",
+    "pareto_large",
+)
