@@ -8,6 +8,7 @@ from search_spaces.companions import (
     opd_topk_stability,
     opd_variance,
     opd_warmup,
+    pedagogy,
     vpo,
 )
 from search_spaces.companions.distillation import DISTILLATION, GRADIENT_VARIANCE
@@ -75,6 +76,8 @@ STUDIES: dict[str, Study] = {
         opd_exact_sampled.STUDY,
         vpo.STUDY,
         vpo.LARGE_STUDY,
+        pedagogy.STUDY,
+        pedagogy.COLD_STUDY,
     )
 }
 
@@ -90,6 +93,8 @@ _COMPANION_STUDIES = (
     "opd-exact-sampled",
     "vpo",
     "vpo-large",
+    "pedagogy",
+    "pedagogy-cold",
 )
 
 SUITES: dict[str, tuple[str, ...]] = {
@@ -100,6 +105,7 @@ SUITES: dict[str, tuple[str, ...]] = {
 """The studies of each suite, which `run` trains one after another, by the name of the suite."""
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (PPO, UPDATE_RULES, DISTILLATION, GRADIENT_VARIANCE, vpo.VECTOR_REWARDS)
+    family.name: family
+    for family in (PPO, UPDATE_RULES, DISTILLATION, GRADIENT_VARIANCE, vpo.VECTOR_REWARDS, pedagogy.PEDAGOGY)
 }
 """The families, by the name that study.json stores."""

@@ -16,6 +16,8 @@ from trainable.runs.training import StepResult, TrainerFamily
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.distillation.algorithm import make_trainer as make_distillation_trainer
 from trainable.sandbox.distillation.settings import DistillationConfig
+from trainable.sandbox.pedagogy.algorithm import make_trainer as make_pedagogy_trainer
+from trainable.sandbox.pedagogy.settings import PedagogyConfig
 from trainable.sandbox.training.make import make_trainer as make_update_rule_trainer
 from trainable.sandbox.vector_rewards.algorithm import make_trainer as make_vector_reward_trainer
 from trainable.sandbox.vector_rewards.settings import VectorRewardConfig
@@ -85,3 +87,4 @@ LANGUAGE_MODEL = TrainerFamily(RunConfig, _make_ppo_trainer, _decide, _make_empt
 UPDATE_RULES = TrainerFamily(UpdateRuleConfig, make_update_rule_trainer)
 DISTILLATION = TrainerFamily(DistillationConfig, make_distillation_trainer)
 VECTOR_REWARDS = TrainerFamily(VectorRewardConfig, make_vector_reward_trainer)
+PEDAGOGY = TrainerFamily(PedagogyConfig, make_pedagogy_trainer)

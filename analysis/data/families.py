@@ -15,6 +15,7 @@ from typing import Any
 
 import trainable.sandbox.distillation.records as distillation
 import trainable.sandbox.measure.records as sandbox
+import trainable.sandbox.pedagogy.records as pedagogy
 import trainable.sandbox.vector_rewards.records as vector_rewards
 from analysis.stats.estimates import area_under_curve
 from trainable.runs.records import (
@@ -208,12 +209,21 @@ def _summarize_distillation_run(rows: Sequence[Row], end_step: int | None) -> Ro
 
 
 def _summarize_vector_reward_run(rows: Sequence[Row], end_step: int | None) -> Row:
-    """Values of the last evaluation, and means over the last ones."""
+    return _summarize_by_prefix(rows, end_step, vector_rewards.TRIAL_COLUMNS)
+
+
+def _summarize_pedagogy_run(rows: Sequence[Row], end_step: int | None) -> Row:
+    return _summarize_by_prefix(rows, end_step, pedagogy.TRIAL_COLUMNS)
+
+
+def _summarize_by_prefix(rows: Sequence[Row], end_step: int | None, trial_columns: Iterable[Column]) -> Row:
+    """final_...: of the last row; last_...: the last value; late_...: mean over the last evaluations."""
     last_row = rows[-1] if rows else {}
-    columns = [column.name for column in vector_rewards.TRIAL_COLUMNS]
+    columns = [column.name for column in trial_columns]
     return {
         "steps_done": last_row.get("step", 0),
         **{name: last_row.get(name.removeprefix("final_")) for name in columns if name.startswith("final_")},
+        **{name: find_last_value(rows, name.removeprefix("last_")) for name in columns if name.startswith("last_")},
         **{
             name: compute_late_mean(
                 [(row["step"], row[measure]) for row in rows if row.get(measure) is not None], end_step
@@ -366,6 +376,22 @@ FAMILIES: dict[str, TableFamily] = {
         get_environment=lambda settings: str(settings.get("task", "")),
     ),
     "distillation": _DISTILLATION,
+    "pedagogy": TableFamily(
+        name="pedagogy",
+        first_step=0,
+        step_columns=pedagogy.STEP_COLUMNS,
+        trial_columns=(*_COMMON_COLUMNS, *STOP_COLUMNS, *pedagogy.TRIAL_COLUMNS),
+        summarize_rows=_summarize_pedagogy_run,
+        primary_column="late_test_error",
+        secondary_columns=("late_teacher_test_error", "final_entropy"),
+        is_higher_better=False,
+        contrasted_columns={
+            "late_test_error": "it is what the student can do without the hint",
+            "late_teacher_test_error": "it shows whether the teacher uses the hint",
+        },
+        common_columns=("late_test_error",),
+        get_environment=lambda settings: f"{settings.get('task', '')}-{settings.get('answer_len', '')}",
+    ),
     "vector_rewards": TableFamily(
         name="vector_rewards",
         first_step=0,

@@ -66,6 +66,17 @@ DESCRIPTIONS: Mapping[str, Description] = {
         panels=(Panel("simplex_score", "score over all weights (reward)"), Panel("best_at_9", "best of 9 (reward)")),
         run_columns={"late_simplex_score": "simplex score", "late_best_at_9": "best@9", "final_entropy": "entropy"},
     ),
+    "pedagogy": Description(
+        label="pedagogical reinforcement learning",
+        outcome="test error of the student at the end",
+        number="test error",
+        panels=(ERROR_PANEL, Panel("teacher_test_error", "test error of the teacher (fraction)")),
+        run_columns={
+            "late_test_error": "test error",
+            "late_teacher_test_error": "of the teacher",
+            "final_entropy": "entropy",
+        },
+    ),
     "gradient_variance": Description(
         label="on-policy distillation",
         outcome="the logarithm of the gradient's variance",

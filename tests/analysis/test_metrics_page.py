@@ -15,6 +15,7 @@ from trainable.runs.records import (
 )
 from trainable.sandbox.distillation import records as distillation
 from trainable.sandbox.measure import records as sandbox
+from trainable.sandbox.pedagogy import records as pedagogy
 from trainable.sandbox.vector_rewards import records as vector_rewards
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
@@ -33,7 +34,8 @@ def test_the_page_lists_exactly_the_columns_of_the_records() -> None:
     update_rules = [*sandbox.STEP_COLUMNS, *sandbox.TRIAL_COLUMNS]
     students = [*distillation.STEP_COLUMNS, *distillation.TRIAL_COLUMNS]
     sets = [*vector_rewards.STEP_COLUMNS, *vector_rewards.TRIAL_COLUMNS]
-    assert read_documented_columns() == [*runs, *analyses, *update_rules, *students, *sets]
+    lessons = [*pedagogy.STEP_COLUMNS, *pedagogy.TRIAL_COLUMNS]
+    assert read_documented_columns() == [*runs, *analyses, *update_rules, *students, *sets, *lessons]
 
 
 def test_the_page_names_the_last_values_of_a_run() -> None:

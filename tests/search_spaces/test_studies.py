@@ -267,6 +267,7 @@ DIFFERING_FIELDS = {
     ("opd-soft-teacher", "temperature 0.5 against 1, separator in"): {"teacher_temperature", "special_token_weight"},
     ("opd-soft-teacher", "separator in the support against outside"): {"special_token_weight"},
     ("opd-soft-teacher", "normalized against not"): {"normalize_top_k"},
+    **{(study, "PedagogicalRL against TeacherRL"): {"method"} for study in ("pedagogy", "pedagogy-cold")},
     **{(study, "VPOGRPO against ScalarGRPO"): {"method", "num_candidates"} for study in ("vpo", "vpo-large")},
     **{("off-policy", f"{rule}, "): {"delay", "inner_epochs"} for rule in ("REINFORCE", "PMDMean", "DG")},
     **{("off-policy", f"{rule} against"): {"method"} for rule in ("PG", "TrajPG", "ASPO", "R2VPO", "PMDMean", "DG")},

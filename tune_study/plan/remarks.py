@@ -7,6 +7,7 @@ from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import RunConfig
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.distillation.settings import TOP_K, DistillationConfig
+from trainable.sandbox.pedagogy.settings import PedagogyConfig
 from trainable.sandbox.vector_rewards.settings import VectorRewardConfig
 from tune_study.plan.study_plan import StudyPlan
 
@@ -186,6 +187,7 @@ REMARKS: Mapping[type[BaseRunConfig], tuple[Remark, ...]] = {
     UpdateRuleConfig: UPDATE_RULE_REMARKS,
     DistillationConfig: DISTILLATION_REMARKS,
     VectorRewardConfig: (),
+    PedagogyConfig: (),
 }
 """The remarks, by the class of the configurations that they are about."""
 

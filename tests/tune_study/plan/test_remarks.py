@@ -81,7 +81,7 @@ CASES = [
 
 
 def test_every_remark_has_a_case() -> None:
-    cases = (PPO_CASES, UPDATE_RULE_CASES, DISTILLATION_CASES, ())
+    cases = (PPO_CASES, UPDATE_RULE_CASES, DISTILLATION_CASES, (), ())
     assert [len(family_remarks) for family_remarks in REMARKS.values()] == list(map(len, cases))
 
 

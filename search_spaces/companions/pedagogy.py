@@ -1,0 +1,92 @@
+"""Does a student learn more from a teacher that sees the answer, and is rewarded for what the student can learn?
+
+The published task is no cold start: a random student is right in one of seven cases, so it can learn alone as well. On
+the cold task, with two graded tokens of eleven values, it is right in one of 169.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from search_spaces.declaration.family import DisplayColumn, Family
+from search_spaces.declaration.presets import Preset, Settings
+from search_spaces.declaration.study import Contrasts, Study
+from search_spaces.declaration.toy_study import make_toy_study
+from trainable.sandbox.pedagogy.settings import PedagogyConfig
+
+_BYTES_PER_PARAMETER = 24
+"""A weight and Adam's two moments in float32, of teacher and student."""
+_STATE_OVERHEAD_BYTES = 200_000
+_BYTES_PER_ROW = 12_000
+"""metrics.jsonl, Tune's result.json, progress.csv and TensorBoard, the log, tables and report."""
+
+
+def make_template_values(config: PedagogyConfig) -> dict[str, str]:
+    """Values for every template of a study: {task} and {method}."""
+    return {"task": config.task, "method": config.method}
+
+
+def estimate_bytes(config: PedagogyConfig, n_parameters: int) -> tuple[int, int]:
+    """Maximum bytes of one run's checkpoint, and bytes of a row with everything derived from it."""
+    # As for update rules: 12 d^2 weights of a block in matrices, and d^2 is more than its biases and norms.
+    parameters = config.num_layers * 13 * config.d_model**2 + config.d_model * (
+        2 * config.num_actions + config.max_positions + 2
+    )
+    return _BYTES_PER_PARAMETER * parameters + _STATE_OVERHEAD_BYTES, _BYTES_PER_ROW
+
+
+PEDAGOGY = Family(
+    name="pedagogy",
+    trainer="trainable.families:PEDAGOGY",
+    config_class=PedagogyConfig,
+    presets={name: Preset(MappingProxyType({}), n_seeds=3) for name in ("paper", "laptop")},
+    outcomes=("late_test_error", "late_teacher_test_error", "final_entropy"),
+    margins={"late_test_error": 0.05, "late_teacher_test_error": 0.05, "final_entropy": 0.1},
+    make_template_values=make_template_values,
+    get_model_path=lambda config: None,
+    has_batched_seeds=True,
+    estimate_bytes=estimate_bytes,
+    progress_columns=(
+        DisplayColumn("test_error", "test error", ".3f"),
+        DisplayColumn("teacher_test_error", "of the teacher", ".3f"),
+        DisplayColumn("entropy", "entropy", ".3f"),
+    ),
+    log_columns=(
+        DisplayColumn("test_error", "test_error", ".4f"),
+        DisplayColumn("teacher_test_error", "teacher_test_error", ".4f"),
+        DisplayColumn("entropy", "entropy", ".4f"),
+        DisplayColumn("task_reward", "task_reward", ".4f"),
+        DisplayColumn("learnability", "learnability", ".4f"),
+        DisplayColumn("student_loss", "student_loss", ".5f"),
+        DisplayColumn("seconds", "seconds", ".2f"),
+    ),
+)
+
+ARMS: Mapping[str, Settings] = {method: {"method": method} for method in ("StudentGRPO", "PedagogicalRL", "TeacherRL")}
+CONTRASTS: Contrasts = {"PedagogicalRL against TeacherRL": (("PedagogicalRL", "TeacherRL"),)}
+
+
+def _make_study(name: str, question: str, settings: Settings) -> Study:
+    return make_toy_study(
+        family=PEDAGOGY,
+        name=name,
+        question=question,
+        arms=ARMS,
+        baseline="StudentGRPO",
+        fixed_settings={"trainer.test_freq": 20, "trainer.resume_every": 100, **settings},
+        smoke_settings={
+            "batch_size": 16,
+            "trainer.total_training_steps": 4,
+            "trainer.test_freq": 4,
+            "trainer.resume_every": 4,
+        },
+        setting="method",
+        contrasts=CONTRASTS,
+    )
+
+
+STUDY = _make_study("pedagogy", __doc__, {"trainer.total_training_steps": 300})
+COLD_STUDY = _make_study(
+    "pedagogy-cold",
+    "Does a teacher that sees the answer help where the student alone is hardly ever right?",
+    {"content_vocab_size": 11, "answer_len": 2, "trainer.total_training_steps": 1000},
+)
