@@ -97,6 +97,8 @@ class TableFamily:
             report shows.
         common_columns: those that every study has. The others exist for some runs only.
         get_environment: function of the settings of study.json that returns what the policy acts in.
+        is_fine_tuning: whether the runs fine-tune a language model, whose rows are training steps with symptoms, stop
+            rules and gradient analyses.
         own_prefixes: how columns may begin that are no `step_columns`, the measures of a game of the user.
     """
 
@@ -111,6 +113,7 @@ class TableFamily:
     contrasted_columns: Mapping[str, str]
     common_columns: tuple[str, ...]
     get_environment: Callable[[Mapping[str, Any]], str]
+    is_fine_tuning: bool = False
     own_prefixes: tuple[str, ...] = ()
 
     @cached_property
@@ -346,6 +349,7 @@ FAMILIES: dict[str, TableFamily] = {
         },
         common_columns=("late_val_success",),
         get_environment=lambda settings: str(settings.get("env", {}).get("name", DEFAULT_ENVIRONMENT)),
+        is_fine_tuning=True,
         own_prefixes=("train_", "val_", "base_val_"),
     ),
     "update_rules": TableFamily(

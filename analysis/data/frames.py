@@ -61,6 +61,11 @@ class StudyFrames:
         """The distinct families of the studies: several only if studies of several families were loaded together."""
         return list({family.name: family for family in map(get_family, self.studies)}.values())
 
+    @property
+    def is_fine_tuning(self) -> bool:
+        """Whether all studies fine-tune language models."""
+        return all(family.is_fine_tuning for family in self.families)
+
     @cached_property
     def runs(self) -> pd.DataFrame:
         """`trials` without the columns of settings, which are the large majority."""

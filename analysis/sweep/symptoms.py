@@ -196,12 +196,13 @@ def describe_order(onsets: pd.DataFrame) -> list[str]:
     if not num_runs:
         return []
     table = summarize_order(onsets)
-    runs_text = f"{num_runs} run{'s' if num_runs > 1 else ''} that collapsed"
+    runs_text = f"{num_runs} runs that collapsed" if num_runs > 1 else "only run that collapsed"
     candidates = table[table["first"] > 0].sort_values("first", ascending=False, kind="stable")
     if candidates.empty:
         return [f"In the {runs_text}, no change is resolved: {_explain_missing_changes()}"]
     leaders = ", ".join(f"{row['label']} ({row['first']})" for row in to_records(candidates.head(3)))
-    sentences = [f"In the {runs_text}, the first to change was most often: {leaders}; several may be first together."]
+    often = "most often" if num_runs > 1 else "one of these"
+    sentences = [f"In the {runs_text}, the first to change was {often}: {leaders}; several may be first together."]
     spread = table[table["symptom"] == "reward_std"]
     if len(spread) and (counts := spread.iloc[0])[["earlier", "later", "equal"]].sum():
         compared = int(counts["earlier"] + counts["later"] + counts["equal"])

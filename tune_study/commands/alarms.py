@@ -23,7 +23,7 @@ def read_studies(folders: Sequence[Path]) -> list[StudyFrames]:
         studies = [load(path) for path in dict.fromkeys(paths)]
     except ValueError as error:
         raise PlanError(str(error)) from None
-    studies = [frames for frames in studies if [family.name for family in frames.families] == ["ppo"]]
+    studies = [frames for frames in studies if frames.is_fine_tuning]
     if not studies:
         names = ", ".join(format_value(folder, 1000) for folder in folders)
         raise PlanError(

@@ -29,7 +29,7 @@ def read_frames(folder: Path, is_running: bool) -> StudyFrames:
         frames = load(folder, live=is_running)
     except ValueError as error:
         raise PlanError(str(error)) from None
-    if [family.name for family in frames.families] != ["ppo"]:
+    if not frames.is_fine_tuning:
         raise PlanError(
             f"{format_value(folder, 1000)} fine-tuned no language model: the symptoms of `explain` are those of "
             "language models. report.html has the curves of its runs."

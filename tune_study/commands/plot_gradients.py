@@ -36,8 +36,8 @@ def read_analyses(folder: Path) -> StudyFrames:
         frames = load(folder)
     except ValueError as error:
         raise PlanError(str(error)) from None
-    # Update rules measure their gradients during training, as columns of the rows, and have no analyses to plot.
-    if [family.name for family in frames.families] != ["ppo"]:
+    # Toy studies measure gradients during training, as columns of the rows, and have no analyses to plot.
+    if not frames.is_fine_tuning:
         raise PlanError(
             f"{format_value(folder, 1000)} fine-tuned no language model: the gradients of its runs were measured "
             "during training, and are in its report.html and steps.parquet."

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import ValidationError
 from rich.console import Console
 
-from search_spaces.language_model.family import PPO
+from analysis.data.families import get_family
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, format_validation_error, resolve_key
 from trainable.config.sections import EarlyStopConfig
 from trainable.config.setting_types import format_value
@@ -144,7 +144,7 @@ def replay_folder(folder: Path, assignments: Sequence[str]) -> Replay:
     ConfigError for an invalid value.
     """
     study = read_study(folder)
-    if study.get("family", PPO.name) != PPO.name:
+    if not get_family(study).is_fine_tuning:
         raise PlanError(
             f"The stop rules of study {format_value(study['name'])} count batches, not rows, so they cannot be "
             f"replayed: type the folder of a study that fine-tunes a language model."

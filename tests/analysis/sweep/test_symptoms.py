@@ -154,7 +154,7 @@ def test_a_short_run_has_no_order(tmp_path: Path) -> None:
     onsets = symptoms.find_collapse_onsets(load(folder), np.random.default_rng(0))
     assert onsets["onset"].isna().all()
     (sentence,) = symptoms.describe_order(onsets)
-    assert sentence.startswith("In the 1 run that collapsed, no change is resolved: a change needs at least 8")
+    assert sentence.startswith("In the only run that collapsed, no change is resolved: a change needs at least 8")
 
 
 def test_the_figure_draws_its_table(onsets: pd.DataFrame) -> None:
