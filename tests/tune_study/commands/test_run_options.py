@@ -75,7 +75,11 @@ def test_what_a_study_cannot_have_is_said(tmp_path: Path, words: str, message: s
 
 
 def test_a_suite_plans_each_of_its_studies(tmp_path: Path) -> None:
-    assert {name for name, study in STUDIES.items() if study.smoke_settings} == set(SUITES["sandbox-all"])
+    assert {name for name, study in STUDIES.items() if study.smoke_settings} == {
+        *SUITES["sandbox-all"],
+        *SUITES["sandbox-companions"],
+        "opd",
+    }
     code, output, _ = dry_run(tmp_path, "sandbox_evidence", "--seeds", "10")
     assert code == 0
     for number, name in enumerate(SUITES["sandbox-evidence"], 1):
@@ -187,7 +191,10 @@ def test_a_file_that_is_not_here_is_refused_before_anything_is_written(tmp_path:
 
 def test_who_mistypes_a_suite_is_told_of_it(tmp_path: Path) -> None:
     code, _, error = dry_run(tmp_path, "sandbox-evidenc")
-    assert (code, "a suite of studies: sandbox-evidence, sandbox-all." in " ".join(error.split())) == (2, True)
+    assert (
+        code,
+        "a suite of studies: sandbox-evidence, sandbox-all, sandbox-companions." in " ".join(error.split()),
+    ) == (2, True)
 
 
 def test_every_study_is_found_by_either_spelling() -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from search_spaces import STUDIES
-from search_spaces.language_model.family import PPO, get_model_name
+from search_spaces.language_model.family import get_model_name
 from tests.fakes.trainer import make_study
 from trainable.config.run_config import ConfigError, apply_overrides
 from tune_study.plan.errors import PlanError
@@ -186,7 +186,8 @@ def test_the_baseline_is_found_however_it_was_typed() -> None:
 
 @given(st.sampled_from(sorted(STUDIES)), st.sampled_from(["paper", "laptop"]))
 def test_changed_settings_rebuild_the_configuration(name: str, preset: str) -> None:
-    overrides = {"actor.betas": "[0.8, 0.9]"} if STUDIES[name].family is PPO else {"lr": "0.002"}
+    rates = {"ppo": {"actor.betas": "[0.8, 0.9]"}, "pedagogy": {"student_lr": "0.002"}}
+    overrides = rates.get(STUDIES[name].family.name, {"lr": "0.002"})
     for run in make_study_plan(name, preset=preset, overrides=overrides).runs:
         settings = find_changed_settings(run.config)
         assert "seed" not in settings

@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+pytestmark = pytest.mark.slow
 RUN = "smoke_test_top_p_sokoban-tiny_low_var_kl_ftmt"
 POINTS = tuple(
     f"{name}-low_var_kl"
