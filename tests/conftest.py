@@ -25,7 +25,6 @@ def pytest_configure() -> None:
 LONGEST_FILES = (
     "test_endings.py",
     "test_kills.py",
-    "test_smoke_run.py",
     "test_run.py",
     "test_docs.py",
     "test_sandbox_run.py",
