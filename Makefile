@@ -8,7 +8,7 @@ BENCH := .venv-bench/bin
 # two cores, a quarter of the processors' time was left, and in the tests that kill studies two thirds.
 PARALLEL := --numprocesses 4
 
-.PHONY: setup kl entropy top-p collapse test test-faults test-ci attack replicates test-engines test-all check format bench bench-engines clean
+.PHONY: setup compile kl entropy top-p collapse test test-faults test-ci attack replicates test-engines test-all check format bench bench-engines clean
 
 setup: .venv/ready
 
@@ -27,6 +27,10 @@ kl entropy top-p: setup
 collapse: setup
 	$(BIN)/python -m tune_study run kl --preset stress
 
+# Tests start hundreds of processes, each of which would compile our modules where Python may not write bytecode.
+compile: setup
+	$(BIN)/python -m compileall -q tune_study trainable search_spaces analysis
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -34,16 +38,18 @@ check: setup
 
 # The same examples on every machine; test-all and a plain pytest draw new ones each time. Files in the order that
 # tests/conftest.py gives them: the longest first.
-test: check
+test: check compile
 	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile ci --dist loadfile --no-loadscope-reorder -m "not slow and not faults and not engines"
 
-# The longest first, so that all processes end together.
-test-faults: setup
-	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile ci --dist worksteal -m "faults and not slow" tests/faults/test_kills.py tests/faults/test_endings.py
+# All signals, endings and draws of malformed input; test-ci has the main ones. The longest first, so that all processes
+# end together.
+test-faults: setup compile
+	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile ci --dist worksteal -m faults tests/faults/test_kills.py tests/faults/test_endings.py
+	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile ci -m slow tests/faults/test_malformed.py
 
 # Both at once: the tests that kill studies mostly wait, and the others use that time.
-test-ci: check
-	$(BIN)/python -m pytest --numprocesses 5 --hypothesis-profile ci --dist loadfile --no-loadscope-reorder -m "not slow and not engines"
+test-ci: check compile
+	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile ci --dist loadfile --no-loadscope-reorder -m "not slow and not engines"
 
 # A JSON line per kind of fault. MINUTES=0: every cell of the tables once, in hours.
 # ONLY="kills inputs": these kinds alone.

@@ -16,6 +16,7 @@ from search_spaces.declaration.family import Family
 from search_spaces.declaration.study import Study
 from search_spaces.language_model import (
     collapse_gradients,
+    distill,
     entropy,
     filter_under_noise,
     gradient_analysis,
@@ -52,6 +53,7 @@ STUDIES: dict[str, Study] = {
         learning_rate.STUDY,
         collapse_gradients.STUDY,
         filter_under_noise.STUDY,
+        distill.STUDY,
         smoke.SMOKE_STUDY,
         smoke.SMOKE_ALL_STUDY,
         single.STUDY,

@@ -13,6 +13,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.fakes.forked_python import run_python
+
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if "__main__" in path.read_text(encoding="utf-8"))
 TINY_OPTIONS = ("--shape", "tiny", "--device", "cpu", "--episodes", "16", "--tokens", "4")
@@ -42,6 +44,8 @@ ALLOWED_WARNINGS = {
     # The imports of vLLM itself warn.
     "rollout_engines.py": ("DeprecationWarning", "FutureWarning", "UserWarning"),
 }
+SLOW_SCRIPTS = ("sweep_overhead.py",)
+"""Benchmarks that start Ray several times."""
 PHASES = ["rollout_stand_in", "collapse", "values", "reference", "update_critic", "update_actor"]
 
 
@@ -60,13 +64,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @functools.cache
 def run_benchmark(script: str, *options: str) -> subprocess.CompletedProcess[str]:
     """Run a benchmark once for all tests that need the same options."""
+    if script not in ALLOWED_WARNINGS and script not in SLOW_SCRIPTS:
+        return run_python(["-W", "error", str(FOLDER / script), *options], Path.cwd())
     warning_options = [word for category in ALLOWED_WARNINGS.get(script, ()) for word in ("-W", f"default::{category}")]
     command = [sys.executable, "-W", "error", *warning_options, str(FOLDER / script), *options]
     return subprocess.run(command, capture_output=True, text=True)
-
-
-SLOW_SCRIPTS = ("sweep_overhead.py",)
-"""Benchmarks that start Ray several times."""
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 import analysis
+from tests.fakes.forked_python import run_python
 from tune_study.commands import probe
 
 ROOT = Path(__file__).parent.parent
@@ -26,7 +27,11 @@ SLOW_PREFIXES = (
     "python -m tune_study plot-gradients small/",
     # tests/tune_study/commands/test_doctor.py runs it.
     "python -m tune_study doctor",
-    # These are whole studies; test_sandbox_run.py and test_own_parts.py run similar ones.
+    # These are whole studies; test_sandbox_run.py, test_companion_run.py and test_own_parts.py run similar ones.
+    "python -m tune_study run opd-topk-stability --smoke",
+    "python -m tune_study run vpo --smoke",
+    "python -m tune_study run pedagogy --smoke",
+    "python -m tune_study run distill --smoke",
     "python -m tune_study run influence --smoke",
     "python -m tune_study run bold.py",
     "python -m tune_study run kl --env bandit.py:Bandit",
@@ -87,12 +92,16 @@ def make_environment(is_active: bool) -> dict[str, str]:
 
 
 def run_command(command: str, is_active: bool, folder: Path) -> subprocess.CompletedProcess[str]:
-    words, variables = shlex.split(command), make_environment(is_active)
+    words = shlex.split(command)
+    variables = {**make_environment(is_active), "TUNE_STUDY_CACHE": str(folder / "teachers")}
     if words[0] == "make":
         return subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, env=variables)
     assert words[0] == "python", f"the documents show a command that no test knows how to run: {command}"
     if words[1].startswith("benchmarks/"):
         words[1] = str(ROOT / words[1])
+    starts_ray = words[3:4] in (["run"], ["resume"], ["doctor"]) and "--dry-run" not in words
+    if is_active and words[:3] == ["python", "-m", "tune_study"] and not starts_ray:
+        return run_python(words[1:], folder, variables)
     return subprocess.run(["bash", "-c", shlex.join(words)], cwd=folder, capture_output=True, text=True, env=variables)
 
 

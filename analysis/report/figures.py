@@ -170,9 +170,10 @@ CURVES: tuple[Curve, ...] = (
         "val_kl",
         "stops",
         "val_kl_to_reference",
-        "KL to the initial policy (nats per token)",
-        "KL to the policy before training over the sampled tokens of each validation, also in arms without a KL term. "
-        "It is the k3 estimate, and at most 10 per token.",
+        "KL to the reference (nats per token)",
+        "KL to the reference over the sampled tokens of each validation, also in arms without a KL term. The reference "
+        "is the policy before training, or the model at model.reference_path. It is the k3 estimate, at most 10 per "
+        "token.",
     ),
     Curve(
         "reference_kl",

@@ -105,6 +105,7 @@ def make_command(study: InterruptedStudy) -> list[str]:
     return [sys.executable, "-m", "tune_study", "run", "kl", *options]
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_is_a_request_to_stop(tmp_path: Path, uninterrupted_study: InterruptedStudy) -> None:
     study = InterruptedStudy(tmp_path, STEPS, [RARE_CHECKPOINTS, "--max-concurrent=1"])
     controller, terminal = pty.openpty()
@@ -148,6 +149,7 @@ def read_terminal(terminal: int) -> None:
             pass
 
 
+@pytest.mark.slow
 def test_a_pipe_whose_reader_is_gone_changes_nothing(tmp_path: Path, uninterrupted_study: InterruptedStudy) -> None:
     study = InterruptedStudy(tmp_path, STEPS)
     driver = subprocess.Popen(
@@ -184,6 +186,7 @@ def test_a_study_whose_ray_died_ends_and_says_so(tmp_path: Path, uninterrupted_s
     assert compare(study, uninterrupted_study, Tally()) == []
 
 
+@pytest.mark.slow
 def test_two_studies_at_once_do_not_disturb_each_other(tmp_path: Path, uninterrupted_study: InterruptedStudy) -> None:
     studies = []
     for name in ("a", "b"):
@@ -231,6 +234,7 @@ def open_copied_study(folder: Path) -> InterruptedStudy:
     return InterruptedStudy(folder / "keep", STEPS)
 
 
+@pytest.mark.slow
 def test_a_run_waits_for_room_on_a_full_disk(tmp_path: Path, uninterrupted_study: InterruptedStudy) -> None:
     observations = run_on_small_disk(tmp_path, patience=100)
     assert observations["is_waiting"]

@@ -16,6 +16,10 @@ from tests.faults.kills import STEPS, InterruptedStudy, Tally, compare, read_sta
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
+MAIN_KILLS = (
+    Kill("driver", "KILL", "between-steps"),
+    Kill("everything", "KILL", "checkpoint"),
+)
 START_KILLS = (
     Kill("driver", "KILL", "before-study.json"),
     Kill("driver", "KILL", "ray-starting"),
@@ -43,7 +47,14 @@ def find_cells(kills: Sequence[Kill]) -> list[Cell]:
     return [cells[kill.name] for kill in kills]
 
 
-@pytest.mark.parametrize("kills", [START_KILLS, TRAINING_KILLS], ids=["start", "training"])
+@pytest.mark.parametrize(
+    "kills",
+    [
+        pytest.param(MAIN_KILLS, id="main"),
+        pytest.param(START_KILLS, id="start", marks=pytest.mark.slow),
+        pytest.param(TRAINING_KILLS, id="training", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_driver_loses_nothing(
     tmp_path: Path,
     uninterrupted_study: InterruptedStudy,

@@ -28,6 +28,12 @@ SHIPPED_MODELS: Mapping[str, ShippedModel] = MappingProxyType(
 )
 """The policies that come with the package, by their name as `model.path`. The first is the one of the laptop preset."""
 
+TEACHERS: Mapping[str, str] = MappingProxyType({f"{name}-teacher": name for name in SHIPPED_MODELS})
+"""The shipped policy to which each teacher belongs: the policy before it learned its bad habits.
+
+A teacher is made by the first stage of the recipe of its policy, once per machine (`trainable/models/teachers.py`).
+"""
+
 QWEN2_ARCHITECTURE = "Qwen2ForCausalLM"
 """The architecture that our own torch model runs, as config.json names it."""
 

@@ -18,7 +18,7 @@ from trainable.config.aliases import ALIASES
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.choices import FILTER_STRATEGIES, POLICY_LOSSES, find_unused_settings
 from trainable.config.command_lines import format_command
-from trainable.config.constants import SHIPPED_MODELS
+from trainable.config.constants import SHIPPED_MODELS, TEACHERS
 from trainable.config.game_sections import GAME_SECTIONS
 from trainable.config.own_parts import parse_part_name
 from trainable.config.sections import (
@@ -101,6 +101,19 @@ class RunConfig(BaseRunConfig):
                 f"model.path={self.model.path} knows the words of {shipped_model.game} only, and env.name is "
                 f"{self.env.name}: {advice}, or type --env {self.env.name}, which chooses a model"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_shipped_reference(self) -> "RunConfig":
+        # The tokens of models of the hub are compared when they are loaded.
+        for path in self.model_paths[1:]:
+            reference, policy = SHIPPED_MODELS.get(TEACHERS.get(path, path)), SHIPPED_MODELS.get(self.model.path)
+            if reference is not None and policy is not None and reference is not policy:
+                raise ValueError(
+                    f"model.reference_path={path} knows the words of {reference.game} only, and "
+                    f"model.path={self.model.path} those of {policy.game}: set "
+                    f"model.reference_path={self.model.path}-teacher"
+                )
         return self
 
     @model_validator(mode="after")
@@ -203,6 +216,13 @@ class RunConfig(BaseRunConfig):
         return self.trains_with_reference or self.measures_val_kl
 
     @property
+    def model_paths(self) -> tuple[str, ...]:
+        """The models that the run loads: the one that it fine-tunes, and a reference of its own if it has one."""
+        if self.model.reference_path is None or not self.needs_reference:
+            return (self.model.path,)
+        return (self.model.path, self.model.reference_path)
+
+    @property
     def max_batch_size(self) -> int:
         """The largest number of sequences in the batch of a step, including copies that fill the last mini-batch."""
         sequences = self.env.env_groups * self.env.group_size
@@ -218,6 +238,9 @@ class RunConfig(BaseRunConfig):
         if not self.model.lora_rank:
             for setting in ("lora_rank", "lora_alpha", "lora_target_modules"):
                 del settings["model"][setting]
+        # Added later, and read only where there is a reference.
+        if len(self.model_paths) == 1:
+            del settings["model"]["reference_path"]
         for setting in find_unused_settings(POLICY_LOSSES, self.actor.policy_loss):
             del settings["actor"][setting]
         for setting in find_unused_settings(FILTER_STRATEGIES, self.filter.rollout_filter_strategy):

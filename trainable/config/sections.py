@@ -72,6 +72,11 @@ class ModelConfig(Section):
     enable_gradient_checkpointing: bool = Field(
         True, description="recompute each block in the backward pass: less memory, slower"
     )
+    reference_path: Annotated[ModelPath | None, ParseNull] = Field(
+        None,
+        description="the model that KL terms refer to, such as a teacher, with the policy's tokenizer: a Hugging Face "
+        "id, a folder, or a shipped policy or its teacher; null: the policy before training",
+    )
     lora_rank: int = Field(
         0, ge=0, le=1024, description="rank of the LoRA adapters over frozen weights; 0: full fine-tuning"
     )
@@ -378,7 +383,7 @@ class TrainerConfig(BaseTrainerConfig):
     )
     val_before_train: bool = Field(True, description="validate the untrained policy before step 1")
     measure_val_kl: bool = Field(
-        False, description="measure the KL to the initial policy at each sampled validation, also without a KL term"
+        False, description="measure the KL to the reference at each sampled validation, also without a KL term"
     )
     log_val_generations: int = Field(
         0, ge=0, le=MAX_LEVELS, description="record the text of a sampled episode of the first N validation levels"

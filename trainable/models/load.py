@@ -16,13 +16,14 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from trainable.config.command_lines import quote_argument
-from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODEL, SHIPPED_MODELS
+from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODEL, SHIPPED_MODELS, TEACHERS
 from trainable.config.sections import ModelConfig
 from trainable.envs.chat import CHATML, ChatFormat
 from trainable.models.chat_template import read_chat_format
 from trainable.models.codec import Codec
 from trainable.models.qwen2 import PassSettings, Qwen2, Qwen2Trunk, ValueHead, ValueModel
 from trainable.models.qwen2_shape import Qwen2Shape
+from trainable.models.teachers import explain_missing_teacher, find_teacher_folder, is_made
 
 if TYPE_CHECKING:  # it imports transformers, which a Qwen2 does not need
     from trainable.models.hub_model import HubModel, HubValueModel
@@ -52,12 +53,17 @@ class Policy:
 
 
 def find_model(path: str) -> Path:
-    """The local folder of a model: a shipped one, a folder, or a hub id in the local cache.
+    """The local folder of a model: a shipped one or its teacher, a folder, or a hub id in the local cache.
 
-    Nothing is downloaded. The ValueError for a model that does not exist names the command that downloads it.
+    Nothing is downloaded or made. The ValueError for a model that does not exist names the command that fetches it.
     """
     if path in SHIPPED_MODELS:
         return SHIPPED_MODELS[path].folder
+    if path in TEACHERS:
+        folder = find_teacher_folder(path)
+        if not is_made(folder):
+            raise ValueError(explain_missing_teacher(path, folder))
+        return folder
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():

@@ -1,11 +1,13 @@
 """Make the networks of a run: policy, critic and reference, with separate weights or as adapters over one base."""
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
+from trainable.config.choices import EXACT_KL
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
 from trainable.models.load import Policy, freeze, load_policy, make_critic, make_frozen_copy, make_pass_settings
@@ -19,10 +21,10 @@ if TYPE_CHECKING:  # it imports transformers, which a Qwen2 does not need
 class Networks(NamedTuple):
     """The networks of a run.
 
-    policy: the network that is trained and sampled from. reference: the model before training; None if no KL to it is
-    needed. critic: a value model with its own trunk. value_head: a value head on the policy's trunk, instead of a
-    critic. Without GAE, both are None. base_fingerprint: identifies the frozen weights under the adapters; None
-    without adapters.
+    policy: the network that is trained and sampled from. reference: the model before training, or the one at
+    model.reference_path; None if no KL to it is needed. critic: a value model with its own trunk. value_head: a value
+    head on the policy's trunk, instead of a critic. Without GAE, both are None. base_fingerprint: identifies the frozen
+    weights under the adapters; None without adapters.
     """
 
     policy: Policy
@@ -33,17 +35,20 @@ class Networks(NamedTuple):
 
 
 def make_networks(config: RunConfig, device: torch.device) -> Networks:
-    """The networks of `config` on `device`, all from the model at config.model.path."""
+    """The networks of `config` on `device`: from the model at config.model.path, except for a reference of its own.
+
+    Raises ValueError if a model cannot be used, or if the reference has another vocabulary than the policy.
+    """
     policy = load_policy(config.model.path, device, make_pass_settings(config.model), config.model.chat_format)
     if config.model.lora_rank:
         return _make_lora_networks(config, policy, device)
-    reference = make_frozen_copy(policy.model) if config.needs_reference else None
+    reference = _make_reference(config, policy, device)
     critic = make_critic(policy, make_rng(config.seed, "critic"), device) if _needs_critic(config) else None
     return Networks(policy, reference, *_split_critic(config, critic), base_fingerprint=None)
 
 
 def _make_lora_networks(config: RunConfig, policy: Policy, device: torch.device) -> Networks:
-    """Policy and critic with separate adapters over one frozen base, which is also the reference."""
+    """Policy and critic with separate adapters over one frozen base, which can be the reference, too."""
     base, settings = freeze(policy.model), config.model
     model = make_adapted_policy(base, settings, make_rng(config.seed, "adapters", 0))
     critic = make_shared_critic(base, make_rng(config.seed, "critic"), device) if _needs_critic(config) else None
@@ -51,10 +56,51 @@ def _make_lora_networks(config: RunConfig, policy: Policy, device: torch.device)
         add_adapters(critic.model, settings, make_rng(config.seed, "adapters", 1))
     return Networks(
         replace(policy, model=model),
-        base if config.needs_reference else None,
+        _make_reference(config, policy, device),
         *_split_critic(config, critic),
         base_fingerprint=compute_fingerprint(policy.folder),
     )
+
+
+def _make_reference(config: RunConfig, policy: Policy, device: torch.device) -> "Qwen2 | HubModel | None":
+    """The frozen reference: the untrained policy, or the model at model.reference_path; None if no KL is needed.
+
+    policy: the untrained policy; with LoRA the base under its adapters, which stays as it is and needs no copy.
+    """
+    if not config.needs_reference:
+        return None
+    if config.model.reference_path is None:
+        return policy.model if config.model.lora_rank else make_frozen_copy(policy.model)
+    reference = load_policy(
+        config.model.reference_path, device, make_pass_settings(config.model), config.model.chat_format
+    )
+    _check_reference(config, policy, reference)
+    return freeze(reference.model)
+
+
+def _check_reference(config: RunConfig, policy: Policy, reference: Policy) -> None:
+    """Raise ValueError if a KL from the policy to `reference`, a model of its own, cannot be computed."""
+    name = f"model.reference_path={config.model.reference_path}"
+    shape, policy_shape = reference.model.shape, policy.model.shape
+    if reference.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+        raise ValueError(
+            f"{name} has another vocabulary than model.path={config.model.path}, and a KL compares the two token by "
+            "token: type a model of the same family, or leave out model.reference_path"
+        )
+    # Models of one family may pad their heads to different sizes, as Qwen2.5 does with 3B and 7B.
+    is_exact = config.actor.use_kl_loss and config.actor.kl_loss_type == EXACT_KL
+    if is_exact and shape.vocab_size != policy_shape.vocab_size:
+        raise ValueError(
+            f"{name} has a head of {shape.vocab_size} rows and model.path={config.model.path} one of "
+            f"{policy_shape.vocab_size}, and actor.kl_loss_type={EXACT_KL} compares whole distributions: set "
+            "actor.kl_loss_type=mse, which reads the sampled tokens only"
+        )
+    context = min(policy_shape.max_position_embeddings, config.rollout.max_model_len or math.inf)
+    if shape.max_position_embeddings < context:
+        raise ValueError(
+            f"{name} has a context of {shape.max_position_embeddings} tokens, and conversations may have {context}: "
+            f"set rollout.max_model_len={shape.max_position_embeddings}"
+        )
 
 
 def _split_critic(

@@ -1,12 +1,15 @@
-"""Rebuild a shipped policy: `python -m trainable.tiny --output DIR --policy NAME` (a few CPU minutes)."""
+"""Make a shipped policy or its teacher: `python -m trainable.tiny --policy NAME --output DIR` (a few CPU minutes)."""
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
 
+from trainable.config.constants import TEACHERS
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.models.load import find_model
+from trainable.models.teachers import find_teacher_folder, is_made
 from trainable.ppo.trainer import PPOTrainer
 from trainable.tiny.policies import POLICIES
 from trainable.tiny.recipe import TinyPolicy, make_model
@@ -29,21 +32,39 @@ def main() -> None:
     """Make the model and evaluate it, or with --evaluate only evaluate an existing model."""
     parser = argparse.ArgumentParser(
         prog="python -m trainable.tiny",
-        description="Rebuild a shipped tiny policy from solver demonstrations, or evaluate a policy.",
-        epilog="Example: python -m trainable.tiny --output my-sokoban-tiny",
+        description="Make a shipped tiny policy or its teacher from solver demonstrations, or evaluate a policy.",
+        epilog="Examples: python -m trainable.tiny --output my-sokoban-tiny; "
+        "python -m trainable.tiny --policy sokoban-tiny-teacher",
     )
-    parser.add_argument("--policy", choices=tuple(POLICIES), default="sokoban-tiny", help="the policy, and its game")
-    parser.add_argument("--output", type=Path, help="folder for the model, new or empty (default: the policy's name)")
+    parser.add_argument(
+        "--policy",
+        choices=(*POLICIES, *TEACHERS),
+        default="sokoban-tiny",
+        help="the policy and its game, or the teacher: the policy after the first stage of its recipe",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="folder for the model, new or empty (default: the policy's name; of a teacher, where runs look for it)",
+    )
     parser.add_argument("--evaluate", metavar="MODEL", help="only evaluate this model (a shipped policy, or a folder)")
     arguments = parser.parse_args()
-    policy = POLICIES[arguments.policy]
+    name: str = arguments.policy
+    policy = POLICIES[TEACHERS.get(name, name)]
     if arguments.evaluate:
         evaluate(arguments.evaluate, policy)
         return
-    output = arguments.output or Path(arguments.policy.replace("-", "_"))
+    is_teacher = name in TEACHERS
+    output = arguments.output or (find_teacher_folder(name) if is_teacher else Path(name.replace("-", "_")))
+    if is_teacher and arguments.output is None and is_made(output):
+        print(f"{name} is already in {output}.")
+        return
     if output.exists() and any(output.iterdir()):
         parser.error(f"{output} is not empty: choose a new folder with --output")
-    make_model(output, policy, lambda line: print(line, flush=True))
+    # The folder gets its name when it is complete, so that no run ever reads half a model.
+    unfinished_output = output.with_name(f"{output.name}.{os.getpid()}")
+    make_model(unfinished_output, policy, lambda line: print(line, flush=True), n_stages=1 if is_teacher else None)
+    unfinished_output.rename(output)
     evaluate(str(output), policy)
 
 

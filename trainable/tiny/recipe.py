@@ -7,7 +7,7 @@ be careless at times (visible only in sampled play), so that the shipped policy 
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +96,13 @@ STAGE_LEVEL_STRIDE = 10_000_000
 """Distance between the first level seeds of two stages. A stage has far fewer levels, so stages share no seed."""
 
 
-def make_model(folder: Path, policy: TinyPolicy, log: Callable[[str], None]) -> None:
-    """Run the recipe of a policy, and write weights, config, tokenizer and provenance to `folder`."""
+def make_model(folder: Path, policy: TinyPolicy, log: Callable[[str], None], n_stages: int | None = None) -> None:
+    """Run the recipe of a policy, and write weights, config, tokenizer and provenance to `folder`.
+
+    n_stages: number of stages to run, from the first; None for all. The first stage alone makes the policy's teacher.
+    """
     torch.set_num_threads(1)
-    recipe = policy.recipe
+    recipe = replace(policy.recipe, stages=policy.recipe.stages[:n_stages])
     start_time = time.process_time()
     model = make_initial_model(policy.make_shape(), recipe.seed)
     for number, stage in enumerate(recipe.stages):

@@ -171,7 +171,7 @@ def check_nodes(plan: StudyPlan, nodes: Sequence[Node]) -> dict[Node, NodeReport
     models, settings = tuple[str, ...](), None
     if plan.model is not None:
         models, settings = (
-            tuple(dict.fromkeys(spec.ppo_config.model.path for spec in plan.runs)),
+            plan.model_paths,
             plan.ppo_config.model_dump(mode="json"),
         )
     with _make_marker(plan) as marker:

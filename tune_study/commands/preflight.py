@@ -7,6 +7,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.filesize import decimal
 
+from trainable.config.constants import TEACHERS
 from trainable.runs.run_ends import ENDED_STATUSES
 from tune_study.commands import describe
 from tune_study.commands.suites import PreparedStudy, format_position, run_prepared_study, run_suite
@@ -18,6 +19,7 @@ from tune_study.placement import disk, memory_plan, resources
 from tune_study.placement.disk import DiskBudget
 from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.placement.model_files import check_file, check_model
+from tune_study.placement.teachers import make_missing_teachers
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import check_parts
 from tune_study.plan.resource_plan import ResourcePlan
@@ -79,6 +81,8 @@ def start_studies(
             return 0
         # All studies are checked before the first one starts: a suite must not fail hours later.
         prepared_studies = [_prepare_study(plan, adapt_options(plan), visible_gpus, nodes) for plan in plans]
+        if nodes is None:
+            make_missing_teachers([path for plan in plans for path in plan.model_paths], os.environ, console)
         if len(plans) == 1:
             return run_prepared_study(prepared_studies[0], console, options.skipped_statuses)
         # A study with a storage keeps nothing large on this disk.
@@ -204,7 +208,10 @@ def _check_machine(plan: StudyPlan, requirements: _Requirements) -> None:
         raise PlanError(f"Ray cannot start here: {sockets.detail}. {sockets.advice}")
     _check_files(plan)
     if plan.model is not None:  # only runs that fine-tune a language model have engines
-        check_model(plan.model, os.environ, plan.ppo_config.model.chat_format)
+        for path in plan.model_paths:
+            # A teacher that this machine lacks is made when all checks have passed.
+            if path not in TEACHERS:
+                check_model(path, os.environ, plan.ppo_config.model.chat_format)
         resources.check_engines(plan.ppo_config)
     if requirements.memory is not None:
         memory_plan.check_memory(requirements.memory, plan, requirements.used_gpus)

@@ -249,7 +249,8 @@ def _find_run(plan: StudyPlan, trial: str | None) -> RunSpec:
 def _restore_trainer(target: ProbeTarget, settings: ProbeSettings) -> PPOTrainer:
     """Restore a trainer. Raise PlanError if the checkpoint is damaged, or if another run wrote it."""
     # The checkpoint has the trained weights; tokenizer and frozen networks come from the model itself.
-    check_model(target.spec.ppo_config.model.path, os.environ)
+    for path in target.spec.ppo_config.model_paths:
+        check_model(path, os.environ)
     config = apply_overrides(target.spec.ppo_config, settings)
     check_sampler(config)
     disallowed_names = [name for name in settings if not name.startswith(ALLOWED_PREFIXES)]

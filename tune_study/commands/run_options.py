@@ -141,7 +141,8 @@ def plan_from_options(
         load_named_files(study, source.path if source else "", values, options.preset, overrides.values())
     # The processes of runs have other working folders, in which a relative path would not be found.
     for setting in overrides.keys() & {*study.family.model_settings, *study.family.path_settings}:
-        overrides[setting] = make_absolute(str(overrides[setting]))
+        if overrides[setting] is not None:
+            overrides[setting] = make_absolute(str(overrides[setting]))
     # Settings and seeds that were typed take precedence over those of --smoke.
     if options.smoke:
         overrides = {**_get_smoke_settings(study), **overrides}

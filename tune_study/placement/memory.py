@@ -164,11 +164,13 @@ def compute_gathered_bytes(shape: ModelShape, parameters: int, config: RunConfig
 
 
 def compute_reference_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """Bytes of a separate reference model.
+    """Bytes of a separate reference model; shape: that of the reference.
 
-    0 if the run needs no reference. Also 0 with LoRA: the frozen base is then the reference.
+    0 if the run needs no reference. Also 0 with LoRA, where the frozen base is the reference, unless
+    model.reference_path names another.
     """
-    return compute_frozen_bytes(shape, config) if config.needs_reference and not config.model.lora_rank else 0
+    is_separate = config.needs_reference and (not config.model.lora_rank or config.model.reference_path is not None)
+    return compute_frozen_bytes(shape, config) if is_separate else 0
 
 
 def compute_frozen_bytes(shape: ModelShape, config: RunConfig) -> int:
@@ -285,10 +287,13 @@ def count_concurrent_rows(config: RunConfig) -> int:
     return -(-max_rows // count_ranks(config))
 
 
-def list_allocations(shape: ModelShape, config: RunConfig, budget: int) -> tuple[Allocation, ...]:
+def list_allocations(
+    shape: ModelShape, config: RunConfig, budget: int, reference_shape: ModelShape | None = None
+) -> tuple[Allocation, ...]:
     """The memory of a run, item by item, in the order of the plan's table. Items of 0 bytes are left out.
 
     budget: bytes that the run may use on each of its GPUs. Only the size of vLLM's KV cache depends on it.
+    reference_shape: that of a reference of its own; None for the policy's.
     """
     if config.rollout.name == "vllm":
         sampler_allocations = _list_vllm_allocations(shape, config, budget)
@@ -299,7 +304,7 @@ def list_allocations(shape: ModelShape, config: RunConfig, budget: int) -> tuple
         context_name, context_bytes = "CUDA context, NCCL", CUDA_CONTEXT_BYTES + NCCL_BYTES
     allocations = [
         *_list_trained_allocations(shape, config),
-        _make_constant_allocation("reference weights", compute_reference_bytes(shape, config)),
+        _make_constant_allocation("reference weights", compute_reference_bytes(reference_shape or shape, config)),
         *sampler_allocations,
         *_list_pass_allocations(shape, config),
         *_list_sharding_allocations(shape, config),

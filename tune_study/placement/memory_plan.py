@@ -46,6 +46,7 @@ class MemoryPlan(NamedTuple):
     Attributes:
         spec: the run.
         shape: shape of the run's model.
+        reference_shape: shape of the reference of its KL terms, which may be another model.
         capacity: memory of each GPU.
         gpu_fraction: fraction of a GPU that a run gets, in (0, 1].
         budget: bytes of that fraction.
@@ -57,6 +58,7 @@ class MemoryPlan(NamedTuple):
 
     spec: RunSpec
     shape: ModelShape
+    reference_shape: ModelShape
     capacity: GpuCapacity
     gpu_fraction: float
     budget: int
@@ -146,7 +148,9 @@ def plan_memory(
     # The memory of a run does not depend on its seed: one run per arm is enough.
     for arm_spec in {spec.arm: spec for spec in plan.runs}.values():
         shape = read_model_shape(arm_spec.ppo_config.model.path, environ)
-        if shape is not None:
+        # A reference of its own that is not downloaded is planned with the policy's size.
+        reference_shape = read_model_shape(arm_spec.ppo_config.model_paths[-1], environ) or shape
+        if shape is not None and reference_shape is not None:
             # A remedy may use all GPUs of this machine. Their number is unknown if the GPU is assumed, and on a
             # cluster, whose resource plan has no ids of GPUs.
             max_gpus = (capacity.is_known and len(resource_plan.gpus)) or _MAX_GPUS
@@ -154,24 +158,39 @@ def plan_memory(
             runs_per_node = min(
                 resource_plan.runs_per_node or resource_plan.max_concurrent, resource_plan.max_concurrent
             )
-            memory_plans.append(plan_run_memory(arm_spec, shape, capacity, runs_per_node, max_gpus))
+            memory_plans.append(plan_run_memory(arm_spec, shape, reference_shape, capacity, runs_per_node, max_gpus))
     # A run may have the lower peak and still not fit, because vLLM's cache is too small.
     return max(memory_plans, key=lambda memory_plan: (not memory_plan.fits, memory_plan.peak), default=None)
 
 
 def plan_run_memory(
-    spec: RunSpec, shape: ModelShape, capacity: GpuCapacity, runs_per_node: int, max_gpus: int
+    spec: RunSpec,
+    shape: ModelShape,
+    reference_shape: ModelShape,
+    capacity: GpuCapacity,
+    runs_per_node: int,
+    max_gpus: int,
 ) -> MemoryPlan:
     """The memory plan of one run. The arguments are the fields of the same names in `MemoryPlan`."""
     n_gpus = spec.ppo_config.trainer.n_gpus_per_node
     gpu_fraction = min(n_gpus, 1.0)
     budget = int(gpu_fraction * capacity.size)
-    allocations = memory.list_allocations(shape, spec.ppo_config, budget)
+    allocations = memory.list_allocations(shape, spec.ppo_config, budget, reference_shape)
     # 1e-9: a rounding error in 1 / fraction must not cost a run.
     runs_per_gpu = min(int(1 / gpu_fraction + 1e-9), runs_per_node)
     host_bytes = memory.compute_host_bytes(allocations, spec.ppo_config)
     return MemoryPlan(
-        spec, shape, capacity, gpu_fraction, budget, allocations, host_bytes, runs_per_gpu, runs_per_node, max_gpus
+        spec,
+        shape,
+        reference_shape,
+        capacity,
+        gpu_fraction,
+        budget,
+        allocations,
+        host_bytes,
+        runs_per_gpu,
+        runs_per_node,
+        max_gpus,
     )
 
 
@@ -416,6 +435,7 @@ def _would_fit(memory_plan: MemoryPlan, change: Mapping[str, object]) -> bool:
     return plan_run_memory(
         replace(memory_plan.spec, config=config),
         memory_plan.shape,
+        memory_plan.reference_shape,
         memory_plan.capacity,
         memory_plan.runs_per_node,
         memory_plan.max_gpus,

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from trainable.config.command_lines import quote_argument
-from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODEL, SHIPPED_MODELS
+from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODEL, SHIPPED_MODELS, TEACHERS
 from trainable.config.setting_types import format_value
+from trainable.models.teachers import explain_missing_teacher, find_teacher_folder, is_made
 from tune_study.plan.errors import PlanError
 
 _STAYS = "keeps it, because it is one of the settings that identify its runs: put {what}, or a link to it, there"
@@ -56,12 +57,17 @@ def check_file(setting: str, path: str) -> None:
 
 
 def check_model(path: str, environ: Mapping[str, str], chat_format: str = "chatml", option: str = "--model ") -> None:
-    """Raise PlanError unless `path` is a shipped model, a folder with a config.json, or a downloaded hub id.
+    """Raise PlanError unless `path` is a shipped model, a teacher that was made, a folder, or a downloaded hub id.
 
     chat_format: value of model.chat_format. With auto, the model's chat template is checked too. option: the option
     that names the model, as it is typed before its value; the message repeats it.
     """
     if path in SHIPPED_MODELS:
+        return
+    if path in TEACHERS:
+        folder = find_teacher_folder(path, environ)
+        if not is_made(folder):
+            raise PlanError(explain_missing_teacher(path, folder))
         return
     if _is_folder(path):
         if not (Path(path) / "config.json").is_file():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
-from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODELS
+from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODELS, TEACHERS
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import ModelConfig
 from trainable.files.json_values import parse_json
@@ -92,8 +92,8 @@ def _find_config_file(path: str, environ: Mapping[str, str]) -> Path | None:
 
     The hub cache may have several snapshots of a model. The last one by name is taken, as in `check_model`.
     """
-    if path in SHIPPED_MODELS:
-        return SHIPPED_MODELS[path].folder / "config.json"
+    if path in SHIPPED_MODELS or path in TEACHERS:  # a teacher has the shape of its policy
+        return SHIPPED_MODELS[TEACHERS.get(path, path)].folder / "config.json"
     folder = os.path.expanduser(path)
     if os.path.isdir(folder):
         return Path(folder) / "config.json"

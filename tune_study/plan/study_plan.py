@@ -124,6 +124,13 @@ class StudyPlan:
         return self.study.family.get_model_path(self.base_config) if self.study.family.is_fine_tuning else None
 
     @property
+    def model_paths(self) -> tuple[str, ...]:
+        """The models that runs load which fine-tune a language model, each once: policies and references."""
+        if self.model is None:
+            return ()
+        return tuple(dict.fromkeys(path for spec in self.runs for path in spec.ppo_config.model_paths))
+
+    @property
     def trials(self) -> tuple[tuple[RunSpec, ...], ...]:
         """The runs of each Tune trial: one run, or the runs of all seeds of an arm."""
         if not self.study.family.has_batched_seeds:

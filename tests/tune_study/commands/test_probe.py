@@ -2,11 +2,9 @@
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import numpy as np
 import pytest
@@ -16,6 +14,7 @@ from typer.testing import CliRunner
 import analysis
 from search_spaces import STUDIES
 from search_spaces.declaration.presets import PRESETS
+from tests.fakes.forked_python import run_python
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.seeds import make_rng
 from trainable.diagnostics.token_scores import format_transcript, score_tokens
@@ -60,11 +59,8 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
     return plan
 
 
-def run_probe(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "tune_study", "probe", *words], capture_output=True, text=True, env=environment
-    )
+def run_probe(*words: str) -> "CompletedProcess[str]":
+    return run_python(["-m", "tune_study", "probe", *words], Path.cwd())
 
 
 def hash_files(folder: Path) -> dict[str, str]:

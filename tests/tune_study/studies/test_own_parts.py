@@ -57,6 +57,8 @@ STUDY = Study(
     baseline="plain",
 )
 '''
+# tests/tune_study/plan/test_own_parts.py and tests/trainable/test_part_checks.py test parts without a study.
+pytestmark = pytest.mark.slow
 RUN = Path("results/parts_sokoban-tiny_Bandit")
 NAMES = ("bandit.py", "my_parts.py")
 

@@ -1,0 +1,65 @@
+"""Does a teacher's distribution teach a policy faster than the game's rewards, exactly as well as from samples?
+
+On-policy distillation: the policy plays, and every token that it sampled is compared with the teacher, which is the
+reference of the KL loss. The loss is the reverse KL, KL(policy || teacher), at the policy's own tokens. `exact` sums it
+over the vocabulary. `sampled` estimates its gradient from the sampled token alone, which is the policy gradient with
+the reward log teacher - log policy at that token (k2 as a loss has this gradient). Neither reads the game's rewards.
+`ppo` reads nothing else, and `both` adds the two losses. All arms play the same levels with the same number of
+rollouts; as policies change, so does the number of tokens, against which the report draws success, too.
+
+The teacher of a shipped policy is that policy before it learned its bad habits; it is made on first use.
+"""
+
+from search_spaces.declaration.presets import Settings
+from search_spaces.declaration.study import Axis, Contrasts, Study
+from search_spaces.language_model.common import SWEEP_SETTINGS
+from search_spaces.language_model.family import PPO
+
+EXACT: Settings = {"actor.use_kl_loss": True, "actor.kl_loss_coef": 1.0, "actor.kl_loss_type": "full"}
+SAMPLED: Settings = {**EXACT, "actor.kl_loss_type": "mse"}
+# Without the game's rewards there is nothing for a critic to learn.
+_NO_REWARDS: Settings = {"algorithm.zero_task_advantage": True, "algorithm.adv_estimator": "grpo"}
+_REWARDS: Settings = {"algorithm.zero_task_advantage": False, "algorithm.adv_estimator": "gae"}
+
+ARMS: dict[str, Settings] = {
+    "ppo": {**_REWARDS, "actor.use_kl_loss": False, "actor.kl_loss_coef": 0.0, "actor.kl_loss_type": "full"},
+    "exact": {**_NO_REWARDS, **EXACT},
+    "sampled": {**_NO_REWARDS, **SAMPLED},
+    "both": {**_REWARDS, **EXACT},
+}
+
+CONTRASTS: Contrasts = {
+    "Exact reverse KL against PPO": (("exact", "ppo"),),
+    "Sampled reverse KL against PPO": (("sampled", "ppo"),),
+    "Exact against sampled reverse KL": (("exact", "sampled"),),
+    "PPO with the exact reverse KL against the KL alone": (("both", "exact"),),
+}
+
+STUDY = Study(
+    name="distill",
+    family=PPO,
+    question=__doc__.splitlines()[0],
+    axis=Axis(
+        setting="signal: rewards, teacher, or both",
+        option="--arms",
+        grids={"paper": tuple(ARMS), "laptop": tuple(ARMS)},
+        named_settings=ARMS,
+    ),
+    # No filter: without rewards, their variance says nothing of a group.
+    fixed_settings={**SWEEP_SETTINGS, "actor.entropy_coeff": 0.0, "filter.rollout_filter_value": 1.0},
+    presets={
+        # The head of a larger Qwen2.5 has other padding, so an exact KL needs a teacher of the same size.
+        "paper": {"model.reference_path": "Qwen/Qwen2.5-3B-Instruct", "trainer.measure_val_kl": True},
+        "laptop": {"model.reference_path": "sokoban-tiny-teacher"},
+    },
+    n_seeds=3,
+    baseline="ppo",
+    contrasts=CONTRASTS,
+    has_include_zero_option=False,
+    smoke_settings={
+        "trainer.total_training_steps": 2,
+        "env.env_groups": 2,
+        "env.val_env_groups": 8,
+        "env.test_env_groups": 0,
+    },
+)

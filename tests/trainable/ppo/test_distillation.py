@@ -1,0 +1,143 @@
+"""On-policy distillation: the KL loss with a teacher as its reference."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.fakes.scripted import make_qwen2_shape, make_random_model, make_small_config
+from tests.fakes.trainers import copy_weights, has_changed, has_same_weights, make_quiet_trainer, run_steps
+from trainable.algo.losses import estimate_kl
+from trainable.backend.meter import Meter
+from trainable.config.run_config import ConfigError
+from trainable.config.seeds import make_rng
+from trainable.models.load import load_policy
+from trainable.ppo.trainer import PPOTrainer
+from trainable.ppo.update import make_passes
+from trainable.tiny.policies import FROZENLAKE_TINY, SOKOBAN_TINY
+from trainable.tiny.recipe import write_model
+
+CPU = torch.device("cpu")
+EXACT = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 1.0, "actor__kl_loss_type": "full"}
+DISTILLATION = {
+    **EXACT,
+    "algorithm__zero_task_advantage": True,
+    "algorithm__adv_estimator": "grpo",
+    "actor__weight_decay": 0.0,
+}
+
+
+def test_the_untrained_policy_as_its_own_teacher_changes_nothing() -> None:
+    trainer, other_trainer = (
+        make_quiet_trainer(**EXACT),
+        make_quiet_trainer(**EXACT, model__reference_path="sokoban-tiny"),
+    )
+    assert run_steps(trainer, 2) == run_steps(other_trainer, 2)
+    assert has_same_weights(trainer, other_trainer)
+
+
+def test_the_loss_is_the_kl_from_the_policy_to_the_teacher_at_the_policys_tokens(random_folder: Path) -> None:
+    trainer = make_quiet_trainer(**DISTILLATION, model__reference_path=str(random_folder))
+    # In the order of `step`: the episodes and the batch of the first step, before any update.
+    trainer.step_index = 1
+    episodes = trainer._collect_episodes()
+    prepared = trainer.prepare_batch(episodes, 2, 2, make_rng(0, "duplicates", 1))
+    batch = prepared.batch
+    (inputs,) = make_passes(
+        batch, prepared.targets, torch.arange(len(episodes)), "token-mean", len(episodes), batch.tokens.shape[1]
+    )
+    terms = trainer.make_actor_update().compute_loss_terms(inputs, Meter())
+
+    teacher = load_policy(str(random_folder), CPU).model
+    token_kls = []
+    for tokens, mask in zip(batch.tokens, batch.mask, strict=True):
+        positions = torch.nonzero(mask).squeeze(1) - 1
+        policy_logprobs, teacher_logprobs = (
+            model.lm_head(model.model.compute_hidden_states(tokens[None], positions)).detach().double().log_softmax(-1)
+            for model in (trainer.model, teacher)
+        )
+        token_kls.append((policy_logprobs.exp() * (policy_logprobs - teacher_logprobs)).sum(-1))
+    kl = terms["kl"].item()
+    assert kl == pytest.approx(float(torch.cat(token_kls).mean()), rel=1e-4)
+    assert kl > 0.5
+    assert terms["task"].item() == 0
+
+
+@pytest.mark.parametrize("kind", ["full", "mse"])
+def test_the_policy_moves_to_its_teacher_without_any_reward(kind: str, random_folder: Path) -> None:
+    settings = {**DISTILLATION, "actor__kl_loss_type": kind, "actor__lr": 3e-3, "trainer__total_training_steps": 8}
+    trainer = make_quiet_trainer(**settings, model__reference_path=str(random_folder))
+    old_weights = copy_weights(trainer)
+    rows = run_steps(trainer, 8)
+    kls = [row["kl_to_reference"] for row in rows]
+    assert max(kls[-3:]) < 0.9 * kls[0]
+    assert has_changed(trainer, old_weights, "actor/")
+    assert all(row["pg_loss"] == 0 for row in rows)
+
+
+def test_the_sampled_loss_has_the_gradient_of_the_exact_kl_on_average() -> None:
+    """By enumeration of the tokens: their average under the policy, whose weights are not differentiated."""
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher_logits = torch.randn(2, 7, generator=generator, dtype=torch.float64)
+    teacher_logprobs = teacher_logits.log_softmax(0)
+
+    def compute_gradient(kind: str) -> torch.Tensor:
+        variable = logits.clone().requires_grad_()
+        logprobs = variable.log_softmax(0)
+        if kind == "full":
+            loss = (logprobs.exp() * (logprobs - teacher_logprobs)).sum()
+        else:
+            loss = (logprobs.exp().detach() * estimate_kl(logprobs, teacher_logprobs, kind)).sum()
+        return torch.autograd.grad(loss, variable)[0]
+
+    exact_gradient = compute_gradient("full")
+    assert exact_gradient.abs().max() > 0.05
+    torch.testing.assert_close(compute_gradient("mse"), exact_gradient)
+    assert compute_gradient("kl").abs().max() < 1e-12  # k1 as a loss does not pull towards the teacher
+
+
+def test_a_teacher_with_other_words_is_refused(tmp_path: Path) -> None:
+    write_model(make_random_model(FROZENLAKE_TINY.make_shape()), tmp_path, FROZENLAKE_TINY.pieces)
+    with pytest.raises(ValueError, match=r"has another vocabulary than model\.path=sokoban-tiny"):
+        make_quiet_trainer(**EXACT, model__reference_path=str(tmp_path))
+
+
+def test_a_shipped_teacher_of_another_game_is_refused_before_it_is_loaded() -> None:
+    with pytest.raises(ConfigError, match=r"set model\.reference_path=sokoban-tiny-teacher"):
+        make_small_config(**EXACT, model__reference_path="frozenlake-tiny-teacher")
+
+
+def test_a_teacher_with_a_shorter_context_is_refused(tmp_path: Path) -> None:
+    shape = SOKOBAN_TINY.make_shape()
+    write_model(make_random_model(make_qwen2_shape(vocab_size=shape.vocab_size)), tmp_path, SOKOBAN_TINY.pieces)
+    with pytest.raises(ValueError, match=r"set rollout\.max_model_len=128"):
+        make_quiet_trainer(**EXACT, model__reference_path=str(tmp_path))
+
+
+@pytest.mark.parametrize(("kind", "is_refused"), [("full", True), ("mse", False)])
+def test_an_exact_kl_needs_heads_of_one_size(kind: str, is_refused: bool, tmp_path: Path) -> None:
+    shape = SOKOBAN_TINY.make_shape()
+    sizes = {"vocab_size": shape.vocab_size + 8, "max_position_embeddings": shape.max_position_embeddings}
+    write_model(make_random_model(make_qwen2_shape(**sizes)), tmp_path, SOKOBAN_TINY.pieces)
+    settings = {**EXACT, "actor__kl_loss_type": kind, "model__reference_path": str(tmp_path)}
+    if is_refused:
+        with pytest.raises(ValueError, match=r"set actor\.kl_loss_type=mse"):
+            make_quiet_trainer(**settings)
+    else:
+        run_steps(make_quiet_trainer(**settings), 1)
+
+
+def test_the_teacher_is_part_of_the_hash_of_runs_that_read_it() -> None:
+    def compute_hash(**settings: object) -> str:
+        return make_small_config(**settings).compute_hash()
+
+    reference = {"model__reference_path": "sokoban-tiny-teacher"}
+    assert compute_hash(**EXACT) != compute_hash(**EXACT, **reference)
+    no_reference = {"trainer__measure_val_kl": False}
+    assert compute_hash(**no_reference) == compute_hash(**no_reference, **reference)
+
+
+def test_a_run_with_adapters_has_a_teacher_beside_its_base(random_folder: Path) -> None:
+    trainer: PPOTrainer = make_quiet_trainer(**EXACT, model__lora_rank=2, model__reference_path=str(random_folder))
+    (row,) = run_steps(trainer, 1)
+    assert row["kl_to_reference"] > 0.1

@@ -1,0 +1,51 @@
+"""Make the teachers that a study needs and this machine does not have yet, before Ray starts."""
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+
+from trainable.config.constants import TEACHERS
+from trainable.models.teachers import find_teacher_folder, is_made
+from tune_study.host.console import print_line
+from tune_study.plan.errors import PlanError
+
+
+def find_missing_teachers(paths: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """The teachers among the models at `paths` that this machine has not made yet, each once.
+
+    environ: the environment variables, which determine the cache.
+    """
+    return [
+        path for path in dict.fromkeys(paths) if path in TEACHERS and not is_made(find_teacher_folder(path, environ))
+    ]
+
+
+def describe_missing_teachers(paths: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """A line of a study's plan for every teacher among `paths` that is made before the study starts."""
+    return [
+        f"Teacher: {name} is made first, in about two CPU minutes, in {find_teacher_folder(name, environ)}"
+        for name in find_missing_teachers(paths, environ)
+    ]
+
+
+def make_missing_teachers(paths: Sequence[str], environ: Mapping[str, str], console: Console) -> None:
+    """Make every teacher among `paths` that this machine lacks, each by its command, and print what the command prints.
+
+    Raises PlanError with the command if it fails.
+    """
+    for name in find_missing_teachers(paths, environ):
+        print_line(console, f"Making the teacher {name}, once on this machine: about two CPU minutes.")
+        command = ["-m", "trainable.tiny", "--policy", name]
+        with subprocess.Popen(
+            [sys.executable, *command], stdout=subprocess.PIPE, text=True, encoding="utf-8", env=dict(environ)
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                print_line(console, line.rstrip("\n"))
+        if process.returncode != 0:
+            raise PlanError(
+                f"The teacher {name} could not be made: the command ended with code {process.returncode}. Its message "
+                f"is above; try it with `python {' '.join(command)}`."
+            )
