@@ -221,7 +221,7 @@ def find_differing_fields(study: Study, first: str, second: str) -> set[str]:
 
 
 # Study and first words of a contrast -> the settings in which its pairs differ.
-KL_FIELDS = {"actor.use_kl_loss", "actor.kl_loss_coef", "actor.kl_loss_type"}
+TEACHER_FIELDS = {"actor.use_kl_loss", "actor.kl_loss_coef", "actor.kl_loss_type"}
 REWARD_FIELDS = {"algorithm.adv_estimator", "algorithm.zero_task_advantage"}
 DIFFERING_FIELDS = {
     ("entropy-mechanism", "GRPO without"): {"std_normalization"},
@@ -244,7 +244,10 @@ DIFFERING_FIELDS = {
     },
     ("learning-rate", "GRPO against PPO"): {"algorithm.adv_estimator"},
     ("filter-under-noise", "Filter "): {*FILTER_FIELDS},
-    **{("distill", f"{loss} reverse KL against PPO"): {*KL_FIELDS, *REWARD_FIELDS} for loss in ("Exact", "Sampled")},
+    **{
+        ("distill", f"{loss} reverse KL against PPO"): {*TEACHER_FIELDS, *REWARD_FIELDS}
+        for loss in ("Exact", "Sampled")
+    },
     ("distill", "Exact against sampled"): {"actor.kl_loss_type"},
     ("distill", "PPO with the exact"): {*REWARD_FIELDS},
     **{
