@@ -207,7 +207,11 @@ def _summarize_distillation_run(rows: Sequence[Row], end_step: int | None) -> Ro
     variance = statistics.variance(projections) if len(projections) > 1 else 0.0
     if variance > 0:
         norms = [row["gradient_norm"] for row in rows if row.get("gradient_norm") is not None]
-        summary |= {"log10_gradient_variance": math.log10(variance), "mean_gradient_norm": statistics.fmean(norms)}
+        summary |= {
+            "gradient_variance": variance,
+            "log10_gradient_variance": math.log10(variance),
+            "mean_gradient_norm": statistics.fmean(norms),
+        }
     return summary
 
 

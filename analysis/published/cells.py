@@ -13,8 +13,9 @@ Three equal numbers do not show that there is no variation, and Welch's test nee
 MARGIN = 0.05
 """Difference within which our mean and a published one are equal, in the unit of the column."""
 
-PER_SEED, POOLED, NEVER_REACHED = "per seed", "pooled", "never"
-"""Kinds of cells: mean and std over seeds; mean and std over the logged rows of all seeds; "never reached" as text."""
+PER_SEED, POOLED, NEVER_REACHED, MEAN_ALONE = "per seed", "pooled", "never", "mean alone"
+"""Kinds of cells: mean and std over seeds; mean and std over the logged rows of all seeds; "never reached" as text; a
+mean over seeds without a std."""
 
 EQUAL, DIFFERS, OPEN = "equal", "differs", "open"
 """Verdicts on a cell: shown to be equal within the margin, resolved to differ, or neither."""
@@ -45,10 +46,10 @@ class Cell:
         studies: our studies that run the cell. The test uses the first one that is present.
         column: a column of `trials`, or of `steps` if the cell is pooled.
         mean: published mean; NaN for NEVER_REACHED.
-        std: published standard deviation (ddof 1); NaN for NEVER_REACHED.
+        std: published standard deviation (ddof 1); NaN for NEVER_REACHED and MEAN_ALONE.
         n: number of seeds, or of rows if the cell is pooled.
         section: the table in the source.
-        kind: PER_SEED, POOLED or NEVER_REACHED.
+        kind: PER_SEED, POOLED, NEVER_REACHED or MEAN_ALONE.
         expected_verdict, rationale: stated before any of our runs.
         conditions: the settings of the published runs. A cell is tested only if our runs have the same.
     """

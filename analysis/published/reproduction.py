@@ -16,12 +16,25 @@ import pandas as pd
 from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL
 from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, to_records
-from analysis.published.cells import DIFFERS, EQUAL, NEVER_REACHED, NO_EXPECTATION, OPEN, PER_SEED, POOLED, Cell
-from analysis.published.update_rule_sandbox import CELLS
+from analysis.published import distillation_sandbox, update_rule_sandbox
+from analysis.published.cells import (
+    DIFFERS,
+    EQUAL,
+    MEAN_ALONE,
+    NEVER_REACHED,
+    NO_EXPECTATION,
+    OPEN,
+    PER_SEED,
+    POOLED,
+    Cell,
+)
 from analysis.stats.estimates import Estimate, Floats, SampleStats, holm_adjust, welch_t_test
 from analysis.stats.noise import compute_equivalence_p_value
 from analysis.sweep.verdicts import format_p_value, format_status
 
+SOURCES = (update_rule_sandbox, distillation_sandbox)
+"""The modules of published numbers. Each has `CELLS`, and `SOURCE`, which says where they were published."""
+CELLS: tuple[Cell, ...] = tuple(cell for source in SOURCES for cell in source.CELLS)
 NOT_TESTED = "cannot be tested"
 # Seeds per arm of ours, stated with the test before the first run; a report with fewer says so.
 PLANNED_SEEDS = 10
@@ -60,6 +73,14 @@ def compare_to_published(frames: StudyFrames, cells: Sequence[Cell] = CELLS) -> 
         for verdict, expected in zip(table["verdict"], table["expected_verdict"], strict=True)
     ]
     return table
+
+
+def describe_sources(frames: StudyFrames) -> str:
+    """Where the numbers of the studies in `frames` were published, such as `the documents of A and those of B`."""
+    study_names = {study["name"] for study in frames.studies}
+    return " and ".join(
+        source.SOURCE for source in SOURCES if any(study_names & set(cell.studies) for cell in source.CELLS)
+    )
 
 
 def _select_study(cell: Cell, study_names: set[str]) -> list[str]:
@@ -121,6 +142,8 @@ def _explain_untestable(cell: Cell, runs: pd.DataFrame, values: Floats) -> str:
     """Why a cell cannot be tested; an empty string if it can."""
     if cell.kind == POOLED:
         return "the number is pooled over rows, and no standard deviation over seeds is published"
+    if cell.kind == MEAN_ALONE:
+        return "the published mean has no standard deviation"
     if not len(runs):
         return "no run of this arm was completed or stopped by a rule"
     setting_mismatch = _find_setting_mismatch(cell, runs)

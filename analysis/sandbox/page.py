@@ -11,8 +11,7 @@ from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, to_records
 from analysis.html.page import list_sources, make_settings_rows
 from analysis.published.cells import POOLED
-from analysis.published.reproduction import compare_to_published, summarize_verdicts
-from analysis.published.update_rule_sandbox import SOURCE
+from analysis.published.reproduction import compare_to_published, describe_sources, summarize_verdicts
 from analysis.sandbox import tables
 from analysis.sweep import contrasts, findings
 from analysis.sweep.verdicts import (
@@ -78,7 +77,7 @@ def make_published_context(frames: StudyFrames) -> Row:
         "pooled": to_records(cells[cells["kind"] == POOLED]),
         "rationales": _group_rationales(to_records(cells)),
         "verdict_summary": summarize_verdicts(cells),
-        "source": SOURCE,
+        "source": describe_sources(frames),
     }
 
 

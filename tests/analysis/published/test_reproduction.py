@@ -14,8 +14,13 @@ from scipy import stats
 
 from analysis.data.frames import to_records
 from analysis.data.load import load
-from analysis.published.cells import POOLED, Cell
-from analysis.published.reproduction import compare_to_published, format_sentences, summarize_verdicts
+from analysis.published.cells import MEAN_ALONE, POOLED, Cell
+from analysis.published.reproduction import (
+    compare_to_published,
+    describe_sources,
+    format_sentences,
+    summarize_verdicts,
+)
 from analysis.published.update_rule_sandbox import CELLS, make_conditions
 from analysis.stats.estimates import SampleStats, holm_adjust, welch_t_test
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox
@@ -155,6 +160,16 @@ def test_pooled_cells_are_compared_without_a_test(tmp_path: Path) -> None:
     assert (row["mean"], row["std"], row["n"], row["published_n"]) == (4.0, 0.0, 48, 45)
     assert (row["verdict"], row["as_expected"]) == ("cannot be tested", None)
     assert math.isnan(row["p"])
+
+
+def test_a_mean_without_a_spread_is_shown_and_not_tested(tmp_path: Path) -> None:
+    folder = write_sandbox(tmp_path, [FakeRun("DG", seed) for seed in range(3)], make_study("influence"))
+    cell = next(cell for cell in CELLS if cell.arm == "DG" and cell.column == "final_test_error")
+    cells = [replace(cell, kind=MEAN_ALONE, std=math.nan)]
+    (row,) = compare_to_published(load(folder), cells).to_dict("records")
+    assert (row["verdict"], row["reason"]) == ("cannot be tested", "the published mean has no standard deviation")
+    assert row["difference"] == pytest.approx(0.35 - 0.3345)
+    assert describe_sources(load(folder)) == "the documents of the update-rule sandbox"
 
 
 def test_runs_with_other_settings_are_not_compared_with_the_published_ones(tmp_path: Path) -> None:

@@ -44,9 +44,14 @@ TRIAL_COLUMNS: tuple[Column, ...] = (
     Column("switch_test_error", "fraction", "test_error at the switch from the warm-up to the top-k loss"),
     Column("error_since_switch", "fraction", "final_test_error - switch_test_error"),
     Column(
+        "gradient_variance",
+        "1",
+        "measures_variance: variance (divisor n - 1) of gradient_projection over the batches; published as such",
+    ),
+    Column(
         "log10_gradient_variance",
         "decades",
-        "measures_variance: decimal logarithm of the variance (divisor n - 1) of gradient_projection over the batches",
+        "measures_variance: decimal logarithm of gradient_variance",
     ),
     Column("mean_gradient_norm", "1", "measures_variance: mean of gradient_norm over the batches"),
 )
