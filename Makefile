@@ -4,9 +4,9 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 ENGINES := .venv-engines/bin
 BENCH := .venv-bench/bin
-# More than cores here: a test of a study waits for Ray, one of an ended study for its processes. With three processes on
-# two cores, a quarter of the processors' time was left, and in the tests that kill studies two thirds.
-PARALLEL := --numprocesses 4
+# More than cores here: a test of a study waits for Ray, one of an ended study for its processes. With four processes on
+# two cores there was nothing left, and studies took up to ten times as long as alone.
+PARALLEL := --numprocesses 3
 
 .PHONY: setup compile kl entropy top-p collapse test test-faults test-ci attack replicates test-engines test-all check format bench bench-engines clean
 

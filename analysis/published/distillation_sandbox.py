@@ -132,7 +132,7 @@ def _make_cells(
 ) -> tuple[Cell, ...]:
     """Cells of some columns of a table. rows: by arm, the mean and the standard deviation of each column, in order."""
     return tuple(
-        _make_cell(study, section, column, arm, *numbers[2 * index : 2 * index + 2])
+        _make_cell(study, section, column, arm, numbers[2 * index], numbers[2 * index + 1])
         for index, column in enumerate(columns)
         for arm, numbers in rows
     )

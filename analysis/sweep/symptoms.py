@@ -72,7 +72,7 @@ SYMPTOMS: tuple[Symptom, ...] = (
     Symptom("reward_std", "spread of the rewards in a group", DOWN, True, lows=FRACTIONS),
     Symptom("zero_std_groups", "groups without spread", UP, False, highs=(0.5, 1.5, 2.5, 3.5, 4.5, 5.5)),
     Symptom("entropy", "entropy", EITHER, True, lows=FRACTIONS, highs=MULTIPLES),
-    Symptom("val_kl_to_reference", "KL to the initial policy", UP, False, highs=(0.1, 0.2, 0.3, 0.5, 1.0, 2.0)),
+    Symptom("val_kl_to_reference", "KL to the reference", UP, False, highs=(0.1, 0.2, 0.3, 0.5, 1.0, 2.0)),
     Symptom("pg_clipfrac", "tokens with a clipped ratio", UP, True, highs=MULTIPLES),
     Symptom("actor_grad_norm", "gradient norm of the policy", EITHER, True, lows=FRACTIONS, highs=MULTIPLES),
     Symptom("critic_grad_norm", "gradient norm of the critic", EITHER, True, lows=FRACTIONS, highs=MULTIPLES),

@@ -150,13 +150,16 @@ def make_top_k_settings(
 def scale_steps(settings: Settings, base: DistillationConfig) -> Settings:
     """Scale an arm's warm-up and length, declared for studies of `STEPS` steps, to the study's length.
 
-    Without this, `--steps` would shorten only the arms that declare no length, or end a run in its warm-up.
+    Without this, `--steps` would shorten only the arms that declare no length, or end a run in its warm-up. Both are
+    rounded down to multiples of the evaluation interval, so that the switch is evaluated, unless nothing would be left.
     """
-    length = base.trainer.total_training_steps
-    keys = ("warmup_steps", "trainer.total_training_steps")
-    scaled_settings = {
-        key: max(1, value * length // STEPS)
-        for key in keys
-        if isinstance(value := settings.get(key), int) and length != STEPS
-    }
+    length, interval = base.trainer.total_training_steps, base.trainer.test_freq
+    if length == STEPS:
+        return settings
+    scaled_settings = {}
+    for key in ("warmup_steps", "trainer.total_training_steps"):
+        value = settings.get(key)
+        if isinstance(value, int):
+            steps = max(1, value * length // STEPS)
+            scaled_settings[key] = steps // interval * interval or steps
     return {**settings, **scaled_settings}

@@ -57,6 +57,26 @@ def _make_arms(temperature: float) -> dict[str, Settings]:
 
 
 CONTRASTS: Contrasts = {
+    # The question: one support against another, in arms that are equal otherwise.
+    **{
+        f"{support} support against the student's, temperature {temperature:g}": tuple(
+            (f"T{temperature}_{support}_warm{warmup}", f"T{temperature}_student_warm{warmup}") for warmup in WARMUPS
+        )
+        for temperature in TEMPERATURES
+        for support in SUPPORTS[1:]
+    },
+    **{
+        f"{support} support against the exact loss, temperature {temperature:g}": tuple(
+            (f"T{temperature}_{support}_warm{warmup}", f"T{temperature}_full") for warmup in WARMUPS
+        )
+        for temperature in TEMPERATURES
+        for support in SUPPORTS
+    },
+    "warm-up of 100 steps against none, equal steps after the switch": tuple(
+        (f"T{temperature}_{support}_warm100_equal", f"T{temperature}_{support}_warm0")
+        for temperature in TEMPERATURES
+        for support in ("student", "teacher")
+    ),
     "temperature 0.5 against 1, separator outside the support": (
         ("T0.5_teacher_separator_out", "T1.0_teacher_warm0"),
         ("T0.5_intersection_separator_out", "T1.0_intersection_warm0"),

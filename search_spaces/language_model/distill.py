@@ -2,9 +2,10 @@
 
 On-policy distillation: the policy plays, and every token that it sampled is compared with the teacher, which is the
 reference of the KL loss. The loss is the reverse KL, KL(policy || teacher), at the policy's own tokens. `exact` sums it
-over the vocabulary. `sampled` estimates its gradient from the sampled token alone, which is the policy gradient with
-the reward log teacher - log policy at that token (k2 as a loss has this gradient). Neither reads the game's rewards.
-`ppo` reads nothing else, and `both` adds the two losses. All arms play the same levels with the same number of
+over the vocabulary. `sampled` estimates its gradient from the sampled token alone: k2 as a loss has the gradient of a
+policy gradient with the reward log teacher - log policy at that token. It is unbiased in the first of the four updates
+per batch, whose tokens the current policy has sampled. Neither reads the game's rewards. `ppo` reads nothing else, and
+`both` adds the two losses. All arms play the same levels with the same number of
 rollouts; as policies change, so does the number of tokens, against which the report draws success, too.
 
 The teacher of a shipped policy is that policy before it learned its bad habits; it is made on first use.

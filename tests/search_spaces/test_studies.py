@@ -275,6 +275,18 @@ DIFFERING_FIELDS = {
     ("opd-soft-teacher", "temperature 0.5 against 1, separator in"): {"teacher_temperature", "special_token_weight"},
     ("opd-soft-teacher", "separator in the support against outside"): {"special_token_weight"},
     ("opd-soft-teacher", "normalized against not"): {"normalize_top_k"},
+    ("opd-soft-teacher", "teacher support against the student's"): {"top_k_support"},
+    ("opd-soft-teacher", "intersection support against the student's"): {"top_k_support"},
+    **{
+        ("opd-soft-teacher", f"{support} support against the exact"): {
+            "method",
+            "top_k",
+            "top_k_support",
+            "warmup_steps",
+        }
+        for support in ("student", "teacher", "intersection")
+    },
+    ("opd-soft-teacher", "warm-up of 100 steps"): {"warmup_steps", "trainer.total_training_steps"},
     **{(study, "PedagogicalRL against TeacherRL"): {"method"} for study in ("pedagogy", "pedagogy-cold")},
     **{(study, "VPOGRPO against ScalarGRPO"): {"method", "num_candidates"} for study in ("vpo", "vpo-large")},
     **{("off-policy", f"{rule}, "): {"delay", "inner_epochs"} for rule in ("REINFORCE", "PMDMean", "DG")},
@@ -309,7 +321,12 @@ def test_a_warmup_keeps_its_share_of_a_study_of_another_length() -> None:
     study = STUDIES["opd-warmup"]
     base = apply_overrides(make_base_config(study, "laptop"), {"trainer.total_training_steps": 30})
     settings = study.axis.make_settings("k4_warm250_equal", base)
-    assert (settings["warmup_steps"], settings["trainer.total_training_steps"]) == (25, 55)
+    assert (settings["warmup_steps"], settings["trainer.total_training_steps"]) == (20, 50)
+    # Also in a smoke form, which has fewer steps than an evaluation interval, the top-k loss has a step left.
+    short_base = apply_overrides(make_base_config(study, "laptop"), study.smoke_settings)
+    for value in study.axis.grids["laptop"]:
+        config = apply_overrides(short_base, study.axis.make_settings(value, short_base))
+        assert get_field(config, "warmup_steps") < config.trainer.total_training_steps
     full_base = make_base_config(study, "laptop")
     full_settings = study.axis.make_settings("k4_warm250_equal", full_base)
     assert (full_settings["warmup_steps"], full_settings["trainer.total_training_steps"]) == (250, 550)

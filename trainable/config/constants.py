@@ -28,10 +28,11 @@ SHIPPED_MODELS: Mapping[str, ShippedModel] = MappingProxyType(
 )
 """The policies that come with the package, by their name as `model.path`. The first is the one of the laptop preset."""
 
-TEACHERS: Mapping[str, str] = MappingProxyType({f"{name}-teacher": name for name in SHIPPED_MODELS})
+TEACHERS: Mapping[str, str] = MappingProxyType({f"{name}-teacher": name for name in (SHIPPED_MODEL, "frozenlake-tiny")})
 """The shipped policy to which each teacher belongs: the policy before it learned its bad habits.
 
-A teacher is made by the first stage of the recipe of its policy, once per machine (`trainable/models/teachers.py`).
+A teacher is made by the first stage of the recipe of its policy, once per machine (`trainable/models/teachers.py`). The
+first stage of mastermind-tiny has bad habits, too, so it makes no teacher.
 """
 
 QWEN2_ARCHITECTURE = "Qwen2ForCausalLM"

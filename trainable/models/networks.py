@@ -24,7 +24,8 @@ class Networks(NamedTuple):
     policy: the network that is trained and sampled from. reference: the model before training, or the one at
     model.reference_path; None if no KL to it is needed. critic: a value model with its own trunk. value_head: a value
     head on the policy's trunk, instead of a critic. Without GAE, both are None. base_fingerprint: identifies the frozen
-    weights under the adapters; None without adapters.
+    weights under the adapters; None without adapters. reference_fingerprint: identifies the weights at
+    model.reference_path; None if they are not used.
     """
 
     policy: Policy
@@ -32,6 +33,7 @@ class Networks(NamedTuple):
     critic: "ValueModel | HubValueModel | None"
     value_head: nn.Module | None
     base_fingerprint: str | None
+    reference_fingerprint: str | None
 
 
 def make_networks(config: RunConfig, device: torch.device) -> Networks:
@@ -42,9 +44,15 @@ def make_networks(config: RunConfig, device: torch.device) -> Networks:
     policy = load_policy(config.model.path, device, make_pass_settings(config.model), config.model.chat_format)
     if config.model.lora_rank:
         return _make_lora_networks(config, policy, device)
-    reference = _make_reference(config, policy, device)
+    reference, fingerprint = _make_reference(config, policy, device)
     critic = make_critic(policy, make_rng(config.seed, "critic"), device) if _needs_critic(config) else None
-    return Networks(policy, reference, *_split_critic(config, critic), base_fingerprint=None)
+    return Networks(
+        policy,
+        reference,
+        *_split_critic(config, critic),
+        base_fingerprint=None,
+        reference_fingerprint=fingerprint,
+    )
 
 
 def _make_lora_networks(config: RunConfig, policy: Policy, device: torch.device) -> Networks:
@@ -54,32 +62,53 @@ def _make_lora_networks(config: RunConfig, policy: Policy, device: torch.device)
     critic = make_shared_critic(base, make_rng(config.seed, "critic"), device) if _needs_critic(config) else None
     if critic is not None and not config.critic.shared_trunk:
         add_adapters(critic.model, settings, make_rng(config.seed, "adapters", 1))
+    reference, fingerprint = _make_reference(config, policy, device)
     return Networks(
         replace(policy, model=model),
-        _make_reference(config, policy, device),
+        reference,
         *_split_critic(config, critic),
         base_fingerprint=compute_fingerprint(policy.folder),
+        reference_fingerprint=fingerprint,
     )
 
 
-def _make_reference(config: RunConfig, policy: Policy, device: torch.device) -> "Qwen2 | HubModel | None":
-    """The frozen reference: the untrained policy, or the model at model.reference_path; None if no KL is needed.
+def _make_reference(
+    config: RunConfig, policy: Policy, device: torch.device
+) -> tuple["Qwen2 | HubModel | None", str | None]:
+    """The frozen reference, and the fingerprint of its weights if it is a model of its own, otherwise None.
 
-    policy: the untrained policy; with LoRA the base under its adapters, which stays as it is and needs no copy.
+    The reference is the untrained policy or the model at model.reference_path; None if no KL is needed. policy: the
+    untrained policy; with LoRA the base under its adapters, which stays as it is and needs no copy.
     """
     if not config.needs_reference:
-        return None
+        return None, None
     if config.model.reference_path is None:
-        return policy.model if config.model.lora_rank else make_frozen_copy(policy.model)
+        return (policy.model if config.model.lora_rank else make_frozen_copy(policy.model)), None
     reference = load_policy(
         config.model.reference_path, device, make_pass_settings(config.model), config.model.chat_format
     )
-    _check_reference(config, policy, reference)
-    return freeze(reference.model)
+    _check_vocabulary(config, policy, reference)
+    return freeze(reference.model), compute_fingerprint(reference.folder)
 
 
-def _check_reference(config: RunConfig, policy: Policy, reference: Policy) -> None:
-    """Raise ValueError if a KL from the policy to `reference`, a model of its own, cannot be computed."""
+def check_reference(checkpoint_reference: str | None, run_reference: str | None) -> None:
+    """ValueError if a checkpoint was trained with another model at model.reference_path than this run loads.
+
+    checkpoint_reference, run_reference: fingerprints of that model; None without one.
+    """
+    if checkpoint_reference != run_reference:
+        checkpoint_text, run_text = (
+            "the untrained policy" if fingerprint is None else f"the weights {fingerprint[:12]}"
+            for fingerprint in (checkpoint_reference, run_reference)
+        )
+        raise ValueError(
+            f"its reference is {checkpoint_text}, and that of this run is {run_text} (SHA-256): put the model back "
+            "that model.reference_path named, or start the run again."
+        )
+
+
+def _check_vocabulary(config: RunConfig, policy: Policy, reference: Policy) -> None:
+    """Raise ValueError if `reference` has other tokens than the policy, or a context that is too short."""
     name = f"model.reference_path={config.model.reference_path}"
     shape, policy_shape = reference.model.shape, policy.model.shape
     if reference.tokenizer.get_vocab() != policy.tokenizer.get_vocab():

@@ -4,22 +4,27 @@ A teacher is its policy after the first stage of the recipe, before it learned t
 Teachers are not shipped: two CPU minutes make one again.
 """
 
+import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from trainable.config.command_lines import quote_argument
+from trainable.config.constants import SHIPPED_MODELS, TEACHERS
 
 
 def find_teacher_folder(name: str, environ: Mapping[str, str] = os.environ) -> Path:
     """The folder in which this machine keeps the teacher `name` (a key of `TEACHERS`), whether or not it exists yet.
 
-    environ: the environment variables. The folder is in TUNE_STUDY_CACHE, or else below the user's cache folder.
+    environ: the environment variables. The folder is in TUNE_STUDY_CACHE, or else in the user's cache folder; relative
+    paths are below the home folder, because runs have other working folders. Its name depends on the recipe, so that a
+    teacher of another recipe is not taken for this one.
     """
-    if environ.get("TUNE_STUDY_CACHE"):
-        return Path(environ["TUNE_STUDY_CACHE"]).expanduser() / name
-    home = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".cache")
-    return home / "tune_study" / name
+    home = Path(environ.get("HOME", "~")).expanduser()
+    cache = environ.get("TUNE_STUDY_CACHE")
+    folder = Path(cache).expanduser() if cache else Path(environ.get("XDG_CACHE_HOME") or ".cache") / "tune_study"
+    recipe = (SHIPPED_MODELS[TEACHERS[name]].folder / "recipe.json").read_bytes()
+    return home / folder / f"{name}-{hashlib.sha256(recipe).hexdigest()[:8]}"
 
 
 def is_made(folder: Path) -> bool:
@@ -27,9 +32,14 @@ def is_made(folder: Path) -> bool:
     return (folder / "config.json").is_file()
 
 
+def format_teacher_command(name: str) -> str:
+    """The command that makes the teacher `name` in the folder where runs look for it."""
+    return f"python -m trainable.tiny --policy {quote_argument(name)}"
+
+
 def explain_missing_teacher(name: str, folder: Path) -> str:
     """The message for a teacher that this machine has not made yet."""
     return (
         f"The teacher {name} has not been made on this machine: {folder} does not exist. Make it, in about two CPU "
-        f"minutes, with `python -m trainable.tiny --policy {quote_argument(name)}`."
+        f"minutes, with `{format_teacher_command(name)}`."
     )

@@ -26,8 +26,8 @@ class Evaluation(NamedTuple):
     step: training steps before the evaluation. split: val or test. mode: sampled or greedy. levels: seed of each
     episode's level. clusters: for each episode, the index of its level's symmetry class; levels that are equal up to
     symmetry are one cluster in confidence intervals. successes: whether each episode ended with success. score: mean
-    score of the episodes. invalid_turns: invalid turns as a fraction of all turns. kl_to_reference: KL to the policy
-    before training in nats per token; None if it was not measured. measures: means of the measures of the game.
+    score of the episodes. invalid_turns: invalid turns as a fraction of all turns. kl_to_reference: KL to the
+    reference in nats per token; None if it was not measured. measures: means of the measures of the game.
     episodes: those episodes whose texts are recorded.
     """
 

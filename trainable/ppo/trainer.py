@@ -26,7 +26,7 @@ from trainable.envs.prompts import Observation, make_prompt_template
 from trainable.models.interface import Critic, LanguageModel
 from trainable.models.load import Policy, make_codec, pick_device
 from trainable.models.lora import check_base
-from trainable.models.networks import make_networks
+from trainable.models.networks import check_reference, make_networks
 from trainable.ppo.evaluation import (
     Evaluation,
     estimate_mean_kl,
@@ -111,7 +111,9 @@ class PPOTrainer:
     ) -> None:
         self.config, self.world, self.diagnostics = config, world, diagnostics
         self.device = pick_device(config.trainer.device, config.trainer.n_gpus_per_node)
-        policy, self.reference, self.critic, self.value_head, self.base_fingerprint = make_networks(config, self.device)
+        networks = make_networks(config, self.device)
+        policy, self.reference, self.critic, self.value_head = networks[:4]
+        self.base_fingerprint, self.reference_fingerprint = networks.base_fingerprint, networks.reference_fingerprint
         self.model = policy.model
         self.codec, self.stop_token = make_codec(policy.tokenizer), policy.stop_token
         self.backends = make_backends(config, world, self.model, self.value_head, self.critic)
@@ -486,8 +488,9 @@ class PPOTrainer:
         temperature = self.config.rollout.val_temperature if mode == "sampled" else 0.0
         is_sampled_validation = (split, mode) == ("val", "sampled")
         with add_step(f"in the {purpose} after step {self.step_index}"):
-            # Before training, policy and reference are equal.
-            measures_kl = self.config.measures_val_kl and is_sampled_validation and self.step_index > 0
+            # Before training, the policy is the reference, unless the reference is a model of its own.
+            has_moved = self.step_index > 0 or self.config.model.reference_path is not None
+            measures_kl = self.config.measures_val_kl and is_sampled_validation and has_moved
             episodes = self._roll_out_levels(levels, group_size, temperature, purpose, needs_logprobs=measures_kl)
         evaluation = make_evaluation(
             episodes, self.step_index, split, mode, number_classes([level.key for level in levels])
@@ -547,7 +550,7 @@ class PPOTrainer:
     def get_state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
         """Everything that the next step depends on: tensors by name, and JSON values.
 
-        The reference is not part of it, since it is the base model. The tensors are live: write or clone them before
+        The reference is not part of it, since it can be loaded again. The tensors are live: write or clone them before
         the next step.
         """
         tensors = {name: value for backend in self.backends.values() for name, value in backend.state_dict().items()}
@@ -561,6 +564,8 @@ class PPOTrainer:
             "collapse_averages": self.collapse_averages,
             # Adapters fit only the base that they were trained over; full weights need no base.
             **({} if self.base_fingerprint is None else {"base": self.base_fingerprint}),
+            # A run that goes on with another teacher would be another run.
+            **({} if self.reference_fingerprint is None else {"reference": self.reference_fingerprint}),
         }
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
@@ -569,6 +574,7 @@ class PPOTrainer:
         Raises ValueError, before anything is changed, if the state does not fit this trainer.
         """
         check_base(values.get("base"), self.base_fingerprint)
+        check_reference(values.get("reference"), self.reference_fingerprint)
         for backend in self.backends.values():
             backend.check_state_shapes(get_shapes(tensors))
         # Everything is read and converted before anything is loaded, so that a refused state changes nothing.

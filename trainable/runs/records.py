@@ -234,6 +234,11 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     Column("base_val_success_unseen", "fraction", "val_success_unseen of the policy before training"),
     Column("base_val_reward", "reward", "val_reward of the policy before training"),
     Column("base_val_invalid_turns", "fraction", "val_invalid_turns of the policy before training"),
+    Column(
+        "base_val_kl_to_reference",
+        "nats",
+        "val_kl_to_reference of the policy before training; missing where that policy is the reference",
+    ),
     Column("base_val_consistent_guesses", "fraction", "val_consistent_guesses of the policy before training"),
     Column("base_val_greedy_success", "fraction", "val_greedy_success of the policy before training"),
     # Times. Comparisons of rows for equality ignore these columns, because no two runs take equally long.

@@ -1,8 +1,9 @@
 """Make a shipped policy or its teacher: `python -m trainable.tiny --policy NAME --output DIR` (a few CPU minutes)."""
 
 import argparse
-import os
+from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -55,17 +56,37 @@ def main() -> None:
         evaluate(arguments.evaluate, policy)
         return
     is_teacher = name in TEACHERS
-    output = arguments.output or (find_teacher_folder(name) if is_teacher else Path(name.replace("-", "_")))
-    if is_teacher and arguments.output is None and is_made(output):
-        print(f"{name} is already in {output}.")
-        return
-    if output.exists() and any(output.iterdir()):
-        parser.error(f"{output} is not empty: choose a new folder with --output")
-    # The folder gets its name when it is complete, so that no run ever reads half a model.
-    unfinished_output = output.with_name(f"{output.name}.{os.getpid()}")
-    make_model(unfinished_output, policy, lambda line: print(line, flush=True), n_stages=1 if is_teacher else None)
-    unfinished_output.rename(output)
+
+    def make(folder: Path) -> None:
+        make_model(folder, policy, lambda line: print(line, flush=True), n_stages=1 if is_teacher else None)
+
+    if is_teacher and arguments.output is None:
+        output = find_teacher_folder(name)
+        if is_made(output):
+            print(f"{name} is already in {output}.")
+            return
+        make_in_cache(output, make)
+    else:
+        output = arguments.output or Path(name.replace("-", "_"))
+        if output.exists() and any(output.iterdir()):
+            parser.error(f"{output} is not empty: choose a new folder with --output")
+        make(output)
     evaluate(str(output), policy)
+
+
+def make_in_cache(folder: Path, make: Callable[[Path], None]) -> None:
+    """Make a teacher with `make` in a temporary folder, and name that `folder` when it is complete.
+
+    No run ever reads half a model. If another process was faster, its teacher stays.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as temporary_folder:
+        make(Path(temporary_folder) / folder.name)
+        try:
+            (Path(temporary_folder) / folder.name).rename(folder)
+        except OSError:
+            if not is_made(folder):
+                raise
 
 
 def evaluate(path: str, policy: TinyPolicy) -> None:

@@ -27,7 +27,6 @@ from tune_study.folder.statuses import resolve_status
 from tune_study.host.console import print_line, print_table
 from tune_study.placement import memory_plan, time_estimate
 from tune_study.placement.memory_plan import MemoryPlan
-from tune_study.placement.teachers import describe_missing_teachers
 from tune_study.plan.own_study import list_resume_options
 from tune_study.plan.remarks import find_remarks
 from tune_study.plan.resource_plan import ResourcePlan
@@ -134,7 +133,6 @@ def _format_plan_lines(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str
         f"Study {plan.study.name}: {plan.study.question.strip()}",
         f"Preset {plan.preset}: {plan.preset_reason}",
         *([] if plan.model is None else [f"Model: {plan.model}"]),
-        *describe_missing_teachers(plan.model_paths, os.environ),
         f"{len(plan.runs)} runs: {plan.study.axis.setting} in {values}; seeds {_format_seeds(plan)}",
         f"Steps per run: {trainer.total_training_steps}, validation every {trainer.test_freq} steps",
         f"{_describe_trial(plan)} reserves {reserved_resources}; "

@@ -19,7 +19,7 @@ from tune_study.placement import disk, memory_plan, resources
 from tune_study.placement.disk import DiskBudget
 from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.placement.model_files import check_file, check_model
-from tune_study.placement.teachers import make_missing_teachers
+from tune_study.placement.teachers import describe_teachers, make_missing_teachers
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import check_parts
 from tune_study.plan.resource_plan import ResourcePlan
@@ -126,6 +126,8 @@ def _print_plan(
     choose_wandb_mode(options.wandb, plan)  # only for its PlanError: a mode that does not exist is refused here too
     requirements = _estimate_requirements(plan, options, visible_gpus, nodes, dry_run=True)
     gpu_names = tuple(gpu.name for gpu in requirements.used_gpus)
+    for line in describe_teachers(plan.model_paths, os.environ, is_local=nodes is None):
+        print_line(console, line)
     describe.print_plan(
         console,
         plan,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 
 from trainable.config.constants import TEACHERS
-from trainable.models.teachers import find_teacher_folder, is_made
+from trainable.models.teachers import find_teacher_folder, format_teacher_command, is_made
 from tune_study.host.console import print_line
 from tune_study.plan.errors import PlanError
 
@@ -22,11 +22,21 @@ def find_missing_teachers(paths: Sequence[str], environ: Mapping[str, str]) -> l
     ]
 
 
-def describe_missing_teachers(paths: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """A line of a study's plan for every teacher among `paths` that is made before the study starts."""
+def describe_teachers(paths: Sequence[str], environ: Mapping[str, str], is_local: bool) -> list[str]:
+    """Lines of a plan about the teachers among the models at `paths`: what is made first, or what every node needs.
+
+    is_local: whether the study runs on this machine, not on a cluster.
+    """
+    if is_local:
+        return [
+            f"Teacher: {name} is made first, in about two CPU minutes, in {find_teacher_folder(name, environ)}"
+            for name in find_missing_teachers(paths, environ)
+        ]
     return [
-        f"Teacher: {name} is made first, in about two CPU minutes, in {find_teacher_folder(name, environ)}"
-        for name in find_missing_teachers(paths, environ)
+        f"Teacher: every node needs {name}, and all nodes the same: make it once with "
+        f"`{format_teacher_command(name)}`, and copy it to the folder that this prints"
+        for name in dict.fromkeys(paths)
+        if name in TEACHERS
     ]
 
 

@@ -79,6 +79,7 @@ def test_a_suite_plans_each_of_its_studies(tmp_path: Path) -> None:
         *SUITES["sandbox-all"],
         *SUITES["sandbox-companions"],
         "opd",
+        "distill",
     }
     code, output, _ = dry_run(tmp_path, "sandbox_evidence", "--seeds", "10")
     assert code == 0

@@ -11,7 +11,7 @@ from trainable.algo.losses import entropy_from_logits, full_kl
 from trainable.runs.run import Row
 from trainable.sandbox.batch.rngs import MemberRngs
 from trainable.sandbox.distillation import losses
-from trainable.sandbox.distillation.settings import SEQUENCE_PG, TOP_K, DistillationConfig
+from trainable.sandbox.distillation.settings import EVAL_PROMPTS, SEQUENCE_PG, TOP_K, DistillationConfig
 from trainable.sandbox.distillation.teacher import make_teacher_table
 from trainable.sandbox.models.decoding import (
     Completions,
@@ -26,7 +26,6 @@ from trainable.sandbox.training.ensemble import EnsembleTrainer, UpdateResult
 from trainable.sandbox.training.optimizer import MemberAdam
 from trainable.sandbox.training.prefixes import add_prefix, select_prefix
 
-EVAL_PROMPTS = 1000  # with an error of 0.5 per token and 8 tokens, the standard error is below 0.01
 _KINDS = {"reversal": "token_reversal", "soft_reversal": "token_reversal", "format_answer": "format_answer"}
 
 

@@ -13,14 +13,13 @@ from trainable.sandbox.batch.rngs import MemberRngs
 from trainable.sandbox.models.decoding import decode_greedily, generate_completions, select_log_probs
 from trainable.sandbox.models.transformer import TransformerEnsemble, TransformerShape, init_transformer_ensemble
 from trainable.sandbox.pedagogy import losses
-from trainable.sandbox.pedagogy.settings import STUDENT_ONLY, PedagogyConfig
+from trainable.sandbox.pedagogy.settings import EVAL_PROMPTS, STUDENT_ONLY, PedagogyConfig
 from trainable.sandbox.rules.grouped import NO_DUAL_CLIP, group_advantages
 from trainable.sandbox.training.descent import descend
 from trainable.sandbox.training.ensemble import EnsembleTrainer, UpdateResult
 from trainable.sandbox.training.optimizer import MemberAdam
 from trainable.sandbox.training.prefixes import add_prefix, select_prefix
 
-EVAL_PROMPTS = 1000  # with an error of 0.5, the standard error is 0.016
 _TEACHER_DRAWS, _STUDENT_DRAWS = 0, 1  # indices of the random streams of a step
 
 

@@ -11,6 +11,8 @@ from trainable.config.setting_types import Common, Finite, NonNegative, Positive
 from trainable.sandbox.config.runner import RunnerConfig
 
 STUDENT_ONLY = "StudentGRPO"
+EVAL_PROMPTS = 1000
+"""Prompts of an evaluation: with an error of 0.5, its standard error is 0.016."""
 MAX_TENSOR_ENTRIES = 2**28
 """1 GiB in float32; larger sizes are typing errors."""
 
@@ -88,7 +90,7 @@ class PedagogyConfig(BaseRunConfig):
         entries = max(
             4 * self.batch_size * self.max_positions * self.d_model,
             self.batch_size * self.max_positions**2 * self.nhead,
-            self.batch_size * self.completion_len * self.num_actions,
+            max(self.batch_size, EVAL_PROMPTS) * self.completion_len * self.num_actions,
             4 * self.num_layers * self.d_model**2,
             (self.num_actions + self.max_positions) * self.d_model,
         )

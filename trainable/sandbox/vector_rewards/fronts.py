@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SIMPLEX_POINTS = 2048
-"""Number of weights over which a mean over the simplex is taken."""
+from trainable.sandbox.vector_rewards.settings import SIMPLEX_POINTS
+
 MAX_SETS = 50_000
 """Enumerations of more sets than this are left out."""
 

@@ -11,6 +11,10 @@ from trainable.config.setting_types import Common, NonNegative, Positive
 from trainable.sandbox.config.runner import RunnerConfig
 
 SCALAR = "ScalarGRPO"
+SIMPLEX_POINTS = 2048
+"""Number of weights over which a mean over the simplex is taken."""
+_MAX_ACTIONS = 64
+"""At least the actions of every front."""
 MAX_TENSOR_ENTRIES = 2**28
 """1 GiB in float32; larger sizes are typing errors."""
 
@@ -70,7 +74,9 @@ class VectorRewardConfig(BaseRunConfig):
     def _check_combination(self) -> "VectorRewardConfig":
         entries = max(
             self.batch_size * self.num_candidates * self.num_weight_samples,
-            self.num_prompts * max(self.eval_sets, self.eval_candidates) * self.num_candidates,
+            self.num_prompts * self.eval_sets * self.num_candidates,
+            # Probabilities of the actions in each slot, for every weight of the simplex, in float64.
+            2 * self.num_prompts * SIMPLEX_POINTS * self.eval_candidates * _MAX_ACTIONS,
             self.hidden * max(self.hidden, self.num_prompts, self.num_candidates),
         )
         reasons = {
@@ -84,9 +90,8 @@ class VectorRewardConfig(BaseRunConfig):
             f"{max(1, self.batch_size // self.group_size) * self.group_size}": self.batch_size % self.group_size != 0,
             f"a tensor of this run would have {entries} entries, and the maximum is {MAX_TENSOR_ENTRIES}: set smaller "
             f"sizes (batch_size={self.batch_size} num_candidates={self.num_candidates} num_weight_samples="
-            f"{self.num_weight_samples} num_prompts={self.num_prompts} hidden={self.hidden})": (
-                entries > MAX_TENSOR_ENTRIES
-            ),
+            f"{self.num_weight_samples} num_prompts={self.num_prompts} eval_candidates={self.eval_candidates} hidden="
+            f"{self.hidden})": (entries > MAX_TENSOR_ENTRIES),
         }
         reason = next((reason for reason, applies in reasons.items() if applies), None)
         if reason is not None:

@@ -110,6 +110,38 @@ def test_a_support_of_all_tokens_trains_as_the_exact_loss() -> None:
     assert truncated[0][-1]["entropy"] == pytest.approx(exact[0][-1]["entropy"], abs=1e-5)
 
 
+@pytest.mark.parametrize("support", ["student", "teacher", "intersection"])
+def test_the_columns_of_a_batch_are_those_of_loops_over_its_positions(support: str) -> None:
+    config = make_config(method="OPDTopKReverseKL", top_k=2, top_k_support=support, overlap_k=3, task="soft_reversal")
+    algorithm = DistillationAlgorithm(config, (0, 1))
+    batch = algorithm.sample(1)
+    student = algorithm.models.compute_logits(batch.observations[..., :-1], config.seq_len).log_softmax(-1)
+    columns = algorithm._measure(student, batch)
+    for member in range(2):
+        sums: dict[str, float] = dict.fromkeys(("reverse_kl", "forward_kl", "sampled_reverse_kl", "overlap_at_k"), 0.0)
+        sums |= dict.fromkeys(("top1_agreement", "student_topk_mass", "teacher_topk_mass"), 0.0)
+        positions = batch.actions[member].numel()
+        for row, action, position in zip(
+            student[member].flatten(0, 1),
+            batch.actions[member].flatten(),
+            batch.teacher_log_probs[member].flatten(0, 1),
+            strict=True,
+        ):
+            p, q = row.tolist(), position.tolist()
+            sums["reverse_kl"] += sum(math.exp(a) * (a - b) for a, b in zip(p, q, strict=True))
+            sums["forward_kl"] += sum(math.exp(b) * (b - a) for a, b in zip(p, q, strict=True))
+            sums["sampled_reverse_kl"] += p[action] - q[action]
+            orders = [sorted(range(len(p)), key=lambda token, x=x: (-x[token], token)) for x in (p, q)]
+            sums["overlap_at_k"] += len({*orders[0][:3]} & {*orders[1][:3]}) / 3
+            sums["top1_agreement"] += orders[0][0] == orders[1][0]
+            chosen = {"student": {*orders[0][:2]}, "teacher": {*orders[1][:2]}}
+            tokens = chosen["student"] & chosen["teacher"] if support == "intersection" else chosen[support]
+            sums["student_topk_mass"] += sum(math.exp(p[token]) for token in tokens)
+            sums["teacher_topk_mass"] += sum(math.exp(q[token]) for token in tokens)
+        for name, total in sums.items():
+            assert float(columns[name][member]) == pytest.approx(total / positions, abs=1e-4), name
+
+
 def test_measuring_the_variance_trains_nothing_and_scales_with_the_normalization() -> None:
     config = make_config(measures_variance=True, test_freq=1, method="OPDSequencePG")
     trainer = make_trainer(config, (0, 1))
@@ -132,6 +164,8 @@ def test_spare_positions_change_nothing_but_the_size_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
+        ({"method": "OPDTopKReverseKL", "top_k": 1, "normalize_top_k": True}, "set top_k=2 or more"),
+        ({"measures_variance": True}, "set eval_every=1"),
         ({"nhead": 3}, "nhead=3 does not divide d_model=16"),
         ({"task": "format_answer", "seq_len": 1}, "set seq_len=2 or more"),
         ({"warmup_steps": 2}, "only method=OPDTopKReverseKL has"),

@@ -180,6 +180,40 @@ def test_a_member_is_the_one_that_it_is_alone_and_goes_on_from_its_state(method:
     assert [row["step"] for row in rows[4]] == [2, 4]
 
 
+@pytest.mark.parametrize("task", ["pareto_front", "pareto_large"])
+def test_an_evaluation_is_that_of_loops_over_the_sampled_sets(task: str) -> None:
+    config = make_config(task=task, num_prompts=3, eval_sets=4, num_candidates=3)
+    algorithm = VectorRewardAlgorithm(config, (0, 1))
+    columns, log_probs = algorithm.evaluate(5), algorithm.policies.compute_log_probs()
+    uniforms = algorithm.rngs.uniform("sandbox_evaluation", 5, shape=(3, 4, 3))
+    for member in range(2):
+        means, diversities = [], []
+        best: dict[int, list[float]] = {k: [] for k in (1, 3)}
+        for prompt in range(3):
+            # In the order in which they were drawn: all candidates of the first set, then those of the second.
+            pool: list[list[float]] = []
+            for drawn_set in uniforms[member, prompt]:
+                candidates = []
+                for slot, number in enumerate(drawn_set):
+                    cumulative = log_probs[member, prompt, slot].exp().cumsum(0)
+                    action = int((cumulative < number).sum())
+                    candidates.append(algorithm.rewards[prompt, action].tolist())
+                pool += candidates
+                pairs = list(itertools.combinations(candidates, 2))
+                diversities.append(sum(sum(map(abs, map(float.__sub__, a, b))) for a, b in pairs))
+                diversities[-1] /= len(pairs)
+            weights = algorithm.front.deployment_weights.tolist()
+            values = [[sum(map(float.__mul__, reward, weight)) for reward in pool] for weight in weights]
+            gold = algorithm.front.gold_weights.tolist()
+            means += [sum(map(float.__mul__, reward, gold)) for reward in pool]
+            for k, scores_at_k in best.items():
+                scores_at_k += [max(row[:k]) for row in values]
+        assert float(columns["mean_scalar_reward"][member]) == pytest.approx(np.mean(means), abs=1e-5)
+        assert float(columns["pool_diversity_l1"][member]) == pytest.approx(np.mean(diversities), abs=1e-5)
+        for k, scores_at_k in best.items():
+            assert float(columns[f"best_at_{k}"][member]) == pytest.approx(np.mean(scores_at_k), abs=1e-5)
+
+
 def test_only_scores_over_weights_teach_coverage() -> None:
     ends = {}
     for method, candidates in (("ScalarGRPO", 1), ("MultiRLVR", 3), ("VPOGRPO", 3)):
