@@ -6,9 +6,17 @@ from types import MappingProxyType
 from typing import Any
 
 from search_spaces.declaration.family import DisplayColumn, Family
-from search_spaces.declaration.presets import Preset, Settings
+from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Contrasts, Study, keep_settings
-from search_spaces.declaration.toy_study import make_toy_study
+from search_spaces.declaration.toy_study import (
+    BYTES_PER_ROW,
+    PRESETS,
+    SMOKE_SETTINGS,
+    count_transformer_parameters,
+    estimate_state_bytes,
+    make_template_values,
+    make_toy_study,
+)
 from trainable.sandbox.distillation.settings import DistillationConfig
 
 STEPS = 300
@@ -26,38 +34,20 @@ REVERSAL_SETTINGS: Settings = MappingProxyType(
     }
 )
 """The shared conditions of the published studies."""
-SMOKE_SETTINGS: Settings = MappingProxyType(
-    {"batch_size": 16, "trainer.total_training_steps": 4, "trainer.test_freq": 4, "trainer.resume_every": 4}
-)
-"""Settings of --smoke: small enough to run a study in seconds, so its numbers show nothing."""
 EXACT: Settings = MappingProxyType({"method": "OPDReverseKL"})
 NORMALIZED: Settings = MappingProxyType({"normalize_top_k": True})
-_BYTES_PER_PARAMETER = 12
-"""A weight and Adam's two moments, in float32."""
-_STATE_OVERHEAD_BYTES = 100_000
-_BYTES_PER_ROW = 12_000
-"""metrics.jsonl, Tune's result.json, progress.csv and TensorBoard, the log, tables and report."""
-
-
-def make_template_values(config: DistillationConfig) -> dict[str, str]:
-    """Values for every template of a study: {task} and {method}."""
-    return {"task": config.task, "method": config.method}
 
 
 def estimate_bytes(config: DistillationConfig, n_parameters: int) -> tuple[int, int]:
     """Maximum bytes of one run's checkpoint, and bytes of a row with everything derived from it."""
-    # As for update rules: 12 d^2 weights of a block in matrices, and d^2 is more than its biases and norms.
-    parameters = config.num_layers * 13 * config.d_model**2 + config.d_model * (
-        2 * config.num_actions + config.max_positions + 2
-    )
-    return _BYTES_PER_PARAMETER * parameters + _STATE_OVERHEAD_BYTES, _BYTES_PER_ROW
+    return estimate_state_bytes(count_transformer_parameters(config)), BYTES_PER_ROW
 
 
 DISTILLATION = Family(
     name="distillation",
     trainer="trainable.families:DISTILLATION",
     config_class=DistillationConfig,
-    presets={name: Preset(MappingProxyType({}), n_seeds=3) for name in ("paper", "laptop")},
+    presets=PRESETS,
     outcomes=("late_test_error", "final_test_error", "final_entropy", "last_reverse_kl", "error_since_switch"),
     margins={
         "late_test_error": 0.05,

@@ -3,7 +3,8 @@
 Other tasks: `--set task=format_answer --set vocab_size=5 --set seq_len=3`, or `--set task=soft_reversal`.
 """
 
-from search_spaces.companions.distillation import EXACT, SMOKE_SETTINGS, make_distillation_study
+from search_spaces.companions.distillation import EXACT, make_distillation_study
+from search_spaces.declaration.toy_study import SMOKE_SETTINGS
 
 STUDY = make_distillation_study(
     name="opd-exact-sampled",

@@ -5,40 +5,32 @@ the cold task, with two graded tokens of eleven values, it is right in one of 16
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from search_spaces.declaration.family import DisplayColumn, Family
-from search_spaces.declaration.presets import Preset, Settings
+from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Contrasts, Study
-from search_spaces.declaration.toy_study import make_toy_study
+from search_spaces.declaration.toy_study import (
+    BYTES_PER_ROW,
+    PRESETS,
+    SMOKE_SETTINGS,
+    count_transformer_parameters,
+    estimate_state_bytes,
+    make_template_values,
+    make_toy_study,
+)
 from trainable.sandbox.pedagogy.settings import PedagogyConfig
-
-_BYTES_PER_PARAMETER = 24
-"""A weight and Adam's two moments in float32, of teacher and student."""
-_STATE_OVERHEAD_BYTES = 200_000
-_BYTES_PER_ROW = 12_000
-"""metrics.jsonl, Tune's result.json, progress.csv and TensorBoard, the log, tables and report."""
-
-
-def make_template_values(config: PedagogyConfig) -> dict[str, str]:
-    """Values for every template of a study: {task} and {method}."""
-    return {"task": config.task, "method": config.method}
 
 
 def estimate_bytes(config: PedagogyConfig, n_parameters: int) -> tuple[int, int]:
     """Maximum bytes of one run's checkpoint, and bytes of a row with everything derived from it."""
-    # As for update rules: 12 d^2 weights of a block in matrices, and d^2 is more than its biases and norms.
-    parameters = config.num_layers * 13 * config.d_model**2 + config.d_model * (
-        2 * config.num_actions + config.max_positions + 2
-    )
-    return _BYTES_PER_PARAMETER * parameters + _STATE_OVERHEAD_BYTES, _BYTES_PER_ROW
+    return estimate_state_bytes(count_transformer_parameters(config), n_networks=2), BYTES_PER_ROW
 
 
 PEDAGOGY = Family(
     name="pedagogy",
     trainer="trainable.families:PEDAGOGY",
     config_class=PedagogyConfig,
-    presets={name: Preset(MappingProxyType({}), n_seeds=3) for name in ("paper", "laptop")},
+    presets=PRESETS,
     outcomes=("late_test_error", "late_teacher_test_error", "final_entropy"),
     margins={"late_test_error": 0.05, "late_teacher_test_error": 0.05, "final_entropy": 0.1},
     make_template_values=make_template_values,
@@ -73,12 +65,7 @@ def _make_study(name: str, question: str, settings: Settings) -> Study:
         arms=ARMS,
         baseline="StudentGRPO",
         fixed_settings={"trainer.test_freq": 20, "trainer.resume_every": 100, **settings},
-        smoke_settings={
-            "batch_size": 16,
-            "trainer.total_training_steps": 4,
-            "trainer.test_freq": 4,
-            "trainer.resume_every": 4,
-        },
+        smoke_settings=SMOKE_SETTINGS,
         setting="method",
         contrasts=CONTRASTS,
     )

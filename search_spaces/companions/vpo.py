@@ -6,38 +6,33 @@ set is worth over all weights.
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from search_spaces.declaration.family import DisplayColumn, Family
-from search_spaces.declaration.presets import Preset, Settings
+from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Contrasts, Study
-from search_spaces.declaration.toy_study import make_toy_study
+from search_spaces.declaration.toy_study import (
+    BYTES_PER_ROW,
+    PRESETS,
+    SMOKE_SETTINGS,
+    estimate_state_bytes,
+    make_template_values,
+    make_toy_study,
+)
 from trainable.sandbox.vector_rewards.settings import VectorRewardConfig
-
-_BYTES_PER_PARAMETER = 12
-"""A weight and Adam's two moments, in float32."""
-_STATE_OVERHEAD_BYTES = 100_000
-_BYTES_PER_ROW = 12_000
-"""metrics.jsonl, Tune's result.json, progress.csv and TensorBoard, the log, tables and report."""
-
-
-def make_template_values(config: VectorRewardConfig) -> dict[str, str]:
-    """Values for every template of a study: {task} and {method}."""
-    return {"task": config.task, "method": config.method}
 
 
 def estimate_bytes(config: VectorRewardConfig, n_parameters: int) -> tuple[int, int]:
     """Maximum bytes of one run's checkpoint, and bytes of a row with everything derived from it."""
     max_actions = 24  # of the large front
     parameters = config.hidden * (config.num_prompts + config.num_candidates + config.hidden + max_actions + 1)
-    return _BYTES_PER_PARAMETER * (parameters + max_actions) + _STATE_OVERHEAD_BYTES, _BYTES_PER_ROW
+    return estimate_state_bytes(parameters + max_actions), BYTES_PER_ROW
 
 
 VECTOR_REWARDS = Family(
     name="vector_rewards",
     trainer="trainable.families:VECTOR_REWARDS",
     config_class=VectorRewardConfig,
-    presets={name: Preset(MappingProxyType({}), n_seeds=3) for name in ("paper", "laptop")},
+    presets=PRESETS,
     outcomes=(
         "late_simplex_score",
         "late_best_at_1",
@@ -96,12 +91,7 @@ def _make_study(name: str, question: str, task: str) -> Study:
             "trainer.test_freq": 20,
             "trainer.resume_every": 100,
         },
-        smoke_settings={
-            "batch_size": 16,
-            "trainer.total_training_steps": 4,
-            "trainer.test_freq": 4,
-            "trainer.resume_every": 4,
-        },
+        smoke_settings=SMOKE_SETTINGS,
         setting="method",
         contrasts=CONTRASTS,
     )

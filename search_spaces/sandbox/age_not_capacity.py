@@ -10,7 +10,8 @@ import math
 
 from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Contrasts
-from search_spaces.sandbox.family import SMOKE_SETTINGS, make_sandbox_study
+from search_spaces.declaration.toy_study import SMOKE_SETTINGS
+from search_spaces.sandbox.family import make_sandbox_study
 
 CAPACITIES = (8, 16, 32)
 # updates; 3.5 and 7.5 are the largest mean ages that the capacities 8 and 16 can have

@@ -1,7 +1,8 @@
 """How much staleness does each update rule tolerate?"""
 
 from search_spaces.declaration.presets import Settings
-from search_spaces.sandbox.family import SMOKE_SETTINGS, make_sandbox_study
+from search_spaces.declaration.toy_study import SMOKE_SETTINGS
+from search_spaces.sandbox.family import make_sandbox_study
 
 RULES = ("REINFORCE", "PG", "ASPO", "TrajPG", "DG", "Kondo")
 DELAYS = (0, 1, 3, 10, 30, 100)

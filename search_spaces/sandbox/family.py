@@ -7,7 +7,7 @@ from typing import Any
 from search_spaces.declaration.family import DisplayColumn, Family
 from search_spaces.declaration.presets import Preset, Settings
 from search_spaces.declaration.study import Contrasts, Study, keep_settings
-from search_spaces.declaration.toy_study import make_toy_study
+from search_spaces.declaration.toy_study import SMOKE_SETTINGS, make_toy_study
 from trainable.sandbox.config.settings import UpdateRuleConfig
 
 GROUP_SETTINGS: Settings = MappingProxyType({"group_size": 8, "inner_epochs": 4})
@@ -23,11 +23,6 @@ REVERSAL_SETTINGS: Settings = MappingProxyType(
     }
 )
 """The shared conditions of the published sweeps."""
-
-SMOKE_SETTINGS: Settings = MappingProxyType(
-    {"batch_size": 16, "trainer.total_training_steps": 4, "trainer.test_freq": 4, "trainer.resume_every": 4}
-)
-"""Settings of --smoke: small enough to run a study in seconds, so its numbers show nothing."""
 
 _BYTES_PER_PARAMETER = 12
 """A weight and Adam's two moments, in float32."""
@@ -133,4 +128,5 @@ def make_sandbox_study(
         contrasts=contrasts,
         adapt=adapt,
         stop_rules=("uniform_groups",),
+        wandb_project="update_rule_sandbox",
     )

@@ -8,7 +8,8 @@ The contrasts compare each rule with REINFORCE at the same staleness. REINFORCE-
 
 from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Contrasts
-from search_spaces.sandbox.family import SMOKE_SETTINGS, make_sandbox_study
+from search_spaces.declaration.toy_study import SMOKE_SETTINGS
+from search_spaces.sandbox.family import make_sandbox_study
 
 RULES = ("REINFORCE", "PG", "TrajPG", "ASPO", "R2VPO", "PMDMean", "DG")
 ON_POLICY_RULES = ("REINFORCE", "PMDMean", "DG")

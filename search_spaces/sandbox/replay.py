@@ -1,6 +1,7 @@
 """When all samples are old, what breaks learning from a replay buffer: the samples' age or the buffer's capacity?"""
 
-from search_spaces.sandbox.family import REVERSAL_SETTINGS, SMOKE_SETTINGS, make_sandbox_study
+from search_spaces.declaration.toy_study import SMOKE_SETTINGS
+from search_spaces.sandbox.family import REVERSAL_SETTINGS, make_sandbox_study
 
 STUDY = make_sandbox_study(
     name="replay",

@@ -1,6 +1,7 @@
 """How does one update rule behave on one task? Any combination: `--set task=token_reversal --set method=TPO`."""
 
-from search_spaces.sandbox.family import SMOKE_SETTINGS, make_sandbox_study
+from search_spaces.declaration.toy_study import SMOKE_SETTINGS
+from search_spaces.sandbox.family import make_sandbox_study
 
 STUDY = make_sandbox_study(
     name="sandbox",

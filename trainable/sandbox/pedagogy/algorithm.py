@@ -15,7 +15,7 @@ from trainable.sandbox.models.transformer import TransformerEnsemble, Transforme
 from trainable.sandbox.pedagogy import losses
 from trainable.sandbox.pedagogy.settings import EVAL_PROMPTS, STUDENT_ONLY, PedagogyConfig
 from trainable.sandbox.rules.grouped import NO_DUAL_CLIP, group_advantages
-from trainable.sandbox.training.descent import descend
+from trainable.sandbox.training.descent import descend, merge_names
 from trainable.sandbox.training.ensemble import EnsembleTrainer, UpdateResult
 from trainable.sandbox.training.optimizer import MemberAdam
 from trainable.sandbox.training.prefixes import add_prefix, select_prefix
@@ -134,12 +134,12 @@ class PedagogyAlgorithm:
         for index in range(config.teacher_steps):
             teacher_batch = self._sample_batch((step, _TEACHER_DRAWS, index), config.group_size) if index else batch
             names, teacher_metrics = self._update_teacher(teacher_batch)
-            nonfinite_names = [first or later for first, later in zip(nonfinite_names, names, strict=True)]
+            nonfinite_names = merge_names(nonfinite_names, names)
             metrics |= teacher_metrics
         for index in range(config.student_steps):
             lessons = self._sample_batch((step, _STUDENT_DRAWS, index), 1)
             names, student_metrics = self._imitate(lessons)
-            nonfinite_names = [first or later for first, later in zip(nonfinite_names, names, strict=True)]
+            nonfinite_names = merge_names(nonfinite_names, names)
             metrics |= student_metrics
         return UpdateResult(metrics, nonfinite_names)
 
@@ -152,7 +152,7 @@ class PedagogyAlgorithm:
             prompts = self.task.make_student_prompts(own_batch.inputs)
             loss, advantages = self._compute_grpo_loss(self.student, prompts, own_batch, own_batch.task_rewards)
             names = descend(self.student_optimizer, loss)
-            nonfinite_names = [first or later for first, later in zip(nonfinite_names, names, strict=True)]
+            nonfinite_names = merge_names(nonfinite_names, names)
             metrics = {
                 "student_loss": loss.detach(),
                 "task_reward": own_batch.task_rewards.mean(1),

@@ -1,5 +1,7 @@
 """One optimizer step of an ensemble, and the names of what was not finite in it."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from trainable.runs.nonfinite import find_nonfinite_gradients, find_nonfinite_losses
@@ -23,6 +25,11 @@ def descend(optimizer: MemberAdam, loss: Tensor) -> list[list[str]]:
         [] if member_is_finite else _find_nonfinite(optimizer, member, loss, gradient, norm)
         for member, member_is_finite in enumerate(is_finite.tolist())
     ]
+
+
+def merge_names(names: Sequence[list[str]], later_names: Sequence[list[str]]) -> list[list[str]]:
+    """For each member what was not finite first: of `names` of earlier steps, or else of a later one."""
+    return [first or later for first, later in zip(names, later_names, strict=True)]
 
 
 def _find_nonfinite(optimizer: MemberAdam, member: int, loss: Tensor, gradient: Tensor, norm: Tensor) -> list[str]:

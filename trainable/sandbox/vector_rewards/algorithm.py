@@ -13,7 +13,7 @@ from trainable.runs.run import Row
 from trainable.sandbox.batch.rngs import MemberRngs
 from trainable.sandbox.models.decoding import sample_actions, select_log_probs
 from trainable.sandbox.rules.grouped import NO_DUAL_CLIP, group_advantages
-from trainable.sandbox.training.descent import descend
+from trainable.sandbox.training.descent import descend, merge_names
 from trainable.sandbox.training.ensemble import EnsembleTrainer, UpdateResult
 from trainable.sandbox.training.optimizer import MemberAdam
 from trainable.sandbox.training.prefixes import add_prefix, select_prefix
@@ -163,8 +163,7 @@ class VectorRewardAlgorithm:
                 NO_DUAL_CLIP,
             )
             loss = policy_loss.loss.mean((1, 2))
-            epoch_names = descend(self.optimizer, loss)
-            nonfinite_names = [names or later for names, later in zip(nonfinite_names, epoch_names, strict=True)]
+            nonfinite_names = merge_names(nonfinite_names, descend(self.optimizer, loss))
             metrics = {"loss": loss.detach(), "ratio_mean": policy_loss.ratio.mean((1, 2))}
         if is_row:
             metrics |= {
