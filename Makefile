@@ -47,7 +47,7 @@ test-faults: setup compile
 	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile ci --dist worksteal -m faults tests/faults/test_kills.py tests/faults/test_endings.py
 	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile ci -m slow tests/faults/test_malformed.py
 
-# Both at once: the tests that kill studies mostly wait, and the others use that time.
+# The tests and the main faults at once: those that kill studies mostly wait, and the others use that time.
 test-ci: check compile
 	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile ci --dist loadfile --no-loadscope-reorder -m "not slow and not engines"
 
