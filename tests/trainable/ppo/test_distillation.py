@@ -141,3 +141,11 @@ def test_a_run_with_adapters_has_a_teacher_beside_its_base(random_folder: Path) 
     trainer: PPOTrainer = make_quiet_trainer(**EXACT, model__lora_rank=2, model__reference_path=str(random_folder))
     (row,) = run_steps(trainer, 1)
     assert row["kl_to_reference"] > 0.1
+
+
+def test_the_distance_to_a_teacher_is_measured_before_training(random_folder: Path) -> None:
+    settings = {"trainer__measure_val_kl": True, "trainer__val_before_train": True}
+    (row,) = run_steps(make_quiet_trainer(**settings, model__reference_path=str(random_folder)), 1)
+    assert row["base_val_kl_to_reference"] > 0.1
+    (row,) = run_steps(make_quiet_trainer(**settings), 1)
+    assert "base_val_kl_to_reference" not in row  # the policy is its own reference then

@@ -153,6 +153,7 @@ def test_the_row_has_known_columns_and_misses_only_what_was_not_measured() -> No
         "seconds_gradient_analysis",
         "tpo_target_entropy",
         "tpo_target_top_prob",
+        "base_val_kl_to_reference",  # the reference is the policy before training
         # Measures of another game.
         "train_consistent_guesses",
         "val_consistent_guesses",

@@ -127,8 +127,6 @@ class DistillationConfig(BaseRunConfig):
             ),
             f"normalize_top_k=true is about the support of method={TOP_K}, and method={self.method} has none: set "
             "normalize_top_k=false": self.normalize_top_k and self.method != TOP_K,
-            "normalize_top_k=true with top_k=1 compares two policies that are both 1 on the one token, so nothing is "
-            "learned: set top_k=2 or more": self.normalize_top_k and self.top_k == 1,
             "measures_variance=true takes the variance over all batches, and rows are written every "
             f"test_freq={self.trainer.test_freq} of them: set eval_every=1": (
                 self.measures_variance and self.trainer.test_freq != 1
