@@ -5,7 +5,7 @@ BIN := .venv/bin
 ENGINES := .venv-engines/bin
 BENCH := .venv-bench/bin
 # More than cores here: a test of a study waits for Ray, one of an ended study for its processes. With four processes on
-# two cores there was nothing left, and studies took up to ten times as long as alone.
+# two cores there was nothing left, and single tests of studies took over ten times as long as alone.
 PARALLEL := --numprocesses 3
 
 .PHONY: setup compile kl entropy top-p collapse test test-faults test-ci attack replicates test-engines test-all check format bench bench-engines clean

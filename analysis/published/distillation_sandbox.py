@@ -113,8 +113,8 @@ def make_conditions(study: str, arm: str) -> Conditions:
 
 
 _INITIAL_WEIGHTS = (
-    "the exact loss leaves its plateau between step 200 and, with some initial weights, after step 300: the published "
-    "three seeds are three draws of initial weights, all of which leave it before step 250"
+    "the exact loss leaves its plateau near step 200 with some initial weights, and after step 300 with others; the "
+    "three published seeds are three draws of initial weights, and their mean error is below .01 at step 300"
 )
 _AFTER_THE_PLATEAU = f"most of the steps have the exact loss, or one that is close to it; {_INITIAL_WEIGHTS}"
 _BY_THE_SWITCH = f"the state at the switch is that of the exact loss; {_INITIAL_WEIGHTS}"

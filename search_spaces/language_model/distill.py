@@ -1,4 +1,4 @@
-"""Does a teacher's distribution teach a policy faster than the game's rewards, exactly as well as from samples?
+"""Does a teacher teach faster than the game's rewards, and its whole distribution faster than samples of it?
 
 On-policy distillation: the policy plays, and every token that it sampled is compared with the teacher, which is the
 reference of the KL loss. The loss is the reverse KL, KL(policy || teacher), at the policy's own tokens. `exact` sums it

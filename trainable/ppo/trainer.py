@@ -112,7 +112,8 @@ class PPOTrainer:
         self.config, self.world, self.diagnostics = config, world, diagnostics
         self.device = pick_device(config.trainer.device, config.trainer.n_gpus_per_node)
         networks = make_networks(config, self.device)
-        policy, self.reference, self.critic, self.value_head = networks[:4]
+        policy, self.reference = networks.policy, networks.reference
+        self.critic, self.value_head = networks.critic, networks.value_head
         self.base_fingerprint, self.reference_fingerprint = networks.base_fingerprint, networks.reference_fingerprint
         self.model = policy.model
         self.codec, self.stop_token = make_codec(policy.tokenizer), policy.stop_token

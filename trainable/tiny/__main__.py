@@ -66,6 +66,7 @@ def main() -> None:
             print(f"{name} is already in {output}.")
             return
         make_in_cache(output, make)
+        print(f"{name} is in {output}.")
     else:
         output = arguments.output or Path(name.replace("-", "_"))
         if output.exists() and any(output.iterdir()):
