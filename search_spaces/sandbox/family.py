@@ -5,9 +5,15 @@ from types import MappingProxyType
 from typing import Any
 
 from search_spaces.declaration.family import DisplayColumn, Family
-from search_spaces.declaration.presets import Preset, Settings
+from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Contrasts, Study, keep_settings
-from search_spaces.declaration.toy_study import SMOKE_SETTINGS, make_toy_study
+from search_spaces.declaration.toy_study import (
+    BYTES_PER_ROW,
+    PRESETS,
+    SMOKE_SETTINGS,
+    make_template_values,
+    make_toy_study,
+)
 from trainable.sandbox.config.settings import UpdateRuleConfig
 
 GROUP_SETTINGS: Settings = MappingProxyType({"group_size": 8, "inner_epochs": 4})
@@ -28,13 +34,6 @@ _BYTES_PER_PARAMETER = 12
 """A weight and Adam's two moments, in float32."""
 _STATE_OVERHEAD_BYTES = 200_000
 """Headers, counters and settings of a checkpoint."""
-_BYTES_PER_ROW = 12_000
-"""metrics.jsonl (1.5 kB), Tune's result.json, progress.csv and TensorBoard, the log, tables and report."""
-
-
-def make_template_values(config: UpdateRuleConfig) -> dict[str, str]:
-    """Values for every template of a study: {task} and {method}."""
-    return {"task": config.task, "method": config.method}
 
 
 def get_model_path(config: UpdateRuleConfig) -> str | None:
@@ -62,14 +61,14 @@ def estimate_bytes(config: UpdateRuleConfig, n_parameters: int) -> tuple[int, in
     batch_bytes = config.batch_size * (max(784 * 4, sequence_length * 8, config.context_len * 8) + config.seq_len * 40)
     # Upper bound: the largest model that any task could train.
     weight_bytes = _BYTES_PER_PARAMETER * max(transformer_parameters, mlp_parameters, n_parameters)
-    return weight_bytes + n_batches * batch_bytes + _STATE_OVERHEAD_BYTES, _BYTES_PER_ROW
+    return weight_bytes + n_batches * batch_bytes + _STATE_OVERHEAD_BYTES, BYTES_PER_ROW
 
 
 UPDATE_RULES = Family(
     name="update_rules",
     trainer="trainable.families:UPDATE_RULES",
     config_class=UpdateRuleConfig,
-    presets={name: Preset(MappingProxyType({}), n_seeds=3) for name in ("paper", "laptop")},
+    presets=PRESETS,
     outcomes=(
         "late_test_error",
         "final_entropy",

@@ -7,7 +7,6 @@ Without its adapters, the policy is the base model, which serves as the referenc
 arXiv:2106.09685. The layers are peft's.
 """
 
-import hashlib
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -153,30 +152,3 @@ def write_adapters(policy: "Qwen2 | HubModel", settings: ModelConfig, folder: Pa
         inference_mode=True,
         base_model_name_or_path=settings.path,
     ).save_pretrained(str(folder))
-
-
-def compute_fingerprint(folder: Path) -> str:
-    """SHA-256 of the weight files of the model in `folder`.
-
-    A checkpoint of adapters contains it, because adapters fit only the weights over which they were trained.
-    """
-    digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            digest.update(f"{file.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
-    return digest.hexdigest()
-
-
-def check_base(checkpoint_base: str | None, run_base: str | None) -> None:
-    """ValueError if the adapters of a checkpoint were trained over another base than that of this run.
-
-    checkpoint_base, run_base: fingerprints of the base; None without adapters.
-    """
-    if checkpoint_base != run_base:
-        checkpoint_text, run_text = (
-            "no adapters" if fingerprint is None else f"adapters of the base {fingerprint[:12]}"
-            for fingerprint in (checkpoint_base, run_base)
-        )
-        raise ValueError(
-            f"it has {checkpoint_text}, and this run has {run_text} (SHA-256 of its weights); type the same model."
-        )

@@ -10,8 +10,9 @@ from torch import nn
 from trainable.config.choices import EXACT_KL
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
+from trainable.models.fingerprint import compute_fingerprint
 from trainable.models.load import Policy, freeze, load_policy, make_critic, make_frozen_copy, make_pass_settings
-from trainable.models.lora import add_adapters, compute_fingerprint, make_adapted_policy, make_shared_critic
+from trainable.models.lora import add_adapters, make_adapted_policy, make_shared_critic
 from trainable.models.qwen2 import Qwen2, ValueModel
 
 if TYPE_CHECKING:  # it imports transformers, which a Qwen2 does not need
@@ -87,27 +88,11 @@ def _make_reference(
     reference = load_policy(
         config.model.reference_path, device, make_pass_settings(config.model), config.model.chat_format
     )
-    _check_vocabulary(config, policy, reference)
+    _check_own_reference(config, policy, reference)
     return freeze(reference.model), compute_fingerprint(reference.folder)
 
 
-def check_reference(checkpoint_reference: str | None, run_reference: str | None) -> None:
-    """ValueError if a checkpoint was trained with another model at model.reference_path than this run loads.
-
-    checkpoint_reference, run_reference: fingerprints of that model; None without one.
-    """
-    if checkpoint_reference != run_reference:
-        checkpoint_text, run_text = (
-            "the untrained policy" if fingerprint is None else f"the weights {fingerprint[:12]}"
-            for fingerprint in (checkpoint_reference, run_reference)
-        )
-        raise ValueError(
-            f"its reference is {checkpoint_text}, and that of this run is {run_text} (SHA-256): put the model back "
-            "that model.reference_path named, or start the run again."
-        )
-
-
-def _check_vocabulary(config: RunConfig, policy: Policy, reference: Policy) -> None:
+def _check_own_reference(config: RunConfig, policy: Policy, reference: Policy) -> None:
     """Raise ValueError if `reference` has other tokens than the policy, or a context that is too short."""
     name = f"model.reference_path={config.model.reference_path}"
     shape, policy_shape = reference.model.shape, policy.model.shape

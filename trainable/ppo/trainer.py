@@ -23,10 +23,10 @@ from trainable.envs.environment import Level
 from trainable.envs.games.make import make_environment, make_reward_function
 from trainable.envs.level_sets import make_run_levels, make_validation_levels
 from trainable.envs.prompts import Observation, make_prompt_template
+from trainable.models.fingerprint import check_base, check_reference
 from trainable.models.interface import Critic, LanguageModel
 from trainable.models.load import Policy, make_codec, pick_device
-from trainable.models.lora import check_base
-from trainable.models.networks import check_reference, make_networks
+from trainable.models.networks import make_networks
 from trainable.ppo.evaluation import (
     Evaluation,
     estimate_mean_kl,

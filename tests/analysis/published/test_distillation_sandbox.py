@@ -7,6 +7,7 @@ import pytest
 from analysis.published.cells import MEAN_ALONE, NO_EXPECTATION, NOT_DISTINGUISHABLE, PER_SEED
 from analysis.published.distillation_sandbox import CELLS, STUDY_SETTINGS, make_conditions
 from search_spaces import STUDIES
+from tests.fakes.printed_tables import read_printed_tables
 from trainable.config.run_config import apply_overrides
 from trainable.sandbox.distillation.records import TRIAL_COLUMNS
 from trainable.sandbox.distillation.settings import DistillationConfig
@@ -115,20 +116,10 @@ NUMBERS = {(cell.studies[0], cell.arm, cell.column): (cell.mean, cell.std) for c
 
 
 def test_every_printed_number_with_a_spread_is_recorded_once() -> None:
-    printed_numbers = {}
-    for table in PRINTED_TABLES.strip().split("\n\n"):
-        head, *lines = table.splitlines()
-        study, *columns = head.split(" | ")
-        for line in lines:
-            arm, *words = line.replace("+/- ", "").split()
-            numbers = [float(word) for word in words]
-            assert len(numbers) == 2 * len(columns)
-            for index, column in enumerate(columns):
-                printed_numbers[study, arm, column] = (numbers[2 * index], numbers[2 * index + 1])
     spread_numbers = {
         (cell.studies[0], cell.arm, cell.column): (cell.mean, cell.std) for cell in CELLS if cell.kind == PER_SEED
     }
-    assert spread_numbers == printed_numbers
+    assert spread_numbers == read_printed_tables(PRINTED_TABLES)
     assert len(CELLS) == len(NUMBERS)
 
 

@@ -9,6 +9,7 @@ import pytest
 from analysis.published.cells import DIFFERS, NEVER_REACHED, NO_EXPECTATION, NOT_DISTINGUISHABLE, PER_SEED, POOLED, Cell
 from analysis.published.update_rule_sandbox import CELLS, STUDY_SETTINGS, make_conditions
 from search_spaces import STUDIES
+from tests.fakes.printed_tables import read_printed_tables
 from trainable.config.run_config import apply_overrides
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.measure.records import STEP_COLUMNS, TRIAL_COLUMNS
@@ -76,32 +77,13 @@ SEED_TRIPLES = (
 )
 
 
-def read_printed_cells() -> dict[tuple[str, str, str], tuple[float, float] | None]:
-    """Return the mean and the spread by study, arm and column, or None where "n/a" is printed."""
-    cells: dict[tuple[str, str, str], tuple[float, float] | None] = {}
-    for table in PRINTED_TABLES.strip().split("\n\n"):
-        head, *lines = table.splitlines()
-        study, *columns = head.split(" | ")
-        for line in lines:
-            arm, *words = line.replace("+/- ", "").split()
-            for column in columns:
-                if words[0] == "n/a":
-                    cells[study, arm, column] = None
-                    words = words[1:]
-                else:
-                    cells[study, arm, column] = (float(words[0]), float(words[1]))
-                    words = words[2:]
-            assert not words
-    return cells
-
-
 def list_keys(cell: Cell) -> list[tuple[str, str, str]]:
     early = ", early" if cell.section.endswith("early steps") else ""
     return [(study, cell.arm, cell.column + early) for study in cell.studies]
 
 
 def test_every_printed_number_is_recorded_once() -> None:
-    printed_cells = read_printed_cells()
+    printed_cells = read_printed_tables(PRINTED_TABLES)
     printed_cells.pop(("replay", "DG", "replay_age"))  # without a buffer no batch has an age
     cells = {key: cell for cell in CELLS for key in list_keys(cell)}
     assert cells.keys() == printed_cells.keys()

@@ -89,5 +89,5 @@ def test_a_checkpoint_goes_on_with_the_teacher_that_it_had(random_folder: Path, 
     tensors, values = trainer.get_state()
     make_quiet_trainer(**settings, model__reference_path=str(random_folder)).load_state(tensors, values)
     for reference in ("sokoban-tiny", None):
-        with pytest.raises(ValueError, match=r"its reference is the weights [0-9a-f]{12}, and that of this run is"):
+        with pytest.raises(ValueError, match=r"it has the reference [0-9a-f]{12}, and this run has"):
             make_quiet_trainer(**settings, model__reference_path=reference).load_state(tensors, values)

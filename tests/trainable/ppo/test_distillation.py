@@ -107,6 +107,12 @@ def test_a_shipped_teacher_of_another_game_is_refused_before_it_is_loaded() -> N
         make_small_config(**EXACT, model__reference_path="frozenlake-tiny-teacher")
 
 
+def test_a_policy_that_has_no_teacher_is_not_sent_to_one() -> None:
+    policy = {"model__path": "mastermind-tiny", "env__name": "mastermind"}
+    with pytest.raises(ConfigError, match=r"there is no teacher of it, set null"):
+        make_small_config(**EXACT, **policy, model__reference_path="sokoban-tiny-teacher")
+
+
 def test_a_teacher_with_a_shorter_context_is_refused(tmp_path: Path) -> None:
     shape = SOKOBAN_TINY.make_shape()
     write_model(make_random_model(make_qwen2_shape(vocab_size=shape.vocab_size)), tmp_path, SOKOBAN_TINY.pieces)

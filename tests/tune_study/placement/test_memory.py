@@ -141,6 +141,19 @@ def test_a_reference_has_the_bytes_of_the_frozen_copy(dtype: str, tied: bool) ->
     )
 
 
+@pytest.mark.parametrize("rank", [0, 8])
+def test_a_reference_of_its_own_has_its_own_size(rank: int) -> None:
+    policy_shape, teacher_shape = read_shape("Qwen/Qwen2.5-3B"), read_shape("Qwen/Qwen2.5-7B")
+    settings = {"actor__use_kl_loss": True, "actor__kl_loss_type": "mse", "model__lora_rank": rank}
+    config = make_paper_config(**settings, model__reference_path="Qwen/Qwen2.5-7B")
+    allocations = {
+        allocation.name: allocation.gpu_bytes
+        for allocation in list_allocations(policy_shape, config, 80 * GIB, teacher_shape)
+    }
+    assert set(allocations["reference weights"]) == {memory.compute_frozen_bytes(teacher_shape, config)}
+    assert memory.compute_frozen_bytes(teacher_shape, config) > 2 * memory.compute_frozen_bytes(policy_shape, config)
+
+
 @st.composite
 def draw_small_sizes(draw: st.DrawFn) -> dict[str, int]:
     kv_heads, groups, head_dim = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from([8, 16, 24]))
