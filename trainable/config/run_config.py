@@ -110,7 +110,9 @@ class RunConfig(BaseRunConfig):
             reference, policy = SHIPPED_MODELS.get(TEACHERS.get(path, path)), SHIPPED_MODELS.get(self.model.path)
             if reference is not None and policy is not None and reference is not policy:
                 names = [name for name, taught in TEACHERS.items() if taught == self.model.path]
-                advice = f"set model.reference_path={names[0]}" if names else "there is no teacher of it, set null"
+                advice = (
+                    f"set model.reference_path={names[0]}" if names else "it has no teacher, so choose another game"
+                )
                 raise ValueError(
                     f"model.reference_path={path} knows the words of {reference.game} only, and "
                     f"model.path={self.model.path} those of {policy.game}: {advice}"

@@ -213,7 +213,8 @@ def _check_machine(plan: StudyPlan, requirements: _Requirements) -> None:
         for path in plan.model_paths:
             # A teacher that this machine lacks is made when all checks have passed.
             if path not in TEACHERS:
-                check_model(path, os.environ, plan.ppo_config.model.chat_format)
+                option = "--model " if path == plan.model else "--set model.reference_path="
+                check_model(path, os.environ, plan.ppo_config.model.chat_format, option)
         resources.check_engines(plan.ppo_config)
     if requirements.memory is not None:
         memory_plan.check_memory(requirements.memory, plan, requirements.used_gpus)

@@ -109,7 +109,7 @@ def test_a_shipped_teacher_of_another_game_is_refused_before_it_is_loaded() -> N
 
 def test_a_policy_that_has_no_teacher_is_not_sent_to_one() -> None:
     policy = {"model__path": "mastermind-tiny", "env__name": "mastermind"}
-    with pytest.raises(ConfigError, match=r"there is no teacher of it, set null"):
+    with pytest.raises(ConfigError, match="it has no teacher, so choose another game"):
         make_small_config(**EXACT, **policy, model__reference_path="sokoban-tiny-teacher")
 
 

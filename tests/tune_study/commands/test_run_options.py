@@ -233,3 +233,14 @@ def test_the_plan_says_what_success_means_in_the_game(tmp_path: Path) -> None:
         "Game frozenlake: uniformly random actions succeed in 0.246, the best policy in 0.797 of the validation levels"
         in output
     )
+
+
+def test_a_reference_that_is_nowhere_is_named_by_its_own_setting(tmp_path: Path) -> None:
+    reference = "--set=model.reference_path=nothing-here"
+    words = ["run", "kl", "--preset", "laptop", "--kl-values", "0.1", reference, "--output", str(tmp_path / "out")]
+    result = CliRunner(env={"CUDA_VISIBLE_DEVICES": "", "HF_HUB_CACHE": str(tmp_path / "hub")}).invoke(app, words)
+    assert result.exit_code == 2
+    message = " ".join(result.stderr.split())
+    assert "The model nothing-here was not found" in message
+    assert "or type --set model.reference_path=sokoban-tiny or a folder" in message
+    assert not (tmp_path / "out").exists()
