@@ -34,15 +34,34 @@ def list_rules(symptoms: Iterable[Symptom] = SYMPTOMS) -> list[AlarmRule]:
     ]
 
 
+def find_distinct_ends(studies: Sequence[StudyFrames]) -> list[pd.DataFrame]:
+    """`collapse.find_run_ends` of each study, without runs that repeat one of a study before it.
+
+    KL 0 of one study and entropy 0 of another may be the same training: the seed, and each symptom at each step, agree.
+    """
+    columns = ["step", *(symptom.column for symptom in SYMPTOMS)]
+    seen_runs: set[tuple[int, bytes]] = set()
+    tables = []
+    for frames in studies:
+        ends = find_run_ends(frames)
+        keys = []
+        for run in to_records(ends):
+            symptoms = frames.get_run_steps(run["run_id"]).reindex(columns=columns).astype(float)
+            keys.append((int(run["seed"]), symptoms.to_numpy().tobytes()))
+        is_new = [key not in seen_runs for key in keys]
+        seen_runs.update(keys)
+        tables.append(ends[is_new])
+    return tables
+
+
 def find_alarms(studies: Sequence[StudyFrames], rules: Sequence[AlarmRule]) -> pd.DataFrame:
-    """One row per rule and run in which the rule can be applied, over the scored runs of all studies.
+    """One row per rule and run in which the rule can be applied, over the scored runs of all studies, each once.
 
     Columns: rule (index in `rules`), study, run_id, arm, seed, is_collapse, end_step (of `collapse.find_run_ends`),
     alarm_step (NaN if the rule does not fire by end_step).
     """
     rows = []
-    for frames in studies:
-        ends = find_run_ends(frames)
+    for frames, ends in zip(studies, find_distinct_ends(studies), strict=True):
         for run in to_records(ends[ends["status"].isin(("completed", "early_stopped"))]):
             steps = frames.get_run_steps(run["run_id"])
             steps = steps[steps["step"] <= run["end_step"]]

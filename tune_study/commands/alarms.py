@@ -9,7 +9,7 @@ from rich.console import Console
 
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import find_study_folders, load
-from analysis.sweep.alarms import MAX_FALSE_ALARMS, compare_alarms
+from analysis.sweep.alarms import MAX_FALSE_ALARMS, compare_alarms, find_distinct_ends
 from analysis.sweep.collapse import find_run_ends
 from trainable.config.setting_types import format_value
 from tune_study.host.console import print_line, print_table
@@ -34,11 +34,13 @@ def read_studies(folders: Sequence[Path]) -> list[StudyFrames]:
 
 def print_alarms(console: Console, studies: Sequence[StudyFrames], first_test_seed: int) -> None:
     """Print how many runs collapsed, and the best rule of each symptom with its score on the test seeds."""
-    ends = [find_run_ends(frames) for frames in studies]
+    ends = find_distinct_ends(studies)
+    num_repeated = sum(len(find_run_ends(frames)) for frames in studies) - sum(map(len, ends))
     num_collapsed = sum(int(table["is_collapse"].sum()) for table in ends)
     num_runs = sum(len(table) for table in ends)
+    repeats = f", without {num_repeated} that repeat a run of another study" if num_repeated else ""
     studies_text = f"{len(studies)} {'studies' if len(studies) > 1 else 'study'}"
-    print_line(console, f"{studies_text}, {num_runs} runs with rows: {num_collapsed} collapsed.")
+    print_line(console, f"{studies_text}, {num_runs} runs with rows{repeats}: {num_collapsed} collapsed.")
     table = compare_alarms(studies, first_test_seed)
     if table.empty:
         print_line(

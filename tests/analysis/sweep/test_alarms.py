@@ -142,6 +142,16 @@ def test_the_chosen_rule_announces_most_among_those_that_are_rarely_wrong() -> N
     assert alarms.choose_rules(alarms.score_rules(table[table["rule"] == noisy], rules), rules) == []
 
 
+def test_a_run_that_another_study_repeats_counts_once(tmp_path: Path) -> None:
+    first, second = (load(write_collapse(tmp_path / name, (10, 12, 14, 9))) for name in ("first", "second"))
+    third = load(write_collapse(tmp_path / "third", (11, 12, 14, 9)))  # seed 0 differs, in its spread alone
+    ends = alarms.find_distinct_ends([first, second, third])
+    assert [list(table["seed"]) for table in ends] == [[0, 1, 2, 3, 0], [], [0]]
+    rules = alarms.list_rules()
+    once, twice = (alarms.find_alarms(studies, rules) for studies in ([first], [first, second]))
+    pd.testing.assert_frame_equal(once, twice)
+
+
 def test_rules_are_scored_on_other_seeds_than_they_were_chosen_on(tmp_path: Path) -> None:
     frames = load(write_collapse(tmp_path, (10, 12, 14, 9)))
     table = alarms.compare_alarms([frames], first_test_seed=2)
