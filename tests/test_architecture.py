@@ -223,6 +223,7 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "trainable.models.chat_template": ("jinja2", "tokenizers"),
     "trainable.models.lora": ("torch", "numpy", "safetensors", "peft"),
     "trainable.rollout": ("torch", "numpy", "transformers"),
+    "trainable.rollout.compiled_kernels": ("numpy", "numba"),
     "trainable.rollout.vllm_sampler": ("torch", "numpy", "safetensors", "vllm"),
     "trainable.backend": ("torch", "numpy"),
     "trainable.backend.zero": ("torch", "deepspeed"),

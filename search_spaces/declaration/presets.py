@@ -46,7 +46,8 @@ _LAPTOP_SETTINGS: Settings = MappingProxyType(
         "model.prompt_style": "compact",
         "model.dtype": "float32",
         "model.enable_gradient_checkpointing": False,
-        "rollout.name": "torch",
+        # Torch samples instead for models that the compiled sampler does not run.
+        "rollout.name": "compiled",
         "rollout.max_model_len": None,
         "rollout.response_length": 24,
         "actor.lr": 3e-4,

@@ -1,5 +1,6 @@
 """Fakes for the tests of trainable: a sampler that replays replies, random episodes, small models and settings."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from trainable.models.qwen2 import Qwen2
 from trainable.models.qwen2_shape import Qwen2Shape
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.sampler import SampledReply, SamplingParams
+from tune_study.placement.samplers import find_compiled_obstacle
 
 SMALL_SETTINGS = {
     **PRESETS["laptop"].settings,
@@ -30,10 +32,15 @@ SMALL_SETTINGS = {
 
 
 def make_small_config(**overrides: object) -> RunConfig:
-    """Make a small version of the laptop preset; in keys of `overrides`, `__` stands for the dot."""
-    return apply_overrides(
-        RunConfig(), {**SMALL_SETTINGS, **{key.replace("__", "."): value for key, value in overrides.items()}}
-    )
+    """Make a small version of the laptop preset; in keys of `overrides`, `__` stands for the dot.
+
+    As in a study, torch samples if compiled code cannot.
+    """
+    settings = {**SMALL_SETTINGS, **{key.replace("__", "."): value for key, value in overrides.items()}}
+    config = apply_overrides(RunConfig(), settings)
+    if find_compiled_obstacle(config, os.environ):
+        config = apply_overrides(config, {"rollout.name": "torch"})
+    return config
 
 
 def make_qwen2_shape(**sizes: object) -> Qwen2Shape:

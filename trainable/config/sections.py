@@ -130,7 +130,9 @@ class EnvConfig(Section):
 class RolloutConfig(Section):
     """Sampling and the inference engine."""
 
-    name: Literal["torch", "vllm"] = Field("vllm", description="inference engine for sampling")
+    name: Literal["torch", "compiled", "vllm"] = Field(
+        "vllm", description="inference engine for sampling; compiled: the tiny models on a CPU, in numba"
+    )
     temperature: Common[Positive] = Field(
         1.0, description="sampling temperature in training; every log-prob is of the tempered distribution"
     )

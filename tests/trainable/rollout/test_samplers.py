@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -9,14 +9,17 @@ from tests.fakes.scripted import make_hub_twin, make_qwen2_shape, make_random_mo
 from trainable.envs.level_sets import make_training_levels
 from trainable.envs.prompts import make_prompt_template
 from trainable.envs.sokoban.game import Sokoban
+from trainable.models.interface import LanguageModel
 from trainable.models.load import Policy, load_policy, make_codec
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.update import TokenFunction, compute_at_trained_tokens
 from trainable.rollout.batch import collate
+from trainable.rollout.compiled_sampler import CompiledSampler
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.episode_loop import EpisodeLimits, draw_luck, roll_out_episodes
-from trainable.rollout.sampler import SampledReply, SamplingParams
+from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler, sample_tokens
+from trainable.runs.failures import NonFiniteError
 
 BELOW_ONE = 1 - 2**-24  # the largest float32 that a generator draws
 
@@ -75,11 +78,23 @@ def test_temperature_0_takes_the_likeliest_and_reports_temperature_1() -> None:
 
 STOP = 2
 
+MakeSampler = Callable[[LanguageModel], Sampler]
+
 
 @pytest.fixture(scope="module")
 def model() -> Qwen2:
     """A small random model that samples the stop token every few tokens."""
     return make_random_model(make_qwen2_shape(num_hidden_layers=2), seed=4, std=0.25)
+
+
+@pytest.fixture(params=[TorchSampler, CompiledSampler], ids=["torch", "compiled"])
+def make_sampler(request: pytest.FixtureRequest) -> MakeSampler:
+    return request.param
+
+
+@pytest.fixture
+def sampler(model: Qwen2, make_sampler: MakeSampler) -> Sampler:
+    return make_sampler(model)
 
 
 Turn = dict[int, SampledReply]
@@ -90,11 +105,11 @@ Prompts = Sequence[Sequence[int]]
 
 
 def run_conversation(
-    model: Qwen2, prompts: Prompts, copies: int, script: Script, temperature: float = 1.0, length: int = 9
+    sampler: Sampler, prompts: Prompts, copies: int, script: Script, temperature: float = 1.0, length: int = 9
 ) -> list[Turn]:
     """Replies by row, one dict per turn; `script` has the live rows and their new tokens for each later turn."""
     params = SamplingParams(temperature, length, STOP)
-    conversation = TorchSampler(model).start_conversation(prompts, copies, params, np.random.default_rng(7))
+    conversation = sampler.start_conversation(prompts, copies, params, np.random.default_rng(7))
     all_rows = list(range(len(prompts) * copies))
     turns = [dict(zip(all_rows, conversation.sample_replies(all_rows, [[]] * len(all_rows)), strict=True))]
 
@@ -126,13 +141,13 @@ def list_contexts(turns: list[Turn], copies: int, script: Script, row: int) -> l
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
-def test_numbers_of_every_turn_are_those_of_a_full_forward(model: Qwen2, temperature: float) -> None:
+def test_numbers_of_every_turn_are_those_of_a_full_forward(model: Qwen2, sampler: Sampler, temperature: float) -> None:
     script = [
         (range(6), OBSERVATIONS),
         ([1, 2, 4], [OBSERVATIONS[1], OBSERVATIONS[2], OBSERVATIONS[4]]),
         ([1, 4], [[8, 8], [1]]),
     ]
-    turns = run_conversation(model, PROMPTS, 2, script, temperature)
+    turns = run_conversation(sampler, PROMPTS, 2, script, temperature)
     twin, replies = make_hub_twin(model), 0
     for row in range(6):
         for context, reply in list_contexts(turns, 2, script, row):
@@ -150,8 +165,8 @@ def test_numbers_of_every_turn_are_those_of_a_full_forward(model: Qwen2, tempera
     assert replies == 6 + 6 + 3 + 2
 
 
-def test_replies_end_with_the_stop_token_or_at_their_length(model: Qwen2) -> None:
-    turns = run_conversation(model, PROMPTS, 10, make_full_script(range(30)))
+def test_replies_end_with_the_stop_token_or_at_their_length(sampler: Sampler) -> None:
+    turns = run_conversation(sampler, PROMPTS, 10, make_full_script(range(30)))
     replies = [reply for turn in turns for reply in turn.values()]
     for reply in replies:
         assert 1 <= len(reply.token_ids) <= 9
@@ -172,13 +187,13 @@ def assert_same_reply(actual: SampledReply, expected: SampledReply) -> None:
     np.testing.assert_allclose(actual.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
 
 
-def test_dropping_rows_changes_no_other_row(model: Qwen2) -> None:
+def test_dropping_rows_changes_no_other_row(sampler: Sampler) -> None:
     rows = range(12)
-    all_turns = run_conversation(model, PROMPTS, 4, make_full_script(rows))
+    all_turns = run_conversation(sampler, PROMPTS, 4, make_full_script(rows))
     live_rows = [2, 3, 7, 11]
     (_, second_observations), (_, third_observations) = make_full_script(rows)
     partial_turns = run_conversation(
-        model,
+        sampler,
         PROMPTS,
         4,
         [
@@ -191,25 +206,25 @@ def test_dropping_rows_changes_no_other_row(model: Qwen2) -> None:
             assert_same_reply(partial_turns[turn][row], all_turns[turn][row])
 
 
-def test_adding_rows_changes_no_row_before_them(model: Qwen2) -> None:
-    fewer_turns = run_conversation(model, PROMPTS[:2], 4, make_full_script(range(8)))
-    more_turns = run_conversation(model, PROMPTS, 4, make_full_script(range(12)))
+def test_adding_rows_changes_no_row_before_them(sampler: Sampler) -> None:
+    fewer_turns = run_conversation(sampler, PROMPTS[:2], 4, make_full_script(range(8)))
+    more_turns = run_conversation(sampler, PROMPTS, 4, make_full_script(range(12)))
     for turn in range(3):
         for row in range(8):
             assert_same_reply(fewer_turns[turn][row], more_turns[turn][row])
 
 
-def test_copies_of_a_prompt_differ_and_equal_generators_agree(model: Qwen2) -> None:
-    (first_turn,) = run_conversation(model, PROMPTS[:1], 16, [])
-    (repeated_turn,) = run_conversation(model, PROMPTS[:1], 16, [])
+def test_copies_of_a_prompt_differ_and_equal_generators_agree(sampler: Sampler) -> None:
+    (first_turn,) = run_conversation(sampler, PROMPTS[:1], 16, [])
+    (repeated_turn,) = run_conversation(sampler, PROMPTS[:1], 16, [])
     assert [reply.token_ids.tolist() for reply in first_turn.values()] == [
         reply.token_ids.tolist() for reply in repeated_turn.values()
     ]
     assert len({tuple(reply.token_ids.tolist()) for reply in first_turn.values()}) > 8
 
 
-def test_first_tokens_follow_the_model(model: Qwen2) -> None:
-    (turn,) = run_conversation(model, PROMPTS[:1], 4000, [], length=1)
+def test_first_tokens_follow_the_model(model: Qwen2, sampler: Sampler) -> None:
+    (turn,) = run_conversation(sampler, PROMPTS[:1], 4000, [], length=1)
     counts = np.bincount([int(reply.token_ids[0]) for reply in turn.values()], minlength=23)
     with torch.no_grad():
         probs = make_hub_twin(model)(input_ids=torch.tensor(PROMPTS[:1])).logits[0, -1].double().softmax(-1).numpy()
@@ -217,9 +232,9 @@ def test_first_tokens_follow_the_model(model: Qwen2) -> None:
     assert stats.chisquare(counts, 4000 * probs / probs.sum()).pvalue > 0.01
 
 
-def test_greedy_replies_are_those_of_transformers_generate(model: Qwen2) -> None:
+def test_greedy_replies_are_those_of_transformers_generate(model: Qwen2, sampler: Sampler) -> None:
     script = [(range(3), OBSERVATIONS[:3])]
-    turns = run_conversation(model, PROMPTS, 1, script, temperature=0.0, length=12)
+    turns = run_conversation(sampler, PROMPTS, 1, script, temperature=0.0, length=12)
     twin = make_hub_twin(model)
     for row in range(3):
         for context, reply in list_contexts(turns, 1, script, row):
@@ -242,12 +257,12 @@ def shipped_policy() -> Policy:
     return load_policy("sokoban-tiny", torch.device("cpu"))
 
 
-def play_episodes(policy: Policy, temperature: float) -> list[Episode]:
+def play_episodes(policy: Policy, make_sampler: MakeSampler, temperature: float) -> list[Episode]:
     return roll_out_episodes(
         Sokoban(),
         make_training_levels(Sokoban(), 0, 1, 4),
         6,
-        TorchSampler(policy.model),
+        make_sampler(policy.model),
         make_prompt_template(Sokoban(), "compact", 10),
         make_codec(policy.tokenizer),
         EpisodeLimits(5, 2, 10, -0.1, 512),
@@ -258,17 +273,28 @@ def play_episodes(policy: Policy, temperature: float) -> list[Episode]:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_sampler_and_the_trainer_agree(shipped_policy: Policy, temperature: float) -> None:
-    episodes = play_episodes(shipped_policy, temperature)
+def test_the_sampler_and_the_trainer_agree(
+    shipped_policy: Policy, make_sampler: MakeSampler, temperature: float
+) -> None:
+    episodes = play_episodes(shipped_policy, make_sampler, temperature)
     assert len({episode.stop_reason for episode in episodes}) > 1
     batch = collate(episodes)
     logprobs = compute_at_trained_tokens(batch, 5, TokenFunction.for_logprobs(shipped_policy.model, temperature))
     torch.testing.assert_close(batch.logprobs, logprobs, rtol=1e-5, atol=1e-5)
 
 
-def test_greedy_episodes_of_a_level_are_equal(shipped_policy: Policy) -> None:
-    episodes = play_episodes(shipped_policy, 0.0)
+def test_greedy_episodes_of_a_level_are_equal(shipped_policy: Policy, make_sampler: MakeSampler) -> None:
+    episodes = play_episodes(shipped_policy, make_sampler, 0.0)
     for group in range(4):
         texts = {episode.texts for episode in episodes if episode.group == group}
         assert len(texts) == 1
     assert any(episode.stop_reason is StopReason.SUCCESS for episode in episodes)
+
+
+@pytest.mark.parametrize("scale", [np.nan, np.inf, 1e38])
+def test_logits_that_are_not_finite_end_a_rollout(make_sampler: MakeSampler, scale: float) -> None:
+    broken = make_random_model(make_qwen2_shape(), seed=1)
+    with torch.no_grad():
+        broken.model.norm.weight.mul_(scale)
+    with pytest.raises(NonFiniteError, match="divided by the temperature 1, were not finite"):
+        run_conversation(make_sampler(broken), PROMPTS, 2, [])

@@ -1,0 +1,222 @@
+"""The compiled sampler against torch: its kernels, whole conversations of many shapes, and the shipped policies."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from search_spaces.language_model.family import PPO
+from tests.fakes.scripted import make_qwen2_shape, make_random_model
+from trainable.config.constants import SHIPPED_MODELS
+from trainable.config.run_config import RunConfig, apply_overrides
+from trainable.models.qwen2 import Qwen2
+from trainable.ppo.trainer import PPOTrainer
+from trainable.rollout import compiled_kernels as kernels
+from trainable.rollout.compiled_sampler import CompiledSampler, make_scratch
+from trainable.rollout.episode import Episode
+from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
+from trainable.rollout.torch_sampler import TorchSampler, sample_tokens
+
+Floats = npt.NDArray[np.float32]
+
+
+def draw_floats(*shape: int, seed: int = 0) -> Floats:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+# ---------------------------------------------------------------------------- kernels
+
+
+@given(rows=st.integers(1, 13), inputs=st.integers(1, 9), outputs=st.integers(1, 40), seed=st.integers(0, 99))
+def test_a_product_is_that_of_numpy_in_the_rows_that_count(rows: int, inputs: int, outputs: int, seed: int) -> None:
+    x, weight = draw_floats(16, 4 * inputs, seed=seed), draw_floats(4 * inputs, outputs, seed=seed + 1)
+    y = np.full((16, outputs), np.nan, dtype=np.float32)
+    kernels.multiply(x, weight, y, rows)
+    np.testing.assert_allclose(y[:rows], x[:rows] @ weight, rtol=1e-5, atol=1e-5)
+    assert np.isnan(y[-(-rows // 4) * 4 :]).all()
+
+
+def exponentiate(x: Floats, length: int) -> None:
+    powers = np.zeros(len(x), dtype=np.float32)
+    kernels.exponentiate(x, length, powers, powers.view(np.int32))
+
+
+def test_the_exponential_is_that_of_numpy_to_the_last_bits() -> None:
+    x = np.linspace(-87, 88, 100_001, dtype=np.float32)
+    expected = np.exp(x.astype(np.float64))
+    exponentiate(x, len(x))
+    np.testing.assert_allclose(x, expected, rtol=2e-7)
+
+
+def test_the_exponential_of_what_is_not_ordinary() -> None:
+    x = np.array([0, -87.5, -1e30, -np.inf, np.nan, 7], dtype=np.float32)
+    exponentiate(x, 5)
+    np.testing.assert_array_equal(x, np.array([1, 0, 0, 0, np.nan, 7], dtype=np.float32))
+
+
+@given(st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=40), st.data())
+def test_the_maximum_is_that_of_numpy(numbers: list[float], data: st.DataObject) -> None:
+    length = data.draw(st.integers(1, len(numbers)))
+    x = np.array(numbers, dtype=np.float32)
+    assert kernels.find_maximum(x, length) == x[:length].max()
+
+
+def draw_compiled(logits: Sequence[float], temperature: float, uniform: float) -> tuple[int, float, float]:
+    scratch = make_scratch(make_qwen2_shape(vocab_size=len(logits)), 4)
+    row = np.array(logits, dtype=np.float32)
+    return kernels.draw_token(
+        row, np.float32(temperature), np.float32(uniform), scratch.scores[0], scratch.powers, scratch.power_bits
+    )
+
+
+BELOW_ONE = 1 - 2**-24
+
+
+@given(
+    logits=st.lists(st.one_of(st.just(-np.inf), st.floats(-90, 90, width=32)), min_size=1, max_size=30).filter(
+        lambda logits: max(logits) > -np.inf
+    ),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    uniform=st.one_of(st.sampled_from([0.0, 0.5, BELOW_ONE]), st.floats(0, BELOW_ONE, width=32)),
+)
+def test_a_draw_is_that_of_the_torch_sampler(logits: list[float], temperature: float, uniform: float) -> None:
+    expected_token, expected_logprob, expected_entropy = (
+        column.item()
+        for column in sample_tokens(
+            torch.tensor([logits], dtype=torch.float32), temperature, torch.tensor([uniform], dtype=torch.float32)
+        )
+    )
+    token, logprob, entropy = draw_compiled(logits, temperature, uniform)
+    if token != expected_token:  # the draw is at the boundary of two tokens, up to rounding
+        cumulative = torch.tensor(logits, dtype=torch.float64).div(temperature).softmax(0).cumsum(0).numpy()
+        first, last = sorted((token, int(expected_token)))
+        assert np.abs(cumulative[first:last] - uniform).max() < 1e-6
+    else:
+        assert logprob == pytest.approx(expected_logprob, rel=1e-5, abs=1e-5)
+    assert entropy == pytest.approx(expected_entropy, rel=1e-5, abs=1e-5)
+
+
+def test_a_token_without_probability_is_never_drawn() -> None:
+    impossible = -np.inf
+    logits = [impossible, 0.0, impossible, 0.0, impossible]
+    draws = [draw_compiled(logits, 1.0, uniform)[0] for uniform in (0.0, 0.499, 0.501, BELOW_ONE)]
+    assert draws == [1, 1, 3, 3]
+    # A probability below the smallest normal number of float32 counts as no probability.
+    assert [draw_compiled([-200.0, 0.0, -200.0], 1.0, uniform)[0] for uniform in (0.0, BELOW_ONE)] == [1, 1]
+
+
+# ---------------------------------------------------------------------------- conversations of many shapes
+
+
+def play_turns(sampler: Sampler, temperature: float, turns: int, copies: int = 3) -> list[list[SampledReply]]:
+    """Replies of each turn; prompts and observations of unequal lengths, and fewer rows in each turn."""
+    prompts = [[5, 6, 7, 8, 9, 10, 11], [9], [10, 11, 3]]
+    rng = np.random.default_rng(3)
+    conversation = sampler.start_conversation(prompts, copies, SamplingParams(temperature, 7, 2), rng)
+    rows = list(range(len(prompts) * copies))
+    observations: list[list[int]] = [[] for _ in rows]
+    results = []
+    for turn in range(turns):
+        results.append(conversation.sample_replies(rows, observations))
+        rows = rows[turn % 2 :] or rows
+        observations = [[3 + (row + turn) % 9] * (1 + (row * 7 + turn) % 5) for row in rows]
+    return results
+
+
+SHAPES = [
+    {},
+    {"num_key_value_heads": 2},
+    {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2},  # groups of three heads
+    {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 1, "num_hidden_layers": 3},
+    {"hidden_size": 20, "num_attention_heads": 5, "num_key_value_heads": 5, "intermediate_size": 4, "vocab_size": 97},
+    {"tie_word_embeddings": False, "num_hidden_layers": 1},
+]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+def test_conversations_are_those_of_the_torch_sampler(sizes: dict[str, object], temperature: float) -> None:
+    model = make_random_model(make_qwen2_shape(**sizes), seed=5, std=0.25)
+    turns = 14  # enough for the cache to grow
+    for expected, actual in zip(
+        play_turns(TorchSampler(model), temperature, turns),
+        play_turns(CompiledSampler(model), temperature, turns),
+        strict=True,
+    ):
+        for expected_reply, reply in zip(expected, actual, strict=True):
+            assert reply.token_ids.tolist() == expected_reply.token_ids.tolist()
+            assert reply.finished == expected_reply.finished
+            np.testing.assert_allclose(reply.logprobs, expected_reply.logprobs, rtol=1e-5, atol=2e-5)
+            np.testing.assert_allclose(reply.entropies, expected_reply.entropies, rtol=1e-5, atol=2e-5)
+
+
+def test_more_rows_than_are_sampled_together() -> None:
+    model = make_random_model(make_qwen2_shape(), seed=5, std=0.25)
+    copies = kernels.BLOCK_TOKENS
+    torch_turns, compiled_turns = (
+        play_turns(sampler_class(model), 1.0, 3, copies) for sampler_class in (TorchSampler, CompiledSampler)
+    )
+    for expected, actual in zip(torch_turns, compiled_turns, strict=True):
+        assert len(actual) > 2 * kernels.BLOCK_TOKENS
+        assert [reply.token_ids.tolist() for reply in actual] == [reply.token_ids.tolist() for reply in expected]
+
+
+def test_a_conversation_has_the_weights_of_its_start() -> None:
+    model = make_random_model(make_qwen2_shape(), seed=5, std=0.25)
+    params = SamplingParams(0.0, 7, 2)
+    first, second = (
+        CompiledSampler(model).start_conversation([[5, 6]], 1, params, np.random.default_rng(0)) for _ in range(2)
+    )
+    expected = first.sample_replies([0], [[]])[0]
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(-1)
+    assert second.sample_replies([0], [[]])[0].token_ids.tolist() == expected.token_ids.tolist()
+
+
+def test_the_stored_machine_code_names_no_class_of_ours() -> None:
+    # numba could not read its files after such a class was renamed or moved.
+    play_turns(CompiledSampler(make_random_model(make_qwen2_shape())), 1.0, 2)
+    for kernel in (kernels.extend, kernels.sample_turn):
+        assert kernel.signatures  # type: ignore[attr-defined]
+        assert "NamedTuple" not in str(kernel.signatures)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "problem"),
+    [
+        ({"hidden_size": 516, "num_attention_heads": 1}, "its hidden size of 516 is above 512"),
+        ({"hidden_size": 12, "num_attention_heads": 2}, "its head size of 6 is not a multiple of 4"),
+        ({"intermediate_size": 26}, "its intermediate size of 26 is not a multiple of 4"),
+    ],
+)
+def test_a_model_of_other_sizes_is_refused(sizes: dict[str, object], problem: str) -> None:
+    with pytest.raises(ValueError, match=f"{problem}. Sample in torch with --set rollout.name=torch"):
+        CompiledSampler(Qwen2(make_qwen2_shape(**sizes)))
+
+
+# ---------------------------------------------------------------------------- the shipped policies
+
+
+def roll_out_first_step(model: str, game: str, sampler: str) -> list[Episode]:
+    settings = {**PPO.presets["laptop"].settings, **PPO.make_game_settings(game, "laptop"), "rollout.name": sampler}
+    trainer = PPOTrainer(apply_overrides(RunConfig(), {**settings, "trainer.total_training_steps": 1}))
+    assert trainer.config.model.path == model
+    return trainer.roll_out(trainer.levels[0], trainer.config.env.group_size, "sampling")
+
+
+@pytest.mark.parametrize("model", SHIPPED_MODELS)
+def test_first_rollouts_of_shipped_policies_have_the_tokens_of_the_torch_sampler(model: str) -> None:
+    game = model.removesuffix("-tiny")
+    expected, actual = (roll_out_first_step(model, game, sampler) for sampler in ("torch", "compiled"))
+    pairs = list(zip(expected, actual, strict=True))
+    equal_pairs = [pair for pair in pairs if np.array_equal(pair[0].tokens, pair[1].tokens)]
+    assert len(pairs) == 128
+    assert len(equal_pairs) >= 127
+    for torch_episode, episode in equal_pairs:
+        np.testing.assert_allclose(episode.logprobs, torch_episode.logprobs, rtol=0, atol=5e-5)
+        np.testing.assert_allclose(episode.entropies, torch_episode.entropies, rtol=0, atol=5e-5)

