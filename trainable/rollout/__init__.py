@@ -1,1 +1,1 @@
-"""The episode loop, samplers (torch, vLLM), and the engines around them."""
+"""The episode loop, samplers (torch, compiled, vLLM), and the engines around them."""
