@@ -46,8 +46,9 @@ _LAPTOP_SETTINGS: Settings = MappingProxyType(
         "model.prompt_style": "compact",
         "model.dtype": "float32",
         "model.enable_gradient_checkpointing": False,
-        # Torch samples instead for models that the compiled sampler does not run.
+        # Torch does both instead for models that the compiled code does not run.
         "rollout.name": "compiled",
+        "model.compiled_passes": True,
         "rollout.max_model_len": None,
         "rollout.response_length": 24,
         "actor.lr": 3e-4,

@@ -14,7 +14,7 @@ from trainable.models.qwen2 import Qwen2
 from trainable.models.qwen2_shape import Qwen2Shape
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.sampler import SampledReply, SamplingParams
-from tune_study.placement.samplers import find_compiled_obstacle
+from tune_study.placement.samplers import TORCH_SETTINGS, find_compiled_obstacle
 
 SMALL_SETTINGS = {
     **PRESETS["laptop"].settings,
@@ -34,12 +34,12 @@ SMALL_SETTINGS = {
 def make_small_config(**overrides: object) -> RunConfig:
     """Make a small version of the laptop preset; in keys of `overrides`, `__` stands for the dot.
 
-    As in a study, torch samples if compiled code cannot.
+    As in a study, torch takes the place of compiled code where that cannot run the model.
     """
     settings = {**SMALL_SETTINGS, **{key.replace("__", "."): value for key, value in overrides.items()}}
     config = apply_overrides(RunConfig(), settings)
     if find_compiled_obstacle(config, os.environ):
-        config = apply_overrides(config, {"rollout.name": "torch"})
+        config = apply_overrides(config, TORCH_SETTINGS)
     return config
 
 

@@ -265,6 +265,8 @@ class RunConfig(BaseRunConfig):
             del settings["trainer"]["measure_val_kl"]
         if not self.early_stop.alarm:
             del settings["early_stop"]["alarm"]
+        if not self.model.compiled_passes:
+            del settings["model"]["compiled_passes"]
         return settings
 
 

@@ -72,6 +72,11 @@ class ModelConfig(Section):
     enable_gradient_checkpointing: bool = Field(
         True, description="recompute each block in the backward pass: less memory, slower"
     )
+    compiled_passes: bool = Field(
+        False,
+        description="forward and backward passes of tiny Qwen2 models in compiled code, in float32 on a CPU; numbers "
+        "differ from torch by rounding",
+    )
     reference_path: Annotated[ModelPath | None, ParseNull] = Field(
         None,
         description="the model that KL terms refer to, such as a teacher, with the policy's tokenizer: a Hugging Face "

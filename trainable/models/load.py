@@ -198,7 +198,9 @@ def make_codec(tokenizer: Tokenizer) -> Codec:
 
 def make_pass_settings(settings: ModelConfig) -> PassSettings:
     """The pass settings of a run's networks: precision and recomputation."""
-    return PassSettings(getattr(torch, settings.dtype), settings.enable_gradient_checkpointing)
+    return PassSettings(
+        getattr(torch, settings.dtype), settings.enable_gradient_checkpointing, settings.compiled_passes
+    )
 
 
 def make_frozen_copy(model: M) -> M:

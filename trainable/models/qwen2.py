@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,11 +24,12 @@ class PassSettings(NamedTuple):
 
     dtype: type of matrix products. With bfloat16 (torch.autocast), residuals, norms and rotary positions stay float32.
     recompute: gradient checkpointing, which keeps only the input of each block and runs the block again in the backward
-    pass.
+    pass. compiled: blocks of whole sequences in compiled code, for float32 on the CPU without `recompute`.
     """
 
     dtype: torch.dtype = torch.float32
     recompute: bool = False
+    compiled: bool = False
 
 
 class RMSNorm(nn.Module):
@@ -159,6 +161,26 @@ class Layer(nn.Module):
             )
         return self.finish(x, attention_output)
 
+    def list_weights(self) -> list[Tensor]:
+        """The weights of the block in the order of `kernels.layer.LayerWeights`. ValueError if there are adapters."""
+        attention, mlp = self.self_attn, self.mlp
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        linear_layers = (*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        if any(type(linear) is not nn.Linear for linear in linear_layers):
+            raise ValueError(
+                "Compiled passes do not know adapters: leave them out with --set model.compiled_passes=false."
+            )
+        return [
+            self.input_layernorm.weight,
+            *(projection.weight for projection in projections),
+            *(projection.bias for projection in projections),
+            attention.o_proj.weight,
+            self.post_attention_layernorm.weight,
+            mlp.gate_proj.weight,
+            mlp.up_proj.weight,
+            mlp.down_proj.weight,
+        ]
+
     def finish(self, x: Tensor, attention_output: Tensor) -> Tensor:
         """The block after its attention: output projection, residuals and feed-forward, at any subset of positions."""
         x = x + self.self_attn.o_proj(attention_output)
@@ -212,6 +234,8 @@ class Qwen2Trunk(nn.Module):
         is causal.
         """
         packed = pack_rows((tokens.shape[0], tokens.shape[1]), flat_positions)
+        if self.pass_settings.compiled:
+            return self.norm(self._run_compiled(tokens, packed))
         last_layer = len(self.layers) - 1
         angles = compute_rotary(torch.arange(packed.length_groups[-1][1], device=tokens.device), self.shape)
         cos, sin = (table.index_select(0, packed.positions) for table in angles)
@@ -220,6 +244,46 @@ class Qwen2Trunk(nn.Module):
             for layer_index, layer in enumerate(self.blocks):
                 x = self._run_layer(layer, x, cos, sin, packed, layer_index == last_layer)
             return self.norm(x)
+
+    def _run_compiled(self, tokens: Tensor, packed: PackedRows) -> Tensor:
+        """The residual stream after all blocks at the requested positions of a pass, in compiled code."""
+        from trainable.kernels.layer import LayerInputs, run_stream_layer
+
+        if self.pass_settings != PassSettings(compiled=True) or tokens.device.type != "cpu":
+            raise ValueError(
+                "Compiled passes are in float32, on the CPU and without gradient checkpointing: leave them out with "
+                "--set model.compiled_passes=false."
+            )
+        half = self.shape.head_dim // 2
+        cosines, sines = (
+            np.ascontiguousarray(table[:, :half].numpy())
+            for table in compute_rotary(torch.arange(packed.length_groups[-1][1]), self.shape)
+        )
+        # Queries in the order of the stream; the requested order is restored at the end.
+        query_indices, order = packed.output_indices.sort()
+        positions, starts = packed.positions.numpy(), packed.cu_seqlens.numpy().astype(np.int64)
+        inputs = LayerInputs(
+            cosines=cosines,
+            sines=sines,
+            positions=positions,
+            starts=starts,
+            query_positions=positions,
+            query_starts=starts,
+            query_indices=None,
+            heads=self.shape.num_attention_heads,
+            kv_heads=self.shape.num_key_value_heads,
+            eps=self.shape.rms_norm_eps,
+        )
+        last_inputs = inputs._replace(
+            query_positions=positions[query_indices.numpy()],
+            query_starts=np.searchsorted(query_indices.numpy(), starts),
+            query_indices=query_indices,
+        )
+        x = self.embed_tokens(tokens.flatten().index_select(0, packed.source_indices))
+        for layer_index, layer in enumerate(self.blocks):
+            is_last = layer_index == len(self.layers) - 1
+            x = run_stream_layer(x, last_inputs if is_last else inputs, layer.list_weights())
+        return x.index_select(0, torch.empty_like(order).scatter_(0, order, torch.arange(len(order))))
 
     def make_cache(self, rows: int, slots: int) -> KVCache:
         """An empty cache of `rows` rows with `slots` slots each."""

@@ -7,10 +7,7 @@ import numpy.typing as npt
 import torch
 
 from trainable.config.compiled_limits import find_size_obstacle
-from trainable.models.interface import LanguageModel
-from trainable.models.qwen2 import Qwen2
-from trainable.models.qwen2_shape import Qwen2Shape, compute_rotary
-from trainable.rollout.compiled_kernels import (
+from trainable.kernels.compiled import (
     BLOCK_TOKENS,
     DecoderCache,
     DecoderScratch,
@@ -20,6 +17,9 @@ from trainable.rollout.compiled_kernels import (
     extend,
     sample_turn,
 )
+from trainable.models.interface import LanguageModel
+from trainable.models.qwen2 import Qwen2
+from trainable.models.qwen2_shape import Qwen2Shape, compute_rotary
 from trainable.rollout.sampler import Conversation, SampledReply, SamplingParams
 from trainable.runs.failures import NonFiniteError
 
@@ -236,6 +236,7 @@ def make_scratch(shape: Qwen2Shape, slots: int) -> DecoderScratch:
     return DecoderScratch(
         residual=make_rows(shape.hidden_size),
         normed=make_rows(shape.hidden_size),
+        inverses=np.zeros(BLOCK_TOKENS, dtype=np.float32),
         qkv=make_rows(shape.hidden_size + 2 * shape.num_key_value_heads * shape.head_dim),
         attention=make_rows(shape.hidden_size),
         product=make_rows(shape.hidden_size),

@@ -15,7 +15,7 @@ from trainable.config.setting_types import format_value
 from tune_study.commands.axis_options import VALUES_OPTION
 from tune_study.folder import locate
 from tune_study.placement.model_files import make_absolute
-from tune_study.placement.samplers import find_compiled_obstacle
+from tune_study.placement.samplers import TORCH_SETTINGS, find_compiled_obstacle
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import load_game_settings, load_named_files
 from tune_study.plan.own_study import StudySource, is_study_file, load_own_study
@@ -149,7 +149,7 @@ def plan_from_options(
     if options.smoke:
         overrides = {**_get_smoke_settings(study), **overrides}
     n_seeds = options.seeds if options.seeds is not None or not options.smoke else 1
-    plan = _plan_with_sampler(study, options, overrides, values, n_seeds, output)
+    plan = _plan_with_torch_if_needed(study, options, overrides, values, n_seeds, output)
     plan = replace(plan, storage=None if storage is None else locate.parse_storage_uri(storage), source=source)
     plan = locate.merge_with_existing(plan, extend, is_real=real)
     if not options.until_resolved and options.max_seeds is not None:
@@ -163,7 +163,7 @@ def plan_from_options(
     return set_max_seeds(plan, max_seeds, find_fewest_seeds(max(len(plan.values) - 1, 1)))
 
 
-def _plan_with_sampler(
+def _plan_with_torch_if_needed(
     study: Study,
     options: RunOptions,
     overrides: Mapping[str, object],
@@ -171,17 +171,18 @@ def _plan_with_sampler(
     n_seeds: int | None,
     output: Path,
 ) -> StudyPlan:
-    """Plan a new study; if its preset samples in compiled code, and that cannot run the model, torch samples."""
+    """Plan a new study; if its preset uses compiled code, and that cannot run the model, torch takes its place."""
     preset, reason, baseline_seeds = options.preset, options.preset_reason, options.baseline_seeds
     plan = make_plan(study, preset, reason, overrides, values, n_seeds, output, baseline_seeds)
-    if plan.model is None or "rollout.name" in overrides:  # a sampler that was typed is used or refused
+    # Compiled code that was typed is used or refused.
+    torch_settings = {name: value for name, value in TORCH_SETTINGS.items() if name not in overrides}
+    if plan.model is None or not torch_settings:
         return plan
     obstacle = find_compiled_obstacle(plan.ppo_config, os.environ)
     if not obstacle:
         return plan
-    reason += f"; torch samples instead of compiled code: {obstacle}"
-    torch_overrides = {**overrides, "rollout.name": "torch"}
-    return make_plan(study, preset, reason, torch_overrides, values, n_seeds, output, baseline_seeds)
+    reason += f"; torch instead of compiled code: {obstacle}"
+    return make_plan(study, preset, reason, {**overrides, **torch_settings}, values, n_seeds, output, baseline_seeds)
 
 
 def _check_preset(study: Study, preset: str) -> None:

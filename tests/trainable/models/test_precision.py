@@ -335,11 +335,12 @@ def test_settings_reach_every_network_of_a_run() -> None:
     row = trainer.step().row
     assert row["nonfinite_updates"] == 0
     assert abs(row["kl_loss"]) < 1
-    assert PPOTrainer(make_small_config()).model.model.pass_settings == PassSettings()
+    assert PPOTrainer(make_small_config()).model.model.pass_settings == PassSettings(compiled=True)
 
 
 def test_settings_are_read_from_the_model_section() -> None:
     assert make_pass_settings(ModelConfig()) == PassSettings(torch.bfloat16, True)
+    assert make_pass_settings(ModelConfig(compiled_passes=True)).compiled
     assert make_pass_settings(ModelConfig(dtype="float32", enable_gradient_checkpointing=False)) == PassSettings()
     assert load_policy("sokoban-tiny", CPU, BFLOAT16).model.model.pass_settings == BFLOAT16
     assert load_policy("sokoban-tiny", CPU).model.model.pass_settings == PassSettings()

@@ -13,9 +13,9 @@ from search_spaces.language_model.family import PPO
 from tests.fakes.scripted import make_qwen2_shape, make_random_model
 from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.run_config import RunConfig, apply_overrides
+from trainable.kernels import compiled as kernels
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.trainer import PPOTrainer
-from trainable.rollout import compiled_kernels as kernels
 from trainable.rollout.compiled_sampler import CompiledSampler, make_scratch
 from trainable.rollout.episode import Episode
 from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams

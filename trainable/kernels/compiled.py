@@ -1,12 +1,16 @@
-"""The tiny Qwen2 policies and the draw of a token in compiled code: one call samples the replies of a whole turn.
+"""The tiny Qwen2 policies in compiled code: sampling of a whole turn in one call, and layers of whole sequences.
 
 numba compiles these functions on first use and keeps the machine code on disk, so that neither a compiler nor another
 compilation is needed. They are in one module, because numba notices a change only in the file of the function that it
 loads, and not in the functions that are called from there. They take plain tuples: numba would pickle the name of a
 class of ours beside the machine code, and could not read its file after the class was renamed.
 
-Every row has its own number of tokens, so nothing is padded. A row's tokens fill the slots of its cache from 0 on: the
-slot of a token is its position.
+In sampling, every row has its own number of tokens, so nothing is padded. A row's tokens fill the slots of its cache
+from 0 on: the slot of a token is its position. Whole sequences lie end to end in a stream, as in `models.packing`.
+
+Loops are written for LLVM, which computes the innermost ones in vectors: they run over consecutive numbers, from 0 or
+from an unsigned start (a signed one might be negative, which numba would check at each step), and write to rows that
+the loop around them does not change.
 """
 
 from collections.abc import Callable
@@ -22,6 +26,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 TILE = 4
 """Rows of a matrix product that are computed together; the number of inputs must be a multiple of it, too."""
+
+VECTOR = 16
+"""Numbers of float32 in the widest vector registers."""
 
 BLOCK_TOKENS = 64
 """Tokens that pass through the network together, and rows that are sampled together."""
@@ -69,6 +76,7 @@ class DecoderScratch(NamedTuple):
 
     residual: Floats
     normed: Floats
+    inverses: Floats
     qkv: Floats
     attention: Floats
     product: Floats
@@ -156,14 +164,15 @@ def find_maximum(x: Floats, length: int) -> np.float32:
 
 
 @_compile
-def normalize(x: Floats, gain: Floats, eps: np.float32, y: Floats, rows: int) -> None:
-    """y[:rows] = x[:rows] over its root mean square, times the gain."""
+def normalize(x: Floats, gain: Floats, eps: np.float32, y: Floats, inverses: Floats, rows: int) -> None:
+    """y[:rows] = x[:rows] over its root mean square, times the gain; `inverses` gets one over the root mean squares."""
     size = x.shape[1]
     for r in range(rows):
         squares = np.float32(0)
         for i in range(size):
             squares += x[r, i] * x[r, i]
         scale = np.float32(1) / np.sqrt(squares / np.float32(size) + eps)
+        inverses[r] = scale
         for i in range(size):
             y[r, i] = x[r, i] * scale * gain[i]
 
@@ -326,7 +335,7 @@ def extend(
     """
     embedding, qkv_weight, bias, output, gate_up_weight, down, attention_gain, mlp_gain, final_gain, _, eps = weights
     keys, values, cosines, sines = cache
-    residual, normed, qkv, attention, product, gate_up, gated, _, scores, mix, powers, power_bits = scratch
+    residual, normed, inverses, qkv, attention, product, gate_up, gated, _, scores, mix, powers, power_bits = scratch
     layers, num_outputs = len(output), 0
     block_rows, block_positions = np.empty(BLOCK_TOKENS, np.int64), np.empty(BLOCK_TOKENS, np.int64)
     for start in range(0, len(token_ids), BLOCK_TOKENS):
@@ -335,7 +344,7 @@ def extend(
             residual[t] = embedding[token_ids[start + t]]
             block_rows[t], block_positions[t] = rows[start + t], positions[start + t]
         for layer in range(layers):
-            normalize(residual, attention_gain[layer], eps, normed, tokens)
+            normalize(residual, attention_gain[layer], eps, normed, inverses, tokens)
             multiply(normed, qkv_weight[layer], qkv, tokens)
             rotate_and_store(
                 qkv, bias[layer], cosines, sines, keys[layer], values[layer], block_rows, block_positions, tokens
@@ -363,12 +372,12 @@ def extend(
             )
             multiply(attention, output[layer], product, tokens)
             add(residual, product, tokens)
-            normalize(residual, mlp_gain[layer], eps, normed, tokens)
+            normalize(residual, mlp_gain[layer], eps, normed, inverses, tokens)
             multiply(normed, gate_up_weight[layer], gate_up, tokens)
             apply_gate(gate_up, gated, tokens, powers, power_bits)
             multiply(gated, down[layer], product, tokens)
             add(residual, product, tokens)
-        normalize(residual, final_gain, eps, normed, tokens)
+        normalize(residual, final_gain, eps, normed, inverses, tokens)
         for t in range(tokens):
             hidden[num_outputs + t] = normed[t]
         num_outputs += tokens
@@ -448,7 +457,7 @@ def sample_turn(
     logprobs, entropies (B, steps), and counts (B,), the number of tokens of each reply. The last token of a reply is
     not appended to the cache.
     """
-    head, (_, normed, _, _, _, _, _, logits, scores, _, powers, power_bits) = weights[9], scratch
+    head, (_, normed, _, _, _, _, _, _, logits, scores, _, powers, power_bits) = weights[9], scratch
     num_replies, steps = uniforms.shape
     live, live_count, admitted_count = np.empty(BLOCK_TOKENS, np.int64), 0, 0
     next_tokens, next_rows = np.empty(BLOCK_TOKENS, np.int64), np.empty(BLOCK_TOKENS, np.int64)
@@ -492,3 +501,349 @@ def sample_turn(
         for lane in range(live_count):
             hidden[live[lane]] = next_hidden[lane]
             lengths[next_rows[lane]] += 1
+
+
+# ---------------------------------------------------------------------------- layers of whole sequences
+
+
+@_compile
+def normalize_backward(
+    y_grad: Floats, x: Floats, gain: Floats, inverses: Floats, x_grad: Floats, gain_grad: Floats
+) -> None:
+    """Add the gradients of `normalize` to `x_grad` (N, size) and `gain_grad` (size,)."""
+    rows, size = x.shape
+    for r in range(rows):
+        scale, product = inverses[r], np.float32(0)
+        for i in range(size):
+            product += y_grad[r, i] * gain[i] * x[r, i]
+        product *= scale * scale * scale / np.float32(size)
+        for i in range(size):
+            gain_grad[i] += y_grad[r, i] * x[r, i] * scale
+            x_grad[r, i] += y_grad[r, i] * gain[i] * scale - x[r, i] * product
+
+
+@_compile
+def rotate(
+    qkv: Floats, cosines: Floats, sines: Floats, positions: Integers, heads: int, size: int, direction: np.float32
+) -> None:
+    """Rotate the first `heads` heads of `size` channels of every row of `qkv` in place.
+
+    direction: 1 for the forward pass, -1 for gradients, which are rotated back.
+    """
+    half = size // 2
+    for t in range(len(qkv)):
+        position = positions[t]
+        for head in range(heads):
+            start = head * size
+            for i in range(half):
+                cosine, sine = cosines[position, i], sines[position, i] * direction
+                low, high = qkv[t, start + i], qkv[t, start + half + i]
+                qkv[t, start + i] = low * cosine - high * sine
+                qkv[t, start + half + i] = high * cosine + low * sine
+
+
+@_compile
+def apply_gate_backward(gate_up: Floats, gated_grad: Floats, gate_up_grad: Floats) -> None:
+    """The gradient of `apply_gate`, written to `gate_up_grad` (N, 2 * intermediate)."""
+    rows, size = gated_grad.shape
+    exponentials, powers, one = np.zeros(size, np.float32), np.zeros(size, np.float32), np.float32(1)
+    power_bits = powers.view(np.int32)
+    for t in range(rows):
+        for i in range(size):
+            exponentials[i] = -gate_up[t, i]
+        exponentiate(exponentials, size, powers, power_bits)
+        for i in range(size):
+            sigmoid, gate, grad = one / (one + exponentials[i]), gate_up[t, i], gated_grad[t, i]
+            gate_up_grad[t, size + i] = grad * gate * sigmoid
+            gate_up_grad[t, i] = grad * gate_up[t, size + i] * sigmoid * (one + gate * (one - sigmoid))
+
+
+@_compile
+def multiply_keys(keys: Floats, queries: Floats, firsts: Integers, scores: Floats, rows: int, columns: int) -> None:
+    """scores[s, c] = keys[s] . queries[:, c] for s < rows and firsts[s] <= c < columns.
+
+    keys: (rows, size). queries: (size, columns), one column per query and head. rows is a multiple of TILE.
+    """
+    end = np.uintp(columns)
+    for s in range(0, rows, 4):
+        start = np.uintp(firsts[s])
+        for c in range(start, end):
+            scores[s, c] = 0
+            scores[s + 1, c] = 0
+            scores[s + 2, c] = 0
+            scores[s + 3, c] = 0
+        for i in range(0, keys.shape[1], 4):
+            x00, x01, x02, x03 = keys[s, i], keys[s, i + 1], keys[s, i + 2], keys[s, i + 3]
+            x10, x11, x12, x13 = keys[s + 1, i], keys[s + 1, i + 1], keys[s + 1, i + 2], keys[s + 1, i + 3]
+            x20, x21, x22, x23 = keys[s + 2, i], keys[s + 2, i + 1], keys[s + 2, i + 2], keys[s + 2, i + 3]
+            x30, x31, x32, x33 = keys[s + 3, i], keys[s + 3, i + 1], keys[s + 3, i + 2], keys[s + 3, i + 3]
+            for c in range(start, end):
+                w0, w1, w2, w3 = queries[i, c], queries[i + 1, c], queries[i + 2, c], queries[i + 3, c]
+                scores[s, c] += x00 * w0 + x01 * w1 + x02 * w2 + x03 * w3
+                scores[s + 1, c] += x10 * w0 + x11 * w1 + x12 * w2 + x13 * w3
+                scores[s + 2, c] += x20 * w0 + x21 * w1 + x22 * w2 + x23 * w3
+                scores[s + 3, c] += x30 * w0 + x31 * w1 + x32 * w2 + x33 * w3
+
+
+@_compile
+def mix_values(values: Floats, weights: Floats, firsts: Integers, mix: Floats, rows: int, columns: int) -> None:
+    """mix[i, c] = sum over s < rows of values[s, i] * weights[s, c], where weights below firsts[s] count as 0.
+
+    values: (rows, size). weights: (rows, columns). mix: (size, columns).
+    """
+    end = np.uintp(columns)
+    for i in range(0, values.shape[1], 4):
+        for c in range(end):
+            mix[i, c] = 0
+            mix[i + 1, c] = 0
+            mix[i + 2, c] = 0
+            mix[i + 3, c] = 0
+        for s in range(0, rows, 4):
+            x00, x01, x02, x03 = values[s, i], values[s, i + 1], values[s, i + 2], values[s, i + 3]
+            x10, x11, x12, x13 = values[s + 1, i], values[s + 1, i + 1], values[s + 1, i + 2], values[s + 1, i + 3]
+            x20, x21, x22, x23 = values[s + 2, i], values[s + 2, i + 1], values[s + 2, i + 2], values[s + 2, i + 3]
+            x30, x31, x32, x33 = values[s + 3, i], values[s + 3, i + 1], values[s + 3, i + 2], values[s + 3, i + 3]
+            for c in range(np.uintp(firsts[s]), end):
+                w0, w1, w2, w3 = weights[s, c], weights[s + 1, c], weights[s + 2, c], weights[s + 3, c]
+                mix[i, c] += x00 * w0 + x10 * w1 + x20 * w2 + x30 * w3
+                mix[i + 1, c] += x01 * w0 + x11 * w1 + x21 * w2 + x31 * w3
+                mix[i + 2, c] += x02 * w0 + x12 * w1 + x22 * w2 + x32 * w3
+                mix[i + 3, c] += x03 * w0 + x13 * w1 + x23 * w2 + x33 * w3
+
+
+@_compile
+def sum_columns(weights: Floats, columns_t: Floats, firsts: Integers, sums: Floats, rows: int, columns: int) -> None:
+    """sums[s, i] = sum over firsts[s] <= c < columns of weights[s, c] * columns_t[i, c], for s < rows.
+
+    weights: (rows, columns). columns_t: (size, columns). sums: (rows, size).
+    """
+    end = np.uintp(columns)
+    for s in range(0, rows, 4):
+        start = np.uintp(firsts[s])
+        for i in range(0, columns_t.shape[0], 4):
+            y00 = y01 = y02 = y03 = y10 = y11 = y12 = y13 = np.float32(0)
+            y20 = y21 = y22 = y23 = y30 = y31 = y32 = y33 = np.float32(0)
+            for c in range(start, end):
+                w0, w1, w2, w3 = columns_t[i, c], columns_t[i + 1, c], columns_t[i + 2, c], columns_t[i + 3, c]
+                x0, x1, x2, x3 = weights[s, c], weights[s + 1, c], weights[s + 2, c], weights[s + 3, c]
+                y00, y01, y02, y03 = y00 + x0 * w0, y01 + x0 * w1, y02 + x0 * w2, y03 + x0 * w3
+                y10, y11, y12, y13 = y10 + x1 * w0, y11 + x1 * w1, y12 + x1 * w2, y13 + x1 * w3
+                y20, y21, y22, y23 = y20 + x2 * w0, y21 + x2 * w1, y22 + x2 * w2, y23 + x2 * w3
+                y30, y31, y32, y33 = y30 + x3 * w0, y31 + x3 * w1, y32 + x3 * w2, y33 + x3 * w3
+            sums[s, i], sums[s, i + 1], sums[s, i + 2], sums[s, i + 3] = y00, y01, y02, y03
+            sums[s + 1, i], sums[s + 1, i + 1], sums[s + 1, i + 2], sums[s + 1, i + 3] = y10, y11, y12, y13
+            sums[s + 2, i], sums[s + 2, i + 1], sums[s + 2, i + 2], sums[s + 2, i + 3] = y20, y21, y22, y23
+            sums[s + 3, i], sums[s + 3, i + 1], sums[s + 3, i + 2], sums[s + 3, i + 3] = y30, y31, y32, y33
+
+
+@_compile
+def find_firsts(positions: Integers, heads: int, rows: int, firsts: Integers) -> None:
+    """For each group of TILE keys, the first column, a multiple of VECTOR, with a query at or after them.
+
+    positions: (M,) ascending positions of queries, which have `heads` columns each. firsts: (rows or more,), written.
+    """
+    query = 0
+    for s in range(0, rows, 4):
+        while query < len(positions) and positions[query] < s:
+            query += 1
+        for i in range(4):
+            firsts[s + i] = query * heads // VECTOR * VECTOR
+
+
+@_compile
+def mask_row(
+    row: Floats, key: int, length: int, positions: Integers, heads: int, first: int, columns: int, value: np.float32
+) -> None:
+    """Write `value` to the columns of a key from `first` on whose queries do not see it; to all for a key of padding.
+
+    length: keys of the sequence. positions: (M,) ascending positions of its queries.
+    """
+    if key >= length:
+        for c in range(first, columns):
+            row[c] = value
+        return
+    query = first // heads
+    while query < len(positions) and positions[query] < key:
+        for head in range(heads):
+            row[query * heads + head] = value
+        query += 1
+
+
+@_compile
+def find_longest(starts: Integers) -> int:
+    """The tokens of the longest sequence."""
+    longest = 0
+    for sequence in range(len(starts) - 1):
+        longest = max(longest, starts[sequence + 1] - starts[sequence])
+    return longest
+
+
+@_compile
+def load_keys_values(
+    qkv: Floats, start: int, length: int, group: int, heads: int, keys: Floats, values: Floats
+) -> None:
+    """Copy the keys and values of a group of heads of a sequence, followed by zeros up to a multiple of TILE rows."""
+    size = keys.shape[1]
+    kv_heads = (qkv.shape[1] // size - heads) // 2
+    key_start, value_start = (heads + group) * size, (heads + kv_heads + group) * size
+    for t in range(length):
+        for i in range(size):
+            keys[t, i], values[t, i] = qkv[start + t, key_start + i], qkv[start + t, value_start + i]
+    for t in range(length, -(-length // 4) * 4):
+        for i in range(size):
+            keys[t, i] = values[t, i] = 0
+
+
+@_compile
+def attend_stream(
+    qkv: Floats,
+    starts: Integers,
+    positions: Integers,
+    query_starts: Integers,
+    heads: int,
+    kv_heads: int,
+    output: Floats,
+    log_totals: Floats,
+) -> None:
+    """Causal attention of M queries over their own sequences.
+
+    qkv: (N, (heads + 2 * kv_heads) * size), rotated. starts: (R + 1,), the sequences of the stream. positions: (M,)
+    ascending positions of the queries within each sequence. query_starts: (R + 1,), the queries of the sequences.
+    Writes output (M, heads * size), and log_totals (M, heads), the logarithm of the sum of the exponentials of all
+    scores, which `attend_stream_backward` needs.
+
+    The queries of all heads of a group are columns of one matrix of scores, and the keys are its rows: so all loops run
+    over columns, of which there are many, and keys and values are read once per group.
+    """
+    size = output.shape[1] // heads
+    group_heads = heads // kv_heads
+    longest = find_longest(starts)
+    most_rows, most_columns = -(-longest // 4) * 4, -(-longest * group_heads // VECTOR) * VECTOR
+    keys, values = np.zeros((most_rows, size), np.float32), np.zeros((most_rows, size), np.float32)
+    queries, mix = np.zeros((size, most_columns), np.float32), np.zeros((size, most_columns), np.float32)
+    weights, firsts = np.zeros((most_rows, most_columns), np.float32), np.zeros(most_rows, np.int64)
+    largest, totals = np.zeros(most_columns, np.float32), np.zeros(most_columns, np.float32)
+    powers = np.zeros(most_columns, np.float32)
+    power_bits = powers.view(np.int32)
+    scale = np.float32(1) / np.sqrt(np.float32(size))
+    for sequence in range(len(starts) - 1):
+        start, length = starts[sequence], starts[sequence + 1] - starts[sequence]
+        first_query, num_queries = query_starts[sequence], query_starts[sequence + 1] - query_starts[sequence]
+        own_positions = positions[first_query : first_query + num_queries]
+        rows, columns = -(-length // 4) * 4, -(-num_queries * group_heads // VECTOR) * VECTOR
+        find_firsts(own_positions, group_heads, rows, firsts)
+        for group in range(kv_heads):
+            load_keys_values(qkv, start, length, group, heads, keys, values)
+            for query in range(num_queries):
+                token = start + own_positions[query]
+                for head in range(group_heads):
+                    channel = (group * group_heads + head) * size
+                    for i in range(size):
+                        queries[i, query * group_heads + head] = qkv[token, channel + i] * scale
+            for c in range(num_queries * group_heads, columns):
+                for i in range(size):
+                    queries[i, c] = 0
+            multiply_keys(keys, queries, firsts, weights, rows, columns)
+            for c in range(columns):
+                largest[c], totals[c] = np.float32(-1e30), 0
+            for s in range(rows):
+                mask_row(weights[s], s, length, own_positions, group_heads, firsts[s], columns, np.float32(-1e30))
+                row, row_largest = weights[s, firsts[s] : columns], largest[firsts[s] : columns]
+                for c in range(len(row)):
+                    row_largest[c] = row_largest[c] if row_largest[c] > row[c] else row[c]
+            for s in range(rows):
+                row, row_largest = weights[s, firsts[s] : columns], largest[firsts[s] : columns]
+                row_totals = totals[firsts[s] : columns]
+                for c in range(len(row)):
+                    row[c] -= row_largest[c]
+                exponentiate(row, len(row), powers, power_bits)
+                for c in range(len(row)):
+                    row_totals[c] += row[c]
+            mix_values(values, weights, firsts, mix, rows, columns)
+            for query in range(num_queries):
+                for head in range(group_heads):
+                    c, channel = query * group_heads + head, (group * group_heads + head) * size
+                    log_totals[first_query + query, group * group_heads + head] = largest[c] + np.log(totals[c])
+                    inverse = np.float32(1) / totals[c]
+                    for i in range(size):
+                        output[first_query + query, channel + i] = mix[i, c] * inverse
+
+
+@_compile
+def attend_stream_backward(
+    qkv: Floats,
+    starts: Integers,
+    positions: Integers,
+    query_starts: Integers,
+    heads: int,
+    kv_heads: int,
+    output: Floats,
+    log_totals: Floats,
+    output_grad: Floats,
+    qkv_grad: Floats,
+) -> None:
+    """The gradient of `attend_stream`; the arguments before `output_grad` (M, heads * size) are its arguments.
+
+    Writes qkv_grad (N, ...), except at the queries of tokens that have none, where it must be 0 before.
+    """
+    size = output.shape[1] // heads
+    group_heads = heads // kv_heads
+    longest = find_longest(starts)
+    most_rows, most_columns = -(-longest // 4) * 4, -(-longest * group_heads // VECTOR) * VECTOR
+    keys, values = np.zeros((most_rows, size), np.float32), np.zeros((most_rows, size), np.float32)
+    keys_grad, values_grad = np.zeros((most_rows, size), np.float32), np.zeros((most_rows, size), np.float32)
+    queries, queries_grad = np.zeros((size, most_columns), np.float32), np.zeros((size, most_columns), np.float32)
+    mix_grad, firsts = np.zeros((size, most_columns), np.float32), np.zeros(most_rows, np.int64)
+    weights = np.zeros((most_rows, most_columns), np.float32)
+    scores_grad = np.zeros((most_rows, most_columns), np.float32)
+    norms, products = np.zeros(most_columns, np.float32), np.zeros(most_columns, np.float32)
+    powers = np.zeros(most_columns, np.float32)
+    power_bits = powers.view(np.int32)
+    scale = np.float32(1) / np.sqrt(np.float32(size))
+    for sequence in range(len(starts) - 1):
+        start, length = starts[sequence], starts[sequence + 1] - starts[sequence]
+        first_query, num_queries = query_starts[sequence], query_starts[sequence + 1] - query_starts[sequence]
+        own_positions = positions[first_query : first_query + num_queries]
+        rows, columns = -(-length // 4) * 4, -(-num_queries * group_heads // VECTOR) * VECTOR
+        find_firsts(own_positions, group_heads, rows, firsts)
+        for group in range(kv_heads):
+            load_keys_values(qkv, start, length, group, heads, keys, values)
+            for query in range(num_queries):
+                token, row_index = start + own_positions[query], first_query + query
+                for head in range(group_heads):
+                    c, channel = query * group_heads + head, (group * group_heads + head) * size
+                    product = np.float32(0)
+                    for i in range(size):
+                        queries[i, c] = qkv[token, channel + i] * scale
+                        mix_grad[i, c] = output_grad[row_index, channel + i]
+                        product += output_grad[row_index, channel + i] * output[row_index, channel + i]
+                    products[c], norms[c] = product, log_totals[row_index, group * group_heads + head]
+            for c in range(num_queries * group_heads, columns):
+                products[c] = norms[c] = 0
+                for i in range(size):
+                    queries[i, c] = mix_grad[i, c] = 0
+            multiply_keys(keys, queries, firsts, weights, rows, columns)
+            multiply_keys(values, mix_grad, firsts, scores_grad, rows, columns)
+            for s in range(rows):
+                row, row_grad = weights[s, firsts[s] : columns], scores_grad[s, firsts[s] : columns]
+                row_norms, row_products = norms[firsts[s] : columns], products[firsts[s] : columns]
+                for c in range(len(row)):
+                    row[c] -= row_norms[c]
+                exponentiate(row, len(row), powers, power_bits)
+                mask_row(weights[s], s, length, own_positions, group_heads, firsts[s], columns, np.float32(0))
+                for c in range(len(row)):
+                    row_grad[c] = row[c] * (row_grad[c] - row_products[c])
+            mix_values(keys, scores_grad, firsts, queries_grad, rows, columns)
+            sum_columns(scores_grad, queries, firsts, keys_grad, rows, columns)
+            sum_columns(weights, mix_grad, firsts, values_grad, rows, columns)
+            for query in range(num_queries):
+                token = start + own_positions[query]
+                for head in range(group_heads):
+                    c, channel = query * group_heads + head, (group * group_heads + head) * size
+                    for i in range(size):
+                        qkv_grad[token, channel + i] = queries_grad[i, c] * scale
+            key_start, value_start = (heads + group) * size, (heads + kv_heads + group) * size
+            for t in range(length):
+                for i in range(size):
+                    qkv_grad[start + t, key_start + i] = keys_grad[t, i]
+                    qkv_grad[start + t, value_start + i] = values_grad[t, i]

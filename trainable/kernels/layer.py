@@ -1,0 +1,219 @@
+"""A block of a tiny Qwen2 over a stream of sequences and its gradient: matrix products in torch, the rest compiled."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trainable.kernels.compiled import (
+    apply_gate,
+    apply_gate_backward,
+    attend_stream,
+    attend_stream_backward,
+    normalize,
+    normalize_backward,
+    rotate,
+)
+
+
+class LayerWeights(NamedTuple):
+    """The weights of a block, as torch has them: matrices are (outputs, inputs)."""
+
+    attention_gain: Tensor
+    q_weight: Tensor
+    k_weight: Tensor
+    v_weight: Tensor
+    q_bias: Tensor
+    k_bias: Tensor
+    v_bias: Tensor
+    output_weight: Tensor
+    mlp_gain: Tensor
+    gate_weight: Tensor
+    up_weight: Tensor
+    down_weight: Tensor
+
+
+class LayerInputs(NamedTuple):
+    """What a block needs besides its residual stream (N, hidden) and its weights.
+
+    cosines, sines: (positions, head_dim / 2). positions: (N,) of each token in its sequence. starts: (R + 1,), where
+    the sequences of the stream start. query_positions: (M,), ascending within each sequence. query_starts: (R + 1,),
+    where the queries of the sequences start. query_indices: (M,) tokens whose residual leaves the block; None if these
+    are all tokens in their order. heads, kv_heads: of the attention. eps: of the norms.
+    """
+
+    cosines: npt.NDArray[np.float32]
+    sines: npt.NDArray[np.float32]
+    positions: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    query_positions: npt.NDArray[np.int64]
+    query_starts: npt.NDArray[np.int64]
+    query_indices: Tensor | None
+    heads: int
+    kv_heads: int
+    eps: float
+
+
+class StreamLayer(torch.autograd.Function):
+    """`run_stream_layer`, as one operation of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, inputs: LayerInputs, *weights: Tensor) -> Tensor:
+        """The block; keeps what the gradient needs."""
+        w, eps = LayerWeights(*weights), np.float32(inputs.eps)
+        qkv_weight = torch.cat((w.q_weight, w.k_weight, w.v_weight))
+        gate_up_weight = torch.cat((w.gate_weight, w.up_weight))
+        normed, inverses = _normalize(x, w.attention_gain, eps)
+        qkv = torch.addmm(torch.cat((w.q_bias, w.k_bias, w.v_bias)), normed, qkv_weight.t())
+        head_size = len(w.q_weight) // inputs.heads
+        _rotate(qkv, inputs, head_size, 1)
+        num_queries = len(inputs.query_positions)
+        attention, log_totals = x.new_empty(num_queries, len(w.q_weight)), x.new_empty(num_queries, inputs.heads)
+        attend_stream(
+            qkv.numpy(),
+            inputs.starts,
+            inputs.query_positions,
+            inputs.query_starts,
+            inputs.heads,
+            inputs.kv_heads,
+            attention.numpy(),
+            log_totals.numpy(),
+        )
+        residual = x if inputs.query_indices is None else x.index_select(0, inputs.query_indices)
+        residual = torch.addmm(residual, attention, w.output_weight.t())
+        mlp_normed, mlp_inverses = _normalize(residual, w.mlp_gain, eps)
+        gate_up = mlp_normed @ gate_up_weight.t()
+        gated, powers = gate_up.new_empty(num_queries, len(w.gate_weight)), np.zeros(len(w.gate_weight), np.float32)
+        apply_gate(gate_up.numpy(), gated.numpy(), num_queries, powers, powers.view(np.int32))
+        ctx.save_for_backward(
+            x,
+            normed,
+            inverses,
+            qkv,
+            attention,
+            log_totals,
+            residual,
+            mlp_normed,
+            mlp_inverses,
+            gate_up,
+            gated,
+            qkv_weight,
+            gate_up_weight,
+            w.attention_gain,
+            w.output_weight,
+            w.mlp_gain,
+            w.down_weight,
+        )
+        ctx.inputs, ctx.head_size = inputs, head_size
+        return torch.addmm(residual, gated, w.down_weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, y_grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of the residual stream and of the weights."""
+        (
+            x,
+            normed,
+            inverses,
+            qkv,
+            attention,
+            log_totals,
+            residual,
+            mlp_normed,
+            mlp_inverses,
+            gate_up,
+            gated,
+            qkv_weight,
+            gate_up_weight,
+            attention_gain,
+            output_weight,
+            mlp_gain,
+            down_weight,
+        ) = ctx.saved_tensors
+        inputs, head_size = ctx.inputs, ctx.head_size
+        y_grad = y_grad.contiguous()
+        gated_grad, gate_up_grad = y_grad @ down_weight, torch.empty_like(gate_up)
+        apply_gate_backward(gate_up.numpy(), gated_grad.numpy(), gate_up_grad.numpy())
+        residual_grad, mlp_gain_grad = y_grad.clone(), torch.zeros_like(mlp_gain)
+        _normalize_backward(
+            gate_up_grad @ gate_up_weight, residual, mlp_gain, mlp_inverses, residual_grad, mlp_gain_grad
+        )
+        if inputs.query_indices is None:
+            x_grad, qkv_grad = residual_grad.clone(), torch.empty_like(qkv)
+        else:
+            x_grad = torch.zeros_like(x).index_copy_(0, inputs.query_indices, residual_grad)
+            qkv_grad = torch.zeros_like(qkv)
+        attend_stream_backward(
+            qkv.numpy(),
+            inputs.starts,
+            inputs.query_positions,
+            inputs.query_starts,
+            inputs.heads,
+            inputs.kv_heads,
+            attention.numpy(),
+            log_totals.numpy(),
+            (residual_grad @ output_weight).numpy(),
+            qkv_grad.numpy(),
+        )
+        _rotate(qkv_grad, inputs, head_size, -1)
+        attention_gain_grad = torch.zeros_like(attention_gain)
+        _normalize_backward(qkv_grad @ qkv_weight, x, attention_gain, inverses, x_grad, attention_gain_grad)
+        sizes = [inputs.heads * head_size, inputs.kv_heads * head_size, inputs.kv_heads * head_size]
+        gate_grad, up_grad = (gate_up_grad.t() @ mlp_normed).chunk(2)
+        return (  # in the order of the arguments, whose weights are in that of `LayerWeights`
+            x_grad,
+            None,
+            attention_gain_grad,
+            *(qkv_grad.t() @ normed).split(sizes),
+            *qkv_grad.sum(0).split(sizes),
+            residual_grad.t() @ attention,
+            mlp_gain_grad,
+            gate_grad,
+            up_grad,
+            y_grad.t() @ gated,
+        )
+
+
+def run_stream_layer(x: Tensor, inputs: LayerInputs, weights: Sequence[Tensor]) -> Tensor:
+    """The residual stream (M, hidden) after a block, at the queries of `inputs`; x: (N, hidden), float32 on the CPU.
+
+    weights: the fields of `LayerWeights`.
+    """
+    output: Tensor = StreamLayer.apply(x, inputs, *weights)
+    return output
+
+
+def _normalize(x: Tensor, gain: Tensor, eps: np.float32) -> tuple[Tensor, Tensor]:
+    """The normalized rows of `x`, and one over their root mean squares."""
+    normed, inverses = torch.empty_like(x), x.new_empty(len(x))
+    normalize(x.detach().numpy(), gain.detach().numpy(), eps, normed.numpy(), inverses.numpy(), len(x))
+    return normed, inverses
+
+
+def _normalize_backward(
+    y_grad: Tensor, x: Tensor, gain: Tensor, inverses: Tensor, x_grad: Tensor, gain_grad: Tensor
+) -> None:
+    """Add the gradients of `_normalize` to `x_grad` and `gain_grad`."""
+    normalize_backward(
+        y_grad.numpy(),
+        x.detach().numpy(),
+        gain.detach().numpy(),
+        inverses.numpy(),
+        x_grad.numpy(),
+        gain_grad.numpy(),
+    )
+
+
+def _rotate(qkv: Tensor, inputs: LayerInputs, head_size: int, direction: int) -> None:
+    """Rotate queries and keys in place."""
+    rotate(
+        qkv.numpy(),
+        inputs.cosines,
+        inputs.sines,
+        inputs.positions,
+        inputs.heads + inputs.kv_heads,
+        head_size,
+        np.float32(direction),
+    )
