@@ -18,12 +18,17 @@ from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.ppo.trainer import PPOTrainer
 
 PHASES = ("rollout", "values", "reference", "update_critic", "update_actor")
+KL_SETTINGS: dict[str, object] = {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1}
+# Without compiled code.
+TORCH_SETTINGS: dict[str, object] = {"rollout.name": "torch", "model.compiled_passes": False}
 VARIANTS: dict[str, dict[str, object]] = {
     "separate critic": {},
-    "separate critic, KL 0.1": {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1},
+    "separate critic, KL 0.1": KL_SETTINGS,
+    "separate critic, KL 0.1, torch": {**KL_SETTINGS, **TORCH_SETTINGS},
     "shared trunk": {"critic.shared_trunk": True},
     "shared trunk, KL 0.1": {"critic.shared_trunk": True, "actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1},
     "GRPO": {"algorithm.adv_estimator": "grpo"},
+    "GRPO, torch": {"algorithm.adv_estimator": "grpo", **TORCH_SETTINGS},
 }
 
 
@@ -73,6 +78,14 @@ def main() -> None:
                 for phase in PHASES
             },
         }
+    ratios = {
+        name: [
+            slow["cpu_seconds_step"] / fast["cpu_seconds_step"]
+            for slow, fast in zip(rows[f"{name}, torch"], rows[name], strict=True)
+        ]
+        for name in rows
+        if f"{name}, torch" in rows
+    }
     # The same for all variants, which train on the same levels with nearly the same policy.
     trained_tokens = statistics.median(row["trained_tokens"] for row in rows["separate critic"])
     report = {
@@ -81,6 +94,13 @@ def main() -> None:
         "steps": args.steps,
         "levels": args.levels,
         "variants": results,
+        "torch_over_compiled": {
+            name: {
+                "median": round(statistics.median(values), 2),
+                "range": [round(min(values), 2), round(max(values), 2)],
+            }
+            for name, values in ratios.items()
+        },
         **describe(),
     }
     print(json.dumps(report, indent=1))

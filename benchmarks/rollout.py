@@ -1,14 +1,14 @@
-"""Compare rollouts of our sampler and of transformers' generate on the same prompts. Prints a JSON object.
+"""Compare rollouts of our samplers and of transformers' generate on the same prompts. Prints a JSON object.
 
-Both play the same 8 levels x 16 episodes with the same protocol. generate prefills the whole conversation at each turn,
-because it keeps no cache between calls with rows of different lengths.
+All play the same 8 levels x 16 episodes with the same protocol. generate prefills the whole conversation at each turn,
+because it keeps no cache between calls with rows of different lengths. Our two samplers also play a validation.
 Run: python benchmarks/rollout.py [--repetitions 7]
 """
 
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -19,10 +19,14 @@ from transformers import AutoModelForCausalLM
 from search_spaces.declaration.presets import PRESETS
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.seeds import make_rng
+from trainable.envs.environment import Level
+from trainable.envs.level_sets import make_validation_levels
 from trainable.models.load import find_model
 from trainable.ppo.trainer import PPOTrainer
+from trainable.rollout.compiled_sampler import CompiledSampler
 from trainable.rollout.episode_loop import draw_luck, roll_out_episodes
 from trainable.rollout.sampler import Conversation, SampledReply, Sampler, SamplingParams
+from trainable.rollout.torch_sampler import TorchSampler
 
 
 class GenerateConversation:
@@ -83,15 +87,16 @@ class GenerateSampler:
         return GenerateConversation(self.model, [list(p) for p in prompts for _ in range(group_size)], params)
 
 
-def time_rollout(trainer: PPOTrainer, sampler: Sampler, step: int) -> tuple[float, int]:
-    """CPU seconds and sampled tokens of one rollout."""
-    num_episodes = len(trainer.levels[step]) * trainer.config.env.group_size
-    luck = draw_luck(make_rng(0, "environment", step), num_episodes, trainer.limits)
+def time_rollout(
+    trainer: PPOTrainer, sampler: Sampler, levels: Sequence[Level], group_size: int, step: int
+) -> tuple[float, int]:
+    """CPU seconds and sampled tokens of one rollout of `levels`, `group_size` episodes each."""
+    luck = draw_luck(make_rng(0, "environment", step), len(levels) * group_size, trainer.limits)
     start_time = time.process_time()
     episodes = roll_out_episodes(
         trainer.environment,
-        trainer.levels[step],
-        trainer.config.env.group_size,
+        levels,
+        group_size,
         sampler,
         trainer.prompt_template,
         trainer.codec,
@@ -103,33 +108,49 @@ def time_rollout(trainer: PPOTrainer, sampler: Sampler, step: int) -> tuple[floa
     return time.process_time() - start_time, sum(episode.response_tokens for episode in episodes)
 
 
+def summarize_ratios(rates: Mapping[str, list[float]], other: str) -> dict[str, object]:
+    """Median and range of the rates of the compiled sampler over those of another, pair by pair."""
+    ratios = [ours / theirs for ours, theirs in zip(rates["compiled"], rates[other], strict=True)]
+    return {"median": round(statistics.median(ratios), 2), "range": [round(min(ratios), 2), round(max(ratios), 2)]}
+
+
 def main() -> None:
-    """Alternate the two samplers over the levels of several steps, and print medians; the first step is not timed."""
+    """Alternate the samplers over the levels of several steps, and print medians; the first step is not timed."""
     parser = make_parser(__doc__)
     parser.add_argument("--repetitions", type=parse_count, default=7, help="timed rollouts of each sampler")
-    repetitions = parser.parse_args().repetitions
+    parser.add_argument("--validation-levels", type=parse_count, default=512, help="levels of a validation")
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    settings = {**PRESETS["laptop"].settings, "trainer.total_training_steps": repetitions + 1}
+    settings = {**PRESETS["laptop"].settings, "trainer.total_training_steps": args.repetitions + 1}
     trainer = PPOTrainer(apply_overrides(RunConfig(), settings))
-    generate_sampler = GenerateSampler(AutoModelForCausalLM.from_pretrained(find_model("sokoban-tiny")).eval())
-    rates: dict[str, list[float]] = {"ours": [], "generate": []}
-    for step in range(repetitions + 1):
-        for name, sampler in (("ours", trainer.engine.sampler), ("generate", generate_sampler)):
-            seconds, tokens = time_rollout(trainer, sampler, step)
+    samplers: dict[str, Sampler] = {
+        "compiled": CompiledSampler(trainer.model),
+        "torch": TorchSampler(trainer.model),
+        "generate": GenerateSampler(AutoModelForCausalLM.from_pretrained(find_model("sokoban-tiny")).eval()),
+    }
+    validation_levels = make_validation_levels(trainer.environment, args.validation_levels)
+    rates: dict[str, list[float]] = {name: [] for name in samplers}
+    validation_rates: dict[str, list[float]] = {"compiled": [], "torch": []}
+    for step in range(args.repetitions + 1):
+        for name, sampler in samplers.items():
+            seconds, tokens = time_rollout(trainer, sampler, trainer.levels[step], trainer.config.env.group_size, step)
             if step:  # the first rollout warms up and is not counted
                 rates[name].append(tokens / seconds)
-    medians = {name: round(statistics.median(values)) for name, values in rates.items()}
-    ratios = [ours / theirs for ours, theirs in zip(rates["ours"], rates["generate"], strict=True)]
+        for name in validation_rates:
+            seconds, tokens = time_rollout(trainer, samplers[name], validation_levels, 1, step)
+            if step:
+                validation_rates[name].append(tokens / seconds)
     print(
         json.dumps(
             {
                 "benchmark": "rollout",
-                "sampled_tokens_per_cpu_second": medians,
-                "ratio": {
-                    "median": round(statistics.median(ratios), 2),
-                    "range": [round(min(ratios), 2), round(max(ratios), 2)],
+                "sampled_tokens_per_cpu_second": {
+                    name: round(statistics.median(values)) for name, values in rates.items()
                 },
-                "repetitions": repetitions,
+                "ratio_to_generate": summarize_ratios(rates, "generate"),
+                "ratio_to_torch": summarize_ratios(rates, "torch"),
+                "validation_ratio_to_torch": summarize_ratios(validation_rates, "torch"),
+                "repetitions": args.repetitions,
                 **describe(),
             },
             indent=1,

@@ -25,7 +25,7 @@ SHORT: dict[str, tuple[str, ...]] = {
     "grid_report.py": ("--arms", "2", "--steps", "5", "--levels", "8"),
     "packing.py": ("--device", "cpu", "--repetitions", "2"),
     "ppo_step.py": ("--steps", "1", "--levels", "2"),
-    "rollout.py": ("--repetitions", "1"),
+    "rollout.py": ("--repetitions", "1", "--validation-levels", "8"),
     "rollout_engines.py": ("--repetitions", "1"),
     "sweep_overhead.py": ("--arms", "1", "--steps", "1", "--levels", "8"),
     "trl_grpo.py": ("--repetitions", "1"),
