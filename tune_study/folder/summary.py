@@ -33,11 +33,18 @@ _PUBLISHED_STATUS = {
 }
 
 
-def format_summary_line(plan: StudyPlan, spec: RunSpec, status: RunStatus | None, gpu_label: str) -> str:
+RunTimes = dict[tuple[str, str | None], list[str]]
+"""The times of ended runs as a line has them, by run_id and end: the rows of a run are read once."""
+
+
+def format_summary_line(
+    plan: StudyPlan, spec: RunSpec, status: RunStatus | None, gpu_label: str, run_times: RunTimes | None = None
+) -> str:
     """One run in the published form: fields joined by ` | `. seed and early_stop are our additions.
 
     A run that a rule stopped has the published status `success`, because its process ended normally. Its line names the
-    rule and the step: early_stop=<rule>@<step>. A run that never started is `missing`.
+    rule and the step: early_stop=<rule>@<step>. A run that never started is `missing`. run_times: extended by those of
+    the run.
     """
     template_values = make_template_values(plan.study, plan.run, spec.arm, spec.config, spec.seed)
     published_fields = plan.study.name_templates.summary.format(
@@ -46,13 +53,15 @@ def format_summary_line(plan: StudyPlan, spec: RunSpec, status: RunStatus | None
     # A run that has not ended has neither times nor an outcome.
     if status is None or status.status in ("never_ran", *OPEN_STATUSES):
         return f"{published_fields[0]} | status=missing | seed={spec.seed}"
+    run_times = {} if run_times is None else run_times
+    key = (spec.run_id, status.ended_at)
+    if key not in run_times:
+        rows = read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE, first_step=0)
+        run_times[key] = format_run_times(rows, plan.study.name_templates.summary_times)
     stop_text = f"{status.stop_rule}@{status.stop_step}" if status.stop_rule else "none"
     fields = [
         *published_fields,
-        *format_run_times(
-            read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE, first_step=0),
-            plan.study.name_templates.summary_times,
-        ),
+        *run_times[key],
         f"wall_time={format_wall_seconds(status)}",
         f"gpu={gpu_label}",
         f"status={_PUBLISHED_STATUS[status.status]}",
@@ -98,12 +107,15 @@ def format_wall_seconds(status: RunStatus) -> str:
     return f"{int(duration.total_seconds())}s"
 
 
-def write_summary(plan: StudyPlan, resource_plan: ResourcePlan, is_closing: bool) -> Path:
+def write_summary(
+    plan: StudyPlan, resource_plan: ResourcePlan, is_closing: bool, run_times: RunTimes | None = None
+) -> Path:
     """Write the summary log again from the statuses on disk, and return its path.
 
     It has a heading, a line per ended run and, if `is_closing`, a closing block. It is written as a whole and not
-    appended to, so that a study that is continued has one line per run.
+    appended to, so that a study that is continued has one line per run. run_times: those of earlier calls, extended.
     """
+    run_times = {} if run_times is None else run_times
     run_statuses = [(spec, read_status(plan.get_run_dir(spec.run_id))) for spec in plan.runs]
     ended_runs = [
         (spec, status)
@@ -114,12 +126,16 @@ def write_summary(plan: StudyPlan, resource_plan: ResourcePlan, is_closing: bool
     # Lines are in the order in which runs ended, as in the published logs, which are appended to.
     ended_runs.sort(key=lambda pair: pair[1].ended_at or "")
     lines = [*_format_heading(plan, resource_plan)]
-    lines += [format_summary_line(plan, spec, status, resource_plan.gpu_label) for spec, status in ended_runs]
+    lines += [
+        format_summary_line(plan, spec, status, resource_plan.gpu_label, run_times) for spec, status in ended_runs
+    ]
     if is_closing:
         steps = plan.base_config.trainer.total_training_steps
         lines += ["", f"=== {plan.study.name_templates.title} Summary ==="]
         lines += [f"Project: {plan.wandb_project} | Steps: {steps} | GPU per exp: {resource_plan.gpu_label}"]
-        lines += [format_summary_line(plan, spec, status, resource_plan.gpu_label) for spec, status in run_statuses]
+        lines += [
+            format_summary_line(plan, spec, status, resource_plan.gpu_label, run_times) for spec, status in run_statuses
+        ]
         lines += [_format_counts([status for _, status in run_statuses])]
     # Reasons may come from a folder of unknown origin, and logs are printed with `cat`.
     write_text(plan.summary_log, escape_controls("\n".join(lines) + "\n", allowed="\n"))

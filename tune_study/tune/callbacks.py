@@ -17,7 +17,7 @@ from trainable.runs.run_ends import ENDED_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from tune_study.folder.outputs import append_line
 from tune_study.folder.statuses import RunStatus, StudyStatuses, make_final_status, make_timestamp
-from tune_study.folder.summary import write_summary
+from tune_study.folder.summary import RunTimes, write_summary
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import RunSpec, StudyPlan
 from tune_study.tune.progress import Progress, format_step
@@ -106,6 +106,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
     ) -> None:
         self._plan = plan
         self._resource_plan = resource_plan
+        self._run_times: RunTimes = {}
         self._progress = progress
         self._statuses = statuses
         self._specs: dict[str, RunSpec] = {spec.run_id: spec for spec in plan.runs}
@@ -283,7 +284,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._statuses.set(status)
         self._log_line(status.run_id, f"=== {status.display_text} {status.ended_at}: {status.reason} ===")
         with suppress(OSError):  # the summary is written again at the end of the study
-            write_summary(self._plan, self._resource_plan, is_closing=False)
+            write_summary(self._plan, self._resource_plan, is_closing=False, run_times=self._run_times)
         self._progress.end_run(status.run_id, status.display_text, status.reason)
 
     def _log_line(self, run_id: str, line: str) -> None:

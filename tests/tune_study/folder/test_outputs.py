@@ -13,6 +13,8 @@ from tests.fakes.lines import append_record
 from trainable.config.constants import SHIPPED_MODEL, SHIPPED_MODELS
 from trainable.files.json_values import read_object, write_object
 from trainable.runs.records import STATUSES
+from trainable.runs.run_files import read_rows
+from tune_study.folder import summary
 from tune_study.folder.outputs import check_writable, is_running, lock_folder, read_git_state, write_study
 from tune_study.folder.statuses import (
     RunStatus,
@@ -430,6 +432,35 @@ def test_the_summary_lists_ended_runs_as_they_ended_and_then_all(tmp_path: Path)
     assert [line.split(" | ")[0] for line in block[2:-1]] == ["kl=0", "kl=0.1", "kl=0.2"]
     assert block[-1] == "Total: 3 | Success: 2 | Failed: 0 | Early stopped: 0 | Not ended: 1"
     assert block[3] == "kl=0.1 | status=missing | seed=0"
+
+
+def test_the_rows_of_a_run_are_read_once_for_all_summaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan_in(tmp_path, values=("0", "0.1", "0.2"))
+    write_study(plan)
+    read_paths: list[Path] = []
+
+    def read_and_note(path: Path, first_step: int) -> list[dict[str, object]]:
+        read_paths.append(path)
+        return read_rows(path, first_step)
+
+    monkeypatch.setattr(summary, "read_rows", read_and_note)
+    run_times: summary.RunTimes = {}
+    for hour, spec in enumerate(plan.runs):
+        run_dir = plan.get_run_dir(spec.run_id)
+        append_record(run_dir / "metrics.jsonl", {"step": 1, "seconds_total": 10.0 + hour})
+        write_status(run_dir, make_ended_status(spec.run_id, ended_at=f"2026-01-01T0{hour}:00:00+00:00"))
+        write_summary(plan, allocate_resources(plan), is_closing=hour == 2, run_times=run_times)
+    assert len(read_paths) == len(set(read_paths)) == 3
+    text = plan.summary_log.read_text()
+    write_summary(plan, allocate_resources(plan), is_closing=True)
+    assert plan.summary_log.read_text().splitlines()[1:] == text.splitlines()[1:]
+    assert len(read_paths) == 6
+    # A run that was continued has another end, and other times.
+    append_record(plan.get_run_dir(plan.runs[0].run_id) / "metrics.jsonl", {"step": 2, "seconds_total": 99.0})
+    status = make_ended_status(plan.runs[0].run_id, ended_at="2026-01-01T09:00:00+00:00")
+    write_status(plan.get_run_dir(plan.runs[0].run_id), status)
+    write_summary(plan, allocate_resources(plan), is_closing=True, run_times=run_times)
+    assert "total_time=99.00s" in plan.summary_log.read_text()
 
 
 def test_only_runs_that_ended_well_are_finished(tmp_path: Path) -> None:
