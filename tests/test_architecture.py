@@ -65,6 +65,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "trainable.algo",
         "trainable.config",
         "trainable.envs",
+        "trainable.kernels",
         "trainable.models",
         "trainable.ppo",
         "trainable.rollout",

@@ -11,20 +11,17 @@ from pathlib import Path
 
 from trainable.config.command_lines import quote_argument
 from trainable.config.constants import SHIPPED_MODELS, TEACHERS
+from trainable.kernels.cache import find_cache_folder
 
 
 def find_teacher_folder(name: str, environ: Mapping[str, str] = os.environ) -> Path:
     """The folder in which this machine keeps the teacher `name` (a key of `TEACHERS`), whether or not it exists yet.
 
-    environ: the environment variables. The folder is in TUNE_STUDY_CACHE, or else in the user's cache folder; relative
-    paths are below the home folder, because runs have other working folders. Its name depends on the recipe, so that a
+    environ: the environment variables. The folder is in `find_cache_folder`. Its name depends on the recipe, so that a
     teacher of another recipe is not taken for this one.
     """
-    home = Path(environ.get("HOME", "~")).expanduser()
-    cache = environ.get("TUNE_STUDY_CACHE")
-    folder = Path(cache).expanduser() if cache else Path(environ.get("XDG_CACHE_HOME") or ".cache") / "tune_study"
     recipe = (SHIPPED_MODELS[TEACHERS[name]].folder / "recipe.json").read_bytes()
-    return home / folder / f"{name}-{hashlib.sha256(recipe).hexdigest()[:8]}"
+    return find_cache_folder(environ) / f"{name}-{hashlib.sha256(recipe).hexdigest()[:8]}"
 
 
 def is_made(folder: Path) -> bool:

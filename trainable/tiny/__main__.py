@@ -12,6 +12,7 @@ from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.models.load import find_model
 from trainable.models.teachers import find_teacher_folder, is_made
 from trainable.ppo.trainer import PPOTrainer
+from trainable.tiny.compilation import compile_kernels
 from trainable.tiny.policies import POLICIES
 from trainable.tiny.recipe import TinyPolicy, make_model
 
@@ -49,7 +50,13 @@ def main() -> None:
         help="folder for the model, new or empty (default: the policy's name; of a teacher, where runs look for it)",
     )
     parser.add_argument("--evaluate", metavar="MODEL", help="only evaluate this model (a shipped policy, or a folder)")
+    parser.add_argument(
+        "--compile", action="store_true", help="only compile the code of the tiny policies, which studies do, too"
+    )
     arguments = parser.parse_args()
+    if arguments.compile:
+        print(f"Compiled in {compile_kernels():.0f} s.")
+        return
     name: str = arguments.policy
     policy = POLICIES[TEACHERS.get(name, name)]
     if arguments.evaluate:

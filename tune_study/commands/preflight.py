@@ -19,6 +19,7 @@ from tune_study.placement import disk, memory_plan, resources
 from tune_study.placement.disk import DiskBudget
 from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.placement.model_files import check_file, check_model
+from tune_study.placement.samplers import compile_kernels
 from tune_study.placement.teachers import describe_teachers, make_missing_teachers
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import check_parts
@@ -83,6 +84,7 @@ def start_studies(
         prepared_studies = [_prepare_study(plan, adapt_options(plan), visible_gpus, nodes) for plan in plans]
         if nodes is None:
             make_missing_teachers([path for plan in plans for path in plan.model_paths], os.environ, console)
+            compile_kernels([plan.ppo_config for plan in plans if plan.model is not None], os.environ, console)
         if len(plans) == 1:
             return run_prepared_study(prepared_studies[0], console, options.skipped_statuses)
         # A study with a storage keeps nothing large on this disk.

@@ -1,10 +1,16 @@
 """Check that the sampler and the compiled code of a study are installed and suit its model."""
 
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
+
+from rich.console import Console
 
 from trainable.config.compiled_limits import find_size_obstacle
 from trainable.config.run_config import RunConfig
+from trainable.kernels.cache import COMPILE_COMMAND, find_marker
+from tune_study.host.console import print_line
 from tune_study.placement.model_size import read_model_shape
 from tune_study.plan.errors import PlanError
 
@@ -37,6 +43,25 @@ def find_compiled_obstacle(config: RunConfig, environ: Mapping[str, str]) -> str
     if shape is None or shape.is_counted:
         return f"it runs Qwen2 models only, and {config.model.path} is none that is known here"
     return find_size_obstacle(shape.hidden_size, shape.intermediate_size, shape.num_attention_heads)
+
+
+def compile_kernels(configs: Iterable[RunConfig], environ: Mapping[str, str], console: Console) -> None:
+    """Compile the code of the tiny policies if a run needs it and this machine has not done so, and say so.
+
+    Without this, each of the first runs would compile it. Raises PlanError if the command fails.
+    """
+    is_needed = any(config.rollout.name == "compiled" or config.model.compiled_passes for config in configs)
+    if not is_needed or find_marker(environ).exists():
+        return
+    print_line(console, "Compiling the code of the tiny policies, once on this machine: about 20 seconds.")
+    command = [sys.executable, *COMPILE_COMMAND.split()[1:]]
+    result = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=dict(environ))
+    if result.returncode != 0:
+        last_line = (result.stderr.strip().splitlines() or ["no message"])[-1]
+        raise PlanError(
+            f"The code of the tiny policies could not be compiled ({last_line}): try `{COMPILE_COMMAND}`, or begin a "
+            f"study with {TORCH_OPTIONS}."
+        )
 
 
 def check_sampler(config: RunConfig, environ: Mapping[str, str]) -> None:

@@ -1,13 +1,18 @@
 import importlib.util
+import io
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.fakes.scripted import make_small_config
 from trainable.config.run_config import RunConfig, apply_overrides
+from trainable.kernels.cache import find_marker
 from trainable.rollout import vllm_sampler
 from tune_study.commands.cli import app
 from tune_study.placement import samplers
@@ -78,6 +83,33 @@ def test_a_study_whose_sampler_is_missing_is_not_continued_with_another(monkeypa
         check_sampler(config, {})
     assert "numba is not installed. A study keeps the code with which it began" in str(refusal.value)
     assert "type `pip install numba`, or begin a study with --set rollout.name=torch" in str(refusal.value)
+
+
+def compile_and_print(config: RunConfig, environment: dict[str, str]) -> str:
+    output = io.StringIO()
+    samplers.compile_kernels([config], environment, Console(file=output, width=200))
+    return output.getvalue()
+
+
+def test_kernels_are_compiled_before_the_first_study_and_only_once(tmp_path: Path) -> None:
+    environment = {**os.environ, "TUNE_STUDY_CACHE": str(tmp_path)}
+    torch_config = apply_overrides(make_small_config(), TORCH_SETTINGS)
+    assert compile_and_print(torch_config, environment) == ""
+    for settings in ({"rollout.name": "compiled"}, {"model.compiled_passes": True}):
+        find_marker(environment).unlink(missing_ok=True)
+        assert "once on this machine" in compile_and_print(apply_overrides(torch_config, settings), environment)
+        assert find_marker(environment).exists()
+    assert compile_and_print(make_small_config(), environment) == ""
+
+
+def test_a_compilation_that_fails_names_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'OSError: no space' >&2; exit 3\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(PlanError) as failure:
+        compile_and_print(make_small_config(), {"TUNE_STUDY_CACHE": str(tmp_path), "PATH": "/usr/bin:/bin"})
+    assert "(OSError: no space): try `python -m trainable.tiny --compile`" in str(failure.value)
 
 
 def run_dry(tmp_path: Path, *options: str) -> str:
