@@ -1,4 +1,4 @@
-"""Whether this machine has compiled the kernels: numba keeps their machine code, and a marker says that all is there."""
+"""Whether this machine has compiled the kernels: numba keeps the machine code, and a marker says that it is whole."""
 
 import hashlib
 import os
