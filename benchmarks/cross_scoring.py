@@ -34,6 +34,7 @@ from trainable.rollout.sampler import SamplingParams
 COMPUTE_FREQ = 5  # steps per diagnosis
 SETTINGS = {
     **PRESETS["laptop"].settings,
+    "model.compiled_passes": False,  # both ways in torch
     "trainer.val_before_train": False,
     "trainer.test_freq": -1,
     # A learning rate of almost 0 keeps the policy, and with it the lengths of replies, the same in every step.

@@ -38,7 +38,7 @@ def make_small_config(**overrides: object) -> RunConfig:
     """
     settings = {**SMALL_SETTINGS, **{key.replace("__", "."): value for key, value in overrides.items()}}
     config = apply_overrides(RunConfig(), settings)
-    if find_compiled_obstacle(config, os.environ):
+    if find_compiled_obstacle([config], os.environ):
         config = apply_overrides(config, TORCH_SETTINGS)
     return config
 

@@ -1,25 +1,48 @@
-"""Which models the compiled sampler runs."""
+"""Which models our own implementation of Qwen2 runs, and which of them compiled code."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainable.config.constants import QWEN2_ARCHITECTURE
 
 MAX_HIDDEN_SIZE = 512
 """Products of larger models leave the caches of one core, and torch is faster there."""
+
+MAX_MATRIX_SIZE = 4_000_000
+"""Most elements of a weight matrix; each is read again for every few rows."""
 
 MULTIPLE = 4
 """Sizes of a model must be multiples of this, since the compiled products take that many inputs at a time."""
 
 
-def find_size_obstacle(hidden_size: int, intermediate_size: int, heads: int) -> str:
-    """Why the compiled sampler cannot run a Qwen2 model of these sizes; empty if it can.
+def is_plain_qwen2(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a Qwen2 with full attention, plain positions and silu.
+
+    Our own implementation runs these, and transformers all others.
+    """
+    # transformers 5 writes rope_parameters with rope_type; earlier versions wrote rope_scaling, the oldest with type.
+    rope = (config.get("rope_parameters") or {}) | (config.get("rope_scaling") or {})
+    is_plain = rope.get("rope_type", rope.get("type", "default")) == "default"
+    is_plain &= not config.get("use_sliding_window") and config.get("hidden_act", "silu") == "silu"
+    return is_plain and (config.get("architectures") or [None])[0] == QWEN2_ARCHITECTURE
+
+
+def find_size_obstacle(hidden_size: int, intermediate_size: int, heads: int, vocab_size: int) -> str:
+    """Why compiled code cannot run a Qwen2 model of these sizes; empty if it can.
 
     Example:
-        >>> find_size_obstacle(64, 192, 2)
+        >>> find_size_obstacle(64, 192, 2, 193)
         ''
-        >>> find_size_obstacle(2048, 11008, 16)
+        >>> find_size_obstacle(2048, 11008, 16, 151936)
         'its hidden size of 2048 is above 512'
     """
     if hidden_size > MAX_HIDDEN_SIZE:
         return f"its hidden size of {hidden_size} is above {MAX_HIDDEN_SIZE}"
-    head_dim = hidden_size // heads
-    sizes = {"hidden size": hidden_size, "intermediate size": intermediate_size, "head size": head_dim}
+    largest = hidden_size * max(vocab_size, 2 * intermediate_size)
+    if largest > MAX_MATRIX_SIZE:
+        return f"its largest matrix has {largest:,} elements, and compiled code takes at most {MAX_MATRIX_SIZE:,}"
+    head_size = hidden_size // heads
+    sizes = {"hidden size": hidden_size, "intermediate size": intermediate_size, "head size": head_size}
     for name, size in sizes.items():
         if size % MULTIPLE:
             return f"its {name} of {size} is not a multiple of {MULTIPLE}"

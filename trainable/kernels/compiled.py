@@ -1,14 +1,14 @@
 """The tiny Qwen2 policies in compiled code: sampling of a whole turn in one call, and layers of whole sequences.
 
-numba compiles these functions on first use and keeps the machine code on disk, so that neither a compiler nor another
-compilation is needed. They are in one module, because numba notices a change only in the file of the function that it
+numba compiles these functions on first use and stores the machine code, which later processes load; no C compiler is
+needed. They are in one module, because numba notices a change only in the file of the function that it
 loads, and not in the functions that are called from there. They take plain tuples: numba would pickle the name of a
 class of ours beside the machine code, and could not read its file after the class was renamed.
 
 In sampling, every row has its own number of tokens, so nothing is padded. A row's tokens fill the slots of its cache
 from 0 on: the slot of a token is its position. Whole sequences lie end to end in a stream, as in `models.packing`.
 
-Loops are written for LLVM, which computes the innermost ones in vectors: they run over consecutive numbers, from 0 or
+Loops are written for LLVM, which vectorizes the innermost ones: they run over consecutive numbers, from 0 or
 from an unsigned start (a signed one might be negative, which numba would check at each step), and write to rows that
 the loop around them does not change.
 """
@@ -23,9 +23,6 @@ from numba import njit
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-TILE = 4
-"""Rows of a matrix product that are computed together; the number of inputs must be a multiple of it, too."""
 
 VECTOR = 16
 """Numbers of float32 in the widest vector registers."""
@@ -100,7 +97,7 @@ def _compile(function: Function) -> Function:
 
 @_compile
 def multiply(x: Floats, weight: Floats, y: Floats, rows: int) -> None:
-    """y[:rows] = x[:rows] @ weight. Up to TILE - 1 more rows of y are overwritten."""
+    """y[:rows] = x[:rows] @ weight. Up to three more rows of y are overwritten."""
     inputs, outputs = weight.shape
     for r in range(0, rows, 4):
         for o in range(outputs):
@@ -108,7 +105,7 @@ def multiply(x: Floats, weight: Floats, y: Floats, rows: int) -> None:
             y[r + 1, o] = 0
             y[r + 2, o] = 0
             y[r + 3, o] = 0
-        # Sixteen factors stay in registers, while the loop over outputs is computed in vectors.
+        # Sixteen factors stay in registers, while the loop over outputs is vectorized.
         for i in range(0, inputs, 4):
             x00, x01, x02, x03 = x[r, i], x[r, i + 1], x[r, i + 2], x[r, i + 3]
             x10, x11, x12, x13 = x[r + 1, i], x[r + 1, i + 1], x[r + 1, i + 2], x[r + 1, i + 3]
@@ -126,7 +123,7 @@ def multiply(x: Floats, weight: Floats, y: Floats, rows: int) -> None:
 def exponentiate(x: Floats, length: int, powers: Floats, power_bits: npt.NDArray[np.int32]) -> None:
     """x[:length] = exp(x[:length]) to about one unit in the last place; 0 below exp(-87), NaN for NaN.
 
-    math.exp would be called once per number; this is computed in vectors. exp(x) = 2^k exp(r) with k = round(x / ln 2),
+    math.exp would be called once per number; this is vectorized. exp(x) = 2^k exp(r) with k = round(x / ln 2),
     and exp(r) by the polynomial of the Cephes library. 2^k is made from the bits of its exponent.
     """
     for j in range(length):
@@ -513,13 +510,15 @@ def normalize_backward(
     """Add the gradients of `normalize` to `x_grad` (N, size) and `gain_grad` (size,)."""
     rows, size = x.shape
     for r in range(rows):
+        # Scaled before they are multiplied: products of large gradients stay finite as long as in torch.
         scale, product = inverses[r], np.float32(0)
         for i in range(size):
-            product += y_grad[r, i] * gain[i] * x[r, i]
-        product *= scale * scale * scale / np.float32(size)
+            product += y_grad[r, i] * gain[i] * (x[r, i] * scale)
+        product /= np.float32(size)
         for i in range(size):
-            gain_grad[i] += y_grad[r, i] * x[r, i] * scale
-            x_grad[r, i] += y_grad[r, i] * gain[i] * scale - x[r, i] * product
+            normed = x[r, i] * scale
+            gain_grad[i] += y_grad[r, i] * normed
+            x_grad[r, i] += (y_grad[r, i] * gain[i] - normed * product) * scale
 
 
 @_compile
@@ -562,7 +561,7 @@ def apply_gate_backward(gate_up: Floats, gated_grad: Floats, gate_up_grad: Float
 def multiply_keys(keys: Floats, queries: Floats, firsts: Integers, scores: Floats, rows: int, columns: int) -> None:
     """scores[s, c] = keys[s] . queries[:, c] for s < rows and firsts[s] <= c < columns.
 
-    keys: (rows, size). queries: (size, columns), one column per query and head. rows is a multiple of TILE.
+    keys: (rows, size). queries: (size, columns), one column per query and head. rows is a multiple of 4.
     """
     end = np.uintp(columns)
     for s in range(0, rows, 4):
@@ -638,7 +637,7 @@ def sum_columns(weights: Floats, columns_t: Floats, firsts: Integers, sums: Floa
 
 @_compile
 def find_firsts(positions: Integers, heads: int, rows: int, firsts: Integers) -> None:
-    """For each group of TILE keys, the first column, a multiple of VECTOR, with a query at or after them.
+    """For each group of four keys, the first column, a multiple of VECTOR, with a query at or after them.
 
     positions: (M,) ascending positions of queries, which have `heads` columns each. firsts: (rows or more,), written.
     """
@@ -682,7 +681,7 @@ def find_longest(starts: Integers) -> int:
 def load_keys_values(
     qkv: Floats, start: int, length: int, group: int, heads: int, keys: Floats, values: Floats
 ) -> None:
-    """Copy the keys and values of a group of heads of a sequence, followed by zeros up to a multiple of TILE rows."""
+    """Copy the keys and values of a group of heads of a sequence, followed by zeros up to a multiple of four rows."""
     size = keys.shape[1]
     kv_heads = (qkv.shape[1] // size - heads) // 2
     key_start, value_start = (heads + group) * size, (heads + kv_heads + group) * size
@@ -721,7 +720,7 @@ def attend_stream(
     most_rows, most_columns = -(-longest // 4) * 4, -(-longest * group_heads // VECTOR) * VECTOR
     keys, values = np.zeros((most_rows, size), np.float32), np.zeros((most_rows, size), np.float32)
     queries, mix = np.zeros((size, most_columns), np.float32), np.zeros((size, most_columns), np.float32)
-    weights, firsts = np.zeros((most_rows, most_columns), np.float32), np.zeros(most_rows, np.int64)
+    weights, firsts = np.empty((most_rows, most_columns), np.float32), np.zeros(most_rows, np.int64)
     largest, totals = np.zeros(most_columns, np.float32), np.zeros(most_columns, np.float32)
     powers = np.zeros(most_columns, np.float32)
     power_bits = powers.view(np.int32)
@@ -794,8 +793,8 @@ def attend_stream_backward(
     keys_grad, values_grad = np.zeros((most_rows, size), np.float32), np.zeros((most_rows, size), np.float32)
     queries, queries_grad = np.zeros((size, most_columns), np.float32), np.zeros((size, most_columns), np.float32)
     mix_grad, firsts = np.zeros((size, most_columns), np.float32), np.zeros(most_rows, np.int64)
-    weights = np.zeros((most_rows, most_columns), np.float32)
-    scores_grad = np.zeros((most_rows, most_columns), np.float32)
+    weights = np.empty((most_rows, most_columns), np.float32)
+    scores_grad = np.empty((most_rows, most_columns), np.float32)
     norms, products = np.zeros(most_columns, np.float32), np.zeros(most_columns, np.float32)
     powers = np.zeros(most_columns, np.float32)
     power_bits = powers.view(np.int32)

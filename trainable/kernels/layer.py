@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from trainable.kernels.compiled import (
     apply_gate,
@@ -111,6 +112,7 @@ class StreamLayer(torch.autograd.Function):
         return torch.addmm(residual, gated, w.down_weight.t())
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, y_grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of the residual stream and of the weights."""
         (

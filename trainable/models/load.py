@@ -16,7 +16,8 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from trainable.config.command_lines import quote_argument
-from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODEL, SHIPPED_MODELS, TEACHERS
+from trainable.config.compiled_limits import is_plain_qwen2
+from trainable.config.constants import SHIPPED_MODEL, SHIPPED_MODELS, TEACHERS
 from trainable.config.sections import ModelConfig
 from trainable.envs.chat import CHATML, ChatFormat
 from trainable.models.chat_template import read_chat_format
@@ -101,13 +102,8 @@ def load_policy(
 
 
 def _is_plain_qwen2(folder: Path) -> bool:
-    """Whether our own implementation can run the model in `folder`: a Qwen2 with full attention and plain positions."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    # transformers 5 writes rope_parameters with rope_type; earlier versions wrote rope_scaling, the oldest with type.
-    rope = (config.get("rope_parameters") or {}) | (config.get("rope_scaling") or {})
-    is_plain = rope.get("rope_type", rope.get("type", "default")) == "default"
-    is_plain &= not config.get("use_sliding_window") and config.get("hidden_act", "silu") == "silu"
-    return is_plain and (config.get("architectures") or [None])[0] == QWEN2_ARCHITECTURE
+    """Whether our own implementation can run the model in `folder`."""
+    return is_plain_qwen2(json.loads((folder / "config.json").read_text(encoding="utf-8")))
 
 
 def _load_qwen2(folder: Path) -> Qwen2:

@@ -14,9 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from trainable.config.compiled_limits import find_size_obstacle
 from trainable.models.kv_cache import KVCache
 from trainable.models.packing import PackedRows, causal_attention, pack_rows
 from trainable.models.qwen2_shape import Qwen2Shape, compute_rotary
+
+MAX_COMPILED_LENGTH = 1024
+"""Tokens of the longest sequence of a compiled pass: its attention has all scores of a sequence in memory. Torch runs
+passes with longer ones."""
 
 
 class PassSettings(NamedTuple):
@@ -168,7 +173,8 @@ class Layer(nn.Module):
         linear_layers = (*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         if any(type(linear) is not nn.Linear for linear in linear_layers):
             raise ValueError(
-                "Compiled passes do not know adapters: leave them out with --set model.compiled_passes=false."
+                "Compiled code does not support LoRA adapters: use torch with --set rollout.name=torch --set "
+                "model.compiled_passes=false."
             )
         return [
             self.input_layernorm.weight,
@@ -234,7 +240,7 @@ class Qwen2Trunk(nn.Module):
         is causal.
         """
         packed = pack_rows((tokens.shape[0], tokens.shape[1]), flat_positions)
-        if self.pass_settings.compiled:
+        if self.pass_settings.compiled and packed.length_groups[-1][1] <= MAX_COMPILED_LENGTH:
             return self.norm(self._run_compiled(tokens, packed))
         last_layer = len(self.layers) - 1
         angles = compute_rotary(torch.arange(packed.length_groups[-1][1], device=tokens.device), self.shape)
@@ -249,10 +255,15 @@ class Qwen2Trunk(nn.Module):
         """The residual stream after all blocks at the requested positions of a pass, in compiled code."""
         from trainable.kernels.layer import LayerInputs, run_stream_layer
 
+        shape = self.shape
+        obstacle = find_size_obstacle(
+            shape.hidden_size, shape.intermediate_size, shape.num_attention_heads, shape.vocab_size
+        )
         if self.pass_settings != PassSettings(compiled=True) or tokens.device.type != "cpu":
+            obstacle = "they are in float32, on the CPU and without gradient checkpointing"
+        if obstacle:
             raise ValueError(
-                "Compiled passes are in float32, on the CPU and without gradient checkpointing: leave them out with "
-                "--set model.compiled_passes=false."
+                f"Compiled passes cannot run this model: {obstacle}. Use torch with --set model.compiled_passes=false."
             )
         half = self.shape.head_dim // 2
         cosines, sines = (

@@ -23,7 +23,7 @@ from trainable.models.qwen2_shape import Qwen2Shape, compute_rotary
 from trainable.rollout.sampler import Conversation, SampledReply, SamplingParams
 from trainable.runs.failures import NonFiniteError
 
-FIRST_REPLIES = 8
+FIRST_REPLIES = 4
 """Replies of full length for which a cache has room at first."""
 
 
@@ -40,6 +40,8 @@ class CompiledSampler:
                 f"rollout.name=compiled cannot sample from this model: {obstacle}. Sample in torch with --set "
                 f"rollout.name=torch."
             )
+        for block in model.model.blocks:
+            block.list_weights()  # raises ValueError if there are adapters
         self.model = model
 
     def start_conversation(
@@ -55,10 +57,8 @@ def _find_obstacle(model: LanguageModel) -> str:
         return "it is not a plain Qwen2"
     if model.lm_head.weight.device.type != "cpu" or model.model.pass_settings.dtype != torch.float32:
         return "it does not compute in float32 on the CPU"
-    if "model.layers.0.self_attn.q_proj.weight" not in dict(model.named_parameters()):
-        return "it has adapters"
     shape = model.shape
-    return find_size_obstacle(shape.hidden_size, shape.intermediate_size, shape.num_attention_heads)
+    return find_size_obstacle(shape.hidden_size, shape.intermediate_size, shape.num_attention_heads, shape.vocab_size)
 
 
 class CompiledConversation:
@@ -149,6 +149,11 @@ class CompiledConversation:
         counts = np.array([len(chunk) for chunk in chunks])
         self._reserve_slots(int((self.lengths[rows] + counts).max()))
         token_ids = np.concatenate([np.asarray(chunk, dtype=np.int64) for chunk in chunks])
+        if token_ids.min() < 0 or token_ids.max() >= self.shape.vocab_size:  # compiled code would read other memory
+            raise IndexError(
+                f"a prompt has the token {token_ids.max()}, and the model has {self.shape.vocab_size} embeddings: use "
+                "a tokenizer of this model"
+            )
         ends = counts.cumsum()
         is_last = np.zeros(len(token_ids), dtype=bool)
         is_last[ends - 1] = True

@@ -12,7 +12,6 @@ from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.models.load import find_model
 from trainable.models.teachers import find_teacher_folder, is_made
 from trainable.ppo.trainer import PPOTrainer
-from trainable.tiny.compilation import compile_kernels
 from trainable.tiny.policies import POLICIES
 from trainable.tiny.recipe import TinyPolicy, make_model
 
@@ -51,10 +50,14 @@ def main() -> None:
     )
     parser.add_argument("--evaluate", metavar="MODEL", help="only evaluate this model (a shipped policy, or a folder)")
     parser.add_argument(
-        "--compile", action="store_true", help="only compile the code of the tiny policies, which studies do, too"
+        "--compile",
+        action="store_true",
+        help="compile the code of the tiny policies and exit; studies do this themselves",
     )
     arguments = parser.parse_args()
     if arguments.compile:
+        from trainable.tiny.compilation import compile_kernels  # needs numba, without which policies can be made
+
         print(f"Compiled in {compile_kernels():.0f} s.")
         return
     name: str = arguments.policy

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from trainable.config.constants import SHIPPED_MODEL
-from trainable.kernels.cache import find_marker
+from trainable.kernels.cache import leave_marker
 from trainable.models.load import load_policy
 from trainable.models.qwen2 import PassSettings
 from trainable.rollout.compiled_sampler import CompiledSampler
@@ -23,7 +23,5 @@ def compile_kernels() -> float:
     )
     conversation.sample_replies([0, 1], [[], []])
     policy.model.model.compute_hidden_states(torch.tensor([[1, 2, 3]]), torch.arange(3)).sum().backward()
-    marker = find_marker()
-    marker.parent.mkdir(parents=True, exist_ok=True)
-    marker.touch()
+    leave_marker()
     return time.monotonic() - start_time

@@ -84,7 +84,8 @@ def start_studies(
         prepared_studies = [_prepare_study(plan, adapt_options(plan), visible_gpus, nodes) for plan in plans]
         if nodes is None:
             make_missing_teachers([path for plan in plans for path in plan.model_paths], os.environ, console)
-            compile_kernels([plan.ppo_config for plan in plans if plan.model is not None], os.environ, console)
+            configs = [spec.ppo_config for plan in plans if plan.model is not None for spec in plan.runs]
+            compile_kernels(configs, os.environ, console)
         if len(plans) == 1:
             return run_prepared_study(prepared_studies[0], console, options.skipped_statuses)
         # A study with a storage keeps nothing large on this disk.
@@ -217,7 +218,8 @@ def _check_machine(plan: StudyPlan, requirements: _Requirements) -> None:
             if path not in TEACHERS:
                 option = "--model " if path == plan.model else "--set model.reference_path="
                 check_model(path, os.environ, plan.ppo_config.model.chat_format, option)
-        resources.check_engines(plan.ppo_config, os.environ)
+        for config in {spec.arm: spec.ppo_config for spec in plan.runs}.values():  # seeds share their settings
+            resources.check_engines(config, os.environ)
     if requirements.memory is not None:
         memory_plan.check_memory(requirements.memory, plan, requirements.used_gpus)
     if plan.study_uri is not None:

@@ -14,6 +14,7 @@ from trainable.config.run_config import list_field_names
 from trainable.config.setting_types import format_value
 from tune_study.commands.axis_options import VALUES_OPTION
 from tune_study.folder import locate
+from tune_study.folder.study_file import read_study
 from tune_study.placement.model_files import make_absolute
 from tune_study.placement.samplers import TORCH_SETTINGS, find_compiled_obstacle
 from tune_study.plan.errors import PlanError
@@ -24,6 +25,7 @@ from tune_study.plan.study_plan import (
     collect_overrides,
     expand_groups,
     find_study,
+    flatten_settings,
     make_plan,
     parse_bool,
     parse_values,
@@ -171,18 +173,26 @@ def _plan_with_torch_if_needed(
     n_seeds: int | None,
     output: Path,
 ) -> StudyPlan:
-    """Plan a new study; if its preset uses compiled code, and that cannot run the model, torch takes its place."""
+    """Plan a new study; if its preset uses compiled code, and that cannot run an arm, torch takes its place.
+
+    A study that is in the folder already keeps the code with which it began, unless another was typed.
+    """
     preset, reason, baseline_seeds = options.preset, options.preset_reason, options.baseline_seeds
     plan = make_plan(study, preset, reason, overrides, values, n_seeds, output, baseline_seeds)
     # Compiled code that was typed is used or refused.
     torch_settings = {name: value for name, value in TORCH_SETTINGS.items() if name not in overrides}
     if plan.model is None or not torch_settings:
         return plan
-    obstacle = find_compiled_obstacle(plan.ppo_config, os.environ)
-    if not obstacle:
-        return plan
-    reason += f"; torch instead of compiled code: {obstacle}"
-    return make_plan(study, preset, reason, {**overrides, **torch_settings}, values, n_seeds, output, baseline_seeds)
+    if (plan.folder / "study.json").exists():
+        recorded = study.family.config_class.model_validate(read_study(plan.folder)["settings"])
+        recorded_settings = flatten_settings(recorded.model_dump())
+        settings = {name: recorded_settings[name] for name in torch_settings}
+    else:
+        obstacle = find_compiled_obstacle((spec.ppo_config for spec in plan.runs), os.environ)
+        if not obstacle:
+            return plan
+        settings, reason = torch_settings, f"{reason}; torch instead of compiled code: {obstacle}"
+    return make_plan(study, preset, reason, {**overrides, **settings}, values, n_seeds, output, baseline_seeds)
 
 
 def _check_preset(study: Study, preset: str) -> None:

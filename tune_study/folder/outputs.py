@@ -30,7 +30,19 @@ _LOCK_PATIENCE_S = 1.0
 """Seconds to wait for the lock: `status` takes it for a moment, and a start must not fail because of that."""
 
 # Packages whose version may change a number of a row; study.json stores their versions.
-_PACKAGES = ("tune_study", "torch", "ray", "transformers", "numpy", "pandas", "pydantic", "safetensors", "tokenizers")
+_PACKAGES = (
+    "tune_study",
+    "torch",
+    "ray",
+    "transformers",
+    "numpy",
+    "numba",
+    "llvmlite",
+    "pandas",
+    "pydantic",
+    "safetensors",
+    "tokenizers",
+)
 
 
 def append_line(path: Path, line: str) -> None:

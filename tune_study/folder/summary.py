@@ -34,7 +34,7 @@ _PUBLISHED_STATUS = {
 
 
 RunTimes = dict[tuple[str, str | None], list[str]]
-"""The times of ended runs as a line has them, by run_id and end: the rows of a run are read once."""
+"""The times of ended runs as they stand in a summary line, by run_id and end: the rows of a run are read once."""
 
 
 def format_summary_line(

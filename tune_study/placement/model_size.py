@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
+from trainable.config.compiled_limits import is_plain_qwen2
 from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODELS, TEACHERS
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import ModelConfig
@@ -18,12 +19,14 @@ from tune_study.placement.published_sizes import find_published_sizes
 class ModelShape(BaseModel):
     """The fields of a Qwen2 model's config.json that determine its parameters; other fields are ignored.
 
-    The last three fields are for models of other architectures, whose parameters are counted on the model itself.
+    The fields from `trunk` to `head_size` are for models of other architectures, whose parameters are counted on the
+    model itself.
 
     Attributes:
         trunk: number of elements of every parameter tensor, without those of an untied head; empty for Qwen2.
         linear: number of elements of all linear layers together.
         head_size: channels of one attention head; None for Qwen2, where they follow from the hidden size.
+        is_plain_qwen2: whether our own implementation runs the model (see `is_plain_qwen2`); False if it is not here.
     """
 
     # strict: a config.json with "36" or 36.0 blocks is refused instead of being converted.
@@ -39,6 +42,7 @@ class ModelShape(BaseModel):
     trunk: tuple[PositiveInt, ...] = ()
     linear: int = 0
     head_size: PositiveInt | None = None
+    is_plain_qwen2: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -72,7 +76,9 @@ def read_model_shape(path: str, environ: Mapping[str, str]) -> ModelShape | None
     try:
         # transformers takes seconds to import, so a Qwen2 is counted by formulas instead of on the model.
         is_qwen2 = config["architectures"] == [QWEN2_ARCHITECTURE]
-        return ModelShape.model_validate(config) if is_qwen2 else _count_shape(config_path.parent)
+        if not is_qwen2:
+            return _count_shape(config_path.parent)
+        return ModelShape.model_validate({**config, "is_plain_qwen2": is_plain_qwen2(config)})
     except ValidationError:
         return None
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from trainable.config.compiled_limits import find_size_obstacle
 from trainable.config.run_config import RunConfig
-from trainable.kernels.cache import COMPILE_COMMAND, find_marker
+from trainable.kernels.cache import COMPILE_COMMAND, is_compiled
 from tune_study.host.console import print_line
 from tune_study.placement.model_size import read_model_shape
 from tune_study.plan.errors import PlanError
@@ -22,27 +22,50 @@ TORCH_SETTINGS: Mapping[str, object] = {"rollout.name": "torch", "model.compiled
 TORCH_OPTIONS = "--set rollout.name=torch --set model.compiled_passes=false"
 
 
-def find_compiled_obstacle(config: RunConfig, environ: Mapping[str, str]) -> str:
-    """Why compiled code, if `config` asks for it, cannot run the model; empty if nothing hinders it.
+def uses_compiled_code(config: RunConfig) -> bool:
+    """Whether runs with `config` sample or train in compiled code."""
+    return config.rollout.name == "compiled" or config.model.compiled_passes
+
+
+def find_compiled_obstacle(configs: Iterable[RunConfig], environ: Mapping[str, str]) -> str:
+    """Why compiled code cannot run one of the configurations that ask for it; empty if nothing hinders it.
 
     environ: the environment variables, which determine the hub cache.
     """
-    if config.rollout.name != "compiled" and not config.model.compiled_passes:
-        return ""
+    checked_hashes: set[str] = set()
+    for config in configs:
+        if uses_compiled_code(config) and (config_hash := config.compute_hash()) not in checked_hashes:
+            checked_hashes.add(config_hash)  # seeds share their configuration
+            if obstacle := _find_obstacle(config, environ):
+                return obstacle
+    return ""
+
+
+def _find_obstacle(config: RunConfig, environ: Mapping[str, str]) -> str:
     if find_spec("numba") is None:
         return "numba is not installed"
     if config.trainer.device != "cpu":
-        return "it runs on the CPU, and the runs do not train there"
+        return f"it runs on the CPU only, and trainer.device is {config.trainer.device}"
+    if config.trainer.strategy == "deepspeed":
+        return "it does not support DeepSpeed"
     if config.model.dtype != "float32":
         return f"it computes in float32, and model.dtype is {config.model.dtype}"
     if config.model.compiled_passes and config.model.enable_gradient_checkpointing:
-        return "it recomputes no blocks, and model.enable_gradient_checkpointing is set"
+        return "it does not support gradient checkpointing"
     if config.model.lora_rank:
-        return "it does not know adapters, and model.lora_rank is set"
-    shape = read_model_shape(config.model.path, environ)
-    if shape is None or shape.is_counted:
-        return f"it runs Qwen2 models only, and {config.model.path} is none that is known here"
-    return find_size_obstacle(shape.hidden_size, shape.intermediate_size, shape.num_attention_heads)
+        return "it does not support LoRA adapters"
+    for path in config.model_paths:  # the policy and its reference
+        shape = read_model_shape(path, environ)
+        if shape is None:
+            return f"the sizes of {path} are not known here"
+        if not shape.is_plain_qwen2:
+            return f"it runs Qwen2 models only, without scaled positions, and {path} is another"
+        obstacle = find_size_obstacle(
+            shape.hidden_size, shape.intermediate_size, shape.num_attention_heads, shape.vocab_size
+        )
+        if obstacle:
+            return obstacle
+    return ""
 
 
 def compile_kernels(configs: Iterable[RunConfig], environ: Mapping[str, str], console: Console) -> None:
@@ -50,8 +73,7 @@ def compile_kernels(configs: Iterable[RunConfig], environ: Mapping[str, str], co
 
     Without this, each of the first runs would compile it. Raises PlanError if the command fails.
     """
-    is_needed = any(config.rollout.name == "compiled" or config.model.compiled_passes for config in configs)
-    if not is_needed or find_marker(environ).exists():
+    if not any(map(uses_compiled_code, configs)) or is_compiled(environ):
         return
     print_line(console, "Compiling the code of the tiny policies, once on this machine: about 20 seconds.")
     command = [sys.executable, *COMPILE_COMMAND.split()[1:]]
@@ -72,10 +94,11 @@ def check_sampler(config: RunConfig, environ: Mapping[str, str]) -> None:
             f"rollout.name=vllm needs vLLM, which is not installed: type `pip install {requirement}`, or --set "
             f"rollout.name=torch."
         )
-    obstacle = find_compiled_obstacle(config, environ)
+    obstacle = find_compiled_obstacle([config], environ)
     if obstacle:
-        advice = "type `pip install numba`" if find_spec("numba") is None else "choose other settings"
+        advice = "type `pip install numba`" if find_spec("numba") is None else "change that"
         raise PlanError(
-            f"Compiled code cannot run here: {obstacle}. A study keeps the code with which it began, since other code "
-            f"rounds differently: {advice}, or begin a study with {TORCH_OPTIONS} in another --output."
+            f"Compiled code cannot run here: {obstacle}. For a new study, {advice} or type {TORCH_OPTIONS}. A study "
+            f"that has begun keeps its code, since other code rounds differently: {advice}, or begin again with torch "
+            "in another --output."
         )

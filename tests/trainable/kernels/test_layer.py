@@ -76,8 +76,12 @@ def test_sequences_of_any_lengths(lengths: list[int], density: float, is_reverse
 
 def test_a_pass_without_a_requested_position_has_gradients_of_zero() -> None:
     model = make_random_model(make_qwen2_shape(), seed=3, std=0.25)
-    hidden, gradients = run_pass(model, torch.tensor([[3, 4, 5]]), torch.zeros(0, dtype=torch.long), is_compiled=True)
+    tokens, nowhere = torch.tensor([[3, 4, 5]]), torch.zeros(0, dtype=torch.long)
+    _, expected_gradients = run_pass(model, tokens, nowhere, is_compiled=False)
+    hidden, gradients = run_pass(model, tokens, nowhere, is_compiled=True)
     assert hidden.shape == (0, 16)
+    assert gradients.keys() == expected_gradients.keys()  # every rank has a gradient for every weight
+    assert len(gradients) > 20
     assert not any(gradient.any() for gradient in gradients.values())
 
 
@@ -87,11 +91,11 @@ def test_scores_of_any_size_are_finite() -> None:
         for block in model.model.blocks:
             block.self_attn.q_proj.weight.mul_(1e4)
     tokens = torch.randint(23, (3, 20), generator=torch.Generator().manual_seed(0))
-    assert_equal_hidden = [
-        run_pass(model, tokens, torch.arange(60), is_compiled=is_compiled)[0] for is_compiled in (False, True)
-    ]
-    assert torch.isfinite(assert_equal_hidden[1]).all()
-    torch.testing.assert_close(assert_equal_hidden[1], assert_equal_hidden[0], rtol=1e-3, atol=1e-3)
+    (expected, _), (hidden, gradients) = (
+        run_pass(model, tokens, torch.arange(60), is_compiled=is_compiled) for is_compiled in (False, True)
+    )
+    torch.testing.assert_close(hidden, expected, rtol=1e-3, atol=1e-3)
+    assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
 
 
 def test_a_number_that_is_not_finite_stays_visible() -> None:
@@ -126,11 +130,15 @@ def test_what_compiled_passes_cannot_do_is_refused() -> None:
     tokens, positions = torch.tensor([[3, 4, 5]]), torch.arange(3)
     for pass_settings in (PassSettings(torch.bfloat16, compiled=True), PassSettings(recompute=True, compiled=True)):
         model.model.pass_settings = pass_settings
-        with pytest.raises(ValueError, match=r"leave them out with --set model\.compiled_passes=false"):
+        with pytest.raises(ValueError, match=r"Use torch with --set model\.compiled_passes=false"):
             model.model.compute_hidden_states(tokens, positions)
+    other = make_random_model(make_qwen2_shape(hidden_size=12))  # heads of six channels
+    other.model.pass_settings = PassSettings(compiled=True)
+    with pytest.raises(ValueError, match="its head size of 6 is not a multiple of 4"):
+        other.model.compute_hidden_states(tokens, positions)
     adapted = make_adapted_policy(model, ModelConfig(lora_rank=2), np.random.default_rng(0))
     adapted.model.pass_settings = PassSettings(compiled=True)
-    with pytest.raises(ValueError, match="do not know adapters"):
+    with pytest.raises(ValueError, match="does not support LoRA adapters"):
         adapted.model.compute_hidden_states(tokens, positions)
 
 

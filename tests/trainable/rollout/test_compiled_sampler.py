@@ -13,7 +13,9 @@ from search_spaces.language_model.family import PPO
 from tests.fakes.scripted import make_qwen2_shape, make_random_model
 from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.run_config import RunConfig, apply_overrides
+from trainable.config.sections import ModelConfig
 from trainable.kernels import compiled as kernels
+from trainable.models.lora import make_adapted_policy
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.compiled_sampler import CompiledSampler, make_scratch
@@ -176,6 +178,23 @@ def test_a_conversation_has_the_weights_of_its_start() -> None:
         for weight in model.parameters():
             weight.mul_(-1)
     assert second.sample_replies([0], [[]])[0].token_ids.tolist() == expected.token_ids.tolist()
+    changed = CompiledSampler(model).start_conversation([[5, 6]], 1, params, np.random.default_rng(0))
+    assert changed.sample_replies([0], [[]])[0].token_ids.tolist() != expected.token_ids.tolist()
+
+
+def test_a_token_that_the_model_does_not_have_is_refused() -> None:
+    sampler = CompiledSampler(make_random_model(make_qwen2_shape()))
+    for token in (-1, 23):
+        with pytest.raises(IndexError, match="the model has 23 embeddings"):
+            sampler.start_conversation([[5, token]], 1, SamplingParams(0.0, 7, 2), np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("layers", ["all-linear", "up_proj"])
+def test_adapters_are_refused(layers: str) -> None:
+    settings = ModelConfig.model_validate({"lora_rank": 2, "lora_target_modules": layers if layers == "all-linear" else [layers]})
+    adapted = make_adapted_policy(make_random_model(make_qwen2_shape()), settings, np.random.default_rng(0))
+    with pytest.raises(ValueError, match="does not support LoRA adapters"):
+        CompiledSampler(adapted)
 
 
 def test_the_stored_machine_code_names_no_class_of_ours() -> None:
@@ -191,6 +210,10 @@ def test_the_stored_machine_code_names_no_class_of_ours() -> None:
     [
         ({"hidden_size": 516, "num_attention_heads": 1}, "its hidden size of 516 is above 512"),
         ({"hidden_size": 12, "num_attention_heads": 2}, "its head size of 6 is not a multiple of 4"),
+        (
+            {"vocab_size": 300_000},
+            "its largest matrix has 4,800,000 elements, and compiled code takes at most 4,000,000",
+        ),
         ({"intermediate_size": 26}, "its intermediate size of 26 is not a multiple of 4"),
     ],
 )

@@ -10,14 +10,21 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from search_spaces import STUDIES
 from tests.fakes.scripted import make_small_config
 from trainable.config.run_config import RunConfig, apply_overrides
+from trainable.kernels import cache
+from trainable.kernels import compiled as kernels
 from trainable.kernels.cache import find_marker
 from trainable.rollout import vllm_sampler
 from tune_study.commands.cli import app
+from tune_study.folder.outputs import write_study
 from tune_study.placement import samplers
 from tune_study.placement.samplers import TORCH_SETTINGS, VLLM, VLLM_CPU, check_sampler, find_compiled_obstacle
 from tune_study.plan.errors import PlanError
+from tune_study.plan.study_plan import make_plan
+
+COMPILED_SETTINGS = {"rollout.name": "compiled", "model.compiled_passes": True}
 
 
 def hide_numba(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +39,7 @@ def test_the_versions_are_those_that_the_engines_name() -> None:
 def test_the_shipped_policies_are_run_by_compiled_code() -> None:
     for game in ("sokoban", "frozenlake", "mastermind"):
         config = make_small_config(env__name=game, model__path=f"{game}-tiny")
-        assert (config.rollout.name, config.model.compiled_passes, find_compiled_obstacle(config, {})) == (
+        assert (config.rollout.name, config.model.compiled_passes, find_compiled_obstacle([config], {})) == (
             "compiled",
             True,
             "",
@@ -49,31 +56,29 @@ def large_folder(tmp_path: Path) -> str:
 
 
 OBSTACLES = [
-    ({"model.lora_rank": 2}, "it does not know adapters, and model.lora_rank is set"),
+    ({"model.lora_rank": 2}, "it does not support LoRA adapters"),
     (
         {"model.enable_gradient_checkpointing": True},
-        "it recomputes no blocks, and model.enable_gradient_checkpointing is set",
+        "it does not support gradient checkpointing",
     ),
     ({"model.dtype": "bfloat16"}, "it computes in float32, and model.dtype is bfloat16"),
-    ({"trainer.device": "cuda"}, "it runs on the CPU, and the runs do not train there"),
-    ({"model.path": "nobody/knows-it"}, "it runs Qwen2 models only, and nobody/knows-it is none that is known here"),
+    ({"trainer.device": "cuda"}, "it runs on the CPU only, and trainer.device is cuda"),
+    ({"model.path": "nobody/knows-it"}, "the sizes of nobody/knows-it are not known here"),
 ]
 
 
 @pytest.mark.parametrize(("settings", "obstacle"), OBSTACLES)
 def test_runs_that_compiled_code_cannot_sample_for(settings: dict[str, object], obstacle: str) -> None:
     config = apply_overrides(make_small_config(), settings)
-    assert find_compiled_obstacle(config, {}) == obstacle
-    with pytest.raises(
-        PlanError, match=r"begin a study with --set rollout\.name=torch --set model\.compiled_passes=false in"
-    ):
+    assert find_compiled_obstacle([config], {}) == obstacle
+    with pytest.raises(PlanError, match=r"or type --set rollout\.name=torch --set model\.compiled_passes=false\."):
         check_sampler(config, {})
-    assert find_compiled_obstacle(apply_overrides(config, TORCH_SETTINGS), {}) == ""
+    assert find_compiled_obstacle([apply_overrides(config, TORCH_SETTINGS)], {}) == ""
 
 
 def test_a_large_model_is_run_by_torch(large_folder: str) -> None:
     config = apply_overrides(make_small_config(), {"model.path": large_folder})
-    assert find_compiled_obstacle(config, {}) == "its hidden size of 1024 is above 512"
+    assert find_compiled_obstacle([config], {}) == "its hidden size of 1024 is above 512"
 
 
 def test_a_study_whose_sampler_is_missing_is_not_continued_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +86,57 @@ def test_a_study_whose_sampler_is_missing_is_not_continued_with_another(monkeypa
     hide_numba(monkeypatch)
     with pytest.raises(PlanError) as refusal:
         check_sampler(config, {})
-    assert "numba is not installed. A study keeps the code with which it began" in str(refusal.value)
-    assert "type `pip install numba`, or begin a study with --set rollout.name=torch" in str(refusal.value)
+    assert "numba is not installed. For a new study, type `pip install numba` or type --set" in str(refusal.value)
+    assert "A study that has begun keeps its code" in str(refusal.value)
+
+
+def test_one_arm_that_compiled_code_cannot_run_is_enough(tmp_path: Path) -> None:
+    configs = [make_small_config(), apply_overrides(make_small_config(), {"model.lora_rank": 2, **COMPILED_SETTINGS})]
+    assert find_compiled_obstacle(configs, {}) == "it does not support LoRA adapters"
+    assert find_compiled_obstacle(configs[:1], {}) == ""
+
+
+def test_a_reference_must_suit_compiled_code_too(large_folder: str) -> None:
+    settings = {"model.reference_path": large_folder, **COMPILED_SETTINGS}
+    config = apply_overrides(make_small_config(actor__use_kl_loss=True, actor__kl_loss_coef=0.1), settings)
+    assert find_compiled_obstacle([config], {}) == "its hidden size of 1024 is above 512"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"rope_scaling": {"type": "yarn", "factor": 4.0}}, {"use_sliding_window": True}, {"hidden_act": "gelu"}],
+    ids=str,
+)
+def test_a_qwen2_that_transformers_runs_is_not_compiled(change: dict[str, object], large_folder: str) -> None:
+    path = Path(large_folder) / "config.json"
+    sizes = json.loads(path.read_text(encoding="utf-8")) | {"hidden_size": 64}
+    path.write_text(json.dumps(sizes), encoding="utf-8")
+    config = apply_overrides(make_small_config(), {"model.path": large_folder})
+    assert find_compiled_obstacle([config], {}) == ""
+    path.write_text(json.dumps(sizes | change), encoding="utf-8")
+    assert find_compiled_obstacle([config], {}).startswith("it runs Qwen2 models only, without scaled positions")
+
+
+def test_a_study_is_continued_with_the_code_with_which_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_settings = {"trainer.total_training_steps": 2, **TORCH_SETTINGS}
+    write_study(make_plan(STUDIES["kl"], "laptop", "a test", torch_settings, ("0", "0.1"), 1, tmp_path))
+    options = ["--steps", "2", "--kl-values", "0,0.1", "--seeds", "1"]
+    assert "torch instead" not in run_dry(tmp_path, *options)
+    run_dry(tmp_path, *options[:-1], "2", "--extend")
+    # Typed settings are compared as ever.
+    command = ["run", "kl", "--preset", "laptop", "--wandb", "off", "--dry-run", "--output", str(tmp_path), *options]
+    result = CliRunner().invoke(app, [*command, "--set", "rollout.name=compiled"])
+    assert result.exit_code == 2
+    compiled_output = tmp_path / "compiled"
+    write_study(
+        make_plan(
+            STUDIES["kl"], "laptop", "a test", {"trainer.total_training_steps": 2}, ("0", "0.1"), 1, compiled_output
+        )
+    )
+    hide_numba(monkeypatch)
+    assert "torch instead" not in run_dry(compiled_output, *options)  # the real run is refused: numba is missing
 
 
 def compile_and_print(config: RunConfig, environment: dict[str, str]) -> str:
@@ -100,6 +154,27 @@ def test_kernels_are_compiled_before_the_first_study_and_only_once(tmp_path: Pat
         assert "once on this machine" in compile_and_print(apply_overrides(torch_config, settings), environment)
         assert find_marker(environment).exists()
     assert compile_and_print(make_small_config(), environment) == ""
+
+
+def test_deleted_machine_code_and_an_unwritable_cache_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {"TUNE_STUDY_CACHE": str(tmp_path / "none")}
+    assert not cache.is_compiled(environment)
+    marker = find_marker(environment)
+    marker.parent.mkdir()
+    marker.touch()
+    assert cache.is_compiled(environment)
+    monkeypatch.setattr(cache, "__file__", str(tmp_path / "cache.py"))
+    (tmp_path / "compiled.py").write_bytes(Path(kernels.__file__).read_bytes())
+    (tmp_path / "__pycache__").mkdir()
+    find_marker(environment).touch()
+    assert not cache.is_compiled(environment)
+    (tmp_path / "__pycache__" / "compiled.sample_turn-1.py311.nbi").touch()
+    assert cache.is_compiled(environment)
+    monkeypatch.setenv("TUNE_STUDY_CACHE", "/proc/nowhere")
+    cache.leave_marker()  # no error
+    assert not cache.is_compiled({"TUNE_STUDY_CACHE": "/proc/nowhere"})
 
 
 def test_a_compilation_that_fails_names_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +198,7 @@ def test_a_plan_says_why_torch_runs_the_model(
     tmp_path: Path, large_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "torch instead" not in run_dry(tmp_path)
-    reason = "torch instead of compiled code: it does not know adapters, and model.lora_rank is set"
+    reason = "torch instead of compiled code: it does not support LoRA adapters"
     assert reason in run_dry(tmp_path, "--set", "model.lora_rank=2")
     typed = ["--set", "rollout.name=torch", "--set", "model.compiled_passes=false"]
     assert "torch instead" not in run_dry(tmp_path, "--set", "model.lora_rank=2", *typed)
