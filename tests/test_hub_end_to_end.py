@@ -24,6 +24,8 @@ SETTINGS = {
     "trainer__test_freq": 1,
     "trainer__save_freq": 1,
     "collapse_detection__compute_freq": 1,
+    "rollout__name": "torch",  # compiled code runs Qwen2 only
+    "model__compiled_passes": False,
 }
 
 

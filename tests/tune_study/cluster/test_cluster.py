@@ -16,6 +16,7 @@ import torch
 from search_spaces import STUDIES
 from tests.fakes.trials import drop_times
 from tests.tune_study.cluster.faked_cluster import can_hide_folder, start_faked_cluster
+from trainable.config.run_config import apply_overrides
 from trainable.files.json_lines import read_lines
 from trainable.files.json_values import read_object
 from trainable.runs.checkpoint import read_checkpoint
@@ -34,6 +35,7 @@ from tune_study.commands.node_checks import (
     inspect_node,
 )
 from tune_study.folder.statuses import read_status
+from tune_study.placement.samplers import TORCH_SETTINGS
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune import cluster
@@ -387,7 +389,8 @@ def test_nodes_with_too_little_space_are_refused() -> None:
 def test_what_a_node_lacks_is_in_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     plan = make_plan_in(tmp_path)
-    question = NodeQuery(str(tmp_path), None, ("sokoban-tiny",), plan.base_config.model_dump(mode="json"))
+    settings = apply_overrides(plan.base_config, TORCH_SETTINGS).model_dump(mode="json")
+    question = NodeQuery(str(tmp_path), None, ("sokoban-tiny",), settings)
     report = inspect_node(question)
     assert (report.marker_error, report.setup_error) == ("", "")
     assert report.versions["code"] == compute_code_hash()

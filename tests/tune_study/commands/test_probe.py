@@ -174,7 +174,7 @@ def test_what_is_set_otherwise_is_in_the_log_and_in_the_rows(study: StudyPlan) -
         "--set",
         "actor.use_kl_loss=False",
         "--set",
-        "rollout.name=torch",
+        "rollout.name=compiled",
     )
     process = run_probe(str(study.folder), "--trial", "GRPO", *words)
     assert process.returncode == 0, process.stderr
