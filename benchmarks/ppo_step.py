@@ -16,17 +16,16 @@ from search_spaces.language_model.kl import STUDY
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.ppo.trainer import PPOTrainer
+from tune_study.placement.samplers import TORCH_SETTINGS
 
 PHASES = ("rollout", "values", "reference", "update_critic", "update_actor")
 KL_SETTINGS: dict[str, object] = {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1}
-# Without compiled code.
-TORCH_SETTINGS: dict[str, object] = {"rollout.name": "torch", "model.compiled_passes": False}
 VARIANTS: dict[str, dict[str, object]] = {
     "separate critic": {},
     "separate critic, KL 0.1": KL_SETTINGS,
     "separate critic, KL 0.1, torch": {**KL_SETTINGS, **TORCH_SETTINGS},
     "shared trunk": {"critic.shared_trunk": True},
-    "shared trunk, KL 0.1": {"critic.shared_trunk": True, "actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1},
+    "shared trunk, KL 0.1": {"critic.shared_trunk": True, **KL_SETTINGS},
     "GRPO": {"algorithm.adv_estimator": "grpo"},
     "GRPO, torch": {"algorithm.adv_estimator": "grpo", **TORCH_SETTINGS},
 }
