@@ -3,6 +3,7 @@
 A trial has one run, or the runs of all seeds of an arm.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from trainable.config.own_parts import list_part_files
 from trainable.runs.run_ends import ENDED_STATUSES
 from tune_study.folder.statuses import RunStatus
+from tune_study.placement.model_size import read_model_shape
+from tune_study.placement.time_estimate import estimate_update_flops
 from tune_study.plan.study_plan import RunSpec, StudyPlan, find_changed_settings
 
 
@@ -43,14 +46,15 @@ def make_trial_configs(
     """The configs of all Tune trials of a study.
 
     A trial trains the runs that remain. If none of its runs remains, it reports their last rows again, so that Tune's
-    experiment lists every run.
+    experiment lists every run. Among the trials of a seed, those with the dearest training steps come first, so that
+    the last trial of a study does not run alone for long.
 
     Args:
         plan: the study.
         finished_statuses: statuses, by run_id, of the runs that are not run again.
         interrupt: a file whose existence ends a run after its next step.
     """
-    for specs in plan.trials:
+    for specs in _sort_by_cost(plan):
         remaining_specs = tuple(spec for spec in specs if spec.run_id not in finished_statuses)
         finished_specs = tuple(spec for spec in specs if spec.run_id in finished_statuses)
         if not remaining_specs and not all(
@@ -58,6 +62,25 @@ def make_trial_configs(
         ):
             continue  # a failed run that is not retried may have no row that its trial could report again
         yield make_trial_config(plan, remaining_specs or finished_specs, not remaining_specs, interrupt)
+
+
+def _sort_by_cost(plan: StudyPlan) -> Sequence[tuple[RunSpec, ...]]:
+    """The runs of each trial, seed by seed, with the dearest training steps of a seed first.
+
+    Trials whose costs are equal or unknown keep their order.
+    """
+    if plan.model is None:
+        return plan.trials
+    shapes = {path: read_model_shape(path, os.environ) for path in {spec.ppo_config.model.path for spec in plan.runs}}
+    seed_order = list(dict.fromkeys(spec.seed for spec in plan.runs))
+
+    def get_rank(specs: tuple[RunSpec, ...]) -> tuple[int, float]:
+        config = specs[0].ppo_config
+        shape = shapes[config.model.path]
+        cost = 0.0 if shape is None else estimate_update_flops(shape, config) * config.trainer.total_training_steps
+        return seed_order.index(specs[0].seed), -cost
+
+    return sorted(plan.trials, key=get_rank)
 
 
 def make_trial_config(

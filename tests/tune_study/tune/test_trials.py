@@ -1,0 +1,38 @@
+"""The order in which the trials of a study start."""
+
+from pathlib import Path
+
+from search_spaces import STUDIES
+from tune_study.folder.statuses import RunStatus
+from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.tune.trials import make_trial_configs
+
+
+def list_starts(plan: StudyPlan, finished: dict[str, RunStatus] | None = None) -> list[tuple[str, int]]:
+    """Arm and seed of each trial, in the order in which they start."""
+    configs = make_trial_configs(plan, finished or {}, plan.folder / ".interrupt")
+    return [(config["arm"], config["seed"]) for config in configs]
+
+
+def plan_study(name: str, folder: Path, *values: str, **overrides: object) -> StudyPlan:
+    settings = {key.replace("__", "."): value for key, value in overrides.items()}
+    return make_plan(STUDIES[name], "laptop", "a test", settings, values or None, 2, folder)
+
+
+def test_the_dearest_arms_of_a_seed_start_first(tmp_path: Path) -> None:
+    # KL 0 has no passes of the reference; the other arms cost the same and keep their order.
+    plan = plan_study("kl", tmp_path, "0", "0.01", "0.1")
+    assert list_starts(plan) == [(arm, seed) for seed in (0, 1) for arm in ("0.01", "0.1", "0")]
+    # A GRPO run trains no critic.
+    arms = ("grpo-kl0-lr1e-3", "grpo-kl0.1-lr1e-3", "ppo-kl0-lr1e-3", "ppo-kl0.1-lr1e-3")
+    starts = list_starts(plan_study("learning-rate", tmp_path, *arms))
+    assert [arm for arm, seed in starts if seed == 1] == list(reversed(arms))
+
+
+def test_trials_of_unknown_cost_keep_their_order(tmp_path: Path) -> None:
+    for plan in (
+        plan_study("kl", tmp_path, "0", "0.1", model__path="nobody/knows-it"),
+        plan_study("influence", tmp_path),
+    ):
+        expected = list(dict.fromkeys((specs[0].arm, specs[0].seed) for specs in plan.trials))
+        assert list_starts(plan) == expected
