@@ -27,6 +27,7 @@ from trainable.models.fingerprint import check_base, check_reference
 from trainable.models.interface import Critic, LanguageModel
 from trainable.models.load import Policy, make_codec, pick_device
 from trainable.models.networks import make_networks
+from trainable.ppo.base_evaluations import BaseEvaluations, make_evaluation_key
 from trainable.ppo.evaluation import (
     Evaluation,
     estimate_mean_kl,
@@ -67,6 +68,10 @@ from trainable.runs.run import Row
 SHARED_VALUE_WEIGHT = 0.01
 """Weight of the value loss on a shared trunk. Scores reach 10.9, so squared errors reach about 100; unweighted, they
 would dwarf the policy loss, which shares the trunk."""
+
+
+BASE_EVALUATIONS = BaseEvaluations()
+"""Those of this process. A process on the CPU trains several runs, and those of a seed start from the same policy."""
 
 
 class StepOutput(NamedTuple):
@@ -175,7 +180,7 @@ class PPOTrainer:
         clock, timer, config = Clock(), PhaseTimer(self.device), self.config
         # A restored trainer is past step 0, so the base policy is validated once per run.
         is_first = self.step_index == 0 and config.trainer.val_before_train
-        base_evaluations = self._validate(timer, "sampled", "greedy") if is_first else []  # 0
+        base_evaluations = self._validate_base(timer) if is_first else []  # 0
         # After the validation, which counts as step 0.
         self.step_index += 1
         plan = plan_step(self.step_index, config)
@@ -453,6 +458,17 @@ class PPOTrainer:
         return coefficient
 
     # ------------------------------------------------------------------ evaluation
+
+    def _validate_base(self, timer: PhaseTimer) -> list[Evaluation]:
+        """Evaluate the untrained policy on all validation levels, sampled and greedy, unless this process has done so.
+
+        On a GPU each run has a new process, and several ranks evaluate together.
+        """
+        modes = ("sampled", "greedy")
+        if self.device.type != "cpu" or self.world.size > 1:
+            return self._validate(timer, *modes)
+        key = make_evaluation_key(self.config, self.model.state_dict(), self.reference_fingerprint)
+        return BASE_EVALUATIONS.get_or_make(key, lambda: self._validate(timer, *modes))
 
     def _validate(self, timer: PhaseTimer, *modes: str) -> list[Evaluation]:
         """Evaluate all validation levels in each of `modes`."""
