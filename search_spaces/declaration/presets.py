@@ -53,7 +53,7 @@ _LAPTOP_SETTINGS: Settings = MappingProxyType(
         "rollout.response_length": 24,
         "actor.lr": 3e-4,
         "critic.lr": 1e-3,
-        # Length of training and intervals. A rolling checkpoint takes milliseconds here, so every step writes one.
+        # Length of training and intervals.
         "trainer.total_training_steps": 60,
         "trainer.test_freq": 5,
         # A pass of the tiny reference over the validation episodes is cheap, and shows how far a policy without a
@@ -61,7 +61,8 @@ _LAPTOP_SETTINGS: Settings = MappingProxyType(
         "trainer.measure_val_kl": True,
         # A few episodes of each validation, to read what a policy that collapses says.
         "trainer.log_val_generations": 4,
-        "trainer.resume_every": 1,
+        # A rolling checkpoint takes a twentieth of the time of a step, so not every step writes one.
+        "trainer.resume_seconds": 10,
         # The published validation temperature makes the tiny model nearly greedy.
         "rollout.val_temperature": 1.0,
         # The published `kl` (k1), used as a loss, does not pull the policy toward the reference.

@@ -28,6 +28,8 @@ SMALL_SETTINGS = {
     "critic.ppo_micro_batch_size_per_gpu": 2,
     "trainer.total_training_steps": 3,
     "trainer.test_freq": 2,
+    # Most tests of trials go back to the step before.
+    "trainer.resume_every": 1,
 }
 
 

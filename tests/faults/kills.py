@@ -36,6 +36,7 @@ SMALL_OPTIONS = [
     "--set=env.group_size=4",
     "--set=actor.ppo_mini_batch_size=8",
     "--set=critic.ppo_mini_batch_size=8",
+    "--set=trainer.resume_every=1",
 ]
 STEPS = 24
 MARK_VARIABLE = "TUNE_STUDY_FAULTS"

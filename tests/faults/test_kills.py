@@ -79,7 +79,7 @@ def test_a_killed_trial_goes_on_and_disturbs_no_other(tmp_path: Path, uninterrup
     assert killed.wait() == ""  # without a resume: the study itself retried the trials
     assert compare(killed.study, uninterrupted_study, killed.tally) == []
     assert killed.tally.count_errors() == 0
-    assert killed.tally.most_recomputed_by_a_kill <= 1  # trainer.resume_every of the laptop preset
+    assert killed.tally.most_recomputed_by_a_kill <= 1  # trainer.resume_every
     assert killed.tally.kills.total() >= len(WORKER_KILLS) - 1
 
 

@@ -13,8 +13,9 @@ class BaseTrainerConfig(Section):
     """The settings of the section `trainer` that all families have.
 
     total_training_steps: steps per run. test_freq: steps between two evaluations. save_freq: steps between two saved
-    checkpoints, -1 for none. resume_every: steps between two rolling checkpoints. disk_patience: seconds that a run
-    waits while the disk is full. device: auto, cpu or cuda. n_gpus_per_node: GPUs per trial. ray_num_cpus: CPUs given
+    checkpoints, -1 for none. resume_every: steps between two rolling checkpoints. resume_seconds: seconds of training
+    after which there is a rolling checkpoint earlier than that, or None. disk_patience: seconds that a run waits while
+    the disk is full. device: auto, cpu or cuda. n_gpus_per_node: GPUs per trial. ray_num_cpus: CPUs given
     to Ray. logger: where rows are logged in addition to their files.
     """
 
@@ -22,6 +23,7 @@ class BaseTrainerConfig(Section):
     test_freq: int
     save_freq: int
     resume_every: int
+    resume_seconds: float | None
     disk_patience: float
     device: str
     n_gpus_per_node: float

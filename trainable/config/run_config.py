@@ -55,6 +55,7 @@ class RunConfig(BaseRunConfig):
                 "log_val_generations",
                 "ray_num_cpus",
                 "resume_every",
+                "resume_seconds",
                 "save_freq",
                 "disk_patience",
                 "device",

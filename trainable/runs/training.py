@@ -3,6 +3,7 @@
 Each row is on disk before it is reported, and before the checkpoint after the same step is written.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,12 +128,19 @@ class TrainingLoop:
         stop_rules: names of the rules that the study applies.
         code: the texts of the files of the user whose parts the settings name, by file name; may be left out.
         interrupt: path of a file or None. Once that file exists, the step under way is the last one of this start.
+    read_clock: the time in seconds, which says when a rolling checkpoint is due.
 
     Raises RunLockedError if another process trains one of the runs.
     """
 
-    def __init__(self, family: TrainerFamily, trial_config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        family: TrainerFamily,
+        trial_config: Mapping[str, Any],
+        read_clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.family = family
+        self._read_clock, self._longest_step_seconds = read_clock, 0.0
         for name, text in trial_config.get("code", {}).items():
             register_file(PartFile(name, text))
         self.settings = apply_overrides(family.config_class.model_validate({}), trial_config["settings"])
@@ -166,6 +174,7 @@ class TrainingLoop:
             torch.set_num_threads(1)  # a trial reserves one core; more threads were slower on a shared machine
             self.trainer = self.family.make_trainer(self.settings, unfinished_seeds)
             self._resume(self.trainer)
+        self._saved_at = self._read_clock()  # nothing that was trained before is lost
 
     def _resume(self, trainer: Trainer) -> None:
         """Load the newest step for which every run has a usable checkpoint. `notes` names the unusable ones.
@@ -216,8 +225,10 @@ class TrainingLoop:
             last_rows = {run.run_id: run.rows[-1] for run in self.runs.values()}
             return self._make_report(last_rows, is_saved=True, is_replayed=True)
         while True:  # a trainer may have no row at a step: update rules have one per evaluation
+            started_at = self._read_clock()
             result = self.trainer.step()
             rows = self._record_rows(self.trainer, result)
+            self._longest_step_seconds = max(self._longest_step_seconds, self._read_clock() - started_at)
             is_saved = self._save_checkpoints(self.trainer, result)
             self.is_over = all(run.is_over for run in self.runs.values())
             if rows or result.failures or self._is_interrupted():
@@ -255,11 +266,9 @@ class TrainingLoop:
         A run that ends gets its last state as a rolling checkpoint. With save_freq > 0, its last state is also saved
         permanently. A run that fails gets no checkpoint: its reason is in its last row, and it never continues.
         """
-        trainer_settings, step = self.settings.trainer, trainer.step_index  # the settings have resume_every >= 1
+        trainer_settings, step = self.settings.trainer, trainer.step_index
         ended_seeds = [seed for seed in result.rows if self.runs[seed].is_over]
-        is_due = (
-            bool(ended_seeds or result.failures) or self._is_interrupted() or step % trainer_settings.resume_every == 0
-        )
+        is_due = bool(ended_seeds or result.failures) or self._is_interrupted() or self._is_resume_due(step)
         is_permanent = trainer_settings.save_freq > 0 and step % trainer_settings.save_freq == 0
         # A run that has just ended may have left `trainer.seeds`, so it is saved separately.
         for seed in ended_seeds:
@@ -272,7 +281,19 @@ class TrainingLoop:
                     self.runs[seed].save_checkpoint(
                         trainer.get_state(seed), is_rolling=is_due, is_permanent=is_permanent
                     )
+        if is_due:
+            self._saved_at = self._read_clock()
         return is_due
+
+    def _is_resume_due(self, step: int) -> bool:
+        """Whether trainer.resume_every or trainer.resume_seconds asks for a rolling checkpoint after `step`.
+
+        By seconds it is due if another step might end too late, were it as long as the longest so far.
+        """
+        trainer_settings, seconds = self.settings.trainer, self._read_clock() - self._saved_at
+        limit = trainer_settings.resume_seconds
+        is_late = limit is not None and seconds + self._longest_step_seconds > limit
+        return is_late or step % trainer_settings.resume_every == 0  # the settings have resume_every >= 1
 
     def _make_report(self, rows: dict[str, Row], is_saved: bool, is_replayed: bool) -> StepReport:
         note, self.notes = "; ".join(self.notes), []  # each event is reported once

@@ -19,9 +19,11 @@ from tests.fakes.trials import (
     read_run_files,
     start_trial,
 )
+from trainable.families import LANGUAGE_MODEL, SingleRunTrainer
 from trainable.runs import run
 from trainable.runs.checkpoint import iter_checkpoints, read_checkpoint, write_checkpoint
 from trainable.runs.run_files import RunLines, RunLockedError, read_rows
+from trainable.runs.training import StepResult, TrainingLoop
 from trainable.trial import Trial
 
 
@@ -66,6 +68,51 @@ def test_rows_written_after_the_last_state_are_repeated(tmp_path: Path, uninterr
     assert [row["step"] for row in get_rows(second_resumed)] == [1, 2]
     assert second_resumed.step()["done"]
     compare(tmp_path, uninterrupted_run)
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "every", "limit", "expected"),
+    [
+        # A state is due if another step, as long as the longest so far, could end after the limit.
+        ([1.0] * 12, 100, 4.0, [4, 8, 12]),
+        ([3.0, 1.0, 1.0, 1.0, 1.0, 1.0], 100, 4.0, [1, 3, 5, 6]),
+        ([2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], 100, 4.5, [2, 5, 7]),
+        ([9.0, 9.0], 100, 4.0, [1, 2]),
+        ([1.0] * 7, 3, None, [3, 6, 7]),
+        ([1.0] * 7, 3, 2.5, [2, 3, 5, 6, 7]),
+    ],
+    ids=str,
+)
+def test_states_are_written_by_steps_and_by_seconds(
+    step_seconds: list[float],
+    every: int,
+    limit: float | None,
+    expected: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, remaining = [1000.0], list(step_seconds)
+    config = make_trial_config(
+        tmp_path,
+        trainer__resume_every=every,
+        trainer__resume_seconds=limit,
+        trainer__total_training_steps=len(step_seconds),
+        trainer__val_before_train=False,
+        trainer__test_freq=0,
+    )
+    train = SingleRunTrainer.step
+
+    def train_for_a_while(trainer: SingleRunTrainer) -> StepResult:
+        now[0] += remaining.pop(0)
+        return train(trainer)
+
+    monkeypatch.setattr(SingleRunTrainer, "step", train_for_a_while)
+    loop = TrainingLoop(LANGUAGE_MODEL, config, lambda: now[0])
+    try:
+        reports = [loop.step() for _ in step_seconds]
+    finally:
+        loop.close()
+    assert [report.last_step for report in reports if report.is_saved] == expected
 
 
 def test_a_run_that_dies_between_row_and_checkpoint_repeats_the_row(

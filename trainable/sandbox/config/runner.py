@@ -18,6 +18,9 @@ class RunnerConfig(BaseTrainerConfig):
         20, ge=1, description="steps between evaluations; the last step is evaluated too; alias eval_every"
     )
     resume_every: int = Field(100, ge=1, description="steps between rolling checkpoints")
+    resume_seconds: NonNegative | None = Field(
+        10.0, description="write them earlier, so that at most this many seconds of training are lost"
+    )
     save_freq: int = Field(-1, description="steps between saved checkpoints, in global_step_<N> folders; -1: none")
     disk_patience: NonNegative = Field(600.0, description="seconds to wait for space on a full disk")
     device: Literal["cpu"] = Field("cpu", description="models of 0.1 M parameters gain nothing from a GPU")

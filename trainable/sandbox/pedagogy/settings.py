@@ -37,7 +37,17 @@ class PedagogyConfig(BaseRunConfig):
     list_command: ClassVar[str] = "settings pedagogy"
     # These settings decide how a run is executed, and not which numbers it computes.
     unhashed_settings: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        {"trainer": ("logger", "ray_num_cpus", "resume_every", "save_freq", "disk_patience", "device")}
+        {
+            "trainer": (
+                "logger",
+                "ray_num_cpus",
+                "resume_every",
+                "resume_seconds",
+                "save_freq",
+                "disk_patience",
+                "device",
+            )
+        }
     )
     first_row_step: ClassVar[int] = 0
 
