@@ -88,8 +88,8 @@ def find_change(
     after_minus_before, before = np.polyfit(ramps[best], y, 1)
     residuals = y - (before + after_minus_before * ramps[best])
     low, high = _find_interval(x, starts, explained, float(((y - y.mean()) ** 2).sum()), residuals, confidence_level)
-    permuted_values = np.stack([_permute_blocks(y, generator) for _ in range(NUM_PERMUTATIONS)], axis=1)
-    permuted_maxima = _compute_explained(shapes, permuted_values, direction).max(axis=0)
+    permuted_values = _permute_blocks(y, NUM_PERMUTATIONS, generator)
+    permuted_maxima = _compute_explained(shapes, permuted_values.T, direction).max(axis=0)
     num_extreme = int((permuted_maxima >= explained[best] * (1 - 1e-9)).sum())
     return Change(
         onset=float(x[starts[best]]),
@@ -122,9 +122,15 @@ def _find_interval(
     return float(onsets.min()), float(onsets.max())
 
 
-def _permute_blocks(values: Floats, generator: np.random.Generator) -> Floats:
-    """`values` (n,) with blocks of consecutive values in a random order; the first block starts at a random place."""
-    rolled_values = np.roll(values, int(generator.integers(len(values))))
+def _permute_blocks(values: Floats, count: int, generator: np.random.Generator) -> Floats:
+    """`values` (n,) in `count` random orders, as (count, n).
+
+    Blocks of consecutive values stay together; the first of them starts at a random place, and the last is shorter.
+    """
+    places = np.arange(len(values))
     length = max(1, round(len(values) ** (1 / 3)))
-    blocks = np.split(rolled_values, range(length, len(values), length))
-    return np.concatenate([blocks[index] for index in generator.permutation(len(blocks))])
+    num_blocks = -(-len(values) // length)
+    ranks = generator.permuted(np.tile(np.arange(num_blocks), (count, 1)), axis=1)
+    order = np.argsort(ranks[:, places // length] * length + places % length, axis=1)
+    starts = generator.integers(len(values), size=(count, 1))
+    return values[(order + starts) % len(values)]

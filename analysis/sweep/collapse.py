@@ -1,7 +1,6 @@
 """Which runs collapsed, and when. Every table, figure and sentence about collapse uses this definition."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,9 +24,9 @@ def make_validations(frames: StudyFrames) -> pd.DataFrame:
     """
     table = make_curves(frames, "val_success")
     is_sampled = (frames.levels["split"] == "val") & (frames.levels["mode"] == "sampled")
-    episodes = Counter(frames.levels.loc[is_sampled, ["run_id", "step"]].itertuples(index=False, name=None))
-    keys = zip(table["run_id"], table["step"], strict=True)
-    return table.assign(episodes=[float(episodes.get(key, math.nan)) for key in keys])
+    episodes = frames.levels[is_sampled].groupby(["run_id", "step"], observed=True, sort=False).size()
+    keys = pd.MultiIndex.from_frame(table[["run_id", "step"]])
+    return table.assign(episodes=episodes.reindex(keys).to_numpy(dtype=float))
 
 
 def find_run_ends(frames: StudyFrames) -> pd.DataFrame:

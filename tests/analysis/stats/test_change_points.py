@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.stats import change_points
-from analysis.stats.change_points import Change, find_change
+from analysis.stats.change_points import Change, _permute_blocks, find_change
 
 
 def make_ramp(steps: np.ndarray, onset: float, end: float, before: float, after: float) -> np.ndarray:
@@ -95,3 +95,22 @@ def test_intervals_cover_the_onset_and_noise_alone_is_rarely_a_change(
     assert detected >= 0.95 * draws
     # The level is .01 without correlation; blocks of a few values keep only a part of a correlation.
     assert false <= 0.06 * draws
+
+
+def test_blocks_of_permutations_stay_together_and_start_anywhere() -> None:
+    values = np.arange(100.0, 130.0)  # blocks of three
+    orders = _permute_blocks(values, 500, np.random.default_rng(0))
+    assert orders.shape == (500, 30)
+    assert (np.sort(orders, axis=1) == values).all()
+    # Within a block the next value follows, or the first one follows the last.
+    gaps = np.diff(orders.reshape(500, 10, 3), axis=2)
+    assert np.isin(gaps, [1.0, -29.0]).all()
+    # Each value comes first in about a thirtieth of the orders, and a block rarely follows the one that it did before.
+    counts = np.bincount((orders[:, 0] - 100).astype(int), minlength=30)
+    assert counts.min() > 0
+    assert counts.max() < 45
+    follows = orders[:, 3::3] - orders[:, 2:-1:3]
+    assert np.isin(follows, [1.0, -29.0]).mean() < 0.2
+    # Eleven values have blocks of two, and one of a single value.
+    short_orders = _permute_blocks(np.arange(11.0), 200, np.random.default_rng(0))
+    assert (np.sort(short_orders, axis=1) == np.arange(11.0)).all()
