@@ -36,8 +36,9 @@ SMALL_OPTIONS = [
     "--set=env.group_size=4",
     "--set=actor.ppo_mini_batch_size=8",
     "--set=critic.ppo_mini_batch_size=8",
-    "--set=trainer.resume_every=1",
 ]
+EVERY_STEP = "--set=trainer.resume_every=1"
+"""A rolling checkpoint after every step, so that a kill may cost one step."""
 STEPS = 24
 MARK_VARIABLE = "TUNE_STUDY_FAULTS"
 PATIENCE_S = 120.0
@@ -101,7 +102,7 @@ class Recipe:
     max_recomputed: int = 1
 
 
-KL_RECIPE = Recipe("kl", RUN, tuple(SMALL_OPTIONS))
+KL_RECIPE = Recipe("kl", RUN, (*SMALL_OPTIONS, EVERY_STEP))
 
 
 class InterruptedStudy:

@@ -12,12 +12,14 @@ import termios
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import analysis
 from tests.faults.kills import (
+    KL_RECIPE,
     PATIENCE_S,
     SMALL_OPTIONS,
     STEPS,
@@ -33,7 +35,8 @@ from trainable.runs.checkpoint import iter_checkpoints
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
-RARE_CHECKPOINTS = ["--set=trainer.resume_every=100", "--set=trainer.resume_seconds=1000"]
+RARE_CHECKPOINTS = ("--set=trainer.resume_every=100", "--set=trainer.resume_seconds=1000")
+RARE_RECIPE = replace(KL_RECIPE, options=(*SMALL_OPTIONS, *RARE_CHECKPOINTS))
 
 
 def press_ctrl_c(driver: "subprocess.Popen[str]") -> None:
@@ -46,7 +49,7 @@ def send_sigterm(driver: "subprocess.Popen[str]") -> None:
 
 
 def test_one_interrupt_finishes_and_saves_the_steps(tmp_path: Path, uninterrupted_study: InterruptedStudy) -> None:
-    study = InterruptedStudy(tmp_path, STEPS, [*RARE_CHECKPOINTS, "--max-concurrent=1"])
+    study = InterruptedStudy(tmp_path, STEPS, ["--max-concurrent=1"], RARE_RECIPE)
     interrupt_and_check(study, press_ctrl_c)
     trials = analysis.load(tmp_path).trials.set_index("arm")
     # The run without a KL loss takes less time, and was to start last.
@@ -109,7 +112,7 @@ def make_command(study: InterruptedStudy) -> list[str]:
 
 @pytest.mark.slow
 def test_a_closed_terminal_is_a_request_to_stop(tmp_path: Path, uninterrupted_study: InterruptedStudy) -> None:
-    study = InterruptedStudy(tmp_path, STEPS, [*RARE_CHECKPOINTS, "--max-concurrent=1"])
+    study = InterruptedStudy(tmp_path, STEPS, ["--max-concurrent=1"], RARE_RECIPE)
     controller, terminal = pty.openpty()
     driver = subprocess.Popen(
         make_command(study),

@@ -397,7 +397,7 @@ class TrainerConfig(BaseTrainerConfig):
     )
     save_freq: Common[int] = Field(-1, description="keep a checkpoint (folder global_step_<N>) every N steps; -1: none")
     resume_every: Common[int] = Field(25, ge=1, description="write the rolling checkpoint for recovery every N steps")
-    resume_seconds: Common[NonNegative | None] = Field(
+    resume_seconds: NonNegative | None = Field(
         None, description="write it earlier, so that at most this many seconds of training are lost"
     )
     nonfinite_patience: int = Field(

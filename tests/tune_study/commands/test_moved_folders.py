@@ -33,6 +33,7 @@ SMALL_SETTINGS = {
     "trainer.total_training_steps": "5",
     "trainer.save_freq": "2",
     "trainer.test_freq": "0",
+    "trainer.resume_every": "1",
     "trainer.val_before_train": "False",
     "trainer.gradient_analysis_env_groups": "2",
     "trainer.gradient_analysis_group_size": "2",

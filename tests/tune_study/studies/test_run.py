@@ -58,7 +58,7 @@ FAILED = (RAISES, FAILS_IN_SETUP, IS_WRONG, DIVERGES, DIES, IS_TOO_LARGE)
 
 
 def make_plan_in(folder: Path, values: Sequence[str], seeds: int = 1, **overrides: object) -> StudyPlan:
-    dotted_overrides: dict[str, object] = {"trainer.total_training_steps": STEPS}
+    dotted_overrides: dict[str, object] = {"trainer.total_training_steps": STEPS, "trainer.resume_every": 1}
     dotted_overrides |= {key.replace("__", "."): value for key, value in overrides.items()}
     return make_plan(make_study(), "laptop", "a test", dotted_overrides, values, seeds, folder)
 
