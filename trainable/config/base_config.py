@@ -8,6 +8,17 @@ from typing import Any, ClassVar
 
 from trainable.config.section import Section
 
+EXECUTION_SETTINGS = (
+    "logger",
+    "ray_num_cpus",
+    "resume_every",
+    "resume_seconds",
+    "save_freq",
+    "disk_patience",
+    "device",
+)
+"""Settings of the section `trainer` that decide how a run is executed, and not which numbers it computes."""
+
 
 class BaseTrainerConfig(Section):
     """The settings of the section `trainer` that all families have.
@@ -43,7 +54,7 @@ class BaseRunConfig(Section):
 
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})
     list_command: ClassVar[str] = "settings"
-    unhashed_settings: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
+    unhashed_settings: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({"trainer": EXECUTION_SETTINGS})
 
     first_row_step: ClassVar[int] = 1
 

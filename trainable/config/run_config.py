@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from trainable.config.alarm_rule import parse_alarm_rule
 from trainable.config.aliases import ALIASES
-from trainable.config.base_config import BaseRunConfig
+from trainable.config.base_config import EXECUTION_SETTINGS, BaseRunConfig
 from trainable.config.choices import FILTER_STRATEGIES, POLICY_LOSSES, find_unused_settings
 from trainable.config.command_lines import format_command
 from trainable.config.constants import SHIPPED_MODELS, TEACHERS
@@ -51,14 +51,8 @@ class RunConfig(BaseRunConfig):
         {
             # Logging, checkpoints and placement: a study can be continued with other values of these.
             "trainer": (
-                "logger",
+                *EXECUTION_SETTINGS,
                 "log_val_generations",
-                "ray_num_cpus",
-                "resume_every",
-                "resume_seconds",
-                "save_freq",
-                "disk_patience",
-                "device",
                 "n_gpus_per_node",
                 "strategy",
                 "zero_stage",

@@ -165,7 +165,7 @@ class PPOTrainer:
     def step(self) -> StepOutput:
         """Train one step, in the published order. Comments in the code refer to the numbers of this list.
 
-        0. Before the first step, validate the base policy.
+        0. Before the first step, validate the base policy, unless an earlier run of this process has.
         1. Roll out P x G episodes, and compute the collapse diagnostics with the policy that sampled them.
         2. Filter the groups by their scores. If the filter keeps no group, there is no batch to train on.
         3. to 6. Make a batch, its values, its reference log-probs, and its advantages and returns.

@@ -37,20 +37,6 @@ class DistillationConfig(BaseRunConfig):
         {"num_steps": "trainer.total_training_steps", "eval_every": "trainer.test_freq", "support": "top_k_support"}
     )
     list_command: ClassVar[str] = "settings opd"
-    # These settings decide how a run is executed, and not which numbers it computes.
-    unhashed_settings: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        {
-            "trainer": (
-                "logger",
-                "ray_num_cpus",
-                "resume_every",
-                "resume_seconds",
-                "save_freq",
-                "disk_patience",
-                "device",
-            )
-        }
-    )
     first_row_step: ClassVar[int] = 0
 
     seed: int = Field(0, ge=0, le=400, description="seed of weights, prompts and samples")

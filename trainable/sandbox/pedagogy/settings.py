@@ -35,20 +35,6 @@ class PedagogyConfig(BaseRunConfig):
         {"num_steps": "trainer.total_training_steps", "eval_every": "trainer.test_freq"}
     )
     list_command: ClassVar[str] = "settings pedagogy"
-    # These settings decide how a run is executed, and not which numbers it computes.
-    unhashed_settings: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        {
-            "trainer": (
-                "logger",
-                "ray_num_cpus",
-                "resume_every",
-                "resume_seconds",
-                "save_freq",
-                "disk_patience",
-                "device",
-            )
-        }
-    )
     first_row_step: ClassVar[int] = 0
 
     seed: int = Field(0, ge=0, le=400, description="seed of weights, prompts and samples")
