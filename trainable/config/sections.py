@@ -397,8 +397,9 @@ class TrainerConfig(BaseTrainerConfig):
     )
     save_freq: Common[int] = Field(-1, description="keep a checkpoint (folder global_step_<N>) every N steps; -1: none")
     resume_every: Common[int] = Field(25, ge=1, description="write the rolling checkpoint for recovery every N steps")
-    resume_seconds: NonNegative | None = Field(
-        None, description="write it earlier, so that at most this many seconds of training are lost"
+    resume_seconds: Annotated[NonNegative | None, ParseNull] = Field(
+        None,
+        description="write it earlier, so that at most N seconds of training are lost; null: by steps only",
     )
     nonfinite_patience: int = Field(
         3, ge=1, description="fail the run after N consecutive steps that skip an update for non-finite numbers"

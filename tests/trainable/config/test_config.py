@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainable.config.aliases import ALIASES
+from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names, resolve_key
+from trainable.sandbox.config.settings import UpdateRuleConfig
 
 # Every key of the two published documents in its original form, its value there, and the field that it sets here.
 PUBLISHED = [
@@ -203,3 +205,12 @@ def test_null_is_a_word_where_a_setting_may_have_no_value(word: str) -> None:
     assert apply_overrides(config, {"trainer.gradient_analysis_env_groups": word}).trainer == RunConfig().trainer
     with pytest.raises(ConfigError):
         apply_overrides(config, {"trainer.total_training_steps": word})
+
+
+@pytest.mark.parametrize("config", [RunConfig(), UpdateRuleConfig()], ids=["language model", "update rules"])
+def test_states_by_seconds_can_be_turned_off(config: BaseRunConfig) -> None:
+    timed = apply_overrides(config, {"trainer.resume_seconds": "2.5"})
+    assert timed.trainer.resume_seconds == 2.5
+    assert apply_overrides(timed, {"trainer.resume_seconds": "null"}).trainer.resume_seconds is None
+    # A study may go on with other values: they change no number.
+    assert timed.compute_hash() == config.compute_hash()

@@ -1,11 +1,11 @@
 """The section `trainer` of all toy studies."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from trainable.config.base_config import BaseTrainerConfig
-from trainable.config.setting_types import Common, NonNegative
+from trainable.config.setting_types import Common, NonNegative, ParseNull
 
 
 class RunnerConfig(BaseTrainerConfig):
@@ -18,8 +18,9 @@ class RunnerConfig(BaseTrainerConfig):
         20, ge=1, description="steps between evaluations; the last step is evaluated too; alias eval_every"
     )
     resume_every: int = Field(100, ge=1, description="steps between rolling checkpoints")
-    resume_seconds: NonNegative | None = Field(
-        10.0, description="write them earlier, so that at most this many seconds of training are lost"
+    resume_seconds: Annotated[NonNegative | None, ParseNull] = Field(
+        10.0,
+        description="write them earlier, so that at most N seconds of training are lost; null: by steps only",
     )
     save_freq: int = Field(-1, description="steps between saved checkpoints, in global_step_<N> folders; -1: none")
     disk_patience: NonNegative = Field(600.0, description="seconds to wait for space on a full disk")
