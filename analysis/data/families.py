@@ -34,6 +34,8 @@ Schema = dict[str, str]
 
 TEXT, FLOAT, INT, NULLABLE_INT, BOOL = "str", "float64", "int64", "Int64", "bool"
 TIME = "datetime64[us, UTC]"
+CATEGORY = "category"
+"""Text of which each value is stored once, in frames with many rows. Its categories are sorted."""
 # nats; the threshold of `first_step_entropy_low` (docs/metrics.md).
 LOW_ENTROPY = 0.1
 LATE_EVALUATIONS = 4
@@ -65,7 +67,15 @@ def _make_schema(*column_groups: Iterable[Column]) -> Schema:
 _RUN_SCHEMA = _make_schema(column for column in ROW_COLUMNS if column.name != "step")
 _AXIS_SCHEMA = {"axis_setting": TEXT, "axis_value": FLOAT}
 _DETAIL_SCHEMAS = {
-    "levels": {**_RUN_SCHEMA, "step": INT, "split": TEXT, "mode": TEXT, "level": INT, "cluster": INT, "success": BOOL},
+    "levels": {
+        **{name: CATEGORY if dtype == TEXT else dtype for name, dtype in _RUN_SCHEMA.items()},
+        "step": INT,
+        "split": CATEGORY,
+        "mode": CATEGORY,
+        "level": INT,
+        "cluster": INT,
+        "success": BOOL,
+    },
     "gradients": _make_schema(ROW_COLUMNS, GRADIENT_COLUMNS),
     "gradient_groups": {
         **_make_schema(ROW_COLUMNS),

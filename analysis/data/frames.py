@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 import trainable.sandbox.measure.records as sandbox
-from analysis.data.families import FAMILIES, FLOAT, NULLABLE_INT, TEXT, TIME, Schema, TableFamily, get_family
+from analysis.data.families import CATEGORY, FAMILIES, FLOAT, NULLABLE_INT, TEXT, TIME, Schema, TableFamily, get_family
 from analysis.data.tables import write_table
 from trainable.runs.records import TIME_COLUMNS
 
@@ -143,6 +143,8 @@ def cast_frame(frame: pd.DataFrame, schema: Mapping[str, str]) -> pd.DataFrame:
 
 def _cast_column(values: Any, dtype: str) -> Any:
     """A pandas Series as `dtype`; missing text becomes empty text."""
+    if dtype == CATEGORY:
+        return _cast_categories(values)
     # A column of the right type is not copied, since frames can be large. Missing text still has to be filled.
     if values.dtype == dtype and not values.hasnans:
         return values
@@ -155,6 +157,17 @@ def _cast_column(values: Any, dtype: str) -> Any:
         # An object column that contains None converts to float first, and only then to Int64.
         return values.astype(FLOAT).astype(NULLABLE_INT)
     return values.astype(dtype)
+
+
+def _cast_categories(values: Any) -> Any:
+    """A pandas Series as categories that are sorted texts; missing text becomes empty text."""
+    if not isinstance(values.dtype, pd.CategoricalDtype) or values.hasnans:
+        return _cast_column(values, TEXT).astype(CATEGORY)
+    # Those of a parquet file are in the order in which they occur there.
+    categories = sorted(str(category) for category in values.cat.categories)
+    if categories == list(values.cat.categories):
+        return values
+    return values.astype(pd.CategoricalDtype(pd.Index(categories, dtype=TEXT)))
 
 
 def _make_missing_column(frame: pd.DataFrame, dtype: str) -> Any:
@@ -234,6 +247,8 @@ def diff_frames(a: pd.DataFrame, b: pd.DataFrame, ignored_columns: Iterable[str]
 
 
 def _describe_difference(name: str, a: Any, b: Any) -> str:
+    # Two columns of categories are equal if their texts are.
+    a, b = (values.astype(TEXT) if values.dtype == CATEGORY else values for values in (a, b))
     if a.dtype != b.dtype:
         return f"{name}: type {a.dtype} against {b.dtype}"
     both_missing = a.isna().to_numpy() & b.isna().to_numpy()

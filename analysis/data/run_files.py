@@ -14,7 +14,18 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.data.families import BOOL, FLOAT, INT, NULLABLE_INT, RUN_FILE_SCHEMA, TEXT, TIME, Row, TableFamily
+from analysis.data.families import (
+    BOOL,
+    CATEGORY,
+    FLOAT,
+    INT,
+    NULLABLE_INT,
+    RUN_FILE_SCHEMA,
+    TEXT,
+    TIME,
+    Row,
+    TableFamily,
+)
 from analysis.data.frames import SCHEMAS
 from trainable.files.json_lines import Lines
 from trainable.files.json_values import DamagedFileError, DamageWarning, read_object
@@ -101,6 +112,7 @@ MAX_OWN_COLUMNS, MAX_OWN_NAME_LENGTH = 32, 80
 
 _VALIDATORS: dict[str, Callable[[object], bool]] = {
     TEXT: is_text,
+    CATEGORY: is_text,
     FLOAT: is_number,
     INT: is_int64,
     NULLABLE_INT: is_int64,

@@ -96,18 +96,25 @@ def _read_bounded(path: Path) -> pd.DataFrame:
     )
     # A text that a billion rows share is one entry of a dictionary, until it is decoded.
     for field in schema:
-        if not (pa.types.is_primitive(field.type) or str(field.type) in _OTHER_TYPES):
+        value_type = _get_value_type(field.type)
+        if not (pa.types.is_primitive(value_type) or str(value_type) in _OTHER_TYPES):
             raise ValueError(f"its column {field.name[:80]!r} has the type {str(field.type)[:80]}")
-    text_names = [field.name for field in schema if str(field.type) in _TEXT_TYPES]
+    text_names = [field.name for field in schema if str(_get_value_type(field.type)) in _TEXT_TYPES]
     table: Any = pq.read_table(pa.BufferReader(content), read_dictionary=text_names)
     _check_size(sum(_measure_text(table[name]) for name in text_names))
-    for name in text_names:
-        table = table.set_column(table.column_names.index(name), name, table[name].cast(schema.field(name).type))
+    for name in text_names:  # a column of categories stays a dictionary
+        if not pa.types.is_dictionary(schema.field(name).type):
+            table = table.set_column(table.column_names.index(name), name, table[name].cast(schema.field(name).type))
     frame: pd.DataFrame = table.to_pandas()
     schema_number = frame.attrs.get("schema", 0)
     if schema_number != SCHEMA:
         raise ValueError(f"it has schema {schema_number}, and this version reads schema {SCHEMA}")
     return frame
+
+
+def _get_value_type(column_type: Any) -> Any:
+    """The type of the values of a column; a column of categories has the type dictionary."""
+    return column_type.value_type if pa.types.is_dictionary(column_type) else column_type
 
 
 def _measure_text(column: Any) -> int:

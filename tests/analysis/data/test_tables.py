@@ -51,9 +51,13 @@ def test_a_small_file_cannot_fill_the_memory_with_rows(tmp_path: Path, monkeypat
         read_table(path)
 
 
-def test_a_small_file_cannot_fill_the_memory_with_a_long_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# A category of a long text is stored once, but the columns of some frames are made text again.
+@pytest.mark.parametrize("column", [pa.array(["x" * 2**20] * 100), pa.array(["x" * 2**20] * 100).dictionary_encode()])
+def test_a_small_file_cannot_fill_the_memory_with_a_long_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column: pa.Array
+) -> None:
     path = tmp_path / "trials.parquet"
-    write_arrow_table(pa.table({"reason": ["x" * 2**20] * 100}), path)
+    write_arrow_table(pa.table({"reason": column}), path)
     assert path.stat().st_size < 2**23
     assert len(read_table(path)) == 100  # 100 MiB are not too much
     monkeypatch.setattr(tables, "MAX_TABLE_BYTES", 2**26)
@@ -70,11 +74,19 @@ def test_a_table_of_many_columns_is_refused(tmp_path: Path) -> None:
         read_table(path)
 
 
-@pytest.mark.parametrize("column", [pa.array([["a"]]), pa.array(["a"]).dictionary_encode(), pa.array([{"a": 1}])])
+@pytest.mark.parametrize("column", [pa.array([["a"]]), pa.array([b"a"]).dictionary_encode(), pa.array([{"a": 1}])])
 def test_only_columns_of_numbers_and_texts_are_read(tmp_path: Path, column: pa.Array) -> None:
     write_arrow_table(pa.table({"arm": column}), tmp_path / "trials.parquet")
     with pytest.raises(ValueError, match="its column 'arm' has the type"):
         read_table(tmp_path / "trials.parquet")
+
+
+def test_categories_stay_categories(tmp_path: Path) -> None:
+    table = pd.DataFrame({"arm": pd.Series(["b", "a", "b"], dtype="category"), "split": ["val", "test", "val"]})
+    write_table(table, tmp_path / "levels.parquet")
+    read = read_table(tmp_path / "levels.parquet")
+    assert [str(dtype) for dtype in read.dtypes] == ["category", "str"]
+    assert read["arm"].tolist() == ["b", "a", "b"]
 
 
 def test_a_table_that_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
