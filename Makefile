@@ -106,10 +106,9 @@ format: setup
 	$(BENCH)/python -m pip install --quiet --editable ".[test,bench]"
 	touch $@
 
-# Every script of benchmarks/ (others are modules) but the one that needs vLLM.
+# All figures beside the last ones; bench-engines has those that need vLLM. SAVE=1 makes them the last ones.
 bench: .venv-bench/ready
-	for script in $(filter-out benchmarks/rollout_engines.py,$(shell grep -l __main__ benchmarks/*.py)); do \
-		$(BENCH)/python $$script || exit 1; done
+	$(BENCH)/python benchmarks/figures.py $(if $(SAVE),--save)
 
 bench-engines: .venv-engines/ready
 	OMP_NUM_THREADS=1 $(ENGINES)/python benchmarks/rollout_engines.py

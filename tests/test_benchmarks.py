@@ -16,13 +16,17 @@ import torch
 from tests.fakes.forked_python import run_python
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if "__main__" in path.read_text(encoding="utf-8"))
+SCRIPTS = sorted(
+    path.name
+    for path in FOLDER.glob("*.py")
+    if path.name != "figures.py" and "__main__" in path.read_text(encoding="utf-8")
+)
 TINY_OPTIONS = ("--shape", "tiny", "--device", "cpu", "--episodes", "16", "--tokens", "4")
 SHORT: dict[str, tuple[str, ...]] = {
     "cross_scoring.py": ("--repetitions", "1", "--steps", "1", "--samples", "8"),
     "environment.py": ("--repetitions", "1"),
     "gpu_step.py": (*TINY_OPTIONS, "--dtype", "float32"),
-    "grid_report.py": ("--arms", "2", "--steps", "5", "--levels", "8"),
+    "grid_report.py": ("--runs", "2", "70", "--steps", "5", "--levels", "8"),
     "packing.py": ("--device", "cpu", "--repetitions", "2"),
     "ppo_step.py": ("--steps", "1", "--levels", "2"),
     "rollout.py": ("--repetitions", "1", "--validation-levels", "8"),
@@ -59,6 +63,12 @@ def gpu_step(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def machine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(FOLDER))
     return importlib.import_module("machine")
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("figures")
 
 
 @functools.cache
@@ -164,3 +174,104 @@ def test_the_sandbox_is_measured_together_and_one_by_one() -> None:
     figures = json.loads(process.stdout)
     assert list(figures["conditions"]) == ["DG", "GRPO, 4 inner epochs", "TPOToken, 4 inner epochs"]
     assert all(condition["sequential_over_ensemble"] > 0 for condition in figures["conditions"].values())
+
+
+ROWS = """# Results
+
+## Figures
+
+| script | keys | last | better | spread | meaning |
+|---|---|---|---|---|---|
+| environment | env_steps_per_cpu_second | 1 | more | 25% | steps |
+| environment | batch | 128 | less | 10% | levels per batch |
+| environment | no such key |  | less | 10% | nothing |
+
+## History
+
+| environment | batch | 1 | less | 10% | no row of the table above |
+"""
+
+
+def test_every_figure_of_the_table_is_printed_by_its_script(figures: ModuleType) -> None:
+    text = figures.RESULTS.read_text(encoding="utf-8")
+    rows = figures.read_figures(text)
+    assert all(row.format() in text for row in rows)  # so that --save can replace it
+    # The scripts of an environment of its own are checked by `make bench` and `make bench-engines`.
+    assert {f"{row.script}.py" for row in rows} == set(SCRIPTS) - {"rollout_engines.py"}
+    for script in dict.fromkeys(row.script for row in rows):
+        if f"{script}.py" in SLOW_SCRIPTS or f"{script}.py" in REQUIRED_PACKAGES:
+            continue
+        result = json.loads(run_benchmark(f"{script}.py", *SHORT[f"{script}.py"]).stdout)
+        for row in rows:
+            # The short options of a grid make two of its four reports.
+            if row.script == script and not row.keys.startswith(("grids > 2", "grids > 3")):
+                assert figures.find_value(result, row.keys) is not None, row
+
+
+def test_new_figures_stand_beside_the_last_ones(tmp_path: Path) -> None:
+    path = tmp_path / "RESULTS.md"
+    path.write_text(ROWS, encoding="utf-8")
+    command = ("--results", str(path), "--json", str(tmp_path / "figures.json"), "--save")
+    process = run_benchmark("figures.py", *command)
+    assert process.returncode == 1, process.stderr  # a key is missing
+    lines = [line for line in process.stdout.splitlines() if "environment" in line]
+    assert [word for line in lines for word in ("better", "same", "missing") if word in line] == [
+        "better",
+        "same",
+        "missing",
+    ]
+    assert "1 of 3 figures moved." in process.stdout
+    result = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))["environment"]
+    rate = result["env_steps_per_cpu_second"]
+    before, after = ROWS.splitlines(), path.read_text(encoding="utf-8").splitlines()
+    assert [(old, new) for old, new in zip(before, after, strict=True) if old != new] == [
+        (
+            "| environment | env_steps_per_cpu_second | 1 | more | 25% | steps |",
+            f"| environment | env_steps_per_cpu_second | {rate:g} | more | 25% | steps |",
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("last", "now", "better", "verdict"),
+    [
+        (100.0, 109.0, "more", "same"),
+        (100.0, 92.0, "more", "same"),
+        (100.0, 111.0, "more", "better"),
+        (100.0, 90.0, "more", "worse"),
+        (100.0, 111.0, "less", "worse"),
+        (100.0, 90.0, "less", "better"),
+        (None, 1.0, "less", "new"),
+        (100.0, None, "less", "missing"),
+    ],
+)
+def test_a_figure_moves_by_more_than_its_spread(
+    figures: ModuleType, last: float | None, now: float | None, better: str, verdict: str
+) -> None:
+    assert figures.Comparison(figures.Figure("a", "b", last, better, 0.1, "c"), now).judge() == verdict
+
+
+def test_keys_lead_through_objects_and_lists(figures: ModuleType) -> None:
+    result = {"grids": [{"a, b": 1}, {"a, b": 2}], "text": "1", "flag": None}
+    assert figures.find_value(result, "grids > 1 > a, b") == 2
+    for keys in ("grids > 2 > a, b", "grids > -1 > a, b", "grids > a", "text", "flag", "grids > 0 > c"):
+        assert figures.find_value(result, keys) is None
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("| a | b | many | more | 10% | c |", "is no row of the table of figures"),
+        ("| a | b | 1 | more | c |", "is no row of the table of figures"),
+        ("| a | b | 1 | higher | 10% | c |", "must be one of more, less"),
+    ],
+)
+def test_a_wrong_row_is_named(figures: ModuleType, row: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        figures.parse_row(row)
+
+
+def test_a_script_that_the_table_lacks_is_refused() -> None:
+    process = run_benchmark("figures.py", "rolout")
+    assert process.returncode == 2
+    assert "'rolout' is no script of the table of figures. Allowed: environment, rollout, " in process.stderr
