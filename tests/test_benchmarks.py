@@ -31,6 +31,7 @@ SHORT: dict[str, tuple[str, ...]] = {
     "ppo_step.py": ("--steps", "1", "--levels", "2"),
     "rollout.py": ("--repetitions", "1", "--validation-levels", "8"),
     "rollout_engines.py": ("--repetitions", "1"),
+    "sweep_growth.py": ("--runs", "2"),
     "sweep_overhead.py": ("--arms", "1", "--steps", "1", "--levels", "8"),
     "trl_grpo.py": ("--repetitions", "1"),
     "update_rules.py": ("--steps", "1", "--seeds", "1"),
@@ -48,8 +49,8 @@ ALLOWED_WARNINGS = {
     # The imports of vLLM itself warn.
     "rollout_engines.py": ("DeprecationWarning", "FutureWarning", "UserWarning"),
 }
-SLOW_SCRIPTS = ("sweep_overhead.py",)
-"""Benchmarks that start Ray several times."""
+SLOW_SCRIPTS = ("sweep_growth.py", "sweep_overhead.py")
+"""Benchmarks that start Ray."""
 PHASES = ["rollout_stand_in", "collapse", "values", "reference", "update_critic", "update_actor"]
 
 
