@@ -1,8 +1,8 @@
 """Measure what a sweep costs its driver with 18, 68, 164 and 500 short runs. Prints a JSON object.
 
 Each sweep is `run kl` with two coefficients and half as many seeds, one step per run, and few levels. The driver is the
-process of the command: it plans, starts Ray, collects rows and writes tables and report. Its CPU seconds and the peak of
-its memory are its own, without those of Ray's processes and of the trials (Linux only). 500 runs take ten minutes.
+process of the command: it plans, starts Ray, collects rows and writes tables and report. Its CPU seconds and the peak
+of its memory are its own, without those of Ray's processes and of the trials (Linux only). 500 runs take ten minutes.
 Run: python benchmarks/sweep_growth.py [--runs 18 68 164 500]
 """
 
