@@ -30,7 +30,8 @@ FIRST_REPLIES = 4
 class CompiledSampler:
     """Samples from a model that it shares with the trainer. ValueError for a model that the compiled code cannot run.
 
-    The weights are read when a conversation starts; they must not change before it ends.
+    The weights are read when a conversation starts; they must not change before it ends. longest_conversation: tokens
+    for which the largest cache so far has room.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -43,12 +44,13 @@ class CompiledSampler:
         for block in model.model.blocks:
             block.list_weights()  # raises ValueError if there are adapters
         self.model = model
+        self.longest_conversation = 0
 
     def start_conversation(
         self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: np.random.Generator
     ) -> Conversation:
         """Start a conversation (see `Sampler.start_conversation`)."""
-        return CompiledConversation(self.model, prompts, group_size, params, rng)
+        return CompiledConversation(self, prompts, group_size, params, rng)
 
 
 def _find_obstacle(model: LanguageModel) -> str:
@@ -70,25 +72,31 @@ class CompiledConversation:
 
     def __init__(
         self,
-        model: Qwen2,
+        sampler: CompiledSampler,
         prompts: Sequence[Sequence[int]],
         group_size: int,
         params: SamplingParams,
         rng: np.random.Generator,
     ) -> None:
-        self.shape, self.params = model.shape, params
-        self.weights = pack_weights(model)
+        self.sampler, self.params = sampler, params
+        self.shape = sampler.model.shape
+        self.weights = pack_weights(sampler.model)
         num_rows = len(prompts) * group_size
         self.row_rngs = rng.spawn(num_rows)
         self.pending_tokens = np.full(num_rows, -1)
         longest = max(map(len, prompts))
-        self.cache, self.scratch = self._make_cache(len(prompts), longest), make_scratch(self.shape, longest)
+        # A cache that grows is copied, which took a fifth of the time of a validation: as large as was ever needed, and
+        # in a sampler's first conversation large enough for a few turns.
+        slots = max(longest + FIRST_REPLIES * params.max_new_tokens, sampler.longest_conversation)
+        # Prompts are read once for their group.
+        prompt_slots = slots if group_size == 1 else longest
+        self.cache, self.scratch = self._make_cache(len(prompts), prompt_slots), make_scratch(self.shape, prompt_slots)
         self.lengths = np.zeros(len(prompts), dtype=np.int64)
         hidden = self._append_tokens(np.arange(len(prompts)), prompts)
         # The cache had one row per prompt up to here; now each is repeated for its group.
         self.lengths, self.hidden = self.lengths.repeat(group_size), hidden.repeat(group_size, axis=0)
-        # A guess at the length of a few turns: the cache grows when it is full.
-        self._grow_cache(longest + FIRST_REPLIES * params.max_new_tokens, group_size)
+        if group_size > 1:
+            self._grow_cache(slots, group_size)
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
         """Append new tokens to `rows`, and sample a reply of each (see `Conversation.sample_replies`)."""
@@ -199,6 +207,7 @@ class CompiledConversation:
         """Replace the cache by one with `slots` slots, in which each row stands `copies` times."""
         old, (_, rows, _, _, old_slots) = self.cache, self.cache.keys.shape
         self.cache, self.scratch = self._make_cache(rows * copies, slots), make_scratch(self.shape, slots)
+        self.sampler.longest_conversation = max(self.sampler.longest_conversation, slots)
         self.cache.keys[..., :old_slots] = old.keys.repeat(copies, axis=1)
         self.cache.values[..., :old_slots, :] = old.values.repeat(copies, axis=1)
 
