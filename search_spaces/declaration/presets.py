@@ -75,9 +75,12 @@ _LAPTOP_SETTINGS: Settings = MappingProxyType(
     }
 )
 
+# A learning rate at which training without protection may collapse. The preset was accepted with runs in torch; compiled
+# code rounds otherwise, and in it no rate that was tried passes the rule (LOG.md, "Stress in compiled code").
+_STRESS_CHANGES = {"actor.lr": 2e-3, "rollout.name": "torch", "model.compiled_passes": False}
+
 PRESETS: dict[str, Preset] = {
     "paper": Preset(MappingProxyType({}), n_seeds=3, uses_gpus=True),
     "laptop": Preset(_LAPTOP_SETTINGS, n_seeds=3),
-    # A learning rate at which training without protection may collapse.
-    "stress": Preset(MappingProxyType({**_LAPTOP_SETTINGS, "actor.lr": 2e-3}), n_seeds=3, variant_of="laptop"),
+    "stress": Preset(MappingProxyType({**_LAPTOP_SETTINGS, **_STRESS_CHANGES}), n_seeds=3, variant_of="laptop"),
 }

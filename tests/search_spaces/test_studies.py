@@ -18,6 +18,7 @@ from search_spaces.sandbox.age_not_capacity import solve_decay
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import apply_overrides, list_field_names, resolve_key
 from trainable.runs.stop_rules import RULES
+from tune_study.placement.samplers import uses_compiled_code
 
 ALL_STUDIES = pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
 SWEEPS = pytest.mark.parametrize("study", [STUDIES[name] for name in ("kl", "entropy", "top-p")], ids=lambda s: s.name)
@@ -134,8 +135,12 @@ def test_labels_name_the_points_of_a_grid(study: Study) -> None:
 
 def test_a_variant_of_a_preset_differs_in_its_own_settings_alone() -> None:
     laptop, stress = (make_base_config(kl.STUDY, preset) for preset in ("laptop", "stress"))
-    assert {name for name in list_field_names() if get_field(laptop, name) != get_field(stress, name)} == {"actor.lr"}
+    changes = {name for name in list_field_names() if get_field(laptop, name) != get_field(stress, name)}
+    assert changes == {"actor.lr", "rollout.name", "model.compiled_passes"}
     assert get_field(stress, "actor.lr") == 2e-3
+    # As it was accepted: compiled code rounds otherwise, and other runs collapse.
+    assert not uses_compiled_code(stress)
+    assert uses_compiled_code(laptop)
     assert kl.STUDY.get_grid("stress") == kl.STUDY.axis.grids["laptop"] != kl.STUDY.get_grid("paper")
     # A study's own grid and settings come first.
     own = replace(
