@@ -75,8 +75,8 @@ _LAPTOP_SETTINGS: Settings = MappingProxyType(
     }
 )
 
-# A learning rate at which training without protection may collapse. The preset was accepted with runs in torch; compiled
-# code rounds otherwise, and in it no rate that was tried passes the rule (LOG.md, "Stress in compiled code").
+# A learning rate at which training without protection may collapse. The preset was accepted with runs in torch.
+# Compiled code rounds otherwise, and in it no rate that was tried passes the rule (LOG.md, "Stress in compiled code").
 _STRESS_CHANGES = {"actor.lr": 2e-3, "rollout.name": "torch", "model.compiled_passes": False}
 
 PRESETS: dict[str, Preset] = {
