@@ -26,7 +26,7 @@ SHORT: dict[str, tuple[str, ...]] = {
     "cross_scoring.py": ("--repetitions", "1", "--steps", "1", "--samples", "8"),
     "environment.py": ("--repetitions", "1"),
     "gpu_step.py": (*TINY_OPTIONS, "--dtype", "float32"),
-    "grid_report.py": ("--runs", "2", "70", "--steps", "5", "--levels", "8"),
+    "grid_report.py": ("--runs", "2", "3", "--steps", "5", "--levels", "8"),
     "packing.py": ("--device", "cpu", "--repetitions", "2"),
     "ppo_step.py": ("--steps", "1", "--levels", "2"),
     "rollout.py": ("--repetitions", "1", "--validation-levels", "8"),
