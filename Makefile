@@ -23,7 +23,7 @@ setup: .venv/ready
 kl entropy top-p: setup
 	$(BIN)/python -m tune_study run $@ $(if $(PRESET),--preset $(PRESET))
 
-# Where training breaks, and what holds it off: three seeds, 13 minutes on two cores.
+# Where training breaks, and what holds it off: three seeds, 12 minutes on two cores.
 collapse: setup
 	$(BIN)/python -m tune_study run kl --preset stress
 
