@@ -22,11 +22,11 @@ RUN_COMMAND = """
 import json, runpy, sys, time
 from pathlib import Path
 
-result_path = sys.argv.pop(1)
+result_path, exit_code = sys.argv.pop(1), 0
 try:
     runpy.run_module("tune_study", run_name="__main__", alter_sys=True)
 except SystemExit as end:
-    exit_code = end.code or 0
+    exit_code = end.code
 lines = Path("/proc/self/status").read_text().splitlines()
 peak = next(int(line.split()[1]) / 1000 for line in lines if line.startswith("VmHWM"))
 Path(result_path).write_text(json.dumps({"driver_cpu_seconds": time.process_time(), "driver_peak_megabytes": peak}))

@@ -161,13 +161,10 @@ def _cast_column(values: Any, dtype: str) -> Any:
 
 def _cast_categories(values: Any) -> Any:
     """A pandas Series as categories that are sorted texts; missing text becomes empty text."""
-    if not isinstance(values.dtype, pd.CategoricalDtype) or values.hasnans:
+    if values.dtype != CATEGORY or values.hasnans or values.cat.categories.dtype != TEXT:
         return _cast_column(values, TEXT).astype(CATEGORY)
     # Those of a parquet file are in the order in which they occur there.
-    categories = sorted(str(category) for category in values.cat.categories)
-    if categories == list(values.cat.categories):
-        return values
-    return values.astype(pd.CategoricalDtype(pd.Index(categories, dtype=TEXT)))
+    return values.cat.reorder_categories(sorted(values.cat.categories))
 
 
 def _make_missing_column(frame: pd.DataFrame, dtype: str) -> Any:

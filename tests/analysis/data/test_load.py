@@ -12,7 +12,8 @@ import pytest
 
 import analysis
 from analysis import diff_frames
-from analysis.data.frames import FRAME_NAMES, SCHEMAS, StudyFrames
+from analysis.data.families import CATEGORY
+from analysis.data.frames import FRAME_NAMES, SCHEMAS, StudyFrames, cast_frame
 from analysis.data.load import load, read_study
 from analysis.data.tables import write_table
 from tests.fakes.lines import append_record, change_records
@@ -594,3 +595,27 @@ def test_a_folder_cannot_add_columns_without_end(tmp_path: Path) -> None:
     runs = [FakeRun("0", seed, steps=5, rows={f"val_x{seed}_{number}": 1.0 for number in range(40)}) for seed in (0, 1)]
     steps = load(write_study(tmp_path, runs)).steps
     assert len(set(steps) - set(SCHEMAS["steps"])) == 32
+
+
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        (pd.Categorical(["b", "a", "b"], categories=["b", "a"]), ["b", "a", "b"]),
+        (pd.Categorical([2, 1, 2]), ["2", "1", "2"]),
+        (pd.Categorical(["b", None, "a"]), ["b", "", "a"]),
+        (["b", None, "a"], ["b", "", "a"]),
+    ],
+)
+def test_categories_are_sorted_texts(values: list[str], texts: list[str]) -> None:
+    column = cast_frame(pd.DataFrame({"arm": values}), {"arm": CATEGORY})["arm"]
+    assert column.tolist() == texts
+    assert column.cat.categories.tolist() == sorted(set(texts))
+    assert column.cat.categories.dtype == "str"
+
+
+def test_columns_of_categories_are_equal_if_their_texts_are() -> None:
+    a, b = (
+        pd.DataFrame({"arm": pd.Categorical(["x", "y"], categories=order)}) for order in (["x", "y"], ["z", "y", "x"])
+    )
+    assert diff_frames(a, b) == []
+    assert diff_frames(a, b.iloc[::-1]) == ["arm: 2 of 2 rows differ, first 0: 'x' against 'y'"]
