@@ -65,12 +65,12 @@ def test_the_loss_is_the_kl_from_the_policy_to_the_teacher_at_the_policys_tokens
 
 @pytest.mark.parametrize("kind", ["full", "mse"])
 def test_the_policy_moves_to_its_teacher_without_any_reward(kind: str, random_folder: Path) -> None:
-    settings = {**DISTILLATION, "actor__kl_loss_type": kind, "actor__lr": 3e-3, "trainer__total_training_steps": 8}
+    settings = {**DISTILLATION, "actor__kl_loss_type": kind, "actor__lr": 3e-3, "trainer__total_training_steps": 16}
     trainer = make_quiet_trainer(**settings, model__reference_path=str(random_folder))
     old_weights = copy_weights(trainer)
-    rows = run_steps(trainer, 8)
+    rows = run_steps(trainer, 16)
     kls = [row["kl_to_reference"] for row in rows]
-    assert max(kls[-3:]) < 0.9 * kls[0]
+    assert sum(kls[-4:]) < 0.8 * sum(kls[:4])  # over five seeds .09 to .67: single steps of the sampled loss vary
     assert has_changed(trainer, old_weights, "actor/")
     assert all(row["pg_loss"] == 0 for row in rows)
 
