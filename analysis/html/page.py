@@ -4,6 +4,7 @@ import io
 import json
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +116,12 @@ def format_duration(seconds: float) -> str:
     return f"{total_seconds // 60} min {total_seconds % 60:02d} s" if total_seconds >= 60 else f"{total_seconds} s"
 
 
+@cache
 def make_environment() -> jinja2.Environment:
-    """The Jinja environment with all templates, filters and functions. Undefined names in a template are errors."""
+    """The Jinja environment with all templates, filters and functions. Undefined names in a template are errors.
+
+    A process has one environment, because an environment compiles every template that it renders.
+    """
     jinja_env = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,

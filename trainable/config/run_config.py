@@ -8,6 +8,7 @@ import difflib
 import json
 import math
 from collections.abc import Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
@@ -298,7 +299,8 @@ def _find_target_policy_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
     ]
 
 
-def list_field_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
+@cache
+def list_field_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> tuple[str, ...]:
     """All dotted keys that `apply_overrides` accepts, in the order of their declaration."""
     names: list[str] = []
     for name, field in section.model_fields.items():
@@ -307,7 +309,7 @@ def list_field_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> 
             names += list_field_names(field_type, f"{prefix}{name}.")
         else:
             names.append(prefix + name)
-    return names
+    return tuple(names)
 
 
 def resolve_key(key: str, config_type: type[BaseRunConfig] = RunConfig) -> str:
