@@ -33,9 +33,9 @@ def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """One Ray for all tests, with four CPUs and two GPUs that are only declared, which is enough for placement."""
+    """One Ray for all tests of a process, with four CPUs, and two GPUs that are only declared: enough for placement."""
     prepare_environment(())
     with start_local_ray(ResourcePlan(make_bundles(0), 4, ("0", "1"), (), 1, ""), Console(quiet=True)):
         yield
