@@ -18,7 +18,7 @@ settings.load_profile("unhurried")
 TEMPORARY_ROOT_ENV = "PYTEST_DEBUG_TEMPROOT"
 MEMORY_FOLDER = Path("/dev/shm")
 MEMORY_ROOM_BYTES = 6 * 2**30
-"""Several times what all tests leave behind."""
+"""With less room in memory, temporary folders stay on disk."""
 
 
 def pytest_configure() -> None:

@@ -1,7 +1,6 @@
 """Make the environment that env.name selects."""
 
 from collections.abc import Callable, Mapping
-from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -56,7 +55,6 @@ def get_turn_limits(env: EnvConfig) -> TurnLimits:
     return TurnLimits(env.max_turn, env.max_actions_per_turn, env.max_actions_per_traj)
 
 
-@cache
 def describe_success_range(env: EnvConfig) -> str:
     """A sentence about the validation levels: how often random actions succeed, and the best policy, where known.
 
