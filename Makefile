@@ -37,10 +37,15 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The same examples on every machine; test-all and a plain pytest draw new ones each time. Files in the order that
-# tests/conftest.py gives them: the longest first.
+# All tests that need no process of their own: no study through Ray, no command, no benchmark. The profile draws the same
+# examples on every machine, and fewer than test-all and a plain pytest, which draw new ones each time. Files come in the
+# order that tests/conftest.py gives them: the longest first. To rewrite the assertions of all files costs each process nine
+# seconds, so only what failed is run with it, which shows the values.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --hypothesis-profile quick
+QUICK := $(PYTEST) --assert plain --dist loadfile --no-loadscope-reorder
+SHOW_VALUES := || { $(PYTEST) --last-failed --last-failed-no-failures none; exit 1; }
 test: check compile
-	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile ci --dist loadfile --no-loadscope-reorder -m "not slow and not faults and not engines"
+	$(QUICK) --numprocesses 2 -m "not slow and not faults and not engines and not processes" $(SHOW_VALUES)
 
 # All signals, endings and draws of malformed input; test-ci has the main ones. The longest first, so that all processes
 # end together.
@@ -50,7 +55,7 @@ test-faults: setup compile
 
 # The tests and the main faults at once: those that kill studies mostly wait, and the others use that time.
 test-ci: check compile
-	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile ci --dist loadfile --no-loadscope-reorder -m "not slow and not engines"
+	$(QUICK) $(PARALLEL) -m "not slow and not engines" $(SHOW_VALUES)
 
 # A JSON line per kind of fault. MINUTES=0: every cell of the tables once, in hours.
 # ONLY="kills inputs": these kinds alone.

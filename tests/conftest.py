@@ -11,8 +11,11 @@ from hypothesis import settings
 
 from tests.fakes.s3_server import start_s3_server
 
-settings.register_profile("unhurried", deadline=None)  # the duration of an example depends on the machine
+# The duration of an example depends on the machine.
+settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
+# The same examples on every machine, and a quarter of them: `make test` and `make test-ci`.
+settings.register_profile("quick", settings.get_profile("ci"), max_examples=25)
 
 
 TEMPORARY_ROOT_ENV = "PYTEST_DEBUG_TEMPROOT"
@@ -51,8 +54,28 @@ LONGEST_FILES = (
 )
 
 
+FILES_WITH_PROCESSES = (
+    "tests/test_benchmarks.py",
+    "tests/test_docs.py",
+    "tests/test_end_to_end.py",
+    "tests/test_hub_end_to_end.py",
+    "tests/tune_study/commands/test_doctor.py",
+    "tests/tune_study/placement/test_samplers.py",
+    "tests/tune_study/studies/",
+    "tests/tune_study/tune/test_ray_access.py",
+    "tests/tune_study/tune/test_wandb_sync.py",
+)
+"""Files and folders whose tests take long because they start Ray, the command line or a benchmark."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first, so that workers that take whole files finish at about the same time."""
+    """Mark the tests that start processes, and run the longest files first.
+
+    With the longest files first, workers that take whole files finish at about the same time.
+    """
+    for item in items:
+        if item.nodeid.startswith(FILES_WITH_PROCESSES) or "ray_session" in getattr(item, "fixturenames", ()):
+            item.add_marker("processes")
     rank = {name: index for index, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST_FILES)))
 

@@ -101,7 +101,7 @@ def test_numbers_beyond_what_python_prints_are_refused() -> None:
             assert check_settings((RunConfig, {key: value})) == "ConfigError"
 
 
-@pytest.mark.parametrize("examples", [100, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [30, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("check", "answers"),
     [
@@ -117,14 +117,14 @@ def test_every_draw_is_answered(check: malformed.Check, answers: set[str], examp
     assert answers <= tally.answers.keys()
 
 
-@pytest.mark.parametrize("examples", [50, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [20, pytest.param(150, marks=pytest.mark.slow)])
 def test_every_damaged_folder_is_answered(examples: int) -> None:
     tally = malformed_folders.check_folders(examples)
     assert tally.examples >= examples
     assert {"status 0, resume 0, replay 0", "status 2, resume 2, replay 2"} <= tally.answers.keys()
 
 
-@pytest.mark.parametrize("examples", [4, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_every_damaged_folder_has_a_report(examples: int) -> None:
     tally = malformed_folders.check_reports(examples)
     assert tally.examples >= examples

@@ -3,12 +3,13 @@
 from typing import NamedTuple
 
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.strategies.examples import draw_examples
+
 # The first call into torch is slow enough to fail hypothesis' own time limit.
-examples = settings(deadline=None, max_examples=60)
+examples = draw_examples(60)
 
 numbers = st.one_of(st.sampled_from([0.0, 0.0, 1.0, -1.0, 0.5]), st.floats(-10, 10, width=32, allow_subnormal=False))
 discounts = st.sampled_from([0.0, 0.3, 0.95, 1.0])

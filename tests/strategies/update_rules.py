@@ -4,16 +4,16 @@ from dataclasses import fields, replace
 from typing import NamedTuple
 
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.oracles.update_rules import Member
+from tests.strategies.examples import draw_examples
 from trainable.sandbox.batch.rollouts import Candidates, Rollouts
 from trainable.sandbox.config.rules import METHODS, RULES
 from trainable.sandbox.config.settings import UpdateRuleConfig
 
-examples = settings(deadline=None, max_examples=25)
+examples = draw_examples(25)
 
 ONE_ACTION = ("LogGrowth", "TPOFullAction")
 BINARY = ("LogGrowth", "MaxRL")

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -15,6 +15,7 @@ from analysis.data.load import load
 from analysis.grid import kl_anchoring
 from tests.fakes.grid_folders import Anchor, compute_anchored_kl, make_runs, make_study
 from tests.fakes.run_folders import write_study
+from tests.strategies.examples import draw_examples
 
 GROUPS = {"kl": ("5",), "mse": ("5",)}
 
@@ -156,7 +157,7 @@ def test_anchoring_is_claimed_only_where_kl_falls_with_the_form_and_not_with_k1(
     assert "and k1 does not" in describe(make_table({"kl": [rises, mostly_rises] * 6, "mse": [rises[::-1]] * 12}))
 
 
-@settings(deadline=None, max_examples=25)
+@draw_examples(25)
 @given(st.lists(st.permutations([1.0, 2.0, 3.0, 4.0]), min_size=3, max_size=6), st.floats(0.1, 100))
 def test_units_do_not_matter_and_a_reversed_order_flips_the_sign(sets: list[list[float]], unit: float) -> None:
     make_generator = np.random.default_rng

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import optimize
 from scipy import stats as scipy_stats
@@ -13,6 +13,7 @@ from scipy import stats as scipy_stats
 from analysis.stats import curves
 from analysis.stats.curves import CurveEstimates, CurveFit, Validations
 from analysis.stats.estimates import Estimate
+from tests.strategies.examples import draw_examples
 
 TRUTH = {"start": 0.2, "ceiling": 0.7, "midpoint": 30.0, "steepness": 2.0}
 
@@ -66,7 +67,7 @@ def make_estimates(ceiling: float, midpoint: float, num_seeds: int = 5, refusal:
 
 
 @given(st.just(0.0) | st.floats(1e-3, 200), st.floats(0, 1), st.floats(0, 1), st.floats(1, 100), st.floats(0.3, 8))
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 def test_curve_equals_its_formula(cost: float, start: float, ceiling: float, midpoint: float, steepness: float) -> None:
     value = float(curves.compute_curve(cost, start, ceiling, midpoint, steepness))
     assert value == pytest.approx(compute_rate(cost, start, ceiling, midpoint, steepness), abs=1e-9)
@@ -133,7 +134,7 @@ def test_dispersion_is_the_chi_square_per_degree_of_freedom() -> None:
 
 
 @given(st.floats(1e-3, 1e6))
-@settings(max_examples=10, deadline=None)
+@draw_examples(10)
 def test_scaled_costs_scale_the_midpoint_only(factor: float) -> None:
     validations = simulate_arm(np.random.default_rng(2), num_seeds=2)
     fit = curves.fit_curves(validations)

@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from scipy import optimize, special, stats
@@ -19,6 +19,7 @@ from analysis.stats.dose_response import (
     estimate_shift,
 )
 from analysis.stats.estimates import Floats
+from tests.strategies.examples import draw_examples
 
 DOSES = np.log10([1e-4, 3e-4, 1e-3, 1.7e-3, 3e-3])
 CRITICAL_VALUE = stats.chi2.ppf(0.95, 1)
@@ -78,7 +79,7 @@ def test_the_interval_has_the_edges_that_the_likelihood_ratio_does_not_reject(nu
             assert 2 * (maximum - profile_edge(counts, bound)) == pytest.approx(CRITICAL_VALUE, abs=0.01)
 
 
-@settings(max_examples=20, deadline=None)
+@draw_examples(20)
 @given(Counts)
 def test_an_edge_mirrors_and_moves_with_its_doses(num_events: list[int]) -> None:
     counts = make_counts(num_events)

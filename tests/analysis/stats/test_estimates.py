@@ -5,19 +5,20 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
 from analysis.stats import estimates
 from tests.oracles import analysis as oracles
+from tests.strategies.examples import draw_examples
 
 SIMULATIONS = 600
 shares = st.floats(0, 1, allow_nan=False)
 
 
 @given(st.integers(1, 600).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 def test_wilson_solves_its_equation(counts: tuple[int, int]) -> None:
     interval = estimates.wilson_interval(*counts)
     assert (interval.low, interval.high) == pytest.approx(oracles.wilson(*counts), abs=1e-9)
@@ -62,7 +63,7 @@ def test_interval_over_seeds_covers() -> None:
 
 
 @given(st.lists(shares, min_size=1, max_size=8))
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 def test_holm_equals_its_oracle(p: list[float]) -> None:
     assert estimates.holm_adjust(p) == pytest.approx(oracles.holm(p))
 
@@ -109,7 +110,7 @@ def test_page_trend_sees_both_directions() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), shares), min_size=1, max_size=8), st.integers(1, 200))
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 def test_area_equals_its_oracle(pieces: list[tuple[int, float]], extra_steps: int) -> None:
     steps = np.cumsum([step for step, _ in pieces])
     values = [value for _, value in pieces]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
@@ -15,6 +15,7 @@ from analysis.stats import events
 from analysis.stats.estimates import Estimate
 from analysis.stats.events import EventTimes
 from tests.oracles import analysis as oracles
+from tests.strategies.examples import draw_examples
 
 HORIZON = 50
 """Steps of the horizon in examples."""
@@ -42,7 +43,7 @@ def enumerate_p(differences: Sequence[float]) -> float:
 
 
 @given(run_lists)
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 def test_survival_equals_its_oracle(runs: list[tuple[int, bool]]) -> None:
     ends, has_event = [end for end, _ in runs], [is_event for _, is_event in runs]
     steps, surviving = events.kaplan_meier(ends, has_event)
@@ -58,7 +59,7 @@ def test_survival_without_an_event_is_one_point() -> None:
 
 
 @given(run_lists, st.integers(1, 15))
-@settings(max_examples=100, deadline=None)
+@draw_examples(100)
 def test_restricted_mean_sums_survival_over_steps(runs: list[tuple[int, bool]], horizon: int) -> None:
     ends, has_event = [end for end, _ in runs], [is_event for _, is_event in runs]
     mean = events.restricted_mean(ends, has_event, horizon)
@@ -69,7 +70,7 @@ def test_restricted_mean_sums_survival_over_steps(runs: list[tuple[int, bool]], 
 
 
 @given(st.lists(st.floats(0.5, 200), min_size=1, max_size=12), st.floats(1, 150))
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 def test_restricted_mean_without_censoring_is_the_mean_of_restricted_times(times: list[float], horizon: float) -> None:
     expected = np.mean(np.minimum(times, horizon))
     assert events.restricted_mean(times, [True] * len(times), horizon) == pytest.approx(expected)
@@ -96,7 +97,7 @@ def test_exchanges_of_three_seeds_written_out() -> None:
 
 
 @given(pair_lists)
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 def test_p_equals_the_permutation_test_of_scipy(pairs: list[tuple[int, int]]) -> None:
     arm, baseline = np.array(pairs, dtype=float).T
     expected = scipy_stats.permutation_test(
@@ -112,7 +113,7 @@ def test_p_equals_the_permutation_test_of_scipy(pairs: list[tuple[int, int]]) ->
 
 
 @given(st.lists(st.tuples(st.integers(1, 80), st.integers(1, 80)), min_size=6, max_size=8))
-@settings(max_examples=30, deadline=None)
+@draw_examples(30)
 def test_interval_has_exactly_the_shifts_that_are_not_rejected(pairs: list[tuple[int, int]]) -> None:
     estimate = compare(*zip(*pairs, strict=True), horizon=80)
     differences = [first - second for first, second in pairs]

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import optimize, special, stats
 
@@ -23,6 +23,7 @@ from analysis.stats.noise import (
     fit_variance_prior,
     moderate_variance,
 )
+from tests.strategies.examples import draw_examples
 
 NO_NOISE = Noise(None, None)
 numbers = st.floats(-1, 1, allow_nan=False).map(lambda number: round(number, 3))
@@ -54,7 +55,7 @@ def test_a_prior_is_recovered_from_many_variances(df0: float) -> None:
 
 
 @given(st.lists(st.tuples(st.floats(1e-4, 1), st.integers(1, 20)), min_size=2, max_size=8))
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 def test_a_prior_solves_its_equations(arms: list[tuple[float, int]]) -> None:
     variances, dfs = [variance for variance, _ in arms], [df for _, df in arms]
     logs = [math.log(v) - special.digamma(d / 2) + math.log(d / 2) for v, d in arms]
@@ -104,7 +105,7 @@ def test_a_quiet_arm_is_drawn_up_and_a_noisy_one_keeps_its_own_variance() -> Non
 
 
 @given(tables)
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 def test_residual_variances_are_those_of_a_literal_fit(table: list[list[float]]) -> None:
     y = np.array(table)
     num_arms, num_seeds = y.shape
@@ -116,7 +117,7 @@ def test_residual_variances_are_those_of_a_literal_fit(table: list[list[float]])
 
 
 @given(tables, st.data())
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 def test_effects_of_arms_and_seeds_do_not_count(table: list[list[float]], data: st.DataObject) -> None:
     y = np.array(table)
     missing = data.draw(st.lists(st.booleans(), min_size=y.size, max_size=y.size))
@@ -145,7 +146,7 @@ def test_variances_with_the_seeds_effect() -> None:
 
 
 @given(st.lists(st.tuples(numbers, numbers), min_size=2, max_size=6))
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 def test_two_arms_are_the_paired_t_test(pairs: list[tuple[float, float]]) -> None:
     y = np.array(pairs).T
     differences = y[1] - y[0]

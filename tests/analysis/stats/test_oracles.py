@@ -7,13 +7,14 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
 from analysis.stats import estimates
+from tests.strategies.examples import draw_examples
 
-examples = settings(max_examples=60, deadline=None)
+examples = draw_examples(60)
 confidence_levels = st.sampled_from([0.8, 0.9, 0.95, 0.99])
 # Multiples of .01: two numbers are equal or clearly apart, so that rounding decides nothing.
 numbers = st.integers(-1000, 1000).map(lambda hundredths: hundredths / 100)

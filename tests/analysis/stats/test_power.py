@@ -5,12 +5,13 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import integrate
 from scipy import stats as scipy_stats
 
 from analysis.stats import power
+from tests.strategies.examples import draw_examples
 
 INF, NAN = float("inf"), float("nan")
 SIMULATIONS = 100_000
@@ -29,7 +30,7 @@ def simulate_paired_t_tests(n: int, difference: float, seed: int) -> tuple[np.nd
 
 
 @given(ratios, st.floats(1, 200), comparison_counts)
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 def test_power_is_that_of_the_noncentral_t(noncentrality: float, df: float, num_comparisons: int) -> None:
     critical_t = scipy_stats.t.isf(0.025 / num_comparisons, df)
     # SciPy's lower tail is NaN where it is far below the tolerance.
@@ -48,7 +49,7 @@ def test_simulated_studies_find_the_detectable_difference(n: int, num_comparison
 
 
 @given(st.floats(0.05, 15), st.floats(0.5, 200), comparison_counts)
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 def test_equivalence_power_is_the_integral_over_chi(bound: float, df: float, num_comparisons: int) -> None:
     critical_t = scipy_stats.t.isf(0.05 / num_comparisons, df)
 
@@ -80,28 +81,28 @@ def test_simulated_studies_show_equivalence(n: int, margin: float, num_compariso
 
 
 @given(degrees_of_freedom, comparison_counts, st.floats(0.1, 0.99))
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 def test_detectable_difference_has_the_requested_power(df: float, num_comparisons: int, target: float) -> None:
     difference = power.find_detectable_difference(0.02, df, num_comparisons, target)
     assert power.compute_power(difference, 0.02, df, num_comparisons) == pytest.approx(target, abs=1e-8)
 
 
 @given(degrees_of_freedom, comparison_counts, st.sampled_from([0.9, 0.95, 0.99]))
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 def test_power_without_a_difference_is_the_error_rate(df: float, num_comparisons: int, level: float) -> None:
     computed = power.compute_power(0.0, 0.02, df, num_comparisons, level)
     assert computed == pytest.approx((1 - level) / num_comparisons, rel=1e-6)
 
 
 @given(ratios, degrees_of_freedom, comparison_counts)
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 def test_power_does_not_depend_on_the_sign(difference: float, df: float, num_comparisons: int) -> None:
     computed = power.compute_power(difference, 1.0, df, num_comparisons)
     assert power.compute_power(-difference, 1.0, df, num_comparisons) == computed
 
 
 @given(ratios, st.integers(1, 160))
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 def test_infinite_degrees_of_freedom_give_the_normal_tests(bound: float, num_comparisons: int) -> None:
     normal = scipy_stats.norm
     z, one_sided_z = normal.isf(0.025 / num_comparisons), normal.isf(0.05 / num_comparisons)
@@ -118,7 +119,7 @@ def test_infinite_degrees_of_freedom_give_the_normal_tests(bound: float, num_com
 
 
 @given(degrees_of_freedom, comparison_counts, ratios, ratios)
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 def test_powers_grow_with_the_difference_and_the_margin(
     df: float, num_comparisons: int, first: float, second: float
 ) -> None:
@@ -128,7 +129,7 @@ def test_powers_grow_with_the_difference_and_the_margin(
 
 
 @given(st.floats(0.5, 1e4), comparison_counts, st.floats(1.5, 10))
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 def test_detectable_difference_shrinks_with_seeds_and_grows_with_comparisons(
     df: float, num_comparisons: int, factor: float
 ) -> None:

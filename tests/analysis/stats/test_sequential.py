@@ -5,13 +5,14 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import integrate
 from scipy import stats as scipy_stats
 
 from analysis.stats import sequential
 from analysis.stats.estimates import Estimate, mean_over_seeds
+from tests.strategies.examples import draw_examples
 
 INF, NAN = float("inf"), float("nan")
 STUDIES, MAX_SEEDS = 20_000, 30
@@ -46,7 +47,7 @@ def equality() -> Looks:
 
 
 @given(t_statistics, st.integers(2, 40), prior_variances)
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 def test_e_value_is_the_mixture_of_noncentral_t_densities(t: float, n: int, prior_variance: float) -> None:
     def compute_weighted_density(effect: float) -> float:
         density = float(scipy_stats.nct.pdf(t, n - 1, math.sqrt(n) * effect))
@@ -60,7 +61,7 @@ def test_e_value_is_the_mixture_of_noncentral_t_densities(t: float, n: int, prio
 
 
 @given(t_statistics, st.integers(2, 500), prior_variances)
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 def test_e_value_is_its_formula(t: float, n: int, prior_variance: float) -> None:
     df, ratio = n - 1, 1 + n * prior_variance
     expected = ratio**-0.5 * ((1 + t**2 / df) / (1 + t**2 / (df * ratio))) ** ((df + 1) / 2)
@@ -68,7 +69,7 @@ def test_e_value_is_its_formula(t: float, n: int, prior_variance: float) -> None
 
 
 @given(difference_lists, prior_variances)
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 def test_p_of_an_estimate_is_that_of_the_mixture_martingale(values: list[int], prior_variance: float) -> None:
     # Wang and Ramdas, Theorem 4.9, in sums: sqrt(c^2/(n + c^2)) (((n + c^2) V)/((n + c^2) V - S^2))^(n/2).
     n, precision = len(values), 1 / prior_variance
@@ -92,7 +93,7 @@ def test_expectation_under_equality_is_one(n: int, prior_variance: float) -> Non
 
 
 @given(difference_lists, prior_variances, st.integers(1, 6), st.sampled_from([0.9, 0.95, 0.99]))
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 def test_ends_of_an_interval_have_the_e_value_that_rejects(
     values: list[int], prior_variance: float, num_comparisons: int, level: float
 ) -> None:
@@ -120,7 +121,7 @@ def test_fewest_seeds_that_can_reject(num_comparisons: int, expected: int) -> No
 
 
 @given(st.lists(st.floats(0.01, 1000), min_size=1, max_size=8))
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 def test_holm_rejects_the_largest_e_values_one_by_one(e_values: list[float]) -> None:
     rejected = []
     for rank, index in enumerate(sorted(range(len(e_values)), key=lambda index: -e_values[index])):
@@ -169,7 +170,7 @@ def test_intervals_cover_at_all_looks_at_once() -> None:
 
 
 @given(t_statistics, t_statistics, st.integers(2, 100), prior_variances)
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 def test_e_value_is_even_and_grows_with_t(first: float, second: float, n: int, prior_variance: float) -> None:
     small, large = sorted([abs(first), abs(second)])
     e_values = sequential.compute_e_value([small, large, -large, INF, -INF], n, prior_variance)
@@ -180,7 +181,7 @@ def test_e_value_is_even_and_grows_with_t(first: float, second: float, n: int, p
 
 
 @given(difference_lists)
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 def test_estimate_is_that_of_the_t_test_with_a_wider_interval(values: list[int]) -> None:
     estimate, fixed = sequential.estimate_mean_sequentially(values), mean_over_seeds(values)
     assert (estimate.value, estimate.n, estimate.se, estimate.df) == pytest.approx(
@@ -195,7 +196,7 @@ def test_estimate_is_that_of_the_t_test_with_a_wider_interval(values: list[int])
 
 
 @given(difference_lists)
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 def test_negated_differences_negate_the_estimate(values: list[int]) -> None:
     estimate = sequential.estimate_mean_sequentially(values)
     negated = sequential.estimate_mean_sequentially([-value for value in values])

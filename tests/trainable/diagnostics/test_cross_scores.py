@@ -3,11 +3,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.fakes.scripted import make_qwen2_shape, make_random_model
+from tests.strategies.examples import draw_examples
 from trainable.backend.world import SingleProcess
 from trainable.diagnostics.cross_scores import compute_cross_scores
 from trainable.models.load import load_policy
@@ -78,7 +79,7 @@ def test_scores_are_those_of_the_whole_sequences(model: Qwen2) -> None:
     assert scores.lengths.tolist() == [len(thought) for thought in thoughts]
 
 
-@settings(deadline=None, max_examples=40)
+@draw_examples(40)
 @given(st.integers(0, 2**32 - 1))
 def test_any_lengths_beginnings_repeats_and_limits_give_the_same_scores(seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -1,9 +1,10 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.strategies.examples import draw_examples
 from trainable.envs.level_sets import make_validation_levels
 from trainable.envs.prompts import Observation, ParsedReply, format_reply, make_prompt_template, parse_reply
 from trainable.envs.sokoban.game import Sokoban
@@ -133,7 +134,7 @@ replies = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@draw_examples(300)
 @given(replies, st.integers(1, 4))
 def test_any_text_is_read_by_the_rules(text: str, limit: int) -> None:
     reply = read(text, limit)

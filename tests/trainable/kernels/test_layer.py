@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -62,7 +62,6 @@ def test_hidden_states_and_gradients_are_those_of_torch(sizes: dict[str, object]
     is_reversed=st.booleans(),
     seed=st.integers(0, 1000),
 )
-@settings(deadline=None)
 def test_sequences_of_any_lengths(lengths: list[int], density: float, is_reversed: bool, seed: int) -> None:
     model = make_random_model(make_qwen2_shape(), seed=3, std=0.25)
     generator = torch.Generator().manual_seed(seed)

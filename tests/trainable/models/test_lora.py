@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -20,6 +20,7 @@ from tests.fakes.trainers import (
     replay_step,
     run_steps,
 )
+from tests.strategies.examples import draw_examples
 from trainable.config.sections import ModelConfig
 from trainable.config.seeds import make_rng
 from trainable.config.setting_types import LINEAR_LAYERS
@@ -119,7 +120,7 @@ def test_an_adapter_adds_its_product_times_alpha_over_rank() -> None:
         torch.testing.assert_close(merged[f"{name}.weight"], expected)
 
 
-@settings(max_examples=20, deadline=None)
+@draw_examples(20)
 @given(
     rank=st.integers(1, 9),
     alpha=st.sampled_from([0.5, 8.0, 32.0]),

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.fakes.scripted import make_hub_twin, make_qwen2_shape, make_random_model
+from tests.strategies.examples import draw_examples
 from trainable.models.packing import PackedRows, causal_attention, pack_rows
 from trainable.models.qwen2 import PassSettings, ValueModel
 
@@ -74,7 +75,6 @@ def test_a_layout_by_hand() -> None:
     assert packed.length_groups == ((1, 1), (2, 3))
 
 
-@settings(deadline=None)
 @given(row_lists())
 def test_the_stream_contains_each_row_up_to_its_last_requested_position(rows: Rows) -> None:
     tokens, positions = make_padded_tokens(rows)
@@ -113,7 +113,7 @@ def test_attention_is_the_softmax_over_a_rows_own_past() -> None:
 # ---------------------------------------------------------------------------- beside each row alone
 
 
-@settings(deadline=None, max_examples=60)
+@draw_examples(60)
 @given(row_lists())
 def test_hidden_states_and_gradients_are_those_of_each_row_alone(rows: Rows) -> None:
     tokens, positions = make_padded_tokens(rows)
@@ -129,7 +129,7 @@ def test_hidden_states_and_gradients_are_those_of_each_row_alone(rows: Rows) -> 
     assert compute_relative_error(actual_gradient, expected_gradient) < 1e-5
 
 
-@settings(deadline=None, max_examples=30)
+@draw_examples(30)
 @given(row_lists())
 def test_values_are_those_of_each_row_alone(rows: Rows) -> None:
     tokens, positions = make_padded_tokens(rows)

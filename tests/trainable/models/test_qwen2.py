@@ -4,11 +4,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.fakes.scripted import make_hub_twin, make_qwen2_shape, make_random_model
+from tests.strategies.examples import draw_examples
 from trainable.models.qwen2 import Qwen2, ValueModel
 from trainable.models.qwen2_shape import Qwen2Shape
 
@@ -170,7 +171,7 @@ def test_prompts_of_unequal_length_then_token_by_token(model: Qwen2) -> None:
         rows.extend([[3, 3], [8]])
 
 
-@settings(deadline=None, max_examples=40)
+@draw_examples(40)
 @given(st.integers(0, 2**32 - 1))
 def test_any_chunking_and_selection_equals_the_full_forward(seed: int) -> None:
     rng = np.random.default_rng(seed)

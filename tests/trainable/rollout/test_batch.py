@@ -1,16 +1,17 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.scripted import make_episode, make_random_episodes
+from tests.strategies.examples import draw_examples
 from trainable.rollout.batch import Batch, collate, place_episode_scores, place_turn_rewards, split_mini_batches
 
 episode_lists = st.integers(0, 2**32 - 1).map(lambda seed: make_random_episodes(1 + seed % 9, 3, seed))
 
 
-@settings(deadline=None, max_examples=30)
+@draw_examples(30)
 @given(episode_lists)
 def test_every_number_of_an_episode_is_at_its_place(episodes) -> None:
     batch = collate(episodes)
@@ -27,7 +28,7 @@ def test_every_number_of_an_episode_is_at_its_place(episodes) -> None:
         assert float(batch.scores[row]) == pytest.approx(episode.score)
 
 
-@settings(deadline=None, max_examples=30)
+@draw_examples(30)
 @given(episode_lists)
 def test_rewards_add_up_to_the_score_wherever_they_are_placed(episodes) -> None:
     batch = collate(episodes)
@@ -45,7 +46,7 @@ def test_places_of_rewards() -> None:
     torch.testing.assert_close(final_scores, torch.tensor([[0, 0, 0, 0, 0, 0, 0, 10.7], [0, -0.1, 0, 0, 0, 0, 0, 0]]))
 
 
-@settings(deadline=None, max_examples=30)
+@draw_examples(30)
 @given(episode_lists)
 def test_a_trained_token_is_predicted_from_the_one_before_it(episodes) -> None:
     batch = collate(episodes)
@@ -56,7 +57,7 @@ def test_a_trained_token_is_predicted_from_the_one_before_it(episodes) -> None:
     assert batch.tokens[batch.mask].tolist() == [int(episodes[row].tokens[t]) for row, t in trained_positions]
 
 
-@settings(deadline=None, max_examples=30)
+@draw_examples(30)
 @given(episode_lists, st.randoms(use_true_random=False))
 def test_rows_are_the_batch_of_the_chosen_episodes(episodes, random) -> None:
     rows = [random.randrange(len(episodes)) for _ in range(random.randint(1, 5))]

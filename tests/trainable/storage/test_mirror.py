@@ -11,11 +11,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from tests.fakes.lines import append_record
 from tests.fakes.trials import Row, UninterruptedRun, drop_times, make_trial_config
+from tests.strategies.examples import draw_examples
 from trainable.runs.checkpoint import read_checkpoint, write_checkpoint, write_rolling_checkpoint
 from trainable.runs.failures import StorageError
 from trainable.runs.run_files import CHECKSUMS_FILE, read_rows
@@ -63,7 +64,7 @@ def write_step(node: Path, step: int, with_state: bool = True) -> None:
 # Rows.
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@draw_examples(30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lines=st.lists(st.binary(max_size=40), min_size=1, max_size=8), part_bytes=st.integers(1, 30))
 def test_lines_that_were_copied_in_pieces_are_the_file(lines: list[bytes], part_bytes: int, tmp_path: Path) -> None:
     place = open_storage(str(tmp_path / "storage"))

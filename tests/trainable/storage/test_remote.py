@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trainable.files.paths import UnsafePathError
@@ -190,7 +190,6 @@ def test_what_is_no_storage_is_refused(uri: str) -> None:
         open_storage(uri)
 
 
-@settings(deadline=None)
 @given(st.lists(st.from_regex(r"[a-z0-9_.-]{1,8}", fullmatch=True).filter(lambda name: name.strip(".")), min_size=1))
 def test_join_uri_and_split_uri_are_inverses(names: list[str]) -> None:
     for root in ("s3://bucket", "s3://bucket/pre?region=x", "/mnt"):

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -67,7 +67,6 @@ def test_every_later_observation_is_restored(tokenizer: Tokenizer) -> None:
     assert restore(tokenizer, texts) == texts
 
 
-@settings(deadline=None)
 @given(st.lists(st.text("".join(SYMBOLS.values()), min_size=4, max_size=4), min_size=4, max_size=4))
 def test_any_grid_of_symbols_is_restored(rows: list[str]) -> None:
     text = "Turn 3:\nState:\n" + "\n".join(rows) + "\n7 actions left\n"

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
+from tests.strategies.examples import draw_examples
 from trainable.config.run_config import ConfigError, RunConfig
 from trainable.config.sections import EarlyStopConfig
 from trainable.files.json_lines import write_lines
@@ -137,7 +138,7 @@ ONE_STEP_THRESHOLDS = EarlyStopConfig(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@draw_examples(300)
 @example(drawn_rows=AT_THE_THRESHOLD, thresholds=ONE_STEP_THRESHOLDS)
 @given(drawn_rows=st.lists(ROWS, max_size=25), thresholds=THRESHOLDS)
 def test_each_rule_fires_where_the_live_run_would_have_stopped(
@@ -157,7 +158,7 @@ def test_each_rule_fires_where_the_live_run_would_have_stopped(
             assert alarm.steps_saved == len(rows) - first_decision.step
 
 
-@settings(max_examples=25, deadline=None)
+@draw_examples(25)
 @given(drawn_rows=st.lists(ROWS, min_size=1, max_size=20), thresholds=THRESHOLDS)
 def test_a_folder_gives_what_its_rows_give(
     drawn_rows: list[Row], thresholds: EarlyStopConfig, tmp_path_factory: pytest.TempPathFactory

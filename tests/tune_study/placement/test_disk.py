@@ -4,7 +4,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -12,6 +12,7 @@ from search_spaces import STUDIES
 from tests.fakes.lines import append_record
 from tests.fakes.scripted import SMALL_SETTINGS
 from tests.fakes.trainers import make_quiet_trainer
+from tests.strategies.examples import draw_examples
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.runs.checkpoint import write_checkpoint
 from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER
@@ -128,7 +129,7 @@ def test_kept_checkpoints_are_those_that_a_run_writes(steps: int, save_freq: int
     assert count_occurrences(steps, save_freq) == len(saved_steps)
 
 
-@settings(max_examples=30, deadline=None)
+@draw_examples(30)
 @given(st.integers(1, 12), st.integers(-1, 14))
 def test_of_kept_checkpoints_only_planned_ones_are_there_already(steps: int, save_freq: int) -> None:
     with TemporaryDirectory() as folder:

@@ -3,13 +3,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.fakes.scripted import make_qwen2_shape as make_torch_shape
 from tests.fakes.scripted import make_random_model
 from tests.fakes.trainers import make_quiet_trainer
+from tests.strategies.examples import draw_examples
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.seeds import make_rng
 from trainable.models.load import freeze, make_frozen_copy
@@ -184,7 +185,7 @@ def count_saved_bytes(model: Any, positions: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=15, deadline=None)
+@draw_examples(15)
 @given(draw_small_sizes())
 def test_a_block_keeps_what_autograd_saves(dtype: str, sizes: dict[str, int]) -> None:
     positions, n_tokens_read = make_positions(dtype)
@@ -200,7 +201,7 @@ def test_a_block_keeps_what_autograd_saves(dtype: str, sizes: dict[str, int]) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=10, deadline=None)
+@draw_examples(10)
 @given(draw_small_sizes(), st.sampled_from([1, 3, 8]))
 def test_a_block_with_adapters_keeps_what_autograd_saves(dtype: str, sizes: dict[str, int], rank: int) -> None:
     positions, n_tokens_read = make_positions(dtype)

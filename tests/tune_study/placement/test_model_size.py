@@ -5,10 +5,11 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.scripted import make_qwen2_shape as make_torch_shape
+from tests.strategies.examples import draw_examples
 from trainable.config.seeds import make_rng
 from trainable.models.load import load_policy, make_critic
 from trainable.models.qwen2 import Qwen2, ValueModel
@@ -65,7 +66,7 @@ def draw_shapes(draw: st.DrawFn) -> Qwen2Shape:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@draw_examples(60)
 @given(draw_shapes())
 def test_counts_are_those_of_the_modules(qwen2_shape: Qwen2Shape) -> None:
     with TemporaryDirectory() as folder:

@@ -1,7 +1,8 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.strategies.examples import draw_examples
 from tests.tune_study.placement.test_memory_plan import FOUR_GPUS, H100, NO_MODELS, make_study_plan
 from trainable.config.run_config import RunConfig, apply_overrides
 from tune_study.placement import time_estimate
@@ -122,7 +123,7 @@ def test_a_card_of_unknown_rates_has_no_estimate() -> None:
     assert "an estimate for conversations of 3600 tokens, at 40% of 989 TFLOP/s and 50% of 3.35 TB/s" in line
 
 
-@settings(max_examples=30, deadline=None)
+@draw_examples(30)
 @given(st.sampled_from([0.25, 0.5, 1.0]), st.integers(1, 4))
 def test_shares_of_a_card_take_longer_and_ranks_share_the_work(share: float, ranks: int) -> None:
     shape = read_model_shape("Qwen/Qwen2.5-0.5B", {})

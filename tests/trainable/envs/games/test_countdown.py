@@ -7,9 +7,10 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.strategies.examples import draw_examples
 from trainable.envs.environment import TurnLimits
 from trainable.envs.games.arithmetic import MAX_LENGTH, parse_expression
 from trainable.envs.games.countdown import Countdown, ProblemState
@@ -57,7 +58,7 @@ def test_expressions_have_the_value_that_python_computes(text: str) -> None:
     assert parse_expression(expression.text) == expression
 
 
-@settings(max_examples=500)
+@draw_examples(500)
 @given(st.text("0123456789+-*/() ._eE%^!~xlambda[]{}'\"\\,=:\n", max_size=24) | st.text(max_size=12))
 def test_what_is_not_arithmetic_is_no_expression(text: str) -> None:
     expression = parse_expression(text)

@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.oracles.sokoban import make_board, make_random_board, oracle_act, parse_board
+from tests.strategies.examples import draw_examples
 from trainable.envs import level_sets
 from trainable.envs.sokoban.board import DIRECTIONS, Action, Tile, check_board, is_solved, step
 from trainable.envs.sokoban.game import Sokoban
@@ -27,7 +28,7 @@ def list_rewards(outcomes):
     return [pytest.approx(outcome.rewards.item(), abs=1e-12) for outcome in outcomes]
 
 
-@settings(deadline=None, max_examples=60)
+@draw_examples(60)
 @given(SEEDS, st.integers(4, 8), st.integers(4, 8), st.integers(1, 4))
 def test_step_equals_the_literal_rules(seed, rows, cols, boxes):
     rng = np.random.default_rng(seed)
@@ -47,7 +48,7 @@ def test_step_equals_the_literal_rules(seed, rows, cols, boxes):
         cells = outcome.cells
 
 
-@settings(deadline=None, max_examples=40)
+@draw_examples(40)
 @given(SEEDS, st.integers(1, 3))
 def test_walls_targets_boxes_and_player_are_conserved(seed, boxes):
     rng = np.random.default_rng(seed)
@@ -74,7 +75,7 @@ def turn(action, board_map):
     return next(candidate for candidate, direction in DIRECTIONS.items() if direction == (row, col))
 
 
-@settings(deadline=None, max_examples=40)
+@draw_examples(40)
 @given(SEEDS, st.integers(0, 3), st.booleans())
 def test_turning_the_board_and_the_action_turns_the_result(seed, quarter_turns, mirrored):
     def board_map(board):

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.oracles.sokoban import oracle_generate_level
+from tests.strategies.examples import draw_examples
 from trainable.envs import level_sets
 from trainable.envs.sokoban.board import check_board
 from trainable.envs.sokoban.game import Sokoban
@@ -58,7 +59,7 @@ def test_worked_examples(seed, target, box, player):
     assert [tuple(np.argwhere(cells == code)[0].tolist()) for code in (2, 4, 5)] == [target, box, player]
 
 
-@settings(deadline=None, max_examples=25)
+@draw_examples(25)
 @given(
     st.integers(0, 2**32 - 1),
     st.integers(4, 9),
@@ -91,7 +92,7 @@ def test_a_depth_that_cuts_the_search_short_equals_the_literal_generator():
     assert shallow_levels != deep_levels
 
 
-@settings(deadline=None, max_examples=50)
+@draw_examples(50)
 @given(st.integers(0, 2**32 - 1))
 def test_every_level_can_be_played_and_solved_and_is_not_solved(seed):
     cells = generate_level(seed).cells
@@ -142,7 +143,7 @@ def test_derived_seeds_are_the_first_bytes_of_sha256():
     assert compute_fallback_seed(3248) == 0x59AE69C1
 
 
-@settings(deadline=None, max_examples=30)
+@draw_examples(30)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 3), st.booleans())
 def test_key_is_the_same_for_all_eight_symmetries(seed, quarter_turns, mirrored):
     cells = generate_level(seed).cells

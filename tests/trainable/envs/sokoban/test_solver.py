@@ -2,10 +2,11 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.oracles.sokoban import make_board, make_random_board, oracle_shortest_length, parse_board
+from tests.strategies.examples import draw_examples
 from trainable.envs import level_sets
 from trainable.envs.sokoban.board import Action, is_solved, step
 from trainable.envs.sokoban.game import Sokoban
@@ -31,7 +32,7 @@ def test_solutions_of_all_validation_levels_solve_them_and_agree_with_the_table(
         assert compute_distance_table(level.cells)[player, box[0] * 6 + box[1]] == len(actions)
 
 
-@settings(deadline=None, max_examples=10)
+@draw_examples(10)
 @given(SEEDS)
 def test_every_entry_of_the_table_is_the_length_of_a_shortest_solution(seed):
     cells = make_random_board(np.random.default_rng(seed), 5, 6, 1)
@@ -47,7 +48,7 @@ def test_every_entry_of_the_table_is_the_length_of_a_shortest_solution(seed):
             assert table[player_index, box_index] == -1
 
 
-@settings(deadline=None, max_examples=40)
+@draw_examples(40)
 @given(SEEDS, st.integers(1, 2))
 def test_solve_is_as_short_as_brute_force(seed, boxes):
     cells = make_random_board(np.random.default_rng(seed), 5, 5, boxes)
@@ -71,7 +72,7 @@ def test_solve_is_as_short_as_trying_all_sequences():
             assert is_solved(cells).any() == (length == shortest)
 
 
-@settings(deadline=None, max_examples=40)
+@draw_examples(40)
 @given(SEEDS)
 def test_optimal_actions_are_exactly_those_that_come_one_closer(seed):
     cells = make_random_board(np.random.default_rng(seed), 6, 5, 1)

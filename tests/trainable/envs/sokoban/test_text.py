@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.oracles.sokoban import make_random_board
@@ -29,7 +29,6 @@ def test_every_kind_of_thing_is_listed_in_order():
     )
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(5, 8), st.integers(5, 8), st.integers(1, 3))
 def test_parse_is_the_inverse_of_the_grid(seed, rows, cols, boxes):
     cells = make_random_board(np.random.default_rng(seed), rows, cols, boxes)

@@ -6,10 +6,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.strategies.examples import draw_examples
 from tests.trainable.sandbox.batches import add_candidates, make_random_batch
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.measure.diagnostics import (
@@ -36,7 +37,7 @@ def mean_or_nan(values: list[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-@settings(deadline=None, max_examples=20)
+@draw_examples(20)
 @given(SEEDS, st.booleans())
 def test_ratios_and_their_clip_share(seed: int, has_candidates: bool) -> None:
     batch = add_candidates(make_random_batch(seed)) if has_candidates else make_random_batch(seed)
@@ -99,7 +100,7 @@ def compute_literal_statistics(
     return statistics
 
 
-@settings(deadline=None, max_examples=30)
+@draw_examples(30)
 @given(SEEDS)
 def test_entropy_statistics(seed: int) -> None:
     batch, old_logits, new_logits = make_random_batch(seed), make_logits(seed), make_logits(seed + 1000)
@@ -124,7 +125,7 @@ def test_a_statistic_without_tokens_is_missing() -> None:
     assert bool(statistics["entropy_drop_pos_adv"].isfinite().all())
 
 
-@settings(deadline=None, max_examples=20)
+@draw_examples(20)
 @given(SEEDS)
 def test_cosine_and_correlation(seed: int) -> None:
     x, y = make_logits(seed).flatten(1), make_logits(seed + 1).flatten(1)

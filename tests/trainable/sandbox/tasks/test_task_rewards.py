@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainable.sandbox.tasks import oracles
@@ -41,7 +41,6 @@ def draw_answers(draw: st.DrawFn) -> tuple[str, int, int, list[list[int]], list[
 
 
 @given(draw_answers())
-@settings(deadline=None)
 def test_rewards_are_those_of_the_literal_version(
     case: tuple[str, int, int, list[list[int]], list[list[int]], bool],
 ) -> None:
@@ -103,7 +102,6 @@ def test_noise_rewards_action_zero_of_a_bandit_where_it_is_wrong(mode: str) -> N
 
 
 @given(st.integers(2, 5), st.integers(1, 4), st.data())
-@settings(deadline=None)
 def test_uniform_groups_are_left_out_unless_all_are(size: int, groups: int, data: st.DataObject) -> None:
     count = size * groups
     rewards = data.draw(st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0]), min_size=count, max_size=count))

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.strategies.examples import draw_examples
 from tests.trainable.sandbox.batches import add_candidates, make_random_batch
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.batch.slices import flatten_rollouts, slice_member, stack_members, unflatten_rollouts
@@ -87,7 +88,7 @@ def compute_literal_priority(priority: str, batch: Rollouts, member: int) -> flo
     return sum(values) / len(values)
 
 
-@settings(deadline=None, max_examples=40)
+@draw_examples(40)
 @given(
     st.sampled_from(REPLAY_PRIORITIES),
     st.integers(0, 100),
@@ -128,7 +129,7 @@ def test_batches_without_any_priority_are_equally_likely() -> None:
     assert [int(age) for age in ages] == [3, 2, 1, 0]
 
 
-@settings(deadline=None, max_examples=20)
+@draw_examples(20)
 @given(st.lists(st.tuples(st.integers(0, 31), st.floats(0.01, 1)), max_size=8))
 def test_age_statistics_are_those_of_the_batches_since_the_last_row(ages: list[tuple[int, float]]) -> None:
     statistics = AgeStatistics(torch.zeros(1, 5, dtype=torch.float64))
