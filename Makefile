@@ -45,7 +45,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --hypothesis-profile quick
 QUICK := $(PYTEST) --assert plain --dist loadfile --no-loadscope-reorder
 SHOW_VALUES := || { $(PYTEST) --last-failed --last-failed-no-failures none; exit 1; }
 test: check compile
-	$(QUICK) --numprocesses 2 -m "not slow and not faults and not engines and not processes" $(SHOW_VALUES)
+	$(QUICK) $(PARALLEL) -m "not slow and not faults and not engines and not processes" $(SHOW_VALUES)
 
 # All signals, endings and draws of malformed input; test-ci has the main ones. The longest first, so that all processes
 # end together.

@@ -36,8 +36,8 @@ def figures(frames: StudyFrames) -> dict[str, Figure]:
 
 
 @pytest.fixture(scope="module")
-def page(frames: StudyFrames, figures: dict[str, Figure]) -> Page:
-    return parse_page(pages.render_page(frames, figures))
+def page(frames: StudyFrames) -> Page:
+    return parse_page(pages.render_page(frames, {}))
 
 
 def make_cells(frames: StudyFrames) -> tuple[layout.Grid, pd.DataFrame]:
