@@ -99,7 +99,7 @@ def run_command(command: str, is_active: bool, folder: Path) -> subprocess.Compl
     assert words[0] == "python", f"the documents show a command that no test knows how to run: {command}"
     if words[1].startswith("benchmarks/"):
         words[1] = str(ROOT / words[1])
-    starts_ray = words[3:4] in (["run"], ["resume"], ["doctor"]) and "--dry-run" not in words
+    starts_ray = words[3:4] in (["run"], ["resume"], ["confirm"], ["doctor"]) and "--dry-run" not in words
     if is_active and words[:3] == ["python", "-m", "tune_study"] and not starts_ray:
         return run_python(words[1:], folder, variables)
     return subprocess.run(["bash", "-c", shlex.join(words)], cwd=folder, capture_output=True, text=True, env=variables)
@@ -140,7 +140,7 @@ def test_before_the_activation_line_there_is_no_environment(folder: Path) -> Non
 def test_the_python_example_of_the_readme(folder: Path) -> None:
     if not (folder / "out").exists():
         pytest.skip("needs the study that test_command runs; run the whole file")
-    frames = analysis.load(folder / "out")
+    frames = analysis.load(folder / "out" / "results" / "kl_sweep_sokoban-tiny")
     assert len(frames.trials) == 2
     assert set(frames.trials["status"]) == {"completed"}
     assert len(frames.steps) == 6

@@ -8,7 +8,11 @@ import pytest
 from tests.test_architecture import MODULES
 
 CHECKED_PACKAGES = ("analysis", "trainable.runs", "trainable.storage", "tune_study.folder", "tune_study.tune")
-CHECKED_MODULES = ("tune_study.commands.probe", "tune_study.commands.replay", "tune_study.commands.plot_gradients")
+CHECKED_MODULES = (
+    "tune_study.commands.probe",
+    "tune_study.commands.reading.replay",
+    "tune_study.commands.reading.plot_gradients",
+)
 OPENING_NAMES = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "read_parquet", "copyfile", "copy"}
 EXEMPTIONS = {
     # Files of the system, whose paths no folder chooses.

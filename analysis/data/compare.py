@@ -1,5 +1,6 @@
 """Scoring: the outcomes of the runs of each arm, and the differences between arms with the noise of all runs."""
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -98,18 +99,55 @@ def collect_outcomes(frames: StudyFrames, column: str) -> Outcomes:
     runs = trials[trials["status"].isin(SCORED_STATUSES)]
     values = runs.pivot_table(index="arm", columns="seed", values=column, sort=False).sort_index(axis=1)
     values = values.reindex(index=[arm for arm in list_arms(frames) if arm in values.index])
-    replicates = [np.array(entry.values) for entry in find_replicates(frames.studies[0], column)]
-    variances = RunVariances(
-        np.array([entry.var(ddof=1) for entry in replicates]), np.array([len(entry) - 1.0 for entry in replicates])
-    )
+    noise, num_replicates = _fit_noise(frames.studies[0], column, values)
     return Outcomes(
         column,
         values,
         estimate_evaluation_variances(frames) if column == family.primary_column else {},
-        fit_noise(values.to_numpy(dtype=float), variances) if values.size else Noise(None, None),
-        sum(len(entry) for entry in replicates),
+        noise,
+        num_replicates,
         _count_comparisons(frames.studies[0], column) if has_added_seeds(frames.studies[0]) else 0,
     )
+
+
+def collect_joint_outcomes(studies: Mapping[str, StudyFrames], column: str, num_comparisons: int) -> Outcomes:
+    """Collect a column of `trials` for all scored runs of several studies of one family, with their noise together.
+
+    The arm A of the study with the label L is called `L A` (see `label_arm`). A seed is the same in all studies, since
+    it gives the same levels and random numbers, so runs of one seed are paired across studies.
+
+    Args:
+        studies: the frames of one study each, by label.
+        column: a column of `trials` that the family has.
+        num_comparisons: the number of differences that will be estimated. It counts if seeds were added to one of the
+            studies after a look.
+    """
+    parts = {label: collect_outcomes(frames, column) for label, frames in studies.items()}
+    tables = [outcomes.values.rename(index=functools.partial(label_arm, label)) for label, outcomes in parts.items()]
+    values = pd.concat(tables).sort_index(axis=1)
+    noise, num_replicates = _fit_noise(next(iter(studies.values())).studies[0], column, values)
+    min_variances = {
+        label_arm(label, arm): variance
+        for label, outcomes in parts.items()
+        for arm, variance in outcomes.min_variances.items()
+    }
+    has_looks = any(outcomes.num_comparisons for outcomes in parts.values())
+    return Outcomes(column, values, min_variances, noise, num_replicates, num_comparisons if has_looks else 0)
+
+
+def label_arm(label: str, arm: str) -> str:
+    """The name of an arm among the arms of several studies: `B 0.1` for the arm 0.1 of the study with the label B."""
+    return f"{label} {arm}"
+
+
+def _fit_noise(study: Mapping[str, Any], column: str, values: pd.DataFrame) -> tuple[Noise, int]:
+    """The noise of outcomes (arms, seeds) and of the recorded replicates of such a study, and how many those are."""
+    replicates = [np.array(entry.values) for entry in find_replicates(study, column)]
+    variances = RunVariances(
+        np.array([entry.var(ddof=1) for entry in replicates]), np.array([len(entry) - 1.0 for entry in replicates])
+    )
+    noise = fit_noise(values.to_numpy(dtype=float), variances) if values.size else Noise(None, None)
+    return noise, sum(len(entry) for entry in replicates)
 
 
 def has_added_seeds(study: Mapping[str, Any]) -> bool:

@@ -71,7 +71,8 @@ def conclude(frames: StudyFrames) -> Conclusion:
     lines = (f"{row['arm']}: {index_entry['number']} {row['number']}; {row['verdict']}" for row in index_entry["arms"])
     factors = make_factor_context(frames)
     sentences = tuple(factors["sentences"]) if factors else ()
-    return Conclusion(index_entry["headline"], tuple(lines), index_entry["collapse"], sentences)
+    headline = f"{findings.describe_confirmation(frames.studies[0])} {index_entry['headline']}".lstrip()
+    return Conclusion(headline, tuple(lines), index_entry["collapse"], sentences)
 
 
 def list_open_arms(frames: StudyFrames) -> list[str]:
@@ -200,6 +201,7 @@ def make_report_context(results: SweepResults) -> dict[str, Any]:
         "edge": {name: to_records(table) for name, table in results.edge_tables.items()},
         "dose": layout.get_dose(frames.studies[0]),
         "arms": arms,
+        "confirmation": findings.describe_confirmation(frames.studies[0]),
         "headline": findings.format_headline(summary),
         "collapse_sentence": findings.describe_collapses(collapses),
         "has_collapse": bool((collapses["collapsed"] > 0).any()),

@@ -50,6 +50,7 @@ def make_context(frames: StudyFrames) -> Row:
         **published,
         **contrasts.make_contrast_context(frames),
         "study": frames.studies[0],
+        "confirmation": findings.describe_confirmation(frames.studies[0]),
         "headline": format_headline(frames, differences),
         "statuses": findings.format_status_counts(frames.trials),
         "arms": tables.count_statuses(frames),

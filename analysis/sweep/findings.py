@@ -421,3 +421,34 @@ def list_arm_settings(frames: StudyFrames) -> list[dict[str, Any]]:
 def list_runs(frames: StudyFrames) -> list[dict[str, Any]]:
     """All runs, for the list at the end of a report."""
     return to_records(frames.trials)
+
+
+def describe_confirmation(study: Mapping[str, Any]) -> str:
+    """What a study confirms, and with which seeds, as a sentence; empty for a study that confirms none.
+
+    study: content of study.json.
+    """
+    confirms = study.get("confirms")
+    if not confirms:
+        return ""
+    arms = [arm for arm in study["axis"]["values"] if arm != study.get("baseline")]
+    return (
+        f"Confirmation of {', '.join(arms)} against {study.get('baseline')} in {confirms['run']}, with seeds "
+        f"{format_seeds(study.get('seeds', ()))}: that study had used {format_seeds(confirms['seeds'])} when this one "
+        "began, so nothing was chosen by the results below."
+    )
+
+
+def format_seeds(seeds: Sequence[int]) -> str:
+    """Seeds as text, with stretches as one: `0 to 4, 7`.
+
+    >>> format_seeds([0, 1, 2, 7])
+    '0 to 2, 7'
+    """
+    stretches: list[list[int]] = []
+    for seed in seeds:
+        if stretches and seed == stretches[-1][-1] + 1:
+            stretches[-1].append(seed)
+        else:
+            stretches.append([seed])
+    return ", ".join(f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else str(seeds[0]) for seeds in stretches)

@@ -21,6 +21,7 @@ from trainable.storage.uris import is_uri
 from tune_study.commands import describe
 from tune_study.commands import options as opt
 from tune_study.commands.axis_options import VALUES_OPTION, add_axis_options
+from tune_study.commands.confirmation import DEFAULT_SEEDS, plan_confirmation
 from tune_study.commands.preflight import LaunchOptions, explain_paper_misfit, start_studies
 from tune_study.commands.run_options import RunOptions, find_studies, plan_from_options
 from tune_study.folder import locate, outputs, study_file
@@ -47,6 +48,10 @@ app = typer.Typer(
 )
 
 EXPLAIN_EXAMPLE = "Example: python -m tune_study explain results/kl_sweep_sokoban-tiny --arm 0 --seed 1"
+CONFIRM_EXAMPLE = "Example: python -m tune_study confirm results/kl_sweep_sokoban-tiny --arm 0.01 --seeds 5"
+COMPARE_EXAMPLE = (
+    "Example: python -m tune_study compare a/results/kl_sweep_sokoban-tiny b/results/kl_sweep_sokoban-tiny"
+)
 REPLAY_EXAMPLE = (
     "Example: python -m tune_study replay-stoppers results/kl_sweep_sokoban-tiny --set early_stop.variance_ratio=0.2"
 )
@@ -227,6 +232,34 @@ def resume(
     raise typer.Exit(start_studies([plan], launch_options, detect_gpus(os.environ), dry_run, console))
 
 
+@app.command("confirm", epilog=f"\b\n{CONFIRM_EXAMPLE}")
+@report_errors
+def confirm(
+    run: opt.RunLocation,
+    arm: opt.ConfirmedArm,
+    baseline: opt.ComparedArm = None,
+    seeds: opt.FreshSeeds = DEFAULT_SEEDS,
+    extend: opt.Extend = False,
+    gpus: opt.Gpus = None,
+    gpu_memory_gib: opt.GpuMemoryGib = None,
+    max_concurrent: opt.MaxConcurrent = None,
+    skip_statuses: opt.SkipStatuses = DEFAULT_SKIPPED,
+    study: opt.StudyFile = None,
+    code: opt.Code = None,
+    accept_changed_file: opt.AcceptChangedFile = False,
+    dry_run: opt.DryRun = False,
+    wandb: opt.Wandb = None,
+    address: opt.Address = None,
+) -> None:
+    """Run one arm of RUN and the baseline again, with seeds that the study never used: that number is the result."""
+    own_study = load_typed_code(study, code, accept_changed_file)
+    plan = plan_confirmation(run, arm, baseline, seeds, own_study, extend)
+    launch_options = LaunchOptions(
+        gpus, gpu_memory_gib, max_concurrent, wandb, address, parse_skipped_statuses(skip_statuses)
+    )
+    raise typer.Exit(start_studies([plan], launch_options, detect_gpus(os.environ), dry_run, make_console()))
+
+
 @app.command("status", epilog="\b\nExample: python -m tune_study status results/kl_sweep_sokoban-tiny")
 @report_errors
 def status(run: opt.RunLocation) -> None:
@@ -251,7 +284,7 @@ def report(run: opt.RunLocation) -> None:
 @report_errors
 def explain(run: opt.RunLocation, arm: opt.ExplainedArm = None, seed: opt.ExplainedSeed = None) -> None:
     """Tell what happened, in order, in the runs of RUN that collapsed, or in one run."""
-    from tune_study.commands import explain as explanation
+    from tune_study.commands.reading import explain as explanation
 
     with locate.open_for_reading(run) as (folder, is_running):
         frames = explanation.read_frames(folder, is_running)
@@ -260,11 +293,20 @@ def explain(run: opt.RunLocation, arm: opt.ExplainedArm = None, seed: opt.Explai
         explanation.print_explanation(make_console(), folder, run, frames, ends, is_selected)
 
 
+@app.command("compare", epilog=f"\b\n{COMPARE_EXAMPLE}")
+@report_errors
+def compare(runs: opt.ComparedRuns, to: opt.ComparisonFile = Path("comparison.html")) -> None:
+    """Compare studies with the first one: which settings differ, and how the arms do that they have in common."""
+    from tune_study.commands.reading import compare as comparing
+
+    comparing.print_comparison(make_console(), comparing.read_comparison(runs), _make_absolute(to))
+
+
 @app.command("alarms", epilog="\b\nExample: python -m tune_study alarms out --first-test-seed 3")
 @report_errors
 def alarms(folders: opt.StudyFolders, first_test_seed: opt.FirstTestSeed = 5) -> None:
     """Show which threshold on which symptom would have announced the collapses in FOLDER, and how often it is wrong."""
-    from tune_study.commands import alarms as recorded_alarms
+    from tune_study.commands.reading import alarms as recorded_alarms
 
     recorded_alarms.print_alarms(make_console(), recorded_alarms.read_studies(folders), first_test_seed)
 
@@ -273,7 +315,7 @@ def alarms(folders: opt.StudyFolders, first_test_seed: opt.FirstTestSeed = 5) ->
 @report_errors
 def replay_stoppers(run: opt.RunLocation, assignments: opt.Thresholds = None) -> None:
     """Apply the stop rules to the rows of RUN, and show when each would have fired and whether it would be right."""
-    from tune_study.commands import replay
+    from tune_study.commands.reading import replay
 
     with locate.open_for_reading(run) as (folder, _):
         replay.print_replay(make_console(), replay.replay_folder(folder, assignments or []))
@@ -339,7 +381,7 @@ def plot_gradients(
 ) -> None:
     """Plot the gradient analyses of RUN: figures and numbers of each analyzed step."""
     folder = locate.fetch_for_writing(run)
-    from tune_study.commands import plot_gradients  # imports matplotlib
+    from tune_study.commands.reading import plot_gradients  # imports matplotlib
 
     frames = plot_gradients.read_analyses(folder)
     selections = plot_gradients.select_steps(frames, trial, source, plot_gradients.parse_steps(steps or []))

@@ -164,6 +164,15 @@ Trial = Annotated[
 StudyFolders = Annotated[
     list[Path], Argument(metavar="FOLDER...", help="Output folders, or folders results/<run>, whose studies to read.")
 ]
+ConfirmedArm = Annotated[str, Option("--arm", metavar="A", help="The arm whose result is confirmed.")]
+ComparedArm = Annotated[
+    str | None, Option("--baseline", metavar="B", help="The arm to compare with; default: the baseline of the study.")
+]
+FreshSeeds = Annotated[int, Option("--seeds", metavar="N", help="Number of fresh seeds for each of the two arms.")]
+ComparedRuns = Annotated[
+    list[str], Argument(metavar="RUN...", help="Folders results/<run> or URIs of two studies or more of one family.")
+]
+ComparisonFile = Annotated[Path, Option("--to", metavar="FILE", help="Where the page is written.")]
 FirstTestSeed = Annotated[
     int, Option("--first-test-seed", metavar="S", min=0, help="Choose alarms on lower seeds, score them from S on.")
 ]

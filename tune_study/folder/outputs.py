@@ -96,6 +96,7 @@ def make_study_entry(plan: StudyPlan) -> dict[str, Any]:
         "family": plan.study.family.name,
         "model": plan.model or "",
         "storage": plan.storage,
+        "confirms": None if plan.confirms is None else {"run": plan.confirms.run, "seeds": list(plan.confirms.seeds)},
         "declaration": None if plan.source is None else plan.source.make_entry(),
         "code": make_code_entry(plan.code),
     }

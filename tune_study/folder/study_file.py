@@ -30,6 +30,7 @@ from tune_study.plan.own_parts import check_recorded_files
 from tune_study.plan.own_study import OwnStudy, check_same_source, explain_missing_file
 from tune_study.plan.study_plan import (
     MAX_SEEDS,
+    ConfirmedStudy,
     StudyPlan,
     build_plan,
     find_study,
@@ -110,6 +111,11 @@ class _Look(_Section):
     seeds: int = Field(ge=0, le=2**31)
 
 
+class _ConfirmedStudy(_Section):
+    run: Text
+    seeds: list[int] = Field(max_length=MAX_RUNS)
+
+
 class _StudyFile(_Section):
     """The keys of study.json that `status`, `report` and `resume` rely on. A key with a default may be missing."""
 
@@ -144,6 +150,7 @@ class _StudyFile(_Section):
     declaration: _SourceFile | None = None
     earlier_declarations: list[_SourceFile] = Field(default=[], max_length=1000)
     code: list[_SourceFile] = []
+    confirms: _ConfirmedStudy | None = None
 
 
 def read_study(folder: Path) -> dict[str, Any]:
@@ -223,6 +230,11 @@ def plan_from_folder(
             raise PlanError(f"there is no stop rule {format_value(unknown.pop())}.")
         study = replace(study, stop_rules=tuple(content["stop_rules"]))
         values, seeds = tuple(content["axis"]["values"]), tuple(content["seeds"])
+        confirms = None
+        if content.get("confirms") is not None:
+            confirms = ConfirmedStudy(content["confirms"]["run"], tuple(content["confirms"]["seeds"]))
+            # Which arm the confirmed one is compared with was typed, and may not be the baseline of the study.
+            study = replace(study, baseline=content["baseline"])
         preset, reason = content["preset"], content["preset_reason"]
         if preset not in study.family.presets:
             raise PlanError(f"there is no preset {format_value(preset)}.")
@@ -240,7 +252,8 @@ def plan_from_folder(
             plan = set_max_seeds(plan, content["max_seeds"])
         if content.get("storage") is not None:
             _check_stored_uri(content["storage"])
-        plan = replace(plan, storage=content.get("storage"), source=None if own_study is None else own_study.source)
+        source = None if own_study is None else own_study.source
+        plan = replace(plan, storage=content.get("storage"), source=source, confirms=confirms)
         if {spec.run_id for spec in plan.runs} != {entry["run_id"] for entry in content["runs"]}:
             raise PlanError("its list of runs does not match its values and seeds.")
     except ConfigError:
@@ -345,13 +358,15 @@ def merge_with_folder(plan: StudyPlan, extend: bool) -> StudyPlan:
         values,
         seeds,
         plan.output,
-        extra_seeds=extra_seeds,
+        plan.folder,
+        extra_seeds,
     )
     return replace(
         merged_plan,
         storage=plan.storage or existing.storage,
         max_seeds=plan.max_seeds or existing.max_seeds,
         source=plan.source,
+        confirms=existing.confirms,
     )
 
 

@@ -71,6 +71,19 @@ class RunSpec:
 
 
 @dataclass(frozen=True)
+class ConfirmedStudy:
+    """The study whose result another one confirms with fresh seeds.
+
+    Attributes:
+        run: name of the study.
+        seeds: the seeds with which it had runs when the confirmation began. None of them is used again.
+    """
+
+    run: str
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class StudyPlan:
     """All runs of a study, and the paths of their files.
 
@@ -87,6 +100,7 @@ class StudyPlan:
         run: name of the study, and of its folder unless that was renamed.
         runs: one entry per run, the first seed of all arms first.
         storage: URI of the parent of the study's folder in a storage; None without a storage.
+        confirms: the study that this one confirms; None for a study of its own.
     """
 
     study: Study
@@ -102,6 +116,7 @@ class StudyPlan:
     extra_seeds: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     max_seeds: int | None = None
     source: StudySource | None = None
+    confirms: ConfirmedStudy | None = None
 
     @property
     def code(self) -> tuple[PartFile, ...]:
@@ -398,6 +413,7 @@ def add_seeds(plan: StudyPlan, extra_seeds: Mapping[str, Iterable[int]]) -> Stud
         ),
         storage=plan.storage,
         max_seeds=plan.max_seeds,
+        confirms=plan.confirms,
     )
 
 

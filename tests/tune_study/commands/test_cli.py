@@ -33,6 +33,7 @@ COMMANDS = (
     "status",
     "report",
     "explain",
+    "compare",
     "alarms",
     "replay-stoppers",
     "probe",

@@ -13,7 +13,7 @@ from tests.fakes import sandbox_folders
 from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_analyses, write_study
 from trainable.files.json_values import DamageWarning
 from tune_study.commands.cli import app
-from tune_study.commands.plot_gradients import StepSelection, parse_steps, read_analyses, select_steps
+from tune_study.commands.reading.plot_gradients import StepSelection, parse_steps, read_analyses, select_steps
 from tune_study.plan.errors import PlanError
 
 STUDY = FakeStudy(total_steps=3, test_freq=2, levels=10)

@@ -17,7 +17,15 @@ from trainable.files.json_lines import write_lines
 from trainable.files.json_values import read_object, write_object
 from trainable.runs.run_files import METRICS_FILE
 from trainable.runs.stop_rules import RULES, evaluate_stop_rules
-from tune_study.commands.replay import Alarm, Replay, RuleSummary, SkippedRun, find_alarms, print_replay, replay_folder
+from tune_study.commands.reading.replay import (
+    Alarm,
+    Replay,
+    RuleSummary,
+    SkippedRun,
+    find_alarms,
+    print_replay,
+    replay_folder,
+)
 from tune_study.plan.errors import PlanError
 
 VARIANCE, EMPTY_STEPS, LOW_SUCCESS, _ = RULES

@@ -11,7 +11,7 @@ from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from tests.tune_study.commands.test_cli import type_in
 from trainable.files.json_values import read_object, write_object
 from trainable.runs.episode_lines import RecordedEpisode, RecordedTurn
-from tune_study.commands.explain import choose_episodes
+from tune_study.commands.reading.explain import choose_episodes
 
 
 @pytest.fixture(scope="module")

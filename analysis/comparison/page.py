@@ -1,0 +1,121 @@
+"""The page of a comparison of studies, and its sentence for the terminal."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from analysis.comparison import tables
+from analysis.comparison.plots import draw_differences
+from analysis.data.families import Row
+from analysis.data.frames import StudyFrames, to_records
+from analysis.html.page import make_environment, render_svg, write_page
+from analysis.sweep import findings
+from trainable.runs.records import Column
+
+VERDICTS = ("better", "worse", "equal", "open", "no comparison")
+"""In the order in which a sentence names them."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several studies and what their comparison shows.
+
+    Attributes:
+        studies: the frames of one study each, by label. The first one is the reference.
+        folders: where each study is, as it was typed, by label.
+        arms: the result of `tables.compare_arms`.
+        settings: the result of `tables.compare_settings`.
+    """
+
+    studies: Mapping[str, StudyFrames]
+    folders: Mapping[str, str]
+    arms: pd.DataFrame
+    settings: pd.DataFrame
+
+    @property
+    def reference(self) -> str:
+        """Label of the first study."""
+        return next(iter(self.studies))
+
+    @property
+    def outcome(self) -> Column:
+        """The column of `trials` that is compared."""
+        (family,) = self.studies[self.reference].families
+        return next(column for column in family.trial_columns if column.name == family.primary_column)
+
+    @property
+    def other_arms(self) -> Mapping[str, Sequence[str]]:
+        """The arms that are not compared, by label."""
+        return tables.list_other_arms(self.studies, self.arms)
+
+    def describe(self) -> list[str]:
+        """One sentence per other study: in which arms it is better, worse, equal or open."""
+        return [
+            _describe_study(label, self.reference, self.arms[self.arms["study"] == label])
+            for label in self.studies
+            if label != self.reference
+        ]
+
+    def describe_studies(self) -> list[Row]:
+        """One row per study: label, name, folder, preset, seeds, statuses of its runs, and commit."""
+        return [_describe_source(label, frames, self.folders[label]) for label, frames in self.studies.items()]
+
+
+def compare(studies: Mapping[str, StudyFrames], folders: Mapping[str, str]) -> Comparison:
+    """Compare all studies with the first one.
+
+    Args:
+        studies: the frames of one study each, by label.
+        folders: where each study is, by label.
+
+    Raises:
+        ValueError: the studies are of different families, or have no arm in common (see `tables.compare_arms`).
+    """
+    settings = tables.compare_settings({label: frames.studies[0] for label, frames in studies.items()})
+    return Comparison(studies, folders, tables.compare_arms(studies), settings)
+
+
+def write_comparison(comparison: Comparison, path: Path) -> Path:
+    """Write the page of a comparison to `path` and return it. The page needs no network and no script."""
+    outcome = comparison.outcome
+    page = (
+        make_environment()
+        .get_template("comparison.html.j2")
+        .render(
+            studies=comparison.describe_studies(),
+            reference=comparison.reference,
+            outcome=outcome,
+            sentences=comparison.describe(),
+            figure=render_svg("differences", draw_differences(comparison.arms, outcome.name)),
+            arms=to_records(comparison.arms),
+            settings=to_records(comparison.settings),
+            other_arms=comparison.other_arms,
+        )
+    )
+    return write_page(path, page)
+
+
+def _describe_study(label: str, reference: str, rows: pd.DataFrame) -> str:
+    """`B against A, 6 arms in common: worse in 0.3; equal in 0, 0.01.`"""
+    count = f"{len(rows)} arm{'' if len(rows) == 1 else 's'} in common"
+    names = {verdict: rows.loc[rows["verdict"] == verdict, "other_arm"].to_list() for verdict in VERDICTS}
+    clauses = [f"{verdict} in {', '.join(arms)}" for verdict, arms in names.items() if arms]
+    return f"{label} against {reference}, {count}: {'; '.join(clauses)}."
+
+
+def _describe_source(label: str, frames: StudyFrames, folder: str) -> dict[str, Any]:
+    study = frames.studies[0]
+    seeds = sorted(set(frames.trials["seed"]))
+    return {
+        "label": label,
+        "name": study["name"],
+        "folder": folder,
+        "question": study.get("question", ""),
+        "preset": study.get("preset") or "",
+        "seeds": findings.format_seeds(seeds),
+        "statuses": findings.format_status_counts(frames.trials),
+        "commit": ((study.get("git") or {}).get("commit") or "")[:7],
+    }

@@ -1,0 +1,153 @@
+"""Compare studies: the settings in which they differ, and the differences between the arms that they have in common."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+
+from analysis.data.compare import (
+    TEST_COLUMNS,
+    add_adjusted_p_values,
+    collect_joint_outcomes,
+    describe_difference_basis,
+    estimate_difference,
+    get_margin,
+    label_arm,
+    list_arms,
+    make_test_columns,
+    require_single_study,
+    select_runs,
+)
+from analysis.data.families import Row
+from analysis.data.frames import Study, StudyFrames
+from analysis.data.run_files import flatten_config
+from analysis.sweep.verdicts import name_verdict
+
+ARM_COLUMNS = (
+    *("study", "arm", "other_arm", "reference", "other", "reference_runs", "other_runs"),
+    *("reference_stopped", "other_stopped", "column", *TEST_COLUMNS, "seeds", "basis"),
+    *("p_holm", "p_equal_holm", "verdict"),
+)
+
+
+def compare_settings(studies: Mapping[str, Study]) -> pd.DataFrame:
+    """One row per setting that is not the same in all studies: `setting`, and its value in each study as JSON.
+
+    The settings are those that the arms of a study share, and, as `preset`, the name of its preset. A setting that a
+    study does not have is empty text.
+
+    Args:
+        studies: content of each study.json, by label.
+    """
+    values = {
+        label: {"preset": study.get("preset"), **flatten_config(study.get("settings") or {})}
+        for label, study in studies.items()
+    }
+    rows = []
+    for setting in dict.fromkeys(name for settings in values.values() for name in settings):
+        texts = {label: json.dumps(own[setting]) if setting in own else "" for label, own in values.items()}
+        if len(set(texts.values())) > 1:
+            rows.append({"setting": setting, **texts})
+    return pd.DataFrame(rows, columns=["setting", *values])
+
+
+def find_common_arms(reference: StudyFrames, other: StudyFrames) -> list[tuple[str, str]]:
+    """The arms that two studies have in common, as pairs of their names.
+
+    Two studies of one axis have an arm in common if its value is the same: `0.1` is `0.10`. In studies of different
+    axes, such as `kl` and `top-p`, those arms are in common whose runs have the same settings.
+    """
+    if _get_axis(reference) == _get_axis(other):
+        others = {_get_axis_key(other, arm): arm for arm in list_arms(other)}
+        keys = {arm: _get_axis_key(reference, arm) for arm in list_arms(reference)}
+    else:
+        others = {key: arm for arm in list_arms(other) if (key := _get_config_hash(other, arm))}
+        keys = {arm: _get_config_hash(reference, arm) for arm in list_arms(reference)}
+    return [(arm, others[key]) for arm, key in keys.items() if key in others]
+
+
+def _get_axis(frames: StudyFrames) -> str:
+    return str(frames.studies[0].get("axis", {}).get("setting", ""))
+
+
+def _get_axis_key(frames: StudyFrames, arm: str) -> str | float:
+    value = float(select_runs(frames, arm)["axis_value"].iloc[0])
+    return arm if math.isnan(value) else value
+
+
+def _get_config_hash(frames: StudyFrames, arm: str) -> str:
+    return str(select_runs(frames, arm)["config_hash"].iloc[0])
+
+
+def compare_arms(studies: Mapping[str, StudyFrames]) -> pd.DataFrame:
+    """One row per arm that the first study and another one have in common: the outcome of the other minus the first's.
+
+    * study: label of the other study; arm, other_arm: name of the arm in the first study and in the other one.
+    * reference, other: mean outcome in the first study and in the other one; reference_runs, other_runs: runs that are
+      scored; reference_stopped, other_stopped: how many of these a rule stopped.
+    * The columns of a test, with the noise of all arms of all studies. Runs of the same seed are paired. p_holm and
+      p_equal_holm are corrected over all rows. verdict: `better` or `worse` is said of the other study.
+
+    Args:
+        studies: the frames of one study each, by label. The first one is the reference of the others.
+
+    Raises:
+        ValueError: the studies are of different families, whose outcomes are not the same, or have no arm in common.
+    """
+    (reference_label, reference), *others = studies.items()
+    families = {require_single_study(frames).families[0].name: label for label, frames in studies.items()}
+    if len(families) > 1:
+        described = ", ".join(f"{label} is of the family {name}" for name, label in families.items())
+        raise ValueError(f"These studies have different outcomes ({described}): compare studies of one family.")
+    (family,) = reference.families
+    column = family.primary_column
+    pairs = [
+        (label, arm, other_arm) for label, frames in others for arm, other_arm in find_common_arms(reference, frames)
+    ]
+    if not pairs:
+        raise ValueError(
+            "These studies have no arm in common: studies of one axis are compared at equal values, and studies of "
+            "different axes at arms with equal settings."
+        )
+    outcomes = collect_joint_outcomes(studies, column, len(pairs))
+    margin = get_margin(reference.studies[0], column)
+    rows: list[Row] = []
+    for label, arm, other_arm in pairs:
+        names = (label_arm(label, other_arm), label_arm(reference_label, arm))
+        estimate = estimate_difference(outcomes, *names)
+        rows.append(
+            {
+                "study": label,
+                "arm": arm,
+                "other_arm": other_arm,
+                **_describe_side("reference", reference, arm, outcomes.get_values(names[1])),
+                **_describe_side("other", studies[label], other_arm, outcomes.get_values(names[0])),
+                "column": column,
+                **make_test_columns(outcomes, estimate, margin),
+                "seeds": estimate.n,
+                "basis": describe_difference_basis(outcomes, estimate, *names),
+            }
+        )
+    table = add_adjusted_p_values(pd.DataFrame(rows), column)
+    verdicts = [name_verdict(row, family) for row in table.to_dict("records")]
+    return table.assign(verdict=verdicts)[list(ARM_COLUMNS)]
+
+
+def _describe_side(name: str, frames: StudyFrames, arm: str, values: "pd.Series[float]") -> Row:
+    runs = select_runs(frames, arm, scored_only=True)
+    return {
+        name: float(values.mean()) if len(values) else math.nan,
+        f"{name}_runs": len(runs),
+        f"{name}_stopped": int((runs["status"] == "early_stopped").sum()),
+    }
+
+
+def list_other_arms(studies: Mapping[str, StudyFrames], table: pd.DataFrame) -> dict[str, Sequence[str]]:
+    """The arms of each study that no row of `compare_arms` has, by label. Studies without any are left out."""
+    (reference_label, reference), *others = studies.items()
+    remaining = {reference_label: [arm for arm in list_arms(reference) if arm not in set(table["arm"])]}
+    for label, frames in others:
+        compared = set(table.loc[table["study"] == label, "other_arm"])
+        remaining[label] = [arm for arm in list_arms(frames) if arm not in compared]
+    return {label: arms for label, arms in remaining.items() if arms}

@@ -1,0 +1,139 @@
+"""Tests of the comparison of studies: which arms are in common, and differences with the noise of all arms."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from analysis.comparison import page, tables
+from analysis.data.compare import collect_joint_outcomes, collect_outcomes
+from analysis.data.frames import StudyFrames, to_records
+from analysis.data.load import load
+from tests.analysis.report.test_pages import parse_page
+from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
+
+STUDY = FakeStudy(levels=40, total_steps=20)
+LIMITS = {"0": 0.6, "0.01": 0.6, "0.1": 0.3}
+
+
+def make_frames(folder: Path, limits: dict[str, float], seeds: int = 3, study: FakeStudy = STUDY) -> StudyFrames:
+    runs = [
+        FakeRun(arm, seed, steps=20, success=(0.3, limit)) for arm, limit in limits.items() for seed in range(seeds)
+    ]
+    return load(write_study(folder, runs, study))
+
+
+@pytest.fixture(scope="module")
+def studies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, StudyFrames]:
+    """A study and another one, in which arm 0.01 does much better and arm 0.3 takes the place of 0.1."""
+    return {
+        "A": make_frames(tmp_path_factory.mktemp("a"), LIMITS),
+        "B": make_frames(tmp_path_factory.mktemp("b"), {"0": 0.6, "0.010": 0.95, "0.3": 0.3}),
+    }
+
+
+def test_equal_values_are_in_common_however_they_are_typed(studies: dict[str, StudyFrames]) -> None:
+    assert tables.find_common_arms(studies["A"], studies["B"]) == [("0", "0"), ("0.01", "0.010")]
+
+
+def test_studies_of_other_axes_have_arms_of_equal_settings_in_common(tmp_path: Path) -> None:
+    first = make_frames(tmp_path / "a", {"0": 0.6, "0.1": 0.5}, seeds=1)
+    entropy = replace(STUDY, name="entropy", run="entropy_sweep", setting="actor.entropy_coeff")
+    second = make_frames(tmp_path / "b", {"0": 0.6, "0.1": 0.5}, seeds=1, study=entropy)
+    assert tables.find_common_arms(first, second) == [("0", "0")]  # 0.1 is a value of another setting
+
+
+def test_a_difference_is_the_other_study_minus_the_first(studies: dict[str, StudyFrames]) -> None:
+    table = tables.compare_arms(studies)
+    assert table["arm"].to_list() == ["0", "0.01"]
+    for row in to_records(table):
+        means = [
+            collect_outcomes(studies[label], "late_val_success").get_values(arm).mean()
+            for label, arm in (("A", row["arm"]), ("B", row["other_arm"]))
+        ]
+        assert (row["reference"], row["other"]) == pytest.approx(means)
+        assert row["difference"] == pytest.approx(means[1] - means[0])
+        assert row["difference_low"] < row["difference"] < row["difference_high"]
+    assert table.loc[table["arm"] == "0.01", "verdict"].item() == "better"
+
+
+def test_the_order_of_the_studies_turns_the_sign(studies: dict[str, StudyFrames]) -> None:
+    table, turned = (tables.compare_arms(dict(items)) for items in (studies.items(), reversed(studies.items())))
+    assert turned["difference"].to_list() == pytest.approx([-value for value in table["difference"]])
+    assert turned["p"].to_list() == pytest.approx(table["p"].to_list())
+    assert turned.loc[turned["other_arm"] == "0.01", "verdict"].item() == "worse"
+
+
+def test_a_copy_of_a_study_is_equal(studies: dict[str, StudyFrames]) -> None:
+    table = tables.compare_arms({"A": studies["A"], "B": studies["A"]})
+    assert set(table["difference"]) == {0.0}
+    assert "better" not in set(table["verdict"])
+    assert "worse" not in set(table["verdict"])
+
+
+def test_the_noise_is_that_of_all_arms_of_all_studies(studies: dict[str, StudyFrames]) -> None:
+    outcomes = collect_joint_outcomes(studies, "late_val_success", 2)
+    assert outcomes.values.index.to_list() == ["A 0", "A 0.01", "A 0.1", "B 0", "B 0.010", "B 0.3"]
+    assert outcomes.values.shape == (6, 3)
+    assert set(outcomes.min_variances) == set(outcomes.values.index)
+    assert outcomes.num_comparisons == 0  # no seed was added after a look
+
+
+def test_seeds_that_were_added_after_a_look_need_the_test_for_all_looks(studies: dict[str, StudyFrames]) -> None:
+    (study,) = studies["A"].studies
+    extended = replace(studies["A"], study={**study, "planned_seeds": 1})
+    outcomes = collect_joint_outcomes({"A": extended, "B": studies["B"]}, "late_val_success", 2)
+    assert outcomes.num_comparisons == 2
+    table = tables.compare_arms({"A": extended, "B": studies["B"]})
+    assert np.isnan(table["difference_low"]).all()  # three seeds are too few for any verdict
+    assert set(table["verdict"]) == {"open"}
+
+
+def test_runs_that_a_rule_stopped_are_counted(tmp_path: Path) -> None:
+    stop = ("reward_variance_collapse", 0.1, 0.2)
+    stopped = [FakeRun("0", seed, "early_stopped", steps=15, stop=stop, success=(0.3, 0.01)) for seed in range(2)]
+    first = load(write_study(tmp_path / "a", [*stopped, FakeRun("0", 2, steps=20)], STUDY))
+    (row,) = to_records(tables.compare_arms({"A": first, "B": make_frames(tmp_path / "b", {"0": 0.6})}))
+    assert (row["reference_stopped"], row["reference_runs"]) == (2, 3)
+    assert (row["other_stopped"], row["other_runs"]) == (0, 3)
+
+
+def test_studies_without_a_common_arm_are_refused(tmp_path: Path) -> None:
+    first, second = make_frames(tmp_path / "a", {"0.1": 0.5}), make_frames(tmp_path / "b", {"0.2": 0.5})
+    with pytest.raises(ValueError, match="no arm in common"):
+        tables.compare_arms({"A": first, "B": second})
+
+
+def test_only_settings_that_differ_are_listed(studies: dict[str, StudyFrames]) -> None:
+    (study,) = studies["A"].studies
+    assert tables.compare_settings({"A": study, "B": study}).empty
+    settings = {**study["settings"], "actor": {**study["settings"]["actor"], "lr": 0.5}, "new": 1}
+    table = tables.compare_settings({"A": study, "B": {**study, "preset": "stress", "settings": settings}})
+    assert to_records(table) == [
+        {"setting": "preset", "A": '"laptop"', "B": '"stress"'},
+        {"setting": "actor.lr", "A": str(study["settings"]["actor"]["lr"]), "B": "0.5"},
+        {"setting": "new", "A": "", "B": "1"},
+    ]
+
+
+def test_the_page_has_every_study_arm_and_setting(studies: dict[str, StudyFrames], tmp_path: Path) -> None:
+    comparison = page.compare(studies, {"A": "here/<results>", "B": "there"})
+    path = page.write_comparison(comparison, tmp_path / "comparison.html")
+    words = " ".join(parse_page(path.read_text()).text.split())
+    (sentence,) = comparison.describe()
+    assert sentence.startswith("B against A, 2 arms in common: better in 0.010; ")
+    for text in (sentence, "here/<results>", "seeds", "0 to 2", "Only in A: 0.1.", "Only in B: 0.3.", "0.01 = 0.010"):
+        assert text in words
+    assert "<results>" not in path.read_text()  # escaped
+    assert "The settings that the arms of each study share are the same." in words
+
+
+def test_an_arm_without_a_scored_run_has_no_comparison(tmp_path: Path, studies: dict[str, StudyFrames]) -> None:
+    runs = [FakeRun("0", seed, steps=20) for seed in range(2)] + [FakeRun("0.01", status="failed", steps=5)]
+    frames = load(write_study(tmp_path, runs, STUDY))
+    table = tables.compare_arms({"A": studies["A"], "B": frames})
+    row = table[table["arm"] == "0.01"].iloc[0]
+    assert row["verdict"] == "no comparison"
+    assert math.isnan(row["difference"])

@@ -1,0 +1,59 @@
+"""Tests of the command `compare`."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
+from tests.tune_study.commands.test_cli import type_in
+
+STUDY = FakeStudy(levels=20, total_steps=10)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Two studies of two arms and two seeds; the second has another learning rate."""
+    runs = [FakeRun(arm, seed, steps=10) for arm in ("0", "0.1") for seed in range(2)]
+    other_runs = [FakeRun(arm, seed, steps=10) for arm in ("0", "0.2") for seed in range(2)]
+    first = write_study(tmp_path_factory.mktemp("first"), runs, STUDY)
+    return str(first), str(write_study(tmp_path_factory.mktemp("second"), other_runs, STUDY))
+
+
+def test_the_terminal_has_arms_verdicts_and_the_page(folders: tuple[str, str], work_dir: Path) -> None:
+    code, out, _ = type_in(shlex.join(["compare", *folders]))
+    assert code == 0
+    assert f"A: {folders[0]}: 4 runs: 4 completed" in out
+    assert "The settings that the arms of each study share are the same." in out
+    assert "Only in A: 0.1." in out
+    assert "Only in B: 0.2." in out
+    assert "B against A, 1 arm in common: " in out
+    assert f"Page: {work_dir / 'comparison.html'}" in out
+    assert (work_dir / "comparison.html").is_file()
+
+
+def test_one_study_is_refused(folders: tuple[str, str], work_dir: Path) -> None:
+    code, _, err = type_in(shlex.join(["compare", folders[0]]))
+    assert code == 2
+    assert "takes from 2 to 26 studies, and 1 was typed" in err
+    assert list(work_dir.iterdir()) == []
+
+
+def test_a_study_is_not_compared_with_itself(folders: tuple[str, str], work_dir: Path) -> None:
+    code, _, err = type_in(shlex.join(["compare", folders[0], f"{folders[0]}/"]))
+    assert code == 2
+    assert "are one study: type two of them" in err
+    assert list(work_dir.iterdir()) == []
+
+
+def test_a_folder_without_a_study_is_refused(folders: tuple[str, str], work_dir: Path) -> None:
+    code, _, err = type_in(shlex.join(["compare", folders[0], "nowhere"]))
+    assert code == 2
+    assert "nowhere" in err
+    assert list(work_dir.iterdir()) == []
+
+
+def test_a_page_that_cannot_be_written_is_refused(folders: tuple[str, str], work_dir: Path) -> None:
+    code, _, err = type_in(shlex.join(["compare", *folders, "--to", str(work_dir / "missing" / "page.html")]))
+    assert code == 2
+    assert "type another --to" in err

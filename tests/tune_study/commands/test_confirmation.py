@@ -1,0 +1,141 @@
+"""Tests of the plan of the command `confirm`: two arms of a study, with seeds that it never used."""
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from analysis.sweep.findings import describe_confirmation
+from search_spaces import STUDIES
+from tests.tune_study.commands.test_cli import read_files, type_in
+from trainable.files.json_values import read_object
+from tune_study.commands.confirmation import plan_confirmation
+from tune_study.folder import outputs
+from tune_study.folder.study_file import plan_from_folder
+from tune_study.plan.errors import PlanError
+from tune_study.plan.study_plan import StudyPlan, add_seeds, make_plan
+
+
+@pytest.fixture
+def study(work_dir: Path) -> StudyPlan:
+    """A study of three arms with the seeds 0 to 2, and two more of its baseline."""
+    plan = make_plan(STUDIES["kl"], "laptop", "a test", {}, ("0", "0.01", "0.1"), 3, work_dir)
+    plan = add_seeds(plan, {"0": (3, 4)})
+    outputs.write_study(plan)
+    return plan
+
+
+def confirm(study: StudyPlan, arm: str = "0.01", baseline: str | None = None, n_seeds: int = 4) -> StudyPlan:
+    return plan_confirmation(str(study.folder), arm, baseline, n_seeds, None, extend=False)
+
+
+def test_the_seeds_follow_all_that_the_study_used(study: StudyPlan) -> None:
+    plan = confirm(study)
+    assert plan.seeds == (5, 6, 7, 8)
+    assert plan.confirms is not None
+    assert (plan.confirms.run, plan.confirms.seeds) == (study.run, (0, 1, 2, 3, 4))
+
+
+def test_two_arms_have_the_settings_of_the_study(study: StudyPlan) -> None:
+    plan = confirm(study)
+    assert plan.values == ("0", "0.01")
+    assert plan.baseline == "0"
+    configs = {spec.arm: spec.config.model_copy(update={"seed": 0}) for spec in study.runs}
+    assert {spec.arm: spec.config.model_copy(update={"seed": 0}) for spec in plan.runs} == {
+        arm: configs[arm] for arm in plan.values
+    }
+
+
+def test_a_confirmation_lies_beside_its_study_and_touches_no_file_of_it(study: StudyPlan) -> None:
+    plan = confirm(study)
+    assert plan.folder == study.folder.with_name(f"{study.folder.name}-confirm-001")
+    before = read_files(study.folder)
+    outputs.write_study(plan)
+    assert read_files(study.folder) == before
+    study_files = {study.output / spec.log_path for spec in study.runs}
+    assert not study_files & {plan.output / spec.log_path for spec in plan.runs}
+
+
+def test_another_arm_gets_seeds_that_no_confirmation_used(study: StudyPlan) -> None:
+    outputs.write_study(confirm(study))
+    assert confirm(study, "0.1").seeds == (9, 10, 11, 12)
+
+
+def test_the_same_confirmation_is_continued_also_if_its_study_has_grown(study: StudyPlan) -> None:
+    first = confirm(study)
+    outputs.write_study(first)
+    outputs.write_study(add_seeds(study, {"0": range(3, 30)}))
+    again = confirm(study)
+    assert (again.seeds, again.confirms, again.folder) == (first.seeds, first.confirms, first.folder)
+
+
+def test_more_seeds_need_extend(study: StudyPlan) -> None:
+    outputs.write_study(confirm(study))
+    with pytest.raises(PlanError, match="--seeds: 4 -> 6"):
+        confirm(study, n_seeds=6)
+    assert plan_confirmation(str(study.folder), "0.01", None, 6, None, extend=True).seeds == tuple(range(5, 11))
+
+
+def test_another_baseline_is_kept_by_resume(study: StudyPlan) -> None:
+    plan = confirm(study, "0.1", baseline="0.01")
+    assert plan.folder.name.endswith("-confirm-01-against-001")
+    outputs.write_study(plan)
+    resumed = plan_from_folder(plan.folder)
+    assert resumed.baseline == "0.01"
+    assert resumed == replace(plan, study=resumed.study)
+
+
+def test_an_arm_is_what_it_sets(study: StudyPlan) -> None:
+    assert confirm(study, "0.010").values == ("0", "0.01")
+
+
+@pytest.mark.parametrize(
+    ("arm", "baseline", "n_seeds", "message"),
+    [
+        ("0.5", None, 4, "--arm 0.5 is no arm of kl_sweep_sokoban-tiny: type one of 0, 0.01, 0.1"),
+        ("x", None, 4, "--arm x is no arm"),
+        ("0.1", "7", 4, "--baseline 7 is no arm"),
+        ("0", None, 4, "--arm 0 is the arm that it would be compared with"),
+        ("0.1", None, 1, "--seeds 1 gives no interval: type --seeds 2 or more"),
+        ("0.1", None, 397, "type --seeds 396 or less"),
+    ],
+)
+def test_what_cannot_be_confirmed_is_refused(
+    study: StudyPlan, arm: str, baseline: str | None, n_seeds: int, message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        confirm(study, arm, baseline, n_seeds)
+
+
+def test_a_confirmation_is_not_confirmed(study: StudyPlan) -> None:
+    plan = confirm(study)
+    outputs.write_study(plan)
+    with pytest.raises(PlanError, match="is itself a confirmation"):
+        confirm(plan)
+
+
+def test_a_study_without_its_baseline_needs_one(work_dir: Path) -> None:
+    plan = make_plan(STUDIES["kl"], "laptop", "a test", {}, ("0.01", "0.1"), 1, work_dir)
+    outputs.write_study(plan)
+    with pytest.raises(PlanError, match=r"type --baseline with one of 0\.01, 0\.1"):
+        confirm(plan)
+    assert confirm(plan, "0.1", "0.01").baseline == "0.01"
+
+
+def test_the_report_says_which_seeds_chose_and_which_confirm(study: StudyPlan) -> None:
+    plan = confirm(study)
+    outputs.write_study(plan)
+    sentence = describe_confirmation(read_object(plan.folder / "study.json"))
+    assert sentence.startswith("Confirmation of 0.01 against 0 in kl_sweep_sokoban-tiny, with seeds 5 to 8: ")
+    assert "had used 0 to 4 when" in sentence
+    assert describe_confirmation(read_object(study.folder / "study.json")) == ""
+
+
+def test_a_dry_run_writes_nothing(study: StudyPlan, work_dir: Path) -> None:
+    before = read_files(work_dir)
+    code, out, _ = type_in(shlex.join(["confirm", str(study.folder), "--arm", "0.1", "--seeds", "2", "--dry-run"]))
+    assert code == 0
+    assert "-seed5" in out
+    assert "-seed6" in out
+    assert read_files(work_dir) == before

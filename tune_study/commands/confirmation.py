@@ -1,0 +1,121 @@
+"""The command `confirm`: run one arm and the arm that it is compared with again, with seeds that the study never used.
+
+The best of several arms is in part the luckiest one, so its result in the study is too good. Fresh seeds know nothing
+of the choice: their result is the result.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from search_spaces.declaration.family import make_value_label
+from trainable.config.command_lines import format_command
+from trainable.config.setting_types import format_value
+from tune_study.folder import locate
+from tune_study.folder.study_file import merge_with_folder, plan_from_folder
+from tune_study.plan.errors import PlanError
+from tune_study.plan.own_study import OwnStudy
+from tune_study.plan.study_plan import MAX_SEEDS, ConfirmedStudy, StudyPlan, build_plan, make_arm_config
+
+DEFAULT_SEEDS = 5
+
+
+def plan_confirmation(
+    run: str, arm: str, baseline: str | None, n_seeds: int, own_study: OwnStudy | None, extend: bool
+) -> StudyPlan:
+    """The plan that confirms an arm of the study RUN, or continues its confirmation.
+
+    The confirmation is a study beside RUN, `<run>-confirm-<arm>`, with the settings of RUN, two arms and `n_seeds`
+    seeds. They follow the largest seed of RUN and of all of its other confirmations.
+
+    Args:
+        run: RUN, a folder or a URI.
+        arm: the arm to confirm, as it was typed.
+        baseline: the arm that it is compared with; None for the baseline of RUN.
+        n_seeds: number of seeds per arm.
+        own_study: the study of the file that was typed with --study; None without the option.
+        extend: whether seeds are added to a confirmation with fewer.
+
+    Raises PlanError if the study or an arm does not exist, or if there are too few seeds left.
+    """
+    plan = locate.plan_resume(run, own_study=own_study, is_real=False)
+    if plan.confirms is not None:
+        raise PlanError(
+            f"{format_value(plan.folder, 1000)} is itself a confirmation: type "
+            f"`{format_command('resume', plan.folder)}` to continue it, or `confirm` with the study that it confirms."
+        )
+    if n_seeds < 2:
+        raise PlanError(f"--seeds {format_value(n_seeds)} gives no interval: type --seeds 2 or more.")
+    compared = plan.baseline if baseline is None else _find_arm(plan, "--baseline", baseline)
+    if compared is None:
+        raise PlanError(
+            f"The baseline {plan.study.baseline} is not among the arms of {format_value(plan.run)}: type --baseline "
+            f"with one of {_list_arms(plan)}."
+        )
+    confirmed = _find_arm(plan, "--arm", arm)
+    if confirmed == compared:
+        raise PlanError(
+            f"--arm {format_value(arm)} is the arm that it would be compared with: type another --arm, or --baseline."
+        )
+    suffix = make_value_label(confirmed)
+    if compared != plan.baseline:
+        suffix += f"-against-{make_value_label(compared)}"
+    folder = plan.folder.with_name(f"{plan.folder.name}-confirm-{suffix}")
+    confirms, first = _choose_seeds(plan, folder, own_study)
+    if first + n_seeds > MAX_SEEDS:
+        raise PlanError(
+            f"--seeds {format_value(n_seeds)} from seed {first} on go beyond the largest one, {MAX_SEEDS - 1}: type "
+            f"--seeds {max(MAX_SEEDS - first, 0)} or less."
+        )
+    confirmation = build_plan(
+        replace(plan.study, baseline=compared),
+        plan.preset,
+        plan.preset_reason,
+        plan.base_config,
+        (compared, confirmed),
+        tuple(range(first, first + n_seeds)),
+        plan.output,
+        folder,
+    )
+    return merge_with_folder(replace(confirmation, source=plan.source, confirms=confirms), extend)
+
+
+def _find_arm(plan: StudyPlan, option: str, text: str) -> str:
+    """The arm of the plan with the settings of the typed one, so that 0.10 is the arm 0.1."""
+    if text in plan.values:
+        return text
+    if text in plan.study.axis.named_settings or _is_number(text):
+        requested = make_arm_config(plan.study, plan.base_config, text).compute_hash()
+        for value in plan.values:
+            if make_arm_config(plan.study, plan.base_config, value).compute_hash() == requested:
+                return value
+    raise PlanError(
+        f"{option} {format_value(text)} is no arm of {format_value(plan.run)}: type one of {_list_arms(plan)}."
+    )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return "_" not in text
+
+
+def _list_arms(plan: StudyPlan) -> str:
+    return ", ".join(plan.values)
+
+
+def _choose_seeds(plan: StudyPlan, folder: Path, own_study: OwnStudy | None) -> tuple[ConfirmedStudy, int]:
+    """What the confirmation in `folder` confirms, and its first seed. One that has begun keeps both."""
+    if (folder / "study.json").exists():
+        existing = plan_from_folder(folder, own_study=own_study)
+        if existing.confirms is not None:
+            return existing.confirms, min(existing.seeds)
+    used = {spec.seed for spec in plan.runs}
+    others = {
+        seed
+        for path in sorted(plan.folder.parent.glob(f"{plan.folder.name}-confirm-*"))
+        if path != folder and (path / "study.json").exists()
+        for seed in plan_from_folder(path, own_study=own_study).seeds
+    }
+    return ConfirmedStudy(plan.run, tuple(sorted(used))), max(used | others) + 1

@@ -1,0 +1,1 @@
+"""Commands that read what a study wrote: explanations, alarms, plots and comparisons."""

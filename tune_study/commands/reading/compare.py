@@ -1,0 +1,105 @@
+"""The command `compare`: which settings of several studies differ, and how the arms do that they have in common."""
+
+import string
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console
+
+from analysis.comparison.page import Comparison, compare, write_comparison
+from analysis.data.frames import StudyFrames, to_records
+from analysis.data.load import load
+from analysis.sweep.verdicts import format_fraction, format_interval, format_p_value, format_signed
+from trainable.config.command_lines import format_command
+from trainable.config.setting_types import format_value
+from tune_study.folder import locate
+from tune_study.host.console import print_line, print_table
+from tune_study.plan.errors import PlanError
+
+LABELS = string.ascii_uppercase
+"""A study is called A, B, ... in the order in which it was typed: two studies may share a name."""
+MAX_SHOWN_SETTINGS = 20
+"""More settings than this are on the page alone."""
+
+
+def read_comparison(runs: Sequence[str]) -> Comparison:
+    """Read and compare the studies that the arguments RUN name. PlanError if they cannot be compared."""
+    if not 2 <= len(runs) <= len(LABELS):
+        example = format_command("compare", "results/kl_sweep_sokoban-tiny", "other/results/kl_sweep_sokoban-tiny")
+        raise PlanError(
+            f"`compare` takes from 2 to {len(LABELS)} studies, and {len(runs)} was typed: type for example `{example}`."
+        )
+    folders = dict(zip(LABELS, runs, strict=False))
+    studies: dict[str, StudyFrames] = {}
+    with ExitStack() as stack:
+        paths: dict[Path, str] = {}
+        for label, run in folders.items():
+            folder, is_running = stack.enter_context(locate.open_for_reading(run))
+            if (first := paths.setdefault(folder.resolve(), run)) is not run:
+                raise PlanError(
+                    f"{format_value(first, 1000)} and {format_value(run, 1000)} are one study: type two of them."
+                )
+            try:
+                studies[label] = load(folder, live=is_running)
+            except ValueError as error:
+                raise PlanError(str(error)) from None
+    try:
+        return compare(studies, folders)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+
+
+def print_comparison(console: Console, comparison: Comparison, path: Path) -> None:
+    """Print the studies, the settings that differ, the arms in common and the verdicts, and write the page to `path`.
+
+    Raises PlanError if the page cannot be written.
+    """
+    for study in comparison.describe_studies():
+        print_line(console, f"{study['label']}: {study['folder']}: {study['statuses']}, seeds {study['seeds']}")
+    _print_settings(console, comparison)
+    print_line(console, "")
+    print_table(
+        console,
+        ["arm", comparison.reference, "study", "other", "difference", "", "Holm p", "verdict"],
+        [
+            [
+                row["arm"] if row["arm"] == row["other_arm"] else f"{row['arm']} = {row['other_arm']}",
+                format_fraction(row["reference"]),
+                row["study"],
+                format_fraction(row["other"]),
+                format_signed(row["difference"]),
+                format_interval(row["difference_low"], row["difference_high"]),
+                format_p_value(row["p_equal_holm"] if row["verdict"] == "equal" else row["p_holm"])[2:],
+                row["verdict"],
+            ]
+            for row in to_records(comparison.arms)
+        ],
+    )
+    for label, arms in comparison.other_arms.items():
+        print_line(console, f"Only in {label}: {', '.join(arms)}.")
+    for sentence in comparison.describe():
+        print_line(console, sentence)
+    try:
+        print_line(console, f"Page: {write_comparison(comparison, path)}")
+    except OSError as error:
+        reason = error.strerror or error
+        raise PlanError(
+            f"The page cannot be written to {format_value(path, 1000)} ({reason}): type another --to."
+        ) from None
+
+
+def _print_settings(console: Console, comparison: Comparison) -> None:
+    settings = to_records(comparison.settings)
+    if not settings:
+        print_line(console, "The settings that the arms of each study share are the same.")
+        return
+    labels = list(comparison.studies)
+    print_line(console, f"{len(settings)} setting{'s differ' if len(settings) > 1 else ' differs'}:")
+    print_table(
+        console,
+        ["setting", *labels],
+        [[row["setting"], *(row[label] or "-" for label in labels)] for row in settings[:MAX_SHOWN_SETTINGS]],
+    )
+    if len(settings) > MAX_SHOWN_SETTINGS:
+        print_line(console, f"The other {len(settings) - MAX_SHOWN_SETTINGS} are on the page.")
