@@ -62,7 +62,7 @@ def run_trial(folder: Path, **overrides: object) -> tuple[list[dict[str, Any]], 
         "finished": False,
         "family": "trainable.families:LANGUAGE_MODEL",
         "stop_rules": [],
-        "interrupt": None,
+        "interrupts": [],
         "storage": None,
         "storage_patience": 0.0,
     }

@@ -23,19 +23,10 @@ from trainable.runs.failures import NonFiniteError
 from trainable.runs.orphans import MARK_ENV
 from trainable.runs.run import LinesByFile, Row, TrainerState
 from trainable.runs.training import StepResult
+from tune_study.host.interrupt import make_interrupt
 
-COLLAPSES, CRASHES_ONCE, RAISES, FAILS_IN_SETUP, IS_WRONG, DIVERGES, DIES, IS_TOO_LARGE, HAS_A_CHILD, HANGS = (
-    "0.3",
-    "0.4",
-    "0.5",
-    "0.6",
-    "0.7",
-    "0.8",
-    "0.9",
-    "0.91",
-    "0.92",
-    "0.93",
-)
+COLLAPSES, CRASHES_ONCE, RAISES, FAILS_IN_SETUP, IS_WRONG, DIVERGES = "0.3", "0.4", "0.5", "0.6", "0.7", "0.8"
+DIES, IS_TOO_LARGE, HAS_A_CHILD, HANGS, STOPS_ITS_ARM = "0.9", "0.91", "0.92", "0.93", "0.94"
 """Arms (values of the KL axis) at which the fake misbehaves, until the run's folder has a file `mended`."""
 
 
@@ -88,6 +79,8 @@ class FakeTrainer:
             os.kill(os.getpid(), signal.SIGKILL)
         if arm == CRASHES_ONCE and self.step_index == 3 and not self.was_started:
             os._exit(7)
+        if arm == STOPS_ITS_ARM and self.step_index == 4 and not self.was_started:
+            make_interrupt(self.folder.parent.parent).get_arm_path(self.arm).touch()
         interrupt = self.folder / "interrupt.pid"
         if self.step_index == 4 and interrupt.exists():
             driver = int(interrupt.read_text())

@@ -40,7 +40,7 @@ def make_trial_config(
         "finished": finished,
         "family": "trainable.families:LANGUAGE_MODEL",
         "stop_rules": list(RULES),
-        "interrupt": interrupt,
+        "interrupts": [] if interrupt is None else [str(interrupt)],
         "storage": None,
         "storage_patience": 0.0,
     }

@@ -127,7 +127,7 @@ class TrainingLoop:
             that the experiment of this start lists every run.
         stop_rules: names of the rules that the study applies.
         code: the texts of the files of the user whose parts the settings name, by file name; may be left out.
-        interrupt: path of a file or None. Once that file exists, the step under way is the last one of this start.
+        interrupts: paths of files. Once one of them exists, the step under way is the last one of this start.
     read_clock: the time in seconds, which says when a rolling checkpoint is due.
 
     Raises RunLockedError if another process trains one of the runs.
@@ -145,7 +145,7 @@ class TrainingLoop:
             register_file(PartFile(name, text))
         self.settings = apply_overrides(family.config_class.model_validate({}), trial_config["settings"])
         self.stop_rules: tuple[str, ...] = tuple(trial_config["stop_rules"])
-        self._interrupt_path = Path(trial_config["interrupt"]) if trial_config.get("interrupt") else None
+        self._interrupt_paths = tuple(map(Path, trial_config["interrupts"]))
         self.notes: list[str] = []
         self.trainer: Trainer | None = None
         identity = {"study": trial_config["study"], "arm": trial_config["arm"]}
@@ -309,4 +309,4 @@ class TrainingLoop:
         call_with_retry(operation, self.settings.trainer.disk_patience, self.notes.append, self._is_interrupted)
 
     def _is_interrupted(self) -> bool:
-        return self._interrupt_path is not None and self._interrupt_path.exists()
+        return any(path.exists() for path in self._interrupt_paths)

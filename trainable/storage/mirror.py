@@ -381,7 +381,7 @@ class MirroredTrial:
             }
             for run in config["runs"]
         ]
-        self.config = {**config, "runs": run_entries, "interrupt": str(self._interrupt_path)}
+        self.config = {**config, "runs": run_entries, "interrupts": [str(self._interrupt_path)]}
         self._interrupt_path.unlink(missing_ok=True)  # a request to stop that was meant for an earlier start
         # Several runs continue from a step for which all of them have a checkpoint. If the node died while it pushed
         # them one after another, some have new checkpoints beside the old ones, and each may also be a saved one.

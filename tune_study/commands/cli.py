@@ -18,11 +18,12 @@ from trainable.config.own_parts import OwnPartError
 from trainable.config.run_config import ConfigError
 from trainable.files.paths import UnsafePathError
 from trainable.storage.uris import is_uri
-from tune_study.commands import describe
+from tune_study.commands import cleaning, describe
 from tune_study.commands import options as opt
 from tune_study.commands.axis_options import VALUES_OPTION, add_axis_options
 from tune_study.commands.confirmation import DEFAULT_SEEDS, plan_confirmation
 from tune_study.commands.preflight import LaunchOptions, explain_paper_misfit, start_studies
+from tune_study.commands.requests import request_stop
 from tune_study.commands.run_options import RunOptions, find_studies, plan_from_options
 from tune_study.folder import locate, outputs, study_file
 from tune_study.folder.summary import DEFAULT_SKIPPED, parse_skipped_statuses
@@ -145,6 +146,7 @@ def run(
     output: opt.Output = Path(),
     extend: opt.Extend = False,
     max_concurrent: opt.MaxConcurrent = None,
+    max_hours: opt.MaxHours = None,
     skip_statuses: opt.SkipStatuses = DEFAULT_SKIPPED,
     smoke: opt.Smoke = False,
     code: opt.Code = None,
@@ -180,7 +182,7 @@ def run(
         smoke=smoke,
     )
     launch_options = LaunchOptions(
-        gpus, gpu_memory_gib, max_concurrent, wandb, address, parse_skipped_statuses(skip_statuses)
+        gpus, gpu_memory_gib, max_concurrent, wandb, address, parse_skipped_statuses(skip_statuses), max_hours
     )
     load_typed_files(code or [])
     studies = find_studies(study, kl_type, accept_changed_file)
@@ -211,6 +213,7 @@ def resume(
     gpus_per_exp: opt.GpusPerExp = None,
     gpu_memory_gib: opt.GpuMemoryGib = None,
     max_concurrent: opt.MaxConcurrent = None,
+    max_hours: opt.MaxHours = None,
     skip_statuses: opt.SkipStatuses = DEFAULT_SKIPPED,
     study: opt.StudyFile = None,
     code: opt.Code = None,
@@ -224,7 +227,7 @@ def resume(
     own_study = load_typed_code(study, code, accept_changed_file)
     plan = locate.plan_resume(run, placement_overrides, own_study, is_real=not dry_run)
     launch_options = LaunchOptions(
-        gpus, gpu_memory_gib, max_concurrent, wandb, address, parse_skipped_statuses(skip_statuses)
+        gpus, gpu_memory_gib, max_concurrent, wandb, address, parse_skipped_statuses(skip_statuses), max_hours
     )
     console = make_console()
     if not is_uri(run):
@@ -243,6 +246,7 @@ def confirm(
     gpus: opt.Gpus = None,
     gpu_memory_gib: opt.GpuMemoryGib = None,
     max_concurrent: opt.MaxConcurrent = None,
+    max_hours: opt.MaxHours = None,
     skip_statuses: opt.SkipStatuses = DEFAULT_SKIPPED,
     study: opt.StudyFile = None,
     code: opt.Code = None,
@@ -255,9 +259,23 @@ def confirm(
     own_study = load_typed_code(study, code, accept_changed_file)
     plan = plan_confirmation(run, arm, baseline, seeds, own_study, extend)
     launch_options = LaunchOptions(
-        gpus, gpu_memory_gib, max_concurrent, wandb, address, parse_skipped_statuses(skip_statuses)
+        gpus, gpu_memory_gib, max_concurrent, wandb, address, parse_skipped_statuses(skip_statuses), max_hours
     )
     raise typer.Exit(start_studies([plan], launch_options, detect_gpus(os.environ), dry_run, make_console()))
+
+
+@app.command("stop", epilog="\b\nExample: python -m tune_study stop results/kl_sweep_sokoban-tiny --arm 1")
+@report_errors
+def stop(run: opt.RunLocation, arm: opt.StoppedArm = None) -> None:
+    """Ask the process that runs RUN to stop, or to stop the runs of one arm: steps are finished and saved."""
+    print_line(make_console(), request_stop(run, arm))
+
+
+@app.command("clean", epilog="\b\nExample: python -m tune_study clean results/kl_sweep_sokoban-tiny --yes")
+@report_errors
+def clean(run: opt.RunLocation, yes: opt.Yes = False) -> None:
+    """Show the disk space that ended runs of RUN no longer need, and free it."""
+    cleaning.clean(make_console(), run, yes)
 
 
 @app.command("status", epilog="\b\nExample: python -m tune_study status results/kl_sweep_sokoban-tiny")

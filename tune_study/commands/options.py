@@ -224,6 +224,12 @@ Extend = Annotated[bool, Option("--extend", help="Add new values or seeds to an 
 MaxConcurrent = Annotated[
     int | None, Option("--max-concurrent", "--max_concurrent", metavar="N", help="Maximum number of concurrent runs.")
 ]
+MaxHours = Annotated[
+    float | None,
+    Option("--max-hours", metavar="H", min=0, help="Stop after H hours, like Ctrl-C: steps are finished and saved."),
+]
+Yes = Annotated[bool, Option("--yes", help="Do not ask before anything is removed.")]
+StoppedArm = Annotated[str | None, Option("--arm", metavar="A", help="Stop only the runs of this arm.")]
 Smoke = Annotated[
     bool, Option("--smoke", help="Smoke run: one seed, a few steps, small batches. Results are meaningless.")
 ]

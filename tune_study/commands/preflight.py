@@ -14,6 +14,7 @@ from tune_study.commands.suites import PreparedStudy, format_position, run_prepa
 from tune_study.folder import outputs
 from tune_study.host.console import print_line
 from tune_study.host.gpus import Gpu, count_cpus
+from tune_study.host.interrupt import start_time_limit
 from tune_study.host.machine_checks import check_socket_path, find_ray_folder
 from tune_study.placement import disk, memory_plan, resources
 from tune_study.placement.disk import DiskBudget
@@ -43,6 +44,7 @@ class LaunchOptions(NamedTuple):
     wandb: str | None
     address: str | None
     skipped_statuses: tuple[str, ...] = ENDED_STATUSES
+    max_hours: float | None = None
 
 
 class _Requirements(NamedTuple):
@@ -65,6 +67,7 @@ def start_studies(
     visible_gpus: the GPUs of this machine that CUDA_VISIBLE_DEVICES does not hide. Returns the exit code: 0 if every
     study returns 0. Raises PlanError before anything starts if a study cannot be run.
     """
+    time_limit = start_time_limit(options.max_hours)
     for plan in plans:
         check_parts(list({spec.config.compute_hash(): spec.config for spec in plan.runs}.values()))
     uses_gpus = any(plan.model is not None for plan in plans)
@@ -87,14 +90,14 @@ def start_studies(
             configs = [spec.ppo_config for plan in plans if plan.model is not None for spec in plan.runs]
             compile_kernels(configs, os.environ, console)
         if len(plans) == 1:
-            return run_prepared_study(prepared_studies[0], console, options.skipped_statuses)
+            return run_prepared_study(prepared_studies[0], console, options.skipped_statuses, time_limit)
         # A study with a storage keeps nothing large on this disk.
         disk.check_combined_budget([study.disk_budget for study in prepared_studies if study.plan.storage is None])
 
         def prepare_study(plan: StudyPlan) -> PreparedStudy:
             return _prepare_study(plan, adapt_options(plan), visible_gpus, nodes)
 
-        return run_suite(plans, prepare_study, console, options.skipped_statuses, is_local=nodes is None)
+        return run_suite(plans, prepare_study, console, options.skipped_statuses, time_limit, is_local=nodes is None)
 
 
 def explain_paper_misfit(

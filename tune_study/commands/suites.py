@@ -8,7 +8,7 @@ from rich.console import Console
 
 from tune_study.folder import outputs
 from tune_study.host.console import print_error, print_line
-from tune_study.host.interrupt import make_interrupt
+from tune_study.host.interrupt import TimeLimit, make_interrupt
 from tune_study.placement.disk import DiskBudget
 from tune_study.plan.remarks import find_remarks
 from tune_study.plan.resource_plan import ResourcePlan
@@ -34,7 +34,11 @@ class PreparedStudy(NamedTuple):
 
 
 def run_prepared_study(
-    study: PreparedStudy, console: Console, skipped_statuses: Sequence[str], suite: SuiteContext | None = None
+    study: PreparedStudy,
+    console: Console,
+    skipped_statuses: Sequence[str],
+    time_limit: TimeLimit | None,
+    suite: SuiteContext | None = None,
 ) -> int:
     """Run a prepared study and return its exit code (see `execute_study`)."""
     plan = study.plan
@@ -42,7 +46,7 @@ def run_prepared_study(
     print_line(console, study.space_line)
     for remark in find_remarks(plan):
         print_line(console, remark)
-    return execute_study(plan, study.resource_plan, study.wandb_mode, console, skipped_statuses, suite)
+    return execute_study(plan, study.resource_plan, study.wandb_mode, console, skipped_statuses, time_limit, suite)
 
 
 def run_suite(
@@ -50,6 +54,7 @@ def run_suite(
     prepare_study: Callable[[StudyPlan], PreparedStudy],
     console: Console,
     skipped_statuses: Sequence[str],
+    time_limit: TimeLimit | None,
     is_local: bool,
 ) -> int:
     """Run `plans` one after another until all have run or one is interrupted.
@@ -60,6 +65,7 @@ def run_suite(
             used disk space in the meantime; raises PlanError.
         console: output.
         skipped_statuses: a run whose status is one of these is not run again.
+        time_limit: when the suite is stopped like after Ctrl-C, if it still runs; None without a limit.
         is_local: False on a cluster.
 
     Returns the exit code: 0 if every study returned 0 and the index was written, 130 after Ctrl-C, and else 1. A study
@@ -67,7 +73,7 @@ def run_suite(
     output folder, since both would write its index.
     """
     with outputs.lock_folder(plans[0].folder.parent, "a suite"):
-        return _run_locked_suite(plans, prepare_study, console, skipped_statuses, is_local)
+        return _run_locked_suite(plans, prepare_study, console, skipped_statuses, time_limit, is_local)
 
 
 def _run_locked_suite(
@@ -75,6 +81,7 @@ def _run_locked_suite(
     prepare_study: Callable[[StudyPlan], PreparedStudy],
     console: Console,
     skipped_statuses: Sequence[str],
+    time_limit: TimeLimit | None,
     is_local: bool,
 ) -> int:
     """`run_suite` after the output folder is locked."""
@@ -98,7 +105,9 @@ def _run_locked_suite(
                 with suite.interrupt.handle_signals(lambda text: print_line(console, text)):
                     prepared_study = prepare_study(plan)
                     n_started += 1  # only now: a study whose requirements are no longer met has not started
-                    exit_code = max(exit_code, run_prepared_study(prepared_study, console, skipped_statuses, suite))
+                    exit_code = max(
+                        exit_code, run_prepared_study(prepared_study, console, skipped_statuses, time_limit, suite)
+                    )
                 # An interrupt may come as the last runs of a study end; the study's own exit code is then 0.
                 if n_started < len(plans) and suite.interrupt.is_requested:
                     exit_code = _INTERRUPTED_EXIT_CODE

@@ -1,11 +1,17 @@
-"""Handle Ctrl-C: the first one ends the study after the current steps, the second one ends it immediately."""
+"""Requests to stop: Ctrl-C, a time limit, and the command `stop`.
+
+A request lets every run finish and save its step. The second Ctrl-C ends the study immediately.
+"""
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
+from urllib.parse import quote
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The warning of a batch system (SIGTERM) and a closed terminal (SIGHUP) are handled like Ctrl-C."""
@@ -16,6 +22,20 @@ _ONE_EVENT_S = 0.5
 A wrapper may forward Ctrl-C, and at a hang-up both the shell and the system send a signal.
 """
 
+INTERRUPTED = "the study was interrupted"
+
+
+class TimeLimit(NamedTuple):
+    """The limit of --max-hours. deadline: as of `time.monotonic`."""
+
+    hours: float
+    deadline: float
+
+
+def start_time_limit(hours: float | None) -> TimeLimit | None:
+    """A limit that begins now; None without one."""
+    return None if hours is None else TimeLimit(hours, time.monotonic() + 3600 * hours)
+
 
 def make_interrupt(folder: Path) -> "Interrupt":
     """The request to stop the study in results/<run>."""
@@ -25,33 +45,78 @@ def make_interrupt(folder: Path) -> "Interrupt":
 class Interrupt:
     """A request to stop, in the form of a file that the processes of the runs can see as well.
 
-    path: the file. It exists from the request until the study is started again. The attribute `is_requested` is true
-    from the request on, whether or not the file could be written. `signal_name` is the name of the signal that made the
-    request, such as SIGTERM, or empty.
+    path: the file. It exists from the request until the study is started again. A file beside it, named after an arm,
+    is the request to stop the runs of that arm. `signal_name` is the name of the signal that made the request, such as
+    SIGTERM, or empty. `reason` says why the study was stopped, as the beginning of a sentence.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.is_requested = False
         self.signal_name = ""
+        self.reason = INTERRUPTED
+        self._is_requested = self._watches_files = False
+        self._signal_time: float | None = None
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether the study is to stop. It is true from the request on, whether or not the file could be written."""
+        return self._is_requested or (self._watches_files and self.path.exists())
 
     def clear(self) -> None:
-        """Remove the request of an earlier start."""
-        self.path.unlink(missing_ok=True)
-        self.is_requested, self.signal_name = False, ""
+        """Remove the requests of an earlier start. Only from now on, a file that another process makes is a request."""
+        for path in (self.path, *self._list_arm_paths()):
+            path.unlink(missing_ok=True)
+        self._is_requested, self.signal_name, self.reason = False, "", INTERRUPTED
+        self._watches_files = True
 
     @property
     def is_visible(self) -> bool:
         """Whether the processes of the runs can see the request."""
         return self.path.exists()
 
-    def request(self) -> None:
+    def request(self, reason: str = INTERRUPTED) -> None:
         """Ask every run to stop after its step."""
-        self.is_requested = True
+        self._is_requested, self.reason = True, reason
         try:
             self.path.touch()
         except OSError:
             return  # a full disk must not turn a graceful end into a crash; without the file the driver stops the runs
+
+    def get_arm_path(self, arm: str) -> Path:
+        """The file that asks the runs of an arm to stop."""
+        return self.path.with_name(f"{self.path.name}-{quote(arm, safe='')}")
+
+    def is_arm_requested(self, arm: str) -> bool:
+        """Whether the runs of an arm are to stop."""
+        return self._watches_files and self.get_arm_path(arm).exists()
+
+    @property
+    def is_any_arm_requested(self) -> bool:
+        """Whether the runs of some arm are to stop."""
+        return self._watches_files and bool(self._list_arm_paths())
+
+    def _list_arm_paths(self) -> list[Path]:
+        return list(self.path.parent.glob(f"{self.path.name}-*"))
+
+    @contextmanager
+    def limit_time(self, limit: TimeLimit | None, notify: Callable[[str], None]) -> Iterator[None]:
+        """Request a stop if the body still runs at the deadline. notify: called with a message for the user."""
+        if limit is None:
+            yield
+            return
+
+        def on_deadline() -> None:
+            if not self._is_requested:
+                self.request(f"{INTERRUPTED} after the {limit.hours:g} hours of --max-hours")
+                notify(f"--max-hours {limit.hours:g}: stopping after the current steps, which are finished and saved.")
+
+        timer = threading.Timer(max(0.0, limit.deadline - time.monotonic()), on_deadline)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     @contextmanager
     def handle_signals(self, notify: Callable[[str], None]) -> Iterator[None]:
@@ -60,14 +125,13 @@ class Interrupt:
         A SIGHUP is never more than a request: after it, nobody is at the terminal who could want an immediate end. The
         earlier handlers are installed again after the body. notify: called with a message for the user.
         """
-        request_time = [0.0]  # a list, so that the handler can change it
 
         def on_signal(signal_number: int, frame: FrameType | None) -> None:
-            if self.is_requested:
-                if signal_number != signal.SIGHUP and time.monotonic() - request_time[0] >= _ONE_EVENT_S:
+            if self._signal_time is not None:
+                if signal_number != signal.SIGHUP and time.monotonic() - self._signal_time >= _ONE_EVENT_S:
                     raise KeyboardInterrupt
                 return
-            request_time[0] = time.monotonic()
+            self._signal_time = time.monotonic()
             self.signal_name = signal.Signals(signal_number).name
             self.request()
             notify(

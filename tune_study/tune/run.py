@@ -22,7 +22,7 @@ from tune_study.folder import outputs
 from tune_study.folder.statuses import RunStatus, StudyStatuses
 from tune_study.folder.summary import find_finished_runs, write_summary
 from tune_study.host.console import print_error, print_line
-from tune_study.host.interrupt import Interrupt, make_interrupt
+from tune_study.host.interrupt import Interrupt, TimeLimit, make_interrupt
 from tune_study.host.machine_checks import find_ray_folder
 from tune_study.host.terminal import finish_output
 from tune_study.placement.resources import make_placement_group
@@ -104,11 +104,13 @@ def execute_study(
     wandb_mode: str,
     console: Console,
     skipped_statuses: Sequence[str] = ENDED_STATUSES,
+    time_limit: TimeLimit | None = None,
     suite: SuiteContext | None = None,
 ) -> int:
     """Run the remaining runs of `plan`, then write tables and the report.
 
-    skipped_statuses: a run whose status is one of these is not run again. suite: given if the study is part of a suite.
+    skipped_statuses: a run whose status is one of these is not run again. time_limit: when the study is stopped like
+    after Ctrl-C, if it still runs. suite: given if the study is part of a suite.
     Returns the exit code: 0 if every run has ended well, 1 for a failure, or 130 for Ctrl-C. Raises PlanError if the
     study's files cannot be written or lie behind links, or if another driver runs the study.
     """
@@ -123,6 +125,7 @@ def execute_study(
             ray = stack.enter_context(LocalRay([plan.folder], console, is_local=is_local))
             suite = SuiteContext(ray, make_interrupt(plan.folder), lambda: None)
         progress = Progress(plan, resource_plan.max_concurrent, console)
+        stack.enter_context(suite.interrupt.limit_time(time_limit, lambda text: print_line(console, text)))
         storage = stack.enter_context(_open_storage(plan, suite.interrupt, console))
         finished_statuses = find_finished_runs(plan, skipped_statuses)
         return _run_session(
@@ -230,7 +233,9 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
     # Tune can end without an error while runs are open, for example if Ray is lost. The reason is the beginning of a
     # sentence, so it has no full stop.
     early_reason = problem.rstrip(".") or "the study ended early"
-    reason = "the study was interrupted" if session.interrupt.is_requested else early_reason
+    if session.interrupt.is_any_arm_requested:
+        early_reason = "the arm was stopped by `stop --arm`"
+    reason = session.interrupt.reason if session.interrupt.is_requested else early_reason
     return " ".join(filter(None, (problem, statuses.close(reason))))
 
 
@@ -319,7 +324,7 @@ def _end_without_ray(session: StudySession, statuses: StudyStatuses, reason: str
             f"{interrupt.signal_name or 'The request to stop'} ended Ray's processes too, so it was probably sent to "
             f"the whole process group: steps that were not finished are trained again.",
         )
-        status_problem = statuses.close("the study was interrupted")
+        status_problem = statuses.close(interrupt.reason)
     else:
         problem, status_problem = (
             f"The study ended early: {reason}.",
@@ -347,7 +352,7 @@ def make_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: lis
     plan, resource_plan, interrupt = session.plan, session.resource_plan, session.interrupt
     return tune.Tuner(
         tune.with_resources(Trial, make_placement_group(plan.base_config.trainer.n_gpus_per_node)),
-        param_space=tune.grid_search(list(make_trial_configs(plan, session.finished_statuses, interrupt.path))),
+        param_space=tune.grid_search(list(make_trial_configs(plan, session.finished_statuses, interrupt))),
         tune_config=tune.TuneConfig(
             max_concurrent_trials=resource_plan.max_concurrent,
             scheduler=FirstComeFirstServed(recorder.given_up_trials, interrupt),

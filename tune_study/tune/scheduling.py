@@ -15,7 +15,8 @@ class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyp
     Arms are compared after the same number of steps, so no scheduler that favors an arm is used.
 
     given_up_trials: ids of trials whose failure is final. They end as errors. Tune itself retries every failure and
-    would start them again. interrupt: once a stop is requested, no pending trial starts.
+    would start them again. interrupt: once a stop is requested, no pending
+    trial starts, or none of the arm that is to stop.
     """
 
     def __init__(self, given_up_trials: Container[str], interrupt: Interrupt) -> None:
@@ -27,7 +28,8 @@ class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyp
         """The next trial to start, or None (see ray.tune.schedulers.TrialScheduler)."""
         for trial in [trial for trial in tune_controller.get_trials() if trial.status == Trial.PENDING]:
             is_given_up = trial.trial_id in self._given_up_trials
-            if is_given_up or self._interrupt.is_requested:
+            is_stopped = self._interrupt.is_requested or self._interrupt.is_arm_requested(trial.config["arm"])
+            if is_given_up or is_stopped:
                 # Tune lists the folder of every ended trial, and this one would have none if it has never started.
                 trial.init_local_path()
                 tune_controller.stop_trial(trial)  # closes its files

@@ -93,7 +93,7 @@ class OwnRuleStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
 
 
 class InterruptStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
-    """Ends each trial at its next result once the user has asked the study to stop.
+    """Ends each trial at its next result once the user has asked the study, or the trial's arm, to stop.
 
     A result that was under way when the request came may have no checkpoint (its `saved` is False). The run then trains
     one more step, for which it writes a checkpoint. Only trials are stopped, never the whole experiment: Tune would
@@ -105,11 +105,13 @@ class InterruptStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
         """Whether the trial ends after this result."""
+        # A Trainable that does not report `saved` ends at once.
+        is_saved = bool(result.get("saved", True))
         if not self._interrupt.is_requested:
-            return False
+            return is_saved and self._interrupt.is_arm_requested(str(result.get("config", {}).get("arm", "")))
         # If the file of the request could not be written (full disk), no run writes a checkpoint because of it. Waiting
-        # for one would keep the runs training. A Trainable that does not report `saved` ends at once.
-        return bool(result.get("saved", True)) or not self._interrupt.is_visible
+        # for one would keep the runs training.
+        return is_saved or not self._interrupt.is_visible
 
     def stop_all(self) -> bool:
         """Never stop the experiment: its runs would end without a status."""

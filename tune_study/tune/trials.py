@@ -5,12 +5,12 @@ A trial has one run, or the runs of all seeds of an arm.
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from trainable.config.own_parts import list_part_files
 from trainable.runs.run_ends import ENDED_STATUSES
 from tune_study.folder.statuses import RunStatus
+from tune_study.host.interrupt import Interrupt
 from tune_study.placement.model_size import read_model_shape
 from tune_study.placement.time_estimate import estimate_update_flops
 from tune_study.plan.study_plan import RunSpec, StudyPlan, find_changed_settings
@@ -41,7 +41,7 @@ def list_lone_ends(config: Mapping[str, Any], result: dict[str, Any]) -> set[str
 
 
 def make_trial_configs(
-    plan: StudyPlan, finished_statuses: Mapping[str, RunStatus], interrupt: Path
+    plan: StudyPlan, finished_statuses: Mapping[str, RunStatus], interrupt: Interrupt
 ) -> Iterator[dict[str, Any]]:
     """The configs of all Tune trials of a study.
 
@@ -52,7 +52,7 @@ def make_trial_configs(
     Args:
         plan: the study.
         finished_statuses: statuses, by run_id, of the runs that are not run again.
-        interrupt: a file whose existence ends a run after its next step.
+        interrupt: the request to stop, whose files end runs after their next step.
     """
     for specs in _sort_by_cost(plan):
         remaining_specs = tuple(spec for spec in specs if spec.run_id not in finished_statuses)
@@ -84,7 +84,7 @@ def _sort_by_cost(plan: StudyPlan) -> Sequence[tuple[RunSpec, ...]]:
 
 
 def make_trial_config(
-    plan: StudyPlan, specs: Sequence[RunSpec], is_finished: bool, interrupt: Path | None = None
+    plan: StudyPlan, specs: Sequence[RunSpec], is_finished: bool, interrupt: Interrupt | None = None
 ) -> dict[str, Any]:
     """The config of `trainable.trial.Trial` for runs of one arm: names, changed settings and absolute paths.
 
@@ -106,7 +106,7 @@ def make_trial_config(
         "family": family.trainer,
         "stop_rules": list(plan.study.stop_rules),
         "code": {file.name: file.text for file in list_part_files(first_spec.config)},
-        "interrupt": str(interrupt) if interrupt else None,
+        "interrupts": [str(interrupt.path), str(interrupt.get_arm_path(first_spec.arm))] if interrupt else [],
         "storage": plan.study_uri,
         "storage_patience": plan.base_config.trainer.disk_patience,
     }

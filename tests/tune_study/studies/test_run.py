@@ -30,6 +30,7 @@ from tests.fakes.trainer import (
     IS_TOO_LARGE,
     IS_WRONG,
     RAISES,
+    STOPS_ITS_ARM,
     Barrier,
     make_fake_rows,
     make_study,
@@ -394,6 +395,24 @@ def test_ctrl_c_gives_every_run_a_status_and_says_how_to_go_on(interrupted: Outc
     assert f"Continue with: python -m tune_study resume {interrupted.plan.folder}" in interrupted.text
     assert interrupted.arms[COLLAPSES].reason.startswith("interrupted after step ")
     assert len(pd.read_parquet(interrupted.plan.folder / "trials.parquet")) == 3
+
+
+def test_an_arm_that_is_stopped_ends_alone_and_can_be_resumed(tmp_path: Path) -> None:
+    plan = make_plan_in(tmp_path, ("0", STOPS_ITS_ARM), seeds=2, trainer__total_training_steps=40)
+    stopped = run_study(plan)
+    statuses = {run.run_id: read_status(plan.get_run_dir(run.run_id)) for run in plan.runs}
+    ends = {(run.arm, run.seed): status for run in plan.runs if (status := statuses[run.run_id]) is not None}
+    assert [ends["0", seed].status for seed in (0, 1)] == ["completed", "completed"]
+    first, second = (ends[STOPS_ITS_ARM, seed] for seed in (0, 1))
+    assert first.status == "interrupted"
+    assert first.reason.startswith("interrupted after step ")
+    assert (second.status, second.reason) == ("never_ran", "the arm was stopped by `stop --arm` before it started")
+    assert stopped.code == 1
+    assert f"Continue with: python -m tune_study resume {plan.folder}" in stopped.text
+    for run in plan.runs:
+        (plan.get_run_dir(run.run_id) / "mended").touch()
+    resumed_study = run_study(plan_from_folder(plan.folder, study=make_study()))
+    assert (resumed_study.code, resumed_study.arms[STOPS_ITS_ARM].status) == (0, "completed")
 
 
 def test_an_interrupted_study_says_only_that_waiting_runs_never_ran(interrupted: Outcome) -> None:

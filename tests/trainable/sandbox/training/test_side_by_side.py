@@ -54,7 +54,7 @@ def make_config(folder: Path, seeds: tuple[int, ...] = (0, 1), **settings: Any) 
         "finished": is_finished,
         "family": "trainable.families:UPDATE_RULES",
         "stop_rules": ["uniform_groups"],
-        "interrupt": interrupt,
+        "interrupts": [] if interrupt is None else [str(interrupt)],
         "storage": None,
         "storage_patience": 0.0,
     }

@@ -1,0 +1,86 @@
+"""The command `clean`: free the disk space of what ended runs no longer need."""
+
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+
+from trainable.config.command_lines import format_command
+from trainable.config.setting_types import format_value
+from trainable.files.paths import check_path
+from trainable.runs.run_ends import ENDED_STATUSES
+from trainable.runs.run_files import STATE_FOLDER
+from trainable.storage.uris import is_uri
+from tune_study.folder import outputs
+from tune_study.folder.statuses import read_status
+from tune_study.folder.study_file import read_study
+from tune_study.host.console import print_line, print_table
+from tune_study.placement.disk import count_folder_bytes
+from tune_study.plan.errors import PlanError
+
+
+class RemovableState(NamedTuple):
+    """The rolling checkpoints of a run that has ended. num_bytes: on disk."""
+
+    run_id: str
+    status: str
+    path: Path
+    num_bytes: int
+
+
+def find_removable_states(folder: Path) -> list[RemovableState]:
+    """The rolling checkpoints of the runs in results/<run> that have ended, in the order of study.json.
+
+    A run that is completed or was stopped by a rule never continues. Any other run, such as a failed one, needs its
+    checkpoint. Raises PlanError if the folder contains no study, and UnsafePathError if it has links for folders.
+    """
+    study = read_study(folder)
+    run_ids = [entry["run_id"] for entry in study["runs"]]
+    outputs.check_run_folders(folder, run_ids)
+    states = []
+    for run_id in run_ids:
+        status = read_status(folder / "runs" / run_id)
+        path = folder / "runs" / run_id / STATE_FOLDER
+        if status is None or status.status not in ENDED_STATUSES or not path.exists():
+            continue
+        check_path(folder, path)
+        states.append(RemovableState(run_id, status.status, path, count_folder_bytes(path)))
+    return states
+
+
+def clean(console: Console, run: str, is_confirmed: bool) -> None:
+    """Print what can be removed, and remove it if the user agrees or has agreed (--yes).
+
+    Raises PlanError if RUN is no local folder of a study, and if another process runs the study.
+    """
+    if is_uri(run):
+        raise PlanError(
+            f"`clean` frees space on this machine, and {format_value(run, 1000)} is in a storage: type a folder."
+        )
+    folder = Path(run)
+    read_study(folder)  # before the lock, which makes a folder
+    with outputs.lock_folder(folder):
+        states = find_removable_states(folder)
+        if not states:
+            print_line(console, "Nothing to remove: no run that has ended keeps a rolling checkpoint.")
+            return
+        print_table(
+            console,
+            ["run", "status", "size"],
+            [[state.run_id, state.status, decimal(state.num_bytes)] for state in states],
+        )
+        total = decimal(sum(state.num_bytes for state in states))
+        print_line(
+            console,
+            f"The rolling checkpoints of these {len(states)} runs take {total}. Without them, `probe` needs saved "
+            "checkpoints (--save-freq). Rows, tables and reports stay.",
+        )
+        if not is_confirmed and not (console.is_terminal and typer.confirm(f"Remove {total}?")):
+            print_line(console, f"Nothing was removed. To remove it: {format_command('clean', folder, '--yes')}")
+            return
+        for state in states:
+            shutil.rmtree(state.path)
+        print_line(console, f"Removed {total}.")
