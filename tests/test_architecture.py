@@ -70,6 +70,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "trainable.ppo",
         "trainable.rollout",
     ),
+    "trainable.export": ("trainable.backend", "trainable.config", "trainable.models", "trainable.runs"),
     "trainable.sandbox.config": ("trainable.config",),
     "trainable.sandbox.batch": ("trainable.sandbox.config", "trainable.config"),
     "trainable.sandbox.models": (
@@ -236,6 +237,7 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "trainable.ppo.distributed": ("torch", "ray"),
     "trainable.diagnostics": ("torch", "numpy"),
     "trainable.tiny": ("torch", "numpy", "safetensors", "transformers", "tokenizers"),
+    "trainable.export": ("torch", "huggingface_hub"),
     "trainable.sandbox": ("torch", "numpy", "transformers", "safetensors", "tokenizers", "huggingface_hub"),
     "trainable.sandbox.config": ("pydantic",),
     "trainable.sandbox.rules": ("torch",),

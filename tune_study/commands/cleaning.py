@@ -75,8 +75,8 @@ def clean(console: Console, run: str, is_confirmed: bool) -> None:
         total = decimal(sum(state.num_bytes for state in states))
         print_line(
             console,
-            f"The rolling checkpoints of these {len(states)} runs take {total}. Without them, `probe` needs saved "
-            "checkpoints (--save-freq). Rows, tables and reports stay.",
+            f"The rolling checkpoints of these {len(states)} runs take {total}. Without them, `probe` and `export` "
+            "need saved checkpoints (--save-freq). Rows, tables and reports stay.",
         )
         if not is_confirmed and not (console.is_terminal and typer.confirm(f"Remove {total}?")):
             print_line(console, f"Nothing was removed. To remove it: {format_command('clean', folder, '--yes')}")

@@ -50,6 +50,7 @@ app = typer.Typer(
 
 EXPLAIN_EXAMPLE = "Example: python -m tune_study explain results/kl_sweep_sokoban-tiny --arm 0 --seed 1"
 CONFIRM_EXAMPLE = "Example: python -m tune_study confirm results/kl_sweep_sokoban-tiny --arm 0.01 --seeds 5"
+EXPORT_EXAMPLE = "Example: python -m tune_study export results/kl_sweep_sokoban-tiny --arm 0.01 --to my-policy"
 COMPARE_EXAMPLE = (
     "Example: python -m tune_study compare a/results/kl_sweep_sokoban-tiny b/results/kl_sweep_sokoban-tiny"
 )
@@ -371,12 +372,13 @@ def probe(
         # Before torch is imported below: it reads this variable once.
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(resources.parse_gpus(gpus))
     from tune_study.commands import probe as probing
+    from tune_study.folder import run_checkpoints
 
-    path = probing.find_checkpoint_path(checkpoint_root, checkpoint_step, resume_from_path)
+    path = run_checkpoints.find_checkpoint_path(checkpoint_root, checkpoint_step, resume_from_path)
     # Only now, because it may download rows, and a wrong path should be reported at once.
     folder = locate.fetch_for_writing(run)
     own_study = load_typed_code(study, code, accept_changed_file)
-    target = probing.find_target(folder, trial, checkpoint_step, path, algo, own_study)
+    target = run_checkpoints.find_run_checkpoint(folder, trial, checkpoint_step, path, algo, own_study)
     option_overrides = {name: value for name, value in typed_settings.items() if value is not None}
     overrides = pin_typed_values(
         collect_overrides(target.plan.study, option_overrides, assignments or [], is_axis_free=True)
@@ -385,6 +387,29 @@ def probe(
     if problem := locate.push_results(folder, target.plan):
         print_error(problem)
         raise typer.Exit(1)
+
+
+@app.command("export", epilog=f"\b\n{EXPORT_EXAMPLE}")
+@report_errors
+def export(
+    run: opt.RunLocation,
+    arm: opt.ExportedArm,
+    to: opt.ExportFolder,
+    seed: opt.ExportedSeed = None,
+    step: opt.ExportedStep = None,
+    adapters: opt.Adapters = False,
+    dtype: opt.ExportDtype = "auto",
+    study: opt.StudyFile = None,
+    code: opt.Code = None,
+    accept_changed_file: opt.AcceptChangedFile = False,
+) -> None:
+    """Write the trained policy of one run of RUN as a model folder that transformers and vLLM load."""
+    from tune_study.commands.reading import export as exporting  # imports torch
+
+    folder = locate.fetch_for_writing(run)
+    own_study = load_typed_code(study, code, accept_changed_file)
+    target = exporting.find_export(folder, arm, seed, step, own_study)
+    exporting.export(make_console(), target, _make_absolute(to), dtype, keeps_adapters=adapters)
 
 
 @app.command("plot-gradients", epilog=f"\b\n{PLOT_EXAMPLE}")

@@ -228,6 +228,14 @@ MaxHours = Annotated[
     float | None,
     Option("--max-hours", metavar="H", min=0, help="Stop after H hours, like Ctrl-C: steps are finished and saved."),
 ]
+ExportedArm = Annotated[str, Option("--arm", metavar="A", help="The arm whose policy is written.")]
+ExportedSeed = Annotated[int | None, Option("--seed", metavar="S", help="Seed of the run; default: the smallest one.")]
+ExportedStep = Annotated[int | None, Option("--step", metavar="N", help="Step of a checkpoint; default: the newest.")]
+ExportFolder = Annotated[Path, Option("--to", metavar="DIR", help="The folder to write, new or empty.")]
+Adapters = Annotated[bool, Option("--adapters", help="Write LoRA adapters alone; default: merged into the weights.")]
+ExportDtype = Annotated[
+    str, Option("--dtype", metavar="TYPE", help="auto (that of the base model), float32, bfloat16 or float16.")
+]
 Yes = Annotated[bool, Option("--yes", help="Do not ask before anything is removed.")]
 StoppedArm = Annotated[str | None, Option("--arm", metavar="A", help="Stop only the runs of this arm.")]
 Smoke = Annotated[

@@ -24,7 +24,7 @@ from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.storage.mirror import Mirror, find_complete_checkpoints, is_checkpoint_intact
 from trainable.storage.remote import list_files, open_storage
 from trainable.trial import Trial
-from tune_study.commands import node_checks, probe
+from tune_study.commands import node_checks
 from tune_study.commands.node_checks import (
     NodeQuery,
     NodeReport,
@@ -34,6 +34,7 @@ from tune_study.commands.node_checks import (
     find_smallest_gpu,
     inspect_node,
 )
+from tune_study.folder import run_checkpoints
 from tune_study.folder.statuses import read_status
 from tune_study.placement.samplers import TORCH_SETTINGS
 from tune_study.plan.errors import PlanError
@@ -158,11 +159,11 @@ def test_a_study_on_the_cluster_has_the_rows_and_weights_of_a_local_one(
     assert not (folder / "model_saving").exists()
     assert read_object(plan.folder / "study.json")["storage"] == fake_cluster.storage
     assert not list((fake_cluster.hidden / "scratch").rglob("*.safetensors"))
-    target = probe.find_target(plan.folder, "0.1", None, None)
+    target = run_checkpoints.find_run_checkpoint(plan.folder, "0.1", None, None)
     assert (target.step, target.path) == (2, plan.get_run_dir(plan.runs[1].run_id) / "state" / "step_2")
     assert is_checkpoint_intact(target.path)
     with pytest.raises(PlanError, match=r"has no checkpoint of step 1\. Available steps: 2\."):
-        probe.find_target(plan.folder, "0.1", 1, None)
+        run_checkpoints.find_run_checkpoint(plan.folder, "0.1", 1, None)
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,7 @@ COMMANDS = (
     "confirm",
     "stop",
     "clean",
+    "export",
     "alarms",
     "replay-stoppers",
     "probe",

@@ -23,7 +23,7 @@ from trainable.ppo.update import TokenFunction, compute_at_trained_tokens
 from trainable.trial import Trial
 from tune_study.commands import probe
 from tune_study.commands.cli import app
-from tune_study.folder import outputs
+from tune_study.folder import outputs, run_checkpoints
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.trials import make_trial_config
@@ -304,29 +304,31 @@ def test_a_probe_switches_kl_and_entropy_on_where_they_are_off() -> None:
 
 def test_the_checkpoint_is_asked_for_by_root_or_folder(study: StudyPlan) -> None:
     root = study.output / study.runs[0].checkpoint_dir
-    assert probe.find_checkpoint_path(root, None, None) == root / "global_step_3"
-    assert probe.find_checkpoint_path(root, 2, None) == root / "global_step_2"
-    assert probe.find_checkpoint_path(root, None, root / "global_step_2") == root / "global_step_2"
-    assert probe.find_checkpoint_path(None, 2, None) is None
-    target = probe.find_target(study.folder, None, None, root / "global_step_2", "PPO")
+    assert run_checkpoints.find_checkpoint_path(root, None, None) == root / "global_step_3"
+    assert run_checkpoints.find_checkpoint_path(root, 2, None) == root / "global_step_2"
+    assert run_checkpoints.find_checkpoint_path(root, None, root / "global_step_2") == root / "global_step_2"
+    assert run_checkpoints.find_checkpoint_path(None, 2, None) is None
+    target = run_checkpoints.find_run_checkpoint(study.folder, None, None, root / "global_step_2", "PPO")
     assert (target.step, target.spec.arm) == (2, "PPO")
     for run in study.runs:  # a checkpoint names its run
         path = study.output / run.checkpoint_dir / "global_step_3"
-        assert probe.find_target(study.folder, None, None, path) == probe.ProbeTarget(study, run, 3, path)
+        assert run_checkpoints.find_run_checkpoint(study.folder, None, None, path) == run_checkpoints.RunCheckpoint(
+            study, run, 3, path
+        )
 
 
 def test_a_checkpoint_of_no_run_of_the_study_is_said(study: StudyPlan, tmp_path: Path) -> None:
     folder = tmp_path / "global_step_2"
     folder.mkdir()
     with pytest.raises(PlanError, match=r"does not say which run wrote it .*: type --trial as well"):
-        probe.find_target(study.folder, None, None, folder)
+        run_checkpoints.find_run_checkpoint(study.folder, None, None, folder)
     values = json.loads((study.output / study.runs[0].checkpoint_dir / "global_step_2" / "state.json").read_text())
     for changed_settings in ({"seed": 7}, {"seed": "x"}):
         (folder / "state.json").write_text(
             json.dumps({**values, "settings": {**values["settings"], **changed_settings}})
         )
         with pytest.raises(PlanError, match=r"was written by no run of|does not say which run wrote it"):
-            probe.find_target(study.folder, None, None, folder)
+            run_checkpoints.find_run_checkpoint(study.folder, None, None, folder)
 
 
 def test_restoring_reads_no_pickle_and_moves_no_weight(study: StudyPlan) -> None:

@@ -1,0 +1,183 @@
+"""Tests of exported policies: transformers and peft load them, and their logits are ours."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from search_spaces import STUDIES
+from tests.tune_study.commands.test_cli import read_files, type_in
+from trainable.export.policy import load_trained_policy
+from trainable.models.load import find_model
+from trainable.runs.checkpoint import CheckpointError
+from trainable.trial import Trial
+from tune_study.commands import probe
+from tune_study.folder import outputs
+from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.tune.trials import make_trial_config
+
+SETTINGS = {
+    "env.env_groups": "2",
+    "env.group_size": "4",
+    "env.val_env_groups": "4",
+    "env.test_env_groups": "0",
+    "actor.ppo_mini_batch_size": "4",
+    "critic.ppo_mini_batch_size": "4",
+    "actor.lr": "0.01",
+    "trainer.total_training_steps": "2",
+    "trainer.save_freq": "1",
+    "trainer.test_freq": "2",
+    "trainer.val_before_train": "False",
+}
+TOKENS = torch.arange(3, 43).view(2, 20)
+
+
+def train_study(output: Path, **settings: str) -> StudyPlan:
+    """Train one arm with the seeds 0 and 1 by the real Trainable, without Ray."""
+    plan = make_plan(STUDIES["kl"], "laptop", "a test", {**SETTINGS, **settings}, ("0.1",), 2, output)
+    outputs.write_study(plan)
+    for spec in plan.runs:
+        trial = Trial(make_trial_config(plan, [spec], is_finished=False))
+        for _ in range(2):
+            trial.step()
+        trial.cleanup()
+    return plan
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
+    return train_study(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture(scope="module")
+def lora_study(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
+    torch_settings = {"rollout.name": "torch", "model.compiled_passes": "False"}
+    return train_study(tmp_path_factory.mktemp("lora"), **{"model.lora_rank": "4", **torch_settings})
+
+
+def export(plan: StudyPlan, folder: Path, *options: object) -> tuple[int, str, str]:
+    return type_in(shlex.join(map(str, ["export", plan.folder, "--arm", "0.1", "--to", folder, *options])))
+
+
+@torch.no_grad()
+def compute_logits(plan: StudyPlan, seed: int = 0, step: int | None = None) -> torch.Tensor:
+    """Logits of the restored trainer, by our own passes."""
+    trainer = probe.restore(plan.folder, plan.runs[seed].run_id, step)
+    hidden = trainer.model.model.compute_hidden_states(TOKENS, torch.arange(TOKENS.numel()))
+    return trainer.model.lm_head(hidden).view(*TOKENS.shape, -1)
+
+
+@torch.no_grad()
+def compute_hub_logits(model: torch.nn.Module) -> torch.Tensor:
+    logits: torch.Tensor = model(TOKENS).logits
+    return logits
+
+
+def test_transformers_computes_our_logits(study: StudyPlan, tmp_path: Path) -> None:
+    code, out, err = export(study, tmp_path / "policy")
+    assert code == 0, err
+    assert f"{study.runs[0].run_id} after step 2: {tmp_path / 'policy'}" in out
+    logits = compute_hub_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "policy"))
+    assert (logits - compute_logits(study)).abs().max() < 1e-5
+    base = compute_hub_logits(AutoModelForCausalLM.from_pretrained(find_model("sokoban-tiny")))
+    assert (logits - base).abs().max() > 1e-2  # it was trained
+
+
+def test_a_seed_and_a_step_are_chosen(study: StudyPlan, tmp_path: Path) -> None:
+    assert export(study, tmp_path / "policy", "--seed", 1, "--step", 1)[0] == 0
+    logits = compute_hub_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "policy"))
+    assert (logits - compute_logits(study, seed=1, step=1)).abs().max() < 1e-5
+    assert (logits - compute_logits(study)).abs().max() > 1e-3
+
+
+def test_the_tokenizer_is_that_of_the_base_model(study: StudyPlan, tmp_path: Path) -> None:
+    assert export(study, tmp_path / "policy")[0] == 0
+    tokenizers = [AutoTokenizer.from_pretrained(path) for path in (tmp_path / "policy", find_model("sokoban-tiny"))]
+    vocabularies = [tokenizer.get_vocab() for tokenizer in tokenizers]
+    assert vocabularies[0] == vocabularies[1]
+
+
+def test_adapters_are_merged(lora_study: StudyPlan, tmp_path: Path) -> None:
+    code, _, err = export(lora_study, tmp_path / "policy")
+    assert code == 0, err
+    logits = compute_hub_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "policy"))
+    assert (logits - compute_logits(lora_study)).abs().max() < 1e-5
+
+
+# peft reads a name that transformers has deprecated.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_are_written_alone(lora_study: StudyPlan, tmp_path: Path) -> None:
+    code, _, err = export(lora_study, tmp_path / "adapters", "--adapters")
+    assert code == 0, err
+    base = AutoModelForCausalLM.from_pretrained(find_model("sokoban-tiny"))
+    logits = compute_hub_logits(PeftModel.from_pretrained(base, tmp_path / "adapters"))
+    assert (logits - compute_logits(lora_study)).abs().max() < 1e-5
+    assert not (tmp_path / "adapters" / "model.safetensors").exists()
+
+
+def test_weights_have_the_type_that_was_typed(study: StudyPlan, tmp_path: Path) -> None:
+    assert export(study, tmp_path / "policy", "--dtype", "bfloat16")[0] == 0
+    weights = load_file(tmp_path / "policy" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "policy" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_the_card_says_which_run_it_is(study: StudyPlan, tmp_path: Path) -> None:
+    assert export(study, tmp_path / "policy", "--seed", 1)[0] == 0
+    card = (tmp_path / "policy" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    for line in ("| arm | actor.kl_loss_coef = 0.1 |", "| seed | 1 |", "| step | 2 of 2 |", "`actor.lr=0.01`"):
+        assert line in card
+    assert str(tmp_path) not in card
+    assert str(study.output) not in card
+
+
+def test_exporting_changes_no_file_of_the_study(study: StudyPlan, tmp_path: Path) -> None:
+    before = read_files(study.output)
+    assert export(study, tmp_path / "policy")[0] == 0
+    assert read_files(study.output) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--step", "7"], "has no checkpoint of step 7. Available steps: 1, 2."),
+        (["--seed", "5"], "type --seed with one of 0, 1."),
+        (["--dtype", "int8"], "type one of auto, float32, bfloat16, float16."),
+        (["--adapters"], "this run has none: leave it out."),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(study: StudyPlan, tmp_path: Path, options: list[str], message: str) -> None:
+    code, _, err = export(study, tmp_path / "policy", *options)
+    assert code == 2
+    assert message in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_arm_is_refused(study: StudyPlan, tmp_path: Path) -> None:
+    code, _, err = type_in(shlex.join(["export", str(study.folder), "--arm", "0.5", "--to", str(tmp_path / "x")]))
+    assert code == 2
+    assert "type --arm with one of 0.1." in err
+
+
+def test_a_folder_with_files_is_not_touched(study: StudyPlan, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("x")
+    code, _, err = export(study, tmp_path)
+    assert code == 2
+    assert "is there already and not empty" in err
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("mine", "x")]
+
+
+def test_a_checkpoint_of_another_run_or_a_damaged_one_is_refused(study: StudyPlan) -> None:
+    first, second = study.runs
+    checkpoint = study.output / first.checkpoint_dir / "global_step_1"
+    with pytest.raises(ValueError, match="was written by another run"):
+        load_trained_policy(second.ppo_config, checkpoint)
+    with pytest.raises(CheckpointError):
+        load_trained_policy(first.ppo_config, checkpoint.with_name("global_step_9"))

@@ -1,0 +1,1 @@
+"""A trained policy as a folder in the layout of the Hugging Face hub."""

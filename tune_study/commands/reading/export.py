@@ -1,0 +1,114 @@
+"""The command `export`: the trained policy of a run as a folder for the hub."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+
+from trainable.config.run_config import RunConfig
+from trainable.config.setting_types import format_value
+from trainable.export.policy import DTYPES, load_trained_policy, make_card, write_adapter_folder, write_hub_folder
+from trainable.runs.checkpoint import CheckpointError
+from trainable.runs.run_files import METRICS_FILE, read_rows
+from tune_study.folder.run_checkpoints import RunCheckpoint, find_run_checkpoint
+from tune_study.folder.study_file import plan_from_folder, read_study
+from tune_study.host.console import print_line
+from tune_study.placement.model_files import check_model
+from tune_study.plan.errors import PlanError
+from tune_study.plan.own_study import OwnStudy
+from tune_study.plan.study_plan import find_changed_settings
+
+
+def find_export(run: Path, arm: str, seed: int | None, step: int | None, own_study: OwnStudy | None) -> RunCheckpoint:
+    """The run of an arm and its checkpoint. PlanError that lists the alternatives if there is none.
+
+    seed: None for the smallest one of the arm. step: None for the newest checkpoint.
+    """
+    plan = plan_from_folder(run, own_study=own_study)
+    specs = {spec.seed: spec for spec in plan.runs if spec.arm == arm}
+    if not specs:
+        raise PlanError(
+            f"There is no arm {format_value(arm)} in {format_value(run, 1000)}: type --arm with one of "
+            f"{', '.join(plan.values)}."
+        )
+    if seed is not None and seed not in specs:
+        seeds = ", ".join(map(str, sorted(specs)))
+        raise PlanError(f"Arm {format_value(arm)} has no run with seed {seed}: type --seed with one of {seeds}.")
+    spec = specs[min(specs) if seed is None else seed]
+    return find_run_checkpoint(run, spec.run_id, step, None, own_study=own_study)
+
+
+def export(console: Console, target: RunCheckpoint, folder: Path, dtype: str, *, keeps_adapters: bool) -> None:
+    """Write the policy to `folder`, which appears only once it is complete.
+
+    dtype: type of the weights, see `write_hub_folder`. keeps_adapters: write the adapters alone. Raises PlanError, and
+    writes nothing, if something is in the way or cannot be used.
+    """
+    config = target.spec.ppo_config
+    _check_options(config, folder, dtype, keeps_adapters)
+    check_model(config.model.path, os.environ)
+    try:
+        policy = load_trained_policy(config, target.path)
+    except (CheckpointError, ValueError) as error:
+        raise PlanError(f"The checkpoint cannot be used: {error}") from None
+    card = _make_card(target, config)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # Beside the folder, so that a rename makes it appear at once.
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temp_dir:
+            staging = Path(temp_dir) / folder.name
+            staging.mkdir()
+            if keeps_adapters:
+                write_adapter_folder(policy, config, staging, card)
+            else:
+                write_hub_folder(policy, staging, dtype, card)
+            if folder.exists():
+                folder.rmdir()  # empty, see `_check_options`
+            staging.rename(folder)
+    except OSError as error:
+        raise PlanError(f"{format_value(folder, 1000)} cannot be written ({error}): type another --to.") from None
+    print_line(console, f"{target.spec.run_id} after step {target.step}: {folder}")
+
+
+def _check_options(config: RunConfig, folder: Path, dtype: str, keeps_adapters: bool) -> None:
+    if dtype not in DTYPES:
+        raise PlanError(f"--dtype {format_value(dtype)} is not a type: type one of {', '.join(DTYPES)}.")
+    if keeps_adapters and not config.model.lora_rank:
+        raise PlanError("--adapters belongs to runs with LoRA (model.lora_rank), and this run has none: leave it out.")
+    if keeps_adapters and dtype != "auto":
+        raise PlanError("--dtype does not belong to --adapters, which are written as they were trained: leave it out.")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise PlanError(f"{format_value(folder, 1000)} is there already and not empty: type another --to.")
+
+
+def _make_card(target: RunCheckpoint, config: RunConfig) -> str:
+    """README.md of the exported policy: which run it is, and what is known of it."""
+    study, plan, spec = read_study(target.plan.folder), target.plan, target.spec
+    rows = read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE)
+    row = next((row for row in rows if row["step"] == target.step), {})
+    success = row.get("val_success")
+    base = config.model.path
+    own_settings = find_changed_settings(config)
+    fields = {
+        "study": f"{plan.study.name}: {plan.study.question.strip()}",
+        "arm": f"{plan.study.axis.setting} = {spec.arm}",
+        "seed": str(spec.seed),
+        "step": f"{target.step} of {spec.steps}",
+        "base model": Path(base).name if os.path.isabs(base) else base,
+        "game": config.env.name,
+        "prompt style": config.model.prompt_style,
+        "sampled validation success": "not validated after this step" if success is None else f"{success:.3f}",
+        "commit of tune_study": ((study.get("git") or {}).get("commit") or "unknown")[:12],
+        "settings that differ from the defaults": ", ".join(
+            f"`{name}={json.dumps(value)}`" for name, value in own_settings.items() if not name.endswith("path")
+        ),
+    }
+    cells = {name: value.replace("|", "\\|").replace("\n", " ") for name, value in fields.items()}
+    text = (
+        f"# {spec.run_id}, step {target.step}\n\nThe policy of one run of a study with tune_study: "
+        f"{plan.study.name}, arm {spec.arm}, seed {spec.seed}. One run says nothing of its settings; the report of the "
+        "study compares them over seeds. The model speaks the prompts of the game that it was trained on."
+    )
+    return make_card(cells, "" if os.path.isabs(base) or "/" not in base else base, text)

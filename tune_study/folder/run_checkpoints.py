@@ -1,0 +1,181 @@
+"""Find the checkpoint of a run, rolling or saved, local or in a storage."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainable.config.run_config import RunConfig
+from trainable.config.setting_types import format_value
+from trainable.files.paths import check_tree
+from trainable.runs.checkpoint import CheckpointError, iter_checkpoints, read_values
+from trainable.runs.run_files import STATE_FOLDER
+from tune_study.folder.study_file import plan_from_folder
+from tune_study.plan.errors import PlanError
+from tune_study.plan.own_study import OwnStudy
+from tune_study.plan.study_plan import RunSpec, StudyPlan
+
+
+@dataclass(frozen=True)
+class RunCheckpoint:
+    """A run of a study, and one of its checkpoints. step, path: step and folder of the checkpoint."""
+
+    plan: StudyPlan
+    spec: RunSpec
+    step: int
+    path: Path
+
+
+def find_checkpoint_path(root: Path | None, step: int | None, path: Path | None) -> Path | None:
+    """The checkpoint's folder: `path`, or the folder of `step` below `root`; None without `path` and `root`.
+
+    step: None for the newest checkpoint below `root`. Raises PlanError if `root` contains no checkpoint.
+    """
+    if path is not None or root is None:
+        return path
+    root = Path(os.path.abspath(os.path.expanduser(root)))
+    steps = [number for number, _ in iter_checkpoints(root)]
+    if not steps:
+        raise PlanError(
+            f"{format_value(str(root), 1000)} contains no folder global_step_<N>: type --checkpoint-root with a run's "
+            f"folder of checkpoints."
+        )
+    return root / f"global_step_{max(steps) if step is None else step}"
+
+
+def find_run_checkpoint(
+    run: Path | str,
+    trial: str | None,
+    step: int | None,
+    path: Path | str | None,
+    algo: str | None = None,
+    own_study: OwnStudy | None = None,
+) -> RunCheckpoint:
+    """Find a run and its checkpoint. Raise PlanError that lists the alternatives if there is no such checkpoint.
+
+    Args:
+        run: the study's folder, results/<run>.
+        trial: run_id or arm; None if there is only one run.
+        step: step of the checkpoint; None for the newest.
+        path: folder of the checkpoint, instead of `step`.
+        algo: text of --algo: the arm, in a study whose axis has this option.
+        own_study: see `plan_from_folder`.
+    """
+    plan = plan_from_folder(Path(run), own_study=own_study)
+    if plan.model is None:
+        raise PlanError(
+            f"Study {plan.study.name} fine-tunes no language model, and the gradients of its runs are measured during "
+            f"training (--set diagnostics=True): type the folder of another study."
+        )
+    if algo is not None and (trial is not None or plan.study.axis.option != "--algo"):
+        reason = "--trial names the run already" if trial else f"it does not belong to study {plan.study.name}"
+        raise PlanError(f"--algo cannot be used here ({reason}): type --trial and the name of a run.")
+    name = algo if trial is None else trial
+    if path is not None:
+        # The folder may be anywhere. Without --trial, the settings in the checkpoint tell which run wrote it.
+        checkpoint_step, checkpoint_dir = _parse_checkpoint_path(path)
+        return RunCheckpoint(
+            plan,
+            _find_checkpoint_run(plan, checkpoint_dir) if name is None else _find_run(plan, name),
+            checkpoint_step,
+            checkpoint_dir,
+        )
+    spec = _find_run(plan, name)
+    check_tree(plan.output, trees=[plan.output / spec.checkpoint_dir])  # the saved checkpoints lie beside the folder
+    # If a step has a rolling and a saved checkpoint, the saved one is taken: rolling checkpoints do not stay.
+    local_checkpoints = {
+        **dict(iter_checkpoints(plan.get_run_dir(spec.run_id) / STATE_FOLDER)),
+        **dict(iter_checkpoints(plan.output / spec.checkpoint_dir)),
+    }
+    stored_checkpoints = {} if plan.storage is None else _list_stored_checkpoints(plan, spec)
+    steps = sorted({*local_checkpoints, *stored_checkpoints})
+    # By default the newest checkpoint, whether it is rolling or saved, local or in the storage.
+    if step is None and steps:
+        step = steps[-1]
+    if step not in steps:
+        step_phrase = "" if step is None else f" of step {step}"
+        available_steps = ", ".join(map(str, steps)) or "none"
+        raise PlanError(
+            f"Run {spec.run_id} has no checkpoint{step_phrase}. Available steps: {available_steps}. "
+            f"{_explain_missing(plan, spec)}"
+        )
+    return RunCheckpoint(
+        plan,
+        spec,
+        step,
+        local_checkpoints[step]
+        if step in local_checkpoints
+        else _fetch_checkpoint(plan, spec, stored_checkpoints[step]),
+    )
+
+
+def _explain_missing(plan: StudyPlan, spec: RunSpec) -> str:
+    """Why a checkpoint may be missing, and what to do, in one sentence or two."""
+    if spec.config.trainer.save_freq <= 0:
+        return "The study saves none except for resuming (--save-freq)."
+    if plan.storage is not None:
+        return f"It saves one every {spec.config.trainer.save_freq} steps, in {plan.study_uri}."
+    checkpoint_dir = plan.output / spec.checkpoint_dir
+    state = "" if checkpoint_dir.is_dir() else ", which does not exist"
+    return (
+        f"It saves one every {spec.config.trainer.save_freq} steps, in {checkpoint_dir}{state}. If they are elsewhere, "
+        f"copy them there, or type --resume-from-path with the folder of one."
+    )
+
+
+def _list_stored_checkpoints(plan: StudyPlan, spec: RunSpec) -> dict[int, str]:
+    """Checkpoints of a run in the study's storage: for each step, the path there."""
+    from tune_study.folder import storage
+
+    return storage.list_checkpoints(plan.study_uri or "", spec.run_id)
+
+
+def _fetch_checkpoint(plan: StudyPlan, spec: RunSpec, name: str) -> Path:
+    """Copy a checkpoint from the study's storage and return its local folder. Raise PlanError if that fails."""
+    from tune_study.folder import storage
+
+    kind, _, folder_name = name.partition("/")
+    folder = (
+        plan.get_run_dir(spec.run_id) / STATE_FOLDER if kind == STATE_FOLDER else plan.output / spec.checkpoint_dir
+    ) / folder_name
+    storage.fetch_checkpoint(plan.study_uri or "", spec.run_id, name, folder)
+    return folder
+
+
+def _parse_checkpoint_path(path: Path | str) -> tuple[int, Path]:
+    """Step and folder of the checkpoint at `path`. Raise PlanError if it is not a checkpoint."""
+    checkpoint_dir = Path(os.path.abspath(os.path.expanduser(path)))
+    matches = [
+        (number, folder) for number, folder in iter_checkpoints(checkpoint_dir.parent) if folder == checkpoint_dir
+    ]
+    if not matches or not checkpoint_dir.is_dir():
+        raise PlanError(
+            f"{format_value(str(path), 1000)} is not a checkpoint: type a folder global_step_<N> that exists."
+        )
+    return matches[0]
+
+
+def _find_checkpoint_run(plan: StudyPlan, checkpoint_dir: Path) -> RunSpec:
+    """The run whose settings are stored in the checkpoint. Raise PlanError if no run of the study has them."""
+    try:
+        config = RunConfig.model_validate(read_values(checkpoint_dir).get("settings"))
+    except (CheckpointError, ValueError) as error:
+        raise PlanError(f"{checkpoint_dir} does not say which run wrote it ({error}): type --trial as well.") from None
+    # The hash leaves out the seed, and settings that change no row.
+    run_identity = (config.compute_hash(), config.seed)
+    for spec in plan.runs:
+        if (spec.config.compute_hash(), spec.config.seed) == run_identity:
+            return spec
+    raise PlanError(f"{checkpoint_dir} was written by no run of {plan.folder}: type the folder of its own study.")
+
+
+def _find_run(plan: StudyPlan, trial: str | None) -> RunSpec:
+    """The only run with this run_id or arm, or the only run of the study if `trial` is None. PlanError otherwise."""
+    # A run_id takes precedence over an arm of the same name.
+    matches = [spec for spec in plan.runs if trial in (None, spec.run_id)] or [
+        spec for spec in plan.runs if spec.arm == trial
+    ]
+    if len(matches) == 1:
+        return matches[0]
+    names = ", ".join(spec.run_id for spec in plan.runs)
+    problem = "There are several runs" if trial is None or matches else f"There is no run `{format_value(trial)}`"
+    raise PlanError(f"{problem} in {plan.folder}: type --trial and one of {names}.")
