@@ -64,8 +64,8 @@ def make_plan_in(folder: Path, values: Sequence[str], seeds: int = 1, **override
     return make_plan(make_study(), "laptop", "a test", dotted_overrides, values, seeds, folder)
 
 
-def allocate_resources(plan: StudyPlan) -> ResourcePlan:
-    return preflight(plan, None, (), 2, None, is_real=True)
+def allocate_resources(plan: StudyPlan, max_concurrent: int = 2) -> ResourcePlan:
+    return preflight(plan, None, (), max_concurrent, None, is_real=True)
 
 
 class Outcome(NamedTuple):
@@ -81,12 +81,12 @@ class Outcome(NamedTuple):
     other_text: str
 
 
-def run_study(plan: StudyPlan, wandb: str = "off") -> Outcome:
+def run_study(plan: StudyPlan, wandb: str = "off", max_concurrent: int = 2) -> Outcome:
     # The console's lines go to a file of their own, not to the standard output that is captured below.
     console = Console(record=True, width=200, file=io.StringIO())
     other_output = io.StringIO()
     with redirect_stdout(other_output), redirect_stderr(other_output):
-        code = execute_study(plan, allocate_resources(plan), wandb, console)
+        code = execute_study(plan, allocate_resources(plan, max_concurrent), wandb, console)
     gc.collect()  # warnings about files that Ray left open belong to this test and not to the next one
     statuses = {run.arm: read_status(plan.get_run_dir(run.run_id)) for run in plan.runs if run.seed == 0}
     known_statuses = {arm: status for arm, status in statuses.items() if status is not None}
@@ -399,7 +399,7 @@ def test_ctrl_c_gives_every_run_a_status_and_says_how_to_go_on(interrupted: Outc
 
 def test_an_arm_that_is_stopped_ends_alone_and_can_be_resumed(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path, ("0", STOPS_ITS_ARM), seeds=2, trainer__total_training_steps=40)
-    stopped = run_study(plan)
+    stopped = run_study(plan, max_concurrent=1)  # the dearest first: the arm that stops
     statuses = {run.run_id: read_status(plan.get_run_dir(run.run_id)) for run in plan.runs}
     ends = {(run.arm, run.seed): status for run in plan.runs if (status := statuses[run.run_id]) is not None}
     assert [ends["0", seed].status for seed in (0, 1)] == ["completed", "completed"]

@@ -12,6 +12,7 @@ from tests.fakes.lines import append_record
 from trainable.runs.run_files import METRICS_FILE
 from tune_study.folder.outputs import write_study
 from tune_study.folder.statuses import RunStatus, StudyStatuses, read_status
+from tune_study.host.interrupt import make_interrupt
 from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.callbacks import MAX_ATTEMPTS, Recorder, RowFetcher
@@ -30,7 +31,7 @@ class RecordedTrial:
         resource_plan = preflight(self.plan, None, (), 2, None, is_real=True)
         progress, self.statuses = Progress(self.plan, 1, Console(quiet=True)), StudyStatuses(self.plan, ())
         self.recorder = Recorder(self.plan, resource_plan, progress, self.statuses)
-        (config,) = make_trial_configs(self.plan, {}, self.plan.folder / ".interrupt")
+        (config,) = make_trial_configs(self.plan, {}, make_interrupt(self.plan.folder))
         self.trial = SimpleNamespace(
             config=config,
             trial_id="one",

@@ -4,13 +4,14 @@ from pathlib import Path
 
 from search_spaces import STUDIES
 from tune_study.folder.statuses import RunStatus
+from tune_study.host.interrupt import make_interrupt
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.trials import make_trial_configs
 
 
 def list_starts(plan: StudyPlan, finished: dict[str, RunStatus] | None = None) -> list[tuple[str, int]]:
     """Arm and seed of each trial, in the order in which they start."""
-    configs = make_trial_configs(plan, finished or {}, plan.folder / ".interrupt")
+    configs = make_trial_configs(plan, finished or {}, make_interrupt(plan.folder))
     return [(config["arm"], config["seed"]) for config in configs]
 
 
