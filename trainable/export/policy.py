@@ -58,7 +58,7 @@ def load_trained_policy(config: RunConfig, checkpoint: Path) -> Policy:
 
 @torch.no_grad()
 def write_hub_folder(policy: Policy, folder: Path, dtype: str, card: str) -> None:
-    """Write config, tokenizer, weights and README.md, which transformers and vLLM load.
+    """Write config, tokenizer, weights and README.md, which transformers loads.
 
     Adapters are merged into the weights. Weights of more than 5 GB are split, as the hub does.
 

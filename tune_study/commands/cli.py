@@ -403,7 +403,7 @@ def export(
     code: opt.Code = None,
     accept_changed_file: opt.AcceptChangedFile = False,
 ) -> None:
-    """Write the trained policy of one run of RUN as a model folder that transformers and vLLM load."""
+    """Write the trained policy of one run of RUN as a model folder that transformers loads."""
     from tune_study.commands.reading import export as exporting  # imports torch
 
     folder = locate.fetch_for_writing(run)

@@ -226,7 +226,13 @@ MaxConcurrent = Annotated[
 ]
 MaxHours = Annotated[
     float | None,
-    Option("--max-hours", metavar="H", min=0, help="Stop after H hours, like Ctrl-C: steps are finished and saved."),
+    Option(
+        "--max-hours",
+        metavar="H",
+        min=0,
+        max=10_000,
+        help="Stop after H hours, like Ctrl-C: steps are saved.",
+    ),
 ]
 ExportedArm = Annotated[str, Option("--arm", metavar="A", help="The arm whose policy is written.")]
 ExportedSeed = Annotated[int | None, Option("--seed", metavar="S", help="Seed of the run; default: the smallest one.")]

@@ -232,9 +232,11 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
         session.storage.pull()
     # Tune can end without an error while runs are open, for example if Ray is lost. The reason is the beginning of a
     # sentence, so it has no full stop.
-    early_reason = problem.rstrip(".") or "the study ended early"
-    if session.interrupt.is_any_arm_requested:
-        early_reason = "the arm was stopped by `stop --arm`"
+    # Without a problem, `stop --arm` is what leaves runs open.
+    has_stopped_arm = session.interrupt.is_any_arm_requested
+    early_reason = problem.rstrip(".") or (
+        "the arm was stopped by `stop --arm`" if has_stopped_arm else "the study ended early"
+    )
     reason = session.interrupt.reason if session.interrupt.is_requested else early_reason
     return " ".join(filter(None, (problem, statuses.close(reason))))
 

@@ -15,8 +15,8 @@ class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyp
     Arms are compared after the same number of steps, so no scheduler that favors an arm is used.
 
     given_up_trials: ids of trials whose failure is final. They end as errors. Tune itself retries every failure and
-    would start them again. interrupt: once a stop is requested, no pending
-    trial starts, or none of the arm that is to stop.
+    would start them again. interrupt: once the study or an arm is asked to stop,
+    none of its pending trials starts.
     """
 
     def __init__(self, given_up_trials: Container[str], interrupt: Interrupt) -> None:

@@ -128,7 +128,7 @@ def test_the_report_says_which_seeds_chose_and_which_confirm(study: StudyPlan) -
     outputs.write_study(plan)
     sentence = describe_confirmation(read_object(plan.folder / "study.json"))
     assert sentence.startswith("Confirmation of 0.01 against 0 in kl_sweep_sokoban-tiny, with seeds 5 to 8: ")
-    assert "had used 0 to 4 when" in sentence
+    assert "had used seeds 0 to 4 when" in sentence
     assert describe_confirmation(read_object(study.folder / "study.json")) == ""
 
 
