@@ -434,8 +434,8 @@ def describe_confirmation(study: Mapping[str, Any]) -> str:
     arms = [arm for arm in study["axis"]["values"] if arm != study.get("baseline")]
     return (
         f"Confirmation of {', '.join(arms)} against {study.get('baseline')} in {confirms['run']}, with seeds "
-        f"{format_seeds(study.get('seeds', ()))}: that study had used seeds {format_seeds(confirms['seeds'])} when this "
-        "one began, so nothing was chosen by the results below."
+        f"{format_seeds(study.get('seeds', ()))}: that study had used seeds {format_seeds(confirms['seeds'])} when "
+        "this one began, so nothing was chosen by the results below."
     )
 
 
