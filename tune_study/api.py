@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from search_spaces.declaration.study import Study
-from tune_study.commands.axis_options import VALUES_OPTION
-from tune_study.commands.run_options import RunOptions, plan_from_options
+from tune_study.commands.run_options import VALUES_OPTION, RunOptions, plan_from_options
 from tune_study.folder.summary import DEFAULT_SKIPPED, parse_skipped_statuses
 from tune_study.host.console import make_console
 from tune_study.host.gpus import detect_gpus

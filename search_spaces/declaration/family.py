@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from search_spaces.declaration.presets import GameSettings, Preset
+from search_spaces.declaration.search import Dimension
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.own_parts import shorten_part_name
 
@@ -55,6 +56,7 @@ class Family:
         games: the games that --env selects, by name; empty if the runs play none.
         is_fine_tuning: whether the family's runs fine-tune the language model of `get_model_path`, on GPUs if there
             are any.
+        search_space: what `search` changes unless it is told otherwise; empty if that always has to be typed.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Family:
     name_suffix: str = ""
     games: Mapping[str, GameSettings] = field(default_factory=dict)
     is_fine_tuning: bool = False
+    search_space: tuple[Dimension, ...] = ()
 
     def __post_init__(self) -> None:
         if self.estimate_bytes is None and not self.is_fine_tuning:

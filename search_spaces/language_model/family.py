@@ -5,6 +5,7 @@ import re
 from search_spaces.declaration.family import DisplayColumn, Family, make_value_label
 from search_spaces.declaration.presets import PRESETS
 from search_spaces.language_model.environments import GAMES
+from search_spaces.language_model.search import SEARCH_SPACE
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.own_parts import parse_part_name, shorten_part_name
@@ -89,6 +90,7 @@ PPO = Family(
     trainer="trainable.families:LANGUAGE_MODEL",
     name_suffix="_{model}",
     is_fine_tuning=True,
+    search_space=SEARCH_SPACE,
     games=GAMES,
     config_class=RunConfig,
     presets=PRESETS,

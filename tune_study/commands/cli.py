@@ -18,17 +18,16 @@ from trainable.config.own_parts import OwnPartError
 from trainable.config.run_config import ConfigError
 from trainable.files.paths import UnsafePathError
 from trainable.storage.uris import is_uri
-from tune_study.commands import cleaning, describe
+from tune_study.commands import cleaning, describe, searching
 from tune_study.commands import options as opt
-from tune_study.commands.axis_options import VALUES_OPTION, add_axis_options
 from tune_study.commands.confirmation import DEFAULT_SEEDS, plan_confirmation
+from tune_study.commands.option_groups import Launch, StudyRequest, add_axis_options, add_group
 from tune_study.commands.preflight import LaunchOptions, explain_paper_misfit, start_studies
 from tune_study.commands.requests import request_stop
-from tune_study.commands.run_options import RunOptions, find_studies, plan_from_options
+from tune_study.commands.run_options import VALUES_OPTION, find_studies, plan_from_options
 from tune_study.folder import locate, outputs, study_file
-from tune_study.folder.summary import DEFAULT_SKIPPED, parse_skipped_statuses
 from tune_study.host.console import make_console, print_error, print_line, show_warnings
-from tune_study.host.gpus import detect_gpus
+from tune_study.host.gpus import Gpu, detect_gpus
 from tune_study.host.terminal import finish_output, protect_output
 from tune_study.placement import resources
 from tune_study.plan.errors import PlanError
@@ -62,6 +61,7 @@ PLOT_EXAMPLE = (
     "Example: python -m tune_study plot-gradients results/gradient_analysis_sokoban_sokoban-tiny --step 1,51,101"
 )
 NEW_EXAMPLE = "Example: python -m tune_study new my-lr --vary actor.lr=1e-4,3e-4,1e-3"
+SEARCH_EXAMPLE = "Example: python -m tune_study search kl --preset stress --trials 24 --seeds 2 --output out"
 RUN_EXAMPLE = "Example: python -m tune_study run kl --kl-values 0,0.01,0.1 --steps 60 --seeds 3 --output out"
 
 
@@ -119,150 +119,153 @@ def new(name: opt.NewStudyName, vary: opt.VariedSettings = None, to: opt.NewStud
 @app.command("run", epilog=f"\b\n{RUN_EXAMPLE}")
 @report_errors
 @add_axis_options(STUDIES.values())
+@add_group("request", StudyRequest)
+@add_group("launch", Launch)
 def run(
     study: opt.StudyName,
-    preset: opt.Preset = None,
-    model: opt.Model = None,
-    env: opt.Env = None,
-    steps: opt.Steps = None,
+    request: StudyRequest,
     values: opt.Values = None,
     *,
     axes: Mapping[str, str | None],
-    rollout_filter_include_zero: opt.IncludeZero = None,
-    kl_type: opt.KLType = None,
-    rollout_filter_strategy: opt.FilterStrategy = None,
-    ppo_micro_batch_size_per_gpu: opt.UpdateMicroBatch = None,
-    log_prob_micro_batch_size_per_gpu: opt.LogProbMicroBatch = None,
-    gpus: opt.Gpus = None,
-    gpus_per_exp: opt.GpusPerExp = None,
-    ray_num_cpus: opt.RayNumCpus = None,
-    gpu_memory_utilization: opt.GpuMemoryUtilization = None,
-    gpu_memory_gib: opt.GpuMemoryGib = None,
-    save_freq: opt.SaveFreq = None,
-    seeds: opt.Seeds = None,
     baseline_seeds: opt.BaselineSeeds = None,
     until_resolved: opt.UntilResolved = False,
     max_seeds: opt.MaxSeeds = None,
-    assignments: opt.Assignments = None,
-    output: opt.Output = Path(),
-    extend: opt.Extend = False,
-    max_concurrent: opt.MaxConcurrent = None,
-    max_hours: opt.MaxHours = None,
-    skip_statuses: opt.SkipStatuses = DEFAULT_SKIPPED,
-    smoke: opt.Smoke = False,
-    code: opt.Code = None,
-    accept_changed_file: opt.AcceptChangedFile = False,
-    dry_run: opt.DryRun = False,
-    wandb: opt.Wandb = None,
-    address: opt.Address = None,
-    storage: opt.Storage = None,
+    launch: Launch,
 ) -> None:
     """Run a study or a suite of studies, or continue it if the output folder already contains it."""
     visible_gpus = detect_gpus(os.environ)
-    options = RunOptions(
-        *resources.choose_preset(preset, visible_gpus),
-        option_values={
-            "--steps": steps,
-            "--model": model,
-            "--gpus-per-exp": gpus_per_exp,
-            "--ray-num-cpus": ray_num_cpus,
-            "--gpu-memory-utilization": gpu_memory_utilization,
-            "--save-freq": save_freq,
-            "--ppo-micro-batch-size-per-gpu": ppo_micro_batch_size_per_gpu,
-            "--log-prob-micro-batch-size-per-gpu": log_prob_micro_batch_size_per_gpu,
-        },
-        axis_texts={VALUES_OPTION: values, **axes},
-        game=env,
-        include_zero=rollout_filter_include_zero,
-        strategy=rollout_filter_strategy,
-        assignments=tuple(assignments or ()),
-        seeds=seeds,
-        baseline_seeds=baseline_seeds,
-        until_resolved=until_resolved,
-        max_seeds=max_seeds,
-        smoke=smoke,
-    )
-    launch_options = LaunchOptions(
-        gpus, gpu_memory_gib, max_concurrent, wandb, address, parse_skipped_statuses(skip_statuses), max_hours
-    )
-    load_typed_files(code or [])
-    studies = find_studies(study, kl_type, accept_changed_file)
+    launch_options = launch.make_options()
+    load_typed_files(request.code or [])
+    studies = find_studies(study, request.kl_type, request.accept_changed_file)
 
-    def make_plans(options: RunOptions) -> list[StudyPlan]:
+    def make_plans(preset: str, reason: str) -> list[StudyPlan]:
+        axis_texts = {VALUES_OPTION: values, **axes}
+        options = request.make_run_options(preset, reason, axis_texts, baseline_seeds, until_resolved, max_seeds)
         return [
-            plan_from_options(chosen, options, _make_absolute(output), storage, extend, real=not dry_run, source=source)
+            plan_from_options(
+                chosen,
+                options,
+                _make_absolute(request.output),
+                request.storage,
+                request.extend,
+                real=not request.dry_run,
+                source=source,
+            )
             for chosen, source in studies
         ]
 
-    plans = make_plans(options)
-    # Only a preset that the user did not ask for, on GPUs that the user did not choose, is replaced by the smaller one.
-    # A model or an address is also a choice of the paper preset.
-    has_gpu_options = (model, gpus, gpus_per_exp, gpu_memory_utilization, gpu_memory_gib, address) != (None,) * 6
-    if preset is None and options.preset == "paper" and not has_gpu_options:
-        reason = explain_paper_misfit(plans, launch_options, visible_gpus, outputs.format_command_line())
-        if reason:
-            laptop_reason = f"{options.preset_reason}, but preset paper does not fit it: {reason}"
-            plans = make_plans(options._replace(preset="laptop", preset_reason=laptop_reason))
-    raise typer.Exit(start_studies(plans, launch_options, visible_gpus, dry_run, make_console()))
+    plans = _make_plans_that_fit(make_plans, request, launch_options, visible_gpus)
+    raise typer.Exit(start_studies(plans, launch_options, visible_gpus, request.dry_run, make_console()))
+
+
+def _make_plans_that_fit(
+    make_plans: Callable[[str, str], list[StudyPlan]],
+    request: StudyRequest,
+    launch_options: LaunchOptions,
+    visible_gpus: tuple[Gpu, ...],
+) -> list[StudyPlan]:
+    """The plans under the preset that was typed, or under the default one; under laptop if paper does not fit.
+
+    make_plans: function of the preset and its reason. Only a preset that the user did not ask for, on GPUs that the
+    user did not choose, is replaced by the smaller one.
+    """
+    preset, reason = resources.choose_preset(request.preset, visible_gpus)
+    plans = make_plans(preset, reason)
+    if request.preset is not None or preset != "paper" or request.chooses_gpus(launch_options):
+        return plans
+    misfit = explain_paper_misfit(plans, launch_options, visible_gpus, outputs.format_command_line())
+    return make_plans("laptop", f"{reason}, but preset paper does not fit it: {misfit}") if misfit else plans
+
+
+@app.command("search", epilog=f"\b\n{SEARCH_EXAMPLE}")
+@report_errors
+@add_group("request", StudyRequest)
+@add_group("launch", Launch)
+def search(
+    study: opt.StudyName,
+    trials: opt.NumPoints,
+    vary: opt.SearchSpace = None,
+    objective: opt.Objectives = "success",
+    points_per_round: opt.PointsPerRound = 4,
+    search_seed: opt.SearchSeed = 0,
+    confirm_seeds: opt.ConfirmSeeds = 5,
+    *,
+    request: StudyRequest,
+    launch: Launch,
+) -> None:
+    """Search the settings of STUDY for the best point at which no run collapses, and confirm it with fresh seeds."""
+    visible_gpus = detect_gpus(os.environ)
+    launch_options = launch.make_options()
+    load_typed_files(request.code or [])
+    chosen, source = searching.find_study(study, request.kl_type, request.accept_changed_file)
+    options = searching.SearchOptions(
+        trials, tuple(vary or ()), objective, points_per_round, search_seed, confirm_seeds
+    )
+
+    def make_plans(preset: str, reason: str) -> list[StudyPlan]:
+        run_options = request.make_run_options(preset, reason, {})
+        plan = searching.plan_search(
+            chosen,
+            options,
+            run_options,
+            _make_absolute(request.output),
+            request.storage,
+            request.extend,
+            real=not request.dry_run,
+            source=source,
+        )
+        return [plan]
+
+    (plan,) = _make_plans_that_fit(make_plans, request, launch_options, visible_gpus)
+    console = make_console()
+    raise typer.Exit(searching.run_search(plan, launch_options, visible_gpus, request.dry_run, console))
 
 
 @app.command("resume", epilog="\b\nExample: python -m tune_study resume results/kl_sweep_sokoban-tiny")
 @report_errors
+@add_group("launch", Launch)
 def resume(
     run: opt.RunLocation,
-    gpus: opt.Gpus = None,
     gpus_per_exp: opt.GpusPerExp = None,
-    gpu_memory_gib: opt.GpuMemoryGib = None,
-    max_concurrent: opt.MaxConcurrent = None,
-    max_hours: opt.MaxHours = None,
-    skip_statuses: opt.SkipStatuses = DEFAULT_SKIPPED,
     study: opt.StudyFile = None,
     code: opt.Code = None,
     accept_changed_file: opt.AcceptChangedFile = False,
     dry_run: opt.DryRun = False,
-    wandb: opt.Wandb = None,
-    address: opt.Address = None,
+    *,
+    launch: Launch,
 ) -> None:
     """Continue the study in RUN: finished runs are left unchanged, all others continue."""
     placement_overrides = {} if gpus_per_exp is None else {"trainer.n_gpus_per_node": gpus_per_exp}
     own_study = load_typed_code(study, code, accept_changed_file)
     plan = locate.plan_resume(run, placement_overrides, own_study, is_real=not dry_run)
-    launch_options = LaunchOptions(
-        gpus, gpu_memory_gib, max_concurrent, wandb, address, parse_skipped_statuses(skip_statuses), max_hours
-    )
     console = make_console()
     if not is_uri(run):
         describe.print_missing_checkpoints(console, plan.folder, study_file.read_study(plan.folder))
-    raise typer.Exit(start_studies([plan], launch_options, detect_gpus(os.environ), dry_run, console))
+    visible_gpus = detect_gpus(os.environ)
+    raise typer.Exit(searching.run_search(plan, launch.make_options(), visible_gpus, dry_run, console))
 
 
 @app.command("confirm", epilog=f"\b\n{CONFIRM_EXAMPLE}")
 @report_errors
+@add_group("launch", Launch)
 def confirm(
     run: opt.RunLocation,
     arm: opt.ConfirmedArm,
     baseline: opt.ComparedArm = None,
     seeds: opt.FreshSeeds = DEFAULT_SEEDS,
     extend: opt.Extend = False,
-    gpus: opt.Gpus = None,
-    gpu_memory_gib: opt.GpuMemoryGib = None,
-    max_concurrent: opt.MaxConcurrent = None,
-    max_hours: opt.MaxHours = None,
-    skip_statuses: opt.SkipStatuses = DEFAULT_SKIPPED,
     study: opt.StudyFile = None,
     code: opt.Code = None,
     accept_changed_file: opt.AcceptChangedFile = False,
     dry_run: opt.DryRun = False,
-    wandb: opt.Wandb = None,
-    address: opt.Address = None,
+    *,
+    launch: Launch,
 ) -> None:
     """Run one arm of RUN and the baseline again, with seeds that the study never used: that number is the result."""
     own_study = load_typed_code(study, code, accept_changed_file)
     plan = plan_confirmation(run, arm, baseline, seeds, own_study, extend)
-    launch_options = LaunchOptions(
-        gpus, gpu_memory_gib, max_concurrent, wandb, address, parse_skipped_statuses(skip_statuses), max_hours
-    )
-    raise typer.Exit(start_studies([plan], launch_options, detect_gpus(os.environ), dry_run, make_console()))
+    visible_gpus = detect_gpus(os.environ)
+    raise typer.Exit(start_studies([plan], launch.make_options(), visible_gpus, dry_run, make_console()))
 
 
 @app.command("stop", epilog="\b\nExample: python -m tune_study stop results/kl_sweep_sokoban-tiny --arm 1")

@@ -76,7 +76,8 @@ def plan_confirmation(
         plan.output,
         folder,
     )
-    return merge_with_folder(replace(confirmation, source=plan.source, confirms=confirms), extend)
+    points = {value: settings for value, settings in plan.points.items() if value in confirmation.values}
+    return merge_with_folder(replace(confirmation, source=plan.source, confirms=confirms, points=points), extend)
 
 
 def _find_arm(plan: StudyPlan, option: str, text: str) -> str:

@@ -30,6 +30,7 @@ from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.plan.own_study import list_resume_options
 from tune_study.plan.remarks import find_remarks
 from tune_study.plan.resource_plan import ResourcePlan
+from tune_study.plan.search import describe_space
 from tune_study.plan.study_plan import StudyPlan, find_output, format_values, make_base_config
 
 MAX_VALUES_LENGTH = 120
@@ -81,6 +82,7 @@ def print_plan(
     """
     for line in [
         *_format_plan_lines(plan, resource_plan),
+        *_describe_search(plan),
         *_describe_game(plan),
         *_describe_power(plan),
         disk_line,
@@ -91,6 +93,8 @@ def print_plan(
     # The memory plan is one of GPU memory: a run on the CPU has none.
     if resource_plan.gpu_slots:
         print_memory(console, plan, resource_plan, memory, gpu_names)
+    if plan.search is not None:
+        _print_points(console, plan)
     rows = [
         [
             spec.run_id,
@@ -103,6 +107,33 @@ def print_plan(
         for spec in plan.runs
     ]
     print_table(console, ("run", "arm", "seed", "steps", "log", "checkpoints"), rows)
+
+
+def _describe_search(plan: StudyPlan) -> list[str]:
+    """What a search does besides the runs of its plan; nothing for another study."""
+    if plan.search is None:
+        return []
+    search, num_points = plan.search, len(plan.points)
+    rest = search.num_points - num_points
+    lines = [f"Space: {describe_space(search.space)}"]
+    if rest:
+        lines.append(
+            f"Search: {rest} points follow these {num_points}, drawn {search.points_per_round} at a time from their "
+            f"results: {rest * len(plan.seeds)} more runs"
+        )
+    if search.confirm_seeds:
+        lines.append(
+            f"Then the best point is compared with the default on {search.confirm_seeds} fresh seeds: "
+            f"{2 * search.confirm_seeds} more runs"
+        )
+    return lines
+
+
+def _print_points(console: Console, plan: StudyPlan) -> None:
+    """The settings of the points of a search. A setting whose condition a point does not meet has no value."""
+    settings = list(dict.fromkeys(name for point in plan.points.values() for name in point))
+    rows = [[arm, *(str(point.get(name, "")) for name in settings)] for arm, point in plan.points.items()]
+    print_table(console, ("point", *(name.rpartition(".")[2] for name in settings)), rows)
 
 
 def _describe_game(plan: StudyPlan) -> list[str]:

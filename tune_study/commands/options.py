@@ -164,6 +164,34 @@ Trial = Annotated[
 StudyFolders = Annotated[
     list[Path], Argument(metavar="FOLDER...", help="Output folders, or folders results/<run>, whose studies to read.")
 ]
+NumPoints = Annotated[
+    int, Option("--trials", metavar="N", min=2, help="Number of points to try; the first is the default settings.")
+]
+SearchSpace = Annotated[
+    list[str] | None,
+    Option(
+        "--vary",
+        metavar="SPEC",
+        help="A setting to change: KEY=LOW:HIGH (:log or :linear), KEY=VALUE,VALUE, or KEY alone; 'SPEC if KEY=VALUE' "
+        "for a setting that depends on another; repeatable. Default: rate, KL, entropy, clip range and filter.",
+    ),
+]
+Objectives = Annotated[
+    str, Option("--objective", metavar="LIST", help="success, or success,cost (cost: tokens) for a Pareto front.")
+]
+PointsPerRound = Annotated[
+    int, Option("--points-per-round", metavar="N", min=1, help="Points that are drawn from the same results.")
+]
+SearchSeed = Annotated[int, Option("--search-seed", metavar="S", min=0, help="Seed of the draws of points.")]
+ConfirmSeeds = Annotated[
+    int,
+    Option(
+        "--confirm-seeds",
+        metavar="N",
+        min=0,
+        help="Fresh seeds with which the best point is compared with the default at the end; 0: no comparison.",
+    ),
+]
 ConfirmedArm = Annotated[str, Option("--arm", metavar="A", help="The arm whose result is confirmed.")]
 ComparedArm = Annotated[
     str | None, Option("--baseline", metavar="B", help="The arm to compare with; default: the baseline of the study.")

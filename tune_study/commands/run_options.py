@@ -1,7 +1,7 @@
 """Turn the options of the command `run` into the plan of a study: its settings, its axis values and its folder."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +12,6 @@ from trainable.config.command_lines import format_command
 from trainable.config.own_parts import PART_FORM, parse_part_name
 from trainable.config.run_config import list_field_names
 from trainable.config.setting_types import format_value
-from tune_study.commands.axis_options import VALUES_OPTION
 from tune_study.folder import locate
 from tune_study.folder.study_file import read_study
 from tune_study.placement.model_files import make_absolute
@@ -31,6 +30,9 @@ from tune_study.plan.study_plan import (
     parse_values,
     set_max_seeds,
 )
+
+VALUES_OPTION = "--values"
+"""The option for the values of any study's axis; some studies have a published one in addition."""
 
 OPTION_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "--steps": ("trainer.total_training_steps",),
@@ -118,6 +120,7 @@ def plan_from_options(
     extend: bool,
     real: bool,
     source: StudySource | None = None,
+    complete: Callable[[StudyPlan], StudyPlan] = lambda plan: plan,
 ) -> StudyPlan:
     """Plan a study from its options, merged with the study that its folder may already contain.
 
@@ -129,6 +132,7 @@ def plan_from_options(
         extend: whether --extend was typed.
         real: False for a dry run, which does not access the storage.
         source: the file that declares the study; None for a study of this package.
+        complete: changes the plan before it is merged with the study in the folder.
 
     Raises PlanError or ConfigError if the study cannot be run.
     """
@@ -153,7 +157,7 @@ def plan_from_options(
     n_seeds = options.seeds if options.seeds is not None or not options.smoke else 1
     plan = _plan_with_torch_if_needed(study, options, overrides, values, n_seeds, output)
     plan = replace(plan, storage=None if storage is None else locate.parse_storage_uri(storage), source=source)
-    plan = locate.merge_with_existing(plan, extend, is_real=real)
+    plan = locate.merge_with_existing(complete(plan), extend, is_real=real)
     if not options.until_resolved and options.max_seeds is not None:
         raise PlanError("--max-seeds belongs to --until-resolved: type both, or neither.")
     if not options.until_resolved and plan.max_seeds is None:

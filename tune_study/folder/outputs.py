@@ -97,6 +97,8 @@ def make_study_entry(plan: StudyPlan) -> dict[str, Any]:
         "model": plan.model or "",
         "storage": plan.storage,
         "confirms": None if plan.confirms is None else {"run": plan.confirms.run, "seeds": list(plan.confirms.seeds)},
+        "search": None if plan.search is None else plan.search.make_entry(),
+        "points": {arm: dict(settings) for arm, settings in plan.points.items()},
         "declaration": None if plan.source is None else plan.source.make_entry(),
         "code": make_code_entry(plan.code),
     }
@@ -151,10 +153,12 @@ def write_study(plan: StudyPlan) -> list[str]:
     # The stored command must produce all runs of the study. After --extend, only the new command does.
     is_same_request = (
         bool(previous_entry)
-        and previous_entry["axis"]["values"] == list(plan.values)
+        # A search adds its arms itself, whenever its command is typed.
+        and (plan.search is not None or previous_entry["axis"]["values"] == list(plan.values))
         and previous_entry["seeds"] == list(plan.seeds)
         # A study with a maximum adds these seeds itself, whenever its command is typed.
         and (plan.max_seeds is not None or previous_entry.get("extra_seeds", {}) == _list_extra_seeds(plan))
+        and (plan.search is None or previous_entry["search"] == plan.search.make_entry())
     )
     is_declared_before = plan.source is not None and "contrasts" in previous_entry
     history = {

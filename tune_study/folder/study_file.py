@@ -28,6 +28,7 @@ from trainable.storage.uris import check_uri, is_same_folder, join_uri
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import check_recorded_files
 from tune_study.plan.own_study import OwnStudy, check_same_source, explain_missing_file
+from tune_study.plan.search import find_search_differences, make_point_study, parse_search
 from tune_study.plan.study_plan import (
     MAX_SEEDS,
     ConfirmedStudy,
@@ -37,7 +38,9 @@ from tune_study.plan.study_plan import (
     flatten_settings,
     format_values,
     make_arm_config,
+    rebuild_plan,
     set_max_seeds,
+    set_points,
 )
 
 Text = Annotated[str, Field(max_length=100_000)]
@@ -116,6 +119,27 @@ class _ConfirmedStudy(_Section):
     seeds: list[int] = Field(max_length=MAX_RUNS)
 
 
+class _Dimension(_Section):
+    setting: Text
+    low: float
+    high: float
+    is_log: bool
+    is_relative: bool
+    is_integer: bool
+    values: list[Text] = Field(max_length=MAX_RUNS)
+    condition: list[Text] = Field(max_length=2)
+
+
+class _Search(_Section):
+    space: list[_Dimension] = Field(max_length=1000)
+    objectives: list[Text] = Field(min_length=1, max_length=10)
+    num_points: int = Field(ge=1, le=MAX_RUNS)
+    points_per_round: int = Field(ge=1, le=MAX_RUNS)
+    seed: int = Field(ge=0, le=2**31)
+    confirm_seeds: int = Field(ge=0, le=MAX_SEEDS)
+    grace_steps: int | None = Field(default=None, ge=1, le=2**31)
+
+
 class _StudyFile(_Section):
     """The keys of study.json that `status`, `report` and `resume` rely on. A key with a default may be missing."""
 
@@ -151,6 +175,8 @@ class _StudyFile(_Section):
     earlier_declarations: list[_SourceFile] = Field(default=[], max_length=1000)
     code: list[_SourceFile] = []
     confirms: _ConfirmedStudy | None = None
+    search: _Search | None = None
+    points: dict[Text, dict[Text, Text]] = Field(default={}, max_length=MAX_RUNS)
 
 
 def read_study(folder: Path) -> dict[str, Any]:
@@ -229,6 +255,9 @@ def plan_from_folder(
         if unknown := set(content["stop_rules"]) - {*RULES, *study.stop_rules}:
             raise PlanError(f"there is no stop rule {format_value(unknown.pop())}.")
         study = replace(study, stop_rules=tuple(content["stop_rules"]))
+        points = content.get("points") or {}
+        if points:
+            study = make_point_study(study, points)
         values, seeds = tuple(content["axis"]["values"]), tuple(content["seeds"])
         confirms = None
         if content.get("confirms") is not None:
@@ -253,7 +282,10 @@ def plan_from_folder(
         if content.get("storage") is not None:
             _check_stored_uri(content["storage"])
         source = None if own_study is None else own_study.source
-        plan = replace(plan, storage=content.get("storage"), source=source, confirms=confirms)
+        search = None if content.get("search") is None else parse_search(content["search"])
+        plan = replace(
+            plan, storage=content.get("storage"), source=source, confirms=confirms, search=search, points=points
+        )
         if {spec.run_id for spec in plan.runs} != {entry["run_id"] for entry in content["runs"]}:
             raise PlanError("its list of runs does not match its values and seeds.")
     except ConfigError:
@@ -325,6 +357,8 @@ def merge_with_folder(plan: StudyPlan, extend: bool) -> StudyPlan:
     # The settings are compared below, so the declaration may be the current one.
     existing = plan_from_folder(plan.folder, study=None if own_study else plan.study, own_study=own_study)
     check_same_storage(existing.folder, existing.storage, plan.storage)
+    if plan.search is not None and existing.search is not None:
+        plan = _continue_search(plan, existing)
     changes = find_differences(existing, plan)
     if changes:
         raise PlanError(
@@ -350,24 +384,34 @@ def merge_with_folder(plan: StudyPlan, extend: bool) -> StudyPlan:
         same_values = existing.values if plan.study.axis.value_groups else requested_values
         _check_same_arms(existing, replace(plan, values=same_values, extra_seeds=requested_seeds))
     extra_seeds = {value: {*existing.extra_seeds.get(value, ()), *requested_seeds.get(value, ())} for value in values}
-    merged_plan = build_plan(
-        plan.study,
-        plan.preset,
-        plan.preset_reason,
-        plan.base_config,
-        values,
-        seeds,
-        plan.output,
-        plan.folder,
-        extra_seeds,
-    )
     return replace(
-        merged_plan,
+        rebuild_plan(plan, plan.study, values, seeds, extra_seeds),
         storage=plan.storage or existing.storage,
         max_seeds=plan.max_seeds or existing.max_seeds,
-        source=plan.source,
         confirms=existing.confirms,
     )
+
+
+def _continue_search(plan: StudyPlan, existing: StudyPlan) -> StudyPlan:
+    """The plan of a search with the points that the search in its folder has drawn.
+
+    Raises PlanError for another search than that of the folder, and for fewer points than it has.
+    """
+    assert plan.search is not None
+    assert existing.search is not None
+    changes = find_search_differences(existing.search, plan.search)
+    if changes:
+        raise PlanError(
+            f"{plan.folder} contains a search with other options:\n  " + "\n  ".join(changes) + "\n"
+            "Type the same options to continue it, or another --output to start a new search."
+        )
+    num_points = len(existing.points)
+    if plan.search.num_points < num_points:
+        raise PlanError(
+            f"--trials {format_value(plan.search.num_points)} is less than the {num_points} points that {plan.folder} "
+            f"has: type --trials {num_points} or more."
+        )
+    return set_points(plan, existing.points)
 
 
 def check_same_storage(folder: Path, storage: str | None, requested_uri: str | None) -> None:

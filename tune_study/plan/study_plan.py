@@ -8,6 +8,7 @@ from typing import Any
 
 from search_spaces import STUDIES, SUITES
 from search_spaces.declaration.family import make_value_label
+from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Study
 from search_spaces.language_model.family import as_run_config
 from trainable.config.base_config import BaseRunConfig
@@ -20,11 +21,13 @@ from trainable.storage.uris import join_uri
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import list_used_files
 from tune_study.plan.own_study import StudySource, list_resume_options
+from tune_study.plan.search import Search, make_point_study
 
 MAX_SEEDS = 401
 """Maximum number of seeds per arm: RunConfig accepts the seeds 0 to 400."""
 
 NO_SEEDS: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+NO_POINTS: Mapping[str, Settings] = MappingProxyType({})
 
 MAX_NAME_BYTES, MAX_PATH_BYTES = 240, 3800
 """Maximum bytes of a file's name and path. File systems allow 255 and 4096; the rest is for endings such as `.log`."""
@@ -101,6 +104,8 @@ class StudyPlan:
         runs: one entry per run, the first seed of all arms first.
         storage: URI of the parent of the study's folder in a storage; None without a storage.
         confirms: the study that this one confirms; None for a study of its own.
+        search: what the search looks for that adds the arms; None for a study whose arms are chosen beforehand.
+        points: the settings of each arm of a search or of its confirmation; empty for another study.
     """
 
     study: Study
@@ -117,6 +122,13 @@ class StudyPlan:
     max_seeds: int | None = None
     source: StudySource | None = None
     confirms: ConfirmedStudy | None = None
+    search: Search | None = None
+    points: Mapping[str, Settings] = field(default_factory=dict)
+
+    @property
+    def has_next_round(self) -> bool:
+        """Whether a search draws more points when its runs have ended."""
+        return self.search is not None and len(self.points) < self.search.num_points
 
     @property
     def code(self) -> tuple[PartFile, ...]:
@@ -399,22 +411,27 @@ def set_max_seeds(plan: StudyPlan, max_seeds: int, least_seeds: int = 2) -> Stud
 def add_seeds(plan: StudyPlan, extra_seeds: Mapping[str, Iterable[int]]) -> StudyPlan:
     """The plan with further seeds of single arms, by axis value, in addition to those that the arms have."""
     all_seeds = {value: {*plan.extra_seeds.get(value, ()), *extra_seeds.get(value, ())} for value in plan.values}
-    return replace(
-        build_plan(
-            plan.study,
-            plan.preset,
-            plan.preset_reason,
-            plan.base_config,
-            plan.values,
-            plan.seeds,
-            plan.output,
-            plan.folder,
-            all_seeds,
-        ),
-        storage=plan.storage,
-        max_seeds=plan.max_seeds,
-        confirms=plan.confirms,
+    return rebuild_plan(plan, plan.study, plan.values, plan.seeds, all_seeds)
+
+
+def set_points(plan: StudyPlan, points: Mapping[str, Settings]) -> StudyPlan:
+    """The plan of a search, or of its confirmation, whose arms are `points`."""
+    study = make_point_study(plan.study, points)
+    return replace(rebuild_plan(plan, study, tuple(points), plan.seeds, plan.extra_seeds), points=points)
+
+
+def rebuild_plan(
+    plan: StudyPlan,
+    study: Study,
+    values: tuple[str, ...],
+    seeds: tuple[int, ...],
+    extra_seeds: Mapping[str, Iterable[int]],
+) -> StudyPlan:
+    """The plan with other arms or seeds, see `build_plan`. Everything else stays as it is."""
+    built = build_plan(
+        study, plan.preset, plan.preset_reason, plan.base_config, values, seeds, plan.output, plan.folder, extra_seeds
     )
+    return replace(plan, study=study, values=values, seeds=seeds, runs=built.runs, extra_seeds=built.extra_seeds)
 
 
 def build_plan(

@@ -53,9 +53,15 @@ class LocalRay:
         os.environ.pop(MARK_ENV, None)
 
     @contextmanager
-    def acquire(self, folder: Path, resource_plan: ResourcePlan) -> Iterator["tuple[Daemon, ...]"]:
-        """Provide Ray during the body, for the study in `folder`; yield its processes if they were started here."""
-        self._pending_folders.discard(folder)
+    def acquire(
+        self, folder: Path, resource_plan: ResourcePlan, *, has_next_round: bool = False
+    ) -> Iterator["tuple[Daemon, ...]"]:
+        """Provide Ray during the body, for the study in `folder`; yield its processes if they were started here.
+
+        has_next_round: whether the same study will need Ray again.
+        """
+        if not has_next_round:
+            self._pending_folders.discard(folder)
         try:
             yield self._ensure_started((resource_plan.cpus, resource_plan.gpus), resource_plan)
         except BaseException:

@@ -32,6 +32,7 @@ from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.local_ray import LocalRay
 from tune_study.tune.looks import plan_next_look
 from tune_study.tune.progress import Progress
+from tune_study.tune.rounds import plan_next_round
 from tune_study.tune.trials import make_trial_configs
 
 if TYPE_CHECKING:
@@ -151,13 +152,7 @@ def _run_session(session: StudySession) -> int:
     is_first = True
     while True:
         exit_code = _run_planned_seeds(session, names_finished=is_first)
-        if session.plan.max_seeds is None or session.interrupt.is_requested:
-            return exit_code
-        if exit_code:
-            print_line(session.console, "No seed is added, because not every run has ended well.")
-            return exit_code
-        next_plan, line = plan_next_look(session.plan, session.resource_plan.max_concurrent)
-        print_line(session.console, line)
+        next_plan = None if session.interrupt.is_requested else _plan_next(session, exit_code)
         if next_plan is None:
             return exit_code
         if session.storage is not None:
@@ -167,9 +162,35 @@ def _run_session(session: StudySession) -> int:
         session = replace(
             session,
             plan=next_plan,
-            finished_statuses=find_finished_runs(next_plan, ENDED_STATUSES),
+            finished_statuses=find_finished_runs(next_plan, _get_final_statuses(next_plan)),
             progress=Progress(next_plan, session.resource_plan.max_concurrent, session.console),
         )
+
+
+def _get_final_statuses(plan: StudyPlan) -> tuple[str, ...]:
+    """The statuses of runs that a next round does not train again. In a search, a failed run is a result."""
+    return ENDED_STATUSES if plan.search is None else (*ENDED_STATUSES, "failed")
+
+
+def _plan_next(session: StudySession, exit_code: int) -> StudyPlan | None:
+    """The plan with the runs that follow from the results, and a line on them; None if there are none."""
+    plan = session.plan
+    if plan.search is not None:
+        if len(find_finished_runs(plan, _get_final_statuses(plan))) < len(plan.runs):
+            print_line(session.console, "No point is drawn, because not every run has ended.")
+            return None
+        next_plan, line = plan_next_round(plan)
+        if next_plan is None and plan.has_next_round:  # the end comes unexpectedly
+            write_results(plan.folder, session.console)
+    elif plan.max_seeds is not None:
+        if exit_code:
+            print_line(session.console, "No seed is added, because not every run has ended well.")
+            return None
+        next_plan, line = plan_next_look(plan, session.resource_plan.max_concurrent)
+    else:
+        return None
+    print_line(session.console, line)
+    return next_plan
 
 
 def _run_planned_seeds(session: StudySession, *, names_finished: bool) -> int:
@@ -291,7 +312,7 @@ def _fit_tuner(session: StudySession, statuses: StudyStatuses, recorder: "Record
     wandb_callbacks = _make_wandb_callbacks(plan, session.wandb_mode)
     # Ray installs its own SIGTERM handler when it starts, so our handlers are installed afterwards.
     with (
-        session.suite.ray.acquire(plan.folder, session.resource_plan) as daemons,
+        session.suite.ray.acquire(plan.folder, session.resource_plan, has_next_round=plan.has_next_round) as daemons,
         session.interrupt.handle_signals(print_text),
     ):
         # Ray keeps logs and sockets in a folder of its own, often on another disk than the results.
@@ -447,14 +468,20 @@ def _conclude_study(session: StudySession, problem: str, statuses: StudyStatuses
     except OSError as error:
         problem = f"{problem} The summary could not be written: {error}.".strip()
     for status in statuses.list_all():
-        print_line(console, f"{status.run_id} {status.display_text}: {status.reason}")
+        # A search has many rounds, and each lists its own runs.
+        if plan.search is None or status.run_id not in session.finished_statuses:
+            print_line(console, f"{status.run_id} {status.display_text}: {status.reason}")
     unfinished_statuses = [status for status in statuses.list_all() if status.status not in ENDED_STATUSES]
-    problem = " ".join(filter(None, (problem, write_results(plan.folder, console))))
+    # Between the rounds of a search nobody waits for a report, which takes longer than the draw of the next points.
+    are_over = all(status.status in _get_final_statuses(plan) for status in statuses.list_all())
+    is_round = plan.has_next_round and are_over and not session.interrupt.is_requested
+    if not is_round:
+        problem = " ".join(filter(None, (problem, write_results(plan.folder, console))))
     if session.storage is not None:  # after the tables and the report, so that the storage gets them too
         problem = " ".join(filter(None, (problem, session.storage.push())))
     if problem:
         print_error(problem)
-    if unfinished_statuses:
+    if unfinished_statuses and not is_round:
         # study.json has the storage of the study but not its cluster, so the command must name the cluster.
         address = session.resource_plan.cluster_address
         options = plan.resume_options

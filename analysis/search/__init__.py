@@ -1,0 +1,1 @@
+"""The points of a search: their outcomes, which settings matter, and the section of the report."""

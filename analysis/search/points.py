@@ -1,0 +1,102 @@
+"""The points of a search and their outcomes: one row per arm."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from analysis.data.compare import (
+    collect_outcomes,
+    estimate_mean,
+    require_single_study,
+    select_runs,
+)
+from analysis.data.families import Row
+from analysis.data.frames import StudyFrames, to_records
+from analysis.sweep.collapse import count_collapses
+
+SUCCESS, COST = "success", "cost"
+"""The objectives of a search: the primary outcome of its study, and the tokens that a run samples and trains on."""
+
+_COST_COLUMNS = ("total_sampled_tokens", "total_trained_tokens")
+COMPLETE, FAILED, OPEN = "complete", "failed", "open"
+"""States of a point: every run has ended and some can be scored; none can; runs have yet to end."""
+
+
+def make_points(frames: StudyFrames) -> pd.DataFrame:
+    """The points of a search, in the order in which they were drawn; empty for another study.
+
+    Columns: arm, number (0 for the default), state (one of COMPLETE, FAILED, OPEN), seeds (scored runs), violations
+    (runs that collapsed, or that failed and so have no outcome), is_feasible, success (mean of the primary outcome over
+    scored runs) with low and high, cost (mean tokens per run; NaN for a family without them), and settings (text by
+    dotted setting).
+
+    A run that a rule stopped counts with its outcome, and as a violation: a collapse is a result and never missing.
+    """
+    study = require_single_study(frames).studies[0]
+    entry = study.get("search")
+    if not entry:
+        return pd.DataFrame()
+    (family,) = frames.families
+    points: Mapping[str, Mapping[str, str]] = study["points"]
+    outcomes = collect_outcomes(frames, family.primary_column)
+    collapses = count_collapses(frames) if family.is_fine_tuning else pd.DataFrame()
+    collapsed = {row["arm"]: row["collapsed"] for row in to_records(collapses)}
+    rows: list[Row] = []
+    for number, arm in enumerate(points):
+        runs = select_runs(frames, arm)
+        scored_runs = select_runs(frames, arm, scored_only=True)
+        num_failed = int((runs["status"] == "failed").sum())
+        is_over = len(scored_runs) + num_failed == len(runs)
+        violations = int(collapsed.get(arm, 0)) + num_failed
+        estimate = estimate_mean(outcomes, arm)
+        state = OPEN if not is_over else COMPLETE if len(scored_runs) else FAILED
+        rows.append(
+            {
+                "arm": arm,
+                "number": number,
+                "state": state,
+                "seeds": len(scored_runs),
+                "violations": violations,
+                "is_feasible": state == COMPLETE and not violations,
+                "success": estimate.value,
+                "low": estimate.low,
+                "high": estimate.high,
+                "cost": _compute_cost(scored_runs),
+                "settings": dict(points[arm]),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _compute_cost(runs: pd.DataFrame) -> float:
+    """Mean tokens per run; NaN without the columns or without a run."""
+    if not len(runs) or not set(_COST_COLUMNS) <= set(runs.columns):
+        return math.nan
+    return float(runs[list(_COST_COLUMNS)].sum(axis=1, min_count=len(_COST_COLUMNS)).mean())
+
+
+def find_best_point(points: pd.DataFrame, is_higher_better: bool) -> Row | None:
+    """The point whose mean outcome is best among those at which no run collapsed or failed; None if there is none.
+
+    Of equal points it is the one that was drawn first.
+    """
+    feasible = points[points["is_feasible"] & points["success"].notna()]
+    if feasible.empty:
+        return None
+    order = feasible.sort_values("success", ascending=not is_higher_better, kind="stable")
+    return to_records(order.iloc[:1])[0]
+
+
+def select_dimensions(entry: Mapping[str, Any], settings: Mapping[str, str]) -> list[Mapping[str, Any]]:
+    """The dimensions of the space that a point has a value of: all, but those whose condition it does not meet.
+
+    entry: `search` of study.json.
+    """
+    return [
+        dimension
+        for dimension in entry["space"]
+        if dimension["setting"] in settings
+        and (not dimension["condition"] or settings.get(dimension["condition"][0]) == dimension["condition"][1])
+    ]

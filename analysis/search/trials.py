@@ -1,0 +1,156 @@
+"""A search as an Optuna study: what its sampler, its importances and its dashboard work on.
+
+The study is made from the rows of the runs whenever it is needed, so it never disagrees with them.
+"""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import optuna
+import pandas as pd
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.exceptions import ExperimentalWarning
+from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+from optuna.samplers import BaseSampler
+from optuna.storages import BaseStorage
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from analysis.data.frames import to_records
+from analysis.search.points import COMPLETE, COST, FAILED, SUCCESS, select_dimensions
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+CONSTRAINT = "runs that collapsed or failed"
+IMPORTANCE_QUANTILE = 0.25
+"""Importances say what it takes to be among this fraction of the points. Optuna's tenth is two points of twenty."""
+_NUM_RESAMPLES = 200
+_MIN_POINTS = 8
+"""With fewer points, the best quarter is a single one, and there is nothing to say about it."""
+
+
+def make_distribution(dimension: Mapping[str, Any]) -> BaseDistribution:
+    """The distribution of a dimension, which is an entry of `space` in study.json."""
+    if dimension["values"]:
+        return CategoricalDistribution(tuple(dimension["values"]))
+    if dimension["is_integer"]:
+        return IntDistribution(int(dimension["low"]), int(dimension["high"]), log=dimension["is_log"])
+    return FloatDistribution(dimension["low"], dimension["high"], log=dimension["is_log"])
+
+
+def make_optuna_study(
+    entry: Mapping[str, Any],
+    points: pd.DataFrame,
+    is_higher_better: bool,
+    sampler: BaseSampler | None = None,
+    storage: BaseStorage | None = None,
+    name: str | None = None,
+) -> optuna.Study:
+    """The Optuna study of a search, with a trial per point that has ended.
+
+    Args:
+        entry: `search` of study.json.
+        points: from `make_points`.
+        is_higher_better: of the primary outcome.
+        sampler: draws the next points.
+        storage: where the study is written, without a study of this name; None for memory.
+        name: of the study in the storage.
+    """
+    directions = {
+        SUCCESS: StudyDirection.MAXIMIZE if is_higher_better else StudyDirection.MINIMIZE,
+        COST: StudyDirection.MINIMIZE,
+    }
+    objectives = entry["objectives"]
+    study = optuna.create_study(
+        directions=[directions[objective] for objective in objectives],
+        sampler=sampler,
+        storage=storage,
+        study_name=name,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        study.set_metric_names(list(objectives))
+    study.add_trials(_make_trials(entry, points))
+    return study
+
+
+def _make_trials(entry: Mapping[str, Any], points: pd.DataFrame) -> list[FrozenTrial]:
+    trials = []
+    for row in to_records(points):
+        if row["state"] not in (COMPLETE, FAILED):
+            continue
+        dimensions = select_dimensions(entry, row["settings"])
+        is_complete = row["state"] == COMPLETE and not any(np.isnan(row[name]) for name in entry["objectives"])
+        trials.append(
+            create_trial(
+                state=TrialState.COMPLETE if is_complete else TrialState.FAIL,
+                values=[row[name] for name in entry["objectives"]] if is_complete else None,
+                params={dimension["name"]: _read_value(dimension, row["settings"]) for dimension in dimensions},
+                distributions={dimension["name"]: make_distribution(dimension) for dimension in dimensions},
+                user_attrs={"arm": row["arm"], "seeds": row["seeds"]},
+                constraints={CONSTRAINT: float(row["violations"])} if is_complete else None,
+            )
+        )
+    return trials
+
+
+def _read_value(dimension: Mapping[str, Any], settings: Mapping[str, str]) -> Any:
+    text = settings[dimension["setting"]]
+    if dimension["values"]:
+        return text
+    if dimension["is_integer"]:
+        return int(text)
+    # A rounded value may lie a little outside.
+    return float(np.clip(float(text), dimension["low"], dimension["high"]))
+
+
+class Importance(NamedTuple):
+    """How much a dimension matters for being among the best points: its share of the total, with a 90 % interval."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+
+
+def compute_importances(
+    entry: Mapping[str, Any], points: pd.DataFrame, is_higher_better: bool, generator: np.random.Generator
+) -> list[Importance]:
+    """PED-ANOVA importances of the dimensions for the first objective, the largest first; empty with too few points.
+
+    The intervals are from 200 resamples of the points. They say how much depends on which points were drawn, and
+    nothing of other seeds.
+
+    Source: Watanabe, Bansal & Hutter 2023, https://arxiv.org/abs/2304.10255, in Optuna's implementation.
+    """
+    single = {**entry, "objectives": entry["objectives"][:1]}
+    # The default has a value of every setting, but none that was drawn.
+    drawn = points[(points["number"] > 0) & (points["state"] == COMPLETE)]
+    if len(drawn) < _MIN_POINTS:
+        return []
+    values = _compute_shares(single, drawn, is_higher_better)
+    resamples = [
+        _compute_shares(single, drawn.iloc[generator.integers(len(drawn), size=len(drawn))], is_higher_better)
+        for _ in range(_NUM_RESAMPLES)
+    ]
+    importances = []
+    for name, value in values.items():
+        low, high = np.quantile([resample.get(name, 0.0) for resample in resamples], (0.05, 0.95))
+        importances.append(Importance(name, value, float(low), float(high)))
+    return sorted(importances, key=lambda importance: -importance.value)
+
+
+def _compute_shares(entry: Mapping[str, Any], points: pd.DataFrame, is_higher_better: bool) -> dict[str, float]:
+    evaluator = PedAnovaImportanceEvaluator(target_quantile=IMPORTANCE_QUANTILE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of settings without an effect in a resample
+        return get_param_importances(make_optuna_study(entry, points, is_higher_better), evaluator=evaluator)
+
+
+def list_pareto_arms(entry: Mapping[str, Any], points: pd.DataFrame, is_higher_better: bool) -> list[str]:
+    """The feasible points that no other beats in one of success and cost without being worse in the other."""
+    both = {**entry, "objectives": [SUCCESS, COST]}
+    study = make_optuna_study(both, points[points["is_feasible"]], is_higher_better)
+    return sorted((trial.user_attrs["arm"] for trial in study.best_trials), key=list(points["arm"]).index)

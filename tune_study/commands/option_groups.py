@@ -1,0 +1,194 @@
+"""Options that several commands share: groups of them, and the options for the axis values of every study.
+
+A command receives a group as one argument. Typer reads the options of a command from its signature, in which those of
+the group take the place of that argument.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+from typer import Option
+
+from search_spaces.declaration.study import Study
+from tune_study.commands import options as opt
+from tune_study.commands.preflight import LaunchOptions
+from tune_study.commands.run_options import VALUES_OPTION, RunOptions
+from tune_study.folder.summary import DEFAULT_SKIPPED, parse_skipped_statuses
+
+Command = Callable[..., None]
+
+
+class StudyRequest(NamedTuple):
+    """The options that say what to run, which `run` and `search` share."""
+
+    preset: opt.Preset = None
+    model: opt.Model = None
+    env: opt.Env = None
+    steps: opt.Steps = None
+    rollout_filter_include_zero: opt.IncludeZero = None
+    kl_type: opt.KLType = None
+    rollout_filter_strategy: opt.FilterStrategy = None
+    ppo_micro_batch_size_per_gpu: opt.UpdateMicroBatch = None
+    log_prob_micro_batch_size_per_gpu: opt.LogProbMicroBatch = None
+    gpus_per_exp: opt.GpusPerExp = None
+    ray_num_cpus: opt.RayNumCpus = None
+    gpu_memory_utilization: opt.GpuMemoryUtilization = None
+    save_freq: opt.SaveFreq = None
+    seeds: opt.Seeds = None
+    assignments: opt.Assignments = None
+    output: opt.Output = Path()
+    storage: opt.Storage = None
+    extend: opt.Extend = False
+    smoke: opt.Smoke = False
+    code: opt.Code = None
+    accept_changed_file: opt.AcceptChangedFile = False
+    dry_run: opt.DryRun = False
+
+    def make_run_options(
+        self,
+        preset: str,
+        preset_reason: str,
+        axis_texts: Mapping[str, str | None],
+        baseline_seeds: int | None = None,
+        until_resolved: bool = False,
+        max_seeds: int | None = None,
+    ) -> RunOptions:
+        """The options of a study. preset, preset_reason: --preset, or the default preset, and why it was chosen."""
+        return RunOptions(
+            preset,
+            preset_reason,
+            option_values={
+                "--steps": self.steps,
+                "--model": self.model,
+                "--gpus-per-exp": self.gpus_per_exp,
+                "--ray-num-cpus": self.ray_num_cpus,
+                "--gpu-memory-utilization": self.gpu_memory_utilization,
+                "--save-freq": self.save_freq,
+                "--ppo-micro-batch-size-per-gpu": self.ppo_micro_batch_size_per_gpu,
+                "--log-prob-micro-batch-size-per-gpu": self.log_prob_micro_batch_size_per_gpu,
+            },
+            axis_texts=axis_texts,
+            game=self.env,
+            include_zero=self.rollout_filter_include_zero,
+            strategy=self.rollout_filter_strategy,
+            assignments=tuple(self.assignments or ()),
+            seeds=self.seeds,
+            baseline_seeds=baseline_seeds,
+            until_resolved=until_resolved,
+            max_seeds=max_seeds,
+            smoke=self.smoke,
+        )
+
+    def chooses_gpus(self, launch: LaunchOptions) -> bool:
+        """Whether an option was typed that only fits a certain choice of GPUs, or of the paper preset."""
+        choices = (self.model, launch.gpus, self.gpus_per_exp, self.gpu_memory_utilization, launch.gpu_memory_gib)
+        return (*choices, launch.address) != (None,) * 6
+
+
+class Launch(NamedTuple):
+    """The options that say where and how to run, which all commands share that train."""
+
+    gpus: opt.Gpus = None
+    gpu_memory_gib: opt.GpuMemoryGib = None
+    max_concurrent: opt.MaxConcurrent = None
+    max_hours: opt.MaxHours = None
+    skip_statuses: opt.SkipStatuses = DEFAULT_SKIPPED
+    wandb: opt.Wandb = None
+    address: opt.Address = None
+
+    def make_options(self) -> LaunchOptions:
+        """The same options with the statuses as a list. PlanError for a status that does not exist."""
+        return LaunchOptions(
+            self.gpus,
+            self.gpu_memory_gib,
+            self.max_concurrent,
+            self.wandb,
+            self.address,
+            parse_skipped_statuses(self.skip_statuses),
+            self.max_hours,
+        )
+
+
+def add_group(name: str, group: type[Any]) -> Callable[[Command], Command]:
+    """A decorator that gives a command an option per field of `group`, a NamedTuple with annotations of `options`.
+
+    name: the parameter of the command that receives the group.
+    """
+    hints = get_type_hints(group, include_extras=True)
+    options = [
+        inspect.Parameter(
+            field, inspect.Parameter.KEYWORD_ONLY, default=group._field_defaults[field], annotation=hints[field]
+        )
+        for field in group._fields
+    ]
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def run_with_group(**arguments: Any) -> None:
+            values = {field: arguments.pop(field) for field in group._fields}
+            command(**{name: group(**values)}, **arguments)
+
+        return _replace_parameter(run_with_group, command, name, options)
+
+    return decorate
+
+
+def _replace_parameter(wrapper: Command, command: Command, name: str, options: list[inspect.Parameter]) -> Command:
+    """Give `wrapper` the signature of `command` in which `options` take the place of the parameter `name`.
+
+    All parameters become keyword-only, because one with a default may then precede one without.
+    """
+    signature = inspect.signature(command)
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in signature.parameters.values()]
+    position = [parameter.name for parameter in parameters].index(name)
+    parameters[position : position + 1] = options
+    wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return wrapper
+
+
+def add_axis_options(studies: Iterable[Study]) -> Callable[[Command], Command]:
+    """A decorator that gives a command an option for every flag that one of `studies` declares for its axis.
+
+    The command receives all of these options as one argument `axes`: for each flag, the text that was typed, or
+    None. In the help they appear at the position of `axes` among the parameters. Each has both spellings (--kl-values,
+    --kl_values).
+    """
+    studies_by_flag: dict[str, list[Study]] = {}
+    for study in studies:
+        if study.axis.option != VALUES_OPTION:  # --values is an option of the command itself
+            studies_by_flag.setdefault(study.axis.option, []).append(study)
+    parameter_names = {flag: flag.strip("-").replace("-", "_") for flag in studies_by_flag}
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def run_with_axes(**arguments: Any) -> None:
+            command(axes={flag: arguments.pop(name) for flag, name in parameter_names.items()}, **arguments)
+
+        options = []
+        for flag, name in parameter_names.items():
+            option = Option(*_make_spellings(flag), metavar="LIST", help=_format_help(studies_by_flag[flag]))
+            annotation = Annotated[str | None, option]
+            options.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+        return _replace_parameter(run_with_axes, command, "axes", options)
+
+    return decorate
+
+
+def _make_spellings(flag: str) -> list[str]:
+    """The flag as declared, with hyphens, and with underscores; each spelling once."""
+    bare_flag = flag.removeprefix("--")
+    return list(dict.fromkeys([flag, f"--{bare_flag.replace('_', '-')}", f"--{bare_flag.replace('-', '_')}"]))
+
+
+def _format_help(studies: list[Study]) -> str:
+    """Help text of a flag: the axis if one study declares it, else that it takes named arms."""
+    axis = studies[0].axis
+    example = ",".join((*axis.value_groups, *axis.grids["laptop"])[:2])
+    if len(studies) == 1:
+        return f"Study {studies[0].name}: values of {axis.setting}, for example {example}."
+    names = f"{studies[0].name}, {studies[1].name}{', ...' * (len(studies) > 2)}"
+    kinds = "arms or groups" if axis.value_groups else "arms"
+    return f"Studies {names}: names of {kinds}, for example {example}."

@@ -1,0 +1,142 @@
+"""The command `search`: draw points in rounds, and confirm the best one with seeds that the search never used.
+
+A search is a study whose arms are points. It is planned, run, killed and resumed like any other.
+"""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+
+from search_spaces.declaration.study import Study
+from trainable.config.setting_types import format_value
+from trainable.files.schema import MAX_RUNS
+from tune_study.commands.confirmation import plan_confirmation
+from tune_study.commands.preflight import LaunchOptions, start_studies
+from tune_study.commands.run_options import RunOptions, find_studies, plan_from_options
+from tune_study.folder.study_file import plan_from_folder
+from tune_study.host.console import print_line
+from tune_study.host.gpus import Gpu
+from tune_study.plan.errors import PlanError
+from tune_study.plan.own_study import OwnStudy, StudySource
+from tune_study.plan.search import DEFAULT_POINT, Search, make_point_study
+from tune_study.plan.search_space import make_space
+from tune_study.plan.study_plan import StudyPlan
+from tune_study.tune.rounds import draw_first_points
+
+DEFAULT_SEEDS = 2
+"""Seeds per point. One would choose the luckiest run; more would leave fewer points for the same time."""
+
+OBJECTIVES = (("success",), ("success", "cost"))
+
+
+class SearchOptions(NamedTuple):
+    """The options of `search` that say what to look for; each attribute is the value of the option of its name."""
+
+    trials: int
+    vary: tuple[str, ...]
+    objective: str
+    points_per_round: int
+    search_seed: int
+    confirm_seeds: int
+
+
+def find_study(name: str, kl_type: str | None, accepts_change: bool) -> tuple[Study, StudySource | None]:
+    """The study `name`, see `find_studies`. PlanError for a suite, of which one study has to be chosen."""
+    studies = find_studies(name, kl_type, accepts_change)
+    if len(studies) > 1:
+        names = ", ".join(study.name for study, _ in studies)
+        raise PlanError(f"{format_value(name)} is a suite, and a search is over the settings of one study: {names}.")
+    return studies[0]
+
+
+def plan_search(
+    study: Study,
+    options: SearchOptions,
+    run_options: RunOptions,
+    output: Path,
+    storage: str | None,
+    extend: bool,
+    real: bool,
+    source: StudySource | None,
+) -> StudyPlan:
+    """The plan of a new search, or of the one in its folder; for the other arguments see `plan_from_options`.
+
+    Raises PlanError or ConfigError if the search cannot be run.
+    """
+    objectives = tuple(word.strip() for word in options.objective.split(","))
+    if objectives not in OBJECTIVES:
+        raise PlanError(
+            f"--objective {format_value(options.objective)} is none: type --objective success, or success,cost."
+        )
+    if "cost" in objectives and not study.family.is_fine_tuning:
+        raise PlanError(f"--objective cost counts tokens, which the runs of study {study.name} do not: leave it out.")
+    if options.trials > MAX_RUNS:
+        raise PlanError(f"--trials {format_value(options.trials)} is above the maximum: type {MAX_RUNS} or less.")
+    if options.confirm_seeds == 1:
+        raise PlanError("--confirm-seeds 1 gives no interval: type --confirm-seeds 2 or more, or 0 for none.")
+    if run_options.seeds is None:
+        run_options = run_options._replace(seeds=DEFAULT_SEEDS)
+
+    def add_search(plan: StudyPlan) -> StudyPlan:
+        """The plan of the default point with its search, whose space depends on the settings of the preset."""
+        search = Search(
+            make_space(study.family, plan.base_config, options.vary),
+            objectives,
+            options.trials,
+            options.points_per_round,
+            options.search_seed,
+            options.confirm_seeds,
+        )
+        return replace(plan, search=search, points={DEFAULT_POINT: {}})
+
+    point_study = make_point_study(study, {DEFAULT_POINT: {}})
+    plan = plan_from_options(point_study, run_options, output, storage, extend, real, source, add_search)
+    return draw_first_points(plan) if len(plan.points) == 1 else plan
+
+
+def run_search(
+    plan: StudyPlan, options: LaunchOptions, visible_gpus: tuple[Gpu, ...], dry_run: bool, console: Console
+) -> int:
+    """Run or resume a study and, if it is a search that comes to its end, the confirmation of its best point.
+
+    See `start_studies`, whose exit code is returned: of the search unless only its confirmation fails.
+    """
+    began_at = time.monotonic()
+    exit_code = start_studies([plan], options, visible_gpus, dry_run, console)
+    if plan.search is None or dry_run or exit_code not in (0, 1) or not plan.search.confirm_seeds:
+        return exit_code
+    own_study = None if plan.source is None else OwnStudy(plan.study, plan.source)
+    plan = plan_from_folder(plan.folder, own_study=own_study)
+    best = _find_best(plan, console)
+    if best is None:
+        return exit_code
+    assert plan.search is not None
+    confirmation = plan_confirmation(str(plan.folder), best, None, plan.search.confirm_seeds, own_study, extend=False)
+    print_line(console, f"Confirmation of {best} against {DEFAULT_POINT}, with seeds that the search never used")
+    if options.max_hours is not None:
+        hours = options.max_hours - (time.monotonic() - began_at) / 3600
+        options = options._replace(max_hours=max(hours, 0.0))
+    return max(exit_code, start_studies([confirmation], options, visible_gpus, dry_run, console))
+
+
+def _find_best(plan: StudyPlan, console: Console) -> str | None:
+    """The arm to confirm; None, with a line that says why, if the search has not ended or there is none."""
+    from analysis.data.load import load  # imports pandas
+    from analysis.search.points import OPEN, find_best_point, make_points
+
+    frames = load(plan.folder)
+    points = make_points(frames)
+    if (points["state"] == OPEN).any():
+        return None
+    (family,) = frames.families
+    best = find_best_point(points, family.is_higher_better)
+    if best is None:
+        print_line(console, "At every point a run collapsed or failed, so there is nothing to confirm.")
+        return None
+    if best["arm"] == DEFAULT_POINT:
+        print_line(console, "No point is better than the default, so there is nothing to confirm.")
+        return None
+    return str(best["arm"])

@@ -1,0 +1,115 @@
+"""A search over settings: its space, its points, and the study whose arms are the points."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from search_spaces.declaration.presets import Settings
+from search_spaces.declaration.search import Dimension
+from search_spaces.declaration.study import Axis, NameTemplates, Study
+
+DEFAULT_POINT = "default"
+"""The arm with the settings of the preset: the first point of every search, with which all others are compared."""
+
+FIRST_POINTS = 10
+"""Number of points, with the default, that are drawn before results are used: Optuna's own default."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a search looks for, and where.
+
+    Attributes:
+        space: the settings that it changes.
+        objectives: `success` (the primary outcome of the study), and `cost` (tokens) if points are to be cheap as well.
+        num_points: number of points to try, with the default.
+        points_per_round: number of points that are drawn from the same results, and run at once if there is room.
+        seed: seed of the draws.
+        confirm_seeds: number of fresh seeds with which the best point is compared with the default at the end; 0 for
+            no comparison.
+        grace_steps: steps before which no run is halved; None if every run trains all its steps.
+    """
+
+    space: tuple[Dimension, ...]
+    objectives: tuple[str, ...]
+    num_points: int
+    points_per_round: int = 4
+    seed: int = 0
+    confirm_seeds: int = 5
+    grace_steps: int | None = None
+
+    def make_entry(self) -> dict[str, Any]:
+        """The record in study.json."""
+        return {
+            **asdict(self),
+            "space": [{"name": dimension.name, **asdict(dimension)} for dimension in self.space],
+        }
+
+
+_SEARCH = TypeAdapter(Search)
+
+
+def parse_search(entry: Mapping[str, Any]) -> Search:
+    """The search of a record in study.json. Keys of later versions are ignored."""
+    return _SEARCH.validate_python(entry)
+
+
+def name_point(number: int) -> str:
+    """The arm of the point that is drawn as number `number`; number 0 is the default."""
+    return f"point-{number}" if number else DEFAULT_POINT
+
+
+def make_point_study(study: Study, points: Mapping[str, Settings]) -> Study:
+    """The study whose arms are points: their settings, by arm. It asks what `study` asks, in a folder of its own."""
+    stem, suffix = f"search_{study.name.replace('-', '_')}", study.family.name_suffix
+    return replace(
+        study,
+        axis=Axis("point", dict.fromkeys(study.family.presets, tuple(points)), "--points", named_settings=points),
+        baseline=DEFAULT_POINT,
+        baseline_seeds=1,
+        published_templates=NameTemplates(
+            run=stem + suffix,
+            experiment=f"{stem}_{{label}}{suffix}",
+            title=f"Search {study.name}",
+            summary="point={arm}",
+            wandb_project=f"tune_study_{stem}",
+            log="{run}/{label}/{experiment}.log",
+            checkpoints="{run}/{label}/{experiment}",
+        ),
+        contrasts={},
+        interactions={},
+        variants={},
+        has_include_zero_option=True,
+    )
+
+
+def find_search_differences(old: Search, new: Search) -> list[str]:
+    """`option: old -> new` for what may not change once a search has begun, since later points depend on it."""
+    pairs: Sequence[tuple[str, object, object]] = (
+        ("--vary", describe_space(old.space), describe_space(new.space)),
+        ("--objective", ",".join(old.objectives), ",".join(new.objectives)),
+        ("--points-per-round", old.points_per_round, new.points_per_round),
+        ("--search-seed", old.seed, new.seed),
+        ("--halve-after", old.grace_steps, new.grace_steps),
+    )
+    return [f"{option}: {before} -> {after}" for option, before, after in pairs if before != after]
+
+
+def describe_space(space: Sequence[Dimension]) -> str:
+    """The space as it can be typed: each dimension as a value of --vary."""
+    return "; ".join(map(format_dimension, space))
+
+
+def format_dimension(dimension: Dimension) -> str:
+    """A dimension as a value of --vary.
+
+    >>> format_dimension(Dimension("actor.lr", 1e-5, 1e-3, is_log=True))
+    'actor.lr=1e-05:0.001:log'
+    """
+    text = ",".join(dimension.values)
+    if not text:
+        text = f"{dimension.low:g}:{dimension.high:g}:{'log' if dimension.is_log else 'linear'}"
+    condition = f" if {'='.join(dimension.condition)}" if dimension.condition else ""
+    return f"{dimension.setting}={text}{condition}"

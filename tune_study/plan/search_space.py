@@ -1,0 +1,152 @@
+"""The space of a search: the values of --vary, or the space of the study's family, under the settings of a preset."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from search_spaces.declaration.family import Family
+from search_spaces.declaration.search import Dimension
+from trainable.config.base_config import BaseRunConfig
+from trainable.config.run_config import ConfigError, apply_overrides, resolve_key
+from trainable.config.setting_types import format_value
+from tune_study.plan.errors import PlanError
+from tune_study.plan.study_plan import flatten_settings
+
+EXAMPLES = "--vary actor.lr=1e-5:1e-3:log, --vary algorithm.adv_estimator=gae,grpo"
+_SCALES = {"": None, "log": True, "linear": False}
+LOG_RATIO = 10
+"""An interval whose ends are positive and differ by this factor or more is searched on a log scale unless typed."""
+
+
+def make_space(family: Family, base_config: BaseRunConfig, texts: Sequence[str]) -> tuple[Dimension, ...]:
+    """The space of a search, with absolute intervals.
+
+    Args:
+        family: family of the study.
+        base_config: the settings that all points share.
+        texts: the values of --vary; without any it is the space of the family.
+
+    Raises PlanError or ConfigError for a text that is no dimension, for a value that its setting does not take, and for
+    a condition on nothing that the space contains.
+    """
+    settings = flatten_settings(base_config.model_dump(mode="json"))
+    if not texts:
+        if not family.search_space:
+            raise PlanError(f"A search over this study needs the settings to change: type {EXAMPLES}, or similar.")
+        dimensions = list(family.search_space)
+    else:
+        # Two settings may depend on the same third one, which comes with each of them.
+        dimensions = list(dict.fromkeys(dimension for text in texts for dimension in _parse(text, family)))
+    space = tuple(_resolve(dimension, settings) for dimension in dimensions)
+    names = [dimension.name for dimension in space]
+    duplicates = [name for number, name in enumerate(names) if name in names[:number]]
+    if duplicates:
+        raise PlanError(f"--vary has {format_value(duplicates[0])} twice: give it once.")
+    for number, dimension in enumerate(space):
+        _check_condition(dimension, space[:number])
+        _check_values(dimension, base_config)
+    return space
+
+
+def _parse(text: str, family: Family) -> list[Dimension]:
+    """The dimensions of one --vary: KEY, KEY=LOW:HIGH[:SCALE] or KEY=VALUE,VALUE, the last two with `if KEY=VALUE`."""
+    body, _, condition_text = text.partition(" if ")
+    key, sign, values_text = body.strip().partition("=")
+    setting = resolve_key(key.strip(), family.config_class)
+    if setting == "seed":
+        raise PlanError("Seeds are not searched: type --seeds N for the number of seeds per point.")
+    condition = _parse_condition(text, condition_text, family) if condition_text else ()
+    if not sign:
+        return _find_declared(text, setting, family)
+    if ":" in values_text:
+        low, high, is_log = _parse_interval(text, values_text)
+        return [Dimension(setting, low, high, is_log, condition=condition)]
+    values = tuple(value.strip() for value in values_text.split(","))
+    if len(values) < 2 or not all(values) or len(set(values)) < len(values):
+        raise PlanError(
+            f"--vary {format_value(text)} has neither an interval nor two different values: type {EXAMPLES}, or "
+            "similar."
+        )
+    return [Dimension(setting, values=values, condition=condition)]
+
+
+def _find_declared(text: str, setting: str, family: Family) -> list[Dimension]:
+    """The dimensions that the family declares for a setting, and those on which they depend."""
+    declared = [dimension for dimension in family.search_space if dimension.setting == setting]
+    if not declared:
+        names = ", ".join(dict.fromkeys(dimension.setting for dimension in family.search_space)) or "none"
+        raise PlanError(
+            f"--vary {format_value(text)} has no values, and only these settings have some of their own: {names}. Type "
+            f"{EXAMPLES}, or similar."
+        )
+    conditions = {dimension.condition[0] for dimension in declared if dimension.condition}
+    return [dimension for dimension in family.search_space if dimension.setting in conditions or dimension in declared]
+
+
+def _parse_condition(text: str, condition_text: str, family: Family) -> tuple[str, str]:
+    key, sign, value = condition_text.strip().partition("=")
+    if not sign or not value.strip():
+        raise PlanError(
+            f"--vary {format_value(text)} has a condition without a value: type it like "
+            "'actor.kl_loss_coef=1e-3:1 if actor.use_kl_loss=True'."
+        )
+    return resolve_key(key.strip(), family.config_class), value.strip()
+
+
+def _parse_interval(text: str, values_text: str) -> tuple[float, float, bool]:
+    """Ends and scale of LOW:HIGH or LOW:HIGH:SCALE."""
+    low_text, high_text, *rest = (field.strip() for field in values_text.split(":"))
+    scale = rest[0] if rest else ""
+    try:
+        low, high = float(low_text), float(high_text)
+    except ValueError:
+        low = high = math.nan
+    if not (math.isfinite(low) and math.isfinite(high) and low < high) or len(rest) > 1 or scale not in _SCALES:
+        raise PlanError(
+            f"--vary {format_value(text)} is not an interval: type KEY=LOW:HIGH, with :log or :linear if the scale "
+            "matters, like actor.lr=1e-5:1e-3:log."
+        )
+    if scale == "log" and low <= 0:
+        raise PlanError(f"--vary {format_value(text)}: a log scale has no 0: type a positive lower end, or :linear.")
+    is_log = _SCALES[scale]
+    return low, high, (low > 0 and high / low >= LOG_RATIO) if is_log is None else is_log
+
+
+def _resolve(dimension: Dimension, settings: Mapping[str, Any]) -> Dimension:
+    """The dimension with an interval in the units of its setting, of whole numbers if the setting takes no others."""
+    value = settings[dimension.setting]
+    if dimension.values:
+        return dimension
+    if dimension.is_relative:
+        return replace(dimension, low=dimension.low * value, high=dimension.high * value, is_relative=False)
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if is_integer and not (dimension.low.is_integer() and dimension.high.is_integer()):
+        raise PlanError(
+            f"--vary {dimension.setting}={dimension.low:g}:{dimension.high:g}: the setting takes whole numbers, so "
+            "type whole numbers for both ends."
+        )
+    return replace(dimension, is_integer=is_integer)
+
+
+def _check_condition(dimension: Dimension, earlier: Sequence[Dimension]) -> None:
+    """Raise PlanError unless the dimension of the condition comes before and has the value."""
+    if not dimension.condition:
+        return
+    setting, value = dimension.condition
+    values = [value for other in earlier if other.setting == setting for value in other.values]
+    if value not in values:
+        advice = f"its values are {', '.join(values)}" if values else f"type a --vary {setting}=VALUE,VALUE before it"
+        raise PlanError(f"--vary {format_value(dimension.name)} can never be met: {advice}.")
+
+
+def _check_values(dimension: Dimension, base_config: BaseRunConfig) -> None:
+    """Raise ConfigError for an end or a value that the setting does not take."""
+    condition = dict([dimension.condition]) if dimension.condition else {}
+    for value in dimension.values or (f"{dimension.low:g}", f"{dimension.high:g}"):
+        point = {**condition, dimension.setting: value}
+        try:
+            apply_overrides(base_config, point)
+        except ConfigError as error:
+            shown = " ".join(f"{setting}={format_value(text)}" for setting, text in point.items())
+            raise ConfigError(f"--vary: {shown} cannot be used: {error}") from None

@@ -1,0 +1,126 @@
+"""The rounds of a search: the next points to run, drawn by Optuna from the outcomes of all points so far."""
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from search_spaces.declaration.search import Dimension
+from trainable.config.run_config import ConfigError
+from tune_study.plan.errors import PlanError
+from tune_study.plan.search import FIRST_POINTS, Search, name_point
+from tune_study.plan.study_plan import StudyPlan, make_arm_config, set_points
+
+if TYPE_CHECKING:
+    import optuna
+
+_MAX_DRAWS = 200
+"""Draws per round. Points that were drawn before, or whose settings exclude each other, are drawn again."""
+
+
+def plan_next_round(plan: StudyPlan) -> tuple[StudyPlan | None, str]:
+    """The plan of a search with the points of its next round, and a line on it; None at the end of the search.
+
+    The points follow from the rows of the runs and the seed of the search alone, so a search that is killed and resumed
+    draws the points that it would have drawn.
+    """
+    from analysis.data.load import load  # imports pandas
+    from analysis.search.points import find_best_point, make_points
+
+    search = plan.search
+    assert search is not None
+    if len(plan.points) >= search.num_points:
+        return None, f"All {search.num_points} points have been tried."
+    frames = load(plan.folder)
+    (family,) = frames.families
+    points = make_points(frames)
+    # The first points use no result, so they need not wait for any.
+    is_first = len(plan.points) < FIRST_POINTS
+    count = FIRST_POINTS - len(plan.points) if is_first else search.points_per_round
+    count = min(count, search.num_points - len(plan.points))
+    drawn = _draw_points(plan, search, points, family.is_higher_better, count)
+    if not drawn:
+        return None, f"The space has no point that was not tried: the search ends with {len(plan.points)} points."
+    best = find_best_point(points, family.is_higher_better)
+    first, *_, last = (next(iter(drawn)), *drawn)
+    names = f"{first} to {last} of {search.num_points - 1} follow" if len(drawn) > 1 else f"{first} follows"
+    best_text = f"; the best so far is {best['arm']}, {best['success']:.3f}" if best else ""
+    line = f"Search: {names}{best_text}"
+    return set_points(plan, {**plan.points, **drawn}), line
+
+
+def draw_first_points(plan: StudyPlan) -> StudyPlan:
+    """The plan of a new search, which has the default only, with the points that are drawn before any result."""
+    import pandas as pd
+
+    search = plan.search
+    assert search is not None
+    columns = ["number", "state", "settings", "is_feasible", "violations"]
+    count = min(FIRST_POINTS, search.num_points) - len(plan.points)
+    drawn = _draw_points(plan, search, pd.DataFrame(columns=columns), is_higher_better=True, count=count)
+    return set_points(plan, {**plan.points, **drawn})
+
+
+def _draw_points(
+    plan: StudyPlan, search: Search, points: Any, is_higher_better: bool, count: int
+) -> dict[str, dict[str, str]]:
+    """Draw up to `count` new points: settings by arm; fewer if the space has no others.
+
+    points: the points so far, from `make_points`. Raises PlanError if no drawn point can be trained.
+    """
+    from optuna.exceptions import ExperimentalWarning
+    from optuna.samplers import TPESampler
+
+    from analysis.search.trials import make_optuna_study
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)  # of `group`, which settings with a condition need
+        # A sampler has a state that a resumed search would not have, so each round begins with a seed of its own.
+        sampler = TPESampler(
+            seed=search.seed * 1_000_003 + len(plan.points),
+            n_startup_trials=FIRST_POINTS,
+            multivariate=True,
+            group=True,
+            constant_liar=True,
+        )
+    study = make_optuna_study(search.make_entry(), points, is_higher_better, sampler)
+    hashes = {spec.config.model_copy(update={"seed": 0}).compute_hash() for spec in plan.runs}
+    drawn: dict[str, dict[str, str]] = {}
+    problem = ""
+    for _ in range(_MAX_DRAWS):
+        if len(drawn) == count:
+            break
+        settings = _ask(study, search)
+        arm = name_point(len(plan.points) + len(drawn))
+        try:
+            trial_plan = set_points(plan, {**plan.points, arm: settings})
+            config_hash = make_arm_config(trial_plan.study, plan.base_config, arm).compute_hash()
+        except ConfigError as error:
+            problem = str(error)
+            continue
+        if config_hash not in hashes:
+            hashes.add(config_hash)
+            drawn[arm] = settings
+    if problem and not drawn:
+        raise PlanError(f"No point of the space can be trained; the last one: {problem}")
+    return drawn
+
+
+def _ask(study: "optuna.Study", search: Search) -> dict[str, str]:
+    """The settings of a point that Optuna proposes, as text."""
+    trial = study.ask()
+    settings: dict[str, str] = {}
+    for dimension in search.space:
+        if dimension.condition and settings.get(dimension.condition[0]) != dimension.condition[1]:
+            continue
+        settings[dimension.setting] = _suggest(trial, dimension)
+    return settings
+
+
+def _suggest(trial: "optuna.Trial", dimension: Dimension) -> str:
+    if dimension.values:
+        return str(trial.suggest_categorical(dimension.name, dimension.values))
+    if dimension.is_integer:
+        low, high = int(dimension.low), int(dimension.high)
+        return str(trial.suggest_int(dimension.name, low, high, log=dimension.is_log))
+    value = trial.suggest_float(dimension.name, dimension.low, dimension.high, log=dimension.is_log)
+    # Three digits are enough for any setting, and can be typed.
+    return f"{value:.3g}"
