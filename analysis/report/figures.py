@@ -20,6 +20,8 @@ from analysis.grid.measures import MEASURES, Measure
 from analysis.grid.page import group_arms_by_panel
 from analysis.html.figures import Gallery, ReportFigure
 from analysis.report.results import SweepResults
+from analysis.search import page as search_page
+from analysis.search.page import SearchResults
 from analysis.sweep import findings, plots, series, tables
 from analysis.sweep.collapse import compute_survival
 from analysis.sweep.symptom_plots import draw_onsets
@@ -100,12 +102,33 @@ class GridView:
 View = AxisView | GridView
 
 
+def _make_search_figure(figure: ReportFigure[SearchResults]) -> ReportFigure[AxisView]:
+    """A figure of a search, which is drawn from the search of the view."""
+
+    def get_search(view: AxisView) -> SearchResults:
+        assert view.results.search is not None
+        return view.results.search
+
+    return ReportFigure(
+        figure.name,
+        figure.section,
+        lambda view: figure.get_caption(get_search(view)),
+        lambda view: figure.make_table(get_search(view)),
+        lambda table, view: figure.draw(table, get_search(view)),
+    )
+
+
+SEARCH_FIGURES: Sequence[ReportFigure[AxisView]] = tuple(map(_make_search_figure, search_page.FIGURES))
+
+
 def _make_arm_colors(frames: StudyFrames) -> dict[str, str]:
     return plots.make_arm_colors(list(dict.fromkeys(frames.trials["arm"])))
 
 
 def make_gallery(results: SweepResults) -> Gallery[Any]:
     """The figures of a one-axis or grid study; none if it has no run."""
+    if results.search:
+        return Gallery((*SEARCH_FIGURES, *POINT_FIGURES), AxisView(results))
     if results.grid:
         return Gallery(GRID_FIGURES, GridView(results, results.grid))
     return Gallery(() if results.frames.trials.empty else AXIS_FIGURES, AxisView(results))
@@ -390,6 +413,9 @@ AXIS_FIGURES: Sequence[ReportFigure[AxisView]] = (
     RETRIEVAL,
     *GRADIENTS,
 )
+POINT_FIGURES: Sequence[ReportFigure[AxisView]] = (ONSETS, _make_arm_figure(CURVES[0]))
+"""The figures that are drawn for each point of a search: the others would have a panel or a line for each of many."""
+
 GRID_FIGURES: Sequence[ReportFigure[GridView]] = (
     EDGES,
     *map(_make_heat_map, MEASURES),

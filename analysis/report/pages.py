@@ -25,6 +25,7 @@ from analysis.report.results import SweepResults
 from analysis.sandbox import figures as sandbox_figures
 from analysis.sandbox import page as sandbox_report
 from analysis.sandbox.descriptions import DESCRIPTIONS
+from analysis.search import page as search_page
 from analysis.sweep import findings, series, tables, time_course, verdicts
 from analysis.sweep.collapse import count_collapses
 from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences, make_contrast_context
@@ -67,12 +68,24 @@ def write_report(folder: Path | str, *, live: bool = False) -> Path:
 
 def conclude(frames: StudyFrames) -> Conclusion:
     """The headline, the verdicts and the collapses of the report, for the terminal."""
+    if require_single_study(frames).studies[0].get("search"):
+        return _conclude_search(frames)
     index_entry = _get_page(frames).make_index_entry(frames)
     lines = (f"{row['arm']}: {index_entry['number']} {row['number']}; {row['verdict']}" for row in index_entry["arms"])
     factors = make_factor_context(frames)
     sentences = tuple(factors["sentences"]) if factors else ()
     headline = f"{findings.describe_confirmation(frames.studies[0])} {index_entry['headline']}".lstrip()
     return Conclusion(headline, tuple(lines), index_entry["collapse"], sentences)
+
+
+def _conclude_search(frames: StudyFrames) -> Conclusion:
+    """The best point of a search, and the importances of its settings instead of a verdict for each of many points."""
+    results = search_page.SearchResults(frames)
+    lines = tuple(
+        f"{entry.name}: {entry.value:.2f} of the importance [{entry.low:.2f}, {entry.high:.2f}]"
+        for entry in results.importances
+    )
+    return Conclusion(search_page.describe_search(results), lines, collapse="")
 
 
 def list_open_arms(frames: StudyFrames) -> list[str]:
@@ -172,6 +185,8 @@ def _make_sweep_tables(results: SweepResults) -> Iterable[tuple[str, pd.DataFram
     else:
         yield "collapse", results.collapse_times
         yield "learning_curves", results.learning_curves
+    if results.search:
+        yield from search_page.make_tables(results.search)
     if len(results.onsets):
         yield "onsets", results.onsets
     if read_contrasts(results.frames.studies[0]):
@@ -199,6 +214,7 @@ def make_report_context(results: SweepResults) -> dict[str, Any]:
         "factors": make_factor_context(original_frames),
         "grid": grid_page.make_context(original_frames, grid, arms, PERMUTATION_SEED) if grid else None,
         "edge": {name: to_records(table) for name, table in results.edge_tables.items()},
+        "search": search_page.make_context(results.search) if results.search else None,
         "dose": layout.get_dose(frames.studies[0]),
         "arms": arms,
         "confirmation": findings.describe_confirmation(frames.studies[0]),

@@ -62,10 +62,11 @@ def name_point(number: int) -> str:
 
 
 def make_point_study(study: Study, points: Mapping[str, Settings]) -> Study:
-    """The study whose arms are points: their settings, by arm. It asks what `study` asks, in a folder of its own."""
+    """The study whose arms are points: their settings, by arm. All else is that of `study`, in a folder of its own."""
     stem, suffix = f"search_{study.name.replace('-', '_')}", study.family.name_suffix
     return replace(
         study,
+        question="Which settings are best, of those under which no run collapses?",
         axis=Axis("point", dict.fromkeys(study.family.presets, tuple(points)), "--points", named_settings=points),
         baseline=DEFAULT_POINT,
         baseline_seeds=1,

@@ -19,6 +19,7 @@ from trainable.runs.run_ends import ENDED_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.stop_rules import ALARM, RULES, parse_finite
 from tune_study.folder import outputs
+from tune_study.folder.search_store import write_search_store
 from tune_study.folder.statuses import RunStatus, StudyStatuses
 from tune_study.folder.summary import find_finished_runs, write_summary
 from tune_study.host.console import print_error, print_line
@@ -465,6 +466,8 @@ def _conclude_study(session: StudySession, problem: str, statuses: StudyStatuses
     try:
         print_line(console, f"Summary: {write_summary(plan, session.resource_plan, is_closing=True)}")
         outputs.record_look(plan, statuses.list_all())  # first: the report counts the looks
+        if plan.search is not None:
+            print_line(console, f"Optuna storage: {write_search_store(plan)}")
     except OSError as error:
         problem = f"{problem} The summary could not be written: {error}.".strip()
     for status in statuses.list_all():

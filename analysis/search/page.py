@@ -1,0 +1,216 @@
+"""The section of the report on a search: its best point, its importances, and its figures."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from analysis.data.families import Row
+from analysis.data.frames import StudyFrames, to_records
+from analysis.html.figures import ReportFigure
+from analysis.search import plots
+from analysis.search.points import COMPLETE, COST, FAILED, find_best_point, make_points
+from analysis.search.trials import IMPORTANCE_QUANTILE, Importance, compute_importances, list_pareto_arms
+from analysis.sweep import verdicts
+from trainable.config.command_lines import format_command
+
+RESAMPLING_SEED = 0
+_NUM_LEADERS = 10
+
+
+@dataclass(frozen=True)
+class SearchResults:
+    """A search, and what its section shows. frames: of a study with `search` in its study.json."""
+
+    frames: StudyFrames
+
+    @property
+    def study(self) -> Mapping[str, Any]:
+        """The content of study.json."""
+        return self.frames.studies[0]
+
+    @property
+    def entry(self) -> Mapping[str, Any]:
+        """The search in study.json: its space and objectives."""
+        entry: Mapping[str, Any] = self.study["search"]
+        return entry
+
+    @property
+    def is_higher_better(self) -> bool:
+        """Of the primary outcome."""
+        (family,) = self.frames.families
+        return family.is_higher_better
+
+    @cached_property
+    def points(self) -> pd.DataFrame:
+        """From `points.make_points`."""
+        return make_points(self.frames)
+
+    @cached_property
+    def ended(self) -> pd.DataFrame:
+        """The points with an outcome."""
+        return self.points[self.points["state"] == COMPLETE]
+
+    @cached_property
+    def best(self) -> Row | None:
+        """The best point; None if none is feasible."""
+        return find_best_point(self.points, self.is_higher_better)
+
+    @cached_property
+    def importances(self) -> list[Importance]:
+        """From `trials.compute_importances`."""
+        generator = np.random.default_rng(RESAMPLING_SEED)
+        return compute_importances(self.entry, self.points, self.is_higher_better, generator)
+
+    @cached_property
+    def pareto_arms(self) -> list[str]:
+        """The points of the Pareto front of success and cost; none in a family without cost."""
+        if self.ended[COST].isna().any() or not self.ended["is_feasible"].any():
+            return []
+        return list_pareto_arms(self.entry, self.ended, self.is_higher_better)
+
+    @cached_property
+    def values(self) -> pd.DataFrame:
+        """The outcome of each point and its value of each dimension, by the name of the dimension.
+
+        Numbers for intervals, text otherwise; missing if the point does not meet the condition. The default has the
+        settings of the study.
+        """
+        base = _flatten(self.study["settings"])
+        rows = []
+        for row in to_records(self.ended):
+            settings = {**{name: str(value) for name, value in base.items()}, **row["settings"]}
+            values = {dimension["name"]: _read(dimension, settings) for dimension in self.entry["space"]}
+            rows.append({**row, **values})
+        return pd.DataFrame(rows, columns=[*self.ended.columns, *(entry["name"] for entry in self.entry["space"])])
+
+
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
+
+
+def _read(dimension: Mapping[str, Any], settings: Mapping[str, str]) -> Any:
+    condition = dimension["condition"]
+    if condition and settings.get(condition[0]) != condition[1]:
+        return None
+    text = settings.get(dimension["setting"])
+    return text if dimension["values"] or text is None else float(text)
+
+
+def describe_search(results: SearchResults) -> str:
+    """What a search came to, as a paragraph: the best point, the default, and what the numbers are worth."""
+    points, study = results.points, results.study
+    num_planned = results.entry["num_points"]
+    num_ended = int((points["state"].isin((COMPLETE, FAILED))).sum())
+    num_broken = int((points["violations"] > 0).sum())
+    progress = f"{num_ended} of {num_planned} points have ended" if num_ended < num_planned else f"{num_ended} points"
+    broken = f"at {num_broken} of them a run collapsed or failed" if num_broken else "no run collapsed or failed"
+    best, default = results.best, to_records(points.iloc[:1])[0]
+    if best is None:
+        return f"{progress}; {broken}, so there is no best point."
+    text = f"{progress}; {broken}. Best point without: {_describe_point(best)}"
+    if best["number"] == 0:
+        return f"{text}, which is the default."
+    command = format_command("confirm", study.get("run", ""), "--arm", best["arm"])
+    return (
+        f"{text} against {verdicts.format_fraction(default['success'])} of the default. The best of many points is in "
+        f"part the luckiest one: its number is too good, and only fresh seeds say by how much ({command})."
+    )
+
+
+def _describe_point(row: Row) -> str:
+    settings = ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in row["settings"].items())
+    number = f"{verdicts.format_fraction(row['success'])} {verdicts.format_bounds(row['low'], row['high'])}".strip()
+    shown = f" ({settings})" if settings else ""
+    return f"{row['arm']}{shown}, {number} over {row['seeds']} seeds"
+
+
+def make_context(results: SearchResults) -> dict[str, Any]:
+    """The template context of the section."""
+    points = results.points
+    order = points.assign(rank=points["success"].where(points["is_feasible"])).sort_values(
+        ["rank", "success"], ascending=not results.is_higher_better, na_position="last", kind="stable"
+    )
+    settings = list(dict.fromkeys(dimension["setting"] for dimension in results.entry["space"]))
+    return {
+        "sentence": describe_search(results),
+        "settings": [name.rpartition(".")[2] for name in settings],
+        "leaders": [
+            {**row, "values": [row["settings"].get(name, "–") for name in settings]} for row in to_records(order)
+        ],
+        "shown": _NUM_LEADERS,
+        "importances": results.importances,
+        "quantile": IMPORTANCE_QUANTILE,
+        "pareto": results.pareto_arms,
+        "objectives": results.entry["objectives"],
+        "space": [dimension["name"] for dimension in results.entry["space"]],
+        "rounds": results.entry["points_per_round"],
+    }
+
+
+def make_tables(results: SearchResults) -> Sequence[tuple[str, pd.DataFrame]]:
+    """The tables that are also written as files: the points, and the importances."""
+    importances = pd.DataFrame(results.importances, columns=Importance._fields)
+    return [("search_points", results.values.drop(columns="settings")), ("search_importances", importances)]
+
+
+def _make_values(results: SearchResults) -> pd.DataFrame | None:
+    return results.values if len(results.values) else None
+
+
+def _make_pareto_table(results: SearchResults) -> pd.DataFrame | None:
+    if not results.pareto_arms:
+        return None
+    return results.ended.assign(is_front=results.ended["arm"].isin(results.pareto_arms))
+
+
+FIGURES: Sequence[ReportFigure[SearchResults]] = (
+    ReportFigure(
+        "search_history",
+        "search",
+        "Outcome of each point in the order in which the points were drawn, the mean over its seeds, with 95 % "
+        "intervals whose noise is estimated from all points together. The line is the best outcome so far without a "
+        "collapse. A vermilion cross marks a point at which a run collapsed or failed.",
+        _make_values,
+        lambda table, results: plots.draw_history(table, results.is_higher_better),
+    ),
+    ReportFigure(
+        "search_importances",
+        "search",
+        f"How much each setting matters for being among the best {IMPORTANCE_QUANTILE:.0%} of the points (PED-ANOVA), "
+        "as a share of all settings. Lines are 90 % intervals over resampled points: they say how much depends on the "
+        "points that happened to be drawn.",
+        lambda results: results.importances or None,
+        lambda table, results: plots.draw_importances(table),
+    ),
+    ReportFigure(
+        "search_slices",
+        "search",
+        "Outcome of the points against each setting, on the scale on which it was searched. Later points are darker. A "
+        "diamond is the default; a cross as above. The sampler prefers good regions, so points are no even sample.",
+        _make_values,
+        lambda table, results: plots.draw_slices(table, results.entry["space"]),
+    ),
+    ReportFigure(
+        "search_parallel",
+        "search",
+        "A line per point through its settings to its outcome. Settings that a point does not have are left out of its "
+        "line. The best quarter is dark; points at which a run collapsed or failed are vermilion.",
+        _make_values,
+        lambda table, results: plots.draw_parallel(table, results.entry["space"], results.is_higher_better),
+    ),
+    ReportFigure(
+        "search_pareto",
+        "search",
+        "Outcome against cost, the tokens that a run sampled and trained on. The line joins the points that no other "
+        "one beats in one of them without being worse in the other.",
+        _make_pareto_table,
+        lambda table, results: plots.draw_pareto(table),
+    ),
+)
