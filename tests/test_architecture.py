@@ -251,6 +251,7 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "trainable.trial": ("ray",),
     "search_spaces": (),
     "tune_study.commands.reading.explain": ("numpy", "pandas", "rich"),
+    "analysis.search.trials": ("numpy", "pandas", "optuna"),
     "analysis": ("numpy", "scipy", "pandas", "pyarrow", "matplotlib", "jinja2"),
     "tune_study": ("ray", "typer", "click", "rich", "wandb", "optuna", "pyarrow", "pydantic", "psutil", "packaging"),
     "tune_study.plan": ("pydantic",),

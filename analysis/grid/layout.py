@@ -43,7 +43,7 @@ _PART_DIGEST = re.compile(r"(?<=\w)#[0-9a-f]{16}$")
 # Start of the last quarter of a run's steps, over which `LATE_MEANS` are taken.
 LATE_START = 0.75
 # The most serious status first: it is the one that a cell without a scored run shows.
-_UNSCORED_STATUSES = ("failed", "interrupted", *OPEN_STATUSES, "never_ran")
+_UNSCORED_STATUSES = ("censored", "failed", "interrupted", *OPEN_STATUSES, "never_ran")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, to_records
 from analysis.html.figures import ReportFigure
 from analysis.search import plots
-from analysis.search.points import COMPLETE, COST, FAILED, find_best_point, make_points
+from analysis.search.points import CENSORED_POINT, COMPLETE, COST, OPEN, find_best_point, make_points
 from analysis.search.trials import IMPORTANCE_QUANTILE, Importance, compute_importances, list_pareto_arms
 from analysis.sweep import verdicts
 from trainable.config.command_lines import format_command
@@ -107,9 +107,12 @@ def describe_search(results: SearchResults) -> str:
     """What a search came to, as a paragraph: the best point, the default, and what the numbers are worth."""
     points, study = results.points, results.study
     num_planned = results.entry["num_points"]
-    num_ended = int((points["state"].isin((COMPLETE, FAILED))).sum())
+    num_ended = int((points["state"] != OPEN).sum())
     num_broken = int((points["violations"] > 0).sum())
     progress = f"{num_ended} of {num_planned} points have ended" if num_ended < num_planned else f"{num_ended} points"
+    num_censored = int((points["state"] == CENSORED_POINT).sum())
+    if num_censored:
+        progress += f" ({num_censored} censored by successive halving, which have no outcome)"
     broken = f"at {num_broken} of them a run collapsed or failed" if num_broken else "no run collapsed or failed"
     best, default = results.best, to_records(points.iloc[:1])[0]
     if best is None:

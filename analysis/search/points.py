@@ -15,22 +15,26 @@ from analysis.data.compare import (
 from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, to_records
 from analysis.sweep.collapse import count_collapses
+from trainable.runs.run_ends import CENSORED
 
 SUCCESS, COST = "success", "cost"
 """The objectives of a search: the primary outcome of its study, and the tokens that a run samples and trains on."""
 
 _COST_COLUMNS = ("total_sampled_tokens", "total_trained_tokens")
-COMPLETE, FAILED, OPEN = "complete", "failed", "open"
-"""States of a point: every run has ended and some can be scored; none can; runs have yet to end."""
+COMPLETE, CENSORED_POINT, FAILED, OPEN = "complete", "censored", "failed", "open"
+"""States of a point: every run has ended and some can be scored; successive halving stopped one or more, so that the
+mean of the others would be too good; no run can be scored; runs have yet to end."""
 
 
 def make_points(frames: StudyFrames) -> pd.DataFrame:
     """The points of a search, in the order in which they were drawn; empty for another study.
 
-    Columns: arm, number (0 for the default), state (one of COMPLETE, FAILED, OPEN), seeds (scored runs), violations
-    (runs that collapsed, or that failed and so have no outcome), is_feasible, success (mean of the primary outcome over
-    scored runs) with low and high, cost (mean tokens per run; NaN for a family without them), and settings (text by
-    dotted setting).
+    Columns: arm, number (0 for the default), state (COMPLETE, CENSORED_POINT, FAILED or OPEN), seeds (scored runs),
+    violations (runs that collapsed, or that failed and so have no outcome), is_feasible, success (mean of the primary
+    outcome over scored runs) with low and high, cost (mean tokens per run; NaN for a family without them), and settings
+    (text by dotted setting).
+
+    The outcome of a censored point is that of its runs that were not censored, and is used nowhere.
 
     A run that a rule stopped counts with its outcome, and as a violation: a collapse is a result and never missing.
     """
@@ -48,10 +52,12 @@ def make_points(frames: StudyFrames) -> pd.DataFrame:
         runs = select_runs(frames, arm)
         scored_runs = select_runs(frames, arm, scored_only=True)
         num_failed = int((runs["status"] == "failed").sum())
-        is_over = len(scored_runs) + num_failed == len(runs)
+        num_censored = int((runs["status"] == CENSORED).sum())
+        is_over = len(scored_runs) + num_failed + num_censored == len(runs)
         violations = int(collapsed.get(arm, 0)) + num_failed
         estimate = estimate_mean(outcomes, arm)
-        state = OPEN if not is_over else COMPLETE if len(scored_runs) else FAILED
+        state = COMPLETE if len(scored_runs) else FAILED
+        state = OPEN if not is_over else CENSORED_POINT if num_censored else state
         rows.append(
             {
                 "arm": arm,

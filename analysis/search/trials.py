@@ -19,7 +19,7 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from analysis.data.frames import to_records
-from analysis.search.points import COMPLETE, COST, FAILED, SUCCESS, select_dimensions
+from analysis.search.points import CENSORED_POINT, COMPLETE, COST, OPEN, SUCCESS, select_dimensions
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -42,7 +42,7 @@ def make_distribution(dimension: Mapping[str, Any]) -> BaseDistribution:
 
 def make_optuna_study(
     entry: Mapping[str, Any],
-    points: pd.DataFrame,
+    points: pd.DataFrame | None,
     is_higher_better: bool,
     sampler: BaseSampler | None = None,
     storage: BaseStorage | None = None,
@@ -52,7 +52,7 @@ def make_optuna_study(
 
     Args:
         entry: `search` of study.json.
-        points: from `make_points`.
+        points: from `make_points`; None for a study without a trial.
         is_higher_better: of the primary outcome.
         sampler: draws the next points.
         storage: where the study is written, without a study of this name; None for memory.
@@ -72,20 +72,22 @@ def make_optuna_study(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         study.set_metric_names(list(objectives))
-    study.add_trials(_make_trials(entry, points))
+    study.add_trials([] if points is None else _make_trials(entry, points))
     return study
 
 
 def _make_trials(entry: Mapping[str, Any], points: pd.DataFrame) -> list[FrozenTrial]:
     trials = []
     for row in to_records(points):
-        if row["state"] not in (COMPLETE, FAILED):
+        if row["state"] == OPEN:
             continue
         dimensions = select_dimensions(entry, row["settings"])
         is_complete = row["state"] == COMPLETE and not any(np.isnan(row[name]) for name in entry["objectives"])
+        ended_state = TrialState.PRUNED if row["state"] == CENSORED_POINT else TrialState.FAIL
+        state = TrialState.COMPLETE if is_complete else ended_state
         trials.append(
             create_trial(
-                state=TrialState.COMPLETE if is_complete else TrialState.FAIL,
+                state=state,
                 values=[row[name] for name in entry["objectives"]] if is_complete else None,
                 params={dimension["name"]: _read_value(dimension, row["settings"]) for dimension in dimensions},
                 distributions={dimension["name"]: make_distribution(dimension) for dimension in dimensions},

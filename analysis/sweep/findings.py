@@ -18,6 +18,7 @@ from analysis.sweep.verdicts import (
     format_signed,
     format_status,
 )
+from trainable.runs.records import STATUSES
 from trainable.runs.run_ends import OPEN_STATUSES
 
 # letters: a longer list of arms is replaced by their number, as in a grid of 164 arms
@@ -166,7 +167,7 @@ def _format_arm_list(arms: "pd.Series[str]") -> str:
 def format_status_counts(trials: pd.DataFrame) -> str:
     """Counts of runs by status: `6 runs: 5 completed, 1 early stopped`."""
     counts = trials["status"].value_counts()
-    order = ["completed", "early_stopped", "failed", "interrupted", "never_ran", *OPEN_STATUSES]
+    order = [*STATUSES, *OPEN_STATUSES]
     count_texts = [f"{counts[status]} {format_status(status)}" for status in order if status in counts]
     return f"{len(trials)} run{'s' if len(trials) != 1 else ''}: {', '.join(count_texts)}" if count_texts else "no run"
 

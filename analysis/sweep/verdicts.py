@@ -11,7 +11,7 @@ from analysis.data.families import Row, TableFamily
 from analysis.data.frames import to_records
 from trainable.runs.run_ends import OPEN_STATUSES
 
-UNFINISHED_STATUSES = ("failed", "interrupted", "never_ran", *OPEN_STATUSES)
+UNFINISHED_STATUSES = ("censored", "failed", "interrupted", "never_ran", *OPEN_STATUSES)
 _STOP_COLUMNS = ["stop_rule", "stop_value", "stop_threshold", "stop_step"]
 _END_COLUMNS = ["seed", "status", "reason", "steps_done", "steps_total"]
 STATUS_WORDS = {"never_ran": "never ran", "early_stopped": "early stopped"}

@@ -295,7 +295,7 @@ TRIAL_COLUMNS: tuple[Column, ...] = (
     Column("trial_id", "", "Ray Tune's id of the last trial of the run"),
     Column("config_hash", "", "hash of the configuration without the seed"),
     Column("experiment_name", "", "name in the format of the published documents"),
-    Column("status", "", "completed, early_stopped, failed, interrupted or never_ran"),
+    Column("status", "", "completed, early_stopped, censored (by a search), failed, interrupted or never_ran"),
     Column("reason", "", "why the run has this status"),
     Column(
         "failure_class",
@@ -524,7 +524,7 @@ TIME_COLUMNS: frozenset[str] = frozenset(
 )
 
 
-STATUSES: tuple[str, ...] = ("completed", "early_stopped", "failed", "interrupted", "never_ran")
+STATUSES: tuple[str, ...] = ("completed", "early_stopped", "censored", "failed", "interrupted", "never_ran")
 
 
 def make_empty_row(*, all_quantities: bool = False) -> dict[str, float | str | None]:

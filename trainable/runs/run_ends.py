@@ -3,7 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-ENDED_STATUSES = ("completed", "early_stopped")
+CENSORED = "censored"
+"""The status of a run that a search stopped because others did better. Its rows end like those of an interrupted one,
+and say nothing of what it would have reached."""
+
+ENDED_STATUSES = ("completed", "early_stopped", CENSORED)
 """Statuses of runs that are never run again."""
 OPEN_STATUSES = ("waiting", "running")
 """Statuses of runs that have not ended, while a driver runs their study. No other run has one of them."""
@@ -59,8 +63,10 @@ def find_contradiction(
     if damage:
         return f"recorded as {status}, but {'; '.join(damage)}"
     end = describe_end(rows, total_steps)
+    if end.status == status or (status == CENSORED and end.status == "interrupted"):
+        return ""
     # Without the planned number of steps, the last row of a completed run looks like any other.
-    if end.status == status or (total_steps is None and status == "completed" and rows):
+    if total_steps is None and status == "completed" and rows:
         return ""
     return f"recorded as {status}, but {end.reason if rows else 'it has no row'}"
 

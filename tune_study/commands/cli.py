@@ -189,6 +189,7 @@ def search(
     points_per_round: opt.PointsPerRound = 4,
     search_seed: opt.SearchSeed = 0,
     confirm_seeds: opt.ConfirmSeeds = 5,
+    asha: opt.Asha = None,
     *,
     request: StudyRequest,
     launch: Launch,
@@ -199,7 +200,7 @@ def search(
     load_typed_files(request.code or [])
     chosen, source = searching.find_study(study, request.kl_type, request.accept_changed_file)
     options = searching.SearchOptions(
-        trials, tuple(vary or ()), objective, points_per_round, search_seed, confirm_seeds
+        trials, tuple(vary or ()), objective, points_per_round, search_seed, confirm_seeds, asha
     )
 
     def make_plans(preset: str, reason: str) -> list[StudyPlan]:

@@ -183,6 +183,16 @@ PointsPerRound = Annotated[
     int, Option("--points-per-round", metavar="N", min=1, help="Points that are drawn from the same results.")
 ]
 SearchSeed = Annotated[int, Option("--search-seed", metavar="S", min=0, help="Seed of the draws of points.")]
+Asha = Annotated[
+    int | None,
+    Option(
+        "--asha",
+        metavar="N",
+        min=1,
+        help="Successive halving: at steps N, 3N, 9N, ... stop runs that are not in the best third. They are censored: "
+        "their points have no outcome.",
+    ),
+]
 ConfirmSeeds = Annotated[
     int,
     Option(

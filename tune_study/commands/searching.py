@@ -41,6 +41,7 @@ class SearchOptions(NamedTuple):
     points_per_round: int
     search_seed: int
     confirm_seeds: int
+    asha: int | None
 
 
 def find_study(name: str, kl_type: str | None, accepts_change: bool) -> tuple[Study, StudySource | None]:
@@ -75,6 +76,10 @@ def plan_search(
         raise PlanError(f"--objective cost counts tokens, which the runs of study {study.name} do not: leave it out.")
     if options.trials > MAX_RUNS:
         raise PlanError(f"--trials {format_value(options.trials)} is above the maximum: type {MAX_RUNS} or less.")
+    if options.asha is not None and study.family.has_batched_seeds:
+        raise PlanError(
+            f"--asha does not belong to study {study.name}, which trains all seeds of an arm together: leave it out."
+        )
     if options.confirm_seeds == 1:
         raise PlanError("--confirm-seeds 1 gives no interval: type --confirm-seeds 2 or more, or 0 for none.")
     if run_options.seeds is None:
@@ -89,6 +94,7 @@ def plan_search(
             options.points_per_round,
             options.search_seed,
             options.confirm_seeds,
+            options.asha,
         )
         return replace(plan, search=search, points={DEFAULT_POINT: {}})
 

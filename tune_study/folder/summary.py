@@ -12,21 +12,24 @@ from search_spaces.language_model.family import get_model_name
 from trainable.config.setting_types import format_value
 from trainable.files.control_characters import escape_controls
 from trainable.files.paths import write_text
-from trainable.runs.run_ends import ENDED_STATUSES, OPEN_STATUSES
+from trainable.runs.run_ends import CENSORED, ENDED_STATUSES, OPEN_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from tune_study.folder.statuses import RunStatus, make_timestamp, read_status, resolve_status
 from tune_study.plan.errors import PlanError
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import RunSpec, StudyPlan, format_values, make_template_values
 
-DEFAULT_SKIPPED = ",".join(ENDED_STATUSES)
-_SKIPPABLE = (*ENDED_STATUSES, "failed", "interrupted")
+_ALWAYS_SKIPPED = tuple(status for status in ENDED_STATUSES if status != CENSORED)
+DEFAULT_SKIPPED = ",".join(_ALWAYS_SKIPPED)
+"""The published list. A run that a search has censored is not run again either, whether or not it is typed."""
+_SKIPPABLE = (*_ALWAYS_SKIPPED, "failed", "interrupted")
 
 # For each of our statuses, the status in the published logs, which know only whether the process of a run ended
 # normally.
 _PUBLISHED_STATUS = {
     "completed": "success",
     "early_stopped": "success",
+    "censored": "success",
     "failed": "fail",
     "interrupted": "interrupted",
     "never_ran": "missing",
@@ -177,14 +180,14 @@ def parse_skipped_statuses(text: str) -> tuple[str, ...]:
     A run that has ended is never trained again in its folder, because its new rows would replace a finished result.
     """
     statuses = tuple(entry.strip() for entry in text.split(","))
-    missing_statuses = [status for status in ENDED_STATUSES if status not in statuses]
+    missing_statuses = [status for status in _ALWAYS_SKIPPED if status not in statuses]
     if missing_statuses or not set(statuses) <= set(_SKIPPABLE):
         raise PlanError(
             f"--skip-statuses '{format_value(text)}' is invalid: type {DEFAULT_SKIPPED}, followed by failed or "
             f"interrupted if such runs are not to be run again. A run that has ended is never trained again in its "
             f"folder: to train it again, type another --output."
         )
-    return statuses
+    return (*statuses, CENSORED)
 
 
 def find_finished_runs(plan: StudyPlan, skipped_statuses: Sequence[str] = ENDED_STATUSES) -> dict[str, RunStatus]:

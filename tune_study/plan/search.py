@@ -29,7 +29,8 @@ class Search:
         seed: seed of the draws.
         confirm_seeds: number of fresh seeds with which the best point is compared with the default at the end; 0 for
             no comparison.
-        grace_steps: steps before which no run is halved; None if every run trains all its steps.
+        grace_steps: the first step at which runs are compared by successive halving; None if every run trains all its
+            steps.
     """
 
     space: tuple[Dimension, ...]
@@ -93,7 +94,7 @@ def find_search_differences(old: Search, new: Search) -> list[str]:
         ("--objective", ",".join(old.objectives), ",".join(new.objectives)),
         ("--points-per-round", old.points_per_round, new.points_per_round),
         ("--search-seed", old.seed, new.seed),
-        ("--halve-after", old.grace_steps, new.grace_steps),
+        ("--asha", old.grace_steps, new.grace_steps),
     )
     return [f"{option}: {before} -> {after}" for option, before, after in pairs if before != after]
 

@@ -13,13 +13,14 @@ from ray.tune.progress_reporter import TrialProgressCallback
 
 from trainable.runs.failures import NON_FINITE, PROCESS_DIED, Failure, RunFailedError
 from trainable.runs.orphans import terminate_orphans
-from trainable.runs.run_ends import ENDED_STATUSES
+from trainable.runs.run_ends import CENSORED, ENDED_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from tune_study.folder.outputs import append_line
 from tune_study.folder.statuses import RunStatus, StudyStatuses, make_final_status, make_timestamp
 from tune_study.folder.summary import RunTimes, write_summary
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import RunSpec, StudyPlan
+from tune_study.tune.halving import Rungs
 from tune_study.tune.progress import Progress, format_step
 from tune_study.tune.trials import list_lone_ends, list_run_ids, split_rows_by_run
 
@@ -97,18 +98,26 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
     If `finished` is true in a trial's config, the trial only reports the last row of a run that ended in an earlier
     start. The Recorder then changes nothing but the trial id in the run's status.
 
+    rungs: the rungs of successive halving; None if no run is halved.
+
     Attributes:
         given_up_trials: ids of the trials whose failure is final; `FirstComeFirstServed` does not start them again.
     """
 
     def __init__(
-        self, plan: StudyPlan, resource_plan: ResourcePlan, progress: Progress, statuses: StudyStatuses
+        self,
+        plan: StudyPlan,
+        resource_plan: ResourcePlan,
+        progress: Progress,
+        statuses: StudyStatuses,
+        rungs: Rungs | None = None,
     ) -> None:
         self._plan = plan
         self._resource_plan = resource_plan
         self._run_times: RunTimes = {}
         self._progress = progress
         self._statuses = statuses
+        self.rungs = rungs
         self._specs: dict[str, RunSpec] = {spec.run_id: spec for spec in plan.runs}
         self._failure_counts: dict[str, _FailureCount] = {}
         self.given_up_trials: set[str] = set()
@@ -250,6 +259,9 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         """End a run. Its last row on disk tells how it ended, including the decision of a stop rule."""
         rows = read_rows(self._plan.get_run_dir(status.run_id) / METRICS_FILE, first_step=0)
         final_status = make_final_status(status, rows, self._specs[status.run_id].steps)
+        reason = "" if self.rungs is None else self.rungs.reasons.get(status.run_id, "")
+        if reason and final_status.status == "interrupted":
+            final_status = replace(status, status=CENSORED, reason=reason)
         self._end_run(replace(final_status, ended_at=make_timestamp()))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:

@@ -49,13 +49,10 @@ def plan_next_round(plan: StudyPlan) -> tuple[StudyPlan | None, str]:
 
 def draw_first_points(plan: StudyPlan) -> StudyPlan:
     """The plan of a new search, which has the default only, with the points that are drawn before any result."""
-    import pandas as pd
-
     search = plan.search
     assert search is not None
-    columns = ["number", "state", "settings", "is_feasible", "violations"]
     count = min(FIRST_POINTS, search.num_points) - len(plan.points)
-    drawn = _draw_points(plan, search, pd.DataFrame(columns=columns), is_higher_better=True, count=count)
+    drawn = _draw_points(plan, search, None, is_higher_better=True, count=count)
     return set_points(plan, {**plan.points, **drawn})
 
 
@@ -64,7 +61,8 @@ def _draw_points(
 ) -> dict[str, dict[str, str]]:
     """Draw up to `count` new points: settings by arm; fewer if the space has no others.
 
-    points: the points so far, from `make_points`. Raises PlanError if no drawn point can be trained.
+    points: the points so far, from `make_points`; None before the first result. Raises PlanError if no drawn point can
+    be trained.
     """
     from optuna.exceptions import ExperimentalWarning
     from optuna.samplers import TPESampler

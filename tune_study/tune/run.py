@@ -39,6 +39,7 @@ from tune_study.tune.trials import make_trial_configs
 if TYPE_CHECKING:
     from tune_study.folder.storage import StoredStudy
     from tune_study.tune.callbacks import Recorder
+    from tune_study.tune.halving import Rungs
 
 _RAY_ENVIRONMENT = {
     # A study does not send usage data to Ray's developers.
@@ -237,7 +238,8 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
     prepare_environment(session.resource_plan.gpus, joins_cluster=bool(session.resource_plan.cluster_address))
     from tune_study.tune.callbacks import Recorder  # imports Ray, which reads the environment prepared above
 
-    recorder, problem = Recorder(session.plan, session.resource_plan, session.progress, statuses), ""
+    rungs = _make_rungs(session.plan)
+    recorder, problem = Recorder(session.plan, session.resource_plan, session.progress, statuses, rungs), ""
     try:
         _fit_tuner(session, statuses, recorder)
     except KeyboardInterrupt:
@@ -261,6 +263,16 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
     )
     reason = session.interrupt.reason if session.interrupt.is_requested else early_reason
     return " ".join(filter(None, (problem, statuses.close(reason))))
+
+
+def _make_rungs(plan: StudyPlan) -> "Rungs | None":
+    """The rungs of a search whose runs are halved; None for another study."""
+    if plan.search is None or plan.search.grace_steps is None:
+        return None
+    from analysis.data.families import FAMILIES  # imports pandas
+    from tune_study.tune.halving import Rungs  # imports Ray
+
+    return Rungs(plan, FAMILIES[plan.study.family.name].is_higher_better)
 
 
 def _format_error(error: Exception) -> str:
@@ -387,7 +399,10 @@ def make_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: lis
             trial_dirname_creator=_make_trial_name,
         ),
         run_config=_make_run_config(
-            plan, interrupt, [SilentReporter(), *_make_fetch_callbacks(session), recorder, *extra_callbacks]
+            plan,
+            interrupt,
+            [SilentReporter(), *_make_fetch_callbacks(session), recorder, *extra_callbacks],
+            recorder.rungs,
         ),
     )
 
@@ -399,20 +414,22 @@ def _make_fetch_callbacks(session: StudySession) -> list[Any]:
     return [] if session.storage is None else [RowFetcher(session.storage.pull)]
 
 
-def _make_run_config(plan: StudyPlan, interrupt: Interrupt, callbacks: list[Any]) -> Any:
+def _make_run_config(plan: StudyPlan, interrupt: Interrupt, callbacks: list[Any], rungs: "Rungs | None") -> Any:
     """Tune's run config: where it writes, its callbacks, and its stoppers."""
     from ray import tune
     from ray.tune.stopper import CombinedStopper
 
+    from tune_study.tune.halving import HalvingStopper
     from tune_study.tune.stoppers import InterruptStopper, OwnRuleStopper, RuleStopper
 
     # The rule of update-rule studies is not in RULES: their trials have several runs, which end one by one, and report
     # themselves when all have ended.
     rule_stoppers = [RuleStopper(rule) for rule in (*plan.study.stop_rules, ALARM) if rule in RULES]
+    halving_stoppers = [] if rungs is None else [HalvingStopper(rungs)]
     return tune.RunConfig(
         name=plan.folder.name,
         storage_path=str(plan.folder.parent),
-        stop=CombinedStopper(*rule_stoppers, OwnRuleStopper(), InterruptStopper(interrupt)),
+        stop=CombinedStopper(*rule_stoppers, OwnRuleStopper(), InterruptStopper(interrupt), *halving_stoppers),
         callbacks=callbacks,
         failure_config=tune.FailureConfig(max_failures=-1),  # unlimited: the Recorder decides about each failure
         # A run writes its own checkpoints; Tune's would be a second copy that nothing reads.

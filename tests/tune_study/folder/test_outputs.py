@@ -13,6 +13,7 @@ from tests.fakes.lines import append_record
 from trainable.config.constants import SHIPPED_MODEL, SHIPPED_MODELS
 from trainable.files.json_values import read_object, write_object
 from trainable.runs.records import STATUSES
+from trainable.runs.run_ends import ENDED_STATUSES, find_contradiction
 from trainable.runs.run_files import read_rows
 from tune_study.folder import summary
 from tune_study.folder.outputs import check_writable, is_running, lock_folder, read_git_state, write_study
@@ -464,15 +465,22 @@ def test_the_rows_of_a_run_are_read_once_for_all_summaries(tmp_path: Path, monke
 
 
 def test_only_runs_that_ended_well_are_finished(tmp_path: Path) -> None:
-    plan = make_plan_in(tmp_path, values=("0", "0.1", "0.2", "0.3", "0.4"))
+    plan = make_plan_in(tmp_path, values=("0", "0.1", "0.2", "0.3", "0.4", "0.5"))
     for run, status in zip(plan.runs, STATUSES, strict=True):
         write_status(plan.get_run_dir(run.run_id), RunStatus(run.run_id, status))
     assert find_finished_runs(plan) == {}  # without rows, no run has ended well
     append_record(plan.get_run_dir(plan.runs[0].run_id) / "metrics.jsonl", {"step": plan.runs[0].steps})
     append_record(plan.get_run_dir(plan.runs[1].run_id) / "metrics.jsonl", {"step": 2, "stop_rule": "a rule"})
-    assert [status.status for status in find_finished_runs(plan).values()] == ["completed", "early_stopped"]
+    append_record(plan.get_run_dir(plan.runs[2].run_id) / "metrics.jsonl", {"step": 2})
+    assert [status.status for status in find_finished_runs(plan).values()] == ["completed", "early_stopped", "censored"]
     finished_runs = find_finished_runs(plan, parse_skipped_statuses("completed,early_stopped, failed"))
-    assert [status.status for status in finished_runs.values()] == ["completed", "early_stopped", "failed"]
+    assert [status.status for status in finished_runs.values()] == [*ENDED_STATUSES, "failed"]
+
+
+def test_a_censored_run_is_one_that_its_rows_show_as_interrupted() -> None:
+    assert not find_contradiction("censored", [{"step": 5}], 10, [])
+    assert "trained 10 of 10" in find_contradiction("censored", [{"step": 10}], 10, [])
+    assert "it has no row" in find_contradiction("censored", [], 10, [])
 
 
 @pytest.mark.parametrize("text", ["", "completed", "completed,early_stopped,running", "success", "failed"])
