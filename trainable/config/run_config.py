@@ -53,6 +53,7 @@ class RunConfig(BaseRunConfig):
             # Logging, checkpoints and placement: a study can be continued with other values of these.
             "trainer": (
                 *EXECUTION_SETTINGS,
+                "keep_best",
                 "log_val_generations",
                 "n_gpus_per_node",
                 "strategy",

@@ -396,6 +396,9 @@ class TrainerConfig(BaseTrainerConfig):
         0, ge=0, le=MAX_LEVELS, description="record the text of a sampled episode of the first N validation levels"
     )
     save_freq: Common[int] = Field(-1, description="keep a checkpoint (folder global_step_<N>) every N steps; -1: none")
+    keep_best: bool = Field(
+        False, description="also keep the rolling checkpoint of the best validation so far (val_success)"
+    )
     resume_every: Common[int] = Field(25, ge=1, description="write the rolling checkpoint for recovery every N steps")
     resume_seconds: Annotated[NonNegative | None, ParseNull] = Field(
         None,

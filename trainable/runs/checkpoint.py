@@ -139,9 +139,16 @@ def _read_checksums(path: Path) -> dict[str, str]:
 
 
 def write_rolling_checkpoint(
-    folder: Path, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any], max_to_keep: int
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    values: Mapping[str, Any],
+    max_to_keep: int,
+    best_step: int | None = None,
 ) -> None:
     """Write the checkpoint after `step` to `folder`/step_<step>, then keep only the newest `max_to_keep` in `folder`.
+
+    best_step: the step of a checkpoint that stays in addition; None for none.
 
     Nothing in `folder` is removed except checkpoints, whether complete or not. Raises UnsafePathError before anything
     is written if `folder` is a symbolic link.
@@ -156,8 +163,9 @@ def write_rolling_checkpoint(
         is_stale = checkpoint_step is not None and checkpoint_step > step
         if is_stale or _PARTIAL_CHECKPOINT.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
-    for _, path in list(iter_checkpoints(folder))[max_to_keep:]:
-        shutil.rmtree(path, ignore_errors=True)
+    for old_step, path in list(iter_checkpoints(folder))[max_to_keep:]:
+        if old_step != best_step:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def iter_checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:

@@ -25,6 +25,7 @@ from trainable.runs.run_files import (
     STATE_FOLDER,
     RunLines,
     acquire_lock,
+    find_best_step,
     parse_end,
 )
 
@@ -63,7 +64,8 @@ class Run:
 
     run_id: name of the run. run_dir: folder of the rows and rolling checkpoints. checkpoint_dir: folder of the saved
     checkpoints, global_step_<N>. settings: the configuration, including the seed. identity: further columns that
-    identify the run in every row. write: executes each write, and may wait while the disk is full.
+    identify the run in every row. write: executes each write, and may wait while the disk is full. best_column: the
+    column whose largest value marks the checkpoint that stays; empty if only the newest ones do.
 
     A row is on disk and in `rows` before `append_row` returns. A run that continues from a checkpoint repeats the steps
     after the checkpoint. It writes the same rows again, because rows depend only on the settings and the seed.
@@ -78,11 +80,13 @@ class Run:
         settings: BaseRunConfig,
         identity: Mapping[str, Any],
         write: Callable[[Callable[[], None]], None] = write_without_retry,
+        best_column: str = "",
     ) -> None:
         self.run_id, self.seed, self.settings = run_id, settings.seed, settings
         self.run_dir, self.checkpoint_dir = run_dir, checkpoint_dir
         self.identity = {**identity, "run_id": run_id, "seed": settings.seed}
         self.rows: list[Row] = []
+        self._best_column = best_column
         self._lines = RunLines(dict.fromkeys(LINE_FILES, Lines(())))
         self._ends = dict.fromkeys(LINE_FILES, LineEnd())  # where each file ends now
         self._checkpoint_ends: dict[int, LineEnd] = {}  # where METRICS_FILE ended at each checkpoint that was loaded
@@ -229,10 +233,16 @@ class Run:
             raise ValueError(f"rows or evaluations up to step {step} are damaged or missing.")
         self._checkpoint_ends[step] = row_end
 
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best row so far, if its checkpoint is to stay; None if none is."""
+        return find_best_step(self.rows, self._best_column) if self._best_column else None
+
     def save_checkpoint(self, state: TrainerState, *, is_rolling: bool, is_permanent: bool) -> None:
         """Write a checkpoint as the newest rolling one (`is_rolling`), as a saved one (`is_permanent`), or as both.
 
-        Once the run is over, its last rolling checkpoint is the only one that stays, to save disk space.
+        Once the run is over, its last rolling checkpoint is the only one that stays, to save disk space, and that of
+        its best row if it is wanted.
         """
         step = state.values["step"]
         # The settings show a later start whether the checkpoint belongs to its run, and the end of the rows whether
@@ -244,5 +254,13 @@ class Run:
         if is_rolling:
             max_to_keep = 1 if self.is_over else MAX_ROLLING_CHECKPOINTS
             self._write(
-                partial(write_rolling_checkpoint, self.run_dir / STATE_FOLDER, step, state.tensors, values, max_to_keep)
+                partial(
+                    write_rolling_checkpoint,
+                    self.run_dir / STATE_FOLDER,
+                    step,
+                    state.tensors,
+                    values,
+                    max_to_keep,
+                    self.best_step,
+                )
             )

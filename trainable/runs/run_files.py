@@ -180,3 +180,13 @@ def _select_rows(records: Iterable[Mapping[str, Any]], first_step: int) -> list[
             rows.pop()
         rows.append(row)
     return rows
+
+
+def find_best_step(rows: Iterable[Mapping[str, Any]], column: str) -> int | None:
+    """The step of the first row with the largest value of `column`; None if no row has a value.
+
+    >>> find_best_step([{"step": 5, "val_success": 0.7}, {"step": 6}, {"step": 10, "val_success": 0.7}], "val_success")
+    5
+    """
+    values = {int(row["step"]): row[column] for row in rows if isinstance(row.get(column), int | float)}
+    return max(values, key=lambda step: values[step], default=None)

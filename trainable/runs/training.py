@@ -127,6 +127,7 @@ class TrainingLoop:
             that the experiment of this start lists every run.
         stop_rules: names of the rules that the study applies.
         code: the texts of the files of the user whose parts the settings name, by file name; may be left out.
+        best_column: the column whose largest value marks a checkpoint that stays; empty or left out if none does.
         interrupts: paths of files. Once one of them exists, the step under way is the last one of this start.
     read_clock: the time in seconds, which says when a rolling checkpoint is due.
 
@@ -146,6 +147,7 @@ class TrainingLoop:
         self.settings = apply_overrides(family.config_class.model_validate({}), trial_config["settings"])
         self.stop_rules: tuple[str, ...] = tuple(trial_config["stop_rules"])
         self._interrupt_paths = tuple(map(Path, trial_config["interrupts"]))
+        self._best_column = str(trial_config.get("best_column", ""))
         self.notes: list[str] = []
         self.trainer: Trainer | None = None
         identity = {"study": trial_config["study"], "arm": trial_config["arm"]}
@@ -159,7 +161,7 @@ class TrainingLoop:
     def _make_run(self, run_entry: Mapping[str, Any], identity: Mapping[str, Any]) -> Run:
         settings = apply_overrides(self.settings, {"seed": run_entry["seed"]})
         run_folders = Path(run_entry["run_dir"]), Path(run_entry["checkpoint_dir"])
-        return Run(run_entry["run_id"], *run_folders, settings, identity, self._write_with_retry)
+        return Run(run_entry["run_id"], *run_folders, settings, identity, self._write_with_retry, self._best_column)
 
     def _start_runs(self, is_finished: bool) -> None:
         """Lock the runs, read their rows, and resume those that are not complete."""
@@ -261,14 +263,15 @@ class TrainingLoop:
         Rolling checkpoints of all runs that continue are also due when a run ends or fails. From the next step on, the
         other runs are batched without it, and sums over a smaller batch round differently. A resume from an older
         checkpoint would repeat steps without the ended run that were trained with it, so rows would differ in the last
-        digits.
+        digits. They are also due after the best row of a run so far, if its checkpoint is to stay.
 
         A run that ends gets its last state as a rolling checkpoint. With save_freq > 0, its last state is also saved
         permanently. A run that fails gets no checkpoint: its reason is in its last row, and it never continues.
         """
         trainer_settings, step = self.settings.trainer, trainer.step_index
         ended_seeds = [seed for seed in result.rows if self.runs[seed].is_over]
-        is_due = bool(ended_seeds or result.failures) or self._is_interrupted() or self._is_resume_due(step)
+        is_best = any(run.best_step is not None and run.best_step == step for run in self.runs.values())
+        is_due = bool(ended_seeds or result.failures or is_best) or self._is_interrupted() or self._is_resume_due(step)
         is_permanent = trainer_settings.save_freq > 0 and step % trainer_settings.save_freq == 0
         # A run that has just ended may have left `trainer.seeds`, so it is saved separately.
         for seed in ended_seeds:

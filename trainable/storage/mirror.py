@@ -21,7 +21,16 @@ from trainable.files.json_values import parse_json
 from trainable.files.paths import UnsafePathError, atomic_write, compute_sha256, make_folder, open_regular, read_bytes
 from trainable.runs.failures import StorageError
 from trainable.runs.retry import RetryPolicy, call_with_retry
-from trainable.runs.run_files import CHECKSUMS_FILE, MAX_ROLLING_CHECKPOINTS, PROBES_FILE, STATE_FOLDER, acquire_lock
+from trainable.runs.run_files import (
+    CHECKSUMS_FILE,
+    MAX_ROLLING_CHECKPOINTS,
+    METRICS_FILE,
+    PROBES_FILE,
+    STATE_FOLDER,
+    acquire_lock,
+    find_best_step,
+    read_rows,
+)
 from trainable.storage.remote import (
     StoragePath,
     file_exists,
@@ -186,8 +195,8 @@ class Mirror:
 
     storage_path: the run's folder in storage. run_dir: where the run writes rows and rolling checkpoints.
     checkpoint_dir: where the run writes global_step_<N> folders, which are removed once they are in storage. patience:
-    seconds to wait for the storage before StorageError is raised. should_stop: whether to stop waiting. The attribute
-    `notes` collects messages for the driver.
+    seconds to wait for the storage before StorageError is raised. should_stop: whether to stop waiting. best_column:
+    see `Run`. The attribute `notes` collects messages for the driver.
     """
 
     def __init__(
@@ -197,6 +206,7 @@ class Mirror:
         checkpoint_dir: Path,
         patience: float,
         should_stop: Callable[[], bool],
+        best_column: str = "",
     ) -> None:
         self.storage_path, self.run_dir, self.checkpoint_dir = storage_path, run_dir, checkpoint_dir
         self.notes: list[str] = []
@@ -206,6 +216,7 @@ class Mirror:
         self._file_checksums: dict[str, str] = {}
         self._checkpoint_checksums: dict[str, bytes] = {}
         self._may_be_stale = False
+        self._best_column = best_column
 
     def fetch(self, max_checkpoints: int = 1) -> None:
         """Make the node's folder equal to storage: all rows, and the newest intact checkpoints.
@@ -239,15 +250,18 @@ class Mirror:
                 path.unlink()
 
     def _fetch_newest_checkpoints(self, checkpoints: list[tuple[int, str]], max_checkpoints: int) -> None:
-        """Fetch the newest intact checkpoints, and remove all others from the node."""
+        """Fetch the newest intact checkpoints and that of the best row, and remove all others from the node."""
         chosen_folders: list[Path] = []
-        for _, name in checkpoints:
+        rows = read_rows(self.run_dir / METRICS_FILE, first_step=0) if self._best_column else []
+        best_step, num_newest = find_best_step(rows, self._best_column), 0
+        for step, name in checkpoints:
+            if num_newest == max_checkpoints and step != best_step:
+                continue
             parent, _, folder_name = name.rpartition("/")
             folder = (self.run_dir / STATE_FOLDER if parent == STATE_FOLDER else self.checkpoint_dir) / folder_name
             if self._call_storage(partial(download_checkpoint, self.storage_path.joinpath(name), folder)):
                 chosen_folders.append(folder)
-                if len(chosen_folders) == max_checkpoints:
-                    break
+                num_newest = min(num_newest + 1, max_checkpoints)
             else:
                 self.notes.append(f"{name} in storage is damaged and is not used")
         # The run must not find a checkpoint for which storage lacks the rows, or one that is damaged.
@@ -370,6 +384,7 @@ class MirroredTrial:
                 scratch_path / run["run_id"] / CHECKPOINTS_FOLDER,
                 config["storage_patience"],
                 self._interrupt_path.exists,
+                config.get("best_column", ""),
             )
             for run in config["runs"]
         }

@@ -1,18 +1,22 @@
 """The command `clean`: free the disk space of what ended runs no longer need."""
 
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.filesize import decimal
 
+from search_spaces import FAMILIES
+from search_spaces.language_model.family import PPO
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
 from trainable.files.paths import check_path
+from trainable.runs.checkpoint import iter_checkpoints
 from trainable.runs.run_ends import ENDED_STATUSES
-from trainable.runs.run_files import STATE_FOLDER
+from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, find_best_step, read_rows
 from trainable.storage.uris import is_uri
 from tune_study.folder import outputs
 from tune_study.folder.statuses import read_status
@@ -23,11 +27,14 @@ from tune_study.plan.errors import PlanError
 
 
 class RemovableState(NamedTuple):
-    """The rolling checkpoints of a run that has ended. num_bytes: on disk."""
+    """The rolling checkpoints of a run that has ended, without that of its best validation if it is to stay.
+
+    num_bytes: on disk.
+    """
 
     run_id: str
     status: str
-    path: Path
+    paths: tuple[Path, ...]
     num_bytes: int
 
 
@@ -47,8 +54,24 @@ def find_removable_states(folder: Path) -> list[RemovableState]:
         if status is None or status.status not in ENDED_STATUSES or not path.exists():
             continue
         check_path(folder, path)
-        states.append(RemovableState(run_id, status.status, path, count_folder_bytes(path)))
+        paths = tuple(_list_removable(study, folder / "runs" / run_id))
+        if paths:
+            num_bytes = sum(map(count_folder_bytes, paths))
+            states.append(RemovableState(run_id, status.status, paths, num_bytes))
     return states
+
+
+def _list_removable(study: Mapping[str, Any], run_dir: Path) -> Iterator[Path]:
+    """The folders that can be removed: all of the rolling checkpoints, or each but the one that --keep-best keeps."""
+    trainer = study["settings"]["trainer"]
+    if not trainer.get("keep_best"):
+        yield run_dir / STATE_FOLDER
+        return
+    column = FAMILIES[study.get("family", PPO.name)].primary_metric
+    best_step = find_best_step(read_rows(run_dir / METRICS_FILE, first_step=0), column)
+    for step, path in iter_checkpoints(run_dir / STATE_FOLDER):
+        if step != best_step:
+            yield path
 
 
 def clean(console: Console, run: str, is_confirmed: bool) -> None:
@@ -75,12 +98,13 @@ def clean(console: Console, run: str, is_confirmed: bool) -> None:
         total = decimal(sum(state.num_bytes for state in states))
         print_line(
             console,
-            f"The rolling checkpoints of these {len(states)} runs take {total}. Without them, `probe` and `export` "
+            f"The rolling checkpoints of {len(states)} run{'s' if len(states) != 1 else ''}: {total}. Without them, `probe` and `export` "
             "need saved checkpoints (--save-freq). Rows, tables and reports stay.",
         )
         if not is_confirmed and not (console.is_terminal and typer.confirm(f"Remove {total}?")):
             print_line(console, f"Nothing was removed. To remove it: {format_command('clean', folder, '--yes')}")
             return
         for state in states:
-            shutil.rmtree(state.path)
+            for path in state.paths:
+                shutil.rmtree(path, ignore_errors=True)
         print_line(console, f"Removed {total}.")

@@ -37,6 +37,7 @@ class StudyRequest(NamedTuple):
     ray_num_cpus: opt.RayNumCpus = None
     gpu_memory_utilization: opt.GpuMemoryUtilization = None
     save_freq: opt.SaveFreq = None
+    keep_best: opt.KeepBest = False
     seeds: opt.Seeds = None
     assignments: opt.Assignments = None
     output: opt.Output = Path()
@@ -67,6 +68,7 @@ class StudyRequest(NamedTuple):
                 "--ray-num-cpus": self.ray_num_cpus,
                 "--gpu-memory-utilization": self.gpu_memory_utilization,
                 "--save-freq": self.save_freq,
+                "--keep-best": self.keep_best or None,
                 "--ppo-micro-batch-size-per-gpu": self.ppo_micro_batch_size_per_gpu,
                 "--log-prob-micro-batch-size-per-gpu": self.log_prob_micro_batch_size_per_gpu,
             },

@@ -142,6 +142,10 @@ GpuMemoryGib = Annotated[
 SaveFreq = Annotated[
     int | None, Option("--save-freq", "--save_freq", metavar="N", help="Save a checkpoint every N steps; -1: never.")
 ]
+KeepBest = Annotated[
+    bool,
+    Option("--keep-best", help="Also keep the checkpoint of each run's best validation, for `export --step best`."),
+]
 Seeds = Annotated[int | None, Option("--seeds", metavar="N", help="Number of seeds per arm: seeds 0 to N-1.")]
 BaselineSeeds = Annotated[
     int | None, Option("--baseline-seeds", metavar="N", help="Least number of seeds of the baseline arm.")
@@ -274,7 +278,10 @@ MaxHours = Annotated[
 ]
 ExportedArm = Annotated[str, Option("--arm", metavar="A", help="The arm whose policy is written.")]
 ExportedSeed = Annotated[int | None, Option("--seed", metavar="S", help="Seed of the run; default: the smallest one.")]
-ExportedStep = Annotated[int | None, Option("--step", metavar="N", help="Step of a checkpoint; default: the newest.")]
+ExportedStep = Annotated[
+    str | None,
+    Option("--step", metavar="N", help="Step of a checkpoint, or `best` (of a run with --keep-best); default: newest."),
+]
 ExportFolder = Annotated[Path, Option("--to", metavar="DIR", help="The folder to write, new or empty.")]
 Adapters = Annotated[bool, Option("--adapters", help="Write LoRA adapters alone; default: merged into the weights.")]
 ExportDtype = Annotated[

@@ -41,6 +41,7 @@ OPTION_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "--ray-num-cpus": ("trainer.ray_num_cpus",),
     "--gpu-memory-utilization": ("rollout.gpu_memory_utilization",),
     "--save-freq": ("trainer.save_freq",),
+    "--keep-best": ("trainer.keep_best",),
     "--ppo-micro-batch-size-per-gpu": (
         "actor.ppo_micro_batch_size_per_gpu",
         "critic.ppo_micro_batch_size_per_gpu",

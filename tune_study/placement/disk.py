@@ -143,7 +143,7 @@ def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: 
     ended_runs = find_finished_runs(plan)
     runs = [spec for spec in plan.runs if spec.run_id not in ended_runs]
     sizes, unknown_models = _estimate_checkpoint_sizes(plan, runs, environ)
-    saved_counts = [count_occurrences(spec.steps, spec.config.trainer.save_freq) for spec in runs]
+    saved_counts = [count_occurrences(spec.steps, spec.config.trainer.save_freq) + spec.keeps_best for spec in runs]
     total_row_bytes = sum(_estimate_run_row_bytes(plan, spec) for spec in runs) + (_STUDY_BYTES if runs else 0)
     # A trial may train several runs at once: all seeds of an arm.
     concurrent_runs = min(resource_plan.max_concurrent * plan.max_runs_per_trial, len(runs))

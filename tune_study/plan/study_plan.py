@@ -68,6 +68,11 @@ class RunSpec:
         return as_run_config(self.config)
 
     @property
+    def keeps_best(self) -> bool:
+        """Whether the checkpoint of the best validation stays. Only language models have the setting."""
+        return bool(getattr(self.config.trainer, "keep_best", False))
+
+    @property
     def steps(self) -> int:
         """Number of training steps."""
         return self.config.trainer.total_training_steps

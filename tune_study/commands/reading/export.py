@@ -11,20 +11,23 @@ from trainable.config.run_config import RunConfig
 from trainable.config.setting_types import format_value
 from trainable.export.policy import DTYPES, load_trained_policy, make_card, write_adapter_folder, write_hub_folder
 from trainable.runs.checkpoint import CheckpointError
-from trainable.runs.run_files import METRICS_FILE, read_rows
+from trainable.runs.run_files import METRICS_FILE, find_best_step, read_rows
 from tune_study.folder.run_checkpoints import RunCheckpoint, find_run_checkpoint
 from tune_study.folder.study_file import plan_from_folder, read_study
 from tune_study.host.console import print_line
 from tune_study.placement.model_files import check_model
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy
-from tune_study.plan.study_plan import find_changed_settings
+from tune_study.plan.study_plan import RunSpec, StudyPlan, find_changed_settings
+
+BEST_STEP = "best"
 
 
-def find_export(run: Path, arm: str, seed: int | None, step: int | None, own_study: OwnStudy | None) -> RunCheckpoint:
+def find_export(run: Path, arm: str, seed: int | None, step: str | None, own_study: OwnStudy | None) -> RunCheckpoint:
     """The run of an arm and its checkpoint. PlanError that lists the alternatives if there is none.
 
-    seed: None for the smallest one of the arm. step: None for the newest checkpoint.
+    seed: None for the smallest one of the arm. step: a number, or `best` for the best validation; None for the newest
+    checkpoint.
     """
     plan = plan_from_folder(run, own_study=own_study)
     specs = {spec.seed: spec for spec in plan.runs if spec.arm == arm}
@@ -37,7 +40,21 @@ def find_export(run: Path, arm: str, seed: int | None, step: int | None, own_stu
         seeds = ", ".join(map(str, sorted(specs)))
         raise PlanError(f"Arm {format_value(arm)} has no run with seed {seed}: type --seed with one of {seeds}.")
     spec = specs[min(specs) if seed is None else seed]
-    return find_run_checkpoint(run, spec.run_id, step, None, own_study=own_study)
+    number = None if step is None else _parse_step(plan, spec, step)
+    return find_run_checkpoint(run, spec.run_id, number, None, own_study=own_study)
+
+
+def _parse_step(plan: StudyPlan, spec: RunSpec, text: str) -> int:
+    """The step that --step names. PlanError if it is neither a number nor `best`, or if no validation is recorded."""
+    if text == BEST_STEP:
+        rows = read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE)
+        step = find_best_step(rows, plan.study.family.primary_metric)
+        if step is None:
+            raise PlanError(f"--step {BEST_STEP}: {spec.run_id} has no validation yet.")
+        return step
+    if not (text.isascii() and text.isdecimal()):
+        raise PlanError(f"--step {format_value(text)} is no step: type a number, or {BEST_STEP}.")
+    return int(text)
 
 
 def export(console: Console, target: RunCheckpoint, folder: Path, dtype: str, *, keeps_adapters: bool) -> None:
