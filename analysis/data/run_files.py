@@ -6,6 +6,7 @@ is; of a run.json or status.json that is damaged, a warning says so, and the row
 """
 
 import json
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -138,6 +139,10 @@ def _is_valid_value(name: str, value: object) -> bool:
         return isinstance(value, list) and len(value) <= MAX_RUNS and all(map(is_int64, value))
     if name == "family":
         return is_text(value)
+    if name == "points":
+        return _is_points(value)
+    if name == "search":
+        return value is None or _is_search(value)
     dtype = RUN_FILE_SCHEMA.get(name)
     return dtype is None or value is None or _VALIDATORS[dtype](value)
 
@@ -150,6 +155,53 @@ def _is_run_entry(entry: object) -> bool:
         and is_run_id(entry["run_id"])
         and all(_is_valid_value(name, value) for name, value in entry.items())
     )
+
+
+def _is_points(value: object) -> bool:
+    """Whether `points` of study.json has settings by arm, and settings have texts."""
+    return (
+        isinstance(value, dict)
+        and len(value) <= MAX_RUNS
+        and all(
+            is_text(arm)
+            and isinstance(settings, dict)
+            and all(is_text(name) and is_text(text) for name, text in settings.items())
+            for arm, settings in value.items()
+        )
+    )
+
+
+def _is_search(value: object) -> bool:
+    """Whether `search` of study.json has objectives and a space whose dimensions can be searched."""
+    if not isinstance(value, dict) or not is_int64(value.get("num_points")):
+        return False
+    objectives, space = value.get("objectives"), value.get("space")
+    if objectives not in (["success"], ["success", "cost"]) or not isinstance(space, list):
+        return False
+    return is_int64(value.get("points_per_round")) and 0 < len(space) <= MAX_RUNS and all(map(_is_dimension, space))
+
+
+def _is_dimension(entry: object) -> bool:
+    """Whether an entry of a space is a choice between texts, or an interval."""
+    if not isinstance(entry, dict) or not (is_text(entry.get("name")) and is_text(entry.get("setting"))):
+        return False
+    flags = is_bool(entry.get("is_log")) and is_bool(entry.get("is_integer"))
+    if not flags or not all(_is_text_list(entry.get(name)) for name in ("values", "condition")):
+        return False
+    if len(entry["condition"]) not in (0, 2):
+        return False
+    if entry["values"]:
+        return len(set(entry["values"])) == len(entry["values"])
+    if not (is_number(entry.get("low")) and is_number(entry.get("high"))):
+        return False
+    low, high = float(entry["low"]), float(entry["high"])
+    if not -math.inf < low < high < math.inf:  # false for NaN, too
+        return False
+    return (low > 0 or not entry["is_log"]) and (max(-low, high) < 2**53 or not entry["is_integer"])
+
+
+def _is_text_list(value: object) -> bool:
+    return isinstance(value, list) and len(value) <= MAX_RUNS and all(map(is_text, value))
 
 
 def _is_setting(name: str, value: object) -> bool:

@@ -38,6 +38,11 @@ class AxisView:
         """The study."""
         return self.results.frames
 
+    @property
+    def search(self) -> SearchResults | None:
+        """The search whose points are the arms, if it is one."""
+        return self.results.search
+
     @cached_property
     def dose_response(self) -> pd.DataFrame:
         """From `tables.make_dose_response`: one row per arm."""
@@ -102,25 +107,6 @@ class GridView:
 View = AxisView | GridView
 
 
-def _make_search_figure(figure: ReportFigure[SearchResults]) -> ReportFigure[AxisView]:
-    """A figure of a search, which is drawn from the search of the view."""
-
-    def get_search(view: AxisView) -> SearchResults:
-        assert view.results.search is not None
-        return view.results.search
-
-    return ReportFigure(
-        figure.name,
-        figure.section,
-        lambda view: figure.get_caption(get_search(view)),
-        lambda view: figure.make_table(get_search(view)),
-        lambda table, view: figure.draw(table, get_search(view)),
-    )
-
-
-SEARCH_FIGURES: Sequence[ReportFigure[AxisView]] = tuple(map(_make_search_figure, search_page.FIGURES))
-
-
 def _make_arm_colors(frames: StudyFrames) -> dict[str, str]:
     return plots.make_arm_colors(list(dict.fromkeys(frames.trials["arm"])))
 
@@ -128,7 +114,7 @@ def _make_arm_colors(frames: StudyFrames) -> dict[str, str]:
 def make_gallery(results: SweepResults) -> Gallery[Any]:
     """The figures of a one-axis or grid study; none if it has no run."""
     if results.search:
-        return Gallery((*SEARCH_FIGURES, *POINT_FIGURES), AxisView(results))
+        return Gallery((*search_page.VIEW_FIGURES, *POINT_FIGURES), AxisView(results))
     if results.grid:
         return Gallery(GRID_FIGURES, GridView(results, results.grid))
     return Gallery(() if results.frames.trials.empty else AXIS_FIGURES, AxisView(results))

@@ -8,7 +8,7 @@ import pandas as pd
 
 from analysis.data.frames import StudyFrames
 from analysis.grid import edge, layout
-from analysis.search.page import SearchResults
+from analysis.search.page import SearchResults, find_search
 from analysis.sweep import symptoms, time_course
 from analysis.sweep.symptoms import PERMUTATION_SEED
 
@@ -30,7 +30,7 @@ class SweepResults:
     @cached_property
     def search(self) -> SearchResults | None:
         """The search whose points are the arms; None in a study of arms that were chosen beforehand."""
-        return SearchResults(self.frames) if self.frames.studies[0].get("search") else None
+        return find_search(self.frames)
 
     @cached_property
     def collapse_times(self) -> pd.DataFrame:

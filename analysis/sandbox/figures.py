@@ -12,6 +12,7 @@ from analysis.html.figures import Gallery, ReportFigure
 from analysis.sandbox import plots, tables
 from analysis.sandbox.descriptions import Panel
 from analysis.sandbox.page import compute_chance_error
+from analysis.search.page import VIEW_FIGURES, SearchResults, find_search
 from analysis.sweep import contrasts, series
 from analysis.sweep.plots import draw_curves
 
@@ -26,6 +27,11 @@ class ToyView:
     def colors(self) -> dict[str, str]:
         """The color of each arm."""
         return plots.make_rule_colors(list_arms(self.frames))
+
+    @cached_property
+    def search(self) -> SearchResults | None:
+        """The search whose points are the arms, if it is one."""
+        return find_search(self.frames)
 
     @cached_property
     def curves(self) -> dict[Panel, tuple[pd.DataFrame, pd.DataFrame]]:
@@ -46,6 +52,7 @@ def make_gallery(frames: StudyFrames) -> Gallery[ToyView]:
         return Gallery(figures=(), view=view)
     return Gallery(
         (
+            *VIEW_FIGURES,
             _make_mean_curves_figure(compute_chance_error(frames)),
             *map(_make_runs_figure, view.curves),
             CONTRASTS_FIGURE,

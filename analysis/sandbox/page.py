@@ -13,6 +13,9 @@ from analysis.html.page import list_sources, make_settings_rows
 from analysis.published.cells import POOLED
 from analysis.published.reproduction import compare_to_published, describe_sources, summarize_verdicts
 from analysis.sandbox import tables
+from analysis.search.page import find_search
+from analysis.search.page import make_context as make_search_context
+from analysis.search.page import make_tables as make_search_tables
 from analysis.sweep import contrasts, findings
 from analysis.sweep.verdicts import (
     describe_stops,
@@ -35,6 +38,9 @@ def make_tables(frames: StudyFrames) -> Iterable[tuple[str, pd.DataFrame]]:
     if read_contrasts(frames.studies[0]):
         yield "contrasts", contrasts.compute_contrasts(frames)
         yield "contrast_pairs", contrasts.compute_pair_differences(frames)
+    search = find_search(frames)
+    if search:
+        yield from make_search_tables(search)
     cells = compare_to_published(frames)
     if len(cells):
         yield "reproduction", cells
@@ -45,11 +51,13 @@ def make_tables(frames: StudyFrames) -> Iterable[tuple[str, pd.DataFrame]]:
 def make_context(frames: StudyFrames) -> Row:
     """Everything that the template shows except figures, by name; all numbers come from the tables."""
     differences, published = tables.compute_differences(frames), make_published_context(frames)
+    search = find_search(frames)
     (family,) = frames.families
     return {
         **published,
         **contrasts.make_contrast_context(frames),
         "study": frames.studies[0],
+        "search": make_search_context(search) if search else None,
         "confirmation": findings.describe_confirmation(frames.studies[0]),
         "headline": format_headline(frames, differences),
         "statuses": findings.format_status_counts(frames.trials),

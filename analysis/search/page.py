@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
@@ -12,7 +12,7 @@ from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, to_records
 from analysis.html.figures import ReportFigure
 from analysis.search import plots
-from analysis.search.points import CENSORED_POINT, COMPLETE, COST, OPEN, find_best_point, make_points
+from analysis.search.points import CENSORED_POINT, COMPLETE, COST, OPEN, find_best_point, make_points, parse_value
 from analysis.search.trials import IMPORTANCE_QUANTILE, Importance, compute_importances, list_pareto_arms
 from analysis.sweep import verdicts
 from trainable.config.command_lines import format_command
@@ -96,11 +96,14 @@ def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _read(dimension: Mapping[str, Any], settings: Mapping[str, str]) -> Any:
+    """The value of a dimension; None if the settings do not meet its condition. A value outside its interval stays."""
     condition = dimension["condition"]
     if condition and settings.get(condition[0]) != condition[1]:
         return None
     text = settings.get(dimension["setting"])
-    return text if dimension["values"] or text is None else float(text)
+    if parse_value(dimension, text) is None or text is None:
+        return None
+    return text if dimension["values"] else float(text)
 
 
 def describe_search(results: SearchResults) -> str:
@@ -217,3 +220,37 @@ FIGURES: Sequence[ReportFigure[SearchResults]] = (
         lambda table, results: plots.draw_pareto(table),
     ),
 )
+
+
+class SearchView(Protocol):
+    """The view of a page that may have the section of a search."""
+
+    @property
+    def search(self) -> SearchResults | None:
+        """The search; None in a study of arms that were chosen beforehand."""
+        ...
+
+
+def _make_view_figure(figure: ReportFigure[SearchResults]) -> ReportFigure[SearchView]:
+    """The figure of a search as one of a page, whose view has the search."""
+
+    def get_search(view: SearchView) -> SearchResults:
+        assert view.search is not None
+        return view.search
+
+    return ReportFigure(
+        figure.name,
+        figure.section,
+        lambda view: figure.get_caption(get_search(view)),
+        lambda view: None if view.search is None else figure.make_table(view.search),
+        lambda table, view: figure.draw(table, get_search(view)),
+    )
+
+
+VIEW_FIGURES: Sequence[ReportFigure[SearchView]] = tuple(map(_make_view_figure, FIGURES))
+"""The figures for the galleries of pages. They have nothing to show in a study that is no search."""
+
+
+def find_search(frames: StudyFrames) -> SearchResults | None:
+    """The search whose points are the arms of a study; None in a study of arms that were chosen beforehand."""
+    return SearchResults(frames) if frames.studies[0].get("search") else None

@@ -103,6 +103,26 @@ def select_dimensions(entry: Mapping[str, Any], settings: Mapping[str, str]) -> 
     return [
         dimension
         for dimension in entry["space"]
-        if dimension["setting"] in settings
-        and (not dimension["condition"] or settings.get(dimension["condition"][0]) == dimension["condition"][1])
+        if (not dimension["condition"] or settings.get(dimension["condition"][0]) == dimension["condition"][1])
+        and parse_value(dimension, settings.get(dimension["setting"])) is not None
     ]
+
+
+def parse_value(dimension: Mapping[str, Any], text: str | None) -> Any:
+    """The value of a dimension from its text: a number inside the interval, or one of the values.
+
+    None for a missing text and for one that is neither: a folder may come from somebody else.
+    """
+    if text is None or (dimension["values"] and text not in dimension["values"]):
+        return None
+    if dimension["values"]:
+        return text
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    if not math.isfinite(value):
+        return None
+    # A rounded value may lie a little outside.
+    value = min(max(value, dimension["low"]), dimension["high"])
+    return int(value) if dimension["is_integer"] else value

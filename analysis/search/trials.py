@@ -19,7 +19,7 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from analysis.data.frames import to_records
-from analysis.search.points import CENSORED_POINT, COMPLETE, COST, OPEN, SUCCESS, select_dimensions
+from analysis.search.points import CENSORED_POINT, COMPLETE, COST, OPEN, SUCCESS, parse_value, select_dimensions
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -89,23 +89,16 @@ def _make_trials(entry: Mapping[str, Any], points: pd.DataFrame) -> list[FrozenT
             create_trial(
                 state=state,
                 values=[row[name] for name in entry["objectives"]] if is_complete else None,
-                params={dimension["name"]: _read_value(dimension, row["settings"]) for dimension in dimensions},
+                params={
+                    dimension["name"]: parse_value(dimension, row["settings"][dimension["setting"]])
+                    for dimension in dimensions
+                },
                 distributions={dimension["name"]: make_distribution(dimension) for dimension in dimensions},
                 user_attrs={"arm": row["arm"], "seeds": row["seeds"]},
                 constraints={CONSTRAINT: float(row["violations"])} if is_complete else None,
             )
         )
     return trials
-
-
-def _read_value(dimension: Mapping[str, Any], settings: Mapping[str, str]) -> Any:
-    text = settings[dimension["setting"]]
-    if dimension["values"]:
-        return text
-    if dimension["is_integer"]:
-        return int(text)
-    # A rounded value may lie a little outside.
-    return float(np.clip(float(text), dimension["low"], dimension["high"]))
 
 
 class Importance(NamedTuple):

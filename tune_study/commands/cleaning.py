@@ -95,11 +95,11 @@ def clean(console: Console, run: str, is_confirmed: bool) -> None:
             ["run", "status", "size"],
             [[state.run_id, state.status, decimal(state.num_bytes)] for state in states],
         )
-        total = decimal(sum(state.num_bytes for state in states))
+        total, count = decimal(sum(state.num_bytes for state in states)), len(states)
         print_line(
             console,
-            f"The rolling checkpoints of {len(states)} run{'s' if len(states) != 1 else ''}: {total}. Without them, `probe` and `export` "
-            "need saved checkpoints (--save-freq). Rows, tables and reports stay.",
+            f"The rolling checkpoints of {count} run{'s' if count != 1 else ''}: {total}. Without them, `probe` and "
+            "`export` need saved checkpoints (--save-freq). Rows, tables and reports stay.",
         )
         if not is_confirmed and not (console.is_terminal and typer.confirm(f"Remove {total}?")):
             print_line(console, f"Nothing was removed. To remove it: {format_command('clean', folder, '--yes')}")

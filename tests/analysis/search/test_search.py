@@ -1,0 +1,279 @@
+"""Tests of the points of a search, of the Optuna study made from them, and of the section of the report."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+import pandas as pd
+import pytest
+
+from analysis.data.frames import StudyFrames
+from analysis.data.load import load
+from analysis.report.pages import conclude, draw_figures, render_page
+from analysis.search.page import SearchResults, describe_search, make_context
+from analysis.search.points import CENSORED_POINT, COMPLETE, FAILED, OPEN, find_best_point, make_points
+from analysis.search.trials import CONSTRAINT, compute_importances, list_pareto_arms, make_optuna_study
+from tests.analysis.report.test_pages import parse_page
+from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
+
+SPACE = [
+    {"setting": "actor.lr", "low": 1e-5, "high": 1e-2, "is_log": True},
+    {"setting": "actor.use_kl_loss", "values": ["False", "True"]},
+    {
+        "setting": "actor.kl_loss_coef",
+        "low": 1e-3,
+        "high": 1.0,
+        "is_log": True,
+        "condition": ["actor.use_kl_loss", "True"],
+    },
+    {"setting": "actor.ppo_epochs", "low": 1.0, "high": 4.0, "is_integer": True},
+]
+DEFAULTS: dict[str, Any] = {
+    "low": 0.0,
+    "high": 0.0,
+    "is_log": False,
+    "is_relative": False,
+    "is_integer": False,
+    "values": [],
+    "condition": [],
+}
+
+
+def make_entry(objectives: tuple[str, ...] = ("success",), num_points: int = 5) -> dict[str, Any]:
+    space = [{**DEFAULTS, **dimension} for dimension in SPACE]
+    for dimension in space:
+        condition = f" if {'='.join(dimension['condition'])}" if dimension["condition"] else ""
+        dimension["name"] = f"{dimension['setting']}{condition}"
+    return {"space": space, "objectives": list(objectives), "num_points": num_points, "points_per_round": 4, "seed": 0}
+
+
+POINTS = {
+    "default": {},
+    "point-1": {"actor.lr": "0.001", "actor.use_kl_loss": "False", "actor.ppo_epochs": "2"},
+    "point-2": {
+        "actor.lr": "0.01",
+        "actor.use_kl_loss": "True",
+        "actor.kl_loss_coef": "0.1",
+        "actor.ppo_epochs": "1",
+    },
+    "point-3": {"actor.lr": "0.0001", "actor.use_kl_loss": "False", "actor.ppo_epochs": "3"},
+    "point-4": {"actor.lr": "0.0002", "actor.use_kl_loss": "False", "actor.ppo_epochs": "4"},
+}
+STOP = ("low_validation_success", 0.001, 0.01)
+
+
+def make_frames(folder: Path, runs: list[FakeRun], objectives: tuple[str, ...] = ("success",)) -> StudyFrames:
+    study = FakeStudy(
+        run="search_kl_sokoban-tiny",
+        setting="point",
+        baseline="default",
+        levels=40,
+        total_steps=20,
+        values=tuple(POINTS),
+        extra={"search": make_entry(objectives), "points": POINTS},
+    )
+    return load(write_study(folder, runs, study))
+
+
+def make_runs() -> list[FakeRun]:
+    """Two seeds of each point: point-1 is best, a run of point-2 was stopped, point-3 failed once, point-4 waits."""
+    limits = {"default": 0.5, "point-1": 0.8, "point-2": 0.9, "point-3": 0.6, "point-4": 0.7}
+    runs = [FakeRun(arm, seed, steps=20, success=(0.3, limit)) for arm, limit in limits.items() for seed in (0, 1)]
+    runs[5] = replace(runs[5], status="early_stopped", steps=10, stop=STOP)
+    runs[7] = replace(runs[7], status="failed", steps=5, reason="out of memory")
+    runs[9] = replace(runs[9], status="interrupted", steps=5)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def frames(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
+    """The search of `make_runs`."""
+    return make_frames(tmp_path_factory.mktemp("search"), make_runs(), ("success", "cost"))
+
+
+def test_a_point_is_the_mean_of_its_seeds_and_a_collapse_counts(frames: StudyFrames) -> None:
+    table = make_points(frames).set_index("arm")
+    runs = frames.runs
+    for arm in ("default", "point-1", "point-2"):
+        members = runs[(runs["arm"] == arm)]
+        assert table.loc[arm, "success"] == pytest.approx(members["late_val_success"].mean())
+        tokens = members["total_sampled_tokens"] + members["total_trained_tokens"]
+        assert table.loc[arm, "cost"] == pytest.approx(tokens.mean())
+        assert table.loc[arm, "low"] < table.loc[arm, "success"] < table.loc[arm, "high"]
+    assert table["state"].to_list() == [COMPLETE, COMPLETE, COMPLETE, COMPLETE, OPEN]
+    assert table["violations"].to_list() == [0, 0, 1, 1, 0]
+    assert table["is_feasible"].to_list() == [True, True, False, False, False]
+    assert table["seeds"].to_list() == [2, 2, 2, 1, 1]
+
+
+def test_a_censored_run_censors_its_point(tmp_path: Path) -> None:
+    runs = make_runs()
+    runs[2] = replace(runs[2], status="censored", steps=10)
+    table = make_points(make_frames(tmp_path, runs)).set_index("arm")
+    assert table.loc["point-1", "state"] == CENSORED_POINT
+    assert not table.loc["point-1", "is_feasible"]
+
+
+def test_a_point_of_which_every_run_failed_has_no_outcome(tmp_path: Path) -> None:
+    runs = [replace(run, status="failed", steps=5) if run.arm == "point-3" else run for run in make_runs()]
+    row = make_points(make_frames(tmp_path, runs)).set_index("arm").loc["point-3"]
+    assert (row["state"], row["seeds"], row["violations"]) == (FAILED, 0, 2)
+    assert math.isnan(row["success"])
+
+
+def test_the_best_point_is_one_without_a_collapse(frames: StudyFrames) -> None:
+    points = make_points(frames)
+    best, worst = find_best_point(points, is_higher_better=True), find_best_point(points, is_higher_better=False)
+    assert best is not None
+    assert worst is not None
+    assert (best["arm"], worst["arm"]) == ("point-1", "default")  # point-2 has more success, but a run of it collapsed
+    assert find_best_point(points.assign(is_feasible=False), is_higher_better=True) is None
+
+
+def test_a_study_of_chosen_arms_has_no_points(tmp_path: Path) -> None:
+    plain = load(write_study(tmp_path, [FakeRun("0"), FakeRun("0.1")]))
+    assert make_points(plain).empty
+    assert "search" not in conclude(plain).headline
+
+
+def test_the_optuna_study_has_the_points_that_have_ended(frames: StudyFrames) -> None:
+    study = make_optuna_study(make_entry(("success", "cost")), make_points(frames), is_higher_better=True)
+    assert [trial.user_attrs["arm"] for trial in study.trials] == ["default", "point-1", "point-2", "point-3"]
+    assert [direction.name for direction in study.directions] == ["MAXIMIZE", "MINIMIZE"]
+    assert study.trials[2].constraints == {CONSTRAINT: 1.0}
+    assert study.trials[1].constraints == {CONSTRAINT: 0.0}
+    assert study.trials[1].params == {"actor.lr": 0.001, "actor.use_kl_loss": "False", "actor.ppo_epochs": 2}
+    assert study.trials[2].params["actor.kl_loss_coef if actor.use_kl_loss=True"] == 0.1
+    assert study.trials[0].params == {}  # the settings of the preset, of which none was drawn
+
+
+@pytest.mark.parametrize(
+    ("state", "optuna_state"), [(COMPLETE, "COMPLETE"), (CENSORED_POINT, "PRUNED"), (FAILED, "FAIL")]
+)
+def test_the_state_of_a_point_is_that_of_its_trial(frames: StudyFrames, state: str, optuna_state: str) -> None:
+    points = make_points(frames).iloc[:1].assign(state=state)
+    (trial,) = make_optuna_study(make_entry(), points, is_higher_better=True).trials
+    assert trial.state.name == optuna_state
+    assert (trial.values is not None) == (state == COMPLETE)
+
+
+def make_drawn_points(seed: int, count: int = 40) -> pd.DataFrame:
+    """Make points whose outcome depends on the learning rate alone."""
+    generator = np.random.default_rng(seed)
+    rates, epochs = 10 ** generator.uniform(-5, -2, count), generator.integers(1, 5, count)
+    return pd.DataFrame(
+        {
+            "arm": [f"point-{number}" for number in range(count)],
+            "number": range(count),
+            "state": COMPLETE,
+            "seeds": 2,
+            "violations": 0,
+            "is_feasible": True,
+            "success": -np.abs(np.log10(rates) + 3.0),
+            "cost": generator.uniform(1, 2, count),
+            "settings": [
+                {"actor.lr": f"{rate:.6g}", "actor.use_kl_loss": "False", "actor.ppo_epochs": str(epoch)}
+                for rate, epoch in zip(rates, epochs, strict=True)
+            ],
+        }
+    )
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_setting_that_decides_has_the_largest_importance(seed: int) -> None:
+    importances = compute_importances(make_entry(), make_drawn_points(seed), True, np.random.default_rng(0))
+    assert importances[0].name == "actor.lr"
+    assert importances[0].value > 0.5
+    assert sum(importance.value for importance in importances) == pytest.approx(1.0)
+    for importance in importances:
+        assert 0 <= importance.low <= importance.high <= 1
+    assert importances[0].low > importances[1].low
+
+
+def test_few_points_have_no_importances() -> None:
+    assert compute_importances(make_entry(), make_drawn_points(0, count=8), True, np.random.default_rng(0)) == []
+
+
+def test_the_pareto_front_is_that_of_an_exhaustive_comparison() -> None:
+    points = make_drawn_points(3).assign(is_feasible=lambda table: table["number"] % 5 != 0)
+    feasible = points[points["is_feasible"]]
+    front = [
+        row.arm
+        for row in feasible.itertuples()
+        if not (
+            (feasible["success"] >= row.success)
+            & (feasible["cost"] <= row.cost)
+            & ((feasible["success"] > row.success) | (feasible["cost"] < row.cost))
+        ).any()
+    ]
+    assert list_pareto_arms(make_entry(), points, is_higher_better=True) == front
+
+
+def test_the_report_of_a_search_says_what_its_best_point_is_worth(frames: StudyFrames) -> None:
+    results = SearchResults(frames)
+    sentence = describe_search(results)
+    assert sentence.startswith("4 of 5 points have ended; at 2 of them a run collapsed or failed. Best point without:")
+    assert "point-1 (lr 0.001, use_kl_loss False, ppo_epochs 2)" in sentence
+    assert "only fresh seeds say by how much (python -m tune_study confirm search_kl_sokoban-tiny --arm" in sentence
+    context = make_context(results)
+    assert [row["arm"] for row in context["leaders"]][:2] == ["point-1", "default"]
+    assert set(results.pareto_arms) <= {"default", "point-1"}
+    figures = draw_figures(frames)
+    assert {"search_history", "search_slices", "search_parallel", "search_pareto"} <= figures.keys()
+    page = parse_page(render_page(frames, figures))
+    assert page is not None
+    assert conclude(frames).headline == sentence
+
+
+def test_the_values_of_the_default_are_those_of_the_study(frames: StudyFrames) -> None:
+    values = SearchResults(frames).values.set_index("arm")
+    assert values.loc["default", "actor.lr"] == 3e-4
+    assert values.loc["point-2", "actor.kl_loss_coef if actor.use_kl_loss=True"] == 0.1
+    assert pd.isna(values.loc["point-1", "actor.kl_loss_coef if actor.use_kl_loss=True"])
+
+
+def make_foreign_frames(folder: Path, **changes: Any) -> StudyFrames:
+    """Load a search whose study.json has other values than a search writes."""
+    extra = {"search": make_entry(), "points": POINTS, **changes}
+    study = FakeStudy(run="search", setting="point", baseline="default", levels=40, total_steps=20, extra=extra)
+    return load(write_study(folder, make_runs(), study))
+
+
+def test_texts_from_a_foreign_folder_stay_text(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>"
+    entry = make_entry()
+    entry["space"][0]["name"] = evil
+    points = {**POINTS, "point-1": {"actor.lr": evil, "actor.use_kl_loss": evil, evil: evil}}
+    frames = make_foreign_frames(tmp_path, search=entry, points=points)
+    assert evil not in render_page(frames, draw_figures(frames))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"space": []},
+        {"space": [{"setting": "actor.lr"}]},
+        {"space": [{**DEFAULTS, "name": "a", "setting": "a", "low": 0.0, "high": 1.0, "is_log": True}]},
+        {"space": [{**DEFAULTS, "name": "a", "setting": "a", "low": 1.0, "high": 1.0}]},
+        {"space": [{**DEFAULTS, "name": "a", "setting": "a", "low": "0", "high": 1.0}]},
+        {"space": [{**DEFAULTS, "name": "a", "setting": "a", "values": ["1", "1"]}]},
+        {"objectives": ["time"]},
+        {"num_points": "many"},
+    ],
+)
+def test_a_search_that_makes_no_sense_is_damage(tmp_path: Path, change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="invalid values"):
+        make_foreign_frames(tmp_path, search={**make_entry(), **change})
+
+
+@pytest.mark.parametrize("points", [[], {"default": []}, {"default": {"actor.lr": 1}}])
+def test_points_without_settings_are_damage(tmp_path: Path, points: Any) -> None:
+    with pytest.raises(ValueError, match="invalid values"):
+        make_foreign_frames(tmp_path, points=points)
+
+
+def test_optuna_does_not_log_to_the_terminal() -> None:
+    assert optuna.logging.get_verbosity() == optuna.logging.WARNING

@@ -1,0 +1,92 @@
+"""Tests of successive halving: who goes on at a rung, and that a resumed search decides in the same way."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from search_spaces import STUDIES
+from search_spaces.language_model.family import PPO
+from tests.fakes.lines import append_record
+from trainable.runs.run_files import METRICS_FILE
+from tune_study.plan.search import DEFAULT_POINT, Search, make_point_study
+from tune_study.plan.search_space import make_space
+from tune_study.plan.study_plan import StudyPlan, make_plan, set_points
+from tune_study.tune.halving import HalvingStopper, Rungs
+
+NUM_POINTS = 8
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
+    """A search of one seed whose runs are halved from step 5 on."""
+    study = make_point_study(STUDIES["kl"], {DEFAULT_POINT: {}})
+    plan = make_plan(study, "laptop", "a test", {}, None, 1, tmp_path_factory.mktemp("search"))
+    search = Search(make_space(PPO, plan.base_config, ()), ("success",), NUM_POINTS, grace_steps=5)
+    points = {f"point-{number}": {"actor.lr": f"{number}e-4"} for number in range(1, NUM_POINTS)}
+    return set_points(replace(plan, search=search), {DEFAULT_POINT: {}, **points})
+
+
+def make_row(step: int, value: float | None) -> dict[str, float | int]:
+    return {"step": step} if value is None else {"step": step, "val_success": value}
+
+
+def test_rungs_are_the_grace_steps_times_powers_of_three(plan: StudyPlan) -> None:
+    assert Rungs(plan, is_higher_better=True).steps == [5, 15, 45]  # of 60 steps
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=NUM_POINTS - 1), st.booleans())
+def test_a_run_goes_on_if_it_is_among_the_best_third_so_far(
+    plan: StudyPlan, values: list[float], is_higher_better: bool
+) -> None:
+    rungs = Rungs(plan, is_higher_better)
+    for count, (spec, value) in enumerate(zip(plan.runs[1:], values, strict=False), 1):
+        so_far = sorted(values[:count], reverse=is_higher_better)
+        # In the first third of the values in order, or as good as its last one.
+        is_promoted = count < 3 or value in so_far[: count // 3]
+        assert (rungs.decide(spec.run_id, make_row(5, value)) == "") == is_promoted
+        assert (spec.run_id in rungs.reasons) != is_promoted
+
+
+def test_only_rows_with_a_measurement_at_a_new_rung_decide(plan: StudyPlan) -> None:
+    rungs = Rungs(plan, is_higher_better=True)
+    first, second, third = plan.runs[1:4]
+    for spec, value in ((first, 0.9), (second, 0.8)):
+        assert not rungs.decide(spec.run_id, make_row(5, value))
+    assert not rungs.decide(third.run_id, make_row(4, 0.1))
+    assert not rungs.decide(third.run_id, make_row(5, None))
+    assert "2 of 3 runs were better, and the best 1 go on" in rungs.decide(third.run_id, make_row(6, 0.1))
+    assert not rungs.decide(second.run_id, make_row(10, 0.0))  # no rung between 5 and 15
+
+
+def test_the_default_is_compared_with_and_never_stopped(plan: StudyPlan) -> None:
+    rungs = Rungs(plan, is_higher_better=True)
+    for spec, value in zip(plan.runs[1:3], (0.9, 0.8), strict=True):
+        rungs.decide(spec.run_id, make_row(5, value))
+    assert not rungs.decide(plan.runs[0].run_id, make_row(5, 0.0))
+    assert "3 of 4" in rungs.decide(plan.runs[3].run_id, make_row(5, -1.0))
+
+
+def test_a_resumed_search_knows_the_rungs_of_its_rows(plan: StudyPlan, tmp_path: Path) -> None:
+    moved = replace(plan, folder=tmp_path)
+    for spec, value in zip(plan.runs[1:4], (0.9, 0.8, 0.7), strict=True):
+        moved.get_run_dir(spec.run_id).mkdir(parents=True)
+        append_record(moved.get_run_dir(spec.run_id) / METRICS_FILE, make_row(5, value))
+    rungs = Rungs(moved, is_higher_better=True)
+    assert not rungs.reasons  # what was decided before is in the statuses
+    assert "1 of 4 runs were better" in rungs.decide(plan.runs[4].run_id, make_row(5, 0.85))
+    assert not rungs.decide(plan.runs[1].run_id, make_row(6, 0.0))  # has passed this rung
+
+
+def test_the_stopper_follows_the_rungs_but_not_for_runs_that_have_ended(plan: StudyPlan) -> None:
+    stopper = HalvingStopper(Rungs(plan, is_higher_better=True))
+    results = [
+        {**make_row(5, value), "config": {"run_id": spec.run_id, "finished": False}}
+        for spec, value in zip(plan.runs[1:5], (0.9, 0.8, 0.1, 0.1), strict=True)
+    ]
+    assert [stopper("trial", result) for result in results[:3]] == [False, False, True]
+    assert not stopper("trial", {**results[3], "stop_rule": "low_validation_success"})
+    assert not stopper("trial", {**results[3], "config": {**results[3]["config"], "finished": True}})
+    assert not stopper.stop_all()
