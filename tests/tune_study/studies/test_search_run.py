@@ -1,0 +1,114 @@
+"""Searches with real Ray and real trainers: rounds, continuation, confirmation, and successive halving."""
+
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from rich.console import Console
+
+from analysis.data.load import load
+from analysis.search.points import CENSORED_POINT, COMPLETE, make_points
+from search_spaces import STUDIES
+from search_spaces.declaration.study import Study
+from tests.tune_study.studies.test_sandbox_run import SMALL_SETTINGS
+from tune_study.commands.option_groups import StudyRequest
+from tune_study.commands.preflight import LaunchOptions
+from tune_study.commands.searching import SearchOptions, plan_search, run_search
+from tune_study.folder.statuses import read_status
+from tune_study.folder.study_file import plan_from_folder, read_study
+from tune_study.plan.search import DEFAULT_POINT
+from tune_study.plan.study_plan import StudyPlan
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+LAUNCH = LaunchOptions(None, None, 2, "off", None)
+RATE = ("lr=1e-4:1e-1",)
+
+
+def make_search(
+    output: Path,
+    study: Study,
+    settings: dict[str, object],
+    trials: int,
+    vary: tuple[str, ...],
+    confirm_seeds: int = 0,
+    asha: int | None = None,
+    seeds: int = 2,
+) -> StudyPlan:
+    request = StudyRequest(seeds=seeds, assignments=[f"{name}={value}" for name, value in settings.items()])
+    options = SearchOptions(trials, vary, "success", 2, 0, confirm_seeds, asha)
+    return plan_search(
+        study, options, request.make_run_options("laptop", "a test", {}), output, None, False, real=True, source=None
+    )
+
+
+def make_toy_search(output: Path, trials: int, confirm_seeds: int = 0) -> StudyPlan:
+    return make_search(output, STUDIES["influence"], SMALL_SETTINGS, trials, RATE, confirm_seeds)
+
+
+def run(plan: StudyPlan) -> tuple[int, str]:
+    console = Console(record=True, width=200, force_terminal=False)
+    return run_search(plan, LAUNCH, (), False, console), console.export_text()
+
+
+def test_a_search_runs_in_rounds_and_ends_with_its_confirmation(tmp_path: Path) -> None:
+    plan = make_toy_search(tmp_path / "whole", 13, confirm_seeds=2)
+    assert len(plan.points) == 10  # the first ones wait for no result
+    code, text = run(plan)
+    assert code == 0
+    assert "Search: point-10 to point-11 of 12 follow; the best so far is" in text
+    assert "Search: point-12 follows" in text
+    table = make_points(load(plan.folder))
+    assert (len(table), set(table["state"]), set(table["seeds"])) == (13, {COMPLETE}, {2})
+    best = table.loc[table["success"].idxmin(), "arm"]  # an error
+    assert f"Best point without: {best} (lr" in text
+    if best != DEFAULT_POINT:
+        confirmation = plan_from_folder(plan.folder.with_name(f"{plan.folder.name}-confirm-{best}"))
+        assert (confirmation.values, confirmation.seeds) == ((DEFAULT_POINT, best), (2, 3))
+        assert all(read_status(confirmation.get_run_dir(spec.run_id)) is not None for spec in confirmation.runs)
+    # What optuna-dashboard opens.
+    storage = JournalStorage(JournalFileBackend(str(plan.folder / "optuna.journal")))
+    study = optuna.load_study(study_name=plan.run, storage=storage)
+    assert [trial.user_attrs["arm"] for trial in study.trials] == list(table["arm"])
+    assert [trial.value for trial in study.trials] == pytest.approx(table["success"].to_list())
+    # A search that ended earlier and is continued with more points draws the same ones.
+    shorter = make_toy_search(tmp_path / "parts", 10)
+    assert run(shorter)[0] == 0
+    assert run(make_toy_search(tmp_path / "parts", 13))[0] == 0
+    assert read_study(shorter.folder)["points"] == read_study(plan.folder)["points"]
+    # The same command again trains nothing.
+    code, text = run(make_toy_search(tmp_path / "parts", 13))
+    assert (code, "0 of 26 runs remain" in text) == (0, True)
+
+
+TINY_SETTINGS = {
+    "trainer.total_training_steps": 4,
+    "trainer.test_freq": 1,
+    "env.env_groups": 2,
+    "env.group_size": 4,
+    "env.val_env_groups": 24,
+    "env.test_env_groups": 8,
+}
+
+
+def test_halved_runs_are_censored_and_have_no_outcome(tmp_path: Path) -> None:
+    vary = ("actor.lr=1e-4:3e-2",)
+    plan = make_search(tmp_path, STUDIES["kl"], TINY_SETTINGS, 7, vary, asha=1, seeds=1)
+    code, text = run(plan)
+    assert code == 0
+    table = make_points(load(plan.folder)).set_index("arm")
+    assert set(table["state"]) == {COMPLETE, CENSORED_POINT}
+    assert table.loc[DEFAULT_POINT, "state"] == COMPLETE
+    assert not table.loc[table["state"] == CENSORED_POINT, "is_feasible"].any()
+    for spec in plan.runs:
+        status = read_status(plan.get_run_dir(spec.run_id))
+        assert status is not None
+        if table.loc[spec.arm, "state"] == CENSORED_POINT:
+            assert status.status == "censored"
+            assert "a censored run, not a failed one" in status.reason
+    assert "censored by successive halving, which have no outcome" in text
+    # A censored run is over: the same command again trains nothing.
+    code, text = run(make_search(tmp_path, STUDIES["kl"], TINY_SETTINGS, 7, vary, asha=1, seeds=1))
+    assert (code, "0 of 7 runs remain" in text) == (0, True)
