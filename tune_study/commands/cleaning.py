@@ -14,7 +14,6 @@ from search_spaces.language_model.family import PPO
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
 from trainable.files.paths import check_path
-from trainable.runs.checkpoint import iter_checkpoints
 from trainable.runs.run_ends import ENDED_STATUSES
 from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, find_best_step, read_rows
 from trainable.storage.uris import is_uri
@@ -63,6 +62,8 @@ def find_removable_states(folder: Path) -> list[RemovableState]:
 
 def _list_removable(study: Mapping[str, Any], run_dir: Path) -> Iterator[Path]:
     """The folders that can be removed: all of the rolling checkpoints, or each but the one that --keep-best keeps."""
+    from trainable.runs.checkpoint import iter_checkpoints  # imports torch
+
     trainer = study["settings"]["trainer"]
     if not trainer.get("keep_best"):
         yield run_dir / STATE_FOLDER
