@@ -150,7 +150,7 @@ REFUSED_LINES = [
         "search influence --trials 4 --vary lr=1e-4:1e-2 --asha 5",
         "--asha does not belong to study influence, which trains all seeds of an arm together: leave it out.",
     ),
-    ("search sandbox-evidence --trials 4", "sandbox-evidence is a suite, and a search is over the settings of one study"),
+    ("search sandbox-evidence --trials 4", "sandbox-evidence is a suite, and a search is over the settings of"),
     ("resume results/nothing", "contains no study (no study.json)"),
     ("status results/nothing", "contains no study (no study.json)"),
     ("report results/nothing", "contains no study (no study.json)"),
