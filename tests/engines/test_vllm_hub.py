@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.fakes.hub_models import ARCHITECTURES, make_model, write_model
+from trainable.export.policy import write_hub_folder
 from trainable.models.load import Policy, load_policy
 from trainable.models.lora import iter_hub_weights
 from trainable.rollout.sampler import SamplingParams
@@ -77,3 +78,21 @@ def test_vllm_samples_from_the_pushed_weights(policy: Policy, vllm: VllmSampler)
         for sampler in (vllm, TorchSampler(policy.model))
     ]
     assert [reply.token_ids.tolist() for reply in replies[0]] == [reply.token_ids.tolist() for reply in replies[1]]
+
+
+def test_vllm_loads_an_exported_policy(policy: Policy, tmp_path: Path) -> None:
+    row = list(range(5, 45))
+    old_logprobs = compute_policy_logprobs(policy, row)
+    with torch.no_grad():
+        for number, weight in enumerate(policy.model.parameters()):
+            weight += 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
+    logprobs = compute_policy_logprobs(policy, row)
+    assert float((logprobs - old_logprobs).abs().mean()) > 0.05
+    folder = tmp_path / "exported"
+    folder.mkdir()
+    write_hub_folder(policy, folder, "auto", "A card.")
+    sampler = VllmSampler(folder, SETTINGS)
+    try:
+        np.testing.assert_allclose(sampler.compute_logprobs([row])[0], logprobs.numpy(), atol=1e-5)
+    finally:
+        sampler.close()
