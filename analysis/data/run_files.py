@@ -178,7 +178,9 @@ def _is_search(value: object) -> bool:
     objectives, space = value.get("objectives"), value.get("space")
     if objectives not in (["success"], ["success", "cost"]) or not isinstance(space, list):
         return False
-    return is_int64(value.get("points_per_round")) and 0 < len(space) <= MAX_RUNS and all(map(_is_dimension, space))
+    if not 0 < len(space) <= MAX_RUNS or not all(map(_is_dimension, space)):
+        return False
+    return is_int64(value.get("points_per_round")) and len({entry["name"] for entry in space}) == len(space)
 
 
 def _is_dimension(entry: object) -> bool:
@@ -197,7 +199,9 @@ def _is_dimension(entry: object) -> bool:
     low, high = float(entry["low"]), float(entry["high"])
     if not -math.inf < low < high < math.inf:  # false for NaN, too
         return False
-    return (low > 0 or not entry["is_log"]) and (max(-low, high) < 2**53 or not entry["is_integer"])
+    if entry["is_integer"] and not (max(-low, high) < 2**53 and low.is_integer() and high.is_integer()):
+        return False
+    return low > 0 or not entry["is_log"]
 
 
 def _is_text_list(value: object) -> bool:

@@ -12,7 +12,7 @@ from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, to_records
 from analysis.html.figures import ReportFigure
 from analysis.search import plots
-from analysis.search.points import CENSORED_POINT, COMPLETE, COST, OPEN, find_best_point, make_points, parse_value
+from analysis.search.points import CENSORED_POINT, COMPLETE, COST, OPEN, find_best_point, make_points
 from analysis.search.trials import IMPORTANCE_QUANTILE, Importance, compute_importances, list_pareto_arms
 from analysis.sweep import verdicts
 from trainable.config.command_lines import format_command
@@ -74,36 +74,9 @@ class SearchResults:
 
     @cached_property
     def values(self) -> pd.DataFrame:
-        """The outcome of each point and its value of each dimension, by the name of the dimension.
-
-        Numbers for intervals, text otherwise; missing if the point does not meet the condition. The default has the
-        settings of the study.
-        """
-        base = _flatten(self.study["settings"])
-        rows = []
-        for row in to_records(self.ended):
-            settings = {**{name: str(value) for name, value in base.items()}, **row["settings"]}
-            values = {dimension["name"]: _read(dimension, settings) for dimension in self.entry["space"]}
-            rows.append({**row, **values})
+        """Outcome of each complete point, and its values by the name of the dimension; missing where it has none."""
+        rows = [{**row, **row["values"]} for row in to_records(self.ended)]
         return pd.DataFrame(rows, columns=[*self.ended.columns, *(entry["name"] for entry in self.entry["space"])])
-
-
-def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return flat
-
-
-def _read(dimension: Mapping[str, Any], settings: Mapping[str, str]) -> Any:
-    """The value of a dimension; None if the settings do not meet its condition. A value outside its interval stays."""
-    condition = dimension["condition"]
-    if condition and settings.get(condition[0]) != condition[1]:
-        return None
-    text = settings.get(dimension["setting"])
-    if parse_value(dimension, text) is None or text is None:
-        return None
-    return text if dimension["values"] else float(text)
 
 
 def describe_search(results: SearchResults) -> str:
@@ -119,10 +92,11 @@ def describe_search(results: SearchResults) -> str:
     broken = f"at {num_broken} of them a run collapsed or failed" if num_broken else "no run collapsed or failed"
     best, default = results.best, to_records(points.iloc[:1])[0]
     if best is None:
-        return f"{progress}; {broken}, so there is no best point."
-    text = f"{progress}; {broken}. Best point without: {_describe_point(best)}"
+        return f"{progress}; {broken}. There is no best point yet."
+    condition = " at which none did" if num_broken else ""
     if best["number"] == 0:
-        return f"{text}, which is the default."
+        return f"{progress}; {broken}. The best point{condition} is the default, {_describe_outcome(best)}."
+    text = f"{progress}; {broken}. The best point{condition} is {_describe_point(best)}"
     command = format_command("confirm", study.get("run", ""), "--arm", best["arm"])
     return (
         f"{text} against {verdicts.format_fraction(default['success'])} of the default. The best of many points is in "
@@ -132,9 +106,12 @@ def describe_search(results: SearchResults) -> str:
 
 def _describe_point(row: Row) -> str:
     settings = ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in row["settings"].items())
+    return f"{row['arm']} ({settings}), {_describe_outcome(row)}"
+
+
+def _describe_outcome(row: Row) -> str:
     number = f"{verdicts.format_fraction(row['success'])} {verdicts.format_bounds(row['low'], row['high'])}".strip()
-    shown = f" ({settings})" if settings else ""
-    return f"{row['arm']}{shown}, {number} over {row['seeds']} seeds"
+    return f"{number} over {row['seeds']} seed{'s' if row['seeds'] != 1 else ''}"
 
 
 def make_context(results: SearchResults) -> dict[str, Any]:
@@ -163,7 +140,7 @@ def make_context(results: SearchResults) -> dict[str, Any]:
 def make_tables(results: SearchResults) -> Sequence[tuple[str, pd.DataFrame]]:
     """The tables that are also written as files: the points, and the importances."""
     importances = pd.DataFrame(results.importances, columns=Importance._fields)
-    return [("search_points", results.values.drop(columns="settings")), ("search_importances", importances)]
+    return [("search_points", results.values.drop(columns=["settings", "values"])), ("search_importances", importances)]
 
 
 def _make_values(results: SearchResults) -> pd.DataFrame | None:
@@ -253,4 +230,5 @@ VIEW_FIGURES: Sequence[ReportFigure[SearchView]] = tuple(map(_make_view_figure, 
 
 def find_search(frames: StudyFrames) -> SearchResults | None:
     """The search whose points are the arms of a study; None in a study of arms that were chosen beforehand."""
-    return SearchResults(frames) if frames.studies[0].get("search") else None
+    study = frames.studies[0]
+    return SearchResults(frames) if study.get("search") and study.get("points") else None

@@ -14,7 +14,8 @@ from analysis.data.compare import (
 )
 from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, to_records
-from analysis.sweep.collapse import count_collapses
+from analysis.stats.estimates import Estimate
+from analysis.sweep.collapse import find_run_ends
 from trainable.runs.run_ends import CENSORED
 
 SUCCESS, COST = "success", "cost"
@@ -22,42 +23,37 @@ SUCCESS, COST = "success", "cost"
 
 _COST_COLUMNS = ("total_sampled_tokens", "total_trained_tokens")
 COMPLETE, CENSORED_POINT, FAILED, OPEN = "complete", "censored", "failed", "open"
-"""States of a point: every run has ended and some can be scored; successive halving stopped one or more, so that the
-mean of the others would be too good; no run can be scored; runs have yet to end."""
+"""States of a point: every run has ended and some can be scored; successive halving stopped it; no run can be scored;
+runs have yet to end. Only a complete point has an outcome."""
 
 
 def make_points(frames: StudyFrames) -> pd.DataFrame:
     """The points of a search, in the order in which they were drawn; empty for another study.
 
     Columns: arm, number (0 for the default), state (COMPLETE, CENSORED_POINT, FAILED or OPEN), seeds (scored runs),
-    violations (runs that collapsed, or that failed and so have no outcome), is_feasible, success (mean of the primary
-    outcome over scored runs) with low and high, cost (mean tokens per run; NaN for a family without them), and settings
-    (text by dotted setting).
+    violations (runs that collapsed, that a rule stopped, or that failed and so have no outcome), is_feasible, success
+    (mean of the primary outcome over scored runs) with low and high, cost (mean tokens per run; NaN for a family
+    without them), settings (text by dotted setting), and values (of each dimension that the point has, by name; those
+    of the default are the settings of the study, where the space contains them).
 
-    The outcome of a censored point is that of its runs that were not censored, and is used nowhere.
-
-    A run that a rule stopped counts with its outcome, and as a violation: a collapse is a result and never missing.
+    The outcome is NaN unless the point is complete. A run that a rule stopped counts with its outcome, and as a
+    violation: a collapse is a result and never missing.
     """
     study = require_single_study(frames).studies[0]
-    entry = study.get("search")
-    if not entry:
+    entry, points = study.get("search"), study.get("points")
+    if not entry or not points:
         return pd.DataFrame()
     (family,) = frames.families
-    points: Mapping[str, Mapping[str, str]] = study["points"]
     outcomes = collect_outcomes(frames, family.primary_column)
-    collapses = count_collapses(frames) if family.is_fine_tuning else pd.DataFrame()
-    collapsed = {row["arm"]: row["collapsed"] for row in to_records(collapses)}
+    broken_ids = _find_broken_runs(frames)
+    base = flatten_settings(study.get("settings") or {})
     rows: list[Row] = []
-    for number, arm in enumerate(points):
+    for number, (arm, settings) in enumerate(points.items()):
         runs = select_runs(frames, arm)
         scored_runs = select_runs(frames, arm, scored_only=True)
-        num_failed = int((runs["status"] == "failed").sum())
-        num_censored = int((runs["status"] == CENSORED).sum())
-        is_over = len(scored_runs) + num_failed + num_censored == len(runs)
-        violations = int(collapsed.get(arm, 0)) + num_failed
-        estimate = estimate_mean(outcomes, arm)
-        state = COMPLETE if len(scored_runs) else FAILED
-        state = OPEN if not is_over else CENSORED_POINT if num_censored else state
+        violations = int(runs["run_id"].isin(broken_ids).sum())
+        state = _find_state(runs, scored_runs)
+        estimate = estimate_mean(outcomes, arm) if state == COMPLETE else Estimate()
         rows.append(
             {
                 "arm": arm,
@@ -69,11 +65,41 @@ def make_points(frames: StudyFrames) -> pd.DataFrame:
                 "success": estimate.value,
                 "low": estimate.low,
                 "high": estimate.high,
-                "cost": _compute_cost(scored_runs),
-                "settings": dict(points[arm]),
+                "cost": _compute_cost(scored_runs) if state == COMPLETE else math.nan,
+                "settings": dict(settings),
+                "values": read_values(entry, settings if number else base, is_exact=not number),
             }
         )
     return pd.DataFrame(rows)
+
+
+def _find_broken_runs(frames: StudyFrames) -> set[str]:
+    """The ids of the runs that collapsed, that a rule stopped, or that failed."""
+    (family,) = frames.families
+    runs = frames.runs
+    broken = set(runs.loc[runs["status"].isin(("early_stopped", "failed")), "run_id"])
+    if family.is_fine_tuning:
+        ends = find_run_ends(frames)
+        broken |= set(ends.loc[ends["is_collapse"], "run_id"])
+    return broken
+
+
+def _find_state(runs: pd.DataFrame, scored_runs: pd.DataFrame) -> str:
+    if (runs["status"] == CENSORED).any():
+        return CENSORED_POINT
+    num_ended = len(scored_runs) + int((runs["status"] == "failed").sum())
+    if num_ended < len(runs):
+        return OPEN
+    return COMPLETE if len(scored_runs) else FAILED
+
+
+def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested settings as texts by dotted name."""
+    flat: dict[str, str] = {}
+    for name, value in settings.items():
+        key = prefix + name
+        flat |= flatten_settings(value, f"{key}.") if isinstance(value, Mapping) else {key: str(value)}
+    return flat
 
 
 def _compute_cost(runs: pd.DataFrame) -> float:
@@ -95,34 +121,37 @@ def find_best_point(points: pd.DataFrame, is_higher_better: bool) -> Row | None:
     return to_records(order.iloc[:1])[0]
 
 
-def select_dimensions(entry: Mapping[str, Any], settings: Mapping[str, str]) -> list[Mapping[str, Any]]:
-    """The dimensions of the space that a point has a value of: all, but those whose condition it does not meet.
+def read_values(entry: Mapping[str, Any], settings: Mapping[str, str], *, is_exact: bool) -> dict[str, Any]:
+    """The value of each dimension that a point has, by the name of the dimension.
 
-    entry: `search` of study.json.
+    A dimension whose condition the settings do not meet is left out, and so is one whose text is neither a number nor
+    one of its values: a folder may come from somebody else.
+
+    Args:
+        entry: `search` of study.json.
+        settings: texts by dotted setting.
+        is_exact: leave out numbers outside of the interval; else they are moved to its nearest end, since a value that
+            was drawn may have been rounded to one a little outside.
     """
-    return [
-        dimension
-        for dimension in entry["space"]
-        if (not dimension["condition"] or settings.get(dimension["condition"][0]) == dimension["condition"][1])
-        and parse_value(dimension, settings.get(dimension["setting"])) is not None
-    ]
+    values: dict[str, Any] = {}
+    for dimension in entry["space"]:
+        condition = dimension["condition"]
+        if condition and settings.get(condition[0]) != condition[1]:
+            continue
+        value = _parse_value(dimension, settings.get(dimension["setting"]), is_exact)
+        if value is not None:
+            values[dimension["name"]] = value
+    return values
 
 
-def parse_value(dimension: Mapping[str, Any], text: str | None) -> Any:
-    """The value of a dimension from its text: a number inside the interval, or one of the values.
-
-    None for a missing text and for one that is neither: a folder may come from somebody else.
-    """
-    if text is None or (dimension["values"] and text not in dimension["values"]):
-        return None
-    if dimension["values"]:
-        return text
+def _parse_value(dimension: Mapping[str, Any], text: str | None, is_exact: bool) -> Any:
+    if text is None or dimension["values"]:
+        return text if text in dimension["values"] else None
     try:
         value = float(text)
     except ValueError:
         return None
-    if not math.isfinite(value):
+    inside = min(max(value, dimension["low"]), dimension["high"])
+    if math.isnan(value) or (is_exact and inside != value):
         return None
-    # A rounded value may lie a little outside.
-    value = min(max(value, dimension["low"]), dimension["high"])
-    return int(value) if dimension["is_integer"] else value
+    return int(inside) if dimension["is_integer"] else inside

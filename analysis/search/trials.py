@@ -19,7 +19,7 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from analysis.data.frames import to_records
-from analysis.search.points import CENSORED_POINT, COMPLETE, COST, OPEN, SUCCESS, parse_value, select_dimensions
+from analysis.search.points import COMPLETE, COST, OPEN, SUCCESS
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -77,25 +77,26 @@ def make_optuna_study(
 
 
 def _make_trials(entry: Mapping[str, Any], points: pd.DataFrame) -> list[FrozenTrial]:
+    """A trial per point that has ended.
+
+    A censored point is a pruned trial, and so is one of which every run failed: the sampler learns of its violations,
+    while a failed trial would be as if it had never been drawn.
+    """
+    distributions = {dimension["name"]: make_distribution(dimension) for dimension in entry["space"]}
     trials = []
     for row in to_records(points):
         if row["state"] == OPEN:
             continue
-        dimensions = select_dimensions(entry, row["settings"])
-        is_complete = row["state"] == COMPLETE and not any(np.isnan(row[name]) for name in entry["objectives"])
-        ended_state = TrialState.PRUNED if row["state"] == CENSORED_POINT else TrialState.FAIL
-        state = TrialState.COMPLETE if is_complete else ended_state
+        outcomes = [row[name] for name in entry["objectives"]]
+        is_complete = row["state"] == COMPLETE and not np.isnan(outcomes).any()
         trials.append(
             create_trial(
-                state=state,
-                values=[row[name] for name in entry["objectives"]] if is_complete else None,
-                params={
-                    dimension["name"]: parse_value(dimension, row["settings"][dimension["setting"]])
-                    for dimension in dimensions
-                },
-                distributions={dimension["name"]: make_distribution(dimension) for dimension in dimensions},
-                user_attrs={"arm": row["arm"], "seeds": row["seeds"]},
-                constraints={CONSTRAINT: float(row["violations"])} if is_complete else None,
+                state=TrialState.COMPLETE if is_complete else TrialState.PRUNED,
+                values=outcomes if is_complete else None,
+                params=row["values"],
+                distributions={name: distributions[name] for name in row["values"]},
+                user_attrs={"arm": row["arm"], "seeds": row["seeds"], "state": row["state"]},
+                constraints={CONSTRAINT: float(row["violations"])},
             )
         )
     return trials

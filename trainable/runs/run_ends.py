@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 CENSORED = "censored"
-"""The status of a run that a search stopped because others did better. Its rows end like those of an interrupted one,
-and say nothing of what it would have reached."""
+"""The status of a run that a search stopped, or did not start, because others did better. Its rows end like those of an
+interrupted one, and say nothing of what it would have reached."""
 
 ENDED_STATUSES = ("completed", "early_stopped", CENSORED)
 """Statuses of runs that are never run again."""
@@ -63,7 +63,7 @@ def find_contradiction(
     if damage:
         return f"recorded as {status}, but {'; '.join(damage)}"
     end = describe_end(rows, total_steps)
-    if end.status == status or (status == CENSORED and end.status == "interrupted"):
+    if end.status == status or (status == CENSORED and end.status in ("interrupted", "never_ran")):
         return ""
     # Without the planned number of steps, the last row of a completed run looks like any other.
     if total_steps is None and status == "completed" and rows:

@@ -107,5 +107,6 @@ def clean(console: Console, run: str, is_confirmed: bool) -> None:
             return
         for state in states:
             for path in state.paths:
-                shutil.rmtree(path, ignore_errors=True)
+                if path.exists():  # of a checkpoint that was being replaced, only a hidden folder may be left
+                    shutil.rmtree(path)
         print_line(console, f"Removed {total}.")

@@ -56,10 +56,7 @@ def plan_confirmation(
         raise PlanError(
             f"--arm {format_value(arm)} is the arm that it would be compared with: type another --arm, or --baseline."
         )
-    suffix = make_value_label(confirmed)
-    if compared != plan.baseline:
-        suffix += f"-against-{make_value_label(compared)}"
-    folder = plan.folder.with_name(f"{plan.folder.name}-confirm-{suffix}")
+    folder = _make_folder(plan, confirmed, compared)
     confirms, first = _choose_seeds(plan, folder, own_study)
     if first + n_seeds > MAX_SEEDS:
         raise PlanError(
@@ -78,6 +75,20 @@ def plan_confirmation(
     )
     points = {value: settings for value, settings in plan.points.items() if value in confirmation.values}
     return merge_with_folder(replace(confirmation, source=plan.source, confirms=confirms, points=points), extend)
+
+
+def find_confirmation(plan: StudyPlan, arm: str, own_study: OwnStudy | None) -> StudyPlan | None:
+    """The confirmation of an arm against the baseline of a study, if it has begun."""
+    folder = _make_folder(plan, arm, plan.baseline)
+    return plan_from_folder(folder, own_study=own_study) if (folder / "study.json").exists() else None
+
+
+def _make_folder(plan: StudyPlan, confirmed: str, compared: str | None) -> Path:
+    """The folder of a confirmation, beside that of its study."""
+    suffix = make_value_label(confirmed)
+    if compared is not None and compared != plan.baseline:
+        suffix += f"-against-{make_value_label(compared)}"
+    return plan.folder.with_name(f"{plan.folder.name}-confirm-{suffix}")
 
 
 def _find_arm(plan: StudyPlan, option: str, text: str) -> str:
@@ -111,6 +122,15 @@ def _choose_seeds(plan: StudyPlan, folder: Path, own_study: OwnStudy | None) -> 
     if (folder / "study.json").exists():
         existing = plan_from_folder(folder, own_study=own_study)
         if existing.confirms is not None:
+            from analysis.sweep.findings import format_seeds  # imports pandas
+
+            trained = sorted({spec.seed for spec in plan.runs} & {*existing.seeds})
+            if trained:
+                raise PlanError(
+                    f"The confirmation in {format_value(folder, 1000)} has the seeds {format_seeds(existing.seeds)}, "
+                    f"of which {format_value(plan.run)} has trained {format_seeds(trained)} since: they are not fresh "
+                    "any more. Move the confirmation elsewhere, and type the command again for one with new seeds."
+                )
             return existing.confirms, min(existing.seeds)
     used = {spec.seed for spec in plan.runs}
     others = {

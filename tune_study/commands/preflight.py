@@ -14,7 +14,7 @@ from tune_study.commands.suites import PreparedStudy, format_position, run_prepa
 from tune_study.folder import outputs
 from tune_study.host.console import print_line
 from tune_study.host.gpus import Gpu, count_cpus
-from tune_study.host.interrupt import start_time_limit
+from tune_study.host.interrupt import TimeLimit, start_time_limit
 from tune_study.host.machine_checks import check_socket_path, find_ray_folder
 from tune_study.placement import disk, memory_plan, resources
 from tune_study.placement.disk import DiskBudget
@@ -60,14 +60,20 @@ class _Requirements(NamedTuple):
 
 
 def start_studies(
-    plans: Sequence[StudyPlan], options: LaunchOptions, visible_gpus: tuple[Gpu, ...], dry_run: bool, console: Console
+    plans: Sequence[StudyPlan],
+    options: LaunchOptions,
+    visible_gpus: tuple[Gpu, ...],
+    dry_run: bool,
+    console: Console,
+    time_limit: TimeLimit | None = None,
 ) -> int:
     """Check the requirements of all studies, then run them one after another; in a dry run, only print their plans.
 
-    visible_gpus: the GPUs of this machine that CUDA_VISIBLE_DEVICES does not hide. Returns the exit code: 0 if every
-    study returns 0. Raises PlanError before anything starts if a study cannot be run.
+    visible_gpus: the GPUs of this machine that CUDA_VISIBLE_DEVICES does not hide. time_limit: a limit that has begun;
+    None for one of --max-hours that begins now. Returns the exit code: 0 if every study returns 0. Raises PlanError
+    before anything starts if a study cannot be run.
     """
-    time_limit = start_time_limit(options.max_hours)
+    time_limit = time_limit or start_time_limit(options.max_hours)
     for plan in plans:
         check_parts(list({spec.config.compute_hash(): spec.config for spec in plan.runs}.values()))
     uses_gpus = any(plan.model is not None for plan in plans)

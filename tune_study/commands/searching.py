@@ -3,7 +3,6 @@
 A search is a study whose arms are points. It is planned, run, killed and resumed like any other.
 """
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -11,20 +10,22 @@ from typing import NamedTuple
 from rich.console import Console
 
 from search_spaces.declaration.study import Study
+from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
 from trainable.files.schema import MAX_RUNS
-from tune_study.commands.confirmation import plan_confirmation
+from tune_study.commands.confirmation import find_confirmation, plan_confirmation
 from tune_study.commands.preflight import LaunchOptions, start_studies
 from tune_study.commands.run_options import RunOptions, find_studies, plan_from_options
 from tune_study.folder.study_file import plan_from_folder
 from tune_study.host.console import print_line
 from tune_study.host.gpus import Gpu
+from tune_study.host.interrupt import start_time_limit
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy, StudySource
 from tune_study.plan.search import DEFAULT_POINT, Search, make_point_study
 from tune_study.plan.search_space import make_space
 from tune_study.plan.study_plan import StudyPlan
-from tune_study.tune.rounds import draw_first_points
+from tune_study.tune.rounds import draw_first_points, plan_next_round
 
 DEFAULT_SEEDS = 2
 """Seeds per point. One would choose the luckiest run; more would leave fewer points for the same time."""
@@ -70,7 +71,7 @@ def plan_search(
     objectives = tuple(word.strip() for word in options.objective.split(","))
     if objectives not in OBJECTIVES:
         raise PlanError(
-            f"--objective {format_value(options.objective)} is none: type --objective success, or success,cost."
+            f"--objective {format_value(options.objective)} is no objective: type --objective success, or success,cost."
         )
     if "cost" in objectives and not study.family.is_fine_tuning:
         raise PlanError(f"--objective cost counts tokens, which the runs of study {study.name} do not: leave it out.")
@@ -110,8 +111,9 @@ def run_search(
 
     See `start_studies`, whose exit code is returned: of the search unless only its confirmation fails.
     """
-    began_at = time.monotonic()
-    exit_code = start_studies([plan], options, visible_gpus, dry_run, console)
+    time_limit = start_time_limit(options.max_hours)
+    exit_code = start_studies([plan], options, visible_gpus, dry_run, console, time_limit)
+    # 130: the user wants to go on later, and another point may be the best one then.
     if plan.search is None or dry_run or exit_code not in (0, 1) or not plan.search.confirm_seeds:
         return exit_code
     own_study = None if plan.source is None else OwnStudy(plan.study, plan.source)
@@ -120,27 +122,32 @@ def run_search(
     if best is None:
         return exit_code
     assert plan.search is not None
-    confirmation = plan_confirmation(str(plan.folder), best, None, plan.search.confirm_seeds, own_study, extend=False)
+    if options.address is not None and plan.storage is not None:
+        command = format_command("confirm", plan.folder, "--arm", best)
+        print_line(console, f"A confirmation is kept on one machine. Where that can train it, type: {command}")
+        return exit_code
+    existing = find_confirmation(plan, best, own_study)
+    # One that has begun keeps its seeds, also if the search is typed with another number of them.
+    n_seeds = plan.search.confirm_seeds if existing is None else len(existing.seeds)
+    confirmation = plan_confirmation(str(plan.folder), best, None, n_seeds, own_study, extend=False)
     print_line(console, f"Confirmation of {best} against {DEFAULT_POINT}, with seeds that the search never used")
-    if options.max_hours is not None:
-        hours = options.max_hours - (time.monotonic() - began_at) / 3600
-        options = options._replace(max_hours=max(hours, 0.0))
-    return max(exit_code, start_studies([confirmation], options, visible_gpus, dry_run, console))
+    return max(exit_code, start_studies([confirmation], options, visible_gpus, dry_run, console, time_limit))
 
 
 def _find_best(plan: StudyPlan, console: Console) -> str | None:
-    """The arm to confirm; None, with a line that says why, if the search has not ended or there is none."""
+    """The arm to confirm; None, with a line that says why, if the search goes on or if there is none."""
     from analysis.data.load import load  # imports pandas
     from analysis.search.points import OPEN, find_best_point, make_points
 
     frames = load(plan.folder)
     points = make_points(frames)
-    if (points["state"] == OPEN).any():
+    if (points["state"] == OPEN).any() or (plan.has_next_round and plan_next_round(plan)[0] is not None):
+        print_line(console, "The search has not ended, so its best point is not confirmed yet.")
         return None
     (family,) = frames.families
     best = find_best_point(points, family.is_higher_better)
     if best is None:
-        print_line(console, "At every point a run collapsed or failed, so there is nothing to confirm.")
+        print_line(console, "There is no point at which every run ended without a collapse, so nothing is confirmed.")
         return None
     if best["arm"] == DEFAULT_POINT:
         print_line(console, "No point is better than the default, so there is nothing to confirm.")

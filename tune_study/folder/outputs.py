@@ -20,6 +20,7 @@ from trainable.runs.run_ends import ENDED_STATUSES
 from tune_study.folder.statuses import RunStatus, make_timestamp, resolve_status, write_status
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import make_code_entry
+from tune_study.plan.search import Search, parse_search
 from tune_study.plan.study_plan import RunSpec, StudyPlan
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def write_study(plan: StudyPlan) -> list[str]:
         and previous_entry["seeds"] == list(plan.seeds)
         # A study with a maximum adds these seeds itself, whenever its command is typed.
         and (plan.max_seeds is not None or previous_entry.get("extra_seeds", {}) == _list_extra_seeds(plan))
-        and (plan.search is None or previous_entry["search"] == plan.search.make_entry())
+        and _find_search(previous_entry) == plan.search
     )
     is_declared_before = plan.source is not None and "contrasts" in previous_entry
     history = {
@@ -181,6 +182,11 @@ def write_study(plan: StudyPlan) -> list[str]:
     # Last, so that a study.json exists only together with every run.json and status.json.
     write_object(plan.folder / "study.json", {**make_study_entry(plan), **history})
     return find_changed_code(starts[-2], start) if len(starts) > 1 else []
+
+
+def _find_search(entry: Mapping[str, Any]) -> Search | None:
+    """The search of study.json; None for another study."""
+    return parse_search(entry["search"]) if entry.get("search") else None
 
 
 def record_look(plan: StudyPlan, statuses: Iterable[RunStatus]) -> None:

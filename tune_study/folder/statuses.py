@@ -1,6 +1,6 @@
 """The status of each run: status.json, how the rows of the run correct it, and what a driver knows of it."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from trainable.files.json_values import find_object, write_object
 from trainable.runs.failures import NON_FINITE
-from trainable.runs.run_ends import OPEN_STATUSES, describe_end, find_contradiction, get_status_before_waiting
+from trainable.runs.run_ends import CENSORED, OPEN_STATUSES, describe_end, find_contradiction, get_status_before_waiting
 from trainable.runs.run_files import METRICS_FILE, RunLines, read_rows
 from tune_study.plan.study_plan import StudyPlan
 
@@ -168,6 +168,13 @@ class StudyStatuses:
         run_dir, status = self._plan.get_run_dir(run_id), self._statuses[run_id]
         if read_status(run_dir) != status:
             write_status(run_dir, status)
+
+    def censor_waiting(self, is_censored: Callable[[str], bool], reason: str) -> None:
+        """Give the runs that still wait, and whose arm `is_censored`, their final status."""
+        for spec in self._plan.runs:
+            status = self._statuses[spec.run_id]
+            if status.status == "waiting" and is_censored(spec.arm):
+                self.set(replace(status, status=CENSORED, reason=reason))
 
     def close(self, reason: str) -> str:
         """Give every run that has not ended a final status, and write all files that do not have theirs.

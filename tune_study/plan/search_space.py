@@ -38,11 +38,12 @@ def make_space(family: Family, base_config: BaseRunConfig, texts: Sequence[str])
     else:
         # Two settings may depend on the same third one, which comes with each of them.
         dimensions = list(dict.fromkeys(dimension for text in texts for dimension in _parse(text, family)))
-    space = tuple(_resolve(dimension, settings) for dimension in dimensions)
+    space = tuple(_resolve(dimension, base_config, settings) for dimension in dimensions)
     names = [dimension.name for dimension in space]
     duplicates = [name for number, name in enumerate(names) if name in names[:number]]
     if duplicates:
         raise PlanError(f"--vary has {format_value(duplicates[0])} twice: give it once.")
+    _check_overlaps(space)
     for number, dimension in enumerate(space):
         _check_condition(dimension, space[:number])
         _check_values(dimension, base_config)
@@ -58,8 +59,14 @@ def _parse(text: str, family: Family) -> list[Dimension]:
         raise PlanError("Seeds are not searched: type --seeds N for the number of seeds per point.")
     condition = _parse_condition(text, condition_text, family) if condition_text else ()
     if not sign:
+        if condition:
+            raise PlanError(
+                f"--vary {format_value(text)} has a condition and no values: type them, like "
+                "'actor.kl_loss_coef=1e-3:1 if actor.use_kl_loss=True'."
+            )
         return _find_declared(text, setting, family)
-    if ":" in values_text:
+    # The name of a part of yours has a colon as well, but a choice has at least one comma.
+    if ":" in values_text and "," not in values_text:
         low, high, is_log = _parse_interval(text, values_text)
         return [Dimension(setting, low, high, is_log, condition=condition)]
     values = tuple(value.strip() for value in values_text.split(","))
@@ -113,20 +120,31 @@ def _parse_interval(text: str, values_text: str) -> tuple[float, float, bool]:
     return low, high, (low > 0 and high / low >= LOG_RATIO) if is_log is None else is_log
 
 
-def _resolve(dimension: Dimension, settings: Mapping[str, Any]) -> Dimension:
+def _resolve(dimension: Dimension, base_config: BaseRunConfig, settings: Mapping[str, Any]) -> Dimension:
     """The dimension with an interval in the units of its setting, of whole numbers if the setting takes no others."""
-    value = settings[dimension.setting]
     if dimension.values:
         return dimension
     if dimension.is_relative:
+        value = settings[dimension.setting]
         return replace(dimension, low=dimension.low * value, high=dimension.high * value, is_relative=False)
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if is_integer and not (dimension.low.is_integer() and dimension.high.is_integer()):
-        raise PlanError(
-            f"--vary {dimension.setting}={dimension.low:g}:{dimension.high:g}: the setting takes whole numbers, so "
-            "type whole numbers for both ends."
-        )
-    return replace(dimension, is_integer=is_integer)
+    are_whole = dimension.low.is_integer() and dimension.high.is_integer()
+    is_integer = are_whole and not _takes(base_config, dimension, f"{dimension.low + 0.5:g}")
+    return replace(dimension, is_integer=is_integer and _takes(base_config, dimension, f"{dimension.low:g}"))
+
+
+def _takes(base_config: BaseRunConfig, dimension: Dimension, value: str) -> bool:
+    """Whether the setting of a dimension takes a value."""
+    try:
+        apply_overrides(base_config, _make_point(dimension, value))
+    except ConfigError:
+        return False
+    return True
+
+
+def _make_point(dimension: Dimension, value: str) -> dict[str, str]:
+    """The settings of a point that has a value of a dimension, and meets its condition."""
+    condition = dict([dimension.condition]) if dimension.condition else {}
+    return {**condition, dimension.setting: value}
 
 
 def _check_condition(dimension: Dimension, earlier: Sequence[Dimension]) -> None:
@@ -140,11 +158,23 @@ def _check_condition(dimension: Dimension, earlier: Sequence[Dimension]) -> None
         raise PlanError(f"--vary {format_value(dimension.name)} can never be met: {advice}.")
 
 
+def _check_overlaps(space: Sequence[Dimension]) -> None:
+    """Raise PlanError if a point could have two values of one setting."""
+    for number, dimension in enumerate(space):
+        for other in space[:number]:
+            # Conditions on different values of one setting exclude each other; any others may both be met.
+            excludes = dimension.condition and other.condition and dimension.condition[0] == other.condition[0]
+            if dimension.setting == other.setting and not excludes:
+                raise PlanError(
+                    f"--vary has {format_value(dimension.setting)} twice, and a point could meet both: give it once, "
+                    "or under conditions on different values of one setting."
+                )
+
+
 def _check_values(dimension: Dimension, base_config: BaseRunConfig) -> None:
     """Raise ConfigError for an end or a value that the setting does not take."""
-    condition = dict([dimension.condition]) if dimension.condition else {}
     for value in dimension.values or (f"{dimension.low:g}", f"{dimension.high:g}"):
-        point = {**condition, dimension.setting: value}
+        point = _make_point(dimension, value)
         try:
             apply_overrides(base_config, point)
         except ConfigError as error:

@@ -27,7 +27,6 @@ MAX_SEEDS = 401
 """Maximum number of seeds per arm: RunConfig accepts the seeds 0 to 400."""
 
 NO_SEEDS: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-NO_POINTS: Mapping[str, Settings] = MappingProxyType({})
 
 MAX_NAME_BYTES, MAX_PATH_BYTES = 240, 3800
 """Maximum bytes of a file's name and path. File systems allow 255 and 4096; the rest is for endings such as `.log`."""

@@ -9,70 +9,93 @@ from typing import Any
 
 from ray import tune
 
+from trainable.runs.run_ends import CENSORED
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.stop_rules import parse_finite
+from tune_study.folder.statuses import RunStatus
 from tune_study.plan.search import DEFAULT_POINT
 from tune_study.plan.study_plan import StudyPlan
 
 REDUCTION_FACTOR = 3
 """One of this many runs goes on at each rung."""
 
+SIBLING_REASON = "another run of its point was stopped by successive halving; a censored run, not a failed one"
+
 
 class Rungs:
-    """The measurements of a study's runs at the rungs, and the runs that did not get past one.
+    """The measurements of a search's runs at the rungs, and the points that did not get past one.
 
     A rung is the first row with a measurement from a step on: grace_steps, 3 x grace_steps, and so on. A run goes on if
     its measurement is among the best third of all runs that have reached the rung so far, and always while there are
-    fewer than three. The runs of the default point are recorded and always go on, since all others are compared with
-    them.
+    fewer than three. If it does not, its point is censored, and no other run of the point goes on either, since the
+    mean of the others would be too good. The runs of the default point are recorded and always go on, because all
+    others are compared with them.
 
-    The measurements of runs that have ended are read from their rows, so that a resumed search decides in the same way.
+    The rungs are read from the rows, so that a resumed search knows them. A run that had reached a rung when the search
+    was killed is judged at its next row.
 
     Attributes:
         reasons: for each run that was stopped, by run_id, why, as a sentence.
     """
 
-    def __init__(self, plan: StudyPlan, is_higher_better: bool) -> None:
+    def __init__(self, plan: StudyPlan, is_higher_better: bool, ended_runs: Mapping[str, RunStatus]) -> None:
+        """Read the rows of `plan`. ended_runs: the statuses, by run_id, of the runs that are not trained again."""
         assert plan.search is not None
         assert plan.search.grace_steps is not None
         self._column = plan.study.family.primary_metric
         self._sign = 1 if is_higher_better else -1
         self._arms = {spec.run_id: spec.arm for spec in plan.runs}
+        self._censored_arms = {self._arms[run_id] for run_id, status in ended_runs.items() if status.status == CENSORED}
         self.steps = _list_rungs(plan.search.grace_steps, max(spec.steps for spec in plan.runs))
         self._values: dict[int, dict[str, float]] = {step: {} for step in self.steps}
+        self._judged: dict[int, set[str]] = {step: {*ended_runs} for step in self.steps}
         self.reasons: dict[str, str] = {}
         for spec in plan.runs:
             for row in read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE, first_step=0):
-                self._record(spec.run_id, row)
+                self.record(spec.run_id, row)
 
-    def _record(self, run_id: str, row: Mapping[str, Any]) -> int | None:
-        """Record the measurement of a row; return the rung that the run has reached with it, None without a new one."""
+    def record(self, run_id: str, row: Mapping[str, Any]) -> None:
+        """Record the measurement of a row at each rung that the run reaches with it."""
         value = parse_finite(row.get(self._column))
         if value is None:
-            return None
-        reached = None
+            return
         for step in self.steps:
-            if row["step"] >= step and run_id not in self._values[step]:
-                self._values[step][run_id] = value
-                reached = step
-        return reached
+            if row["step"] >= step:
+                self._values[step].setdefault(run_id, value)
+
+    def is_censored(self, arm: str) -> bool:
+        """Whether a run of the arm did not get past a rung, so that no other one starts."""
+        return arm in self._censored_arms
 
     def decide(self, run_id: str, row: Mapping[str, Any]) -> str:
-        """Why the run ends with this row; empty if it goes on."""
-        step = self._record(run_id, row)
-        if step is None or self._arms[run_id] == DEFAULT_POINT:
-            return ""
+        """Record a row, and say why the run ends with it; empty if the run goes on."""
+        self.record(run_id, row)
+        arm = self._arms[run_id]
+        if arm in self._censored_arms:
+            self.reasons[run_id] = SIBLING_REASON
+            return SIBLING_REASON
+        for step in self.steps:
+            if run_id not in self._values[step] or run_id in self._judged[step]:
+                continue
+            self._judged[step].add(run_id)
+            reason = "" if arm == DEFAULT_POINT else self._judge(run_id, step)
+            if reason:
+                self._censored_arms.add(arm)
+                self.reasons[run_id] = reason
+                return reason
+        return ""
+
+    def _judge(self, run_id: str, step: int) -> str:
+        """Why the run does not get past the rung at `step`; empty if it does."""
         values = self._values[step]
         num_better = sum(self._sign * value > self._sign * values[run_id] for value in values.values())
-        # The run itself counts as well.
-        num_promoted = len(values) // REDUCTION_FACTOR
+        num_promoted = len(values) // REDUCTION_FACTOR  # of all runs so far, this one included
         if len(values) < REDUCTION_FACTOR or num_better < num_promoted:
             return ""
-        self.reasons[run_id] = (
-            f"successive halving at step {row['step']}: {num_better} of {len(values)} runs were better, and the best "
+        return (
+            f"successive halving at step {step}: {num_better} of {len(values)} runs were better, and the best "
             f"{num_promoted} go on; a censored run, not a failed one"
         )
-        return self.reasons[run_id]
 
 
 def _list_rungs(grace_steps: int, total_steps: int) -> Sequence[int]:
@@ -93,9 +116,13 @@ class HalvingStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
         """Whether the trial ends after this result."""
-        if result["config"]["finished"] or result.get("stop_rule"):
+        config = result["config"]
+        if config["finished"]:
             return False
-        return bool(self._rungs.decide(result["config"]["run_id"], result))
+        if result.get("stop_rule"):  # the run ends anyway, but others are compared with it
+            self._rungs.record(config["run_id"], result)
+            return False
+        return bool(self._rungs.decide(config["run_id"], result))
 
     def stop_all(self) -> bool:
         """Never stop the experiment: other runs may get past the rung."""

@@ -1,5 +1,6 @@
 """The rounds of a search: the next points to run, drawn by Optuna from the outcomes of all points so far."""
 
+import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,9 @@ from tune_study.plan.study_plan import StudyPlan, make_arm_config, set_points
 
 if TYPE_CHECKING:
     import optuna
+
+_DIVISIONS = 300
+"""Values of an interval that are told apart, at least."""
 
 _MAX_DRAWS = 200
 """Draws per round. Points that were drawn before, or whose settings exclude each other, are drawn again."""
@@ -40,8 +44,8 @@ def plan_next_round(plan: StudyPlan) -> tuple[StudyPlan | None, str]:
     if not drawn:
         return None, f"The space has no point that was not tried: the search ends with {len(plan.points)} points."
     best = find_best_point(points, family.is_higher_better)
-    first, *_, last = (next(iter(drawn)), *drawn)
-    names = f"{first} to {last} of {search.num_points - 1} follow" if len(drawn) > 1 else f"{first} follows"
+    arms = list(drawn)
+    names = f"{arms[0]} to {arms[-1]} of {search.num_points - 1} follow" if len(arms) > 1 else f"{arms[0]} follows"
     best_text = f"; the best so far is {best['arm']}, {best['success']:.3f}" if best else ""
     line = f"Search: {names}{best_text}"
     return set_points(plan, {**plan.points, **drawn}), line
@@ -61,8 +65,8 @@ def _draw_points(
 ) -> dict[str, dict[str, str]]:
     """Draw up to `count` new points: settings by arm; fewer if the space has no others.
 
-    points: the points so far, from `make_points`; None before the first result. Raises PlanError if no drawn point can
-    be trained.
+    points: the points so far, from `make_points`; None before the first result. Raises PlanError if not even a first
+    point can be trained.
     """
     from optuna.exceptions import ExperimentalWarning
     from optuna.samplers import TPESampler
@@ -97,8 +101,8 @@ def _draw_points(
         if config_hash not in hashes:
             hashes.add(config_hash)
             drawn[arm] = settings
-    if problem and not drawn:
-        raise PlanError(f"No point of the space can be trained; the last one: {problem}")
+    if problem and not drawn and len(plan.points) == 1:
+        raise PlanError(f"No point of the space can be trained; the last one that was drawn: {problem}")
     return drawn
 
 
@@ -120,5 +124,11 @@ def _suggest(trial: "optuna.Trial", dimension: Dimension) -> str:
         low, high = int(dimension.low), int(dimension.high)
         return str(trial.suggest_int(dimension.name, low, high, log=dimension.is_log))
     value = trial.suggest_float(dimension.name, dimension.low, dimension.high, log=dimension.is_log)
-    # Three digits are enough for any setting, and can be typed.
-    return f"{value:.3g}"
+    return _round_within(value, dimension)
+
+
+def _round_within(value: float, dimension: Dimension) -> str:
+    """The value as text that can be typed, rounded to about a three hundredth of the interval on its own scale."""
+    width = value * math.log(dimension.high / dimension.low) if dimension.is_log else dimension.high - dimension.low
+    decimals = math.ceil(-math.log10(width / _DIVISIONS))
+    return f"{min(max(round(value, decimals), dimension.low), dimension.high):.12g}"

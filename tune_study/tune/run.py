@@ -130,7 +130,7 @@ def execute_study(
         progress = Progress(plan, resource_plan.max_concurrent, console)
         stack.enter_context(suite.interrupt.limit_time(time_limit, lambda text: print_line(console, text)))
         storage = stack.enter_context(_open_storage(plan, suite.interrupt, console))
-        finished_statuses = find_finished_runs(plan, skipped_statuses)
+        finished_statuses = find_finished_runs(plan, (*skipped_statuses, *_get_final_statuses(plan)))
         return _run_session(
             StudySession(plan, resource_plan, wandb_mode, console, suite, finished_statuses, progress, storage)
         )
@@ -170,7 +170,10 @@ def _run_session(session: StudySession) -> int:
 
 
 def _get_final_statuses(plan: StudyPlan) -> tuple[str, ...]:
-    """The statuses of runs that a next round does not train again. In a search, a failed run is a result."""
+    """The statuses of runs that are never trained again.
+
+    In a search a failed run is a result: the points after it were drawn in view of it, and would be others without it.
+    """
     return ENDED_STATUSES if plan.search is None else (*ENDED_STATUSES, "failed")
 
 
@@ -181,9 +184,14 @@ def _plan_next(session: StudySession, exit_code: int) -> StudyPlan | None:
         if len(find_finished_runs(plan, _get_final_statuses(plan))) < len(plan.runs):
             print_line(session.console, "No point is drawn, because not every run has ended.")
             return None
+        if _has_failed_round(session):
+            print_line(session.console, "No point is drawn, because every run of this round failed.")
+            return None
         next_plan, line = plan_next_round(plan)
-        if next_plan is None and plan.has_next_round:  # the end comes unexpectedly
-            write_results(plan.folder, session.console)
+        if next_plan is None and plan.has_next_round:  # the end comes unexpectedly, so the report was left out
+            print_line(session.console, line)
+            _write_last_results(session)
+            return None
     elif plan.max_seeds is not None:
         if exit_code:
             print_line(session.console, "No seed is added, because not every run has ended well.")
@@ -193,6 +201,15 @@ def _plan_next(session: StudySession, exit_code: int) -> StudyPlan | None:
         return None
     print_line(session.console, line)
     return next_plan
+
+
+def _write_last_results(session: StudySession) -> None:
+    """Write tables and report, and copy them to the storage; print what went wrong."""
+    problems = [write_results(session.plan.folder, session.console)]
+    if session.storage is not None:
+        problems.append(session.storage.push())
+    if problem := " ".join(filter(None, problems)):
+        print_error(problem)
 
 
 def _run_planned_seeds(session: StudySession, *, names_finished: bool) -> int:
@@ -237,8 +254,9 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
     """Train the remaining runs until all have a final status; return an error text, empty without an error."""
     prepare_environment(session.resource_plan.gpus, joins_cluster=bool(session.resource_plan.cluster_address))
     from tune_study.tune.callbacks import Recorder  # imports Ray, which reads the environment prepared above
+    from tune_study.tune.halving import SIBLING_REASON
 
-    rungs = _make_rungs(session.plan)
+    rungs = _make_rungs(session)
     recorder, problem = Recorder(session.plan, session.resource_plan, session.progress, statuses, rungs), ""
     try:
         _fit_tuner(session, statuses, recorder)
@@ -251,6 +269,8 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
         is_over = not any(view.is_open for view in session.progress.views.values())
         summary = "Ray Tune could not complete its own record of the study" if is_over else "The study ended early"
         problem = f"{summary}: {_format_error(error)}."
+    if rungs is not None:
+        statuses.censor_waiting(rungs.is_censored, SIBLING_REASON)
     # The runs' files must be here before their rows and statuses are read.
     if session.storage is not None:
         session.storage.pull()
@@ -265,14 +285,15 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
     return " ".join(filter(None, (problem, statuses.close(reason))))
 
 
-def _make_rungs(plan: StudyPlan) -> "Rungs | None":
+def _make_rungs(session: StudySession) -> "Rungs | None":
     """The rungs of a search whose runs are halved; None for another study."""
+    plan = session.plan
     if plan.search is None or plan.search.grace_steps is None:
         return None
     from analysis.data.families import FAMILIES  # imports pandas
     from tune_study.tune.halving import Rungs  # imports Ray
 
-    return Rungs(plan, FAMILIES[plan.study.family.name].is_higher_better)
+    return Rungs(plan, FAMILIES[plan.study.family.name].is_higher_better, session.finished_statuses)
 
 
 def _format_error(error: Exception) -> str:
@@ -391,7 +412,7 @@ def make_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: lis
         param_space=tune.grid_search(list(make_trial_configs(plan, session.finished_statuses, interrupt))),
         tune_config=tune.TuneConfig(
             max_concurrent_trials=resource_plan.max_concurrent,
-            scheduler=FirstComeFirstServed(recorder.given_up_trials, interrupt),
+            scheduler=FirstComeFirstServed(recorder.given_up_trials, interrupt, recorder.rungs),
             # A process without a GPU trains the next run too, which saves the imports of torch and transformers. A run
             # on a GPU gets a new process, because only the end of a process frees its CUDA context.
             reuse_actors=not (resource_plan.gpus or resource_plan.gpu_slots),
@@ -483,25 +504,28 @@ def _conclude_study(session: StudySession, problem: str, statuses: StudyStatuses
     try:
         print_line(console, f"Summary: {write_summary(plan, session.resource_plan, is_closing=True)}")
         outputs.record_look(plan, statuses.list_all())  # first: the report counts the looks
-        if plan.search is not None:
-            print_line(console, f"Optuna storage: {write_search_store(plan)}")
     except OSError as error:
         problem = f"{problem} The summary could not be written: {error}.".strip()
+    if plan.search is not None:
+        problem = " ".join(filter(None, (problem, _write_store(plan, console))))
     for status in statuses.list_all():
         # A search has many rounds, and each lists its own runs.
         if plan.search is None or status.run_id not in session.finished_statuses:
             print_line(console, f"{status.run_id} {status.display_text}: {status.reason}")
-    unfinished_statuses = [status for status in statuses.list_all() if status.status not in ENDED_STATUSES]
+    final_statuses = _get_final_statuses(plan)
+    unfinished_statuses = [status for status in statuses.list_all() if status.status not in final_statuses]
     # Between the rounds of a search nobody waits for a report, which takes longer than the draw of the next points.
-    are_over = all(status.status in _get_final_statuses(plan) for status in statuses.list_all())
-    is_round = plan.has_next_round and are_over and not session.interrupt.is_requested
+    is_lost = _has_failed_round(session)
+    is_round = plan.has_next_round and not unfinished_statuses and not session.interrupt.is_requested and not is_lost
     if not is_round:
         problem = " ".join(filter(None, (problem, write_results(plan.folder, console))))
     if session.storage is not None:  # after the tables and the report, so that the storage gets them too
         problem = " ".join(filter(None, (problem, session.storage.push())))
     if problem:
         print_error(problem)
-    if unfinished_statuses and not is_round:
+    # A search that was interrupted goes on even if the runs of its round have ended.
+    is_cut_short = session.interrupt.is_requested and plan.search is not None
+    if unfinished_statuses or is_cut_short:
         # study.json has the storage of the study but not its cluster, so the command must name the cluster.
         address = session.resource_plan.cluster_address
         options = plan.resume_options
@@ -509,8 +533,26 @@ def _conclude_study(session: StudySession, problem: str, statuses: StudyStatuses
         print_line(console, f"Continue with: {format_command('resume', plan.folder, *options)}")
         if plan.study_uri is not None:
             print_line(console, f"From another machine: {format_command('resume', plan.study_uri, *options)}")
-    # A Ctrl-C that came after the last run had ended interrupted nothing, so the exit code is not 130.
-    return 130 if session.interrupt.is_requested and unfinished_statuses else int(bool(problem or unfinished_statuses))
+    # A Ctrl-C that came after the last run had ended interrupted nothing but what follows in a search: further rounds,
+    # or the confirmation of its best point.
+    is_interrupted = session.interrupt.is_requested and bool(unfinished_statuses)
+    return 130 if is_interrupted or is_cut_short else int(bool(problem or unfinished_statuses or is_lost))
+
+
+def _has_failed_round(session: StudySession) -> bool:
+    """Whether every run that a round of a search has trained failed: then the cause is hardly in their settings."""
+    plan = session.plan
+    new_ids = {spec.run_id for spec in plan.runs} - session.finished_statuses.keys()
+    return plan.search is not None and bool(new_ids) and new_ids <= find_finished_runs(plan, ("failed",)).keys()
+
+
+def _write_store(plan: StudyPlan, console: Console) -> str:
+    """Write the Optuna storage of a search; return an error text, empty without an error."""
+    try:
+        print_line(console, f"Optuna storage: {write_search_store(plan)}")
+    except Exception as error:  # nothing reads the storage, so it must not end the search
+        return f"The Optuna storage could not be written: {type(error).__name__}: {error}."
+    return ""
 
 
 def write_results(folder: Path, console: Console) -> str:

@@ -7,6 +7,7 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import FIFOScheduler
 
 from tune_study.host.interrupt import Interrupt
+from tune_study.tune.halving import Rungs
 
 
 class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyped
@@ -15,12 +16,13 @@ class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyp
     Arms are compared after the same number of steps, so no scheduler that favors an arm is used.
 
     given_up_trials: ids of trials whose failure is final. They end as errors. Tune itself retries every failure and
-    would start them again. interrupt: once the study or an arm is asked to stop,
-    none of its pending trials starts.
+    would start them again. interrupt: once the study or an arm is asked to stop, none of its pending trials starts.
+    rungs: those of successive halving, whose censored arms start no further trial; None without it.
     """
 
-    def __init__(self, given_up_trials: Container[str], interrupt: Interrupt) -> None:
+    def __init__(self, given_up_trials: Container[str], interrupt: Interrupt, rungs: Rungs | None = None) -> None:
         super().__init__()
+        self._rungs = rungs
         self._given_up_trials = given_up_trials
         self._interrupt = interrupt
 
@@ -28,7 +30,11 @@ class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyp
         """The next trial to start, or None (see ray.tune.schedulers.TrialScheduler)."""
         for trial in [trial for trial in tune_controller.get_trials() if trial.status == Trial.PENDING]:
             is_given_up = trial.trial_id in self._given_up_trials
-            is_stopped = self._interrupt.is_requested or self._interrupt.is_arm_requested(trial.config["arm"])
+            arm = trial.config["arm"]
+            is_stopped = self._interrupt.is_requested or self._interrupt.is_arm_requested(arm)
+            # The trial of a run that has ended only reports it.
+            is_censored = self._rungs is not None and self._rungs.is_censored(arm) and not trial.config["finished"]
+            is_stopped = is_stopped or is_censored
             if is_given_up or is_stopped:
                 # Tune lists the folder of every ended trial, and this one would have none if it has never started.
                 trial.init_local_path()

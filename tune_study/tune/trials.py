@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trainable.config.own_parts import list_part_files
-from trainable.runs.run_ends import ENDED_STATUSES
+from trainable.runs.run_ends import CENSORED, ENDED_STATUSES
 from tune_study.folder.statuses import RunStatus
 from tune_study.host.interrupt import Interrupt
 from tune_study.placement.model_size import read_model_shape
@@ -61,7 +61,14 @@ def make_trial_configs(
             finished_statuses[spec.run_id].status in ENDED_STATUSES for spec in finished_specs
         ):
             continue  # a failed run that is not retried may have no row that its trial could report again
+        if not remaining_specs and any(_is_unstarted(finished_statuses[spec.run_id]) for spec in finished_specs):
+            continue
         yield make_trial_config(plan, remaining_specs or finished_specs, not remaining_specs, interrupt)
+
+
+def _is_unstarted(status: RunStatus) -> bool:
+    """Whether a run was censored before it started, so that it has no row to report."""
+    return status.status == CENSORED and status.started_at is None
 
 
 def _sort_by_cost(plan: StudyPlan) -> Sequence[tuple[RunSpec, ...]]:

@@ -112,9 +112,14 @@ def test_a_point_is_the_mean_of_its_seeds_and_a_collapse_counts(frames: StudyFra
 def test_a_censored_run_censors_its_point(tmp_path: Path) -> None:
     runs = make_runs()
     runs[2] = replace(runs[2], status="censored", steps=10)
-    table = make_points(make_frames(tmp_path, runs)).set_index("arm")
-    assert table.loc["point-1", "state"] == CENSORED_POINT
-    assert not table.loc["point-1", "is_feasible"]
+    frames = make_frames(tmp_path, runs)
+    row = make_points(frames).set_index("arm").loc["point-1"]
+    assert (row["state"], row["is_feasible"]) == (CENSORED_POINT, False)
+    # The other run did well, or it would have been stopped too: its outcome is not that of the point.
+    assert math.isnan(row["success"])
+    assert math.isnan(row["cost"])
+    leaders = {entry["arm"]: entry for entry in make_context(SearchResults(frames))["leaders"]}
+    assert math.isnan(leaders["point-1"]["success"])
 
 
 def test_a_point_of_which_every_run_failed_has_no_outcome(tmp_path: Path) -> None:
@@ -147,11 +152,12 @@ def test_the_optuna_study_has_the_points_that_have_ended(frames: StudyFrames) ->
     assert study.trials[1].constraints == {CONSTRAINT: 0.0}
     assert study.trials[1].params == {"actor.lr": 0.001, "actor.use_kl_loss": "False", "actor.ppo_epochs": 2}
     assert study.trials[2].params["actor.kl_loss_coef if actor.use_kl_loss=True"] == 0.1
-    assert study.trials[0].params == {}  # the settings of the preset, of which none was drawn
+    # The settings of the study, where the space contains them.
+    assert study.trials[0].params == {"actor.lr": 3e-4, "actor.use_kl_loss": "False", "actor.ppo_epochs": 1}
 
 
 @pytest.mark.parametrize(
-    ("state", "optuna_state"), [(COMPLETE, "COMPLETE"), (CENSORED_POINT, "PRUNED"), (FAILED, "FAIL")]
+    ("state", "optuna_state"), [(COMPLETE, "COMPLETE"), (CENSORED_POINT, "PRUNED"), (FAILED, "PRUNED")]
 )
 def test_the_state_of_a_point_is_that_of_its_trial(frames: StudyFrames, state: str, optuna_state: str) -> None:
     points = make_points(frames).iloc[:1].assign(state=state)
@@ -174,8 +180,8 @@ def make_drawn_points(seed: int, count: int = 40) -> pd.DataFrame:
             "is_feasible": True,
             "success": -np.abs(np.log10(rates) + 3.0),
             "cost": generator.uniform(1, 2, count),
-            "settings": [
-                {"actor.lr": f"{rate:.6g}", "actor.use_kl_loss": "False", "actor.ppo_epochs": str(epoch)}
+            "values": [
+                {"actor.lr": float(rate), "actor.use_kl_loss": "False", "actor.ppo_epochs": int(epoch)}
                 for rate, epoch in zip(rates, epochs, strict=True)
             ],
         }
@@ -215,8 +221,8 @@ def test_the_pareto_front_is_that_of_an_exhaustive_comparison() -> None:
 def test_the_report_of_a_search_says_what_its_best_point_is_worth(frames: StudyFrames) -> None:
     results = SearchResults(frames)
     sentence = describe_search(results)
-    assert sentence.startswith("4 of 5 points have ended; at 2 of them a run collapsed or failed. Best point without:")
-    assert "point-1 (lr 0.001, use_kl_loss False, ppo_epochs 2)" in sentence
+    assert sentence.startswith("4 of 5 points have ended; at 2 of them a run collapsed or failed. ")
+    assert "The best point at which none did is point-1 (lr 0.001, use_kl_loss False, ppo_epochs 2)" in sentence
     assert "only fresh seeds say by how much (python -m tune_study confirm search_kl_sokoban-tiny --arm" in sentence
     context = make_context(results)
     assert [row["arm"] for row in context["leaders"]][:2] == ["point-1", "default"]
@@ -260,6 +266,8 @@ def test_texts_from_a_foreign_folder_stay_text(tmp_path: Path) -> None:
         {"space": [{**DEFAULTS, "name": "a", "setting": "a", "low": 1.0, "high": 1.0}]},
         {"space": [{**DEFAULTS, "name": "a", "setting": "a", "low": "0", "high": 1.0}]},
         {"space": [{**DEFAULTS, "name": "a", "setting": "a", "values": ["1", "1"]}]},
+        {"space": [{**DEFAULTS, "name": "a", "setting": "a", "low": 0.5, "high": 4.0, "is_integer": True}]},
+        {"space": [{**DEFAULTS, "name": "a", "setting": "a", "low": 0.5, "high": 4.0}] * 2},
         {"objectives": ["time"]},
         {"num_points": "many"},
     ],
@@ -273,6 +281,12 @@ def test_a_search_that_makes_no_sense_is_damage(tmp_path: Path, change: dict[str
 def test_points_without_settings_are_damage(tmp_path: Path, points: Any) -> None:
     with pytest.raises(ValueError, match="invalid values"):
         make_foreign_frames(tmp_path, points=points)
+
+
+def test_a_search_without_points_is_read_as_a_study(tmp_path: Path) -> None:
+    frames = make_foreign_frames(tmp_path, points={})
+    assert make_points(frames).empty
+    assert render_page(frames, draw_figures(frames))
 
 
 def test_optuna_does_not_log_to_the_terminal() -> None:

@@ -44,6 +44,7 @@ def make_search_plan(output: Path, points: dict[str, dict[str, str]] | None = No
         ("lr=1e-5:1e-3:linear", Dimension("actor.lr", 1e-5, 1e-3)),
         ("actor.entropy_coeff=0:0.1", Dimension("actor.entropy_coeff", 0.0, 0.1)),
         ("actor.ppo_epochs=1:4", Dimension("actor.ppo_epochs", 1, 4, is_integer=True)),
+        ("rollout.max_model_len=512:1024", Dimension("rollout.max_model_len", 512, 1024, is_integer=True)),
         ("algorithm.adv_estimator=gae,grpo", Dimension("algorithm.adv_estimator", values=("gae", "grpo"))),
     ],
 )
@@ -103,7 +104,11 @@ def test_a_setting_alone_brings_those_on_which_it_depends() -> None:
         (["algorithm.adv_estimator=gae,gae"], "neither an interval nor two different values"),
         (["algorithm.adv_estimator"], "only these settings have some of their own: actor.lr"),
         (["seed=0:3"], "Seeds are not searched"),
-        (["actor.ppo_epochs=1:2.5"], "whole numbers"),
+        (
+            ["actor.lr=1e-4:1e-3", "actor.use_kl_loss=True,False", "actor.lr=1e-3:1e-2 if actor.use_kl_loss=True"],
+            "both",
+        ),
+        (["actor.entropy_coeff if actor.use_kl_loss=True"], "has a condition and no values"),
         (["actor.kl_loss_coef=1e-3:1 if actor.use_kl_loss=True"], "can never be met: type a --vary actor.use_kl_loss"),
         (["actor.use_kl_loss=True,False", "actor.kl_loss_coef=1e-3:1 if actor.use_kl_loss=yes"], "its values are True"),
         (["actor.kl_loss_coef=1e-3:1 if actor.use_kl_loss"], "has a condition without a value"),
@@ -114,7 +119,9 @@ def test_a_space_that_makes_no_sense_is_refused(texts: list[str], message: str) 
         make_space(PPO, BASE, texts)
 
 
-@pytest.mark.parametrize("text", ["actor.lr=-1:1", "algorithm.adv_estimator=gae,gea", "actor.nothing=1:2"])
+@pytest.mark.parametrize(
+    "text", ["actor.lr=-1:1", "actor.ppo_epochs=1:2.5", "algorithm.adv_estimator=gae,gea", "actor.nothing=1:2"]
+)
 def test_a_value_that_a_setting_does_not_take_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         make_space(PPO, BASE, [text])

@@ -11,10 +11,12 @@ from search_spaces import STUDIES
 from search_spaces.language_model.family import PPO
 from tests.fakes.lines import append_record
 from trainable.runs.run_files import METRICS_FILE
+from tune_study.folder.outputs import write_study
+from tune_study.folder.statuses import RunStatus, StudyStatuses
 from tune_study.plan.search import DEFAULT_POINT, Search, make_point_study
 from tune_study.plan.search_space import make_space
 from tune_study.plan.study_plan import StudyPlan, make_plan, set_points
-from tune_study.tune.halving import HalvingStopper, Rungs
+from tune_study.tune.halving import SIBLING_REASON, HalvingStopper, Rungs
 
 NUM_POINTS = 8
 
@@ -34,14 +36,14 @@ def make_row(step: int, value: float | None) -> dict[str, float | int]:
 
 
 def test_rungs_are_the_grace_steps_times_powers_of_three(plan: StudyPlan) -> None:
-    assert Rungs(plan, is_higher_better=True).steps == [5, 15, 45]  # of 60 steps
+    assert Rungs(plan, True, {}).steps == [5, 15, 45]  # of 60 steps
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=NUM_POINTS - 1), st.booleans())
 def test_a_run_goes_on_if_it_is_among_the_best_third_so_far(
     plan: StudyPlan, values: list[float], is_higher_better: bool
 ) -> None:
-    rungs = Rungs(plan, is_higher_better)
+    rungs = Rungs(plan, is_higher_better, {})
     for count, (spec, value) in enumerate(zip(plan.runs[1:], values, strict=False), 1):
         so_far = sorted(values[:count], reverse=is_higher_better)
         # In the first third of the values in order, or as good as its last one.
@@ -51,7 +53,7 @@ def test_a_run_goes_on_if_it_is_among_the_best_third_so_far(
 
 
 def test_only_rows_with_a_measurement_at_a_new_rung_decide(plan: StudyPlan) -> None:
-    rungs = Rungs(plan, is_higher_better=True)
+    rungs = Rungs(plan, True, {})
     first, second, third = plan.runs[1:4]
     for spec, value in ((first, 0.9), (second, 0.8)):
         assert not rungs.decide(spec.run_id, make_row(5, value))
@@ -62,31 +64,78 @@ def test_only_rows_with_a_measurement_at_a_new_rung_decide(plan: StudyPlan) -> N
 
 
 def test_the_default_is_compared_with_and_never_stopped(plan: StudyPlan) -> None:
-    rungs = Rungs(plan, is_higher_better=True)
+    rungs = Rungs(plan, True, {})
     for spec, value in zip(plan.runs[1:3], (0.9, 0.8), strict=True):
         rungs.decide(spec.run_id, make_row(5, value))
     assert not rungs.decide(plan.runs[0].run_id, make_row(5, 0.0))
     assert "3 of 4" in rungs.decide(plan.runs[3].run_id, make_row(5, -1.0))
 
 
+def write_rows(plan: StudyPlan, values: dict[int, float]) -> None:
+    """Write a row of step 5 for the runs with these numbers."""
+    for number, value in values.items():
+        run_dir = plan.get_run_dir(plan.runs[number].run_id)
+        run_dir.mkdir(parents=True)
+        append_record(run_dir / METRICS_FILE, make_row(5, value))
+
+
+def make_statuses(plan: StudyPlan, statuses: dict[int, str]) -> dict[str, RunStatus]:
+    return {
+        plan.runs[number].run_id: RunStatus(plan.runs[number].run_id, status) for number, status in statuses.items()
+    }
+
+
 def test_a_resumed_search_knows_the_rungs_of_its_rows(plan: StudyPlan, tmp_path: Path) -> None:
     moved = replace(plan, folder=tmp_path)
-    for spec, value in zip(plan.runs[1:4], (0.9, 0.8, 0.7), strict=True):
-        moved.get_run_dir(spec.run_id).mkdir(parents=True)
-        append_record(moved.get_run_dir(spec.run_id) / METRICS_FILE, make_row(5, value))
-    rungs = Rungs(moved, is_higher_better=True)
+    write_rows(moved, {1: 0.9, 2: 0.8, 3: 0.7})
+    rungs = Rungs(moved, True, make_statuses(plan, {1: "completed", 2: "early_stopped", 3: "censored"}))
     assert not rungs.reasons  # what was decided before is in the statuses
+    assert rungs.is_censored(plan.runs[3].arm)
+    assert not rungs.is_censored(plan.runs[2].arm)
     assert "1 of 4 runs were better" in rungs.decide(plan.runs[4].run_id, make_row(5, 0.85))
-    assert not rungs.decide(plan.runs[1].run_id, make_row(6, 0.0))  # has passed this rung
+
+
+def test_a_run_that_reached_a_rung_as_the_search_was_killed_is_judged_at_its_next_row(
+    plan: StudyPlan, tmp_path: Path
+) -> None:
+    moved = replace(plan, folder=tmp_path)
+    write_rows(moved, {1: 0.9, 2: 0.8, 3: 0.7, 4: 0.95})
+    rungs = Rungs(moved, True, make_statuses(plan, {1: "completed", 2: "completed"}))
+    assert "3 of 4 runs were better" in rungs.decide(plan.runs[3].run_id, make_row(6, None))
+    assert not rungs.decide(plan.runs[4].run_id, make_row(6, None))
+
+
+def test_no_run_of_a_censored_point_goes_on_or_starts(tmp_path: Path) -> None:
+    study = make_point_study(STUDIES["kl"], {DEFAULT_POINT: {}})
+    plan = make_plan(study, "laptop", "a test", {}, None, 2, tmp_path)
+    search = Search(make_space(PPO, plan.base_config, ()), ("success",), 4, grace_steps=5)
+    points = {f"point-{number}": {"actor.lr": f"{number}e-4"} for number in (1, 2, 3)}
+    plan = set_points(replace(plan, search=search), {DEFAULT_POINT: {}, **points})
+    first, second = ({spec.arm: spec.run_id for spec in plan.runs if spec.seed == seed} for seed in (0, 1))
+    rungs = Rungs(plan, True, {})
+    for arm, value in (("point-1", 0.9), ("point-2", 0.8)):
+        assert not rungs.decide(first[arm], make_row(5, value))
+    assert rungs.decide(first["point-3"], make_row(5, 0.1))
+    assert rungs.decide(second["point-3"], make_row(1, None)) == SIBLING_REASON
+    assert rungs.reasons.keys() == {first["point-3"], second["point-3"]}
+    write_study(plan)
+    statuses = StudyStatuses(plan, ())
+    statuses.censor_waiting(rungs.is_censored, SIBLING_REASON)
+    assert [status.run_id for status in statuses.list_all() if status.status == "censored"] == [
+        first["point-3"],
+        second["point-3"],
+    ]
 
 
 def test_the_stopper_follows_the_rungs_but_not_for_runs_that_have_ended(plan: StudyPlan) -> None:
-    stopper = HalvingStopper(Rungs(plan, is_higher_better=True))
+    stopper = HalvingStopper(Rungs(plan, True, {}))
     results = [
         {**make_row(5, value), "config": {"run_id": spec.run_id, "finished": False}}
         for spec, value in zip(plan.runs[1:5], (0.9, 0.8, 0.1, 0.1), strict=True)
     ]
     assert [stopper("trial", result) for result in results[:3]] == [False, False, True]
+    rungs = stopper._rungs
     assert not stopper("trial", {**results[3], "stop_rule": "low_validation_success"})
+    assert rungs._values[5][plan.runs[4].run_id] == 0.1  # others are compared with a run that a rule has stopped
     assert not stopper("trial", {**results[3], "config": {**results[3]["config"], "finished": True}})
     assert not stopper.stop_all()

@@ -41,7 +41,7 @@ def make_table(plan: StudyPlan, best_rate: float = BEST_RATE, max_rate: float = 
             "violations": [int(rate > max_rate) for rate in rates],
             "is_feasible": [rate <= max_rate for rate in rates],
             "success": [-abs(math.log10(rate / best_rate)) for rate in rates],
-            "settings": [dict(point) for point in plan.points.values()],
+            "values": [{"actor.lr": rate} if number else {} for number, rate in enumerate(rates)],
         }
     )
 
@@ -125,6 +125,34 @@ def test_a_space_without_further_points_ends_the_search(tmp_path: Path) -> None:
     # Two values times two, of which the default is one.
     assert len(points) == 4
     assert rounds._draw_points(set_points(plan, points), plan.search, None, True, 4) == {}  # type: ignore[arg-type]
+
+
+def test_a_space_whose_other_points_exclude_each_other_ends_the_search(tmp_path: Path) -> None:
+    texts = ("filter.rollout_filter_strategy=top_p,top_k_abs", "filter.rollout_filter_value=0.5,0.75")
+    plan = draw_first_points(make_search_plan(tmp_path, texts))
+    assert len(plan.points) == 3  # two with top_p, and the default
+    assert plan.search is not None
+    assert rounds._draw_points(plan, plan.search, None, True, 4) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("algorithm.lam=0.999:0.9999", 100), ("algorithm.lam=0.999:0.9999:log", 100), ("actor.lr=1e-6:1e-2", 300)],
+)
+def test_values_are_rounded_on_the_scale_of_their_interval(tmp_path: Path, text: str, count: int) -> None:
+    plan = make_search_plan(tmp_path, (text,))
+    assert plan.search is not None
+    (dimension,) = plan.search.space
+    shares = np.linspace(0, 1, 1001)
+    low, high = dimension.low, dimension.high
+    values = low * (high / low) ** shares if dimension.is_log else low + (high - low) * shares
+    texts = [rounds._round_within(float(value), dimension) for value in values]
+    assert len(set(texts)) > count
+    assert all(len(shown) <= 9 for shown in texts)
+    for value, shown in zip(values, texts, strict=True):
+        assert low <= float(shown) <= high
+        width = value * math.log(high / low) if dimension.is_log else high - low
+        assert abs(float(shown) - value) <= width / 300
 
 
 def test_points_whose_settings_exclude_each_other_are_drawn_again(tmp_path: Path) -> None:
