@@ -122,15 +122,6 @@ def _choose_seeds(plan: StudyPlan, folder: Path, own_study: OwnStudy | None) -> 
     if (folder / "study.json").exists():
         existing = plan_from_folder(folder, own_study=own_study)
         if existing.confirms is not None:
-            from analysis.sweep.findings import format_seeds  # imports pandas
-
-            trained = sorted({spec.seed for spec in plan.runs} & {*existing.seeds})
-            if trained:
-                raise PlanError(
-                    f"The confirmation in {format_value(folder, 1000)} has the seeds {format_seeds(existing.seeds)}, "
-                    f"of which {format_value(plan.run)} has trained {format_seeds(trained)} since: they are not fresh "
-                    "any more. Move the confirmation elsewhere, and type the command again for one with new seeds."
-                )
             return existing.confirms, min(existing.seeds)
     used = {spec.seed for spec in plan.runs}
     others = {

@@ -127,6 +127,13 @@ def run_search(
         print_line(console, f"A confirmation is kept on one machine. Where that can train it, type: {command}")
         return exit_code
     existing = find_confirmation(plan, best, own_study)
+    if existing is not None and {*existing.seeds} & {spec.seed for spec in plan.runs}:
+        print_line(
+            console,
+            f"The search has trained seeds of the confirmation in {existing.folder} since that began, so they chose "
+            "the best point as well. Move the folder elsewhere, and type the command again for one with fresh seeds.",
+        )
+        return 1
     # One that has begun keeps its seeds, also if the search is typed with another number of them.
     n_seeds = plan.search.confirm_seeds if existing is None else len(existing.seeds)
     confirmation = plan_confirmation(str(plan.folder), best, None, n_seeds, own_study, extend=False)

@@ -4,6 +4,7 @@ Sizes are in bytes. Messages show them in decimal units, as `df -H` does.
 """
 
 import glob
+import itertools
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -142,6 +143,10 @@ def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: 
     """
     ended_runs = find_finished_runs(plan)
     runs = [spec for spec in plan.runs if spec.run_id not in ended_runs]
+    num_known = len(runs)
+    if plan.search is not None:  # the points to come need as much as those that are known
+        num_further_runs = plan.search.num_points * len(plan.seeds) - len(plan.runs)
+        runs += list(itertools.islice(itertools.cycle(plan.runs), max(num_further_runs, 0)))
     sizes, unknown_models = _estimate_checkpoint_sizes(plan, runs, environ)
     saved_counts = [count_occurrences(spec.steps, spec.config.trainer.save_freq) + spec.keeps_best for spec in runs]
     total_row_bytes = sum(_estimate_run_row_bytes(plan, spec) for spec in runs) + (_STUDY_BYTES if runs else 0)
@@ -162,7 +167,7 @@ def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: 
         else _sum_checkpoint_bytes(sizes, saved_counts, concurrent_runs) + total_row_bytes,
         written_bytes=0
         if unknown_models
-        else sum(_count_written_bytes(plan, spec, size) for spec, size in zip(runs, sizes, strict=True)),
+        else sum(_count_written_bytes(plan, *known) for known in zip(runs[:num_known], sizes[:num_known], strict=True)),
         free_bytes=shutil.disk_usage(nearest_folder).free,
         folder=nearest_folder,
         unknown_models=unknown_models,

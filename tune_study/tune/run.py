@@ -14,6 +14,7 @@ from rich.console import Console
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
 from trainable.files.json_values import DamageWarning
+from trainable.runs.failures import NON_FINITE
 from trainable.runs.orphans import terminate_orphans
 from trainable.runs.run_ends import ENDED_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
@@ -540,10 +541,18 @@ def _conclude_study(session: StudySession, problem: str, statuses: StudyStatuses
 
 
 def _has_failed_round(session: StudySession) -> bool:
-    """Whether every run that a round of a search has trained failed: then the cause is hardly in their settings."""
+    """Whether every run that a round of a search has trained failed, and none of them because its numbers diverged.
+
+    The cause is then hardly in the settings of so many points.
+    """
     plan = session.plan
     new_ids = {spec.run_id for spec in plan.runs} - session.finished_statuses.keys()
-    return plan.search is not None and bool(new_ids) and new_ids <= find_finished_runs(plan, ("failed",)).keys()
+    failed_runs = find_finished_runs(plan, ("failed",))
+    return (
+        plan.search is not None
+        and bool(new_ids)
+        and all(run_id in failed_runs and failed_runs[run_id].failure_class != NON_FINITE for run_id in new_ids)
+    )
 
 
 def _write_store(plan: StudyPlan, console: Console) -> str:

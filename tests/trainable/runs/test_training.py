@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,47 @@ def test_states_are_written_by_steps_and_by_seconds(
     finally:
         loop.close()
     assert [report.last_step for report in reports if report.is_saved] == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "states"),
+    [
+        # The first of equal values is the best, and a missing one is none. The last state of a run always stays.
+        ([0.3, 0.5, 0.5, 0.4, None, 0.2], [2, 6]),
+        ([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], [6]),
+        ([0.6, 0.5, 0.4, 0.3, 0.2, 0.1], [1, 6]),
+        ([None] * 6, [6]),
+    ],
+    ids=["in the middle", "at the end", "at first", "none"],
+)
+@pytest.mark.parametrize("keeps_best", [True, False])
+def test_the_state_of_the_best_validation_stays(
+    values: list[float | None], states: list[int], keeps_best: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remaining, train = list(values), SingleRunTrainer.step
+
+    def train_to_a_value(trainer: SingleRunTrainer) -> StepResult:
+        result = train(trainer)
+        rows = {seed: {**row, "val_success": remaining.pop(0)} for seed, row in result.rows.items()}
+        return replace(result, rows=rows)
+
+    monkeypatch.setattr(SingleRunTrainer, "step", train_to_a_value)
+    config = make_trial_config(
+        tmp_path,
+        trainer__resume_every=100,
+        trainer__total_training_steps=6,
+        trainer__val_before_train=False,
+        trainer__test_freq=0,
+    )
+    config["best_column"] = "val_success" if keeps_best else ""
+    loop = TrainingLoop(LANGUAGE_MODEL, config)
+    try:
+        for _ in values:
+            loop.step()
+    finally:
+        loop.close()
+    kept = sorted(step for step, _ in iter_checkpoints(tmp_path / "runs" / "r" / "state"))
+    assert kept == (states if keeps_best else [6])
 
 
 def test_a_run_that_dies_between_row_and_checkpoint_repeats_the_row(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.fakes.lines import append_record
 from tests.fakes.trials import Row, UninterruptedRun, drop_times, make_trial_config
 from tests.strategies.examples import draw_examples
-from trainable.runs.checkpoint import read_checkpoint, write_checkpoint, write_rolling_checkpoint
+from trainable.runs.checkpoint import iter_checkpoints, read_checkpoint, write_checkpoint, write_rolling_checkpoint
 from trainable.runs.failures import StorageError
 from trainable.runs.run_files import CHECKSUMS_FILE, read_rows
 from trainable.storage import mirror
@@ -45,8 +45,8 @@ def list_names(place: StoragePath) -> list[str]:
     return sorted(list_files(place))
 
 
-def make_mirror(uri: str, node: Path) -> Mirror:
-    return Mirror(open_storage(uri), node / "run", node / "kept", patience=0.0, should_stop=lambda: False)
+def make_mirror(uri: str, node: Path, best_column: str = "") -> Mirror:
+    return Mirror(open_storage(uri), node / "run", node / "kept", 0.0, lambda: False, best_column)
 
 
 def make_tensors(step: int) -> dict[str, torch.Tensor]:
@@ -215,6 +215,29 @@ def test_only_rolling_checkpoints_are_removed_from_storage(uri: str, tmp_path: P
     mirror_on_node.push()
     names = {name.split("/")[1] for name in list_files(mirror_on_node.storage_path) if name.startswith("state/")}
     assert names == {"step_8", "step_x", "my_step_7", "notes"}
+
+
+@pytest.mark.parametrize(("best_column", "states"), [("val_success", [2, 5]), ("", [5])])
+def test_the_state_of_the_best_validation_reaches_another_node(
+    uri: str, tmp_path: Path, best_column: str, states: list[int]
+) -> None:
+    first, second = (make_mirror(uri, tmp_path / node, best_column) for node in "ab")
+    for step, value in ((1, 0.1), (2, 0.9), (3, 0.4), (4, 0.5), (5, 0.6)):
+        folder = tmp_path / "a" / "run"
+        folder.mkdir(parents=True, exist_ok=True)
+        append_record(folder / "metrics.jsonl", {"step": step, "val_success": value})
+        best_step = 2 if best_column and step > 2 else None
+        write_rolling_checkpoint(folder / "state", step, make_tensors(step), {"step": step}, 2, best_step)
+        first.push()
+    second.fetch()
+    fetched = tmp_path / "b" / "run" / "state"
+    assert sorted(step for step, _ in iter_checkpoints(fetched)) == states
+    # The next push does not take it for one that the run has removed.
+    append_record(tmp_path / "b" / "run" / "metrics.jsonl", {"step": 6, "val_success": 0.2})
+    write_rolling_checkpoint(fetched, 6, make_tensors(6), {"step": 6}, 2, 2 if best_column else None)
+    second.push()
+    stored = {step for step, _ in find_complete_checkpoints(list_files(second.storage_path))}
+    assert stored == {*states, 6}
 
 
 def test_a_state_whose_removal_was_cut_is_not_whole(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

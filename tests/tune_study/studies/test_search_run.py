@@ -16,10 +16,11 @@ from tests.tune_study.studies.test_sandbox_run import SMALL_SETTINGS
 from tune_study.commands.option_groups import StudyRequest
 from tune_study.commands.preflight import LaunchOptions
 from tune_study.commands.searching import SearchOptions, plan_search, run_search
-from tune_study.folder.statuses import read_status
+from tune_study.folder.statuses import RunStatus, read_status
 from tune_study.folder.study_file import plan_from_folder, read_study
 from tune_study.plan.search import DEFAULT_POINT
 from tune_study.plan.study_plan import StudyPlan
+from tune_study.tune.callbacks import Recorder
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -35,9 +36,8 @@ def make_search(
     vary: tuple[str, ...],
     confirm_seeds: int = 0,
     asha: int | None = None,
-    seeds: int = 2,
 ) -> StudyPlan:
-    request = StudyRequest(seeds=seeds, assignments=[f"{name}={value}" for name, value in settings.items()])
+    request = StudyRequest(seeds=2, assignments=[f"{name}={value}" for name, value in settings.items()])
     options = SearchOptions(trials, vary, "success", 2, 0, confirm_seeds, asha)
     return plan_search(
         study, options, request.make_run_options("laptop", "a test", {}), output, None, False, real=True, source=None
@@ -63,7 +63,7 @@ def test_a_search_runs_in_rounds_and_ends_with_its_confirmation(tmp_path: Path) 
     table = make_points(load(plan.folder))
     assert (len(table), set(table["state"]), set(table["seeds"])) == (13, {COMPLETE}, {2})
     best = table.loc[table["success"].idxmin(), "arm"]  # an error
-    assert f"Best point without: {best} (lr" in text
+    assert (f"The best point is {best} (lr" if best != DEFAULT_POINT else "The best point is the default") in text
     if best != DEFAULT_POINT:
         confirmation = plan_from_folder(plan.folder.with_name(f"{plan.folder.name}-confirm-{best}"))
         assert (confirmation.values, confirmation.seeds) == ((DEFAULT_POINT, best), (2, 3))
@@ -95,7 +95,7 @@ TINY_SETTINGS = {
 
 def test_halved_runs_are_censored_and_have_no_outcome(tmp_path: Path) -> None:
     vary = ("actor.lr=1e-4:3e-2",)
-    plan = make_search(tmp_path, STUDIES["kl"], TINY_SETTINGS, 7, vary, asha=1, seeds=1)
+    plan = make_search(tmp_path, STUDIES["kl"], TINY_SETTINGS, 6, vary, asha=1)
     code, text = run(plan)
     assert code == 0
     table = make_points(load(plan.folder)).set_index("arm")
@@ -105,10 +105,60 @@ def test_halved_runs_are_censored_and_have_no_outcome(tmp_path: Path) -> None:
     for spec in plan.runs:
         status = read_status(plan.get_run_dir(spec.run_id))
         assert status is not None
-        if table.loc[spec.arm, "state"] == CENSORED_POINT:
+        if table.loc[spec.arm, "state"] == COMPLETE:
+            assert status.status == "completed"
+        # A run that had trained all its steps when another one of its point was stopped stays as it is.
+        elif status.status != "completed":
             assert status.status == "censored"
             assert "a censored run, not a failed one" in status.reason
     assert "censored by successive halving, which have no outcome" in text
     # A censored run is over: the same command again trains nothing.
-    code, text = run(make_search(tmp_path, STUDIES["kl"], TINY_SETTINGS, 7, vary, asha=1, seeds=1))
-    assert (code, "0 of 7 runs remain" in text) == (0, True)
+    code, text = run(make_search(tmp_path, STUDIES["kl"], TINY_SETTINGS, 6, vary, asha=1))
+    assert (code, "0 of 12 runs remain" in text) == (0, True)
+
+
+def stop_at_start(plan: StudyPlan, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask the study to stop as its run `run_id` ends."""
+    end_run = Recorder._end_run
+
+    def end_and_stop(recorder: Recorder, status: RunStatus) -> None:
+        end_run(recorder, status)
+        if status.run_id == run_id:
+            (plan.folder / ".interrupt").touch()
+
+    monkeypatch.setattr(Recorder, "_end_run", end_and_stop)
+
+
+def test_a_search_that_is_stopped_at_the_end_of_a_round_is_not_confirmed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_toy_search(tmp_path, 12, confirm_seeds=2)
+    with monkeypatch.context() as patched:
+        stop_at_start(plan, plan.runs[-1].run_id, patched)
+        code, text = run(plan)
+    assert (code, "Continue with: python -m tune_study resume" in text) == (130, True)
+    assert not list(plan.folder.parent.glob("*-confirm-*"))
+    command = read_study(plan.folder)["command"]
+    resumed = plan_from_folder(plan.folder)
+    code, text = run(resumed)
+    assert (code, "Search: point-10 to point-11 of 11 follow" in text) == (0, True)
+    assert read_study(plan.folder)["command"] == command
+    assert len(make_points(load(plan.folder))) == 12
+
+
+def test_failed_runs_are_results_and_a_round_without_any_other_ends_the_search(tmp_path: Path) -> None:
+    # At these rates the numbers of most runs are no longer finite.
+    plan = make_search(tmp_path, STUDIES["influence"], SMALL_SETTINGS, 12, ("lr=1e-2:1e30:log",))
+    code, text = run(plan)
+    statuses = {spec.run_id: read_status(plan.get_run_dir(spec.run_id)) for spec in plan.runs}
+    failed = {run_id for run_id, status in statuses.items() if status is not None and status.status == "failed"}
+    assert failed
+    assert (code, "point-10" in text) == (0, True)
+    table = make_points(load(plan.folder)).set_index("arm")
+    assert (table["violations"] > 0).any()
+    assert table.loc[DEFAULT_POINT, "is_feasible"]
+    # They are not trained again.
+    before = {run_id: statuses[run_id] for run_id in failed}
+    code, text = run(plan_from_folder(plan.folder))
+    assert (code, "0 of 24 runs remain" in text) == (0, True)
+    assert {run_id: read_status(plan.get_run_dir(run_id)) for run_id in failed} == before

@@ -80,9 +80,8 @@ def write_rows(plan: StudyPlan, values: dict[int, float]) -> None:
 
 
 def make_statuses(plan: StudyPlan, statuses: dict[int, str]) -> dict[str, RunStatus]:
-    return {
-        plan.runs[number].run_id: RunStatus(plan.runs[number].run_id, status) for number, status in statuses.items()
-    }
+    ids = {number: plan.runs[number].run_id for number in statuses}
+    return {ids[number]: RunStatus(ids[number], status) for number, status in statuses.items()}
 
 
 def test_a_resumed_search_knows_the_rungs_of_its_rows(plan: StudyPlan, tmp_path: Path) -> None:

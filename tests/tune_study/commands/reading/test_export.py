@@ -14,10 +14,12 @@ from search_spaces import STUDIES
 from tests.tune_study.commands.test_cli import read_files, type_in
 from trainable.export.policy import load_trained_policy
 from trainable.models.load import find_model
-from trainable.runs.checkpoint import CheckpointError
+from trainable.runs.checkpoint import CheckpointError, iter_checkpoints
+from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, read_rows
 from trainable.trial import Trial
 from tune_study.commands import probe
 from tune_study.folder import outputs
+from tune_study.folder.statuses import RunStatus, write_status
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.trials import make_trial_config
 
@@ -135,6 +137,26 @@ def test_the_card_says_which_run_it_is(study: StudyPlan, tmp_path: Path) -> None
         assert line in card
     assert str(tmp_path) not in card
     assert str(study.output) not in card
+
+
+def test_the_best_validation_is_exported_and_cleaning_leaves_it(tmp_path: Path) -> None:
+    plan = train_study(tmp_path, **{"trainer.keep_best": "True", "trainer.save_freq": "-1", "trainer.test_freq": "1"})
+    spec = plan.runs[0]
+    metrics = plan.get_run_dir(spec.run_id) / METRICS_FILE
+    values = {row["step"]: row["val_success"] for row in read_rows(metrics)}
+    best = max(values, key=lambda step: (values[step], -step))
+    code, out, err = export(plan, tmp_path / "best", "--step", "best")
+    assert (code, f"after step {best}:" in out) == (0, True), err
+    expected = compute_logits(plan, step=best)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "best", dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS).logits, expected, rtol=0, atol=1e-5)
+    for run in plan.runs:
+        write_status(plan.get_run_dir(run.run_id), RunStatus(run.run_id, "completed"))
+    assert type_in(shlex.join(["clean", str(plan.folder), "--yes"])).code == 0
+    assert [step for step, _ in iter_checkpoints(plan.get_run_dir(spec.run_id) / STATE_FOLDER)] == [best]
+    assert export(plan, tmp_path / "again", "--step", "best")[0] == 0
+    assert "--step bst is no step: type a number, or best." in export(plan, tmp_path / "none", "--step", "bst")[2]
 
 
 def test_exporting_changes_no_file_of_the_study(study: StudyPlan, tmp_path: Path) -> None:
