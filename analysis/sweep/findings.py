@@ -261,6 +261,7 @@ def list_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
         *_describe_changed_declaration(frames.studies[0]),
         *_list_level_caveats(frames),
         *_list_scoring_caveats(frames, summary),
+        *_list_mismatch_caveats(frames),
         *_list_comparison_caveats(summary),
         "The peak of a validation curve is the best of many noisy validations, so it is biased upward. No verdict uses "
         "it.",
@@ -302,6 +303,30 @@ def describe_looks(study: Mapping[str, Any]) -> list[str]:
         "weaker than a test of a number of seeds that was fixed before the first run: a study of few seeds can be "
         "less decided after more were added. Other intervals and p-values, such as those of a trend, of the time to "
         "collapse, of learning curves and of a grid's sections, are those of a fixed number of seeds."
+    ]
+
+
+DEFAULT_MISMATCH_LIMIT = 0.05
+"""Nats per token, where study.json has no rollout.logprob_tolerance."""
+
+
+def _list_mismatch_caveats(frames: StudyFrames) -> list[str]:
+    """That the sampler and the trainer of some runs differed over sampled tokens, if they did."""
+    steps = frames.steps
+    if "engine_mismatch_mean" not in steps or steps["engine_mismatch_mean"].isna().all():
+        return []
+    settings = frames.studies[0].get("settings") or {}
+    limit = (settings.get("rollout") or {}).get("logprob_tolerance", DEFAULT_MISMATCH_LIMIT)
+    large = steps[steps["engine_mismatch_mean"] > limit]
+    if large.empty:
+        return []
+    (worst,) = to_records(large.nlargest(1, "engine_mismatch_mean"))
+    return [
+        f"In {large['run_id'].nunique()} of {len(frames.trials)} runs the log-probs of sampler and trainer "
+        f"differed by more than {format_number(limit)} nats per sampled token in some step (the most by "
+        f"{format_number(worst['engine_mismatch_mean'])}, arm {worst['arm']}, seed {worst['seed']}, step "
+        f"{worst['step']}). Their episodes come from a policy that is not quite the one that is trained, and part of "
+        "what these runs show may be due to that."
     ]
 
 

@@ -15,7 +15,6 @@ pytestmark = [
 def test_adapters_are_merged_into_the_weights_of_vllm(dtype: str) -> None:
     from tests.fakes.trainers import make_quiet_trainer
     from trainable.models.lora import ADAPTER_NAME, find_adapters
-    from trainable.rollout.logprob_mismatch import EngineMismatchError
 
     trainer = make_quiet_trainer(
         rollout__name="vllm",
@@ -30,8 +29,8 @@ def test_adapters_are_merged_into_the_weights_of_vllm(dtype: str) -> None:
     assert max(mismatches) < (1e-4 if dtype == "float32" else 0.02)
     for _, layer in find_adapters(trainer.model):
         layer.scaling[ADAPTER_NAME] *= -1  # changes the passes of the trainer, while vLLM keeps its weights
-    with pytest.raises(EngineMismatchError, match="samples from other weights"):
-        trainer.step()
+    # The episodes of the next step are still those of the old adapters: measured, and no reason to end the run.
+    assert trainer.step().row["engine_mismatch_mean"] > 5 * max(mismatches)
     trainer.close()
 
 

@@ -156,7 +156,9 @@ class RolloutConfig(Section):
         3600, ge=1, description="maximum tokens per conversation; null: the model's context length"
     )
     logprob_tolerance: Positive = Field(
-        0.05, description="fail the run if vLLM's and the trainer's log-probs differ by more on average (nats)"
+        0.05,
+        description="fail the run if vLLM's and the trainer's log-probs of a fixed prompt differ by more on average "
+        "after a sync (nats); larger differences over sampled tokens are only reported",
     )
     gradient_analysis_num_buckets: int = Field(
         6, ge=1, description="number of buckets of groups by reward std, for bucket mode quantile"

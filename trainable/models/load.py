@@ -219,7 +219,17 @@ def freeze(model: M) -> M:
 
 
 def pick_device(device_name: str, gpus: float) -> torch.device:
-    """The device of a run: `auto` is the GPU if the run reserves one and one is visible, else the CPU."""
-    if device_name == "auto":
-        return torch.device("cuda" if gpus > 0 and torch.cuda.is_available() else "cpu")
-    return torch.device(device_name)
+    """The device of a run: `auto` is the GPU if the run reserves one, else the CPU.
+
+    Raises ValueError if the run reserves a GPU that torch cannot use. A torch for a newer CUDA than that of the driver
+    sees none, and would train on one CPU core what was planned for a GPU.
+    """
+    name = device_name if device_name != "auto" else "cuda" if gpus > 0 else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        build = torch.version.cuda
+        raise ValueError(
+            f"This run reserves {gpus:g} GPUs, and torch {torch.__version__} sees none: "
+            + (f"it is built for CUDA {build}, so check the driver with nvidia-smi, and " if build else "")
+            + "install a build of torch for the CUDA of the driver, or type --set trainer.device=cpu."
+        )
+    return torch.device(name)

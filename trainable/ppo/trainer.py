@@ -175,7 +175,7 @@ class PPOTrainer:
         9. If a validation is due, validate.
 
         A step without a batch has a record, but neither updates nor a validation. Raises NonFiniteError if the run
-        cannot continue (see `check_finite`), and EngineMismatchError if the engine's log-probs are wrong.
+        cannot continue (see `check_finite`), and EngineMismatchError if the engine's log-probs differ after a sync.
         """
         clock, timer, config = Clock(), PhaseTimer(self.device), self.config
         # A restored trainer is past step 0, so the base policy is validated once per run.
@@ -186,7 +186,7 @@ class PPOTrainer:
         plan = plan_step(self.step_index, config)
         with timer.measure("rollout"), add_step(f"in step {self.step_index}"):
             episodes = self._collect_episodes()  # 1
-        # Before everything that uses the episodes: if the engine sampled from other weights, the run ends here.
+        # Before everything that uses the episodes: if a log-prob is not finite, the run ends here.
         mismatch = self.engine.measure_mismatch(episodes, self.step_index)
         collapse = self.diagnostics.collapse(self, episodes)
         with add_step(f"in step {self.step_index}"):

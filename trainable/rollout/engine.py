@@ -1,8 +1,9 @@
 """Sampling engines of a trainer: torch or compiled code, on the trainer's weights, or vLLM, which has its own copy.
 
 vLLM has the weights of the trainer only after a weight sync, so two checks guard it. After each sync, vLLM and the
-trainer compute log-probs of a fixed prompt, which are compared. After each rollout, the trainer recomputes the
-log-probs of all sampled tokens; they are compared with vLLM's, and training uses the recomputed ones.
+trainer compute log-probs of a fixed prompt: a run whose engine has other weights ends here. After each rollout, the
+trainer recomputes the log-probs of all sampled tokens; training uses these, and their mismatch with vLLM's is measured.
+It ends no run: rounding alone makes it grow when a policy loses its way, and those are the runs that a study is about.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,7 +58,7 @@ class Engine(Protocol):
     def measure_mismatch(self, episodes: Sequence[Episode], step: int) -> LogprobMismatch | None:
         """Mismatch between engine and trainer over all sampled tokens; None if they share weights.
 
-        Raises EngineMismatchError if the mean is above rollout.logprob_tolerance.
+        Raises NonFiniteError if a log-prob is not finite.
         """
         ...
 
@@ -159,7 +160,8 @@ class VllmEngine:
             self.vllm_sampler.update_weights(iter_hub_weights(self.model))
             trainer_logprobs = _compute_logprobs(self.model, torch.tensor([self.prompt], device=self.device)).cpu()
         engine_logprobs = torch.from_numpy(self.vllm_sampler.compute_logprobs([self.prompt])[0])
-        self._compare(trainer_logprobs, engine_logprobs, step)
+        mismatch = _compare(trainer_logprobs, engine_logprobs, step)
+        check_mismatch(mismatch.mean_abs, self.config.rollout.logprob_tolerance, step)
 
     def recompute_logprobs(self, episodes: Sequence[Episode], temperature: float) -> list[Episode]:
         """Recompute log-probs with the trainer, and keep the engine's beside them (see `Engine.recompute_logprobs`)."""
@@ -173,18 +175,17 @@ class VllmEngine:
         engine_logprobs = np.concatenate(
             [episode.engine_logprobs[episode.mask] for episode in episodes if episode.engine_logprobs is not None]
         )
-        return self._compare(torch.from_numpy(trainer_logprobs), torch.from_numpy(engine_logprobs), step)
-
-    def _compare(self, trainer_logprobs: torch.Tensor, engine_logprobs: torch.Tensor, step: int) -> LogprobMismatch:
-        """Measure the mismatch of log-probs (N,) of the same tokens, and check it."""
-        check_logprobs(trainer_logprobs, engine_logprobs, step)
-        mismatch = measure_mismatch(trainer_logprobs, engine_logprobs)
-        check_mismatch(mismatch.mean_abs, self.config.rollout.logprob_tolerance, step)
-        return mismatch
+        return _compare(torch.from_numpy(trainer_logprobs), torch.from_numpy(engine_logprobs), step)
 
     def close(self) -> None:
         """End the engine and free its memory."""
         self.vllm_sampler.close()
+
+
+def _compare(trainer_logprobs: torch.Tensor, engine_logprobs: torch.Tensor, step: int) -> LogprobMismatch:
+    """The mismatch of log-probs (N,) of the same tokens. NonFiniteError if one is not finite."""
+    check_logprobs(trainer_logprobs, engine_logprobs, step)
+    return measure_mismatch(trainer_logprobs, engine_logprobs)
 
 
 def make_engine(

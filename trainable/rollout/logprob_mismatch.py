@@ -1,8 +1,9 @@
 """Mismatch between the log-probs of the sampling engine and of the trainer, for the same sampled tokens.
 
 An engine with outdated weights, another temperature or other rounding has other log-probs than the trainer. Columns
-report the mismatch of every step. If the mean mismatch is above the tolerance, the run ends. Truncated importance
-weights can correct a mismatch that is only due to rounding.
+report the mismatch of every step over the sampled tokens. A run ends if the mean mismatch on a fixed prompt, right
+after the weights were synced, is above the tolerance. Truncated importance weights can correct a mismatch that is only
+due to rounding.
 """
 
 import math
@@ -15,7 +16,7 @@ from trainable.runs.failures import NonFiniteError
 
 
 class EngineMismatchError(ArithmeticError):
-    """The engine's log-probs differ from the trainer's. A repetition would differ, too, so the run is not retried."""
+    """On the fixed prompt the engine's log-probs differ from the trainer's: it has other weights, so no retry helps."""
 
 
 class LogprobMismatch(NamedTuple):
@@ -64,9 +65,9 @@ def check_mismatch(mean_abs: float, tolerance: float, step: int) -> None:
     if mean_abs <= tolerance:  # not `>` and raise: a comparison with NaN is False
         return
     raise EngineMismatchError(
-        f"At step {step} the engine's log-probs differ from the trainer's by {mean_abs:.3g} nats per token on average, "
-        f"and {tolerance:g} is allowed: the engine samples from other weights than the trainer trains. Check that the "
-        f"weights were synced to the engine, and its temperature. If only rounding differs, raise the limit with --set "
+        f"After the sync of step {step} the engine's log-probs of a fixed prompt differ from the trainer's by "
+        f"{mean_abs:.3g} nats per token on average, and {tolerance:g} is allowed: the engine samples from other "
+        f"weights than the trainer trains. Check that the weights were synced to the engine, and its temperature. If only rounding differs, raise the limit with --set "
         f"rollout.logprob_tolerance={_suggest_tolerance(mean_abs)}, or compute in higher precision with --set "
         f"model.dtype=float32."
     )

@@ -19,6 +19,15 @@ would meet the same one."""
 _OUT_OF_MEMORY_PHRASES = ("out of memory", "can't allocate memory", "cannot allocate memory")
 """Fragments of the messages of CUDA, of torch's CPU allocator and of the operating system, in lower case."""
 
+_PASSING_MEMORY_PHRASES = (
+    "memory usage increased after sleeping",
+    "error in memory profiling",
+    "less than desired gpu memory utilization",
+    "no available memory for the cache blocks",
+)
+"""Fragments of errors of vLLM 0.32, in lower case. They tell what the memory of the whole device was at one moment, which
+depends on its other processes: a neighbor that grows, or a predecessor whose memory the driver has yet to free."""
+
 _TRANSIENT_ERRORS = (RuntimeError, OSError, EOFError, TimeoutError, InterruptedError)
 """Errors of the machine. RuntimeError is among them, because torch raises it for device errors."""
 
@@ -67,9 +76,10 @@ def classify_failure(error: BaseException, has_rows: bool) -> Failure:
 
     An error of the run's own code is final: the same settings and seed give the same numbers, so it would be raised
     again. An error of the machine (a device error, a dropped connection, memory that runs out in the middle of a run
-    that had fitted) may not occur again, so the run is retried. Running out of memory before the first row is final,
-    because the settings do not fit. A full disk and a storage that does not answer are final too, because the run has
-    already waited for them, and so is a folder that must not be written.
+    that had fitted, memory that vLLM finds taken by other processes) may not occur again, so the run is retried.
+    Running out of memory before the first row is final, because the settings do not fit. A full disk and a storage that
+    does not answer are final too, because the run has already waited for them, and so is a folder that must not be
+    written.
     """
     kind, is_retried = _classify_kind(error, has_rows)
     # A status and a table have room for one line; `trace` has the entire text.
@@ -85,6 +95,9 @@ def _classify_kind(error: BaseException, has_rows: bool) -> tuple[str, bool]:
     """The kind of the failure, and whether the run is retried."""
     if isinstance(error, NonFiniteError):
         return NON_FINITE, False
+    # Before the tests for wrong settings: vLLM raises AssertionError and ValueError for memory that others may free.
+    if any(phrase in str(error).lower() for phrase in _PASSING_MEMORY_PHRASES):
+        return "out of memory", True
     # Before the test for transient errors: torch's OutOfMemoryError is a RuntimeError.
     if is_out_of_memory(error):
         return "out of memory", has_rows

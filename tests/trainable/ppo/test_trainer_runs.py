@@ -307,10 +307,16 @@ def test_training_and_validation_levels_are_no_test_levels(seed: int) -> None:
     assert not test_keys & level_sets.collect_level_keys(trainer.val_levels)
 
 
-def test_the_device_is_the_one_asked_for() -> None:
+def test_the_device_is_the_one_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pick_device("cpu", 1) == torch.device("cpu")
-    assert pick_device("auto", 1).type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert pick_device("auto", 0) == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert pick_device("auto", 0.5).type == pick_device("cuda", 1).type == "cuda"
+    # A torch for another CUDA than that of the driver: the run must not train on the CPU what was planned for a GPU.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("auto", "cuda"):
+        with pytest.raises(ValueError, match=r"reserves 1 GPUs, and torch .* sees none"):
+            pick_device(name, 1)
 
 
 # ---------------------------------------------------------------------------- it learns

@@ -96,7 +96,7 @@ def test_a_mismatch_within_the_tolerance_passes(mean: float) -> None:
 
 @pytest.mark.parametrize("mean", [0.0501, 0.7, math.inf, math.nan])
 def test_a_mismatch_ends_the_run_without_retry(mean: float) -> None:
-    with pytest.raises(EngineMismatchError, match=r"At step 7 .* samples from other weights") as raised:
+    with pytest.raises(EngineMismatchError, match=r"After the sync of step 7 .* samples from other weights") as raised:
         check_mismatch(mean, 0.05, step=7)
     assert "0.05 is allowed" in str(raised.value)
     failure = classify_failure(raised.value, has_rows=True)
