@@ -155,11 +155,13 @@ def make_adamw(
     On a GPU it is the fused kernel, which needs no scratch memory, while the default one needs another copy of the
     weights. On a CPU the default stays, because the fused kernel rounds otherwise.
     """
+    weights = [[weight for _, weight in get_trainable_parameters(network)] for network in networks]
     groups = [
-        {"params": [weight for _, weight in get_trainable_parameters(network)], "lr": learning_rate}
-        for network, learning_rate in zip(networks, learning_rates, strict=True)
+        {"params": network_weights, "lr": learning_rate}
+        for network_weights, learning_rate in zip(weights, learning_rates, strict=True)
     ]
-    is_fused = all(weight.is_cuda for group in groups for weight in group["params"]) or None
+    # None is the default of a device; False would be the slow loop over tensors.
+    is_fused = all(weight.is_cuda for network_weights in weights for weight in network_weights) or None
     return torch.optim.AdamW(groups, betas=settings.betas, weight_decay=settings.weight_decay, fused=is_fused)
 
 

@@ -67,9 +67,9 @@ def check_mismatch(mean_abs: float, tolerance: float, step: int) -> None:
     raise EngineMismatchError(
         f"After the sync of step {step} the engine's log-probs of a fixed prompt differ from the trainer's by "
         f"{mean_abs:.3g} nats per token on average, and {tolerance:g} is allowed: the engine samples from other "
-        f"weights than the trainer trains. Check that the weights were synced to the engine, and its temperature. If only rounding differs, raise the limit with --set "
-        f"rollout.logprob_tolerance={_suggest_tolerance(mean_abs)}, or compute in higher precision with --set "
-        f"model.dtype=float32."
+        f"weights than the trainer trains. Check that the weights were synced to the engine. If only rounding differs, "
+        f"raise the limit with --set rollout.logprob_tolerance={_suggest_tolerance(mean_abs)}, or compute in higher "
+        f"precision with --set model.dtype=float32."
     )
 
 

@@ -25,8 +25,8 @@ _PASSING_MEMORY_PHRASES = (
     "less than desired gpu memory utilization",
     "no available memory for the cache blocks",
 )
-"""Fragments of errors of vLLM 0.32, in lower case. They tell what the memory of the whole device was at one moment, which
-depends on its other processes: a neighbor that grows, or a predecessor whose memory the driver has yet to free."""
+"""Fragments of errors of vLLM 0.32, in lower case. They tell what the memory of the whole device was at one moment,
+which depends on its other processes: a neighbor that grows, or a predecessor whose memory is not free yet."""
 
 _TRANSIENT_ERRORS = (RuntimeError, OSError, EOFError, TimeoutError, InterruptedError)
 """Errors of the machine. RuntimeError is among them, because torch raises it for device errors."""

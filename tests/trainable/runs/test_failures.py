@@ -35,9 +35,7 @@ def make_disk_full_error() -> OSError:
         (AssertionError("Memory usage increased after sleeping."), True, "out of memory", True),
         (AssertionError("Error in memory profiling. Initial free memory 9 GiB"), False, "out of memory", True),
         (
-            ValueError(
-                "Free memory on device cuda:0 (9/80 GiB) on startup is less than desired GPU memory utilization"
-            ),
+            ValueError("Free memory on device cuda:0 (9/80 GiB) is less than desired GPU memory utilization"),
             False,
             "out of memory",
             True,
