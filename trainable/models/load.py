@@ -233,3 +233,19 @@ def pick_device(device_name: str, gpus: float) -> torch.device:
             + "install a build of torch for the CUDA of the driver, or type --set trainer.device=cpu."
         )
     return torch.device(name)
+
+
+def prepare_device(device: torch.device, gpus: float) -> None:
+    """Set up torch in this process for a run on a GPU; on a CPU nothing is done.
+
+    gpus: the GPUs that the run reserves; below 1 it shares one.
+
+    cuDNN's attention builds a plan for every new shape of a call, which takes longer than the call, and passes here have
+    ever new lengths. A run that shares a GPU gets no more of it than its share: running over it then ends this run, and
+    not its neighbor.
+    """
+    if device.type != "cuda":
+        return
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if gpus < 1:
+        torch.cuda.set_per_process_memory_fraction(gpus)

@@ -25,7 +25,7 @@ from trainable.envs.level_sets import make_run_levels, make_validation_levels
 from trainable.envs.prompts import Observation, make_prompt_template
 from trainable.models.fingerprint import check_base, check_reference
 from trainable.models.interface import Critic, LanguageModel
-from trainable.models.load import Policy, make_codec, pick_device
+from trainable.models.load import Policy, make_codec, pick_device, prepare_device
 from trainable.models.networks import make_networks
 from trainable.ppo.base_evaluations import BaseEvaluations, make_evaluation_key
 from trainable.ppo.evaluation import (
@@ -116,6 +116,7 @@ class PPOTrainer:
     ) -> None:
         self.config, self.world, self.diagnostics = config, world, diagnostics
         self.device = pick_device(config.trainer.device, config.trainer.n_gpus_per_node)
+        prepare_device(self.device, config.trainer.n_gpus_per_node)
         networks = make_networks(config, self.device)
         policy, self.reference = networks.policy, networks.reference
         self.critic, self.value_head = networks.critic, networks.value_head

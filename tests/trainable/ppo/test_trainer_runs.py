@@ -15,8 +15,9 @@ from tests.fakes.trainers import drop_times, has_same_weights, make_quiet_traine
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.envs import level_sets
 from trainable.envs.sokoban.held_out import make_test_levels
+from trainable.models.load import pick_device, prepare_device
 from trainable.ppo.evaluation import Evaluation, summarize_validation
-from trainable.ppo.trainer import PPOTrainer, pick_device
+from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 from trainable.runs.records import TIME_COLUMNS
 
@@ -340,3 +341,21 @@ def test_it_learns() -> None:
     success_before, greedy, success_after = (e.success for e in evaluations)
     assert success_after > success_before + 0.2
     assert success_after > greedy
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "calls"),
+    [
+        ("cuda", 1.0, [("cudnn", False)]),
+        ("cuda", 0.5, [("cudnn", False), ("fraction", 0.5)]),
+        ("cpu", 0.0, []),
+    ],
+)
+def test_a_run_on_a_gpu_takes_no_more_than_its_share(
+    monkeypatch: pytest.MonkeyPatch, device: str, gpus: float, calls: list[tuple[str, float]]
+) -> None:
+    made: list[tuple[str, float]] = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda value: made.append(("cudnn", value)))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda value: made.append(("fraction", value)))
+    prepare_device(torch.device(device), gpus)
+    assert made == calls
