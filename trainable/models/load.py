@@ -240,9 +240,9 @@ def prepare_device(device: torch.device, gpus: float) -> None:
 
     gpus: the GPUs that the run reserves; below 1 it shares one.
 
-    cuDNN's attention builds a plan for every new shape of a call, which takes longer than the call, and passes here have
-    ever new lengths. A run that shares a GPU gets no more of it than its share: running over it then ends this run, and
-    not its neighbor.
+    cuDNN's attention builds a plan for every new shape of a call, which takes longer than the call itself, and the
+    lengths of passes here are ever new. A run that shares a GPU gets no more of it than its share: to run over it then
+    ends this run, and not its neighbor.
     """
     if device.type != "cuda":
         return
