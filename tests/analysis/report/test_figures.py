@@ -13,6 +13,7 @@ from analysis.html.figures import Gallery, ReportFigure
 from analysis.html.page import TEMPLATES
 from analysis.report import figures, pages
 from analysis.sandbox import figures as sandbox_figures
+from analysis.search.page import VIEW_FIGURES
 from tests.fakes import sandbox_folders
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from trainable.runs.records import STEP_COLUMNS
@@ -27,12 +28,12 @@ def find_sections(*templates: str) -> list[str]:
 
 
 def test_every_section_of_a_figure_is_on_the_page_once(tmp_path: Path) -> None:
-    sections = {figure.section for figure in (*figures.AXIS_FIGURES, *figures.GRID_FIGURES)}
-    assert sorted(find_sections("report", "grid", "edge")) == sorted(sections)
+    sections = {figure.section for figure in (*VIEW_FIGURES, *figures.AXIS_FIGURES, *figures.GRID_FIGURES)}
+    assert sorted(find_sections("report", "grid", "edge", "search")) == sorted(sections)
     runs = [sandbox_folders.FakeRun("DG", steps=40)]
     frames = load(sandbox_folders.write_sandbox(tmp_path, runs, sandbox_folders.FakeStudy("some-study")))
     sandbox_sections = {figure.section for figure in sandbox_figures.make_gallery(frames).figures}
-    assert sorted(find_sections("sandbox", "contrasts")) == sorted(sandbox_sections)
+    assert sorted(find_sections("sandbox", "contrasts", "search")) == sorted(sandbox_sections)
 
 
 @pytest.mark.parametrize("report_figures", [figures.AXIS_FIGURES, figures.GRID_FIGURES])

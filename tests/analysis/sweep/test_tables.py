@@ -520,3 +520,17 @@ def test_a_trend_has_its_direction_only_where_it_is_clear() -> None:
         "Success has no clear trend over the axis (rank correlation +0.50, p 0.31 over 6 runs). Page's test over the "
         "paired seeds: p 0.4."
     )
+
+
+@pytest.mark.parametrize(("largest", "is_named"), [(0.2, True), (0.06, True), (0.05, False), (None, False)])
+def test_a_sampler_that_differs_from_its_trainer_is_named(
+    tmp_path: Path, largest: float | None, is_named: bool
+) -> None:
+    rows: list[dict[str, float | None]] = [{"engine_mismatch_mean": value} for value in (None, 0.01, largest)]
+    runs = [FakeRun("0", seed, rows=columns) for seed, columns in enumerate(rows)]
+    frames = make_frames(tmp_path, *runs)
+    remarks = [line for line in findings.list_caveats(frames, tables.summarize_arms(frames)) if "sampler and" in line]
+    assert bool(remarks) == is_named
+    if is_named:
+        assert "In 1 of 3 runs the log-probs of sampler and trainer differed by more than 0.05 nats" in remarks[0]
+        assert f"the most by {largest:g}, arm 0, seed 2, step 1)" in remarks[0]
