@@ -24,8 +24,8 @@ class SweepResults:
 
     @cached_property
     def grid(self) -> layout.Grid | None:
-        """The grid whose points are the arms; None in a study with one axis."""
-        return layout.find_grid(self.frames)
+        """The grid whose points are the arms; None in a study with one axis, and in a search."""
+        return None if self.search else layout.find_grid(self.frames)
 
     @cached_property
     def search(self) -> SearchResults | None:

@@ -81,7 +81,11 @@ def make_frames(folder: Path, runs: list[FakeRun], objectives: tuple[str, ...] =
 def make_runs() -> list[FakeRun]:
     """Two seeds of each point: point-1 is best, a run of point-2 was stopped, point-3 failed once, point-4 waits."""
     limits = {"default": 0.5, "point-1": 0.8, "point-2": 0.9, "point-3": 0.6, "point-4": 0.7}
-    runs = [FakeRun(arm, seed, steps=20, success=(0.3, limit)) for arm, limit in limits.items() for seed in (0, 1)]
+    runs = [
+        FakeRun(arm, seed, steps=20, success=(0.3, limit), settings=POINTS[arm])
+        for arm, limit in limits.items()
+        for seed in (0, 1)
+    ]
     runs[5] = replace(runs[5], status="early_stopped", steps=10, stop=STOP)
     runs[7] = replace(runs[7], status="failed", steps=5, reason="out of memory")
     runs[9] = replace(runs[9], status="interrupted", steps=5)
