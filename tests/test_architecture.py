@@ -192,6 +192,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "search_spaces",
         "trainable",
     ),
+    "tune_study.tune.search": ("tune_study.folder", "tune_study.plan", "analysis", "search_spaces", "trainable"),
     "tune_study": ("tune_study", "analysis", "search_spaces", "trainable"),
 }
 """Folder -> own modules and folders that it may import beside itself. The longest matching prefix counts."""

@@ -34,7 +34,7 @@ from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import load_typed_files, pin_typed_values
 from tune_study.plan.own_study import load_typed_code
 from tune_study.plan.study_plan import StudyPlan, collect_overrides, find_study
-from tune_study.tune.run import write_results
+from tune_study.tune.conclusion import write_results
 
 app = typer.Typer(
     name="tune_study",

@@ -25,7 +25,7 @@ from tune_study.plan.own_study import OwnStudy, StudySource
 from tune_study.plan.search import DEFAULT_POINT, Search, make_point_study
 from tune_study.plan.search_space import make_space
 from tune_study.plan.study_plan import StudyPlan
-from tune_study.tune.rounds import draw_first_points, plan_next_round
+from tune_study.tune.search.rounds import draw_first_points, plan_next_round
 
 DEFAULT_SEEDS = 2
 """Seeds per point. One would choose the luckiest run; more would leave fewer points for the same time."""

@@ -14,7 +14,8 @@ from tune_study.plan.remarks import find_remarks
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.local_ray import LocalRay
-from tune_study.tune.run import SuiteContext, execute_study
+from tune_study.tune.run import execute_study
+from tune_study.tune.session import SuiteContext
 
 _INTERRUPTED_EXIT_CODE = 130
 """Exit code after Ctrl-C, as of a shell: 128 plus the number of SIGINT."""

@@ -20,8 +20,8 @@ from tune_study.folder.statuses import RunStatus, StudyStatuses, make_final_stat
 from tune_study.folder.summary import RunTimes, write_summary
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import RunSpec, StudyPlan
-from tune_study.tune.halving import Rungs
 from tune_study.tune.progress import Progress, format_step
+from tune_study.tune.search.halving import Rungs
 from tune_study.tune.trials import list_lone_ends, list_run_ids, split_rows_by_run
 
 MAX_ATTEMPTS = 3

@@ -1,28 +1,23 @@
 """Execute a study: run its plan as a Tune experiment, and write statuses, tables and the report."""
 
 import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
-from trainable.files.json_values import DamageWarning
-from trainable.runs.failures import NON_FINITE
 from trainable.runs.orphans import terminate_orphans
 from trainable.runs.run_ends import ENDED_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.stop_rules import ALARM, RULES, parse_finite
 from tune_study.folder import outputs
-from tune_study.folder.search_store import write_search_store
-from tune_study.folder.statuses import RunStatus, StudyStatuses
-from tune_study.folder.summary import find_finished_runs, write_summary
+from tune_study.folder.statuses import StudyStatuses
+from tune_study.folder.summary import find_finished_runs
 from tune_study.host.console import print_error, print_line
 from tune_study.host.interrupt import Interrupt, TimeLimit, make_interrupt
 from tune_study.host.machine_checks import find_ray_folder
@@ -31,16 +26,18 @@ from tune_study.placement.resources import make_placement_group
 from tune_study.plan.errors import PlanError
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan
+from tune_study.tune.conclusion import conclude_study, get_final_statuses, has_failed_round, write_last_results
 from tune_study.tune.local_ray import LocalRay
 from tune_study.tune.looks import plan_next_look
 from tune_study.tune.progress import Progress
-from tune_study.tune.rounds import plan_next_round
+from tune_study.tune.search.rounds import plan_next_round
+from tune_study.tune.session import StudySession, SuiteContext
 from tune_study.tune.trials import make_trial_configs
 
 if TYPE_CHECKING:
     from tune_study.folder.storage import StoredStudy
     from tune_study.tune.callbacks import Recorder
-    from tune_study.tune.halving import Rungs
+    from tune_study.tune.search.halving import Rungs
 
 _RAY_ENVIRONMENT = {
     # A study does not send usage data to Ray's developers.
@@ -64,42 +61,6 @@ _LOOPBACK_ENV = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 WANDB_MODES = ("offline", "sync", "online", "off")
 """Modes of --wandb. offline writes to disk only, sync also uploads each run when it ends, online streams every row."""
-
-
-@dataclass(frozen=True)
-class SuiteContext:
-    """The objects that the studies of a suite share. A study outside a suite has a context of its own.
-
-    ray: keeps Ray running from one study to the next. interrupt: the request to stop, which ends the whole suite.
-    on_ray_lost: called if Ray's daemons have exited, after the study was concluded and before the process ends.
-    """
-
-    ray: LocalRay
-    interrupt: Interrupt
-    on_ray_lost: Callable[[], object]
-
-
-@dataclass(frozen=True)
-class StudySession:
-    """One start of a study: its plan, its resources and its outputs.
-
-    finished_statuses: statuses, by run_id, of the runs that are not run again. storage: the study's folder in its
-    storage, if it has one.
-    """
-
-    plan: StudyPlan
-    resource_plan: ResourcePlan
-    wandb_mode: str
-    console: Console
-    suite: SuiteContext
-    finished_statuses: Mapping[str, RunStatus]
-    progress: Progress
-    storage: "StoredStudy | None" = None
-
-    @property
-    def interrupt(self) -> Interrupt:
-        """The request to stop."""
-        return self.suite.interrupt
 
 
 def execute_study(
@@ -131,7 +92,7 @@ def execute_study(
         progress = Progress(plan, resource_plan.max_concurrent, console)
         stack.enter_context(suite.interrupt.limit_time(time_limit, lambda text: print_line(console, text)))
         storage = stack.enter_context(_open_storage(plan, suite.interrupt, console))
-        finished_statuses = find_finished_runs(plan, (*skipped_statuses, *_get_final_statuses(plan)))
+        finished_statuses = find_finished_runs(plan, (*skipped_statuses, *get_final_statuses(plan)))
         return _run_session(
             StudySession(plan, resource_plan, wandb_mode, console, suite, finished_statuses, progress, storage)
         )
@@ -165,33 +126,25 @@ def _run_session(session: StudySession) -> int:
         session = replace(
             session,
             plan=next_plan,
-            finished_statuses=find_finished_runs(next_plan, _get_final_statuses(next_plan)),
+            finished_statuses=find_finished_runs(next_plan, get_final_statuses(next_plan)),
             progress=Progress(next_plan, session.resource_plan.max_concurrent, session.console),
         )
-
-
-def _get_final_statuses(plan: StudyPlan) -> tuple[str, ...]:
-    """The statuses of runs that are never trained again.
-
-    In a search a failed run is a result: the points after it were drawn in view of it, and would be others without it.
-    """
-    return ENDED_STATUSES if plan.search is None else (*ENDED_STATUSES, "failed")
 
 
 def _plan_next(session: StudySession, exit_code: int) -> StudyPlan | None:
     """The plan with the runs that follow from the results, and a line on them; None if there are none."""
     plan = session.plan
     if plan.search is not None:
-        if len(find_finished_runs(plan, _get_final_statuses(plan))) < len(plan.runs):
+        if len(find_finished_runs(plan, get_final_statuses(plan))) < len(plan.runs):
             print_line(session.console, "No point is drawn, because not every run has ended.")
             return None
-        if _has_failed_round(session):
+        if has_failed_round(session):
             print_line(session.console, "No point is drawn, because every run of this round failed.")
             return None
         next_plan, line = plan_next_round(plan)
         if next_plan is None and plan.has_next_round:  # the end comes unexpectedly, so the report was left out
             print_line(session.console, line)
-            _write_last_results(session)
+            write_last_results(session)
             return None
     elif plan.max_seeds is not None:
         if exit_code:
@@ -202,15 +155,6 @@ def _plan_next(session: StudySession, exit_code: int) -> StudyPlan | None:
         return None
     print_line(session.console, line)
     return next_plan
-
-
-def _write_last_results(session: StudySession) -> None:
-    """Write tables and report, and copy them to the storage; print what went wrong."""
-    problems = [write_results(session.plan.folder, session.console)]
-    if session.storage is not None:
-        problems.append(session.storage.push())
-    if problem := " ".join(filter(None, problems)):
-        print_error(problem)
 
 
 def _run_planned_seeds(session: StudySession, *, names_finished: bool) -> int:
@@ -225,7 +169,7 @@ def _run_planned_seeds(session: StudySession, *, names_finished: bool) -> int:
     if len(session.finished_statuses) < len(plan.runs):
         problem = _train_runs(session, statuses)
     try:
-        return _conclude_study(session, problem, statuses)
+        return conclude_study(session, problem, statuses)
     except KeyboardInterrupt:  # the user does not want to wait for tables and report, which can be made later
         print_line(console, f"The rows are saved. For tables and report: {format_command('report', plan.folder)}")
         return 130
@@ -255,7 +199,7 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
     """Train the remaining runs until all have a final status; return an error text, empty without an error."""
     prepare_environment(session.resource_plan.gpus, joins_cluster=bool(session.resource_plan.cluster_address))
     from tune_study.tune.callbacks import Recorder  # imports Ray, which reads the environment prepared above
-    from tune_study.tune.halving import SIBLING_REASON
+    from tune_study.tune.search.halving import SIBLING_REASON
 
     rungs = _make_rungs(session)
     recorder, problem = Recorder(session.plan, session.resource_plan, session.progress, statuses, rungs), ""
@@ -292,7 +236,7 @@ def _make_rungs(session: StudySession) -> "Rungs | None":
     if plan.search is None or plan.search.grace_steps is None:
         return None
     from analysis.data.families import FAMILIES  # imports pandas
-    from tune_study.tune.halving import Rungs  # imports Ray
+    from tune_study.tune.search.halving import Rungs  # imports Ray
 
     return Rungs(plan, FAMILIES[plan.study.family.name].is_higher_better, session.finished_statuses)
 
@@ -388,7 +332,7 @@ def _end_without_ray(session: StudySession, statuses: StudyStatuses, reason: str
             f"The study ended early: {reason}.",
             statuses.close(f"the study ended early: {reason}"),
         )
-    exit_code = _conclude_study(session, " ".join(filter(None, (problem, status_problem))), statuses)
+    exit_code = conclude_study(session, " ".join(filter(None, (problem, status_problem))), statuses)
     session.suite.on_ray_lost()
     exit_code = finish_output(exit_code)  # os._exit discards what is still in the buffers of the streams
     os._exit(exit_code)  # this is the watchdog's thread, and the main thread is stuck in a call to Ray
@@ -441,7 +385,7 @@ def _make_run_config(plan: StudyPlan, interrupt: Interrupt, callbacks: list[Any]
     from ray import tune
     from ray.tune.stopper import CombinedStopper
 
-    from tune_study.tune.halving import HalvingStopper
+    from tune_study.tune.search.halving import HalvingStopper
     from tune_study.tune.stoppers import InterruptStopper, OwnRuleStopper, RuleStopper
 
     # The rule of update-rule studies is not in RULES: their trials have several runs, which end one by one, and report
@@ -493,98 +437,3 @@ def _skip_finished(session: StudySession, *, names_finished: bool) -> None:
 
 def _is_number(value: object) -> bool:
     return parse_finite(value) is not None
-
-
-def _conclude_study(session: StudySession, problem: str, statuses: StudyStatuses) -> int:
-    """Write summary, tables and report of the existing rows, print how to continue, and return the exit code.
-
-    problem: error text of the training, empty without an error. An error here, such as a full disk, is reported with
-    the others and never raised: the remaining outputs are still written.
-    """
-    plan, console = session.plan, session.console
-    try:
-        print_line(console, f"Summary: {write_summary(plan, session.resource_plan, is_closing=True)}")
-        outputs.record_look(plan, statuses.list_all())  # first: the report counts the looks
-    except OSError as error:
-        problem = f"{problem} The summary could not be written: {error}.".strip()
-    if plan.search is not None:
-        problem = " ".join(filter(None, (problem, _write_store(plan, console))))
-    for status in statuses.list_all():
-        # A search has many rounds, and each lists its own runs.
-        if plan.search is None or status.run_id not in session.finished_statuses:
-            print_line(console, f"{status.run_id} {status.display_text}: {status.reason}")
-    final_statuses = _get_final_statuses(plan)
-    unfinished_statuses = [status for status in statuses.list_all() if status.status not in final_statuses]
-    # Between the rounds of a search nobody waits for a report, which takes longer than the draw of the next points.
-    is_lost = _has_failed_round(session)
-    is_round = plan.has_next_round and not unfinished_statuses and not session.interrupt.is_requested and not is_lost
-    if not is_round:
-        problem = " ".join(filter(None, (problem, write_results(plan.folder, console))))
-    if session.storage is not None:  # after the tables and the report, so that the storage gets them too
-        problem = " ".join(filter(None, (problem, session.storage.push())))
-    if problem:
-        print_error(problem)
-    # A search that was interrupted goes on even if the runs of its round have ended.
-    is_cut_short = session.interrupt.is_requested and plan.search is not None
-    if unfinished_statuses or is_cut_short:
-        # study.json has the storage of the study but not its cluster, so the command must name the cluster.
-        address = session.resource_plan.cluster_address
-        options = plan.resume_options
-        options += ("--address", address) if address else ()
-        print_line(console, f"Continue with: {format_command('resume', plan.folder, *options)}")
-        if plan.study_uri is not None:
-            print_line(console, f"From another machine: {format_command('resume', plan.study_uri, *options)}")
-    # A Ctrl-C that came after the last run had ended interrupted nothing but what follows in a search: further rounds,
-    # or the confirmation of its best point.
-    is_interrupted = session.interrupt.is_requested and bool(unfinished_statuses)
-    return 130 if is_interrupted or is_cut_short else int(bool(problem or unfinished_statuses or is_lost))
-
-
-def _has_failed_round(session: StudySession) -> bool:
-    """Whether every run that a round of a search has trained failed, and none of them because its numbers diverged.
-
-    The cause is then hardly in the settings of so many points.
-    """
-    plan = session.plan
-    new_ids = {spec.run_id for spec in plan.runs} - session.finished_statuses.keys()
-    failed_runs = find_finished_runs(plan, ("failed",))
-    return (
-        plan.search is not None
-        and bool(new_ids)
-        and all(run_id in failed_runs and failed_runs[run_id].failure_class != NON_FINITE for run_id in new_ids)
-    )
-
-
-def _write_store(plan: StudyPlan, console: Console) -> str:
-    """Write the Optuna storage of a search; return an error text, empty without an error."""
-    try:
-        print_line(console, f"Optuna storage: {write_search_store(plan)}")
-    except Exception as error:  # nothing reads the storage, so it must not end the search
-        return f"The Optuna storage could not be written: {type(error).__name__}: {error}."
-    return ""
-
-
-def write_results(folder: Path, console: Console) -> str:
-    """Write tables and report of results/<run>, and print the conclusion of the report.
-
-    Returns an error text, empty without an error. Any exception becomes such a text: the rows are saved, so the command
-    ends in order and says how to try again.
-    """
-    try:
-        outputs.write_tables(folder)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DamageWarning)  # the tables have just warned of it
-            report, conclusion = outputs.write_report(folder)
-    except Exception as error:
-        return (
-            f"The rows are saved in {folder}/runs, but the tables or the report could not be written: "
-            f"{type(error).__name__}: {error}. Try again with: {format_command('report', folder)}"
-        )
-    for line in (conclusion.headline, *(f"  {arm}" for arm in conclusion.arms)):
-        print_line(console, line)
-    print_line(console, f"Report: {report}")
-    # Last, because it answers what most studies are about.
-    for line in (*conclusion.factors, conclusion.collapse):
-        if line:
-            print_line(console, line)
-    return ""

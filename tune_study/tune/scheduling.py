@@ -7,7 +7,7 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import FIFOScheduler
 
 from tune_study.host.interrupt import Interrupt
-from tune_study.tune.halving import Rungs
+from tune_study.tune.search.halving import Rungs
 
 
 class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyped

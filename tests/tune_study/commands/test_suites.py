@@ -18,7 +18,7 @@ from tune_study.host.interrupt import make_interrupt
 from tune_study.placement import disk
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import StudyPlan, make_plan
-from tune_study.tune.run import SuiteContext
+from tune_study.tune.session import SuiteContext
 
 StudyFunction = Callable[[StudyPlan, SuiteContext], int]
 NOT_STARTED = "Not started: replay. Type the same command again to continue."

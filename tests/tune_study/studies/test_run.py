@@ -48,7 +48,8 @@ from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.callbacks import Recorder
 from tune_study.tune.local_ray import LocalRay
 from tune_study.tune.progress import Progress
-from tune_study.tune.run import StudySession, SuiteContext, execute_study, make_tuner
+from tune_study.tune.run import execute_study, make_tuner
+from tune_study.tune.session import StudySession, SuiteContext
 from tune_study.tune.trials import make_trial_config
 
 pytestmark = pytest.mark.usefixtures("ray_session")

@@ -15,8 +15,8 @@ from tune_study.plan.errors import PlanError
 from tune_study.plan.search import DEFAULT_POINT, FIRST_POINTS, Search, make_point_study
 from tune_study.plan.search_space import make_space
 from tune_study.plan.study_plan import StudyPlan, make_plan, set_points
-from tune_study.tune import rounds
-from tune_study.tune.rounds import draw_first_points
+from tune_study.tune.search import rounds
+from tune_study.tune.search.rounds import draw_first_points
 
 BEST_RATE, MAX_RATE = 1e-3, 2e-3
 RATE = ("actor.lr=1e-5:1e-1:log",)

@@ -16,7 +16,7 @@ from tune_study.folder.statuses import RunStatus, StudyStatuses
 from tune_study.plan.search import DEFAULT_POINT, Search, make_point_study
 from tune_study.plan.search_space import make_space
 from tune_study.plan.study_plan import StudyPlan, make_plan, set_points
-from tune_study.tune.halving import SIBLING_REASON, HalvingStopper, Rungs
+from tune_study.tune.search.halving import SIBLING_REASON, HalvingStopper, Rungs
 
 NUM_POINTS = 8
 

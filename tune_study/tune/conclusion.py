@@ -1,0 +1,130 @@
+"""The end of a study, or of a round of a search: statuses, summary, tables, report, and how to continue."""
+
+import warnings
+from pathlib import Path
+
+from rich.console import Console
+
+from trainable.config.command_lines import format_command
+from trainable.files.json_values import DamageWarning
+from trainable.runs.failures import NON_FINITE
+from trainable.runs.run_ends import ENDED_STATUSES
+from tune_study.folder import outputs
+from tune_study.folder.search_store import write_search_store
+from tune_study.folder.statuses import StudyStatuses
+from tune_study.folder.summary import find_finished_runs, write_summary
+from tune_study.host.console import print_error, print_line
+from tune_study.plan.study_plan import StudyPlan
+from tune_study.tune.session import StudySession
+
+
+def get_final_statuses(plan: StudyPlan) -> tuple[str, ...]:
+    """The statuses of runs that are never trained again.
+
+    In a search a failed run is a result: the points after it were drawn in view of it, and would be others without it.
+    """
+    return ENDED_STATUSES if plan.search is None else (*ENDED_STATUSES, "failed")
+
+
+def conclude_study(session: StudySession, problem: str, statuses: StudyStatuses) -> int:
+    """Write summary, tables and report of the existing rows, print how to continue, and return the exit code.
+
+    problem: error text of the training, empty without an error. An error here, such as a full disk, is reported with
+    the others and never raised: the remaining outputs are still written.
+    """
+    plan, console = session.plan, session.console
+    try:
+        print_line(console, f"Summary: {write_summary(plan, session.resource_plan, is_closing=True)}")
+        outputs.record_look(plan, statuses.list_all())  # first: the report counts the looks
+    except OSError as error:
+        problem = f"{problem} The summary could not be written: {error}.".strip()
+    if plan.search is not None:
+        problem = " ".join(filter(None, (problem, _write_store(plan, console))))
+    for status in statuses.list_all():
+        # A search has many rounds, and each lists its own runs.
+        if plan.search is None or status.run_id not in session.finished_statuses:
+            print_line(console, f"{status.run_id} {status.display_text}: {status.reason}")
+    final_statuses = get_final_statuses(plan)
+    unfinished_statuses = [status for status in statuses.list_all() if status.status not in final_statuses]
+    # Between the rounds of a search nobody waits for a report, which takes longer than the draw of the next points.
+    is_lost = has_failed_round(session)
+    is_round = plan.has_next_round and not unfinished_statuses and not session.interrupt.is_requested and not is_lost
+    if not is_round:
+        problem = " ".join(filter(None, (problem, write_results(plan.folder, console))))
+    if session.storage is not None:  # after the tables and the report, so that the storage gets them too
+        problem = " ".join(filter(None, (problem, session.storage.push())))
+    if problem:
+        print_error(problem)
+    # A search that was interrupted goes on even if the runs of its round have ended.
+    is_cut_short = session.interrupt.is_requested and plan.search is not None
+    if unfinished_statuses or is_cut_short:
+        # study.json has the storage of the study but not its cluster, so the command must name the cluster.
+        address = session.resource_plan.cluster_address
+        options = plan.resume_options
+        options += ("--address", address) if address else ()
+        print_line(console, f"Continue with: {format_command('resume', plan.folder, *options)}")
+        if plan.study_uri is not None:
+            print_line(console, f"From another machine: {format_command('resume', plan.study_uri, *options)}")
+    # A Ctrl-C that came after the last run had ended interrupted nothing but what follows in a search: further rounds,
+    # or the confirmation of its best point.
+    is_interrupted = session.interrupt.is_requested and bool(unfinished_statuses)
+    return 130 if is_interrupted or is_cut_short else int(bool(problem or unfinished_statuses or is_lost))
+
+
+def has_failed_round(session: StudySession) -> bool:
+    """Whether every run that a round of a search has trained failed, and none of them because its numbers diverged.
+
+    The cause is then hardly in the settings of so many points.
+    """
+    plan = session.plan
+    new_ids = {spec.run_id for spec in plan.runs} - session.finished_statuses.keys()
+    failed_runs = find_finished_runs(plan, ("failed",))
+    return (
+        plan.search is not None
+        and bool(new_ids)
+        and all(run_id in failed_runs and failed_runs[run_id].failure_class != NON_FINITE for run_id in new_ids)
+    )
+
+
+def _write_store(plan: StudyPlan, console: Console) -> str:
+    """Write the Optuna storage of a search; return an error text, empty without an error."""
+    try:
+        print_line(console, f"Optuna storage: {write_search_store(plan)}")
+    except Exception as error:  # nothing reads the storage, so it must not end the search
+        return f"The Optuna storage could not be written: {type(error).__name__}: {error}."
+    return ""
+
+
+def write_last_results(session: StudySession) -> None:
+    """Write tables and report, and copy them to the storage; print what went wrong."""
+    problems = [write_results(session.plan.folder, session.console)]
+    if session.storage is not None:
+        problems.append(session.storage.push())
+    if problem := " ".join(filter(None, problems)):
+        print_error(problem)
+
+
+def write_results(folder: Path, console: Console) -> str:
+    """Write tables and report of results/<run>, and print the conclusion of the report.
+
+    Returns an error text, empty without an error. Any exception becomes such a text: the rows are saved, so the command
+    ends in order and says how to try again.
+    """
+    try:
+        outputs.write_tables(folder)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DamageWarning)  # the tables have just warned of it
+            report, conclusion = outputs.write_report(folder)
+    except Exception as error:
+        return (
+            f"The rows are saved in {folder}/runs, but the tables or the report could not be written: "
+            f"{type(error).__name__}: {error}. Try again with: {format_command('report', folder)}"
+        )
+    for line in (conclusion.headline, *(f"  {arm}" for arm in conclusion.arms)):
+        print_line(console, line)
+    print_line(console, f"Report: {report}")
+    # Last, because it answers what most studies are about.
+    for line in (*conclusion.factors, conclusion.collapse):
+        if line:
+            print_line(console, line)
+    return ""
