@@ -35,7 +35,8 @@ def compare_settings(studies: Mapping[str, Study]) -> pd.DataFrame:
     """One row per setting that is not the same in all studies: `setting`, and its value in each study as JSON.
 
     The settings are those that the arms of a study share, and, as `preset`, the name of its preset. A setting that a
-    study does not have is empty text.
+    study does not have is empty text; it is left out if all others have its default, since the study was then run by a
+    version without the setting, or does what the default does.
 
     Args:
         studies: content of each study.json, by label.
@@ -44,10 +45,15 @@ def compare_settings(studies: Mapping[str, Study]) -> pd.DataFrame:
         label: {"preset": study.get("preset"), **flatten_config(study.get("settings") or {})}
         for label, study in studies.items()
     }
+    defaults = {label: flatten_config(study.get("defaults") or {}) for label, study in studies.items()}
     rows = []
     for setting in dict.fromkeys(name for settings in values.values() for name in settings):
         texts = {label: json.dumps(own[setting]) if setting in own else "" for label, own in values.items()}
-        if len(set(texts.values())) > 1:
+        known = [label for label in values if setting in values[label]]
+        is_new = len(known) < len(values) and all(
+            setting in defaults[label] and defaults[label][setting] == values[label][setting] for label in known
+        )
+        if len(set(texts.values())) > 1 and not is_new:
             rows.append({"setting": setting, **texts})
     return pd.DataFrame(rows, columns=["setting", *values])
 

@@ -118,6 +118,15 @@ def test_only_settings_that_differ_are_listed(studies: dict[str, StudyFrames]) -
     ]
 
 
+@pytest.mark.parametrize(("value", "is_listed"), [(1, False), (2, True)])
+def test_a_setting_that_a_study_lacks_is_listed_unless_the_others_have_its_default(
+    studies: dict[str, StudyFrames], value: int, is_listed: bool
+) -> None:
+    (study,) = studies["A"].studies
+    newer = {**study, "settings": {**study["settings"], "new": value}, "defaults": {"new": 1}}
+    assert list(tables.compare_settings({"A": study, "B": newer})["setting"]) == ["new"] * is_listed
+
+
 def test_the_page_has_every_study_arm_and_setting(studies: dict[str, StudyFrames], tmp_path: Path) -> None:
     comparison = page.compare(studies, {"A": "here/<results>", "B": "there"})
     path = page.write_comparison(comparison, tmp_path / "comparison.html")
