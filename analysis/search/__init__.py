@@ -1,1 +1,1 @@
-"""The points of a search: their outcomes, which settings matter, and the section of the report."""
+"""Points of a search: outcomes, importances, and their section of a report."""

@@ -99,8 +99,8 @@ def clean(console: Console, run: str, is_confirmed: bool) -> None:
         total, count = decimal(sum(state.num_bytes for state in states)), len(states)
         print_line(
             console,
-            f"The rolling checkpoints of {count} run{'s' if count != 1 else ''}: {total}. Without them, `probe` and "
-            "`export` need saved checkpoints (--save-freq). Rows, tables and reports stay.",
+            f"The rolling checkpoints of {f'these {count} runs' if count > 1 else 'this run'} take {total}. Without "
+            "them, `probe` and `export` need saved checkpoints (--save-freq). Rows, tables and reports stay.",
         )
         if not is_confirmed and not (console.is_terminal and typer.confirm(f"Remove {total}?")):
             print_line(console, f"Nothing was removed. To remove it: {format_command('clean', folder, '--yes')}")

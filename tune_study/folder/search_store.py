@@ -3,7 +3,7 @@
 import tempfile
 from pathlib import Path
 
-from trainable.files.paths import atomic_write
+from trainable.files.paths import read_bytes, write_text
 from tune_study.plan.study_plan import StudyPlan
 
 STORE_FILE = "optuna.journal"
@@ -32,6 +32,5 @@ def write_search_store(plan: StudyPlan) -> Path:
         storage = JournalStorage(JournalFileBackend(str(temp_path)))
         entry = plan.search.make_entry()
         make_optuna_study(entry, make_points(frames), family.is_higher_better, storage=storage, name=plan.run)
-        with atomic_write(path) as target:
-            target.write_bytes(temp_path.read_bytes())
+        write_text(path, read_bytes(temp_path).decode())
     return path

@@ -21,11 +21,18 @@ from tune_study.folder.study_file import plan_from_folder, read_study
 from tune_study.plan.search import DEFAULT_POINT
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.callbacks import Recorder
+from tune_study.tune.search import rounds
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 LAUNCH = LaunchOptions(None, None, 2, "off", None)
 RATE = ("lr=1e-4:1e-1",)
+
+
+@pytest.fixture(autouse=True)
+def few_first_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw three points beside the default before any result is used, to have fewer runs."""
+    monkeypatch.setattr(rounds, "FIRST_POINTS", 4)
 
 
 def make_search(
@@ -54,14 +61,14 @@ def run(plan: StudyPlan) -> tuple[int, str]:
 
 
 def test_a_search_runs_in_rounds_and_ends_with_its_confirmation(tmp_path: Path) -> None:
-    plan = make_toy_search(tmp_path / "whole", 13, confirm_seeds=2)
-    assert len(plan.points) == 10  # the first ones wait for no result
+    plan = make_toy_search(tmp_path / "whole", 7, confirm_seeds=2)
+    assert len(plan.points) == 4  # the first ones wait for no result
     code, text = run(plan)
     assert code == 0
-    assert "Search: point-10 to point-11 of 12 follow; the best so far is" in text
-    assert "Search: point-12 follows" in text
+    assert "Search: point-4 to point-5 of 6 follow; the best so far is" in text
+    assert "Search: point-6 follows" in text
     table = make_points(load(plan.folder))
-    assert (len(table), set(table["state"]), set(table["seeds"])) == (13, {COMPLETE}, {2})
+    assert (len(table), set(table["state"]), set(table["seeds"])) == (7, {COMPLETE}, {2})
     best = table.loc[table["success"].idxmin(), "arm"]  # an error
     assert (f"The best point is {best} (lr" if best != DEFAULT_POINT else "The best point is the default") in text
     if best != DEFAULT_POINT:
@@ -74,13 +81,13 @@ def test_a_search_runs_in_rounds_and_ends_with_its_confirmation(tmp_path: Path) 
     assert [trial.user_attrs["arm"] for trial in study.trials] == list(table["arm"])
     assert [trial.value for trial in study.trials] == pytest.approx(table["success"].to_list())
     # A search that ended earlier and is continued with more points draws the same ones.
-    shorter = make_toy_search(tmp_path / "parts", 10)
+    shorter = make_toy_search(tmp_path / "parts", 4)
     assert run(shorter)[0] == 0
-    assert run(make_toy_search(tmp_path / "parts", 13))[0] == 0
+    assert run(make_toy_search(tmp_path / "parts", 7))[0] == 0
     assert read_study(shorter.folder)["points"] == read_study(plan.folder)["points"]
     # The same command again trains nothing.
-    code, text = run(make_toy_search(tmp_path / "parts", 13))
-    assert (code, "0 of 26 runs remain" in text) == (0, True)
+    code, text = run(make_toy_search(tmp_path / "parts", 7))
+    assert (code, "0 of 14 runs remain" in text) == (0, True)
 
 
 TINY_SETTINGS = {
@@ -132,7 +139,7 @@ def stop_at_start(plan: StudyPlan, run_id: str, monkeypatch: pytest.MonkeyPatch)
 def test_a_search_that_is_stopped_at_the_end_of_a_round_is_not_confirmed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = make_toy_search(tmp_path, 12, confirm_seeds=2)
+    plan = make_toy_search(tmp_path, 6, confirm_seeds=2)
     with monkeypatch.context() as patched:
         stop_at_start(plan, plan.runs[-1].run_id, patched)
         code, text = run(plan)
@@ -141,24 +148,24 @@ def test_a_search_that_is_stopped_at_the_end_of_a_round_is_not_confirmed(
     command = read_study(plan.folder)["command"]
     resumed = plan_from_folder(plan.folder)
     code, text = run(resumed)
-    assert (code, "Search: point-10 to point-11 of 11 follow" in text) == (0, True)
+    assert (code, "Search: point-4 to point-5 of 5 follow" in text) == (0, True)
     assert read_study(plan.folder)["command"] == command
-    assert len(make_points(load(plan.folder))) == 12
+    assert len(make_points(load(plan.folder))) == 6
 
 
 def test_failed_runs_are_results_and_a_round_without_any_other_ends_the_search(tmp_path: Path) -> None:
     # At these rates the numbers of most runs are no longer finite.
-    plan = make_search(tmp_path, STUDIES["influence"], SMALL_SETTINGS, 12, ("lr=1e-2:1e30:log",))
+    plan = make_search(tmp_path, STUDIES["influence"], SMALL_SETTINGS, 6, ("lr=1e-2:1e30:log",))
     code, text = run(plan)
     statuses = {spec.run_id: read_status(plan.get_run_dir(spec.run_id)) for spec in plan.runs}
     failed = {run_id for run_id, status in statuses.items() if status is not None and status.status == "failed"}
     assert failed
-    assert (code, "point-10" in text) == (0, True)
+    assert (code, "point-4" in text) == (0, True)
     table = make_points(load(plan.folder)).set_index("arm")
     assert (table["violations"] > 0).any()
     assert table.loc[DEFAULT_POINT, "is_feasible"]
     # They are not trained again.
     before = {run_id: statuses[run_id] for run_id in failed}
     code, text = run(plan_from_folder(plan.folder))
-    assert (code, "0 of 24 runs remain" in text) == (0, True)
+    assert (code, "0 of 12 runs remain" in text) == (0, True)
     assert {run_id: read_status(plan.get_run_dir(run_id)) for run_id in failed} == before
