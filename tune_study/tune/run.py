@@ -219,9 +219,8 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
     # The runs' files must be here before their rows and statuses are read.
     if session.storage is not None:
         session.storage.pull()
-    # Tune can end without an error while runs are open, for example if Ray is lost. The reason is the beginning of a
-    # sentence, so it has no full stop.
-    # Without a problem, `stop --arm` is what leaves runs open.
+    # Tune can end without an error while runs are open: after `stop --arm`, or if Ray is lost. The reason is the
+    # beginning of a sentence, so it has no full stop.
     has_stopped_arm = session.interrupt.is_any_arm_requested
     early_reason = problem.rstrip(".") or (
         "the arm was stopped by `stop --arm`" if has_stopped_arm else "the study ended early"
@@ -391,11 +390,12 @@ def _make_run_config(plan: StudyPlan, interrupt: Interrupt, callbacks: list[Any]
     # The rule of update-rule studies is not in RULES: their trials have several runs, which end one by one, and report
     # themselves when all have ended.
     rule_stoppers = [RuleStopper(rule) for rule in (*plan.study.stop_rules, ALARM) if rule in RULES]
+    # First, because Tune asks no stopper after one that ends the run, and the rungs need every row.
     halving_stoppers = [] if rungs is None else [HalvingStopper(rungs)]
     return tune.RunConfig(
         name=plan.folder.name,
         storage_path=str(plan.folder.parent),
-        stop=CombinedStopper(*rule_stoppers, OwnRuleStopper(), InterruptStopper(interrupt), *halving_stoppers),
+        stop=CombinedStopper(*halving_stoppers, *rule_stoppers, OwnRuleStopper(), InterruptStopper(interrupt)),
         callbacks=callbacks,
         failure_config=tune.FailureConfig(max_failures=-1),  # unlimited: the Recorder decides about each failure
         # A run writes its own checkpoints; Tune's would be a second copy that nothing reads.

@@ -11,11 +11,14 @@ from search_spaces import STUDIES
 from search_spaces.language_model.family import PPO
 from tests.fakes.lines import append_record
 from trainable.runs.run_files import METRICS_FILE
+from trainable.runs.stop_rules import ALARM
 from tune_study.folder.outputs import write_study
 from tune_study.folder.statuses import RunStatus, StudyStatuses
+from tune_study.host.interrupt import make_interrupt
 from tune_study.plan.search import DEFAULT_POINT, Search, make_point_study
 from tune_study.plan.search_space import make_space
 from tune_study.plan.study_plan import StudyPlan, make_plan, set_points
+from tune_study.tune.run import _make_run_config
 from tune_study.tune.search.halving import SIBLING_REASON, HalvingStopper, Rungs
 
 NUM_POINTS = 8
@@ -138,3 +141,20 @@ def test_the_stopper_follows_the_rungs_but_not_for_runs_that_have_ended(plan: St
     assert rungs._values[5][plan.runs[4].run_id] == 0.1  # others are compared with a run that a rule has stopped
     assert not stopper("trial", {**results[3], "config": {**results[3]["config"], "finished": True}})
     assert not stopper.stop_all()
+
+
+def test_the_rungs_have_the_rows_with_which_another_stopper_ends_a_run(plan: StudyPlan, tmp_path: Path) -> None:
+    rungs, interrupt = Rungs(plan, True, {}), make_interrupt(tmp_path)
+    stoppers = _make_run_config(plan, interrupt, [], rungs).stop
+    ids = [spec.run_id for spec in plan.runs[1:5]]
+    first, second, third, fourth = (
+        {**make_row(5, value), "config": {"run_id": run_id, "arm": "", "finished": False}, "saved": True}
+        for run_id, value in zip(ids, (0.9, 0.8, 0.1, 0.2), strict=True)
+    )
+    assert not stoppers("trial", first)
+    assert stoppers("trial", {**second, "stop_rule": ALARM})
+    assert rungs._values[5] == {ids[0]: 0.9, ids[1]: 0.8}
+    interrupt.request()
+    assert stoppers("trial", third)
+    assert "2 of 3 runs were better" in rungs.reasons[ids[2]]
+    assert stoppers("trial", fourth)
