@@ -49,9 +49,9 @@ def compare_settings(studies: Mapping[str, Study]) -> pd.DataFrame:
     rows = []
     for setting in dict.fromkeys(name for settings in values.values() for name in settings):
         texts = {label: json.dumps(own[setting]) if setting in own else "" for label, own in values.items()}
-        known = [label for label in values if setting in values[label]]
-        is_new = len(known) < len(values) and all(
-            setting in defaults[label] and defaults[label][setting] == values[label][setting] for label in known
+        owners = [label for label in values if setting in values[label]]
+        is_new = len(owners) < len(values) and all(
+            setting in defaults[label] and defaults[label][setting] == values[label][setting] for label in owners
         )
         if len(set(texts.values())) > 1 and not is_new:
             rows.append({"setting": setting, **texts})

@@ -72,15 +72,19 @@ def select_valid_values(fields: Row) -> Row:
     return {name: value for name, value in fields.items() if _is_valid_value(name, value)}
 
 
-def flatten_config(config: Row, prefix: str = "") -> Row:
-    """A nested configuration as dotted fields; lists become JSON text."""
+def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> Row:
+    """Nested settings as dotted fields."""
     fields: Row = {}
-    for name, value in config.items():
-        if isinstance(value, dict):
-            fields |= flatten_config(value, f"{prefix}{name}.")
-        else:
-            fields[prefix + name] = json.dumps(value) if isinstance(value, list) else value
+    for name, value in settings.items():
+        key = prefix + name
+        fields |= flatten_settings(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
     return fields
+
+
+def flatten_config(config: Mapping[str, Any]) -> Row:
+    """A nested configuration as dotted fields for a table, in which lists become JSON text."""
+    fields = flatten_settings(config).items()
+    return {name: json.dumps(value) if isinstance(value, list) else value for name, value in fields}
 
 
 def is_int64(value: object) -> bool:

@@ -15,6 +15,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from analysis.data.frames import Study
+from analysis.data.run_files import flatten_settings
 from analysis.drawing.save import save_figure
 from analysis.gradients import plots as gradient_plots
 from analysis.sweep import verdicts
@@ -35,7 +36,7 @@ def make_settings_rows(study: Study) -> list[dict[str, Any]]:
 
     Defaults come from `defaults` in study.json. If that is missing, `changed` is None, since nothing is known.
     """
-    settings, defaults = (_flatten_settings(study.get(name) or {}) for name in ("settings", "defaults"))
+    settings, defaults = (flatten_settings(study.get(name) or {}) for name in ("settings", "defaults"))
     return [
         {
             "name": name,
@@ -61,15 +62,6 @@ def list_sources(study: Study) -> list[dict[str, str]]:
         for title, entry in entries
         if isinstance(entry, Mapping)
     ]
-
-
-def _flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat_settings: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat_settings |= (
-            _flatten_settings(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-        )
-    return flat_settings
 
 
 def render_svg(name: str, figure: Figure) -> str:

@@ -207,7 +207,7 @@ def make_report_context(results: SweepResults) -> dict[str, Any]:
     summary = tables.summarize_arms(frames)
     arms = to_records(summary)
     if results.search:  # the seeds that are left of a censored point are those that did well
-        arms = [row for row in arms if row["arm"] in set(results.search.ended["arm"])]
+        arms = [row for row in arms if row["arm"] in set(results.search.complete_points["arm"])]
     collapses = count_collapses(frames)
     trend, page_p_value = tables.compute_trend(frames, np.random.default_rng(PERMUTATION_SEED))
     return {

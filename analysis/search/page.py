@@ -50,7 +50,7 @@ class SearchResults:
         return make_points(self.frames)
 
     @cached_property
-    def ended(self) -> pd.DataFrame:
+    def complete_points(self) -> pd.DataFrame:
         """The points with an outcome."""
         return self.points[self.points["state"] == COMPLETE]
 
@@ -68,15 +68,17 @@ class SearchResults:
     @cached_property
     def pareto_arms(self) -> list[str]:
         """The points of the Pareto front of success and cost; none in a family without cost."""
-        if self.ended[COST].isna().any() or not self.ended["is_feasible"].any():
+        if self.complete_points[COST].isna().any() or not self.complete_points["is_feasible"].any():
             return []
-        return list_pareto_arms(self.entry, self.ended, self.is_higher_better)
+        return list_pareto_arms(self.entry, self.complete_points, self.is_higher_better)
 
     @cached_property
     def values(self) -> pd.DataFrame:
         """Outcome of each complete point, and its values by the name of the dimension; missing where it has none."""
-        rows = [{**row, **row["values"]} for row in to_records(self.ended)]
-        return pd.DataFrame(rows, columns=[*self.ended.columns, *(entry["name"] for entry in self.entry["space"])])
+        rows = [{**row, **row["values"]} for row in to_records(self.complete_points)]
+        return pd.DataFrame(
+            rows, columns=[*self.complete_points.columns, *(entry["name"] for entry in self.entry["space"])]
+        )
 
 
 def describe_search(results: SearchResults) -> str:
@@ -129,11 +131,9 @@ def make_context(results: SearchResults) -> dict[str, Any]:
         ],
         "shown": _NUM_LEADERS,
         "importances": results.importances,
-        "quantile": IMPORTANCE_QUANTILE,
         "pareto": results.pareto_arms,
         "objectives": results.entry["objectives"],
-        "space": [dimension["name"] for dimension in results.entry["space"]],
-        "rounds": results.entry["points_per_round"],
+        "points_per_round": results.entry["points_per_round"],
     }
 
 
@@ -150,7 +150,7 @@ def _make_values(results: SearchResults) -> pd.DataFrame | None:
 def _make_pareto_table(results: SearchResults) -> pd.DataFrame | None:
     if not results.pareto_arms:
         return None
-    return results.ended.assign(is_front=results.ended["arm"].isin(results.pareto_arms))
+    return results.complete_points.assign(is_front=results.complete_points["arm"].isin(results.pareto_arms))
 
 
 FIGURES: Sequence[ReportFigure[SearchResults]] = (

@@ -15,6 +15,7 @@ from analysis.data.compare import (
 )
 from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, to_records
+from analysis.data.run_files import flatten_settings
 from analysis.stats.estimates import Estimate
 from analysis.sweep.collapse import find_run_ends
 from trainable.runs.run_ends import CENSORED
@@ -47,7 +48,7 @@ def make_points(frames: StudyFrames) -> pd.DataFrame:
     (family,) = frames.families
     outcomes = collect_outcomes(frames, family.primary_column)
     broken_ids = _find_broken_runs(frames)
-    base = flatten_settings(study.get("settings") or {})
+    base = {name: str(value) for name, value in flatten_settings(study.get("settings") or {}).items()}
     is_fraction = {column.name: column.unit for column in family.trial_columns}[family.primary_column] == "fraction"
     rows: list[Row] = []
     for number, (arm, settings) in enumerate(points.items()):
@@ -96,15 +97,6 @@ def _find_state(runs: pd.DataFrame, scored_runs: pd.DataFrame) -> str:
     if num_ended < len(runs):
         return OPEN
     return COMPLETE if len(scored_runs) else FAILED
-
-
-def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings as texts by dotted name."""
-    flat: dict[str, str] = {}
-    for name, value in settings.items():
-        key = prefix + name
-        flat |= flatten_settings(value, f"{key}.") if isinstance(value, Mapping) else {key: str(value)}
-    return flat
 
 
 def _compute_cost(runs: pd.DataFrame) -> float:

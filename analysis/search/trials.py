@@ -123,12 +123,13 @@ def compute_importances(
     """
     single = {**entry, "objectives": entry["objectives"][:1]}
     # The default has a value of every setting, but none that was drawn.
-    drawn = points[(points["number"] > 0) & (points["state"] == COMPLETE)]
-    if len(drawn) < _MIN_POINTS:
+    complete_points = points[(points["number"] > 0) & (points["state"] == COMPLETE)]
+    if len(complete_points) < _MIN_POINTS:
         return []
-    values = _compute_shares(single, drawn, is_higher_better)
+    values = _compute_shares(single, complete_points, is_higher_better)
+    count = len(complete_points)
     resamples = [
-        _compute_shares(single, drawn.iloc[generator.integers(len(drawn), size=len(drawn))], is_higher_better)
+        _compute_shares(single, complete_points.iloc[generator.integers(count, size=count)], is_higher_better)
         for _ in range(_NUM_RESAMPLES)
     ]
     importances = []

@@ -21,7 +21,7 @@ from trainable.storage.uris import is_uri
 from tune_study.commands import cleaning, describe, searching
 from tune_study.commands import options as opt
 from tune_study.commands.confirmation import DEFAULT_SEEDS, plan_confirmation
-from tune_study.commands.option_groups import Launch, StudyRequest, add_axis_options, add_group
+from tune_study.commands.option_groups import Launch, OwnCode, StudyRequest, add_axis_options, add_group
 from tune_study.commands.preflight import LaunchOptions, explain_paper_misfit, start_studies
 from tune_study.commands.requests import request_stop
 from tune_study.commands.run_options import VALUES_OPTION, find_studies, plan_from_options
@@ -32,7 +32,6 @@ from tune_study.host.terminal import finish_output, protect_output
 from tune_study.placement import resources
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import load_typed_files, pin_typed_values
-from tune_study.plan.own_study import load_typed_code
 from tune_study.plan.study_plan import StudyPlan, collect_overrides, find_study
 from tune_study.tune.conclusion import write_results
 
@@ -219,35 +218,35 @@ def search(
 
     (plan,) = _make_plans_that_fit(make_plans, request, launch_options, visible_gpus)
     console = make_console()
-    raise typer.Exit(searching.run_search(plan, launch_options, visible_gpus, request.dry_run, console))
+    raise typer.Exit(searching.run_and_confirm(plan, launch_options, visible_gpus, request.dry_run, console))
 
 
 @app.command("resume", epilog="\b\nExample: python -m tune_study resume results/kl_sweep_sokoban-tiny")
 @report_errors
+@add_group("own_code", OwnCode)
 @add_group("launch", Launch)
 def resume(
     run: opt.RunLocation,
     gpus_per_exp: opt.GpusPerExp = None,
-    study: opt.StudyFile = None,
-    code: opt.Code = None,
-    accept_changed_file: opt.AcceptChangedFile = False,
     dry_run: opt.DryRun = False,
     *,
+    own_code: OwnCode,
     launch: Launch,
 ) -> None:
     """Continue the study in RUN: finished runs are left unchanged, all others continue."""
     placement_overrides = {} if gpus_per_exp is None else {"trainer.n_gpus_per_node": gpus_per_exp}
-    own_study = load_typed_code(study, code, accept_changed_file)
+    own_study = own_code.load()
     plan = locate.plan_resume(run, placement_overrides, own_study, is_real=not dry_run)
     console = make_console()
     if not is_uri(run):
         describe.print_missing_checkpoints(console, plan.folder, study_file.read_study(plan.folder))
     visible_gpus = detect_gpus(os.environ)
-    raise typer.Exit(searching.run_search(plan, launch.make_options(), visible_gpus, dry_run, console))
+    raise typer.Exit(searching.run_and_confirm(plan, launch.make_options(), visible_gpus, dry_run, console))
 
 
 @app.command("confirm", epilog=f"\b\n{CONFIRM_EXAMPLE}")
 @report_errors
+@add_group("own_code", OwnCode)
 @add_group("launch", Launch)
 def confirm(
     run: opt.RunLocation,
@@ -255,15 +254,13 @@ def confirm(
     baseline: opt.ComparedArm = None,
     seeds: opt.FreshSeeds = DEFAULT_SEEDS,
     extend: opt.Extend = False,
-    study: opt.StudyFile = None,
-    code: opt.Code = None,
-    accept_changed_file: opt.AcceptChangedFile = False,
     dry_run: opt.DryRun = False,
     *,
+    own_code: OwnCode,
     launch: Launch,
 ) -> None:
     """Run one arm of RUN and the baseline again, with seeds that the study never used: that number is the result."""
-    own_study = load_typed_code(study, code, accept_changed_file)
+    own_study = own_code.load()
     plan = plan_confirmation(run, arm, baseline, seeds, own_study, extend)
     visible_gpus = detect_gpus(os.environ)
     raise typer.Exit(start_studies([plan], launch.make_options(), visible_gpus, dry_run, make_console()))
@@ -346,6 +343,7 @@ def replay_stoppers(run: opt.RunLocation, assignments: opt.Thresholds = None) ->
 
 @app.command("probe", epilog=f"\b\n{PROBE_EXAMPLE}")
 @report_errors
+@add_group("own_code", OwnCode)
 def probe(
     run: opt.RunLocation,
     trial: opt.Trial = None,
@@ -360,9 +358,8 @@ def probe(
     gpu_memory_utilization: opt.GpuMemoryUtilization = None,
     ray_num_cpus: opt.RayNumCpus = None,
     assignments: opt.Assignments = None,
-    study: opt.StudyFile = None,
-    code: opt.Code = None,
-    accept_changed_file: opt.AcceptChangedFile = False,
+    *,
+    own_code: OwnCode,
 ) -> None:
     """Measure the gradients of one checkpoint of a run, in this process; nothing is trained."""
     typed_settings = {
@@ -381,7 +378,7 @@ def probe(
     path = run_checkpoints.find_checkpoint_path(checkpoint_root, checkpoint_step, resume_from_path)
     # Only now, because it may download rows, and a wrong path should be reported at once.
     folder = locate.fetch_for_writing(run)
-    own_study = load_typed_code(study, code, accept_changed_file)
+    own_study = own_code.load()
     target = run_checkpoints.find_run_checkpoint(folder, trial, checkpoint_step, path, algo, own_study)
     option_overrides = {name: value for name, value in typed_settings.items() if value is not None}
     overrides = pin_typed_values(
@@ -395,6 +392,7 @@ def probe(
 
 @app.command("export", epilog=f"\b\n{EXPORT_EXAMPLE}")
 @report_errors
+@add_group("own_code", OwnCode)
 def export(
     run: opt.RunLocation,
     arm: opt.ExportedArm,
@@ -403,15 +401,14 @@ def export(
     step: opt.ExportedStep = None,
     adapters: opt.Adapters = False,
     dtype: opt.ExportDtype = "auto",
-    study: opt.StudyFile = None,
-    code: opt.Code = None,
-    accept_changed_file: opt.AcceptChangedFile = False,
+    *,
+    own_code: OwnCode,
 ) -> None:
-    """Write the trained policy of one run of RUN as a model folder that transformers loads."""
+    """Write the trained policy of one run of RUN as a model folder that transformers and vLLM load."""
     from tune_study.commands.reading import export as exporting  # imports torch
 
     folder = locate.fetch_for_writing(run)
-    own_study = load_typed_code(study, code, accept_changed_file)
+    own_study = own_code.load()
     target = exporting.find_export(folder, arm, seed, step, own_study)
     exporting.export(make_console(), target, _make_absolute(to), dtype, keeps_adapters=adapters)
 

@@ -17,6 +17,7 @@ from tune_study.commands import options as opt
 from tune_study.commands.preflight import LaunchOptions
 from tune_study.commands.run_options import VALUES_OPTION, RunOptions
 from tune_study.folder.summary import DEFAULT_SKIPPED, parse_skipped_statuses
+from tune_study.plan.own_study import OwnStudy, load_typed_code
 
 Command = Callable[..., None]
 
@@ -112,6 +113,18 @@ class Launch(NamedTuple):
             parse_skipped_statuses(self.skip_statuses),
             self.max_hours,
         )
+
+
+class OwnCode(NamedTuple):
+    """The options that name files of the user, which all commands share that continue or read a study with them."""
+
+    study: opt.StudyFile = None
+    code: opt.Code = None
+    accept_changed_file: opt.AcceptChangedFile = False
+
+    def load(self) -> OwnStudy | None:
+        """Execute the files; return the study of --study, None without it. See `load_typed_code` for the errors."""
+        return load_typed_code(self.study, self.code, self.accept_changed_file)
 
 
 def add_group(name: str, group: type[Any]) -> Callable[[Command], Command]:

@@ -104,7 +104,7 @@ def plan_search(
     return draw_first_points(plan) if len(plan.points) == 1 else plan
 
 
-def run_search(
+def run_and_confirm(
     plan: StudyPlan, options: LaunchOptions, visible_gpus: tuple[Gpu, ...], dry_run: bool, console: Console
 ) -> int:
     """Run or resume a study and, if it is a search that comes to its end, the confirmation of its best point.

@@ -167,7 +167,7 @@ def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: 
         else _sum_checkpoint_bytes(sizes, saved_counts, concurrent_runs) + total_row_bytes,
         written_bytes=0
         if unknown_models
-        else sum(_count_written_bytes(plan, *known) for known in zip(runs[:num_known], sizes[:num_known], strict=True)),
+        else sum(_count_written_bytes(plan, *entry) for entry in zip(runs[:num_known], sizes[:num_known], strict=True)),
         free_bytes=shutil.disk_usage(nearest_folder).free,
         folder=nearest_folder,
         unknown_models=unknown_models,

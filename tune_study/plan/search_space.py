@@ -80,15 +80,17 @@ def _parse(text: str, family: Family) -> list[Dimension]:
 
 def _find_declared(text: str, setting: str, family: Family) -> list[Dimension]:
     """The dimensions that the family declares for a setting, and those on which they depend."""
-    declared = [dimension for dimension in family.search_space if dimension.setting == setting]
-    if not declared:
+    dimensions = [dimension for dimension in family.search_space if dimension.setting == setting]
+    if not dimensions:
         names = ", ".join(dict.fromkeys(dimension.setting for dimension in family.search_space)) or "none"
         raise PlanError(
             f"--vary {format_value(text)} has no values, and only these settings have some of their own: {names}. Type "
             f"{EXAMPLES}, or similar."
         )
-    conditions = {dimension.condition[0] for dimension in declared if dimension.condition}
-    return [dimension for dimension in family.search_space if dimension.setting in conditions or dimension in declared]
+    conditions = {dimension.condition[0] for dimension in dimensions if dimension.condition}
+    return [
+        dimension for dimension in family.search_space if dimension.setting in conditions or dimension in dimensions
+    ]
 
 
 def _parse_condition(text: str, condition_text: str, family: Family) -> tuple[str, str]:

@@ -153,8 +153,8 @@ def test_the_state_of_the_best_validation_stays(
             loop.step()
     finally:
         loop.close()
-    kept = sorted(step for step, _ in iter_checkpoints(tmp_path / "runs" / "r" / "state"))
-    assert kept == (states if keeps_best else [6])
+    steps = sorted(step for step, _ in iter_checkpoints(tmp_path / "runs" / "r" / "state"))
+    assert steps == (states if keeps_best else [6])
 
 
 def test_a_run_that_dies_between_row_and_checkpoint_repeats_the_row(

@@ -15,7 +15,7 @@ from search_spaces.declaration.study import Study
 from tests.tune_study.studies.test_sandbox_run import SMALL_SETTINGS
 from tune_study.commands.option_groups import StudyRequest
 from tune_study.commands.preflight import LaunchOptions
-from tune_study.commands.searching import SearchOptions, plan_search, run_search
+from tune_study.commands.searching import SearchOptions, plan_search, run_and_confirm
 from tune_study.folder.statuses import RunStatus, read_status
 from tune_study.folder.study_file import plan_from_folder, read_study
 from tune_study.plan.search import DEFAULT_POINT
@@ -57,7 +57,7 @@ def make_toy_search(output: Path, trials: int, confirm_seeds: int = 0) -> StudyP
 
 def run(plan: StudyPlan) -> tuple[int, str]:
     console = Console(record=True, width=200, force_terminal=False)
-    return run_search(plan, LAUNCH, (), False, console), console.export_text()
+    return run_and_confirm(plan, LAUNCH, (), False, console), console.export_text()
 
 
 def test_a_search_runs_in_rounds_and_ends_with_its_confirmation(tmp_path: Path) -> None:

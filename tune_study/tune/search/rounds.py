@@ -40,15 +40,15 @@ def plan_next_round(plan: StudyPlan) -> tuple[StudyPlan | None, str]:
     is_first = len(plan.points) < FIRST_POINTS
     count = FIRST_POINTS - len(plan.points) if is_first else search.points_per_round
     count = min(count, search.num_points - len(plan.points))
-    drawn = _draw_points(plan, search, points, family.is_higher_better, count)
-    if not drawn:
+    new_points = _draw_points(plan, search, points, family.is_higher_better, count)
+    if not new_points:
         return None, f"The space has no point that was not tried: the search ends with {len(plan.points)} points."
     best = find_best_point(points, family.is_higher_better)
-    arms = list(drawn)
+    arms = list(new_points)
     names = f"{arms[0]} to {arms[-1]} of {search.num_points - 1} follow" if len(arms) > 1 else f"{arms[0]} follows"
     best_text = f"; the best so far is {best['arm']}, {best['success']:.3f}" if best else ""
     line = f"Search: {names}{best_text}"
-    return set_points(plan, {**plan.points, **drawn}), line
+    return set_points(plan, {**plan.points, **new_points}), line
 
 
 def draw_first_points(plan: StudyPlan) -> StudyPlan:
@@ -56,8 +56,8 @@ def draw_first_points(plan: StudyPlan) -> StudyPlan:
     search = plan.search
     assert search is not None
     count = min(FIRST_POINTS, search.num_points) - len(plan.points)
-    drawn = _draw_points(plan, search, None, is_higher_better=True, count=count)
-    return set_points(plan, {**plan.points, **drawn})
+    new_points = _draw_points(plan, search, None, is_higher_better=True, count=count)
+    return set_points(plan, {**plan.points, **new_points})
 
 
 def _draw_points(
@@ -85,13 +85,13 @@ def _draw_points(
         )
     study = make_optuna_study(search.make_entry(), points, is_higher_better, sampler)
     hashes = {spec.config.model_copy(update={"seed": 0}).compute_hash() for spec in plan.runs}
-    drawn: dict[str, dict[str, str]] = {}
+    new_points: dict[str, dict[str, str]] = {}
     problem = ""
     for _ in range(_MAX_DRAWS):
-        if len(drawn) == count:
+        if len(new_points) == count:
             break
         settings = _ask(study, search)
-        arm = name_point(len(plan.points) + len(drawn))
+        arm = name_point(len(plan.points) + len(new_points))
         try:
             trial_plan = set_points(plan, {**plan.points, arm: settings})
             config_hash = make_arm_config(trial_plan.study, plan.base_config, arm).compute_hash()
@@ -100,10 +100,10 @@ def _draw_points(
             continue
         if config_hash not in hashes:
             hashes.add(config_hash)
-            drawn[arm] = settings
-    if problem and not drawn and len(plan.points) == 1:
+            new_points[arm] = settings
+    if problem and not new_points and len(plan.points) == 1:
         raise PlanError(f"No point of the space can be trained; the last one that was drawn: {problem}")
-    return drawn
+    return new_points
 
 
 def _ask(study: "optuna.Study", search: Search) -> dict[str, str]:
