@@ -219,7 +219,7 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "trainable.envs.sokoban": ("numpy",),
     "trainable.envs.games": ("numpy",),
     "trainable.kernels": ("torch", "numpy"),
-    "trainable.kernels.compiled": ("numpy", "numba"),
+    "trainable.kernels.compiled": ("numpy", "numba", "llvmlite"),
     "trainable.models": ("torch", "numpy", "transformers", "safetensors", "tokenizers", "huggingface_hub"),
     "trainable.models.kv_cache": ("torch",),
     "trainable.models.packing": ("torch",),

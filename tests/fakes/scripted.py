@@ -36,12 +36,12 @@ SMALL_SETTINGS = {
 def make_small_config(**overrides: object) -> RunConfig:
     """Make a small version of the laptop preset; in keys of `overrides`, `__` stands for the dot.
 
-    As in a study, torch takes the place of compiled code where that cannot run the model.
+    As in a study, torch takes the place of compiled code where that cannot run the model and no override names another.
     """
-    settings = {**SMALL_SETTINGS, **{key.replace("__", "."): value for key, value in overrides.items()}}
-    config = apply_overrides(RunConfig(), settings)
+    chosen_settings = {key.replace("__", "."): value for key, value in overrides.items()}
+    config = apply_overrides(RunConfig(), {**SMALL_SETTINGS, **chosen_settings})
     if find_compiled_obstacle([config], os.environ):
-        config = apply_overrides(config, TORCH_SETTINGS)
+        config = apply_overrides(RunConfig(), {**SMALL_SETTINGS, **TORCH_SETTINGS, **chosen_settings})
     return config
 
 

@@ -13,22 +13,38 @@ from an unsigned start (a signed one might be negative, which numba would check 
 the loop around them does not change.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+from llvmlite import binding, ir
+from numba import njit, types
+from numba.extending import intrinsic
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 VECTOR = 16
-"""Numbers of float32 in the widest vector registers."""
+"""Numbers of float32 in the widest vector registers. Where registers are narrower, LLVM takes several for a vector."""
+
+HAS_WIDE_REGISTERS = bool(binding.get_host_cpu_features().get("avx512f"))
+"""Whether a register holds a vector, and there are 32 of them."""
+
+TILE_ROWS = 8 if HAS_WIDE_REGISTERS else 4
+"""Rows of a matrix product that are computed together: as many as the registers hold with `TILE_VECTORS`."""
+
+TILE_VECTORS = 2 if HAS_WIDE_REGISTERS else 1
+"""Vectors of each of these rows, or of a pair of rows, that are computed together."""
+
+TILE_COLUMNS = TILE_VECTORS * VECTOR
 
 BLOCK_TOKENS = 64
-"""Tokens that pass through the network together, and rows that are sampled together."""
+"""Tokens that pass through the network together; a multiple of `TILE_ROWS`."""
+
+LANES = 16
+"""Rows that are sampled together: so few that their keys and values stay in the cache of a core during a turn."""
 
 
 class DecoderWeights(NamedTuple):
@@ -68,7 +84,7 @@ class DecoderCache(NamedTuple):
 class DecoderScratch(NamedTuple):
     """Memory of a pass over at most BLOCK_TOKENS tokens, one row per token in the arrays from `residual` to `logits`.
 
-    scores: (2, slots or more). mix: (2, head_dim). powers, power_bits: the same memory as numbers and as their bits.
+    scores: (2, slots or more). mix: (2, head_dim).
     """
 
     residual: Floats
@@ -82,8 +98,6 @@ class DecoderScratch(NamedTuple):
     logits: Floats
     scores: Floats
     mix: Floats
-    powers: Floats
-    power_bits: npt.NDArray[np.int32]
 
 
 def _compile(function: Function) -> Function:
@@ -95,44 +109,172 @@ def _compile(function: Function) -> Function:
         return cast(Function, njit(**options)(function))
 
 
+def make_bit_reader() -> Callable[[np.int32], np.float32]:
+    """Make the function that returns the float32 with the bits of an int32, for compiled code."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    def read(_: Any, bits: Any) -> tuple[Any, Callable[..., Any]]:
+        return types.float32(types.int32), generate
+
+    return cast(Callable[[np.int32], np.float32], intrinsic(read))
+
+
+def make_tile_product(rows: int, vectors: int, chains: int) -> Callable[..., None]:
+    """Make the product of a tile, for compiled code: y[row : row + rows, column : column + vectors * VECTOR] becomes
+    x[row : row + rows, start : end] @ weight[start : end, column : column + vectors * VECTOR].
+
+    x may have any strides; the rows of `weight` and y are contiguous. end - start must be a multiple of `chains`, each
+    of which sums up every chains-th product: one sum would have to wait for its last addition. Nothing is checked: x
+    and y must have all rows of the tile. It is written in LLVM's own language, because sums that loops over arrays form
+    stay in memory; here they stay in registers, and each number that is read enters several products.
+    """
+    floats, indices, size = ir.VectorType(ir.FloatType(), VECTOR), ir.VectorType(ir.IntType(32), VECTOR), ir.IntType(64)
+    tile = [(i, vector) for i in range(rows) for vector in range(vectors)]
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        x, weight, y = (context.make_array(signature.args[i])(context, builder, arguments[i]) for i in range(3))
+        row, column, start, end = arguments[3:]
+
+        def add(number: Any, constant: int) -> Any:
+            return builder.add(number, ir.Constant(size, constant))
+
+        def point(array: Any, row: Any, column: Any) -> Any:
+            """The address of an element."""
+            row_stride, column_stride = (builder.extract_value(array.strides, axis) for axis in range(2))
+            offset = builder.add(builder.mul(row, row_stride), builder.mul(column, column_stride))
+            address = builder.gep(builder.bitcast(array.data, ir.IntType(8).as_pointer()), [offset])
+            return builder.bitcast(address, ir.FloatType().as_pointer())
+
+        def point_vector(array: Any, row: Any, vector: int) -> Any:
+            return builder.bitcast(point(array, row, add(column, vector * VECTOR)), floats.as_pointer())
+
+        def multiply_add(index: Any, sums: dict[tuple[int, int], Any]) -> dict[tuple[int, int], Any]:
+            """The sums after the products of one input."""
+            weights = [builder.load(point_vector(weight, index, vector), align=4) for vector in range(vectors)]
+            new_sums, nothing = {}, ir.Constant(floats, ir.Undefined)
+            for i in range(rows):
+                factor = builder.load(point(x, add(row, i), index))
+                first = builder.insert_element(nothing, factor, ir.Constant(ir.IntType(32), 0))
+                factors = builder.shuffle_vector(first, nothing, ir.Constant(indices, [0] * VECTOR))
+                for vector in range(vectors):
+                    product = builder.fmul(factors, weights[vector], flags=["contract"])
+                    new_sums[i, vector] = builder.fadd(product, sums[i, vector], flags=["contract"])
+            return new_sums
+
+        before = builder.block
+        loop, after = builder.append_basic_block("inputs"), builder.append_basic_block("tile")
+        builder.cbranch(builder.icmp_signed("<", start, end), loop, after)
+
+        builder.position_at_end(loop)
+        index = builder.phi(size)
+        sums = [{place: builder.phi(floats) for place in tile} for _ in range(chains)]
+        next_sums = [multiply_add(add(index, chain), sums[chain]) for chain in range(chains)]
+        next_index = add(index, chains)
+        builder.cbranch(builder.icmp_signed("<", next_index, end), loop, after)
+
+        builder.position_at_end(after)
+        last_sums = [{place: builder.phi(floats) for place in tile} for _ in range(chains)]
+        zeros = ir.Constant(floats, [0.0] * VECTOR)
+        index.add_incoming(start, before)
+        index.add_incoming(next_index, loop)
+        for chain in range(chains):
+            for place in tile:
+                for number in (sums[chain][place], last_sums[chain][place]):
+                    number.add_incoming(zeros, before)
+                    number.add_incoming(next_sums[chain][place], loop)
+        for i, vector in tile:
+            total = last_sums[0][i, vector]
+            for chain in range(1, chains):
+                total = builder.fadd(total, last_sums[chain][i, vector])
+            builder.store(total, point_vector(y, add(row, i), vector), align=4)
+        return context.get_dummy_value()
+
+    def multiply_tile(
+        _: Any, x: Any, weight: Any, y: Any, row: Any, column: Any, start: Any, end: Any
+    ) -> tuple[Any, Callable[..., Any]]:
+        return types.void(x, weight, y, types.intp, types.intp, types.intp, types.intp), generate
+
+    return cast(Callable[..., None], intrinsic(multiply_tile))
+
+
+read_bits = make_bit_reader()
+multiply_wide_tile = make_tile_product(TILE_ROWS, TILE_VECTORS, chains=1)
+multiply_narrow_tile = make_tile_product(TILE_ROWS, 1, chains=1)
+multiply_wide_pair = make_tile_product(2, TILE_VECTORS, chains=2)
+multiply_narrow_pair = make_tile_product(2, 1, chains=2)
+
+
+@_compile
+def multiply_rows(
+    x: Floats, weight: Floats, y: Floats, row: int, columns: tuple[int, int], inputs: tuple[int, int]
+) -> None:
+    """TILE_ROWS rows of a product: y[row:, first:last] = x[row:, start:end] @ weight[start:end, first:last].
+
+    columns: first and last. inputs: start and end.
+    """
+    column, (start, end) = columns[0], inputs
+    while column + TILE_COLUMNS <= columns[1]:
+        multiply_wide_tile(x, weight, y, row, column, start, end)
+        column += TILE_COLUMNS
+    while column + VECTOR <= columns[1]:
+        multiply_narrow_tile(x, weight, y, row, column, start, end)
+        column += VECTOR
+    for r in range(row, row + TILE_ROWS):
+        for o in range(column, columns[1]):
+            y[r, o] = 0
+        for i in range(start, end):
+            for o in range(column, columns[1]):
+                y[r, o] += x[r, i] * weight[i, o]
+
+
 @_compile
 def multiply(x: Floats, weight: Floats, y: Floats, rows: int) -> None:
-    """y[:rows] = x[:rows] @ weight. Up to three more rows of y are overwritten."""
-    inputs, outputs = weight.shape
-    for r in range(0, rows, 4):
-        for o in range(outputs):
-            y[r, o] = 0
-            y[r + 1, o] = 0
-            y[r + 2, o] = 0
-            y[r + 3, o] = 0
-        # Sixteen factors stay in registers, while the loop over outputs is vectorized.
-        for i in range(0, inputs, 4):
-            x00, x01, x02, x03 = x[r, i], x[r, i + 1], x[r, i + 2], x[r, i + 3]
-            x10, x11, x12, x13 = x[r + 1, i], x[r + 1, i + 1], x[r + 1, i + 2], x[r + 1, i + 3]
-            x20, x21, x22, x23 = x[r + 2, i], x[r + 2, i + 1], x[r + 2, i + 2], x[r + 2, i + 3]
-            x30, x31, x32, x33 = x[r + 3, i], x[r + 3, i + 1], x[r + 3, i + 2], x[r + 3, i + 3]
-            for o in range(outputs):
-                w0, w1, w2, w3 = weight[i, o], weight[i + 1, o], weight[i + 2, o], weight[i + 3, o]
-                y[r, o] += x00 * w0 + x01 * w1 + x02 * w2 + x03 * w3
-                y[r + 1, o] += x10 * w0 + x11 * w1 + x12 * w2 + x13 * w3
-                y[r + 2, o] += x20 * w0 + x21 * w1 + x22 * w2 + x23 * w3
-                y[r + 3, o] += x30 * w0 + x31 * w1 + x32 * w2 + x33 * w3
+    """y[:rows] = x[:rows] @ weight. Rows of y up to the next multiple of TILE_ROWS are overwritten."""
+    for row in range(0, rows, TILE_ROWS):
+        multiply_rows(x, weight, y, row, (0, weight.shape[1]), (0, weight.shape[0]))
 
 
 @_compile
-def exponentiate(x: Floats, length: int, powers: Floats, power_bits: npt.NDArray[np.int32]) -> None:
-    """x[:length] = exp(x[:length]) to about one unit in the last place; 0 below exp(-87), NaN for NaN.
+def multiply_pair(x: Floats, weight: Floats, y: Floats, columns: int, inputs: int) -> None:
+    """y[:2, :columns] = x[:2, :inputs] @ weight[:inputs, :columns], for an even number of inputs."""
+    column = 0
+    while column + TILE_COLUMNS <= columns:
+        multiply_wide_pair(x, weight, y, 0, column, 0, inputs)
+        column += TILE_COLUMNS
+    while column + VECTOR <= columns:
+        multiply_narrow_pair(x, weight, y, 0, column, 0, inputs)
+        column += VECTOR
+    for r in range(2):
+        for o in range(column, columns):
+            y[r, o] = 0
+        for i in range(inputs):
+            for o in range(column, columns):
+                y[r, o] += x[r, i] * weight[i, o]
 
-    math.exp would be called once per number; this is vectorized. exp(x) = 2^k exp(r) with k = round(x / ln 2),
-    and exp(r) by the polynomial of the Cephes library. 2^k is made from the bits of its exponent.
+
+@_compile
+def round_up(number: int, divisor: int) -> int:
+    """The next multiple of the divisor."""
+    return -(-number // divisor) * divisor
+
+
+@_compile
+def exponentiate(x: Floats, length: int, shift: np.float32) -> np.float32:
+    """x[:length] = exp(x[:length] - shift) to about one unit in the last place; the sum of these numbers.
+
+    0 below exp(-87), NaN for NaN. math.exp would be called once per number; this is vectorized. exp(x) = 2^k exp(r)
+    with k = round(x / ln 2), and exp(r) by the polynomial of the Cephes library. 2^k is made from the bits of its
+    exponent.
     """
+    total = np.float32(0)
     for j in range(length):
-        number = x[j]
+        number = x[j] - shift
         quotient = number * np.float32(1.4426950408889634)
         quotient = quotient if quotient > np.float32(-126) else np.float32(-126)  # also for NaN
         quotient = quotient if quotient < np.float32(127) else np.float32(127)
         k = np.floor(quotient + np.float32(0.5))
-        power_bits[j] = (np.int32(k) + np.int32(127)) << np.int32(23)
         # ln 2 in two parts: k times the first one is exact.
         r = number - k * np.float32(0.693359375) + k * np.float32(2.12194440e-4)
         polynomial = np.float32(1.9875691500e-4)
@@ -142,9 +284,10 @@ def exponentiate(x: Floats, length: int, powers: Floats, power_bits: npt.NDArray
         polynomial = polynomial * r + np.float32(1.6666665459e-1)
         polynomial = polynomial * r + np.float32(5.0000001201e-1)
         polynomial = polynomial * r * r + r + np.float32(1)
-        x[j] = np.float32(0) if number < np.float32(-87) else polynomial
-    for j in range(length):
-        x[j] *= powers[j]
+        power = polynomial * read_bits((np.int32(k) + np.int32(127)) << np.int32(23))
+        x[j] = np.float32(0) if number < np.float32(-87) else power
+        total += x[j]
+    return total
 
 
 @_compile
@@ -218,21 +361,6 @@ def rotate_and_store(
 
 
 @_compile
-def compute_softmax(scores: Floats, length: int, powers: Floats, power_bits: npt.NDArray[np.int32]) -> None:
-    """scores[:length] = softmax(scores[:length])."""
-    largest = find_maximum(scores, length)
-    for s in range(length):
-        scores[s] -= largest
-    exponentiate(scores, length, powers, power_bits)
-    total = np.float32(0)
-    for s in range(length):
-        total += scores[s]
-    inverse = np.float32(1) / total
-    for s in range(length):
-        scores[s] *= inverse
-
-
-@_compile
 def attend(
     qkv: Floats,
     all_keys: Floats,
@@ -243,72 +371,48 @@ def attend(
     output: Floats,
     scores: Floats,
     mix: Floats,
-    powers: Floats,
-    power_bits: npt.NDArray[np.int32],
 ) -> None:
     """Attention of each token over its row up to its own position: from `qkv` to `output` (BLOCK_TOKENS, heads * size).
 
-    all_keys, all_values: of one layer of the cache. scores, mix, powers, power_bits: see `DecoderScratch`.
+    all_keys, all_values: of one layer of the cache. scores, mix: see `DecoderScratch`.
 
     Two query heads of a group are computed together, so that keys and values are read half as often.
     """
     kv_heads, size = all_keys.shape[1], all_keys.shape[2]
     heads = output.shape[1] // size
     heads_per_group = heads // kv_heads
-    first_scores, second_scores = scores[0], scores[1]
-    first_mix, second_mix = mix[0], mix[1]
     scale = np.float32(1) / np.sqrt(np.float32(size))
     for t in range(tokens):
         row, length = rows[t], positions[t] + 1
-        end = length // 4 * 4
-        for first_head in range(heads):
-            group, place = first_head // heads_per_group, first_head % heads_per_group
+        queries = qkv[t].reshape(-1, size)  # followed by keys and values
+        for head in range(heads):
+            group, place = head // heads_per_group, head % heads_per_group
             if place % 2 == 1:
                 continue
-            # The last head of a group with an odd number of heads is its own partner, whose result is not used.
-            second_head = first_head + 1 if place + 1 < heads_per_group else first_head
-            keys, values = all_keys[row, group], all_values[row, group]
-            first, second = qkv[t, first_head * size :], qkv[t, second_head * size :]
-            for s in range(length):
-                first_scores[s] = 0
-                second_scores[s] = 0
-            for i in range(0, size, 4):
-                a0, a1, a2, a3 = first[i] * scale, first[i + 1] * scale, first[i + 2] * scale, first[i + 3] * scale
-                b0, b1, b2, b3 = second[i] * scale, second[i + 1] * scale, second[i + 2] * scale, second[i + 3] * scale
-                for s in range(length):
-                    k0, k1, k2, k3 = keys[i, s], keys[i + 1, s], keys[i + 2, s], keys[i + 3, s]
-                    first_scores[s] += a0 * k0 + a1 * k1 + a2 * k2 + a3 * k3
-                    second_scores[s] += b0 * k0 + b1 * k1 + b2 * k2 + b3 * k3
-            compute_softmax(first_scores, length, powers, power_bits)
-            compute_softmax(second_scores, length, powers, power_bits)
             for i in range(size):
-                first_mix[i] = 0
-                second_mix[i] = 0
-            for s in range(0, end, 4):
-                a0, a1, a2, a3 = first_scores[s], first_scores[s + 1], first_scores[s + 2], first_scores[s + 3]
-                b0, b1, b2, b3 = second_scores[s], second_scores[s + 1], second_scores[s + 2], second_scores[s + 3]
-                for i in range(size):
-                    v0, v1, v2, v3 = values[s, i], values[s + 1, i], values[s + 2, i], values[s + 3, i]
-                    first_mix[i] += a0 * v0 + a1 * v1 + a2 * v2 + a3 * v3
-                    second_mix[i] += b0 * v0 + b1 * v1 + b2 * v2 + b3 * v3
-            for s in range(end, length):
-                a0, b0 = first_scores[s], second_scores[s]
-                for i in range(size):
-                    first_mix[i] += a0 * values[s, i]
-                    second_mix[i] += b0 * values[s, i]
+                mix[0, i], mix[1, i] = queries[head, i] * scale, queries[head + 1, i] * scale
+            # Scores are computed up to the end of a vector, but those of slots after the token are not read.
+            multiply_pair(mix, all_keys[row, group], scores, round_up(length, VECTOR), size)
+            first_total = exponentiate(scores[0], length, find_maximum(scores[0], length))
+            second_total = exponentiate(scores[1], length, find_maximum(scores[1], length))
+            scores[0, length] = scores[1, length] = 0  # for an even number of slots
+            multiply_pair(scores, all_values[row, group], mix, size, round_up(length, 2))
+            first_factor, second_factor = np.float32(1) / first_total, np.float32(1) / second_total
             for i in range(size):
-                output[t, second_head * size + i] = second_mix[i]
-                output[t, first_head * size + i] = first_mix[i]
+                output[t, head * size + i] = mix[0, i] * first_factor
+            if place + 1 < heads_per_group:  # the last head of a group with an odd number of heads has no partner
+                for i in range(size):
+                    output[t, (head + 1) * size + i] = mix[1, i] * second_factor
 
 
 @_compile
-def apply_gate(gate_up: Floats, gated: Floats, tokens: int, powers: Floats, power_bits: npt.NDArray[np.int32]) -> None:
+def apply_gate(gate_up: Floats, gated: Floats, tokens: int) -> None:
     """silu(gate) * up, from `gate_up` (BLOCK_TOKENS, 2 * intermediate) to `gated` (BLOCK_TOKENS, intermediate)."""
     size = gated.shape[1]
     for t in range(tokens):
         for i in range(size):
             gated[t, i] = -gate_up[t, i]
-        exponentiate(gated[t], size, powers, power_bits)
+        exponentiate(gated[t], size, np.float32(0))
         for i in range(size):
             gated[t, i] = gate_up[t, i] / (np.float32(1) + gated[t, i]) * gate_up[t, size + i]
 
@@ -332,7 +436,7 @@ def extend(
     """
     embedding, qkv_weight, bias, output, gate_up_weight, down, attention_gain, mlp_gain, final_gain, _, eps = weights
     keys, values, cosines, sines = cache
-    residual, normed, inverses, qkv, attention, product, gate_up, gated, _, scores, mix, powers, power_bits = scratch
+    residual, normed, inverses, qkv, attention, product, gate_up, gated, _, scores, mix = scratch
     layers, num_outputs = len(output), 0
     block_rows, block_positions = np.empty(BLOCK_TOKENS, np.int64), np.empty(BLOCK_TOKENS, np.int64)
     for start in range(0, len(token_ids), BLOCK_TOKENS):
@@ -364,14 +468,12 @@ def extend(
                 attention,
                 scores,
                 mix,
-                powers,
-                power_bits,
             )
             multiply(attention, output[layer], product, tokens)
             add(residual, product, tokens)
             normalize(residual, mlp_gain[layer], eps, normed, inverses, tokens)
             multiply(normed, gate_up_weight[layer], gate_up, tokens)
-            apply_gate(gate_up, gated, tokens, powers, power_bits)
+            apply_gate(gate_up, gated, tokens)
             multiply(gated, down[layer], product, tokens)
             add(residual, product, tokens)
         normalize(residual, final_gain, eps, normed, inverses, tokens)
@@ -386,12 +488,10 @@ def draw_token(
     temperature: np.float32,
     uniform: np.float32,
     probs: Floats,
-    powers: Floats,
-    power_bits: npt.NDArray[np.int32],
 ) -> tuple[int, np.float32, np.float32]:
     """Draw a token as `torch_sampler.sample_tokens` does; return it, its log-prob, and the entropy.
 
-    logits: (V,), overwritten. probs, powers, power_bits: scratch memory of at least V numbers.
+    logits: (V,), overwritten. probs: scratch memory of at least V numbers.
 
     If a logit is NaN or +inf, or all are -inf, the entropy is NaN.
     """
@@ -408,7 +508,7 @@ def draw_token(
     for j in range(size):
         logits[j] -= largest
         probs[j] = logits[j]
-    exponentiate(probs, size, powers, power_bits)
+    exponentiate(probs, size, np.float32(0))
     total, mean_logit = 0.0, 0.0  # float64, as the distribution function
     for j in range(size):
         total += probs[j]
@@ -447,21 +547,21 @@ def sample_turn(
 ) -> None:
     """Sample a reply of at most `steps` tokens of B rows of the cache, each until its stop token.
 
-    BLOCK_TOKENS rows are sampled together; the next row takes the place of one that has ended.
+    LANES rows are sampled together; the next row takes the place of one that has ended.
 
     weights, cache, scratch: as in `extend`. hidden: (B, hidden) of the last tokens of the rows, overwritten. rows: (B,)
     rows of the cache. lengths: (R,) tokens in the cache of each row, updated. uniforms: (B, steps). Writes token_ids,
     logprobs, entropies (B, steps), and counts (B,), the number of tokens of each reply. The last token of a reply is
     not appended to the cache.
     """
-    head, (_, normed, _, _, _, _, _, _, logits, scores, _, powers, power_bits) = weights[9], scratch
+    head, (_, normed, _, _, _, _, _, _, logits, scores, _) = weights[9], scratch
     num_replies, steps = uniforms.shape
-    live, live_count, admitted_count = np.empty(BLOCK_TOKENS, np.int64), 0, 0
-    next_tokens, next_rows = np.empty(BLOCK_TOKENS, np.int64), np.empty(BLOCK_TOKENS, np.int64)
-    next_positions, is_last = np.empty(BLOCK_TOKENS, np.int64), np.ones(BLOCK_TOKENS, np.bool_)
-    next_hidden = np.empty((BLOCK_TOKENS, hidden.shape[1]), np.float32)
+    live, live_count, admitted_count = np.empty(LANES, np.int64), 0, 0
+    next_tokens, next_rows = np.empty(LANES, np.int64), np.empty(LANES, np.int64)
+    next_positions, is_last = np.empty(LANES, np.int64), np.ones(LANES, np.bool_)
+    next_hidden = np.empty((LANES, hidden.shape[1]), np.float32)
     while True:
-        while live_count < BLOCK_TOKENS and admitted_count < num_replies:
+        while live_count < LANES and admitted_count < num_replies:
             live[live_count] = admitted_count
             live_count += 1
             admitted_count += 1
@@ -474,9 +574,7 @@ def sample_turn(
         for lane in range(live_count):
             reply = live[lane]
             step = counts[reply]
-            token, logprob, entropy = draw_token(
-                logits[lane], temperature, uniforms[reply, step], scores[0], powers, power_bits
-            )
+            token, logprob, entropy = draw_token(logits[lane], temperature, uniforms[reply, step], scores[0])
             token_ids[reply, step], logprobs[reply, step], entropies[reply, step] = token, logprob, entropy
             counts[reply] += 1
             if token != stop_token and step + 1 < steps:
@@ -545,12 +643,11 @@ def rotate(
 def apply_gate_backward(gate_up: Floats, gated_grad: Floats, gate_up_grad: Floats) -> None:
     """The gradient of `apply_gate`, written to `gate_up_grad` (N, 2 * intermediate)."""
     rows, size = gated_grad.shape
-    exponentials, powers, one = np.zeros(size, np.float32), np.zeros(size, np.float32), np.float32(1)
-    power_bits = powers.view(np.int32)
+    exponentials, one = np.zeros(size, np.float32), np.float32(1)
     for t in range(rows):
         for i in range(size):
             exponentials[i] = -gate_up[t, i]
-        exponentiate(exponentials, size, powers, power_bits)
+        exponentiate(exponentials, size, np.float32(0))
         for i in range(size):
             sigmoid, gate, grad = one / (one + exponentials[i]), gate_up[t, i], gated_grad[t, i]
             gate_up_grad[t, size + i] = grad * gate * sigmoid
@@ -561,92 +658,47 @@ def apply_gate_backward(gate_up: Floats, gated_grad: Floats, gate_up_grad: Float
 def multiply_keys(keys: Floats, queries: Floats, firsts: Integers, scores: Floats, rows: int, columns: int) -> None:
     """scores[s, c] = keys[s] . queries[:, c] for s < rows and firsts[s] <= c < columns.
 
-    keys: (rows, size). queries: (size, columns), one column per query and head. rows is a multiple of 4.
+    keys: (rows, size). queries: (size, columns), one column per query and head. rows is a multiple of TILE_ROWS.
     """
-    end = np.uintp(columns)
-    for s in range(0, rows, 4):
-        start = np.uintp(firsts[s])
-        for c in range(start, end):
-            scores[s, c] = 0
-            scores[s + 1, c] = 0
-            scores[s + 2, c] = 0
-            scores[s + 3, c] = 0
-        for i in range(0, keys.shape[1], 4):
-            x00, x01, x02, x03 = keys[s, i], keys[s, i + 1], keys[s, i + 2], keys[s, i + 3]
-            x10, x11, x12, x13 = keys[s + 1, i], keys[s + 1, i + 1], keys[s + 1, i + 2], keys[s + 1, i + 3]
-            x20, x21, x22, x23 = keys[s + 2, i], keys[s + 2, i + 1], keys[s + 2, i + 2], keys[s + 2, i + 3]
-            x30, x31, x32, x33 = keys[s + 3, i], keys[s + 3, i + 1], keys[s + 3, i + 2], keys[s + 3, i + 3]
-            for c in range(start, end):
-                w0, w1, w2, w3 = queries[i, c], queries[i + 1, c], queries[i + 2, c], queries[i + 3, c]
-                scores[s, c] += x00 * w0 + x01 * w1 + x02 * w2 + x03 * w3
-                scores[s + 1, c] += x10 * w0 + x11 * w1 + x12 * w2 + x13 * w3
-                scores[s + 2, c] += x20 * w0 + x21 * w1 + x22 * w2 + x23 * w3
-                scores[s + 3, c] += x30 * w0 + x31 * w1 + x32 * w2 + x33 * w3
+    for s in range(0, rows, TILE_ROWS):
+        multiply_rows(keys, queries, scores, s, (firsts[s], columns), (0, keys.shape[1]))
 
 
 @_compile
 def mix_values(values: Floats, weights: Floats, firsts: Integers, mix: Floats, rows: int, columns: int) -> None:
-    """mix[i, c] = sum over s < rows of values[s, i] * weights[s, c], where weights below firsts[s] count as 0.
+    """mix[c] = sum over s < rows of weights[s, c] * values[s], where weights below firsts[s] count as 0.
 
-    values: (rows, size). weights: (rows, columns). mix: (size, columns).
+    values: (rows, size). weights: (rows, columns). mix: (columns, size).
     """
-    end = np.uintp(columns)
-    for i in range(0, values.shape[1], 4):
-        for c in range(end):
-            mix[i, c] = 0
-            mix[i + 1, c] = 0
-            mix[i + 2, c] = 0
-            mix[i + 3, c] = 0
-        for s in range(0, rows, 4):
-            x00, x01, x02, x03 = values[s, i], values[s, i + 1], values[s, i + 2], values[s, i + 3]
-            x10, x11, x12, x13 = values[s + 1, i], values[s + 1, i + 1], values[s + 1, i + 2], values[s + 1, i + 3]
-            x20, x21, x22, x23 = values[s + 2, i], values[s + 2, i + 1], values[s + 2, i + 2], values[s + 2, i + 3]
-            x30, x31, x32, x33 = values[s + 3, i], values[s + 3, i + 1], values[s + 3, i + 2], values[s + 3, i + 3]
-            for c in range(np.uintp(firsts[s]), end):
-                w0, w1, w2, w3 = weights[s, c], weights[s + 1, c], weights[s + 2, c], weights[s + 3, c]
-                mix[i, c] += x00 * w0 + x10 * w1 + x20 * w2 + x30 * w3
-                mix[i + 1, c] += x01 * w0 + x11 * w1 + x21 * w2 + x31 * w3
-                mix[i + 2, c] += x02 * w0 + x12 * w1 + x22 * w2 + x32 * w3
-                mix[i + 3, c] += x03 * w0 + x13 * w1 + x23 * w2 + x33 * w3
+    end = 0
+    for c in range(0, columns, TILE_ROWS):
+        while end < rows and firsts[end] <= c:
+            end += TILE_ROWS
+        multiply_rows(weights.T, values, mix, c, (0, values.shape[1]), (0, end))
 
 
 @_compile
-def sum_columns(weights: Floats, columns_t: Floats, firsts: Integers, sums: Floats, rows: int, columns: int) -> None:
-    """sums[s, i] = sum over firsts[s] <= c < columns of weights[s, c] * columns_t[i, c], for s < rows.
+def sum_columns(weights: Floats, vectors: Floats, firsts: Integers, sums: Floats, rows: int, columns: int) -> None:
+    """sums[s] = sum over firsts[s] <= c < columns of weights[s, c] * vectors[c], for s < rows.
 
-    weights: (rows, columns). columns_t: (size, columns). sums: (rows, size).
+    weights: (rows, columns). vectors: (columns, size). sums: (rows, size).
     """
-    end = np.uintp(columns)
-    for s in range(0, rows, 4):
-        start = np.uintp(firsts[s])
-        for i in range(0, columns_t.shape[0], 4):
-            y00 = y01 = y02 = y03 = y10 = y11 = y12 = y13 = np.float32(0)
-            y20 = y21 = y22 = y23 = y30 = y31 = y32 = y33 = np.float32(0)
-            for c in range(start, end):
-                w0, w1, w2, w3 = columns_t[i, c], columns_t[i + 1, c], columns_t[i + 2, c], columns_t[i + 3, c]
-                x0, x1, x2, x3 = weights[s, c], weights[s + 1, c], weights[s + 2, c], weights[s + 3, c]
-                y00, y01, y02, y03 = y00 + x0 * w0, y01 + x0 * w1, y02 + x0 * w2, y03 + x0 * w3
-                y10, y11, y12, y13 = y10 + x1 * w0, y11 + x1 * w1, y12 + x1 * w2, y13 + x1 * w3
-                y20, y21, y22, y23 = y20 + x2 * w0, y21 + x2 * w1, y22 + x2 * w2, y23 + x2 * w3
-                y30, y31, y32, y33 = y30 + x3 * w0, y31 + x3 * w1, y32 + x3 * w2, y33 + x3 * w3
-            sums[s, i], sums[s, i + 1], sums[s, i + 2], sums[s, i + 3] = y00, y01, y02, y03
-            sums[s + 1, i], sums[s + 1, i + 1], sums[s + 1, i + 2], sums[s + 1, i + 3] = y10, y11, y12, y13
-            sums[s + 2, i], sums[s + 2, i + 1], sums[s + 2, i + 2], sums[s + 2, i + 3] = y20, y21, y22, y23
-            sums[s + 3, i], sums[s + 3, i + 1], sums[s + 3, i + 2], sums[s + 3, i + 3] = y30, y31, y32, y33
+    for s in range(0, rows, TILE_ROWS):
+        multiply_rows(weights, vectors, sums, s, (0, vectors.shape[1]), (firsts[s], columns))
 
 
 @_compile
 def find_firsts(positions: Integers, heads: int, rows: int, firsts: Integers) -> None:
-    """For each group of four keys, the first column, a multiple of VECTOR, with a query at or after them.
+    """For the keys of each tile, the first column, a multiple of TILE_COLUMNS, with a query at or after one of them.
 
     positions: (M,) ascending positions of queries, which have `heads` columns each. firsts: (rows or more,), written.
     """
     query = 0
-    for s in range(0, rows, 4):
+    for s in range(0, rows, TILE_ROWS):
         while query < len(positions) and positions[query] < s:
             query += 1
-        for i in range(4):
-            firsts[s + i] = query * heads // VECTOR * VECTOR
+        for i in range(TILE_ROWS):
+            firsts[s + i] = query * heads // TILE_COLUMNS * TILE_COLUMNS
 
 
 @_compile
@@ -681,14 +733,14 @@ def find_longest(starts: Integers) -> int:
 def load_keys_values(
     qkv: Floats, start: int, length: int, group: int, heads: int, keys: Floats, values: Floats
 ) -> None:
-    """Copy the keys and values of a group of heads of a sequence, followed by zeros up to a multiple of four rows."""
+    """Copy the keys and values of a group of heads of a sequence, followed by zeros in the rest of their last tile."""
     size = keys.shape[1]
     kv_heads = (qkv.shape[1] // size - heads) // 2
     key_start, value_start = (heads + group) * size, (heads + kv_heads + group) * size
     for t in range(length):
         for i in range(size):
             keys[t, i], values[t, i] = qkv[start + t, key_start + i], qkv[start + t, value_start + i]
-    for t in range(length, -(-length // 4) * 4):
+    for t in range(length, round_up(length, TILE_ROWS)):
         for i in range(size):
             keys[t, i] = values[t, i] = 0
 
@@ -717,19 +769,17 @@ def attend_stream(
     size = output.shape[1] // heads
     group_heads = heads // kv_heads
     longest = find_longest(starts)
-    most_rows, most_columns = -(-longest // 4) * 4, -(-longest * group_heads // VECTOR) * VECTOR
+    most_rows, most_columns = round_up(longest, TILE_ROWS), round_up(longest * group_heads, TILE_COLUMNS)
     keys, values = np.zeros((most_rows, size), np.float32), np.zeros((most_rows, size), np.float32)
-    queries, mix = np.zeros((size, most_columns), np.float32), np.zeros((size, most_columns), np.float32)
+    queries, mix = np.zeros((size, most_columns), np.float32), np.zeros((most_columns, size), np.float32)
     weights, firsts = np.empty((most_rows, most_columns), np.float32), np.zeros(most_rows, np.int64)
     largest, totals = np.zeros(most_columns, np.float32), np.zeros(most_columns, np.float32)
-    powers = np.zeros(most_columns, np.float32)
-    power_bits = powers.view(np.int32)
     scale = np.float32(1) / np.sqrt(np.float32(size))
     for sequence in range(len(starts) - 1):
         start, length = starts[sequence], starts[sequence + 1] - starts[sequence]
         first_query, num_queries = query_starts[sequence], query_starts[sequence + 1] - query_starts[sequence]
         own_positions = positions[first_query : first_query + num_queries]
-        rows, columns = -(-length // 4) * 4, -(-num_queries * group_heads // VECTOR) * VECTOR
+        rows, columns = round_up(length, TILE_ROWS), round_up(num_queries * group_heads, TILE_COLUMNS)
         find_firsts(own_positions, group_heads, rows, firsts)
         for group in range(kv_heads):
             load_keys_values(qkv, start, length, group, heads, keys, values)
@@ -755,7 +805,7 @@ def attend_stream(
                 row_totals = totals[firsts[s] : columns]
                 for c in range(len(row)):
                     row[c] -= row_largest[c]
-                exponentiate(row, len(row), powers, power_bits)
+                exponentiate(row, len(row), np.float32(0))
                 for c in range(len(row)):
                     row_totals[c] += row[c]
             mix_values(values, weights, firsts, mix, rows, columns)
@@ -765,7 +815,7 @@ def attend_stream(
                     log_totals[first_query + query, group * group_heads + head] = largest[c] + np.log(totals[c])
                     inverse = np.float32(1) / totals[c]
                     for i in range(size):
-                        output[first_query + query, channel + i] = mix[i, c] * inverse
+                        output[first_query + query, channel + i] = mix[c, i] * inverse
 
 
 @_compile
@@ -788,22 +838,21 @@ def attend_stream_backward(
     size = output.shape[1] // heads
     group_heads = heads // kv_heads
     longest = find_longest(starts)
-    most_rows, most_columns = -(-longest // 4) * 4, -(-longest * group_heads // VECTOR) * VECTOR
+    most_rows, most_columns = round_up(longest, TILE_ROWS), round_up(longest * group_heads, TILE_COLUMNS)
     keys, values = np.zeros((most_rows, size), np.float32), np.zeros((most_rows, size), np.float32)
     keys_grad, values_grad = np.zeros((most_rows, size), np.float32), np.zeros((most_rows, size), np.float32)
-    queries, queries_grad = np.zeros((size, most_columns), np.float32), np.zeros((size, most_columns), np.float32)
-    mix_grad, firsts = np.zeros((size, most_columns), np.float32), np.zeros(most_rows, np.int64)
+    queries, queries_grad = np.zeros((most_columns, size), np.float32), np.zeros((most_columns, size), np.float32)
+    mix_grad, firsts = np.zeros((most_columns, size), np.float32), np.zeros(most_rows, np.int64)
+    queries_t, mix_grad_t = np.zeros((size, most_columns), np.float32), np.zeros((size, most_columns), np.float32)
     weights = np.empty((most_rows, most_columns), np.float32)
     scores_grad = np.empty((most_rows, most_columns), np.float32)
     norms, products = np.zeros(most_columns, np.float32), np.zeros(most_columns, np.float32)
-    powers = np.zeros(most_columns, np.float32)
-    power_bits = powers.view(np.int32)
     scale = np.float32(1) / np.sqrt(np.float32(size))
     for sequence in range(len(starts) - 1):
         start, length = starts[sequence], starts[sequence + 1] - starts[sequence]
         first_query, num_queries = query_starts[sequence], query_starts[sequence + 1] - query_starts[sequence]
         own_positions = positions[first_query : first_query + num_queries]
-        rows, columns = -(-length // 4) * 4, -(-num_queries * group_heads // VECTOR) * VECTOR
+        rows, columns = round_up(length, TILE_ROWS), round_up(num_queries * group_heads, TILE_COLUMNS)
         find_firsts(own_positions, group_heads, rows, firsts)
         for group in range(kv_heads):
             load_keys_values(qkv, start, length, group, heads, keys, values)
@@ -813,22 +862,25 @@ def attend_stream_backward(
                     c, channel = query * group_heads + head, (group * group_heads + head) * size
                     product = np.float32(0)
                     for i in range(size):
-                        queries[i, c] = qkv[token, channel + i] * scale
-                        mix_grad[i, c] = output_grad[row_index, channel + i]
+                        queries[c, i] = qkv[token, channel + i] * scale
+                        mix_grad[c, i] = output_grad[row_index, channel + i]
                         product += output_grad[row_index, channel + i] * output[row_index, channel + i]
                     products[c], norms[c] = product, log_totals[row_index, group * group_heads + head]
             for c in range(num_queries * group_heads, columns):
                 products[c] = norms[c] = 0
                 for i in range(size):
-                    queries[i, c] = mix_grad[i, c] = 0
-            multiply_keys(keys, queries, firsts, weights, rows, columns)
-            multiply_keys(values, mix_grad, firsts, scores_grad, rows, columns)
+                    queries[c, i] = mix_grad[c, i] = 0
+            for i in range(size):
+                for c in range(columns):
+                    queries_t[i, c], mix_grad_t[i, c] = queries[c, i], mix_grad[c, i]
+            multiply_keys(keys, queries_t, firsts, weights, rows, columns)
+            multiply_keys(values, mix_grad_t, firsts, scores_grad, rows, columns)
             for s in range(rows):
                 row, row_grad = weights[s, firsts[s] : columns], scores_grad[s, firsts[s] : columns]
                 row_norms, row_products = norms[firsts[s] : columns], products[firsts[s] : columns]
                 for c in range(len(row)):
                     row[c] -= row_norms[c]
-                exponentiate(row, len(row), powers, power_bits)
+                exponentiate(row, len(row), np.float32(0))
                 mask_row(weights[s], s, length, own_positions, group_heads, firsts[s], columns, np.float32(0))
                 for c in range(len(row)):
                     row_grad[c] = row[c] * (row_grad[c] - row_products[c])
@@ -840,7 +892,7 @@ def attend_stream_backward(
                 for head in range(group_heads):
                     c, channel = query * group_heads + head, (group * group_heads + head) * size
                     for i in range(size):
-                        qkv_grad[token, channel + i] = queries_grad[i, c] * scale
+                        qkv_grad[token, channel + i] = queries_grad[c, i] * scale
             key_start, value_start = (heads + group) * size, (heads + kv_heads + group) * size
             for t in range(length):
                 for i in range(size):

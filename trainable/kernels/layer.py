@@ -87,8 +87,8 @@ class StreamLayer(torch.autograd.Function):
         residual = torch.addmm(residual, attention, w.output_weight.t())
         mlp_normed, mlp_inverses = _normalize(residual, w.mlp_gain, eps)
         gate_up = mlp_normed @ gate_up_weight.t()
-        gated, powers = gate_up.new_empty(num_queries, len(w.gate_weight)), np.zeros(len(w.gate_weight), np.float32)
-        apply_gate(gate_up.numpy(), gated.numpy(), num_queries, powers, powers.view(np.int32))
+        gated = gate_up.new_empty(num_queries, len(w.gate_weight))
+        apply_gate(gate_up.numpy(), gated.numpy(), num_queries)
         ctx.save_for_backward(
             x,
             normed,

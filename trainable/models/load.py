@@ -182,10 +182,12 @@ def make_codec(tokenizer: Tokenizer) -> Codec:
     """
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+        # The fast variant leaves out the places of the tokens in the text.
+        return [encoding.ids for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(ids: Sequence[Sequence[int] | np.ndarray], skip_special_tokens: bool) -> list[str]:
-        return tokenizer.decode_batch([list(row) for row in ids], skip_special_tokens)
+        rows = [row.tolist() if isinstance(row, np.ndarray) else list(row) for row in ids]
+        return tokenizer.decode_batch(rows, skip_special_tokens)
 
     return Codec(
         encode, partial(decode, skip_special_tokens=True), decode_all=partial(decode, skip_special_tokens=False)

@@ -3,18 +3,19 @@
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from trainable.config.compiled_limits import find_size_obstacle
 from trainable.kernels.compiled import (
     BLOCK_TOKENS,
+    VECTOR,
     DecoderCache,
     DecoderScratch,
     DecoderWeights,
     Floats,
     Integers,
     extend,
+    round_up,
     sample_turn,
 )
 from trainable.models.interface import LanguageModel
@@ -182,7 +183,8 @@ class CompiledConversation:
         return hidden
 
     def _make_cache(self, rows: int, slots: int) -> DecoderCache:
-        shape = self.shape
+        """A cache with at least `slots` slots per row."""
+        shape, slots = self.shape, round_up(slots, VECTOR)
         size = (shape.num_hidden_layers, rows, shape.num_key_value_heads)
         # The two halves of a head's channels have the same angles.
         cosines, sines = (
@@ -245,8 +247,8 @@ def make_scratch(shape: Qwen2Shape, slots: int) -> DecoderScratch:
     def make_rows(size: int) -> Floats:
         return np.zeros((BLOCK_TOKENS, size), dtype=np.float32)
 
-    longest = max(slots, shape.vocab_size, shape.intermediate_size)
-    powers: npt.NDArray[np.float32] = np.zeros(longest, dtype=np.float32)
+    # As many scores as the cache has slots, and one more.
+    longest = round_up(max(slots, shape.vocab_size, shape.intermediate_size), VECTOR) + VECTOR
     return DecoderScratch(
         residual=make_rows(shape.hidden_size),
         normed=make_rows(shape.hidden_size),
@@ -259,6 +261,4 @@ def make_scratch(shape: Qwen2Shape, slots: int) -> DecoderScratch:
         logits=make_rows(shape.vocab_size),
         scores=np.zeros((2, longest), dtype=np.float32),
         mix=np.zeros((2, shape.head_dim), dtype=np.float32),
-        powers=powers,
-        power_bits=powers.view(np.int32),
     )

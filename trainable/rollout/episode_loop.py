@@ -259,18 +259,23 @@ def _make_episode(
     state: _EpisodeState, limits: EpisodeLimits, compute_rewards: RewardFunction | None = None
 ) -> Episode:
     """Make the record of a finished episode; tokens that were not sampled have mask False, log-prob and entropy 0."""
-    lengths = [len(ids) for ids in state.tokens]
-    # A prompt has no reply; zeros stand in for its log-probs and entropies.
-    zero_arrays = [np.zeros(size, dtype=np.float32) for size in lengths]
-    pairs = list(zip(state.replies, zero_arrays, strict=True))
+    tokens = np.concatenate(state.tokens)
+    mask, turns = np.zeros(len(tokens), dtype=bool), np.zeros(len(tokens), dtype=np.int64)
+    logprobs, entropies = np.zeros(len(tokens), dtype=np.float32), np.zeros(len(tokens), dtype=np.float32)
+    end = 0
+    for ids, reply, turn in zip(state.tokens, state.replies, state.turns, strict=True):
+        start, end = end, end + len(ids)
+        turns[start:end] = turn
+        if reply is not None:
+            mask[start:end], logprobs[start:end], entropies[start:end] = True, reply.logprobs, reply.entropies
     return Episode(
         level_seed=state.level.seed,
         group=state.group,
-        tokens=np.concatenate(state.tokens),
-        mask=np.repeat([reply is not None for reply in state.replies], lengths),
-        logprobs=np.concatenate([zeros if reply is None else reply.logprobs for reply, zeros in pairs]),
-        entropies=np.concatenate([zeros if reply is None else reply.entropies for reply, zeros in pairs]),
-        turns=np.repeat(state.turns, lengths),
+        tokens=tokens,
+        mask=mask,
+        logprobs=logprobs,
+        entropies=entropies,
+        turns=turns,
         turn_rewards=_compute_turn_rewards(state, limits, compute_rewards),
         turn_actions=tuple(state.turn_actions),
         turn_validity=tuple(state.turn_validity),

@@ -109,7 +109,8 @@ def test_a_number_that_is_not_finite_stays_visible() -> None:
 def test_training_steps_are_those_of_torch(overrides: dict[str, object]) -> None:
     steps = []
     for is_compiled in (False, True):
-        trainer = make_quiet_trainer(**overrides, model__compiled_passes=is_compiled)
+        # With seed 0, the ratio of one token is at the boundary of the clip range up to rounding.
+        trainer = make_quiet_trainer(**overrides, seed=1, model__compiled_passes=is_compiled)
         assert trainer.model.model.pass_settings.compiled == is_compiled
         before = copy_weights(trainer)
         rows = run_steps(trainer, 2)
@@ -117,7 +118,7 @@ def test_training_steps_are_those_of_torch(overrides: dict[str, object]) -> None
         steps.append((rows, {name: weight - before[name] for name, weight in after.items()}))
     (expected_rows, expected_changes), (rows, changes) = steps
     for expected_row, row in zip(expected_rows, rows, strict=True):
-        for name in ("train_reward", "pg_loss", "actor_grad_norm", "entropy", "trained_tokens"):
+        for name in ("train_reward", "pg_loss", "pg_clipfrac", "actor_grad_norm", "entropy", "trained_tokens"):
             assert row[name] == pytest.approx(expected_row[name], rel=1e-3, abs=1e-5), name
     for name, change in changes.items():
         # AdamW turns rounding of a tiny gradient into a change of up to the learning rate, in a few weights.

@@ -16,6 +16,7 @@ SYMBOLS: dict[Tile, str] = {
 }
 
 _SYMBOLS_BY_CODE = tuple(SYMBOLS[tile] for tile in sorted(Tile))
+_SYMBOL_TABLE = dict(enumerate(_SYMBOLS_BY_CODE))
 _CODES_BY_SYMBOL = {symbol: int(tile) for tile, symbol in SYMBOLS.items()}
 # A target is listed even if a box or the player is on it, so such a cell appears in two lines.
 _COORDINATE_LINES: tuple[tuple[str, tuple[int, ...]], ...] = (
@@ -65,7 +66,8 @@ def parse_grid(text: str) -> Cells:
 
 
 def _render_grid(cells: Cells) -> str:
-    return "\n".join("".join(_SYMBOLS_BY_CODE[code] for code in row) for row in cells.tolist())
+    symbols = cells.tobytes().decode("latin-1").translate(_SYMBOL_TABLE)  # each cell is the character of its code
+    return "\n".join([symbols[start : start + cells.shape[1]] for start in range(0, cells.size, cells.shape[1])])
 
 
 def _render_coordinates(cells: Cells) -> str:
