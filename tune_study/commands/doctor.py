@@ -12,14 +12,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import IO, NamedTuple
 
 import psutil
 from rich.console import Console
+from rich.filesize import decimal
 
+from search_spaces import STUDIES
 from search_spaces.declaration.presets import PRESETS
 from trainable.config.command_lines import quote_argument
 from trainable.config.constants import SHIPPED_MODELS
@@ -30,10 +32,12 @@ from tune_study.host.console import print_line, print_table
 from tune_study.host.gpus import Gpu, count_cpus, detect_gpus
 from tune_study.host.machine_checks import CheckResult
 from tune_study.host.session_folder import FOLDER_PREFIX, RAY_SUBFOLDER
+from tune_study.placement.disk import estimate_disk_budget
 from tune_study.placement.model_files import check_model
-from tune_study.placement.resources import choose_preset, make_bundles
+from tune_study.placement.resources import check_engines, choose_preset, make_bundles, preflight
 from tune_study.plan.errors import PlanError
 from tune_study.plan.resource_plan import ResourcePlan
+from tune_study.plan.study_plan import make_plan
 
 _TIMEOUT_S = 120.0
 """Time limit of an import, and of Ray's start. On a busy machine with two cores they take 10 s."""
@@ -112,7 +116,8 @@ def run_checks(
         ("output", lambda: machine_checks.check_output(output)),
         ("network", lambda: [machine_checks.check_ports(), machine_checks.check_host_name(socket.gethostname())]),
         ("Ray's sockets", lambda: [machine_checks.check_socket_path(ray_folder)]),
-        ("model", lambda: [check_preset_model(chosen_preset, environ)]),
+        ("model", lambda: [check_preset_model(chosen_preset, environ, is_needed=preset is not None)]),
+        ("preset", lambda: check_preset_needs(chosen_preset, gpus, output, environ)),
         ("GPU", lambda: machine_checks.check_gpus(gpus, len(detect_gpus(environ={})))),
         ("Importing torch ...", lambda: check_torch(gpus, environ)),
         ("Importing ray.tune ...", lambda: [check_import("ray.tune", environ)]),
@@ -206,8 +211,11 @@ def find_unmet(requirements: Iterable[str], extra: str) -> dict[str, str]:
     return unmet_requirements
 
 
-def check_preset_model(preset: str, environ: Mapping[str, str]) -> CheckResult:
-    """Check the model of a preset. A damaged shipped model is a problem; another model that is missing is a remark."""
+def check_preset_model(preset: str, environ: Mapping[str, str], *, is_needed: bool) -> CheckResult:
+    """Check the model of a preset. A damaged shipped model is a problem, and so is another one that is missing.
+
+    is_needed: whether the preset was typed. Without it, a model that is missing is only a remark.
+    """
     path = apply_overrides(RunConfig(), PRESETS[preset].settings).model.path
     shipped_model = SHIPPED_MODELS.get(path)
     try:
@@ -216,10 +224,43 @@ def check_preset_model(preset: str, environ: Mapping[str, str]) -> CheckResult:
         detail = str(error).partition(". ")[0]  # the first sentence; the report has advice of its own
         if shipped_model is not None:
             return CheckResult("model", "problem", detail, "Install tune_study again.")
-        return CheckResult(
-            "model", "remark", detail, f"Type `hf download {quote_argument(path)}`, or choose another with --model."
-        )
+        advice = f"Type `hf download {quote_argument(path)}`, or choose another with --model."
+        return CheckResult("model", "problem" if is_needed else "remark", detail, advice)
     return CheckResult("model", "ok", f"{path} is available")
+
+
+def check_preset_needs(
+    preset: str, gpus: Sequence[Gpu], output: Path, environ: Mapping[str, str]
+) -> Iterator[CheckResult]:
+    """Check what a preset for GPUs needs beside what every run needs: a GPU, its engines, and room for a KL sweep.
+
+    Yields nothing for a preset that needs no GPU. A model whose size is not known is not counted in the room on disk.
+    """
+    if not PRESETS[preset].uses_gpus:
+        return
+    if gpus:
+        yield CheckResult("GPU of the preset", "ok", f"{len(gpus)} x {gpus[0].name}")
+    else:
+        detail, advice = f"preset {preset} trains on a GPU, and none is visible", "Use a machine with one, or laptop."
+        yield CheckResult("GPU of the preset", "problem", detail, advice)
+    plan = make_plan(STUDIES["kl"], preset, "checked by doctor", {}, None, None, output)
+    try:
+        check_engines(plan.ppo_config, environ)
+        yield CheckResult("engines of the preset", "ok", f"sampling by {plan.ppo_config.rollout.name}")
+    except PlanError as error:
+        detail, _, advice = str(error).partition(": ")
+        yield CheckResult("engines of the preset", "problem", detail, advice[:1].upper() + advice[1:])
+    resource_plan = preflight(plan, None, tuple(gpus), count_cpus(), None, is_real=False)
+    budget = estimate_disk_budget(plan, resource_plan, environ)
+    if budget.total_bytes is None:
+        yield CheckResult("disk of a KL sweep", "remark", "not known before the model is here", "Download the model.")
+        return
+    detail = f"needs {decimal(budget.total_bytes)}, {decimal(budget.free_bytes)} free"
+    if budget.total_bytes <= budget.free_bytes:
+        yield CheckResult("disk of a KL sweep", "ok", detail)
+    else:
+        advice = "Free some space, type --output with a larger disk, or --storage with a bucket."
+        yield CheckResult("disk of a KL sweep", "problem", detail, advice)
 
 
 def check_torch(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> list[CheckResult]:

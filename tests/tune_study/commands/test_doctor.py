@@ -4,7 +4,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 
@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from trainable.config.constants import ShippedModel
+from trainable.config.run_config import RunConfig
 from tune_study.commands import doctor
 from tune_study.host import machine_checks
 from tune_study.host.gpus import Gpu
 from tune_study.host.machine_checks import CheckResult
+from tune_study.placement import resources
 from tune_study.plan.errors import PlanError
 
 H100 = Gpu("0", "GPU-5a4b", "NVIDIA H100 80GB HBM3")
@@ -205,23 +207,49 @@ def test_a_process_is_ended_with_its_children() -> None:
 # Model and Ray
 
 
-def test_a_model_that_is_not_here_is_a_remark_with_the_command(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("is_needed", "severity"), [(False, "remark"), (True, "problem")])
+def test_a_model_that_is_not_here_comes_with_the_command(tmp_path: Path, is_needed: bool, severity: str) -> None:
     environ = {"HF_HUB_CACHE": str(tmp_path)}
-    result = doctor.check_preset_model("paper", environ)
-    assert (result.severity, result.advice.split(",")[0]) == ("remark", "Type `hf download Qwen/Qwen2.5-3B`")
+    result = doctor.check_preset_model("paper", environ, is_needed=is_needed)
+    assert (result.severity, result.advice.split(",")[0]) == (severity, "Type `hf download Qwen/Qwen2.5-3B`")
     model_folder = tmp_path / "models--Qwen--Qwen2.5-3B" / "snapshots" / "abc"
     model_folder.mkdir(parents=True)
     (model_folder / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
     (model_folder / "model.safetensors").touch()
-    assert "no tokenizer.json" in doctor.check_preset_model("paper", environ).detail
+    assert "no tokenizer.json" in doctor.check_preset_model("paper", environ, is_needed=is_needed).detail
     (model_folder / "tokenizer.json").touch()
-    assert doctor.check_preset_model("paper", environ).severity == "ok"
+    assert doctor.check_preset_model("paper", environ, is_needed=is_needed).severity == "ok"
 
 
 def test_the_shipped_model_must_be_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor.check_preset_model("laptop", {}).severity == "ok"
+    assert doctor.check_preset_model("laptop", {}, is_needed=True).severity == "ok"
     monkeypatch.setattr(doctor, "SHIPPED_MODELS", {"sokoban-tiny": ShippedModel(tmp_path, "sokoban")})
-    assert doctor.check_preset_model("laptop", {}).severity == "problem"
+    assert doctor.check_preset_model("laptop", {}, is_needed=True).severity == "problem"
+
+
+def list_severities(gpus: Sequence[Gpu], output: Path) -> dict[str, str]:
+    return {result.name: result.severity for result in doctor.check_preset_needs("paper", gpus, output, {})}
+
+
+def test_a_preset_for_gpus_needs_a_gpu_its_engine_and_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(doctor.check_preset_needs("laptop", (), tmp_path, {})) == []
+    monkeypatch.setattr(resources, "check_sampler", lambda config, environ: None)
+    gpu = Gpu("0", "GPU-0", "NVIDIA H100 80GB HBM3")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**14))
+    names = ("GPU of the preset", "engines of the preset", "disk of a KL sweep")
+    assert list_severities([gpu], tmp_path) == dict.fromkeys(names, "ok")
+    assert list_severities([], tmp_path) == {**dict.fromkeys(names, "ok"), names[0]: "problem"}
+
+    def refuse(config: RunConfig, environ: Mapping[str, str]) -> None:
+        raise PlanError("rollout.name=vllm needs vLLM, which is not installed: type `pip install vllm`.")
+
+    monkeypatch.setattr(resources, "check_sampler", refuse)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**12))  # 18 states of 74 GB do not fit
+    engine, room = list(doctor.check_preset_needs("paper", [gpu], tmp_path, {}))[1:]
+    assert (engine.severity, engine.advice) == ("problem", "Type `pip install vllm`.")
+    assert engine.detail == "rollout.name=vllm needs vLLM, which is not installed"
+    assert (room.severity, "1.0 TB free" in room.detail) == ("problem", True)
 
 
 def test_a_ray_that_cannot_start_names_its_logs(short_folder: Path) -> None:
