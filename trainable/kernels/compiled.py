@@ -539,13 +539,13 @@ def sample_turn(
     lengths: Integers,
     uniforms: Floats,
     temperature: np.float32,
-    stop_token: int,
+    stop_tokens: Integers,
     token_ids: Integers,
     logprobs: Floats,
     entropies: Floats,
     counts: Integers,
 ) -> None:
-    """Sample a reply of at most `steps` tokens of B rows of the cache, each until its stop token.
+    """Sample a reply of at most `steps` tokens of B rows of the cache, each up to the first of `stop_tokens`.
 
     LANES rows are sampled together; the next row takes the place of one that has ended.
 
@@ -577,7 +577,10 @@ def sample_turn(
             token, logprob, entropy = draw_token(logits[lane], temperature, uniforms[reply, step], scores[0])
             token_ids[reply, step], logprobs[reply, step], entropies[reply, step] = token, logprob, entropy
             counts[reply] += 1
-            if token != stop_token and step + 1 < steps:
+            is_over = step + 1 == steps
+            for stop_token in stop_tokens:
+                is_over = is_over or token == stop_token
+            if not is_over:
                 # Entries of `live` up to here have been read already, so they can be replaced.
                 live[next_count], next_tokens[next_count] = reply, token
                 next_rows[next_count], next_positions[next_count] = rows[reply], lengths[rows[reply]]

@@ -52,6 +52,24 @@ class Policy:
         marker: int | None = self.tokenizer.token_to_id(self.chat_format.end_marker)
         return self.model.shape.eos_token_id if marker is None else marker
 
+    @property
+    def other_stop_tokens(self) -> tuple[int, ...]:
+        """Further tokens that end a reply: the end-of-text tokens that the model's files name.
+
+        A base model ends many replies with its end-of-text token, and would go on with noise up to the maximum length.
+        """
+        return tuple(sorted(read_end_tokens(self.folder) - {self.stop_token}))
+
+
+def read_end_tokens(folder: Path) -> set[int]:
+    """The tokens at which a model ends a text: those of config.json and of generation_config.json."""
+    end_tokens: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        path = folder / name
+        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        end_tokens |= {token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int)}
+    return end_tokens
+
 
 def find_model(path: str) -> Path:
     """The local folder of a model: a shipped one or its teacher, a folder, or a hub id in the local cache.

@@ -123,6 +123,7 @@ class PPOTrainer:
         self.base_fingerprint, self.reference_fingerprint = networks.base_fingerprint, networks.reference_fingerprint
         self.model = policy.model
         self.codec, self.stop_token = make_codec(policy.tokenizer), policy.stop_token
+        self.other_stop_tokens = policy.other_stop_tokens
         self.backends = make_backends(config, world, self.model, self.value_head, self.critic)
         kl_settings = config.algorithm.kl_ctrl
         horizon = kl_settings.horizon if kl_settings.type == "adaptive" else None  # None keeps the coefficient fixed
@@ -297,7 +298,8 @@ class PPOTrainer:
         return list(chain_blocks(self.world.all_gather_object(local_episodes)))
 
     def _make_sampling_params(self, temperature: float) -> SamplingParams:
-        return SamplingParams(temperature, self.config.rollout.response_length, self.stop_token)
+        length = self.config.rollout.response_length
+        return SamplingParams(temperature, length, self.stop_token, self.other_stop_tokens)
 
     def _prepare_selected(self, selection: Selection, timer: PhaseTimer) -> PreparedBatch:
         """Make the batch of the current step from the selected groups."""

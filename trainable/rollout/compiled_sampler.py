@@ -134,7 +134,7 @@ class CompiledConversation:
             self.lengths,
             uniforms,
             np.float32(temperature),
-            self.params.stop_token,
+            np.array([self.params.stop_token, *self.params.other_stop_tokens], dtype=np.int64),
             token_ids,
             logprobs,
             entropies,

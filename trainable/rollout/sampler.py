@@ -12,13 +12,15 @@ import numpy.typing as npt
 class SamplingParams:
     """Parameters of sampling.
 
-    temperature: 0 takes the most likely token. max_new_tokens: maximum tokens per reply. stop_token: the token that
-    ends a reply, and is part of it.
+    temperature: 0 takes the most likely token. max_new_tokens: maximum tokens per reply. stop_token: the end marker of
+    the chat format, which ends a reply and is part of it. other_stop_tokens: further tokens of which the same is true,
+    such as the end-of-text token of a base model.
     """
 
     temperature: float
     max_new_tokens: int
     stop_token: int
+    other_stop_tokens: tuple[int, ...] = ()
 
 
 class SampledReply(NamedTuple):
@@ -26,7 +28,8 @@ class SampledReply(NamedTuple):
 
     token_ids: (N,). logprobs, entropies: (N,), in nats, of the distributions that the tokens were drawn from; at
     temperature 0, of the distributions at temperature 1. Entropies are NaN if the engine has none. finished: whether
-    the stop token was sampled, as opposed to a reply that was cut at max_new_tokens.
+    the last token is the end marker, after which the next message can begin, as opposed to another token that ended the
+    reply and to a reply that was cut at max_new_tokens.
     """
 
     token_ids: npt.NDArray[np.int64]

@@ -129,7 +129,9 @@ class TorchConversation:
             for buffer, column in zip((buffers.token_ids, buffers.logprobs, buffers.entropies), samples, strict=True):
                 buffer[:active_count, step] = column
             buffers.lengths[:active_count] += live_mask  # before the mask is updated: the stop token counts
-            tokens, live_mask = samples[0], live_mask & (samples[0] != self.params.stop_token)
+            tokens = samples[0]
+            for stop_token in (self.params.stop_token, *self.params.other_stop_tokens):
+                live_mask = live_mask & (tokens != stop_token)
             live_count = int(live_mask.sum())
             # The last tokens are not appended to the cache here: the next turn appends them with its new tokens.
             if step + 1 == self.params.max_new_tokens or live_count == 0:

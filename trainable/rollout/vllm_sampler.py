@@ -231,7 +231,7 @@ class VllmConversation:
             temperature=self.params.temperature,
             logprobs=0,  # of the sampled token only
             seed=int(self.row_rngs[row].integers(2**62)),  # fits a signed 64-bit integer
-            stop_token_ids=[self.params.stop_token],
+            stop_token_ids=[self.params.stop_token, *self.params.other_stop_tokens],
         )
 
     def _make_reply(self, completion: Any) -> SampledReply:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.fakes.scripted import make_qwen2_shape, make_random_model
-from trainable.models.load import Policy, find_model, load_policy, make_codec, make_critic
+from trainable.models.load import Policy, find_model, load_policy, make_codec, make_critic, read_end_tokens
 from trainable.models.qwen2 import Qwen2
 from trainable.tiny.policies import SOKOBAN_TINY
 from trainable.tiny.tokenizer import write_tokenizer
@@ -59,6 +59,31 @@ def test_a_missing_weight_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(RuntimeError, match="Missing key"):
         load_policy(str(tmp_path), CPU)
+
+
+@pytest.mark.parametrize(
+    ("files", "tokens"),
+    [
+        ({"config.json": 7}, {7}),
+        ({"config.json": 7, "generation_config.json": [7, 9]}, {7, 9}),
+        ({"config.json": [7, 8]}, {7, 8}),
+        ({"config.json": None}, set()),
+        ({}, set()),
+    ],
+    ids=str,
+)
+def test_a_reply_may_end_at_every_end_token_that_the_files_name(
+    tmp_path: Path, files: dict[str, int | list[int] | None], tokens: set[int]
+) -> None:
+    for name, value in files.items():
+        (tmp_path / name).write_text(json.dumps({"eos_token_id": value} if value is not None else {}))
+    assert read_end_tokens(tmp_path) == tokens
+
+
+def test_the_end_marker_of_the_chat_is_no_other_stop_token() -> None:
+    policy = load_policy("sokoban-tiny", torch.device("cpu"))
+    assert read_end_tokens(policy.folder) == {policy.stop_token}
+    assert policy.other_stop_tokens == ()
 
 
 def test_the_shipped_model_is_found_by_its_name() -> None:

@@ -226,6 +226,32 @@ def test_conversations_are_those_of_the_torch_sampler(sizes: dict[str, object], 
     assert len(differing_rows) <= 1
 
 
+@pytest.mark.parametrize("sampler_class", [TorchSampler, CompiledSampler])
+def test_a_reply_ends_at_each_of_the_stop_tokens(sampler_class: type[TorchSampler] | type[CompiledSampler]) -> None:
+    model = make_random_model(make_qwen2_shape(), seed=5, std=0.25)
+
+    def sample(*other_stop_tokens: int) -> list[SampledReply]:
+        params = SamplingParams(1.0, REPLY_TOKENS, 2, other_stop_tokens)
+        conversation = sampler_class(model).start_conversation(PROMPTS, 8, params, np.random.default_rng(3))
+        return conversation.sample_replies(range(8 * len(PROMPTS)), [[]] * 8 * len(PROMPTS))
+
+    whole = sample()
+    # The two tokens that occur in most replies before their end.
+    counts = np.bincount(np.concatenate([np.unique(reply.token_ids[:-1]) for reply in whole]))
+    counts[2] = 0
+    others = {int(token) for token in np.argsort(-counts)[:2]}
+    num_cut = 0
+    for reply, expected in zip(sample(*others), whole, strict=True):
+        tokens = expected.token_ids.tolist()
+        length = next((place for place, token in enumerate(tokens, 1) if token in others), len(tokens))
+        num_cut += length < len(tokens)
+        assert reply.token_ids.tolist() == tokens[:length]
+        np.testing.assert_allclose(reply.logprobs, expected.logprobs[:length], atol=1e-6)
+        # After another token than the end marker, the next message has to begin with the marker.
+        assert reply.finished == (tokens[length - 1] == 2)
+    assert num_cut > 8
+
+
 def test_more_rows_than_are_sampled_together() -> None:
     model = make_random_model(make_qwen2_shape(), seed=5, std=0.25)
     copies = kernels.BLOCK_TOKENS
