@@ -306,6 +306,7 @@ def test_the_report_says_what_to_do() -> None:
 def test_on_a_broken_machine_every_check_answers(tmp_path: Path) -> None:
     environ = shadow_modules(tmp_path, torch=KILL_ITSELF, ray=KILL_ITSELF, transformers="import no_such_module")
     environ |= {"CUDA_VISIBLE_DEVICES": "", "RAY_TMPDIR": str(tmp_path / ("x" * 99)), **SECRETS}
+    environ |= {"HF_HOME": str(tmp_path / "hub")}
     (tmp_path / "taken").touch()
     console = Console(file=StringIO(), width=40)
     assert doctor.diagnose(console, tmp_path / "taken" / "below", "paper", environ) == 1
@@ -313,13 +314,17 @@ def test_on_a_broken_machine_every_check_answers(tmp_path: Path) -> None:
     problem_names = [
         "write access",
         "Ray's sockets",
+        "model",
+        "GPU of the preset",
         "import torch",
         "import ray.tune",
         "import transformers",
         "start Ray",
     ]
-    assert re.findall(r"^problem: (.*?): ", text, flags=re.MULTILINE) == problem_names
-    assert text.splitlines()[-1] == "6 problems to solve before a run."
+    names = re.findall(r"^problem: (.*?): ", text, flags=re.MULTILINE)
+    # Whether vLLM is installed, and whether a 3B sweep fits on the disk, depends on the machine.
+    assert [name for name in names if name not in ("engines of the preset", "disk of a KL sweep")] == problem_names
+    assert text.splitlines()[-1] == f"{len(names)} problems to solve before a run."
     assert "s3cret" not in text
 
 
