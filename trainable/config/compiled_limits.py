@@ -12,7 +12,7 @@ MAX_MATRIX_SIZE = 4_000_000
 """Most elements of a weight matrix; each is read again for every few rows."""
 
 MULTIPLE = 4
-"""Sizes of a model must be multiples of this, since the compiled products take that many inputs at a time."""
+"""Sizes of a model must be multiples of this: compiled products take inputs in groups, and these sizes are tested."""
 
 
 def is_plain_qwen2(config: Mapping[str, Any]) -> bool:

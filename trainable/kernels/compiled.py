@@ -69,7 +69,7 @@ class DecoderWeights(NamedTuple):
 
 
 class DecoderCache(NamedTuple):
-    """Keys and values of R rows with S slots each, and the rotary table of the slots.
+    """Keys and values of R rows with S slots each, a multiple of VECTOR, and the rotary table of the slots.
 
     keys: (L, R, kv_heads, head_dim, S), so that the scores of all slots are computed together. values: (L, R, kv_heads,
     S, head_dim). cosines, sines: (S, head_dim / 2).
@@ -84,7 +84,7 @@ class DecoderCache(NamedTuple):
 class DecoderScratch(NamedTuple):
     """Memory of a pass over at most BLOCK_TOKENS tokens, one row per token in the arrays from `residual` to `logits`.
 
-    scores: (2, slots or more). mix: (2, head_dim).
+    scores: (2, VECTOR more than the slots, or more). mix: (2, head_dim).
     """
 
     residual: Floats
@@ -121,6 +121,14 @@ def make_bit_reader() -> Callable[[np.int32], np.float32]:
     return cast(Callable[[np.int32], np.float32], intrinsic(read))
 
 
+def _point(builder: Any, array: Any, row: Any, column: Any) -> Any:
+    """The address of an element of a matrix, in LLVM's language."""
+    row_stride, column_stride = (builder.extract_value(array.strides, axis) for axis in range(2))
+    offset = builder.add(builder.mul(row, row_stride), builder.mul(column, column_stride))
+    address = builder.gep(builder.bitcast(array.data, ir.IntType(8).as_pointer()), [offset])
+    return builder.bitcast(address, ir.FloatType().as_pointer())
+
+
 def make_tile_product(rows: int, vectors: int, chains: int) -> Callable[..., None]:
     """Make the product of a tile, for compiled code: y[row : row + rows, column : column + vectors * VECTOR] becomes
     x[row : row + rows, start : end] @ weight[start : end, column : column + vectors * VECTOR].
@@ -140,22 +148,16 @@ def make_tile_product(rows: int, vectors: int, chains: int) -> Callable[..., Non
         def add(number: Any, constant: int) -> Any:
             return builder.add(number, ir.Constant(size, constant))
 
-        def point(array: Any, row: Any, column: Any) -> Any:
-            """The address of an element."""
-            row_stride, column_stride = (builder.extract_value(array.strides, axis) for axis in range(2))
-            offset = builder.add(builder.mul(row, row_stride), builder.mul(column, column_stride))
-            address = builder.gep(builder.bitcast(array.data, ir.IntType(8).as_pointer()), [offset])
-            return builder.bitcast(address, ir.FloatType().as_pointer())
-
         def point_vector(array: Any, row: Any, vector: int) -> Any:
-            return builder.bitcast(point(array, row, add(column, vector * VECTOR)), floats.as_pointer())
+            address = _point(builder, array, row, add(column, vector * VECTOR))
+            return builder.bitcast(address, floats.as_pointer())
 
         def multiply_add(index: Any, sums: dict[tuple[int, int], Any]) -> dict[tuple[int, int], Any]:
             """The sums after the products of one input."""
             weights = [builder.load(point_vector(weight, index, vector), align=4) for vector in range(vectors)]
             new_sums, nothing = {}, ir.Constant(floats, ir.Undefined)
             for i in range(rows):
-                factor = builder.load(point(x, add(row, i), index))
+                factor = builder.load(_point(builder, x, add(row, i), index))
                 first = builder.insert_element(nothing, factor, ir.Constant(ir.IntType(32), 0))
                 factors = builder.shuffle_vector(first, nothing, ir.Constant(indices, [0] * VECTOR))
                 for vector in range(vectors):
@@ -207,6 +209,19 @@ multiply_narrow_pair = make_tile_product(2, 1, chains=2)
 
 
 @_compile
+def multiply_rest(
+    x: Floats, weight: Floats, y: Floats, rows: tuple[int, int], columns: tuple[int, int], inputs: tuple[int, int]
+) -> None:
+    """The columns of a product that do not fill a vector. Each pair is a first index and the index after the last."""
+    for r in range(rows[0], rows[1]):
+        for o in range(columns[0], columns[1]):
+            y[r, o] = 0
+        for i in range(inputs[0], inputs[1]):
+            for o in range(columns[0], columns[1]):
+                y[r, o] += x[r, i] * weight[i, o]
+
+
+@_compile
 def multiply_rows(
     x: Floats, weight: Floats, y: Floats, row: int, columns: tuple[int, int], inputs: tuple[int, int]
 ) -> None:
@@ -221,12 +236,7 @@ def multiply_rows(
     while column + VECTOR <= columns[1]:
         multiply_narrow_tile(x, weight, y, row, column, start, end)
         column += VECTOR
-    for r in range(row, row + TILE_ROWS):
-        for o in range(column, columns[1]):
-            y[r, o] = 0
-        for i in range(start, end):
-            for o in range(column, columns[1]):
-                y[r, o] += x[r, i] * weight[i, o]
+    multiply_rest(x, weight, y, (row, row + TILE_ROWS), (column, columns[1]), inputs)
 
 
 @_compile
@@ -246,12 +256,7 @@ def multiply_pair(x: Floats, weight: Floats, y: Floats, columns: int, inputs: in
     while column + VECTOR <= columns:
         multiply_narrow_pair(x, weight, y, 0, column, 0, inputs)
         column += VECTOR
-    for r in range(2):
-        for o in range(column, columns):
-            y[r, o] = 0
-        for i in range(inputs):
-            for o in range(column, columns):
-                y[r, o] += x[r, i] * weight[i, o]
+    multiply_rest(x, weight, y, (0, 2), (column, columns), (0, inputs))
 
 
 @_compile

@@ -84,6 +84,9 @@ def test_a_search_runs_in_rounds_and_ends_with_its_confirmation(tmp_path: Path) 
     study = optuna.load_study(study_name=plan.run, storage=storage)
     assert [trial.user_attrs["arm"] for trial in study.trials] == list(table["arm"])
     assert [trial.value for trial in study.trials] == pytest.approx(table["success"].to_list())
+    # The same command again trains nothing.
+    code, text = run(make_toy_search(tmp_path, 7))
+    assert (code, "0 of 14 runs remain" in text) == (0, True)
 
 
 TINY_SETTINGS = {
