@@ -8,7 +8,7 @@ BENCH := .venv-bench/bin
 # two cores there was nothing left, and single tests of studies took over ten times as long as alone.
 PARALLEL := --numprocesses 3
 
-.PHONY: setup compile kl entropy top-p collapse test test-faults test-ci attack replicates test-engines test-all check format bench bench-engines clean
+.PHONY: setup compile kl entropy top-p collapse test test-faults test-ci test-slow attack replicates test-engines test-all check format bench bench-engines clean
 
 setup: .venv/ready
 
@@ -76,6 +76,10 @@ attack: setup
 
 test-engines: .venv-engines/ready
 	OMP_NUM_THREADS=1 $(ENGINES)/python -m pytest -m engines tests/engines
+
+# Studies through Ray and trainings that take too long for CI.
+test-slow: setup compile
+	$(QUICK) $(PARALLEL) -m "slow and not faults and not engines" $(SHOW_VALUES)
 
 test-all: check
 	$(BIN)/python -m pytest

@@ -450,6 +450,12 @@ def test_a_class_has_a_name_of_its_own() -> None:
         ("import search_spaces", ("torch", "ray", "transformers")),
         ("import tune_study.commands.cli", ("torch", "ray", "transformers", "matplotlib", "pandas")),
         ("import trainable.ppo.trainer", ("ray", "transformers", "vllm", "deepspeed", "peft")),
+        # What a study's driver imports.
+        (
+            "from tune_study.tune import run; run.import_tensorboard(); import tensorboardX, tune_study.tune.callbacks, "
+            "trainable.trial, analysis.report.pages",
+            ("torch", "transformers", "numba"),
+        ),
     ],
 )
 def test_light_imports_stay_light(statement: str, absent: tuple[str, ...]) -> None:

@@ -49,8 +49,10 @@ ALLOWED_WARNINGS = {
     # The imports of vLLM itself warn.
     "rollout_engines.py": ("DeprecationWarning", "FutureWarning", "UserWarning"),
 }
-SLOW_SCRIPTS = ("sweep_growth.py", "sweep_overhead.py")
+RAY_SCRIPTS = ("sweep_growth.py", "sweep_overhead.py")
 """Benchmarks that start Ray."""
+SLOW_SCRIPTS = (*RAY_SCRIPTS, "cross_scoring.py", "edge_coverage.py", "grid_report.py", "packing.py")
+"""Benchmarks that take longer than ten seconds even with short options."""
 PHASES = ["rollout_stand_in", "collapse", "values", "reference", "update_critic", "update_actor"]
 
 
@@ -75,7 +77,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @functools.cache
 def run_benchmark(script: str, *options: str) -> subprocess.CompletedProcess[str]:
     """Run a benchmark once for all tests that need the same options."""
-    if script not in ALLOWED_WARNINGS and script not in SLOW_SCRIPTS:
+    if script not in ALLOWED_WARNINGS and script not in RAY_SCRIPTS:
         return run_python(["-W", "error", str(FOLDER / script), *options], Path.cwd())
     warning_options = [word for category in ALLOWED_WARNINGS.get(script, ()) for word in ("-W", f"default::{category}")]
     command = [sys.executable, "-W", "error", *warning_options, str(FOLDER / script), *options]

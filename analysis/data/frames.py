@@ -1,6 +1,6 @@
 """`StudyFrames`: the results of a study as typed tables, with functions to combine, write and compare them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -135,12 +135,19 @@ def to_records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 def cast_frame(frame: pd.DataFrame, schema: Mapping[str, str]) -> pd.DataFrame:
     """`frame` with every column of `schema` in its type, even if all values are missing. Other columns come last."""
+    series = dict(frame.items())
+    # One for all columns of a type that the frame lacks: a study of few steps has more of these than others.
+    missing_columns = {kind: _make_missing_column(frame, kind) for kind in _list_missing_kinds(schema, series)}
     columns = {
-        name: _cast_column(frame[name], kind) if name in frame else _make_missing_column(frame, kind)
+        name: _cast_column(series[name], kind) if name in series else missing_columns[kind]
         for name, kind in schema.items()
     }
-    extra_columns = {name: _fill_text(frame[name]) for name in frame.columns if name not in schema}
+    extra_columns = {name: _fill_text(values) for name, values in series.items() if name not in schema}
     return pd.DataFrame({**columns, **extra_columns}, index=frame.index).reset_index(drop=True)
+
+
+def _list_missing_kinds(schema: Mapping[str, str], present_columns: Container[Any]) -> set[str]:
+    return {kind for name, kind in schema.items() if name not in present_columns}
 
 
 def _cast_column(values: Any, dtype: str) -> Any:

@@ -18,12 +18,18 @@ _NAME_FORMATTERS = (FixedFormatter, FuncFormatter, StrCategoryFormatter)
 
 
 def save_figure(figure: Figure, target: Path | IO[bytes], **options: Any) -> None:
-    """Save a figure with `Figure.savefig`, with every dollar sign in a label as it is."""
+    """Save a figure with `Figure.savefig`, with every dollar sign in a label as it is.
+
+    The layout is computed once. `savefig` would compute it twice, and again for every other format of the figure.
+    """
     axes_of_numbers: list[Any] = [axis for axis in figure.findobj(Axis) if _labels_numbers(axis)]
     number_labels = {id(label) for axis in axes_of_numbers for label in axis.get_ticklabels(which="both")}
     for text in figure.findobj(Text):
         if id(text) not in number_labels:
             text.set_parse_math(False)
+    if figure.get_layout_engine() is not None:
+        figure.draw_without_rendering()
+        figure.set_layout_engine(None)  # the axes stay where they are
     figure.savefig(target, **options)
 
 

@@ -174,6 +174,7 @@ def test_a_pipe_whose_reader_is_gone_changes_nothing(tmp_path: Path, uninterrupt
     assert study.wait_and_count_orphans() == 0
 
 
+@pytest.mark.slow
 def test_a_study_whose_ray_died_ends_and_says_so(tmp_path: Path, uninterrupted_study: InterruptedStudy) -> None:
     daemon = "gcs_server"  # without it Ray's calls do not return; test_kills also ends the raylet
     study = InterruptedStudy(tmp_path, STEPS, ["--max-concurrent=1"])
@@ -256,6 +257,7 @@ def test_a_run_waits_for_room_on_a_full_disk(tmp_path: Path, uninterrupted_study
     assert differences == []
 
 
+@pytest.mark.slow
 def test_a_disk_that_stays_full_fails_the_runs_and_loses_nothing(
     tmp_path: Path, uninterrupted_study: InterruptedStudy
 ) -> None:

@@ -72,6 +72,7 @@ def test_a_killed_driver_loses_nothing(
     assert killed.tally.kills.total() >= len(kills) - 1
 
 
+@pytest.mark.slow
 def test_a_killed_trial_goes_on_and_disturbs_no_other(tmp_path: Path, uninterrupted_study: InterruptedStudy) -> None:
     killed = KilledStudy(InterruptedStudy(tmp_path, STEPS), random.Random(21))
     outcomes = signal_study(killed, find_cells(WORKER_KILLS))

@@ -1,6 +1,7 @@
 """Execute a study: run its plan as a Tune experiment, and write statuses, tables and the report."""
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -344,6 +345,7 @@ def make_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: lis
     Tune's own checkpoints and restore are not used: a run continues from the rolling checkpoint in its folder (see
     docs/architecture.md).
     """
+    import_tensorboard()
     from ray import tune
 
     from trainable.trial import Trial
@@ -370,6 +372,21 @@ def make_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: lis
             recorder.rungs,
         ),
     )
+
+
+def import_tensorboard() -> None:
+    """Import tensorboardX, with which Tune writes its event files, as on a machine without torch.
+
+    It would import torch only to recognize tensors. That takes the driver two seconds and 200 MB, and rows consist of
+    numbers.
+    """
+    if "torch" in sys.modules:
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # makes its import an ImportError
+    try:
+        import tensorboardX  # noqa: F401
+    finally:
+        del sys.modules["torch"]
 
 
 def _make_fetch_callbacks(session: StudySession) -> list[Any]:

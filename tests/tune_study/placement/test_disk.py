@@ -201,6 +201,7 @@ def test_arms_that_differ_are_added_up(tmp_path: Path) -> None:
     assert "(1 rolling + up to 3 saved) x up to 2.7 MB" in format_disk_line(budget)
 
 
+@pytest.mark.slow
 def test_what_a_real_study_leaves_is_within_its_budget(ray_session: None, tmp_path: Path) -> None:
     study_settings = {key.replace(".", "__"): value for key, value in SMALL_SETTINGS.items()} | {
         "trainer__save_freq": 2

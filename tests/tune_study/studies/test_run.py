@@ -165,6 +165,7 @@ def test_ray_calls_every_failed_run_an_error(outcome: Outcome) -> None:
     assert trial_statuses == {arm: "ERROR" if arm in FAILED else "TERMINATED" for arm in ARMS}
 
 
+@pytest.mark.slow
 def test_ray_records_a_failed_run_as_an_error_whenever_it_looks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,6 +293,7 @@ def test_nothing_is_counted_as_running_afterwards(outcome: Outcome) -> None:
     assert all(status.ended_at is not None for status in outcome.arms.values())
 
 
+@pytest.mark.slow
 def test_a_child_that_outlives_its_trial_is_ended_and_the_run_goes_on(tmp_path: Path) -> None:
     study_outcome = run_study(make_plan_in(tmp_path, (HAS_A_CHILD,)))
     assert study_outcome.arms[HAS_A_CHILD].status == "completed"
@@ -301,6 +303,7 @@ def test_a_child_that_outlives_its_trial_is_ended_and_the_run_goes_on(tmp_path: 
     assert f"=== terminated orphan processes: {pid} (python" in log
 
 
+@pytest.mark.slow
 def test_a_trial_that_hangs_at_its_end_does_not_hold_the_study(tmp_path: Path) -> None:
     study_outcome = run_study(make_plan_in(tmp_path, (HANGS,), trainer__total_training_steps=2))
     assert (study_outcome.code, study_outcome.arms[HANGS].status) == (0, "completed")
@@ -398,6 +401,7 @@ def test_ctrl_c_gives_every_run_a_status_and_says_how_to_go_on(interrupted: Outc
     assert len(pd.read_parquet(interrupted.plan.folder / "trials.parquet")) == 3
 
 
+@pytest.mark.slow
 def test_an_arm_that_is_stopped_ends_alone_and_can_be_resumed(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path, ("0", STOPS_ITS_ARM), seeds=2, trainer__total_training_steps=40)
     stopped = run_study(plan, max_concurrent=1)  # the dearest first: the arm that stops
@@ -485,11 +489,13 @@ def run_placed(plan: StudyPlan, n_parallel: int) -> list[dict[str, Any]]:
     return [json.loads((plan.get_run_dir(run.run_id) / "place.json").read_text()) for run in plan.runs]
 
 
+@pytest.mark.slow
 def test_two_halves_share_each_gpu(tmp_path: Path) -> None:
     placements = run_placed(make_gpu_plan(tmp_path, 0.5, ("0", "0.1", "0.2", "0.3")), n_parallel=4)
     assert Counter(placement["visible"] for placement in placements) == {"0": 2, "1": 2}
 
 
+@pytest.mark.slow
 def test_a_run_on_two_whole_gpus_is_one_group_on_one_node(tmp_path: Path) -> None:
     placements = run_placed(make_gpu_plan(tmp_path, 2, ("0", "0.1")), n_parallel=1)
     assert [placement["bundles"] for placement in placements] == [2, 2]

@@ -145,6 +145,7 @@ def test_more_seeds_are_trials_of_their_own(folder: Path, tmp_path: Path) -> Non
     assert rows[0]["loss"] == pytest.approx(separate_rows[0]["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_open_arms_get_more_seeds_up_to_the_maximum(ray_session: None, tmp_path: Path) -> None:
     # Networks of two sizes differ by chance alone after a few steps, and nothing is equal within this margin.
     arms = {"small": {"d_model": 8}, "large": {"d_model": 12}}
@@ -168,6 +169,7 @@ def test_open_arms_get_more_seeds_up_to_the_maximum(ray_session: None, tmp_path:
     assert set(load(plan.folder).trials["status"]) == {"completed"}
 
 
+@pytest.mark.slow
 def test_a_run_that_had_ended_when_the_study_was_killed_keeps_its_end(ray_session: None, tmp_path: Path) -> None:
     """Its last row was on disk but had not been reported; the other seed of its arm had no row."""
     plan = make_plan_in(tmp_path, 2, ("uniform",))

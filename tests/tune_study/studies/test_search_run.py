@@ -99,6 +99,7 @@ TINY_SETTINGS = {
 }
 
 
+@pytest.mark.slow
 def test_halved_runs_are_censored_and_have_no_outcome(tmp_path: Path) -> None:
     vary = ("actor.lr=1e-4:3e-2",)
     plan = make_search(tmp_path, STUDIES["kl"], TINY_SETTINGS, 6, vary, asha=1)
@@ -135,6 +136,7 @@ def stop_at_start(plan: StudyPlan, run_id: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Recorder, "_end_run", end_and_stop)
 
 
+@pytest.mark.slow
 def test_a_search_that_is_stopped_at_the_end_of_a_round_is_not_confirmed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +154,7 @@ def test_a_search_that_is_stopped_at_the_end_of_a_round_is_not_confirmed(
     assert len(make_points(load(plan.folder))) == 6
 
 
+@pytest.mark.slow
 def test_failed_runs_are_results_and_a_round_without_any_other_ends_the_search(tmp_path: Path) -> None:
     # At these rates the numbers of most runs are no longer finite.
     plan = make_search(tmp_path, STUDIES["influence"], SMALL_SETTINGS, 6, ("lr=1e-2:1e30:log",))
