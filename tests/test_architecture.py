@@ -452,8 +452,8 @@ def test_a_class_has_a_name_of_its_own() -> None:
         ("import trainable.ppo.trainer", ("ray", "transformers", "vllm", "deepspeed", "peft")),
         # What a study's driver imports.
         (
-            "from tune_study.tune import run; run.import_tensorboard(); import tensorboardX, tune_study.tune.callbacks, "
-            "trainable.trial, analysis.report.pages",
+            "from tune_study.tune import run; run.import_tensorboard(); "
+            "import tensorboardX, tune_study.tune.callbacks, trainable.trial, analysis.report.pages",
             ("torch", "transformers", "numba"),
         ),
     ],
