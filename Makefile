@@ -8,7 +8,7 @@ BENCH := .venv-bench/bin
 # two cores there was nothing left, and single tests of studies took over ten times as long as alone.
 PARALLEL := --numprocesses 3
 
-.PHONY: setup compile kl entropy top-p collapse test test-faults test-ci test-slow attack replicates test-engines test-all check format bench bench-engines clean
+.PHONY: setup compile kl entropy top-p collapse test test-faults test-ci test-slow attack replicates test-engines test-all check format bench bench-engines setup-gpu test-gpu bench-gpu clean
 
 setup: .venv/ready
 
@@ -80,6 +80,20 @@ test-engines: .venv-engines/ready
 # Studies through Ray and trainings that take too long for CI.
 test-slow: setup compile
 	$(QUICK) $(PARALLEL) -m "slow and not faults and not engines" $(SHOW_VALUES)
+
+# On a machine with GPUs: vLLM and DeepSpeed for CUDA in .venv, then what the paper preset still lacks.
+setup-gpu: setup
+	$(BIN)/python -m pip install --quiet --editable ".[test,vllm,deepspeed]"
+	-$(BIN)/python -m tune_study doctor --preset paper
+
+# The tests that need a GPU, and those of vLLM and DeepSpeed on it.
+test-gpu: setup
+	TUNE_STUDY_TEST_DEVICE=cuda $(BIN)/python -m pytest -m "gpu or engines" tests/gpu tests/engines
+
+# Figures of this GPU beside what the plans assume, one JSON line each. It needs no more than torch.
+GPU_PYTHON ?= $(BIN)/python
+bench-gpu:
+	$(GPU_PYTHON) benchmarks/gpu_checks.py --output gpu_checks.jsonl
 
 test-all: check
 	$(BIN)/python -m pytest

@@ -18,8 +18,8 @@ from machine import describe
 
 from trainable.algo.batching import order_length_stratified
 from trainable.algo.mutual_information import compute_information_metrics
-from trainable.backend.torch_backend import TorchBackend
-from trainable.config.sections import ActorConfig, CriticConfig
+from trainable.backend.torch_backend import TorchBackend, make_adamw
+from trainable.config.sections import ActorConfig, CriticConfig, OptimConfig
 from trainable.diagnostics.cross_scores import compute_cross_scores
 from trainable.models.load import find_model, make_frozen_copy
 from trainable.models.qwen2 import PassSettings, Qwen2, ValueModel
@@ -140,9 +140,9 @@ def estimate_scoring_flops(
 # ---------------------------------------------------------------------------- phases
 
 
-def make_backend(name: str, network: torch.nn.Module, lr: float) -> TorchBackend:
-    """A torch backend with AdamW for one network."""
-    return TorchBackend(f"{name}_optimizer", {name: network}, torch.optim.AdamW(network.parameters(), lr), 1.0)
+def make_backend(name: str, network: torch.nn.Module, settings: OptimConfig) -> TorchBackend:
+    """A torch backend with the AdamW of runs for one network."""
+    return TorchBackend(f"{name}_optimizer", {name: network}, make_adamw([network], [settings.lr], settings), 1.0)
 
 
 def make_training_phases(networks: Networks, batch: Batch) -> dict[str, Phase]:
@@ -163,8 +163,8 @@ def make_training_phases(networks: Networks, batch: Batch) -> dict[str, Phase]:
         batch._replace(logprobs=old_logprobs),
         Targets(random_advantages, random_advantages, 0.5 * random_advantages, old_logprobs),
     )
-    actor_update = ActorUpdate(networks.policy, make_backend("actor", networks.policy, 1e-6), ACTOR_CONFIG, 1.0)
-    critic_backend = make_backend("critic", networks.critic, 1e-5)
+    actor_update = ActorUpdate(networks.policy, make_backend("actor", networks.policy, ACTOR_CONFIG), ACTOR_CONFIG, 1.0)
+    critic_backend = make_backend("critic", networks.critic, CriticConfig())
     return {
         "values": Phase(lambda: compute_at_trained_tokens(batch, rows, values), value_flops),
         "reference": Phase(lambda: compute_at_trained_tokens(batch, rows, reference), policy_flops),

@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = sorted(
     path.name
     for path in FOLDER.glob("*.py")
-    if path.name != "figures.py" and "__main__" in path.read_text(encoding="utf-8")
+    if path.name not in ("figures.py", "gpu_checks.py") and "__main__" in path.read_text(encoding="utf-8")
 )
 TINY_OPTIONS = ("--shape", "tiny", "--device", "cpu", "--episodes", "16", "--tokens", "4")
 SHORT: dict[str, tuple[str, ...]] = {
@@ -278,3 +278,46 @@ def test_a_script_that_the_table_lacks_is_refused() -> None:
     process = run_benchmark("figures.py", "rolout")
     assert process.returncode == 2
     assert "'rolout' is no script of the table of figures. Allowed: environment, rollout, " in process.stderr
+
+
+def run_gpu_checks(*options: str) -> list[dict[str, object]]:
+    process = run_python([str(FOLDER / "gpu_checks.py"), "--short", "--device", "cpu", *options], Path.cwd())
+    assert process.returncode == 0, process.stderr[-2000:] + process.stdout[-2000:]
+    return [json.loads(line) for line in process.stdout.splitlines()]
+
+
+@pytest.mark.slow
+def test_every_check_of_a_gpu_runs_or_says_what_is_missing(tmp_path: Path) -> None:
+    lines = run_gpu_checks("--groups", "torch", "step", "system", "--output", str(tmp_path / "checks.jsonl"))
+    assert {line["status"] for line in lines} == {"ok", "skipped"}
+    assert [line["check"] for line in lines if line["status"] == "skipped"] == [
+        "share",
+        "gpu tests",
+        "step 3b without recomputation",
+    ]
+    assert [json.loads(line) for line in (tmp_path / "checks.jsonl").read_text().splitlines()] == lines
+
+
+def test_checks_of_torch_need_torch_alone() -> None:
+    blocker = (
+        "import runpy, sys; "
+        "sys.modules.update(dict.fromkeys(['pydantic', 'ray', 'transformers', 'safetensors', 'tokenizers'])); "
+        "sys.argv[1:] = ['--short', '--device', 'cpu', '--only', 'swap']; "
+        f"runpy.run_path({str(FOLDER / 'gpu_checks.py')!r}, run_name='__main__')"
+    )
+    process = subprocess.run([sys.executable, "-c", blocker], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert json.loads(process.stdout)["seconds_both_ways"] > 0
+
+
+def test_a_check_without_its_packages_is_skipped_and_a_failure_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    gpu_checks = importlib.import_module("gpu_checks")
+    check = gpu_checks.Check("torch", gpu_checks.measure_versions, 60, needs=("no_such_package",))
+    line = gpu_checks.run_check("versions", check, [], "cpu")
+    assert (line["status"], line["reason"]) == ("skipped", "not installed: no_such_package")
+    slow_check = gpu_checks.Check("torch", gpu_checks.measure_versions, 0)
+    assert gpu_checks.run_check("versions", slow_check, [], "cpu")["status"] == "timeout"
+    wrong_line = gpu_checks.run_check("versions", gpu_checks.CHECKS["versions"], ["--model"], "cpu")
+    assert wrong_line["status"] == "failed"
+    assert "expected one argument" in wrong_line["reason"]

@@ -108,7 +108,9 @@ def run_command(command: str, is_active: bool, folder: Path) -> subprocess.Compl
 @pytest.mark.parametrize(("command", "is_active"), FAST_COMMANDS)
 def test_command(command: str, is_active: bool, folder: Path) -> None:
     process = run_command(command, is_active, folder)
-    assert process.returncode == 0, process.stderr[-2000:]
+    # A plan for GPUs may need more disk or memory than this machine has: it says so first, and exits with 3.
+    may_not_fit = "--preset paper" in command and "--dry-run" in command
+    assert process.returncode in ((0, 3) if may_not_fit else (0,)), process.stderr[-2000:]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Tests of VllmSampler with real vLLM on the CPU, with the shipped model and models of its shape."""
+"""Tests of VllmSampler with real vLLM, on the CPU or another device, with the shipped model and models of its shape."""
 
 import importlib.util
 import re
@@ -10,6 +10,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from tests.engines.devices import DEVICE
 from tests.fakes.scripted import make_random_model
 from trainable.envs.level_sets import make_training_levels
 from trainable.envs.prompts import make_prompt_template
@@ -31,15 +32,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
 
-CPU = torch.device("cpu")
 CONTEXT, STOP, LENGTH = 512, 2, 24
-SETTINGS = EngineSettings(CPU, "float32", CONTEXT, kv_cache_memory_bytes=64 << 20)
+SETTINGS = EngineSettings(DEVICE, "float32", CONTEXT, kv_cache_memory_bytes=64 << 20)
 
 
 @pytest.fixture(scope="module")
 def shipped_policy() -> Policy:
     torch.set_num_threads(1)
-    return load_policy("sokoban-tiny", CPU)
+    return load_policy("sokoban-tiny", DEVICE)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engines.devices import DEVICE
 from tests.fakes.hub_models import ARCHITECTURES, make_model, write_model
 from trainable.export.policy import write_hub_folder
 from trainable.models.load import Policy, load_policy
@@ -24,8 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
 
-CPU = torch.device("cpu")
-SETTINGS = EngineSettings(CPU, "float32", 512, kv_cache_memory_bytes=64 << 20)
+SETTINGS = EngineSettings(DEVICE, "float32", 512, kv_cache_memory_bytes=64 << 20)
 WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 96}  # heads of 32
 MODELS = {
     "llama": ("llama", WIDE),
@@ -43,7 +43,7 @@ def policy(request: pytest.FixtureRequest, tmp_path: Path) -> Policy:
     torch.set_num_threads(1)
     model_type, changes = MODELS[request.param]
     return load_policy(
-        str(write_model(make_model(model_type, ARCHITECTURES[model_type] | changes, std=0.15), tmp_path)), CPU
+        str(write_model(make_model(model_type, ARCHITECTURES[model_type] | changes, std=0.15), tmp_path)), DEVICE
     )
 
 
