@@ -23,6 +23,7 @@ from search_spaces.language_model import (
     grpo_entropy_sokoban,
     kl,
     learning_rate,
+    mismatch,
     smoke,
     top_p,
 )
@@ -53,6 +54,7 @@ STUDIES: dict[str, Study] = {
         learning_rate.STUDY,
         collapse_gradients.STUDY,
         filter_under_noise.STUDY,
+        mismatch.STUDY,
         distill.STUDY,
         smoke.SMOKE_STUDY,
         smoke.SMOKE_ALL_STUDY,

@@ -254,7 +254,20 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "tune_study.commands.reading.explain": ("numpy", "pandas", "rich"),
     "analysis.search.trials": ("numpy", "pandas", "optuna"),
     "analysis": ("numpy", "scipy", "pandas", "pyarrow", "matplotlib", "jinja2"),
-    "tune_study": ("ray", "typer", "click", "rich", "wandb", "optuna", "pyarrow", "pydantic", "psutil", "packaging"),
+    # tensorboardX is Ray Tune's.
+    "tune_study": (
+        "ray",
+        "tensorboardX",
+        "typer",
+        "click",
+        "rich",
+        "wandb",
+        "optuna",
+        "pyarrow",
+        "pydantic",
+        "psutil",
+        "packaging",
+    ),
     "tune_study.plan": ("pydantic",),
     "tune_study.host": ("rich", "psutil"),
 }

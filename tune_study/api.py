@@ -65,6 +65,7 @@ def run(
     visible_gpus = detect_gpus(os.environ)
     options = RunOptions(
         *choose_preset(preset, visible_gpus),
+        preset_settings={},
         option_values={},
         axis_texts={VALUES_OPTION: None if values is None else ",".join(values)},
         game=env,

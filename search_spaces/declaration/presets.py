@@ -18,12 +18,14 @@ class Preset:
         variant_of: another preset, of which it is a variant: the studies then have the axis values and the settings
             that they have under that preset. Empty if it is none.
         uses_gpus: whether its runs are meant for GPUs.
+        small_gpu_settings: further settings for GPUs on which the runs do not fit without them. They change results.
     """
 
     settings: Settings
     n_seeds: int
     variant_of: str = ""
     uses_gpus: bool = False
+    small_gpu_settings: Settings = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,13 @@ _LAPTOP_SETTINGS: Settings = MappingProxyType(
 # Compiled code rounds otherwise, and in it no rate that was tried passes the rule (LOG.md, "Stress in compiled code").
 _STRESS_CHANGES = {"actor.lr": 2e-3, "rollout.name": "torch", "model.compiled_passes": False}
 
+# The published configuration of LoRA.
+_ADAPTER_SETTINGS: Settings = MappingProxyType(
+    {"model.lora_rank": 64, "model.lora_alpha": 64, "actor.lr": 1e-5, "critic.lr": 1e-4}
+)
+
 PRESETS: dict[str, Preset] = {
-    "paper": Preset(MappingProxyType({}), n_seeds=3, uses_gpus=True),
+    "paper": Preset(MappingProxyType({}), n_seeds=3, uses_gpus=True, small_gpu_settings=_ADAPTER_SETTINGS),
     "laptop": Preset(_LAPTOP_SETTINGS, n_seeds=3),
     "stress": Preset(MappingProxyType({**_LAPTOP_SETTINGS, **_STRESS_CHANGES}), n_seeds=3, variant_of="laptop"),
 }

@@ -4,8 +4,8 @@ import re
 
 from search_spaces.declaration.family import DisplayColumn, Family, make_value_label
 from search_spaces.declaration.presets import PRESETS
+from search_spaces.declaration.search import Dimension
 from search_spaces.language_model.environments import GAMES
-from search_spaces.language_model.search import SEARCH_SPACE
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.own_parts import parse_part_name, shorten_part_name
@@ -17,6 +17,24 @@ INCLUDE_ZERO_TAGS = {True: "nofilter", False: "filter_zero"}
 
 COLLAPSE_TAGS = {(True, True): "ftmt", (True, False): "ft", (False, True): "mt", (False, False): "nocd"}
 """The published tags, by whether the diagnostics of first turns and those of all turns are on."""
+
+_FILTER_STRATEGY = "filter.rollout_filter_strategy"
+
+SEARCH_SPACE: tuple[Dimension, ...] = (
+    Dimension("actor.lr", 0.1, 10, is_log=True, is_relative=True),
+    Dimension("actor.use_kl_loss", values=("False", "True")),
+    Dimension("actor.kl_loss_coef", 1e-3, 1, is_log=True, condition=("actor.use_kl_loss", "True")),
+    Dimension("actor.entropy_coeff", 1e-4, 0.1, is_log=True),
+    Dimension("actor.clip_ratio_high", 0.1, 0.5),
+    # Groups with the largest spread of rewards: by their share of it, or by their number.
+    Dimension(_FILTER_STRATEGY, values=("top_p", "top_k")),
+    Dimension("filter.rollout_filter_value", 0.4, 1, condition=(_FILTER_STRATEGY, "top_p")),
+    Dimension("filter.rollout_filter_value", 0.25, 1, condition=(_FILTER_STRATEGY, "top_k")),
+)
+"""The settings that a search changes by default: rate, KL, entropy, clip range and filter.
+
+Intervals of one to three powers of ten around the values of published recipes.
+"""
 
 STRATEGY_NAMES = {"top_k_abs": "top_k"}
 """The published name of each filter strategy whose name differs: in the documents top_k takes a count of groups."""

@@ -33,7 +33,6 @@ STUDY = Study(
         "filter.rollout_filter_value": 0.9,
         "filter.rollout_filter_top_p_prob_mode": "linear",
         "filter.rollout_filter_include_zero": False,
-        "rollout.gpu_memory_utilization": 0.3,
         "rollout.log_prob_micro_batch_size_per_gpu": 4,
         "rollout.ref_log_prob_micro_batch_size_per_gpu": 4,
         "rollout.gradient_analysis_num_buckets": 6,

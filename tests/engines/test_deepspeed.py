@@ -89,6 +89,7 @@ CASES: dict[str, tuple[int, dict[str, object]]] = {
     "stage 1": (2, {"trainer__zero_stage": 1}),
     "offload": (2, {"trainer__offload_optimizer": True}),
     "stage 3, optimizer offloaded": (2, {**STAGE_3, "trainer__offload_optimizer": True}),
+    "stage 3, swapped to the host": (2, {**STAGE_3, "trainer__swap_to_host": True}),
     "stage 3, parameters offloaded": (2, {**STAGE_3, "trainer__offload_parameters": True}),
     "stage 3, both offloaded": (
         2,

@@ -47,7 +47,7 @@ def _make_backend(
     """Make a DeepSpeed backend for a rank of a distributed world (which may have one rank), else one of torch.
 
     Args:
-        trainer: ZeRO stage and offloading.
+        trainer: ZeRO stage, offloading and swapping.
         world: the ranks of the run.
         name: name of the optimizer in checkpoints.
         networks: the networks by name.
@@ -59,4 +59,5 @@ def _make_backend(
         from trainable.backend.zero import ZeroBackend
 
         return ZeroBackend(name, networks, learning_rates, settings, trainer, world)
-    return TorchBackend(name, networks, make_adamw(networks.values(), learning_rates, settings), settings.grad_clip)
+    optimizer = make_adamw(networks.values(), learning_rates, settings)
+    return TorchBackend(name, networks, optimizer, settings.grad_clip, bool(trainer.swap_to_host))

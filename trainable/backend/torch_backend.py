@@ -1,12 +1,13 @@
 """The interface of a backend, which owns the optimizer of some networks, and its implementation in plain torch."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from trainable.backend.host_swap import HostSwap
 from trainable.backend.meter import Meter
 from trainable.backend.world import SINGLE_PROCESS, World
 from trainable.config.sections import OptimConfig
@@ -53,6 +54,10 @@ class Backend(Protocol):
         """
         ...
 
+    def load_for_update(self) -> AbstractContextManager[None]:
+        """Context of the optimizer steps of an update: networks and optimizer are on the device. All ranks enter it."""
+        ...
+
     def find_nonfinite_weights(self) -> list[str]:
         """`weight <name>` for every weight that is not finite; the same list on all ranks."""
         ...
@@ -81,13 +86,25 @@ class TorchBackend:
         networks: the networks by name; their parameters, in this order, are those of the optimizer.
         optimizer: the optimizer of these parameters.
         max_grad_norm: gradients are clipped to this total norm.
+        swaps_to_host: whether trained weights and moments are in host memory while nothing reads them.
     """
 
     def __init__(
-        self, name: str, networks: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer, max_grad_norm: float
+        self,
+        name: str,
+        networks: Mapping[str, nn.Module],
+        optimizer: torch.optim.Optimizer,
+        max_grad_norm: float,
+        swaps_to_host: bool = False,
     ) -> None:
         self.name, self.networks, self.optimizer, self.max_grad_norm = name, networks, optimizer, max_grad_norm
         self.world: World = SINGLE_PROCESS
+        self._weight_swap: HostSwap | None = None
+        self._moment_swap: HostSwap | None = None
+        if swaps_to_host:
+            weights = self._get_weights()
+            self._weight_swap = HostSwap(lambda: weights, weights[0].device)
+            self._moment_swap = HostSwap(self._list_moments, weights[0].device)
 
     def backward(self, compute_loss: Callable[[], Tensor], is_last: bool) -> None:
         """Add a gradient (see `Backend.backward`)."""
@@ -95,8 +112,7 @@ class TorchBackend:
 
     def step(self, meter: Meter, norm_column: str) -> None:
         """Clip and step, or skip (see `Backend.step`). The published code skips for a gradient, but not for a loss."""
-        named_weights = list_named_parameters(self.networks)
-        weights = [weight for _, weight in named_weights]
+        named_weights, weights = list_named_parameters(self.networks), self._get_weights()
         grad_norm = nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
         # Checked before the clip: a norm of NaN would make every gradient NaN, and the meter names only the bad ones.
         if torch.isfinite(grad_norm) and not meter.nonfinite_losses:
@@ -109,21 +125,38 @@ class TorchBackend:
         self.optimizer.zero_grad(set_to_none=True)
 
     def gather_weights(self) -> AbstractContextManager[None]:
-        """Nothing to do: this process has all weights (see `Backend.gather_weights`)."""
-        return nullcontext()
+        """Bring swapped weights to the device; otherwise there is nothing to do (see `Backend.gather_weights`)."""
+        return nullcontext() if self._weight_swap is None else self._weight_swap.load(has_changed=False)
+
+    @contextmanager
+    def load_for_update(self) -> Iterator[None]:
+        """Bring swapped weights and moments to the device (see `Backend.load_for_update`)."""
+        if self._weight_swap is None or self._moment_swap is None:
+            yield
+            return
+        with self._weight_swap.load(has_changed=True), self._moment_swap.load(has_changed=True):
+            yield
+
+    def _get_weights(self) -> list[nn.Parameter]:
+        return [weight for _, weight in list_named_parameters(self.networks)]
+
+    def _list_moments(self) -> list[Tensor]:
+        """The moments, which AdamW has after its first step. Step counts are numbers, and stay where AdamW has them."""
+        return [value for state in self.optimizer.state.values() for name, value in state.items() if name != "step"]
 
     def find_nonfinite_weights(self) -> list[str]:
         """Check all networks (see `Backend.find_nonfinite_weights`)."""
-        return find_nonfinite_weights(
-            [
-                (f"{name}.{key}", weight)
-                for name, network in self.networks.items()
-                for key, weight in get_trainable_parameters(network)
-            ]
-        )
+        with self.gather_weights():
+            return find_nonfinite_weights(
+                [
+                    (f"{name}.{key}", weight)
+                    for name, network in self.networks.items()
+                    for key, weight in get_trainable_parameters(network)
+                ]
+            )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The live tensors: write or clone them before the next step."""
+        """The live tensors: write or clone them before the next step. Swapped ones are on the host."""
         return {
             f"{name}/{key}": value
             for name, stateful in self._get_stateful().items()
@@ -140,8 +173,10 @@ class TorchBackend:
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the tensors (see `Backend.load_state_dict`)."""
-        for name, stateful in self._get_stateful().items():
-            load_flat_state(stateful, select_below(name, tensors))
+        # On the device: AdamW puts its moments where the weights are, and its fused kernel reads the step count there.
+        with self.load_for_update():
+            for name, stateful in self._get_stateful().items():
+                load_flat_state(stateful, select_below(name, tensors))
 
     def _get_stateful(self) -> dict[str, nn.Module | torch.optim.Optimizer]:
         return {**self.networks, self.name: self.optimizer}

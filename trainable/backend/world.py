@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import FileStore  # type: ignore[attr-defined]  # not in its stubs
+from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]  # not in its stubs
 
 from trainable.runs.flat_state import LazyTensors
 
@@ -122,27 +122,56 @@ class DistributedWorld:
 SINGLE_PROCESS = SingleProcess()
 
 
-def connect(
-    rank: int, world_size: int, rendezvous_file: Path, on_wait: Callable[[], object] | None = None
-) -> DistributedWorld:
-    """Initialize the process group of ranks on this machine, with a file as their rendezvous.
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks of a run meet: in a file, or at an address of rank 0.
 
-    A file needs no port, which another process could already use. Sockets between ranks use the loopback device.
+    Attributes:
+        file: path of a file that no other run uses, for ranks on one machine. It needs no port, which another process
+            could already use. It must stay while the ranks are connected: NCCL reads it again.
+        host, port: address of rank 0, which serves the store there; for ranks of several machines.
+    """
+
+    file: Path | None = None
+    host: str = ""
+    port: int = 0
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all ranks are on one machine, so that their sockets may use the loopback device."""
+        return self.file is not None or self.host == "localhost" or self.host.startswith("127.")
+
+    def open_store(self, rank: int, world_size: int) -> Any:
+        """The store of torch.distributed in which the ranks find each other; does not wait for them."""
+        if self.file is not None:
+            return FileStore(str(self.file), world_size)
+        return TCPStore(self.host, self.port, world_size, is_master=rank == 0, wait_for_workers=False)
+
+    def remove(self) -> None:
+        """Delete the file, if there is one."""
+        if self.file is not None:
+            self.file.unlink(missing_ok=True)
+
+
+def connect(
+    rank: int, world_size: int, rendezvous: Rendezvous, on_wait: Callable[[], object] | None = None
+) -> DistributedWorld:
+    """Initialize the process group of a run's ranks.
 
     Args:
         rank: number of this process, from 0.
         world_size: number of ranks.
-        rendezvous_file: a file that no other run uses. It must stay while the ranks are connected: NCCL reads it again.
+        rendezvous: where the ranks meet.
         on_wait: called repeatedly until all ranks have arrived. It can raise if it knows that a rank will never arrive.
             With None, a rank waits for the others for at most `COLLECTIVE_TIMEOUT`.
     """
     # `disconnect` keeps a group of one rank.
     if world_size == 1 and torch.distributed.is_initialized():
         return DistributedWorld(rank, world_size)
-    # All ranks are on this machine; a user's own choice of a device has precedence.
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+    # A user's own choice of a device has precedence. Between machines, torch finds the device by itself.
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if rendezvous.is_local else ():
         os.environ.setdefault(name, "lo")
-    store = FileStore(str(rendezvous_file), world_size)
+    store = rendezvous.open_store(rank, world_size)
     store.set(f"here/{rank}", "")
     # `init_process_group` would wait without a way to look for ranks that have died, so the waiting is done here.
     while on_wait is not None and not store.check([f"here/{other}" for other in range(world_size)]):
@@ -158,15 +187,15 @@ def connect(
     return DistributedWorld(rank, world_size)
 
 
-def disconnect(rendezvous_file: Path) -> None:
-    """Leave a process group of several ranks, and delete the rendezvous file.
+def disconnect(rendezvous: Rendezvous) -> None:
+    """Leave a process group of several ranks, and delete the file in which they met.
 
     A group of one rank is kept, because DeepSpeed caches objects that refer to it: the next run of this process has to
     use the same group.
     """
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         torch.distributed.destroy_process_group()
-    rendezvous_file.unlink(missing_ok=True)
+    rendezvous.remove()
 
 
 def compute_local_range(num_items: int, world: World) -> range:

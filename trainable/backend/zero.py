@@ -3,12 +3,13 @@
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainable.backend.host_swap import HostSwap
 from trainable.backend.meter import Meter
 from trainable.backend.torch_backend import list_named_parameters, make_adamw, select_below
 from trainable.backend.world import World
@@ -43,7 +44,7 @@ class ZeroBackend:
         networks: the run's networks by name.
         learning_rates: learning rate of each network.
         settings: betas, weight decay and gradient clipping.
-        trainer: ZeRO stage and offloading.
+        trainer: ZeRO stage, offloading and swapping.
         world: the ranks of the run.
 
     Raises:
@@ -67,14 +68,22 @@ class ZeroBackend:
             ShardedWeights(networks, world) if trainer.zero_stage == 3 else ReplicatedWeights(networks)
         )
         self.networks = self.weights.trained_networks
+        deepspeed, deepspeed_config = _import_deepspeed(), _make_deepspeed_config(settings, trainer)
+        module = _Networks(self.networks)
+        if trainer.zero_stage == 3:
+            _shard_weights(deepspeed, module, deepspeed_config)
+        # After sharding: the optimizer's kernel depends on where the weights are.
         self.optimizer = make_adamw(self.networks.values(), learning_rates, settings)
-        self.engine, *_ = _import_deepspeed().initialize(
-            model=_Networks(self.networks),
+        self.engine, *_ = deepspeed.initialize(
+            model=module,
             optimizer=self.optimizer,
-            config=_make_deepspeed_config(settings, trainer),
+            config=deepspeed_config,
             dist_init_required=False,  # `connect` has initialized the process group
         )
         self.weights.attach_engine(self.engine)
+        self._shard_swap: HostSwap | None = None
+        if trainer.swap_to_host:  # of several ranks, only those of stage 3 accept this setting
+            self._shard_swap = HostSwap(self._list_optimizer_shards, self.engine.device)
 
     def backward(self, compute_loss: Callable[[], Tensor], is_last: bool) -> None:
         """Add a gradient (see `Backend.backward`)."""
@@ -99,6 +108,16 @@ class ZeroBackend:
     def gather_weights(self) -> AbstractContextManager[None]:
         """Gather the weights in stage 3; other stages have nothing to gather (see `Backend.gather_weights`)."""
         return self.weights.gather_weights()
+
+    def load_for_update(self) -> AbstractContextManager[None]:
+        """Bring the optimizer's shards to the device, if they are swapped (see `Backend.load_for_update`)."""
+        return nullcontext() if self._shard_swap is None else self._shard_swap.load(has_changed=True)
+
+    def _list_optimizer_shards(self) -> list[Tensor]:
+        """This rank's shards of stage 3 that only the optimizer reads: its copy of the weights, and the moments."""
+        zero_optimizer = self.engine.optimizer
+        moments = [state[moment] for state in self.optimizer.state.values() for moment in MOMENTS if moment in state]
+        return [*zero_optimizer.fp32_partitioned_groups_flat, *moments]
 
     def find_nonfinite_weights(self) -> list[str]:
         """Check the weights of all ranks (see `Backend.find_nonfinite_weights`)."""
@@ -139,6 +158,10 @@ class ZeroBackend:
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the tensors one after the other (see `Backend.load_state_dict`); each rank keeps its shard."""
+        with self.load_for_update():  # moments that are made here have to be on the device
+            self._load_tensors(tensors)
+
+    def _load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         for name, network in self.networks.items():
             for key, weight in get_trainable_parameters(network):
                 self.weights.write_full(weight, moment=None, value=tensors[f"{name}/{key}"])
@@ -155,6 +178,20 @@ class ZeroBackend:
         step = tensors[f"{self.name}/0/step"] if has_stepped else torch.tensor(0.0)
         for state in self.optimizer.state.values():
             state["step"] = step.clone()
+
+
+def _shard_weights(deepspeed: Any, module: nn.Module, deepspeed_config: Mapping[str, Any]) -> None:
+    """Replace the weights of `module`, which may be in host memory, by shards on the device, one weight at a time.
+
+    DeepSpeed's `initialize` does the same, but it first moves the complete module to the device.
+    """
+    offloads = "offload_param" in deepspeed_config["zero_optimization"]
+    deepspeed.zero.Init(
+        module=module,
+        config_dict_or_path=dict(deepspeed_config),
+        dtype=torch.float32,
+        remote_device="cpu" if offloads else None,
+    )
 
 
 def _make_deepspeed_config(settings: OptimConfig, trainer: TrainerConfig) -> dict[str, Any]:

@@ -142,6 +142,9 @@ class ShardedWeights:
     def attach_engine(self, engine: Any) -> None:
         """Store the engine, and free the full weights: by now DeepSpeed has shards of them."""
         self.engine = engine
+        for network in (*self.networks.values(), *self.trained_networks.values()):
+            for buffer in network.buffers():  # which are not sharded, and may have been made in host memory
+                buffer.data = buffer.data.to(engine.device)
         self._free_weights()
 
     @contextmanager

@@ -61,3 +61,11 @@ ALIASES: dict[str, str] = {
     "agent_proxy.max_actions_per_turn": "env.max_actions_per_turn",
     "ray_kwargs.ray_init.num_cpus": "trainer.ray_num_cpus",
 }
+
+MISSING_FEATURES: dict[str, str] = {
+    "tensor_model_parallel_size": "Tensor parallelism is missing: every GPU of a run has a vLLM of its own, and each "
+    "gets all weights of the policy. Leave it out, and choose a model of which one GPU holds a copy in bfloat16.",
+    "nnodes": "A run is on one node: nothing places its ranks on several, and they share files of one machine. Leave "
+    "it out, and type --gpus-per-exp with at most the GPUs of a node.",
+}
+"""Settings of the published code that are missing here, by the last part of their key, and what to do instead."""

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from trainable.config.alarm_rule import parse_alarm_rule
-from trainable.config.aliases import ALIASES
+from trainable.config.aliases import ALIASES, MISSING_FEATURES
 from trainable.config.base_config import EXECUTION_SETTINGS, BaseRunConfig
 from trainable.config.choices import FILTER_STRATEGIES, POLICY_LOSSES, find_unused_settings
 from trainable.config.command_lines import format_command
@@ -60,8 +60,10 @@ class RunConfig(BaseRunConfig):
                 "zero_stage",
                 "offload_optimizer",
                 "offload_parameters",
+                "swap_to_host",
+                "num_threads",
             ),
-            "rollout": ("gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
+            "rollout": ("gpu_memory_utilization", "kv_cache_gib", "enforce_eager", "free_cache_engine"),
         }
     )
 
@@ -262,6 +264,10 @@ class RunConfig(BaseRunConfig):
             del settings["trainer"]["measure_val_kl"]
         if not self.early_stop.alarm:
             del settings["early_stop"]["alarm"]
+        if not self.rollout.weight_noise:
+            del settings["rollout"]["weight_noise"]
+        if self.actor.tis_imp_ratio_cap is None or self.actor.tis_mode == "token_truncate":
+            del settings["actor"]["tis_mode"], settings["actor"]["tis_imp_ratio_floor"]
         if not self.model.compiled_passes:
             del settings["model"]["compiled_passes"]
         return settings
@@ -333,6 +339,8 @@ def resolve_key(key: str, config_type: type[BaseRunConfig] = RunConfig) -> str:
     ]
     if len(matching_fields) == 1:
         return matching_fields[0]
+    if last_part in MISSING_FEATURES:
+        raise ConfigError(f"There is no setting `{format_value(key)}`. {MISSING_FEATURES[last_part]}")
     if matching_fields:
         raise ConfigError(
             f"`{format_value(key)}` is a setting of several sections: type one of {', '.join(matching_fields)}."

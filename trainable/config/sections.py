@@ -149,8 +149,15 @@ class RolloutConfig(Section):
     ref_log_prob_micro_batch_size_per_gpu: int = Field(
         8, ge=1, description="maximum sequences per forward pass of the reference, if all were as long as the longest"
     )
-    gpu_memory_utilization: float = Field(0.5, gt=0, le=1, description="fraction of GPU memory reserved for vLLM")
-    enforce_eager: bool = Field(True, description="run vLLM without CUDA graphs: starts faster, samples slower")
+    gpu_memory_utilization: Annotated[float | None, ParseNull] = Field(
+        None, gt=0, le=1, description="fraction of a run's GPU memory reserved for vLLM; null: as kv_cache_gib says"
+    )
+    kv_cache_gib: Annotated[Positive | None, ParseNull] = Field(
+        None,
+        description="GiB of vLLM's KV cache; null: what the conversations of a training step need, or as many of them "
+        "as fit",
+    )
+    enforce_eager: bool = Field(False, description="run vLLM without CUDA graphs: starts faster, samples slower")
     free_cache_engine: bool = Field(True, description="free vLLM's weights and KV cache on the GPU during updates")
     max_model_len: Annotated[int | None, ParseNull] = Field(
         3600, ge=1, description="maximum tokens per conversation; null: the model's context length"
@@ -159,6 +166,11 @@ class RolloutConfig(Section):
         0.05,
         description="fail the run if vLLM's and the trainer's log-probs of a fixed prompt differ by more on average "
         "after a sync (nats); larger differences over sampled tokens are only reported",
+    )
+    weight_noise: NonNegative = Field(
+        0.0,
+        description="std of the noise that each sync adds to the engine's weights, relative to their size: rounding of "
+        "bfloat16 is about 0.001",
     )
     gradient_analysis_num_buckets: int = Field(
         6, ge=1, description="number of buckets of groups by reward std, for bucket mode quantile"
@@ -302,11 +314,30 @@ class ActorConfig(OptimConfig):
         None,
         ge=1,
         allow_inf_nan=False,
-        description="truncated importance sampling: cap of a vLLM token's importance weight, such as 2; null: off",
+        description="importance sampling from the engine's to the trainer's distribution: cap of a weight, such as 2; "
+        "null: off",
+    )
+    tis_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
+        "token_truncate",
+        description="with tis_imp_ratio_cap: weights of tokens, or their product over an episode; above the cap "
+        "truncated to it (TIS), or set to 0",
+    )
+    tis_imp_ratio_floor: Annotated[Fraction | None, ParseNull] = Field(
+        None,
+        description="with a mask: smaller weights are set to 0, too; IcePop: token_mask from 0.5 to 5; null: none",
     )
     filter_loss_scaling: Literal["none", "linear", "sqrt"] = Field(
         "none", description="scale advantages by the fraction of groups kept (linear) or its square root (sqrt)"
     )
+
+    @model_validator(mode="after")
+    def _check_importance_floor(self) -> Self:
+        if self.tis_imp_ratio_floor is not None and not self.tis_mode.endswith("mask"):
+            raise ValueError(
+                f"tis_imp_ratio_floor={self.tis_imp_ratio_floor}: needs tis_mode=token_mask or sequence_mask, because "
+                f"{self.tis_mode} sets no weight to 0"
+            )
+        return self
 
     @property
     def loss(self) -> PolicyLossKind:
@@ -453,7 +484,19 @@ class TrainerConfig(BaseTrainerConfig):
     offload_parameters: bool = Field(
         False, description="DeepSpeed with zero_stage=3: keep the weights in CPU memory between updates"
     )
+    swap_to_host: Annotated[bool | None, ParseNull] = Field(
+        None,
+        description="keep networks and optimizer states in host memory while nothing reads them: less GPU memory, a "
+        "few seconds per step, the same numbers; null: only if the run would not fit otherwise",
+    )
     ray_num_cpus: int = Field(16, ge=1, description="CPUs given to Ray")
+    num_threads: Annotated[int | None, ParseNull] = Field(
+        None,
+        ge=1,
+        le=64,
+        description="CPU threads per GPU of a run, for checkpoints, loading and vLLM's scheduler; null: its share of "
+        "the cores, at most 4; a run on the CPU has one",
+    )
     logger: tuple[Literal["console", "wandb", "tensorboard"], ...] = Field(
         ("console", "tensorboard"), description="add wandb to log to it offline; console and tensorboard are always on"
     )
@@ -474,6 +517,25 @@ class TrainerConfig(BaseTrainerConfig):
     def _check_analysis_episodes(self) -> Self:
         groups, size = self.gradient_analysis_env_groups, self.gradient_analysis_group_size
         check_episodes("gradient_analysis_env_groups", groups or 1, "gradient_analysis_group_size", size or 1)
+        return self
+
+    @model_validator(mode="after")
+    def _check_threads(self) -> Self:
+        if self.num_threads not in (None, 1) and self.n_gpus_per_node == 0:
+            raise ValueError(
+                f"num_threads={self.num_threads}: needs a GPU; runs on the CPU have one thread each, so that a seed "
+                "always gives the same rows: set num_threads=1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_swap(self) -> Self:
+        uses_deepspeed = self.n_gpus_per_node > 1 or self.strategy == "deepspeed"
+        if self.swap_to_host and uses_deepspeed and (self.zero_stage != 3 or self.offload_optimizer):
+            raise ValueError(
+                "swap_to_host=True: with DeepSpeed it needs zero_stage=3 and offload_optimizer=False, and these are "
+                f"{self.zero_stage} and {self.offload_optimizer}"
+            )
         return self
 
     @model_validator(mode="after")

@@ -30,6 +30,7 @@ PURPOSES = {
     "environment": 21,
     "sandbox_direction": 22,
     "sandbox_scalarizations": 23,
+    "engine_noise": 24,
 }
 
 

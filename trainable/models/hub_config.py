@@ -25,6 +25,8 @@ class HubShape:
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
+    num_key_value_heads: int
+    head_dim: int
     max_position_embeddings: int
     eos_token_id: int
     attention_size: int
@@ -111,6 +113,8 @@ def make_shape(causal_lm: Any, folder: Path) -> HubShape:
         vocab_size=head_weight.shape[0],
         hidden_size=head_weight.shape[1],
         num_hidden_layers=layer_count,
+        num_key_value_heads=_read_kv_heads(text_config),
+        head_dim=_read_head_dim(text_config),
         max_position_embeddings=_read_context_length(text_config, folder),
         eos_token_id=_read_eos_token_id(causal_lm, folder),
         attention_size=attention_size,
@@ -160,7 +164,7 @@ def read_sizes(folder: Path) -> Sizes:
         intermediate_size=int(intermediate_size),
         num_hidden_layers=int(text_config.num_hidden_layers),
         num_attention_heads=head_count,
-        num_key_value_heads=int(getattr(text_config, "num_key_value_heads", None) or head_count),
+        num_key_value_heads=_read_kv_heads(text_config),
         head_size=_read_head_dim(text_config),
         vocab_size=head_weight.shape[0],
         tie_word_embeddings=is_tied,
@@ -180,6 +184,10 @@ def _format_error(error: BaseException) -> str:
 
 def _read_head_dim(text_config: Any) -> int:
     return int(getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads)
+
+
+def _read_kv_heads(text_config: Any) -> int:
+    return int(getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads)
 
 
 def _read_context_length(text_config: Any, folder: Path) -> int:

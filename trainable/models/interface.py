@@ -28,6 +28,10 @@ class Shape(Protocol):
     @property
     def num_hidden_layers(self) -> int: ...  # noqa: D102
     @property
+    def num_key_value_heads(self) -> int: ...  # noqa: D102
+    @property
+    def head_dim(self) -> int: ...  # noqa: D102
+    @property
     def max_position_embeddings(self) -> int: ...  # noqa: D102
     @property
     def eos_token_id(self) -> int: ...  # noqa: D102

@@ -24,33 +24,40 @@ class Networks(NamedTuple):
 
     policy: the network that is trained and sampled from. reference: the model before training, or the one at
     model.reference_path; None if no KL to it is needed. critic: a value model with its own trunk. value_head: a value
-    head on the policy's trunk, instead of a critic. Without GAE, both are None. base_fingerprint: identifies the frozen
-    weights under the adapters; None without adapters. reference_fingerprint: identifies the weights at
-    model.reference_path; None if they are not used.
+    head on the policy's trunk, instead of a critic. Without GAE, both are None. has_own_reference: whether there is a
+    reference that shares no weights with the other networks. base_fingerprint: identifies the frozen weights under the
+    adapters; None without adapters. reference_fingerprint: identifies the weights at model.reference_path; None if they
+    are not used.
     """
 
     policy: Policy
     reference: "Qwen2 | HubModel | None"
     critic: "ValueModel | HubValueModel | None"
     value_head: nn.Module | None
+    has_own_reference: bool
     base_fingerprint: str | None
     reference_fingerprint: str | None
 
 
-def make_networks(config: RunConfig, device: torch.device) -> Networks:
-    """The networks of `config` on `device`: from the model at config.model.path, except for a reference of its own.
+def make_networks(config: RunConfig, device: torch.device, trained_device: torch.device | None = None) -> Networks:
+    """The networks of `config`: from the model at config.model.path, except for a reference of its own.
+
+    device: where they are. trained_device: where policy and critic are; None for `device`. Networks that DeepSpeed will
+    shard are made in host memory, since a GPU has room for the shards alone. Without adapters only.
 
     Raises ValueError if a model cannot be used, or if the reference has another vocabulary than the policy.
     """
-    policy = load_policy(config.model.path, device, make_pass_settings(config.model), config.model.chat_format)
+    trained_device = trained_device or device
+    policy = load_policy(config.model.path, trained_device, make_pass_settings(config.model), config.model.chat_format)
     if config.model.lora_rank:
         return _make_lora_networks(config, policy, device)
     reference, fingerprint = _make_reference(config, policy, device)
-    critic = make_critic(policy, make_rng(config.seed, "critic"), device) if _needs_critic(config) else None
+    critic = make_critic(policy, make_rng(config.seed, "critic"), trained_device) if _needs_critic(config) else None
     return Networks(
         policy,
         reference,
         *_split_critic(config, critic),
+        has_own_reference=reference is not None,
         base_fingerprint=None,
         reference_fingerprint=fingerprint,
     )
@@ -68,6 +75,7 @@ def _make_lora_networks(config: RunConfig, policy: Policy, device: torch.device)
         replace(policy, model=model),
         reference,
         *_split_critic(config, critic),
+        has_own_reference=reference is not None and reference is not policy.model,
         base_fingerprint=compute_fingerprint(policy.folder),
         reference_fingerprint=fingerprint,
     )
@@ -84,7 +92,7 @@ def _make_reference(
     if not config.needs_reference:
         return None, None
     if config.model.reference_path is None:
-        return (policy.model if config.model.lora_rank else make_frozen_copy(policy.model)), None
+        return (policy.model if config.model.lora_rank else make_frozen_copy(policy.model).to(device)), None
     reference = load_policy(
         config.model.reference_path, device, make_pass_settings(config.model), config.model.chat_format
     )

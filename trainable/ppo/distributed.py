@@ -19,7 +19,7 @@ from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
-from trainable.backend.world import connect, disconnect
+from trainable.backend.world import Rendezvous, connect, disconnect
 from trainable.config.own_parts import PartFile, list_part_files, register_file
 from trainable.config.run_config import RunConfig
 from trainable.ppo.evaluation import Evaluation
@@ -43,6 +43,8 @@ def make_trainer(settings: RunConfig, diagnostics: Diagnostics) -> "PPOTrainer |
 
     Raises ValueError if trainer.strategy=torch is set for several GPUs.
     """
+    if settings.trainer.num_threads is not None:
+        torch.set_num_threads(settings.trainer.num_threads)
     world_size = max(1, int(settings.trainer.n_gpus_per_node))  # 0, or a fraction of a GPU, is one process
     strategy = settings.trainer.strategy
     if world_size > 1 and strategy == "torch":
@@ -57,16 +59,16 @@ def make_trainer(settings: RunConfig, diagnostics: Diagnostics) -> "PPOTrainer |
     return PPOTrainer(settings, diagnostics=diagnostics)
 
 
-def _make_rendezvous_path() -> Path:
-    """The path of a file that no other run uses, in this machine's temporary folder: all ranks are on one machine."""
-    return Path(tempfile.gettempdir()) / f"tune_study_ranks_{uuid4().hex}"
+def _make_rendezvous() -> Rendezvous:
+    """A file that no other run uses, in this machine's temporary folder: all ranks are on one machine."""
+    return Rendezvous(Path(tempfile.gettempdir()) / f"tune_study_ranks_{uuid4().hex}")
 
 
 class RankActor:
     """The actor of a rank other than 0: it calls the same methods of its trainer as rank 0, and returns no results.
 
     settings: the fields of a `RunConfig`, as JSON values. part_files: the files of the user whose parts they name.
-    rendezvous_file: see `connect`.
+    rendezvous: see `connect`.
     """
 
     def __init__(
@@ -76,11 +78,11 @@ class RankActor:
         diagnostics: Diagnostics,
         rank: int,
         world_size: int,
-        rendezvous_file: str,
+        rendezvous: Rendezvous,
     ) -> None:
-        torch.set_num_threads(1)  # the actor has one CPU (see `_start_rank`)
+        torch.set_num_threads(settings["trainer"]["num_threads"] or 1)
         self.settings, self.part_files, self.diagnostics = settings, part_files, diagnostics
-        self.rank, self.world_size, self.rendezvous_file = rank, world_size, Path(rendezvous_file)
+        self.rank, self.world_size, self.rendezvous = rank, world_size, rendezvous
 
     def run_method(self, method_name: str) -> None:
         """Call a method of the trainer together with rank 0, or connect if `method_name` is "join".
@@ -112,7 +114,7 @@ class RankActor:
         for file in self.part_files:
             register_file(file)
         settings = RunConfig.model_validate(self.settings)
-        self.world = connect(self.rank, self.world_size, self.rendezvous_file)
+        self.world = connect(self.rank, self.world_size, self.rendezvous)
         self.trainer = PPOTrainer(settings, self.world, self.diagnostics)
 
 
@@ -124,11 +126,11 @@ class DistributedTrainer:
     """
 
     def __init__(self, settings: RunConfig, world_size: int, diagnostics: Diagnostics) -> None:
-        self.rendezvous_file = _make_rendezvous_path()
+        self.rendezvous = _make_rendezvous()
         # The calls that run on the other ranks at the moment, as Ray's object references.
         self.pending_refs: list[Any] = []
         self.rank_actors = [
-            _start_rank(settings, diagnostics, rank, world_size, self.rendezvous_file) for rank in range(1, world_size)
+            _start_rank(settings, diagnostics, rank, world_size, self.rendezvous) for rank in range(1, world_size)
         ]
         try:
             self.trainer = self._run_on_all_ranks(
@@ -140,7 +142,7 @@ class DistributedTrainer:
                     connect(
                         rank=0,
                         world_size=world_size,
-                        rendezvous_file=self.rendezvous_file,
+                        rendezvous=self.rendezvous,
                         on_wait=lambda: _raise_first_error(self.pending_refs),
                     ),
                     diagnostics,
@@ -188,7 +190,7 @@ class DistributedTrainer:
         """End the processes of the other ranks, and leave the process group."""
         for actor in self.rank_actors:
             ray.kill(actor)
-        disconnect(self.rendezvous_file)
+        disconnect(self.rendezvous)
 
     def _run_on_all_ranks(self, method_name: str, call: Callable[[], T]) -> T:
         """Run `method_name` on all other ranks and `call` here at the same time; return the result of `call`.
@@ -277,7 +279,7 @@ def _watch_ranks(pending_refs: list[Any], is_done: threading.Event) -> None:
 
 
 def _start_rank(
-    settings: RunConfig, diagnostics: Diagnostics, rank: int, world_size: int, rendezvous_file: Path
+    settings: RunConfig, diagnostics: Diagnostics, rank: int, world_size: int, rendezvous: Rendezvous
 ) -> Any:
     """Start the actor of a rank, in the bundle of the trial's placement group that has the same number."""
     scheduling_strategy = PlacementGroupSchedulingStrategy(
@@ -293,5 +295,5 @@ def _start_rank(
         max_restarts=0,  # a restarted rank could not join the group again: the whole trial is retried instead
     )
     return actor.remote(
-        settings.model_dump(mode="json"), list_part_files(settings), diagnostics, rank, world_size, str(rendezvous_file)
+        settings.model_dump(mode="json"), list_part_files(settings), diagnostics, rank, world_size, rendezvous
     )

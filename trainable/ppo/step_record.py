@@ -24,12 +24,16 @@ class RolloutSummary:
 
 @dataclass(frozen=True)
 class EngineMismatch:
-    """Mismatch of log-probs between trainer and engine, for an engine with its own copy of the weights."""
+    """Mismatch of log-probs between trainer and engine, for an engine with its own copy of the weights.
+
+    engine_prompt_mismatch: that on the fixed prompt after the last sync; None before the first one.
+    """
 
     engine_mismatch_mean: float
     engine_mismatch_max: float
     engine_kl: float
     engine_ess_fraction: float
+    engine_prompt_mismatch: float | None
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class Update:
     pg_loss: float | None = None
     pg_clipfrac: float | None = None
     pg_clipfrac_lower: float | None = None
+    tis_clipfrac: float | None = None
     ppo_kl: float | None = None
     tpo_target_entropy: float | None = None
     tpo_target_top_prob: float | None = None

@@ -2,21 +2,24 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, fields, replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainable.algo.batching import adjust_copy
 from trainable.algo.filters import compute_filter_loss_scale
 from trainable.algo.kl_control import AdaptiveKLController
 from trainable.algo.losses import estimate_kl
 from trainable.algo.reductions import masked_mean
+from trainable.backend.host_swap import HostSwap
 from trainable.backend.make import make_backends
 from trainable.backend.meter import Meter
 from trainable.backend.world import SINGLE_PROCESS, World, chain_blocks, compute_local_range, skip_child_seeds
+from trainable.config.choices import EXACT_KL
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import PURPOSES, make_rng
 from trainable.envs.environment import Level
@@ -56,7 +59,7 @@ from trainable.ppo.step_record import (
 from trainable.ppo.targets import PreparedBatch, make_targets
 from trainable.ppo.update import ActorUpdate, TokenFunction, compute_at_trained_tokens, update_critic
 from trainable.rollout.batch import Batch, collate, make_update_order
-from trainable.rollout.engine import make_engine
+from trainable.rollout.engine import Engine, make_engine, make_evaluation_engine
 from trainable.rollout.episode import Episode
 from trainable.rollout.episode_loop import EpisodeLimits, check_first_turn, draw_luck, roll_out_episodes
 from trainable.rollout.sampler import SamplingParams
@@ -117,7 +120,8 @@ class PPOTrainer:
         self.config, self.world, self.diagnostics = config, world, diagnostics
         self.device = pick_device(config.trainer.device, config.trainer.n_gpus_per_node)
         prepare_device(self.device, config.trainer.n_gpus_per_node)
-        networks = make_networks(config, self.device)
+        is_sharded = world.size > 1 and config.trainer.zero_stage == 3
+        networks = make_networks(config, self.device, torch.device("cpu") if is_sharded else None)
         policy, self.reference = networks.policy, networks.reference
         self.critic, self.value_head = networks.critic, networks.value_head
         self.base_fingerprint, self.reference_fingerprint = networks.base_fingerprint, networks.reference_fingerprint
@@ -125,6 +129,10 @@ class PPOTrainer:
         self.codec, self.stop_token = make_codec(policy.tokenizer), policy.stop_token
         self.other_stop_tokens = policy.other_stop_tokens
         self.backends = make_backends(config, world, self.model, self.value_head, self.critic)
+        self._reference_swap: HostSwap | None = None
+        if config.trainer.swap_to_host and networks.has_own_reference:
+            weights = list(cast(nn.Module, self.reference).parameters())
+            self._reference_swap = HostSwap(lambda: weights, self.device)
         kl_settings = config.algorithm.kl_ctrl
         horizon = kl_settings.horizon if kl_settings.type == "adaptive" else None  # None keeps the coefficient fixed
         self.kl_controller = AdaptiveKLController(kl_settings.kl_coef, kl_settings.target_kl, horizon)
@@ -157,7 +165,9 @@ class PPOTrainer:
         first_observation = Observation(turn=1, state=state, actions_left=env.max_actions_per_traj)
         check_first_turn(first_observation, self.prompt_template, self.codec, context, config.rollout.response_length)
         prompt = self.codec.encode([self.prompt_template.format_first_turn(first_observation)])[0]
-        self.engine = make_engine(config, policy, self.device, prompt, context, self.backends["actor"].gather_weights)
+        gather_weights = self.backends["actor"].gather_weights
+        self.engine = make_engine(config, policy, self.device, prompt, context, gather_weights)
+        self.evaluation_engine = make_evaluation_engine(config, policy, self.engine, gather_weights)
         self.levels, self.val_levels, self.test_levels, is_unseen = make_run_levels(self.environment, config)
         # An evaluation has one entry per episode, and the rollouts of a level are consecutive in it.
         self.is_val_unseen = [unseen for unseen in is_unseen for _ in range(env.val_group_size)]
@@ -190,6 +200,7 @@ class PPOTrainer:
             episodes = self._collect_episodes()  # 1
         # Before everything that uses the episodes: if a log-prob is not finite, the run ends here.
         mismatch = self.engine.measure_mismatch(episodes, self.step_index)
+        prompt_mismatch = self.engine.prompt_mismatch  # of the weights that sampled; the sync below replaces it
         collapse = self.diagnostics.collapse(self, episodes)
         with add_step(f"in step {self.step_index}"):
             selection = filter_episodes(episodes, config.filter, config.env.group_size)  # 2
@@ -211,7 +222,7 @@ class PPOTrainer:
             budget=budget,
             total_budget=self.total_budget,
             timing=self._measure_timing(clock, timer, episodes, prepared),
-            engine_mismatch=None if mismatch is None else EngineMismatch(*mismatch),
+            engine_mismatch=None if mismatch is None else EngineMismatch(*mismatch, prompt_mismatch),
             batch=batch_summary,
             update=update,
             base_validation=summarize_validation(base_evaluations, self.is_val_unseen),
@@ -246,10 +257,12 @@ class PPOTrainer:
 
         purpose: the purpose of the samples in `make_rng`; each has its own random numbers at every step.
         """
-        return self._roll_out_levels(levels, group_size, self.config.rollout.temperature, purpose, needs_logprobs=True)
+        temperature = self.config.rollout.temperature
+        return self._roll_out_levels(self.engine, levels, group_size, temperature, purpose, needs_logprobs=True)
 
     def _roll_out_levels(
         self,
+        engine: Engine,
         levels: Sequence[Level],
         group_size: int,
         temperature: float,
@@ -272,14 +285,14 @@ class PPOTrainer:
         luck = draw_luck(luck_rng, len(levels) * group_size, self.limits)
         sampling_params = self._make_sampling_params(temperature)
         episodes: list[Episode] = []
-        with self.engine.wake_up():  # a rank without levels enters, too: gathering weights takes all ranks
+        with engine.wake_up():  # a rank without levels enters, too: gathering weights takes all ranks
             # More ranks than levels leave some ranks without any, and a sampler needs at least one prompt.
             if local_levels:
                 episodes = roll_out_episodes(
                     self.environment,
                     local_levels,
                     group_size,
-                    self.engine.sampler,
+                    engine.sampler,
                     self.prompt_template,
                     self.codec,
                     self.limits,
@@ -291,8 +304,8 @@ class PPOTrainer:
         if needs_logprobs:
             # The trainer's passes come next and need the memory. Otherwise the engine stays awake, since the next phase
             # after an evaluation is another rollout.
-            self.engine.sleep()
-            episodes = self.engine.recompute_logprobs(episodes, temperature)
+            engine.sleep()
+            episodes = engine.recompute_logprobs(episodes, temperature)
         # Every rank has numbered its groups from 0; make the numbers unique.
         local_episodes = [episode._replace(group=episode.group + local_range.start) for episode in episodes]
         return list(chain_blocks(self.world.all_gather_object(local_episodes)))
@@ -356,11 +369,15 @@ class PPOTrainer:
 
     def _analyze_gradients(self, episodes: list[Episode], timer: PhaseTimer) -> list[Row]:
         # Ranks analyze different mini-batches, so they make different numbers of passes: all weights are needed.
-        with self.backends["actor"].gather_weights(), timer.measure("gradient_analysis"):
+        with (
+            self.backends["actor"].gather_weights(),
+            self._load_reference_for_loss(),
+            timer.measure("gradient_analysis"),
+        ):
             return self.diagnostics.gradients(self, episodes)
 
     def _update_policy(self, prepared: PreparedBatch, timer: PhaseTimer) -> Meter:
-        with timer.measure("update_actor"):
+        with timer.measure("update_actor"), self._load_reference_for_loss():
             return self.make_actor_update().run(prepared.batch, prepared.targets, prepared.order)
 
     def _end_update(
@@ -444,7 +461,17 @@ class PPOTrainer:
         assert self.reference is not None  # the configuration needs a reference
         logprob_function = TokenFunction.for_logprobs(self.reference, temperature)
         rows_per_pass = self.config.rollout.ref_log_prob_micro_batch_size_per_gpu
-        return compute_at_trained_tokens(batch, rows_per_pass, logprob_function, self.world)
+        with self._load_reference():
+            return compute_at_trained_tokens(batch, rows_per_pass, logprob_function, self.world)
+
+    def _load_reference(self) -> AbstractContextManager[None]:
+        """Context in which the reference is on the device. It is frozen, so it is never copied back."""
+        return nullcontext() if self._reference_swap is None else self._reference_swap.load(has_changed=False)
+
+    def _load_reference_for_loss(self) -> AbstractContextManager[None]:
+        """The context of `_load_reference` if the loss of the policy reads the reference: only the exact KL does."""
+        actor = self.config.actor
+        return self._load_reference() if actor.use_kl_loss and actor.kl_loss_type == EXACT_KL else nullcontext()
 
     def _update_kl_controller(self, prepared: PreparedBatch) -> float:
         """Adapt the coefficient of the KL in the reward for the next step; return the one that this step used."""
@@ -511,7 +538,9 @@ class PPOTrainer:
             # Before training, the policy is the reference, unless the reference is a model of its own.
             has_moved = self.step_index > 0 or self.config.model.reference_path is not None
             measures_kl = self.config.measures_val_kl and is_sampled_validation and has_moved
-            episodes = self._roll_out_levels(levels, group_size, temperature, purpose, needs_logprobs=measures_kl)
+            episodes = self._roll_out_levels(
+                self.evaluation_engine, levels, group_size, temperature, purpose, needs_logprobs=measures_kl
+            )
         evaluation = make_evaluation(
             episodes, self.step_index, split, mode, number_classes([level.key for level in levels])
         )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trainable.algo.batching import split_by_tokens
+from trainable.algo.importance import ImportanceCorrection, compute_importance_weights
 from trainable.algo.losses import compute_log_ratio, estimate_kl, ppo_clip_loss, value_clip_loss
 from trainable.algo.reductions import compute_loss_weights
 from trainable.algo.target_policy import target_policy_loss
@@ -29,7 +30,6 @@ from trainable.config.own_parts import get_part
 from trainable.config.sections import ActorConfig, CriticConfig, OptimConfig
 from trainable.models.interface import Critic, LanguageModel, Trunk
 from trainable.rollout.batch import Batch, split_mini_batches
-from trainable.rollout.logprob_mismatch import importance_weights
 
 
 class Targets(NamedTuple):
@@ -200,17 +200,25 @@ def _run_optimizer_steps(
     """
     # The length of the batch, not of the mini-batch: seq-mean-token-sum-norm divides all mini-batches by one length.
     micro_batch_size, padded_length = settings.ppo_micro_batch_size_per_gpu, batch.tokens.shape[1]
-    for _ in range(settings.ppo_epochs):
-        for rows in split_mini_batches(order, settings.ppo_mini_batch_size):
-            # A list, since the backend must know which pass is the last (see `Backend.backward`).
-            pass_inputs = list(
-                make_passes(
-                    batch, get_targets(rows), rows, mode, micro_batch_size, padded_length, backend.world, needs_padding
+    with backend.load_for_update():
+        for _ in range(settings.ppo_epochs):
+            for rows in split_mini_batches(order, settings.ppo_mini_batch_size):
+                # A list, since the backend must know which pass is the last (see `Backend.backward`).
+                pass_inputs = list(
+                    make_passes(
+                        batch,
+                        get_targets(rows),
+                        rows,
+                        mode,
+                        micro_batch_size,
+                        padded_length,
+                        backend.world,
+                        needs_padding,
+                    )
                 )
-            )
-            for number, inputs in enumerate(pass_inputs, 1):
-                backend.backward(partial(compute_loss, inputs), number == len(pass_inputs))
-            backend.step(meter, norm_column)
+                for number, inputs in enumerate(pass_inputs, 1):
+                    backend.backward(partial(compute_loss, inputs), number == len(pass_inputs))
+                backend.step(meter, norm_column)
     return meter.all_reduce(backend.world)
 
 
@@ -383,12 +391,16 @@ class ActorUpdate:
         else:
             token_loss = get_part(settings.policy_loss)(logprobs, old_logprobs, advantages)
         weights = inputs.weights
-        # vLLM's log-probs differ from the trainer's by rounding. These weights correct the loss of the tokens that it
-        # sampled. RunConfig rejects them for tpo, which weights sequences.
-        if settings.tis_imp_ratio_cap is not None:
-            weights = weights * importance_weights(
-                old_logprobs, inputs.select_trained(inputs.batch.engine_logprobs), settings.tis_imp_ratio_cap
+        # An engine's log-probs differ from the trainer's by rounding. These weights correct the loss of the tokens that
+        # it sampled. RunConfig rejects them for tpo, which weights sequences.
+        correction = make_importance_correction(settings)
+        if correction is not None:
+            batch = inputs.batch
+            engine_weights, is_clipped = compute_importance_weights(
+                batch.logprobs, batch.engine_logprobs, batch.mask, correction
             )
+            weights = weights * inputs.select_trained(engine_weights)
+            token_sums["tis_clipfrac"] = inputs.select_trained(is_clipped).sum()
         pg_loss = (weights * token_loss).sum()
         meter.add(len(old_logprobs), {"pg_loss": pg_loss.detach()}, token_sums)
         return pg_loss
@@ -415,6 +427,16 @@ class ActorUpdate:
             return self.reference.model.compute_hidden_states(
                 inputs.batch.tokens, flat_positions
             ), self.reference.lm_head.weight
+
+
+def make_importance_correction(settings: ActorConfig) -> ImportanceCorrection | None:
+    """How importance weights correct the difference of engine and trainer; None if they do not."""
+    if settings.tis_imp_ratio_cap is None:
+        return None
+    unit, _, kind = settings.tis_mode.partition("_")
+    return ImportanceCorrection(
+        settings.tis_imp_ratio_cap, settings.tis_imp_ratio_floor, is_sequence=unit == "sequence", is_mask=kind == "mask"
+    )
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from trainable.kernels.compiled import (
 from trainable.models.interface import LanguageModel
 from trainable.models.qwen2 import Qwen2
 from trainable.models.qwen2_shape import Qwen2Shape, compute_rotary
-from trainable.rollout.sampler import Conversation, SampledReply, SamplingParams
+from trainable.rollout.sampler import Conversation, LockStepTurns, SampledReply, SamplingParams
 from trainable.runs.failures import NonFiniteError
 
 FIRST_REPLIES = 4
@@ -98,6 +98,10 @@ class CompiledConversation:
         self.lengths, self.hidden = self.lengths.repeat(group_size), hidden.repeat(group_size, axis=0)
         if group_size > 1:
             self._grow_cache(slots, group_size)
+
+    def take_turns(self) -> LockStepTurns:
+        """The turns of all rows, which wait for one another (see `Conversation.take_turns`)."""
+        return LockStepTurns(self)
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
         """Append new tokens to `rows`, and sample a reply of each (see `Conversation.sample_replies`)."""

@@ -1,31 +1,50 @@
 """Sampling engines of a trainer: torch or compiled code, on the trainer's weights, or vLLM, which has its own copy.
 
-vLLM has the weights of the trainer only after a weight sync, so two checks guard it. After each sync, vLLM and the
-trainer compute log-probs of a fixed prompt: a run whose engine has other weights ends here. After each rollout, the
-trainer recomputes the log-probs of all sampled tokens; training uses these, and their mismatch with vLLM's is measured.
-It ends no run: rounding alone makes it grow when a policy loses its way, and those are the runs that a study is about.
+An engine with its own copy has the weights of the trainer only after a sync, so two checks guard it. After each sync,
+engine and trainer compute log-probs of a fixed prompt: a run whose engine has other weights ends here. After each
+rollout, the trainer recomputes the log-probs of all sampled tokens; training uses these, and their mismatch with the
+engine's is measured. It ends no run: rounding alone makes it grow when a policy loses its way, and those are the runs
+that a study is about.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from trainable.algo.batching import split_by_tokens
-from trainable.algo.vocabulary import compute_token_statistics, logprobs_from_hidden
+from trainable.algo.vocabulary import compute_token_statistics
 from trainable.config.constants import CHUNK_ELEMENTS
 from trainable.config.run_config import RunConfig
+from trainable.config.seeds import make_rng
 from trainable.models.interface import LanguageModel
-from trainable.models.load import Policy
+from trainable.models.load import Policy, load_policy, make_pass_settings
 from trainable.models.lora import iter_hub_weights, list_weight_names
 from trainable.rollout.batch import Batch, collate
+from trainable.rollout.copy_sampler import CopySampler, compute_row_logprobs
 from trainable.rollout.episode import Episode
+from trainable.rollout.kv_cache_size import (
+    AttentionShape,
+    compute_conversation_kv_bytes,
+    compute_step_kv_bytes,
+)
 from trainable.rollout.logprob_mismatch import LogprobMismatch, check_logprobs, check_mismatch, measure_mismatch
 from trainable.rollout.sampler import Sampler
 from trainable.rollout.torch_sampler import TorchSampler
+
+if TYPE_CHECKING:  # it needs an optional package
+    from trainable.rollout.vllm_sampler import VllmSampler
+
+STARTING_UTILIZATION = 0.01
+"""Fraction of a GPU that vLLM checks to be free when it starts with a KV cache of a given size.
+
+It measures nothing else with it then. The memory plan has already checked that a run fits.
+"""
 
 GatherWeights = Callable[[], AbstractContextManager[None]]
 """Returns a context in which the trainer's weights can be read (see `Backend.gather_weights`)."""
@@ -34,7 +53,10 @@ GatherWeights = Callable[[], AbstractContextManager[None]]
 class Engine(Protocol):
     """The interface between a trainer and the engine that samples for it."""
 
-    sampler: Sampler
+    @property
+    def sampler(self) -> Sampler:
+        """The sampler, which may be used within `wake_up`."""
+        ...
 
     def sleep(self) -> None:
         """Free memory for an update, if the engine can."""
@@ -55,6 +77,9 @@ class Engine(Protocol):
         """`episodes`, sampled at `temperature`, with log-probs and entropies of the trainer's model."""
         ...
 
+    prompt_mismatch: float | None
+    """Mean absolute difference of log-probs on the fixed prompt after the last sync, in nats; None without any sync."""
+
     def measure_mismatch(self, episodes: Sequence[Episode], step: int) -> LogprobMismatch | None:
         """Mismatch between engine and trainer over all sampled tokens; None if they share weights.
 
@@ -73,6 +98,7 @@ class SharedWeightsEngine:
     def __init__(self, sampler: Sampler, gather_weights: GatherWeights) -> None:
         self.sampler = sampler
         self.gather_weights = gather_weights
+        self.prompt_mismatch: float | None = None
 
     def sleep(self) -> None:
         """Do nothing: the engine has no memory of its own."""
@@ -95,73 +121,86 @@ class SharedWeightsEngine:
         """Do nothing: there is no engine to end."""
 
 
-class VllmEngine:
-    """Samples with vLLM, in the process of the trainer and on the same device.
+class SyncedSampler(Sampler, Protocol):
+    """A sampler with its own copy of the policy's weights (see `trainable.rollout.vllm_sampler.VllmSampler`)."""
 
-    prompt: token ids of the fixed prompt, whose log-probs are compared after each weight sync. context_length: maximum
-    number of tokens in a conversation. gather_weights: makes the trainer's weights readable.
+    is_sleeping: bool
 
-    Raises ValueError if vLLM cannot be used: if it is missing, or if the names of the model's tensors do not match.
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy all weights, which come under their names on the hub; wakes the sampler."""
+        ...
+
+    def compute_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
+        """Log-probs (T - 1,) of each row's tokens without the first, at temperature 1, under the sampler's weights."""
+        ...
+
+    def sleep(self) -> None:
+        """Free device memory, if the sampler can."""
+        ...
+
+    def wake_up(self) -> None:
+        """Bring the sampler back with the weights that it had."""
+        ...
+
+    def close(self) -> None:
+        """Free all memory."""
+        ...
+
+
+class SyncedEngine:
+    """Samples with a sampler that has its own copy of the weights, in the process of the trainer.
+
+    Args:
+        sampler: the sampler, with the weights of the untrained policy.
+        config: the run's settings.
+        policy: the policy.
+        device: the device of trainer and sampler.
+        prompt: token ids of the fixed prompt, whose log-probs are compared after each weight sync.
+        gather_weights: makes the trainer's weights readable.
     """
 
     def __init__(
         self,
+        sampler: SyncedSampler,
         config: RunConfig,
         policy: Policy,
         device: torch.device,
         prompt: list[int],
-        context_length: int,
         gather_weights: GatherWeights,
     ) -> None:
-        from trainable.rollout.vllm_sampler import LM_HEAD_NAME, EngineSettings, VllmSampler, read_weight_shapes
-
-        self.config, self.model, self.device, self.prompt = config, policy.model, device, prompt
-        self.gather_weights = gather_weights
-        # This check takes a moment. Without it, vLLM would start, and only the first weight sync would fail. The head
-        # may be missing in the files: a model with tied embeddings stores their weight once.
-        unknown_names = list_weight_names(policy.model) - read_weight_shapes(policy.folder).keys() - {LM_HEAD_NAME}
-        if unknown_names:
-            raise ValueError(
-                f"vLLM cannot sample from this model: {len(unknown_names)} tensors of the trained model, such as "
-                f"{min(unknown_names)}, are not in the model's files under these names, and weights are synced by "
-                f"name. Sample in torch with --set rollout.name=torch."
-            )
-        # rollout.gpu_memory_utilization is a fraction of the trial's share of a GPU, and vLLM's setting is a fraction
-        # of the full GPU. A trial with several GPUs has one engine per GPU; 0 GPUs is a CPU, which has no such share.
-        gpu_fraction = min(1.0, config.trainer.n_gpus_per_node or 1.0)
-        self.vllm_sampler = VllmSampler(
-            policy.folder,
-            EngineSettings(
-                device,
-                config.model.dtype,
-                context_length,
-                gpu_fraction * config.rollout.gpu_memory_utilization,
-                enforce_eager=config.rollout.enforce_eager,
-                enable_sleep_mode=config.rollout.free_cache_engine,
-            ),
-        )
-        self.sampler: Sampler = self.vllm_sampler
+        self.sampler, self.config, self.model = sampler, config, policy.model
+        self.device, self.prompt, self.gather_weights = device, prompt, gather_weights
+        self.prompt_mismatch: float | None = None
+        if config.rollout.weight_noise:  # until the first sync, the sampler would have exact weights
+            self.sync_weights(step=0)
 
     def sleep(self) -> None:
         """Free the device memory, if rollout.free_cache_engine is set."""
-        self.vllm_sampler.sleep()
+        self.sampler.sleep()
 
     def wake_up(self) -> AbstractContextManager[None]:
         """Bring the engine back with the weights that it had when it went to sleep."""
         # Not if it is awake: `wake_up` resets the prefix cache, which is still valid for these weights.
-        if self.vllm_sampler.is_sleeping:
-            self.vllm_sampler.wake_up()
+        if self.sampler.is_sleeping:
+            self.sampler.wake_up()
         return nullcontext()
 
     def sync_weights(self, step: int) -> None:
         """Copy all weights, and compare the log-probs of the fixed prompt (see `Engine.sync_weights`)."""
         # Outside of the context, stage 3 has only a shard of the weights on each rank.
         with self.gather_weights():
-            self.vllm_sampler.update_weights(iter_hub_weights(self.model))
-            trainer_logprobs = _compute_logprobs(self.model, torch.tensor([self.prompt], device=self.device)).cpu()
-        engine_logprobs = torch.from_numpy(self.vllm_sampler.compute_logprobs([self.prompt])[0])
-        mismatch = _compare(trainer_logprobs, engine_logprobs, step)
-        check_mismatch(mismatch.mean_abs, self.config.rollout.logprob_tolerance, step)
+            self.sampler.update_weights(self._iter_weights(step))
+            trainer_logprobs = compute_row_logprobs(self.model, torch.tensor([self.prompt], device=self.device)).cpu()
+        engine_logprobs = torch.from_numpy(self.sampler.compute_logprobs([self.prompt])[0])
+        self.prompt_mismatch = _compare(trainer_logprobs, engine_logprobs, step).mean_abs
+        check_mismatch(self.prompt_mismatch, self.config.rollout.logprob_tolerance, step)
+
+    def _iter_weights(self, step: int) -> Iterator[tuple[str, Tensor]]:
+        """The policy's weights, with the noise of rollout.weight_noise."""
+        noise = self.config.rollout.weight_noise
+        if not noise:
+            return iter_hub_weights(self.model)
+        return add_weight_noise(iter_hub_weights(self.model), noise, make_rng(self.config.seed, "engine_noise", step))
 
     def recompute_logprobs(self, episodes: Sequence[Episode], temperature: float) -> list[Episode]:
         """Recompute log-probs with the trainer, and keep the engine's beside them (see `Engine.recompute_logprobs`)."""
@@ -178,8 +217,72 @@ class VllmEngine:
         return _compare(torch.from_numpy(trainer_logprobs), torch.from_numpy(engine_logprobs), step)
 
     def close(self) -> None:
-        """End the engine and free its memory."""
-        self.vllm_sampler.close()
+        """End the sampler and free its memory."""
+        self.sampler.close()
+
+
+def add_weight_noise(
+    weights: Iterable[tuple[str, Tensor]], noise: float, rng: np.random.Generator
+) -> Iterator[tuple[str, Tensor]]:
+    """Multiply every entry of every weight by 1 + noise * e, where e is drawn from a normal distribution with std 1.
+
+    This is how the rounding of an engine errs: relative to the size of an entry. A tensor that comes twice, as a tied
+    head does, gets the same noise both times.
+    """
+    seed = int(rng.integers(2**62))  # fits a signed 64-bit integer
+    numbers: dict[int, int] = {}  # of the tensors that have come, by the address of their data
+    for name, weight in weights:
+        number = numbers.setdefault(weight.data_ptr(), len(numbers))
+        draws = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed ^ number))
+        yield name, weight * (1 + noise * draws.to(weight.device))
+
+
+def _make_vllm_sampler(config: RunConfig, policy: Policy, device: torch.device, context_length: int) -> "VllmSampler":
+    """Start vLLM. ValueError if vLLM is missing, or if the names of the model's tensors do not match."""
+    from trainable.rollout.vllm_sampler import LM_HEAD_NAME, EngineSettings, VllmSampler, read_weight_shapes
+
+    # This check takes a moment. Without it, vLLM would start, and only the first weight sync would fail. The head may
+    # be missing in the files: a model with tied embeddings stores their weight once.
+    unknown_names = list_weight_names(policy.model) - read_weight_shapes(policy.folder).keys() - {LM_HEAD_NAME}
+    if unknown_names:
+        raise ValueError(
+            f"vLLM cannot sample from this model: {len(unknown_names)} tensors of the trained model, such as "
+            f"{min(unknown_names)}, are not in the model's files under these names, and weights are synced by "
+            f"name. Sample in torch with --set rollout.name=torch."
+        )
+    rollout = config.rollout
+    # rollout.gpu_memory_utilization is a fraction of the trial's share of a GPU, and vLLM's setting is a fraction of
+    # the full GPU. A trial with several GPUs has one engine per GPU; 0 GPUs is a CPU, which has no such share.
+    gpu_fraction = min(1.0, config.trainer.n_gpus_per_node or 1.0)
+    cache_bytes = None
+    if rollout.gpu_memory_utilization is None:
+        cache_bytes = _compute_cache_bytes(config, policy.model.shape, context_length)
+    return VllmSampler(
+        policy.folder,
+        EngineSettings(
+            device,
+            config.model.dtype,
+            context_length,
+            gpu_fraction * (rollout.gpu_memory_utilization or STARTING_UTILIZATION),
+            cache_bytes,
+            enforce_eager=rollout.enforce_eager,
+            enable_sleep_mode=rollout.free_cache_engine,
+        ),
+    )
+
+
+def _compute_cache_bytes(config: RunConfig, shape: AttentionShape, context_length: int) -> int:
+    """Bytes of the KV cache: those that the settings give, or what the conversations of a training step need.
+
+    At least one conversation of `context_length` tokens: with less, vLLM does not start.
+    """
+    dtype_bytes = getattr(torch, config.model.dtype).itemsize
+    if config.rollout.kv_cache_gib is not None:
+        cache_bytes = int(config.rollout.kv_cache_gib * 2**30)
+    else:
+        ranks = max(1, int(config.trainer.n_gpus_per_node))
+        cache_bytes = compute_step_kv_bytes(shape, config, dtype_bytes, ranks)
+    return max(cache_bytes, compute_conversation_kv_bytes(shape, dtype_bytes, context_length))
 
 
 def _compare(trainer_logprobs: torch.Tensor, engine_logprobs: torch.Tensor, step: int) -> LogprobMismatch:
@@ -196,14 +299,38 @@ def make_engine(
     context_length: int,
     gather_weights: GatherWeights,
 ) -> Engine:
-    """Make the engine that rollout.name selects; for the arguments see `VllmEngine`."""
+    """Make the engine that rollout.name selects, which samples from its own weights if it is vLLM or has noise.
+
+    context_length: maximum number of tokens in a conversation. For the other arguments see `SyncedEngine`. Raises
+    ValueError if vLLM cannot be used.
+    """
     if config.rollout.name == "vllm":
-        return VllmEngine(config, policy, device, prompt, context_length, gather_weights)
+        vllm_sampler = _make_vllm_sampler(config, policy, device, context_length)
+        return SyncedEngine(vllm_sampler, config, policy, device, prompt, gather_weights)
+    if config.rollout.weight_noise:
+        copy = load_policy(config.model.path, device, make_pass_settings(config.model), config.model.chat_format)
+        copy_sampler = CopySampler(copy, _make_local_sampler(config, copy))
+        return SyncedEngine(copy_sampler, config, policy, device, prompt, gather_weights)
+    return SharedWeightsEngine(_make_local_sampler(config, policy), gather_weights)
+
+
+def make_evaluation_engine(config: RunConfig, policy: Policy, engine: Engine, gather_weights: GatherWeights) -> Engine:
+    """The engine of validations and tests: `engine`, unless it is a copy with noise, which is not what is evaluated.
+
+    vLLM also evaluates with noise, since a run has no room for a second engine.
+    """
+    if config.rollout.weight_noise and config.rollout.name != "vllm":
+        return SharedWeightsEngine(_make_local_sampler(config, policy), gather_weights)
+    return engine
+
+
+def _make_local_sampler(config: RunConfig, policy: Policy) -> Sampler:
+    """The sampler of this package that rollout.name selects."""
     if config.rollout.name == "compiled":
         from trainable.rollout.compiled_sampler import CompiledSampler
 
-        return SharedWeightsEngine(CompiledSampler(policy.model), gather_weights)
-    return SharedWeightsEngine(TorchSampler(policy.model), gather_weights)
+        return CompiledSampler(policy.model)
+    return TorchSampler(policy.model)
 
 
 @torch.no_grad()
@@ -245,14 +372,3 @@ def recompute_logprobs(
         )
         for row, episode in enumerate(episodes)
     ]
-
-
-@torch.no_grad()
-def _compute_logprobs(model: LanguageModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Log-probs (T - 1,) of `tokens` (1, T) at temperature 1; the first token has none, since nothing precedes it."""
-    flat_positions = torch.arange(tokens.shape[1] - 1, device=tokens.device)
-    logprobs: torch.Tensor = model.lm_head(
-        model.model.compute_hidden_states(tokens, flat_positions),
-        partial(logprobs_from_hidden, tokens=tokens[0, 1:], temperature=1.0, chunk_elements=CHUNK_ELEMENTS),
-    )
-    return logprobs

@@ -1,4 +1,4 @@
-"""The episode loop: a model plays P levels, G episodes of each, in turns that all episodes take together."""
+"""The episode loop: a model plays P levels, G episodes of each, and the episodes whose replies are finished go on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -94,7 +94,11 @@ def roll_out_episodes(
     luck: np.ndarray,
     compute_rewards: RewardFunction | None = None,
 ) -> list[Episode]:
-    """Play every level `group_size` times, all episodes in lock-step; the episodes of a level are consecutive.
+    """Play every level `group_size` times; the episodes of a level are consecutive.
+
+    An episode's next turn begins when its reply is finished, whether or not those of others are; samplers that compute
+    all rows together finish all replies at the same time. Neither changes a draw, since each episode has its own random
+    numbers.
 
     The reward of a turn is the environment's, plus the format penalty if the turn is invalid. An episode ends when the
     environment says so, when it has no actions or turns left, or when its next turn, with a reply of full length, could
@@ -116,19 +120,20 @@ def roll_out_episodes(
         # Turns are counted from 0 here, and from 1 in the text of an observation.
         state.append_tokens(prompts[state.group], reply=None, turn=0)
     conversation = sampler.start_conversation(prompts, group_size, params, rng)
-    live_rows = list(range(len(states)))
-    new_tokens: list[list[int]] = [[] for _ in live_rows]  # none yet: the conversation already has the prompts
-    for turn in range(limits.max_turn):
-        replies = conversation.sample_replies(live_rows, new_tokens)
-        live_states = [states[row] for row in live_rows]
-        _apply_replies(environment, live_states, replies, turn, codec, limits, luck[live_rows, turn])
-        live_rows = [row for row in live_rows if _is_live(states[row], limits)]
+    turns, num_waiting = conversation.take_turns(), len(states)
+    # No new tokens yet: the conversation already has the prompts.
+    turns.submit(range(len(states)), [[] for _ in states])
+    while num_waiting:
+        finished = turns.collect()
+        rows, replies = [row for row, _ in finished], [reply for _, reply in finished]
+        row_turns = [len(states[row].texts) for row in rows]
+        _apply_replies(environment, [states[row] for row in rows], replies, codec, limits, luck[rows, row_turns])
         # An observation after the last turn would get no reply.
-        if turn + 1 == limits.max_turn or not live_rows:
-            break
-        live_rows, new_tokens = _append_observations(states, live_rows, template, codec, limits, params)
-        if not live_rows:  # all that were left have run out of context
-            break
+        live_rows = [row for row in rows if _is_live(states[row], limits) and len(states[row].texts) < limits.max_turn]
+        next_rows, new_tokens = _append_observations(states, live_rows, template, codec, limits, params)
+        if next_rows:
+            turns.submit(next_rows, new_tokens)
+        num_waiting += len(next_rows) - len(rows)
     return [_make_episode(state, limits, compute_rewards) for state in states]
 
 
@@ -146,7 +151,6 @@ def _apply_replies(
     environment: Environment[Any],
     states: Sequence[_EpisodeState],
     replies: Sequence[SampledReply],
-    turn: int,
     codec: Codec,
     limits: EpisodeLimits,
     luck: np.ndarray,
@@ -159,7 +163,7 @@ def _apply_replies(
     parsed_replies = [parse_reply(text, limits.max_actions_per_turn, environment.read_action) for text in texts]
     rewards = _play_turn(environment, states, parsed_replies, limits, luck)
     for state, reply, text, parsed_reply, reward in zip(states, replies, texts, parsed_replies, rewards, strict=True):
-        state.append_tokens(reply.token_ids, reply, turn)
+        state.append_tokens(reply.token_ids, reply, turn=len(state.texts))
         state.texts.append(text)
         state.turn_validity.append(not parsed_reply.invalid)
         state.rewards.append(reward)

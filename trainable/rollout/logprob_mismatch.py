@@ -2,8 +2,8 @@
 
 An engine with outdated weights, another temperature or other rounding has other log-probs than the trainer. Columns
 report the mismatch of every step over the sampled tokens. A run ends if the mean mismatch on a fixed prompt, right
-after the weights were synced, is above the tolerance. Truncated importance weights can correct a mismatch that is only
-due to rounding.
+after the weights were synced, is above the tolerance. Importance weights can correct a mismatch that is only due to
+rounding.
 """
 
 import math
@@ -71,17 +71,6 @@ def check_mismatch(mean_abs: float, tolerance: float, step: int) -> None:
         f"raise the limit with --set rollout.logprob_tolerance={_suggest_tolerance(mean_abs)}, or compute in higher "
         f"precision with --set model.dtype=float32."
     )
-
-
-def importance_weights(trainer_logprobs: Tensor, engine_logprobs: Tensor, cap: float) -> Tensor:
-    """Truncated importance weights min(exp(trainer - engine), cap) of each token, without gradient; any shape.
-
-    trainer_logprobs, engine_logprobs: log-probs of the sampled tokens. cap: at least 1. Apart from the truncation, a
-    loss that is multiplied by these weights has the expectation that it would have under the trainer's distribution:
-    E_engine[w f] = E_trainer[f] (Ionides 2008; for LLM engines Yao et al. 2025).
-    """
-    # Truncated before exp, which cannot overflow then.
-    return (trainer_logprobs - engine_logprobs).detach().clamp_max(math.log(cap)).exp()
 
 
 def _suggest_tolerance(mean_abs: float) -> str:

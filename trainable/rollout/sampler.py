@@ -38,8 +38,24 @@ class SampledReply(NamedTuple):
     finished: bool
 
 
+class Turns(Protocol):
+    """The turns of a conversation's rows: a row's next turn can be submitted as soon as its reply was collected."""
+
+    def submit(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> None:
+        """Ask for a reply of each of `rows`, after its new tokens (see `Conversation.sample_replies`)."""
+        ...
+
+    def collect(self) -> list[tuple[int, SampledReply]]:
+        """Sample until at least one reply is finished; return (row, reply) of the finished ones, in ascending order."""
+        ...
+
+
 class Conversation(Protocol):
-    """Rows that take turns with the environment in lock-step; a row is one episode with its own history."""
+    """Rows that take turns with the environment; a row is one episode with its own history."""
+
+    def take_turns(self) -> Turns:
+        """The turns of all rows. They are not mixed with calls of `sample_replies`."""
+        ...
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
         """Append new tokens to each of `rows`, and sample a reply for each.
@@ -64,3 +80,22 @@ class Sampler(Protocol):
         finished, or on how many ranks share the rows.
         """
         ...
+
+
+class LockStepTurns:
+    """Turns of a conversation that samples rows together: all replies that were asked for finish at the same time."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        self._conversation = conversation
+        self._new_tokens: dict[int, Sequence[int]] = {}
+
+    def submit(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> None:
+        """Remember the new tokens of `rows` (see `Turns.submit`)."""
+        self._new_tokens |= dict(zip(rows, new_tokens, strict=True))
+
+    def collect(self) -> list[tuple[int, SampledReply]]:
+        """Sample a reply of each row that was submitted (see `Turns.collect`)."""
+        rows = sorted(self._new_tokens)
+        replies = self._conversation.sample_replies(rows, [self._new_tokens[row] for row in rows])
+        self._new_tokens = {}
+        return list(zip(rows, replies, strict=True))

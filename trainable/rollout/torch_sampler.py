@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainable.models.interface import LanguageModel
-from trainable.rollout.sampler import Conversation, SampledReply, SamplingParams
+from trainable.rollout.sampler import Conversation, LockStepTurns, SampledReply, SamplingParams
 from trainable.runs.failures import NonFiniteError
 
 COMPACT_FRACTION = 0.5
@@ -70,6 +70,10 @@ class TorchConversation:
             self.hidden = self._extend(prompts)
             # The cache had one row per prompt up to here; now each is repeated for its group.
             self._select_places(torch.arange(len(prompts), device=self.device).repeat_interleave(group_size))
+
+    def take_turns(self) -> LockStepTurns:
+        """The turns of all rows, which wait for one another (see `Conversation.take_turns`)."""
+        return LockStepTurns(self)
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
         """Append new tokens to `rows`, and sample a reply of each (see `Conversation.sample_replies`)."""

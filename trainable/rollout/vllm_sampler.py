@@ -177,7 +177,10 @@ class VllmSampler:
 
 
 class VllmConversation:
-    """Rows that give the engine their full history in each turn; its prefix cache skips all but the new tokens."""
+    """Rows that give the engine their full history in each turn; its prefix cache skips all but the new tokens.
+
+    It is also their `Turns`: the engine starts a row's next turn while other rows still sample the one before.
+    """
 
     def __init__(
         self,
@@ -192,27 +195,46 @@ class VllmConversation:
         self.histories = [list(prompt) for prompt in prompts for _ in range(group_size)]
         self.row_rngs = rng.spawn(len(self.histories))
 
-    def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
-        """Append new tokens to `rows`, and sample a reply of each in one call (see `Conversation.sample_replies`).
+    def take_turns(self) -> "VllmConversation":
+        """The turns of all rows (see `Conversation.take_turns`)."""
+        return self
 
-        Entropies are NaN, because vLLM returns none; the trainer computes them in its own pass.
+    def submit(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> None:
+        """Append new tokens to `rows`, and ask the engine for a reply of each (see `Turns.submit`).
 
-        Raises ValueError if a row with a reply of full length could exceed the engine's max_model_len, and
-        NonFiniteError if a log-prob is not finite.
+        Raises ValueError if a row with a reply of full length could exceed the engine's max_model_len.
         """
         for row, row_tokens in zip(rows, new_tokens, strict=True):
             self.histories[row] += row_tokens
             self._check_length(row)
-        # One call for all rows, so that vLLM computes them together.
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": self.histories[row]} for row in rows],
-            [self._make_row_params(row) for row in rows],
-            use_tqdm=False,
-        )
-        replies = [self._make_reply(output.outputs[0]) for output in outputs]
-        for row, reply in zip(rows, replies, strict=True):
+        for row in rows:
+            prompt = {"prompt_token_ids": list(self.histories[row])}
+            self.llm.llm_engine.add_request(str(row), prompt, self._make_row_params(row))
+
+    def collect(self) -> list[tuple[int, SampledReply]]:
+        """Let the engine compute until a reply is finished (see `Turns.collect`).
+
+        Entropies are NaN, because vLLM returns none; the trainer computes them in its own pass. Raises NonFiniteError
+        if a log-prob is not finite.
+        """
+        outputs: list[Any] = []
+        while not outputs:
+            outputs = [output for output in self.llm.llm_engine.step() if output.finished]
+        replies = {int(output.request_id): self._make_reply(output.outputs[0]) for output in outputs}
+        for row, reply in replies.items():
             self.histories[row] += reply.token_ids.tolist()
-        return replies
+        return sorted(replies.items())
+
+    def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
+        """Append new tokens to `rows`, and sample a reply of each (see `Conversation.sample_replies`).
+
+        Raises the errors of `submit` and `collect`.
+        """
+        self.submit(rows, new_tokens)
+        replies: dict[int, SampledReply] = {}
+        while len(replies) < len(rows):
+            replies |= dict(self.collect())
+        return [replies[row] for row in rows]
 
     def _check_length(self, row: int) -> None:
         """Raise ValueError if a reply of full length could exceed max_model_len, at which vLLM would cut it."""
@@ -231,6 +253,7 @@ class VllmConversation:
             temperature=self.params.temperature,
             logprobs=0,  # of the sampled token only
             seed=int(self.row_rngs[row].integers(2**62)),  # fits a signed 64-bit integer
+            output_kind=_get_final_only(),
             stop_token_ids=[self.params.stop_token, *self.params.other_stop_tokens],
         )
 
@@ -339,7 +362,7 @@ def _make_engine_arguments(settings: EngineSettings) -> dict[str, object]:
         "max_num_seqs": settings.max_num_seqs,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "kv_cache_memory_bytes": cache_bytes,
-        "enforce_eager": settings.enforce_eager,
+        "enforce_eager": settings.enforce_eager or settings.device.type == "cpu",  # CUDA graphs exist for GPUs only
         "enable_sleep_mode": settings.enable_sleep_mode and settings.device.type == "cuda",  # exists for GPUs only
         "enable_prefix_caching": True,  # every turn passes the full history, of which only the end is new
         # On a CPU, a row with a seed fails if its prompt is split in two chunks: "CPU Generator does not use offset".
@@ -373,6 +396,13 @@ def _lock_gpu_memory(device: torch.device) -> Any:
     if device.type != "cuda":
         return nullcontext()
     return acquire_lock(f"gpu-{torch.cuda.get_device_properties(device).uuid}")
+
+
+def _get_final_only() -> Any:
+    """vLLM's constant for outputs that are returned once, when they are finished."""
+    from vllm.sampling_params import RequestOutputKind
+
+    return RequestOutputKind.FINAL_ONLY
 
 
 def _make_vllm_params(**settings: object) -> Any:

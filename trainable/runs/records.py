@@ -101,6 +101,12 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "fraction",
         "effective sample size of the weights exp(trainer - engine) / number of tokens",
     ),
+    Column(
+        "engine_prompt_mismatch",
+        "nats",
+        "mean absolute difference between the trainer's and the engine's log-probs on a fixed prompt, for the weights "
+        "that sampled; missing before the first sync",
+    ),
     Column("entropy", "nats", "token mean of the sampling policy's entropy over the kept episodes", "actor/entropy"),
     Column("pg_loss", "1", "policy loss, mean over micro-batches", "actor/pg_loss"),
     Column("pg_clipfrac", "fraction", "trained tokens whose ratio is clipped", "actor/pg_clipfrac"),
@@ -109,6 +115,11 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "fraction",
         "trained tokens with a negative advantage that the dual clip clips",
         "actor/pg_clipfrac_lower",
+    ),
+    Column(
+        "tis_clipfrac",
+        "fraction",
+        "trained tokens whose importance weight is truncated or set to 0; missing without actor.tis_imp_ratio_cap",
     ),
     Column(
         "ppo_kl",

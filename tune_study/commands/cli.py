@@ -9,11 +9,13 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import typer
 
 from search_spaces import STUDIES, SUITES
+from search_spaces.declaration.presets import PRESETS, Settings
 from trainable.config.own_parts import OwnPartError
 from trainable.config.run_config import ConfigError
 from trainable.files.paths import UnsafePathError
@@ -22,7 +24,7 @@ from tune_study.commands import cleaning, describe, searching
 from tune_study.commands import options as opt
 from tune_study.commands.confirmation import DEFAULT_SEEDS, plan_confirmation
 from tune_study.commands.option_groups import Launch, OwnCode, StudyRequest, add_axis_options, add_group
-from tune_study.commands.preflight import LaunchOptions, explain_paper_misfit, start_studies
+from tune_study.commands.preflight import LaunchOptions, explain_misfit, start_studies
 from tune_study.commands.requests import request_stop
 from tune_study.commands.run_options import VALUES_OPTION, find_studies, plan_from_options
 from tune_study.folder import locate, outputs, study_file
@@ -30,10 +32,13 @@ from tune_study.host.console import make_console, print_error, print_line, show_
 from tune_study.host.gpus import Gpu, detect_gpus
 from tune_study.host.terminal import finish_output, protect_output
 from tune_study.placement import resources
-from tune_study.plan.errors import PlanError
+from tune_study.plan.errors import MisfitError, PlanError
 from tune_study.plan.own_parts import load_typed_files, pin_typed_values
 from tune_study.plan.study_plan import StudyPlan, collect_overrides, find_study
 from tune_study.tune.conclusion import write_results
+
+MakePlans = Callable[[str, str, Settings], list[StudyPlan]]
+NO_SETTINGS: Settings = MappingProxyType({})
 
 app = typer.Typer(
     name="tune_study",
@@ -78,7 +83,7 @@ def main() -> None:
 
 
 def report_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorator: print invalid input as one paragraph on stderr and exit with code 2."""
+    """Decorator: print invalid input as one paragraph on stderr and exit with code 2, or 3 if a study does not fit."""
 
     @functools.wraps(command)
     def run_command(*args: Any, **kwargs: Any) -> None:
@@ -86,7 +91,7 @@ def report_errors(command: Callable[..., None]) -> Callable[..., None]:
             command(*args, **kwargs)
         except (ConfigError, PlanError, OwnPartError, UnsafePathError) as error:
             print_error(f"tune_study: {error}")
-            raise typer.Exit(2) from None
+            raise typer.Exit(3 if isinstance(error, MisfitError) else 2) from None
 
     return run_command
 
@@ -137,9 +142,11 @@ def run(
     load_typed_files(request.code or [])
     studies = find_studies(study, request.kl_type, request.accept_changed_file)
 
-    def make_plans(preset: str, reason: str) -> list[StudyPlan]:
+    def make_plans(preset: str, reason: str, settings: Settings) -> list[StudyPlan]:
         axis_texts = {VALUES_OPTION: values, **axes}
-        options = request.make_run_options(preset, reason, axis_texts, baseline_seeds, until_resolved, max_seeds)
+        options = request.make_run_options(
+            preset, reason, axis_texts, baseline_seeds, until_resolved, max_seeds, settings
+        )
         return [
             plan_from_options(
                 chosen,
@@ -158,22 +165,38 @@ def run(
 
 
 def _make_plans_that_fit(
-    make_plans: Callable[[str, str], list[StudyPlan]],
+    make_plans: MakePlans,
     request: StudyRequest,
     launch_options: LaunchOptions,
     visible_gpus: tuple[Gpu, ...],
 ) -> list[StudyPlan]:
-    """The plans under the preset that was typed, or under the default one; under laptop if paper does not fit.
+    """The plans under the preset that was typed, or under the default one, with settings for GPUs that are too small.
 
-    make_plans: function of the preset and its reason. Only a preset that the user did not ask for, on GPUs that the
-    user did not choose, is replaced by the smaller one.
+    If the runs do not fit, they train adapters under a preset that has settings for them, unless the user has chosen.
+    If they do not fit with adapters either, preset laptop takes the place of a preset that the user did not ask for, on
+    GPUs that the user did not choose.
+
+    make_plans: function of the preset, its reason and further settings.
     """
     preset, reason = resources.choose_preset(request.preset, visible_gpus)
-    plans = make_plans(preset, reason)
-    if request.preset is not None or preset != "paper" or request.chooses_gpus(launch_options):
+    plans = make_plans(preset, reason, NO_SETTINGS)
+    if launch_options.address is not None:  # this machine does not know the GPUs of a cluster
         return plans
-    misfit = explain_paper_misfit(plans, launch_options, visible_gpus, outputs.format_command_line())
-    return make_plans("laptop", f"{reason}, but preset paper does not fit it: {misfit}") if misfit else plans
+    misfit, remedies = explain_misfit(plans, launch_options, visible_gpus)
+    small_settings = PRESETS[preset].small_gpu_settings if preset in PRESETS else NO_SETTINGS
+    if not misfit or not small_settings:
+        return plans
+    if not request.chooses_adapters():
+        settings_text = ", ".join(f"{name}={value}" for name, value in small_settings.items())
+        small_reason = f"{reason}; adapters instead of all weights ({settings_text}), which do not fit: {misfit}"
+        small_plans = make_plans(preset, small_reason, small_settings)
+        if not explain_misfit(small_plans, launch_options, visible_gpus)[0]:
+            return small_plans
+    if request.preset is not None or request.chooses_gpus(launch_options):
+        return plans
+    command = outputs.format_command_line()
+    advice = f"this would fit: {command} --preset {preset} {remedies[0]}" if remedies else "no setting makes it fit"
+    return make_plans("laptop", f"{reason}, but preset {preset} does not fit it: {misfit}; {advice}", NO_SETTINGS)
 
 
 @app.command("search", epilog=f"\b\n{SEARCH_EXAMPLE}")
@@ -202,8 +225,8 @@ def search(
         trials, tuple(vary or ()), objective, points_per_round, search_seed, confirm_seeds, asha
     )
 
-    def make_plans(preset: str, reason: str) -> list[StudyPlan]:
-        run_options = request.make_run_options(preset, reason, {})
+    def make_plans(preset: str, reason: str, settings: Settings) -> list[StudyPlan]:
+        run_options = request.make_run_options(preset, reason, {}, preset_settings=settings)
         plan = searching.plan_search(
             chosen,
             options,

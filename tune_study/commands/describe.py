@@ -194,7 +194,7 @@ def print_memory(
             f"are not built in.",
         )
         return
-    for line in memory_plan.format_memory_plan(memory, plan.study):
+    for line in memory_plan.format_memory_plan(memory):
         print_line(console, line)
     print_table(console, *memory_plan.make_memory_table(memory))
     estimate = time_estimate.format_time_line(memory, plan, resource_plan, gpu_names)

@@ -8,10 +8,12 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from typer import Option
 
+from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Study
 from tune_study.commands import options as opt
 from tune_study.commands.preflight import LaunchOptions
@@ -57,11 +59,16 @@ class StudyRequest(NamedTuple):
         baseline_seeds: int | None = None,
         until_resolved: bool = False,
         max_seeds: int | None = None,
+        preset_settings: Settings = MappingProxyType({}),
     ) -> RunOptions:
-        """The options of a study. preset, preset_reason: --preset, or the default preset, and why it was chosen."""
+        """The options of a study. preset, preset_reason: --preset, or the default preset, and why it was chosen.
+
+        preset_settings: further settings of the preset, over which those that were typed take precedence.
+        """
         return RunOptions(
             preset,
             preset_reason,
+            preset_settings,
             option_values={
                 "--steps": self.steps,
                 "--model": self.model,
@@ -84,6 +91,10 @@ class StudyRequest(NamedTuple):
             max_seeds=max_seeds,
             smoke=self.smoke,
         )
+
+    def chooses_adapters(self) -> bool:
+        """Whether the rank of adapters was typed, also as 0 for none."""
+        return any("lora_rank" in assignment.partition("=")[0] for assignment in self.assignments or ())
 
     def chooses_gpus(self, launch: LaunchOptions) -> bool:
         """Whether an option was typed that only fits a certain choice of GPUs, or of the paper preset."""

@@ -16,7 +16,7 @@ from tune_study.host.console import print_line
 from tune_study.host.gpus import Gpu, count_cpus
 from tune_study.host.interrupt import TimeLimit, start_time_limit
 from tune_study.host.machine_checks import check_socket_path, find_ray_folder
-from tune_study.placement import disk, memory_plan, resources
+from tune_study.placement import disk, memory_advice, memory_plan, resources
 from tune_study.placement.disk import DiskBudget
 from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.placement.model_files import check_file, check_model
@@ -70,8 +70,8 @@ def start_studies(
     """Check the requirements of all studies, then run them one after another; in a dry run, only print their plans.
 
     visible_gpus: the GPUs of this machine that CUDA_VISIBLE_DEVICES does not hide. time_limit: a limit that has begun;
-    None for one of --max-hours that begins now. Returns the exit code: 0 if every study returns 0. Raises PlanError
-    before anything starts if a study cannot be run.
+    None for one of --max-hours that begins now. Returns the exit code: 0 if every study returns 0; of a dry run 3 if a
+    study does not fit. Raises PlanError before anything starts if a study cannot be run.
     """
     time_limit = time_limit or start_time_limit(options.max_hours)
     for plan in plans:
@@ -84,11 +84,12 @@ def start_studies(
 
     with cluster.join_cluster(options.address) as nodes:
         if dry_run:
+            all_fit = True
             for index, plan in enumerate(plans):
                 if len(plans) > 1:
                     print_line(console, format_position(plans, index))
-                _print_plan(plan, adapt_options(plan), visible_gpus, nodes, console)
-            return 0
+                all_fit &= _print_plan(plan, adapt_options(plan), visible_gpus, nodes, console)
+            return 0 if all_fit else 3
         # All studies are checked before the first one starts: a suite must not fail hours later.
         prepared_studies = [_prepare_study(plan, adapt_options(plan), visible_gpus, nodes) for plan in plans]
         if nodes is None:
@@ -106,25 +107,16 @@ def start_studies(
         return run_suite(plans, prepare_study, console, options.skipped_statuses, time_limit, is_local=nodes is None)
 
 
-def explain_paper_misfit(
-    plans: Sequence[StudyPlan], options: LaunchOptions, visible_gpus: tuple[Gpu, ...], command: str
-) -> str:
-    """Why `plans` do not fit the GPUs of this machine, and a command that would fit; empty if they fit.
-
-    command: the command that was typed, to which the suggested options are added.
-    """
-    # The first study that does not fit is reason enough.
+def explain_misfit(
+    plans: Sequence[StudyPlan], options: LaunchOptions, visible_gpus: tuple[Gpu, ...]
+) -> tuple[str, list[str]]:
+    """(reason, remedies) of the first study that does not fit the GPUs of this machine, see `explain_excess`."""
     for plan in plans:
         memory = _estimate_requirements(plan, options, visible_gpus, nodes=None, dry_run=True).memory
-        reason, alternatives = ("", []) if memory is None else memory_plan.explain_excess(memory, plan.study)
+        reason, remedies = ("", []) if memory is None else memory_advice.explain_excess(memory, plan.study)
         if reason:
-            advice = (
-                f"this would fit: {command} --preset paper {alternatives[0]}"
-                if alternatives
-                else "no setting makes it fit"
-            )
-            return f"{reason}; {advice}"
-    return ""
+            return reason, remedies
+    return "", []
 
 
 def _print_plan(
@@ -133,11 +125,19 @@ def _print_plan(
     visible_gpus: tuple[Gpu, ...],
     nodes: tuple[Node, ...] | None,
     console: Console,
-) -> None:
-    """Print the plan of a dry run, without checking that the machine can run it."""
+) -> bool:
+    """Print the plan of a dry run, what does not fit first; return whether everything fits.
+
+    Nothing else is checked on this machine.
+    """
     choose_wandb_mode(options.wandb, plan)  # only for its PlanError: a mode that does not exist is refused here too
     requirements = _estimate_requirements(plan, options, visible_gpus, nodes, dry_run=True)
     gpu_names = tuple(gpu.name for gpu in requirements.used_gpus)
+    shortages = [] if plan.storage is not None else [disk.explain_shortage(requirements.disk_budget)]
+    if requirements.memory is not None and not requirements.memory.fits:
+        shortages.insert(0, memory_advice.format_misfit(requirements.memory, plan.study))
+    for shortage in filter(None, shortages):
+        print_line(console, shortage)
     for line in describe_teachers(plan.model_paths, os.environ, is_local=nodes is None):
         print_line(console, line)
     describe.print_plan(
@@ -148,6 +148,7 @@ def _print_plan(
         requirements.memory,
         gpu_names,
     )
+    return not any(shortages)
 
 
 def _prepare_study(
@@ -160,17 +161,20 @@ def _prepare_study(
     wandb_mode = choose_wandb_mode(options.wandb, plan)
     outputs.check_study_links(plan)
     requirements = _estimate_requirements(plan, options, visible_gpus, nodes, dry_run=False)
+    resource_plan = requirements.resource_plan
     if nodes is None:
         _check_machine(plan, requirements)
     else:
-        _check_cluster(plan, requirements.resource_plan, options, requirements.disk_budget, nodes)
+        memory = _check_cluster(plan, resource_plan, options, requirements.disk_budget, nodes)
+        if memory is not None:  # of the nodes, whose GPUs the driver's machine does not know
+            resource_plan = _add_placement(resource_plan, memory)
     outputs.check_writable(plan.output)
     # With a storage, checkpoints are written to scratch folders, whose space was checked with the machine or the nodes.
     if plan.storage is None:
         disk.check_budget(requirements.disk_budget)
     return PreparedStudy(
         plan,
-        requirements.resource_plan,
+        resource_plan,
         wandb_mode,
         requirements.disk_budget,
         format_space_line(plan, requirements.disk_budget),
@@ -188,9 +192,15 @@ def _estimate_requirements(
     disk_budget = disk.estimate_disk_budget(plan, resource_plan, os.environ)
     used_gpus = tuple(gpu for gpu in visible_gpus if gpu.id in resource_plan.gpus)
     gpu_capacity = memory_plan.find_gpu_capacity(options.gpu_memory_gib, used_gpus)
-    return _Requirements(
-        resource_plan, disk_budget, memory_plan.plan_memory(plan, resource_plan, gpu_capacity, os.environ), used_gpus
-    )
+    memory = memory_plan.plan_memory(plan, resource_plan, gpu_capacity, os.environ)
+    if memory is not None:
+        resource_plan = _add_placement(resource_plan, memory)
+    return _Requirements(resource_plan, disk_budget, memory, used_gpus)
+
+
+def _add_placement(resource_plan: ResourcePlan, memory: MemoryPlan) -> ResourcePlan:
+    settings = {**resource_plan.placement_settings, **memory.placement_settings}
+    return resource_plan._replace(placement_settings=settings)
 
 
 def _plan_resources(
@@ -230,7 +240,7 @@ def _check_machine(plan: StudyPlan, requirements: _Requirements) -> None:
         for config in {spec.arm: spec.ppo_config for spec in plan.runs}.values():  # seeds share their settings
             resources.check_engines(config, os.environ)
     if requirements.memory is not None:
-        memory_plan.check_memory(requirements.memory, plan, requirements.used_gpus)
+        memory_advice.check_memory(requirements.memory, plan, requirements.used_gpus)
     if plan.study_uri is not None:
         from tune_study.commands.node_checks import check_scratch
 
@@ -264,8 +274,8 @@ def _check_cluster(
     options: LaunchOptions,
     disk_budget: DiskBudget,
     nodes: tuple[Node, ...],
-) -> None:
-    """Raise PlanError if a node on which a run could be placed lacks something."""
+) -> MemoryPlan | None:
+    """Raise PlanError if a node on which a run could be placed lacks something; return the memory plan of the nodes."""
     from tune_study.commands import node_checks
 
     reports = node_checks.check_nodes(plan, cluster.find_usable_nodes(nodes, plan.base_config.trainer.n_gpus_per_node))
@@ -275,9 +285,10 @@ def _check_cluster(
         plan, resource_plan, gpu_capacity or memory_plan.find_gpu_capacity(options.gpu_memory_gib, gpus=()), os.environ
     )
     if memory is not None:
-        memory_plan.check_fits(memory, plan.study)
+        memory_advice.check_fits(memory, plan.study)
     scratch_bytes = None if plan.storage is None else disk.compute_scratch_bytes(disk_budget)
     if scratch_bytes is not None:
         scratch_bytes *= plan.max_runs_per_trial
     n_gpus, host_bytes = plan.base_config.trainer.n_gpus_per_node, 0 if memory is None else memory.host_bytes
     node_checks.check_capacity(reports, n_gpus, resource_plan.runs_per_node, scratch_bytes, host_bytes)
+    return memory

@@ -63,6 +63,7 @@ class RunOptions(NamedTuple):
     Attributes:
         preset: --preset, or the default preset.
         preset_reason: why this preset was chosen.
+        preset_settings: further settings of the preset.
         option_values: the value of each option of OPTION_SETTINGS, by option.
         axis_texts: the text of each option for the values of an axis, by option.
         game: --env.
@@ -78,6 +79,7 @@ class RunOptions(NamedTuple):
 
     preset: str
     preset_reason: str
+    preset_settings: Mapping[str, object]
     option_values: Mapping[str, object]
     axis_texts: Mapping[str, str | None]
     game: str | None
@@ -145,7 +147,11 @@ def plan_from_options(
     }
     game_settings = _collect_game_settings(study, options)
     # Settings that were typed take precedence over those that come with the game.
-    overrides = {**game_settings, **collect_overrides(study, option_settings, options.assignments)}
+    overrides = {
+        **game_settings,
+        **_select_preset_settings(study, options),
+        **collect_overrides(study, option_settings, options.assignments),
+    }
     if options.preset in study.family.presets:  # otherwise the plan refuses it
         load_named_files(study, source.path if source else "", values, options.preset, overrides.values())
     # The processes of runs have other working folders, in which a relative path would not be found.
@@ -261,6 +267,16 @@ def _collect_game_settings(study: Study, options: RunOptions) -> dict[str, objec
     if is_own_game:
         return {**load_game_settings(options.game), "env.name": options.game}
     return study.family.make_game_settings(options.game, options.preset)
+
+
+def _select_preset_settings(study: Study, options: RunOptions) -> dict[str, object]:
+    """The further settings of the preset that the study has, without those in which its arms differ."""
+    known_fields = list_field_names(study.family.config_class)
+    return {
+        name: value
+        for name, value in options.preset_settings.items()
+        if name in known_fields and name not in study.axis.swept_fields
+    }
 
 
 def _collect_filter_settings(study: Study, options: RunOptions) -> dict[str, object]:

@@ -164,7 +164,8 @@ def _format_counts(statuses: Sequence[RunStatus | None]) -> str:
 
 def _format_heading(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str]:
     trainer, model = plan.base_config.trainer, "" if plan.model is None else f" ({get_model_name(plan.model)})"
-    memory_text = "" if plan.model is None else f"GPU memory util: {plan.ppo_config.rollout.gpu_memory_utilization} | "
+    utilization = None if plan.model is None else plan.ppo_config.rollout.gpu_memory_utilization
+    memory_text = "" if utilization is None else f"GPU memory util: {utilization} | "
     return [
         f"=== {plan.study.name_templates.title} Runner{model}: {make_timestamp()} ===",
         f"Values: {format_values(plan.study, plan.values)} | Steps: {trainer.total_training_steps} | "

@@ -22,7 +22,7 @@ from tune_study.placement.model_size import (
     list_trained_tensor_sizes,
     read_model_shape,
 )
-from tune_study.plan.errors import PlanError
+from tune_study.plan.errors import MisfitError
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import RunSpec, StudyPlan
 
@@ -292,7 +292,7 @@ def _format_terms(budget: DiskBudget) -> str:
 
 
 def check_combined_budget(budgets: Sequence[DiskBudget]) -> None:
-    """Raise PlanError if the studies of a suite together need more space than is free.
+    """Raise MisfitError if the studies of a suite together need more space than is free.
 
     Each study may fit by itself. A study with a model of unknown size counts as 0.
     """
@@ -301,7 +301,7 @@ def check_combined_budget(budgets: Sequence[DiskBudget]) -> None:
     )
     free_bytes = min((budget.free_bytes for budget in budgets), default=needed_bytes)
     if needed_bytes > free_bytes:
-        raise PlanError(
+        raise MisfitError(
             f"The {len(budgets)} studies together need up to {decimal(needed_bytes)} more disk space, and "
             f"{budgets[0].folder} has {decimal(free_bytes)} free: type --output with a folder on a larger disk, type "
             f"--save-freq -1, run the studies one at a time, or free disk space."
@@ -309,20 +309,26 @@ def check_combined_budget(budgets: Sequence[DiskBudget]) -> None:
 
 
 def check_budget(budget: DiskBudget) -> None:
-    """Raise PlanError if the study needs more space than is free. Nothing is checked if a size is unknown."""
+    """Raise MisfitError if the study needs more space than is free. Nothing is checked if a size is unknown."""
+    if shortage := explain_shortage(budget):
+        raise MisfitError(f"{shortage} {format_disk_line(budget)}")
+
+
+def explain_shortage(budget: DiskBudget) -> str:
+    """How much space the study lacks and what to type; empty if it lacks none or if a size is unknown."""
     if budget.total_bytes is None:
-        return
+        return ""
     needed_bytes = budget.total_bytes - budget.written_bytes
     if needed_bytes <= budget.free_bytes:
-        return
+        return ""
     remedies = []
     if budget.saved_checkpoints:
         remedies.append("--save-freq with a larger number (-1 saves none)")
     if budget.concurrent_runs > 1:  # every concurrent run needs space for the checkpoints in flight
         remedies.append("--max-concurrent 1")
     remedies.append("--output with a folder on a larger disk")
-    raise PlanError(
+    return (
         f"The study needs up to {decimal(needed_bytes)} more disk space, and {budget.folder} has "
         f"{decimal(budget.free_bytes)} free, {decimal(needed_bytes - budget.free_bytes)} too little: type "
-        f"{', or '.join(remedies)}; or free disk space. {format_disk_line(budget)}"
+        f"{', or '.join(remedies)}; or free disk space."
     )

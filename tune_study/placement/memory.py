@@ -8,10 +8,18 @@ Symbols: N parameters of a network, R ranks (GPUs of the run), h hidden size, f 
 key heads, V size of the vocabulary.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from trainable.config.choices import EXACT_KL
 from trainable.config.constants import CHUNK_ELEMENTS, TOKENS_PER_PASS, ZERO_BUCKET_SIZE, ZERO_MAX_LIVE_PARAMETERS
 from trainable.config.run_config import RunConfig
+from trainable.rollout.kv_cache_size import (
+    compute_conversation_kv_bytes,
+    compute_max_tokens,
+    compute_step_kv_bytes,
+    compute_token_kv_bytes,
+)
 from tune_study.placement.model_size import (
     ModelShape,
     count_linear_parameters,
@@ -22,26 +30,20 @@ from tune_study.placement.model_size import (
 )
 
 GIB = 2**30
-PHASES = ("rollout", "values", "critic backward", "critic step", "policy backward", "policy step", "start")
+PHASES = ("rollout", "values", "critic backward", "critic step", "policy backward", "policy step")
 """The moments at which memory use is highest.
 
 rollout: episodes are sampled. values: passes without gradients, for values and for the reference. backward and step:
-passes with gradients, and the optimizer step that follows them, of the critic and of the policy. start: the networks
-are loaded and not yet sharded.
+passes with gradients, and the optimizer step that follows them, of the critic and of the policy. The start of a run
+needs no more: networks that will be sharded are loaded into host memory.
 """
-ROLLOUT, VALUES, CRITIC_BACKWARD, CRITIC_STEP, POLICY_BACKWARD, POLICY_STEP, START = range(len(PHASES))
+ROLLOUT, VALUES, CRITIC_BACKWARD, CRITIC_STEP, POLICY_BACKWARD, POLICY_STEP = range(len(PHASES))
 
 FLOAT32, BFLOAT16 = 4, 2
 MOMENT_BYTES = 2 * FLOAT32
 """AdamW's two moments of one parameter."""
 LOGIT_COPIES = {True: 7, False: 3}
 """Float32 copies of the logits in passes with gradients (True) and without (False), see `compute_logits_bytes`."""
-TURN_TOKENS = {"full": 320, "compact": 16}
-"""Maximum tokens of the game's messages per turn, by prompt style.
-
-full: the published limit of 3600 tokens per conversation leaves (3600 - 5 x 400) / 5 for each of 5 turns with replies
-of 400. compact: at least the longest prompt of the laptop preset and at most 1.5 times as long, which a test checks.
-"""
 CUDA_CONTEXT_BYTES = int(0.75 * GIB)
 """CUDA context of a process with its libraries' work spaces. An assumption: it differs between drivers."""
 NCCL_BYTES = 1 * GIB
@@ -51,6 +53,11 @@ REDUCE_BUCKET_SIZE = 500_000_000
 
 This is DeepSpeed's default of reduce_bucket_size, which our configuration changes for stage 3 only (ZERO_BUCKET_SIZE).
 """
+TIGHT_FRACTION = 0.95
+"""Fraction of the budget above which a fit is tight, because fragmentation in the allocator is not counted."""
+KV_CACHE_NAME = "vLLM KV cache"
+CUDA_GRAPH_BYTES = int(1.5 * GIB)
+"""Memory of vLLM's CUDA graphs, which stays on the GPU while the engine sleeps. An assumption."""
 VLLM_MAX_SEQS, VLLM_MAX_BATCHED_TOKENS = 256, 16_384
 """vLLM's maximum number of concurrent rows (max_num_seqs), and of tokens per pass (max_num_batched_tokens).
 
@@ -105,11 +112,11 @@ def shards_weights(config: RunConfig) -> bool:
 def compute_network_bytes(parameters: int, config: RunConfig) -> NetworkBytes:
     """Memory of a trained network of `parameters` float32 parameters under the run's ZeRO stage.
 
-    Torch: 4 N weights, 8 N moments, 4 N gradients. In the optimizer step AdamW computes the square roots of 4 N.
+    Torch: 4 N weights, 8 N moments, 4 N gradients. AdamW is fused, so its step needs no more.
 
     DeepSpeed: every rank has 4 N weights. Stage 1 shards the optimizer state (a master copy of 4 N, and 8 N moments)
     over the R ranks, stage 2 also the 4 N of gradients, and stage 3 also the weights. In the optimizer step, a rank
-    computes square roots for its shard and flattens the shard's gradients.
+    flattens the gradients of its shard.
 
     offload_optimizer moves a rank's master copy and moments to the host, and the optimizer step takes place there. From
     stage 2 on the gradients move too, and stage 3 keeps two copies of them. offload_parameters moves a rank's shard of
@@ -125,7 +132,7 @@ def compute_network_bytes(parameters: int, config: RunConfig) -> NetworkBytes:
             master=0,  # torch updates the weights themselves, which are float32
             moments=2 * full_bytes,
             gradients=full_bytes,
-            scratch=full_bytes,
+            scratch=0,
             host=0,
         )
     trainer = config.trainer
@@ -138,7 +145,7 @@ def compute_network_bytes(parameters: int, config: RunConfig) -> NetworkBytes:
             master=shard_bytes,
             moments=2 * shard_bytes,
             gradients=gradients,
-            scratch=2 * shard_bytes,
+            scratch=shard_bytes,
             host=offloaded_weights,
         )
     # Master copy and two moments; from stage 2 on one copy of the gradients, in stage 3 two.
@@ -158,8 +165,7 @@ def compute_gathered_bytes(shape: ModelShape, parameters: int, config: RunConfig
 
     Linear layers of blocks are in the dtype of passes, and everything else is in float32. parameters: N of the network.
     """
-    head = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size
-    linear = count_linear_parameters(shape) - head
+    linear = _count_block_parameters(shape)
     return FLOAT32 * (parameters - linear) + get_dtype_bytes(config) * linear
 
 
@@ -182,32 +188,40 @@ def compute_frozen_bytes(shape: ModelShape, config: RunConfig) -> int:
     return FLOAT32 * (count_policy_parameters(shape) - linear) + get_dtype_bytes(config) * linear
 
 
-def compute_cast_bytes(shape: ModelShape, name: str, parameters: int, config: RunConfig) -> int:
-    """Bytes of the copies that autocast keeps of a network's weights during a pass, in the dtype of passes.
+def compute_cast_bytes(shape: ModelShape, name: str, config: RunConfig, with_gradients: bool) -> int:
+    """Bytes of the copies of a network's weights, in the dtype of passes, that exist at once during a pass.
 
-    name: policy or critic. parameters: number of the network's trained parameters. Autocast copies only weights of
-    matrix products, so it does not copy an embedding, unless the embedding is also the head. With LoRA it copies the
-    adapters and a tied head, because the other frozen layers already have the dtype of passes. In float32 nothing is
-    copied.
+    name: policy or critic. Autocast copies the weights of a matrix product and caches no copy. A pass with gradients
+    keeps the copies of a block until its backward pass; with gradient checkpointing, and without gradients, those of a
+    single block exist at a time. With LoRA only the adapters and a tied head are copied, because the other layers are
+    frozen in the dtype of passes. In float32 nothing is copied.
     """
     if config.model.dtype == "float32":
         return 0
-    # The critic's head is a value head of its own, so the critic never multiplies with its embedding.
-    is_multiplied = shape.tie_word_embeddings and name == "policy"
     if config.model.lora_rank:
-        return BFLOAT16 * (parameters + (shape.vocab_size * shape.hidden_size if is_multiplied else 0))
-    return BFLOAT16 * (parameters - (0 if is_multiplied else shape.vocab_size * shape.hidden_size))
+        block = config.model.lora_rank * sum(map(sum, list_adapted_layers(shape, config.model)))
+    else:
+        block = _count_block_parameters(shape) // shape.num_hidden_layers
+    keeps_all_blocks = with_gradients and not config.model.enable_gradient_checkpointing
+    blocks = block * (shape.num_hidden_layers if keeps_all_blocks else 1)
+    return BFLOAT16 * (blocks + (_count_cast_head(shape, config) if name == "policy" else 0))
+
+
+def _count_block_parameters(shape: ModelShape) -> int:
+    """Parameters of the linear layers of all blocks, which is all linear layers but a head of its own."""
+    head = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size
+    return count_linear_parameters(shape) - head
+
+
+def _count_cast_head(shape: ModelShape, config: RunConfig) -> int:
+    """Parameters of the language-model head if it is float32, so that passes copy it. Only a frozen one may not be."""
+    is_float32 = shape.tie_word_embeddings or not config.model.lora_rank
+    return shape.vocab_size * shape.hidden_size * is_float32
 
 
 def get_dtype_bytes(config: RunConfig) -> int:
     """Bytes per number in the dtype of passes."""
     return FLOAT32 if config.model.dtype == "float32" else BFLOAT16
-
-
-def compute_max_tokens(config: RunConfig) -> int:
-    """Maximum tokens of a conversation: all turns with replies of full length, but at most max_model_len."""
-    tokens = config.env.max_turn * (config.rollout.response_length + TURN_TOKENS[config.model.prompt_style])
-    return min(tokens, config.rollout.max_model_len or tokens)
 
 
 def compute_block_bytes(shape: ModelShape, config: RunConfig) -> int:
@@ -275,11 +289,6 @@ def compute_logits_bytes(shape: ModelShape, config: RunConfig, with_gradients: b
     return FLOAT32 * LOGIT_COPIES[with_gradients] * elements + (with_gradients and not config.model.lora_rank) * head
 
 
-def compute_token_kv_bytes(shape: ModelShape, dtype_bytes: int) -> int:
-    """Bytes of the keys and values of one token in all blocks, with `dtype_bytes` bytes per number."""
-    return 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * dtype_bytes
-
-
 def count_concurrent_rows(config: RunConfig) -> int:
     """Concurrent conversations per rank: the maximum over training, validation and test."""
     env = config.env
@@ -295,26 +304,45 @@ def list_allocations(
     budget: bytes that the run may use on each of its GPUs. Only the size of vLLM's KV cache depends on it.
     reference_shape: that of a reference of its own; None for the policy's.
     """
-    if config.rollout.name == "vllm":
-        sampler_allocations = _list_vllm_allocations(shape, config, budget)
-    else:
-        sampler_allocations = _list_sampler_allocations(shape, config)
     context_name, context_bytes = "CUDA context", CUDA_CONTEXT_BYTES
     if count_ranks(config) > 1:  # ranks communicate by NCCL
         context_name, context_bytes = "CUDA context, NCCL", CUDA_CONTEXT_BYTES + NCCL_BYTES
-    allocations = [
+    reference_bytes = compute_reference_bytes(reference_shape or shape, config)
+    trained_allocations = [
         *_list_trained_allocations(shape, config),
-        _make_constant_allocation("reference weights", compute_reference_bytes(reference_shape or shape, config)),
-        *sampler_allocations,
+        _make_reference_allocation(shape, config, reference_bytes),
+    ]
+    pass_allocations = [
         *_list_pass_allocations(shape, config),
-        *_list_sharding_allocations(shape, config),
+        *_list_sharding_allocations(shape, config, reference_bytes),
         _make_constant_allocation(context_name, context_bytes),
     ]
+    if config.rollout.name == "vllm":
+        # The cache gets what it needs, if everything else leaves as much.
+        free_bytes = int(TIGHT_FRACTION * budget) - _compute_sampling_peak(
+            [*trained_allocations, *pass_allocations], config
+        )
+        sampler_allocations = _list_vllm_allocations(shape, config, budget, free_bytes)
+    else:
+        sampler_allocations = _list_sampler_allocations(shape, config)
+    allocations = [*trained_allocations, *sampler_allocations, *pass_allocations]
     return tuple(allocation for allocation in allocations if any(allocation.gpu_bytes) or allocation.host_bytes)
 
 
 def _make_constant_allocation(name: str, size: int, host: int = 0) -> Allocation:
     return Allocation(name, (size,) * len(PHASES), host)
+
+
+def _make_swapped_allocation(
+    name: str, size: int, phases: Iterable[int], config: RunConfig, host: int = 0
+) -> Allocation:
+    """An item that is on the GPU in `phases` and otherwise in host memory, if the run swaps; else always on the GPU.
+
+    host: bytes in host memory that are not swapped.
+    """
+    if not config.trainer.swap_to_host:
+        return _make_constant_allocation(name, size, host)
+    return _make_phase_allocation(name, dict.fromkeys(phases, size), size + host)
 
 
 def _make_phase_allocation(name: str, sizes: dict[int, int], host: int = 0) -> Allocation:
@@ -327,6 +355,33 @@ def count_trained_parameters(shape: ModelShape, config: RunConfig) -> dict[str, 
     return {name: sum(sizes) for name, sizes in list_trained_tensor_sizes(shape, config).items()}
 
 
+def _make_reference_allocation(shape: ModelShape, config: RunConfig, reference_bytes: int) -> Allocation:
+    """The weights of a separate reference, which only the exact KL reads outside of the phase VALUES."""
+    # A run that swaps has one network at a time in that phase, and the largest one counts.
+    phases = [VALUES] if reference_bytes > _compute_read_bytes(shape, config) else []
+    if config.actor.use_kl_loss and config.actor.kl_loss_type == EXACT_KL:
+        phases += [POLICY_BACKWARD, POLICY_STEP]
+    return _make_swapped_allocation("reference weights", reference_bytes, phases, config)
+
+
+def _compute_read_bytes(shape: ModelShape, config: RunConfig) -> int:
+    """Bytes of the larger one of policy and critic as passes without gradients read it; stage 3 gathers it for them."""
+    sizes = count_trained_parameters(shape, config)
+    if shards_weights(config):
+        return max(compute_gathered_bytes(shape, parameters, config) for parameters in sizes.values())
+    return max(compute_network_bytes(parameters, config).weights for parameters in sizes.values())
+
+
+def _compute_sampling_peak(allocations: Iterable[Allocation], config: RunConfig) -> int:
+    """The most bytes of `allocations` in a phase in which vLLM has its memory on the GPU, too."""
+    return max(sum(allocation.gpu_bytes[phase] for allocation in allocations) for phase in _list_vllm_phases(config))
+
+
+def _list_vllm_phases(config: RunConfig) -> tuple[int, ...]:
+    """The phases in which vLLM has its memory on the GPU: all of them, if it does not sleep."""
+    return (ROLLOUT,) if config.rollout.free_cache_engine else tuple(range(len(PHASES)))
+
+
 def _list_trained_allocations(shape: ModelShape, config: RunConfig) -> list[Allocation]:
     """Weights, optimizer state, gradients and optimizer step of each trained network, and the frozen base of LoRA."""
     allocations, weights_label = [], "weights"
@@ -336,6 +391,8 @@ def _list_trained_allocations(shape: ModelShape, config: RunConfig) -> list[Allo
             "adapters",
         )
     phases = {"policy": (POLICY_BACKWARD, POLICY_STEP), "critic": (CRITIC_BACKWARD, CRITIC_STEP)}
+    # The policy, which is not smaller than the critic, is read in rollouts, and to copy its weights to the engine.
+    reading_phases = {"policy": (ROLLOUT, VALUES), "critic": ()}
     for name, parameters in count_trained_parameters(shape, config).items():
         network, (backward, step) = compute_network_bytes(parameters, config), phases[name]
         bucket_bytes = FLOAT32 * min(REDUCE_BUCKET_SIZE, parameters) if uses_deepspeed(config) else 0
@@ -348,13 +405,26 @@ def _list_trained_allocations(shape: ModelShape, config: RunConfig) -> list[Allo
             gradients = _make_constant_allocation(f"{name} gradients", network.gradients + FLOAT32 * ZERO_BUCKET_SIZE)
         # The table shows offloaded bytes with the item that they mostly belong to.
         offloaded_label = "AdamW moments" if config.trainer.offload_optimizer else "weights"
+        offloaded_bytes = {offloaded_label: network.host}
+        weights_name = f"{name} {weights_label}, float32"
+        weights = _make_swapped_allocation(
+            weights_name,
+            network.weights,
+            (*reading_phases[name], backward, step),
+            config,
+            offloaded_bytes.get("weights", 0),
+        )
+        if shards_weights(config):  # shards are not swapped, since all phases gather from them
+            weights = _make_constant_allocation(weights_name, network.weights, offloaded_bytes.get("weights", 0))
         allocations += [
-            _make_constant_allocation(
-                f"{name} {weights_label}, float32", network.weights, network.host if offloaded_label == "weights" else 0
-            ),
-            _make_constant_allocation(f"{name} master weights", network.master),
-            _make_constant_allocation(
-                f"{name} AdamW moments", network.moments, network.host if offloaded_label != "weights" else 0
+            weights,
+            _make_swapped_allocation(f"{name} master weights", network.master, (backward, step), config),
+            _make_swapped_allocation(
+                f"{name} AdamW moments",
+                network.moments,
+                (backward, step),
+                config,
+                offloaded_bytes.get("AdamW moments", 0),
             ),
             gradients,
             _make_phase_allocation(f"{name} optimizer step", {step: network.scratch}),
@@ -362,27 +432,25 @@ def _list_trained_allocations(shape: ModelShape, config: RunConfig) -> list[Allo
     return allocations
 
 
-def _list_sharding_allocations(shape: ModelShape, config: RunConfig) -> list[Allocation]:
-    """Weights that stage 3 gathers temporarily, and the complete networks before it has sharded them."""
+def _list_sharding_allocations(shape: ModelShape, config: RunConfig, reference_bytes: int) -> list[Allocation]:
+    """Weights that stage 3 gathers temporarily."""
     if not shards_weights(config):
         return []
     sizes = count_trained_parameters(shape, config)
     gathered_bytes = {name: compute_gathered_bytes(shape, parameters, config) for name, parameters in sizes.items()}
     live_bytes = {name: FLOAT32 * min(ZERO_MAX_LIVE_PARAMETERS, parameters) for name, parameters in sizes.items()}
     samples_with_own_weights = config.rollout.name == "vllm"
+    is_reference_largest = config.trainer.swap_to_host and reference_bytes > max(gathered_bytes.values())
     # For passes without gradients, one complete network is gathered at a time. In passes with gradients, DeepSpeed
     # gathers and holds at most ZERO_MAX_LIVE_PARAMETERS weights. Optimizer steps work on shards. The phase VALUES reads
     # several networks one after another, and the larger one counts.
     gathered_sizes = {
         ROLLOUT: 0 if samples_with_own_weights else gathered_bytes["policy"],
-        VALUES: max(gathered_bytes.values()),
+        VALUES: 0 if is_reference_largest else max(gathered_bytes.values()),
         CRITIC_BACKWARD: live_bytes.get("critic", 0),  # no critic on a shared trunk or without gae
         POLICY_BACKWARD: live_bytes["policy"],
     }
-    return [
-        _make_phase_allocation("weights gathered", gathered_sizes),
-        _make_phase_allocation("networks before sharding", {START: FLOAT32 * sum(sizes.values())}),
-    ]
+    return [_make_phase_allocation("weights gathered", gathered_sizes)]
 
 
 def compute_saving_bytes(shape: ModelShape, config: RunConfig) -> int:
@@ -393,11 +461,11 @@ def compute_saving_bytes(shape: ModelShape, config: RunConfig) -> int:
 def _list_pass_allocations(shape: ModelShape, config: RunConfig) -> list[Allocation]:
     """Temporary memory of the torch engine's passes: copies of weights, activations and logits."""
     sizes = count_trained_parameters(shape, config)
-    copy_bytes = {name: compute_cast_bytes(shape, name, parameters, config) for name, parameters in sizes.items()}
-    # Weights that stage 3 has gathered already have the dtype of passes, except the head. Without LoRA, the function
-    # subtracts V h for an embedding from the number that it is given, so 2 V h stands for the V h of the head.
-    head_bytes = compute_cast_bytes(shape, "head", 2 * shape.vocab_size * shape.hidden_size, config)
-    no_grad_bytes = dict.fromkeys(copy_bytes, head_bytes) if shards_weights(config) else copy_bytes
+    copy_bytes = {name: compute_cast_bytes(shape, name, config, with_gradients=True) for name in sizes}
+    no_grad_bytes = {name: compute_cast_bytes(shape, name, config, with_gradients=False) for name in sizes}
+    if shards_weights(config):  # weights that stage 3 has gathered already have the dtype of passes, except the head
+        head_bytes = 0 if config.model.dtype == "float32" else BFLOAT16 * _count_cast_head(shape, config)
+        no_grad_bytes = dict.fromkeys(sizes, head_bytes)
     rollout = config.rollout
     rows = max(rollout.log_prob_micro_batch_size_per_gpu, rollout.ref_log_prob_micro_batch_size_per_gpu)
     # Without gradients only one block's activations exist at a time, beside the residual stream before and after it.
@@ -429,28 +497,42 @@ def _list_pass_allocations(shape: ModelShape, config: RunConfig) -> list[Allocat
     ]
 
 
-def _list_vllm_allocations(shape: ModelShape, config: RunConfig, budget: int) -> list[Allocation]:
-    """Memory of vLLM: gpu_memory_utilization of the budget, of which weights and work space leave the KV cache."""
+def _list_vllm_allocations(shape: ModelShape, config: RunConfig, budget: int, free_bytes: int) -> list[Allocation]:
+    """Memory of vLLM: its weights, work space and KV cache.
+
+    The cache has room for all conversations of a training step, or as many as fit, unless kv_cache_gib gives its size.
+    With gpu_memory_utilization, the cache is what weights and work space leave of that fraction of the budget.
+
+    free_bytes: bytes of the budget that everything else leaves while vLLM is on the GPU, without becoming tight.
+    """
     rollout = config.rollout
     weight_bytes = get_dtype_bytes(config) * count_policy_parameters(shape)
-    vllm_bytes = int(rollout.gpu_memory_utilization * budget)
     work_bytes = compute_vllm_work_bytes(shape, config)
-    # Below 0 there is no cache at all; `MemoryPlan.cache_shortfall` then says how much vLLM lacks.
-    kv_bytes = max(vllm_bytes - weight_bytes - work_bytes, 0)
-    # An engine that does not sleep keeps its memory in every phase except the start, when it does not exist yet. A
-    # sleeping engine keeps its weights in host memory.
-    phases = (ROLLOUT,) if rollout.free_cache_engine else range(START)
+    graph_bytes = 0 if rollout.enforce_eager else CUDA_GRAPH_BYTES
+    # The merged weights of a block are collected before vLLM takes them over.
     block_parameters = sum(inputs * outputs for inputs, outputs in list_linear_layers(shape).values())
+    merged_bytes = FLOAT32 * block_parameters * (config.model.lora_rank > 0)
+    other_bytes = weight_bytes + work_bytes + graph_bytes
+    if rollout.gpu_memory_utilization is not None:
+        kv_bytes = int(rollout.gpu_memory_utilization * budget) - other_bytes
+    elif rollout.kv_cache_gib is not None:
+        kv_bytes = int(rollout.kv_cache_gib * GIB)
+    else:
+        dtype_bytes = get_dtype_bytes(config)
+        needed_bytes = compute_step_kv_bytes(shape, config, dtype_bytes, count_ranks(config))
+        smallest_bytes = compute_conversation_kv_bytes(shape, dtype_bytes, compute_max_tokens(config))
+        kv_bytes = max(min(needed_bytes, free_bytes - other_bytes - merged_bytes), smallest_bytes)
+    # A sleeping engine keeps its weights in host memory.
+    phases = _list_vllm_phases(config)
     return [
         _make_phase_allocation(
             "vLLM weights", dict.fromkeys(phases, weight_bytes), weight_bytes if rollout.free_cache_engine else 0
         ),
         _make_phase_allocation("vLLM work space", dict.fromkeys(phases, work_bytes)),
-        _make_phase_allocation("vLLM KV cache", dict.fromkeys(phases, kv_bytes)),
-        # The merged weights of a block are collected before vLLM takes them over.
-        _make_phase_allocation(
-            "a block for vLLM, adapters merged", {ROLLOUT: FLOAT32 * block_parameters * (config.model.lora_rank > 0)}
-        ),
+        # Below 0 there is no cache at all; `MemoryPlan.cache_shortfall` then says how much vLLM lacks.
+        _make_phase_allocation(KV_CACHE_NAME, dict.fromkeys(phases, max(kv_bytes, 0))),
+        _make_constant_allocation("vLLM CUDA graphs", graph_bytes),
+        _make_phase_allocation("a block for vLLM, adapters merged", {ROLLOUT: merged_bytes}),
     ]
 
 
@@ -483,6 +565,10 @@ def sum_by_phase(allocations: tuple[Allocation, ...]) -> tuple[int, ...]:
     return tuple(sum(allocation.gpu_bytes[phase] for allocation in allocations) for phase in range(len(PHASES)))
 
 
-def compute_host_bytes(allocations: tuple[Allocation, ...], config: RunConfig) -> int:
-    """Bytes of host memory of all ranks of a run."""
-    return count_ranks(config) * sum(allocation.host_bytes for allocation in allocations)
+def compute_host_bytes(allocations: tuple[Allocation, ...], shape: ModelShape, config: RunConfig) -> int:
+    """Bytes of host memory of all ranks of a run: those of `allocations`, or of the start if it needs more.
+
+    Stage 3 shards networks that every rank has loaded into host memory, from which they then disappear.
+    """
+    start_bytes = FLOAT32 * sum(count_trained_parameters(shape, config).values()) if shards_weights(config) else 0
+    return count_ranks(config) * max(sum(allocation.host_bytes for allocation in allocations), start_bytes)

@@ -9,6 +9,7 @@ import math
 from typing import NamedTuple
 
 from trainable.config.run_config import RunConfig
+from trainable.rollout.kv_cache_size import compute_max_tokens, compute_token_kv_bytes
 from tune_study.placement import memory
 from tune_study.placement.disk import count_occurrences
 from tune_study.placement.memory_plan import MemoryPlan
@@ -21,8 +22,15 @@ ASSUMED_MFU, ASSUMED_BANDWIDTH_FRACTION = 0.4, 0.5
 
 Both fractions are assumptions: no run on a GPU has been measured.
 """
-FLOAT32_SLOWDOWN = 2
-"""Duration of float32 passes relative to bfloat16: tensor cores compute float32 products as TF32, at half the rate."""
+FLOAT32_SLOWDOWN = 15
+"""Duration of float32 passes relative to bfloat16, as on an H100: 67 against 989 TFLOP/s (NVIDIA's data sheet).
+
+Tensor cores would compute float32 products as TF32 at half the rate of bfloat16, but torch does not use that by itself.
+"""
+HOST_BANDWIDTH = 50e9
+"""Bytes per second between pinned host memory and a GPU over PCIe 5. An assumption, of 64 GB/s by the standard."""
+OFFLOADED_SECONDS_PER_PARAMETER = 6.8e-9
+"""Seconds per parameter of an optimizer step of AdamW on one CPU thread, as measured with torch 2.13 (offloading)."""
 
 
 class GpuRates(NamedTuple):
@@ -46,6 +54,9 @@ _GPU_RATES: tuple[tuple[str, GpuRates], ...] = (
     ("A100 80GB", GpuRates(312e12, 1.935e12)),
     ("A100", GpuRates(312e12, 1.555e12)),
     ("L40S", GpuRates(362e12, 0.864e12)),
+    ("L4", GpuRates(121e12, 0.3e12)),
+    ("A10", GpuRates(125e12, 0.6e12)),
+    ("RTX 4090", GpuRates(165e12, 1.008e12)),
 )
 """(part of a GPU's name as nvidia-smi prints it, rates). Source: NVIDIA's data sheets.
 
@@ -85,7 +96,7 @@ def estimate_update_flops(shape: ModelShape, config: RunConfig) -> float:
     those of weights. With LoRA it counts as two, because the frozen weights have no gradients. Gradient checkpointing
     adds one, because it repeats the forward pass. Matrix products with adapters are not counted.
     """
-    rows, tokens = config.env.env_groups * config.env.group_size, memory.compute_max_tokens(config)
+    rows, tokens = config.env.env_groups * config.env.group_size, compute_max_tokens(config)
     train_factor = 3 - (config.model.lora_rank > 0) + config.model.enable_gradient_checkpointing
     policy_flops, critic_flops = (estimate_forward_flops(shape, rows, tokens, with_head) for with_head in (True, False))
     recompute_factor = config.actor.loss.needs_pass_before_step  # 1 for a loss that needs a pass without gradients
@@ -110,9 +121,9 @@ def estimate_sampling_seconds(shape: ModelShape, config: RunConfig, rows: int, r
     # vLLM decodes at most VLLM_MAX_SEQS conversations at once and reads its weights again for each such wave. The torch
     # sampler decodes all rows together.
     waves = math.ceil(rows / memory.VLLM_MAX_SEQS) if config.rollout.name == "vllm" else 1
-    tokens = memory.compute_max_tokens(config)
+    tokens = compute_max_tokens(config)
     # A conversation grows from nothing to its full length, so its cache is half full on average.
-    cache_bytes = rows * tokens / 2 * memory.compute_token_kv_bytes(shape, dtype_bytes)
+    cache_bytes = rows * tokens / 2 * compute_token_kv_bytes(shape, dtype_bytes)
     # vLLM stores its weights in `model.dtype`, and so does a base that is frozen under LoRA. Without either, the torch
     # sampler reads the float32 weights of the policy and casts them for every token.
     weight_dtype_bytes = dtype_bytes if config.rollout.name == "vllm" or config.model.lora_rank else memory.FLOAT32
@@ -123,6 +134,27 @@ def estimate_sampling_seconds(shape: ModelShape, config: RunConfig, rows: int, r
     return decode_seconds + prefill_flops / (ASSUMED_MFU * rates.peak_flops_per_s)
 
 
+def estimate_host_seconds(shape: ModelShape, config: RunConfig) -> float:
+    """Seconds of a training step for swapping, and for optimizer steps on the CPU (trainer.offload_optimizer).
+
+    In a step, each trained network and its moments go to the GPU and back once, and the policy's weights once more for
+    the log-probs, for each sync and for values. Both are divided among the ranks.
+    """
+    seconds, ranks = 0.0, memory.count_ranks(config)
+    for name, parameters in memory.count_trained_parameters(shape, config).items():
+        network = memory.compute_network_bytes(parameters, config)
+        if config.trainer.swap_to_host:
+            state_bytes = network.master + network.moments
+            weight_bytes = 0 if memory.shards_weights(config) else network.weights
+            reads = 2 if name == "policy" else 1
+            seconds += (2 * state_bytes + (2 + reads) * weight_bytes) / HOST_BANDWIDTH
+        if memory.uses_deepspeed(config) and config.trainer.offload_optimizer:
+            optim = config.actor if name == "policy" else config.critic
+            steps = optim.ppo_epochs * math.ceil(config.max_batch_size / optim.ppo_mini_batch_size)
+            seconds += steps * parameters / ranks * OFFLOADED_SECONDS_PER_PARAMETER
+    return seconds
+
+
 def estimate_step_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates) -> float:
     """Maximum seconds of one training step without validation.
 
@@ -131,9 +163,8 @@ def estimate_step_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates)
     flops_per_s = ASSUMED_MFU * rates.peak_flops_per_s / (1 if config.model.dtype == "bfloat16" else FLOAT32_SLOWDOWN)
     rows = -(-config.env.env_groups * config.env.group_size // memory.count_ranks(config))
     update_seconds = estimate_update_flops(shape, config) / memory.count_ranks(config) / flops_per_s
-    return (update_seconds + estimate_sampling_seconds(shape, config, rows, rates)) / min(
-        config.trainer.n_gpus_per_node, 1.0
-    )
+    gpu_seconds = update_seconds + estimate_sampling_seconds(shape, config, rows, rates)
+    return gpu_seconds / min(config.trainer.n_gpus_per_node, 1.0) + estimate_host_seconds(shape, config)
 
 
 def estimate_run_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates) -> float:
@@ -172,14 +203,14 @@ def format_time_line(
         min(gpu_rates.memory_bandwidth for gpu_rates in known_rates),
     )
     # Only the run that needs most memory is estimated. It stands for all runs.
-    config = memory_plan.spec.ppo_config
+    config = memory_plan.config
     seconds_per_run = estimate_run_seconds(memory_plan.shape, config, rates)
     seconds_per_study = seconds_per_run * math.ceil(len(plan.runs) / max(resource_plan.max_concurrent, 1))
     step_text = _format_duration(estimate_step_seconds(memory_plan.shape, config, rates))
     return (
         f"Time: at most about {step_text} per step, {_format_duration(seconds_per_run)} per run, "
         f"{_format_duration(seconds_per_study)} for the study; an estimate for conversations of "
-        f"{memory.compute_max_tokens(config)} tokens, at {ASSUMED_MFU:.0%} of {rates.peak_flops_per_s / 1e12:g} "
+        f"{compute_max_tokens(config)} tokens, at {ASSUMED_MFU:.0%} of {rates.peak_flops_per_s / 1e12:g} "
         f"TFLOP/s and {ASSUMED_BANDWIDTH_FRACTION:.0%} of {rates.memory_bandwidth / 1e12:g} TB/s"
     )
 

@@ -1,5 +1,7 @@
 """The resources that a study gets on a machine or on a cluster."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 
@@ -16,6 +18,7 @@ class ResourcePlan(NamedTuple):
         notes: remarks that the plan prints, such as settings without an effect.
         cluster_address: address of the Ray cluster; empty for this machine, on which the study starts Ray itself.
         runs_per_node: maximum number of concurrent runs per node of the cluster; 0 without a cluster.
+        placement_settings: settings of the trials that follow from the memory of the GPUs and change no result.
     """
 
     bundles: tuple[dict[str, float], ...]
@@ -27,3 +30,4 @@ class ResourcePlan(NamedTuple):
     notes: tuple[str, ...] = ()
     cluster_address: str = ""
     runs_per_node: int = 0
+    placement_settings: Mapping[str, object] = MappingProxyType({})

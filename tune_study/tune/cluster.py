@@ -155,8 +155,9 @@ def allocate_cluster(
     )
     if not usable_nodes:
         raise PlanError(
-            f"A run reserves {len(bundles)} CPU and {n_gpus:g} GPU on one node, but no node of the cluster at "
-            f"{address} has that many ({node_summary}): type a smaller --gpus-per-exp, or add nodes."
+            f"A run reserves {len(bundles)} CPU and {n_gpus:g} GPU on one node, because nothing places its ranks on "
+            f"several, but no node of the cluster at {address} has that many ({node_summary}): type a smaller "
+            f"--gpus-per-exp, or add larger nodes."
         )
     # All resources count, also those that other users of the cluster hold now: Ray starts a run when they are free.
     capacity = sum(count_fitting_runs(node, n_gpus) for node in usable_nodes)

@@ -355,7 +355,9 @@ def make_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: lis
     plan, resource_plan, interrupt = session.plan, session.resource_plan, session.interrupt
     return tune.Tuner(
         tune.with_resources(Trial, make_placement_group(plan.base_config.trainer.n_gpus_per_node)),
-        param_space=tune.grid_search(list(make_trial_configs(plan, session.finished_statuses, interrupt))),
+        param_space=tune.grid_search(
+            list(make_trial_configs(plan, session.finished_statuses, interrupt, resource_plan.placement_settings))
+        ),
         tune_config=tune.TuneConfig(
             max_concurrent_trials=resource_plan.max_concurrent,
             scheduler=FirstComeFirstServed(recorder.given_up_trials, interrupt, recorder.rungs),

@@ -5,6 +5,7 @@ A trial has one run, or the runs of all seeds of an arm.
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from trainable.config.own_parts import list_part_files
@@ -41,7 +42,10 @@ def list_lone_ends(config: Mapping[str, Any], result: dict[str, Any]) -> set[str
 
 
 def make_trial_configs(
-    plan: StudyPlan, finished_statuses: Mapping[str, RunStatus], interrupt: Interrupt
+    plan: StudyPlan,
+    finished_statuses: Mapping[str, RunStatus],
+    interrupt: Interrupt,
+    placement_settings: Mapping[str, object] = MappingProxyType({}),
 ) -> Iterator[dict[str, Any]]:
     """The configs of all Tune trials of a study.
 
@@ -53,6 +57,7 @@ def make_trial_configs(
         plan: the study.
         finished_statuses: statuses, by run_id, of the runs that are not run again.
         interrupt: the request to stop, whose files end runs after their next step.
+        placement_settings: settings of the trials that follow from the memory of the GPUs (see `ResourcePlan`).
     """
     for specs in _sort_by_cost(plan):
         remaining_specs = tuple(spec for spec in specs if spec.run_id not in finished_statuses)
@@ -63,7 +68,8 @@ def make_trial_configs(
             continue  # a failed run that is not retried may have no row that its trial could report again
         if not remaining_specs and any(_is_unstarted(finished_statuses[spec.run_id]) for spec in finished_specs):
             continue
-        yield make_trial_config(plan, remaining_specs or finished_specs, not remaining_specs, interrupt)
+        config = make_trial_config(plan, remaining_specs or finished_specs, not remaining_specs, interrupt)
+        yield {**config, "settings": {**config["settings"], **placement_settings}}
 
 
 def _is_unstarted(status: RunStatus) -> bool:

@@ -1,6 +1,10 @@
 """How ranks share work: every row belongs to one rank, and the results of all ranks sum to those of one."""
 
+import socket
+import subprocess
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +18,7 @@ from trainable.algo.batching import order_length_stratified
 from trainable.backend.meter import Meter
 from trainable.backend.world import (
     SINGLE_PROCESS,
+    Rendezvous,
     SingleProcess,
     chain_blocks,
     compute_local_range,
@@ -165,3 +170,51 @@ def test_a_validation_of_ranks_records_the_episodes_of_one(size: int) -> None:
         evaluation = trainer.evaluate("val", "sampled")
     assert len(expected_evaluation.episodes) == 3
     assert evaluation == expected_evaluation  # of the last rank, which has gathered the episodes of all
+
+
+MEETING_SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+from trainable.backend.world import Rendezvous, connect, disconnect
+
+rank, host, port, file = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+rendezvous = Rendezvous(host=host, port=port) if host else Rendezvous(Path(file))
+waits = []
+world = connect(rank, 2, rendezvous, on_wait=lambda: waits.append(rank))
+gathered = world.all_gather(torch.tensor([1.0 + rank, 10.0 * rank]))
+print(gathered.tolist(), world.all_gather_object({"rank": rank}), flush=True)
+disconnect(rendezvous)
+"""
+
+
+def find_free_port(host: str) -> int:
+    with socket.socket() as server:
+        server.bind((host, 0))
+        port: int = server.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", ""], ids=["one address", "another address", "a file"])
+def test_ranks_meet_in_a_file_or_at_the_address_of_rank_0(host: str, tmp_path: Path) -> None:
+    arguments = [host, str(find_free_port(host) if host else 0), str(tmp_path / "meeting")]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEETING_SCRIPT, str(rank), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (1, 0)  # rank 0, which serves the store, may come last
+    ]
+    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    expected_output = "[1.0, 0.0, 2.0, 10.0] [{'rank': 0}, {'rank': 1}]\n"
+    assert [output for output, _ in outputs] == [expected_output] * 2
+    assert not (tmp_path / "meeting").exists()
+
+
+def test_sockets_stay_on_the_loopback_device_of_one_machine() -> None:
+    assert Rendezvous(Path("/tmp/meeting")).is_local
+    assert Rendezvous(host="127.0.0.2", port=1).is_local
+    assert not Rendezvous(host="10.0.0.7", port=1).is_local

@@ -214,3 +214,18 @@ def test_states_by_seconds_can_be_turned_off(config: BaseRunConfig) -> None:
     assert apply_overrides(timed, {"trainer.resume_seconds": "null"}).trainer.resume_seconds is None
     # A study may go on with other values: they change no number.
     assert timed.compute_hash() == config.compute_hash()
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        (
+            "actor_rollout_ref.rollout.tensor_model_parallel_size",
+            "Tensor parallelism is missing: every GPU of a run",
+        ),
+        ("trainer.nnodes", "A run is on one node: nothing places its ranks on several"),
+    ],
+)
+def test_what_only_the_published_code_has_is_refused_with_what_is_missing(key: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"There is no setting `{key}`. {reason}"):
+        apply_overrides(RunConfig(), {key: 2})

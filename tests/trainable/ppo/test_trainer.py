@@ -147,7 +147,14 @@ def test_the_row_has_known_columns_and_misses_only_what_was_not_measured() -> No
     row = trainer.step().row
     row = trainer.evaluate_final()[0].add_to_row(row)
     # The torch engine shares the weights of the trainer, so that there is no mismatch to measure.
-    engine = {"engine_mismatch_mean", "engine_mismatch_max", "engine_kl", "engine_ess_fraction"}
+    engine = {
+        "engine_mismatch_mean",
+        "engine_mismatch_max",
+        "engine_kl",
+        "engine_ess_fraction",
+        "engine_prompt_mismatch",
+        "tis_clipfrac",
+    }
     assert {column.name for column in DEFAULT_STEP_COLUMNS} - set(row) == {
         "kl_in_reward_coef",
         "seconds_gradient_analysis",

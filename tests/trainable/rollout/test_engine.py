@@ -13,7 +13,7 @@ from trainable.config.seeds import make_rng
 from trainable.models.interface import LanguageModel
 from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import make_passes
-from trainable.rollout.engine import SharedWeightsEngine, VllmEngine, recompute_logprobs
+from trainable.rollout.engine import SharedWeightsEngine, SyncedEngine, recompute_logprobs
 from trainable.rollout.episode import Episode
 from trainable.rollout.logprob_mismatch import EngineMismatchError
 from trainable.runs.failures import NonFiniteError
@@ -49,7 +49,7 @@ def test_the_difference_over_sampled_tokens_is_measured_and_ends_no_run() -> Non
     episodes = play_episodes(trainer)
     assert isinstance(trainer.engine, SharedWeightsEngine)
     assert trainer.engine.measure_mismatch(episodes, 1) is None
-    engine = VllmEngine.__new__(VllmEngine)
+    engine = SyncedEngine.__new__(SyncedEngine)
     engine.config = trainer.config
     mismatch = engine.measure_mismatch(shift_engine_logprobs(episodes, 0.01), 1)
     assert mismatch.mean_abs == pytest.approx(0.01, rel=1e-3)
@@ -78,13 +78,13 @@ class FixedEngine:
 @pytest.mark.parametrize(("shift", "is_allowed"), [(0.04, True), (-0.04, True), (0.06, False), (-0.06, False)])
 def test_a_difference_on_the_fixed_prompt_after_a_sync_ends_the_run(shift: float, is_allowed: bool) -> None:
     trainer = make_quiet_trainer()
-    engine = VllmEngine.__new__(VllmEngine)
+    engine = SyncedEngine.__new__(SyncedEngine)
     engine.config, engine.model, engine.device = trainer.config, trainer.model, trainer.device
     engine.gather_weights, engine.prompt = nullcontext, list(range(5, 25))
     sampler = FixedEngine(shift)
     logits = torch.log_softmax(compute_logits(trainer.model, engine.prompt), -1)
     sampler.expected = logits[torch.arange(19), torch.tensor(engine.prompt[1:])].numpy()
-    engine.vllm_sampler = sampler  # type: ignore[assignment]
+    engine.sampler = sampler  # type: ignore[assignment]
     if is_allowed:
         engine.sync_weights(4)
         return

@@ -1,8 +1,10 @@
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from tests.fakes.scripted import ScriptedSampler
@@ -14,7 +16,7 @@ from trainable.models.load import make_codec
 from trainable.rollout.batch import place_turn_rewards
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.episode_loop import EpisodeLimits, draw_luck, roll_out_episodes
-from trainable.rollout.sampler import SamplingParams
+from trainable.rollout.sampler import SampledReply, SamplingParams
 from trainable.tiny.policies import SOKOBAN_TINY
 
 LEVELS = make_validation_levels(Sokoban(), 3)  # seed 123: solved by Down, Left, Up; seed 124: by Up
@@ -36,10 +38,14 @@ def encode(text: str) -> list[int]:
 
 
 def play(
-    script: Sequence[Sequence[str]], limits: EpisodeLimits = LIMITS, levels: int = 1, copies: int = 1
+    script: Sequence[Sequence[str]],
+    limits: EpisodeLimits = LIMITS,
+    levels: int = 1,
+    copies: int = 1,
+    make_sampler: Callable[[Sequence[Sequence[Sequence[int]]]], ScriptedSampler] = ScriptedSampler,
 ) -> PlayedEpisodes:
     """Play episodes in which row r replies script[r][turn], with 512 tokens of context and 24 per reply."""
-    sampler = ScriptedSampler([[encode(text) for text in row] for row in script])
+    sampler = make_sampler([[encode(text) for text in row] for row in script])
     episodes = roll_out_episodes(
         Sokoban(),
         LEVELS[:levels],
@@ -274,3 +280,76 @@ def test_random_numbers_of_an_episode_depend_on_its_index_and_take_no_more_memor
     assert np.array_equal(many[:3], few)
     endless = replace(LIMITS, max_turn=10**9, max_actions_per_turn=10**9)
     assert draw_luck(np.random.default_rng(0), 2, endless).shape == (2, endless.context_length, endless.max_actions)
+
+
+@dataclass
+class StreamingSampler(ScriptedSampler):
+    """Finishes the replies of rows in any order: those that `draws` selects among the ones that wait."""
+
+    draws: Callable[[list[int]], list[int]] = list
+    waiting: dict[int, list[int]] = field(default_factory=dict)
+    played_turns: dict[int, int] = field(default_factory=dict)
+    submitted: list[tuple[int, list[int]]] = field(default_factory=list)
+
+    def take_turns(self) -> "StreamingSampler":  # type: ignore[override]
+        return self
+
+    def submit(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> None:
+        assert not set(rows) & set(self.waiting), "a row has one reply at a time"
+        self.waiting |= {row: list(ids) for row, ids in zip(rows, new_tokens, strict=True)}
+        self.submitted += [(row, self.waiting[row]) for row in rows]
+
+    def collect(self) -> list[tuple[int, SampledReply]]:
+        finished = []
+        for row in sorted(self.draws(sorted(self.waiting))):
+            del self.waiting[row]
+            turn = self.played_turns.get(row, 0)
+            self.played_turns[row] = turn + 1
+            finished.append((row, self._make_reply(row, turn)))
+        return finished
+
+
+SCRIPTS = [
+    [answer("DL"), answer("U")],
+    [MALFORMED, answer("RR"), answer("RR"), answer("RR"), answer("RR")],
+    [answer("U"), answer("DL"), answer("U"), MALFORMED, MALFORMED],
+    [answer("RR")] * 5,
+    [answer("U")] * 5,
+    [answer("U"), MALFORMED, MALFORMED, MALFORMED, answer("RR")],
+]
+
+
+@given(st.data())
+def test_episodes_do_not_depend_on_the_order_in_which_replies_finish(data: st.DataObject) -> None:
+    episodes, sampler = play(SCRIPTS, levels=2, copies=3)
+
+    def draw_rows(rows: list[int]) -> list[int]:
+        return data.draw(st.lists(st.sampled_from(rows), min_size=1, unique=True))
+
+    streamed_episodes, streaming_sampler = play(
+        SCRIPTS, levels=2, copies=3, make_sampler=lambda script: StreamingSampler(script, draws=draw_rows)
+    )
+    assert isinstance(streaming_sampler, StreamingSampler)
+    assert not streaming_sampler.waiting
+    for episode, streamed_episode in zip(episodes, streamed_episodes, strict=True):
+        for name, value in episode._asdict().items():
+            streamed_value = getattr(streamed_episode, name)
+            is_equal = (
+                np.array_equal(streamed_value, value) if isinstance(value, np.ndarray) else streamed_value == value
+            )
+            assert is_equal, name
+    # Every row got the same messages, in its own order.
+    for row in range(len(SCRIPTS)):
+        messages = [request[row] for request in sampler.requests if row in request]
+        assert [ids for other, ids in streaming_sampler.submitted if other == row] == messages
+
+
+def test_an_episode_goes_on_while_others_wait() -> None:
+    order: list[int] = []
+
+    def finish_first(rows: list[int]) -> list[int]:
+        order.append(rows[0])
+        return rows[:1]
+
+    play([SCRIPTS[3]] * 2, copies=2, make_sampler=lambda script: StreamingSampler(script, draws=finish_first))
+    assert order == [0] * 5 + [1] * 5

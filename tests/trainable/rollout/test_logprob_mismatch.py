@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from trainable.rollout.logprob_mismatch import EngineMismatchError, check_mismatch, importance_weights, measure_mismatch
+from trainable.algo.importance import ImportanceCorrection, compute_importance_weights
+from trainable.rollout.logprob_mismatch import EngineMismatchError, check_mismatch, measure_mismatch
 from trainable.runs.failures import classify_failure
 
 LOGPROBS = st.floats(-20, 0)
@@ -65,28 +66,16 @@ def test_kl_and_weights_estimate_over_the_engines_tokens() -> None:
     assert measure_mismatch(trainer, engine).kl == pytest.approx(stats.entropy(q, p))
     assert stats.entropy(q, p) != pytest.approx(stats.entropy(p, q), rel=1e-2)
     values = np.array([1.0, -2.0, 3.0, 7.0])
-    weighted = importance_weights(trainer, engine, 5.0).numpy() * values[tokens]
+    weights, _ = compute_importance_weights(
+        trainer[None], engine[None], torch.ones(1, len(tokens), dtype=torch.bool), ImportanceCorrection(5.0)
+    )
+    weighted = weights[0].numpy() * values[tokens]
     assert weighted.mean() == pytest.approx((p * values).sum())
 
 
 def test_nothing_to_compare_is_an_error() -> None:
     with pytest.raises(ValueError, match="no sampled tokens"):
         measure_mismatch(torch.zeros(0), torch.zeros(0))
-
-
-@given(PAIRS, st.floats(0.1, 8))
-def test_importance_weights_are_cut_ratios(pairs: list[tuple[float, float]], cap: float) -> None:
-    trainer, engine = make_tensors(pairs)
-    actual = importance_weights(trainer, engine, cap)
-    expected = [min(math.exp(trainer_logprob - engine_logprob), cap) for trainer_logprob, engine_logprob in pairs]
-    np.testing.assert_allclose(actual, expected, rtol=1e-9)
-
-
-def test_importance_weights_carry_no_gradient_and_never_overflow() -> None:
-    trainer = torch.tensor([[-1.0, -1.0], [-2.0, -1.0]], requires_grad=True)
-    actual = importance_weights(trainer, torch.tensor([[-1.0, -300.0], [-1.0, -1.0]]), 2.0)
-    assert not actual.requires_grad
-    torch.testing.assert_close(actual, torch.tensor([[1.0, 2.0], [math.exp(-1), 1.0]]))
 
 
 @pytest.mark.parametrize("mean", [0.0, 0.01, 0.05])

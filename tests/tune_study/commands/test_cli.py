@@ -276,10 +276,14 @@ PUBLISHED_COMMANDS = [
 ]
 
 
+ENOUGH_OR_SHORT_OF_DISK = (0, 3)
+"""Exit codes of a dry run with checkpoints of 74 GB: this machine's disk may be too small for them."""
+
+
 @pytest.mark.parametrize(("line", "paths"), PUBLISHED_COMMANDS, ids=[line[:20] for line, _ in PUBLISHED_COMMANDS])
 def test_the_published_examples_are_planned(work_dir: Path, line: str, paths: list[str]) -> None:
     answer = type_in(f"{line} --preset paper --seeds 1 --dry-run")
-    assert answer.code == 0, answer.err
+    assert answer.code in ENOUGH_OR_SHORT_OF_DISK, answer.err
     for path in paths:
         assert path in answer.out
     assert list(work_dir.iterdir()) == []
@@ -298,7 +302,7 @@ def test_every_published_option_is_taken_in_every_spelling(work_dir: Path) -> No
     }
     start = "run kl --preset paper --dry-run "
     answer = type_in(start + " ".join(f"{name} {value}" for name, value in options.items()))
-    assert answer.code == 0, answer.err
+    assert answer.out.startswith("DOES NOT FIT: "), "half of an assumed 80 GiB is too little for the 3B"
     assert "6 runs: actor.kl_loss_coef in 0,0.5; seeds 0,1,2" in answer.out
     assert "Steps per run: 7," in answer.out
     assert "Each run reserves 1 CPU 0.5 GPU; 3 at once on 3 CPUs" in answer.out
@@ -318,9 +322,9 @@ HALF_GPU_LINE = "run kl --preset paper --kl-values 0.01 --seeds 1 --gpus 0 --gpu
 
 def test_a_dry_run_marks_what_does_not_fit_and_says_what_would(work_dir: Path) -> None:
     answer = type_in(f"{HALF_GPU_LINE} --dry-run")
-    assert (answer.code, answer.err) == (0, "")
+    assert (answer.code, answer.err) == (3, "")
     assert "Memory: GPU with 80.0 GiB (assumed, because no GPU is visible" in answer.out
-    assert "DOES NOT FIT: policy backward takes " in answer.out
+    assert answer.out.startswith("DOES NOT FIT: policy backward takes ")
     assert type_in(f"{HALF_GPU_LINE.replace('0.5', '1')} --gpu_memory_gib=288 --dry-run").out.count("Fits: ") == 1
     assert "Time:" not in answer.out, "a card without a name has no rates"
     assert list(work_dir.iterdir()) == []
@@ -330,18 +334,21 @@ def test_the_documents_show_the_plan_as_it_is_printed(work_dir: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "placement.md").read_text(encoding="utf-8")
     commands = re.findall(r"```bash\npython -m tune_study (.*?)\n```", page)
     assert commands == [f"{HALF_GPU_LINE} --dry-run", f"{HALF_GPU_LINE} --set model.lora_rank=64 --dry-run"]
-    for command, plan_text in zip(commands, re.findall(r"```text\n(.*?)\n```", page, re.DOTALL), strict=True):
-        assert plan_text in type_in(command).out
+    for command, page_part in zip(commands, re.split(r"```bash\n", page)[1:], strict=True):
+        plan_texts = re.findall(r"```text\n(.*?)\n```", page_part, re.DOTALL)
+        assert plan_texts
+        out = type_in(command).out
+        assert all(plan_text in out for plan_text in plan_texts)
 
 
-def fake_h100_machine(work_dir: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    """Fake a machine with one GPU of 81559 MiB, of which `free` are free, and a downloaded Qwen2.5-0.5B.
+def fake_h100_machine(work_dir: Path, monkeypatch: pytest.MonkeyPatch, free: int, total: int = 81559) -> None:
+    """Fake a machine with one GPU of `total` MiB, of which `free` are free, and a downloaded Qwen2.5-0.5B.
 
     Process 4242 uses the rest of the memory.
     """
     uuid = "GPU-5a4b"
     answers = (
-        f"*memory.free*) echo '0, {uuid}, {free}, 81559';; *compute-apps*) echo '{uuid}, 4242, {81559 - free}';; "
+        f"*memory.free*) echo '0, {uuid}, {free}, {total}';; *compute-apps*) echo '{uuid}, 4242, {total - free}';; "
         f"*query-gpu=index,uuid,name*) echo '0, {uuid}, NVIDIA H100 80GB HBM3';;"
     )
     script = work_dir / "bin" / "nvidia-smi"
@@ -378,37 +385,63 @@ def test_a_real_run_that_does_not_fit_is_refused_and_writes_nothing(
     fake_h100_machine(work_dir, monkeypatch, free_mib)
     files_before = read_files(work_dir)
     answer = type_in(f"{SMALL_LINE} {options}")
-    assert (answer.code, answer.out) == (2, "")
+    assert (answer.code, answer.out) == (3, "")
     assert message in answer.err
     assert answer.err.count("\n") == 1
     assert read_files(work_dir) == files_before
 
 
+ADAPTERS = "model.lora_rank=64, model.lora_alpha=64, actor.lr=1e-05, critic.lr=0.0001"
+
+
+@pytest.mark.parametrize("options", ["", "--preset paper ", "--gpus 0 "])
+def test_where_all_weights_do_not_fit_adapters_are_trained(
+    work_dir: Path, monkeypatch: pytest.MonkeyPatch, options: str
+) -> None:
+    fake_h100_machine(work_dir, monkeypatch, 24000, total=24576)
+    answer = type_in(f"run kl {options}--dry-run")
+    assert answer.code in ENOUGH_OR_SHORT_OF_DISK, answer.err
+    (reason,) = re.findall(r"^Preset paper: (.*)", answer.out, re.M)
+    assert f"; adapters instead of all weights ({ADAPTERS}), which do not fit: policy backward takes 62.4 GiB" in reason
+    assert re.search(r"^policy adapters, float32", answer.out, re.M)
+    assert re.search(r"^Fits: ", answer.out, re.M)
+
+
+def test_typed_learning_rates_and_ranks_take_precedence_over_those_for_small_gpus(
+    work_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_h100_machine(work_dir, monkeypatch, 24000, total=24576)
+    full_answer = type_in("run kl --preset paper --set model.lora_rank=0 --dry-run")
+    assert full_answer.code == 3
+    assert full_answer.out.startswith("DOES NOT FIT: policy backward takes 62.4 GiB")
+    assert "Preset paper: set by --preset\n" in full_answer.out
+    # The arms of this study are learning rates.
+    assert "adapters instead of all weights" in type_in("run learning-rate --preset paper --dry-run").out
+
+
 def test_where_paper_does_not_fit_the_cards_laptop_runs_and_says_why(
     work_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_h100_machine(work_dir, monkeypatch, 81000)
+    fake_h100_machine(work_dir, monkeypatch, 12000, total=12288)
     monkeypatch.setattr(sys, "argv", ["__main__.py", "run", "kl", "--dry-run"])
     answer = type_in("run kl --dry-run")
     assert answer.code == 0, answer.err
     (reason,) = re.findall(r"^Preset laptop: (.*)", answer.out, re.M)
     assert reason.startswith(
-        "a CUDA GPU is visible (NVIDIA H100 80GB HBM3), but preset paper does not fit it: rollout takes "
+        "a CUDA GPU is visible (NVIDIA H100 80GB HBM3), but preset paper does not fit it: policy backward takes "
     )
-    (command,) = re.findall(r"this would fit: python -m tune_study (run kl --dry-run --preset paper .*)", reason)
-    fitting_answer = type_in(command)
-    assert fitting_answer.code == 0, fitting_answer.err
-    assert re.search(r"^Fits: ", fitting_answer.out, re.M)
+    assert reason.endswith("no setting makes it fit")
     paper_answer = type_in("run kl --preset paper --dry-run")
-    assert "DOES NOT FIT: " in paper_answer.out
+    assert paper_answer.code == 3
+    assert paper_answer.out.startswith("DOES NOT FIT: ")
 
 
-@pytest.mark.parametrize("option", ["--gpus 0", "--gpus-per-exp 1", "--model Qwen/Qwen2.5-3B", "--gpu-memory-gib 80"])
+@pytest.mark.parametrize("option", ["--gpus 0", "--gpus-per-exp 1", "--model Qwen/Qwen2.5-3B", "--gpu-memory-gib 12"])
 def test_who_asks_for_gpus_gets_no_other_preset(work_dir: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
-    fake_h100_machine(work_dir, monkeypatch, 81000)
+    fake_h100_machine(work_dir, monkeypatch, 12000, total=12288)
     answer = type_in(f"run kl {option} --dry-run")
     assert "Preset paper: a CUDA GPU is visible (NVIDIA H100 80GB HBM3)\n" in answer.out
-    assert "DOES NOT FIT: " in answer.out
+    assert answer.out.startswith("DOES NOT FIT: ")
 
 
 def test_where_paper_fits_it_runs(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,7 +170,7 @@ def test_files_here_are_found_from_the_folders_of_workers(tmp_path: Path, monkey
     axes = {STUDIES["sandbox"].axis.option: None}
     assignments = ("mnist_folder=digits", "text_file=lines.txt", "model_name=some/model")
     run_options = RunOptions(
-        "laptop", "a test", {}, axes, None, None, None, assignments, None, None, False, None, False
+        "laptop", "a test", {}, {}, axes, None, None, None, assignments, None, None, False, None, False
     )
     base_config = plan_from_options(
         STUDIES["sandbox"], run_options, tmp_path / "out", None, False, real=False
@@ -208,7 +208,7 @@ def test_every_study_is_found_by_either_spelling() -> None:
 def test_a_game_brings_its_settings_and_typed_ones_win(tmp_path: Path, game: str, preset: str) -> None:
     axes = {STUDIES["kl"].axis.option: None}
     options = RunOptions(
-        preset, "a test", {}, axes, game, None, None, ("env.max_turn=3",), None, None, False, None, False
+        preset, "a test", {}, {}, axes, game, None, None, ("env.max_turn=3",), None, None, False, None, False
     )
     plan = plan_from_options(STUDIES["kl"], options, tmp_path / "out", None, False, real=False)
     config = as_run_config(plan.base_config)

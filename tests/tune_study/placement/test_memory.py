@@ -1,3 +1,4 @@
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -6,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fakes.scripted import make_qwen2_shape as make_torch_shape
 from tests.fakes.scripted import make_random_model
@@ -17,6 +19,7 @@ from trainable.models.load import freeze, make_frozen_copy
 from trainable.models.lora import make_adapted_policy
 from trainable.models.qwen2 import PassSettings
 from trainable.ppo.trainer import PPOTrainer
+from trainable.rollout.kv_cache_size import TURN_TOKENS, compute_max_tokens, compute_token_kv_bytes
 from trainable.rollout.vllm_sampler import EngineSettings
 from tune_study.placement import memory
 from tune_study.placement.memory import (
@@ -226,25 +229,25 @@ def test_the_game_says_no_more_than_planned(turns: int) -> None:
     levels = [level for step in trainer.levels for level in step]
     episodes = trainer.roll_out(levels, 4, "sampling")
     longest_prompt = max(len(episode.tokens) - episode.response_tokens for episode in episodes)
-    assert longest_prompt <= turns * memory.TURN_TOKENS["compact"] <= 1.5 * longest_prompt
+    assert longest_prompt <= turns * TURN_TOKENS["compact"] <= 1.5 * longest_prompt
 
 
 def test_a_published_conversation_has_3600_tokens() -> None:
     assert (
-        memory.compute_max_tokens(make_paper_config())
-        == memory.compute_max_tokens(make_paper_config(rollout__max_model_len=None))
+        compute_max_tokens(make_paper_config())
+        == compute_max_tokens(make_paper_config(rollout__max_model_len=None))
         == 3600
     )
-    assert memory.compute_max_tokens(make_paper_config(rollout__max_model_len=1000)) == 1000
-    assert memory.compute_max_tokens(make_paper_config(env__max_turn=2)) == 1440
+    assert compute_max_tokens(make_paper_config(rollout__max_model_len=1000)) == 1000
+    assert compute_max_tokens(make_paper_config(env__max_turn=2)) == 1440
 
 
 # Computed by hand. A network of 1000 parameters has 4000 bytes; a shard over 4 ranks has 1000.
 BY_HAND: list[tuple[Mapping[str, object], NetworkBytes]] = [
-    ({}, NetworkBytes(4000, 0, 8000, 4000, 4000, 0)),
-    ({"trainer.strategy": "deepspeed", "trainer.zero_stage": 1}, NetworkBytes(4000, 4000, 8000, 4000, 8000, 0)),
-    ({"trainer.n_gpus_per_node": 4, "trainer.zero_stage": 1}, NetworkBytes(4000, 1000, 2000, 4000, 2000, 0)),
-    ({"trainer.n_gpus_per_node": 4, "trainer.zero_stage": 2}, NetworkBytes(4000, 1000, 2000, 1000, 2000, 0)),
+    ({}, NetworkBytes(4000, 0, 8000, 4000, 0, 0)),
+    ({"trainer.strategy": "deepspeed", "trainer.zero_stage": 1}, NetworkBytes(4000, 4000, 8000, 4000, 4000, 0)),
+    ({"trainer.n_gpus_per_node": 4, "trainer.zero_stage": 1}, NetworkBytes(4000, 1000, 2000, 4000, 1000, 0)),
+    ({"trainer.n_gpus_per_node": 4, "trainer.zero_stage": 2}, NetworkBytes(4000, 1000, 2000, 1000, 1000, 0)),
     (
         {"trainer.n_gpus_per_node": 4, "trainer.zero_stage": 1, "trainer.offload_optimizer": True},
         NetworkBytes(4000, 0, 0, 4000, 0, 3000),
@@ -253,10 +256,10 @@ BY_HAND: list[tuple[Mapping[str, object], NetworkBytes]] = [
         {"trainer.n_gpus_per_node": 4, "trainer.zero_stage": 2, "trainer.offload_optimizer": True},
         NetworkBytes(4000, 0, 0, 0, 0, 4000),
     ),
-    ({"trainer.n_gpus_per_node": 4, "trainer.zero_stage": 3}, NetworkBytes(1000, 1000, 2000, 1000, 2000, 0)),
+    ({"trainer.n_gpus_per_node": 4, "trainer.zero_stage": 3}, NetworkBytes(1000, 1000, 2000, 1000, 1000, 0)),
     (
         {"trainer.n_gpus_per_node": 4, "trainer.zero_stage": 3, "trainer.offload_parameters": True},
-        NetworkBytes(0, 1000, 2000, 1000, 2000, 1000),
+        NetworkBytes(0, 1000, 2000, 1000, 1000, 1000),
     ),
     (
         {"trainer.n_gpus_per_node": 4, "trainer.zero_stage": 3, "trainer.offload_optimizer": True},
@@ -271,7 +274,7 @@ BY_HAND: list[tuple[Mapping[str, object], NetworkBytes]] = [
         },
         NetworkBytes(0, 0, 0, 0, 0, 6000),
     ),
-    ({"trainer.n_gpus_per_node": 0.5, "trainer.offload_optimizer": True}, NetworkBytes(4000, 0, 8000, 4000, 4000, 0)),
+    ({"trainer.n_gpus_per_node": 0.5, "trainer.offload_optimizer": True}, NetworkBytes(4000, 0, 8000, 4000, 0, 0)),
 ]
 
 
@@ -300,19 +303,20 @@ def test_the_3b_of_the_paper_by_hand() -> None:
     # 3,085,938,688 parameters. The embedding, which is also the head, has 151,936 x 2048.
     gpu_bytes = list_gpu_bytes(make_paper_config(actor__use_kl_loss=True))
     policy, embedding = 3_085_938_688, 151_936 * 2048
-    assert gpu_bytes["policy weights, float32"] == (4 * policy,) * 7
-    assert gpu_bytes["policy AdamW moments"] == (8 * policy,) * 7
-    assert gpu_bytes["critic weights, float32"] == (4 * (policy + 2049),) * 7
-    assert gpu_bytes["reference weights"] == (2 * policy + 2 * (embedding + 73 * 2048),) * 7
-    assert gpu_bytes["policy gradients"] == (0, 0, 0, 0, 4 * policy, 4 * policy, 0)
-    assert gpu_bytes["critic gradients"] == (0, 0, 4 * (policy + 2049), 4 * (policy + 2049), 0, 0, 0)
-    copy_bytes = 2 * (policy + 2049 - embedding)
-    assert gpu_bytes["copies in bfloat16"] == (0, 2 * policy, copy_bytes, 0, 2 * policy, 0, 0)
+    assert gpu_bytes["policy weights, float32"] == (4 * policy,) * 6
+    assert gpu_bytes["policy AdamW moments"] == (8 * policy,) * 6
+    assert gpu_bytes["critic weights, float32"] == (4 * (policy + 2049),) * 6
+    assert gpu_bytes["reference weights"] == (2 * policy + 2 * (embedding + 73 * 2048),) * 6
+    assert gpu_bytes["policy gradients"] == (0, 0, 0, 0, 4 * policy, 4 * policy)
+    assert gpu_bytes["critic gradients"] == (0, 0, 4 * (policy + 2049), 4 * (policy + 2049), 0, 0)
+    # One block, with biases of queries, keys and values, and the head, which is the embedding.
+    block = 2 * 2048 * (2048 + 256) + 2048 + 2 * 256 + 3 * 2048 * 11_008
+    assert gpu_bytes["copies in bfloat16"] == (0, 2 * (block + embedding), 2 * block, 0, 2 * (block + embedding), 0)
     # Bytes of one of the 16,384 tokens of a pass: 36 block inputs, one block, the layers around the blocks, and the
     # gradients of one block.
     token_bytes = 36 * 4 * 2048 + (24 * 2048 + 4 * 256 + 8 * 11_008 + 4 * 18) + 12 * 2048 + (3 * 2 * 11_008 + 8 * 2048)
-    assert gpu_bytes["activations"][2:] == (16_384 * token_bytes, 0, 16_384 * token_bytes, 0, 0)
-    assert gpu_bytes["logits"] == (0, 3 * 2**29, 0, 0, 7 * 2**29 + 6 * embedding, 0, 0)
+    assert gpu_bytes["activations"][2:] == (16_384 * token_bytes, 0, 16_384 * token_bytes, 0)
+    assert gpu_bytes["logits"] == (0, 3 * 2**29, 0, 0, 7 * 2**29 + 6 * embedding, 0)
 
 
 def test_stage_3_of_the_3b_by_hand() -> None:
@@ -322,11 +326,14 @@ def test_stage_3_of_the_3b_by_hand() -> None:
     gpu_bytes = list_gpu_bytes(config)
     policy, embedding, gains = 3_085_938_688, 151_936 * 2048, 73 * 2048
     gathered_bytes = 2 * policy + 2 * (embedding + gains)
-    assert gpu_bytes["policy weights, float32"] == (policy,) * 7
-    assert gpu_bytes["policy gradients"] == (policy + 200_000_000,) * 7
-    assert gpu_bytes["weights gathered"] == (gathered_bytes, gathered_bytes, 0, 0, 4 * 10**9, 0, 0)
-    assert gpu_bytes["networks before sharding"] == (0, 0, 0, 0, 0, 0, 4 * policy)
-    assert gpu_bytes["copies in bfloat16"] == (2 * embedding, 2 * embedding, 0, 0, 2 * policy, 0, 0)
+    assert gpu_bytes["policy weights, float32"] == (policy,) * 6
+    assert gpu_bytes["policy gradients"] == (policy + 200_000_000,) * 6
+    assert gpu_bytes["weights gathered"] == (gathered_bytes, gathered_bytes, 0, 0, 4 * 10**9, 0)
+    block = 2 * 2048 * (2048 + 256) + 2048 + 2 * 256 + 3 * 2048 * 11_008
+    assert gpu_bytes["copies in bfloat16"] == (2 * embedding, 2 * embedding, 0, 0, 2 * (block + embedding), 0)
+    shape = read_shape("Qwen/Qwen2.5-3B")
+    # Nothing stays in host memory, but each of the four ranks loads the policy there.
+    assert memory.compute_host_bytes(list_allocations(shape, config, 80 * GIB), shape, config) == 4 * 4 * policy
     assert memory.compute_saving_bytes(read_shape("Qwen/Qwen2.5-3B"), config) == 12 * policy
 
 
@@ -335,14 +342,14 @@ def test_the_3b_with_adapters_by_hand() -> None:
     policy, embedding, hidden, wide, kv = 3_085_938_688, 151_936 * 2048, 2048, 11_008, 256
     # A and B of the query and output layers, of the key and value layers, and of the three feed-forward layers.
     adapters = 36 * 64 * (2 * (hidden + hidden) + 2 * (hidden + kv) + 3 * (hidden + wide))
-    assert gpu_bytes["base weights, frozen"] == (2 * policy + 2 * (embedding + 73 * 2048),) * 7
-    assert gpu_bytes["policy adapters, float32"] == (4 * adapters,) * 7
-    assert gpu_bytes["policy AdamW moments"] == (8 * adapters,) * 7
-    assert gpu_bytes["critic adapters, float32"] == (4 * (adapters + 2049),) * 7
-    assert gpu_bytes["copies in bfloat16"][POLICY_BACKWARD] == 2 * (adapters + embedding)
+    assert gpu_bytes["base weights, frozen"] == (2 * policy + 2 * (embedding + 73 * 2048),) * 6
+    assert gpu_bytes["policy adapters, float32"] == (4 * adapters,) * 6
+    assert gpu_bytes["policy AdamW moments"] == (8 * adapters,) * 6
+    assert gpu_bytes["critic adapters, float32"] == (4 * (adapters + 2049),) * 6
+    assert gpu_bytes["copies in bfloat16"][POLICY_BACKWARD] == 2 * (adapters // 36 + embedding)
     assert gpu_bytes["logits"][POLICY_BACKWARD] == 7 * 2**29
     block = 2 * hidden * (hidden + kv) + 3 * hidden * wide
-    assert gpu_bytes["a block for vLLM, adapters merged"] == (4 * block, 0, 0, 0, 0, 0, 0)
+    assert gpu_bytes["a block for vLLM, adapters merged"] == (4 * block, 0, 0, 0, 0, 0)
     assert not {"reference weights", "policy weights, float32"} & gpu_bytes.keys()
     assert (
         max(
@@ -358,15 +365,99 @@ def test_vllm_gets_its_fraction_of_the_runs_memory_and_no_more() -> None:
     config = make_paper_config(rollout__gpu_memory_utilization=0.25, rollout__free_cache_engine=False)
     gpu_bytes = list_gpu_bytes(config, 40 * GIB)
     engine_sizes = [sizes for name, sizes in gpu_bytes.items() if name.startswith("vLLM")]
-    assert [sum(phase_sizes) for phase_sizes in zip(*engine_sizes, strict=True)] == [*[10 * GIB] * 6, 0]
+    assert [sum(phase_sizes) for phase_sizes in zip(*engine_sizes, strict=True)] == [10 * GIB] * 6
     assert gpu_bytes["vLLM weights"][0] == 2 * 3_085_938_688
     sleeping_bytes = list_gpu_bytes(make_paper_config(rollout__gpu_memory_utilization=0.25), 40 * GIB)
-    assert sleeping_bytes["vLLM KV cache"] == (gpu_bytes["vLLM KV cache"][0], 0, 0, 0, 0, 0, 0)
+    assert sleeping_bytes["vLLM KV cache"] == (gpu_bytes["vLLM KV cache"][0], 0, 0, 0, 0, 0)
+
+
+def test_the_cache_has_room_for_the_conversations_of_a_step() -> None:
+    config = make_paper_config()
+    token_bytes = 36 * 2 * 2 * 128 * 2
+    assert list_gpu_bytes(config, 200 * GIB)["vLLM KV cache"] == (128 * 3600 * token_bytes, 0, 0, 0, 0, 0)
+    two_ranks = make_paper_config(trainer__n_gpus_per_node=2)
+    assert list_gpu_bytes(two_ranks, 200 * GIB)["vLLM KV cache"][0] == 64 * 3600 * token_bytes
+    assert list_gpu_bytes(make_paper_config(rollout__kv_cache_gib=2.5))["vLLM KV cache"][0] == 2.5 * GIB
+    # 1000 tokens take 63 blocks of 16 tokens.
+    short = make_paper_config(rollout__max_model_len=1000)
+    assert list_gpu_bytes(short, 200 * GIB)["vLLM KV cache"][0] == 128 * 63 * 16 * token_bytes
+
+
+def test_the_cache_is_smaller_where_less_is_free_but_holds_a_conversation() -> None:
+    config = make_paper_config(model__lora_rank=64)
+    sizes = list_gpu_bytes(config, 24 * GIB)
+    rollout_bytes = sum(phase_sizes[0] for phase_sizes in sizes.values())
+    assert abs(rollout_bytes - 0.95 * 24 * GIB) <= 1
+    assert list_gpu_bytes(config, 4 * GIB)["vLLM KV cache"][0] == 3600 * 36 * 2 * 2 * 128 * 2
+
+
+def test_swapping_by_hand() -> None:
+    changes = {"actor__use_kl_loss": True, "trainer__swap_to_host": True}
+    shape, policy, critic = read_shape("Qwen/Qwen2.5-3B"), 3_085_938_688, 3_085_938_688 + 2049
+    allocations = {entry.name: entry for entry in list_allocations(shape, make_paper_config(**changes), 80 * GIB)}
+    weights, moments = 4 * policy, 8 * policy
+    assert allocations["policy weights, float32"][1:] == ((weights, weights, 0, 0, weights, weights), weights)
+    assert allocations["policy AdamW moments"][1:] == ((0, 0, 0, 0, moments, moments), moments)
+    assert allocations["critic weights, float32"][1:] == ((0, 0, 4 * critic, 4 * critic, 0, 0), 4 * critic)
+    assert allocations["critic AdamW moments"][1:] == ((0, 0, 8 * critic, 8 * critic, 0, 0), 8 * critic)
+    # The reference takes the place of the policy in the phase `values`, where the larger one counts.
+    reference = allocations["reference weights"]
+    assert reference.gpu_bytes == (0,) * 6
+    assert reference.host_bytes == memory.compute_frozen_bytes(shape, make_paper_config(**changes))
+    exact_kl = make_paper_config(**changes, actor__kl_loss_type="full")
+    (reference,) = (entry for entry in list_allocations(shape, exact_kl, 80 * GIB) if entry.name == "reference weights")
+    assert reference.gpu_bytes == (0, 0, 0, 0, reference.host_bytes, reference.host_bytes)
+
+
+def test_swapping_in_stage_3_moves_what_the_optimizer_reads() -> None:
+    config = make_paper_config(trainer__n_gpus_per_node=4, trainer__zero_stage=3, trainer__swap_to_host=True)
+    allocations = {entry.name: entry for entry in list_allocations(read_shape("Qwen/Qwen2.5-3B"), config, 80 * GIB)}
+    shard = 3_085_938_688  # 4 bytes of a quarter of the parameters
+    assert allocations["policy weights, float32"][1:] == ((shard,) * 6, 0)
+    assert allocations["policy master weights"][1:] == ((0, 0, 0, 0, shard, shard), shard)
+    assert allocations["policy AdamW moments"][1:] == ((0, 0, 0, 0, 2 * shard, 2 * shard), 2 * shard)
+
+
+class WeightCopies(TorchDispatchMode):
+    """Adds up the copies of weights in another dtype that exist at once."""
+
+    def __init__(self, weights: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.addresses = {weight.data_ptr() for weight in weights}
+        self.live_bytes = self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].data_ptr() in self.addresses:
+            size = output.untyped_storage().nbytes()
+            self.live_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            weakref.finalize(output.untyped_storage(), self.release, size)
+        return output
+
+    def release(self, size: int) -> None:
+        self.live_bytes -= size
+
+
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_copies_of_weights_are_as_planned(recomputes: bool) -> None:
+    torch_shape = make_torch_shape(hidden_size=32, intermediate_size=64, num_hidden_layers=4, vocab_size=97)
+    model = make_random_model(torch_shape)
+    model.model.pass_settings = PassSettings(torch.bfloat16, recompute=recomputes)
+    shape = ModelShape.model_validate(vars(torch_shape))
+    config = make_paper_config(model__enable_gradient_checkpointing=recomputes)
+    tokens = torch.arange(24)[None]
+    with WeightCopies(list(model.parameters())) as copies:
+        hidden = model.model.compute_hidden_states(tokens, torch.arange(24))
+        hidden.sum().backward()
+    # Biases of queries, keys and values are copied, too.
+    assert copies.peak_bytes <= memory.compute_cast_bytes(shape, "critic", config, with_gradients=True)
+    assert copies.peak_bytes > 0.9 * memory.compute_cast_bytes(shape, "critic", config, with_gradients=True)
 
 
 def test_a_tokens_keys_and_values_by_hand() -> None:
     # The 3B model has 36 blocks and 2 key heads of 128 channels; keys and values take two bytes each.
-    assert memory.compute_token_kv_bytes(read_shape("Qwen/Qwen2.5-3B"), 2) == 36 * 2 * 2 * 128 * 2
+    assert compute_token_kv_bytes(read_shape("Qwen/Qwen2.5-3B"), 2) == 36 * 2 * 2 * 128 * 2
 
 
 def test_less_is_never_more() -> None:

@@ -1,4 +1,5 @@
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,21 +11,19 @@ from hypothesis import strategies as st
 from search_spaces import STUDIES
 from trainable.config.run_config import apply_overrides
 from tune_study.host.gpus import Gpu
-from tune_study.placement import memory, memory_plan
+from tune_study.placement import memory, memory_advice
 from tune_study.placement.memory import GIB, PHASES, sum_by_phase
+from tune_study.placement.memory_advice import check_free_memory, check_memory, format_misfit
 from tune_study.placement.memory_plan import (
     GpuCapacity,
     MemoryPlan,
-    check_free_memory,
-    check_memory,
     find_gpu_capacity,
     format_memory_plan,
-    format_verdict,
     make_memory_table,
     plan_memory,
 )
 from tune_study.placement.resources import preflight
-from tune_study.plan.errors import PlanError
+from tune_study.plan.errors import MisfitError, PlanError
 from tune_study.plan.study_plan import StudyPlan, make_plan
 
 NO_MODELS = {"HF_HUB_CACHE": "/nowhere"}
@@ -47,39 +46,104 @@ HALF_GPU = {"trainer.n_gpus_per_node": 0.5}
 SMALL_MODEL = {"model.path": "Qwen/Qwen2.5-0.5B"}
 
 
+def make_capacity(gib: float) -> GpuCapacity:
+    return GpuCapacity(int(gib * GIB), "for a test", True)
+
+
+def format_last_line(memory_plan: MemoryPlan) -> str:
+    return format_memory_plan(memory_plan)[-1]
+
+
+# GiB of a GPU, settings, whether the run swaps, its ZeRO stage, and GiB at the peak.
+PLACEMENTS: dict[str, tuple[float, Mapping[str, object], bool, int, float]] = {
+    "3B on 1 x 141": (141, {}, False, 2, 103.3),
+    "3B on 1 x 80": (80, {}, True, 2, 62.4),
+    "3B on half of 141": (141, {"trainer.n_gpus_per_node": 0.5}, True, 2, 62.4),
+    "3B on half of 80, adapters": (80, {"trainer.n_gpus_per_node": 0.5, "model.lora_rank": 64}, False, 2, 34.9),
+    "3B on half of 141, adapters": (141, {"trainer.n_gpus_per_node": 0.5, "model.lora_rank": 64}, False, 2, 34.9),
+    "3B on 1 x 24, adapters": (24, {"model.lora_rank": 64}, True, 2, 22.8),
+    "0.5B on 1 x 24": (24, {"model.path": "Qwen/Qwen2.5-0.5B"}, True, 2, 17.1),
+    "7B on 4 x 80": (80, {"model.path": "Qwen/Qwen2.5-7B", "trainer.n_gpus_per_node": 4}, True, 3, 76.6),
+}
+
+
+@pytest.mark.parametrize(("gib", "overrides", "swaps", "stage", "peak"), PLACEMENTS.values(), ids=PLACEMENTS)
+def test_the_paper_preset_fits_without_flags(
+    gib: float, overrides: Mapping[str, object], swaps: bool, stage: int, peak: float
+) -> None:
+    memory_plan = plan_gpu_memory(overrides, make_capacity(gib))
+    assert memory_plan.fits
+    assert format_last_line(memory_plan).startswith(f"Fits: {peak} of {memory_plan.budget / GIB:.1f} GiB")
+    settings = dict(memory_plan.placement_settings)
+    assert settings == {
+        "trainer.swap_to_host": swaps,
+        "trainer.zero_stage": stage,
+        "rollout.kv_cache_gib": memory_plan.cache_bytes / GIB,
+    }
+    # They are settings of a run, and change neither its hash nor its results.
+    placed_config = apply_overrides(memory_plan.spec.ppo_config, settings)
+    assert placed_config.compute_hash() == memory_plan.spec.ppo_config.compute_hash()
+
+
+def test_all_arms_of_the_sweeps_fit_one_h100() -> None:
+    for study in ("kl", "top-p", "entropy"):
+        assert plan_gpu_memory({}, H100, study).fits, study
+
+
+def test_the_plan_says_how_a_run_is_placed_and_why() -> None:
+    lines = format_memory_plan(plan_gpu_memory({}))
+    assert lines[2] == (
+        "What is trained is in host memory while nothing reads it (trainer.swap_to_host=True); otherwise the run would "
+        "take 103.3 of 80.0 GiB."
+    )
+    assert not any("trainer." in line for line in format_memory_plan(plan_gpu_memory({}, make_capacity(141))))
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_a_typed_placement_is_respected(swaps: bool) -> None:
+    memory_plan = plan_gpu_memory({"trainer.swap_to_host": swaps}, make_capacity(200))
+    assert memory_plan.config.trainer.swap_to_host == swaps
+    assert plan_gpu_memory({"trainer.swap_to_host": False}).fits is False
+
+
+def test_without_a_known_gpu_nothing_is_placed() -> None:
+    assert plan_gpu_memory({}, GpuCapacity(80 * GIB, "assumed", False)).placement_settings == {}
+
+
 def test_a_3b_actor_and_critic_do_not_fit_half_a_card() -> None:
     gpu_plan = plan_gpu_memory(HALF_GPU)
     assert not gpu_plan.fits
-    verdict = format_verdict(gpu_plan, STUDIES["kl"])
-    assert verdict.startswith("DOES NOT FIT: policy backward takes ")
-    assert "critic AdamW moments 23.0" in verdict
-    assert "--gpus-per-exp 1 --set trainer.strategy=deepspeed --set trainer.offload_optimizer=True" in verdict
+    verdict = format_misfit(gpu_plan, STUDIES["kl"])
+    assert verdict.startswith("DOES NOT FIT: policy backward takes 62.4 GiB of 40.0 (policy AdamW moments 23.0, ")
+    # First what changes no result; that the CPU makes the optimizer steps comes last.
+    assert " GiB of 40.0 (" in verdict
+    assert re.findall(r"(?:fit: |; )(--\S+ [^\s;]+)", verdict)[:2] == ["--gpus-per-exp 1", "--set model.lora_rank=64"]
+    assert verdict.endswith("--set trainer.strategy=deepspeed --set trainer.offload_optimizer=True.")
 
 
 def test_a_3b_actor_and_critic_with_adapters_fit_half_a_card() -> None:
-    assert " --set model.lora_rank=64;" in format_verdict(plan_gpu_memory(HALF_GPU), STUDIES["kl"])
     gpu_plan = plan_gpu_memory(HALF_GPU | {"model.lora_rank": 64})
     assert gpu_plan.fits
-    assert format_verdict(gpu_plan, STUDIES["kl"]).startswith("Fits: 30.0 of 40.0 GiB at its peak (rollout)")
-    small_card_plan = plan_gpu_memory(HALF_GPU | {"model.lora_rank": 128}, GpuCapacity(20 * GIB, "for a test", True))
-    assert "model.lora_rank" not in format_verdict(small_card_plan, STUDIES["kl"])  # this run has adapters already
+    small_card_plan = plan_gpu_memory(HALF_GPU | {"model.lora_rank": 128}, make_capacity(20))
+    assert "model.lora_rank" not in format_misfit(small_card_plan, STUDIES["kl"])  # this run has adapters already
 
 
 def test_a_small_model_fits_half_a_card() -> None:
     gpu_plan = plan_gpu_memory(HALF_GPU | SMALL_MODEL)
     assert gpu_plan.fits
     assert (gpu_plan.budget, gpu_plan.runs_per_gpu, gpu_plan.runs_per_node) == (40 * GIB, 2, 6)
-    assert format_verdict(gpu_plan, STUDIES["kl"]).startswith("Fits: ")
+    assert format_last_line(gpu_plan).startswith("Fits: ")
 
 
 OVERSIZED_SETTINGS: list[Mapping[str, object]] = [
     HALF_GPU,
-    {},
-    {"trainer.n_gpus_per_node": 4},
-    {"rollout.name": "torch"},
-    HALF_GPU | {"model.path": "Qwen/Qwen2.5-1.5B"},
+    {"model.path": "Qwen/Qwen2.5-7B"},
+    {"trainer.swap_to_host": False},
+    {"trainer.n_gpus_per_node": 2, "model.path": "Qwen/Qwen2.5-7B"},
+    HALF_GPU | {"rollout.free_cache_engine": False},
     SMALL_MODEL | {"rollout.gpu_memory_utilization": 0.01},
-    HALF_GPU | SMALL_MODEL | {"model.enable_gradient_checkpointing": False},
+    SMALL_MODEL | {"rollout.kv_cache_gib": 100.0},
+    HALF_GPU | SMALL_MODEL | {"model.enable_gradient_checkpointing": False, "trainer.swap_to_host": False},
 ]
 
 
@@ -87,7 +151,7 @@ OVERSIZED_SETTINGS: list[Mapping[str, object]] = [
 def test_what_is_advised_makes_it_fit(overrides: Mapping[str, object]) -> None:
     gpu_plan = plan_gpu_memory(overrides)
     assert not gpu_plan.fits
-    verdict = format_verdict(gpu_plan, STUDIES["kl"])
+    verdict = format_misfit(gpu_plan, STUDIES["kl"])
     advice = verdict.partition("makes it fit: ")[2].rstrip(".").split("; ")
     assert advice != [""]
     names = {"--gpus-per-exp": "trainer.n_gpus_per_node", "--gpu-memory-utilization": "rollout.gpu_memory_utilization"}
@@ -100,19 +164,19 @@ def test_what_is_advised_makes_it_fit(overrides: Mapping[str, object]) -> None:
 
 def test_what_nothing_helps_is_said() -> None:
     gpu_plan = plan_gpu_memory({"model.path": "Qwen/Qwen2.5-72B", "trainer.n_gpus_per_node": 4})
-    assert "choose a smaller model with --model, or larger GPUs" in format_verdict(gpu_plan, STUDIES["kl"])
+    assert "choose a smaller model with --model, or larger GPUs" in format_misfit(gpu_plan, STUDIES["kl"])
 
 
 def test_what_the_arms_differ_in_is_not_advised() -> None:
     study = STUDIES["kl"]
     axis = replace(study.axis, setting="model.lora_rank")
-    verdict = format_verdict(plan_gpu_memory({"trainer.n_gpus_per_node": 4}), replace(study, axis=axis))
-    assert "model.lora_rank" in format_verdict(plan_gpu_memory({"trainer.n_gpus_per_node": 4}), study)
+    verdict = format_misfit(plan_gpu_memory(HALF_GPU), replace(study, axis=axis))
+    assert "model.lora_rank" in format_misfit(plan_gpu_memory(HALF_GPU), study)
     assert "model.lora_rank" not in verdict
 
 
 def test_the_run_that_takes_most_is_shown() -> None:
-    gpu_plan = plan_gpu_memory({})
+    gpu_plan = plan_gpu_memory({}, make_capacity(141))
     assert gpu_plan.spec.config.actor.use_kl_loss, "the arm without a reference takes less"
     runs = make_study_plan({}).runs
     assert gpu_plan.peak == max(
@@ -133,6 +197,7 @@ def test_vllm_holds_a_conversation_or_the_plan_does_not_fit(share: float, gib: f
     assert (gpu_plan.max_conversations == 0) == (gpu_plan.cache_shortfall > 0)
     if gpu_plan.max_conversations:
         assert engine_bytes == vllm_budget
+    assert "rollout.kv_cache_gib" not in gpu_plan.placement_settings
     assert gpu_plan.fits == (gpu_plan.peak <= gpu_plan.budget and gpu_plan.max_conversations > 0)
 
 
@@ -140,7 +205,7 @@ def test_the_table_adds_up_and_leaves_out_what_is_not_there() -> None:
     columns, all_rows = make_memory_table(plan_gpu_memory({"algorithm.adv_estimator": "grpo"}))
     assert columns == ("GiB on each GPU", "rollout", "values", "policy backward", "policy step", "host")
     columns, all_rows = make_memory_table(plan_gpu_memory(HALF_GPU))
-    assert columns[1:-1] == PHASES[:-1]
+    assert columns[1:-1] == PHASES
     *table_rows, totals, excesses = [
         [0.0 if cell in ("", "-") else float(cell.split()[0]) for cell in row[1:]] for row in all_rows
     ]
@@ -151,13 +216,16 @@ def test_the_table_adds_up_and_leaves_out_what_is_not_there() -> None:
 
 
 def test_the_plan_states_the_memory_of_the_sampler() -> None:
-    lines = format_memory_plan(plan_gpu_memory(HALF_GPU | SMALL_MODEL), STUDIES["kl"])
+    lines = format_memory_plan(plan_gpu_memory(HALF_GPU | SMALL_MODEL))
     assert "each run gets 0.5 of it, 40.0 GiB" in lines[0]
-    assert lines[1].startswith("vLLM: gpu_memory_utilization 0.5 of the run's memory, 20.0 GiB: ")
+    # 128 conversations of 3600 tokens, of which each takes 24 blocks x 2 x 2 heads x 64 channels x 2 bytes.
+    assert lines[1].startswith("vLLM: KV cache of 5.3 GiB: 128 conversations of 3600 tokens at once")
+    typed_plan = plan_gpu_memory(HALF_GPU | SMALL_MODEL | {"rollout.gpu_memory_utilization": 0.5})
+    assert format_memory_plan(typed_plan)[1].startswith(
+        "vLLM: gpu_memory_utilization 0.5 of the run's memory, 20.0 GiB: "
+    )
     offloaded_plan = plan_gpu_memory({"trainer.strategy": "deepspeed", "trainer.offload_optimizer": True})
-    memory_lines = [
-        line for line in format_memory_plan(offloaded_plan, STUDIES["kl"]) if line.startswith("Extra CPU memory")
-    ]
+    memory_lines = [line for line in format_memory_plan(offloaded_plan) if line.startswith("Extra CPU memory")]
     assert memory_lines == [
         f"Extra CPU memory: {offloaded_plan.host_bytes / GIB:.1f} GiB for each run, "
         f"{4 * offloaded_plan.host_bytes / GIB:.1f} GiB for 4 at once."
@@ -195,13 +263,14 @@ def test_the_card_is_asked_for_or_seen_or_assumed(tmp_path: Path, monkeypatch: p
 
 
 def test_a_real_run_that_does_not_fit_is_refused_in_one_paragraph() -> None:
-    with pytest.raises(PlanError, match=r"The runs do not fit: policy backward takes .* --dry-run shows") as refusal:
+    with pytest.raises(MisfitError, match=r"The runs do not fit: policy backward takes .* --dry-run shows") as refusal:
         check_memory(plan_gpu_memory(HALF_GPU), make_study_plan(HALF_GPU), ())
     assert "\n" not in str(refusal.value)
 
 
 def test_an_assumed_card_refuses_nothing() -> None:
-    gpu_plan = plan_gpu_memory(HALF_GPU | {"rollout.free_cache_engine": False}, GpuCapacity(80 * GIB, "assumed", False))
+    overrides = HALF_GPU | {"rollout.free_cache_engine": False, "trainer.swap_to_host": False}
+    gpu_plan = plan_gpu_memory(overrides, GpuCapacity(80 * GIB, "assumed", False))
     assert not gpu_plan.fits
     check_memory(gpu_plan, make_study_plan(HALF_GPU), ())
 
@@ -209,7 +278,7 @@ def test_an_assumed_card_refuses_nothing() -> None:
 def test_more_than_the_host_has_is_refused() -> None:
     overrides = SMALL_MODEL | {"trainer.strategy": "deepspeed", "trainer.offload_optimizer": True}
     gpu_plan = plan_gpu_memory(overrides)
-    with pytest.raises(PlanError, match=r"runs at once need .* type --max-concurrent"):
+    with pytest.raises(MisfitError, match=r"runs at once need .* type --max-concurrent"):
         check_memory(gpu_plan._replace(host_bytes=2**60), make_study_plan(overrides), ())
 
 
@@ -249,6 +318,6 @@ def test_two_runs_on_one_card_need_twice_the_memory(tmp_path: Path, monkeypatch:
 
 def test_every_change_that_may_be_advised_can_be_typed() -> None:
     config = make_study_plan({}).base_config
-    for text, change in memory_plan._CHANGES:
+    for text, change in memory_advice._CHANGES:
         assert apply_overrides(config, change) is not None
-        assert all(str(value) in text for value in change.values())
+        assert all(("null" if value is None else str(value)) in text for value in change.values())

@@ -12,6 +12,7 @@ from tune_study.placement.resources import preflight
 from tune_study.placement.time_estimate import (
     GpuRates,
     estimate_forward_flops,
+    estimate_host_seconds,
     estimate_run_seconds,
     estimate_step_seconds,
     estimate_update_flops,
@@ -136,3 +137,22 @@ def test_shares_of_a_card_take_longer_and_ranks_share_the_work(share: float, ran
     )
     assert full_card_seconds / ranks <= ranks_seconds * (1 + 1e-9) <= full_card_seconds * (1 + 1e-9)
     assert estimate_run_seconds(shape, config, H100_RATES) > 400 * full_card_seconds / share
+
+
+def test_swapping_and_offloading_cost_time() -> None:
+    policy, critic = 3_085_938_688, 3_085_938_688 + 2049
+    shape = read_model_shape("Qwen/Qwen2.5-3B", {})
+    assert shape is not None
+    plain = apply_overrides(RunConfig(), {"trainer.swap_to_host": False})
+    assert estimate_host_seconds(shape, plain) == 0
+    # Weights (4 bytes) and moments (8) of both networks to the GPU and back, and more reads of weights alone.
+    moved_bytes = 24 * (policy + critic) + 8 * policy + 4 * critic
+    swapped = apply_overrides(plain, {"trainer.swap_to_host": True})
+    assert estimate_host_seconds(shape, swapped) == pytest.approx(moved_bytes / 50e9)
+    # 128 sequences in mini-batches of 32 are four optimizer steps of each network.
+    offloaded = apply_overrides(plain, {"trainer.strategy": "deepspeed", "trainer.offload_optimizer": True})
+    assert estimate_host_seconds(shape, offloaded) == pytest.approx(4 * (policy + critic) * 6.8e-9)
+    rates = find_rates("NVIDIA H200")
+    assert rates is not None
+    slower = estimate_step_seconds(shape, swapped, rates) - estimate_step_seconds(shape, plain, rates)
+    assert slower == pytest.approx(moved_bytes / 50e9)

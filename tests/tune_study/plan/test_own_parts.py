@@ -124,7 +124,7 @@ def test_a_game_brings_its_settings_and_typed_ones_take_precedence(tmp_path: Pat
     axes = {STUDIES["kl"].axis.option: None}
     assignments = ("env.max_turn=2",)
     options = RunOptions(
-        "laptop", "a test", {}, axes, "bandit.py:Bandit", None, None, assignments, 1, None, False, None, False
+        "laptop", "a test", {}, {}, axes, "bandit.py:Bandit", None, None, assignments, 1, None, False, None, False
     )
     env = plan_from_options(STUDIES["kl"], options, tmp_path, None, extend=False, real=False).ppo_config.env
     assert (env.max_turn, env.max_actions_per_turn, env.max_actions_per_traj) == (2, 1, 1)

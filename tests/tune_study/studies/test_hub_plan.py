@@ -19,6 +19,7 @@ from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.seeds import make_rng
 from trainable.models.hub_model import HubModel
 from trainable.models.load import Policy, load_policy, make_critic, make_frozen_copy
+from trainable.rollout.kv_cache_size import compute_token_kv_bytes
 from tune_study.placement import memory
 from tune_study.placement.model_files import check_model
 from tune_study.placement.model_size import count_critic_parameters, count_policy_parameters, read_model_shape
@@ -73,7 +74,7 @@ def test_a_cache_has_the_bytes_of_the_samplers(tmp_path: Path) -> None:
             torch.zeros(1, 5, dtype=torch.long), torch.arange(5)[None], torch.ones(1, 5, dtype=torch.bool), cache
         )
     cache_bytes = sum(tensor.numel() * 4 for tensor in (*cache.keys, *cache.values))
-    assert 5 * memory.compute_token_kv_bytes(shape, 4) == cache_bytes
+    assert 5 * compute_token_kv_bytes(shape, 4) == cache_bytes
 
 
 def test_a_model_that_is_not_run_has_no_shape_and_is_refused_before_a_start(tmp_path: Path) -> None:

@@ -1,0 +1,73 @@
+"""Importance weights against formulas written as loops, and the published corrections by hand."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainable.algo.importance import ImportanceCorrection, compute_importance_weights
+
+LOGPROBS = st.floats(-20, 0)
+ROWS = st.lists(st.lists(st.tuples(LOGPROBS, LOGPROBS, st.booleans()), min_size=4, max_size=4), min_size=1, max_size=4)
+CORRECTIONS = st.builds(
+    ImportanceCorrection, st.floats(1, 8), st.none() | st.floats(0, 1), st.booleans(), st.booleans()
+)
+
+
+def compute_weight(ratio: float, correction: ImportanceCorrection) -> float:
+    if correction.is_mask:
+        return ratio if (correction.floor or 0) <= ratio <= correction.cap else 0.0
+    return min(ratio, correction.cap)
+
+
+@given(ROWS, CORRECTIONS)
+def test_weights_are_their_formulas(
+    rows: list[list[tuple[float, float, bool]]], correction: ImportanceCorrection
+) -> None:
+    trainer, engine, mask = torch.tensor(rows, dtype=torch.float64).unbind(-1)
+    weights, is_clipped = compute_importance_weights(trainer, engine, mask.bool(), correction)
+    for number, row in enumerate(rows):
+        differences = [
+            trainer_logprob - engine_logprob if sampled else 0.0 for trainer_logprob, engine_logprob, sampled in row
+        ]
+        if correction.is_sequence:
+            differences = [math.fsum(differences)] * len(row)
+        for position, difference in enumerate(differences):
+            expected = compute_weight(math.exp(difference), correction)
+            boundaries = [math.log(bound) for bound in (correction.cap, correction.floor) if bound]
+            if min(abs(difference - boundary) for boundary in boundaries) > 1e-9:  # rounding decides at a boundary
+                assert float(weights[number, position]) == pytest.approx(expected, rel=1e-6)
+                is_ratio = math.isclose(expected, math.exp(difference))
+                assert bool(is_clipped[number, position]) == (not is_ratio)
+
+
+def test_the_published_corrections_by_hand() -> None:
+    log_ratios = torch.tensor([[0.1, math.log(6.0), math.log(0.4)], [-0.2, 0.3, 0.0]])
+    mask, engine = torch.tensor([[True, True, True], [True, True, False]]), torch.full((2, 3), -1.0)
+
+    def weigh(**changes: object) -> list[list[float]]:
+        correction = ImportanceCorrection(**{"cap": 2.0, **changes})  # type: ignore[arg-type]
+        weights, _ = compute_importance_weights(engine + log_ratios, engine, mask, correction)
+        return [[round(float(weight), 4) for weight in row] for row in weights]
+
+    e = math.exp
+    assert weigh() == [[round(e(0.1), 4), 2.0, 0.4], [round(e(-0.2), 4), round(e(0.3), 4), 1.0]]
+    assert weigh(is_mask=True) == [[round(e(0.1), 4), 0.0, 0.4], [round(e(-0.2), 4), round(e(0.3), 4), 1.0]]
+    icepop = weigh(cap=5.0, floor=0.5, is_mask=True)
+    assert icepop == [[round(e(0.1), 4), 0.0, 0.0], [round(e(-0.2), 4), round(e(0.3), 4), 1.0]]
+    # Of the episodes, the first has the ratio e^0.1 * 6 * 0.4 = 2.65, and the second e^0.1.
+    assert weigh(is_sequence=True) == [[2.0] * 3, [round(e(0.1), 4)] * 3]
+    assert weigh(is_sequence=True, is_mask=True) == [[0.0] * 3, [round(e(0.1), 4)] * 3]
+
+
+def test_weights_carry_no_gradient_and_never_overflow() -> None:
+    trainer = torch.tensor([[-1.0, -1.0], [-2.0, -1.0]], requires_grad=True)
+    engine = torch.tensor([[-1.0, -300.0], [-1.0, -1.0]])
+    for is_sequence in (False, True):
+        correction = ImportanceCorrection(2.0, is_sequence=is_sequence)
+        weights, _ = compute_importance_weights(trainer, engine, torch.ones(2, 2, dtype=torch.bool), correction)
+        assert not weights.requires_grad
+        assert torch.isfinite(weights).all()
+        assert weights.dtype == trainer.dtype

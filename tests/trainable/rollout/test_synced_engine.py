@@ -1,0 +1,140 @@
+"""An engine with its own copy of the weights: what is synced, what noise does, and that a run can be continued."""
+
+import pytest
+import torch
+
+from tests.fakes.scripted import clone_tensors, make_small_config
+from tests.fakes.trainers import QUIET_SETTINGS, Row, make_quiet_trainer, run_steps
+from trainable.config.run_config import ConfigError, apply_overrides
+from trainable.config.seeds import make_rng
+from trainable.models.lora import iter_hub_weights
+from trainable.ppo.trainer import PPOTrainer
+from trainable.rollout.engine import SyncedEngine, add_weight_noise
+from trainable.rollout.logprob_mismatch import EngineMismatchError
+
+KL = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1}
+IN_TORCH = {"rollout__name": "torch", "model__compiled_passes": False}
+ENGINE_COLUMNS = (
+    "engine_mismatch_mean",
+    "engine_mismatch_max",
+    "engine_kl",
+    "engine_ess_fraction",
+    "engine_prompt_mismatch",
+)
+
+
+def make_noisy_trainer(noise: float, **overrides: object) -> PPOTrainer:
+    return make_quiet_trainer(rollout__weight_noise=noise, rollout__logprob_tolerance=100.0, **KL, **overrides)
+
+
+def get_columns(rows: list[Row], name: str) -> list[float]:
+    return [row[name] for row in rows]
+
+
+@pytest.mark.parametrize(
+    "overrides", [{}, IN_TORCH, {**IN_TORCH, "model__lora_rank": 4}], ids=["compiled", "torch", "lora"]
+)
+def test_a_copy_without_noise_samples_as_the_policy(overrides: dict[str, object]) -> None:
+    # So little noise that float32 rounds it away.
+    rows = run_steps(make_noisy_trainer(1e-30, **overrides), 3)
+    shared_rows = run_steps(make_quiet_trainer(**KL, **overrides), 3)
+    for row, shared_row in zip(rows, shared_rows, strict=True):
+        assert row["engine_mismatch_mean"] < 1e-5
+        assert row["engine_prompt_mismatch"] < 1e-5
+        for name in ("train_success", "sampled_tokens", "reward_std"):
+            assert row[name] == shared_row[name], name
+        for name, value in shared_row.items():
+            if isinstance(value, float):
+                assert row[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+    assert all(name not in shared_rows[0] for name in ENGINE_COLUMNS)
+
+
+def test_more_noise_is_more_mismatch() -> None:
+    means = [
+        get_columns(run_steps(make_noisy_trainer(noise), 2), "engine_mismatch_mean") for noise in (0.001, 0.01, 0.1)
+    ]
+    for step in range(2):
+        assert 0 < means[0][step] < means[1][step] < means[2][step]
+    # To first order, log-probs change in proportion to the noise.
+    assert 5 < means[1][0] / means[0][0] < 20
+
+
+def test_a_run_with_noise_continues_to_the_same_rows() -> None:
+    trainer = make_noisy_trainer(0.02)
+    rows = run_steps(trainer, 1)
+    tensors, values = trainer.get_state()
+    tensors = clone_tensors(tensors)
+    rows += run_steps(trainer, 2)
+    restored_trainer = make_noisy_trainer(0.02)
+    restored_trainer.load_state(tensors, values)
+    assert run_steps(restored_trainer, 2) == rows[1:]
+
+
+def test_the_check_of_the_fixed_prompt_ends_a_run_with_much_noise() -> None:
+    with pytest.raises(EngineMismatchError, match="After the sync of step 0"):
+        make_quiet_trainer(rollout__weight_noise=0.2)
+    assert make_quiet_trainer(rollout__weight_noise=0.001).step().row["engine_prompt_mismatch"] < 0.05
+
+
+def test_noise_is_relative_new_in_each_step_and_the_same_for_a_tied_head() -> None:
+    trainer = make_quiet_trainer(**IN_TORCH)
+    weights = dict(iter_hub_weights(trainer.model))
+
+    def draw(step: int) -> dict[str, torch.Tensor]:
+        return dict(add_weight_noise(iter_hub_weights(trainer.model), 0.1, make_rng(0, "engine_noise", step)))
+
+    noisy_weights, same_weights, other_weights = draw(1), draw(1), draw(2)
+    changes = torch.cat([(noisy_weights[name] / weight - 1).flatten() for name, weight in weights.items()])
+    changes = changes[torch.isfinite(changes)]  # entries of 0 stay 0
+    assert 0.098 < float(changes.std()) < 0.102
+    assert abs(float(changes.mean())) < 0.001
+    for name in weights:
+        assert torch.equal(noisy_weights[name], same_weights[name])
+        assert weights[name].count_nonzero() == 0 or not torch.equal(noisy_weights[name], other_weights[name])
+    assert torch.equal(noisy_weights["lm_head.weight"], noisy_weights["model.embed_tokens.weight"])
+
+
+def test_the_engine_has_the_noisy_weights_of_the_last_sync() -> None:
+    trainer = make_noisy_trainer(0.05)
+    trainer.step()
+    assert isinstance(trainer.engine, SyncedEngine)
+    expected = dict(add_weight_noise(iter_hub_weights(trainer.model), 0.05, make_rng(0, "engine_noise", 1)))
+    actual = dict(iter_hub_weights(trainer.engine.sampler.model))  # type: ignore[attr-defined]
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(actual[name], weight) for name, weight in expected.items())
+
+
+CORRECTIONS = {
+    "tokens": {"actor__tis_imp_ratio_cap": 1.05},
+    "masked tokens": {
+        "actor__tis_imp_ratio_cap": 1.05,
+        "actor__tis_mode": "token_mask",
+        "actor__tis_imp_ratio_floor": 0.9,
+    },
+    "sequences": {"actor__tis_imp_ratio_cap": 1.05, "actor__tis_mode": "sequence_truncate"},
+    "masked sequences": {"actor__tis_imp_ratio_cap": 1.05, "actor__tis_mode": "sequence_mask"},
+}
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_corrections_change_the_update_and_count_what_they_clip(name: str) -> None:
+    # With so little noise, the ratios of some episodes are above 1: on average their logarithm is minus a KL.
+    plain_row = run_steps(make_noisy_trainer(0.01), 1)[0]
+    row = run_steps(make_noisy_trainer(0.01, **CORRECTIONS[name]), 1)[0]
+    assert "tis_clipfrac" not in plain_row
+    assert 0 < row["tis_clipfrac"] < 1
+    assert row["pg_loss"] != plain_row["pg_loss"]
+    assert row["engine_mismatch_mean"] == plain_row["engine_mismatch_mean"]
+
+
+def test_a_floor_needs_a_mask() -> None:
+    with pytest.raises(ConfigError, match="needs tis_mode=token_mask or sequence_mask"):
+        make_small_config(actor__tis_imp_ratio_cap=2.0, actor__tis_imp_ratio_floor=0.5)
+
+
+def test_settings_that_are_off_are_not_in_the_hash() -> None:
+    config = make_small_config(**QUIET_SETTINGS)
+    assert apply_overrides(config, {"actor.tis_mode": "token_mask"}).compute_hash() == config.compute_hash()
+    assert apply_overrides(config, {"rollout.weight_noise": 0.1}).compute_hash() != config.compute_hash()
+    capped = apply_overrides(config, {"actor.tis_imp_ratio_cap": 2.0})
+    assert apply_overrides(capped, {"actor.tis_mode": "token_mask"}).compute_hash() != capped.compute_hash()

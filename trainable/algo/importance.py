@@ -1,0 +1,53 @@
+"""Importance weights for tokens that were sampled from another distribution than the trainer's."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ImportanceCorrection(NamedTuple):
+    """How the loss of tokens that the engine has sampled is weighted.
+
+    cap: the largest weight, at least 1. floor: the smallest weight of a mask; None for none. is_sequence: whether the
+    weight of a token is the product of the ratios of all sampled tokens of its episode, instead of its own ratio.
+    is_mask: whether a weight outside of floor and cap is 0; otherwise one above the cap is the cap.
+
+    Truncated tokens (TIS): Yao et al. 2025. Masked tokens with a floor (IcePop): Ling team 2025, with 0.5 and 5. Masked
+    sequences: Liu et al. 2025, "When speed kills stability".
+    """
+
+    cap: float
+    floor: float | None = None
+    is_sequence: bool = False
+    is_mask: bool = False
+
+
+def compute_importance_weights(
+    trainer_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor, correction: ImportanceCorrection
+) -> tuple[Tensor, Tensor]:
+    """Importance weights from the engine's to the trainer's distribution, without gradient.
+
+    Args:
+        trainer_logprobs: (B, T) log-probs of the tokens.
+        engine_logprobs: (B, T) the engine's.
+        mask: (B, T) True where a token was sampled.
+        correction: how ratios become weights.
+
+    Returns:
+        (B, T) weights, and (B, T) where a weight is not the ratio: truncated or masked. Without truncation and mask, a
+        loss that is multiplied by the weights has the expectation that it would have under the trainer's distribution:
+        E_engine[w f] = E_trainer[f] (Ionides 2008).
+    """
+    log_ratio = torch.where(mask, trainer_logprobs - engine_logprobs, 0).detach()
+    if correction.is_sequence:
+        log_ratio = log_ratio.double().sum(1, keepdim=True).expand(mask.shape)
+    is_outside = log_ratio > math.log(correction.cap)
+    # Truncated before exp, which cannot overflow then.
+    weights = log_ratio.clamp_max(math.log(correction.cap)).exp().to(trainer_logprobs.dtype)
+    if correction.is_mask:
+        if correction.floor:  # a floor of 0 masks nothing
+            is_outside = is_outside | (log_ratio < math.log(correction.floor))
+        weights = weights.masked_fill(is_outside, 0)
+    return weights, is_outside

@@ -1,0 +1,191 @@
+"""What to do about a study that does not fit: the reason, options that make it fit, and refusals."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+
+from search_spaces.declaration.study import Study
+from trainable.config.run_config import ConfigError, apply_overrides
+from trainable.runs.orphans import find_orphans
+from tune_study.host import machine_checks
+from tune_study.host.gpus import Gpu
+from tune_study.placement.memory_plan import MemoryPlan, RunModel, describe_excess, format_gib, plan_runs_memory
+from tune_study.plan.errors import MisfitError
+from tune_study.plan.study_plan import StudyPlan
+
+_MAX_REMEDIES = 4
+"""Maximum number of remedies in a message, which is one paragraph."""
+
+
+def format_misfit(memory_plan: MemoryPlan, study: Study) -> str:
+    """That the run does not fit, by how much, and what to type.
+
+    study: the study of the run; its axis is not changed by a remedy.
+    """
+    return f"DOES NOT FIT: {describe_excess(memory_plan)}. {_format_advice(memory_plan, study)}"
+
+
+def explain_excess(memory_plan: MemoryPlan, study: Study) -> tuple[str, list[str]]:
+    """(reason, remedies): why the runs do not fit their GPUs, and options each of which makes them fit.
+
+    The options that change results least come first. The list is empty if no option helps. The reason is empty, and so
+    is the list, if the runs fit or if the memory of the GPUs is unknown.
+    """
+    if memory_plan.fits or not memory_plan.capacity.is_known:
+        return "", []
+    return describe_excess(memory_plan), _find_remedies(memory_plan, study)
+
+
+def _find_remedies(memory_plan: MemoryPlan, study: Study) -> list[str]:
+    return list(itertools.islice(_iterate_remedies(memory_plan, study), _MAX_REMEDIES))
+
+
+def _format_advice(memory_plan: MemoryPlan, study: Study) -> str:
+    remedies = _find_remedies(memory_plan, study)
+    if not remedies:
+        return "No setting makes it fit: choose a smaller model with --model, or larger GPUs."
+    return f"Any of these makes it fit: {'; '.join(remedies)}."
+
+
+_CHANGES: tuple[tuple[str, Mapping[str, object]], ...] = (
+    ("--set model.enable_gradient_checkpointing=True", {"model.enable_gradient_checkpointing": True}),
+    ("--set actor.entropy_from_logits_with_chunking=True", {"actor.entropy_from_logits_with_chunking": True}),
+    ("--set rollout.name=vllm", {"rollout.name": "vllm"}),
+    ("--set rollout.free_cache_engine=True", {"rollout.free_cache_engine": True}),
+    ("--set rollout.gpu_memory_utilization=null", {"rollout.gpu_memory_utilization": None}),
+    ("--set rollout.kv_cache_gib=null", {"rollout.kv_cache_gib": None}),
+    ("--set trainer.swap_to_host=null", {"trainer.swap_to_host": None}),
+    ("--set rollout.enforce_eager=True", {"rollout.enforce_eager": True}),
+    ("--gpus-per-exp 1", {"trainer.n_gpus_per_node": 1}),
+    ("--gpus-per-exp 2", {"trainer.n_gpus_per_node": 2}),
+    ("--gpus-per-exp 4", {"trainer.n_gpus_per_node": 4}),
+    ("--gpus-per-exp 8", {"trainer.n_gpus_per_node": 8}),
+    ("--set model.lora_rank=64", {"model.lora_rank": 64}),
+    ("--set critic.shared_trunk=True", {"critic.shared_trunk": True}),
+    ("--set algorithm.adv_estimator=grpo", {"algorithm.adv_estimator": "grpo"}),
+    (
+        "--set trainer.strategy=deepspeed --set trainer.offload_optimizer=True",
+        {"trainer.strategy": "deepspeed", "trainer.offload_optimizer": True},
+    ),
+    (
+        "--set trainer.zero_stage=3 --set trainer.strategy=deepspeed --set trainer.offload_optimizer=True "
+        "--set trainer.offload_parameters=True",
+        {
+            "trainer.zero_stage": 3,
+            "trainer.strategy": "deepspeed",
+            "trainer.offload_optimizer": True,
+            "trainer.offload_parameters": True,
+        },
+    ),
+)
+"""(option as it is typed, settings that it changes) for every remedy that may be suggested, in the order of preference.
+
+First come options that change no result, and among these the ones that need no further GPU. Options that change how the
+networks are trained follow. The last ones let the CPU make the optimizer steps, which takes minutes per training step.
+"""
+
+
+def _iterate_remedies(memory_plan: MemoryPlan, study: Study) -> Iterator[str]:
+    """Yield the options that make the run fit: single changes first, then pairs and triples.
+
+    A combination that contains an earlier one is left out. This is a generator because callers need only the first few,
+    and every one of the thousand combinations is a memory plan.
+    """
+    # The arms of a study differ in its axis, so a remedy must not give all of them the same value.
+    usable_changes = [
+        change
+        for change in _CHANGES
+        if not study.axis.swept_fields & change[1].keys() and _is_applicable(memory_plan, change[1])
+    ]
+    sufficient_changes: list[set[str]] = []
+    for count in (1, 2, 3):
+        for combination in itertools.combinations(usable_changes, count):
+            change = {name: value for _, settings in combination for name, value in settings.items()}
+            # Two changes that set the same setting contradict each other.
+            has_overlap = len(change) < sum(len(settings) for _, settings in combination)
+            if (
+                has_overlap
+                or any(sufficient_names <= change.keys() for sufficient_names in sufficient_changes)
+                or not _would_fit(memory_plan, change)
+            ):
+                continue
+            sufficient_changes.append(set(change))
+            yield " ".join(text for text, _ in combination)
+
+
+def _is_applicable(memory_plan: MemoryPlan, change: Mapping[str, object]) -> bool:
+    """Whether `change` is a possible remedy for the run.
+
+    The change must be valid and have an effect. The run must keep at least its GPUs and get no more than there are. If
+    the run has adapters, their rank stays as the user chose it.
+    """
+    config = memory_plan.spec.ppo_config
+    try:
+        changed_config = apply_overrides(config, change)
+    except ConfigError:
+        return False
+    n_gpus = changed_config.trainer.n_gpus_per_node
+    if config.model.lora_rank and "model.lora_rank" in change:
+        return False
+    # Without a visible GPU, the plan is made for one.
+    return changed_config != config and config.trainer.n_gpus_per_node <= n_gpus <= max(memory_plan.max_gpus, 1)
+
+
+def _would_fit(memory_plan: MemoryPlan, change: Mapping[str, object]) -> bool:
+    """Whether the run fits with a change, according to the same memory plan."""
+    try:
+        config = apply_overrides(memory_plan.spec.ppo_config, change)
+    except ConfigError:  # changes that are valid one by one may exclude each other
+        return False
+    model = RunModel(replace(memory_plan.spec, config=config), memory_plan.shape, memory_plan.reference_shape)
+    return plan_runs_memory([model], memory_plan.capacity, memory_plan.runs_per_node, memory_plan.max_gpus).fits
+
+
+def check_memory(memory_plan: MemoryPlan, plan: StudyPlan, gpus: Sequence[Gpu]) -> None:
+    """Raise MisfitError if the runs do not fit their GPUs, the host memory, or the free memory of `gpus`."""
+    check_fits(memory_plan, plan.study)
+    available_bytes = machine_checks.measure_available_memory()
+    if memory_plan.host_bytes * memory_plan.runs_per_node > available_bytes:
+        needed_text = format_gib(memory_plan.host_bytes * memory_plan.runs_per_node)
+        raise MisfitError(
+            f"{memory_plan.runs_per_node} runs at once need {needed_text} GiB of CPU memory, and "
+            f"{format_gib(available_bytes)} GiB are available: type --max-concurrent with a smaller number, or free "
+            f"memory."
+        )
+    # Orphans of an earlier start of this study are terminated before its runs start, so their memory counts as free.
+    ending_pids = {process.pid for process in find_orphans(plan.folder)}
+    check_free_memory(memory_plan.peak * memory_plan.runs_per_gpu, gpus, ending_pids)
+
+
+def check_fits(memory_plan: MemoryPlan, study: Study) -> None:
+    """Raise MisfitError if the runs do not fit their GPUs. GPUs of unknown memory are not judged."""
+    if memory_plan.capacity.is_known and not memory_plan.fits:
+        raise MisfitError(
+            f"The runs do not fit: {describe_excess(memory_plan)}. {_format_advice(memory_plan, study)} "
+            f"--dry-run shows the whole plan; --gpu-memory-gib N plans for a GPU of another size."
+        )
+
+
+def check_free_memory(needed_bytes: int, gpus: Sequence[Gpu], ending_pids: AbstractSet[int]) -> None:
+    """Raise MisfitError if one of `gpus` has less than `needed_bytes` free; the message names the processes on it.
+
+    ending_pids: ids of processes that are terminated before the runs start. Their memory counts as free.
+    """
+    free_by_uuid = {entry.uuid: entry.free_mib for entry in machine_checks.query_gpu_memory()}
+    processes = machine_checks.query_gpu_processes()
+    for gpu in gpus:
+        holders = [holder for holder in processes if holder.uuid == gpu.uuid]
+        available_mib = free_by_uuid.get(gpu.uuid)
+        if available_mib is None:
+            continue  # nvidia-smi does not report this GPU, so nothing can be checked
+        # nvidia-smi may not know how much a process uses (containers, MIG); then nothing is added for it.
+        available_mib += sum(holder.used_mib or 0 for holder in holders if holder.pid in ending_pids)
+        if available_mib * 2**20 >= needed_bytes:
+            continue
+        holder_text = machine_checks.format_processes([holder for holder in holders if holder.pid not in ending_pids])
+        raise MisfitError(
+            f"GPU {gpu.id} has {available_mib / 1024:.1f} GiB free and the runs on it need {format_gib(needed_bytes)} "
+            f"GiB; its memory is {holder_text}. End these processes if they are orphans, wait until they end, or "
+            f"choose other GPUs with --gpus."
+        )
