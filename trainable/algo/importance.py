@@ -39,6 +39,15 @@ def compute_importance_weights(
         (B, T) weights, and (B, T) where a weight is not the ratio: truncated or masked. Without truncation and mask, a
         loss that is multiplied by the weights has the expectation that it would have under the trainer's distribution:
         E_engine[w f] = E_trainer[f] (Ionides 2008).
+
+    Example:
+        >>> trainer, engine = torch.tensor([[0.2, 0.9]]).log(), torch.tensor([[0.1, 0.3]]).log()
+        >>> mask = torch.tensor([[True, True]])
+        >>> weights, is_clipped = compute_importance_weights(trainer, engine, mask, ImportanceCorrection(cap=2.5))
+        >>> weights, is_clipped
+        (tensor([[2.0000, 2.5000]]), tensor([[False,  True]]))
+        >>> compute_importance_weights(trainer, engine, mask, ImportanceCorrection(cap=2.5, is_mask=True))[0]
+        tensor([[2., 0.]])
     """
     log_ratio = torch.where(mask, trainer_logprobs - engine_logprobs, 0).detach()
     if correction.is_sequence:

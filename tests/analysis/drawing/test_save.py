@@ -24,6 +24,8 @@ def draw(name: str) -> Figure:
 
 
 def save_text(figure: Figure) -> str:
+    figure.draw_without_rendering()
+    figure.set_layout_engine(None)  # a layout that is computed again may move by a fraction of a point
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg")
     return buffer.getvalue().decode()
@@ -49,3 +51,16 @@ def test_other_figures_are_unchanged(tmp_path: Path) -> None:
         line for line in (tmp_path / "x.svg").read_text().splitlines() if line.startswith(("   <path", "L ", "M "))
     ]
     assert paths == [line for line in expected.splitlines() if line.startswith(("   <path", "L ", "M "))]
+
+
+def test_the_layout_is_that_of_matplotlib_up_to_a_point(tmp_path: Path) -> None:
+    expected, figure = draw("kl 0.1"), draw("kl 0.1")
+    expected.savefig(tmp_path / "expected.png")
+    save_figure(figure, tmp_path / "x.png")
+    for axes, expected_axes in zip(figure.axes, expected.axes, strict=True):
+        corners, expected_corners = (item.get_window_extent().corners() for item in (axes, expected_axes))
+        assert abs(corners - expected_corners).max() < figure.dpi / 72
+    # A second format has the same layout.
+    positions = [axes.get_position().bounds for axes in figure.axes]
+    save_figure(figure, tmp_path / "x.svg", format="svg")
+    assert [axes.get_position().bounds for axes in figure.axes] == positions

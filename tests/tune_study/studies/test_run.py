@@ -373,9 +373,10 @@ def map_statuses(outcome: Outcome) -> dict[str, RunStatus]:
 def interrupted(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """A study that was interrupted by Ctrl-C when its first run, which collapses later, was at step 4.
 
-    Two runs were under way; the run without a KL loss takes least time, and was to start last.
+    Two runs were under way; the run without a KL loss takes least time, and was to start last. The other one has so
+    many steps that it does not end before, on a busy machine either.
     """
-    plan = make_plan_in(tmp_path_factory.mktemp("cut"), (COLLAPSES, "0", "0.2"), trainer__total_training_steps=100)
+    plan = make_plan_in(tmp_path_factory.mktemp("cut"), (COLLAPSES, "0", "0.2"), trainer__total_training_steps=400)
     folder = plan.get_run_dir(find_run_id(plan, COLLAPSES))
     folder.mkdir(parents=True)
     (folder / "interrupt.pid").write_text(str(os.getpid()))
@@ -437,7 +438,7 @@ def test_an_interrupted_study_goes_on_to_the_rows_of_an_uninterrupted_one(
     }
     for run in resumed.plan.runs:
         config = make_trial_config(resumed.plan, [run], is_finished=False)
-        expected_rows = make_fake_rows(config, run.config, 100)
+        expected_rows = make_fake_rows(config, run.config, run.steps)
         assert read_run_rows(resumed.plan.get_run_dir(run.run_id)) == expected_rows
 
 
