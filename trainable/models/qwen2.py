@@ -120,7 +120,8 @@ class Attention(nn.Module):
     def _attend_fused(self, folded_queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
         """Attention of queries folded as in `attend_cached` under `bias` (B, q, slots): `(B, q, hidden)`."""
         batch, new_tokens, _ = bias.shape
-        mask = bias.repeat(1, self.heads // self.kv_heads, 1)[:, None].to(folded_queries.dtype)
+        # In the dtype of the queries before it is repeated: in bfloat16, the larger copy is never made in float32.
+        mask = bias.to(folded_queries.dtype).repeat(1, self.heads // self.kv_heads, 1)[:, None]
         attention_output = F.scaled_dot_product_attention(folded_queries, keys, values, attn_mask=mask)
         return (
             attention_output.view(batch, self.heads, new_tokens, self.head_dim)
