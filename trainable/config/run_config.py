@@ -54,6 +54,7 @@ class RunConfig(BaseRunConfig):
             "trainer": (
                 *EXECUTION_SETTINGS,
                 "keep_best",
+                "keep_last",
                 "log_val_generations",
                 "n_gpus_per_node",
                 "strategy",

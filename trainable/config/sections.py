@@ -169,6 +169,7 @@ class RolloutConfig(Section):
     )
     weight_noise: NonNegative = Field(
         0.0,
+        le=1.0,
         description="std of the noise that each sync adds to the engine's weights, relative to their size: rounding of "
         "bfloat16 is about 0.001",
     )
@@ -431,6 +432,9 @@ class TrainerConfig(BaseTrainerConfig):
     save_freq: Common[int] = Field(-1, description="keep a checkpoint (folder global_step_<N>) every N steps; -1: none")
     keep_best: bool = Field(
         False, description="also keep the rolling checkpoint of the best validation so far (val_success)"
+    )
+    keep_last: bool = Field(
+        True, description="keep the last state of a run that has ended; false: only what save_freq and keep_best keep"
     )
     resume_every: Common[int] = Field(25, ge=1, description="write the rolling checkpoint for recovery every N steps")
     resume_seconds: Annotated[NonNegative | None, ParseNull] = Field(

@@ -168,6 +168,18 @@ def write_rolling_checkpoint(
             shutil.rmtree(path, ignore_errors=True)
 
 
+def remove_checkpoints(folder: Path, kept_step: int | None) -> None:
+    """Remove the checkpoints in `folder`, whether complete or not, except that after `kept_step` if it is not None.
+
+    Nothing else in `folder` is removed. Raises UnsafePathError if `folder` is a symbolic link.
+    """
+    check_path(folder.parent, folder)
+    for path in list(folder.iterdir()) if folder.is_dir() else ():
+        step = _parse_step(path.name)
+        if _PARTIAL_CHECKPOINT.fullmatch(path.name) or (step is not None and step != kept_step):
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def iter_checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
     """(step, folder) of every checkpoint step_<N> or global_step_<N> in `folder`, usable or not, latest step first."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []

@@ -14,6 +14,7 @@ from trainable.runs.checkpoint import (
     CheckpointError,
     iter_checkpoints,
     read_checkpoint,
+    remove_checkpoints,
     write_checkpoint,
     write_rolling_checkpoint,
 )
@@ -65,7 +66,8 @@ class Run:
     run_id: name of the run. run_dir: folder of the rows and rolling checkpoints. checkpoint_dir: folder of the saved
     checkpoints, global_step_<N>. settings: the configuration, including the seed. identity: further columns that
     identify the run in every row. write: executes each write, and may wait while the disk is full. best_column: the
-    column whose largest value marks the checkpoint that stays; empty if only the newest ones do.
+    column whose largest value marks the checkpoint that stays; empty if only the newest ones do. keeps_last: whether
+    the last rolling checkpoint stays after the run has ended.
 
     A row is on disk and in `rows` before `append_row` returns. A run that continues from a checkpoint repeats the steps
     after the checkpoint. It writes the same rows again, because rows depend only on the settings and the seed.
@@ -81,12 +83,13 @@ class Run:
         identity: Mapping[str, Any],
         write: Callable[[Callable[[], None]], None] = write_without_retry,
         best_column: str = "",
+        keeps_last: bool = True,
     ) -> None:
         self.run_id, self.seed, self.settings = run_id, settings.seed, settings
         self.run_dir, self.checkpoint_dir = run_dir, checkpoint_dir
         self.identity = {**identity, "run_id": run_id, "seed": settings.seed}
         self.rows: list[Row] = []
-        self._best_column = best_column
+        self._best_column, self._keeps_last = best_column, keeps_last
         self._lines = RunLines(dict.fromkeys(LINE_FILES, Lines(())))
         self._ends = dict.fromkeys(LINE_FILES, LineEnd())  # where each file ends now
         self._checkpoint_ends: dict[int, LineEnd] = {}  # where METRICS_FILE ended at each checkpoint that was loaded
@@ -148,9 +151,9 @@ class Run:
     def is_complete(self, notify: Callable[[str], None]) -> bool:
         """Whether nothing is left to do: the final row and the checkpoint after it are on disk, and no line is damaged.
 
-        A process may have died between these two writes. The run then continues from an earlier checkpoint and writes
-        both again, as it does with damaged lines. notify: called with a message if lines are damaged, or if the final
-        checkpoint cannot be used.
+        The final row is enough if no checkpoint after it is to stay. A process may have died between these two writes.
+        The run then continues from an earlier checkpoint and writes both again, as it does with damaged lines. notify:
+        called with a message if lines are damaged, or if the final checkpoint cannot be used.
         """
         damage = self._lines.find_damage()
         for problem in damage:
@@ -159,6 +162,8 @@ class Run:
             return False
         if not self.is_over or self.failure:  # a run that failed is complete without a final checkpoint
             return self.is_over
+        if not self.keeps_final_state and self.settings.trainer.save_freq <= 0:
+            return True
         try:
             self.load_checkpoint(self.rows[-1]["step"], notify)
         except CheckpointError:
@@ -237,6 +242,15 @@ class Run:
     def best_step(self) -> int | None:
         """The step of the best row so far, if its checkpoint is to stay; None if none is."""
         return find_best_step(self.rows, self._best_column) if self._best_column else None
+
+    @property
+    def keeps_final_state(self) -> bool:
+        """Whether the rolling checkpoint of a run that is over stays: it is wanted, or its row is the best one."""
+        return self._keeps_last or self.best_step == self.rows[-1]["step"]
+
+    def remove_rolling_checkpoints(self) -> None:
+        """Remove the rolling checkpoints of a run that is over, except that of its best row if it is to stay."""
+        remove_checkpoints(self.run_dir / STATE_FOLDER, self.best_step)
 
     def save_checkpoint(self, state: TrainerState, *, is_rolling: bool, is_permanent: bool) -> None:
         """Write a checkpoint as the newest rolling one (`is_rolling`), as a saved one (`is_permanent`), or as both.

@@ -128,6 +128,7 @@ class TrainingLoop:
         stop_rules: names of the rules that the study applies.
         code: the texts of the files of the user whose parts the settings name, by file name; may be left out.
         best_column: the column whose largest value marks a checkpoint that stays; empty or left out if none does.
+        keeps_last: whether the last rolling checkpoint of a run stays after its end; True if left out.
         interrupts: paths of files. Once one of them exists, the step under way is the last one of this start.
     read_clock: the time in seconds, which says when a rolling checkpoint is due.
 
@@ -148,6 +149,7 @@ class TrainingLoop:
         self.stop_rules: tuple[str, ...] = tuple(trial_config["stop_rules"])
         self._interrupt_paths = tuple(map(Path, trial_config["interrupts"]))
         self._best_column = str(trial_config.get("best_column", ""))
+        self._keeps_last = bool(trial_config.get("keeps_last", True))
         self.notes: list[str] = []
         self.trainer: Trainer | None = None
         identity = {"study": trial_config["study"], "arm": trial_config["arm"]}
@@ -161,7 +163,15 @@ class TrainingLoop:
     def _make_run(self, run_entry: Mapping[str, Any], identity: Mapping[str, Any]) -> Run:
         settings = apply_overrides(self.settings, {"seed": run_entry["seed"]})
         run_folders = Path(run_entry["run_dir"]), Path(run_entry["checkpoint_dir"])
-        return Run(run_entry["run_id"], *run_folders, settings, identity, self._write_with_retry, self._best_column)
+        return Run(
+            run_entry["run_id"],
+            *run_folders,
+            settings,
+            identity,
+            write=self._write_with_retry,
+            best_column=self._best_column,
+            keeps_last=self._keeps_last,
+        )
 
     def _start_runs(self, is_finished: bool) -> None:
         """Lock the runs, read their rows, and resume those that are not complete."""
@@ -265,8 +275,9 @@ class TrainingLoop:
         checkpoint would repeat steps without the ended run that were trained with it, so rows would differ in the last
         digits. They are also due after the best row of a run so far, if its checkpoint is to stay.
 
-        A run that ends gets its last state as a rolling checkpoint. With save_freq > 0, its last state is also saved
-        permanently. A run that fails gets no checkpoint: its reason is in its last row, and it never continues.
+        A run that ends gets its last state as a rolling checkpoint, or loses its rolling checkpoints if its last state
+        is not to stay. With save_freq > 0, its last state is also saved permanently. A run that fails gets no
+        checkpoint: its reason is in its last row, and it never continues.
         """
         trainer_settings, step = self.settings.trainer, trainer.step_index
         ended_seeds = [seed for seed in result.rows if self.runs[seed].is_over]
@@ -275,9 +286,11 @@ class TrainingLoop:
         is_permanent = trainer_settings.save_freq > 0 and step % trainer_settings.save_freq == 0
         # A run that has just ended may have left `trainer.seeds`, so it is saved separately.
         for seed in ended_seeds:
-            self.runs[seed].save_checkpoint(
-                trainer.get_state(seed), is_rolling=True, is_permanent=trainer_settings.save_freq > 0
-            )
+            run, is_saved = self.runs[seed], trainer_settings.save_freq > 0
+            if run.keeps_final_state or is_saved:
+                run.save_checkpoint(trainer.get_state(seed), is_rolling=run.keeps_final_state, is_permanent=is_saved)
+            if not run.keeps_final_state:
+                run.remove_rolling_checkpoints()
         if is_due or is_permanent:
             for seed in trainer.seeds:
                 if not self.runs[seed].is_over:

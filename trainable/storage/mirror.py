@@ -226,6 +226,7 @@ class Mirror:
         """
         files = self._call_storage(partial(list_files, self.storage_path))
         self._clear_local()
+        self._checkpoint_checksums.clear()  # a checkpoint that is not fetched was not removed by the run
         for name, size in compute_line_file_sizes({name: file.size for name, file in files.items()}).items():
             self._call_storage(partial(fetch_lines, self.storage_path.joinpath(name), size, self.run_dir / name))
             self._pushed_bytes[name] = size
@@ -309,7 +310,11 @@ class Mirror:
         for name in changed_names:
             self._call_storage(partial(upload_checkpoint, storage_path.joinpath(name), folder / name))
             self._checkpoint_checksums[name] = local_checksums[name]
-        self._may_be_stale = self._may_be_stale or bool(changed_names)
+        # A run that has ended may have removed checkpoints without writing another one.
+        removed_names = self._checkpoint_checksums.keys() - local_checksums.keys()
+        for name in removed_names:
+            del self._checkpoint_checksums[name]
+        self._may_be_stale = self._may_be_stale or bool(changed_names or removed_names)
 
     def _read_rolling_checksums(self) -> dict[str, bytes]:
         """The checksums of each complete rolling checkpoint on the node, by the name of its folder."""
@@ -321,8 +326,7 @@ class Mirror:
 
         Anything else in that folder stays: the storage may be a folder that others use as well.
         """
-        # Listing a folder costs a request. The run removes old checkpoints only when it writes a new one, so otherwise
-        # there is nothing to remove.
+        # Listing a folder costs a request, and there is nothing to remove unless checkpoints were written or removed.
         if not self._may_be_stale:
             return
         storage_path = self.storage_path.joinpath(STATE_FOLDER)

@@ -112,7 +112,11 @@ def _explain_missing(plan: StudyPlan, spec: RunSpec) -> str:
     """Why a checkpoint may be missing, and what to do, in one sentence or two."""
     if spec.config.trainer.save_freq <= 0:
         extra = " and of the best validation" if spec.keeps_best else ""
-        return f"The study saves none except for resuming{extra} (--save-freq, --keep-best)."
+        ended = "" if spec.keeps_last else ", and removes it when a run ends"
+        return (
+            f"The study saves none except for resuming{extra}{ended} (--save-freq, --keep-best, --set "
+            f"trainer.keep_last=true)."
+        )
     if plan.storage is not None:
         return f"It saves one every {spec.config.trainer.save_freq} steps, in {plan.study_uri}."
     checkpoint_dir = plan.output / spec.checkpoint_dir

@@ -69,6 +69,7 @@ class DiskBudget(NamedTuple):
             `checkpoint_bytes` and `saved_checkpoints` are maxima over the runs.
         checkpoint_bytes: size of one checkpoint; None if the size of a model is unknown.
         saved_checkpoints: number of global_step_<N> folders per run.
+        last_states: number of rolling checkpoints per run that stay after its end: 1, or 0 if no run keeps its own.
         rolling_checkpoints: rolling checkpoints of all runs at the worst moment.
         row_bytes: rows, logs, tables and report.
         total_bytes: sum of everything; None if the size of a model is unknown.
@@ -83,6 +84,7 @@ class DiskBudget(NamedTuple):
     is_uniform: bool
     checkpoint_bytes: int | None
     saved_checkpoints: int
+    last_states: int
     rolling_checkpoints: int
     row_bytes: int
     total_bytes: int | None
@@ -149,6 +151,7 @@ def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: 
         runs += list(itertools.islice(itertools.cycle(plan.runs), max(num_further_runs, 0)))
     sizes, unknown_models = _estimate_checkpoint_sizes(plan, runs, environ)
     saved_counts = [count_occurrences(spec.steps, spec.config.trainer.save_freq) + spec.keeps_best for spec in runs]
+    last_states = int(any(spec.keeps_last for spec in runs))
     total_row_bytes = sum(_estimate_run_row_bytes(plan, spec) for spec in runs) + (_STUDY_BYTES if runs else 0)
     # A trial may train several runs at once: all seeds of an arm.
     concurrent_runs = min(resource_plan.max_concurrent * plan.max_runs_per_trial, len(runs))
@@ -160,11 +163,12 @@ def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: 
         is_uniform=len(set(sizes)) <= 1 and len(set(saved_counts)) <= 1,
         checkpoint_bytes=None if unknown_models else max(sizes, default=0),
         saved_checkpoints=max(saved_counts, default=0),
-        rolling_checkpoints=len(runs) + _IN_FLIGHT * concurrent_runs,
+        last_states=last_states,
+        rolling_checkpoints=last_states * len(runs) + _count_rolling(last_states) * concurrent_runs,
         row_bytes=total_row_bytes,
         total_bytes=None
         if unknown_models
-        else _sum_checkpoint_bytes(sizes, saved_counts, concurrent_runs) + total_row_bytes,
+        else _sum_checkpoint_bytes(sizes, saved_counts, last_states, concurrent_runs) + total_row_bytes,
         written_bytes=0
         if unknown_models
         else sum(_count_written_bytes(plan, *entry) for entry in zip(runs[:num_known], sizes[:num_known], strict=True)),
@@ -204,11 +208,22 @@ def _estimate_run_row_bytes(plan: StudyPlan, spec: RunSpec) -> int:
     )
 
 
-def _sum_checkpoint_bytes(sizes: Sequence[int], saved_counts: Sequence[int], concurrent_runs: int) -> int:
-    """Bytes of all checkpoints: one rolling and the saved ones of every run, and those in flight."""
+def _count_rolling(last_states: int) -> int:
+    """Rolling checkpoints of a run that trains, beyond those that stay after its end.
+
+    last_states: rolling checkpoints per run that stay. Without them, the newest one counts only while the run trains.
+    """
+    return _IN_FLIGHT + 1 - last_states
+
+
+def _sum_checkpoint_bytes(
+    sizes: Sequence[int], saved_counts: Sequence[int], last_states: int, concurrent_runs: int
+) -> int:
+    """Bytes of all checkpoints: the last and the saved ones of every run, and those of the runs that train."""
+    stored_bytes = sum(size * (last_states + count) for size, count in zip(sizes, saved_counts, strict=True))
     # At worst, the runs with the largest checkpoints train at the same time.
-    stored_bytes = sum(size * (1 + count) for size, count in zip(sizes, saved_counts, strict=True))
-    return stored_bytes + _IN_FLIGHT * sum(sorted(sizes, reverse=True)[:concurrent_runs])
+    largest_sizes = sorted(sizes, reverse=True)[:concurrent_runs]
+    return stored_bytes + _count_rolling(last_states) * sum(largest_sizes)
 
 
 def compute_scratch_bytes(budget: DiskBudget) -> int | None:
@@ -243,7 +258,9 @@ def _count_written_bytes(plan: StudyPlan, spec: RunSpec, checkpoint_size: int) -
     saved_bytes = sum(min(count_folder_bytes(path), checkpoint_size) for path in planned_paths)
     # Nothing counts for more than its estimate. Otherwise one part that is larger than estimated would hide that space
     # is missing for the others.
-    return min(rolling_bytes, checkpoint_size) + min(record_bytes, _estimate_run_row_bytes(plan, spec)) + saved_bytes
+    # The total has no checkpoint of a run that neither trains nor keeps its last state.
+    kept_bytes = min(rolling_bytes, checkpoint_size) if spec.keeps_last else 0
+    return kept_bytes + min(record_bytes, _estimate_run_row_bytes(plan, spec)) + saved_bytes
 
 
 def _is_saved(step: int, spec: RunSpec) -> bool:
@@ -278,7 +295,15 @@ def format_disk_line(budget: DiskBudget) -> str:
         )
     written_text = f" ({decimal(budget.written_bytes)} already written)" if budget.written_bytes else ""
     verdict = "OK" if budget.total_bytes - budget.written_bytes <= budget.free_bytes else "NOT ENOUGH"
-    return f"Disk: needs at most {decimal(budget.total_bytes)}{written_text}, {free_text}. {verdict}. Sum: {terms}."
+    removal_text = (
+        ""
+        if budget.last_states
+        else " The state of a run is removed when the run ends (--set trainer.keep_last=true keeps it)."
+    )
+    return (
+        f"Disk: needs at most {decimal(budget.total_bytes)}{written_text}, {free_text}. {verdict}. Sum: {terms}."
+        f"{removal_text}"
+    )
 
 
 def _format_terms(budget: DiskBudget) -> str:
@@ -286,8 +311,8 @@ def _format_terms(budget: DiskBudget) -> str:
     up_to = "" if budget.is_uniform else "up to "
     size_text = " checkpoints" if budget.checkpoint_bytes is None else f" x {up_to}{decimal(budget.checkpoint_bytes)}"
     runs_text = f"{budget.remaining_runs} run{'s' * (budget.remaining_runs > 1)}"
-    checkpoints_text = f"(1 rolling + {up_to}{budget.saved_checkpoints} saved){size_text}"
-    in_flight_text = f"{budget.concurrent_runs} x {_IN_FLIGHT}{size_text} while running"
+    checkpoints_text = f"({budget.last_states} rolling + {up_to}{budget.saved_checkpoints} saved){size_text}"
+    in_flight_text = f"{budget.concurrent_runs} x {_count_rolling(budget.last_states)}{size_text} while running"
     return f"{runs_text} x {checkpoints_text} + {in_flight_text} + {decimal(budget.row_bytes)} of rows"
 
 
@@ -324,6 +349,8 @@ def explain_shortage(budget: DiskBudget) -> str:
     remedies = []
     if budget.saved_checkpoints:
         remedies.append("--save-freq with a larger number (-1 saves none)")
+    if budget.last_states and budget.remaining_runs > 1:
+        remedies.append("--set trainer.keep_last=false, which removes the last state of a run that has ended")
     if budget.concurrent_runs > 1:  # every concurrent run needs space for the checkpoints in flight
         remedies.append("--max-concurrent 1")
     remedies.append("--output with a folder on a larger disk")

@@ -72,6 +72,11 @@ class RunSpec:
         return bool(getattr(self.config.trainer, "keep_best", False))
 
     @property
+    def keeps_last(self) -> bool:
+        """Whether the last state stays after the run's end. It always does in families without the setting."""
+        return bool(getattr(self.config.trainer, "keep_last", True))
+
+    @property
     def steps(self) -> int:
         """Number of training steps."""
         return self.config.trainer.total_training_steps

@@ -121,6 +121,7 @@ def make_trial_config(
         "code": {file.name: file.text for file in list_part_files(first_spec.config)},
         "interrupts": [str(interrupt.path), str(interrupt.get_arm_path(first_spec.arm))] if interrupt else [],
         "best_column": family.primary_metric if first_spec.keeps_best else "",
+        "keeps_last": first_spec.keeps_last,
         "storage": plan.study_uri,
         "storage_patience": plan.base_config.trainer.disk_patience,
     }

@@ -119,7 +119,7 @@ def test_states_are_written_by_steps_and_by_seconds(
 @pytest.mark.parametrize(
     ("values", "states"),
     [
-        # The first of equal values is the best, and a missing one is none. The last state of a run always stays.
+        # The first of equal values is the best, and a missing one is none.
         ([0.3, 0.5, 0.5, 0.4, None, 0.2], [2, 6]),
         ([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], [6]),
         ([0.6, 0.5, 0.4, 0.3, 0.2, 0.1], [1, 6]),
@@ -127,9 +127,15 @@ def test_states_are_written_by_steps_and_by_seconds(
     ],
     ids=["in the middle", "at the end", "at first", "none"],
 )
-@pytest.mark.parametrize("keeps_best", [True, False])
+@pytest.mark.parametrize("keeps_last", [True, False], ids=["the last stays", "the last is removed"])
+@pytest.mark.parametrize("keeps_best", [True, False], ids=["the best stays", "the best is removed"])
 def test_the_state_of_the_best_validation_stays(
-    values: list[float | None], states: list[int], keeps_best: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    values: list[float | None],
+    states: list[int],
+    keeps_best: bool,
+    keeps_last: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     remaining, train = list(values), SingleRunTrainer.step
 
@@ -146,7 +152,7 @@ def test_the_state_of_the_best_validation_stays(
         trainer__val_before_train=False,
         trainer__test_freq=0,
     )
-    config["best_column"] = "val_success" if keeps_best else ""
+    config["best_column"], config["keeps_last"] = "val_success" if keeps_best else "", keeps_last
     loop = TrainingLoop(LANGUAGE_MODEL, config)
     try:
         for _ in values:
@@ -154,7 +160,8 @@ def test_the_state_of_the_best_validation_stays(
     finally:
         loop.close()
     steps = sorted(step for step, _ in iter_checkpoints(tmp_path / "runs" / "r" / "state"))
-    assert steps == (states if keeps_best else [6])
+    best_steps = [] if values == [None] * 6 else [states[0]]
+    assert steps == sorted({*(best_steps if keeps_best else ()), *([6] if keeps_last else ())})
 
 
 def test_a_run_that_dies_between_row_and_checkpoint_repeats_the_row(
@@ -174,6 +181,43 @@ def test_a_run_that_dies_between_row_and_checkpoint_repeats_the_row(
     resumed = start_trial(tmp_path)
     assert [row["step"] for row in get_rows(resumed)] == [1]
     assert [resumed.step()["step"] for _ in range(2)] == [2, 3]
+    compare(tmp_path, uninterrupted_run)
+
+
+@pytest.mark.parametrize("save_freq", [-1, 2])
+def test_a_run_whose_last_state_is_removed_is_never_trained_again(
+    save_freq: int, tmp_path: Path, uninterrupted_run: UninterruptedRun
+) -> None:
+    config = {**make_trial_config(tmp_path, trainer__save_freq=save_freq), "keeps_last": False}
+    for expected_steps in ([1, 2, 3], [3]):
+        loop = TrainingLoop(LANGUAGE_MODEL, config)
+        try:
+            assert not loop.notes
+            steps = []
+            while not steps or not loop.is_over:
+                steps.append(loop.step().last_step)
+        finally:
+            loop.close()
+        assert steps == expected_steps
+        assert list(iter_checkpoints(tmp_path / "runs" / "r" / "state")) == []
+        saved_steps = [step for step, _ in iter_checkpoints(tmp_path / "saved")]
+        assert saved_steps == ([] if save_freq < 0 else [3, 2])
+    compare(tmp_path, uninterrupted_run)
+
+
+def test_a_saved_last_state_that_is_missing_is_made_again(tmp_path: Path, uninterrupted_run: UninterruptedRun) -> None:
+    config = {**make_trial_config(tmp_path, trainer__save_freq=2), "keeps_last": False}
+    for expected_steps in ([1, 2, 3], [3]):
+        loop, steps = TrainingLoop(LANGUAGE_MODEL, config), []
+        try:
+            assert not loop.is_over
+            while not loop.is_over:
+                steps.append(loop.step().last_step)
+        finally:
+            loop.close()
+        assert steps == expected_steps
+        assert [step for step, _ in iter_checkpoints(tmp_path / "saved")] == [3, 2]
+        shutil.rmtree(tmp_path / "saved" / "global_step_3")
     compare(tmp_path, uninterrupted_run)
 
 

@@ -17,7 +17,13 @@ from hypothesis import strategies as st
 from tests.fakes.lines import append_record
 from tests.fakes.trials import Row, UninterruptedRun, drop_times, make_trial_config
 from tests.strategies.examples import draw_examples
-from trainable.runs.checkpoint import iter_checkpoints, read_checkpoint, write_checkpoint, write_rolling_checkpoint
+from trainable.runs.checkpoint import (
+    iter_checkpoints,
+    read_checkpoint,
+    remove_checkpoints,
+    write_checkpoint,
+    write_rolling_checkpoint,
+)
 from trainable.runs.failures import StorageError
 from trainable.runs.run_files import CHECKSUMS_FILE, read_rows
 from trainable.storage import mirror
@@ -215,6 +221,17 @@ def test_only_rolling_checkpoints_are_removed_from_storage(uri: str, tmp_path: P
     mirror_on_node.push()
     names = {name.split("/")[1] for name in list_files(mirror_on_node.storage_path) if name.startswith("state/")}
     assert names == {"step_8", "step_x", "my_step_7", "notes"}
+
+
+def test_states_that_an_ended_run_removes_are_removed_from_storage(uri: str, tmp_path: Path) -> None:
+    mirror_on_node = make_mirror(uri, tmp_path / "a")
+    for step in (1, 2):
+        write_step(tmp_path / "a", step)
+        mirror_on_node.push()
+    remove_checkpoints(tmp_path / "a" / "run" / "state", kept_step=None)
+    mirror_on_node.push()
+    assert find_complete_checkpoints(list_files(mirror_on_node.storage_path)) == []
+    assert get_bytes(mirror_on_node.storage_path.joinpath("metrics.jsonl/000000")).count(b"\n") == 2
 
 
 @pytest.mark.parametrize(("best_column", "states"), [("val_success", [2, 5]), ("", [5])])

@@ -54,6 +54,7 @@ EXAMPLE = DiskBudget(
     is_uniform=True,
     checkpoint_bytes=1_800_000,
     saved_checkpoints=4,
+    last_states=1,
     rolling_checkpoints=10,
     row_bytes=1_600_000,
     total_bytes=62_800_000,
@@ -139,11 +140,17 @@ def test_of_kept_checkpoints_only_planned_ones_are_there_already(steps: int, sav
         assert estimate_budget(plan).written_bytes == FILE_BYTES * count_occurrences(steps, save_freq)
 
 
-@given(st.integers(1, 30), st.integers(-1, 40), st.integers(1, 4), st.integers(1, 2))
-def test_the_total_is_the_sum_of_what_it_is_made_of(steps: int, save_freq: int, arms: int, limit: int) -> None:
+@given(st.integers(1, 30), st.integers(-1, 40), st.integers(1, 4), st.integers(1, 2), st.booleans())
+def test_the_total_is_the_sum_of_what_it_is_made_of(
+    steps: int, save_freq: int, arms: int, limit: int, keep_last: bool
+) -> None:
     values = tuple(f"0.{number}" for number in range(1, arms + 1))
     plan = make_plan_in(
-        Path("/no/such/folder"), values, trainer__total_training_steps=steps, trainer__save_freq=save_freq
+        Path("/no/such/folder"),
+        values,
+        trainer__total_training_steps=steps,
+        trainer__save_freq=save_freq,
+        trainer__keep_last=keep_last,
     )
     budget = estimate_budget(plan, limit)
     checkpoint_bytes, n_concurrent = compute_checkpoint_bytes(read_tiny_shape(), plan.base_config), min(limit, arms)
@@ -153,7 +160,8 @@ def test_the_total_is_the_sum_of_what_it_is_made_of(steps: int, save_freq: int, 
         count_occurrences(steps, save_freq),
         checkpoint_bytes,
     )
-    assert budget.rolling_checkpoints == arms + 2 * n_concurrent
+    # Three of every run that trains, and one of every other that keeps its last state.
+    assert budget.rolling_checkpoints == 3 * n_concurrent + keep_last * (arms - n_concurrent)
     assert (
         budget.total_bytes
         == (arms * count_occurrences(steps, save_freq) + budget.rolling_checkpoints) * checkpoint_bytes
@@ -335,6 +343,9 @@ def test_the_line() -> None:
     assert "62.8 MB, 62.8 MB free. OK. Sum: " in format_disk_line(EXAMPLE._replace(free_bytes=62_800_000))
     assert "62.8 MB, 62.8 MB free. NOT ENOUGH. Sum: " in format_disk_line(EXAMPLE._replace(free_bytes=62_799_999))
     assert " Sum: 1 run x " in format_disk_line(EXAMPLE._replace(remaining_runs=1))
+    line = format_disk_line(EXAMPLE._replace(last_states=0))
+    assert "Sum: 6 runs x (0 rolling + 4 saved) x 1.8 MB + 2 x 3 x 1.8 MB while running" in line
+    assert line.endswith(" The state of a run is removed when the run ends (--set trainer.keep_last=true keeps it).")
 
 
 def test_exactly_enough_is_enough() -> None:
@@ -350,11 +361,17 @@ def test_too_little_says_what_is_needed_what_is_free_and_what_to_type() -> None:
         check_budget(EXAMPLE._replace(free_bytes=12_000_000, written_bytes=10_000_000))
     text = str(error_info.value)
     assert "needs up to 52.8 MB more disk space, and /out has 12.0 MB free, 40.8 MB too little" in text
-    for option in ("--save-freq with a larger number (-1 saves none)", "--max-concurrent 1", "--output"):
+    options = (
+        "--save-freq with a larger number (-1 saves none)",
+        "--set trainer.keep_last=false",
+        "--max-concurrent 1",
+    )
+    for option in (*options, "--output"):
         assert option in text
     with pytest.raises(PlanError) as error_info:
-        check_budget(EXAMPLE._replace(free_bytes=0, saved_checkpoints=0, concurrent_runs=1))
+        check_budget(EXAMPLE._replace(free_bytes=0, saved_checkpoints=0, concurrent_runs=1, last_states=0))
     assert "--save-freq" not in str(error_info.value)
+    assert "trainer.keep_last=false" not in str(error_info.value)
     assert "--max-concurrent" not in str(error_info.value)
     assert "--output" in str(error_info.value)
 
