@@ -245,11 +245,11 @@ def test_a_preset_for_gpus_needs_a_gpu_its_engine_and_room(tmp_path: Path, monke
         raise PlanError("rollout.name=vllm needs vLLM, which is not installed: type `pip install vllm`.")
 
     monkeypatch.setattr(resources, "check_sampler", refuse)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**12))  # 18 states of 74 GB do not fit
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2 * 10**11))  # 3 states: 222 GB
     engine, room = list(doctor.check_preset_needs("paper", [gpu], tmp_path, {}))[1:]
     assert (engine.severity, engine.advice) == ("problem", "Type `pip install vllm`.")
     assert engine.detail == "rollout.name=vllm needs vLLM, which is not installed"
-    assert (room.severity, "1.0 TB free" in room.detail) == ("problem", True)
+    assert (room.severity, "200.0 GB free" in room.detail) == ("problem", True)
 
 
 def test_a_ray_that_cannot_start_names_its_logs(short_folder: Path) -> None:
