@@ -125,9 +125,18 @@ def iter_hub_weights(model: "Qwen2 | HubModel") -> Iterator[tuple[str, Tensor]]:
     return ((model.to_hub_name(name), weight) for name, weight in iter_merged_weights(model))
 
 
+def get_base_weights(model: "Qwen2 | HubModel") -> dict[str, Tensor]:
+    """The model's own tensors under the names that `iter_hub_weights` yields: those of adapted layers without them."""
+    return {
+        model.to_hub_name(name.replace(".base_layer.", ".")): weight
+        for name, weight in model.state_dict().items()
+        if ".lora_" not in name
+    }
+
+
 def list_weight_names(model: "Qwen2 | HubModel") -> set[str]:
     """The names that `iter_hub_weights` yields, without computing any weight."""
-    return {model.to_hub_name(name.replace(".base_layer.", ".")) for name in model.state_dict() if ".lora_" not in name}
+    return set(get_base_weights(model))
 
 
 def write_adapters(policy: "Qwen2 | HubModel", settings: ModelConfig, folder: Path) -> None:

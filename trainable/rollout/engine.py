@@ -24,7 +24,7 @@ from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
 from trainable.models.interface import LanguageModel
 from trainable.models.load import Policy, load_policy, make_pass_settings
-from trainable.models.lora import iter_hub_weights, list_weight_names
+from trainable.models.lora import get_base_weights, iter_hub_weights, list_weight_names
 from trainable.rollout.batch import Batch, collate
 from trainable.rollout.copy_sampler import CopySampler, compute_row_logprobs
 from trainable.rollout.episode import Episode
@@ -37,8 +37,10 @@ from trainable.rollout.logprob_mismatch import LogprobMismatch, check_logprobs, 
 from trainable.rollout.sampler import Sampler
 from trainable.rollout.torch_sampler import TorchSampler
 
-if TYPE_CHECKING:  # it needs an optional package
-    from trainable.rollout.vllm_sampler import VllmSampler
+if TYPE_CHECKING:
+    from trainable.models.hub_model import HubModel
+    from trainable.models.qwen2 import Qwen2
+    from trainable.rollout.vllm_sampler import VllmSampler  # it needs an optional package
 
 STARTING_UTILIZATION = 0.01
 """Fraction of a GPU that vLLM checks to be free when it starts with a KV cache of a given size.
@@ -200,7 +202,7 @@ class SyncedEngine:
         noise = self.config.rollout.weight_noise
         if not noise:
             return iter_hub_weights(self.model)
-        return add_weight_noise(iter_hub_weights(self.model), noise, make_rng(self.config.seed, "engine_noise", step))
+        return iter_noisy_weights(self.model, noise, make_rng(self.config.seed, "engine_noise", step))
 
     def recompute_logprobs(self, episodes: Sequence[Episode], temperature: float) -> list[Episode]:
         """Recompute log-probs with the trainer, and keep the engine's beside them (see `Engine.recompute_logprobs`)."""
@@ -221,18 +223,19 @@ class SyncedEngine:
         self.sampler.close()
 
 
-def add_weight_noise(
-    weights: Iterable[tuple[str, Tensor]], noise: float, rng: np.random.Generator
+def iter_noisy_weights(
+    model: "Qwen2 | HubModel", noise: float, rng: np.random.Generator
 ) -> Iterator[tuple[str, Tensor]]:
-    """Multiply every entry of every weight by 1 + noise * e, where e is drawn from a normal distribution with std 1.
+    """The weights of `iter_hub_weights`, every entry multiplied by 1 + noise * e with e from a standard normal.
 
-    This is how the rounding of an engine errs: relative to the size of an entry. A tensor that comes twice, as a tied
-    head does, gets the same noise both times.
+    This is how the rounding of an engine errs: relative to the size of an entry. A weight with two names, such as that
+    of a tied head, gets the same noise under both.
     """
     seed = int(rng.integers(2**62))  # fits a signed 64-bit integer
-    numbers: dict[int, int] = {}  # of the tensors that have come, by the address of their data
-    for name, weight in weights:
-        number = numbers.setdefault(weight.data_ptr(), len(numbers))
+    base_weights, numbers = get_base_weights(model), dict[int, int]()
+    for name, weight in iter_hub_weights(model):
+        # Numbered by the model's own tensor: a sum with an adapter is freed, and the next one may have its address.
+        number = numbers.setdefault(base_weights[name].data_ptr(), len(numbers))
         draws = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed ^ number))
         yield name, weight * (1 + noise * draws.to(weight.device))
 

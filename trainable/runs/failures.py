@@ -74,12 +74,11 @@ def classify_failure(error: BaseException, has_rows: bool) -> Failure:
 
     has_rows: whether the run has written a row.
 
-    An error of the run's own code is final: the same settings and seed would raise it again, on a GPU too, where
-    numbers are repeated up to their last digits. An error of the machine (a device error, a dropped connection, memory
-    that runs out in the middle of a run that had fitted, memory that vLLM finds taken by other processes) may not occur
-    again, so the run is retried. Running out of memory before the first row is final, because the settings do not fit.
-    A full disk and a storage that does not answer are final too, because the run has already waited for them, and so is
-    a folder that must not be written.
+    An error of the run's own code is final: it depends on settings and code, and those stay as they are. An error of
+    the machine (a device error, a dropped connection, memory that runs out in the middle of a run that had fitted,
+    memory that vLLM finds taken by other processes) may not occur again, so the run is retried. Running out of memory
+    before the first row is final, because the settings do not fit. A full disk and a storage that does not answer are
+    final too, because the run has already waited for them, and so is a folder that must not be written.
     """
     kind, is_retried = _classify_kind(error, has_rows)
     # A status and a table have room for one line; `trace` has the entire text.

@@ -248,9 +248,13 @@ class Run:
         """Whether the rolling checkpoint of a run that is over stays: it is wanted, or its row is the best one."""
         return self._keeps_last or self.best_step == self.rows[-1]["step"]
 
-    def remove_rolling_checkpoints(self) -> None:
-        """Remove the rolling checkpoints of a run that is over, except that of its best row if it is to stay."""
-        remove_checkpoints(self.run_dir / STATE_FOLDER, self.best_step)
+    def remove_unwanted_state(self) -> None:
+        """Remove the rolling checkpoints of a run that is over, except that of its best row, unless its last one stays.
+
+        A run that failed keeps what it has.
+        """
+        if not (self.failure or self.keeps_final_state):
+            remove_checkpoints(self.run_dir / STATE_FOLDER, self.best_step)
 
     def save_checkpoint(self, state: TrainerState, *, is_rolling: bool, is_permanent: bool) -> None:
         """Write a checkpoint as the newest rolling one (`is_rolling`), as a saved one (`is_permanent`), or as both.

@@ -181,6 +181,8 @@ class TrainingLoop:
             run.load_rows()  # after the lock: until then, another process may append rows
         open_runs = {} if is_finished else self.runs
         unfinished_seeds = [seed for seed, run in open_runs.items() if not run.is_complete(self.notes.append)]
+        for seed in open_runs.keys() - unfinished_seeds:
+            self.runs[seed].remove_unwanted_state()  # a process may have died before it did that
         self.is_over = not unfinished_seeds
         if unfinished_seeds:
             torch.set_num_threads(1)  # a trial reserves one core; more threads were slower on a shared machine
@@ -289,8 +291,7 @@ class TrainingLoop:
             run, is_saved = self.runs[seed], trainer_settings.save_freq > 0
             if run.keeps_final_state or is_saved:
                 run.save_checkpoint(trainer.get_state(seed), is_rolling=run.keeps_final_state, is_permanent=is_saved)
-            if not run.keeps_final_state:
-                run.remove_rolling_checkpoints()
+            run.remove_unwanted_state()
         if is_due or is_permanent:
             for seed in trainer.seeds:
                 if not self.runs[seed].is_over:

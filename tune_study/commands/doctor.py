@@ -241,7 +241,10 @@ def check_preset_needs(
     if gpus:
         yield CheckResult("GPU of the preset", "ok", f"{len(gpus)} x {gpus[0].name}")
     else:
-        detail, advice = f"preset {preset} trains on a GPU, and none is visible", "Use a machine with one, or laptop."
+        detail, advice = (
+            f"preset {preset} trains on a GPU, and none is visible",
+            "Use a machine with one, or type `--preset laptop`.",
+        )
         yield CheckResult("GPU of the preset", "problem", detail, advice)
     plan = make_plan(STUDIES["kl"], preset, "checked by doctor", {}, None, None, output)
     try:

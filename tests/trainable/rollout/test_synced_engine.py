@@ -1,5 +1,7 @@
 """An engine with its own copy of the weights: what is synced, what noise does, and that a run can be continued."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from trainable.config.run_config import ConfigError, apply_overrides
 from trainable.config.seeds import make_rng
 from trainable.models.lora import iter_hub_weights
 from trainable.ppo.trainer import PPOTrainer
-from trainable.rollout.engine import SyncedEngine, add_weight_noise
+from trainable.rollout.engine import SyncedEngine, iter_noisy_weights
 from trainable.rollout.logprob_mismatch import EngineMismatchError
 
 KL = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1}
@@ -81,7 +83,7 @@ def test_noise_is_relative_new_in_each_step_and_the_same_for_a_tied_head() -> No
     weights = dict(iter_hub_weights(trainer.model))
 
     def draw(step: int) -> dict[str, torch.Tensor]:
-        return dict(add_weight_noise(iter_hub_weights(trainer.model), 0.1, make_rng(0, "engine_noise", step)))
+        return dict(iter_noisy_weights(trainer.model, 0.1, make_rng(0, "engine_noise", step)))
 
     noisy_weights, same_weights, other_weights = draw(1), draw(1), draw(2)
     changes = torch.cat([(noisy_weights[name] / weight - 1).flatten() for name, weight in weights.items()])
@@ -94,11 +96,27 @@ def test_noise_is_relative_new_in_each_step_and_the_same_for_a_tied_head() -> No
     assert torch.equal(noisy_weights["lm_head.weight"], noisy_weights["model.embed_tokens.weight"])
 
 
+@pytest.mark.parametrize("rank", [0, 4])
+def test_every_weight_has_noise_of_its_own(rank: int) -> None:
+    model = make_quiet_trainer(model__lora_rank=rank, **IN_TORCH).model
+    weights = dict(iter_hub_weights(model))
+    noises = {
+        name: (weight / weights[name] - 1).flatten()
+        for name, weight in iter_noisy_weights(model, 0.1, make_rng(0, "engine_noise", 1))
+        if name.endswith("proj.weight")
+    }
+    # The pairs are of layers of the same shape, whose draws would be equal if they had the same seed.
+    pairs = [(a, b) for a, b in itertools.combinations(noises, 2) if weights[a].shape == weights[b].shape]
+    assert len(pairs) > 10
+    for a, b in pairs:
+        assert abs(float(torch.corrcoef(torch.stack([noises[a], noises[b]]))[0, 1])) < 0.1, (a, b)
+
+
 def test_the_engine_has_the_noisy_weights_of_the_last_sync() -> None:
     trainer = make_noisy_trainer(0.05)
     trainer.step()
     assert isinstance(trainer.engine, SyncedEngine)
-    expected = dict(add_weight_noise(iter_hub_weights(trainer.model), 0.05, make_rng(0, "engine_noise", 1)))
+    expected = dict(iter_noisy_weights(trainer.model, 0.05, make_rng(0, "engine_noise", 1)))
     actual = dict(iter_hub_weights(trainer.engine.sampler.model))  # type: ignore[attr-defined]
     assert expected.keys() == actual.keys()
     assert all(torch.equal(actual[name], weight) for name, weight in expected.items())

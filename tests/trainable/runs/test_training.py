@@ -205,6 +205,19 @@ def test_a_run_whose_last_state_is_removed_is_never_trained_again(
     compare(tmp_path, uninterrupted_run)
 
 
+@pytest.mark.parametrize("keeps_last", [True, False])
+def test_a_state_that_a_dead_process_left_is_removed_by_the_next_start(keeps_last: bool, tmp_path: Path) -> None:
+    trainable = start_trial(tmp_path)
+    for _ in range(3):
+        trainable.step()
+    trainable.cleanup()
+    config = {**make_trial_config(tmp_path), "keeps_last": keeps_last}
+    loop = TrainingLoop(LANGUAGE_MODEL, config)
+    loop.close()
+    assert loop.is_over
+    assert [step for step, _ in iter_checkpoints(tmp_path / "runs" / "r" / "state")] == ([3] if keeps_last else [])
+
+
 def test_a_saved_last_state_that_is_missing_is_made_again(tmp_path: Path, uninterrupted_run: UninterruptedRun) -> None:
     config = {**make_trial_config(tmp_path, trainer__save_freq=2), "keeps_last": False}
     for expected_steps in ([1, 2, 3], [3]):

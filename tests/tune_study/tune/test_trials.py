@@ -1,6 +1,8 @@
-"""The order in which the trials of a study start."""
+"""The order in which the trials of a study start, and what their configs say of checkpoints."""
 
 from pathlib import Path
+
+import pytest
 
 from search_spaces import STUDIES
 from tune_study.folder.statuses import RunStatus
@@ -37,3 +39,20 @@ def test_trials_of_unknown_cost_keep_their_order(tmp_path: Path) -> None:
     ):
         expected = list(dict.fromkeys((specs[0].arm, specs[0].seed) for specs in plan.trials))
         assert list_starts(plan) == expected
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings", "keeps_last"),
+    [
+        ("laptop", {}, True),
+        ("laptop", {"trainer.keep_last": False}, False),
+        ("paper", {}, False),
+        ("paper", {"trainer.keep_last": True}, True),
+    ],
+)
+def test_only_the_paper_preset_gives_up_the_last_states(
+    preset: str, settings: dict[str, object], keeps_last: bool, tmp_path: Path
+) -> None:
+    plan = make_plan(STUDIES["kl"], preset, "a test", settings, ("0.1",), 1, tmp_path)
+    configs = list(make_trial_configs(plan, {}, make_interrupt(plan.folder)))
+    assert [config["keeps_last"] for config in configs] == [keeps_last]
