@@ -26,8 +26,6 @@ GB, GIB = 10**9, 2**30
 OWN_PACKAGES = ("torch", "numpy", "pydantic", "safetensors", "tokenizers")
 """What the trainer imports."""
 
-DEEPSPEED_TESTS = "tests/engines/test_deepspeed.py"
-
 Figures = dict[str, Any]
 
 
@@ -195,14 +193,23 @@ def run_script(arguments: list[str], limit: int) -> Figures:
     return figures
 
 
-def measure_tests(options: argparse.Namespace) -> Figures:
-    """The tests of tests/gpu."""
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", "tests/gpu"]
+def run_tests(*arguments: str) -> Figures:
+    """The last line that pytest prints. RuntimeError with the end of its output if a test fails."""
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", *arguments]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    last_line = process.stdout.strip().splitlines()[-1]
     if process.returncode:
         raise RuntimeError(process.stdout[-1500:])
-    return {"result": last_line}
+    return {"result": process.stdout.strip().splitlines()[-1]}
+
+
+def measure_tests(options: argparse.Namespace) -> Figures:
+    """The tests of tests/gpu."""
+    return run_tests("tests/gpu")
+
+
+def measure_deepspeed(options: argparse.Namespace) -> Figures:
+    """The tests of DeepSpeed over processes, which compare with torch."""
+    return run_tests("-m", "engines", "tests/engines/test_deepspeed.py")
 
 
 def make_step_check(shape: str, *extra: str) -> Callable[[argparse.Namespace], Figures]:
@@ -294,25 +301,6 @@ def measure_checkpoint(options: argparse.Namespace) -> Figures:
         "read_gb_per_s": round(total / (read - written), 2),
         "sum": number_sum,
     }
-
-
-def measure_deepspeed(options: argparse.Namespace) -> Figures:
-    """The tests of DeepSpeed over processes, which compare with torch."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "engines",
-        "-W",
-        "default",
-        "tests/engines/test_deepspeed.py",
-    ]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if process.returncode:
-        raise RuntimeError(process.stdout[-1500:])
-    return {"result": process.stdout.strip().splitlines()[-1]}
 
 
 def sync_weights(sampler: Any, model: Any) -> None:
