@@ -198,7 +198,7 @@ def run_tests(*arguments: str) -> Figures:
     command = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", *arguments]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if process.returncode:
-        raise RuntimeError(process.stdout[-1500:])
+        raise RuntimeError((process.stdout + process.stderr)[-1500:])
     return {"result": process.stdout.strip().splitlines()[-1]}
 
 

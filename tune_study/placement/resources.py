@@ -151,7 +151,8 @@ def preflight(
         )
     check_device(trainer.device, n_gpus, requested_gpus)
     gpus, notes = _choose_gpus(n_gpus, requested_gpus, visible_gpus, is_real)
-    notes += _find_ignored_settings(trainer) if isinstance(trainer, TrainerConfig) else ()
+    if isinstance(plan.base_config, RunConfig):
+        notes += _find_ignored_settings(plan.base_config.trainer) + _find_ignored_corrections(plan)
     # Runs without a GPU compute on the CPUs that they reserve, so there are no more of them than cores. Runs with a GPU
     # compute there, so --ray-num-cpus may be above the number of cores.
     cpus = trainer.ray_num_cpus if n_gpus else min(trainer.ray_num_cpus, cores)
@@ -203,6 +204,24 @@ def _find_ignored_settings(trainer: TrainerConfig) -> tuple[str, ...]:
     return (
         f"{', '.join(changed_settings)} has no effect: torch updates on one device. To use DeepSpeed, type --set "
         f"trainer.strategy=deepspeed, or --gpus-per-exp with more than one GPU.",
+    )
+
+
+def _find_ignored_corrections(plan: StudyPlan) -> tuple[str, ...]:
+    """A note about settings of importance weights that were changed but have no effect, because no run has weights."""
+    default_actor, actors = RunConfig().actor, [spec.ppo_config.actor for spec in plan.runs]
+    if any(actor.tis_imp_ratio_cap is not None for actor in actors):
+        return ()
+    changed_settings = [
+        f"actor.{name}={getattr(plan.ppo_config.actor, name)}"
+        for name in ("tis_mode", "tis_imp_ratio_floor")
+        if getattr(plan.ppo_config.actor, name) != getattr(default_actor, name)
+    ]
+    if not changed_settings:
+        return ()
+    return (
+        f"{', '.join(changed_settings)} has no effect without a cap of importance weights: type --set "
+        f"actor.tis_imp_ratio_cap=2 as well.",
     )
 
 

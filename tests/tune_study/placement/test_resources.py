@@ -54,6 +54,13 @@ def test_settings_of_deepspeed_are_noted_where_torch_updates() -> None:
     assert allocate(make_study_plan(**overrides, trainer__n_gpus_per_node=2)).notes == ()
 
 
+def test_settings_of_importance_weights_are_noted_without_a_cap() -> None:
+    overrides = {"actor__tis_mode": "token_mask", "actor__tis_imp_ratio_floor": 0.5}
+    (note,) = allocate(make_study_plan(**overrides)).notes
+    assert note.startswith("actor.tis_mode=token_mask, actor.tis_imp_ratio_floor=0.5 has no effect without a cap")
+    assert allocate(make_study_plan(**overrides, actor__tis_imp_ratio_cap=5.0)).notes == ()
+
+
 def test_consecutive_ids_form_slots() -> None:
     resource_plan = allocate(make_study_plan(trainer__n_gpus_per_node=4), "0,1,2,3,4,5,6,7", is_real=False)
     assert resource_plan.gpu_slots == ("0,1,2,3", "4,5,6,7")
