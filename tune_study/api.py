@@ -6,19 +6,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Study
+from trainable.config.run_config import resolve_key
 from tune_study.commands.run_options import VALUES_OPTION, RunOptions, plan_from_options
 from tune_study.folder.summary import DEFAULT_SKIPPED, parse_skipped_statuses
 from tune_study.host.console import make_console
 from tune_study.host.gpus import detect_gpus
-from tune_study.placement.resources import choose_preset
 from tune_study.plan.own_parts import load_typed_files
 from tune_study.plan.own_study import StudySource, check_study
+from tune_study.plan.study_plan import StudyPlan
 
 if TYPE_CHECKING:
     from analysis.data.frames import StudyFrames
 
 NO_SETTINGS: Mapping[str, object] = {}
+
+_GPU_SETTINGS = {"model.path", "trainer.n_gpus_per_node", "rollout.gpu_memory_utilization"}
+"""Settings whose values fit certain GPUs, or the paper preset, only."""
 
 
 def run(
@@ -40,7 +45,8 @@ def run(
 
     Args:
         study: the study.
-        preset: laptop, stress or paper; None for paper if a GPU is visible, else laptop.
+        preset: laptop, stress or paper; None for paper if a GPU is visible that can hold it, else laptop. Under paper,
+            adapters are trained instead of all weights if only these fit.
         output: parent folder of results/, logs/ and model_saving/.
         seeds: number of seeds per arm; None for the study's own number.
         values: values of the axis; None for all of the preset.
@@ -58,29 +64,44 @@ def run(
         >>> frames.trials[["arm", "status", "final_val_success"]]  # doctest: +SKIP
     """
     from analysis import load
-    from tune_study.commands.preflight import LaunchOptions, start_studies
+    from tune_study.commands.preflight import (
+        LaunchOptions,
+        PlacementChoices,
+        make_plans_that_fit,
+        names_adapters,
+        start_studies,
+    )
 
     check_study(study, "the call of tune_study.run")
     load_typed_files(code)
     visible_gpus = detect_gpus(os.environ)
-    options = RunOptions(
-        *choose_preset(preset, visible_gpus),
-        preset_settings={},
-        option_values={},
-        axis_texts={VALUES_OPTION: None if values is None else ",".join(values)},
-        game=env,
-        include_zero=None,
-        strategy=None,
-        assignments=tuple(f"{name}={value}" for name, value in settings.items()),
-        seeds=seeds,
-        baseline_seeds=None,
-        until_resolved=False,
-        max_seeds=None,
-        smoke=False,
-    )
     folder = Path(os.path.abspath(output))
-    plan = plan_from_options(study, options, folder, None, extend, real=True, source=describe_source(study))
+
+    def make_plans(preset: str, reason: str, preset_settings: Settings) -> list[StudyPlan]:
+        options = RunOptions(
+            preset,
+            reason,
+            preset_settings,
+            option_values={},
+            axis_texts={VALUES_OPTION: None if values is None else ",".join(values)},
+            game=env,
+            include_zero=None,
+            strategy=None,
+            assignments=tuple(f"{name}={value}" for name, value in settings.items()),
+            seeds=seeds,
+            baseline_seeds=None,
+            until_resolved=False,
+            max_seeds=None,
+            smoke=False,
+        )
+        return [plan_from_options(study, options, folder, None, extend, real=True, source=describe_source(study))]
+
     launch_options = LaunchOptions(None, None, max_concurrent, "off", None, parse_skipped_statuses(DEFAULT_SKIPPED))
+    fields = {resolve_key(name, study.family.config_class) for name in settings}
+    choices = PlacementChoices(
+        preset, has_adapters=names_adapters(fields), has_gpus=not _GPU_SETTINGS.isdisjoint(fields)
+    )
+    (plan,) = make_plans_that_fit(make_plans, choices, launch_options, visible_gpus)
     exit_code = start_studies([plan], launch_options, visible_gpus, False, make_console())
     if exit_code:
         raise RuntimeError(f"The study in {plan.folder} ended with code {exit_code}: see the lines above.")

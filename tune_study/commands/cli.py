@@ -9,13 +9,12 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import typer
 
 from search_spaces import STUDIES, SUITES
-from search_spaces.declaration.presets import PRESETS, Settings
+from search_spaces.declaration.presets import Settings
 from trainable.config.own_parts import OwnPartError
 from trainable.config.run_config import ConfigError
 from trainable.files.paths import UnsafePathError
@@ -24,21 +23,18 @@ from tune_study.commands import cleaning, describe, searching
 from tune_study.commands import options as opt
 from tune_study.commands.confirmation import DEFAULT_SEEDS, plan_confirmation
 from tune_study.commands.option_groups import Launch, OwnCode, StudyRequest, add_axis_options, add_group
-from tune_study.commands.preflight import LaunchOptions, explain_misfit, start_studies
+from tune_study.commands.preflight import make_plans_that_fit, start_studies
 from tune_study.commands.requests import request_stop
 from tune_study.commands.run_options import VALUES_OPTION, find_studies, plan_from_options
 from tune_study.folder import locate, outputs, study_file
 from tune_study.host.console import make_console, print_error, print_line, show_warnings
-from tune_study.host.gpus import Gpu, detect_gpus
+from tune_study.host.gpus import detect_gpus
 from tune_study.host.terminal import finish_output, protect_output
 from tune_study.placement import resources
 from tune_study.plan.errors import MisfitError, PlanError
 from tune_study.plan.own_parts import load_typed_files, pin_typed_values
 from tune_study.plan.study_plan import StudyPlan, collect_overrides, find_study
 from tune_study.tune.conclusion import write_results
-
-MakePlans = Callable[[str, str, Settings], list[StudyPlan]]
-NO_SETTINGS: Settings = MappingProxyType({})
 
 app = typer.Typer(
     name="tune_study",
@@ -160,43 +156,9 @@ def run(
             for chosen, source in studies
         ]
 
-    plans = _make_plans_that_fit(make_plans, request, launch_options, visible_gpus)
+    choices = request.list_choices(launch_options)
+    plans = make_plans_that_fit(make_plans, choices, launch_options, visible_gpus)
     raise typer.Exit(start_studies(plans, launch_options, visible_gpus, request.dry_run, make_console()))
-
-
-def _make_plans_that_fit(
-    make_plans: MakePlans,
-    request: StudyRequest,
-    launch_options: LaunchOptions,
-    visible_gpus: tuple[Gpu, ...],
-) -> list[StudyPlan]:
-    """The plans under the preset that was typed, or under the default one, with settings for GPUs that are too small.
-
-    If the runs do not fit, they train adapters under a preset that has settings for them, unless the user has chosen.
-    If they do not fit with adapters either, preset laptop takes the place of a preset that the user did not ask for, on
-    GPUs that the user did not choose.
-
-    make_plans: function of the preset, its reason and further settings.
-    """
-    preset, reason = resources.choose_preset(request.preset, visible_gpus)
-    plans = make_plans(preset, reason, NO_SETTINGS)
-    if launch_options.address is not None:  # this machine does not know the GPUs of a cluster
-        return plans
-    misfit, remedies = explain_misfit(plans, launch_options, visible_gpus)
-    small_settings = PRESETS[preset].small_gpu_settings if preset in PRESETS else NO_SETTINGS
-    if not misfit or not small_settings:
-        return plans
-    if not request.chooses_adapters():
-        settings_text = ", ".join(f"{name}={value}" for name, value in small_settings.items())
-        small_reason = f"{reason}; adapters instead of all weights ({settings_text}), which do not fit: {misfit}"
-        small_plans = make_plans(preset, small_reason, small_settings)
-        if not explain_misfit(small_plans, launch_options, visible_gpus)[0]:
-            return small_plans
-    if request.preset is not None or request.chooses_gpus(launch_options):
-        return plans
-    command = outputs.format_command_line()
-    advice = f"this would fit: {command} --preset {preset} {remedies[0]}" if remedies else "no setting makes it fit"
-    return make_plans("laptop", f"{reason}, but preset {preset} does not fit it: {misfit}; {advice}", NO_SETTINGS)
 
 
 @app.command("search", epilog=f"\b\n{SEARCH_EXAMPLE}")
@@ -239,7 +201,8 @@ def search(
         )
         return [plan]
 
-    (plan,) = _make_plans_that_fit(make_plans, request, launch_options, visible_gpus)
+    choices = request.list_choices(launch_options)
+    (plan,) = make_plans_that_fit(make_plans, choices, launch_options, visible_gpus)
     console = make_console()
     raise typer.Exit(searching.run_and_confirm(plan, launch_options, visible_gpus, request.dry_run, console))
 

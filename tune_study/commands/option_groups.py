@@ -16,8 +16,9 @@ from typer import Option
 from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Study
 from tune_study.commands import options as opt
-from tune_study.commands.preflight import LaunchOptions
+from tune_study.commands.preflight import LaunchOptions, PlacementChoices, names_adapters
 from tune_study.commands.run_options import VALUES_OPTION, RunOptions
+from tune_study.folder import outputs
 from tune_study.folder.summary import DEFAULT_SKIPPED, parse_skipped_statuses
 from tune_study.plan.own_study import OwnStudy, load_typed_code
 
@@ -92,14 +93,15 @@ class StudyRequest(NamedTuple):
             smoke=self.smoke,
         )
 
-    def chooses_adapters(self) -> bool:
-        """Whether the rank of adapters was typed, also as 0 for none."""
-        return any("lora_rank" in assignment.partition("=")[0] for assignment in self.assignments or ())
-
-    def chooses_gpus(self, launch: LaunchOptions) -> bool:
-        """Whether an option was typed that only fits a certain choice of GPUs, or of the paper preset."""
-        choices = (self.model, launch.gpus, self.gpus_per_exp, self.gpu_memory_utilization, launch.gpu_memory_gib)
-        return (*choices, launch.address) != (None,) * 6
+    def list_choices(self, launch: LaunchOptions) -> PlacementChoices:
+        """What was typed of the preset, of adapters (also rank 0 for none) and of GPUs."""
+        gpu_options = (self.model, launch.gpus, self.gpus_per_exp, self.gpu_memory_utilization, launch.gpu_memory_gib)
+        return PlacementChoices(
+            self.preset,
+            has_adapters=names_adapters(assignment.partition("=")[0] for assignment in self.assignments or ()),
+            has_gpus=(*gpu_options, launch.address) != (None,) * 6,
+            command=outputs.format_command_line(),
+        )
 
 
 class Launch(NamedTuple):

@@ -1,12 +1,14 @@
 """Check that this machine, or each node of a cluster, has everything that a study needs, then start the study."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.filesize import decimal
 
+from search_spaces.declaration.presets import PRESETS, Settings
 from trainable.config.constants import TEACHERS
 from trainable.runs.run_ends import ENDED_STATUSES
 from tune_study.commands import describe
@@ -30,6 +32,8 @@ from tune_study.tune import cluster
 from tune_study.tune.cluster import Node
 from tune_study.tune.run import choose_wandb_mode
 
+_NO_SETTINGS: Settings = MappingProxyType({})
+
 
 class LaunchOptions(NamedTuple):
     """The options that say where and how to run.
@@ -45,6 +49,20 @@ class LaunchOptions(NamedTuple):
     address: str | None
     skipped_statuses: tuple[str, ...] = ENDED_STATUSES
     max_hours: float | None = None
+
+
+class PlacementChoices(NamedTuple):
+    """What a user has chosen, so that the search for plans that fit does not change it.
+
+    preset: None for the default preset. has_adapters: whether the rank of adapters is chosen, also as 0 for none.
+    has_gpus: whether something is chosen that fits certain GPUs or the paper preset only. command: what was typed;
+    empty in Python.
+    """
+
+    preset: str | None
+    has_adapters: bool
+    has_gpus: bool
+    command: str = ""
 
 
 class _Requirements(NamedTuple):
@@ -105,6 +123,46 @@ def start_studies(
             return _prepare_study(plan, adapt_options(plan), visible_gpus, nodes)
 
         return run_suite(plans, prepare_study, console, options.skipped_statuses, time_limit, is_local=nodes is None)
+
+
+def names_adapters(settings: Iterable[str]) -> bool:
+    """Whether one of the names of `settings` is that of the rank of adapters."""
+    return any("lora_rank" in name for name in settings)
+
+
+def make_plans_that_fit(
+    make_plans: Callable[[str, str, Settings], list[StudyPlan]],
+    choices: PlacementChoices,
+    options: LaunchOptions,
+    visible_gpus: tuple[Gpu, ...],
+) -> list[StudyPlan]:
+    """The plans under the chosen preset, or under the default one, with settings for GPUs that are too small.
+
+    If the runs do not fit, they train adapters under a preset that has settings for them, unless the user has chosen.
+    If they do not fit with adapters either, preset laptop takes the place of a preset that the user did not ask for, on
+    GPUs that the user did not choose.
+
+    make_plans: function of the preset, its reason and further settings.
+    """
+    preset, reason = resources.choose_preset(choices.preset, visible_gpus)
+    plans = make_plans(preset, reason, _NO_SETTINGS)
+    if options.address is not None:  # this machine does not know the GPUs of a cluster
+        return plans
+    misfit, remedies = explain_misfit(plans, options, visible_gpus)
+    small_settings = PRESETS[preset].small_gpu_settings if preset in PRESETS else _NO_SETTINGS
+    if not misfit or not small_settings:
+        return plans
+    if not choices.has_adapters:
+        settings_text = ", ".join(f"{name}={value}" for name, value in small_settings.items())
+        small_reason = f"{reason}; adapters instead of all weights ({settings_text}), which do not fit: {misfit}"
+        small_plans = make_plans(preset, small_reason, small_settings)
+        if not explain_misfit(small_plans, options, visible_gpus)[0]:
+            return small_plans
+    if choices.preset is not None or choices.has_gpus:
+        return plans
+    fitting_command = " ".join(filter(None, [choices.command, f"--preset {preset}", *remedies[:1]]))
+    advice = f"this would fit: {fitting_command}" if remedies else "no setting makes it fit"
+    return make_plans("laptop", f"{reason}, but preset {preset} does not fit it: {misfit}; {advice}", _NO_SETTINGS)
 
 
 def explain_misfit(

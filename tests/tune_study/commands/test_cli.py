@@ -4,6 +4,8 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import search_spaces
+import tune_study
 from analysis import load
 from search_spaces import STUDIES
 from tests.fakes.lines import append_record
@@ -19,6 +22,7 @@ from trainable.config.run_config import RunConfig, list_field_names
 from trainable.files.json_lines import write_lines
 from trainable.files.json_values import DamageWarning
 from trainable.sandbox.config.settings import UpdateRuleConfig
+from tune_study.commands import preflight
 from tune_study.commands.cli import app
 from tune_study.folder.outputs import lock_folder, write_study
 from tune_study.folder.statuses import RunStatus, write_status
@@ -434,6 +438,40 @@ def test_where_paper_does_not_fit_the_cards_laptop_runs_and_says_why(
     paper_answer = type_in("run kl --preset paper --dry-run")
     assert paper_answer.code == 3
     assert paper_answer.out.startswith("DOES NOT FIT: ")
+
+
+@pytest.mark.parametrize(
+    ("total_mib", "preset", "settings", "expected"),
+    [
+        (24576, None, {}, ("paper", 64)),
+        (24576, "paper", {}, ("paper", 64)),
+        (24576, "paper", {"model.lora_rank": 0}, ("paper", 0)),
+        (12288, None, {}, ("laptop", 0)),
+        (12288, None, {"n_gpus_per_node": 1}, ("paper", 0)),
+        (12288, "paper", {}, ("paper", 0)),
+        (81559, None, {}, ("paper", 0)),
+    ],
+)
+def test_a_study_started_from_python_gets_what_fits_as_well(
+    work_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    total_mib: int,
+    preset: str | None,
+    settings: dict[str, object],
+    expected: tuple[str, int],
+) -> None:
+    fake_h100_machine(work_dir, monkeypatch, total_mib, total=total_mib)
+    started: list[StudyPlan] = []
+
+    def record_plans(plans: Sequence[StudyPlan], *options: object) -> int:
+        started.extend(plans)
+        return 1
+
+    monkeypatch.setattr(preflight, "start_studies", record_plans)
+    with pytest.raises(RuntimeError, match="ended with code 1"):
+        tune_study.run(replace(STUDIES["kl"], name="my-kl"), preset, output=work_dir / "o", settings=settings)
+    (plan,) = started
+    assert (plan.preset, plan.ppo_config.model.lora_rank) == expected
 
 
 @pytest.mark.parametrize("option", ["--gpus 0", "--gpus-per-exp 1", "--model Qwen/Qwen2.5-3B", "--gpu-memory-gib 12"])
