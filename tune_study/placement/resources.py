@@ -151,8 +151,8 @@ def preflight(
         )
     check_device(trainer.device, n_gpus, requested_gpus)
     gpus, notes = _choose_gpus(n_gpus, requested_gpus, visible_gpus, is_real)
-    if isinstance(plan.base_config, RunConfig):
-        notes += _find_ignored_settings(plan.base_config.trainer) + _find_ignored_corrections(plan)
+    if isinstance(trainer, TrainerConfig):
+        notes += _find_ignored_settings(trainer) + _find_ignored_corrections(plan)
     # Runs without a GPU compute on the CPUs that they reserve, so there are no more of them than cores. Runs with a GPU
     # compute there, so --ray-num-cpus may be above the number of cores.
     cpus = trainer.ray_num_cpus if n_gpus else min(trainer.ray_num_cpus, cores)
