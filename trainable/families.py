@@ -1,6 +1,6 @@
 """The families of studies. A family determines which settings, trainer and stop rules its runs have."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from trainable.config.run_config import RunConfig, apply_overrides
@@ -12,7 +12,7 @@ from trainable.runs.records import make_empty_row
 from trainable.runs.run import LinesByFile, Row, TrainerState
 from trainable.runs.run_files import EPISODES_FILE, GRADIENTS_FILE, LEVELS_FILE
 from trainable.runs.stop_rules import ALARM, StopDecision, evaluate_own_rules, evaluate_stop_rules
-from trainable.runs.training import StepResult, TrainerFamily
+from trainable.runs.training import StepResult, TrainerFamily, do_nothing
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.distillation.algorithm import make_trainer as make_distillation_trainer
 from trainable.sandbox.distillation.settings import DistillationConfig
@@ -35,9 +35,9 @@ class SingleRunTrainer:
         """Steps trained so far."""
         return self.trainer.step_index
 
-    def step(self) -> StepResult:
+    def step(self, before_update: Callable[[], None] = do_nothing) -> StepResult:
         """Train one step; return its row, and the lines of its evaluations and gradient analysis."""
-        record, evaluations, gradients = self.trainer.step()
+        record, evaluations, gradients = self.trainer.step(before_update)
         lines = {**_make_lines(evaluations), GRADIENTS_FILE: gradients}
         return StepResult({self.seeds[0]: {"step": self.step_index, **record.to_row()}}, {self.seeds[0]: lines})
 

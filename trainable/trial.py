@@ -67,6 +67,7 @@ class Trial(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         # Before the step: the interrupt file is in the storage, and the training loop looks for a local one.
         self.mirror.poll_interrupt()
         report = training.step()
+        training.finish_writing()
         # Finished runs only report their last row again, so there is nothing new to copy.
         mirror_note = "" if self.trial_config["finished"] else self.mirror.push_step()
         return report, "; ".join(filter(None, (report.note, mirror_note)))

@@ -86,8 +86,8 @@ _ADAPTER_SETTINGS: Settings = MappingProxyType(
     {"model.lora_rank": 64, "model.lora_alpha": 64, "actor.lr": 1e-5, "critic.lr": 1e-4}
 )
 
-# A state of the published model has 74 GB, and a sweep dozens of runs.
-_PAPER_SETTINGS: Settings = MappingProxyType({"trainer.keep_last": False})
+# A state of the published model has 74 GB, which take a while to write, and a sweep has dozens of runs.
+_PAPER_SETTINGS: Settings = MappingProxyType({"trainer.keep_last": False, "trainer.async_checkpoints": True})
 
 PRESETS: dict[str, Preset] = {
     "paper": Preset(_PAPER_SETTINGS, n_seeds=3, uses_gpus=True, small_gpu_settings=_ADAPTER_SETTINGS),

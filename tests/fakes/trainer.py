@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,8 @@ class FakeTrainer:
         if self.arm == HANGS:
             time.sleep(600)
 
-    def step(self) -> StepResult:
+    def step(self, before_update: Callable[[], None]) -> StepResult:
+        before_update()
         self.step_index += 1
         self.misbehave()
         (seed,) = self.seeds

@@ -40,6 +40,12 @@ WORKER_KILLS = (
     Kill("worker", "KILL", "between-steps"),
 )
 
+BACKGROUND_KILLS = (
+    Kill("worker", "KILL", "checkpoint"),
+    Kill("everything", "KILL", "checkpoint"),
+    Kill("worker", "KILL", "checkpoint"),
+)
+
 
 def find_cells(kills: Sequence[Kill]) -> list[Cell]:
     """Find the cells of these signals in the table of the attack."""
@@ -82,6 +88,19 @@ def test_a_killed_trial_goes_on_and_disturbs_no_other(tmp_path: Path, uninterrup
     assert killed.tally.count_errors() == 0
     assert killed.tally.most_recomputed_by_a_kill <= 1  # trainer.resume_every
     assert killed.tally.kills.total() >= len(WORKER_KILLS) - 1
+
+
+@pytest.mark.slow
+def test_a_kill_during_a_checkpoint_in_the_background_loses_nothing(
+    tmp_path: Path, uninterrupted_study: InterruptedStudy
+) -> None:
+    study = InterruptedStudy(tmp_path, STEPS, ["--set=trainer.async_checkpoints=true"])
+    killed = KilledStudy(study, random.Random(22))
+    outcomes = signal_study(killed, find_cells(BACKGROUND_KILLS))
+    assert [outcome.failure for outcome in outcomes if outcome.failure] == []
+    assert finish(killed, uninterrupted_study) == ""
+    assert killed.tally.count_errors() == 0
+    assert killed.tally.kills.total() >= len(BACKGROUND_KILLS) - 1
 
 
 def test_every_file_of_a_study_is_in_the_table_of_the_attack(uninterrupted_study: InterruptedStudy) -> None:

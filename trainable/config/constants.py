@@ -54,3 +54,7 @@ vocabulary of 151,936 they are 883 rows of logits, and a GPU would not multiply 
 
 ZERO_BUCKET_SIZE, ZERO_MAX_LIVE_PARAMETERS = 50_000_000, 1_000_000_000
 """Settings of DeepSpeed, in elements: its reduce bucket, and the parameters that stage 3 keeps gathered at once."""
+MAX_TENSORS_FILE_BYTES = 2**30
+"""Bytes of tensors per file of a checkpoint, unless a single tensor is larger."""
+MAX_DEFAULT_THREADS = 4
+"""Most CPU threads per GPU that a run gets where `trainer.num_threads` is null."""

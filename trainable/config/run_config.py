@@ -55,6 +55,7 @@ class RunConfig(BaseRunConfig):
                 *EXECUTION_SETTINGS,
                 "keep_best",
                 "keep_last",
+                "async_checkpoints",
                 "log_val_generations",
                 "n_gpus_per_node",
                 "strategy",

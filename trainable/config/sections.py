@@ -21,6 +21,7 @@ from trainable.config.choices import (
     FilterStrategy,
     PolicyLossKind,
 )
+from trainable.config.constants import MAX_DEFAULT_THREADS
 from trainable.config.game_sections import GAME_SECTIONS, CountdownConfig, FrozenLakeConfig, MastermindConfig
 from trainable.config.own_parts import Choice
 from trainable.config.section import Section
@@ -441,6 +442,9 @@ class TrainerConfig(BaseTrainerConfig):
         None,
         description="write it earlier, so that at most N seconds of training are lost; null: by steps only",
     )
+    async_checkpoints: bool = Field(
+        False, description="write checkpoints while the next step samples, instead of waiting for the disk"
+    )
     nonfinite_patience: int = Field(
         3, ge=1, description="fail the run after N consecutive steps that skip an update for non-finite numbers"
     )
@@ -499,7 +503,7 @@ class TrainerConfig(BaseTrainerConfig):
         ge=1,
         le=64,
         description="CPU threads per GPU of a run, for checkpoints, loading and vLLM's scheduler; null: its share of "
-        "the cores, at most 4; a run on the CPU has one",
+        f"the cores, at most {MAX_DEFAULT_THREADS}; a run on the CPU has one",
     )
     logger: tuple[Literal["console", "wandb", "tensorboard"], ...] = Field(
         ("console", "tensorboard"), description="add wandb to log to it offline; console and tensorboard are always on"

@@ -25,6 +25,7 @@ from trainable.config.run_config import RunConfig
 from trainable.ppo.evaluation import Evaluation
 from trainable.ppo.step_record import FinalEvaluation
 from trainable.ppo.trainer import Diagnostics, PPOTrainer, StepOutput
+from trainable.runs.training import do_nothing
 
 T = TypeVar("T")
 
@@ -157,9 +158,9 @@ class DistributedTrainer:
         """Steps trained so far."""
         return self.trainer.step_index
 
-    def step(self) -> StepOutput:
-        """Train once (see `PPOTrainer.step`)."""
-        return self._run_on_all_ranks("step", self.trainer.step)
+    def step(self, before_update: Callable[[], None] = do_nothing) -> StepOutput:
+        """Train once (see `PPOTrainer.step`). `before_update` is called on this rank, for which the others wait."""
+        return self._run_on_all_ranks("step", lambda: self.trainer.step(before_update))
 
     def evaluate_final(self) -> tuple[FinalEvaluation, list[Evaluation]]:
         """Evaluate at the end of a run (see `PPOTrainer.evaluate_final`)."""

@@ -67,6 +67,7 @@ from trainable.runs.failures import NonFiniteError
 from trainable.runs.flat_state import get_shapes
 from trainable.runs.nonfinite import add_step, check_finite
 from trainable.runs.run import Row
+from trainable.runs.training import do_nothing
 
 SHARED_VALUE_WEIGHT = 0.01
 """Weight of the value loss on a shared trunk. Scores reach 10.9, so squared errors reach about 100; unweighted, they
@@ -174,7 +175,7 @@ class PPOTrainer:
 
     # ------------------------------------------------------------------ the step
 
-    def step(self) -> StepOutput:
+    def step(self, before_update: Callable[[], None] = do_nothing) -> StepOutput:
         """Train one step, in the published order. Comments in the code refer to the numbers of this list.
 
         0. Before the first step, validate the base policy, unless an earlier run of this process has.
@@ -185,6 +186,8 @@ class PPOTrainer:
            sampled the episodes.
         8. Update the policy, and sync its weights to the sampling engine.
         9. If a validation is due, validate.
+
+        before_update: called before 7, which is the first change of the tensors that `get_state` has returned.
 
         A step without a batch has a record, but neither updates nor a validation. Raises NonFiniteError if the run
         cannot continue (see `check_finite`), and EngineMismatchError if the engine's log-probs differ after a sync.
@@ -206,6 +209,8 @@ class PPOTrainer:
             selection = filter_episodes(episodes, config.filter, config.env.group_size)  # 2
         self.consecutive_empty_steps = 0 if selection.episodes else self.consecutive_empty_steps + 1
         prepared = self._prepare_selected(selection, timer) if selection.episodes else None  # 3 to 6
+        if prepared:
+            before_update()
         critic_meter = self._update_critic(prepared, timer) if prepared and plan.critic else None  # 7
         gradients = self._analyze_gradients(episodes, timer) if plan.analysis else []
         policy_meter = self._update_policy(prepared, timer) if prepared and plan.policy else None  # 8

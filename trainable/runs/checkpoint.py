@@ -2,6 +2,9 @@
 
 A checkpoint is a folder. It is written under a temporary name and renamed once it is complete, so a folder with the
 final name is always complete. Checksums reveal later damage.
+
+The tensors of a large checkpoint are in several files, which threads write, hash and read at the same time: SHA-256 on
+one core is slower than a disk. Host memory is needed only for the files that are being written.
 """
 
 import errno
@@ -9,19 +12,26 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from trainable.config.constants import MAX_TENSORS_FILE_BYTES
 from trainable.files.json_values import parse_json
 from trainable.files.paths import check_path, compute_sha256, fsync_path, read_bytes, write_text
 from trainable.runs.run_files import CHECKSUMS_FILE
 
+T = TypeVar("T")
+U = TypeVar("U")
+
 TENSORS_FILE, VALUES_FILE = "state.safetensors", "state.json"
+"""TENSORS_FILE has the tensors of a checkpoint if they fit into one file."""
 
 _PARTIAL_CHECKPOINT = re.compile(r"\.step_\d+\.(?:writing|old|fetching)")
 """Folders of a dead process: being written, replaced by a newer one, or (with --storage) being downloaded."""
@@ -34,8 +44,13 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be used. The message names the file and says what is wrong with it."""
 
 
-def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+def write_checkpoint(
+    folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any], max_file_bytes: int = MAX_TENSORS_FILE_BYTES
+) -> None:
     """Write a checkpoint to `folder`, replacing an earlier one only after the new one is complete.
+
+    max_file_bytes: bytes of tensors per file, unless a single tensor is larger. torch's number of threads (see
+    `torch.set_num_threads`) is that of the files that are written at the same time.
 
     If writing fails, the earlier checkpoint stays, and the incomplete files are removed to free their disk space.
     """
@@ -44,7 +59,7 @@ def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], values: Mappin
     shutil.rmtree(staging_folder, ignore_errors=True)  # left by a process that died while writing
     staging_folder.mkdir()
     try:
-        _write_files(staging_folder, tensors, values)
+        _write_files(staging_folder, group_tensors(tensors, max_file_bytes), values)
     except BaseException as error:  # including KeyboardInterrupt
         shutil.rmtree(staging_folder, ignore_errors=True)
         if isinstance(error, SafetensorError):  # callers recognize a full disk only by an OSError, and then wait
@@ -55,15 +70,54 @@ def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], values: Mappin
     _replace_folder(staging_folder, folder)
 
 
-def _write_files(folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    # safetensors accepts neither views with gaps nor tensors that require gradients.
-    save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, folder / TENSORS_FILE)
+def group_tensors(tensors: Mapping[str, Tensor], max_bytes: int) -> dict[str, dict[str, Tensor]]:
+    """The tensors of each file by file name, in their order. A tensor above `max_bytes` has a file of its own.
+
+    Example:
+        >>> groups = group_tensors({"a": torch.zeros(2), "b": torch.zeros(1), "c": torch.zeros(2)}, max_bytes=12)
+        >>> {file_name: list(group) for file_name, group in groups.items()}
+        {'state-00001-of-00002.safetensors': ['a', 'b'], 'state-00002-of-00002.safetensors': ['c']}
+    """
+    groups: list[dict[str, Tensor]] = [{}]
+    group_bytes = 0
+    for name, tensor in tensors.items():
+        if groups[-1] and group_bytes + tensor.nbytes > max_bytes:
+            groups.append({})
+            group_bytes = 0
+        groups[-1][name] = tensor
+        group_bytes += tensor.nbytes
+    if len(groups) == 1:
+        return {TENSORS_FILE: groups[0]}
+    return {f"state-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
+
+
+def _write_files(folder: Path, groups: Mapping[str, Mapping[str, Tensor]], values: Mapping[str, Any]) -> None:
+    def write_tensors(name: str) -> str:
+        # safetensors accepts neither views with gaps nor tensors that require gradients.
+        tensors = {key: tensor.detach().contiguous().cpu() for key, tensor in groups[name].items()}
+        save_file(tensors, folder / name)
+        fsync_path(folder / name)
+        return compute_sha256(folder / name)
+
+    checksums = dict(zip(groups, _map_in_threads(write_tensors, groups), strict=True))
     write_text(folder / VALUES_FILE, json.dumps(values, sort_keys=True))
-    checksums = {name: compute_sha256(folder / name) for name in (TENSORS_FILE, VALUES_FILE)}
-    write_text(folder / CHECKSUMS_FILE, json.dumps(checksums))
     # Everything must be on disk before the folder is renamed. Otherwise a crash of the machine could keep the new name
-    # but lose the contents. `write_text` has synced the other files and the folder.
-    fsync_path(folder / TENSORS_FILE)
+    # but lose the contents. `write_text` syncs the file and the folder.
+    write_text(folder / CHECKSUMS_FILE, json.dumps({**checksums, VALUES_FILE: compute_sha256(folder / VALUES_FILE)}))
+
+
+def _map_in_threads(function: Callable[[T], U], items: Iterable[T]) -> list[U]:
+    """`function` of each item, as many at a time as torch has threads. Raise the first error once these have ended."""
+    items = list(items)
+    n_threads = min(len(items), torch.get_num_threads())
+    if n_threads <= 1:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(n_threads) as executor:
+        try:
+            return list(executor.map(function, items))
+        except BaseException:
+            executor.shutdown(cancel_futures=True)
+            raise
 
 
 def _as_os_error(error: SafetensorError) -> OSError:
@@ -100,10 +154,17 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         check_path(source.parent, source)
         checksums = _read_checksums(source / CHECKSUMS_FILE)
-        for name in (TENSORS_FILE, VALUES_FILE):
+
+        def check_file(name: str) -> None:
             if compute_sha256(source / name) != checksums[name]:
                 raise CheckpointError(f"{source / name} is damaged: it does not match its recorded checksum.")
-        return load_file(source / TENSORS_FILE), _read_values(source / VALUES_FILE)
+
+        _map_in_threads(check_file, checksums)
+        tensors: dict[str, Tensor] = {}
+        for name in checksums:
+            if name != VALUES_FILE:
+                tensors |= load_file(source / name)
+        return tensors, _read_values(source / VALUES_FILE)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{source} is not a complete checkpoint: {error}.") from error
 
@@ -127,15 +188,28 @@ def _read_values(path: Path) -> dict[str, Any]:
 
 
 def _read_checksums(path: Path) -> dict[str, str]:
-    """The SHA-256 of each file, by file name.
+    """The SHA-256 of each file of a checkpoint, by file name.
 
     Raises CheckpointError for other contents, and OSError if `path` cannot be read.
     """
     try:
         checksums: dict[str, str] = parse_json(read_bytes(path))
-        return {name: checksums[name] for name in (TENSORS_FILE, VALUES_FILE)}
+        names = _list_tensors_files(set(checksums) - {VALUES_FILE})
+        return {name: checksums[name] for name in (*names, VALUES_FILE)}
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}.") from error
+
+
+def _list_tensors_files(names: set[str]) -> list[str]:
+    """The names in their order. Raise ValueError unless they are those of all files with tensors of one checkpoint.
+
+    A name from a folder of unknown origin is therefore never a path to somewhere else.
+    """
+    count = len(names)
+    numbered_names = {f"state-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)}
+    if not names or names not in ({TENSORS_FILE}, numbered_names):
+        raise ValueError("it does not name the files of a checkpoint")
+    return sorted(names)
 
 
 def write_rolling_checkpoint(

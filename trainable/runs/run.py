@@ -1,6 +1,7 @@
 """One run on disk, the same for every family of studies: its lock, rows and checkpoints, and whether it is over."""
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -256,29 +257,30 @@ class Run:
         if not (self.failure or self.keeps_final_state):
             remove_checkpoints(self.run_dir / STATE_FOLDER, self.best_step)
 
-    def save_checkpoint(self, state: TrainerState, *, is_rolling: bool, is_permanent: bool) -> None:
-        """Write a checkpoint as the newest rolling one (`is_rolling`), as a saved one (`is_permanent`), or as both.
+    def prepare_checkpoint(self, state: TrainerState, *, is_rolling: bool, is_permanent: bool) -> Callable[[], None]:
+        """A function that writes a checkpoint as the newest rolling one, as a saved one, or as both.
 
-        Once the run is over, its last rolling checkpoint is the only one that stays, to save disk space, and that of
-        its best row if it is wanted.
+        It writes what the run is now, even if more rows follow before it is called; only the tensors must not change
+        until then. Once the run is over, its last rolling checkpoint is the only one that stays, to save disk space,
+        and that of its best row if it is wanted.
         """
         step = state.values["step"]
         # The settings show a later start whether the checkpoint belongs to its run, and the end of the rows whether
         # they are still those that it stands on (`_validate_checkpoint`).
         row_end = list(self._ends[METRICS_FILE])
-        values = {**state.values, "settings": self.settings.model_dump(mode="json"), "row_end": row_end}
+        settings = self.settings.model_dump(mode="json")
+        values = deepcopy({**state.values, "settings": settings, "row_end": row_end})
+        # Views, because tensors that are swapped to a GPU stay the same objects, whose data is then somewhere else.
+        tensors = {name: tensor.detach() for name, tensor in state.tensors.items()}
+        writes: list[Callable[[], None]] = []
         if is_permanent:
-            self._write(partial(write_checkpoint, self.checkpoint_dir / f"global_step_{step}", state.tensors, values))
+            writes.append(partial(write_checkpoint, self.checkpoint_dir / f"global_step_{step}", tensors, values))
         if is_rolling:
-            max_to_keep = 1 if self.is_over else MAX_ROLLING_CHECKPOINTS
-            self._write(
-                partial(
-                    write_rolling_checkpoint,
-                    self.run_dir / STATE_FOLDER,
-                    step,
-                    state.tensors,
-                    values,
-                    max_to_keep,
-                    self.best_step,
-                )
-            )
+            folder, max_to_keep = self.run_dir / STATE_FOLDER, 1 if self.is_over else MAX_ROLLING_CHECKPOINTS
+            writes.append(partial(write_rolling_checkpoint, folder, step, tensors, values, max_to_keep, self.best_step))
+
+        def write_all() -> None:
+            for write in writes:
+                self._write(write)
+
+        return write_all

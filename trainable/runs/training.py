@@ -5,6 +5,7 @@ Each row is on disk before it is reported, and before the checkpoint after the s
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,8 +47,8 @@ class Trainer(Protocol):
         """Number of steps trained so far."""
         ...
 
-    def step(self) -> StepResult:
-        """Train one step."""
+    def step(self, before_update: Callable[[], None]) -> StepResult:
+        """Train one step. before_update: called before the step changes a tensor that `get_state` has returned."""
         ...
 
     def evaluate_final(self, seed: int, row: Row) -> tuple[Row, LinesByFile]:
@@ -68,6 +69,10 @@ class Trainer(Protocol):
     def close(self) -> None:
         """Release resources other than memory: engines and other processes."""
         ...
+
+
+def do_nothing() -> None:
+    """Nothing waits for an update: no checkpoint is being written."""
 
 
 def never_stop(rows: Sequence[Row], settings: Any, rules: Sequence[str]) -> StopDecision | None:
@@ -129,6 +134,8 @@ class TrainingLoop:
         code: the texts of the files of the user whose parts the settings name, by file name; may be left out.
         best_column: the column whose largest value marks a checkpoint that stays; empty or left out if none does.
         keeps_last: whether the last rolling checkpoint of a run stays after its end; True if left out.
+        async_checkpoints: whether checkpoints are written while the next step samples; False if left out. Those of runs
+            that end, and those of an interrupted study, never are.
         interrupts: paths of files. Once one of them exists, the step under way is the last one of this start.
     read_clock: the time in seconds, which says when a rolling checkpoint is due.
 
@@ -150,6 +157,8 @@ class TrainingLoop:
         self._interrupt_paths = tuple(map(Path, trial_config["interrupts"]))
         self._best_column = str(trial_config.get("best_column", ""))
         self._keeps_last = bool(trial_config.get("keeps_last", True))
+        self._writer = ThreadPoolExecutor(1) if trial_config.get("async_checkpoints") else None
+        self._pending_write: Future[None] | None = None
         self.notes: list[str] = []
         self.trainer: Trainer | None = None
         identity = {"study": trial_config["study"], "arm": trial_config["arm"]}
@@ -225,6 +234,9 @@ class TrainingLoop:
 
     def close(self) -> None:
         """Close the trainer, and allow other processes to train the runs."""
+        # Here a checkpoint is pending only after an error, whose message must not be hidden by one about the writing.
+        if self._writer is not None:
+            self._writer.shutdown()
         if self.trainer is not None:
             self.trainer.close()
             self.trainer = None
@@ -240,7 +252,7 @@ class TrainingLoop:
             return self._make_report(last_rows, is_saved=True, is_replayed=True)
         while True:  # a trainer may have no row at a step: update rules have one per evaluation
             started_at = self._read_clock()
-            result = self.trainer.step()
+            result = self.trainer.step(self.finish_writing)
             rows = self._record_rows(self.trainer, result)
             self._longest_step_seconds = max(self._longest_step_seconds, self._read_clock() - started_at)
             is_saved = self._save_checkpoints(self.trainer, result)
@@ -270,7 +282,7 @@ class TrainingLoop:
         return {self.runs[seed].run_id: self.runs[seed].rows[-1] for seed in result.rows}
 
     def _save_checkpoints(self, trainer: Trainer, result: StepResult) -> bool:
-        """Write the checkpoints that are due after this step; return whether rolling ones were due.
+        """Write the checkpoints that are due after this step; return whether rolling ones are on disk.
 
         Rolling checkpoints of all runs that continue are also due when a run ends or fails. From the next step on, the
         other runs are batched without it, and sums over a smaller batch round differently. A resume from an older
@@ -286,21 +298,45 @@ class TrainingLoop:
         is_best = any(run.best_step is not None and run.best_step == step for run in self.runs.values())
         is_due = bool(ended_seeds or result.failures or is_best) or self._is_interrupted() or self._is_resume_due(step)
         is_permanent = trainer_settings.save_freq > 0 and step % trainer_settings.save_freq == 0
+        if is_due or is_permanent:
+            self.finish_writing()
         # A run that has just ended may have left `trainer.seeds`, so it is saved separately.
         for seed in ended_seeds:
             run, is_saved = self.runs[seed], trainer_settings.save_freq > 0
             if run.keeps_final_state or is_saved:
-                run.save_checkpoint(trainer.get_state(seed), is_rolling=run.keeps_final_state, is_permanent=is_saved)
+                state = trainer.get_state(seed)
+                run.prepare_checkpoint(state, is_rolling=run.keeps_final_state, is_permanent=is_saved)()
             run.remove_unwanted_state()
-        if is_due or is_permanent:
-            for seed in trainer.seeds:
-                if not self.runs[seed].is_over:
-                    self.runs[seed].save_checkpoint(
-                        trainer.get_state(seed), is_rolling=is_due, is_permanent=is_permanent
-                    )
+        open_runs = {seed: self.runs[seed] for seed in trainer.seeds if not self.runs[seed].is_over}
+        writes = [
+            run.prepare_checkpoint(trainer.get_state(seed), is_rolling=is_due, is_permanent=is_permanent)
+            for seed, run in open_runs.items()
+            if is_due or is_permanent
+        ]
+        # An interrupted study ends with this step, and waits for it.
+        is_waiting = bool(ended_seeds or result.failures) or self._is_interrupted()
+        self._write_all(writes, in_background=not is_waiting)
         if is_due:
             self._saved_at = self._read_clock()
-        return is_due
+        return is_due and self._pending_write is None
+
+    def _write_all(self, writes: Sequence[Callable[[], None]], in_background: bool) -> None:
+        """Call `writes` one after another, in the background if that was asked for."""
+
+        def write_all() -> None:
+            for write in writes:
+                write()
+
+        if writes and in_background and self._writer is not None:
+            self._pending_write = self._writer.submit(write_all)
+        else:
+            write_all()
+
+    def finish_writing(self) -> None:
+        """Wait until no checkpoint is being written any more. Raise the error of the writing if there is one."""
+        if self._pending_write is not None:
+            pending_write, self._pending_write = self._pending_write, None
+            pending_write.result()
 
     def _is_resume_due(self, step: int) -> bool:
         """Whether trainer.resume_every or trainer.resume_seconds asks for a rolling checkpoint after `step`.
@@ -313,7 +349,10 @@ class TrainingLoop:
         return is_late or step % trainer_settings.resume_every == 0  # the settings have resume_every >= 1
 
     def _make_report(self, rows: dict[str, Row], is_saved: bool, is_replayed: bool) -> StepReport:
-        note, self.notes = "; ".join(self.notes), []  # each event is reported once
+        # Each event is reported once. The list stays the same object, since a checkpoint may be written meanwhile.
+        n_notes = len(self.notes)
+        note = "; ".join(self.notes[:n_notes])
+        del self.notes[:n_notes]
         steps = {row["step"] for run in self.runs.values() for row in run.rows}
         failures = {run.run_id: run.failure for run in self.runs.values() if run.failure}
         full_rows = {run_id: {**self.family.make_empty_row(self.settings), **row} for run_id, row in rows.items()}

@@ -12,7 +12,14 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from trainable.config.choices import EXACT_KL
-from trainable.config.constants import CHUNK_ELEMENTS, TOKENS_PER_PASS, ZERO_BUCKET_SIZE, ZERO_MAX_LIVE_PARAMETERS
+from trainable.config.constants import (
+    CHUNK_ELEMENTS,
+    MAX_DEFAULT_THREADS,
+    MAX_TENSORS_FILE_BYTES,
+    TOKENS_PER_PASS,
+    ZERO_BUCKET_SIZE,
+    ZERO_MAX_LIVE_PARAMETERS,
+)
 from trainable.config.run_config import RunConfig
 from trainable.rollout.kv_cache_size import (
     compute_conversation_kv_bytes,
@@ -454,8 +461,19 @@ def _list_sharding_allocations(shape: ModelShape, config: RunConfig, reference_b
 
 
 def compute_saving_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """Bytes of host memory of a run while it saves a checkpoint: rank 0 collects all weights and moments."""
-    return (FLOAT32 + MOMENT_BYTES) * sum(count_trained_parameters(shape, config).values())
+    """Bytes of host memory that a run needs in addition while it saves a checkpoint.
+
+    Of several ranks, rank 0 collects all weights and moments. A single one copies the files that it writes at the same
+    time, unless their tensors are in host memory anyway.
+    """
+    state_bytes = (FLOAT32 + MOMENT_BYTES) * sum(count_trained_parameters(shape, config).values())
+    if count_ranks(config) > 1:
+        return state_bytes
+    if config.trainer.swap_to_host:
+        return 0
+    largest_tensor = max(size for sizes in list_trained_tensor_sizes(shape, config).values() for size in sizes)
+    file_bytes = max(MAX_TENSORS_FILE_BYTES, FLOAT32 * largest_tensor)
+    return min(state_bytes, (config.trainer.num_threads or MAX_DEFAULT_THREADS) * file_bytes)
 
 
 def _list_pass_allocations(shape: ModelShape, config: RunConfig) -> list[Allocation]:

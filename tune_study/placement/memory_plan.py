@@ -327,10 +327,9 @@ def format_memory_plan(memory_plan: MemoryPlan) -> list[str]:
             f"Extra CPU memory: {format_gib(memory_plan.host_bytes)} GiB for each run, {all_runs_text} GiB for "
             f"{memory_plan.runs_per_node} at once."
         )
-    saving_text = format_gib(memory.compute_saving_bytes(memory_plan.shape, config))
-    sentences.append(
-        f"CPU memory while a run saves a checkpoint: {saving_text} GiB more. Loading reads one tensor at a time."
-    )
+    saving_bytes = memory.compute_saving_bytes(memory_plan.shape, config)
+    saving_text = f"{format_gib(saving_bytes)} GiB more" if saving_bytes else "no more"
+    sentences.append(f"CPU memory while a run saves a checkpoint: {saving_text}. Loading reads one tensor at a time.")
     return [*sentences, *([_format_fit(memory_plan)] if memory_plan.fits else [])]
 
 

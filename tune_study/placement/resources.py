@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from trainable.config.base_config import BaseTrainerConfig
+from trainable.config.constants import MAX_DEFAULT_THREADS
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import TrainerConfig
 from trainable.config.setting_types import format_value
@@ -25,8 +26,6 @@ DEEPSPEED = "deepspeed==0.19.8"
 _GPU_ID = re.compile(r"0|[1-9][0-9]{0,3}")
 _MIN_GPU_FRACTION = 0.0001
 """Ray's resolution of fractions (its MIN_RESOURCE_GRANULARITY)."""
-_MAX_THREADS = 4
-"""Maximum number of threads per GPU that a run gets by itself."""
 _SHORT_NAME = re.compile(r"\b(B\d{2,3}|H\d{2,3}|A\d{2,3}|L\d{2,3}|V100|T4|P100|K80)")
 """The model of an NVIDIA data-center GPU within its product name, such as H100 in `NVIDIA H100 80GB HBM3`."""
 
@@ -179,14 +178,14 @@ def preflight(
 
 
 def choose_threads(trainer: BaseTrainerConfig, cores: int, n_processes: int) -> Mapping[str, object]:
-    """The setting of the threads of a run on GPUs: its share of `cores`, at most _MAX_THREADS; else no setting.
+    """The setting of the threads of a run on GPUs: its share of `cores`, at most MAX_DEFAULT_THREADS; else no setting.
 
     n_processes: processes that run at once, one per GPU of a run. Copies, hashing, tokenization and vLLM's scheduler
     use the threads while the GPU waits. A number that was typed stays.
     """
     if not isinstance(trainer, TrainerConfig) or not trainer.n_gpus_per_node or trainer.num_threads is not None:
         return {}
-    return {"trainer.num_threads": max(1, min(_MAX_THREADS, cores // n_processes))}
+    return {"trainer.num_threads": max(1, min(MAX_DEFAULT_THREADS, cores // n_processes))}
 
 
 def _find_ignored_settings(trainer: TrainerConfig) -> tuple[str, ...]:

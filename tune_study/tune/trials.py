@@ -122,6 +122,7 @@ def make_trial_config(
         "interrupts": [str(interrupt.path), str(interrupt.get_arm_path(first_spec.arm))] if interrupt else [],
         "best_column": family.primary_metric if first_spec.keeps_best else "",
         "keeps_last": first_spec.keeps_last,
+        "async_checkpoints": first_spec.async_checkpoints,
         "storage": plan.study_uri,
         "storage_patience": plan.base_config.trainer.disk_patience,
     }

@@ -1,13 +1,18 @@
 import json
 import os
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trainable.files.paths import compute_sha256
 from trainable.runs.checkpoint import (
     CheckpointError,
+    group_tensors,
     iter_checkpoints,
     read_checkpoint,
     read_values,
@@ -231,3 +236,91 @@ def test_the_values_are_read_without_the_tensors(tmp_path: Path) -> None:
     (folder / "state.json").write_text((folder / "state.json").read_text().replace("12", "13"))
     with pytest.raises(CheckpointError, match=r"state\.json is damaged"):
         read_values(folder)
+
+
+NUMBERED_FILES = tuple(f"state-0000{number}-of-00003.safetensors" for number in (1, 2, 3))
+
+
+@pytest.fixture(params=[1, 3], ids=["one thread", "three threads"])
+def several_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run a test with different numbers of threads."""
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(n_threads)
+
+
+def write_in_three_files(folder: Path, step: int = 7) -> Path:
+    write_checkpoint(folder, TENSORS, {**VALUES, "step": step}, max_file_bytes=28)
+    return folder
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.integers(0, 40))
+def test_files_have_every_tensor_once_and_are_as_full_as_allowed(sizes: list[int], max_bytes: int) -> None:
+    tensors = {f"t{number}": torch.zeros(size) for number, size in enumerate(sizes)}
+    groups = group_tensors(tensors, max_bytes)
+    assert [name for group in groups.values() for name in group] == list(tensors)
+    assert list(groups) == sorted(groups)
+    group_bytes = [sum(tensor.nbytes for tensor in group.values()) for group in groups.values()]
+    assert all(size <= max_bytes or len(group) == 1 for size, group in zip(group_bytes, groups.values(), strict=True))
+    for (size, _), (_, next_group) in pairwise(zip(group_bytes, groups.values(), strict=True)):
+        assert size + next(iter(next_group.values())).nbytes > max_bytes
+
+
+def test_tensors_in_several_files_are_read_bit_for_bit(tmp_path: Path, several_threads: None) -> None:
+    folder = write_in_three_files(tmp_path / "state")
+    assert sorted(path.name for path in folder.iterdir()) == sorted((*NUMBERED_FILES, *FILES[1:]))
+    assert has_step(folder, 7)
+    write_step(folder, 8)  # as one file again, as earlier versions wrote it
+    assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
+    assert has_step(folder, 8)
+
+
+@pytest.mark.parametrize("name", NUMBERED_FILES)
+def test_each_of_several_files_is_checked(tmp_path: Path, name: str, several_threads: None) -> None:
+    path = write_in_three_files(tmp_path / "state") / name
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=f"{name} is damaged"):
+        read_checkpoint(tmp_path / "state")
+    path.unlink()
+    with pytest.raises(CheckpointError, match=name):
+        read_checkpoint(tmp_path / "state")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("../state.safetensors",),
+        ("state.safetensors", NUMBERED_FILES[0]),
+        NUMBERED_FILES[:2],
+        (*NUMBERED_FILES[:2], "state-00004-of-00003.safetensors"),
+        (),
+    ],
+    ids=["elsewhere", "two kinds", "one is missing", "a wrong number", "none"],
+)
+def test_checksums_must_name_the_files_of_one_checkpoint(tmp_path: Path, names: tuple[str, ...]) -> None:
+    folder = write_in_three_files(tmp_path / "state")
+    (folder / "checksums.json").write_text(json.dumps(dict.fromkeys((*names, "state.json"), "0")))
+    with pytest.raises(CheckpointError, match=r"checksums\.json is damaged: it does not name the files"):
+        read_checkpoint(folder)
+
+
+def test_an_error_in_one_of_several_threads_leaves_the_old_one(
+    tmp_path: Path, several_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_in_three_files(tmp_path / "state", 1)
+    sync, n_synced = os.fsync, [0]
+
+    def fail_once(handle: int) -> None:
+        n_synced[0] += 1
+        if n_synced[0] == 2:
+            raise OSError(28, "No space left on device")
+        sync(handle)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail_once)
+        with pytest.raises(OSError, match="No space left"):
+            write_in_three_files(tmp_path / "state", 2)
+    assert has_step(tmp_path / "state", 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]

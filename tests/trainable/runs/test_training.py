@@ -2,12 +2,14 @@
 
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from analysis.data.episodes import read_episodes
 from tests.fakes.trials import (
@@ -21,6 +23,7 @@ from tests.fakes.trials import (
     start_trial,
 )
 from trainable.families import LANGUAGE_MODEL, SingleRunTrainer
+from trainable.ppo.trainer import PPOTrainer
 from trainable.runs import run
 from trainable.runs.checkpoint import iter_checkpoints, read_checkpoint, write_checkpoint
 from trainable.runs.run_files import RunLines, RunLockedError, read_rows
@@ -103,9 +106,9 @@ def test_states_are_written_by_steps_and_by_seconds(
     )
     train = SingleRunTrainer.step
 
-    def train_for_a_while(trainer: SingleRunTrainer) -> StepResult:
+    def train_for_a_while(trainer: SingleRunTrainer, before_update: Callable[[], None]) -> StepResult:
         now[0] += remaining.pop(0)
-        return train(trainer)
+        return train(trainer, before_update)
 
     monkeypatch.setattr(SingleRunTrainer, "step", train_for_a_while)
     loop = TrainingLoop(LANGUAGE_MODEL, config, lambda: now[0])
@@ -139,8 +142,8 @@ def test_the_state_of_the_best_validation_stays(
 ) -> None:
     remaining, train = list(values), SingleRunTrainer.step
 
-    def train_to_a_value(trainer: SingleRunTrainer) -> StepResult:
-        result = train(trainer)
+    def train_to_a_value(trainer: SingleRunTrainer, before_update: Callable[[], None]) -> StepResult:
+        result = train(trainer, before_update)
         rows = {seed: {**row, "val_success": remaining.pop(0)} for seed, row in result.rows.items()}
         return replace(result, rows=rows)
 
@@ -181,6 +184,121 @@ def test_a_run_that_dies_between_row_and_checkpoint_repeats_the_row(
     resumed = start_trial(tmp_path)
     assert [row["step"] for row in get_rows(resumed)] == [1]
     assert [resumed.step()["step"] for _ in range(2)] == [2, 3]
+    compare(tmp_path, uninterrupted_run)
+
+
+def make_async_loop(folder: Path, **settings: object) -> TrainingLoop:
+    return TrainingLoop(LANGUAGE_MODEL, {**make_trial_config(folder, **settings), "async_checkpoints": True})
+
+
+def test_a_checkpoint_is_written_while_the_next_step_samples_and_before_it_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted_run: UninterruptedRun
+) -> None:
+    events: list[str] = []
+    has_sampled, is_updating = threading.Event(), threading.Event()
+    write, collect, update = run.write_rolling_checkpoint, PPOTrainer._collect_episodes, PPOTrainer._update_critic
+
+    def write_late(folder: Path, step: int, *arguments: Any) -> None:
+        if step < 3:  # the last one is written before the step ends
+            assert has_sampled.wait(60)
+            assert not is_updating.wait(0.2)
+        write(folder, step, *arguments)
+        events.append(f"wrote {step}")
+
+    def collect_and_tell(trainer: PPOTrainer) -> Any:
+        episodes = collect(trainer)
+        events.append(f"sampled {trainer.step_index}")
+        is_updating.clear()
+        has_sampled.set()
+        return episodes
+
+    def tell_and_update(trainer: PPOTrainer, *arguments: Any) -> Any:
+        events.append(f"updates {trainer.step_index}")
+        is_updating.set()
+        has_sampled.clear()
+        return update(trainer, *arguments)
+
+    monkeypatch.setattr(run, "write_rolling_checkpoint", write_late)
+    monkeypatch.setattr(PPOTrainer, "_collect_episodes", collect_and_tell)
+    monkeypatch.setattr(PPOTrainer, "_update_critic", tell_and_update)
+    loop = make_async_loop(tmp_path)
+    try:
+        reports = [loop.step() for _ in range(3)]
+    finally:
+        loop.close()
+    expected = ["sampled 1", "updates 1"]
+    for step in (2, 3):
+        expected += [f"sampled {step}", f"wrote {step - 1}", f"updates {step}"]
+    assert events == [*expected, "wrote 3"]
+    assert [report.is_saved for report in reports] == [False, False, True]
+    compare(tmp_path, uninterrupted_run)
+
+
+def test_checkpoints_in_the_background_equal_those_that_a_run_waits_for(tmp_path: Path) -> None:
+    settings = {"trainer__resume_every": 1, "trainer__save_freq": 1}
+    trainable = start_trial(tmp_path / "plain", **settings)
+    for _ in range(3):
+        trainable.step()
+    trainable.cleanup()
+    loop = make_async_loop(tmp_path / "async", **settings)
+    while not loop.is_over:
+        loop.step()
+    loop.close()
+    for step in (1, 2, 3):
+        states = [read_checkpoint(tmp_path / name / "saved" / f"global_step_{step}") for name in ("plain", "async")]
+        (tensors, values), (other_tensors, other_values) = states
+        assert tensors.keys() == other_tensors.keys()
+        assert all(torch.equal(tensor, other_tensors[name]) for name, tensor in tensors.items())
+        for state_values in (values, other_values):
+            for name in ("seconds_total", "row_end"):  # the checksum of a row covers its seconds
+                del state_values[name]
+        assert values == other_values
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True], ids=["trains on", "interrupted"])
+def test_an_error_of_a_checkpoint_in_the_background_reaches_the_run(
+    is_interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted_run: UninterruptedRun
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise PermissionError("read-only")
+
+    loop = make_async_loop(tmp_path, interrupt=str(tmp_path / "interrupt"))
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(run, "write_rolling_checkpoint", fail)
+            loop.step()
+            if is_interrupted:
+                (tmp_path / "interrupt").touch()
+            with pytest.raises(PermissionError, match="read-only"):
+                loop.step()
+    finally:
+        loop.close()
+    (tmp_path / "interrupt").unlink(missing_ok=True)
+    loop = make_async_loop(tmp_path)  # nothing was saved: the steps are trained again
+    try:
+        assert [loop.step().last_step for _ in range(3)] == [1, 2, 3]
+    finally:
+        loop.close()
+    compare(tmp_path, uninterrupted_run)
+
+
+def test_an_interrupted_study_has_its_checkpoint_when_the_step_is_reported(
+    tmp_path: Path, uninterrupted_run: UninterruptedRun
+) -> None:
+    interrupt = tmp_path / "interrupt"
+    loop = make_async_loop(tmp_path, interrupt=str(interrupt))
+    try:
+        assert not loop.step().is_saved
+        interrupt.touch()
+        assert loop.step().is_saved
+        assert find_newest_checkpoint(tmp_path).name == "step_2"
+    finally:
+        loop.close()
+    loop = make_async_loop(tmp_path)
+    try:
+        assert loop.step().last_step == 3
+    finally:
+        loop.close()
     compare(tmp_path, uninterrupted_run)
 
 

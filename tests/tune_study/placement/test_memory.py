@@ -337,6 +337,23 @@ def test_stage_3_of_the_3b_by_hand() -> None:
     assert memory.compute_saving_bytes(read_shape("Qwen/Qwen2.5-3B"), config) == 12 * policy
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected_bytes"),
+    [
+        # Four files at a time, of which the largest has the embedding alone; then two.
+        ({}, 4 * 4 * 151_936 * 2048),
+        ({"trainer__num_threads": 2}, 2 * 4 * 151_936 * 2048),
+        ({"trainer__swap_to_host": True}, 0),
+        # Adapters of rank 1 and the value head of their critic are smaller than a file.
+        ({"model__lora_rank": 1}, 12 * (2 * 36 * (2 * 4096 + 2 * 2304 + 3 * 13_056) + 2049)),
+    ],
+    ids=["default", "two threads", "swapped", "adapters"],
+)
+def test_a_checkpoint_of_the_3b_needs_host_memory_for_its_files(settings: dict[str, Any], expected_bytes: int) -> None:
+    config = make_paper_config(**settings)
+    assert memory.compute_saving_bytes(read_shape("Qwen/Qwen2.5-3B"), config) == expected_bytes
+
+
 def test_the_3b_with_adapters_by_hand() -> None:
     gpu_bytes = list_gpu_bytes(make_paper_config(actor__use_kl_loss=True, model__lora_rank=64))
     policy, embedding, hidden, wide, kv = 3_085_938_688, 151_936 * 2048, 2048, 11_008, 256

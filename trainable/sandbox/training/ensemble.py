@@ -11,7 +11,7 @@ from torch import Tensor
 from trainable.config.base_config import BaseRunConfig
 from trainable.runs.nonfinite import format_names
 from trainable.runs.run import LinesByFile, Row, TrainerState
-from trainable.runs.training import StepResult
+from trainable.runs.training import StepResult, do_nothing
 from trainable.sandbox.batch.slices import slice_member, stack_members
 
 Batch = TypeVar("Batch")
@@ -96,7 +96,7 @@ class EnsembleTrainer:
         self.final_states: dict[int, TrainerState] = {}
         self._start_time, self._resumed_seconds, self._seconds_at_last_row = time.perf_counter(), 0.0, 0.0
 
-    def step(self) -> StepResult:
+    def step(self, before_update: Callable[[], None] = do_nothing) -> StepResult:
         """Train on one batch, in the order of the source: evaluate, sample, check the stop rule, update.
 
         After the last batch, the next call evaluates, and every member ends. A member that a rule stops ends before it
@@ -113,6 +113,7 @@ class EnsembleTrainer:
         # that continue can repeat the step, and draw the same batch.
         if stop_columns := self.algorithm.find_stops(batch, step):
             return self._end_members(stop_columns)
+        before_update()
         update_result = self.algorithm.train(batch, step, is_row)
         self.step_index += 1
         rows = self._make_rows({**evaluation, **update_result.metrics}, step) if is_row else {}
