@@ -62,6 +62,26 @@ ALIASES: dict[str, str] = {
     "ray_kwargs.ray_init.num_cpus": "trainer.ray_num_cpus",
 }
 
+SYNONYMS: dict[str, str] = {
+    "learning_rate": "lr",
+    "beta": "kl_loss_coef",
+    "kl_coef": "kl_loss_coef",
+    "entropy_coef": "entropy_coeff",
+    "ent_coef": "entropy_coeff",
+    "epsilon": "clip_ratio_low",
+    "epsilon_high": "clip_ratio_high",
+    "num_iterations": "ppo_epochs",
+    "epochs": "ppo_epochs",
+    "num_generations": "group_size",
+    "max_completion_length": "response_length",
+    "max_steps": "total_training_steps",
+    "steps": "total_training_steps",
+    "eval_steps": "test_freq",
+    "save_steps": "save_freq",
+    "max_grad_norm": "grad_clip",
+}
+"""Names that other trainers give to settings, with the last part of the name that they have here."""
+
 MISSING_FEATURES: dict[str, str] = {
     "tensor_model_parallel_size": "Tensor parallelism is missing: every GPU of a run has a vLLM of its own, and each "
     "gets all weights of the policy. Leave it out, and choose a model of which one GPU holds a copy in bfloat16.",

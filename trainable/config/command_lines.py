@@ -2,9 +2,13 @@
 
 import os
 import shlex
+import sys
 from pathlib import Path
 
-PROGRAM = "python -m tune_study"
+INSTALLED_PROGRAM = "tune-study"
+"""The command that the installation of the package adds to an environment."""
+PROGRAM = INSTALLED_PROGRAM if Path(sys.argv[0]).name == INSTALLED_PROGRAM else "python -m tune_study"
+"""How this program was typed, and how it is typed in the commands that it prints."""
 
 
 def format_command(*arguments: str | Path, program: str = PROGRAM) -> str:

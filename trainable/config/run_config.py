@@ -7,7 +7,7 @@ defaults are the published values (paper scale); `search_spaces/declaration/pres
 import difflib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from trainable.config.alarm_rule import parse_alarm_rule
-from trainable.config.aliases import ALIASES, MISSING_FEATURES
+from trainable.config.aliases import ALIASES, MISSING_FEATURES, SYNONYMS
 from trainable.config.base_config import EXECUTION_SETTINGS, BaseRunConfig
 from trainable.config.choices import FILTER_STRATEGIES, POLICY_LOSSES, find_unused_settings
 from trainable.config.command_lines import format_command
@@ -347,24 +347,38 @@ def resolve_key(key: str, config_type: type[BaseRunConfig] = RunConfig) -> str:
         raise ConfigError(
             f"`{format_value(key)}` is a setting of several sections: type one of {', '.join(matching_fields)}."
         )
-    # Two searches: one over the whole key, for a wrong section, and one over its last part, for a misspelled setting in
-    # any section. Last parts are short, so similar ones are more often similar by chance: hence the higher cutoff.
-    field_by_suffix = {name.rsplit(".", 1)[-1]: name for name in fields}
-    nearest = difflib.get_close_matches(key, [*fields, *aliases], n=3, cutoff=0.5)
-    nearest += [
-        field_by_suffix[tail]
-        for tail in difflib.get_close_matches(key.rsplit(".", 1)[-1], field_by_suffix, n=3, cutoff=0.6)
-    ]
+    nearest = _find_nearest_keys(key, fields, aliases)
     section = key.split(".")[0]
     section_fields = (
         [name for name in fields if name.startswith(section + ".")] if section in config_type.model_fields else []
     )
-    hint = f" Nearest: {', '.join(dict.fromkeys(nearest))}." if nearest else ""
+    hint = f" Nearest: {', '.join(nearest)}." if nearest else ""
     hint += f" The section has: {', '.join(section_fields)}." if section_fields else ""
     raise ConfigError(
         f"There is no setting `{format_value(key)}`.{hint} "
         f"`{format_command(*config_type.list_command.split(), '--all')}` lists all with their meaning."
     )
+
+
+def _find_nearest_keys(key: str, fields: Sequence[str], aliases: Iterable[str]) -> list[str]:
+    """The keys that someone who typed `key` may have meant, the likeliest first.
+
+    These are the fields with the name that other trainers give to `key`, in its section if it has one there. Otherwise
+    spellings are compared.
+    """
+    outermost_section, _, last_part = key.rpartition(".")
+    synonyms = [name for name in fields if name.rsplit(".", 1)[-1] == SYNONYMS.get(last_part)]
+    synonyms_in_section = [name for name in synonyms if name.split(".")[0] == outermost_section]
+    if synonyms:
+        return synonyms_in_section or synonyms
+    # Two searches: one over the whole key, for a wrong section, and one over its last part, for a misspelled setting in
+    # any section. Last parts are short, so similar ones are more often similar by chance: hence the higher cutoff.
+    field_by_suffix = {name.rsplit(".", 1)[-1]: name for name in fields}
+    nearest = difflib.get_close_matches(key, [*fields, *aliases], n=3, cutoff=0.5)
+    nearest += [
+        field_by_suffix[tail] for tail in difflib.get_close_matches(last_part, field_by_suffix, n=3, cutoff=0.6)
+    ]
+    return list(dict.fromkeys(nearest))
 
 
 def _parse_list(value: object) -> object:

@@ -4,10 +4,12 @@ Modules that need Ray or torch are imported inside the commands that use them, s
 """
 
 import functools
+import json
 import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,16 @@ import typer
 
 from search_spaces import STUDIES, SUITES
 from search_spaces.declaration.presets import Settings
+from trainable.config.command_lines import INSTALLED_PROGRAM, PROGRAM
 from trainable.config.own_parts import OwnPartError
 from trainable.config.run_config import ConfigError
 from trainable.files.paths import UnsafePathError
 from trainable.storage.uris import is_uri
 from tune_study.commands import cleaning, describe, searching
-from tune_study.commands import options as opt
+from tune_study.commands.arguments import options as opt
+from tune_study.commands.arguments.groups import Launch, OwnCode, StudyRequest, add_axis_options, add_group
+from tune_study.commands.arguments.parser import StrictCommand
 from tune_study.commands.confirmation import DEFAULT_SEEDS, plan_confirmation
-from tune_study.commands.option_groups import Launch, OwnCode, StudyRequest, add_axis_options, add_group
 from tune_study.commands.preflight import make_plans_that_fit, start_studies
 from tune_study.commands.requests import request_stop
 from tune_study.commands.run_options import VALUES_OPTION, find_studies, plan_from_options
@@ -39,30 +43,26 @@ from tune_study.tune.conclusion import write_results
 app = typer.Typer(
     name="tune_study",
     help="Run studies of RL fine-tuning: train every arm, stop runs that collapse, report the results.",
-    epilog="\b\nExample: python -m tune_study run kl --preset laptop",
+    epilog=f"\b\nExample: {PROGRAM} run kl --preset laptop",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=PROGRAM == INSTALLED_PROGRAM,  # a shell completes the words of a program, not those of python
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-EXPLAIN_EXAMPLE = "Example: python -m tune_study explain results/kl_sweep_sokoban-tiny --arm 0 --seed 1"
-CONFIRM_EXAMPLE = "Example: python -m tune_study confirm results/kl_sweep_sokoban-tiny --arm 0.01 --seeds 5"
-EXPORT_EXAMPLE = "Example: python -m tune_study export results/kl_sweep_sokoban-tiny --arm 0.01 --to my-policy"
-COMPARE_EXAMPLE = (
-    "Example: python -m tune_study compare a/results/kl_sweep_sokoban-tiny b/results/kl_sweep_sokoban-tiny"
-)
-REPLAY_EXAMPLE = (
-    "Example: python -m tune_study replay-stoppers results/kl_sweep_sokoban-tiny --set early_stop.variance_ratio=0.2"
-)
-PROBE_EXAMPLE = "Example: python -m tune_study probe results/gradient_analysis_sokoban_sokoban-tiny --with-val"
-PLOT_EXAMPLE = (
-    "Example: python -m tune_study plot-gradients results/gradient_analysis_sokoban_sokoban-tiny --step 1,51,101"
-)
-NEW_EXAMPLE = "Example: python -m tune_study new my-lr --vary actor.lr=1e-4,3e-4,1e-3"
-SEARCH_EXAMPLE = "Example: python -m tune_study search kl --preset stress --trials 24 --seeds 2 --output out"
-RUN_EXAMPLE = "Example: python -m tune_study run kl --kl-values 0,0.01,0.1 --steps 60 --seeds 3 --output out"
+command = functools.partial(app.command, cls=StrictCommand)
+
+EXPLAIN_EXAMPLE = f"Example: {PROGRAM} explain results/kl_sweep_sokoban-tiny --arm 0 --seed 1"
+CONFIRM_EXAMPLE = f"Example: {PROGRAM} confirm results/kl_sweep_sokoban-tiny --arm 0.01 --seeds 5"
+EXPORT_EXAMPLE = f"Example: {PROGRAM} export results/kl_sweep_sokoban-tiny --arm 0.01 --to my-policy"
+COMPARE_EXAMPLE = f"Example: {PROGRAM} compare a/results/kl_sweep_sokoban-tiny b/results/kl_sweep_sokoban-tiny"
+REPLAY_EXAMPLE = f"Example: {PROGRAM} replay-stoppers results/kl_sweep_sokoban-tiny --set early_stop.variance_ratio=0.2"
+PROBE_EXAMPLE = f"Example: {PROGRAM} probe results/gradient_analysis_sokoban_sokoban-tiny --with-val"
+PLOT_EXAMPLE = f"Example: {PROGRAM} plot-gradients results/gradient_analysis_sokoban_sokoban-tiny --step 1,51,101"
+NEW_EXAMPLE = f"Example: {PROGRAM} new my-lr --vary actor.lr=1e-4,3e-4,1e-3"
+SEARCH_EXAMPLE = f"Example: {PROGRAM} search kl --preset stress --trials 24 --seeds 2 --output out"
+RUN_EXAMPLE = f"Example: {PROGRAM} run kl --kl-values 0,0.01,0.1 --steps 60 --seeds 3 --output out"
 
 
 def main() -> None:
@@ -92,20 +92,31 @@ def report_errors(command: Callable[..., None]) -> Callable[..., None]:
     return run_command
 
 
-@app.command("list", epilog="\b\nExample: python -m tune_study list")
-def list_studies() -> None:
+@app.callback(invoke_without_command=True)
+def show_version(version: opt.Version = False) -> None:
+    """Print the version if it was asked for."""
+    if version:
+        typer.echo(f"tune_study {metadata.version('tune-study')}")
+        raise typer.Exit
+
+
+@command("list", epilog=f"\b\nExample: {PROGRAM} list")
+def list_studies(as_json: opt.Json = False) -> None:
     """List the studies: question, axis, and axis values of each preset."""
-    describe.print_studies(make_console(), list(STUDIES.values()), SUITES)
+    if as_json:
+        typer.echo(json.dumps(describe.make_study_list(list(STUDIES.values()), SUITES), indent=2))
+    else:
+        describe.print_studies(make_console(), list(STUDIES.values()), SUITES)
 
 
-@app.command("settings", epilog="\b\nExample: python -m tune_study settings --all | grep kl_")
+@command("settings", epilog=f"\b\nExample: {PROGRAM} settings --all | grep kl_")
 @report_errors
 def settings(study: opt.SettingsStudy = "kl", list_all: opt.AllSettings = False) -> None:
     """List the most common settings of STUDY for --set: value under each preset, meaning, allowed values."""
     describe.print_settings(make_console(), find_study(study), with_all=list_all)
 
 
-@app.command("new", epilog=f"\b\n{NEW_EXAMPLE}")
+@command("new", epilog=f"\b\n{NEW_EXAMPLE}")
 @report_errors
 def new(name: opt.NewStudyName, vary: opt.VariedSettings = None, to: opt.NewStudyFile = None) -> None:
     """Write a Python file that declares a study of your own, and print the command that runs it."""
@@ -116,7 +127,7 @@ def new(name: opt.NewStudyName, vary: opt.VariedSettings = None, to: opt.NewStud
     print_line(make_console(), f"  {command}")
 
 
-@app.command("run", epilog=f"\b\n{RUN_EXAMPLE}")
+@command("run", epilog=f"\b\n{RUN_EXAMPLE}")
 @report_errors
 @add_axis_options(STUDIES.values())
 @add_group("request", StudyRequest)
@@ -161,7 +172,7 @@ def run(
     raise typer.Exit(start_studies(plans, launch_options, visible_gpus, request.dry_run, make_console()))
 
 
-@app.command("search", epilog=f"\b\n{SEARCH_EXAMPLE}")
+@command("search", epilog=f"\b\n{SEARCH_EXAMPLE}")
 @report_errors
 @add_group("request", StudyRequest)
 @add_group("launch", Launch)
@@ -207,7 +218,7 @@ def search(
     raise typer.Exit(searching.run_and_confirm(plan, launch_options, visible_gpus, request.dry_run, console))
 
 
-@app.command("resume", epilog="\b\nExample: python -m tune_study resume results/kl_sweep_sokoban-tiny")
+@command("resume", epilog=f"\b\nExample: {PROGRAM} resume results/kl_sweep_sokoban-tiny")
 @report_errors
 @add_group("own_code", OwnCode)
 @add_group("launch", Launch)
@@ -230,7 +241,7 @@ def resume(
     raise typer.Exit(searching.run_and_confirm(plan, launch.make_options(), visible_gpus, dry_run, console))
 
 
-@app.command("confirm", epilog=f"\b\n{CONFIRM_EXAMPLE}")
+@command("confirm", epilog=f"\b\n{CONFIRM_EXAMPLE}")
 @report_errors
 @add_group("own_code", OwnCode)
 @add_group("launch", Launch)
@@ -252,21 +263,21 @@ def confirm(
     raise typer.Exit(start_studies([plan], launch.make_options(), visible_gpus, dry_run, make_console()))
 
 
-@app.command("stop", epilog="\b\nExample: python -m tune_study stop results/kl_sweep_sokoban-tiny --arm 1")
+@command("stop", epilog=f"\b\nExample: {PROGRAM} stop results/kl_sweep_sokoban-tiny --arm 1")
 @report_errors
 def stop(run: opt.RunLocation, arm: opt.StoppedArm = None) -> None:
     """Ask the process that runs RUN to stop, or to stop the runs of one arm: steps are finished and saved."""
     print_line(make_console(), request_stop(run, arm))
 
 
-@app.command("clean", epilog="\b\nExample: python -m tune_study clean results/kl_sweep_sokoban-tiny --yes")
+@command("clean", epilog=f"\b\nExample: {PROGRAM} clean results/kl_sweep_sokoban-tiny --yes")
 @report_errors
 def clean(run: opt.RunLocation, yes: opt.Yes = False) -> None:
     """Show the disk space that ended runs of RUN no longer need, and free it."""
     cleaning.clean(make_console(), run, yes)
 
 
-@app.command("status", epilog="\b\nExample: python -m tune_study status results/kl_sweep_sokoban-tiny")
+@command("status", epilog=f"\b\nExample: {PROGRAM} status results/kl_sweep_sokoban-tiny")
 @report_errors
 def status(run: opt.RunLocation) -> None:
     """Show the progress of each run in RUN, and why ended runs ended."""
@@ -274,7 +285,7 @@ def status(run: opt.RunLocation) -> None:
         describe.print_status(make_console(), folder, run, study_file.read_study(folder), is_running)
 
 
-@app.command("report", epilog="\b\nExample: python -m tune_study report results/kl_sweep_sokoban-tiny")
+@command("report", epilog=f"\b\nExample: {PROGRAM} report results/kl_sweep_sokoban-tiny")
 @report_errors
 def report(run: opt.RunLocation) -> None:
     """Rebuild the tables and the report of RUN from its rows."""
@@ -286,7 +297,7 @@ def report(run: opt.RunLocation) -> None:
         raise typer.Exit(1)
 
 
-@app.command("explain", epilog=f"\b\n{EXPLAIN_EXAMPLE}")
+@command("explain", epilog=f"\b\n{EXPLAIN_EXAMPLE}")
 @report_errors
 def explain(run: opt.RunLocation, arm: opt.ExplainedArm = None, seed: opt.ExplainedSeed = None) -> None:
     """Tell what happened, in order, in the runs of RUN that collapsed, or in one run."""
@@ -299,7 +310,7 @@ def explain(run: opt.RunLocation, arm: opt.ExplainedArm = None, seed: opt.Explai
         explanation.print_explanation(make_console(), folder, run, frames, ends, is_selected)
 
 
-@app.command("compare", epilog=f"\b\n{COMPARE_EXAMPLE}")
+@command("compare", epilog=f"\b\n{COMPARE_EXAMPLE}")
 @report_errors
 def compare(runs: opt.ComparedRuns, to: opt.ComparisonFile = Path("comparison.html")) -> None:
     """Compare studies with the first one: which settings differ, and how the arms do that they have in common."""
@@ -308,7 +319,7 @@ def compare(runs: opt.ComparedRuns, to: opt.ComparisonFile = Path("comparison.ht
     comparing.print_comparison(make_console(), comparing.read_comparison(runs), _make_absolute(to))
 
 
-@app.command("alarms", epilog="\b\nExample: python -m tune_study alarms out --first-test-seed 3")
+@command("alarms", epilog=f"\b\nExample: {PROGRAM} alarms out --first-test-seed 3")
 @report_errors
 def alarms(folders: opt.StudyFolders, first_test_seed: opt.FirstTestSeed = 5) -> None:
     """Show which threshold on which symptom would have announced the collapses in FOLDER, and how often it is wrong."""
@@ -317,7 +328,7 @@ def alarms(folders: opt.StudyFolders, first_test_seed: opt.FirstTestSeed = 5) ->
     recorded_alarms.print_alarms(make_console(), recorded_alarms.read_studies(folders), first_test_seed)
 
 
-@app.command("replay-stoppers", epilog=f"\b\n{REPLAY_EXAMPLE}")
+@command("replay-stoppers", epilog=f"\b\n{REPLAY_EXAMPLE}")
 @report_errors
 def replay_stoppers(run: opt.RunLocation, assignments: opt.Thresholds = None) -> None:
     """Apply the stop rules to the rows of RUN, and show when each would have fired and whether it would be right."""
@@ -327,7 +338,7 @@ def replay_stoppers(run: opt.RunLocation, assignments: opt.Thresholds = None) ->
         replay.print_replay(make_console(), replay.replay_folder(folder, assignments or []))
 
 
-@app.command("probe", epilog=f"\b\n{PROBE_EXAMPLE}")
+@command("probe", epilog=f"\b\n{PROBE_EXAMPLE}")
 @report_errors
 @add_group("own_code", OwnCode)
 def probe(
@@ -376,7 +387,7 @@ def probe(
         raise typer.Exit(1)
 
 
-@app.command("export", epilog=f"\b\n{EXPORT_EXAMPLE}")
+@command("export", epilog=f"\b\n{EXPORT_EXAMPLE}")
 @report_errors
 @add_group("own_code", OwnCode)
 def export(
@@ -399,7 +410,7 @@ def export(
     exporting.export(make_console(), target, _make_absolute(to), dtype, keeps_adapters=adapters)
 
 
-@app.command("plot-gradients", epilog=f"\b\n{PLOT_EXAMPLE}")
+@command("plot-gradients", epilog=f"\b\n{PLOT_EXAMPLE}")
 @report_errors
 def plot_gradients(
     run: opt.RunLocation,
@@ -421,7 +432,7 @@ def plot_gradients(
         plot_gradients.write_plots(make_console(), folder, frames, selections, output_dir)
 
 
-@app.command("doctor", epilog="\b\nExample: python -m tune_study doctor --output out")
+@command("doctor", epilog=f"\b\nExample: {PROGRAM} doctor --output out")
 @report_errors
 def doctor(output: opt.Output = Path(), preset: opt.Preset = None) -> None:
     """Check that this machine has everything a run needs, and say how to solve each problem."""

@@ -53,6 +53,22 @@ def print_studies(console: Console, studies: Sequence[Study], suites: Mapping[st
         print_line(console, f"{name}: a suite, which runs the studies {', '.join(members)} one after another")
 
 
+def make_study_list(studies: Sequence[Study], suites: Mapping[str, Sequence[str]]) -> dict[str, list[dict[str, Any]]]:
+    """Studies and suites as JSON values: all that `print_studies` prints, with every value of an axis."""
+    study_entries = [
+        {
+            "name": study.name,
+            "question": study.question.strip(),
+            "axis": study.axis.setting,
+            "option": study.axis.option,
+            "values": {preset: list(values) for preset, values in study.axis.grids.items()},
+        }
+        for study in studies
+    ]
+    suite_entries = [{"name": name, "studies": list(members)} for name, members in suites.items()]
+    return {"studies": study_entries, "suites": suite_entries}
+
+
 def _shorten_values(study: Study, values: tuple[str, ...]) -> str:
     """The values of an axis on one line; of a long list the first ones, and how to see all."""
     text = format_values(study, values)

@@ -22,6 +22,7 @@ from tune_study.placement import disk, memory_advice, memory_plan, resources
 from tune_study.placement.disk import DiskBudget
 from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.placement.model_files import check_file, check_model
+from tune_study.placement.model_size import read_model_shape
 from tune_study.placement.samplers import compile_kernels
 from tune_study.placement.teachers import describe_teachers, make_missing_teachers
 from tune_study.plan.errors import PlanError
@@ -186,9 +187,10 @@ def _print_plan(
 ) -> bool:
     """Print the plan of a dry run, what does not fit first; return whether everything fits.
 
-    Nothing else is checked on this machine.
+    Of this machine's files only models are checked. Raise PlanError for a missing one of unknown size.
     """
     choose_wandb_mode(options.wandb, plan)  # only for its PlanError: a mode that does not exist is refused here too
+    missing_models = _find_missing_models(plan) if nodes is None else []
     requirements = _estimate_requirements(plan, options, visible_gpus, nodes, dry_run=True)
     gpu_names = tuple(gpu.name for gpu in requirements.used_gpus)
     shortages = [] if plan.storage is not None else [disk.explain_shortage(requirements.disk_budget)]
@@ -196,6 +198,8 @@ def _print_plan(
         shortages.insert(0, memory_advice.format_misfit(requirements.memory, plan.study))
     for shortage in filter(None, shortages):
         print_line(console, shortage)
+    for line in missing_models:
+        print_line(console, line)
     for line in describe_teachers(plan.model_paths, os.environ, is_local=nodes is None):
         print_line(console, line)
     describe.print_plan(
@@ -207,6 +211,35 @@ def _print_plan(
         gpu_names,
     )
     return not any(shortages)
+
+
+def _find_missing_models(plan: StudyPlan) -> list[str]:
+    """Why models of a study cannot be loaded here, which a plan for another machine may ignore.
+
+    Raise PlanError if the sizes of such a model are not known either: there is nothing to plan.
+    """
+    problems = []
+    for path, option in _list_models(plan):
+        try:
+            check_model(path, os.environ, plan.ppo_config.model.chat_format, option)
+        except PlanError as error:
+            if read_model_shape(path, os.environ) is None:
+                raise
+            problems.append(str(error))
+    return problems
+
+
+def _list_models(plan: StudyPlan) -> list[tuple[str, str]]:
+    """The models that the runs of a study load, each with the option that names it; none but for language models.
+
+    Teachers are left out: one that a machine lacks is made when all checks have passed.
+    """
+    if plan.model is None:
+        return []
+    options = {plan.model: "--model "}
+    return [
+        (path, options.get(path, "--set model.reference_path=")) for path in plan.model_paths if path not in TEACHERS
+    ]
 
 
 def _prepare_study(
@@ -289,12 +322,9 @@ def _check_machine(plan: StudyPlan, requirements: _Requirements) -> None:
     if sockets.severity == "problem":
         raise PlanError(f"Ray cannot start here: {sockets.detail}. {sockets.advice}")
     _check_files(plan)
+    for path, option in _list_models(plan):
+        check_model(path, os.environ, plan.ppo_config.model.chat_format, option)
     if plan.model is not None:  # only runs that fine-tune a language model have engines
-        for path in plan.model_paths:
-            # A teacher that this machine lacks is made when all checks have passed.
-            if path not in TEACHERS:
-                option = "--model " if path == plan.model else "--set model.reference_path="
-                check_model(path, os.environ, plan.ppo_config.model.chat_format, option)
         for config in {spec.arm: spec.ppo_config for spec in plan.runs}.values():  # seeds share their settings
             resources.check_engines(config, os.environ)
     if requirements.memory is not None:

@@ -26,6 +26,7 @@ from tune_study.plan.study_plan import (
     find_study,
     flatten_settings,
     make_plan,
+    normalize_study_name,
     parse_bool,
     parse_values,
     set_max_seeds,
@@ -107,7 +108,7 @@ def find_studies(
         return (load_own_study(name, accepts_change),)
     if accepts_change:
         raise PlanError(f"--accept-changed-file does not belong to {name}, which no file declares: leave it out.")
-    suite = SUITES.get(name.replace("_", "-"))
+    suite = SUITES.get(normalize_study_name(name))
     if suite is None:
         return ((find_study(name, kl_type), None),)
     if kl_type is not None:

@@ -1,5 +1,6 @@
 """The plan of a study: its runs with their names, settings and paths. Pure functions, without Ray."""
 
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -237,15 +238,27 @@ def find_output(folder: Path, run: str) -> Path:
     return folder.parent.parent if folder.parts[-2:] == ("results", run) else folder
 
 
+def normalize_study_name(name: str) -> str:
+    """The name of a study or a suite as it is declared, from one that may have underscores and capital letters.
+
+    Example:
+        >>> normalize_study_name("Top_P")
+        'top-p'
+    """
+    return name.replace("_", "-").lower()
+
+
 def find_study(name: str, kl_type: str | None = None) -> Study:
-    """The study `name`, with hyphens or underscores. Raise PlanError that lists all studies if there is none.
+    """The study `name` (see `normalize_study_name`). Raise PlanError that lists all studies if there is none.
 
     kl_type: the text of --kl-type, which chooses a variant of the study; None for the variant that the study fixes.
     """
-    study = STUDIES.get(name.replace("_", "-"))
+    study = STUDIES.get(normalize_study_name(name))
     if study is None:
+        nearest = difflib.get_close_matches(normalize_study_name(name), [*STUDIES, *SUITES], n=3)
+        hint = f" Nearest: {', '.join(nearest)}." if nearest else ""
         raise PlanError(
-            f"There is no study `{format_value(name)}`. The studies are {', '.join(STUDIES)}: type one of them, "
+            f"There is no study `{format_value(name)}`.{hint} The studies are {', '.join(STUDIES)}: type one of them, "
             f"for example `{format_command('run', 'kl')}`, or for `run` a suite of studies: {', '.join(SUITES)}."
         )
     if kl_type is None:
@@ -337,12 +350,33 @@ def collect_overrides(
             raise PlanError(
                 f"`{name}` is given twice (`--set {format_value(assignment)}` is the second): give it once."
             )
+        _refuse_grid(study, name, value.strip())
         overrides[name] = value.strip()
     for name in set() if is_axis_free else study.axis.swept_fields & overrides.keys():
         raise PlanError(
             f"The arms of study {study.name} differ in `{name}`: choose its values with {study.axis.option}."
         )
     return overrides
+
+
+def _refuse_grid(study: Study, name: str, text: str) -> None:
+    """Raise PlanError for values with commas between them, of a setting that takes one of them but not the list."""
+    texts = [part.strip() for part in text.split(",")]
+    if len(texts) > 1 and not _can_be(study, name, text) and all(_can_be(study, name, part) for part in texts):
+        command = format_command("new", f"my-{name.rpartition('.')[2]}", "--vary", f"{name}={','.join(texts)}")
+        raise PlanError(
+            f"--set {name}={format_value(text)}: a setting has one value in all arms. To compare several, declare a "
+            f"study of them: `{command}`."
+        )
+
+
+def _can_be(study: Study, name: str, text: str) -> bool:
+    """Whether `text` can be read as the value of a setting, if nothing else is changed."""
+    try:
+        apply_overrides(study.family.config_class.model_validate({}), {name: text})
+    except ConfigError:
+        return False
+    return True
 
 
 def format_values(study: Study, values: Sequence[str]) -> str:

@@ -76,7 +76,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 
 REFUSED_LINES = [
-    ("run kll", "There is no study `kll`. The studies are kl, entropy, top-p"),
+    ("run kll", "There is no study `kll`. Nearest: kl. The studies are kl, entropy, top-p"),
     (
         "run kl --preset desk",
         "There is no preset `desk`: type --preset paper or --preset laptop or --preset stress.",

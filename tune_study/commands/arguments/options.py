@@ -8,8 +8,29 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from search_spaces import STUDIES, SUITES
+from search_spaces.declaration.presets import PRESETS
+
+
+def complete_study(incomplete: str) -> list[str]:
+    """The names of studies and suites that begin with `incomplete`, for the completion in a shell."""
+    return [name for name in (*STUDIES, *SUITES) if name.startswith(incomplete)]
+
+
+def complete_preset(incomplete: str) -> list[str]:
+    """The names of presets that begin with `incomplete`, for the completion in a shell."""
+    return [name for name in PRESETS if name.startswith(incomplete)]
+
+
+Version = Annotated[bool, Option("--version", help="Print the version and exit.")]
+Json = Annotated[bool, Option("--json", help="Print JSON: an object with `studies` and `suites`.")]
 StudyName = Annotated[
-    str, Argument(metavar="STUDY", help="Name of a study or a suite, see `list`; or a file with your study, lr.py.")
+    str,
+    Argument(
+        metavar="STUDY",
+        help="Name of a study or a suite, see `list`; or a file with your study, lr.py.",
+        autocompletion=complete_study,
+    ),
 ]
 StudyFile = Annotated[
     str | None, Option("--study", metavar="FILE", help="The file of a study that was run from a file, like lr.py.")
@@ -28,7 +49,12 @@ AcceptChangedFile = Annotated[
     bool, Option("--accept-changed-file", help="Go on although the file of the study has changed since its start.")
 ]
 SettingsStudy = Annotated[
-    str, Argument(metavar="[STUDY]", help="Name of the study; sandbox studies have different settings.")
+    str,
+    Argument(
+        metavar="[STUDY]",
+        help="Name of the study; sandbox studies have different settings.",
+        autocompletion=complete_study,
+    ),
 ]
 AllSettings = Annotated[bool, Option("--all", help="List every setting, not only the most common ones.")]
 RunLocation = Annotated[
@@ -46,7 +72,10 @@ Storage = Annotated[
 Preset = Annotated[
     str | None,
     Option(
-        "--preset", metavar="NAME", help="laptop, stress or paper; default: paper if it fits the GPUs, else laptop."
+        "--preset",
+        metavar="NAME",
+        help="laptop, stress or paper; default: paper if it fits the GPUs, else laptop.",
+        autocompletion=complete_preset,
     ),
 ]
 Model = Annotated[
@@ -159,6 +188,10 @@ MaxSeeds = Annotated[
 Assignments = Annotated[
     list[str] | None, Option("--set", metavar="KEY=VALUE", help="Change any setting; repeatable. See `settings`.")
 ]
+ConfigFiles = Annotated[
+    list[Path] | None,
+    Option("--config", metavar="FILE", help="A file with a line KEY=VALUE per setting; --set comes first; repeatable."),
+]
 Thresholds = Annotated[
     list[str] | None, Option("--set", metavar="KEY=VALUE", help="Change a threshold of early_stop; repeatable.")
 ]
@@ -261,7 +294,9 @@ Source = Annotated[
     str | None,
     Option("--source", metavar="NAME", help="train (analyses during training) or probe (of a checkpoint)."),
 ]
-Output = Annotated[Path, Option("--output", metavar="DIR", help="Parent folder of results/, logs/ and model_saving/.")]
+Output = Annotated[
+    Path, Option("--output", "-o", metavar="DIR", help="Parent folder of results/, logs/ and model_saving/.")
+]
 Extend = Annotated[bool, Option("--extend", help="Add new values or seeds to an existing study.")]
 MaxConcurrent = Annotated[
     int | None, Option("--max-concurrent", "--max_concurrent", metavar="N", help="Maximum number of concurrent runs.")

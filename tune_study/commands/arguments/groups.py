@@ -15,7 +15,8 @@ from typer import Option
 
 from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Study
-from tune_study.commands import options as opt
+from tune_study.commands.arguments import options as opt
+from tune_study.commands.arguments.settings_file import merge_assignments
 from tune_study.commands.preflight import LaunchOptions, PlacementChoices, names_adapters
 from tune_study.commands.run_options import VALUES_OPTION, RunOptions
 from tune_study.folder import outputs
@@ -44,6 +45,7 @@ class StudyRequest(NamedTuple):
     keep_best: opt.KeepBest = False
     seeds: opt.Seeds = None
     assignments: opt.Assignments = None
+    config: opt.ConfigFiles = None
     output: opt.Output = Path()
     storage: opt.Storage = None
     extend: opt.Extend = False
@@ -85,7 +87,7 @@ class StudyRequest(NamedTuple):
             game=self.env,
             include_zero=self.rollout_filter_include_zero,
             strategy=self.rollout_filter_strategy,
-            assignments=tuple(self.assignments or ()),
+            assignments=self.list_assignments(),
             seeds=self.seeds,
             baseline_seeds=baseline_seeds,
             until_resolved=until_resolved,
@@ -93,12 +95,16 @@ class StudyRequest(NamedTuple):
             smoke=self.smoke,
         )
 
+    def list_assignments(self) -> tuple[str, ...]:
+        """The `key=value` of each --set and of the lines of each --config. PlanError if a file cannot be used."""
+        return merge_assignments(self.config or (), self.assignments or ())
+
     def list_choices(self, launch: LaunchOptions) -> PlacementChoices:
         """What was typed of the preset, of adapters (also rank 0 for none) and of GPUs."""
         gpu_options = (self.model, launch.gpus, self.gpus_per_exp, self.gpu_memory_utilization, launch.gpu_memory_gib)
         return PlacementChoices(
             self.preset,
-            has_adapters=names_adapters(assignment.partition("=")[0] for assignment in self.assignments or ()),
+            has_adapters=names_adapters(assignment.partition("=")[0] for assignment in self.list_assignments()),
             has_gpus=(*gpu_options, launch.address) != (None,) * 6,
             command=outputs.format_command_line(),
         )

@@ -1,0 +1,199 @@
+"""What a command line refuses that click alone would take in silence, and the files that stand for --set."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from search_spaces import STUDIES, SUITES
+from tests.tune_study.commands.test_cli import Answer, type_in
+from trainable.config.aliases import SYNONYMS
+from trainable.config.run_config import list_field_names
+from tune_study.commands.arguments.options import complete_preset, complete_study
+from tune_study.commands.arguments.settings_file import merge_assignments, read_assignments
+from tune_study.commands.cli import app
+from tune_study.plan.errors import PlanError
+from tune_study.plan.study_plan import find_study
+
+DRY_RUN = "run kl --preset laptop --seeds 1 --dry-run"
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--steps 3 --steps 4", "--preset laptop --preset paper", "--output a --output b", "-o a --output b"],
+)
+def test_an_option_that_is_typed_twice_is_refused(work_dir: Path, words: str) -> None:
+    answer = type_in(f"run kl {words} --dry-run")
+    assert answer.code == 2
+    assert f"Error: {words.split()[-2]} is typed 2 times: type it once." in answer.err
+    assert not list(work_dir.iterdir())
+
+
+@pytest.mark.parametrize("words", ["--set actor.lr=1e-4 --set actor.grad_clip=2", "--dry-run --dry-run"])
+def test_options_that_may_be_repeated_still_are(work_dir: Path, words: str) -> None:
+    assert type_in(f"{DRY_RUN} {words}").code == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("run kl --kl-values 0 0.1", "type --kl-values 0,0.1"),
+        ("run kl --kl-values 0, 0.1, 1 --dry-run", "type --kl-values 0,0.1,1"),
+        ("run top-p --values 0.9 nofilter --seeds 1", "type --values 0.9,nofilter"),
+    ],
+)
+def test_spaces_between_the_values_of_a_list_are_explained(work_dir: Path, line: str, advice: str) -> None:
+    answer = type_in(line)
+    assert answer.code == 2
+    assert answer.err.rstrip().endswith(advice)
+
+
+def test_a_word_that_belongs_nowhere_is_named(work_dir: Path) -> None:
+    answer = type_in("run kl top-p --kl-values 0")
+    assert answer.code == 2
+    assert answer.err.rstrip().endswith("Error: 'top-p' belongs to no option.")
+
+
+def test_short_forms_and_capital_letters_are_understood(work_dir: Path) -> None:
+    assert type_in("run KL --preset laptop --seeds 1 -o out --dry-run").code == 0
+    assert find_study("Top_P") is STUDIES["top-p"]
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("actor.lr=1e-4,3e-4", "`python -m tune_study new my-lr --vary actor.lr=1e-4,3e-4`"),
+        ("lr=1e-4,3e-4", "is a setting of several sections: type one of actor.lr, critic.lr"),
+        ("algorithm.adv_estimator=gae, grpo", "--vary algorithm.adv_estimator=gae,grpo"),
+        ("actor.lr=1e-4,fast", "actor.lr=1e-4,fast: must be a valid number"),
+        ("actor.learning_rate=1e-4", "There is no setting `actor.learning_rate`. Nearest: actor.lr. The section has"),
+        ("learning_rate=1e-4", "There is no setting `learning_rate`. Nearest: actor.lr, critic.lr."),
+        ("beta=0.1", "There is no setting `beta`. Nearest: actor.kl_loss_coef."),
+    ],
+)
+def test_a_setting_that_cannot_be_set_so_is_answered_with_what_can(
+    work_dir: Path, assignment: str, message: str
+) -> None:
+    answer = CliRunner().invoke(app, ["run", "learning-rate", "--preset", "laptop", "--dry-run", "--set", assignment])
+    assert answer.exit_code == 2
+    # The axis of this study is the learning rate of the policy, which is refused only if the value is a single one.
+    assert message in answer.stderr
+
+
+def test_values_that_are_lists_may_have_commas(work_dir: Path) -> None:
+    assert type_in(f"{DRY_RUN} --set 'actor.betas=[0.9, 0.99]'").code == 0
+
+
+def test_every_synonym_names_a_setting() -> None:
+    last_parts = {name.rsplit(".", 1)[-1] for name in list_field_names()}
+    assert set(SYNONYMS.values()) <= last_parts
+
+
+def test_the_version_is_printed() -> None:
+    answer = type_in("--version")
+    assert (answer.code, answer.err) == (0, "")
+    assert answer.out == "tune_study 0.2.0\n"
+
+
+def test_the_list_as_json_has_every_study_suite_and_value() -> None:
+    entries = json.loads(type_in("list --json").out)
+    assert [entry["name"] for entry in entries["studies"]] == list(STUDIES)
+    for entry in entries["studies"]:
+        axis = STUDIES[entry["name"]].axis
+        assert entry["values"] == {preset: list(values) for preset, values in axis.grids.items()}
+        assert (entry["axis"], entry["option"]) == (axis.setting, axis.option)
+    assert {entry["name"]: tuple(entry["studies"]) for entry in entries["suites"]} == dict(SUITES)
+
+
+def test_names_are_completed() -> None:
+    assert complete_study("top") == ["top-p"]
+    assert complete_study("sandbox") == ["sandbox", "sandbox-delays", "sandbox-evidence"]
+    assert complete_preset("") == ["paper", "laptop", "stress"]
+
+
+# ---------------------------------------------------------------------- files of settings
+
+
+def plan_with_file(folder: Path, text: str, words: str = "") -> Answer:
+    (folder / "my.conf").write_text(text)
+    return type_in(f"{DRY_RUN} --config my.conf {words}")
+
+
+def test_a_file_of_settings_stands_for_as_many_options(work_dir: Path) -> None:
+    text = "# a comment\nactor.lr = 2e-4\n\ntrainer.total_training_steps=7  # short\n"
+    typed = type_in(f"{DRY_RUN} --set actor.lr=2e-4 --set trainer.total_training_steps=7").out
+    assert plan_with_file(work_dir, text).out == typed
+    assert "Steps per run: 7" in typed
+
+
+def test_what_is_typed_comes_before_what_a_file_says(work_dir: Path) -> None:
+    text = "trainer.total_training_steps=7\nactor.grad_clip=2\n"
+    answer = plan_with_file(work_dir, text, "--set trainer.total_training_steps=8")
+    assert "Steps per run: 8" in answer.out
+    assert merge_assignments([work_dir / "my.conf"], ["actor.grad_clip=3"]) == (
+        "trainer.total_training_steps=7",
+        "actor.grad_clip=3",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("actor.lr=1e-4\nactor.lr\n", "--config my.conf, line 2: actor.lr is not key=value, such as actor.lr=1e-5."),
+        ("=3", "line 1: =3 is not key=value"),
+        ("actor.lr=", "line 1: actor.lr= is not key=value"),
+        ("actor.lr=1e-4\nactor.lr=1e-5", "`actor.lr` is given twice"),
+        ("actor.learning_rate=1e-4", "Nearest: actor.lr."),
+        ("actor.lr=1e-4,3e-4", "To compare several, declare a study"),
+    ],
+)
+def test_a_file_of_another_form_is_refused(work_dir: Path, text: str, message: str) -> None:
+    answer = plan_with_file(work_dir, text)
+    assert answer.code == 2
+    assert message in answer.err
+
+
+@pytest.mark.parametrize("kind", ["missing", "a folder", "no text", "too large"])
+def test_a_file_that_cannot_be_read_is_refused(work_dir: Path, kind: str) -> None:
+    path = work_dir / "my.conf"
+    if kind == "a folder":
+        path.mkdir()
+    elif kind != "missing":
+        path.write_bytes(b"\xff\xfe=1" if kind == "no text" else b"#" * 2**21)
+    answer = type_in(f"{DRY_RUN} --config my.conf")
+    assert answer.code == 2
+    assert "--config my.conf cannot be read (" in answer.err
+    assert "type a file with a line key=value per setting" in answer.err
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "my.conf")
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+        try:
+            assignments = read_assignments(path)
+        except PlanError:
+            return
+        assert all("=" in entry and "\n" not in entry for entry in assignments)
+
+
+# ---------------------------------------------------------------------- models
+
+
+def test_a_dry_run_with_a_model_of_which_nothing_is_known_is_refused(work_dir: Path) -> None:
+    answer = type_in(f"{DRY_RUN} --model nosuch")
+    assert answer.code == 2
+    assert "The model nosuch was not found" in answer.err
+    assert "`hf download nosuch`" in answer.err
+
+
+def test_a_dry_run_plans_a_known_model_and_says_how_to_get_it(work_dir: Path) -> None:
+    answer = type_in(f"{DRY_RUN} --model Qwen/Qwen2.5-0.5B")
+    assert answer.code == 0, answer.err
+    assert answer.out.startswith("The model Qwen/Qwen2.5-0.5B was not found")
+    assert "`hf download Qwen/Qwen2.5-0.5B`" in answer.out

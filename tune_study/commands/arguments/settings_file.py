@@ -1,0 +1,55 @@
+"""Read a file of settings, which stands for as many --set options."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from trainable.config.setting_types import format_value
+from trainable.files.paths import UnsafePathError, read_bytes
+from tune_study.plan.errors import PlanError
+
+_MAX_BYTES = 2**20
+
+
+def read_assignments(path: Path) -> tuple[str, ...]:
+    """The `key=value` of each line of the file, in its order. Empty lines and what follows a `#` do not count.
+
+    Raises PlanError, which names file and line, for a file that cannot be read and for a line of another form.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder, "lr.conf")
+        ...     _ = path.write_text("# twice the default\\nactor.lr = 2e-6\\n\\nactor.use_kl_loss=true  # k3\\n")
+        ...     read_assignments(path)
+        ('actor.lr=2e-6', 'actor.use_kl_loss=true')
+    """
+    name = f"--config {format_value(str(path), 1000)}"
+    try:
+        text = read_bytes(path, _MAX_BYTES).decode()
+    except (OSError, ValueError, UnsafePathError) as error:
+        problem = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        raise PlanError(
+            f"{name} cannot be read ({problem}): type a text file with a line key=value per setting."
+        ) from None
+    assignments = []
+    for number, line in enumerate(text.splitlines(), 1):
+        key, sign, value = (part.strip() for part in line.partition("#")[0].partition("="))
+        if not sign and not key:
+            continue
+        if not key or not value:
+            raise PlanError(
+                f"{name}, line {number}: {format_value(line.strip())} is not key=value, such as actor.lr=1e-5."
+            )
+        assignments.append(f"{key}={value}")
+    return tuple(assignments)
+
+
+def merge_assignments(files: Iterable[Path], typed: Iterable[str]) -> tuple[str, ...]:
+    """The assignments of the files and those that were typed. One that was typed replaces one of a file.
+
+    Keys are compared as they are written; two spellings of one setting are refused later, as given twice.
+    """
+    typed = tuple(typed)
+    typed_keys = {assignment.partition("=")[0].strip() for assignment in typed}
+    of_files = [assignment for path in files for assignment in read_assignments(path)]
+    return (*(entry for entry in of_files if entry.partition("=")[0] not in typed_keys), *typed)
