@@ -1,10 +1,13 @@
 """Read the episodes that a run recorded at its validations (`trainer.log_val_generations`)."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from analysis.data.families import Row
+import pandas as pd
+
+from analysis.data.families import FLOAT, TEXT, Row
 from analysis.data.run_files import has_valid_entries, is_bool, is_int64, is_number, is_text, select_lines
 from trainable.files.control_characters import escape_controls
 from trainable.files.json_values import DamageWarning
@@ -28,6 +31,41 @@ def read_episodes(run_dir: Path) -> list[RecordedEpisode]:
     return [_make_episode(line) for line in select_lines(lines.files[EPISODES_FILE], _get_episode_key)]
 
 
+def read_episodes_frame(folder: Path | None, study: Mapping[str, Any]) -> pd.DataFrame:
+    """The recorded episodes of all runs of a study: one row per episode, in the order of runs, steps and levels.
+
+    Columns: study, run_id, arm, seed; step (training steps before the validation), level (its seed), success, score,
+    stop_reason, turns (a number), invalid_turns, and text, in which `| ` marks what the policy saw and `> ` what it
+    wrote.
+
+    Args:
+        folder: results/<run>; None gives no rows.
+        study: the content of study.json.
+    """
+    rows = [
+        {
+            "study": study["name"],
+            **{name: entry[name] for name in ("run_id", "arm", "seed")},
+            **{name: getattr(episode, name) for name in ("step", "level", "success", "score", "stop_reason")},
+            "turns": len(episode.turns),
+            "invalid_turns": sum(not turn.valid for turn in episode.turns),
+            "text": "\n".join(format_turns(episode)),
+        }
+        for entry in (study["runs"] if folder is not None else ())
+        for episode in read_episodes(Path(folder or "") / "runs" / entry["run_id"])
+    ]
+    return pd.DataFrame(rows, columns=list(_FRAME_TYPES)).astype(_FRAME_TYPES)
+
+
+def format_turns(episode: RecordedEpisode) -> Iterator[str]:
+    """The turns of an episode as lines: `| ` before what the policy saw, `> ` before what it wrote, then its reward."""
+    for turn in episode.turns:
+        yield from (f"| {line}" for line in turn.observation.strip().splitlines())
+        yield from (f"> {line}" for line in turn.reply.strip().splitlines() or [""])
+        actions = ", ".join(turn.actions) or "no action"
+        yield f"  {actions}{'' if turn.valid else ' (invalid reply)'}, reward {turn.reward:.3g}"
+
+
 def _get_episode_key(line: Row) -> tuple[int, int] | None:
     """(step, level) of a line of episodes.jsonl, or None if it is no episode."""
     return None if _find_problem(line) else (line["step"], line["level"])
@@ -48,6 +86,22 @@ def _make_episode(line: Row) -> RecordedEpisode:
 def _make_turn(turn: Row) -> RecordedTurn:
     fields = {name: turn[name] for name in RecordedTurn._fields}
     return RecordedTurn(**{**fields, "actions": tuple(turn["actions"])})
+
+
+_FRAME_TYPES: Mapping[str, str] = {
+    "study": TEXT,
+    "run_id": TEXT,
+    "arm": TEXT,
+    "seed": "int64",
+    "step": "int64",
+    "level": "int64",
+    "success": "bool",
+    "score": FLOAT,
+    "stop_reason": TEXT,
+    "turns": "int64",
+    "invalid_turns": "int64",
+    "text": TEXT,
+}
 
 
 def _is_count(value: object) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 import trainable.sandbox.measure.records as sandbox
+from analysis.data.episodes import read_episodes_frame
 from analysis.data.families import CATEGORY, FAMILIES, FLOAT, NULLABLE_INT, TEXT, TIME, Schema, TableFamily, get_family
 from analysis.data.tables import write_table
 from trainable.runs.records import TIME_COLUMNS
@@ -42,6 +43,7 @@ class StudyFrames:
         study: study.json, or a list of them if several studies were loaded together.
         gradients: one row per loss component and bucket of an analysis batch. Empty if no gradients were analyzed.
         gradient_groups: one row per group of an analysis batch. Empty if no gradients were analyzed.
+        folders: the results/<run> folder of each study, in the order of `studies`; empty if the frames were not loaded.
     """
 
     trials: pd.DataFrame
@@ -50,6 +52,7 @@ class StudyFrames:
     study: Study | list[Study]
     gradients: pd.DataFrame = field(default_factory=lambda: make_empty_frame("gradients"))
     gradient_groups: pd.DataFrame = field(default_factory=lambda: make_empty_frame("gradient_groups"))
+    folders: tuple[Path, ...] = ()
 
     @property
     def studies(self) -> list[Study]:
@@ -70,6 +73,17 @@ class StudyFrames:
     def runs(self) -> pd.DataFrame:
         """`trials` without the columns of settings, which are the large majority."""
         return self.trials[[name for name in self.trials if not str(name).startswith("config/")]]
+
+    @cached_property
+    def episodes(self) -> pd.DataFrame:
+        """One row per recorded validation episode, with its text (see `read_episodes_frame`). Read at first use."""
+        return pd.concat(
+            [
+                read_episodes_frame(folder, study)
+                for folder, study in zip(self.folders or [None] * len(self.studies), self.studies, strict=True)
+            ],
+            ignore_index=True,
+        )
 
     @cached_property
     def steps_by_run(self) -> dict[str, pd.DataFrame]:
@@ -97,7 +111,8 @@ class StudyFrames:
         rows = {
             frame_name: frame[frame["study"] == name].reset_index(drop=True) for frame_name, frame in frames.items()
         }
-        return StudyFrames(**rows, study=study)
+        folders = (self.folders[names.index(name)],) if self.folders else ()
+        return StudyFrames(**rows, study=study, folders=folders)
 
     def write_parquet(self, folder: Path | str, damage: Sequence[str] = ()) -> None:
         """Write every frame to `folder` as <name>.parquet, each with an atomic rename.
@@ -225,7 +240,8 @@ def concat_studies(study_frames: list[StudyFrames]) -> StudyFrames:
         )
         for name in FRAME_NAMES
     }
-    return StudyFrames(**merged_frames, study=[frames.studies[0] for frames in renamed_studies])
+    folders = tuple(folder for frames in renamed_studies for folder in frames.folders)
+    return StudyFrames(**merged_frames, study=[frames.studies[0] for frames in renamed_studies], folders=folders)
 
 
 def _rename_to_run(study_frames: StudyFrames) -> StudyFrames:

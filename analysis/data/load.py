@@ -145,7 +145,8 @@ def read_study(folder: Path | str, *, live: bool = False) -> StudyFrames:
         "gradients": _make_analysis_frame(schemas["gradients"], make_gradient_rows, study, runs),
         "gradient_groups": _make_analysis_frame(schemas["gradient_groups"], make_group_rows, study, runs),
     }
-    return StudyFrames(**{name: cast_frame(frame, schemas[name]) for name, frame in frames.items()}, study=study)
+    typed_frames = {name: cast_frame(frame, schemas[name]) for name, frame in frames.items()}
+    return StudyFrames(**typed_frames, study=study, folders=(folder,))
 
 
 def _read_study_file(folder: Path) -> Study:
@@ -404,4 +405,4 @@ def _read_parquet(folder: Path, live: bool) -> StudyFrames:
     if is_outdated or (not live and tables["trials"]["status"].isin(OPEN_STATUSES).any()):
         return read_study(folder, live=live)
     frames = {name: cast_frame(tables[name], schemas[name]) for name in FRAME_NAMES}
-    return StudyFrames(**frames, study=study)
+    return StudyFrames(**frames, study=study, folders=(folder,))

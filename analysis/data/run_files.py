@@ -18,6 +18,7 @@ import pandas as pd
 from analysis.data.families import (
     BOOL,
     CATEGORY,
+    FAMILIES,
     FLOAT,
     INT,
     NULLABLE_INT,
@@ -27,7 +28,6 @@ from analysis.data.families import (
     Row,
     TableFamily,
 )
-from analysis.data.frames import SCHEMAS
 from trainable.files.json_lines import Lines
 from trainable.files.json_values import DamagedFileError, DamageWarning, read_object
 from trainable.files.paths import UnsafePathError
@@ -300,7 +300,7 @@ def make_group_rows(lines: Iterable[Row]) -> list[Row]:
 
 
 def _make_row(line: Row, entry: Row, names: Iterable[str], frame_name: str) -> Row:
-    dtypes = SCHEMAS[frame_name]
+    dtypes = FAMILIES["ppo"].schemas[frame_name]
     valid_values = {
         name: entry[name] for name in names if entry.get(name) is not None and _VALIDATORS[dtypes[name]](entry[name])
     }

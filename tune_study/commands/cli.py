@@ -24,9 +24,9 @@ from trainable.files.paths import UnsafePathError
 from trainable.storage.uris import is_uri
 from tune_study.commands import cleaning, describe, searching
 from tune_study.commands.arguments import options as opt
-from tune_study.commands.arguments.groups import Launch, OwnCode, StudyRequest, add_axis_options, add_group
 from tune_study.commands.arguments.parser import StrictCommand
 from tune_study.commands.confirmation import DEFAULT_SEEDS, plan_confirmation
+from tune_study.commands.option_groups import Launch, OwnCode, StudyRequest, add_axis_options, add_group
 from tune_study.commands.preflight import make_plans_that_fit, start_studies
 from tune_study.commands.requests import request_stop
 from tune_study.commands.run_options import VALUES_OPTION, find_studies, plan_from_options
@@ -54,6 +54,7 @@ app = typer.Typer(
 command = functools.partial(app.command, cls=StrictCommand)
 
 EXPLAIN_EXAMPLE = f"Example: {PROGRAM} explain results/kl_sweep_sokoban-tiny --arm 0 --seed 1"
+TRANSCRIPTS_EXAMPLE = f"Example: {PROGRAM} transcripts results/kl_sweep_sokoban-tiny --arm 0 --seed 1 --failed"
 CONFIRM_EXAMPLE = f"Example: {PROGRAM} confirm results/kl_sweep_sokoban-tiny --arm 0.01 --seeds 5"
 EXPORT_EXAMPLE = f"Example: {PROGRAM} export results/kl_sweep_sokoban-tiny --arm 0.01 --to my-policy"
 COMPARE_EXAMPLE = f"Example: {PROGRAM} compare a/results/kl_sweep_sokoban-tiny b/results/kl_sweep_sokoban-tiny"
@@ -299,7 +300,7 @@ def report(run: opt.RunLocation) -> None:
 
 @command("explain", epilog=f"\b\n{EXPLAIN_EXAMPLE}")
 @report_errors
-def explain(run: opt.RunLocation, arm: opt.ExplainedArm = None, seed: opt.ExplainedSeed = None) -> None:
+def explain(run: opt.RunLocation, arm: opt.ReadArm = None, seed: opt.ReadSeed = None) -> None:
     """Tell what happened, in order, in the runs of RUN that collapsed, or in one run."""
     from tune_study.commands.reading import explain as explanation
 
@@ -308,6 +309,27 @@ def explain(run: opt.RunLocation, arm: opt.ExplainedArm = None, seed: opt.Explai
         ends = explanation.select_ends(frames, arm, seed)
         is_selected = arm is not None or seed is not None
         explanation.print_explanation(make_console(), folder, run, frames, ends, is_selected)
+
+
+@command("transcripts", epilog=f"\b\n{TRANSCRIPTS_EXAMPLE}")
+@report_errors
+def transcripts(
+    run: opt.RunLocation,
+    arm: opt.ReadArm = None,
+    seed: opt.ReadSeed = None,
+    step: opt.ReadStep = None,
+    failed: opt.Failed = False,
+    solved: opt.Solved = False,
+) -> None:
+    """Print recorded validation episodes of RUN: what the policy saw, thought and answered, and its rewards."""
+    from tune_study.commands.reading import transcripts as reading
+
+    if failed and solved:
+        raise PlanError("--failed and --solved exclude each other: type one of them, or none for both kinds.")
+    choice = reading.EpisodeChoice(arm, seed, step, None if failed == solved else solved)
+    with locate.open_for_reading(run) as (folder, _):
+        runs = reading.read_run_episodes(folder, study_file.read_study(folder))
+        reading.print_transcripts(make_console(), runs, choice, run)
 
 
 @command("compare", epilog=f"\b\n{COMPARE_EXAMPLE}")

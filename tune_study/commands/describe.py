@@ -101,6 +101,7 @@ def print_plan(
         *_describe_search(plan),
         *_describe_game(plan),
         *_describe_power(plan),
+        *filter(None, [time_estimate.format_cpu_time_line(plan, resource_plan)]),
         disk_line,
         f"Results: {plan.folder}",
         f"Summary log: {plan.summary_log}",
@@ -261,13 +262,14 @@ def print_status(console: Console, folder: Path, location: str, study: dict[str,
         metric_value = next(
             (value for value in metric_values if isinstance(value, int | float) and 0 <= value <= 1), None
         )
-        cells = [entry["run_id"], entry["arm"], str(entry["seed"]), status.display_text, f"{step}/{total_steps}"]
-        rows.append([*cells, "-" if metric_value is None else f"{metric_value:.3f}", status.reason])
+        metric_text = "-" if metric_value is None else f"{metric_value:.3f}"
+        cells = [entry["arm"], str(entry["seed"]), status.display_text, f"{step}/{total_steps}", metric_text]
+        rows.append([*cells, status.reason, entry["run_id"]])
     is_finished = counts.keys() <= set(ENDED_STATUSES)
     state = "running" if is_running else "finished" if is_finished else "unfinished"
     runs_text = ", ".join(f"{count} {status}" for status, count in counts.items())
     print_line(console, f"{study['name']} ({study['preset']}): {state}; runs: {runs_text}")
-    print_table(console, ("run", "arm", "seed", "status", "step", metric, "reason"), rows)
+    print_table(console, ("arm", "seed", "status", "step", metric, "reason", "run"), rows)
     print_missing_checkpoints(console, folder, study)
     if state == "unfinished":
         code_paths = [entry["path"] for entry in study.get("code") or []]

@@ -1,11 +1,14 @@
-"""Estimate the maximum duration of a study from the FLOPs and bytes of a step and the published speed of the GPUs.
+"""Estimate the duration of a study from the FLOPs and bytes of a step.
 
-The model assumes that passes over whole sequences are limited by arithmetic, and that sampling is limited by reading
-weights and KV cache. It also assumes that every conversation has maximum length, so a run with shorter replies is
-faster. No estimate has been compared with a measurement on a GPU.
+On GPUs it is the maximum at their published speed. The model assumes that passes over whole sequences are limited by
+arithmetic, and that sampling is limited by reading weights and KV cache. It also assumes that every conversation has
+maximum length, so a run with shorter replies is faster. No estimate has been compared with a measurement on a GPU.
+
+On a CPU it is what a study takes on a core like the one on which the rates below were measured.
 """
 
 import math
+import os
 from typing import NamedTuple
 
 from trainable.config.run_config import RunConfig
@@ -13,7 +16,7 @@ from trainable.rollout.kv_cache_size import compute_max_tokens, compute_token_kv
 from tune_study.placement import memory
 from tune_study.placement.disk import count_occurrences
 from tune_study.placement.memory_plan import MemoryPlan
-from tune_study.placement.model_size import ModelShape, count_policy_parameters
+from tune_study.placement.model_size import ModelShape, count_policy_parameters, read_model_shape
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan
 
@@ -31,6 +34,23 @@ HOST_BANDWIDTH = 50e9
 """Bytes per second between pinned host memory and a GPU over PCIe 5. An assumption, of 64 GB/s by the standard."""
 OFFLOADED_SECONDS_PER_PARAMETER = 6.8e-9
 """Seconds per parameter of an optimizer step of AdamW on one CPU thread, as measured with torch 2.13 (offloading)."""
+
+
+class CpuRates(NamedTuple):
+    """FLOP/s that one core reaches, as measured with the laptop preset (docs/performance.md).
+
+    passes: of updates and of passes without gradients. sampling: of rollouts.
+    """
+
+    passes: float
+    sampling: float
+
+
+COMPILED_RATES, TORCH_RATES = CpuRates(passes=48e9, sampling=35e9), CpuRates(passes=40e9, sampling=11e9)
+TYPICAL_FILL = 0.5
+"""Tokens of an episode relative to the longest one, as measured: 105 of 200 in the laptop preset."""
+RUN_START_SECONDS = 4.0
+"""Seconds before the first step of a run on a CPU: imports, levels, the model."""
 
 
 class GpuRates(NamedTuple):
@@ -169,13 +189,11 @@ def estimate_step_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates)
 
 def estimate_run_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates) -> float:
     """Seconds of a whole run: its steps, validations and tests."""
-    # Validations: sampled and greedy before training, then sampled every `test_freq` steps, then greedy at the end. The
-    # test levels are rolled out at the end, sampled and greedy.
     env, trainer = config.env, config.trainer
-    validations = 2 * trainer.val_before_train + count_occurrences(trainer.total_training_steps, trainer.test_freq) + 1
     gpu_fraction = min(trainer.n_gpus_per_node, 1.0)
+    # The test levels are rolled out at the end, sampled and greedy.
     evaluations = [
-        (validations, env.val_env_groups * env.val_group_size),
+        (_count_validations(config), env.val_env_groups * env.val_group_size),
         (2 * (env.test_env_groups > 0), env.test_env_groups),
     ]
     evaluation_seconds = sum(
@@ -185,6 +203,47 @@ def estimate_run_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates) 
     return (
         trainer.total_training_steps * estimate_step_seconds(shape, config, rates) + evaluation_seconds / gpu_fraction
     )
+
+
+def estimate_cpu_run_seconds(shape: ModelShape, config: RunConfig) -> float:
+    """Seconds of a whole run on one core, with episodes of typical length."""
+    passes_rate = (COMPILED_RATES if config.model.compiled_passes else TORCH_RATES).passes
+    sampling_rate = (COMPILED_RATES if config.rollout.name == "compiled" else TORCH_RATES).sampling
+    env, trainer, tokens = config.env, config.trainer, round(TYPICAL_FILL * compute_max_tokens(config))
+    episodes = (
+        trainer.total_training_steps * env.env_groups * env.group_size
+        + _count_validations(config) * env.val_env_groups * env.val_group_size
+        + 2 * env.test_env_groups
+    )
+    update_flops = TYPICAL_FILL * trainer.total_training_steps * estimate_update_flops(shape, config)
+    sampling_flops = estimate_forward_flops(shape, episodes, tokens, with_head=True)
+    return RUN_START_SECONDS + update_flops / passes_rate + sampling_flops / sampling_rate
+
+
+def format_cpu_time_line(plan: StudyPlan, resource_plan: ResourcePlan) -> str | None:
+    """The estimate for a study that trains a language model on CPUs; None for another study or an unknown model."""
+    if plan.model is None or resource_plan.gpu_slots:
+        return None
+    configs = [spec.ppo_config for spec in plan.runs]
+    shapes = {path: read_model_shape(path, os.environ) for path in {config.model.path for config in configs}}
+    run_seconds = []
+    for config in configs:
+        shape = shapes[config.model.path]
+        if shape is None:
+            return None
+        run_seconds.append(estimate_cpu_run_seconds(shape, config))
+    study_seconds = max(*run_seconds, sum(run_seconds) / max(resource_plan.max_concurrent, 1))
+    return (
+        f"Time: about {_format_duration(max(run_seconds), digits=2)} per run, "
+        f"{_format_duration(study_seconds, digits=2)} for the study; an estimate from measurements on one machine, "
+        f"yours may need half or twice as long"
+    )
+
+
+def _count_validations(config: RunConfig) -> int:
+    """Validations of a run: sampled and greedy before step 1, then sampled every `test_freq` steps, and greedy last."""
+    trainer = config.trainer
+    return 2 * trainer.val_before_train + count_occurrences(trainer.total_training_steps, trainer.test_freq) + 1
 
 
 def format_time_line(
@@ -215,8 +274,8 @@ def format_time_line(
     )
 
 
-def _format_duration(seconds: float) -> str:
+def _format_duration(seconds: float, digits: int = 3) -> str:
     for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"
+            return f"{seconds / size:.{digits}g} {unit}"
+    return f"{seconds:.{digits}g} s"

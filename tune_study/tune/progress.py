@@ -1,7 +1,7 @@
 """Show the progress of a study: a live table in a terminal, plain lines elsewhere."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +30,7 @@ class RunView:
         step: the last step with a row; 0 before the first one.
         last_values: the last measured value of each column, since most rows have no validation.
         total_seconds: training time of the run over all starts; None before the first row of this start.
+        first_step: the step from which this start of the study continues.
         status: waiting, running, or the text with which the run ended.
     """
 
@@ -37,12 +38,20 @@ class RunView:
     step: int = 0
     last_values: dict[str, float] = field(default_factory=dict)
     total_seconds: float | None = None
+    first_step: int = 0
     status: str = "waiting"
 
     @property
     def seconds_per_step(self) -> float | None:
         """Mean seconds per step so far; None before the first step."""
         return self.total_seconds / self.step if self.total_seconds is not None and self.step else None
+
+    @property
+    def status_text(self) -> str:
+        """The status, or what a running run does before its first step of this start."""
+        if self.status != "running" or self.step > self.first_step:
+            return self.status
+        return "loading its state" if self.first_step else "before step 1"
 
     @property
     def is_open(self) -> bool:
@@ -99,12 +108,26 @@ class Progress:
             refresh_per_second=2,
             transient=False,
         ):
-            yield
+            try:
+                yield
+            finally:
+                self._end_open_runs()
+
+    def _end_open_runs(self) -> None:
+        """Show what becomes of the runs that have not ended when the study does."""
+        for view in self.views.values():
+            if view.is_open:
+                view.status = "interrupted" if view.step else "never_ran"
 
     def skip_run(self, run_id: str, status: str, step: int, last_value: float | None) -> None:
         """Show a run that ended in an earlier start. last_value: the last value of the primary metric."""
+        self.continue_run(run_id, step, last_value)
+        self.views[run_id].status = status
+
+    def continue_run(self, run_id: str, step: int, last_value: float | None) -> None:
+        """Show a run as far as an earlier start of the study has trained it (see `skip_run`)."""
         view = self.views[run_id]
-        view.status, view.step = status, step
+        view.step = view.first_step = step
         if last_value is not None:
             view.last_values[self._family.primary_metric] = last_value
 
@@ -177,11 +200,9 @@ class Progress:
             sum(trial_seconds) / max(min(self._max_concurrent, len(trial_seconds)), 1), max(trial_seconds, default=0.0)
         )
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Headings of the live table."""
-        metric_names = (display_column.name for display_column in self._family.progress_columns)
-        return ("arm", "seed", "step", *metric_names, "time left", "status")
+    def make_rows(self) -> list[dict[str, str]]:
+        """The cells of the live table, one dictionary per run from heading to text."""
+        return [self._make_cells(view) for view in self.views.values()]
 
     def make_table(self) -> Table:
         """The live table."""
@@ -192,24 +213,44 @@ class Progress:
         # As Text: the names of a study that somebody else started must not be read as rich's markup.
         title = Text(f"{self.title}  elapsed {elapsed}  left {study_time_left}")
         table = Table(title=title, title_justify="left")
-        for column in self.columns:
-            table.add_column(column, justify="left" if column in ("arm", "status") else "right")
-        for view in self.views.values():
-            table.add_row(*map(Text, self._make_cells(view)))
+        rows = self.make_rows()
+        columns = self._select_columns(rows)
+        for column in columns:
+            is_text = column in ("arm", "status")
+            table.add_column(column, justify="left" if is_text else "right", no_wrap=True, overflow="ellipsis")
+        for row in rows:
+            table.add_row(*(Text(row[column]) for column in columns))
         return table
 
-    def _make_cells(self, view: RunView) -> list[str]:
-        return [
-            view.spec.arm,
-            str(view.spec.seed),
-            f"{view.step}/{view.spec.steps}",
-            *(
-                _format_value(view.last_values.get(display_column.column), display_column.format_spec)
+    def _select_columns(self, rows: Sequence[Mapping[str, str]]) -> list[str]:
+        """The headings of the table. Where the terminal is narrow, metrics are left out, the last one first.
+
+        Arm, seed, step and status always stay.
+        """
+        columns = list(rows[0]) if rows else []
+        widths = {column: max(len(column), *(len(row[column]) for row in rows)) for column in columns}
+        metrics = [display_column.name for display_column in self._family.progress_columns]
+        for column in [*reversed(metrics), "time left"]:
+            # Rich puts a space on both sides of each cell, and a line before each column and at the end.
+            if sum(widths[name] + 3 for name in columns) + 1 <= self._console.width:
+                break
+            columns.remove(column)
+        return columns
+
+    def _make_cells(self, view: RunView) -> dict[str, str]:
+        return {
+            "arm": view.spec.arm,
+            "seed": str(view.spec.seed),
+            "step": f"{view.step}/{view.spec.steps}",
+            **{
+                display_column.name: _format_value(
+                    view.last_values.get(display_column.column), display_column.format_spec
+                )
                 for display_column in self._family.progress_columns
-            ),
-            format_duration(self.estimate_time_left(view)) if view.is_open else "",
-            view.status,
-        ]
+            },
+            "time left": format_duration(self.estimate_time_left(view)) if view.is_open else "",
+            "status": view.status_text,
+        }
 
     def _print_line(self, run_id: str, text: str) -> None:
         """Print a plain line, unless there is a live table."""

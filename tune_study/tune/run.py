@@ -168,7 +168,7 @@ def _run_planned_seeds(session: StudySession, *, names_finished: bool) -> int:
     """
     plan, console = session.plan, session.console
     _write_study_files(session)
-    _skip_finished(session, names_finished=names_finished)
+    _show_earlier_rows(session, names_finished=names_finished)
     statuses, problem = StudyStatuses(plan, session.finished_statuses), ""
     if len(session.finished_statuses) < len(plan.runs):
         problem = _train_runs(session, statuses)
@@ -442,20 +442,23 @@ def _make_wandb_callbacks(plan: StudyPlan, mode: str) -> list[Any]:
     return [WandbCallback(plan, mode)]
 
 
-def _skip_finished(session: StudySession, *, names_finished: bool) -> None:
-    """Show the runs that are not run again in the live table with their last measured value, and print how many.
+def _show_earlier_rows(session: StudySession, *, names_finished: bool) -> None:
+    """Show in the live table what earlier starts have trained, and print how many runs are not run again.
 
-    names_finished: whether each of them is printed, too.
+    names_finished: whether each of these is printed, too.
     """
     plan, finished_statuses, console = session.plan, session.finished_statuses, session.console
-    for run_id, status in finished_statuses.items():
-        rows = read_rows(plan.get_run_dir(run_id) / METRICS_FILE, first_step=0)
+    for spec in plan.runs:
+        rows = read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE, first_step=0)
         measured_values = (row.get(plan.study.family.primary_metric) for row in reversed(rows))
-        session.progress.skip_run(
-            run_id, status.status, rows[-1]["step"] if rows else 0, next(filter(_is_number, measured_values), None)
-        )
+        step, last_value = rows[-1]["step"] if rows else 0, next(filter(_is_number, measured_values), None)
+        status = finished_statuses.get(spec.run_id)
+        if status is None:
+            session.progress.continue_run(spec.run_id, step, last_value)
+            continue
+        session.progress.skip_run(spec.run_id, status.status, step, last_value)
         if names_finished:
-            print_line(console, f"{run_id} is {status.status} and is not run again")
+            print_line(console, f"{spec.run_id} is {status.status} and is not run again")
     if finished_statuses:
         print_line(console, f"{len(plan.runs) - len(finished_statuses)} of {len(plan.runs)} runs remain")
 

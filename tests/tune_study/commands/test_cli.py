@@ -38,6 +38,7 @@ COMMANDS = (
     "status",
     "report",
     "explain",
+    "transcripts",
     "compare",
     "confirm",
     "stop",
@@ -620,9 +621,11 @@ def test_status_says_how_far_each_run_is(work_dir: Path) -> None:
     answer = type_in(f"status {plan.folder}")
     assert answer.out.startswith("kl (laptop): unfinished; runs: 1 interrupted, 1 never_ran\n")
     assert answer.out.endswith(f"\nContinue with: python -m tune_study resume {plan.folder}\n")
-    row_pattern = r"sokoban_kl_sweep_nofilter_0-sokoban-tiny +0 +0 +{} +2/3 +0\.250 *{}\n"
+    row_pattern = r"\n0 +0 +{} +2/3 +0\.250 *{} +sokoban_kl_sweep_nofilter_0-sokoban-tiny\n"
     assert re.search(row_pattern.format("interrupted", "the process that ran the study is gone"), answer.out)
-    assert re.search(r"nofilter_01-sokoban-tiny +0\.1 +0 +never_ran +0/3 +- +has not started\n", answer.out)
+    assert re.search(
+        r"\n0\.1 +0 +never_ran +0/3 +- +has not started +sokoban_kl_sweep_nofilter_01-sokoban-tiny\n", answer.out
+    )
     second_run_id = plan.runs[1].run_id
     write_status(plan.get_run_dir(second_run_id), RunStatus(second_run_id, "waiting", "has not started"))
     assert type_in(f"status {plan.folder}").out == answer.out

@@ -13,8 +13,8 @@ from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO, as_run_config
 from trainable.sandbox.config.settings import UpdateRuleConfig
-from tune_study.commands.arguments.groups import add_axis_options
 from tune_study.commands.cli import app
+from tune_study.commands.option_groups import add_axis_options
 from tune_study.commands.run_options import RunOptions, plan_from_options
 from tune_study.plan.study_plan import find_study
 

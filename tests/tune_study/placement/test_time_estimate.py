@@ -1,16 +1,22 @@
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from search_spaces import STUDIES
+from search_spaces.declaration.presets import PRESETS
 from tests.strategies.examples import draw_examples
 from tests.tune_study.placement.test_memory_plan import FOUR_GPUS, H100, NO_MODELS, make_study_plan
 from trainable.config.run_config import RunConfig, apply_overrides
+from trainable.rollout.kv_cache_size import compute_max_tokens
 from tune_study.placement import time_estimate
 from tune_study.placement.memory_plan import plan_memory
 from tune_study.placement.model_size import ModelShape, read_model_shape
 from tune_study.placement.resources import preflight
 from tune_study.placement.time_estimate import (
     GpuRates,
+    estimate_cpu_run_seconds,
     estimate_forward_flops,
     estimate_host_seconds,
     estimate_run_seconds,
@@ -18,6 +24,9 @@ from tune_study.placement.time_estimate import (
     estimate_update_flops,
     find_rates,
 )
+from tune_study.plan.study_plan import make_plan
+
+LAPTOP = PRESETS["laptop"].settings
 
 SMALL = ModelShape(
     vocab_size=10,
@@ -156,3 +165,36 @@ def test_swapping_and_offloading_cost_time() -> None:
     assert rates is not None
     slower = estimate_step_seconds(shape, swapped, rates) - estimate_step_seconds(shape, plain, rates)
     assert slower == pytest.approx(moved_bytes / 50e9)
+
+
+def test_a_run_on_a_core_is_its_steps_validations_and_tests() -> None:
+    config = apply_overrides(RunConfig(), {**LAPTOP, "trainer.total_training_steps": 60, "trainer.test_freq": 20})
+    tokens = round(time_estimate.TYPICAL_FILL * compute_max_tokens(config))
+    # 60 steps of 8 x 16 episodes; validations twice before step 1, at 20, 40 and 60, and at the end; two tests.
+    episodes = 60 * config.env.env_groups * config.env.group_size
+    episodes += 6 * config.env.val_env_groups + 2 * config.env.test_env_groups
+    for rates, settings in (
+        (time_estimate.COMPILED_RATES, {}),
+        (time_estimate.TORCH_RATES, {"rollout.name": "torch", "model.compiled_passes": False}),
+    ):
+        expected = time_estimate.RUN_START_SECONDS
+        expected += estimate_forward_flops(SMALL, episodes, tokens, True) / rates.sampling
+        expected += 0.5 * 60 * estimate_update_flops(SMALL, config) / rates.passes
+        assert estimate_cpu_run_seconds(SMALL, apply_overrides(config, settings)) == pytest.approx(expected)
+
+
+def test_the_plan_of_a_laptop_study_has_an_estimate_of_time() -> None:
+    """Eighteen runs took 479 seconds on two cores (benchmarks/RESULTS.md)."""
+    plan = make_plan(STUDIES["kl"], "laptop", "a test", {}, None, 3, Path("/out"))
+    resource_plan = preflight(plan, None, (), 2, None, is_real=False)
+    line = time_estimate.format_cpu_time_line(plan, resource_plan)
+    assert line is not None
+    minutes = float(line.split("per run, ")[1].split(" min for the study")[0])
+    assert 0.5 * 479 < 60 * minutes < 2 * 479
+    one_at_a_time = time_estimate.format_cpu_time_line(plan, resource_plan._replace(max_concurrent=1))
+    assert one_at_a_time is not None
+    assert float(one_at_a_time.split("per run, ")[1].split(" min")[0]) == pytest.approx(2 * minutes, abs=1)
+    sandbox = make_plan(STUDIES["influence"], "laptop", "a test", {}, None, 3, Path("/out"))
+    assert time_estimate.format_cpu_time_line(sandbox, resource_plan) is None
+    unknown = make_plan(STUDIES["kl"], "laptop", "a test", {"model.path": "nosuch"}, None, 1, Path("/out"))
+    assert time_estimate.format_cpu_time_line(unknown, resource_plan) is None

@@ -13,7 +13,7 @@ from analysis.search.points import CENSORED_POINT, COMPLETE, make_points
 from search_spaces import STUDIES
 from search_spaces.declaration.study import Study
 from tests.tune_study.studies.test_sandbox_run import SMALL_SETTINGS
-from tune_study.commands.arguments.groups import StudyRequest
+from tune_study.commands.option_groups import StudyRequest
 from tune_study.commands.preflight import LaunchOptions
 from tune_study.commands.searching import SearchOptions, plan_search, run_and_confirm
 from tune_study.folder.statuses import RunStatus, read_status

@@ -19,10 +19,10 @@ def make_study_plan(values: tuple[str, ...] = ("0", "0.1"), steps: int = 100) ->
 
 
 def make_progress(
-    plan: StudyPlan, is_terminal: bool = False, n_parallel_runs: int = 1
+    plan: StudyPlan, is_terminal: bool = False, n_parallel_runs: int = 1, width: int = 160
 ) -> tuple[Progress, io.StringIO, list[str]]:
     screen = io.StringIO()
-    console = Console(file=screen, force_terminal=is_terminal, width=160)
+    console = Console(file=screen, force_terminal=is_terminal, width=width)
     return Progress(plan, n_parallel_runs, console), screen, [run.run_id for run in plan.runs]
 
 
@@ -36,10 +36,13 @@ def read_cells(progress: Progress) -> list[list[str]]:
     return [[str(cell) for cell in line] for line in zip(*columns, strict=True)]
 
 
+def list_headers(progress: Progress) -> list[str]:
+    return [str(column.header) for column in progress.make_table().columns]
+
+
 def test_the_table_has_the_promised_columns() -> None:
     progress, _, _ = make_progress(make_study_plan())
-    assert [column.header for column in progress.make_table().columns] == list(progress.columns)
-    assert progress.columns == (
+    assert list_headers(progress) == [
         "arm",
         "seed",
         "step",
@@ -49,7 +52,60 @@ def test_the_table_has_the_promised_columns() -> None:
         "tokens/s",
         "time left",
         "status",
-    )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [
+        (80, ["arm", "seed", "step", "success", "reward std", "time left", "status"]),
+        (60, ["arm", "seed", "step", "success", "time left", "status"]),
+        (40, ["arm", "seed", "step", "status"]),
+        (20, ["arm", "seed", "step", "status"]),
+    ],
+)
+def test_a_narrow_terminal_leaves_out_metrics_and_cuts_no_status(width: int, expected: list[str]) -> None:
+    progress, screen, (first, second) = make_progress(make_study_plan(), is_terminal=True, width=width)
+    progress.end_run(first, "early_stopped", "a rule")
+    progress.start_run(second)
+    progress.record_row(second, make_row(7, val_success=0.5, seconds_total=20.0))
+    assert list_headers(progress) == expected
+    with progress.show_live():
+        pass
+    if width >= 40:
+        assert "early_stopped" in screen.getvalue()
+        assert "…" not in screen.getvalue()
+
+
+def test_a_run_that_continues_is_shown_from_its_last_step() -> None:
+    progress, _, (first, second) = make_progress(make_study_plan())
+    progress.continue_run(first, 40, 0.5)
+    assert read_cells(progress)[0] == ["0", "0", "40/100", "0.500", "-", "-", "-", "-", "waiting"]
+    progress.start_run(first)
+    progress.start_run(second)
+    assert [cells[-1] for cells in read_cells(progress)] == ["loading its state", "before step 1"]
+    progress.record_row(first, make_row(41, seconds_total=82.0))
+    progress.record_row(second, make_row(1, seconds_total=2.0))
+    assert [cells[-1] for cells in read_cells(progress)] == ["running", "running"]
+    assert read_cells(progress)[0][2:4] == ["41/100", "0.500"]
+
+
+def test_the_table_ends_with_what_became_of_open_runs() -> None:
+    progress, screen, (first, second) = make_progress(make_study_plan(), is_terminal=True)
+
+    def train() -> None:
+        with progress.show_live():
+            progress.start_run(first)
+            progress.record_row(first, make_row(3, seconds_total=6.0))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert [cells[-1] for cells in read_cells(progress)] == ["interrupted", "never_ran"]
+    last_frame = screen.getvalue().rpartition("elapsed")[2]
+    assert "interrupted" in last_frame
+    assert "never_ran" in last_frame
+    assert second not in last_frame
 
 
 def test_the_table_follows_the_runs() -> None:
@@ -94,8 +150,9 @@ def test_a_terminal_shows_the_table_with_times_and_keeps_it() -> None:
     with progress.show_live():
         progress.start_run(first)
         progress.record_row(first, make_row(10, val_success=0.5, seconds_total=20.0))
+        assert str(progress.make_table().title) == "kl (laptop)  elapsed 0:00  left 6:20"
     text = screen.getvalue()
-    assert "kl (laptop)  elapsed 0:00  left 6:20" in text
+    assert "kl (laptop)  elapsed 0:00" in text
     assert "10/100" in text
     assert first not in text
 

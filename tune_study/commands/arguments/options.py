@@ -251,8 +251,13 @@ ComparisonFile = Annotated[Path, Option("--to", metavar="FILE", help="Where the 
 FirstTestSeed = Annotated[
     int, Option("--first-test-seed", metavar="S", min=0, help="Choose alarms on lower seeds, score them from S on.")
 ]
-ExplainedArm = Annotated[str | None, Option("--arm", metavar="A", help="Only runs of this arm.")]
-ExplainedSeed = Annotated[int | None, Option("--seed", metavar="S", help="Only runs with this seed.")]
+ReadArm = Annotated[str | None, Option("--arm", metavar="A", help="Only runs of this arm.")]
+ReadSeed = Annotated[int | None, Option("--seed", metavar="S", help="Only runs with this seed.")]
+ReadStep = Annotated[
+    int | None, Option("--step", metavar="N", help="Episodes of the validation after step N; default: the last one.")
+]
+Failed = Annotated[bool, Option("--failed", help="Only episodes without success.")]
+Solved = Annotated[bool, Option("--solved", help="Only episodes with success.")]
 ProbeAlgo = Annotated[
     str | None,
     Option("--algo", metavar="NAME", help="Study gradient-analysis: choose the run of PPO or of GRPO."),

@@ -19,6 +19,7 @@ from analysis.sweep.verdicts import format_number, format_p_value, format_status
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
 from trainable.runs.episode_lines import RecordedEpisode
+from tune_study.commands.reading.transcripts import print_episode
 from tune_study.host.console import print_line, print_table
 from tune_study.plan.errors import PlanError
 
@@ -149,7 +150,7 @@ def _print_run(console: Console, folder: Path, frames: StudyFrames, ends: pd.Dat
         )
     for episode in choose_episodes(episodes, onsets, run["end_step"]):
         print_line(console, "")
-        _print_episode(console, episode)
+        print_episode(console, episode)
 
 
 def choose_episodes(
@@ -188,19 +189,6 @@ def choose_episodes(
         return []
     level = next(filter(shows_change, levels), levels[0])
     return [by_key[level, step] for step in chosen_steps]
-
-
-def _print_episode(console: Console, episode: RecordedEpisode) -> None:
-    """Print what the policy saw (|) and said (>) in each turn."""
-    end = episode.stop_reason
-    print_line(console, f"Level {episode.level} after step {episode.step}: {end}, score {episode.score:.3g}")
-    for turn in episode.turns:
-        for line in turn.observation.strip().splitlines():
-            print_line(console, f"  | {line}")
-        for line in turn.reply.strip().splitlines() or [""]:
-            print_line(console, f"  > {line}")
-        actions = ", ".join(turn.actions) or "no action"
-        print_line(console, f"    {actions}{'' if turn.valid else ' (invalid reply)'}, reward {turn.reward:.3g}")
 
 
 def _format_change_cells(row: dict[str, Any]) -> list[str]:

@@ -1,0 +1,144 @@
+"""`transcripts` and `frames.episodes`: which recorded episodes are shown, and what is said where there are none."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from analysis import load
+from tests.fakes.lines import append_record
+from tests.fakes.run_folders import FakeRun, write_study
+from tests.tune_study.commands.reading.test_explain import make_episode
+from tests.tune_study.commands.test_cli import type_in
+from trainable.files.json_lines import read_lines
+from trainable.runs.run_files import ENDS_KEY, EPISODES_FILE, METRICS_FILE
+
+RUNS = (FakeRun("0", 0), FakeRun("0", 1), FakeRun("0.1", 0))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two arms; levels 123 and 124 after steps 0 and 40. Level 124 of arm 0 is lost at step 40, all else is solved."""
+    folder = write_study(tmp_path_factory.mktemp("transcripts"), list(RUNS))
+    for run in RUNS[:2]:
+        for step in (0, 40):
+            for level in (123, 124):
+                path = folder / "runs" / run.run_id / EPISODES_FILE
+                append_record(path, make_episode(step, level, (step, level) != (40, 124)).to_line())
+        end = {EPISODES_FILE: list(read_lines(folder / "runs" / run.run_id / EPISODES_FILE).end)}
+        append_record(folder / "runs" / run.run_id / METRICS_FILE, {"step": 60, ENDS_KEY: end})
+    return folder
+
+
+def list_headings(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(("Arm", "Level"))]
+
+
+def test_the_last_validation_is_shown_if_none_is_chosen(folder: Path) -> None:
+    answer = type_in(f"transcripts {folder} --arm 0 --seed 1")
+    assert (answer.code, answer.err) == (0, "")
+    assert list_headings(answer.out) == [
+        "Arm 0, seed 1: 2 episodes after step 40, 1 solved",
+        "Level 123 after step 40: success, score 1.5",
+        "Level 124 after step 40: out of turns, score 1.5",
+    ]
+    lines = answer.out.splitlines()
+    assert lines[3:7] == [
+        "  | <user>board 123",
+        "  | ####<end>",
+        "  > go 40\\x1b[31m<end>",
+        "    Up, Left, reward -0.2",
+    ]
+    assert "    no action (invalid reply), reward -0.2" in lines
+
+
+@pytest.mark.parametrize(
+    ("options", "headings"),
+    [
+        (
+            "--arm 0 --failed",
+            [
+                "Arm 0, seed 0: 1 episode after step 40, 0 solved",
+                "Level 124 after step 40: out of turns, score 1.5",
+                "Arm 0, seed 1: 1 episode after step 40, 0 solved",
+                "Level 124 after step 40: out of turns, score 1.5",
+            ],
+        ),
+        (
+            "--seed 1 --step 0 --solved",
+            [
+                "Arm 0, seed 1: 2 episodes after step 0, 2 solved",
+                "Level 123 after step 0: success, score 1.5",
+                "Level 124 after step 0: success, score 1.5",
+            ],
+        ),
+        ("--arm 0 --seed 0 --step 0 --failed", ["Arm 0, seed 0: no recorded episode of this kind"]),
+        ("--arm 0.1", ["Arm 0.1, seed 0: no recorded episode of this kind"]),
+    ],
+)
+def test_episodes_are_chosen_by_arm_seed_step_and_success(folder: Path, options: str, headings: list[str]) -> None:
+    answer = type_in(f"transcripts {folder} {options}")
+    assert (answer.code, list_headings(answer.out)) == (0, headings)
+
+
+def test_without_a_choice_there_is_a_table_and_a_command_that_works(folder: Path) -> None:
+    lines = type_in(f"transcripts {folder}").out.splitlines()
+    assert [line.split() for line in lines[1:4]] == [
+        ["0", "0", "4", "2", "0", "to", "40", "2", "1"],
+        ["0", "1", "4", "2", "0", "to", "40", "2", "1"],
+        ["0.1", "0", "0", "0", "-", "-", "-"],
+    ]
+    command = lines[-1].partition("tune_study ")[2]
+    assert command == f"transcripts {folder} --arm 0 --seed 0 --failed"
+    assert type_in(command).code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--arm 7", "There is no arm `7`: type --arm with one of 0, 0.1."),
+        ("--arm 0 --seed 5", "There is no run with seed 5: type --seed with one of 0, 1."),
+        ("--arm 0 --step 20", "has no recorded episode of step 20: type --step with one of 0, 40."),
+        ("--failed --solved", "--failed and --solved exclude each other"),
+    ],
+)
+def test_what_is_not_there_is_refused_with_what_is(folder: Path, options: str, message: str) -> None:
+    answer = type_in(f"transcripts {folder} {options}")
+    assert answer.code == 2
+    assert message in answer.err
+
+
+def test_a_study_without_episodes_says_how_to_record_them(tmp_path: Path) -> None:
+    answer = type_in(f"transcripts {write_study(tmp_path, [FakeRun('0')])} --arm 0")
+    assert answer.code == 2
+    assert answer.err.rstrip().endswith("train with --set trainer.log_val_generations=4.")
+
+
+def test_a_run_folder_that_is_a_link_is_not_followed(tmp_path: Path, folder: Path) -> None:
+    copy = write_study(tmp_path, [FakeRun("0")])
+    run_dir = copy / "runs" / FakeRun("0").run_id
+    run_dir.rename(tmp_path / "elsewhere")
+    run_dir.symlink_to(folder / "runs" / RUNS[0].run_id)
+    answer = type_in(f"transcripts {copy} --arm 0")
+    assert answer.code == 2
+    assert "is a symbolic link" in answer.err
+
+
+def test_the_frame_of_episodes_has_a_row_for_each(folder: Path) -> None:
+    frames = load(folder)
+    episodes = frames.episodes
+    assert len(episodes) == 8
+    assert set(episodes["run_id"]) == {run.run_id for run in RUNS[:2]}
+    lost = episodes[~episodes["success"]]
+    assert lost[["arm", "seed", "step", "level"]].to_numpy().tolist() == [["0", 0, 40, 124], ["0", 1, 40, 124]]
+    assert (episodes["turns"] == 2).all()
+    assert (episodes["invalid_turns"] == 1).all()
+    assert episodes["text"].iloc[0].startswith("| <user>board 123\n| ####<end>\n> go 0")
+    assert frames.select_study("kl").episodes.equals(episodes)
+    assert load(folder.parent).episodes.equals(episodes)
+
+
+def test_frames_without_episodes_have_an_empty_frame_of_the_same_columns(tmp_path: Path, folder: Path) -> None:
+    empty = load(write_study(tmp_path, [FakeRun("0")])).episodes
+    pd.testing.assert_series_equal(empty.dtypes, load(folder).episodes.dtypes)
+    assert empty.empty

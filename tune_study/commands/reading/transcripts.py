@@ -1,0 +1,127 @@
+"""The command `transcripts`: what the policy saw and said in the validation episodes that a run has recorded."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from analysis.data.episodes import format_turns, read_episodes
+from trainable.config.command_lines import format_command
+from trainable.config.setting_types import format_value
+from trainable.files.paths import check_path
+from trainable.runs.episode_lines import RecordedEpisode
+from tune_study.host.console import print_line, print_table
+from tune_study.plan.errors import PlanError
+
+_HOW_TO_RECORD = "To record some of each validation, train with --set trainer.log_val_generations=4."
+
+
+class EpisodeChoice(NamedTuple):
+    """Which episodes are wanted; None for all, and for `step` for the last validation with recorded episodes.
+
+    success: True for solved episodes, False for failed ones.
+    """
+
+    arm: str | None = None
+    seed: int | None = None
+    step: int | None = None
+    success: bool | None = None
+
+
+class RunEpisodes(NamedTuple):
+    """The recorded episodes of one run."""
+
+    run_id: str
+    arm: str
+    seed: int
+    episodes: tuple[RecordedEpisode, ...]
+
+
+def read_run_episodes(folder: Path, study: Mapping[str, Any]) -> list[RunEpisodes]:
+    """The episodes of every run of the study in `folder`, results/<run>. study: content of study.json.
+
+    Raises UnsafePathError if the folder of a run is a symbolic link.
+    """
+    runs = []
+    for entry in study["runs"]:
+        run_dir = folder / "runs" / entry["run_id"]
+        check_path(folder, run_dir)
+        runs.append(RunEpisodes(entry["run_id"], entry["arm"], entry["seed"], tuple(read_episodes(run_dir))))
+    return runs
+
+
+def print_transcripts(console: Console, runs: Sequence[RunEpisodes], choice: EpisodeChoice, location: str) -> None:
+    """Print the chosen episodes; if neither arm nor seed is chosen, a table of what there is.
+
+    location: the study as it was typed, for the commands to type next. Raise PlanError if there is no such episode.
+    """
+    if not any(run.episodes for run in runs):
+        raise PlanError(f"No run in {format_value(location, 1000)} has recorded an episode. {_HOW_TO_RECORD}")
+    if choice == EpisodeChoice():
+        _print_overview(console, runs, location)
+        return
+    for run in _select_runs(runs, choice):
+        episodes = _select_episodes(run, choice)
+        print_line(console, f"Arm {run.arm}, seed {run.seed}: {_count(episodes)}")
+        for episode in episodes:
+            print_line(console, "")
+            print_episode(console, episode)
+        print_line(console, "")
+
+
+def print_episode(console: Console, episode: RecordedEpisode) -> None:
+    """Print what the policy saw (|) and said (>) in each turn."""
+    end = episode.stop_reason
+    print_line(console, f"Level {episode.level} after step {episode.step}: {end}, score {episode.score:.3g}")
+    for line in format_turns(episode):
+        print_line(console, f"  {line}")
+
+
+def _print_overview(console: Console, runs: Sequence[RunEpisodes], location: str) -> None:
+    rows = []
+    for run in runs:
+        steps = sorted({episode.step for episode in run.episodes})
+        span = f"{steps[0]} to {steps[-1]}" if steps else "-"
+        solved = [sum(episode.success for episode in run.episodes if episode.step == step) for step in steps]
+        ends = [f"{solved[index]}" for index in (0, -1)] if steps else ["-", "-"]
+        rows.append([run.arm, str(run.seed), str(len(run.episodes)), str(len(steps)), span, *ends])
+    columns = ("arm", "seed", "episodes", "validations", "steps", "solved at first", "solved at last")
+    print_table(console, columns, rows)
+    example = next(run for run in runs if run.episodes)
+    command = format_command("transcripts", location, "--arm", example.arm, "--seed", str(example.seed), "--failed")
+    print_line(console, f"To read those that failed at the last validation of a run: {command}")
+
+
+def _select_runs(runs: Sequence[RunEpisodes], choice: EpisodeChoice) -> list[RunEpisodes]:
+    arms = list(dict.fromkeys(run.arm for run in runs))
+    if choice.arm is not None and choice.arm not in arms:
+        names = ", ".join(map(format_value, arms))
+        raise PlanError(f"There is no arm `{format_value(choice.arm)}`: type --arm with one of {names}.")
+    of_arm = [run for run in runs if choice.arm in (None, run.arm)]
+    seeds = sorted({run.seed for run in of_arm})
+    if choice.seed is not None and choice.seed not in seeds:
+        names = ", ".join(map(str, seeds))
+        raise PlanError(f"There is no run with seed {choice.seed}: type --seed with one of {names}.")
+    return [run for run in of_arm if choice.seed in (None, run.seed)]
+
+
+def _select_episodes(run: RunEpisodes, choice: EpisodeChoice) -> list[RecordedEpisode]:
+    steps = sorted({episode.step for episode in run.episodes})
+    if choice.step is not None and choice.step not in steps:
+        names = ", ".join(map(str, steps)) or "none"
+        raise PlanError(
+            f"Run {format_value(run.run_id)} has no recorded episode of step {choice.step}: type --step with one of "
+            f"{names}."
+        )
+    step = choice.step if choice.step is not None else (steps[-1] if steps else None)
+    return [episode for episode in run.episodes if episode.step == step and choice.success in (None, episode.success)]
+
+
+def _count(episodes: Sequence[RecordedEpisode]) -> str:
+    """`2 episodes after step 60, 1 solved`, or that there is none."""
+    if not episodes:
+        return "no recorded episode of this kind"
+    solved = sum(episode.success for episode in episodes)
+    noun = "episode" if len(episodes) == 1 else "episodes"
+    return f"{len(episodes)} {noun} after step {episodes[0].step}, {solved} solved"
