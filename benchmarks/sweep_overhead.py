@@ -3,7 +3,7 @@
 Runs the laptop KL sweep with its command, which takes minutes, and reads its rows. With n concurrent trials, the lower
 bound of the wall time is the sum of the seconds of all steps, divided by n. The rest of the wall time goes into
 starting and stopping Ray and trials, imports, waiting for the last trials, tables and report.
-Run: python benchmarks/sweep_overhead.py [--arms 6] [--steps 60] [--levels 512]
+Run: python benchmarks/sweep_overhead.py [--arms 6] [--seeds 3] [--steps 60] [--levels 512]
 """
 
 import json
@@ -23,13 +23,14 @@ PRESET = "laptop"
 COEFFICIENTS = STUDY.axis.grids[PRESET]
 
 
-def make_command(arms: int, steps: int, levels: int, folder: str) -> list[str]:
+def make_command(arms: int, seeds: int, steps: int, levels: int, folder: str) -> list[str]:
     """The sweep's command line, with its first `arms` coefficients, and `levels` levels for validation and for test."""
     return [
         *(sys.executable, "-m", "tune_study", "run", STUDY.name),
         *("--preset", PRESET),
         *("--output", folder),
         *("--kl-values", ",".join(COEFFICIENTS[:arms])),
+        *("--seeds", str(seeds)),
         *("--steps", str(steps)),
         *("--set", f"env.val_env_groups={levels}"),
         *("--set", f"env.test_env_groups={levels}"),
@@ -43,11 +44,12 @@ def main() -> None:
     parser.add_argument(
         "--arms", type=parse_count, default=max_arms, help="number of coefficients, counted from the first"
     )
+    parser.add_argument("--seeds", type=parse_count, default=3, help="runs of each arm")
     parser.add_argument("--steps", type=parse_count, default=60, help="training steps of each arm")
     parser.add_argument("--levels", type=parse_count, default=512, help="validation and test levels, at most 512 each")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        command = make_command(args.arms, args.steps, args.levels, folder)
+        command = make_command(args.arms, args.seeds, args.steps, args.levels, folder)
         start_time = time.perf_counter()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         wall_seconds = time.perf_counter() - start_time
@@ -57,7 +59,8 @@ def main() -> None:
     step_seconds = float(frames.steps["seconds_step"].sum()) / concurrent_trials
     report = {
         "benchmark": "sweep_overhead",
-        "arms": len(frames.trials),
+        "arms": args.arms,
+        "seeds": args.seeds,
         "steps": len(frames.steps),
         "concurrent_trials": concurrent_trials,
         "wall_seconds": round(wall_seconds, 1),

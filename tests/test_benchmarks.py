@@ -32,7 +32,7 @@ SHORT: dict[str, tuple[str, ...]] = {
     "rollout.py": ("--repetitions", "1", "--validation-levels", "8"),
     "rollout_engines.py": ("--repetitions", "1"),
     "sweep_growth.py": ("--runs", "2"),
-    "sweep_overhead.py": ("--arms", "1", "--steps", "1", "--levels", "8"),
+    "sweep_overhead.py": ("--arms", "1", "--seeds", "1", "--steps", "1", "--levels", "8"),
     "trl_grpo.py": ("--repetitions", "1"),
     "update_rules.py": ("--steps", "1", "--seeds", "1"),
     "edge_coverage.py": ("--studies", "2", "--shift-studies", "1"),

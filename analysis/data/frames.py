@@ -17,6 +17,8 @@ from trainable.runs.records import TIME_COLUMNS
 
 Study = dict[str, Any]
 
+CONFIG_PREFIX = "config/"
+"""Beginning of the names of the columns of `trials` that are settings."""
 FRAME_NAMES = ("trials", "steps", "levels", "gradients", "gradient_groups")
 SCHEMAS = FAMILIES["ppo"].schemas
 """Columns and types of the frames of a PPO study; for other families see `TableFamily.schemas`."""
@@ -32,7 +34,7 @@ def make_empty_frame(name: str) -> pd.DataFrame:
     return cast_frame(pd.DataFrame(columns=list(SCHEMAS[name])), SCHEMAS[name])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StudyFrames:
     """The results of one or several studies as tidy frames.
 
@@ -54,6 +56,14 @@ class StudyFrames:
     gradient_groups: pd.DataFrame = field(default_factory=lambda: make_empty_frame("gradient_groups"))
     folders: tuple[Path, ...] = ()
 
+    def __repr__(self) -> str:
+        """The studies with their numbers of runs, and the size of each frame, without the rows."""
+        studies = ", ".join(
+            f"{study['name']} ({(self.trials['study'] == study['name']).sum()} runs)" for study in self.studies
+        )
+        sizes = ", ".join(f"{name} {len(getattr(self, name))}" for name in FRAME_NAMES)
+        return f"StudyFrames of {studies}; rows: {sizes}"
+
     @property
     def studies(self) -> list[Study]:
         """study.json of each study, as a list even for a single study."""
@@ -72,7 +82,18 @@ class StudyFrames:
     @cached_property
     def runs(self) -> pd.DataFrame:
         """`trials` without the columns of settings, which are the large majority."""
-        return self.trials[[name for name in self.trials if not str(name).startswith("config/")]]
+        return self.trials[[name for name in self.trials if not str(name).startswith(CONFIG_PREFIX)]]
+
+    @cached_property
+    def settings(self) -> pd.DataFrame:
+        """The settings of each run, by run_id. The columns have two levels, section and name, such as ("actor", "lr").
+
+        Settings without a section have the section "". In `trials` the same columns are named `config/actor.lr`.
+        """
+        names = [str(name) for name in self.trials if str(name).startswith(CONFIG_PREFIX)]
+        keys = [name.removeprefix(CONFIG_PREFIX).rpartition(".") for name in names]
+        columns = pd.MultiIndex.from_tuples([(key[0], key[2]) for key in keys], names=["section", "setting"])
+        return self.trials.set_index("run_id")[names].set_axis(columns, axis="columns")
 
     @cached_property
     def episodes(self) -> pd.DataFrame:

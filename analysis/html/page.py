@@ -31,6 +31,21 @@ def write_page(path: Path, page: str) -> Path:
     return path
 
 
+_SECTION = re.compile(r'<section id="([a-z0-9-]+)">\s*<h2>(.*?)</h2>', re.DOTALL)
+_CONTENTS_PLACE = '<nav aria-label="Contents"></nav>'
+
+
+def add_contents(page: str) -> str:
+    """`page` with links to its sections in its empty <nav>; unchanged if it has none.
+
+    Example:
+        >>> add_contents('<nav aria-label="Contents"></nav><section id="runs"><h2>All runs</h2>').splitlines()[1]
+        '<li><a href="#runs">All runs</a></li>'
+    """
+    links = "\n".join(f'<li><a href="#{name}">{title}</a></li>' for name, title in _SECTION.findall(page))
+    return page.replace(_CONTENTS_PLACE, f'<nav aria-label="Contents"><ol>\n{links}\n</ol></nav>', 1)
+
+
 def make_settings_rows(study: Study) -> list[dict[str, Any]]:
     """Every setting of the study: name, value and default as JSON, and whether it was changed from the default.
 

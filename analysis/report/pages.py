@@ -19,7 +19,7 @@ from analysis.grid import layout
 from analysis.grid import page as grid_page
 from analysis.grid.factors import make_factor_context
 from analysis.html.figures import Gallery
-from analysis.html.page import list_sources, make_environment, make_settings_rows, write_page
+from analysis.html.page import add_contents, list_sources, make_environment, make_settings_rows, write_page
 from analysis.report import figures
 from analysis.report.results import SweepResults
 from analysis.sandbox import figures as sandbox_figures
@@ -29,6 +29,7 @@ from analysis.search import page as search_page
 from analysis.sweep import findings, series, tables, time_course, verdicts
 from analysis.sweep.collapse import count_collapses
 from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences, make_contrast_context
+from analysis.sweep.examples import choose_examples
 from analysis.sweep.symptoms import PERMUTATION_SEED, describe_order, summarize_order
 from trainable.files.paths import atomic_write, make_folder
 
@@ -124,7 +125,8 @@ def render_page(frames: StudyFrames, drawn_figures: Mapping[str, Figure]) -> str
 
 def _render(page: "Page", results: Any, drawn_figures: Mapping[str, Figure]) -> str:
     rendered_figures = page.make_gallery(results).render(drawn_figures)
-    return make_environment().get_template(page.template).render(page.make_context(results), figures=rendered_figures)
+    template = make_environment().get_template(page.template)
+    return add_contents(template.render(page.make_context(results), figures=rendered_figures))
 
 
 def _get_page(frames: StudyFrames) -> "Page":
@@ -244,6 +246,7 @@ def make_report_context(results: SweepResults) -> dict[str, Any]:
         "settings": make_settings_rows(frames.studies[0]),
         "sources": list_sources(frames.studies[0]),
         "games": findings.list_games(frames),
+        "examples": [] if grid or results.search else choose_examples(original_frames),
         "arm_settings": [] if grid else findings.list_arm_settings(frames),
         "level_sets": findings.summarize_levels(frames),
         "budget_names": BUDGET_NAMES,

@@ -619,3 +619,21 @@ def test_columns_of_categories_are_equal_if_their_texts_are() -> None:
     )
     assert diff_frames(a, b) == []
     assert diff_frames(a, b.iloc[::-1]) == ["arm: 2 of 2 rows differ, first 0: 'x' against 'y'"]
+
+
+def test_frames_are_described_without_their_rows(tmp_path: Path) -> None:
+    frames = load(write_study(tmp_path, [FakeRun("0", seed) for seed in (0, 1)]))
+    assert repr(frames) == (
+        f"StudyFrames of kl (2 runs); rows: trials 2, steps 120, levels {len(frames.levels)}, gradients 0, "
+        "gradient_groups 0"
+    )
+
+
+def test_settings_are_a_frame_by_section(tmp_path: Path) -> None:
+    frames = load(write_study(tmp_path, [FakeRun("0"), FakeRun("0.1")]))
+    settings = frames.settings
+    assert list(settings.index) == list(frames.trials["run_id"])
+    assert settings["actor", "kl_loss_coef"].tolist() == frames.trials["config/actor.kl_loss_coef"].tolist() == [0, 0.1]
+    assert settings["actor"]["lr"].equals(settings["actor", "lr"])
+    assert settings[""].columns.tolist() == ["seed"]
+    assert len(settings.columns) == sum(str(name).startswith("config/") for name in frames.trials)

@@ -1,0 +1,64 @@
+"""Example episodes of a report: what the policy of each arm did before training and at the end."""
+
+import warnings
+from typing import Any, NamedTuple
+
+from analysis.data.episodes import format_turns, read_episodes
+from analysis.data.frames import StudyFrames
+from trainable.files.control_characters import escape_controls
+from trainable.files.json_values import DamageWarning
+from trainable.runs.episode_lines import RecordedEpisode
+
+MAX_ARMS = 12
+"""A study with more arms has no examples in its report; `transcripts` prints them."""
+_MAX_CHARACTERS = 8_000
+"""Characters of an episode on the page; those of a large model may be long."""
+
+
+class ArmExamples(NamedTuple):
+    """The examples of an arm, all of one run. episodes: step, level, success, stop_reason, score and text of each."""
+
+    arm: str
+    seed: int
+    episodes: tuple[dict[str, Any], ...]
+
+
+def choose_examples(frames: StudyFrames) -> list[ArmExamples]:
+    """Of the smallest seed of each arm, a solved and a failed episode of its first and of its last validation.
+
+    An arm without recorded episodes is left out. The result is empty if the frames were not loaded from a folder, and
+    for studies of more than `MAX_ARMS` arms.
+    """
+    runs = frames.runs.sort_values("seed").drop_duplicates("arm")
+    arms = list(dict.fromkeys(frames.runs["arm"]))
+    if not frames.folders or len(arms) > MAX_ARMS:
+        return []
+    (folder,) = frames.folders
+    first_runs = {arm: (run_id, seed) for arm, run_id, seed in runs[["arm", "run_id", "seed"]].itertuples(index=False)}
+    examples = []
+    for arm in arms:
+        run_id, seed = first_runs[arm]
+        with warnings.catch_warnings():  # whoever loaded the frames was told of damaged lines
+            warnings.simplefilter("ignore", DamageWarning)
+            episodes = read_episodes(folder / "runs" / run_id)
+        if episodes:
+            examples.append(ArmExamples(arm, int(seed), tuple(map(_describe_episode, _choose_episodes(episodes)))))
+    return examples
+
+
+def _choose_episodes(episodes: list[RecordedEpisode]) -> list[RecordedEpisode]:
+    """A solved and a failed episode of the first and of the last step, where there is one. They are sorted already."""
+    steps = sorted({episode.step for episode in episodes})
+    chosen = []
+    for step in dict.fromkeys((steps[0], steps[-1])):
+        for success in (True, False):
+            of_kind = [episode for episode in episodes if (episode.step, episode.success) == (step, success)]
+            chosen += of_kind[:1]
+    return chosen
+
+
+def _describe_episode(episode: RecordedEpisode) -> dict[str, Any]:
+    text = escape_controls("\n".join(format_turns(episode)), allowed="\n\t")
+    shown = text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}\n[{len(text)} characters in all]"
+    fields = ("step", "level", "success", "stop_reason", "score")
+    return {**{name: getattr(episode, name) for name in fields}, "text": shown}

@@ -1,0 +1,86 @@
+"""The example episodes of a report: which are chosen, and that their texts stay texts."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from analysis import load
+from analysis.report.pages import write_report
+from analysis.sweep import examples
+from tests.fakes.lines import append_record
+from tests.fakes.run_folders import FakeRun, write_study
+from trainable.files.json_lines import read_lines
+from trainable.runs.episode_lines import RecordedEpisode, RecordedTurn
+from trainable.runs.run_files import ENDS_KEY, EPISODES_FILE, METRICS_FILE
+
+RUNS = [FakeRun(arm, seed) for arm in ("0", "0.1", "1") for seed in (0, 1)]
+
+
+def make_episode(step: int, level: int, success: bool, observation: str = "a board") -> RecordedEpisode:
+    turn = RecordedTurn(observation, f"<think>{step}</think>", ("Up",), -0.1, True)
+    return RecordedEpisode(step, level, (turn,), success, "success" if success else "out of turns", -0.1)
+
+
+def write_episodes(folder: Path, run: FakeRun, *episodes: RecordedEpisode) -> None:
+    run_dir = folder / "runs" / run.run_id
+    for episode in episodes:
+        append_record(run_dir / EPISODES_FILE, episode.to_line())
+    ends = {EPISODES_FILE: list(read_lines(run_dir / EPISODES_FILE).end)}
+    append_record(run_dir / METRICS_FILE, {"step": 60, ENDS_KEY: ends})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six runs. Arm 1 has no episodes, and arm 0.1 only solved ones."""
+    folder = write_study(tmp_path_factory.mktemp("examples"), RUNS)
+    outcomes = {7: True, 8: False, 9: False, 10: True}
+    for seed, number in ((0, 0), (1, 1)):
+        episodes = [make_episode(step, level, outcomes[level]) for step in (0, 5, 60) for level in outcomes]
+        write_episodes(folder, RUNS[number], *(episode._replace(score=seed) for episode in episodes))
+    attack = "</pre><script>alert(1)</script>\x1b[2J"
+    write_episodes(folder, RUNS[2], make_episode(0, 7, True, attack), make_episode(60, 7, True, "x" * 9_000))
+    return folder
+
+
+def test_a_solved_and_a_failed_episode_of_the_first_and_the_last_validation_are_chosen(folder: Path) -> None:
+    first, second = examples.choose_examples(load(folder))
+    assert (first.arm, first.seed, second.arm) == ("0", 0, "0.1")
+    assert [(episode["step"], episode["level"], episode["success"]) for episode in first.episodes] == [
+        (0, 7, True),
+        (0, 8, False),
+        (60, 7, True),
+        (60, 8, False),
+    ]
+    assert [episode["step"] for episode in second.episodes] == [0, 60]
+    assert first.episodes[0]["text"] == "| a board\n> <think>0</think>\n  Up, reward -0.1"
+
+
+def test_long_and_hostile_texts_are_cut_and_escaped(folder: Path) -> None:
+    page = write_report(folder).read_text()
+    assert "<script" not in page
+    assert "&lt;/pre&gt;&lt;script&gt;alert(1)&lt;/script&gt;\\x1b[2J" in page
+    assert "characters in all]" in page
+    assert "x" * 9_000 not in page
+    assert "<summary>Arm 0, seed 0: solved after step 0, failed after step 0, solved after step 60" in page
+    assert '<li><a href="#examples">What the policy did</a></li>' in page
+
+
+def test_contents_link_to_every_section(folder: Path) -> None:
+    page = write_report(folder).read_text()
+    contents = page[page.index("<nav") : page.index("</nav>")]
+    links = [part.partition('"')[0] for part in contents.split('href="#')[1:]]
+    sections = [part.partition('"')[0] for part in page.split('<section id="')[1:]]
+    assert links == sections
+    assert sections[0] == "dose-response"
+    assert {"verdicts", "curves", "examples", "budgets"} <= set(sections)
+
+
+def test_studies_of_many_arms_and_frames_without_a_folder_have_no_examples(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames = load(folder)
+    assert examples.choose_examples(replace(frames, folders=())) == []
+    monkeypatch.setattr(examples, "MAX_ARMS", 2)
+    assert examples.choose_examples(frames) == []
+    assert 'id="examples"' not in write_report(folder).read_text()
