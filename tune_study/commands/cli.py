@@ -332,6 +332,15 @@ def transcripts(
         reading.print_transcripts(make_console(), runs, choice, run)
 
 
+@command("watch", epilog=f"\b\nExample: {PROGRAM} watch results/kl_sweep_sokoban-tiny")
+@report_errors
+def watch(run: opt.RunLocation, port: opt.Port = 0) -> None:
+    """Show the report of RUN in a browser on this machine while it runs; the page follows its rows."""
+    from tune_study.commands.reading import watch as watching
+
+    watching.watch(make_console(), run, port)
+
+
 @command("compare", epilog=f"\b\n{COMPARE_EXAMPLE}")
 @report_errors
 def compare(runs: opt.ComparedRuns, to: opt.ComparisonFile = Path("comparison.html")) -> None:

@@ -39,6 +39,7 @@ COMMANDS = (
     "report",
     "explain",
     "transcripts",
+    "watch",
     "compare",
     "confirm",
     "stop",

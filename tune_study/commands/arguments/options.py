@@ -256,6 +256,7 @@ ReadSeed = Annotated[int | None, Option("--seed", metavar="S", help="Only runs w
 ReadStep = Annotated[
     int | None, Option("--step", metavar="N", help="Episodes of the validation after step N; default: the last one.")
 ]
+Port = Annotated[int, Option("--port", metavar="N", min=0, max=65535, help="Port on 127.0.0.1; default: a free one.")]
 Failed = Annotated[bool, Option("--failed", help="Only episodes without success.")]
 Solved = Annotated[bool, Option("--solved", help="Only episodes with success.")]
 ProbeAlgo = Annotated[

@@ -1,0 +1,61 @@
+"""The report of a study that may still run: the page of `pages`, with the state of its runs at the top."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from analysis.data.frames import StudyFrames, to_records
+from analysis.html.page import make_environment
+from analysis.report.pages import draw_figures, render_page
+from trainable.runs.run_ends import ENDED_STATUSES
+
+_HEAD = '<meta name="viewport"'
+
+
+class LivePage:
+    """A rendered page, of which `render` returns a version that loads itself again and one that does not.
+
+    Args:
+        frames: of one study, read with `live` while a process runs it.
+        metric: the column of `steps` whose last value is shown for each run.
+        is_running: whether a process runs it.
+        time: when the frames were read, as text.
+        problems: what was wrong with the files, as sentences.
+    """
+
+    def __init__(self, frames: StudyFrames, metric: str, is_running: bool, time: str, problems: Sequence[str]) -> None:
+        (study,) = frames.studies
+        last_steps = frames.steps.groupby("run_id")["step"].max().to_dict() if len(frames.steps) else {}
+        values = _find_last_values(frames, metric)
+        runs = [
+            {
+                **{name: row[name] for name in ("arm", "seed", "status")},
+                "step": int(last_steps.get(row["run_id"], 0)),
+                "steps_total": row.get("steps_total"),
+                "value": values.get(row["run_id"], float("nan")),
+            }
+            for row in to_records(frames.runs)
+        ]
+        self._context = {
+            "title": f"{study['name']} ({study.get('preset', '')})",
+            "is_running": is_running,
+            "runs": runs,
+            "ended": sum(run["status"] in (*ENDED_STATUSES, "failed") for run in runs),
+            "time": time,
+            "problems": tuple(problems),
+        }
+        self._report = render_page(frames, draw_figures(frames))
+
+    def render(self, refresh_seconds: int | None) -> str:
+        """The page as HTML. refresh_seconds: after which a browser loads it again; None: never."""
+        banner = make_environment().get_template("live.html.j2").render(**self._context, refresh=refresh_seconds)
+        head = f'<meta http-equiv="refresh" content="{refresh_seconds}">\n{_HEAD}' if refresh_seconds else _HEAD
+        return self._report.replace(_HEAD, head, 1).replace("<body>", f"<body>\n{banner}", 1)
+
+
+def _find_last_values(frames: StudyFrames, column: str) -> dict[str, float]:
+    """The last measured value of a column of `steps` in each run that has one."""
+    if column not in frames.steps:
+        return {}
+    measured = frames.steps[pd.notna(frames.steps[column])]
+    return {str(run_id): float(rows[column].iloc[-1]) for run_id, rows in measured.groupby("run_id", sort=False)}

@@ -1,0 +1,155 @@
+"""`watch`: who gets the page, that it follows the rows, and that it writes nothing."""
+
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from http.cookiejar import CookieJar
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fakes.lines import append_record
+from tests.fakes.run_folders import FakeRun, write_study
+from tests.tune_study.commands.test_cli import read_files, type_in
+from tune_study.commands.reading import watch
+
+PORT, TOKEN = 4321, "secret-token"
+
+
+def call(**environ: Any) -> tuple[str, dict[str, str], str]:
+    """Call the application; return status, headers and body."""
+    request = {"HTTP_HOST": f"127.0.0.1:{PORT}", "REQUEST_METHOD": "GET", "PATH_INFO": "/", **environ}
+    answers: list[tuple[str, list[tuple[str, str]]]] = []
+    app = watch.make_app(lambda seconds: f"page, again after {seconds}", TOKEN, PORT)
+    body = b"".join(app(request, lambda status, headers: answers.append((status, headers))))
+    ((status, headers),) = answers
+    assert len(body) == int(dict(headers)["Content-Length"]) or request["REQUEST_METHOD"] == "HEAD"
+    return status, dict(headers), body.decode()
+
+
+def test_the_address_with_its_token_opens_the_page() -> None:
+    status, headers, _ = call(QUERY_STRING=f"token={TOKEN}")
+    assert (status, headers["Location"]) == ("303 See Other", "/")
+    cookie, _, attributes = headers["Set-Cookie"].partition("; ")
+    assert attributes == "HttpOnly; SameSite=Strict; Path=/"
+    assert call(HTTP_COOKIE=cookie)[::2] == ("200 OK", "page, again after 10")
+    assert call(HTTP_COOKIE=f"other=1; {cookie}", QUERY_STRING="pause=1")[2] == "page, again after None"
+    assert call(HTTP_COOKIE=cookie, REQUEST_METHOD="HEAD")[::2] == ("200 OK", "")
+
+
+@pytest.mark.parametrize(
+    ("environ", "status"),
+    [
+        ({}, "403 Forbidden"),
+        ({"QUERY_STRING": "token=wrong"}, "403 Forbidden"),
+        ({"QUERY_STRING": "token="}, "403 Forbidden"),
+        ({"HTTP_COOKIE": f"tune_study_{PORT}=wrong"}, "403 Forbidden"),
+        ({"HTTP_COOKIE": f"tune_study_{PORT + 1}={TOKEN}"}, "403 Forbidden"),
+        ({"HTTP_COOKIE": "\x00;;=;"}, "403 Forbidden"),
+        ({"HTTP_HOST": "attacker.example", "QUERY_STRING": f"token={TOKEN}"}, "403 Forbidden"),
+        ({"HTTP_HOST": f"127.0.0.1:{PORT + 1}", "QUERY_STRING": f"token={TOKEN}"}, "403 Forbidden"),
+        ({"REQUEST_METHOD": "POST", "QUERY_STRING": f"token={TOKEN}"}, "405 Method Not Allowed"),
+        ({"REQUEST_METHOD": "DELETE"}, "405 Method Not Allowed"),
+        ({"PATH_INFO": "/../study.json", "QUERY_STRING": f"token={TOKEN}"}, "404 Not Found"),
+    ],
+    ids=str,
+)
+def test_whoever_has_no_token_and_whatever_else_is_asked_gets_no_page(environ: dict[str, str], status: str) -> None:
+    answer = call(**environ)
+    assert answer[0] == status
+    assert "page, again" not in answer[2]
+    assert "Set-Cookie" not in answer[1]
+
+
+@given(
+    st.dictionaries(st.sampled_from(["QUERY_STRING", "HTTP_COOKIE", "HTTP_HOST", "PATH_INFO"]), st.text(max_size=30))
+)
+def test_no_request_gets_the_page_or_ends_the_server_by_chance(environ: dict[str, str]) -> None:
+    status, headers, body = call(**environ)
+    assert status[:3] in ("403", "404", "405")
+    assert "page, again" not in body
+    assert "script-src" not in headers["Content-Security-Policy"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A study of two runs, of which one has ended."""
+    return write_study(tmp_path, [FakeRun("0"), FakeRun("0.1", status="running", steps=10)])
+
+
+def test_the_page_has_the_report_and_the_state_of_each_run(folder: Path) -> None:
+    before = read_files(folder)
+    page = watch.LiveReport(str(folder)).render(10)
+    assert '<meta http-equiv="refresh" content="10">' in page
+    assert "kl (laptop): not running, 1 of 2 runs have ended" in page
+    assert "Verdict for each arm" in page
+    assert "10 of 60" in page
+    assert read_files(folder) == before
+    paused = watch.LiveReport(str(folder)).render(None)
+    assert 'http-equiv="refresh"' not in paused
+    assert '<a href="/">go on</a>' in paused
+
+
+def test_new_rows_make_a_new_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(watch, "_REST", 0.0)
+    report = watch.LiveReport(str(folder))
+    report.start()
+    try:
+        append_record(folder / "runs" / FakeRun("0.1").run_id / "metrics.jsonl", {"step": 11, "val_success": 0.5})
+        wait_for(lambda: "11 of 60" in report.render(10))
+    finally:
+        report.stop()
+
+
+def wait_for(is_there: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_there():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_study_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    answer = type_in(f"watch {tmp_path}")
+    assert answer.code == 2
+    assert "study.json" in answer.err
+
+
+@pytest.fixture
+def address(folder: Path) -> Iterator[str]:
+    """The address that the command prints. At the end it gets Ctrl-C, and must end well."""
+    command = [sys.executable, "-m", "tune_study", "watch", str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    yield process.stdout.readline().removeprefix("Open ").strip()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+    process.stdout.close()
+
+
+@pytest.mark.processes
+def test_a_client_reads_the_page_of_the_command(address: str) -> None:
+    opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(CookieJar()))
+    with opener.open(address, timeout=60) as answer:
+        assert "Verdict for each arm" in answer.read().decode()
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(address.partition("?")[0], timeout=60)
+    host = address.partition("//")[2].partition(":")[0]
+    assert host == "127.0.0.1"
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_a_browser_reads_the_page_of_the_command(address: str, tmp_path: Path) -> None:
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    process = subprocess.run(["chromium", *options, address], capture_output=True, text=True, timeout=120)
+    assert "Verdict for each arm" in process.stdout
+    assert "1 of 2 runs have ended" in process.stdout

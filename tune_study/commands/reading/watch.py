@@ -1,0 +1,177 @@
+"""The command `watch`: the report of a running study in a browser, made again as rows come."""
+
+import secrets
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs
+
+import waitress
+from rich.console import Console
+
+from analysis.data.load import load
+from analysis.report.live import LivePage
+from search_spaces import FAMILIES
+from search_spaces.language_model.family import PPO
+from trainable.files.json_values import DamageWarning
+from trainable.runs.run_files import METRICS_FILE
+from trainable.storage.uris import is_uri
+from tune_study.folder import locate
+from tune_study.host.console import print_line
+from tune_study.plan.errors import PlanError
+
+HOST = "127.0.0.1"
+REFRESH_SECONDS = 10
+"""Seconds after which the browser asks for the page again."""
+_POLL_SECONDS = 2.0
+_STORAGE_POLL_SECONDS = 30.0
+"""A study in a storage is fetched each time."""
+_REST = 9.0
+"""After a rendering that took t seconds there is none for 9 t: the study needs the processor."""
+
+_HEADERS = [
+    ("Content-Type", "text/html; charset=utf-8"),
+    ("Cache-Control", "no-store"),
+    ("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"),
+    ("Referrer-Policy", "no-referrer"),
+    ("X-Content-Type-Options", "nosniff"),
+]
+
+Signature = tuple[tuple[str, int, int], ...]
+WsgiApp = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+
+class Answer(NamedTuple):
+    """An HTTP answer. headers: further ones than those that every answer has."""
+
+    status: str
+    body: str
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+class LiveReport:
+    """The page of a study, which a thread makes again when the files of its runs have changed.
+
+    run: the study as it was typed. Raise PlanError if there is none.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._signature: Signature | None = None
+        self._page = self._read()
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+
+    def start(self) -> None:
+        """Start to follow the study."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop to follow it; waits for a rendering that is under way."""
+        self._is_stopped.set()
+        self._thread.join()
+
+    def render(self, refresh_seconds: int | None) -> str:
+        """The newest page (see `LivePage.render`)."""
+        return self._page.render(refresh_seconds)
+
+    def _follow(self) -> None:
+        pause = _STORAGE_POLL_SECONDS if is_uri(self._run) else _POLL_SECONDS
+        rest = pause
+        while not self._is_stopped.wait(rest):
+            started_at = time.monotonic()
+            try:
+                if is_uri(self._run) or self._signature != _make_signature(Path(self._run)):
+                    self._page = self._read()
+            except (PlanError, ValueError, OSError):  # a file that is being replaced: the last page stays, and the next
+                pass  # look may succeed
+            rest = max(pause, _REST * (time.monotonic() - started_at))
+
+    def _read(self) -> LivePage:
+        # Before the files are read, so that a row that is written meanwhile leads to a new page.
+        self._signature = None if is_uri(self._run) else _make_signature(Path(self._run))
+        with locate.open_for_reading(self._run) as (folder, is_running), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", DamageWarning)
+            try:
+                frames = load(folder, live=is_running)
+            except ValueError as error:
+                raise PlanError(str(error)) from None
+            problems = [str(warning.message) for warning in caught if warning.category is DamageWarning]
+            metric = FAMILIES.get(frames.studies[0].get("family", PPO.name), PPO).primary_metric
+            return LivePage(frames, metric, is_running, time.strftime("%H:%M:%S"), problems)
+
+
+def _make_signature(folder: Path) -> Signature:
+    """What changes when a run writes a row or gets another status."""
+    paths = sorted([*folder.glob(f"runs/*/{METRICS_FILE}"), *folder.glob("runs/*/status.json")])
+    stats = [(str(path), path.lstat()) for path in paths]
+    return tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
+
+
+def make_app(render: Callable[[int | None], str], token: str, port: int) -> WsgiApp:
+    """A WSGI application that shows one page to whoever has the token, and writes nothing.
+
+    render: function of the seconds between two loads that returns the page (see `LivePage.render`).
+    """
+    cookie_name = f"tune_study_{port}"  # a browser sends the cookies of a host to all of its ports
+
+    def answer(environ: dict[str, Any]) -> Answer:
+        # A page elsewhere whose name leads to this address (DNS rebinding) would send its own name.
+        if environ.get("HTTP_HOST") not in (f"{HOST}:{port}", f"localhost:{port}"):
+            return Answer("403 Forbidden", "This address is not the one that the command printed.")
+        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+            return Answer("405 Method Not Allowed", "This page can only be read.", (("Allow", "GET, HEAD"),))
+        if environ["PATH_INFO"] != "/":
+            return Answer("404 Not Found", "There is only one page: /.")
+        query = parse_qs(environ.get("QUERY_STRING", ""))
+        if secrets.compare_digest(query.get("token", [""])[0].encode(), token.encode()):
+            cookie = f"{cookie_name}={token}; HttpOnly; SameSite=Strict; Path=/"
+            return Answer("303 See Other", "", (("Location", "/"), ("Set-Cookie", cookie)))
+        if not secrets.compare_digest(_read_cookie(environ, cookie_name).encode(), token.encode()):
+            return Answer("403 Forbidden", "Open the whole address that the command printed, with its token.")
+        return Answer("200 OK", render(None if "pause" in query else REFRESH_SECONDS))
+
+    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        status, text, headers = answer(environ)
+        body = text.encode()
+        start_response(status, [*_HEADERS, *headers, ("Content-Length", str(len(body)))])
+        return [b"" if environ["REQUEST_METHOD"] == "HEAD" else body]
+
+    return app
+
+
+def _read_cookie(environ: dict[str, Any], name: str) -> str:
+    try:
+        morsel = SimpleCookie(environ.get("HTTP_COOKIE", "")).get(name)
+    except CookieError:
+        return ""
+    return "" if morsel is None else morsel.value
+
+
+def watch(console: Console, run: str, port: int) -> None:
+    """Serve the report of `run` on this machine until Ctrl-C.
+
+    port: 0 takes a free one. Raise PlanError if there is no such study, or if the port is taken.
+    """
+    report, token = LiveReport(run), secrets.token_urlsafe(24)
+    try:
+        listener = socket.create_server((HOST, port))
+    except OSError as error:
+        raise PlanError(f"--port {port} cannot be used ({error.strerror}): leave it out for a free one.") from None
+    free_port = listener.getsockname()[1]
+    server = waitress.create_server(
+        make_app(report.render, token, free_port), sockets=[listener], threads=4, ident=None
+    )
+    print_line(console, f"Open http://{HOST}:{free_port}/?token={token}")
+    print_line(console, "The page follows the study and changes nothing. Ctrl-C ends this command, not the study.")
+    report.start()
+    try:
+        server.run()  # returns after Ctrl-C
+    finally:
+        server.close()
+        report.stop()
