@@ -8,7 +8,7 @@ BENCH := .venv-bench/bin
 # two cores there was nothing left, and single tests of studies took over ten times as long as alone.
 PARALLEL := --numprocesses 3
 
-.PHONY: setup compile kl entropy top-p collapse test test-faults test-ci test-slow attack replicates test-engines test-all check format bench bench-engines setup-gpu test-gpu bench-gpu clean
+.PHONY: setup compile kl entropy top-p collapse test test-faults test-ci test-slow test-browser attack replicates test-engines test-all check format bench bench-engines setup-gpu test-gpu bench-gpu clean
 
 setup: .venv/ready
 
@@ -76,6 +76,11 @@ attack: setup
 
 test-engines: .venv-engines/ready
 	OMP_NUM_THREADS=1 $(ENGINES)/python -m pytest -m engines tests/engines
+
+# The pages in a real browser, and the page of `watch` during a real study.
+test-browser: setup
+	@command -v chromium > /dev/null || { echo "There is no chromium on the PATH: sudo apt-get install chromium"; exit 1; }
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser
 
 # Studies through Ray and trainings that take too long for CI.
 test-slow: setup compile

@@ -252,6 +252,7 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "trainable.trial": ("ray",),
     "search_spaces": (),
     "tune_study.commands.reading.explain": ("numpy", "pandas", "rich"),
+    "tune_study.commands.reading.watch": ("rich", "waitress"),
     "analysis.search.trials": ("numpy", "pandas", "optuna"),
     "analysis": ("numpy", "scipy", "pandas", "pyarrow", "matplotlib", "jinja2"),
     # tensorboardX is Ray Tune's.

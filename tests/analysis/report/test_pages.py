@@ -324,6 +324,7 @@ BROWSER = next(
 )
 
 
+@pytest.mark.browser
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 def test_a_browser_shows_the_report(folder: Path, tmp_path: Path) -> None:
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]

@@ -123,16 +123,29 @@ def test_a_study_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert "study.json" in answer.err
 
 
+def start_watching(folder: Path) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "tune_study", "watch", str(folder)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def read_address(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().removeprefix("Open ").strip()
+
+
+def end_well(process: "subprocess.Popen[str]") -> None:
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+    if process.stdout is not None:
+        process.stdout.close()
+
+
 @pytest.fixture
 def address(folder: Path) -> Iterator[str]:
     """The address that the command prints. At the end it gets Ctrl-C, and must end well."""
-    command = [sys.executable, "-m", "tune_study", "watch", str(folder)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert process.stdout is not None
-    yield process.stdout.readline().removeprefix("Open ").strip()
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 0
-    process.stdout.close()
+    process = start_watching(folder)
+    yield read_address(process)
+    end_well(process)
 
 
 @pytest.mark.processes
@@ -142,14 +155,42 @@ def test_a_client_reads_the_page_of_the_command(address: str) -> None:
         assert "Verdict for each arm" in answer.read().decode()
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(address.partition("?")[0], timeout=60)
-    host = address.partition("//")[2].partition(":")[0]
-    assert host == "127.0.0.1"
+    assert address.startswith("http://127.0.0.1:")
+
+
+def read_in_browser(address: str, profile: Path) -> str:
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]
+    command = ["chromium", *flags, f"--user-data-dir={profile}", address]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+NEEDS_BROWSER = pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium is installed")
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+@pytest.mark.browser
+@NEEDS_BROWSER
 def test_a_browser_reads_the_page_of_the_command(address: str, tmp_path: Path) -> None:
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
-    process = subprocess.run(["chromium", *options, address], capture_output=True, text=True, timeout=120)
-    assert "Verdict for each arm" in process.stdout
-    assert "1 of 2 runs have ended" in process.stdout
+    dom = read_in_browser(address, tmp_path / "profile")
+    assert "Verdict for each arm" in dom
+    assert "1 of 2 runs have ended" in dom
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@NEEDS_BROWSER
+def test_a_browser_follows_a_real_study(tmp_path: Path) -> None:
+    words = "run kl --preset laptop --kl-values 0,0.1 --seeds 1 --steps 12 --set env.val_env_groups=64 --output"
+    study = subprocess.Popen([sys.executable, "-m", "tune_study", *words.split(), str(tmp_path)])
+    folder = tmp_path / "results" / "kl_sweep_sokoban-tiny"
+    wait_for(lambda: any(folder.glob("runs/*/metrics.jsonl")))
+    process = start_watching(folder)
+    try:
+        address = read_address(process)
+        assert "kl (laptop): running, 0 of 2 runs have ended" in read_in_browser(address, tmp_path / "profile")
+        assert study.wait(300) == 0
+        wait_for(lambda: "2 of 2 runs have ended" in read_in_browser(address, tmp_path / "profile"))
+    finally:
+        end_well(process)
+        study.kill()
+        study.wait()
