@@ -40,7 +40,12 @@ SLOW_PREFIXES = (
     "python -m tune_study run my_lr.py --preset laptop --seeds 1 --steps 1",
     "python -m tune_study resume results/my_lr_sokoban-tiny",
     "python -m tune_study run kl --preset laptop --kl-values 0 --seeds 1 --steps 3 --output parts",
+    # test_confirmation.py plans one, test_search_run.py runs one, and reading/test_compare.py compares studies.
+    "python -m tune_study confirm out/",
+    "python -m tune_study compare out/",
 )
+FIRST_STUDY = "python -m tune_study run kl --preset laptop --seeds 1 --steps 3 --kl-values 0,0.1 --output out"
+"""The command of the README that makes the study in out/."""
 
 
 SAVED_FILE = r"Save this as `(\w+\.py)`:\n\n```python\n(.*?)```"
@@ -117,6 +122,8 @@ def test_command(command: str, is_active: bool, folder: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("command", "is_active"), SLOW_COMMANDS)
 def test_command_of_minutes(command: str, is_active: bool, folder: Path) -> None:
+    if " out/results/" in command and not (folder / "out").exists():
+        assert run_command(FIRST_STUDY, True, folder).returncode == 0
     process = run_command(command, is_active, folder)
     assert process.returncode == 0, process.stderr[-2000:]
 

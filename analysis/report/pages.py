@@ -232,7 +232,12 @@ def make_report_context(results: SweepResults) -> dict[str, Any]:
         "order_sentences": describe_order(results.onsets),
         "secondary": [] if grid else findings.list_secondary(tables.compare_secondary(frames)),
         "statuses": findings.format_status_counts(frames.trials),
-        "trend": findings.describe_trend(trend, page_p_value, frames.studies[0].get("axis", {}).get("setting", "")),
+        "trend": findings.describe_trend(
+            trend,
+            page_p_value,
+            tables.make_dose_response(frames),
+            frames.studies[0].get("axis", {}).get("setting", ""),
+        ),
         "learning": [line for row in arms if row["is_baseline"] for line in findings.describe_learning(row)],
         "caveats": findings.list_caveats(frames, summary),
         "stopped_runs": [run for run in findings.list_runs(frames) if run["status"] == "early_stopped"],

@@ -172,8 +172,11 @@ def format_status_counts(trials: pd.DataFrame) -> str:
     return f"{len(trials)} run{'s' if len(trials) != 1 else ''}: {', '.join(count_texts)}" if count_texts else "no run"
 
 
-def describe_trend(trend: Trend, page_p_value: float, setting: str = "") -> str:
-    """The trend of success over the ordered axis in words. setting: the dotted setting of the axis."""
+def describe_trend(trend: Trend, page_p_value: float, dose_response: pd.DataFrame, setting: str = "") -> str:
+    """The trend of success over the ordered axis in words.
+
+    dose_response: from `tables.make_dose_response`. setting: the dotted setting of the axis.
+    """
     if np.isnan(trend.rho):
         return "A trend needs at least three scored runs, at two or more values of the axis, with different success."
     axis = setting or "the axis"
@@ -185,7 +188,9 @@ def describe_trend(trend: Trend, page_p_value: float, setting: str = "") -> str:
     return (
         f"{claim} (rank correlation {format_signed(trend.rho, decimals=2)}, {format_p_value(trend.p)} over {trend.n} "
         "runs)."
-        f"{page_text} Arms named by words are left out; a stopped run counts with its last value."
+        f"{page_text}"
+        f"{' Arms named by words are left out.' if dose_response['is_word'].any() else ''}"
+        f"{' A stopped run counts with its last value.' if dose_response['early_stopped'].any() else ''}"
     )
 
 

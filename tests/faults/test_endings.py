@@ -48,6 +48,7 @@ def send_sigterm(driver: "subprocess.Popen[str]") -> None:
     driver.terminate()
 
 
+@pytest.mark.slow
 def test_one_interrupt_finishes_and_saves_the_steps(tmp_path: Path, uninterrupted_study: InterruptedStudy) -> None:
     study = InterruptedStudy(tmp_path, STEPS, ["--max-concurrent=1"], RARE_RECIPE)
     interrupt_and_check(study, press_ctrl_c)

@@ -513,12 +513,15 @@ def test_numbers_are_written_with_a_true_minus() -> None:
 
 def test_a_trend_has_its_direction_only_where_it_is_clear() -> None:
     clear, unclear = Trend(-0.83, 0.012, 6), Trend(0.5, 0.31, 6)
-    assert findings.describe_trend(clear, float("nan"), "actor.kl_loss_coef").startswith(
+    plain, words_and_stops = (
+        pd.DataFrame({"is_word": [is_word], "early_stopped": [n]}) for is_word, n in ((0, 0), (1, 2))
+    )
+    assert findings.describe_trend(clear, float("nan"), plain, "actor.kl_loss_coef") == (
         "Success tends to fall as actor.kl_loss_coef grows (rank correlation −0.83, p 0.012 over 6 runs)."
     )
-    assert findings.describe_trend(unclear, 0.4).startswith(
+    assert findings.describe_trend(unclear, 0.4, words_and_stops) == (
         "Success has no clear trend over the axis (rank correlation +0.50, p 0.31 over 6 runs). Page's test over the "
-        "paired seeds: p 0.4."
+        "paired seeds: p 0.4. Arms named by words are left out. A stopped run counts with its last value."
     )
 
 
