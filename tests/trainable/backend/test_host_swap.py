@@ -35,6 +35,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     },
     "compiled": {"rollout__name": "compiled", "model__compiled_passes": True},
 }
+MAIN_VARIANTS = ("critic and reference", "adapters", "compiled")
+"""Those that CI runs."""
 
 
 class HostReads(TorchDispatchMode):
@@ -96,7 +98,9 @@ def make_trainer(swaps: bool, **settings: object) -> PPOTrainer:
     return PPOTrainer(config, diagnostics=DIAGNOSTICS)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in MAIN_VARIANTS else pytest.mark.slow) for name in VARIANTS]
+)
 def test_swapping_changes_no_number(name: str, host_reads: HostReads) -> None:
     plain_trainer = make_trainer(False, **VARIANTS[name])
     plain_rows = run_steps(plain_trainer, 2)
