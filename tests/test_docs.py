@@ -158,6 +158,23 @@ def test_the_python_example_of_the_readme(folder: Path) -> None:
     assert 0 < trainer.evaluate("val", "greedy").success < 1
 
 
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        # The first one reads the study that test_command runs.
+        ("read_a_study.py", ["StudyFrames of kl (2 runs); rows: trials 2, steps 6,", "success of 32 episodes: 0."]),
+        ("own_question.py", ["1e-4     0  completed", "Over 1 seed"]),
+    ],
+)
+def test_an_example_runs(name: str, lines: list[str], folder: Path) -> None:
+    if not (folder / "out").exists():
+        pytest.skip("needs the study that test_command runs; run the whole file")
+    process = run_command(f"python {ROOT / 'examples' / name}", True, folder)
+    assert process.returncode == 0, process.stderr[-2000:]
+    for line in lines:
+        assert line in process.stdout
+
+
 PYTHON_BLOCKS = [
     pytest.param(block, id=f"{page.stem}-{number}")
     for page in PAGES

@@ -61,7 +61,7 @@ def restore(
 
     Args:
         run: the study's folder, results/<run>.
-        trial: run_id or arm; None if the study has only one run.
+        trial: run_id, or an arm for its smallest seed; None if the study has only one run.
         step: step of the checkpoint; None for the newest.
         path: folder of the checkpoint, instead of `step`.
         settings: dotted settings to change, such as {"trainer.device": "cpu"}.

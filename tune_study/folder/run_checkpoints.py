@@ -54,7 +54,7 @@ def find_run_checkpoint(
 
     Args:
         run: the study's folder, results/<run>.
-        trial: run_id or arm; None if there is only one run.
+        trial: run_id, or an arm for its smallest seed; None if there is only one run.
         step: step of the checkpoint; None for the newest.
         path: folder of the checkpoint, instead of `step`.
         algo: text of --algo: the arm, in a study whose axis has this option.
@@ -174,13 +174,16 @@ def _find_checkpoint_run(plan: StudyPlan, checkpoint_dir: Path) -> RunSpec:
 
 
 def _find_run(plan: StudyPlan, trial: str | None) -> RunSpec:
-    """The only run with this run_id or arm, or the only run of the study if `trial` is None. PlanError otherwise."""
+    """The run with this run_id, or that of this arm with the smallest seed; None: the only run. PlanError otherwise."""
+    if trial is None and len(plan.runs) == 1:
+        return plan.runs[0]
     # A run_id takes precedence over an arm of the same name.
-    matches = [spec for spec in plan.runs if trial in (None, spec.run_id)] or [
-        spec for spec in plan.runs if spec.arm == trial
-    ]
-    if len(matches) == 1:
-        return matches[0]
-    names = ", ".join(spec.run_id for spec in plan.runs)
-    problem = "There are several runs" if trial is None or matches else f"There is no run `{format_value(trial)}`"
-    raise PlanError(f"{problem} in {plan.folder}: type --trial and one of {names}.")
+    matches = [spec for spec in plan.runs if spec.run_id == trial] or [spec for spec in plan.runs if spec.arm == trial]
+    if matches:
+        return min(matches, key=lambda spec: spec.seed)
+    arms = ", ".join(dict.fromkeys(format_value(spec.arm) for spec in plan.runs))
+    problem = "There are several runs" if trial is None else f"There is no run `{format_value(trial)}`"
+    raise PlanError(
+        f"{problem} in {plan.folder}: type --trial with an arm, for its smallest seed, or with the name of a run. The "
+        f"arms are {arms}; a run is {plan.runs[-1].run_id}."
+    )

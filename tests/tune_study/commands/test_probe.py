@@ -238,6 +238,17 @@ BAD_REQUESTS: list[tuple[Callable[[StudyPlan], dict[str, object]], str]] = [
 ]
 
 
+def test_an_arm_of_several_seeds_is_its_smallest_seed(tmp_path: Path) -> None:
+    settings = {"trainer.total_training_steps": 3}
+    plan = make_plan(STUDIES["kl"], "laptop", "a test", settings, ("0", "0.1"), 2, tmp_path)
+    spec = run_checkpoints._find_run(plan, "0.1")
+    assert (spec.arm, spec.seed) == ("0.1", 0)
+    last_run = plan.runs[-1]
+    assert run_checkpoints._find_run(plan, last_run.run_id) is last_run
+    with pytest.raises(PlanError, match=r"The arms are 0, 0\.1; a run is \S+-seed1\."):
+        run_checkpoints._find_run(plan, None)
+
+
 @pytest.mark.parametrize(("make_request", "message"), BAD_REQUESTS, ids=[message for _, message in BAD_REQUESTS])
 def test_what_cannot_be_restored_is_said(
     study: StudyPlan, make_request: Callable[[StudyPlan], dict[str, object]], message: str

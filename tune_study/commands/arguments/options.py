@@ -196,7 +196,10 @@ Thresholds = Annotated[
     list[str] | None, Option("--set", metavar="KEY=VALUE", help="Change a threshold of early_stop; repeatable.")
 ]
 Trial = Annotated[
-    str | None, Option("--trial", metavar="NAME", help="Run name or arm; not needed if there is only one run.")
+    str | None,
+    Option(
+        "--trial", metavar="NAME", help="Arm (its smallest seed) or name of a run; not needed if there is only one."
+    ),
 ]
 StudyFolders = Annotated[
     list[Path], Argument(metavar="FOLDER...", help="Output folders, or folders results/<run>, whose studies to read.")
