@@ -250,7 +250,7 @@ def test_assignments_take_published_keys() -> None:
 
 
 def test_an_unknown_study_preset_or_count_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"no study `kll`\. The studies are kl, entropy, top-p"):
+    with pytest.raises(PlanError, match=r"no study `kll`\. Nearest: kl\. The studies are kl, entropy, top-p"):
         find_study("kll")
     with pytest.raises(PlanError, match="no preset `desk`"):
         make_study_plan("kl", preset="desk")
