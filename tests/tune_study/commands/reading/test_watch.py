@@ -95,7 +95,7 @@ def test_the_page_has_the_report_and_the_state_of_each_run(folder: Path) -> None
     assert read_files(folder) == before
     paused = watch.LiveReport(str(folder)).render(None)
     assert 'http-equiv="refresh"' not in paused
-    assert '<a href="/">go on</a>' in paused
+    assert '<a href="/">continue</a>' in paused
 
 
 def test_new_rows_make_a_new_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
