@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from trainable.config.command_lines import format_command
+from trainable.config.command_lines import format_command, quote_argument
 from trainable.files.json_values import DamageWarning
 from trainable.runs.failures import NON_FINITE
 from trainable.runs.run_ends import ENDED_STATUSES
@@ -44,6 +44,10 @@ def conclude_study(session: StudySession, problem: str, statuses: StudyStatuses)
         # A search has many rounds, and each lists its own runs.
         if plan.search is None or status.run_id not in session.finished_statuses:
             print_line(console, f"{status.run_id} {status.display_text}: {status.reason}")
+    if session.wandb_mode == "offline":
+        wandb_folder = plan.output / "wandb"
+        command = f"wandb sync {quote_argument(str(wandb_folder))}/offline-run-*"
+        print_line(console, f"W&B: offline runs in {wandb_folder}; to upload them: {command}")
     final_statuses = get_final_statuses(plan)
     unfinished_statuses = [status for status in statuses.list_all() if status.status not in final_statuses]
     # Between the rounds of a search nobody waits for a report, which takes longer than the draw of the next points.

@@ -283,6 +283,8 @@ def test_the_report_is_named(outcome: Outcome) -> None:
 
 def test_wandb_offline_keeps_a_run_for_each_run(outcome: Outcome) -> None:
     run_files = list((outcome.plan.output / "wandb").glob("offline-run-*/run-*.wandb"))
+    folder = outcome.plan.output / "wandb"
+    assert f"W&B: offline runs in {folder}; to upload them: wandb sync {folder}/offline-run-*" in outcome.text
     assert len(run_files) == len(outcome.plan.runs)
     for run in outcome.plan.runs:
         name = f"{run.run_id}-{run.config.compute_hash()}"
