@@ -34,7 +34,7 @@ settings = frames.settings
 print(settings.loc[:, settings.nunique() > 1].to_string())
 
 # %% [markdown]
-# The sentences of the report. One seed says nothing of settings, and they say so.
+# The sentences of the report. One seed says nothing about settings, and they say so.
 
 # %%
 conclusion = conclude(frames)

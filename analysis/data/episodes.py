@@ -11,6 +11,8 @@ from analysis.data.families import FLOAT, TEXT, Row
 from analysis.data.run_files import has_valid_entries, is_bool, is_int64, is_number, is_text, select_lines
 from trainable.files.control_characters import escape_controls
 from trainable.files.json_values import DamageWarning
+from trainable.files.paths import check_path
+from trainable.files.schema import is_run_id
 from trainable.runs.episode_lines import RecordedEpisode, RecordedTurn
 from trainable.runs.run_files import EPISODES_FILE, RunLines
 
@@ -29,6 +31,19 @@ def read_episodes(run_dir: Path) -> list[RecordedEpisode]:
         if problem:
             warnings.warn(f"{escape_controls(str(run_dir))}: {problem}.", DamageWarning, stacklevel=2)
     return [_make_episode(line) for line in select_lines(lines.files[EPISODES_FILE], _get_episode_key)]
+
+
+def read_episodes_of_run(folder: Path, run_id: str) -> list[RecordedEpisode]:
+    """`read_episodes` of a run of the study in `folder`, results/<run>; none if `run_id` is no name of a run.
+
+    The name may come from a table that somebody else wrote. Raises UnsafePathError if the folder of the run is a
+    symbolic link.
+    """
+    if not is_run_id(run_id):
+        return []
+    run_dir = folder / "runs" / run_id
+    check_path(folder, run_dir)
+    return read_episodes(run_dir)
 
 
 def read_episodes_frame(folder: Path | None, study: Mapping[str, Any]) -> pd.DataFrame:
@@ -52,7 +67,7 @@ def read_episodes_frame(folder: Path | None, study: Mapping[str, Any]) -> pd.Dat
             "text": "\n".join(format_turns(episode)),
         }
         for entry in (study["runs"] if folder is not None else ())
-        for episode in read_episodes(Path(folder or "") / "runs" / entry["run_id"])
+        for episode in read_episodes_of_run(Path(folder or ""), entry["run_id"])
     ]
     return pd.DataFrame(rows, columns=list(_FRAME_TYPES)).astype(_FRAME_TYPES)
 

@@ -146,7 +146,7 @@ def read_study(folder: Path | str, *, live: bool = False) -> StudyFrames:
         "gradient_groups": _make_analysis_frame(schemas["gradient_groups"], make_group_rows, study, runs),
     }
     typed_frames = {name: cast_frame(frame, schemas[name]) for name, frame in frames.items()}
-    return StudyFrames(**typed_frames, study=study, folders=(folder,))
+    return StudyFrames(**typed_frames, study=study, folders=(Path(os.path.abspath(folder)),))
 
 
 def _read_study_file(folder: Path) -> Study:
@@ -405,4 +405,4 @@ def _read_parquet(folder: Path, live: bool) -> StudyFrames:
     if is_outdated or (not live and tables["trials"]["status"].isin(OPEN_STATUSES).any()):
         return read_study(folder, live=live)
     frames = {name: cast_frame(tables[name], schemas[name]) for name in FRAME_NAMES}
-    return StudyFrames(**frames, study=study, folders=(folder,))
+    return StudyFrames(**frames, study=study, folders=(Path(os.path.abspath(folder)),))

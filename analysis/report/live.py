@@ -17,16 +17,18 @@ class LivePage:
 
     Args:
         frames: of one study, read with `live` while a process runs it.
-        metric: the column of `steps` whose last value is shown for each run.
+        metric: a column of `steps` and its heading. Its last value is shown for each run.
         is_running: whether a process runs it.
         time: when the frames were read, as text.
         problems: what was wrong with the files, as sentences.
     """
 
-    def __init__(self, frames: StudyFrames, metric: str, is_running: bool, time: str, problems: Sequence[str]) -> None:
+    def __init__(
+        self, frames: StudyFrames, metric: tuple[str, str], is_running: bool, time: str, problems: Sequence[str]
+    ) -> None:
         (study,) = frames.studies
         last_steps = frames.steps.groupby("run_id")["step"].max().to_dict() if len(frames.steps) else {}
-        values = _find_last_values(frames, metric)
+        values = _find_last_values(frames, metric[0])
         runs = [
             {
                 **{name: row[name] for name in ("arm", "seed", "status")},
@@ -37,18 +39,27 @@ class LivePage:
             for row in to_records(frames.runs)
         ]
         self._context = {
+            "metric": metric[1],
             "title": f"{study['name']} ({study.get('preset', '')})",
             "is_running": is_running,
             "runs": runs,
             "ended": sum(run["status"] in (*ENDED_STATUSES, "failed") for run in runs),
             "time": time,
-            "problems": tuple(problems),
         }
+        self._problems = tuple(problems)
         self._report = render_page(frames, draw_figures(frames))
 
-    def render(self, refresh_seconds: int | None) -> str:
-        """The page as HTML. refresh_seconds: after which a browser loads it again; None: never."""
-        banner = make_environment().get_template("live.html.j2").render(**self._context, refresh=refresh_seconds)
+    def render(self, refresh_seconds: int | None, problem: str = "") -> str:
+        """The page as HTML.
+
+        refresh_seconds: after which a browser reloads it; None: never. problem: a further one, why it is no newer.
+        """
+        problems = [*self._problems, *([problem] if problem else [])]
+        banner = (
+            make_environment()
+            .get_template("live.html.j2")
+            .render(**self._context, refresh=refresh_seconds, problems=problems)
+        )
         head = f'<meta http-equiv="refresh" content="{refresh_seconds}">\n{_HEAD}' if refresh_seconds else _HEAD
         return self._report.replace(_HEAD, head, 1).replace("<body>", f"<body>\n{banner}", 1)
 

@@ -3,7 +3,7 @@
 import warnings
 from typing import Any, NamedTuple
 
-from analysis.data.episodes import format_turns, read_episodes
+from analysis.data.episodes import format_turns, read_episodes_of_run
 from analysis.data.frames import StudyFrames
 from trainable.files.control_characters import escape_controls
 from trainable.files.json_values import DamageWarning
@@ -40,7 +40,7 @@ def choose_examples(frames: StudyFrames) -> list[ArmExamples]:
         run_id, seed = first_runs[arm]
         with warnings.catch_warnings():  # whoever loaded the frames was told of damaged lines
             warnings.simplefilter("ignore", DamageWarning)
-            episodes = read_episodes(folder / "runs" / run_id)
+            episodes = read_episodes_of_run(folder, run_id)
         if episodes:
             examples.append(ArmExamples(arm, int(seed), tuple(map(_describe_episode, _choose_episodes(episodes)))))
     return examples

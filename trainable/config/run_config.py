@@ -366,7 +366,7 @@ def _find_nearest_keys(key: str, fields: Sequence[str], aliases: Iterable[str]) 
     These are the fields with the name that other trainers give to `key`, in its section if it has one there. Otherwise
     spellings are compared.
     """
-    outermost_section, _, last_part = key.rpartition(".")
+    outermost_section, last_part = key.partition(".")[0], key.rpartition(".")[2]
     synonyms = [name for name in fields if name.rsplit(".", 1)[-1] == SYNONYMS.get(last_part)]
     synonyms_in_section = [name for name in synonyms if name.split(".")[0] == outermost_section]
     if synonyms:

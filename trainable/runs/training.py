@@ -234,7 +234,8 @@ class TrainingLoop:
 
     def close(self) -> None:
         """Close the trainer, and allow other processes to train the runs."""
-        # Here a checkpoint is pending only after an error, whose message must not be hidden by one about the writing.
+        # Here a checkpoint is pending only after an error, whose message must not be hidden by one about the writing,
+        # and where Tune ended the trial. An error of the writing is lost then: the checkpoint before it is used.
         if self._writer is not None:
             self._writer.shutdown()
         if self.trainer is not None:

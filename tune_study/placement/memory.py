@@ -463,11 +463,11 @@ def _list_sharding_allocations(shape: ModelShape, config: RunConfig, reference_b
 def compute_saving_bytes(shape: ModelShape, config: RunConfig) -> int:
     """Bytes of host memory that a run needs in addition while it saves a checkpoint.
 
-    Of several ranks, rank 0 collects all weights and moments. A single one copies the files that it writes at the same
+    With DeepSpeed, rank 0 collects all weights and moments. In torch a run copies the files that it writes at the same
     time, unless their tensors are in host memory anyway.
     """
     state_bytes = (FLOAT32 + MOMENT_BYTES) * sum(count_trained_parameters(shape, config).values())
-    if count_ranks(config) > 1:
+    if uses_deepspeed(config):
         return state_bytes
     if config.trainer.swap_to_host:
         return 0

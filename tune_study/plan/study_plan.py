@@ -350,12 +350,13 @@ def collect_overrides(
             raise PlanError(
                 f"`{name}` is given twice (`--set {format_value(assignment)}` is the second): give it once."
             )
-        _refuse_grid(study, name, value.strip())
         overrides[name] = value.strip()
     for name in set() if is_axis_free else study.axis.swept_fields & overrides.keys():
         raise PlanError(
             f"The arms of study {study.name} differ in `{name}`: choose its values with {study.axis.option}."
         )
+    for name in overrides.keys() - set(options):
+        _refuse_grid(study, name, str(overrides[name]))
     return overrides
 
 
@@ -363,7 +364,8 @@ def _refuse_grid(study: Study, name: str, text: str) -> None:
     """Raise PlanError for values with commas between them, of a setting that takes one of them but not the list."""
     texts = [part.strip() for part in text.split(",")]
     if len(texts) > 1 and not _can_be(study, name, text) and all(_can_be(study, name, part) for part in texts):
-        command = format_command("new", f"my-{name.rpartition('.')[2]}", "--vary", f"{name}={','.join(texts)}")
+        study_name = f"my-{name.rpartition('.')[2]}".replace("_", "-")
+        command = format_command("new", study_name, "--vary", f"{name}={','.join(texts)}")
         raise PlanError(
             f"--set {name}={format_value(text)}: a setting has one value in all arms. To compare several, declare a "
             f"study of them: `{command}`."

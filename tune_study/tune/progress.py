@@ -30,16 +30,18 @@ class RunView:
         step: the last step with a row; 0 before the first one.
         last_values: the last measured value of each column, since most rows have no validation.
         total_seconds: training time of the run over all starts; None before the first row of this start.
-        first_step: the step from which this start of the study continues.
         status: waiting, running, or the text with which the run ended.
+        has_row: whether the run has a row since it was started.
+        last_status: what became of a run that had not ended when the study did; empty before.
     """
 
     spec: RunSpec
     step: int = 0
     last_values: dict[str, float] = field(default_factory=dict)
     total_seconds: float | None = None
-    first_step: int = 0
     status: str = "waiting"
+    has_row: bool = False
+    last_status: str = ""
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -48,10 +50,10 @@ class RunView:
 
     @property
     def status_text(self) -> str:
-        """The status, or what a running run does before its first step of this start."""
-        if self.status != "running" or self.step > self.first_step:
-            return self.status
-        return "loading its state" if self.first_step else "before step 1"
+        """The status, or what a running run does before its first row of this start."""
+        if self.last_status or self.status != "running" or self.has_row:
+            return self.last_status or self.status
+        return "loading its state" if self.step else "before step 1"
 
     @property
     def is_open(self) -> bool:
@@ -117,7 +119,7 @@ class Progress:
         """Show what becomes of the runs that have not ended when the study does."""
         for view in self.views.values():
             if view.is_open:
-                view.status = "interrupted" if view.step else "never_ran"
+                view.last_status = "interrupted" if view.step else "never_ran"
 
     def skip_run(self, run_id: str, status: str, step: int, last_value: float | None) -> None:
         """Show a run that ended in an earlier start. last_value: the last value of the primary metric."""
@@ -127,13 +129,13 @@ class Progress:
     def continue_run(self, run_id: str, step: int, last_value: float | None) -> None:
         """Show a run as far as an earlier start of the study has trained it (see `skip_run`)."""
         view = self.views[run_id]
-        view.step = view.first_step = step
+        view.step = step
         if last_value is not None:
             view.last_values[self._family.primary_metric] = last_value
 
     def start_run(self, run_id: str) -> None:
         """Show that a run starts, or starts again."""
-        self.views[run_id].status = "running"
+        self.views[run_id].status, self.views[run_id].has_row = "running", False
         self._print_line(run_id, "started")
 
     def retry_run(self, run_id: str, reason: str) -> None:
@@ -148,7 +150,7 @@ class Progress:
         """Show a training step."""
         view = self.views[run_id]
         # The row may come from a Trainable that reports no step; then the run stays where it is.
-        view.step = int(parse_finite(row.get("step")) or view.step)
+        view.step, view.has_row = int(parse_finite(row.get("step")) or view.step), True
         for display_column in self._family.progress_columns:
             # The fallback is a constant, such as success before training, which only the first row has. It is shown
             # until the column itself is measured.
@@ -214,25 +216,32 @@ class Progress:
         title = Text(f"{self.title}  elapsed {elapsed}  left {study_time_left}")
         table = Table(title=title, title_justify="left")
         rows = self.make_rows()
-        columns = self._select_columns(rows)
+        widths = {column: max(len(column), *(len(row[column]) for row in rows)) for column in (rows[0] if rows else ())}
+        columns = self._select_columns(widths)
+        other_widths = sum(widths[column] for column in columns if column != "arm")
         for column in columns:
-            is_text = column in ("arm", "status")
-            table.add_column(column, justify="left" if is_text else "right", no_wrap=True, overflow="ellipsis")
+            # Where not even arm, seed, step and status fit, the name of the arm is cut.
+            width = max(self._console.width - other_widths - _count_frame(columns), 8) if column == "arm" else None
+            table.add_column(
+                column,
+                justify="left" if column in ("arm", "status") else "right",
+                no_wrap=True,
+                min_width=None if column == "arm" else widths[column],
+                max_width=width,
+            )
         for row in rows:
             table.add_row(*(Text(row[column]) for column in columns))
         return table
 
-    def _select_columns(self, rows: Sequence[Mapping[str, str]]) -> list[str]:
+    def _select_columns(self, widths: Mapping[str, int]) -> list[str]:
         """The headings of the table. Where the terminal is narrow, metrics are left out, the last one first.
 
-        Arm, seed, step and status always stay.
+        Arm, seed, step and status always stay. widths: of the cells of each column.
         """
-        columns = list(rows[0]) if rows else []
-        widths = {column: max(len(column), *(len(row[column]) for row in rows)) for column in columns}
+        columns = list(widths)
         metrics = [display_column.name for display_column in self._family.progress_columns]
         for column in [*reversed(metrics), "time left"]:
-            # Rich puts a space on both sides of each cell, and a line before each column and at the end.
-            if sum(widths[name] + 3 for name in columns) + 1 <= self._console.width:
+            if sum(widths[name] for name in columns) + _count_frame(columns) <= self._console.width:
                 break
             columns.remove(column)
         return columns
@@ -256,6 +265,11 @@ class Progress:
         """Print a plain line, unless there is a live table."""
         if not self._console.is_terminal:
             self._console.print(f"{run_id} {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _count_frame(columns: Sequence[str]) -> int:
+    """Characters of a line of a table besides its cells: rich puts a space on both sides of each, and lines between."""
+    return 3 * len(columns) + 1
 
 
 def _format_value(value: float | None, format_spec: str) -> str:

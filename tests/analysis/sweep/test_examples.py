@@ -11,6 +11,7 @@ from analysis.sweep import examples
 from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeRun, write_study
 from trainable.files.json_lines import read_lines
+from trainable.files.paths import UnsafePathError
 from trainable.runs.episode_lines import RecordedEpisode, RecordedTurn
 from trainable.runs.run_files import ENDS_KEY, EPISODES_FILE, METRICS_FILE
 
@@ -74,6 +75,34 @@ def test_contents_link_to_every_section(folder: Path) -> None:
     assert links == sections
     assert sections[0] == "dose-response"
     assert {"verdicts", "curves", "examples", "budgets"} <= set(sections)
+
+
+@pytest.mark.parametrize("run_id", ["../../../elsewhere", "/etc", "a/../b", ""])
+def test_a_name_that_is_no_run_reads_nothing(folder: Path, run_id: str) -> None:
+    frames = load(folder)
+    trials = frames.trials.assign(run_id=run_id)
+    assert examples.choose_examples(replace(frames, trials=trials)) == []
+    study = {**frames.studies[0], "runs": [{"run_id": run_id, "arm": "0", "seed": 0}]}
+    assert replace(frames, study=study).episodes.empty
+
+
+def test_the_link_of_a_run_is_not_followed(folder: Path, tmp_path: Path) -> None:
+    copy = write_study(tmp_path, RUNS)
+    frames = load(copy)
+    run_dir = copy / "runs" / RUNS[0].run_id
+    run_dir.rename(tmp_path / "elsewhere")
+    run_dir.symlink_to(folder / "runs" / RUNS[0].run_id)
+    with pytest.raises(UnsafePathError):
+        examples.choose_examples(frames)
+    with pytest.raises(UnsafePathError):
+        _ = frames.episodes
+
+
+def test_episodes_are_read_from_another_folder_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    frames = load(folder.name)
+    monkeypatch.chdir("/")
+    assert len(frames.episodes) > 0
 
 
 def test_studies_of_many_arms_and_frames_without_a_folder_have_no_examples(

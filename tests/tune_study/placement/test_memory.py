@@ -344,10 +344,11 @@ def test_stage_3_of_the_3b_by_hand() -> None:
         ({}, 4 * 4 * 151_936 * 2048),
         ({"trainer__num_threads": 2}, 2 * 4 * 151_936 * 2048),
         ({"trainer__swap_to_host": True}, 0),
+        ({"trainer__strategy": "deepspeed", "algorithm__adv_estimator": "grpo"}, 12 * 3_085_938_688),
         # Adapters of rank 1 and the value head of their critic are smaller than a file.
         ({"model__lora_rank": 1}, 12 * (2 * 36 * (2 * 4096 + 2 * 2304 + 3 * 13_056) + 2049)),
     ],
-    ids=["default", "two threads", "swapped", "adapters"],
+    ids=["default", "two threads", "swapped", "DeepSpeed", "adapters"],
 )
 def test_a_checkpoint_of_the_3b_needs_host_memory_for_its_files(settings: dict[str, Any], expected_bytes: int) -> None:
     config = make_paper_config(**settings)

@@ -189,7 +189,7 @@ def test_the_plan_of_a_laptop_study_has_an_estimate_of_time() -> None:
     resource_plan = preflight(plan, None, (), 2, None, is_real=False)
     line = time_estimate.format_cpu_time_line(plan, resource_plan)
     assert line is not None
-    minutes = float(line.split("per run, ")[1].split(" min for the study")[0])
+    minutes = float(line.split("per run, ")[1].split(" min for these 18 runs")[0])
     assert 0.5 * 479 < 60 * minutes < 2 * 479
     one_at_a_time = time_estimate.format_cpu_time_line(plan, resource_plan._replace(max_concurrent=1))
     assert one_at_a_time is not None

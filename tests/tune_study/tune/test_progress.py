@@ -77,6 +77,20 @@ def test_a_narrow_terminal_leaves_out_metrics_and_cuts_no_status(width: int, exp
         assert "…" not in screen.getvalue()
 
 
+def test_a_long_name_of_an_arm_is_cut_before_anything_else() -> None:
+    plan = make_study_plan()
+    for spec in plan.runs[:1]:
+        object.__setattr__(spec, "arm", "a" * 70)
+    progress, screen, (first, _) = make_progress(plan, is_terminal=True, width=80)
+    progress.end_run(first, "early_stopped", "a rule")
+    with progress.show_live():
+        pass
+    text = screen.getvalue()
+    assert "early_stopped" in text
+    assert "0/100" in text
+    assert "aaaa…" in text
+
+
 def test_a_run_that_continues_is_shown_from_its_last_step() -> None:
     progress, _, (first, second) = make_progress(make_study_plan())
     progress.continue_run(first, 40, 0.5)
@@ -84,6 +98,11 @@ def test_a_run_that_continues_is_shown_from_its_last_step() -> None:
     progress.start_run(first)
     progress.start_run(second)
     assert [cells[-1] for cells in read_cells(progress)] == ["loading its state", "before step 1"]
+    progress.record_row(first, make_row(31, seconds_total=62.0))  # from a checkpoint before the last row
+    assert read_cells(progress)[0][-1] == "running"
+    progress.record_row(first, make_row(41, seconds_total=82.0))
+    progress.start_run(first)  # its process died
+    assert read_cells(progress)[0][-1] == "loading its state"
     progress.record_row(first, make_row(41, seconds_total=82.0))
     progress.record_row(second, make_row(1, seconds_total=2.0))
     assert [cells[-1] for cells in read_cells(progress)] == ["running", "running"]
@@ -102,6 +121,7 @@ def test_the_table_ends_with_what_became_of_open_runs() -> None:
     with pytest.raises(KeyboardInterrupt):
         train()
     assert [cells[-1] for cells in read_cells(progress)] == ["interrupted", "never_ran"]
+    assert all(view.is_open for view in progress.views.values())  # they have not ended, which the driver asks for
     last_frame = screen.getvalue().rpartition("elapsed")[2]
     assert "interrupted" in last_frame
     assert "never_ran" in last_frame

@@ -190,7 +190,9 @@ Assignments = Annotated[
 ]
 ConfigFiles = Annotated[
     list[Path] | None,
-    Option("--config", metavar="FILE", help="A file with a line KEY=VALUE per setting; --set comes first; repeatable."),
+    Option(
+        "--config", metavar="FILE", help="A file with a line KEY=VALUE per setting, repeatable; --set takes precedence."
+    ),
 ]
 Thresholds = Annotated[
     list[str] | None, Option("--set", metavar="KEY=VALUE", help="Change a threshold of early_stop; repeatable.")

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from typer.core import TyperCommand, TyperOption
+from typer.core import TyperArgument, TyperCommand, TyperOption
 
 _LIST_METAVAR = "LIST"
 
@@ -18,14 +18,15 @@ class StrictCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse `args`, the words after the command's name. Raise click's UsageError for words without a meaning."""
         words = list(args)
-        if not ctx.resilient_parsing:  # of the completion in a shell, whose words are incomplete
+        # Completion in a shell has incomplete words, and who asks for help gets it.
+        if not ctx.resilient_parsing and not set(words) & set(ctx.help_option_names):
             self._refuse_repeated(ctx, words)
         takes_extra_words, ctx.allow_extra_args = ctx.allow_extra_args, True
         extra_words = super().parse_args(ctx, args)
         ctx.allow_extra_args = takes_extra_words
         if extra_words and not takes_extra_words and not ctx.resilient_parsing:
-            names = " ".join(map(repr, extra_words))
-            ctx.fail(f"{names} belongs to no option. {self._suggest_list(words, extra_words)}".rstrip())
+            advice = self._suggest_list(words, extra_words) or self._describe_arguments()
+            ctx.fail(f"Too many words: {' '.join(map(repr, extra_words))}. {advice}")
         return extra_words
 
     def _refuse_repeated(self, ctx: Any, words: list[str]) -> None:
@@ -40,18 +41,26 @@ class StrictCommand(TyperCommand):
                 ctx.fail(f"{name} is typed {count} times: type it once.")
 
     def _suggest_list(self, words: Sequence[str], extra_words: Sequence[str]) -> str:
-        """What to type if the last list before an extra word goes on with it; empty if there is no such list."""
+        """What to type if an extra word continues a list; empty if there is no such list."""
+        options = {name for parameter in self.params for name in parameter.opts}
         list_options = {
             name for parameter in self.params if parameter.metavar == _LIST_METAVAR for name in parameter.opts
         }
         for position, word in enumerate(words):
-            if word not in list_options:
+            name, sign, first_value = word.partition("=")
+            if name not in list_options:
                 continue
-            values = []
+            values = [first_value] if sign else []
             for value in words[position + 1 :]:
-                if value.startswith("--"):
+                if value.partition("=")[0] in options:
                     break
-                values.append(value.strip(","))
+                values.append(value)
+            values = [value.strip(",") for value in values]
             if len(values) > 1 and set(values) & {extra.strip(",") for extra in extra_words}:
-                return f"The values of a list have commas between them and no spaces: type {word} {','.join(values)}"
+                return f"The values of a list have commas between them and no spaces: type {name} {','.join(values)}"
         return ""
+
+    def _describe_arguments(self) -> str:
+        """What the command takes besides options, as a sentence."""
+        names = [parameter.metavar for parameter in self.params if isinstance(parameter, TyperArgument)]
+        return f"Besides options, {self.name} takes {' and '.join(filter(None, names)) or 'nothing'}."

@@ -25,7 +25,7 @@ def read_assignments(path: Path) -> tuple[str, ...]:
     """
     name = f"--config {format_value(str(path), 1000)}"
     try:
-        text = read_bytes(path, _MAX_BYTES).decode()
+        text = read_bytes(path, _MAX_BYTES).decode("utf-8-sig")
     except (OSError, ValueError, UnsafePathError) as error:
         problem = error.strerror or str(error) if isinstance(error, OSError) else str(error)
         raise PlanError(
@@ -47,9 +47,19 @@ def read_assignments(path: Path) -> tuple[str, ...]:
 def merge_assignments(files: Iterable[Path], typed: Iterable[str]) -> tuple[str, ...]:
     """The assignments of the files and those that were typed. One that was typed replaces one of a file.
 
-    Keys are compared as they are written; two spellings of one setting are refused later, as given twice.
+    Keys are compared as they are written; two spellings of one setting are refused later, as given twice. Raises
+    PlanError for a key that the files have twice.
     """
     typed = tuple(typed)
     typed_keys = {assignment.partition("=")[0].strip() for assignment in typed}
-    of_files = [assignment for path in files for assignment in read_assignments(path)]
-    return (*(entry for entry in of_files if entry.partition("=")[0] not in typed_keys), *typed)
+    assignments: dict[str, str] = {}
+    for path in files:
+        for assignment in read_assignments(path):
+            key = assignment.partition("=")[0]
+            if key in assignments:
+                raise PlanError(
+                    f"--config {format_value(str(path), 1000)} sets `{format_value(key)}` a second time "
+                    f"({format_value(assignments[key])}, {format_value(assignment)}): set it once."
+                )
+            assignments[key] = assignment
+    return (*(entry for key, entry in assignments.items() if key not in typed_keys), *typed)

@@ -6,15 +6,16 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from analysis.data.episodes import format_turns, read_episodes
+from analysis.data.episodes import format_turns, read_episodes_of_run
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
-from trainable.files.paths import check_path
 from trainable.runs.episode_lines import RecordedEpisode
 from tune_study.host.console import print_line, print_table
 from tune_study.plan.errors import PlanError
 
-_HOW_TO_RECORD = "To record some of each validation, train with --set trainer.log_val_generations=4."
+_HOW_TO_RECORD = (
+    "A study that fine-tunes a language model records some of each validation with --set trainer.log_val_generations=4."
+)
 
 
 class EpisodeChoice(NamedTuple):
@@ -43,25 +44,31 @@ def read_run_episodes(folder: Path, study: Mapping[str, Any]) -> list[RunEpisode
 
     Raises UnsafePathError if the folder of a run is a symbolic link.
     """
-    runs = []
-    for entry in study["runs"]:
-        run_dir = folder / "runs" / entry["run_id"]
-        check_path(folder, run_dir)
-        runs.append(RunEpisodes(entry["run_id"], entry["arm"], entry["seed"], tuple(read_episodes(run_dir))))
-    return runs
+    return [
+        RunEpisodes(entry["run_id"], entry["arm"], entry["seed"], tuple(read_episodes_of_run(folder, entry["run_id"])))
+        for entry in study["runs"]
+    ]
 
 
 def print_transcripts(console: Console, runs: Sequence[RunEpisodes], choice: EpisodeChoice, location: str) -> None:
-    """Print the chosen episodes; if neither arm nor seed is chosen, a table of what there is.
+    """Print the chosen episodes; if nothing is chosen, a table of what there is.
 
-    location: the study as it was typed, for the commands to type next. Raise PlanError if there is no such episode.
+    location: the study as it was typed, for the commands to type next. Raise PlanError, before anything is printed, if
+    the chosen runs have no recorded episode, or none of the chosen step.
     """
-    if not any(run.episodes for run in runs):
-        raise PlanError(f"No run in {format_value(location, 1000)} has recorded an episode. {_HOW_TO_RECORD}")
+    selected_runs = _select_runs(runs, choice)
+    steps = sorted({episode.step for run in selected_runs for episode in run.episodes})
+    if not steps:
+        of_these = "No run" if selected_runs == runs else "No such run"
+        raise PlanError(f"{of_these} in {format_value(location, 1000)} has recorded an episode. {_HOW_TO_RECORD}")
+    if choice.step is not None and choice.step not in steps:
+        raise PlanError(
+            f"There is no recorded episode of step {choice.step}: type --step with one of {', '.join(map(str, steps))}."
+        )
     if choice == EpisodeChoice():
         _print_overview(console, runs, location)
         return
-    for run in _select_runs(runs, choice):
+    for run in selected_runs:
         episodes = _select_episodes(run, choice)
         print_line(console, f"Arm {run.arm}, seed {run.seed}: {_count(episodes)}")
         for episode in episodes:
@@ -107,14 +114,7 @@ def _select_runs(runs: Sequence[RunEpisodes], choice: EpisodeChoice) -> list[Run
 
 
 def _select_episodes(run: RunEpisodes, choice: EpisodeChoice) -> list[RecordedEpisode]:
-    steps = sorted({episode.step for episode in run.episodes})
-    if choice.step is not None and choice.step not in steps:
-        names = ", ".join(map(str, steps)) or "none"
-        raise PlanError(
-            f"Run {format_value(run.run_id)} has no recorded episode of step {choice.step}: type --step with one of "
-            f"{names}."
-        )
-    step = choice.step if choice.step is not None else (steps[-1] if steps else None)
+    step = choice.step if choice.step is not None else max((episode.step for episode in run.episodes), default=None)
     return [episode for episode in run.episodes if episode.step == step and choice.success in (None, episode.success)]
 
 

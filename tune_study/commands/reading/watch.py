@@ -1,4 +1,4 @@
-"""The command `watch`: the report of a running study in a browser, made again as rows come."""
+"""The command `watch`: the report of a running study in a browser, rebuilt as rows arrive."""
 
 import secrets
 import socket
@@ -21,7 +21,8 @@ from search_spaces.language_model.family import PPO
 from trainable.files.json_values import DamageWarning
 from trainable.runs.run_files import METRICS_FILE
 from trainable.storage.uris import is_uri
-from tune_study.folder import locate
+from tune_study.folder import locate, outputs
+from tune_study.folder.study_file import get_study_uri, read_study
 from tune_study.host.console import print_line
 from tune_study.plan.errors import PlanError
 
@@ -31,8 +32,10 @@ REFRESH_SECONDS = 10
 _POLL_SECONDS = 2.0
 _STORAGE_POLL_SECONDS = 30.0
 """A study in a storage is fetched each time."""
-_REST = 9.0
+_IDLE_FACTOR = 9.0
 """After a rendering that took t seconds there is none for 9 t: the study needs the processor."""
+_STOP_SECONDS = 5.0
+"""Seconds that Ctrl-C waits for a rendering that is under way."""
 
 _HEADERS = [
     ("Content-Type", "text/html; charset=utf-8"),
@@ -42,7 +45,7 @@ _HEADERS = [
     ("X-Content-Type-Options", "nosniff"),
 ]
 
-Signature = tuple[tuple[str, int, int], ...]
+Signature = tuple[bool, tuple[tuple[str, int, int], ...]]
 WsgiApp = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
@@ -55,7 +58,7 @@ class Answer(NamedTuple):
 
 
 class LiveReport:
-    """The page of a study, which a thread makes again when the files of its runs have changed.
+    """The page of a study, which a thread rebuilds when its rows, its statuses or its driver have changed.
 
     run: the study as it was typed. Raise PlanError if there is none.
     """
@@ -63,54 +66,63 @@ class LiveReport:
     def __init__(self, run: str) -> None:
         self._run = run
         self._signature: Signature | None = None
+        self._problem = ""
         self._page = self._read()
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
 
     def start(self) -> None:
-        """Start to follow the study."""
+        """Start following the study."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop to follow it; waits for a rendering that is under way."""
+        """Stop following it; a rendering that is under way ends with this process."""
         self._is_stopped.set()
-        self._thread.join()
+        self._thread.join(_STOP_SECONDS)
 
     def render(self, refresh_seconds: int | None) -> str:
         """The newest page (see `LivePage.render`)."""
-        return self._page.render(refresh_seconds)
+        return self._page.render(refresh_seconds, self._problem)
 
     def _follow(self) -> None:
-        pause = _STORAGE_POLL_SECONDS if is_uri(self._run) else _POLL_SECONDS
-        rest = pause
-        while not self._is_stopped.wait(rest):
+        pause_seconds = _POLL_SECONDS
+        while not self._is_stopped.wait(pause_seconds):
             started_at = time.monotonic()
             try:
-                if is_uri(self._run) or self._signature != _make_signature(Path(self._run)):
+                signature = self._make_signature()
+                if signature is None or signature != self._signature:
                     self._page = self._read()
-            except (PlanError, ValueError, OSError):  # a file that is being replaced: the last page stays, and the next
-                pass  # look may succeed
-            rest = max(pause, _REST * (time.monotonic() - started_at))
+                self._problem = ""
+            except Exception as error:  # such as a file that is being replaced: the next look may succeed
+                self._problem = f"Not rebuilt at {time.strftime('%H:%M:%S')}: {type(error).__name__}: {error}"
+            least_seconds = _POLL_SECONDS if self._signature is not None else _STORAGE_POLL_SECONDS
+            pause_seconds = max(least_seconds, _IDLE_FACTOR * (time.monotonic() - started_at))
+
+    def _make_signature(self) -> Signature | None:
+        """What changes with the page; None for a study that is read from a storage, which is fetched each time."""
+        if is_uri(self._run) or get_study_uri(read_study(Path(self._run))) is not None:
+            return None
+        folder = Path(self._run)
+        paths = sorted([*folder.glob(f"runs/*/{METRICS_FILE}"), *folder.glob("runs/*/status.json")])
+        stats = [(str(path), path.lstat()) for path in paths]
+        return outputs.is_running(folder), tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
 
     def _read(self) -> LivePage:
-        # Before the files are read, so that a row that is written meanwhile leads to a new page.
-        self._signature = None if is_uri(self._run) else _make_signature(Path(self._run))
         with locate.open_for_reading(self._run) as (folder, is_running), warnings.catch_warnings(record=True) as caught:
+            # Before the files are read, so that a row that is written meanwhile leads to a new page; kept only if they
+            # could be read.
+            signature = self._make_signature()
             warnings.simplefilter("always", DamageWarning)
             try:
                 frames = load(folder, live=is_running)
             except ValueError as error:
                 raise PlanError(str(error)) from None
             problems = [str(warning.message) for warning in caught if warning.category is DamageWarning]
-            metric = FAMILIES.get(frames.studies[0].get("family", PPO.name), PPO).primary_metric
-            return LivePage(frames, metric, is_running, time.strftime("%H:%M:%S"), problems)
-
-
-def _make_signature(folder: Path) -> Signature:
-    """What changes when a run writes a row or gets another status."""
-    paths = sorted([*folder.glob(f"runs/*/{METRICS_FILE}"), *folder.glob("runs/*/status.json")])
-    stats = [(str(path), path.lstat()) for path in paths]
-    return tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
+            family = FAMILIES.get(frames.studies[0].get("family", PPO.name), PPO)
+            metric = (family.progress_columns[0].column, family.progress_columns[0].name)
+            page = LivePage(frames, metric, is_running, time.strftime("%H:%M:%S"), problems)
+        self._signature = signature
+        return page
 
 
 def make_app(render: Callable[[int | None], str], token: str, port: int) -> WsgiApp:
@@ -119,10 +131,13 @@ def make_app(render: Callable[[int | None], str], token: str, port: int) -> Wsgi
     render: function of the seconds between two loads that returns the page (see `LivePage.render`).
     """
     cookie_name = f"tune_study_{port}"  # a browser sends the cookies of a host to all of its ports
+    hosts = [f"{name}:{port}" for name in (HOST, "localhost")]
+    if port == 80:  # which a browser leaves out
+        hosts += [HOST, "localhost"]
 
     def answer(environ: dict[str, Any]) -> Answer:
         # A page elsewhere whose name leads to this address (DNS rebinding) would send its own name.
-        if environ.get("HTTP_HOST") not in (f"{HOST}:{port}", f"localhost:{port}"):
+        if environ.get("HTTP_HOST") not in hosts:
             return Answer("403 Forbidden", "This address is not the one that the command printed.")
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
             return Answer("405 Method Not Allowed", "This page can only be read.", (("Allow", "GET, HEAD"),))

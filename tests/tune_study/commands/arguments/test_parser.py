@@ -44,6 +44,8 @@ def test_options_that_may_be_repeated_still_are(work_dir: Path, words: str) -> N
         ("run kl --kl-values 0 0.1", "type --kl-values 0,0.1"),
         ("run kl --kl-values 0, 0.1, 1 --dry-run", "type --kl-values 0,0.1,1"),
         ("run top-p --values 0.9 nofilter --seeds 1", "type --values 0.9,nofilter"),
+        ("run kl --kl-values=0 0.1", "type --kl-values 0,0.1"),
+        ("run kl --kl-values 0 0.1 -o out", "type --kl-values 0,0.1"),
     ],
 )
 def test_spaces_between_the_values_of_a_list_are_explained(work_dir: Path, line: str, advice: str) -> None:
@@ -55,7 +57,7 @@ def test_spaces_between_the_values_of_a_list_are_explained(work_dir: Path, line:
 def test_a_word_that_belongs_nowhere_is_named(work_dir: Path) -> None:
     answer = type_in("run kl top-p --kl-values 0")
     assert answer.code == 2
-    assert answer.err.rstrip().endswith("Error: 'top-p' belongs to no option.")
+    assert answer.err.rstrip().endswith("Error: Too many words: 'top-p'. Besides options, run takes STUDY.")
 
 
 def test_short_forms_and_capital_letters_are_understood(work_dir: Path) -> None:
@@ -67,6 +69,9 @@ def test_short_forms_and_capital_letters_are_understood(work_dir: Path) -> None:
     ("assignment", "message"),
     [
         ("actor.lr=1e-4,3e-4", "`python -m tune_study new my-lr --vary actor.lr=1e-4,3e-4`"),
+        ("actor.ppo_epochs=1,4", "`python -m tune_study new my-ppo-epochs --vary actor.ppo_epochs=1,4`"),
+        ("actor.kl_loss_coef=0,0.1", "differ in `actor.kl_loss_coef`: choose its values with --kl-values"),
+        ("actor.optim.learning_rate=1", "Nearest: actor.lr. The section has"),
         ("lr=1e-4,3e-4", "is a setting of several sections: type one of actor.lr, critic.lr"),
         ("algorithm.adv_estimator=gae, grpo", "--vary algorithm.adv_estimator=gae,grpo"),
         ("actor.lr=1e-4,fast", "actor.lr=1e-4,fast: must be a valid number"),
@@ -81,6 +86,22 @@ def test_a_setting_that_cannot_be_set_so_is_answered_with_what_can(
     answer = CliRunner().invoke(app, ["run", "kl", "--preset", "laptop", "--dry-run", "--set", assignment])
     assert answer.exit_code == 2
     assert message in answer.stderr
+
+
+def test_the_advice_for_several_values_can_be_typed(work_dir: Path) -> None:
+    answer = type_in(f"{DRY_RUN} --set actor.ppo_epochs=1,4")
+    command = answer.err.partition("`python -m tune_study ")[2].partition("`")[0]
+    assert type_in(command).code == 0
+    assert type_in("run my_ppo_epochs.py --preset laptop --dry-run").code == 0
+
+
+def test_help_is_given_whatever_else_is_typed() -> None:
+    assert type_in("run kl --steps 3 --steps 4 --help").code == 0
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(work_dir: Path) -> None:
+    (work_dir / "my.conf").write_text("actor.lr=2e-4\n", encoding="utf-8-sig")
+    assert read_assignments(work_dir / "my.conf") == ("actor.lr=2e-4",)
 
 
 def test_values_that_are_lists_may_have_commas(work_dir: Path) -> None:
@@ -145,7 +166,7 @@ def test_what_is_typed_comes_before_what_a_file_says(work_dir: Path) -> None:
         ("actor.lr=1e-4\nactor.lr\n", "--config my.conf, line 2: actor.lr is not key=value, such as actor.lr=1e-5."),
         ("=3", "line 1: =3 is not key=value"),
         ("actor.lr=", "line 1: actor.lr= is not key=value"),
-        ("actor.lr=1e-4\nactor.lr=1e-5", "`actor.lr` is given twice"),
+        ("actor.lr=1e-4\nactor.lr=1e-5", "sets `actor.lr` a second time (actor.lr=1e-4, actor.lr=1e-5): set it once."),
         ("actor.learning_rate=1e-4", "Nearest: actor.lr."),
         ("actor.lr=1e-4,3e-4", "To compare several, declare a study"),
     ],

@@ -73,7 +73,6 @@ def test_the_last_validation_is_shown_if_none_is_chosen(folder: Path) -> None:
             ],
         ),
         ("--arm 0 --seed 0 --step 0 --failed", ["Arm 0, seed 0: no recorded episode of this kind"]),
-        ("--arm 0.1", ["Arm 0.1, seed 0: no recorded episode of this kind"]),
     ],
 )
 def test_episodes_are_chosen_by_arm_seed_step_and_success(folder: Path, options: str, headings: list[str]) -> None:
@@ -98,7 +97,8 @@ def test_without_a_choice_there_is_a_table_and_a_command_that_works(folder: Path
     [
         ("--arm 7", "There is no arm `7`: type --arm with one of 0, 0.1."),
         ("--arm 0 --seed 5", "There is no run with seed 5: type --seed with one of 0, 1."),
-        ("--arm 0 --step 20", "has no recorded episode of step 20: type --step with one of 0, 40."),
+        ("--arm 0 --step 20", "There is no recorded episode of step 20: type --step with one of 0, 40."),
+        ("--arm 0.1", "No such run in "),
         ("--failed --solved", "--failed and --solved exclude each other"),
     ],
 )
@@ -111,7 +111,7 @@ def test_what_is_not_there_is_refused_with_what_is(folder: Path, options: str, m
 def test_a_study_without_episodes_says_how_to_record_them(tmp_path: Path) -> None:
     answer = type_in(f"transcripts {write_study(tmp_path, [FakeRun('0')])} --arm 0")
     assert answer.code == 2
-    assert answer.err.rstrip().endswith("train with --set trainer.log_val_generations=4.")
+    assert answer.err.rstrip().endswith("with --set trainer.log_val_generations=4.")
 
 
 def test_a_run_folder_that_is_a_link_is_not_followed(tmp_path: Path, folder: Path) -> None:

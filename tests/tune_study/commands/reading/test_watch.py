@@ -16,10 +16,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from analysis import load
+from analysis.report.live import LivePage
 from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeRun, write_study
+from tests.fakes.sandbox_folders import FakeRun as SandboxRun
+from tests.fakes.sandbox_folders import write_sandbox
 from tests.tune_study.commands.test_cli import read_files, type_in
 from tune_study.commands.reading import watch
+from tune_study.folder.outputs import lock_folder
 
 PORT, TOKEN = 4321, "secret-token"
 
@@ -100,7 +105,7 @@ def test_the_page_has_the_report_and_the_state_of_each_run(folder: Path) -> None
 
 def test_new_rows_make_a_new_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(watch, "_REST", 0.0)
+    monkeypatch.setattr(watch, "_IDLE_FACTOR", 0.0)
     report = watch.LiveReport(str(folder))
     report.start()
     try:
@@ -108,6 +113,49 @@ def test_new_rows_make_a_new_page(folder: Path, monkeypatch: pytest.MonkeyPatch)
         wait_for(lambda: "11 of 60" in report.render(10))
     finally:
         report.stop()
+
+
+def test_a_driver_that_ends_makes_a_new_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(watch, "_IDLE_FACTOR", 0.0)
+    with lock_folder(folder):
+        report = watch.LiveReport(str(folder))
+        assert "kl (laptop): running, 1 of 2" in report.render(10)
+    report.start()
+    try:
+        wait_for(lambda: "kl (laptop): not running, 1 of 2" in report.render(10))
+    finally:
+        report.stop()
+
+
+@pytest.mark.parametrize("error", [OSError("gone"), KeyError("run_id")], ids=["of a file", "of the code"])
+def test_a_failed_look_is_said_and_tried_again(error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(watch, "_IDLE_FACTOR", 0.0)
+    report, read = watch.LiveReport(str(folder)), watch.load
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise error
+
+    append_record(folder / "runs" / FakeRun("0.1").run_id / "metrics.jsonl", {"step": 11, "val_success": 0.5})
+    with monkeypatch.context() as patched:
+        patched.setattr(watch, "load", fail)
+        report.start()
+        wait_for(lambda: f"{type(error).__name__}: " in report.render(10))
+        assert "10 of 60" in report.render(10)
+    assert watch.load is read
+    try:
+        wait_for(lambda: "11 of 60" in report.render(10) and "Not rebuilt" not in report.render(10))
+    finally:
+        report.stop()
+
+
+def test_the_measure_of_a_family_is_named(tmp_path: Path) -> None:
+    folder = write_sandbox(tmp_path, [SandboxRun("DG", 0), SandboxRun("GRPO", 0)])
+    page = LivePage(load(folder), ("test_error", "test error"), False, "12:00:00", ["a line is damaged"]).render(None)
+    assert '<th class="n">test error</th>' in page
+    assert "<p>a line is damaged</p>" in page
+    assert "2 of 2 runs have ended" in page
 
 
 def wait_for(is_there: Callable[[], bool], timeout_s: float = 120.0) -> None:
@@ -189,7 +237,7 @@ def test_a_browser_follows_a_real_study(tmp_path: Path) -> None:
         address = read_address(process)
         assert "kl (laptop): running, 0 of 2 runs have ended" in read_in_browser(address, tmp_path / "profile")
         assert study.wait(300) == 0
-        wait_for(lambda: "2 of 2 runs have ended" in read_in_browser(address, tmp_path / "profile"))
+        wait_for(lambda: "not running, 2 of 2 runs have ended" in read_in_browser(address, tmp_path / "profile"))
     finally:
         end_well(process)
         study.kill()
