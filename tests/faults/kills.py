@@ -44,6 +44,8 @@ MARK_VARIABLE = "TUNE_STUDY_FAULTS"
 PATIENCE_S = 120.0
 PROCESS_EXIT_S = 60.0
 """A worker that Ray was starting as its raylet died looks for it for half a minute before it ends."""
+UNCOMPARED_COLUMNS = ("axis_label", "config/trainer.async_checkpoints")
+"""The second is how states are written, in which a study may differ from the uninterrupted one."""
 AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 AGENT_EXIT_S = 90.0
 """Two agents of Ray first report the raylet's death to a control server that is gone too; Ray gives that a minute."""
@@ -313,7 +315,7 @@ def compare(study: InterruptedStudy, reference_study: InterruptedStudy, tally: T
     differences = []
     for name in FRAME_NAMES:
         frame_differences = analysis.diff_frames(
-            getattr(frames, name), getattr(reference_frames, name), ignored_columns=("axis_label",)
+            getattr(frames, name), getattr(reference_frames, name), ignored_columns=UNCOMPARED_COLUMNS
         )
         differences += [f"{name}: {difference}" for difference in frame_differences]
     tally.studies += 1
