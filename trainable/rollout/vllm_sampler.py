@@ -9,6 +9,7 @@ import fcntl
 import gc
 import importlib.util
 import os
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -74,6 +75,7 @@ class VllmSampler:
         self.is_sleeping = False
         set_environment(os.environ, settings.device)  # before vLLM is imported and started, which reads the variables
         engine_class = _import_engine(settings.device)
+        hide_llvmlite_functions()
         with _lock_gpu_memory(settings.device):
             self.llm = engine_class(model=str(folder), **_make_engine_arguments(settings))
 
@@ -322,6 +324,26 @@ def set_environment(environ: dict[str, str] | os._Environ[str], device: torch.de
     environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # otherwise vLLM changes the trainer's threads
     if device.type == "cpu":
         environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # otherwise the first call compiles C++ for half a minute
+
+
+def hide_llvmlite_functions() -> None:
+    """Let the library of llvmlite, which numba loads, answer that it has no `__dict__`.
+
+    vLLM's build for CPUs looks into the `__dict__` of every attribute of every imported module when it starts. This
+    library takes that name, like every other, for one of its functions, and vLLM (0.32) fails on the answer.
+    """
+    ffi = sys.modules.get("llvmlite.binding.ffi")
+    if ffi is None or not hasattr(ffi.lib, "__dict__"):
+        return
+    library_class = type(ffi.lib)
+    find_function = library_class.__getattr__
+
+    def find_named_function(library: Any, name: str) -> Any:
+        if name == "__dict__":
+            raise AttributeError(name)
+        return find_function(library, name)
+
+    library_class.__getattr__ = find_named_function
 
 
 def _import_engine(device: torch.device) -> Any:

@@ -1,6 +1,7 @@
 """VllmSampler without an engine; the tests with an engine are in tests/engines."""
 
 import fcntl
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numba
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -19,6 +21,7 @@ from trainable.rollout.vllm_sampler import (
     VllmSampler,
     acquire_lock,
     check_weights,
+    hide_llvmlite_functions,
     read_weight_shapes,
     set_environment,
 )
@@ -114,3 +117,12 @@ def test_a_lock_is_held_against_others_and_freed_by_its_holders_death(
         holder.kill()
     with acquire_lock("gpu-7"):
         pass
+
+
+def test_the_library_that_numba_loads_does_not_hinder_vllm() -> None:
+    ffi = importlib.import_module("llvmlite.binding.ffi")
+    hide_llvmlite_functions()
+    hide_llvmlite_functions()  # for a second engine
+    assert not hasattr(ffi.lib, "__dict__")
+    assert ffi.lib.LLVMPY_GetVersionInfo() > 0
+    assert numba.njit(lambda value: value + 1)(2) == 3
