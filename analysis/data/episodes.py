@@ -1,7 +1,7 @@
 """Read the episodes that a run recorded at its validations (`trainer.log_val_generations`)."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +46,15 @@ def read_episodes_of_run(folder: Path, run_id: str) -> list[RecordedEpisode]:
     return read_episodes(run_dir)
 
 
-def read_episodes_frame(folder: Path | None, study: Mapping[str, Any]) -> pd.DataFrame:
-    """The recorded episodes of all runs of a study: one row per episode, in the order of runs, steps and levels.
+def read_episodes_frame(studies: Iterable[tuple[Path, Mapping[str, Any]]]) -> pd.DataFrame:
+    """The recorded episodes of all runs of studies: one row per episode, in the order of runs, steps and levels.
 
     Columns: study, run_id, arm, seed; step (training steps before the validation), level (its seed), success, score,
     stop_reason, turns (a number), invalid_turns, and text, in which `| ` marks what the policy saw and `> ` what it
     wrote.
 
     Args:
-        folder: results/<run>; None gives no rows.
-        study: the content of study.json.
+        studies: the folder results/<run> of each study, and the content of its study.json.
     """
     rows = [
         {
@@ -66,8 +65,9 @@ def read_episodes_frame(folder: Path | None, study: Mapping[str, Any]) -> pd.Dat
             "invalid_turns": sum(not turn.valid for turn in episode.turns),
             "text": "\n".join(format_turns(episode)),
         }
-        for entry in (study["runs"] if folder is not None else ())
-        for episode in read_episodes_of_run(Path(folder or ""), entry["run_id"])
+        for folder, study in studies
+        for entry in study["runs"]
+        for episode in read_episodes_of_run(folder, entry["run_id"])
     ]
     return pd.DataFrame(rows, columns=list(_FRAME_TYPES)).astype(_FRAME_TYPES)
 

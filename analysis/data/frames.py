@@ -97,14 +97,11 @@ class StudyFrames:
 
     @cached_property
     def episodes(self) -> pd.DataFrame:
-        """One row per recorded validation episode, with its text (see `read_episodes_frame`). Read at first use."""
-        return pd.concat(
-            [
-                read_episodes_frame(folder, study)
-                for folder, study in zip(self.folders or [None] * len(self.studies), self.studies, strict=True)
-            ],
-            ignore_index=True,
-        )
+        """One row per recorded validation episode, with its text (see `read_episodes_frame`). Read at first use.
+
+        Frames that were not loaded from a folder have none.
+        """
+        return read_episodes_frame(zip(self.folders, self.studies, strict=bool(self.folders)))
 
     @cached_property
     def steps_by_run(self) -> dict[str, pd.DataFrame]:

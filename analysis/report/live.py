@@ -13,7 +13,7 @@ _HEAD = '<meta name="viewport"'
 
 
 class LivePage:
-    """A rendered page, of which `render` returns a version that loads itself again and one that does not.
+    """A rendered page, of which `render` returns a version that reloads itself and one that does not.
 
     Args:
         frames: of one study, read with `live` while a process runs it.

@@ -355,8 +355,9 @@ def collect_overrides(
         raise PlanError(
             f"The arms of study {study.name} differ in `{name}`: choose its values with {study.axis.option}."
         )
-    for name in overrides.keys() - set(options):
-        _refuse_grid(study, name, str(overrides[name]))
+    for name, setting in overrides.items():
+        if name not in options:
+            _refuse_grid(study, name, str(setting))
     return overrides
 
 
