@@ -274,7 +274,8 @@ def _draw_successes(table: pd.DataFrame, view: AxisView) -> Figure:
 
 
 def _make_dose_caption(view: AxisView) -> str:
-    basis = findings.describe_interval_basis(view.dose_response) or "no scored run"
+    basis = findings.describe_interval_basis(view.dose_response)
+    intervals = f"with 95 % intervals ({basis})" if basis else "without intervals"
     stops = (
         "A vermilion cross means that a rule stopped all scored runs of the arm, and a vermilion edge that it stopped "
         "some of them. "
@@ -282,7 +283,7 @@ def _make_dose_caption(view: AxisView) -> str:
         else ""
     )
     return (
-        f"Filled points show sampled validation success at the end of training, with 95 % intervals ({basis}). Open "
+        f"Filled points show sampled validation success at the end of training, {intervals}. Open "
         "triangles show greedy validation success, and open squares show sampled success on the test levels. "
         f"{stops}Horizontal lines show the policy before training."
     )

@@ -67,6 +67,12 @@ def test_long_and_hostile_texts_are_cut_and_escaped(folder: Path) -> None:
     assert '<li><a href="#examples">What the policy did</a></li>' in page
 
 
+def test_a_caption_speaks_of_intervals_only_where_there_are_some(folder: Path, tmp_path: Path) -> None:
+    one_seed = write_report(write_study(tmp_path, [FakeRun("0"), FakeRun("0.1")])).read_text()
+    assert "at the end of training, without intervals. Open" in one_seed
+    assert "at the end of training, with 95 % intervals (over 2 seeds" in write_report(folder).read_text()
+
+
 def test_contents_link_to_every_section(folder: Path) -> None:
     page = write_report(folder).read_text()
     contents = page[page.index("<nav") : page.index("</nav>")]
