@@ -9,13 +9,10 @@
 # VS Code and PyCharm show it as a notebook.
 
 # %%
-from pathlib import Path
-
 import numpy as np
 
 import analysis
 from analysis.report.pages import conclude, draw_figures
-from tune_study import probe
 
 frames = analysis.load("out")
 print(frames)
@@ -50,6 +47,14 @@ columns = ["train_success", "entropy", "reward_std", "seconds_step"]
 print(frames.steps.groupby("arm").tail(3).groupby("arm")[columns].mean().round(3).to_string())
 
 # %% [markdown]
+# The charts of the report: point at a mark for its values, click on a name for it alone.
+
+# %%
+chart = frames.plot.curves("train_success")
+chart.save("curves.json")
+chart  # noqa: B018 (a notebook shows it)
+
+# %% [markdown]
 # The figures of the report are figures of matplotlib: show them in a notebook, change them, save them.
 
 # %%
@@ -72,8 +77,7 @@ if len(failed):
 # train on. Nothing of this is written to the study.
 
 # %%
-folder = next(Path("out/results").iterdir())
-trainer = probe.restore(folder, trial="0.1")
+trainer = frames.run("0.1").restore()
 levels = trainer.val_levels[:8]
 sampled = trainer.roll_out(levels, 4, "sampling")
 print(f"success of {len(sampled)} episodes: {np.mean([episode.success for episode in sampled]):.2f}")

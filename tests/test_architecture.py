@@ -30,8 +30,14 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "trainable.envs": ("trainable.config",),
     "trainable.envs.sokoban": ("trainable.config", "trainable.envs"),
     "trainable.envs.games": ("trainable.config", "trainable.envs", "trainable.envs.sokoban"),
-    "trainable.kernels": (),
-    "trainable.models": ("trainable.config", "trainable.envs", "trainable.kernels", "trainable.runs"),
+    "trainable.kernels": ("trainable.files",),
+    "trainable.models": (
+        "trainable.config",
+        "trainable.envs",
+        "trainable.files",
+        "trainable.kernels",
+        "trainable.runs",
+    ),
     "trainable.rollout": (
         "trainable.files",
         "trainable.algo",
@@ -172,6 +178,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "trainable.sandbox.vector_rewards.records",
         "trainable.sandbox.pedagogy.records",
     ),
+    # Restores runs.
+    "analysis.notebook.frames": ("analysis", "trainable", "tune_study.commands.probe"),
     # Run.
     "tune_study.host": ("trainable",),
     "tune_study.plan": ("search_spaces", "trainable"),
@@ -255,6 +263,11 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "tune_study.commands.reading.watch": ("rich", "waitress"),
     "analysis.search.trials": ("numpy", "pandas", "optuna"),
     "analysis": ("numpy", "scipy", "pandas", "pyarrow", "matplotlib", "jinja2"),
+    "analysis.html.charts": ("altair", "vl_convert"),
+    "analysis.html.figures": ("altair", "matplotlib"),
+    "analysis.notebook.plots": ("altair",),
+    "analysis.report.charts": ("altair", "pandas"),
+    "analysis.report.figures": ("altair", "matplotlib", "pandas"),
     # tensorboardX is Ray Tune's.
     "tune_study": (
         "ray",

@@ -18,7 +18,7 @@ from tune_study.plan.own_study import StudySource, check_study
 from tune_study.plan.study_plan import StudyPlan
 
 if TYPE_CHECKING:
-    from analysis.data.frames import StudyFrames
+    from analysis.notebook.frames import NotebookFrames
 
 NO_SETTINGS: Mapping[str, object] = {}
 
@@ -38,7 +38,7 @@ def run(
     code: Sequence[str] = (),
     extend: bool = False,
     max_concurrent: int | None = None,
-) -> "StudyFrames":
+) -> "NotebookFrames":
     """Run a study, or continue it if the output folder already contains it; return its tables.
 
     Progress is printed, and Ctrl-C stops the study in order, as on the command line. W&B is off.

@@ -130,7 +130,7 @@ class StudyFrames:
             frame_name: frame[frame["study"] == name].reset_index(drop=True) for frame_name, frame in frames.items()
         }
         folders = (self.folders[names.index(name)],) if self.folders else ()
-        return StudyFrames(**rows, study=study, folders=folders)
+        return replace(self, **rows, study=study, folders=folders)
 
     def write_parquet(self, folder: Path | str, damage: Sequence[str] = ()) -> None:
         """Write every frame to `folder` as <name>.parquet, each with an atomic rename.

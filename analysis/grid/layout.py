@@ -5,6 +5,7 @@ up the panels, which a reader compares side by side.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -269,12 +270,44 @@ def _format_arm_label(grid: Grid, row: dict[str, Any]) -> str:
     return " · ".join(label for label in ordered_labels if label and label in active_labels)
 
 
-def rename_arms(frames: StudyFrames, labels: dict[str, str]) -> StudyFrames:
-    """The frames with arms renamed by `labels`, including the baseline in study.json."""
+def name_arms(frames: StudyFrames) -> StudyFrames:
+    """The frames of a study with numbers as arms, in which these have the name of their setting too: `KL 0.1`.
+
+    Arms that are words, such as nofilter, keep their names.
+    """
+    return rename_arms(frames, make_axis_labels(frames))
+
+
+def make_axis_labels(frames: StudyFrames) -> dict[str, str]:
+    """The name of each arm that is a number, with the short name of the setting of the axis."""
+    setting = shorten_setting(str((require_single_study(frames).studies[0].get("axis") or {}).get("setting", "")))
+    numeric_arms = frames.trials.loc[frames.trials["axis_value"].notna(), "arm"].unique()
+    return {str(arm): f"{setting} {arm}" for arm in numeric_arms} if setting else {}
+
+
+def rename_arms(frames: StudyFrames, labels: Mapping[str, str]) -> StudyFrames:
+    """The frames with arms renamed by `labels`, also where study.json names them."""
+    if not labels:
+        return frames
     frames_by_name = {name: getattr(frames, name) for name in FRAME_NAMES}
     renamed_frames = {
         name: frame.assign(arm=frame["arm"].map(labels).fillna(frame["arm"])) for name, frame in frames_by_name.items()
     }
-    study = dict(frames.studies[0])
-    study["baseline"] = labels.get(study.get("baseline", ""), study.get("baseline", ""))
-    return replace(frames, **renamed_frames, study=study)
+    return replace(frames, **renamed_frames, study=_rename_study(frames.studies[0], labels))
+
+
+def _rename_study(study: Study, labels: Mapping[str, str]) -> Study:
+    def rename(arm: Any) -> Any:
+        return labels.get(arm, arm) if isinstance(arm, str) else arm
+
+    axis, extra_seeds = study.get("axis") or {}, study.get("extra_seeds") or {}
+    return {
+        **study,
+        "baseline": rename(study.get("baseline", "")),
+        "axis": {**axis, "values": [rename(arm) for arm in axis.get("values") or ()]},
+        "extra_seeds": {rename(arm): seeds for arm, seeds in extra_seeds.items()},
+        "contrasts": [
+            {**contrast, "pairs": [[rename(arm) for arm in pair] for pair in contrast["pairs"]]}
+            for contrast in study.get("contrasts") or ()
+        ],
+    }

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import altair as alt
 from matplotlib.figure import Figure
 
+from analysis.html.charts import format_chart
 from analysis.html.page import render_svg
 
 View_contra = TypeVar("View_contra", contravariant=True)
@@ -22,6 +25,8 @@ class ReportFigure(Generic[View_contra]):
         caption: the text below the figure, or a function of the view that returns it.
         make_table: returns the data to draw, one DataFrame or several; None if there is nothing to show.
         draw: draws that data. The view provides colors and layouts only, no further numbers.
+        make_chart: makes an interactive chart of that data, or returns None if it is too large; None: a picture alone.
+        picture_note: a text after the caption of what the picture has and the interactive chart has not.
     """
 
     name: str
@@ -29,6 +34,8 @@ class ReportFigure(Generic[View_contra]):
     caption: str | Callable[[View_contra], str]
     make_table: Callable[[View_contra], Any]
     draw: Callable[[Any, View_contra], Figure]
+    make_chart: Callable[[Any, View_contra], alt.TopLevelMixin | None] | None = None
+    picture_note: str = ""
 
     def get_caption(self, view: View_contra) -> str:
         """The caption for `view`."""
@@ -36,12 +43,14 @@ class ReportFigure(Generic[View_contra]):
 
 
 class RenderedFigure(NamedTuple):
-    """A figure as a template uses it. svg: an <svg> element."""
+    """A figure as a template uses it. svg: an <svg> element. chart: an interactive chart as JSON; empty without one."""
 
     name: str
     section: str
     svg: str
     caption: str
+    picture_note: str
+    chart: str
 
 
 @dataclass(frozen=True)
@@ -51,20 +60,38 @@ class Gallery(Generic[View_contra]):
     figures: Sequence[ReportFigure[View_contra]]
     view: View_contra
 
+    @cached_property
+    def tables(self) -> dict[str, Any]:
+        """The data of every figure that has something to show, by the name of the figure."""
+        tables = {figure.name: figure.make_table(self.view) for figure in self.figures}
+        return {name: table for name, table in tables.items() if table is not None}
+
     def draw(self) -> dict[str, Figure]:
         """Draw every figure that has something to show: {name: figure}."""
-        tables = [(figure, figure.make_table(self.view)) for figure in self.figures]
-        return {figure.name: figure.draw(table, self.view) for figure, table in tables if table is not None}
+        return {
+            figure.name: figure.draw(self.tables[figure.name], self.view)
+            for figure in self.figures
+            if figure.name in self.tables
+        }
 
-    def render(self, drawn_figures: Mapping[str, Figure]) -> list[RenderedFigure]:
-        """The figures of `drawn_figures` for a template, in the order of the list."""
+    def render(self, drawn_figures: Mapping[str, Figure], with_charts: bool = True) -> list[RenderedFigure]:
+        """The figures of `drawn_figures` for a template, in the order of the list.
+
+        with_charts: whether those that have an interactive chart come with it.
+        """
         return [
             RenderedFigure(
                 figure.name,
                 figure.section,
                 render_svg(figure.name, drawn_figures[figure.name]),
                 figure.get_caption(self.view),
+                figure.picture_note,
+                self._make_chart(figure) if with_charts else "",
             )
             for figure in self.figures
             if figure.name in drawn_figures
         ]
+
+    def _make_chart(self, figure: ReportFigure[View_contra]) -> str:
+        chart = figure.make_chart(self.tables[figure.name], self.view) if figure.make_chart else None
+        return format_chart(chart) if chart else ""

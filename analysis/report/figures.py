@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
+import altair as alt
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -19,6 +20,7 @@ from analysis.grid import plots as grid_plots
 from analysis.grid.measures import MEASURES, Measure
 from analysis.grid.page import group_arms_by_panel
 from analysis.html.figures import Gallery, ReportFigure
+from analysis.report import charts
 from analysis.report.results import SweepResults
 from analysis.search import page as search_page
 from analysis.search.page import SearchResults
@@ -42,6 +44,11 @@ class AxisView:
     def search(self) -> SearchResults | None:
         """The search whose points are the arms, if it is one."""
         return self.results.search
+
+    @property
+    def axis_name(self) -> str:
+        """The setting that the arms differ in."""
+        return str(self.frames.studies[0].get("axis", {}).get("setting", ""))
 
     @cached_property
     def dose_response(self) -> pd.DataFrame:
@@ -207,24 +214,33 @@ CURVES: tuple[Curve, ...] = (
 def _make_arm_figure(curve: Curve) -> ReportFigure[AxisView]:
     """Declare the figure of `curve` with one panel per arm and the mean over its runs."""
 
-    def make_table(view: AxisView) -> pd.DataFrame | None:
-        return (
-            None
-            if curve.is_uninformative(view.frames)
-            else _none_if_empty(series.make_curves(view.frames, curve.column))
-        )
+    def make_tables(view: AxisView) -> tuple[pd.DataFrame, pd.DataFrame] | None:
+        if curve.is_uninformative(view.frames):
+            return None
+        runs = series.make_curves(view.frames, curve.column)
+        means = series.compute_mean_curves(runs, carry_forward=curve.carry_forward)
+        return (runs, means) if len(runs) else None
 
-    def draw(table: pd.DataFrame, view: AxisView) -> Figure:
-        means = series.compute_mean_curves(table, carry_forward=curve.carry_forward)
-        return plots.draw_curves(table, means, view.arm_colors, curve.label)
+    def draw(curves: tuple[pd.DataFrame, pd.DataFrame], view: AxisView) -> Figure:
+        return plots.draw_curves(*curves, view.arm_colors, curve.label)
+
+    def make_chart(curves: tuple[pd.DataFrame, pd.DataFrame], view: AxisView) -> alt.LayerChart | None:
+        runs, means = curves
+        return charts.chart_curves(runs, means, view.arm_colors, curve.label) if len(runs) <= charts.MAX_ROWS else None
 
     marks_caption = (
-        " One panel per arm; runs of other arms are gray. Step 0 is the policy before training. Thin lines are single "
-        "runs, and a thick line is their mean, in which a stopped run keeps its last value. A cross marks the end of a "
-        "run that a rule stopped, and a ring marks the end of any other incomplete run."
+        " Step 0 is the policy before training. Thin lines are single runs, and a thick line is their mean, in which "
+        "a stopped run keeps its last value. A cross marks the end of a run that a rule stopped, and a ring the end "
+        "of any other incomplete run."
     )
     return ReportFigure(
-        curve.name, curve.section, curve.caption + marks_caption * curve.explains_marks, make_table, draw
+        curve.name,
+        curve.section,
+        curve.caption + marks_caption * curve.explains_marks,
+        make_tables,
+        draw,
+        make_chart,
+        picture_note="One panel per arm; runs of other arms are gray." * curve.explains_marks,
     )
 
 
@@ -269,8 +285,11 @@ def _make_success_table(view: AxisView) -> pd.DataFrame | None:
 
 
 def _draw_successes(table: pd.DataFrame, view: AxisView) -> Figure:
-    setting = str(view.frames.studies[0].get("axis", {}).get("setting", ""))
-    return plots.draw_dose_response(table, tables.make_run_outcomes(view.frames), setting)
+    return plots.draw_dose_response(table, tables.make_run_outcomes(view.frames), view.axis_name)
+
+
+def _chart_successes(table: pd.DataFrame, view: AxisView) -> alt.LayerChart:
+    return charts.chart_dose_response(table, view.arm_colors, view.axis_name)
 
 
 def _make_dose_caption(view: AxisView) -> str:
@@ -283,8 +302,8 @@ def _make_dose_caption(view: AxisView) -> str:
         else ""
     )
     return (
-        f"Filled points show sampled validation success at the end of training, {intervals}. Open "
-        "triangles show greedy validation success, and open squares show sampled success on the test levels. "
+        f"Circles show sampled validation success at the end of training, {intervals}, triangles greedy validation "
+        "success, and squares sampled success on the test levels. "
         f"{stops}Horizontal lines show the policy before training."
     )
 
@@ -344,7 +363,7 @@ EDGES: ReportFigure[View] = ReportFigure(
     _draw_edges,
 )
 DOSE_RESPONSE: ReportFigure[AxisView] = ReportFigure(
-    "dose_response", "dose-response", _make_dose_caption, _make_success_table, _draw_successes
+    "dose_response", "dose-response", _make_dose_caption, _make_success_table, _draw_successes, _chart_successes
 )
 SURVIVAL: ReportFigure[View] = ReportFigure(
     "survival",
@@ -353,6 +372,7 @@ SURVIVAL: ReportFigure[View] = ReportFigure(
     "interrupted counts up to its last step.",
     _make_survival_table,
     lambda table, view: plots.draw_survival(table, view.line_colors),
+    lambda table, view: charts.chart_survival(table, view.line_colors) if len(table) <= charts.MAX_ROWS else None,
 )
 ONSETS: ReportFigure[View] = ReportFigure(
     "onsets",

@@ -47,7 +47,7 @@ class LivePage:
             "time": time,
         }
         self._problems = tuple(problems)
-        self._report = render_page(frames, draw_figures(frames))
+        self._report = render_page(frames, draw_figures(frames), with_charts=False)
 
     def render(self, refresh_seconds: int | None, problem: str = "") -> str:
         """The page as HTML.

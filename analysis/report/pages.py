@@ -1,6 +1,6 @@
 """Writes the report of a study as one self-contained HTML file, and an index of several studies."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,8 @@ from analysis.gradients import tables as gradients
 from analysis.grid import layout
 from analysis.grid import page as grid_page
 from analysis.grid.factors import make_factor_context
-from analysis.html.figures import Gallery
+from analysis.html.charts import make_script
+from analysis.html.figures import Gallery, RenderedFigure
 from analysis.html.page import add_contents, list_sources, make_environment, make_settings_rows, write_page
 from analysis.report import figures
 from analysis.report.results import SweepResults
@@ -61,8 +62,9 @@ class Conclusion(NamedTuple):
 def write_report(folder: Path | str, *, live: bool = False) -> Path:
     """Write report.html and figures/*.png into a results/<run> folder, and return the path of the report.
 
-    The page needs no network and no script. The family of the study selects it from `PAGES`. Some tables are also
-    written as figures/*.csv. live: the process of the study is still running, so keep the status "running".
+    The page needs no network. A script makes some figures interactive; without it they are pictures. The family of the
+    study selects the page from `PAGES`. Some tables are also written as figures/*.csv. live: the process of the study
+    is still running, so keep the status "running".
     """
     return write_frames_report(load(folder, live=live), Path(folder))
 
@@ -71,6 +73,7 @@ def conclude(frames: StudyFrames) -> Conclusion:
     """The headline, the verdicts and the collapses of the report, for the terminal."""
     if require_single_study(frames).studies[0].get("search"):
         return _conclude_search(frames)
+    frames = layout.name_arms(frames)
     index_entry = _get_page(frames).make_index_entry(frames)
     lines = (f"{row['arm']}: {index_entry['number']} {row['number']}; {row['verdict']}" for row in index_entry["arms"])
     factors = make_factor_context(frames)
@@ -95,10 +98,15 @@ def list_open_arms(frames: StudyFrames) -> list[str]:
 
 
 def write_frames_report(frames: StudyFrames, folder: Path) -> Path:
-    """`write_report` for a study that is already loaded."""
+    """`write_report` for a study that is already loaded.
+
+    Tables beside the page have the arms of the frames, so that both can be joined.
+    """
     page = _get_page(frames)
-    results = page.make_results(frames)
-    drawn_figures = page.make_gallery(results).draw()
+    arms = {label: arm for arm, label in layout.make_axis_labels(frames).items()}
+    results = page.make_results(layout.name_arms(frames))
+    gallery = page.make_gallery(results)
+    drawn_figures = gallery.draw()
     figures_folder = make_folder(folder, "figures")
     for name, figure in drawn_figures.items():
         with atomic_write(figures_folder / f"{name}.png") as temp_path:
@@ -107,26 +115,30 @@ def write_frames_report(frames: StudyFrames, folder: Path) -> Path:
         figure.set_layout_engine("none")
     for name, table in page.make_tables(results):
         with atomic_write(figures_folder / f"{name}.csv") as temp_path:
-            table.to_csv(temp_path, index=False)
-    return write_page(folder / "report.html", _render(page, results, drawn_figures))
+            table.replace(arms).to_csv(temp_path, index=False)
+    return write_page(folder / "report.html", _render(page, results, gallery.render(drawn_figures)))
 
 
 def draw_figures(frames: StudyFrames) -> dict[str, Figure]:
     """Draw every figure for which the study has data: {name: figure}."""
     page = _get_page(frames)
-    return page.make_gallery(page.make_results(frames)).draw()
+    return page.make_gallery(page.make_results(layout.name_arms(frames))).draw()
 
 
-def render_page(frames: StudyFrames, drawn_figures: Mapping[str, Figure]) -> str:
-    """The report of a study as HTML, with `drawn_figures` (from `draw_figures`) in their sections."""
+def render_page(frames: StudyFrames, drawn_figures: Mapping[str, Figure], with_charts: bool = True) -> str:
+    """The report of a study as HTML, with `drawn_figures` (from `draw_figures`) in their sections.
+
+    with_charts: whether figures are interactive where they can be, by a script in the page.
+    """
     page = _get_page(frames)
-    return _render(page, page.make_results(frames), drawn_figures)
+    results = page.make_results(layout.name_arms(frames))
+    return _render(page, results, page.make_gallery(results).render(drawn_figures, with_charts))
 
 
-def _render(page: "Page", results: Any, drawn_figures: Mapping[str, Figure]) -> str:
-    rendered_figures = page.make_gallery(results).render(drawn_figures)
+def _render(page: "Page", results: Any, rendered_figures: Sequence[RenderedFigure]) -> str:
+    script = make_script() if any(figure.chart for figure in rendered_figures) else None
     template = make_environment().get_template(page.template)
-    return add_contents(template.render(page.make_context(results), figures=rendered_figures))
+    return add_contents(template.render(page.make_context(results), figures=rendered_figures, script=script))
 
 
 def _get_page(frames: StudyFrames) -> "Page":
@@ -153,7 +165,7 @@ def write_index(output: Path | str) -> Path:
             "study": frames.studies[0],
             "statuses": findings.format_status_counts(frames.trials),
             "link": (folder / "report.html").relative_to(output).as_posix(),
-            **_get_page(frames).make_index_entry(frames),
+            **_get_page(frames).make_index_entry(layout.name_arms(frames)),
         }
         for folder, frames in zip(folders, study_frames, strict=True)
     ]

@@ -130,7 +130,7 @@ def _draw_separators(axes: Any, table: pd.DataFrame) -> None:
 
 def _set_dose_axes(axes: Any, table: pd.DataFrame, setting: str) -> None:
     note = "log scale; 0 and words are separate" if table["scale"].iloc[0] == "log" else "evenly spaced by rank"
-    axes.set_xticks(table["x"].to_list(), table["arm"].to_list())
+    axes.set_xticks(table["x"].to_list(), table["tick"].to_list())
     axes.set_xlabel(f"{setting}  ({note})")
     axes.set_ylabel("success (fraction of episodes)")
     # A little below 0, so that the marks of collapsed arms are not cut off at the axis.

@@ -263,8 +263,9 @@ def _compute_positions(values: list[float], positive_positions: list[float], off
 def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
     """The table of the dose-response figure: one row per arm, with its position x and the interval of its success.
 
-    Columns: arm, axis_value, x, scale, is_word (the arm is named by a word), runs, scored, early_stopped, success, low,
-    high, basis, greedy, test, base, base_greedy (the policy before training: means over all runs of the study).
+    Columns: arm, tick (the label of x), axis_value, x, scale, is_word (the arm is named by a word), runs, scored,
+    early_stopped, success, low, high, basis, greedy, test, base, base_greedy (the policy before training: means over
+    all runs of the study).
     """
     names, positions, scale = compute_axis_positions(require_single_study(frames))
     outcomes = collect_outcomes(frames, "late_val_success")
@@ -276,6 +277,7 @@ def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
         rows.append(
             {
                 "arm": arm,
+                "tick": arm if math.isnan(value) else f"{value:g}",
                 "axis_value": value,
                 "x": x,
                 "scale": scale,

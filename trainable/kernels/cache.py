@@ -9,21 +9,10 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
+from trainable.files.cache import find_cache_folder
+
 COMPILE_COMMAND = "python -m trainable.tiny --compile"
 """Compiles the kernels; studies run it before they start."""
-
-
-def find_cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """The folder in which this project keeps what it has made on this machine: TUNE_STUDY_CACHE, or the user's cache.
-
-    environ: the environment variables. Relative paths are below the home folder, because runs have other working
-    folders.
-    """
-    home = Path(environ.get("HOME", "~")).expanduser()
-    cache = environ.get("TUNE_STUDY_CACHE")
-    return home / (
-        Path(cache).expanduser() if cache else Path(environ.get("XDG_CACHE_HOME") or ".cache") / "tune_study"
-    )
 
 
 def find_marker(environ: Mapping[str, str] = os.environ) -> Path:

@@ -58,8 +58,8 @@ def test_one_more_declared_curve_is_a_file_and_on_the_page(tmp_path: Path, monke
     monkeypatch.setattr(figures, "AXIS_FIGURES", axis_figures)
     folder = write_study(tmp_path, [FakeRun(arm, steps=4) for arm in ("0", "0.1")], SMALL)
     text = pages.write_report(folder).read_text()
-    assert "Tokens of an episode.</figcaption>" in text
-    assert text.count("<svg") == len(list((folder / "figures").glob("*.png")))
+    assert "Tokens of an episode.<span" in text
+    assert text.count('<svg role="img"') == len(list((folder / "figures").glob("*.png")))
     assert (folder / "figures" / "lengths.png").exists()
 
 

@@ -1,0 +1,71 @@
+"""Interactive charts in a page that needs no network: the script that draws them, its hash, and charts as data."""
+
+import base64
+import hashlib
+import json
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import version
+from typing import NamedTuple
+
+import altair as alt
+import vl_convert
+
+from trainable.files.cache import find_cache_folder
+from trainable.files.paths import write_text
+
+# Each chart is drawn above its picture, which stays for print and for readers without scripts. `ast` makes Vega
+# interpret its expressions: without it, Vega would compile them with `new Function`, which the page's policy forbids.
+_DRAW_CHARTS = """
+const theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+for (const place of document.querySelectorAll("[data-chart]")) {
+  const chart = JSON.parse(document.getElementById(place.dataset.chart).textContent);
+  vegaEmbed(place, chart, {ast: true, actions: false, renderer: "svg", tooltip: {theme}})
+    .then(() => place.parentElement.classList.add("interactive"));
+}
+"""
+
+
+class Script(NamedTuple):
+    """The script of a page, and the source that its Content-Security-Policy allows: the hash of the script."""
+
+    text: str
+    policy: str
+
+
+@cache
+def make_script() -> Script:
+    """The script that draws all charts of a page: Vega-Lite with what it needs. It is the same for all pages.
+
+    To put it together takes seconds, so it is kept in the cache of this machine.
+    """
+    # Inside HTML, this text would end the script; in a string of JavaScript, both forms are the same.
+    text = _read_bundle().replace("</script", "<\\/script")
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return Script(text, f"'sha256-{digest}'")
+
+
+def _read_bundle() -> str:
+    key = hashlib.sha256(f"{version('vl-convert-python')} {_DRAW_CHARTS}".encode()).hexdigest()[:12]
+    path = find_cache_folder() / f"charts-{key}.js"
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8")
+    bundle: str = vl_convert.javascript_bundle(_DRAW_CHARTS)
+    with suppress(OSError):  # such as a home folder that this user may not write
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, bundle)
+    return bundle
+
+
+def format_chart(chart: alt.TopLevelMixin) -> str:
+    """A chart as JSON that may stand in a <script> element: no text in it can end the element.
+
+    Example:
+        >>> import pandas as pd
+        >>> data = pd.DataFrame({"arm": ["</script><b>"]})
+        >>> "<" in format_chart(alt.Chart(data).mark_point().encode(alt.X("arm:N")))
+        False
+    """
+    # Altair would check every value against the schema of Vega-Lite, which takes longer than all else; the tests do.
+    text = json.dumps(chart.to_dict(validate=False), separators=(",", ":"), ensure_ascii=True)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,0 +1,1 @@
+"""What a notebook asks of a study: its frames, charts of them, and single runs that can be restored."""

@@ -1,0 +1,65 @@
+"""Charts of a study for a notebook, which shows what a function returns."""
+
+import altair as alt
+
+from analysis.data.compare import require_single_study
+from analysis.data.frames import StudyFrames
+from analysis.grid.layout import name_arms
+from analysis.report import charts
+from analysis.report.figures import AxisView
+from analysis.report.results import SweepResults
+from analysis.sweep import series
+from analysis.sweep.collapse import compute_survival
+
+_WIDTH = 640
+"""Width of a chart in pixels: a notebook has no page whose width it could take."""
+
+
+class StudyPlots:
+    """Interactive charts of one study of language models, as the report has them.
+
+    Args:
+        frames: of the study.
+
+    Example:
+        >>> frames = analysis.load("out/results/kl_sweep_sokoban-tiny")  # doctest: +SKIP
+        >>> frames.plot.dose_response()  # doctest: +SKIP
+        >>> frames.plot.curves("entropy").save("entropy.html", inline=True)  # doctest: +SKIP
+    """
+
+    def __init__(self, frames: StudyFrames) -> None:
+        self._frames = frames
+
+    def dose_response(self) -> alt.LayerChart:
+        """Success at the end of training against the axis, with intervals. ValueError if the arms form a grid."""
+        view = self._make_view()
+        if view.results.grid:
+            raise ValueError(
+                "The arms of this study form a grid: analysis.report.pages.draw_figures(frames) draws its heat maps."
+            )
+        return self._finish(charts.chart_dose_response(view.dose_response, view.arm_colors, view.axis_name))
+
+    def curves(self, column: str = "val_success") -> alt.LayerChart:
+        """A column of `steps` over training: one line per run, and the mean of each arm.
+
+        ValueError if there is no such column, or if it has too many rows for a chart.
+        """
+        view = self._make_view()
+        table = series.make_curves(view.frames, column)
+        if len(table) > charts.MAX_ROWS:
+            raise ValueError(f"{len(table)} rows are too many for a chart ({charts.MAX_ROWS}).")
+        return self._finish(charts.chart_curves(table, series.compute_mean_curves(table), view.arm_colors, column))
+
+    def survival(self) -> alt.LayerChart:
+        """Fraction of the runs of each arm that have not collapsed, by step."""
+        view = self._make_view()
+        return self._finish(charts.chart_survival(compute_survival(view.frames), view.arm_colors))
+
+    def _make_view(self) -> AxisView:
+        frames = require_single_study(self._frames)
+        if not frames.is_fine_tuning:
+            raise ValueError("Only studies of language models have charts: draw_figures(frames) draws other studies.")
+        return AxisView(SweepResults(name_arms(frames)))
+
+    def _finish(self, chart: alt.LayerChart) -> alt.LayerChart:
+        return chart.properties(width=_WIDTH)

@@ -1,0 +1,204 @@
+"""Interactive charts: the figures of a report with values under the pointer, and with arms that can be switched off.
+
+Each function draws a table of `tables`, `series` or `collapse` and computes no further numbers. A chart is as wide as
+its page. Texts of a study, such as the names of arms, are data and scale domains, and never part of an expression.
+"""
+
+from collections.abc import Mapping
+
+import altair as alt
+import pandas as pd
+
+from analysis.sweep.plots import STOPPED_COLOR, TEXT_COLOR
+
+MAX_ROWS = 5_000
+"""Rows of a chart. A longer table would make a page of megabytes, and is drawn as a picture alone."""
+
+_HEIGHT = 300
+_FAINT_OPACITY = 0.08
+_MEASURES = {
+    "success": ("validation, sampled", "circle"),
+    "greedy": ("validation, greedy", "triangle-up"),
+    "test": ("test, sampled", "square"),
+}
+"""Columns of the dose-response table: the name and the mark of each."""
+_BASE_LINES = {"base": "before training, sampled", "base_greedy": "before training, greedy"}
+
+
+def chart_dose_response(table: pd.DataFrame, colors: Mapping[str, str], setting: str) -> alt.LayerChart:
+    """Success at the end against the axis. A click on the legend leaves one measure, a click on a point its arm.
+
+    table: from `tables.make_dose_response`. colors: colors by arm. setting: the name of the axis.
+    """
+    points = table.melt(
+        ["arm", "x", "low", "high", "scored", "early_stopped"], list(_MEASURES), var_name="column"
+    ).dropna(subset="value")
+    is_sampled = points["column"] == "success"
+    points = points.assign(
+        # The interval is that of sampled validation success alone.
+        **points[["low", "high"]].where(is_sampled),
+        measure=points["column"].map({column: name for column, (name, _) in _MEASURES.items()}),
+    )
+    measures = [_MEASURES[column] for column in _MEASURES if (points["column"] == column).any()]
+    legend_choice = alt.selection_point(name="measure", fields=["measure"], bind="legend")
+    arm_choice = alt.selection_point(name="arm", fields=["arm"])
+    opacity = alt.when(legend_choice & arm_choice).then(alt.value(1.0)).otherwise(alt.value(_FAINT_OPACITY))
+    x = alt.X(
+        "x:Q",
+        axis=alt.Axis(labels=False, ticks=False, grid=False, title=setting, titlePadding=24),
+        scale=alt.Scale(zero=False, nice=False, padding=24),
+    )
+    y_title = "success (fraction of episodes)"
+    color = alt.Color("arm:N", legend=None, scale=_make_color_scale(colors))
+    marks = (
+        alt.Chart(points, name="points")
+        .mark_point(size=90, filled=True)
+        .encode(
+            x=x,
+            y=alt.Y("value:Q", title=y_title),
+            color=color,
+            shape=alt.Shape(
+                "measure:N",
+                legend=_make_legend(),
+                scale=alt.Scale(domain=[name for name, _ in measures], range=[mark for _, mark in measures]),
+            ),
+            opacity=opacity,
+            tooltip=[
+                "arm:N",
+                "measure:N",
+                alt.Tooltip("value:Q", title="success", format=".3f"),
+                alt.Tooltip("low:Q", title="95 % interval from", format=".3f"),
+                alt.Tooltip("high:Q", title="to", format=".3f"),
+                alt.Tooltip("scored:Q", title="runs"),
+                alt.Tooltip("early_stopped:Q", title="stopped by a rule"),
+            ],
+        )
+        .add_params(legend_choice, arm_choice)
+    )
+    intervals = (
+        alt.Chart(points.dropna(subset="low"))
+        .mark_rule(strokeWidth=2)
+        .encode(x=x, y=alt.Y("low:Q", title=y_title), y2="high:Q", color=color, opacity=opacity)
+    )
+    # Arms have positions of their own, in which 0 and words have a place, so their labels are texts below the axis.
+    ticks = alt.Chart(table).mark_text(dy=12, color=TEXT_COLOR).encode(x=x, y=alt.value(_HEIGHT), text="tick:N")
+    base = table[list(_BASE_LINES)].head(1).melt(var_name="column").dropna()
+    base_lines = (
+        alt.Chart(base.assign(measure=base["column"].map(_BASE_LINES)))
+        .mark_rule(color="#777777", strokeDash=[5, 4])
+        .encode(
+            y=alt.Y("value:Q", title=y_title),
+            tooltip=["measure:N", alt.Tooltip("value:Q", title="success", format=".3f")],
+        )
+    )
+    return _layer(base_lines, intervals, ticks, marks)
+
+
+def chart_curves(table: pd.DataFrame, means: pd.DataFrame, colors: Mapping[str, str], label: str) -> alt.LayerChart:
+    """The curves of all runs and the mean of each arm. A click on the legend leaves one arm, with Shift several.
+
+    table: from `series.make_curves`. means: from `series.compute_mean_curves`. colors: colors by arm.
+    """
+    arm_choice = alt.selection_point(name="arm", fields=["arm"], bind="legend")
+    x = alt.X("step:Q", title="training step", axis=alt.Axis(tickMinStep=1, grid=False))
+    y = alt.Y("value:Q", title=label)
+    color = alt.Color("arm:N", legend=_make_legend(), scale=_make_color_scale(colors, table["arm"]))
+
+    def make_opacity(on: float) -> alt.typing.ChannelOpacity:
+        return alt.when(arm_choice).then(alt.value(on)).otherwise(alt.value(_FAINT_OPACITY))
+
+    # Arms without a mean have one run, which is the curve of the arm.
+    single_runs, shared_runs = (table[table["arm"].isin(means["arm"]) == is_shared] for is_shared in (False, True))
+    thin_lines = (
+        alt.Chart(shared_runs)
+        .mark_line(strokeWidth=1)
+        .encode(x, y, color, detail="run_id:N", opacity=make_opacity(0.45))
+    )
+    thick_lines = (
+        alt.Chart(pd.concat([means, single_runs[["arm", "step", "value"]]]))
+        .mark_line(strokeWidth=2.5)
+        .encode(x, y, color, opacity=make_opacity(1.0))
+    )
+    # Points are the targets of the pointer: a line has no value under it.
+    targets = (
+        alt.Chart(table[["arm", "seed", "status", "step", "value"]], name="values")
+        .mark_point(size=60, filled=True, opacity=0)
+        .encode(
+            x,
+            y,
+            color,
+            tooltip=["arm:N", "seed:N", "step:Q", alt.Tooltip("value:Q", title=label, format=".4g"), "status:N"],
+        )
+        .add_params(arm_choice)
+    )
+    last_rows = table.groupby("run_id", sort=False).tail(1)
+    ends = [
+        alt.Chart(last_rows[is_shown])
+        .mark_point(size=90, **mark)
+        .encode(x, y, opacity=make_opacity(1.0), tooltip=["arm:N", "seed:N", "step:Q", "status:N"])
+        for is_shown, mark in (
+            (
+                last_rows["status"] == "early_stopped",
+                {"shape": "cross", "angle": 45, "filled": True, "color": STOPPED_COLOR},
+            ),
+            (~last_rows["status"].isin(["early_stopped", "completed"]), {"shape": "circle", "color": TEXT_COLOR}),
+        )
+    ]
+    return _layer(thin_lines, thick_lines, *ends, targets)
+
+
+def chart_survival(table: pd.DataFrame, colors: Mapping[str, str]) -> alt.LayerChart:
+    """Fraction of runs that have not collapsed, by step. A click on the legend leaves one arm, with Shift several.
+
+    table: from `collapse.compute_survival`.
+    """
+    arm_choice = alt.selection_point(name="arm", fields=["arm"], bind="legend")
+    x = alt.X("step:Q", title="training step", axis=alt.Axis(tickMinStep=1, grid=False))
+    y = alt.Y("surviving_fraction:Q", title="fraction of runs not collapsed", scale=alt.Scale(domain=[0, 1]))
+    color = alt.Color("arm:N", legend=_make_legend(), scale=_make_color_scale(colors, table["arm"]))
+    opacity = alt.when(arm_choice).then(alt.value(1.0)).otherwise(alt.value(_FAINT_OPACITY))
+    lines = (
+        alt.Chart(table, name="lines")
+        .mark_line(interpolate="step-after", strokeWidth=2.5)
+        .encode(x, y, color, opacity=opacity)
+        .add_params(arm_choice)
+    )
+    targets = (
+        alt.Chart(table)
+        .mark_point(size=60, filled=True)
+        .encode(
+            x,
+            y,
+            color,
+            opacity=opacity,
+            tooltip=[
+                "arm:N",
+                "step:Q",
+                alt.Tooltip("surviving_fraction:Q", title="not collapsed", format=".3f"),
+                "collapsed:Q",
+                "runs:Q",
+            ],
+        )
+    )
+    return _layer(lines, targets)
+
+
+def _make_color_scale(colors: Mapping[str, str], arms: "pd.Series[str] | None" = None) -> alt.Scale:
+    """The scale of arms, with those of `arms` only if it is given."""
+    names = [arm for arm in colors if arms is None or (arms == arm).any()]
+    return alt.Scale(domain=names, range=[colors[name] for name in names])
+
+
+def _make_legend() -> alt.Legend:
+    return alt.Legend(title=None, orient="bottom", columns=4, symbolOpacity=1, labelLimit=140)
+
+
+def _layer(*charts: alt.Chart) -> alt.LayerChart:
+    """Charts above each other, as wide as their page, with the colors of the figures."""
+    chart = alt.LayerChart(layer=charts)
+    return (
+        chart.properties(width="container", height=_HEIGHT, background="white")
+        .configure_view(stroke=None)
+        .configure_axis(gridColor="#ececec", domainColor="#888888", labelColor=TEXT_COLOR, titleColor=TEXT_COLOR)
+        .configure_legend(labelColor=TEXT_COLOR)
+    )

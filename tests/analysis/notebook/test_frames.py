@@ -1,0 +1,96 @@
+"""Tests of what a notebook asks of a study: charts and single runs."""
+
+from pathlib import Path
+
+import pytest
+
+import analysis
+from analysis.data.load import load as load_frames
+from analysis.notebook.frames import NotebookFrames
+from analysis.report import charts
+from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
+
+SMALL = FakeStudy(levels=40, total_steps=10)
+ARMS = ("0", "0.1", "nofilter")
+
+
+@pytest.fixture(scope="module")
+def frames(tmp_path_factory: pytest.TempPathFactory) -> NotebookFrames:
+    runs = [FakeRun(arm, seed, steps=10) for arm in ARMS for seed in (3, 1)]
+    return analysis.load(write_study(tmp_path_factory.mktemp("study"), runs, SMALL))
+
+
+def test_a_run_has_its_rows_of_every_frame(frames: NotebookFrames) -> None:
+    run = frames.run("0.1", seed=3)
+    assert (run.arm, run.seed) == ("0.1", 3)
+    assert set(run.steps["run_id"]) == set(run.levels["run_id"]) == {run.run_id}
+    assert list(run.steps["step"]) == list(range(1, 11))
+    assert run.trial["arm"] == "0.1"
+    assert (
+        run.settings[("actor", "kl_loss_coef")]
+        == frames.trials.set_index("run_id").loc[run.run_id, "config/actor.kl_loss_coef"]
+    )
+    assert repr(run) == "StudyRun 0.1, seed 3: completed"
+
+
+def test_an_arm_stands_for_its_smallest_seed_and_an_id_for_its_run(frames: NotebookFrames) -> None:
+    run = frames.run("0")
+    assert run.seed == 1
+    assert frames.run(run.run_id) == run
+
+
+@pytest.mark.parametrize(
+    ("name", "seed", "words"),
+    [
+        ("0.2", None, r"There is no arm `0.2` here. Choose one of: 0, 0.1, nofilter."),
+        ("0.1", 2, r"`0.1` has no seed 2. Choose one of: 1, 3."),
+    ],
+)
+def test_a_run_that_does_not_exist_is_answered_with_those_that_do(
+    frames: NotebookFrames, name: str, seed: int | None, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        frames.run(name, seed)
+
+
+def test_an_arm_of_several_studies_needs_one_of_them(tmp_path: Path) -> None:
+    for run in ("first", "second"):
+        write_study(tmp_path, [FakeRun("0", steps=4)], FakeStudy(run=run, levels=8, total_steps=4))
+    both = analysis.load(tmp_path)
+    with pytest.raises(ValueError, match="Several studies have an arm `0`: use select_study with one of first, second"):
+        both.run("0")
+    assert both.select_study("second").run("0").steps["study"].eq("second").all()
+
+
+def test_frames_without_a_folder_restore_nothing(frames: NotebookFrames) -> None:
+    loose = NotebookFrames(frames.trials, frames.steps, frames.levels, frames.study)
+    with pytest.raises(ValueError, match=r"not loaded from a folder: use analysis.load"):
+        loose.run("0").restore()
+
+
+def test_selecting_a_study_keeps_charts_and_runs(frames: NotebookFrames) -> None:
+    assert isinstance(frames.select_study("kl"), NotebookFrames)
+    assert not isinstance(load_frames(frames.folders[0]), NotebookFrames)
+
+
+def test_charts_name_the_arms_by_their_setting(frames: NotebookFrames) -> None:
+    for chart in (frames.plot.dose_response(), frames.plot.curves("entropy"), frames.plot.survival()):
+        content = chart.to_dict()  # checks it against the schema of Vega-Lite
+        arms = {row["arm"] for rows in content["datasets"].values() for row in rows if "arm" in row}
+        assert arms == {"KL 0", "KL 0.1", "nofilter"}
+        assert content["width"] == 640
+
+
+def test_what_has_no_chart_is_refused(frames: NotebookFrames, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="There is no step column `entropi`"):
+        frames.plot.curves("entropi")
+    monkeypatch.setattr(charts, "MAX_ROWS", 10)
+    with pytest.raises(ValueError, match="60 rows are too many for a chart"):
+        frames.plot.curves("entropy")
+
+
+def test_a_grid_has_no_dose_response(tmp_path: Path) -> None:
+    points = [{"actor.kl_loss_coef": kl, "actor.entropy_coeff": entropy} for kl in (0.0, 0.1) for entropy in (0.0, 0.1)]
+    runs = [FakeRun(f"point{index}", steps=4, settings=point) for index, point in enumerate(points)]
+    with pytest.raises(ValueError, match="The arms of this study form a grid"):
+        analysis.load(write_study(tmp_path, runs, SMALL)).plot.dose_response()
