@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +85,15 @@ def run_benchmark(script: str, *options: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@functools.cache
+def run_shortly(script: str) -> dict[str, Any]:
+    """Run a benchmark once for all tests, with its short options, and return what it prints."""
+    process = run_benchmark(script, *SHORT[script])
+    assert process.returncode == 0, process.stderr[-2000:]
+    figures: dict[str, Any] = json.loads(process.stdout)
+    return figures
+
+
 @pytest.mark.parametrize(
     "script", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_SCRIPTS)) for name in SCRIPTS]
 )
@@ -92,9 +102,7 @@ def test_every_benchmark_prints_what_it_measured_and_where(script: str, machine:
     package = REQUIRED_PACKAGES.get(script)
     if package is not None and importlib.util.find_spec(package) is None:
         pytest.skip(f"{script} needs {package}, which is not installed here")
-    process = run_benchmark(script, *SHORT[script])
-    assert process.returncode == 0, process.stderr[-2000:]
-    figures = json.loads(process.stdout)
+    figures = run_shortly(script)
     assert figures["benchmark"] == script.removesuffix(".py")
     assert set(machine.describe()) < set(figures)
 
@@ -204,7 +212,7 @@ def test_every_figure_of_the_table_is_printed_by_its_script(figures: ModuleType)
     for script in dict.fromkeys(row.script for row in rows):
         if f"{script}.py" in SLOW_SCRIPTS or f"{script}.py" in REQUIRED_PACKAGES:
             continue
-        result = json.loads(run_benchmark(f"{script}.py", *SHORT[f"{script}.py"]).stdout)
+        result = run_shortly(f"{script}.py")
         for row in rows:
             # The short options of a grid make two of its four reports.
             if row.script == script and not row.keys.startswith(("grids > 2", "grids > 3")):

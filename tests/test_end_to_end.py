@@ -1,4 +1,4 @@
-"""The `run` and `resume` commands on the real Trainable and the shipped model, through Ray."""
+"""A rule that stops a run of the real Trainable, with the `run` and `resume` commands."""
 
 import re
 import signal
@@ -7,11 +7,12 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import analysis
-from trainable.runs.records import STEP_COLUMNS, TIME_COLUMNS
+
+# studies/test_run.py stops runs of a fake trainer in every CI, and faults/test_kills.py runs the real one.
+pytestmark = pytest.mark.slow
 
 # An entropy bonus this large ruins the policy within a few steps. A validation at each step lets a rule stop it early.
 OPTIONS = [
@@ -55,36 +56,6 @@ def test_the_report_names_the_rule(uninterrupted_folder: Path) -> None:
     assert re.search(r"failed regime", page)
 
 
-def test_trials_agree_with_rays_own_frame(uninterrupted_folder: Path) -> None:
-    from ray.tune import ExperimentAnalysis, ResultGrid
-
-    trials = analysis.load(uninterrupted_folder).trials.set_index("run_id")
-    grid = ResultGrid(ExperimentAnalysis(str(uninterrupted_folder / RUN)))
-    ray_trials = grid.get_dataframe().set_index("run_id").loc[trials.index]
-    shared_columns = [name for name in ray_trials.columns if name in trials.columns and not name.startswith("base_")]
-    assert {"total_optimizer_steps", "test_success", "stop_rule", "seed", "arm"} <= set(shared_columns)
-    for name in shared_columns:
-        if name == "trial_id":
-            continue
-        values, ray_values = trials[name].to_numpy(), ray_trials[name].to_numpy()
-        if trials[name].dtype.kind == "f":
-            np.testing.assert_allclose(ray_values.astype(float), values, rtol=1e-12, err_msg=name)
-        else:
-            assert [str(value) for value in ray_values if value == value] == [
-                str(value) for value in values if value == value and str(value) != "<NA>"
-            ], name
-    last_rows = (
-        analysis.load(uninterrupted_folder).steps.groupby("run_id").tail(1).set_index("run_id").loc[trials.index]
-    )
-    for column in STEP_COLUMNS:
-        if column.name in ray_trials and column.name not in TIME_COLUMNS:
-            ray_values = ray_trials[column.name].astype(float)
-            np.testing.assert_allclose(
-                ray_values, last_rows[column.name].astype(float), rtol=1e-12, err_msg=column.name
-            )
-
-
-@pytest.mark.slow  # faults/test_kills.py also kills the processes
 def test_interrupted_and_resumed_equals_straight_through(uninterrupted_folder: Path, tmp_path: Path) -> None:
     driver = subprocess.Popen([*COMMAND, f"--output={tmp_path}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     metrics_path = tmp_path / RUN / "runs" / "sokoban_entropy_sweep_nofilter_0-sokoban-tiny" / "metrics.jsonl"

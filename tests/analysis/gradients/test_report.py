@@ -60,7 +60,7 @@ def test_gradients_are_on_the_page(tmp_path: Path) -> None:
     assert "signal: rho" in words
     assert "The expected step excludes noise" in words
     for step in (1, 5):  # step, arm, batch, component, runs, buckets
-        assert f"{step} 0 before the filter task 3 18" in words
+        assert f"{step} KL 0 before the filter task 3 18" in words
     assert words.count("arm0-seed2 5 after the filter") == 3  # task, entropy and total of the whole batch
     assert "Spearman's rank correlation with the reward std" in words
 
@@ -71,13 +71,13 @@ def test_probes_are_lines_and_rows_of_their_own_beside_training(tmp_path: Path) 
     figures = pages.draw_figures(frames)
     for name in ("gradient_signal", "regularizer_share"):
         (axes,) = figures[name].axes
-        assert [text.get_text() for text in figures[name].legends[0].get_texts()] == ["0", "1", "0, probe"]
+        assert [text.get_text() for text in figures[name].legends[0].get_texts()] == ["KL 0", "KL 1", "KL 0, probe"]
         drawn = [(line.get_color(), line.get_linestyle()) for line in axes.get_lines() if len(line.get_xdata()) == 6]
         assert [style for _, style in drawn] == ["-", "-", "--"]
         assert len({color for color, _ in drawn}) == 3
     words = get_words(make_page(frames))
-    assert "5 0 probe, after the filter kl 1 6" in words
-    assert "1 0 after the filter" not in words  # arm 0 is shown only at its last step
+    assert "5 KL 0 probe, after the filter kl 1 6" in words
+    assert "1 KL 0 after the filter" not in words  # arm 0 is shown only at its last step
     assert "arm0-seed0 5 probe, after the filter kl" in words
 
 
@@ -85,7 +85,7 @@ def test_a_filter_that_kept_nothing_is_on_the_page(tmp_path: Path) -> None:
     analyses = [FakeAnalysis(1, prefilter=True), FakeAnalysis(1, buckets=0)]
     words = get_words(make_page(make_frames(tmp_path, {"0": analyses})))
     assert "The filter kept nothing of arm0-seed0, step 1. The rows are whole batches" in words
-    assert "1 0 before the filter task 1 6" in words
+    assert "1 KL 0 before the filter task 1 6" in words
 
 
 def test_there_is_one_curve_per_run_and_step(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_arms_have_different_colors(tmp_path: Path) -> None:
         (axes,) = figures[name].axes
         drawn = [line.get_color() for line in axes.get_lines() if len(line.get_xdata()) == 6]
         assert len(drawn) == len(set(drawn)) == 3
-        assert [text.get_text() for text in figures[name].legends[0].get_texts()] == ["0", "0.1", "1"]
+        assert [text.get_text() for text in figures[name].legends[0].get_texts()] == ["KL 0", "KL 0.1", "KL 1"]
 
 
 def test_without_a_regularizer_its_figure_is_left_out(tmp_path: Path) -> None:

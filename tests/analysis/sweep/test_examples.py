@@ -57,24 +57,28 @@ def test_a_solved_and_a_failed_episode_of_the_first_and_the_last_validation_are_
     assert first.episodes[0]["text"] == "| a board\n> <think>0</think>\n  Up, reward -0.1"
 
 
-def test_long_and_hostile_texts_are_cut_and_escaped(folder: Path) -> None:
-    page = write_report(folder).read_text()
-    assert "<script" not in page
+@pytest.fixture(scope="module")
+def page(folder: Path) -> str:
+    """The report of the study in `folder`."""
+    return write_report(folder).read_text()
+
+
+def test_long_and_hostile_texts_are_cut_and_escaped(page: str) -> None:
+    assert "<script>alert" not in page
     assert "&lt;/pre&gt;&lt;script&gt;alert(1)&lt;/script&gt;\\x1b[2J" in page
     assert "characters in all]" in page
     assert "x" * 9_000 not in page
-    assert "<summary>Arm 0, seed 0: solved after step 0, failed after step 0, solved after step 60" in page
+    assert "<summary>Arm KL 0, seed 0: solved after step 0, failed after step 0, solved after step 60" in page
     assert '<li><a href="#examples">What the policy did</a></li>' in page
 
 
-def test_a_caption_speaks_of_intervals_only_where_there_are_some(folder: Path, tmp_path: Path) -> None:
+def test_a_caption_speaks_of_intervals_only_where_there_are_some(page: str, tmp_path: Path) -> None:
     one_seed = write_report(write_study(tmp_path, [FakeRun("0"), FakeRun("0.1")])).read_text()
-    assert "at the end of training, without intervals. Open" in one_seed
-    assert "at the end of training, with 95 % intervals (over 2 seeds" in write_report(folder).read_text()
+    assert "at the end of training, without intervals, triangles" in one_seed
+    assert "at the end of training, with 95 % intervals (over 2 seeds" in page
 
 
-def test_contents_link_to_every_section(folder: Path) -> None:
-    page = write_report(folder).read_text()
+def test_contents_link_to_every_section(page: str) -> None:
     contents = page[page.index("<nav") : page.index("</nav>")]
     links = [part.partition('"')[0] for part in contents.split('href="#')[1:]]
     sections = [part.partition('"')[0] for part in page.split('<section id="')[1:]]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from analysis.data.frames import StudyFrames, to_records
@@ -120,10 +121,12 @@ def test_the_report_has_both_tables(tmp_path: Path) -> None:
     pages.write_report(folder)
     words = " ".join(parse_page((folder / "report.html").read_text()).text.split())
     assert "Which runs collapsed" in words
-    assert "Arm 0 collapsed in 2 of 2 runs, at steps 20 and 25; no run of arm 0.1 collapsed." in words
+    assert "Arm KL 0 collapsed in 2 of 2 runs, at steps 20 and 25; no run of arm KL 0.1 collapsed." in words
     assert "0 2 of 2 20, 25 22" in words
     assert "an interval needs 6 seeds" in words
-    assert {"collapse.csv", "learning_curves.csv"} <= {path.name for path in (folder / "figures").iterdir()}
+    # The page names arms by their setting; tables beside it have the arms of the frames.
+    for name in ("collapse.csv", "learning_curves.csv"):
+        assert set(pd.read_csv(folder / "figures" / name, dtype={"arm": str})["arm"]) == {"0", "0.1", "0.3"}
 
 
 def test_a_study_without_rows_has_neither(tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ def test_a_second_start_trains_only_what_failed(folder: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in times_before} == times_before
 
 
+@pytest.mark.slow
 def test_more_seeds_are_trials_of_their_own(folder: Path, tmp_path: Path) -> None:
     plan = merge_with_folder(make_plan_in(folder, 3, ("DG",)), extend=True)
     code, _, statuses = run_study(
@@ -227,6 +228,7 @@ def test_a_killed_study_goes_on_with_the_same_rows(tmp_path: Path) -> None:
         assert status["status"] == "completed"
 
 
+@pytest.mark.slow
 def test_runs_of_one_trial_are_runs_of_their_own_in_wandb(ray_session: None, tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path, 2, ("DG",))
     console = Console(record=True, width=200, force_terminal=False)
