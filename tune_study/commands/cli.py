@@ -332,6 +332,17 @@ def transcripts(
         reading.print_transcripts(make_console(), runs, choice, run)
 
 
+@command("demo", epilog=f"\b\nExample: {PROGRAM} demo --output demo")
+@report_errors
+def demo(output: opt.DemoFolder = Path("demo")) -> None:
+    """Show a recorded study: its runs, verdicts, two episodes and its report. Nothing is trained."""
+    from tune_study.demo.show import show_demo
+
+    if problem := show_demo(make_console(), output):
+        print_error(problem)
+        raise typer.Exit(1)
+
+
 @command("watch", epilog=f"\b\nExample: {PROGRAM} watch results/kl_sweep_sokoban-tiny")
 @report_errors
 def watch(run: opt.RunLocation, port: opt.Port = 0) -> None:

@@ -328,6 +328,9 @@ ExportedStep = Annotated[
     str | None,
     Option("--step", metavar="N", help="Step of a checkpoint, or `best` (of a run with --keep-best); default: newest."),
 ]
+DemoFolder = Annotated[
+    Path, Option("--output", "-o", metavar="DIR", help="The folder in which the recorded study is unpacked.")
+]
 ExportFolder = Annotated[Path, Option("--to", metavar="DIR", help="The folder to write, new or empty.")]
 Adapters = Annotated[bool, Option("--adapters", help="Write LoRA adapters alone; default: merged into the weights.")]
 ExportDtype = Annotated[

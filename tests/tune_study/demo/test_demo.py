@@ -1,0 +1,87 @@
+"""Tests of the recorded study: its archive, and the command that shows it."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import analysis
+from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
+from trainable.files.json_values import read_object, write_object
+from trainable.files.schema import SCHEMA
+from tune_study.commands.cli import app
+from tune_study.demo import archive
+from tune_study.plan.errors import PlanError
+
+
+SMALL = FakeStudy(levels=8, total_steps=10)
+
+
+def test_the_recorded_study_is_of_this_schema_and_small() -> None:
+    assert archive.read_recorded_study()["schema"] == SCHEMA, "make it again: make record-demo"
+    assert archive.ARCHIVE.stat().st_size <= 2_000_000
+
+
+def test_the_command_shows_the_recorded_study(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["demo", "--output", str(tmp_path / "demo")])
+    assert result.exit_code == 0, result.stderr
+    study = archive.read_recorded_study()
+    folder = tmp_path / "demo" / "results" / study["run"]
+    assert "recorded earlier and comes with tune_study; nothing is trained now" in result.stdout
+    assert study["recorded"] in result.stdout
+    assert f"{study['name']} ({study['preset']}): finished; runs: " in result.stdout
+    assert "A failed episode at the end of arm" in result.stdout
+    assert "A solved episode at the end of arm" in result.stdout
+    assert "<b>A recorded study, which comes with tune_study" in (folder / "report.html").read_text()
+    assert len(analysis.load(folder).trials) == len(study["runs"])
+    again = CliRunner().invoke(app, ["demo", "--output", str(tmp_path / "demo")])
+    assert (again.exit_code, again.stdout) == (0, result.stdout)
+
+
+def test_another_study_is_not_overwritten(tmp_path: Path) -> None:
+    folder = tmp_path / "results" / archive.read_recorded_study()["run"]
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    result = CliRunner().invoke(app, ["demo", "--output", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "holds something else: type another folder, as in `demo --output elsewhere`" in result.stderr
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    """A study whose runs have ended."""
+    folder = write_study(
+        tmp_path, [FakeRun(arm, steps=10) for arm in ("0", "0.1")], FakeStudy(levels=8, total_steps=10)
+    )
+    for path in folder.glob("runs/*"):
+        (path / "episodes.jsonl").touch()
+        (path / "levels.jsonl").touch()
+    return folder
+
+
+def test_a_study_is_unpacked_as_it_was_packed(study: Path, tmp_path: Path) -> None:
+    path, copy = tmp_path / "study.tar.xz", tmp_path / "copy"
+    assert archive.pack(study, path) == path.stat().st_size
+    content = path.read_bytes()
+    archive.pack(study, path)
+    assert path.read_bytes() == content
+    archive.unpack(copy, path)
+    assert analysis.diff_frames(analysis.load(study).steps, analysis.load(copy).steps) == []
+    assert analysis.diff_frames(analysis.load(study).levels, analysis.load(copy).levels) == []
+    assert archive.read_recorded_study(path)["recorded"] == read_object(study / "study.json").get("command", "")
+
+
+def test_a_run_that_has_not_ended_is_refused(study: Path, tmp_path: Path) -> None:
+    next(study.glob("runs/*/status.json")).unlink()
+    with pytest.raises(PlanError, match="only a study whose runs have all ended can be recorded"):
+        archive.pack(study, tmp_path / "study.tar.xz")
+    assert not (tmp_path / "study.tar.xz").exists()
+
+
+def test_a_path_of_this_machine_is_refused(study: Path, tmp_path: Path) -> None:
+    content = read_object(study / "study.json")
+    content.pop("checksum", None)
+    write_object(study / "study.json", {**content, "command": f"python -m tune_study run kl --output {tmp_path}/out"})
+    with pytest.raises(PlanError, match=r"study.json names .*/out: run the study with a relative --output"):
+        archive.pack(study, tmp_path / "study.tar.xz")

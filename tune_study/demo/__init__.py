@@ -1,0 +1,1 @@
+"""A recorded study, which shows what a study leaves without training anything."""

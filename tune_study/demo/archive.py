@@ -1,0 +1,97 @@
+"""The archive of the recorded study: made from a results/<run> folder, and unpacked into another one.
+
+`python -m tune_study.demo.archive results/<run>` makes it again. It holds what runs wrote, without their checkpoints;
+tables, figures and the report are made from that.
+"""
+
+import io
+import json
+import re
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trainable.files.json_values import format_object, read_object
+from trainable.files.schema import SCHEMA
+from trainable.runs.run_files import EPISODES_FILE, LEVELS_FILE, METRICS_FILE
+from tune_study.plan.errors import PlanError
+
+ARCHIVE = Path(__file__).with_name("recorded_study.tar.xz")
+RECORDED_KEY = "recorded"
+"""The key of study.json that says that the study is this one, with the command that ran it."""
+_STUDY_FILE = "study.json"
+_RUN_FILES = ("run.json", "status.json", METRICS_FILE, LEVELS_FILE, EPISODES_FILE)
+_ABSOLUTE_PATH = re.compile(rb"[\"'=\s](/[\w.-]+/[\w./-]+)")
+_MAX_BYTES = 2_000_000
+"""Size of the archive, which every installation has."""
+
+
+def pack(folder: Path, archive: Path = ARCHIVE) -> int:
+    """Write the study in `folder`, results/<run>, to an archive, and return its size in bytes.
+
+    The same study gives the same bytes. Raises PlanError if a run has not ended, if a file names a path of this
+    machine, or if the archive would have more than 2 MB.
+    """
+    study = read_object(folder / _STUDY_FILE)
+    command = str(study.get("command", ""))
+    contents = {_STUDY_FILE: format_object({**_drop_checksum(study), RECORDED_KEY: command}).encode()}
+    for entry in study["runs"]:
+        for name in _RUN_FILES:
+            path = f"runs/{entry['run_id']}/{name}"
+            if not (folder / path).is_file():
+                raise PlanError(f"{folder / path} is missing: only a study whose runs have all ended can be recorded.")
+            contents[path] = (folder / path).read_bytes()
+    for name, content in contents.items():
+        if match := _ABSOLUTE_PATH.search(content):
+            raise PlanError(f"{name} names {match[1].decode()}: run the study with a relative --output, such as `out`.")
+    data = _compress(contents)
+    if len(data) > _MAX_BYTES:
+        raise PlanError(f"The archive would have {len(data):,} bytes, more than {_MAX_BYTES:,}: record fewer runs.")
+    archive.write_bytes(data)
+    return len(data)
+
+
+def unpack(folder: Path, archive: Path = ARCHIVE) -> None:
+    """Write the recorded study into `folder`, which is made."""
+    folder.mkdir(parents=True)
+    with tarfile.open(archive, "r:xz") as tar:
+        tar.extractall(folder, filter="data")
+
+
+def read_recorded_study(archive: Path = ARCHIVE) -> dict[str, Any]:
+    """study.json of the recorded study, without unpacking all of it."""
+    with tarfile.open(archive, "r:xz") as tar:
+        content = tar.extractfile(_STUDY_FILE)
+        assert content is not None, "every archive has a study.json"
+        study: dict[str, Any] = json.load(content)
+        return study
+
+
+def _drop_checksum(study: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in study.items() if key != "checksum"}
+
+
+def _compress(contents: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:xz", preset=9) as tar:
+        for name, content in _sort_by_kind(contents):
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(content), 0o644
+            tar.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def _sort_by_kind(contents: dict[str, bytes]) -> Iterator[tuple[str, bytes]]:
+    """Files of one kind beside each other, which compresses them to less; study.json first, since it is read alone."""
+    yield from sorted(contents.items(), key=lambda item: (item[0] != _STUDY_FILE, item[0].rpartition("/")[2], item[0]))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("Type the folder of the study to record: python -m tune_study.demo.archive out/results/RUN")
+    try:
+        print(f"{ARCHIVE.name}: {pack(Path(sys.argv[1])):,} bytes, schema {SCHEMA}")
+    except (PlanError, OSError, ValueError) as error:
+        sys.exit(str(error))

@@ -1,0 +1,73 @@
+"""The command `demo`: the recorded study with its statuses, its verdicts, two episodes and its report."""
+
+import os
+from pathlib import Path
+
+from rich.console import Console
+
+from trainable.config.command_lines import format_command
+from trainable.files.json_values import DamagedFileError, read_object
+from tune_study.commands.describe import print_status
+from tune_study.commands.reading.transcripts import RunEpisodes, print_episode, read_run_episodes
+from tune_study.demo.archive import RECORDED_KEY, read_recorded_study, unpack
+from tune_study.host.console import print_line
+from tune_study.plan.errors import PlanError
+from tune_study.tune.conclusion import write_results
+
+
+def show_demo(console: Console, output: Path) -> str:
+    """Unpack the recorded study below `output`, unless it is there already, and print what it came to.
+
+    Returns what went wrong while tables and report were written, or an empty text. Raises PlanError if there is
+    something else at its place.
+    """
+    study = read_recorded_study()
+    folder = output / "results" / study["run"]
+    if not os.path.lexists(folder):
+        unpack(folder)
+    elif not _is_recorded(folder):
+        raise PlanError(f"{folder} holds something else: type another folder, as in `demo --output elsewhere`.")
+    print_line(
+        console, "This study was recorded earlier and comes with tune_study. Nothing is trained now. It was run by:"
+    )
+    print_line(console, f"  {study[RECORDED_KEY]}")
+    print_line(console, "")
+    print_status(console, folder, str(folder), study, is_running=False)
+    print_line(console, "")
+    problem = write_results(folder, console)
+    for run, success, words in _choose_episodes(read_run_episodes(folder, study), study["baseline"]):
+        step = max(episode.step for episode in run.episodes)
+        episode = next(item for item in run.episodes if item.step == step and item.success == success)
+        print_line(console, "")
+        print_line(console, f"{words} of arm {run.arm}, seed {run.seed}:")
+        print_episode(console, episode)
+    print_line(console, "")
+    print_line(console, "To go on, open the report in a browser, or type:")
+    for arguments in (
+        *((name, folder) for name in ("transcripts", "explain", "watch")),
+        ("run", "kl", "--output", "out"),
+    ):
+        print_line(console, f"  {format_command(*arguments)}")
+    return problem
+
+
+def _is_recorded(folder: Path) -> bool:
+    try:
+        return RECORDED_KEY in read_object(folder / "study.json")
+    except (OSError, DamagedFileError):
+        return False
+
+
+def _choose_episodes(runs: list[RunEpisodes], baseline: str) -> list[tuple[RunEpisodes, bool, str]]:
+    """A run of the baseline with a failed episode at its end, and one of another arm with a solved one."""
+
+    def find_run(is_baseline: bool, success: bool) -> RunEpisodes | None:
+        for run in runs:
+            last_step = max((episode.step for episode in run.episodes), default=0)
+            ends = [episode.success for episode in run.episodes if episode.step == last_step]
+            if (run.arm == baseline) == is_baseline and success in ends:
+                return run
+        return None
+
+    choices = ((True, False, "A failed episode at the end"), (False, True, "A solved episode at the end"))
+    return [(run, success, words) for is_baseline, success, words in choices if (run := find_run(is_baseline, success))]
