@@ -17,14 +17,14 @@ import typer
 
 from search_spaces import STUDIES, SUITES
 from search_spaces.declaration.presets import Settings
-from trainable.config.command_lines import INSTALLED_PROGRAM, PROGRAM
+from trainable.config.command_lines import INSTALLED_PROGRAM, PROGRAM, format_command, quote_argument
 from trainable.config.own_parts import OwnPartError
 from trainable.config.run_config import ConfigError
 from trainable.files.paths import UnsafePathError
 from trainable.storage.uris import is_uri
 from tune_study.commands import cleaning, describe, searching
 from tune_study.commands.arguments import options as opt
-from tune_study.commands.arguments.parser import StrictCommand
+from tune_study.commands.arguments.parser import StrictCommand, StrictGroup
 from tune_study.commands.confirmation import DEFAULT_SEEDS, plan_confirmation
 from tune_study.commands.option_groups import Launch, OwnCode, StudyRequest, add_axis_options, add_group
 from tune_study.commands.preflight import make_plans_that_fit, start_studies
@@ -41,6 +41,7 @@ from tune_study.plan.study_plan import StudyPlan, collect_overrides, find_study
 from tune_study.tune.conclusion import write_results
 
 app = typer.Typer(
+    cls=StrictGroup,
     name="tune_study",
     help="Run studies of RL fine-tuning: train every arm, stop runs that collapse, report the results.",
     epilog=f"\b\nExample: {PROGRAM} run kl --preset laptop",
@@ -114,7 +115,12 @@ def list_studies(as_json: opt.Json = False) -> None:
 @report_errors
 def settings(study: opt.SettingsStudy = "kl", list_all: opt.AllSettings = False) -> None:
     """List the most common settings of STUDY for --set: value under each preset, meaning, allowed values."""
-    describe.print_settings(make_console(), find_study(study), with_all=list_all)
+    try:
+        declared_study = find_study(study)
+    except PlanError as error:
+        words = f"{format_command('settings', '--all')} | grep {quote_argument(study)}"
+        raise PlanError(f"{error} To look for a setting: `{words}`.") from None
+    describe.print_settings(make_console(), declared_study, with_all=list_all)
 
 
 @command("new", epilog=f"\b\n{NEW_EXAMPLE}")

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from search_spaces import STUDIES, SUITES
 from search_spaces.declaration.study import Study
 from trainable.config.command_lines import format_command
 from trainable.config.own_parts import PART_FORM, parse_part_name
-from trainable.config.run_config import list_field_names
+from trainable.config.run_config import ConfigError, list_field_names
 from trainable.config.setting_types import format_value
 from tune_study.folder import locate
 from tune_study.folder.study_file import read_study
@@ -163,7 +164,10 @@ def plan_from_options(
     if options.smoke:
         overrides = {**_get_smoke_settings(study), **overrides}
     n_seeds = options.seeds if options.seeds is not None or not options.smoke else 1
-    plan = _plan_with_torch_if_needed(study, options, overrides, values, n_seeds, output)
+    try:
+        plan = _plan_with_torch_if_needed(study, options, overrides, values, n_seeds, output)
+    except ConfigError as error:
+        raise ConfigError(_name_typed_options(str(error), options.option_values)) from None
     plan = replace(plan, storage=None if storage is None else locate.parse_storage_uri(storage), source=source)
     plan = locate.merge_with_existing(complete(plan), extend, is_real=real)
     if not options.until_resolved and options.max_seeds is not None:
@@ -175,6 +179,15 @@ def plan_from_options(
     # Without --max-seeds, a study that has a maximum keeps it.
     max_seeds = options.max_seeds or plan.max_seeds or DEFAULT_MAX_SEEDS
     return set_max_seeds(plan, max_seeds, find_fewest_seeds(max(len(plan.values) - 1, 1)))
+
+
+def _name_typed_options(problem: str, option_values: Mapping[str, object]) -> str:
+    """A problem of settings in the words that were typed: `--steps 0` instead of the setting that it stands for."""
+    for option, value in option_values.items():
+        if value is not None:
+            for name in OPTION_SETTINGS[option]:
+                problem = problem.replace(f"{name}={value}:", f"{option} {value}:")
+    return problem
 
 
 def _plan_with_torch_if_needed(
@@ -257,9 +270,10 @@ def _collect_game_settings(study: Study, options: RunOptions) -> dict[str, objec
                 f"--env {format_value(options.game)} does not say which game of the file: type "
                 f"--env {format_value(options.game)}:NAME, with the name of a class."
             )
+        nearest = get_close_matches(options.game.lower(), games, n=1)
         raise PlanError(
-            f"--env {format_value(options.game)} is not a game: type one of {', '.join(games)}, or a game of yours as "
-            f"{PART_FORM}."
+            f"--env {format_value(options.game)} is not a game{f' (nearest: {nearest[0]})' if nearest else ''}: type "
+            f"one of {', '.join(games)}, or a game of yours as {PART_FORM}."
         )
     if study.game and options.game != study.game:
         raise PlanError(

@@ -257,6 +257,7 @@ def find_study(name: str, kl_type: str | None = None) -> Study:
     if study is None:
         nearest = difflib.get_close_matches(normalize_study_name(name), [*STUDIES, *SUITES], n=3)
         hint = f" Nearest: {', '.join(nearest)}." if nearest else ""
+        hint = " One command runs one study or one suite." if "," in name else hint
         raise PlanError(
             f"There is no study `{format_value(name)}`.{hint} The studies are {', '.join(STUDIES)}: type one of them, "
             f"for example `{format_command('run', 'kl')}`, or for `run` a suite of studies: {', '.join(SUITES)}."

@@ -13,7 +13,6 @@ from tune_study.commands.cli import app
 from tune_study.demo import archive
 from tune_study.plan.errors import PlanError
 
-
 SMALL = FakeStudy(levels=8, total_steps=10)
 
 

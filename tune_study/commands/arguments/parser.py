@@ -4,9 +4,21 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from typer.core import TyperArgument, TyperCommand, TyperOption
+import typer
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 _LIST_METAVAR = "LIST"
+_PROGRAM_OPTIONS = {"version": "--version", "help": "--help"}
+
+
+class StrictGroup(TyperGroup):
+    """The program, which names the option of who types `version` or `help` as a command."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that `args` begin with. Raise click's UsageError if there is none."""
+        if args and args[0] in _PROGRAM_OPTIONS and args[0] not in self.commands:
+            ctx.fail(f"There is no command '{args[0]}': type {ctx.command_path} {_PROGRAM_OPTIONS[args[0]]}.")
+        return super().resolve_command(ctx, args)
 
 
 class StrictCommand(TyperCommand):
@@ -22,7 +34,12 @@ class StrictCommand(TyperCommand):
         if not ctx.resilient_parsing and not set(words) & set(ctx.help_option_names):
             self._refuse_repeated(ctx, words)
         takes_extra_words, ctx.allow_extra_args = ctx.allow_extra_args, True
-        extra_words = super().parse_args(ctx, args)
+        try:
+            extra_words = super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            # Pydantic, which checks the values, speaks of its input.
+            problem = error.format_message().replace("Input should be", "must be").rstrip(".")
+            ctx.fail(f"{problem}. {self._get_example()}")
         ctx.allow_extra_args = takes_extra_words
         if extra_words and not takes_extra_words and not ctx.resilient_parsing:
             advice = self._suggest_list(words, extra_words) or self._describe_arguments()
@@ -59,6 +76,10 @@ class StrictCommand(TyperCommand):
             if len(values) > 1 and set(values) & {extra.strip(",") for extra in extra_words}:
                 return f"The values of a list have commas between them and no spaces: type {name} {','.join(values)}"
         return ""
+
+    def _get_example(self) -> str:
+        """The example of the command's help, as a sentence."""
+        return " ".join((self.epilog or "").replace("\b", "").split())
 
     def _describe_arguments(self) -> str:
         """What the command takes besides options, as a sentence."""

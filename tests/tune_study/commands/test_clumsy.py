@@ -1,0 +1,169 @@
+"""What people type: every row is answered with what to type instead, exits with 2, and leaves nothing behind.
+
+Correct forms of what looks wrong exit with 0. Commands that need a running study or a full disk are tried elsewhere
+(tests/faults, tests/attack).
+"""
+
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tune_study.commands.cli import app
+
+NOTHING = "contains no study (no study.json): type the folder results/<run> of a study"
+LAPTOP = "run kl --preset laptop --dry-run"
+WRONG: list[tuple[str, str]] = [
+    ("rn kl", "Did you mean 'run'?"),
+    ("version", "type python -m tune_study --version"),
+    ("help", "type python -m tune_study --help"),
+    ("run", "Example: python -m tune_study run kl"),
+    ("run kll", "Nearest: kl."),
+    ("run kl,entropy", "One command runs one study or one suite."),
+    ("run kl entropy", "Besides options, run takes STUDY"),
+    ("run .", "type one of them, for example `python -m tune_study run kl`"),
+    ("run kl.py", "There is no file kl.py: type the path of a Python file that declares a study"),
+    ("run nofile.py", "`python -m tune_study new NAME --vary actor.lr=1e-4,3e-4` writes"),
+    ("run kl --preset labtop --preset laptop", "--preset is typed 2 times: type it once."),
+    ("run kl --steps 3 --steps 4", "--steps is typed 2 times: type it once."),
+    ("run kl --preset labtop", "type --preset paper or --preset laptop or --preset stress"),
+    ("run kl --preset Laptop", "type --preset paper or --preset laptop or --preset stress"),
+    ("run kl --preset", "requires an argument"),
+    ("run kl --stpes 3", "Possible options: --seeds, --set, --steps"),
+    ("run kl --model-path x", "Possible options: --model"),
+    ("run kl --steps 1.5", "Example: python -m tune_study run kl --kl-values 0,0.01,0.1 --steps 60"),
+    (f"{LAPTOP} --steps 0", "--steps 0: must be greater than or equal to 1"),
+    (f"{LAPTOP} --steps 99999999999999999999", "must be less than or equal to 100000"),
+    (f"{LAPTOP} --seeds 0", "type --seeds 1 or more"),
+    (f"{LAPTOP} --seeds -1", "type --seeds 1 or more"),
+    (f"{LAPTOP} --seeds 1000000", "type --seeds 401 or less"),
+    (f"{LAPTOP} --seeds three", "Example: python -m tune_study run kl"),
+    (f"{LAPTOP} --seeds 1,2,3", "Example: python -m tune_study run kl"),
+    (f"{LAPTOP} --kl-values 0,0.1,0.1", "give each value once"),
+    (f"{LAPTOP} --kl-values 0.1,0.10", "give each value once"),
+    (f"{LAPTOP} --kl-values 0,abc", "A value is a number. Try --kl-values 0,0.01."),
+    (f"{LAPTOP} --kl-values nan,inf", "must be a finite number"),
+    (f"{LAPTOP} --kl-values -0.1", "must be greater than or equal to 0"),
+    (f"{LAPTOP} --kl-values ０,0.1", "A value is a number. Try --kl-values 0,0.01."),
+    (f"{LAPTOP} --kl-values 0 0.1", "type --kl-values 0,0.1"),
+    (f"{LAPTOP} --kl-values '0;0.1'", "A value is a number. Try --kl-values 0,0.01."),
+    (f"{LAPTOP} --kl-values ''", "type values separated by single commas, like 0,0.01,0.1"),
+    (f"{LAPTOP} --kl-values 0,,0.1", "type values separated by single commas, like 0,0.01,0.1"),
+    (f"{LAPTOP} --kl-values 1.0,10", "run one of them with another --output"),
+    (f"{LAPTOP} --arms 0", "type --kl-values"),
+    ("run entropy --preset laptop --dry-run --kl-values 0", "type --entropy-values"),
+    ("run top-p --preset laptop --dry-run --rollout_filter_value 0.9,nofliter", "a number or one of nofilter"),
+    (f"{LAPTOP} --algo SAC", "type --kl-values"),
+    (f"{LAPTOP} --set actor.learning_rate=1e-4", "Nearest: actor.lr."),
+    (f"{LAPTOP} --set actor..lr=1", "Nearest: actor.lr"),
+    (f"{LAPTOP} --set actor=1", "Nearest: actor.lr"),
+    (f"{LAPTOP} --set =1", "`python -m tune_study settings --all` lists all with their meaning"),
+    (f"{LAPTOP} --set lr=1e-4", "type one of actor.lr, critic.lr"),
+    (f"{LAPTOP} --set actor.lr=fast", "actor.lr=fast: must be a valid number"),
+    (f"{LAPTOP} --set actor.lr=", "actor.lr=: must be a valid number"),
+    (f"{LAPTOP} --set actor.lr=-1", "actor.lr=-1: must be greater than 0"),
+    (f"{LAPTOP} --set actor.lr=1e400", "must be a finite number"),
+    (f"{LAPTOP} --set actor.lr=1e-4,3e-4", "python -m tune_study new my-lr --vary actor.lr=1e-4,3e-4"),
+    (f"{LAPTOP} --set actor.lr", "type --set key=value, like --set actor.lr=1e-5"),
+    (f"{LAPTOP} --set actor.lr=1e-4 --set actor.lr=1e-3", "is given twice"),
+    (f"{LAPTOP} --set trainer.total_training_steps=5 --steps 5", "is given twice"),
+    (f"{LAPTOP} --set actor.kl_loss_coef=0.1", "choose its values with --kl-values"),
+    (f"{LAPTOP} --set seed=5", "type --seeds N to run the seeds 0 to N-1"),
+    (f"{LAPTOP} --set trainer.device=gpu", "must be 'auto', 'cpu' or 'cuda'"),
+    (f"{LAPTOP} --set env.name=chess", "must be 'sokoban', 'frozenlake', 'mastermind', 'countdown' or a part of yours"),
+    (f"{LAPTOP} --env chess", "type one of sokoban, frozenlake, mastermind, countdown"),
+    (f"{LAPTOP} --env frozen_lake", "is not a game (nearest: frozenlake)"),
+    (f"{LAPTOP} --config nofile.txt", "type a text file with a line key=value per setting"),
+    (f"{LAPTOP} --config CONFIG", "line 1: actor.lr 1e-4 is not key=value, such as actor.lr=1e-5"),
+    (f"{LAPTOP} --wandb maybe", "choose from offline, sync, online, off"),
+    (f"{LAPTOP} --model nosuch", "type --model sokoban-tiny or a folder"),
+    (f"{LAPTOP} --gpus a,b", "type --gpus-per-exp 1, or leave --gpus out"),
+    (f"{LAPTOP} --gpus-per-exp 0.7", "type `run` with --set trainer.device=cuda, or --gpus-per-exp 0"),
+    (f"{LAPTOP} --max-concurrent 0", "type 1 or more"),
+    (f"{LAPTOP} --max-hours -1", "must be greater than or equal to 0"),
+    (f"{LAPTOP} --max-hours soon", "must be a valid number"),
+    (f"{LAPTOP} --skip-statuses done", "type completed,early_stopped"),
+    (f"{LAPTOP} --storage ftp://x/y", "type a URI that begins with one of s3://, gs://"),
+    (f"{LAPTOP} --storage s3://me:secret@bucket/x", "Leave credentials out of the URI"),
+    (f"{LAPTOP} --output {'x' * 300}", "type shorter values, a shorter --model or --output"),
+    (f"{LAPTOP} --max-seeds 3", "--max-seeds belongs to --until-resolved: type both, or neither."),
+    (f"{LAPTOP} --kl-type k9", "type --set actor.kl_loss_type=NAME"),
+    (f"{LAPTOP} --accept-changed-file", "which no file declares: leave it out"),
+    ("run kl --preset laptop --address nowhere:1", "type the address that `ray start` printed"),
+    ("run kl --preset laptop --output FILE/x", "type another folder"),
+    ("list kl", "Besides options, list takes nothing."),
+    ("list --jsno", "Possible options: --json"),
+    ("settings --al", "Possible options: --all"),
+    ("settings kl_loss", "To look for a setting: `python -m tune_study settings --all | grep kl_loss`"),
+    ("status", "Example: python -m tune_study status results/"),
+    ("status nothing", NOTHING),
+    ("report .", NOTHING),
+    ("resume kl", NOTHING),
+    ("resume results", NOTHING),
+    ("confirm", "Example: python -m tune_study confirm results/"),
+    ("confirm nothing --arm 0", NOTHING),
+    ("compare nothing", "takes from 2 to 26 studies, and 1 was typed: type for example"),
+    ("compare nothing nowhere", NOTHING),
+    ("export nothing --arm 0", "Missing option '--to'. Example: python -m tune_study export results/"),
+    ("export nothing --arm 0 --to x", NOTHING),
+    ("stop nothing", NOTHING),
+    ("clean nothing", NOTHING),
+    ("watch nothing", NOTHING),
+    ("watch nothing --port 99999", "must be less than or equal to 65535"),
+    ("transcripts nothing", NOTHING),
+    ("transcripts nothing --failed --solved", "type one of them, or none for both kinds"),
+    ("explain nothing", NOTHING),
+    ("alarms nothing", "give an output folder that contains results/, or a results/<run> folder"),
+    ("replay-stoppers nothing", NOTHING),
+    ("plot-gradients nothing", NOTHING),
+    ("probe nothing --trial 0", NOTHING),
+    ("new", "Example: python -m tune_study new my-lr --vary actor.lr=1e-4,3e-4,1e-3"),
+    ("new my-lr", "type --vary KEY=VALUES, like --vary actor.lr=1e-4,3e-4"),
+    ("new my-lr --vary actor.lr", "type --vary KEY=VALUE,VALUE, like --vary actor.lr=1e-4,3e-4,1e-3"),
+    ("new kl --vary actor.lr=1e-4,1e-3", "type another one, of lower-case words joined by hyphens, like my-lr"),
+    ("new my/lr --vary actor.lr=1e-4,1e-3", "type another one, of lower-case words joined by hyphens, like my-lr"),
+    ("search kl", "Missing option '--trials'. Example: python -m tune_study search kl"),
+    ("search kl --trials 0", "must be greater than or equal to 2"),
+    ("search kl --preset laptop --trials 4 --vary actor.lr=1:0 --dry-run", "like actor.lr=1e-5:1e-3:log"),
+    ("search kl --preset laptop --trials 4 --objective speed --dry-run", "type --objective success, or success,cost"),
+    ("doctor --preset labtop", "type --preset paper or --preset laptop or --preset stress"),
+]
+RIGHT = [
+    "--version",
+    "-h",
+    "run --help",
+    "list --json",
+    "run KL --preset laptop --dry-run",
+    f"{LAPTOP} -o x",
+    "run kl --preset laptop --dry_run",
+    f"{LAPTOP} --extend",
+    "run --preset laptop kl --dry-run --",
+    "search kl --preset laptop --trials 4 --vary actor.lr --dry-run",
+]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a file and a file of settings that is wrong."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").touch()
+    (tmp_path / "CONFIG").write_text("actor.lr 1e-4\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("typed", "advice"), WRONG, ids=[typed[:80] for typed, _ in WRONG])
+def test_what_is_wrong_is_answered_with_what_to_type(folder: Path, typed: str, advice: str) -> None:
+    result = CliRunner().invoke(app, shlex.split(typed), prog_name="python -m tune_study")
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code == 2
+    assert advice in " ".join(result.stderr.split())
+    assert "Traceback" not in result.stderr
+    assert sorted(path.name for path in folder.iterdir()) == ["CONFIG", "FILE"]
+
+
+@pytest.mark.parametrize("typed", RIGHT)
+def test_what_looks_wrong_may_be_right(folder: Path, typed: str) -> None:
+    result = CliRunner().invoke(app, shlex.split(typed), prog_name="python -m tune_study")
+    assert result.exit_code == 0, result.stderr
+    assert sorted(path.name for path in folder.iterdir()) == ["CONFIG", "FILE"]
