@@ -26,6 +26,7 @@ class ReportFigure(Generic[View_contra]):
         make_table: returns the data to draw, one DataFrame or several; None if there is nothing to show.
         draw: draws that data. The view provides colors and layouts only, no further numbers.
         make_chart: makes an interactive chart of that data, or returns None if it is too large; None: a picture alone.
+        describe: says in a sentence what these numbers come to; None: the page says it elsewhere.
         picture_note: a text after the caption of what the picture has and the interactive chart has not.
     """
 
@@ -35,6 +36,7 @@ class ReportFigure(Generic[View_contra]):
     make_table: Callable[[View_contra], Any]
     draw: Callable[[Any, View_contra], Figure]
     make_chart: Callable[[Any, View_contra], alt.TopLevelMixin | None] | None = None
+    describe: Callable[[Any, View_contra], str] | None = None
     picture_note: str = ""
 
     def get_caption(self, view: View_contra) -> str:
@@ -48,6 +50,7 @@ class RenderedFigure(NamedTuple):
     name: str
     section: str
     svg: str
+    finding: str
     caption: str
     picture_note: str
     chart: str
@@ -84,6 +87,7 @@ class Gallery(Generic[View_contra]):
                 figure.name,
                 figure.section,
                 render_svg(figure.name, drawn_figures[figure.name]),
+                figure.describe(self.tables[figure.name], self.view) if figure.describe else "",
                 figure.get_caption(self.view),
                 figure.picture_note,
                 self._make_chart(figure) if with_charts else "",

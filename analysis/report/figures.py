@@ -240,6 +240,7 @@ def _make_arm_figure(curve: Curve) -> ReportFigure[AxisView]:
         make_tables,
         draw,
         make_chart,
+        describe=lambda curves, view: findings.describe_curves(curves[0]),
         picture_note="One panel per arm; runs of other arms are gray." * curve.explains_marks,
     )
 
@@ -391,6 +392,7 @@ RETRIEVAL: ReportFigure[View] = ReportFigure(
     "retrieval falls to guessing, thoughts vary but no longer depend on the level.",
     lambda view: _none_if_empty(series.make_arm_lines(view.line_frames)),
     lambda table, view: plots.draw_arm_lines(table, view.line_colors),
+    describe=lambda table, view: findings.describe_retrieval(table),
 )
 GRADIENTS: Sequence[ReportFigure[View]] = (
     ReportFigure(

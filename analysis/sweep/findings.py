@@ -454,6 +454,33 @@ def list_runs(frames: StudyFrames) -> list[dict[str, Any]]:
     return to_records(frames.trials)
 
 
+def describe_curves(table: pd.DataFrame) -> str:
+    """The first values of a column, and between which arms the last ones lie. table: from `series.make_curves`.
+
+    The value of an arm is the mean over its runs, each at its own last step.
+    """
+    runs = table.groupby(["arm", "run_id"], sort=False)["value"]
+    firsts, lasts = (values.groupby("arm", sort=False).mean() for values in (runs.first(), runs.last()))
+    low, high = format_number(firsts.min()), format_number(firsts.max())
+    return f"At first {low if low == high else f'{low} to {high}'}, at the end {_describe_span(lasts)}."
+
+
+def describe_retrieval(table: pd.DataFrame) -> str:
+    """Between which arms retrieval lies at the end, and what guessing would reach. table: from `make_arm_lines`."""
+    sentences = []
+    for measure, rows in table.dropna(subset="chance").groupby("measure", sort=False):
+        span = _describe_span(rows.groupby("arm", sort=False)["value"].last())
+        name, chance = str(measure).removesuffix(" (fraction)"), format_number(rows["chance"].iloc[-1])
+        sentences.append(f"{name[0].upper()}{name[1:]}, at the end: {span}; guessing would reach {chance}.")
+    return " ".join(sentences)
+
+
+def _describe_span(values: "pd.Series[float]") -> str:
+    """The smallest and the largest value with their arms: `from 0.12 (KL 1) to 0.35 (KL 0)`; of one arm its value."""
+    texts = [f"{format_number(values[arm])} ({arm})" for arm in (values.idxmin(), values.idxmax())]
+    return texts[0] if len(values) == 1 else f"from {texts[0]} to {texts[1]}"
+
+
 def describe_confirmation(study: Mapping[str, Any]) -> str:
     """What a study confirms, and with which seeds, as a sentence; empty for a study that confirms none.
 

@@ -4,11 +4,12 @@ import math
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from analysis.data.frames import StudyFrames
 from analysis.data.load import load, read_study
-from analysis.sweep import series
+from analysis.sweep import findings, series
 from tests.fakes.lines import change_records
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from trainable.files.json_lines import read_lines, write_lines
@@ -146,3 +147,23 @@ def test_tables_of_a_study_without_a_step(tmp_path: Path) -> None:
     assert series.compute_mean_curves(series.make_curves(frames, "val_success")).empty
     assert math.isnan(series.count_kept_groups(frames).loc[0, "kept_first_quarter"])
     assert np.isnan(series.count_kept_groups(frames).loc[0, "groups"])
+
+
+def test_figures_say_what_their_numbers_come_to() -> None:
+    rows = [("a", "r1", 0, 0.2), ("a", "r1", 5, 0.4), ("a", "r2", 0, 0.2), ("a", "r2", 3, 0.6), ("b", "r3", 0, 0.2)]
+    table = pd.DataFrame([*rows, ("b", "r3", 5, 0.1)], columns=["arm", "run_id", "step", "value"])
+    # The runs of an arm end at steps of their own, and its value is their mean.
+    assert findings.describe_curves(table) == "At first 0.2, at the end from 0.1 (b) to 0.5 (a)."
+    only = table[table["run_id"] == "r1"].assign(value=[0.21, 0.4])
+    assert findings.describe_curves(only) == "At first 0.21, at the end 0.4 (a)."
+    lines = pd.DataFrame(
+        [
+            ("a", "retrieval, all turns (fraction)", 5, 0.9, 0.02),
+            ("b", "retrieval, all turns (fraction)", 5, 0.3, 0.02),
+        ],
+        columns=["arm", "measure", "step", "value", "chance"],
+    )
+    entropy = pd.DataFrame([("a", "entropy (nats per token)", 5, 1.0, float("nan"))], columns=lines.columns)
+    assert findings.describe_retrieval(pd.concat([lines, entropy])) == (
+        "Retrieval, all turns, at the end: from 0.3 (b) to 0.9 (a); guessing would reach 0.02."
+    )
