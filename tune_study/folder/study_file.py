@@ -55,6 +55,7 @@ def _check_run_id(text: str) -> str:
 
 RunId = Annotated[str, AfterValidator(_check_run_id)]
 
+_MAX_SUGGESTIONS = 3
 NO_OVERRIDES: Mapping[str, object] = MappingProxyType({})
 
 
@@ -179,6 +180,17 @@ class _StudyFile(_Section):
     points: dict[Text, dict[Text, Text]] = Field(default={}, max_length=MAX_RUNS)
 
 
+def _suggest_studies(folder: Path) -> str:
+    """The studies in `folder` or in its results/ as the end of a sentence, or where a path comes from."""
+    try:
+        paths = sorted(path.parent for pattern in ("*", "results/*") for path in folder.glob(f"{pattern}/study.json"))
+    except OSError:
+        paths = []
+    names = [format_value(path, 1000) for path in paths[:_MAX_SUGGESTIONS]]
+    names += [f"{len(paths) - len(names)} more"] if len(paths) > len(names) else []
+    return f"such as {' or '.join(names)}" if names else f"as `{format_command('run')}` printed it"
+
+
 def read_study(folder: Path) -> dict[str, Any]:
     """Read study.json of results/<run>. Raise PlanError if it is missing, incomplete or invalid."""
     path = folder / "study.json"
@@ -198,7 +210,7 @@ def read_study(folder: Path) -> dict[str, Any]:
         problem = "no study.json" if is_missing else f"study.json: {error.strerror}"
         raise PlanError(
             f"{format_value(folder, 1000)} contains no study ({problem}): type the folder results/<run> of a study, "
-            f"as `{format_command('run')}` printed it."
+            f"{_suggest_studies(folder)}."
         ) from None
     if problem := find_schema_problem(folder, content):
         raise PlanError(problem)

@@ -167,3 +167,14 @@ def test_what_looks_wrong_may_be_right(folder: Path, typed: str) -> None:
     result = CliRunner().invoke(app, shlex.split(typed), prog_name="python -m tune_study")
     assert result.exit_code == 0, result.stderr
     assert sorted(path.name for path in folder.iterdir()) == ["CONFIG", "FILE"]
+
+
+def test_a_folder_above_studies_is_answered_with_their_paths(folder: Path) -> None:
+    for number in range(4):
+        (folder / "out" / "results" / f"study{number}").mkdir(parents=True)
+        (folder / "out" / "results" / f"study{number}" / "study.json").touch()
+    expected = "such as out/results/study0 or out/results/study1 or out/results/study2 or 1 more."
+    for typed in ("out", "out/results"):
+        result = CliRunner().invoke(app, ["status", typed])
+        assert result.exit_code == 2
+        assert expected in " ".join(result.stderr.split())
