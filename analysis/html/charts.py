@@ -3,16 +3,19 @@
 import base64
 import hashlib
 import json
+import os
+import stat
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 from typing import NamedTuple
 
 import altair as alt
 import vl_convert
 
 from trainable.files.cache import find_cache_folder
-from trainable.files.paths import write_text
+from trainable.files.paths import read_bytes, write_text
 
 # Each chart is drawn above its picture, which stays for print and for readers without scripts. `ast` makes Vega
 # interpret its expressions: without it, Vega would compile them with `new Function`, which the page's policy forbids.
@@ -46,15 +49,32 @@ def make_script() -> Script:
 
 
 def _read_bundle() -> str:
+    try:
+        folder = find_cache_folder()
+    except RuntimeError:  # a user without a home folder has no cache
+        return _make_bundle()
     key = hashlib.sha256(f"{version('vl-convert-python')} {_DRAW_CHARTS}".encode()).hexdigest()[:12]
-    path = find_cache_folder() / f"charts-{key}.js"
-    with suppress(OSError):
-        return path.read_text(encoding="utf-8")
-    bundle: str = vl_convert.javascript_bundle(_DRAW_CHARTS)
+    path = folder / f"charts-{key}.js"
+    with suppress(OSError, ValueError):
+        if _is_own(path):
+            digest, _, bundle = read_bytes(path).decode("utf-8").partition("\n")
+            if digest == hashlib.sha256(bundle.encode()).hexdigest():
+                return bundle
+    bundle = _make_bundle()
     with suppress(OSError):  # such as a home folder that this user may not write
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, bundle)
+        write_text(path, f"{hashlib.sha256(bundle.encode()).hexdigest()}\n{bundle}")
     return bundle
+
+
+def _make_bundle() -> str:
+    return str(vl_convert.javascript_bundle(_DRAW_CHARTS))
+
+
+def _is_own(path: Path) -> bool:
+    """Whether only this user can have written the file: what it holds runs in every report."""
+    status = path.lstat()
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def format_chart(chart: alt.TopLevelMixin) -> str:

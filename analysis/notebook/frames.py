@@ -11,6 +11,7 @@ import pandas as pd
 from analysis.data import load as loading
 from analysis.data.compare import list_arms
 from analysis.data.frames import StudyFrames
+from analysis.grid.layout import shorten_setting
 
 if TYPE_CHECKING:
     from analysis.notebook.plots import StudyPlots
@@ -28,11 +29,11 @@ class NotebookFrames(StudyFrames):
 
         return StudyPlots(self)
 
-    def run(self, name: str, seed: int | None = None) -> "StudyRun":
+    def run(self, name: str | float, seed: int | None = None) -> "StudyRun":
         """One run.
 
         Args:
-            name: an arm, such as "0.1", or the id of a run.
+            name: an arm, as "0.1", 0.1 or "KL 0.1", or the id of a run.
             seed: of the run of an arm; None for the smallest.
 
         Raises ValueError that lists the arms or seeds if there is no such run, or if several studies have one.
@@ -41,7 +42,9 @@ class NotebookFrames(StudyFrames):
             >>> run = load("out/results/kl_sweep_sokoban-tiny").run("0.1")  # doctest: +SKIP
             >>> run.steps["entropy"].iloc[-1], run.restore().evaluate("val", "greedy").success  # doctest: +SKIP
         """
-        runs = self.runs[(self.runs["arm"] == name) | (self.runs["run_id"] == name)]
+        labels = self.runs["axis_setting"].map(shorten_setting) + " " + self.runs["arm"]
+        is_named = (self.runs["arm"] == name) | (self.runs["run_id"] == name) | (labels == name)
+        runs = self.runs[is_named if isinstance(name, str) else self.runs["axis_value"] == name]
         if runs.empty:
             raise ValueError(f"There is no arm `{name}` here. Choose one of: {', '.join(list_arms(self))}.")
         if runs["study"].nunique() > 1:

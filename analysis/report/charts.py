@@ -5,6 +5,7 @@ its page. Texts of a study, such as the names of arms, are data and scale domain
 """
 
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import altair as alt
 import pandas as pd
@@ -13,85 +14,138 @@ from analysis.sweep.plots import STOPPED_COLOR, TEXT_COLOR
 
 MAX_ROWS = 5_000
 """Rows of a chart. A longer table would make a page of megabytes, and is drawn as a picture alone."""
+MAX_ARMS = 12
+"""Arms of a chart. In the picture each has a panel of its own; in one panel more cannot be told apart."""
 
 _HEIGHT = 300
 _FAINT_OPACITY = 0.08
+
+
+class _Measure(NamedTuple):
+    """A column of the dose-response table. place: right of the position of its arm, or left of it if negative."""
+
+    name: str
+    mark: str
+    place: int
+
+
 _MEASURES = {
-    "success": ("validation, sampled", "circle"),
-    "greedy": ("validation, greedy", "triangle-up"),
-    "test": ("test, sampled", "square"),
+    "success": _Measure("validation, sampled", "circle", 0),
+    "greedy": _Measure("validation, greedy", "triangle-up", 1),
+    "test": _Measure("test, sampled", "square", -1),
 }
-"""Columns of the dose-response table: the name and the mark of each."""
 _BASE_LINES = {"base": "before training, sampled", "base_greedy": "before training, greedy"}
 
 
-def chart_dose_response(table: pd.DataFrame, colors: Mapping[str, str], setting: str) -> alt.LayerChart:
+def fits(table: pd.DataFrame) -> bool:
+    """Whether the table of a figure has few enough rows and arms for a chart; otherwise a picture shows more."""
+    return len(table) <= MAX_ROWS and table["arm"].nunique() <= MAX_ARMS
+
+
+def chart_dose_response(
+    table: pd.DataFrame, runs: pd.DataFrame, colors: Mapping[str, str], setting: str
+) -> alt.LayerChart:
     """Success at the end against the axis. A click on the legend leaves one measure, a click on a point its arm.
 
-    table: from `tables.make_dose_response`. colors: colors by arm. setting: the name of the axis.
+    table: from `tables.make_dose_response`. runs: from `tables.make_run_outcomes`. colors: colors by arm. setting: the
+    name of the axis.
     """
     points = table.melt(
         ["arm", "x", "low", "high", "scored", "early_stopped"], list(_MEASURES), var_name="column"
     ).dropna(subset="value")
     is_sampled = points["column"] == "success"
+    # Side by side, as in the picture: equal values would cover each other.
+    offset = 0.012 * max(table["x"].max() - table["x"].min(), 1.0)
     points = points.assign(
         # The interval is that of sampled validation success alone.
         **points[["low", "high"]].where(is_sampled),
-        measure=points["column"].map({column: name for column, (name, _) in _MEASURES.items()}),
+        measure=points["column"].map({column: measure.name for column, measure in _MEASURES.items()}),
+        x=points["x"] + offset * points["column"].map({column: measure.place for column, measure in _MEASURES.items()}),
+        outcome=_describe_stops(points),
     )
-    measures = [_MEASURES[column] for column in _MEASURES if (points["column"] == column).any()]
+    measures = [measure for column, measure in _MEASURES.items() if (points["column"] == column).any()]
     legend_choice = alt.selection_point(name="measure", fields=["measure"], bind="legend")
     arm_choice = alt.selection_point(name="arm", fields=["arm"])
     opacity = alt.when(legend_choice & arm_choice).then(alt.value(1.0)).otherwise(alt.value(_FAINT_OPACITY))
+    note = "log scale; 0 and words are separate" if table["scale"].iloc[0] == "log" else "evenly spaced by rank"
     x = alt.X(
         "x:Q",
-        axis=alt.Axis(labels=False, ticks=False, grid=False, title=setting, titlePadding=24),
+        axis=alt.Axis(labels=False, ticks=False, grid=False, title=f"{setting}  ({note})", titlePadding=24),
         scale=alt.Scale(zero=False, nice=False, padding=24),
     )
-    y_title = "success (fraction of episodes)"
+    y_axis = alt.Axis(title="success (fraction of episodes)")
+    y = alt.Y("value:Q", axis=y_axis)
     color = alt.Color("arm:N", legend=None, scale=_make_color_scale(colors))
+    success = alt.Tooltip("value:Q", title="success", format=".3f")
     marks = (
         alt.Chart(points, name="points")
         .mark_point(size=90, filled=True)
         .encode(
             x=x,
-            y=alt.Y("value:Q", title=y_title),
+            y=y,
             color=color,
             shape=alt.Shape(
                 "measure:N",
                 legend=_make_legend(),
-                scale=alt.Scale(domain=[name for name, _ in measures], range=[mark for _, mark in measures]),
+                scale=alt.Scale(
+                    domain=[measure.name for measure in measures], range=[measure.mark for measure in measures]
+                ),
             ),
             opacity=opacity,
             tooltip=[
                 "arm:N",
                 "measure:N",
-                alt.Tooltip("value:Q", title="success", format=".3f"),
+                success,
                 alt.Tooltip("low:Q", title="95 % interval from", format=".3f"),
                 alt.Tooltip("high:Q", title="to", format=".3f"),
                 alt.Tooltip("scored:Q", title="runs"),
-                alt.Tooltip("early_stopped:Q", title="stopped by a rule"),
+                "outcome:N",
             ],
         )
         .add_params(legend_choice, arm_choice)
     )
+    # What a rule stopped is vermilion in every figure: a cross where it stopped all runs, else an edge.
+    stopped = points[is_sampled & (points["early_stopped"] > 0)]
+    has_failed = stopped["early_stopped"] == stopped["scored"]
+    stop_marks: tuple[tuple[pd.DataFrame, dict[str, Any]], ...] = (
+        (stopped[has_failed], {"shape": "cross", "angle": 45, "size": 240, "filled": True, "color": STOPPED_COLOR}),
+        (stopped[~has_failed], {"shape": "circle", "size": 120, "strokeWidth": 2, "color": STOPPED_COLOR}),
+    )
+    stops = [
+        alt.Chart(rows).mark_point(**mark).encode(x=x, y=y, opacity=opacity, tooltip=["arm:N", success, "outcome:N"])
+        for rows, mark in stop_marks
+    ]
     intervals = (
         alt.Chart(points.dropna(subset="low"))
         .mark_rule(strokeWidth=2)
-        .encode(x=x, y=alt.Y("low:Q", title=y_title), y2="high:Q", color=color, opacity=opacity)
+        .encode(x=x, y=alt.Y("low:Q", axis=y_axis), y2="high:Q", color=color, opacity=opacity)
+    )
+    # With one run per arm, these points would repeat the means.
+    single_runs = runs.rename(columns={"outcome": "value"}).iloc[: len(runs) if len(runs) > len(table) else 0]
+    dots = (
+        alt.Chart(single_runs[["arm", "x", "value"]])
+        .mark_point(size=10, filled=True, color=TEXT_COLOR, opacity=0.55)
+        .encode(x=x, y=y, tooltip=["arm:N", success])
     )
     # Arms have positions of their own, in which 0 and words have a place, so their labels are texts below the axis.
-    ticks = alt.Chart(table).mark_text(dy=12, color=TEXT_COLOR).encode(x=x, y=alt.value(_HEIGHT), text="tick:N")
+    ticks = (
+        alt.Chart(table[["x", "tick"]])
+        .mark_text(dy=12, color=TEXT_COLOR)
+        .encode(x=x, y=alt.value(_HEIGHT), text="tick:N")
+    )
     base = table[list(_BASE_LINES)].head(1).melt(var_name="column").dropna()
     base_lines = (
         alt.Chart(base.assign(measure=base["column"].map(_BASE_LINES)))
         .mark_rule(color="#777777", strokeDash=[5, 4])
-        .encode(
-            y=alt.Y("value:Q", title=y_title),
-            tooltip=["measure:N", alt.Tooltip("value:Q", title="success", format=".3f")],
-        )
+        .encode(y=y, tooltip=["measure:N", success])
     )
-    return _layer(base_lines, intervals, ticks, marks)
+    return _layer(base_lines, intervals, ticks, dots, marks, *stops)
+
+
+def _describe_stops(points: pd.DataFrame) -> "pd.Series[str]":
+    return points["early_stopped"].map(
+        lambda count: f"{count} stopped by a rule" if count else "none stopped by a rule"
+    )
 
 
 def chart_curves(table: pd.DataFrame, means: pd.DataFrame, colors: Mapping[str, str], label: str) -> alt.LayerChart:
@@ -101,7 +155,8 @@ def chart_curves(table: pd.DataFrame, means: pd.DataFrame, colors: Mapping[str, 
     """
     arm_choice = alt.selection_point(name="arm", fields=["arm"], bind="legend")
     x = alt.X("step:Q", title="training step", axis=alt.Axis(tickMinStep=1, grid=False))
-    y = alt.Y("value:Q", title=label)
+    # As the title of a channel, it would become a part of an expression.
+    y = alt.Y("value:Q", axis=alt.Axis(title=label))
     color = alt.Color("arm:N", legend=_make_legend(), scale=_make_color_scale(colors, table["arm"]))
 
     def make_opacity(on: float) -> alt.typing.ChannelOpacity:
@@ -127,7 +182,7 @@ def chart_curves(table: pd.DataFrame, means: pd.DataFrame, colors: Mapping[str, 
             x,
             y,
             color,
-            tooltip=["arm:N", "seed:N", "step:Q", alt.Tooltip("value:Q", title=label, format=".4g"), "status:N"],
+            tooltip=["arm:N", "seed:N", "step:Q", alt.Tooltip("value:Q", format=".4g"), "status:N"],
         )
         .add_params(arm_choice)
     )

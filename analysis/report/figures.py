@@ -226,7 +226,7 @@ def _make_arm_figure(curve: Curve) -> ReportFigure[AxisView]:
 
     def make_chart(curves: tuple[pd.DataFrame, pd.DataFrame], view: AxisView) -> alt.LayerChart | None:
         runs, means = curves
-        return charts.chart_curves(runs, means, view.arm_colors, curve.label) if len(runs) <= charts.MAX_ROWS else None
+        return charts.chart_curves(runs, means, view.arm_colors, curve.label) if charts.fits(runs) else None
 
     marks_caption = (
         " Step 0 is the policy before training. Thin lines are single runs, and a thick line is their mean, in which "
@@ -240,7 +240,7 @@ def _make_arm_figure(curve: Curve) -> ReportFigure[AxisView]:
         make_tables,
         draw,
         make_chart,
-        describe=lambda curves, view: findings.describe_curves(curves[0]),
+        describe=lambda curves, view: findings.describe_curves(curves[0], curve.label),
         picture_note="One panel per arm; runs of other arms are gray." * curve.explains_marks,
     )
 
@@ -289,8 +289,11 @@ def _draw_successes(table: pd.DataFrame, view: AxisView) -> Figure:
     return plots.draw_dose_response(table, tables.make_run_outcomes(view.frames), view.axis_name)
 
 
-def _chart_successes(table: pd.DataFrame, view: AxisView) -> alt.LayerChart:
-    return charts.chart_dose_response(table, view.arm_colors, view.axis_name)
+def _chart_successes(table: pd.DataFrame, view: AxisView) -> alt.LayerChart | None:
+    if not charts.fits(table):
+        return None
+    runs = tables.make_run_outcomes(view.frames)
+    return charts.chart_dose_response(table, runs, view.arm_colors, view.axis_name)
 
 
 def _make_dose_caption(view: AxisView) -> str:
@@ -373,7 +376,7 @@ SURVIVAL: ReportFigure[View] = ReportFigure(
     "interrupted counts up to its last step.",
     _make_survival_table,
     lambda table, view: plots.draw_survival(table, view.line_colors),
-    lambda table, view: charts.chart_survival(table, view.line_colors) if len(table) <= charts.MAX_ROWS else None,
+    lambda table, view: charts.chart_survival(table, view.line_colors) if charts.fits(table) else None,
 )
 ONSETS: ReportFigure[View] = ReportFigure(
     "onsets",

@@ -43,6 +43,10 @@ BUDGET_NAMES = {
 }
 
 
+_ARM_COLUMNS = {"arm", "baseline", "first", "second"}
+"""Columns of the tables beside the page that name arms."""
+
+
 class Conclusion(NamedTuple):
     """The results of a study in words.
 
@@ -70,10 +74,9 @@ def write_report(folder: Path | str, *, live: bool = False) -> Path:
 
 
 def conclude(frames: StudyFrames) -> Conclusion:
-    """The headline, the verdicts and the collapses of the report, for the terminal."""
+    """The headline, the verdicts and the collapses of the report, for the terminal: with arms as `--arm` takes them."""
     if require_single_study(frames).studies[0].get("search"):
         return _conclude_search(frames)
-    frames = layout.name_arms(frames)
     index_entry = _get_page(frames).make_index_entry(frames)
     lines = (f"{row['arm']}: {index_entry['number']} {row['number']}; {row['verdict']}" for row in index_entry["arms"])
     factors = make_factor_context(frames)
@@ -115,7 +118,7 @@ def write_frames_report(frames: StudyFrames, folder: Path) -> Path:
         figure.set_layout_engine("none")
     for name, table in page.make_tables(results):
         with atomic_write(figures_folder / f"{name}.csv") as temp_path:
-            table.replace(arms).to_csv(temp_path, index=False)
+            table.replace(dict.fromkeys(_ARM_COLUMNS & set(table), arms)).to_csv(temp_path, index=False)
     return write_page(folder / "report.html", _render(page, results, gallery.render(drawn_figures)))
 
 

@@ -17,6 +17,7 @@ from analysis.sweep.verdicts import (
     format_p_value,
     format_signed,
     format_status,
+    join_arms,
 )
 from trainable.runs.records import STATUSES
 from trainable.runs.run_ends import OPEN_STATUSES
@@ -140,7 +141,7 @@ def format_range(numbers: "pd.Series[int]") -> str:
 
 def _format_arms(arms: list[str]) -> str:
     """The names of the arms if they fit into a line, otherwise their number."""
-    listing = ", ".join(arms)
+    listing = join_arms(arms)
     return (
         f"{len(arms)} arms"
         if len(arms) > 1 and len(listing) > MAX_LINE_LENGTH
@@ -160,7 +161,7 @@ def describe_interval_basis(table: pd.DataFrame) -> str:
 
 
 def _format_arm_list(arms: "pd.Series[str]") -> str:
-    listing = ", ".join(arms)
+    listing = join_arms(arms)
     return listing if len(arms) == 1 or len(listing) <= MAX_LINE_LENGTH else f"{len(arms)} arms"
 
 
@@ -454,15 +455,20 @@ def list_runs(frames: StudyFrames) -> list[dict[str, Any]]:
     return to_records(frames.trials)
 
 
-def describe_curves(table: pd.DataFrame) -> str:
-    """The first values of a column, and between which arms the last ones lie. table: from `series.make_curves`.
+def describe_curves(table: pd.DataFrame, name: str) -> str:
+    """The first values of a column, and between which arms the last ones lie; empty without a scored run.
 
-    The value of an arm is the mean over its runs, each at its own last step.
+    The value of an arm is the mean over its scored runs, each at its own last step. table: from `series.make_curves`.
+    name: what the values are, with their unit.
     """
-    runs = table.groupby(["arm", "run_id"], sort=False)["value"]
+    scored_rows = table[table["status"].isin(SCORED_STATUSES)]
+    if scored_rows.empty:
+        return ""
+    runs = scored_rows.groupby(["arm", "run_id"], sort=False)["value"]
     firsts, lasts = (values.groupby("arm", sort=False).mean() for values in (runs.first(), runs.last()))
     low, high = format_number(firsts.min()), format_number(firsts.max())
-    return f"At first {low if low == high else f'{low} to {high}'}, at the end {_describe_span(lasts)}."
+    first_span = low if low == high else f"{low} to {high}"
+    return f"{name[0].upper()}{name[1:]}: {first_span} at first, {_describe_span(lasts)} at the end."
 
 
 def describe_retrieval(table: pd.DataFrame) -> str:
@@ -471,14 +477,17 @@ def describe_retrieval(table: pd.DataFrame) -> str:
     for measure, rows in table.dropna(subset="chance").groupby("measure", sort=False):
         span = _describe_span(rows.groupby("arm", sort=False)["value"].last())
         name, chance = str(measure).removesuffix(" (fraction)"), format_number(rows["chance"].iloc[-1])
-        sentences.append(f"{name[0].upper()}{name[1:]}, at the end: {span}; guessing would reach {chance}.")
+        sentences.append(f"{name[0].upper()}{name[1:]}: {span} at the end; guessing would reach {chance}.")
     return " ".join(sentences)
 
 
 def _describe_span(values: "pd.Series[float]") -> str:
-    """The smallest and the largest value with their arms: `from 0.12 (KL 1) to 0.35 (KL 0)`; of one arm its value."""
-    texts = [f"{format_number(values[arm])} ({arm})" for arm in (values.idxmin(), values.idxmax())]
-    return texts[0] if len(values) == 1 else f"from {texts[0]} to {texts[1]}"
+    """The smallest and the largest value with their arms: `from 0.12 (KL 1) to 0.35 (KL 0)`."""
+    smallest, largest = str(values.idxmin()), str(values.idxmax())
+    low, high = format_number(values[smallest]), format_number(values[largest])
+    if low != high:
+        return f"from {low} ({smallest}) to {high} ({largest})"
+    return f"{low} in every arm" if len(values) > 1 else low
 
 
 def describe_confirmation(study: Mapping[str, Any]) -> str:
@@ -491,7 +500,7 @@ def describe_confirmation(study: Mapping[str, Any]) -> str:
         return ""
     arms = [arm for arm in study["axis"]["values"] if arm != study.get("baseline")]
     return (
-        f"Confirmation of {', '.join(arms)} against {study.get('baseline')} in {confirms['run']}, with seeds "
+        f"Confirmation of {join_arms(arms)} against {study.get('baseline')} in {confirms['run']}, with seeds "
         f"{format_seeds(study.get('seeds', ()))}: that study had used seeds {format_seeds(confirms['seeds'])} when "
         "this one began, so nothing was chosen by the results below."
     )

@@ -15,6 +15,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from analysis.sweep.verdicts import join_arms
+
 STOPPED_COLOR = "#d55e00"
 WORD_COLORS = ("#555555", "#a6761d", "#999999")
 GHOST_COLOR = "#dcdcdc"
@@ -292,7 +294,7 @@ def draw_survival(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:
         axes = figure.add_subplot()
         survivors = table[table["collapsed"] == 0]
         if len(survivors):
-            names = ", ".join(dict.fromkeys(survivors["arm"]))
+            names = join_arms(dict.fromkeys(survivors["arm"]))
             names = names if len(names) <= MAX_LEGEND_LETTERS else f"{survivors['arm'].nunique()} of {num_arms}"
             axes.plot(
                 [0, survivors["step"].max()],

@@ -277,7 +277,8 @@ def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
         rows.append(
             {
                 "arm": arm,
-                "tick": arm if math.isnan(value) else f"{value:g}",
+                # An arm that is a number may have the name of its setting in front.
+                "tick": arm if math.isnan(value) else arm.rpartition(" ")[2],
                 "axis_value": value,
                 "x": x,
                 "scale": scale,

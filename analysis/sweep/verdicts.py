@@ -1,6 +1,6 @@
 """Verdicts: one sentence per arm, generated from its row of `tables.summarize_arms`. Also the formats of numbers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,19 @@ def format_signed(value: float, decimals: int = 3) -> str:
 def format_signed_number(value: float) -> str:
     """A difference of any size with its sign and two significant digits, or a dash if missing."""
     return "–" if np.isnan(value) else f"{value:+.2g}".replace("-", "−")
+
+
+def join_arms(arms: Iterable[str]) -> str:
+    """The names of arms in a list, in which what all of them begin with is written once.
+
+    Example:
+        >>> join_arms(["KL 0.01", "KL 0.1"]), join_arms(["KL 0.01", "nofilter"])
+        ('KL 0.01, 0.1', 'KL 0.01, nofilter')
+    """
+    names = list(arms)
+    beginnings = {name[: name.rfind(" ") + 1] for name in names}
+    beginning = beginnings.pop() if len(beginnings) == 1 else ""
+    return beginning + ", ".join(name.removeprefix(beginning) for name in names)
 
 
 def format_interval(low: float, high: float, decimals: int = 3) -> str:

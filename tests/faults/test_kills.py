@@ -124,7 +124,7 @@ def test_trials_agree_with_rays_own_frame(uninterrupted_study: InterruptedStudy)
         if trials[name].dtype.kind == "f":
             np.testing.assert_allclose(ray_values.astype(float), values, rtol=1e-12, err_msg=name)
         else:
-            assert [str(value) for value in ray_values if value == value] == [
+            assert [str(value) for value in ray_values if value == value and value is not None] == [
                 str(value) for value in values if value == value and str(value) != "<NA>"
             ], name
     last_rows = frames.steps.groupby("run_id").tail(1).set_index("run_id").loc[trials.index]

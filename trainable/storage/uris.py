@@ -35,8 +35,8 @@ _QUERY_VALUES = {
     **dict.fromkeys(("retry_limit_seconds", "replication", "buffer_size", "default_block_size"), _WORD),
 }
 """The query fields of pyarrow that are no credentials, and the form of their values."""
-_SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs", "file")
-"""Those that pyarrow opens."""
+_SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs", "hf", "file")
+"""Those that pyarrow opens, beside fsspec+NAME."""
 _SEPARATORS = re.compile(r"[@;?#&\s\x00-\x1f\x7f]")
 """Characters that separate parts of a URI. In a path, they may separate credentials from it that are escaped twice."""
 
@@ -60,9 +60,9 @@ def check_uri(uri: str) -> None:
             "credentials out, and provide them in the environment or through the machine's role."
         )
     scheme = uri.strip().partition(":")[0].lower()
-    if is_uri(uri) and scheme not in _SCHEMES:
+    if is_uri(uri) and scheme not in _SCHEMES and not scheme.startswith("fsspec+"):
         raise StorageError(
-            f"{scheme}:// is no storage that can be written: type a URI that begins with one of "
+            f"The URI of the storage begins with another word than those of storages: type one that begins with one of "
             f"{', '.join(f'{name}://' for name in _SCHEMES)}, or the absolute path of a shared folder."
         )
     if is_uri(uri) and (component := _find_unknown_component(uri)):

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import tarfile
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,11 @@ def pack(folder: Path, archive: Path = ARCHIVE) -> int:
 
 
 def unpack(folder: Path, archive: Path = ARCHIVE) -> None:
-    """Write the recorded study into `folder`, which is made."""
-    folder.mkdir(parents=True)
-    with tarfile.open(archive, "r:xz") as tar:
-        tar.extractall(folder, filter="data")
+    """Write the recorded study into `folder`, which appears when it is complete."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temp_folder, tarfile.open(archive, "r:xz") as tar:
+        tar.extractall(Path(temp_folder) / folder.name, filter="data")
+        (Path(temp_folder) / folder.name).rename(folder)
 
 
 def read_recorded_study(archive: Path = ARCHIVE) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -23,9 +24,12 @@ def show_demo(console: Console, output: Path) -> str:
     """
     study = read_recorded_study()
     folder = output / "results" / study["run"]
-    if not os.path.lexists(folder):
-        unpack(folder)
-    elif not _is_recorded(folder):
+    try:
+        if not os.path.lexists(folder):
+            unpack(folder)
+    except OSError as error:
+        raise PlanError(f"--output {output} cannot be written ({error.strerror}): type another folder.") from None
+    if not _is_recorded(folder, study):
         raise PlanError(f"{folder} holds something else: type another folder, as in `demo --output elsewhere`.")
     print_line(
         console, "This study was recorded earlier and comes with tune_study. Nothing is trained now. It was run by:"
@@ -51,11 +55,13 @@ def show_demo(console: Console, output: Path) -> str:
     return problem
 
 
-def _is_recorded(folder: Path) -> bool:
+def _is_recorded(folder: Path, study: dict[str, Any]) -> bool:
+    """Whether the folder holds this recorded study, and not one of another version."""
     try:
-        return RECORDED_KEY in read_object(folder / "study.json")
+        content = read_object(folder / "study.json")
     except (OSError, DamagedFileError):
         return False
+    return all(content.get(key) == study[key] for key in (RECORDED_KEY, "run", "created_at"))
 
 
 def _choose_episodes(runs: list[RunEpisodes], baseline: str) -> list[tuple[RunEpisodes, bool, str]]:

