@@ -30,6 +30,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "trainable.envs": ("trainable.config",),
     "trainable.envs.sokoban": ("trainable.config", "trainable.envs"),
     "trainable.envs.games": ("trainable.config", "trainable.envs", "trainable.envs.sokoban"),
+    "trainable.envs.repl": (),
     "trainable.kernels": ("trainable.files",),
     "trainable.models": (
         "trainable.config",
@@ -226,6 +227,7 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "trainable.envs": ("numpy",),
     "trainable.envs.sokoban": ("numpy",),
     "trainable.envs.games": ("numpy",),
+    "trainable.envs.repl": (),
     "trainable.kernels": ("torch", "numpy"),
     "trainable.kernels.compiled": ("numpy", "numba", "llvmlite"),
     "trainable.models": ("torch", "numpy", "transformers", "safetensors", "tokenizers", "huggingface_hub"),
@@ -265,7 +267,7 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "analysis": ("numpy", "scipy", "pandas", "pyarrow", "matplotlib", "jinja2"),
     "analysis.html.charts": ("altair", "vl_convert"),
     "analysis.html.figures": ("altair", "matplotlib"),
-    "analysis.notebook.plots": ("altair",),
+    "analysis.notebook.plots": ("altair", "pandas"),
     "analysis.report.charts": ("altair", "pandas"),
     "analysis.report.figures": ("altair", "matplotlib", "pandas"),
     # tensorboardX is Ray Tune's.

@@ -342,7 +342,7 @@ def transcripts(
 @report_errors
 def demo(output: opt.DemoFolder = Path("demo")) -> None:
     """Show a recorded study: its runs, verdicts, two episodes and its report. Nothing is trained."""
-    from tune_study.demo.show import show_demo
+    from tune_study.commands.demo import show_demo
 
     if problem := show_demo(make_console(), output):
         print_error(problem)

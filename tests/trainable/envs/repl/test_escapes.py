@@ -1,0 +1,284 @@
+"""Known ways out of a Python sandbox, tried by code that has everything that the confined process has.
+
+The restricted builtins of the REPL are no boundary, so every attempt first takes what they hide: the modules of the
+process, by a walk over the subclasses of `object`. What stops it is the kernel, a limit, or the parent.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+
+from trainable.envs.repl.process import Execution, Query, ReplLimits, ReplProcess, find_obstacle
+
+pytestmark = pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle())
+
+WALK = """
+classes = ().__class__.__base__.__subclasses__()
+posix = [c for c in classes if c.__name__ == '_wrap_close'][0].__init__.__globals__
+modules = posix['sys'].modules
+os, sys, ctypes = modules['os'], modules['sys'], modules['ctypes']
+libc = ctypes.CDLL(None, use_errno=True)
+opener = modules['builtins'].open
+importer = modules['builtins'].__import__
+"""
+SECRET = "the secret of this test"
+LIMITS = ReplLimits(seconds=1, memory_bytes=400 * 2**20, message_bytes=4 * 2**20)
+
+FILE = {
+    "open a file by its path": "opener({secret!r}).read()",
+    "open with os.open": "os.read(os.open({secret!r}, 0), 100)",
+    "open with a raw system call": "path = {secret!r}.encode()\n"
+    "print(libc.syscall(2, path, 0), libc.syscall(257, -100, path, 0))",
+    "write a file": "opener({canary!r}, 'w').write('x')",
+    "make a folder": "os.mkdir({canary!r})",
+    "make a link": "os.symlink({secret!r}, {canary!r})",
+    "delete a file": "os.unlink({secret!r})",
+    "rename a file": "os.rename({secret!r}, {canary!r})",
+    "list a folder": "os.listdir({folder!r})",
+    "ask for the size of a file": "os.stat({secret!r}).st_size",
+    "read the environment of the parent": "opener('/proc/%d/environ' % os.getppid()).read()",
+    "change the working folder": "os.chdir({folder!r})",
+    "open with io_uring": "print(libc.syscall(425, 4, ctypes.create_string_buffer(256)))",
+}
+PROCESS = {
+    "a shell": "os.system('echo x > {canary}')",
+    "popen": "os.popen('echo x > {canary}').read()",
+    "fork": "pid = os.fork()\nif pid == 0:\n    opener({canary!r}, 'w')",
+    "fork with a raw system call": "print(libc.syscall(57), libc.syscall(58), libc.syscall(56, 17, 0, 0, 0, 0))",
+    "exec": "os.execv('/bin/sh', ['sh', '-c', 'echo x > {canary}'])",
+    "posix_spawn": "os.posix_spawn('/bin/sh', ['sh', '-c', 'echo x > {canary}'], {{}})",
+    "import subprocess": "importer('subprocess').run(['touch', {canary!r}])",
+    "a thread": "importer('_thread').start_new_thread(print, ())",
+    "a fork bomb": "while True:\n    os.fork()",
+    "run code that it wrote to memory": "code = ctypes.create_string_buffer(b'\\xc3')\n"
+    "ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(code))()",
+    "make memory executable": "import_ = importer('mmap')\nimport_.mmap(-1, 4096, prot=7)",
+    "new namespaces": "print(libc.unshare(0x10000000))",
+}
+NETWORK = {
+    "a socket": "importer('_socket').socket()",
+    "a socket by a raw system call": "print(libc.syscall(41, 2, 1, 0))",
+    "a connection": "importer('socket').create_connection(('127.0.0.1', {port}))",
+    "a local socket": "print(libc.syscall(41, 1, 1, 0), libc.syscall(53, 1, 1, 0, ctypes.create_string_buffer(8)))",
+    "a name": "importer('socket').getaddrinfo('example.com', 80)",
+    "urllib": "importer('urllib.request').request.urlopen('http://127.0.0.1:{port}/')",
+}
+SIGNALS = {
+    "end the parent": "os.kill(os.getppid(), 15)",
+    "end all processes": "os.kill(-1, 9)",
+    "end the group": "os.killpg(0, 9)",
+    "signal a thread by a raw system call": "print(libc.syscall(234, {pid}, {pid}, 10))\n"
+    "print(libc.syscall(129, {pid}, 10, 0))",
+    "trace the parent": "print(libc.ptrace(16, {pid}, 0, 0))",
+    "read the memory of the parent": "print(libc.syscall(310, {pid}, 0, 1, 0, 1, 0))",
+    "write the memory of the parent": "print(libc.syscall(311, {pid}, 0, 1, 0, 1, 0))",
+    "limit the parent": "print(libc.syscall(302, {pid}, 7, ctypes.create_string_buffer(16), 0))",
+    "raise its own limits": "importer('resource').setrlimit(9, (-1, -1))",
+}
+MEMORY = {
+    "one large text": "x = 'a' * 10**12",
+    "a list that grows": "x = []\nwhile True:\n    x.append('a' * 10**6)",
+    "a list that doubles": "x = [0]\nwhile True:\n    x += x",
+    "a format string": "x = '%' + '9' * 9 + 'd'\nx % 1\n'{{:>9999999999}}'.format(1)",
+    "a power of powers": "x = 9 ** 9 ** 9",
+    "recursion without end": "f = lambda: f()\nf()",
+    "recursion in a destructor": "class A:\n    def __del__(self):\n        A()\nA()",
+    "nested brackets": "modules['builtins'].eval('(' * 10**6)",
+    "output without end": "while True:\n    print('a' * 10**6)",
+}
+TIME = {
+    "a loop": "while True:\n    pass",
+    "a loop that catches everything": "while True:\n    try:\n        while True:\n            pass\n"
+    "    except BaseException:\n        pass",
+    "sleep": "modules['time'].sleep(10**6)",
+    "a regular expression that backtracks": "re.match('(a+)+$', 'a' * 40 + 'b')",
+    "a sum in C": "sum(range(10**13))",
+    "ignore the alarm": "importer('signal').signal(14, lambda *a: None)\nwhile True:\n    pass",
+    "wait for input": "sys.stdin.buffer.read()",
+}
+FORGE = """
+def forge(number, **fields):
+    os.write(1, json.dumps({{**fields, 'number': number}}).encode() + b'\\n')
+"""
+PROTOCOL = {
+    "a reply of its own": FORGE + "forge(2, kind='result', stdout='', stderr='', final='forged')",
+    "many replies of its own": FORGE
+    + "for number in range(9):\n    forge(number, kind='result', stdout='', stderr='', final='')",
+    "a reply of another kind": FORGE + "forge(2, kind='ready')",
+    "a reply of another form": FORGE + "forge(2, kind='result', stdout=[], stderr=None)",
+    "a reply of no kind": FORGE + "forge(2, kind=[])",
+    "a query that it may not ask": FORGE + "forge(2, kind='query', prompts=['x'] * 99, contexts=[None] * 99)",
+    "what is no message": "os.write(1, b'\\x00\\xff\\n')",
+    "a nested message": "os.write(1, b'[' * 10**5 + b'\\n')",
+    "a flood": "while True:\n    os.write(1, b'a' * 65536)",
+    "close the channel": "os.close(1)",
+    "end the process": "os._exit(0)",
+    "crash the process": "ctypes.string_at(0)",
+    "a hostile error": "class E(Exception):\n    def __str__(self):\n        raise SystemExit\nraise E",
+    "a hostile answer": "class S(str):\n    def __repr__(self):\n        while True:\n            pass\nFINAL([S()])",
+    "the frame of the caller": "try:\n    1 / 0\nexcept Exception as e:\n    frame = e.__traceback__.tb_frame.f_back\n"
+    "frame.f_locals.clear()\nframe.f_back.f_locals['channel'].send({{'kind': 'x'}})",
+    "a generator's frame": "g = (g.gi_frame.f_back.f_back.f_globals for _ in [0])\nnext(g)['execute'] = None",
+    "a format string that walks": "print('{{0.__class__.__base__.__subclasses__}}'.format(()))",
+    "builtins replaced": "modules['builtins'].print = None\nmodules['json'].dumps = lambda m: 'x'",
+    "halves of surrogate pairs": "FINAL('\\ud800')",
+    "a trace function": "sys.settrace(lambda *a: 1 / 0)",
+    "an exit handler": "importer('atexit').register(print, 'x')\nmodules['builtins'].exit()",
+}
+CLASSES = {
+    "file": FILE, "process": PROCESS, "network": NETWORK, "signals": SIGNALS, "memory": MEMORY, "time": TIME,
+    "protocol": PROTOCOL,
+}  # fmt: skip
+ESCAPES = [(kind, name, code) for kind, escapes in CLASSES.items() for name, code in escapes.items()]
+
+
+class Surroundings(NamedTuple):
+    """What an escape would reach: a secret file, a path that must stay free, a port at which somebody listens."""
+
+    secret: Path
+    canary: Path
+    port: int
+    visits: list[object]
+
+    def fill(self, code: str) -> str:
+        """The code with the places of this machine."""
+        places = {"secret": str(self.secret), "canary": str(self.canary), "folder": str(self.secret.parent)}
+        return WALK + code.format(**places, port=self.port, pid=os.getpid())
+
+
+@pytest.fixture
+def surroundings(tmp_path: Path) -> Iterator[Surroundings]:
+    (tmp_path / "secret").write_text(SECRET)
+    visits: list[object] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.05)
+        is_over = threading.Event()
+
+        def listen() -> None:
+            while not is_over.is_set():
+                try:
+                    connection, address = server.accept()
+                    connection.close()
+                    visits.append(address)
+                except TimeoutError:
+                    continue
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        yield Surroundings(tmp_path / "secret", tmp_path / "canary", server.getsockname()[1], visits)
+        is_over.set()
+        thread.join()
+
+
+@pytest.fixture
+def signals() -> Iterator[list[int]]:
+    """The signals that this process gets."""
+    received: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    handlers = [signal.signal(number, lambda number, frame: received.append(number)) for number in numbers]
+    yield received
+    for number, handler in zip(numbers, handlers, strict=True):
+        signal.signal(number, handler)
+
+
+def test_there_are_at_least_forty() -> None:
+    assert len(ESCAPES) >= 40
+
+
+def iter_cases() -> Iterator[Any]:
+    """Every escape; of those that run until a limit ends them, the first of each class in every CI."""
+    seen_kinds = set()
+    for kind, name, code in ESCAPES:
+        is_slow = kind in ("memory", "time") and kind in seen_kinds
+        seen_kinds.add(kind)
+        yield pytest.param(kind, name, code, id=f"{kind}: {name}", marks=[pytest.mark.slow] * is_slow)
+
+
+@pytest.mark.parametrize(("kind", "name", "code"), list(iter_cases()))
+def test_an_escape_ends_in_an_observation(
+    surroundings: Surroundings, signals: list[int], kind: str, name: str, code: str
+) -> None:
+    processes = {process.pid for process in psutil.Process().children(recursive=True)}
+    limits_before = psutil.Process().rlimit(psutil.RLIMIT_NOFILE)
+    with ReplProcess({"a": "one"}, limits=LIMITS) as repl:
+        started_at = time.monotonic()
+        outcome = repl.execute(surroundings.fill(code))
+        after = repl.execute("1 + 1")
+        # Whatever it did to its own process, the REPL goes on, at once or in a new process.
+        after = repl.execute("1 + 1") if isinstance(after, Execution) and after.is_lost else after
+        seconds = time.monotonic() - started_at
+        grandchildren = len(psutil.Process().children(recursive=True)) - len(processes)
+    assert isinstance(outcome, Execution)
+    assert SECRET not in outcome.stdout + outcome.stderr + str(outcome.final)
+    assert grandchildren == 1  # the REPL itself
+    assert surroundings.secret.read_text() == SECRET
+    assert sorted(path.name for path in surroundings.secret.parent.iterdir()) == ["secret"]
+    assert surroundings.visits == []
+    assert signals == []
+    assert psutil.Process().rlimit(psutil.RLIMIT_NOFILE) == limits_before
+    assert seconds < 60
+    if name not in ("builtins replaced", "a generator's frame", "a trace function"):  # these hurt their own REPL
+        assert after == Execution("2\n", "", None)
+
+
+CONTROLS = {
+    "read": ("print(opener({secret!r}).read())", lambda text, place: SECRET in text),
+    "write": (FILE["write a file"], lambda text, place: place.canary.exists()),
+    "shell": (PROCESS["a shell"], lambda text, place: place.canary.exists()),
+    "connect": (NETWORK["a connection"], lambda text, place: wait_for_visit(place)),
+}  # fmt: skip
+
+
+def wait_for_visit(surroundings: Surroundings) -> bool:
+    deadline = time.monotonic() + 10
+    while not surroundings.visits and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(surroundings.visits)
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_without_the_confinement_an_escape_succeeds(surroundings: Surroundings, name: str) -> None:
+    """Otherwise the tests above would pass because the code does nothing."""
+    code, has_escaped = CONTROLS[name]
+    script = f"import re, json, subprocess, os, ctypes\n{surroundings.fill(code)}"
+    process = subprocess.run([sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True)
+    assert has_escaped(process.stdout, surroundings), process.stderr
+
+
+def test_values_cross_as_data(tmp_path: Path) -> None:
+    """Nothing that comes from the process is unpickled, imported or called: an answer is a text."""
+    with ReplProcess({}) as repl:
+        outcome = repl.execute("class A:\n    def __reduce__(self):\n        return (print, ('x',))\nFINAL(A())")
+        assert isinstance(outcome, Execution)
+        assert type(outcome.final) is str
+        assert "A object at" in outcome.final
+
+
+def test_a_query_crosses_as_data() -> None:
+    with ReplProcess({}, may_query=True) as repl:
+        assert repl.execute("rlm_query('\\ud800', {'a': [1, None]})") == Query(("?",), ({"a": [1, None]},))
+        assert repl.refuse("no") == Execution("", "ValueError: no\n", None)
+        outcome = repl.execute("rlm_query('x', print)")
+        assert isinstance(outcome, Execution)
+        assert "not JSON serializable" in outcome.stderr
+
+
+def test_the_process_has_nothing_of_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "a key")
+    with ReplProcess({}) as repl:
+        outcome = repl.execute(WALK + "print(json.dumps(dict(os.environ)), sys.argv, sys.flags.isolated)")
+        assert isinstance(outcome, Execution)
+        environment = json.JSONDecoder().raw_decode(outcome.stdout)[0]
+        assert set(environment) <= {"PYTHONHASHSEED", "LC_CTYPE"}
+        assert "a key" not in outcome.stdout

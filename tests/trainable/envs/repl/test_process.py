@@ -1,0 +1,179 @@
+"""Tests of the REPL in a confined process: its language, its tools, its limits, and that every code is answered."""
+
+import random
+
+import pytest
+
+from tests.trainable.envs.repl.test_escapes import ESCAPES, WALK
+from trainable.envs.repl import process
+from trainable.envs.repl.process import ConfinementError, Execution, Query, ReplLimits, ReplProcess, find_obstacle
+
+pytestmark = pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle())
+
+PAPERS = {
+    "p1": "# A title\n\n## Abstract\nWe measure ice.\nIt melts.\n\n## Results\nIce melts at 0 degrees. ICE floats.",
+    "p2": "Abstract:\nFire burns.\n\nMethods:\nWe lit a match.",
+    "p3": "The first paragraph.\n\nThe second one.",
+}
+
+
+def run(code: str, context: dict[str, str] | None = None) -> Execution:
+    with ReplProcess(context or PAPERS) as repl:
+        outcome = repl.execute(code)
+        assert isinstance(outcome, Execution)
+        return outcome
+
+
+def test_variables_persist_and_the_last_expression_is_shown() -> None:
+    with ReplProcess({}) as repl:
+        assert repl.execute("def f(n):\n    return n + 1\nx = f(1)") == Execution("", "", None)
+        assert repl.execute("print('a')\nx") == Execution("a\n2\n", "", None)
+        assert repl.execute("None") == Execution("", "", None)
+        assert repl.execute("    y = x\n    y * 2") == Execution("4\n", "", None)
+        assert repl.execute("SHOW_VARS()") == Execution("{'f': 'function', 'x': 'int', 'y': 'int'}\n", "", None)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("x = (", "SyntaxError: '(' was never closed"),
+        ("import os", "ImportError: __import__ not found"),
+        ("open('x')", "NameError: name 'open' is not defined"),
+        ("eval('1')", "NameError: name 'eval' is not defined"),
+        ("raise SystemError('x')", "NameError: name 'SystemError' is not defined"),
+        ("FINAL_VAR('x')", "NameError: there is no variable 'x'"),
+        ("rlm_query('x')", "NameError: name 'rlm_query' is not defined"),
+        ("extract_section('p9', 'x')", "KeyError: 'p9'"),
+    ],
+)
+def test_an_error_is_an_observation(code: str, error: str) -> None:
+    outcome = run(code)
+    assert error in outcome.stderr
+    assert (outcome.stdout, outcome.final, outcome.is_lost) == ("", None, False)
+
+
+@pytest.mark.parametrize(
+    ("code", "shown"),
+    [
+        ("list_papers()", "['p1', 'p2', 'p3']"),
+        ("context['p3'][:9]", "'The first'"),
+        ("search(context['p1'], 'ice', 10)", "['sure ice.\\nIt', 'lts\\nIce melt', 'ees. ICE floa']"),
+        ("search('aaa', 'a', 0)", "['a', 'a', 'a']"),
+        ("search('a+b', '+')[0]", "'a+b'"),
+        ("get_paper_abstract('p1')", "'We measure ice.\\nIt melts.'"),
+        ("get_paper_abstract('p2')", "'Fire burns.'"),
+        ("get_paper_abstract('p3')", "'The first paragraph.'"),
+        ("extract_section('p2', 'METHODS')", "'We lit a match.'"),
+        ("extract_section('p2', 'Results')", "''"),
+        ("re.sub('a', 'b', 'aa'), math.sqrt(4), json.dumps([1]), Counter('aab')['a']", "('bb', 2.0, '[1]', 2)"),
+    ],
+)
+def test_tools_read_the_papers(code: str, shown: str) -> None:
+    if code.startswith("search(context['p1']"):
+        outcome = run("[len(text) for text in search(context['p1'], 'ice', 10)]")
+        assert outcome.stdout == "[13, 13, 13]\n"
+        return
+    assert run(code) == Execution(f"{shown}\n", "", None)
+
+
+@pytest.mark.parametrize(
+    ("code", "final"),
+    [
+        ("FINAL('done')", "done"),
+        ("FINAL(['a', 'b'])", "['a', 'b']"),
+        ("FINAL(None)", "None"),
+        ("x = {'a': 1}\nFINAL_VAR('x')", "{'a': 1}"),
+        ("try:\n    FINAL('a')\nexcept Exception:\n    pass", "a"),
+        ("print('before')\nFINAL('a')\nprint('after')", "a"),
+    ],
+)
+def test_a_final_answer_is_a_text_and_ends_the_execution(code: str, final: str) -> None:
+    outcome = run(code)
+    assert outcome.final == final
+    assert "after" not in outcome.stdout
+
+
+def test_children_are_asked_as_one_batch_and_answers_are_parsed() -> None:
+    with ReplProcess(PAPERS, may_query=True) as repl:
+        outcome = repl.execute("rlm_query_batched(['a', 'b'], [None, {'p1': 'x'}])")
+        assert outcome == Query(("a", "b"), (None, {"p1": "x"}))
+        assert repl.answer(["[1, 2]", "no literal ("]) == Execution("[[1, 2], 'no literal (']\n", "", None)
+        assert repl.execute("rlm_query('c')") == Query(("c",), (None,))
+        assert repl.refuse("at most 8 children") == Execution("", "ValueError: at most 8 children\n", None)
+        outcome = repl.execute("rlm_query_batched(['a'], [])")
+        assert isinstance(outcome, Execution)
+        assert "1 prompts and 0 contexts: give one context per prompt" in outcome.stderr
+
+
+def test_what_overruns_a_limit_loses_its_variables_and_says_so() -> None:
+    with ReplProcess({}, limits=ReplLimits(seconds=0.3, message_bytes=10_000)) as repl:
+        repl.execute("x = 1")
+        outcome = repl.execute("while True:\n    pass")
+        assert outcome == Execution(
+            "",
+            "TimeoutError: the execution took more than 0.3 seconds and was ended. All variables are lost.",
+            None,
+            True,
+        )
+        outcome = repl.execute("x")
+        assert isinstance(outcome, Execution)
+        assert "NameError" in outcome.stderr
+        outcome = repl.execute("print('a' * 20_000)")
+        assert isinstance(outcome, Execution)
+        assert outcome.is_lost
+        assert "sent more than the REPL may" in outcome.stderr
+
+
+def test_a_machine_that_cannot_confine_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process.ctypes.util, "find_library", lambda name: None)
+    with pytest.raises(ConfinementError, match=r"libseccomp, which is missing: sudo apt-get install libseccomp2"):
+        ReplProcess({})
+    monkeypatch.setattr(process.sys, "platform", "darwin")
+    assert find_obstacle().startswith("Model-written code is confined by Linux alone")
+
+
+def test_without_the_filter_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that loads and filters nothing is no confinement: the process ends before it runs any code."""
+    monkeypatch.setattr(process.ctypes.util, "find_library", lambda name: "libm.so.6")
+    with pytest.raises(ConfinementError, match="does not filter system calls"):
+        ReplProcess({})
+
+
+SNIPPETS = (
+    *("x = 1", "print(x)", "for i in range(3):\n    print(i)", "FINAL(x)", "FINAL_VAR('x')", "SHOW_VARS()"),
+    *("search(context['p1'], 'ice')", "rlm_query('a')", "rlm_query_batched(['a'] * 3)", "FINAL = None", "del x"),
+    *("def f():\n    return f()\nf()", "raise ValueError('x')", "class A:\n    pass", "while False:\n    pass"),
+    *("{}[0]", "'\\ud800'", "print('a' * 10**5)", "lambda: 0", "'%s' % ()", "'{0.__class__}'.format(1)", "0x"),
+    *("[].append([])", "global x", "return 1", "yield", "await x", "del print", "context.clear()", "1 if", "1e999"),
+    *("*", "\x00", "\\", "'''", "#", "(" * 200, "é" * 50),
+)
+"""What a fuzzed turn is made of, beside the escapes."""
+
+
+def make_turn(rng: random.Random) -> str:
+    """A malformed turn: snippets, pieces of them, random characters, or an escape that takes no time."""
+    kind = rng.randrange(4)
+    if kind == 0:
+        return "".join(chr(rng.choice((rng.randrange(128), rng.randrange(0xD7FF)))) for _ in range(rng.randrange(40)))
+    pieces = rng.choices(SNIPPETS, k=rng.randrange(1, 4))
+    if kind == 1:
+        pieces = [piece[rng.randrange(len(piece) + 1) :] for piece in pieces]
+    if kind == 2 and rng.random() < 0.1:
+        escapes = [code for name, _, code in ESCAPES if name in ("file", "process", "network", "signals")]
+        return WALK + rng.choice([code for code in escapes if "{" not in code and "while" not in code])
+    return rng.choice(("\n", ";", " ")).join(pieces)
+
+
+def test_every_turn_is_answered() -> None:
+    rng, lost, turns = random.Random(0), 0, 10_000
+    with ReplProcess(PAPERS, may_query=True, limits=ReplLimits(seconds=5)) as repl:
+        for _ in range(turns):
+            outcome = repl.execute(make_turn(rng))
+            while isinstance(outcome, Query):
+                answers = ["[1]"] * len(outcome.prompts)
+                outcome = repl.answer(answers) if rng.random() < 0.5 else repl.refuse("no more children")
+            assert isinstance(outcome, Execution)
+            outcome.stdout.encode()
+            lost += outcome.is_lost
+        assert lost < turns / 10
