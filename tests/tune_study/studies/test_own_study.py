@@ -127,6 +127,7 @@ def test_another_study_is_not_taken_for_it(folder: Path) -> None:
     assert "contains the study my-lr, and other.py declares other" in error
 
 
+@pytest.mark.slow  # examples/own_question.py, which test_docs.py runs, runs one, too
 def test_a_study_runs_from_python(tmp_path: Path) -> None:
     study = Study(
         name="from-python",
