@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from analysis.data.frames import StudyFrames, to_records
+from analysis.grid.layout import name_arms
 from analysis.html.page import make_environment
 from analysis.report.pages import draw_figures, render_page
 from trainable.runs.run_ends import ENDED_STATUSES
@@ -36,7 +37,7 @@ class LivePage:
                 "steps_total": row.get("steps_total"),
                 "value": values.get(row["run_id"], float("nan")),
             }
-            for row in to_records(frames.runs)
+            for row in to_records(name_arms(frames).runs)
         ]
         self._context = {
             "metric": metric[1],
