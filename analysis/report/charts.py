@@ -34,6 +34,7 @@ _MEASURES = {
     "greedy": _Measure("validation, greedy", "triangle-up", 1),
     "test": _Measure("test, sampled", "square", -1),
 }
+_SUCCESS = alt.Tooltip("value:Q", title="success", format=".3f")
 _BASE_LINES = {"base": "before training, sampled", "base_greedy": "before training, greedy"}
 
 
@@ -50,20 +51,7 @@ def chart_dose_response(
     table: from `tables.make_dose_response`. runs: from `tables.make_run_outcomes`. colors: colors by arm. setting: the
     name of the axis.
     """
-    points = table.melt(
-        ["arm", "x", "low", "high", "scored", "early_stopped"], list(_MEASURES), var_name="column"
-    ).dropna(subset="value")
-    is_sampled = points["column"] == "success"
-    # Side by side, as in the picture: equal values would cover each other.
-    offset = 0.012 * max(table["x"].max() - table["x"].min(), 1.0)
-    points = points.assign(
-        # The interval is that of sampled validation success alone.
-        **points[["low", "high"]].where(is_sampled),
-        measure=points["column"].map({column: measure.name for column, measure in _MEASURES.items()}),
-        x=points["x"] + offset * points["column"].map({column: measure.place for column, measure in _MEASURES.items()}),
-        outcome=_describe_stops(points),
-    )
-    measures = [measure for column, measure in _MEASURES.items() if (points["column"] == column).any()]
+    points = _make_points(table)
     legend_choice = alt.selection_point(name="measure", fields=["measure"], bind="legend")
     arm_choice = alt.selection_point(name="arm", fields=["arm"])
     opacity = alt.when(legend_choice & arm_choice).then(alt.value(1.0)).otherwise(alt.value(_FAINT_OPACITY))
@@ -76,7 +64,12 @@ def chart_dose_response(
     y_axis = alt.Axis(title="success (fraction of episodes)")
     y = alt.Y("value:Q", axis=y_axis)
     color = alt.Color("arm:N", legend=None, scale=_make_color_scale(colors))
-    success = alt.Tooltip("value:Q", title="success", format=".3f")
+    measures = [measure for column, measure in _MEASURES.items() if (points["column"] == column).any()]
+    shapes = alt.Scale(domain=[measure.name for measure in measures], range=[measure.mark for measure in measures])
+    bounds = [
+        alt.Tooltip("low:Q", title="95 % interval from", format=".3f"),
+        alt.Tooltip("high:Q", title="to", format=".3f"),
+    ]
     marks = (
         alt.Chart(points, name="points")
         .mark_point(size=90, filled=True)
@@ -84,37 +77,12 @@ def chart_dose_response(
             x=x,
             y=y,
             color=color,
-            shape=alt.Shape(
-                "measure:N",
-                legend=_make_legend(),
-                scale=alt.Scale(
-                    domain=[measure.name for measure in measures], range=[measure.mark for measure in measures]
-                ),
-            ),
+            shape=alt.Shape("measure:N", legend=_make_legend(), scale=shapes),
             opacity=opacity,
-            tooltip=[
-                "arm:N",
-                "measure:N",
-                success,
-                alt.Tooltip("low:Q", title="95 % interval from", format=".3f"),
-                alt.Tooltip("high:Q", title="to", format=".3f"),
-                alt.Tooltip("scored:Q", title="runs"),
-                "outcome:N",
-            ],
+            tooltip=["arm:N", "measure:N", _SUCCESS, *bounds, alt.Tooltip("scored:Q", title="runs"), "outcome:N"],
         )
         .add_params(legend_choice, arm_choice)
     )
-    # What a rule stopped is vermilion in every figure: a cross where it stopped all runs, else an edge.
-    stopped = points[is_sampled & (points["early_stopped"] > 0)]
-    has_failed = stopped["early_stopped"] == stopped["scored"]
-    stop_marks: tuple[tuple[pd.DataFrame, dict[str, Any]], ...] = (
-        (stopped[has_failed], {"shape": "cross", "angle": 45, "size": 240, "filled": True, "color": STOPPED_COLOR}),
-        (stopped[~has_failed], {"shape": "circle", "size": 120, "strokeWidth": 2, "color": STOPPED_COLOR}),
-    )
-    stops = [
-        alt.Chart(rows).mark_point(**mark).encode(x=x, y=y, opacity=opacity, tooltip=["arm:N", success, "outcome:N"])
-        for rows, mark in stop_marks
-    ]
     intervals = (
         alt.Chart(points.dropna(subset="low"))
         .mark_rule(strokeWidth=2)
@@ -125,7 +93,7 @@ def chart_dose_response(
     dots = (
         alt.Chart(single_runs[["arm", "x", "value"]])
         .mark_point(size=10, filled=True, color=TEXT_COLOR, opacity=0.55)
-        .encode(x=x, y=y, tooltip=["arm:N", success])
+        .encode(x=x, y=y, tooltip=["arm:N", _SUCCESS])
     )
     # Arms have positions of their own, in which 0 and words have a place, so their labels are texts below the axis.
     ticks = (
@@ -133,18 +101,44 @@ def chart_dose_response(
         .mark_text(dy=12, color=TEXT_COLOR)
         .encode(x=x, y=alt.value(_HEIGHT), text="tick:N")
     )
+    stops = [
+        alt.Chart(rows).mark_point(**mark).encode(x=x, y=y, opacity=opacity, tooltip=["arm:N", _SUCCESS, "outcome:N"])
+        for rows, mark in _select_stops(points)
+    ]
+    return _layer(_draw_base_lines(table, y), intervals, ticks, dots, marks, *stops)
+
+
+def _make_points(table: pd.DataFrame) -> pd.DataFrame:
+    """One row per arm and measure of the dose-response table: value, x, measure and outcome, bounds where there are some."""
+    columns = ["arm", "x", "low", "high", "scored", "early_stopped"]
+    points = table.melt(columns, list(_MEASURES), var_name="column").dropna(subset="value")
+    # Side by side, as in the picture: equal values would cover each other.
+    offset = 0.012 * max(table["x"].max() - table["x"].min(), 1.0)
+    return points.assign(
+        # The interval is that of sampled validation success alone.
+        **points[["low", "high"]].where(points["column"] == "success"),
+        measure=points["column"].map({column: measure.name for column, measure in _MEASURES.items()}),
+        x=points["x"] + offset * points["column"].map({column: measure.place for column, measure in _MEASURES.items()}),
+        outcome=points["early_stopped"].map(lambda count: f"{count or 'none'} stopped by a rule"),
+    )
+
+
+def _select_stops(points: pd.DataFrame) -> list[tuple[pd.DataFrame, dict[str, Any]]]:
+    """The arms that a rule stopped with their marks: vermilion crosses where it stopped all runs, else edges."""
+    stopped = points[(points["column"] == "success") & (points["early_stopped"] > 0)]
+    has_failed = stopped["early_stopped"] == stopped["scored"]
+    return [
+        (stopped[has_failed], {"shape": "cross", "angle": 45, "size": 240, "filled": True, "color": STOPPED_COLOR}),
+        (stopped[~has_failed], {"shape": "circle", "size": 120, "strokeWidth": 2, "color": STOPPED_COLOR}),
+    ]
+
+
+def _draw_base_lines(table: pd.DataFrame, y: alt.Y) -> alt.Chart:
     base = table[list(_BASE_LINES)].head(1).melt(var_name="column").dropna()
-    base_lines = (
+    return (
         alt.Chart(base.assign(measure=base["column"].map(_BASE_LINES)))
         .mark_rule(color="#777777", strokeDash=[5, 4])
-        .encode(y=y, tooltip=["measure:N", success])
-    )
-    return _layer(base_lines, intervals, ticks, dots, marks, *stops)
-
-
-def _describe_stops(points: pd.DataFrame) -> "pd.Series[str]":
-    return points["early_stopped"].map(
-        lambda count: f"{count} stopped by a rule" if count else "none stopped by a rule"
+        .encode(y=y, tooltip=["measure:N", _SUCCESS])
     )
 
 
