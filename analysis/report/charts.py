@@ -109,7 +109,7 @@ def chart_dose_response(
 
 
 def _make_points(table: pd.DataFrame) -> pd.DataFrame:
-    """One row per arm and measure of the dose-response table: value, x, measure and outcome, bounds where there are some."""
+    """The dose-response table with a row per arm and measure: value, measure, x, outcome, and bounds if it has some."""
     columns = ["arm", "x", "low", "high", "scored", "early_stopped"]
     points = table.melt(columns, list(_MEASURES), var_name="column").dropna(subset="value")
     # Side by side, as in the picture: equal values would cover each other.
