@@ -26,7 +26,7 @@ def test_the_command_shows_the_recorded_study(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     study = archive.read_recorded_study()
     folder = tmp_path / "demo" / "results" / study["run"]
-    assert "recorded earlier and comes with tune_study; nothing is trained now" in result.stdout
+    assert "recorded earlier and comes with tune_study. Nothing is trained now." in result.stdout
     assert study["recorded"] in result.stdout
     assert f"{study['name']} ({study['preset']}): finished; runs: " in result.stdout
     assert "A failed episode at the end of arm" in result.stdout
