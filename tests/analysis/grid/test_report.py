@@ -179,7 +179,7 @@ def test_a_headline_counts_arms_that_do_not_fit_a_line(frames: StudyFrames) -> N
 
 def test_many_lines_that_never_collapsed_are_counted() -> None:
     rows = [
-        {"arm": f"a panel with a long name {n}", "step": step, "surviving_fraction": 1.0, "runs": 4, "collapsed": 0}
+        {"arm": f"{n} is a panel with a long name", "step": step, "surviving_fraction": 1.0, "runs": 4, "collapsed": 0}
         for n in range(9)
         for step in (0, 20)
     ]

@@ -90,7 +90,7 @@ REFUSED_LINES = [
     ("run kl --set actor.kl_loss_coeff=1", "There is no setting `actor.kl_loss_coeff`. Nearest: actor.kl_loss_coef"),
     ("run kl --set actor.lr=0", "actor.lr=0: must be greater than 0."),
     ("run kl --set actor.lr", "--set 'actor.lr' has no value"),
-    ("run kl --steps 0", "trainer.total_training_steps=0: must be greater than or equal to 1"),
+    ("run kl --steps 0", "--steps 0: must be greater than or equal to 1"),
     ("run kl --kl-values 0,-1", "--kl-values -1: actor.kl_loss_coef=-1: must be greater than or equal to 0"),
     ("run kl --kl-values 0,0.1,0.10", "--kl-values has the value 0.10 twice (0.1 and 0.10): give each value once."),
     ("run kl --seeds 0", "--seeds 0 leaves nothing to run"),

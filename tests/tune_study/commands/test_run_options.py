@@ -35,7 +35,7 @@ def dry_run(folder: Path, *words: str) -> tuple[int, str, str]:
             "--model does not belong to study influence, which has no setting model",
         ),
         ("influence --gpu-memory-utilization 0.5", "--gpu-memory-utilization does not belong to study influence"),
-        ("influence --gpus-per-exp 1", "trainer.n_gpus_per_node=1.0: must be less than or equal to 0"),
+        ("influence --gpus-per-exp 1", "--gpus-per-exp 1.0: must be less than or equal to 0"),
         ("influence --rollout_filter_include_zero True", "which filters no groups: leave it out"),
         ("influence --rollout_filter_strategy top_p", "--rollout_filter_strategy does not belong to study influence"),
         ("influence --gpus 0", "--gpus 0: study influence trains on the CPU. Leave --gpus out."),
