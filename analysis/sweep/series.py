@@ -1,6 +1,7 @@
 """Tables over the course of training: curves, kept groups, equal budgets, and consistency of equal runs."""
 
 from dataclasses import replace
+from difflib import get_close_matches
 from itertools import combinations
 
 import numpy as np
@@ -30,8 +31,10 @@ def make_curves(frames: StudyFrames, column: str) -> pd.DataFrame:
     """
     columns = {step_column.name for family in frames.families for step_column in family.step_columns}
     if column not in columns:
+        nearest = get_close_matches(column, sorted(columns), n=3, cutoff=0.5)
         raise ValueError(
-            f"There is no step column `{column}` in this study. docs/metrics.md lists all columns; try `entropy`."
+            f"There is no step column `{column}` in this study. docs/metrics.md lists all columns; try "
+            f"{' or '.join(f'`{name}`' for name in nearest) or '`entropy`'}."
         )
     status = dict(zip(require_single_study(frames).trials["run_id"], frames.trials["status"], strict=True))
     names = ["arm", "seed", "run_id", "step"]

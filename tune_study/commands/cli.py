@@ -17,7 +17,7 @@ import typer
 
 from search_spaces import STUDIES, SUITES
 from search_spaces.declaration.presets import Settings
-from trainable.config.command_lines import INSTALLED_PROGRAM, PROGRAM, format_command, quote_argument
+from trainable.config.command_lines import INSTALLED_PROGRAM, PROGRAM
 from trainable.config.own_parts import OwnPartError
 from trainable.config.run_config import ConfigError
 from trainable.files.paths import UnsafePathError
@@ -37,7 +37,7 @@ from tune_study.host.terminal import finish_output, protect_output
 from tune_study.placement import resources
 from tune_study.plan.errors import MisfitError, PlanError
 from tune_study.plan.own_parts import load_typed_files, pin_typed_values
-from tune_study.plan.study_plan import StudyPlan, collect_overrides, find_study
+from tune_study.plan.study_plan import StudyPlan, collect_overrides, find_study, normalize_study_name
 from tune_study.tune.conclusion import write_results
 
 app = typer.Typer(
@@ -114,13 +114,10 @@ def list_studies(as_json: opt.Json = False) -> None:
 @command("settings", epilog=f"\b\nExample: {PROGRAM} settings --all | grep kl_")
 @report_errors
 def settings(study: opt.SettingsStudy = "kl", list_all: opt.AllSettings = False) -> None:
-    """List the most common settings of STUDY for --set: value under each preset, meaning, allowed values."""
-    try:
-        declared_study = find_study(study)
-    except PlanError as error:
-        words = f"{format_command('settings', '--all')} | grep {quote_argument(study)}"
-        raise PlanError(f"{error} To look for a setting: `{words}`.") from None
-    describe.print_settings(make_console(), declared_study, with_all=list_all)
+    """List the most common settings of STUDY for --set, or all whose name or meaning has a WORD."""
+    is_study = normalize_study_name(study) in STUDIES
+    if is_study or not describe.print_matching_settings(make_console(), STUDIES["kl"], study):
+        describe.print_settings(make_console(), find_study(study), with_all=list_all)
 
 
 @command("new", epilog=f"\b\n{NEW_EXAMPLE}")

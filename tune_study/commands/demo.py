@@ -9,7 +9,7 @@ from rich.console import Console
 from trainable.config.command_lines import format_command
 from trainable.files.json_values import DamagedFileError, read_object
 from tune_study.commands.describe import print_status
-from tune_study.commands.reading.transcripts import RunEpisodes, print_episode, read_run_episodes
+from tune_study.commands.reading.transcripts import LEGEND, RunEpisodes, print_episode, read_run_episodes
 from tune_study.demo.archive import RECORDED_KEY, read_recorded_study, unpack
 from tune_study.host.console import print_line
 from tune_study.plan.errors import PlanError
@@ -39,6 +39,11 @@ def show_demo(console: Console, output: Path) -> str:
     print_status(console, folder, str(folder), study, is_running=False)
     print_line(console, "")
     problem = write_results(folder, console)
+    print_line(console, "")
+    print_line(
+        console, "Three seeds are few: docs/collapse.md has ten of the same study, and says what holds over them."
+    )
+    print_line(console, LEGEND)
     for run, success, words in _choose_episodes(read_run_episodes(folder, study), study["baseline"]):
         step = max(episode.step for episode in run.episodes)
         episode = next(item for item in run.episodes if item.step == step and item.success == success)

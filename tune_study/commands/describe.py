@@ -313,6 +313,15 @@ def print_settings(console: Console, study: Study, *, with_all: bool = False) ->
         )
 
 
+def print_matching_settings(console: Console, study: Study, word: str) -> bool:
+    """Print the settings of a study whose name or meaning has a word, and return whether there is one."""
+    rows = [row for row in make_settings_rows(study) if word.lower() in f"{row.name} {row.meaning}".lower()]
+    cells = [[row.name, *row.defaults, row.meaning, row.allowed] for row in rows]
+    if cells:
+        print_table(console, ("setting", *study.family.presets, "meaning", "allowed"), cells)
+    return bool(cells)
+
+
 def make_settings_rows(study: Study) -> list[SettingRow]:
     """Rows for every setting of a study in order of declaration, except the seed, which --seeds sets.
 

@@ -235,8 +235,8 @@ def format_cpu_time_line(plan: StudyPlan, resource_plan: ResourcePlan) -> str | 
     study_seconds = max(*run_seconds, sum(run_seconds) / max(resource_plan.max_concurrent, 1))
     return (
         f"Time: about {_format_duration(max(run_seconds), digits=2)} per run, "
-        f"{_format_duration(study_seconds, digits=2)} for these {len(run_seconds)} runs; an estimate from measurements "
-        f"on one machine, others take half as long or twice as long"
+        f"{_format_duration(study_seconds, digits=2)} for these {len(run_seconds)} runs, and half a minute to "
+        f"start and to report; an estimate from measurements on one machine, others take half as long or twice as long"
     )
 
 

@@ -255,9 +255,12 @@ def find_study(name: str, kl_type: str | None = None) -> Study:
     """
     study = STUDIES.get(normalize_study_name(name))
     if study is None:
-        nearest = difflib.get_close_matches(normalize_study_name(name), [*STUDIES, *SUITES], n=3)
+        typed, names = normalize_study_name(name), [*STUDIES, *SUITES]
+        # Of short names, one letter is half of it.
+        nearest = difflib.get_close_matches(typed, names) or difflib.get_close_matches(typed, names, 1, cutoff=0.5)
         hint = f" Nearest: {', '.join(nearest)}." if nearest else ""
         hint = " One command runs one study or one suite." if "," in name else hint
+        hint = f" Did you mean the file {name}.py?" if Path(f"{name}.py").is_file() else hint
         raise PlanError(
             f"There is no study `{format_value(name)}`.{hint} The studies are {', '.join(STUDIES)}: type one of them, "
             f"for example `{format_command('run', 'kl')}`, or for `run` a suite of studies: {', '.join(SUITES)}."

@@ -84,8 +84,9 @@ def test_charts_name_the_arms_by_their_setting(frames: NotebookFrames) -> None:
 
 
 def test_what_has_no_chart_is_refused(frames: NotebookFrames, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="There is no step column `entropi`"):
-        frames.plot.curves("entropi")
+    for typed, advice in (("entropi", "`entropy`"), ("val_succes", "`val_success`")):
+        with pytest.raises(ValueError, match=f"There is no step column `{typed}` in this study.*{advice}"):
+            frames.plot.curves(typed)
     monkeypatch.setattr(charts, "MAX_ROWS", 10)
     with pytest.raises(ValueError, match="60 rows are too many for a chart"):
         frames.plot.curves("entropy")

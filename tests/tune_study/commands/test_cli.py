@@ -609,7 +609,13 @@ def test_settings_of_a_sandbox_are_its_own() -> None:
     lines = {line.split()[0]: line for line in type_in("settings influence --all").out.splitlines()}
     assert lines.keys() - {"setting"} == set(list_field_names(UpdateRuleConfig)) - {"seed"}
     assert re.search(r" 0\.04 +.* number >= 0$", lines["grpo_beta"])
-    assert type_in("settings nothing").code == 2
+    assert type_in("settings nosuchword").code == 2
+
+
+def test_settings_are_found_by_a_word_of_their_name_or_meaning() -> None:
+    lines = {line.split()[0] for line in type_in("settings epochs").out.splitlines()}
+    assert {"actor.ppo_epochs", "critic.ppo_epochs"} <= lines
+    assert "actor.lr" not in lines
 
 
 def test_status_says_how_far_each_run_is(work_dir: Path) -> None:

@@ -51,8 +51,8 @@ AcceptChangedFile = Annotated[
 SettingsStudy = Annotated[
     str,
     Argument(
-        metavar="[STUDY]",
-        help="Name of the study; sandbox studies have different settings.",
+        metavar="[STUDY|WORD]",
+        help="Name of the study; sandbox studies have different settings. Or a word, to look for settings of kl.",
         autocompletion=complete_study,
     ),
 ]

@@ -18,6 +18,9 @@ _HOW_TO_RECORD = (
 )
 
 
+LEGEND = "Lines with | are what the policy saw, lines with > what it wrote; the line after that is what it did."
+
+
 class EpisodeChoice(NamedTuple):
     """Which episodes are wanted; None for all, and for `step` for the last validation with recorded episodes.
 
@@ -68,6 +71,8 @@ def print_transcripts(console: Console, runs: Sequence[RunEpisodes], choice: Epi
     if choice == EpisodeChoice():
         _print_overview(console, runs, location)
         return
+    print_line(console, LEGEND)
+    print_line(console, "")
     for run in selected_runs:
         episodes = _select_episodes(run, choice)
         print_line(console, f"Arm {run.arm}, seed {run.seed}: {_count(episodes)}")
