@@ -73,8 +73,8 @@ class Grid:
     def format_panel(self, row: dict[str, Any]) -> str:
         """The panel of a run, such as `filter 0.8, loss mse`. row: the settings of the run."""
         labels = [self.format_factor(setting, row[setting]) for setting in self.panels]
-        # Without a label all switches are off, or the grid has a single panel.
-        return ", ".join(label for label in labels if label) or "others"
+        # Without a label all switches are off. A grid without panels has one for all arms.
+        return ", ".join(label for label in labels if label) or ("others" if self.panels else "all arms")
 
 
 def shorten_setting(setting: str) -> str:

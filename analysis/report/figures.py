@@ -377,6 +377,7 @@ SURVIVAL: ReportFigure[View] = ReportFigure(
     _make_survival_table,
     lambda table, view: plots.draw_survival(table, view.line_colors),
     lambda table, view: charts.chart_survival(table, view.line_colors) if charts.fits(table) else None,
+    describe=lambda table, view: findings.describe_survivors(table),
 )
 ONSETS: ReportFigure[View] = ReportFigure(
     "onsets",

@@ -481,6 +481,14 @@ def describe_retrieval(table: pd.DataFrame) -> str:
     return " ".join(sentences)
 
 
+def describe_survivors(table: pd.DataFrame) -> str:
+    """Which arms share the line at 1, on which they hide each other. table: from `collapse.compute_survival`."""
+    survivors = list(dict.fromkeys(table.loc[table["collapsed"] == 0, "arm"]))
+    if not survivors:
+        return ""
+    return f"No run of {_format_arms(survivors)} collapsed{': their lines are one, at 1' * (len(survivors) > 1)}."
+
+
 def _describe_span(values: "pd.Series[float]") -> str:
     """The smallest and the largest value with their arms: `from 0.12 (KL 1) to 0.35 (KL 0)`."""
     smallest, largest = str(values.idxmin()), str(values.idxmax())

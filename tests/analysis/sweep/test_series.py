@@ -171,3 +171,10 @@ def test_figures_say_what_their_numbers_come_to() -> None:
     assert findings.describe_retrieval(pd.concat([lines, entropy])) == (
         "Retrieval, all turns: from 0.3 (b) to 0.9 (a) at the end; guessing would reach 0.02."
     )
+
+
+def test_arms_whose_lines_hide_each_other_are_named() -> None:
+    table = pd.DataFrame({"arm": ["KL 0", "KL 0", "KL 0.1", "KL 1"], "collapsed": [1, 1, 0, 0]})
+    assert findings.describe_survivors(table) == "No run of arms KL 0.1, 1 collapsed: their lines are one, at 1."
+    assert findings.describe_survivors(table[:3]) == "No run of arm KL 0.1 collapsed."
+    assert findings.describe_survivors(table[:2]) == ""
