@@ -31,7 +31,7 @@ from collections import Counter
 
 ALLOWED_CALLS = (
     # Streams that are open already.
-    "read", "write", "close", "lseek", "fstat", "newfstatat",
+    "read", "write", "close", "lseek",
     # Memory, but no memory that can be executed: see `_add_rules`.
     "brk", "munmap", "mremap", "madvise",
     # Signals and waiting of this process alone.

@@ -47,6 +47,10 @@ FILE = {
     "rename a file": "os.rename({secret!r}, {canary!r})",
     "list a folder": "os.listdir({folder!r})",
     "ask for the size of a file": "os.stat({secret!r}).st_size",
+    "ask whether a file exists": "print(-1 if not os.path.exists({secret!r}) else 'there')",
+    "ask with a raw system call": "path, room = {secret!r}.encode(), ctypes.create_string_buffer(256)\n"
+    "print(libc.syscall(4, path, room), libc.syscall(262, -100, path, room, 0), libc.syscall(21, path, 0))",
+    "ask for the working folder": "os.getcwd()",
     "read the environment of the parent": "opener('/proc/%d/environ' % os.getppid()).read()",
     "change the working folder": "os.chdir({folder!r})",
     "open with io_uring": "print(libc.syscall(425, 4, ctypes.create_string_buffer(256)))",
@@ -220,6 +224,9 @@ def test_an_escape_ends_in_an_observation(
         seconds = time.monotonic() - started_at
         grandchildren = len(psutil.Process().children(recursive=True)) - len(processes)
     assert isinstance(outcome, Execution)
+    if kind in ("file", "process", "network", "signals"):
+        # It raised an error, or a raw call returned -1, or a shell could not be started.
+        assert outcome.is_lost or outcome.stderr or set(outcome.stdout.split()) <= {"-1", "32512"}, outcome
     assert SECRET not in outcome.stdout + outcome.stderr + str(outcome.final)
     assert grandchildren == 1  # the REPL itself
     assert surroundings.secret.read_text() == SECRET
