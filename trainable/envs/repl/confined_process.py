@@ -1,11 +1,11 @@
 """The confined process: it runs model-written code, and is started as a script by `process.py`.
 
-It imports the standard library only and everything that it needs before it gives up its rights: afterwards the kernel
-refuses every system call but those of a computation (libseccomp, a list of what is allowed). Messages are lines of JSON
-on standard input and output; the parent trusts none of them.
+It imports the standard library only and everything that it needs before it is confined: afterwards the kernel refuses
+every system call but those of a computation (libseccomp, a list of what is allowed). Messages are lines of JSON on
+standard input and output; the parent trusts none of them.
 
-Messages from the parent have a number, which the reply repeats: {"kind": "start", "context": {...}, "may_query": bool},
-{"kind": "execute", "code": "..."}, and after a query {"kind": "answers", "values": [...]} or
+Messages from the parent have a random token, which the reply repeats: {"kind": "start", "context": {...}, "may_query":
+bool}, {"kind": "execute", "code": "..."}, and after a query {"kind": "answers", "values": [...]} or
 {"kind": "problem", "text": "..."}.
 Replies: {"kind": "ready"}, {"kind": "query", "prompts": [...], "contexts": [...]} and
 {"kind": "result", "stdout": "...", "stderr": "...", "final": "..." or null}.
@@ -15,6 +15,7 @@ import ast
 import builtins
 import contextlib
 import ctypes
+import errno
 import gc
 import io
 import itertools
@@ -23,6 +24,7 @@ import math
 import os
 import re
 import resource
+import signal
 import sys
 import textwrap
 import traceback
@@ -32,19 +34,16 @@ from collections import Counter
 ALLOWED_CALLS = (
     # Streams that are open already.
     "read", "write", "close", "lseek",
-    # Memory, but no memory that can be executed: see `_add_rules`.
-    "brk", "munmap", "mremap", "madvise",
-    # Signals and waiting of this process alone.
-    "rt_sigaction", "rt_sigprocmask", "rt_sigreturn", "sigaltstack", "futex", "restart_syscall", "rseq", "membarrier",
-    # Time and random numbers.
-    "clock_gettime", "clock_getres", "clock_nanosleep", "nanosleep", "gettimeofday", "getrandom", "sched_yield",
+    # Memory, but no memory that can be executed: see `list_conditions`.
+    "brk", "munmap", "mremap",
+    # Signals of this process alone.
+    "rt_sigaction", "rt_sigprocmask", "rt_sigreturn", "sigaltstack", "restart_syscall", "rseq",
+    # Random numbers and its turn.
+    "getrandom", "sched_yield", "gettimeofday",
     # Its own end.
     "exit", "exit_group",
 )  # fmt: skip
 """System calls that a computation needs. All others fail with EPERM: those of files, processes, sockets, signals."""
-MAX_MESSAGE_CHARACTERS = 4_000_000
-"""Characters of a message to the parent; the parent has a limit of its own, in bytes."""
-SHOWN_TYPES = (str, int, float, bool, list, dict, tuple, set, type(None))
 BUILTIN_NAMES = (
     "__build_class__",
     "abs", "all", "any", "ascii", "bin", "bool", "bytearray", "bytes", "callable", "chr", "complex", "dict", "dir",
@@ -59,7 +58,7 @@ BUILTIN_NAMES = (
 
 
 class FinalAnswer(BaseException):
-    """Ends the execution with the final answer; a BaseException, so that `except Exception` does not catch it."""
+    """Ends the execution; a BaseException, so that `except Exception` does not catch it. `Tools` keeps the answer."""
 
 
 def limit_resources(memory_bytes: int, cpu_seconds: int) -> None:
@@ -75,19 +74,50 @@ def limit_resources(memory_bytes: int, cpu_seconds: int) -> None:
         resource.setrlimit(name, (value, value))
 
 
+def end_with_parent(parent_id: int) -> None:
+    """Make the kernel kill this process when its parent ends."""
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_id:  # it has ended already
+        os._exit(0)
+
+
+def drop_capabilities() -> None:
+    """Give up the capabilities of root, for whoever runs studies as root."""
+    header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # _LINUX_CAPABILITY_VERSION_3
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.capset(header, sets):
+        raise OSError(ctypes.get_errno(), "the capabilities of this process cannot be dropped")
+
+
 def confine(library: ctypes.CDLL) -> None:
-    """Give up every right but those of `ALLOWED_CALLS`, for good. Raise OSError if the kernel does not do it."""
+    """Limit the process to the system calls of a computation, for good. Raise OSError if the kernel does not do it."""
     library.seccomp_init.restype = ctypes.c_void_p
     library.seccomp_init.argtypes = [ctypes.c_uint32]
     library.seccomp_syscall_resolve_name.argtypes = [ctypes.c_char_p]
     library.seccomp_load.argtypes = [ctypes.c_void_p]
-    deny_with_eperm, allow = 0x00050000 | 1, 0x7FFF0000
-    rules = library.seccomp_init(deny_with_eperm)
+    # With arguments by reference, which has a fixed number of parameters.
+    library.seccomp_rule_add_array.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_uint32,
+        ctypes.c_int,
+        ctypes.c_uint,
+        ctypes.POINTER(_Comparison),
+    ]
+    deny_with_eperm, allow = 0x00050000 | errno.EPERM, 0x7FFF0000
+    rules = ctypes.c_void_p(library.seccomp_init(deny_with_eperm))
     if not rules:
-        raise OSError("libseccomp could not start")
-    _add_rules(library, ctypes.c_void_p(rules), allow)
-    if error := library.seccomp_load(ctypes.c_void_p(rules)):
+        raise OSError(errno.ENOSYS, "libseccomp could not start")
+    for name, comparisons in [*((name, ()) for name in ALLOWED_CALLS), *list_conditions()]:
+        number = library.seccomp_syscall_resolve_name(name.encode())
+        if number < 0:  # this processor has no such call
+            continue
+        array = (_Comparison * len(comparisons))(*comparisons) if comparisons else None
+        if error := library.seccomp_rule_add_array(rules, allow, number, len(comparisons), array):
+            raise OSError(-error, f"libseccomp refuses the rule for {name}")
+    if error := library.seccomp_load(rules):
         raise OSError(-error, "the kernel does not filter system calls")
+    check_confinement()
 
 
 class _Comparison(ctypes.Structure):
@@ -101,20 +131,40 @@ class _Comparison(ctypes.Structure):
     )
 
 
-def _add_rules(library: ctypes.CDLL, rules: ctypes.c_void_p, allow: int) -> None:
-    # With arguments by reference, which has a fixed number of parameters.
-    library.seccomp_rule_add_array.argtypes = [
-        ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_uint, ctypes.POINTER(_Comparison),
-    ]  # fmt: skip
-    executable, masked_equal = 4, 7
-    not_executable = (_Comparison * 1)(_Comparison(2, masked_equal, executable, 0))
-    unconditional = [(name, 0, None) for name in ALLOWED_CALLS]
-    for name, count, comparison in [*unconditional, ("mmap", 1, not_executable), ("mprotect", 1, not_executable)]:
-        number = library.seccomp_syscall_resolve_name(name.encode())
-        if number < 0:  # this processor has no such call
+def list_conditions() -> list[tuple[str, tuple[_Comparison, ...]]]:
+    """Calls that are allowed with some arguments only, one entry per alternative."""
+    less_or_equal, equal, masked_equal = 3, 4, 7
+    not_executable = _Comparison(2, masked_equal, 4, 0)  # PROT_EXEC
+    # Neither locked in memory nor shared: MAP_PRIVATE, ANONYMOUS, NORESERVE, STACK and FIXED are left.
+    private = _Comparison(3, masked_equal, 0xFFFFFFFF & ~(0x02 | 0x10 | 0x20 | 0x4000 | 0x20000), 0)
+    own_clock = _Comparison(0, less_or_equal, 11, 0)  # the clocks of other processes have larger numbers
+    advice = (4, 8, 14, 15)  # DONTNEED, FREE, HUGEPAGE, NOHUGEPAGE
+    waits = (0, 1, 9, 10)  # WAIT, WAKE, and both with a bit set
+    command_mask = 0xFFFFFFFF & ~(0x80 | 0x100)  # without PRIVATE and CLOCK_REALTIME
+    return [
+        ("mmap", (not_executable, private)),
+        ("mprotect", (not_executable,)),
+        *(("madvise", (_Comparison(2, equal, number, 0),)) for number in advice),
+        *(("futex", (_Comparison(1, masked_equal, command_mask, number),)) for number in waits),
+        *((name, (own_clock,)) for name in ("clock_gettime", "clock_getres", "clock_nanosleep")),
+        ("nanosleep", ()),
+    ]
+
+
+def check_confinement() -> None:
+    """Try what the filter must refuse. Raise OSError if something of it works."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for attempt in (lambda: os.open("/", os.O_RDONLY), lambda: os.stat("/"), os.getppid, lambda: os.kill(0, 0)):
+        ctypes.set_errno(0)
+        try:
+            value = attempt()
+        except PermissionError:
             continue
-        if error := library.seccomp_rule_add_array(rules, allow, number, count, comparison):
-            raise OSError(-error, f"libseccomp refuses the rule for {name}")
+        if value != -1:
+            raise OSError(errno.ENOSYS, "the filter of system calls is loaded and refuses nothing")
+    libc.mmap.restype = ctypes.c_void_p
+    if libc.mmap(None, 4096, 7, 0x22, -1, 0) != ctypes.c_void_p(-1).value:
+        raise OSError(errno.ENOSYS, "the filter of system calls is loaded and lets memory be executed")
 
 
 class Channel:
@@ -122,7 +172,7 @@ class Channel:
 
     def __init__(self) -> None:
         self._input, self._output = os.fdopen(0, "rb", closefd=False), os.fdopen(1, "wb", buffering=0, closefd=False)
-        self._number: object = None
+        self._token: object = None
 
     def receive(self) -> dict[str, object]:
         """The next message. The process ends if the parent has gone."""
@@ -130,12 +180,12 @@ class Channel:
         if not line:
             os._exit(0)
         message: dict[str, object] = json.loads(line)
-        self._number = message["number"]
+        self._token = message["token"]
         return message
 
     def send(self, message: dict[str, object]) -> None:
         """Send the reply to the last message."""
-        text = memoryview(json.dumps({**message, "number": self._number}).encode() + b"\n")
+        text = memoryview(json.dumps({**message, "token": self._token}).encode() + b"\n")
         while text:
             text = text[self._output.write(text) :]
 
@@ -146,6 +196,7 @@ class Tools:
     def __init__(self, context: dict[str, str], may_query: bool, channel: Channel) -> None:
         self.context, self._may_query, self._channel = context, may_query, channel
         self.namespace: dict[str, object] = {}
+        self.answers: list[str] = []
 
     def make_namespace(self) -> dict[str, object]:
         """The variables with which the code starts."""
@@ -160,7 +211,7 @@ class Tools:
             **modules,
             **{tool.__name__: tool for tool in (*tools, *queries, self.FINAL, self.FINAL_VAR)},
         }
-        self._first_names = set(self.namespace)
+        self._first_values = dict(self.namespace)
         return self.namespace
 
     def list_papers(self) -> list[str]:
@@ -168,30 +219,39 @@ class Tools:
         return list(self.context)
 
     def search(self, text: str, keyword: str, window: int = 300) -> list[str]:
-        """The surroundings of every occurrence of `keyword` in `text`: `window` characters in all, case ignored."""
-        half = max(int(window), 0) // 2
-        places = (match.start() for match in re.finditer(re.escape(str(keyword)), str(text), re.IGNORECASE))
-        return [str(text)[max(place - half, 0) : place + len(str(keyword)) + half] for place in places]
+        """The surroundings of every occurrence of `keyword` in `text`, case ignored: `window` characters beside it."""
+        half, words = max(int(window), 0) // 2, str(keyword)
+        places = (match.start() for match in re.finditer(re.escape(words), str(text), re.IGNORECASE)) if words else ()
+        return [str(text)[max(place - half, 0) : place + len(words) + half] for place in places]
 
     def get_paper_abstract(self, paper_id: str) -> str:
-        """The abstract of a paper: what stands between its heading `Abstract` and the next heading or empty line."""
-        return self.extract_section(paper_id, "abstract") or self.context[paper_id].strip().partition("\n\n")[0]
+        """The abstract of a paper, up to an empty line; without one, the first paragraph that is no heading."""
+        text = self.context[paper_id]
+        if match := re.search(r"^[#\s]*abstract\s*[:.]?[ \t]*(.*?)(?:\n\s*\n|\Z)", text, re.I | re.M | re.S):
+            return match[1].strip()
+        paragraphs = (block.strip() for block in re.split(r"\n\s*\n", text))
+        return next((block for block in paragraphs if block and not block.startswith("#")), "")
 
     def extract_section(self, paper_id: str, section: str) -> str:
-        """The text below the heading `section` of a paper, up to the next heading; empty if it has none.
+        """The text of the section of a paper whose heading is `section`; empty if it has none.
 
-        A heading is a line that begins with #, or one of at most eight words that ends in a colon or is `section`.
+        A heading is a line that begins with #, one that ends in a colon after an empty line, or one that is `section`
+        itself, each with or without a number. A section ends at the next heading of its level or above.
         """
-        wanted, lines, is_inside = str(section).strip().lower(), list[str](), False
+        wanted, lines, level, is_after_gap = str(section).strip().lower(), list[str](), 0, True
         for line in self.context[paper_id].splitlines():
-            title = line.strip().strip("#").strip().removesuffix(":").lower()
-            is_marked = line.lstrip().startswith("#") or line.rstrip().endswith(":")
-            is_heading = bool(title) and len(title.split()) <= 8 and (is_marked or title == wanted)
-            if is_heading and is_inside:
+            marks = len(line) - len(line.lstrip("#"))
+            title = re.sub(r"^[\d.]+\s+", "", line.strip("# \t").removesuffix(":")).lower()
+            is_heading = bool(title) and (
+                marks > 0 or title == wanted or (is_after_gap and line.rstrip().endswith(":"))
+            )
+            is_after_gap = not line.strip()
+            if is_heading and level and (marks or 1) <= level:
                 break
-            if is_inside:
+            if level:
                 lines.append(line)
-            is_inside = is_inside or (is_heading and title == wanted)
+            elif is_heading and title == wanted:
+                level = marks or 1
         return "\n".join(lines).strip()
 
     def SHOW_VARS(self) -> dict[str, str]:
@@ -199,7 +259,7 @@ class Tools:
         return {
             name: type(value).__name__
             for name, value in self.namespace.items()
-            if name not in self._first_names and not name.startswith("_")
+            if value is not self._first_values.get(name, self) and not name.startswith("_")
         }
 
     def rlm_query(self, prompt: str, context: object = None) -> object:
@@ -210,8 +270,14 @@ class Tools:
         """The final answers of one child episode per prompt, in their order. A problem is raised as a ValueError."""
         prompt_list = [str(prompt) for prompt in prompts]
         contexts = list(context_list) if context_list is not None else [None] * len(prompt_list)
+        if not prompt_list:
+            return []
         if len(contexts) != len(prompt_list):
             raise ValueError(f"{len(prompt_list)} prompts and {len(contexts)} contexts: give one context per prompt")
+        for context in contexts:
+            texts = [*context, *context.values()] if isinstance(context, dict) else [context]
+            if context is not None and not all(isinstance(text, str) for text in texts):
+                raise ValueError("a context is None for all papers, a text, or a dictionary of texts by id")
         self._channel.send({"kind": "query", "prompts": prompt_list, "contexts": contexts})
         answer = self._channel.receive()
         if answer["kind"] == "problem":
@@ -222,28 +288,30 @@ class Tools:
 
     def FINAL(self, answer: object) -> None:
         """End the episode with an answer."""
-        raise FinalAnswer(answer)
+        self.answers.append(answer if type(answer) is str else repr(answer))
+        raise FinalAnswer
 
     def FINAL_VAR(self, name: str) -> None:
         """End the episode with the value of a variable."""
         if str(name) not in self.namespace:
             raise NameError(f"there is no variable {name!r}; SHOW_VARS() lists those that exist")
-        raise FinalAnswer(self.namespace[str(name)])
+        self.FINAL(self.namespace[str(name)])
 
 
 def _parse_literal(text: object) -> object:
     try:
         return ast.literal_eval(str(text))
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return text
 
 
-def execute(code: str, namespace: dict[str, object]) -> dict[str, object]:
+def execute(code: str, tools: Tools, message_bytes: int) -> dict[str, object]:
     """Run code as a REPL does: the value of a last line that is an expression is printed."""
-    output, errors, final = io.StringIO(), io.StringIO(), None
+    output, errors, namespace = io.StringIO(), io.StringIO(), tools.namespace
+    tools.answers.clear()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         try:
-            tree = ast.parse(textwrap.dedent(code), "<repl>")
+            tree = parse(code)
             last = tree.body[-1] if tree.body else None
             if isinstance(last, ast.Expr):
                 tree.body.pop()
@@ -252,19 +320,29 @@ def execute(code: str, namespace: dict[str, object]) -> dict[str, object]:
                 value = eval(compile(ast.Expression(last.value), "<repl>", "eval"), namespace)
                 if value is not None:
                     print(repr(value))
-        except FinalAnswer as answer:
-            final = _format(answer.args[0])
+        except FinalAnswer:
+            pass
         except BaseException as error:  # whatever the code raises is an observation, SystemExit too
             errors.write(_describe(error))
-    return {"kind": "result", "stdout": _cut(output), "stderr": _cut(errors), "final": final}
+    # Also an answer that the code caught on its way.
+    final = tools.answers[0] if tools.answers else None
+    texts = {"stdout": output.getvalue(), "stderr": errors.getvalue(), "final": final}
+    return {"kind": "result", **{name: text and _cut(text, message_bytes // 4) for name, text in texts.items()}}
 
 
-def _format(value: object) -> str:
+def parse(code: str) -> ast.Module:
+    """Parse code. Code that is indented as a whole is parsed as if it was not."""
     try:
-        text = value if type(value) is str else repr(value) if isinstance(value, SHOWN_TYPES) else str(value)
-    except BaseException as error:
-        text = _describe(error)
-    return str(text)[:MAX_MESSAGE_CHARACTERS]
+        return ast.parse(code, "<repl>")
+    except IndentationError:
+        return ast.parse(textwrap.dedent(code), "<repl>")
+
+
+def _cut(text: str, num_bytes: int) -> str:
+    """The beginning of a text that takes at most so many bytes in a message."""
+    if 12 * len(text) <= num_bytes:  # no character takes more
+        return text
+    return text[:num_bytes] if len(json.dumps(text[:num_bytes])) <= num_bytes else text[: num_bytes // 12]
 
 
 def _describe(error: BaseException) -> str:
@@ -275,33 +353,32 @@ def _describe(error: BaseException) -> str:
         return type.__getattribute__(type(error), "__name__")
 
 
-def _cut(stream: io.StringIO) -> str:
-    return stream.getvalue()[: MAX_MESSAGE_CHARACTERS // 2]
-
-
 def main() -> None:
-    """Give up all rights, say so, and run what the parent sends."""
-    library_path, memory_bytes, cpu_seconds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    """Confine the process, say so, and run what the parent sends."""
+    library_path, *numbers = sys.argv[1:]
+    memory_bytes, cpu_seconds, message_bytes, parent_id = map(int, numbers)
+    end_with_parent(parent_id)
     warnings.simplefilter("ignore")
     channel = Channel()
     start = channel.receive()
     library = ctypes.CDLL(library_path)
     os.closerange(3, 4096)
     limit_resources(memory_bytes, cpu_seconds)
+    drop_capabilities()
     confine(library)
     context, may_query = start["context"], bool(start["may_query"])
     assert isinstance(context, dict)
     tools = Tools(context, may_query, channel)
-    namespace = tools.make_namespace()
+    tools.make_namespace()
     channel.send({"kind": "ready"})
     while True:
         message = channel.receive()
         try:
-            result = execute(str(message["code"]), namespace)
-            channel.send(result)
+            result = execute(str(message["code"]), tools, message_bytes)
         except MemoryError:
             gc.collect()
-            channel.send({"kind": "result", "stdout": "", "stderr": "MemoryError", "final": None})
+            result = {"kind": "result", "stdout": "", "stderr": "MemoryError", "final": None}
+        channel.send(result)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,25 @@
 """A confined process as the parent sees it: start, execute, answer queries, and kill on any overrun."""
 
 import ctypes.util
+import functools
 import json
 import os
+import secrets
 import select
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 _START_SECONDS = 60.0
 """Patience with a new process, on a busy machine too; it takes a tenth of a second."""
 _SCRIPT = Path(__file__).with_name("confined_process.py")
+_MAX_PROMPTS = 64
+"""Prompts of one query; the limits of an episode are lower."""
 
 
 class ReplLimits(NamedTuple):
@@ -22,19 +28,23 @@ class ReplLimits(NamedTuple):
     Attributes:
         seconds: wall time of one execution, without the time that its queries take.
         memory_bytes: address space of the process.
-        message_bytes: size of one message to the parent.
+        message_bytes: size of one reply. A longer output is cut.
     """
 
     seconds: float = 30.0
     memory_bytes: int = 512 * 2**20
-    message_bytes: int = 16 * 2**20
+    message_bytes: int = 4 * 2**20
+
+
+Context = str | dict[str, str] | None
+"""What a child sees: one text, texts by id, or None for what its root sees."""
 
 
 class Query(NamedTuple):
-    """What an execution asks of child episodes: one prompt and one context for each; a context of None is the own."""
+    """What an execution asks of child episodes: one prompt and one context for each."""
 
     prompts: tuple[str, ...]
-    contexts: tuple[Any, ...]
+    contexts: tuple[Context, ...]
 
 
 class Execution(NamedTuple):
@@ -54,11 +64,16 @@ class ConfinementError(RuntimeError):
     """This machine cannot confine a process."""
 
 
+@functools.cache
+def _find_library() -> str | None:
+    return ctypes.util.find_library("seccomp")
+
+
 def find_obstacle() -> str:
     """Why no code can be confined here, as a sentence that says what to do; empty if it can be."""
     if not sys.platform.startswith("linux"):
         return "Model-written code is confined by Linux alone: use Linux, or a Linux container."
-    if ctypes.util.find_library("seccomp") is None:
+    if _find_library() is None:
         return "Model-written code is confined by libseccomp, which is missing: sudo apt-get install libseccomp2."
     return ""
 
@@ -66,12 +81,16 @@ def find_obstacle() -> str:
 class ReplProcess:
     """A Python REPL in a confined process. Its variables persist between executions until it is killed.
 
-    The code is never trusted: every message of the process is checked, and an answer that is none counts as an overrun.
+    The code is never trusted: every reply of the process is checked, one that is none counts as an overrun, and the
+    process is stopped while no execution runs. What the code of an execution says of itself may still be untrue: it can
+    claim any output and any final answer, as it could print and return them.
 
     Args:
         context: texts by id, which the code sees as `context`.
         may_query: whether the code may ask child episodes.
         limits: what the process may use.
+
+    The process ends with the thread that made it, at the latest when this process does.
 
     Raises ConfinementError if this machine cannot confine the process.
 
@@ -86,8 +105,10 @@ class ReplProcess:
     def __init__(self, context: Mapping[str, str], may_query: bool = False, limits: ReplLimits | None = None) -> None:
         if obstacle := find_obstacle():
             raise ConfinementError(obstacle)
-        self._context, self._may_query, self._limits = dict(context), may_query, limits or ReplLimits()
-        self._deadline, self._number = 0.0, 0
+        self._context = {str(name): str(text) for name, text in context.items()}
+        self._may_query, self._limits = may_query, limits or ReplLimits()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._token, self._seconds_left, self._open_prompts = "", 0.0, 0
         self._start()
 
     def __enter__(self) -> "ReplProcess":
@@ -98,95 +119,144 @@ class ReplProcess:
 
     def close(self) -> None:
         """Kill the process."""
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            stream.close()
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                assert stream is not None
+                stream.close()
 
     def execute(self, code: str) -> Execution | Query:
-        """Run code until it ends, or until it asks child episodes, whose answers `answer` hands over."""
-        self._deadline = time.monotonic() + self._limits.seconds
+        """Run code until it ends, or until it asks child episodes, whose answers `answer` hands over.
+
+        Raises ValueError while a query is open, and ConfinementError if a new process is needed and does not start.
+        """
+        if self._open_prompts:
+            raise ValueError("A query is open: hand over its answers first.")
+        if self._process is None:
+            self._start()
+        self._seconds_left = self._limits.seconds
         return self._exchange({"kind": "execute", "code": code})
 
     def answer(self, values: Sequence[str]) -> Execution | Query:
-        """Hand over the final answers of the children of the last query, and go on."""
-        self._deadline = time.monotonic() + self._limits.seconds
+        """Hand over the final answers of the children of the open query, and go on. ValueError for another number."""
+        if not self._open_prompts or len(values) != self._open_prompts:
+            raise ValueError(f"{len(values)} answers for {self._open_prompts} open prompts.")
         return self._exchange({"kind": "answers", "values": list(values)})
 
     def refuse(self, problem: str) -> Execution | Query:
-        """Raise `problem` in the code as the answer to its last query, and go on."""
-        self._deadline = time.monotonic() + self._limits.seconds
+        """Raise `problem` in the code as the answer to its open query, and go on. ValueError without a query."""
+        if not self._open_prompts:
+            raise ValueError("No query is open.")
         return self._exchange({"kind": "problem", "text": problem})
 
     def _start(self) -> None:
-        cpu_seconds = max(int(self._limits.seconds * 100), 1)
-        arguments = (ctypes.util.find_library("seccomp"), self._limits.memory_bytes, cpu_seconds)
+        limits = self._limits
+        numbers = (limits.memory_bytes, max(int(min(limits.seconds, 1e6) * 100), 1), limits.message_bytes, os.getpid())
         self._process = subprocess.Popen(
-            # Isolated from the environment and from site-packages, whose modules would be open to the code.
-            [sys.executable, "-I", "-S", "-B", str(_SCRIPT), *map(str, arguments)],
+            # Without site-packages, whose modules would be open to the code, and with the same hashes each time.
+            [sys.executable, "-s", "-P", "-S", "-B", str(_SCRIPT), str(_find_library()), *map(str, numbers)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             bufsize=0,
             env={"PYTHONHASHSEED": "0"},
             cwd="/",
             start_new_session=True,
         )
-        assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
-        self._deadline = time.monotonic() + _START_SECONDS
-        self._send({"kind": "start", "context": self._context, "may_query": self._may_query})
-        if isinstance(self._receive({"ready"}), str):
+        try:
+            for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+                assert stream is not None
+                os.set_blocking(stream.fileno(), False)
+            self._seconds_left = _START_SECONDS
+            reply = self._ask({"kind": "start", "context": self._context, "may_query": self._may_query}, {"ready"})
+            if isinstance(reply, str):
+                assert self._process.stderr is not None
+                error = (self._process.stderr.read() or b"").decode("utf-8", "replace").strip().rpartition("\n")[2]
+                raise ConfinementError(f"No code can be confined here: {error or reply}")
+            self._stop()
+        except BaseException:
             self.close()
-            raise ConfinementError(
-                "The kernel of this machine does not filter system calls (seccomp), so nothing confines model-written "
-                "code."
-            )
+            raise
+
+    def _stop(self) -> None:
+        """Stop the process until it is spoken to: code that has replied in its own way would go on."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGSTOP)
 
     def _exchange(self, message: dict[str, Any]) -> Execution | Query:
-        self._send(message)
-        reply = self._receive({"query", "result"} if self._may_query else {"result"})
+        self._open_prompts = 0
+        reply = self._ask(message, {"query", "result"} if self._may_query else {"result"})
         if isinstance(reply, str):
             self.close()
-            self._start()
+            with suppress(ConfinementError, OSError):  # the next execution tries again
+                self._start()
             return Execution("", f"{reply} All variables are lost.", None, is_lost=True)
+        self._stop()
         if reply["kind"] == "query":
-            return Query(tuple(map(_clean, reply["prompts"])), tuple(reply["contexts"]))
+            self._open_prompts = len(reply["prompts"])
+            return Query(tuple(map(_clean, reply["prompts"])), tuple(map(_clean_context, reply["contexts"])))
         final = reply["final"]
         return Execution(_clean(reply["stdout"]), _clean(reply["stderr"]), None if final is None else _clean(final))
 
-    def _send(self, message: dict[str, Any]) -> None:
-        """Send a message; if the process has gone, `_receive` finds out."""
-        assert self._process.stdin is not None
-        self._number += 1
-        text = memoryview(json.dumps({**message, "number": self._number}).encode() + b"\n")
+    def _ask(self, message: dict[str, Any], kinds: Container[str]) -> dict[str, Any] | str:
+        """The reply to a message, of one of these kinds, or what was wrong with it, as a sentence."""
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        started_at = time.monotonic()
+        deadline = started_at + self._seconds_left
         try:
-            while text:
-                _, writable, _ = select.select([], [self._process.stdin], [], max(self._deadline - time.monotonic(), 0))
-                if not writable:
-                    return
-                text = text[os.write(self._process.stdin.fileno(), text[:65536]) :]
+            if process.stdout.read(1):  # nobody asked it
+                return "RuntimeError: an earlier execution sent what is no message and was ended."
+            process.send_signal(signal.SIGCONT)
+            self._token = secrets.token_hex(16)
+            text = json.dumps({**message, "token": self._token}).encode() + b"\n"
+            if not _write(process.stdin.fileno(), text, deadline):
+                return self._describe_overrun()
+            return self._receive(process.stdout.fileno(), deadline, kinds)
         except OSError:
-            return
+            return "RuntimeError: the execution ended the REPL."
+        finally:
+            self._seconds_left -= time.monotonic() - started_at
 
-    def _receive(self, kinds: Container[str]) -> dict[str, Any] | str:
-        """The reply of the process, of one of these kinds, or what was wrong with it, as a sentence."""
-        assert self._process.stdout is not None
+    def _receive(self, stream: int, deadline: float, kinds: Container[str]) -> dict[str, Any] | str:
         content = bytearray()
         while not content.endswith(b"\n"):
-            seconds = self._deadline - time.monotonic()
-            if seconds <= 0 or not select.select([self._process.stdout], [], [], seconds)[0]:
-                return f"TimeoutError: the execution took more than {self._limits.seconds:g} seconds and was ended."
-            chunk = os.read(self._process.stdout.fileno(), 65536)
+            if not _wait(stream, select.POLLIN, deadline):
+                return self._describe_overrun()
+            chunk = os.read(stream, 65536)
             if not chunk:
                 return "RuntimeError: the execution ended the REPL."
             content += chunk
             if len(content) > self._limits.message_bytes:
                 return "MemoryError: the execution sent more than the REPL may and was ended."
-        # A reply to an earlier message is what was left behind one that the code had forged.
-        message = _parse_message(bytes(content), self._number, kinds)
+        message = _parse_message(bytes(content), self._token, kinds)
         return message if message is not None else "RuntimeError: the execution sent what is no message and was ended."
+
+    def _describe_overrun(self) -> str:
+        return f"TimeoutError: the execution took more than {self._limits.seconds:g} seconds and was ended."
+
+
+def _wait(stream: int, event: int, deadline: float) -> bool:
+    """Wait for an event of a stream, and return whether it came in time. poll, since select takes no high numbers."""
+    poller = select.poll()
+    poller.register(stream, event)
+    return bool(poller.poll(max(min(deadline - time.monotonic(), 1e6), 0) * 1000))
+
+
+def _write(stream: int, text: bytes, deadline: float) -> bool:
+    """Write a text to a stream that does not block, and return whether all of it was taken in time."""
+    rest = memoryview(text)
+    while rest:
+        if not _wait(stream, select.POLLOUT, deadline):
+            return False
+        with suppress(BlockingIOError):
+            rest = rest[os.write(stream, rest[:65536]) :]
+    return True
 
 
 def _clean(text: str) -> str:
@@ -194,13 +264,19 @@ def _clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _parse_message(content: bytes, number: int, kinds: Container[str]) -> dict[str, Any] | None:
-    """The reply of the process to message `number`, checked in all its fields; None if it is none."""
+def _clean_context(context: Context) -> Context:
+    if isinstance(context, dict):
+        return {_clean(name): _clean(text) for name, text in context.items()}
+    return None if context is None else _clean(context)
+
+
+def _parse_message(content: bytes, token: str, kinds: Container[str]) -> dict[str, Any] | None:
+    """The reply of the process to the message with `token`, checked in all its fields; None if it is none."""
     try:
         message = json.loads(content)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(message, dict) or message.pop("number", None) != number:
+    if not isinstance(message, dict) or message.pop("token", None) != token:
         return None
     kind = message.get("kind")
     return message if isinstance(kind, str) and kind in kinds and _is_valid(message) else None
@@ -215,8 +291,9 @@ def _is_valid(message: Mapping[str, Any]) -> bool:
             message.keys() == {"kind", "prompts", "contexts"}
             and isinstance(prompts, list)
             and isinstance(contexts, list)
-            and len(prompts) == len(contexts) > 0
+            and 0 < len(prompts) == len(contexts) <= _MAX_PROMPTS
             and all(isinstance(prompt, str) for prompt in prompts)
+            and all(map(_is_context, contexts))
         )
     return (
         message.keys() == {"kind", "stdout", "stderr", "final"}
@@ -224,3 +301,9 @@ def _is_valid(message: Mapping[str, Any]) -> bool:
         and isinstance(message["stderr"], str)
         and isinstance(message["final"], str | None)
     )
+
+
+def _is_context(context: object) -> bool:
+    if isinstance(context, dict):
+        return all(isinstance(text, str) for text in context.values())
+    return isinstance(context, str | None)

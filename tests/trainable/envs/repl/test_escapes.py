@@ -88,6 +88,13 @@ SIGNALS = {
     "read the memory of the parent": "print(libc.syscall(310, {pid}, 0, 1, 0, 1, 0))",
     "write the memory of the parent": "print(libc.syscall(311, {pid}, 0, 1, 0, 1, 0))",
     "limit the parent": "print(libc.syscall(302, {pid}, 7, ctypes.create_string_buffer(16), 0))",
+    "ask the clock of the parent": "room = ctypes.create_string_buffer(16)\n"
+    "print(libc.syscall(228, (~{pid} << 3) | 2, room), libc.syscall(229, (~{pid} << 3) | 2, room))",
+    "ask for a process by a lock": "word = ctypes.c_uint32({pid})\n"
+    "print(*(libc.syscall(202, ctypes.byref(word), call, 0, 0, 0, 0) for call in (6, 13)))",
+    "take memory from the host": "print(libc.madvise(ctypes.c_void_p(0), 4096, 100), libc.mlockall(3))",
+    "share memory": "libc.mmap.restype = ctypes.c_ssize_t\n"
+    "print(libc.mmap(None, 4096, 3, 0x21, -1, 0), libc.mmap(None, 4096, 3, 0x2022, -1, 0))",
     "raise its own limits": "importer('resource').setrlimit(9, (-1, -1))",
 }
 MEMORY = {
@@ -112,17 +119,20 @@ TIME = {
     "wait for input": "sys.stdin.buffer.read()",
 }
 FORGE = """
-def forge(number, **fields):
-    os.write(1, json.dumps({{**fields, 'number': number}}).encode() + b'\\n')
+channel = [thing for thing in importer('gc').get_objects() if type(thing).__name__ == 'Channel'][0]
+def forge(**fields):
+    os.write(1, json.dumps({{**fields, 'token': channel._token}}).encode() + b'\\n')
 """
 PROTOCOL = {
-    "a reply of its own": FORGE + "forge(2, kind='result', stdout='', stderr='', final='forged')",
+    "a reply of its own": FORGE + "forge(kind='result', stdout='', stderr='', final='forged')",
     "many replies of its own": FORGE
-    + "for number in range(9):\n    forge(number, kind='result', stdout='', stderr='', final='')",
-    "a reply of another kind": FORGE + "forge(2, kind='ready')",
-    "a reply of another form": FORGE + "forge(2, kind='result', stdout=[], stderr=None)",
-    "a reply of no kind": FORGE + "forge(2, kind=[])",
-    "a query that it may not ask": FORGE + "forge(2, kind='query', prompts=['x'] * 99, contexts=[None] * 99)",
+    + "for number in range(9):\n    forge(kind='result', stdout='', stderr='', final='')",
+    "a reply of another kind": FORGE + "forge(kind='ready')",
+    "a reply of another form": FORGE + "forge(kind='result', stdout=[], stderr=None)",
+    "a reply of no kind": FORGE + "forge(kind=[])",
+    "a reply with another token": FORGE + "channel._token = 'x'\nforge(kind='result', stdout='', stderr='', final='')",
+    "a reply, and then no end": FORGE + "forge(kind='result', stdout='', stderr='', final='')\nwhile True:\n    pass",
+    "a query that it may not ask": FORGE + "forge(kind='query', prompts=['x'] * 99, contexts=[None] * 99)",
     "what is no message": "os.write(1, b'\\x00\\xff\\n')",
     "a nested message": "os.write(1, b'[' * 10**5 + b'\\n')",
     "a flood": "while True:\n    os.write(1, b'a' * 65536)",
@@ -263,7 +273,10 @@ def test_without_the_confinement_an_escape_succeeds(surroundings: Surroundings, 
     assert has_escaped(process.stdout, surroundings), process.stderr
 
 
-def test_values_cross_as_data(tmp_path: Path) -> None:
+FORGE_CODE = (WALK + FORGE).replace("{{", "{").replace("}}", "}")
+
+
+def test_values_cross_as_data() -> None:
     """Nothing that comes from the process is unpickled, imported or called: an answer is a text."""
     with ReplProcess({}) as repl:
         outcome = repl.execute("class A:\n    def __reduce__(self):\n        return (print, ('x',))\nFINAL(A())")
@@ -274,18 +287,84 @@ def test_values_cross_as_data(tmp_path: Path) -> None:
 
 def test_a_query_crosses_as_data() -> None:
     with ReplProcess({}, may_query=True) as repl:
-        assert repl.execute("rlm_query('\\ud800', {'a': [1, None]})") == Query(("?",), ({"a": [1, None]},))
+        assert repl.execute("rlm_query('\\ud800', {'a': '\\ud800'})") == Query(("?",), ({"a": "?"},))
         assert repl.refuse("no") == Execution("", "ValueError: no\n", None)
-        outcome = repl.execute("rlm_query('x', print)")
+        for context in ("print", "[1]", "{'a': [1, None]}", "{1: 'a'}", "1.5"):
+            outcome = repl.execute(f"rlm_query('x', {context})")
+            assert isinstance(outcome, Execution)
+            assert "a context is None for all papers, a text, or a dictionary of texts by id" in outcome.stderr
+        for forged in (
+            "prompts=['x'], contexts=[[1]]",
+            "prompts=['x'] * 99, contexts=[None] * 99",
+            "prompts=[], contexts=[]",
+        ):
+            outcome = repl.execute(FORGE_CODE + f"forge(kind='query', {forged})")
+            assert isinstance(outcome, Execution)
+            assert outcome.is_lost
+
+
+def test_the_parent_waits_for_nobody() -> None:
+    """The code reads away the answer to a query that it has forged: what the parent writes finds no reader."""
+    code = "forge(kind='query', prompts=['x'], contexts=[None])\nos.read(0, 4096)\nmodules['time'].sleep(10**6)"
+    with ReplProcess({}, may_query=True, limits=LIMITS) as repl:
+        assert isinstance(repl.execute(FORGE_CODE + code), Query)
+        outcome = repl.answer(["x" * 3_000_000])
         assert isinstance(outcome, Execution)
-        assert "not JSON serializable" in outcome.stderr
+        assert "TimeoutError" in outcome.stderr
 
 
-def test_the_process_has_nothing_of_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+def find_repl() -> psutil.Process:
+    (child,) = psutil.Process().children()
+    return child
+
+
+def test_code_does_not_run_between_executions() -> None:
+    code = "forge(kind='result', stdout='', stderr='', final='claimed')\nwhile True:\n    pass"
+    with ReplProcess({}, limits=LIMITS) as repl:
+        # What an execution says of itself it may invent; it does not go on after that.
+        claimed = repl.execute(FORGE_CODE + code)
+        assert claimed == Execution("", "", "claimed")
+        process = find_repl()
+        deadline = time.monotonic() + 10
+        while process.status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
+            time.sleep(0.01)
+        used = sum(process.cpu_times()[:2])
+        time.sleep(0.3)
+        assert sum(process.cpu_times()[:2]) == used
+
+
+def test_a_reply_cannot_be_given_in_advance() -> None:
+    code = "for final in ('first', 'second'):\n    forge(kind='result', stdout='', stderr='', final=final)"
+    with ReplProcess({}, limits=LIMITS) as repl:
+        repl.execute(FORGE_CODE + code)
+        outcome = repl.execute("1 / 0")
+        assert isinstance(outcome, Execution)
+        assert outcome.final is None
+        assert outcome.is_lost or "ZeroDivisionError" in outcome.stderr
+
+
+def test_the_process_ends_with_its_parent() -> None:
+    script = (
+        "from trainable.envs.repl.process import *\nrepl = ReplProcess({}, limits=ReplLimits(seconds=600))\n"
+        "print(repl._process.pid, flush=True)\nrepl.execute('while True: pass')"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=Path.cwd())
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    child.wait(timeout=30)
+
+
+def test_the_process_has_no_variable_and_no_right_of_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "a key")
     with ReplProcess({}) as repl:
-        outcome = repl.execute(WALK + "print(json.dumps(dict(os.environ)), sys.argv, sys.flags.isolated)")
+        outcome = repl.execute(WALK + "print(json.dumps(dict(os.environ)))")
         assert isinstance(outcome, Execution)
         environment = json.JSONDecoder().raw_decode(outcome.stdout)[0]
         assert set(environment) <= {"PYTHONHASHSEED", "LC_CTYPE"}
+        status = Path(f"/proc/{find_repl().pid}/status").read_text()
+        assert "Seccomp:\t2\n" in status
+        assert "CapEff:\t0000000000000000\n" in status
         assert "a key" not in outcome.stdout

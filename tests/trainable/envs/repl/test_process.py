@@ -11,9 +11,11 @@ from trainable.envs.repl.process import ConfinementError, Execution, Query, Repl
 pytestmark = pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle())
 
 PAPERS = {
-    "p1": "# A title\n\n## Abstract\nWe measure ice.\nIt melts.\n\n## Results\nIce melts at 0 degrees. ICE floats.",
-    "p2": "Abstract:\nFire burns.\n\nMethods:\nWe lit a match.",
-    "p3": "The first paragraph.\n\nThe second one.",
+    "p1": "# A title\n\n## Abstract\nWe measure ice.\nIt melts.\n\n"
+    "## 1. Results\nIce melts.\n### Speed\nICE floats.\n## End\nx",
+    "p2": "Abstract:\nFire burns.\nWe show three things:\nit does.\n\nMethods:\nWe lit a match.",
+    "p3": "# Title\n\nThe first paragraph.\n\nThe second one.",
+    "p4": "A title\nAbstract: We measure wind.\n\nMore.",
 }
 
 
@@ -56,13 +58,17 @@ def test_an_error_is_an_observation(code: str, error: str) -> None:
 @pytest.mark.parametrize(
     ("code", "shown"),
     [
-        ("list_papers()", "['p1', 'p2', 'p3']"),
-        ("context['p3'][:9]", "'The first'"),
-        ("search(context['p1'], 'ice', 10)", "['sure ice.\\nIt', 'lts\\nIce melt', 'ees. ICE floa']"),
+        ("list_papers()", "['p1', 'p2', 'p3', 'p4']"),
+        ("context['p4'][:7]", "'A title'"),
+        ("search('one ice, two ICE', 'ice', 4)", "['e ice, ', 'o ICE']"),
+        ("search('abc', '')", "[]"),
         ("search('aaa', 'a', 0)", "['a', 'a', 'a']"),
         ("search('a+b', '+')[0]", "'a+b'"),
         ("get_paper_abstract('p1')", "'We measure ice.\\nIt melts.'"),
-        ("get_paper_abstract('p2')", "'Fire burns.'"),
+        ("get_paper_abstract('p2')", "'Fire burns.\\nWe show three things:\\nit does.'"),
+        ("get_paper_abstract('p4')", "'We measure wind.'"),
+        ("extract_section('p1', 'Results')", "'Ice melts.\\n### Speed\\nICE floats.'"),
+        ("extract_section('p1', 'speed')", "'ICE floats.'"),
         ("get_paper_abstract('p3')", "'The first paragraph.'"),
         ("extract_section('p2', 'METHODS')", "'We lit a match.'"),
         ("extract_section('p2', 'Results')", "''"),
@@ -70,10 +76,6 @@ def test_an_error_is_an_observation(code: str, error: str) -> None:
     ],
 )
 def test_tools_read_the_papers(code: str, shown: str) -> None:
-    if code.startswith("search(context['p1']"):
-        outcome = run("[len(text) for text in search(context['p1'], 'ice', 10)]")
-        assert outcome.stdout == "[13, 13, 13]\n"
-        return
     assert run(code) == Execution(f"{shown}\n", "", None)
 
 
@@ -85,6 +87,8 @@ def test_tools_read_the_papers(code: str, shown: str) -> None:
         ("FINAL(None)", "None"),
         ("x = {'a': 1}\nFINAL_VAR('x')", "{'a': 1}"),
         ("try:\n    FINAL('a')\nexcept Exception:\n    pass", "a"),
+        ("try:\n    FINAL('a')\nexcept:\n    print('swallowed')", "a"),
+        ("def f():\n    try:\n        FINAL('a')\n    finally:\n        return 1\nf()\nFINAL('b')", "a"),
         ("print('before')\nFINAL('a')\nprint('after')", "a"),
     ],
 )
@@ -101,6 +105,9 @@ def test_children_are_asked_as_one_batch_and_answers_are_parsed() -> None:
         assert repl.answer(["[1, 2]", "no literal ("]) == Execution("[[1, 2], 'no literal (']\n", "", None)
         assert repl.execute("rlm_query('c')") == Query(("c",), (None,))
         assert repl.refuse("at most 8 children") == Execution("", "ValueError: at most 8 children\n", None)
+        assert repl.execute("rlm_query_batched([])") == Execution("[]\n", "", None)
+        repl.execute("rlm_query_batched(['a', 'b'])")
+        assert repl.answer(["{{'a': 1}}", "{[1]: 2}"]) == Execution("""["{{'a': 1}}", '{[1]: 2}']\n""", "", None)
         outcome = repl.execute("rlm_query_batched(['a'], [])")
         assert isinstance(outcome, Execution)
         assert "1 prompts and 0 contexts: give one context per prompt" in outcome.stderr
@@ -119,14 +126,45 @@ def test_what_overruns_a_limit_loses_its_variables_and_says_so() -> None:
         outcome = repl.execute("x")
         assert isinstance(outcome, Execution)
         assert "NameError" in outcome.stderr
-        outcome = repl.execute("print('a' * 20_000)")
-        assert isinstance(outcome, Execution)
-        assert outcome.is_lost
-        assert "sent more than the REPL may" in outcome.stderr
+        # A long output is cut, and nothing is lost.
+        for code in ("print('a' * 20_000)", "print('\U0001f600' * 20_000)", "FINAL('\u4e2d' * 20_000)"):
+            outcome = repl.execute(code)
+            assert isinstance(outcome, Execution)
+            assert not outcome.is_lost
+            assert 100 < len(outcome.stdout or outcome.final or "") < 10_000
+
+
+def test_queries_share_the_seconds_of_their_execution() -> None:
+    with ReplProcess({}, may_query=True, limits=ReplLimits(seconds=0.5)) as repl:
+        outcome = repl.execute("while True:\n    for _ in range(10**6):\n        pass\n    rlm_query('x')")
+        rounds = 0
+        while isinstance(outcome, Query):
+            rounds += 1
+            outcome = repl.answer(["1"])
+        assert "TimeoutError" in outcome.stderr
+        assert rounds < 500
+
+
+def test_answers_without_a_query_are_refused() -> None:
+    with ReplProcess({}, may_query=True) as repl:
+        for misuse in (lambda: repl.answer(["1"]), lambda: repl.answer([]), lambda: repl.refuse("x")):
+            with pytest.raises(ValueError, match="open"):
+                misuse()
+        assert isinstance(repl.execute("rlm_query('x')"), Query)
+        with pytest.raises(ValueError, match="A query is open"):
+            repl.execute("1")
+        with pytest.raises(ValueError, match="2 answers for 1 open prompts"):
+            repl.answer(["1", "2"])
+        assert repl.answer(["1"]) == Execution("1\n", "", None)
+
+
+def test_two_processes_compute_the_same() -> None:
+    code = "hash('a'), {'a', 'b', 'c', 'd'}"
+    assert run(code) == run(code)
 
 
 def test_a_machine_that_cannot_confine_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process.ctypes.util, "find_library", lambda name: None)
+    monkeypatch.setattr(process, "_find_library", lambda: None)
     with pytest.raises(ConfinementError, match=r"libseccomp, which is missing: sudo apt-get install libseccomp2"):
         ReplProcess({})
     monkeypatch.setattr(process.sys, "platform", "darwin")
@@ -135,8 +173,8 @@ def test_a_machine_that_cannot_confine_refuses(monkeypatch: pytest.MonkeyPatch) 
 
 def test_without_the_filter_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that loads and filters nothing is no confinement: the process ends before it runs any code."""
-    monkeypatch.setattr(process.ctypes.util, "find_library", lambda name: "libm.so.6")
-    with pytest.raises(ConfinementError, match="does not filter system calls"):
+    monkeypatch.setattr(process, "_find_library", lambda: "libm.so.6")
+    with pytest.raises(ConfinementError, match=r"No code can be confined here: .*seccomp_init"):
         ReplProcess({})
 
 
