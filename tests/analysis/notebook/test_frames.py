@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import analysis
+from analysis.data.frames import SCHEMAS
 from analysis.data.load import load as load_frames
 from analysis.notebook.frames import NotebookFrames
 from analysis.report import charts
@@ -115,3 +116,15 @@ def test_a_grid_has_no_dose_response(tmp_path: Path) -> None:
     runs = [FakeRun(f"point{index}", steps=4, settings=point) for index, point in enumerate(points)]
     with pytest.raises(ValueError, match="The arms of this study form a grid"):
         analysis.load(write_study(tmp_path, runs, SMALL)).plot.dose_response()
+
+
+def test_names_agree_between_the_tables() -> None:
+    """A column of `trials` that sums up one of `steps` has its name after a word that says how (docs/metrics.md)."""
+    trials, steps = (SCHEMAS[name].keys() for name in ("trials", "steps"))
+    prefixes = ("base_", "final_", "mean_", "late_", "peak_")
+    named = {name: name.removeprefix(prefix) for name in trials for prefix in prefixes if name.startswith(prefix)}
+    assert len(named) >= 9
+    assert set(named.values()) <= steps
+    # Every other column of results has the same name in both.
+    results = {name for name in trials if "success" in name or name.startswith(("total_", "seconds_"))}
+    assert results - named.keys() <= steps
