@@ -54,7 +54,7 @@ def show_demo(console: Console, output: Path) -> str:
     print_line(console, "To go on, open the report in a browser, or type:")
     for arguments in (
         *((name, folder) for name in ("transcripts", "explain", "watch")),
-        ("run", "kl", "--output", "out"),
+        ("run", "kl", "--preset", "laptop", "--output", "mine"),
     ):
         print_line(console, f"  {format_command(*arguments)}")
     return problem

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import RunConfig
+from trainable.config.sections import KLControl
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.distillation.settings import TOP_K, DistillationConfig
 from trainable.sandbox.pedagogy.settings import PedagogyConfig
@@ -130,6 +131,11 @@ PPO_REMARKS: tuple[Remark, ...] = (
         lambda c: c.trainer.critic_warmup > c.trainer.total_training_steps,
         "trainer.critic_warmup={c.trainer.critic_warmup} is the first step that updates the policy, and the run ends "
         "at step {c.trainer.total_training_steps}: the policy is never updated",
+    ),
+    Remark(
+        lambda c: not c.algorithm.use_kl_in_reward and c.algorithm.kl_ctrl.kl_coef != KLControl().kl_coef,
+        "algorithm.kl_ctrl.kl_coef={c.algorithm.kl_ctrl.kl_coef:g} has no effect: it needs "
+        "algorithm.use_kl_in_reward=True. The coefficient of the KL loss is actor.kl_loss_coef",
     ),
 )
 

@@ -259,6 +259,9 @@ def find_study(name: str, kl_type: str | None = None) -> Study:
         # Of short names, one letter is half of it.
         nearest = difflib.get_close_matches(typed, names) or difflib.get_close_matches(typed, names, 1, cutoff=0.5)
         hint = f" Nearest: {', '.join(nearest)}." if nearest else ""
+        # Folders of results begin with the name of their study.
+        of_folder = [known for known in names if typed.startswith(f"{known}-")]
+        hint = f" Nearest: {of_folder[0]}." if of_folder else hint
         hint = " One command runs one study or one suite." if "," in name else hint
         hint = f" Did you mean the file {name}.py?" if Path(f"{name}.py").is_file() else hint
         raise PlanError(

@@ -97,6 +97,7 @@ WRONG: list[tuple[str, str]] = [
     ("settings --al", "Possible options: --all"),
     ("settings nosuchword", "type one of them, for example `python -m tune_study run kl`"),
     ("run k1", "Nearest: kl."),
+    ("run kl-sweep", "Nearest: kl."),
     ("status", "Example: python -m tune_study status results/"),
     ("status nothing", NOTHING),
     ("report .", NOTHING),

@@ -53,6 +53,10 @@ PPO_CASES: tuple[tuple[str, str], ...] = (
     ("actor.lr=0.5 actor.weight_decay=2", "actor.lr=0.5 actor.weight_decay=1.9"),
     ("model.lora_rank=8 model.lora_alpha=8e-9", "model.lora_rank=0 model.lora_alpha=8e-9"),
     ("trainer.critic_warmup=61", "trainer.critic_warmup=60"),
+    (
+        "algorithm.use_kl_in_reward=False algorithm.kl_ctrl.kl_coef=0.1",
+        "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.1",
+    ),
 )
 UPDATE_RULE_CASES: tuple[tuple[str, str], ...] = (
     ("lr=1e-12", "lr=2e-12"),
