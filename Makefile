@@ -122,7 +122,8 @@ replicates: setup
 	done
 	$(BIN)/python -m analysis.data.replicates $(REPLICATES)
 
-# Records the study that `demo` shows, in a folder that is read by nothing else: 12 minutes on two cores.
+# Records the study that `demo` shows, in a new folder below the one for temporary files. It took 25
+# minutes on two busy cores.
 record-demo: setup
 	cd $$(mktemp -d) && $(CURDIR)/$(BIN)/python -m tune_study run kl --preset stress --wandb off --output out \
 		&& $(CURDIR)/$(BIN)/python -m tune_study.demo.archive out/results/*

@@ -14,7 +14,6 @@ import pytest
 
 import analysis
 from tests.fakes.forked_python import run_python
-from tune_study.commands import probe
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
@@ -154,7 +153,7 @@ def test_the_python_example_of_the_readme(folder: Path) -> None:
     assert set(frames.trials["status"]) == {"completed"}
     assert len(frames.steps) == 6
     assert set(frames.levels["split"]) == {"val", "test"}
-    trainer = probe.restore(folder / "out" / "results" / "kl_sweep_sokoban-tiny", trial="0.1")
+    trainer = frames.run("0.1").restore()
     assert 0 < trainer.evaluate("val", "greedy").success < 1
 
 

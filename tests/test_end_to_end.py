@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import analysis
+from tests.fakes.ray_frames import check_trials
 
 # studies/test_run.py stops runs of a fake trainer in every CI, and faults/test_kills.py runs the real one.
 pytestmark = pytest.mark.slow
@@ -54,6 +55,10 @@ def test_the_report_names_the_rule(uninterrupted_folder: Path) -> None:
     page = (uninterrupted_folder / RUN / "report.html").read_text(encoding="utf-8")
     assert "low_validation_success" in page
     assert re.search(r"failed regime", page)
+
+
+def test_trials_agree_with_rays_own_frame(uninterrupted_folder: Path) -> None:
+    check_trials(uninterrupted_folder / RUN)
 
 
 def test_interrupted_and_resumed_equals_straight_through(uninterrupted_folder: Path, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """`NotebookFrames`: the frames of a study with charts and single runs."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -124,11 +123,7 @@ class StudyRun:
             for folder, entry in zip(self.frames.folders, self.frames.studies, strict=True)
             if entry["name"] == self.trial["study"]
         )
-        try:
-            return probe.restore(folder, self.run_id, step, settings=settings, study=study, code=code)
-        except ValueError as error:
-            # The words of the command line in those of Python.
-            raise ValueError(re.sub(r"add --study (.+?),", r'call restore(study="\1"),', str(error))) from None
+        return probe.restore(folder, self.run_id, step, settings=settings, study=study, code=code)
 
     def _select(self, frame: pd.DataFrame) -> pd.DataFrame:
         return frame[frame["run_id"] == self.run_id].reset_index(drop=True)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import altair as alt
 import pandas as pd
 
-from analysis.sweep.plots import STOPPED_COLOR, TEXT_COLOR
+from analysis.sweep.plots import STOPPED_COLOR, TEXT_COLOR, format_dose_label
 
 MAX_ROWS = 5_000
 """Rows of a chart. A longer table would make a page of megabytes, and is drawn as a picture alone."""
@@ -55,10 +55,10 @@ def chart_dose_response(
     legend_choice = alt.selection_point(name="measure", fields=["measure"], bind="legend")
     arm_choice = alt.selection_point(name="arm", fields=["arm"])
     opacity = alt.when(legend_choice & arm_choice).then(alt.value(1.0)).otherwise(alt.value(_FAINT_OPACITY))
-    note = "log scale; 0 and words are separate" if table["scale"].iloc[0] == "log" else "evenly spaced by rank"
+    title = format_dose_label(table, setting)
     x = alt.X(
         "x:Q",
-        axis=alt.Axis(labels=False, ticks=False, grid=False, title=f"{setting}  ({note})", titlePadding=24),
+        axis=alt.Axis(labels=False, ticks=False, grid=False, title=title, titlePadding=24),
         scale=alt.Scale(zero=False, nice=False, padding=24),
     )
     y_axis = alt.Axis(title="success (fraction of episodes)")
@@ -137,8 +137,14 @@ def _draw_base_lines(table: pd.DataFrame, y: alt.Y) -> alt.Chart:
     base = table[list(_BASE_LINES)].head(1).melt(var_name="column").dropna()
     return (
         alt.Chart(base.assign(measure=base["column"].map(_BASE_LINES)))
-        .mark_rule(color="#777777", strokeDash=[5, 4])
-        .encode(y=y, tooltip=["measure:N", _SUCCESS])
+        .mark_rule(color="#777777")
+        .encode(
+            y=y,
+            strokeDash=alt.StrokeDash(
+                "measure:N", legend=None, scale=alt.Scale(domain=list(_BASE_LINES.values()), range=[[5, 4], [1, 3]])
+            ),
+            tooltip=["measure:N", _SUCCESS],
+        )
     )
 
 

@@ -308,7 +308,7 @@ def _make_dose_caption(view: AxisView) -> str:
     return (
         f"Circles show sampled validation success at the end of training, {intervals}, triangles greedy validation "
         "success, and squares sampled success on the test levels. "
-        f"{stops}Horizontal lines show the policy before training."
+        f"{stops}Horizontal lines show the policy before training: dashed sampled, dotted greedy."
     )
 
 

@@ -130,10 +130,15 @@ def _draw_separators(axes: Any, table: pd.DataFrame) -> None:
             axes.axvline((left["x"].max() + right["x"].min()) / 2, color="#aaaaaa", linestyle=(0, (1, 3)), linewidth=1)
 
 
-def _set_dose_axes(axes: Any, table: pd.DataFrame, setting: str) -> None:
+def format_dose_label(table: pd.DataFrame, setting: str) -> str:
+    """The name of the axis with its scale. table: from `tables.make_dose_response`."""
     note = "log scale; 0 and words are separate" if table["scale"].iloc[0] == "log" else "evenly spaced by rank"
+    return f"{setting}  ({note})"
+
+
+def _set_dose_axes(axes: Any, table: pd.DataFrame, setting: str) -> None:
     axes.set_xticks(table["x"].to_list(), table["tick"].to_list())
-    axes.set_xlabel(f"{setting}  ({note})")
+    axes.set_xlabel(format_dose_label(table, setting))
     axes.set_ylabel("success (fraction of episodes)")
     # A little below 0, so that the marks of collapsed arms are not cut off at the axis.
     axes.set_ylim(bottom=min(-0.01, -0.03 * axes.get_ylim()[1]))

@@ -5,17 +5,15 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-import analysis
 from tests.attack.cells import Cell
 from tests.attack.damaged_files import find_pattern
 from tests.attack.kills import Kill, KilledStudy, finish, list_batches, signal_study
 from tests.attack.sample_study import list_files
+from tests.fakes.ray_frames import check_trials
 from tests.faults.conftest import StudyRegistration
 from tests.faults.kills import STEPS, InterruptedStudy, Tally, compare, read_status_output
-from trainable.runs.records import STEP_COLUMNS, TIME_COLUMNS
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
@@ -109,31 +107,7 @@ def test_every_file_of_a_study_is_in_the_table_of_the_attack(uninterrupted_study
 
 
 def test_trials_agree_with_rays_own_frame(uninterrupted_study: InterruptedStudy) -> None:
-    from ray.tune import ExperimentAnalysis, ResultGrid
-
-    frames = analysis.load(uninterrupted_study.folder)
-    trials = frames.trials.set_index("run_id")
-    grid = ResultGrid(ExperimentAnalysis(str(uninterrupted_study.folder)))
-    ray_trials = grid.get_dataframe().set_index("run_id").loc[trials.index]
-    shared_columns = [name for name in ray_trials.columns if name in trials.columns and not name.startswith("base_")]
-    assert {"total_optimizer_steps", "test_success", "stop_rule", "seed", "arm"} <= set(shared_columns)
-    for name in shared_columns:
-        if name == "trial_id":
-            continue
-        values, ray_values = trials[name].to_numpy(), ray_trials[name].to_numpy()
-        if trials[name].dtype.kind == "f":
-            np.testing.assert_allclose(ray_values.astype(float), values, rtol=1e-12, err_msg=name)
-        else:
-            assert [str(value) for value in ray_values if value == value and value is not None] == [
-                str(value) for value in values if value == value and str(value) != "<NA>"
-            ], name
-    last_rows = frames.steps.groupby("run_id").tail(1).set_index("run_id").loc[trials.index]
-    for column in STEP_COLUMNS:
-        if column.name in ray_trials and column.name not in TIME_COLUMNS:
-            ray_values = ray_trials[column.name].astype(float)
-            np.testing.assert_allclose(
-                ray_values, last_rows[column.name].astype(float), rtol=1e-12, err_msg=column.name
-            )
+    check_trials(uninterrupted_study.folder)
 
 
 def lose_a_row(study: InterruptedStudy) -> None:

@@ -303,8 +303,7 @@ def print_settings(console: Console, study: Study, *, with_all: bool = False) ->
     """
     table = make_settings_rows(study)
     rows = [row for row in table if with_all or row.is_common]
-    cells = [[row.name, *row.defaults, row.meaning, row.allowed] for row in rows]
-    print_table(console, ("setting", *study.family.presets, "meaning", "allowed"), cells)
+    _print_settings_rows(console, study, rows)
     if len(rows) < len(table):
         n_others = len(table) - len(rows)
         print_line(
@@ -316,10 +315,14 @@ def print_settings(console: Console, study: Study, *, with_all: bool = False) ->
 def print_matching_settings(console: Console, study: Study, word: str) -> bool:
     """Print the settings of a study whose name or meaning has a word, and return whether there is one."""
     rows = [row for row in make_settings_rows(study) if word.lower() in f"{row.name} {row.meaning}".lower()]
+    if rows:
+        _print_settings_rows(console, study, rows)
+    return bool(rows)
+
+
+def _print_settings_rows(console: Console, study: Study, rows: Sequence[SettingRow]) -> None:
     cells = [[row.name, *row.defaults, row.meaning, row.allowed] for row in rows]
-    if cells:
-        print_table(console, ("setting", *study.family.presets, "meaning", "allowed"), cells)
-    return bool(cells)
+    print_table(console, ("setting", *study.family.presets, "meaning", "allowed"), cells)
 
 
 def make_settings_rows(study: Study) -> list[SettingRow]:

@@ -135,7 +135,7 @@ def explain_missing_file(folder: Path, entry: Mapping[str, Any]) -> str:
     path = format_value(entry["path"], 1000)
     return (
         f"The study in {folder} was declared in the file {path}. A results folder never chooses code, so the file "
-        f"has to be typed: add --study {path}, or its place on this machine."
+        f"has to be typed: add --study {path} (in Python, study={path!r}), or its place on this machine."
     )
 
 

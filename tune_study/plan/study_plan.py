@@ -255,18 +255,10 @@ def find_study(name: str, kl_type: str | None = None) -> Study:
     """
     study = STUDIES.get(normalize_study_name(name))
     if study is None:
-        typed, names = normalize_study_name(name), [*STUDIES, *SUITES]
-        # Of short names, one letter is half of it.
-        nearest = difflib.get_close_matches(typed, names) or difflib.get_close_matches(typed, names, 1, cutoff=0.5)
-        hint = f" Nearest: {', '.join(nearest)}." if nearest else ""
-        # Folders of results begin with the name of their study.
-        of_folder = [known for known in names if typed.startswith(f"{known}-")]
-        hint = f" Nearest: {of_folder[0]}." if of_folder else hint
-        hint = " One command runs one study or one suite." if "," in name else hint
-        hint = f" Did you mean the file {name}.py?" if Path(f"{name}.py").is_file() else hint
         raise PlanError(
-            f"There is no study `{format_value(name)}`.{hint} The studies are {', '.join(STUDIES)}: type one of them, "
-            f"for example `{format_command('run', 'kl')}`, or for `run` a suite of studies: {', '.join(SUITES)}."
+            f"There is no study `{format_value(name)}`.{_suggest_study(name)} The studies are {', '.join(STUDIES)}: "
+            f"type one of them, for example `{format_command('run', 'kl')}`, or for `run` a suite of studies: "
+            f"{', '.join(SUITES)}."
         )
     if kl_type is None:
         return study
@@ -281,6 +273,22 @@ def find_study(name: str, kl_type: str | None = None) -> Study:
             f"--kl-type {format_value(kl_type)} is not a KL loss of the grid: type one of {', '.join(study.variants)}."
         )
     return study.get_variant(kl_type)
+
+
+def _suggest_study(name: str) -> str:
+    """What may be meant by a name that no study has, as a sentence after a space; empty if nothing is near."""
+    if "," in name:
+        return " One command runs one study or one suite."
+    if Path(f"{name}.py").is_file():
+        return f" Did you mean the file {name}.py?"
+    typed, names = normalize_study_name(name), [*STUDIES, *SUITES]
+    # Folders of results begin with the name of their study; of short names, one letter is half of it.
+    nearest = (
+        [known for known in names if typed.startswith(f"{known}-")][:1]
+        or difflib.get_close_matches(typed, names)
+        or difflib.get_close_matches(typed, names, 1, cutoff=0.5)
+    )
+    return f" Nearest: {', '.join(nearest)}." if nearest else ""
 
 
 def expand_groups(study: Study, entries: Sequence[str]) -> tuple[str, ...]:

@@ -44,6 +44,8 @@ ALLOWED_CALLS = (
     "exit", "exit_group",
 )  # fmt: skip
 """System calls that a computation needs. All others fail with EPERM: those of files, processes, sockets, signals."""
+MAX_PROMPTS = 64
+"""Prompts of one query; the limits of an episode are lower."""
 BUILTIN_NAMES = (
     "__build_class__",
     "abs", "all", "any", "ascii", "bin", "bool", "bytearray", "bytes", "callable", "chr", "complex", "dict", "dir",
@@ -191,10 +193,14 @@ class Channel:
 
 
 class Tools:
-    """What the code may call. context: texts by id; channel: to the parent, which answers queries."""
+    """What the code may call.
 
-    def __init__(self, context: dict[str, str], may_query: bool, channel: Channel) -> None:
+    context: texts by id. channel: to the parent, which answers queries. message_bytes: the most that it takes at once.
+    """
+
+    def __init__(self, context: dict[str, str], may_query: bool, channel: Channel, message_bytes: int) -> None:
         self.context, self._may_query, self._channel = context, may_query, channel
+        self._message_bytes = message_bytes
         self.namespace: dict[str, object] = {}
         self.answers: list[str] = []
 
@@ -278,6 +284,11 @@ class Tools:
             texts = [*context, *context.values()] if isinstance(context, dict) else [context]
             if context is not None and not all(isinstance(text, str) for text in texts):
                 raise ValueError("a context is None for all papers, a text, or a dictionary of texts by id")
+        if len(prompt_list) > MAX_PROMPTS or len(json.dumps([prompt_list, contexts])) > self._message_bytes // 2:
+            num_bytes = self._message_bytes // 2
+            raise ValueError(
+                f"a call asks at most {MAX_PROMPTS} children, with {num_bytes} bytes of prompts and contexts"
+            )
         self._channel.send({"kind": "query", "prompts": prompt_list, "contexts": contexts})
         answer = self._channel.receive()
         if answer["kind"] == "problem":
@@ -342,7 +353,8 @@ def _cut(text: str, num_bytes: int) -> str:
     """The beginning of a text that takes at most so many bytes in a message."""
     if 12 * len(text) <= num_bytes:  # no character takes more
         return text
-    return text[:num_bytes] if len(json.dumps(text[:num_bytes])) <= num_bytes else text[: num_bytes // 12]
+    beginning = text[: num_bytes - 2]  # between quotes
+    return beginning if len(json.dumps(beginning)) <= num_bytes else text[: num_bytes // 12]
 
 
 def _describe(error: BaseException) -> str:
@@ -368,7 +380,7 @@ def main() -> None:
     confine(library)
     context, may_query = start["context"], bool(start["may_query"])
     assert isinstance(context, dict)
-    tools = Tools(context, may_query, channel)
+    tools = Tools(context, may_query, channel, message_bytes)
     tools.make_namespace()
     channel.send({"kind": "ready"})
     while True:

@@ -15,11 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainable.envs.repl.confined_process import MAX_PROMPTS
+
 _START_SECONDS = 60.0
 """Patience with a new process, on a busy machine too; it takes a tenth of a second."""
 _SCRIPT = Path(__file__).with_name("confined_process.py")
-_MAX_PROMPTS = 64
-"""Prompts of one query; the limits of an episode are lower."""
 
 
 class ReplLimits(NamedTuple):
@@ -291,7 +291,7 @@ def _is_valid(message: Mapping[str, Any]) -> bool:
             message.keys() == {"kind", "prompts", "contexts"}
             and isinstance(prompts, list)
             and isinstance(contexts, list)
-            and 0 < len(prompts) == len(contexts) <= _MAX_PROMPTS
+            and 0 < len(prompts) == len(contexts) <= MAX_PROMPTS
             and all(isinstance(prompt, str) for prompt in prompts)
             and all(map(_is_context, contexts))
         )

@@ -105,6 +105,10 @@ def test_children_are_asked_as_one_batch_and_answers_are_parsed() -> None:
         assert repl.answer(["[1, 2]", "no literal ("]) == Execution("[[1, 2], 'no literal (']\n", "", None)
         assert repl.execute("rlm_query('c')") == Query(("c",), (None,))
         assert repl.refuse("at most 8 children") == Execution("", "ValueError: at most 8 children\n", None)
+        for many in ("rlm_query_batched(['a'] * 65)", "rlm_query('a', 'b' * 3_000_000)"):
+            outcome = repl.execute(many)
+            assert isinstance(outcome, Execution)
+            assert "a call asks at most 64 children" in outcome.stderr
         assert repl.execute("rlm_query_batched([])") == Execution("[]\n", "", None)
         repl.execute("rlm_query_batched(['a', 'b'])")
         assert repl.answer(["{{'a': 1}}", "{[1]: 2}"]) == Execution("""["{{'a': 1}}", '{[1]: 2}']\n""", "", None)
