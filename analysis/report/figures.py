@@ -15,6 +15,8 @@ from matplotlib.figure import Figure
 from analysis.data.frames import StudyFrames
 from analysis.gradients import plots as gradient_plots
 from analysis.gradients import tables as gradients
+from analysis.gradients.findings import describe_buckets
+from analysis.grid import findings as grid_findings
 from analysis.grid import layout
 from analysis.grid import plots as grid_plots
 from analysis.grid.measures import MEASURES, Measure
@@ -264,7 +266,14 @@ def _make_panel_figure(curve: Curve) -> ReportFigure[GridView]:
         )
         return curve.caption + marks_caption * curve.explains_marks
 
-    return ReportFigure(curve.name, curve.section, make_caption, make_table, draw)
+    return ReportFigure(
+        curve.name,
+        curve.section,
+        make_caption,
+        make_table,
+        draw,
+        describe=lambda table, view: grid_findings.describe_curves(view.grid, table, curve.label),
+    )
 
 
 def _make_heat_map(measure: Measure) -> ReportFigure[GridView]:
@@ -274,7 +283,14 @@ def _make_heat_map(measure: Measure) -> ReportFigure[GridView]:
     def draw(table: pd.DataFrame, view: GridView) -> Figure:
         return grid_plots.draw_heat_maps(view.grid, table, measure.name, measure.label, log=measure.log)
 
-    return ReportFigure(f"grid_{measure.name}", "grid", measure.caption, make_table, draw)
+    return ReportFigure(
+        f"grid_{measure.name}",
+        "grid",
+        measure.caption,
+        make_table,
+        draw,
+        describe=lambda table, view: grid_findings.describe_cells(view.grid, table, measure),
+    )
 
 
 def _none_if_empty(table: pd.DataFrame) -> pd.DataFrame | None:
@@ -408,6 +424,7 @@ GRADIENTS: Sequence[ReportFigure[View]] = (
         "own curve. Curves of probes (analyses of checkpoints) are dashed.",
         lambda view: _none_if_empty(gradients.make_signal_lines(view.frames.gradients)),
         partial(_draw_gradients, lambda frames: "signal / noise of the task gradient (1)"),
+        describe=lambda table, view: describe_buckets(table, "the ratio"),
     ),
     ReportFigure(
         "regularizer_share",
@@ -419,6 +436,7 @@ GRADIENTS: Sequence[ReportFigure[View]] = (
         "task, which is large, so its share is near 0 whatever the bucket teaches.",
         lambda view: _none_if_empty(gradients.make_share_lines(view.frames.gradients)),
         partial(_draw_gradients, _make_share_label),
+        describe=lambda table, view: describe_buckets(table, "the share"),
     ),
 )
 

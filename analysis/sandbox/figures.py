@@ -13,7 +13,7 @@ from analysis.sandbox import plots, tables
 from analysis.sandbox.descriptions import Panel
 from analysis.sandbox.page import compute_chance_error
 from analysis.search.page import VIEW_FIGURES, SearchResults, find_search
-from analysis.sweep import contrasts, series
+from analysis.sweep import contrasts, findings, series
 from analysis.sweep.plots import draw_curves
 
 
@@ -76,6 +76,7 @@ def _make_runs_figure(panel: Panel) -> ReportFigure[ToyView]:
         "that did not complete for another reason.",
         lambda view: view.curves[panel],
         draw,
+        describe=lambda curve_tables, view: findings.describe_run_spread(curve_tables[0]),
     )
 
 
@@ -91,6 +92,9 @@ def _make_mean_curves_figure(chance_error: float | None) -> ReportFigure[ToyView
         f"the mean. Step 0 is before the first update.{line}",
         lambda view: [(panel, runs, means) for panel, (runs, means) in view.curves.items()],
         lambda panel_curves, view: plots.draw_mean_curves(panel_curves, view.colors, chance_error),
+        describe=lambda panel_curves, view: " ".join(
+            findings.describe_curves(runs, panel.label) for panel, runs, _ in panel_curves
+        ),
     )
 
 

@@ -455,11 +455,11 @@ def list_runs(frames: StudyFrames) -> list[dict[str, Any]]:
     return to_records(frames.trials)
 
 
-def describe_curves(table: pd.DataFrame, name: str) -> str:
+def describe_curves(table: pd.DataFrame, name: str, entry: str = "arm") -> str:
     """The first values of a column, and between which arms the last ones lie; empty without a scored run.
 
     The value of an arm is the mean over its scored runs, each at its own last step. table: from `series.make_curves`.
-    name: what the values are, with their unit.
+    name: what the values are, with their unit. entry: what the column `arm` names.
     """
     scored_rows = table[table["status"].isin(SCORED_STATUSES)]
     if scored_rows.empty:
@@ -468,14 +468,27 @@ def describe_curves(table: pd.DataFrame, name: str) -> str:
     firsts, lasts = (values.groupby("arm", sort=False).mean() for values in (runs.first(), runs.last()))
     low, high = format_number(firsts.min()), format_number(firsts.max())
     first_span = low if low == high else f"{low} to {high}"
-    return f"{name[0].upper()}{name[1:]}: {first_span} at first, {_describe_span(lasts)} at the end."
+    return f"{name[0].upper()}{name[1:]}: {first_span} at first, {describe_span(lasts, entry)} at the end."
+
+
+def describe_run_spread(table: pd.DataFrame) -> str:
+    """How far apart the scored runs of one arm end, at most; empty if no arm has two.
+
+    table: from `series.make_curves`.
+    """
+    scored_rows = table[table["status"].isin(SCORED_STATUSES)]
+    lasts = scored_rows.groupby(["arm", "run_id"], sort=False)["value"].last().groupby("arm", sort=False)
+    spreads = (lasts.max() - lasts.min())[lasts.count() > 1]
+    if spreads.empty:
+        return ""
+    return f"Runs of one arm end at most {format_number(spreads.max())} apart ({spreads.idxmax()})."
 
 
 def describe_retrieval(table: pd.DataFrame) -> str:
     """Between which arms retrieval lies at the end, and what guessing would reach. table: from `make_arm_lines`."""
     sentences = []
     for measure, rows in table.dropna(subset="chance").groupby("measure", sort=False):
-        span = _describe_span(rows.groupby("arm", sort=False)["value"].last())
+        span = describe_span(rows.groupby("arm", sort=False)["value"].last())
         name, chance = str(measure).removesuffix(" (fraction)"), format_number(rows["chance"].iloc[-1])
         sentences.append(f"{name[0].upper()}{name[1:]}: {span} at the end; guessing would reach {chance}.")
     return " ".join(sentences)
@@ -489,13 +502,15 @@ def describe_survivors(table: pd.DataFrame) -> str:
     return f"No run of {_format_arms(survivors)} collapsed{': their lines are one, at 1' * (len(survivors) > 1)}."
 
 
-def _describe_span(values: "pd.Series[float]") -> str:
-    """The smallest and the largest value with their arms: `from 0.12 (KL 1) to 0.35 (KL 0)`."""
-    smallest, largest = str(values.idxmin()), str(values.idxmax())
-    low, high = format_number(values[smallest]), format_number(values[largest])
+def describe_span(values: "pd.Series[float]", entry: str = "arm") -> str:
+    """The smallest and the largest value with the names of their entries: `from 0.12 (KL 1) to 0.35 (KL 0)`.
+
+    values: at least one, none missing, with names as index; several entries may share a name. entry: what one is.
+    """
+    low, high = format_number(values.min()), format_number(values.max())
     if low != high:
-        return f"from {low} ({smallest}) to {high} ({largest})"
-    return f"{low} in every arm" if len(values) > 1 else low
+        return f"from {low} ({values.index[values.argmin()]}) to {high} ({values.index[values.argmax()]})"
+    return f"{low} in every {entry}" if len(values) > 1 else low
 
 
 def describe_confirmation(study: Mapping[str, Any]) -> str:

@@ -4,10 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from analysis.data.frames import StudyFrames
 from analysis.data.load import read_study
+from analysis.gradients.findings import describe_buckets
 from analysis.report import pages
 from analysis.report.pages import write_report
 from analysis.sweep import plots, series
@@ -171,3 +173,26 @@ def test_without_a_retrieval_there_are_no_lines(tmp_path: Path) -> None:
     assert series.make_arm_lines(frames).empty
     assert series.make_arm_lines(replace(frames, steps=bare)).empty
     assert series.make_arm_lines(add_retrieval(replace(frames, steps=bare), (FIRST_TURN,)))["measure"].nunique() == 2
+
+
+def test_the_sentence_of_a_gradient_figure_counts_the_buckets_above_zero() -> None:
+    rows = [
+        # prefilter, line, bucket, value, low, high
+        (True, "KL 0", "bucket_1", -0.2, -0.5, 0.1),
+        (True, "KL 0", "bucket_2", 3.0, 1.0, 5.0),
+        (True, "KL 1", "bucket_2", 0.5, np.nan, np.nan),
+        (False, "KL 0", "bucket_1", 0.25, np.nan, np.nan),
+    ]
+    table = pd.DataFrame(rows, columns=["prefilter", "line", "bucket", "value", "low", "high"])
+    assert describe_buckets(table, "the ratio") == (
+        "Before the filter, the ratio is from -0.2 (KL 0, bucket 1) to 3 (KL 0, bucket 2), over 3 buckets; the 95 % "
+        "interval is above 0 in 1 of 2 that have one. After the filter, the ratio is 0.25, over 1 bucket; no bucket "
+        "has an interval."
+    )
+
+
+def test_the_page_has_the_sentences_of_its_gradient_figures(tmp_path: Path) -> None:
+    frames = make_frames(tmp_path, {"0": [FakeAnalysis(1, prefilter=True)], "1": [FakeAnalysis(1, prefilter=True)]})
+    words = get_words(make_page(frames))
+    assert "Before the filter, the ratio is " in words
+    assert "Before the filter, the share is " in words

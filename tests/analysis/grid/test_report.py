@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
@@ -11,8 +12,10 @@ from matplotlib.patches import Rectangle
 
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
+from analysis.grid import findings as grid_findings
 from analysis.grid import layout
 from analysis.grid import plots as grid_plots
+from analysis.grid.measures import SUCCESS
 from analysis.report import pages
 from analysis.sweep import findings, plots, tables
 from tests.analysis.report.test_pages import Page, parse_page
@@ -186,3 +189,36 @@ def test_many_lines_that_never_collapsed_are_counted() -> None:
     (axes,) = plots.draw_survival(pd.DataFrame(rows), {}).axes
     (label,) = axes.get_legend_handles_labels()[1]
     assert label == "no collapse: 9 of 9"
+
+
+def test_every_figure_of_a_grid_has_a_sentence_made_from_its_numbers(frames: StudyFrames) -> None:
+    grid, table = make_cells(frames)
+    sentence = grid_findings.describe_cells(grid, table, SUCCESS)
+    lowest, highest = table.loc[table["success"].idxmin()], table.loc[table["success"].idxmax()]
+    assert sentence.startswith(f"Success at the end (fraction of episodes): from {lowest['success']:.3g} (KL ")
+    assert (
+        f" to {highest['success']:.3g} (KL {highest['x']:g}, entropy {highest['y']:g}, {highest['panel']})." in sentence
+    )
+    assert grid_findings.describe_cells(grid, table.assign(success=np.nan), SUCCESS) == ""
+    equal = grid_findings.describe_cells(grid, table.assign(success=0.5), SUCCESS)
+    assert equal == "Success at the end (fraction of episodes): 0.5 in every cell."
+
+
+def test_the_sentence_of_curves_names_their_panel_and_x() -> None:
+    grid = layout.Grid("actor.kl_loss_coef", "actor.lr", ("filter.mode",), {})
+    rows = [
+        # panel, x, run_id, status, step, value
+        ("a", 0.0, "r0", "completed", 0, 0.2),
+        ("a", 0.0, "r0", "completed", 9, 0.5),
+        ("a", 0.0, "r1", "completed", 0, 0.2),
+        ("a", 0.0, "r1", "completed", 9, 0.7),
+        ("b", 0.1, "r2", "early_stopped", 0, 0.2),
+        ("b", 0.1, "r2", "early_stopped", 4, 0.1),
+        ("b", 0.1, "r3", "failed", 4, 0.0),  # is not scored
+    ]
+    table = pd.DataFrame(rows, columns=["panel", "x", "run_id", "status", "step", "value"])
+    assert grid_findings.describe_curves(grid, table, "success (fraction)") == (
+        "Success (fraction): 0.2 at first, from 0.1 (KL 0.1, b) to 0.6 (KL 0, a) at the end."
+    )
+    one_panel = grid_findings.describe_curves(grid, table.assign(panel="all arms"), "success")
+    assert one_panel == "Success: 0.2 at first, from 0.1 (KL 0.1) to 0.6 (KL 0) at the end."

@@ -50,6 +50,8 @@ def get_words(frames: StudyFrames) -> str:
 
 def test_the_page_is_complete(page: Page) -> None:
     words = " ".join(page.text.split())
+    assert "Test error (fraction): 0.6 at first, from 0.25 (TPO) to 0.68 (GRPO) at the end. Entropy (nats): " in words
+    assert "Runs of one arm end at most 0.64 apart (GRPO)." in words
     for sentence in (
         "12 runs: 10 completed, 1 early stopped, 1 failed",
         "4 arms, baseline DG. Over 2 to 3 seeds, test error at the end compared with it is open for arms TPO, GRPO, "

@@ -163,6 +163,8 @@ def test_figures_say_what_their_numbers_come_to() -> None:
     equal = table.assign(value=8.0)
     assert findings.describe_curves(equal, "groups") == "Groups: 8 at first, 8 in every arm at the end."
     assert findings.describe_curves(table[table["run_id"] == "r4"], "success") == ""
+    assert findings.describe_run_spread(table) == "Runs of one arm end at most 0.2 apart (a)."
+    assert findings.describe_run_spread(table[table["arm"] == "b"]) == ""  # one run of two is scored
     lines = pd.DataFrame(
         [(arm, "retrieval, all turns (fraction)", 5, value, 0.02) for arm, value in (("a", 0.9), ("b", 0.3))],
         columns=["arm", "measure", "step", "value", "chance"],
