@@ -1,0 +1,119 @@
+"""Tests of files of questions: every documented form of a row, and every mistake named with its place."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from trainable.envs.repl.questions import Question, QuestionFileError, read_questions
+
+PAPERS = [
+    {"paperId": "p1", "text": "One two.", "title": "A title", "abstract": "Short."},
+    {"paper_id": "p2", "text": "Three."},
+]
+CONTEXT = {"p1": "# A title\n\n## Abstract\nShort.\n\nOne two.", "p2": "Three."}
+EVIDENCE = [{"selections": [{"text": "One two."}, {"text": "Three."}]}, {"selections": [{"text": "Three."}]}]
+QUESTION = Question("Who?", CONTEXT, ("One two.", "Three."))
+ROW = {"question": "Who?", "papers": PAPERS, "evidence": EVIDENCE}
+MESSAGES = [
+    {"role": "user", "content": "When?"},
+    {"role": "assistant", "content": "?"},
+    {"role": "user", "content": "Who?"},
+]
+
+
+def without(*names: str) -> dict[str, Any]:
+    return {name: value for name, value in ROW.items() if name not in names}
+
+
+def write_lines(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ROW,
+        {**ROW, "another": 1, "question": "Who?", "prompt": "not this"},
+        {**without("question"), "prompt": "Who?"},
+        {**without("question"), "prompt": MESSAGES},
+        {**without("papers"), "context_text": CONTEXT},
+        {**without("papers"), "context_text": json.dumps(CONTEXT)},
+        {**without("papers"), "context": CONTEXT},
+        {**without("papers"), "extra_info": {"context_text": CONTEXT}},
+        {**without("papers"), "extra_info": json.dumps({"context": json.dumps(CONTEXT)})},
+        {**without("evidence"), "reward_spec": {"evidence": EVIDENCE}},
+        {**without("evidence"), "reward_spec": json.dumps({"evidence": EVIDENCE})},
+        {**without("evidence"), "extra_info": {"reward_spec": json.dumps({"evidence": EVIDENCE})}},
+        {**ROW, "evidence": json.dumps(EVIDENCE)},
+    ],
+)
+def test_every_form_of_a_row_is_read(tmp_path: Path, row: dict[str, Any]) -> None:
+    assert read_questions(write_lines(tmp_path / "a.jsonl", row)) == [QUESTION]
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    assert read_questions(tmp_path / "a.parquet") == [QUESTION]
+
+
+def test_rows_keep_their_order_and_can_be_limited(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", *({**ROW, "question": str(number)} for number in range(5)))
+    path.write_text("\n" + path.read_text())
+    assert [question.text for question in read_questions(path)] == list("01234")
+    assert [question.text for question in read_questions(path, max_rows=2)] == list("01")
+    rows = [{**ROW, "question": str(number)} for number in range(600)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert [question.text for question in read_questions(tmp_path / "a.parquet")][-1] == "599"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({**ROW, "question": 3}, "field `question`: input should be a valid string"),
+        ({**ROW, "question": " "}, "field `question`: a text, or a `prompt`"),
+        (without("question"), "field `question`: a text, or a `prompt`"),
+        ({**without("question"), "prompt": [{"role": "user"}]}, "field `prompt[0].content`: field required"),
+        ({**without("question"), "prompt": MESSAGES[1:2]}, "field `question`: a text, or a `prompt`"),
+        (without("papers"), "field `papers`: a list of papers is needed"),
+        ({**ROW, "papers": []}, "field `papers`: a list of papers is needed"),
+        ({**ROW, "papers": [{"paperId": "p1"}]}, "field `papers[0].text`: field required"),
+        ({**ROW, "papers": [{"text": "p1"}]}, "field `papers[0].paperId`: field required"),
+        ({**ROW, "papers": [PAPERS[0], {**PAPERS[1], "text": 1}]}, "field `papers[1].text`: input should be a valid"),
+        ({**ROW, "papers": [PAPERS[0], PAPERS[0]]}, "field `papers`: two papers have the same id"),
+        ({**without("papers"), "context_text": "no JSON"}, "field `context_text`: input should be a valid dictionary"),
+        ({**without("papers"), "context": {"a": 1}}, "field `context.a`: input should be a valid string"),
+        (without("evidence"), "field `reward_spec`: `evidence` with at least one selection"),
+        ({**ROW, "evidence": []}, "field `reward_spec`: `evidence` with at least one selection"),
+        (
+            {**ROW, "evidence": [{"selections": [{"text": ""}]}]},
+            "field `evidence[0].selections[0].text`: string should",
+        ),
+        ({**ROW, "reward_spec": "{"}, "field `reward_spec`: input should be a valid dictionary"),
+        ([1], "field `the row`: input should be a valid dictionary"),
+    ],
+)
+def test_a_wrong_row_is_named_with_its_field(tmp_path: Path, row: object, message: str) -> None:
+    path = write_lines(tmp_path / "a.jsonl", ROW, row)
+    with pytest.raises(QuestionFileError) as caught:
+        read_questions(path)
+    assert str(caught.value).startswith(f"{path}, line 2: {message}")
+    assert len(read_questions(path, max_rows=1)) == 1
+
+
+def test_a_wrong_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(QuestionFileError, match=r"a.txt: a file of questions ends in .jsonl or .parquet"):
+        read_questions(tmp_path / "a.txt")
+    with pytest.raises(QuestionFileError, match="cannot be read"):
+        read_questions(tmp_path / "a.jsonl")
+    (tmp_path / "a.parquet").write_bytes(b"no parquet")
+    with pytest.raises(QuestionFileError, match="cannot be read"):
+        read_questions(tmp_path / "a.parquet")
+    for content, message in ((b"{", "line 1 is no JSON"), (b"\xff\n", "line 1 is no JSON"), (b"", "has no row")):
+        (tmp_path / "b.jsonl").write_bytes(content)
+        with pytest.raises(QuestionFileError, match=message):
+            read_questions(tmp_path / "b.jsonl")
+    (tmp_path / "b.jsonl").write_text("[" * 100_000)
+    with pytest.raises(QuestionFileError, match="line 1: brackets are nested deeper"):
+        read_questions(tmp_path / "b.jsonl")

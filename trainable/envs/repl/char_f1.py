@@ -1,0 +1,147 @@
+"""The reward `char_f1`: how well the passages that an answer quotes cover the evidence, in characters."""
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trainable.files.json_values import parse_json
+
+MAX_FREE_PREDICTIONS = 12
+"""An answer may quote so many passages. Each further one costs `EXTRA_PREDICTION_COST` / 12."""
+EXTRA_PREDICTION_COST = 0.05
+
+_MIN_QUOTE_LENGTH, _MIN_LINE_LENGTH = 8, 16
+_MAX_LITERAL_LENGTH = 200_000
+_FINAL_TAG = re.compile(r"<final>(.*?)(?:</final>|\Z)", re.DOTALL | re.IGNORECASE)
+_CODE_BLOCK = re.compile(r"```[\w-]*[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_QUOTE = re.compile(r"\"([^\"\n]+)\"|“([^“”\n]+)”|(?<!\w)'([^'\n]+)'(?!\w)")
+_BULLET = re.compile(r"^(?:[-*•]|\d+[.)])\s+")
+
+
+class CharScore(NamedTuple):
+    """How well an answer covers the evidence.
+
+    Attributes:
+        score: the reward, from 0 to 1: f1 less the cost of too many passages.
+        f1, precision, recall: over characters of the papers; 0 where the answer or the evidence marks none.
+        num_predictions: passages that the answer quotes.
+        copy_rate: fraction of them that stand in the papers word for word; NaN without a passage.
+
+    An answer of more than 251 passages scores 0 whatever they mark, so they are not looked up.
+    """
+
+    score: float
+    f1: float
+    precision: float
+    recall: float
+    num_predictions: int
+    copy_rate: float
+
+
+def compute_char_f1(answer: str, papers: Mapping[str, str], evidence: Iterable[str]) -> CharScore:
+    """Score an answer against the evidence.
+
+    Each passage of either marks its first exact occurrence in the papers. A passage that does not occur marks nothing.
+
+    Args:
+        answer: a final answer, see `parse_predictions`.
+        papers: texts by id.
+        evidence: the passages that answer the question.
+
+    Example:
+        >>> compute_char_f1("['one two']", {"a": "one two three"}, ["two three"]).f1  # 3 characters of 7 and of 9
+        0.375
+
+    Source: rlm_grpo of deepakvijaykee/rl-experiments.
+    """
+    predictions = parse_predictions(answer)
+    cost = EXTRA_PREDICTION_COST * max(0, len(predictions) - MAX_FREE_PREDICTIONS) / MAX_FREE_PREDICTIONS
+    if cost >= 1:  # whatever they mark, and looking up a million of them would take minutes
+        return CharScore(0.0, 0.0, 0.0, 0.0, len(predictions), float("nan"))
+    text = "\n\n".join(papers.values())
+    marks, gold_marks = _mark(text, predictions), _mark(text, evidence)
+    both, marked, gold = (int(chars.sum()) for chars in (marks & gold_marks, marks, gold_marks))
+    precision, recall = both / max(marked, 1), both / max(gold, 1)
+    f1 = 2 * both / max(marked + gold, 1)
+    copy_rate = sum(passage in text for passage in predictions) / len(predictions) if predictions else float("nan")
+    return CharScore(min(max(f1 - cost, 0.0), 1.0), f1, precision, recall, len(predictions), copy_rate)
+
+
+def _mark(text: str, passages: Iterable[str]) -> npt.NDArray[np.bool_]:
+    """The characters of the text (N,) that lie in the first occurrence of a passage."""
+    marks = np.zeros(len(text), dtype=bool)
+    for passage in passages:
+        start = text.find(passage) if passage else -1
+        if start >= 0:
+            marks[start : start + len(passage)] = True
+    return marks
+
+
+def parse_predictions(answer: str) -> tuple[str, ...]:
+    """The passages that a final answer quotes, without repetitions up to case and spaces.
+
+    Read in this order, and the first way that gives something counts: JSON or a Python literal (also in <final> tags or
+    in a code block), whose texts are the passages; quotations of at least 8 characters; lines of at least 16 characters
+    without their bullets.
+
+    Example:
+        >>> parse_predictions("<final>['first passage', 'second passage']</final>")
+        ('first passage', 'second passage')
+        >>> parse_predictions('The paper says "forty-two metres" there.')
+        ('forty-two metres',)
+    """
+    text = _unwrap(_unwrap(answer, _FINAL_TAG), _CODE_BLOCK).strip()
+    passages = _parse_literal(text)
+    if passages is None:
+        quotes = [next(filter(None, match)) for match in _QUOTE.findall(text)]
+        passages = [quote for quote in quotes if len(quote) >= _MIN_QUOTE_LENGTH]
+    if not passages:
+        lines = (_BULLET.sub("", line.strip()) for line in text.splitlines())
+        passages = [line for line in lines if len(line) >= _MIN_LINE_LENGTH]
+    return _drop_repetitions(passages)
+
+
+def _unwrap(text: str, wrapping: re.Pattern[str]) -> str:
+    """What stands in the wrappings of a text, or the text if it has none."""
+    contents = wrapping.findall(text)
+    return "\n".join(contents) if contents else text
+
+
+def _parse_literal(text: str) -> list[str] | None:
+    """The texts of a JSON value or Python literal; None if the answer is neither, or has a number or nothing alone."""
+    value: Any
+    try:
+        value = parse_json(text.encode())
+    except ValueError:
+        if len(text) > _MAX_LITERAL_LENGTH:
+            return None
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            return None
+    return list(_list_texts(value)) if isinstance(value, str | Mapping | Sequence | set) else None
+
+
+def _list_texts(value: object) -> Iterator[str]:
+    """All texts of nested lists and mappings, without keys."""
+    if isinstance(value, str):
+        yield value.strip()
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _list_texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _list_texts(item)
+    elif isinstance(value, set):  # in an order that does not depend on hashes
+        yield from sorted(item.strip() for item in value if isinstance(item, str))
+
+
+def _drop_repetitions(passages: Iterable[str]) -> tuple[str, ...]:
+    by_words: dict[str, str] = {}
+    for passage in passages:
+        by_words.setdefault(" ".join(passage.lower().split()), passage)
+    return tuple(passage for words, passage in by_words.items() if words)

@@ -1,0 +1,204 @@
+"""Questions about documents: the rows of a data file, checked field by field."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from trainable.files.json_values import parse_json
+
+SUFFIXES = (".jsonl", ".parquet")
+
+
+class QuestionFileError(ValueError):
+    """A data file has no valid questions; the message names the file, the row and the field."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question with its documents and the passages that answer it.
+
+    papers: texts by id, in the order of the file. evidence: passages, each of which occurs in a paper word for word if
+    the file is right about it.
+    """
+
+    text: str
+    papers: Mapping[str, str]
+    evidence: tuple[str, ...]
+
+
+def _parse_text(value: object) -> object:
+    """A value that may be written as JSON. A text that is none stays as it is, and is then refused by its type."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value.encode("utf-8", "replace"))
+    except ValueError:
+        return value
+
+
+def _wrap_prompt(value: object) -> object:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+class _Row(BaseModel):
+    # Numbers are no texts, and other columns are nobody's mistake.
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class _Message(_Row):
+    role: str
+    content: str
+
+
+class _Paper(_Row):
+    paper_id: str = Field(validation_alias=AliasChoices("paperId", "paper_id"), min_length=1)
+    text: str
+    title: str | None = None
+    abstract: str | None = None
+
+    def format(self) -> str:
+        """Title, abstract and text, with headings that the tools of the REPL know."""
+        title = f"# {self.title}" if self.title else ""
+        abstract = f"## Abstract\n{self.abstract}" if self.abstract else ""
+        return "\n\n".join(block for block in (title, abstract, self.text) if block)
+
+
+class _Selection(_Row):
+    text: str = Field(min_length=1)
+
+
+class _Evidence(_Row):
+    selections: list[_Selection]
+
+
+_EvidenceList = Annotated[list[_Evidence], BeforeValidator(_parse_text)]
+_Context = Annotated[dict[str, str], BeforeValidator(_parse_text)]
+
+
+class _RewardSpec(_Row):
+    evidence: _EvidenceList | None = None
+
+
+class _Fields(_Row):
+    """Fields that may stand in a row or in its extra_info."""
+
+    context_text: _Context | None = None
+    context: _Context | None = None
+    reward_spec: Annotated[_RewardSpec | None, BeforeValidator(_parse_text)] = None
+
+
+class _QuestionRow(_Fields):
+    question: str | None = None
+    prompt: Annotated[list[_Message], BeforeValidator(_wrap_prompt)] = []
+    papers: list[_Paper] | None = None
+    evidence: _EvidenceList | None = None
+    extra_info: Annotated[_Fields | None, BeforeValidator(_parse_text)] = None
+
+    def make_question(self) -> Question:
+        """The question of the row. ValueError that names the field that is missing or empty."""
+        last_prompt = next((message.content for message in reversed(self.prompt) if message.role == "user"), "")
+        text = self.question or last_prompt
+        if not text.strip():
+            raise ValueError("field `question`: a text, or a `prompt` whose last user message has one, is needed")
+        return Question(text, self._find_papers(), self._find_evidence())
+
+    def _find_papers(self) -> dict[str, str]:
+        if self.papers:
+            papers = {paper.paper_id: paper.format() for paper in self.papers}
+            if len(papers) < len(self.papers):
+                raise ValueError("field `papers`: two papers have the same id")
+            return papers
+        extra = self.extra_info or _Fields()
+        context = self.context_text or self.context or extra.context_text or extra.context
+        if not context:
+            raise ValueError("field `papers`: a list of papers is needed, or `context_text` with texts by id")
+        return context
+
+    def _find_evidence(self) -> tuple[str, ...]:
+        extra = self.extra_info or _Fields()
+        specs = [spec.evidence for spec in (self.reward_spec, extra.reward_spec) if spec is not None]
+        evidence = next((items for items in (*specs, self.evidence) if items is not None), None)
+        texts = [selection.text for item in evidence or () for selection in item.selections]
+        if not texts:
+            raise ValueError("field `reward_spec`: `evidence` with at least one selection is needed")
+        return tuple(dict.fromkeys(texts))
+
+
+def read_questions(path: Path, max_rows: int | None = None) -> list[Question]:
+    """Read the questions of a .jsonl or .parquet file. QuestionFileError that names file, row and field.
+
+    A row has these fields; others are ignored.
+
+    =====================  ===========================================================================================
+    question or prompt     a text; a prompt may also be a list of messages {role, content}: the last of the user counts
+    papers                 a list of {paperId or paper_id, text, title (optional), abstract (optional)},
+    or context_text        or texts by id, also as JSON in a text, also as `context`, also in `extra_info`
+    reward_spec            {evidence: [{selections: [{text}]}]}, also as JSON in a text, also in `extra_info`;
+    or evidence            or the list alone
+    =====================  ===========================================================================================
+
+    max_rows: read only so many.
+
+    Source: rlm_grpo of deepakvijaykee/rl-experiments.
+    """
+    questions: list[Question] = []
+    for place, content in _list_rows(path):
+        if max_rows is not None and len(questions) == max_rows:
+            break
+        try:
+            questions.append(_QuestionRow.model_validate(_drop_missing(content)).make_question())
+        except ValidationError as error:
+            raise QuestionFileError(f"{path}, {place}: {_describe(error)}.") from None
+        except ValueError as error:
+            raise QuestionFileError(f"{path}, {place}: {error}.") from None
+    if not questions:
+        raise QuestionFileError(f"{path} has no row: each row is a question with its papers and evidence.")
+    return questions
+
+
+def _list_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a file with their places, such as `line 3`."""
+    if path.suffix not in SUFFIXES:
+        raise QuestionFileError(f"{path}: a file of questions ends in {' or '.join(SUFFIXES)}.")
+    try:
+        if path.suffix == ".parquet":
+            # One group after the other, so that a large file does not become Python objects at once.
+            with pq.ParquetFile(path) as file:
+                rows = (row for batch in file.iter_batches(batch_size=256) for row in batch.to_pylist())
+                yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
+        else:
+            with path.open("rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if line.strip():
+                        yield f"line {number}", _parse_line(path, number, line)
+    except (OSError, pa.ArrowException) as error:
+        raise QuestionFileError(f"{path} cannot be read: {error}") from None
+
+
+def _parse_line(path: Path, number: int, line: bytes) -> Any:
+    try:
+        return parse_json(line)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise QuestionFileError(f"{path}, line {number} is no JSON ({error}).") from None
+    except ValueError as error:
+        raise QuestionFileError(f"{path}, line {number}: {error}.") from None
+
+
+def _drop_missing(value: Any) -> Any:
+    """A row without fields that are null. A table has every field of any row in all of them."""
+    if isinstance(value, dict):
+        return {name: _drop_missing(item) for name, item in value.items() if item is not None}
+    return [_drop_missing(item) for item in value] if isinstance(value, list) else value
+
+
+def _describe(error: ValidationError) -> str:
+    """The first problem, as `field papers[2].text: Input should be a valid string`."""
+    problem = error.errors(include_url=False, include_context=False)[0]
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
+    return f"field `{field or 'the row'}`: {problem['msg'][0].lower()}{problem['msg'][1:]}"
