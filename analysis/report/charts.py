@@ -270,10 +270,17 @@ def _make_legend() -> alt.Legend:
 
 def _layer(*charts: alt.Chart) -> alt.LayerChart:
     """Charts above each other, as wide as their page, with the colors of the figures."""
-    chart = alt.LayerChart(layer=charts)
-    return (
-        chart.properties(width="container", height=_HEIGHT, background="white")
-        .configure_view(stroke=None)
-        .configure_axis(gridColor="#ececec", domainColor="#888888", labelColor=TEXT_COLOR, titleColor=TEXT_COLOR)
-        .configure_legend(labelColor=TEXT_COLOR)
+    # In one call: each further method would copy the chart with all of its data.
+    return alt.LayerChart(
+        layer=charts,
+        width="container",
+        height=_HEIGHT,
+        background="white",
+        config=alt.Config(
+            view=alt.ViewConfig(stroke=None),
+            axis=alt.AxisConfig(
+                gridColor="#ececec", domainColor="#888888", labelColor=TEXT_COLOR, titleColor=TEXT_COLOR
+            ),
+            legend=alt.LegendConfig(labelColor=TEXT_COLOR),
+        ),
     )
