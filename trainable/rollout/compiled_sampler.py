@@ -21,7 +21,7 @@ from trainable.kernels.compiled import (
 from trainable.models.interface import LanguageModel
 from trainable.models.qwen2 import Qwen2
 from trainable.models.qwen2_shape import Qwen2Shape, compute_rotary
-from trainable.rollout.sampler import Conversation, LockStepTurns, SampledReply, SamplingParams
+from trainable.rollout.sampler import Conversation, LockStepTurns, RowStreams, SampledReply, SamplingParams
 from trainable.runs.failures import NonFiniteError
 
 FIRST_REPLIES = 4
@@ -48,7 +48,7 @@ class CompiledSampler:
         self.longest_conversation = 0
 
     def start_conversation(
-        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: np.random.Generator
+        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: RowStreams
     ) -> Conversation:
         """Start a conversation (see `Sampler.start_conversation`)."""
         return CompiledConversation(self, prompts, group_size, params, rng)
@@ -77,7 +77,7 @@ class CompiledConversation:
         prompts: Sequence[Sequence[int]],
         group_size: int,
         params: SamplingParams,
-        rng: np.random.Generator,
+        rng: RowStreams,
     ) -> None:
         self.sampler, self.params = sampler, params
         self.shape = sampler.model.shape

@@ -12,7 +12,7 @@ from trainable.algo.vocabulary import logprobs_from_hidden
 from trainable.config.constants import CHUNK_ELEMENTS
 from trainable.models.interface import LanguageModel
 from trainable.models.load import Policy
-from trainable.rollout.sampler import Conversation, Sampler, SamplingParams
+from trainable.rollout.sampler import Conversation, RowStreams, Sampler, SamplingParams
 
 
 class CopySampler:
@@ -30,7 +30,7 @@ class CopySampler:
         self.is_sleeping = False
 
     def start_conversation(
-        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: np.random.Generator
+        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: RowStreams
     ) -> Conversation:
         """Start a conversation with the copy (see `Sampler.start_conversation`)."""
         return self.sampler.start_conversation(prompts, group_size, params, rng)

@@ -11,6 +11,7 @@ from trainable.envs.prompts import Observation, ParsedReply, PromptTemplate, par
 from trainable.models.codec import Codec
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
+from trainable.rollout.transcript import Transcript
 
 
 @dataclass(frozen=True)
@@ -48,22 +49,17 @@ def check_first_turn(
 class _EpisodeState:
     """An episode in progress.
 
-    tokens, replies, turns: one entry per message, where the reply of a prompt is None. rewards (of the game, without
-    penalties), turn_actions, turn_validity, texts: one entry per turn. length: tokens of all messages so far.
-    last_reward, last_invalid: the outcome of the last turn, which the next observation shows.
+    rewards (of the game, without penalties), turn_actions, turn_validity: one entry per turn. last_reward,
+    last_invalid: the outcome of the last turn, which the next observation shows.
     """
 
     level: Level
     group: int
     state: State
-    tokens: list[np.ndarray] = field(default_factory=list)
-    replies: list[SampledReply | None] = field(default_factory=list)
-    turns: list[int] = field(default_factory=list)
+    transcript: Transcript = field(default_factory=Transcript)
     rewards: list[float] = field(default_factory=list)
     turn_actions: list[tuple[str, ...]] = field(default_factory=list)
     turn_validity: list[bool] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    length: int = 0
     done: bool = False
     success: bool = False
     out_of_context: bool = False
@@ -73,12 +69,6 @@ class _EpisodeState:
     @property
     def actions(self) -> int:
         return sum(map(len, self.turn_actions))
-
-    def append_tokens(self, ids: Sequence[int] | np.ndarray, reply: SampledReply | None, turn: int) -> None:
-        self.tokens.append(np.asarray(ids, dtype=np.int64))
-        self.replies.append(reply)
-        self.turns.append(turn)
-        self.length += len(ids)
 
 
 def roll_out_episodes(
@@ -117,8 +107,7 @@ def roll_out_episodes(
         ]
     )
     for state in states:
-        # Turns are counted from 0 here, and from 1 in the text of an observation.
-        state.append_tokens(prompts[state.group], reply=None, turn=0)
+        state.transcript.append_prompt(prompts[state.group])
     conversation = sampler.start_conversation(prompts, group_size, params, rng)
     turns, num_waiting = conversation.take_turns(), len(states)
     # No new tokens yet: the conversation already has the prompts.
@@ -126,10 +115,10 @@ def roll_out_episodes(
     while num_waiting:
         finished = turns.collect()
         rows, replies = [row for row, _ in finished], [reply for _, reply in finished]
-        row_turns = [len(states[row].texts) for row in rows]
+        row_turns = [states[row].transcript.num_turns for row in rows]
         _apply_replies(environment, [states[row] for row in rows], replies, codec, limits, luck[rows, row_turns])
         # An observation after the last turn would get no reply.
-        live_rows = [row for row in rows if _is_live(states[row], limits) and len(states[row].texts) < limits.max_turn]
+        live_rows = [row for row in rows if _is_live(states[row], limits)]
         next_rows, new_tokens = _append_observations(states, live_rows, template, codec, limits, params)
         if next_rows:
             turns.submit(next_rows, new_tokens)
@@ -163,8 +152,7 @@ def _apply_replies(
     parsed_replies = [parse_reply(text, limits.max_actions_per_turn, environment.read_action) for text in texts]
     rewards = _play_turn(environment, states, parsed_replies, limits, luck)
     for state, reply, text, parsed_reply, reward in zip(states, replies, texts, parsed_replies, rewards, strict=True):
-        state.append_tokens(reply.token_ids, reply, turn=len(state.texts))
-        state.texts.append(text)
+        state.transcript.append_reply(reply, text)
         state.turn_validity.append(not parsed_reply.invalid)
         state.rewards.append(reward)
         state.last_reward, state.last_invalid = float(reward), parsed_reply.invalid
@@ -195,7 +183,7 @@ def _play_turn(
 
 
 def _is_live(state: _EpisodeState, limits: EpisodeLimits) -> bool:
-    return not state.done and state.actions < limits.max_actions
+    return not state.done and state.actions < limits.max_actions and state.transcript.num_turns < limits.max_turn
 
 
 def _append_observations(
@@ -215,18 +203,19 @@ def _append_observations(
         state = states[row]
         actions_left = limits.max_actions - state.actions
         text = template.format_next_turn(
-            Observation(len(state.texts) + 1, state.state, actions_left, state.last_reward, state.last_invalid)
+            # Turns are counted from 0 here, and from 1 in the text of an observation.
+            Observation(
+                state.transcript.num_turns + 1, state.state, actions_left, state.last_reward, state.last_invalid
+            )
         )
-        # A reply that reached its maximum length has no end marker, and the chat format needs one between messages.
-        last_reply = state.replies[-1]
-        texts.append(text if last_reply is not None and last_reply.finished else template.end_marker + text)
+        texts.append(text if state.transcript.is_closed else template.end_marker + text)
     next_rows, new_tokens = [], []
     for row, ids in zip(live_rows, codec.encode(texts), strict=True):
         state = states[row]
-        if state.length + len(ids) + params.max_new_tokens > limits.context_length:
+        if state.transcript.length + len(ids) + params.max_new_tokens > limits.context_length:
             state.out_of_context = True
             continue  # its observation is not appended: the conversation ends with the last reply
-        state.append_tokens(ids, reply=None, turn=len(state.texts))
+        state.transcript.append_prompt(ids)
         next_rows.append(row)
         new_tokens.append(ids)
     return next_rows, new_tokens
@@ -248,7 +237,7 @@ def _compute_turn_rewards(
     """The rewards of the turns, with the format penalty. ValueError unless `compute_rewards` returns one for each."""
     rewards: Sequence[float] = state.rewards
     if compute_rewards is not None:
-        columns = (state.texts, state.turn_actions, map(float, state.rewards), state.turn_validity)
+        columns = (state.transcript.texts, state.turn_actions, map(float, state.rewards), state.turn_validity)
         turns = [PlayedTurn(*turn) for turn in zip(*columns, strict=True)]
         rewards = [float(reward) for reward in compute_rewards(state.level, turns)]
         if len(rewards) != len(turns):
@@ -262,27 +251,14 @@ def _compute_turn_rewards(
 def _make_episode(
     state: _EpisodeState, limits: EpisodeLimits, compute_rewards: RewardFunction | None = None
 ) -> Episode:
-    """Make the record of a finished episode; tokens that were not sampled have mask False, log-prob and entropy 0."""
-    tokens = np.concatenate(state.tokens)
-    mask, turns = np.zeros(len(tokens), dtype=bool), np.zeros(len(tokens), dtype=np.int64)
-    logprobs, entropies = np.zeros(len(tokens), dtype=np.float32), np.zeros(len(tokens), dtype=np.float32)
-    end = 0
-    for ids, reply, turn in zip(state.tokens, state.replies, state.turns, strict=True):
-        start, end = end, end + len(ids)
-        turns[start:end] = turn
-        if reply is not None:
-            mask[start:end], logprobs[start:end], entropies[start:end] = True, reply.logprobs, reply.entropies
+    """Make the record of a finished episode."""
     return Episode(
         level_seed=state.level.seed,
         group=state.group,
-        tokens=tokens,
-        mask=mask,
-        logprobs=logprobs,
-        entropies=entropies,
-        turns=turns,
+        **state.transcript.make_arrays()._asdict(),
         turn_rewards=_compute_turn_rewards(state, limits, compute_rewards),
         turn_actions=tuple(state.turn_actions),
         turn_validity=tuple(state.turn_validity),
         stop_reason=_find_stop_reason(state, limits),
-        texts=tuple(state.texts),
+        texts=tuple(state.transcript.texts),
     )

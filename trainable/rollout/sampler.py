@@ -68,11 +68,19 @@ class Conversation(Protocol):
         ...
 
 
+class RowStreams(Protocol):
+    """Random numbers for the rows of a conversation, such as a `numpy.random.Generator`."""
+
+    def spawn(self, n_children: int) -> list[np.random.Generator]:
+        """A generator of its own for each row."""
+        ...
+
+
 class Sampler(Protocol):
     """An engine that samples from the current policy."""
 
     def start_conversation(
-        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: np.random.Generator
+        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: RowStreams
     ) -> Conversation:
         """Start a conversation of `len(prompts) * group_size` rows; row r starts with prompt r // group_size.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainable.models.interface import LanguageModel
-from trainable.rollout.sampler import Conversation, LockStepTurns, SampledReply, SamplingParams
+from trainable.rollout.sampler import Conversation, LockStepTurns, RowStreams, SampledReply, SamplingParams
 from trainable.runs.failures import NonFiniteError
 
 COMPACT_FRACTION = 0.5
@@ -23,7 +23,7 @@ class TorchSampler:
         self.model = model
 
     def start_conversation(
-        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: np.random.Generator
+        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: RowStreams
     ) -> Conversation:
         """Start a conversation (see `Sampler.start_conversation`)."""
         return TorchConversation(self.model, prompts, group_size, params, rng)
@@ -55,7 +55,7 @@ class TorchConversation:
         prompts: Sequence[Sequence[int]],
         group_size: int,
         params: SamplingParams,
-        rng: np.random.Generator,
+        rng: RowStreams,
     ) -> None:
         self.model, self.params = model, params
         self.device = model.lm_head.weight.device

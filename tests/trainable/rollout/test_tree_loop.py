@@ -1,0 +1,290 @@
+"""Tests of trees of rollouts: a scripted policy, real REPLs."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainable.envs.chat import CHATML
+from trainable.envs.repl.process import ReplLimits
+from trainable.envs.repl.questions import Question
+from trainable.envs.repl.session import TreeLimits
+from trainable.models.codec import Codec
+from trainable.rollout.sampler import LockStepTurns, RowStreams, SampledReply, SamplingParams
+from trainable.rollout.tree_loop import Tree, TreeSettings, TreeTexts, roll_out_trees
+
+END, START = 256, 257
+MARKERS = {"<|im_end|>": END, "<|im_start|>": START}
+PARAMS = SamplingParams(temperature=1.0, max_new_tokens=200, stop_token=END)
+PAPERS = {"a": "one two three", "b": "four five"}
+QUESTION = Question("Which numbers?", PAPERS, ("two",))
+
+
+def encode(texts: Sequence[str]) -> list[list[int]]:
+    pieces = re.compile("(" + "|".join(map(re.escape, MARKERS)) + ")")
+    return [
+        [token for piece in pieces.split(text) for token in ([MARKERS[piece]] if piece in MARKERS else piece.encode())]
+        for text in texts
+    ]
+
+
+def decode(rows: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
+    return [bytes(int(token) for token in row if token < END).decode(errors="replace") for row in rows]
+
+
+def decode_all(rows: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
+    names = {number: marker for marker, number in MARKERS.items()}
+    return ["".join(names[int(token)] if token >= END else chr(token) for token in row) for row in rows]
+
+
+TEXTS = TreeTexts(Codec(encode, decode, decode_all), CHATML, "compact", tuple(MARKERS))
+Policy = Callable[[str, float], str]
+"""The reply to a conversation so far, with a random number; without an end marker if it ends in ~."""
+
+
+class TextSampler:
+    """Samples from a function of texts, and keeps the number of rows of each of its calls."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self.batches = policy, list[int]()
+
+    def start_conversation(
+        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: RowStreams
+    ) -> "TextConversation":
+        assert group_size == 1
+        return TextConversation(self, [list(prompt) for prompt in prompts], rng.spawn(len(prompts)))
+
+
+class TextConversation:
+    def __init__(self, sampler: TextSampler, histories: list[list[int]], streams: list[np.random.Generator]) -> None:
+        self.sampler, self.histories, self.streams = sampler, histories, streams
+
+    def take_turns(self) -> LockStepTurns:
+        return LockStepTurns(self)
+
+    def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
+        self.sampler.batches.append(len(rows))
+        replies = []
+        for row, tokens in zip(rows, new_tokens, strict=True):
+            self.histories[row] += tokens
+            text = self.sampler.policy(decode_all([self.histories[row]])[0], float(self.streams[row].random()))
+            ids = encode([text.removesuffix("~")])[0] + [END] * (not text.endswith("~"))
+            self.histories[row] += ids
+            logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
+            replies.append(SampledReply(np.array(ids), logprobs, -logprobs, ids[-1] == END))
+        return replies
+
+
+def run_code(code: str) -> str:
+    return f"```repl\n{code}\n```"
+
+
+def play(
+    policy: Policy,
+    questions: Sequence[Question] = (QUESTION,),
+    group_size: int = 1,
+    limits: TreeLimits | None = None,
+    context_length: int = 10_000,
+    seed: int = 0,
+    texts: TreeTexts = TEXTS,
+) -> tuple[list[Tree], TextSampler]:
+    sampler = TextSampler(policy)
+    settings = TreeSettings(limits or TreeLimits(), ReplLimits(seconds=20), context_length)
+    streams = [np.random.default_rng([seed, number]) for number in range(len(questions) * group_size)]
+    return roll_out_trees(questions, group_size, sampler, texts, settings, PARAMS, streams), sampler
+
+
+def get_last_message(history: str) -> str:
+    """What the user has said last."""
+    return history.rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0].strip("\n")
+
+
+def is_child(history: str) -> bool:
+    return history.startswith("<|im_start|>system\nPaper<|im_end|>")
+
+
+def test_a_root_works_in_its_repl_until_it_answers() -> None:
+    replies = iter([run_code("n = len(context['a'])"), run_code("print(n)"), "I have it.\nFINAL(['two'])"])
+    ((tree,), sampler) = play(lambda history, draw: next(replies))
+    root = tree.root
+    assert (root.answer, root.observations, root.validity) == ("['two']", ("(no output)", "13", ""), (True, True, True))
+    assert (tree.children, sampler.batches) == ((), [1, 1, 1])
+    arrays = root.arrays
+    assert decode_all([arrays.tokens])[0] == (
+        "<|im_start|>system\nPapers<|im_end|>\n<|im_start|>user\na b\nWhich numbers?\n<|im_end|>\n"
+        "<|im_start|>assistant\n```repl\nn = len(context['a'])\n```<|im_end|>\n"
+        "<|im_start|>user\n(no output)\n<|im_end|>\n<|im_start|>assistant\n```repl\nprint(n)\n```<|im_end|>\n"
+        "<|im_start|>user\n13\n<|im_end|>\n"
+        "<|im_start|>assistant\nI have it.\nFINAL(['two'])<|im_end|>"
+    )
+    assert decode_all([arrays.tokens[arrays.mask & (arrays.turns == 1)]]) == ["```repl\nprint(n)\n```<|im_end|>"]
+    assert (arrays.logprobs[arrays.mask] < 0).all()
+    assert (arrays.logprobs[~arrays.mask] == 0).all()
+
+
+def test_children_of_all_roots_are_one_batch_and_their_answers_values_in_the_code() -> None:
+    def answer(history: str, draw: float) -> str:
+        if not is_child(history):
+            if "user" in history.partition("assistant")[2]:  # it has seen what its code printed
+                return f"FINAL({get_last_message(history)})"
+            return run_code(
+                "print(rlm_query_batched(['first', 'second'], [None, 'x y']), rlm_query('third', {'c': 'z'}))"
+            )
+        task = get_last_message(history)
+        if task == "context\nsecond":
+            # Its only text; a child has two turns.
+            return run_code("FINAL([len(context), list_papers(), context['context']])")
+        return run_code("FINAL(list_papers())")
+
+    trees, sampler = play(answer, questions=(QUESTION, QUESTION), group_size=2)
+    assert [tree.group for tree in trees] == [0, 0, 1, 1]
+    for tree in trees:
+        assert tree.root.answer == "[['a', 'b'], [1, ['context'], 'x y']] ['c']"
+        assert [child.prompt for child in tree.children] == ["first", "second", "third"]
+        assert [child.answer for child in tree.children] == ["['a', 'b']", "[1, ['context'], 'x y']", "['c']"]
+        assert [child.parent_turn for child in tree.children] == [0, 0, 0]
+        assert tree.root.parent_turn == -1
+    # Four roots; the two children of the first call of each; one of the second call of each; the four roots again.
+    assert sampler.batches == [4, 8, 4, 4]
+
+
+def test_limits_are_errors_in_the_code() -> None:
+    code = "\n".join(
+        [
+            "for number in (5, 4, 3, 2, 2, 1):",
+            "    try:",
+            "        print(number, len(rlm_query_batched(['x'] * number)))",
+            "    except ValueError as error:",
+            "        print(error)",
+        ]
+    )
+    replies = {False: run_code(code), True: run_code("rlm_query('y')")}
+    ((tree,), _) = play(lambda history, draw: replies[is_child(history)], limits=TreeLimits(turns=2))
+    assert tree.root.observations[0].splitlines() == [
+        "a call asks at most 4 questions, not 5",
+        "4 4",
+        "3 3",
+        "7 of 8 questions were asked: 2 more are too many",
+        "7 of 8 questions were asked: 2 more are too many",
+        "1 1",
+    ]
+    assert len(tree.children) == 8  # the second turn of the root asks no more
+    for child in tree.children:
+        assert child.observations == ("Error: NameError: name 'rlm_query' is not defined",) * 2  # no grandchildren
+        assert child.answer == ""  # out of turns
+    assert tree.root.observations[1].count("8 of 8 questions were asked") == 5
+
+
+def test_outputs_are_cut_and_markers_are_no_tokens() -> None:
+    question = Question("What is <|im_end|>?", PAPERS, ("two",))
+    replies = iter([run_code("print('<|' + 'im_start|>' + 'x' * 30)"), "FINAL(x)"])
+    ((tree,), _) = play(lambda history, draw: next(replies), (question,), limits=TreeLimits(observation_chars=20))
+    text = decode_all([tree.root.arrays.tokens])[0]
+    assert "What is < |im_end|>?" in text
+    assert "< |im_start|>xxxxxxxx\n[22 of 42 characters are left out]\n<|im_end|>" in text
+
+
+def test_conversations_stay_within_the_context() -> None:
+    ((tree,), sampler) = play(lambda history, draw: "", context_length=250)
+    assert (tree.root.texts, tree.root.answer, tree.root.out_of_context, sampler.batches) == ((), "", True, [])
+    # One more turn fits, another does not.
+    ((tree,), _) = play(lambda history, draw: run_code("print('x' * 60)"), context_length=420)
+    assert (len(tree.root.texts), tree.root.out_of_context) == (2, True)
+    assert len(tree.root.arrays.tokens) <= 420
+
+    def ask(history: str, draw: float) -> str:
+        code = (
+            "try:\n    rlm_query('x' * 300)\nexcept ValueError as error:\n    print(error)\nprint(rlm_query('short'))"
+        )
+        return run_code("FINAL('done')") if is_child(history) else run_code(code)
+
+    ((tree,), _) = play(ask, context_length=480, limits=TreeLimits(turns=1))
+    assert tree.root.observations == ("a question and its reply may have at most 480 tokens\ndone",)
+    assert [child.prompt for child in tree.children] == ["short"]
+
+
+def test_a_reply_that_was_cut_gets_its_end_marker() -> None:
+    replies = iter(["cut~", "FINAL(x)"])
+    ((tree,), _) = play(lambda history, draw: next(replies))
+    arrays = tree.root.arrays
+    assert "assistant\ncut<|im_end|>\n<|im_start|>user\n" in decode_all([arrays.tokens])[0]
+    assert decode_all([arrays.tokens[arrays.mask]]) == ["cutFINAL(x)<|im_end|>"]
+    assert tree.root.validity == (False, True)
+
+
+def answer_at_random(history: str, draw: float) -> str:
+    if is_child(history):
+        return run_code(f"FINAL({draw})")
+    if draw < 0.3:
+        return run_code(f"FINAL({draw})")
+    return run_code(f"print(rlm_query('q'), {draw})")
+
+
+def test_a_tree_does_not_depend_on_the_others() -> None:
+    questions = [Question(f"Question {number}?", PAPERS, ("two",)) for number in range(3)]
+    trees, _ = play(answer_at_random, questions, group_size=3, limits=TreeLimits(turns=4))
+    assert len({tree.root.answer for tree in trees}) > 3
+    assert any(tree.children for tree in trees)
+    sampler = TextSampler(answer_at_random)
+    settings = TreeSettings(TreeLimits(turns=4), ReplLimits(), 10_000)
+    (again,) = roll_out_trees(questions[2:], 1, sampler, TEXTS, settings, PARAMS, [np.random.default_rng([0, 7])])
+    assert (again.root.texts, again.root.answer) == (trees[7].root.texts, trees[7].root.answer)
+    assert [child.texts for child in again.children] == [child.texts for child in trees[7].children]
+
+
+def test_all_processes_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainable.envs.repl import session
+
+    processes: list[Any] = []
+    make_process = session.ReplProcess
+
+    def keep(*args: Any, **options: Any) -> Any:
+        processes.append(make_process(*args, **options))
+        return processes[-1]
+
+    monkeypatch.setattr(session, "ReplProcess", keep)
+    play(answer_at_random, group_size=4)
+    assert len(processes) > 4
+    assert all(process._process is None for process in processes)
+    processes.clear()
+
+    def fail(history: str, draw: float) -> str:
+        raise RuntimeError("the engine has ended")
+
+    with pytest.raises(RuntimeError, match="the engine has ended"):
+        play(fail, group_size=4)
+    assert len(processes) == 4
+    assert all(process._process is None for process in processes)
+
+
+@pytest.mark.parametrize("style", ["compact", "full"])
+def test_no_reply_ends_the_run(style: Any) -> None:
+    pieces = [
+        "```",
+        "repl",
+        "\n",
+        "print(",
+        "FINAL(",
+        ")",
+        "rlm_query('x')",
+        "context",
+        "1/0",
+        "'",
+        "while True: 1",
+        "\x00",
+    ]
+    rng = np.random.default_rng(0)
+
+    def babble(history: str, draw: float) -> str:
+        text = "".join(rng.choice(pieces) for _ in range(int(12 * draw)))
+        return run_code(text) if draw < 0.7 else text
+
+    settings = TreeSettings(TreeLimits(turns=4), ReplLimits(seconds=0.3), 100_000)
+    streams = [np.random.default_rng([1, number]) for number in range(24)]
+    trees = roll_out_trees([QUESTION], 24, TextSampler(babble), TEXTS._replace(style=style), settings, PARAMS, streams)
+    for tree in trees:
+        for rollout in (tree.root, *tree.children):
+            assert len(rollout.texts) == len(rollout.observations) == len(rollout.validity)
+            assert 1 <= len(rollout.texts) <= 4

@@ -1,0 +1,117 @@
+"""The REPL of one rollout: replies in, observations, questions for children or a final answer out."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from trainable.envs.repl.process import Execution, Query, ReplLimits, ReplProcess
+from trainable.envs.repl.texts import format_output, parse_reply
+
+
+class TreeLimits(NamedTuple):
+    """Limits of the episodes of a tree, with the published values.
+
+    turns: replies of the root, and of each child. children_per_call: prompts of one call. children: of a tree.
+    observation_chars: of what code printed, for the policy to read.
+    """
+
+    turns: int = 10
+    children_per_call: int = 4
+    children: int = 8
+    observation_chars: int = 3_000
+
+
+class TurnObservation(NamedTuple):
+    """What a reply led to. is_valid: whether the reply had exactly one block of code, whatever the code did."""
+
+    text: str
+    is_valid: bool
+
+
+class RolloutAnswer(NamedTuple):
+    """The final answer of a rollout."""
+
+    text: str
+
+
+Outcome = TurnObservation | Query | RolloutAnswer
+
+
+class ReplSession:
+    """The REPL of a root or of a child. No reply raises an error: what is wrong with it becomes an observation.
+
+    Args:
+        papers: texts by id.
+        limits: of the tree.
+        is_root: whether the code may ask children. A child may not, so a tree has depth one.
+        process_limits: what the code may use.
+
+    Example:
+        >>> with ReplSession({"a": "one two"}, TreeLimits(), is_root=False) as session:
+        ...     session.read("```repl\\nprint(len(context['a']))\\n```")
+        ...     session.read("FINAL(['one'])")
+        TurnObservation(text='7', is_valid=True)
+        RolloutAnswer(text="['one']")
+    """
+
+    def __init__(
+        self,
+        papers: Mapping[str, str],
+        limits: TreeLimits,
+        is_root: bool,
+        process_limits: ReplLimits | None = None,
+    ) -> None:
+        self.papers, self.limits, self.num_children = dict(papers), limits, 0
+        self._process = ReplProcess(papers, may_query=is_root, limits=process_limits)
+
+    def __enter__(self) -> "ReplSession":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()
+
+    def read(self, reply: str) -> Outcome:
+        """Execute the code of a reply. After a Query, `give_answers` or `refuse` goes on with the same reply."""
+        content = parse_reply(reply)
+        if content.code is not None:
+            return self._advance(self._process.execute(content.code))
+        if content.answer is not None:
+            return RolloutAnswer(content.answer)
+        if content.variable is not None:
+            outcome = self._advance(self._process.execute(f"FINAL_VAR({content.variable!r})"))
+            return outcome._replace(is_valid=False) if isinstance(outcome, TurnObservation) else outcome
+        assert content.problem is not None
+        return TurnObservation(content.problem, is_valid=False)
+
+    def give_answers(self, answers: Sequence[str]) -> Outcome:
+        """Hand over the final answers of the children of the last Query, in the order of its prompts."""
+        return self._advance(self._process.answer(answers))
+
+    def refuse(self, problem: str) -> Outcome:
+        """Raise a ValueError in the code that asked the last Query."""
+        return self._advance(self._process.refuse(problem))
+
+    def _advance(self, result: Execution | Query) -> Outcome:
+        """Refuse queries beyond the limits until the code ends or asks one within them."""
+        while isinstance(result, Query):
+            problem = self._find_problem(result)
+            if not problem:
+                self.num_children += len(result.prompts)
+                return result
+            result = self._process.refuse(problem)
+        if result.final is not None:
+            return RolloutAnswer(result.final)
+        return TurnObservation(
+            format_output(result.stdout, result.stderr, self.limits.observation_chars), is_valid=True
+        )
+
+    def _find_problem(self, query: Query) -> str:
+        num_prompts, limits = len(query.prompts), self.limits
+        if num_prompts > limits.children_per_call:
+            return f"a call asks at most {limits.children_per_call} questions, not {num_prompts}"
+        if self.num_children + num_prompts > limits.children:
+            return f"{self.num_children} of {limits.children} questions were asked: {num_prompts} more are too many"
+        return ""

@@ -1,0 +1,149 @@
+"""What a policy reads in an episode with a REPL, and what counts as its code and its answer."""
+
+import ast
+import re
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from trainable.envs.environment import PromptStyle
+
+Role = Literal["root", "child"]
+
+FENCE = "```"
+BLOCK_START = f"{FENCE}repl\n"
+_FINAL_LINE = re.compile(r"^[ \t]*FINAL(_VAR)?\((.*)\)[ \t]*$", re.MULTILINE)
+_MAX_QUOTED_LENGTH = 100_000
+
+_TOOLS = (
+    "context: a dictionary with the text of each paper by its id",
+    "list_papers(): the ids of all papers",
+    "search(text, keyword, window=300): the surroundings of each occurrence of a keyword in a text",
+    "get_paper_abstract(paper_id), extract_section(paper_id, section): parts of a paper",
+    "SHOW_VARS(): the variables that you have set",
+)
+_QUERY_TOOLS = (
+    "rlm_query(prompt, context=None): the final answer of an assistant with a REPL of its own to a question about "
+    "context, which is a text, texts by id, or None for all papers",
+    "rlm_query_batched(prompts, context_list): the same for several questions at once",
+)
+_ANSWER_TOOLS = (
+    "FINAL(x): end with the answer x",
+    "FINAL_VAR(name): end with the value of the variable of this name",
+)
+
+
+class ReplyContent(NamedTuple):
+    """What a reply asks for: code to execute, a final answer in plain text, or neither with the reason.
+
+    code: of its only block. answer: of a line FINAL(...). variable: the name in a line FINAL_VAR(...). problem: why
+    there is nothing, for the policy to read. Exactly one of them is not None.
+    """
+
+    code: str | None = None
+    answer: str | None = None
+    variable: str | None = None
+    problem: str | None = None
+
+
+def parse_reply(text: str) -> ReplyContent:
+    """Read a reply: exactly one block that begins with ```repl, or a line FINAL(...) or FINAL_VAR(...) without a block.
+
+    Example:
+        >>> parse_reply("Let me look.\\n```repl\\nprint(1)\\n```").code
+        'print(1)\\n'
+        >>> parse_reply("FINAL(['a passage'])").answer
+        "['a passage']"
+        >>> parse_reply("I do not know.").problem
+        'There was no block of code. Write exactly one, from ```repl to ```.'
+    """
+    blocks = _list_blocks(text)
+    if len(blocks) == 1:
+        return ReplyContent(code=blocks[0])
+    if blocks:
+        return ReplyContent(problem=f"There were {len(blocks)} blocks of code, and none ran. Write exactly one.")
+    if match := _FINAL_LINE.search(text):
+        content = _unquote(match[2].strip())
+        return ReplyContent(variable=content) if match[1] else ReplyContent(answer=content)
+    return ReplyContent(problem=f"There was no block of code. Write exactly one, from {FENCE}repl to {FENCE}.")
+
+
+def _list_blocks(text: str) -> list[str]:
+    """The contents of all blocks that begin with ```repl on a line of its own and end with ```."""
+    blocks, rest = [], text
+    while (start := rest.find(FENCE)) >= 0:
+        opening, rest = rest[start:], rest[start + len(FENCE) :]
+        end = rest.find(FENCE)
+        if end < 0:
+            break
+        # Without blanks after the tag, which no reader sees.
+        tag, line_end, code = rest[:end].partition("\n")
+        if line_end and tag.strip() == "repl" and opening.startswith(f"{FENCE}repl"):
+            blocks.append(code)
+        rest = rest[end + len(FENCE) :]
+    return blocks
+
+
+def _unquote(text: str) -> str:
+    """The value of a text in quotes; any other text as it is."""
+    if len(text) <= _MAX_QUOTED_LENGTH and text[:1] in ("'", '"'):
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            return text
+        return value if isinstance(value, str) else text
+    return text
+
+
+def format_instructions(role: Role, max_turns: int, style: PromptStyle) -> str:
+    """The system message of a root, which may ask children, or of a child.
+
+    max_turns: replies of an episode. In the compact style it is a word that a tiny policy knows.
+    """
+    if style == "compact":
+        return "Papers" if role == "root" else "Paper"
+    task = (
+        "You answer a question about papers by quoting the passages that answer it, word for word."
+        if role == "root"
+        else "You answer one question about the texts that you are given."
+    )
+    tools = (*_TOOLS, *(_QUERY_TOOLS if role == "root" else ()), *_ANSWER_TOOLS)
+    tool_list = "\n".join(f"- {tool}" for tool in tools)
+    answer = " The answer is a list of texts: FINAL(['first passage', 'second passage'])." if role == "root" else ""
+    return (
+        f"{task} You do not see the texts: you read them with Python code. Each of your replies has exactly one block "
+        f"of code, which begins with {FENCE}repl and ends with {FENCE}. You then see what it printed, and its error. "
+        f"Variables stay between replies. There are no imports, files or networks; re, math, json, itertools and "
+        f"Counter are there already. You have {max_turns} replies.{answer}\n\nYou can use:\n{tool_list}"
+    )
+
+
+def format_task(question: str, papers: Mapping[str, str], style: PromptStyle) -> str:
+    """The first user message: the question, and the sizes of the papers instead of their texts."""
+    if style == "compact":
+        return f"{' '.join(papers)}\n{question}\n"
+    sizes = "\n".join(f"- {name}: {len(text)} characters" for name, text in papers.items())
+    return f"The variable `context` has {len(papers)} texts:\n{sizes}\n\nQuestion: {question}"
+
+
+def format_observation(text: str, turns_left: int, style: PromptStyle) -> str:
+    """A later user message: what the last reply led to, and how many replies are left."""
+    if style == "compact":
+        return f"{text}\n"
+    plural = "reply is" if turns_left == 1 else "replies are"
+    return f"{text}\n\n{turns_left} {plural} left."
+
+
+def format_output(stdout: str, stderr: str, max_chars: int) -> str:
+    """What code printed, and its error, cut to `max_chars` characters.
+
+    Example:
+        >>> format_output("1\\n", "", 100)
+        '1'
+        >>> format_output("1234567890", "", 4)
+        '1234\\n[6 of 10 characters are left out]'
+    """
+    streams = ((stdout.rstrip(), ""), (stderr.rstrip(), "Error: "))
+    text = "\n".join(f"{label}{content}" for content, label in streams if content) or "(no output)"
+    if len(text) <= max_chars:
+        return text
+    return f"{text[:max_chars]}\n[{len(text) - max_chars} of {len(text)} characters are left out]"

@@ -1,0 +1,76 @@
+"""The messages of one episode in progress, and the arrays of tokens that they become."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trainable.rollout.sampler import SampledReply
+
+
+class TokenArrays(NamedTuple):
+    """The tokens of an episode, as in `Episode`; what was not sampled has mask False, log-prob and entropy 0."""
+
+    tokens: npt.NDArray[np.int64]
+    mask: npt.NDArray[np.bool_]
+    logprobs: npt.NDArray[np.float32]
+    entropies: npt.NDArray[np.float32]
+    turns: npt.NDArray[np.int64]
+
+
+@dataclass
+class Transcript:
+    """Prompts and replies in turn.
+
+    tokens, replies, turns: one entry per message, where the reply of a prompt is None. texts: of the replies. length:
+    tokens of all messages so far.
+    """
+
+    tokens: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    replies: list[SampledReply | None] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    length: int = 0
+
+    @property
+    def num_turns(self) -> int:
+        """Replies so far."""
+        return len(self.texts)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the last message ends with its end marker.
+
+        A reply that reached its maximum length has none, and the chat format needs one between messages.
+        """
+        last_reply = self.replies[-1]
+        return last_reply is not None and last_reply.finished
+
+    def append_prompt(self, ids: Sequence[int]) -> None:
+        """Append what the policy reads before its next reply."""
+        self._append(np.asarray(ids, dtype=np.int64), None)
+
+    def append_reply(self, reply: SampledReply, text: str) -> None:
+        """Append a sampled reply with its text."""
+        self._append(np.asarray(reply.token_ids, dtype=np.int64), reply)
+        self.texts.append(text)
+
+    def _append(self, ids: npt.NDArray[np.int64], reply: SampledReply | None) -> None:
+        self.tokens.append(ids)
+        self.replies.append(reply)
+        self.turns.append(self.num_turns)
+        self.length += len(ids)
+
+    def make_arrays(self) -> TokenArrays:
+        """The tokens of all messages."""
+        mask, turns = np.zeros(self.length, dtype=bool), np.zeros(self.length, dtype=np.int64)
+        logprobs, entropies = np.zeros(self.length, dtype=np.float32), np.zeros(self.length, dtype=np.float32)
+        end = 0
+        for ids, reply, turn in zip(self.tokens, self.replies, self.turns, strict=True):
+            start, end = end, end + len(ids)
+            turns[start:end] = turn
+            if reply is not None:
+                mask[start:end], logprobs[start:end], entropies[start:end] = True, reply.logprobs, reply.entropies
+        return TokenArrays(np.concatenate(self.tokens), mask, logprobs, entropies, turns)

@@ -1,0 +1,277 @@
+"""The loop of trees: roots work in a REPL, whose code may ask children, which work in REPLs of their own."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from trainable.envs.chat import ChatFormat
+from trainable.envs.environment import PromptStyle
+from trainable.envs.repl.process import Context, Query, ReplLimits
+from trainable.envs.repl.questions import Question
+from trainable.envs.repl.session import RolloutAnswer, TurnObservation, Outcome, ReplSession, TreeLimits
+from trainable.envs.repl.texts import format_instructions, format_observation, format_task
+from trainable.models.codec import Codec
+from trainable.rollout.sampler import Sampler, SamplingParams
+from trainable.rollout.transcript import TokenArrays, Transcript
+
+MAX_THREADS = 16
+"""Processes of REPLs that compute at the same time. The threads only wait for them."""
+
+
+class TreeTexts(NamedTuple):
+    """How texts become tokens.
+
+    style: of the prompts. special_tokens: their texts, which nothing that a policy has written may contain: they would
+    end its message and begin another one.
+    """
+
+    codec: Codec
+    chat: ChatFormat
+    style: PromptStyle
+    special_tokens: Sequence[str]
+
+
+class TreeSettings(NamedTuple):
+    """Limits of trees, of the code in them, and of their conversations (tokens)."""
+
+    tree: TreeLimits
+    process: ReplLimits
+    context_length: int
+
+
+class Rollout(NamedTuple):
+    """One finished rollout, of T tokens.
+
+    arrays: its tokens. texts: of its replies. observations: what each reply led to, the last one empty if the rollout
+    ended with it. validity: whether each reply had exactly one block of code, or an answer. answer: empty if it gave
+    none. prompt: the question. parent_turn: of a child, the turn of its root that asked it; -1 for a root.
+    out_of_context: whether its next turn, with a reply of full length, might not have fitted.
+    """
+
+    arrays: TokenArrays
+    texts: tuple[str, ...]
+    observations: tuple[str, ...]
+    validity: tuple[bool, ...]
+    answer: str
+    prompt: str
+    parent_turn: int
+    out_of_context: bool
+
+
+class Tree(NamedTuple):
+    """A root with its children, in the order in which they were asked. group: number of its question."""
+
+    group: int
+    root: Rollout
+    children: tuple[Rollout, ...]
+
+
+@dataclass
+class _Player:
+    """A rollout in progress.
+
+    streams: random numbers for its children. children: those that are finished.
+    """
+
+    session: ReplSession
+    prompt: str
+    parent_turn: int
+    stream: np.random.Generator
+    transcript: Transcript = field(default_factory=Transcript)
+    observations: list[str] = field(default_factory=list)
+    validity: list[bool] = field(default_factory=list)
+    answer: str | None = None
+    out_of_context: bool = False
+    children: list["_Player"] = field(default_factory=list)
+
+    def finish(self) -> Rollout:
+        """The record of the finished rollout."""
+        transcript = self.transcript
+        return Rollout(
+            transcript.make_arrays(),
+            tuple(transcript.texts),
+            tuple(self.observations),
+            tuple(self.validity),
+            self.answer or "",
+            self.prompt,
+            self.parent_turn,
+            self.out_of_context,
+        )
+
+
+class _Streams:
+    """The random numbers of a conversation's rows, each from the stream of its own rollout."""
+
+    def __init__(self, streams: Sequence[np.random.Generator]) -> None:
+        self._streams = streams
+
+    def spawn(self, n_children: int) -> list[np.random.Generator]:
+        """One generator per row, which does not depend on how many rows there are."""
+        assert n_children == len(self._streams)
+        return [stream.spawn(1)[0] for stream in self._streams]
+
+
+def roll_out_trees(
+    questions: Sequence[Question],
+    group_size: int,
+    sampler: Sampler,
+    texts: TreeTexts,
+    settings: TreeSettings,
+    params: SamplingParams,
+    streams: Sequence[np.random.Generator],
+) -> list[Tree]:
+    """RolloutAnswer every question `group_size` times; the trees of a question are consecutive.
+
+    The roots take their turns together. Where their code asks children, those of all roots are one batch, which takes
+    its turns to the end before the roots go on. A root of which the first turn does not fit into the context has no
+    turn and no answer; a child of which it does not fit is refused, which its root's code sees as a ValueError.
+
+    Args:
+        questions: P questions.
+        group_size: G trees per question.
+        sampler: samples the replies.
+        texts: how texts become tokens.
+        settings: limits.
+        params: of the sampler, for roots and children.
+        streams: one generator per tree (P * G). All random numbers of a tree come from its own.
+    """
+    with ExitStack() as stack:
+        # The threads outlive all processes: a process ends with the thread that started it.
+        pool = stack.enter_context(ThreadPoolExecutor(MAX_THREADS))
+        loop = _TreeLoop(sampler, texts, settings, params, pool, stack)
+        roots = [
+            loop.make_player(question.text, question.papers, -1, streams[group * group_size + number])
+            for group, question in enumerate(questions)
+            for number in range(group_size)
+        ]
+        loop.play(roots)
+    return [
+        Tree(number // group_size, root.finish(), tuple(child.finish() for child in root.children))
+        for number, root in enumerate(roots)
+    ]
+
+
+@dataclass
+class _TreeLoop:
+    sampler: Sampler
+    texts: TreeTexts
+    settings: TreeSettings
+    params: SamplingParams
+    pool: ThreadPoolExecutor
+    stack: ExitStack
+
+    def make_player(
+        self, prompt: str, papers: Mapping[str, str], parent_turn: int, stream: np.random.Generator
+    ) -> _Player:
+        """A rollout before its first turn, with its first prompt as tokens."""
+        is_root = parent_turn < 0
+        limits, style = self.settings.tree, self.texts.style
+        session = ReplSession(papers, limits, is_root, self.settings.process)
+        self.stack.callback(session.close)
+        player = _Player(session, prompt, parent_turn, stream)
+        system = format_instructions("root" if is_root else "child", limits.turns, style)
+        task = self._hide_markers(format_task(prompt, papers, style))
+        (ids,) = self.texts.codec.encode([self.texts.chat.format_first_turn(system, task)])
+        player.transcript.append_prompt(ids)
+        player.out_of_context = len(ids) + self.params.max_new_tokens > self.settings.context_length
+        return player
+
+    def play(self, players: Sequence[_Player]) -> None:
+        """Play all rollouts to their ends, together with the children that they ask."""
+        players = [player for player in players if not player.out_of_context]
+        if not players:
+            return
+        prompts = [player.transcript.tokens[0].tolist() for player in players]
+        streams = _Streams([player.stream for player in players])
+        conversation = self.sampler.start_conversation(prompts, 1, self.params, streams)
+        rows = list(range(len(players)))
+        new_tokens: list[list[int]] = [[] for _ in rows]
+        while rows:
+            replies = conversation.sample_replies(rows, new_tokens)
+            texts = self.texts.codec.decode([reply.token_ids for reply in replies])
+            active = [players[row] for row in rows]
+            for player, reply, text in zip(active, replies, texts, strict=True):
+                player.transcript.append_reply(reply, text)
+            for player, outcome in zip(active, self._read_replies(active, texts), strict=True):
+                _record(player, outcome)
+            rows, new_tokens = self._continue(players, rows)
+        for player in players:
+            player.session.close()
+
+    def _read_replies(self, players: Sequence[_Player], texts: Sequence[str]) -> list[TurnObservation | RolloutAnswer]:
+        """What the replies lead to, after all of their children have answered."""
+        outcomes = list(self.pool.map(lambda player, text: player.session.read(text), players, texts))
+        while waiting := [index for index, outcome in enumerate(outcomes) if isinstance(outcome, Query)]:
+            children = [self._make_children(players[index], outcomes[index]) for index in waiting]
+            self.play([child for asked in children if not isinstance(asked, str) for child in asked])
+            results = self.pool.map(_reply_to_query, (players[index] for index in waiting), children)
+            for index, outcome in zip(waiting, results, strict=True):
+                outcomes[index] = outcome
+        return [outcome for outcome in outcomes if not isinstance(outcome, Query)]
+
+    def _make_children(self, player: _Player, query: Outcome) -> list[_Player] | str:
+        """The children that a query asks, or why there are none."""
+        assert isinstance(query, Query)
+        turn = player.transcript.num_turns - 1
+        children = [
+            self.make_player(prompt, _make_papers(context, player.session.papers), turn, player.stream.spawn(1)[0])
+            for prompt, context in zip(query.prompts, query.contexts, strict=True)
+        ]
+        if any(child.out_of_context for child in children):
+            return f"a question and its reply may have at most {self.settings.context_length} tokens"
+        return children
+
+    def _continue(self, players: Sequence[_Player], rows: Sequence[int]) -> tuple[list[int], list[list[int]]]:
+        """Append the observations of the rows that go on; return these rows, and their new tokens."""
+        chat, limits = self.texts.chat, self.settings.tree
+        live_rows = [
+            row for row in rows if players[row].answer is None and players[row].transcript.num_turns < limits.turns
+        ]
+        messages = []
+        for row in live_rows:
+            transcript = players[row].transcript
+            turns_left = limits.turns - transcript.num_turns
+            observation = format_observation(players[row].observations[-1], turns_left, self.texts.style)
+            message = chat.format_next_turn(self._hide_markers(observation))
+            messages.append(message if transcript.is_closed else chat.end_marker + message)
+        next_rows, new_tokens = [], []
+        for row, ids in zip(live_rows, self.texts.codec.encode(messages), strict=True):
+            player = players[row]
+            if player.transcript.length + len(ids) + self.params.max_new_tokens > self.settings.context_length:
+                player.out_of_context = True
+                continue  # its observation is not appended: the conversation ends with the last reply
+            player.transcript.append_prompt(ids)
+            next_rows.append(row)
+            new_tokens.append(ids)
+        return next_rows, new_tokens
+
+    def _hide_markers(self, text: str) -> str:
+        """A text in which no special token is one any more."""
+        for token in self.texts.special_tokens:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
+
+
+def _record(player: _Player, outcome: TurnObservation | RolloutAnswer) -> None:
+    if isinstance(outcome, RolloutAnswer):
+        player.answer = outcome.text
+    player.observations.append(outcome.text if isinstance(outcome, TurnObservation) else "")
+    player.validity.append(isinstance(outcome, RolloutAnswer) or outcome.is_valid)
+
+
+def _reply_to_query(player: _Player, children: Sequence[_Player] | str) -> Outcome:
+    if isinstance(children, str):
+        return player.session.refuse(children)
+    player.children.extend(children)
+    return player.session.give_answers([child.answer or "" for child in children])
+
+
+def _make_papers(context: Context, papers: Mapping[str, str]) -> Mapping[str, str]:
+    """The texts that a child sees: those that it is given, or those of its root. A text alone has the id `context`."""
+    if context is None:
+        return papers
+    return {"context": context} if isinstance(context, str) else context
