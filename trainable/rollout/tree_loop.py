@@ -12,7 +12,7 @@ from trainable.envs.chat import ChatFormat
 from trainable.envs.environment import PromptStyle
 from trainable.envs.repl.process import Context, Query, ReplLimits
 from trainable.envs.repl.questions import Question
-from trainable.envs.repl.session import RolloutAnswer, TurnObservation, Outcome, ReplSession, TreeLimits
+from trainable.envs.repl.session import Outcome, ReplSession, RolloutAnswer, TreeLimits, TurnObservation
 from trainable.envs.repl.texts import format_instructions, format_observation, format_task
 from trainable.models.codec import Codec
 from trainable.rollout.sampler import Sampler, SamplingParams

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainable.envs.repl.session import RolloutAnswer, TurnObservation, ReplSession, TreeLimits
+from trainable.envs.repl.session import ReplSession, RolloutAnswer, TreeLimits, TurnObservation
 from trainable.envs.repl.texts import (
     ReplyContent,
     format_instructions,
