@@ -15,21 +15,39 @@ Shape = list[list[int]]
 """Of each tree the turns of its rollouts: first the root, then its children."""
 
 
-def make_batch(shape: Shape, tokens: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The arguments of `compute_tree_weights` for trees of this shape; segment i has 1 + i % tokens trained tokens."""
-    rows, rollout = [], 0
-    for tree, rollouts in enumerate(shape):
-        for place, turns in enumerate(rollouts):
-            rows += [(tree, rollout, place == 0)] * turns
-            rollout += 1
-    mask = torch.arange(tokens) <= torch.arange(len(rows))[:, None] % tokens
-    tree_ids, rollout_ids, is_root = (torch.tensor(column) for column in zip(*rows, strict=True))
-    return mask, tree_ids, rollout_ids, is_root
+def list_segments(shape: Shape) -> list[tuple[int, int, bool, int]]:
+    """Of each segment its tree, its rollout, whether that is a root, and its turn."""
+    rollouts = [(tree, place == 0, turns) for tree, trees in enumerate(shape) for place, turns in enumerate(trees)]
+    return [
+        (tree, number, is_root, turn) for number, (tree, is_root, turns) in enumerate(rollouts) for turn in range(turns)
+    ]
+
+
+def make_batch(shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The arguments of `compute_tree_weights` for trees of this shape.
+
+    Segment i has a token that is not trained and then 1 + i % 3 that are.
+    """
+    segments = list_segments(shape)
+    num_rollouts = segments[-1][1] + 1
+    masks: list[list[bool]] = [[] for _ in range(num_rollouts)]
+    turns: list[list[int]] = [[] for _ in range(num_rollouts)]
+    for number, (_, rollout, _, turn) in enumerate(segments):
+        tokens = [False, *[True] * (1 + number % 3)]
+        masks[rollout] += tokens
+        turns[rollout] += [turn] * len(tokens)
+    longest = max(map(len, masks))
+    mask, turn_ids = (torch.tensor([row + [0] * (longest - len(row)) for row in rows]) for rows in (masks, turns))
+    firsts = {rollout: (tree, is_root) for tree, rollout, is_root, _ in segments}
+    tree_ids, is_root = (torch.tensor(column) for column in zip(*firsts.values(), strict=True))
+    return mask.bool(), turn_ids, tree_ids, is_root
 
 
 def compute_segment_weights(shape: Shape, weighting: TreeWeighting, train_children: bool = True) -> list[float]:
-    weights = compute_tree_weights(*make_batch(shape), weighting, train_children)
-    return (weights.sum(1) * len(shape)).tolist()  # without the mean over trees
+    """The weight of each segment, without the mean over trees."""
+    mask, turns, *ids = make_batch(shape)
+    weights = compute_tree_weights(mask, turns, *ids, weighting, train_children) * len(shape)
+    return [float(weights[rollout][turns[rollout] == turn].sum()) for _, rollout, _, turn in list_segments(shape)]
 
 
 @pytest.mark.parametrize(
@@ -64,35 +82,37 @@ def test_the_weight_of_a_tree_depends_on_its_shape_only_where_published(shape: S
         for tree, rollouts in enumerate(shape):
             has_trained_children = len(rollouts) > 1 and train_children
             expected = 2 if weighting == "root-and-children" and has_trained_children else 1
-            assert weights[batch[1] == tree].sum().item() == pytest.approx(expected, rel=1e-12)
+            assert weights[batch[2] == tree].sum().item() == pytest.approx(expected, rel=1e-12)
 
 
 @examples
 @given(shapes, st.sampled_from(WEIGHTINGS), st.booleans(), st.randoms(use_true_random=False))
 def test_weights_equal_the_loop_in_any_order(shape: Shape, weighting: TreeWeighting, train: bool, rng: object) -> None:
-    mask, tree_ids, rollout_ids, is_root = make_batch(shape)
-    order = list(range(len(mask)))
+    batch = make_batch(shape)
+    order = list(range(len(batch[0])))
     rng.shuffle(order)  # type: ignore[attr-defined]
-    weights = compute_tree_weights(mask[order], tree_ids[order], rollout_ids[order], is_root[order], weighting, train)
-    for row, segment in enumerate(order):
-        rollouts = shape[int(tree_ids[segment])]
-        turns = int((rollout_ids == rollout_ids[segment]).sum())
+    mask, turn_ids, tree_ids, is_root = (tensor[order] for tensor in batch)
+    weights = compute_tree_weights(mask, turn_ids, tree_ids, is_root, weighting, train)
+    for row in range(len(order)):
+        rollouts = shape[int(tree_ids[row])]
         shares = weighting == "one-per-tree" and len(rollouts) > 1 and train
-        weight = (0.5 if shares else 1.0) / turns
-        if not is_root[segment]:
+        weight = (0.5 if shares else 1.0) / (int(turn_ids[row].max()) + 1)
+        if not is_root[row]:
             weight = weight / (len(rollouts) - 1) if train else 0.0
-        weight /= len(shape) * int(mask[segment].sum())
-        assert weights[row].tolist() == pytest.approx([weight * bool(trained) for trained in mask[segment]], rel=1e-12)
+        for trained, turn, token_weight in zip(mask[row], turn_ids[row], weights[row], strict=True):
+            tokens = int((mask[row] & (turn_ids[row] == turn)).sum())
+            expected = weight / (len(shape) * tokens) if trained else 0.0
+            assert token_weight.item() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_the_gradient_of_a_tree_is_the_weighted_sum_of_those_of_its_segments(weighting: TreeWeighting) -> None:
     shape = [[2, 1, 3], [1]]
     batch = make_batch(shape)
-    mask = batch[0]
+    mask, turns, tree_ids, _ = batch
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(*mask.shape, 5, dtype=torch.float64, generator=generator)
-    advantages = torch.where(batch[1] == 0, 1.5, -0.5)  # of its tree, for every segment
+    advantages = torch.where(tree_ids == 0, 1.5, -0.5)  # of its tree, for every segment
     parameter = torch.randn(5, dtype=torch.float64, generator=generator, requires_grad=True)
 
     def compute_losses() -> torch.Tensor:
@@ -102,13 +122,14 @@ def test_the_gradient_of_a_tree_is_the_weighted_sum_of_those_of_its_segments(wei
     assert parameter.grad is not None
     gradient = parameter.grad.clone()
     expected = torch.zeros_like(gradient)
-    for segment, weight in enumerate(compute_segment_weights(shape, weighting)):
-        loss = compute_losses()[segment][mask[segment]].mean() / len(shape)
+    segments = zip(list_segments(shape), compute_segment_weights(shape, weighting), strict=True)
+    for (_, rollout, _, turn), weight in segments:
+        loss = compute_losses()[rollout][mask[rollout] & (turns[rollout] == turn)].mean() / len(shape)
         expected += weight * torch.autograd.grad(loss, parameter)[0]
     torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_a_segment_without_a_trained_token_has_no_weight() -> None:
-    mask, *ids = make_batch([[2]])
-    weights = compute_tree_weights(mask & torch.tensor([[False], [True]]), *ids)
-    assert weights.sum(1).tolist() == [0.0, 0.5]
+def test_a_rollout_without_a_trained_token_has_no_weight() -> None:
+    mask, *others = make_batch([[2, 1]])
+    weights = compute_tree_weights(mask & torch.tensor([[False], [True]]), *others)
+    assert weights.sum(1).tolist() == [0.0, 1.0]
