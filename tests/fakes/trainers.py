@@ -10,7 +10,6 @@ from trainable.config.seeds import PURPOSES, make_rng
 from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import Episode
-from trainable.rollout.episode_loop import draw_luck, roll_out_episodes
 from trainable.runs.records import TIME_COLUMNS
 
 Row = dict[str, Any]
@@ -61,19 +60,11 @@ def is_finite(row: Row) -> bool:
 def replay_step(trainer: PPOTrainer, step: int) -> list[Episode]:
     """Play the episodes of a step again, with the current weights of the trainer."""
     env = trainer.config.env
-    return roll_out_episodes(
-        trainer.environment,
+    return trainer.player.roll_out(
         trainer.levels[step - 1],
         env.group_size,
         trainer.engine.sampler,
-        trainer.prompt_template,
-        trainer.codec,
-        trainer.limits,
         trainer._make_sampling_params(trainer.config.rollout.temperature),
         make_rng(trainer.config.seed, "sampling", step),
-        draw_luck(
-            make_rng(trainer.config.seed, "environment", PURPOSES["sampling"], step),
-            env.env_groups * env.group_size,
-            trainer.limits,
-        ),
+        make_rng(trainer.config.seed, "environment", PURPOSES["sampling"], step),
     )

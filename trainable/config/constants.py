@@ -24,6 +24,7 @@ SHIPPED_MODELS: Mapping[str, ShippedModel] = MappingProxyType(
         SHIPPED_MODEL: ShippedModel(_TINY_FOLDER / "sokoban_tiny", "sokoban"),
         "frozenlake-tiny": ShippedModel(_TINY_FOLDER / "frozenlake_tiny", "frozenlake"),
         "mastermind-tiny": ShippedModel(_TINY_FOLDER / "mastermind_tiny", "mastermind"),
+        "papers-tiny": ShippedModel(_TINY_FOLDER / "papers_tiny", "papers"),
     }
 )
 """The policies that come with the package, by their name as `model.path`. The first is the one of the laptop preset."""

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
 from trainable.config.section import Section
-from trainable.config.setting_types import Common, Fraction
+from trainable.config.setting_types import Common, Fraction, ParseNull, Positive
 
 
 class FrozenLakeConfig(Section):
@@ -33,7 +34,49 @@ class CountdownConfig(Section):
     max_number: int = Field(99, ge=9, le=999, description="largest number of a problem")
 
 
-GAME_SECTIONS: Mapping[str, type[Section] | None] = MappingProxyType(
-    {"sokoban": None, "frozenlake": FrozenLakeConfig, "mastermind": MastermindConfig, "countdown": CountdownConfig}
+class PapersConfig(Section):
+    """Papers: questions about documents, which a tree of rollouts answers in Python REPLs, as in rlm_grpo."""
+
+    file: Annotated[str | None, ParseNull] = Field(
+        None, description="a .jsonl or .parquet file of questions (docs/tree_grpo.md); null: generated questions"
+    )
+    num_papers: int = Field(3, ge=1, le=16, description="papers of a generated question")
+    num_sentences: int = Field(4, ge=2, le=64, description="sentences of a generated paper")
+    score: Common[Literal["char_f1", "judge"]] = Field(
+        "char_f1", description="reward of the final answer: overlap of quoted characters, or a judge at judge_url"
+    )
+    judge_url: str = Field("https://api.openai.com/v1", description="OpenAI-compatible endpoint of the judge")
+    judge_model: str = Field("gpt-4.1-nano", description="the judge's name at the endpoint")
+    judge_key_variable: str = Field(
+        "OPENAI_API_KEY", pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="environment variable with the judge's key"
+    )
+    max_children_per_call: int = Field(4, ge=1, le=64, description="maximum questions to children in one call")
+    max_children: Common[int] = Field(8, ge=0, le=64, description="maximum children of a tree; 0: none")
+    observation_chars: int = Field(3_000, ge=16, description="characters that a policy sees of an output")
+    execution_seconds: Positive = Field(30.0, description="time limit of the code of one reply")
+    execution_mib: int = Field(512, ge=128, description="MiB of memory of the code of one rollout")
+
+
+class GameKind(NamedTuple):
+    """What a game brings along.
+
+    section: the type of its section of `env`; None for a game without settings of its own. has_trees: whether a rollout
+    may ask children, which are trained with it.
+    """
+
+    section: type[Section] | None = None
+    has_trees: bool = False
+
+
+GAME_KINDS: Mapping[str, GameKind] = MappingProxyType(
+    {
+        "sokoban": GameKind(),
+        "frozenlake": GameKind(FrozenLakeConfig),
+        "mastermind": GameKind(MastermindConfig),
+        "countdown": GameKind(CountdownConfig),
+        "papers": GameKind(PapersConfig, has_trees=True),
+    }
 )
-"""The games by name, each with the type of its section of `env`; None for a game without settings of its own."""
+"""The games by name."""
+OWN_GAME = GameKind()
+"""A game of the user."""

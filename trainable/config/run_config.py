@@ -20,7 +20,7 @@ from trainable.config.base_config import EXECUTION_SETTINGS, BaseRunConfig
 from trainable.config.choices import FILTER_STRATEGIES, POLICY_LOSSES, find_unused_settings
 from trainable.config.command_lines import format_command
 from trainable.config.constants import SHIPPED_MODELS, TEACHERS
-from trainable.config.game_sections import GAME_SECTIONS
+from trainable.config.game_sections import GAME_KINDS
 from trainable.config.own_parts import parse_part_name
 from trainable.config.sections import (
     GAME_REWARD,
@@ -146,6 +146,14 @@ class RunConfig(BaseRunConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_trees(self) -> "RunConfig":
+        if self.env.kind.has_trees:
+            for is_conflict, reason in _find_tree_conflicts(self):
+                if is_conflict:
+                    raise ValueError(f"env.name={self.env.name} {reason}")
+        return self
+
+    @model_validator(mode="after")
     def _check_sizes(self) -> "RunConfig":
         steps, mini_batch_size = self.trainer.total_training_steps, self.actor.ppo_mini_batch_size
         # The seeds of a run's training levels are a block of this length (`envs/sokoban/level_sets.py`).
@@ -230,6 +238,8 @@ class RunConfig(BaseRunConfig):
     def max_batch_size(self) -> int:
         """The largest number of sequences in the batch of a step, including copies that fill the last mini-batch."""
         sequences = self.env.env_groups * self.env.group_size
+        if self.env.kind.has_trees:  # no copies either, but children
+            return sequences * (1 + self.env.papers.max_children)
         if self.actor.loss.needs_whole_groups:  # no copies
             return sequences
         multiple = math.lcm(self.env.env_groups, self.actor.ppo_mini_batch_size)
@@ -250,9 +260,11 @@ class RunConfig(BaseRunConfig):
         for setting in find_unused_settings(FILTER_STRATEGIES, self.filter.rollout_filter_strategy):
             del settings["filter"][setting]
         # Other games than Sokoban were added later, so their settings are only in the hash of runs that play them.
-        for game, section in GAME_SECTIONS.items():
-            if section is not None and game != self.env.name:
+        for game, kind in GAME_KINDS.items():
+            if kind.section is not None and game != self.env.name:
                 del settings["env"][game]
+        if not self.env.kind.has_trees:
+            del settings["algorithm"]["tree_weighting"], settings["algorithm"]["train_children"]
         if self.env.name == EnvConfig.model_fields["name"].default:
             del settings["env"]["name"]
         if self.env.reward == GAME_REWARD:
@@ -305,6 +317,32 @@ def _find_target_policy_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
         (actor.tis_imp_ratio_cap is not None, importance_weights),
         (trainer.zero_stage == 3, sharded_weights),
         (trainer.gradient_analysis_mode, gradient_analysis),
+    ]
+
+
+def _find_tree_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
+    """For each conflict with trees of rollouts, whether `config` has it and how the message continues."""
+    algorithm, detection = config.algorithm, config.collapse_detection
+    estimator = "credits a tree by the score of its root in its group: set algorithm.adv_estimator=grpo"
+    policy_loss = "weights the tokens of the clipped loss: set actor.policy_loss=ppo_clip"
+    kl_in_reward = "has one reward for all rollouts of a tree: set algorithm.use_kl_in_reward=false"
+    importance_weights = "weights tokens itself: set actor.tis_imp_ratio_cap=null"
+    gradient_analysis = "trains trees, while gradient analysis reads episodes: set trainer.gradient_analysis_mode=false"
+    thoughts = (
+        "has no thoughts in tags, which the collapse diagnosis reads: set collapse_detection.first_turn_enabled=false "
+        "and collapse_detection.multi_turn_enabled=false"
+    )
+    several_gpus = "executes code in the process of its run: set trainer.n_gpus_per_node=1 or less"
+    return [
+        (config.env.group_size < 2, "compares the trees of a question: set env.group_size=2 or more"),
+        (algorithm.adv_estimator != "grpo", estimator),
+        (config.actor.policy_loss != "ppo_clip", policy_loss),
+        (algorithm.use_kl_in_reward, kl_in_reward),
+        (config.actor.tis_imp_ratio_cap is not None, importance_weights),
+        (config.trainer.gradient_analysis_mode, gradient_analysis),
+        (detection.first_turn_enabled or detection.multi_turn_enabled, thoughts),
+        (config.env.reward != GAME_REWARD, "has a reward of its own: set env.reward=game"),
+        (config.trainer.n_gpus_per_node > 1, several_gpus),
     ]
 
 

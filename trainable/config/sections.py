@@ -22,7 +22,15 @@ from trainable.config.choices import (
     PolicyLossKind,
 )
 from trainable.config.constants import MAX_DEFAULT_THREADS
-from trainable.config.game_sections import GAME_SECTIONS, CountdownConfig, FrozenLakeConfig, MastermindConfig
+from trainable.config.game_sections import (
+    GAME_KINDS,
+    OWN_GAME,
+    CountdownConfig,
+    FrozenLakeConfig,
+    GameKind,
+    MastermindConfig,
+    PapersConfig,
+)
 from trainable.config.own_parts import Choice
 from trainable.config.section import Section
 from trainable.config.setting_types import (
@@ -46,7 +54,7 @@ from trainable.config.setting_types import (
 GAME_REWARD = "game"
 """The value of env.reward for the rewards of the game."""
 
-GameName = Annotated[str, AfterValidator(Choice(tuple(GAME_SECTIONS)))]
+GameName = Annotated[str, AfterValidator(Choice(tuple(GAME_KINDS)))]
 RewardName = Annotated[str, AfterValidator(Choice((GAME_REWARD,)))]
 FilterStrategyName = Annotated[str, AfterValidator(Choice(tuple(FILTER_STRATEGIES)))]
 PolicyLossName = Annotated[str, AfterValidator(Choice(tuple(POLICY_LOSSES)))]
@@ -125,6 +133,12 @@ class EnvConfig(Section):
     frozenlake: FrozenLakeConfig = FrozenLakeConfig()
     mastermind: MastermindConfig = MastermindConfig()
     countdown: CountdownConfig = CountdownConfig()
+    papers: PapersConfig = PapersConfig()
+
+    @property
+    def kind(self) -> GameKind:
+        """The declaration of the selected game."""
+        return GAME_KINDS.get(self.name, OWN_GAME)
 
     @model_validator(mode="after")
     def _check_episodes(self) -> Self:
@@ -395,6 +409,11 @@ class AlgorithmConfig(Section):
     norm_adv_by_std_in_grpo: bool = Field(
         True, description="grpo: divide by the group's standard deviation (False: Dr. GRPO)"
     )
+    tree_weighting: Common[Literal["root-and-children", "one-per-tree"]] = Field(
+        "root-and-children",
+        description="papers: weight of the root of a tree and of all its children, 1 each as published, or 1 together",
+    )
+    train_children: bool = Field(True, description="papers: train the children of a tree, too")
     zero_task_advantage: Common[bool] = Field(
         False, description="set advantages to 0, so that only KL and entropy move the policy"
     )

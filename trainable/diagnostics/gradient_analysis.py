@@ -128,9 +128,9 @@ def _roll_out_batch(trainer: "PPOTrainer", num_groups: int, group_size: int) -> 
     # the levels of step 1.
     analysis_index = (max(1, step) - 1) // config.trainer.gradient_analysis_every + 1
     first_seed = config.env.seed_train + LEVEL_SEED_OFFSET
-    excluded_keys = collect_excluded_keys(trainer.environment, trainer.test_levels)
+    excluded_keys = collect_excluded_keys(trainer.level_source, trainer.test_levels)
     levels = make_training_levels(
-        trainer.environment, config.seed, analysis_index, num_groups, first_seed, excluded_keys
+        trainer.level_source, config.seed, analysis_index, num_groups, first_seed, excluded_keys
     )
     return trainer.roll_out(levels, group_size, "gradient_sampling")
 

@@ -83,11 +83,8 @@ RewardFunction = Callable[[Any, Sequence[PlayedTurn]], Sequence[float]]
 """A function of a level and of all turns of an episode on it, which returns a reward for each turn."""
 
 
-class Environment(Protocol[L]):
-    """A game with levels of type L, and with its settings.
-
-    All methods are functions of their arguments: an environment keeps nothing between calls, so any subset of episodes
-    can be stepped at any time.
+class LevelSource(Protocol[L]):
+    """The levels of a game of type L, and what is known of them.
 
     Attributes:
         name: name of the game in rows, reports and file names.
@@ -117,6 +114,25 @@ class Environment(Protocol[L]):
         """The first `count` test levels, in a fixed order; their seeds are at least `FIRST_TEST_SEED`."""
         ...
 
+    def compute_chance(self, levels: Sequence[L], limits: TurnLimits) -> npt.NDArray[np.float64] | None:
+        """For each level, the probability that uniformly random actions succeed within `limits`; None if unknown."""
+        ...
+
+    def compute_best(self, levels: Sequence[L], limits: TurnLimits) -> npt.NDArray[np.float64] | None:
+        """For each level, the largest probability of success of any policy within `limits`; None if unknown.
+
+        The policy sees what the prompts show, and chooses all actions of a turn before it sees what they do.
+        """
+        ...
+
+
+class Environment(LevelSource[L], Protocol[L]):
+    """A game of turns with levels of type L, and with its settings.
+
+    All methods are functions of their arguments: an environment keeps nothing between calls, so any subset of episodes
+    can be stepped at any time.
+    """
+
     def start(self, levels: Sequence[L]) -> list[State]:
         """The state of an episode before its first turn, for each level."""
         ...
@@ -144,15 +160,4 @@ class Environment(Protocol[L]):
 
     def format_state(self, state: State, style: PromptStyle) -> str:
         """What the policy sees of a state, as lines without a newline at the end."""
-        ...
-
-    def compute_chance(self, levels: Sequence[L], limits: TurnLimits) -> npt.NDArray[np.float64] | None:
-        """For each level, the probability that uniformly random actions succeed within `limits`; None if unknown."""
-        ...
-
-    def compute_best(self, levels: Sequence[L], limits: TurnLimits) -> npt.NDArray[np.float64] | None:
-        """For each level, the largest probability of success of any policy within `limits`; None if unknown.
-
-        The policy sees what the prompts show, and chooses all actions of a turn before it sees what they do.
-        """
         ...

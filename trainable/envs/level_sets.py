@@ -9,7 +9,7 @@ replacement    1,000,000,000 and up, some left out            test
 
 The seeds are those of the published Sokoban levels, and every game uses them. Levels are compared up to symmetry
 (`Level.key`): different seeds can give equal levels. A game with few levels cannot keep its sets apart
-(`Environment.has_held_out_levels`); all of its sets then consist of whatever levels their seeds give.
+(`LevelSource.has_held_out_levels`); all of its sets then consist of whatever levels their seeds give.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from trainable.config.run_config import RunConfig
-from trainable.envs.environment import FIRST_TEST_SEED, Environment, L, Level
+from trainable.envs.environment import FIRST_TEST_SEED, L, Level, LevelSource
 
 MakeLevels = Callable[[Sequence[int]], Sequence[L]]
 """Makes the level of each seed."""
@@ -51,7 +51,7 @@ def compute_training_seed(seed_index: int, group_counter: int, base: int = 10_00
 
 
 def make_training_levels(
-    environment: Environment[L],
+    environment: LevelSource[L],
     seed_index: int,
     step: int,
     env_groups: int,
@@ -77,12 +77,12 @@ def make_training_levels(
     ]
 
 
-def make_validation_levels(environment: Environment[L], count: int = 512, base: int = 123) -> list[L]:
+def make_validation_levels(environment: LevelSource[L], count: int = 512, base: int = 123) -> list[L]:
     """Make the levels of seeds base, base + 1, ...; the defaults are those of the published Sokoban levels."""
     return list(environment.make_levels(range(base, base + count)))
 
 
-def make_demonstration_levels(environment: Environment[L], count: int, first_index: int = 0) -> list[L]:
+def make_demonstration_levels(environment: LevelSource[L], count: int, first_index: int = 0) -> list[L]:
     """Make levels for demonstrations: none of them is a validation or test level, if the game can keep sets apart.
 
     The levels are in the order of their seeds from 700,000,000 + first_index on. To continue after a call, pass
@@ -122,7 +122,7 @@ class RunLevels(NamedTuple):
     unseen_mask: list[bool]
 
 
-def make_run_levels(environment: Environment[Any], config: RunConfig) -> RunLevels:
+def make_run_levels(environment: LevelSource[Any], config: RunConfig) -> RunLevels:
     """The levels of the run of `config`, its seed included; no training level is a test level."""
     env = config.env
     test_set = list(environment.make_test_levels(env.test_env_groups))
@@ -141,7 +141,7 @@ def collect_level_keys(levels: Iterable[Level]) -> frozenset[bytes]:
     return frozenset(level.key for level in levels)
 
 
-def collect_excluded_keys(environment: Environment[Any], test_levels: Iterable[Level]) -> frozenset[bytes]:
+def collect_excluded_keys(environment: LevelSource[Any], test_levels: Iterable[Level]) -> frozenset[bytes]:
     """The keys that no training level may have: those of the test levels, if the game can keep its sets apart."""
     return collect_level_keys(test_levels) if environment.has_held_out_levels else frozenset()
 
@@ -163,7 +163,7 @@ def find_test_levels(make_levels: MakeLevels[L], count: int = TEST_LEVELS) -> li
     return levels if len(levels) == count else None
 
 
-def _find_replacement(environment: Environment[L], seed: int, excluded_keys: frozenset[bytes]) -> L:
+def _find_replacement(environment: LevelSource[L], seed: int, excluded_keys: frozenset[bytes]) -> L:
     candidates = (environment.make_levels([candidate])[0] for candidate in counting(FIRST_REPLACEMENT_SEED + seed))
     return next(candidate for candidate in candidates if candidate.key not in excluded_keys)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainable.algo.losses import estimate_kl
 from trainable.algo.reductions import masked_mean
-from trainable.envs.environment import Environment, Level
+from trainable.envs.environment import Level, LevelSource
 from trainable.models.codec import Codec
 from trainable.ppo.step_record import BatchSummary, RolloutSummary, Validation
 from trainable.ppo.update import Targets
@@ -83,14 +83,14 @@ def make_evaluation(
 
 
 def measure_episodes(
-    environment: Environment[Any], levels: Sequence[Level], episodes: Sequence[Episode]
+    source: LevelSource[Any], levels: Sequence[Level], episodes: Sequence[Episode]
 ) -> dict[str, float]:
     """The mean of each measure of the game over the episodes that have it; measures that no episode has are left out.
 
     levels: the level of each group.
     """
     means: dict[str, float] = {}
-    for name, measure in environment.measures.items():
+    for name, measure in source.measures.items():
         values = [measure(levels[episode.group], list(chain(*episode.turn_actions))) for episode in episodes]
         values = [value for value in values if not math.isnan(value)]
         if values:

@@ -18,6 +18,7 @@ from trainable.algo.advantages import (
 )
 from trainable.algo.kl_control import apply_kl_penalty
 from trainable.algo.reductions import masked_whiten
+from trainable.algo.trees import compute_tree_weights
 from trainable.config.choices import ADVANTAGE_ESTIMATORS
 from trainable.config.own_parts import get_part
 from trainable.config.sections import AlgorithmConfig
@@ -40,6 +41,7 @@ def make_targets(
     settings: AlgorithmConfig,
     kl_coef: float,
     filter_scale: float,
+    has_trees: bool = False,
 ) -> Targets:
     """Compute advantages and returns of a batch: KL penalty, estimator, whitening, then scaling (published order).
 
@@ -50,16 +52,28 @@ def make_targets(
         settings: the estimator and the KL penalty. zero_task_advantage sets the advantages to 0, but not the returns.
         kl_coef: coefficient of the KL penalty in the reward, read only with use_kl_in_reward.
         filter_scale: factor of actor.filter_loss_scaling. It is applied after whitening, which would cancel it.
+        has_trees: whether the episodes are trees, of which every rollout has the advantage of its root, and the weights
+            of settings.tree_weighting.
     """
     # As published: GAE over turns needs the reward of each turn, everything else the score at the last sampled token.
     rewards = batch.rewards if settings.bi_level_gae else place_episode_scores(batch)
     if settings.use_kl_in_reward:
         assert ref_logprobs is not None  # a run with a KL in the reward has a reference
         rewards = apply_kl_penalty(rewards, batch.logprobs, ref_logprobs, batch.mask, settings.kl_penalty, kl_coef)
-    advantages, returns = _compute_advantages(batch, rewards, values, settings)
+    loss_weights = None
+    if not has_trees:
+        advantages, returns = _compute_advantages(batch, rewards, values, settings)
+    else:
+        scores = _compute_scores(batch, rewards)
+        advantages = compute_tree_advantages(batch, scores, settings.norm_adv_by_std_in_grpo)
+        returns = torch.zeros_like(rewards)
+        loss_weights = compute_tree_weights(
+            batch.mask, batch.turns, batch.tree_ids, batch.is_root, settings.tree_weighting, settings.train_children
+        ).to(advantages.dtype)
     # Only the advantages become 0: KL and entropy alone move the policy, and the critic still learns from the returns.
     advantages = torch.zeros_like(advantages) if settings.zero_task_advantage else advantages * filter_scale
-    return Targets(advantages, returns, torch.zeros_like(returns) if values is None else values, ref_logprobs)
+    values = torch.zeros_like(returns) if values is None else values
+    return Targets(advantages, returns, values, ref_logprobs, loss_weights=loss_weights)
 
 
 def _compute_advantages(
@@ -91,6 +105,22 @@ def _compute_gae(batch: Batch, rewards: Tensor, values: Tensor, settings: Algori
 def _compute_scores(batch: Batch, rewards: Tensor) -> Tensor:
     """Score (B,) of each episode: the sum of its rewards, which include the KL penalty if that is on."""
     return (rewards * batch.mask).sum(1)
+
+
+def compute_tree_advantages(batch: Batch, scores: Tensor, norm_by_std: bool) -> Tensor:
+    """Advantages (B, T) in which every trained token of a tree has that of its root among the roots of its group.
+
+    scores: (B,) of each rollout; those of children are not read. norm_by_std: see `grpo`, whose constants are those of
+    rlm_grpo here: the std divides by G, and equal scores up to 1e-8 have advantage 0.
+    """
+    roots = batch.is_root
+    one_token = torch.ones(int(roots.sum()), 1, dtype=torch.bool, device=scores.device)
+    root_advantages = grpo(
+        scores[roots], batch.group_ids[roots], one_token, norm_by_std, correction=0, std_floor=1e-8, min_std=1e-8
+    )
+    of_tree = torch.zeros(int(batch.tree_ids.max()) + 1, dtype=scores.dtype, device=scores.device)
+    of_tree = of_tree.index_put((batch.tree_ids[roots],), root_advantages[:, 0])
+    return torch.where(batch.mask, of_tree[batch.tree_ids][:, None], 0)
 
 
 _CRITIC_FREE_ESTIMATORS: Mapping[str, Callable[[Batch, Tensor, AlgorithmConfig], Tensor]] = {

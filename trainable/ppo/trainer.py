@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, fields, replace
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -23,9 +24,8 @@ from trainable.config.choices import EXACT_KL
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import PURPOSES, make_rng
 from trainable.envs.environment import Level
-from trainable.envs.games.make import make_environment, make_reward_function
-from trainable.envs.level_sets import make_run_levels, make_validation_levels
-from trainable.envs.prompts import Observation, make_prompt_template
+from trainable.envs.games.make import make_level_source
+from trainable.envs.level_sets import make_run_levels
 from trainable.models.fingerprint import check_base, check_reference
 from trainable.models.interface import Critic, LanguageModel
 from trainable.models.load import Policy, make_codec, pick_device, prepare_device
@@ -60,8 +60,8 @@ from trainable.ppo.targets import PreparedBatch, make_targets
 from trainable.ppo.update import ActorUpdate, TokenFunction, compute_at_trained_tokens, update_critic
 from trainable.rollout.batch import Batch, collate, make_update_order
 from trainable.rollout.engine import Engine, make_engine, make_evaluation_engine
-from trainable.rollout.episode import Episode
-from trainable.rollout.episode_loop import EpisodeLimits, check_first_turn, draw_luck, roll_out_episodes
+from trainable.rollout.episode import Episode, list_rollouts, replace_rollouts
+from trainable.rollout.players import make_player
 from trainable.rollout.sampler import SamplingParams
 from trainable.runs.failures import NonFiniteError
 from trainable.runs.flat_state import get_shapes
@@ -150,26 +150,20 @@ class PPOTrainer:
         Raises ValueError if the first turn of an episode does not fit into the context.
         """
         config, env = self.config, self.config.env
-        self.environment, self.compute_rewards = make_environment(env), make_reward_function(env)
-        self.prompt_template = make_prompt_template(
-            self.environment, config.model.prompt_style, env.max_actions_per_traj, policy.chat_format
-        )
+        self.level_source = make_level_source(env)
         model_context = self.model.shape.max_position_embeddings
         # The setting can only shorten the model's context, never extend it.
         context = min(model_context, config.rollout.max_model_len or model_context)
-        self.limits = EpisodeLimits(
-            env.max_turn, env.max_actions_per_turn, env.max_actions_per_traj, env.format_penalty, context
-        )
-        # Checked before an engine is started for settings that cannot work. Any level serves: the check needs the
-        # length of a first prompt, and the engine a fixed prompt on which log-probs are compared.
-        (state,) = self.environment.start(make_validation_levels(self.environment, count=1, base=env.seed_val))
-        first_observation = Observation(turn=1, state=state, actions_left=env.max_actions_per_traj)
-        check_first_turn(first_observation, self.prompt_template, self.codec, context, config.rollout.response_length)
-        prompt = self.codec.encode([self.prompt_template.format_first_turn(first_observation)])[0]
+        self.player = make_player(config, policy, self.codec, context)
+        self.levels, self.val_levels, self.test_levels, is_unseen = make_run_levels(self.level_source, config)
+        # Checked before an engine is started for settings that cannot work.
+        all_levels = [*self.val_levels, *self.test_levels, *chain(*self.levels)]
+        self.player.check_first_turns(all_levels, config.rollout.response_length)
+        # Any level serves: the engine needs a fixed prompt on which log-probs are compared.
+        prompt = self.player.encode_first_turn(self.val_levels[0])
         gather_weights = self.backends["actor"].gather_weights
         self.engine = make_engine(config, policy, self.device, prompt, context, gather_weights)
         self.evaluation_engine = make_evaluation_engine(config, policy, self.engine, gather_weights)
-        self.levels, self.val_levels, self.test_levels, is_unseen = make_run_levels(self.environment, config)
         # An evaluation has one entry per episode, and the rollouts of a level are consecutive in it.
         self.is_val_unseen = [unseen for unseen in is_unseen for _ in range(env.val_group_size)]
 
@@ -202,7 +196,7 @@ class PPOTrainer:
         with timer.measure("rollout"), add_step(f"in step {self.step_index}"):
             episodes = self._collect_episodes()  # 1
         # Before everything that uses the episodes: if a log-prob is not finite, the run ends here.
-        mismatch = self.engine.measure_mismatch(episodes, self.step_index)
+        mismatch = self.engine.measure_mismatch(list_rollouts(episodes), self.step_index)
         prompt_mismatch = self.engine.prompt_mismatch  # of the weights that sampled; the sync below replaces it
         collapse = self.diagnostics.collapse(self, episodes)
         with add_step(f"in step {self.step_index}"):
@@ -217,7 +211,9 @@ class PPOTrainer:
         update = self._end_update(prepared, critic_meter, policy_meter, plan, timer) if prepared else None
         evaluations = self._validate(timer, "sampled") if prepared and plan.validation else []  # 9
         batch_summary = (
-            summarize_batch(prepared.batch, prepared.targets, selection.episodes, plan.values) if prepared else None
+            summarize_batch(prepared.batch, prepared.targets, list_rollouts(selection.episodes), plan.values)
+            if prepared
+            else None
         )
         budget = self._count_budget(episodes, policy_meter, batch_summary)
         record = StepRecord(
@@ -242,7 +238,7 @@ class PPOTrainer:
     ) -> dict[str, float]:
         """The columns of the game's own measures: in training, and in the first, sampled evaluation of a validation."""
         measures_by_prefix = {
-            "train": measure_episodes(self.environment, self.levels[self.step_index - 1], episodes),
+            "train": measure_episodes(self.level_source, self.levels[self.step_index - 1], episodes),
             "base_val": base_evaluations[0].measures if base_evaluations else {},
             "val": evaluations[0].measures if evaluations else {},
         }
@@ -287,30 +283,27 @@ class PPOTrainer:
         rng = skip_child_seeds(rng, local_range.start * group_size)
         # The environment has a stream of its own, so that its chance never depends on what was sampled.
         luck_rng = make_rng(self.config.seed, "environment", PURPOSES[purpose], self.step_index)
-        luck = draw_luck(luck_rng, len(levels) * group_size, self.limits)
         sampling_params = self._make_sampling_params(temperature)
         episodes: list[Episode] = []
         with engine.wake_up():  # a rank without levels enters, too: gathering weights takes all ranks
             # More ranks than levels leave some ranks without any, and a sampler needs at least one prompt.
             if local_levels:
-                episodes = roll_out_episodes(
-                    self.environment,
+                episodes = self.player.roll_out(
                     local_levels,
                     group_size,
                     engine.sampler,
-                    self.prompt_template,
-                    self.codec,
-                    self.limits,
                     sampling_params,
                     rng,
-                    luck[local_range.start * group_size :],
-                    self.compute_rewards,
+                    luck_rng,
+                    first_episode=local_range.start * group_size,
+                    num_episodes=len(levels) * group_size,
                 )
         if needs_logprobs:
             # The trainer's passes come next and need the memory. Otherwise the engine stays awake, since the next phase
             # after an evaluation is another rollout.
             engine.sleep()
-            episodes = engine.recompute_logprobs(episodes, temperature)
+            rollouts = engine.recompute_logprobs(list_rollouts(episodes), temperature)
+            episodes = replace_rollouts(episodes, rollouts)
         # Every rank has numbered its groups from 0; make the numbers unique.
         local_episodes = [episode._replace(group=episode.group + local_range.start) for episode in episodes]
         return list(chain_blocks(self.world.all_gather_object(local_episodes)))
@@ -354,7 +347,13 @@ class PPOTrainer:
             )  # 5
         filter_scale = compute_filter_loss_scale(config.actor.filter_loss_scaling, groups_kept, num_groups)
         targets = make_targets(
-            batch, values, ref_logprobs, config.algorithm, self.kl_controller.coef, filter_scale
+            batch,
+            values,
+            ref_logprobs,
+            config.algorithm,
+            self.kl_controller.coef,
+            filter_scale,
+            config.env.kind.has_trees,
         )  # 6
         return PreparedBatch(batch, targets, make_update_order(batch, config.actor.loss.needs_whole_groups))
 
@@ -439,10 +438,12 @@ class PPOTrainer:
         """Collate episodes into a batch, and fill it up with random copies of them so that all mini-batches are full.
 
         As published, the batch size is a multiple of both the mini-batch size and `num_groups`. A loss over whole
-        groups gets no copies, because a copy would change the group that it belongs to.
+        groups gets no copies, because a copy would change the group that it belongs to; nor do trees, which are one
+        mini-batch.
         """
         actor = self.config.actor
-        multiple = 1 if actor.loss.needs_whole_groups else math.lcm(num_groups, actor.ppo_mini_batch_size)
+        needs_no_copies = actor.loss.needs_whole_groups or self.config.env.kind.has_trees
+        multiple = 1 if needs_no_copies else math.lcm(num_groups, actor.ppo_mini_batch_size)
         generator = torch.Generator().manual_seed(int(rng.integers(2**62)))  # a seed that fits a signed 64-bit integer
         index = adjust_copy(len(episodes), multiple, generator)
         batch = collate([episodes[number] for number in index.tolist()])
@@ -553,7 +554,7 @@ class PPOTrainer:
         recorded_levels = self.config.trainer.log_val_generations if is_sampled_validation else 0
         return evaluation._replace(
             kl_to_reference=kl,
-            measures=measure_episodes(self.environment, levels, episodes),
+            measures=measure_episodes(self.level_source, levels, episodes),
             episodes=tuple(
                 record_episode(episode, self.step_index, self.codec)
                 for episode in episodes[: recorded_levels * group_size : group_size]
@@ -575,7 +576,7 @@ class PPOTrainer:
         budget = Budget(
             optimizer_steps=policy_meter.optimizer_steps - policy_meter.skipped_steps if policy_meter else 0,
             env_steps=sum(episode.actions for episode in episodes),
-            sampled_tokens=sum(episode.response_tokens for episode in episodes),
+            sampled_tokens=sum(rollout.response_tokens for rollout in list_rollouts(episodes)),
             # Includes the copies of episodes in the batch, since they are trained on.
             trained_tokens=batch_summary.trained_tokens if batch_summary else 0,
         )
@@ -586,7 +587,7 @@ class PPOTrainer:
         self, clock: Clock, timer: PhaseTimer, episodes: Sequence[Episode], prepared: PreparedBatch | None
     ) -> StepTiming:
         """Seconds and MFU of the step's phases; the seconds of the step are added to the total of the run."""
-        flops = {"rollout": estimate_rollout_flops(self.model.shape, episodes)}
+        flops = {"rollout": estimate_rollout_flops(self.model.shape, list_rollouts(episodes))}
         flops |= estimate_training_flops(self.model.shape, self.config, prepared.batch) if prepared else {}
         peak_flops_per_s = measure_peak_flops(self.device.type, self.model.model.pass_settings.dtype)
         # The FLOP are those of all ranks, so the peak is, too.

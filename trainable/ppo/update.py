@@ -7,7 +7,7 @@ the passes.
 """
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import NamedTuple
@@ -37,7 +37,8 @@ class Targets(NamedTuple):
 
     returns: what the critic is fitted to. values: of the critic before the update, zeros without one. ref_logprobs:
     None if there was no pass of the reference. sequence_weights: (B,), only for the tpo loss, in which the coefficient
-    of a log-prob is minus the weight of its sequence (see `ActorUpdate.make_tpo_targets`).
+    of a log-prob is minus the weight of its sequence (see `ActorUpdate.make_tpo_targets`). loss_weights: the weight of
+    each token in the loss of all episodes, which are then one mini-batch; None if the loss is aggregated by its mode.
     """
 
     advantages: Tensor
@@ -45,6 +46,7 @@ class Targets(NamedTuple):
     values: Tensor
     ref_logprobs: Tensor | None
     sequence_weights: Tensor | None = None
+    loss_weights: Tensor | None = None
 
     def select_rows(self, index: Tensor, longest: int) -> "Targets":
         """The targets of the episodes at `index` (N,), cut to `longest` tokens."""
@@ -54,6 +56,7 @@ class Targets(NamedTuple):
             values=self.values[index, :longest],
             ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[index, :longest],
             sequence_weights=None if self.sequence_weights is None else self.sequence_weights[index],
+            loss_weights=None if self.loss_weights is None else self.loss_weights[index, :longest],
         )
 
 
@@ -95,7 +98,10 @@ def make_passes(
         needs_padding: see `split_by_tokens`.
     """
     # Before the mini-batch is sharded: a micro-batch may have rows on several ranks, which add up to its loss.
-    weights = compute_loss_weights(batch.mask[rows], mode, micro_batch_size, padded_length)
+    if targets.loss_weights is None:
+        weights = compute_loss_weights(batch.mask[rows], mode, micro_batch_size, padded_length)
+    else:
+        weights = targets.loss_weights[rows]
     lengths, max_tokens = batch.lengths[rows].cpu(), TOKENS_PER_PASS[batch.tokens.device.type]
     # The passes of all ranks, not only of this one: every rank has to know the largest number of passes.
     rank_passes = [
@@ -178,6 +184,7 @@ def _run_optimizer_steps(
     meter: Meter,
     norm_column: str,
     needs_padding: bool,
+    takes_all: bool = False,
 ) -> Meter:
     """Make an optimizer step for each mini-batch of `order` (B,), accumulating gradients over its passes.
 
@@ -194,6 +201,7 @@ def _run_optimizer_steps(
         meter: collects the terms that `compute_loss` and the optimizer record.
         norm_column: column of the gradient norm.
         needs_padding: whether the model needs rows padded to one length (see `split_by_tokens`).
+        takes_all: whether all episodes are one mini-batch.
 
     Returns:
         The meter, summed over all ranks.
@@ -202,7 +210,7 @@ def _run_optimizer_steps(
     micro_batch_size, padded_length = settings.ppo_micro_batch_size_per_gpu, batch.tokens.shape[1]
     with backend.load_for_update():
         for _ in range(settings.ppo_epochs):
-            for rows in split_mini_batches(order, settings.ppo_mini_batch_size):
+            for rows in _split_order(order, settings.ppo_mini_batch_size, takes_all):
                 # A list, since the backend must know which pass is the last (see `Backend.backward`).
                 pass_inputs = list(
                     make_passes(
@@ -220,6 +228,10 @@ def _run_optimizer_steps(
                     backend.backward(partial(compute_loss, inputs), number == len(pass_inputs))
                 backend.step(meter, norm_column)
     return meter.all_reduce(backend.world)
+
+
+def _split_order(order: Tensor, size: int, takes_all: bool) -> Iterable[Tensor]:
+    return [order] if takes_all else split_mini_batches(order, size)
 
 
 def compute_value_loss(values: Tensor, inputs: PassInputs, cliprange: float, meter: Meter) -> Tensor:
@@ -283,6 +295,7 @@ class ActorUpdate:
             meter,
             norm_column="actor_grad_norm",
             needs_padding=needs_padding,
+            takes_all=targets.loss_weights is not None,
         )
 
     def make_tpo_targets(self, batch: Batch, targets: Targets, rows: Tensor, meter: Meter) -> Targets:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainable.algo.batching import order_by_group, order_length_stratified
-from trainable.rollout.episode import Episode
+from trainable.rollout.episode import Episode, list_rollouts
 
 
 class Batch(NamedTuple):
@@ -17,9 +17,10 @@ class Batch(NamedTuple):
     tokens: int64 ids. mask: bool, True if the token was sampled, and is therefore trained. logprobs: float32, log-prob
     of the token under the sampling policy, in nats; 0 at other tokens. turns: int64, number of the turn, from 0.
     rewards: float32, the reward of each turn at its last sampled token. group_ids: (B,) int64, equal for the rollouts
-    of one level. scores: (B,) float32, score of each episode. lengths: (B,) int64, tokens without padding.
-    engine_logprobs: like `logprobs`, the log-probs that the engine reported if it has its own copy of the weights,
-    otherwise `logprobs` again.
+    of one level. scores: (B,) float32, score of each episode. lengths: (B,) int64, tokens without padding. tree_ids:
+    (B,) int64, equal for an episode and its children. is_root: (B,) bool, False for a child. engine_logprobs: like
+    `logprobs`, the log-probs that the engine reported if it has its own copy of the weights, otherwise `logprobs`
+    again.
     """
 
     tokens: Tensor
@@ -30,6 +31,8 @@ class Batch(NamedTuple):
     group_ids: Tensor
     scores: Tensor
     lengths: Tensor
+    tree_ids: Tensor
+    is_root: Tensor
     engine_logprobs: Tensor
 
     def select_rows(self, index: Tensor) -> "Batch":
@@ -51,7 +54,13 @@ class Batch(NamedTuple):
 
 
 def collate(episodes: Sequence[Episode]) -> Batch:
-    """Pad episodes to one length and stack them into a batch on the CPU, in the given order."""
+    """Pad episodes to one length and stack them into a batch on the CPU, in the given order.
+
+    The children of an episode come after it.
+    """
+    num_rollouts = torch.tensor([len(episode.rollouts) for episode in episodes])
+    tree_ids = torch.arange(len(episodes)).repeat_interleave(num_rollouts)
+    episodes = list_rollouts(episodes)
     longest = max(len(episode.tokens) for episode in episodes)
 
     def pad(arrays: Sequence[np.ndarray]) -> Tensor:
@@ -70,6 +79,8 @@ def collate(episodes: Sequence[Episode]) -> Batch:
         group_ids=torch.tensor([episode.group for episode in episodes]),
         scores=torch.tensor([episode.score for episode in episodes]),
         lengths=torch.tensor([len(episode.tokens) for episode in episodes]),
+        tree_ids=tree_ids,
+        is_root=torch.cat([torch.ones(1, dtype=torch.bool), tree_ids[1:] != tree_ids[:-1]]),
         engine_logprobs=pad(
             [episode.logprobs if episode.engine_logprobs is None else episode.engine_logprobs for episode in episodes]
         ),

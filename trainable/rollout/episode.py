@@ -1,5 +1,6 @@
 """Episodes: the results of rollouts, with a mask of the tokens that were sampled."""
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ class Episode(NamedTuple):
     turn_rewards: sum of rewards and format penalty of each turn. turn_actions: names of the executed actions of each
     turn. turn_validity: whether the answer of each turn was valid; an empty one is not. stop_reason: how the episode
     ended. texts: the reply of each turn.
+    children: the episodes of the rollouts that this one asked, in a game of trees.
     engine_logprobs: (T,), like `logprobs`: the log-probs that the engine reported, if the trainer has recomputed
     `logprobs` since; otherwise None.
     """
@@ -46,6 +48,12 @@ class Episode(NamedTuple):
     stop_reason: StopReason
     texts: tuple[str, ...]
     engine_logprobs: npt.NDArray[np.float32] | None = None
+    children: tuple["Episode", ...] = ()
+
+    @property
+    def rollouts(self) -> tuple["Episode", ...]:
+        """The episode and its children."""
+        return (self, *self.children)
 
     @property
     def score(self) -> float:
@@ -71,3 +79,17 @@ class Episode(NamedTuple):
     def response_tokens(self) -> int:
         """Number of sampled tokens."""
         return int(self.mask.sum())
+
+
+def list_rollouts(episodes: Sequence[Episode]) -> list[Episode]:
+    """The episodes, each followed by its children."""
+    return [rollout for episode in episodes for rollout in episode.rollouts]
+
+
+def replace_rollouts(episodes: Sequence[Episode], rollouts: Sequence[Episode]) -> list[Episode]:
+    """The episodes with others in place of themselves and of their children, in the order of `list_rollouts`."""
+    replacements = iter(rollouts)
+    return [
+        next(replacements)._replace(children=tuple(next(replacements) for _ in episode.children))
+        for episode in episodes
+    ]

@@ -29,22 +29,6 @@ class EpisodeLimits:
     context_length: int
 
 
-def check_first_turn(
-    first_observation: Observation, template: PromptTemplate, codec: Codec, context_length: int, response_length: int
-) -> None:
-    """Raise ValueError if the first prompt and a reply of full length do not fit into the context.
-
-    Later turns need no such check: an episode ends if its next turn might not fit (see `roll_out_episodes`).
-    """
-    needed_tokens = len(codec.encode([template.format_first_turn(first_observation)])[0]) + response_length
-    if needed_tokens > context_length:
-        raise ValueError(
-            f"The first turn may need {needed_tokens} tokens ({needed_tokens - response_length} of the prompt and "
-            f"rollout.response_length={response_length}), but the context has only {context_length}: shorten replies "
-            f"with --set rollout.response_length=N."
-        )
-
-
 @dataclass
 class _EpisodeState:
     """An episode in progress.

@@ -13,7 +13,7 @@ from trainable.envs.environment import PromptStyle
 from trainable.envs.repl.process import Context, Query, ReplLimits
 from trainable.envs.repl.questions import Question
 from trainable.envs.repl.session import Outcome, ReplSession, RolloutAnswer, TreeLimits, TurnObservation
-from trainable.envs.repl.texts import format_instructions, format_observation, format_task
+from trainable.envs.repl.texts import Role, format_instructions, format_observation, format_task
 from trainable.models.codec import Codec
 from trainable.rollout.sampler import Sampler, SamplingParams
 from trainable.rollout.transcript import TokenArrays, Transcript
@@ -47,7 +47,7 @@ class Rollout(NamedTuple):
     """One finished rollout, of T tokens.
 
     arrays: its tokens. texts: of its replies. observations: what each reply led to, the last one empty if the rollout
-    ended with it. validity: whether each reply had exactly one block of code, or an answer. answer: empty if it gave
+    ended with it. validity: whether each reply had exactly one block of code, or an answer. answer: None if it gave
     none. prompt: the question. parent_turn: of a child, the turn of its root that asked it; -1 for a root.
     out_of_context: whether its next turn, with a reply of full length, might not have fitted.
     """
@@ -56,7 +56,7 @@ class Rollout(NamedTuple):
     texts: tuple[str, ...]
     observations: tuple[str, ...]
     validity: tuple[bool, ...]
-    answer: str
+    answer: str | None
     prompt: str
     parent_turn: int
     out_of_context: bool
@@ -96,7 +96,7 @@ class _Player:
             tuple(transcript.texts),
             tuple(self.observations),
             tuple(self.validity),
-            self.answer or "",
+            self.answer,
             self.prompt,
             self.parent_turn,
             self.out_of_context,
@@ -127,8 +127,8 @@ def roll_out_trees(
     """RolloutAnswer every question `group_size` times; the trees of a question are consecutive.
 
     The roots take their turns together. Where their code asks children, those of all roots are one batch, which takes
-    its turns to the end before the roots go on. A root of which the first turn does not fit into the context has no
-    turn and no answer; a child of which it does not fit is refused, which its root's code sees as a ValueError.
+    its turns to the end before the roots go on. A child of which the first turn does not fit into the context is
+    refused, which its root's code sees as a ValueError.
 
     Args:
         questions: P questions.
@@ -138,6 +138,8 @@ def roll_out_trees(
         settings: limits.
         params: of the sampler, for roots and children.
         streams: one generator per tree (P * G). All random numbers of a tree come from its own.
+
+    Raises ValueError if the first turn of a root does not fit into the context.
     """
     with ExitStack() as stack:
         # The threads outlive all processes: a process ends with the thread that started it.
@@ -148,11 +150,29 @@ def roll_out_trees(
             for group, question in enumerate(questions)
             for number in range(group_size)
         ]
+        if any(root.out_of_context for root in roots):
+            raise ValueError(f"A question and a reply do not fit into the context of {settings.context_length} tokens.")
         loop.play(roots)
     return [
         Tree(number // group_size, root.finish(), tuple(child.finish() for child in root.children))
         for number, root in enumerate(roots)
     ]
+
+
+def encode_first_turn(
+    prompt: str, papers: Mapping[str, str], role: Role, texts: TreeTexts, limits: TreeLimits
+) -> list[int]:
+    """The tokens of a rollout's conversation up to its first reply."""
+    system = format_instructions(role, limits.turns, texts.style)
+    task = _hide_markers(format_task(prompt, papers, texts.style), texts)
+    return texts.codec.encode([texts.chat.format_first_turn(system, task)])[0]
+
+
+def _hide_markers(text: str, texts: TreeTexts) -> str:
+    """A text in which no special token is one any more."""
+    for token in texts.special_tokens:
+        text = text.replace(token, f"{token[0]} {token[1:]}")
+    return text
 
 
 @dataclass
@@ -169,20 +189,17 @@ class _TreeLoop:
     ) -> _Player:
         """A rollout before its first turn, with its first prompt as tokens."""
         is_root = parent_turn < 0
-        limits, style = self.settings.tree, self.texts.style
+        limits = self.settings.tree
         session = ReplSession(papers, limits, is_root, self.settings.process)
         self.stack.callback(session.close)
         player = _Player(session, prompt, parent_turn, stream)
-        system = format_instructions("root" if is_root else "child", limits.turns, style)
-        task = self._hide_markers(format_task(prompt, papers, style))
-        (ids,) = self.texts.codec.encode([self.texts.chat.format_first_turn(system, task)])
+        ids = encode_first_turn(prompt, papers, "root" if is_root else "child", self.texts, limits)
         player.transcript.append_prompt(ids)
         player.out_of_context = len(ids) + self.params.max_new_tokens > self.settings.context_length
         return player
 
     def play(self, players: Sequence[_Player]) -> None:
         """Play all rollouts to their ends, together with the children that they ask."""
-        players = [player for player in players if not player.out_of_context]
         if not players:
             return
         prompts = [player.transcript.tokens[0].tolist() for player in players]
@@ -236,7 +253,7 @@ class _TreeLoop:
             transcript = players[row].transcript
             turns_left = limits.turns - transcript.num_turns
             observation = format_observation(players[row].observations[-1], turns_left, self.texts.style)
-            message = chat.format_next_turn(self._hide_markers(observation))
+            message = chat.format_next_turn(_hide_markers(observation, self.texts))
             messages.append(message if transcript.is_closed else chat.end_marker + message)
         next_rows, new_tokens = [], []
         for row, ids in zip(live_rows, self.texts.codec.encode(messages), strict=True):
@@ -248,12 +265,6 @@ class _TreeLoop:
             next_rows.append(row)
             new_tokens.append(ids)
         return next_rows, new_tokens
-
-    def _hide_markers(self, text: str) -> str:
-        """A text in which no special token is one any more."""
-        for token in self.texts.special_tokens:
-            text = text.replace(token, f"{token[0]} {token[1:]}")
-        return text
 
 
 def _record(player: _Player, outcome: TurnObservation | RolloutAnswer) -> None:

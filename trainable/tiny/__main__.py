@@ -13,7 +13,7 @@ from trainable.models.load import find_model
 from trainable.models.teachers import find_teacher_folder, is_made
 from trainable.ppo.trainer import PPOTrainer
 from trainable.tiny.policies import POLICIES
-from trainable.tiny.recipe import TinyPolicy, make_model
+from trainable.tiny.recipe import PolicyRecipe, make_model
 
 # The settings of the laptop preset that matter for an evaluation. The preset itself is in `search_spaces`, which this
 # package must not import.
@@ -100,15 +100,16 @@ def make_in_cache(folder: Path, make: Callable[[Path], None]) -> None:
                 raise
 
 
-def evaluate(path: str, policy: TinyPolicy) -> None:
+def evaluate(path: str, policy: PolicyRecipe) -> None:
     """Print the sampled and greedy success of the model at `path` in the game of `policy`, without training."""
     torch.set_num_threads(1)
     game_overrides = {
-        "env.name": policy.environment.name,
+        "env.name": policy.source.name,
         "env.max_turn": policy.limits.turns,
         "env.max_actions_per_turn": policy.limits.actions_per_turn,
         "env.max_actions_per_traj": policy.limits.actions,
         "rollout.response_length": policy.response_length,
+        **policy.settings,
     }
     trainer = PPOTrainer(apply_overrides(RunConfig(), {**LAPTOP_OVERRIDES, **game_overrides, "model.path": path}))
     sampled_evaluation, (final_evaluation, _) = trainer.evaluate("val", "sampled"), trainer.evaluate_final()

@@ -9,7 +9,8 @@ from trainable.envs.games.mastermind import Mastermind
 from trainable.envs.sokoban.game import Sokoban
 from trainable.tiny import frozen_lake, mastermind, sokoban
 from trainable.tiny.dialogues import Habits
-from trainable.tiny.recipe import Recipe, Stage, TinyPolicy
+from trainable.tiny.papers import PAPERS_TINY
+from trainable.tiny.recipe import PolicyRecipe, Recipe, Stage, TinyPolicy
 
 SOKOBAN_TINY = TinyPolicy(
     Sokoban(),
@@ -52,6 +53,11 @@ MASTERMIND_TINY = TinyPolicy(
     response_length=32,
 )
 
-POLICIES: Mapping[str, TinyPolicy] = MappingProxyType(
-    {"sokoban-tiny": SOKOBAN_TINY, "frozenlake-tiny": FROZENLAKE_TINY, "mastermind-tiny": MASTERMIND_TINY}
+POLICIES: Mapping[str, PolicyRecipe] = MappingProxyType(
+    {
+        "sokoban-tiny": SOKOBAN_TINY,
+        "frozenlake-tiny": FROZENLAKE_TINY,
+        "mastermind-tiny": MASTERMIND_TINY,
+        "papers-tiny": PAPERS_TINY,
+    }
 )

@@ -6,10 +6,10 @@ be careless at times (visible only in sampled play), so that the shipped policy 
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from trainable.algo.losses import logprobs_from_logits
 from trainable.config.constants import QWEN2_ARCHITECTURE
 from trainable.config.seeds import make_rng
-from trainable.envs.environment import Environment, TurnLimits
+from trainable.envs.environment import Environment, LevelSource, TurnLimits
 from trainable.envs.level_sets import make_demonstration_levels
 from trainable.envs.prompts import END_OF_MESSAGE, make_prompt_template
 from trainable.models.qwen2 import Qwen2
@@ -56,6 +56,7 @@ class TinyPolicy:
     """A tiny policy of one game: what its weights and its tokenizer are made of.
 
     limits: those of its demonstrations, which are the defaults of its game. response_length: tokens that a reply needs.
+    settings: others that its game needs.
     """
 
     environment: Environment[Any]
@@ -64,6 +65,7 @@ class TinyPolicy:
     demonstrator: Demonstrator
     recipe: Recipe
     response_length: int = 24
+    settings: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def pieces(self) -> list[str]:
@@ -74,29 +76,85 @@ class TinyPolicy:
         """The tokenizer of the pieces."""
         return build_tokenizer(self.pieces)
 
+    @property
+    def source(self) -> LevelSource[Any]:
+        """The levels of the game."""
+        return self.environment
+
     def make_shape(self) -> Qwen2Shape:
-        """Sizes of the model. Its head size is 32, the smallest that vLLM supports."""
-        pieces = self.pieces
-        return Qwen2Shape(
-            vocab_size=len(pieces),
-            hidden_size=64,
-            intermediate_size=192,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=512,
-            rope_theta=10_000.0,
-            rms_norm_eps=1e-6,
-            tie_word_embeddings=True,
-            eos_token_id=pieces.index(END_OF_MESSAGE),
-        )
+        """Sizes of the model."""
+        return make_tiny_shape(self.pieces)
+
+    def make_dialogues(
+        self, stage: Stage, first_index: int, rng: np.random.Generator, luck_rng: np.random.Generator
+    ) -> Iterator[list[Segment]]:
+        """The stage's dialogues on demonstration levels from `first_index` on, each level once."""
+        environment, limits = self.environment, self.limits
+        template = make_prompt_template(environment, "compact", limits.actions)
+        levels = make_demonstration_levels(environment, stage.dialogues, first_index)
+        return make_dialogues(environment, levels, template, self.demonstrator, stage.habits, limits, rng, luck_rng)
+
+
+class PolicyRecipe(Protocol):
+    """What the weights and the tokenizer of a tiny policy are made of."""
+
+    @property
+    def source(self) -> LevelSource[Any]: ...  # noqa: D102
+
+    @property
+    def limits(self) -> TurnLimits: ...  # noqa: D102
+
+    @property
+    def recipe(self) -> Recipe: ...  # noqa: D102
+
+    @property
+    def response_length(self) -> int: ...  # noqa: D102
+
+    @property
+    def settings(self) -> Mapping[str, object]: ...  # noqa: D102
+
+    @property
+    def pieces(self) -> list[str]:
+        """The pieces of the tokenizer, in the order of their ids."""
+        ...
+
+    def build_tokenizer(self) -> Tokenizer:
+        """The tokenizer of the pieces."""
+        ...
+
+    def make_shape(self) -> Qwen2Shape:
+        """Sizes of the model."""
+        ...
+
+    def make_dialogues(
+        self, stage: Stage, first_index: int, rng: np.random.Generator, luck_rng: np.random.Generator
+    ) -> Iterator[list[Segment]]:
+        """The stage's dialogues on demonstration levels from `first_index` on, each level once."""
+        ...
+
+
+def make_tiny_shape(pieces: Sequence[str]) -> Qwen2Shape:
+    """Sizes of a tiny model with these pieces. Its head size is 32, the smallest that vLLM supports."""
+    return Qwen2Shape(
+        vocab_size=len(pieces),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        rope_theta=10_000.0,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        eos_token_id=pieces.index(END_OF_MESSAGE),
+    )
 
 
 STAGE_LEVEL_STRIDE = 10_000_000
 """Distance between the first level seeds of two stages. A stage has far fewer levels, so stages share no seed."""
 
 
-def make_model(folder: Path, policy: TinyPolicy, log: Callable[[str], None], n_stages: int | None = None) -> None:
+def make_model(folder: Path, policy: PolicyRecipe, log: Callable[[str], None], n_stages: int | None = None) -> None:
     """Run the recipe of a policy, and write weights, config, tokenizer and provenance to `folder`.
 
     n_stages: number of stages to run, from the first; None for all. The first stage alone makes the policy's teacher.
@@ -138,17 +196,11 @@ class Example:
 
 
 def make_examples(
-    policy: TinyPolicy, stage: Stage, first_index: int, rng: np.random.Generator, luck_rng: np.random.Generator
+    policy: PolicyRecipe, stage: Stage, first_index: int, rng: np.random.Generator, luck_rng: np.random.Generator
 ) -> list[Example]:
-    """The stage's dialogues on demonstration levels from `first_index` on, each level once."""
-    environment, limits = policy.environment, policy.limits
-    template = make_prompt_template(environment, "compact", limits.actions)
-    levels = make_demonstration_levels(environment, stage.dialogues, first_index)
+    """The stage's dialogues on demonstration levels from `first_index` on, each level once, as tokens."""
     tokenizer = policy.build_tokenizer()
-    demonstrations = make_dialogues(
-        environment, levels, template, policy.demonstrator, stage.habits, limits, rng, luck_rng
-    )
-    return [_encode(tokenizer, segments) for segments in demonstrations]
+    return [_encode(tokenizer, segments) for segments in policy.make_dialogues(stage, first_index, rng, luck_rng)]
 
 
 def _encode(tokenizer: Tokenizer, segments: Sequence[Segment]) -> Example:

@@ -85,7 +85,7 @@ def test_only_mastermind_measures_consistent_guesses(game: str) -> None:
             for episode, names in zip(episodes, guesses, strict=True)
             if len(names) > 1
         ]
-        measured = measure_episodes(trainer.environment, levels, episodes)
+        measured = measure_episodes(trainer.level_source, levels, episodes)
         assert measured == {"consistent_guesses": pytest.approx(sum(shares) / len(shares))}
 
 

@@ -23,7 +23,6 @@ from trainable.algo.batching import order_length_stratified
 from trainable.config.choices import ADVANTAGE_ESTIMATORS
 from trainable.config.own_parts import PartFile, register_file
 from trainable.diagnostics.standard import DIAGNOSTICS
-from trainable.envs.prompts import Observation
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.targets import make_targets
 from trainable.ppo.trainer import PPOTrainer
@@ -456,9 +455,8 @@ def test_recorded_episodes_are_the_first_of_the_first_levels_and_change_nothing_
         for episode, recorded_episode in zip(episodes[:4:2], evaluation.episodes, strict=True):
             text = "".join(turn.observation + turn.reply for turn in recorded_episode.turns)
             assert trainer.codec.decode_all([episode.tokens]) == [text]
-            first_observation = Observation(turn=1, state=trainer.val_levels[episode.group].cells, actions_left=10)
-            first_prompt = trainer.prompt_template.format_first_turn(first_observation)
-            assert recorded_episode.turns[0].observation == first_prompt
+            first_prompt = trainer.player.encode_first_turn(trainer.val_levels[episode.group])
+            assert trainer.codec.encode([recorded_episode.turns[0].observation]) == [first_prompt]
             assert tuple(turn.reward for turn in recorded_episode.turns) == episode.turn_rewards
             assert tuple(turn.valid for turn in recorded_episode.turns) == episode.turn_validity
             assert sum(len(turn.actions) for turn in recorded_episode.turns) == episode.actions

@@ -62,7 +62,9 @@ def test_a_trained_token_is_predicted_from_the_one_before_it(episodes) -> None:
 def test_rows_are_the_batch_of_the_chosen_episodes(episodes, random) -> None:
     rows = [random.randrange(len(episodes)) for _ in range(random.randint(1, 5))]
     selected_batch = collate(episodes).select_rows(torch.tensor(rows))
-    for actual, expected in zip(selected_batch, collate([episodes[row] for row in rows]), strict=True):
+    expected_batch = collate([episodes[row] for row in rows])
+    assert selected_batch.tree_ids.tolist() == rows  # trees keep the numbers that they have in their batch
+    for actual, expected in zip(selected_batch, expected_batch._replace(tree_ids=torch.tensor(rows)), strict=True):
         assert torch.equal(actual, expected)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from typing import cast
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from trainable.ppo.update import make_passes
 from trainable.rollout.engine import SharedWeightsEngine, SyncedEngine, recompute_logprobs
 from trainable.rollout.episode import Episode
 from trainable.rollout.logprob_mismatch import EngineMismatchError
+from trainable.rollout.players import TurnPlayer
 from trainable.runs.failures import NonFiniteError
 
 
@@ -120,7 +122,11 @@ def test_truncated_weights_multiply_the_policys_loss(shift: float, weight: float
     assert any(abs(loss) > 1e-3 for loss in losses[0])
 
 
+def get_context(**overrides: object) -> int:
+    return cast(TurnPlayer, make_quiet_trainer(**overrides).player).limits.context_length
+
+
 def test_a_conversation_is_no_longer_than_the_setting_or_the_models_context() -> None:
-    assert make_quiet_trainer(rollout__max_model_len=200).limits.context_length == 200
+    assert get_context(rollout__max_model_len=200) == 200
     model_context = make_quiet_trainer().model.shape.max_position_embeddings
-    assert make_quiet_trainer(rollout__max_model_len=model_context + 1).limits.context_length == model_context
+    assert get_context(rollout__max_model_len=model_context + 1) == model_context

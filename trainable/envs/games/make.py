@@ -1,16 +1,20 @@
 """Make the environment that env.name selects."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from trainable.config.game_sections import PapersConfig
 from trainable.config.own_parts import get_part
 from trainable.config.sections import GAME_REWARD, EnvConfig
-from trainable.envs.environment import Environment, RewardFunction, TurnLimits
+from trainable.envs.environment import Environment, LevelSource, RewardFunction, TurnLimits
 from trainable.envs.games.countdown import Countdown
 from trainable.envs.games.frozen_lake import FrozenLake
 from trainable.envs.games.mastermind import Mastermind
 from trainable.envs.level_sets import make_validation_levels
+from trainable.envs.repl.papers import FilePapers, GeneratedPapers, PaperLevel
+from trainable.envs.repl.questions import read_questions
 from trainable.envs.sokoban.game import Sokoban
 
 GAMES: Mapping[str, Callable[[EnvConfig], Environment[Any]]] = MappingProxyType(
@@ -42,6 +46,21 @@ def make_environment(env: EnvConfig) -> Environment[Any]:
     return environment
 
 
+def make_level_source(env: EnvConfig) -> LevelSource[Any]:
+    """The levels of the game that `env` selects, which may be one of trees.
+
+    Raises QuestionFileError if the file of questions of env.papers cannot be read, and ValueError if it is too short.
+    """
+    return make_papers(env.papers) if env.kind.has_trees else make_environment(env)
+
+
+def make_papers(settings: PapersConfig) -> LevelSource[PaperLevel]:
+    """The questions of a file, or generated ones."""
+    if settings.file is None:
+        return GeneratedPapers(settings.num_papers, settings.num_sentences)
+    return FilePapers(tuple(read_questions(Path(settings.file))))
+
+
 def make_reward_function(env: EnvConfig) -> RewardFunction | None:
     """The function that replaces the rewards of the game, if `env` selects one; None for the rewards of the game."""
     if env.reward == GAME_REWARD:
@@ -60,18 +79,18 @@ def describe_success_range(env: EnvConfig) -> str:
 
     At most 512 levels are looked at, and nothing is known of very long episodes: a plan should take a second.
     """
-    environment, limits = make_environment(env), get_turn_limits(env)
-    unknown = f"Game {environment.name}: success of random actions and of the best policy not known"
+    source, limits = make_level_source(env), get_turn_limits(env)
+    unknown = f"Game {source.name}: success of random actions and of the best policy not known"
     if limits.reachable_actions > MAX_FOLLOWED_ACTIONS:
         return unknown
     count = min(env.val_env_groups, MAX_SHOWN_LEVELS)
-    levels = make_validation_levels(environment, count, env.seed_val)
+    levels = make_validation_levels(source, count, env.seed_val)
     shares = {
-        "uniformly random actions succeed in": environment.compute_chance(levels, limits),
-        "the best policy in": environment.compute_best(levels, limits),
+        "uniformly random actions succeed in": source.compute_chance(levels, limits),
+        "the best policy in": source.compute_best(levels, limits),
     }
     known_shares = [f"{label} {float(share.mean()):.3f}" for label, share in shares.items() if share is not None]
     if not known_shares:
         return unknown
     selection = "" if count == env.val_env_groups else f"first {count} "
-    return f"Game {environment.name}: {', '.join(known_shares)} of the {selection}validation levels"
+    return f"Game {source.name}: {', '.join(known_shares)} of the {selection}validation levels"

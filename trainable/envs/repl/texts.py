@@ -11,6 +11,7 @@ Role = Literal["root", "child"]
 
 FENCE = "```"
 BLOCK_START = f"{FENCE}repl\n"
+NO_BLOCK_PROBLEM = f"There was no block of code. Write exactly one, from {FENCE}repl to {FENCE}."
 _FINAL_LINE = re.compile(r"^[ \t]*FINAL(_VAR)?\((.*)\)[ \t]*$", re.MULTILINE)
 _MAX_QUOTED_LENGTH = 100_000
 
@@ -64,7 +65,7 @@ def parse_reply(text: str) -> ReplyContent:
     if match := _FINAL_LINE.search(text):
         content = _unquote(match[2].strip())
         return ReplyContent(variable=content) if match[1] else ReplyContent(answer=content)
-    return ReplyContent(problem=f"There was no block of code. Write exactly one, from {FENCE}repl to {FENCE}.")
+    return ReplyContent(problem=NO_BLOCK_PROBLEM)
 
 
 def _list_blocks(text: str) -> list[str]:

@@ -1,0 +1,124 @@
+"""The game `papers`: a question about several papers per level, which a tree of rollouts answers."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+from trainable.envs.environment import FIRST_TEST_SEED, Measure, TurnLimits
+from trainable.envs.level_sets import find_test_levels
+from trainable.envs.repl.generated import make_question
+from trainable.envs.repl.questions import Question
+
+SUCCESS_SCORE = 0.9
+"""The score from which an answer counts as a success: nearly all of the evidence, and little beside it."""
+QUERY_ACTION, CODE_ACTION = "ask", "run"
+"""The actions of a turn: one for each child that its code asked, and one for its code."""
+
+TEST_FRACTION = 0.1
+"""Share of the rows of a file that no training sees."""
+MIN_FILE_ROWS = 20
+
+ScoreAnswer = Callable[[Question, str], float]
+"""The reward, from 0 to 1, of the final answer to a question; an answer may be empty."""
+
+
+@dataclass(frozen=True, eq=False)
+class PaperLevel:
+    """A level: its seed and its question."""
+
+    seed: int
+    question: Question
+
+    @cached_property
+    def key(self) -> bytes:
+        """Equal for equal questions about equal papers."""
+        return hashlib.sha256(repr((self.question.text, dict(self.question.papers))).encode()).digest()
+
+
+def count_children(level: PaperLevel, actions: Sequence[str]) -> float:
+    """Children that the tree asked."""
+    return float(list(actions).count(QUERY_ACTION))
+
+
+MEASURES: Mapping[str, Measure] = MappingProxyType({"children": count_children})
+
+
+@dataclass(frozen=True)
+class GeneratedPapers:
+    """Generated questions (see `generated.make_question`); every seed is a question of its own.
+
+    num_papers, num_sentences: sizes of a question.
+    """
+
+    num_papers: int
+    num_sentences: int
+    name: str = field(default="papers", init=False)
+    title: str = field(default="Papers", init=False)
+    has_held_out_levels: bool = field(default=True, init=False)
+    measures: Mapping[str, Measure] = field(default_factory=lambda: MEASURES, init=False)
+
+    def make_levels(self, seeds: Sequence[int]) -> list[PaperLevel]:
+        """A question for each seed."""
+        return [PaperLevel(int(seed), make_question(int(seed), self.num_papers, self.num_sentences)) for seed in seeds]
+
+    def make_test_levels(self, count: int) -> list[PaperLevel]:
+        """The first `count` test questions: all different and in no published set."""
+        levels = find_test_levels(self.make_levels, count)
+        assert levels is not None  # two random numbers and an order of twenty things: questions hardly ever repeat
+        return levels
+
+    def compute_chance(self, levels: Sequence[PaperLevel], limits: TurnLimits) -> npt.NDArray[np.float64] | None:
+        """Not known: random text is no code."""
+        return None
+
+    compute_best = compute_chance
+
+
+@dataclass(frozen=True)
+class FilePapers:
+    """The questions of a file.
+
+    A tenth of the rows, in a fixed random order, are the test questions. A seed draws one of the others, so training
+    and validation may share rows. ValueError for fewer than 20 rows.
+    """
+
+    questions: tuple[Question, ...]
+    name: str = field(default="papers", init=False)
+    title: str = field(default="Papers", init=False)
+    has_held_out_levels: bool = field(default=True, init=False)
+    measures: Mapping[str, Measure] = field(default_factory=lambda: MEASURES, init=False)
+
+    def __post_init__(self) -> None:
+        if len(self.questions) < MIN_FILE_ROWS:
+            raise ValueError(f"the file has {len(self.questions)} questions, and {MIN_FILE_ROWS} are the minimum")
+
+    @cached_property
+    def _places(self) -> tuple[list[int], list[int]]:
+        """The rows for tests, and the others."""
+        order = np.random.default_rng(0).permutation(len(self.questions)).tolist()
+        num_tests = int(TEST_FRACTION * len(order))
+        return order[:num_tests], order[num_tests:]
+
+    def make_levels(self, seeds: Sequence[int]) -> list[PaperLevel]:
+        """A random row for each seed."""
+        _, places = self._places
+        draws = [int(np.random.default_rng(int(seed)).integers(len(places))) for seed in seeds]
+        return [PaperLevel(int(seed), self.questions[places[draw]]) for seed, draw in zip(seeds, draws, strict=True)]
+
+    def make_test_levels(self, count: int) -> list[PaperLevel]:
+        """The test questions, at most `count`."""
+        places, _ = self._places
+        return [
+            PaperLevel(FIRST_TEST_SEED + number, self.questions[place]) for number, place in enumerate(places[:count])
+        ]
+
+    def compute_chance(self, levels: Sequence[PaperLevel], limits: TurnLimits) -> npt.NDArray[np.float64] | None:
+        """Not known: random text is no code."""
+        return None
+
+    compute_best = compute_chance

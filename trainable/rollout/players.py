@@ -1,0 +1,246 @@
+"""How a run's game is played: in turns with an environment, or as trees of rollouts in REPLs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from trainable.config.game_sections import PapersConfig
+from trainable.config.run_config import RunConfig
+from trainable.envs.environment import Environment, Level, RewardFunction
+from trainable.envs.games.make import make_environment, make_reward_function
+from trainable.envs.prompts import Observation, PromptTemplate, make_prompt_template
+from trainable.envs.repl.char_f1 import compute_char_f1
+from trainable.envs.repl.judge import Judge, JudgeError
+from trainable.envs.repl.papers import CODE_ACTION, QUERY_ACTION, SUCCESS_SCORE, PaperLevel, ScoreAnswer
+from trainable.envs.repl.process import ReplLimits
+from trainable.envs.repl.session import TreeLimits
+from trainable.models.codec import Codec
+from trainable.models.load import Policy
+from trainable.rollout.episode import Episode, StopReason
+from trainable.rollout.episode_loop import EpisodeLimits, draw_luck, roll_out_episodes
+from trainable.rollout.sampler import Sampler, SamplingParams
+from trainable.rollout.tree_loop import Rollout, Tree, TreeSettings, TreeTexts, encode_first_turn, roll_out_trees
+
+
+class Player(Protocol):
+    """Plays levels with a sampler."""
+
+    def encode_first_turn(self, level: Any) -> list[int]:
+        """The tokens of the conversation up to the first reply."""
+        ...
+
+    def check_first_turns(self, levels: Sequence[Any], response_length: int) -> None:
+        """Raise ValueError if the first prompt of a level and a reply of full length do not fit into the context.
+
+        Later turns need no such check: an episode ends if its next turn might not fit.
+        """
+        ...
+
+    def roll_out(
+        self,
+        levels: Sequence[Any],
+        group_size: int,
+        sampler: Sampler,
+        params: SamplingParams,
+        rng: np.random.Generator,
+        luck_rng: np.random.Generator,
+        first_episode: int = 0,
+        num_episodes: int | None = None,
+    ) -> list[Episode]:
+        """Play every level `group_size` times; the episodes of a level are consecutive, and numbered from group 0.
+
+        Args:
+            levels: at least one.
+            group_size: episodes per level.
+            sampler: samples the replies.
+            params: of the sampler.
+            rng: all random numbers of the sampler come from its children, one per episode.
+            luck_rng: all random numbers of the environment.
+            first_episode: number of the first of these episodes among those that all ranks play together.
+            num_episodes: of all ranks; None for those of this one.
+        """
+        ...
+
+
+def check_length(prompt_tokens: int, response_length: int, context_length: int) -> None:
+    """Raise ValueError if a prompt and a reply of full length do not fit into the context."""
+    needed_tokens = prompt_tokens + response_length
+    if needed_tokens > context_length:
+        raise ValueError(
+            f"The first turn may need {needed_tokens} tokens ({prompt_tokens} of the prompt and "
+            f"rollout.response_length={response_length}), but the context has only {context_length}: shorten replies "
+            f"with --set rollout.response_length=N."
+        )
+
+
+@dataclass(frozen=True)
+class TurnPlayer:
+    """Plays a game of turns. compute_rewards: replaces the rewards of the game; None for those of the game."""
+
+    environment: Environment[Any]
+    template: PromptTemplate
+    codec: Codec
+    limits: EpisodeLimits
+    compute_rewards: RewardFunction | None
+
+    def encode_first_turn(self, level: Level) -> list[int]:
+        """See `Player.encode_first_turn`."""
+        (state,) = self.environment.start([level])
+        observation = Observation(turn=1, state=state, actions_left=self.limits.max_actions)
+        return self.codec.encode([self.template.format_first_turn(observation)])[0]
+
+    def check_first_turns(self, levels: Sequence[Level], response_length: int) -> None:
+        """See `Player.check_first_turns`. The first prompts of a game are equally long, so one level serves."""
+        check_length(len(self.encode_first_turn(levels[0])), response_length, self.limits.context_length)
+
+    def roll_out(
+        self,
+        levels: Sequence[Level],
+        group_size: int,
+        sampler: Sampler,
+        params: SamplingParams,
+        rng: np.random.Generator,
+        luck_rng: np.random.Generator,
+        first_episode: int = 0,
+        num_episodes: int | None = None,
+    ) -> list[Episode]:
+        """See `Player.roll_out`."""
+        luck = draw_luck(luck_rng, num_episodes or len(levels) * group_size, self.limits)
+        return roll_out_episodes(
+            self.environment,
+            levels,
+            group_size,
+            sampler,
+            self.template,
+            self.codec,
+            self.limits,
+            params,
+            rng,
+            luck[first_episode:],
+            self.compute_rewards,
+        )
+
+
+@dataclass(frozen=True)
+class TreePlayer:
+    """Answers questions about papers with trees of rollouts.
+
+    score_answer: the reward of a final answer. format_penalty: added to the root's score for each of its turns without
+    exactly one block of code or an answer.
+    """
+
+    texts: TreeTexts
+    settings: TreeSettings
+    score_answer: ScoreAnswer
+    format_penalty: float
+
+    def encode_first_turn(self, level: PaperLevel) -> list[int]:
+        """See `Player.encode_first_turn`."""
+        question = level.question
+        return encode_first_turn(question.text, question.papers, "root", self.texts, self.settings.tree)
+
+    def check_first_turns(self, levels: Sequence[PaperLevel], response_length: int) -> None:
+        """See `Player.check_first_turns`."""
+        longest = max(len(self.encode_first_turn(level)) for level in levels)
+        check_length(longest, response_length, self.settings.context_length)
+
+    def roll_out(
+        self,
+        levels: Sequence[PaperLevel],
+        group_size: int,
+        sampler: Sampler,
+        params: SamplingParams,
+        rng: np.random.Generator,
+        luck_rng: np.random.Generator,
+        first_episode: int = 0,
+        num_episodes: int | None = None,
+    ) -> list[Episode]:
+        """See `Player.roll_out`. There is no chance but that of the sampler."""
+        questions, streams = [level.question for level in levels], rng.spawn(len(levels) * group_size)
+        trees = roll_out_trees(questions, group_size, sampler, self.texts, self.settings, params, streams)
+        return [self._make_episode(tree, levels[tree.group]) for tree in trees]
+
+    def _make_episode(self, tree: Tree, level: PaperLevel) -> Episode:
+        root = tree.root
+        score = self.score_answer(level.question, root.answer or "")
+        asked = [child.parent_turn for child in tree.children]
+        actions = tuple(
+            (CODE_ACTION,) * is_valid + (QUERY_ACTION,) * asked.count(turn)
+            for turn, is_valid in enumerate(root.validity)
+        )
+        rewards = [self.format_penalty * (not is_valid) for is_valid in root.validity]
+        rewards[-1] += score
+        children = tuple(_make_child(child, level, tree.group) for child in tree.children)
+        return Episode(
+            level_seed=level.seed,
+            group=tree.group,
+            **root.arrays._asdict(),
+            turn_rewards=tuple(rewards),
+            turn_actions=actions,
+            turn_validity=root.validity,
+            stop_reason=_find_stop_reason(root, score),
+            texts=root.texts,
+            children=children,
+        )
+
+
+def _make_child(child: Rollout, level: PaperLevel, group: int) -> Episode:
+    """The episode of a child. It has no reward of its own: the tree has one, at its root."""
+    num_turns = len(child.texts)
+    return Episode(
+        level_seed=level.seed,
+        group=group,
+        **child.arrays._asdict(),
+        turn_rewards=(0.0,) * num_turns,
+        turn_actions=tuple((CODE_ACTION,) * is_valid for is_valid in child.validity),
+        turn_validity=child.validity,
+        stop_reason=_find_stop_reason(child, 0.0),
+        texts=child.texts,
+    )
+
+
+def _find_stop_reason(rollout: Rollout, score: float) -> StopReason:
+    if score >= SUCCESS_SCORE:
+        return StopReason.SUCCESS
+    if rollout.answer is not None:
+        return StopReason.FAILURE
+    if rollout.out_of_context:
+        return StopReason.OUT_OF_CONTEXT
+    return StopReason.OUT_OF_TURNS if any(rollout.validity) else StopReason.MALFORMED
+
+
+def make_player(config: RunConfig, policy: Policy, codec: Codec, context_length: int) -> Player:
+    """The player of the game that env.name selects. context_length: tokens of a conversation.
+
+    Raises JudgeError if a judge is to score answers and none can be asked.
+    """
+    env, style = config.env, config.model.prompt_style
+    if env.kind.has_trees:
+        papers = env.papers
+        texts = TreeTexts(codec, policy.chat_format, style, _list_special_tokens(policy))
+        tree = TreeLimits(env.max_turn, papers.max_children_per_call, papers.max_children, papers.observation_chars)
+        process = ReplLimits(papers.execution_seconds, papers.execution_mib * 2**20)
+        settings = TreeSettings(tree, process, context_length)
+        return TreePlayer(texts, settings, make_score(papers), env.format_penalty)
+    environment = make_environment(env)
+    template = make_prompt_template(environment, style, env.max_actions_per_traj, policy.chat_format)
+    limits = EpisodeLimits(
+        env.max_turn, env.max_actions_per_turn, env.max_actions_per_traj, env.format_penalty, context_length
+    )
+    return TurnPlayer(environment, template, codec, limits, make_reward_function(env))
+
+
+def _list_special_tokens(policy: Policy) -> list[str]:
+    return [token.content for token in policy.tokenizer.get_added_tokens_decoder().values() if token.special]
+
+
+def make_score(papers: PapersConfig) -> ScoreAnswer:
+    """The reward of a final answer, as env.papers.score says. JudgeError if a judge is wanted and none can be asked."""
+    if papers.score == "char_f1":
+        return lambda question, answer: compute_char_f1(answer, question.papers, question.evidence).score
+    judge = Judge(papers.judge_url, papers.judge_model, papers.judge_key_variable)
+    if obstacle := judge.find_obstacle():
+        raise JudgeError(obstacle)
+    return lambda question, answer: judge.score(question.text, answer, question.evidence).score
