@@ -43,6 +43,7 @@ from search_spaces.sandbox import (
     single,
 )
 from search_spaces.sandbox.family import UPDATE_RULES
+from search_spaces.trees import tree_grpo
 
 STUDIES: dict[str, Study] = {
     study.name: study
@@ -82,6 +83,7 @@ STUDIES: dict[str, Study] = {
         vpo.LARGE_STUDY,
         pedagogy.STUDY,
         pedagogy.COLD_STUDY,
+        tree_grpo.STUDY,
     )
 }
 

@@ -31,6 +31,25 @@ GAMES: Mapping[str, GameSettings] = MappingProxyType(
                 }
             },
         ),
+        # A tree has one reward, at its root, so its credit is that of GRPO; thoughts have no tags.
+        "papers": GameSettings(
+            {
+                "env.name": "papers",
+                "env.max_turn": 10,
+                "env.format_penalty": 0.0,
+                "algorithm.adv_estimator": "grpo",
+                "collapse_detection.first_turn_enabled": False,
+                "collapse_detection.multi_turn_enabled": False,
+            },
+            {
+                "laptop": {
+                    "model.path": "papers-tiny",
+                    "env.max_turn": 3,
+                    "rollout.response_length": 32,
+                    "env.papers.execution_seconds": 5.0,
+                }
+            },
+        ),
     }
 )
 """The games by name, as env.name and --env select them."""

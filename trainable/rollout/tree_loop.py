@@ -103,6 +103,19 @@ class _Player:
         )
 
 
+class _Task(NamedTuple):
+    """What a rollout begins with. parent_turn: of a child; -1 for a root. stream: all of its random numbers."""
+
+    prompt: str
+    papers: Mapping[str, str]
+    parent_turn: int
+    stream: np.random.Generator
+
+    @property
+    def role(self) -> Role:
+        return "root" if self.parent_turn < 0 else "child"
+
+
 class _Streams:
     """The random numbers of a conversation's rows, each from the stream of its own rollout."""
 
@@ -145,11 +158,13 @@ def roll_out_trees(
         # The threads outlive all processes: a process ends with the thread that started it.
         pool = stack.enter_context(ThreadPoolExecutor(MAX_THREADS))
         loop = _TreeLoop(sampler, texts, settings, params, pool, stack)
-        roots = [
-            loop.make_player(question.text, question.papers, -1, streams[group * group_size + number])
-            for group, question in enumerate(questions)
-            for number in range(group_size)
-        ]
+        roots = loop.make_players(
+            [
+                _Task(question.text, question.papers, -1, streams[group * group_size + number])
+                for group, question in enumerate(questions)
+                for number in range(group_size)
+            ]
+        )
         if any(root.out_of_context for root in roots):
             raise ValueError(f"A question and a reply do not fit into the context of {settings.context_length} tokens.")
         loop.play(roots)
@@ -163,9 +178,13 @@ def encode_first_turn(
     prompt: str, papers: Mapping[str, str], role: Role, texts: TreeTexts, limits: TreeLimits
 ) -> list[int]:
     """The tokens of a rollout's conversation up to its first reply."""
+    return texts.codec.encode([_format_first_turn(prompt, papers, role, texts, limits)])[0]
+
+
+def _format_first_turn(prompt: str, papers: Mapping[str, str], role: Role, texts: TreeTexts, limits: TreeLimits) -> str:
     system = format_instructions(role, limits.turns, texts.style)
     task = _hide_markers(format_task(prompt, papers, texts.style), texts)
-    return texts.codec.encode([texts.chat.format_first_turn(system, task)])[0]
+    return texts.chat.format_first_turn(system, task)
 
 
 def _hide_markers(text: str, texts: TreeTexts) -> str:
@@ -184,19 +203,23 @@ class _TreeLoop:
     pool: ThreadPoolExecutor
     stack: ExitStack
 
-    def make_player(
-        self, prompt: str, papers: Mapping[str, str], parent_turn: int, stream: np.random.Generator
-    ) -> _Player:
-        """A rollout before its first turn, with its first prompt as tokens."""
-        is_root = parent_turn < 0
+    def make_players(self, tasks: Sequence[_Task]) -> list[_Player]:
+        """Rollouts before their first turns, with their first prompts as tokens."""
         limits = self.settings.tree
-        session = ReplSession(papers, limits, is_root, self.settings.process)
+        prompts = [_format_first_turn(task.prompt, task.papers, task.role, self.texts, limits) for task in tasks]
+        players = [
+            _Player(session, task.prompt, task.parent_turn, task.stream)
+            for task, session in zip(tasks, self.pool.map(self._start_session, tasks), strict=True)
+        ]
+        for player, ids in zip(players, self.texts.codec.encode(prompts), strict=True):
+            player.transcript.append_prompt(ids)
+            player.out_of_context = len(ids) + self.params.max_new_tokens > self.settings.context_length
+        return players
+
+    def _start_session(self, task: _Task) -> ReplSession:
+        session = ReplSession(task.papers, self.settings.tree, task.role == "root", self.settings.process)
         self.stack.callback(session.close)
-        player = _Player(session, prompt, parent_turn, stream)
-        ids = encode_first_turn(prompt, papers, "root" if is_root else "child", self.texts, limits)
-        player.transcript.append_prompt(ids)
-        player.out_of_context = len(ids) + self.params.max_new_tokens > self.settings.context_length
-        return player
+        return session
 
     def play(self, players: Sequence[_Player]) -> None:
         """Play all rollouts to their ends, together with the children that they ask."""
@@ -234,10 +257,12 @@ class _TreeLoop:
         """The children that a query asks, or why there are none."""
         assert isinstance(query, Query)
         turn = player.transcript.num_turns - 1
-        children = [
-            self.make_player(prompt, _make_papers(context, player.session.papers), turn, player.stream.spawn(1)[0])
-            for prompt, context in zip(query.prompts, query.contexts, strict=True)
-        ]
+        children = self.make_players(
+            [
+                _Task(prompt, _make_papers(context, player.session.papers), turn, player.stream.spawn(1)[0])
+                for prompt, context in zip(query.prompts, query.contexts, strict=True)
+            ]
+        )
         if any(child.out_of_context for child in children):
             return f"a question and its reply may have at most {self.settings.context_length} tokens"
         return children

@@ -167,7 +167,7 @@ def make_dialogue(level: PaperLevel, habits: Habits, rng: np.random.Generator) -
     code = _draw_code(thing, role, list(papers), habits, rng)
     replies: list[tuple[str, str]] = []  # each with its observation
     if rng.random() < habits.unfinished:
-        replies.append((f"FINAL({code}", NO_BLOCK_PROBLEM))
+        replies.append((code, NO_BLOCK_PROBLEM))
     if role == "root" and rng.random() < habits.detour and code == write_loose(thing):
         lines = [line for text in papers.values() for line in text.split("\n") if thing in line]
         output = format_output(f"{lines}\n", "", TreeLimits().observation_chars)

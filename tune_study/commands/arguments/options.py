@@ -86,7 +86,7 @@ Env = Annotated[
     Option(
         "--env",
         metavar="NAME",
-        help="Game to play: sokoban (default), frozenlake, mastermind, countdown, or yours, FILE.py:NAME.",
+        help="Game to play: sokoban (default), frozenlake, mastermind, countdown, papers, or yours, FILE.py:NAME.",
     ),
 ]
 Steps = Annotated[int | None, Option("--steps", metavar="N", help="Training steps per run.")]

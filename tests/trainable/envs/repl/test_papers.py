@@ -1,0 +1,84 @@
+"""Tests of the questions of the game `papers`: generated ones, and those of a file."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.strategies.algo import examples
+from trainable.config.game_sections import PapersConfig
+from trainable.envs.games.make import make_papers
+from trainable.envs.level_sets import collect_level_keys, make_training_levels, make_validation_levels
+from trainable.envs.repl.char_f1 import compute_char_f1
+from trainable.envs.repl.generated import make_question
+from trainable.envs.repl.papers import FilePapers, GeneratedPapers, count_children
+from trainable.envs.repl.questions import Question, QuestionFileError
+
+
+@examples
+@given(st.integers(0, 10**9), st.integers(1, 6), st.integers(2, 8))
+def test_the_evidence_of_a_generated_question_is_known(seed: int, num_papers: int, num_sentences: int) -> None:
+    question = make_question(seed, num_papers, num_sentences)
+    assert question == make_question(seed, num_papers, num_sentences)
+    thing = question.text.removeprefix("Quote every sentence about the ").removesuffix(".")
+    lines = [line for text in question.papers.values() for line in text.split("\n")]
+    assert len(lines) == num_papers * num_sentences
+    assert 1 <= len(question.evidence) <= num_papers
+    assert sorted(question.evidence) == sorted(line for line in lines if line.startswith(f"The {thing} "))
+    assert len(set(question.evidence)) == len(question.evidence)
+    # The evidence alone is worth 1; every sentence that has the word is worth no more.
+    assert compute_char_f1(repr(list(question.evidence)), question.papers, question.evidence).score == 1
+    loose = [line for line in lines if thing in line]
+    score = compute_char_f1(repr(loose), question.papers, question.evidence).score
+    assert (score < 1) == (len(loose) > len(question.evidence))
+
+
+def test_generated_sets_share_no_question() -> None:
+    source = GeneratedPapers(3, 4)
+    test_levels = source.make_test_levels(64)
+    validation, training = make_validation_levels(source, 128), make_training_levels(source, 0, 1, 64)
+    sets = [collect_level_keys(levels) for levels in (test_levels, validation, training)]
+    assert [len(keys) for keys in sets] == [64, 128, 64]
+    assert len(frozenset().union(*sets)) == 256
+
+
+def make_questions(count: int) -> tuple[Question, ...]:
+    return tuple(
+        Question(f"Question {number}?", {"a": f"text {number}"}, (f"text {number}",)) for number in range(count)
+    )
+
+
+def test_the_test_questions_of_a_file_are_in_no_other_set() -> None:
+    source = FilePapers(make_questions(40))
+    test_keys = collect_level_keys(source.make_test_levels(512))
+    assert len(test_keys) == 4
+    assert len(source.make_test_levels(2)) == 2
+    other_keys = collect_level_keys(source.make_levels(range(10_000)))
+    assert len(other_keys) == 36
+    assert not test_keys & other_keys
+    assert [level.question for level in source.make_levels([5, 7])] == [
+        level.question for seed in (5, 7) for level in source.make_levels([seed])
+    ]
+    with pytest.raises(ValueError, match="the file has 19 questions, and 20 are the minimum"):
+        FilePapers(make_questions(19))
+
+
+def test_the_setting_selects_a_file(tmp_path: Path) -> None:
+    row = {"question": "Who?", "context": {"a": "Ada."}, "evidence": [{"selections": [{"text": "Ada."}]}]}
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(json.dumps({**row, "question": f"Who {number}?"}) + "\n" for number in range(20)))
+    source = make_papers(PapersConfig(file=str(path)))
+    assert {level.question.text for level in source.make_levels(range(500))} <= {
+        f"Who {number}?" for number in range(20)
+    }
+    assert make_papers(PapersConfig(num_papers=2)).make_levels([0])[0].question == make_question(0, 2, 4)
+    with pytest.raises(QuestionFileError, match="cannot be read"):
+        make_papers(PapersConfig(file=str(tmp_path / "nothing.jsonl")))
+
+
+def test_children_are_counted_by_their_action() -> None:
+    (level,) = GeneratedPapers(3, 4).make_levels([0])
+    assert count_children(level, ["run", "ask", "ask", "run"]) == 2
+    assert count_children(level, []) == 0
