@@ -53,11 +53,8 @@ MASTERMIND_TINY = TinyPolicy(
     response_length=32,
 )
 
-POLICIES: Mapping[str, PolicyRecipe] = MappingProxyType(
-    {
-        "sokoban-tiny": SOKOBAN_TINY,
-        "frozenlake-tiny": FROZENLAKE_TINY,
-        "mastermind-tiny": MASTERMIND_TINY,
-        "papers-tiny": PAPERS_TINY,
-    }
+TURN_POLICIES: Mapping[str, TinyPolicy] = MappingProxyType(
+    {"sokoban-tiny": SOKOBAN_TINY, "frozenlake-tiny": FROZENLAKE_TINY, "mastermind-tiny": MASTERMIND_TINY}
 )
+"""Those of games of turns."""
+POLICIES: Mapping[str, PolicyRecipe] = MappingProxyType({**TURN_POLICIES, "papers-tiny": PAPERS_TINY})

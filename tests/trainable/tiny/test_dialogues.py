@@ -13,7 +13,7 @@ from trainable.envs.level_sets import make_demonstration_levels
 from trainable.envs.prompts import make_prompt_template, parse_reply
 from trainable.tiny import frozen_lake, mastermind
 from trainable.tiny.dialogues import Habits, Segment, make_dialogues
-from trainable.tiny.policies import FROZENLAKE_TINY, MASTERMIND_TINY, POLICIES
+from trainable.tiny.policies import FROZENLAKE_TINY, MASTERMIND_TINY, TURN_POLICIES
 from trainable.tiny.recipe import TinyPolicy
 from trainable.tiny.tokenizer import UNKNOWN
 
@@ -36,9 +36,9 @@ def read_replies(policy: TinyPolicy, segments: Sequence[Segment]) -> list[tuple[
     ]
 
 
-@pytest.mark.parametrize("name", list(POLICIES))
+@pytest.mark.parametrize("name", list(TURN_POLICIES))
 def test_the_tokenizer_restores_every_dialogue(name: str) -> None:
-    policy = POLICIES[name]
+    policy = TURN_POLICIES[name]
     tokenizer = policy.build_tokenizer()
     for segments in demonstrate(policy, ALL_HABITS, 24):
         text = "".join(segment.text for segment in segments)
@@ -51,9 +51,9 @@ def test_the_tokenizer_restores_every_dialogue(name: str) -> None:
         assert len(encoding.ids) + policy.response_length <= policy.make_shape().max_position_embeddings
 
 
-@pytest.mark.parametrize("name", list(POLICIES))
+@pytest.mark.parametrize("name", list(TURN_POLICIES))
 def test_good_habits_end_every_dialogue_well(name: str) -> None:
-    policy = POLICIES[name]
+    policy = TURN_POLICIES[name]
     replies = [reply for segments in demonstrate(policy, Habits()) for reply in read_replies(policy, segments)]
     assert not any(invalid for _, _, invalid in replies)
     replies = [reply for segments in demonstrate(policy, ALL_HABITS) for reply in read_replies(policy, segments)]

@@ -17,7 +17,7 @@ from trainable.models.load import find_model, load_policy
 from trainable.ppo.trainer import PPOTrainer
 from trainable.tiny import __main__ as command
 from trainable.tiny.dialogues import Habits
-from trainable.tiny.policies import POLICIES, SOKOBAN_TINY
+from trainable.tiny.policies import POLICIES, SOKOBAN_TINY, TURN_POLICIES
 from trainable.tiny.recipe import (
     STAGE_LEVEL_STRIDE,
     Recipe,
@@ -134,7 +134,7 @@ def test_transformers_loads_the_folder_and_agrees(made_model: tuple[Path, list[s
 @pytest.mark.parametrize("name", list(POLICIES))
 def test_the_shipped_models_are_of_the_recipes_in_the_code(name: str) -> None:
     folder, policy = find_model(name), POLICIES[name]
-    assert SHIPPED_MODELS[name].game == policy.environment.name
+    assert SHIPPED_MODELS[name].game == policy.source.name
     assert json.loads((folder / "recipe.json").read_text()) == json.loads(json.dumps(asdict(policy.recipe)))
     assert sum(path.stat().st_size for path in folder.iterdir()) < 600_000
     assert (folder / "model.safetensors").stat().st_size < 500_000
@@ -145,10 +145,10 @@ def test_the_shipped_models_are_of_the_recipes_in_the_code(name: str) -> None:
     assert loaded_policy.tokenizer.encode(text).ids == policy.build_tokenizer().encode(text).ids
 
 
-@pytest.mark.parametrize("name", list(POLICIES))
+@pytest.mark.parametrize("name", list(TURN_POLICIES))
 def test_a_shipped_policy_knows_more_than_it_shows(name: str) -> None:
     """Sampled it is above chance and below greedy, and both are below the best policy."""
-    policy = POLICIES[name]
+    policy = TURN_POLICIES[name]
     settings = {
         **command.LAPTOP_OVERRIDES,
         "env.name": policy.environment.name,
