@@ -46,6 +46,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     Column("train_reward", "reward", "mean episode score, penalties included"),
     Column("train_actions", "actions", "mean executed actions per episode", "train/CoordSokoban/num_actions"),
     Column("train_invalid_turns", "fraction", "turns without a valid action / turns"),
+    Column("train_children", "children", "papers: mean number of children that a tree asked"),
     Column(
         "train_consistent_guesses",
         "fraction",
@@ -230,6 +231,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     ),
     Column("val_reward", "reward", "mean validation score", "val-env/charts/avg_episode_return"),
     Column("val_invalid_turns", "fraction", "validation turns without a valid action / turns"),
+    Column("val_children", "children", "train_children in the validation, sampled"),
     Column("val_consistent_guesses", "fraction", "train_consistent_guesses in the validation, sampled"),
     Column(
         "val_kl_to_reference",
@@ -250,6 +252,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "nats",
         "val_kl_to_reference of the policy before training; missing where that policy is the reference",
     ),
+    Column("base_val_children", "children", "val_children of the policy before training"),
     Column("base_val_consistent_guesses", "fraction", "val_consistent_guesses of the policy before training"),
     Column("base_val_greedy_success", "fraction", "val_greedy_success of the policy before training"),
     # Times. Comparisons of rows for equality ignore these columns, because no two runs take equally long.

@@ -60,7 +60,8 @@ def test_a_full_record_has_every_column_but_those_of_phases_and_diagnostics() ->
     row = make_record().to_row()
     assert set(row) <= COLUMNS
     missing_columns = {name for name in COLUMNS - set(row) if not name.startswith(("seconds_", "mfu_", "collapse_"))}
-    missing_columns -= {name for name in COLUMNS if name.endswith("_consistent_guesses")}  # a measure of one game
+    # Measures of one game.
+    missing_columns -= {name for name in COLUMNS if name.endswith(("_consistent_guesses", "_children"))}
     missing_columns -= {"base_val_kl_to_reference"}  # only with a reference of its own
     assert missing_columns == {"test_success", "test_greedy_success"}  # FinalEvaluation adds these to the last step
     assert row["tokens_per_second"] == 0.5

@@ -161,6 +161,9 @@ def test_the_row_has_known_columns_and_misses_only_what_was_not_measured() -> No
         "tpo_target_top_prob",
         "base_val_kl_to_reference",  # the reference is the policy before training
         # Measures of another game.
+        "train_children",
+        "val_children",
+        "base_val_children",
         "train_consistent_guesses",
         "val_consistent_guesses",
         "base_val_consistent_guesses",

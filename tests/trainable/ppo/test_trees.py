@@ -1,0 +1,162 @@
+"""Tests of training on trees: credit by hand, batches, gradients, and whole steps with real REPLs."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from tests.fakes.scripted import make_episode, make_small_config
+from tests.fakes.trainers import drop_times
+from trainable.config.run_config import ConfigError
+from trainable.config.sections import AlgorithmConfig
+from trainable.ppo.targets import compute_tree_advantages, make_targets
+from trainable.ppo.trainer import PPOTrainer
+from trainable.rollout.batch import collate
+from trainable.rollout.episode import Episode, list_rollouts, replace_rollouts
+from trainable.tiny.papers import PAPERS_TINY
+
+SETTINGS = {name.replace(".", "__"): value for name, value in PAPERS_TINY.settings.items()}
+
+
+def make_trainer(**overrides: object) -> PPOTrainer:
+    return PPOTrainer(
+        make_small_config(
+            **{
+                "env__name": "papers",
+                "env__max_turn": 3,
+                "env__group_size": 6,
+                "env__format_penalty": 0.0,
+                "env__test_env_groups": 0,
+                "model__path": "papers-tiny",
+                "rollout__response_length": PAPERS_TINY.response_length,
+                **SETTINGS,
+                **overrides,
+            }
+        )
+    )
+
+
+def make_tree(score: float, group: int, children: Sequence[int] = (), seed: int = 0) -> Episode:
+    """A root of two turns with `score`, and children of so many turns."""
+    rng = np.random.default_rng(seed)
+    root = make_episode([(3, 2, 0.0), (2, 4, score)], group, rng)
+    return root._replace(children=tuple(make_episode([(2, 3, 0.0)] * turns, group, rng) for turns in children))
+
+
+TREES = [
+    make_tree(1.0, 0, [1], 0),
+    make_tree(0.0, 0, [], 1),
+    make_tree(0.5, 1, [2, 1], 2),
+    make_tree(0.5, 1, [], 3),
+]
+
+
+def test_children_follow_their_root_in_a_batch() -> None:
+    batch = collate(TREES)
+    assert batch.tree_ids.tolist() == [0, 0, 1, 2, 2, 2, 3]
+    assert batch.is_root.tolist() == [True, False, True, True, False, False, True]
+    assert batch.group_ids.tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert batch.lengths.tolist() == [len(rollout.tokens) for rollout in list_rollouts(TREES)]
+    assert replace_rollouts(TREES, list_rollouts(TREES)) == TREES
+
+
+@pytest.mark.parametrize(("norm_by_std", "expected"), [(True, 1.0), (False, 0.5)])
+def test_every_rollout_has_the_advantage_of_its_root_among_roots(norm_by_std: bool, expected: float) -> None:
+    batch = collate(TREES)
+    # The scores of children are not read: what they are changes nothing.
+    scores = torch.where(batch.is_root, batch.scores, 99.0)
+    advantages = compute_tree_advantages(batch, scores, norm_by_std)
+    by_rollout = [float(row[mask].unique()) for row, mask in zip(advantages, batch.mask, strict=True)]
+    assert by_rollout == pytest.approx([expected, expected, -expected, 0, 0, 0, 0])
+    assert (advantages[~batch.mask] == 0).all()
+
+
+@pytest.mark.parametrize("weighting", ["root-and-children", "one-per-tree"])
+@pytest.mark.parametrize("train_children", [True, False])
+def test_targets_have_the_weights_of_segments(weighting: str, train_children: bool) -> None:
+    batch = collate(TREES)
+    settings = AlgorithmConfig(adv_estimator="grpo", tree_weighting=weighting, train_children=train_children)
+    targets = make_targets(batch, None, None, settings, 0.0, 1.0, has_trees=True)
+    assert targets.loss_weights is not None
+    by_tree = torch.zeros(4).index_add(0, batch.tree_ids, targets.loss_weights.sum(1)) * len(TREES)
+    has_more = weighting == "root-and-children" and train_children
+    assert by_tree.tolist() == pytest.approx([1 + has_more, 1, 1 + has_more, 1])
+    children = targets.loss_weights[~batch.is_root].sum().item()
+    assert (children == 0) == (not train_children)
+
+
+def test_the_gradient_of_a_step_is_the_weighted_sum_over_segments() -> None:
+    trainer = make_trainer(actor__use_kl_loss=True, actor__kl_loss_coef=0.1, algorithm__tree_weighting="one-per-tree")
+    episodes = trainer.roll_out(trainer.val_levels[:4], 6, "sampling")
+    assert any(episode.children for episode in episodes)
+    prepared = trainer.prepare_batch(episodes, 4, 4, np.random.default_rng(0))
+    assert len(prepared.batch.lengths) == len(list_rollouts(episodes))  # no copies
+    update = trainer.make_actor_update()
+    weights = [weight for weight in trainer.model.parameters() if weight.requires_grad]
+    expected = [torch.zeros_like(weight) for weight in weights]
+    batch, targets = prepared.batch, prepared.targets
+    assert targets.loss_weights is not None
+    for row in range(len(batch.lengths)):
+        length = int(batch.lengths[row])
+        tokens = batch.tokens[row : row + 1, :length]
+        hidden = trainer.model.model.compute_hidden_states(tokens, torch.arange(length))
+        logprobs = trainer.model.lm_head(hidden).log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[:, 0]
+        mask = batch.mask[row, 1:length]
+        # The ratio is 1 at the first update, so that nothing is clipped; its gradient is that of the log-prob. The k3
+        # estimate of the KL to the same policy has no gradient.
+        terms = targets.loss_weights[row, 1:length] * targets.advantages[row, 1:length] * logprobs
+        for total, gradient in zip(expected, torch.autograd.grad(-terms[mask].sum(), weights), strict=True):
+            total += gradient
+    norm = torch.sqrt(sum(gradient.square().sum() for gradient in expected)).item()
+    meter = update.run(batch, targets, prepared.order)
+    assert meter.optimizer_steps == 1  # all trees are one mini-batch
+    assert meter.compute_means()["actor_grad_norm"] == pytest.approx(norm, rel=1e-3)
+
+
+def test_a_step_trains_counts_and_repeats_itself() -> None:
+    trainer, twin = make_trainer(), make_trainer()
+    rows = []
+    for _ in range(2):
+        outputs = [run.step() for run in (trainer, twin)]
+        assert drop_times(outputs[0].row) == drop_times(outputs[1].row)
+        rows.append(outputs[0].row)
+    first, second = rows
+    assert first["base_val_children"] >= 0
+    assert first["batch_size"] == 12 * (1 + first["train_children"])
+    assert first["train_reward"] > 0
+    assert first["optimizer_steps"] == 1
+    assert second["val_reward"] > 0
+    assert second["train_response_tokens"] < second["sampled_tokens"]
+
+
+def test_no_child_is_asked_where_none_may_be() -> None:
+    row = make_trainer(env__papers__max_children=0).step().row
+    assert row["train_children"] == 0
+    assert row["batch_size"] == 12
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"algorithm__adv_estimator": "rloo"}, "set algorithm.adv_estimator=grpo"),
+        ({"algorithm__adv_estimator": "gae"}, "set algorithm.adv_estimator=grpo"),
+        ({"env__group_size": 1}, "set env.group_size=2 or more"),
+        ({"trainer__gradient_analysis_mode": True}, "set trainer.gradient_analysis_mode=false"),
+        ({"collapse_detection__first_turn_enabled": True}, "set collapse_detection.first_turn_enabled=false"),
+        ({"algorithm__use_kl_in_reward": True}, "set algorithm.use_kl_in_reward=false"),
+        ({"actor__tis_imp_ratio_cap": 2.0}, "set actor.tis_imp_ratio_cap=null"),
+    ],
+)
+def test_what_does_not_fit_trees_is_refused(overrides: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(**overrides)
+
+
+def test_the_hash_of_other_games_does_not_know_trees() -> None:
+    settings = make_small_config().dump_for_hash()
+    assert "papers" not in settings["env"]
+    assert not {"tree_weighting", "train_children"} & set(settings["algorithm"])
+    papers = make_trainer().config.dump_for_hash()
+    assert papers["env"]["papers"]["max_children"] == 8
+    assert papers["algorithm"]["tree_weighting"] == "root-and-children"
