@@ -13,7 +13,7 @@ from trainable.files.control_characters import escape_controls
 from trainable.files.json_values import DamageWarning
 from trainable.files.paths import check_path
 from trainable.files.schema import is_run_id
-from trainable.runs.episode_lines import RecordedEpisode, RecordedTurn
+from trainable.runs.episode_lines import RecordedChild, RecordedEpisode, RecordedTurn
 from trainable.runs.run_files import EPISODES_FILE, RunLines
 
 
@@ -73,12 +73,26 @@ def read_episodes_frame(studies: Iterable[tuple[Path, Mapping[str, Any]]]) -> pd
 
 
 def format_turns(episode: RecordedEpisode) -> Iterator[str]:
-    """The turns of an episode as lines: `| ` before what the policy saw, `> ` before what it wrote, then its reward."""
-    for turn in episode.turns:
-        yield from (f"| {line}" for line in turn.observation.strip().splitlines())
-        yield from (f"> {line}" for line in turn.reply.strip().splitlines() or [""])
-        actions = ", ".join(turn.actions) or "no action"
-        yield f"  {actions}{'' if turn.valid else ' (invalid reply)'}, reward {turn.reward:.3g}"
+    """The turns of an episode as lines: `| ` before what the policy saw, `> ` before what it wrote, then its reward.
+
+    The children that the code of a turn asked follow it, indented.
+    """
+    for number, turn in enumerate(episode.turns):
+        reward = f", reward {turn.reward:.3g}"
+        yield from _format_turn(turn, reward)
+        for place, child in enumerate(episode.children, start=1):
+            if child.parent_turn == number:
+                yield f"    Child {place}: {child.stop_reason}"
+                for child_turn in child.turns:
+                    yield from (f"    {line}" for line in _format_turn(child_turn, ""))
+
+
+def _format_turn(turn: RecordedTurn, reward: str) -> Iterator[str]:
+    yield from (f"| {line}" for line in turn.observation.strip().splitlines())
+    yield from (f"> {line}" for line in turn.reply.strip().splitlines() or [""])
+    actions = ", ".join(turn.actions) or "no action"
+    weight = "" if turn.weight is None else f", weight {turn.weight:.3g}"
+    yield f"  {actions}{'' if turn.valid else ' (invalid reply)'}{reward}{weight}"
 
 
 def _get_episode_key(line: Row) -> tuple[int, int] | None:
@@ -94,12 +108,16 @@ def _find_problem(line: Row) -> str:
 
 
 def _make_episode(line: Row) -> RecordedEpisode:
-    fields = {name: line[name] for name in RecordedEpisode._fields}
-    return RecordedEpisode(**{**fields, "turns": tuple(_make_turn(turn) for turn in line["turns"])})
+    fields = {name: line[name] for name in _EPISODE_VALIDATORS if name in line}
+    children = tuple(
+        RecordedChild(child["parent_turn"], tuple(map(_make_turn, child["turns"])), child["stop_reason"])
+        for child in line.get("children") or ()
+    )
+    return RecordedEpisode(**{**fields, "turns": tuple(map(_make_turn, line["turns"])), "children": children})
 
 
 def _make_turn(turn: Row) -> RecordedTurn:
-    fields = {name: turn[name] for name in RecordedTurn._fields}
+    fields = {name: turn[name] for name in _TURN_VALIDATORS if name in turn}
     return RecordedTurn(**{**fields, "actions": tuple(turn["actions"])})
 
 
@@ -127,6 +145,10 @@ def _is_text_list(value: object) -> bool:
     return isinstance(value, list) and all(map(is_text, value))
 
 
+def _is_weight(value: object) -> bool:
+    return value is None or is_number(value)
+
+
 def _is_turn_list(value: object) -> bool:
     return has_valid_entries(value, _TURN_VALIDATORS)
 
@@ -137,6 +159,18 @@ _TURN_VALIDATORS: Mapping[str, Callable[[object], bool]] = {
     "actions": _is_text_list,
     "reward": is_number,
     "valid": is_bool,
+    "weight": _is_weight,
+}
+
+
+def _is_child_list(value: object) -> bool:
+    return value is None or has_valid_entries(value, _CHILD_VALIDATORS)
+
+
+_CHILD_VALIDATORS: Mapping[str, Callable[[object], bool]] = {
+    "parent_turn": _is_count,
+    "turns": _is_turn_list,
+    "stop_reason": is_text,
 }
 _EPISODE_VALIDATORS: Mapping[str, Callable[[object], bool]] = {
     "step": _is_count,
@@ -145,4 +179,5 @@ _EPISODE_VALIDATORS: Mapping[str, Callable[[object], bool]] = {
     "success": is_bool,
     "stop_reason": is_text,
     "score": is_number,
+    "children": _is_child_list,
 }

@@ -547,6 +547,7 @@ class PPOTrainer:
             episodes = self._roll_out_levels(
                 self.evaluation_engine, levels, group_size, temperature, purpose, needs_logprobs=measures_kl
             )
+        tree_settings = self.config.algorithm if self.config.env.kind.has_trees else None
         evaluation = make_evaluation(
             episodes, self.step_index, split, mode, number_classes([level.key for level in levels])
         )
@@ -556,7 +557,7 @@ class PPOTrainer:
             kl_to_reference=kl,
             measures=measure_episodes(self.level_source, levels, episodes),
             episodes=tuple(
-                record_episode(episode, self.step_index, self.codec)
+                record_episode(episode, self.step_index, self.codec, tree_settings)
                 for episode in episodes[: recorded_levels * group_size : group_size]
             ),
         )

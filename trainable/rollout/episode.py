@@ -30,7 +30,8 @@ class Episode(NamedTuple):
     turn_rewards: sum of rewards and format penalty of each turn. turn_actions: names of the executed actions of each
     turn. turn_validity: whether the answer of each turn was valid; an empty one is not. stop_reason: how the episode
     ended. texts: the reply of each turn.
-    children: the episodes of the rollouts that this one asked, in a game of trees.
+    children: in a game of trees, the episodes of the rollouts that this one asked. parent_turn: of a child, the turn of
+    its root that asked it.
     engine_logprobs: (T,), like `logprobs`: the log-probs that the engine reported, if the trainer has recomputed
     `logprobs` since; otherwise None.
     """
@@ -49,6 +50,7 @@ class Episode(NamedTuple):
     texts: tuple[str, ...]
     engine_logprobs: npt.NDArray[np.float32] | None = None
     children: tuple["Episode", ...] = ()
+    parent_turn: int = -1
 
     @property
     def rollouts(self) -> tuple["Episode", ...]:

@@ -198,6 +198,7 @@ def _make_child(child: Rollout, level: PaperLevel, group: int) -> Episode:
         turn_validity=child.validity,
         stop_reason=_find_stop_reason(child, 0.0),
         texts=child.texts,
+        parent_turn=child.parent_turn,
     )
 
 

@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.data.episodes import read_episodes
+from analysis.data.episodes import format_turns, read_episodes
 from tests.fakes.lines import append_record, change_records
 from trainable.files.json_lines import LineEnd, append_line, read_lines
 from trainable.files.json_values import DamageWarning
-from trainable.runs.episode_lines import RecordedEpisode, RecordedTurn
+from trainable.runs.episode_lines import RecordedChild, RecordedEpisode, RecordedTurn
 from trainable.runs.run_files import ENDS_KEY, EPISODES_FILE, METRICS_FILE
 
 FIRST_TURN = RecordedTurn("<|im_start|>user\n#P\n", "\x1b[2J</think>", ("Up", "Left"), -0.2, True)
+NUMBERS = st.floats(-1e9, 1e9)
 LAST_TURN = RecordedTurn("Turn 2", "", (), -0.1, False)
 
 
@@ -46,7 +47,9 @@ def test_episodes_are_read_as_they_were_recorded(tmp_path: Path) -> None:
 
 
 @given(
-    st.lists(st.builds(RecordedTurn, st.text(), st.text(), st.tuples(st.text()), st.floats(-1e9, 1e9), st.booleans())),
+    st.lists(
+        st.builds(RecordedTurn, st.text(), st.text(), st.tuples(st.text()), NUMBERS, st.booleans(), st.none() | NUMBERS)
+    ),
     st.floats(-1e300, 1e300),
 )
 def test_a_line_keeps_every_text_and_every_digit(
@@ -56,6 +59,54 @@ def test_a_line_keeps_every_text_and_every_digit(
     episode = RecordedEpisode(3, 2**63 - 1, tuple(turns), True, "success", score)
     append_line(folder / EPISODES_FILE, episode.to_line(), LineEnd())
     assert read_with_problems(folder) == ([episode], [])
+
+
+def make_tree() -> RecordedEpisode:
+    turns = (
+        RecordedTurn("Who?", "ask()", ("run", "ask", "ask"), 0.0, True, 0.25),
+        RecordedTurn("['a']", "FINAL(x)", ("run",), 0.75, True, 0.25),
+    )
+    children = (
+        RecordedChild(0, (RecordedTurn("first", "no code", (), 0.0, False, 0.25),), "malformed"),
+        RecordedChild(0, (RecordedTurn("second", "FINAL(y)", ("run",), 0.0, True, 0.25),), "failure"),
+    )
+    return RecordedEpisode(5, 123, turns, False, "failure", 0.75, children)
+
+
+def test_a_tree_is_read_and_written_with_its_children(tmp_path: Path) -> None:
+    write_run(tmp_path, make_episode(0, 123), make_tree())
+    assert read_with_problems(tmp_path) == ([make_episode(0, 123), make_tree()], [])
+    assert "children" not in make_episode(0, 123).to_line()
+    assert "weight" not in json.dumps(make_episode(0, 123).to_line())
+    assert list(format_turns(make_tree())) == [
+        "| Who?",
+        "> ask()",
+        "  run, ask, ask, reward 0, weight 0.25",
+        "    Child 1: malformed",
+        "    | first",
+        "    > no code",
+        "      no action (invalid reply), weight 0.25",
+        "    Child 2: failure",
+        "    | second",
+        "    > FINAL(y)",
+        "      run, weight 0.25",
+        "| ['a']",
+        "> FINAL(x)",
+        "  run, reward 0.75, weight 0.25",
+    ]
+
+
+@pytest.mark.parametrize(
+    "children",
+    [3, {}, [1], [{}], [{"parent_turn": -1, "turns": [], "stop_reason": "x"}], [{"parent_turn": 0, "turns": 1}]],
+)
+def test_a_damaged_child_is_named(tmp_path: Path, children: object) -> None:
+    append_record(tmp_path / EPISODES_FILE, {**make_tree().to_line(), "children": children})
+    ends = {EPISODES_FILE: list(read_lines(tmp_path / EPISODES_FILE).end)}
+    append_record(tmp_path / METRICS_FILE, {"step": 1, ENDS_KEY: ends})
+    episodes, problems = read_with_problems(tmp_path)
+    assert episodes == []
+    assert any("that is no episode: see children" in problem for problem in problems)
 
 
 def test_a_run_without_the_file_has_no_episodes(tmp_path: Path) -> None:

@@ -130,6 +130,20 @@ def test_a_step_trains_counts_and_repeats_itself() -> None:
     assert second["train_response_tokens"] < second["sampled_tokens"]
 
 
+def test_recorded_trees_have_their_children_and_weights() -> None:
+    trainer = make_trainer(trainer__log_val_generations=16, env__val_env_groups=16)
+    evaluation = trainer.evaluate("val", "sampled")
+    trees = [episode for episode in evaluation.episodes if episode.children]
+    assert trees
+    for tree in evaluation.episodes:
+        weights = [[turn.weight or 0.0 for turn in rollout.turns] for rollout in (tree, *tree.children)]
+        assert sum(weights[0]) == pytest.approx(1)
+        assert sum(map(sum, weights[1:])) == pytest.approx(float(bool(tree.children)))
+    child = trees[0].children[0]
+    assert "Paper<|im_end|>" in child.turns[0].observation
+    assert trees[0].turns[child.parent_turn].actions.count("ask") >= 1
+
+
 def test_no_child_is_asked_where_none_may_be() -> None:
     row = make_trainer(env__papers__max_children=0).step().row
     assert row["train_children"] == 0
