@@ -30,7 +30,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "trainable.envs": ("trainable.config",),
     "trainable.envs.sokoban": ("trainable.config", "trainable.envs"),
     "trainable.envs.games": ("trainable.config", "trainable.envs", "trainable.envs.sokoban", "trainable.envs.repl"),
-    "trainable.envs.repl": ("trainable.files", "trainable.envs"),
+    "trainable.envs.repl": ("trainable.config", "trainable.files", "trainable.envs"),
     "trainable.kernels": ("trainable.files",),
     "trainable.models": (
         "trainable.config",

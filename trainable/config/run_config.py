@@ -324,7 +324,7 @@ def _find_tree_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
     """For each conflict with trees of rollouts, whether `config` has it and how the message continues."""
     algorithm, detection = config.algorithm, config.collapse_detection
     estimator = "credits a tree by the score of its root in its group: set algorithm.adv_estimator=grpo"
-    policy_loss = "weights the tokens of the clipped loss: set actor.policy_loss=ppo_clip"
+    policy_loss = "weights the loss of single tokens: set actor.policy_loss=ppo_clip"
     kl_in_reward = "has one reward for all rollouts of a tree: set algorithm.use_kl_in_reward=false"
     importance_weights = "weights tokens itself: set actor.tis_imp_ratio_cap=null"
     gradient_analysis = "trains trees, while gradient analysis reads episodes: set trainer.gradient_analysis_mode=false"
@@ -335,8 +335,8 @@ def _find_tree_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
     several_gpus = "executes code in the process of its run: set trainer.n_gpus_per_node=1 or less"
     return [
         (config.env.group_size < 2, "compares the trees of a question: set env.group_size=2 or more"),
-        (algorithm.adv_estimator != "grpo", estimator),
-        (config.actor.policy_loss != "ppo_clip", policy_loss),
+        (not algorithm.estimator.credits_trees, estimator),
+        (config.actor.loss.needs_whole_groups, policy_loss),
         (algorithm.use_kl_in_reward, kl_in_reward),
         (config.actor.tis_imp_ratio_cap is not None, importance_weights),
         (config.trainer.gradient_analysis_mode, gradient_analysis),

@@ -12,7 +12,7 @@ from trainable.envs.environment import Environment, Level, RewardFunction
 from trainable.envs.games.make import make_environment, make_reward_function
 from trainable.envs.prompts import Observation, PromptTemplate, make_prompt_template
 from trainable.envs.repl.char_f1 import compute_char_f1
-from trainable.envs.repl.judge import Judge, JudgeError
+from trainable.envs.repl.judge import JudgeError, make_judge
 from trainable.envs.repl.papers import CODE_ACTION, QUERY_ACTION, SUCCESS_SCORE, PaperLevel, ScoreAnswer
 from trainable.envs.repl.process import ReplLimits
 from trainable.envs.repl.session import TreeLimits
@@ -241,7 +241,7 @@ def make_score(papers: PapersConfig) -> ScoreAnswer:
     """The reward of a final answer, as env.papers.score says. JudgeError if a judge is wanted and none can be asked."""
     if papers.score == "char_f1":
         return lambda question, answer: compute_char_f1(answer, question.papers, question.evidence).score
-    judge = Judge(papers.judge_url, papers.judge_model, papers.judge_key_variable)
+    judge = make_judge(papers)
     if obstacle := judge.find_obstacle():
         raise JudgeError(obstacle)
     return lambda question, answer: judge.score(question.text, answer, question.evidence).score

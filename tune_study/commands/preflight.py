@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from search_spaces.declaration.presets import PRESETS, Settings
+from search_spaces.language_model.family import as_run_config
 from trainable.config.constants import TEACHERS
 from trainable.runs.run_ends import ENDED_STATUSES
 from tune_study.commands import describe
@@ -23,6 +24,7 @@ from tune_study.placement.disk import DiskBudget
 from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.placement.model_files import check_file, check_model
 from tune_study.placement.model_size import read_model_shape
+from tune_study.placement.papers import check_papers
 from tune_study.placement.samplers import compile_kernels
 from tune_study.placement.teachers import describe_teachers, make_missing_teachers
 from tune_study.plan.errors import PlanError
@@ -94,7 +96,10 @@ def start_studies(
     """
     time_limit = time_limit or start_time_limit(options.max_hours)
     for plan in plans:
-        check_parts(list({spec.config.compute_hash(): spec.config for spec in plan.runs}.values()))
+        configs = list({spec.config.compute_hash(): spec.config for spec in plan.runs}.values())
+        check_parts(configs)
+        if plan.study.family.games:
+            check_papers(map(as_run_config, configs))
     uses_gpus = any(plan.model is not None for plan in plans)
 
     def adapt_options(plan: StudyPlan) -> LaunchOptions:
@@ -113,8 +118,8 @@ def start_studies(
         prepared_studies = [_prepare_study(plan, adapt_options(plan), visible_gpus, nodes) for plan in plans]
         if nodes is None:
             make_missing_teachers([path for plan in plans for path in plan.model_paths], os.environ, console)
-            configs = [spec.ppo_config for plan in plans if plan.model is not None for spec in plan.runs]
-            compile_kernels(configs, os.environ, console)
+            ppo_configs = [spec.ppo_config for plan in plans if plan.model is not None for spec in plan.runs]
+            compile_kernels(ppo_configs, os.environ, console)
         if len(plans) == 1:
             return run_prepared_study(prepared_studies[0], console, options.skipped_statuses, time_limit)
         # A study with a storage keeps nothing large on this disk.

@@ -155,6 +155,7 @@ def test_no_child_is_asked_where_none_may_be() -> None:
     [
         ({"algorithm__adv_estimator": "rloo"}, "set algorithm.adv_estimator=grpo"),
         ({"algorithm__adv_estimator": "gae"}, "set algorithm.adv_estimator=grpo"),
+        ({"actor__policy_loss": "tpo", "algorithm__adv_estimator": "grpo"}, "actor.policy_loss"),
         ({"env__group_size": 1}, "set env.group_size=2 or more"),
         ({"trainer__gradient_analysis_mode": True}, "set trainer.gradient_analysis_mode=false"),
         ({"collapse_detection__first_turn_enabled": True}, "set collapse_detection.first_turn_enabled=false"),

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import requests
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from trainable.config.game_sections import PapersConfig
 from trainable.files.json_values import parse_json
 
 MAX_RETRIES = 5
@@ -132,6 +133,11 @@ class Judge:
         if status != 200:
             raise JudgeError(f"The judge at {self.url} refused the request with status {status}.")
         return _read_score(content)
+
+
+def make_judge(papers: PapersConfig) -> Judge:
+    """The judge that the settings name."""
+    return Judge(papers.judge_url, papers.judge_model, papers.judge_key_variable)
 
 
 class _TransientError(Exception):
