@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fakes.scripted import make_episode, make_small_config
+from tests.fakes.scripted import clone_tensors, make_episode, make_small_config
 from tests.fakes.trainers import drop_times
 from trainable.config.run_config import ConfigError
 from trainable.config.sections import AlgorithmConfig
@@ -128,6 +128,15 @@ def test_a_step_trains_counts_and_repeats_itself() -> None:
     assert first["optimizer_steps"] == 1
     assert second["val_reward"] > 0
     assert second["train_response_tokens"] < second["sampled_tokens"]
+
+
+def test_a_restored_run_goes_on_to_the_same_rows() -> None:
+    trainer, restored = make_trainer(), make_trainer()
+    trainer.step()
+    tensors, values = trainer.get_state()
+    restored.load_state(clone_tensors(tensors), values)
+    rows = [drop_times(run.step().row) for run in (trainer, restored)]
+    assert rows[0] == rows[1]
 
 
 def test_recorded_trees_have_their_children_and_weights() -> None:

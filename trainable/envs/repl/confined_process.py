@@ -1,8 +1,8 @@
-"""The confined process: it runs model-written code, and is started as a script by `process.py`.
+"""Confined processes, which run model-written code, and the process that forks them: a script that `process.py` starts.
 
-It imports the standard library only and everything that it needs before it is confined: afterwards the kernel refuses
-every system call but those of a computation (libseccomp, a list of what is allowed). Messages are lines of JSON on
-standard input and output; the parent trusts none of them.
+The script imports the standard library only and everything that a confined process needs before it is confined:
+afterwards the kernel refuses every system call but those of a computation (libseccomp, a list of what is allowed).
+Messages are lines of JSON on standard input and output; the parent trusts none of them.
 
 Messages from the parent have a random token, which the reply repeats: {"kind": "start", "context": {...}, "may_query":
 bool}, {"kind": "execute", "code": "..."}, and after a query {"kind": "answers", "values": [...]} or
@@ -25,6 +25,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import sys
 import textwrap
 import traceback
@@ -366,18 +367,70 @@ def _describe(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Confine the process, say so, and run what the parent sends."""
-    library_path, *numbers = sys.argv[1:]
-    memory_bytes, cpu_seconds, message_bytes, parent_id = map(int, numbers)
-    end_with_parent(parent_id)
-    warnings.simplefilter("ignore")
-    channel = Channel()
-    start = channel.receive()
+    """Start a confined process for each request on the control socket, until the parent has gone.
+
+    A request is JSON, {"numbers": [memory in bytes, CPU seconds, bytes of a message]}, with three streams: the standard
+    input, output and error of the new process. The reply is its id, with a pidfd. Nothing that a model wrote is ever in
+    this process, so it imports once what each of the others needs.
+    """
+    library_path, control_id = sys.argv[1], int(sys.argv[2])
+    control = socket.socket(fileno=control_id)
     library = ctypes.CDLL(library_path)
+    warnings.simplefilter("ignore")
+    process_id = os.getpid()
+    signal.signal(signal.SIGCHLD, lambda *_: reap())
+    while True:
+        request, streams, _, _ = socket.recv_fds(control, 4096, 3)
+        if not request:
+            os._exit(0)
+        # Until the handle is open, nobody may wait for the child: its id could belong to another process by then.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        child_id = os.fork()
+        if child_id == 0:
+            try:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+                run(library, streams, process_id, *json.loads(request)["numbers"])
+            finally:  # a child never becomes a second parent
+                os._exit(1)
+        for stream in streams:
+            os.close(stream)
+        handle = os.pidfd_open(child_id)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        socket.send_fds(control, [b"%d" % child_id], [handle])
+        os.close(handle)
+
+
+def reap() -> None:
+    """Take leave of the processes that have ended."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass
+
+
+def run(
+    library: ctypes.CDLL,
+    streams: list[int],
+    parent_id: int,
+    memory_bytes: int,
+    cpu_seconds: int,
+    message_bytes: int,
+) -> None:
+    """Confine this process, say so, and execute what the parent sends. streams: become 0, 1 and 2."""
+    end_with_parent(parent_id)
+    os.setsid()
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
     os.closerange(3, 4096)
-    limit_resources(memory_bytes, cpu_seconds)
-    drop_capabilities()
-    confine(library)
+    try:
+        channel = Channel()
+        start = channel.receive()
+        limit_resources(memory_bytes, cpu_seconds)
+        drop_capabilities()
+        confine(library)
+    except Exception as error:
+        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        return
     context, may_query = start["context"], bool(start["may_query"])
     assert isinstance(context, dict)
     tools = Tools(context, may_query, channel, message_bytes)

@@ -7,19 +7,17 @@ import os
 import secrets
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainable.envs.repl.confined_process import MAX_PROMPTS
+from trainable.envs.repl.launcher import ConfinedChild, LauncherError, start_confined
 
 _START_SECONDS = 60.0
-"""Patience with a new process, on a busy machine too; it takes a tenth of a second."""
-_SCRIPT = Path(__file__).with_name("confined_process.py")
+"""Patience with a new process, on a busy machine too; it takes a few milliseconds."""
 
 
 class ReplLimits(NamedTuple):
@@ -90,7 +88,7 @@ class ReplProcess:
         may_query: whether the code may ask child episodes.
         limits: what the process may use.
 
-    The process ends with the thread that made it, at the latest when this process does.
+    The process ends with this one at the latest.
 
     Raises ConfinementError if this machine cannot confine the process.
 
@@ -107,7 +105,7 @@ class ReplProcess:
             raise ConfinementError(obstacle)
         self._context = {str(name): str(text) for name, text in context.items()}
         self._may_query, self._limits = may_query, limits or ReplLimits()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ConfinedChild | None = None
         self._token, self._seconds_left, self._open_prompts = "", 0.0, 0
         self._start()
 
@@ -121,11 +119,7 @@ class ReplProcess:
         """Kill the process."""
         process, self._process = self._process, None
         if process is not None:
-            process.kill()
-            process.wait()
-            for stream in (process.stdin, process.stdout, process.stderr):
-                assert stream is not None
-                stream.close()
+            process.close()
 
     def execute(self, code: str) -> Execution | Query:
         """Run code until it ends, or until it asks child episodes, whose answers `answer` hands over.
@@ -153,28 +147,18 @@ class ReplProcess:
 
     def _start(self) -> None:
         limits = self._limits
-        numbers = (limits.memory_bytes, max(int(min(limits.seconds, 1e6) * 100), 1), limits.message_bytes, os.getpid())
-        self._process = subprocess.Popen(
-            # Without site-packages, whose modules would be open to the code, and with the same hashes each time.
-            [sys.executable, "-s", "-P", "-S", "-B", str(_SCRIPT), str(_find_library()), *map(str, numbers)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            env={"PYTHONHASHSEED": "0"},
-            cwd="/",
-            start_new_session=True,
-        )
+        numbers = [limits.memory_bytes, max(int(min(limits.seconds, 1e6) * 100), 1), limits.message_bytes]
+        library = _find_library()
+        assert library is not None  # otherwise `find_obstacle` has said so
         try:
-            for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
-                assert stream is not None
-                os.set_blocking(stream.fileno(), False)
+            self._process = start_confined(library, json.dumps({"numbers": numbers}).encode())
+        except (LauncherError, OSError) as error:
+            raise ConfinementError(f"No code can be confined here: {error}") from None
+        try:
             self._seconds_left = _START_SECONDS
             reply = self._ask({"kind": "start", "context": self._context, "may_query": self._may_query}, {"ready"})
             if isinstance(reply, str):
-                assert self._process.stderr is not None
-                error = (self._process.stderr.read() or b"").decode("utf-8", "replace").strip().rpartition("\n")[2]
-                raise ConfinementError(f"No code can be confined here: {error or reply}")
+                raise ConfinementError(f"No code can be confined here: {_read_rest(self._process.stderr) or reply}")
             self._stop()
         except BaseException:
             self.close()
@@ -183,8 +167,7 @@ class ReplProcess:
     def _stop(self) -> None:
         """Stop the process until it is spoken to: code that has replied in its own way would go on."""
         if self._process is not None:
-            with suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGSTOP)
+            self._process.send_signal(signal.SIGSTOP)
 
     def _exchange(self, message: dict[str, Any]) -> Execution | Query:
         self._open_prompts = 0
@@ -205,19 +188,17 @@ class ReplProcess:
         """The reply to a message, of one of these kinds, or what was wrong with it, as a sentence."""
         process = self._process
         assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
         started_at = time.monotonic()
         deadline = started_at + self._seconds_left
         try:
-            if process.stdout.read(1):  # nobody asked it
+            if _has_content(process.stdout):  # nobody asked it
                 return "RuntimeError: an earlier execution sent what is no message and was ended."
             process.send_signal(signal.SIGCONT)
             self._token = secrets.token_hex(16)
             text = json.dumps({**message, "token": self._token}).encode() + b"\n"
-            if not _write(process.stdin.fileno(), text, deadline):
+            if not _write(process.stdin, text, deadline):
                 return self._describe_overrun()
-            return self._receive(process.stdout.fileno(), deadline, kinds)
+            return self._receive(process.stdout, deadline, kinds)
         except OSError:
             return "RuntimeError: the execution ended the REPL."
         finally:
@@ -239,6 +220,22 @@ class ReplProcess:
 
     def _describe_overrun(self) -> str:
         return f"TimeoutError: the execution took more than {self._limits.seconds:g} seconds and was ended."
+
+
+def _read_rest(stream: int) -> str:
+    """The last line that a stream has now; empty if it has none."""
+    try:
+        return os.read(stream, 65536).decode("utf-8", "replace").strip().rpartition("\n")[2]
+    except BlockingIOError:
+        return ""
+
+
+def _has_content(stream: int) -> bool:
+    """Whether a stream has something to read now."""
+    try:
+        return bool(os.read(stream, 1))
+    except BlockingIOError:
+        return False
 
 
 def _wait(stream: int, event: int, deadline: float) -> bool:

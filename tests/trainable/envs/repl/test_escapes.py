@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -219,11 +220,23 @@ def iter_cases() -> Iterator[Any]:
         yield pytest.param(kind, name, code, id=f"{kind}: {name}", marks=[pytest.mark.slow] * is_slow)
 
 
+def list_live_children() -> list[int]:
+    """The ids of all processes below this one that have not ended."""
+    ids = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                ids.append(process.pid)
+    return ids
+
+
 @pytest.mark.parametrize(("kind", "name", "code"), list(iter_cases()))
 def test_an_escape_ends_in_an_observation(
     surroundings: Surroundings, signals: list[int], kind: str, name: str, code: str
 ) -> None:
-    processes = {process.pid for process in psutil.Process().children(recursive=True)}
+    with ReplProcess({"a": "one"}):  # the process that starts the others exists from here on
+        pass
+    processes = set(list_live_children())
     limits_before = psutil.Process().rlimit(psutil.RLIMIT_NOFILE)
     with ReplProcess({"a": "one"}, limits=LIMITS) as repl:
         started_at = time.monotonic()
@@ -232,13 +245,13 @@ def test_an_escape_ends_in_an_observation(
         # Whatever it did to its own process, the REPL goes on, at once or in a new process.
         after = repl.execute("1 + 1") if isinstance(after, Execution) and after.is_lost else after
         seconds = time.monotonic() - started_at
-        grandchildren = len(psutil.Process().children(recursive=True)) - len(processes)
+        new_processes = set(list_live_children()) - processes
     assert isinstance(outcome, Execution)
     if kind in ("file", "process", "network", "signals"):
         # It raised an error, or a raw call returned -1, or a shell could not be started.
         assert outcome.is_lost or outcome.stderr or set(outcome.stdout.split()) <= {"-1", "32512"}, outcome
     assert SECRET not in outcome.stdout + outcome.stderr + str(outcome.final)
-    assert grandchildren == 1  # the REPL itself
+    assert len(new_processes) == 1  # the REPL itself
     assert surroundings.secret.read_text() == SECRET
     assert sorted(path.name for path in surroundings.secret.parent.iterdir()) == ["secret"]
     assert surroundings.visits == []

@@ -1,0 +1,134 @@
+"""Start confined processes: a launcher has imported what they need, and forks one in a few milliseconds."""
+
+import atexit
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+_SCRIPT = Path(__file__).with_name("confined_process.py")
+_START_SECONDS = 60.0
+"""Patience with a new launcher, on a busy machine too; it takes a tenth of a second."""
+
+
+class LauncherError(RuntimeError):
+    """No process can be started."""
+
+
+class ConfinedChild:
+    """A process that a launcher has started. It is no child of this process, so it is named by a handle.
+
+    stdin, stdout, stderr: file descriptors of this end of its streams, which do not block. pid: its id, which is only
+    for reading: after its end another process may have it.
+    """
+
+    def __init__(self, pid: int, handle: int, streams: Sequence[int]) -> None:
+        self.pid, self._handle = pid, handle
+        self.stdin, self.stdout, self.stderr = streams
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal; a process that has ended gets none."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, number)
+
+    def close(self) -> None:
+        """Kill the process, wait for its end, and close its streams."""
+        self.send_signal(signal.SIGKILL)
+        poller = select.poll()
+        poller.register(self._handle, select.POLLIN)
+        poller.poll(_START_SECONDS * 1000)
+        for descriptor in (self.stdin, self.stdout, self.stderr, self._handle):
+            os.close(descriptor)
+
+
+class Launcher:
+    """A process that starts confined ones, for all threads of this process.
+
+    It ends when its socket is closed: with this process, at the latest. All that it has started end with it.
+    """
+
+    def __init__(self, library: str) -> None:
+        self._control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(_START_SECONDS)
+        with other_end:
+            self._process = subprocess.Popen(
+                # Without site-packages, whose modules would be open to the code, and with the same hashes each time.
+                [sys.executable, "-s", "-P", "-S", "-B", str(_SCRIPT), library, str(other_end.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[other_end.fileno()],
+                env={"PYTHONHASHSEED": "0"},
+                cwd="/",
+                start_new_session=True,
+            )
+
+    def start(self, request: bytes) -> ConfinedChild:
+        """Start a process. LauncherError if the launcher has ended. request: see `confined_process.main`."""
+        inner_ends, outer_ends = _make_streams()
+        try:
+            socket.send_fds(self._control, [request], inner_ends)
+            reply, handles, _, _ = socket.recv_fds(self._control, 64, 1)
+        except OSError as error:
+            reply, problem = b"", str(error)
+        else:
+            problem = "the process that starts others has ended"
+        finally:
+            for descriptor in inner_ends:
+                os.close(descriptor)
+        if not reply:
+            for descriptor in outer_ends:
+                os.close(descriptor)
+            raise LauncherError(problem)
+        return ConfinedChild(int(reply), handles[0], outer_ends)
+
+    def close(self) -> None:
+        """End the launcher and all that it has started."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def _make_streams() -> tuple[list[int], list[int]]:
+    """Three pipes: the ends of the new process (input, output, error), and those of this one, which do not block."""
+    input_inner, input_outer = os.pipe()
+    output_outer, output_inner = os.pipe()
+    error_outer, error_inner = os.pipe()
+    outer_ends = [input_outer, output_outer, error_outer]
+    for descriptor in outer_ends:
+        os.set_blocking(descriptor, False)
+    return [input_inner, output_inner, error_inner], outer_ends
+
+
+_LOCK = threading.Lock()
+_LAUNCHERS: dict[tuple[int, str], Launcher] = {}
+"""The launchers of this process, by its id, since a fork has none yet, and by their library."""
+
+
+@atexit.register
+def _close_launchers() -> None:
+    for (process_id, _), launcher in _LAUNCHERS.items():
+        if process_id == os.getpid():
+            launcher.close()
+
+
+def start_confined(library: str, request: bytes) -> ConfinedChild:
+    """Start a confined process with the launcher of this process, which is started again if it has ended."""
+    key = (os.getpid(), library)
+    with _LOCK:
+        if launcher := _LAUNCHERS.get(key):
+            with suppress(LauncherError):
+                return launcher.start(request)
+            launcher.close()
+        _LAUNCHERS[key] = launcher = Launcher(library)
+        try:
+            return launcher.start(request)
+        except LauncherError:
+            _LAUNCHERS.pop(key).close()
+            raise
