@@ -442,6 +442,8 @@ class PPOTrainer:
         mini-batch.
         """
         actor = self.config.actor
+        if not self.config.algorithm.train_children:
+            episodes = [episode._replace(children=()) for episode in episodes]
         needs_no_copies = actor.loss.needs_whole_groups or self.config.env.kind.has_trees
         multiple = 1 if needs_no_copies else math.lcm(num_groups, actor.ppo_mini_batch_size)
         generator = torch.Generator().manual_seed(int(rng.integers(2**62)))  # a seed that fits a signed 64-bit integer

@@ -1,5 +1,6 @@
 """How a run's game is played: in turns with an environment, or as trees of rollouts in REPLs."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -220,7 +221,7 @@ def make_player(config: RunConfig, policy: Policy, codec: Codec, context_length:
     env, style = config.env, config.model.prompt_style
     if env.kind.has_trees:
         papers = env.papers
-        texts = TreeTexts(codec, policy.chat_format, style, _list_special_tokens(policy))
+        texts = TreeTexts(codec, policy.chat_format, style, _list_markers(policy))
         tree = TreeLimits(env.max_turn, papers.max_children_per_call, papers.max_children, papers.observation_chars)
         process = ReplLimits(papers.execution_seconds, papers.execution_mib * 2**20)
         settings = TreeSettings(tree, process, context_length)
@@ -233,8 +234,11 @@ def make_player(config: RunConfig, policy: Policy, codec: Codec, context_length:
     return TurnPlayer(environment, template, codec, limits, make_reward_function(env))
 
 
-def _list_special_tokens(policy: Policy) -> list[str]:
-    return [token.content for token in policy.tokenizer.get_added_tokens_decoder().values() if token.special]
+def _list_markers(policy: Policy) -> list[str]:
+    """The special tokens of a policy, and what looks like one in its chat format."""
+    special_tokens = [token.content for token in policy.tokenizer.get_added_tokens_decoder().values() if token.special]
+    chat_text = policy.chat_format.format_first_turn("", "") + policy.chat_format.format_next_turn("")
+    return list(dict.fromkeys([*special_tokens, *re.findall(r"<[^<>\s]+>|\[[A-Z_/]+\]", chat_text)]))
 
 
 def make_score(papers: PapersConfig) -> ScoreAnswer:

@@ -1,8 +1,9 @@
 """The loop of trees: roots work in a REPL, whose code may ask children, which work in REPLs of their own."""
 
+import resource
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,19 +21,24 @@ from trainable.rollout.transcript import TokenArrays, Transcript
 
 MAX_THREADS = 16
 """Processes of REPLs that compute at the same time. The threads only wait for them."""
+FILES_PER_PROCESS = 4
+"""Open files of this process for each REPL: three streams and a handle."""
+SPARE_FILES = 256
+"""Open files for everything else."""
+MAX_OPEN_FILES = 65_536
 
 
 class TreeTexts(NamedTuple):
     """How texts become tokens.
 
-    style: of the prompts. special_tokens: their texts, which nothing that a policy has written may contain: they would
-    end its message and begin another one.
+    style: of the prompts. markers: texts of special tokens and of the chat format, which nothing that a policy has
+    written may contain: they would end its message and begin another one.
     """
 
     codec: Codec
     chat: ChatFormat
     style: PromptStyle
-    special_tokens: Sequence[str]
+    markers: Sequence[str]
 
 
 class TreeSettings(NamedTuple):
@@ -70,7 +76,7 @@ class Tree(NamedTuple):
     children: tuple[Rollout, ...]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Player:
     """A rollout in progress.
 
@@ -137,7 +143,7 @@ def roll_out_trees(
     params: SamplingParams,
     streams: Sequence[np.random.Generator],
 ) -> list[Tree]:
-    """RolloutAnswer every question `group_size` times; the trees of a question are consecutive.
+    """Answer every question `group_size` times; the trees of a question are consecutive.
 
     The roots take their turns together. Where their code asks children, those of all roots are one batch, which takes
     its turns to the end before the roots go on. A child of which the first turn does not fit into the context is
@@ -154,24 +160,34 @@ def roll_out_trees(
 
     Raises ValueError if the first turn of a root does not fit into the context.
     """
-    with ExitStack() as stack:
-        # The threads outlive all processes: a process ends with the thread that started it.
-        pool = stack.enter_context(ThreadPoolExecutor(MAX_THREADS))
-        loop = _TreeLoop(sampler, texts, settings, params, pool, stack)
-        roots = loop.make_players(
-            [
-                _Task(question.text, question.papers, -1, streams[group * group_size + number])
-                for group, question in enumerate(questions)
-                for number in range(group_size)
-            ]
-        )
-        if any(root.out_of_context for root in roots):
-            raise ValueError(f"A question and a reply do not fit into the context of {settings.context_length} tokens.")
-        loop.play(roots)
-    return [
-        Tree(number // group_size, root.finish(), tuple(child.finish() for child in root.children))
-        for number, root in enumerate(roots)
+    trees: list[Tree] = []
+    tasks = [
+        _Task(question.text, question.papers, -1, streams[group * group_size + number])
+        for group, question in enumerate(questions)
+        for number in range(group_size)
     ]
+    size = _count_open_roots(settings.tree)
+    with ThreadPoolExecutor(MAX_THREADS) as pool:
+        for start in range(0, len(tasks), size):
+            with ExitStack() as stack:
+                roots = _TreeLoop(sampler, texts, settings, params, pool, stack).play_roots(tasks[start : start + size])
+            trees += [
+                Tree(number // group_size, root.finish(), tuple(child.finish() for child in root.children))
+                for number, root in enumerate(roots, start=start)
+            ]
+    return trees
+
+
+def _count_open_roots(limits: TreeLimits) -> int:
+    """How many roots may be open at once, each with the children of a call, so that no file is missing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        with suppress(OSError, ValueError):  # of systems that do not allow it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    files = MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else min(soft, MAX_OPEN_FILES)
+    per_root = FILES_PER_PROCESS * (1 + min(limits.children_per_call, limits.children))
+    return max((files - SPARE_FILES) // per_root, 1)
 
 
 def encode_first_turn(
@@ -188,9 +204,9 @@ def _format_first_turn(prompt: str, papers: Mapping[str, str], role: Role, texts
 
 
 def _hide_markers(text: str, texts: TreeTexts) -> str:
-    """A text in which no special token is one any more."""
-    for token in texts.special_tokens:
-        text = text.replace(token, f"{token[0]} {token[1:]}")
+    """A text in which no marker is one any more."""
+    for marker in texts.markers:
+        text = text.replace(marker, f"{marker[0]} {marker[1:]}" if len(marker) > 1 else " ")
     return text
 
 
@@ -203,17 +219,35 @@ class _TreeLoop:
     pool: ThreadPoolExecutor
     stack: ExitStack
 
-    def make_players(self, tasks: Sequence[_Task]) -> list[_Player]:
-        """Rollouts before their first turns, with their first prompts as tokens."""
+    def play_roots(self, tasks: Sequence[_Task]) -> list[_Player]:
+        """Play roots to their ends. ValueError if the first turn of one does not fit into the context."""
+        prompts = self._encode_prompts(tasks)
+        if not all(map(self._fits, prompts)):
+            raise ValueError(
+                f"A question and a reply do not fit into the context of {self.settings.context_length} tokens."
+            )
+        roots = self._make_players(tasks, prompts)
+        self.play(roots)
+        return roots
+
+    def _encode_prompts(self, tasks: Sequence[_Task]) -> list[list[int]]:
+        """The first prompts of rollouts."""
         limits = self.settings.tree
-        prompts = [_format_first_turn(task.prompt, task.papers, task.role, self.texts, limits) for task in tasks]
+        return self.texts.codec.encode(
+            [_format_first_turn(task.prompt, task.papers, task.role, self.texts, limits) for task in tasks]
+        )
+
+    def _fits(self, prompt: Sequence[int]) -> bool:
+        return len(prompt) + self.params.max_new_tokens <= self.settings.context_length
+
+    def _make_players(self, tasks: Sequence[_Task], prompts: Sequence[Sequence[int]]) -> list[_Player]:
+        """Rollouts before their first turns. prompts: the first one of each."""
         players = [
             _Player(session, task.prompt, task.parent_turn, task.stream)
             for task, session in zip(tasks, self.pool.map(self._start_session, tasks), strict=True)
         ]
-        for player, ids in zip(players, self.texts.codec.encode(prompts), strict=True):
-            player.transcript.append_prompt(ids)
-            player.out_of_context = len(ids) + self.params.max_new_tokens > self.settings.context_length
+        for player, prompt in zip(players, prompts, strict=True):
+            player.transcript.append_prompt(prompt)
         return players
 
     def _start_session(self, task: _Task) -> ReplSession:
@@ -239,8 +273,8 @@ class _TreeLoop:
             for player, outcome in zip(active, self._read_replies(active, texts), strict=True):
                 _record(player, outcome)
             rows, new_tokens = self._continue(players, rows)
-        for player in players:
-            player.session.close()
+            for player in set(active) - {players[row] for row in rows}:
+                player.session.close()
 
     def _read_replies(self, players: Sequence[_Player], texts: Sequence[str]) -> list[TurnObservation | RolloutAnswer]:
         """What the replies lead to, after all of their children have answered."""
@@ -257,15 +291,14 @@ class _TreeLoop:
         """The children that a query asks, or why there are none."""
         assert isinstance(query, Query)
         turn = player.transcript.num_turns - 1
-        children = self.make_players(
-            [
-                _Task(prompt, _make_papers(context, player.session.papers), turn, player.stream.spawn(1)[0])
-                for prompt, context in zip(query.prompts, query.contexts, strict=True)
-            ]
-        )
-        if any(child.out_of_context for child in children):
+        tasks = [
+            _Task(prompt, _make_papers(context, player.session.papers), turn, player.stream.spawn(1)[0])
+            for prompt, context in zip(query.prompts, query.contexts, strict=True)
+        ]
+        prompts = self._encode_prompts(tasks)
+        if not all(map(self._fits, prompts)):
             return f"a question and its reply may have at most {self.settings.context_length} tokens"
-        return children
+        return self._make_players(tasks, prompts)
 
     def _continue(self, players: Sequence[_Player], rows: Sequence[int]) -> tuple[list[int], list[list[int]]]:
         """Append the observations of the rows that go on; return these rows, and their new tokens."""

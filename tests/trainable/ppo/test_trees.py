@@ -14,6 +14,7 @@ from trainable.ppo.targets import compute_tree_advantages, make_targets
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.batch import collate
 from trainable.rollout.episode import Episode, list_rollouts, replace_rollouts
+from trainable.rollout.players import TreePlayer
 from trainable.tiny.papers import PAPERS_TINY
 
 SETTINGS = {name.replace(".", "__"): value for name, value in PAPERS_TINY.settings.items()}
@@ -151,6 +152,20 @@ def test_recorded_trees_have_their_children_and_weights() -> None:
     child = trees[0].children[0]
     assert "Paper<|im_end|>" in child.turns[0].observation
     assert trees[0].turns[child.parent_turn].actions.count("ask") >= 1
+
+
+def test_children_that_are_not_trained_are_in_no_batch() -> None:
+    trainer = make_trainer(algorithm__train_children=False)
+    episodes = trainer.roll_out(trainer.val_levels[:4], 6, "sampling")
+    assert any(episode.children for episode in episodes)
+    prepared = trainer.prepare_batch(episodes, 4, 4, np.random.default_rng(0))
+    assert len(prepared.batch.lengths) == len(episodes)
+
+
+def test_what_looks_like_a_marker_of_the_chat_format_is_hidden() -> None:
+    player = make_trainer().player
+    assert isinstance(player, TreePlayer)
+    assert {"<|im_start|>", "<|im_end|>", "<|endoftext|>"} <= set(player.texts.markers)
 
 
 def test_no_child_is_asked_where_none_may_be() -> None:

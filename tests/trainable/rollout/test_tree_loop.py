@@ -12,6 +12,7 @@ from trainable.envs.repl.process import ReplLimits
 from trainable.envs.repl.questions import Question
 from trainable.envs.repl.session import TreeLimits
 from trainable.models.codec import Codec
+from trainable.rollout import tree_loop
 from trainable.rollout.sampler import LockStepTurns, RowStreams, SampledReply, SamplingParams
 from trainable.rollout.tree_loop import Tree, TreeSettings, TreeTexts, roll_out_trees
 
@@ -232,6 +233,19 @@ def test_a_tree_does_not_depend_on_the_others() -> None:
     (again,) = roll_out_trees(questions[2:], 1, sampler, TEXTS, settings, PARAMS, [np.random.default_rng([0, 7])])
     assert (again.root.texts, again.root.answer) == (trees[7].root.texts, trees[7].root.answer)
     assert [child.texts for child in again.children] == [child.texts for child in trees[7].children]
+
+
+def test_few_open_files_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Roots are played in parts where a process may open few files, to the same trees."""
+    trees, whole = play(answer_at_random, group_size=6, limits=TreeLimits(turns=3))
+    monkeypatch.setattr(tree_loop, "MAX_OPEN_FILES", tree_loop.SPARE_FILES + 2 * 5 * tree_loop.FILES_PER_PROCESS)
+    parts, sampler = play(answer_at_random, group_size=6, limits=TreeLimits(turns=3))
+    assert [tree.root.texts for tree in parts] == [tree.root.texts for tree in trees]
+    assert [[child.texts for child in tree.children] for tree in parts] == [
+        [child.texts for child in tree.children] for tree in trees
+    ]
+    assert max(whole.batches) == 6
+    assert max(sampler.batches) <= 2 * 4
 
 
 def test_all_processes_end(monkeypatch: pytest.MonkeyPatch) -> None:

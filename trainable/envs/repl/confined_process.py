@@ -385,7 +385,15 @@ def main() -> None:
             os._exit(0)
         # Until the handle is open, nobody may wait for the child: its id could belong to another process by then.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-        child_id = os.fork()
+        try:
+            child_id = os.fork()
+        except OSError as error:  # such as too many processes: those that exist go on
+            socket.send_fds(control, [str(error).encode()], [])
+            continue
+        finally:
+            if os.getpid() == process_id:
+                for stream in streams:
+                    os.close(stream)
         if child_id == 0:
             try:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -393,8 +401,6 @@ def main() -> None:
                 run(library, streams, process_id, *json.loads(request)["numbers"])
             finally:  # a child never becomes a second parent
                 os._exit(1)
-        for stream in streams:
-            os.close(stream)
         handle = os.pidfd_open(child_id)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         socket.send_fds(control, [b"%d" % child_id], [handle])

@@ -79,10 +79,14 @@ class Judge:
         """Why no answer can be judged, as a sentence that says what to do; empty if a request can be sent."""
         if not self.url.startswith(("http://", "https://")):
             return f"The judge's address {self.url!r} is no URL of HTTP: it begins with http:// or https://."
-        if not os.environ.get(self.key_variable):
+        key = os.environ.get(self.key_variable)
+        if not key:
             return (
                 f"The judge needs a key: export {self.key_variable}=... (any text, where the endpoint asks for none)."
             )
+        # Checked here, so that no error shows it.
+        if not (key.isascii() and key.isprintable() and " " not in key):
+            return f"The judge's key in {self.key_variable} has letters that no key has: set it again."
         return ""
 
     def score(self, question: str, answer: str, evidence: Sequence[str]) -> JudgeScore:
@@ -128,6 +132,8 @@ class Judge:
             raise _TransientError(f"no reply ({type(error).__name__})") from None
         except requests.RequestException as error:
             raise JudgeError(f"The judge at {self.url} cannot be asked: {error}") from None
+        except ValueError:  # of http.client, whose text may have the key
+            raise JudgeError(f"The judge at {self.url} cannot be asked: the request is not valid HTTP.") from None
         if status in (408, 409, 429) or status >= 500:
             raise _TransientError(f"status {status}")
         if status != 200:

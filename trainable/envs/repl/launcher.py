@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,11 +25,11 @@ class ConfinedChild:
     """A process that a launcher has started. It is no child of this process, so it is named by a handle.
 
     stdin, stdout, stderr: file descriptors of this end of its streams, which do not block. pid: its id, which is only
-    for reading: after its end another process may have it.
+    for reading: after its end another process may have it. launcher: the one that started it.
     """
 
-    def __init__(self, pid: int, handle: int, streams: Sequence[int]) -> None:
-        self.pid, self._handle = pid, handle
+    def __init__(self, pid: int, handle: int, streams: Sequence[int], launcher: "Launcher") -> None:
+        self.pid, self._handle, self.launcher = pid, handle, launcher
         self.stdin, self.stdout, self.stderr = streams
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -43,8 +43,7 @@ class ConfinedChild:
         poller = select.poll()
         poller.register(self._handle, select.POLLIN)
         poller.poll(_START_SECONDS * 1000)
-        for descriptor in (self.stdin, self.stdout, self.stderr, self._handle):
-            os.close(descriptor)
+        _close((self.stdin, self.stdout, self.stderr, self._handle))
 
 
 class Launcher:
@@ -70,23 +69,34 @@ class Launcher:
             )
 
     def start(self, request: bytes) -> ConfinedChild:
-        """Start a process. LauncherError if the launcher has ended. request: see `confined_process.main`."""
+        """Start a process. request: see `confined_process.main`.
+
+        LauncherError if the launcher has ended, and OSError if it cannot start one now.
+        """
         inner_ends, outer_ends = _make_streams()
         try:
-            socket.send_fds(self._control, [request], inner_ends)
-            reply, handles, _, _ = socket.recv_fds(self._control, 64, 1)
-        except OSError as error:
-            reply, problem = b"", str(error)
-        else:
-            problem = "the process that starts others has ended"
-        finally:
-            for descriptor in inner_ends:
-                os.close(descriptor)
-        if not reply:
-            for descriptor in outer_ends:
-                os.close(descriptor)
-            raise LauncherError(problem)
-        return ConfinedChild(int(reply), handles[0], outer_ends)
+            try:
+                socket.send_fds(self._control, [request], inner_ends)
+                reply, handles, _, _ = socket.recv_fds(self._control, 1024, 1)
+            except OSError as error:
+                raise LauncherError(str(error)) from None
+            finally:
+                _close(inner_ends)
+            if not reply:
+                raise LauncherError("the process that starts others has ended")
+            if not handles:
+                raise OSError(reply.decode("utf-8", "replace") if not reply.isdigit() else "no handle arrived")
+        except BaseException:
+            _close(outer_ends)
+            raise
+        return ConfinedChild(int(reply), handles[0], outer_ends, self)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the launcher has ended, and all that it has started with it."""
+        poller = select.poll()
+        poller.register(self._control, select.POLLIN)
+        return any(event & (select.POLLHUP | select.POLLERR) for _, event in poller.poll(0))
 
     def close(self) -> None:
         """End the launcher and all that it has started."""
@@ -97,13 +107,23 @@ class Launcher:
 
 def _make_streams() -> tuple[list[int], list[int]]:
     """Three pipes: the ends of the new process (input, output, error), and those of this one, which do not block."""
-    input_inner, input_outer = os.pipe()
-    output_outer, output_inner = os.pipe()
-    error_outer, error_inner = os.pipe()
+    pipes: list[tuple[int, int]] = []
+    try:
+        for _ in range(3):
+            pipes.append(os.pipe())  # noqa: PERF401 - those that exist are closed where one is missing
+    except OSError:
+        _close([end for ends in pipes for end in ends])
+        raise
+    (input_inner, input_outer), (output_outer, output_inner), (error_outer, error_inner) = pipes
     outer_ends = [input_outer, output_outer, error_outer]
     for descriptor in outer_ends:
         os.set_blocking(descriptor, False)
     return [input_inner, output_inner, error_inner], outer_ends
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 _LOCK = threading.Lock()

@@ -81,10 +81,10 @@ class GeneratedPapers:
 
 @dataclass(frozen=True)
 class FilePapers:
-    """The questions of a file.
+    """The questions of a file, each once however often it stands there.
 
     A tenth of the rows, in a fixed random order, are the test questions. A seed draws one of the others, so training
-    and validation may share rows. ValueError for fewer than 20 rows.
+    and validation may share rows. ValueError for fewer than 20 different rows.
     """
 
     questions: tuple[Question, ...]
@@ -94,13 +94,20 @@ class FilePapers:
     measures: Mapping[str, Measure] = field(default_factory=lambda: MEASURES, init=False)
 
     def __post_init__(self) -> None:
-        if len(self.questions) < MIN_FILE_ROWS:
-            raise ValueError(f"the file has {len(self.questions)} questions, and {MIN_FILE_ROWS} are the minimum")
+        count = len(self._levels)
+        if count < MIN_FILE_ROWS:
+            raise ValueError(f"the file has {count} different questions, and {MIN_FILE_ROWS} are the minimum")
+
+    @cached_property
+    def _levels(self) -> list[PaperLevel]:
+        """A level of each different question; its seed is its place in the file."""
+        levels = [PaperLevel(place, question) for place, question in enumerate(self.questions)]
+        return list({level.key: level for level in reversed(levels)}.values())[::-1]
 
     @cached_property
     def _places(self) -> tuple[list[int], list[int]]:
         """The rows for tests, and the others."""
-        order = np.random.default_rng(0).permutation(len(self.questions)).tolist()
+        order = np.random.default_rng(0).permutation(len(self._levels)).tolist()
         num_tests = int(TEST_FRACTION * len(order))
         return order[:num_tests], order[num_tests:]
 
@@ -108,13 +115,16 @@ class FilePapers:
         """A random row for each seed."""
         _, places = self._places
         draws = [int(np.random.default_rng(int(seed)).integers(len(places))) for seed in seeds]
-        return [PaperLevel(int(seed), self.questions[places[draw]]) for seed, draw in zip(seeds, draws, strict=True)]
+        return [
+            PaperLevel(int(seed), self._levels[places[draw]].question) for seed, draw in zip(seeds, draws, strict=True)
+        ]
 
     def make_test_levels(self, count: int) -> list[PaperLevel]:
         """The test questions, at most `count`."""
         places, _ = self._places
         return [
-            PaperLevel(FIRST_TEST_SEED + number, self.questions[place]) for number, place in enumerate(places[:count])
+            PaperLevel(FIRST_TEST_SEED + number, self._levels[place].question)
+            for number, place in enumerate(places[:count])
         ]
 
     def compute_chance(self, levels: Sequence[PaperLevel], limits: TurnLimits) -> npt.NDArray[np.float64] | None:

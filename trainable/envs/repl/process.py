@@ -4,6 +4,7 @@ import ctypes.util
 import functools
 import json
 import os
+import re
 import secrets
 import select
 import signal
@@ -33,6 +34,8 @@ class ReplLimits(NamedTuple):
     memory_bytes: int = 512 * 2**20
     message_bytes: int = 4 * 2**20
 
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}\b")
 
 Context = str | dict[str, str] | None
 """What a child sees: one text, texts by id, or None for what its root sees."""
@@ -90,7 +93,7 @@ class ReplProcess:
 
     The process ends with this one at the latest.
 
-    Raises ConfinementError if this machine cannot confine the process.
+    Raises ConfinementError if this machine cannot confine the process, or if the process that starts others has ended.
 
     Example:
         >>> with ReplProcess({"a": "one two"}) as repl:
@@ -158,7 +161,8 @@ class ReplProcess:
             self._seconds_left = _START_SECONDS
             reply = self._ask({"kind": "start", "context": self._context, "may_query": self._may_query}, {"ready"})
             if isinstance(reply, str):
-                raise ConfinementError(f"No code can be confined here: {_read_rest(self._process.stderr) or reply}")
+                problem = _read_rest(self._process.stderr) or f"a process did not start in {_START_SECONDS:g} seconds"
+                raise ConfinementError(f"No code can be confined here: {problem}")
             self._stop()
         except BaseException:
             self.close()
@@ -173,7 +177,11 @@ class ReplProcess:
         self._open_prompts = 0
         reply = self._ask(message, {"query", "result"} if self._may_query else {"result"})
         if isinstance(reply, str):
+            assert self._process is not None
+            launcher_has_ended = self._process.launcher.has_ended
             self.close()
+            if launcher_has_ended:  # then this is not the doing of the code
+                raise ConfinementError("The process that starts confined ones has ended, and all of them with it.")
             with suppress(ConfinementError, OSError):  # the next execution tries again
                 self._start()
             return Execution("", f"{reply} All variables are lost.", None, is_lost=True)
@@ -257,8 +265,11 @@ def _write(stream: int, text: bytes, deadline: float) -> bool:
 
 
 def _clean(text: str) -> str:
-    """Text without halves of surrogate pairs, which no file and no tokenizer takes."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    """Text without halves of surrogate pairs, which no file and no tokenizer takes, and without addresses in memory.
+
+    Addresses differ between processes, and what a policy reads should be the same with the same seed.
+    """
+    return _ADDRESS.sub(" at 0x0", text).encode("utf-8", "replace").decode("utf-8")
 
 
 def _clean_context(context: Context) -> Context:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from trainable.files.json_values import parse_json
 
@@ -46,21 +46,33 @@ def _wrap_prompt(value: object) -> object:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
+def _check_text(text: str) -> str:
+    """The text, if it has no half of a surrogate pair, which no tokenizer and no file takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("has half of a character, such as of a cut emoji") from None
+    return text
+
+
+_Text = Annotated[str, AfterValidator(_check_text)]
+
+
 class _Row(BaseModel):
     # Numbers are no texts, and other columns are nobody's mistake.
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
 class _Message(_Row):
-    role: str
-    content: str
+    role: _Text
+    content: _Text
 
 
 class _Paper(_Row):
-    paper_id: str = Field(validation_alias=AliasChoices("paperId", "paper_id"), min_length=1)
-    text: str
-    title: str | None = None
-    abstract: str | None = None
+    paper_id: _Text = Field(validation_alias=AliasChoices("paperId", "paper_id"), min_length=1)
+    text: _Text
+    title: _Text | None = None
+    abstract: _Text | None = None
 
     def format(self) -> str:
         """Title, abstract and text, with headings that the tools of the REPL know."""
@@ -70,7 +82,7 @@ class _Paper(_Row):
 
 
 class _Selection(_Row):
-    text: str = Field(min_length=1)
+    text: _Text = Field(min_length=1)
 
 
 class _Evidence(_Row):
@@ -78,7 +90,7 @@ class _Evidence(_Row):
 
 
 _EvidenceList = Annotated[list[_Evidence], BeforeValidator(_parse_text)]
-_Context = Annotated[dict[str, str], BeforeValidator(_parse_text)]
+_Context = Annotated[dict[_Text, _Text], BeforeValidator(_parse_text)]
 
 
 class _RewardSpec(_Row):
@@ -94,7 +106,7 @@ class _Fields(_Row):
 
 
 class _QuestionRow(_Fields):
-    question: str | None = None
+    question: _Text | None = None
     prompt: Annotated[list[_Message], BeforeValidator(_wrap_prompt)] = []
     papers: list[_Paper] | None = None
     evidence: _EvidenceList | None = None
@@ -106,7 +118,10 @@ class _QuestionRow(_Fields):
         text = self.question or last_prompt
         if not text.strip():
             raise ValueError("field `question`: a text, or a `prompt` whose last user message has one, is needed")
-        return Question(text, self._find_papers(), self._find_evidence())
+        question = Question(text, self._find_papers(), self._find_evidence())
+        if not any(passage in paper for passage in question.evidence for paper in question.papers.values()):
+            raise ValueError("field `reward_spec`: no passage of the evidence occurs in a paper word for word")
+        return question
 
     def _find_papers(self) -> dict[str, str]:
         if self.papers:
@@ -170,14 +185,18 @@ def _list_rows(path: Path) -> Iterator[tuple[str, Any]]:
         if path.suffix == ".parquet":
             # One group after the other, so that a large file does not become Python objects at once.
             with pq.ParquetFile(path) as file:
-                rows = (row for batch in file.iter_batches(batch_size=256) for row in batch.to_pylist())
+                rows = (
+                    row
+                    for batch in file.iter_batches(batch_size=256)
+                    for row in batch.to_pylist(maps_as_pydicts="strict")
+                )
                 yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
         else:
             with path.open("rb") as lines:
                 for number, line in enumerate(lines, start=1):
                     if line.strip():
                         yield f"line {number}", _parse_line(path, number, line)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         raise QuestionFileError(f"{path} cannot be read: {error}") from None
 
 

@@ -135,7 +135,9 @@ def format_observation(text: str, turns_left: int, style: PromptStyle) -> str:
 
 
 def format_output(stdout: str, stderr: str, max_chars: int) -> str:
-    """What code printed, and its error, cut to `max_chars` characters.
+    """What code printed, and its error, each cut so that both have at most `max_chars` characters.
+
+    The error has at least half of the room.
 
     Example:
         >>> format_output("1\\n", "", 100)
@@ -143,8 +145,13 @@ def format_output(stdout: str, stderr: str, max_chars: int) -> str:
         >>> format_output("1234567890", "", 4)
         '1234\\n[6 of 10 characters are left out]'
     """
-    streams = ((stdout.rstrip(), ""), (stderr.rstrip(), "Error: "))
-    text = "\n".join(f"{label}{content}" for content, label in streams if content) or "(no output)"
+    printed, error = stdout.rstrip(), f"Error: {stderr.rstrip()}" if stderr.strip() else ""
+    error_chars = max(max_chars // 2, max_chars - len(printed))
+    blocks = [_cut(printed, max_chars - min(len(error), error_chars)), _cut(error, error_chars)]
+    return "\n".join(block for block in blocks if block) or "(no output)"
+
+
+def _cut(text: str, max_chars: int) -> str:
     if len(text) <= max_chars:
         return text
     return f"{text[:max_chars]}\n[{len(text) - max_chars} of {len(text)} characters are left out]"

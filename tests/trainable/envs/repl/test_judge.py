@@ -10,7 +10,7 @@ import pytest
 
 from trainable.envs.repl.judge import MAX_REPLY_BYTES, Judge, JudgeError, JudgeScore
 
-KEY = "a key of the test"
+KEY = "a-key-of-the-test"
 
 
 class Reply(NamedTuple):
@@ -140,6 +140,17 @@ def test_without_a_key_or_an_address_nothing_is_sent(endpoint: Endpoint, monkeyp
     assert "export OPENAI_API_KEY=" in Judge(endpoint.url, "judge-1").find_obstacle()
     with pytest.raises(JudgeError, match="needs a key"):
         ask(endpoint, grade(10, 10))
+    assert endpoint.requests == []
+
+
+@pytest.mark.parametrize("key", ["sk-secret\r", "sk-\nsecret", "sk secret", "sk-sécret"])
+def test_a_key_that_is_none_is_refused_and_not_shown(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with pytest.raises(JudgeError, match="set it again") as caught:
+        ask(endpoint, grade(10, 10))
+    assert "secret" not in str(caught.value)
     assert endpoint.requests == []
 
 

@@ -46,8 +46,9 @@ def test_a_launcher_that_has_ended_is_started_again() -> None:
         child = psutil.Process(get_pid(repl))
         parent.send_signal(signal.SIGKILL)
         child.wait(timeout=30)  # what it has started ends with it
-        outcome = repl.execute("1 + 1")
-        assert outcome.is_lost
+        # What the code has lost is not its own doing, and is no observation.
+        with pytest.raises(ConfinementError, match="has ended, and all of them with it"):
+            repl.execute("1 + 1")
         assert repl.execute("1 + 1").stdout == "2\n"
         assert psutil.Process(get_pid(repl)).ppid() != parent.pid
 
@@ -68,6 +69,34 @@ def test_no_stream_of_a_closed_process_stays_open() -> None:
         with ReplProcess({}) as repl:
             repl.execute("1")
     assert psutil.Process().num_fds() == before
+
+
+def test_where_no_process_can_be_made_the_others_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    text = launcher._SCRIPT.read_text()
+    refuse = "\nreal_fork, forks = os.fork, []\ndef refuse():\n    forks.append(1)\n    if len(forks) == 2:\n"
+    refuse += "        raise OSError('no more processes')\n    return real_fork()\nos.fork = refuse\n"
+    script.write_text(text.replace('if __name__ == "__main__":', refuse + 'if __name__ == "__main__":'))
+    monkeypatch.setattr(launcher, "_SCRIPT", script)
+    monkeypatch.setattr(launcher, "_LAUNCHERS", {})
+    with ReplProcess({}) as first:
+        with pytest.raises(ConfinementError, match="No code can be confined here: no more processes"):
+            ReplProcess({})
+        assert first.execute("1 + 1").stdout == "2\n"
+        with ReplProcess({}) as third:
+            assert third.execute("1 + 1").stdout == "2\n"
+    launcher._close_launchers()
+
+
+def test_addresses_are_the_same_in_every_process() -> None:
+    outputs = []
+    for _ in range(2):
+        with ReplProcess({}) as repl:
+            outputs.append(repl.execute("print(list_papers, object(), map(str, []))\nFINAL(object())"))
+    assert outputs[0] == outputs[1]
+    assert " at 0x0" in outputs[0].stdout
+    assert outputs[0].final is not None
+    assert " at 0x0" in outputs[0].final
 
 
 def test_a_launcher_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -61,8 +61,16 @@ def test_the_test_questions_of_a_file_are_in_no_other_set() -> None:
     assert [level.question for level in source.make_levels([5, 7])] == [
         level.question for seed in (5, 7) for level in source.make_levels([seed])
     ]
-    with pytest.raises(ValueError, match="the file has 19 questions, and 20 are the minimum"):
+    with pytest.raises(ValueError, match="the file has 19 different questions, and 20 are the minimum"):
         FilePapers(make_questions(19))
+    # A row that is repeated counts once, and is either a test question or none.
+    with pytest.raises(ValueError, match="the file has 1 different questions"):
+        FilePapers(make_questions(1) * 20)
+    repeated = FilePapers(make_questions(40) * 3)
+    assert len(repeated.make_test_levels(512)) == 4
+    assert not collect_level_keys(repeated.make_test_levels(512)) & collect_level_keys(
+        repeated.make_levels(range(5_000))
+    )
 
 
 def test_the_setting_selects_a_file(tmp_path: Path) -> None:

@@ -58,6 +58,16 @@ def test_every_form_of_a_row_is_read(tmp_path: Path, row: dict[str, Any]) -> Non
     assert read_questions(tmp_path / "a.parquet") == [QUESTION]
 
 
+def test_a_map_of_a_parquet_file_is_a_context(tmp_path: Path) -> None:
+    columns = {
+        "question": pa.array(["Who?"]),
+        "context": pa.array([list(CONTEXT.items())], pa.map_(pa.string(), pa.string())),
+        "evidence": pa.array([json.dumps(EVIDENCE)]),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    assert read_questions(tmp_path / "a.parquet") == [QUESTION]
+
+
 def test_rows_keep_their_order_and_can_be_limited(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", *({**ROW, "question": str(number)} for number in range(5)))
     path.write_text("\n" + path.read_text())
@@ -91,6 +101,12 @@ def test_rows_keep_their_order_and_can_be_limited(tmp_path: Path) -> None:
             "field `evidence[0].selections[0].text`: string should",
         ),
         ({**ROW, "reward_spec": "{"}, "field `reward_spec`: input should be a valid dictionary"),
+        ({**ROW, "question": "cut \ud83d"}, "field `question`: value error, has half of a character"),
+        ({**without("papers"), "context": {"\ud83d": "One two."}}, "field `context."),
+        (
+            {**ROW, "evidence": [{"selections": [{"text": "nowhere"}]}]},
+            "field `reward_spec`: no passage of the evidence",
+        ),
         ([1], "field `the row`: input should be a valid dictionary"),
     ],
 )

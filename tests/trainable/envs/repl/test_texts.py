@@ -106,6 +106,11 @@ def test_outputs_are_cut() -> None:
     assert format_output("", "", 20) == "(no output)"
     assert format_output("a\n", "b\n", 10) == "a\nError: b"
     assert format_output("a" * 10, "", 10) == "a" * 10
+    # An error is seen however much was printed before it, and has half of the room at least.
+    assert format_output("a" * 50, "b", 20) == "a" * 12 + "\n[38 of 50 characters are left out]\nError: b"
+    assert format_output("a" * 50, "b" * 50, 20).startswith("a" * 10 + "\n[40 of 50")
+    assert "\nError: bbb\n[47 of 57" in format_output("a" * 50, "b" * 50, 20)
+    assert format_output("a", "b" * 50, 20).endswith("Error: " + "b" * 12 + "\n[38 of 57 characters are left out]")
     assert format_output("a" * 11, "", 10) == "a" * 10 + "\n[1 of 11 characters are left out]"
 
 
