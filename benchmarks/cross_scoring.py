@@ -28,7 +28,6 @@ from trainable.diagnostics.thoughts import ThoughtPairs, read_turns, sample_firs
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import Episode
-from trainable.rollout.episode_loop import draw_luck, roll_out_episodes
 from trainable.rollout.sampler import SamplingParams
 
 COMPUTE_FREQ = 5  # steps per diagnosis
@@ -91,17 +90,13 @@ def compute_shared_scores(model: Qwen2, pairs: ThoughtPairs) -> Tensor:
 def roll_out(trainer: PPOTrainer) -> list[Episode]:
     """One rollout of the preset's levels."""
     config = trainer.config
-    return roll_out_episodes(
-        trainer.environment,
+    return trainer.player.roll_out(
         trainer.levels[0],
         config.env.group_size,
         trainer.engine.sampler,
-        trainer.prompt_template,
-        trainer.codec,
-        trainer.limits,
         SamplingParams(1.0, config.rollout.response_length, trainer.stop_token),
         make_rng(0, "sampling", 1),
-        draw_luck(make_rng(0, "environment", 1), len(trainer.levels[0]) * config.env.group_size, trainer.limits),
+        make_rng(0, "environment", 1),
     )
 
 

@@ -24,7 +24,6 @@ from trainable.envs.level_sets import make_validation_levels
 from trainable.models.load import find_model
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.compiled_sampler import CompiledSampler
-from trainable.rollout.episode_loop import draw_luck, roll_out_episodes
 from trainable.rollout.sampler import Conversation, LockStepTurns, SampledReply, Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 
@@ -95,19 +94,14 @@ def time_rollout(
     trainer: PPOTrainer, sampler: Sampler, levels: Sequence[Level], group_size: int, step: int
 ) -> tuple[float, int]:
     """CPU seconds and sampled tokens of one rollout of `levels`, `group_size` episodes each."""
-    luck = draw_luck(make_rng(0, "environment", step), len(levels) * group_size, trainer.limits)
     start_time = time.process_time()
-    episodes = roll_out_episodes(
-        trainer.environment,
+    episodes = trainer.player.roll_out(
         levels,
         group_size,
         sampler,
-        trainer.prompt_template,
-        trainer.codec,
-        trainer.limits,
         SamplingParams(1.0, 24, trainer.model.shape.eos_token_id),
         make_rng(0, "sampling", step),
-        luck,
+        make_rng(0, "environment", step),
     )
     return time.process_time() - start_time, sum(episode.response_tokens for episode in episodes)
 
@@ -132,7 +126,7 @@ def main() -> None:
         "torch": TorchSampler(trainer.model),
         "generate": GenerateSampler(AutoModelForCausalLM.from_pretrained(find_model("sokoban-tiny")).eval()),
     }
-    validation_levels = make_validation_levels(trainer.environment, args.validation_levels)
+    validation_levels = make_validation_levels(trainer.level_source, args.validation_levels)
     rates: dict[str, list[float]] = {name: [] for name in samplers}
     validation_rates: dict[str, list[float]] = {"compiled": [], "torch": []}
     for step in range(args.repetitions + 1):

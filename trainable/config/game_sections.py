@@ -42,16 +42,18 @@ class PapersConfig(Section):
     )
     num_papers: int = Field(3, ge=1, le=16, description="papers of a generated question")
     num_sentences: int = Field(4, ge=2, le=64, description="sentences of a generated paper")
-    score: Common[Literal["char_f1", "judge"]] = Field(
+    score: Literal["char_f1", "judge"] = Field(
         "char_f1", description="reward of the final answer: overlap of quoted characters, or a judge at judge_url"
     )
-    judge_url: str = Field("https://api.openai.com/v1", description="OpenAI-compatible endpoint of the judge")
+    judge_url: Annotated[str | None, ParseNull] = Field(
+        None, description="OpenAI-compatible endpoint of the judge, up to /v1; null: none"
+    )
     judge_model: str = Field("gpt-4.1-nano", description="the judge's name at the endpoint")
     judge_key_variable: str = Field(
         "OPENAI_API_KEY", pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="environment variable with the judge's key"
     )
     max_children_per_call: int = Field(4, ge=1, le=64, description="maximum questions to children in one call")
-    max_children: Common[int] = Field(8, ge=0, le=64, description="maximum children of a tree; 0: none")
+    max_children: int = Field(8, ge=0, le=64, description="maximum children of a tree; 0: none")
     observation_chars: int = Field(3_000, ge=16, description="characters that a policy sees of an output")
     execution_seconds: Positive = Field(30.0, description="time limit of the code of one reply")
     execution_mib: int = Field(512, ge=128, description="MiB of memory of the code of one rollout")

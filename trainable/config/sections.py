@@ -409,7 +409,7 @@ class AlgorithmConfig(Section):
     norm_adv_by_std_in_grpo: bool = Field(
         True, description="grpo: divide by the group's standard deviation (False: Dr. GRPO)"
     )
-    tree_weighting: Common[Literal["root-and-children", "one-per-tree"]] = Field(
+    tree_weighting: Literal["root-and-children", "one-per-tree"] = Field(
         "root-and-children",
         description="papers: weight of the root of a tree and of all its children, 1 each as published, or 1 together",
     )

@@ -71,7 +71,10 @@ WRONG: list[tuple[str, str]] = [
     (f"{LAPTOP} --set actor.kl_loss_coef=0.1", "choose its values with --kl-values"),
     (f"{LAPTOP} --set seed=5", "type --seeds N to run the seeds 0 to N-1"),
     (f"{LAPTOP} --set trainer.device=gpu", "must be 'auto', 'cpu' or 'cuda'"),
-    (f"{LAPTOP} --set env.name=chess", "must be 'sokoban', 'frozenlake', 'mastermind', 'countdown' or a part of yours"),
+    (
+        f"{LAPTOP} --set env.name=chess",
+        "must be 'sokoban', 'frozenlake', 'mastermind', 'countdown', 'papers' or a part of yours",
+    ),
     (f"{LAPTOP} --env chess", "type one of sokoban, frozenlake, mastermind, countdown"),
     (f"{LAPTOP} --env frozen_lake", "is not a game (nearest: frozenlake)"),
     (f"{LAPTOP} --config nofile.txt", "type a text file with a line key=value per setting"),

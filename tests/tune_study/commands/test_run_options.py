@@ -53,7 +53,7 @@ def dry_run(folder: Path, *words: str) -> tuple[int, str, str]:
         ("influence --env sokoban", "--env does not belong to study influence, which plays no game: leave it out."),
         (
             "kl --env chess",
-            "--env chess is not a game: type one of sokoban, frozenlake, mastermind, countdown, or",
+            "--env chess is not a game: type one of sokoban, frozenlake, mastermind, countdown, papers, or",
         ),
         ("smoke --env frozenlake", "--env does not belong to study smoke, whose arms are named after sokoban"),
         (
@@ -80,6 +80,7 @@ def test_a_suite_plans_each_of_its_studies(tmp_path: Path) -> None:
         *SUITES["sandbox-companions"],
         "opd",
         "distill",
+        "tree-grpo",
     }
     code, output, _ = dry_run(tmp_path, "sandbox_evidence", "--seeds", "10")
     assert code == 0

@@ -45,7 +45,12 @@ def test_a_wrong_file_is_named_with_its_setting(tmp_path: Path) -> None:
 
 
 def test_a_judge_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_config(env__papers__score="judge", env__papers__judge_key_variable="A_KEY")
+    with pytest.raises(PlanError, match=r"needs an address: --set env.papers.judge_url=https://"):
+        check_papers([make_config(env__papers__score="judge")])
+    url = "http://127.0.0.1:8000/v1"
+    config = make_config(
+        env__papers__score="judge", env__papers__judge_key_variable="A_KEY", env__papers__judge_url=url
+    )
     monkeypatch.delenv("A_KEY", raising=False)
     with pytest.raises(PlanError, match=r"export A_KEY=.*Or type --set env.papers.score=char_f1"):
         check_papers([config])

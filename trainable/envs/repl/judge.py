@@ -77,6 +77,8 @@ class Judge:
 
     def find_obstacle(self) -> str:
         """Why no answer can be judged, as a sentence that says what to do; empty if a request can be sent."""
+        if not self.url:
+            return "The judge needs an address: --set env.papers.judge_url=https://api.openai.com/v1, or another one."
         if not self.url.startswith(("http://", "https://")):
             return f"The judge's address {self.url!r} is no URL of HTTP: it begins with http:// or https://."
         key = os.environ.get(self.key_variable)
@@ -143,7 +145,7 @@ class Judge:
 
 def make_judge(papers: PapersConfig) -> Judge:
     """The judge that the settings name."""
-    return Judge(papers.judge_url, papers.judge_model, papers.judge_key_variable)
+    return Judge(papers.judge_url or "", papers.judge_model, papers.judge_key_variable)
 
 
 class _TransientError(Exception):
