@@ -180,14 +180,19 @@ def roll_out_trees(
 
 def _count_open_roots(limits: TreeLimits) -> int:
     """How many roots may be open at once, each with the children of a call, so that no file is missing."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        with suppress(OSError, ValueError):  # of systems that do not allow it
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            soft = hard
-    files = MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else min(soft, MAX_OPEN_FILES)
     per_root = FILES_PER_PROCESS * (1 + min(limits.children_per_call, limits.children))
-    return max((files - SPARE_FILES) // per_root, 1)
+    return max((_allow_open_files() - SPARE_FILES) // per_root, 1)
+
+
+def _allow_open_files() -> int:
+    """Let this process open up to `MAX_OPEN_FILES` files if it may; return how many it may open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):  # of systems that do not allow it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else min(soft, MAX_OPEN_FILES)
 
 
 def encode_first_turn(
