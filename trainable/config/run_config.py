@@ -327,7 +327,10 @@ def _find_tree_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
     policy_loss = "weights the loss of single tokens: set actor.policy_loss=ppo_clip"
     kl_in_reward = "has one reward for all rollouts of a tree: set algorithm.use_kl_in_reward=false"
     importance_weights = "weights tokens itself: set actor.tis_imp_ratio_cap=null"
-    gradient_analysis = "trains trees, while gradient analysis reads episodes: set trainer.gradient_analysis_mode=false"
+    gradient_analysis = (
+        "trains trees, of which there is no gradient analysis: set trainer.gradient_analysis_mode=false (their runs "
+        "cannot be probed, either)"
+    )
     thoughts = (
         "has no thoughts in tags, which the collapse diagnosis reads: set collapse_detection.first_turn_enabled=false "
         "and collapse_detection.multi_turn_enabled=false"

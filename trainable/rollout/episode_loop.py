@@ -196,12 +196,12 @@ def _append_observations(
     next_rows, new_tokens = [], []
     for row, ids in zip(live_rows, codec.encode(texts), strict=True):
         state = states[row]
-        if state.transcript.length + len(ids) + params.max_new_tokens > limits.context_length:
+        # Otherwise the conversation ends with the last reply.
+        if state.transcript.append_prompt_if_it_fits(ids, params.max_new_tokens, limits.context_length):
+            next_rows.append(row)
+            new_tokens.append(ids)
+        else:
             state.out_of_context = True
-            continue  # its observation is not appended: the conversation ends with the last reply
-        state.transcript.append_prompt(ids)
-        next_rows.append(row)
-        new_tokens.append(ids)
     return next_rows, new_tokens
 
 

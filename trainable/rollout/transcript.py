@@ -52,6 +52,13 @@ class Transcript:
         """Append what the policy reads before its next reply."""
         self._append(np.asarray(ids, dtype=np.int64), None)
 
+    def append_prompt_if_it_fits(self, ids: Sequence[int], response_length: int, context_length: int) -> bool:
+        """Append a prompt unless it and a reply of full length exceed the context; return whether it was appended."""
+        if self.length + len(ids) + response_length > context_length:
+            return False
+        self.append_prompt(ids)
+        return True
+
     def append_reply(self, reply: SampledReply, text: str) -> None:
         """Append a sampled reply with its text."""
         self._append(np.asarray(reply.token_ids, dtype=np.int64), reply)

@@ -320,13 +320,13 @@ class _TreeLoop:
             messages.append(message if transcript.is_closed else chat.end_marker + message)
         next_rows, new_tokens = [], []
         for row, ids in zip(live_rows, self.texts.codec.encode(messages), strict=True):
-            player = players[row]
-            if player.transcript.length + len(ids) + self.params.max_new_tokens > self.settings.context_length:
-                player.out_of_context = True
-                continue  # its observation is not appended: the conversation ends with the last reply
-            player.transcript.append_prompt(ids)
-            next_rows.append(row)
-            new_tokens.append(ids)
+            transcript, params = players[row].transcript, self.params
+            # Otherwise the conversation ends with the last reply.
+            if transcript.append_prompt_if_it_fits(ids, params.max_new_tokens, self.settings.context_length):
+                next_rows.append(row)
+                new_tokens.append(ids)
+            else:
+                players[row].out_of_context = True
         return next_rows, new_tokens
 
 

@@ -110,9 +110,13 @@ def test_the_gradient_of_a_step_is_the_weighted_sum_over_segments() -> None:
         for total, gradient in zip(expected, torch.autograd.grad(-terms[mask].sum(), weights), strict=True):
             total += gradient
     norm = torch.sqrt(sum(gradient.square().sum() for gradient in expected)).item()
+    before = [weight.detach().clone() for weight in weights]
     meter = update.run(batch, targets, prepared.order)
     assert meter.optimizer_steps == 1  # all trees are one mini-batch
     assert meter.compute_means()["actor_grad_norm"] == pytest.approx(norm, rel=1e-3)
+    # The step goes down this gradient, and not up.
+    steps = zip(weights, before, expected, strict=True)
+    assert sum(((weight - old) * gradient).sum() for weight, old, gradient in steps).item() < 0
 
 
 def test_a_step_trains_counts_and_repeats_itself() -> None:

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 _SCRIPT = Path(__file__).with_name("confined_process.py")
-_START_SECONDS = 60.0
-"""Patience with a new launcher, on a busy machine too; it takes a tenth of a second."""
+START_SECONDS = 60.0
+"""Patience with a new process, on a busy machine too; a launcher takes a tenth of a second, others less."""
 
 
 class LauncherError(RuntimeError):
@@ -42,7 +42,7 @@ class ConfinedChild:
         self.send_signal(signal.SIGKILL)
         poller = select.poll()
         poller.register(self._handle, select.POLLIN)
-        poller.poll(_START_SECONDS * 1000)
+        poller.poll(START_SECONDS * 1000)
         _close((self.stdin, self.stdout, self.stderr, self._handle))
 
 
@@ -54,7 +54,7 @@ class Launcher:
 
     def __init__(self, library: str) -> None:
         self._control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.settimeout(_START_SECONDS)
+        self._control.settimeout(START_SECONDS)
         with other_end:
             self._process = subprocess.Popen(
                 # Without site-packages, whose modules would be open to the code, and with the same hashes each time.
@@ -107,14 +107,14 @@ class Launcher:
 
 def _make_streams() -> tuple[list[int], list[int]]:
     """Three pipes: the ends of the new process (input, output, error), and those of this one, which do not block."""
-    pipes: list[tuple[int, int]] = []
+    ends: list[int] = []
     try:
         for _ in range(3):
-            pipes.append(os.pipe())  # noqa: PERF401 - those that exist are closed where one is missing
-    except OSError:
-        _close([end for ends in pipes for end in ends])
+            ends.extend(os.pipe())
+    except OSError:  # those that exist are closed where one is missing
+        _close(ends)
         raise
-    (input_inner, input_outer), (output_outer, output_inner), (error_outer, error_inner) = pipes
+    input_inner, input_outer, output_outer, output_inner, error_outer, error_inner = ends
     outer_ends = [input_outer, output_outer, error_outer]
     for descriptor in outer_ends:
         os.set_blocking(descriptor, False)

@@ -15,10 +15,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from trainable.envs.repl.confined_process import MAX_PROMPTS
-from trainable.envs.repl.launcher import ConfinedChild, LauncherError, start_confined
-
-_START_SECONDS = 60.0
-"""Patience with a new process, on a busy machine too; it takes a few milliseconds."""
+from trainable.envs.repl.launcher import START_SECONDS, ConfinedChild, LauncherError, start_confined
 
 
 class ReplLimits(NamedTuple):
@@ -158,10 +155,10 @@ class ReplProcess:
         except (LauncherError, OSError) as error:
             raise ConfinementError(f"No code can be confined here: {error}") from None
         try:
-            self._seconds_left = _START_SECONDS
+            self._seconds_left = START_SECONDS
             reply = self._ask({"kind": "start", "context": self._context, "may_query": self._may_query}, {"ready"})
             if isinstance(reply, str):
-                problem = _read_rest(self._process.stderr) or f"a process did not start in {_START_SECONDS:g} seconds"
+                problem = _read_rest(self._process.stderr) or f"a process did not start in {START_SECONDS:g} seconds"
                 raise ConfinementError(f"No code can be confined here: {problem}")
             self._stop()
         except BaseException:
