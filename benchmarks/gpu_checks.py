@@ -350,8 +350,8 @@ def measure_vllm(options: argparse.Namespace) -> Figures:
             figures[f"{name}_sleep_s"] = round(time.perf_counter() - start, 3)
             figures[f"{name}_sleep_frees_gib"] = round((torch.cuda.mem_get_info()[0] - free_before) / GIB, 2)
             start = time.perf_counter()
-            sampler.wake_up()
-            figures[f"{name}_wake_s"] = round(time.perf_counter() - start, 3)
+            sync_weights(sampler, policy.model)  # a sleeping engine has no weights
+            figures[f"{name}_wake_and_sync_s"] = round(time.perf_counter() - start, 3)
         sampler.close()
     return figures
 

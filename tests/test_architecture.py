@@ -33,6 +33,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "trainable.envs.repl": ("trainable.config", "trainable.files", "trainable.envs"),
     "trainable.kernels": ("trainable.files",),
     "trainable.models": (
+        "trainable.algo",
         "trainable.config",
         "trainable.envs",
         "trainable.files",

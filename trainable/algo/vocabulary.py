@@ -3,7 +3,8 @@
 Shapes: N tokens, h hidden channels, V vocabulary entries. If the logits of all N rows are within the bound, they are
 computed at once, and autograd saves what it needs. Otherwise rows are processed in chunks, and the logits of each chunk
 are recomputed in the backward pass. Products are computed in the type of the hidden states, and all statistics of the
-logits in float32 or better.
+logits in float32 or better. Logits in half precision are rounded, by up to 0.06 at a logit of 16 in bfloat16;
+`float32_logits` keeps the products of half-precision numbers in float32 instead.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +28,45 @@ class TokenStatistics(NamedTuple):
     full_kl: Tensor | None
 
 
+def compute_logits(hidden: Tensor, weight: Tensor, float32_logits: bool = False) -> Tensor:
+    """Logits (..., V) of hidden states (..., h) under the head `weight` (V, h).
+
+        z = W x
+
+    Args:
+        hidden: (..., h), x.
+        weight: (V, h), W, which is rounded to the type of `hidden` first.
+        float32_logits: whether the sums of products are kept in float32 if `hidden` is in half precision. No gradient
+            flows through such logits on a GPU.
+
+    Example:
+        >>> hidden, weight = torch.ones(1, 2, dtype=torch.bfloat16), torch.tensor([[16.0, 0.0625]])
+        >>> compute_logits(hidden, weight).item(), compute_logits(hidden, weight, float32_logits=True).item()
+        (16.0, 16.0625)
+
+    Source: definition; an LM head in float32 is from MiniMax-M1 (arXiv 2506.13585).
+    """
+    head = weight.to(hidden.dtype)
+    if not (float32_logits and _is_half(hidden)):
+        return F.linear(hidden, head)
+    if not hidden.is_cuda:
+        return F.linear(hidden.float(), head.float())
+    # Without float32 copies of head and states: tensor cores multiply halves and add up in float32 in any case.
+    logits = torch.mm(hidden.flatten(0, -2), head.T, out_dtype=torch.float32)
+    return logits.unflatten(0, hidden.shape[:-1])
+
+
+def _is_half(hidden: Tensor) -> bool:
+    return hidden.dtype in (torch.float16, torch.bfloat16)
+
+
 def logprobs_from_hidden(
-    hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float, chunk_elements: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    temperature: float,
+    chunk_elements: int | None = None,
+    float32_logits: bool = False,
 ) -> Tensor:
     """Log-probability of one token in each row (N,), in nats.
 
@@ -40,6 +78,7 @@ def logprobs_from_hidden(
         tokens: (N,) int64, the token a of each row.
         temperature: τ > 0 of the sampling distribution.
         chunk_elements: logits in memory at once, at least one row; None for all of them. Changes memory, not values.
+        float32_logits: as for `compute_logits`, with gradients.
 
     Example:
         >>> hidden, weight = torch.ones(1, 1), torch.tensor([[3.0], [1.0]]).log()  # probabilities 3/4 and 1/4
@@ -49,7 +88,8 @@ def logprobs_from_hidden(
 
     Source: definition.  Degenerate: no row gives an empty result.
     """
-    (logprobs,) = _apply_to_logits([_make_logprobs_function(tokens)], hidden, weight, temperature, chunk_elements)
+    head = _Head(weight, temperature, float32_logits)
+    (logprobs,) = _apply_to_logits([_make_logprobs_function(tokens)], hidden, head, chunk_elements)
     return logprobs
 
 
@@ -61,13 +101,14 @@ def compute_token_statistics(
     entropy_gradient: bool = True,
     reference: tuple[Tensor, Tensor] | None = None,
     chunk_elements: int | None = None,
+    float32_logits: bool = False,
 ) -> TokenStatistics:
     """Log-probability, entropy and exact KL of each row (N,) from one product with the head.
 
         z = W x / τ,   log π(a) = z_a − logsumexp(z),   H = −Σ_v π_v logπ_v,   KL = Σ_v π_v (logπ_v − logπ_ref,v)
 
     Args:
-        hidden, weight, tokens, temperature, chunk_elements: as for `logprobs_from_hidden`.
+        hidden, weight, tokens, temperature, chunk_elements, float32_logits: as for `logprobs_from_hidden`.
         entropy_gradient: whether gradients flow through H.
         reference: hidden states (N, h') and head (V, h') of the reference, which receive no gradient; None: no KL.
 
@@ -81,9 +122,11 @@ def compute_token_statistics(
     gradient. Logits must be finite.
     """
     functions = [_make_logprobs_function(tokens), _make_entropies_function(entropy_gradient)]
+    head = _Head(weight, temperature, float32_logits)
     if reference is not None:
-        functions.append(_make_full_kl_function(*reference, temperature))
-    logprobs, entropies, *kl = _apply_to_logits(functions, hidden, weight, temperature, chunk_elements)
+        reference_hidden, reference_weight = reference
+        functions.append(_make_full_kl_function(reference_hidden, head._replace(weight=reference_weight)))
+    logprobs, entropies, *kl = _apply_to_logits(functions, hidden, head, chunk_elements)
     # Detached here, too: outputs of an autograd function require gradients, whichever of them have any.
     return TokenStatistics(logprobs, entropies if entropy_gradient else entropies.detach(), kl[0] if kl else None)
 
@@ -99,27 +142,35 @@ def _make_entropies_function(has_gradient: bool) -> LogitsFunction:
     return compute_entropies
 
 
-def _make_full_kl_function(hidden: Tensor, weight: Tensor, temperature: float) -> LogitsFunction:
-    hidden, head = hidden.detach(), weight.detach().to(hidden.dtype)
-    return lambda logits, rows: full_kl(logits, _compute_logits(hidden[rows], head, temperature))
+def _make_full_kl_function(hidden: Tensor, head: "_Head") -> LogitsFunction:
+    hidden, frozen_head = hidden.detach(), head._replace(weight=head.weight.detach().to(hidden.dtype))
+    return lambda logits, rows: full_kl(logits, frozen_head.compute_tempered_logits(hidden[rows]))
 
 
-def _compute_logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
-    """Tempered logits (n, V), in float32 or better; `head` is in the type of `hidden`."""
-    logits = F.linear(hidden, head)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+class _Head(NamedTuple):
+    """A language-model head (V, h), the temperature of its logits, and whether they stay in float32."""
+
+    weight: Tensor
+    temperature: float
+    float32_logits: bool
+
+    def compute_tempered_logits(self, hidden: Tensor) -> Tensor:
+        """Tempered logits (n, V), in float32 or better."""
+        logits = compute_logits(hidden, self.weight, self.float32_logits)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
 
 
 def _apply_to_logits(
-    functions: Sequence[LogitsFunction], hidden: Tensor, weight: Tensor, temperature: float, chunk_elements: int | None
+    functions: Sequence[LogitsFunction], hidden: Tensor, head: _Head, chunk_elements: int | None
 ) -> tuple[Tensor, ...]:
     """Apply each function to the tempered logits, in chunks of rows if these have too many; each result is (N,)."""
     if chunk_elements is not None and chunk_elements < 1:
         raise ValueError(f"chunk_elements is {chunk_elements}; it must be at least 1 logit, such as {2**27}.")
-    chunk_rows = len(hidden) if chunk_elements is None else max(1, chunk_elements // len(weight))
-    if len(hidden) > chunk_rows:
-        return _ChunkedLogits.apply(functions, chunk_rows, temperature, hidden, weight)
-    logits = _compute_logits(hidden, weight.to(hidden.dtype), temperature)
+    chunk_rows = len(hidden) if chunk_elements is None else max(1, chunk_elements // len(head.weight))
+    # Autograd knows no gradient of a product of halves in float32, and `_ChunkedLogits` needs none.
+    if len(hidden) > chunk_rows or (head.float32_logits and _is_half(hidden) and len(hidden)):
+        return _ChunkedLogits.apply(functions, chunk_rows, head, hidden, head.weight)
+    logits = head.compute_tempered_logits(hidden)
     return tuple(function(logits, slice(None)) for function in functions)
 
 
@@ -139,18 +190,18 @@ class _ChunkedLogits(torch.autograd.Function):
         ctx: Any,
         functions: Sequence[LogitsFunction],
         chunk_rows: int,
-        temperature: float,
+        head: _Head,
         hidden: Tensor,
-        weight: Tensor,
+        weight: Tensor,  # that of `head`, as an argument of its own, so that it can have a gradient
     ) -> tuple[Tensor, ...]:
-        ctx.functions, ctx.rows, ctx.temperature = functions, chunk_rows, temperature
+        ctx.functions, ctx.rows, ctx.head = functions, chunk_rows, head
         ctx.save_for_backward(hidden, weight)
         # An output that no loss uses has the gradient None in `backward`, and costs nothing there.
         ctx.set_materialize_grads(False)
-        head = weight.to(hidden.dtype)
+        cast_head = head._replace(weight=weight.to(hidden.dtype))
         outputs: list[list[Tensor]] = [[] for _ in functions]
         for chunk in _make_slices(len(hidden), chunk_rows):
-            logits = _compute_logits(hidden[chunk], head, temperature)
+            logits = cast_head.compute_tempered_logits(hidden[chunk])
             for chunk_outputs, function in zip(outputs, functions, strict=True):
                 chunk_outputs.append(function(logits, chunk))
         return tuple(torch.cat(parts) for parts in outputs)
@@ -161,19 +212,19 @@ class _ChunkedLogits(torch.autograd.Function):
         active_functions = [
             (function, slope) for function, slope in zip(ctx.functions, output_grads, strict=True) if slope is not None
         ]
-        head = weight.to(hidden.dtype)
+        head = ctx.head._replace(weight=weight.to(hidden.dtype))
         # A frozen head, as under LoRA, gets no gradient.
         hidden_grad = torch.zeros_like(hidden)
         weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[4] else None
         for chunk in _make_slices(len(hidden), ctx.rows) if active_functions else ():
             # Autograd differentiates the functions of the logits. The product with the head is differentiated by hand
             # below, so that its gradient can be added up in float32.
-            logits = _compute_logits(hidden[chunk], head, ctx.temperature).requires_grad_()
+            logits = head.compute_tempered_logits(hidden[chunk]).requires_grad_()
             with torch.enable_grad():
                 outputs = [function(logits, chunk) for function, _ in active_functions]
             (logits_grad,) = torch.autograd.grad(outputs, logits, [slope[chunk] for _, slope in active_functions])
-            product_grad = logits_grad.div_(ctx.temperature).to(head.dtype)
-            hidden_grad[chunk] = product_grad @ head
+            product_grad = logits_grad.div_(head.temperature).to(hidden.dtype)
+            hidden_grad[chunk] = product_grad @ head.weight
             if weight_grad is not None:
                 weight_grad += product_grad.T @ hidden[chunk]
         return None, None, None, hidden_grad, weight_grad

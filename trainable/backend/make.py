@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from trainable.backend.torch_backend import Backend, TorchBackend, make_adamw
+from trainable.backend.adamw import make_adamw
+from trainable.backend.torch_backend import Backend, TorchBackend
 from trainable.backend.world import DistributedWorld, World
 from trainable.config.run_config import RunConfig
-from trainable.config.sections import OptimConfig, TrainerConfig
+from trainable.config.sections import OptimConfig
 
 
 def make_backends(
@@ -25,19 +26,17 @@ def make_backends(
     # A head on the policy's trunk is trained by the policy's optimizer, with the critic's learning rate.
     networks = {"actor": policy, **({} if head is None else {"head": head})}
     learning_rates = (config.actor.lr, config.critic.lr)[: len(networks)]
-    backends = {
-        "actor": _make_backend(config.trainer, world, "actor_optimizer", networks, learning_rates, config.actor)
-    }
+    backends = {"actor": _make_backend(config, world, "actor_optimizer", networks, learning_rates, config.actor)}
     if critic is not None:
         learning_rates = (config.critic.lr,)
         backends["critic"] = _make_backend(
-            config.trainer, world, "critic_optimizer", {"critic": critic}, learning_rates, config.critic
+            config, world, "critic_optimizer", {"critic": critic}, learning_rates, config.critic
         )
     return backends
 
 
 def _make_backend(
-    trainer: TrainerConfig,
+    config: RunConfig,
     world: World,
     name: str,
     networks: Mapping[str, nn.Module],
@@ -47,7 +46,7 @@ def _make_backend(
     """Make a DeepSpeed backend for a rank of a distributed world (which may have one rank), else one of torch.
 
     Args:
-        trainer: ZeRO stage, offloading and swapping.
+        config: the run's settings: ZeRO stage, offloading, swapping and loss scale.
         world: the ranks of the run.
         name: name of the optimizer in checkpoints.
         networks: the networks by name.
@@ -58,6 +57,9 @@ def _make_backend(
         # Imported here because it needs an optional package.
         from trainable.backend.zero import ZeroBackend
 
-        return ZeroBackend(name, networks, learning_rates, settings, trainer, world)
+        return ZeroBackend(name, networks, learning_rates, settings, config.trainer, world)
     optimizer = make_adamw(networks.values(), learning_rates, settings)
-    return TorchBackend(name, networks, optimizer, settings.grad_clip, bool(trainer.swap_to_host))
+    loss_scale = config.model.loss_scale if config.model.dtype == "float16" else 1.0
+    return TorchBackend(
+        name, networks, optimizer, settings.grad_clip, bool(config.trainer.swap_to_host), loss_scale=loss_scale
+    )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from trainable.backend.world import World
@@ -12,6 +13,9 @@ from trainable.runs.nonfinite import find_nonfinite_losses
 class Meter:
     """Sums over one update, which the passes and optimizer steps add to.
 
+    Sums stay on the device of the losses, in float64. Reading a number waits for the device, so nothing is read before
+    the end of a mini-batch.
+
     optimizer_steps: mini-batches so far, including those whose step was skipped. skipped_steps: those that were skipped
     because a loss or gradient was not finite. tokens: trained tokens so far.
     """
@@ -21,11 +25,11 @@ class Meter:
     tokens: int = 0
 
     def __post_init__(self) -> None:
-        self.step_sums: dict[str, float] = {}
-        self.token_sums: dict[str, float] = {}
-        self.grad_norm_sums: dict[str, float] = {}
+        self.step_sums: dict[str, Tensor | float] = {}
+        self.token_sums: dict[str, Tensor | float] = {}
+        self.grad_norm_sums: dict[str, Tensor | float] = {}
         self.nonfinite_names: list[str] = []
-        self.nonfinite_losses: list[str] = []
+        self._mini_batch_losses: list[tuple[str, Tensor]] = []
 
     def add(self, tokens: int, loss_terms: dict[str, Tensor], token_sums: dict[str, Tensor]) -> None:
         """Add one pass.
@@ -34,30 +38,36 @@ class Meter:
         passes of a mini-batch to its loss terms. token_sums: sums over the tokens of the pass.
         """
         self.tokens += tokens
-        self.nonfinite_losses += find_nonfinite_losses(loss_terms)
+        self._mini_batch_losses += loss_terms.items()
         for sums, terms in ((self.step_sums, loss_terms), (self.token_sums, token_sums)):
             for name, value in terms.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
+                sums[name] = sums.get(name, 0.0) + value.double()
+
+    @property
+    def nonfinite_losses(self) -> list[str]:
+        """The names of the losses of the current mini-batch that are not finite."""
+        return find_nonfinite_losses(self._mini_batch_losses)
 
     def record_step(self, grad_norm: Tensor | float, column: str) -> None:
         """Count one mini-batch and its optimizer step; `column` is the column of its gradient norm."""
         self.optimizer_steps += 1
         # A loss that was not finite is reported only if the step was skipped, and DeepSpeed does not skip for a loss.
-        self.nonfinite_losses = []
-        self.grad_norm_sums[column] = self.grad_norm_sums.get(column, 0.0) + float(grad_norm)
+        self._mini_batch_losses = []
+        self.grad_norm_sums[column] = self.grad_norm_sums.get(column, 0.0) + torch.as_tensor(grad_norm).double()
 
     def record_skipped_step(self, nonfinite_gradients: list[str]) -> None:
         """Count one mini-batch whose step was skipped, and record which losses and gradients were not finite."""
         self.optimizer_steps += 1
         self.skipped_steps += 1
         self.nonfinite_names += [*self.nonfinite_losses, *nonfinite_gradients]
-        self.nonfinite_losses = []
+        self._mini_batch_losses = []
 
     def all_reduce(self, world: World) -> "Meter":
         """Add up the sums of all ranks. Step counts and gradient norms are already equal on all ranks."""
         if world.size == 1:
             return self
         total = Meter(self.optimizer_steps, self.skipped_steps)
+        self._read_sums()
         for rank_meter in world.all_gather_object(self):
             total.tokens += rank_meter.tokens
             total.nonfinite_names += rank_meter.nonfinite_names
@@ -71,6 +81,11 @@ class Meter:
         total.grad_norm_sums = self.grad_norm_sums
         return total
 
+    def _read_sums(self) -> None:
+        """Replace tensors by numbers, which other ranks can receive."""
+        for sums in (self.step_sums, self.token_sums, self.grad_norm_sums):
+            sums |= {name: float(value) for name, value in sums.items()}
+
     def compute_means(self) -> dict[str, float]:
         """Means over mini-batches, over tokens, and of gradient norms over the steps that were applied.
 
@@ -83,4 +98,4 @@ class Meter:
             (self.grad_norm_sums, applied_steps),
         )
         # If nothing was counted, the sum is 0, and the mean is 0 instead of an error.
-        return {name: value / max(1, count) for store, count in sums_and_counts for name, value in store.items()}
+        return {name: float(value) / max(1, count) for store, count in sums_and_counts for name, value in store.items()}

@@ -1,6 +1,6 @@
 """The interface of a backend, which owns the optimizer of some networks, and its implementation in plain torch."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, TypeVar
 
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from trainable.backend.host_swap import HostSwap
 from trainable.backend.meter import Meter
 from trainable.backend.world import SINGLE_PROCESS, World
-from trainable.config.sections import OptimConfig
 from trainable.runs.flat_state import (
     check_shapes,
     compute_flat_shapes,
@@ -32,6 +31,8 @@ class Backend(Protocol):
 
     networks: Mapping[str, nn.Module]
     world: World
+    loss_scale: float
+    """What a loss is multiplied by before its backward pass, and its gradients are divided by."""
 
     def backward(self, compute_loss: Callable[[], Tensor], is_last: bool) -> None:
         """Add the gradient of the loss that `compute_loss` returns.
@@ -86,6 +87,7 @@ class TorchBackend:
         networks: the networks by name; their parameters, in this order, are those of the optimizer.
         optimizer: the optimizer of these parameters.
         max_grad_norm: gradients are clipped to this total norm.
+        loss_scale: what losses are multiplied by in backward passes; a power of two, so that this rounds nothing.
         swaps_to_host: whether trained weights and moments are in host memory while nothing reads them.
     """
 
@@ -96,9 +98,11 @@ class TorchBackend:
         optimizer: torch.optim.Optimizer,
         max_grad_norm: float,
         swaps_to_host: bool = False,
+        loss_scale: float = 1.0,
     ) -> None:
         self.name, self.networks, self.optimizer, self.max_grad_norm = name, networks, optimizer, max_grad_norm
         self.world: World = SINGLE_PROCESS
+        self.loss_scale = loss_scale
         self._weight_swap: HostSwap | None = None
         self._moment_swap: HostSwap | None = None
         if swaps_to_host:
@@ -108,20 +112,23 @@ class TorchBackend:
 
     def backward(self, compute_loss: Callable[[], Tensor], is_last: bool) -> None:
         """Add a gradient (see `Backend.backward`)."""
-        compute_loss().backward()
+        (compute_loss() * self.loss_scale).backward()
 
     def step(self, meter: Meter, norm_column: str) -> None:
         """Clip and step, or skip (see `Backend.step`). The published code skips for a gradient, but not for a loss."""
         named_weights, weights = list_named_parameters(self.networks), self._get_weights()
-        grad_norm = nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        if self.loss_scale != 1:
+            torch._foreach_div_(gradients, self.loss_scale)
+        grad_norm = nn.utils.get_total_norm(gradients)
         # Checked before the clip: a norm of NaN would make every gradient NaN, and the meter names only the bad ones.
         if torch.isfinite(grad_norm) and not meter.nonfinite_losses:
             nn.utils.clip_grads_with_norm_(weights, self.max_grad_norm, grad_norm)
             self.optimizer.step()
             meter.record_step(grad_norm, norm_column)
         else:
-            gradients = ((name, weight.grad) for name, weight in named_weights if weight.grad is not None)
-            meter.record_skipped_step(find_nonfinite_gradients(gradients, grad_norm))
+            named_gradients = ((name, weight.grad) for name, weight in named_weights if weight.grad is not None)
+            meter.record_skipped_step(find_nonfinite_gradients(named_gradients, grad_norm))
         self.optimizer.zero_grad(set_to_none=True)
 
     def gather_weights(self) -> AbstractContextManager[None]:
@@ -180,24 +187,6 @@ class TorchBackend:
 
     def _get_stateful(self) -> dict[str, nn.Module | torch.optim.Optimizer]:
         return {**self.networks, self.name: self.optimizer}
-
-
-def make_adamw(
-    networks: Iterable[nn.Module], learning_rates: Sequence[float], settings: OptimConfig
-) -> torch.optim.AdamW:
-    """AdamW over the trainable weights, with one parameter group and a constant learning rate per network.
-
-    On a GPU it is the fused kernel, which needs no scratch memory, while the default one needs another copy of the
-    weights. On a CPU the default stays, because the fused kernel rounds otherwise.
-    """
-    weights = [[weight for _, weight in get_trainable_parameters(network)] for network in networks]
-    groups = [
-        {"params": network_weights, "lr": learning_rate}
-        for network_weights, learning_rate in zip(weights, learning_rates, strict=True)
-    ]
-    # None is the default of a device; False would be the slow loop over tensors.
-    is_fused = all(weight.is_cuda for network_weights in weights for weight in network_weights) or None
-    return torch.optim.AdamW(groups, betas=settings.betas, weight_decay=settings.weight_decay, fused=is_fused)
 
 
 def list_named_parameters(networks: Mapping[str, nn.Module]) -> NamedParameters:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainable.backend.adamw import make_adamw
 from trainable.backend.host_swap import HostSwap
 from trainable.backend.meter import Meter
-from trainable.backend.torch_backend import list_named_parameters, make_adamw, select_below
+from trainable.backend.torch_backend import list_named_parameters, select_below
 from trainable.backend.world import World
 from trainable.backend.zero_weights import MOMENTS, ReplicatedWeights, ShardedWeights, Weights
 from trainable.config.constants import ZERO_BUCKET_SIZE, ZERO_MAX_LIVE_PARAMETERS
@@ -60,7 +61,7 @@ class ZeroBackend:
         trainer: TrainerConfig,
         world: World,
     ) -> None:
-        self.name, self.world = name, world
+        self.name, self.world, self.loss_scale = name, world, 1.0
         # Read before stage 3 shards the weights, which then have no shape of their own. This optimizer is not used.
         self.shapes = {network_name: compute_flat_shapes(network) for network_name, network in networks.items()}
         self.moment_shapes = compute_flat_shapes(make_adamw(networks.values(), learning_rates, settings))

@@ -186,6 +186,15 @@ class RunConfig(BaseRunConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_precision(self) -> "RunConfig":
+        if self.model.dtype == "float16" and (self.trainer.n_gpus_per_node > 1 or self.trainer.strategy == "deepspeed"):
+            raise ValueError(
+                "model.dtype=float16: its losses are scaled only where torch updates, on one GPU per run: set "
+                "trainer.n_gpus_per_node=1 and trainer.strategy=torch, or model.dtype=bfloat16"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_alarm(self) -> "RunConfig":
         if not self.early_stop.alarm:
             return self
@@ -284,6 +293,10 @@ class RunConfig(BaseRunConfig):
             del settings["actor"]["tis_mode"], settings["actor"]["tis_imp_ratio_floor"]
         if not self.model.compiled_passes:
             del settings["model"]["compiled_passes"]
+        if self.model.dtype != "float16":
+            del settings["model"]["loss_scale"]
+        if self.model.head_dtype == "model" or self.model.dtype == "float32":
+            del settings["model"]["head_dtype"]
         return settings
 
 

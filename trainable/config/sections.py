@@ -48,6 +48,7 @@ from trainable.config.setting_types import (
     NonNegative,
     ParseNull,
     Positive,
+    PowerOfTwo,
     check_episodes,
 )
 
@@ -75,8 +76,18 @@ class ModelConfig(Section):
     chat_format: Literal["auto", "chatml"] = Field(
         "auto", description="auto: the tokenizer's chat template, or ChatML if it has none; chatml: always ChatML"
     )
-    dtype: Literal["float32", "bfloat16"] = Field(
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16", description="precision of forward and backward passes; weights, optimizer and sums stay float32"
+    )
+    loss_scale: PowerOfTwo = Field(
+        2.0**16,
+        description="a power of two that losses are multiplied by in backward passes in float16, and gradients divided "
+        "by, since float16 would round the smallest ones to 0",
+    )
+    head_dtype: Literal["model", "float32"] = Field(
+        "model",
+        description="type of logits in trainer, engine and reference; model: model.dtype; float32: the same products, "
+        "summed in float32 and not rounded",
     )
     enable_gradient_checkpointing: bool = Field(
         True, description="recompute each block in the backward pass: less memory, slower"

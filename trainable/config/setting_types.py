@@ -1,5 +1,6 @@
 """Types of single settings: named bounds, choices and parsers."""
 
+import math
 import unicodedata
 from typing import Annotated, Literal, TypeVar
 
@@ -23,8 +24,19 @@ def is_common(field: FieldInfo) -> bool:
 KLKind = Literal[(*KL_KINDS, EXACT_KL, *(f"{kind}+" for kind in KL_KINDS))]  # type: ignore[valid-type]
 """A KL estimator from sampled tokens, the exact KL, or, with `+`, the value of an estimator with the gradient of k2."""
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+def _check_power_of_two(number: float) -> float:
+    """Return `number`; ValueError unless it is a power of two."""
+    mantissa, exponent = math.frexp(number)
+    if mantissa != 0.5:
+        raise ValueError(f"must be a power of two, such as {2.0 ** (exponent - 1):g}")
+    return number
+
+
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+PowerOfTwo = Annotated[float, Field(ge=1, le=2.0**60), AfterValidator(_check_power_of_two)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]

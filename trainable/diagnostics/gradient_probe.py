@@ -39,7 +39,7 @@ from trainable.runs.run import Row
 
 FOLDS = 8
 """Maximum number of folds. Full gradients take 2 x FOLDS x components copies of the parameters."""
-ROUNDING_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+ROUNDING_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 """Below which size a gradient counts as rounding error, by the type of the passes.
 
 The size is the norm of the gradient divided by its coefficient and by the norm of the task's gradient with every
@@ -297,18 +297,22 @@ class _Probe:
     def _compute_gradients(self, inputs: PassInputs) -> tuple[ComponentGradients, dict[str, float]]:
         """Gradient and value of each term in one pass. `.grad` is not changed."""
         terms = self.update.compute_loss_terms(inputs, Meter())
-        parameters, last_number = self._parameters, len(terms) - 1
+        last_number = len(terms) - 1
         gradients = {
             # All terms share one forward pass, so its graph is kept until the last term. A term may not depend on some
             # parameter, such as the policy loss on the value head: its gradient is then 0.
-            name: self._compress_gradient(
-                torch.autograd.grad(
-                    term, parameters, retain_graph=number < last_number, allow_unused=True, materialize_grads=True
-                )
-            )
+            name: self._compress_gradient(self._differentiate(term, retain_graph=number < last_number))
             for number, (name, term) in enumerate(terms.items())
         }
         return gradients, {name: float(term.detach()) for name, term in terms.items()}
+
+    def _differentiate(self, loss: Tensor, retain_graph: bool = False) -> list[Tensor]:
+        """The gradient of a loss, which is scaled in the backward pass as in an update."""
+        scale = self.update.backend.loss_scale
+        gradients = torch.autograd.grad(
+            loss * scale, self._parameters, retain_graph=retain_graph, allow_unused=True, materialize_grads=True
+        )
+        return [gradient.div_(scale) for gradient in gradients]
 
     def _compress_gradient(self, gradient: Sequence[Tensor]) -> list[Tensor]:
         """The stored form of a gradient: itself in float32, or its sketch."""
@@ -375,9 +379,7 @@ class _Probe:
         """The task's gradient with every advantage 1: a scale that does not depend on the rewards."""
         unit_targets = inputs.targets._replace(advantages=torch.ones_like(inputs.targets.advantages))
         task_loss = self.update.compute_loss_terms(inputs._replace(targets=unit_targets), Meter())["task"]
-        return self._compress_gradient(
-            torch.autograd.grad(task_loss, self._parameters, allow_unused=True, materialize_grads=True)
-        )
+        return self._compress_gradient(self._differentiate(task_loss))
 
 
 def _make_rounding_row(row: Row) -> Row:

@@ -115,6 +115,7 @@ def load_policy(
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     model = _load_qwen2(folder) if _is_plain_qwen2(folder) else _load_hub_model(folder)
     model.model.pass_settings = pass_settings
+    model.lm_head.float32_logits = pass_settings.float32_logits
     chat = read_chat_format(folder, tokenizer, model.shape.eos_token_id, format_name)
     return Policy(model.to(device), tokenizer, folder, chat)
 
@@ -186,7 +187,8 @@ def make_value_model(model: "Qwen2 | HubModel", trunk: nn.Module, device: torch.
         with torch.device("meta"):  # the trunk that the constructor makes is replaced below, so it takes no memory
             critic = ValueModel(model.shape)
         critic.model = cast(Qwen2Trunk, trunk)
-        critic.score.to_empty(device=device)
+        for name, weight in list(critic.score.named_parameters()):  # `to_empty` would import sympy
+            setattr(critic.score, name, nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype, device=device)))
         return critic
     from trainable.models.hub_model import HubTrunk, HubValueModel
 
@@ -215,7 +217,10 @@ def make_codec(tokenizer: Tokenizer) -> Codec:
 def make_pass_settings(settings: ModelConfig) -> PassSettings:
     """The pass settings of a run's networks: precision and recomputation."""
     return PassSettings(
-        getattr(torch, settings.dtype), settings.enable_gradient_checkpointing, settings.compiled_passes
+        getattr(torch, settings.dtype),
+        settings.enable_gradient_checkpointing,
+        settings.compiled_passes,
+        settings.head_dtype == "float32",
     )
 
 

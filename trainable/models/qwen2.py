@@ -4,9 +4,8 @@
 `extend` grows a key-value cache whose slots all rows share. Both give the numbers of transformers' Qwen2ForCausalLM.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from trainable.algo.vocabulary import compute_logits
 from trainable.config.compiled_limits import find_size_obstacle
 from trainable.models.kv_cache import KVCache
 from trainable.models.packing import PackedRows, causal_attention, pack_rows
@@ -27,14 +27,17 @@ passes with longer ones."""
 class PassSettings(NamedTuple):
     """How a network's passes are computed; its weights are float32 in any case.
 
-    dtype: type of matrix products. With bfloat16 (torch.autocast), residuals, norms and rotary positions stay float32.
+    dtype: type of matrix products. In half precision (torch.autocast), residuals, norms and rotary positions stay
+    float32.
     recompute: gradient checkpointing, which keeps only the input of each block and runs the block again in the backward
     pass. compiled: blocks of whole sequences in compiled code, for float32 on the CPU without `recompute`.
+    float32_logits: whether logits of half-precision states are float32 (see `compute_logits`).
     """
 
     dtype: torch.dtype = torch.float32
     recompute: bool = False
     compiled: bool = False
+    float32_logits: bool = False
 
 
 class RMSNorm(nn.Module):
@@ -98,7 +101,7 @@ class Attention(nn.Module):
         groups = self.heads // self.kv_heads
         # Queries of the heads that share a key head become rows of one product, so that no key is copied.
         folded_queries = q.reshape(batch, self.kv_heads, groups * new_tokens, self.head_dim)
-        if q.dtype == torch.bfloat16:  # the products below would round scores to bfloat16; fused attention does not
+        if q.dtype in (torch.float16, torch.bfloat16):  # the products below would round scores; fused ones do not
             return self._attend_fused(folded_queries, keys, values, bias)
         scores = folded_queries @ keys.transpose(-1, -2) * self.head_dim**-0.5
         scores = scores.view(batch, self.kv_heads, groups, new_tokens, -1) + bias[:, None, None]
@@ -194,6 +197,15 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class TokenEmbedding(nn.Embedding):
+    """An embedding that a model on the meta device makes at once."""
+
+    def reset_parameters(self) -> None:
+        """Draw random weights, except on the meta device: there it would import torch's compiler, for no numbers."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 class Qwen2Trunk(nn.Module):
     """Embedding, blocks and final norm: tokens to hidden states, which are in the type of `pass_settings`."""
 
@@ -201,7 +213,7 @@ class Qwen2Trunk(nn.Module):
         super().__init__()
         self.shape = shape
         self.pass_settings = PassSettings()
-        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.embed_tokens = TokenEmbedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
@@ -350,20 +362,25 @@ class Qwen2Trunk(nn.Module):
             return self.norm(x)
 
 
-class LanguageHead(nn.Linear):
-    """Hidden states to the vocabulary, in the type of the hidden states."""
+class HeadFunction(Protocol):
+    """A function of hidden states (N, h) and the weight (V, h) of a head; `float32_logits`: see `compute_logits`."""
 
-    def forward(self, hidden: Tensor, head_function: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
+    def __call__(self, hidden: Tensor, weight: Tensor, *, float32_logits: bool) -> Any: ...  # noqa: D102
+
+
+class LanguageHead(nn.Linear):
+    """Hidden states to the vocabulary, in the type of the hidden states or in float32."""
+
+    float32_logits = False
+    """Whether logits of half-precision states are float32 (`model.head_dtype`)."""
+
+    def forward(self, hidden: Tensor, head_function: HeadFunction | None = None) -> Any:
         """Logits (..., V) of `hidden` (..., h).
 
         With `head_function`, its result for (hidden, weight) instead: a function can work in chunks, without all
         logits in memory at once.
         """
-        return (
-            F.linear(hidden, self.weight.to(hidden.dtype))
-            if head_function is None
-            else head_function(hidden, self.weight)
-        )
+        return (head_function or compute_logits)(hidden, self.weight, float32_logits=self.float32_logits)
 
 
 class ValueHead(nn.Linear):

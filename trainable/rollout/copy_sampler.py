@@ -53,9 +53,6 @@ class CopySampler:
     def sleep(self) -> None:
         """Do nothing: the copy stays where it is."""
 
-    def wake_up(self) -> None:
-        """Do nothing: the copy never sleeps."""
-
     def close(self) -> None:
         """Do nothing: there is no engine to end."""
 

@@ -127,6 +127,7 @@ class SyncedSampler(Sampler, Protocol):
     """A sampler with its own copy of the policy's weights (see `trainable.rollout.vllm_sampler.VllmSampler`)."""
 
     is_sleeping: bool
+    """Whether its weights are discarded, until `update_weights`."""
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy all weights, which come under their names on the hub; wakes the sampler."""
@@ -137,11 +138,7 @@ class SyncedSampler(Sampler, Protocol):
         ...
 
     def sleep(self) -> None:
-        """Free device memory, if the sampler can."""
-        ...
-
-    def wake_up(self) -> None:
-        """Bring the sampler back with the weights that it had."""
+        """Discard the weights to free device memory, if the sampler can."""
         ...
 
     def close(self) -> None:
@@ -173,6 +170,7 @@ class SyncedEngine:
         self.sampler, self.config, self.model = sampler, config, policy.model
         self.device, self.prompt, self.gather_weights = device, prompt, gather_weights
         self.prompt_mismatch: float | None = None
+        self.synced_step = 0
         if config.rollout.weight_noise:  # until the first sync, the sampler would have exact weights
             self.sync_weights(step=0)
 
@@ -181,14 +179,18 @@ class SyncedEngine:
         self.sampler.sleep()
 
     def wake_up(self) -> AbstractContextManager[None]:
-        """Bring the engine back with the weights that it had when it went to sleep."""
-        # Not if it is awake: `wake_up` resets the prefix cache, which is still valid for these weights.
+        """Give the engine the weights that it had when it went to sleep, unless it is awake.
+
+        These are still the trainer's, because every change is followed by a sync, which wakes the engine.
+        """
         if self.sampler.is_sleeping:
-            self.sampler.wake_up()
+            with self.gather_weights():
+                self.sampler.update_weights(self._iter_weights(self.synced_step))
         return nullcontext()
 
     def sync_weights(self, step: int) -> None:
         """Copy all weights, and compare the log-probs of the fixed prompt (see `Engine.sync_weights`)."""
+        self.synced_step = step
         # Outside of the context, stage 3 has only a shard of the weights on each rank.
         with self.gather_weights():
             self.sampler.update_weights(self._iter_weights(step))
@@ -270,6 +272,7 @@ def _make_vllm_sampler(config: RunConfig, policy: Policy, device: torch.device, 
             cache_bytes,
             enforce_eager=rollout.enforce_eager,
             enable_sleep_mode=rollout.free_cache_engine,
+            head_dtype=config.model.head_dtype,
         ),
     )
 

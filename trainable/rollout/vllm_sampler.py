@@ -42,11 +42,11 @@ class EngineSettings:
     """Settings with which the engine is started.
 
     device: where the engine samples; a GPU must be the first visible one of the process. dtype: computation type, as
-    vLLM names it (float32, bfloat16). max_model_len: maximum number of tokens in a conversation.
+    vLLM names it (float32, bfloat16, float16). max_model_len: maximum number of tokens in a conversation.
     gpu_memory_utilization: fraction of the GPU for weights, activations and KV cache. kv_cache_memory_bytes: size of
     the KV cache, which then replaces this fraction; on a CPU the default is CPU_CACHE_BYTES. enforce_eager: whether to
     run without CUDA graphs. enable_sleep_mode: whether `sleep` frees the GPU memory of weights and cache. max_num_seqs:
-    maximum number of rows that are decoded at once; further rows wait.
+    maximum number of rows that are decoded at once; further rows wait. head_dtype: that of logits, model or float32.
     """
 
     device: torch.device
@@ -57,6 +57,7 @@ class EngineSettings:
     enforce_eager: bool = True
     enable_sleep_mode: bool = False
     max_num_seqs: int = 256
+    head_dtype: str = "model"
 
 
 class VllmSampler:
@@ -110,7 +111,7 @@ class VllmSampler:
         mixture of old and new weights, until the next complete update.
         """
         # Only the memory of the weights, as vLLM's documentation of its sleep mode recommends: loading them needs
-        # memory, too. `self.wake_up()` below brings back the memory of the cache.
+        # memory, too. `_restore_cache` below brings back the memory of the cache.
         if self.is_sleeping:
             with _lock_gpu_memory(self.settings.device):
                 self.llm.wake_up(tags=["weights"])
@@ -123,22 +124,10 @@ class VllmSampler:
                 f"vLLM would sample from old values of {len(errors)} tensors ({examples}): pass every tensor of the "
                 f"model once, in its shape and under its name on the hub, including a tied {LM_HEAD_NAME}."
             )
-        self.wake_up()
+        self._restore_cache()
 
-    def sleep(self) -> None:
-        """Free the GPU memory of weights and cache until `update_weights` or `wake_up`.
-
-        Does nothing on a CPU, without `enable_sleep_mode`, or if the engine is asleep. No conversation may be open.
-        """
-        # Level 1 keeps the weights in host memory: a step that trains nothing is followed by no sync, and wakes up with
-        # the same weights. Level 2 would discard them.
-        if self.settings.enable_sleep_mode and self.settings.device.type == "cuda" and not self.is_sleeping:
-            with _lock_gpu_memory(self.settings.device):
-                self.llm.sleep(level=1)
-            self.is_sleeping = True
-
-    def wake_up(self) -> None:
-        """Undo `sleep`, if necessary, and empty the prefix cache.
+    def _restore_cache(self) -> None:
+        """Bring back the memory of the KV cache, if the engine sleeps, and empty the prefix cache.
 
         Raises RuntimeError if the cache cannot be emptied, because replies are being sampled.
         """
@@ -152,6 +141,17 @@ class VllmSampler:
                 "vLLM cannot reset its prefix cache while replies are being sampled: let `sample_replies` return "
                 "before weights are synced."
             )
+
+    def sleep(self) -> None:
+        """Discard weights and cache, which frees their GPU memory until `update_weights`.
+
+        Does nothing on a CPU, without `enable_sleep_mode`, or if the engine is asleep. No conversation may be open.
+        """
+        # Level 2 discards the weights. Level 1 would copy them to host memory and back, to be overwritten there.
+        if self.settings.enable_sleep_mode and self.settings.device.type == "cuda" and not self.is_sleeping:
+            with _lock_gpu_memory(self.settings.device):
+                self.llm.sleep(level=2)
+            self.is_sleeping = True
 
     def compute_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
         """Log-probs (T - 1,) of each row's tokens without the first, at temperature 1, under the engine's weights.
@@ -380,6 +380,7 @@ def _make_engine_arguments(settings: EngineSettings) -> dict[str, object]:
         cache_bytes = CPU_CACHE_BYTES
     return {
         "dtype": settings.dtype,
+        "hf_overrides": {"head_dtype": settings.head_dtype},
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
         "gpu_memory_utilization": settings.gpu_memory_utilization,

@@ -1,6 +1,6 @@
 """Find tensors that are not finite, and end a run that cannot recover from them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -75,6 +75,10 @@ def format_names(names: list[str]) -> str:
     return ", ".join(names[:_MAX_NAMES_SHOWN]) + (f" and {hidden_count} more" if hidden_count > 0 else "")
 
 
-def find_nonfinite_losses(losses: dict[str, Tensor]) -> list[str]:
+def find_nonfinite_losses(losses: Sequence[tuple[str, Tensor]]) -> list[str]:
     """The names of the losses (scalars) that are not finite."""
-    return [name for name, value in losses.items() if not bool(torch.isfinite(value))]
+    # The common case waits for the device once: a sum is finite only if every number is. It can overflow although each
+    # number is finite. The list below is then empty.
+    if not losses or bool(torch.isfinite(torch.stack([value for _, value in losses]).sum())):
+        return []
+    return [name for name, value in losses if not bool(torch.isfinite(value))]

@@ -540,12 +540,9 @@ def _list_vllm_allocations(shape: ModelShape, config: RunConfig, budget: int, fr
         needed_bytes = compute_step_kv_bytes(shape, config, dtype_bytes, count_ranks(config))
         smallest_bytes = compute_conversation_kv_bytes(shape, dtype_bytes, compute_max_tokens(config))
         kv_bytes = max(min(needed_bytes, free_bytes - other_bytes - merged_bytes), smallest_bytes)
-    # A sleeping engine keeps its weights in host memory.
     phases = _list_vllm_phases(config)
     return [
-        _make_phase_allocation(
-            "vLLM weights", dict.fromkeys(phases, weight_bytes), weight_bytes if rollout.free_cache_engine else 0
-        ),
+        _make_phase_allocation("vLLM weights", dict.fromkeys(phases, weight_bytes)),
         _make_phase_allocation("vLLM work space", dict.fromkeys(phases, work_bytes)),
         # Below 0 there is no cache at all; `MemoryPlan.cache_shortfall` then says how much vLLM lacks.
         _make_phase_allocation(KV_CACHE_NAME, dict.fromkeys(phases, max(kv_bytes, 0))),

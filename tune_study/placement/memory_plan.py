@@ -321,7 +321,7 @@ def format_memory_plan(memory_plan: MemoryPlan) -> list[str]:
             "The weights are counted on a model that is built from its config.json. The memory of its passes is "
             "estimated as for a Qwen2 of the same widths; its attention may need more."
         )
-    if memory_plan.host_bytes:  # only of a sleeping vLLM and of offloading
+    if memory_plan.host_bytes:  # only of swapping and offloading
         all_runs_text = format_gib(memory_plan.host_bytes * memory_plan.runs_per_node)
         sentences.append(
             f"Extra CPU memory: {format_gib(memory_plan.host_bytes)} GiB for each run, {all_runs_text} GiB for "

@@ -180,7 +180,7 @@ def estimate_step_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates)
 
     The ranks of a run divide the work among them. A run on a fraction of a GPU shares its time with other runs.
     """
-    flops_per_s = ASSUMED_MFU * rates.peak_flops_per_s / (1 if config.model.dtype == "bfloat16" else FLOAT32_SLOWDOWN)
+    flops_per_s = ASSUMED_MFU * rates.peak_flops_per_s / (FLOAT32_SLOWDOWN if config.model.dtype == "float32" else 1)
     rows = -(-config.env.env_groups * config.env.group_size // memory.count_ranks(config))
     update_seconds = estimate_update_flops(shape, config) / memory.count_ranks(config) / flops_per_s
     gpu_seconds = update_seconds + estimate_sampling_seconds(shape, config, rows, rates)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.strategies.algo import examples
 from trainable.algo.losses import entropy_from_logits, full_kl, logprobs_from_logits
-from trainable.algo.vocabulary import TokenStatistics, compute_token_statistics, logprobs_from_hidden
+from trainable.algo.vocabulary import TokenStatistics, compute_logits, compute_token_statistics, logprobs_from_hidden
 
 ROWS, HIDDEN, VOCABULARY, TEMPERATURE = 10, 5, 7, 0.8
 
@@ -167,6 +167,43 @@ def test_half_precision_states_are_multiplied_so_and_reduced_in_float32(elements
     assert_close([statistics.logprobs], [logprobs_from_logits(logits, case.tokens)], 1e-6)
     hidden, weight = case.compute_gradients(statistics)
     assert (hidden.dtype, weight.dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("elements", [2 * VOCABULARY, None])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_float32_logits_are_exact_products_of_the_rounded_numbers(dtype: torch.dtype, elements: int | None) -> None:
+    case = Case(7, dtype=dtype)
+    exact_case = Case(7, dtype=dtype)
+    exact_case.weight = case.weight.detach().to(dtype).double().requires_grad_()
+    exact_case.hidden = case.hidden.detach().double().requires_grad_()
+    reference_hidden, reference_weight = case.reference
+    case.reference = exact_case.reference = (reference_hidden, reference_weight.to(dtype))
+    expected = exact_case.compute_expected_statistics()
+    statistics = compute_token_statistics(
+        case.hidden, case.weight, case.tokens, TEMPERATURE, True, case.reference, elements, float32_logits=True
+    )
+    assert_close(statistics, expected, 3e-6)
+    rounded_logprobs = case.compute_statistics(elements).logprobs.double()
+    assert (rounded_logprobs - expected.logprobs).abs().max() > 1e-4
+    # The head's gradient is float32, while that of the states has their type.
+    hidden_gradient, weight_gradient = case.compute_gradients(statistics)
+    exact_hidden_gradient, exact_weight_gradient = exact_case.compute_gradients(expected)
+    assert_close([weight_gradient], [exact_weight_gradient], 0.03)
+    assert_close([hidden_gradient], [exact_hidden_gradient], 0.03)
+    assert_close(
+        [logprobs_from_hidden(case.hidden, case.weight, case.tokens, TEMPERATURE, elements, float32_logits=True)],
+        [expected.logprobs],
+        3e-6,
+    )
+
+
+def test_float32_logits_of_whole_tensors() -> None:
+    hidden, weight = torch.randn(2, 3, HIDDEN).bfloat16(), torch.randn(VOCABULARY, HIDDEN)
+    logits = compute_logits(hidden, weight, float32_logits=True)
+    assert (logits.shape, logits.dtype) == ((2, 3, VOCABULARY), torch.float32)
+    assert_close([logits], [hidden.double() @ weight.bfloat16().double().T], 1e-5)
+    assert compute_logits(hidden, weight).dtype == torch.bfloat16
+    assert torch.equal(compute_logits(hidden.float(), weight, float32_logits=True), hidden.float() @ weight.T)
 
 
 def test_the_heads_gradient_is_summed_over_chunks_in_float32() -> None:

@@ -188,6 +188,30 @@ def test_the_hash_names_what_can_change_a_result() -> None:
         assert apply_overrides(default, overrides).compute_hash() != default.compute_hash()
 
 
+def test_the_settings_of_half_precision_are_hashed_where_they_are_read() -> None:
+    def compute_hash(**settings: object) -> str:
+        return apply_overrides(RunConfig(), {f"model.{name}": value for name, value in settings.items()}).compute_hash()
+
+    assert compute_hash() == compute_hash(loss_scale=1024)
+    assert compute_hash(dtype="float16") != compute_hash(dtype="float16", loss_scale=1024)
+    assert compute_hash() != compute_hash(head_dtype="float32")
+    assert compute_hash(dtype="float32") == compute_hash(dtype="float32", head_dtype="float32")
+
+
+@pytest.mark.parametrize("scale", [1, 1024, 2.0**40])
+def test_a_loss_scale_is_a_power_of_two(scale: float) -> None:
+    assert apply_overrides(RunConfig(), {"model.loss_scale": scale}).model.loss_scale == scale
+    with pytest.raises(ConfigError, match=r"model\.loss_scale=.*must be a power of two, such as [0-9e+.]+"):
+        apply_overrides(RunConfig(), {"model.loss_scale": 3 * scale})
+
+
+@pytest.mark.parametrize("overrides", [{"trainer.strategy": "deepspeed"}, {"trainer.n_gpus_per_node": 2}])
+def test_float16_is_refused_where_deepspeed_updates(overrides: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"model\.dtype=float16: .*model\.dtype=bfloat16"):
+        apply_overrides(RunConfig(), {"model.dtype": "float16", **overrides})
+    assert apply_overrides(RunConfig(), {"model.dtype": "float16"}).model.dtype == "float16"
+
+
 def test_a_config_survives_json() -> None:
     config = apply_overrides(RunConfig(), {"actor.betas": "[0.9, 0.95]", "trainer.logger": "['wandb']", "lam": "0.95"})
     assert RunConfig.model_validate(json.loads(config.model_dump_json())) == config

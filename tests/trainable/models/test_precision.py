@@ -19,10 +19,11 @@ from tests.fakes.scripted import (
 from tests.trainable.algo.test_vocabulary import LargestTensorMode
 from trainable.algo.batching import order_length_stratified
 from trainable.algo.losses import logprobs_from_logits
+from trainable.backend.meter import Meter
 from trainable.backend.torch_backend import TorchBackend
 from trainable.config.sections import ActorConfig, CriticConfig, ModelConfig
 from trainable.diagnostics.cross_scores import compute_cross_scores
-from trainable.diagnostics.gradient_probe import probe_gradients
+from trainable.diagnostics.gradient_probe import ROUNDING_TOLERANCE, probe_gradients
 from trainable.models.load import Policy, load_policy, make_critic, make_frozen_copy, make_pass_settings
 from trainable.models.qwen2 import PassSettings, Qwen2
 from trainable.ppo import update
@@ -182,6 +183,101 @@ def test_cross_scores_and_the_sampler_compute_as_the_network_does() -> None:
     sample_logprobs(make_wide_model(PassSettings()))
 
 
+# ---------------------------------------------------------------------------- float16, and a head in float32
+
+FLOAT16 = PassSettings(torch.float16)
+
+
+def test_float16_is_nearer_to_float32_than_bfloat16() -> None:
+    tokens = make_tokens()
+    positions = torch.arange(tokens.numel())
+
+    def compute_hidden(pass_settings: PassSettings) -> Tensor:
+        return make_wide_model(pass_settings).model.compute_hidden_states(tokens, positions)
+
+    exact = compute_hidden(PassSettings())
+    error, bfloat16_error = (compute_relative_error(compute_hidden(kind), exact) for kind in (FLOAT16, BFLOAT16))
+    assert compute_hidden(FLOAT16).dtype == torch.float16
+    assert 1e-5 < error < bfloat16_error / 4  # three more bits of a fraction: 1/8
+
+
+def test_an_update_in_float16_is_near_and_nearer_than_one_in_bfloat16() -> None:
+    settings = ActorConfig(**CUT, entropy_coeff=0.1, use_kl_loss=True, kl_loss_type="full")
+    means = {}
+    for pass_settings in (PassSettings(), FLOAT16, BFLOAT16):
+        model = make_wide_model(pass_settings)
+        loss_scale = 2.0**16 if pass_settings == FLOAT16 else 1.0
+        means[pass_settings] = run_update(model, settings, make_frozen_copy(model), loss_scale)
+        assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+    exact = means[PassSettings()]
+    for name in ("pg_loss", "entropy_loss", "actor_grad_norm"):
+        assert means[FLOAT16][name] == pytest.approx(exact[name], rel=2e-3, abs=2e-3), name
+        assert abs(means[FLOAT16][name] - exact[name]) < abs(means[BFLOAT16][name] - exact[name]), name
+
+
+def compute_tiny_gradient(pass_settings: PassSettings, loss_scale: float) -> Tensor:
+    """The gradient with which the optimizer steps, for a loss so small that float16 rounds its gradients to 0."""
+    model = make_wide_model(pass_settings)
+    optimizer, gradients = torch.optim.SGD(model.parameters(), lr=1.0), list[Tensor]()
+
+    def record(*_: object) -> None:
+        gradients.extend(weight.grad.flatten().clone() for weight in model.parameters() if weight.grad is not None)
+
+    optimizer.register_step_pre_hook(record)
+    backend = TorchBackend("optimizer", {"actor": model}, optimizer, 1.0, loss_scale=loss_scale)
+    weights = torch.randn(51, 64, generator=torch.Generator().manual_seed(1))
+
+    def compute_loss() -> Tensor:
+        hidden = model.model.compute_hidden_states(make_tokens(), torch.arange(51))
+        return (hidden.float() * weights).sum() * 1e-9
+
+    backend.backward(compute_loss, is_last=True)
+    backend.step(Meter(), "norm")
+    return torch.cat(gradients)
+
+
+def test_a_loss_scale_keeps_gradients_that_float16_would_round_to_zero() -> None:
+    exact = compute_tiny_gradient(PassSettings(), 1.0)
+    assert compute_relative_error(compute_tiny_gradient(FLOAT16, 1.0), exact) > 0.5
+    assert compute_relative_error(compute_tiny_gradient(FLOAT16, 2.0**16), exact) < 0.01
+    assert torch.equal(compute_tiny_gradient(PassSettings(), 2.0**16), exact)  # a power of two rounds nothing
+
+
+def test_the_probe_scales_losses_as_an_update_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Such small advantages would count as rounding error.
+    monkeypatch.setitem(ROUNDING_TOLERANCE, "float16", 0.0)
+
+    def measure_norms(pass_settings: PassSettings, loss_scale: float) -> dict[tuple[str, str], float]:
+        model = make_wide_model(pass_settings)
+        batch, targets = make_batch(model)
+        targets = targets._replace(advantages=targets.advantages * 1e-7)
+        actor = ActorUpdate(model, make_backend(loss_scale, actor=model), ActorConfig(**CUT), 1.0)
+        stds = {0: 0.5, 1: 1.0, 2: 2.0}
+        generator = torch.Generator().manual_seed(0)
+        rows = probe_gradients(actor, batch, targets, stds, 2, "quantile", generator, dtype="float16").rows
+        return {(row["bucket"], row["component"]): row["mean_norm"] for row in rows}
+
+    exact = measure_norms(PassSettings(), 1.0)
+    assert measure_norms(PassSettings(), 2.0**16) == exact
+    assert measure_norms(FLOAT16, 2.0**16) == pytest.approx(exact, rel=1e-2)
+    assert measure_norms(FLOAT16, 1.0) != pytest.approx(exact, rel=1e-2)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_head_in_float32_gives_every_network_and_the_sampler_float32_logits(dtype: str) -> None:
+    overrides = {"model__dtype": dtype, "model__compiled_passes": False, "rollout__name": "torch"}
+    trainer = PPOTrainer(make_small_config(**overrides, model__head_dtype="float32", actor__use_kl_loss=True))
+    assert trainer.reference is not None
+    for network in (trainer.model, trainer.reference):
+        hidden = network.model.compute_hidden_states(torch.tensor([[1, 2, 3]]), torch.arange(3))
+        assert (hidden.dtype, network.lm_head(hidden).dtype) == (getattr(torch, dtype), torch.float32)
+    row = trainer.step().row
+    assert row["nonfinite_updates"] == 0
+    rounded_row = PPOTrainer(make_small_config(**overrides, actor__use_kl_loss=True)).step().row
+    assert row["entropy_loss"] == pytest.approx(rounded_row["entropy_loss"], abs=0.05)
+    assert row["entropy_loss"] != rounded_row["entropy_loss"]
+
+
 # ---------------------------------------------------------------------------- recomputed blocks
 
 
@@ -238,14 +334,16 @@ def make_batch(model: Qwen2, count: int = 12) -> tuple[Batch, Targets]:
     return batch._replace(logprobs=logprobs), Targets(noise, noise, 0.5 * noise, logprobs + 0.1 * noise)
 
 
-def make_backend(**networks: torch.nn.Module) -> TorchBackend:
+def make_backend(loss_scale: float = 1.0, **networks: torch.nn.Module) -> TorchBackend:
     weights = [weight for network in networks.values() for weight in network.parameters()]
-    return TorchBackend("optimizer", networks, torch.optim.AdamW(weights, 1e-3), 1.0)
+    return TorchBackend("optimizer", networks, torch.optim.AdamW(weights, 1e-3), 1.0, loss_scale=loss_scale)
 
 
-def run_update(model: Qwen2, settings: ActorConfig, reference: Qwen2 | None = None) -> dict[str, float]:
+def run_update(
+    model: Qwen2, settings: ActorConfig, reference: Qwen2 | None = None, loss_scale: float = 1.0
+) -> dict[str, float]:
     batch, targets = make_batch(model)
-    actor = ActorUpdate(model, make_backend(actor=model), settings, 1.0, reference)
+    actor = ActorUpdate(model, make_backend(loss_scale, actor=model), settings, 1.0, reference)
     return actor.run(batch, targets, order_length_stratified(batch.lengths)).compute_means()
 
 

@@ -1,6 +1,8 @@
 """An engine with its own copy of the weights: what is synced, what noise does, and that a run can be continued."""
 
 import itertools
+from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +11,10 @@ from tests.fakes.scripted import clone_tensors, make_small_config
 from tests.fakes.trainers import QUIET_SETTINGS, Row, make_quiet_trainer, run_steps
 from trainable.config.run_config import ConfigError, apply_overrides
 from trainable.config.seeds import make_rng
+from trainable.models.load import Policy
 from trainable.models.lora import iter_hub_weights
 from trainable.ppo.trainer import PPOTrainer
+from trainable.rollout.copy_sampler import CopySampler
 from trainable.rollout.engine import SyncedEngine, iter_noisy_weights
 from trainable.rollout.logprob_mismatch import EngineMismatchError
 
@@ -156,3 +160,43 @@ def test_settings_that_are_off_are_not_in_the_hash() -> None:
     assert apply_overrides(config, {"rollout.weight_noise": 0.1}).compute_hash() != config.compute_hash()
     capped = apply_overrides(config, {"actor.tis_imp_ratio_cap": 2.0})
     assert apply_overrides(capped, {"actor.tis_mode": "token_mask"}).compute_hash() != capped.compute_hash()
+
+
+class SleepingSampler(CopySampler):
+    """A copy that loses its weights when it sleeps, as vLLM does on a GPU."""
+
+    def __init__(self, sampler: CopySampler) -> None:
+        super().__init__(Policy(sampler.model, None, Path()), sampler.sampler)  # type: ignore[arg-type]
+        self.sleeps, self.wakes = 0, 0
+
+    @torch.no_grad()
+    def sleep(self) -> None:
+        self.is_sleeping = True
+        self.sleeps += 1
+        for weight in self.model.parameters():
+            weight.fill_(torch.nan)
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().update_weights(weights)
+        self.wakes += self.is_sleeping
+        self.is_sleeping = False
+
+
+@pytest.mark.parametrize("noise", [1e-30, 0.02])
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_a_sleeping_engine_wakes_with_the_weights_of_the_last_sync(
+    noise: float, is_empty: bool, random_folder: Path
+) -> None:
+    """A step that trains nothing is not followed by a sync, so the next rollout needs the old weights."""
+    overrides: dict[str, object] = dict(IN_TORCH)
+    if is_empty:  # the random model never writes a valid answer, so all scores of a group are equal
+        overrides |= {"model__path": str(random_folder), "filter__rollout_filter_include_zero": False}
+    expected = run_steps(make_noisy_trainer(noise, **overrides), 3)
+    trainer = make_noisy_trainer(noise, **overrides)
+    assert isinstance(trainer.engine, SyncedEngine)
+    assert isinstance(trainer.engine.sampler, CopySampler)
+    sampler = SleepingSampler(trainer.engine.sampler)
+    trainer.engine.sampler = sampler
+    assert run_steps(trainer, 3) == expected
+    assert sampler.sleeps == 3
+    assert (sampler.wakes, sampler.is_sleeping) == ((2, True) if is_empty else (3, False))

@@ -114,8 +114,11 @@ def test_nonfinite_gradients_weights_and_losses_are_named() -> None:
     assert find_nonfinite_weights(named_parameters) == []
     broken.data[1] = math.nan
     assert find_nonfinite_weights(named_parameters) == ["weight b"]
-    losses = {"pg_loss": torch.tensor(math.nan), "kl_loss": torch.tensor(1.0), "entropy_loss": torch.tensor(-math.inf)}
-    assert find_nonfinite_losses(losses) == ["pg_loss", "entropy_loss"]
+    losses = [("pg_loss", torch.tensor(math.nan)), ("kl_loss", torch.tensor(1.0)), ("entropy", torch.tensor(-math.inf))]
+    assert find_nonfinite_losses(losses) == ["pg_loss", "entropy"]
+    assert find_nonfinite_losses(losses[1:2]) == find_nonfinite_losses([]) == []
+    # A sum that overflows is of finite numbers.
+    assert find_nonfinite_losses([("pg_loss", torch.tensor(3e38))] * 2) == []
 
 
 def test_a_gradient_whose_norm_overflows_is_named_by_its_largest_entry() -> None:

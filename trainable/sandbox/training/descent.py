@@ -39,7 +39,7 @@ def _find_nonfinite(optimizer: MemberAdam, member: int, loss: Tensor, gradient: 
         for name, chunk in zip(optimizer.parameters, optimizer.split_by_parameter(gradient), strict=True)
     ]
     causes = [
-        *find_nonfinite_losses({"loss": loss[member].detach()}),
+        *find_nonfinite_losses([("loss", loss[member].detach())]),
         *find_nonfinite_gradients(gradients, norm[member]),
     ]
     # Weights are named only if the step itself broke them. Otherwise they follow from the loss or the gradient.
