@@ -56,7 +56,7 @@ compact one 140), and per token of a reply. A line has at most 1.7 kB under the 
 _RUN_BYTES = 250_000
 """Bytes per run that do not depend on its steps: Tune's experiment state 70 kB, figures 150 kB, and settings."""
 _STUDY_BYTES = 1_650_000
-"""Bytes per study that do not depend on its runs: the report's scripts and layout 1.1 MB, trials.parquet 130 kB, tables."""
+"""Bytes per study that do not depend on its runs: scripts and layout of the report 1.1 MB, trials.parquet, tables."""
 
 
 class DiskBudget(NamedTuple):
