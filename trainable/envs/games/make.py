@@ -1,6 +1,7 @@
 """Make the environment that env.name selects."""
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -79,6 +80,17 @@ def describe_success_range(env: EnvConfig) -> str:
 
     At most 512 levels are looked at, and nothing is known of very long episodes: a plan should take a second.
     """
+    # The plans of a suite are of the same levels. What is the user's own may change between two calls.
+    is_own = env.name not in GAMES and not (env.kind.has_trees and env.papers.file is None)
+    return _compute_success_range(env) if is_own else _compute_known_success_range(env)
+
+
+@lru_cache(maxsize=64)
+def _compute_known_success_range(env: EnvConfig) -> str:
+    return _compute_success_range(env)
+
+
+def _compute_success_range(env: EnvConfig) -> str:
     source, limits = make_level_source(env), get_turn_limits(env)
     unknown = f"Game {source.name}: success of random actions and of the best policy not known"
     if limits.reachable_actions > MAX_FOLLOWED_ACTIONS:

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 
 import numpy as np
@@ -60,7 +60,7 @@ class GeneratedPapers:
     name: str = field(default="papers", init=False)
     title: str = field(default="Papers", init=False)
     has_held_out_levels: bool = field(default=True, init=False)
-    measures: Mapping[str, Measure] = field(default_factory=lambda: MEASURES, init=False)
+    measures: Mapping[str, Measure] = field(default_factory=lambda: MEASURES, init=False, hash=False)
 
     def make_levels(self, seeds: Sequence[int]) -> list[PaperLevel]:
         """A question for each seed."""
@@ -68,15 +68,21 @@ class GeneratedPapers:
 
     def make_test_levels(self, count: int) -> list[PaperLevel]:
         """The first `count` test questions: all different and in no published set."""
-        levels = find_test_levels(self.make_levels, count)
-        assert levels is not None  # two random numbers and an order of twenty things: questions hardly ever repeat
-        return levels
+        return list(_find_test_questions(self, count))
 
     def compute_chance(self, levels: Sequence[PaperLevel], limits: TurnLimits) -> npt.NDArray[np.float64] | None:
         """Not known: random text is no code."""
         return None
 
     compute_best = compute_chance
+
+
+@lru_cache(maxsize=4)
+def _find_test_questions(papers: GeneratedPapers, count: int) -> tuple[PaperLevel, ...]:
+    """Cached, because a process may train several runs, and the search goes through thousands of questions."""
+    levels = find_test_levels(papers.make_levels, count)
+    assert levels is not None  # two random numbers and an order of twenty things: questions hardly ever repeat
+    return tuple(levels)
 
 
 @dataclass(frozen=True)
