@@ -11,7 +11,19 @@ import pandas as pd
 
 import trainable.sandbox.measure.records as sandbox
 from analysis.data.episodes import read_episodes_frame
-from analysis.data.families import CATEGORY, FAMILIES, FLOAT, NULLABLE_INT, TEXT, TIME, Schema, TableFamily, get_family
+from analysis.data.families import (
+    BOOL,
+    CATEGORY,
+    FAMILIES,
+    FLOAT,
+    INT,
+    NULLABLE_INT,
+    TEXT,
+    TIME,
+    Schema,
+    TableFamily,
+    get_family,
+)
 from analysis.data.tables import write_table
 from trainable.runs.records import TIME_COLUMNS
 
@@ -166,6 +178,10 @@ def to_records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
 
 
+_DTYPES = {kind: pd.api.types.pandas_dtype(kind) for kind in (CATEGORY, FLOAT, INT, NULLABLE_INT, BOOL, TEXT, TIME)}
+"""The types of columns. pandas would parse the name of a type at each comparison, for hundreds of columns."""
+
+
 def cast_frame(frame: pd.DataFrame, schema: Mapping[str, str]) -> pd.DataFrame:
     """`frame` with every column of `schema` in its type, even if all values are missing. Other columns come last."""
     series = dict(frame.items())
@@ -188,22 +204,26 @@ def _cast_column(values: Any, dtype: str) -> Any:
     if dtype == CATEGORY:
         return _cast_categories(values)
     # A column of the right type is not copied, since frames can be large. Missing text still has to be filled.
-    if values.dtype == dtype and not values.hasnans:
+    if values.dtype == _DTYPES[dtype] and not values.hasnans:
         return values
     if dtype == TEXT:
-        return values.astype(object).where(values.notna(), "").astype(TEXT)
+        return values.astype(object).where(values.notna(), "").astype(_DTYPES[TEXT])
     if dtype == TIME:
         timestamps = values.astype(object).where(values.notna(), None)
-        return pd.to_datetime(timestamps, utc=True, format="ISO8601").astype(TIME)
+        return pd.to_datetime(timestamps, utc=True, format="ISO8601").astype(_DTYPES[TIME])
     if dtype == NULLABLE_INT:
         # An object column that contains None converts to float first, and only then to Int64.
-        return values.astype(FLOAT).astype(NULLABLE_INT)
-    return values.astype(dtype)
+        return values.astype(_DTYPES[FLOAT]).astype(_DTYPES[NULLABLE_INT])
+    return values.astype(_DTYPES[dtype])
 
 
 def _cast_categories(values: Any) -> Any:
     """A pandas Series as categories that are sorted texts; missing text becomes empty text."""
-    if values.dtype != CATEGORY or values.hasnans or values.cat.categories.dtype != TEXT:
+    if (
+        not isinstance(values.dtype, pd.CategoricalDtype)
+        or values.hasnans
+        or values.cat.categories.dtype != _DTYPES[TEXT]
+    ):
         return _cast_column(values, TEXT).astype(CATEGORY)
     # Those of a parquet file are in the order in which they occur there.
     return values.cat.reorder_categories(sorted(values.cat.categories))
@@ -215,25 +235,27 @@ def _make_missing_column(frame: pd.DataFrame, dtype: str) -> Any:
 
 def _fill_text(values: Any) -> Any:
     """Replace missing text by empty text; other types keep their missing value."""
-    return _cast_column(values, TEXT) if isinstance(values.dtype, pd.StringDtype) or values.dtype == object else values
+    # Compared by kind: pandas would look for an extension type of the name "object" first.
+    is_text = isinstance(values.dtype, pd.StringDtype) or values.dtype.kind == "O"
+    return _cast_column(values, TEXT) if is_text else values
 
 
 def make_setting_column(values: list[Any]) -> Any:
-    """One setting of all runs as a column: boolean, Int64 or float64 if every value fits, otherwise text.
+    """One setting of all runs as an array: boolean, Int64 or float64 if every value fits, otherwise text.
 
     A missing value (None) stays missing, or becomes empty text. Lists have been converted to JSON text before.
     """
     present_values = [value for value in values if value is not None]
     # bool is a subclass of int in Python: without the checks for it, True and 1 would share a column of numbers.
     if present_values and all(isinstance(value, bool) for value in present_values):
-        return pd.Series(values, dtype="boolean")
+        return pd.array(values, dtype="boolean")
     if present_values and all(isinstance(value, int) and not isinstance(value, bool) for value in present_values):
-        return pd.Series(values, dtype=NULLABLE_INT)
+        return pd.array(values, dtype=_DTYPES[NULLABLE_INT])
     if present_values and all(
         isinstance(value, int | float) and not isinstance(value, bool) for value in present_values
     ):
-        return pd.Series(values, dtype=FLOAT)
-    return pd.Series(["" if value is None else str(value) for value in values], dtype=TEXT)
+        return np.array([np.nan if value is None else value for value in values], dtype=FLOAT)
+    return pd.array(["" if value is None else str(value) for value in values], dtype=_DTYPES[TEXT])
 
 
 def concat_studies(study_frames: list[StudyFrames]) -> StudyFrames:
