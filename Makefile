@@ -7,6 +7,8 @@ BENCH := .venv-bench/bin
 # More than cores here: a test of a study waits for Ray, one of an ended study for its processes. With four processes on
 # two cores there was nothing left, and single tests of studies took over ten times as long as alone.
 PARALLEL := --numprocesses 3
+# Of tests that take turns with others that come first.
+BESIDE := nice -n 10
 
 .PHONY: setup compile kl entropy top-p collapse test test-faults test-ci test-slow test-browser attack replicates record-demo test-engines test-all check format bench bench-engines setup-gpu test-gpu bench-gpu clean
 
@@ -53,9 +55,18 @@ test-faults: setup compile
 	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile ci --dist worksteal -m faults tests/faults/test_kills.py tests/faults/test_endings.py
 	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile ci -m slow tests/faults/test_malformed.py
 
-# The tests and the main faults at once: those that kill studies mostly wait, and the others use that time.
+# The tests, and the main faults. Tests with processes of their own wait for them half of their time, which the others
+# use: they run beside them with a lower priority, so that no study is slower for it.
 test-ci: check compile
-	$(QUICK) $(PARALLEL) -m "not slow and not engines" $(SHOW_VALUES)
+	$(MAKE) --jobs 2 --output-sync=line test-beside test-processes
+
+.PHONY: test-beside test-processes
+test-beside: setup
+	$(BESIDE) env $(QUICK) --numprocesses 2 -m "not slow and not engines and not faults and not processes" $(SHOW_VALUES)
+
+test-processes: setup
+	$(QUICK) -o cache_dir=.pytest_cache/processes --numprocesses 2 -m "not slow and not engines and (faults or processes)" \
+		|| { $(PYTEST) -o cache_dir=.pytest_cache/processes --last-failed --last-failed-no-failures none; exit 1; }
 
 # A JSON line per kind of fault. MINUTES=0: every cell of the tables once, in hours.
 # ONLY="kills inputs": these kinds alone.
