@@ -17,10 +17,11 @@ from analysis.data.compare import SCORED_STATUSES, get_margin, make_estimate_col
 from analysis.data.contrasts import read_contrasts
 from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, to_records
-from analysis.grid.layout import format_value, get_dose, select_settings, shorten_setting
+from analysis.grid.layout import format_value, get_dose, select_settings
 from analysis.stats.dose_response import DoseCounts, EdgeEstimate, count_events, estimate_edge, estimate_shift
 from analysis.stats.estimates import Estimate, Floats, wilson_interval
 from analysis.sweep.collapse import find_run_ends
+from trainable.config.aliases import shorten_setting
 
 SUCCESS_COLUMN = "late_val_success"
 MIN_SEEDS_OF_EDGE = 2

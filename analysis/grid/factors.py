@@ -22,9 +22,10 @@ from scipy import stats
 from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL, require_single_study
 from analysis.data.families import Row
 from analysis.data.frames import StudyFrames
-from analysis.grid.layout import format_value, shorten_setting
+from analysis.grid.layout import format_value
 from analysis.stats.estimates import holm_adjust
 from analysis.sweep.verdicts import format_p_value
+from trainable.config.aliases import shorten_setting
 
 MIN_SEEDS = 3
 """With fewer seeds, two factors are not compared: a jackknife over two is one difference."""

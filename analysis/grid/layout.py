@@ -17,18 +17,8 @@ from analysis.data.compare import SCORED_STATUSES, require_single_study
 from analysis.data.frames import FRAME_NAMES, Study, StudyFrames, to_records
 from analysis.grid.measures import LATE_MEANS, MEASURES
 from analysis.sweep import series
+from trainable.config.aliases import shorten_setting
 from trainable.runs.run_ends import OPEN_STATUSES
-
-SHORT_NAMES = {
-    "actor.lr": "learning rate",
-    "algorithm.adv_estimator": "advantage",
-    "actor.kl_loss_coef": "KL",
-    "actor.entropy_coeff": "entropy",
-    "actor.kl_loss_type": "loss",
-    "filter.rollout_filter_value": "filter",
-    "algorithm.zero_task_advantage": "zero task advantage",
-}
-"""Short names of settings for labels. Other settings use the last part of their name."""
 
 PLANE_SETTINGS = {"actor.kl_loss_coef", "actor.entropy_coeff"}
 """The settings that span the plane whenever a study varies both."""
@@ -75,11 +65,6 @@ class Grid:
         labels = [self.format_factor(setting, row[setting]) for setting in self.panels]
         # Without a label all switches are off. A grid without panels has one for all arms.
         return ", ".join(label for label in labels if label) or ("others" if self.panels else "all arms")
-
-
-def shorten_setting(setting: str) -> str:
-    """The short name of a setting."""
-    return SHORT_NAMES.get(setting, setting.rpartition(".")[2])
 
 
 def format_value(value: Any) -> str:

@@ -10,6 +10,7 @@ from analysis.data.frames import StudyFrames, to_records
 from analysis.grid import kl_anchoring, layout
 from analysis.grid.contrasts import compare_switch, list_switches
 from analysis.grid.measures import MEASURES
+from trainable.config.aliases import shorten_setting
 
 
 def group_arms_by_panel(frames: StudyFrames, grid: layout.Grid) -> StudyFrames:
@@ -43,15 +44,15 @@ def make_context(frames: StudyFrames, grid: layout.Grid, arms: list[dict[str, An
     differences = kl_anchoring.compare_to_k1(kl_table)
     cell_table = layout.make_cell_table(grid, member_table)
     return {
-        "x": layout.shorten_setting(grid.x),
-        "y": layout.shorten_setting(grid.y),
+        "x": shorten_setting(grid.x),
+        "y": shorten_setting(grid.y),
         "factors": [_describe_factor(grid, setting) for setting in (grid.x, grid.y, *grid.panels)],
         "panels": _make_panel_entries(grid, member_table, labels, arms),
         "cells": [(panel, to_records(rows)) for panel, rows in cell_table.groupby("panel", sort=False)],
         "measures": {measure.name: measure.label for measure in MEASURES if cell_table[measure.name].notna().any()},
         "shared": int(member_table.loc[member_table["shared"], "run_id"].nunique()),
         "contrasts": [
-            (setting, layout.shorten_setting(setting), to_records(compare_switch(grid, member_table, setting)))
+            (setting, shorten_setting(setting), to_records(compare_switch(grid, member_table, setting)))
             for setting in list_switches(grid)
         ],
         "comparisons": sum(not np.isnan(arm["p"]) for arm in arms),
@@ -67,7 +68,7 @@ def _describe_factor(grid: layout.Grid, setting: str) -> dict[str, str]:
     ordered_values = sorted(values) if setting in (grid.x, grid.y) else values
     return {
         "setting": setting,
-        "name": layout.shorten_setting(setting),
+        "name": shorten_setting(setting),
         "values": ", ".join(layout.format_value(value) for value in ordered_values),
     }
 

@@ -17,9 +17,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from analysis.grid.layout import Grid, format_value, list_panels, shorten_setting
+from analysis.grid.layout import Grid, format_value, list_panels
 from analysis.sweep.plots import STOPPED_COLOR, STYLE, TEXT_COLOR, make_arm_colors
 from analysis.sweep.verdicts import format_status
+from trainable.config.aliases import shorten_setting
 
 NO_VALUE_COLOR = "#e3e3e3"
 MAX_COLUMNS = 3

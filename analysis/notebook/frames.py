@@ -11,7 +11,7 @@ import pandas as pd
 from analysis.data import load as loading
 from analysis.data.compare import list_arms
 from analysis.data.frames import StudyFrames
-from analysis.grid.layout import shorten_setting
+from trainable.config.aliases import shorten_setting
 
 if TYPE_CHECKING:
     from analysis.notebook.plots import StudyPlots

@@ -29,6 +29,7 @@ from analysis.search.page import SearchResults
 from analysis.sweep import findings, plots, series, tables
 from analysis.sweep.collapse import compute_survival
 from analysis.sweep.symptom_plots import draw_onsets
+from trainable.config.aliases import shorten_setting
 
 
 @dataclass(frozen=True)
@@ -260,7 +261,7 @@ def _make_panel_figure(curve: Curve) -> ReportFigure[GridView]:
 
     def make_caption(view: GridView) -> str:
         marks_caption = (
-            f" One thin line per run, colored by {layout.shorten_setting(view.grid.x)}. Step 0 is the policy before "
+            f" One thin line per run, colored by {shorten_setting(view.grid.x)}. Step 0 is the policy before "
             "training. A cross marks the end of a run that a rule stopped, and a ring marks the end of any other "
             "incomplete run."
         )
@@ -370,7 +371,7 @@ def _make_edge_tables(view: View) -> tuple[pd.DataFrame, pd.DataFrame] | None:
 
 def _draw_edges(edge_tables: tuple[pd.DataFrame, pd.DataFrame], view: View) -> Figure:
     doses, edges = edge_tables
-    return grid_plots.draw_edges(doses, edges, layout.shorten_setting(layout.get_dose(view.frames.studies[0])))
+    return grid_plots.draw_edges(doses, edges, shorten_setting(layout.get_dose(view.frames.studies[0])))
 
 
 EDGES: ReportFigure[View] = ReportFigure(

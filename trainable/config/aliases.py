@@ -1,4 +1,4 @@
-"""Keys of the published documents (RAGEN, verl), and the setting here that each of them changes."""
+"""Other names of settings: keys of the published documents (RAGEN, verl), words of other trainers, short labels."""
 
 ALIASES: dict[str, str] = {
     "model_path": "model.path",
@@ -89,3 +89,19 @@ MISSING_FEATURES: dict[str, str] = {
     "it out, and type --gpus-per-exp with at most the GPUs of a node.",
 }
 """Settings of the published code that are missing here, by the last part of their key, and what to do instead."""
+
+SHORT_NAMES: dict[str, str] = {
+    "actor.lr": "learning rate",
+    "algorithm.adv_estimator": "advantage",
+    "actor.kl_loss_coef": "KL",
+    "actor.entropy_coeff": "entropy",
+    "actor.kl_loss_type": "loss",
+    "filter.rollout_filter_value": "filter",
+    "algorithm.zero_task_advantage": "zero task advantage",
+}
+"""Short names of settings for labels. Other settings use the last part of their name."""
+
+
+def shorten_setting(setting: str) -> str:
+    """The short name of a setting."""
+    return SHORT_NAMES.get(setting, setting.rpartition(".")[2])

@@ -35,6 +35,7 @@ from tune_study.host.console import make_console, print_error, print_line, show_
 from tune_study.host.gpus import detect_gpus
 from tune_study.host.terminal import finish_output, protect_output
 from tune_study.placement import resources
+from tune_study.plan.arms import find_arm
 from tune_study.plan.errors import MisfitError, PlanError
 from tune_study.plan.own_parts import load_typed_files, pin_typed_values
 from tune_study.plan.study_plan import StudyPlan, collect_overrides, find_study, normalize_study_name
@@ -329,10 +330,11 @@ def transcripts(
 
     if failed and solved:
         raise PlanError("--failed and --solved exclude each other: type one of them, or none for both kinds.")
-    choice = reading.EpisodeChoice(arm, seed, step, None if failed == solved else solved)
     with locate.open_for_reading(run) as (folder, _):
-        runs = reading.read_run_episodes(folder, study_file.read_study(folder))
-        reading.print_transcripts(make_console(), runs, choice, run)
+        study = study_file.read_study(folder)
+        read_arm = None if arm is None else find_arm(arm, study["axis"]["values"], study["axis"]["setting"])
+        choice = reading.EpisodeChoice(read_arm, seed, step, None if failed == solved else solved)
+        reading.print_transcripts(make_console(), reading.read_run_episodes(folder, study), choice, run)
 
 
 @command("demo", epilog=f"\b\nExample: {PROGRAM} demo --output demo")

@@ -12,6 +12,7 @@ from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
 from tune_study.folder import locate
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
+from tune_study.plan.arms import find_arm
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy
 from tune_study.plan.study_plan import MAX_SEEDS, ConfirmedStudy, StudyPlan, build_plan, make_arm_config
@@ -100,9 +101,7 @@ def _find_arm(plan: StudyPlan, option: str, text: str) -> str:
         for value in plan.values:
             if make_arm_config(plan.study, plan.base_config, value).compute_hash() == requested:
                 return value
-    raise PlanError(
-        f"{option} {format_value(text)} is no arm of {format_value(plan.run)}: type one of {_list_arms(plan)}."
-    )
+    return find_arm(text, plan.values, plan.study.axis.setting, option)
 
 
 def _is_number(text: str) -> bool:

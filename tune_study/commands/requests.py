@@ -8,6 +8,7 @@ from trainable.storage.uris import is_uri
 from tune_study.folder import outputs
 from tune_study.folder.study_file import read_study
 from tune_study.host.interrupt import make_interrupt
+from tune_study.plan.arms import find_arm
 from tune_study.plan.errors import PlanError
 
 
@@ -29,9 +30,8 @@ def request_stop(run: str, arm: str | None) -> str:
             f"`{format_command('status', folder)}` shows its runs."
         )
     interrupt = make_interrupt(folder)
-    arms = study["axis"]["values"]
-    if arm is not None and arm not in arms:
-        raise PlanError(f"There is no arm {format_value(arm)}: type --arm with one of {', '.join(arms)}.")
+    if arm is not None:
+        arm = find_arm(arm, study["axis"]["values"], study["axis"]["setting"])
     path = interrupt.path if arm is None else interrupt.get_arm_path(arm)
     try:
         path.touch()

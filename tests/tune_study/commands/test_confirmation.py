@@ -88,14 +88,15 @@ def test_another_baseline_is_kept_by_resume(study: StudyPlan) -> None:
 
 def test_an_arm_is_what_it_sets(study: StudyPlan) -> None:
     assert confirm(study, "0.010").values == ("0", "0.01")
+    assert confirm(study, "KL 0.01").values == ("0", "0.01")  # as a report calls it
 
 
 @pytest.mark.parametrize(
     ("arm", "baseline", "n_seeds", "message"),
     [
-        ("0.5", None, 4, "--arm 0.5 is no arm of kl_sweep_sokoban-tiny: type one of 0, 0.01, 0.1"),
-        ("x", None, 4, "--arm x is no arm"),
-        ("0.1", "7", 4, "--baseline 7 is no arm"),
+        ("0.5", None, 4, "There is no arm 0.5: type --arm with one of 0, 0.01, 0.1"),
+        ("x", None, 4, "There is no arm x: type --arm with"),
+        ("0.1", "7", 4, "There is no arm 7: type --baseline with"),
         ("0", None, 4, "--arm 0 is the arm that it would be compared with"),
         ("0.1", None, 1, "--seeds 1 gives no interval: type --seeds 2 or more"),
         ("0.1", None, 397, "type --seeds 396 or less"),

@@ -37,7 +37,7 @@ def test_one_arm_is_asked_to_stop(study: StudyPlan) -> None:
     interrupt = make_interrupt(study.folder)
     interrupt.clear()
     with outputs.lock_folder(study.folder):
-        code, out, _ = type_words("stop", study.folder, "--arm", "0.1")
+        code, out, _ = type_words("stop", study.folder, "--arm", "kl 0.1")
     assert code == 0
     assert "The runs of arm 0.1 stop after the steps under way" in out
     assert interrupt.is_arm_requested("0.1")

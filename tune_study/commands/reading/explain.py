@@ -21,6 +21,7 @@ from trainable.config.setting_types import format_value
 from trainable.runs.episode_lines import RecordedEpisode
 from tune_study.commands.reading.transcripts import print_episode
 from tune_study.host.console import print_line, print_table
+from tune_study.plan.arms import find_arm
 from tune_study.plan.errors import PlanError
 
 
@@ -43,10 +44,10 @@ def select_ends(frames: StudyFrames, arm: str | None, seed: int | None) -> pd.Da
     ends = find_run_ends(frames)
     if ends.empty:
         return ends
-    if arm is not None and arm not in set(ends["arm"]):
-        arms = ", ".join(format_value(name) for name in dict.fromkeys(ends["arm"]))
-        raise PlanError(f"There is no arm `{format_value(arm)}` with rows: type --arm with one of {arms}.")
-    ends = ends if arm is None else ends[ends["arm"] == arm]
+    if arm is not None:  # of those with rows
+        axis = frames.studies[0].get("axis") or {}
+        arm = find_arm(arm, list(dict.fromkeys(ends["arm"])), axis.get("setting"))
+        ends = ends[ends["arm"] == arm]
     if seed is not None and seed not in set(ends["seed"]):
         seeds = ", ".join(str(number) for number in sorted(set(ends["seed"])))
         of_arm = f" of arm {format_value(arm)}" if arm is not None else ""

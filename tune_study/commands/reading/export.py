@@ -16,6 +16,7 @@ from tune_study.folder.run_checkpoints import RunCheckpoint, find_run_checkpoint
 from tune_study.folder.study_file import plan_from_folder, read_study
 from tune_study.host.console import print_line
 from tune_study.placement.model_files import check_model
+from tune_study.plan.arms import find_arm
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy
 from tune_study.plan.study_plan import RunSpec, StudyPlan, find_changed_settings
@@ -30,12 +31,8 @@ def find_export(run: Path, arm: str, seed: int | None, step: str | None, own_stu
     checkpoint.
     """
     plan = plan_from_folder(run, own_study=own_study)
+    arm = find_arm(arm, plan.values, plan.study.axis.setting)
     specs = {spec.seed: spec for spec in plan.runs if spec.arm == arm}
-    if not specs:
-        raise PlanError(
-            f"There is no arm {format_value(arm)} in {format_value(run, 1000)}: type --arm with one of "
-            f"{', '.join(plan.values)}."
-        )
     if seed is not None and seed not in specs:
         seeds = ", ".join(map(str, sorted(specs)))
         raise PlanError(f"Arm {format_value(arm)} has no run with seed {seed}: type --seed with one of {seeds}.")

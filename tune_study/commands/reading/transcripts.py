@@ -106,10 +106,6 @@ def _print_overview(console: Console, runs: Sequence[RunEpisodes], location: str
 
 
 def _select_runs(runs: Sequence[RunEpisodes], choice: EpisodeChoice) -> list[RunEpisodes]:
-    arms = list(dict.fromkeys(run.arm for run in runs))
-    if choice.arm is not None and choice.arm not in arms:
-        names = ", ".join(map(format_value, arms))
-        raise PlanError(f"There is no arm `{format_value(choice.arm)}`: type --arm with one of {names}.")
     of_arm = [run for run in runs if choice.arm in (None, run.arm)]
     seeds = sorted({run.seed for run in of_arm})
     if choice.seed is not None and choice.seed not in seeds:

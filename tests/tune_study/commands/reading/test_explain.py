@@ -114,7 +114,7 @@ def test_without_rows_there_is_nothing_to_explain(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("--arm 9", "There is no arm `9` with rows: type --arm with one of 0, 0.1."),
+        ("--arm 9", "There is no arm 9: type --arm with one of 0, 0.1."),
         ("--seed 5", "There is no run with seed 5: type --seed with one of 0, 1, 2."),
         ("--arm 0.1 --seed 1", "There is no run of arm 0.1 with seed 1: type --seed with one of 0."),
         ("--seed x", "Invalid value for '--seed'"),

@@ -96,7 +96,7 @@ def test_without_a_choice_there_is_a_table_and_a_command_that_works(folder: Path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--arm 7", "There is no arm `7`: type --arm with one of 0, 0.1."),
+        ("--arm 7", "There is no arm 7: type --arm with one of 0, 0.1."),
         ("--arm 0 --seed 5", "There is no run with seed 5: type --seed with one of 0, 1."),
         ("--arm 0 --step 20", "There is no recorded episode of step 20: type --step with one of 0, 40."),
         ("--arm 0.1", "No such run in "),
