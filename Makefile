@@ -1,4 +1,6 @@
 # Every target works on a fresh clone: the environment is made on first use.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3.11
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
@@ -58,15 +60,18 @@ test-faults: setup compile
 # The tests, and the main faults. Tests with processes of their own wait for them half of their time, which the others
 # use: they run beside them with a lower priority, so that no study is slower for it.
 test-ci: check compile
-	$(MAKE) --jobs 2 --output-sync=line test-beside test-processes
+	$(MAKE) --jobs 2 test-beside test-processes
 
 .PHONY: test-beside test-processes
 test-beside: setup
-	$(BESIDE) env $(QUICK) --numprocesses 2 -m "not slow and not engines and not faults and not processes" $(SHOW_VALUES)
+	{ $(BESIDE) env $(QUICK) --numprocesses 2 -m "not slow and not engines and not faults and not processes" $(SHOW_VALUES); } \
+		2>&1 | awk '{ print "[tests] " $$0; fflush() }'
 
+PROCESSES_CACHE := -o cache_dir=.pytest_cache/processes
 test-processes: setup
-	$(QUICK) -o cache_dir=.pytest_cache/processes --numprocesses 2 -m "not slow and not engines and (faults or processes)" \
-		|| { $(PYTEST) -o cache_dir=.pytest_cache/processes --last-failed --last-failed-no-failures none; exit 1; }
+	{ $(QUICK) $(PROCESSES_CACHE) --numprocesses 2 -m "not slow and not engines and (faults or processes)" \
+		|| { $(PYTEST) $(PROCESSES_CACHE) --last-failed --last-failed-no-failures none; exit 1; }; } \
+		2>&1 | awk '{ print "[processes] " $$0; fflush() }'
 
 # A JSON line per kind of fault. MINUTES=0: every cell of the tables once, in hours.
 # ONLY="kills inputs": these kinds alone.
