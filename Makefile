@@ -70,6 +70,7 @@ test-beside: setup
 PROCESSES_CACHE := -o cache_dir=.pytest_cache/processes
 test-processes: setup
 	{ $(QUICK) $(PROCESSES_CACHE) --numprocesses 2 -m "not slow and not engines and (faults or processes)" \
+		tests/faults tests/tune_study tests/test_*.py \
 		|| { $(PYTEST) $(PROCESSES_CACHE) --last-failed --last-failed-no-failures none; exit 1; }; } \
 		2>&1 | awk '{ print "[processes] " $$0; fflush() }'
 

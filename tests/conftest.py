@@ -76,6 +76,10 @@ FILES_WITH_PROCESSES = (
 """Files and folders whose tests take long because they start Ray, the command line or a benchmark."""
 
 
+FOLDERS_OF_PROCESSES = ("tests/faults/", "tests/tune_study/", "tests/test_")
+"""Where `make test-processes` looks for them; to collect all tests takes 20 seconds per process."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that start processes, and run the longest files first.
 
@@ -84,6 +88,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(FILES_WITH_PROCESSES) or "ray_session" in getattr(item, "fixturenames", ()):
             item.add_marker("processes")
+            if not item.nodeid.startswith(FOLDERS_OF_PROCESSES):
+                raise pytest.UsageError(f"{item.nodeid} starts processes: put it below one of {FOLDERS_OF_PROCESSES}")
     rank = {name: index for index, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST_FILES)))
 
