@@ -9,7 +9,7 @@ BENCH := .venv-bench/bin
 # More than cores here: a test of a study waits for Ray, one of an ended study for its processes. With four processes on
 # two cores there was nothing left, and single tests of studies took over ten times as long as alone.
 PARALLEL := --numprocesses 3
-# Of tests that take turns with others that come first.
+# The priority of the tests that run beside those with processes.
 BESIDE := nice -n 10
 
 .PHONY: setup compile kl entropy top-p collapse test test-faults test-ci test-slow test-browser attack replicates record-demo test-engines test-all check format bench bench-engines setup-gpu test-gpu bench-gpu clean

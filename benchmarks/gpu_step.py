@@ -244,7 +244,9 @@ def parse_options() -> argparse.Namespace:
         "--shape", choices=list(TURN_LENGTHS), default=shape, help="default: 3b if a GPU is visible, otherwise tiny"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on a GPU, float32 on a CPU"
+    )
     parser.add_argument("--episodes", type=int, default=8 * GROUP_SIZE, help="a multiple of 16; default: 128")
     parser.add_argument("--tokens", type=int, help="maximum tokens of a reply; default: 400, or 24 for the shape tiny")
     parser.add_argument(

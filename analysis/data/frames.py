@@ -182,6 +182,9 @@ _DTYPES = {kind: pd.api.types.pandas_dtype(kind) for kind in (CATEGORY, FLOAT, I
 """The types of columns. pandas would parse the name of a type at each comparison, for hundreds of columns."""
 
 
+_OBJECT = np.dtype(object)
+
+
 def cast_frame(frame: pd.DataFrame, schema: Mapping[str, str]) -> pd.DataFrame:
     """`frame` with every column of `schema` in its type, even if all values are missing. Other columns come last."""
     series = dict(frame.items())
@@ -235,8 +238,8 @@ def _make_missing_column(frame: pd.DataFrame, dtype: str) -> Any:
 
 def _fill_text(values: Any) -> Any:
     """Replace missing text by empty text; other types keep their missing value."""
-    # Compared by kind: pandas would look for an extension type of the name "object" first.
-    is_text = isinstance(values.dtype, pd.StringDtype) or values.dtype.kind == "O"
+    # Compared with a type: pandas would first look for an extension type of the name "object".
+    is_text = isinstance(values.dtype, pd.StringDtype) or values.dtype == _OBJECT
     return _cast_column(values, TEXT) if is_text else values
 
 

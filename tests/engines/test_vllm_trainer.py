@@ -11,6 +11,21 @@ pytestmark = [
 ]
 
 
+def test_float16_and_a_head_in_float32_lower_the_mismatch_of_bfloat16() -> None:
+    from tests.fakes.trainers import make_quiet_trainer
+
+    mismatches = {}
+    for dtype, head_dtype in (("bfloat16", "model"), ("bfloat16", "float32"), ("float16", "model")):
+        trainer = make_quiet_trainer(
+            rollout__name="vllm", rollout__max_model_len=256, model__dtype=dtype, model__head_dtype=head_dtype
+        )
+        mismatches[dtype, head_dtype] = trainer.step().row["engine_mismatch_mean"]
+        trainer.close()
+    # Measured: 0.0079, 0.0058 and 0.0008 nats.
+    assert mismatches["float16", "model"] < mismatches["bfloat16", "model"] / 4
+    assert mismatches["bfloat16", "float32"] < mismatches["bfloat16", "model"]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_adapters_are_merged_into_the_weights_of_vllm(dtype: str) -> None:
     from tests.fakes.trainers import make_quiet_trainer

@@ -1,10 +1,10 @@
 """Compute token statistics over the full vocabulary from hidden states, with a bound on the logits in memory.
 
 Shapes: N tokens, h hidden channels, V vocabulary entries. If the logits of all N rows are within the bound, they are
-computed at once, and autograd saves what it needs. Otherwise rows are processed in chunks, and the logits of each chunk
-are recomputed in the backward pass. Products are computed in the type of the hidden states, and all statistics of the
-logits in float32 or better. Logits in half precision are rounded, by up to 0.06 at a logit of 16 in bfloat16;
-`float32_logits` keeps the products of half-precision numbers in float32 instead.
+computed at once, and autograd saves what it needs. Otherwise, and for `float32_logits`, rows are processed in chunks,
+and the logits of each chunk are recomputed in the backward pass. Products are computed in the type of the hidden
+states, and all statistics of the logits in float32 or better. Logits in half precision are rounded, by up to 0.06 at a
+logit of 16 in bfloat16; `float32_logits` keeps the products of half-precision numbers in float32 instead.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,8 +36,8 @@ def compute_logits(hidden: Tensor, weight: Tensor, float32_logits: bool = False)
     Args:
         hidden: (..., h), x.
         weight: (V, h), W, which is rounded to the type of `hidden` first.
-        float32_logits: whether the sums of products are kept in float32 if `hidden` is in half precision. No gradient
-            flows through such logits on a GPU.
+        float32_logits: whether the sums of products are kept in float32 if `hidden` is in half precision. A backward
+            pass through such logits raises on a GPU; the functions below have one of their own.
 
     Example:
         >>> hidden, weight = torch.ones(1, 2, dtype=torch.bfloat16), torch.tensor([[16.0, 0.0625]])
@@ -49,7 +49,7 @@ def compute_logits(hidden: Tensor, weight: Tensor, float32_logits: bool = False)
     head = weight.to(hidden.dtype)
     if not (float32_logits and _is_half(hidden)):
         return F.linear(hidden, head)
-    if not hidden.is_cuda:
+    if not hidden.is_cuda or not hidden.numel():
         return F.linear(hidden.float(), head.float())
     # Without float32 copies of head and states: tensor cores multiply halves and add up in float32 in any case.
     logits = torch.mm(hidden.flatten(0, -2), head.T, out_dtype=torch.float32)

@@ -25,7 +25,12 @@ class EagerAdamW(torch.optim.AdamW):
     step = torch.no_grad()(inspect.unwrap(Adam.step))
 
 
-def make_adamw(networks: Iterable[nn.Module], learning_rates: Sequence[float], settings: OptimConfig) -> EagerAdamW:
+def make_adamw(
+    networks: Iterable[nn.Module],
+    learning_rates: Sequence[float],
+    settings: OptimConfig,
+    optimizer_class: type[torch.optim.AdamW] = EagerAdamW,
+) -> torch.optim.AdamW:
     """AdamW over the trainable weights, with one parameter group and a constant learning rate per network.
 
     On a GPU it is the fused kernel, which needs no scratch memory, while the default one needs another copy of the
@@ -38,4 +43,4 @@ def make_adamw(networks: Iterable[nn.Module], learning_rates: Sequence[float], s
     ]
     # None is the default of a device; False would be the slow loop over tensors.
     is_fused = all(weight.is_cuda for network_weights in weights for weight in network_weights) or None
-    return EagerAdamW(groups, betas=settings.betas, weight_decay=settings.weight_decay, fused=is_fused)
+    return optimizer_class(groups, betas=settings.betas, weight_decay=settings.weight_decay, fused=is_fused)

@@ -74,7 +74,8 @@ class ZeroBackend:
         if trainer.zero_stage == 3:
             _shard_weights(deepspeed, module, deepspeed_config)
         # After sharding: the optimizer's kernel depends on where the weights are.
-        self.optimizer = make_adamw(self.networks.values(), learning_rates, settings)
+        # DeepSpeed knows torch's class, and imports torch's compiler itself.
+        self.optimizer = make_adamw(self.networks.values(), learning_rates, settings, torch.optim.AdamW)
         self.engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=self.optimizer,

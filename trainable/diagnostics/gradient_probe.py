@@ -312,7 +312,7 @@ class _Probe:
         gradients = torch.autograd.grad(
             loss * scale, self._parameters, retain_graph=retain_graph, allow_unused=True, materialize_grads=True
         )
-        return [gradient.div_(scale) for gradient in gradients]
+        return list(gradients) if scale == 1 else list(torch._foreach_div(gradients, scale))
 
     def _compress_gradient(self, gradient: Sequence[Tensor]) -> list[Tensor]:
         """The stored form of a gradient: itself in float32, or its sketch."""

@@ -56,9 +56,10 @@ class KVCache:
         self.bias[:batch, self.used_slots : end] = torch.where(valid, 0.0, -torch.inf)
         bias = self.bias[:batch, None, :end]
         if new_slots > 1:  # new tokens must not see later ones; a single new token has none
-            # -1e30 instead of -inf: a filler on the left sees no token, and softmax over nothing but -inf gives NaN.
+            # Not -inf: a filler on the left sees no token, and softmax over nothing but -inf gives NaN. -6e4 is finite
+            # in float16, too, and the exponential of any smaller number is 0.
             causal_bias = torch.full((new_slots, new_slots), -torch.inf, device=valid.device).triu(1)
-            bias = (bias + F.pad(causal_bias, (self.used_slots, 0))).clamp_min(-1e30)
+            bias = (bias + F.pad(causal_bias, (self.used_slots, 0))).clamp_min(-6e4)
         return bias
 
     def make_tree_bias(self, tree_mask: Tensor, rows: int) -> Tensor:

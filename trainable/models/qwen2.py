@@ -272,7 +272,8 @@ class Qwen2Trunk(nn.Module):
         obstacle = find_size_obstacle(
             shape.hidden_size, shape.intermediate_size, shape.num_attention_heads, shape.vocab_size
         )
-        if self.pass_settings != PassSettings(compiled=True) or tokens.device.type != "cpu":
+        settings = self.pass_settings
+        if settings.dtype != torch.float32 or settings.recompute or tokens.device.type != "cpu":
             obstacle = "they are in float32, on the CPU and without gradient checkpointing"
         if obstacle:
             raise ValueError(

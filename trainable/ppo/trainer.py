@@ -616,6 +616,7 @@ class PPOTrainer:
             "step": self.step_index,
             "empty_in_a_row": self.consecutive_empty_steps,
             "nonfinite_in_a_row": self.consecutive_nonfinite_steps,
+            "synced_step": self.engine.synced_step,
             "seconds_total": self.seconds_total,
             "totals": asdict(self.total_budget),
             "kl_coef": self.kl_controller.coef,
@@ -640,6 +641,7 @@ class PPOTrainer:
             step, empty_steps, nonfinite_steps = (
                 int(values[key]) for key in ("step", "empty_in_a_row", "nonfinite_in_a_row")
             )
+            synced_step = int(values.get("synced_step", step))  # older states lack it
             seconds, coef = float(values["seconds_total"]), float(values["kl_coef"])
             total_budget = Budget(**{item.name: int(values["totals"][item.name]) for item in fields(Budget)})
             averages = {
@@ -655,4 +657,4 @@ class PPOTrainer:
         self.seconds_total, self.total_budget, self.collapse_averages = seconds, total_budget, averages
         self.kl_controller = replace(self.kl_controller, coef=coef)
         # An engine with its own copy of the weights still has those of the base model.
-        self.engine.sync_weights(step)
+        self.engine.sync_weights(synced_step)

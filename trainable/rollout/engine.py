@@ -79,6 +79,8 @@ class Engine(Protocol):
         """`episodes`, sampled at `temperature`, with log-probs and entropies of the trainer's model."""
         ...
 
+    synced_step: int
+    """The step of the last `sync_weights`; 0 before it. The noise of rollout.weight_noise depends on it."""
     prompt_mismatch: float | None
     """Mean absolute difference of log-probs on the fixed prompt after the last sync, in nats; None without any sync."""
 
@@ -101,6 +103,7 @@ class SharedWeightsEngine:
         self.sampler = sampler
         self.gather_weights = gather_weights
         self.prompt_mismatch: float | None = None
+        self.synced_step = 0
 
     def sleep(self) -> None:
         """Do nothing: the engine has no memory of its own."""
@@ -110,7 +113,8 @@ class SharedWeightsEngine:
         return self.gather_weights()
 
     def sync_weights(self, step: int) -> None:
-        """Do nothing: the weights are the trainer's."""
+        """Only note the step: the weights are the trainer's."""
+        self.synced_step = step
 
     def recompute_logprobs(self, episodes: Sequence[Episode], temperature: float) -> list[Episode]:
         """Return the episodes: a pass of the trainer would give the same numbers."""
@@ -184,8 +188,7 @@ class SyncedEngine:
         These are still the trainer's, because every change is followed by a sync, which wakes the engine.
         """
         if self.sampler.is_sleeping:
-            with self.gather_weights():
-                self.sampler.update_weights(self._iter_weights(self.synced_step))
+            self.sync_weights(self.synced_step)
         return nullcontext()
 
     def sync_weights(self, step: int) -> None:

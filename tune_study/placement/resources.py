@@ -151,7 +151,7 @@ def preflight(
     check_device(trainer.device, n_gpus, requested_gpus)
     gpus, notes = _choose_gpus(n_gpus, requested_gpus, visible_gpus, is_real)
     if isinstance(trainer, TrainerConfig):
-        notes += _find_ignored_settings(trainer) + _find_ignored_corrections(plan)
+        notes += _find_ignored_settings(trainer) + _find_ignored_corrections(plan) + _find_ignored_precision(plan)
     # Runs without a GPU compute on the CPUs that they reserve, so there are no more of them than cores. Runs with a GPU
     # compute there, so --ray-num-cpus may be above the number of cores.
     cpus = trainer.ray_num_cpus if n_gpus else min(trainer.ray_num_cpus, cores)
@@ -204,6 +204,18 @@ def _find_ignored_settings(trainer: TrainerConfig) -> tuple[str, ...]:
         f"{', '.join(changed_settings)} has no effect: torch updates on one device. To use DeepSpeed, type --set "
         f"trainer.strategy=deepspeed, or --gpus-per-exp with more than one GPU.",
     )
+
+
+def _find_ignored_precision(plan: StudyPlan) -> tuple[str, ...]:
+    """Notes about settings of half precision that were changed but have no effect in any run."""
+    default_model, models = RunConfig().model, [spec.ppo_config.model for spec in plan.runs]
+    loss_scale, head_dtype = plan.ppo_config.model.loss_scale, plan.ppo_config.model.head_dtype
+    notes = []
+    if loss_scale != default_model.loss_scale and all(model.dtype != "float16" for model in models):
+        notes.append(f"model.loss_scale={loss_scale:g} has no effect without --set model.dtype=float16.")
+    if head_dtype != default_model.head_dtype and all(model.dtype == "float32" for model in models):
+        notes.append(f"model.head_dtype={head_dtype} has no effect: all logits are float32 with model.dtype=float32.")
+    return tuple(notes)
 
 
 def _find_ignored_corrections(plan: StudyPlan) -> tuple[str, ...]:

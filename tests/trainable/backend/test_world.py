@@ -100,7 +100,7 @@ def test_gradients_and_sums_of_all_ranks_are_those_of_one(size: int, mode: str) 
     assert float((gradient_sum - expected_gradient).norm()) < 1e-5 * float(expected_gradient.norm())
     assert sum(meter.tokens for _, meter in rank_results) == expected_meter.tokens
     for name, value in expected_meter.step_sums.items():
-        assert sum(meter.step_sums[name] for _, meter in rank_results) == pytest.approx(value, abs=1e-5)
+        assert sum(meter.step_sums[name] for _, meter in rank_results) == pytest.approx(float(value), abs=1e-5)
 
 
 def test_ranks_make_equally_many_passes_and_an_idle_rank_processes_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from tests.fakes.scripted import (
 from tests.trainable.algo.test_vocabulary import LargestTensorMode
 from trainable.algo.batching import order_length_stratified
 from trainable.algo.losses import logprobs_from_logits
+from trainable.algo.vocabulary import logprobs_from_hidden
 from trainable.backend.meter import Meter
 from trainable.backend.torch_backend import TorchBackend
 from trainable.config.sections import ActorConfig, CriticConfig, ModelConfig
@@ -263,14 +265,52 @@ def test_the_probe_scales_losses_as_an_update_does(monkeypatch: pytest.MonkeyPat
     assert measure_norms(FLOAT16, 1.0) != pytest.approx(exact, rel=1e-2)
 
 
+def test_backends_scale_losses_in_float16_only() -> None:
+    overrides = {"model__compiled_passes": False, "rollout__name": "torch", "model__loss_scale": 1024}
+    for dtype, scale in (("float16", 1024), ("bfloat16", 1), ("float32", 1)):
+        trainer = PPOTrainer(make_small_config(model__dtype=dtype, **overrides))
+        assert {name: backend.loss_scale for name, backend in trainer.backends.items()} == {
+            "actor": scale,
+            "critic": scale,
+        }
+
+
+def test_a_filler_gives_no_nan_in_float16() -> None:
+    """Rows of one cache whose prompts differ in length: fillers on the left see no token at all."""
+    tokens, valid = make_tokens(2, 6), torch.ones(2, 6, dtype=torch.bool)
+    valid[0, :4] = False
+    positions = (valid.cumsum(1) - 1).clamp_min(0)
+
+    def compute_last_states(pass_settings: PassSettings) -> Tensor:
+        model = make_wide_model(pass_settings)
+        with torch.inference_mode():
+            return model.model.extend(tokens, positions, valid, model.model.make_cache(2, 6)).clone()
+
+    assert compute_relative_error(compute_last_states(FLOAT16), compute_last_states(PassSettings())) < 0.003
+    model = make_wide_model(FLOAT16)
+    cache = model.model.make_cache(2, 6)
+    bias = cache.append_slots(valid)
+    assert torch.isfinite(bias.to(torch.float16)).all()
+
+
+def test_compiled_passes_ignore_the_head() -> None:
+    trainer = PPOTrainer(make_small_config(model__head_dtype="float32"))
+    assert trainer.model.model.pass_settings.compiled
+    assert trainer.step().row["nonfinite_updates"] == 0
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_head_in_float32_gives_every_network_and_the_sampler_float32_logits(dtype: str) -> None:
     overrides = {"model__dtype": dtype, "model__compiled_passes": False, "rollout__name": "torch"}
     trainer = PPOTrainer(make_small_config(**overrides, model__head_dtype="float32", actor__use_kl_loss=True))
     assert trainer.reference is not None
+    tokens = torch.tensor([1, 2, 3])
     for network in (trainer.model, trainer.reference):
-        hidden = network.model.compute_hidden_states(torch.tensor([[1, 2, 3]]), torch.arange(3))
+        hidden = network.model.compute_hidden_states(tokens[None], torch.arange(3))
         assert (hidden.dtype, network.lm_head(hidden).dtype) == (getattr(torch, dtype), torch.float32)
+        exact_logits = hidden.double() @ network.lm_head.weight.to(hidden.dtype).double().T
+        logprobs = network.lm_head(hidden, partial(logprobs_from_hidden, tokens=tokens, temperature=1.0))
+        torch.testing.assert_close(logprobs.double(), logprobs_from_logits(exact_logits, tokens), rtol=0, atol=1e-5)
     row = trainer.step().row
     assert row["nonfinite_updates"] == 0
     rounded_row = PPOTrainer(make_small_config(**overrides, actor__use_kl_loss=True)).step().row

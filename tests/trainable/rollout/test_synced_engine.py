@@ -198,5 +198,28 @@ def test_a_sleeping_engine_wakes_with_the_weights_of_the_last_sync(
     sampler = SleepingSampler(trainer.engine.sampler)
     trainer.engine.sampler = sampler
     assert run_steps(trainer, 3) == expected
+    # The noise of the last sync, also if a step that trains nothing has followed it.
+    trainer.engine.sync_weights(2)
+    expected_weights = clone_tensors(dict(sampler.model.named_parameters()))
+    trainer.engine.sleep()
+    trainer.engine.wake_up()
+    assert all(torch.equal(weight, expected_weights[name]) for name, weight in sampler.model.named_parameters())
+    assert trainer.get_state()[1]["synced_step"] == 2
+    trainer.engine.sleep()
+    trainer.load_state(*trainer.get_state())
+    assert all(torch.equal(weight, expected_weights[name]) for name, weight in sampler.model.named_parameters())
+
+
+@pytest.mark.parametrize(("is_empty", "wakes"), [(True, 2), (False, 3)])
+def test_an_engine_wakes_once_per_rollout_or_sync(is_empty: bool, wakes: int, random_folder: Path) -> None:
+    overrides: dict[str, object] = dict(IN_TORCH)
+    if is_empty:
+        overrides |= {"model__path": str(random_folder), "filter__rollout_filter_include_zero": False}
+    trainer = make_noisy_trainer(0.02, **overrides)
+    assert isinstance(trainer.engine, SyncedEngine)
+    assert isinstance(trainer.engine.sampler, CopySampler)
+    sampler = SleepingSampler(trainer.engine.sampler)
+    trainer.engine.sampler = sampler
+    run_steps(trainer, 3)
     assert sampler.sleeps == 3
-    assert (sampler.wakes, sampler.is_sleeping) == ((2, True) if is_empty else (3, False))
+    assert (sampler.wakes, sampler.is_sleeping) == (wakes, is_empty)

@@ -44,9 +44,12 @@ def select_ends(frames: StudyFrames, arm: str | None, seed: int | None) -> pd.Da
     ends = find_run_ends(frames)
     if ends.empty:
         return ends
-    if arm is not None:  # of those with rows
+    if arm is not None:
         axis = frames.studies[0].get("axis") or {}
-        arm = find_arm(arm, list(dict.fromkeys(ends["arm"])), axis.get("setting"))
+        arm = find_arm(arm, list(dict.fromkeys(frames.trials["arm"])), axis.get("setting"))
+        if arm not in set(ends["arm"]):
+            arms = ", ".join(format_value(name) for name in dict.fromkeys(ends["arm"]))
+            raise PlanError(f"Arm {format_value(arm)} has no rows yet: type --arm with one of {arms}.")
         ends = ends[ends["arm"] == arm]
     if seed is not None and seed not in set(ends["seed"]):
         seeds = ", ".join(str(number) for number in sorted(set(ends["seed"])))
