@@ -52,7 +52,7 @@ ALLOWED_WARNINGS = {
 }
 RAY_SCRIPTS = ("sweep_growth.py", "sweep_overhead.py")
 """Benchmarks that start Ray."""
-SLOW_SCRIPTS = (*RAY_SCRIPTS, "cross_scoring.py", "edge_coverage.py", "grid_report.py", "packing.py")
+SLOW_SCRIPTS = (*RAY_SCRIPTS, "cross_scoring.py", "edge_coverage.py", "grid_report.py", "packing.py", "ppo_step.py")
 """Benchmarks that take longer than ten seconds even with short options."""
 PHASES = ["rollout_stand_in", "collapse", "values", "reference", "update_critic", "update_actor"]
 
@@ -147,6 +147,7 @@ def test_the_share_is_operations_over_seconds_times_the_rate(
     assert figures == {"seconds": 2.0, "tflop": 5.0, "mfu": 0.25, "peak_gib": None}
 
 
+@pytest.mark.slow
 def test_passes_without_padding_are_measured_beside_padded_ones() -> None:
     process = run_benchmark("packing.py", *SHORT["packing.py"])
     assert process.returncode == 0, process.stderr[-2000:]

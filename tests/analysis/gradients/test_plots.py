@@ -272,6 +272,7 @@ def test_the_title_of_a_probe_says_so(tmp_path: Path) -> None:
     assert figures["signal"].get_suptitle() == "Signal and shares\narm0-seed0, probe of step 51"
 
 
+@pytest.mark.slow
 def test_the_title_of_a_comparison_of_probes_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     titles = []
     monkeypatch.setattr(gradient_plots, "draw_steps", lambda _, title: titles.append(title) or Figure())

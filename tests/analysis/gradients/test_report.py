@@ -83,6 +83,7 @@ def test_probes_are_lines_and_rows_of_their_own_beside_training(tmp_path: Path) 
     assert "arm0-seed0 5 probe, after the filter kl" in words
 
 
+@pytest.mark.slow
 def test_a_filter_that_kept_nothing_is_on_the_page(tmp_path: Path) -> None:
     analyses = [FakeAnalysis(1, prefilter=True), FakeAnalysis(1, buckets=0)]
     words = get_words(make_page(make_frames(tmp_path, {"0": analyses})))
@@ -112,6 +113,7 @@ def test_without_a_regularizer_its_figure_is_left_out(tmp_path: Path) -> None:
     assert "regularizer_share" not in figures
 
 
+@pytest.mark.slow
 def test_a_report_with_gradients_is_the_same_when_written_twice(tmp_path: Path) -> None:
     run = FakeRun("0", steps=6)
     folder = write_study(tmp_path, [run], SMALL)

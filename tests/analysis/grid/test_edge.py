@@ -293,6 +293,7 @@ def test_the_figure_draws_its_tables(frames: StudyFrames) -> None:
     assert success_axes.get_xlabel() == "learning rate"
 
 
+@pytest.mark.slow
 def test_the_report_has_the_edges_and_their_files(folder: Path, frames: StudyFrames) -> None:
     pages.write_report(folder)
     words = " ".join(parse_page((folder / "report.html").read_text()).text.split())

@@ -246,6 +246,7 @@ def test_each_form_of_the_loss_has_its_own_contrast(three_loss_frames: StudyFram
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_the_page_has_every_arm_once_and_counts_comparisons(
     three_loss_frames: StudyFrames, monkeypatch: pytest.MonkeyPatch
 ) -> None:

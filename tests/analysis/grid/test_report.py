@@ -160,6 +160,7 @@ def test_a_grid_of_one_loss_does_not_mention_k1(tmp_path: Path) -> None:
     assert "k1 (kl_loss_type=kl)" not in page.text
 
 
+@pytest.mark.slow
 def test_tables_and_pictures_are_files_beside_the_page(tmp_path: Path) -> None:
     folder = write_grid(tmp_path, {"kl": ("5",)}, seeds=2, levels=10)
     first = pages.write_report(folder).read_text()

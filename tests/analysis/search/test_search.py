@@ -287,6 +287,7 @@ def test_points_without_settings_are_damage(tmp_path: Path, points: Any) -> None
         make_foreign_frames(tmp_path, points=points)
 
 
+@pytest.mark.slow
 def test_a_search_without_points_is_read_as_a_study(tmp_path: Path) -> None:
     frames = make_foreign_frames(tmp_path, points={})
     assert make_points(frames).empty

@@ -162,6 +162,7 @@ def test_neither_the_order_of_validations_nor_a_missing_one_matters() -> None:
     assert shorter_fit.ceilings == pytest.approx(fit.ceilings, abs=0.05)
 
 
+@pytest.mark.slow
 def test_intervals_cover_the_truth() -> None:
     generator, simulations = np.random.default_rng(4), 20
     estimates = [curves.estimate_curve(simulate_arm(generator), generator, 50) for _ in range(simulations)]

@@ -195,7 +195,14 @@ def find_free_port(host: str) -> int:
         return port
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", ""], ids=["one address", "another address", "a file"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        pytest.param("127.0.0.1", id="one address", marks=pytest.mark.slow),
+        pytest.param("127.0.0.2", id="another address"),
+        pytest.param("", id="a file"),
+    ],
+)
 def test_ranks_meet_in_a_file_or_at_the_address_of_rank_0(host: str, tmp_path: Path) -> None:
     arguments = [host, str(find_free_port(host) if host else 0), str(tmp_path / "meeting")]
     ranks = [

@@ -312,7 +312,7 @@ def test_the_sampler_and_the_trainer_agree(dtype: str) -> None:
 STATES = {"kl": {}, "shared trunk": {"critic__shared_trunk": True}, "full kl": {"actor__kl_loss_type": "full"}}
 
 
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "kl")) for name in STATES])
 def test_resumed_equals_straight_through(name: str, tmp_path: Path) -> None:
     uninterrupted, resumed = make_tuned_trainer(**STATES[name]), make_tuned_trainer(**STATES[name])
     run_steps(uninterrupted, 1)

@@ -146,6 +146,7 @@ def test_a_probe_with_other_settings_replaces_the_one_before_whole(study: StudyP
 KEEPS_NOTHING = ("--set", "filter.rollout_filter_value=0.001")  # less than the tolerance of the linear rule
 
 
+@pytest.mark.slow
 def test_a_probe_whose_filter_keeps_nothing_says_so(study: StudyPlan) -> None:
     run = study.runs[0]
     path = study.get_run_dir(run.run_id) / "probes.jsonl"
@@ -165,6 +166,7 @@ def test_a_probe_whose_filter_keeps_nothing_says_so(study: StudyPlan) -> None:
     assert hash_files(study.output) == hashes_before  # the earlier probe is still there
 
 
+@pytest.mark.slow
 def test_what_is_set_otherwise_is_in_the_log_and_in_the_rows(study: StudyPlan) -> None:
     words = (
         "--set",

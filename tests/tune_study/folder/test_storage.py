@@ -415,6 +415,7 @@ def run_study(plan: StudyPlan) -> tuple[int, str]:
     return execute_study(plan, preflight(plan, None, (), 2, None, is_real=True), "off", console), console.export_text()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_an_interrupted_study_goes_on_elsewhere_to_the_rows_of_an_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -145,6 +145,7 @@ def compile_and_print(config: RunConfig, environment: dict[str, str]) -> str:
     return output.getvalue()
 
 
+@pytest.mark.slow
 def test_kernels_are_compiled_before_the_first_study_and_only_once(tmp_path: Path) -> None:
     environment = {**os.environ, "TUNE_STUDY_CACHE": str(tmp_path)}
     torch_config = apply_overrides(make_small_config(), TORCH_SETTINGS)

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 SMALL = {"d_model": 8, "batch_size": 8, "trainer.total_training_steps": 6, "trainer.test_freq": 2}
 
 
+@pytest.mark.slow
 def test_a_study_of_distillation_becomes_tables_and_a_report(tmp_path: Path) -> None:
     arms = ("full_vocab_rkl", "warm_topk_k4")
     plan = make_plan(STUDIES["opd-cold-start"], "laptop", "a test", SMALL, arms, 2, tmp_path)

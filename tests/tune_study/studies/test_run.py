@@ -325,6 +325,7 @@ def extended(outcome: Outcome, tmp_path_factory: pytest.TempPathFactory) -> Outc
     return run_study(plan)
 
 
+@pytest.mark.slow
 def test_an_extended_study_has_the_old_runs_and_the_new(extended: Outcome) -> None:
     assert [run.arm for run in extended.plan.runs] == [*ARMS, "0.1"]
     assert extended.code == 0

@@ -118,6 +118,7 @@ def test_tables_have_a_row_a_run_and_the_settings_of_its_arm(folder: Path) -> No
     assert trials.loc["influence-DG", "steps_done"] == 12
 
 
+@pytest.mark.slow
 def test_a_second_start_trains_only_what_failed(folder: Path) -> None:
     times_before = {path: path.stat().st_mtime_ns for path in folder.glob("results/influence/runs/*/metrics.jsonl")}
     resumed_plan = plan_from_folder(folder / "results/influence")

@@ -60,6 +60,17 @@ def run(plan: StudyPlan) -> tuple[int, str]:
     return run_and_confirm(plan, LAUNCH, (), False, console), console.export_text()
 
 
+def test_a_search_is_a_study_whose_arms_are_points(tmp_path: Path) -> None:
+    plan = make_toy_search(tmp_path, 4)
+    assert run(plan)[0] == 0
+    table = make_points(load(plan.folder))
+    assert (len(table), set(table["state"]), set(table["seeds"])) == (4, {COMPLETE}, {2})
+    # The same command again trains nothing.
+    code, text = run(make_toy_search(tmp_path, 4))
+    assert (code, "0 of 8 runs remain" in text) == (0, True)
+
+
+@pytest.mark.slow
 def test_a_search_runs_in_rounds_and_ends_with_its_confirmation(tmp_path: Path) -> None:
     shorter = make_toy_search(tmp_path, 4)
     assert len(shorter.points) == 4  # the first ones wait for no result

@@ -188,6 +188,7 @@ def test_a_student_alone_learns_the_task() -> None:
     assert last["test_error"] < first["test_error"] - 0.2
 
 
+@pytest.mark.slow
 def test_a_teacher_learns_to_use_the_hint() -> None:
     config = make_config(120, 120, batch_size=96, d_model=32, teacher_lr=3e-3)
     (first, last) = run_to_end(make_trainer(config, (0,)))[0]

@@ -214,6 +214,7 @@ def test_an_evaluation_is_that_of_loops_over_the_sampled_sets(task: str) -> None
             assert float(columns[f"best_at_{k}"][member]) == pytest.approx(np.mean(scores_at_k), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_only_scores_over_weights_teach_coverage() -> None:
     ends = {}
     for method, candidates in (("ScalarGRPO", 1), ("MultiRLVR", 3), ("VPOGRPO", 3)):

@@ -27,6 +27,7 @@ def test_the_table_has_the_score_on_other_seeds(output: Path) -> None:
     assert lines[-1].startswith("Each alarm is the best of its symptom on seeds below 2")
 
 
+@pytest.mark.slow
 def test_repeated_runs_are_left_out(output: Path, tmp_path: Path) -> None:
     write_collapse(tmp_path, (10, 12, 14, 9))
     lines = type_in(f"alarms {output} {tmp_path} --first-test-seed 2").out.splitlines()
@@ -34,6 +35,7 @@ def test_repeated_runs_are_left_out(output: Path, tmp_path: Path) -> None:
     assert lines[1:] == type_in(f"alarms {output} --first-test-seed 2").out.splitlines()[1:]
 
 
+@pytest.mark.slow
 def test_a_folder_of_one_study_is_the_same(output: Path) -> None:
     folder = output / "results" / STUDY.run
     assert type_in(f"alarms {folder} --first-test-seed 2").out == type_in(f"alarms {output} --first-test-seed 2").out

@@ -69,6 +69,7 @@ def list_expected_files(*steps: int, prefix: str = "") -> set[str]:
     return {prefix + name for name in file_names | {"gradient_analysis_steps.png"}}
 
 
+@pytest.mark.slow
 def test_the_pictures_of_every_step_go_into_the_runs_folder(single_run_study: Path) -> None:
     answer = type_in(single_run_study)
     target = single_run_study / "figures" / "gradients" / "arm0-seed0"
@@ -92,6 +93,7 @@ def test_an_output_folder_of_ones_own(single_run_study: Path, tmp_path: Path) ->
     assert not (single_run_study / "figures").exists()
 
 
+@pytest.mark.slow
 def test_runs_and_probes_have_folders_of_their_own(mixed_study: Path) -> None:
     assert type_in(mixed_study).code == 0
     file_names = list_files(mixed_study / "figures" / "gradients")

@@ -128,7 +128,13 @@ def test_a_driver_that_ends_makes_a_new_page(folder: Path, monkeypatch: pytest.M
         report.stop()
 
 
-@pytest.mark.parametrize("error", [OSError("gone"), KeyError("run_id")], ids=["of a file", "of the code"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(OSError("gone"), id="of a file", marks=pytest.mark.slow),
+        pytest.param(KeyError("run_id"), id="of the code"),
+    ],
+)
 def test_a_failed_look_is_said_and_tried_again(error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(watch, "_IDLE_FACTOR", 0.0)

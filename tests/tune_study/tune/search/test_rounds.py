@@ -96,14 +96,14 @@ def test_a_search_that_begins_again_in_the_middle_draws_the_same_points(tmp_path
     assert draw_next(resumed).points == plan.points
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_later_points_are_better(tmp_path: Path, seed: int) -> None:
     late = make_table(draw_all(make_search_plan(tmp_path, RATE, seed=seed))).iloc[-20:]
     # An even draw would be 1 power of ten from the best rate on average.
     assert late["success"].mean() > -0.6
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_points_keep_out_of_the_region_where_runs_collapse_even_if_it_is_the_best(tmp_path: Path, seed: int) -> None:
     plan = make_search_plan(tmp_path, RATE, seed=seed)
     bounded, unbounded = (
