@@ -61,6 +61,15 @@ def test_settings_of_importance_weights_are_noted_without_a_cap() -> None:
     assert allocate(make_study_plan(**overrides, actor__tis_imp_ratio_cap=5.0)).notes == ()
 
 
+def test_settings_of_half_precision_are_noted_where_no_run_has_it() -> None:
+    (note,) = allocate(make_study_plan(model__loss_scale=1024)).notes
+    assert note == "model.loss_scale=1024 has no effect without --set model.dtype=float16."
+    assert allocate(make_study_plan(model__loss_scale=1024, model__dtype="float16")).notes == ()
+    (note,) = allocate(make_study_plan(model__head_dtype="float32", model__dtype="float32")).notes
+    assert note == "model.head_dtype=float32 has no effect: all logits are float32 with model.dtype=float32."
+    assert allocate(make_study_plan(model__head_dtype="float32")).notes == ()
+
+
 def test_consecutive_ids_form_slots() -> None:
     resource_plan = allocate(make_study_plan(trainer__n_gpus_per_node=4), "0,1,2,3,4,5,6,7", is_real=False)
     assert resource_plan.gpu_slots == ("0,1,2,3", "4,5,6,7")
