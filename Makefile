@@ -65,14 +65,14 @@ test-ci: check compile
 .PHONY: test-beside test-processes
 test-beside: setup
 	{ $(BESIDE) env $(QUICK) --numprocesses 2 -m "not slow and not engines and not faults and not processes" $(SHOW_VALUES); } \
-		2>&1 | awk '{ print "[tests] " $$0; fflush() }'
+		2>&1 | while IFS= read -r line; do echo "[tests] $$line"; done
 
 PROCESSES_CACHE := -o cache_dir=.pytest_cache/processes
 test-processes: setup
 	{ $(QUICK) $(PROCESSES_CACHE) --numprocesses 2 -m "not slow and not engines and (faults or processes)" \
 		tests/faults tests/tune_study tests/test_*.py \
 		|| { $(PYTEST) $(PROCESSES_CACHE) --last-failed --last-failed-no-failures none; exit 1; }; } \
-		2>&1 | awk '{ print "[processes] " $$0; fflush() }'
+		2>&1 | while IFS= read -r line; do echo "[processes] $$line"; done
 
 # A JSON line per kind of fault. MINUTES=0: every cell of the tables once, in hours.
 # ONLY="kills inputs": these kinds alone.

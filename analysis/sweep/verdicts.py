@@ -157,8 +157,8 @@ def format_verdict(row: Mapping[str, Any]) -> str:
     outcome_name, num_scored = classify_outcome(row), row["completed"] + row["early_stopped"]
     clauses = []
     if row["early_stopped"]:
-        extent = "" if row["early_stopped"] == num_scored else f" in {row['early_stopped']} of {num_scored} runs"
-        clauses.append(f"failed regime{extent}: {row['stops']}")
+        # `stops` says how many runs of the arm each rule stopped.
+        clauses.append(f"failed regime: {row['stops']}" if row["early_stopped"] == num_scored else row["stops"])
     if outcome_name not in ("failed regime", "no verdict"):
         clauses.append(_describe_gain(row) if row["is_baseline"] else _describe_difference(row, outcome_name))
     if row["unfinished"]:

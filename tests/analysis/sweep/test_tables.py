@@ -238,9 +238,7 @@ def test_stops_have_their_own_rate(three_seed_frames: StudyFrames) -> None:
     row = get_row(three_seed_frames, "1")
     assert row["stopped_fraction"] == pytest.approx(1 / 3)
     assert row["late_stopped_as_zero"] < row["late_val_success"] < row["late_survivors"]
-    assert row["verdict"].startswith(
-        "failed regime in 1 of 3 runs: low_validation_success stopped 1 of 3 runs (step 45: 0.002 < 0.01); "
-    )
+    assert row["verdict"].startswith("low_validation_success stopped 1 of 3 runs (step 45: 0.002 < 0.01); ")
 
 
 def test_outcomes_are_a_table_of_arms_and_seeds(three_seed_frames: StudyFrames) -> None:
@@ -523,6 +521,9 @@ def test_a_trend_has_its_direction_only_where_it_is_clear() -> None:
         "Success has no clear trend over the axis (rank correlation +0.50, p 0.31 over 6 runs). Page's test over the "
         "paired seeds: p 0.4. Arms named by words are left out. A stopped run counts with its last value."
     )
+    unknown = Trend(float("nan"), float("nan"), 2)
+    assert findings.describe_trend(unknown, float("nan"), plain).startswith("A trend needs at least three scored runs")
+    assert findings.describe_trend(unknown, float("nan"), words_and_stops) == ""
 
 
 @pytest.mark.parametrize(("largest", "is_named"), [(0.2, True), (0.06, True), (0.05, False), (None, False)])
