@@ -203,11 +203,12 @@ class Tools:
         self.context, self._may_query, self._channel = context, may_query, channel
         self._message_bytes = message_bytes
         self.namespace: dict[str, object] = {}
+        self._numbered_objects: dict[int, tuple[int, object]] = {}
         self.answers: list[str] = []
 
     def make_namespace(self) -> dict[str, object]:
         """The variables with which the code starts."""
-        names = {name: getattr(builtins, name) for name in BUILTIN_NAMES}
+        names = {name: getattr(builtins, name) for name in BUILTIN_NAMES} | {"id": self._number_object}
         modules = {"re": re, "math": math, "json": json, "itertools": itertools, "Counter": Counter}
         tools = (self.list_papers, self.search, self.get_paper_abstract, self.extract_section, self.SHOW_VARS)
         queries = (self.rlm_query, self.rlm_query_batched) if self._may_query else ()
@@ -220,6 +221,11 @@ class Tools:
         }
         self._first_values = dict(self.namespace)
         return self.namespace
+
+    def _number_object(self, value: object, /) -> int:
+        """A number of its own for every object, in place of `id`: an address would differ between processes."""
+        # The objects stay, so that no other one gets their address.
+        return self._numbered_objects.setdefault(id(value), (len(self._numbered_objects) + 1, value))[0]
 
     def list_papers(self) -> list[str]:
         """The ids of all papers."""

@@ -167,6 +167,11 @@ def test_two_processes_compute_the_same() -> None:
     assert run(code) == run(code)
 
 
+def test_an_id_is_no_address() -> None:
+    code = "x, y = [], [context]\nprint(id(x), id(y), id(x), id([]) == id([]), id(context))"
+    assert run(code).stdout == run(code).stdout == "1 2 1 False 5\n"
+
+
 def test_a_machine_that_cannot_confine_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_find_library", lambda: None)
     with pytest.raises(ConfinementError, match=r"libseccomp, which is missing: sudo apt-get install libseccomp2"):
