@@ -166,6 +166,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # Read: of `trainable` only the names and types of rows, how files are written, and the rule of an alarm.
     "analysis": (
         "analysis",
+        "trainable.config.aliases",
         "trainable.config.alarm_rule",
         "trainable.config.choices",
         "trainable.config.command_lines",
