@@ -34,6 +34,7 @@ SHORT: dict[str, tuple[str, ...]] = {
     "rollout_engines.py": ("--repetitions", "1"),
     "sweep_growth.py": ("--runs", "2"),
     "sweep_overhead.py": ("--arms", "1", "--seeds", "1", "--steps", "1", "--levels", "8"),
+    "tree_step.py": ("--steps", "1", "--questions", "1"),
     "trl_grpo.py": ("--repetitions", "1"),
     "update_rules.py": ("--steps", "1", "--seeds", "1"),
     "edge_coverage.py": ("--studies", "2", "--shift-studies", "1"),

@@ -176,10 +176,10 @@ def format_status_counts(trials: pd.DataFrame) -> str:
 def describe_trend(trend: Trend, page_p_value: float, dose_response: pd.DataFrame, setting: str = "") -> str:
     """The trend of success over the ordered axis in words.
 
-    dose_response: from `tables.make_dose_response`. setting: the dotted setting of the axis. Empty if arms are words.
+    dose_response: from `tables.make_dose_response`. setting: the dotted setting of the axis. Empty without numeric arms.
     """
     if np.isnan(trend.rho):
-        if dose_response["is_word"].all():
+        if dose_response.empty or dose_response["is_word"].all():
             return ""
         return "A trend needs at least three scored runs, at two or more values of the axis, with different success."
     axis = setting or "the axis"
