@@ -176,7 +176,7 @@ def format_status_counts(trials: pd.DataFrame) -> str:
 def describe_trend(trend: Trend, page_p_value: float, dose_response: pd.DataFrame, setting: str = "") -> str:
     """The trend of success over the ordered axis in words.
 
-    dose_response: from `tables.make_dose_response`. setting: the dotted setting of the axis. Empty without numeric arms.
+    dose_response: from `tables.make_dose_response`. setting: the dotted setting of the axis. Empty if arms are words.
     """
     if np.isnan(trend.rho):
         if dose_response.empty or dose_response["is_word"].all():
