@@ -147,6 +147,11 @@ class EnvConfig(Section):
     papers: PapersConfig = PapersConfig()
 
     @property
+    def max_conversations_per_rollout(self) -> int:
+        """A root and all children that it may ask, in a game of trees; otherwise 1."""
+        return 1 + self.papers.max_children if self.kind.has_trees else 1
+
+    @property
     def kind(self) -> GameKind:
         """The declaration of the selected game."""
         return GAME_KINDS.get(self.name, OWN_GAME)

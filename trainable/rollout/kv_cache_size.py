@@ -35,7 +35,12 @@ class AttentionShape(Protocol):
 
 
 def compute_max_tokens(config: RunConfig) -> int:
-    """Maximum tokens of a conversation: all turns with replies of full length, but at most max_model_len."""
+    """Maximum tokens of a conversation: all turns with replies of full length, but at most max_model_len.
+
+    In a game of trees it is max_model_len, since code may print as much as it likes.
+    """
+    if config.env.kind.has_trees and config.rollout.max_model_len:
+        return config.rollout.max_model_len
     tokens = config.env.max_turn * (config.rollout.response_length + TURN_TOKENS[config.model.prompt_style])
     return min(tokens, config.rollout.max_model_len or tokens)
 
@@ -55,5 +60,6 @@ def compute_step_kv_bytes(shape: AttentionShape, config: RunConfig, dtype_bytes:
 
     A validation may have more conversations. vLLM then lets some of them wait, which changes no number.
     """
-    conversations = -(-config.env.env_groups * config.env.group_size // ranks)
+    env = config.env
+    conversations = -(-env.env_groups * env.group_size * env.max_conversations_per_rollout // ranks)
     return conversations * compute_conversation_kv_bytes(shape, dtype_bytes, compute_max_tokens(config))

@@ -300,7 +300,7 @@ def count_concurrent_rows(config: RunConfig) -> int:
     """Concurrent conversations per rank: the maximum over training, validation and test."""
     env = config.env
     max_rows = max(env.env_groups * env.group_size, env.val_env_groups * env.val_group_size, env.test_env_groups)
-    return -(-max_rows // count_ranks(config))
+    return -(-max_rows * env.max_conversations_per_rollout // count_ranks(config))
 
 
 def list_allocations(

@@ -116,7 +116,8 @@ def estimate_update_flops(shape: ModelShape, config: RunConfig) -> float:
     those of weights. With LoRA it counts as two, because the frozen weights have no gradients. Gradient checkpointing
     adds one, because it repeats the forward pass. Matrix products with adapters are not counted.
     """
-    rows, tokens = config.env.env_groups * config.env.group_size, compute_max_tokens(config)
+    env, tokens = config.env, compute_max_tokens(config)
+    rows = env.env_groups * env.group_size * env.max_conversations_per_rollout
     train_factor = 3 - (config.model.lora_rank > 0) + config.model.enable_gradient_checkpointing
     policy_flops, critic_flops = (estimate_forward_flops(shape, rows, tokens, with_head) for with_head in (True, False))
     recompute_factor = config.actor.loss.needs_pass_before_step  # 1 for a loss that needs a pass without gradients
@@ -181,7 +182,8 @@ def estimate_step_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates)
     The ranks of a run divide the work among them. A run on a fraction of a GPU shares its time with other runs.
     """
     flops_per_s = ASSUMED_MFU * rates.peak_flops_per_s / (FLOAT32_SLOWDOWN if config.model.dtype == "float32" else 1)
-    rows = -(-config.env.env_groups * config.env.group_size // memory.count_ranks(config))
+    env = config.env
+    rows = -(-env.env_groups * env.group_size * env.max_conversations_per_rollout // memory.count_ranks(config))
     update_seconds = estimate_update_flops(shape, config) / memory.count_ranks(config) / flops_per_s
     gpu_seconds = update_seconds + estimate_sampling_seconds(shape, config, rows, rates)
     return gpu_seconds / min(config.trainer.n_gpus_per_node, 1.0) + estimate_host_seconds(shape, config)
@@ -206,7 +208,7 @@ def estimate_run_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates) 
 
 
 def estimate_cpu_run_seconds(shape: ModelShape, config: RunConfig) -> float:
-    """Seconds of a whole run on one core, with episodes of typical length."""
+    """Seconds of a whole run on one core, with episodes of typical length. A typical tree asks no child."""
     passes_rate = (COMPILED_RATES if config.model.compiled_passes else TORCH_RATES).passes
     sampling_rate = (COMPILED_RATES if config.rollout.name == "compiled" else TORCH_RATES).sampling
     env, trainer, tokens = config.env, config.trainer, round(TYPICAL_FILL * compute_max_tokens(config))
@@ -215,7 +217,8 @@ def estimate_cpu_run_seconds(shape: ModelShape, config: RunConfig) -> float:
         + _count_validations(config) * env.val_env_groups * env.val_group_size
         + 2 * env.test_env_groups
     )
-    update_flops = TYPICAL_FILL * trainer.total_training_steps * estimate_update_flops(shape, config)
+    step_flops = estimate_update_flops(shape, config) / env.max_conversations_per_rollout
+    update_flops = TYPICAL_FILL * trainer.total_training_steps * step_flops
     sampling_flops = estimate_forward_flops(shape, episodes, tokens, with_head=True)
     return RUN_START_SECONDS + update_flops / passes_rate + sampling_flops / sampling_rate
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from search_spaces import STUDIES
 from tests.fakes.scripted import make_qwen2_shape as make_torch_shape
 from tests.fakes.scripted import make_random_model
 from tests.fakes.trainers import make_quiet_trainer
@@ -19,7 +20,12 @@ from trainable.models.load import freeze, make_frozen_copy
 from trainable.models.lora import make_adapted_policy
 from trainable.models.qwen2 import PassSettings
 from trainable.ppo.trainer import PPOTrainer
-from trainable.rollout.kv_cache_size import TURN_TOKENS, compute_max_tokens, compute_token_kv_bytes
+from trainable.rollout.kv_cache_size import (
+    TURN_TOKENS,
+    compute_max_tokens,
+    compute_step_kv_bytes,
+    compute_token_kv_bytes,
+)
 from trainable.rollout.vllm_sampler import EngineSettings
 from tune_study.placement import memory
 from tune_study.placement.memory import (
@@ -32,6 +38,7 @@ from tune_study.placement.memory import (
     sum_by_phase,
 )
 from tune_study.placement.model_size import ModelShape, count_policy_parameters, read_model_shape
+from tune_study.placement.time_estimate import estimate_update_flops
 
 TINY = "sokoban-tiny"
 VARIANTS: dict[str, Mapping[str, object]] = {
@@ -476,6 +483,23 @@ def test_copies_of_weights_are_as_planned(recomputes: bool) -> None:
 def test_a_tokens_keys_and_values_by_hand() -> None:
     # The 3B model has 36 blocks and 2 key heads of 128 channels; keys and values take two bytes each.
     assert compute_token_kv_bytes(read_shape("Qwen/Qwen2.5-3B"), 2) == 36 * 2 * 2 * 128 * 2
+
+
+def test_a_tree_has_room_for_its_children() -> None:
+    study = STUDIES["tree-grpo"]
+    settings = {**study.fixed_settings, **study.presets["paper"], "rollout.name": "vllm"}
+    shape = read_shape("Qwen/Qwen2.5-0.5B")
+
+    def compute(max_children: int) -> tuple[int, float]:
+        config = apply_overrides(RunConfig(), {**settings, "env.papers.max_children": max_children})
+        return compute_step_kv_bytes(shape, config, 2, 1), estimate_update_flops(shape, config)
+
+    conversation_bytes = 8192 * compute_token_kv_bytes(
+        shape, 2
+    )  # rollout.max_model_len, since code prints what it likes
+    (kv_bytes, flops), (kv_bytes_alone, flops_alone) = compute(8), compute(0)
+    assert (kv_bytes, kv_bytes_alone) == (4 * 9 * conversation_bytes, 4 * conversation_bytes)
+    assert flops == pytest.approx(9 * flops_alone)
 
 
 def test_less_is_never_more() -> None:
