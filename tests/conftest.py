@@ -15,8 +15,8 @@ from tests.fakes.s3_server import start_s3_server
 # The duration of an example depends on the machine.
 settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
-# The same examples on every machine, and a quarter of them: `make test` and `make test-ci`.
-settings.register_profile("quick", settings.get_profile("ci"), max_examples=25)
+# The same examples on every machine, and a sixth of them: `make test` and `make test-ci`.
+settings.register_profile("quick", settings.get_profile("ci"), max_examples=16)
 
 
 TEMPORARY_ROOT_ENV = "PYTEST_DEBUG_TEMPROOT"

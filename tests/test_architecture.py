@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -327,7 +328,10 @@ def read_imports(source: str) -> set[str]:
     return names
 
 
-IMPORTS = {name: read_imports(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+@cache
+def read_all_imports() -> dict[str, set[str]]:
+    """Return the imports of every module, which not every process that collects tests has to read."""
+    return {name: read_imports(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
 
 
 def is_below(name: str, prefixes: tuple[str, ...]) -> bool:
@@ -372,7 +376,7 @@ def find_cycle(graph: Mapping[str, set[str]]) -> list[str]:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_follow_the_layers(module: str) -> None:
-    assert not find_wrong_imports(module, IMPORTS[module])
+    assert not find_wrong_imports(module, read_all_imports()[module])
 
 
 def test_a_wrong_import_is_reported() -> None:
@@ -394,13 +398,13 @@ def test_no_folder_has_too_many_modules(folder: str) -> None:
 
 
 def test_module_imports_have_no_cycle() -> None:
-    graph = {name: (imports & MODULES.keys()) - {name} for name, imports in IMPORTS.items()}
+    graph = {name: (imports & MODULES.keys()) - {name} for name, imports in read_all_imports().items()}
     assert find_cycle(graph) == []
 
 
 def test_folder_imports_have_no_cycle() -> None:
     graph: dict[str, set[str]] = {folder: set() for folder in FOLDERS}
-    for name, imports in IMPORTS.items():
+    for name, imports in read_all_imports().items():
         graph[get_folder(name)] |= {get_folder(target) for target in imports & MODULES.keys()} - {get_folder(name)}
     assert find_cycle(graph) == []
 
