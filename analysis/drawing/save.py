@@ -22,10 +22,11 @@ def save_figure(figure: Figure, target: Path | IO[bytes], **options: Any) -> Non
 
     The layout is computed once. `savefig` would compute it twice, and again for every other format of the figure.
     """
-    axes_of_numbers: list[Any] = [axis for axis in figure.findobj(Axis) if _labels_numbers(axis)]
+    artists = figure.findobj()
+    axes_of_numbers = [axis for axis in artists if isinstance(axis, Axis) and _labels_numbers(axis)]
     number_labels = {id(label) for axis in axes_of_numbers for label in axis.get_ticklabels(which="both")}
-    for text in figure.findobj(Text):
-        if id(text) not in number_labels:
+    for text in artists:
+        if isinstance(text, Text) and id(text) not in number_labels:
             text.set_parse_math(False)
     if figure.get_layout_engine() is not None:
         figure.draw_without_rendering()
