@@ -169,12 +169,16 @@ class StudyStatuses:
         if read_status(run_dir) != status:
             write_status(run_dir, status)
 
-    def censor_waiting(self, is_censored: Callable[[str], bool], reason: str) -> None:
-        """Give the runs that still wait, and whose arm `is_censored`, their final status."""
-        for spec in self._plan.runs:
-            status = self._statuses[spec.run_id]
-            if status.status == "waiting" and is_censored(spec.arm):
-                self.set(replace(status, status=CENSORED, reason=reason))
+    def censor_waiting(self, is_censored: Callable[[str], bool], reason: str) -> list[RunStatus]:
+        """Give the runs that still wait, and whose arm `is_censored`, their final status; returns these."""
+        final_statuses = [
+            replace(self._statuses[spec.run_id], status=CENSORED, reason=reason)
+            for spec in self._plan.runs
+            if self._statuses[spec.run_id].status == "waiting" and is_censored(spec.arm)
+        ]
+        for status in final_statuses:
+            self.set(status)
+        return final_statuses
 
     def close(self, reason: str) -> str:
         """Give every run that has not ended a final status, and write all files that do not have theirs.

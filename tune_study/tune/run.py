@@ -17,7 +17,7 @@ from trainable.runs.run_ends import ENDED_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.stop_rules import ALARM, RULES, parse_finite
 from tune_study.folder import outputs
-from tune_study.folder.statuses import StudyStatuses
+from tune_study.folder.statuses import RunStatus, StudyStatuses
 from tune_study.folder.summary import find_finished_runs
 from tune_study.host.console import print_error, print_line
 from tune_study.host.interrupt import Interrupt, TimeLimit, make_interrupt
@@ -203,10 +203,9 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
     """Train the remaining runs until all have a final status; return an error text, empty without an error."""
     prepare_environment(session.resource_plan.gpus, joins_cluster=bool(session.resource_plan.cluster_address))
     from tune_study.tune.callbacks import Recorder  # imports Ray, which reads the environment prepared above
-    from tune_study.tune.search.halving import SIBLING_REASON
 
-    rungs = _make_rungs(session)
-    recorder, problem = Recorder(session.plan, session.resource_plan, session.progress, statuses, rungs), ""
+    rungs, problem = _make_rungs(session), ""
+    recorder = Recorder(session.plan, session.resource_plan, session.progress, statuses, rungs)
     try:
         _fit_tuner(session, statuses, recorder)
     except KeyboardInterrupt:
@@ -218,8 +217,7 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
         is_over = not any(view.is_open for view in session.progress.views.values())
         summary = "Ray Tune could not complete its own record of the study" if is_over else "The study ended early"
         problem = f"{summary}: {_format_error(error)}."
-    if rungs is not None:
-        statuses.censor_waiting(rungs.is_censored, SIBLING_REASON)
+    _censor_waiting(recorder, statuses)  # again, since an error may have ended the study
     # The runs' files must be here before their rows and statuses are read.
     if session.storage is not None:
         session.storage.pull()
@@ -310,11 +308,23 @@ def _fit_tuner(session: StudySession, statuses: StudyStatuses, recorder: "Record
                 watch_daemons(daemons, lambda lost: _end_without_ray(session, statuses, lost)),
             ):
                 tuner.fit()
+                # Before the table shows what became of each run.
+                for status in _censor_waiting(recorder, statuses):
+                    session.progress.end_run(status.run_id, status.display_text, status.reason)
         finally:
             # After an error too, because rows wait in the queue of the W&B thread, which ends with this process.
             for wandb_callback in wandb_callbacks:
                 if not wandb_callback.close():
                     print_error(f"W&B logging is incomplete: {wandb_callback.problem or 'it took too long'}")
+
+
+def _censor_waiting(recorder: "Recorder", statuses: StudyStatuses) -> list[RunStatus]:
+    """End the runs that wait and whose arm was stopped by successive halving."""
+    from tune_study.tune.search.halving import SIBLING_REASON
+
+    if recorder.rungs is None:
+        return []
+    return statuses.censor_waiting(recorder.rungs.is_censored, SIBLING_REASON)
 
 
 def _end_without_ray(session: StudySession, statuses: StudyStatuses, reason: str) -> None:
