@@ -61,7 +61,7 @@ from trainable.ppo.update import ActorUpdate, TokenFunction, compute_at_trained_
 from trainable.rollout.batch import Batch, collate, make_update_order
 from trainable.rollout.engine import Engine, make_engine, make_evaluation_engine
 from trainable.rollout.episode import Episode, list_rollouts, replace_rollouts
-from trainable.rollout.players import make_player
+from trainable.rollout.players import RolloutRequest, make_player
 from trainable.rollout.sampler import SamplingParams
 from trainable.runs.failures import NonFiniteError
 from trainable.runs.flat_state import get_shapes
@@ -288,7 +288,7 @@ class PPOTrainer:
         with engine.wake_up():  # a rank without levels enters, too: gathering weights takes all ranks
             # More ranks than levels leave some ranks without any, and a sampler needs at least one prompt.
             if local_levels:
-                episodes = self.player.roll_out(
+                request = RolloutRequest(
                     local_levels,
                     group_size,
                     engine.sampler,
@@ -298,6 +298,7 @@ class PPOTrainer:
                     first_episode=local_range.start * group_size,
                     num_episodes=len(levels) * group_size,
                 )
+                episodes = self.player.roll_out(request)
         if needs_logprobs:
             # The trainer's passes come next and need the memory. Otherwise the engine stays awake, since the next phase
             # after an evaluation is another rollout.

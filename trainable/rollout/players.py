@@ -25,6 +25,31 @@ from trainable.rollout.sampler import Sampler, SamplingParams
 from trainable.rollout.tree_loop import Rollout, Tree, TreeSettings, TreeTexts, encode_first_turn, roll_out_trees
 
 
+@dataclass(frozen=True)
+class RolloutRequest:
+    """What is to be played, and with which chance.
+
+    Attributes:
+        levels: at least one.
+        group_size: episodes per level.
+        sampler: samples the replies.
+        params: of the sampler.
+        rng: all random numbers of the sampler come from its children, one per episode.
+        luck_rng: all random numbers of the environment.
+        first_episode: number of the first of these episodes among those that all ranks play together.
+        num_episodes: of all ranks; None for those of this one.
+    """
+
+    levels: Sequence[Any]
+    group_size: int
+    sampler: Sampler
+    params: SamplingParams
+    rng: np.random.Generator
+    luck_rng: np.random.Generator
+    first_episode: int = 0
+    num_episodes: int | None = None
+
+
 class Player(Protocol):
     """Plays levels with a sampler."""
 
@@ -39,29 +64,8 @@ class Player(Protocol):
         """
         ...
 
-    def roll_out(
-        self,
-        levels: Sequence[Any],
-        group_size: int,
-        sampler: Sampler,
-        params: SamplingParams,
-        rng: np.random.Generator,
-        luck_rng: np.random.Generator,
-        first_episode: int = 0,
-        num_episodes: int | None = None,
-    ) -> list[Episode]:
-        """Play every level `group_size` times; the episodes of a level are consecutive, and numbered from group 0.
-
-        Args:
-            levels: at least one.
-            group_size: episodes per level.
-            sampler: samples the replies.
-            params: of the sampler.
-            rng: all random numbers of the sampler come from its children, one per episode.
-            luck_rng: all random numbers of the environment.
-            first_episode: number of the first of these episodes among those that all ranks play together.
-            num_episodes: of all ranks; None for those of this one.
-        """
+    def roll_out(self, request: RolloutRequest) -> list[Episode]:
+        """Play what is asked for; the episodes of a level are consecutive, and numbered from group 0."""
         ...
 
 
@@ -96,30 +100,21 @@ class TurnPlayer:
         """See `Player.check_first_turns`. The first prompts of a game are equally long, so one level serves."""
         check_length(len(self.encode_first_turn(levels[0])), response_length, self.limits.context_length)
 
-    def roll_out(
-        self,
-        levels: Sequence[Level],
-        group_size: int,
-        sampler: Sampler,
-        params: SamplingParams,
-        rng: np.random.Generator,
-        luck_rng: np.random.Generator,
-        first_episode: int = 0,
-        num_episodes: int | None = None,
-    ) -> list[Episode]:
+    def roll_out(self, request: RolloutRequest) -> list[Episode]:
         """See `Player.roll_out`."""
-        luck = draw_luck(luck_rng, num_episodes or len(levels) * group_size, self.limits)
+        num_episodes = request.num_episodes or len(request.levels) * request.group_size
+        luck = draw_luck(request.luck_rng, num_episodes, self.limits)
         return roll_out_episodes(
             self.environment,
-            levels,
-            group_size,
-            sampler,
+            request.levels,
+            request.group_size,
+            request.sampler,
             self.template,
             self.codec,
             self.limits,
-            params,
-            rng,
-            luck[first_episode:],
+            request.params,
+            request.rng,
+            luck[request.first_episode :],
             self.compute_rewards,
         )
 
@@ -147,20 +142,13 @@ class TreePlayer:
         longest = max(len(self.encode_first_turn(level)) for level in levels)
         check_length(longest, response_length, self.settings.context_length)
 
-    def roll_out(
-        self,
-        levels: Sequence[PaperLevel],
-        group_size: int,
-        sampler: Sampler,
-        params: SamplingParams,
-        rng: np.random.Generator,
-        luck_rng: np.random.Generator,
-        first_episode: int = 0,
-        num_episodes: int | None = None,
-    ) -> list[Episode]:
+    def roll_out(self, request: RolloutRequest) -> list[Episode]:
         """See `Player.roll_out`. There is no chance but that of the sampler."""
-        questions, streams = [level.question for level in levels], rng.spawn(len(levels) * group_size)
-        trees = roll_out_trees(questions, group_size, sampler, self.texts, self.settings, params, streams)
+        levels, group_size = request.levels, request.group_size
+        questions, streams = [level.question for level in levels], request.rng.spawn(len(levels) * group_size)
+        trees = roll_out_trees(
+            questions, group_size, request.sampler, self.texts, self.settings, request.params, streams
+        )
         return [self._make_episode(tree, levels[tree.group]) for tree in trees]
 
     def _make_episode(self, tree: Tree, level: PaperLevel) -> Episode:
