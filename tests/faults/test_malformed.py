@@ -24,6 +24,7 @@ from tests.faults.malformed_folders import (
     read_contents,
     write_valid_study,
 )
+from tests.strategies.examples import thin_out
 from trainable.config.run_config import RunConfig
 from trainable.files.json_lines import read_lines
 from trainable.runs.run_files import read_rows
@@ -235,7 +236,7 @@ ODD_LINES = [
 ]
 
 
-@pytest.mark.parametrize("line", ODD_LINES, ids=make_id)
+@pytest.mark.parametrize("line", thin_out(ODD_LINES), ids=make_id)
 def test_an_odd_line_is_left_out(tmp_path: Path, valid_study: ValidStudy, line: str) -> None:
     for name in ("metrics.jsonl", "levels.jsonl"):
         rows = valid_study.files[f"{FIRST}/{name}"].splitlines()

@@ -1,7 +1,9 @@
 """How many examples a property is tested with."""
 
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 from hypothesis import settings
 
 DEFAULT_EXAMPLES = 100
@@ -15,3 +17,8 @@ def draw_examples(count: int, **options: Any) -> settings:
     """
     share = settings().max_examples / DEFAULT_EXAMPLES
     return settings(max_examples=min(count, max(MIN_EXAMPLES, round(share * count))), **options)
+
+
+def thin_out(values: Iterable[Any], every: int = 3) -> list[Any]:
+    """Parameters of a test of which CI takes the first and each n-th after it; the others are in the slow tier."""
+    return [pytest.param(value, marks=[pytest.mark.slow] * bool(index % every)) for index, value in enumerate(values)]

@@ -13,6 +13,7 @@ import analysis
 from analysis.data.frames import FRAME_NAMES, SCHEMAS, StudyFrames
 from analysis.data.load import load, read_study
 from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_analyses, write_study
+from tests.strategies.examples import thin_out
 from trainable.files.json_lines import write_lines
 from trainable.files.json_values import DamageWarning
 from trainable.runs.records import GRADIENT_COLUMNS, GRADIENT_GROUP_COLUMNS, ROW_COLUMNS
@@ -126,7 +127,7 @@ ODD_LINES = [
 ]
 
 
-@pytest.mark.parametrize("line", ODD_LINES, ids=range(len(ODD_LINES)))
+@pytest.mark.parametrize("line", thin_out(ODD_LINES), ids=range(len(ODD_LINES)))
 @pytest.mark.parametrize("name", ["gradients.jsonl", "probes.jsonl"])
 def test_an_odd_line_is_left_out(tmp_path: Path, line: dict[str, Any], name: str) -> None:
     folder = write_analyzed_study(tmp_path, FIRST_ANALYSIS)

@@ -19,6 +19,7 @@ from analysis.report import pages
 from analysis.stats.dose_response import DoseCounts, estimate_edge, estimate_shift
 from tests.analysis.report.test_pages import parse_page
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
+from tests.strategies.examples import thin_out
 
 RATES = (1e-4, 3e-4, 1e-3, 1.7e-3, 3e-3)
 STOP = ("low_validation_success", 0.0, 0.01)
@@ -244,7 +245,7 @@ def test_a_known_edge_and_shift_are_recovered(tmp_path: Path) -> None:
     assert shift["p"] < 0.01
 
 
-@pytest.mark.parametrize("dose", ["", "algorithm.adv_estimator", "actor.no_such_setting"])
+@pytest.mark.parametrize("dose", thin_out(["", "algorithm.adv_estimator", "actor.no_such_setting"]))
 def test_without_a_numeric_dose_there_is_no_section(tmp_path: Path, dose: str) -> None:
     folder = write_study(tmp_path, make_runs({"a": (0,) * 5, "c": (0,) * 5}, 1), make_study(dose))
     frames = load(folder)

@@ -22,6 +22,7 @@ from tests.fakes.trials import (
     read_run_files,
     start_trial,
 )
+from tests.strategies.examples import thin_out
 from trainable.families import LANGUAGE_MODEL, SingleRunTrainer
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs import run
@@ -130,7 +131,7 @@ def test_states_are_written_by_steps_and_by_seconds(
     ],
     ids=["in the middle", "at the end", "at first", "none"],
 )
-@pytest.mark.parametrize("keeps_last", [True, False], ids=["the last stays", "the last is removed"])
+@pytest.mark.parametrize("keeps_last", thin_out([False, True], 2), ids=["the last is removed", "the last stays"])
 @pytest.mark.parametrize("keeps_best", [True, False], ids=["the best stays", "the best is removed"])
 def test_the_state_of_the_best_validation_stays(
     values: list[float | None],
@@ -376,7 +377,7 @@ def flip_byte(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", thin_out(FILES, 2))
 @pytest.mark.parametrize("damage", [truncate, flip_byte, Path.unlink])
 def test_a_damaged_state_is_named_and_the_one_before_is_used(
     tmp_path: Path, uninterrupted_run: UninterruptedRun, name: str, damage: Callable[[Path], None]

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.strategies.examples import thin_out
 from tests.trainable.sandbox.tabular import train_to_next_rows
 from trainable.sandbox.config.rules import METHODS, RULES
 from trainable.sandbox.config.settings import UpdateRuleConfig
@@ -45,7 +46,7 @@ def train_until(trainer: EnsembleTrainer, last_step: int) -> EnsembleTrainer:
     return trainer
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", thin_out(METHODS))
 def test_one_update_of_a_member_is_the_one_that_it_takes_alone(method: str) -> None:
     settings = make_config(method)
     task, rule = make_task(settings), UPDATE_RULES[method]
