@@ -187,9 +187,12 @@ def _describe_difference(row: Mapping[str, Any], outcome_name: str) -> str:
         return f"no comparison: {baseline_text} or this arm has no scored run with a value"
     failed_text = ", itself a failed regime" if row["baseline_failed"] else ""
     if not row["se"] > 0:
-        reason = (
-            "the differences of all seeds are equal" if row["se"] == 0 else "no arm has runs of two seeds that differ"
-        )
+        if row["se"] == 0:
+            reason = "the differences of all seeds are equal"
+        elif row["completed"] + row["early_stopped"] <= 1:
+            reason = "one run says nothing about a setting"
+        else:
+            reason = "no arm has runs of two seeds that differ"
         return (
             f"open: {format_signed(row['difference'])} from {baseline_text}{failed_text}, without an interval, because "
             f"{reason}"

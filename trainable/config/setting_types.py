@@ -28,9 +28,8 @@ LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 
 def _check_power_of_two(number: float) -> float:
     """Return `number`; ValueError unless it is a power of two."""
-    mantissa, exponent = math.frexp(number)
-    if mantissa != 0.5:
-        raise ValueError(f"must be a power of two, such as {2.0 ** (exponent - 1):g}")
+    if math.frexp(number)[0] != 0.5:
+        raise ValueError(f"must be a power of two, such as {2.0 ** round(math.log2(number)):g}")
     return number
 
 

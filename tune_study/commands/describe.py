@@ -180,15 +180,25 @@ def _format_plan_lines(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str
     lines = [
         f"Study {plan.study.name}: {plan.study.question.strip()}",
         f"Preset {plan.preset}: {plan.preset_reason}",
-        *([] if plan.model is None else [f"Model: {plan.model}"]),
+        *([] if plan.model is None else [f"Model: {plan.model}", *_describe_precision(plan)]),
         f"{len(plan.runs)} runs: {plan.study.axis.setting} in {values}; seeds {_format_seeds(plan)}",
         f"Steps per run: {trainer.total_training_steps}, validation every {trainer.test_freq} steps",
         f"{_describe_trial(plan)} reserves {reserved_resources}; "
         f"{resource_plan.max_concurrent} at once on {resource_plan.cpus} CPUs",
     ]
     if resource_plan.gpu_slots:
-        lines.append(f"GPU slots: {' '.join(resource_plan.gpu_slots)}")
+        lines.append(f"GPU slots (ids): {' '.join(resource_plan.gpu_slots)}")
     return [*lines, *resource_plan.notes, *find_remarks(plan)]
+
+
+def _describe_precision(plan: StudyPlan) -> list[str]:
+    """The types of passes and logits, where they are not float32 throughout."""
+    model = plan.ppo_config.model
+    if model.dtype == "float32":
+        return []
+    scale_text = f", losses scaled by {model.loss_scale:g}" if model.dtype == "float16" else ""
+    logits_type = model.dtype if model.head_dtype == "model" else model.head_dtype
+    return [f"Precision: passes in {model.dtype}{scale_text}, logits in {logits_type}, weights and sums in float32"]
 
 
 def _describe_trial(plan: StudyPlan) -> str:

@@ -27,7 +27,7 @@ RECORDED = Replicates(
     tuple(np.random.default_rng(0).normal(0.6, 0.015, 20)),
 )
 ONE_SEED = "over one seed, with the noise of 20 recorded runs"
-NO_INTERVAL = ", without an interval, because no arm has runs of two seeds that differ"
+NO_INTERVAL = ", without an interval, because one run says nothing about a setting"
 
 
 def make_collapsed_run(arm: str, seed: int = 0, steps: int = 45) -> FakeRun:

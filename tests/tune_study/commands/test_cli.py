@@ -545,7 +545,7 @@ def test_a_study_goes_on_with_other_gpus(work_dir: Path) -> None:
     folder = write_started_study(work_dir, trainer__device="auto").folder
     answer = type_in(f"resume {folder} --gpus-per-exp 0.5 --gpus 0 --dry-run")
     assert answer.code == 0, answer.err
-    assert "GPU slots: 0 0" in answer.out
+    assert "GPU slots (ids): 0 0" in answer.out
     same_line = "run kl --preset laptop --steps 3 --kl-values 0,0.1 --seeds 1"
     second_answer = type_in(f"{same_line} --gpus-per-exp 0.5 --gpus 0 --set trainer.device=cuda --dry-run")
     assert second_answer.code == 0, second_answer.err

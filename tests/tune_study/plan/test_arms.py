@@ -8,7 +8,7 @@ from tune_study.plan.errors import PlanError
 KL = "actor.kl_loss_coef"
 
 
-@pytest.mark.parametrize("text", ["0.1", "KL 0.1", "kl 0.1", " KL  0.1 "])
+@pytest.mark.parametrize("text", ["0.1", "0.10", "KL 0.1", "kl 0.1", " KL  0.1 ", "kl=0.1", "KL0.1"])
 def test_a_name_of_a_report_is_the_arm(text: str) -> None:
     assert find_arm(text, ("0", "0.1"), KL) == "0.1"
 

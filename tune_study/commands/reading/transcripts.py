@@ -75,7 +75,7 @@ def print_transcripts(console: Console, runs: Sequence[RunEpisodes], choice: Epi
     print_line(console, "")
     for run in selected_runs:
         episodes = _select_episodes(run, choice)
-        print_line(console, f"Arm {run.arm}, seed {run.seed}: {_count(episodes)}")
+        print_line(console, f"Arm {run.arm}, seed {run.seed}: {_describe_selection(run, choice, episodes)}")
         for episode in episodes:
             print_line(console, "")
             print_episode(console, episode)
@@ -119,10 +119,15 @@ def _select_episodes(run: RunEpisodes, choice: EpisodeChoice) -> list[RecordedEp
     return [episode for episode in run.episodes if episode.step == step and choice.success in (None, episode.success)]
 
 
-def _count(episodes: Sequence[RecordedEpisode]) -> str:
-    """`2 episodes after step 60, 1 solved`, or that there is none."""
+def _describe_selection(run: RunEpisodes, choice: EpisodeChoice, episodes: Sequence[RecordedEpisode]) -> str:
+    """`2 episodes after step 60, 1 solved`, `1 of 2 episodes after step 60 failed`, or that there is none."""
     if not episodes:
         return "no recorded episode of this kind"
-    solved = sum(episode.success for episode in episodes)
-    noun = "episode" if len(episodes) == 1 else "episodes"
-    return f"{len(episodes)} {noun} after step {episodes[0].step}, {solved} solved"
+    step = episodes[0].step
+    total = sum(episode.step == step for episode in run.episodes)
+    noun = "episode" if total == 1 else "episodes"
+    if choice.success is not None:
+        word = "was solved" if choice.success else "failed"
+        plural_word = "were solved" if choice.success else "failed"
+        return f"{len(episodes)} of {total} {noun} after step {step} {word if len(episodes) == 1 else plural_word}"
+    return f"{total} {noun} after step {step}, {sum(episode.success for episode in episodes)} solved"

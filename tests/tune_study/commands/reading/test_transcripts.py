@@ -59,16 +59,16 @@ def test_the_last_validation_is_shown_if_none_is_chosen(folder: Path) -> None:
         (
             "--arm 0 --failed",
             [
-                "Arm 0, seed 0: 1 episode after step 40, 0 solved",
+                "Arm 0, seed 0: 1 of 2 episodes after step 40 failed",
                 "Level 124 after step 40: out of turns, score 1.5",
-                "Arm 0, seed 1: 1 episode after step 40, 0 solved",
+                "Arm 0, seed 1: 1 of 2 episodes after step 40 failed",
                 "Level 124 after step 40: out of turns, score 1.5",
             ],
         ),
         (
             "--seed 1 --step 0 --solved",
             [
-                "Arm 0, seed 1: 2 episodes after step 0, 2 solved",
+                "Arm 0, seed 1: 2 of 2 episodes after step 0 were solved",
                 "Level 123 after step 0: success, score 1.5",
                 "Level 124 after step 0: success, score 1.5",
             ],
