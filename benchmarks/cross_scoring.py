@@ -28,6 +28,7 @@ from trainable.diagnostics.thoughts import ThoughtPairs, read_turns, sample_firs
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import Episode
+from trainable.rollout.players import RolloutRequest
 from trainable.rollout.sampler import SamplingParams
 
 COMPUTE_FREQ = 5  # steps per diagnosis
@@ -91,12 +92,14 @@ def roll_out(trainer: PPOTrainer) -> list[Episode]:
     """One rollout of the preset's levels."""
     config = trainer.config
     return trainer.player.roll_out(
-        trainer.levels[0],
-        config.env.group_size,
-        trainer.engine.sampler,
-        SamplingParams(1.0, config.rollout.response_length, trainer.stop_token),
-        make_rng(0, "sampling", 1),
-        make_rng(0, "environment", 1),
+        RolloutRequest(
+            trainer.levels[0],
+            config.env.group_size,
+            trainer.engine.sampler,
+            SamplingParams(1.0, config.rollout.response_length, trainer.stop_token),
+            make_rng(0, "sampling", 1),
+            make_rng(0, "environment", 1),
+        )
     )
 
 

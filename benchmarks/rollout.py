@@ -24,6 +24,7 @@ from trainable.envs.level_sets import make_validation_levels
 from trainable.models.load import find_model
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.compiled_sampler import CompiledSampler
+from trainable.rollout.players import RolloutRequest
 from trainable.rollout.sampler import Conversation, LockStepTurns, SampledReply, Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 
@@ -96,12 +97,14 @@ def time_rollout(
     """CPU seconds and sampled tokens of one rollout of `levels`, `group_size` episodes each."""
     start_time = time.process_time()
     episodes = trainer.player.roll_out(
-        levels,
-        group_size,
-        sampler,
-        SamplingParams(1.0, 24, trainer.model.shape.eos_token_id),
-        make_rng(0, "sampling", step),
-        make_rng(0, "environment", step),
+        RolloutRequest(
+            levels,
+            group_size,
+            sampler,
+            SamplingParams(1.0, 24, trainer.model.shape.eos_token_id),
+            make_rng(0, "sampling", step),
+            make_rng(0, "environment", step),
+        )
     )
     return time.process_time() - start_time, sum(episode.response_tokens for episode in episodes)
 

@@ -10,6 +10,7 @@ from trainable.config.seeds import PURPOSES, make_rng
 from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import Episode
+from trainable.rollout.players import RolloutRequest
 from trainable.runs.records import TIME_COLUMNS
 
 Row = dict[str, Any]
@@ -61,10 +62,12 @@ def replay_step(trainer: PPOTrainer, step: int) -> list[Episode]:
     """Play the episodes of a step again, with the current weights of the trainer."""
     env = trainer.config.env
     return trainer.player.roll_out(
-        trainer.levels[step - 1],
-        env.group_size,
-        trainer.engine.sampler,
-        trainer._make_sampling_params(trainer.config.rollout.temperature),
-        make_rng(trainer.config.seed, "sampling", step),
-        make_rng(trainer.config.seed, "environment", PURPOSES["sampling"], step),
+        RolloutRequest(
+            trainer.levels[step - 1],
+            env.group_size,
+            trainer.engine.sampler,
+            trainer._make_sampling_params(trainer.config.rollout.temperature),
+            make_rng(trainer.config.seed, "sampling", step),
+            make_rng(trainer.config.seed, "environment", PURPOSES["sampling"], step),
+        )
     )
