@@ -47,7 +47,7 @@ check: setup
 # seconds, so only what failed is run with it, which shows the values.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --hypothesis-profile quick
 QUICK := $(PYTEST) --assert plain --dist loadfile --no-loadscope-reorder
-SHOW_VALUES := || { $(PYTEST) --last-failed --last-failed-no-failures none; exit 1; }
+SHOW_VALUES = || { $(PYTEST) $(CACHE) --last-failed --last-failed-no-failures none; exit 1; }
 test: check compile
 	$(QUICK) $(PARALLEL) -m "not slow and not faults and not engines and not processes" $(SHOW_VALUES)
 
@@ -67,11 +67,10 @@ test-beside: setup
 	{ $(BESIDE) env $(QUICK) --numprocesses 2 -m "not slow and not engines and not faults and not processes" $(SHOW_VALUES); } \
 		2>&1 | while IFS= read -r line; do echo "[tests] $$line"; done
 
-PROCESSES_CACHE := -o cache_dir=.pytest_cache/processes
+test-processes: CACHE := -o cache_dir=.pytest_cache/processes
 test-processes: setup
-	{ $(QUICK) $(PROCESSES_CACHE) --numprocesses 2 -m "not slow and not engines and (faults or processes)" \
-		tests/faults tests/tune_study tests/test_*.py \
-		|| { $(PYTEST) $(PROCESSES_CACHE) --last-failed --last-failed-no-failures none; exit 1; }; } \
+	{ $(QUICK) $(CACHE) --numprocesses 2 -m "not slow and not engines and (faults or processes)" \
+		tests/faults tests/tune_study tests/test_*.py $(SHOW_VALUES); } \
 		2>&1 | while IFS= read -r line; do echo "[processes] $$line"; done
 
 # A JSON line per kind of fault. MINUTES=0: every cell of the tables once, in hours.

@@ -33,7 +33,7 @@ pytestmark = [
 ]
 
 CONTEXT, STOP, LENGTH = 512, 2, 24
-SETTINGS = EngineSettings(DEVICE, "float32", CONTEXT, kv_cache_memory_bytes=64 << 20)
+SETTINGS = EngineSettings(DEVICE, "float32", CONTEXT, kv_cache_memory_bytes=64 << 20, enable_sleep_mode=True)
 
 
 @pytest.fixture(scope="module")
@@ -365,9 +365,11 @@ def test_an_incomplete_push_is_refused_and_the_next_one_repairs_it(
     torch.testing.assert_close(torch.from_numpy(logprobs), expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="vLLM sleeps on a GPU only")
 def test_sleeping_changes_no_token(vllm: VllmSampler, shipped_policy: Policy) -> None:
     token_ids = get_token_ids(sample_turns(vllm, 1.0))
     vllm.sleep()
+    assert vllm.is_sleeping
     vllm.update_weights(shipped_policy.model.state_dict().items())  # a sleeping engine has none
     assert not vllm.is_sleeping
     assert get_token_ids(sample_turns(vllm, 1.0)) == token_ids

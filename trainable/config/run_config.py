@@ -247,9 +247,7 @@ class RunConfig(BaseRunConfig):
     def max_batch_size(self) -> int:
         """The largest number of sequences in the batch of a step, including copies that fill the last mini-batch."""
         sequences = self.env.env_groups * self.env.group_size * self.env.max_conversations_per_rollout
-        if self.env.kind.has_trees:  # no copies
-            return sequences
-        if self.actor.loss.needs_whole_groups:  # no copies
+        if self.env.kind.has_trees or self.actor.loss.needs_whole_groups:  # no copies
             return sequences
         multiple = math.lcm(self.env.env_groups, self.actor.ppo_mini_batch_size)
         return -(-sequences // multiple) * multiple  # rounded up

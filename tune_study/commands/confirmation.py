@@ -15,7 +15,7 @@ from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.plan.arms import find_arm
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy
-from tune_study.plan.study_plan import MAX_SEEDS, ConfirmedStudy, StudyPlan, build_plan, make_arm_config
+from tune_study.plan.study_plan import MAX_SEEDS, ConfirmedStudy, StudyPlan, build_plan
 
 DEFAULT_SEEDS = 5
 
@@ -46,13 +46,14 @@ def plan_confirmation(
         )
     if n_seeds < 2:
         raise PlanError(f"--seeds {format_value(n_seeds)} gives no interval: type --seeds 2 or more.")
-    compared = plan.baseline if baseline is None else _find_arm(plan, "--baseline", baseline)
+    setting = plan.study.axis.setting
+    compared = plan.baseline if baseline is None else find_arm(baseline, plan.values, setting, "--baseline")
     if compared is None:
         raise PlanError(
             f"The baseline {plan.study.baseline} is not among the arms of {format_value(plan.run)}: type --baseline "
             f"with one of {_list_arms(plan)}."
         )
-    confirmed = _find_arm(plan, "--arm", arm)
+    confirmed = find_arm(arm, plan.values, setting)
     if confirmed == compared:
         raise PlanError(
             f"--arm {format_value(arm)} is the arm that it would be compared with: type another --arm, or --baseline."
@@ -90,26 +91,6 @@ def _make_folder(plan: StudyPlan, confirmed: str, compared: str | None) -> Path:
     if compared is not None and compared != plan.baseline:
         suffix += f"-against-{make_value_label(compared)}"
     return plan.folder.with_name(f"{plan.folder.name}-confirm-{suffix}")
-
-
-def _find_arm(plan: StudyPlan, option: str, text: str) -> str:
-    """The arm of the plan with the settings of the typed one, so that 0.10 is the arm 0.1."""
-    if text in plan.values:
-        return text
-    if text in plan.study.axis.named_settings or _is_number(text):
-        requested = make_arm_config(plan.study, plan.base_config, text).compute_hash()
-        for value in plan.values:
-            if make_arm_config(plan.study, plan.base_config, value).compute_hash() == requested:
-                return value
-    return find_arm(text, plan.values, plan.study.axis.setting, option)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return "_" not in text
 
 
 def _list_arms(plan: StudyPlan) -> str:

@@ -294,7 +294,8 @@ def _choose_gpus(
     elif not ids:
         # A dry run on a machine without a GPU plans for as many GPUs as one run needs.
         ids = tuple(str(index) for index in range(math.ceil(n_gpus)))
-        notes = (f"No GPU is visible: the plan is for GPUs with these ids, as with --gpus {','.join(ids)}.",)
+        listed_ids = ",".join(ids)
+        notes = (f"No GPU is visible: the plan is for GPUs with the ids {listed_ids} (--gpus {listed_ids}).",)
     # GPUs that are left over would stay idle for the whole study.
     if n_gpus >= 1 and len(ids) % int(n_gpus):
         raise PlanError(

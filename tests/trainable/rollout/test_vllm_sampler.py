@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numba
 import pytest
@@ -16,7 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trainable.models.load import find_model, load_policy
+from trainable.rollout import vllm_sampler
 from trainable.rollout.vllm_sampler import (
+    LM_HEAD_NAME,
     EngineSettings,
     VllmSampler,
     acquire_lock,
@@ -34,6 +38,47 @@ CPU = torch.device("cpu")
 def test_a_missing_vllm_gives_the_command_that_installs_it(device: str, package: str) -> None:
     with pytest.raises(ValueError, match=rf"vLLM is not installed. Install it with `pip install {package}`"):
         VllmSampler(find_model("sokoban-tiny"), EngineSettings(torch.device(device), "float32", 512))
+
+
+class RecordingEngine:
+    """Stands in for vLLM, which sleeps on a GPU only, and records what is asked of it."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, object]] = []
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(("sleep", level))
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.calls.append(("wake_up", tags))
+
+    def collective_rpc(self, name: str, kwargs: dict[str, Any]) -> None:
+        self.calls.append((name, [name for name, _ in kwargs["weights_iterator"]]))
+
+    def reset_prefix_cache(self) -> bool:
+        self.calls.append(("reset_prefix_cache", None))
+        return True
+
+
+def test_a_sleeping_engine_discards_its_weights_and_gets_new_ones_before_its_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm_sampler, "_lock_gpu_memory", lambda device: nullcontext())
+    sampler = object.__new__(VllmSampler)
+    sampler.settings = EngineSettings(torch.device("cuda"), "bfloat16", 512, enable_sleep_mode=True)
+    sampler.weight_shapes, sampler.is_sleeping = {LM_HEAD_NAME: (2, 3)}, False
+    sampler.llm = engine = RecordingEngine()
+    for _ in range(2):  # the second one does nothing
+        sampler.sleep()
+    assert (engine.calls, sampler.is_sleeping) == ([("sleep", 2)], True)
+    sampler.update_weights([(LM_HEAD_NAME, torch.zeros(2, 3))])
+    assert engine.calls[1:] == [
+        ("wake_up", ["weights"]),
+        ("reload_weights", [LM_HEAD_NAME]),
+        ("wake_up", None),
+        ("reset_prefix_cache", None),
+    ]
+    assert not sampler.is_sleeping
 
 
 def test_the_environment_is_set_where_the_user_has_not() -> None:

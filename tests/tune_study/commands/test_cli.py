@@ -347,6 +347,25 @@ def test_the_documents_show_the_plan_as_it_is_printed(work_dir: Path) -> None:
         assert all(plan_text in out for plan_text in plan_texts)
 
 
+@pytest.mark.parametrize(
+    ("preset", "settings", "line"),
+    [
+        ("paper", "", "Precision: passes in bfloat16, logits in bfloat16, weights and sums in float32"),
+        (
+            "paper",
+            "--set model.dtype=float16 --set model.loss_scale=1024 --set model.head_dtype=float32",
+            "Precision: passes in float16, losses scaled by 1024, logits in float32, weights and sums in float32",
+        ),
+        ("laptop", "", None),
+    ],
+)
+def test_a_plan_names_the_precision_unless_all_is_float32(
+    work_dir: Path, preset: str, settings: str, line: str | None
+) -> None:
+    lines = type_in(f"run kl --preset {preset} {settings} --dry-run").out.splitlines()
+    assert [text for text in lines if text.startswith("Precision: ")] == ([] if line is None else [line])
+
+
 def fake_h100_machine(work_dir: Path, monkeypatch: pytest.MonkeyPatch, free: int, total: int = 81559) -> None:
     """Fake a machine with one GPU of `total` MiB, of which `free` are free, and a downloaded Qwen2.5-0.5B.
 
