@@ -113,7 +113,8 @@ def write_frames_report(frames: StudyFrames, folder: Path) -> Path:
     figures_folder = make_folder(folder, "figures")
     for name, figure in drawn_figures.items():
         with atomic_write(figures_folder / f"{name}.png") as temp_path:
-            save_figure(figure, temp_path, dpi=150, format="png")
+            # The least compression: a tenth more bytes, and a fifth less time.
+            save_figure(figure, temp_path, dpi=150, format="png", pil_kwargs={"compress_level": 1})
         # save_figure has computed the layout. The page shows the same figure, so keep this layout and compute no other.
         figure.set_layout_engine("none")
     for name, table in page.make_tables(results):

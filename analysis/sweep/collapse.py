@@ -95,13 +95,25 @@ def compute_survival(frames: StudyFrames) -> pd.DataFrame:
 
 
 def count_collapses(frames: StudyFrames) -> pd.DataFrame:
-    """One row per arm with a scored run: arm, runs (scored ones), collapsed, steps (of the collapses, ascending)."""
+    """One row per arm with a scored run: arm, runs (scored ones), collapsed, steps, seeds.
+
+    steps: of the collapses, ascending. seeds: of the runs that collapsed, in the order of these steps.
+    """
     ends = find_run_ends(frames)
     ends = ends[ends["status"].isin(SCORED_STATUSES)]
     rows = []
     for arm in list_arms(frames):
         runs = ends[ends["arm"] == arm]
-        steps = tuple(sorted(runs.loc[runs["is_collapse"], "end_step"]))
-        if len(runs):
-            rows.append({"arm": arm, "runs": len(runs), "collapsed": len(steps), "steps": steps})
-    return pd.DataFrame(rows, columns=["arm", "runs", "collapsed", "steps"])
+        if runs.empty:
+            continue
+        collapsed_runs = runs[runs["is_collapse"]].sort_values(["end_step", "seed"])
+        rows.append(
+            {
+                "arm": arm,
+                "runs": len(runs),
+                "collapsed": len(collapsed_runs),
+                "steps": tuple(collapsed_runs["end_step"]),
+                "seeds": tuple(collapsed_runs["seed"]),
+            }
+        )
+    return pd.DataFrame(rows, columns=["arm", "runs", "collapsed", "steps", "seeds"])

@@ -97,7 +97,8 @@ def describe_collapses(collapses: pd.DataFrame) -> str:
     Where no run collapsed, the study cannot show that a setting protects from collapse. collapses: from
     `collapse.count_collapses`.
 
-    Example: `Arm 0 collapsed in 3 of 3 runs, at steps 20, 25 and 38; no run of arms 0.1, 0.3 collapsed.`
+    Example: `Arm 0 collapsed in 3 of 3 runs, at steps 20, 25 and 38 (seeds 1, 0, 2); no run of arms 0.1, 0.3
+    collapsed.`
     """
     collapsed, stable_arms = collapses[collapses["collapsed"] > 0], collapses.loc[collapses["collapsed"] == 0, "arm"]
     if collapses.empty:
@@ -105,7 +106,7 @@ def describe_collapses(collapses: pd.DataFrame) -> str:
     if collapsed.empty:
         return "No run collapsed, so nothing is said of protection from collapse."
     if len(collapsed) > MAX_LISTED_COLLAPSES:
-        steps = [step for arm_steps in collapsed["steps"] for step in arm_steps]
+        steps = sorted(step for arm_steps in collapsed["steps"] for step in arm_steps)
         clauses = [
             f"{collapsed['collapsed'].sum()} of {collapses['runs'].sum()} runs collapsed, in {len(collapsed)} of "
             f"{len(collapses)} arms, {_format_steps(steps)}"
@@ -113,7 +114,7 @@ def describe_collapses(collapses: pd.DataFrame) -> str:
     else:
         clauses = [
             f"{'arm' if index else 'Arm'} {row['arm']}{'' if index else ' collapsed'} in {row['collapsed']} of "
-            f"{row['runs']} run{'' if row['runs'] == 1 else 's'}, {_format_steps(row['steps'])}"
+            f"{row['runs']} run{'' if row['runs'] == 1 else 's'}, {_format_steps(row['steps'], row['seeds'])}"
             for index, row in enumerate(to_records(collapsed))
         ]
     if len(stable_arms):
@@ -121,12 +122,17 @@ def describe_collapses(collapses: pd.DataFrame) -> str:
     return "; ".join(clauses) + "."
 
 
-def _format_steps(steps: Sequence[float]) -> str:
-    """`at step 20`, `at steps 20, 25 and 38`, or `at steps 20 to 38` if there are many."""
-    texts = [f"{step:g}" for step in sorted(steps)]
+def _format_steps(steps: Sequence[float], seeds: Sequence[int] = ()) -> str:
+    """`at step 20 (seed 2)`, `at steps 20, 25 and 38 (seeds 1, 0, 2)`, or `at steps 20 to 38` if there are many.
+
+    steps: ascending. seeds: of the runs, in the same order; empty where they are not to be named.
+    """
+    texts = [f"{step:g}" for step in steps]
     if len(texts) > MAX_LISTED_STEPS:
         return f"at steps {texts[0]} to {texts[-1]}"
-    return f"at step{'s' if len(texts) > 1 else ''} {_join_words(texts)}"
+    plural = "s" if len(texts) > 1 else ""
+    names = f" (seed{plural} {', '.join(map(str, seeds))})" if seeds else ""
+    return f"at step{plural} {_join_words(texts)}{names}"
 
 
 def _join_words(texts: list[str]) -> str:

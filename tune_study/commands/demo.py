@@ -13,7 +13,7 @@ from tune_study.commands.reading.transcripts import LEGEND, RunEpisodes, print_e
 from tune_study.demo.archive import RECORDED_KEY, read_recorded_study, unpack
 from tune_study.host.console import print_line
 from tune_study.plan.errors import PlanError
-from tune_study.tune.conclusion import write_results
+from tune_study.tune.conclusion import print_next_commands, write_results
 
 
 def show_demo(console: Console, output: Path) -> str:
@@ -51,12 +51,13 @@ def show_demo(console: Console, output: Path) -> str:
         print_line(console, f"{words} of arm {run.arm}, seed {run.seed}:")
         print_episode(console, episode)
     print_line(console, "")
-    print_line(console, "To go on, open the report in a browser, or type:")
-    for arguments in (
-        *((name, folder) for name in ("transcripts", "explain", "watch")),
-        ("run", "kl", "--preset", "laptop", "--output", "mine"),
-    ):
-        print_line(console, f"  {format_command(*arguments)}")
+    print_next_commands(
+        console,
+        (
+            *(format_command(name, folder) for name in ("transcripts", "explain", "watch")),
+            format_command("run", "kl", "--preset", "laptop", "--output", "mine"),
+        ),
+    )
     return problem
 
 

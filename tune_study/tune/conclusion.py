@@ -1,6 +1,8 @@
 """The end of a study, or of a round of a search: statuses, summary, tables, report, and how to continue."""
 
+import os
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
@@ -9,6 +11,7 @@ from trainable.config.command_lines import format_command, quote_argument
 from trainable.files.json_values import DamageWarning
 from trainable.runs.failures import NON_FINITE
 from trainable.runs.run_ends import ENDED_STATUSES
+from trainable.runs.run_files import EPISODES_FILE
 from tune_study.folder import outputs
 from tune_study.folder.search_store import write_search_store
 from tune_study.folder.statuses import StudyStatuses
@@ -88,6 +91,20 @@ def has_failed_round(session: StudySession) -> bool:
         and bool(new_ids)
         and all(run_id in failed_runs and failed_runs[run_id].failure_class != NON_FINITE for run_id in new_ids)
     )
+
+
+def print_next_commands(console: Console, commands: Iterable[str]) -> None:
+    """Print that one can go on with the report, or with one of these commands."""
+    print_line(console, "To go on, open the report in a browser, or type:")
+    for command in commands:
+        print_line(console, f"  {command}")
+
+
+def list_reading_commands(plan: StudyPlan) -> list[str]:
+    """The commands that read the runs of a study beyond its report; empty if there are none for studies of its kind."""
+    has_episodes = any(os.path.lexists(plan.get_run_dir(spec.run_id) / EPISODES_FILE) for spec in plan.runs)
+    names = [*(["transcripts"] if has_episodes else []), *(["explain"] if plan.study.family.is_fine_tuning else [])]
+    return [format_command(name, plan.folder) for name in names]
 
 
 def _write_store(plan: StudyPlan, console: Console) -> str:

@@ -27,7 +27,14 @@ from tune_study.placement.resources import make_placement_group
 from tune_study.plan.errors import PlanError
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan
-from tune_study.tune.conclusion import conclude_study, get_final_statuses, has_failed_round, write_last_results
+from tune_study.tune.conclusion import (
+    conclude_study,
+    get_final_statuses,
+    has_failed_round,
+    list_reading_commands,
+    print_next_commands,
+    write_last_results,
+)
 from tune_study.tune.local_ray import LocalRay
 from tune_study.tune.looks import plan_next_look
 from tune_study.tune.progress import Progress
@@ -122,6 +129,8 @@ def _run_session(session: StudySession) -> int:
         exit_code = _run_planned_seeds(session, names_finished=is_first)
         next_plan = None if session.interrupt.is_requested else _plan_next(session, exit_code)
         if next_plan is None:
+            if not exit_code and (commands := list_reading_commands(session.plan)):
+                print_next_commands(session.console, commands)
             return exit_code
         if session.storage is not None:
             session.storage.add_runs(next_plan)

@@ -282,7 +282,7 @@ def test_arms_that_failed_in_part_are_in_the_headline(tmp_path: Path) -> None:
     runs[2] = FakeRun("0", 2, status="failed", steps=5)
     frames = load(write_study(tmp_path, runs, SMALL))
     assert findings.describe_collapses(count_collapses(frames)) == (
-        "Arm 0.1 collapsed in 1 of 3 runs, at step 5; no run of arm 0 collapsed."
+        "Arm 0.1 collapsed in 1 of 3 runs, at step 5 (seed 2); no run of arm 0 collapsed."
     )
     assert findings.describe_interval_basis(tables.make_dose_response(frames)) == (
         "0: over 2 seeds, with the noise of all arms; 0.1: over 3 seeds, with the noise of all arms"

@@ -70,7 +70,15 @@ def test_only_scored_runs_are_counted(frames: StudyFrames) -> None:
     table = count_collapses(frames).set_index("arm")
     assert table["runs"].to_dict() == {"0": 2, "0.1": 2, "1": 1}
     assert table["collapsed"].to_dict() == {"0": 0, "0.1": 1, "1": 1}
-    assert table.loc["0.1", "steps"] == (20,)
+    assert (table.loc["0.1", "steps"], table.loc["0.1", "seeds"]) == ((20,), (1,))
+    assert (table.loc["0", "steps"], table.loc["0", "seeds"]) == ((), ())
+
+
+def test_seeds_are_in_the_order_of_the_steps(tmp_path: Path) -> None:
+    ends = (25, 20, 25)
+    runs = [FakeRun("0", seed, status="early_stopped", steps=end, stop=STOP) for seed, end in enumerate(ends)]
+    (row,) = count_collapses(read_study(write_study(tmp_path, runs, STUDY))).to_dict("records")
+    assert (row["steps"], row["seeds"]) == ((20, 25, 25), (1, 0, 2))
 
 
 def test_a_study_without_steps_has_no_collapse(tmp_path: Path) -> None:
@@ -82,18 +90,24 @@ def test_a_study_without_steps_has_no_collapse(tmp_path: Path) -> None:
 
 def make_counts(**steps_by_arm: tuple[float, ...]) -> pd.DataFrame:
     rows = [
-        {"arm": arm.strip("_"), "runs": 3, "collapsed": len(steps), "steps": steps}
+        {
+            "arm": arm.strip("_"),
+            "runs": 3,
+            "collapsed": len(steps),
+            "steps": steps,
+            "seeds": tuple(range(len(steps), 0, -1)),
+        }
         for arm, steps in steps_by_arm.items()
     ]
     return pd.DataFrame(rows)
 
 
-def test_the_sentence_names_arms_runs_and_steps() -> None:
+def test_the_sentence_names_arms_runs_steps_and_seeds() -> None:
     assert describe_collapses(make_counts(_0=(20, 25, 38), _1=(45,), _2=(), _3=())) == (
-        "Arm 0 collapsed in 3 of 3 runs, at steps 20, 25 and 38; arm 1 in 1 of 3 runs, at step 45; no run of arms 2, 3 "
-        "collapsed."
+        "Arm 0 collapsed in 3 of 3 runs, at steps 20, 25 and 38 (seeds 3, 2, 1); arm 1 in 1 of 3 runs, at step 45 "
+        "(seed 1); no run of arms 2, 3 collapsed."
     )
-    assert describe_collapses(make_counts(_0=(20,))) == "Arm 0 collapsed in 1 of 3 runs, at step 20."
+    assert describe_collapses(make_counts(_0=(20,))) == "Arm 0 collapsed in 1 of 3 runs, at step 20 (seed 1)."
     assert describe_collapses(make_counts(_0=(), _1=())) == (
         "No run collapsed, so nothing is said of protection from collapse."
     )

@@ -121,7 +121,9 @@ def test_the_report_has_both_tables(tmp_path: Path) -> None:
     pages.write_report(folder)
     words = " ".join(parse_page((folder / "report.html").read_text()).text.split())
     assert "Which runs collapsed" in words
-    assert "Arm KL 0 collapsed in 2 of 2 runs, at steps 20 and 25; no run of arm KL 0.1 collapsed." in words
+    assert (
+        "Arm KL 0 collapsed in 2 of 2 runs, at steps 20 and 25 (seeds 0, 1); no run of arm KL 0.1 collapsed." in words
+    )
     assert "0 2 of 2 20, 25 22" in words
     assert "an interval needs 6 seeds" in words
     # The page names arms by their setting; tables beside it have the arms of the frames.

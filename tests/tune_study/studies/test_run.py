@@ -351,6 +351,12 @@ def test_finished_runs_are_named_and_not_run_again(outcome: Outcome, extended: O
     assert log.count(f"step {STEPS}/{STEPS}") == 1
 
 
+def test_the_commands_to_type_next_are_named_once_every_run_has_ended_well(outcome: Outcome, extended: Outcome) -> None:
+    advice = "To go on, open the report in a browser, or type:"
+    assert extended.text.endswith(f"{advice}\n  python -m tune_study explain {extended.plan.folder}\n")
+    assert advice not in outcome.text
+
+
 def test_a_failed_run_goes_on_from_its_state(extended: Outcome) -> None:
     for arm in FAILED:
         assert read_written_steps(extended.plan, arm) == list(range(1, STEPS + 1))

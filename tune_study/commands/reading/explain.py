@@ -12,6 +12,7 @@ from rich.console import Console
 from analysis.data.episodes import read_episodes
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
+from analysis.stats.change_points import MIN_POINTS
 from analysis.sweep import symptoms
 from analysis.sweep.collapse import HALVED_SUCCESS, count_collapses, find_run_ends
 from analysis.sweep.findings import describe_collapses
@@ -23,6 +24,9 @@ from tune_study.commands.reading.transcripts import print_episode
 from tune_study.host.console import print_line, print_table
 from tune_study.plan.arms import find_arm
 from tune_study.plan.errors import PlanError
+
+
+_TOO_SHORT = f"No change can be resolved in fewer than {MIN_POINTS} steps."
 
 
 def read_frames(folder: Path, is_running: bool) -> StudyFrames:
@@ -84,6 +88,12 @@ def print_explanation(
         return
     collapsed_ends = ends[ends["is_collapse"]]
     if collapsed_ends.empty:
+        longest_run = to_records(ends.sort_values("end_step", ascending=False, kind="stable").head(1))[0]
+        if _count_measurements(frames, longest_run) < MIN_POINTS:
+            print_line(
+                console, f"{_TOO_SHORT} To read what the policies wrote: {format_command('transcripts', run_name)}"
+            )
+            return
         example = to_records(ends.head(1))[0]
         command = format_command("explain", run_name, "--arm", example["arm"], "--seed", str(example["seed"]))
         print_line(console, f"To see what changed in a run that did not collapse, type: {command}")
@@ -98,6 +108,11 @@ def print_explanation(
     example = to_records(collapsed_ends.head(1))[0]
     command = format_command("explain", run_name, "--arm", example["arm"], "--seed", str(example["seed"]))
     print_line(console, f"One run: {command}")
+
+
+def _count_measurements(frames: StudyFrames, run: dict[str, Any]) -> int:
+    """Number of training steps up to the end or the collapse of the run: each is a measurement of the symptoms."""
+    return int((frames.get_run_steps(run["run_id"])["step"] <= run["end_step"]).sum())
 
 
 def _print_order(console: Console, order: pd.DataFrame) -> None:
@@ -140,7 +155,8 @@ def _print_run(console: Console, folder: Path, frames: StudyFrames, ends: pd.Dat
     onsets = symptoms.find_onsets(frames, ends, np.random.default_rng(symptoms.PERMUTATION_SEED))
     changes = onsets.dropna(subset="onset").sort_values(["onset", "p"], kind="stable")
     if changes.empty:
-        print_line(console, "No change is resolved: a change needs at least 8 measurements.")
+        is_short = _count_measurements(frames, run) < MIN_POINTS
+        print_line(console, _TOO_SHORT if is_short else "No change is resolved.")
     else:
         columns = ("symptom", "begins after step", "95 %", "complete at", "before", "after", "p")
         print_table(console, columns, [_format_change_cells(row) for row in to_records(changes)])

@@ -18,7 +18,10 @@ _HOW_TO_RECORD = (
 )
 
 
-LEGEND = "Lines with | are what the policy saw, lines with > what it wrote; the line after that is what it did."
+LEGEND = (
+    "Lines with | are what the policy saw, lines with > what it wrote; the line after that is what it did. The reward "
+    "there is the one that training uses, with the penalty of an invalid reply, which the policy does not see."
+)
 
 
 class EpisodeChoice(NamedTuple):

@@ -87,7 +87,10 @@ def test_several_runs_are_summarized(folder: Path) -> None:
     answer = type_in(f"explain {folder}")
     assert answer.code == 0
     lines = answer.out.splitlines()
-    assert lines[0] == "Arm 0 collapsed in 3 of 3 runs, at steps 40, 40 and 40; no run of arm 0.1 collapsed."
+    assert (
+        lines[0]
+        == "Arm 0 collapsed in 3 of 3 runs, at steps 40, 40 and 40 (seeds 0, 1, 2); no run of arm 0.1 collapsed."
+    )
     assert lines[2].startswith("The spread of the rewards fell before success in 3 of 3 runs in which both fell")
     assert lines[-1] == f"One run: python -m tune_study explain {folder} --arm 0 --seed 0"
     assert type_in(lines[-1].partition("tune_study ")[2]).code == 0
@@ -104,6 +107,20 @@ def test_without_a_collapse_the_command_says_what_to_type(tmp_path: Path) -> Non
     first, second = type_in(f"explain {folder}").out.splitlines()
     assert first == "No run collapsed, so nothing is said of protection from collapse."
     assert second.endswith(f"type: python -m tune_study explain {folder} --arm 0 --seed 0")
+
+
+def test_runs_that_are_too_short_say_so(tmp_path: Path) -> None:
+    folder = write_study(tmp_path, [FakeRun("0", steps=7), FakeRun("0.1", steps=3)], STUDY)
+    sentence = "No change can be resolved in fewer than 8 steps."
+    (line,) = type_in(f"explain {folder}").out.splitlines()
+    assert line == f"{sentence} To read what the policies wrote: python -m tune_study transcripts {folder}"
+    assert type_in(f"explain {folder} --arm 0.1").out.splitlines()[1] == sentence
+
+
+def test_a_run_without_a_change_is_not_called_short(tmp_path: Path) -> None:
+    folder = write_study(tmp_path, [FakeRun("0", steps=8)], STUDY)
+    lines = type_in(f"explain {folder}").out.splitlines()
+    assert lines[1] == "No change is resolved."
 
 
 def test_without_rows_there_is_nothing_to_explain(tmp_path: Path) -> None:
