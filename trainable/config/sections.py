@@ -49,6 +49,7 @@ from trainable.config.setting_types import (
     ParseNull,
     Positive,
     PowerOfTwo,
+    Precision,
     check_episodes,
 )
 
@@ -76,7 +77,7 @@ class ModelConfig(Section):
     chat_format: Literal["auto", "chatml"] = Field(
         "auto", description="auto: the tokenizer's chat template, or ChatML if it has none; chatml: always ChatML"
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+    dtype: Precision = Field(
         "bfloat16", description="precision of forward and backward passes; weights, optimizer and sums stay float32"
     )
     loss_scale: PowerOfTwo = Field(

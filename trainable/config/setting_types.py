@@ -61,6 +61,16 @@ def _sum_groups(value: object) -> object:
     return value
 
 
+SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Short names of types of numbers, as other trainers and hardware call them."""
+
+
+def _expand_dtype(value: object) -> object:
+    """The full name of a type of numbers; other values unchanged, so that pydantic refuses them."""
+    return SHORT_DTYPES.get(value, value) if isinstance(value, str) else value
+
+
+Precision = Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(_expand_dtype)]
 GroupCount = Annotated[int, BeforeValidator(_sum_groups), Field(ge=1, le=MAX_LEVELS)]
 
 

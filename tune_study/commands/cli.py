@@ -108,12 +108,15 @@ def show_version(version: opt.Version = False) -> None:
 
 
 @command("list", epilog=f"\b\nExample: {PROGRAM} list")
-def list_studies(as_json: opt.Json = False) -> None:
-    """List the studies: question, axis, and axis values of each preset."""
+def list_studies(study: opt.ListedStudy = None, as_json: opt.Json = False) -> None:
+    """List the studies with their questions; of STUDY, also axis, and axis values of each preset."""
+    studies, suites = ([*STUDIES.values()], SUITES) if study is None else ([find_study(study)], {})
     if as_json:
-        typer.echo(json.dumps(describe.make_study_list(list(STUDIES.values()), SUITES), indent=2))
+        typer.echo(json.dumps(describe.make_study_list(studies, suites), indent=2))
+    elif study is None:
+        describe.print_studies(make_console(), studies, suites)
     else:
-        describe.print_studies(make_console(), list(STUDIES.values()), SUITES)
+        describe.print_study(make_console(), *studies)
 
 
 @command("settings", epilog=f"\b\nExample: {PROGRAM} settings --all | grep kl_")

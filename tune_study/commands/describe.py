@@ -38,23 +38,28 @@ MAX_VALUES_LENGTH = 120
 
 
 def print_studies(console: Console, studies: Sequence[Study], suites: Mapping[str, Sequence[str]]) -> None:
-    """Print each study with its question, axis and values, then the suites."""
-    for study in studies:
-        print_line(console, f"{study.name}: {study.question.strip()}")
-        print_line(console, f"  axis    {study.axis.setting}, option {study.axis.option}")
-        grids = study.axis.grids
-        if len(set(grids.values())) == 1:  # all presets have the same values
-            print_line(console, f"  values  {_shorten_values(study, next(iter(grids.values())))}")
-        else:
-            for preset, grid in grids.items():
-                print_line(console, f"  {preset:<7} {_shorten_values(study, grid)}")
-        print_line(console, "")
-    for name, members in suites.items():
-        print_line(console, f"{name}: a suite, which runs the studies {', '.join(members)} one after another")
+    """Print a table of studies and their questions, and of the suites."""
+    rows = [[study.name, study.question.strip()] for study in studies]
+    suite_rows = [[name, f"a suite: {', '.join(members)}, one after another"] for name, members in suites.items()]
+    print_table(console, ("study", "question"), rows + suite_rows)
+    print_line(console, f"Axis and values of a study: {format_command('list', studies[0].name)}")
+
+
+def print_study(console: Console, study: Study) -> None:
+    """Print the question of a study, its axis, and the values of each preset."""
+    print_line(console, f"{study.name}: {study.question.strip()}")
+    print_line(console, f"  axis    {study.axis.setting}, option {study.axis.option}")
+    grids = study.axis.grids
+    if len(set(grids.values())) == 1:  # all presets have the same values
+        print_line(console, f"  values  {_shorten_values(study, next(iter(grids.values())))}")
+    else:
+        for preset, grid in grids.items():
+            print_line(console, f"  {preset:<7} {_shorten_values(study, grid)}")
+    print_line(console, f"Plan of its runs: {format_command('run', study.name, '--dry-run')}")
 
 
 def make_study_list(studies: Sequence[Study], suites: Mapping[str, Sequence[str]]) -> dict[str, list[dict[str, Any]]]:
-    """Studies and suites as JSON values: all that `print_studies` prints, with every value of an axis."""
+    """Studies and suites as JSON values: what `print_studies` and `print_study` print, with all values of an axis."""
     study_entries = [
         {
             "name": study.name,
@@ -75,7 +80,7 @@ def _shorten_values(study: Study, values: tuple[str, ...]) -> str:
     if len(text) <= MAX_VALUES_LENGTH:
         return text
     beginning = text[:MAX_VALUES_LENGTH].rpartition(",")[0]
-    return f"{beginning},... ({len(values)} values; all: {format_command('run', study.name, '--dry-run')})"
+    return f"{beginning},... ({len(values)} values)"
 
 
 def print_plan(

@@ -309,11 +309,23 @@ def format_disk_line(budget: DiskBudget) -> str:
 def _format_terms(budget: DiskBudget) -> str:
     """The terms of the budget's total: checkpoints of all runs, those in flight, and rows."""
     up_to = "" if budget.is_uniform else "up to "
-    size_text = " checkpoints" if budget.checkpoint_bytes is None else f" x {up_to}{decimal(budget.checkpoint_bytes)}"
-    runs_text = f"{budget.remaining_runs} run{'s' * (budget.remaining_runs > 1)}"
-    checkpoints_text = f"({budget.last_states} rolling + {up_to}{budget.saved_checkpoints} saved){size_text}"
-    in_flight_text = f"{budget.concurrent_runs} x {_count_rolling(budget.last_states)}{size_text} while running"
-    return f"{runs_text} x {checkpoints_text} + {in_flight_text} + {decimal(budget.row_bytes)} of rows"
+    size = "unknown size" if budget.checkpoint_bytes is None else f"{up_to}{decimal(budget.checkpoint_bytes)}"
+    per_run = [
+        *([_count(budget.last_states, "last state")] if budget.last_states else []),
+        *([f"{up_to}{_count(budget.saved_checkpoints, 'saved checkpoint')}"] if budget.saved_checkpoints else []),
+    ]
+    sum_per_run = " + ".join(per_run) if len(per_run) < 2 else f"({' + '.join(per_run)})"
+    in_flight = _count(_count_rolling(budget.last_states), "more state" if budget.last_states else "state")
+    terms = [
+        *([f"{_count(budget.remaining_runs, 'run')} x {sum_per_run} x {size}"] if per_run else []),
+        f"{_count(budget.concurrent_runs, 'run')} under way x {in_flight} x {size}",
+        f"{decimal(budget.row_bytes)} of rows, episodes and report",
+    ]
+    return " + ".join(terms)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def check_combined_budget(budgets: Sequence[DiskBudget]) -> None:

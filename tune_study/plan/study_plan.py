@@ -255,11 +255,7 @@ def find_study(name: str, kl_type: str | None = None) -> Study:
     """
     study = STUDIES.get(normalize_study_name(name))
     if study is None:
-        raise PlanError(
-            f"There is no study `{format_value(name)}`.{_suggest_study(name)} The studies are {', '.join(STUDIES)}: "
-            f"type one of them, for example `{format_command('run', 'kl')}`, or for `run` a suite of studies: "
-            f"{', '.join(SUITES)}."
-        )
+        raise PlanError(f"There is no study `{format_value(name)}`.{_suggest_study(name)}")
     if kl_type is None:
         return study
     if not study.variants:
@@ -276,7 +272,7 @@ def find_study(name: str, kl_type: str | None = None) -> Study:
 
 
 def _suggest_study(name: str) -> str:
-    """What may be meant by a name that no study has, as a sentence after a space; empty if nothing is near."""
+    """What may be meant by a name that no study has, else all names there are; with a space before it."""
     if "," in name:
         return " One command runs one study or one suite."
     if Path(f"{name}.py").is_file():
@@ -288,7 +284,12 @@ def _suggest_study(name: str) -> str:
         or difflib.get_close_matches(typed, names)
         or difflib.get_close_matches(typed, names, 1, cutoff=0.5)
     )
-    return f" Nearest: {', '.join(nearest)}." if nearest else ""
+    if nearest:
+        return f" Nearest: {', '.join(nearest)}. All studies with their questions: {format_command('list')}"
+    return (
+        f" The studies are {', '.join(STUDIES)}: type one of them, for example `{format_command('run', 'kl')}`, or for "
+        f"`run` a suite of studies: {', '.join(SUITES)}."
+    )
 
 
 def expand_groups(study: Study, entries: Sequence[str]) -> tuple[str, ...]:

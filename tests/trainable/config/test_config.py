@@ -86,6 +86,13 @@ def test_an_alias_names_a_field(alias: str) -> None:
     assert ALIASES[alias] in list_field_names()
 
 
+@pytest.mark.parametrize(("short", "name"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
+def test_short_names_of_types_are_taken(short: str, name: str) -> None:
+    assert apply_overrides(RunConfig(), {"model.dtype": short}).model.dtype == name
+    with pytest.raises(ConfigError, match=r"model\.dtype=fp8: must be 'float32', 'bfloat16' or 'float16'"):
+        apply_overrides(RunConfig(), {"model.dtype": "fp8"})
+
+
 @pytest.mark.parametrize("field", list_field_names())
 def test_every_field_is_its_own_name(field: str) -> None:
     assert resolve_key(field) == field

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import search_spaces
 import tune_study
 from analysis import load
-from search_spaces import STUDIES
+from search_spaces import STUDIES, SUITES
 from tests.fakes.lines import append_record
 from tests.fakes.trainer import make_study
 from trainable.config.run_config import RunConfig, list_field_names
@@ -24,6 +24,7 @@ from trainable.files.json_values import DamageWarning
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from tune_study.commands import preflight
 from tune_study.commands.cli import app
+from tune_study.commands.describe import make_study_list
 from tune_study.folder.outputs import lock_folder, write_study
 from tune_study.folder.statuses import RunStatus, write_status
 from tune_study.placement.published_sizes import find_published_sizes
@@ -78,7 +79,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 
 REFUSED_LINES = [
-    ("run kll", "There is no study `kll`. Nearest: kl. The studies are kl, entropy, top-p"),
+    ("run kll", "There is no study `kll`. Nearest: kl. All studies with their questions: python -m tune_study list"),
     (
         "run kl --preset desk",
         "There is no preset `desk`: type --preset paper or --preset laptop or --preset stress.",
@@ -580,15 +581,26 @@ def test_every_help_ends_with_an_example(command: str) -> None:
     assert answer.out.rstrip().splitlines()[-1].startswith(f"  Example: python -m tune_study {command}")
 
 
-def test_list_shows_every_study() -> None:
-    out = type_in("list").out
-    for study in STUDIES.values():
-        assert study.question.strip() in out
-        assert study.axis.option in out
-        grid = "group 1 (16 arms)" if study.axis.value_groups else ",".join(study.axis.grids["laptop"])
-        assert (grid if len(grid) <= 120 else grid[:90]) in out
-    delays = next(line for line in out.splitlines() if "REINFORCE-delay100" in line)
-    assert delays.endswith(",PG-delay0,... (36 values; all: python -m tune_study run sandbox-delays --dry-run)")
+def test_list_shows_every_study_on_a_line() -> None:
+    lines = [*map(str.split, type_in("list").out.splitlines())]
+    assert [words[0] for words in lines] == ["study", *STUDIES, *SUITES, "Axis"]
+    assert all(STUDIES[words[0]].question.split() == words[1:] for words in lines if words[0] in STUDIES)
+    assert [" ".join(words[-6:]) for words in lines[-1:]] == ["study: python -m tune_study list kl"]
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_list_shows_the_axis_of_a_study(name: str) -> None:
+    study, out = STUDIES[name], type_in(f"list {name}").out
+    assert out.startswith(f"{name}: {study.question.strip()}\n")
+    assert study.axis.option in out
+    grid = "group 1 (" if study.axis.value_groups else ",".join(study.axis.grids["laptop"])
+    assert (grid if len(grid) <= 120 else grid[:90]) in out
+    assert type_in(f"list {name} --json").out == json.dumps(make_study_list([study], {}), indent=2) + "\n"
+
+
+def test_list_shortens_a_long_axis() -> None:
+    line = next(line for line in type_in("list sandbox-delays").out.splitlines() if "REINFORCE-delay100" in line)
+    assert line.endswith(",PG-delay0,... (36 values)")
 
 
 def test_settings_lists_what_is_changed_most_and_says_how_to_see_the_rest() -> None:

@@ -206,7 +206,7 @@ def test_arms_that_differ_are_added_up(tmp_path: Path) -> None:
         == 4 * gae_bytes + 4 * grpo_bytes + gae_bytes + 2 * (gae_bytes + gae_bytes) + budget.row_bytes
     )
     assert (budget.checkpoint_bytes, budget.saved_checkpoints, budget.is_uniform) == (gae_bytes, 3, False)
-    assert "(1 rolling + up to 3 saved) x up to 2.7 MB" in format_disk_line(budget)
+    assert "(1 last state + up to 3 saved checkpoints) x up to 2.7 MB" in format_disk_line(budget)
 
 
 @pytest.mark.slow
@@ -311,8 +311,8 @@ def test_a_model_that_is_not_here_has_an_unknown_size(tmp_path: Path) -> None:
     check_budget(budget._replace(free_bytes=0))
     assert format_disk_line(budget._replace(free_bytes=52_100_000_000, row_bytes=2_000_000)) == (
         "Disk: size of a checkpoint unknown, because no config.json of a trainable model was found for some/model; "
-        "52.1 GB free. Needed: 2 runs x (1 rolling + 0 saved) checkpoints + 2 x 2 checkpoints while running + "
-        "2.0 MB of rows."
+        "52.1 GB free. Needed: 2 runs x 1 last state x unknown size + 2 runs under way x 2 more states x unknown "
+        "size + 2.0 MB of rows, episodes and report."
     )
 
 
@@ -334,7 +334,10 @@ def test_a_condition_that_loads_a_model_has_states_of_its_size(tmp_path: Path) -
 
 
 def test_the_line() -> None:
-    sum_text = "Sum: 6 runs x (1 rolling + 4 saved) x 1.8 MB + 2 x 2 x 1.8 MB while running + 1.6 MB of rows."
+    sum_text = (
+        "Sum: 6 runs x (1 last state + 4 saved checkpoints) x 1.8 MB + 2 runs under way x 2 more states x 1.8 MB + "
+        "1.6 MB of rows, episodes and report."
+    )
     assert format_disk_line(EXAMPLE) == f"Disk: needs at most 62.8 MB, 52.1 GB free. OK. {sum_text}"
     assert (
         format_disk_line(EXAMPLE._replace(written_bytes=3_000_000))
@@ -344,7 +347,7 @@ def test_the_line() -> None:
     assert "62.8 MB, 62.8 MB free. NOT ENOUGH. Sum: " in format_disk_line(EXAMPLE._replace(free_bytes=62_799_999))
     assert " Sum: 1 run x " in format_disk_line(EXAMPLE._replace(remaining_runs=1))
     line = format_disk_line(EXAMPLE._replace(last_states=0))
-    assert "Sum: 6 runs x (0 rolling + 4 saved) x 1.8 MB + 2 x 3 x 1.8 MB while running" in line
+    assert "Sum: 6 runs x 4 saved checkpoints x 1.8 MB + 2 runs under way x 3 states x 1.8 MB + 1.6 MB" in line
     assert line.endswith(" The state of a run is removed when the run ends (--set trainer.keep_last=true keeps it).")
 
 

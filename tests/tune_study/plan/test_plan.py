@@ -250,8 +250,10 @@ def test_assignments_take_published_keys() -> None:
 
 
 def test_an_unknown_study_preset_or_count_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"no study `kll`\. Nearest: kl\. The studies are kl, entropy, top-p"):
+    with pytest.raises(PlanError, match=r"no study `kll`\. Nearest: kl\. All studies with their questions: .* list$"):
         find_study("kll")
+    with pytest.raises(PlanError, match=r"no study `zz`\. The studies are kl, entropy, top-p, .* type one of them"):
+        find_study("zz")
     with pytest.raises(PlanError, match="no preset `desk`"):
         make_study_plan("kl", preset="desk")
     with pytest.raises(PlanError, match="--seeds 0"):

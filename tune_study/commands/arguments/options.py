@@ -48,6 +48,10 @@ NewStudyFile = Annotated[Path | None, Option("--to", metavar="FILE", help="File 
 AcceptChangedFile = Annotated[
     bool, Option("--accept-changed-file", help="Go on although the file of the study has changed since its start.")
 ]
+ListedStudy = Annotated[
+    str | None,
+    Argument(metavar="STUDY", help="Name of the study; default: all.", autocompletion=complete_study),
+]
 SettingsStudy = Annotated[
     str,
     Argument(

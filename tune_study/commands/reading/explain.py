@@ -25,7 +25,6 @@ from tune_study.host.console import print_line, print_table
 from tune_study.plan.arms import find_arm
 from tune_study.plan.errors import PlanError
 
-
 _TOO_SHORT = f"No change can be resolved in fewer than {MIN_POINTS} steps."
 
 

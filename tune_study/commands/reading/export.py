@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from trainable.config.run_config import RunConfig
-from trainable.config.setting_types import format_value
+from trainable.config.setting_types import SHORT_DTYPES, format_value
 from trainable.export.policy import DTYPES, load_trained_policy, make_card, write_adapter_folder, write_hub_folder
 from trainable.runs.checkpoint import CheckpointError
 from trainable.runs.run_files import METRICS_FILE, find_best_step, read_rows
@@ -61,6 +61,7 @@ def export(console: Console, target: RunCheckpoint, folder: Path, dtype: str, *,
     writes nothing, if something is in the way or cannot be used.
     """
     config = target.spec.ppo_config
+    dtype = SHORT_DTYPES.get(dtype, dtype)
     _check_options(config, folder, dtype, keeps_adapters)
     check_model(config.model.path, os.environ)
     try:
