@@ -108,6 +108,7 @@ def show_version(version: opt.Version = False) -> None:
 
 
 @command("list", epilog=f"\b\nExample: {PROGRAM} list")
+@report_errors
 def list_studies(study: opt.ListedStudy = None, as_json: opt.Json = False) -> None:
     """List the studies with their questions; of STUDY, also axis, and axis values of each preset."""
     studies, suites = ([*STUDIES.values()], SUITES) if study is None else ([find_study(study)], {})
