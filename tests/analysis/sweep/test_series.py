@@ -163,6 +163,10 @@ def test_figures_say_what_their_numbers_come_to() -> None:
     equal = table.assign(value=8.0)
     assert findings.describe_curves(equal, "groups") == "Groups: 8 at first, 8 in every arm at the end."
     assert findings.describe_curves(table[table["run_id"] == "r4"], "success") == ""
+    single = table[table["step"] == 5]
+    assert findings.describe_curves(single, "success") == (
+        "Success: from 0.1 (b) to 0.4 (a) at step 5, the only one measured."
+    )
     assert findings.describe_run_spread(table) == "Runs of one arm end at most 0.2 apart (a)."
     assert findings.describe_run_spread(table[table["arm"] == "b"]) == ""  # one run of two is scored
     lines = pd.DataFrame(
