@@ -8,6 +8,7 @@ from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.ppo.distributed import DistributedTrainer, make_trainer
 from trainable.ppo.evaluation import Evaluation
 from trainable.ppo.trainer import PPOTrainer
+from trainable.runs.episode_lines import RecordedEpisode
 from trainable.runs.records import make_empty_row
 from trainable.runs.run import LinesByFile, Row, TrainerState
 from trainable.runs.run_files import EPISODES_FILE, GRADIENTS_FILE, LEVELS_FILE
@@ -37,8 +38,8 @@ class SingleRunTrainer:
 
     def step(self, before_update: Callable[[], None] = do_nothing) -> StepResult:
         """Train one step; return its row, and the lines of its evaluations and gradient analysis."""
-        record, evaluations, gradients = self.trainer.step(before_update)
-        lines = {**_make_lines(evaluations), GRADIENTS_FILE: gradients}
+        record, evaluations, gradients, trained_episodes = self.trainer.step(before_update)
+        lines = {**_make_lines(evaluations, trained_episodes), GRADIENTS_FILE: gradients}
         return StepResult({self.seeds[0]: {"step": self.step_index, **record.to_row()}}, {self.seeds[0]: lines})
 
     def evaluate_final(self, seed: int, row: Row) -> tuple[Row, LinesByFile]:
@@ -60,11 +61,14 @@ class SingleRunTrainer:
         self.trainer.close()
 
 
-def _make_lines(evaluations: Sequence[Evaluation]) -> LinesByFile:
-    """The lines of the evaluations and of the episodes that they recorded."""
+def _make_lines(evaluations: Sequence[Evaluation], trained_episodes: Sequence[RecordedEpisode] = ()) -> LinesByFile:
+    """The lines of the evaluations, of the episodes that they recorded, and of those that were trained on."""
+    episodes = [*trained_episodes, *(episode for evaluation in evaluations for episode in evaluation.episodes)]
+    # Readers take a line of an earlier step for the sign of a run that was restored.
+    episodes.sort(key=lambda episode: episode.step)
     return {
         LEVELS_FILE: [evaluation.to_line() for evaluation in evaluations],
-        EPISODES_FILE: [episode.to_line() for evaluation in evaluations for episode in evaluation.episodes],
+        EPISODES_FILE: [episode.to_line() for episode in episodes],
     }
 
 

@@ -1,4 +1,7 @@
-"""Read the episodes that a run recorded at its validations (`trainer.log_val_generations`)."""
+"""Read the episodes that a run recorded: of its validations, and some that it trained on.
+
+See the settings `trainer.log_val_generations` and `trainer.log_train_generations`.
+"""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,23 +20,26 @@ from trainable.runs.episode_lines import RecordedChild, RecordedEpisode, Recorde
 from trainable.runs.run_files import EPISODES_FILE, RunLines
 
 
-def read_episodes(run_dir: Path) -> list[RecordedEpisode]:
-    """The recorded episodes of a run, sorted by step and level; none if the run has recorded none.
+def read_episodes(run_dir: Path, *, is_trained: bool = False) -> list[RecordedEpisode]:
+    """The recorded episodes of a run, sorted by step, level and rollout; none if the run has recorded none.
 
-    If lines repeat, the last one counts per (step, level), as in levels.jsonl. A DamageWarning names every line that
-    was left out, and any other damage to the files of the run, since it may be the reason why episodes are missing.
+    If lines repeat, the last one counts per (step, level, rollout), as in levels.jsonl. A DamageWarning names every
+    line that was left out, and any other damage to the files of the run, since it may be the reason why episodes are
+    missing.
 
     Args:
         run_dir: the folder of the run, <study>/runs/<run_id>.
+        is_trained: return the episodes that were trained on instead of those of validations.
     """
     lines = RunLines.read(run_dir)
     for problem in (*lines.find_damage(), *map(_find_problem, lines.files[EPISODES_FILE].records)):
         if problem:
             warnings.warn(f"{escape_controls(str(run_dir))}: {problem}.", DamageWarning, stacklevel=2)
-    return [_make_episode(line) for line in select_lines(lines.files[EPISODES_FILE], _get_episode_key)]
+    episodes = map(_make_episode, select_lines(lines.files[EPISODES_FILE], _get_episode_key))
+    return [episode for episode in episodes if (episode.rollout is not None) == is_trained]
 
 
-def read_episodes_of_run(folder: Path, run_id: str) -> list[RecordedEpisode]:
+def read_episodes_of_run(folder: Path, run_id: str, *, is_trained: bool = False) -> list[RecordedEpisode]:
     """`read_episodes` of a run of the study in `folder`, results/<run>; none if `run_id` is no name of a run.
 
     The name may come from a table that somebody else wrote. Raises UnsafePathError if the folder of the run is a
@@ -43,11 +49,11 @@ def read_episodes_of_run(folder: Path, run_id: str) -> list[RecordedEpisode]:
         return []
     run_dir = folder / "runs" / run_id
     check_path(folder, run_dir)
-    return read_episodes(run_dir)
+    return read_episodes(run_dir, is_trained=is_trained)
 
 
 def read_episodes_frame(studies: Iterable[tuple[Path, Mapping[str, Any]]]) -> pd.DataFrame:
-    """The recorded episodes of all runs of studies: one row per episode, in the order of runs, steps and levels.
+    """The recorded validation episodes of all runs of studies: a row for each, in the order of runs, steps and levels.
 
     Columns: study, run_id, arm, seed; step (training steps before the validation), level (its seed), success, score,
     stop_reason, turns (a number), invalid_turns, and text, in which `| ` marks what the policy saw and `> ` what it
@@ -91,13 +97,15 @@ def _format_turn(turn: RecordedTurn, reward: str) -> Iterator[str]:
     yield from (f"| {line}" for line in turn.observation.strip().splitlines())
     yield from (f"> {line}" for line in turn.reply.strip().splitlines() or [""])
     actions = ", ".join(turn.actions) or "no action"
-    weight = "" if turn.weight is None else f", weight {turn.weight:.3g}"
-    yield f"  {actions}{'' if turn.valid else ' (invalid reply)'}{reward}{weight}"
+    numbers = {"advantage": turn.advantage, "weight": turn.weight}
+    credit = "".join(f", {name} {value:.3g}" for name, value in numbers.items() if value is not None)
+    yield f"  {actions}{'' if turn.valid else ' (invalid reply)'}{reward}{credit}"
 
 
-def _get_episode_key(line: Row) -> tuple[int, int] | None:
-    """(step, level) of a line of episodes.jsonl, or None if it is no episode."""
-    return None if _find_problem(line) else (line["step"], line["level"])
+def _get_episode_key(line: Row) -> tuple[int, int, int] | None:
+    """(step, level, rollout) of a line of episodes.jsonl, rollout -1 for a validation; None if it is no episode."""
+    rollout = line.get("rollout")
+    return None if _find_problem(line) else (line["step"], line["level"], -1 if rollout is None else rollout)
 
 
 def _find_problem(line: Row) -> str:
@@ -145,7 +153,11 @@ def _is_text_list(value: object) -> bool:
     return isinstance(value, list) and all(map(is_text, value))
 
 
-def _is_weight(value: object) -> bool:
+def _is_optional_count(value: object) -> bool:
+    return value is None or _is_count(value)
+
+
+def _is_optional_number(value: object) -> bool:
     return value is None or is_number(value)
 
 
@@ -159,7 +171,8 @@ _TURN_VALIDATORS: Mapping[str, Callable[[object], bool]] = {
     "actions": _is_text_list,
     "reward": is_number,
     "valid": is_bool,
-    "weight": _is_weight,
+    "weight": _is_optional_number,
+    "advantage": _is_optional_number,
 }
 
 
@@ -180,4 +193,5 @@ _EPISODE_VALIDATORS: Mapping[str, Callable[[object], bool]] = {
     "stop_reason": is_text,
     "score": is_number,
     "children": _is_child_list,
+    "rollout": _is_optional_count,
 }

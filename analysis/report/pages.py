@@ -30,7 +30,7 @@ from analysis.search import page as search_page
 from analysis.sweep import findings, series, tables, time_course, verdicts
 from analysis.sweep.collapse import count_collapses
 from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences, make_contrast_context
-from analysis.sweep.examples import choose_examples
+from analysis.sweep.examples import ArmExamples, choose_examples
 from analysis.sweep.symptoms import PERMUTATION_SEED, describe_order, summarize_order
 from trainable.files.paths import atomic_write, make_folder
 
@@ -267,11 +267,16 @@ def make_report_context(results: SweepResults) -> dict[str, Any]:
         "settings": make_settings_rows(frames.studies[0]),
         "sources": list_sources(frames.studies[0]),
         "games": findings.list_games(frames),
-        "examples": [] if grid or results.search else choose_examples(original_frames),
+        **_make_examples([] if grid or results.search else choose_examples(original_frames)),
         "arm_settings": [] if grid else findings.list_arm_settings(frames),
         "level_sets": findings.summarize_levels(frames),
         "budget_names": BUDGET_NAMES,
     }
+
+
+def _make_examples(examples: list[ArmExamples]) -> dict[str, Any]:
+    has_trained = any(episode["is_trained"] for arm in examples for episode in arm.episodes)
+    return {"examples": examples, "has_trained_examples": has_trained}
 
 
 def _make_gradient_tables(frames: StudyFrames) -> dict[str, list[dict[str, Any]]]:

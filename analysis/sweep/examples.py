@@ -1,4 +1,4 @@
-"""Example episodes of a report: what the policy of each arm did before training and at the end."""
+"""Example episodes of a report: what the policy of each arm did before training and at the end, and in training."""
 
 import warnings
 from typing import Any, NamedTuple
@@ -16,7 +16,11 @@ _MAX_CHARACTERS = 8_000
 
 
 class ArmExamples(NamedTuple):
-    """The examples of an arm, all of one run. episodes: step, level, success, stop_reason, score and text of each."""
+    """The examples of an arm, all of one run.
+
+    episodes: of each its title, its name in the summary (such as `solved after step 60`), is_trained, step, level,
+    success, stop_reason, score and text.
+    """
 
     arm: str
     seed: int
@@ -26,6 +30,8 @@ class ArmExamples(NamedTuple):
 def choose_examples(frames: StudyFrames) -> list[ArmExamples]:
     """Of the smallest seed of each arm, a solved and a failed episode of its first and of its last validation.
 
+    Where episodes were recorded that a step trained on, also those of the last such step with the largest and with the
+    smallest advantage.
     An arm without recorded episodes is left out. The result is empty if the frames were not loaded from a folder, and
     for studies of more than `MAX_ARMS` arms.
     """
@@ -40,9 +46,12 @@ def choose_examples(frames: StudyFrames) -> list[ArmExamples]:
         run_id, seed = first_runs[arm]
         with warnings.catch_warnings():  # whoever loaded the frames was told of damaged lines
             warnings.simplefilter("ignore", DamageWarning)
-            episodes = read_episodes_of_run(folder, run_id)
-        if episodes:
-            examples.append(ArmExamples(arm, int(seed), tuple(map(_describe_episode, _choose_episodes(episodes)))))
+            episodes, trained_episodes = (
+                read_episodes_of_run(folder, run_id, is_trained=is_trained) for is_trained in (False, True)
+            )
+        chosen = [*_choose_episodes(episodes), *_choose_trained_episodes(trained_episodes)]
+        if chosen:
+            examples.append(ArmExamples(arm, int(seed), tuple(map(_describe_episode, chosen))))
     return examples
 
 
@@ -50,15 +59,39 @@ def _choose_episodes(episodes: list[RecordedEpisode]) -> list[RecordedEpisode]:
     """A solved and a failed episode of the first and of the last step, where there is one. They are sorted already."""
     steps = sorted({episode.step for episode in episodes})
     chosen = []
-    for step in dict.fromkeys((steps[0], steps[-1])):
+    for step in dict.fromkeys((*steps[:1], *steps[-1:])):
         for success in (True, False):
             of_kind = [episode for episode in episodes if (episode.step, episode.success) == (step, success)]
             chosen += of_kind[:1]
     return chosen
 
 
+def _choose_trained_episodes(episodes: list[RecordedEpisode]) -> list[RecordedEpisode]:
+    """Those of the last step with the largest and with the smallest advantage; one if all advantages are equal."""
+    last_step = max((episode.step for episode in episodes), default=0)
+    by_advantage = sorted((episode for episode in episodes if episode.step == last_step), key=_get_advantage)
+    is_equal = bool(by_advantage) and _get_advantage(by_advantage[0]) == _get_advantage(by_advantage[-1])
+    return by_advantage[:1] if is_equal else [*by_advantage[-1:], *by_advantage[:1]]
+
+
+def _get_advantage(episode: RecordedEpisode) -> float:
+    """The mean advantage of the turns of an episode, without its children; 0 if no turn has one."""
+    advantages = [turn.advantage for turn in episode.turns if turn.advantage is not None]
+    return sum(advantages) / max(len(advantages), 1)
+
+
 def _describe_episode(episode: RecordedEpisode) -> dict[str, Any]:
     text = escape_controls("\n".join(format_turns(episode)), allowed="\n\t")
     shown = text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}\n[{len(text)} characters in all]"
     fields = ("step", "level", "success", "stop_reason", "score")
-    return {**{name: getattr(episode, name) for name in fields}, "text": shown}
+    is_trained = episode.rollout is not None
+    outcome = "solved" if episode.success else "failed"
+    return {
+        **{name: getattr(episode, name) for name in fields},
+        "title": f"Trained in step {episode.step}, level {episode.level}, rollout {episode.rollout}"
+        if is_trained
+        else f"After step {episode.step}, level {episode.level}",
+        "is_trained": is_trained,
+        "name": f"trained in step {episode.step}" if is_trained else f"{outcome} after step {episode.step}",
+        "text": shown,
+    }

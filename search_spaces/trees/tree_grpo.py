@@ -64,6 +64,8 @@ STUDY = Study(
         "env.name": "papers",
         "env.format_penalty": 0.0,
         "env.val_group_size": 1,
+        # A few trees that were trained on, to read how a reward at the root is credited to every segment.
+        "trainer.log_train_generations": 4,
         "algorithm.adv_estimator": "grpo",
         "algorithm.norm_adv_by_std_in_grpo": True,
         "actor.clip_ratio_low": 0.2,

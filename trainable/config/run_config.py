@@ -57,6 +57,7 @@ class RunConfig(BaseRunConfig):
                 "keep_last",
                 "async_checkpoints",
                 "log_val_generations",
+                "log_train_generations",
                 "n_gpus_per_node",
                 "strategy",
                 "zero_stage",

@@ -466,6 +466,13 @@ class TrainerConfig(BaseTrainerConfig):
     log_val_generations: int = Field(
         0, ge=0, le=MAX_LEVELS, description="record the text of a sampled episode of the first N validation levels"
     )
+    log_train_generations: int = Field(
+        0,
+        ge=0,
+        le=MAX_LEVELS,
+        description="at each validation, also record the text of the first N episodes that the step trained on, with "
+        "the advantage of each turn",
+    )
     save_freq: Common[int] = Field(-1, description="keep a checkpoint (folder global_step_<N>) every N steps; -1: none")
     keep_best: bool = Field(
         False, description="also keep the rolling checkpoint of the best validation so far (val_success)"

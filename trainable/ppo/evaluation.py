@@ -11,15 +11,12 @@ from torch import Tensor
 
 from trainable.algo.losses import estimate_kl
 from trainable.algo.reductions import masked_mean
-from trainable.algo.trees import compute_tree_weights
-from trainable.config.sections import AlgorithmConfig
 from trainable.envs.environment import Level, LevelSource
-from trainable.models.codec import Codec
 from trainable.ppo.step_record import BatchSummary, RolloutSummary, Validation
 from trainable.ppo.update import Targets
-from trainable.rollout.batch import Batch, collate
+from trainable.rollout.batch import Batch
 from trainable.rollout.episode import Episode
-from trainable.runs.episode_lines import RecordedChild, RecordedEpisode, RecordedTurn
+from trainable.runs.episode_lines import RecordedEpisode
 
 
 class Evaluation(NamedTuple):
@@ -98,61 +95,6 @@ def measure_episodes(
         if values:
             means[name] = sum(values) / len(values)
     return means
-
-
-def record_episode(
-    episode: Episode, step: int, codec: Codec, settings: AlgorithmConfig | None = None
-) -> RecordedEpisode:
-    """The texts of an episode of a validation after `step` training steps, decoded from its very tokens.
-
-    settings: in a game of trees, how the turns of a tree are weighted; None in other games.
-    """
-    weights = _compute_turn_weights(episode, settings) if settings else [None] * len(episode.rollouts)
-    turns, *children_turns = (
-        _record_turns(rollout, codec, turn_weights)
-        for rollout, turn_weights in zip(episode.rollouts, weights, strict=True)
-    )
-    return RecordedEpisode(
-        step=step,
-        level=episode.level_seed,
-        turns=turns,
-        success=episode.success,
-        stop_reason=episode.stop_reason.value,
-        score=episode.score,
-        children=tuple(
-            RecordedChild(child.parent_turn, turns, child.stop_reason.value)
-            for child, turns in zip(episode.children, children_turns, strict=True)
-        ),
-    )
-
-
-def _record_turns(episode: Episode, codec: Codec, weights: Sequence[float] | None) -> tuple[RecordedTurn, ...]:
-    turns = range(len(episode.texts))
-    observations = codec.decode_all([episode.tokens[(episode.turns == turn) & ~episode.mask] for turn in turns])
-    replies = codec.decode_all([episode.tokens[(episode.turns == turn) & episode.mask] for turn in turns])
-    return tuple(
-        RecordedTurn(
-            observation=observations[turn],
-            reply=replies[turn],
-            actions=episode.turn_actions[turn],
-            reward=float(episode.turn_rewards[turn]),
-            valid=episode.turn_validity[turn],
-            weight=None if weights is None else weights[turn],
-        )
-        for turn in turns
-    )
-
-
-def _compute_turn_weights(episode: Episode, settings: AlgorithmConfig) -> list[list[float]]:
-    """The weight of each turn of each rollout of a tree in the loss of that tree."""
-    batch = collate([episode])
-    weights = compute_tree_weights(
-        batch.mask, batch.turns, batch.tree_ids, batch.is_root, settings.tree_weighting, settings.train_children
-    )
-    return [
-        [float(row_weights[row_turns == turn].sum()) for turn in range(len(rollout.texts))]
-        for rollout, row_weights, row_turns in zip(episode.rollouts, weights, batch.turns, strict=True)
-    ]
 
 
 def number_classes(keys: Sequence[bytes]) -> list[int]:

@@ -22,6 +22,7 @@ from trainable.backend.meter import Meter
 from trainable.backend.world import SINGLE_PROCESS, World, chain_blocks, compute_local_range, skip_child_seeds
 from trainable.config.choices import EXACT_KL
 from trainable.config.run_config import RunConfig
+from trainable.config.sections import AlgorithmConfig
 from trainable.config.seeds import PURPOSES, make_rng
 from trainable.envs.environment import Level
 from trainable.envs.games.make import make_level_source
@@ -37,7 +38,6 @@ from trainable.ppo.evaluation import (
     make_evaluation,
     measure_episodes,
     number_classes,
-    record_episode,
     summarize_batch,
     summarize_rollout,
     summarize_validation,
@@ -45,6 +45,7 @@ from trainable.ppo.evaluation import (
 from trainable.ppo.filtering import Selection, filter_episodes
 from trainable.ppo.flops import compute_mfu, estimate_rollout_flops, estimate_training_flops, measure_peak_flops
 from trainable.ppo.phases import Clock, PhaseTimer
+from trainable.ppo.recording import record_episode, record_trained_episodes
 from trainable.ppo.schedule import StepPlan, plan_step
 from trainable.ppo.step_record import (
     BatchSummary,
@@ -63,6 +64,7 @@ from trainable.rollout.engine import Engine, make_engine, make_evaluation_engine
 from trainable.rollout.episode import Episode, list_rollouts, replace_rollouts
 from trainable.rollout.players import RolloutRequest, make_player
 from trainable.rollout.sampler import SamplingParams
+from trainable.runs.episode_lines import RecordedEpisode
 from trainable.runs.failures import NonFiniteError
 from trainable.runs.flat_state import get_shapes
 from trainable.runs.nonfinite import add_step, check_finite
@@ -79,11 +81,15 @@ BASE_EVALUATIONS = BaseEvaluations()
 
 
 class StepOutput(NamedTuple):
-    """The results of a step: its record, its evaluations, and the lines of its gradient analysis, if there was one."""
+    """The results of a step: its record, its evaluations, and the lines of its gradient analysis, if there was one.
+
+    trained_episodes: some of those that it trained on, as texts.
+    """
 
     record: StepRecord
     evaluations: list[Evaluation]
     gradients: list[Row]
+    trained_episodes: list[RecordedEpisode]
 
     @property
     def row(self) -> dict[str, Number]:
@@ -231,7 +237,20 @@ class PPOTrainer:
             collapse=collapse,
             measures=self._collect_measures(episodes, base_evaluations, evaluations),
         )
-        return StepOutput(record, [*base_evaluations, *evaluations], gradients)
+        num_recorded = config.trainer.log_train_generations if plan.validation else 0
+        trained_episodes = (
+            record_trained_episodes(
+                selection.episodes, prepared, num_recorded, self.step_index, self.codec, self._tree_settings
+            )
+            if prepared
+            else []
+        )
+        return StepOutput(record, [*base_evaluations, *evaluations], gradients, trained_episodes)
+
+    @property
+    def _tree_settings(self) -> AlgorithmConfig | None:
+        """How the turns of a tree are weighted; None in a game without trees."""
+        return self.config.algorithm if self.config.env.kind.has_trees else None
 
     def _collect_measures(
         self, episodes: Sequence[Episode], base_evaluations: Sequence[Evaluation], evaluations: Sequence[Evaluation]
@@ -550,7 +569,6 @@ class PPOTrainer:
             episodes = self._roll_out_levels(
                 self.evaluation_engine, levels, group_size, temperature, purpose, needs_logprobs=measures_kl
             )
-        tree_settings = self.config.algorithm if self.config.env.kind.has_trees else None
         evaluation = make_evaluation(
             episodes, self.step_index, split, mode, number_classes([level.key for level in levels])
         )
@@ -560,7 +578,7 @@ class PPOTrainer:
             kl_to_reference=kl,
             measures=measure_episodes(self.level_source, levels, episodes),
             episodes=tuple(
-                record_episode(episode, self.step_index, self.codec, tree_settings)
+                record_episode(episode, self.step_index, self.codec, self._tree_settings)
                 for episode in episodes[: recorded_levels * group_size : group_size]
             ),
         )

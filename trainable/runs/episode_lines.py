@@ -1,4 +1,4 @@
-"""Episodes as a run records them: the texts of a few validation episodes, one line of EPISODES_FILE per episode."""
+"""Episodes as a run records them: the texts of a few, one line of EPISODES_FILE per episode."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,6 +11,7 @@ class RecordedTurn(NamedTuple):
     reply: the sampled text; it has no end marker if it was cut at its maximum length. Both texts have all special
     tokens. actions: names of the executed actions. reward: sum of rewards and format penalty. valid: whether the answer
     was valid. weight: in a game of trees, of the turn in the loss of its tree, were that trained; None in others.
+    advantage: mean advantage of the sampled tokens, in an episode that was trained on; None in others.
     """
 
     observation: str
@@ -19,9 +20,10 @@ class RecordedTurn(NamedTuple):
     reward: float
     valid: bool
     weight: float | None = None
+    advantage: float | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """The turn as JSON; without a weight it has none."""
+        """The turn as JSON, without the fields that are None."""
         return {name: value for name, value in self._asdict().items() if value is not None}
 
 
@@ -34,11 +36,13 @@ class RecordedChild(NamedTuple):
 
 
 class RecordedEpisode(NamedTuple):
-    """One sampled validation episode. Its texts may have any characters: escape them before they are printed.
+    """One sampled episode, of a validation or of training. Its texts may have any characters: escape them.
 
-    step: training steps before the validation; 0 before training. level: seed of the level. success: whether it ended
-    with success. stop_reason: how the episode ended, a value of `trainable.rollout.episode.StopReason`. score: sum of
-    the rewards of all turns. children: the rollouts that it asked, in order.
+    step: training steps before the validation, 0 before training; of an episode that was trained on, the step. level:
+    seed of the level. success: whether it ended with success. stop_reason: how the episode ended, a value of
+    `trainable.rollout.episode.StopReason`. score: sum of the rewards of all turns. children: the rollouts that it
+    asked, in order. rollout: of an episode that was trained on, its number among those of its level, from 0; None for
+    an episode of a validation.
     """
 
     step: int
@@ -48,12 +52,13 @@ class RecordedEpisode(NamedTuple):
     stop_reason: str
     score: float
     children: tuple[RecordedChild, ...] = ()
+    rollout: int | None = None
 
     def to_line(self) -> dict[str, object]:
         """The record for episodes.jsonl."""
         children = [{**child._asdict(), "turns": _list_turns(child.turns)} for child in self.children]
-        line = {**self._asdict(), "turns": _list_turns(self.turns), "children": children}
-        return {name: value for name, value in line.items() if name != "children" or children}
+        line = {**self._asdict(), "turns": _list_turns(self.turns), "children": children or None}
+        return {name: value for name, value in line.items() if value is not None}
 
 
 def _list_turns(turns: Sequence[RecordedTurn]) -> list[dict[str, object]]:

@@ -332,8 +332,9 @@ def transcripts(
     step: opt.ReadStep = None,
     failed: opt.Failed = False,
     solved: opt.Solved = False,
+    trained: opt.Trained = False,
 ) -> None:
-    """Print recorded validation episodes of RUN: what the policy saw, thought and answered, and its rewards."""
+    """Print recorded episodes of RUN: what the policy saw, thought and answered, and its rewards."""
     from tune_study.commands.reading import transcripts as reading
 
     if failed and solved:
@@ -341,8 +342,9 @@ def transcripts(
     with locate.open_for_reading(run) as (folder, _):
         study = study_file.read_study(folder)
         read_arm = None if arm is None else find_arm(arm, study["axis"]["values"], study["axis"]["setting"])
-        choice = reading.EpisodeChoice(read_arm, seed, step, None if failed == solved else solved)
-        reading.print_transcripts(make_console(), reading.read_run_episodes(folder, study), choice, run)
+        choice = reading.EpisodeChoice(read_arm, seed, step, None if failed == solved else solved, trained)
+        runs = reading.read_run_episodes(folder, study, is_trained=trained)
+        reading.print_transcripts(make_console(), runs, choice, run)
 
 
 @command("demo", epilog=f"\b\nExample: {PROGRAM} demo --output demo")

@@ -123,7 +123,12 @@ def estimate_row_bytes(config: RunConfig) -> int:
     # twice at the end, in two more evaluations.
     validations = sampled_validations + trainer.val_before_train + 1
     levels = validations * env.val_env_groups * env.val_group_size + 2 * env.test_env_groups
-    episodes = sampled_validations * min(trainer.log_val_generations, env.val_env_groups)
+    episodes = sampled_validations * (
+        min(trainer.log_val_generations, env.val_env_groups)
+        + min(trainer.log_train_generations, env.env_groups * env.group_size)
+    )
+    observation_bytes = env.papers.observation_chars if env.kind.has_trees else 0
+    turn_bytes = _TURN_BYTES + observation_bytes + config.rollout.response_length * _TOKEN_BYTES
     # At step 1 and at every N-th step after it, which are ceil(steps / N) analyses.
     analyses = (
         -(-trainer.total_training_steps // trainer.gradient_analysis_every) if trainer.gradient_analysis_mode else 0
@@ -134,7 +139,7 @@ def estimate_row_bytes(config: RunConfig) -> int:
         + analyses * _ANALYSIS_BYTES
         + levels * _LEVEL_BYTES
         + (validations + 2) * _EVALUATION_BYTES
-        + episodes * (_EPISODE_BYTES + env.max_turn * (_TURN_BYTES + config.rollout.response_length * _TOKEN_BYTES))
+        + episodes * (_EPISODE_BYTES + env.max_conversations_per_rollout * env.max_turn * turn_bytes)
     )
 
 

@@ -46,9 +46,28 @@ def test_episodes_are_read_as_they_were_recorded(tmp_path: Path) -> None:
     assert read_with_problems(tmp_path) == (episodes, [])
 
 
+def test_trained_episodes_are_read_apart_from_those_of_validations(tmp_path: Path) -> None:
+    validated = [make_episode(0, 123), make_episode(5, 123)]
+    turn = FIRST_TURN._replace(advantage=-0.5)
+    trained = [make_episode(5, 10_000)._replace(turns=(turn, LAST_TURN), rollout=number) for number in (0, 1)]
+    write_run(tmp_path, validated[0], *trained, validated[1])
+    assert read_with_problems(tmp_path) == (validated, [])
+    assert read_episodes(tmp_path, is_trained=True) == trained
+    assert [*format_turns(trained[0])][-4].endswith(", reward -0.2, advantage -0.5")
+
+
 @given(
     st.lists(
-        st.builds(RecordedTurn, st.text(), st.text(), st.tuples(st.text()), NUMBERS, st.booleans(), st.none() | NUMBERS)
+        st.builds(
+            RecordedTurn,
+            st.text(),
+            st.text(),
+            st.tuples(st.text()),
+            NUMBERS,
+            st.booleans(),
+            st.none() | NUMBERS,
+            st.none() | NUMBERS,
+        )
     ),
     st.floats(-1e300, 1e300),
 )
@@ -162,6 +181,9 @@ def test_a_file_that_is_refused_is_named(tmp_path: Path) -> None:
         ("turns", [{**FIRST_TURN._asdict(), "reward": "1"}]),
         ("turns", [{**FIRST_TURN._asdict(), "valid": 1}]),
         ("turns", [{"reply": "U"}]),
+        ("turns", [{**FIRST_TURN._asdict(), "advantage": "1"}]),
+        ("rollout", -1),
+        ("rollout", "0"),
         ("success", "no"),
         ("stop_reason", 3),
         ("score", None),

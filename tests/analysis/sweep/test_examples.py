@@ -57,6 +57,25 @@ def test_a_solved_and_a_failed_episode_of_the_first_and_the_last_validation_are_
     assert first.episodes[0]["text"] == "| a board\n> <think>0</think>\n  Up, reward -0.1"
 
 
+def test_the_trained_episodes_with_the_extreme_advantages_of_the_last_step_are_chosen(tmp_path: Path) -> None:
+    folder = write_study(tmp_path, RUNS[:1])
+    episodes = []
+    for step, advantages in ((5, (9.0, -9.0)), (60, (0.5, -1.0, 2.0))):
+        for rollout, advantage in enumerate(advantages):
+            episode = make_episode(step, 70, False)
+            episodes.append(episode._replace(turns=(episode.turns[0]._replace(advantage=advantage),), rollout=rollout))
+    write_episodes(folder, RUNS[0], *episodes)
+    (example,) = examples.choose_examples(load(folder))
+    assert [episode["title"] for episode in example.episodes] == [
+        "Trained in step 60, level 70, rollout 2",
+        "Trained in step 60, level 70, rollout 1",
+    ]
+    text = write_report(folder).read_text()
+    assert "of those that were trained on last the one with the largest and the one with the smallest advantage" in text
+    assert "<summary>Arm KL 0, seed 0: trained in step 60, trained in step 60</summary>" in text
+    assert "Up, reward -0.1, advantage 2\n" in text or "Up, reward -0.1, advantage 2<" in text
+
+
 @pytest.fixture(scope="module")
 def page(folder: Path) -> str:
     """The report of the study in `folder`."""

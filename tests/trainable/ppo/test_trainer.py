@@ -24,7 +24,7 @@ from trainable.config.choices import ADVANTAGE_ESTIMATORS
 from trainable.config.own_parts import PartFile, register_file
 from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.models.qwen2 import Qwen2
-from trainable.ppo.targets import make_targets
+from trainable.ppo.targets import PreparedBatch, make_targets
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.batch import collate
 from trainable.rollout.engine import recompute_logprobs
@@ -470,6 +470,40 @@ def test_recorded_episodes_are_the_first_of_the_first_levels_and_change_nothing_
     assert [drop_times(output.row) for output in other_outputs] == [drop_times(output.row) for output in outputs]
     assert not any(evaluation.episodes for output in other_outputs for evaluation in output.evaluations)
     assert has_same_weights(trainer, other_trainer)
+    assert trainer.config.compute_hash() == other_trainer.config.compute_hash()
+
+
+def test_trained_episodes_are_recorded_with_the_mean_advantages_of_their_turns() -> None:
+    settings = {"trainer__test_freq": 2, "trainer__total_training_steps": 3}
+    trainer = make_quiet_trainer(**settings, trainer__log_train_generations=5)
+    batches: list[PreparedBatch] = []
+    prepare_batch = trainer.prepare_batch
+
+    def record_batch(*args: Any, **kwargs: Any) -> PreparedBatch:
+        batches.append(prepare_batch(*args, **kwargs))
+        return batches[-1]
+
+    trainer.prepare_batch = record_batch  # type: ignore[method-assign]
+    outputs = [trainer.step() for _ in range(3)]
+    # At the validations: every second step, and the last.
+    assert [len(output.trained_episodes) for output in outputs] == [0, 5, 5]
+    group_size = trainer.config.env.group_size
+    assert [episode.rollout for episode in outputs[1].trained_episodes] == [place % group_size for place in range(5)]
+    batch, targets, _ = batches[1]
+    for row, episode in enumerate(outputs[1].trained_episodes):
+        text = "".join(turn.observation + turn.reply for turn in episode.turns)
+        assert trainer.codec.decode_all([batch.tokens[row, : batch.lengths[row]].numpy()]) == [text]
+        for number, turn in enumerate(episode.turns):
+            values = [
+                float(targets.advantages[row, place])
+                for place in range(int(batch.lengths[row]))
+                if batch.mask[row, place] and batch.turns[row, place] == number
+            ]
+            assert turn.advantage == pytest.approx(sum(values) / len(values), abs=1e-6)
+    # Nothing else depends on it.
+    other_trainer = make_quiet_trainer(**settings)
+    other_outputs = [other_trainer.step() for _ in range(3)]
+    assert [drop_times(output.row) for output in other_outputs] == [drop_times(output.row) for output in outputs]
     assert trainer.config.compute_hash() == other_trainer.config.compute_hash()
 
 

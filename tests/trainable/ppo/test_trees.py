@@ -158,6 +158,37 @@ def test_recorded_trees_have_their_children_and_weights() -> None:
     assert trees[0].turns[child.parent_turn].actions.count("ask") >= 1
 
 
+@pytest.mark.parametrize("train_children", [True, False])
+def test_trees_that_a_step_trained_on_are_recorded_with_their_advantages(train_children: bool) -> None:
+    trainer = make_trainer(
+        env__env_groups=4,
+        trainer__log_train_generations=21,
+        trainer__test_freq=1,
+        algorithm__train_children=train_children,
+        filter__rollout_filter_value=1.0,
+    )
+    output = trainer.step()
+    trees = output.trained_episodes
+    group_size = trainer.config.env.group_size
+    assert [tree.rollout for tree in trees] == [place % group_size for place in range(21)]
+    assert {tree.step for tree in trees} == {1}
+    assert len({tree.level for tree in trees}) == 4
+    # By hand: the score of a tree among those of its question, in units of their standard deviation.
+    scores = np.array([tree.score for tree in trees[:group_size]])
+    expected = (scores - scores.mean()) / (scores.std() + 1e-6)
+    assert expected.max() > 0.5
+    for tree, advantage in zip(trees[:group_size], expected, strict=True):
+        assert [turn.advantage for turn in tree.turns] == pytest.approx([advantage] * len(tree.turns), abs=1e-4)
+    children = [(tree, child) for tree in trees for child in tree.children]
+    assert children
+    for tree, child in children:
+        advantages = [turn.advantage for turn in child.turns]
+        if train_children:
+            assert advantages == pytest.approx([tree.turns[0].advantage] * len(child.turns), abs=1e-6)
+        else:
+            assert advantages == [None] * len(child.turns)
+
+
 def test_children_that_are_not_trained_are_in_no_batch() -> None:
     trainer = make_trainer(algorithm__train_children=False)
     episodes = trainer.roll_out(trainer.val_levels[:4], 6, "sampling")

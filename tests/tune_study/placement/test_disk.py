@@ -183,6 +183,7 @@ def test_rows_grow_with_steps_runs_and_levels() -> None:
         {"trainer__log_val_generations": 3},
     ):
         assert estimate_budget(make_plan_in(folder, **smaller_settings)).row_bytes < usual_bytes
+    assert estimate_budget(make_plan_in(folder, trainer__log_train_generations=1)).row_bytes > usual_bytes
     assert (
         estimate_budget(make_plan_in(folder, trainer__test_freq=1)).row_bytes
         > usual_bytes

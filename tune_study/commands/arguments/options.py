@@ -267,6 +267,10 @@ ReadStep = Annotated[
 ]
 Port = Annotated[int, Option("--port", metavar="N", min=0, max=65535, help="Port on 127.0.0.1; default: a free one.")]
 Failed = Annotated[bool, Option("--failed", help="Only episodes without success.")]
+Trained = Annotated[
+    bool,
+    Option("--trained", help="Episodes that were trained on, with their advantages (trainer.log_train_generations)."),
+]
 Solved = Annotated[bool, Option("--solved", help="Only episodes with success.")]
 ProbeAlgo = Annotated[
     str | None,

@@ -1,4 +1,4 @@
-"""The command `transcripts`: what the policy saw and said in the validation episodes that a run has recorded."""
+"""The command `transcripts`: what the policy saw and said in the episodes that a run has recorded."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,10 @@ from tune_study.plan.errors import PlanError
 _HOW_TO_RECORD = (
     "A study that fine-tunes a language model records some of each validation with --set trainer.log_val_generations=4."
 )
-
+_HOW_TO_RECORD_TRAINED = (
+    "A study that fine-tunes a language model records some of those that it trains on with --set "
+    "trainer.log_train_generations=4, at each validation."
+)
 
 LEGEND = (
     "Lines with | are what the policy saw, lines with > what it wrote; the line after that is what it did. The reward "
@@ -27,13 +30,15 @@ LEGEND = (
 class EpisodeChoice(NamedTuple):
     """Which episodes are wanted; None for all, and for `step` for the last validation with recorded episodes.
 
-    success: True for solved episodes, False for failed ones.
+    success: True for solved episodes, False for failed ones. is_trained: those that were trained on, instead of those
+    of validations; `step` is then the training step.
     """
 
     arm: str | None = None
     seed: int | None = None
     step: int | None = None
     success: bool | None = None
+    is_trained: bool = False
 
 
 class RunEpisodes(NamedTuple):
@@ -45,13 +50,19 @@ class RunEpisodes(NamedTuple):
     episodes: tuple[RecordedEpisode, ...]
 
 
-def read_run_episodes(folder: Path, study: Mapping[str, Any]) -> list[RunEpisodes]:
+def read_run_episodes(folder: Path, study: Mapping[str, Any], *, is_trained: bool = False) -> list[RunEpisodes]:
     """The episodes of every run of the study in `folder`, results/<run>. study: content of study.json.
 
+    is_trained: those that were trained on, instead of those of validations.
     Raises UnsafePathError if the folder of a run is a symbolic link.
     """
     return [
-        RunEpisodes(entry["run_id"], entry["arm"], entry["seed"], tuple(read_episodes_of_run(folder, entry["run_id"])))
+        RunEpisodes(
+            entry["run_id"],
+            entry["arm"],
+            entry["seed"],
+            tuple(read_episodes_of_run(folder, entry["run_id"], is_trained=is_trained)),
+        )
         for entry in study["runs"]
     ]
 
@@ -66,7 +77,12 @@ def print_transcripts(console: Console, runs: Sequence[RunEpisodes], choice: Epi
     steps = sorted({episode.step for run in selected_runs for episode in run.episodes})
     if not steps:
         of_these = "No run" if selected_runs == runs else "No such run"
-        raise PlanError(f"{of_these} in {format_value(location, 1000)} has recorded an episode. {_HOW_TO_RECORD}")
+        kind, advice = (
+            ("an episode that it trained on", _HOW_TO_RECORD_TRAINED)
+            if choice.is_trained
+            else ("an episode", _HOW_TO_RECORD)
+        )
+        raise PlanError(f"{of_these} in {format_value(location, 1000)} has recorded {kind}. {advice}")
     if choice.step is not None and choice.step not in steps:
         raise PlanError(
             f"There is no recorded episode of step {choice.step}: type --step with one of {', '.join(map(str, steps))}."
@@ -87,10 +103,17 @@ def print_transcripts(console: Console, runs: Sequence[RunEpisodes], choice: Epi
 
 def print_episode(console: Console, episode: RecordedEpisode) -> None:
     """Print what the policy saw (|) and said (>) in each turn."""
-    end = episode.stop_reason
-    print_line(console, f"Level {episode.level} after step {episode.step}: {end}, score {episode.score:.3g}")
+    end = f"{episode.stop_reason}, score {episode.score:.3g}"
+    print_line(console, f"{describe_origin(episode)}: {end}")
     for line in format_turns(episode):
         print_line(console, f"  {line}")
+
+
+def describe_origin(episode: RecordedEpisode) -> str:
+    """`Level 7 after step 60`, or `Level 7, rollout 2, trained in step 60`."""
+    if episode.rollout is None:
+        return f"Level {episode.level} after step {episode.step}"
+    return f"Level {episode.level}, rollout {episode.rollout}, trained in step {episode.step}"
 
 
 def _print_overview(console: Console, runs: Sequence[RunEpisodes], location: str) -> None:
@@ -123,14 +146,15 @@ def _select_episodes(run: RunEpisodes, choice: EpisodeChoice) -> list[RecordedEp
 
 
 def _describe_selection(run: RunEpisodes, choice: EpisodeChoice, episodes: Sequence[RecordedEpisode]) -> str:
-    """`2 episodes after step 60, 1 solved`, `1 of 2 episodes after step 60 failed`, or that there is none."""
+    """`2 episodes after step 60, 1 solved`, `1 of 2 episodes of step 60 failed`, or that there is none."""
     if not episodes:
         return "no recorded episode of this kind"
     step = episodes[0].step
+    time = f"{'of' if choice.is_trained else 'after'} step {step}"
     total = sum(episode.step == step for episode in run.episodes)
     noun = "episode" if total == 1 else "episodes"
     if choice.success is not None:
         word = "was solved" if choice.success else "failed"
         plural_word = "were solved" if choice.success else "failed"
-        return f"{len(episodes)} of {total} {noun} after step {step} {word if len(episodes) == 1 else plural_word}"
-    return f"{total} {noun} after step {step}, {sum(episode.success for episode in episodes)} solved"
+        return f"{len(episodes)} of {total} {noun} {time} {word if len(episodes) == 1 else plural_word}"
+    return f"{total} {noun} {time}, {sum(episode.success for episode in episodes)} solved"

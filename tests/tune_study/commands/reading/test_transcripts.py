@@ -81,6 +81,29 @@ def test_episodes_are_chosen_by_arm_seed_step_and_success(folder: Path, options:
     assert (answer.code, list_headings(answer.out)) == (0, headings)
 
 
+def test_trained_episodes_are_shown_with_their_advantages(tmp_path: Path) -> None:
+    folder = write_study(tmp_path, [FakeRun("0"), FakeRun("0.1")])
+    run_dir = folder / "runs" / FakeRun("0").run_id
+    for number, (step, success) in enumerate(((20, True), (40, False), (40, True))):
+        episode = make_episode(step, 10_000, success)
+        turns = tuple(turn._replace(advantage=number - 0.5) for turn in episode.turns)
+        append_record(run_dir / EPISODES_FILE, episode._replace(turns=turns, rollout=number).to_line())
+    append_record(
+        run_dir / METRICS_FILE, {"step": 60, ENDS_KEY: {EPISODES_FILE: [*read_lines(run_dir / EPISODES_FILE).end]}}
+    )
+    answer = type_in(f"transcripts {folder} --trained --arm 0")
+    assert list_headings(answer.out) == [
+        "Arm 0, seed 0: 2 episodes of step 40, 1 solved",
+        "Level 10000, rollout 1, trained in step 40: out of turns, score 1.5",
+        "Level 10000, rollout 2, trained in step 40: success, score 1.5",
+    ]
+    assert "    Up, Left, reward -0.2, advantage 0.5" in answer.out.splitlines()
+    answer = type_in(f"transcripts {folder} --trained --arm 0.1")
+    assert answer.code == 2
+    assert "has recorded an episode that it trained on" in answer.err
+    assert "--set trainer.log_train_generations=4" in answer.err
+
+
 def test_without_a_choice_there_is_a_table_and_a_command_that_works(folder: Path) -> None:
     lines = type_in(f"transcripts {folder}").out.splitlines()
     assert [line.split() for line in lines[1:4]] == [

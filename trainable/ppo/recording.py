@@ -1,0 +1,130 @@
+"""Episodes as texts: a few of each validation, and a few that were trained on, with the advantages of their turns."""
+
+import math
+from collections.abc import Sequence
+
+from trainable.algo.trees import compute_tree_weights
+from trainable.config.sections import AlgorithmConfig
+from trainable.models.codec import Codec
+from trainable.ppo.targets import PreparedBatch
+from trainable.rollout.batch import collate
+from trainable.rollout.episode import Episode
+from trainable.runs.episode_lines import RecordedChild, RecordedEpisode, RecordedTurn
+
+NumbersPerTurn = list[float | None]
+"""A number for each turn of a rollout, or None where the turn has none."""
+
+
+def record_episode(
+    episode: Episode,
+    step: int,
+    codec: Codec,
+    settings: AlgorithmConfig | None = None,
+    advantages: Sequence[NumbersPerTurn] | None = None,
+) -> RecordedEpisode:
+    """The texts of an episode, decoded from its very tokens.
+
+    Args:
+        episode: the episode, with its children.
+        step: training steps before the validation, or the step that trained on the episode.
+        codec: decodes its tokens.
+        settings: in a game of trees, how the turns of a tree are weighted; None in other games.
+        advantages: of an episode that was trained on, the advantage of each turn of each of its rollouts.
+    """
+    nothing: NumbersPerTurn = [None] * max(len(rollout.texts) for rollout in episode.rollouts)
+    weights = _compute_turn_weights(episode, settings) if settings else [nothing] * len(episode.rollouts)
+    turns, *children_turns = (
+        _record_turns(rollout, codec, *numbers)
+        for rollout, *numbers in zip(
+            episode.rollouts, weights, advantages or [nothing] * len(episode.rollouts), strict=True
+        )
+    )
+    return RecordedEpisode(
+        step=step,
+        level=episode.level_seed,
+        turns=turns,
+        success=episode.success,
+        stop_reason=episode.stop_reason.value,
+        score=episode.score,
+        children=tuple(
+            RecordedChild(child.parent_turn, turns, child.stop_reason.value)
+            for child, turns in zip(episode.children, children_turns, strict=True)
+        ),
+    )
+
+
+def record_trained_episodes(
+    episodes: Sequence[Episode],
+    prepared: PreparedBatch,
+    count: int,
+    step: int,
+    codec: Codec,
+    settings: AlgorithmConfig | None,
+) -> list[RecordedEpisode]:
+    """The first `count` of the episodes that a step trains on, with the mean advantage of the tokens of each turn.
+
+    Args:
+        episodes: those that the filter has kept. `prepared` begins with them, in this order.
+        prepared: their batch, with its advantages.
+        count: number of episodes to record.
+        step: the training step.
+        codec: decodes their tokens.
+        settings: in a game of trees, how the turns of a tree are weighted; None in other games.
+
+    A rollout that is not in the batch, such as a child that is not trained, has no advantages.
+    """
+    lines, numbers = [], dict[int, int]()
+    for place, episode in enumerate(episodes[:count]):
+        rollout = numbers[episode.group] = numbers.get(episode.group, -1) + 1
+        advantages = _average_advantages(prepared, place, episode)
+        lines.append(record_episode(episode, step, codec, settings, advantages)._replace(rollout=rollout))
+    return lines
+
+
+def _average_advantages(prepared: PreparedBatch, place: int, episode: Episode) -> list[NumbersPerTurn]:
+    """The mean advantage of each turn of the rollouts of the episode at `place` in the batch."""
+    batch, advantages = prepared.batch, prepared.targets.advantages
+    rows = (batch.tree_ids == place).nonzero().squeeze(-1).tolist()
+    means: list[NumbersPerTurn] = []
+    for number, rollout in enumerate(episode.rollouts):
+        turns = range(len(rollout.texts))
+        if number >= len(rows):
+            means.append([None] * len(turns))
+            continue
+        row = rows[number]
+        of_turns = (advantages[row][batch.mask[row] & (batch.turns[row] == turn)] for turn in turns)
+        values = [float(of_turn.mean()) for of_turn in of_turns]
+        means.append([None if math.isnan(value) else value for value in values])  # a turn of no token has no mean
+    return means
+
+
+def _record_turns(
+    rollout: Episode, codec: Codec, weights: NumbersPerTurn, advantages: NumbersPerTurn
+) -> tuple[RecordedTurn, ...]:
+    turns = range(len(rollout.texts))
+    observations = codec.decode_all([rollout.tokens[(rollout.turns == turn) & ~rollout.mask] for turn in turns])
+    replies = codec.decode_all([rollout.tokens[(rollout.turns == turn) & rollout.mask] for turn in turns])
+    return tuple(
+        RecordedTurn(
+            observation=observations[turn],
+            reply=replies[turn],
+            actions=rollout.turn_actions[turn],
+            reward=float(rollout.turn_rewards[turn]),
+            valid=rollout.turn_validity[turn],
+            weight=weights[turn],
+            advantage=advantages[turn],
+        )
+        for turn in turns
+    )
+
+
+def _compute_turn_weights(episode: Episode, settings: AlgorithmConfig) -> list[NumbersPerTurn]:
+    """The weight of each turn of each rollout of a tree in the loss of that tree."""
+    batch = collate([episode])
+    weights = compute_tree_weights(
+        batch.mask, batch.turns, batch.tree_ids, batch.is_root, settings.tree_weighting, settings.train_children
+    )
+    return [
+        [float(row_weights[row_turns == turn].sum()) for turn in range(len(rollout.texts))]
+        for rollout, row_weights, row_turns in zip(episode.rollouts, weights, batch.turns, strict=True)
+    ]
