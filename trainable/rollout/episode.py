@@ -84,8 +84,15 @@ class Episode(NamedTuple):
 
 
 def list_rollouts(episodes: Sequence[Episode]) -> list[Episode]:
-    """The episodes, each followed by its children."""
-    return [rollout for episode in episodes for rollout in episode.rollouts]
+    """The episodes, each followed by its children, as rollouts on their own: none of them has children any more.
+
+    What takes episodes, such as a batch, takes these as one row each, and in this order.
+    """
+    return [
+        rollout
+        for episode in episodes
+        for rollout in ((episode._replace(children=()), *episode.children) if episode.children else (episode,))
+    ]
 
 
 def replace_rollouts(episodes: Sequence[Episode], rollouts: Sequence[Episode]) -> list[Episode]:

@@ -1,18 +1,24 @@
 """Tests of training on trees: credit by hand, batches, gradients, and whole steps with real REPLs."""
 
+import json
+import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.fakes.hub_models import write_small_model
 from tests.fakes.scripted import clone_tensors, make_episode, make_small_config
 from tests.fakes.trainers import drop_times
 from trainable.config.run_config import ConfigError
 from trainable.config.sections import AlgorithmConfig
+from trainable.envs.repl.texts import NO_BLOCK_PROBLEM
 from trainable.ppo.targets import compute_tree_advantages, make_targets
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.batch import collate
+from trainable.rollout.engine import recompute_logprobs
 from trainable.rollout.episode import Episode, list_rollouts, replace_rollouts
 from trainable.rollout.players import TreePlayer
 from trainable.tiny.papers import PAPERS_TINY
@@ -195,6 +201,56 @@ def test_children_that_are_not_trained_are_in_no_batch() -> None:
     assert any(episode.children for episode in episodes)
     prepared = trainer.prepare_batch(episodes, 4, 4, np.random.default_rng(0))
     assert len(prepared.batch.lengths) == len(episodes)
+
+
+def test_log_probs_of_the_trainer_go_to_the_rollouts_they_are_of() -> None:
+    """An engine with weights of its own, such as vLLM, has all rollouts of the trees scored again by the trainer."""
+    trainer = make_trainer()
+    episodes = trainer.roll_out(trainer.val_levels[:4], 6, "sampling")
+    rollouts = list_rollouts(episodes)
+    assert len(rollouts) > len(episodes)
+    assert len(collate(rollouts).lengths) == len(rollouts)
+    scored = recompute_logprobs(trainer.model, rollouts, 1.0, 8, trainer.device)
+    for rollout, other in zip(rollouts, scored, strict=True):
+        assert (other.tokens == rollout.tokens).all()
+        np.testing.assert_allclose(other.logprobs[other.mask], rollout.logprobs[rollout.mask], atol=2e-4)
+        assert other.engine_logprobs is not None
+        assert (other.engine_logprobs == rollout.logprobs).all()
+
+
+def test_a_sampler_with_weights_of_its_own_is_off_by_their_noise_alone() -> None:
+    trainer = make_trainer(rollout__weight_noise=1e-6, env__env_groups=4)
+    row = trainer.step().row
+    assert row["train_children"] > 0
+    assert 0 < row["engine_mismatch_mean"] < 1e-4
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_hub_model_of_another_architecture_plays_with_the_full_prompt(tmp_path: Path, lora_rank: int) -> None:
+    folder = write_small_model(tmp_path, "qwen3")
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 8192}))
+    settings = {"env__env_groups": 1, "env__group_size": 2, "env__max_turn": 2, "env__val_env_groups": 2}
+    trainer = make_trainer(
+        model__path=str(folder),
+        model__prompt_style="full",
+        model__lora_rank=lora_rank,
+        rollout__max_model_len=8192,
+        rollout__response_length=24,
+        trainer__log_train_generations=1,
+        trainer__test_freq=1,
+        **settings,
+    )
+    output = trainer.step()
+    # Random weights write no block; each reply is answered, and the answer asks for one.
+    assert output.row["train_invalid_turns"] == 1
+    assert output.row["optimizer_steps"] == 1
+    (episode,) = output.trained_episodes
+    first, second = (turn.observation for turn in episode.turns)
+    assert "<|turn|>system" in first
+    assert "rlm_query_batched" in first
+    assert NO_BLOCK_PROBLEM in second
+    assert math.isfinite(output.row["actor_grad_norm"])
 
 
 def test_what_looks_like_a_marker_of_the_chat_format_is_hidden() -> None:
