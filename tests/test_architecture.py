@@ -244,7 +244,7 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "trainable.models.interface": ("torch",),
     "trainable.models.codec": ("numpy",),
     "trainable.models.chat_template": ("jinja2", "tokenizers"),
-    "trainable.models.lora": ("torch", "numpy", "safetensors", "peft"),
+    "trainable.models.lora": ("torch", "numpy", "safetensors", "peft", "bitsandbytes"),
     "trainable.rollout": ("torch", "numpy", "transformers"),
     "trainable.rollout.vllm_sampler": ("torch", "numpy", "safetensors", "vllm"),
     "trainable.backend": ("torch", "numpy"),

@@ -139,6 +139,21 @@ class RunConfig(BaseRunConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_four_bits(self) -> "RunConfig":
+        if not self.model.load_in_4bit:
+            return self
+        if not self.model.lora_rank:
+            raise ValueError(
+                "model.load_in_4bit stores frozen weights, and a run without adapters has none: set model.lora_rank=64"
+            )
+        if self.trainer.strategy == "deepspeed" or self.trainer.n_gpus_per_node > 1:
+            raise ValueError(
+                "model.load_in_4bit works with updates in torch alone: set trainer.strategy=torch and "
+                "trainer.n_gpus_per_node=1"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_target_policy(self) -> "RunConfig":
         if self.actor.loss.needs_whole_groups:  # tpo is the only such loss, so the messages name it
             for is_conflict, reason in _find_target_policy_conflicts(self):
@@ -260,6 +275,8 @@ class RunConfig(BaseRunConfig):
         if not self.model.lora_rank:
             for setting in ("lora_rank", "lora_alpha", "lora_target_modules"):
                 del settings["model"][setting]
+        if not self.model.load_in_4bit:  # added later
+            del settings["model"]["load_in_4bit"]
         # Added later, and read only where there is a reference.
         if len(self.model_paths) == 1:
             del settings["model"]["reference_path"]

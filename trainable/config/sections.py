@@ -110,6 +110,11 @@ class ModelConfig(Section):
     lora_target_modules: LoraTargets = Field(
         "all-linear", description="linear layers that get an adapter, such as [q_proj,v_proj]; all-linear: all of them"
     )
+    load_in_4bit: bool = Field(
+        False,
+        description="with LoRA: store the linear layers under the adapters in 4 bits (NF4, by bitsandbytes) instead of "
+        "model.dtype, for less memory",
+    )
 
 
 class EnvConfig(Section):

@@ -13,8 +13,8 @@ from trainable.backend.torch_backend import select_below
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
 from trainable.models.fingerprint import check_base, compute_fingerprint
-from trainable.models.load import Policy, freeze, load_policy
-from trainable.models.lora import iter_hub_weights, make_adapted_policy, write_adapters
+from trainable.models.load import Policy, load_policy
+from trainable.models.lora import iter_hub_weights, make_adapted_policy, make_frozen_base, write_adapters
 from trainable.runs.checkpoint import read_checkpoint
 from trainable.runs.flat_state import check_shapes, compute_flat_shapes, load_flat_state
 
@@ -48,7 +48,8 @@ def load_trained_policy(config: RunConfig, checkpoint: Path) -> Policy:
     policy = load_policy(config.model.path, torch.device("cpu"), format_name=config.model.chat_format)
     if config.model.lora_rank:
         check_base(values.get("base"), compute_fingerprint(policy.folder))
-        model = make_adapted_policy(freeze(policy.model), config.model, make_rng(config.seed, "adapters", 0))
+        base = make_frozen_base(policy.model, config.model, torch.device("cpu"))
+        model = make_adapted_policy(base, config.model, make_rng(config.seed, "adapters", 0))
         policy = Policy(model, policy.tokenizer, policy.folder, policy.chat_format)
     weights = select_below(POLICY_NAME, tensors)
     check_shapes(POLICY_NAME, compute_flat_shapes(policy.model), {name: value.shape for name, value in weights.items()})

@@ -232,13 +232,14 @@ def make_frozen_copy(model: M) -> M:
 def freeze(model: M) -> M:
     """Freeze `model` in place and return it.
 
-    The linear layers of the model are cast to the type that passes compute in. Results stay the same to the last bit,
-    since every pass would cast them. The embedding and the norms stay in float32, because forward passes read them in
-    float32.
+    The linear layers of the model are cast to the type that passes compute in, unless they are in 4 bits. Results stay
+    the same to the last bit, since every pass would cast them. The embedding and the norms stay in float32, because
+    forward passes read them in float32.
     """
     model.requires_grad_(False)
     for layer in model.modules():
-        if isinstance(layer, nn.Linear) and layer.weight is not model.model.embed_tokens.weight:
+        is_cast = isinstance(layer, nn.Linear) and layer.weight.is_floating_point()
+        if is_cast and layer.weight is not model.model.embed_tokens.weight:
             layer.to(model.model.pass_settings.dtype)
     return model
 

@@ -3,23 +3,26 @@
     y = W x + (α / r) B A x,   A (r, in) random, B (out, r) = 0 at first
 
 W belongs to the base, has the type in which passes compute, and is never changed, since only the adapters are trained.
-Without its adapters, the policy is the base model, which serves as the reference. Source: Hu et al. 2021,
-arXiv:2106.09685. The layers are peft's.
+Without its adapters, the policy is the base model, which serves as the reference. The base may be stored in 4 bits:
+then W is what these stand for, for all three and for the sampler. Source: Hu et al. 2021, arXiv:2106.09685. The
+adapters are peft's.
 """
 
+import importlib.util
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from trainable.config.constants import BITSANDBYTES_NEEDED
 from trainable.config.sections import ModelConfig
 from trainable.config.setting_types import LINEAR_LAYERS
-from trainable.models.load import init_value_head, make_value_model
+from trainable.models.load import freeze, init_value_head, make_value_model
 from trainable.models.qwen2 import Qwen2, Qwen2Trunk, ValueModel
 
 if TYPE_CHECKING:  # it imports transformers, which a Qwen2 does not need
@@ -27,8 +30,83 @@ if TYPE_CHECKING:  # it imports transformers, which a Qwen2 does not need
 
 N = TypeVar("N", bound=nn.Module)
 M = TypeVar("M", bound="Qwen2 | HubModel")
+BLOCK_SIZE = 64
+"""Weights in 4 bits that share a scale; the default of bitsandbytes."""
 ADAPTER_NAME = "default"
 """peft's default name of an adapter. Here no layer has more than one."""
+
+
+class FourBitLinear(nn.Linear):
+    """A frozen linear layer whose weight is in 4 bits (NF4), of which each pass computes the numbers again.
+
+    A block of 64 weights is stored as 4-bit codes, which stand for quantiles of a normal distribution, and a scale; the
+    scales are in 8 bits. That is .516 bytes per weight. The kernels are bitsandbytes', for GPUs and CPUs. Passes
+    compute in `dtype`, which is also that of the output. Source: Dettmers et al. 2023, arXiv:2305.14314 (QLoRA).
+    """
+
+    def __init__(self, layer: nn.Linear, dtype: torch.dtype, device: torch.device) -> None:
+        """Quantize the weight of `layer`, as it is now, on `device`; the new layer is there.
+
+        Raises ValueError if bitsandbytes is not installed, and if blocks of 64 weights would not end with the rows of
+        the weight, which bitsandbytes' kernel for CPUs takes for granted: it returned other numbers then (0.50.2).
+        """
+        if layer.in_features % BLOCK_SIZE:
+            raise ValueError(
+                f"model.load_in_4bit needs layers whose number of inputs is a multiple of {BLOCK_SIZE}, and this model "
+                f"has one of {layer.in_features}: set model.load_in_4bit=False"
+            )
+        if importlib.util.find_spec("bitsandbytes") is None:
+            raise ValueError(BITSANDBYTES_NEEDED)
+        from bitsandbytes.nn import Params4bit
+
+        with torch.device("meta"):
+            super().__init__(layer.in_features, layer.out_features, bias=False)
+        self.dtype = dtype
+        weight = Params4bit(
+            layer.weight.data.float(),
+            requires_grad=False,
+            blocksize=BLOCK_SIZE,
+            quant_type="nf4",
+            compress_statistics=True,
+        )
+        self.weight = weight.to(device)  # quantizes
+        if layer.bias is not None:
+            self.bias = nn.Parameter(layer.bias.data.to(device), requires_grad=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The product (..., out) of `input` (..., in) with the quantized weight, and the bias."""
+        from bitsandbytes import matmul_4bit
+
+        bias = None if self.bias is None else self.bias.to(self.dtype)
+        state = cast(Any, self.weight).quant_state
+        return cast(Tensor, matmul_4bit(input.to(self.dtype), self.weight, state, bias=bias))
+
+    def compute_weight(self) -> Tensor:
+        """The weight (out, in) that passes compute with, in float32."""
+        from bitsandbytes.functional import dequantize_4bit
+
+        return cast(Tensor, dequantize_4bit(self.weight.data, cast(Any, self.weight).quant_state)).float()
+
+
+def quantize_layers(trunk: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Replace every linear layer of `trunk` by one with its weight in 4 bits, on `device`. Passes compute in `dtype`.
+
+    Raises ValueError if a layer cannot be in 4 bits, and if bitsandbytes is not installed.
+    """
+    for module in list(trunk.modules()):
+        for name, layer in list(module.named_children()):
+            if isinstance(layer, nn.Linear):
+                setattr(module, name, FourBitLinear(layer, dtype, device))
+
+
+def make_frozen_base(model: M, settings: ModelConfig, device: torch.device) -> M:
+    """Freeze `model` in place and return it; with model.load_in_4bit the linear layers of its trunk are quantized.
+
+    device: where it will be used; layers in 4 bits are there already. Raises ValueError as `quantize_layers` does.
+    """
+    if settings.load_in_4bit:
+        quantize_layers(model.model, model.model.pass_settings.dtype, device)
+    return freeze(model)
 
 
 def share_parameters(network: N) -> N:
@@ -105,10 +183,15 @@ def iter_merged_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, weight) for every weight, under its name without adapters: W + (α / r) B A where there is an adapter.
 
     The sums are float32. Each is computed when the loop reaches it and is not stored, so that only one is in memory.
-    A weight without an adapter is returned itself.
+    A weight without an adapter is returned itself, and one in 4 bits as the numbers that these stand for.
     """
     layers = dict(find_adapters(network))
+    quantized_layers = {
+        f"{name}.weight": module for name, module in network.named_modules() if isinstance(module, FourBitLinear)
+    }
     for name, value in network.state_dict().items():
+        if name in quantized_layers:
+            value = quantized_layers[name].compute_weight()
         layer_name, is_base, suffix = name.partition(".base_layer.")
         if is_base:
             name, layer = f"{layer_name}.{suffix}", layers[layer_name]

@@ -12,7 +12,7 @@ from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
 from trainable.models.fingerprint import compute_fingerprint
 from trainable.models.load import Policy, freeze, load_policy, make_critic, make_frozen_copy, make_pass_settings
-from trainable.models.lora import add_adapters, make_adapted_policy, make_shared_critic
+from trainable.models.lora import add_adapters, make_adapted_policy, make_frozen_base, make_shared_critic
 from trainable.models.qwen2 import Qwen2, ValueModel
 
 if TYPE_CHECKING:  # it imports transformers, which a Qwen2 does not need
@@ -48,7 +48,9 @@ def make_networks(config: RunConfig, device: torch.device, trained_device: torch
     Raises ValueError if a model cannot be used, or if the reference has another vocabulary than the policy.
     """
     trained_device = trained_device or device
-    policy = load_policy(config.model.path, trained_device, make_pass_settings(config.model), config.model.chat_format)
+    # The base of adapters is cast or quantized before it is moved, since a GPU may have no room for it in float32.
+    load_device = torch.device("cpu") if config.model.lora_rank else trained_device
+    policy = load_policy(config.model.path, load_device, make_pass_settings(config.model), config.model.chat_format)
     if config.model.lora_rank:
         return _make_lora_networks(config, policy, device)
     reference, fingerprint = _make_reference(config, policy, device)
@@ -65,7 +67,8 @@ def make_networks(config: RunConfig, device: torch.device, trained_device: torch
 
 def _make_lora_networks(config: RunConfig, policy: Policy, device: torch.device) -> Networks:
     """Policy and critic with separate adapters over one frozen base, which can be the reference, too."""
-    base, settings = freeze(policy.model), config.model
+    settings = config.model
+    base = make_frozen_base(policy.model, settings, device).to(device)
     model = make_adapted_policy(base, settings, make_rng(config.seed, "adapters", 0))
     critic = make_shared_critic(base, make_rng(config.seed, "critic"), device) if _needs_critic(config) else None
     if critic is not None and not config.critic.shared_trunk:

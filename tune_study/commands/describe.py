@@ -202,8 +202,11 @@ def _describe_precision(plan: StudyPlan) -> list[str]:
     if model.dtype == "float32":
         return []
     scale_text = f", losses scaled by {model.loss_scale:g}" if model.dtype == "float16" else ""
+    base = "the base in 4 bits, other " if model.load_in_4bit else ""
     logits_type = model.dtype if model.head_dtype == "model" else model.head_dtype
-    return [f"Precision: passes in {model.dtype}{scale_text}, logits in {logits_type}, weights and sums in float32"]
+    return [
+        f"Precision: passes in {model.dtype}{scale_text}, logits in {logits_type}, {base}weights and sums in float32"
+    ]
 
 
 def _describe_trial(plan: StudyPlan) -> str:

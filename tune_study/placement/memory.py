@@ -47,6 +47,8 @@ needs no more: networks that will be sharded are loaded into host memory.
 ROLLOUT, VALUES, CRITIC_BACKWARD, CRITIC_STEP, POLICY_BACKWARD, POLICY_STEP = range(len(PHASES))
 
 FLOAT32, BFLOAT16 = 4, 2
+FOUR_BIT_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes of a weight in 4 bits: its code, and its share of the scale of 64 weights and of that of 256 such scales."""
 MOMENT_BYTES = 2 * FLOAT32
 """AdamW's two moments of one parameter."""
 LOGIT_COPIES = {True: 7, False: 3}
@@ -193,6 +195,26 @@ def compute_frozen_bytes(shape: ModelShape, config: RunConfig) -> int:
     """
     linear = count_linear_parameters(shape)
     return FLOAT32 * (count_policy_parameters(shape) - linear) + get_dtype_bytes(config) * linear
+
+
+def compute_base_bytes(shape: ModelShape, config: RunConfig) -> int:
+    """Bytes of the frozen base under adapters, as `trainable.models.lora.make_frozen_base` makes it."""
+    if not config.model.load_in_4bit:
+        return compute_frozen_bytes(shape, config)
+    dtype_bytes, block_parameters = get_dtype_bytes(config), _count_block_parameters(shape)
+    products = sum(inputs * outputs for inputs, outputs in list_linear_layers(shape).values())
+    weights = shape.num_hidden_layers * products
+    biases = block_parameters - weights  # these stay in float32
+    packed_bytes = int(FOUR_BIT_BYTES * weights) + FLOAT32 * biases
+    return compute_frozen_bytes(shape, config) - dtype_bytes * block_parameters + packed_bytes
+
+
+def compute_unpacked_bytes(shape: ModelShape, config: RunConfig) -> int:
+    """Bytes of the largest layer in 4 bits in the dtype of passes: a pass computes one layer's weight at a time."""
+    if not config.model.load_in_4bit:
+        return 0
+    largest = max(inputs * outputs for inputs, outputs in list_linear_layers(shape).values())
+    return get_dtype_bytes(config) * largest
 
 
 def compute_cast_bytes(shape: ModelShape, name: str, config: RunConfig, with_gradients: bool) -> int:
@@ -392,9 +414,10 @@ def _list_vllm_phases(config: RunConfig) -> tuple[int, ...]:
 def _list_trained_allocations(shape: ModelShape, config: RunConfig) -> list[Allocation]:
     """Weights, optimizer state, gradients and optimizer step of each trained network, and the frozen base of LoRA."""
     allocations, weights_label = [], "weights"
+    base_name = "base weights, frozen, in 4 bits" if config.model.load_in_4bit else "base weights, frozen"
     if config.model.lora_rank:
         allocations, weights_label = (
-            [_make_constant_allocation("base weights, frozen", compute_frozen_bytes(shape, config))],
+            [_make_constant_allocation(base_name, compute_base_bytes(shape, config))],
             "adapters",
         )
     phases = {"policy": (POLICY_BACKWARD, POLICY_STEP), "critic": (CRITIC_BACKWARD, CRITIC_STEP)}
@@ -495,11 +518,12 @@ def _list_pass_allocations(shape: ModelShape, config: RunConfig) -> list[Allocat
         compute_activation_bytes(shape, config),
         compute_logits_bytes(shape, config, with_gradients=True),
     )
+    unpacked = compute_unpacked_bytes(shape, config)
     copy_sizes = {
-        ROLLOUT: 0 if rollout.name == "vllm" else no_grad_bytes["policy"],
-        VALUES: max(no_grad_bytes.values()),
-        CRITIC_BACKWARD: copy_bytes.get("critic", 0),
-        POLICY_BACKWARD: copy_bytes["policy"],
+        ROLLOUT: 0 if rollout.name == "vllm" else no_grad_bytes["policy"] + unpacked,
+        VALUES: max(no_grad_bytes.values()) + unpacked,
+        CRITIC_BACKWARD: (copy_bytes["critic"] + unpacked) if has_critic else 0,
+        POLICY_BACKWARD: copy_bytes["policy"] + unpacked,
     }
     activation_sizes = {
         VALUES: forward_bytes,

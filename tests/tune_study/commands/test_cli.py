@@ -357,6 +357,11 @@ def test_the_documents_show_the_plan_as_it_is_printed(work_dir: Path) -> None:
             "--set model.dtype=float16 --set model.loss_scale=1024 --set model.head_dtype=float32",
             "Precision: passes in float16, losses scaled by 1024, logits in float32, weights and sums in float32",
         ),
+        (
+            "paper",
+            "--set model.lora_rank=64 --set model.load_in_4bit=true",
+            "Precision: passes in bfloat16, logits in bfloat16, the base in 4 bits, other weights and sums in float32",
+        ),
         ("laptop", "", None),
     ],
 )

@@ -14,7 +14,8 @@ from search_spaces import STUDIES
 from tests.tune_study.commands.test_cli import read_files, type_in
 from trainable.export.policy import load_trained_policy
 from trainable.models.load import find_model
-from trainable.models.qwen2 import PassSettings
+from trainable.models.lora import iter_merged_weights
+from trainable.models.qwen2 import PassSettings, Qwen2
 from trainable.runs.checkpoint import CheckpointError, iter_checkpoints
 from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, read_rows
 from trainable.trial import Trial
@@ -114,6 +115,20 @@ def test_adapters_are_merged(lora_study: StudyPlan, tmp_path: Path) -> None:
     assert code == 0, err
     logits = compute_hub_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "policy"))
     assert (logits - compute_logits(lora_study)).abs().max() < 1e-5
+
+
+def test_a_base_in_4_bits_is_exported_as_what_was_trained(tmp_path: Path) -> None:
+    settings = {"model.lora_rank": "4", "model.load_in_4bit": "True"}
+    plan = train_study(tmp_path, **settings, **{"rollout.name": "torch", "model.compiled_passes": "False"})
+    code, _, err = export(plan, tmp_path / "policy")
+    assert code == 0, err
+    model = probe.restore(plan.folder, plan.runs[0].run_id).model
+    dense = Qwen2(model.shape)
+    dense.load_state_dict(dict(iter_merged_weights(model)))
+    dense.double()
+    hidden = dense.model.compute_hidden_states(TOKENS, torch.arange(TOKENS.numel()))
+    logits = compute_hub_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "policy"))
+    assert (logits - dense.lm_head(hidden).view(*TOKENS.shape, -1)).abs().max() < 1e-5
 
 
 # peft reads a name that transformers has deprecated.

@@ -1,0 +1,205 @@
+"""A base in 4 bits under adapters: what passes compute with, gradients, memory, the sampler's weights, and runs."""
+
+import importlib.util
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.fakes.scripted import clone_tensors, make_small_config
+from tests.fakes.trainers import drop_times, is_finite, make_quiet_trainer
+from tests.tune_study.placement.test_memory import make_paper_config, read_shape
+from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
+from trainable.models.load import load_policy
+from trainable.models.lora import (
+    FourBitLinear,
+    find_adapters,
+    iter_merged_weights,
+    make_adapted_policy,
+    make_frozen_base,
+)
+from trainable.models.qwen2 import PassSettings, Qwen2
+from trainable.ppo.trainer import PPOTrainer
+from tune_study.placement import memory, model_files
+from tune_study.plan.errors import PlanError
+
+CPU = torch.device("cpu")
+SETTINGS = {"model__lora_rank": 4, "model__load_in_4bit": True, "actor__lr": 1e-3, "critic__lr": 1e-3}
+TOKENS = torch.randint(0, 190, (3, 11), generator=torch.Generator().manual_seed(5))
+
+
+def make_trainer(**overrides: object) -> PPOTrainer:
+    kl = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1, "actor__kl_loss_type": "low_var_kl"}
+    return make_quiet_trainer(**{**SETTINGS, **kl, **overrides})
+
+
+def make_layer(inputs: int = 128, outputs: int = 64, *, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(inputs, outputs, bias=bias)
+
+
+def make_policy(dtype: torch.dtype = torch.float32, *, in_4_bits: bool = True) -> Qwen2:
+    """The shipped policy with adapters whose product is not 0."""
+    model = load_policy("sokoban-tiny", CPU, PassSettings(dtype)).model
+    settings = make_small_config(model__lora_rank=4, model__load_in_4bit=in_4_bits).model
+    policy = make_adapted_policy(make_frozen_base(model, settings, CPU), settings, np.random.default_rng(1))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _, layer in find_adapters(policy):
+            layer.lora_B["default"].weight.normal_(0.0, 0.1, generator=generator)
+    return policy
+
+
+def compute_logits(model: Qwen2) -> torch.Tensor:
+    positions = torch.arange(TOKENS.numel())
+    logits: torch.Tensor = model.lm_head(model.model.compute_hidden_states(TOKENS, positions)).float()
+    return logits
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 0.02)])
+def test_a_layer_multiplies_with_what_its_bits_stand_for(dtype: torch.dtype, tolerance: float, bias: bool) -> None:
+    layer = make_layer(bias=bias)
+    quantized = FourBitLinear(layer, dtype, CPU)
+    inputs = torch.randn(5, 7, 128, requires_grad=True)
+    outputs = quantized(inputs)
+    assert outputs.dtype == dtype
+    weight = quantized.compute_weight()
+    expected = nn.functional.linear(inputs, weight, layer.bias)
+    torch.testing.assert_close(outputs.float(), expected, atol=tolerance, rtol=0)
+    (gradient,) = torch.autograd.grad(outputs.float().square().sum(), inputs)
+    (expected_gradient,) = torch.autograd.grad(expected.square().sum(), inputs)
+    torch.testing.assert_close(gradient, expected_gradient, atol=tolerance * 10, rtol=1e-2)
+    # The bits stand for numbers near the weights: a block has 16 levels, of which neighbors are at most .304 of the
+    # largest weight apart, and 8 bits of that one, too, are a few per cent off.
+    blocks, codes = layer.weight.detach().flatten().unflatten(0, (-1, 64)), weight.flatten().unflatten(0, (-1, 64))
+    scale = blocks.abs().amax(1, keepdim=True)
+    assert ((blocks - codes).abs() <= 0.2 * scale).all()
+    assert all(len(block.unique()) <= 16 for block in codes)
+    is_large = codes.abs() > 0.1 * scale
+    assert torch.equal(codes[is_large].sign(), blocks[is_large].sign())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_policy_has_the_logits_of_its_merged_weights(dtype: torch.dtype) -> None:
+    policy = make_policy(dtype)
+    merged = dict(iter_merged_weights(policy))
+    assert merged.keys() == Qwen2(policy.shape).state_dict().keys()
+    assert all(weight.is_floating_point() for weight in merged.values())
+    dense = Qwen2(policy.shape)
+    dense.load_state_dict(merged)
+    with torch.no_grad():
+        difference = (compute_logits(policy) - compute_logits(dense)).abs()
+        distance = (compute_logits(policy) - compute_logits(make_policy(dtype, in_4_bits=False))).abs()
+    assert difference.max() < (1e-4 if dtype == torch.float32 else 0.3)
+    assert distance.mean() > 5 * difference.mean()  # 4 bits are not the weights themselves
+
+
+def test_gradients_of_adapters_are_those_over_the_dequantized_base() -> None:
+    policy, twin = make_policy(), make_policy(in_4_bits=False)
+    merged_bases = {
+        name: module.compute_weight() for name, module in policy.named_modules() if isinstance(module, FourBitLinear)
+    }
+    for name, module in twin.named_modules():
+        if name in merged_bases:
+            module.weight.data.copy_(merged_bases[name])  # type: ignore[union-attr,operator]
+    gradients = []
+    for model in (policy, twin):
+        compute_logits(model).square().mean().backward()
+        gradients.append({name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], atol=1e-6, rtol=1e-3)
+
+
+def test_policy_critic_and_reference_hold_one_base_in_4_bits() -> None:
+    trainer = make_trainer()
+    assert trainer.critic is not None
+    assert trainer.reference is not None
+    networks = (trainer.model, trainer.critic, trainer.reference)
+    layers = [[module for module in network.modules() if isinstance(module, FourBitLinear)] for network in networks]
+    assert len(layers[0]) == len(layers[1]) == len(layers[2]) == 7 * trainer.model.shape.num_hidden_layers
+    for one, *others in zip(*layers, strict=True):
+        assert one.weight.dtype == torch.uint8
+        assert all(other.weight is one.weight for other in others)
+    assert all(not weight.requires_grad for weight in trainer.reference.parameters())
+
+
+def test_a_run_trains_and_continues_to_the_same_rows() -> None:
+    trainer, restored = make_trainer(), make_trainer()
+    assert is_finite(trainer.step().row)
+    tensors, values = trainer.get_state()
+    assert all("base_layer" not in name for name in tensors)  # a checkpoint has what is trained
+    restored.load_state(clone_tensors(tensors), values)
+    rows = [drop_times(run.step().row) for run in (trainer, restored)]
+    assert rows[0] == rows[1]
+
+
+def test_a_sampler_with_weights_of_its_own_gets_what_the_bits_stand_for() -> None:
+    trainer = make_trainer(rollout__weight_noise=1e-7)
+    assert [0 < trainer.step().row["engine_mismatch_mean"] < 1e-4 for _ in range(2)] == [True, True]
+
+
+def test_the_plan_counts_the_bytes_of_the_base() -> None:
+    policy = make_policy(torch.bfloat16)
+    layers = [module for module in policy.modules() if isinstance(module, FourBitLinear)]
+    numbers = sum(layer.in_features * layer.out_features for layer in layers)
+    stored_bytes = 0.0
+    for layer in layers:
+        state: Any = layer.weight.quant_state
+        tensors = (layer.weight.data, state.absmax, state.state2.absmax)
+        stored_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    assert stored_bytes / numbers == pytest.approx(memory.FOUR_BIT_BYTES, rel=2e-3)
+
+    shape = read_shape("Qwen/Qwen2.5-3B")
+    plain, packed = (
+        make_paper_config(model__lora_rank=64, model__load_in_4bit=in_4_bits) for in_4_bits in (False, True)
+    )
+    layer_numbers = 36 * (2 * 2048 * 2048 + 2 * 2048 * 256 + 3 * 2048 * 11_008)
+    saved_bytes = memory.compute_base_bytes(shape, plain) - memory.compute_base_bytes(shape, packed)
+    biases = 36 * (2048 + 2 * 256)  # in float32, where bfloat16 weights have theirs in bfloat16
+    assert saved_bytes == pytest.approx(layer_numbers * (2 - 0.5 - 1 / 64 - 4 / 64 / 256) - 2 * biases, abs=2)
+    assert memory.compute_unpacked_bytes(shape, packed) == 2 * 2048 * 11_008
+    assert memory.compute_unpacked_bytes(shape, plain) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model.lora_rank": 0}, "a run without adapters has none: set model.lora_rank=64"),
+        ({"trainer.strategy": "deepspeed"}, "updates in torch alone"),
+        ({"trainer.n_gpus_per_node": 2, "trainer.device": "auto"}, "updates in torch alone"),
+    ],
+)
+def test_what_cannot_be_in_4_bits_is_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        apply_overrides(RunConfig(), {"model.lora_rank": 4, "model.load_in_4bit": True, **settings})
+
+
+def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = apply_overrides(RunConfig(), {"model.lora_rank": 4, "model.load_in_4bit": True})
+    model_files.check_four_bits([config])
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "bitsandbytes" else find_spec(name, *rest)
+    )
+    with pytest.raises(PlanError, match="type `pip install 'bitsandbytes"):
+        model_files.check_four_bits([config])
+    model_files.check_four_bits([RunConfig()])
+    with pytest.raises(ValueError, match="type `pip install 'bitsandbytes"):
+        FourBitLinear(make_layer(), torch.float32, CPU)
+
+
+def test_rows_that_end_within_a_block_are_refused() -> None:
+    """The kernel for CPUs returned wrong numbers for them, so this must not become possible unnoticed."""
+    with pytest.raises(ValueError, match="multiple of 64, and this model has one of 96"):
+        FourBitLinear(make_layer(96), torch.float32, CPU)
+
+
+def test_runs_without_it_keep_their_hash() -> None:
+    plain = apply_overrides(RunConfig(), {"model.lora_rank": 4})
+    packed = apply_overrides(plain, {"model.load_in_4bit": True})
+    assert "load_in_4bit" not in plain.dump_for_hash()["model"]
+    assert plain.compute_hash() != packed.compute_hash()
