@@ -26,12 +26,21 @@ def test_float16_and_a_head_in_float32_lower_the_mismatch_of_bfloat16() -> None:
     assert mismatches["bfloat16", "float32"] < mismatches["bfloat16", "model"]
 
 
-def test_trees_are_sampled_and_trained() -> None:
+@pytest.mark.parametrize("lora_rank", [0, 8])
+def test_trees_are_sampled_and_trained(lora_rank: int) -> None:
     """Conversations of children begin while those of their roots wait, and the weights are pushed after each step."""
     from tests.trainable.ppo.test_trees import make_trainer
 
-    trainer = make_trainer(rollout__name="vllm", rollout__max_model_len=512, trainer__total_training_steps=4)
+    trainer = make_trainer(
+        rollout__name="vllm",
+        rollout__max_model_len=512,
+        model__lora_rank=lora_rank,
+        env__env_groups=4,
+        trainer__total_training_steps=4,
+        trainer__test_freq=1,
+    )
     rows = [trainer.step().row for _ in range(3)]
+    assert all(row["val_reward"] > 0 for row in rows)
     assert sum(row["train_children"] for row in rows) > 0
     assert max(row["engine_mismatch_mean"] for row in rows) < 1e-4
     assert all(row["optimizer_steps"] == 1 and row["train_reward"] > 0 for row in rows)
