@@ -38,11 +38,6 @@ def show_demo(console: Console, output: Path) -> str:
     print_line(console, "")
     print_status(console, folder, str(folder), study, is_running=False)
     print_line(console, "")
-    problem = write_results(folder, console)
-    print_line(console, "")
-    print_line(
-        console, "Three seeds are few: docs/collapse.md has ten of the same study, and says what holds over them."
-    )
     print_line(console, LEGEND)
     for run, success, words in _choose_episodes(read_run_episodes(folder, study), study["baseline"]):
         step = max(episode.step for episode in run.episodes)
@@ -50,6 +45,13 @@ def show_demo(console: Console, output: Path) -> str:
         print_line(console, "")
         print_line(console, f"{words} of arm {run.arm}, seed {run.seed}:")
         print_episode(console, episode)
+    print_line(console, "")
+    # Last, because it takes longest: what comes before is on the terminal in the meantime.
+    print_line(console, "Making tables and report ...")
+    problem = write_results(folder, console)
+    print_line(
+        console, "Three seeds are few: docs/collapse.md has ten of the same study, and says what holds over them."
+    )
     print_line(console, "")
     print_next_commands(
         console,
