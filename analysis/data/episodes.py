@@ -20,8 +20,10 @@ from trainable.runs.episode_lines import RecordedChild, RecordedEpisode, Recorde
 from trainable.runs.run_files import EPISODES_FILE, RunLines
 
 
-def read_episodes(run_dir: Path, *, is_trained: bool = False) -> list[RecordedEpisode]:
+def read_episodes(run_dir: Path) -> list[RecordedEpisode]:
     """The recorded episodes of a run, sorted by step, level and rollout; none if the run has recorded none.
+
+    Those of validations and those that were trained on (`RecordedEpisode.is_trained`).
 
     If lines repeat, the last one counts per (step, level, rollout), as in levels.jsonl. A DamageWarning names every
     line that was left out, and any other damage to the files of the run, since it may be the reason why episodes are
@@ -29,17 +31,15 @@ def read_episodes(run_dir: Path, *, is_trained: bool = False) -> list[RecordedEp
 
     Args:
         run_dir: the folder of the run, <study>/runs/<run_id>.
-        is_trained: return the episodes that were trained on instead of those of validations.
     """
     lines = RunLines.read(run_dir)
     for problem in (*lines.find_damage(), *map(_find_problem, lines.files[EPISODES_FILE].records)):
         if problem:
             warnings.warn(f"{escape_controls(str(run_dir))}: {problem}.", DamageWarning, stacklevel=2)
-    episodes = map(_make_episode, select_lines(lines.files[EPISODES_FILE], _get_episode_key))
-    return [episode for episode in episodes if (episode.rollout is not None) == is_trained]
+    return [_make_episode(line) for line in select_lines(lines.files[EPISODES_FILE], _get_episode_key)]
 
 
-def read_episodes_of_run(folder: Path, run_id: str, *, is_trained: bool = False) -> list[RecordedEpisode]:
+def read_episodes_of_run(folder: Path, run_id: str) -> list[RecordedEpisode]:
     """`read_episodes` of a run of the study in `folder`, results/<run>; none if `run_id` is no name of a run.
 
     The name may come from a table that somebody else wrote. Raises UnsafePathError if the folder of the run is a
@@ -49,7 +49,7 @@ def read_episodes_of_run(folder: Path, run_id: str, *, is_trained: bool = False)
         return []
     run_dir = folder / "runs" / run_id
     check_path(folder, run_dir)
-    return read_episodes(run_dir, is_trained=is_trained)
+    return read_episodes(run_dir)
 
 
 def read_episodes_frame(studies: Iterable[tuple[Path, Mapping[str, Any]]]) -> pd.DataFrame:
@@ -74,6 +74,7 @@ def read_episodes_frame(studies: Iterable[tuple[Path, Mapping[str, Any]]]) -> pd
         for folder, study in studies
         for entry in study["runs"]
         for episode in read_episodes_of_run(folder, entry["run_id"])
+        if not episode.is_trained
     ]
     return pd.DataFrame(rows, columns=list(_FRAME_TYPES)).astype(_FRAME_TYPES)
 

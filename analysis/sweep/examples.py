@@ -46,10 +46,11 @@ def choose_examples(frames: StudyFrames) -> list[ArmExamples]:
         run_id, seed = first_runs[arm]
         with warnings.catch_warnings():  # whoever loaded the frames was told of damaged lines
             warnings.simplefilter("ignore", DamageWarning)
-            episodes, trained_episodes = (
-                read_episodes_of_run(folder, run_id, is_trained=is_trained) for is_trained in (False, True)
-            )
-        chosen = [*_choose_episodes(episodes), *_choose_trained_episodes(trained_episodes)]
+            episodes = read_episodes_of_run(folder, run_id)
+        validated, trained = (
+            [episode for episode in episodes if episode.is_trained == is_trained] for is_trained in (False, True)
+        )
+        chosen = [*_choose_episodes(validated), *_choose_trained_episodes(trained)]
         if chosen:
             examples.append(ArmExamples(arm, int(seed), tuple(map(_describe_episode, chosen))))
     return examples
@@ -84,7 +85,7 @@ def _describe_episode(episode: RecordedEpisode) -> dict[str, Any]:
     text = escape_controls("\n".join(format_turns(episode)), allowed="\n\t")
     shown = text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}\n[{len(text)} characters in all]"
     fields = ("step", "level", "success", "stop_reason", "score")
-    is_trained = episode.rollout is not None
+    is_trained = episode.is_trained
     outcome = "solved" if episode.success else "failed"
     return {
         **{name: getattr(episode, name) for name in fields},

@@ -466,17 +466,18 @@ def list_runs(frames: StudyFrames) -> list[dict[str, Any]]:
 def describe_curves(table: pd.DataFrame, name: str, entry: str = "arm") -> str:
     """The first values of a column, and between which arms the last ones lie; empty without a scored run.
 
-    The value of an arm is the mean over its scored runs, each at its own last step. With a single step there is one
-    value per arm, and it is not called a first one. table: from `series.make_curves`.
+    The value of an arm is the mean over its scored runs, each at its own last step. Where each
+    run has one value, it is not called a first one. table: from `series.make_curves`.
     name: what the values are, with their unit. entry: what the column `arm` names.
     """
     scored_rows = table[table["status"].isin(SCORED_STATUSES)]
     if scored_rows.empty:
         return ""
-    if scored_rows["step"].nunique() == 1:
-        values = scored_rows.groupby("arm", sort=False)["value"].mean()
-        step = scored_rows["step"].iloc[0]
-        return f"{name[0].upper()}{name[1:]}: {describe_span(values, entry)} at step {step:g}, the only one measured."
+    if not scored_rows["run_id"].duplicated().any():
+        span = describe_span(scored_rows.groupby("arm", sort=False)["value"].mean(), entry)
+        steps = scored_rows["step"]
+        time = f"at step {steps.iloc[0]:g}" if steps.nunique() == 1 else "at the end"
+        return f"{name[0].upper()}{name[1:]}: {span} {time}, where each run was measured once."
     runs = scored_rows.groupby(["arm", "run_id"], sort=False)["value"]
     firsts, lasts = (values.groupby("arm", sort=False).mean() for values in (runs.first(), runs.last()))
     low, high = format_number(firsts.min()), format_number(firsts.max())

@@ -59,9 +59,3 @@ MAX_TENSORS_FILE_BYTES = 2**30
 """Bytes of tensors per file of a checkpoint, unless a single tensor is larger."""
 MAX_DEFAULT_THREADS = 4
 """Most CPU threads per GPU that a run gets where `trainer.num_threads` is null."""
-
-BITSANDBYTES_NEEDED = (
-    "model.load_in_4bit needs bitsandbytes: type `pip install 'bitsandbytes>=0.50,<0.51'`, or --set "
-    "model.load_in_4bit=false."
-)
-"""What is said where weights are to be stored in 4 bits and the package for it is not installed."""

@@ -40,6 +40,7 @@ from trainable.config.setting_types import (
     Finite,
     Fraction,
     FractionBelowOne,
+    FullDtypeName,
     GroupCount,
     KLKind,
     LoraTargets,
@@ -85,7 +86,7 @@ class ModelConfig(Section):
         description="a power of two that losses are multiplied by in backward passes in float16, and gradients divided "
         "by, since float16 would round the smallest ones to 0",
     )
-    head_dtype: Literal["model", "float32"] = Field(
+    head_dtype: Annotated[Literal["model", "float32"], FullDtypeName] = Field(
         "model",
         description="type of logits in trainer, engine and reference; model: model.dtype; float32: the same products, "
         "summed in float32 and not rounded",
@@ -112,7 +113,7 @@ class ModelConfig(Section):
     )
     load_in_4bit: bool = Field(
         False,
-        description="with LoRA: store the linear layers under the adapters in 4 bits (NF4, by bitsandbytes) instead of "
+        description="with LoRA: store all linear layers of the blocks in 4 bits (NF4, by bitsandbytes) instead of "
         "model.dtype, for less memory",
     )
 

@@ -70,7 +70,9 @@ def _expand_dtype(value: object) -> object:
     return SHORT_DTYPES.get(value, value) if isinstance(value, str) else value
 
 
-Precision = Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(_expand_dtype)]
+FullDtypeName = BeforeValidator(_expand_dtype)
+"""Marks a setting that also takes the short name of a type."""
+Precision = Annotated[Literal["float32", "bfloat16", "float16"], FullDtypeName]
 GroupCount = Annotated[int, BeforeValidator(_sum_groups), Field(ge=1, le=MAX_LEVELS)]
 
 

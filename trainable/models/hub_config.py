@@ -37,7 +37,8 @@ class Sizes(NamedTuple):
     """Sizes that determine memory use.
 
     head_size: channels of one attention head. trunk: elements of each parameter except the head. linear: elements of
-    all linear layers, without a head that is tied to the embedding.
+    all linear layers, without a head that is tied to the embedding. matrices: (inputs, outputs) of each linear layer of
+    the trunk.
     """
 
     hidden_size: int
@@ -50,6 +51,7 @@ class Sizes(NamedTuple):
     tie_word_embeddings: bool
     trunk: tuple[int, ...]
     linear: int
+    matrices: tuple[tuple[int, int], ...]
 
 
 def make_refusal_error(folder: Path, model_name: str, reason: str) -> ValueError:
@@ -170,6 +172,11 @@ def read_sizes(folder: Path) -> Sizes:
         tie_word_embeddings=is_tied,
         trunk=tuple(weight.numel() for weight in causal_lm.base_model.parameters()),
         linear=sum(linear_sizes.values()),
+        matrices=tuple(
+            (module.in_features, module.out_features)
+            for module in causal_lm.base_model.modules()
+            if isinstance(module, nn.Linear)
+        ),
     )
 
 

@@ -4,11 +4,10 @@
 
 W belongs to the base, has the type in which passes compute, and is never changed, since only the adapters are trained.
 Without its adapters, the policy is the base model, which serves as the reference. The base may be stored in 4 bits:
-then W is what these stand for, for all three and for the sampler. Source: Hu et al. 2021, arXiv:2106.09685. The
-adapters are peft's.
+then W is what these stand for, for policy, critic, reference and sampler alike. Source: Hu et al. 2021,
+arXiv:2106.09685. The adapters are peft's.
 """
 
-import importlib.util
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainable.config.constants import BITSANDBYTES_NEEDED
+from trainable.config.model_limits import FOUR_BIT_BLOCK, find_four_bit_obstacle
 from trainable.config.sections import ModelConfig
 from trainable.config.setting_types import LINEAR_LAYERS
 from trainable.models.load import freeze, init_value_head, make_value_model
@@ -30,8 +29,6 @@ if TYPE_CHECKING:  # it imports transformers, which a Qwen2 does not need
 
 N = TypeVar("N", bound=nn.Module)
 M = TypeVar("M", bound="Qwen2 | HubModel")
-BLOCK_SIZE = 64
-"""Weights in 4 bits that share a scale; the default of bitsandbytes."""
 ADAPTER_NAME = "default"
 """peft's default name of an adapter. Here no layer has more than one."""
 
@@ -47,16 +44,10 @@ class FourBitLinear(nn.Linear):
     def __init__(self, layer: nn.Linear, dtype: torch.dtype, device: torch.device) -> None:
         """Quantize the weight of `layer`, as it is now, on `device`; the new layer is there.
 
-        Raises ValueError if bitsandbytes is not installed, and if blocks of 64 weights would not end with the rows of
-        the weight, which bitsandbytes' kernel for CPUs takes for granted: it returned other numbers then (0.50.2).
+        Raises ValueError where `find_four_bit_obstacle` finds one.
         """
-        if layer.in_features % BLOCK_SIZE:
-            raise ValueError(
-                f"model.load_in_4bit needs layers whose number of inputs is a multiple of {BLOCK_SIZE}, and this model "
-                f"has one of {layer.in_features}: set model.load_in_4bit=False"
-            )
-        if importlib.util.find_spec("bitsandbytes") is None:
-            raise ValueError(BITSANDBYTES_NEEDED)
+        if obstacle := find_four_bit_obstacle([layer.in_features]):
+            raise ValueError(f"{obstacle}.")
         from bitsandbytes.nn import Params4bit
 
         with torch.device("meta"):
@@ -65,11 +56,13 @@ class FourBitLinear(nn.Linear):
         weight = Params4bit(
             layer.weight.data.float(),
             requires_grad=False,
-            blocksize=BLOCK_SIZE,
+            blocksize=FOUR_BIT_BLOCK,
             quant_type="nf4",
             compress_statistics=True,
         )
         self.weight = weight.to(device)  # quantizes
+        # What a pass computes from 4 bits is of this type at once. It would be float32, which a backward pass casts.
+        cast(Any, self.weight).quant_state.dtype = dtype
         if layer.bias is not None:
             self.bias = nn.Parameter(layer.bias.data.to(device), requires_grad=False)
 
@@ -82,7 +75,7 @@ class FourBitLinear(nn.Linear):
         return cast(Tensor, matmul_4bit(input.to(self.dtype), self.weight, state, bias=bias))
 
     def compute_weight(self) -> Tensor:
-        """The weight (out, in) that passes compute with, in float32."""
+        """The weight (out, in) that passes compute with, as float32."""
         from bitsandbytes.functional import dequantize_4bit
 
         return cast(Tensor, dequantize_4bit(self.weight.data, cast(Any, self.weight).quant_state)).float()
@@ -91,7 +84,7 @@ class FourBitLinear(nn.Linear):
 def quantize_layers(trunk: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Replace every linear layer of `trunk` by one with its weight in 4 bits, on `device`. Passes compute in `dtype`.
 
-    Raises ValueError if a layer cannot be in 4 bits, and if bitsandbytes is not installed.
+    Raises ValueError where `find_four_bit_obstacle` finds one.
     """
     for module in list(trunk.modules()):
         for name, layer in list(module.named_children()):

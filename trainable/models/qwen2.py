@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from trainable.algo.vocabulary import compute_logits
-from trainable.config.compiled_limits import find_size_obstacle
+from trainable.config.model_limits import find_size_obstacle
 from trainable.models.kv_cache import KVCache
 from trainable.models.packing import PackedRows, causal_attention, pack_rows
 from trainable.models.qwen2_shape import Qwen2Shape, compute_rotary

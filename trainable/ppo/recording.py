@@ -94,7 +94,8 @@ def _average_advantages(prepared: PreparedBatch, place: int, episode: Episode) -
         row = rows[number]
         of_turns = (advantages[row][batch.mask[row] & (batch.turns[row] == turn)] for turn in turns)
         values = [float(of_turn.mean()) for of_turn in of_turns]
-        means.append([None if math.isnan(value) else value for value in values])  # a turn of no token has no mean
+        # An advantage that is not finite ends its update, not the run, and a line has no such number.
+        means.append([value if math.isfinite(value) else None for value in values])
     return means
 
 

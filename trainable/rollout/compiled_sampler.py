@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from trainable.config.compiled_limits import find_size_obstacle
+from trainable.config.model_limits import find_size_obstacle
 from trainable.kernels.compiled import (
     BLOCK_TOKENS,
     VECTOR,

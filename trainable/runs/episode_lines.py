@@ -54,6 +54,11 @@ class RecordedEpisode(NamedTuple):
     children: tuple[RecordedChild, ...] = ()
     rollout: int | None = None
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether a step trained on the episode; False for an episode of a validation."""
+        return self.rollout is not None
+
     def to_line(self) -> dict[str, object]:
         """The record for episodes.jsonl."""
         children = [{**child._asdict(), "turns": _list_turns(child.turns)} for child in self.children]

@@ -110,11 +110,16 @@ def show_version(version: opt.Version = False) -> None:
 @command("list", epilog=f"\b\nExample: {PROGRAM} list")
 @report_errors
 def list_studies(study: opt.ListedStudy = None, as_json: opt.Json = False) -> None:
-    """List the studies with their questions; of STUDY, also axis, and axis values of each preset."""
-    studies, suites = ([*STUDIES.values()], SUITES) if study is None else ([find_study(study)], {})
+    """List the studies with their questions; of STUDY, also axis and axis values; of a suite, its studies."""
+    studies, suites = [*STUDIES.values()], SUITES
+    suite = None if study is None else normalize_study_name(study)
+    if suite in SUITES:
+        studies, suites = [STUDIES[name] for name in SUITES[suite]], {suite: SUITES[suite]}
+    elif study is not None:
+        studies, suites = [find_study(study)], {}
     if as_json:
         typer.echo(json.dumps(describe.make_study_list(studies, suites), indent=2))
-    elif study is None:
+    elif suites:
         describe.print_studies(make_console(), studies, suites)
     else:
         describe.print_study(make_console(), *studies)
@@ -343,8 +348,7 @@ def transcripts(
         study = study_file.read_study(folder)
         read_arm = None if arm is None else find_arm(arm, study["axis"]["values"], study["axis"]["setting"])
         choice = reading.EpisodeChoice(read_arm, seed, step, None if failed == solved else solved, trained)
-        runs = reading.read_run_episodes(folder, study, is_trained=trained)
-        reading.print_transcripts(make_console(), runs, choice, run)
+        reading.print_transcripts(make_console(), reading.read_run_episodes(folder, study), choice, run)
 
 
 @command("demo", epilog=f"\b\nExample: {PROGRAM} demo --output demo")

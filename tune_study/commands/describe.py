@@ -197,16 +197,18 @@ def _format_plan_lines(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str
 
 
 def _describe_precision(plan: StudyPlan) -> list[str]:
-    """The types of passes and logits, where they are not float32 throughout."""
+    """The types of passes, logits and weights, where they are not float32 throughout."""
     model = plan.ppo_config.model
-    if model.dtype == "float32":
+    if model.dtype == "float32" and not model.load_in_4bit:
         return []
-    scale_text = f", losses scaled by {model.loss_scale:g}" if model.dtype == "float16" else ""
-    base = "the base in 4 bits, other " if model.load_in_4bit else ""
-    logits_type = model.dtype if model.head_dtype == "model" else model.head_dtype
-    return [
-        f"Precision: passes in {model.dtype}{scale_text}, logits in {logits_type}, {base}weights and sums in float32"
+    parts = [
+        f"passes in {model.dtype}",
+        *([f"losses scaled by {model.loss_scale:g}"] if model.dtype == "float16" else []),
+        f"logits in {model.dtype if model.head_dtype == 'model' else model.head_dtype}",
+        *(["linear layers of the frozen blocks in 4 bits"] if model.load_in_4bit else []),
+        f"{'trained weights' if model.lora_rank else 'weights'} and sums in float32",
     ]
+    return [f"Precision: {', '.join(parts)}"]
 
 
 def _describe_trial(plan: StudyPlan) -> str:

@@ -22,7 +22,7 @@ from tune_study.host.machine_checks import check_socket_path, find_ray_folder
 from tune_study.placement import disk, memory_advice, memory_plan, resources
 from tune_study.placement.disk import DiskBudget
 from tune_study.placement.memory_plan import MemoryPlan
-from tune_study.placement.model_files import check_file, check_four_bits, check_model
+from tune_study.placement.model_files import check_file, check_model
 from tune_study.placement.model_size import read_model_shape
 from tune_study.placement.papers import check_papers
 from tune_study.placement.samplers import compile_kernels
@@ -99,10 +99,7 @@ def start_studies(
         configs = list({spec.config.compute_hash(): spec.config for spec in plan.runs}.values())
         check_parts(configs)
         if plan.study.family.games:
-            ppo_configs = [as_run_config(config) for config in configs]
-            check_papers(ppo_configs)
-            if not options.address:  # the nodes of a cluster have packages of their own
-                check_four_bits(ppo_configs)
+            check_papers(map(as_run_config, configs))
     uses_gpus = any(plan.model is not None for plan in plans)
 
     def adapt_options(plan: StudyPlan) -> LaunchOptions:
@@ -121,8 +118,8 @@ def start_studies(
         prepared_studies = [_prepare_study(plan, adapt_options(plan), visible_gpus, nodes) for plan in plans]
         if nodes is None:
             make_missing_teachers([path for plan in plans for path in plan.model_paths], os.environ, console)
-            trained_configs = [spec.ppo_config for plan in plans if plan.model is not None for spec in plan.runs]
-            compile_kernels(trained_configs, os.environ, console)
+            ppo_configs = [spec.ppo_config for plan in plans if plan.model is not None for spec in plan.runs]
+            compile_kernels(ppo_configs, os.environ, console)
         if len(plans) == 1:
             return run_prepared_study(prepared_studies[0], console, options.skipped_statuses, time_limit)
         # A study with a storage keeps nothing large on this disk.

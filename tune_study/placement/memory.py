@@ -34,6 +34,7 @@ from tune_study.placement.model_size import (
     list_adapted_layers,
     list_linear_layers,
     list_trained_tensor_sizes,
+    list_trunk_matrices,
 )
 
 GIB = 2**30
@@ -201,20 +202,18 @@ def compute_base_bytes(shape: ModelShape, config: RunConfig) -> int:
     """Bytes of the frozen base under adapters, as `trainable.models.lora.make_frozen_base` makes it."""
     if not config.model.load_in_4bit:
         return compute_frozen_bytes(shape, config)
-    dtype_bytes, block_parameters = get_dtype_bytes(config), _count_block_parameters(shape)
-    products = sum(inputs * outputs for inputs, outputs in list_linear_layers(shape).values())
-    weights = shape.num_hidden_layers * products
-    biases = block_parameters - weights  # these stay in float32
-    packed_bytes = int(FOUR_BIT_BYTES * weights) + FLOAT32 * biases
-    return compute_frozen_bytes(shape, config) - dtype_bytes * block_parameters + packed_bytes
+    weights = sum(inputs * outputs for inputs, outputs in list_trunk_matrices(shape))
+    block_parameters = _count_block_parameters(shape)
+    # The biases stay in float32.
+    packed_bytes = int(FOUR_BIT_BYTES * weights) + FLOAT32 * (block_parameters - weights)
+    return compute_frozen_bytes(shape, config) - get_dtype_bytes(config) * block_parameters + packed_bytes
 
 
 def compute_unpacked_bytes(shape: ModelShape, config: RunConfig) -> int:
     """Bytes of the largest layer in 4 bits in the dtype of passes: a pass computes one layer's weight at a time."""
     if not config.model.load_in_4bit:
         return 0
-    largest = max(inputs * outputs for inputs, outputs in list_linear_layers(shape).values())
-    return get_dtype_bytes(config) * largest
+    return get_dtype_bytes(config) * max(inputs * outputs for inputs, outputs in list_trunk_matrices(shape))
 
 
 def compute_cast_bytes(shape: ModelShape, name: str, config: RunConfig, with_gradients: bool) -> int:

@@ -1,26 +1,17 @@
 """Check that the model and other files of a study exist, without loading them, before anything starts."""
 
 import glob
-import importlib.util
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from trainable.config.command_lines import quote_argument
-from trainable.config.constants import BITSANDBYTES_NEEDED, QWEN2_ARCHITECTURE, SHIPPED_MODEL, SHIPPED_MODELS, TEACHERS
-from trainable.config.run_config import RunConfig
+from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODEL, SHIPPED_MODELS, TEACHERS
 from trainable.config.setting_types import format_value
 from trainable.models.teachers import explain_missing_teacher, find_teacher_folder, is_made
 from tune_study.plan.errors import PlanError
 
 _STAYS = "keeps it, because it is one of the settings that identify its runs: put {what}, or a link to it, there"
-
-
-def check_four_bits(configs: Iterable[RunConfig]) -> None:
-    """Raise PlanError if a configuration stores weights in 4 bits, and the package for it is not installed."""
-    is_needed = any(config.model.load_in_4bit for config in configs)
-    if is_needed and importlib.util.find_spec("bitsandbytes") is None:
-        raise PlanError(BITSANDBYTES_NEEDED)
 
 
 def find_hub_cache(environ: Mapping[str, str]) -> Path:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
-from trainable.config.compiled_limits import is_plain_qwen2
 from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODELS, TEACHERS
+from trainable.config.model_limits import is_plain_qwen2
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import ModelConfig
 from trainable.files.json_values import parse_json
@@ -25,6 +25,7 @@ class ModelShape(BaseModel):
     Attributes:
         trunk: number of elements of every parameter tensor, without those of an untied head; empty for Qwen2.
         linear: number of elements of all linear layers together.
+        matrices: (inputs, outputs) of each linear layer of the trunk; empty for Qwen2.
         head_size: channels of one attention head; None for Qwen2, where they follow from the hidden size.
         is_plain_qwen2: whether our own implementation runs the model (see `is_plain_qwen2`); False if it is not here.
     """
@@ -41,6 +42,7 @@ class ModelShape(BaseModel):
     tie_word_embeddings: bool = False
     trunk: tuple[PositiveInt, ...] = ()
     linear: int = 0
+    matrices: tuple[tuple[PositiveInt, PositiveInt], ...] = ()
     head_size: PositiveInt | None = None
     is_plain_qwen2: bool = False
 
@@ -137,6 +139,13 @@ def list_linear_layers(shape: ModelShape) -> dict[str, tuple[int, int]]:
         "up_proj": (hidden, intermediate),
         "down_proj": (intermediate, hidden),
     }
+
+
+def list_trunk_matrices(shape: ModelShape) -> list[tuple[int, int]]:
+    """(inputs, outputs) of each linear layer of the trunk: of all blocks, and without the head."""
+    if shape.is_counted:
+        return list(shape.matrices)
+    return list(list_linear_layers(shape).values()) * shape.num_hidden_layers
 
 
 def list_adapted_layers(shape: ModelShape, model: ModelConfig) -> list[tuple[int, int]]:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 from trainable.config.base_config import BaseTrainerConfig
 from trainable.config.constants import MAX_DEFAULT_THREADS
+from trainable.config.model_limits import find_four_bit_obstacle
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import TrainerConfig
 from trainable.config.setting_types import format_value
 from tune_study.host.gpus import Gpu
+from tune_study.placement.model_size import list_trunk_matrices, read_model_shape
 from tune_study.placement.samplers import check_sampler
 from tune_study.plan.errors import PlanError
 from tune_study.plan.resource_plan import ResourcePlan
@@ -261,6 +263,8 @@ def check_device(device: str, n_gpus: float, requested_gpus: str | None) -> None
 def check_engines(config: RunConfig, environ: Mapping[str, str]) -> None:
     """Raise PlanError if a run needs an engine that is not installed, or several GPUs with the torch engine.
 
+    Also if its model cannot have weights in 4 bits and they are asked for.
+
     environ: the environment variables, which determine the hub cache.
     """
     trainer = config.trainer
@@ -277,6 +281,11 @@ def check_engines(config: RunConfig, environ: Mapping[str, str]) -> None:
         raise PlanError(
             f"{cause} needs DeepSpeed, which is not installed: type `pip install {DEEPSPEED}`, or {alternative}."
         )
+    shape = read_model_shape(config.model.path, environ) if config.model.load_in_4bit else None
+    if shape is not None:
+        obstacle = find_four_bit_obstacle(inputs for inputs, _ in list_trunk_matrices(shape))
+        if obstacle:
+            raise PlanError(f"{obstacle}, or --set model.load_in_4bit=false.")
     check_sampler(config, environ)
 
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from rich.console import Console
 
-from trainable.config.compiled_limits import find_size_obstacle
+from trainable.config.model_limits import find_size_obstacle
 from trainable.config.run_config import RunConfig
 from trainable.kernels.cache import COMPILE_COMMAND, is_compiled
 from tune_study.host.console import print_line

@@ -1,6 +1,5 @@
 """The end of a study, or of a round of a search: statuses, summary, tables, report, and how to continue."""
 
-import os
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +10,6 @@ from trainable.config.command_lines import format_command, quote_argument
 from trainable.files.json_values import DamageWarning
 from trainable.runs.failures import NON_FINITE
 from trainable.runs.run_ends import ENDED_STATUSES
-from trainable.runs.run_files import EPISODES_FILE
 from tune_study.folder import outputs
 from tune_study.folder.search_store import write_search_store
 from tune_study.folder.statuses import StudyStatuses
@@ -102,9 +100,14 @@ def print_next_commands(console: Console, commands: Iterable[str]) -> None:
 
 def list_reading_commands(plan: StudyPlan) -> list[str]:
     """The commands that read the runs of a study beyond its report; empty if there are none for studies of its kind."""
-    has_episodes = any(os.path.lexists(plan.get_run_dir(spec.run_id) / EPISODES_FILE) for spec in plan.runs)
-    names = [*(["transcripts"] if has_episodes else []), *(["explain"] if plan.study.family.is_fine_tuning else [])]
-    return [format_command(name, plan.folder) for name in names]
+    if not plan.study.family.is_fine_tuning:
+        return []
+    trainer, transcripts = plan.ppo_config.trainer, []
+    if trainer.log_val_generations:
+        transcripts = [format_command("transcripts", plan.folder)]
+    elif trainer.log_train_generations:
+        transcripts = [format_command("transcripts", plan.folder, "--trained")]
+    return [*transcripts, format_command("explain", plan.folder)]
 
 
 def _write_store(plan: StudyPlan, console: Console) -> str:

@@ -90,7 +90,7 @@ def execute_study(
     Returns the exit code: 0 if every run has ended well, 1 for a failure, or 130 for Ctrl-C. Raises PlanError if the
     study's files cannot be written or lie behind links, or if another driver runs the study.
     """
-    is_local = not resource_plan.cluster_address
+    is_local, is_alone = not resource_plan.cluster_address, suite is None
     outputs.check_study_links(plan)
     # The lock comes first: while this driver has it, marked processes of the study can only be orphans.
     with outputs.lock_folder(plan.folder), ExitStack() as stack:
@@ -104,9 +104,13 @@ def execute_study(
         stack.enter_context(suite.interrupt.limit_time(time_limit, lambda text: print_line(console, text)))
         storage = stack.enter_context(_open_storage(plan, suite.interrupt, console))
         finished_statuses = find_finished_runs(plan, (*skipped_statuses, *get_final_statuses(plan)))
-        return _run_session(
+        exit_code = _run_session(
             StudySession(plan, resource_plan, wandb_mode, console, suite, finished_statuses, progress, storage)
         )
+    # A suite ends with an index of its studies.
+    if not exit_code and is_alone and (commands := list_reading_commands(plan)):
+        print_next_commands(console, commands)
+    return exit_code
 
 
 @contextmanager
@@ -129,8 +133,6 @@ def _run_session(session: StudySession) -> int:
         exit_code = _run_planned_seeds(session, names_finished=is_first)
         next_plan = None if session.interrupt.is_requested else _plan_next(session, exit_code)
         if next_plan is None:
-            if not exit_code and (commands := list_reading_commands(session.plan)):
-                print_next_commands(session.console, commands)
             return exit_code
         if session.storage is not None:
             session.storage.add_runs(next_plan)

@@ -46,13 +46,13 @@ def test_episodes_are_read_as_they_were_recorded(tmp_path: Path) -> None:
     assert read_with_problems(tmp_path) == (episodes, [])
 
 
-def test_trained_episodes_are_read_apart_from_those_of_validations(tmp_path: Path) -> None:
+def test_trained_episodes_are_read_beside_those_of_validations(tmp_path: Path) -> None:
     validated = [make_episode(0, 123), make_episode(5, 123)]
     turn = FIRST_TURN._replace(advantage=-0.5)
     trained = [make_episode(5, 10_000)._replace(turns=(turn, LAST_TURN), rollout=number) for number in (0, 1)]
     write_run(tmp_path, validated[0], *trained, validated[1])
-    assert read_with_problems(tmp_path) == (validated, [])
-    assert read_episodes(tmp_path, is_trained=True) == trained
+    assert read_with_problems(tmp_path) == ([validated[0], validated[1], *trained], [])
+    assert [episode.is_trained for episode in read_episodes(tmp_path)] == [False, False, True, True]
     assert [*format_turns(trained[0])][-4].endswith(", reward -0.2, advantage -0.5")
 
 

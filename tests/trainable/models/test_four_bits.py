@@ -1,6 +1,7 @@
 """A base in 4 bits under adapters: what passes compute with, gradients, memory, the sampler's weights, and runs."""
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.fakes.hub_models import ARCHITECTURES, make_model, write_model
 from tests.fakes.scripted import clone_tensors, make_small_config
 from tests.fakes.trainers import drop_times, is_finite, make_quiet_trainer
 from tests.tune_study.placement.test_memory import make_paper_config, read_shape
@@ -16,13 +18,16 @@ from trainable.models.load import load_policy
 from trainable.models.lora import (
     FourBitLinear,
     find_adapters,
+    iter_hub_weights,
     iter_merged_weights,
     make_adapted_policy,
     make_frozen_base,
 )
 from trainable.models.qwen2 import PassSettings, Qwen2
 from trainable.ppo.trainer import PPOTrainer
-from tune_study.placement import memory, model_files
+from tune_study.placement import memory
+from tune_study.placement.model_size import read_model_shape
+from tune_study.placement.resources import check_engines
 from tune_study.plan.errors import PlanError
 
 CPU = torch.device("cpu")
@@ -65,7 +70,7 @@ def test_a_layer_multiplies_with_what_its_bits_stand_for(dtype: torch.dtype, tol
     quantized = FourBitLinear(layer, dtype, CPU)
     inputs = torch.randn(5, 7, 128, requires_grad=True)
     outputs = quantized(inputs)
-    assert outputs.dtype == dtype
+    assert outputs.dtype == quantized.weight.quant_state.dtype == dtype  # type: ignore[union-attr]
     weight = quantized.compute_weight()
     expected = nn.functional.linear(inputs, weight, layer.bias)
     torch.testing.assert_close(outputs.float(), expected, atol=tolerance, rtol=0)
@@ -165,6 +170,36 @@ def test_the_plan_counts_the_bytes_of_the_base() -> None:
     assert memory.compute_unpacked_bytes(shape, plain) == 0
 
 
+WIDE = {"hidden_size": 64, "intermediate_size": 128}
+HUB_MODELS = dict.fromkeys(("llama", "qwen3", "gpt_neox", "phi3", "gemma", "starcoder2", "qwen3_moe"), WIDE)
+HUB_MODELS["qwen3_moe"] |= {"moe_intermediate_size": 64}
+
+
+@pytest.mark.parametrize("model_type", HUB_MODELS)
+def test_models_of_other_architectures_have_planned_bytes_and_merged_weights(model_type: str, tmp_path: Path) -> None:
+    fields = ARCHITECTURES[model_type] | HUB_MODELS[model_type] | {"head_dim": 16}
+    folder = write_model(make_model(model_type, fields), tmp_path)
+    config = make_small_config(
+        model__path=str(folder), model__lora_rank=4, model__load_in_4bit=True, model__dtype="bfloat16"
+    )
+    base = load_policy(str(folder), CPU, PassSettings(torch.bfloat16)).model
+    names = {name for name, _ in iter_hub_weights(base)}
+    base = make_frozen_base(base, config.model, CPU)
+    layers = [module for module in base.modules() if isinstance(module, FourBitLinear)]
+    assert layers
+    shape = read_model_shape(str(folder), {})
+    assert shape is not None
+    stored_bytes = sum(weight.numel() * weight.element_size() for weight in base.parameters())
+    scale_bytes = (memory.FOUR_BIT_BYTES - 0.5) * sum(layer.in_features * layer.out_features for layer in layers)
+    assert memory.compute_base_bytes(shape, config) == pytest.approx(stored_bytes + scale_bytes, abs=1)
+    largest = max(layer.in_features * layer.out_features for layer in layers)
+    assert memory.compute_unpacked_bytes(shape, config) == 2 * largest
+    policy = make_adapted_policy(base, config.model, np.random.default_rng(0))
+    merged = dict(iter_hub_weights(policy))
+    assert merged.keys() == names
+    assert all(weight.is_floating_point() for weight in merged.values())
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -178,16 +213,23 @@ def test_what_cannot_be_in_4_bits_is_refused(settings: dict[str, object], messag
         apply_overrides(RunConfig(), {"model.lora_rank": 4, "model.load_in_4bit": True, **settings})
 
 
-def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = apply_overrides(RunConfig(), {"model.lora_rank": 4, "model.load_in_4bit": True})
-    model_files.check_four_bits([config])
+def test_what_the_machine_or_the_model_lacks_is_said_before_a_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def check(path: str) -> None:
+        settings = {"model.lora_rank": 4, "model.load_in_4bit": True, "model.path": path, "rollout.name": "torch"}
+        check_engines(apply_overrides(RunConfig(), settings), {})
+
+    check("Qwen/Qwen2.5-3B")
+    with pytest.raises(PlanError, match=r"one of 32, or --set model\.load_in_4bit=false"):
+        check(str(write_model(make_model("llama"), tmp_path)))
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "bitsandbytes" else find_spec(name, *rest)
+        "trainable.config.model_limits.find_spec",
+        lambda name, *rest: None if name == "bitsandbytes" else find_spec(name, *rest),
     )
-    with pytest.raises(PlanError, match="type `pip install 'bitsandbytes"):
-        model_files.check_four_bits([config])
-    model_files.check_four_bits([RunConfig()])
+    with pytest.raises(PlanError, match=r"type `pip install 'bitsandbytes.*`, or --set model\.load_in_4bit=false"):
+        check("Qwen/Qwen2.5-3B")
     with pytest.raises(ValueError, match="type `pip install 'bitsandbytes"):
         FourBitLinear(make_layer(), torch.float32, CPU)
 

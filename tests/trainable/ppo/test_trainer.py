@@ -1,4 +1,6 @@
 import copy
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from trainable.config.choices import ADVANTAGE_ESTIMATORS
 from trainable.config.own_parts import PartFile, register_file
 from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.models.qwen2 import Qwen2
+from trainable.ppo.recording import record_trained_episodes
 from trainable.ppo.targets import PreparedBatch, make_targets
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.batch import collate
@@ -505,6 +508,28 @@ def test_trained_episodes_are_recorded_with_the_mean_advantages_of_their_turns()
     other_outputs = [other_trainer.step() for _ in range(3)]
     assert [drop_times(output.row) for output in other_outputs] == [drop_times(output.row) for output in outputs]
     assert trainer.config.compute_hash() == other_trainer.config.compute_hash()
+
+
+def test_an_advantage_that_is_not_finite_is_left_out_of_the_record() -> None:
+    trainer = make_quiet_trainer(trainer__test_freq=0)
+    episodes = trainer.roll_out(trainer.levels[0], trainer.config.env.group_size, "sampling")
+    prepared = trainer.prepare_batch(episodes, 2, 2, np.random.default_rng(0))
+    prepared.targets.advantages[0] = math.inf
+    first, second = record_trained_episodes(episodes, prepared, 2, 1, trainer.codec, None)
+    assert {turn.advantage for turn in first.turns} == {None}
+    assert all(isinstance(turn.advantage, float) for turn in second.turns)
+    json.dumps([episode.to_line() for episode in (first, second)], allow_nan=False)
+
+
+def test_rollouts_are_numbered_within_the_groups_that_the_filter_kept() -> None:
+    trainer = make_quiet_trainer(trainer__test_freq=0)
+    group_size = trainer.config.env.group_size
+    episodes = trainer.roll_out(trainer.levels[0], group_size, "sampling")[group_size:]  # without the first group
+    prepared = trainer.prepare_batch(episodes, 1, 2, np.random.default_rng(0))
+    recorded = record_trained_episodes(episodes, prepared, 99, 1, trainer.codec, None)
+    assert [(episode.level, episode.rollout) for episode in recorded] == [
+        (episode.level_seed, number % group_size) for number, episode in enumerate(episodes)
+    ]
 
 
 def test_more_episodes_than_levels_are_one_of_each_level() -> None:

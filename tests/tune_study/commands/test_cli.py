@@ -360,7 +360,14 @@ def test_the_documents_show_the_plan_as_it_is_printed(work_dir: Path) -> None:
         (
             "paper",
             "--set model.lora_rank=64 --set model.load_in_4bit=true",
-            "Precision: passes in bfloat16, logits in bfloat16, the base in 4 bits, other weights and sums in float32",
+            "Precision: passes in bfloat16, logits in bfloat16, linear layers of the frozen blocks in 4 bits, trained "
+            "weights and sums in float32",
+        ),
+        (
+            "laptop",
+            "--set model.lora_rank=4 --set model.load_in_4bit=true",
+            "Precision: passes in float32, logits in float32, linear layers of the frozen blocks in 4 bits, trained "
+            "weights and sums in float32",
         ),
         ("laptop", "", None),
     ],

@@ -195,7 +195,7 @@ def test_who_mistypes_a_suite_is_told_of_it(tmp_path: Path) -> None:
     code, _, error = dry_run(tmp_path, "sandbox-evidenc")
     assert (
         code,
-        "a suite of studies: sandbox-evidence, sandbox-all, sandbox-companions." in " ".join(error.split()),
+        "There is no study `sandbox-evidenc`. Nearest: sandbox-evidence" in " ".join(error.split()),
     ) == (2, True)
 
 

@@ -25,6 +25,7 @@ from tune_study.placement.disk import (
     count_folder_bytes,
     count_occurrences,
     estimate_disk_budget,
+    estimate_row_bytes,
     format_disk_line,
 )
 from tune_study.placement.model_size import ModelShape, count_policy_parameters, read_model_shape
@@ -189,6 +190,17 @@ def test_rows_grow_with_steps_runs_and_levels() -> None:
         > usual_bytes
         > estimate_budget(make_plan_in(folder, trainer__test_freq=0)).row_bytes
     )
+
+
+def test_recorded_trees_have_room_for_their_children() -> None:
+    def estimate(max_children: int) -> int:
+        settings = {"env.papers.max_children": str(max_children), "trainer.log_train_generations": "2"}
+        plan = make_plan(STUDIES["tree-grpo"], "laptop", "a test", settings, None, 1, Path())
+        return estimate_row_bytes(plan.runs[0].ppo_config)
+
+    per_turn = 700 + 3_000 + 32 * 5
+    # Seven validations in 60 steps record 4 trees each, and at most 2 that were trained on; a child has 3 turns.
+    assert estimate(2) - estimate(1) == 7 * (4 + 2) * 3 * per_turn
 
 
 def test_arms_that_differ_are_added_up(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import shlex
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -46,6 +47,7 @@ from tune_study.plan.errors import PlanError
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.callbacks import Recorder
+from tune_study.tune.conclusion import list_reading_commands
 from tune_study.tune.local_ray import LocalRay
 from tune_study.tune.progress import Progress
 from tune_study.tune.run import execute_study, make_tuner
@@ -355,6 +357,24 @@ def test_the_commands_to_type_next_are_named_once_every_run_has_ended_well(outco
     advice = "To go on, open the report in a browser, or type:"
     assert extended.text.endswith(f"{advice}\n  python -m tune_study explain {extended.plan.folder}\n")
     assert advice not in outcome.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({}, ["explain"]),
+        ({"log_val_generations": 2, "log_train_generations": 2}, ["transcripts", "explain"]),
+        ({"log_train_generations": 2}, ["transcripts", "explain"]),
+    ],
+)
+def test_the_commands_to_type_next_are_those_that_have_something_to_show(
+    tmp_path: Path, settings: dict[str, int], names: list[str]
+) -> None:
+    plan = make_plan_in(tmp_path, ("0",), **{f"trainer__{name}": value for name, value in settings.items()})
+    commands = list_reading_commands(plan)
+    assert [shlex.split(command)[3] for command in commands] == names
+    has_validations = not settings or "log_val_generations" in settings
+    assert any("--trained" in command for command in commands) == (not has_validations)
 
 
 def test_a_failed_run_goes_on_from_its_state(extended: Outcome) -> None:

@@ -89,9 +89,9 @@ def print_explanation(
     if collapsed_ends.empty:
         longest_run = to_records(ends.sort_values("end_step", ascending=False, kind="stable").head(1))[0]
         if _count_measurements(frames, longest_run) < MIN_POINTS:
-            print_line(
-                console, f"{_TOO_SHORT} To read what the policies wrote: {format_command('transcripts', run_name)}"
-            )
+            command = format_command("transcripts", run_name)
+            has_texts = bool(_read_validated(folder, longest_run))
+            print_line(console, f"{_TOO_SHORT} To read what the policies wrote: {command}" if has_texts else _TOO_SHORT)
             return
         example = to_records(ends.head(1))[0]
         command = format_command("explain", run_name, "--arm", example["arm"], "--seed", str(example["seed"]))
@@ -107,6 +107,11 @@ def print_explanation(
     example = to_records(collapsed_ends.head(1))[0]
     command = format_command("explain", run_name, "--arm", example["arm"], "--seed", str(example["seed"]))
     print_line(console, f"One run: {command}")
+
+
+def _read_validated(folder: Path, run: dict[str, Any]) -> list[RecordedEpisode]:
+    """The recorded episodes of the validations of a run."""
+    return [episode for episode in read_episodes(folder / "runs" / run["run_id"]) if not episode.is_trained]
 
 
 def _count_measurements(frames: StudyFrames, run: dict[str, Any]) -> int:
@@ -161,11 +166,12 @@ def _print_run(console: Console, folder: Path, frames: StudyFrames, ends: pd.Dat
         print_table(console, columns, [_format_change_cells(row) for row in to_records(changes)])
         stable_labels = onsets.loc[onsets["onset"].isna(), "label"]
         print_line(console, f"No change for the worse is resolved in: {', '.join(stable_labels) or 'none'}.")
-    episodes = read_episodes(folder / "runs" / run["run_id"])
+    episodes = _read_validated(folder, run)
     if not episodes:
         print_line(
             console,
-            "No episode was recorded. To read some of each validation, train with --set trainer.log_val_generations=4.",
+            "No episode of a validation was recorded. To read some of each, train with --set "
+            "trainer.log_val_generations=4.",
         )
     for episode in choose_episodes(episodes, onsets, run["end_step"]):
         print_line(console, "")

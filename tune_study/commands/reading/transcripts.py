@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from rich.console import Console
 
@@ -42,7 +42,7 @@ class EpisodeChoice(NamedTuple):
 
 
 class RunEpisodes(NamedTuple):
-    """The recorded episodes of one run."""
+    """The recorded episodes of one run, of validations and of training."""
 
     run_id: str
     arm: str
@@ -50,19 +50,13 @@ class RunEpisodes(NamedTuple):
     episodes: tuple[RecordedEpisode, ...]
 
 
-def read_run_episodes(folder: Path, study: Mapping[str, Any], *, is_trained: bool = False) -> list[RunEpisodes]:
+def read_run_episodes(folder: Path, study: Mapping[str, Any]) -> list[RunEpisodes]:
     """The episodes of every run of the study in `folder`, results/<run>. study: content of study.json.
 
-    is_trained: those that were trained on, instead of those of validations.
     Raises UnsafePathError if the folder of a run is a symbolic link.
     """
     return [
-        RunEpisodes(
-            entry["run_id"],
-            entry["arm"],
-            entry["seed"],
-            tuple(read_episodes_of_run(folder, entry["run_id"], is_trained=is_trained)),
-        )
+        RunEpisodes(entry["run_id"], entry["arm"], entry["seed"], tuple(read_episodes_of_run(folder, entry["run_id"])))
         for entry in study["runs"]
     ]
 
@@ -76,19 +70,16 @@ def print_transcripts(console: Console, runs: Sequence[RunEpisodes], choice: Epi
     selected_runs = _select_runs(runs, choice)
     steps = sorted({episode.step for run in selected_runs for episode in run.episodes})
     if not steps:
-        of_these = "No run" if selected_runs == runs else "No such run"
-        kind, advice = (
-            ("an episode that it trained on", _HOW_TO_RECORD_TRAINED)
-            if choice.is_trained
-            else ("an episode", _HOW_TO_RECORD)
-        )
-        raise PlanError(f"{of_these} in {format_value(location, 1000)} has recorded {kind}. {advice}")
+        _refuse(runs, choice, location)
     if choice.step is not None and choice.step not in steps:
         raise PlanError(
             f"There is no recorded episode of step {choice.step}: type --step with one of {', '.join(map(str, steps))}."
         )
-    if choice == EpisodeChoice():
-        _print_overview(console, runs, location)
+    if choice == EpisodeChoice(is_trained=choice.is_trained):
+        _print_overview(console, selected_runs, choice, location)
+        if not choice.is_trained and any(episode.is_trained for run in runs for episode in run.episodes):
+            command = format_command("transcripts", location, "--trained")
+            print_line(console, f"Episodes that were trained on, with their advantages: {command}")
         return
     print_line(console, LEGEND)
     print_line(console, "")
@@ -101,6 +92,22 @@ def print_transcripts(console: Console, runs: Sequence[RunEpisodes], choice: Epi
         print_line(console, "")
 
 
+def _refuse(runs: Sequence[RunEpisodes], choice: EpisodeChoice, location: str) -> NoReturn:
+    """Raise the error for runs without a recorded episode of the chosen kind."""
+    other_runs = _select_runs(runs, choice._replace(is_trained=not choice.is_trained))
+    has_others = any(run.episodes for run in other_runs)
+    of_these = "No run" if len(other_runs) == len(runs) else "No such run"
+    kind, advice, other_advice = (
+        ("that it trained on", _HOW_TO_RECORD_TRAINED, "Those of validations are shown without --trained.")
+        if choice.is_trained
+        else ("of a validation", _HOW_TO_RECORD, "Type --trained for those that it trained on.")
+    )
+    raise PlanError(
+        f"{of_these} in {format_value(location, 1000)} has recorded an episode {kind}. "
+        f"{other_advice if has_others else advice}"
+    )
+
+
 def print_episode(console: Console, episode: RecordedEpisode) -> None:
     """Print what the policy saw (|) and said (>) in each turn."""
     end = f"{episode.stop_reason}, score {episode.score:.3g}"
@@ -111,12 +118,12 @@ def print_episode(console: Console, episode: RecordedEpisode) -> None:
 
 def describe_origin(episode: RecordedEpisode) -> str:
     """`Level 7 after step 60`, or `Level 7, rollout 2, trained in step 60`."""
-    if episode.rollout is None:
+    if not episode.is_trained:
         return f"Level {episode.level} after step {episode.step}"
     return f"Level {episode.level}, rollout {episode.rollout}, trained in step {episode.step}"
 
 
-def _print_overview(console: Console, runs: Sequence[RunEpisodes], location: str) -> None:
+def _print_overview(console: Console, runs: Sequence[RunEpisodes], choice: EpisodeChoice, location: str) -> None:
     rows = []
     for run in runs:
         steps = sorted({episode.step for episode in run.episodes})
@@ -124,11 +131,15 @@ def _print_overview(console: Console, runs: Sequence[RunEpisodes], location: str
         solved = [sum(episode.success for episode in run.episodes if episode.step == step) for step in steps]
         ends = [f"{solved[index]}" for index in (0, -1)] if steps else ["-", "-"]
         rows.append([run.arm, str(run.seed), str(len(run.episodes)), str(len(steps)), span, *ends])
-    columns = ("arm", "seed", "episodes", "validations", "steps", "solved at first", "solved at last")
-    print_table(console, columns, rows)
+    events = "training steps" if choice.is_trained else "validations"
+    print_table(console, ("arm", "seed", "episodes", events, "steps", "solved at first", "solved at last"), rows)
     example = next(run for run in runs if run.episodes)
-    command = format_command("transcripts", location, "--arm", example.arm, "--seed", str(example.seed), "--failed")
-    print_line(console, f"To read those that failed at the last validation of a run: {command}")
+    kind_options = ["--trained"] if choice.is_trained else []
+    command = format_command(
+        "transcripts", location, *kind_options, "--arm", example.arm, "--seed", str(example.seed), "--failed"
+    )
+    event = "in the last of these steps" if choice.is_trained else "at the last validation"
+    print_line(console, f"To read those that failed {event} of a run: {command}")
 
 
 def _select_runs(runs: Sequence[RunEpisodes], choice: EpisodeChoice) -> list[RunEpisodes]:
@@ -137,7 +148,11 @@ def _select_runs(runs: Sequence[RunEpisodes], choice: EpisodeChoice) -> list[Run
     if choice.seed is not None and choice.seed not in seeds:
         names = ", ".join(map(str, seeds))
         raise PlanError(f"There is no run with seed {choice.seed}: type --seed with one of {names}.")
-    return [run for run in of_arm if choice.seed in (None, run.seed)]
+    return [
+        run._replace(episodes=tuple(episode for episode in run.episodes if episode.is_trained == choice.is_trained))
+        for run in of_arm
+        if choice.seed in (None, run.seed)
+    ]
 
 
 def _select_episodes(run: RunEpisodes, choice: EpisodeChoice) -> list[RecordedEpisode]:

@@ -102,6 +102,18 @@ def test_trained_episodes_are_shown_with_their_advantages(tmp_path: Path) -> Non
     assert answer.code == 2
     assert "has recorded an episode that it trained on" in answer.err
     assert "--set trainer.log_train_generations=4" in answer.err
+    # Without --trained, what there is is named.
+    answer = type_in(f"transcripts {folder} --arm 0")
+    assert answer.code == 2
+    assert "has recorded an episode of a validation. Type --trained for those that it trained on." in answer.err
+    lines = type_in(f"transcripts {folder} --trained").out.splitlines()
+    assert lines[0].split()[:6] == ["arm", "seed", "episodes", "training", "steps", "steps"]
+    assert lines[1].split()[:7] == ["0", "0", "3", "2", "20", "to", "40"]
+    assert type_in(lines[-1].partition("tune_study ")[2]).code == 0
+    append_record(run_dir / EPISODES_FILE, make_episode(40, 123, True).to_line())
+    lines = type_in(f"transcripts {folder}").out.splitlines()
+    assert lines[1].split()[:4] == ["0", "0", "1", "1"]
+    assert lines[-1].endswith(f"with their advantages: python -m tune_study transcripts {folder} --trained")
 
 
 def test_without_a_choice_there_is_a_table_and_a_command_that_works(folder: Path) -> None:

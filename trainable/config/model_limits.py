@@ -1,6 +1,7 @@
-"""Which models our own implementation of Qwen2 runs, and which of them compiled code."""
+"""Which models our own implementation of Qwen2 runs, which of them compiled code, and which weights fit into 4 bits."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from trainable.config.constants import QWEN2_ARCHITECTURE
@@ -10,6 +11,9 @@ MAX_HIDDEN_SIZE = 512
 
 MAX_MATRIX_SIZE = 4_000_000
 """Most elements of a weight matrix; each is read again for every few rows."""
+
+FOUR_BIT_BLOCK = 64
+"""Weights in 4 bits that share a scale; the default of bitsandbytes."""
 
 MULTIPLE = 4
 """Sizes of a model must be multiples of this: compiled products take inputs in groups, and these sizes are tested."""
@@ -47,3 +51,24 @@ def find_size_obstacle(hidden_size: int, intermediate_size: int, heads: int, voc
         if size % MULTIPLE:
             return f"its {name} of {size} is not a multiple of {MULTIPLE}"
     return ""
+
+
+def find_four_bit_obstacle(inputs: Iterable[int]) -> str:
+    """Why layers with these numbers of inputs cannot have their weights in 4 bits here; empty if they can.
+
+    bitsandbytes' kernel for CPUs takes for granted that blocks end with the rows of a weight: it returned wrong numbers
+    for others (0.50.2).
+
+    Example:
+        >>> find_four_bit_obstacle([64, 96])
+        'model.load_in_4bit needs layers whose number of inputs is a multiple of 64, and this model has one of 96'
+    """
+    if find_spec("bitsandbytes") is None:
+        return "model.load_in_4bit needs bitsandbytes: type `pip install 'bitsandbytes>=0.50,<0.51'`"
+    misfits = [number for number in inputs if number % FOUR_BIT_BLOCK]
+    return (
+        f"model.load_in_4bit needs layers whose number of inputs is a multiple of {FOUR_BIT_BLOCK}, and this model has "
+        f"one of {misfits[0]}"
+        if misfits
+        else ""
+    )
