@@ -280,7 +280,8 @@ def _suggest_study(name: str) -> str:
     typed, names = normalize_study_name(name), [*STUDIES, *SUITES]
     # Folders of results begin with the name of their study; of short names, one letter is half of it.
     nearest = (
-        [known for known in names if typed.startswith(f"{known}-")][:1]
+        difflib.get_close_matches(typed, names, 1, cutoff=0.9)
+        or [known for known in names if typed.startswith(f"{known}-")][:1]
         or difflib.get_close_matches(typed, names)
         or difflib.get_close_matches(typed, names, 1, cutoff=0.5)
     )

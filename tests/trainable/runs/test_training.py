@@ -590,14 +590,14 @@ def test_a_finished_run_with_a_changed_letter_of_an_episode_is_trained_again(
 
 
 def test_trained_episodes_are_in_the_file_beside_those_of_validations(tmp_path: Path) -> None:
-    trial = start_trial(tmp_path, trainer__log_train_generations=3)
+    trial = start_trial(tmp_path, trainer__log_train_generations=3, trainer__test_freq=1)
     for _ in range(2):
         trial.step()
     run_dir = tmp_path / "runs" / "r"
     assert RunLines.read(run_dir).find_damage() == []
     episodes = read_episodes(run_dir)
     assert [(episode.step, episode.level) for episode in episodes if not episode.is_trained] == [
-        (step, level) for step in (0, 1, 2) for level in (123, 124, 125)
+        (step, level) for step in (0, 1, 2) for level in (123, 124, 125, 126)
     ]
     trained = [(episode.step, episode.rollout) for episode in episodes if episode.is_trained]
     assert trained == [(step, number) for step in (1, 2) for number in range(3)]

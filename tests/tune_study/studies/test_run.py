@@ -355,16 +355,18 @@ def test_finished_runs_are_named_and_not_run_again(outcome: Outcome, extended: O
 
 def test_the_commands_to_type_next_are_named_once_every_run_has_ended_well(outcome: Outcome, extended: Outcome) -> None:
     advice = "To go on, open the report in a browser, or type:"
-    assert extended.text.endswith(f"{advice}\n  python -m tune_study explain {extended.plan.folder}\n")
+    folder = extended.plan.folder
+    commands = [f"  python -m tune_study {name} {folder}\n" for name in ("transcripts", "explain")]
+    assert extended.text.endswith(f"{advice}\n{''.join(commands)}")
     assert advice not in outcome.text
 
 
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
-        ({}, ["explain"]),
-        ({"log_val_generations": 2, "log_train_generations": 2}, ["transcripts", "explain"]),
-        ({"log_train_generations": 2}, ["transcripts", "explain"]),
+        ({"log_val_generations": 0}, ["explain"]),
+        ({"log_train_generations": 2}, ["transcripts", "explain"]),  # the preset records some of each validation
+        ({"log_val_generations": 0, "log_train_generations": 2}, ["transcripts", "explain"]),
     ],
 )
 def test_the_commands_to_type_next_are_those_that_have_something_to_show(
@@ -373,8 +375,8 @@ def test_the_commands_to_type_next_are_those_that_have_something_to_show(
     plan = make_plan_in(tmp_path, ("0",), **{f"trainer__{name}": value for name, value in settings.items()})
     commands = list_reading_commands(plan)
     assert [shlex.split(command)[3] for command in commands] == names
-    has_validations = not settings or "log_val_generations" in settings
-    assert any("--trained" in command for command in commands) == (not has_validations)
+    is_trained = len(settings) == 2  # there is no other kind
+    assert any("--trained" in command for command in commands) == is_trained
 
 
 def test_a_failed_run_goes_on_from_its_state(extended: Outcome) -> None:
