@@ -149,7 +149,7 @@ class TrainingLoop:
         read_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.family = family
-        self._read_clock, self._longest_step_seconds = read_clock, 0.0
+        self._read_clock, self._longest_step_seconds, self._longest_write_seconds = read_clock, 0.0, 0.0
         for name, text in trial_config.get("code", {}).items():
             register_file(PartFile(name, text))
         self.settings = apply_overrides(family.config_class.model_validate({}), trial_config["settings"])
@@ -328,8 +328,13 @@ class TrainingLoop:
             for write in writes:
                 write()
 
+        def write_all_and_measure() -> None:
+            started_at = self._read_clock()
+            write_all()
+            self._longest_write_seconds = max(self._longest_write_seconds, self._read_clock() - started_at)
+
         if writes and in_background and self._writer is not None:
-            self._pending_write = self._writer.submit(write_all)
+            self._pending_write = self._writer.submit(write_all_and_measure)
         else:
             write_all()
 
@@ -342,11 +347,12 @@ class TrainingLoop:
     def _is_resume_due(self, step: int) -> bool:
         """Whether trainer.resume_every or trainer.resume_seconds asks for a rolling checkpoint after `step`.
 
-        By seconds it is due if another step might end too late, were it as long as the longest so far.
+        By seconds it is due if another step, and the writing of its state in the background, might end too late, were
+        both as long as the longest so far: until it is written, a killed run continues from the state before it.
         """
         trainer_settings, seconds = self.settings.trainer, self._read_clock() - self._saved_at
         limit = trainer_settings.resume_seconds
-        is_late = limit is not None and seconds + self._longest_step_seconds > limit
+        is_late = limit is not None and seconds + self._longest_step_seconds + self._longest_write_seconds > limit
         return is_late or step % trainer_settings.resume_every == 0  # the settings have resume_every >= 1
 
     def _make_report(self, rows: dict[str, Row], is_saved: bool, is_replayed: bool) -> StepReport:

@@ -76,15 +76,17 @@ def test_rows_written_after_the_last_state_are_repeated(tmp_path: Path, uninterr
 
 
 @pytest.mark.parametrize(
-    ("step_seconds", "every", "limit", "expected"),
+    ("step_seconds", "every", "limit", "write_seconds", "expected"),
     [
         # A state is due if another step, as long as the longest so far, could end after the limit.
-        ([1.0] * 12, 100, 4.0, [4, 8, 12]),
-        ([3.0, 1.0, 1.0, 1.0, 1.0, 1.0], 100, 4.0, [1, 3, 5, 6]),
-        ([2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], 100, 4.5, [2, 5, 7]),
-        ([9.0, 9.0], 100, 4.0, [1, 2]),
-        ([1.0] * 7, 3, None, [3, 6, 7]),
-        ([1.0] * 7, 3, 2.5, [2, 3, 5, 6, 7]),
+        ([1.0] * 12, 100, 4.0, 0.0, [4, 8, 12]),
+        ([3.0, 1.0, 1.0, 1.0, 1.0, 1.0], 100, 4.0, 0.0, [1, 3, 5, 6]),
+        ([2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], 100, 4.5, 0.0, [2, 5, 7]),
+        ([9.0, 9.0], 100, 4.0, 0.0, [1, 2]),
+        ([1.0] * 7, 3, None, 0.0, [3, 6, 7]),
+        # A step is also trained while a state is written in the background.
+        ([1.0] * 6, 100, 4.0, 2.0, [2, 4, 6]),
+        ([1.0] * 7, 3, 2.5, 0.0, [2, 3, 5, 6, 7]),
     ],
     ids=str,
 )
@@ -92,6 +94,7 @@ def test_states_are_written_by_steps_and_by_seconds(
     step_seconds: list[float],
     every: int,
     limit: float | None,
+    write_seconds: float,
     expected: list[int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -113,6 +116,7 @@ def test_states_are_written_by_steps_and_by_seconds(
 
     monkeypatch.setattr(SingleRunTrainer, "step", train_for_a_while)
     loop = TrainingLoop(LANGUAGE_MODEL, config, lambda: now[0])
+    loop._longest_write_seconds = write_seconds
     try:
         reports = [loop.step() for _ in step_seconds]
     finally:
@@ -232,6 +236,7 @@ def test_a_checkpoint_is_written_while_the_next_step_samples_and_before_it_updat
         expected += [f"sampled {step}", f"wrote {step - 1}", f"updates {step}"]
     assert events == [*expected, "wrote 3"]
     assert [report.is_saved for report in reports] == [False, False, True]
+    assert loop._longest_write_seconds >= 0.2  # what `write_late` waits for
     compare(tmp_path, uninterrupted_run)
 
 
