@@ -48,7 +48,8 @@ def show_demo(console: Console, output: Path) -> str:
     print_line(console, "")
     # Last, because it takes longest: what comes before is on the terminal in the meantime.
     print_line(console, "Making tables and report ...")
-    problem = write_results(folder, console)
+    # The page has all figures; who wants them as files types `report`.
+    problem = write_results(folder, console, with_pictures=False)
     print_line(
         console, "Three seeds are few: docs/collapse.md has ten of the same study, and says what holds over them."
     )

@@ -398,10 +398,13 @@ def write_index(output: Path) -> Path:
     return write(output)
 
 
-def write_report(folder: Path) -> "tuple[Path, Conclusion]":
-    """Make report.html and its figures from the tables. Returns the report's path, and its conclusion in words."""
+def write_report(folder: Path, *, with_pictures: bool = True) -> "tuple[Path, Conclusion]":
+    """Make report.html and its figures from the tables. Returns the report's path, and its conclusion in words.
+
+    with_pictures: whether the figures are also written as PNG files.
+    """
     from analysis.data.load import load
     from analysis.report.pages import conclude, write_frames_report
 
     frames = load(folder, live=is_running(folder))
-    return write_frames_report(frames, folder), conclude(frames)
+    return write_frames_report(frames, folder, with_pictures=with_pictures), conclude(frames)

@@ -128,9 +128,10 @@ def write_last_results(session: StudySession) -> None:
         print_error(problem)
 
 
-def write_results(folder: Path, console: Console) -> str:
+def write_results(folder: Path, console: Console, *, with_pictures: bool = True) -> str:
     """Write tables and report of results/<run>, and print the conclusion of the report.
 
+    with_pictures: whether the figures of the report are also written as PNG files.
     Returns an error text, empty without an error. Any exception becomes such a text: the rows are saved, so the command
     ends in order and says how to try again.
     """
@@ -138,7 +139,7 @@ def write_results(folder: Path, console: Console) -> str:
         outputs.write_tables(folder)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DamageWarning)  # the tables have just warned of it
-            report, conclusion = outputs.write_report(folder)
+            report, conclusion = outputs.write_report(folder, with_pictures=with_pictures)
     except Exception as error:
         return (
             f"The rows are saved in {folder}/runs, but the tables or the report could not be written: "

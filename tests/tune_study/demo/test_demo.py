@@ -33,6 +33,8 @@ def test_the_command_shows_the_recorded_study(tmp_path: Path) -> None:
     assert "A solved episode at the end of arm" in result.stdout
     assert "<b>A recorded study, which comes with tune_study" in (folder / "report.html").read_text()
     assert len(analysis.load(folder).trials) == len(study["runs"])
+    assert not list((folder / "figures").glob("*.png"))  # only the page, which is what there is to see
+    assert (folder / "report.html").read_text().count("<svg") > 5
 
 
 @pytest.mark.slow
