@@ -89,9 +89,13 @@ def format_turns(episode: RecordedEpisode) -> Iterator[str]:
         yield from _format_turn(turn, reward)
         for place, child in enumerate(episode.children, start=1):
             if child.parent_turn == number:
-                yield f"    Child {place}: {child.stop_reason}"
+                yield f"    Child {place}: {_CHILD_ENDS.get(child.stop_reason, child.stop_reason)}"
                 for child_turn in child.turns:
                     yield from (f"    {line}" for line in _format_turn(child_turn, ""))
+
+
+_CHILD_ENDS: Mapping[str, str] = {"success": "answered", "failure": "answered"}
+"""How a child ended, where that is no limit: it has no reward of its own, so it neither succeeds nor fails."""
 
 
 def _format_turn(turn: RecordedTurn, reward: str) -> Iterator[str]:

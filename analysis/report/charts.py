@@ -178,6 +178,13 @@ def chart_curves(table: pd.DataFrame, means: pd.DataFrame, colors: Mapping[str, 
         .mark_line(strokeWidth=2.5)
         .encode(x, y, color, opacity=_make_opacity(arm_choice))
     )
+    # As a line, a curve of one point would be invisible.
+    curves = pd.concat([means, table])
+    single_points = (
+        alt.Chart(curves[~curves.duplicated(["arm", "run_id"], keep=False)][["arm", "step", "value"]])
+        .mark_point(size=50, filled=True)
+        .encode(x, y, color, opacity=_make_opacity(arm_choice))
+    )
     # Points are the targets of the pointer: a line has no value under it.
     targets = (
         alt.Chart(table[["arm", "seed", "status", "step", "value"]], name="values")
@@ -209,7 +216,7 @@ def chart_curves(table: pd.DataFrame, means: pd.DataFrame, colors: Mapping[str, 
             (~last_rows["status"].isin(["early_stopped", "completed"]), {"shape": "circle", "color": TEXT_COLOR}),
         )
     ]
-    return _layer(thin_lines, thick_lines, *ends, targets)
+    return _layer(thin_lines, thick_lines, single_points, *ends, targets)
 
 
 def chart_survival(table: pd.DataFrame, colors: Mapping[str, str]) -> alt.LayerChart:

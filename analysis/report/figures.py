@@ -160,6 +160,10 @@ def _keeps_every_group(frames: StudyFrames) -> bool:
     return bool((frames.steps["kept_ratio"].dropna() == 1).all())
 
 
+def _has_no_trees(frames: StudyFrames) -> bool:
+    return bool(frames.steps["val_children"].isna().all())
+
+
 CURVES: tuple[Curve, ...] = (
     Curve(
         "validation_curves",
@@ -169,6 +173,22 @@ CURVES: tuple[Curve, ...] = (
         "Sampled validation success of every run.",
         explains_marks=True,
         carry_forward=True,
+    ),
+    Curve(
+        "val_reward",
+        "curves",
+        "val_reward",
+        "mean reward of a validation (reward)",
+        "Mean reward of the trees of each sampled validation. A tree succeeds from a reward of .9 on.",
+        is_uninformative=_has_no_trees,
+    ),
+    Curve(
+        "val_children",
+        "curves",
+        "val_children",
+        "children per tree (children)",
+        "Mean number of children that the code of a root asked in each sampled validation.",
+        is_uninformative=_has_no_trees,
     ),
     Curve(
         "reward_std",

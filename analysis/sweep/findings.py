@@ -356,7 +356,7 @@ def _list_seed_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
     if not (summary["se"] > 0).any():
         return [
             f"{seeds_text}: nothing shows how much runs of one setting differ, so no difference has an interval. Add "
-            "seeds (--seeds 3 --extend)."
+            "seeds: type the command of this study again, with --seeds 3 --extend instead of its number of seeds."
         ]
     if num_compared_seeds == 1 < num_seeds:
         return [

@@ -50,7 +50,11 @@ STYLE: Mapping[str, Any] = {
 
 
 def make_arm_colors(arms: Sequence[str], words: Sequence[str] = ()) -> dict[str, str]:
-    """The color of each arm: along the map in the given order, and grays and browns for `words` such as nofilter."""
+    """The color of each arm: along the map in the given order, and grays and browns for `words` such as nofilter.
+
+    More words than there are grays and browns are colored along the map, too: no two arms have one color.
+    """
+    words = words if len(words) <= len(WORD_COLORS) else ()
     ordered_arms = [arm for arm in arms if arm not in words]
     # The last part of viridis is too bright a yellow for lines on white.
     shades = mpl.colormaps["viridis"](np.linspace(0.0, 0.82, max(len(ordered_arms), 1)))
@@ -222,10 +226,15 @@ def _draw_runs(panel: Any, runs: pd.DataFrame, mean: pd.DataFrame, color: str) -
     for _, run in runs.groupby("run_id", sort=False):
         # Without a mean on top, the single run is the curve of the arm.
         line_style = {"linewidth": 0.9, "alpha": 0.6} if len(mean) else {"linewidth": 1.8}
-        panel.plot(run["step"], run["value"], color=color, zorder=2, **line_style)
+        panel.plot(run["step"], run["value"], color=color, zorder=2, **line_style, **_mark_single(run))
         _draw_end_mark(panel, run)
     if len(mean):
-        panel.plot(mean["step"], mean["value"], color=color, linewidth=2.2, zorder=3)
+        panel.plot(mean["step"], mean["value"], color=color, linewidth=2.2, zorder=3, **_mark_single(mean))
+
+
+def _mark_single(rows: pd.DataFrame) -> dict[str, Any]:
+    """A mark for a curve of one point, which as a line would be invisible."""
+    return {"marker": "o", "markersize": 4} if len(rows) == 1 else {}
 
 
 def _as_one_line(points: NDArray[np.float64], run_indices: NDArray[np.intp]) -> NDArray[np.float64]:

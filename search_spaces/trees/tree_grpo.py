@@ -64,8 +64,8 @@ STUDY = Study(
         "env.name": "papers",
         "env.format_penalty": 0.0,
         "env.val_group_size": 1,
-        # A few trees that were trained on, to read how a reward at the root is credited to every segment.
-        "trainer.log_train_generations": 4,
+        # The trees of a question that were trained on, to read how a reward at the root is credited to every segment.
+        "trainer.log_train_generations": 8,
         "algorithm.adv_estimator": "grpo",
         "algorithm.norm_adv_by_std_in_grpo": True,
         "actor.clip_ratio_low": 0.2,
@@ -84,9 +84,11 @@ STUDY = Study(
     baseline="root-and-children",
     smoke_settings={
         "trainer.total_training_steps": 1,
-        "env.env_groups": 2,
-        "env.group_size": 4,
-        "env.val_env_groups": 8,
+        # Enough trees that some ask children, and all are recorded.
+        "trainer.log_train_generations": 32,
+        "env.env_groups": 4,
+        "env.group_size": 8,
+        "env.val_env_groups": 16,
         "env.test_env_groups": 0,
     },
 )

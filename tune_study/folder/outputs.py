@@ -233,19 +233,31 @@ def read_versions() -> dict[str, str]:
     return package_versions
 
 
+_SOURCE_FOLDERS = ("tune_study", "trainable", "search_spaces", "analysis")
+"""The folders of a checkout in which a new file may be code that a run imports."""
+
+
 def read_git_state(folder: Path) -> dict[str, Any] | None:
-    """The commit of the sources in `folder`, and whether they differ from it; None if git does not track them."""
+    """The commit of the sources in `folder`, and whether they differ from it; None if git does not track them.
+
+    New files count inside the packages alone: results of studies in the folder of the checkout change no code.
+    """
     # The first command fails if git does not track the folder, for example that of an installed package which happens
     # to be inside another repository.
-    git_commands = (["ls-files", "--error-unmatch", "*.py"], ["rev-parse", "HEAD"], ["status", "--porcelain"])
+    git_commands = (
+        ["ls-files", "--error-unmatch", "*.py"],
+        ["rev-parse", "HEAD"],
+        ["status", "--porcelain", "--untracked-files=no"],
+        ["ls-files", "--others", "--exclude-standard", "--", *(f":/{name}" for name in _SOURCE_FOLDERS)],
+    )
     try:
-        _, commit, changes = (
+        _, commit, *changes = (
             subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True).stdout
             for arguments in git_commands
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return {"commit": commit.strip(), "dirty": bool(changes.strip())}
+    return {"commit": commit.strip(), "dirty": any(text.strip() for text in changes)}
 
 
 def format_command_line() -> str:

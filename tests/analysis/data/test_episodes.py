@@ -105,7 +105,7 @@ def test_a_tree_is_read_and_written_with_its_children(tmp_path: Path) -> None:
         "    | first",
         "    > no code",
         "      no action (invalid reply), weight 0.25",
-        "    Child 2: failure",
+        "    Child 2: answered",
         "    | second",
         "    > FINAL(y)",
         "      run, weight 0.25",

@@ -55,12 +55,33 @@ def test_curves_have_a_mean_of_several_runs_and_marks_where_runs_ended(folder: P
     table = series.make_curves(read_study(folder), "val_success")
     means = series.compute_mean_curves(table)
     content = charts.chart_curves(table, means, COLORS, "success").to_dict()
-    thin, thick, stops, rings, values = (find_rows(content, layer) for layer in content["layer"])
+    thin, thick, single, stops, rings, values = (find_rows(content, layer) for layer in content["layer"])
+    assert single.empty
     assert set(thin["arm"]) == {"0"}
     assert len(thick) == len(means) + (table["arm"] != "0").sum()
     assert list(stops["arm"]) == ["0.3"]
     assert list(rings["arm"]) == ["0.1"]
     assert list(values["value"]) == pytest.approx(list(table["value"]), rel=1e-12)
+
+
+def test_curves_of_one_point_have_a_mark(folder: Path) -> None:
+    table = series.make_curves(read_study(folder), "val_success").drop_duplicates("run_id")
+    means = series.compute_mean_curves(table)
+    content = charts.chart_curves(table, means, COLORS, "success").to_dict()
+    points = find_rows(content, content["layer"][2])
+    assert content["layer"][2]["mark"]["type"] == "point"
+    assert len(points) == len(means) + len(table)
+    figure = plots.draw_curves(table, means, COLORS, "success")
+    lines = [line for panel in figure.axes for line in panel.lines if len(line.get_xdata()) == 1]
+    assert lines
+    assert {line.get_marker() for line in lines} == {"o"}
+
+
+def test_many_words_have_colors_of_their_own() -> None:
+    names = ["root-and-children", "one-per-tree", "root-only", "no-children"]
+    assert len(set(plots.make_arm_colors(names, names).values())) == 4
+    colors = plots.make_arm_colors(["nofilter", "0.9", "0.5"], ["nofilter"])
+    assert colors["nofilter"] == plots.WORD_COLORS[0]
 
 
 def test_a_survival_has_the_steps_of_its_table(folder: Path) -> None:

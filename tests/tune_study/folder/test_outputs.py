@@ -322,6 +322,23 @@ def test_the_state_of_the_sources_is_known_where_they_are_kept(tmp_path: Path) -
     state = read_git_state(tmp_path)
     assert state is not None
     assert (len(state["commit"]), state["dirty"]) == (40, False)
+    # Results of studies in the checkout change no code, and a new module does.
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "rows.jsonl").write_text("{}")
+    assert read_git_state(tmp_path) == state
+    (tmp_path / "trainable" / "algo").mkdir(parents=True)
+    (tmp_path / "trainable" / "algo" / "new.py").write_text("")
+    assert read_git_state(tmp_path) == {**state, "dirty": True}
+    # Asked from a folder below the top, as here, it is the same.
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "other.py").write_text("")
+    git("add", "folder")
+    git("commit", "-q", "-m", "folder")
+    below = read_git_state(tmp_path / "folder")
+    assert below is not None
+    assert below["dirty"]
+    state = {"commit": below["commit"], "dirty": False}
+    (tmp_path / "trainable" / "algo" / "new.py").unlink()
     (tmp_path / "code.py").write_text("x = 1")
     assert read_git_state(tmp_path) == {**state, "dirty": True}
 
