@@ -4,6 +4,7 @@ import base64
 import hashlib
 import html
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -188,6 +189,7 @@ def test_figures_are_inline_and_files_beside_the_page(folder: Path) -> None:
     names = {path.stem for path in (folder / "figures").glob("*.png")}
     expected = {"dose_response", "validation_curves", "reward_std", "entropy", "val_kl", "kept_groups"}
     expected |= {"survival", "onsets"}  # a run has collapsed
+    expected |= {"val_reward", "val_children"}  # the rows have every column, also those of trees
     assert names == expected
     text = remove_scripts((folder / "report.html").read_text())
     assert text.count('<svg role="img"') == len(expected)
@@ -198,7 +200,14 @@ def test_a_report_is_the_same_when_written_twice(tmp_path: Path) -> None:
     study_folder = write_study(tmp_path, [FakeRun("0", steps=3)], FakeStudy(levels=10, total_steps=3))
     first = write_report(study_folder).read_text()
     assert write_report(study_folder).read_text() == first
-    assert remove_scripts(first).count("<svg") == 5
+    assert remove_scripts(first).count("<svg") == 7
+
+
+def test_only_studies_of_trees_have_figures_of_children(tmp_path: Path) -> None:
+    frames = read_study(write_study(tmp_path, [FakeRun("0", steps=3)], FakeStudy(levels=10, total_steps=3)))
+    assert {"val_reward", "val_children"} <= pages.draw_figures(frames).keys()
+    frames.steps["val_children"] = math.nan
+    assert not {"val_reward", "val_children"} & pages.draw_figures(frames).keys()
 
 
 def test_the_page_has_styles_for_dark_mode_and_print(folder: Path) -> None:
