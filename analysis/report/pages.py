@@ -104,7 +104,7 @@ def write_frames_report(frames: StudyFrames, folder: Path, *, with_pictures: boo
     """`write_report` for a study that is already loaded.
 
     Tables beside the page have the arms of the frames, so that both can be joined. with_pictures: whether the figures
-    of the page are also written as PNG files, which takes a quarter of the time.
+    of the page are also written as PNG files, which takes a fifth of the time.
     """
     page = _get_page(frames)
     arms = {label: arm for arm, label in layout.make_axis_labels(frames).items()}
@@ -114,7 +114,7 @@ def write_frames_report(frames: StudyFrames, folder: Path, *, with_pictures: boo
     figures_folder = make_folder(folder, "figures")
     for name, figure in drawn_figures.items() if with_pictures else ():
         with atomic_write(figures_folder / f"{name}.png") as temp_path:
-            # The least compression: a tenth more bytes, and a fifth less time.
+            # The least compression: a tenth more bytes, and a seventh less time.
             save_figure(figure, temp_path, dpi=150, format="png", pil_kwargs={"compress_level": 1})
         # save_figure has computed the layout. The page shows the same figure, so keep this layout and compute no other.
         figure.set_layout_engine("none")

@@ -32,6 +32,7 @@ def choose_examples(frames: StudyFrames) -> list[ArmExamples]:
 
     Where episodes were recorded that a step trained on, also those of the last such step with the largest and with the
     smallest advantage.
+
     An arm without recorded episodes is left out. The result is empty if the frames were not loaded from a folder, and
     for studies of more than `MAX_ARMS` arms.
     """

@@ -466,9 +466,9 @@ def list_runs(frames: StudyFrames) -> list[dict[str, Any]]:
 def describe_curves(table: pd.DataFrame, name: str, entry: str = "arm") -> str:
     """The first values of a column, and between which arms the last ones lie; empty without a scored run.
 
-    The value of an arm is the mean over its scored runs, each at its own last step. Where each
-    run has one value, it is not called a first one. table: from `series.make_curves`.
-    name: what the values are, with their unit. entry: what the column `arm` names.
+    The value of an arm is the mean over its scored runs, each at its own last step. Where each run has one value, none
+    is called the first. table: from `series.make_curves`. name: what the values are, with their unit. entry: what the
+    column `arm` names.
     """
     scored_rows = table[table["status"].isin(SCORED_STATUSES)]
     if scored_rows.empty:

@@ -73,12 +73,13 @@ def record_trained_episodes(
 
     A rollout that is not in the batch, such as a child that is not trained, has no advantages.
     """
-    lines, numbers = [], dict[int, int]()
+    recorded_episodes, numbers = [], dict[int, int]()
     for place, episode in enumerate(episodes[:count]):
         rollout = numbers[episode.group] = numbers.get(episode.group, -1) + 1
         advantages = _average_advantages(prepared, place, episode)
-        lines.append(record_episode(episode, step, codec, settings, advantages)._replace(rollout=rollout))
-    return lines
+        recorded = record_episode(episode, step, codec, settings, advantages)
+        recorded_episodes.append(recorded._replace(rollout=rollout))
+    return recorded_episodes
 
 
 def _average_advantages(prepared: PreparedBatch, place: int, episode: Episode) -> list[NumbersPerTurn]:

@@ -71,8 +71,8 @@ RUN_EXAMPLE = f"Example: {PROGRAM} run kl --kl-values 0,0.01,0.1 --steps 60 --se
 
 def main() -> None:
     """Entry point of `python -m tune_study` and of the command `tune-study`."""
-    # Reports make many objects that live until the end: with Python's own thresholds, a tenth of their time goes into
-    # looking for garbage among them.
+    # Reports make many objects that live until the end: with Python's own thresholds, up to a tenth of their time goes
+    # into looking for garbage among them.
     gc.set_threshold(50_000, 20, 20)
     protect_output()  # before the first line is printed
     show_warnings()

@@ -263,7 +263,7 @@ def check_device(device: str, n_gpus: float, requested_gpus: str | None) -> None
 def check_engines(config: RunConfig, environ: Mapping[str, str]) -> None:
     """Raise PlanError if a run needs an engine that is not installed, or several GPUs with the torch engine.
 
-    Also if its model cannot have weights in 4 bits and they are asked for.
+    Also if the run stores weights in 4 bits, and the package for it is missing or the model has other sizes.
 
     environ: the environment variables, which determine the hub cache.
     """
@@ -281,10 +281,10 @@ def check_engines(config: RunConfig, environ: Mapping[str, str]) -> None:
         raise PlanError(
             f"{cause} needs DeepSpeed, which is not installed: type `pip install {DEEPSPEED}`, or {alternative}."
         )
-    shape = read_model_shape(config.model.path, environ) if config.model.load_in_4bit else None
-    if shape is not None:
-        obstacle = find_four_bit_obstacle(inputs for inputs, _ in list_trunk_matrices(shape))
-        if obstacle:
+    if config.model.load_in_4bit:
+        shape = read_model_shape(config.model.path, environ)
+        matrices = [] if shape is None else list_trunk_matrices(shape)
+        if obstacle := find_four_bit_obstacle(inputs for inputs, _ in matrices):
             raise PlanError(f"{obstacle}, or --set model.load_in_4bit=false.")
     check_sampler(config, environ)
 

@@ -230,6 +230,8 @@ def test_what_the_machine_or_the_model_lacks_is_said_before_a_start(
     )
     with pytest.raises(PlanError, match=r"type `pip install 'bitsandbytes.*`, or --set model\.load_in_4bit=false"):
         check("Qwen/Qwen2.5-3B")
+    with pytest.raises(PlanError, match="type `pip install 'bitsandbytes"):
+        check("somebody/not-here")  # its sizes are not known
     with pytest.raises(ValueError, match="type `pip install 'bitsandbytes"):
         FourBitLinear(make_layer(), torch.float32, CPU)
 

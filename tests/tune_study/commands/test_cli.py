@@ -610,6 +610,15 @@ def test_list_shows_the_axis_of_a_study(name: str) -> None:
     assert type_in(f"list {name} --json").out == json.dumps(make_study_list([study], {}), indent=2) + "\n"
 
 
+@pytest.mark.parametrize("name", SUITES)
+def test_list_shows_the_studies_of_a_suite(name: str) -> None:
+    lines = [*map(str.split, type_in(f"list {name}").out.splitlines())]
+    assert [words[0] for words in lines] == ["study", *SUITES[name], name, "Axis"]
+    entries = json.loads(type_in(f"list {name} --json").out)
+    assert [entry["name"] for entry in entries["studies"]] == list(SUITES[name])
+    assert entries["suites"] == [{"name": name, "studies": list(SUITES[name])}]
+
+
 def test_list_shortens_a_long_axis() -> None:
     line = next(line for line in type_in("list sandbox-delays").out.splitlines() if "REINFORCE-delay100" in line)
     assert line.endswith(",PG-delay0,... (36 values)")

@@ -111,12 +111,12 @@ def _refuse(runs: Sequence[RunEpisodes], choice: EpisodeChoice, location: str) -
 def print_episode(console: Console, episode: RecordedEpisode) -> None:
     """Print what the policy saw (|) and said (>) in each turn."""
     end = f"{episode.stop_reason}, score {episode.score:.3g}"
-    print_line(console, f"{describe_origin(episode)}: {end}")
+    print_line(console, f"{_describe_origin(episode)}: {end}")
     for line in format_turns(episode):
         print_line(console, f"  {line}")
 
 
-def describe_origin(episode: RecordedEpisode) -> str:
+def _describe_origin(episode: RecordedEpisode) -> str:
     """`Level 7 after step 60`, or `Level 7, rollout 2, trained in step 60`."""
     if not episode.is_trained:
         return f"Level {episode.level} after step {episode.step}"
