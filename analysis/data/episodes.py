@@ -82,7 +82,8 @@ def read_episodes_frame(studies: Iterable[tuple[Path, Mapping[str, Any]]]) -> pd
 def format_turns(episode: RecordedEpisode) -> Iterator[str]:
     """The turns of an episode as lines: `| ` before what the policy saw, `> ` before what it wrote, then its reward.
 
-    The children that the code of a turn asked follow it, indented.
+    The children that the code of a turn asked follow it, indented. In a tree, the final answer of each rollout comes
+    last, and then the evidence that a perfect answer quotes.
     """
     for number, turn in enumerate(episode.turns):
         reward = f", reward {turn.reward:.3g}"
@@ -92,6 +93,15 @@ def format_turns(episode: RecordedEpisode) -> Iterator[str]:
                 yield f"    Child {place}: {_CHILD_ENDS.get(child.stop_reason, child.stop_reason)}"
                 for child_turn in child.turns:
                     yield from (f"    {line}" for line in _format_turn(child_turn, ""))
+                yield from (f"    {line}" for line in _name_lines("answer", child.answer))
+    yield from _name_lines("answer", episode.answer)
+    yield from _name_lines("evidence", episode.evidence)
+
+
+def _name_lines(name: str, text: str | None) -> Iterator[str]:
+    """The lines of a text with its name before each; none of no text, one of an empty text."""
+    if text is not None:
+        yield from (f"  {name}: {line}" for line in text.splitlines() or [""])
 
 
 _CHILD_ENDS: Mapping[str, str] = {"success": "answered", "failure": "answered"}
@@ -123,7 +133,9 @@ def _find_problem(line: Row) -> str:
 def _make_episode(line: Row) -> RecordedEpisode:
     fields = {name: line[name] for name in _EPISODE_VALIDATORS if name in line}
     children = tuple(
-        RecordedChild(child["parent_turn"], tuple(map(_make_turn, child["turns"])), child["stop_reason"])
+        RecordedChild(
+            child["parent_turn"], tuple(map(_make_turn, child["turns"])), child["stop_reason"], child.get("answer")
+        )
         for child in line.get("children") or ()
     )
     return RecordedEpisode(**{**fields, "turns": tuple(map(_make_turn, line["turns"])), "children": children})
@@ -166,6 +178,10 @@ def _is_optional_number(value: object) -> bool:
     return value is None or is_number(value)
 
 
+def _is_optional_text(value: object) -> bool:
+    return value is None or is_text(value)
+
+
 def _is_turn_list(value: object) -> bool:
     return has_valid_entries(value, _TURN_VALIDATORS)
 
@@ -189,6 +205,7 @@ _CHILD_VALIDATORS: Mapping[str, Callable[[object], bool]] = {
     "parent_turn": _is_count,
     "turns": _is_turn_list,
     "stop_reason": is_text,
+    "answer": _is_optional_text,
 }
 _EPISODE_VALIDATORS: Mapping[str, Callable[[object], bool]] = {
     "step": _is_count,
@@ -199,4 +216,6 @@ _EPISODE_VALIDATORS: Mapping[str, Callable[[object], bool]] = {
     "score": is_number,
     "children": _is_child_list,
     "rollout": _is_optional_count,
+    "answer": _is_optional_text,
+    "evidence": _is_optional_text,
 }

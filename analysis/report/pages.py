@@ -81,8 +81,9 @@ def conclude(frames: StudyFrames) -> Conclusion:
     lines = (f"{row['arm']}: {index_entry['number']} {row['number']}; {row['verdict']}" for row in index_entry["arms"])
     factors = make_factor_context(frames)
     sentences = tuple(factors["sentences"]) if factors else ()
-    headline = f"{findings.describe_confirmation(frames.studies[0])} {index_entry['headline']}".lstrip()
-    return Conclusion(headline, tuple(lines), index_entry["collapse"], sentences)
+    study = frames.studies[0]
+    remarks = (findings.describe_short_runs(study), findings.describe_confirmation(study), index_entry["headline"])
+    return Conclusion(" ".join(filter(None, remarks)), tuple(lines), index_entry["collapse"], sentences)
 
 
 def _conclude_search(frames: StudyFrames) -> Conclusion:
@@ -239,6 +240,7 @@ def make_report_context(results: SweepResults) -> dict[str, Any]:
         "dose": layout.get_dose(frames.studies[0]),
         "arms": arms,
         "confirmation": findings.describe_confirmation(frames.studies[0]),
+        "shortness": findings.describe_short_runs(frames.studies[0]),
         "headline": findings.format_headline(summary),
         "collapse_sentence": findings.describe_collapses(collapses),
         "has_collapse": bool((collapses["collapsed"] > 0).any()),

@@ -543,6 +543,32 @@ def describe_confirmation(study: Mapping[str, Any]) -> str:
     )
 
 
+SHORT_SHARE = 0.5
+"""A study is called short if its runs have less than this share of the steps of its preset."""
+
+
+def describe_short_runs(study: Mapping[str, Any]) -> str:
+    """That the runs of a study are far shorter than its preset plans, as a sentence; empty if they are not.
+
+    study: content of study.json. Folders of earlier versions do not have the steps of the preset.
+
+    >>> settings = {"trainer": {"total_training_steps": 3}}
+    >>> describe_short_runs({"preset": "laptop", "preset_steps": 60, "settings": settings})
+    'A short study: 3 training steps per run, where preset laptop has 60. Its numbers do not answer its question.'
+    """
+    preset_steps = study.get("preset_steps")
+    if preset_steps is None:
+        return ""
+    steps = study["settings"]["trainer"]["total_training_steps"]
+    if steps >= SHORT_SHARE * preset_steps:
+        return ""
+    amount = f"{steps:,} training step{'' if steps == 1 else 's'} per run"
+    return (
+        f"A short study: {amount}, where preset {study['preset']} has {preset_steps:,}. Its numbers do not answer its "
+        "question."
+    )
+
+
 def format_seeds(seeds: Sequence[int]) -> str:
     """Seeds as text, with stretches as one: `0 to 4, 7`.
 

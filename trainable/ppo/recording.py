@@ -9,7 +9,7 @@ from trainable.models.codec import Codec
 from trainable.ppo.targets import PreparedBatch
 from trainable.rollout.batch import collate
 from trainable.rollout.episode import Episode
-from trainable.runs.episode_lines import RecordedChild, RecordedEpisode, RecordedTurn
+from trainable.runs.episode_lines import MAX_ANSWER_CHARS, RecordedChild, RecordedEpisode, RecordedTurn
 
 NumbersPerTurn = list[float | None]
 """A number for each turn of a rollout, or None where the turn has none."""
@@ -47,9 +47,11 @@ def record_episode(
         stop_reason=episode.stop_reason.value,
         score=episode.score,
         children=tuple(
-            RecordedChild(child.parent_turn, turns, child.stop_reason.value)
+            RecordedChild(child.parent_turn, turns, child.stop_reason.value, _cut(child.answer))
             for child, turns in zip(episode.children, children_turns, strict=True)
         ),
+        answer=_cut(episode.answer),
+        evidence=_cut("\n".join(episode.evidence) if episode.evidence else None),
     )
 
 
@@ -118,6 +120,13 @@ def _record_turns(
         )
         for turn in turns
     )
+
+
+def _cut(text: str | None) -> str | None:
+    if text is None or len(text) <= MAX_ANSWER_CHARS:
+        return text
+    ending = f" ... ({len(text):,} characters)"
+    return text[: MAX_ANSWER_CHARS - len(ending)] + ending
 
 
 def _compute_turn_weights(episode: Episode, settings: AlgorithmConfig) -> list[NumbersPerTurn]:

@@ -31,7 +31,8 @@ class Episode(NamedTuple):
     turn. turn_validity: whether the answer of each turn was valid; an empty one is not. stop_reason: how the episode
     ended. texts: the reply of each turn.
     children: in a game of trees, the episodes of the rollouts that this one asked. parent_turn: of a child, the turn of
-    its root that asked it.
+    its root that asked it. answer: in a game of trees, the final answer, None without one. evidence: the passages that
+    a perfect answer of the root quotes.
     engine_logprobs: (T,), like `logprobs`: the log-probs that the engine reported, if the trainer has recomputed
     `logprobs` since; otherwise None.
     """
@@ -51,6 +52,8 @@ class Episode(NamedTuple):
     engine_logprobs: npt.NDArray[np.float32] | None = None
     children: tuple["Episode", ...] = ()
     parent_turn: int = -1
+    answer: str | None = None
+    evidence: tuple[str, ...] = ()
 
     @property
     def rollouts(self) -> tuple["Episode", ...]:

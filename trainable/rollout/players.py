@@ -172,6 +172,8 @@ class TreePlayer:
             stop_reason=_find_stop_reason(root, score),
             texts=root.texts,
             children=children,
+            answer=root.answer,
+            evidence=level.question.evidence,
         )
 
 
@@ -188,6 +190,7 @@ def _make_child(child: Rollout, level: PaperLevel, group: int) -> Episode:
         stop_reason=_find_stop_reason(child, 0.0),
         texts=child.texts,
         parent_turn=child.parent_turn,
+        answer=child.answer,
     )
 
 

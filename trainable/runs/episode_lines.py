@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+MAX_ANSWER_CHARS = 2_000
+"""A record has no more characters of an answer, and no more of all evidence: code can return a whole paper."""
+
 
 class RecordedTurn(NamedTuple):
     """One turn of a recorded episode.
@@ -28,11 +31,21 @@ class RecordedTurn(NamedTuple):
 
 
 class RecordedChild(NamedTuple):
-    """A rollout that the code of a root asked. parent_turn: the turn of its root, from 0. stop_reason: how it ended."""
+    """A rollout that the code of a root asked.
+
+    parent_turn: the turn of its root, from 0. stop_reason: how it ended. answer: its final answer, at most
+    `MAX_ANSWER_CHARS` of it; None without one.
+    """
 
     parent_turn: int
     turns: tuple[RecordedTurn, ...]
     stop_reason: str
+    answer: str | None = None
+
+    def to_dict(self) -> dict[str, object]:
+        """The child as JSON, without the fields that are None."""
+        fields = {**self._asdict(), "turns": _list_turns(self.turns)}
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 class RecordedEpisode(NamedTuple):
@@ -42,7 +55,8 @@ class RecordedEpisode(NamedTuple):
     seed of the level. success: whether it ended with success. stop_reason: how the episode ended, a value of
     `trainable.rollout.episode.StopReason`. score: sum of the rewards of all turns. children: the rollouts that it
     asked, in order. rollout: of an episode that was trained on, its number among those of its level, from 0; None for
-    an episode of a validation.
+    an episode of a validation. answer, evidence: in a game of trees, the final answer, and the passages that a perfect
+    one quotes, at most `MAX_ANSWER_CHARS` of each; None without an answer, and in other games.
     """
 
     step: int
@@ -53,6 +67,8 @@ class RecordedEpisode(NamedTuple):
     score: float
     children: tuple[RecordedChild, ...] = ()
     rollout: int | None = None
+    answer: str | None = None
+    evidence: str | None = None
 
     @property
     def is_trained(self) -> bool:
@@ -61,7 +77,7 @@ class RecordedEpisode(NamedTuple):
 
     def to_line(self) -> dict[str, object]:
         """The record for episodes.jsonl."""
-        children = [{**child._asdict(), "turns": _list_turns(child.turns)} for child in self.children]
+        children = [child.to_dict() for child in self.children]
         line = {**self._asdict(), "turns": _list_turns(self.turns), "children": children or None}
         return {name: value for name, value in line.items() if value is not None}
 

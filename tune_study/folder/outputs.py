@@ -21,7 +21,7 @@ from tune_study.folder.statuses import RunStatus, make_timestamp, resolve_status
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import make_code_entry
 from tune_study.plan.search import Search, parse_search
-from tune_study.plan.study_plan import RunSpec, StudyPlan
+from tune_study.plan.study_plan import RunSpec, StudyPlan, make_base_config
 
 if TYPE_CHECKING:
     from analysis.data.frames import StudyFrames
@@ -78,6 +78,7 @@ def make_study_entry(plan: StudyPlan) -> dict[str, Any]:
         "run": plan.run,
         "preset": plan.preset,
         "preset_reason": plan.preset_reason,
+        "preset_steps": make_base_config(plan.study, plan.preset).trainer.total_training_steps,
         "axis": {
             "setting": axis.setting,
             "option": axis.option,

@@ -155,6 +155,7 @@ class _StudyFile(_Section):
     defaults: dict[Text, Any] = {}
     stop_rules: list[Text]
     preset_reason: Text
+    preset_steps: int | None = Field(default=None, ge=1, le=2**31)
     command: Text
     question: Text = ""
     run: Text = ""

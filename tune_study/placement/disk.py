@@ -14,6 +14,7 @@ from typing import NamedTuple
 from rich.filesize import decimal
 
 from trainable.config.run_config import RunConfig
+from trainable.runs.episode_lines import MAX_ANSWER_CHARS
 from trainable.runs.run_files import STATE_FOLDER
 from tune_study.folder.summary import find_finished_runs
 from tune_study.placement.model_size import (
@@ -127,7 +128,9 @@ def estimate_row_bytes(config: RunConfig) -> int:
         min(trainer.log_val_generations, env.val_env_groups)
         + min(trainer.log_train_generations, env.env_groups * env.group_size)
     )
-    observation_bytes = env.papers.observation_chars if env.kind.has_trees else 0
+    observation_bytes, evidence_bytes = (
+        (env.papers.observation_chars, MAX_ANSWER_CHARS) if env.kind.has_trees else (0, 0)
+    )
     turn_bytes = _TURN_BYTES + observation_bytes + config.rollout.response_length * _TOKEN_BYTES
     # At step 1 and at every N-th step after it, which are ceil(steps / N) analyses.
     analyses = (
@@ -139,7 +142,8 @@ def estimate_row_bytes(config: RunConfig) -> int:
         + analyses * _ANALYSIS_BYTES
         + levels * _LEVEL_BYTES
         + (validations + 2) * _EVALUATION_BYTES
-        + episodes * (_EPISODE_BYTES + env.max_conversations_per_rollout * env.max_turn * turn_bytes)
+        # The answer of a rollout is in place of the observation that its last turn has not.
+        + episodes * (_EPISODE_BYTES + evidence_bytes + env.max_conversations_per_rollout * env.max_turn * turn_bytes)
     )
 
 

@@ -87,15 +87,15 @@ def make_tree() -> RecordedEpisode:
     )
     children = (
         RecordedChild(0, (RecordedTurn("first", "no code", (), 0.0, False, 0.25),), "malformed"),
-        RecordedChild(0, (RecordedTurn("second", "FINAL(y)", ("run",), 0.0, True, 0.25),), "failure"),
+        RecordedChild(0, (RecordedTurn("second", "FINAL(y)", ("run",), 0.0, True, 0.25),), "failure", "a\nb"),
     )
-    return RecordedEpisode(5, 123, turns, False, "failure", 0.75, children)
+    return RecordedEpisode(5, 123, turns, False, "failure", 0.75, children, answer="", evidence="one\ntwo")
 
 
 def test_a_tree_is_read_and_written_with_its_children(tmp_path: Path) -> None:
     write_run(tmp_path, make_episode(0, 123), make_tree())
     assert read_with_problems(tmp_path) == ([make_episode(0, 123), make_tree()], [])
-    assert "children" not in make_episode(0, 123).to_line()
+    assert not {"children", "answer", "evidence"} & set(make_episode(0, 123).to_line())
     assert "weight" not in json.dumps(make_episode(0, 123).to_line())
     assert list(format_turns(make_tree())) == [
         "| Who?",
@@ -109,15 +109,28 @@ def test_a_tree_is_read_and_written_with_its_children(tmp_path: Path) -> None:
         "    | second",
         "    > FINAL(y)",
         "      run, weight 0.25",
+        "      answer: a",
+        "      answer: b",
         "| ['a']",
         "> FINAL(x)",
         "  run, reward 0.75, weight 0.25",
+        "  answer: ",
+        "  evidence: one",
+        "  evidence: two",
     ]
 
 
 @pytest.mark.parametrize(
     "children",
-    [3, {}, [1], [{}], [{"parent_turn": -1, "turns": [], "stop_reason": "x"}], [{"parent_turn": 0, "turns": 1}]],
+    [
+        3,
+        {},
+        [1],
+        [{}],
+        [{"parent_turn": -1, "turns": [], "stop_reason": "x"}],
+        [{"parent_turn": 0, "turns": 1}],
+        [{"parent_turn": 0, "turns": [], "stop_reason": "x", "answer": 1}],
+    ],
 )
 def test_a_damaged_child_is_named(tmp_path: Path, children: object) -> None:
     append_record(tmp_path / EPISODES_FILE, {**make_tree().to_line(), "children": children})

@@ -241,6 +241,19 @@ def test_every_kind_of_study_has_a_report(tmp_path: Path, runs: list[FakeRun], w
     assert words in " ".join(page.text.split())
 
 
+def test_a_study_far_shorter_than_its_preset_is_called_short(tmp_path: Path) -> None:
+    runs = [FakeRun("0", steps=10), FakeRun("0.1", steps=10)]
+    short, long = (
+        write_study(tmp_path, runs, FakeStudy(run=f"study_{steps}", levels=40, total_steps=10, extra=extra))
+        for steps, extra in ((21, {"preset_steps": 21}), (20, {"preset_steps": 20}))
+    )
+    sentence = "A short study: 10 training steps per run, where preset laptop has 21."
+    assert sentence in render_without_figures(short).text
+    assert pages.conclude(load(short)).headline.startswith(sentence)
+    assert "A short study" not in render_without_figures(long).text
+    assert "A short study" not in pages.conclude(load(long)).headline
+
+
 def test_a_running_study_can_be_reported(tmp_path: Path) -> None:
     study_folder = write_study(tmp_path, [FakeRun("0", steps=10), FakeRun("0.1", status="running", steps=6)], SMALL)
     assert "1 running" in render_without_figures(study_folder, live=True).text

@@ -145,6 +145,12 @@ def test_every_kind_of_study_has_a_report(tmp_path: Path, runs: list[FakeRun], s
     assert sentence in get_words(load(write_sandbox(tmp_path, runs, SMALL)))
 
 
+def test_a_study_far_shorter_than_its_preset_is_called_short(tmp_path: Path) -> None:
+    study = FakeStudy("some-study", total_steps=40, extra={"preset_steps": 300})
+    words = get_words(load(write_sandbox(tmp_path, [FakeRun("DG", steps=40)], study)))
+    assert "A short study: 40 training steps per run, where preset laptop has 300." in words
+
+
 @pytest.mark.parametrize("missing", ["test_error", "entropy", "greedy_separator_rate", "loss", "seconds_total"])
 def test_a_missing_column_leaves_out_only_its_section(tmp_path: Path, missing: str) -> None:
     runs = [FakeRun(arm, seed, steps=40, rows={missing: None}) for arm in ("DG", "TPO") for seed in range(3)]

@@ -14,13 +14,16 @@ from tests.fakes.scripted import clone_tensors, make_episode, make_small_config
 from tests.fakes.trainers import drop_times
 from trainable.config.run_config import ConfigError
 from trainable.config.sections import AlgorithmConfig
+from trainable.envs.repl.char_f1 import compute_char_f1
 from trainable.envs.repl.texts import NO_BLOCK_PROBLEM
+from trainable.ppo.recording import record_episode
 from trainable.ppo.targets import compute_tree_advantages, make_targets
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.batch import collate
 from trainable.rollout.engine import recompute_logprobs
 from trainable.rollout.episode import Episode, list_rollouts, replace_rollouts
 from trainable.rollout.players import TreePlayer
+from trainable.runs.episode_lines import MAX_ANSWER_CHARS
 from trainable.tiny.papers import PAPERS_TINY
 
 SETTINGS = {name.replace(".", "__"): value for name, value in PAPERS_TINY.settings.items()}
@@ -159,9 +162,34 @@ def test_recorded_trees_have_their_children_and_weights() -> None:
         weights = [[turn.weight or 0.0 for turn in rollout.turns] for rollout in (tree, *tree.children)]
         assert sum(weights[0]) == pytest.approx(1)
         assert sum(map(sum, weights[1:])) == pytest.approx(float(bool(tree.children)))
+    levels = {level.seed: level.question for level in trainer.val_levels}
+    answers = {tree.level: tree.answer for tree in evaluation.episodes if tree.answer is not None}
+    assert answers
+    for tree in evaluation.episodes:
+        question = levels[tree.level]
+        assert tree.evidence == "\n".join(question.evidence)
+        score = compute_char_f1(tree.answer or "", question.papers, question.evidence).score
+        penalties = sum(trainer.config.env.format_penalty for turn in tree.turns if not turn.valid)
+        assert tree.score == pytest.approx(score + penalties)
+    assert any(child.answer for tree in trees for child in tree.children)
     child = trees[0].children[0]
     assert "Paper<|im_end|>" in child.turns[0].observation
     assert trees[0].turns[child.parent_turn].actions.count("ask") >= 1
+
+
+def test_a_record_has_the_beginning_of_a_long_answer() -> None:
+    trainer = make_trainer()
+    (tree,) = trainer.roll_out(trainer.val_levels[:1], 1, "sampling")
+    texts = ["x" * MAX_ANSWER_CHARS, "x" * (MAX_ANSWER_CHARS + 1)]
+    whole, cut = (
+        record_episode(tree._replace(answer=text, evidence=(text,)), 0, trainer.codec, trainer.config.algorithm)
+        for text in texts
+    )
+    assert (whole.answer, whole.evidence) == (texts[0], texts[0])
+    assert cut.answer == cut.evidence
+    assert cut.answer is not None
+    assert cut.answer.endswith("x ... (2,001 characters)")
+    assert len(cut.answer) == MAX_ANSWER_CHARS
 
 
 @pytest.mark.parametrize("train_children", [True, False])
