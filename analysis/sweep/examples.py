@@ -94,6 +94,8 @@ def _describe_episode(episode: RecordedEpisode) -> dict[str, Any]:
         if is_trained
         else f"After step {episode.step}, level {episode.level}",
         "is_trained": is_trained,
-        "name": f"trained in step {episode.step}" if is_trained else f"{outcome} after step {episode.step}",
+        "name": f"advantage {_get_advantage(episode):+.3g} in step {episode.step}"
+        if is_trained
+        else f"{outcome} after step {episode.step}",
         "text": shown,
     }

@@ -72,7 +72,7 @@ def test_the_trained_episodes_with_the_extreme_advantages_of_the_last_step_are_c
     ]
     text = write_report(folder).read_text()
     assert "of those that were trained on last the one with the largest and the one with the smallest advantage" in text
-    assert "<summary>Arm KL 0, seed 0: trained in step 60, trained in step 60</summary>" in text
+    assert "<summary>Arm KL 0, seed 0: advantage +2 in step 60, advantage -1 in step 60</summary>" in text
     assert "Up, reward -0.1, advantage 2\n" in text or "Up, reward -0.1, advantage 2<" in text
 
 
