@@ -44,9 +44,10 @@ check: setup
 # All tests that need no process of their own: no study through Ray, no command, no benchmark. The profile draws the same
 # examples on every machine, and fewer than test-all and a plain pytest, which draw new ones each time. Files come in the
 # order that tests/conftest.py gives them: the longest first. To rewrite the assertions of all files costs each process nine
-# seconds, so only what failed is run with it, which shows the values.
+# seconds, so only what failed is run with it, which shows the values. No test looks at what is logged, which takes three
+# milliseconds per test to collect.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --hypothesis-profile quick
-QUICK := $(PYTEST) --assert plain --dist loadfile --no-loadscope-reorder
+QUICK := $(PYTEST) -p no:logging --assert plain --dist loadfile --no-loadscope-reorder
 SHOW_VALUES = || { $(PYTEST) $(CACHE) --last-failed --last-failed-no-failures none; exit 1; }
 test: check compile
 	$(QUICK) $(PARALLEL) -m "not slow and not faults and not engines and not processes" $(SHOW_VALUES)
@@ -59,10 +60,14 @@ test-faults: setup compile
 
 # The tests, and the main faults. Tests with processes of their own wait for them half of their time, which the others
 # use: they run beside them with a lower priority, so that no study is slower for it.
-test-ci: check compile
-	$(MAKE) --jobs 2 test-beside test-processes
+test-ci: compile
+	$(MAKE) --jobs 3 test-beside test-processes check-beside
 
-.PHONY: test-beside test-processes
+.PHONY: test-beside test-processes check-beside
+# Types take over a minute where nothing is known from an earlier check.
+check-beside: setup
+	{ $(BESIDE) $(MAKE) check; } 2>&1 | while IFS= read -r line; do echo "[check] $$line"; done
+
 test-beside: setup
 	{ $(BESIDE) env $(QUICK) --numprocesses 2 -m "not slow and not engines and not faults and not processes" $(SHOW_VALUES); } \
 		2>&1 | while IFS= read -r line; do echo "[tests] $$line"; done

@@ -1,5 +1,6 @@
 """Settings and fixtures that all tests share."""
 
+import atexit
 import gc
 import os
 import shutil
@@ -31,7 +32,10 @@ def pytest_configure() -> None:
     Every row and checkpoint of a study waits until the disk has it, which in memory takes no time.
 
     A shell starts background jobs with SIGINT ignored, and nohup starts a command with SIGHUP ignored.
+
+    Look for no garbage until all tests are collected.
     """
+    gc.disable()
     if MEMORY_FOLDER.is_dir() and shutil.disk_usage(MEMORY_FOLDER).free > MEMORY_ROOM_BYTES:
         os.environ.setdefault(TEMPORARY_ROOT_ENV, str(MEMORY_FOLDER))
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -44,6 +48,9 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 50, 100)
+    gc.enable()
+    # Nor as the process ends, which takes a second.
+    atexit.register(gc.freeze)
 
 
 LONGEST_FILES = (

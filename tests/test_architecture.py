@@ -310,13 +310,19 @@ def get_folder(module: str) -> str:
     return module if module in FOLDERS else module.rpartition(".")[0]
 
 
+@cache
+def list_nodes(source: str) -> list[ast.AST]:
+    """Return all nodes of the tree of a source, which several tests look through."""
+    return list(ast.walk(ast.parse(source)))
+
+
 def read_imports(source: str) -> set[str]:
     """Return the modules that a source imports, also under TYPE_CHECKING and inside functions.
 
     An import from a module of this project counts as the module, and not as the name that is imported from it.
     """
     names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in list_nodes(source):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -424,7 +430,7 @@ of one asks for a field of its record."""
 def find_compared_names(source: str) -> list[str]:
     """Return the choices that a source compares a value with, and the configuration classes in its isinstance()."""
     names: list[str] = []
-    for node in ast.walk(ast.parse(source)):
+    for node in list_nodes(source):
         if isinstance(node, ast.Compare):
             operands = [node.left, *node.comparators]
             names += [
@@ -450,7 +456,7 @@ def test_a_comparison_is_reported() -> None:
 def find_unquoted_commands(source: str) -> list[str]:
     """Return the commands of a source that are put together as text, or quoted by it, instead of by format_command."""
     commands: list[str] = []
-    for node in ast.walk(ast.parse(source)):
+    for node in list_nodes(source):
         is_format = isinstance(node, ast.Attribute) and node.attr == "format"
         if is_format or isinstance(node, ast.JoinedStr | ast.BinOp):
             texts = [inner.value for inner in ast.walk(node) if isinstance(inner, ast.Constant)]
@@ -475,7 +481,9 @@ def test_a_command_that_is_put_together_is_reported(source: str) -> None:
 def test_a_class_has_a_name_of_its_own() -> None:
     modules_by_class: dict[str, list[str]] = {}
     for module, path in MODULES.items():
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        (module_node, *_) = list_nodes(path.read_text(encoding="utf-8"))
+        assert isinstance(module_node, ast.Module)
+        for node in module_node.body:
             if isinstance(node, ast.ClassDef):
                 modules_by_class.setdefault(node.name, []).append(module)
     assert {name: modules for name, modules in modules_by_class.items() if len(modules) > 1} == {}

@@ -44,6 +44,9 @@ SLOW_PREFIXES = (
     # test_confirmation.py plans one, test_search_run.py runs one, and reading/test_compare.py compares studies.
     "python -m tune_study confirm out/",
     "python -m tune_study compare out/",
+    # tests/trainable/ppo/test_trees.py trains on trees, and reading/test_transcripts.py reads such episodes.
+    "python -m tune_study run tree-grpo --preset laptop --smoke",
+    "python -m tune_study transcripts trees/",
 )
 FIRST_STUDY = "python -m tune_study run kl --preset laptop --seeds 1 --steps 3 --kl-values 0,0.1 --output out"
 """The command of the README that makes the study in out/."""

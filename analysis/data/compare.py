@@ -54,7 +54,7 @@ def select_runs(frames: StudyFrames, arm: str, *, scored_only: bool = False) -> 
 
     scored_only: leave out runs that neither completed nor were stopped by a rule.
     """
-    runs = frames.runs[frames.runs["arm"] == arm]
+    runs = frames.runs_by_arm.get(arm, frames.runs.iloc[:0])
     return runs[runs["status"].isin(SCORED_STATUSES)] if scored_only else runs
 
 

@@ -97,6 +97,11 @@ class StudyFrames:
         return self.trials[[name for name in self.trials if not str(name).startswith(CONFIG_PREFIX)]]
 
     @cached_property
+    def runs_by_arm(self) -> dict[str, pd.DataFrame]:
+        """Rows of `runs` by arm."""
+        return {str(arm): rows for arm, rows in self.runs.groupby("arm", sort=False)}
+
+    @cached_property
     def settings(self) -> pd.DataFrame:
         """The settings of each run, by run_id. The columns have two levels, section and name, such as ("actor", "lr").
 

@@ -209,8 +209,8 @@ def _summarize_stops(scored_runs: pd.DataFrame) -> Row:
 
 
 def _summarize_cost(frames: StudyFrames, runs: pd.DataFrame) -> Row:
-    steps = frames.steps[frames.steps["run_id"].isin(runs["run_id"])]
-    return {**{name: _mean(runs[name]) for name in COST_COLUMNS}, "kept_ratio": _mean(steps["kept_ratio"])}
+    kept_ratios = frames.steps.loc[frames.steps["run_id"].isin(runs["run_id"]), "kept_ratio"]
+    return {**{name: _mean(runs[name]) for name in COST_COLUMNS}, "kept_ratio": _mean(kept_ratios)}
 
 
 def make_run_outcomes(frames: StudyFrames) -> pd.DataFrame:

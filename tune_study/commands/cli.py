@@ -3,6 +3,7 @@
 Modules that need Ray or torch are imported inside the commands that use them, so that the other commands start quickly.
 """
 
+import atexit
 import functools
 import gc
 import json
@@ -74,6 +75,8 @@ def main() -> None:
     # Reports make many objects that live until the end: with Python's own thresholds, up to a tenth of their time goes
     # into looking for garbage among them.
     gc.set_threshold(50_000, 20, 20)
+    # The interpreter looks through all objects once more as it ends, which takes up to half a second.
+    atexit.register(gc.freeze)
     protect_output()  # before the first line is printed
     show_warnings()
     sys.excepthook = lambda *error: print_error("".join(traceback.format_exception(*error)).rstrip())

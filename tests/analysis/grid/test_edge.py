@@ -272,10 +272,10 @@ def test_a_study_of_one_axis_has_one_line(tmp_path: Path) -> None:
     study = FakeStudy(levels=20, total_steps=10, baseline="0.001")
     axis = {"setting": study.setting, "option": "--values", "values": [], "dose": study.setting}
     folder = write_study(tmp_path, runs, replace(study, extra={"axis": axis}))
-    (row,) = index_edges(load(folder)).values()
+    frames = load(folder)
+    (row,) = index_edges(frames).values()
     assert (row["line"], row["bracket_low"], row["bracket_high"]) == ("all arms", 0.01, 0.1)
-    pages.write_report(folder)
-    assert "Where training breaks" in parse_page((folder / "report.html").read_text()).text
+    assert "Where training breaks" in parse_page(pages.render_page(frames, {})).text
 
 
 def test_the_figure_draws_its_tables(frames: StudyFrames) -> None:

@@ -266,7 +266,7 @@ def test_rows_of_several_studies_name_their_study(tmp_path: Path) -> None:
         assert words.count(row_text) == 1
     assert "reward-noise, ASPO, R2VPO: with one epoch" in words
     words_of_one_study = " ".join(
-        parse_page((pages.write_report(tmp_path / "results" / "sandbox_influence")).read_text()).text.split()
+        parse_page(pages.render_page(load(tmp_path / "results" / "sandbox_influence"), {})).text.split()
     )
     assert "influence DG final_test_error" not in words_of_one_study
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from analysis import load
-from analysis.report.pages import write_report
+from analysis.report.pages import write_frames_report
 from analysis.sweep import examples
 from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeRun, write_study
@@ -70,16 +70,21 @@ def test_the_trained_episodes_with_the_extreme_advantages_of_the_last_step_are_c
         "Trained in step 60, level 70, rollout 2",
         "Trained in step 60, level 70, rollout 1",
     ]
-    text = write_report(folder).read_text()
+    text = write_without_pictures(folder)
     assert "of those that were trained on last the one with the largest and the one with the smallest advantage" in text
     assert "<summary>Arm KL 0, seed 0: advantage +2 in step 60, advantage -1 in step 60</summary>" in text
     assert "Up, reward -0.1, advantage 2\n" in text or "Up, reward -0.1, advantage 2<" in text
 
 
+def write_without_pictures(folder: Path) -> str:
+    """Write the report, whose figures are in the page alone, and return its text."""
+    return write_frames_report(load(folder), folder, with_pictures=False).read_text()
+
+
 @pytest.fixture(scope="module")
 def page(folder: Path) -> str:
     """The report of the study in `folder`."""
-    return write_report(folder).read_text()
+    return write_without_pictures(folder)
 
 
 def test_long_and_hostile_texts_are_cut_and_escaped(page: str) -> None:
@@ -92,7 +97,7 @@ def test_long_and_hostile_texts_are_cut_and_escaped(page: str) -> None:
 
 
 def test_a_caption_speaks_of_intervals_only_where_there_are_some(page: str, tmp_path: Path) -> None:
-    one_seed = write_report(write_study(tmp_path, [FakeRun("0"), FakeRun("0.1")])).read_text()
+    one_seed = write_without_pictures(write_study(tmp_path, [FakeRun("0"), FakeRun("0.1")]))
     assert "at the end of training, without intervals, triangles" in one_seed
     assert "at the end of training, with 95 % intervals (over 2 seeds" in page
 
@@ -141,4 +146,4 @@ def test_studies_of_many_arms_and_frames_without_a_folder_have_no_examples(
     assert examples.choose_examples(replace(frames, folders=())) == []
     monkeypatch.setattr(examples, "MAX_ARMS", 2)
     assert examples.choose_examples(frames) == []
-    assert 'id="examples"' not in write_report(folder).read_text()
+    assert 'id="examples"' not in write_without_pictures(folder)

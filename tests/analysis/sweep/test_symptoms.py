@@ -180,6 +180,6 @@ def test_the_report_tells_the_order(tmp_path: Path) -> None:
 
 def test_a_study_without_collapse_has_no_such_section(tmp_path: Path) -> None:
     folder = write_study(tmp_path, [FakeRun("0", steps=10), FakeRun("0.1", steps=10)], STUDY)
-    pages.write_report(folder)
+    pages.write_frames_report(load(folder), folder, with_pictures=False)
     assert "What happened, in order" not in (folder / "report.html").read_text()
     assert not (folder / "figures" / "onsets.csv").exists()

@@ -118,7 +118,7 @@ def test_one_seed_gives_curves_without_intervals(tmp_path: Path) -> None:
 
 def test_the_report_has_both_tables(tmp_path: Path) -> None:
     folder = write_study(tmp_path, make_runs(2), STUDY)
-    pages.write_report(folder)
+    pages.write_frames_report(load(folder), folder, with_pictures=False)
     words = " ".join(parse_page((folder / "report.html").read_text()).text.split())
     assert "Which runs collapsed" in words
     assert (
