@@ -380,10 +380,16 @@ def _list_level_caveats(frames: StudyFrames) -> list[str]:
         return ["The outcomes of single levels are missing, so the noise of the evaluation is not known."]
     num_levels, num_classes = levels["level"].nunique(), levels["cluster"].nunique()
     is_same = (levels.groupby(["run_id", "step", "mode"])["level"].nunique() == num_levels).all()
-    scope_text = "All arms were validated on the same" if is_same else "Runs were validated on different sets of"
+    scope_text = (
+        f"All arms were validated on the same {num_levels} levels."
+        if is_same
+        else f"Runs were validated on different sets of levels, {num_levels} in all."
+    )
+    # Games have other levels than boards, and most of their levels are all different.
+    twins_text = f" {num_classes} of them differ: equal levels, also if mirrored or rotated, count once."
     return [
-        f"{scope_text} {num_levels} levels, {num_classes} of them different up to symmetry. The results do not apply "
-        "to levels of another kind or size."
+        f"{scope_text}{twins_text if num_classes < num_levels else ''} The results do not apply to levels of another "
+        "kind or size."
     ]
 
 

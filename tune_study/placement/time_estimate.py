@@ -235,11 +235,14 @@ def format_cpu_time_line(plan: StudyPlan, resource_plan: ResourcePlan) -> str | 
         if shape is None:
             return None
         run_seconds.append(estimate_cpu_run_seconds(shape, config))
+    types = sorted({config.model.dtype for config in configs} - {"float32"})
+    types_text = f"; measured in float32, and {' and '.join(types)} may take several times as long" if types else ""
     study_seconds = max(*run_seconds, sum(run_seconds) / max(resource_plan.max_concurrent, 1))
     return (
         f"Time: about {_format_duration(max(run_seconds), digits=2)} per run, "
         f"{_format_duration(study_seconds, digits=2)} for these {len(run_seconds)} runs, and half a minute to "
         f"start and to report; an estimate from measurements on one machine, others take half as long or twice as long"
+        f"{types_text}"
     )
 
 

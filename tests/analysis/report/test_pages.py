@@ -120,7 +120,9 @@ def test_a_stop_has_its_rule_value_threshold_and_step(page: Page) -> None:
 
 def test_a_study_of_one_seed_says_so(page: Page) -> None:
     assert "1 seed: nothing shows how much runs of one setting differ, so no difference has an interval." in page.text
-    assert "200 levels, 175 of them different up to symmetry" in page.text
+    assert (
+        "the same 200 levels. 175 of them differ: equal levels, also if mirrored or rotated, count once." in page.text
+    )
 
 
 def test_every_setting_is_listed_and_changed_ones_are_marked(folder: Path, page: Page) -> None:

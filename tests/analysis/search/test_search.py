@@ -18,6 +18,7 @@ from analysis.search.points import CENSORED_POINT, COMPLETE, FAILED, OPEN, find_
 from analysis.search.trials import CONSTRAINT, compute_importances, list_pareto_arms, make_optuna_study
 from tests.analysis.report.test_pages import parse_page
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
+from tests.strategies.examples import thin_out
 
 SPACE = [
     {"setting": "actor.lr", "low": 1e-5, "high": 1e-2, "is_log": True},
@@ -192,7 +193,7 @@ def make_drawn_points(seed: int, count: int = 40) -> pd.DataFrame:
     )
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", thin_out([0, 1], 2))
 def test_the_setting_that_decides_has_the_largest_importance(seed: int) -> None:
     importances = compute_importances(make_entry(), make_drawn_points(seed), True, np.random.default_rng(0))
     assert importances[0].name == "actor.lr"

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.fakes.trainers import make_quiet_trainer
+from tests.strategies.examples import thin_out
 from trainable.algo.batching import order_length_stratified
 from trainable.algo.filters import compute_group_scores
 from trainable.algo.reductions import LOSS_AGG_MODES, compute_loss_weights
@@ -75,7 +76,7 @@ def compute_plain_gradient(trainer: PPOTrainer, passes: Iterator[Any], component
     return gradient
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", thin_out(LOSS_AGG_MODES, 2))
 def test_the_whole_batch_is_its_plain_gradient_and_the_sum_of_its_buckets(mode: str) -> None:
     trainer = make_trained_trainer(actor__loss_agg_mode=mode)
     prepared, findings = probe(trainer)

@@ -12,6 +12,7 @@ from numba import njit
 
 from search_spaces.language_model.family import PPO
 from tests.fakes.scripted import make_qwen2_shape, make_random_model
+from tests.strategies.examples import thin_out
 from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.sections import ModelConfig
@@ -189,7 +190,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("temperature", thin_out([1.0, 0.5, 0.0], 2))
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
 def test_conversations_are_those_of_the_torch_sampler(sizes: dict[str, object], temperature: float) -> None:
     model = make_random_model(make_qwen2_shape(**sizes), seed=5, std=0.25)
@@ -353,7 +354,7 @@ def roll_out_first_step(model: str, game: str, sampler: str) -> list[Episode]:
     return trainer.roll_out(trainer.levels[0], trainer.config.env.group_size, "sampling")
 
 
-@pytest.mark.parametrize("model", SHIPPED_MODELS)
+@pytest.mark.parametrize("model", thin_out(SHIPPED_MODELS, 2))
 def test_first_rollouts_of_shipped_policies_have_the_tokens_of_the_torch_sampler(model: str) -> None:
     game = model.removesuffix("-tiny")
     expected, actual = (roll_out_first_step(model, game, sampler) for sampler in ("torch", "compiled"))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.fakes.scripted import make_hub_twin
+from tests.strategies.examples import thin_out
 from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.seeds import make_rng
@@ -145,7 +146,7 @@ def test_the_shipped_models_are_of_the_recipes_in_the_code(name: str) -> None:
     assert loaded_policy.tokenizer.encode(text).ids == policy.build_tokenizer().encode(text).ids
 
 
-@pytest.mark.parametrize("name", list(TURN_POLICIES))
+@pytest.mark.parametrize("name", thin_out(TURN_POLICIES))
 def test_a_shipped_policy_knows_more_than_it_shows(name: str) -> None:
     """Sampled it is above chance and below greedy, and both are below the best policy."""
     policy = TURN_POLICIES[name]

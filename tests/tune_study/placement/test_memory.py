@@ -13,7 +13,7 @@ from search_spaces import STUDIES
 from tests.fakes.scripted import make_qwen2_shape as make_torch_shape
 from tests.fakes.scripted import make_random_model
 from tests.fakes.trainers import make_quiet_trainer
-from tests.strategies.examples import draw_examples
+from tests.strategies.examples import draw_examples, thin_out
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.seeds import make_rng
 from trainable.models.load import freeze, make_frozen_copy
@@ -108,7 +108,7 @@ def test_what_a_trainer_holds_for_good_is_what_is_planned(name: str, dtype: str)
         assert planned_bytes["reference weights"] == count_storage_bytes(list(trainer.reference.parameters()))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", thin_out(DTYPES, 2))
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_what_a_trainer_with_adapters_holds_for_good_is_what_is_planned(name: str, dtype: str) -> None:
     changes = {key.replace(".", "__"): value for key, value in ADAPTERS[name].items()}

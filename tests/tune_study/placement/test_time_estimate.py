@@ -14,6 +14,7 @@ from tune_study.placement import time_estimate
 from tune_study.placement.memory_plan import plan_memory
 from tune_study.placement.model_size import ModelShape, read_model_shape
 from tune_study.placement.resources import preflight
+from tune_study.placement.samplers import TORCH_SETTINGS
 from tune_study.placement.time_estimate import (
     GpuRates,
     estimate_cpu_run_seconds,
@@ -194,6 +195,13 @@ def test_the_plan_of_a_laptop_study_has_an_estimate_of_time() -> None:
     one_at_a_time = time_estimate.format_cpu_time_line(plan, resource_plan._replace(max_concurrent=1))
     assert one_at_a_time is not None
     assert float(one_at_a_time.split("per run, ")[1].split(" min")[0]) == pytest.approx(2 * minutes, abs=1)
+    assert line.endswith("twice as long")
+    half = make_plan(
+        STUDIES["kl"], "laptop", "a test", {"model.dtype": "float16", **TORCH_SETTINGS}, None, 1, Path("/out")
+    )
+    half_line = time_estimate.format_cpu_time_line(half, resource_plan)
+    assert half_line is not None
+    assert half_line.endswith("; measured in float32, and float16 may take several times as long")
     sandbox = make_plan(STUDIES["influence"], "laptop", "a test", {}, None, 3, Path("/out"))
     assert time_estimate.format_cpu_time_line(sandbox, resource_plan) is None
     unknown = make_plan(STUDIES["kl"], "laptop", "a test", {"model.path": "nosuch"}, None, 1, Path("/out"))

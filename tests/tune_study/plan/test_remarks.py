@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from search_spaces import STUDIES
 from search_spaces.declaration.study import Study
+from tests.strategies.examples import thin_out
 from trainable.algo.advantages import group_skill, grpo, reinforce_plus_plus_baseline, rloo
 from trainable.algo.filters import compute_group_scores, parse_rule, select_groups
 from trainable.config.choices import ADVANTAGE_ESTIMATORS, FILTER_METRICS
@@ -115,7 +116,7 @@ def list_shipped_studies() -> list[Study]:
     return [variant for study in STUDIES.values() for variant in (study, *map(study.get_variant, study.variants))]
 
 
-@pytest.mark.parametrize("study", list_shipped_studies(), ids=lambda study: study.name)
+@pytest.mark.parametrize("study", thin_out(list_shipped_studies()), ids=lambda study: study.name)
 def test_no_shipped_study_has_a_remark_in_any_arm_of_any_preset(study: Study) -> None:
     for preset in study.family.presets:
         assert find_remarks(make_plan(study, preset, "a test", {}, None, None, Path("out"))) == ()

@@ -46,7 +46,7 @@ def train_until(trainer: EnsembleTrainer, last_step: int) -> EnsembleTrainer:
     return trainer
 
 
-@pytest.mark.parametrize("method", thin_out(METHODS))
+@pytest.mark.parametrize("method", thin_out(METHODS, 9))
 def test_one_update_of_a_member_is_the_one_that_it_takes_alone(method: str) -> None:
     settings = make_config(method)
     task, rule = make_task(settings), UPDATE_RULES[method]
