@@ -31,7 +31,8 @@ from tune_study.plan.own_study import list_resume_options
 from tune_study.plan.remarks import find_remarks
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.search import describe_space
-from tune_study.plan.study_plan import StudyPlan, find_output, format_values, make_base_config
+from tune_study.plan.study_plan import StudyPlan, find_output, make_base_config
+from tune_study.plan.typed_settings import format_values
 
 MAX_VALUES_LENGTH = 120
 """Characters of an axis's values in the list of studies; a list of arms may have a thousand."""

@@ -20,18 +20,9 @@ from tune_study.placement.samplers import TORCH_SETTINGS, find_compiled_obstacle
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import load_game_settings, load_named_files
 from tune_study.plan.own_study import StudySource, is_study_file, load_own_study
-from tune_study.plan.study_plan import (
-    StudyPlan,
-    collect_overrides,
-    expand_groups,
-    find_study,
-    flatten_settings,
-    make_plan,
-    normalize_study_name,
-    parse_bool,
-    parse_values,
-    set_max_seeds,
-)
+from tune_study.plan.study_names import find_study, normalize_study_name
+from tune_study.plan.study_plan import StudyPlan, flatten_settings, make_plan, set_max_seeds
+from tune_study.plan.typed_settings import collect_overrides, expand_groups, parse_bool, parse_values
 
 VALUES_OPTION = "--values"
 """The option for the values of any study's axis; some studies have a published one in addition."""

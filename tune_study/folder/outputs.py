@@ -20,8 +20,9 @@ from trainable.runs.run_ends import ENDED_STATUSES
 from tune_study.folder.statuses import RunStatus, make_timestamp, resolve_status, write_status
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import make_code_entry
+from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.search import Search, parse_search
-from tune_study.plan.study_plan import RunSpec, StudyPlan, make_base_config
+from tune_study.plan.study_plan import StudyPlan, make_base_config
 
 if TYPE_CHECKING:
     from analysis.data.frames import StudyFrames

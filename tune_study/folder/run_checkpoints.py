@@ -12,7 +12,8 @@ from trainable.runs.run_files import STATE_FOLDER
 from tune_study.folder.study_file import plan_from_folder
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy
-from tune_study.plan.study_plan import RunSpec, StudyPlan
+from tune_study.plan.run_spec import RunSpec
+from tune_study.plan.study_plan import StudyPlan
 
 
 @dataclass(frozen=True)

@@ -29,19 +29,19 @@ from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import check_recorded_files
 from tune_study.plan.own_study import OwnStudy, check_same_source, explain_missing_file
 from tune_study.plan.search import find_search_differences, make_point_study, parse_search
+from tune_study.plan.study_names import find_study
 from tune_study.plan.study_plan import (
     MAX_SEEDS,
     ConfirmedStudy,
     StudyPlan,
     build_plan,
-    find_study,
     flatten_settings,
-    format_values,
     make_arm_config,
     rebuild_plan,
     set_max_seeds,
     set_points,
 )
+from tune_study.plan.typed_settings import format_values
 
 Text = Annotated[str, Field(max_length=100_000)]
 """A text of study.json. The limit is far above any that a study writes; the folder may come from somebody else."""

@@ -17,7 +17,9 @@ from trainable.runs.run_files import METRICS_FILE, read_rows
 from tune_study.folder.statuses import RunStatus, make_timestamp, read_status, resolve_status
 from tune_study.plan.errors import PlanError
 from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import RunSpec, StudyPlan, format_values, make_template_values
+from tune_study.plan.run_spec import RunSpec
+from tune_study.plan.study_plan import StudyPlan, make_template_values
+from tune_study.plan.typed_settings import format_values
 
 _ALWAYS_SKIPPED = tuple(status for status in ENDED_STATUSES if status != CENSORED)
 DEFAULT_SKIPPED = ",".join(_ALWAYS_SKIPPED)

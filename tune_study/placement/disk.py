@@ -25,7 +25,8 @@ from tune_study.placement.model_size import (
 )
 from tune_study.plan.errors import MisfitError
 from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import RunSpec, StudyPlan
+from tune_study.plan.run_spec import RunSpec
+from tune_study.plan.study_plan import StudyPlan
 
 _FLOAT32 = 4
 _HEADER_BYTES = 100

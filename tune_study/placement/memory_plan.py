@@ -12,7 +12,8 @@ from tune_study.placement.memory import GIB, PHASES, Allocation
 from tune_study.placement.model_size import ModelShape, read_model_shape
 from tune_study.plan.errors import PlanError
 from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import RunSpec, StudyPlan
+from tune_study.plan.run_spec import RunSpec
+from tune_study.plan.study_plan import StudyPlan
 
 ASSUMED_GIB = 80.0
 """GiB of a GPU's memory that the plan assumes if it is not known: that of an H100."""

@@ -1,27 +1,25 @@
 """The plan of a study: its runs with their names, settings and paths. Pure functions, without Ray."""
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from search_spaces import STUDIES, SUITES
 from search_spaces.declaration.family import make_value_label
 from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Study
 from search_spaces.language_model.family import as_run_config
 from trainable.config.base_config import BaseRunConfig
-from trainable.config.command_lines import format_command
 from trainable.config.own_parts import PartFile, pin_parts
-from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names, resolve_key
+from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names
 from trainable.config.setting_types import format_value
 from trainable.files.schema import MAX_RUNS
 from trainable.storage.uris import join_uri
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import list_used_files
 from tune_study.plan.own_study import StudySource, list_resume_options
+from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.search import Search, make_point_study
 
 MAX_SEEDS = 401
@@ -31,61 +29,6 @@ NO_SEEDS: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
 MAX_NAME_BYTES, MAX_PATH_BYTES = 240, 3800
 """Maximum bytes of a file's name and path. File systems allow 255 and 4096; the rest is for endings such as `.log`."""
-
-# The words for True and False that the published scripts accept.
-BOOL_WORDS = {"true": True, "1": True, "yes": True, "y": True, "false": False, "0": False, "no": False, "n": False}
-
-
-@dataclass(frozen=True)
-class RunSpec:
-    """One run: one arm with one seed.
-
-    Attributes:
-        run_id: unique name of the run, which is also the name of its folder.
-        study_name: name of the study.
-        arm: value of the axis, as it was typed.
-        label: the arm as it appears in file names.
-        seed: the seed.
-        experiment_name: name of the arm's experiment, the same for all seeds.
-        config: all settings of the run.
-        log_path: path of the run's log, relative to the output folder.
-        checkpoint_dir: folder of the run's saved checkpoints, relative to the output folder.
-    """
-
-    run_id: str
-    study_name: str
-    arm: str
-    label: str
-    seed: int
-    experiment_name: str
-    config: BaseRunConfig
-    log_path: Path
-    checkpoint_dir: Path
-
-    @property
-    def ppo_config(self) -> RunConfig:
-        """The settings as a RunConfig. Raise TypeError if the run does not fine-tune a language model with PPO."""
-        return as_run_config(self.config)
-
-    @property
-    def keeps_best(self) -> bool:
-        """Whether the checkpoint of the best validation stays. Only language models have the setting."""
-        return bool(getattr(self.config.trainer, "keep_best", False))
-
-    @property
-    def keeps_last(self) -> bool:
-        """Whether the last state stays after the run's end. It always does in families without the setting."""
-        return bool(getattr(self.config.trainer, "keep_last", True))
-
-    @property
-    def async_checkpoints(self) -> bool:
-        """Whether checkpoints are written while the next step samples. Only language models have the setting."""
-        return bool(getattr(self.config.trainer, "async_checkpoints", False))
-
-    @property
-    def steps(self) -> int:
-        """Number of training steps."""
-        return self.config.trainer.total_training_steps
 
 
 @dataclass(frozen=True)
@@ -236,176 +179,6 @@ def find_output(folder: Path, run: str) -> Path:
     study beside it, and nothing is written outside it.
     """
     return folder.parent.parent if folder.parts[-2:] == ("results", run) else folder
-
-
-def normalize_study_name(name: str) -> str:
-    """The name of a study or a suite as it is declared, from one that may have underscores and capital letters.
-
-    Example:
-        >>> normalize_study_name("Top_P")
-        'top-p'
-    """
-    return name.replace("_", "-").lower()
-
-
-def find_study(name: str, kl_type: str | None = None) -> Study:
-    """The study `name` (see `normalize_study_name`). Raise PlanError that lists all studies if there is none.
-
-    kl_type: the text of --kl-type, which chooses a variant of the study; None for the variant that the study fixes.
-    """
-    study = STUDIES.get(normalize_study_name(name))
-    if study is None:
-        raise PlanError(f"There is no study `{format_value(name)}`.{_suggest_study(name)}")
-    if kl_type is None:
-        return study
-    if not study.variants:
-        advice = "type --set actor.kl_loss_type=NAME"
-        # The KL loss differs between the arms of smoke-all, so --set would be refused as well.
-        if "actor.kl_loss_type" in study.axis.swept_fields:
-            advice = f"it has all of them; for one alone, type `run smoke --kl-type {format_value(kl_type)}`"
-        raise PlanError(f"--kl-type does not belong to study {study.name}: {advice}.")
-    if kl_type not in study.variants:
-        raise PlanError(
-            f"--kl-type {format_value(kl_type)} is not a KL loss of the grid: type one of {', '.join(study.variants)}."
-        )
-    return study.get_variant(kl_type)
-
-
-def _suggest_study(name: str) -> str:
-    """What may be meant by a name that no study has, else all names there are; with a space before it."""
-    if "," in name:
-        return " One command runs one study or one suite."
-    if Path(f"{name}.py").is_file():
-        return f" Did you mean the file {name}.py?"
-    typed, names = normalize_study_name(name), [*STUDIES, *SUITES]
-    # Folders of results begin with the name of their study; of short names, one letter is half of it.
-    nearest = (
-        difflib.get_close_matches(typed, names, 1, cutoff=0.9)
-        or [known for known in names if typed.startswith(f"{known}-")][:1]
-        or difflib.get_close_matches(typed, names)
-        or difflib.get_close_matches(typed, names, 1, cutoff=0.5)
-    )
-    if nearest:
-        return f" Nearest: {', '.join(nearest)}. All studies with their questions: {format_command('list')}"
-    return (
-        f" The studies are {', '.join(STUDIES)}: type one of them, for example `{format_command('run', 'kl')}`, or for "
-        f"`run` a suite of studies: {', '.join(SUITES)}."
-    )
-
-
-def expand_groups(study: Study, entries: Sequence[str]) -> tuple[str, ...]:
-    """Replace the name of a group of values by its members. A name of an arm stands for itself.
-
-    An arm that was typed in addition to its group is counted once. Studies without groups get their entries unchanged.
-    Raises PlanError for an unknown name, and for an entry that is given twice.
-    """
-    value_groups = study.axis.value_groups
-    if not value_groups:
-        return tuple(entries)
-    grid = study.axis.grids["paper"]
-    for entry in entries:
-        if entry not in value_groups and entry not in grid:
-            raise PlanError(
-                f"{study.axis.option} {format_value(entry)} is not a group: type one or more of "
-                f"{','.join(value_groups)}, or names of arms; --dry-run with this --kl-type lists them in its column "
-                "`arm`."
-            )
-    duplicates = [entry for number, entry in enumerate(entries) if entry in entries[:number]]
-    if duplicates:
-        raise PlanError(f"{study.axis.option} has {format_value(duplicates[0])} twice: give each group once.")
-    selected_values = {value for entry in entries for value in value_groups.get(entry, (entry,))}
-    # In the order of the grid, whatever the order of typing.
-    return tuple(value for value in grid if value in selected_values)
-
-
-def parse_values(text: str, option: str) -> tuple[str, ...]:
-    """The entries of a comma-separated list as they were typed, without surrounding blanks.
-
-    option: the option that the list belongs to, for the message of the PlanError for an empty entry.
-    """
-    values = tuple(entry.strip() for entry in text.split(","))
-    if not all(values):
-        raise PlanError(
-            f"{option} '{format_value(text)}' has an empty entry: type values separated by single commas, like "
-            f"0,0.01,0.1."
-        )
-    return values
-
-
-def parse_bool(text: str, option: str) -> bool:
-    """Parse one of the words for True and False that the published scripts accept."""
-    word = text.strip().lower()
-    if word not in BOOL_WORDS:
-        raise PlanError(
-            f"{option} '{format_value(text)}' is neither True nor False: type {option} True or {option} False."
-        )
-    return BOOL_WORDS[word]
-
-
-def collect_overrides(
-    study: Study, options: Mapping[str, object], assignments: Iterable[str], is_axis_free: bool = False
-) -> dict[str, object]:
-    """Collect the settings of the command line. Raise PlanError if one is set twice, or belongs to the study's axis.
-
-    Args:
-        study: the study that the settings belong to.
-        options: values by dotted setting, for the options that were typed.
-        assignments: the `key=value` of each --set.
-        is_axis_free: whether the axis may be set as well, as for a probe, which has no option for it.
-    """
-    overrides: dict[str, object] = dict(options)
-    for assignment in assignments:
-        key, sign, value = assignment.partition("=")
-        if not sign:
-            raise PlanError(
-                f"--set '{format_value(assignment)}' has no value: type --set key=value, like --set actor.lr=1e-5."
-            )
-        name = resolve_key(key.strip(), study.family.config_class)
-        if name == "seed":  # it would have no effect, since every run has its own seed
-            raise PlanError("`seed` is not a setting of a study: type --seeds N to run the seeds 0 to N-1.")
-        if name in overrides:
-            raise PlanError(
-                f"`{name}` is given twice (`--set {format_value(assignment)}` is the second): give it once."
-            )
-        overrides[name] = value.strip()
-    for name in set() if is_axis_free else study.axis.swept_fields & overrides.keys():
-        raise PlanError(
-            f"The arms of study {study.name} differ in `{name}`: choose its values with {study.axis.option}."
-        )
-    for name, setting in overrides.items():
-        if name not in options:
-            _refuse_grid(study, name, str(setting))
-    return overrides
-
-
-def _refuse_grid(study: Study, name: str, text: str) -> None:
-    """Raise PlanError for values with commas between them, of a setting that takes one of them but not the list."""
-    texts = [part.strip() for part in text.split(",")]
-    if len(texts) > 1 and not _can_be(study, name, text) and all(_can_be(study, name, part) for part in texts):
-        study_name = f"my-{name.rpartition('.')[2]}".replace("_", "-")
-        command = format_command("new", study_name, "--vary", f"{name}={','.join(texts)}")
-        raise PlanError(
-            f"--set {name}={format_value(text)}: a setting has one value in all arms. To compare several, declare a "
-            f"study of them: `{command}`."
-        )
-
-
-def _can_be(study: Study, name: str, text: str) -> bool:
-    """Whether `text` can be read as the value of a setting, if nothing else is changed."""
-    try:
-        apply_overrides(study.family.config_class.model_validate({}), {name: text})
-    except ConfigError:
-        return False
-    return True
-
-
-def format_values(study: Study, values: Sequence[str]) -> str:
-    """The values of an axis as text; if it has groups, the number of arms of each group instead."""
-    value_groups = study.axis.value_groups
-    if not value_groups:
-        return ",".join(values)
-    counts = {group: len(set(values).intersection(arms)) for group, arms in value_groups.items()}
-    return ", ".join(f"group {group} ({count} arms)" for group, count in counts.items() if count)
 
 
 def make_plan(

@@ -15,7 +15,8 @@ from search_spaces.declaration.family import Family
 from trainable.runs.run_ends import OPEN_STATUSES, format_stop_reason
 from trainable.runs.stop_rules import parse_finite
 from tune_study.host.console import EscapedRenderable
-from tune_study.plan.study_plan import RunSpec, StudyPlan
+from tune_study.plan.run_spec import RunSpec
+from tune_study.plan.study_plan import StudyPlan
 
 _STEPS_PER_LINE = 10
 """Without a terminal, a run prints a line at every 10th step, and at every step with a validation."""

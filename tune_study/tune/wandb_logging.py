@@ -10,7 +10,8 @@ from ray import tune
 from trainable.config.command_lines import format_command
 from trainable.runs.run_files import GRADIENTS_FILE
 from tune_study.folder.statuses import read_status
-from tune_study.plan.study_plan import RunSpec, StudyPlan
+from tune_study.plan.run_spec import RunSpec
+from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.trials import list_run_ids, split_rows_by_run
 from tune_study.tune.wandb_sync import WandbUploader
 

@@ -16,7 +16,7 @@ from trainable.sandbox.config.settings import UpdateRuleConfig
 from tune_study.commands.cli import app
 from tune_study.commands.option_groups import add_axis_options
 from tune_study.commands.run_options import RunOptions, plan_from_options
-from tune_study.plan.study_plan import find_study
+from tune_study.plan.study_names import find_study
 
 
 def dry_run(folder: Path, *words: str) -> tuple[int, str, str]:

@@ -32,7 +32,9 @@ from tune_study.placement.model_size import ModelShape, count_policy_parameters,
 from tune_study.placement.resources import preflight
 from tune_study.plan.errors import PlanError
 from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import RunSpec, StudyPlan, collect_overrides, make_plan
+from tune_study.plan.run_spec import RunSpec
+from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.plan.typed_settings import collect_overrides
 from tune_study.tune.run import execute_study
 from tune_study.tune.trials import make_trial_config
 

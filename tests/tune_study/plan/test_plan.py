@@ -9,17 +9,9 @@ from search_spaces.language_model.family import get_model_name
 from tests.fakes.trainer import make_study
 from trainable.config.run_config import ConfigError, apply_overrides
 from tune_study.plan.errors import PlanError
-from tune_study.plan.study_plan import (
-    StudyPlan,
-    add_seeds,
-    collect_overrides,
-    find_changed_settings,
-    find_study,
-    make_plan,
-    parse_bool,
-    parse_values,
-    set_max_seeds,
-)
+from tune_study.plan.study_names import find_study
+from tune_study.plan.study_plan import StudyPlan, add_seeds, find_changed_settings, make_plan, set_max_seeds
+from tune_study.plan.typed_settings import collect_overrides, parse_bool, parse_values
 
 # (experiment name, log, checkpoint folder) of every default value in the published scripts for Qwen2.5-3B.
 LABELS = ("0", "0001", "0003", "001", "003", "01")

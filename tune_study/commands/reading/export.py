@@ -19,7 +19,8 @@ from tune_study.placement.model_files import check_model
 from tune_study.plan.arms import find_arm
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy
-from tune_study.plan.study_plan import RunSpec, StudyPlan, find_changed_settings
+from tune_study.plan.run_spec import RunSpec
+from tune_study.plan.study_plan import StudyPlan, find_changed_settings
 
 BEST_STEP = "best"
 

@@ -17,7 +17,7 @@ from trainable.config.setting_types import format_value
 from trainable.files.paths import make_folder
 from tune_study.host.console import print_line, print_table
 from tune_study.plan.errors import PlanError
-from tune_study.plan.study_plan import parse_values
+from tune_study.plan.typed_settings import parse_values
 
 FIGURE_DIR = Path("figures") / "gradients"
 

@@ -17,7 +17,7 @@ from tune_study.commands.arguments.options import complete_preset, complete_stud
 from tune_study.commands.arguments.settings_file import merge_assignments, read_assignments
 from tune_study.commands.cli import app
 from tune_study.plan.errors import PlanError
-from tune_study.plan.study_plan import find_study
+from tune_study.plan.study_names import find_study
 
 DRY_RUN = "run kl --preset laptop --seeds 1 --dry-run"
 

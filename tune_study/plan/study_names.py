@@ -1,0 +1,65 @@
+"""The studies by the names that users type."""
+
+import difflib
+from pathlib import Path
+
+from search_spaces import STUDIES, SUITES
+from search_spaces.declaration.study import Study
+from trainable.config.command_lines import format_command
+from trainable.config.setting_types import format_value
+from tune_study.plan.errors import PlanError
+
+
+def normalize_study_name(name: str) -> str:
+    """The name of a study or a suite as it is declared, from one that may have underscores and capital letters.
+
+    Example:
+        >>> normalize_study_name("Top_P")
+        'top-p'
+    """
+    return name.replace("_", "-").lower()
+
+
+def find_study(name: str, kl_type: str | None = None) -> Study:
+    """The study `name` (see `normalize_study_name`). Raise PlanError that lists all studies if there is none.
+
+    kl_type: the text of --kl-type, which chooses a variant of the study; None for the variant that the study fixes.
+    """
+    study = STUDIES.get(normalize_study_name(name))
+    if study is None:
+        raise PlanError(f"There is no study `{format_value(name)}`.{_suggest_study(name)}")
+    if kl_type is None:
+        return study
+    if not study.variants:
+        advice = "type --set actor.kl_loss_type=NAME"
+        # The KL loss differs between the arms of smoke-all, so --set would be refused as well.
+        if "actor.kl_loss_type" in study.axis.swept_fields:
+            advice = f"it has all of them; for one alone, type `run smoke --kl-type {format_value(kl_type)}`"
+        raise PlanError(f"--kl-type does not belong to study {study.name}: {advice}.")
+    if kl_type not in study.variants:
+        raise PlanError(
+            f"--kl-type {format_value(kl_type)} is not a KL loss of the grid: type one of {', '.join(study.variants)}."
+        )
+    return study.get_variant(kl_type)
+
+
+def _suggest_study(name: str) -> str:
+    """What may be meant by a name that no study has, else all names there are; with a space before it."""
+    if "," in name:
+        return " One command runs one study or one suite."
+    if Path(f"{name}.py").is_file():
+        return f" Did you mean the file {name}.py?"
+    typed, names = normalize_study_name(name), [*STUDIES, *SUITES]
+    # Folders of results begin with the name of their study; of short names, one letter is half of it.
+    nearest = (
+        difflib.get_close_matches(typed, names, 1, cutoff=0.9)
+        or [known for known in names if typed.startswith(f"{known}-")][:1]
+        or difflib.get_close_matches(typed, names)
+        or difflib.get_close_matches(typed, names, 1, cutoff=0.5)
+    )
+    if nearest:
+        return f" Nearest: {', '.join(nearest)}. All studies with their questions: {format_command('list')}"
+    return (
+        f" The studies are {', '.join(STUDIES)}: type one of them, for example `{format_command('run', 'kl')}`, or for "
+        f"`run` a suite of studies: {', '.join(SUITES)}."
+    )

@@ -1,0 +1,127 @@
+"""Values of an axis and settings as they are typed on the command line."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from search_spaces.declaration.study import Study
+from trainable.config.command_lines import format_command
+from trainable.config.run_config import ConfigError, apply_overrides, resolve_key
+from trainable.config.setting_types import format_value
+from tune_study.plan.errors import PlanError
+
+# The words for True and False that the published scripts accept.
+BOOL_WORDS = {"true": True, "1": True, "yes": True, "y": True, "false": False, "0": False, "no": False, "n": False}
+
+
+def expand_groups(study: Study, entries: Sequence[str]) -> tuple[str, ...]:
+    """Replace the name of a group of values by its members. A name of an arm stands for itself.
+
+    An arm that was typed in addition to its group is counted once. Studies without groups get their entries unchanged.
+    Raises PlanError for an unknown name, and for an entry that is given twice.
+    """
+    value_groups = study.axis.value_groups
+    if not value_groups:
+        return tuple(entries)
+    grid = study.axis.grids["paper"]
+    for entry in entries:
+        if entry not in value_groups and entry not in grid:
+            raise PlanError(
+                f"{study.axis.option} {format_value(entry)} is not a group: type one or more of "
+                f"{','.join(value_groups)}, or names of arms; --dry-run with this --kl-type lists them in its column "
+                "`arm`."
+            )
+    duplicates = [entry for number, entry in enumerate(entries) if entry in entries[:number]]
+    if duplicates:
+        raise PlanError(f"{study.axis.option} has {format_value(duplicates[0])} twice: give each group once.")
+    selected_values = {value for entry in entries for value in value_groups.get(entry, (entry,))}
+    # In the order of the grid, whatever the order of typing.
+    return tuple(value for value in grid if value in selected_values)
+
+
+def parse_values(text: str, option: str) -> tuple[str, ...]:
+    """The entries of a comma-separated list as they were typed, without surrounding blanks.
+
+    option: the option that the list belongs to, for the message of the PlanError for an empty entry.
+    """
+    values = tuple(entry.strip() for entry in text.split(","))
+    if not all(values):
+        raise PlanError(
+            f"{option} '{format_value(text)}' has an empty entry: type values separated by single commas, like "
+            f"0,0.01,0.1."
+        )
+    return values
+
+
+def parse_bool(text: str, option: str) -> bool:
+    """Parse one of the words for True and False that the published scripts accept."""
+    word = text.strip().lower()
+    if word not in BOOL_WORDS:
+        raise PlanError(
+            f"{option} '{format_value(text)}' is neither True nor False: type {option} True or {option} False."
+        )
+    return BOOL_WORDS[word]
+
+
+def collect_overrides(
+    study: Study, options: Mapping[str, object], assignments: Iterable[str], is_axis_free: bool = False
+) -> dict[str, object]:
+    """Collect the settings of the command line. Raise PlanError if one is set twice, or belongs to the study's axis.
+
+    Args:
+        study: the study that the settings belong to.
+        options: values by dotted setting, for the options that were typed.
+        assignments: the `key=value` of each --set.
+        is_axis_free: whether the axis may be set as well, as for a probe, which has no option for it.
+    """
+    overrides: dict[str, object] = dict(options)
+    for assignment in assignments:
+        key, sign, value = assignment.partition("=")
+        if not sign:
+            raise PlanError(
+                f"--set '{format_value(assignment)}' has no value: type --set key=value, like --set actor.lr=1e-5."
+            )
+        name = resolve_key(key.strip(), study.family.config_class)
+        if name == "seed":  # it would have no effect, since every run has its own seed
+            raise PlanError("`seed` is not a setting of a study: type --seeds N to run the seeds 0 to N-1.")
+        if name in overrides:
+            raise PlanError(
+                f"`{name}` is given twice (`--set {format_value(assignment)}` is the second): give it once."
+            )
+        overrides[name] = value.strip()
+    for name in set() if is_axis_free else study.axis.swept_fields & overrides.keys():
+        raise PlanError(
+            f"The arms of study {study.name} differ in `{name}`: choose its values with {study.axis.option}."
+        )
+    for name, setting in overrides.items():
+        if name not in options:
+            _refuse_grid(study, name, str(setting))
+    return overrides
+
+
+def _refuse_grid(study: Study, name: str, text: str) -> None:
+    """Raise PlanError for values with commas between them, of a setting that takes one of them but not the list."""
+    texts = [part.strip() for part in text.split(",")]
+    if len(texts) > 1 and not _can_be(study, name, text) and all(_can_be(study, name, part) for part in texts):
+        study_name = f"my-{name.rpartition('.')[2]}".replace("_", "-")
+        command = format_command("new", study_name, "--vary", f"{name}={','.join(texts)}")
+        raise PlanError(
+            f"--set {name}={format_value(text)}: a setting has one value in all arms. To compare several, declare a "
+            f"study of them: `{command}`."
+        )
+
+
+def _can_be(study: Study, name: str, text: str) -> bool:
+    """Whether `text` can be read as the value of a setting, if nothing else is changed."""
+    try:
+        apply_overrides(study.family.config_class.model_validate({}), {name: text})
+    except ConfigError:
+        return False
+    return True
+
+
+def format_values(study: Study, values: Sequence[str]) -> str:
+    """The values of an axis as text; if it has groups, the number of arms of each group instead."""
+    value_groups = study.axis.value_groups
+    if not value_groups:
+        return ",".join(values)
+    counts = {group: len(set(values).intersection(arms)) for group, arms in value_groups.items()}
+    return ", ".join(f"group {group} ({count} arms)" for group, count in counts.items() if count)
