@@ -52,7 +52,7 @@ def read_episodes_of_run(folder: Path, run_id: str) -> list[RecordedEpisode]:
     return read_episodes(run_dir)
 
 
-def read_episodes_frame(studies: Iterable[tuple[Path, Mapping[str, Any]]]) -> pd.DataFrame:
+def read_episodes_frame(studies: Iterable[tuple[Path, Mapping[str, Any]]], *, is_trained: bool = False) -> pd.DataFrame:
     """The recorded validation episodes of all runs of studies: a row for each, in the order of runs, steps and levels.
 
     Columns: study, run_id, arm, seed; step (training steps before the validation), level (its seed), success, score,
@@ -61,12 +61,17 @@ def read_episodes_frame(studies: Iterable[tuple[Path, Mapping[str, Any]]]) -> pd
 
     Args:
         studies: the folder results/<run> of each study, and the content of its study.json.
+        is_trained: whether to return the episodes that steps trained on instead of those of validations. Their step is
+            that step, and they have two columns more: rollout (number among the episodes of a level, from 0) and
+            advantage (mean over the turns).
     """
+    types = {**_FRAME_TYPES, **(_TRAINED_TYPES if is_trained else {})}
     rows = [
         {
             "study": study["name"],
             **{name: entry[name] for name in ("run_id", "arm", "seed")},
             **{name: getattr(episode, name) for name in ("step", "level", "success", "score", "stop_reason")},
+            **({"rollout": episode.rollout, "advantage": episode.advantage} if is_trained else {}),
             "turns": len(episode.turns),
             "invalid_turns": sum(not turn.valid for turn in episode.turns),
             "text": "\n".join(format_turns(episode)),
@@ -74,9 +79,9 @@ def read_episodes_frame(studies: Iterable[tuple[Path, Mapping[str, Any]]]) -> pd
         for folder, study in studies
         for entry in study["runs"]
         for episode in read_episodes_of_run(folder, entry["run_id"])
-        if not episode.is_trained
+        if episode.is_trained == is_trained
     ]
-    return pd.DataFrame(rows, columns=list(_FRAME_TYPES)).astype(_FRAME_TYPES)
+    return pd.DataFrame(rows, columns=list(types)).astype(types)
 
 
 def format_turns(episode: RecordedEpisode) -> Iterator[str]:
@@ -160,6 +165,9 @@ _FRAME_TYPES: Mapping[str, str] = {
     "invalid_turns": "int64",
     "text": TEXT,
 }
+
+
+_TRAINED_TYPES: Mapping[str, str] = {"rollout": "int64", "advantage": FLOAT}
 
 
 def _is_count(value: object) -> bool:

@@ -121,6 +121,14 @@ class StudyFrames:
         return read_episodes_frame(zip(self.folders, self.studies, strict=bool(self.folders)))
 
     @cached_property
+    def trained_episodes(self) -> pd.DataFrame:
+        """One row per recorded episode that a step trained on, with its advantage, as in `episodes`. Read at first use.
+
+        Recorded with the setting `trainer.log_train_generations`.
+        """
+        return read_episodes_frame(zip(self.folders, self.studies, strict=bool(self.folders)), is_trained=True)
+
+    @cached_property
     def steps_by_run(self) -> dict[str, pd.DataFrame]:
         """Rows of `steps` by run_id. Runs without a row have no entry."""
         return {str(run_id): rows for run_id, rows in self.steps.groupby("run_id", sort=False)}

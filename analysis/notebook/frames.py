@@ -96,6 +96,11 @@ class StudyRun:
         """The rows of `episodes`, one per recorded validation episode, with its text."""
         return self._select(self.frames.episodes)
 
+    @property
+    def trained_episodes(self) -> pd.DataFrame:
+        """The rows of `trained_episodes`, one per recorded episode that a step trained on, with its advantage."""
+        return self._select(self.frames.trained_episodes)
+
     def restore(
         self,
         step: int | None = None,

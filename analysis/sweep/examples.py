@@ -1,5 +1,6 @@
 """Example episodes of a report: what the policy of each arm did before training and at the end, and in training."""
 
+import math
 import warnings
 from typing import Any, NamedTuple
 
@@ -77,9 +78,8 @@ def _choose_trained_episodes(episodes: list[RecordedEpisode]) -> list[RecordedEp
 
 
 def _get_advantage(episode: RecordedEpisode) -> float:
-    """The mean advantage of the turns of an episode, without its children; 0 if no turn has one."""
-    advantages = [turn.advantage for turn in episode.turns if turn.advantage is not None]
-    return sum(advantages) / max(len(advantages), 1)
+    """The advantage of an episode; 0 if no turn has one."""
+    return 0.0 if math.isnan(episode.advantage) else episode.advantage
 
 
 def _describe_episode(episode: RecordedEpisode) -> dict[str, Any]:

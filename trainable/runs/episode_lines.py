@@ -1,5 +1,6 @@
 """Episodes as a run records them: the texts of a few, one line of EPISODES_FILE per episode."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -74,6 +75,12 @@ class RecordedEpisode(NamedTuple):
     def is_trained(self) -> bool:
         """Whether a step trained on the episode; False for an episode of a validation."""
         return self.rollout is not None
+
+    @property
+    def advantage(self) -> float:
+        """Mean advantage of the turns, without those of children; NaN if no turn has one."""
+        advantages = [turn.advantage for turn in self.turns if turn.advantage is not None]
+        return sum(advantages) / len(advantages) if advantages else math.nan
 
     def to_line(self) -> dict[str, object]:
         """The record for episodes.jsonl."""

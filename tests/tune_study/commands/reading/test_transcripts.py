@@ -98,6 +98,14 @@ def test_trained_episodes_are_shown_with_their_advantages(tmp_path: Path) -> Non
         "Level 10000, rollout 2, trained in step 40: success, score 1.5",
     ]
     assert "    Up, Left, reward -0.2, advantage 0.5" in answer.out.splitlines()
+    frame = load(folder).trained_episodes
+    columns = ["arm", "step", "level", "rollout", "success", "advantage", "turns"]
+    assert frame[columns].to_numpy().tolist() == [
+        ["0", 20, 10_000, 0, True, -0.5, 2],
+        ["0", 40, 10_000, 1, False, 0.5, 2],
+        ["0", 40, 10_000, 2, True, 1.5, 2],
+    ]
+    assert load(folder).episodes.empty
     answer = type_in(f"transcripts {folder} --trained --arm 0.1")
     assert answer.code == 2
     assert "has recorded an episode that it trained on" in answer.err
@@ -178,3 +186,6 @@ def test_frames_without_episodes_have_an_empty_frame_of_the_same_columns(tmp_pat
     empty = load(write_study(tmp_path, [FakeRun("0")])).episodes
     pd.testing.assert_series_equal(empty.dtypes, load(folder).episodes.dtypes)
     assert empty.empty
+    empty_trained = load(folder).trained_episodes
+    assert empty_trained.empty
+    assert set(empty_trained) - set(empty) == {"rollout", "advantage"}
