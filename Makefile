@@ -7,12 +7,13 @@ BIN := .venv/bin
 ENGINES := .venv-engines/bin
 BENCH := .venv-bench/bin
 # More than cores here: a test of a study waits for Ray, one of an ended study for its processes. With four processes on
-# two cores there was nothing left, and single tests of studies took over ten times as long as alone.
+# two cores there was nothing left, and single tests of studies took over ten times as long as alone; in test-ci, two of
+# four have a lower priority.
 PARALLEL := --numprocesses 3
 # The priority of the tests that run beside those with processes.
 BESIDE := nice -n 10
 
-.PHONY: setup compile kl entropy top-p collapse test test-faults test-ci test-slow test-browser attack replicates record-demo test-engines test-all check format bench bench-engines setup-gpu test-gpu bench-gpu clean
+.PHONY: setup compile kl entropy top-p collapse test test-faults test-ci test-slow test-browser attack replicates record-demo test-engines test-all check lint types format bench bench-engines setup-gpu test-gpu bench-gpu clean
 
 setup: .venv/ready
 
@@ -36,18 +37,22 @@ compile: setup
 	$(BIN)/python -m compileall -q tune_study trainable search_spaces analysis tests benchmarks
 	$(BIN)/python -m trainable.tiny --compile
 
-check: setup
+check: lint types
+
+lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: setup
 	$(BIN)/mypy
 
 # All tests that need no process of their own: no study through Ray, no command, no benchmark. The profile draws the same
 # examples on every machine, and fewer than test-all and a plain pytest, which draw new ones each time. Files come in the
 # order that tests/conftest.py gives them: the longest first. To rewrite the assertions of all files costs each process nine
-# seconds, so only what failed is run with it, which shows the values. No test looks at what is logged, which takes three
-# milliseconds per test to collect.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --hypothesis-profile quick
-QUICK := $(PYTEST) -p no:logging --assert plain --dist loadfile --no-loadscope-reorder
+# seconds, so only what failed is run with it, which shows the values. To collect what is logged would take 3 to 5
+# milliseconds per test, and no test looks at it.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --hypothesis-profile quick -p no:logging
+QUICK := $(PYTEST) --assert plain --dist loadfile --no-loadscope-reorder
 SHOW_VALUES = || { $(PYTEST) $(CACHE) --last-failed --last-failed-no-failures none; exit 1; }
 test: check compile
 	$(QUICK) $(PARALLEL) -m "not slow and not faults and not engines and not processes" $(SHOW_VALUES)
@@ -60,13 +65,13 @@ test-faults: setup compile
 
 # The tests, and the main faults. Tests with processes of their own wait for them half of their time, which the others
 # use: they run beside them with a lower priority, so that no study is slower for it.
-test-ci: compile
-	$(MAKE) --jobs 3 test-beside test-processes check-beside
+test-ci: lint compile
+	$(MAKE) --jobs 3 test-beside test-processes types-beside
 
-.PHONY: test-beside test-processes check-beside
-# Types take over a minute where nothing is known from an earlier check.
-check-beside: setup
-	{ $(BESIDE) $(MAKE) check; } 2>&1 | while IFS= read -r line; do echo "[check] $$line"; done
+.PHONY: test-beside test-processes types-beside
+# On one core: 76 CPU seconds where nothing is known from an earlier check.
+types-beside: setup
+	{ $(BESIDE) $(BIN)/mypy; } 2>&1 | while IFS= read -r line; do echo "[types] $$line"; done
 
 test-beside: setup
 	{ $(BESIDE) env $(QUICK) --numprocesses 2 -m "not slow and not engines and not faults and not processes" $(SHOW_VALUES); } \

@@ -26,16 +26,17 @@ MEMORY_ROOM_BYTES = 6 * 2**30
 """With less room in memory, temporary folders stay on disk."""
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Keep temporary folders in memory where there is room, and restore the handlers of Ctrl-C and a closed terminal.
 
     Every row and checkpoint of a study waits until the disk has it, which in memory takes no time.
 
     A shell starts background jobs with SIGINT ignored, and nohup starts a command with SIGHUP ignored.
 
-    Look for no garbage until all tests are collected.
+    Look for no garbage until all tests are collected, in a process that collects tests.
     """
-    gc.disable()
+    if not config.getoption("numprocesses", default=None):
+        gc.disable()
     if MEMORY_FOLDER.is_dir() and shutil.disk_usage(MEMORY_FOLDER).free > MEMORY_ROOM_BYTES:
         os.environ.setdefault(TEMPORARY_ROOT_ENV, str(MEMORY_FOLDER))
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

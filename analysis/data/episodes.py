@@ -98,9 +98,9 @@ def format_turns(episode: RecordedEpisode) -> Iterator[str]:
                 yield f"    Child {place}: {_CHILD_ENDS.get(child.stop_reason, child.stop_reason)}"
                 for child_turn in child.turns:
                     yield from (f"    {line}" for line in _format_turn(child_turn, ""))
-                yield from (f"    {line}" for line in _name_lines("answer", child.answer))
-    yield from _name_lines("answer", episode.answer)
-    yield from _name_lines("evidence", episode.evidence)
+                yield from (f"    {line}" for line in _name_lines("final answer", child.answer))
+    yield from _name_lines("final answer", episode.answer)
+    yield from _name_lines("evidence to quote", episode.evidence)
 
 
 def _name_lines(name: str, text: str | None) -> Iterator[str]:

@@ -13,11 +13,11 @@ from analysis.data.families import Row, Schema, TableFamily, get_family
 from analysis.data.frames import FRAME_NAMES, Study, StudyFrames, cast_frame, concat_studies, make_setting_column
 from analysis.data.run_files import (
     MAX_OWN_COLUMNS,
+    find_steps_total,
     find_valid_object,
     flatten_config,
     get_analysis_key,
     get_evaluation_key,
-    is_int64,
     make_gradient_rows,
     make_group_rows,
     make_step_key,
@@ -172,7 +172,7 @@ def _read_runs(folder: Path, study: Study, family: TableFamily) -> list[_RunFile
     A listed run without a folder never ran. A folder that study.json does not list is read too, so that no result is
     lost. Raises UnsafePathError if the folder of a run is a symbolic link.
     """
-    default_steps = _find_steps_total(study.get("settings"))
+    default_steps = find_steps_total(study.get("settings"))
     check_path(folder, folder / "runs")
     headers_by_id = {head["run_id"]: head for head in study.get("runs", [])}
     run_ids_on_disk = sorted(path.name for path in (folder / "runs").glob("*") if path.is_dir())
@@ -193,7 +193,7 @@ def _read_run_files(folder: Path, listed_header: Row, default_steps: int | None,
         message = f"{folder / 'run.json'} is missing, so the settings of this run are not known."
         warnings.warn(message, DamageWarning, stacklevel=2)
     # Without run.json, the run has the number of steps of the study. No axis of a declared study changes this number.
-    steps_total = _find_steps_total(header.get("config")) or default_steps
+    steps_total = find_steps_total(header.get("config")) or default_steps
     if not status and rows:  # without status.json, the last row tells which rule stopped the run
         status = select_valid_values({column.name: rows[-1].get(column.name) for column in STOP_COLUMNS})
     return _RunFiles(
@@ -281,12 +281,6 @@ def _make_trial_row(study: Study, run: _RunFiles, family: TableFamily, live: boo
         # Only a run stopped by a rule keeps its last values up to the planned end.
         **family.summarize_rows(run.rows, run.steps_total if status == "early_stopped" else None),
     }
-
-
-def _find_steps_total(config: object) -> int | None:
-    """The planned number of steps of a configuration, or None if it does not contain it."""
-    steps_total = flatten_config(config).get("trainer.total_training_steps") if isinstance(config, dict) else None
-    return steps_total if is_int64(steps_total) else None
 
 
 def _parse_number(text: str) -> float:

@@ -87,6 +87,12 @@ def flatten_config(config: Mapping[str, Any]) -> Row:
     return {name: json.dumps(value) if isinstance(value, list) else value for name, value in fields}
 
 
+def find_steps_total(config: object) -> int | None:
+    """The planned number of steps of a configuration, or None if it does not contain it."""
+    steps_total = flatten_config(config).get("trainer.total_training_steps") if isinstance(config, dict) else None
+    return steps_total if is_int64(steps_total) else None
+
+
 def is_int64(value: object) -> bool:
     """Whether `value` is an integer that fits into 64 bits. True and False do not count."""
     return type(value) is int and abs(value) < 2**63
@@ -145,6 +151,8 @@ def _is_valid_value(name: str, value: object) -> bool:
         return is_text(value)
     if name == "points":
         return _is_points(value)
+    if name == "preset_steps":
+        return value is None or (isinstance(value, int) and is_int64(value) and value > 0)
     if name == "search":
         return value is None or _is_search(value)
     dtype = RUN_FILE_SCHEMA.get(name)

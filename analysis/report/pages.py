@@ -93,7 +93,8 @@ def _conclude_search(frames: StudyFrames) -> Conclusion:
         f"{entry.name}: {entry.value:.2f} of the importance [{entry.low:.2f}, {entry.high:.2f}]"
         for entry in results.importances
     )
-    return Conclusion(search_page.describe_search(results), lines, collapse="")
+    remarks = (findings.describe_short_runs(frames.studies[0]), search_page.describe_search(results))
+    return Conclusion(" ".join(filter(None, remarks)), lines, collapse="")
 
 
 def list_open_arms(frames: StudyFrames) -> list[str]:

@@ -82,9 +82,17 @@ def _get_advantage(episode: RecordedEpisode) -> float:
     return 0.0 if math.isnan(episode.advantage) else episode.advantage
 
 
+def _shorten(text: str) -> str:
+    """The beginning and the end of a long text: a tree has its answer and the evidence at its end."""
+    half = _MAX_CHARACTERS // 2
+    num_left_out = len(text) - 2 * half
+    if num_left_out <= 0:
+        return text
+    return f"{text[:half]}\n[{num_left_out:,} of {len(text):,} characters left out]\n{text[-half:]}"
+
+
 def _describe_episode(episode: RecordedEpisode) -> dict[str, Any]:
     text = escape_controls("\n".join(format_turns(episode)), allowed="\n\t")
-    shown = text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}\n[{len(text)} characters in all]"
     fields = ("step", "level", "success", "stop_reason", "score")
     is_trained = episode.is_trained
     outcome = "solved" if episode.success else "failed"
@@ -97,5 +105,5 @@ def _describe_episode(episode: RecordedEpisode) -> dict[str, Any]:
         "name": f"advantage {_get_advantage(episode):+.3g} in step {episode.step}"
         if is_trained
         else f"{outcome} after step {episode.step}",
-        "text": shown,
+        "text": _shorten(text),
     }

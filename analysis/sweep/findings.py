@@ -9,6 +9,7 @@ import pandas as pd
 
 from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL, has_added_seeds, require_single_study
 from analysis.data.frames import StudyFrames, to_records
+from analysis.data.run_files import find_steps_total
 from analysis.stats.estimates import Trend
 from analysis.sweep.verdicts import (
     format_fraction,
@@ -385,11 +386,13 @@ def _list_level_caveats(frames: StudyFrames) -> list[str]:
         if is_same
         else f"Runs were validated on different sets of levels, {num_levels} in all."
     )
-    # Games have other levels than boards, and most of their levels are all different.
-    twins_text = f" {num_classes} of them differ: equal levels, also if mirrored or rotated, count once."
+    # Each run numbers the classes of its own levels.
+    has_twins = is_same and num_classes < num_levels
+    twins_text = (
+        f" {num_classes} of them differ: levels that the game counts as equal, such as mirrored boards, count once."
+    )
     return [
-        f"{scope_text}{twins_text if num_classes < num_levels else ''} The results do not apply to levels of another "
-        "kind or size."
+        f"{scope_text}{twins_text if has_twins else ''} The results do not apply to levels of another kind or size."
     ]
 
 
@@ -550,28 +553,24 @@ def describe_confirmation(study: Mapping[str, Any]) -> str:
 
 
 SHORT_SHARE = 0.5
-"""A study is called short if its runs have less than this share of the steps of its preset."""
+"""A study is called short if it was planned with less than this share of the training steps of its preset."""
 
 
 def describe_short_runs(study: Mapping[str, Any]) -> str:
-    """That the runs of a study are far shorter than its preset plans, as a sentence; empty if they are not.
+    """That a study was planned with far fewer steps than its preset has, as a sentence; empty if it was not.
 
     study: content of study.json. Folders of earlier versions do not have the steps of the preset.
 
     >>> settings = {"trainer": {"total_training_steps": 3}}
     >>> describe_short_runs({"preset": "laptop", "preset_steps": 60, "settings": settings})
-    'A short study: 3 training steps per run, where preset laptop has 60. Its numbers do not answer its question.'
+    'A short study: 3 training steps instead of the 60 of preset laptop, so it may not show what longer runs do.'
     """
-    preset_steps = study.get("preset_steps")
-    if preset_steps is None:
+    steps, preset_steps = find_steps_total(study.get("settings")), study.get("preset_steps")
+    if steps is None or preset_steps is None or steps >= SHORT_SHARE * preset_steps:
         return ""
-    steps = study["settings"]["trainer"]["total_training_steps"]
-    if steps >= SHORT_SHARE * preset_steps:
-        return ""
-    amount = f"{steps:,} training step{'' if steps == 1 else 's'} per run"
     return (
-        f"A short study: {amount}, where preset {study['preset']} has {preset_steps:,}. Its numbers do not answer its "
-        "question."
+        f"A short study: {steps:,} training step{'' if steps == 1 else 's'} instead of the {preset_steps:,} of preset "
+        f"{study.get('preset', '')}, so it may not show what longer runs do."
     )
 
 

@@ -1,5 +1,7 @@
 """A trial with one run and without Ray's driver: the test makes the calls that Tune would make."""
 
+import gc
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -204,3 +206,12 @@ def test_rows_of_other_tools_in_the_file_do_not_matter(tmp_path: Path) -> None:
     resumed = start_trial(tmp_path, **STOPS)
     assert not resumed.begin().is_over
     assert resumed.step()["step"] == 2
+
+
+@pytest.mark.parametrize("family", ["trainable.families:LANGUAGE_MODEL", "trainable.no_such_module:FAMILY"])
+def test_garbage_is_collected_after_the_imports(tmp_path: Path, family: str) -> None:
+    trial = Trial({**make_trial_config(tmp_path), "family": family})
+    with nullcontext() if family.startswith("trainable.families") else pytest.raises(ModuleNotFoundError):
+        trial.begin()
+    assert gc.isenabled()
+    trial.cleanup()

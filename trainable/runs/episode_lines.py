@@ -57,7 +57,7 @@ class RecordedEpisode(NamedTuple):
     `trainable.rollout.episode.StopReason`. score: sum of the rewards of all turns. children: the rollouts that it
     asked, in order. rollout: of an episode that was trained on, its number among those of its level, from 0; None for
     an episode of a validation. answer, evidence: in a game of trees, the final answer, and the passages that a perfect
-    one quotes, at most `MAX_ANSWER_CHARS` of each; None without an answer, and in other games.
+    one quotes, at most `MAX_ANSWER_CHARS` of each; None in other games, and `answer` also without an answer.
     """
 
     step: int

@@ -77,7 +77,7 @@ def main() -> None:
     # Reports make many objects that live until the end: with Python's own thresholds, up to a tenth of their time goes
     # into looking for garbage among them.
     gc.set_threshold(50_000, 20, 20)
-    # The interpreter looks through all objects once more as it ends, which takes up to half a second.
+    # The interpreter looks through all objects once more as it ends, which takes up to 0.9 s.
     atexit.register(gc.freeze)
     protect_output()  # before the first line is printed
     show_warnings()

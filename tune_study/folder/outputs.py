@@ -79,7 +79,6 @@ def make_study_entry(plan: StudyPlan) -> dict[str, Any]:
         "run": plan.run,
         "preset": plan.preset,
         "preset_reason": plan.preset_reason,
-        "preset_steps": make_base_config(plan.study, plan.preset).trainer.total_training_steps,
         "axis": {
             "setting": axis.setting,
             "option": axis.option,
@@ -132,9 +131,9 @@ def _list_extra_seeds(plan: StudyPlan) -> dict[str, list[int]]:
 def write_study(plan: StudyPlan) -> list[str]:
     """Write study.json, every run.json, and a status for every run that has none, before anything starts.
 
-    In study.json, versions, git, created_at, margins, contrasts and the planned seeds are those of the first start.
-    command is that of the first start with the same values and seeds. `starts` lists every start, and
-    earlier_declarations the texts that the file of the study had before.
+    In study.json, versions, git, created_at, margins, contrasts, planned seeds and the steps of the preset are those of
+    the first start. command is that of the first start with the same values and seeds. `starts` lists every start,
+    and earlier_declarations the texts that the file of the study had before.
 
     Returns the differences from the previous start that could change a number, as `name: old -> new`: versions of
     packages, and the commit of the code.
@@ -176,6 +175,10 @@ def write_study(plan: StudyPlan) -> list[str]:
         "contrasts": previous_entry["contrasts"] if is_declared_before else _list_contrasts(plan),
         "earlier_declarations": _list_earlier_declarations(plan, previous_entry),
         "planned_seeds": previous_entry.get("planned_seeds") or len(previous_entry.get("seeds") or plan.seeds),
+        # Of the preset as it was then; a folder of an earlier version does not have it.
+        "preset_steps": previous_entry.get("preset_steps")
+        if previous_entry
+        else make_base_config(plan.study, plan.preset).trainer.total_training_steps,
         # The groups of a grid may be started one by one, and the baseline is in one of them.
         "planned_baseline_seeds": previous_entry.get("planned_baseline_seeds")
         or (None if plan.baseline is None else plan.num_baseline_seeds),

@@ -129,9 +129,7 @@ def estimate_row_bytes(config: RunConfig) -> int:
         min(trainer.log_val_generations, env.val_env_groups)
         + min(trainer.log_train_generations, env.env_groups * env.group_size)
     )
-    observation_bytes, evidence_bytes = (
-        (env.papers.observation_chars, MAX_ANSWER_CHARS) if env.kind.has_trees else (0, 0)
-    )
+    observation_bytes, answer_bytes = (env.papers.observation_chars, MAX_ANSWER_CHARS) if env.kind.has_trees else (0, 0)
     turn_bytes = _TURN_BYTES + observation_bytes + config.rollout.response_length * _TOKEN_BYTES
     # At step 1 and at every N-th step after it, which are ceil(steps / N) analyses.
     analyses = (
@@ -143,8 +141,12 @@ def estimate_row_bytes(config: RunConfig) -> int:
         + analyses * _ANALYSIS_BYTES
         + levels * _LEVEL_BYTES
         + (validations + 2) * _EVALUATION_BYTES
-        # The answer of a rollout is in place of the observation that its last turn has not.
-        + episodes * (_EPISODE_BYTES + evidence_bytes + env.max_conversations_per_rollout * env.max_turn * turn_bytes)
+        + episodes
+        * (
+            _EPISODE_BYTES
+            + answer_bytes
+            + env.max_conversations_per_rollout * (answer_bytes + env.max_turn * turn_bytes)
+        )
     )
 
 

@@ -236,7 +236,7 @@ def format_cpu_time_line(plan: StudyPlan, resource_plan: ResourcePlan) -> str | 
             return None
         run_seconds.append(estimate_cpu_run_seconds(shape, config))
     types = sorted({config.model.dtype for config in configs} - {"float32"})
-    types_text = f"; measured in float32, and {' and '.join(types)} may take several times as long" if types else ""
+    types_text = f"; measured in float32, and a CPU is slower in {' and '.join(types)}" if types else ""
     study_seconds = max(*run_seconds, sum(run_seconds) / max(resource_plan.max_concurrent, 1))
     return (
         f"Time: about {_format_duration(max(run_seconds), digits=2)} per run, "

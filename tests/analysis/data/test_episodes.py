@@ -109,14 +109,14 @@ def test_a_tree_is_read_and_written_with_its_children(tmp_path: Path) -> None:
         "    | second",
         "    > FINAL(y)",
         "      run, weight 0.25",
-        "      answer: a",
-        "      answer: b",
+        "      final answer: a",
+        "      final answer: b",
         "| ['a']",
         "> FINAL(x)",
         "  run, reward 0.75, weight 0.25",
-        "  answer: ",
-        "  evidence: one",
-        "  evidence: two",
+        "  final answer: ",
+        "  evidence to quote: one",
+        "  evidence to quote: two",
     ]
 
 

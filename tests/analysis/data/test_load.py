@@ -490,6 +490,9 @@ def test_runs_that_are_no_names_of_folders_are_refused(tmp_path: Path, runs: obj
         {"seeds": [0.5]},
         {"seeds": [0] * (MAX_RUNS + 1)},
         {"runs": [{"run_id": "a" * 300}]},
+        {"preset_steps": "60"},
+        {"preset_steps": 0},
+        {"preset_steps": 10**400},
     ],
 )
 def test_a_study_json_of_the_wrong_shape_is_named(tmp_path: Path, changes: dict[str, object]) -> None:

@@ -8,9 +8,11 @@ import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from analysis.data.load import load, read_study
@@ -120,9 +122,7 @@ def test_a_stop_has_its_rule_value_threshold_and_step(page: Page) -> None:
 
 def test_a_study_of_one_seed_says_so(page: Page) -> None:
     assert "1 seed: nothing shows how much runs of one setting differ, so no difference has an interval." in page.text
-    assert (
-        "the same 200 levels. 175 of them differ: equal levels, also if mirrored or rotated, count once." in page.text
-    )
+    assert "the same 200 levels. 175 of them differ: levels that the game counts as equal, such as" in page.text
 
 
 def test_every_setting_is_listed_and_changed_ones_are_marked(folder: Path, page: Page) -> None:
@@ -243,13 +243,31 @@ def test_every_kind_of_study_has_a_report(tmp_path: Path, runs: list[FakeRun], w
     assert words in " ".join(page.text.split())
 
 
+def test_equal_levels_are_counted_only_where_runs_have_the_same_levels_and_some_are_equal(folder: Path) -> None:
+    frames = load(folder)
+    summary = tables.summarize_arms(frames)
+
+    def find_caveat(levels: pd.DataFrame) -> str:
+        caveats = findings.list_caveats(replace(frames, levels=levels), summary)
+        return next(line for line in caveats if "were validated on" in line)
+
+    levels = frames.levels
+    assert "the same 200 levels. 175 of them differ: " in find_caveat(levels)
+    assert "the same 200 levels. The results" in find_caveat(levels.assign(cluster=levels["level"]))
+    is_first = levels["run_id"] == levels["run_id"].iloc[0]
+    others = levels.assign(level=levels["level"] + 1_000 * is_first)
+    assert "different sets of levels, 400 in all. The results" in find_caveat(others)
+
+
 def test_a_study_far_shorter_than_its_preset_is_called_short(tmp_path: Path) -> None:
     runs = [FakeRun("0", steps=10), FakeRun("0.1", steps=10)]
     short, long = (
         write_study(tmp_path, runs, FakeStudy(run=f"study_{steps}", levels=40, total_steps=10, extra=extra))
         for steps, extra in ((21, {"preset_steps": 21}), (20, {"preset_steps": 20}))
     )
-    sentence = "A short study: 10 training steps per run, where preset laptop has 21."
+    sentence = (
+        "A short study: 10 training steps instead of the 21 of preset laptop, so it may not show what longer runs"
+    )
     assert sentence in render_without_figures(short).text
     assert pages.conclude(load(short)).headline.startswith(sentence)
     assert "A short study" not in render_without_figures(long).text

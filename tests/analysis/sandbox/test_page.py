@@ -148,7 +148,7 @@ def test_every_kind_of_study_has_a_report(tmp_path: Path, runs: list[FakeRun], s
 def test_a_study_far_shorter_than_its_preset_is_called_short(tmp_path: Path) -> None:
     study = FakeStudy("some-study", total_steps=40, extra={"preset_steps": 300})
     words = get_words(load(write_sandbox(tmp_path, [FakeRun("DG", steps=40)], study)))
-    assert "A short study: 40 training steps per run, where preset laptop has 300." in words
+    assert "A short study: 40 training steps instead of the 300 of preset laptop" in words
 
 
 @pytest.mark.parametrize("missing", ["test_error", "entropy", "greedy_separator_rate", "loss", "seconds_total"])

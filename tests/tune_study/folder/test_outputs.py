@@ -16,14 +16,7 @@ from trainable.runs.records import STATUSES
 from trainable.runs.run_ends import ENDED_STATUSES, find_contradiction
 from trainable.runs.run_files import read_rows
 from tune_study.folder import summary
-from tune_study.folder.outputs import (
-    check_writable,
-    is_running,
-    lock_folder,
-    make_study_entry,
-    read_git_state,
-    write_study,
-)
+from tune_study.folder.outputs import check_writable, is_running, lock_folder, read_git_state, write_study
 from tune_study.folder.statuses import (
     RunStatus,
     StudyStatuses,
@@ -185,8 +178,16 @@ def test_a_study_file_gives_the_plan_again(tmp_path: Path) -> None:
 
 def test_a_study_file_has_the_steps_of_its_preset(tmp_path: Path) -> None:
     plan = make_plan(STUDIES["kl"], "laptop", "a test", {"trainer.total_training_steps": "3"}, None, 1, tmp_path)
-    entry = make_study_entry(plan)
+    path = plan.folder / "study.json"
+    write_study(plan)
+    entry = read_object(path)
     assert (entry["preset_steps"], entry["settings"]["trainer"]["total_training_steps"]) == (60, 3)
+    # Those of the first start stay, and a folder of an earlier version gets none.
+    for steps in (20, None):
+        entry.pop("checksum", None)
+        write_object(path, {**entry, "preset_steps": steps})
+        write_study(plan)
+        assert read_object(path)["preset_steps"] == steps
 
 
 def test_a_study_file_keeps_its_date_and_command_while_its_runs_are_the_same(tmp_path: Path) -> None:

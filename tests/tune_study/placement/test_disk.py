@@ -201,8 +201,9 @@ def test_recorded_trees_have_room_for_their_children() -> None:
         return estimate_row_bytes(plan.runs[0].ppo_config)
 
     per_turn = 700 + 3_000 + 32 * 5
-    # Seven validations in 60 steps record 4 trees each, and at most 2 that were trained on; a child has 3 turns.
-    assert estimate(2) - estimate(1) == 7 * (4 + 2) * 3 * per_turn
+    # Seven validations in 60 steps record 4 trees each, and at most 2 that were trained on; a child has 3 turns and an
+    # answer of at most 2,000 characters.
+    assert estimate(2) - estimate(1) == 7 * (4 + 2) * (3 * per_turn + 2_000)
 
 
 def test_arms_that_differ_are_added_up(tmp_path: Path) -> None:
