@@ -237,6 +237,9 @@ def test_the_report_of_a_search_says_what_its_best_point_is_worth(frames: StudyF
     page = parse_page(render_page(frames, figures))
     assert page is not None
     assert conclude(frames).headline == sentence
+    short = conclude(replace(frames, study={**frames.studies[0], "preset_steps": 100_000})).headline
+    assert short.startswith("A short study: ")
+    assert short.endswith(f" {sentence}")
 
 
 def test_the_values_of_the_default_are_those_of_the_study(frames: StudyFrames) -> None:
