@@ -342,11 +342,15 @@ def _make_dose_caption(view: AxisView) -> str:
         if view.dose_response["early_stopped"].any()
         else ""
     )
-    return (
-        f"Circles show sampled validation success at the end of training, {intervals}, triangles greedy validation "
-        "success, and squares sampled success on the test levels. "
-        f"{stops}Horizontal lines show the policy before training: dashed sampled, dotted greedy."
-    )
+    measured = view.dose_response.notna().any()
+    marks = [
+        f"Circles show sampled validation success at the end of training, {intervals}",
+        *["triangles greedy validation success"] * bool(measured["greedy"]),
+        *["squares sampled success on the test levels"] * bool(measured["test"]),
+    ]
+    lines = [*["dashed sampled"] * bool(measured["base"]), *["dotted greedy"] * bool(measured["base_greedy"])]
+    lines_text = f"Horizontal lines show the policy before training: {', '.join(lines)}." if lines else ""
+    return f"{', '.join(marks[:-1])}{', and ' if len(marks) > 1 else ''}{marks[-1]}. {stops}{lines_text}".strip()
 
 
 def _make_survival_table(view: View) -> pd.DataFrame | None:

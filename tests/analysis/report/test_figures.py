@@ -77,3 +77,18 @@ def test_a_figure_without_a_table_is_neither_drawn_nor_captioned() -> None:
         for rendered_figure in gallery.render(drawings)
     ] == [("b", "somewhere", "of frames")]
     assert gallery.render({}) == []
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_the_caption_of_the_dose_response_names_what_is_drawn(tmp_path: Path, is_measured: bool) -> None:
+    missing = ("test_success", "base_val_success", "base_val_greedy_success")
+    rows = {} if is_measured else dict.fromkeys(missing)
+    frames = load(
+        write_study(tmp_path, [FakeRun(arm, steps=SMALL.total_steps, rows=rows) for arm in ("0", "0.1")], SMALL)
+    )
+    text = pages.render_page(frames, pages.draw_figures(frames))
+    assert (
+        "triangles greedy validation success, and squares sampled success on the test levels." in text
+    ) == is_measured
+    assert ("without intervals, and triangles greedy validation success." in text) != is_measured
+    assert ("Horizontal lines show the policy before training: dashed sampled, dotted greedy." in text) == is_measured
