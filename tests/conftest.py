@@ -50,7 +50,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(20_000, 50, 100)
     gc.enable()
-    # Nor as the process ends, which takes a second.
+    # The interpreter would look through all objects as it ends, which takes a second.
     atexit.register(gc.freeze)
 
 

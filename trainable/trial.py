@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def _importing() -> Iterator[None]:
-    """Keep the garbage collector off while modules are imported, and from looking at their objects later.
+def _pause_garbage_collection() -> Iterator[None]:
+    """Keep the garbage collector off, such as during imports, and from looking at the objects of new modules later.
 
-    These stay as long as the process; to look through them takes about a seventh of the time of the imports.
+    These stay as long as the process. To look through them takes about a seventh of the time of the imports.
     """
     was_enabled, num_modules = gc.isenabled(), len(sys.modules)
     gc.disable()
@@ -109,7 +109,7 @@ class Trial(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         terminate_orphans(self._list_run_dirs()[0])
         module, _, name = self.trial_config["family"].partition(":")
         # Imported here because Ray's driver imports this module, too, and should not have to load torch.
-        with _importing():
+        with _pause_garbage_collection():
             from trainable.runs.training import TrainingLoop
 
             family = getattr(importlib.import_module(module), name)

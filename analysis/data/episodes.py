@@ -165,8 +165,6 @@ _FRAME_TYPES: Mapping[str, str] = {
     "invalid_turns": "int64",
     "text": TEXT,
 }
-
-
 _TRAINED_TYPES: Mapping[str, str] = {"rollout": "int64", "advantage": FLOAT}
 
 

@@ -241,7 +241,7 @@ def make_report_context(results: SweepResults) -> dict[str, Any]:
         "dose": layout.get_dose(frames.studies[0]),
         "arms": arms,
         "confirmation": findings.describe_confirmation(frames.studies[0]),
-        "shortness": findings.describe_short_runs(frames.studies[0]),
+        "short_study": findings.describe_short_runs(frames.studies[0]),
         "headline": findings.format_headline(summary),
         "collapse_sentence": findings.describe_collapses(collapses),
         "has_collapse": bool((collapses["collapsed"] > 0).any()),

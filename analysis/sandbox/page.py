@@ -59,7 +59,7 @@ def make_context(frames: StudyFrames) -> Row:
         "study": frames.studies[0],
         "search": make_search_context(search) if search else None,
         "confirmation": findings.describe_confirmation(frames.studies[0]),
-        "shortness": findings.describe_short_runs(frames.studies[0]),
+        "short_study": findings.describe_short_runs(frames.studies[0]),
         "headline": format_headline(frames, differences),
         "statuses": findings.format_status_counts(frames.trials),
         "arms": tables.count_statuses(frames),
