@@ -109,20 +109,27 @@ def test_a_launcher_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_nothing_stays_after_the_end_of_the_parent() -> None:
+    # The parent ends only when it is told to: until then its children are there to be looked up.
     script = (
-        "from trainable.envs.repl.process import *\nimport psutil\n"
+        "from trainable.envs.repl.process import *\nimport psutil, sys\n"
         "repl = ReplProcess({}, limits=ReplLimits(seconds=600))\n"
         "print(repl._process.pid, psutil.Process(repl._process.pid).ppid(), flush=True)\n"
+        "sys.stdin.readline()\n"
     )
     for ending in ("", "import os; os._exit(0)", "repl.execute('while True: pass')"):
-        parent = subprocess.Popen(
-            [sys.executable, "-c", script + ending], stdout=subprocess.PIPE, text=True, cwd=Path.cwd()
-        )
-        assert parent.stdout is not None
-        processes = [psutil.Process(int(number)) for number in parent.stdout.readline().split()]
-        if "while" in ending:
-            parent.kill()
-        parent.stdout.close()
-        parent.wait()
+        with subprocess.Popen(
+            [sys.executable, "-c", script + ending],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path.cwd(),
+        ) as parent:
+            assert parent.stdin is not None and parent.stdout is not None
+            processes = [psutil.Process(int(number)) for number in parent.stdout.readline().split()]
+            assert len(processes) == 2
+            parent.stdin.write("\n")
+            parent.stdin.flush()
+            if "while" in ending:
+                parent.kill()
         _, alive = psutil.wait_procs(processes, timeout=30)
         assert alive == []
