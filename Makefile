@@ -18,11 +18,14 @@ BESIDE := nice -n 10
 setup: .venv/ready
 
 # torch first and pinned: a range would bring the newest one. TORCH names another build, such as a wheel on disk.
+# pip compiles what it installs on one core, with the tests of every package; compileall uses all cores. A file that
+# cannot be compiled is a template, or code for another version of Python.
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	$(BIN)/python -m pip install --quiet --no-compile "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --no-compile --editable ".[test]"
+	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/' .venv/lib || true
 	touch $@
 
 kl entropy top-p: setup
