@@ -740,6 +740,15 @@ def test_python_dash_m_is_the_command_line() -> None:
     assert process.stderr.startswith("tune_study: There is no study `nothing`.")
 
 
+def test_an_interpreter_without_the_packages_says_what_to_type() -> None:
+    # -S: without site-packages, as in a new terminal whose environment is not activated.
+    command = [sys.executable, "-S", "-m", "tune_study", "list"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert f"{sys.executable} has no package typer. Run `make setup`" in process.stderr
+    assert len(process.stderr.splitlines()) == 1
+
+
 @pytest.mark.slow  # test_docs.py and test_end_to_end.py do the same with other studies
 @pytest.mark.usefixtures("ray_session")
 def test_a_study_from_the_command_to_the_frames(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
