@@ -190,7 +190,8 @@ def _format_plan_lines(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str
         f"{len(plan.runs)} runs: {plan.study.axis.setting} in {values}; seeds {_format_seeds(plan)}",
         f"Steps per run: {trainer.total_training_steps}, validation every {trainer.test_freq} steps",
         f"{_describe_trial(plan)} reserves {reserved_resources}; "
-        f"{resource_plan.max_concurrent} at once on {resource_plan.cpus} CPUs",
+        f"{resource_plan.max_concurrent} at once on {resource_plan.cpus} CPUs"
+        + (" (--ray-num-cpus; the cores of this machine are not counted)" if resource_plan.gpu_slots else ""),
     ]
     if resource_plan.gpu_slots:
         lines.append(f"GPU slots (ids): {' '.join(resource_plan.gpu_slots)}")

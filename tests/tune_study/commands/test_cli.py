@@ -312,7 +312,7 @@ def test_every_published_option_is_taken_in_every_spelling(work_dir: Path) -> No
     assert answer.out.startswith("DOES NOT FIT: "), "half of an assumed 80 GiB is too little for the 3B"
     assert "6 runs: actor.kl_loss_coef in 0,0.5; seeds 0,1,2" in answer.out
     assert "Steps per run: 7," in answer.out
-    assert "Each run reserves 1 CPU 0.5 GPU; 3 at once on 3 CPUs" in answer.out
+    assert "Each run reserves 1 CPU 0.5 GPU; 3 at once on 3 CPUs (--ray-num-cpus; the cores" in answer.out
     assert "filter_zero" in answer.out
     dashed = [(f"--{name[2:].replace('_', '-')}", value) for name, value in options.items()]
     underscored = [(f"--{name[2:].replace('-', '_')}", value) for name, value in options.items()]
