@@ -5,12 +5,12 @@ import sys
 try:
     from tune_study.commands.cli import main
 except ModuleNotFoundError as error:
-    # An interpreter without our dependencies, or one whose installation has not ended. What is ours and missing is a bug.
+    # An interpreter without our dependencies, or whose installation has not ended. What is ours and missing is a bug.
     if (error.name or "").split(".")[0] in ("tune_study", "trainable", "search_spaces", "analysis"):
         raise
     print(
-        f"tune_study: {sys.executable} has no package {error.name}. Run `make setup`, wait until it has ended, and type "
-        "`source .venv/bin/activate`; or install tune_study for this interpreter, with its own `-m pip install -e .`.",
+        f"tune_study: {sys.executable} has no package {error.name}. Run `make setup`, wait until it has ended, and "
+        "type `source .venv/bin/activate`; or install tune_study for this interpreter, with its `-m pip install -e .`.",
         file=sys.stderr,
     )
     raise SystemExit(2) from None

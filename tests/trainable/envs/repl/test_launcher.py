@@ -124,7 +124,8 @@ def test_nothing_stays_after_the_end_of_the_parent() -> None:
             text=True,
             cwd=Path.cwd(),
         ) as parent:
-            assert parent.stdin is not None and parent.stdout is not None
+            assert parent.stdin is not None
+            assert parent.stdout is not None
             processes = [psutil.Process(int(number)) for number in parent.stdout.readline().split()]
             assert len(processes) == 2
             parent.stdin.write("\n")
