@@ -341,6 +341,7 @@ def test_an_extended_study_has_the_old_runs_and_the_new(extended: Outcome) -> No
     assert not any(status.failure_class for status in extended.arms.values())
 
 
+@pytest.mark.slow
 def test_finished_runs_are_named_and_not_run_again(outcome: Outcome, extended: Outcome) -> None:
     assert f"{find_run_id(extended.plan, COLLAPSES)} is early_stopped and is not run again" in extended.text
     assert "7 of 10 runs remain" in extended.text
@@ -353,6 +354,7 @@ def test_finished_runs_are_named_and_not_run_again(outcome: Outcome, extended: O
     assert log.count(f"step {STEPS}/{STEPS}") == 1
 
 
+@pytest.mark.slow
 def test_the_commands_to_type_next_are_named_once_every_run_has_ended_well(outcome: Outcome, extended: Outcome) -> None:
     advice = "To go on, open the report in a browser, or type:"
     folder = extended.plan.folder
@@ -379,11 +381,13 @@ def test_the_commands_to_type_next_are_those_that_have_something_to_show(
     assert any("--trained" in command for command in commands) == is_trained
 
 
+@pytest.mark.slow
 def test_a_failed_run_goes_on_from_its_state(extended: Outcome) -> None:
     for arm in FAILED:
         assert read_written_steps(extended.plan, arm) == list(range(1, STEPS + 1))
 
 
+@pytest.mark.slow
 def test_tunes_own_views_list_every_run_of_an_extended_study(extended: Outcome) -> None:
     frame = load_ray_frame(extended.plan.folder).set_index("run_id")
     assert set(frame.index) == {run.run_id for run in extended.plan.runs}

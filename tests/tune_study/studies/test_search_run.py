@@ -61,13 +61,13 @@ def run(plan: StudyPlan) -> tuple[int, str]:
 
 
 def test_a_search_is_a_study_whose_arms_are_points(tmp_path: Path) -> None:
-    plan = make_toy_search(tmp_path, 4)
+    plan = make_toy_search(tmp_path, 2)
     assert run(plan)[0] == 0
     table = make_points(load(plan.folder))
-    assert (len(table), set(table["state"]), set(table["seeds"])) == (4, {COMPLETE}, {2})
+    assert (len(table), set(table["state"]), set(table["seeds"])) == (2, {COMPLETE}, {2})
     # The same command again trains nothing.
-    code, text = run(make_toy_search(tmp_path, 4))
-    assert (code, "0 of 8 runs remain" in text) == (0, True)
+    code, text = run(make_toy_search(tmp_path, 2))
+    assert (code, "0 of 4 runs remain" in text) == (0, True)
 
 
 @pytest.mark.slow

@@ -151,6 +151,7 @@ class ForeignTrainable(tune.Trainable):
         }
 
 
+@pytest.mark.slow  # the rules alone are tested above
 @pytest.mark.usefixtures("ray_session")
 def test_a_tuner_of_ones_own_stops_a_foreign_trainable(tmp_path: Path) -> None:
     settings = EarlyStopConfig(success_patience=5)

@@ -221,6 +221,7 @@ def read_in_browser(address: str, profile: Path) -> str:
 NEEDS_BROWSER = pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium is installed")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.browser
 @NEEDS_BROWSER
