@@ -45,6 +45,7 @@ def get_words(page: Page) -> str:
     return " ".join(page.text.split())
 
 
+@pytest.mark.slow
 def test_without_measurements_there_is_no_section(tmp_path: Path) -> None:
     frames = make_frames(tmp_path, {"0": [], "0.1": []})
     assert pages.draw_figures(frames).keys() & {"gradient_signal", "regularizer_share", "retrieval"} == set()
@@ -124,6 +125,7 @@ def test_a_report_with_gradients_is_the_same_when_written_twice(tmp_path: Path) 
     assert "probe, after the filter" in get_words(parse_page(first))
 
 
+@pytest.mark.slow
 def test_retrieval_is_one_figure_with_the_arms_as_lines(tmp_path: Path) -> None:
     frames = add_retrieval(make_frames(tmp_path, {"0": [], "0.1": []}))
     figures = pages.draw_figures(frames)

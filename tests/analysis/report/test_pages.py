@@ -198,6 +198,7 @@ def test_figures_are_inline_and_files_beside_the_page(folder: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (folder / "figures").glob("*.png"))
 
 
+@pytest.mark.slow
 def test_a_report_is_the_same_when_written_twice(tmp_path: Path) -> None:
     study_folder = write_study(tmp_path, [FakeRun("0", steps=3)], FakeStudy(levels=10, total_steps=3))
     first = write_report(study_folder).read_text()
@@ -281,7 +282,7 @@ def test_a_running_study_can_be_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "missing", thin_out(["entropy", "reward_std", "val_greedy_success", "base_val_success", "kept_ratio"], 2)
+    "missing", thin_out(["entropy", "reward_std", "val_greedy_success", "base_val_success", "kept_ratio"], 5)
 )
 def test_a_missing_column_leaves_out_only_its_section(tmp_path: Path, missing: str) -> None:
     runs = [FakeRun(arm, steps=10, rows={missing: None}) for arm in ("0", "0.1")]
@@ -417,7 +418,10 @@ def test_a_browser_shows_the_report(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "text"),
-    [({}, "plays sokoban ·"), ({"env.name": "bandit.py:Bandit#0123456789abcdef"}, "plays Bandit (bandit.py) ·")],
+    [
+        pytest.param({}, "plays sokoban ·", marks=pytest.mark.slow),
+        ({"env.name": "bandit.py:Bandit#0123456789abcdef"}, "plays Bandit (bandit.py) ·"),
+    ],
 )
 def test_the_page_says_which_game_is_played(tmp_path: Path, settings: dict[str, str], text: str) -> None:
     folder = write_study(tmp_path, [FakeRun("0", seed, settings=settings) for seed in (0, 1)])

@@ -174,6 +174,7 @@ def test_intervals_cover_the_truth() -> None:
         assert np.median([interval.high - interval.low for interval in intervals]) < truth / 2
 
 
+@pytest.mark.slow
 def test_held_out_last_quarter_lies_in_its_band() -> None:
     generator, is_inside = np.random.default_rng(5), []
     for _ in range(25):
@@ -338,6 +339,7 @@ def test_an_unidentified_ceiling_is_refused() -> None:
     assert refuse(validations._replace(successes=successes)).endswith("the largest cost of a seed, 45.45.")
 
 
+@pytest.mark.slow
 def test_flat_and_rising_arms_are_rarely_given_a_ceiling() -> None:
     generator, simulations = np.random.default_rng(14), 15
     for truth in ({"ceiling": 0.2, "ceiling_std": 0.0}, {"midpoint": 200}):

@@ -142,6 +142,7 @@ def test_the_chosen_rule_announces_most_among_those_that_are_rarely_wrong() -> N
     assert alarms.choose_rules(alarms.score_rules(table[table["rule"] == noisy], rules), rules) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_another_study_repeats_counts_once(tmp_path: Path) -> None:
     first, second = (load(write_collapse(tmp_path / name, (10, 12, 14, 9))) for name in ("first", "second"))
     third = load(write_collapse(tmp_path / "third", (11, 12, 14, 9)))  # seed 0 differs, in its spread alone

@@ -141,6 +141,7 @@ def test_episodes_are_read_from_another_folder_too(folder: Path, monkeypatch: py
     assert len(frames.episodes) > 0
 
 
+@pytest.mark.slow
 def test_studies_of_many_arms_and_frames_without_a_folder_have_no_examples(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -178,6 +178,7 @@ def test_the_report_tells_the_order(tmp_path: Path) -> None:
     assert {"survival.png", "onsets.png", "onsets.csv"} <= {path.name for path in (folder / "figures").iterdir()}
 
 
+@pytest.mark.slow
 def test_a_study_without_collapse_has_no_such_section(tmp_path: Path) -> None:
     folder = write_study(tmp_path, [FakeRun("0", steps=10), FakeRun("0.1", steps=10)], STUDY)
     pages.write_frames_report(load(folder), folder, with_pictures=False)

@@ -90,6 +90,7 @@ def test_validations_have_their_costs_and_episodes(tmp_path: Path) -> None:
         assert row["total_optimizer_steps"] == step["total_optimizer_steps"]
 
 
+@pytest.mark.slow
 def test_a_ceiling_above_that_of_the_baseline_is_resolved_with_five_seeds(tmp_path: Path) -> None:
     levels = {"0": 0.5, "0.1": 0.75}
     runs = [FakeRun(arm, seed, success=(0.3, end + 0.004 * seed)) for arm, end in levels.items() for seed in range(5)]

@@ -61,6 +61,7 @@ def test_a_run_without_adapters_keeps_the_hash_from_before_adapters_existed(
     assert "lora" not in hashed_texts[0]
 
 
+@pytest.mark.slow
 def test_a_run_without_adapters_does_not_import_peft() -> None:
     code = (
         "import sys; from tests.fakes.trainers import make_quiet_trainer; make_quiet_trainer().step(); "

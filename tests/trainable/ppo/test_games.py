@@ -6,6 +6,7 @@ import pytest
 
 from tests.fakes.scripted import make_random_model
 from tests.fakes.trainers import drop_times, is_finite
+from tests.strategies.examples import thin_out
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.envs.games.mastermind import compute_consistent_share
@@ -50,7 +51,7 @@ def make_trainer(policy: TinyPolicy, folder: Path, **overrides: object) -> PPOTr
     return PPOTrainer(apply_overrides(RunConfig(), settings), diagnostics=DIAGNOSTICS)
 
 
-@pytest.mark.parametrize("game", list(POLICIES))
+@pytest.mark.parametrize("game", thin_out(POLICIES, 2))
 def test_a_step_has_the_columns_of_any_game(random_models: dict[str, Path], game: str) -> None:
     rows = []
     for _ in range(2):

@@ -39,7 +39,7 @@ def get_columns(rows: list[Row], name: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "overrides", [{}, IN_TORCH, {**IN_TORCH, "model__lora_rank": 4}], ids=["compiled", "torch", "lora"]
+    "overrides", thin_out([{}, IN_TORCH, {**IN_TORCH, "model__lora_rank": 4}]), ids=["compiled", "torch", "lora"]
 )
 def test_a_copy_without_noise_samples_as_the_policy(overrides: dict[str, object]) -> None:
     # So little noise that float32 rounds it away.
@@ -184,7 +184,7 @@ class SleepingSampler(CopySampler):
 
 
 @pytest.mark.parametrize("noise", thin_out([0.02, 1e-30], 2))
-@pytest.mark.parametrize("is_empty", [True, False])
+@pytest.mark.parametrize("is_empty", thin_out([True, False], 2))
 def test_a_sleeping_engine_wakes_with_the_weights_of_the_last_sync(
     noise: float, is_empty: bool, random_folder: Path
 ) -> None:

@@ -106,6 +106,7 @@ def test_the_loss_is_that_of_the_replies_predicted_from_what_stands_before_them(
     assert np.mean(losses) < 1.0
 
 
+@pytest.mark.slow
 def test_making_the_model_twice_gives_the_same_weights(made_model: tuple[Path, list[str]], tmp_path: Path) -> None:
     make_model(tmp_path / "again", SHORT_POLICY, lambda line: None)
     for name in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "recipe.json"):

@@ -152,6 +152,7 @@ def test_a_checkpoint_that_may_not_have_been_written_is_not_missing() -> None:
     assert list_saved_steps([*rows, {"step": 2**60}], 2, has_ended=True) == [2, 4, 6, 2**60]
 
 
+@pytest.mark.slow
 def test_the_command_that_status_prints_can_be_pasted(moved_folder: Path) -> None:
     """`status` is typed with a relative path that begins with a dash, and its answer is given to a real shell."""
     status = type_in("status", "--", NAME)

@@ -100,6 +100,7 @@ def test_a_probe_adds_rows_and_leaves_every_other_byte(study: StudyPlan) -> None
     assert "bucket_6" in (study.output / log).read_text()
 
 
+@pytest.mark.slow
 def test_the_same_probe_gives_the_same_numbers(study: StudyPlan) -> None:
     path, probes = study.get_run_dir(study.runs[1].run_id) / "probes.jsonl", []
     for _ in range(2):
@@ -109,6 +110,7 @@ def test_the_same_probe_gives_the_same_numbers(study: StudyPlan) -> None:
     assert {line["step"] for line in probes[1]} == {2}
 
 
+@pytest.mark.slow
 def test_a_probe_with_other_settings_replaces_the_one_before_whole(study: StudyPlan) -> None:
     path = study.get_run_dir(study.runs[0].run_id) / "probes.jsonl"
     words = [

@@ -134,6 +134,7 @@ def test_twins_have_one_key() -> None:
     assert len({level.key for level in game.make_levels(range(64))}) > 32
 
 
+@pytest.mark.slow
 def test_test_maps_are_in_no_other_set() -> None:
     game = FrozenLake()
     test_keys = collect_level_keys(game.make_test_levels(64))

@@ -128,6 +128,7 @@ def test_the_best_is_that_of_all_strategies(positions: int, colors: int, guesses
     assert best[0] * colors**positions == pytest.approx(count_best_by_hand(positions, colors, guesses))
 
 
+@pytest.mark.slow
 def test_the_best_of_the_default_game() -> None:
     game = Mastermind()
     levels = game.make_levels([0, 1])

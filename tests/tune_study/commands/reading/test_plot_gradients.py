@@ -86,6 +86,7 @@ def test_steps_are_chosen_in_any_spelling(single_run_study: Path, texts: tuple[s
     assert selections == [StepSelection("arm0-seed0", "train", (1, 11))]
 
 
+@pytest.mark.slow
 def test_an_output_folder_of_ones_own(single_run_study: Path, tmp_path: Path) -> None:
     answer = type_in(single_run_study, f"--step 11 --output-dir {tmp_path}/new/pictures")
     assert answer.code == 0

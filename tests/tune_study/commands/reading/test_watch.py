@@ -115,6 +115,7 @@ def test_new_rows_make_a_new_page(folder: Path, monkeypatch: pytest.MonkeyPatch)
         report.stop()
 
 
+@pytest.mark.slow
 def test_a_driver_that_ends_makes_a_new_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(watch, "_IDLE_FACTOR", 0.0)
@@ -128,6 +129,7 @@ def test_a_driver_that_ends_makes_a_new_page(folder: Path, monkeypatch: pytest.M
         report.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error",
     [
