@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from analysis.data.families import LATE_EVALUATIONS, Row, get_family
 from analysis.data.frames import StudyFrames
 from analysis.data.replicates import find_replicates
-from analysis.stats.estimates import Estimate, holm_adjust
+from analysis.stats.estimates import Estimate, Floats, holm_adjust
 from analysis.stats.noise import (
     Noise,
     RunVariances,
@@ -82,6 +82,14 @@ class Outcomes:
     noise: Noise
     num_replicates: int = 0
     num_comparisons: int = 0
+
+    @functools.cached_property
+    def _samples(self) -> dict[str, Floats]:
+        return dict(zip(self.values.index, self.values.to_numpy(dtype=float), strict=True))
+
+    def get_sample(self, arm: str) -> Floats:
+        """The outcomes (S,) of an arm in the order of the columns of `values`, NaN where one is missing."""
+        return self._samples.get(arm, np.full(self.values.shape[1], math.nan))
 
     def get_values(self, arm: str) -> "pd.Series[float]":
         """The outcomes of an arm by seed, without missing ones."""
@@ -201,7 +209,7 @@ def estimate_evaluation_variances(frames: StudyFrames, *, before_training: bool 
 
 def estimate_mean(outcomes: Outcomes, arm: str) -> Estimate:
     """Mean outcome of an arm over its seeds."""
-    values = outcomes.get_values(arm).to_numpy()
+    values = _drop_missing(outcomes.get_sample(arm))
     return estimate_sample_mean(values, outcomes.noise, outcomes.get_min_variance(arm))
 
 
@@ -211,19 +219,23 @@ def estimate_difference(outcomes: Outcomes, arm: str, baseline: str) -> Estimate
     The difference is paired if both have at least two seeds in common, or the same single seed. Otherwise all runs of
     both are compared. Without a scored run of either the estimate is empty.
     """
-    sample, reference = outcomes.get_values(arm), outcomes.get_values(baseline)
+    sample, reference = outcomes.get_sample(arm), outcomes.get_sample(baseline)
     min_variance = outcomes.get_min_variance(arm, baseline)
-    differences = (sample - reference).dropna().to_numpy()
+    differences = _drop_missing(sample - reference)
     if outcomes.num_comparisons or is_paired(outcomes, arm, baseline):
         return estimate_contrast(outcomes, differences, outcomes.num_comparisons, min_variance=min_variance)
-    return estimate_unpaired_difference(sample.to_numpy(), reference.to_numpy(), outcomes.noise, min_variance)
+    return estimate_unpaired_difference(_drop_missing(sample), _drop_missing(reference), outcomes.noise, min_variance)
 
 
 def is_paired(outcomes: Outcomes, arm: str, baseline: str) -> bool:
     """Whether runs of the same seed are compared: with two common seeds or more, or the same single one."""
-    sample, reference = outcomes.get_values(arm), outcomes.get_values(baseline)
-    num_common = len((sample - reference).dropna())
-    return num_common > 1 or num_common == len(sample) == len(reference)
+    has_sample, has_reference = (~np.isnan(outcomes.get_sample(name)) for name in (arm, baseline))
+    num_common = int((has_sample & has_reference).sum())
+    return num_common > 1 or num_common == has_sample.sum() == has_reference.sum()
+
+
+def _drop_missing(values: Floats) -> Floats:
+    return values[~np.isnan(values)]
 
 
 def estimate_contrast(

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 from analysis.data.compare import SCORED_STATUSES, get_margin, make_estimate_columns, require_single_study
 from analysis.data.contrasts import read_contrasts
@@ -238,6 +237,8 @@ def _exchange_lines(num_collapses: Floats, generator: np.random.Generator) -> fl
     """
     if len(num_collapses) < MIN_SEEDS_OF_EDGE:
         return math.nan
+    from scipy import stats
+
     result = stats.permutation_test(
         num_collapses.T,
         lambda first, second, axis: np.sum(first - second, axis=axis),

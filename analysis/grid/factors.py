@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-from scipy import stats
+from scipy import special
 
 from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL, require_single_study
 from analysis.data.families import Row
@@ -154,9 +154,9 @@ def compare_factors(grid: FactorGrid) -> list[Row]:
             ]
             pseudo_values = num_seeds * difference - (num_seeds - 1) * np.array(without_one)
             standard_error = float(pseudo_values.std(ddof=1) / math.sqrt(num_seeds))
-            half_width = float(stats.t.ppf(1 - SIGNIFICANCE_LEVEL / 2, num_seeds - 1)) * standard_error
+            half_width = float(special.stdtrit(num_seeds - 1, 1 - SIGNIFICANCE_LEVEL / 2)) * standard_error
             if standard_error > 0:
-                p_value = float(2 * stats.t.sf(abs(difference) / standard_error, num_seeds - 1))
+                p_value = float(2 * special.stdtr(num_seeds - 1, -abs(difference) / standard_error))
                 row |= {"low": difference - half_width, "high": difference + half_width, "p": p_value}
         rows.append(row)
     for row, p_holm in zip(rows, holm_adjust([row["p"] for row in rows]), strict=True):

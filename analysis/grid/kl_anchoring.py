@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL
 from analysis.data.frames import StudyFrames, to_records
@@ -84,6 +83,8 @@ def compute_correlations(table: pd.DataFrame) -> pd.DataFrame:
 
     rho: Spearman's correlation of KL to the reference with the coefficient. At -1, KL falls at every increase.
     """
+    from scipy import stats
+
     # Two coefficients always have a correlation of 1 or -1.
     rows = []
     for (form, match), runs in table.groupby(["form", "match"], sort=False):

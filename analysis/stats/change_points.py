@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy import stats
+from scipy import special
 
 from analysis.stats.estimates import NAN, Floats
 
@@ -120,7 +120,7 @@ def _find_interval(
     correlation = max(0.0, float((residuals[1:] * residuals[:-1]).sum() / max((residuals**2).sum(), 1e-300)))
     inflation = (1 + correlation) / (1 - min(correlation, 0.9))
     df = len(x) - NUM_PARAMETERS
-    limit = 1 + inflation * stats.f.ppf(confidence_level, 1, df) / df
+    limit = 1 + inflation * special.fdtri(1, df, confidence_level) / df
     unexplained = np.maximum(total - explained, 1e-12 * total)
     onsets = x[starts[unexplained <= limit * unexplained.min()]]
     return float(onsets.min()), float(onsets.max())

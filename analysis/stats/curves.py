@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy import optimize, special, stats
+from scipy import optimize, special
 
 from analysis.stats.estimates import NAN, Estimate, Floats, SampleStats, welch_t_test
 from analysis.stats.events import find_collapse
@@ -149,7 +149,7 @@ def estimate_curve(
         return CurveEstimates(Estimate(n=num_seeds), Estimate(n=num_seeds), fit, fit.refusal)
     ceiling_se, log_midpoint_se = _bootstrap_standard_errors(fit, _make_counts(validations), generator, num_draws)
     df = float(num_seeds - 1) if num_seeds >= MIN_BOOTSTRAP_SEEDS else NAN
-    t = float(stats.t.ppf(0.5 + confidence_level / 2, df))
+    t = float(special.stdtrit(df, 0.5 + confidence_level / 2))
     value = float(fit.ceilings.mean())
     # np.clip keeps NaN.
     low, high = np.clip([value - t * ceiling_se, value + t * ceiling_se], 0, 1)
@@ -299,12 +299,12 @@ def _refuse_curve(
     constant = float(np.clip(counts.successes.sum() / counts.num_trials.sum(), *RATE_BOUNDS))
     constant_log_likelihood = _compute_log_likelihood(np.full_like(counts.successes, constant), counts)
     ratio = 2 * (log_likelihood - constant_log_likelihood) / dispersion
-    if stats.chi2.sf(ratio, len(parameters) - 1) > TEST_LEVEL:
+    if special.chdtrc(len(parameters) - 1, ratio) > TEST_LEVEL:
         return f"No gain: a constant success of {constant:.3g} fits all validations."
     gain = float(ceilings.mean()) - start
     if gain <= 0:
         return f"No gain: success falls from its start, {start:.3g}."
-    z = float(stats.norm.ppf(1 - TEST_LEVEL))
+    z = float(special.ndtri(1 - TEST_LEVEL))
     end = float(np.where(counts.num_trials > 0, counts.log_costs, -np.inf).max(axis=1).min())
     late_starts = _find_starts(counts, end, end + math.log(MIDPOINT_MARGIN))
     _, late_log_likelihood = _maximize(counts, late_starts, min_log_midpoint=end)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy import optimize, special, stats
+from scipy import optimize, special
 
 from analysis.stats.estimates import NAN, Estimate, Floats
 
@@ -249,7 +249,7 @@ def _invert(
 
     compute_loss: the difference from the maximum, which `value` has. NaN on a side without one within `bounds`.
     """
-    limit = float(stats.chi2.ppf(confidence_level, 1)) / 2
+    limit = float(special.gammaincinv(0.5, confidence_level))  # half of the quantile of chi^2(1)
     return tuple(  # type: ignore[return-value]
         float(optimize.brentq(lambda x: compute_loss(x) - limit, *sorted((bound, value)), xtol=1e-4))
         if abs(bound - value) > 1e-3 and compute_loss(bound) > limit

@@ -3,6 +3,9 @@
 Outcomes are compared at the end of a run, or by the mean height of a curve. Peaks are never compared, because the best
 of several noisy validations is biased upward. `analysis.stats.noise` compares arms with the noise of all runs; the t
 intervals here use nothing but the numbers that they are given.
+
+`scipy.stats` takes as long to import as everything else that `analysis` needs, so it is imported where its tests are
+called, and distributions are those of `scipy.special`, which `scipy.stats` calls for its own.
 """
 
 import math
@@ -11,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import stats
+from scipy import special
 
 Floats = NDArray[np.float64]
 NAN = float("nan")
@@ -52,7 +55,7 @@ def wilson_interval(successes: float, n: float, confidence_level: float = 0.95) 
     """
     if n <= 0:
         return Estimate(low=0.0, high=1.0)
-    z = float(stats.norm.ppf(0.5 + confidence_level / 2))
+    z = float(special.ndtri(0.5 + confidence_level / 2))
     fraction = successes / n
     center = (fraction + z * z / (2 * n)) / (1 + z * z / n)
     half_width = z * math.sqrt(fraction * (1 - fraction) / n + z * z / (4 * n * n)) / (1 + z * z / n)
@@ -74,16 +77,13 @@ def mean_over_seeds(per_seed: ArrayLike, confidence_level: float = 0.95) -> Esti
         return Estimate(mean, n=values.size)
     se = float(values.std(ddof=1)) / math.sqrt(values.size)
     df = values.size - 1
-    half_width = float(stats.t.ppf(0.5 + confidence_level / 2, df)) * se
-    p = 2 * float(stats.t.sf(abs(mean) / se, df))
+    half_width = float(special.stdtrit(df, 0.5 + confidence_level / 2)) * se
+    p = 2 * float(special.stdtr(df, -abs(mean) / se))
     return Estimate(mean, mean - half_width, mean + half_width, values.size, se, df, p)
 
 
 class SampleStats(NamedTuple):
-    """Summary of n independent numbers: mean and standard deviation (ddof 1).
-
-    The order of the fields is that of the arguments of `scipy.stats.ttest_ind_from_stats`.
-    """
+    """Summary of n independent numbers: mean and standard deviation (ddof 1)."""
 
     mean: float
     std: float
@@ -107,8 +107,8 @@ def welch_t_test(sample: SampleStats, reference: SampleStats, confidence_level: 
         squared_error**2 / (side.n - 1) for squared_error, side in zip(squared_errors, (sample, reference), strict=True)
     )
     df = se**4 / df_denominator if df_denominator > 0 else NAN
-    half_width = float(stats.t.ppf(0.5 + confidence_level / 2, df)) * se
-    p = float(stats.ttest_ind_from_stats(*sample, *reference, equal_var=False).pvalue) if se > 0 else NAN
+    half_width = float(special.stdtrit(df, 0.5 + confidence_level / 2)) * se
+    p = 2 * float(special.stdtr(df, -abs(value) / se)) if se > 0 else NAN
     return Estimate(value, value - half_width, value + half_width, sample.n + reference.n, se, df, p)
 
 
@@ -140,6 +140,8 @@ def spearman_trend(
     # Two runs always have a correlation of 1 or -1, and constant values have no ranks to correlate.
     if len(x) < 3 or len(np.unique(x)) < 2 or len(np.unique(y)) < 2:
         return Trend(n=len(x))
+    from scipy import stats
+
     ranks_x, ranks_y = (stats.rankdata(values) - (len(x) + 1) / 2 for values in (x, y))
     norm = math.sqrt(float((ranks_x**2).sum() * (ranks_y**2).sum()))
     rho = float(ranks_x @ ranks_y) / norm
@@ -171,6 +173,8 @@ def page_trend_p_value(outcomes: ArrayLike) -> float:
     table = np.asarray(outcomes, dtype=float)
     if table.ndim != 2 or table.shape[0] < 2 or table.shape[1] < 3:
         return NAN
+    from scipy import stats
+
     # scipy tests for a rising order only: a falling order is tested on the reversed arms.
     one_sided = [float(stats.page_trend_test(arms).pvalue) for arms in (table, table[:, ::-1])]
     return min(1.0, 2 * min(one_sided))

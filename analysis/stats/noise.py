@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy import special, stats
+from scipy import special
 
 from analysis.stats.estimates import Estimate, Floats
 
@@ -243,8 +243,8 @@ def make_estimate(value: float, squared_error: float, df: float, n: int, confide
     if not (squared_error > 0 and df > 0):
         return Estimate(value, n=n)
     se = math.sqrt(squared_error)
-    half_width = float(stats.t.ppf(0.5 + confidence_level / 2, df)) * se
-    p = 2 * float(stats.t.sf(abs(value) / se, df))
+    half_width = float(special.stdtrit(df, 0.5 + confidence_level / 2)) * se
+    p = 2 * float(special.stdtr(df, -abs(value) / se))
     return Estimate(value, value - half_width, value + half_width, n, se, df, p)
 
 
@@ -255,4 +255,4 @@ def compute_equivalence_p_value(estimate: Estimate, margin: float) -> float:
     """
     if not (estimate.se > 0 and estimate.df > 0):
         return math.nan
-    return float(stats.t.sf((margin - abs(estimate.value)) / estimate.se, estimate.df))
+    return float(special.stdtr(estimate.df, (abs(estimate.value) - margin) / estimate.se))

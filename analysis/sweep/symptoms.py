@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 from analysis.data.frames import StudyFrames, to_records
 from analysis.stats.change_points import Change, find_change
@@ -184,6 +183,8 @@ def estimate_median_lead(leads: Sequence[float] | np.ndarray) -> Estimate:
     values = np.asarray(leads, dtype=float)
     if not values.size:
         return Estimate()
+    from scipy import stats
+
     num_earlier, num_different = int((values > 0).sum()), int((values != 0).sum())
     p = float(stats.binomtest(num_earlier, num_different).pvalue) if num_different else math.nan
     interval = stats.quantile_test(values, q=0, p=0.5).confidence_interval(confidence_level=0.95)
