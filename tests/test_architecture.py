@@ -492,7 +492,7 @@ def test_a_class_has_a_name_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("statement", "absent"),
     [
-        ("import analysis", ("torch", "ray", "transformers")),
+        ("import analysis", ("torch", "ray", "transformers", "scipy.stats", "scipy.optimize")),
         ("import search_spaces", ("torch", "ray", "transformers")),
         ("import tune_study.commands.cli", ("torch", "ray", "transformers", "matplotlib", "pandas")),
         ("import trainable.ppo.trainer", ("ray", "transformers", "vllm", "deepspeed", "peft")),
