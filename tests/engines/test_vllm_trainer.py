@@ -91,3 +91,32 @@ def test_rows_have_the_mismatch_and_old_weights_end_the_run(monkeypatch: pytest.
     monkeypatch.undo()
     trainer.load_state(*state)
     trainer.close()
+
+
+def test_a_run_trains_from_the_log_probs_of_vllm() -> None:
+    from tests.fakes.trainers import make_quiet_trainer
+
+    rows = {}
+    for recomputes in (True, False):
+        trainer = make_quiet_trainer(
+            rollout__name="vllm",
+            rollout__max_model_len=256,
+            rollout__recompute_logprobs=recomputes,
+            trainer__total_training_steps=4,
+            trainer__measure_val_kl=True,
+            trainer__test_freq=2,
+        )
+        rows[recomputes] = [trainer.step().row for _ in range(2)]
+        trainer.close()
+    for plain_row, row in zip(rows[True], rows[False], strict=True):
+        assert {name for name in plain_row if name not in row} == {
+            "entropy",
+            "engine_mismatch_mean",
+            "engine_mismatch_max",
+            "engine_kl",
+            "engine_ess_fraction",
+        }
+        # In float32 both engines compute the same to 1e-4 nats.
+        for name in ("pg_loss", "actor_grad_norm", "train_success"):
+            assert row[name] == pytest.approx(plain_row[name], rel=1e-2, abs=1e-3), name
+    assert "val_kl_to_reference" in rows[False][1]

@@ -105,9 +105,14 @@ OWN_FILTER = FilterStrategy(takes_any_value=True)
 
 @dataclass(frozen=True)
 class FilterMetric:
-    """Properties of a score of groups. is_spread: whether it is a standard deviation, which a group of one has not."""
+    """Properties of a score of groups.
+
+    is_spread: whether it is a standard deviation, which a group of one has not. reads_entropies: whether it is made of
+    the entropies at the sampled tokens.
+    """
 
     is_spread: bool = False
+    reads_entropies: bool = False
 
 
 FILTER_METRICS: Mapping[str, FilterMetric] = MappingProxyType(
@@ -116,9 +121,9 @@ FILTER_METRICS: Mapping[str, FilterMetric] = MappingProxyType(
         "reward_std": FilterMetric(is_spread=True),
         "reward": FilterMetric(),
         "reward_sum": FilterMetric(),
-        "entropy": FilterMetric(),
-        "entropy_variance": FilterMetric(is_spread=True),
-        "entropy_std": FilterMetric(is_spread=True),
+        "entropy": FilterMetric(reads_entropies=True),
+        "entropy_variance": FilterMetric(is_spread=True, reads_entropies=True),
+        "entropy_std": FilterMetric(is_spread=True, reads_entropies=True),
         "length": FilterMetric(),
     }
 )

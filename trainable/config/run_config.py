@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from trainable.config.alarm_rule import parse_alarm_rule
 from trainable.config.aliases import ALIASES, MISSING_FEATURES, SYNONYMS
 from trainable.config.base_config import EXECUTION_SETTINGS, BaseRunConfig
-from trainable.config.choices import FILTER_STRATEGIES, POLICY_LOSSES, find_unused_settings
+from trainable.config.choices import FILTER_METRICS, FILTER_STRATEGIES, POLICY_LOSSES, find_unused_settings
 from trainable.config.command_lines import format_command
 from trainable.config.constants import SHIPPED_MODELS, TEACHERS
 from trainable.config.game_sections import GAME_KINDS
@@ -189,6 +189,24 @@ class RunConfig(BaseRunConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_engine_logprobs(self) -> "RunConfig":
+        if self.rollout.recompute_logprobs:
+            return self
+        problem = "rollout.recompute_logprobs=False trains from the log-probs of the engine"
+        if self.actor.tis_imp_ratio_cap is not None:
+            raise ValueError(
+                f"{problem}, from which importance weights have nothing to correct: set actor.tis_imp_ratio_cap=null, "
+                "or rollout.recompute_logprobs=true"
+            )
+        metric = self.filter.rollout_filter_metric
+        if FILTER_METRICS[metric].reads_entropies:
+            raise ValueError(
+                f"{problem}, which has no entropies, and filter.rollout_filter_metric={metric} is made of them: set "
+                "another metric, or rollout.recompute_logprobs=true"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_kl_horizon(self) -> "RunConfig":
         kl_ctrl, batch_size = self.algorithm.kl_ctrl, self.max_batch_size
         # A step multiplies the coefficient by 1 + error * batch size / horizon, with an error of at least -0.2. Below
@@ -220,6 +238,11 @@ class RunConfig(BaseRunConfig):
                 not self.algorithm.estimator.needs_critic,
                 ("critic_grad_norm", "explained_variance"),
                 f"has no critic with algorithm.adv_estimator={self.algorithm.adv_estimator}",
+            ),
+            (
+                not self.rollout.recompute_logprobs,
+                ("entropy",),
+                "has the log-probs of its engine alone: set rollout.recompute_logprobs=true",
             ),
             (
                 not self.measures_val_kl,
@@ -305,6 +328,8 @@ class RunConfig(BaseRunConfig):
             del settings["early_stop"]["alarm"]
         if not self.rollout.weight_noise:
             del settings["rollout"]["weight_noise"]
+        if self.rollout.recompute_logprobs:
+            del settings["rollout"]["recompute_logprobs"]
         if self.actor.tis_imp_ratio_cap is None or self.actor.tis_mode == "token_truncate":
             del settings["actor"]["tis_mode"], settings["actor"]["tis_imp_ratio_floor"]
         if not self.model.compiled_passes:

@@ -205,6 +205,11 @@ class RolloutConfig(Section):
         description="fail the run if vLLM's and the trainer's log-probs of a fixed prompt differ by more on average "
         "after a sync (nats); larger differences over sampled tokens are only reported",
     )
+    recompute_logprobs: bool = Field(
+        True,
+        description="train from log-probs that the trainer recomputes for the sampled tokens; False: from those of an "
+        "engine with its own weights, without a pass, so that ratios contain the mismatch",
+    )
     weight_noise: NonNegative = Field(
         0.0,
         le=1.0,
@@ -217,6 +222,11 @@ class RolloutConfig(Section):
     gradient_analysis_bucket_mode: Literal["quantile", "fixed_rv"] = Field(
         "quantile", description="quantile: equally many groups per bucket; fixed_rv: edges at reward std 1, 2, 3, 4, 5"
     )
+
+    @property
+    def has_own_weights(self) -> bool:
+        """Whether the engine samples from a copy of the trainer's weights: vLLM does, and an engine with noise."""
+        return self.name == "vllm" or self.weight_noise > 0
 
 
 class FilterConfig(Section):

@@ -140,12 +140,17 @@ def summarize_batch(batch: Batch, targets: Targets, episodes: Sequence[Episode],
         batch_size=len(batch.lengths),
         trained_tokens=int(mask.sum()),
         padding_fraction=1 - float(batch.count_needed_tokens().sum()) / mask.numel(),
-        # Over the sampled tokens of the episodes instead of the batch, so that copies have no influence on it.
-        entropy=sum(float(e.entropies.sum()) for e in episodes) / sum(e.response_tokens for e in episodes),
+        entropy=_compute_mean_entropy(episodes),
         kl_to_reference=kl,
         value_mean=value_mean,
         explained_variance=explained_variance,
     )
+
+
+def _compute_mean_entropy(episodes: Sequence[Episode]) -> float | None:
+    """Mean over the sampled tokens of the episodes, in which copies have no influence; None where vLLM gives none."""
+    entropy = sum(float(e.entropies.sum()) for e in episodes) / sum(e.response_tokens for e in episodes)
+    return None if math.isnan(entropy) else entropy
 
 
 def estimate_mean_kl(batch: Batch, ref_logprobs: Tensor) -> float:

@@ -26,14 +26,15 @@ class RolloutSummary:
 class EngineMismatch:
     """Mismatch of log-probs between trainer and engine, for an engine with its own copy of the weights.
 
-    engine_prompt_mismatch: that on the fixed prompt after the last sync; None before the first one.
+    engine_prompt_mismatch: that on the fixed prompt after the last sync; None before the first one. The others are over
+    the sampled tokens; None if the trainer has not recomputed their log-probs.
     """
 
-    engine_mismatch_mean: float
-    engine_mismatch_max: float
-    engine_kl: float
-    engine_ess_fraction: float
     engine_prompt_mismatch: float | None
+    engine_mismatch_mean: float | None = None
+    engine_mismatch_max: float | None = None
+    engine_kl: float | None = None
+    engine_ess_fraction: float | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class BatchSummary:
     batch_size: int
     trained_tokens: int
     padding_fraction: float
-    entropy: float
+    entropy: float | None
     kl_to_reference: float | None = None
     value_mean: float | None = None
     explained_variance: float | None = None

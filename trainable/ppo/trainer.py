@@ -229,7 +229,7 @@ class PPOTrainer:
             budget=budget,
             total_budget=self.total_budget,
             timing=self._measure_timing(clock, timer, episodes, prepared),
-            engine_mismatch=None if mismatch is None else EngineMismatch(*mismatch, prompt_mismatch),
+            engine_mismatch=EngineMismatch(prompt_mismatch, *(mismatch or ())),
             batch=batch_summary,
             update=update,
             base_validation=summarize_validation(base_evaluations, self.is_val_unseen),
@@ -277,8 +277,16 @@ class PPOTrainer:
 
         purpose: the purpose of the samples in `make_rng`; each has its own random numbers at every step.
         """
-        temperature = self.config.rollout.temperature
-        return self._roll_out_levels(self.engine, levels, group_size, temperature, purpose, needs_logprobs=True)
+        rollout = self.config.rollout
+        return self._roll_out_levels(
+            self.engine,
+            levels,
+            group_size,
+            rollout.temperature,
+            purpose,
+            has_passes_next=True,
+            recomputes_logprobs=rollout.recompute_logprobs,
+        )
 
     def _roll_out_levels(
         self,
@@ -287,13 +295,16 @@ class PPOTrainer:
         group_size: int,
         temperature: float,
         purpose: str,
-        needs_logprobs: bool = False,
+        *,
+        has_passes_next: bool,
+        recomputes_logprobs: bool,
     ) -> list[Episode]:
         """Roll out every level `group_size` times; returns the episodes of all ranks, in the order of the levels.
 
         Each rank plays some of the levels, and draws the same random numbers for them as a single rank would. They
         depend on the run's seed, on `purpose` and on the step.
-        needs_logprobs: whether the log-probs of the episodes will be read. If not, they may be those of the engine.
+        has_passes_next: whether the trainer reads the episodes next, in passes that need the memory of the engine.
+        recomputes_logprobs: whether the log-probs of the episodes are the trainer's. If not, they may be the engine's.
         """
         local_range = compute_local_range(len(levels), self.world)
         local_levels = [levels[number] for number in local_range]
@@ -318,10 +329,9 @@ class PPOTrainer:
                     num_episodes=len(levels) * group_size,
                 )
                 episodes = self.player.roll_out(request)
-        if needs_logprobs:
-            # The trainer's passes come next and need the memory. Otherwise the engine stays awake, since the next phase
-            # after an evaluation is another rollout.
+        if has_passes_next:  # otherwise another rollout follows
             engine.sleep()
+        if recomputes_logprobs:
             rollouts = engine.recompute_logprobs(list_rollouts(episodes), temperature)
             episodes = replace_rollouts(episodes, rollouts)
         # Every rank has numbered its groups from 0; make the numbers unique.
@@ -567,7 +577,13 @@ class PPOTrainer:
             has_moved = self.step_index > 0 or self.config.model.reference_path is not None
             measures_kl = self.config.measures_val_kl and is_sampled_validation and has_moved
             episodes = self._roll_out_levels(
-                self.evaluation_engine, levels, group_size, temperature, purpose, needs_logprobs=measures_kl
+                self.evaluation_engine,
+                levels,
+                group_size,
+                temperature,
+                purpose,
+                has_passes_next=measures_kl,
+                recomputes_logprobs=measures_kl,
             )
         evaluation = make_evaluation(
             episodes, self.step_index, split, mode, number_classes([level.key for level in levels])

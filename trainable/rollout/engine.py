@@ -85,7 +85,7 @@ class Engine(Protocol):
     """Mean absolute difference of log-probs on the fixed prompt after the last sync, in nats; None without any sync."""
 
     def measure_mismatch(self, episodes: Sequence[Episode], step: int) -> LogprobMismatch | None:
-        """Mismatch between engine and trainer over all sampled tokens; None if they share weights.
+        """Mismatch between engine and trainer over all sampled tokens; None if the trainer has not recomputed them.
 
         Raises NonFiniteError if a log-prob is not finite.
         """
@@ -215,8 +215,10 @@ class SyncedEngine:
         with self.gather_weights():
             return recompute_logprobs(self.model, episodes, temperature, micro_batch_size, self.device)
 
-    def measure_mismatch(self, episodes: Sequence[Episode], step: int) -> LogprobMismatch:
+    def measure_mismatch(self, episodes: Sequence[Episode], step: int) -> LogprobMismatch | None:
         """Compare over all sampled tokens (see `Engine.measure_mismatch`)."""
+        if not self.config.rollout.recompute_logprobs:
+            return None
         trainer_logprobs = np.concatenate([episode.logprobs[episode.mask] for episode in episodes])
         engine_logprobs = np.concatenate(
             [episode.engine_logprobs[episode.mask] for episode in episodes if episode.engine_logprobs is not None]

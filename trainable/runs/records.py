@@ -89,7 +89,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "engine_mismatch_mean",
         "nats",
         "mean absolute difference between the trainer's and the engine's log-probs over all sampled tokens; missing "
-        "if they share weights",
+        "if they share weights, and with rollout.recompute_logprobs=False",
     ),
     Column(
         "engine_mismatch_max",
@@ -108,7 +108,13 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "mean absolute difference between the trainer's and the engine's log-probs on a fixed prompt, for the weights "
         "that sampled; missing before the first sync",
     ),
-    Column("entropy", "nats", "token mean of the sampling policy's entropy over the kept episodes", "actor/entropy"),
+    Column(
+        "entropy",
+        "nats",
+        "token mean of the sampling policy's entropy over the kept episodes; missing with vLLM and "
+        "rollout.recompute_logprobs=False",
+        "actor/entropy",
+    ),
     Column("pg_loss", "1", "policy loss, mean over micro-batches", "actor/pg_loss"),
     Column("pg_clipfrac", "fraction", "trained tokens whose ratio is clipped", "actor/pg_clipfrac"),
     Column(

@@ -221,7 +221,20 @@ def _find_ignored_precision(plan: StudyPlan) -> tuple[str, ...]:
 
 
 def _find_ignored_corrections(plan: StudyPlan) -> tuple[str, ...]:
-    """A note about settings of importance weights that were changed but have no effect, because no run has weights."""
+    """Notes about settings of importance weights, and of the log-probs that they compare, that have no effect."""
+    return _find_ignored_weights(plan) + _find_ignored_engine_logprobs(plan)
+
+
+def _find_ignored_engine_logprobs(plan: StudyPlan) -> tuple[str, ...]:
+    if plan.ppo_config.rollout.recompute_logprobs or any(spec.ppo_config.rollout.has_own_weights for spec in plan.runs):
+        return ()
+    return (
+        "rollout.recompute_logprobs=False has no effect: the engine samples from the trainer's own weights, so nothing "
+        "is recomputed.",
+    )
+
+
+def _find_ignored_weights(plan: StudyPlan) -> tuple[str, ...]:
     default_actor, actors = RunConfig().actor, [spec.ppo_config.actor for spec in plan.runs]
     if any(actor.tis_imp_ratio_cap is not None for actor in actors):
         return ()

@@ -109,8 +109,8 @@ def estimate_forward_flops(shape: ModelShape, rows: int, tokens: int, with_head:
 def estimate_update_flops(shape: ModelShape, config: RunConfig) -> float:
     """FLOP of one training step without sampling: the passes of the reference and for values, and the updates.
 
-    It is an upper estimate: every conversation has its maximum length. Log-probs of the sampling policy come from
-    sampling and need no pass of their own.
+    It is an upper estimate: every conversation has its maximum length. Log-probs of the sampling policy need a pass of
+    their own if the engine has its own weights, unless it is off (rollout.recompute_logprobs).
 
     A pass with gradients counts as three forward passes: the backward pass computes the gradients of activations and
     those of weights. With LoRA it counts as two, because the frozen weights have no gradients. Gradient checkpointing
@@ -124,6 +124,7 @@ def estimate_update_flops(shape: ModelShape, config: RunConfig) -> float:
     total_flops = (
         config.actor.ppo_epochs * (train_factor + recompute_factor) * policy_flops
         + config.trains_with_reference * policy_flops
+        + (config.rollout.has_own_weights and config.rollout.recompute_logprobs) * policy_flops
     )
     if config.algorithm.estimator.needs_critic:  # values of the rollouts, one pass without gradients
         total_flops += critic_flops

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -159,8 +160,66 @@ def test_settings_that_are_off_are_not_in_the_hash() -> None:
     config = make_small_config(**QUIET_SETTINGS)
     assert apply_overrides(config, {"actor.tis_mode": "token_mask"}).compute_hash() == config.compute_hash()
     assert apply_overrides(config, {"rollout.weight_noise": 0.1}).compute_hash() != config.compute_hash()
+    assert apply_overrides(config, {"rollout.recompute_logprobs": False}).compute_hash() != config.compute_hash()
+    assert "recompute_logprobs" not in config.dump_for_hash()["rollout"]
     capped = apply_overrides(config, {"actor.tis_imp_ratio_cap": 2.0})
     assert apply_overrides(capped, {"actor.tis_mode": "token_mask"}).compute_hash() != capped.compute_hash()
+
+
+@pytest.mark.parametrize("overrides", [{}, {"rollout__recompute_logprobs": False}], ids=["trainer's", "engine's"])
+def test_old_log_probs_are_the_engines_if_they_are_not_recomputed(overrides: dict[str, object]) -> None:
+    reference_episodes = make_noisy_trainer(0.05)._collect_episodes()
+    for episode, expected in zip(
+        make_noisy_trainer(0.05, **overrides)._collect_episodes(), reference_episodes, strict=True
+    ):
+        assert expected.engine_logprobs is not None
+        assert not np.array_equal(expected.logprobs, expected.engine_logprobs)
+        assert np.array_equal(episode.logprobs, expected.engine_logprobs if overrides else expected.logprobs)
+        assert (episode.engine_logprobs is None) == bool(overrides)
+
+
+def test_without_a_mismatch_it_does_not_matter_whose_log_probs_are_trained_from() -> None:
+    rows = run_steps(make_noisy_trainer(1e-30), 3)
+    own_rows = run_steps(make_noisy_trainer(1e-30, rollout__recompute_logprobs=False), 3)
+    for row, own_row in zip(rows, own_rows, strict=True):
+        missing = {name for name in row if name not in own_row}
+        assert missing == set(ENGINE_COLUMNS) - {"engine_prompt_mismatch"}
+        for name, value in own_row.items():
+            assert row[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+
+
+def test_a_mismatch_is_in_the_ratios_of_engine_log_probs() -> None:
+    # Of one optimizer step per batch, whose ratios are 1 where the trainer's own log-probs are the old ones.
+    config = make_noisy_trainer(0.05).config
+    one_step = {"actor__ppo_mini_batch_size": config.max_batch_size}
+    plain_row = run_steps(make_noisy_trainer(0.05, **one_step), 1)[0]
+    row = run_steps(make_noisy_trainer(0.05, rollout__recompute_logprobs=False, **one_step), 1)[0]
+    assert row["optimizer_steps"] == plain_row["optimizer_steps"] == 1
+    assert abs(plain_row["ppo_kl"]) < 1e-6
+    assert 1e-4 < abs(row["ppo_kl"]) <= plain_row["engine_mismatch_max"]
+    assert row["pg_loss"] != plain_row["pg_loss"]
+
+
+def test_a_validation_with_its_kl_recomputes_log_probs_always() -> None:
+    trainer = make_noisy_trainer(0.05, rollout__recompute_logprobs=False, trainer__measure_val_kl=True)
+    trainer.evaluation_engine = trainer.engine  # as with vLLM, which has no room for a second engine
+    trainer.step_index = 1
+    # The untrained policy is the reference: from the log-probs of the engine, this would be their KL.
+    assert trainer.evaluate("val", "sampled").kl_to_reference == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"actor__tis_imp_ratio_cap": 2.0}, "have nothing to correct: set actor.tis_imp_ratio_cap=null"),
+        ({"filter__rollout_filter_metric": "entropy"}, "rollout_filter_metric=entropy is made of them"),
+        ({"early_stop__alarm": "entropy > 2"}, "early_stop.alarm watches entropy, and the run has the log-probs of"),
+    ],
+)
+def test_what_needs_the_trainers_log_probs_is_refused(overrides: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_small_config(rollout__recompute_logprobs=False, **overrides)
+    make_small_config(**overrides)
 
 
 class SleepingSampler(CopySampler):
@@ -212,8 +271,11 @@ def test_a_sleeping_engine_wakes_with_the_weights_of_the_last_sync(
 
 
 @pytest.mark.parametrize(("is_empty", "wakes"), [(True, 2), (False, 3)])
-def test_an_engine_wakes_once_per_rollout_or_sync(is_empty: bool, wakes: int, random_folder: Path) -> None:
-    overrides: dict[str, object] = dict(IN_TORCH)
+@pytest.mark.parametrize("recomputes", thin_out([False, True], 2))
+def test_an_engine_wakes_once_per_rollout_or_sync(
+    recomputes: bool, is_empty: bool, wakes: int, random_folder: Path
+) -> None:
+    overrides: dict[str, object] = {**IN_TORCH, "rollout__recompute_logprobs": recomputes}
     if is_empty:
         overrides |= {"model__path": str(random_folder), "filter__rollout_filter_include_zero": False}
     trainer = make_noisy_trainer(0.02, **overrides)

@@ -61,6 +61,15 @@ def test_settings_of_importance_weights_are_noted_without_a_cap() -> None:
     assert allocate(make_study_plan(**overrides, actor__tis_imp_ratio_cap=5.0)).notes == ()
 
 
+def test_log_probs_of_the_engine_are_noted_where_it_has_those_of_the_trainer() -> None:
+    overrides = {"rollout__recompute_logprobs": False}
+    (note,) = allocate(make_study_plan(**overrides, rollout__name="torch")).notes
+    assert note.startswith("rollout.recompute_logprobs=False has no effect: the engine samples from the trainer's own")
+    assert allocate(make_study_plan(**overrides)).notes == ()  # vLLM
+    assert allocate(make_study_plan(**overrides, rollout__name="torch", rollout__weight_noise=0.01)).notes == ()
+    assert allocate(make_study_plan(rollout__name="torch")).notes == ()
+
+
 def test_settings_of_half_precision_are_noted_where_no_run_has_it() -> None:
     (note,) = allocate(make_study_plan(model__loss_scale=1024)).notes
     assert note == "model.loss_scale=1024 has no effect without --set model.dtype=float16."

@@ -68,14 +68,18 @@ def test_passes_of_an_update_by_hand() -> None:
         )
 
     policy, critic = estimate_forward_flops(SMALL, 128, 3600, True), estimate_forward_flops(SMALL, 128, 3600, False)
-    assert estimate_flops() == pytest.approx(4 * policy + 5 * critic)
-    assert estimate_flops(model__enable_gradient_checkpointing=False) == pytest.approx(3 * policy + 4 * critic)
-    assert estimate_flops(actor__use_kl_loss=True) == pytest.approx(5 * policy + 5 * critic)
-    assert estimate_flops(algorithm__adv_estimator="grpo", actor__ppo_epochs=2) == pytest.approx(8 * policy)
+    # The update, and the log-probs of the tokens that vLLM sampled.
+    assert estimate_flops() == pytest.approx((4 + 1) * policy + 5 * critic)
+    assert estimate_flops(rollout__recompute_logprobs=False) == pytest.approx(4 * policy + 5 * critic)
+    assert estimate_flops(rollout__name="torch") == pytest.approx(4 * policy + 5 * critic)
+    assert estimate_flops(rollout__name="torch", rollout__weight_noise=0.1) == estimate_flops()
+    assert estimate_flops(model__enable_gradient_checkpointing=False) == pytest.approx((3 + 1) * policy + 4 * critic)
+    assert estimate_flops(actor__use_kl_loss=True) == pytest.approx((5 + 1) * policy + 5 * critic)
+    assert estimate_flops(algorithm__adv_estimator="grpo", actor__ppo_epochs=2) == pytest.approx((8 + 1) * policy)
     tpo = {"actor__policy_loss": "tpo", "algorithm__adv_estimator": "group_skill", "actor__ppo_epochs": 2}
-    assert estimate_flops(**tpo) == pytest.approx(10 * policy)
-    assert estimate_flops(critic__shared_trunk=True) == pytest.approx(4 * policy + critic)
-    assert estimate_flops(model__lora_rank=8) == pytest.approx(3 * policy + 4 * critic)
+    assert estimate_flops(**tpo) == pytest.approx((10 + 1) * policy)
+    assert estimate_flops(critic__shared_trunk=True) == pytest.approx((4 + 1) * policy + critic)
+    assert estimate_flops(model__lora_rank=8) == pytest.approx((3 + 1) * policy + 4 * critic)
 
 
 @pytest.mark.parametrize(("sampler", "weight_bytes", "waves"), [("vllm", 2, 3), ("torch", 4, 1)])
