@@ -28,7 +28,7 @@ from analysis.sandbox import page as sandbox_report
 from analysis.sandbox.descriptions import DESCRIPTIONS
 from analysis.search import page as search_page
 from analysis.sweep import findings, series, tables, time_course, verdicts
-from analysis.sweep.collapse import count_collapses
+from analysis.sweep.collapse import COLLAPSE_DEFINITION, count_collapses
 from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences, make_contrast_context
 from analysis.sweep.examples import ArmExamples, choose_examples
 from analysis.sweep.symptoms import PERMUTATION_SEED, describe_order, summarize_order
@@ -83,7 +83,10 @@ def conclude(frames: StudyFrames) -> Conclusion:
     sentences = tuple(factors["sentences"]) if factors else ()
     study = frames.studies[0]
     remarks = (findings.describe_short_runs(study), findings.describe_confirmation(study), index_entry["headline"])
-    return Conclusion(" ".join(filter(None, remarks)), tuple(lines), index_entry["collapse"], sentences)
+    collapse = index_entry["collapse"]
+    if count_collapses(frames)["collapsed"].any():
+        collapse = f"{collapse} {COLLAPSE_DEFINITION}"  # beside statuses, which name what a rule stopped alone
+    return Conclusion(" ".join(filter(None, remarks)), tuple(lines), collapse, sentences)
 
 
 def _conclude_search(frames: StudyFrames) -> Conclusion:
@@ -244,6 +247,7 @@ def make_report_context(results: SweepResults) -> dict[str, Any]:
         "short_study": findings.describe_short_runs(frames.studies[0]),
         "headline": findings.format_headline(summary),
         "collapse_sentence": findings.describe_collapses(collapses),
+        "collapse_definition": COLLAPSE_DEFINITION,
         "has_collapse": bool((collapses["collapsed"] > 0).any()),
         "collapse": [] if grid else to_records(results.collapse_times),
         "curves": [] if grid else to_records(results.learning_curves),

@@ -12,6 +12,10 @@ from analysis.data.frames import StudyFrames, to_records
 from analysis.stats.events import find_collapse, kaplan_meier
 from analysis.sweep.series import make_curves
 
+COLLAPSE_DEFINITION = (
+    "A run collapses when a rule stops it, or when its success is below half of its running maximum at two validations "
+    "in a row."
+)
 HALVED_SUCCESS = "halved_success"
 """The cause of a collapse that no stop rule noticed."""
 _END_COLUMNS = ["run_id", "arm", "seed", "status", "end_step", "is_collapse", "cause"]

@@ -21,7 +21,7 @@ from analysis.html.page import format_count, format_duration
 from analysis.report import pages
 from analysis.report.pages import write_index, write_report
 from analysis.sweep import findings, tables
-from analysis.sweep.collapse import count_collapses
+from analysis.sweep.collapse import COLLAPSE_DEFINITION, count_collapses
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from tests.strategies.examples import thin_out
 from trainable.config.run_config import RunConfig
@@ -324,9 +324,9 @@ def test_arms_that_failed_in_part_are_in_the_headline(tmp_path: Path) -> None:
     runs[5] = FakeRun("0.1", 2, status="early_stopped", steps=5, stop=STOP)
     runs[2] = FakeRun("0", 2, status="failed", steps=5)
     frames = load(write_study(tmp_path, runs, SMALL))
-    assert findings.describe_collapses(count_collapses(frames)) == (
-        "Arm 0.1 collapsed in 1 of 3 runs, at step 5 (seed 2); no run of arm 0 collapsed."
-    )
+    sentence = "Arm 0.1 collapsed in 1 of 3 runs, at step 5 (seed 2); no run of arm 0 collapsed."
+    assert findings.describe_collapses(count_collapses(frames)) == sentence
+    assert pages.conclude(frames).collapse == f"{sentence} {COLLAPSE_DEFINITION}"
     assert findings.describe_interval_basis(tables.make_dose_response(frames)) == (
         "0: over 2 seeds, with the noise of all arms; 0.1: over 3 seeds, with the noise of all arms"
     )
