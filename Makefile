@@ -111,7 +111,7 @@ test-browser: setup
 	@command -v chromium > /dev/null || { echo "There is no chromium on the PATH: sudo apt-get install chromium"; exit 1; }
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser
 
-# Studies through Ray and trainings that take too long for CI.
+# Studies through Ray, trainings, and variants of other tests that take too long for CI.
 test-slow: setup compile
 	$(QUICK) $(PARALLEL) -m "slow and not faults and not engines" $(SHOW_VALUES)
 

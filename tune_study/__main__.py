@@ -10,7 +10,7 @@ except ModuleNotFoundError as error:
         raise
     print(
         f"tune_study: {sys.executable} has no package {error.name}. Run `make setup`, wait until it has ended, and "
-        "type `source .venv/bin/activate`; or install tune_study for this interpreter, with its `-m pip install -e .`.",
+        f"type `source .venv/bin/activate`; or type `{sys.executable} -m pip install -e .` in the checkout.",
         file=sys.stderr,
     )
     raise SystemExit(2) from None

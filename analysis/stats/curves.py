@@ -299,7 +299,8 @@ def _refuse_curve(
     constant = float(np.clip(counts.successes.sum() / counts.num_trials.sum(), *RATE_BOUNDS))
     constant_log_likelihood = _compute_log_likelihood(np.full_like(counts.successes, constant), counts)
     ratio = 2 * (log_likelihood - constant_log_likelihood) / dispersion
-    if special.chdtrc(len(parameters) - 1, ratio) > TEST_LEVEL:
+    # At the bounds of the rates, rounding makes the ratio a little negative.
+    if special.chdtrc(len(parameters) - 1, max(ratio, 0.0)) > TEST_LEVEL:
         return f"No gain: a constant success of {constant:.3g} fits all validations."
     gain = float(ceilings.mean()) - start
     if gain <= 0:

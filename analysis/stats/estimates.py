@@ -4,8 +4,8 @@ Outcomes are compared at the end of a run, or by the mean height of a curve. Pea
 of several noisy validations is biased upward. `analysis.stats.noise` compares arms with the noise of all runs; the t
 intervals here use nothing but the numbers that they are given.
 
-`scipy.stats` takes as long to import as everything else that `analysis` needs, so it is imported where its tests are
-called, and distributions are those of `scipy.special`, which `scipy.stats` calls for its own.
+`scipy.stats` takes as long to import as everything else that `analysis` needs, so functions that need it import it.
+Distributions come from `scipy.special`, as those of `scipy.stats` do; outside of a support it returns NaN.
 """
 
 import math

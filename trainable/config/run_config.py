@@ -190,19 +190,17 @@ class RunConfig(BaseRunConfig):
 
     @model_validator(mode="after")
     def _check_engine_logprobs(self) -> "RunConfig":
-        if self.rollout.recompute_logprobs:
-            return self
-        problem = "rollout.recompute_logprobs=False trains from the log-probs of the engine"
-        if self.actor.tis_imp_ratio_cap is not None:
+        setting, metric = "rollout.recompute_logprobs=False", self.filter.rollout_filter_metric
+        if self.rollout.trains_from_engine_logprobs and self.actor.tis_imp_ratio_cap is not None:
             raise ValueError(
-                f"{problem}, from which importance weights have nothing to correct: set actor.tis_imp_ratio_cap=null, "
-                "or rollout.recompute_logprobs=true"
+                f"{setting} trains from the log-probs of the engine, so importance weights have nothing to correct: "
+                "set actor.tis_imp_ratio_cap=null, or rollout.recompute_logprobs=true"
             )
-        metric = self.filter.rollout_filter_metric
-        if FILTER_METRICS[metric].reads_entropies:
+        if not self.rollout.has_entropies and FILTER_METRICS[metric].reads_entropies:
             raise ValueError(
-                f"{problem}, which has no entropies, and filter.rollout_filter_metric={metric} is made of them: set "
-                "another metric, or rollout.recompute_logprobs=true"
+                f"{setting} leaves the run without entropies, because vLLM reports none, and "
+                f"filter.rollout_filter_metric={metric} is made of them: set another metric, or "
+                "rollout.recompute_logprobs=true"
             )
         return self
 
@@ -240,9 +238,9 @@ class RunConfig(BaseRunConfig):
                 f"has no critic with algorithm.adv_estimator={self.algorithm.adv_estimator}",
             ),
             (
-                not self.rollout.recompute_logprobs,
+                not self.rollout.has_entropies,
                 ("entropy",),
-                "has the log-probs of its engine alone: set rollout.recompute_logprobs=true",
+                "has none, because vLLM reports none: set rollout.recompute_logprobs=true",
             ),
             (
                 not self.measures_val_kl,
@@ -328,7 +326,7 @@ class RunConfig(BaseRunConfig):
             del settings["early_stop"]["alarm"]
         if not self.rollout.weight_noise:
             del settings["rollout"]["weight_noise"]
-        if self.rollout.recompute_logprobs:
+        if not self.rollout.trains_from_engine_logprobs:
             del settings["rollout"]["recompute_logprobs"]
         if self.actor.tis_imp_ratio_cap is None or self.actor.tis_mode == "token_truncate":
             del settings["actor"]["tis_mode"], settings["actor"]["tis_imp_ratio_floor"]
@@ -357,6 +355,10 @@ def _find_target_policy_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
     importance_weights = (
         "weights sequences, while truncated importance weights are per token: set actor.tis_imp_ratio_cap=null"
     )
+    engine_logprobs = (
+        "sums log-probs over whole rollouts, and with them the mismatch of the engine: set "
+        "rollout.recompute_logprobs=true"
+    )
     sharded_weights = "runs the policy on each rank alone before each optimizer step: set trainer.zero_stage=2"
     gradient_analysis = (
         "couples the rollouts of a group, while gradient analysis sums the gradients of single rollouts: set "
@@ -369,6 +371,7 @@ def _find_target_policy_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
         (actor.filter_loss_scaling != "none", scaling),
         (algorithm.zero_task_advantage, zero_advantage),
         (actor.tis_imp_ratio_cap is not None, importance_weights),
+        (config.rollout.trains_from_engine_logprobs, engine_logprobs),
         (trainer.zero_stage == 3, sharded_weights),
         (trainer.gradient_analysis_mode, gradient_analysis),
     ]

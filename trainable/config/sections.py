@@ -228,6 +228,16 @@ class RolloutConfig(Section):
         """Whether the engine samples from a copy of the trainer's weights: vLLM does, and an engine with noise."""
         return self.name == "vllm" or self.weight_noise > 0
 
+    @property
+    def trains_from_engine_logprobs(self) -> bool:
+        """Whether the log-probs of training episodes are those of the engine where the trainer's would differ."""
+        return self.has_own_weights and not self.recompute_logprobs
+
+    @property
+    def has_entropies(self) -> bool:
+        """Whether training episodes have entropies: vLLM reports none, so they need a pass of the trainer."""
+        return self.recompute_logprobs or self.name != "vllm"
+
 
 class FilterConfig(Section):
     """The reward-variance filter: which groups of a step are trained on."""

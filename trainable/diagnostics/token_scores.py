@@ -16,7 +16,8 @@ class ScoredToken(NamedTuple):
     """One sampled token of an episode.
 
     logprob: nats, under the current policy, at the training temperature. entropy: nats, of the distribution from which
-    the token was sampled. value: the critic's estimate of the remaining reward; None without a critic.
+    the token was sampled; NaN in a run without entropies (see `RolloutConfig.has_entropies`). value: the critic's
+    estimate of the remaining reward; None without a critic.
     """
 
     turn: int

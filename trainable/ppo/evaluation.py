@@ -122,11 +122,14 @@ def summarize_rollout(episodes: Sequence[Episode], group_size: int) -> RolloutSu
     )
 
 
-def summarize_batch(batch: Batch, targets: Targets, episodes: Sequence[Episode], has_values: bool) -> BatchSummary:
+def summarize_batch(
+    batch: Batch, targets: Targets, episodes: Sequence[Episode], has_values: bool, has_entropies: bool = True
+) -> BatchSummary:
     """Statistics of the batch before the update.
 
     episodes: the episodes that the filter kept; `batch` may have copies of some, in addition. has_values: whether the
-    values in `targets` come from a critic; they are zeros otherwise.
+    values in `targets` come from a critic; they are zeros otherwise. has_entropies: whether the episodes have
+    entropies.
     """
     mask, kl, value_mean, explained_variance = batch.mask, None, None, None
     if targets.ref_logprobs is not None:
@@ -140,17 +143,14 @@ def summarize_batch(batch: Batch, targets: Targets, episodes: Sequence[Episode],
         batch_size=len(batch.lengths),
         trained_tokens=int(mask.sum()),
         padding_fraction=1 - float(batch.count_needed_tokens().sum()) / mask.numel(),
-        entropy=_compute_mean_entropy(episodes),
+        # Over the sampled tokens of the episodes instead of the batch, so that copies have no influence on it.
+        entropy=sum(float(e.entropies.sum()) for e in episodes) / sum(e.response_tokens for e in episodes)
+        if has_entropies
+        else None,
         kl_to_reference=kl,
         value_mean=value_mean,
         explained_variance=explained_variance,
     )
-
-
-def _compute_mean_entropy(episodes: Sequence[Episode]) -> float | None:
-    """Mean over the sampled tokens of the episodes, in which copies have no influence; None where vLLM gives none."""
-    entropy = sum(float(e.entropies.sum()) for e in episodes) / sum(e.response_tokens for e in episodes)
-    return None if math.isnan(entropy) else entropy
 
 
 def estimate_mean_kl(batch: Batch, ref_logprobs: Tensor) -> float:

@@ -217,7 +217,13 @@ class PPOTrainer:
         update = self._end_update(prepared, critic_meter, policy_meter, plan, timer) if prepared else None
         evaluations = self._validate(timer, "sampled") if prepared and plan.validation else []  # 9
         batch_summary = (
-            summarize_batch(prepared.batch, prepared.targets, list_rollouts(selection.episodes), plan.values)
+            summarize_batch(
+                prepared.batch,
+                prepared.targets,
+                list_rollouts(selection.episodes),
+                plan.values,
+                config.rollout.has_entropies,
+            )
             if prepared
             else None
         )

@@ -2,9 +2,9 @@
 
 An engine with its own copy has the weights of the trainer only after a sync, so two checks guard it. After each sync,
 engine and trainer compute log-probs of a fixed prompt: a run whose engine has other weights ends here. After each
-rollout, the trainer recomputes the log-probs of all sampled tokens; training uses these, and their mismatch with the
-engine's is measured. It ends no run: rounding alone makes it grow when a policy loses its way, and those are the runs
-that a study is about.
+rollout, the trainer recomputes the log-probs of all sampled tokens, unless rollout.recompute_logprobs is off; training
+uses these, and their mismatch with the engine's is measured. It ends no run: rounding alone makes it grow when a policy
+loses its way, and those are the runs that a study is about.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -217,7 +217,7 @@ class SyncedEngine:
 
     def measure_mismatch(self, episodes: Sequence[Episode], step: int) -> LogprobMismatch | None:
         """Compare over all sampled tokens (see `Engine.measure_mismatch`)."""
-        if not self.config.rollout.recompute_logprobs:
+        if self.config.rollout.trains_from_engine_logprobs:
             return None
         trainer_logprobs = np.concatenate([episode.logprobs[episode.mask] for episode in episodes])
         engine_logprobs = np.concatenate(

@@ -162,7 +162,8 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "kl_to_reference",
         "nats",
         "estimate of KL(pi || ref) before the update: token mean over trained tokens of k3 = exp(-d) + d - 1 with d = "
-        "log pi - log ref, at most 10 per token; missing if there is no reference pass",
+        "log pi - log ref, at most 10 per token; missing if there is no reference pass. With "
+        "rollout.recompute_logprobs=False, pi is that of the engine",
     ),
     Column(
         "actor_grad_norm",

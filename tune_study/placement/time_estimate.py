@@ -106,6 +106,11 @@ def estimate_forward_flops(shape: ModelShape, rows: int, tokens: int, with_head:
     return rows * (block_flops + attention_flops + with_head * 2.0 * hidden * shape.vocab_size * tokens)
 
 
+def recomputes_logprobs(config: RunConfig) -> bool:
+    """Whether the trainer has a pass of its own for the log-probs of the sampled tokens."""
+    return config.rollout.has_own_weights and config.rollout.recompute_logprobs
+
+
 def estimate_update_flops(shape: ModelShape, config: RunConfig) -> float:
     """FLOP of one training step without sampling: the passes of the reference and for values, and the updates.
 
@@ -124,7 +129,7 @@ def estimate_update_flops(shape: ModelShape, config: RunConfig) -> float:
     total_flops = (
         config.actor.ppo_epochs * (train_factor + recompute_factor) * policy_flops
         + config.trains_with_reference * policy_flops
-        + (config.rollout.has_own_weights and config.rollout.recompute_logprobs) * policy_flops
+        + recomputes_logprobs(config) * policy_flops
     )
     if config.algorithm.estimator.needs_critic:  # values of the rollouts, one pass without gradients
         total_flops += critic_flops
@@ -168,7 +173,7 @@ def estimate_host_seconds(shape: ModelShape, config: RunConfig) -> float:
         if config.trainer.swap_to_host:
             state_bytes = network.master + network.moments
             weight_bytes = 0 if memory.shards_weights(config) else network.weights
-            reads = 2 if name == "policy" else 1
+            reads = 1 + (name == "policy" and recomputes_logprobs(config))
             seconds += (2 * state_bytes + (2 + reads) * weight_bytes) / HOST_BANDWIDTH
         if memory.uses_deepspeed(config) and config.trainer.offload_optimizer:
             optim = config.actor if name == "policy" else config.critic

@@ -198,7 +198,6 @@ def test_figures_are_inline_and_files_beside_the_page(folder: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (folder / "figures").glob("*.png"))
 
 
-@pytest.mark.slow
 def test_a_report_is_the_same_when_written_twice(tmp_path: Path) -> None:
     study_folder = write_study(tmp_path, [FakeRun("0", steps=3)], FakeStudy(levels=10, total_steps=3))
     first = write_report(study_folder).read_text()

@@ -328,6 +328,16 @@ def test_no_gain_is_refused(truth: dict[str, Any], sentence: str) -> None:
     assert refuse(simulate_arm(np.random.default_rng(19), **truth)).startswith(sentence)
 
 
+@pytest.mark.parametrize("num_seeds", [1, 3])
+def test_arms_that_never_or_always_succeed_have_no_gain(num_seeds: int) -> None:
+    # Their rates lie at the bounds, where a curve fits as well as a constant up to rounding.
+    for num_validations in (6, 12, 14):
+        costs = np.arange(1.0, num_validations + 1)
+        for successes in (0.0, 64.0):
+            validations = Validations(costs, np.full((num_seeds, num_validations), successes), 64)
+            assert refuse(validations).startswith("No gain: a constant success of"), (num_validations, successes)
+
+
 def test_an_unidentified_ceiling_is_refused() -> None:
     assert refuse(simulate_arm(np.random.default_rng(12), midpoint=200)) == (
         "Ceiling not identified: half of the gain may be reached only at or beyond the largest cost of a seed, 100."

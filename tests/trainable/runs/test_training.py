@@ -382,8 +382,18 @@ def flip_byte(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", thin_out(FILES, 4))
-@pytest.mark.parametrize("damage", [truncate, flip_byte, Path.unlink])
+DAMAGES = (truncate, flip_byte, Path.unlink)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        # Each damage, and each file, once in the quick tier.
+        pytest.param(name, damage, marks=[pytest.mark.slow] * (FILES.index(name) != DAMAGES.index(damage)))
+        for name in FILES
+        for damage in DAMAGES
+    ],
+)
 def test_a_damaged_state_is_named_and_the_one_before_is_used(
     tmp_path: Path, uninterrupted_run: UninterruptedRun, name: str, damage: Callable[[Path], None]
 ) -> None:

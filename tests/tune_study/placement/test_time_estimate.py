@@ -163,6 +163,8 @@ def test_swapping_and_offloading_cost_time() -> None:
     moved_bytes = 24 * (policy + critic) + 8 * policy + 4 * critic
     swapped = apply_overrides(plain, {"trainer.swap_to_host": True})
     assert estimate_host_seconds(shape, swapped) == pytest.approx(moved_bytes / 50e9)
+    sampled_only = apply_overrides(swapped, {"rollout.recompute_logprobs": False})
+    assert estimate_host_seconds(shape, sampled_only) == pytest.approx((moved_bytes - 4 * policy) / 50e9)
     # 128 sequences in mini-batches of 32 are four optimizer steps of each network.
     offloaded = apply_overrides(plain, {"trainer.strategy": "deepspeed", "trainer.offload_optimizer": True})
     assert estimate_host_seconds(shape, offloaded) == pytest.approx(4 * (policy + critic) * 6.8e-9)

@@ -129,7 +129,6 @@ def test_a_driver_that_ends_makes_a_new_page(folder: Path, monkeypatch: pytest.M
         report.stop()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "error",
     [

@@ -104,7 +104,7 @@ def test_later_points_are_better(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_points_keep_out_of_the_region_where_runs_collapse_even_if_it_is_the_best(tmp_path: Path, seed: int) -> None:
     plan = make_search_plan(tmp_path, RATE, seed=seed)
     bounded, unbounded = (
@@ -114,7 +114,6 @@ def test_points_keep_out_of_the_region_where_runs_collapse_even_if_it_is_the_bes
     assert unbounded > 4 * MAX_RATE
 
 
-@pytest.mark.slow
 def test_where_less_is_better_the_draws_go_the_other_way(tmp_path: Path) -> None:
     plan = make_search_plan(tmp_path, RATE)
     up, down = (make_table(draw_all(plan, is_higher_better)).iloc[-20:] for is_higher_better in (True, False))
