@@ -7,8 +7,8 @@ BIN := .venv/bin
 ENGINES := .venv-engines/bin
 BENCH := .venv-bench/bin
 # More than cores here: a test of a study waits for Ray, one of an ended study for its processes. With four processes on
-# two cores there was nothing left, and single tests of studies took over ten times as long as alone; in test-ci, three
-# of five have a lower priority.
+# two cores there was nothing left, and single tests of studies took over ten times as long as alone; in test-ci, two of
+# four have a lower priority.
 PARALLEL := --numprocesses 3
 # The priority of the tests that run beside those with processes.
 BESIDE := nice -n 10
