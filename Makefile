@@ -77,7 +77,7 @@ types-beside: setup
 	{ $(BESIDE) $(BIN)/mypy; } 2>&1 | while IFS= read -r line; do echo "[types] $$line"; done
 
 test-beside: setup
-	{ $(BESIDE) env $(QUICK) --numprocesses 3 -m "not slow and not engines and not faults and not processes" $(SHOW_VALUES); } \
+	{ $(BESIDE) env $(QUICK) --numprocesses 2 -m "not slow and not engines and not faults and not processes" $(SHOW_VALUES); } \
 		2>&1 | while IFS= read -r line; do echo "[tests] $$line"; done
 
 test-processes: CACHE := -o cache_dir=.pytest_cache/processes
