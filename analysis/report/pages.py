@@ -84,7 +84,7 @@ def conclude(frames: StudyFrames) -> Conclusion:
     study = frames.studies[0]
     remarks = (findings.describe_short_runs(study), findings.describe_confirmation(study), index_entry["headline"])
     collapse = index_entry["collapse"]
-    if count_collapses(frames)["collapsed"].any():
+    if collapse and count_collapses(frames)["collapsed"].any():  # without a sentence, the family has no collapse
         collapse = f"{collapse} {COLLAPSE_DEFINITION}"  # beside statuses, which name what a rule stopped alone
     return Conclusion(" ".join(filter(None, remarks)), tuple(lines), collapse, sentences)
 

@@ -48,6 +48,13 @@ def get_words(frames: StudyFrames) -> str:
     return " ".join(parse_page(pages.render_page(frames, {})).text.split())
 
 
+def test_the_terminal_has_the_verdicts_and_no_collapse(folder: Path) -> None:
+    conclusion = pages.conclude(load(folder))
+    assert conclusion.headline.startswith("4 arms, baseline DG. Over 2 to 3 seeds, test error at the end compared with")
+    assert [line.partition(":")[0] for line in conclusion.arms] == ["DG", "TPO", "GRPO", "SameAsDG"]
+    assert conclusion.collapse == ""
+
+
 def test_the_page_is_complete(page: Page) -> None:
     words = " ".join(page.text.split())
     assert "Test error (fraction): 0.6 at first, from 0.25 (TPO) to 0.68 (GRPO) at the end. Entropy (nats): " in words

@@ -80,8 +80,9 @@ def test_every_seed_is_a_run_with_its_own_end(folder: Path) -> None:
     assert [[spec.run_id for spec in trial] for trial in plan.trials] == [
         [f"influence-{arm}", f"influence-{arm}-seed1"] for arm in ARMS
     ]
-    code, _, statuses = run_study(plan)
+    code, text, statuses = run_study(plan)
     assert code == 1
+    assert "could not be written" not in text
     assert {run_id: status.status for run_id, status in statuses.items()} == {
         "influence-DG": "completed",
         "influence-DG-seed1": "completed",
