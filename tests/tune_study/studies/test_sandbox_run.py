@@ -75,12 +75,21 @@ def folder(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield tmp_path_factory.mktemp("sandbox")
 
 
-def test_every_seed_is_a_run_with_its_own_end(folder: Path) -> None:
+Start = tuple[StudyPlan, int, str, dict[str, RunStatus]]
+
+
+@pytest.fixture(scope="module")
+def first_start(folder: Path) -> Start:
+    """The study's plan, and what its first start came to. Tests of one tier alone find its folder, too."""
     plan = make_plan_in(folder, 2)
+    return plan, *run_study(plan)
+
+
+def test_every_seed_is_a_run_with_its_own_end(first_start: Start) -> None:
+    plan, code, text, statuses = first_start
     assert [[spec.run_id for spec in trial] for trial in plan.trials] == [
         [f"influence-{arm}", f"influence-{arm}-seed1"] for arm in ARMS
     ]
-    code, text, statuses = run_study(plan)
     assert code == 1
     assert "could not be written" not in text
     assert {run_id: status.status for run_id, status in statuses.items()} == {
@@ -108,6 +117,7 @@ def test_every_seed_is_a_run_with_its_own_end(folder: Path) -> None:
     assert "Total: 6 | Success: 4 | Failed: 2 | Early stopped: 2 | Not ended: 0" in plan.summary_log.read_text()
 
 
+@pytest.mark.usefixtures("first_start")
 def test_tables_have_a_row_a_run_and_the_settings_of_its_arm(folder: Path) -> None:
     trials = pd.read_parquet(folder / "results/influence/trials.parquet").set_index("run_id")
     assert len(trials) == 6
@@ -120,6 +130,7 @@ def test_tables_have_a_row_a_run_and_the_settings_of_its_arm(folder: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("first_start")
 def test_a_second_start_trains_only_what_failed(folder: Path) -> None:
     times_before = {path: path.stat().st_mtime_ns for path in folder.glob("results/influence/runs/*/metrics.jsonl")}
     resumed_plan = plan_from_folder(folder / "results/influence")
@@ -131,6 +142,7 @@ def test_a_second_start_trains_only_what_failed(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("first_start")
 def test_more_seeds_are_trials_of_their_own(folder: Path, tmp_path: Path) -> None:
     plan = merge_with_folder(make_plan_in(folder, 3, ("DG",)), extend=True)
     code, _, statuses = run_study(
