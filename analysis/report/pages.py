@@ -83,10 +83,9 @@ def conclude(frames: StudyFrames) -> Conclusion:
     sentences = tuple(factors["sentences"]) if factors else ()
     study = frames.studies[0]
     remarks = (findings.describe_short_runs(study), findings.describe_confirmation(study), index_entry["headline"])
-    collapse = index_entry["collapse"]
-    if collapse and count_collapses(frames)["collapsed"].any():  # without a sentence, the family has no collapse
-        collapse = f"{collapse} {COLLAPSE_DEFINITION}"  # beside statuses, which name what a rule stopped alone
-    return Conclusion(" ".join(filter(None, remarks)), tuple(lines), collapse, sentences)
+    # The definition, because statuses beside the sentence name only what a rule stopped.
+    collapse = (index_entry["collapse"], index_entry["collapse_definition"])
+    return Conclusion(" ".join(filter(None, remarks)), tuple(lines), " ".join(filter(None, collapse)), sentences)
 
 
 def _conclude_search(frames: StudyFrames) -> Conclusion:
@@ -194,9 +193,11 @@ def _make_index_entry(frames: StudyFrames) -> dict[str, Any]:
     """The index entry of a study: headline, collapses, and number and verdict of each arm."""
     summary = tables.summarize_arms(frames)
     arms = [{**row, "number": verdicts.format_fraction(row["late_val_success"])} for row in to_records(summary)]
+    collapses = count_collapses(frames)
     return {
         "headline": findings.format_headline(summary),
-        "collapse": findings.describe_collapses(count_collapses(frames)),
+        "collapse": findings.describe_collapses(collapses),
+        "collapse_definition": COLLAPSE_DEFINITION if collapses["collapsed"].any() else "",
         "number": "success",
         "arms": arms,
     }

@@ -106,7 +106,13 @@ def make_index_entry(frames: StudyFrames) -> Row:
         for row in to_records(_select_primary(frames, arm_statistics))
     ]
     number = tables.get_description(frames).number
-    return {"headline": format_headline(frames, differences), "collapse": "", "number": number, "arms": rows}
+    return {
+        "headline": format_headline(frames, differences),
+        "collapse": "",
+        "collapse_definition": "",
+        "number": number,
+        "arms": rows,
+    }
 
 
 def _select_primary(frames: StudyFrames, table: pd.DataFrame) -> pd.DataFrame:

@@ -53,8 +53,6 @@ def kaplan_meier(end_steps: ArrayLike, is_event: ArrayLike) -> tuple[Floats, Flo
     another reason (censored). Without an event, the curve is the single point (0, 1).
     """
     ends, is_observed = np.asarray(end_steps, dtype=float), np.asarray(is_event, dtype=bool)
-    if not is_observed.any():
-        return np.zeros(1), np.ones(1)
     from scipy import stats
 
     survival = stats.ecdf(stats.CensoredData.right_censored(ends, ~is_observed)).sf
