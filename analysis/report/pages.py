@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from analysis.html.charts import make_script
 from analysis.html.figures import Gallery, RenderedFigure
 from analysis.html.page import add_contents, list_sources, make_environment, make_settings_rows, write_page
 from analysis.report import figures
+from analysis.report.processes import compute_beside
 from analysis.report.results import SweepResults
 from analysis.sandbox import figures as sandbox_figures
 from analysis.sandbox import page as sandbox_report
@@ -108,24 +110,35 @@ def write_frames_report(frames: StudyFrames, folder: Path, *, with_pictures: boo
     """`write_report` for a study that is already loaded.
 
     Tables beside the page have the arms of the frames, so that both can be joined. with_pictures: whether the figures
-    of the page are also written as PNG files, which takes a fifth of the time.
+    of the page are also written as PNG files, which takes a fifth of the time. Figures are drawn in a process of their
+    own where that is possible.
     """
     page = _get_page(frames)
     arms = {label: arm for arm, label in layout.make_axis_labels(frames).items()}
     results = page.make_results(layout.name_arms(frames))
-    gallery = page.make_gallery(results)
-    drawn_figures = gallery.draw()
     figures_folder = make_folder(folder, "figures")
-    for name, figure in drawn_figures.items() if with_pictures else ():
+
+    def render_figures() -> list[RenderedFigure]:
+        gallery = page.make_gallery(results)
+        drawn_figures = gallery.draw()
+        if with_pictures:
+            _write_pictures(drawn_figures, figures_folder)
+        return gallery.render(drawn_figures)
+
+    get_figures = compute_beside(render_figures)
+    for name, table in page.make_tables(results):
+        with atomic_write(figures_folder / f"{name}.csv") as temp_path:
+            table.replace(dict.fromkeys(_ARM_COLUMNS & set(table), arms)).to_csv(temp_path, index=False)
+    return write_page(folder / "report.html", _render(page, results, get_figures))
+
+
+def _write_pictures(drawn_figures: Mapping[str, Figure], figures_folder: Path) -> None:
+    for name, figure in drawn_figures.items():
         with atomic_write(figures_folder / f"{name}.png") as temp_path:
             # The least compression: a tenth more bytes, and a seventh less time.
             save_figure(figure, temp_path, dpi=150, format="png", pil_kwargs={"compress_level": 1})
         # save_figure has computed the layout. The page shows the same figure, so keep this layout and compute no other.
         figure.set_layout_engine("none")
-    for name, table in page.make_tables(results):
-        with atomic_write(figures_folder / f"{name}.csv") as temp_path:
-            table.replace(dict.fromkeys(_ARM_COLUMNS & set(table), arms)).to_csv(temp_path, index=False)
-    return write_page(folder / "report.html", _render(page, results, gallery.render(drawn_figures)))
 
 
 def draw_figures(frames: StudyFrames) -> dict[str, Figure]:
@@ -141,13 +154,15 @@ def render_page(frames: StudyFrames, drawn_figures: Mapping[str, Figure], with_c
     """
     page = _get_page(frames)
     results = page.make_results(layout.name_arms(frames))
-    return _render(page, results, page.make_gallery(results).render(drawn_figures, with_charts))
+    return _render(page, results, partial(page.make_gallery(results).render, drawn_figures, with_charts))
 
 
-def _render(page: "Page", results: Any, rendered_figures: Sequence[RenderedFigure]) -> str:
-    script = make_script() if any(figure.chart for figure in rendered_figures) else None
+def _render(page: "Page", results: Any, get_figures: Callable[[], Sequence[RenderedFigure]]) -> str:
+    context = page.make_context(results)
     template = make_environment().get_template(page.template)
-    return add_contents(template.render(page.make_context(results), figures=rendered_figures, script=script))
+    rendered_figures = get_figures()  # last, because another process may draw them in the meantime
+    script = make_script() if any(figure.chart for figure in rendered_figures) else None
+    return add_contents(template.render(context, figures=rendered_figures, script=script))
 
 
 def _get_page(frames: StudyFrames) -> "Page":

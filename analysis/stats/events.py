@@ -53,15 +53,8 @@ def kaplan_meier(end_steps: ArrayLike, is_event: ArrayLike) -> tuple[Floats, Flo
     another reason (censored). Without an event, the curve is the single point (0, 1).
     """
     ends, is_observed = np.asarray(end_steps, dtype=float), np.asarray(is_event, dtype=bool)
-    from scipy import stats
-
-    survival = stats.ecdf(stats.CensoredData.right_censored(ends, ~is_observed)).sf
-    # scipy also returns the steps at which runs were only censored: the curve is flat there.
-    is_drop = np.isin(survival.quantiles, ends[is_observed])
-    return (
-        np.concatenate([[0.0], survival.quantiles[is_drop]]),
-        np.concatenate([[1.0], survival.probabilities[is_drop]]),
-    )
+    event_steps, fractions = _estimate_survival(np.ones((1, ends.size), dtype=bool), ends, is_observed)
+    return np.concatenate([[0.0], event_steps]), fractions[0]
 
 
 def restricted_mean(end_steps: ArrayLike, is_event: ArrayLike, horizon: float) -> float:
@@ -143,15 +136,23 @@ def _list_exchanges(num_seeds: int, generator: np.random.Generator) -> Booleans:
 
 def _compute_restricted_means(is_member: Booleans, end_steps: Floats, is_event: Booleans, horizon: float) -> Floats:
     """Restricted means of many samples of the same runs, is_member (samples, runs) -> (samples,); NaN if unknown."""
-    steps = np.unique(end_steps[is_event & (end_steps < horizon)])
+    steps, fractions = _estimate_survival(is_member, end_steps, is_event & (end_steps < horizon))
+    is_known = (fractions[:, -1] == 0) | (is_member & (end_steps >= horizon)).any(axis=1)
+    return np.where(is_known, fractions @ np.diff([0.0, *steps, horizon]), NAN)
+
+
+def _estimate_survival(is_member: Booleans, end_steps: Floats, is_event: Booleans) -> tuple[Floats, Floats]:
+    """Kaplan-Meier curves of many samples of the same runs, is_member (samples, runs).
+
+    Returns the steps (S,) with an event of any run, and the fractions (samples, 1 + S) at step 0 and after each.
+    """
+    steps = np.unique(end_steps[is_event])
     membership = is_member.astype(float)
     num_at_risk = membership @ (end_steps[:, None] >= steps)
     num_events = membership @ (is_event[:, None] & (end_steps[:, None] == steps))
-    # Where no run is at risk there is no event, and the factor is 1. The first column is the curve from step 0 on.
+    # Where no run is at risk there is no event, and the factor is 1.
     factors = 1 - num_events / np.maximum(num_at_risk, 1)
-    fractions = np.cumprod(np.concatenate([np.ones((len(factors), 1)), factors], axis=1), axis=1)
-    is_known = (fractions[:, -1] == 0) | (is_member & (end_steps >= horizon)).any(axis=1)
-    return np.where(is_known, fractions @ np.diff([0.0, *steps, horizon]), NAN)
+    return steps, np.cumprod(np.concatenate([np.ones((len(factors), 1)), factors], axis=1), axis=1)
 
 
 def _invert_sign_flips(differences: Floats, is_flipped: Booleans, confidence_level: float) -> tuple[float, float]:
