@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -84,8 +85,11 @@ FILES_WITH_PROCESSES = (
 """Files and folders whose tests take long because they start Ray, the command line or a benchmark."""
 
 
-FOLDERS_OF_PROCESSES = ("tests/faults/", "tests/tune_study/", "tests/test_")
-"""Where `make test-processes` looks for them; to collect all tests takes 20 seconds per process."""
+def find_places_of_processes() -> tuple[str, ...]:
+    """The files and folders in which `make test-processes` looks for such tests."""
+    text = Path(__file__).parents[1].joinpath("Makefile").read_text(encoding="utf-8")
+    (names,) = re.findall(r"^PROCESS_TESTS := ((?:.*\\\n)*.*)$", text, re.MULTILINE)
+    return tuple(names.replace("\\", " ").split())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -93,11 +97,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     With the longest files first, workers that take whole files finish at about the same time.
     """
+    places = find_places_of_processes()
     for item in items:
         if item.nodeid.startswith(FILES_WITH_PROCESSES) or "ray_session" in getattr(item, "fixturenames", ()):
             item.add_marker("processes")
-            if not item.nodeid.startswith(FOLDERS_OF_PROCESSES):
-                raise pytest.UsageError(f"{item.nodeid} starts processes: put it below one of {FOLDERS_OF_PROCESSES}")
+            if not item.nodeid.startswith(places):
+                raise pytest.UsageError(f"{item.nodeid} starts processes: add its file to PROCESS_TESTS in the Makefile")
     rank = {name: index for index, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST_FILES)))
 
