@@ -101,8 +101,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(FILES_WITH_PROCESSES) or "ray_session" in getattr(item, "fixturenames", ()):
             item.add_marker("processes")
-            if not item.nodeid.startswith(places):
-                raise pytest.UsageError(f"{item.nodeid} starts processes: add its file to PROCESS_TESTS in the Makefile")
+            if not item.nodeid.startswith(places) and not item.get_closest_marker("slow"):
+                raise pytest.UsageError(f"{item.nodeid} starts processes: add it to PROCESS_TESTS in the Makefile")
     rank = {name: index for index, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST_FILES)))
 
