@@ -49,7 +49,7 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-# All tests that need no process of their own: no study through Ray, no command, no benchmark. The profile draws the same
+# What is quick: no study through Ray, no command, no benchmark, and nothing that takes over half a second. The profile draws the same
 # examples on every machine, and fewer than test-all and a plain pytest, which draw new ones each time. Files come in the
 # order that tests/conftest.py gives them: the longest first. To rewrite the assertions of all files costs each process nine
 # seconds, so only what failed is run with it, which shows the values. To collect what is logged would take 3 to 5
@@ -57,8 +57,9 @@ types: setup
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --hypothesis-profile quick -p no:logging
 QUICK := $(PYTEST) --assert plain --dist loadfile --no-loadscope-reorder
 SHOW_VALUES = || { $(PYTEST) $(CACHE) --last-failed --last-failed-no-failures none; exit 1; }
-test: check compile
-	$(QUICK) $(PARALLEL) -m "not slow and not faults and not engines and not processes" $(SHOW_VALUES)
+test: lint
+	$(MAKE) --no-print-directory --jobs 2 types compile
+	$(QUICK) --numprocesses auto -m "not long and not slow and not faults and not engines and not processes" $(SHOW_VALUES)
 
 # All signals, endings and draws of malformed input; test-ci has the main ones. The longest first, so that all processes
 # end together.

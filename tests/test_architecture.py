@@ -489,6 +489,7 @@ def test_a_class_has_a_name_of_its_own() -> None:
     assert {name: modules for name, modules in modules_by_class.items() if len(modules) > 1} == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("statement", "absent"),
     [
@@ -510,6 +511,7 @@ def test_light_imports_stay_light(statement: str, absent: tuple[str, ...]) -> No
     assert process.stdout.strip() == "[]"
 
 
+@pytest.mark.long
 def test_no_tolerance_is_so_wide_that_a_test_is_empty() -> None:
     for path in sorted((ROOT / "tests").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -1,6 +1,6 @@
 """Writes the report of a study as one self-contained HTML file, and an index of several studies."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -141,10 +141,18 @@ def _write_pictures(drawn_figures: Mapping[str, Figure], figures_folder: Path) -
         figure.set_layout_engine("none")
 
 
-def draw_figures(frames: StudyFrames) -> dict[str, Figure]:
-    """Draw every figure for which the study has data: {name: figure}."""
+def draw_figures(frames: StudyFrames, names: Container[str] | None = None) -> dict[str, Figure]:
+    """Draw every figure for which the study has data: {name: figure}.
+
+    names: of the figures to draw; None: all.
+
+    Example:
+        >>> def save_dose_response(frames, path):
+        ...     draw_figures(frames, ["dose_response"])["dose_response"].savefig(path)
+    """
     page = _get_page(frames)
-    return page.make_gallery(page.make_results(layout.name_arms(frames))).draw()
+    gallery = page.make_gallery(page.make_results(layout.name_arms(frames)))
+    return (gallery if names is None else gallery.select(names)).draw()
 
 
 def render_page(frames: StudyFrames, drawn_figures: Mapping[str, Figure], with_charts: bool = True) -> str:
@@ -154,7 +162,8 @@ def render_page(frames: StudyFrames, drawn_figures: Mapping[str, Figure], with_c
     """
     page = _get_page(frames)
     results = page.make_results(layout.name_arms(frames))
-    return _render(page, results, partial(page.make_gallery(results).render, drawn_figures, with_charts))
+    gallery = page.make_gallery(results).select(drawn_figures)
+    return _render(page, results, partial(gallery.render, drawn_figures, with_charts))
 
 
 def _render(page: "Page", results: Any, get_figures: Callable[[], Sequence[RenderedFigure]]) -> str:

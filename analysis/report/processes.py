@@ -37,7 +37,8 @@ def compute_beside(compute: Callable[[], Result]) -> Callable[[], Result]:
             result: Result = receiver.recv()
         except EOFError:
             return compute()
-        finally:
+        finally:  # also after Ctrl-C, when the copy may still compute, or wait until somebody reads its result
+            process.kill()
             process.join()
             receiver.close()
         return result

@@ -102,6 +102,7 @@ def test_numbers_beyond_what_python_prints_are_refused() -> None:
             assert check_settings((RunConfig, {key: value})) == "ConfigError"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("examples", [30, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("check", "answers"),
@@ -206,6 +207,7 @@ def test_a_run_json_without_settings_is_named(valid_study: ValidStudy) -> None:
     assert check_reading(valid_study.folder, valid_study.plan, damage).startswith("status 0, resume 2")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("status", [{}, *(pytest.param(s, marks=pytest.mark.slow) for s in (None, [], 3, "no status"))])
 def test_a_status_that_is_none_stops_nobody(valid_study: ValidStudy, status: object) -> None:
     damage = valid_study.make_damage(f"{FIRST}/status.json", ("status",), status)

@@ -105,6 +105,7 @@ def test_the_rolling_state_is_written_every_resume_every_steps(tmp_path: Path) -
     assert read_checkpoint(find_newest_checkpoint(tmp_path))[1]["step"] == 2
 
 
+@pytest.mark.long
 def test_two_rolling_states_are_kept_while_a_run_is_under_way_and_one_at_its_end(tmp_path: Path) -> None:
     trainable = start_trial(tmp_path)
     checkpoint_names = []
@@ -162,6 +163,7 @@ def test_the_row_at_which_a_rule_fires_has_the_final_evaluation(tmp_path: Path) 
     ]
 
 
+@pytest.mark.long
 def test_a_run_that_a_rule_has_stopped_does_not_continue(tmp_path: Path) -> None:
     trainable = start_trial(tmp_path, **STOPS)
     trainable.step()
@@ -176,6 +178,7 @@ def test_a_run_that_a_rule_has_stopped_does_not_continue(tmp_path: Path) -> None
 # ---------------------------------------------------------------------------- another run in the same process
 
 
+@pytest.mark.long
 def test_an_actor_that_is_used_again_serves_the_other_run_as_a_fresh_one_would(
     tmp_path: Path, uninterrupted_run: UninterruptedRun
 ) -> None:

@@ -69,6 +69,7 @@ def test_a_verdict_after_added_seeds_is_that_of_the_e_values(tmp_path: Path) -> 
     assert row["basis"] == "over 8 seeds, with a test that is valid at every look"
 
 
+@pytest.mark.long
 def test_all_words_exist_after_added_seeds(tmp_path: Path) -> None:
     folder = write_study(tmp_path, 8, planned_seeds=3)
     assert {arm: get_row(folder, arm)["verdict"] for arm in SHIFTS} == {
@@ -109,6 +110,7 @@ def test_contrasts_after_added_seeds_are_tested_at_all_looks_too(tmp_path: Path)
     assert (row["verdict"], rows["same"]["verdict"]) == ("better", "equal")
 
 
+@pytest.mark.long
 def test_the_report_says_how_often_was_looked(tmp_path: Path) -> None:
     looks = [{"at": "2026-01-02T03:04:05+00:00", "runs": 4 * seeds, "seeds": seeds} for seeds in (3, 6, 8)]
     notes = make_notes(load(write_study(tmp_path, 8, planned_seeds=3, max_seeds=20, looks=looks)))
@@ -126,6 +128,7 @@ def test_the_report_says_how_often_was_looked(tmp_path: Path) -> None:
     assert not any("look" in note for note in notes)
 
 
+@pytest.mark.long
 def test_an_arm_without_evidence_counts_in_the_number_of_comparisons(tmp_path: Path) -> None:
     """The twin of the baseline has no spread: p and p_equal are 1, and the others are corrected for it."""
     arms = {"DG": BASELINE, "twin": BASELINE}

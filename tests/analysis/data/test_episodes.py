@@ -56,6 +56,7 @@ def test_trained_episodes_are_read_beside_those_of_validations(tmp_path: Path) -
     assert [*format_turns(trained[0])][-4].endswith(", reward -0.2, advantage -0.5")
 
 
+@pytest.mark.long
 @given(
     st.lists(
         st.builds(

@@ -240,6 +240,7 @@ def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
         assert getattr(loaded_frames, name).dtypes.equals(getattr(frames, name).dtypes)
 
 
+@pytest.mark.long
 def test_studies_of_two_families_are_loaded_into_the_same_frames(tmp_path: Path) -> None:
     rules_folder = write_sandbox(tmp_path, [FakeRun("DG", steps=60)], SHORT)
     fake_study = run_folders.FakeStudy(total_steps=3, test_freq=2, levels=10)

@@ -545,6 +545,7 @@ def test_a_table_of_another_schema_is_made_again(tmp_path: Path, monkeypatch: py
     assert diff_frames(loaded_frames.steps, frames.steps) == []
 
 
+@pytest.mark.long
 def test_a_deleted_file_of_probes_is_named_when_the_tables_are_made_again(tmp_path: Path) -> None:
     run = FakeRun("0", steps=3)
     folder = write_study(tmp_path, [run, FakeRun("0.1", steps=3)], SHORT)

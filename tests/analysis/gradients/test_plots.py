@@ -236,6 +236,7 @@ def check_file_names(folder: Path, *steps: int) -> set[str]:
     return names
 
 
+@pytest.mark.long
 def test_files_have_the_published_names_and_numbers(tmp_path: Path) -> None:
     frames = make_frames(tmp_path, FakeAnalysis(1), BEFORE, AFTER)
     folder = tmp_path / "made" / "here"
@@ -257,6 +258,7 @@ def test_files_have_the_published_names_and_numbers(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.long
 def test_a_step_whose_filter_kept_nothing_is_drawn_before_it(tmp_path: Path) -> None:
     frames = make_frames(tmp_path, BEFORE)
     figures = draw_step(frames.gradients, frames.gradient_groups)
@@ -265,6 +267,7 @@ def test_a_step_whose_filter_kept_nothing_is_drawn_before_it(tmp_path: Path) -> 
     assert get_heights(figures["plots"].axes[2]) == get_column(BEFORE, "task", "norm")
 
 
+@pytest.mark.long
 def test_the_title_of_a_probe_says_so(tmp_path: Path) -> None:
     frames = make_frames(tmp_path, replace(WITH_KL, source="probe"))
     figures = draw_step(frames.gradients, frames.gradient_groups)
@@ -296,6 +299,7 @@ def test_ticks_are_plain_numbers(tmp_path: Path, values: tuple[float, float]) ->
     assert 2 <= len(ticks) <= 14
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", ["nan", "one bucket", "task only", "total only", "odd names"])
 def test_poor_analyses_can_be_drawn(tmp_path: Path, change: str) -> None:
     frames = make_frames(tmp_path, BEFORE, AFTER)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 
 from analysis.data.frames import StudyFrames
 from analysis.data.load import read_study
@@ -36,9 +37,12 @@ def add_retrieval(frames: StudyFrames, names: tuple[str, ...] = (TRAJECTORY, FIR
     return replace(frames, steps=frames.steps.assign(**columns))
 
 
+def draw(frames: StudyFrames) -> dict[str, Figure]:
+    return pages.draw_figures(frames, ("gradient_signal", "regularizer_share", "retrieval"))
+
+
 def make_page(frames: StudyFrames) -> Page:
-    figures = pages.draw_figures(frames)
-    return parse_page(pages.render_page(frames, figures))
+    return parse_page(pages.render_page(frames, draw(frames)))
 
 
 def get_words(page: Page) -> str:
@@ -48,11 +52,12 @@ def get_words(page: Page) -> str:
 @pytest.mark.slow
 def test_without_measurements_there_is_no_section(tmp_path: Path) -> None:
     frames = make_frames(tmp_path, {"0": [], "0.1": []})
-    assert pages.draw_figures(frames).keys() & {"gradient_signal", "regularizer_share", "retrieval"} == set()
+    assert draw(frames).keys() & {"gradient_signal", "regularizer_share", "retrieval"} == set()
     page = make_page(frames)
     assert not {"gradients", "retrieval"} & set(page.ids)
 
 
+@pytest.mark.long
 def test_gradients_are_on_the_page(tmp_path: Path) -> None:
     analyses = [FakeAnalysis(step, prefilter=prefilter) for step in (1, 5) for prefilter in (True, False)]
     frames = make_frames(tmp_path, {"0": analyses}, seeds=3)
@@ -68,10 +73,11 @@ def test_gradients_are_on_the_page(tmp_path: Path) -> None:
     assert "Spearman's rank correlation with the reward std" in words
 
 
+@pytest.mark.long
 def test_probes_are_lines_and_rows_of_their_own_beside_training(tmp_path: Path) -> None:
     probe = FakeAnalysis(5, "probe", components=("task", "kl"))
     frames = make_frames(tmp_path, {"0": [FakeAnalysis(1), FakeAnalysis(5), probe], "1": [FakeAnalysis(1)]})
-    figures = pages.draw_figures(frames)
+    figures = draw(frames)
     for name in ("gradient_signal", "regularizer_share"):
         (axes,) = figures[name].axes
         assert [text.get_text() for text in figures[name].legends[0].get_texts()] == ["KL 0", "KL 1", "KL 0, probe"]
@@ -92,15 +98,17 @@ def test_a_filter_that_kept_nothing_is_on_the_page(tmp_path: Path) -> None:
     assert "1 KL 0 before the filter task 1 6" in words
 
 
+@pytest.mark.long
 def test_there_is_one_curve_per_run_and_step(tmp_path: Path) -> None:
     frames = make_frames(tmp_path, {"0": [FakeAnalysis(1), FakeAnalysis(5)]}, seeds=2)
-    (axes,) = pages.draw_figures(frames)["gradient_signal"].axes
+    (axes,) = draw(frames)["gradient_signal"].axes
     assert len([line for line in axes.get_lines() if len(line.get_xdata()) == 6]) == 4
 
 
+@pytest.mark.long
 def test_arms_have_different_colors(tmp_path: Path) -> None:
     frames = make_frames(tmp_path, {arm: [FakeAnalysis(1), FakeAnalysis(5)] for arm in ("0", "0.1", "1")})
-    figures = pages.draw_figures(frames)
+    figures = draw(frames)
     for name in ("gradient_signal", "regularizer_share"):
         (axes,) = figures[name].axes
         drawn = [line.get_color() for line in axes.get_lines() if len(line.get_xdata()) == 6]
@@ -109,7 +117,7 @@ def test_arms_have_different_colors(tmp_path: Path) -> None:
 
 
 def test_without_a_regularizer_its_figure_is_left_out(tmp_path: Path) -> None:
-    figures = pages.draw_figures(make_frames(tmp_path, {"0": [FakeAnalysis(components=("task",))]}))
+    figures = draw(make_frames(tmp_path, {"0": [FakeAnalysis(components=("task",))]}))
     assert "gradient_signal" in figures
     assert "regularizer_share" not in figures
 
@@ -128,7 +136,7 @@ def test_a_report_with_gradients_is_the_same_when_written_twice(tmp_path: Path) 
 @pytest.mark.slow
 def test_retrieval_is_one_figure_with_the_arms_as_lines(tmp_path: Path) -> None:
     frames = add_retrieval(make_frames(tmp_path, {"0": [], "0.1": []}))
-    figures = pages.draw_figures(frames)
+    figures = draw(frames)
     assert [axes.get_ylabel() for axes in figures["retrieval"].axes] == [
         "retrieval, all turns (fraction)",
         "retrieval, first turns (fraction)",
@@ -146,6 +154,7 @@ def test_retrieval_is_one_figure_with_the_arms_as_lines(tmp_path: Path) -> None:
     assert "Each arm is one line" in get_words(page)
 
 
+@pytest.mark.long
 def test_a_hundred_arms_are_a_hundred_lines(tmp_path: Path) -> None:
     frames = add_retrieval(make_frames(tmp_path, {str(number): [] for number in range(100)}), (TRAJECTORY,))
     colors = plots.make_arm_colors([str(number) for number in range(100)])
@@ -195,6 +204,7 @@ def test_the_sentence_of_a_gradient_figure_counts_the_buckets_above_zero() -> No
     )
 
 
+@pytest.mark.long
 def test_the_page_has_the_sentences_of_its_gradient_figures(tmp_path: Path) -> None:
     frames = make_frames(tmp_path, {"0": [FakeAnalysis(1, prefilter=True)], "1": [FakeAnalysis(1, prefilter=True)]})
     words = get_words(make_page(frames))

@@ -164,6 +164,7 @@ def test_lines_of_several_arms_are_the_last_steps_of_their_runs_and_every_probe(
     ]
 
 
+@pytest.mark.long
 def test_what_the_filter_left_empty_is_in_no_table(tmp_path: Path, generator: np.random.Generator) -> None:
     empty_analysis = replace(AFTER, buckets=0)
     rows, rows_before = make_rows(tmp_path / "a", BEFORE, empty_analysis), make_rows(tmp_path / "b", BEFORE)
@@ -233,6 +234,7 @@ def test_the_interval_of_the_regularizer_is_that_of_its_term_or_of_the_remainder
             assert share.regularizer_high == pytest.approx(1 - row["signal_share_low"], rel=1e-12)
 
 
+@pytest.mark.long
 def test_tables_of_figures_have_the_numbers_of_the_lines(tmp_path: Path) -> None:
     rows = make_rows(tmp_path, BEFORE, AFTER)
     signal, share = gradients.make_signal_lines(rows), gradients.make_share_lines(rows)

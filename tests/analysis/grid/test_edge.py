@@ -143,6 +143,7 @@ def test_every_run_collapsed(tmp_path: Path) -> None:
     assert row["edge_high"] == 3e-4
 
 
+@pytest.mark.long
 def test_one_seed_has_edges_without_intervals(tmp_path: Path) -> None:
     frames = make_frames(tmp_path, {"a": (0, 0, 0, 1, 1), "b": (0, 0, 1, 0, 1)}, num_seeds=1)
     rows = index_edges(frames)
@@ -191,6 +192,7 @@ def test_a_hole_in_the_safe_band_is_named(tmp_path: Path) -> None:
     assert "within the band, 0.0003 is not safe" in row["note"]
 
 
+@pytest.mark.long
 def test_shifts_are_those_of_the_declared_contrasts(frames: StudyFrames) -> None:
     rows = compare(frames)
     assert list(rows) == list(CONTRASTS)
@@ -205,6 +207,7 @@ def test_shifts_are_those_of_the_declared_contrasts(frames: StudyFrames) -> None
     assert rows["KL, without"]["note"] == ("the runs do not bound the shift from above; no run of the line collapsed")
 
 
+@pytest.mark.long
 def test_p_of_a_shift_counts_all_exchanges_within_seeds(tmp_path: Path) -> None:
     frames = make_frames(tmp_path, {"a": (0, 0, 3, 3, 3), "b": (0, 0, 0, 0, 3)})
     # All three seeds have two collapses more without the KL term: 2 of 8 exchanges are as far from 0.
@@ -229,6 +232,7 @@ def test_a_contrast_of_several_lines_or_without_arms_has_no_shift(frames: StudyF
     assert all(math.isnan(row["shift"]) for row in rows.values())
 
 
+@pytest.mark.long
 def test_a_known_edge_and_shift_are_recovered(tmp_path: Path) -> None:
     generator, num_seeds, edges = np.random.default_rng(3), 12, {"a": 1e-3, "b": 2e-3}
     counts = {
@@ -245,6 +249,7 @@ def test_a_known_edge_and_shift_are_recovered(tmp_path: Path) -> None:
     assert shift["p"] < 0.01
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dose", thin_out(["", "algorithm.adv_estimator", "actor.no_such_setting"]))
 def test_without_a_numeric_dose_there_is_no_section(tmp_path: Path, dose: str) -> None:
     folder = write_study(tmp_path, make_runs({"a": (0,) * 5, "c": (0,) * 5}, 1), make_study(dose))
@@ -252,7 +257,7 @@ def test_without_a_numeric_dose_there_is_no_section(tmp_path: Path, dose: str) -
     assert edge.make_run_table(frames).empty
     assert edge.summarize_edges(frames).empty
     assert edge.compare_edges(frames, np.random.default_rng(0)).empty
-    assert "edge" not in pages.draw_figures(frames)
+    assert not pages.draw_figures(frames, ("edge",))
     assert "Where training breaks" not in parse_page(pages.render_page(frames, {})).text
 
 
@@ -266,6 +271,7 @@ def test_the_dose_is_the_horizontal_axis_of_the_grid(frames: StudyFrames) -> Non
     assert (other_grid.x, other_grid.y) == ("actor.kl_loss_coef", "actor.lr")
 
 
+@pytest.mark.long
 def test_a_study_of_one_axis_has_one_line(tmp_path: Path) -> None:
     runs = [FakeRun(arm, seed, steps=10) for arm in ("0.001", "0.01") for seed in range(2)]
     runs += [FakeRun("0.1", seed, steps=5, status="early_stopped", stop=STOP) for seed in range(2)]

@@ -84,6 +84,7 @@ def test_the_interval_of_a_comparison_covers_the_difference(
     assert covered / 400 >= 0.93 - 3 * np.sqrt(0.93 * 0.07 / 400)
 
 
+@pytest.mark.long
 def test_the_stronger_factor_is_named(tmp_path: Path) -> None:
     frames = write_frames(tmp_path, num_seeds=4)
     grid = factors.make_factor_grid(frames)
@@ -155,6 +156,7 @@ def test_an_arm_is_named_after_its_part_without_the_file() -> None:
     assert axis.named_settings["lr1e-4-policy_losssoft"]["actor.policy_loss"] == "parts/my.py:soft"
 
 
+@pytest.mark.long
 def test_an_interaction_is_over_seeds_that_have_all_of_its_arms(tmp_path: Path) -> None:
     arms = list(make_grid_axis(FACTORS).named_settings)
     name = "lr 1e-3 x adv_estimator grpo"

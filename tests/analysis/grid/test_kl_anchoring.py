@@ -69,6 +69,7 @@ def test_the_fake_grid_shows_that_k1_does_not_anchor(kl_table: pd.DataFrame) -> 
     assert "Under the loss mse, KL to the reference falls with the coefficient" in words
 
 
+@pytest.mark.long
 def test_a_k1_that_anchors_the_policy_is_reported_so(tmp_path: Path) -> None:
     """With the two forms exchanged, the sentences follow: the report repeats its data and not a theory."""
     table = kl_anchoring.make_kl_table(
@@ -83,6 +84,7 @@ def test_a_k1_that_anchors_the_policy_is_reported_so(tmp_path: Path) -> None:
     assert "pulls the policy toward the reference and k1 does not" not in words
 
 
+@pytest.mark.long
 def test_nothing_is_claimed_without_runs_of_k1(tmp_path: Path) -> None:
     assert describe(kl_anchoring.make_kl_table(make_frames(tmp_path / "mse", {"mse": ("5",)}))) == ""
     k1_alone = describe(kl_anchoring.make_kl_table(make_frames(tmp_path / "kl", {"kl": ("5",)})))

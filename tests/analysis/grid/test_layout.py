@@ -75,6 +75,7 @@ def test_panels_and_their_sizes_are_those_of_the_groups(one_loss_frames: StudyFr
     }
 
 
+@pytest.mark.long
 def test_one_factor_is_no_grid_and_two_are(tmp_path: Path) -> None:
     axis_frames = load(write_study(tmp_path / "axis", [FakeRun("0", steps=4), FakeRun("0.1", steps=4)], SMALL))
     assert layout.find_grid(axis_frames) is None
@@ -105,6 +106,7 @@ def test_the_plane_is_the_pair_with_the_most_points(tmp_path: Path) -> None:
     assert grid.panels == ("actor.lr",)
 
 
+@pytest.mark.long
 def test_cells_are_the_means_of_their_runs(tmp_path: Path) -> None:
     """A literal double loop over arms and runs gives the same numbers."""
     frames = load(write_grid(tmp_path, {"low_var_kl": ("5",)}, seeds=3, levels=20))
@@ -204,6 +206,7 @@ def test_the_contrast_is_on_minus_off_over_equal_points(one_loss_frames: StudyFr
     assert (row["stopped_off"], row["stopped_on"]) == (4, 0)
 
 
+@pytest.mark.long
 def test_a_contrast_over_seeds_has_one_number_per_seed(tmp_path: Path) -> None:
     """Its own numbers are three means over 16 pairs, and no interval is narrower than they allow."""
     runs = make_runs({"low_var_kl": ("4", "5")}, seeds=3, steps=8)
@@ -226,6 +229,7 @@ def test_a_contrast_over_seeds_has_one_number_per_seed(tmp_path: Path) -> None:
     assert row["high"] < 0
 
 
+@pytest.mark.long
 def test_a_contrast_of_equal_runs_has_no_interval(tmp_path: Path) -> None:
     arms = {
         f"{kl}-{entropy}-{switch}": {KL: kl, ENTROPY: entropy, "algorithm.zero_task_advantage": switch}

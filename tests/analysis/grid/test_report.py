@@ -35,7 +35,7 @@ def frames(folder: Path) -> StudyFrames:
 
 @pytest.fixture(scope="module")
 def figures(frames: StudyFrames) -> dict[str, Figure]:
-    return pages.draw_figures(frames)
+    return pages.draw_figures(frames, ("grid_success", "grid_entropy", "validation_curves"))
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,7 @@ def get_panels(figure: Figure) -> dict[str, Any]:
     return {axes.get_title(loc="left"): axes for axes in figure.axes if axes.get_title(loc="left")}
 
 
+@pytest.mark.long
 def test_every_cell_is_written_at_its_place(frames: StudyFrames, figures: dict[str, Figure]) -> None:
     _, table = make_cells(frames)
     panels = get_panels(figures["grid_success"])
@@ -70,6 +71,7 @@ def test_every_cell_is_written_at_its_place(frames: StudyFrames, figures: dict[s
             )
 
 
+@pytest.mark.long
 def test_stopped_cells_have_a_frame_and_no_other(frames: StudyFrames, figures: dict[str, Figure]) -> None:
     _, table = make_cells(frames)
     for panel, axes in get_panels(figures["grid_entropy"]).items():
@@ -77,6 +79,7 @@ def test_stopped_cells_have_a_frame_and_no_other(frames: StudyFrames, figures: d
         assert len(frames_drawn) == (table.loc[table["panel"] == panel, "early_stopped"] > 0).sum()
 
 
+@pytest.mark.long
 def test_one_scale_of_colors_and_text_that_is_read_on_it(frames: StudyFrames, figures: dict[str, Figure]) -> None:
     _, table = make_cells(frames)
     low, high = table["success"].min(), table["success"].max()
@@ -114,6 +117,7 @@ def test_the_text_of_a_cell(cell: tuple[str, int, int, int, float], text: str) -
     assert grid_plots.format_cell(*cell) == text
 
 
+@pytest.mark.long
 def test_losses_stand_side_by_side(frames: StudyFrames) -> None:
     grid, table = make_cells(frames)
     arrangement = grid_plots.arrange_panels(grid, table)
@@ -123,6 +127,7 @@ def test_losses_stand_side_by_side(frames: StudyFrames) -> None:
         assert ("zero task advantage" in panel) == (row == 1)  # directly below the panel with the task
 
 
+@pytest.mark.long
 def test_every_run_has_its_curve(frames: StudyFrames, figures: dict[str, Figure]) -> None:
     grid, _ = make_cells(frames)
     members = layout.make_member_table(frames, grid)
@@ -134,6 +139,7 @@ def test_every_run_has_its_curve(frames: StudyFrames, figures: dict[str, Figure]
         assert sorted(len(segment) for segment in segments) == sorted(panel_curves.groupby("run_id").size())
 
 
+@pytest.mark.long
 def test_the_page_is_complete(frames: StudyFrames, page: Page) -> None:
     words = " ".join(page.text.split())
     for sentence in (
@@ -151,6 +157,7 @@ def test_the_page_is_complete(frames: StudyFrames, page: Page) -> None:
     assert "Success against" not in page.text  # a grid has no single axis
 
 
+@pytest.mark.long
 def test_a_grid_of_one_loss_does_not_mention_k1(tmp_path: Path) -> None:
     runs = [run for run in make_runs(ONE_TYPE) if run.arm.startswith(("g3", "g4", "g5"))]
     frames = load(write_grid(tmp_path, {"low_var_kl": ("3", "4", "5")}, levels=10))
@@ -172,6 +179,7 @@ def test_tables_and_pictures_are_files_beside_the_page(tmp_path: Path) -> None:
     assert "grid_success.png" in {path.name for path in (folder / "figures").iterdir()}
 
 
+@pytest.mark.long
 def test_a_headline_counts_arms_that_do_not_fit_a_line(frames: StudyFrames) -> None:
     grid = layout.find_grid(frames)
     assert grid is not None
@@ -192,6 +200,7 @@ def test_many_lines_that_never_collapsed_are_counted() -> None:
     assert label == "no collapse: 9 of 9"
 
 
+@pytest.mark.long
 def test_every_figure_of_a_grid_has_a_sentence_made_from_its_numbers(frames: StudyFrames) -> None:
     grid, table = make_cells(frames)
     sentence = grid_findings.describe_cells(grid, table, SUCCESS)

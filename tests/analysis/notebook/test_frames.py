@@ -76,6 +76,7 @@ def test_selecting_a_study_keeps_charts_and_runs(frames: NotebookFrames) -> None
     assert not isinstance(load_frames(frames.folders[0]), NotebookFrames)
 
 
+@pytest.mark.long
 def test_charts_name_the_arms_by_their_setting(frames: NotebookFrames) -> None:
     for chart in (frames.plot.dose_response(), frames.plot.curves("entropy"), frames.plot.survival()):
         content = chart.to_dict()  # checks it against the schema of Vega-Lite

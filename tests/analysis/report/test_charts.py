@@ -33,6 +33,7 @@ def find_rows(content: dict[str, Any], layer: dict[str, Any]) -> pd.DataFrame:
     return pd.DataFrame(content["datasets"][layer.get("data", content.get("data"))["name"]])
 
 
+@pytest.mark.long
 def test_a_dose_response_has_the_numbers_of_its_table(folder: Path) -> None:
     table = tables.make_dose_response(read_study(folder))
     runs = tables.make_run_outcomes(read_study(folder))
@@ -97,6 +98,7 @@ def test_a_chart_of_many_arms_is_left_to_the_picture() -> None:
     assert not charts.fits(pd.DataFrame({"arm": ["a"] * (charts.MAX_ROWS + 1)}))
 
 
+@pytest.mark.long
 def test_every_chart_can_be_drawn(folder: Path) -> None:
     """Vega draws them without a browser, with all arms, what was stopped, and texts that look like code."""
     frames = read_study(folder)
@@ -123,6 +125,7 @@ def test_a_chart_is_the_same_each_time_and_cannot_end_its_element(folder: Path) 
     assert "\\u003c/script\\u003e" in first
 
 
+@pytest.mark.long
 def test_the_script_is_put_together_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNE_STUDY_CACHE", str(tmp_path))
     make_script.cache_clear()
@@ -145,6 +148,7 @@ def test_the_script_is_put_together_once(tmp_path: Path, monkeypatch: pytest.Mon
         make_script.cache_clear()
 
 
+@pytest.mark.long
 def test_who_has_no_home_folder_has_reports_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> Path:
         raise RuntimeError("Could not determine home directory.")

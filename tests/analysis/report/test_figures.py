@@ -52,6 +52,7 @@ def test_every_curve_is_in_the_reports_that_it_names() -> None:
         assert (curve.name in axis_names) != curve.only_in_grids
 
 
+@pytest.mark.long
 def test_one_more_declared_curve_is_a_file_and_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     curve = figures.Curve("lengths", "stops", "train_response_tokens", "response (tokens)", "Tokens of an episode.")
     axis_figures = (*figures.AXIS_FIGURES, figures._make_arm_figure(curve))
@@ -79,6 +80,7 @@ def test_a_figure_without_a_table_is_neither_drawn_nor_captioned() -> None:
     assert gallery.render({}) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_measured", [True, False])
 def test_the_caption_of_the_dose_response_names_what_is_drawn(tmp_path: Path, is_measured: bool) -> None:
     missing = ("test_success", "base_val_success", "base_val_greedy_success")
@@ -86,7 +88,7 @@ def test_the_caption_of_the_dose_response_names_what_is_drawn(tmp_path: Path, is
     frames = load(
         write_study(tmp_path, [FakeRun(arm, steps=SMALL.total_steps, rows=rows) for arm in ("0", "0.1")], SMALL)
     )
-    text = pages.render_page(frames, pages.draw_figures(frames))
+    text = pages.render_page(frames, pages.draw_figures(frames, ("dose_response",)))
     assert (
         "triangles greedy validation success, and squares sampled success on the test levels." in text
     ) == is_measured

@@ -19,7 +19,7 @@ from analysis.data.load import load, read_study
 from analysis.grid.layout import name_arms
 from analysis.html.page import format_count, format_duration
 from analysis.report import pages
-from analysis.report.pages import write_index, write_report
+from analysis.report.pages import write_frames_report, write_index, write_report
 from analysis.sweep import findings, tables
 from analysis.sweep.collapse import COLLAPSE_DEFINITION, count_collapses
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
@@ -104,6 +104,7 @@ def page(folder: Path) -> Page:
     return parse_page((folder / "report.html").read_text())
 
 
+@pytest.mark.long
 def test_every_arm_status_and_verdict_is_on_the_page(folder: Path, page: Page) -> None:
     summary = tables.summarize_arms(name_arms(read_study(folder)))
     for row in summary.itertuples():
@@ -114,17 +115,20 @@ def test_every_arm_status_and_verdict_is_on_the_page(folder: Path, page: Page) -
     assert "6 runs: 5 completed, 1 early stopped" in page.text
 
 
+@pytest.mark.long
 def test_a_stop_has_its_rule_value_threshold_and_step(page: Page) -> None:
     words = " ".join(page.text.split())
     assert "low_validation_success stopped 1 of 1 runs (step 45: 0.002 < 0.01)" in words
     assert "arm03-seed0 KL 0.3 0 low_validation_success 45 0.002 0.01" in words
 
 
+@pytest.mark.long
 def test_a_study_of_one_seed_says_so(page: Page) -> None:
     assert "1 seed: nothing shows how much runs of one setting differ, so no difference has an interval." in page.text
     assert "the same 200 levels. 175 of them differ: levels that the game counts as equal, such as" in page.text
 
 
+@pytest.mark.long
 def test_every_setting_is_listed_and_changed_ones_are_marked(folder: Path, page: Page) -> None:
     study = json.loads((folder / "study.json").read_text())
     rows = pages.make_settings_rows(study)
@@ -141,12 +145,14 @@ def test_every_setting_is_listed_and_changed_ones_are_marked(folder: Path, page:
     assert "actor.use_kl_loss" in page.text
 
 
+@pytest.mark.long
 def test_without_recorded_defaults_nothing_is_marked(tmp_path: Path) -> None:
     text = pages.render_page(load(write_study(tmp_path, [FakeRun("0", steps=10)], SMALL)), {})
     assert 'class="changed"' not in text
     assert "The defaults are not recorded in study.json" in text
 
 
+@pytest.mark.long
 def test_the_page_has_what_reproducing_it_needs(page: Page) -> None:
     for words in (
         "python -m tune_study run kl --preset laptop",
@@ -157,6 +163,7 @@ def test_the_page_has_what_reproducing_it_needs(page: Page) -> None:
         assert words in page.text
 
 
+@pytest.mark.long
 def test_the_page_needs_nothing_from_outside(folder: Path, page: Page) -> None:
     assert all(link.startswith(("#", "data:")) for link in page.links)
     assert page.tags.isdisjoint({"link", "iframe", "img", "object"})
@@ -174,6 +181,7 @@ def remove_scripts(text: str) -> str:
     return SCRIPT.sub("", text)
 
 
+@pytest.mark.long
 def test_only_the_script_that_draws_charts_may_run(folder: Path) -> None:
     text = (folder / "report.html").read_text()
     scripts = SCRIPT.findall(text)
@@ -187,6 +195,7 @@ def test_only_the_script_that_draws_charts_may_run(folder: Path) -> None:
     assert policy == f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
 
 
+@pytest.mark.long
 def test_figures_are_inline_and_files_beside_the_page(folder: Path) -> None:
     names = {path.stem for path in (folder / "figures").glob("*.png")}
     expected = {"dose_response", "validation_curves", "reward_std", "entropy", "val_kl", "kept_groups"}
@@ -198,20 +207,23 @@ def test_figures_are_inline_and_files_beside_the_page(folder: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (folder / "figures").glob("*.png"))
 
 
+@pytest.mark.long
 def test_a_report_is_the_same_when_written_twice(tmp_path: Path) -> None:
     study_folder = write_study(tmp_path, [FakeRun("0", steps=3)], FakeStudy(levels=10, total_steps=3))
     first = write_report(study_folder).read_text()
-    assert write_report(study_folder).read_text() == first
+    assert write_frames_report(load(study_folder), study_folder, with_pictures=False).read_text() == first
     assert remove_scripts(first).count("<svg") == 7
 
 
 def test_only_studies_of_trees_have_figures_of_children(tmp_path: Path) -> None:
     frames = read_study(write_study(tmp_path, [FakeRun("0", steps=3)], FakeStudy(levels=10, total_steps=3)))
-    assert {"val_reward", "val_children"} <= pages.draw_figures(frames).keys()
+    names = {"val_reward", "val_children"}
+    assert pages.draw_figures(frames, names).keys() == names
     frames.steps["val_children"] = math.nan
-    assert not {"val_reward", "val_children"} & pages.draw_figures(frames).keys()
+    assert not pages.draw_figures(frames, names)
 
 
+@pytest.mark.long
 def test_the_page_has_styles_for_dark_mode_and_print(folder: Path) -> None:
     text = (folder / "report.html").read_text()
     assert "prefers-color-scheme: dark" in text
@@ -223,6 +235,7 @@ FAILED_FIELDS = {"status": "failed", "steps": 4, "reason": "RuntimeError: <x>"}
 STOPPED_FIELDS = {"status": "early_stopped", "steps": 10, "stop": STOP}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("runs", "words"),
     [
@@ -243,6 +256,7 @@ def test_every_kind_of_study_has_a_report(tmp_path: Path, runs: list[FakeRun], w
     assert words in " ".join(page.text.split())
 
 
+@pytest.mark.long
 def test_equal_levels_are_counted_only_where_runs_have_the_same_levels_and_some_are_equal(folder: Path) -> None:
     frames = load(folder)
     summary = tables.summarize_arms(frames)
@@ -259,6 +273,7 @@ def test_equal_levels_are_counted_only_where_runs_have_the_same_levels_and_some_
     assert "different sets of levels, 400 in all. The results" in find_caveat(others)
 
 
+@pytest.mark.long
 def test_a_study_far_shorter_than_its_preset_is_called_short(tmp_path: Path) -> None:
     runs = [FakeRun("0", steps=10), FakeRun("0.1", steps=10)]
     short, long = (
@@ -274,12 +289,14 @@ def test_a_study_far_shorter_than_its_preset_is_called_short(tmp_path: Path) -> 
     assert "A short study" not in pages.conclude(load(long)).headline
 
 
+@pytest.mark.long
 def test_a_running_study_can_be_reported(tmp_path: Path) -> None:
     study_folder = write_study(tmp_path, [FakeRun("0", steps=10), FakeRun("0.1", status="running", steps=6)], SMALL)
     assert "1 running" in render_without_figures(study_folder, live=True).text
     assert "1 interrupted" in render_without_figures(study_folder).text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "missing", thin_out(["entropy", "reward_std", "val_greedy_success", "base_val_success", "kept_ratio"], 5)
 )
@@ -291,6 +308,7 @@ def test_a_missing_column_leaves_out_only_its_section(tmp_path: Path, missing: s
     assert "Verdict for each arm" in page.text
 
 
+@pytest.mark.long
 def test_missing_levels_and_a_bare_study_json(tmp_path: Path) -> None:
     run = FakeRun("0.1", steps=10)
     study_folder = write_study(tmp_path, [FakeRun("0", steps=10), run], SMALL)
@@ -306,6 +324,7 @@ def test_text_from_a_run_is_escaped(tmp_path: Path) -> None:
     assert "&lt;script&gt;alert(1)" in text
 
 
+@pytest.mark.long
 def test_the_index_links_every_study_and_compares_equal_runs(tmp_path: Path) -> None:
     write_study(tmp_path, [FakeRun("0", steps=10), FakeRun("0.1", steps=10)], SMALL)
     entropy = FakeStudy("entropy", "entropy_sweep", "actor.entropy_coeff", levels=40, total_steps=10)
@@ -400,6 +419,7 @@ def open_in_browser(page: Path, profile: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
+@pytest.mark.long
 @pytest.mark.browser
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 def test_a_browser_shows_the_report(folder: Path, tmp_path: Path) -> None:
@@ -415,6 +435,7 @@ def test_a_browser_shows_the_report(folder: Path, tmp_path: Path) -> None:
     assert static_dom.count('<svg xmlns="http://www.w3.org/2000/svg"') >= 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
@@ -427,6 +448,7 @@ def test_the_page_says_which_game_is_played(tmp_path: Path, settings: dict[str, 
     assert text in " ".join(render_without_figures(folder).text.split())
 
 
+@pytest.mark.long
 @pytest.mark.browser
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 def test_texts_of_a_study_stay_texts_in_its_charts(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from analysis.data.load import load
 from analysis.report import pages
 from tests.fakes.forked_python import run_python
@@ -11,6 +13,8 @@ from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 SCRIPT = """
 import json, os, threading
 from pathlib import Path
+
+import pytest
 from analysis.report.processes import compute_beside
 
 os.sched_getaffinity = lambda pid: {0, 1}  # also where the tests have one core
@@ -41,6 +45,7 @@ print(json.dumps([*with_copies, with_thread, compute_beside(os.getpid)() == here
 """
 
 
+@pytest.mark.long
 def test_a_copy_computes_and_this_process_does_where_it_cannot(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     process = run_python([str(tmp_path / "script.py")], tmp_path)
@@ -48,6 +53,7 @@ def test_a_copy_computes_and_this_process_does_where_it_cannot(tmp_path: Path) -
     assert json.loads(process.stdout) == [False, "computed here", "here", True, True]
 
 
+@pytest.mark.long
 def test_the_report_of_two_processes_is_that_of_one(tmp_path: Path) -> None:
     runs = [FakeRun(arm, steps=10) for arm in ("0", "0.1")]
     folder = write_study(tmp_path, runs, FakeStudy(levels=8, total_steps=10))

@@ -75,6 +75,7 @@ def test_a_long_series_is_searched_on_a_grid() -> None:
     assert estimate.p == 0.001
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("count", "spacing"), [(60, 1), (13, 5)], ids=["every step", "validations"])
 @pytest.mark.parametrize("correlation", thin_out([0.4, 0.0], 2))
 def test_intervals_cover_the_onset_and_noise_alone_is_rarely_a_change(

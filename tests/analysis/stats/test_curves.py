@@ -213,6 +213,7 @@ def test_band_is_around_the_curve_and_grows_with_its_level_and_with_noise() -> N
     assert (high - low) / 2 == pytest.approx(1.645 * math.sqrt(0.2 * 0.8 / 512), abs=1e-3)
 
 
+@pytest.mark.long
 def test_standard_errors_are_those_of_refitted_bootstrap_samples() -> None:
     validations = simulate_arm(np.random.default_rng(6))
     estimates = curves.estimate_curve(validations, np.random.default_rng(7), 25)
@@ -263,6 +264,7 @@ def test_comparison_is_welch_of_ceilings_and_of_log_midpoints() -> None:
     assert exchanged.midpoint_ratio[:3] == pytest.approx((1 / ratio.value, 1 / ratio.high, 1 / ratio.low))
 
 
+@pytest.mark.long
 def test_comparison_separates_a_cheaper_arm_from_a_better_one() -> None:
     generator = np.random.default_rng(9)
     baseline, cheaper_arm, better_arm = (

@@ -62,6 +62,7 @@ def profile_edge(counts: DoseCounts, edge: float) -> float:
     return float(compute_log_likelihood(design, np.stack([-slopes * edge, slopes], axis=-1), counts).max())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_events", [(0, 0, 1, 2, 3), (0, 0, 1, 3, 3), (0, 1, 0, 2, 3), (0, 0, 0, 1, 2)])
 def test_the_interval_has_the_edges_that_the_likelihood_ratio_does_not_reject(num_events: tuple[int, ...]) -> None:
     counts = make_counts(num_events)
@@ -154,6 +155,7 @@ def contains(low: float, high: float, value: float) -> bool:
     return not (low > value or high < value)
 
 
+@pytest.mark.long
 def test_intervals_cover_the_edge_over_all_outcomes() -> None:
     doses = np.array([-1.0, -0.5, 0.0])
     intervals = {
@@ -180,6 +182,7 @@ def test_exact_bounds_hold_for_every_shape() -> None:
     assert math.isnan(bounds[1, 0, 0, 0][0])
 
 
+@pytest.mark.long
 def test_equal_lines_have_no_shift_and_exchanged_lines_the_opposite() -> None:
     line, reference = make_counts((0, 0, 0, 1, 3)), make_counts((0, 0, 2, 3, 3))
     shift, exchanged = estimate_shift(line, reference), estimate_shift(reference, line)
@@ -217,6 +220,7 @@ def test_the_bounds_of_a_shift_are_those_of_the_likelihood_ratio() -> None:
         assert 2 * (maximum - profile(bound)) == pytest.approx(CRITICAL_VALUE, abs=0.01)
 
 
+@pytest.mark.long
 def test_a_line_without_events_bounds_the_shift_on_one_side() -> None:
     none, everywhere, some = make_counts((0,) * 5), make_counts((3,) * 5), make_counts((0, 0, 1, 3, 3))
     assert estimate_shift(none, some).low > 0

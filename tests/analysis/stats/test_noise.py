@@ -256,6 +256,7 @@ def simulate(deviations: list[float], num_seeds: int, seed: int) -> tuple[float,
     return false_verdicts / NUM_STUDIES, covered / NUM_STUDIES / (len(deviations) - 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_seeds", [3, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 5))])
 @pytest.mark.parametrize("deviations", [[0.015] * 6, [0.01, 0.01, 0.01, 0.03, 0.03, 0.06]], ids=["equal", "unequal"])
 def test_error_rates(deviations: list[float], num_seeds: int) -> None:

@@ -153,6 +153,7 @@ def test_a_run_that_another_study_repeats_counts_once(tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(once, twice)
 
 
+@pytest.mark.long
 def test_rules_are_scored_on_other_seeds_than_they_were_chosen_on(tmp_path: Path) -> None:
     frames = load(write_collapse(tmp_path, (10, 12, 14, 9)))
     table = alarms.compare_alarms([frames], first_test_seed=2)

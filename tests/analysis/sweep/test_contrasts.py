@@ -150,6 +150,7 @@ def make_outcome_table(values: dict[tuple[str, int], float]) -> np.ndarray:
     return np.array([[values.get((arm, seed), math.nan) for seed in seeds] for arm in arms])
 
 
+@pytest.mark.long
 @given(CELL_STRATEGY, CONTRASTS)
 def test_reversed_pairs_have_the_opposite_sign(
     cells: dict[tuple[str, int], tuple[str, float]], contrasts: list[dict[str, Any]]
@@ -168,6 +169,7 @@ def test_reversed_pairs_have_the_opposite_sign(
         assert row["verdict"] == opposite_verdicts.get(reversed_row["verdict"], reversed_row["verdict"])
 
 
+@pytest.mark.long
 @given(CELL_STRATEGY, CONTRASTS)
 def test_every_run_that_a_pair_lacks_is_named(
     cells: dict[tuple[str, int], tuple[str, float]], contrasts: list[dict[str, Any]]

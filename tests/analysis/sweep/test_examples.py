@@ -61,6 +61,7 @@ def test_a_solved_and_a_failed_episode_of_the_first_and_the_last_validation_are_
     assert first.episodes[0]["text"] == "| a board\n> <think>0</think>\n  Up, reward -0.1"
 
 
+@pytest.mark.long
 def test_the_trained_episodes_with_the_extreme_advantages_of_the_last_step_are_chosen(tmp_path: Path) -> None:
     folder = write_study(tmp_path, RUNS[:1])
     episodes = []

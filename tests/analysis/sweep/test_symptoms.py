@@ -167,6 +167,7 @@ def test_the_figure_draws_its_table(onsets: pd.DataFrame) -> None:
     assert labels.index("spread of the rewards in a group") < labels.index("success of the training episodes")
 
 
+@pytest.mark.long
 def test_the_report_tells_the_order(tmp_path: Path) -> None:
     folder = write_collapse(tmp_path, (10, 12))
     pages.write_report(folder)

@@ -210,6 +210,7 @@ def test_a_failed_run_is_named_and_not_scored(three_seed_frames: StudyFrames) ->
     assert row["late_val_success"] == pytest.approx(scored["late_val_success"].mean())
 
 
+@pytest.mark.long
 def test_an_arm_that_lost_a_run_is_not_easier_to_call_worse(tmp_path: Path) -> None:
     runs = [
         FakeRun(arm, seed, success=(0.35, end))

@@ -64,6 +64,7 @@ def test_a_loss_of_half_the_success_is_a_collapse_without_a_rule(tmp_path: Path)
     assert row["collapse_steps"] == str(second)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_seeds", "change", "note"),
     [
@@ -117,6 +118,7 @@ def test_one_seed_gives_curves_without_intervals(tmp_path: Path) -> None:
     assert table[["ceiling_low", "p_ceiling", "midpoint_low"]].isna().all(axis=None)
 
 
+@pytest.mark.long
 def test_the_report_has_both_tables(tmp_path: Path) -> None:
     folder = write_study(tmp_path, make_runs(2), STUDY)
     pages.write_frames_report(load(folder), folder, with_pictures=False)

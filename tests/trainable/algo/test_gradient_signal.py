@@ -215,6 +215,7 @@ def test_signal_and_noise_are_unbiased_over_all_draws_of_a_bandit(component: str
     assert squared_norm == pytest.approx(square + variance / 3, rel=1e-9)  # a squared norm is biased upwards
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 1, 2), (1, 3)])
 def test_counts_keep_folds_of_unequal_size_unbiased(sizes: tuple[int, ...]) -> None:
     square, variance = oracle.compute_bandit_moments("whole")

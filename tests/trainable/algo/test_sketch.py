@@ -17,6 +17,7 @@ def compute_products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.tensor(sketch_products, dtype=torch.float64)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("x", "y"), [(X, Y), (X, X), (X, -Y)])
 def test_products_are_unbiased_and_vary_as_said(x: torch.Tensor, y: torch.Tensor) -> None:
     sketch_products, exact_product = compute_products(x, y), float(x @ y)

@@ -206,6 +206,7 @@ def test_float32_logits_of_whole_tensors() -> None:
     assert torch.equal(compute_logits(hidden.float(), weight, float32_logits=True), hidden.float() @ weight.T)
 
 
+@pytest.mark.long
 def test_the_heads_gradient_is_summed_over_chunks_in_float32() -> None:
     """2,048 equal rows each add a term that a sum in bfloat16 would round away."""
     hidden = torch.ones(2048, 1, dtype=torch.bfloat16, requires_grad=True)

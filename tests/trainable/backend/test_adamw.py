@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -72,6 +73,7 @@ print(sorted({"sympy", "torch._dynamo"} & set(sys.modules)))
 """
 
 
+@pytest.mark.long
 def test_a_run_does_not_import_torchs_compiler() -> None:
     """It takes two seconds of every process that trains, and most of them are short."""
     result = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True, check=True)

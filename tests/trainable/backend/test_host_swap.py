@@ -99,6 +99,7 @@ def make_trainer(swaps: bool, **settings: object) -> PPOTrainer:
     return PPOTrainer(config, diagnostics=DIAGNOSTICS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in MAIN_VARIANTS else pytest.mark.slow) for name in VARIANTS]
 )
@@ -113,6 +114,7 @@ def test_swapping_changes_no_number(name: str, host_reads: HostReads) -> None:
     assert has_same_weights(trainer, plain_trainer)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("swaps_before", thin_out([True, False], 2))
 def test_a_run_continues_with_the_other_setting(swaps_before: bool) -> None:
     settings = VARIANTS["critic and reference"]

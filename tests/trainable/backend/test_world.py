@@ -195,6 +195,7 @@ def find_free_port(host: str) -> int:
         return port
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "host",
     [

@@ -433,6 +433,7 @@ def select_fitting_pairs(pairs: ThoughtPairs, context: int) -> ThoughtPairs:
     )
 
 
+@pytest.mark.long
 def test_prompts_without_room_for_the_longest_thought_are_left_out(rollout: Rollout) -> None:
     long_rollout = rollout._replace(
         episodes=[lengthen(episode, 60 * (episode.group == 1)) for episode in rollout.episodes]

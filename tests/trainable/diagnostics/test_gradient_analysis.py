@@ -12,6 +12,7 @@ from trainable.rollout.episode import Episode
 from trainable.runs.records import GRADIENT_COLUMNS
 
 
+@pytest.mark.long
 def test_rows_say_what_was_measured_and_how() -> None:
     trainer = make_trained_trainer(actor__kl_loss_type="mse", trainer__gradient_analysis_sketch=1024)
     rows = {row["component"]: row for row in analyze_gradients(trainer, [])[0]["rows"]}
@@ -24,6 +25,7 @@ def test_rows_say_what_was_measured_and_how() -> None:
     assert {(row["bucket_mode"], row["sketch"]) for row in rows.values()} == {("quantile", 1024)}
 
 
+@pytest.mark.long
 def test_an_analysis_leaves_weights_optimizers_gradients_and_streams_alone() -> None:
     trainer = make_trained_trainer()
     old_weights, old_budget = copy_weights(trainer), trainer.total_budget
@@ -37,6 +39,7 @@ def test_an_analysis_leaves_weights_optimizers_gradients_and_streams_alone() -> 
     assert np.array_equal(np.random.get_state()[1], numpy_state)  # type: ignore[index]  # noqa: NPY002
 
 
+@pytest.mark.long
 def test_training_is_the_same_with_and_without_analyses() -> None:
     analyzing_trainer, plain_trainer = (
         make_quiet_trainer(**ANALYSIS),
@@ -52,6 +55,7 @@ def test_training_is_the_same_with_and_without_analyses() -> None:
     )
 
 
+@pytest.mark.long
 def test_the_lines_have_the_columns_and_no_number_that_json_lacks() -> None:
     lines = make_quiet_trainer(**ANALYSIS).step().gradients
     assert [(line["step"], line["source"], line["prefilter"]) for line in lines] == [
@@ -69,6 +73,7 @@ def test_the_lines_have_the_columns_and_no_number_that_json_lacks() -> None:
         assert len({row["group"] for row in line["groups"]}) == len(line["groups"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prefilter", [True, False])
 def test_a_filter_that_keeps_nothing_has_a_row(prefilter: bool) -> None:
     trainer = make_trained_trainer(
@@ -92,6 +97,7 @@ def play_episodes(trainer: PPOTrainer) -> list[Episode]:
     return trainer.roll_out((trainer.val_levels * GROUPS)[:GROUPS], SIZE, "gradient_sampling")
 
 
+@pytest.mark.long
 def test_the_training_batch_is_used_where_no_other_is_configured() -> None:
     lines = make_quiet_trainer(**{**ANALYSIS, "trainer__gradient_analysis_env_groups": None}).step().gradients
     for line in lines:
@@ -105,6 +111,7 @@ def test_an_analysis_is_due_at_the_first_step_and_every_so_many(every: int, expe
     assert [step for step in range(1, 5) if settings.is_gradient_analysis_step(step)] == expected
 
 
+@pytest.mark.long
 def test_a_run_that_only_analyzes_trains_nothing_and_ends_after_the_first_step() -> None:
     trainer = make_quiet_trainer(
         **ANALYSIS, trainer__gradient_analysis_only=True, trainer__exit_after_gradient_analysis=True

@@ -76,6 +76,7 @@ def compute_plain_gradient(trainer: PPOTrainer, passes: Iterator[Any], component
     return gradient
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", thin_out(LOSS_AGG_MODES, 4))
 def test_the_whole_batch_is_its_plain_gradient_and_the_sum_of_its_buckets(mode: str) -> None:
     trainer = make_trained_trainer(actor__loss_agg_mode=mode)
@@ -113,6 +114,7 @@ def list_episodes_by_bucket(prepared: PreparedBatch, findings: ProbeResult) -> d
     }
 
 
+@pytest.mark.long
 def test_shares_and_cosines_are_those_of_the_plain_gradients() -> None:
     trainer = make_trained_trainer()
     prepared, findings = probe(trainer)
@@ -140,6 +142,7 @@ def test_shares_and_cosines_are_those_of_the_plain_gradients() -> None:
         assert rows[bucket, "total"].get("norm") is None
 
 
+@pytest.mark.long
 def test_the_published_norm_is_a_mean_over_mini_batches() -> None:
     trainer = make_trained_trainer(actor__ppo_mini_batch_size=6, actor__ppo_micro_batch_size_per_gpu=2)
     prepared, findings = probe(trainer)
@@ -169,6 +172,7 @@ def test_the_published_norm_is_a_mean_over_mini_batches() -> None:
         assert rows[bucket, "entropy"]["loss"] < 0 < rows[bucket, "kl"]["loss"]
 
 
+@pytest.mark.long
 def test_signal_and_noise_are_of_the_folds_mean_gradients() -> None:
     trainer = make_trained_trainer()
     prepared, findings = probe(trainer)
@@ -194,6 +198,7 @@ def test_signal_and_noise_are_of_the_folds_mean_gradients() -> None:
     assert row["noise"] == pytest.approx(noise, rel=1e-4)
 
 
+@pytest.mark.long
 def test_sketches_approximate_the_numbers_of_full_gradients() -> None:
     trainer, size = make_trained_trainer(), 2**16
     exact_rows, sketched_rows = (index_rows(probe(trainer, sketch=entries)[1]) for entries in (None, size))
@@ -216,6 +221,7 @@ def test_sketches_approximate_the_numbers_of_full_gradients() -> None:
 UNSKETCHED_COLUMNS = ("loss", "weight", "fold_count", "sample_count", "token_count", "group_count", "reward_std_mean")
 
 
+@pytest.mark.long
 def test_buckets_have_groups_in_the_order_of_their_reward_std() -> None:
     trainer = make_trained_trainer()
     prepared, findings = probe(trainer, buckets=3)
@@ -234,6 +240,7 @@ def test_buckets_have_groups_in_the_order_of_their_reward_std() -> None:
     )
 
 
+@pytest.mark.long
 def test_fixed_edges_leave_empty_buckets_out() -> None:
     trainer = make_trained_trainer()
     prepared, stds = prepare_batch(trainer)
@@ -250,6 +257,7 @@ def test_fixed_edges_leave_empty_buckets_out() -> None:
     assert list(dict.fromkeys(row["bucket"] for row in findings.rows)) == ["bucket_1", "bucket_3", "bucket_6", "all"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kl_loss_type", "is_zero"), [("kl", False), ("mse", True), ("low_var_kl", True)])
 def test_the_kl_gradient_where_policy_and_reference_are_equal(kl_loss_type: str, is_zero: bool) -> None:
     trainer = make_quiet_trainer(
@@ -268,6 +276,7 @@ def test_the_kl_gradient_where_policy_and_reference_are_equal(kl_loss_type: str,
         assert task["cosine_kl"] is not None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("coefficient", thin_out([1e-9, 1e3], 2))
 def test_the_coefficient_does_not_decide_what_is_rounding(coefficient: float) -> None:
     untrained_trainer = make_quiet_trainer(
@@ -284,6 +293,7 @@ def test_the_coefficient_does_not_decide_what_is_rounding(coefficient: float) ->
     assert trained_row["mean_norm"] > 0
 
 
+@pytest.mark.long
 def test_numbers_that_are_not_finite_are_missing_and_the_others_do_not_change() -> None:
     trainer = make_trained_trainer()
     prepared, stds = prepare_batch(trainer)
@@ -329,6 +339,7 @@ def test_numbers_that_are_not_finite_are_missing_and_the_others_do_not_change() 
             assert row["cosine_task"] is None
 
 
+@pytest.mark.long
 def test_a_bucket_has_a_fold_for_each_of_its_groups_up_to_eight() -> None:
     trainer = make_trained_trainer()
     prepared, stds = prepare_batch(trainer)
@@ -344,6 +355,7 @@ def test_a_bucket_has_a_fold_for_each_of_its_groups_up_to_eight() -> None:
             assert row["fold_count"] == min(FOLDS, len(bucket_groups & trained_groups))
 
 
+@pytest.mark.long
 def test_groups_without_spread_leave_grpo_only_the_regularizers() -> None:
     trainer = make_trained_trainer(algorithm__adv_estimator="grpo")
     prepared, stds = prepare_batch(trainer)
@@ -360,6 +372,7 @@ def test_groups_without_spread_leave_grpo_only_the_regularizers() -> None:
         assert (row["signal_share"] == 0) == (rows[row["bucket"], "total"]["signal_share"] == 1)
 
 
+@pytest.mark.long
 def test_shares_of_the_expected_step_sum_to_one_where_it_has_signal() -> None:
     rows = index_rows(probe(make_trained_trainer())[1])
     for bucket in dict.fromkeys(name for name, _ in rows):
@@ -372,6 +385,7 @@ def test_shares_of_the_expected_step_sum_to_one_where_it_has_signal() -> None:
     assert kl_row["signal_share_low"] < kl_row["signal_share"] < kl_row["signal_share_high"]
 
 
+@pytest.mark.long
 def test_a_component_that_is_off_has_no_row() -> None:
     trainer = make_trained_trainer(actor__use_kl_loss=False, actor__entropy_coeff=0.0)
     _, findings = probe(trainer)

@@ -50,12 +50,14 @@ def test_test_levels_are_distinct_and_met_nowhere_else(test_keys, published_keys
     assert min(list_seeds(held_out.make_test_levels())) >= 900_000_000
 
 
+@pytest.mark.long
 def test_the_shipped_seeds_are_what_the_search_finds(capsys):
     held_out.main([])
     assert capsys.readouterr().out == held_out.TEST_SEEDS_FILE.read_text(encoding="utf-8")
     assert list_seeds(level_sets.find_test_levels(generate_levels, 24)) == list_seeds(held_out.make_test_levels(24))
 
 
+@pytest.mark.long
 def test_write_writes_the_shipped_file(monkeypatch, tmp_path):
     shipped_bytes = held_out.TEST_SEEDS_FILE.read_bytes()
     monkeypatch.setattr(held_out, "TEST_SEEDS_FILE", tmp_path / "seeds.json")
@@ -67,6 +69,7 @@ def test_fewer_test_levels_are_the_first_ones():
     assert list_boards(held_out.make_test_levels(5)) == list_boards(held_out.make_test_levels())[:5]
 
 
+@pytest.mark.long
 def test_published_training_levels_stay_as_published(test_keys):
     published_levels = generate_levels(range(10_000, 13_200))
     assert list_boards(level_sets.make_training_levels(SOKOBAN, 0, 1, 3200, excluded_keys=test_keys)) == list_boards(

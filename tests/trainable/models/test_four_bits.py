@@ -132,6 +132,7 @@ def test_policy_critic_and_reference_hold_one_base_in_4_bits() -> None:
     assert all(not weight.requires_grad for weight in trainer.reference.parameters())
 
 
+@pytest.mark.long
 def test_a_run_trains_and_continues_to_the_same_rows() -> None:
     trainer, restored = make_trainer(), make_trainer()
     assert is_finite(trainer.step().row)
@@ -142,6 +143,7 @@ def test_a_run_trains_and_continues_to_the_same_rows() -> None:
     assert rows[0] == rows[1]
 
 
+@pytest.mark.long
 def test_a_sampler_with_weights_of_its_own_gets_what_the_bits_stand_for() -> None:
     trainer = make_trainer(rollout__weight_noise=1e-7)
     assert [0 < trainer.step().row["engine_mismatch_mean"] < 1e-4 for _ in range(2)] == [True, True]

@@ -230,6 +230,7 @@ def test_policy_critic_and_reference_hold_one_base(dtype: str) -> None:
             assert weight.requires_grad == ("lora_" in name or name.startswith("score."))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", thin_out(DTYPES, 2))
 def test_the_reference_is_the_frozen_copy_before_and_after_training(dtype: str) -> None:
     trainer = make_tuned_trainer(model__dtype=dtype)
@@ -265,6 +266,7 @@ def test_a_fresh_critic_has_the_values_of_a_critic_with_its_own_weights() -> Non
         )
 
 
+@pytest.mark.long
 def test_all_adapters_and_the_value_head_learn() -> None:
     trainer = make_tuned_trainer()
     old_weights = copy_weights(trainer)
@@ -280,6 +282,7 @@ def test_all_adapters_and_the_value_head_learn() -> None:
     assert all("lora_" in name or name.startswith("critic/score.") for name in old_weights)
 
 
+@pytest.mark.long
 def test_a_head_on_the_shared_trunk_learns_beside_the_policys_adapters() -> None:
     trainer = make_tuned_trainer(critic__shared_trunk=True)
     old_weights = copy_weights(trainer)
@@ -298,6 +301,7 @@ def test_sharing_copies_no_tensor_and_keeps_modules_apart() -> None:
 # ---------------------------------------------------------------------------- a run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_sampler_and_the_trainer_agree(dtype: str) -> None:
     trainer = make_tuned_trainer(model__dtype=dtype)
@@ -312,6 +316,7 @@ def test_the_sampler_and_the_trainer_agree(dtype: str) -> None:
 STATES = {"kl": {}, "shared trunk": {"critic__shared_trunk": True}, "full kl": {"actor__kl_loss_type": "full"}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "kl")) for name in STATES])
 def test_resumed_equals_straight_through(name: str, tmp_path: Path) -> None:
     uninterrupted, resumed = make_tuned_trainer(**STATES[name]), make_tuned_trainer(**STATES[name])
@@ -323,11 +328,13 @@ def test_resumed_equals_straight_through(name: str, tmp_path: Path) -> None:
     assert has_same_weights(resumed, uninterrupted)
 
 
+@pytest.mark.long
 def test_two_trainers_write_the_same_rows() -> None:
     first_rows, second_rows = (run_steps(make_tuned_trainer(), 2) for _ in range(2))
     assert first_rows == second_rows
 
 
+@pytest.mark.long
 def test_a_state_over_another_base_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(loading.find_model("sokoban-tiny"), folder)
@@ -358,6 +365,7 @@ def test_states_with_and_without_adapters_are_not_exchanged() -> None:
     assert "base" not in plain.get_state()[1]
 
 
+@pytest.mark.long
 def test_gradients_are_analyzed_of_adapters_alone() -> None:
     analysis = {
         "trainer__gradient_analysis_mode": True,

@@ -246,6 +246,7 @@ def test_a_loss_scale_keeps_gradients_that_float16_would_round_to_zero() -> None
     assert torch.equal(compute_tiny_gradient(PassSettings(), 2.0**16), exact)  # a power of two rounds nothing
 
 
+@pytest.mark.long
 def test_the_probe_scales_losses_as_an_update_does(monkeypatch: pytest.MonkeyPatch) -> None:
     # Such small advantages would count as rounding error.
     monkeypatch.setitem(ROUNDING_TOLERANCE, "float16", 0.0)
@@ -300,6 +301,7 @@ def test_compiled_passes_ignore_the_head() -> None:
     assert trainer.step().row["nonfinite_updates"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", thin_out(["float16", "bfloat16"], 2))
 def test_a_head_in_float32_gives_every_network_and_the_sampler_float32_logits(dtype: str) -> None:
     overrides = {"model__dtype": dtype, "model__compiled_passes": False, "rollout__name": "torch"}
@@ -407,6 +409,7 @@ def test_an_update_in_bfloat16_is_near_and_keeps_float32_weights_and_moments() -
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.long
 def test_the_probe_measures_recomputed_blocks_and_chunks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ActorConfig(**CUT, entropy_coeff=0.1, use_kl_loss=True, kl_loss_type="full")
 
@@ -462,6 +465,7 @@ def test_no_tensor_of_an_update_is_larger_than_the_bound(chunking: bool, monkeyp
 # ---------------------------------------------------------------------------- settings
 
 
+@pytest.mark.long
 def test_settings_reach_every_network_of_a_run() -> None:
     trainer = PPOTrainer(
         make_small_config(model__dtype="bfloat16", model__enable_gradient_checkpointing=True, actor__use_kl_loss=True)

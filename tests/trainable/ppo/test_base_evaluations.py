@@ -81,6 +81,7 @@ def test_the_key_is_one_of_the_weights_and_of_a_reference_to_which_a_kl_is_measu
     assert make_evaluation_key(unmeasured, weights, "1f" * 32) != with_teacher
 
 
+@pytest.mark.long
 def test_a_model_that_was_replaced_is_validated_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, successes = make_small_config(model__path=str(tmp_path), trainer__test_freq=0), []
     for std in (0.1, 0.2):

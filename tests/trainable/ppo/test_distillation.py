@@ -64,6 +64,7 @@ def test_the_loss_is_the_kl_from_the_policy_to_the_teacher_at_the_policys_tokens
     assert terms["task"].item() == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", thin_out(["full", "mse"], 2))
 def test_the_policy_moves_to_its_teacher_without_any_reward(kind: str, random_folder: Path) -> None:
     settings = {**DISTILLATION, "actor__kl_loss_type": kind, "actor__lr": 3e-3, "trainer__total_training_steps": 16}

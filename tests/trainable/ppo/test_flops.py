@@ -50,6 +50,7 @@ def test_rollout_flops_are_one_forward_pass_with_shared_prompts() -> None:
     assert estimate_rollout_flops(sizes, episodes) == pytest.approx(separate_flops - shared_flops)
 
 
+@pytest.mark.long
 def test_phases_that_are_off_have_no_flops() -> None:
     def estimate_phases(**overrides: object) -> dict[str, float]:
         trainer = make_quiet_trainer(**overrides)

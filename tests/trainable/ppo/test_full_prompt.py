@@ -60,6 +60,7 @@ def hub_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_the_paper_settings_train_a_step(hub_model: Path) -> None:
     small = {
         "model.path": str(hub_model),

@@ -51,6 +51,7 @@ def make_trainer(policy: TinyPolicy, folder: Path, **overrides: object) -> PPOTr
     return PPOTrainer(apply_overrides(RunConfig(), settings), diagnostics=DIAGNOSTICS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("game", thin_out(POLICIES, 2))
 def test_a_step_has_the_columns_of_any_game(random_models: dict[str, Path], game: str) -> None:
     rows = []
@@ -67,6 +68,7 @@ def test_a_step_has_the_columns_of_any_game(random_models: dict[str, Path], game
     assert rows[0] == rows[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("game", ["frozenlake", "mastermind"])
 def test_only_mastermind_measures_consistent_guesses(game: str) -> None:
     """With the shipped policies, so that actions are valid."""
@@ -90,6 +92,7 @@ def test_only_mastermind_measures_consistent_guesses(game: str) -> None:
         assert measured == {"consistent_guesses": pytest.approx(sum(shares) / len(shares))}
 
 
+@pytest.mark.long
 def test_slips_do_not_depend_on_what_is_sampled_nor_samples_on_slips() -> None:
     """Arms of other success rates see the same first replies, and equal actions meet equal random numbers."""
     trainers = [

@@ -376,6 +376,7 @@ def test_a_reference_is_kept_only_where_one_is_needed_and_never_moves() -> None:
     assert not any(weight.requires_grad for weight in trainer.reference.parameters())
 
 
+@pytest.mark.long
 def test_the_kl_at_validations_is_measured_without_a_kl_term_and_changes_nothing_else() -> None:
     settings = {
         "actor__lr": 1e-3,
@@ -425,6 +426,7 @@ def test_greedy_validations_measure_no_kl_and_need_no_reference() -> None:
     assert "val_kl_to_reference" not in row
 
 
+@pytest.mark.long
 def test_recorded_episodes_are_the_first_of_the_first_levels_and_change_nothing_else() -> None:
     settings = {
         "trainer__test_freq": 1,
@@ -476,6 +478,7 @@ def test_recorded_episodes_are_the_first_of_the_first_levels_and_change_nothing_
     assert trainer.config.compute_hash() == other_trainer.config.compute_hash()
 
 
+@pytest.mark.long
 def test_trained_episodes_are_recorded_with_the_mean_advantages_of_their_turns() -> None:
     settings = {"trainer__test_freq": 2, "trainer__total_training_steps": 3}
     trainer = make_quiet_trainer(**settings, trainer__log_train_generations=5)
@@ -537,6 +540,7 @@ def test_more_episodes_than_levels_are_one_of_each_level() -> None:
     assert [episode.level for episode in trainer.evaluate("val", "sampled").episodes] == [123, 124, 125]
 
 
+@pytest.mark.long
 def test_the_kl_penalty_holds_the_policy_near_the_reference() -> None:
     def measure_drift(coefficient: float) -> float:
         trainer = make_quiet_trainer(
@@ -551,6 +555,7 @@ def test_the_kl_penalty_holds_the_policy_near_the_reference() -> None:
     assert measure_drift(10.0) < 0.7 * measure_drift(1e-6)
 
 
+@pytest.mark.long
 def test_the_entropy_bonus_raises_entropy() -> None:
     def measure_entropy(coefficient: float) -> float:
         trainer = make_quiet_trainer(actor__entropy_coeff=coefficient, trainer__total_training_steps=4, actor__lr=1e-3)
@@ -591,6 +596,7 @@ def make_own_trainer(**names: str) -> PPOTrainer:
     return make_quiet_trainer(**{**common, "filter__rollout_filter_strategy": "top_k_abs", **settings})
 
 
+@pytest.mark.long
 def test_copies_of_the_packages_parts_make_the_same_steps() -> None:
     copies = {
         "env__reward": "reward",

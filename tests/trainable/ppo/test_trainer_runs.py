@@ -64,6 +64,7 @@ def test_the_base_policy_is_validated_before_the_first_update_only() -> None:
     assert PPOTrainer(make_small_config(trainer__val_before_train=False)).step()[1] == []
 
 
+@pytest.mark.long
 def test_validation_always_plays_the_same_levels_with_fresh_draws() -> None:
     trainer = PPOTrainer(
         make_small_config(trainer__test_freq=1, actor__lr=1e-12, critic__lr=1e-12, env__val_env_groups=64)
@@ -137,6 +138,7 @@ def test_without_test_levels_there_is_no_test() -> None:
     assert (final.test_success, final.test_greedy_success) == (None, None)
 
 
+@pytest.mark.long
 def test_the_shipped_policy_knows_more_than_it_shows() -> None:
     trainer = PPOTrainer(make_small_config(env__val_env_groups=256, trainer__total_training_steps=1))
     sampled, greedy = (trainer.evaluate("val", mode).success for mode in ("sampled", "greedy"))
@@ -147,6 +149,7 @@ def test_the_shipped_policy_knows_more_than_it_shows() -> None:
 # ---------------------------------------------------------------------------- reproducibility
 
 
+@pytest.mark.long
 def test_two_trainers_write_the_same_rows() -> None:
     settings = make_small_config(actor__use_kl_loss=True, actor__entropy_coeff=0.01)
     first_trainer, second_trainer = PPOTrainer(settings), PPOTrainer(settings)
@@ -168,6 +171,7 @@ print(json.dumps([trainer.step().row for _ in range(2)]))
 """
 
 
+@pytest.mark.long
 def test_another_process_writes_the_same_rows() -> None:
     root = Path(__file__).parents[3]
     process = subprocess.run([sys.executable, "-c", SCRIPT], cwd=root, capture_output=True, text=True, check=True)
@@ -194,6 +198,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "stop"), [("gae", 1), *((name, 2) for name in RESUMED)])
 def test_resumed_equals_straight_through(name: str, stop: int, tmp_path: Path) -> None:
     settings = make_small_config(**RESUMED[name], env__val_env_groups=8)
@@ -219,6 +224,7 @@ def test_steps_in_a_row_with_nothing_kept_are_counted_across_a_restart(random_fo
     assert run_steps(restarted_trainer, 1)[0]["consecutive_empty_steps"] == 2
 
 
+@pytest.mark.long
 def test_a_used_trainer_goes_back_to_a_state_it_loads() -> None:
     trainer = make_quiet_trainer()
     first_rows = run_steps(trainer, 1)
@@ -323,6 +329,7 @@ def test_the_device_is_the_one_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
 # ---------------------------------------------------------------------------- it learns
 
 
+@pytest.mark.long
 def test_it_learns() -> None:
     """Twenty steps of the laptop preset raise sampled success beyond the base's own greedy success.
 

@@ -96,6 +96,7 @@ def test_targets_have_the_weights_of_segments(weighting: str, train_children: bo
     assert (children == 0) == (not train_children)
 
 
+@pytest.mark.long
 def test_the_gradient_of_a_step_is_the_weighted_sum_over_segments() -> None:
     trainer = make_trainer(actor__use_kl_loss=True, actor__kl_loss_coef=0.1, algorithm__tree_weighting="one-per-tree")
     episodes = trainer.roll_out(trainer.val_levels[:4], 6, "sampling")
@@ -128,6 +129,7 @@ def test_the_gradient_of_a_step_is_the_weighted_sum_over_segments() -> None:
     assert sum(((weight - old) * gradient).sum() for weight, old, gradient in steps).item() < 0
 
 
+@pytest.mark.long
 def test_a_step_trains_counts_and_repeats_itself() -> None:
     trainer, twin = make_trainer(), make_trainer()
     rows = []
@@ -144,6 +146,7 @@ def test_a_step_trains_counts_and_repeats_itself() -> None:
     assert second["train_response_tokens"] < second["sampled_tokens"]
 
 
+@pytest.mark.long
 def test_a_restored_run_goes_on_to_the_same_rows() -> None:
     trainer, restored = make_trainer(), make_trainer()
     trainer.step()
@@ -153,6 +156,7 @@ def test_a_restored_run_goes_on_to_the_same_rows() -> None:
     assert rows[0] == rows[1]
 
 
+@pytest.mark.long
 def test_recorded_trees_have_their_children_and_weights() -> None:
     trainer = make_trainer(trainer__log_val_generations=16, env__val_env_groups=16)
     evaluation = trainer.evaluate("val", "sampled")
@@ -192,6 +196,7 @@ def test_a_record_has_the_beginning_of_a_long_answer() -> None:
     assert len(cut.answer) == MAX_ANSWER_CHARS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("train_children", [True, False])
 def test_trees_that_a_step_trained_on_are_recorded_with_their_advantages(train_children: bool) -> None:
     trainer = make_trainer(
@@ -246,6 +251,7 @@ def test_log_probs_of_the_trainer_go_to_the_rollouts_they_are_of() -> None:
         assert (other.engine_logprobs == rollout.logprobs).all()
 
 
+@pytest.mark.long
 def test_a_sampler_with_weights_of_its_own_is_off_by_their_noise_alone() -> None:
     trainer = make_trainer(rollout__weight_noise=1e-6, env__env_groups=4)
     row = trainer.step().row
@@ -253,6 +259,7 @@ def test_a_sampler_with_weights_of_its_own_is_off_by_their_noise_alone() -> None
     assert 0 < row["engine_mismatch_mean"] < 1e-4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_a_hub_model_of_another_architecture_plays_with_the_full_prompt(tmp_path: Path, lora_rank: int) -> None:
     folder = write_small_model(tmp_path, "qwen3")

@@ -354,6 +354,7 @@ def roll_out_first_step(model: str, game: str, sampler: str) -> list[Episode]:
     return trainer.roll_out(trainer.levels[0], trainer.config.env.group_size, "sampling")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", thin_out(SHIPPED_MODELS, 4))
 def test_first_rollouts_of_shipped_policies_have_the_tokens_of_the_torch_sampler(model: str) -> None:
     game = model.removesuffix("-tiny")

@@ -319,6 +319,7 @@ SCRIPTS = [
 ]
 
 
+@pytest.mark.long
 @given(st.data())
 def test_episodes_do_not_depend_on_the_order_in_which_replies_finish(data: st.DataObject) -> None:
     episodes, sampler = play(SCRIPTS, levels=2, copies=3)

@@ -42,6 +42,7 @@ def get_columns(rows: list[Row], name: str) -> list[float]:
     return [row[name] for row in rows]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "overrides", thin_out([{}, IN_TORCH, {**IN_TORCH, "model__lora_rank": 4}]), ids=["compiled", "torch", "lora"]
 )
@@ -60,6 +61,7 @@ def test_a_copy_without_noise_samples_as_the_policy(overrides: dict[str, object]
     assert all(name not in shared_rows[0] for name in ENGINE_COLUMNS)
 
 
+@pytest.mark.long
 def test_more_noise_is_more_mismatch() -> None:
     means = [
         get_columns(run_steps(make_noisy_trainer(noise), 2), "engine_mismatch_mean") for noise in (0.001, 0.01, 0.1)
@@ -70,6 +72,7 @@ def test_more_noise_is_more_mismatch() -> None:
     assert 5 < means[1][0] / means[0][0] < 20
 
 
+@pytest.mark.long
 def test_a_run_with_noise_continues_to_the_same_rows() -> None:
     trainer = make_noisy_trainer(0.02)
     rows = run_steps(trainer, 1)
@@ -143,6 +146,7 @@ CORRECTIONS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_corrections_change_the_update_and_count_what_they_clip(name: str) -> None:
     # With so little noise, the ratios of some episodes are above 1: on average their logarithm is minus a KL.
@@ -183,6 +187,7 @@ def test_old_log_probs_are_the_engines_if_they_are_not_recomputed(overrides: dic
         assert (episode.engine_logprobs is None) == bool(overrides)
 
 
+@pytest.mark.long
 def test_without_a_mismatch_it_does_not_matter_whose_log_probs_are_trained_from() -> None:
     rows = run_steps(make_noisy_trainer(1e-30), 3)
     own_rows = run_steps(make_noisy_trainer(1e-30, rollout__recompute_logprobs=False), 3)
@@ -271,6 +276,7 @@ class SleepingSampler(CopySampler):
         self.is_sleeping = False
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("noise", thin_out([0.02, 1e-30], 2))
 @pytest.mark.parametrize("is_empty", thin_out([True, False], 2))
 def test_a_sleeping_engine_wakes_with_the_weights_of_the_last_sync(
@@ -299,6 +305,7 @@ def test_a_sleeping_engine_wakes_with_the_weights_of_the_last_sync(
     assert all(torch.equal(weight, expected_weights[name]) for name, weight in sampler.model.named_parameters())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("is_empty", "wakes"), [(True, 2), (False, 3)])
 @pytest.mark.parametrize("recomputes", [True, False])
 def test_an_engine_wakes_once_per_rollout_or_sync(

@@ -273,6 +273,7 @@ def test_all_processes_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(process._process is None for process in processes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("style", ["compact", "full"])
 def test_no_reply_ends_the_run(style: Any) -> None:
     pieces = [

@@ -144,6 +144,7 @@ with acquire_lock(sys.argv[1]):
 """
 
 
+@pytest.mark.long
 def test_a_lock_is_held_against_others_and_freed_by_its_holders_death(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

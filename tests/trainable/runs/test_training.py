@@ -44,6 +44,7 @@ def compare(folder: Path, uninterrupted_run: UninterruptedRun) -> None:
     assert read_episodes(folder / "runs" / "r") == read_episodes(uninterrupted_run[0] / "runs" / "r") != []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stop", [0, 1, 2])
 def test_interrupted_after_a_step_and_started_again(
     stop: int, tmp_path: Path, uninterrupted_run: UninterruptedRun
@@ -57,6 +58,7 @@ def test_interrupted_after_a_step_and_started_again(
     compare(tmp_path, uninterrupted_run)
 
 
+@pytest.mark.long
 def test_rows_written_after_the_last_state_are_repeated(tmp_path: Path, uninterrupted_run: UninterruptedRun) -> None:
     trainable = start_trial(tmp_path, trainer__resume_every=2)
     rows = [trainable.step() for _ in range(3)][:2]
@@ -75,6 +77,7 @@ def test_rows_written_after_the_last_state_are_repeated(tmp_path: Path, uninterr
     compare(tmp_path, uninterrupted_run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("step_seconds", "every", "limit", "write_seconds", "expected"),
     [
@@ -124,6 +127,7 @@ def test_states_are_written_by_steps_and_by_seconds(
     assert [report.last_step for report in reports if report.is_saved] == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("values", "states"),
     [
@@ -172,6 +176,7 @@ def test_the_state_of_the_best_validation_stays(
     assert steps == sorted({*(best_steps if keeps_best else ()), *([6] if keeps_last else ())})
 
 
+@pytest.mark.long
 def test_a_run_that_dies_between_row_and_checkpoint_repeats_the_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted_run: UninterruptedRun
 ) -> None:
@@ -196,6 +201,7 @@ def make_async_loop(folder: Path, **settings: object) -> TrainingLoop:
     return TrainingLoop(LANGUAGE_MODEL, {**make_trial_config(folder, **settings), "async_checkpoints": True})
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_written_while_the_next_step_samples_and_before_it_updates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted_run: UninterruptedRun
 ) -> None:
@@ -240,6 +246,7 @@ def test_a_checkpoint_is_written_while_the_next_step_samples_and_before_it_updat
     compare(tmp_path, uninterrupted_run)
 
 
+@pytest.mark.long
 def test_checkpoints_in_the_background_equal_those_that_a_run_waits_for(tmp_path: Path) -> None:
     settings = {"trainer__resume_every": 1, "trainer__save_freq": 1}
     trainable = start_trial(tmp_path / "plain", **settings)
@@ -261,6 +268,7 @@ def test_checkpoints_in_the_background_equal_those_that_a_run_waits_for(tmp_path
         assert values == other_values
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_interrupted", [False, True], ids=["trains on", "interrupted"])
 def test_an_error_of_a_checkpoint_in_the_background_reaches_the_run(
     is_interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted_run: UninterruptedRun
@@ -288,6 +296,7 @@ def test_an_error_of_a_checkpoint_in_the_background_reaches_the_run(
     compare(tmp_path, uninterrupted_run)
 
 
+@pytest.mark.long
 def test_an_interrupted_study_has_its_checkpoint_when_the_step_is_reported(
     tmp_path: Path, uninterrupted_run: UninterruptedRun
 ) -> None:
@@ -308,6 +317,7 @@ def test_an_interrupted_study_has_its_checkpoint_when_the_step_is_reported(
     compare(tmp_path, uninterrupted_run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("save_freq", [-1, 2])
 def test_a_run_whose_last_state_is_removed_is_never_trained_again(
     save_freq: int, tmp_path: Path, uninterrupted_run: UninterruptedRun
@@ -329,6 +339,7 @@ def test_a_run_whose_last_state_is_removed_is_never_trained_again(
     compare(tmp_path, uninterrupted_run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keeps_last", [True, False])
 def test_a_state_that_a_dead_process_left_is_removed_by_the_next_start(keeps_last: bool, tmp_path: Path) -> None:
     trainable = start_trial(tmp_path)
@@ -342,6 +353,7 @@ def test_a_state_that_a_dead_process_left_is_removed_by_the_next_start(keeps_las
     assert [step for step, _ in iter_checkpoints(tmp_path / "runs" / "r" / "state")] == ([3] if keeps_last else [])
 
 
+@pytest.mark.long
 def test_a_saved_last_state_that_is_missing_is_made_again(tmp_path: Path, uninterrupted_run: UninterruptedRun) -> None:
     config = {**make_trial_config(tmp_path, trainer__save_freq=2), "keeps_last": False}
     for expected_steps in ([1, 2, 3], [3]):
@@ -358,6 +370,7 @@ def test_a_saved_last_state_that_is_missing_is_made_again(tmp_path: Path, uninte
     compare(tmp_path, uninterrupted_run)
 
 
+@pytest.mark.long
 def test_a_truncated_last_row_is_written_again(tmp_path: Path, uninterrupted_run: UninterruptedRun) -> None:
     trainable = start_trial(tmp_path)
     trainable.step()
@@ -385,6 +398,7 @@ def flip_byte(path: Path) -> None:
 DAMAGES = (truncate, flip_byte, Path.unlink)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
@@ -411,6 +425,7 @@ def test_a_damaged_state_is_named_and_the_one_before_is_used(
     compare(tmp_path, uninterrupted_run)
 
 
+@pytest.mark.long
 def test_where_every_state_is_damaged_the_run_starts_over(tmp_path: Path, uninterrupted_run: UninterruptedRun) -> None:
     start_trial(tmp_path).step()
     truncate(find_newest_checkpoint(tmp_path) / "state.safetensors")
@@ -421,6 +436,7 @@ def test_where_every_state_is_damaged_the_run_starts_over(tmp_path: Path, uninte
     compare(tmp_path, uninterrupted_run)
 
 
+@pytest.mark.long
 def test_a_kept_checkpoint_is_used_where_every_rolling_state_is_damaged(
     tmp_path: Path, uninterrupted_run: UninterruptedRun
 ) -> None:
@@ -451,6 +467,7 @@ def drop_kl_coef(values: Row) -> Row:
     return {name: value for name, value in values.items() if name != "kl_coef"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -476,6 +493,7 @@ def test_a_whole_state_that_is_not_this_runs_is_not_used(
     compare(tmp_path, uninterrupted_run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", thin_out(["missing", "reshaped", "added"]))
 def test_tensors_that_do_not_fit_leave_the_trainer_as_it_was(
     tmp_path: Path, uninterrupted_run: UninterruptedRun, change: str
@@ -503,6 +521,7 @@ def test_tensors_that_do_not_fit_leave_the_trainer_as_it_was(
     compare(tmp_path, uninterrupted_run)
 
 
+@pytest.mark.long
 def test_a_state_without_its_rows_is_not_used(tmp_path: Path, uninterrupted_run: UninterruptedRun) -> None:
     trainable = start_trial(tmp_path)
     trainable.step()
@@ -516,6 +535,7 @@ def test_a_state_without_its_rows_is_not_used(tmp_path: Path, uninterrupted_run:
     compare(tmp_path, uninterrupted_run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "line_count"), [("levels.jsonl", 3), ("episodes.jsonl", 8)])
 def test_a_state_without_its_evaluations_is_not_used(
     tmp_path: Path, uninterrupted_run: UninterruptedRun, name: str, line_count: int
@@ -531,6 +551,7 @@ def test_a_state_without_its_evaluations_is_not_used(
     compare(tmp_path, uninterrupted_run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("line_index", thin_out([1, 0, 2]))
 def test_one_lost_evaluation_is_trained_again(
     tmp_path: Path, uninterrupted_run: UninterruptedRun, line_index: int
@@ -551,6 +572,7 @@ def test_one_lost_evaluation_is_trained_again(
     assert RunLines.read(path.parent).find_damage() == []
 
 
+@pytest.mark.long
 def test_a_run_that_abandoned_lines_continues_from_the_checkpoints_after_them(tmp_path: Path) -> None:
     """The evaluations have no line after the abandoned ones until the next validation."""
     settings: dict[str, object] = {"trainer__total_training_steps": 5, "trainer__test_freq": 5}
@@ -572,6 +594,7 @@ def test_a_run_that_abandoned_lines_continues_from_the_checkpoints_after_them(tm
     assert RunLines.read(path.parent).find_damage() == []
 
 
+@pytest.mark.long
 def test_a_finished_run_with_a_changed_digit_is_trained_again(
     tmp_path: Path, uninterrupted_run: UninterruptedRun
 ) -> None:
@@ -588,6 +611,7 @@ def test_a_finished_run_with_a_changed_digit_is_trained_again(
     assert RunLines.read(path.parent).find_damage() == []
 
 
+@pytest.mark.long
 def test_a_finished_run_with_a_changed_letter_of_an_episode_is_trained_again(
     tmp_path: Path, uninterrupted_run: UninterruptedRun
 ) -> None:
@@ -620,6 +644,7 @@ def test_trained_episodes_are_in_the_file_beside_those_of_validations(tmp_path: 
     assert all(turn.advantage is not None for turn in turns)
 
 
+@pytest.mark.long
 def test_a_run_continues_with_another_number_of_recorded_episodes(
     tmp_path: Path, uninterrupted_run: UninterruptedRun
 ) -> None:
@@ -636,6 +661,7 @@ def test_a_run_continues_with_another_number_of_recorded_episodes(
     ]
 
 
+@pytest.mark.long
 def test_a_restored_trainer_holds_no_file_that_was_deleted(tmp_path: Path) -> None:
     trainable = start_trial(tmp_path)
     trainable.step()

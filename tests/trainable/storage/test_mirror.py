@@ -234,6 +234,7 @@ def test_states_that_an_ended_run_removes_are_removed_from_storage(uri: str, tmp
     assert get_bytes(mirror_on_node.storage_path.joinpath("metrics.jsonl/000000")).count(b"\n") == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("best_column", "states"), [("val_success", [2, 5]), ("", [5])])
 def test_the_state_of_the_best_validation_reaches_another_node(
     uri: str, tmp_path: Path, best_column: str, states: list[int]
@@ -386,6 +387,7 @@ def fetch_rows(uri: str, folder: Path) -> list[Row]:
     return read_rows(folder / "run" / "metrics.jsonl")
 
 
+@pytest.mark.long
 def test_a_run_killed_on_one_node_goes_on_on_another_with_the_same_rows(
     uri: str, tmp_path: Path, start_on_node: Callable[..., Trial], uninterrupted_run: UninterruptedRun
 ) -> None:
@@ -407,6 +409,7 @@ def test_a_run_killed_on_one_node_goes_on_on_another_with_the_same_rows(
     assert all(torch.equal(expected_tensors[name], actual_tensors[name]) for name in expected_tensors)
 
 
+@pytest.mark.long
 def test_a_finished_run_is_replayed_from_storage_without_its_state(
     uri: str, tmp_path: Path, start_on_node: Callable[..., Trial]
 ) -> None:
@@ -444,6 +447,7 @@ def test_what_a_dead_process_of_the_run_left_on_the_node_is_ended(
     other_process.wait()
 
 
+@pytest.mark.long
 def test_a_request_to_stop_reaches_the_node_and_the_state_is_saved(
     uri: str, start_on_node: Callable[..., Trial]
 ) -> None:
@@ -526,6 +530,7 @@ def train_to_end(trial: Trial) -> None:
         continue
 
 
+@pytest.mark.long
 def test_the_seeds_of_an_arm_go_on_on_another_node_from_a_step_that_all_of_them_have(
     uri: str, tmp_path: Path, start_on_node: Callable[..., Trial]
 ) -> None:

@@ -36,6 +36,7 @@ def read_replies(policy: TinyPolicy, segments: Sequence[Segment]) -> list[tuple[
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(TURN_POLICIES))
 def test_the_tokenizer_restores_every_dialogue(name: str) -> None:
     policy = TURN_POLICIES[name]

@@ -28,6 +28,7 @@ def make_dialogues(count: int) -> list[tuple[Mapping[str, str], list[Segment]]]:
     return [(level.question.papers, make_dialogue(level, HABITS, rng)) for level in levels]
 
 
+@pytest.mark.long
 def test_every_text_of_a_dialogue_is_made_of_known_pieces() -> None:
     tokenizer = PAPERS_TINY.build_tokenizer()
     unknown = PAPERS_TINY.pieces.index(UNKNOWN)
@@ -40,6 +41,7 @@ def test_every_text_of_a_dialogue_is_made_of_known_pieces() -> None:
                 assert len(ids) <= PAPERS_TINY.response_length
 
 
+@pytest.mark.long
 def test_observations_are_those_of_a_real_repl() -> None:
     num_later_turns = 0
     for papers, segments in make_dialogues(120):
@@ -94,6 +96,7 @@ def trainer() -> PPOTrainer:
     )
 
 
+@pytest.mark.long
 def test_the_shipped_policy_writes_blocks_and_its_rewards_vary(trainer: PPOTrainer) -> None:
     episodes = trainer.roll_out(trainer.val_levels[:8], 16, "sampling")
     validity = [valid for episode in episodes for valid in episode.turn_validity]

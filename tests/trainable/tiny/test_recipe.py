@@ -81,6 +81,7 @@ def test_a_stage_starts_far_from_the_levels_of_the_one_before() -> None:
     )
 
 
+@pytest.mark.long
 def test_training_lowers_the_loss() -> None:
     stage = Stage(320, 3e-3, 1e-4, Habits())
     rng = make_rng(0, "demonstrations", 0)
@@ -147,6 +148,7 @@ def test_the_shipped_models_are_of_the_recipes_in_the_code(name: str) -> None:
     assert loaded_policy.tokenizer.encode(text).ids == policy.build_tokenizer().encode(text).ids
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", thin_out(TURN_POLICIES))
 def test_a_shipped_policy_knows_more_than_it_shows(name: str) -> None:
     """Sampled it is above chance and below greedy, and both are below the best policy."""
@@ -174,6 +176,7 @@ def test_a_shipped_policy_knows_more_than_it_shows(name: str) -> None:
 # ---------------------------------------------------------------------------- the command
 
 
+@pytest.mark.long
 def test_the_command_evaluates_a_policy(
     random_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -144,6 +144,7 @@ def test_a_thought_names_where_things_stand_and_a_plan_that_solves_the_level() -
             assert compute_distance_after(turn.cells, turn.plan) == 0
 
 
+@pytest.mark.long
 def test_a_detour_is_one_wasted_legal_move_in_a_level_that_stays_solvable() -> None:
     detour_count = 0
     for level in LEVELS:
@@ -187,6 +188,7 @@ def test_an_unfinished_reply_is_malformed_and_comes_as_often_as_asked() -> None:
     assert measure_share(Habits(unfinished=0.3), "unfinished") == pytest.approx(0.3, abs=0.04)
 
 
+@pytest.mark.long
 def test_a_careless_answer_departs_from_a_right_thought() -> None:
     # One in sixteen random pairs equals the plan.
     assert measure_share(Habits(careless=0.5), "careless") == pytest.approx(0.5 * 15 / 16, abs=0.04)

@@ -445,6 +445,7 @@ def test_where_all_weights_do_not_fit_adapters_are_trained(
     assert re.search(r"^Fits: ", answer.out, re.M)
 
 
+@pytest.mark.long
 def test_typed_learning_rates_and_ranks_take_precedence_over_those_for_small_gpus(
     work_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -715,6 +716,7 @@ def test_a_folder_of_something_else_is_named_as_such(work_dir: Path) -> None:
     assert f"{work_dir} contains no study (no study.json)" in " ".join(answer.err.split())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "slow_packages"),
     [
@@ -732,6 +734,7 @@ def test_the_command_line_starts_without_slow_packages(arguments: list[str], slo
     assert process.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.long
 def test_python_dash_m_is_the_command_line() -> None:
     process = subprocess.run(
         [sys.executable, "-m", "tune_study", "run", "nothing"], capture_output=True, text=True, check=False

@@ -123,6 +123,7 @@ def test_what_writes_into_a_folder_refuses_links_in_it(
     assert read_texts(home) == contents_before
 
 
+@pytest.mark.long
 def test_a_folder_may_be_reached_by_a_link(started_study: StudyPlan, work_dir: Path) -> None:
     (work_dir / "elsewhere").symlink_to(started_study.output)
     answer = type_in(f"report {work_dir / 'elsewhere' / 'results' / started_study.run}")

@@ -81,6 +81,7 @@ def type_in(*words: str, code: int = 0) -> str:
     return result.output
 
 
+@pytest.mark.long
 def test_every_command_reads_a_moved_folder(moved_folder: Path, whole_study: StudyPlan) -> None:
     run_id = whole_study.runs[0].run_id
     missing = (
@@ -100,6 +101,7 @@ def test_every_command_reads_a_moved_folder(moved_folder: Path, whole_study: Stu
     assert analysis.load(moved_folder).steps["step"].tolist() == [1, 2, 3]
 
 
+@pytest.mark.long
 def test_a_probe_names_the_checkpoints_that_were_left_behind(moved_folder: Path, whole_study: StudyPlan) -> None:
     checkpoint_dir = moved_folder / whole_study.runs[0].checkpoint_dir
     error = type_in("probe", str(moved_folder), "--checkpoint-step", "1", code=2)

@@ -71,6 +71,7 @@ def hash_files(folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.long
 def test_a_probe_adds_rows_and_leaves_every_other_byte(study: StudyPlan) -> None:
     hashes_before = hash_files(study.output)
     process = run_probe(str(study.folder), "--trial", "PPO", "--with-val")
@@ -100,6 +101,7 @@ def test_a_probe_adds_rows_and_leaves_every_other_byte(study: StudyPlan) -> None
     assert "bucket_6" in (study.output / log).read_text()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_same_probe_gives_the_same_numbers(study: StudyPlan) -> None:
     path, probes = study.get_run_dir(study.runs[1].run_id) / "probes.jsonl", []
@@ -110,6 +112,7 @@ def test_the_same_probe_gives_the_same_numbers(study: StudyPlan) -> None:
     assert {line["step"] for line in probes[1]} == {2}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_probe_with_other_settings_replaces_the_one_before_whole(study: StudyPlan) -> None:
     path = study.get_run_dir(study.runs[0].run_id) / "probes.jsonl"
@@ -148,6 +151,7 @@ def test_a_probe_with_other_settings_replaces_the_one_before_whole(study: StudyP
 KEEPS_NOTHING = ("--set", "filter.rollout_filter_value=0.001")  # less than the tolerance of the linear rule
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_probe_whose_filter_keeps_nothing_says_so(study: StudyPlan) -> None:
     run = study.runs[0]
@@ -168,6 +172,7 @@ def test_a_probe_whose_filter_keeps_nothing_says_so(study: StudyPlan) -> None:
     assert hash_files(study.output) == hashes_before  # the earlier probe is still there
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_is_set_otherwise_is_in_the_log_and_in_the_rows(study: StudyPlan) -> None:
     words = (
@@ -191,6 +196,7 @@ def test_what_is_set_otherwise_is_in_the_log_and_in_the_rows(study: StudyPlan) -
     assert f"settings changed from the run: {overrides}" in log.read_text()
 
 
+@pytest.mark.long
 def test_training_wrote_the_analyses_that_were_due(study: StudyPlan) -> None:
     for spec in study.runs:
         lines = read_lines(study.get_run_dir(spec.run_id) / "gradients.jsonl").records
@@ -198,6 +204,7 @@ def test_training_wrote_the_analyses_that_were_due(study: StudyPlan) -> None:
         assert {row["component"] for line in lines for row in line["rows"]} == {"task", "entropy", "total"}
 
 
+@pytest.mark.long
 def test_a_restored_trainer_is_the_one_that_was_saved(study: StudyPlan) -> None:
     restored_trainer = probe.restore(study.folder, "PPO", 2)
     assert restored_trainer.step_index == 2
@@ -209,6 +216,7 @@ def test_a_restored_trainer_is_the_one_that_was_saved(study: StudyPlan) -> None:
     assert newest_trainer.step_index == 3
 
 
+@pytest.mark.long
 def test_a_restored_policy_answers(study: StudyPlan) -> None:
     trainer = probe.restore(study.folder, "PPO")
     episodes = trainer.roll_out(trainer.val_levels[:3], 2, "sampling")
@@ -253,6 +261,7 @@ def test_an_arm_of_several_seeds_is_its_smallest_seed(tmp_path: Path) -> None:
         run_checkpoints._find_run(plan, None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("make_request", "message"), BAD_REQUESTS, ids=[message for _, message in BAD_REQUESTS])
 def test_what_cannot_be_restored_is_said(
     study: StudyPlan, make_request: Callable[[StudyPlan], dict[str, object]], message: str
@@ -261,6 +270,7 @@ def test_what_cannot_be_restored_is_said(
         probe.restore(study.folder, **make_request(study))  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_is_said(study: StudyPlan, tmp_path: Path) -> None:
     folder = study.output / study.runs[0].checkpoint_dir / "global_step_2"
     target = tmp_path / "global_step_2"
@@ -273,6 +283,7 @@ def test_a_damaged_checkpoint_is_said(study: StudyPlan, tmp_path: Path) -> None:
         probe.restore(study.folder, "PPO", path=target)
 
 
+@pytest.mark.long
 def test_bad_words_of_the_command_are_one_paragraph_and_write_nothing(study: StudyPlan) -> None:
     hashes_before = hash_files(study.output)
     bad_words = (
@@ -317,6 +328,7 @@ def test_a_probe_switches_kl_and_entropy_on_where_they_are_off() -> None:
     assert (strong_probe_config.actor.kl_loss_coef, strong_probe_config.actor.entropy_coeff) == (0.3, -0.1)
 
 
+@pytest.mark.long
 def test_the_checkpoint_is_asked_for_by_root_or_folder(study: StudyPlan) -> None:
     root = study.output / study.runs[0].checkpoint_dir
     assert run_checkpoints.find_checkpoint_path(root, None, None) == root / "global_step_3"
@@ -332,6 +344,7 @@ def test_the_checkpoint_is_asked_for_by_root_or_folder(study: StudyPlan) -> None
         )
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_no_run_of_the_study_is_said(study: StudyPlan, tmp_path: Path) -> None:
     folder = tmp_path / "global_step_2"
     folder.mkdir()
@@ -346,6 +359,7 @@ def test_a_checkpoint_of_no_run_of_the_study_is_said(study: StudyPlan, tmp_path:
             run_checkpoints.find_run_checkpoint(study.folder, None, None, folder)
 
 
+@pytest.mark.long
 def test_restoring_reads_no_pickle_and_moves_no_weight(study: StudyPlan) -> None:
     trainer, other_trainer = (probe.restore(study.folder, "PPO", 2) for _ in range(2))
     trainer.evaluate("val", "sampled")

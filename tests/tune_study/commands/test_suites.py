@@ -214,6 +214,7 @@ def hold_lock(folder: Path, stack: ExitStack) -> None:
     assert process.stdout.readline() == b"locked\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["a suite", "the study"])
 def test_a_refused_suite_changes_nothing_of_the_suite_or_study_that_runs(
     two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch, what: str

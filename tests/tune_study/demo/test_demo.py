@@ -21,6 +21,7 @@ def test_the_recorded_study_is_of_this_schema_and_small() -> None:
     assert archive.ARCHIVE.stat().st_size <= 2_000_000
 
 
+@pytest.mark.long
 def test_the_command_shows_the_recorded_study(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["demo", "--output", str(tmp_path / "demo")])
     assert result.exit_code == 0, result.stderr
@@ -65,6 +66,7 @@ def study(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_a_study_is_unpacked_as_it_was_packed(study: Path, tmp_path: Path) -> None:
     path, copy = tmp_path / "study.tar.xz", tmp_path / "copy"
     assert archive.pack(study, path) == path.stat().st_size

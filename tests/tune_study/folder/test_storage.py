@@ -125,6 +125,7 @@ def test_a_second_driver_is_refused_and_told_who_the_first_is(uri: str) -> None:
     assert sorted(list_files(storage_folder)) == [LEASE_FILE]
 
 
+@pytest.mark.long
 def test_the_lock_of_a_process_of_this_machine_that_is_gone_holds_nobody(uri: str) -> None:
     lines = ("from tune_study.folder.lease import Lease", "from trainable.storage.remote import open_storage")
     code = "\n".join([*lines, f"Lease(open_storage({uri!r})).acquire('the study')"])
@@ -194,6 +195,7 @@ def test_rows_come_and_statuses_go(uri: str, tmp_path: Path) -> None:
     assert not (plan.get_run_dir(plan.runs[1].run_id) / METRICS_FILE).exists()
 
 
+@pytest.mark.long
 def test_a_study_goes_on_on_a_machine_that_has_never_seen_it(
     uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,6 +279,7 @@ def test_the_newest_driver_s_own_statuses_are_not_overwritten(uri: str, tmp_path
     assert status.status == "completed"
 
 
+@pytest.mark.long
 def test_a_local_folder_that_was_moved_belongs_to_the_study_in_its_storage(uri: str, tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path / "a", uri)
     start_study(plan, "completed")
@@ -314,6 +317,7 @@ def test_without_its_storage_the_local_folder_is_read(tmp_path: Path, capsys: py
         pass
 
 
+@pytest.mark.long
 def test_an_extended_study_is_seen_by_the_machine_that_started_it(uri: str, tmp_path: Path) -> None:
     start_study(make_plan_in(tmp_path / "a", uri))
     extended_plan = locate.merge_with_existing(make_plan_in(tmp_path / "b", uri, ("0.2",)), extend=True, is_real=True)
@@ -370,6 +374,7 @@ def test_a_request_to_stop_is_handed_on_and_forgotten_by_the_next_start(uri: str
         assert INTERRUPT_FILE not in list_files(storage_folder)
 
 
+@pytest.mark.long
 def test_while_a_study_runs_rows_come_and_statuses_go_by_themselves(
     uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -452,6 +457,7 @@ def type_in(line: str) -> Any:
     return CliRunner().invoke(app, shlex.split(line), prog_name="python -m tune_study")
 
 
+@pytest.mark.long
 def test_status_and_report_read_a_study_from_its_uri(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan_in(tmp_path / "a", uri)
     start_study(plan)

@@ -81,6 +81,7 @@ def run_in_shell(body: str, redirections: str, folder: Path, exit_code: int) -> 
     return subprocess.run(command, shell=True, cwd=folder, env=environment, input="", capture_output=True, text=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("redirections", "expected_code"), [("<&- >&- 2>&-", 0), (">&-", 0), (">/dev/full 2>/dev/full", 1)]
 )

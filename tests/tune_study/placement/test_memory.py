@@ -82,6 +82,7 @@ def list_moments(trainer: PPOTrainer, name: str) -> list[torch.Tensor]:
     return [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_what_a_trainer_holds_for_good_is_what_is_planned(name: str, dtype: str) -> None:
@@ -108,6 +109,7 @@ def test_what_a_trainer_holds_for_good_is_what_is_planned(name: str, dtype: str)
         assert planned_bytes["reference weights"] == count_storage_bytes(list(trainer.reference.parameters()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", thin_out(DTYPES, 2))
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_what_a_trainer_with_adapters_holds_for_good_is_what_is_planned(name: str, dtype: str) -> None:

@@ -101,6 +101,7 @@ def print_plan(study: str, settings: str) -> list[str]:
     return [line for line in result.stdout.splitlines() if line.startswith("Remark: ")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family_remarks", "number", "study", "settings", "harmless"), CASES)
 def test_a_remark_is_in_the_plan_of_its_settings_and_not_of_the_nearest_others(
     family_remarks: Sequence[remarks.Remark], number: int, study: str, settings: str, harmless: str

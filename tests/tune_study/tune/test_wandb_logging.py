@@ -76,6 +76,7 @@ def test_an_analysis_is_logged_under_the_published_keys(tmp_path: Path) -> None:
     assert callback._read_gradient_analysis(run_id, 51, {}) == {}
 
 
+@pytest.mark.long
 def test_a_step_with_an_analysis_is_written_whole(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path)
     run_id = plan.runs[0].run_id

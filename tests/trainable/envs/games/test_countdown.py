@@ -136,6 +136,7 @@ def test_problems_have_solutions_with_plus_and_minus() -> None:
         assert len(level.numbers) == 4
 
 
+@pytest.mark.long
 def test_sets_and_texts() -> None:
     game = Countdown()
     test_levels = game.make_test_levels(16)

@@ -83,6 +83,7 @@ def test_texts_are_plain_lines(environment: Environment) -> None:
     assert "<answer>" in environment.format_instructions(7)
 
 
+@pytest.mark.long
 def test_levels_depend_on_their_seed_only(environment: Environment) -> None:
     levels = environment.make_levels([5, 6, 7])
     assert [level.seed for level in levels] == [5, 6, 7]

@@ -165,6 +165,7 @@ def play(game: FrozenLake, level: Lake, limits: TurnLimits, choose, episodes: in
     return float(success.mean())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("success_rate", [1.0, 0.7])
 def test_chance_is_the_success_of_random_play(success_rate: float) -> None:
     game, limits = FrozenLake(success_rate=success_rate), TurnLimits(5, 2, 10)

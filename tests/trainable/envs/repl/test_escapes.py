@@ -230,6 +230,7 @@ def list_live_children() -> list[int]:
     return ids
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "name", "code"), list(iter_cases()))
 def test_an_escape_ends_in_an_observation(
     surroundings: Surroundings, signals: list[int], kind: str, name: str, code: str

@@ -35,6 +35,7 @@ def test_the_evidence_of_a_generated_question_is_known(seed: int, num_papers: in
     assert (score < 1) == (len(loose) > len(question.evidence))
 
 
+@pytest.mark.long
 def test_generated_sets_share_no_question() -> None:
     source = GeneratedPapers(3, 4)
     test_levels = source.make_test_levels(64)
@@ -50,6 +51,7 @@ def make_questions(count: int) -> tuple[Question, ...]:
     )
 
 
+@pytest.mark.long
 def test_the_test_questions_of_a_file_are_in_no_other_set() -> None:
     source = FilePapers(make_questions(40))
     test_keys = collect_level_keys(source.make_test_levels(512))

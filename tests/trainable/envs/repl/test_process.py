@@ -212,6 +212,7 @@ def make_turn(rng: random.Random) -> str:
     return rng.choice(("\n", ";", " ")).join(pieces)
 
 
+@pytest.mark.long
 def test_every_turn_is_answered() -> None:
     rng, lost, turns = random.Random(0), 0, 10_000
     with ReplProcess(PAPERS, may_query=True, limits=ReplLimits(seconds=5)) as repl:

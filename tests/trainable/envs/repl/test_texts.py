@@ -75,6 +75,7 @@ def test_every_reply_is_one_of_four(text: str) -> None:
     assert sum(field is not None for field in parse_reply(text)) == 1
 
 
+@pytest.mark.long
 def test_long_replies_take_no_time() -> None:
     for text in (
         "```" * 50_000,

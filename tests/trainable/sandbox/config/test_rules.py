@@ -86,6 +86,7 @@ def read_strings(path: Path) -> set[str]:
     return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("package", ["trainable", "tune_study"])
 def test_names_of_rules_are_only_in_the_records(package: str) -> None:
     """Studies in `search_spaces` and published results in `analysis` may name rules, as they are data."""

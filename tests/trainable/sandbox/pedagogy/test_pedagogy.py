@@ -108,6 +108,7 @@ def test_all_tokens_of_a_longer_answer_must_be_right() -> None:
 # Training.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
 def test_a_member_is_the_one_that_it_is_alone_and_goes_on_from_its_state(method: str) -> None:
     config = make_config(method=method)
@@ -182,6 +183,7 @@ def test_imitation_makes_the_lessons_more_likely_to_the_student_and_leaves_the_t
     assert torch.equal(algorithm.teacher_optimizer.weights, teacher_weights)
 
 
+@pytest.mark.long
 def test_a_student_alone_learns_the_task() -> None:
     config = make_config(150, 150, method="StudentGRPO", batch_size=96, d_model=32, student_lr=3e-3)
     (first, last) = run_to_end(make_trainer(config, (0,)))[0]

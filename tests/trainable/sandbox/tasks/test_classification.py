@@ -135,6 +135,7 @@ def test_evaluation_is_of_the_likeliest_class_of_all_test_images() -> None:
     assert metrics["synthetic_data"].tolist() == [1, 1]
 
 
+@pytest.mark.long
 def test_synthetic_images_have_mnists_shape_and_are_always_the_same() -> None:
     images, second_images = make_synthetic_images(), make_synthetic_images()
     assert images.train_images.shape == (60_000, 784)

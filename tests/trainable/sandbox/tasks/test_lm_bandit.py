@@ -135,6 +135,7 @@ def test_noise_flips_rewards_before_the_kl_penalty() -> None:
     assert noisy_rollouts.expected_reward is None
 
 
+@pytest.mark.long
 def test_evaluation_is_over_windows_that_do_not_overlap() -> None:
     task, models, rngs = make_task_and_models(context_len=100)
     perturb(models)

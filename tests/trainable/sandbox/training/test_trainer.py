@@ -79,6 +79,7 @@ def test_two_runs_of_one_configuration_have_equal_rows() -> None:
     assert run_to_end(make_trainer(settings)) == run_to_end(make_trainer(settings))
 
 
+@pytest.mark.long
 def test_rules_learn_the_task() -> None:
     for method in ("CE", "DG", "REINFORCE"):
         rows = run_to_end(make_trainer(make_config(steps=150, test_freq=150, method=method, batch_size=32)))

@@ -17,6 +17,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_the_table_has_the_score_on_other_seeds(output: Path) -> None:
     answer = type_in(f"alarms {output} --first-test-seed 2")
     assert answer.code == 0
@@ -41,6 +42,7 @@ def test_a_folder_of_one_study_is_the_same(output: Path) -> None:
     assert type_in(f"alarms {folder} --first-test-seed 2").out == type_in(f"alarms {output} --first-test-seed 2").out
 
 
+@pytest.mark.long
 def test_without_collapse_nothing_is_chosen(tmp_path: Path) -> None:
     write_study(tmp_path, [FakeRun("0"), FakeRun("0.1")], STUDY)
     answer = type_in(f"alarms {tmp_path}")

@@ -83,6 +83,7 @@ def test_an_episode_is_printed_with_escapes(folder: Path) -> None:
     assert "Level 123 after step 40: out of turns, score 1.5" in lines
 
 
+@pytest.mark.long
 def test_several_runs_are_summarized(folder: Path) -> None:
     answer = type_in(f"explain {folder}")
     assert answer.code == 0
@@ -109,6 +110,7 @@ def test_without_a_collapse_the_command_says_what_to_type(tmp_path: Path) -> Non
     assert second.endswith(f"type: python -m tune_study explain {folder} --arm 0 --seed 0")
 
 
+@pytest.mark.long
 def test_runs_that_are_too_short_say_so(tmp_path: Path) -> None:
     folder = write_study(tmp_path, [FakeRun("0", steps=7), FakeRun("0.1", steps=3)], STUDY)
     sentence = "No change can be resolved in fewer than 8 steps."

@@ -110,6 +110,7 @@ def test_the_tokenizer_is_that_of_the_base_model(study: StudyPlan, tmp_path: Pat
     assert vocabularies[0] == vocabularies[1]
 
 
+@pytest.mark.long
 def test_adapters_are_merged(lora_study: StudyPlan, tmp_path: Path) -> None:
     code, _, err = export(lora_study, tmp_path / "policy")
     assert code == 0, err
@@ -117,6 +118,7 @@ def test_adapters_are_merged(lora_study: StudyPlan, tmp_path: Path) -> None:
     assert (logits - compute_logits(lora_study)).abs().max() < 1e-5
 
 
+@pytest.mark.long
 def test_a_base_in_4_bits_is_exported_as_what_was_trained(tmp_path: Path) -> None:
     settings = {"model.lora_rank": "4", "model.load_in_4bit": "True"}
     plan = train_study(tmp_path, **settings, **{"rollout.name": "torch", "model.compiled_passes": "False"})
@@ -132,6 +134,7 @@ def test_a_base_in_4_bits_is_exported_as_what_was_trained(tmp_path: Path) -> Non
 
 
 # peft reads a name that transformers has deprecated.
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_are_written_alone(lora_study: StudyPlan, tmp_path: Path) -> None:
     code, _, err = export(lora_study, tmp_path / "adapters", "--adapters")
@@ -159,6 +162,7 @@ def test_the_card_says_which_run_it_is(study: StudyPlan, tmp_path: Path) -> None
     assert str(study.output) not in card
 
 
+@pytest.mark.long
 def test_the_best_validation_is_exported_and_cleaning_leaves_it(tmp_path: Path) -> None:
     plan = train_study(tmp_path, **{"trainer.keep_best": "True", "trainer.save_freq": "-1", "trainer.test_freq": "1"})
     spec = plan.runs[0]

@@ -195,6 +195,7 @@ def test_a_study_without_a_language_model_is_told_where_its_gradients_are(tmp_pa
         read_analyses(folder)
 
 
+@pytest.mark.long
 def test_a_folder_without_a_study_and_a_damaged_study_are_refused(tmp_path: Path) -> None:
     assert "contains no study (no study.json)" in type_in(tmp_path).err
     folder = write_analyzed_study(tmp_path, [FakeAnalysis()])

@@ -188,6 +188,7 @@ def test_the_frame_of_episodes_has_a_row_for_each(folder: Path) -> None:
     assert load(folder.parent).episodes.equals(episodes)
 
 
+@pytest.mark.long
 def test_episodes_of_a_study_of_trees_have_answers_and_evidence(tmp_path: Path) -> None:
     study = STUDIES["tree-grpo"]
     plan = make_plan(study, "laptop", "a test", dict(study.smoke_settings), ("root-and-children",), 1, tmp_path)

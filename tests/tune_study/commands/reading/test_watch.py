@@ -90,6 +90,7 @@ def folder(tmp_path: Path) -> Path:
     return write_study(tmp_path, [FakeRun("0"), FakeRun("0.1", status="running", steps=10)])
 
 
+@pytest.mark.long
 def test_the_page_has_the_report_and_the_state_of_each_run(folder: Path) -> None:
     before = read_files(folder)
     page = watch.LiveReport(str(folder)).render(10)
@@ -103,6 +104,7 @@ def test_the_page_has_the_report_and_the_state_of_each_run(folder: Path) -> None
     assert '<a href="/">continue</a>' in paused
 
 
+@pytest.mark.long
 def test_new_rows_make_a_new_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(watch, "_IDLE_FACTOR", 0.0)
@@ -129,6 +131,7 @@ def test_a_driver_that_ends_makes_a_new_page(folder: Path, monkeypatch: pytest.M
         report.stop()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "error",
     [
@@ -157,6 +160,7 @@ def test_a_failed_look_is_said_and_tried_again(error: Exception, folder: Path, m
         report.stop()
 
 
+@pytest.mark.long
 def test_the_measure_of_a_family_is_named(tmp_path: Path) -> None:
     folder = write_sandbox(tmp_path, [SandboxRun("DG", 0), SandboxRun("GRPO", 0)])
     page = LivePage(load(folder), ("test_error", "test error"), False, "12:00:00", ["a line is damaged"]).render(None)

@@ -96,6 +96,7 @@ def test_a_search_that_begins_again_in_the_middle_draws_the_same_points(tmp_path
     assert draw_next(resumed).points == plan.points
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_later_points_are_better(tmp_path: Path, seed: int) -> None:
     late = make_table(draw_all(make_search_plan(tmp_path, RATE, seed=seed))).iloc[-20:]
@@ -114,12 +115,14 @@ def test_points_keep_out_of_the_region_where_runs_collapse_even_if_it_is_the_bes
     assert unbounded > 4 * MAX_RATE
 
 
+@pytest.mark.long
 def test_where_less_is_better_the_draws_go_the_other_way(tmp_path: Path) -> None:
     plan = make_search_plan(tmp_path, RATE)
     up, down = (make_table(draw_all(plan, is_higher_better)).iloc[-20:] for is_higher_better in (True, False))
     assert down["success"].mean() < up["success"].mean() - 0.5
 
 
+@pytest.mark.long
 def test_a_space_without_further_points_ends_the_search(tmp_path: Path) -> None:
     plan = make_search_plan(tmp_path, ("actor.use_kl_loss=True,False", "actor.ppo_epochs=1:2"))
     points = draw_first_points(plan).points
@@ -128,6 +131,7 @@ def test_a_space_without_further_points_ends_the_search(tmp_path: Path) -> None:
     assert rounds._draw_points(set_points(plan, points), plan.search, None, True, 4) == {}  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_a_space_whose_other_points_exclude_each_other_ends_the_search(tmp_path: Path) -> None:
     texts = ("filter.rollout_filter_strategy=top_p,top_k_abs", "filter.rollout_filter_value=0.5,0.75")
     plan = draw_first_points(make_search_plan(tmp_path, texts))
