@@ -15,9 +15,9 @@ def compute_beside(compute: Callable[[], Result]) -> Callable[[], Result]:
     """Start `compute` in a copy of this process, and return a function that waits for its result.
 
     Without a second core there is nothing to gain. A copy has only the thread that made it: other threads of this
-    process may hold locks then, which nobody would free, so a process with other threads makes no copy, and neither
-    does one on macOS, whose libraries do not allow it. In these cases, and if the copy fails, the returned function
-    computes the result itself, and raises what `compute` raises.
+    process may hold locks then, which nobody would free. A process with other threads therefore makes no copy, nor does
+    one with Ray, whose threads Python does not know, nor one on macOS, whose libraries do not allow it. In these cases,
+    and if the copy fails, the returned function computes the result itself, and raises what `compute` raises.
 
     Example:
         >>> get_sum = compute_beside(lambda: sum(range(10)))
@@ -48,7 +48,8 @@ def compute_beside(compute: Callable[[], Result]) -> Callable[[], Result]:
 
 def can_fork() -> bool:
     """Whether `compute_beside` starts a process."""
-    return sys.platform == "linux" and threading.active_count() == 1 and len(os.sched_getaffinity(0)) > 1
+    has_threads = threading.active_count() > 1 or "ray" in sys.modules
+    return sys.platform == "linux" and not has_threads and len(os.sched_getaffinity(0)) > 1
 
 
 def _send(compute: Callable[[], Result], sender: Connection) -> None:

@@ -11,7 +11,8 @@ from tests.fakes.forked_python import run_python
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 
 SCRIPT = """
-import json, os, threading
+import json, os, sys, threading
+from types import ModuleType
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,11 @@ thread.start()
 with_thread = compute_beside(os.getpid)() == here
 end.set()
 thread.join()
+sys.modules["ray"] = ModuleType("ray")
+with_ray = compute_beside(os.getpid)() == here
+del sys.modules["ray"]
 os.sched_getaffinity = lambda pid: {0}
-print(json.dumps([*with_copies, with_thread, compute_beside(os.getpid)() == here]))
+print(json.dumps([*with_copies, with_thread, with_ray, compute_beside(os.getpid)() == here]))
 """
 
 
@@ -50,7 +54,7 @@ def test_a_copy_computes_and_this_process_does_where_it_cannot(tmp_path: Path) -
     (tmp_path / "script.py").write_text(SCRIPT)
     process = run_python([str(tmp_path / "script.py")], tmp_path)
     assert (process.returncode, process.stderr) == (0, "")
-    assert json.loads(process.stdout) == [False, "computed here", "here", True, True]
+    assert json.loads(process.stdout) == [False, "computed here", "here", True, True, True]
 
 
 @pytest.mark.long
