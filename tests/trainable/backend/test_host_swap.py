@@ -36,7 +36,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     },
     "compiled": {"rollout__name": "compiled", "model__compiled_passes": True},
 }
-MAIN_VARIANTS = ("critic and reference", "adapters", "compiled")
+MAIN_VARIANTS = ("critic and reference", "compiled")
 """Those that CI runs."""
 
 

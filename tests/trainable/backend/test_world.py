@@ -200,7 +200,7 @@ def find_free_port(host: str) -> int:
     "host",
     [
         pytest.param("127.0.0.1", id="one address", marks=pytest.mark.slow),
-        pytest.param("127.0.0.2", id="another address"),
+        pytest.param("127.0.0.2", id="another address", marks=pytest.mark.slow),
         pytest.param("", id="a file"),
     ],
 )

@@ -83,7 +83,7 @@ def list_moments(trainer: PPOTrainer, name: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", thin_out(DTYPES, 2))
 @pytest.mark.parametrize("name", VARIANTS)
 def test_what_a_trainer_holds_for_good_is_what_is_planned(name: str, dtype: str) -> None:
     trainer = make_quiet_trainer(
