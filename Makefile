@@ -49,17 +49,19 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-# What is quick: no study through Ray, no command, no benchmark, and nothing that takes over half a second. The profile draws the same
-# examples on every machine, and fewer than test-all and a plain pytest, which draw new ones each time. Files come in the
-# order that tests/conftest.py gives them: the longest first. To rewrite the assertions of all files costs each process nine
-# seconds, so only what failed is run with it, which shows the values. To collect what is logged would take 3 to 5
-# milliseconds per test, and no test looks at it.
+# What is quick: no study through Ray, no command, no benchmark, and nothing that takes over half a second; the slowest
+# tests are listed, so that one without the mark is seen. The profile draws the same examples on every machine, and fewer
+# than test-all and a plain pytest, which draw new ones each time. Files come in the order that tests/conftest.py gives
+# them: the longest first. To rewrite the assertions of all files costs each process nine seconds, so only what failed is
+# run with it, which shows the values. To collect what is logged would take 3 to 5 milliseconds per test, and no test
+# looks at it.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --hypothesis-profile quick -p no:logging
 QUICK := $(PYTEST) --assert plain --dist loadfile --no-loadscope-reorder
 SHOW_VALUES = || { $(PYTEST) $(CACHE) --last-failed --last-failed-no-failures none; exit 1; }
 test: lint
 	$(MAKE) --no-print-directory --jobs 2 types compile
-	$(QUICK) --numprocesses auto -m "not long and not slow and not faults and not engines and not processes" $(SHOW_VALUES)
+	$(QUICK) --numprocesses $$(nproc) --maxprocesses 8 --durations 5 \
+		-m "not long and not slow and not faults and not engines and not processes" $(SHOW_VALUES)
 
 # All signals, endings and draws of malformed input; test-ci has the main ones. The longest first, so that all processes
 # end together.
@@ -68,10 +70,10 @@ test-faults: setup compile
 	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile ci -m slow tests/faults/test_malformed.py
 
 # The tests, and the main faults. Tests with processes of their own wait for them half of their time, which the others
-# use: they run beside them with a lower priority, so that no study is slower for it. Types are checked while the compiled
-# code is made, each of which takes one core half a minute.
+# use: they run beside them with a lower priority, so that no study is slower for it. Types are checked while the code of
+# the samplers is compiled, each of which takes one core half a minute.
 test-ci: lint
-	$(MAKE) --jobs 3 types-beside test-processes test-beside
+	$(MAKE) --keep-going --jobs 3 types-beside test-processes test-beside
 
 .PHONY: test-beside test-processes types-beside
 # On one core: 45 CPU seconds where nothing is known from an earlier check.

@@ -1,9 +1,10 @@
 """Time the reports of grids with 18, 68, 164 and 500 runs of 50 steps and 512 levels. Prints a JSON object.
 
 Rows are synthetic (tests/fakes/grid_folders.py), and tables are read from parquet files, as after a run. Each report is
-written by a process of its own, and its figures by a copy of that. CPU and wall seconds are those of one call of
-`analysis.report.pages.write_report`, both processes together; memory is the peak of the process so far, before and
-after that call, and the peak of the copy, whose memory is that of the process where neither changed it (Linux only).
+written by a process of its own, and with two cores its figures are drawn in a copy of that. CPU and wall seconds are
+those of one call of `analysis.report.pages.write_report`, both processes together; memory is the peak of the process so
+far, before and after that call, and the peak of the copy, whose memory is that of the process where neither changed it
+(Linux only).
 Run: python benchmarks/grid_report.py [--runs 18 68 164 500] [--steps 50] [--levels 512]
 """
 
@@ -45,7 +46,7 @@ print(json.dumps({
     "wall_seconds": round(time.perf_counter() - wall, 1),
     "start_megabytes": start_memory,
     "peak_megabytes": read_peak(),
-    "copy_peak_megabytes": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1.024 / 1000),
+    "copy_peak_megabytes": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1000),
     "page_megabytes": round(page.stat().st_size / 1e6, 1),
 }))
 """

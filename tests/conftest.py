@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -92,6 +92,12 @@ def find_places_of_processes() -> tuple[str, ...]:
     return tuple(names.replace("\\", " ").split())
 
 
+def is_below(nodeid: str, places: Sequence[str]) -> bool:
+    """Whether a test is in one of the files, or in a file of one of the folders."""
+    path = nodeid.partition("::")[0]
+    return any(path == place or path.startswith(f"{place}/") for place in places)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that start processes, and run the longest files first.
 
@@ -101,8 +107,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(FILES_WITH_PROCESSES) or "ray_session" in getattr(item, "fixturenames", ()):
             item.add_marker("processes")
-            if not item.nodeid.startswith(places) and not item.get_closest_marker("slow"):
-                raise pytest.UsageError(f"{item.nodeid} starts processes: add it to PROCESS_TESTS in the Makefile")
+        markers = {mark.name for mark in item.iter_markers()}
+        if markers & {"processes", "faults"} and "slow" not in markers and not is_below(item.nodeid, places):
+            raise pytest.UsageError(f"{item.nodeid} starts processes: add its file to PROCESS_TESTS in the Makefile")
     rank = {name: index for index, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST_FILES)))
 

@@ -1,6 +1,6 @@
 """Declarations of report figures: name, section, caption, table and drawing function of a figure in one place."""
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -69,7 +69,7 @@ class Gallery(Generic[View_contra]):
         tables = {figure.name: figure.make_table(self.view) for figure in self.figures}
         return {name: table for name, table in tables.items() if table is not None}
 
-    def select(self, names: Container[str]) -> "Gallery[View_contra]":
+    def select(self, names: Collection[str]) -> "Gallery[View_contra]":
         """These figures alone, in the same order; the data of the others is not computed."""
         return Gallery([figure for figure in self.figures if figure.name in names], self.view)
 

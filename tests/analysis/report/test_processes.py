@@ -1,79 +1,146 @@
-"""Tests of what is computed in a copy of a process."""
+"""Tests of what is computed in a copy of a process, in processes without torch and other threads."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
+import pandas as pd
+import psutil
 import pytest
 
 from analysis.data.load import load
-from analysis.report import pages
-from tests.fakes.forked_python import run_python
+from analysis.report import pages, processes
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 
-SCRIPT = """
-import json, os, sys, threading
-from types import ModuleType
-from pathlib import Path
+TWO_CORES = "import os; os.sched_getaffinity = lambda pid: {0, 1}\n"
 
-import pytest
+RESULTS = """
+import json, sys, threading
+from multiprocessing import current_process
+from types import ModuleType
+from analysis.report import processes
 from analysis.report.processes import compute_beside
 
-os.sched_getaffinity = lambda pid: {0, 1}  # also where the tests have one core
 here = os.getpid()
+
+def compute(function):
+    try:
+        with compute_beside(function) as get_result:
+            return get_result()
+    except ValueError as error:
+        return str(error)
 
 def fail():
     raise ValueError("here" if os.getpid() == here else "there")
 
-def get_error(compute):
-    try:
-        return compute()
-    except ValueError as error:
-        return str(error)
+def die():
+    return "computed here" if os.getpid() == here else os._exit(9)
 
-get_process = compute_beside(os.getpid)
-get_nothing = compute_beside(lambda: os._exit(9) if os.getpid() != here else "computed here")
-get_failure = compute_beside(fail)
-get_unused = compute_beside(lambda: threading.Event().wait())
-with_copies = [get_process() == here, get_nothing(), get_error(get_failure)]
+def is_here():
+    return compute(os.getpid) == here
+
+def refuse(process):
+    raise BlockingIOError
+
+results = {"plain": is_here(), "dead": compute(die), "failed": compute(fail)}
+results["large"] = compute(lambda: (os.getpid() != here, "x" * 3_000_000)) == (True, "x" * 3_000_000)
 end = threading.Event()
 thread = threading.Thread(target=end.wait)
 thread.start()
-with_thread = compute_beside(os.getpid)() == here
+results["thread"] = is_here()
 end.set()
 thread.join()
-sys.modules["ray"] = ModuleType("ray")
-with_ray = compute_beside(os.getpid)() == here
-del sys.modules["ray"]
+for name in ("ray", "torch"):
+    sys.modules[name] = ModuleType(name)
+    results[name] = is_here()
+    del sys.modules[name]
+current_process()._config["daemon"] = True
+results["daemon"] = is_here()
+current_process()._config["daemon"] = False
+start, processes.ForkProcess.start = processes.ForkProcess.start, refuse
+results["no process"] = is_here()
+processes.ForkProcess.start = start
 os.sched_getaffinity = lambda pid: {0}
-print(json.dumps([*with_copies, with_thread, with_ray, compute_beside(os.getpid)() == here]))
+results["one core"] = is_here()
+print(json.dumps(results))
+"""
+
+UNUSED = """
+import threading
+from analysis.report.processes import _start_copy, compute_beside
+
+try:
+    with compute_beside(threading.Event().wait):
+        import multiprocessing
+        (copy,) = multiprocessing.active_children()
+        raise KeyboardInterrupt
+except KeyboardInterrupt:
+    print(copy.is_alive(), flush=True)
+slow, _ = _start_copy(threading.Event().wait)
+done, _ = _start_copy(lambda: "x" * 3_000_000)  # which nobody reads
+print(slow.pid, done.pid, flush=True)
+threading.Event().wait()
 """
 
 
-@pytest.mark.long
-def test_a_copy_computes_and_this_process_does_where_it_cannot(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    process = run_python([str(tmp_path / "script.py")], tmp_path)
+def run_script(script: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-c", TWO_CORES + script], capture_output=True, text=True, timeout=120)
+
+
+def test_a_copy_computes_and_this_process_does_where_it_cannot() -> None:
+    process = run_script(RESULTS)
     assert (process.returncode, process.stderr) == (0, "")
-    assert json.loads(process.stdout) == [False, "computed here", "here", True, True, True]
+    assert json.loads(process.stdout) == {
+        "plain": False,
+        "dead": "computed here",
+        "failed": "here",
+        "large": True,
+        **dict.fromkeys(("thread", "ray", "torch", "daemon", "no process", "one core"), True),
+    }
+
+
+def test_a_copy_ends_with_its_use_and_with_its_process() -> None:
+    command = [sys.executable, "-c", TWO_CORES + UNUSED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "False\n"
+        copies = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+        process.kill()
+    _, living_copies = psutil.wait_procs(copies, timeout=60)
+    assert living_copies == []
 
 
 @pytest.mark.long
-def test_the_report_of_two_processes_is_that_of_one(tmp_path: Path) -> None:
+def test_the_report_of_two_processes_is_that_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [FakeRun(arm, steps=10) for arm in ("0", "0.1")]
     folder = write_study(tmp_path, runs, FakeStudy(levels=8, total_steps=10))
+    monkeypatch.setattr(processes, "can_fork", lambda: False)
     page = pages.write_frames_report(load(folder), folder, with_pictures=False).read_text()
     # Whoever draws in the first process ends it.
-    (tmp_path / "script.py").write_text(
-        "import os, sys\n"
+    process = run_script(
+        "import sys\n"
         "from pathlib import Path\n"
         "from analysis.html import figures\n"
         "from analysis.report.pages import write_report\n"
-        "os.sched_getaffinity = lambda pid: {0, 1}\n"
         "here, render_svg = os.getpid(), figures.render_svg\n"
         "figures.render_svg = lambda *figure: sys.exit(3) if os.getpid() == here else render_svg(*figure)\n"
         f"write_report(Path({str(folder)!r}))\n"
     )
-    process = run_python([str(tmp_path / "script.py")], tmp_path)
     assert (process.returncode, process.stderr) == (0, "")
     assert (folder / "report.html").read_text() == page
     assert "dose_response.png" in {path.name for path in (folder / "figures").iterdir()}
+
+
+def test_an_error_beside_the_figures_ends_their_process_and_leaves_no_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_study(tmp_path, [FakeRun("0", steps=3)], FakeStudy(levels=8, total_steps=3))
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pd.DataFrame, "to_csv", fail)
+    with pytest.raises(OSError, match="No space left"):
+        pages.write_report(folder)
+    assert list((folder / "figures").iterdir()) == []

@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 
 from analysis import load
-from analysis.grid.layout import name_arms
-from analysis.report.figures import make_gallery
-from analysis.report.pages import render_page
-from analysis.report.results import SweepResults
+from analysis.report.pages import draw_figures, render_page
 from analysis.sweep import examples
 from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeRun, write_study
@@ -75,21 +72,22 @@ def test_the_trained_episodes_with_the_extreme_advantages_of_the_last_step_are_c
         "Trained in step 60, level 70, rollout 2",
         "Trained in step 60, level 70, rollout 1",
     ]
-    text = render_without_figures(folder)
+    text = render(folder)
     assert "of those that were trained on last the one with the largest and the one with the smallest advantage" in text
     assert "<summary>Arm KL 0, seed 0: advantage +2 in step 60, advantage -1 in step 60</summary>" in text
     assert "Up, reward -0.1, advantage 2\n" in text or "Up, reward -0.1, advantage 2<" in text
 
 
-def render_without_figures(folder: Path) -> str:
-    """The report without its figures."""
-    return render_page(load(folder), {})
+def render(folder: Path) -> str:
+    """The report with one of its figures."""
+    frames = load(folder)
+    return render_page(frames, draw_figures(frames, ("dose_response",)))
 
 
 @pytest.fixture(scope="module")
 def page(folder: Path) -> str:
     """The report of the study in `folder`."""
-    return render_without_figures(folder)
+    return render(folder)
 
 
 def test_long_and_hostile_texts_are_cut_and_escaped(page: str) -> None:
@@ -102,15 +100,10 @@ def test_long_and_hostile_texts_are_cut_and_escaped(page: str) -> None:
     assert '<li><a href="#examples">What the policy did</a></li>' in page
 
 
-def test_a_caption_speaks_of_intervals_only_where_there_are_some(folder: Path, tmp_path: Path) -> None:
-    one_seed_folder = write_study(tmp_path, [FakeRun("0"), FakeRun("0.1")])
-    captions = []
-    for study in (one_seed_folder, folder):
-        gallery = make_gallery(SweepResults(name_arms(load(study))))
-        dose_response = next(figure for figure in gallery.figures if figure.name == "dose_response")
-        captions.append(dose_response.get_caption(gallery.view))
-    assert "at the end of training, without intervals, triangles" in captions[0]
-    assert "at the end of training, with 95 % intervals (over 2 seeds" in captions[1]
+def test_a_caption_speaks_of_intervals_only_where_there_are_some(page: str, tmp_path: Path) -> None:
+    one_seed = render(write_study(tmp_path, [FakeRun("0"), FakeRun("0.1")]))
+    assert "at the end of training, without intervals, triangles" in one_seed
+    assert "at the end of training, with 95 % intervals (over 2 seeds" in page
 
 
 def test_contents_link_to_every_section(page: str) -> None:
@@ -158,4 +151,4 @@ def test_studies_of_many_arms_and_frames_without_a_folder_have_no_examples(
     assert examples.choose_examples(replace(frames, folders=())) == []
     monkeypatch.setattr(examples, "MAX_ARMS", 2)
     assert examples.choose_examples(frames) == []
-    assert 'id="examples"' not in render_without_figures(folder)
+    assert 'id="examples"' not in render(folder)
