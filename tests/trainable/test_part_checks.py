@@ -139,6 +139,10 @@ def test_a_part_is_a_function() -> None:
         check("actor.policy_loss", "part = 0.5\n")
 
 
+NEXT_SYMBOL = 'globals().setdefault("symbols", __import__("itertools").cycle(range(4))).__next__()'
+"""Another symbol each time, where random draws would at times be the same ones."""
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -148,7 +152,7 @@ def test_a_part_is_a_function() -> None:
         ("def start(self, levels):", "def start(self):", r"start\(levels\) raised TypeError"),
         ("return [level.key.decode() for level in levels]", "return None", "start.. did not return a list of 3 states"),
         ("FIRST_TEST_SEED, FIRST_TEST_SEED + count", "count", "seeds below 900000000, which belong to other levels"),
-        ("default_rng(seed)", "default_rng()", "another level for a seed when it was called again"),
+        ("np.random.default_rng(seed).integers(4)", NEXT_SYMBOL, "another level for a seed when it was called again"),
         ("symbol.encode())", "symbol)", "a level without an int as `seed` and bytes as `key`"),
         ("wins.astype(float), counts", "wins.sum(), counts", "rewards that are not an array of 3 floats"),
         ("counts, counts > 0, wins)", "counts, wins, counts > -1)", "returned success where done is False"),
