@@ -81,7 +81,8 @@ types-beside: setup
 	{ $(BESIDE) $(BIN)/mypy; } 2>&1 | while IFS= read -r line; do echo "[types] $$line"; done
 
 test-beside: setup compile
-	{ $(BESIDE) env $(QUICK) --numprocesses 2 -m "not slow and not engines and not faults and not processes" $(SHOW_VALUES); } \
+	{ $(BESIDE) env $(QUICK) --numprocesses 2 \
+		-m "not slow and not engines and not faults and not processes and not browser" $(SHOW_VALUES); } \
 		2>&1 | while IFS= read -r line; do echo "[tests] $$line"; done
 
 # The files with such tests; tests/conftest.py refuses them elsewhere. To collect all tests takes 15 seconds per process.

@@ -22,6 +22,7 @@ from analysis.sweep import plots
 from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy
 from tests.fakes.run_folders import write_analyses as write_fake_analyses
 from tests.fakes.run_folders import write_study as write_study_folder
+from tests.strategies.examples import thin_out
 
 RUN = FakeRun("0", steps=3)
 AFTER = FakeAnalysis(51)
@@ -300,7 +301,7 @@ def test_ticks_are_plain_numbers(tmp_path: Path, values: tuple[float, float]) ->
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("change", ["nan", "one bucket", "task only", "total only", "odd names"])
+@pytest.mark.parametrize("change", thin_out(["nan", "one bucket", "task only", "total only", "odd names"], 2))
 def test_poor_analyses_can_be_drawn(tmp_path: Path, change: str) -> None:
     frames = make_frames(tmp_path, BEFORE, AFTER)
     number_columns = [name for name, dtype in frames.gradients.dtypes.items() if str(dtype) == "float64"]

@@ -250,10 +250,23 @@ STOPPED_FIELDS = {"status": "early_stopped", "steps": 10, "stop": STOP}
     ],
 )
 def test_every_kind_of_study_has_a_report(tmp_path: Path, runs: list[FakeRun], words: str) -> None:
-    study_folder = write_study(tmp_path, runs, SMALL)
-    page = render_without_figures(study_folder)
-    pages.draw_figures(load(study_folder))
+    page = render_without_figures(write_study(tmp_path, runs, SMALL))
     assert words in " ".join(page.text.split())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [FakeRun("0", status="", steps=0)],
+        [FakeRun("0", steps=10), FakeRun("0.1", **FAILED_FIELDS)],  # type: ignore[arg-type]
+        [FakeRun(arm, **STOPPED_FIELDS) for arm in ("0", "0.1")],  # type: ignore[arg-type]
+    ],
+    ids=["never ran", "failed", "stopped"],
+)
+def test_runs_that_have_not_ended_well_can_be_drawn(tmp_path: Path, runs: list[FakeRun]) -> None:
+    frames = load(write_study(tmp_path, runs, SMALL))
+    assert ("dose_response" in pages.draw_figures(frames)) == (runs[0].steps != 0)
 
 
 @pytest.mark.long

@@ -307,7 +307,7 @@ def test_a_sleeping_engine_wakes_with_the_weights_of_the_last_sync(
 
 @pytest.mark.long
 @pytest.mark.parametrize(("is_empty", "wakes"), [(True, 2), (False, 3)])
-@pytest.mark.parametrize("recomputes", [True, False])
+@pytest.mark.parametrize("recomputes", thin_out([True, False], 2))
 def test_an_engine_wakes_once_per_rollout_or_sync(
     recomputes: bool, is_empty: bool, wakes: int, random_folder: Path
 ) -> None:
