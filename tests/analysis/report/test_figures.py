@@ -80,6 +80,17 @@ def test_a_figure_without_a_table_is_neither_drawn_nor_captioned() -> None:
     assert gallery.render({}) == []
 
 
+@pytest.mark.parametrize("names", [("dose_responses",), ("dose_response", "curve"), "dose_response"])
+def test_a_figure_that_a_report_has_not_is_refused(tmp_path: Path, names: str | tuple[str, ...]) -> None:
+    frames = load(write_study(tmp_path, [FakeRun("0", steps=SMALL.total_steps)], SMALL))
+    with pytest.raises(ValueError, match=r"names is .*, and may have .*dose_response, "):
+        pages.draw_figures(frames, names)
+
+
+def test_a_study_without_a_run_has_no_figure(tmp_path: Path) -> None:
+    assert pages.draw_figures(load(write_study(tmp_path, [], SMALL)), ("dose_response",)) == {}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("is_measured", [True, False])
 def test_the_caption_of_the_dose_response_names_what_is_drawn(tmp_path: Path, is_measured: bool) -> None:
