@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pandas as pd
 import psutil
 import pytest
 
@@ -88,6 +87,7 @@ def run_script(script: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, "-c", TWO_CORES + script], capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.long
 def test_a_copy_computes_and_this_process_does_where_it_cannot() -> None:
     process = run_script(RESULTS)
     assert (process.returncode, process.stderr) == (0, "")
@@ -100,6 +100,7 @@ def test_a_copy_computes_and_this_process_does_where_it_cannot() -> None:
     }
 
 
+@pytest.mark.long
 def test_a_copy_ends_with_its_use_and_with_its_process() -> None:
     command = [sys.executable, "-c", TWO_CORES + UNUSED]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -132,15 +133,23 @@ def test_the_report_of_two_processes_is_that_of_one(tmp_path: Path, monkeypatch:
     assert "dose_response.png" in {path.name for path in (folder / "figures").iterdir()}
 
 
-def test_an_error_beside_the_figures_ends_their_process_and_leaves_no_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.long
+def test_an_error_beside_the_figures_ends_their_process_and_leaves_no_picture(tmp_path: Path) -> None:
     folder = write_study(tmp_path, [FakeRun("0", steps=3)], FakeStudy(levels=8, total_steps=3))
-
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(pd.DataFrame, "to_csv", fail)
-    with pytest.raises(OSError, match="No space left"):
-        pages.write_report(folder)
+    process = run_script(
+        "import multiprocessing\n"
+        "from pathlib import Path\n"
+        "import pandas as pd\n"
+        "from analysis.report.pages import write_report\n"
+        "copies = []\n"
+        "def fail(*args, **options):\n"
+        "    copies.extend(multiprocessing.active_children())\n"
+        "    raise OSError(28, 'No space left on device')\n"
+        "pd.DataFrame.to_csv = fail\n"
+        "try:\n"
+        f"    write_report(Path({str(folder)!r}))\n"
+        "except OSError as error:\n"
+        "    print(error.strerror, [copy.is_alive() for copy in copies])\n"
+    )
+    assert (process.stdout, process.stderr) == ("No space left on device [False]\n", "")
     assert list((folder / "figures").iterdir()) == []

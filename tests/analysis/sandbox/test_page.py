@@ -320,6 +320,7 @@ def test_declared_contrasts_have_a_section_a_figure_and_files(tmp_path: Path) ->
     row = table.iloc[0]
     assert row["difference"] == pytest.approx(((0.10 + 0.10 + 0.16) / 3 + (0.08 + 0.08 + 0.74) / 3 + 0.06) / 3)
     assert len(pd.read_csv(study_folder / "figures" / "contrast_pairs.csv")) == 3 * 4
+    assert "contrasts" in pages.draw_figures(load(study_folder), ("contrasts",))
 
 
 @pytest.mark.long
