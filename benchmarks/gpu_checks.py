@@ -167,7 +167,7 @@ def measure_swap(options: argparse.Namespace) -> Figures:
             pass
 
     seconds = time_calls(load_and_leave, options.device, 3)
-    return {"gb": round(4 * count * size / GB, 3), "seconds_both_ways": round(seconds, 4)}
+    return {"gb": round(4 * count * size / GB, 3), "seconds_both_ways": float(f"{seconds:.3g}")}
 
 
 def measure_share(options: argparse.Namespace) -> Figures:
