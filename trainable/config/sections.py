@@ -224,9 +224,19 @@ class RolloutConfig(Section):
     )
 
     @property
+    def uses_vllm(self) -> bool:
+        """Whether vLLM samples, with weights and a KV cache of its own."""
+        return self.name == "vllm"
+
+    @property
+    def uses_compiled_sampler(self) -> bool:
+        """Whether the compiled sampler of the tiny models samples."""
+        return self.name == "compiled"
+
+    @property
     def has_own_weights(self) -> bool:
         """Whether the engine samples from a copy of the trainer's weights: vLLM does, and an engine with noise."""
-        return self.name == "vllm" or self.weight_noise > 0
+        return self.uses_vllm or self.weight_noise > 0
 
     @property
     def trains_from_engine_logprobs(self) -> bool:
@@ -236,7 +246,7 @@ class RolloutConfig(Section):
     @property
     def has_entropies(self) -> bool:
         """Whether training episodes have entropies: vLLM reports none, so they need a pass of the trainer."""
-        return self.recompute_logprobs or self.name != "vllm"
+        return self.recompute_logprobs or not self.uses_vllm
 
 
 class FilterConfig(Section):

@@ -315,7 +315,7 @@ def make_engine(
     context_length: maximum number of tokens in a conversation. For the other arguments see `SyncedEngine`. Raises
     ValueError if vLLM cannot be used.
     """
-    if config.rollout.name == "vllm":
+    if config.rollout.uses_vllm:
         vllm_sampler = _make_vllm_sampler(config, policy, device, context_length)
         return SyncedEngine(vllm_sampler, config, policy, device, prompt, gather_weights)
     if config.rollout.weight_noise:
@@ -330,14 +330,14 @@ def make_evaluation_engine(config: RunConfig, policy: Policy, engine: Engine, ga
 
     vLLM also evaluates with noise, since a run has no room for a second engine.
     """
-    if config.rollout.weight_noise and config.rollout.name != "vllm":
+    if config.rollout.weight_noise and not config.rollout.uses_vllm:
         return SharedWeightsEngine(_make_local_sampler(config, policy), gather_weights)
     return engine
 
 
 def _make_local_sampler(config: RunConfig, policy: Policy) -> Sampler:
     """The sampler of this package that rollout.name selects."""
-    if config.rollout.name == "compiled":
+    if config.rollout.uses_compiled_sampler:
         from trainable.rollout.compiled_sampler import CompiledSampler
 
         return CompiledSampler(policy.model)

@@ -345,7 +345,7 @@ def list_allocations(
         *_list_sharding_allocations(shape, config, reference_bytes),
         _make_constant_allocation(context_name, context_bytes),
     ]
-    if config.rollout.name == "vllm":
+    if config.rollout.uses_vllm:
         # The cache gets what it needs, if everything else leaves as much.
         free_bytes = int(TIGHT_FRACTION * budget) - _compute_sampling_peak(
             [*trained_allocations, *pass_allocations], config
@@ -468,13 +468,12 @@ def _list_sharding_allocations(shape: ModelShape, config: RunConfig, reference_b
     sizes = count_trained_parameters(shape, config)
     gathered_bytes = {name: compute_gathered_bytes(shape, parameters, config) for name, parameters in sizes.items()}
     live_bytes = {name: FLOAT32 * min(ZERO_MAX_LIVE_PARAMETERS, parameters) for name, parameters in sizes.items()}
-    samples_with_own_weights = config.rollout.name == "vllm"
     is_reference_largest = config.trainer.swap_to_host and reference_bytes > max(gathered_bytes.values())
     # For passes without gradients, one complete network is gathered at a time. In passes with gradients, DeepSpeed
     # gathers and holds at most ZERO_MAX_LIVE_PARAMETERS weights. Optimizer steps work on shards. The phase VALUES reads
     # several networks one after another, and the larger one counts.
     gathered_sizes = {
-        ROLLOUT: 0 if samples_with_own_weights else gathered_bytes["policy"],
+        ROLLOUT: 0 if config.rollout.uses_vllm else gathered_bytes["policy"],
         VALUES: 0 if is_reference_largest else max(gathered_bytes.values()),
         CRITIC_BACKWARD: live_bytes.get("critic", 0),  # no critic on a shared trunk or without gae
         POLICY_BACKWARD: live_bytes["policy"],
@@ -519,7 +518,7 @@ def _list_pass_allocations(shape: ModelShape, config: RunConfig) -> list[Allocat
     )
     unpacked = compute_unpacked_bytes(shape, config)
     copy_sizes = {
-        ROLLOUT: 0 if rollout.name == "vllm" else no_grad_bytes["policy"] + unpacked,
+        ROLLOUT: 0 if rollout.uses_vllm else no_grad_bytes["policy"] + unpacked,
         VALUES: max(no_grad_bytes.values()) + unpacked,
         CRITIC_BACKWARD: (copy_bytes["critic"] + unpacked) if has_critic else 0,
         POLICY_BACKWARD: copy_bytes["policy"] + unpacked,

