@@ -52,6 +52,11 @@ FIRST_STUDY = "python -m tune_study run kl --preset laptop --seeds 1 --steps 3 -
 """The command of the README that makes the study in out/."""
 
 
+OWN_STUDY = "my_lr.py"
+NEW_STUDY = "python -m tune_study new my-lr --vary actor.lr=1e-4,3e-4,1e-3"
+"""The command of a page that writes the file."""
+
+
 SAVED_FILE = r"Save this as `(\w+\.py)`:\n\n```python\n(.*?)```"
 
 ACTIVATE = "source .venv/bin/activate"
@@ -128,6 +133,9 @@ def test_command(command: str, is_active: bool, folder: Path) -> None:
 def test_command_of_minutes(command: str, is_active: bool, folder: Path) -> None:
     if " out/results/" in command and not (folder / "out").exists():
         assert run_command(FIRST_STUDY, True, folder).returncode == 0
+    # What writes the file takes no minutes, so it is tested with the other commands, maybe elsewhere.
+    if f" {OWN_STUDY} " in f"{command} " and not (folder / OWN_STUDY).exists():
+        assert run_command(NEW_STUDY, True, folder).returncode == 0
     process = run_command(command, is_active, folder)
     assert process.returncode == 0, process.stderr[-2000:]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from analysis.data.families import LATE_EVALUATIONS, Row, get_family
+from analysis.data.families import LATE_EVALUATIONS, Row, count_missed_evaluations, get_family
 from analysis.data.frames import StudyFrames
 from analysis.data.replicates import find_replicates
 from analysis.stats.estimates import Estimate, Floats, holm_adjust
@@ -187,9 +187,10 @@ def estimate_evaluation_variances(frames: StudyFrames, *, before_training: bool 
     before_training: take the validation before training instead.
 
     A level is played once per validation, so its outcomes over the K last validations have the variance s_l^2 (ddof
-    1), and the mean over K validations of L levels has the variance sum_l s_l^2 / (K L^2). The policy changes a little
-    between validations, which makes this slightly too large. With K = 1 it is p (1 - p) / L, the variance over new
-    levels, which is larger as well. Arms without outcomes of single levels have no entry.
+    1), and a mean over validations with the weights w_k of L levels has the variance sum_k w_k^2 sum_l s_l^2 / L^2. The
+    weights are 1 / K, but the last validation of a stopped run also stands for those that it missed. The policy changes
+    a little between validations, which makes this slightly too large. With K = 1 it is p (1 - p) / L, the variance over
+    new levels, which is larger as well. Arms without outcomes of single levels have no entry.
     """
     scored_runs = frames.runs[frames.runs["status"].isin(SCORED_STATUSES)]
     levels = frames.levels
@@ -197,14 +198,38 @@ def estimate_evaluation_variances(frames: StudyFrames, *, before_training: bool 
     levels = levels.loc[is_used & levels["run_id"].isin(scored_runs["run_id"]), ["run_id", "step", "level", "success"]]
     if levels.empty:
         return {}
+    missed = _count_missed_validations(levels, scored_runs)
     late_rank = levels.groupby("run_id")["step"].rank("dense", ascending=False)
-    levels = levels[late_rank <= LATE_EVALUATIONS].astype({"success": float})
+    is_late = late_rank <= LATE_EVALUATIONS - levels["run_id"].map(missed).astype(int)
+    levels = levels[is_late].astype({"success": float})
     by_level = levels.groupby(["run_id", "level"])["success"].agg(["mean", "var", "size"]).reset_index("level")
     by_run = by_level.groupby(level="run_id")
     p = by_run["mean"].mean()
     single = p * (1 - p)
-    variance = by_run["var"].mean().fillna(single) / (by_run["size"].mean() * by_run.size())
+    counts, last_counts = by_run["size"].mean(), 1 + missed
+    squared_weights = (counts - 1 + last_counts**2) / (counts - 1 + last_counts) ** 2
+    variance = by_run["var"].mean().fillna(single) * squared_weights / by_run.size()
     return variance.groupby(scored_runs.set_index("run_id")["arm"]).mean().to_dict()
+
+
+def _count_missed_validations(levels: pd.DataFrame, scored_runs: pd.DataFrame) -> "pd.Series[int]":
+    """For each run, how often its last validation stands for one that it missed: at most `LATE_EVALUATIONS` - 1.
+
+    levels: rows of sampled validations. Only a run that a rule stopped has missed any, see `compute_late_mean`.
+    """
+    steps = levels.groupby("run_id", observed=True)["step"].agg(["min", "max"])
+    runs = scored_runs.set_index("run_id").loc[steps.index]
+    return pd.Series(
+        [
+            min(count_missed_evaluations(first, last, int(end)), LATE_EVALUATIONS - 1)
+            if status == "early_stopped" and first > 0 and not pd.isna(end)
+            else 0
+            for first, last, status, end in zip(
+                steps["min"], steps["max"], runs["status"], runs["steps_total"], strict=True
+            )
+        ],
+        index=steps.index,
+    )
 
 
 def estimate_mean(outcomes: Outcomes, arm: str) -> Estimate:

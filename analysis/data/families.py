@@ -264,13 +264,21 @@ def compute_late_mean(curve: Sequence[tuple[int, float]], end_step: int | None) 
     if not points:
         return curve[-1][1] if curve else None
     values = [value for _, value in points]
-    interval, last_step = points[0][0], points[-1][0]
-    if end_step is not None and end_step > last_step:
-        # The multiples of the interval in (last_step, end_step), and end_step itself.
-        missed_count = (end_step - 1) // interval - last_step // interval + 1
-        values += [values[-1]] * min(missed_count, LATE_EVALUATIONS)
+    if end_step is not None:
+        values += [values[-1]] * count_missed_evaluations(points[0][0], points[-1][0], end_step)
     late_values = values[-LATE_EVALUATIONS:]
     return sum(late_values) / len(late_values)
+
+
+def count_missed_evaluations(interval: int, last_step: int, end_step: int) -> int:
+    """The number of evaluations that were planned after `last_step`, but at most `LATE_EVALUATIONS`.
+
+    They are planned at the multiples of `interval` and at `end_step`.
+    """
+    if end_step <= last_step:
+        return 0
+    # The multiples of the interval in (last_step, end_step), and end_step itself.
+    return min((end_step - 1) // interval - last_step // interval + 1, LATE_EVALUATIONS)
 
 
 def _find_first_step(rows: Sequence[Row], column: str, threshold: float) -> Any:

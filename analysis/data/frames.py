@@ -1,5 +1,6 @@
 """`StudyFrames`: the results of a study as typed tables, with functions to combine, write and compare them."""
 
+import os
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -277,16 +278,17 @@ def make_setting_column(values: list[Any]) -> Any:
 def concat_studies(study_frames: list[StudyFrames]) -> StudyFrames:
     """Concatenate studies. Studies that share a name are renamed to the name of their run folder.
 
+    Folders that share a name, such as those of one study in two outputs, give their paths below the folder that has
+    them all.
+
     Studies may be of different families: a column that the family of a study does not have is missing in its rows, and
     `StudyFrames.select_study` drops it again. A single study is returned unchanged. Renaming keeps two executions of
     one study apart in the column `study`.
     """
     if len(study_frames) == 1:
         return study_frames[0]
-    names = [frames.studies[0]["name"] for frames in study_frames]
     renamed_studies = [
-        _rename_to_run(frames) if names.count(name) > 1 else frames
-        for frames, name in zip(study_frames, names, strict=True)
+        _rename_study(frames, name) for frames, name in zip(study_frames, _list_names(study_frames), strict=True)
     ]
     families = [family for frames in renamed_studies for family in frames.families]
     merged_frames = {
@@ -300,10 +302,31 @@ def concat_studies(study_frames: list[StudyFrames]) -> StudyFrames:
     return StudyFrames(**merged_frames, study=[frames.studies[0] for frames in renamed_studies], folders=folders)
 
 
-def _rename_to_run(study_frames: StudyFrames) -> StudyFrames:
+def _list_names(study_frames: Sequence[StudyFrames]) -> list[str]:
+    """A name for each study, of which no two are equal unless the studies were not loaded from folders."""
+    studies = [frames.studies[0] for frames in study_frames]
+    names = [study["name"] for study in studies]
+    folders = [
+        frames.folders[0] if frames.folders else Path(study["run"])
+        for frames, study in zip(study_frames, studies, strict=True)
+    ]
+    # A confirmation has the name and the run of its study, and only another folder.
+    folder_names = [folder.name for folder in folders]
+    parent = os.path.commonpath(folders) if all(frames.folders for frames in study_frames) else ""
+    paths = [os.path.relpath(folder, parent) if parent else folder.name for folder in folders]
+    for other_names in (folder_names, paths):
+        names = [
+            other_name if names.count(name) > 1 else name for name, other_name in zip(names, other_names, strict=True)
+        ]
+    return names
+
+
+def _rename_study(study_frames: StudyFrames, study_name: str) -> StudyFrames:
     study = study_frames.studies[0]
-    frames = {name: getattr(study_frames, name).assign(study=study["run"]) for name in FRAME_NAMES}
-    return replace(study_frames, **frames, study={**study, "name": study["run"]})
+    if study["name"] == study_name:
+        return study_frames
+    frames = {name: getattr(study_frames, name).assign(study=study_name) for name in FRAME_NAMES}
+    return replace(study_frames, **frames, study={**study, "name": study_name})
 
 
 def diff_frames(a: pd.DataFrame, b: pd.DataFrame, ignored_columns: Iterable[str] = ()) -> list[str]:

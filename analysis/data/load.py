@@ -192,7 +192,7 @@ def _read_run_files(folder: Path, listed_header: Row, default_steps: int | None,
     if rows and not (folder / "run.json").exists():
         message = f"{folder / 'run.json'} is missing, so the settings of this run are not known."
         warnings.warn(message, DamageWarning, stacklevel=2)
-    # Without run.json, the run has the number of steps of the study. No axis of a declared study changes this number.
+    # Without run.json, the run is taken to have the number of steps of the study; an arm may have another.
     steps_total = find_steps_total(header.get("config")) or default_steps
     if not status and rows:  # without status.json, the last row tells which rule stopped the run
         status = select_valid_values({column.name: rows[-1].get(column.name) for column in STOP_COLUMNS})

@@ -241,8 +241,10 @@ def _estimate_contrast(seed_rows: Sequence[Row], outcomes: Outcomes, margin: flo
     ]
     # Seeds may miss different pairs. The variance of their mean is that of one run, times the mean of their norms.
     weight_norm = _mean_or_nan([compute_weight_norm(list(pairs)) for pairs in differences_by_seed.values()])
+    arms = {arm for pairs in differences_by_seed.values() for pair in pairs for arm in pair}
+    min_variance = outcomes.get_min_variance(*sorted(arms)) if arms else 0.0
     estimate = (
-        estimate_contrast(outcomes, seed_means, num_comparisons, weight_norm)
+        estimate_contrast(outcomes, seed_means, num_comparisons, weight_norm, min_variance)
         if weight_norm > 0 or outcomes.num_comparisons
         else Estimate(_mean_or_nan(seed_means), n=len(seed_means))
     )

@@ -19,7 +19,8 @@ def make_evaluation_key(config: RunConfig, weights: Mapping[str, Tensor], refere
     """SHA-256 of everything on which the validation of an untrained policy depends.
 
     These are the weights of the policy, the seed, the game with its levels and the settings of the sampler. How the
-    policy will be trained has no influence, so all arms of a study over losses have the same key.
+    policy will be trained has no influence, except on the weights of turns that are recorded with an episode of a tree,
+    so all arms of a study over losses have the same key.
 
     Args:
         config: the run's configuration.
@@ -29,7 +30,11 @@ def make_evaluation_key(config: RunConfig, weights: Mapping[str, Tensor], refere
     settings = pin_parts(config).model_dump(mode="json", include={"seed", "env", "model", "rollout"})
     # Without a reference of its own the policy is the reference, and there is no KL to measure.
     kl_source = [config.measures_val_kl, reference] if reference else None
-    choices = [settings, kl_source, config.trainer.log_val_generations]
+    # Recorded episodes of trees have the weights of their turns.
+    tree_settings = (
+        [config.algorithm.tree_weighting, config.algorithm.train_children] if config.env.kind.has_trees else None
+    )
+    choices = [settings, kl_source, config.trainer.log_val_generations, tree_settings]
     digest = hashlib.sha256(json.dumps(choices, sort_keys=True).encode())
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

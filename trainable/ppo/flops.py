@@ -41,14 +41,16 @@ def estimate_forward_flops(
 
 
 def estimate_rollout_flops(shape: Shape, episodes: Sequence[Episode]) -> float:
-    """FLOP of sampling the episodes with a KV cache that keeps all turns, and one prefill of the prompt per group."""
-    # The first sampled token follows the prompt, which is the same in all episodes of a group.
-    prompt_lengths = {episode.group: int(episode.mask.argmax()) for episode in episodes}
+    """FLOP of sampling the episodes with a KV cache that keeps all turns, and one prefill of each distinct prompt."""
+    # The first sampled token follows the prompt. The episodes of a group share it, but not the children of a tree.
+    prompt_lengths = [int(episode.mask.argmax()) for episode in episodes]
+    distinct_prompts = {
+        episode.tokens[:length].tobytes(): length for episode, length in zip(episodes, prompt_lengths, strict=True)
+    }
     total = sum(
-        estimate_forward_flops(shape, [length], output_tokens=0, output_size=0) for length in prompt_lengths.values()
+        estimate_forward_flops(shape, [length], output_tokens=0, output_size=0) for length in distinct_prompts.values()
     )
-    for episode in episodes:
-        prompt_length = prompt_lengths[episode.group]
+    for episode, prompt_length in zip(episodes, prompt_lengths, strict=True):
         total += estimate_forward_flops(
             shape, [len(episode.tokens) - prompt_length], episode.response_tokens, shape.vocab_size, prompt_length
         )

@@ -6,7 +6,7 @@ from trainable.config.run_config import RunConfig
 
 
 class StepPlan(NamedTuple):
-    """The parts of a step that are due. All but the analysis also need a batch: the filter must keep a group.
+    """The parts of a step that are due. Values and updates also need a batch: the filter must keep a group.
 
     values: whether the batch has values of a critic. critic, policy: whether these networks are updated. analysis:
     whether gradients are analyzed, even in a step without a batch. kl_control: whether the coefficient of the KL in the

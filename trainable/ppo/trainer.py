@@ -189,8 +189,9 @@ class PPOTrainer:
 
         before_update: called before 7, which is the first change of the tensors that `get_state` has returned.
 
-        A step without a batch has a record, but neither updates nor a validation. Raises NonFiniteError if the run
-        cannot continue (see `check_finite`), and EngineMismatchError if the engine's log-probs differ after a sync.
+        A step without a batch has a record and a validation if one is due, but no updates. Raises NonFiniteError if
+        the run cannot continue (see `check_finite`), and EngineMismatchError if the engine's log-probs differ after a
+        sync.
         """
         clock, timer, config = Clock(), PhaseTimer(self.device), self.config
         # A restored trainer is past step 0, so the base policy is validated once per run.
@@ -215,7 +216,7 @@ class PPOTrainer:
         gradients = self._analyze_gradients(episodes, timer) if plan.analysis else []
         policy_meter = self._update_policy(prepared, timer) if prepared and plan.policy else None  # 8
         update = self._end_update(prepared, critic_meter, policy_meter, plan, timer) if prepared else None
-        evaluations = self._validate(timer, "sampled") if prepared and plan.validation else []  # 9
+        evaluations = self._validate(timer, "sampled") if plan.validation else []  # 9
         batch_summary = (
             summarize_batch(
                 prepared.batch,

@@ -92,13 +92,21 @@ class TurnPlayer:
 
     def encode_first_turn(self, level: Level) -> list[int]:
         """See `Player.encode_first_turn`."""
-        (state,) = self.environment.start([level])
-        observation = Observation(turn=1, state=state, actions_left=self.limits.max_actions)
-        return self.codec.encode([self.template.format_first_turn(observation)])[0]
+        return self._encode_first_turns([level])[0]
 
     def check_first_turns(self, levels: Sequence[Level], response_length: int) -> None:
-        """See `Player.check_first_turns`. The first prompts of a game are equally long, so one level serves."""
-        check_length(len(self.encode_first_turn(levels[0])), response_length, self.limits.context_length)
+        """See `Player.check_first_turns`."""
+        check_length(max(map(len, self._encode_first_turns(levels))), response_length, self.limits.context_length)
+
+    def _encode_first_turns(self, levels: Sequence[Level]) -> list[list[int]]:
+        texts = [
+            self.template.format_first_turn(Observation(turn=1, state=state, actions_left=self.limits.max_actions))
+            for state in self.environment.start(levels)
+        ]
+        # Many levels of a small game look the same.
+        distinct_texts = list(dict.fromkeys(texts))
+        tokens_by_text = dict(zip(distinct_texts, self.codec.encode(distinct_texts), strict=True))
+        return [tokens_by_text[text] for text in texts]
 
     def roll_out(self, request: RolloutRequest) -> list[Episode]:
         """See `Player.roll_out`."""

@@ -16,10 +16,11 @@ from search_spaces.language_model.family import PPO, as_run_config
 from trainable.config.command_lines import format_command
 from trainable.config.own_parts import PART_FORM, Choice
 from trainable.config.setting_types import format_value, is_common
-from trainable.files.json_values import DamagedFileError, DamageWarning, read_object
+from trainable.files.json_values import DamagedFileError, DamageWarning, find_object, read_object
 from trainable.files.paths import UnsafePathError
 from trainable.runs.run_ends import ENDED_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
+from trainable.runs.stop_rules import parse_finite
 from trainable.storage.uris import is_uri
 from tune_study.folder.outputs import make_study_entry
 from tune_study.folder.saved_checkpoints import find_missing, format_missing
@@ -261,6 +262,15 @@ def _warn_of_damage(path: Path) -> None:
         warnings.warn(f"{error}.", DamageWarning, stacklevel=2)
 
 
+def _find_total_steps(run_dir: Path, study: dict[str, Any]) -> int:
+    """The planned steps of a run by its run.json, since arms may differ; without one, those of the study."""
+    config = (find_object(run_dir / "run.json") or {}).get("config")
+    trainer = config.get("trainer") if isinstance(config, dict) else None
+    total_steps = trainer.get("total_training_steps") if isinstance(trainer, dict) else None
+    # The file is read from disk and may hold anything. A bool is an int in Python.
+    return total_steps if type(total_steps) is int else study["settings"]["trainer"]["total_training_steps"]
+
+
 def print_status(console: Console, folder: Path, location: str, study: dict[str, Any], is_running: bool) -> None:
     """Print whether a study is running, finished or unfinished, and every run with its status.
 
@@ -273,17 +283,16 @@ def print_status(console: Console, folder: Path, location: str, study: dict[str,
     counts: Counter[str] = Counter()
     for entry in study["runs"]:
         run_dir = folder / "runs" / entry["run_id"]
-        total_steps = study["settings"]["trainer"]["total_training_steps"]
+        total_steps = _find_total_steps(run_dir, study)
         _warn_of_damage(run_dir / "status.json")
         status = resolve_status(run_dir, entry["run_id"], total_steps, is_live=is_running)
         counts[status.display_text] += 1
         step_rows = read_rows(run_dir / METRICS_FILE, first_step=0)
         step = step_rows[-1]["step"] if step_rows else 0
         metric_values = (row.get(metric) for row in reversed(step_rows))
-        # Rows are read from disk and may be damaged: a value that is not a rate in [0, 1] is skipped.
-        metric_value = next(
-            (value for value in metric_values if isinstance(value, int | float) and 0 <= value <= 1), None
-        )
+        # Rows are read from disk and may be damaged: a value that is not a finite number is skipped.
+        finite_values = (value for value in map(parse_finite, metric_values) if value is not None)
+        metric_value = next(finite_values, None)
         metric_text = "-" if metric_value is None else f"{metric_value:.3f}"
         cells = [entry["arm"], str(entry["seed"]), status.display_text, f"{step}/{total_steps}", metric_text]
         rows.append([*cells, status.reason, entry["run_id"]])

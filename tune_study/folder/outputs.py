@@ -88,6 +88,7 @@ def make_study_entry(plan: StudyPlan) -> dict[str, Any]:
         },
         "baseline": plan.baseline,
         "outcomes": list(plan.study.family.outcomes),
+        "margins": {**plan.study.family.margins, **plan.study.margins},
         "seeds": list(plan.seeds),
         "extra_seeds": _list_extra_seeds(plan),
         "max_seeds": plan.max_seeds,
@@ -163,6 +164,7 @@ def write_study(plan: StudyPlan) -> list[str]:
         and _find_search(previous_entry) == plan.search
     )
     is_declared_before = plan.source is not None and "contrasts" in previous_entry
+    entry = make_study_entry(plan)
     history = {
         "versions": starts[0]["versions"],
         "git": starts[0]["git"],
@@ -170,7 +172,7 @@ def write_study(plan: StudyPlan) -> list[str]:
         "created_at": previous_entry.get("created_at") or start["at"],
         "starts": starts,
         # Declared before the first run: what is changed after a look at results would not be a test of them.
-        "margins": previous_entry.get("margins") or {**plan.study.family.margins, **plan.study.margins},
+        "margins": previous_entry.get("margins") or entry["margins"],
         # Those of the package change with its version only, which is recorded; new arms may have further pairs.
         "contrasts": previous_entry["contrasts"] if is_declared_before else _list_contrasts(plan),
         "earlier_declarations": _list_earlier_declarations(plan, previous_entry),
@@ -185,7 +187,7 @@ def write_study(plan: StudyPlan) -> list[str]:
         "looks": previous_entry.get("looks", []),
     }
     # Last, so that a study.json exists only together with every run.json and status.json.
-    write_object(plan.folder / "study.json", {**make_study_entry(plan), **history})
+    write_object(plan.folder / "study.json", {**entry, **history})
     return find_changed_code(starts[-2], start) if len(starts) > 1 else []
 
 

@@ -344,6 +344,19 @@ def test_studies_of_one_name_are_distinguished_by_their_run(tmp_path: Path) -> N
     assert len(frames.select_study("kl_sweep_b").steps) == 3
 
 
+def test_studies_of_one_run_are_distinguished_by_their_folders(tmp_path: Path) -> None:
+    folder = write_study(tmp_path / "a", [FakeRun("0", steps=1)], SHORT)
+    # A confirmation has the name and the run of its study; another output may have the same folder.
+    shutil.copytree(folder, folder.with_name("confirmation"))
+    assert [study["name"] for study in load(tmp_path).studies] == ["confirmation", folder.name]
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    frames = load(tmp_path)
+    names = [f"{output}/results/{name}" for output in "ab" for name in ("confirmation", folder.name)]
+    assert sorted(study["name"] for study in frames.studies) == sorted(names)
+    assert len(set(frames.trials["study"])) == 4
+    assert all(len(frames.select_study(name).trials) == 1 for name in names)
+
+
 def test_a_folder_without_a_study_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"There is no study at .*: give an output folder"):
         load(tmp_path)

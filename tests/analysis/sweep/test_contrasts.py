@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.data.compare import collect_outcomes
+from analysis.data.compare import collect_outcomes, estimate_evaluation_variances
 from analysis.data.contrasts import read_contrasts
 from analysis.data.families import FAMILIES, UNCONTRASTED_COLUMNS
 from analysis.data.frames import StudyFrames, cast_frame, make_empty_frame, to_records
@@ -25,6 +25,8 @@ from analysis.sweep.contrasts import (
     compute_seed_differences,
     format_sentences,
 )
+from analysis.sweep.tables import summarize_arms
+from tests.fakes import run_folders as language_model
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox
 from tests.oracles.analysis import compute_contrast, holm
 from trainable.sandbox.measure.records import TRIAL_COLUMNS
@@ -85,6 +87,22 @@ def test_pairs_of_one_seed_are_not_independent(tmp_path: Path) -> None:
     assert width_of_four > 0.9 * width_of_one
     # The standard error of the four is that of their seeds' means, which no common variance can make smaller.
     assert row_of_four["se"] == pytest.approx(np.std([0.10, 0.08, 0.06], ddof=1) / math.sqrt(3))
+
+
+def test_no_interval_is_narrower_than_that_of_the_evaluation(tmp_path: Path) -> None:
+    """A contrast of two arms has the interval that the table of arms has for the same two."""
+    runs = [language_model.FakeRun(arm, seed) for arm in ("0", "0.1") for seed in range(3)]
+    extra = {"contrasts": [{"name": "some against none", "pairs": [["0.1", "0"]]}]}
+    study = language_model.FakeStudy(levels=120, extra=extra)
+    frames = load(language_model.write_study(tmp_path, runs, study))
+    # Runs whose outcomes differ less than 120 levels can show.
+    late = frames.trials["seed"] * 1e-4 + frames.trials["arm"].eq("0.1") * 0.05 + 0.5
+    frames = replace(frames, trials=frames.trials.assign(late_val_success=late))
+    row = get_row(compute_contrasts(frames), "some against none", "late_val_success")
+    arm_row = summarize_arms(frames).set_index("arm").loc["0.1"]
+    variances = estimate_evaluation_variances(frames)
+    assert row["se"] == pytest.approx(math.sqrt(2 * (variances["0"] + variances["0.1"]) / 2 / 3))
+    assert (row["difference"], row["se"]) == (pytest.approx(0.05), pytest.approx(arm_row["se"]))
 
 
 EMPTY_FRAMES = {name: make_empty_frame(name) for name in ("steps", "levels", "gradients", "gradient_groups")}

@@ -119,6 +119,22 @@ def test_evaluation_noise_by_a_literal_loop(six_arm_frames: StudyFrames) -> None
     assert compare.estimate_evaluation_variances(six_arm_frames)["0"] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("missed", [1, 2, 3])
+def test_the_last_validation_of_a_stopped_run_stands_for_those_that_it_missed(tmp_path: Path, missed: int) -> None:
+    run = FakeRun("0", status="early_stopped", steps=60 - 5 * missed, stop=LOW_SUCCESS)
+    frames = make_frames(tmp_path, run)
+    levels = frames.levels[(frames.levels["split"] == "val") & (frames.levels["mode"] == "sampled")]
+    wide = levels.pivot_table(index="level", columns="step", values="success", aggfunc="first").astype(float)
+    late_steps = [min(step, run.steps) for step in (45, 50, 55, 60)]
+    weights = np.array([late_steps.count(step) / 4 for step in sorted(set(late_steps))])
+    late = wide[sorted(set(late_steps))].to_numpy()
+    assert frames.trials["late_val_success"].iloc[0] == pytest.approx(float((late.mean(axis=0) * weights).sum()))
+    # With a single validation, the variance is that of new levels.
+    variances = late.var(axis=1, ddof=1) if late.shape[1] > 1 else np.full(120, late.mean() * (1 - late.mean()))
+    expected = (weights**2).sum() * variances.sum() / 120**2
+    assert compare.estimate_evaluation_variances(frames) == {"0": pytest.approx(expected)}
+
+
 def test_evaluation_noise_of_a_single_validation_is_that_of_new_levels(tmp_path: Path) -> None:
     frames = make_frames(tmp_path, FakeRun("0", steps=2), total_steps=2, levels=50)
     p = frames.trials["final_val_success"].iloc[0]

@@ -12,6 +12,7 @@ from trainable.ppo import trainer as trainer_module
 from trainable.ppo.base_evaluations import BaseEvaluations, make_evaluation_key
 from trainable.ppo.evaluation import Evaluation
 from trainable.ppo.trainer import PPOTrainer, StepOutput
+from trainable.tiny.papers import PAPERS_TINY
 from trainable.tiny.policies import SOKOBAN_TINY
 from trainable.tiny.recipe import write_model
 
@@ -66,6 +67,18 @@ def test_another_policy_or_validation_has_another_key(change: dict[str, object])
         for settings in ({}, change, {"actor__lr": 1.0})
     }
     assert len(keys) == 2
+
+
+@pytest.mark.parametrize(
+    "change", [{"algorithm__tree_weighting": "one-per-tree"}, {"algorithm__train_children": False}]
+)
+def test_recorded_trees_have_weights_so_their_settings_are_in_the_key(change: dict[str, object]) -> None:
+    weights = {"embedding": torch.arange(4.0)}
+    for name, policy, num_keys in (("papers", PAPERS_TINY, 2), ("sokoban", SOKOBAN_TINY, 1)):
+        settings = {setting.replace(".", "__"): value for setting, value in policy.settings.items()}
+        game = {"env__name": name, "model__path": f"{name}-tiny", **settings}
+        configs = [make_small_config(**game), make_small_config(**game, **change)]
+        assert len({make_evaluation_key(config, weights, None) for config in configs}) == num_keys
 
 
 def test_the_key_is_one_of_the_weights_and_of_a_reference_to_which_a_kl_is_measured() -> None:

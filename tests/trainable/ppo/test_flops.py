@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.fakes.scripted import make_qwen2_shape, make_random_model
+from tests.fakes.scripted import make_episode, make_qwen2_shape, make_random_model
 from tests.fakes.trainers import make_quiet_trainer
 from trainable.config.seeds import make_rng
 from trainable.ppo import trainer
@@ -48,6 +49,19 @@ def test_rollout_flops_are_one_forward_pass_with_shared_prompts() -> None:
     # Rollouts 2 and 3 of each group share the prefill of its prompt.
     shared_flops = 2 * sum(estimate_forward_flops(sizes, [length], 0, 0) for length in prompt_lengths.values())
     assert estimate_rollout_flops(sizes, episodes) == pytest.approx(separate_flops - shared_flops)
+
+
+def test_a_child_of_a_tree_has_a_prompt_of_its_own() -> None:
+    sizes = make_qwen2_shape()
+    root, child, other_child = (
+        make_episode([(length, 32, 0.0)], 0, np.random.default_rng(length)) for length in (200, 100, 2000)
+    )
+    single_flops = [estimate_rollout_flops(sizes, [episode]) for episode in (root, child, other_child)]
+    assert min(single_flops) > 0
+    assert estimate_rollout_flops(sizes, [root, child, other_child]) == pytest.approx(sum(single_flops))
+    # The same prompt is filled once, in whatever group.
+    prefill_flops = estimate_forward_flops(sizes, [100], 0, 0)
+    assert estimate_rollout_flops(sizes, [child, child]) == pytest.approx(2 * single_flops[1] - prefill_flops)
 
 
 @pytest.mark.long

@@ -54,7 +54,7 @@ SMALL_SETTINGS = {
     "trainer.total_training_steps": "2",
     "trainer.save_freq": "2",
     "trainer.n_gpus_per_node": "1",
-    "trainer.device": "auto",
+    "trainer.device": "cpu",
 }
 SMALL_OPTIONS = [
     "--seeds",

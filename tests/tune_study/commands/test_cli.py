@@ -24,7 +24,7 @@ from trainable.files.json_values import DamageWarning
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from tune_study.commands import preflight
 from tune_study.commands.cli import app
-from tune_study.commands.describe import make_study_list
+from tune_study.commands.describe import _describe_power, make_study_list
 from tune_study.folder.outputs import lock_folder, write_study
 from tune_study.folder.statuses import RunStatus, write_status
 from tune_study.placement.published_sizes import find_published_sizes
@@ -697,6 +697,41 @@ def test_status_says_how_far_each_run_is(work_dir: Path) -> None:
         append_record(plan.get_run_dir(spec.run_id) / "metrics.jsonl", {"step": 3})
         write_status(plan.get_run_dir(spec.run_id), RunStatus(spec.run_id, "completed"))
     assert type_in(f"status {plan.folder}").out.startswith("kl (laptop): finished; runs: 2 completed\n")
+
+
+def test_the_status_of_a_run_knows_the_steps_of_its_arm(work_dir: Path) -> None:
+    study = STUDIES["matched-updates"]
+    plan = make_plan(study, "laptop", "a test", {}, study.get_grid("laptop"), 1, work_dir)
+    write_study(plan)
+    assert len({spec.steps for spec in plan.runs}) > 1
+    for spec in plan.runs:
+        append_record(plan.get_run_dir(spec.run_id) / "metrics.jsonl", {"step": spec.steps})
+        write_status(plan.get_run_dir(spec.run_id), RunStatus(spec.run_id, "completed"))
+    output = type_in(f"status {plan.folder}").out
+    assert f": finished; runs: {len(plan.runs)} completed\n" in output
+    assert all(f" {spec.steps}/{spec.steps} " in output for spec in plan.runs)
+    (plan.get_run_dir(plan.runs[0].run_id) / "run.json").write_text("{}")
+    assert type_in(f"status {plan.folder}").code == 0
+
+
+def test_the_status_has_the_last_finite_value_of_any_size(work_dir: Path) -> None:
+    plan = write_started_study(work_dir)
+    values = [0.25, 3.7, "9"]
+    rows = [{"step": step, "val_success": value} for step, value in enumerate(values, start=1)]
+    run_id = plan.runs[0].run_id
+    write_lines(plan.get_run_dir(run_id) / "metrics.jsonl", rows)
+    write_status(plan.get_run_dir(run_id), RunStatus(run_id, "running"))
+    assert re.search(r"\n0 +0 +interrupted +3/3 +3\.700 ", type_in(f"status {plan.folder}").out)
+
+
+def test_the_power_of_a_plan_is_that_for_the_margins_of_the_study(work_dir: Path) -> None:
+    lines = {}
+    for margin in (0.05, 0.5):
+        study = replace(STUDIES["kl"], margins={"late_val_success": margin})
+        plan = make_plan(study, "laptop", "a test", {}, ("0", "0.1"), 1, work_dir)
+        (lines[margin],) = _describe_power(plan)
+    assert "; for 0.05, type --seeds " in lines[0.05]
+    assert lines[0.5].endswith("noise of recorded runs)")
 
 
 def test_status_names_a_damaged_status_and_goes_on(work_dir: Path) -> None:
