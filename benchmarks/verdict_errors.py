@@ -1,9 +1,10 @@
 """Count the wrong verdicts of simulated studies, with the functions that the report uses. Prints a JSON object.
 
 Each study has a baseline and five arms. The outcome of a run is normal around the mean of its arm, with a deviation
-from run to run and the noise of an evaluation on 512 levels, averaged over four validations. Four of the numbers of a
+from run to run and the noise of an evaluation on 512 levels, averaged over four validations. Five of the numbers of a
 cell are from studies in which all arms are equal: `family_error` (a report calls at least one arm better or worse),
-`arm_error` (the share of arms so called) and `coverage` (the 95 % interval contains 0). `power` is the share of reports
+`arm_error` (the share of arms so called) and `coverage` (the 95 % interval contains 0; `coverage_last_arm` is that of
+the last arm, which is the noisiest or one of the least noisy of unequal ones). `power` is the share of reports
 that call an arm worse that is .05 (or .10) lower; `power_paired_t` is that of the paired t test with Holm's method,
 which uses each arm's own variance. `equal_at_margin` is the share of reports that call an arm equal that is lower by
 exactly the margin, .05; `equal` is the share of equal arms so called. With one seed, the noise is that of 20 recorded
@@ -99,6 +100,7 @@ def simulate_cell(
         "family_error": float(np.mean([verdicts.differ.any() for verdicts in null])),
         "arm_error": float(np.mean([verdicts.differ for verdicts in null])),
         "coverage": float(np.mean([verdicts.cover for verdicts in null])),
+        "coverage_last_arm": float(np.mean([verdicts.cover[-1] for verdicts in null])),
         "equal": float(np.mean([verdicts.equal for verdicts in null])),
     }
     for difference in (0.05, 0.1):

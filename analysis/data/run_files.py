@@ -28,6 +28,7 @@ from analysis.data.families import (
     Row,
     TableFamily,
 )
+from trainable.config.aliases import flatten_settings
 from trainable.files.json_lines import Lines
 from trainable.files.json_values import DamagedFileError, DamageWarning, read_object
 from trainable.files.paths import UnsafePathError
@@ -70,15 +71,6 @@ def find_valid_object(path: Path) -> Row:
 def select_valid_values(fields: Row) -> Row:
     """Those of `fields` that are valid for a JSON file of a run."""
     return {name: value for name, value in fields.items() if _is_valid_value(name, value)}
-
-
-def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> Row:
-    """Nested settings as dotted fields."""
-    fields: Row = {}
-    for name, value in settings.items():
-        key = prefix + name
-        fields |= flatten_settings(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
-    return fields
 
 
 def flatten_config(config: Mapping[str, Any]) -> Row:

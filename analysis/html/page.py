@@ -15,10 +15,10 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from analysis.data.frames import Study
-from analysis.data.run_files import flatten_settings
 from analysis.drawing.save import save_figure
 from analysis.gradients import plots as gradient_plots
 from analysis.sweep import verdicts
+from trainable.config.aliases import flatten_settings
 from trainable.files.paths import atomic_write
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -15,9 +15,9 @@ from analysis.data.compare import (
 )
 from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, to_records
-from analysis.data.run_files import flatten_settings
 from analysis.stats.estimates import Estimate
 from analysis.sweep.collapse import find_run_ends
+from trainable.config.aliases import flatten_settings
 from trainable.runs.run_ends import CENSORED
 
 SUCCESS, COST = "success", "cost"

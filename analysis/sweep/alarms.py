@@ -5,11 +5,11 @@ the rewards does. Rules are chosen on the runs of some seeds and scored on those
 rules on the runs on which it was chosen looks better than it is.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
+from analysis.data.compare import SCORED_STATUSES
 from analysis.data.frames import StudyFrames, to_records
 from analysis.stats.estimates import NAN, wilson_interval
 from analysis.sweep.collapse import find_run_ends
@@ -62,7 +62,7 @@ def find_alarms(studies: Sequence[StudyFrames], rules: Sequence[AlarmRule]) -> p
     """
     rows = []
     for frames, ends in zip(studies, find_distinct_ends(studies), strict=True):
-        for run in to_records(ends[ends["status"].isin(("completed", "early_stopped"))]):
+        for run in to_records(ends[ends["status"].isin(SCORED_STATUSES)]):
             steps = frames.get_run_steps(run["run_id"])
             steps = steps[steps["step"] <= run["end_step"]]
             head = {"study": frames.studies[0]["name"], **{name: run[name] for name in ("run_id", "arm", "seed")}}
@@ -151,13 +151,3 @@ def compare_alarms(studies: Sequence[StudyFrames], first_test_seed: int) -> pd.D
         return test_scores
     order = ["detected_fraction", "lead"]
     return test_scores.sort_values(order, ascending=False, kind="stable").reset_index(drop=True)
-
-
-def describe_alarm(row: dict[str, object]) -> str:
-    """One line on a row of `score_rules`: `spread < ...: announces 9 of 10, 14 steps early; false in 1 of 20`."""
-    lead = row["lead"]
-    lead_text = "" if isinstance(lead, float) and math.isnan(lead) else f", {lead:g} steps early in the median"
-    return (
-        f"{row['text']}: announces {row['detected']} of {row['collapsed']} collapses{lead_text}; false in "
-        f"{row['false_alarms']} of {row['healthy']} runs"
-    )

@@ -101,7 +101,7 @@ def find_onsets(frames: StudyFrames, ends: pd.DataFrame, generator: np.random.Ge
     """The change of every symptom in every run of `ends`: one row per run and symptom that was measured in it.
 
     Args:
-        frames: of one or several studies; run_ids are unique within a study.
+        frames: of one study.
         ends: rows of `collapse.find_run_ends`. Only rows of a run up to its end_step count.
         generator: draws the permutations of the tests.
 

@@ -140,16 +140,16 @@ def _select_validations(frames: StudyFrames, arm: str, validations: pd.DataFrame
 
 
 def _make_curve_row(cost: str, arm: str, curves: Mapping[str, CurveEstimates], baseline: str) -> Row:
-    own, difference, ratio, refusal = curves[arm], Estimate(), Estimate(), curves[arm].refusal
+    curve, difference, ratio, refusal = curves[arm], Estimate(), Estimate(), curves[arm].refusal
     if arm != baseline and baseline in curves:
-        difference, ratio, comparison_refusal = compare_curves(own, curves[baseline])
+        difference, ratio, comparison_refusal = compare_curves(curve, curves[baseline])
         refusal = refusal or comparison_refusal
     return {
         "cost": cost,
         "arm": arm,
-        "seeds": own.ceiling.n,
-        **make_estimate_columns("ceiling", own.ceiling),
-        **make_estimate_columns("midpoint", own.midpoint),
+        "seeds": curve.ceiling.n,
+        **make_estimate_columns("ceiling", curve.ceiling),
+        **make_estimate_columns("midpoint", curve.midpoint),
         **make_estimate_columns("ceiling_difference", difference),
         **make_estimate_columns("midpoint_ratio", ratio),
         "p_ceiling": difference.p,

@@ -146,7 +146,7 @@ class RunConfig(BaseRunConfig):
             raise ValueError(
                 "model.load_in_4bit stores frozen weights, and a run without adapters has none: set model.lora_rank=64"
             )
-        if self.trainer.strategy == "deepspeed" or self.trainer.n_gpus_per_node > 1:
+        if self.trainer.uses_deepspeed:
             raise ValueError(
                 "model.load_in_4bit works with updates in torch alone: set trainer.strategy=torch and "
                 "trainer.n_gpus_per_node=1"
@@ -219,7 +219,7 @@ class RunConfig(BaseRunConfig):
 
     @model_validator(mode="after")
     def _check_precision(self) -> "RunConfig":
-        if self.model.dtype == "float16" and (self.trainer.n_gpus_per_node > 1 or self.trainer.strategy == "deepspeed"):
+        if self.model.dtype == "float16" and self.trainer.uses_deepspeed:
             raise ValueError(
                 "model.dtype=float16: its losses are scaled only where torch updates, on one GPU per run: set "
                 "trainer.n_gpus_per_node=1 and trainer.strategy=torch, or model.dtype=bfloat16"

@@ -11,6 +11,7 @@ from trainable.config.alarm_rule import AlarmText
 from trainable.config.base_config import BaseTrainerConfig
 from trainable.config.choices import (
     ADVANTAGE_ESTIMATORS,
+    EXACT_KL,
     FILTER_METRICS,
     FILTER_STRATEGIES,
     OWN_ESTIMATOR,
@@ -399,6 +400,11 @@ class ActorConfig(OptimConfig):
         "none", description="scale advantages by the fraction of groups kept (linear) or its square root (sqrt)"
     )
 
+    @property
+    def reads_reference_distribution(self) -> bool:
+        """Whether the loss has the exact KL, which reads the reference's distribution over the whole vocabulary."""
+        return self.use_kl_loss and self.kl_loss_type == EXACT_KL
+
     @model_validator(mode="after")
     def _check_importance_floor(self) -> Self:
         if self.tis_imp_ratio_floor is not None and not self.tis_mode.endswith("mask"):
@@ -483,7 +489,7 @@ class AlgorithmConfig(Section):
     def _check_estimator(self) -> "AlgorithmConfig":
         if self.bi_level_gae and not self.estimator.has_turn_level:
             raise ValueError(f"bi_level_gae=True: needs adv_estimator=gae, not {self.adv_estimator}")
-        if self.use_kl_in_reward and self.kl_penalty == "full":
+        if self.use_kl_in_reward and self.kl_penalty == EXACT_KL:
             raise ValueError("kl_penalty=full: needs whole distributions; in the reward use kl, abs, mse or low_var_kl")
         return self
 
@@ -592,6 +598,11 @@ class TrainerConfig(BaseTrainerConfig):
         """Whether gradients are analyzed at `step`, counted from 1: at step 1 and every N steps after it."""
         return self.gradient_analysis_mode and (step - 1) % self.gradient_analysis_every == 0
 
+    @property
+    def uses_deepspeed(self) -> bool:
+        """Whether DeepSpeed owns the optimizers: always with several GPUs, since torch updates on one device."""
+        return self.strategy == "deepspeed" or self.n_gpus_per_node > 1
+
     @model_validator(mode="after")
     def _stop_after_first_analysis(self) -> Self:
         if self.gradient_analysis_mode and self.exit_after_gradient_analysis:
@@ -617,8 +628,7 @@ class TrainerConfig(BaseTrainerConfig):
 
     @model_validator(mode="after")
     def _check_swap(self) -> Self:
-        uses_deepspeed = self.n_gpus_per_node > 1 or self.strategy == "deepspeed"
-        if self.swap_to_host and uses_deepspeed and (self.zero_stage != 3 or self.offload_optimizer):
+        if self.swap_to_host and self.uses_deepspeed and (self.zero_stage != 3 or self.offload_optimizer):
             raise ValueError(
                 "swap_to_host=True: with DeepSpeed it needs zero_stage=3 and offload_optimizer=False, and these are "
                 f"{self.zero_stage} and {self.offload_optimizer}"

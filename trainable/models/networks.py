@@ -113,8 +113,7 @@ def _check_own_reference(config: RunConfig, policy: Policy, reference: Policy) -
             "token: type a model of the same family, or leave out model.reference_path"
         )
     # Models of one family may pad their heads to different sizes, as Qwen2.5 does with 3B and 7B.
-    is_exact = config.actor.use_kl_loss and config.actor.kl_loss_type == EXACT_KL
-    if is_exact and shape.vocab_size != policy_shape.vocab_size:
+    if config.actor.reads_reference_distribution and shape.vocab_size != policy_shape.vocab_size:
         raise ValueError(
             f"{name} has a head of {shape.vocab_size} rows and model.path={config.model.path} one of "
             f"{policy_shape.vocab_size}, and actor.kl_loss_type={EXACT_KL} compares whole distributions: set "

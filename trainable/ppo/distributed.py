@@ -47,16 +47,13 @@ def make_trainer(settings: RunConfig, diagnostics: Diagnostics) -> "PPOTrainer |
     if settings.trainer.num_threads is not None:
         torch.set_num_threads(settings.trainer.num_threads)
     world_size = max(1, int(settings.trainer.n_gpus_per_node))  # 0, or a fraction of a GPU, is one process
-    strategy = settings.trainer.strategy
-    if world_size > 1 and strategy == "torch":
+    if world_size > 1 and settings.trainer.strategy == "torch":
         raise ValueError(
             f"trainer.strategy=torch trains on one GPU, and the run has {world_size}: add "
             f"--set trainer.strategy=deepspeed, or --gpus-per-exp 1."
         )
-    if world_size > 1:
+    if settings.trainer.uses_deepspeed:  # with one rank, too: DeepSpeed needs a process group
         return DistributedTrainer(settings, world_size, diagnostics)
-    if strategy == "deepspeed":  # one rank, too: DeepSpeed needs a process group
-        return DistributedTrainer(settings, world_size=1, diagnostics=diagnostics)
     return PPOTrainer(settings, diagnostics=diagnostics)
 
 

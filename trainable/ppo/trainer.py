@@ -20,7 +20,6 @@ from trainable.backend.host_swap import HostSwap
 from trainable.backend.make import make_backends
 from trainable.backend.meter import Meter
 from trainable.backend.world import SINGLE_PROCESS, World, chain_blocks, compute_local_range, skip_child_seeds
-from trainable.config.choices import EXACT_KL
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import AlgorithmConfig
 from trainable.config.seeds import PURPOSES, make_rng
@@ -515,8 +514,7 @@ class PPOTrainer:
 
     def _load_reference_for_loss(self) -> AbstractContextManager[None]:
         """The context of `_load_reference` if the loss of the policy reads the reference: only the exact KL does."""
-        actor = self.config.actor
-        return self._load_reference() if actor.use_kl_loss and actor.kl_loss_type == EXACT_KL else nullcontext()
+        return self._load_reference() if self.config.actor.reads_reference_distribution else nullcontext()
 
     def _update_kl_controller(self, prepared: PreparedBatch) -> float:
         """Adapt the coefficient of the KL in the reward for the next step; return the one that this step used."""

@@ -433,7 +433,7 @@ class ActorUpdate:
         The exact KL needs the reference's distribution over the vocabulary, which is too large to store per token, so
         the reference runs again in each pass.
         """
-        if not (self.settings.use_kl_loss and self.settings.kl_loss_type == "full"):
+        if not self.settings.reads_reference_distribution:
             return None
         assert self.reference is not None
         with torch.no_grad():

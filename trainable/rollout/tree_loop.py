@@ -80,7 +80,7 @@ class Tree(NamedTuple):
 class _Player:
     """A rollout in progress.
 
-    streams: random numbers for its children. children: those that are finished.
+    stream: the generator from which its children get theirs. children: those that are finished.
     """
 
     session: ReplSession

@@ -10,6 +10,7 @@ from rich.filesize import decimal
 
 from search_spaces.declaration.presets import PRESETS, Settings
 from search_spaces.language_model.family import as_run_config
+from trainable.config.aliases import flatten_settings
 from trainable.config.constants import TEACHERS
 from trainable.runs.run_ends import ENDED_STATUSES
 from tune_study.commands import describe
@@ -30,7 +31,7 @@ from tune_study.placement.teachers import describe_teachers, make_missing_teache
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import check_parts
 from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import StudyPlan, flatten_settings
+from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune import cluster
 from tune_study.tune.cluster import Node
 from tune_study.tune.run import choose_wandb_mode

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console, Group
 from rich.table import Table
 
+from trainable.config.aliases import flatten_settings
 from trainable.config.command_lines import format_command
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
 from trainable.diagnostics.gradient_analysis import analyze_gradients
@@ -26,7 +27,7 @@ from tune_study.placement.model_files import check_model
 from tune_study.placement.samplers import check_sampler
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import load_typed_code
-from tune_study.plan.study_plan import flatten_settings, make_template_values
+from tune_study.plan.study_plan import make_template_values
 
 ProbeSettings = Mapping[str, object]
 NO_SETTINGS: ProbeSettings = MappingProxyType({})

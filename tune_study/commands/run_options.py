@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from search_spaces import STUDIES, SUITES
 from search_spaces.declaration.study import Study
+from trainable.config.aliases import flatten_settings
 from trainable.config.command_lines import format_command
 from trainable.config.own_parts import PART_FORM, parse_part_name
 from trainable.config.run_config import ConfigError, list_field_names
@@ -21,7 +22,7 @@ from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import load_game_settings, load_named_files
 from tune_study.plan.own_study import StudySource, is_study_file, load_own_study
 from tune_study.plan.study_names import find_study, normalize_study_name
-from tune_study.plan.study_plan import StudyPlan, flatten_settings, make_plan, set_max_seeds
+from tune_study.plan.study_plan import StudyPlan, make_plan, set_max_seeds
 from tune_study.plan.typed_settings import collect_overrides, expand_groups, parse_bool, parse_values
 
 VALUES_OPTION = "--values"

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from search_spaces import FAMILIES, STUDIES
 from search_spaces.declaration.study import Study
 from search_spaces.language_model.family import PPO
+from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.command_lines import format_command
 from trainable.config.run_config import ConfigError, apply_overrides, format_validation_error
@@ -35,7 +36,6 @@ from tune_study.plan.study_plan import (
     ConfirmedStudy,
     StudyPlan,
     build_plan,
-    flatten_settings,
     make_arm_config,
     rebuild_plan,
     set_max_seeds,
@@ -301,8 +301,8 @@ def plan_from_folder(
         )
         if {spec.run_id for spec in plan.runs} != {entry["run_id"] for entry in content["runs"]}:
             raise PlanError("its list of runs does not match its values and seeds.")
-    except ConfigError:
-        # A ConfigError is a ValueError too, but its message already says which setting to change.
+    except (ConfigError, PlanError):
+        # Both are ValueErrors too, but their messages already say what to change.
         raise
     except ValidationError as error:
         raise PlanError(

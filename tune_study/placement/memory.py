@@ -11,7 +11,6 @@ key heads, V size of the vocabulary.
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from trainable.config.choices import EXACT_KL
 from trainable.config.constants import (
     CHUNK_ELEMENTS,
     MAX_DEFAULT_THREADS,
@@ -109,14 +108,9 @@ def count_ranks(config: RunConfig) -> int:
     return max(1, int(config.trainer.n_gpus_per_node))
 
 
-def uses_deepspeed(config: RunConfig) -> bool:
-    """Whether DeepSpeed owns the optimizers. It always does with several ranks, since torch updates on one device."""
-    return config.trainer.strategy == "deepspeed" or count_ranks(config) > 1
-
-
 def shards_weights(config: RunConfig) -> bool:
     """Whether every rank stores only its shard of the weights: ZeRO stage 3."""
-    return uses_deepspeed(config) and config.trainer.zero_stage == 3
+    return config.trainer.uses_deepspeed and config.trainer.zero_stage == 3
 
 
 def compute_network_bytes(parameters: int, config: RunConfig) -> NetworkBytes:
@@ -136,7 +130,7 @@ def compute_network_bytes(parameters: int, config: RunConfig) -> NetworkBytes:
     """
     # A shard is rounded up: DeepSpeed pads the parameters so that all ranks have shards of one size.
     full_bytes, shard_bytes = FLOAT32 * parameters, FLOAT32 * -(-parameters // count_ranks(config))
-    if not uses_deepspeed(config):
+    if not config.trainer.uses_deepspeed:
         return NetworkBytes(
             weights=full_bytes,
             master=0,  # torch updates the weights themselves, which are float32
@@ -387,7 +381,7 @@ def _make_reference_allocation(shape: ModelShape, config: RunConfig, reference_b
     """The weights of a separate reference, which only the exact KL reads outside of the phase VALUES."""
     # A run that swaps has one network at a time in that phase, and the largest one counts.
     phases = [VALUES] if reference_bytes > _compute_read_bytes(shape, config) else []
-    if config.actor.use_kl_loss and config.actor.kl_loss_type == EXACT_KL:
+    if config.actor.reads_reference_distribution:
         phases += [POLICY_BACKWARD, POLICY_STEP]
     return _make_swapped_allocation("reference weights", reference_bytes, phases, config)
 
@@ -424,7 +418,7 @@ def _list_trained_allocations(shape: ModelShape, config: RunConfig) -> list[Allo
     reading_phases = {"policy": (ROLLOUT, VALUES), "critic": ()}
     for name, parameters in count_trained_parameters(shape, config).items():
         network, (backward, step) = compute_network_bytes(parameters, config), phases[name]
-        bucket_bytes = FLOAT32 * min(REDUCE_BUCKET_SIZE, parameters) if uses_deepspeed(config) else 0
+        bucket_bytes = FLOAT32 * min(REDUCE_BUCKET_SIZE, parameters) if config.trainer.uses_deepspeed else 0
         # Gradients exist from a network's backward pass to its optimizer step. DeepSpeed's bucket exists only while
         # gradients are reduced.
         gradients = _make_phase_allocation(
@@ -488,7 +482,7 @@ def compute_saving_bytes(shape: ModelShape, config: RunConfig) -> int:
     time, unless their tensors are in host memory anyway.
     """
     state_bytes = (FLOAT32 + MOMENT_BYTES) * sum(count_trained_parameters(shape, config).values())
-    if uses_deepspeed(config):
+    if config.trainer.uses_deepspeed:
         return state_bytes
     if config.trainer.swap_to_host:
         return 0

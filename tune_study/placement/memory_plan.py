@@ -239,7 +239,7 @@ def _place(config: RunConfig, placement: Mapping[str, object]) -> RunConfig | No
     """`config` with one of _PLACEMENTS; None if that is impossible, or differs from what the user has chosen."""
     if config.trainer.swap_to_host not in (None, placement["trainer.swap_to_host"]):
         return None
-    if "trainer.zero_stage" in placement and not memory.uses_deepspeed(config):
+    if "trainer.zero_stage" in placement and not config.trainer.uses_deepspeed:
         return None
     try:
         return apply_overrides(config, placement)

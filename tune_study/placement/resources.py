@@ -192,7 +192,7 @@ def choose_threads(trainer: BaseTrainerConfig, cores: int, n_processes: int) -> 
 
 def _find_ignored_settings(trainer: TrainerConfig) -> tuple[str, ...]:
     """A note about DeepSpeed settings that were changed but have no effect, because torch makes the updates."""
-    if trainer.n_gpus_per_node > 1 or trainer.strategy == "deepspeed":  # DeepSpeed makes the updates
+    if trainer.uses_deepspeed:
         return ()
     default_trainer = TrainerConfig()
     changed_settings = [
@@ -288,7 +288,7 @@ def check_engines(config: RunConfig, environ: Mapping[str, str]) -> None:
             f"--gpus-per-exp {n_gpus:g} needs DeepSpeed and trainer.strategy is torch, which updates on one device: "
             f"type --set trainer.strategy=deepspeed, or --gpus-per-exp 1."
         )
-    if (n_gpus > 1 or trainer.strategy == "deepspeed") and find_spec("deepspeed") is None:
+    if trainer.uses_deepspeed and find_spec("deepspeed") is None:
         alternative = "--gpus-per-exp 1" if n_gpus > 1 else "--set trainer.strategy=torch"
         cause = f"--gpus-per-exp {n_gpus:g}" if n_gpus > 1 else "trainer.strategy=deepspeed"
         raise PlanError(

@@ -175,7 +175,7 @@ def estimate_host_seconds(shape: ModelShape, config: RunConfig) -> float:
             weight_bytes = 0 if memory.shards_weights(config) else network.weights
             reads = 1 + (name == "policy" and recomputes_logprobs(config))
             seconds += (2 * state_bytes + (2 + reads) * weight_bytes) / HOST_BANDWIDTH
-        if memory.uses_deepspeed(config) and config.trainer.offload_optimizer:
+        if config.trainer.uses_deepspeed and config.trainer.offload_optimizer:
             optim = config.actor if name == "policy" else config.critic
             steps = optim.ppo_epochs * math.ceil(config.max_batch_size / optim.ppo_mini_batch_size)
             seconds += steps * parameters / ranks * OFFLOADED_SECONDS_PER_PARAMETER

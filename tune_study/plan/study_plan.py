@@ -10,6 +10,7 @@ from search_spaces.declaration.family import make_value_label
 from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Study
 from search_spaces.language_model.family import as_run_config
+from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.own_parts import PartFile, pin_parts
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names
@@ -410,14 +411,6 @@ def find_changed_settings(config: BaseRunConfig) -> dict[str, Any]:
         for name in list_field_names(config_class)
         if name != "seed" and settings[name] != defaults[name]
     }
-
-
-def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested settings into one dict with dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= flatten_settings(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return flat
 
 
 def _make_run_spec(study: Study, run: str, value: str, config: BaseRunConfig, seed: int) -> RunSpec:

@@ -92,8 +92,8 @@ def has_failed_round(session: StudySession) -> bool:
 
 
 def print_next_commands(console: Console, commands: Iterable[str]) -> None:
-    """Print that one can go on with the report, or with one of these commands."""
-    print_line(console, "To go on, open the report in a browser, or type:")
+    """Print that one can continue with the report, or with one of these commands."""
+    print_line(console, "To continue, open the report in a browser, or type:")
     for command in commands:
         print_line(console, f"  {command}")
 

@@ -356,7 +356,7 @@ def test_finished_runs_are_named_and_not_run_again(outcome: Outcome, extended: O
 
 @pytest.mark.slow
 def test_the_commands_to_type_next_are_named_once_every_run_has_ended_well(outcome: Outcome, extended: Outcome) -> None:
-    advice = "To go on, open the report in a browser, or type:"
+    advice = "To continue, open the report in a browser, or type:"
     folder = extended.plan.folder
     commands = [f"  python -m tune_study {name} {folder}\n" for name in ("transcripts", "explain")]
     assert extended.text.endswith(f"{advice}\n{''.join(commands)}")

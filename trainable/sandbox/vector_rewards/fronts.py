@@ -49,12 +49,6 @@ def make_front(task: str) -> Front:
     return Front(rewards, gold, torch.cat((torch.eye(4), gold[None])))
 
 
-def find_pareto_actions(rewards: Tensor) -> list[int]:
-    """The actions of rewards [A, D] that no other action dominates, by enumeration."""
-    is_dominated = ((rewards[:, None] <= rewards[None]).all(-1) & (rewards[:, None] < rewards[None]).any(-1)).any(1)
-    return torch.where(~is_dominated)[0].tolist()
-
-
 def make_prompt_rewards(front: Front, num_prompts: int) -> Tensor:
     """[P, A, D]: for prompt i the actions are rolled by i, and for odd i the order of the objectives is reversed."""
     return torch.stack(

@@ -94,7 +94,7 @@ class Rungs:
             return ""
         return (
             f"successive halving at step {step}: {num_better} of {len(values)} runs were better, and the best "
-            f"{num_promoted} go on; a censored run, not a failed one"
+            f"{num_promoted} continue; a censored run, not a failed one"
         )
 
 
