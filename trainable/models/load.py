@@ -256,7 +256,7 @@ def pick_device(device_name: str, gpus: float) -> torch.device:
         raise ValueError(
             f"This run reserves {gpus:g} GPUs, and torch {torch.__version__} sees none: "
             + (f"it is built for CUDA {build}, so check the driver with nvidia-smi, and " if build else "")
-            + "install a build of torch for the CUDA of the driver, or type --set trainer.device=cpu."
+            + "install a build of torch for the CUDA of the driver, or type --gpus-per-exp 0 --set trainer.device=cpu."
         )
     return torch.device(name)
 

@@ -301,9 +301,11 @@ def plan_from_folder(
         )
         if {spec.run_id for spec in plan.runs} != {entry["run_id"] for entry in content["runs"]}:
             raise PlanError("its list of runs does not match its values and seeds.")
-    except (ConfigError, PlanError):
-        # Both are ValueErrors too, but their messages already say what to change.
+    except ConfigError:
+        # A ConfigError is a ValueError too, but its message already says which setting to change.
         raise
+    except PlanError as error:
+        raise PlanError(f"{folder}/study.json: {error}") from None
     except ValidationError as error:
         raise PlanError(
             f"{folder}/study.json cannot be read by this version: {format_validation_error(error)}"

@@ -53,13 +53,20 @@ SMALL_SETTINGS = {
     "critic.ppo_mini_batch_size": "4",
     "trainer.total_training_steps": "2",
     "trainer.save_freq": "2",
+    "trainer.resume_every": "1",
     "trainer.n_gpus_per_node": "1",
-    "trainer.device": "cpu",
+    "trainer.device": "auto",
 }
+CPU_SETTINGS = {
+    **SMALL_SETTINGS,
+    "trainer.n_gpus_per_node": "0",
+    **{name: str(value) for name, value in TORCH_SETTINGS.items()},
+}
+"""Of studies that really run: GPUs are declared, and torch sees none. A cluster has no compiled code."""
 SMALL_OPTIONS = [
     "--seeds",
     "1",
-    *(word for name, value in SMALL_SETTINGS.items() for word in ("--set", f"{name}={value}")),
+    *(word for name, value in CPU_SETTINGS.items() for word in ("--set", f"{name}={value}")),
 ]
 
 
@@ -93,6 +100,10 @@ def type_in(fake_cluster: FakeCluster, folder: Path, *words: str) -> subprocess.
     return subprocess.run(command, cwd=folder, env=fake_cluster.environment, capture_output=True, text=True)
 
 
+def make_cpu_plan(folder: Path) -> StudyPlan:
+    return make_plan(STUDIES["kl"], "laptop", "a test", CPU_SETTINGS, ("0", "0.1"), 1, folder)
+
+
 def make_plan_in(folder: Path, **overrides: object) -> StudyPlan:
     settings = {**SMALL_SETTINGS, **{name.replace("__", "."): value for name, value in overrides.items()}}
     return make_plan(STUDIES["kl"], "laptop", "a test", settings, ("0", "0.1"), 1, folder)
@@ -101,7 +112,7 @@ def make_plan_in(folder: Path, **overrides: object) -> StudyPlan:
 @pytest.fixture(scope="module")
 def local_plan(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
     """The same study, run on this machine without Ray."""
-    plan = make_plan_in(tmp_path_factory.mktemp("local"))
+    plan = make_cpu_plan(tmp_path_factory.mktemp("local"))
     for spec in plan.runs:
         trial = Trial(make_trial_config(plan, [spec], is_finished=False))
         for _ in range(spec.steps):
@@ -144,7 +155,7 @@ def test_a_study_on_the_cluster_has_the_rows_and_weights_of_a_local_one(
     words = ("run", "kl", "--preset", "laptop", "--kl-values", "0,0.1", "--storage", fake_cluster.storage)
     process = type_in(fake_cluster, folder, *words, *SMALL_OPTIONS)
     assert process.returncode == 0, process.stderr
-    plan = make_plan_in(folder)
+    plan = make_cpu_plan(folder)
     check_same_results(plan, local_plan, fake_cluster.storage, tmp_path)
     files = list_files(open_storage(fake_cluster.storage).joinpath(plan.run))
     assert {"study.json", "trials.parquet", "steps.parquet", "levels.parquet", "report.html"} <= files.keys()
@@ -230,7 +241,7 @@ def test_a_killed_driver_is_followed_by_one_elsewhere(
     fake_cluster: FakeCluster, local_plan: StudyPlan, tmp_path: Path
 ) -> None:
     storage = fake_cluster.storage.replace("cluster?", "killed?")
-    plan = make_plan_in(tmp_path / "second")
+    plan = make_cpu_plan(tmp_path / "second")
     words = ["run", "kl", "--preset", "laptop", "--kl-values", "0,0.1", "--storage", storage, *SMALL_OPTIONS]
     (tmp_path / "one").mkdir()
     command = [sys.executable, "-m", "tune_study", *words, "--address", fake_cluster.address]
@@ -253,7 +264,7 @@ def test_a_shared_folder_needs_no_storage(fake_cluster: FakeCluster, local_plan:
         fake_cluster, tmp_path / "out", "run", "kl", "--preset", "laptop", "--kl-values", "0,0.1", *SMALL_OPTIONS
     )
     assert process.returncode == 0, process.stderr
-    plan = make_plan_in(tmp_path / "out")
+    plan = make_cpu_plan(tmp_path / "out")
     for spec in plan.runs:
         rows, local_rows = (
             read_rows(study_plan.get_run_dir(spec.run_id) / METRICS_FILE) for study_plan in (plan, local_plan)

@@ -62,7 +62,7 @@ def test_only_rows_with_a_measurement_at_a_new_rung_decide(plan: StudyPlan) -> N
         assert not rungs.decide(spec.run_id, make_row(5, value))
     assert not rungs.decide(third.run_id, make_row(4, 0.1))
     assert not rungs.decide(third.run_id, make_row(5, None))
-    assert "2 of 3 runs were better, and the best 1 go on" in rungs.decide(third.run_id, make_row(6, 0.1))
+    assert "2 of 3 runs were better, and the best 1 continue" in rungs.decide(third.run_id, make_row(6, 0.1))
     assert not rungs.decide(second.run_id, make_row(10, 0.0))  # no rung between 5 and 15
 
 
