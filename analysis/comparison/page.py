@@ -52,12 +52,19 @@ class Comparison:
         return tables.list_other_arms(self.studies, self.arms)
 
     def describe(self) -> list[str]:
-        """One sentence per other study: in which arms it is better, worse, equal or open."""
-        return [
+        """One sentence per other study: in which arms it is better, worse, equal or open. One more if seeds differ."""
+        sentences = [
             _describe_study(label, self.reference, self.arms[self.arms["study"] == label])
             for label in self.studies
             if label != self.reference
         ]
+        seeds = {frozenset(frames.trials["seed"]) for frames in self.studies.values()}
+        if len(seeds) > 1:
+            sentences.append(
+                "The studies have different seeds: means are over those of each study, and differences over those that "
+                "it has in common with the first, if there are any."
+            )
+        return sentences
 
     def describe_studies(self) -> list[Row]:
         """One row per study: label, name, folder, preset, seeds, statuses of its runs, and commit."""

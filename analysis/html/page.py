@@ -63,6 +63,20 @@ def make_settings_rows(study: Study) -> list[dict[str, Any]]:
     ]
 
 
+def list_commands(study: Study) -> list[str]:
+    """The commands that added runs to the study, in their order: more than one if arms or seeds were added.
+
+    A folder of an earlier version has the last one only.
+    """
+    commands = [start.get("command") for start in study.get("starts") or [{"command": study.get("command")}]]
+    # `resume` adds nothing.
+    return [
+        *dict.fromkeys(
+            command for command in commands if isinstance(command, str) and " tune_study resume " not in command
+        )
+    ]
+
+
 def list_sources(study: Study) -> list[dict[str, str]]:
     """The texts that a user wrote for the study: its declaration and the files of its parts, as study.json has them."""
     declaration = study.get("declaration")

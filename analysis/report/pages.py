@@ -22,7 +22,14 @@ from analysis.grid import page as grid_page
 from analysis.grid.factors import make_factor_context
 from analysis.html.charts import make_script
 from analysis.html.figures import Gallery, RenderedFigure
-from analysis.html.page import add_contents, list_sources, make_environment, make_settings_rows, write_page
+from analysis.html.page import (
+    add_contents,
+    list_commands,
+    list_sources,
+    make_environment,
+    make_settings_rows,
+    write_page,
+)
 from analysis.report import figures
 from analysis.report.processes import compute_beside
 from analysis.report.results import SweepResults
@@ -308,6 +315,7 @@ def make_report_context(results: SweepResults) -> dict[str, Any]:
         **_make_gradient_tables(frames),
         "runs": findings.list_runs(frames),
         "settings": make_settings_rows(frames.studies[0]),
+        "commands": list_commands(frames.studies[0]),
         "sources": list_sources(frames.studies[0]),
         "games": findings.list_games(frames),
         **_make_examples([] if grid or results.search else choose_examples(original_frames)),

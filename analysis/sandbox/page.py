@@ -9,7 +9,7 @@ from analysis.data.compare import SCORED_STATUSES, has_added_seeds, list_arms, s
 from analysis.data.contrasts import read_contrasts
 from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, to_records
-from analysis.html.page import list_sources, make_settings_rows
+from analysis.html.page import list_commands, list_sources, make_settings_rows
 from analysis.published.cells import POOLED
 from analysis.published.reproduction import compare_to_published, describe_sources, summarize_verdicts
 from analysis.sandbox import tables
@@ -74,6 +74,7 @@ def make_context(frames: StudyFrames) -> Row:
         "runs": findings.list_runs(frames),
         "arm_settings": findings.list_arm_settings(frames),
         "settings": make_settings_rows(frames.studies[0]),
+        "commands": list_commands(frames.studies[0]),
         "sources": list_sources(frames.studies[0]),
         "has_rows": bool(tables.select_panels(frames)),
     }

@@ -1,5 +1,6 @@
 """The sentences of a report, generated from its tables."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL, has_added_seeds, require_single_study
+from analysis.data.families import LATE_EVALUATIONS
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.run_files import find_steps_total
 from analysis.stats.estimates import Trend
@@ -20,6 +22,7 @@ from analysis.sweep.verdicts import (
     format_status,
     join_arms,
 )
+from trainable.config.aliases import flatten_settings
 from trainable.runs.records import STATUSES
 from trainable.runs.run_ends import OPEN_STATUSES
 
@@ -564,13 +567,24 @@ def describe_short_runs(study: Mapping[str, Any]) -> str:
     >>> settings = {"trainer": {"total_training_steps": 3}}
     >>> describe_short_runs({"preset": "laptop", "preset_steps": 60, "settings": settings})
     'A short study: 3 training steps instead of the 60 of preset laptop, so it may not show what longer runs do.'
+    >>> settings = {"trainer": {"total_training_steps": 20, "test_freq": 5}}
+    >>> describe_short_runs({"preset": "laptop", "preset_steps": 60, "settings": settings}).split(". ")[1]
+    'What is said of the end is the mean of all 4 validations after step 0, which hides how they changed.'
     """
     steps, preset_steps = find_steps_total(study.get("settings")), study.get("preset_steps")
     if steps is None or preset_steps is None or steps >= SHORT_SHARE * preset_steps:
         return ""
-    return (
+    sentence = (
         f"A short study: {steps:,} training step{'' if steps == 1 else 's'} instead of the {preset_steps:,} of preset "
         f"{study.get('preset', '')}, so it may not show what longer runs do."
+    )
+    test_freq = flatten_settings(study.get("settings") or {}).get("trainer.test_freq")
+    num_validations = math.ceil(steps / test_freq) if type(test_freq) is int and test_freq > 0 else 1
+    if not 1 < num_validations <= LATE_EVALUATIONS:
+        return sentence
+    return (
+        f"{sentence} What is said of the end is the mean of all {num_validations} validations after step 0, which "
+        "hides how they changed."
     )
 
 

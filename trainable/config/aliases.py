@@ -82,6 +82,10 @@ SYNONYMS: dict[str, str] = {
     "eval_steps": "test_freq",
     "save_steps": "save_freq",
     "max_grad_norm": "grad_clip",
+    "cliprange": "clip_ratio_low",
+    "scale_rewards": "norm_adv_by_std_in_grpo",
+    "loss_type": "loss_agg_mode",
+    "gradient_accumulation_steps": "ppo_micro_batch_size_per_gpu",
 }
 """Names that other trainers give to settings, with the last part of the name that they have here."""
 

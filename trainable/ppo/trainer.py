@@ -570,7 +570,14 @@ class PPOTrainer:
         A validation level is played env.val_group_size times, a test level once. With trainer.measure_val_kl, a sampled
         validation also measures the KL to the reference, over the same episodes. With trainer.log_val_generations, it
         also records the texts of the first rollout of each of the first levels.
+
+        Raises ValueError for another split or mode.
         """
+        for word, allowed_words in ((split, ("val", "test")), (mode, ("sampled", "greedy"))):
+            if word not in allowed_words:
+                raise ValueError(
+                    f"There is no {word!r} here: the splits are val and test, the modes sampled and greedy."
+                )
         if split == "val":
             levels, group_size, purpose = self.val_levels, self.config.env.val_group_size, "validation"
         else:

@@ -43,6 +43,9 @@ ALLOWED_PREFIXES = (
 )
 """Prefixes of the settings that a probe may change. With any other, the trainer would not match the checkpoint."""
 
+PUBLISHED_COEFFICIENT = 0.001
+"""With which the published code measures the entropy bonus and the KL loss of a run that has none."""
+
 
 def restore(
     run: Path | str,
@@ -125,11 +128,15 @@ def make_probe_settings(config: RunConfig, settings: ProbeSettings) -> dict[str,
         "trainer.gradient_analysis_log_prefilter": True,
         "trainer.gradient_analysis_env_groups": trainer.gradient_analysis_env_groups or 128,
         "trainer.gradient_analysis_group_size": trainer.gradient_analysis_group_size or 16,
-        "actor.entropy_coeff": config.actor.entropy_coeff or 0.001,
+        "actor.entropy_coeff": config.actor.entropy_coeff or PUBLISHED_COEFFICIENT,
     }
     # A run with a KL loss keeps its own estimator and coefficient, with which its policy was trained.
     if not config.actor.use_kl_loss:
-        default_settings |= {"actor.use_kl_loss": True, "actor.kl_loss_type": "low_var_kl", "actor.kl_loss_coef": 0.001}
+        default_settings |= {
+            "actor.use_kl_loss": True,
+            "actor.kl_loss_type": "low_var_kl",
+            "actor.kl_loss_coef": PUBLISHED_COEFFICIENT,
+        }
     for name in ("trainer.gradient_analysis_env_groups", "trainer.gradient_analysis_group_size"):
         if name in settings and str(settings[name]).strip().lower() in ("null", "none"):
             raise PlanError(
@@ -137,6 +144,21 @@ def make_probe_settings(config: RunConfig, settings: ProbeSettings) -> dict[str,
                 f"{default_settings[name]}, or type a number."
             )
     return {**default_settings, **settings}
+
+
+def _describe_added_terms(run_config: RunConfig, config: RunConfig, settings: ProbeSettings) -> str:
+    """That the probe measures terms that the run's loss does not have, as a line; empty if it has them, or if typed."""
+    terms = []
+    if config.actor.entropy_coeff and not run_config.actor.entropy_coeff and "actor.entropy_coeff" not in settings:
+        terms.append("entropy bonus")
+    if config.actor.use_kl_loss and not run_config.actor.use_kl_loss and "actor.kl_loss_coef" not in settings:
+        terms.append("KL loss")
+    if not terms:
+        return ""
+    return (
+        f"the run has no {' and no '.join(terms)}: measured with the coefficient {PUBLISHED_COEFFICIENT:g}, to which "
+        "the numbers are proportional"
+    )
 
 
 def format_changes(run_config: RunConfig, config: RunConfig, settings: ProbeSettings) -> str | None:
@@ -164,6 +186,8 @@ def probe(target: RunCheckpoint, settings: ProbeSettings, with_val: bool, consol
     changes = format_changes(run_config, config, settings)
     if changes is not None:
         renderables.append(f"settings changed from the run: {changes}")
+    if added_terms := _describe_added_terms(run_config, config, settings):
+        renderables.append(added_terms)
     try:
         if with_val:
             renderables += _validate(trainer, console)

@@ -173,7 +173,7 @@ def _format_heading(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str]:
         f"Values: {format_values(plan.study, plan.values)} | Steps: {trainer.total_training_steps} | "
         f"GPUs per exp: {resource_plan.gpu_label}",
         f"Groups: {' '.join(resource_plan.gpu_slots) or 'none'} | {memory_text}"
-        f"ray_num_cpus: {trainer.ray_num_cpus} | save_freq: {trainer.save_freq}",
+        f"ray_num_cpus: {resource_plan.cpus} | save_freq: {trainer.save_freq}",
     ]
 
 

@@ -202,6 +202,11 @@ def find_remarks(plan: StudyPlan) -> tuple[str, ...]:
     """A line for each remark that holds in some arm of the study, with the settings of the first of these arms."""
     configs = {spec.arm: spec.config for spec in plan.runs}
     lines: list[str] = []
+    if plan.baseline is None and not plan.study.axis.value_groups and plan.confirms is None:
+        values = " ".join((plan.study.axis.option, ",".join((plan.study.baseline, *plan.values))))
+        lines.append(
+            f"Remark: the baseline {plan.study.baseline} is not among the arms, so nothing is compared: type {values}."
+        )
     for remark in REMARKS[plan.study.family.config_class]:
         arms = [arm for arm, config in configs.items() if remark.applies(config)]
         if arms:

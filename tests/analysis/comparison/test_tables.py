@@ -146,3 +146,9 @@ def test_an_arm_without_a_scored_run_has_no_comparison(tmp_path: Path, studies: 
     row = table[table["arm"] == "0.01"].iloc[0]
     assert row["verdict"] == "no comparison"
     assert math.isnan(row["difference"])
+
+
+def test_studies_with_other_seeds_are_told_over_which_a_difference_is(studies: dict[str, StudyFrames]) -> None:
+    fewer = replace(studies["B"], trials=studies["B"].trials[studies["B"].trials["seed"] == 0])
+    *_, sentence = page.compare({**studies, "B": fewer}, {"A": "a", "B": "b"}).describe()
+    assert sentence.startswith("The studies have different seeds: means are over those of each study")

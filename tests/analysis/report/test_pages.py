@@ -17,7 +17,7 @@ import pytest
 
 from analysis.data.load import load, read_study
 from analysis.grid.layout import name_arms
-from analysis.html.page import format_count, format_duration
+from analysis.html.page import format_count, format_duration, list_commands
 from analysis.report import pages
 from analysis.report.pages import write_frames_report, write_index, write_report
 from analysis.sweep import findings, tables
@@ -161,6 +161,16 @@ def test_the_page_has_what_reproducing_it_needs(page: Page) -> None:
         "seeds 123 to 322",
     ):
         assert words in page.text
+
+
+def test_every_command_that_added_runs_is_listed_in_order() -> None:
+    first, more = "python -m tune_study run kl --seeds 2", "python -m tune_study run kl --kl-values 0.3 --extend"
+    commands = [first, "python -m tune_study resume out/results/kl", more, more]
+    starts = [{"command": command} for command in commands]
+    assert list_commands({"command": more, "starts": starts}) == [first, more]
+    # A folder of an earlier version, and one of someone else.
+    assert list_commands({"command": first}) == [first]
+    assert list_commands({"starts": [{"command": 3}, {}]}) == []
 
 
 @pytest.mark.long

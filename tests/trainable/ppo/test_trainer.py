@@ -325,6 +325,12 @@ def test_a_step_with_nothing_kept_trains_nothing_and_is_validated_where_that_is_
     assert not has_changed(trainer, old_weights, "critic/")
 
 
+@pytest.mark.parametrize(("split", "mode"), [("validation", "sampled"), ("train", "greedy"), ("val", "sample")])
+def test_an_evaluation_of_something_else_is_refused(split: str, mode: str) -> None:
+    with pytest.raises(ValueError, match="the splits are val and test"):
+        make_quiet_trainer().evaluate(split, mode)
+
+
 def test_steps_in_a_row_with_nothing_kept_are_counted_anew_after_one_that_kept_some() -> None:
     trainer = make_quiet_trainer()
     trainer.consecutive_empty_steps = 3

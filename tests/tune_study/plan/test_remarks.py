@@ -197,3 +197,20 @@ def test_a_learning_rate_of_1_overwrites_weights_and_a_decay_of_its_inverse_eras
 
 def test_half_of_flipped_labels_leave_no_answer_better_than_another() -> None:
     assert all(math.isclose(0.5 * reward + 0.5 * (1 - reward), 0.5) for reward in (0.0, 0.3, 1.0))
+
+
+def test_a_plan_without_its_baseline_says_what_to_type(tmp_path: Path) -> None:
+    def list_remarks(name: str, values: Sequence[str]) -> list[str]:
+        plan = make_plan(STUDIES[name], "laptop", "a test", {}, values, 1, tmp_path)
+        return [remark for remark in find_remarks(plan) if "baseline" in remark]
+
+    assert list_remarks("kl", ("0.1", "0.3")) == [
+        "Remark: the baseline 0 is not among the arms, so nothing is compared: type --kl-values 0,0.1,0.3."
+    ]
+    assert list_remarks("influence", ("TPO",)) == [
+        "Remark: the baseline GRPO is not among the arms, so nothing is compared: type --arms GRPO,TPO."
+    ]
+    assert list_remarks("kl", ("0.0", "0.3")) == []
+    # The groups of a grid are started one by one, and the baseline is in one of them.
+    smoke = STUDIES["smoke"]
+    assert list_remarks("smoke", [arm for arm in smoke.get_grid("laptop") if arm != smoke.baseline][:2]) == []

@@ -43,9 +43,13 @@ def read_analyses(folder: Path) -> StudyFrames:
             "during training, and are in its report.html and steps.parquet."
         )
     if make_analysis_table(frames.gradients).empty:
+        # `probe` opens a run, which has to be chosen if there are several.
+        arms = frames.trials["arm"]
+        options = ("--trial", arms.iloc[0]) if len(arms) > 1 else ()
+        command = format_command("probe", folder, *options)
         raise PlanError(
             f"{format_value(folder, 1000)} has no gradient analysis: run a study with --set "
-            f"trainer.gradient_analysis_mode=True, or type `{format_command('probe', folder)}` to analyze a checkpoint."
+            f"trainer.gradient_analysis_mode=True, or type `{command}` to analyze a checkpoint."
         )
     return frames
 

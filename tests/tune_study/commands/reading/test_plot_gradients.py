@@ -187,6 +187,10 @@ def test_a_study_without_analyses_says_how_to_get_some(tmp_path: Path) -> None:
         answer = type_in(folder, line)
         assert answer.code == 2
         assert "has no gradient analysis: run a study with --set trainer.gradient_analysis_mode=True" in answer.err
+        assert f"type `python -m tune_study probe {folder}` to analyze" in answer.err
+    # With several runs, `probe` has to be told which.
+    several_runs = write_study(tmp_path / "several", [FakeRun("0", steps=2), FakeRun("0.1", steps=2)])
+    assert f"`python -m tune_study probe {several_runs} --trial 0` to analyze" in type_in(several_runs, "").err
 
 
 def test_a_study_without_a_language_model_is_told_where_its_gradients_are(tmp_path: Path) -> None:
