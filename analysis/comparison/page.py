@@ -61,8 +61,8 @@ class Comparison:
         seeds = {frozenset(frames.trials["seed"]) for frames in self.studies.values()}
         if len(seeds) > 1:
             sentences.append(
-                "The studies have different seeds: means are over those of each study, and differences over those that "
-                "it has in common with the first, if there are any."
+                "The studies have different seeds: means are over those of each study, and differences over the seeds "
+                "in common if there are at least two, or else over all seeds of both."
             )
         return sentences
 

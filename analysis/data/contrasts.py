@@ -63,6 +63,15 @@ def compute_weight_norm(pairs: Sequence[tuple[str, str]]) -> float:
 
     It is 0 if the pairs form circles, such as A with B, B with C, and C with A: such a mean is 0 whatever the outcomes.
     """
+    return sum(weight**2 for weight in compute_arm_weights(pairs).values())
+
+
+def compute_arm_weights(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
+    """The weight of each arm in the mean over `pairs` of the first arm minus the second.
+
+    >>> compute_arm_weights([("a", "c"), ("b", "c")])
+    {'a': 0.5, 'b': 0.5, 'c': -1.0}
+    """
     counts = Counter(first for first, _ in pairs)
     counts.subtract(second for _, second in pairs)
-    return sum(count**2 for count in counts.values()) / len(pairs) ** 2
+    return {arm: count / len(pairs) for arm, count in counts.items()}

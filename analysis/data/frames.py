@@ -303,22 +303,28 @@ def concat_studies(study_frames: list[StudyFrames]) -> StudyFrames:
 
 
 def _list_names(study_frames: Sequence[StudyFrames]) -> list[str]:
-    """A name for each study, of which no two are equal unless the studies were not loaded from folders."""
+    """A distinct name for each study: its own, or else that of its folder, the folder's path, or one with a number."""
     studies = [frames.studies[0] for frames in study_frames]
-    names = [study["name"] for study in studies]
+    # A confirmation has the name and the run of its study, and only another folder.
     folders = [
         frames.folders[0] if frames.folders else Path(study["run"])
         for frames, study in zip(study_frames, studies, strict=True)
     ]
-    # A confirmation has the name and the run of its study, and only another folder.
-    folder_names = [folder.name for folder in folders]
-    parent = os.path.commonpath(folders) if all(frames.folders for frames in study_frames) else ""
-    paths = [os.path.relpath(folder, parent) if parent else folder.name for folder in folders]
-    for other_names in (folder_names, paths):
+    loaded_parents = {frames.folders[0].parent for frames in study_frames if frames.folders}
+    parent = Path(os.path.commonpath(loaded_parents)) if loaded_parents else Path()
+    names = [study["name"] for study in studies]
+    for other_names in (
+        [folder.name for folder in folders],
+        [str(folder.relative_to(parent)) if folder.is_relative_to(parent) else folder.name for folder in folders],
+    ):
         names = [
             other_name if names.count(name) > 1 else name for name, other_name in zip(names, other_names, strict=True)
         ]
-    return names
+    # The same study twice.
+    return [
+        f"{name} ({names[:index].count(name) + 1})" if names.count(name) > 1 else name
+        for index, name in enumerate(names)
+    ]
 
 
 def _rename_study(study_frames: StudyFrames, study_name: str) -> StudyFrames:

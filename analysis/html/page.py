@@ -64,17 +64,17 @@ def make_settings_rows(study: Study) -> list[dict[str, Any]]:
 
 
 def list_commands(study: Study) -> list[str]:
-    """The commands that added runs to the study, in their order: more than one if arms or seeds were added.
+    """The commands that started the study, in their order and each once: several if arms or seeds were added.
 
-    A folder of an earlier version has the last one only.
+    Those that only resumed it are left out. A folder of an earlier version has the last one only.
     """
-    commands = [start.get("command") for start in study.get("starts") or [{"command": study.get("command")}]]
-    # `resume` adds nothing.
-    return [
-        *dict.fromkeys(
-            command for command in commands if isinstance(command, str) and " tune_study resume " not in command
-        )
-    ]
+    starts = [start for start in study.get("starts") or [] if isinstance(start, dict)]
+    commands = [command for start in starts if isinstance(command := start.get("command"), str)]
+    # The program is `python -m tune_study`, or the installed `tune-study`.
+    commands = [command for command in commands if not re.match(r"(python -m tune_study|tune-study) resume\b", command)]
+    if not commands and isinstance(study.get("command"), str):
+        commands = [study["command"]]
+    return [*dict.fromkeys(commands)]
 
 
 def list_sources(study: Study) -> list[dict[str, str]]:

@@ -28,7 +28,7 @@ from analysis.data.compare import (
     make_test_columns,
     require_single_study,
 )
-from analysis.data.contrasts import compute_weight_norm, read_contrasts
+from analysis.data.contrasts import compute_arm_weights, compute_weight_norm, read_contrasts
 from analysis.data.families import Row, TableFamily
 from analysis.data.frames import StudyFrames, to_records
 from analysis.stats.estimates import Estimate
@@ -241,8 +241,14 @@ def _estimate_contrast(seed_rows: Sequence[Row], outcomes: Outcomes, margin: flo
     ]
     # Seeds may miss different pairs. The variance of their mean is that of one run, times the mean of their norms.
     weight_norm = _mean_or_nan([compute_weight_norm(list(pairs)) for pairs in differences_by_seed.values()])
-    arms = {arm for pairs in differences_by_seed.values() for pair in pairs for arm in pair}
-    min_variance = outcomes.get_min_variance(*sorted(arms)) if arms else 0.0
+    # No estimate can be surer than the evaluation of each arm allows, which has the square of its weight.
+    evaluation_variance = _mean_or_nan(
+        [
+            sum(weight**2 * outcomes.get_min_variance(arm) for arm, weight in compute_arm_weights(list(pairs)).items())
+            for pairs in differences_by_seed.values()
+        ]
+    )
+    min_variance = evaluation_variance / weight_norm if weight_norm > 0 else 0.0
     estimate = (
         estimate_contrast(outcomes, seed_means, num_comparisons, weight_norm, min_variance)
         if weight_norm > 0 or outcomes.num_comparisons

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL, has_added_seeds, require_single_study
-from analysis.data.families import LATE_EVALUATIONS
+from analysis.data.families import LATE_EVALUATIONS, get_family
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.run_files import find_steps_total
 from analysis.stats.estimates import Trend
@@ -580,7 +580,7 @@ def describe_short_runs(study: Mapping[str, Any]) -> str:
     )
     test_freq = flatten_settings(study.get("settings") or {}).get("trainer.test_freq")
     num_validations = math.ceil(steps / test_freq) if type(test_freq) is int and test_freq > 0 else 1
-    if not 1 < num_validations <= LATE_EVALUATIONS:
+    if not (1 < num_validations <= LATE_EVALUATIONS and get_family(study).primary_column.startswith("late_")):
         return sentence
     return (
         f"{sentence} What is said of the end is the mean of all {num_validations} validations after step 0, which "

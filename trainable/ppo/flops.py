@@ -41,11 +41,12 @@ def estimate_forward_flops(
 
 
 def estimate_rollout_flops(shape: Shape, episodes: Sequence[Episode]) -> float:
-    """FLOP of sampling the episodes with a KV cache that keeps all turns, and one prefill of each distinct prompt."""
+    """FLOP of sampling the episodes with a KV cache that keeps all turns, and one prefill of each prompt of a group."""
     # The first sampled token follows the prompt. The episodes of a group share it, but not the children of a tree.
     prompt_lengths = [int(episode.mask.argmax()) for episode in episodes]
     distinct_prompts = {
-        episode.tokens[:length].tobytes(): length for episode, length in zip(episodes, prompt_lengths, strict=True)
+        (episode.group, episode.tokens[:length].tobytes()): length
+        for episode, length in zip(episodes, prompt_lengths, strict=True)
     }
     total = sum(
         estimate_forward_flops(shape, [length], output_tokens=0, output_size=0) for length in distinct_prompts.values()

@@ -83,7 +83,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "consecutive steps, up to this one, in which the filter kept no group",
         "rollout/consecutive_empty_after_filter_steps",
     ),
-    # The update. These columns are missing in a step in which the filter kept no group.
+    # The update. Its columns, but not those of the engine, are missing in a step in which the filter kept no group.
     Column("batch_size", "sequences", "sequences trained on, including copies", "train/batch_size"),
     Column(
         "engine_mismatch_mean",
@@ -280,7 +280,8 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     Column(
         "mfu_rollout",
         "fraction",
-        "MFU of seconds_rollout: FLOP/s / (peak_flops_per_s x ranks); the common prompt of a group is counted once",
+        "MFU of seconds_rollout: FLOP/s / (peak_flops_per_s x ranks); the common prompt of a group is counted once, "
+        "and that of each child of a tree",
     ),
     Column("mfu_values", "fraction", "MFU of seconds_values"),
     Column("mfu_reference", "fraction", "MFU of seconds_reference"),

@@ -157,7 +157,7 @@ def _describe_added_terms(run_config: RunConfig, config: RunConfig, settings: Pr
         return ""
     return (
         f"the run has no {' and no '.join(terms)}: measured with the coefficient {PUBLISHED_COEFFICIENT:g}, to which "
-        "the numbers are proportional"
+        "their gradients are proportional"
     )
 
 

@@ -120,7 +120,7 @@ def check_same_source(folder: Path, entry: Mapping[str, Any], source: StudySourc
     diff = format_changes(entry["text"], source.text)
     raise PlanError(
         f"{format_value(source.typed, 1000)} has changed since {folder} was started:\n  {diff}\n"
-        "Restore the file, start a new study with another --output, or type --accept-changed-file to go on with the "
+        "Restore the file, start a new study with another --output, or type --accept-changed-file to continue with the "
         "changed file, which is recorded. The settings of runs that have started cannot change."
     )
 

@@ -203,13 +203,18 @@ def find_remarks(plan: StudyPlan) -> tuple[str, ...]:
     configs = {spec.arm: spec.config for spec in plan.runs}
     lines: list[str] = []
     if plan.baseline is None and not plan.study.axis.value_groups and plan.confirms is None:
-        values = " ".join((plan.study.axis.option, ",".join((plan.study.baseline, *plan.values))))
-        lines.append(
-            f"Remark: the baseline {plan.study.baseline} is not among the arms, so nothing is compared: type {values}."
-        )
+        lines.append(_describe_missing_baseline(plan))
     for remark in REMARKS[plan.study.family.config_class]:
         arms = [arm for arm, config in configs.items() if remark.applies(config)]
         if arms:
             where = "" if len(arms) == len(configs) else f" (in {len(arms)} of {len(configs)} arms, such as {arms[0]})"
             lines.append(f"Remark: {remark.sentence.format(c=configs[arms[0]])}{where}.")
     return tuple(lines)
+
+
+def _describe_missing_baseline(plan: StudyPlan) -> str:
+    sentence = f"Remark: the baseline {plan.baseline_name} is not among the arms, so no arm is compared with it"
+    # With another base configuration the baseline may be no arm of the study.
+    if plan.baseline_name not in plan.study.get_grid(plan.preset):
+        return f"{sentence}."
+    return f"{sentence}: type {plan.study.axis.option} {','.join((plan.baseline_name, *plan.values))}."

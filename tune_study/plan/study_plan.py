@@ -156,13 +156,18 @@ class StudyPlan:
     @property
     def baseline(self) -> str | None:
         """The value of the study's baseline, as it was typed; None if it is not among the values."""
-        name = self._format_template(self.study.baseline)
+        name = self.baseline_name
         baseline_number = _parse_number(name)
         # Numbers are compared by value: a baseline "0" is also found if it was typed as 0.0.
         equal_values = [
             value for value in self.values if value == name or _is_equal(_parse_number(value), baseline_number)
         ]
         return equal_values[0] if equal_values else None
+
+    @property
+    def baseline_name(self) -> str:
+        """The study's baseline, which need not be among the values."""
+        return self._format_template(self.study.baseline)
 
     def _format_template(self, template: str) -> str:
         """Fill in a template of the whole study."""

@@ -165,12 +165,13 @@ def test_the_page_has_what_reproducing_it_needs(page: Page) -> None:
 
 def test_every_command_that_added_runs_is_listed_in_order() -> None:
     first, more = "python -m tune_study run kl --seeds 2", "python -m tune_study run kl --kl-values 0.3 --extend"
-    commands = [first, "python -m tune_study resume out/results/kl", more, more]
+    commands = [first, "python -m tune_study resume out/results/kl", more, more, "tune-study resume out/results/kl"]
     starts = [{"command": command} for command in commands]
     assert list_commands({"command": more, "starts": starts}) == [first, more]
     # A folder of an earlier version, and one of someone else.
     assert list_commands({"command": first}) == [first]
-    assert list_commands({"starts": [{"command": 3}, {}]}) == []
+    assert list_commands({"starts": [{"command": 3}, {}, 3]}) == []
+    assert list_commands({"command": first, "starts": [{"command": commands[1]}]}) == [first]
 
 
 @pytest.mark.long

@@ -91,18 +91,24 @@ def test_pairs_of_one_seed_are_not_independent(tmp_path: Path) -> None:
 
 def test_no_interval_is_narrower_than_that_of_the_evaluation(tmp_path: Path) -> None:
     """A contrast of two arms has the interval that the table of arms has for the same two."""
-    runs = [language_model.FakeRun(arm, seed) for arm in ("0", "0.1") for seed in range(3)]
-    extra = {"contrasts": [{"name": "some against none", "pairs": [["0.1", "0"]]}]}
+    runs = [language_model.FakeRun(arm, seed) for arm in ("0", "0.1", "0.3") for seed in range(3)]
+    contrasts = {"some against none": [["0.1", "0"]], "both against none": [["0.1", "0"], ["0.3", "0"]]}
+    extra = {"contrasts": [{"name": name, "pairs": pairs} for name, pairs in contrasts.items()]}
     study = language_model.FakeStudy(levels=120, extra=extra)
     frames = load(language_model.write_study(tmp_path, runs, study))
     # Runs whose outcomes differ less than 120 levels can show.
     late = frames.trials["seed"] * 1e-4 + frames.trials["arm"].eq("0.1") * 0.05 + 0.5
     frames = replace(frames, trials=frames.trials.assign(late_val_success=late))
-    row = get_row(compute_contrasts(frames), "some against none", "late_val_success")
+    table = compute_contrasts(frames)
+    row = get_row(table, "some against none", "late_val_success")
     arm_row = summarize_arms(frames).set_index("arm").loc["0.1"]
     variances = estimate_evaluation_variances(frames)
     assert row["se"] == pytest.approx(math.sqrt(2 * (variances["0"] + variances["0.1"]) / 2 / 3))
     assert (row["difference"], row["se"]) == (pytest.approx(0.05), pytest.approx(arm_row["se"]))
+    # The arm that is in both pairs has twice the weight of the others.
+    both = get_row(table, "both against none", "late_val_success")
+    variance = variances["0"] + (variances["0.1"] + variances["0.3"]) / 4
+    assert both["se"] == pytest.approx(math.sqrt(variance / 3))
 
 
 EMPTY_FRAMES = {name: make_empty_frame(name) for name in ("steps", "levels", "gradients", "gradient_groups")}

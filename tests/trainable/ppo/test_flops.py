@@ -59,9 +59,10 @@ def test_a_child_of_a_tree_has_a_prompt_of_its_own() -> None:
     single_flops = [estimate_rollout_flops(sizes, [episode]) for episode in (root, child, other_child)]
     assert min(single_flops) > 0
     assert estimate_rollout_flops(sizes, [root, child, other_child]) == pytest.approx(sum(single_flops))
-    # The same prompt is filled once, in whatever group.
+    # A prompt is filled once for a group, and again for the next one.
     prefill_flops = estimate_forward_flops(sizes, [100], 0, 0)
     assert estimate_rollout_flops(sizes, [child, child]) == pytest.approx(2 * single_flops[1] - prefill_flops)
+    assert estimate_rollout_flops(sizes, [child, child._replace(group=1)]) == pytest.approx(2 * single_flops[1])
 
 
 @pytest.mark.long

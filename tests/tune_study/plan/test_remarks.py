@@ -205,12 +205,26 @@ def test_a_plan_without_its_baseline_says_what_to_type(tmp_path: Path) -> None:
         return [remark for remark in find_remarks(plan) if "baseline" in remark]
 
     assert list_remarks("kl", ("0.1", "0.3")) == [
-        "Remark: the baseline 0 is not among the arms, so nothing is compared: type --kl-values 0,0.1,0.3."
+        "Remark: the baseline 0 is not among the arms, so no arm is compared with it: type --kl-values 0,0.1,0.3."
     ]
     assert list_remarks("influence", ("TPO",)) == [
-        "Remark: the baseline GRPO is not among the arms, so nothing is compared: type --arms GRPO,TPO."
+        "Remark: the baseline GRPO is not among the arms, so no arm is compared with it: type --arms GRPO,TPO."
     ]
     assert list_remarks("kl", ("0.0", "0.3")) == []
     # The groups of a grid are started one by one, and the baseline is in one of them.
     smoke = STUDIES["smoke"]
     assert list_remarks("smoke", [arm for arm in smoke.get_grid("laptop") if arm != smoke.baseline][:2]) == []
+
+
+def test_a_baseline_whose_name_depends_on_settings_is_named_as_it_is_typed(tmp_path: Path) -> None:
+    study = STUDIES["learning-rate"]
+    grid = study.get_grid("laptop")
+    baseline = make_plan(study, "laptop", "a test", {}, grid, 1, tmp_path).baseline
+    assert baseline is not None
+    others = [arm for arm in grid if arm != baseline][:2]
+    (remark,) = find_remarks(make_plan(study, "laptop", "a test", {}, others, 1, tmp_path))
+    assert remark.endswith(f"so no arm is compared with it: type --arms {','.join((baseline, *others))}.")
+    # With another learning rate no arm of the study is its baseline.
+    elsewhere = make_plan(study, "laptop", "a test", {"actor.lr": "1e-5"}, grid, 1, tmp_path)
+    assert elsewhere.baseline is None
+    assert [line for line in find_remarks(elsewhere) if line.endswith("so no arm is compared with it.")]
