@@ -278,8 +278,8 @@ def make_setting_column(values: list[Any]) -> Any:
 def concat_studies(study_frames: list[StudyFrames]) -> StudyFrames:
     """Concatenate studies. Studies that share a name are renamed to the name of their run folder.
 
-    Folders that share a name, such as those of one study in two outputs, give their paths below the folder that has
-    them all.
+    Where the folders share a name too, as those of one study in two outputs do, it is the path below their common
+    folder.
 
     Studies may be of different families: a column that the family of a study does not have is missing in its rows, and
     `StudyFrames.select_study` drops it again. A single study is returned unchanged. Renaming keeps two executions of

@@ -241,7 +241,7 @@ def _estimate_contrast(seed_rows: Sequence[Row], outcomes: Outcomes, margin: flo
     ]
     # Seeds may miss different pairs. The variance of their mean is that of one run, times the mean of their norms.
     weight_norm = _mean_or_nan([compute_weight_norm(list(pairs)) for pairs in differences_by_seed.values()])
-    # No estimate can be surer than the evaluation of each arm allows, which has the square of its weight.
+    # The noise of the evaluation bounds the variance from below; an arm's counts with the square of its weight.
     evaluation_variance = _mean_or_nan(
         [
             sum(weight**2 * outcomes.get_min_variance(arm) for arm, weight in compute_arm_weights(list(pairs)).items())

@@ -13,6 +13,7 @@ from rich.console import Console
 from search_spaces import FAMILIES
 from search_spaces.declaration.study import Study
 from search_spaces.language_model.family import PPO, as_run_config
+from trainable.config.aliases import flatten_settings
 from trainable.config.command_lines import format_command
 from trainable.config.own_parts import PART_FORM, Choice
 from trainable.config.setting_types import format_value, is_common
@@ -265,8 +266,7 @@ def _warn_of_damage(path: Path) -> None:
 def _find_total_steps(run_dir: Path, study: dict[str, Any]) -> int:
     """The planned steps of a run by its run.json, since arms may differ; without one, those of the study."""
     config = (find_object(run_dir / "run.json") or {}).get("config")
-    trainer = config.get("trainer") if isinstance(config, dict) else None
-    total_steps = trainer.get("total_training_steps") if isinstance(trainer, dict) else None
+    total_steps = flatten_settings(config).get("trainer.total_training_steps") if isinstance(config, dict) else None
     # The file is read from disk and may hold anything. A bool is an int in Python.
     return total_steps if type(total_steps) is int else study["settings"]["trainer"]["total_training_steps"]
 
