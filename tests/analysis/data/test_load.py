@@ -342,6 +342,12 @@ def test_studies_of_one_name_are_distinguished_by_their_run(tmp_path: Path) -> N
     frames = load(tmp_path)
     assert frames.trials["study"].to_list() == ["kl_sweep_a", "kl_sweep_b"]
     assert len(frames.select_study("kl_sweep_b").steps) == 3
+    # In two outputs too, the folder's name is enough.
+    for model in ("a", "b"):
+        write_study(
+            tmp_path / "outputs" / model, [FakeRun("0", steps=1)], FakeStudy(run=f"kl_sweep_{model}", levels=10)
+        )
+    assert [study["name"] for study in load(tmp_path / "outputs").studies] == ["kl_sweep_a", "kl_sweep_b"]
 
 
 def test_studies_of_one_run_are_distinguished_by_their_folders(tmp_path: Path) -> None:
