@@ -108,6 +108,7 @@ class StudyRun:
         settings: Mapping[str, object] = MappingProxyType({}),
         study: str | None = None,
         code: Sequence[str] = (),
+        allow: Sequence[str] = (),
     ) -> "PPOTrainer":
         """Restore the trainer from a checkpoint of the run, as `tune_study.probe.restore` does.
 
@@ -116,6 +117,7 @@ class StudyRun:
             settings: dotted settings to change, such as {"trainer.device": "cpu"}.
             study: the file that declares the study, such as "lr.py"; None for a study of this package.
             code: the files whose parts the study uses, such as ["my_loss.py"].
+            allow: what the folder of somebody else names outside of it and may be used, as the error prints it.
 
         Raises ValueError if the frames were not loaded from a folder, or if there is no such checkpoint.
         """
@@ -128,7 +130,7 @@ class StudyRun:
             for folder, entry in zip(self.frames.folders, self.frames.studies, strict=True)
             if entry["name"] == self.trial["study"]
         )
-        return probe.restore(folder, self.run_id, step, settings=settings, study=study, code=code)
+        return probe.restore(folder, self.run_id, step, settings=settings, study=study, code=code, allow=allow)
 
     def _select(self, frame: pd.DataFrame) -> pd.DataFrame:
         return frame[frame["run_id"] == self.run_id].reset_index(drop=True)

@@ -7,6 +7,7 @@ rules on the runs on which it was chosen looks better than it is.
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import pandas as pd
 
 from analysis.data.compare import SCORED_STATUSES
@@ -50,7 +51,7 @@ def find_distinct_ends(studies: Sequence[StudyFrames]) -> list[pd.DataFrame]:
             keys.append((int(run["seed"]), symptoms.to_numpy().tobytes()))
         is_new = [key not in seen_runs for key in keys]
         seen_runs.update(keys)
-        tables.append(ends[is_new])
+        tables.append(ends[np.array(is_new, dtype=bool)])  # an empty list would select columns
     return tables
 
 

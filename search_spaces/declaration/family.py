@@ -8,6 +8,7 @@ from search_spaces.declaration.presets import GameSettings, Preset
 from search_spaces.declaration.search import Dimension
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.own_parts import shorten_part_name
+from trainable.config.run_config import list_outside_settings
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,6 @@ class Family:
         estimate_bytes: function of the configuration and of the parameter count of the loaded model that returns two
             sizes in bytes: that of a checkpoint, and that of a row together with everything derived from the row. None
             if the shape of the model determines both.
-        model_settings: settings that name a model, which may be a local folder.
-        path_settings: settings that name a local file or folder, if they are set.
         name_suffix: template that is appended to the names of a study and of its runs if the study has no published
             names.
         games: the games that --env selects, by name; empty if the runs play none.
@@ -71,8 +70,6 @@ class Family:
     log_columns: tuple[DisplayColumn, ...]
     has_batched_seeds: bool = False
     estimate_bytes: Callable[[Any, int], tuple[int, int]] | None = None
-    model_settings: tuple[str, ...] = ()
-    path_settings: tuple[str, ...] = ()
     name_suffix: str = ""
     games: Mapping[str, GameSettings] = field(default_factory=dict)
     is_fine_tuning: bool = False
@@ -91,6 +88,16 @@ class Family:
         game_settings, preset_settings = self.games[game], self.games[game].presets
         name = preset if preset in preset_settings else self.presets[preset].variant_of
         return {**game_settings.settings, **preset_settings.get(name, {})}
+
+    @property
+    def model_settings(self) -> tuple[str, ...]:
+        """The settings that name a model, which may be a local folder."""
+        return list_outside_settings(self.config_class, "model")
+
+    @property
+    def path_settings(self) -> tuple[str, ...]:
+        """The settings that name a local file or folder, if they are set."""
+        return list_outside_settings(self.config_class, "file")
 
     @property
     def primary_metric(self) -> str:

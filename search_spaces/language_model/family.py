@@ -128,8 +128,6 @@ PPO = Family(
     },
     make_template_values=make_template_values,
     get_model_path=get_model_path,
-    model_settings=("model.path", "model.reference_path"),
-    path_settings=("env.papers.file",),
     progress_columns=(
         DisplayColumn("val_success", "success", ".3f", fallback_column="base_val_success"),
         DisplayColumn("reward_std", "reward std", ".3f"),

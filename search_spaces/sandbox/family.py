@@ -82,8 +82,6 @@ UPDATE_RULES = Family(
     get_model_path=get_model_path,
     has_batched_seeds=True,
     estimate_bytes=estimate_bytes,
-    model_settings=("model_name",),
-    path_settings=("mnist_folder", "text_file"),
     progress_columns=(
         DisplayColumn("test_error", "test error", ".3f"),
         DisplayColumn("entropy", "entropy", ".3f"),

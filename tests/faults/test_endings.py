@@ -36,6 +36,8 @@ from trainable.runs.checkpoint import iter_checkpoints
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
 RARE_CHECKPOINTS = ("--set=trainer.resume_every=100", "--set=trainer.resume_seconds=1000")
+LONGEST_ARM, SHORTEST_ARM = "0.1", "0"
+"""The arms of the study in the order in which they start: the run without a KL loss takes less time."""
 RARE_RECIPE = replace(KL_RECIPE, options=(*SMALL_OPTIONS, *RARE_CHECKPOINTS))
 
 
@@ -53,8 +55,7 @@ def test_one_interrupt_finishes_and_saves_the_steps(tmp_path: Path, uninterrupte
     study = InterruptedStudy(tmp_path, STEPS, ["--max-concurrent=1"], RARE_RECIPE)
     interrupt_and_check(study, press_ctrl_c)
     trials = analysis.load(tmp_path).trials.set_index("arm")
-    # The run without a KL loss takes less time, and was to start last.
-    assert tuple(trials.loc["0", ["status", "reason"]]) == (
+    assert tuple(trials.loc[SHORTEST_ARM, ["status", "reason"]]) == (
         "never_ran",
         "the study was interrupted before it started",
     )
@@ -75,7 +76,7 @@ def interrupt_and_check(study: InterruptedStudy, interrupt: Callable[["subproces
     study.log.close()
     assert study.wait_and_count_orphans() == 0
     trials = analysis.load(tmp_path).trials.set_index("arm")
-    first_run = trials.loc["0.1"]
+    first_run = trials.loc[LONGEST_ARM]
     steps = first_run["steps_done"]
     assert first_run["status"] == "interrupted"
     assert first_run["reason"] == f"interrupted after step {steps} of {STEPS}"
@@ -99,7 +100,7 @@ def test_a_sigterm_to_the_whole_process_group_is_named(tmp_path: Path, uninterru
     assert "The study ended early" not in log_text
     assert f"Continue with: python -m tune_study resume {study.folder}" in log_text
     trials = analysis.load(tmp_path).trials.set_index("arm")
-    assert trials["status"].to_dict() == {"0": "interrupted", "0.1": "never_ran"}
+    assert trials["status"].to_dict() == {LONGEST_ARM: "interrupted", SHORTEST_ARM: "never_ran"}
     assert study.wait_and_count_orphans() == 0
     finish(study)
     assert compare(study, uninterrupted_study, Tally()) == []
@@ -107,8 +108,8 @@ def test_a_sigterm_to_the_whole_process_group_is_named(tmp_path: Path, uninterru
 
 def make_command(study: InterruptedStudy) -> list[str]:
     """Make the command that starts the study, for tests in which its output is not a log."""
-    options = [*SMALL_OPTIONS, f"--steps={STEPS}", f"--output={study.output}", *study.options]
-    return [sys.executable, "-m", "tune_study", "run", "kl", *options]
+    options = [*study.recipe.options, f"--steps={STEPS}", f"--output={study.output}", *study.options]
+    return [sys.executable, "-m", "tune_study", "run", study.recipe.name, *options]
 
 
 @pytest.mark.slow
@@ -134,9 +135,10 @@ def test_a_closed_terminal_is_a_request_to_stop(tmp_path: Path, uninterrupted_st
     assert driver.wait(PATIENCE_S) == 130
     assert study.wait_and_count_orphans() == 0
     trials = analysis.load(tmp_path).trials.set_index("arm")
-    assert trials.loc["0", "status"] == "interrupted"
-    checkpoint_steps = [step for step, _ in iter_checkpoints(study.find_run_dirs()[0] / "state")]
-    assert checkpoint_steps == [trials.loc["0", "steps_done"]]
+    first_run = trials.loc[LONGEST_ARM]
+    assert first_run["status"] == "interrupted"
+    checkpoint_steps = [step for step, _ in iter_checkpoints(study.folder / "runs" / first_run["run_id"] / "state")]
+    assert checkpoint_steps == [first_run["steps_done"]]
     assert (study.folder / "report.html").exists()
     finish(study)
     assert [line for line in compare(study, uninterrupted_study, Tally()) if "resume_" not in line] == []

@@ -7,7 +7,16 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field
 
 from trainable.config.section import Section
-from trainable.config.setting_types import Common, Fraction, ParseNull, Positive
+from trainable.config.setting_types import (
+    Common,
+    Endpoint,
+    Fraction,
+    KeyVariable,
+    LocalPath,
+    Outside,
+    ParseNull,
+    Positive,
+)
 
 
 class FrozenLakeConfig(Section):
@@ -37,7 +46,7 @@ class CountdownConfig(Section):
 class PapersConfig(Section):
     """Papers: questions about documents, which a tree of rollouts answers in Python REPLs, as in rlm_grpo."""
 
-    file: Annotated[str | None, ParseNull] = Field(
+    file: Annotated[LocalPath | None, ParseNull, Outside("file")] = Field(
         None, description="a .jsonl or .parquet file of questions (docs/tree_grpo.md); null: generated questions"
     )
     num_papers: int = Field(3, ge=1, le=16, description="papers of a generated question")
@@ -45,12 +54,12 @@ class PapersConfig(Section):
     score: Literal["char_f1", "judge"] = Field(
         "char_f1", description="reward of the final answer: overlap of quoted characters, or a judge at judge_url"
     )
-    judge_url: Annotated[str | None, ParseNull] = Field(
-        None, description="OpenAI-compatible endpoint of the judge, up to /v1; null: none"
+    judge_url: Annotated[Endpoint | None, ParseNull, Outside("host")] = Field(
+        None, description="OpenAI-compatible endpoint of the judge, up to /v1; http:// on this machine only; null: none"
     )
     judge_model: str = Field("gpt-4.1-nano", description="the judge's name at the endpoint")
-    judge_key_variable: str = Field(
-        "OPENAI_API_KEY", pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="environment variable with the judge's key"
+    judge_key_variable: Annotated[KeyVariable, Outside("variable")] = Field(
+        "OPENAI_API_KEY", description="environment variable with the judge's key: NAME_API_KEY, or TUNE_STUDY_NAME"
     )
     max_children_per_call: int = Field(4, ge=1, le=64, description="maximum questions to children in one call")
     max_children: int = Field(8, ge=0, le=64, description="maximum children of a tree; 0: none")

@@ -35,7 +35,7 @@ from trainable.config.sections import (
     RolloutConfig,
     TrainerConfig,
 )
-from trainable.config.setting_types import MAX_EPISODES, MAX_LEVELS, format_value
+from trainable.config.setting_types import MAX_EPISODES, MAX_LEVELS, Outside, OutsideKind, format_value
 
 C = TypeVar("C", bound=BaseRunConfig)
 
@@ -416,6 +416,18 @@ def list_field_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> 
             names += list_field_names(field_type, f"{prefix}{name}.")
         else:
             names.append(prefix + name)
+    return tuple(names)
+
+
+@cache
+def list_outside_settings(section: type[BaseModel], *kinds: OutsideKind) -> tuple[str, ...]:
+    """The dotted settings that name something outside of a study's folder; with `kinds`, those of these kinds alone."""
+    names: list[str] = []
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            names += (f"{name}.{inner}" for inner in list_outside_settings(field.annotation, *kinds))
+        elif any(isinstance(mark, Outside) and (not kinds or mark.kind in kinds) for mark in field.metadata):
+            names.append(name)
     return tuple(names)
 
 

@@ -44,10 +44,11 @@ from trainable.config.setting_types import (
     FullDtypeName,
     GroupCount,
     KLKind,
+    LocalPath,
     LoraTargets,
     LossAggMode,
-    ModelPath,
     NonNegative,
+    Outside,
     ParseNull,
     Positive,
     PowerOfTwo,
@@ -69,7 +70,7 @@ OwnPartName = Annotated[str, AfterValidator(Choice(()))]
 class ModelConfig(Section):
     """The policy model, its prompts, its precision and its LoRA adapters."""
 
-    path: Common[ModelPath] = Field(
+    path: Annotated[Common[LocalPath], Outside("model")] = Field(
         "Qwen/Qwen2.5-3B",
         description="Hugging Face id, folder, or a shipped policy: sokoban-tiny, frozenlake-tiny, mastermind-tiny",
     )
@@ -100,7 +101,7 @@ class ModelConfig(Section):
         description="forward and backward passes of tiny Qwen2 models in compiled code, in float32 on a CPU; numbers "
         "differ from torch by rounding",
     )
-    reference_path: Annotated[ModelPath | None, ParseNull] = Field(
+    reference_path: Annotated[LocalPath | None, ParseNull, Outside("model")] = Field(
         None,
         description="the model that KL terms refer to, such as a teacher, with the policy's tokenizer: a Hugging Face "
         "id, a folder, or a shipped policy or its teacher; null: the policy before training",

@@ -1,8 +1,13 @@
 """Types of single settings: named bounds, choices and parsers."""
 
+import ipaddress
 import math
+import re
 import unicodedata
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.fields import FieldInfo
@@ -19,6 +24,21 @@ Common = Annotated[Setting, _COMMON_MARKER]
 def is_common(field: FieldInfo) -> bool:
     """Whether the field was declared `Common`."""
     return _COMMON_MARKER in field.metadata
+
+
+OutsideKind = Literal["host", "variable", "file", "model"]
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Marks a setting that names something outside of a study's folder, and says what kind of thing.
+
+    host: an address that is contacted. variable: an environment variable. file: a local file or folder. model: a local
+    folder, or a name that is looked up in the local cache of the hub. What somebody else's folder records for such a
+    setting is not used: see `tune_study.folder.origin`.
+    """
+
+    kind: OutsideKind
 
 
 KLKind = Literal[(*KL_KINDS, EXACT_KL, *(f"{kind}+" for kind in KL_KINDS))]  # type: ignore[valid-type]
@@ -120,7 +140,48 @@ def _check_printable(path: str) -> str:
     return path
 
 
-ModelPath = Annotated[str, Field(max_length=1024), AfterValidator(_check_printable)]
+LocalPath = Annotated[str, Field(max_length=1024), AfterValidator(_check_printable)]
+
+
+def is_loopback(host: str | None) -> bool:
+    """Whether a host is this machine: localhost, or an address of the loopback range.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("localhost.example.org")
+    (True, False)
+    """
+    with suppress(ValueError):
+        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
+    return False
+
+
+def _check_endpoint(url: str) -> str:
+    """`url`. ValueError unless texts and keys can be sent to it: over TLS, or on this machine.
+
+    Studies write the address to files, so it may have no component in which a password or a key could be.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or not url.isascii() or not url.isprintable():
+        raise ValueError("must begin with https:// and a host, such as https://api.openai.com/v1")
+    if parts.username is not None or parts.password is not None or "?" in url or "#" in url or "@" in url:
+        raise ValueError("must have no user, password, query or fragment: studies write it to files")
+    if parts.scheme == "http" and not is_loopback(parts.hostname):
+        raise ValueError("must begin with https:// unless it is this machine, such as http://127.0.0.1:8000/v1")
+    return url
+
+
+Endpoint = Annotated[str, Field(max_length=1024), AfterValidator(_check_endpoint)]
+"""The address of an API over HTTP."""
+
+
+def _check_key_variable(name: str) -> str:
+    """`name`. ValueError unless it is that of a key of an API, so that no other secret is sent in its place."""
+    if not re.fullmatch(r"[A-Z0-9_]+_API_KEY|TUNE_STUDY_[A-Z0-9_]+", name, re.ASCII):
+        raise ValueError("must end in _API_KEY, such as OPENAI_API_KEY, or begin with TUNE_STUDY_")
+    return name
+
+
+KeyVariable = Annotated[str, AfterValidator(_check_key_variable)]
+"""The name of an environment variable with a key of an API, and of no other secret."""
 
 
 def format_value(value: object, max_length: int = 80) -> str:

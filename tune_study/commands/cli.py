@@ -28,7 +28,7 @@ from tune_study.commands import cleaning, describe, searching
 from tune_study.commands.arguments import options as opt
 from tune_study.commands.arguments.parser import StrictCommand, StrictGroup
 from tune_study.commands.confirmation import DEFAULT_SEEDS, plan_confirmation
-from tune_study.commands.option_groups import Launch, OwnCode, StudyRequest, add_axis_options, add_group
+from tune_study.commands.option_groups import Launch, StudyRequest, TypedAgain, add_axis_options, add_group
 from tune_study.commands.preflight import make_plans_that_fit, start_studies
 from tune_study.commands.requests import request_stop
 from tune_study.commands.run_options import VALUES_OPTION, find_studies, plan_from_options
@@ -243,20 +243,20 @@ def search(
 
 @command("resume", epilog=f"\b\nExample: {PROGRAM} resume results/kl_sweep_sokoban-tiny")
 @report_errors
-@add_group("own_code", OwnCode)
+@add_group("typed_again", TypedAgain)
 @add_group("launch", Launch)
 def resume(
     run: opt.RunLocation,
     gpus_per_exp: opt.GpusPerExp = None,
     dry_run: opt.DryRun = False,
     *,
-    own_code: OwnCode,
+    typed_again: TypedAgain,
     launch: Launch,
 ) -> None:
     """Continue the study in RUN: finished runs are left unchanged, all others continue."""
     placement_overrides = {} if gpus_per_exp is None else {"trainer.n_gpus_per_node": gpus_per_exp}
-    own_study = own_code.load()
-    plan = locate.plan_resume(run, placement_overrides, own_study, is_real=not dry_run)
+    own_study = typed_again.load()
+    plan = locate.plan_resume(run, placement_overrides, own_study, is_real=not dry_run, allowed=typed_again.allowed)
     console = make_console()
     if not is_uri(run):
         describe.print_missing_checkpoints(console, plan.folder, study_file.read_study(plan.folder))
@@ -266,7 +266,7 @@ def resume(
 
 @command("confirm", epilog=f"\b\n{CONFIRM_EXAMPLE}")
 @report_errors
-@add_group("own_code", OwnCode)
+@add_group("typed_again", TypedAgain)
 @add_group("launch", Launch)
 def confirm(
     run: opt.RunLocation,
@@ -276,12 +276,12 @@ def confirm(
     extend: opt.Extend = False,
     dry_run: opt.DryRun = False,
     *,
-    own_code: OwnCode,
+    typed_again: TypedAgain,
     launch: Launch,
 ) -> None:
     """Run one arm of RUN and the baseline again, with seeds that the study never used: that number is the result."""
-    own_study = own_code.load()
-    plan = plan_confirmation(run, arm, baseline, seeds, own_study, extend)
+    own_study = typed_again.load()
+    plan = plan_confirmation(run, arm, baseline, seeds, own_study, extend, typed_again.allowed)
     visible_gpus = detect_gpus(os.environ)
     raise typer.Exit(start_studies([plan], launch.make_options(), visible_gpus, dry_run, make_console()))
 
@@ -314,7 +314,7 @@ def report(run: opt.RunLocation) -> None:
     """Rebuild the tables and the report of RUN from its rows."""
     folder = _make_absolute(locate.fetch_for_writing(run))
     outputs.check_writable(folder, "RUN", "copy the study to a folder that you may write, and type that one")
-    problem = " ".join(filter(None, (write_results(folder, make_console()), locate.push_results(folder))))
+    problem = " ".join(filter(None, (write_results(folder, make_console()), locate.push_results(folder, run))))
     if problem:
         print_error(problem)
         raise typer.Exit(1)
@@ -406,7 +406,7 @@ def replay_stoppers(run: opt.RunLocation, assignments: opt.Thresholds = None) ->
 
 @command("probe", epilog=f"\b\n{PROBE_EXAMPLE}")
 @report_errors
-@add_group("own_code", OwnCode)
+@add_group("typed_again", TypedAgain)
 def probe(
     run: opt.RunLocation,
     trial: opt.Trial = None,
@@ -422,7 +422,7 @@ def probe(
     ray_num_cpus: opt.RayNumCpus = None,
     assignments: opt.Assignments = None,
     *,
-    own_code: OwnCode,
+    typed_again: TypedAgain,
 ) -> None:
     """Measure the gradients of one checkpoint of a run, in this process; nothing is trained."""
     typed_settings = {
@@ -441,21 +441,22 @@ def probe(
     path = run_checkpoints.find_checkpoint_path(checkpoint_root, checkpoint_step, resume_from_path)
     # Only now, because it may download rows, and a wrong path should be reported at once.
     folder = locate.fetch_for_writing(run)
-    own_study = own_code.load()
-    target = run_checkpoints.find_run_checkpoint(folder, trial, checkpoint_step, path, algo, own_study)
+    own_study = typed_again.load()
+    allowed = typed_again.allowed | locate.list_typed_storage(run)
+    target = run_checkpoints.find_run_checkpoint(folder, trial, checkpoint_step, path, algo, own_study, allowed)
     option_overrides = {name: value for name, value in typed_settings.items() if value is not None}
     overrides = pin_typed_values(
         collect_overrides(target.plan.study, option_overrides, assignments or [], is_axis_free=True)
     )
     probing.probe(target, overrides, with_val, make_console())
-    if problem := locate.push_results(folder, target.plan):
+    if problem := locate.push_results(folder, run, target.plan):
         print_error(problem)
         raise typer.Exit(1)
 
 
 @command("export", epilog=f"\b\n{EXPORT_EXAMPLE}")
 @report_errors
-@add_group("own_code", OwnCode)
+@add_group("typed_again", TypedAgain)
 def export(
     run: opt.RunLocation,
     arm: opt.ExportedArm,
@@ -465,14 +466,15 @@ def export(
     adapters: opt.Adapters = False,
     dtype: opt.ExportDtype = "auto",
     *,
-    own_code: OwnCode,
+    typed_again: TypedAgain,
 ) -> None:
     """Write the trained policy of one run of RUN as a model folder that transformers and vLLM load."""
     from tune_study.commands.reading import export as exporting  # imports torch
 
     folder = locate.fetch_for_writing(run)
-    own_study = own_code.load()
-    target = exporting.find_export(folder, arm, seed, step, own_study)
+    own_study = typed_again.load()
+    allowed = typed_again.allowed | locate.list_typed_storage(run)
+    target = exporting.find_export(folder, arm, seed, step, own_study, allowed)
     exporting.export(make_console(), target, _make_absolute(to), dtype, keeps_adapters=adapters)
 
 

@@ -11,7 +11,7 @@ from search_spaces.declaration.family import make_value_label
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
 from tune_study.folder import locate
-from tune_study.folder.study_file import merge_with_folder, plan_from_folder
+from tune_study.folder.study_file import NOTHING, merge_with_folder, plan_from_folder
 from tune_study.plan.arms import find_arm
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy
@@ -21,7 +21,13 @@ DEFAULT_SEEDS = 5
 
 
 def plan_confirmation(
-    run: str, arm: str, baseline: str | None, n_seeds: int, own_study: OwnStudy | None, extend: bool
+    run: str,
+    arm: str,
+    baseline: str | None,
+    n_seeds: int,
+    own_study: OwnStudy | None,
+    extend: bool,
+    allowed: frozenset[str] = NOTHING,
 ) -> StudyPlan:
     """The plan that confirms an arm of the study RUN, or continues its confirmation.
 
@@ -35,10 +41,11 @@ def plan_confirmation(
         n_seeds: number of seeds per arm.
         own_study: the study of the file that was typed with --study; None without the option.
         extend: whether seeds are added to a confirmation with fewer.
+        allowed: see `plan_from_folder`.
 
     Raises PlanError if the study or an arm does not exist, or if there are too few seeds left.
     """
-    plan = locate.plan_resume(run, own_study=own_study, is_real=False)
+    plan = locate.plan_resume(run, own_study=own_study, is_real=False, allowed=allowed)
     if plan.confirms is not None:
         raise PlanError(
             f"{format_value(plan.folder, 1000)} is itself a confirmation: type "
@@ -59,7 +66,7 @@ def plan_confirmation(
             f"--arm {format_value(arm)} is the arm that it would be compared with: type another --arm, or --baseline."
         )
     folder = _make_folder(plan, confirmed, compared)
-    confirms, first = _choose_seeds(plan, folder, own_study)
+    confirms, first = _choose_seeds(plan, folder, own_study, allowed)
     if first + n_seeds > MAX_SEEDS:
         raise PlanError(
             f"--seeds {format_value(n_seeds)} from seed {first} on go beyond the largest one, {MAX_SEEDS - 1}: type "
@@ -97,10 +104,12 @@ def _list_arms(plan: StudyPlan) -> str:
     return ", ".join(plan.values)
 
 
-def _choose_seeds(plan: StudyPlan, folder: Path, own_study: OwnStudy | None) -> tuple[ConfirmedStudy, int]:
+def _choose_seeds(
+    plan: StudyPlan, folder: Path, own_study: OwnStudy | None, allowed: frozenset[str]
+) -> tuple[ConfirmedStudy, int]:
     """What the confirmation in `folder` confirms, and its first seed. One that has begun keeps both."""
     if (folder / "study.json").exists():
-        existing = plan_from_folder(folder, own_study=own_study)
+        existing = plan_from_folder(folder, own_study=own_study, allowed=allowed)
         if existing.confirms is not None:
             return existing.confirms, min(existing.seeds)
     used = {spec.seed for spec in plan.runs}
@@ -108,6 +117,6 @@ def _choose_seeds(plan: StudyPlan, folder: Path, own_study: OwnStudy | None) -> 
         seed
         for path in sorted(plan.folder.parent.glob(f"{plan.folder.name}-confirm-*"))
         if path != folder and (path / "study.json").exists()
-        for seed in plan_from_folder(path, own_study=own_study).seeds
+        for seed in plan_from_folder(path, own_study=own_study, allowed=allowed).seeds
     }
     return ConfirmedStudy(plan.run, tuple(sorted(used))), max(used | others) + 1

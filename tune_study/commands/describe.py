@@ -162,12 +162,22 @@ def _print_points(console: Console, plan: StudyPlan) -> None:
 
 
 def _describe_game(plan: StudyPlan) -> list[str]:
-    """What success means in the game of the study. If the game is an axis, it is that of the base configuration."""
+    """What success means in the game of the study, and where its answers go.
+
+    If the game is an axis, it is that of the base configuration.
+    """
     if not plan.study.family.games:
         return []
     from trainable.envs.games.make import describe_success_range  # imports NumPy
 
-    return [describe_success_range(as_run_config(plan.base_config).env)]
+    env = as_run_config(plan.base_config).env
+    lines = [describe_success_range(env)]
+    if env.kind.has_trees and env.papers.score == "judge":
+        judge = f"the judge at {env.papers.judge_url}"
+        lines.append(
+            f"Questions, passages, answers and the key in {env.papers.judge_key_variable} are sent to {judge}."
+        )
+    return lines
 
 
 def _describe_power(plan: StudyPlan) -> list[str]:

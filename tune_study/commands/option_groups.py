@@ -134,12 +134,18 @@ class Launch(NamedTuple):
         )
 
 
-class OwnCode(NamedTuple):
-    """The options that name files of the user, which all commands share that continue or read a study with them."""
+class TypedAgain(NamedTuple):
+    """The options with which a user types again what a folder may not decide, for commands that use its runs."""
 
     study: opt.StudyFile = None
     code: opt.Code = None
     accept_changed_file: opt.AcceptChangedFile = False
+    allow: opt.Allow = None
+
+    @property
+    def allowed(self) -> frozenset[str]:
+        """What --allow names, as `plan_from_folder` takes it."""
+        return frozenset(self.allow or ())
 
     def load(self) -> OwnStudy | None:
         """Execute the files; return the study of --study, None without it. See `load_typed_code` for the errors."""

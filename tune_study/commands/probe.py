@@ -56,6 +56,7 @@ def restore(
     settings: ProbeSettings = NO_SETTINGS,
     study: str | None = None,
     code: Sequence[str] = (),
+    allow: Sequence[str] = (),
 ) -> PPOTrainer:
     """Restore the trainer of a run from a checkpoint.
 
@@ -71,6 +72,7 @@ def restore(
         settings: dotted settings to change, such as {"trainer.device": "cpu"}.
         study: the file that declares the study, such as "lr.py"; None for a study of this package.
         code: the files whose parts the study uses, such as ["my_loss.py"].
+        allow: what the folder of somebody else names outside of it and may be used, as the error prints it.
 
     Raises PlanError (a ValueError) that lists the alternatives if a name, a step or a folder cannot be used.
 
@@ -79,7 +81,9 @@ def restore(
         >>> trainer.evaluate("val", "greedy").success  # doctest: +SKIP
     """
     own_study = load_typed_code(study, code)
-    return _restore_trainer(find_run_checkpoint(run, trial, step, path, own_study=own_study), settings)
+    return _restore_trainer(
+        find_run_checkpoint(run, trial, step, path, own_study=own_study, allowed=frozenset(allow)), settings
+    )
 
 
 def _restore_trainer(target: RunCheckpoint, settings: ProbeSettings) -> PPOTrainer:

@@ -201,9 +201,8 @@ def _plan_with_torch_if_needed(
     if plan.model is None or not torch_settings:
         return plan
     if (plan.folder / "study.json").exists():
-        recorded = study.family.config_class.model_validate(read_study(plan.folder)["settings"])
-        recorded_settings = flatten_settings(recorded.model_dump())
-        settings = {name: recorded_settings[name] for name in torch_settings}
+        recorded_settings = flatten_settings(read_study(plan.folder)["settings"])
+        settings = {name: recorded_settings[name] for name in torch_settings if name in recorded_settings}
     else:
         obstacle = find_compiled_obstacle((spec.ppo_config for spec in plan.runs), os.environ)
         if not obstacle:

@@ -9,17 +9,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
 
 from trainable.config.command_lines import format_command
-from trainable.config.setting_types import format_value
+from trainable.config.setting_types import format_value, is_loopback
 from trainable.runs.failures import StorageError
 from trainable.storage.uris import check_uri, is_uri, join_uri, split_uri
 from tune_study.folder import outputs
+from tune_study.folder.origin import list_plan_values, list_typed_before
 from tune_study.folder.study_file import (
     NO_OVERRIDES,
+    NOTHING,
     check_same_storage,
+    check_storage_usable,
     check_unchanged,
-    get_study_uri,
+    find_study_uri,
     merge_with_folder,
     plan_from_folder,
     read_study,
@@ -48,6 +52,14 @@ def _check_uri(uri: str) -> None:
         check_uri(uri)
     except StorageError as error:
         raise PlanError(str(error)) from None
+    query = dict(parse_qsl(urlsplit(uri).query)) if is_uri(uri) else {}
+    endpoint = query.get("endpoint_override", "").removeprefix("http://")
+    is_plain = query.get("scheme") == "http" or query.get("endpoint_override", "").startswith("http://")
+    if is_plain and not is_loopback(urlsplit(f"//{endpoint}").hostname):
+        raise PlanError(
+            f"{format_value(uri, 1000)} would send credentials without encryption: leave scheme=http and http:// out, "
+            "which are accepted for this machine (127.0.0.1) only."
+        )
 
 
 def _split_study_uri(uri: str) -> tuple[str, str]:
@@ -86,7 +98,8 @@ def merge_with_existing(plan: StudyPlan, extend: bool, is_real: bool) -> StudyPl
             return local_plan
         with _name_uri_in_errors(folder, join_uri(local_plan.storage, local_plan.run)):
             # The temporary copy takes the place of the study's folder while the plans are compared.
-            stored_plan = merge_with_folder(replace(plan, folder=folder, storage=None), extend)
+            known = list_plan_values(local_plan) | list_typed_before(plan.folder)
+            stored_plan = merge_with_folder(replace(plan, folder=folder, storage=None), extend, known)
         return replace(stored_plan, folder=plan.folder, storage=local_plan.storage)
 
 
@@ -105,20 +118,22 @@ def plan_resume(
     own_study: OwnStudy | None = None,
     *,
     is_real: bool,
+    allowed: frozenset[str] = NOTHING,
 ) -> StudyPlan:
     """The plan of the study that RUN names, as it was started.
 
     Args:
         text: RUN, a folder or a URI.
-        overrides, own_study: see `plan_from_folder`.
+        overrides, own_study, allowed: see `plan_from_folder`.
         is_real: False for a dry run, which does not access the storage of a local study.
 
     Raises PlanError if there is no such study, or if its declaration has changed since it was started.
     """
     if is_uri(text):
-        return _plan_resume_from_uri(text, overrides, own_study)
-    plan = plan_from_folder(_check_local_path(text), overrides, own_study=own_study)
+        return _plan_resume_from_uri(text, overrides, own_study, allowed)
+    plan = plan_from_folder(_check_local_path(text), overrides, own_study=own_study, allowed=allowed)
     outputs.check_folder_links(plan.folder)
+    check_storage_usable(plan, read_study(plan.folder))
     if plan.storage is None or not is_real:
         check_unchanged(plan)
         return plan
@@ -130,21 +145,29 @@ def plan_resume(
         with _name_uri_in_errors(
             folder or plan.folder, join_uri(plan.storage, plan.run) if folder else str(plan.folder)
         ):
-            newest_plan = plan if folder is None else plan_from_folder(folder, overrides, own_study=own_study)
+            # The copy is elsewhere, but it is the study that this user started here.
+            known = allowed | list_typed_before(plan.folder)
+            newest_plan = (
+                plan if folder is None else plan_from_folder(folder, overrides, own_study=own_study, allowed=known)
+            )
             check_unchanged(newest_plan)
         return replace(newest_plan, folder=plan.folder, storage=plan.storage)
 
 
-def _plan_resume_from_uri(uri: str, overrides: Mapping[str, object], own_study: OwnStudy | None) -> StudyPlan:
+def _plan_resume_from_uri(
+    uri: str, overrides: Mapping[str, object], own_study: OwnStudy | None, allowed: frozenset[str]
+) -> StudyPlan:
     """The plan of the study at `uri`, to be continued in the current folder."""
     from tune_study.folder import storage
 
     root, name = _split_study_uri(uri)
     local_folder = Path.cwd() / "results" / name
     _check_local_folder(local_folder, root)
+    allowed |= list_typed_storage(uri) | list_typed_before(local_folder)
     # If the storage has nothing newer than the local folder, nothing has to be downloaded.
     if (local_folder / "study.json").exists() and storage.is_newest_folder(uri, local_folder):
-        return replace(plan_resume(str(local_folder), overrides, own_study, is_real=False), storage=root)
+        plan = plan_resume(str(local_folder), overrides, own_study, is_real=False, allowed=allowed)
+        return replace(plan, storage=root)
     with tempfile.TemporaryDirectory() as temp_dir:
         folder = Path(temp_dir) / "results" / name
         if not storage.fetch_study(uri, folder):
@@ -152,7 +175,7 @@ def _plan_resume_from_uri(uri: str, overrides: Mapping[str, object], own_study: 
                 f"{format_value(uri, 1000)} contains no study: type <storage>/<run>, as `run --storage` printed it."
             )
         with _name_uri_in_errors(folder, uri):
-            plan = plan_from_folder(folder, overrides, own_study=own_study)
+            plan = plan_from_folder(folder, overrides, own_study=own_study, allowed=allowed)
             check_unchanged(plan)
         return replace(plan, folder=local_folder, storage=root)
 
@@ -190,7 +213,7 @@ def open_for_reading(text: str) -> Iterator[tuple[Path, bool]]:
         return
     local_folder = _check_local_path(text)
     study = read_study(local_folder)
-    uri = get_study_uri(study)
+    uri, problem = find_study_uri(local_folder, study)
     outputs.check_run_folders(local_folder, [entry["run_id"] for entry in study["runs"]])
     with ExitStack() as stack:
         folder, is_running = local_folder, outputs.is_running(local_folder)
@@ -198,12 +221,14 @@ def open_for_reading(text: str) -> Iterator[tuple[Path, bool]]:
             try:
                 folder, is_running = stack.enter_context(_fetch_copy(uri))
             except PlanError as error:
-                _print_unreachable(error)
+                problem = str(error)
+        _print_unreachable(problem)
         yield folder, is_running
 
 
-def _print_unreachable(error: PlanError) -> None:
-    print_error(f"{error} The local folder is read, which may be older.")
+def _print_unreachable(problem: str) -> None:
+    if problem:
+        print_error(f"{problem} The local folder is read, which may be older.")
 
 
 @contextmanager
@@ -233,12 +258,13 @@ def fetch_for_writing(text: str) -> Path:
         folder = _check_local_path(text)
         study = read_study(folder)  # before the links, so that a folder of something else is named as such
         outputs.check_folder_links(folder)
-        uri = get_study_uri(study)
+        uri, problem = find_study_uri(folder, study)
         if uri is not None:
             try:
                 _fetch_results(uri, folder)
             except PlanError as error:
-                _print_unreachable(error)
+                problem = str(error)
+        _print_unreachable(problem)
         return folder
     root, name = _split_study_uri(text)
     folder = Path.cwd() / "results" / name
@@ -256,20 +282,28 @@ def _fetch_results(uri: str, folder: Path) -> None:
     storage.fetch_results(uri, Path(os.path.abspath(folder)))
 
 
-def push_results(folder: Path, plan: StudyPlan | None = None) -> str:
+def list_typed_storage(text: str) -> frozenset[str]:
+    """The storage that RUN names if it is a URI, as `plan_from_folder` takes it. text: RUN, as it was typed."""
+    return frozenset({f"storage={_split_study_uri(text)[0]}"}) if is_uri(text) else NOTHING
+
+
+def push_results(folder: Path, text: str, plan: StudyPlan | None = None) -> str:
     """Copy tables and report of a study to its storage, if it has one; return an error text, empty without an error.
 
-    plan: of the study; None if it has to be made from the folder, which a study with code of a user does not allow.
+    text: RUN, as it was typed. plan: of the study; None if it has to be made from the folder, which a study with code
+    of a user does not allow.
     """
     content = read_study(folder)
-    if not content.get("storage"):
+    allowed = list_typed_storage(text)
+    uri, _ = find_study_uri(folder, content, allowed)
+    if uri is None:
         return ""
     if plan is None and (content.get("declaration") is not None or content.get("code")):
         return (
-            f"Nothing was copied to {format_value(get_study_uri(content) or '', 1000)}: that needs the files that "
+            f"Nothing was copied to {format_value(uri, 1000)}: that needs the files that "
             f"declare the study and its parts. `{format_command('resume', folder)}`, with the options that `status` "
             "shows, copies everything."
         )
     from tune_study.folder import storage
 
-    return storage.push_results(plan or plan_from_folder(folder))
+    return storage.push_results(plan or plan_from_folder(folder, allowed=allowed))

@@ -17,6 +17,7 @@ from trainable.files.json_values import DamageWarning, find_object, write_object
 from trainable.files.paths import UnsafePathError, check_tree, open_regular
 from trainable.files.schema import SCHEMA
 from trainable.runs.run_ends import ENDED_STATUSES
+from tune_study.folder.origin import remember_origin
 from tune_study.folder.statuses import RunStatus, make_timestamp, resolve_status, write_status
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import make_code_entry
@@ -186,6 +187,7 @@ def write_study(plan: StudyPlan) -> list[str]:
         or (None if plan.baseline is None else plan.num_baseline_seeds),
         "looks": previous_entry.get("looks", []),
     }
+    remember_origin(plan)
     # Last, so that a study.json exists only together with every run.json and status.json.
     write_object(plan.folder / "study.json", {**entry, **history})
     return find_changed_code(starts[-2], start) if len(starts) > 1 else []

@@ -9,7 +9,7 @@ from trainable.config.setting_types import format_value
 from trainable.files.paths import check_tree
 from trainable.runs.checkpoint import CheckpointError, iter_checkpoints, read_values
 from trainable.runs.run_files import STATE_FOLDER
-from tune_study.folder.study_file import plan_from_folder
+from tune_study.folder.study_file import NOTHING, plan_from_folder
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy
 from tune_study.plan.run_spec import RunSpec
@@ -50,6 +50,7 @@ def find_run_checkpoint(
     path: Path | str | None,
     algo: str | None = None,
     own_study: OwnStudy | None = None,
+    allowed: frozenset[str] = NOTHING,
 ) -> RunCheckpoint:
     """Find a run and its checkpoint. Raise PlanError that lists the alternatives if there is no such checkpoint.
 
@@ -59,9 +60,9 @@ def find_run_checkpoint(
         step: step of the checkpoint; None for the newest.
         path: folder of the checkpoint, instead of `step`.
         algo: text of --algo: the arm, in a study whose axis has this option.
-        own_study: see `plan_from_folder`.
+        own_study, allowed: see `plan_from_folder`.
     """
-    plan = plan_from_folder(Path(run), own_study=own_study)
+    plan = plan_from_folder(Path(run), own_study=own_study, allowed=allowed)
     if plan.model is None:
         raise PlanError(
             f"Study {plan.study.name} fine-tunes no language model, and the gradients of its runs are measured during "

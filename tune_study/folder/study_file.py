@@ -23,9 +23,9 @@ from trainable.config.setting_types import format_value
 from trainable.files.json_values import DamagedFileError, find_object, read_object
 from trainable.files.paths import UnsafePathError
 from trainable.files.schema import MAX_RUNS, find_file_schema_problem, find_schema_problem, is_run_id
-from trainable.runs.failures import StorageError
 from trainable.runs.stop_rules import RULES
-from trainable.storage.uris import check_uri, is_same_folder, join_uri
+from trainable.storage.uris import is_same_folder, join_uri
+from tune_study.folder.origin import check_outside_values, find_usable_storage, list_plan_values
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import check_recorded_files
 from tune_study.plan.own_study import OwnStudy, check_same_source, explain_missing_file
@@ -57,6 +57,7 @@ RunId = Annotated[str, AfterValidator(_check_run_id)]
 
 _MAX_SUGGESTIONS = 3
 NO_OVERRIDES: Mapping[str, object] = MappingProxyType({})
+NOTHING: frozenset[str] = frozenset()
 
 
 class _Section(BaseModel):
@@ -240,20 +241,23 @@ def plan_from_folder(
     overrides: Mapping[str, object] = NO_OVERRIDES,
     study: Study | None = None,
     own_study: OwnStudy | None = None,
+    allowed: frozenset[str] = NOTHING,
 ) -> StudyPlan:
     """The plan of the study in results/<run>, with the settings with which it was started.
 
     The folder cannot choose code: its runs are trained as the declaration of the study says, and no name in study.json
-    is imported.
+    is imported. Nor does it choose what is contacted or read outside of it: see `tune_study.folder.origin`. A storage
+    that may not be used is left out of the plan.
 
     Args:
         folder: the study's folder, wherever it is.
         overrides: settings of the study's resources that change from now on, such as {"trainer.n_gpus_per_node": 2}.
         study: the declaration; None for `own_study`, or the study of the same name in `search_spaces`.
         own_study: the study of the file that was typed with --study; None without the option.
+        allowed: what the folder names outside of it and was typed in this command, each as SETTING=VALUE.
 
-    Raises PlanError if the folder contains no study or one that this version cannot read, and if `own_study` is missing
-    or is another one than that of the folder.
+    Raises PlanError if the folder contains no study or one that this version cannot read, if `own_study` is missing
+    or is another one than that of the folder, and if the folder names something outside of it that may not be used.
     """
     folder = Path(os.path.abspath(folder))
     content = read_study(folder)
@@ -264,6 +268,7 @@ def plan_from_folder(
         # A study with variants is identified by its name and the setting that chose the variant.
         if study.variants:
             study = find_study(study.name, str(flatten_settings(base.model_dump(mode="json"))[study.variant_setting]))
+        declaration = study
         # The study continues with the rules of its start, also if the declaration has others by now.
         if unknown := set(content["stop_rules"]) - {*RULES, *study.stop_rules}:
             raise PlanError(f"there is no stop rule {format_value(unknown.pop())}.")
@@ -292,12 +297,15 @@ def plan_from_folder(
             )
         if content.get("max_seeds") is not None:
             plan = set_max_seeds(plan, content["max_seeds"])
-        if content.get("storage") is not None:
-            _check_stored_uri(content["storage"])
         source = None if own_study is None else own_study.source
         search = None if content.get("search") is None else parse_search(content["search"])
         plan = replace(
-            plan, storage=content.get("storage"), source=source, confirms=confirms, search=search, points=points
+            plan,
+            storage=find_usable_storage(folder, content, allowed)[0],
+            source=source,
+            confirms=confirms,
+            search=search,
+            points=points,
         )
         if {spec.run_id for spec in plan.runs} != {entry["run_id"] for entry in content["runs"]}:
             raise PlanError("its list of runs does not match its values and seeds.")
@@ -312,6 +320,7 @@ def plan_from_folder(
         ) from None
     except ValueError as error:
         raise PlanError(f"{folder}/study.json cannot be read by this version: {error}") from None
+    check_outside_values(plan, declaration, allowed)
     return plan
 
 
@@ -338,14 +347,6 @@ def _find_declaration(folder: Path, content: Mapping[str, Any], own_study: OwnSt
     return study
 
 
-def _check_stored_uri(uri: str) -> None:
-    """Raise PlanError for a URI with credentials, because messages and a new study.json would repeat them."""
-    try:
-        check_uri(uri)
-    except StorageError as error:
-        raise PlanError(str(error)) from None
-
-
 def check_unchanged(plan: StudyPlan) -> None:
     """Raise PlanError if the study's current declaration gives the runs in its folder other settings."""
     changes = _find_changed_arms(plan)
@@ -358,10 +359,11 @@ def check_unchanged(plan: StudyPlan) -> None:
         )
 
 
-def merge_with_folder(plan: StudyPlan, extend: bool) -> StudyPlan:
+def merge_with_folder(plan: StudyPlan, extend: bool, allowed: frozenset[str] = NOTHING) -> StudyPlan:
     """Merge `plan` with the study in its folder; `plan` itself if the folder contains no study.
 
     extend: whether new values and seeds are added to the existing study. Groups of a grid are added without it.
+    allowed: see `plan_from_folder`; what `plan` names itself was typed, too.
 
     Raises PlanError if the folder contains a study with other settings, and without `extend` also if the existing study
     has other values or seeds.
@@ -370,8 +372,12 @@ def merge_with_folder(plan: StudyPlan, extend: bool) -> StudyPlan:
         return plan
     own_study = None if plan.source is None else OwnStudy(plan.study, plan.source)
     # The settings are compared below, so the declaration may be the current one.
-    existing = plan_from_folder(plan.folder, study=None if own_study else plan.study, own_study=own_study)
-    check_same_storage(existing.folder, existing.storage, plan.storage)
+    allowed |= list_plan_values(plan)
+    study = None if own_study else plan.study
+    existing = plan_from_folder(plan.folder, study=study, own_study=own_study, allowed=allowed)
+    content = read_study(plan.folder)
+    check_same_storage(existing.folder, content.get("storage"), plan.storage)
+    check_storage_usable(existing, content)
     if plan.search is not None and existing.search is not None:
         plan = _continue_search(plan, existing)
     changes = find_differences(existing, plan)
@@ -443,17 +449,22 @@ def check_same_storage(folder: Path, storage: str | None, requested_uri: str | N
     )
 
 
-def get_study_uri(content: Mapping[str, Any]) -> str | None:
-    """The URI of the folder of a study in its storage; None without a storage. content: of its study.json.
+def check_storage_usable(plan: StudyPlan, content: Mapping[str, Any]) -> None:
+    """Raise PlanError if study.json records a storage with which the plan may not continue. content: of study.json."""
+    if plan.storage is None and (problem := find_usable_storage(plan.folder, content)[1]):
+        raise PlanError(f"{format_value(plan.folder, 1000)} cannot be continued without its storage. {problem}")
 
-    Raises PlanError for a URI with credentials.
-    """
-    if content.get("storage") is None:
-        return None
-    _check_stored_uri(content["storage"])
+
+def find_study_uri(
+    folder: Path, content: Mapping[str, Any], allowed: frozenset[str] = NOTHING
+) -> tuple[str | None, str]:
+    """The URI of a study in its storage, if that may be used, and otherwise why not: see `find_usable_storage`."""
+    storage, problem = find_usable_storage(folder, content, allowed)
+    if storage is None:
+        return None, problem
     if not is_run_id(content["run"]):
         raise PlanError(f"study.json is damaged: its run {format_value(content['run'])} is no name of a folder.")
-    return join_uri(content["storage"], content["run"])
+    return join_uri(storage, content["run"]), ""
 
 
 def find_differences(existing: StudyPlan, plan: StudyPlan) -> list[str]:

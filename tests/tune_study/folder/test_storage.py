@@ -20,7 +20,6 @@ from tests.fakes.lines import append_record
 from tests.fakes.trainer import COLLAPSES, CRASHES_ONCE, make_fake_rows, make_study
 from tests.trainable.storage.test_remote import SECRET_PLACES
 from trainable.files.json_values import read_object
-from trainable.files.paths import write_text
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.storage.mirror import INTERRUPT_FILE, Mirror
 from trainable.storage.remote import get_bytes, list_files, open_storage, put_bytes
@@ -241,10 +240,8 @@ def test_who_only_reads_a_study_copies_no_old_status_back(
     assert get_bytes(storage_folder.joinpath("report.html")) == b"of b"
 
 
-def test_logs_are_fetched_to_their_place_for_a_relative_path(
-    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = make_plan_in(tmp_path / "a", uri)
+def test_logs_are_fetched_to_their_place_for_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan_in(tmp_path / "a", (tmp_path / "shelf").as_uri())
     start_study(plan)
     log_path = plan.output / plan.runs[0].log_path
     log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -279,37 +276,15 @@ def test_the_newest_driver_s_own_statuses_are_not_overwritten(uri: str, tmp_path
     assert status.status == "completed"
 
 
-@pytest.mark.long
-def test_a_local_folder_that_was_moved_belongs_to_the_study_in_its_storage(uri: str, tmp_path: Path) -> None:
-    plan = make_plan_in(tmp_path / "a", uri)
-    start_study(plan, "completed")
-    write_run_on_node(plan, tmp_path / "node", 3)
-    moved_folder = tmp_path / "my old runs" / "a 'first' try"
-    moved_folder.parent.mkdir()
-    plan.folder.rename(moved_folder)
-    moved_plan = locate.plan_resume(str(moved_folder), is_real=True)
-    assert (moved_plan.folder, moved_plan.output, moved_plan.study_uri) == (moved_folder, moved_folder, plan.study_uri)
-    # Another machine has run the study since, so the moved folder fetches the logs as well, into itself.
-    other_plan = make_plan_in(tmp_path / "b", uri)
-    write_text(other_plan.summary_log, "the newest summary\n")
-    start_study(other_plan)
-    locate.fetch_for_writing(str(moved_folder))
-    assert moved_plan.summary_log.is_relative_to(moved_folder)
-    assert moved_plan.summary_log.read_text() == "the newest summary\n"
-    assert not (tmp_path / "logs").exists()
-    assert not plan.folder.exists()
-
-
 def test_without_its_storage_the_local_folder_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = make_plan_in(tmp_path / "a", (tmp_path / "shelf").as_uri())
     start_study(plan, "completed")
     shutil.rmtree(tmp_path / "shelf")
-    moved_folder = plan.folder.rename(tmp_path / "moved")
-    with locate.open_for_reading(str(moved_folder)) as (folder, is_running):
-        assert (folder, is_running) == (moved_folder, False)
+    with locate.open_for_reading(str(plan.folder)) as (folder, is_running):
+        assert (folder, is_running) == (plan.folder, False)
     assert "contains no study" in (error := capsys.readouterr().err)
     assert "The local folder is read, which may be older." in error
-    assert locate.fetch_for_writing(str(moved_folder)) == moved_folder
+    assert locate.fetch_for_writing(str(plan.folder)) == plan.folder
     with (
         pytest.raises(PlanError, match="contains no study"),
         locate.open_for_reading(plan.study_uri or ""),
@@ -318,7 +293,8 @@ def test_without_its_storage_the_local_folder_is_read(tmp_path: Path, capsys: py
 
 
 @pytest.mark.long
-def test_an_extended_study_is_seen_by_the_machine_that_started_it(uri: str, tmp_path: Path) -> None:
+def test_an_extended_study_is_seen_by_the_machine_that_started_it(tmp_path: Path) -> None:
+    uri = (tmp_path / "shelf").as_uri()
     start_study(make_plan_in(tmp_path / "a", uri))
     extended_plan = locate.merge_with_existing(make_plan_in(tmp_path / "b", uri, ("0.2",)), extend=True, is_real=True)
     assert extended_plan.values == ("0", "0.1", "0.2")
@@ -331,7 +307,8 @@ def test_an_extended_study_is_seen_by_the_machine_that_started_it(uri: str, tmp_
     assert not (tmp_path / "c").exists()
 
 
-def test_another_storage_is_refused(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_storage_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = (tmp_path / "shelf").as_uri()
     plan = make_plan_in(tmp_path / "a", uri)
     start_study(plan)
     with pytest.raises(PlanError, match="keeps its runs in"):

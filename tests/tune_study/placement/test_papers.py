@@ -49,10 +49,10 @@ def test_a_judge_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
         check_papers([make_config(env__papers__score="judge")])
     url = "http://127.0.0.1:8000/v1"
     config = make_config(
-        env__papers__score="judge", env__papers__judge_key_variable="A_KEY", env__papers__judge_url=url
+        env__papers__score="judge", env__papers__judge_key_variable="AN_API_KEY", env__papers__judge_url=url
     )
-    monkeypatch.delenv("A_KEY", raising=False)
-    with pytest.raises(PlanError, match=r"export A_KEY=.*Or type --set env.papers.score=char_f1"):
+    monkeypatch.delenv("AN_API_KEY", raising=False)
+    with pytest.raises(PlanError, match=r"export AN_API_KEY=.*Or type --set env.papers.score=char_f1"):
         check_papers([config])
-    monkeypatch.setenv("A_KEY", "k")
+    monkeypatch.setenv("AN_API_KEY", "k")
     check_papers([config])

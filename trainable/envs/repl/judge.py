@@ -79,8 +79,6 @@ class Judge:
         """Why no answer can be judged, as a sentence that says what to do; empty if a request can be sent."""
         if not self.url:
             return "The judge needs an address: --set env.papers.judge_url=https://api.openai.com/v1, or another one."
-        if not self.url.startswith(("http://", "https://")):
-            return f"The judge's address {self.url!r} is no URL of HTTP: it begins with http:// or https://."
         key = os.environ.get(self.key_variable)
         if not key:
             return (

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.own_parts import Choice
-from trainable.config.setting_types import Common, Fraction, ModelPath, NonNegative, ParseNull, Positive
+from trainable.config.setting_types import Common, Fraction, LocalPath, NonNegative, Outside, ParseNull, Positive
 from trainable.sandbox.config.names import NOISE_MODES, REPLAY_PRIORITIES, TASKS
 from trainable.sandbox.config.rejections import find_rejection
 from trainable.sandbox.config.rules import DEFAULT_METHOD, METHODS, Rule, get_rule
@@ -89,11 +89,13 @@ class UpdateRuleConfig(BaseRunConfig):
     nhead: int = Field(2, ge=1, description="attention heads")
     num_layers: int = Field(2, ge=1, le=1_000, description="transformer blocks")
     hidden: int = Field(50, ge=1, description="mnist: width of the two hidden layers")
-    mnist_folder: Annotated[ModelPath | None, ParseNull] = Field(
+    mnist_folder: Annotated[LocalPath | None, ParseNull, Outside("file")] = Field(
         None, description="mnist: folder with MNIST's four IDX files; null: synthetic images"
     )
-    model_name: ModelPath = Field("sokoban-tiny", description="lm_bandit: a causal LM, local or from the hub")
-    text_file: Annotated[ModelPath | None, ParseNull] = Field(
+    model_name: Annotated[LocalPath, Outside("model")] = Field(
+        "sokoban-tiny", description="lm_bandit: a causal LM, local or from the hub"
+    )
+    text_file: Annotated[LocalPath | None, ParseNull, Outside("file")] = Field(
         None, description="lm_bandit: a text with one passage per line; null: the shipped text"
     )
     context_len: int = Field(128, ge=1, description="lm_bandit: tokens before the one to predict")

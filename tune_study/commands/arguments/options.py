@@ -39,6 +39,15 @@ Code = Annotated[
     list[str] | None,
     Option("--code", metavar="FILE", help="A file whose parts the study uses, like my_loss.py; repeatable."),
 ]
+Allow = Annotated[
+    list[str] | None,
+    Option(
+        "--allow",
+        metavar="KEY=VALUE",
+        help="An address, environment variable, file or model that the folder of somebody else names and that may be "
+        "used, as the command prints it; repeatable.",
+    ),
+]
 NewStudyName = Annotated[str, Argument(metavar="NAME", help="Name of the new study, like my-lr.")]
 VariedSettings = Annotated[
     list[str] | None,

@@ -13,7 +13,7 @@ from trainable.export.policy import DTYPES, load_trained_policy, make_card, writ
 from trainable.runs.checkpoint import CheckpointError
 from trainable.runs.run_files import METRICS_FILE, find_best_step, read_rows
 from tune_study.folder.run_checkpoints import RunCheckpoint, find_run_checkpoint
-from tune_study.folder.study_file import plan_from_folder, read_study
+from tune_study.folder.study_file import NOTHING, plan_from_folder, read_study
 from tune_study.host.console import print_line
 from tune_study.placement.model_files import check_model
 from tune_study.plan.arms import find_arm
@@ -25,13 +25,20 @@ from tune_study.plan.study_plan import StudyPlan, find_changed_settings
 BEST_STEP = "best"
 
 
-def find_export(run: Path, arm: str, seed: int | None, step: str | None, own_study: OwnStudy | None) -> RunCheckpoint:
+def find_export(
+    run: Path,
+    arm: str,
+    seed: int | None,
+    step: str | None,
+    own_study: OwnStudy | None,
+    allowed: frozenset[str] = NOTHING,
+) -> RunCheckpoint:
     """The run of an arm and its checkpoint. PlanError that lists the alternatives if there is none.
 
     seed: None for the smallest one of the arm. step: a number, or `best` for the best validation; None for the newest
-    checkpoint.
+    checkpoint. allowed: see `plan_from_folder`.
     """
-    plan = plan_from_folder(run, own_study=own_study)
+    plan = plan_from_folder(run, own_study=own_study, allowed=allowed)
     arm = find_arm(arm, plan.values, plan.study.axis.setting)
     specs = {spec.seed: spec for spec in plan.runs if spec.arm == arm}
     if seed is not None and seed not in specs:
@@ -39,7 +46,7 @@ def find_export(run: Path, arm: str, seed: int | None, step: str | None, own_stu
         raise PlanError(f"Arm {format_value(arm)} has no run with seed {seed}: type --seed with one of {seeds}.")
     spec = specs[min(specs) if seed is None else seed]
     number = None if step is None else _parse_step(plan, spec, step)
-    return find_run_checkpoint(run, spec.run_id, number, None, own_study=own_study)
+    return find_run_checkpoint(run, spec.run_id, number, None, own_study=own_study, allowed=allowed)
 
 
 def _parse_step(plan: StudyPlan, spec: RunSpec, text: str) -> int:

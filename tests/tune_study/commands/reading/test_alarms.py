@@ -6,7 +6,7 @@ import pytest
 
 from tests.analysis.sweep.test_symptoms import STUDY, write_collapse
 from tests.fakes.run_folders import FakeRun, write_study
-from tests.tune_study.commands.test_cli import type_in
+from tests.tune_study.commands.test_cli import type_in, write_started_study
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,13 @@ def test_without_collapse_nothing_is_chosen(tmp_path: Path) -> None:
     answer = type_in(f"alarms {tmp_path}")
     assert answer.code == 0
     assert "No alarm can be chosen and scored" in answer.out
+
+
+def test_a_study_without_rows_has_no_alarm(tmp_path: Path) -> None:
+    write_started_study(tmp_path)
+    answer = type_in(f"alarms {tmp_path}")
+    assert answer.code == 0
+    assert answer.out.splitlines()[0] == "1 study, 0 runs with rows: 0 collapsed."
 
 
 def test_a_folder_without_studies_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,204 @@
+"""Folders from somebody else that name a server, and all commands: nothing is sent, whatever a folder says."""
+
+import json
+import shutil
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from search_spaces import STUDIES
+from tests.tune_study.commands.test_cli import type_in
+from trainable.files.json_values import read_object, write_object
+from tune_study.commands.probe import restore
+from tune_study.folder.outputs import write_study
+from tune_study.plan.study_plan import make_plan
+
+SECRET = "the-value-of-a-secret"
+VARIABLES = ("PATH", "OPENAI_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "MY_API_KEY")
+
+
+class Listener:
+    """A server on the loopback address that takes every connection, and keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._socket.getsockname()[1]
+        self.received: list[bytes] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # closed
+                return
+            with connection:
+                connection.settimeout(2)
+                try:
+                    self.received.append(connection.recv(65536))
+                    connection.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+                except OSError:
+                    self.received.append(b"")
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Alteration(NamedTuple):
+    """What somebody wrote into the folder of a study.
+
+    study: what is changed in study.json. settings: dotted settings, in study.json and in every run.json. entry: what is
+    changed in every run.json. is_refused: whether no command may continue the study without further words.
+    """
+
+    study: Mapping[str, Any] = {}
+    settings: Mapping[str, Any] = {}
+    entry: Mapping[str, Any] = {}
+    is_refused: bool = True
+
+
+def judge(url: str, variable: str = "OPENAI_API_KEY", **settings: object) -> Alteration:
+    papers = {"score": "judge", "judge_url": url, "judge_key_variable": variable, **settings}
+    return Alteration(settings={f"env.papers.{name}": value for name, value in papers.items()})
+
+
+def inert(**study: Any) -> Alteration:
+    return Alteration(study=study, is_refused=False)
+
+
+def list_alterations(port: int, home: Path) -> dict[str, Alteration]:
+    host, text = f"127.0.0.1:{port}", f"http://127.0.0.1:{port}/text"
+    source = {"path": text, "sha256": "0" * 64, "text": f"import urllib.request as r; r.urlopen('{text}')"}
+    storages = {
+        "s3": f"s3://bkt/x?endpoint_override={host}&scheme=http&region=us-east-1",
+        "s3-endpoint-url": f"s3://bkt/x?endpoint_override=http://{host}&region=us-east-1",
+        "s3-tls": f"s3://bkt/x?endpoint_override={host}&region=us-east-1",
+        "s3-key": f"s3://key:word@bkt/x?endpoint_override={host}&scheme=http",
+        "s3-escaped": f"s3://bkt/%78?endpoint_override=127.0.0.1%3A{port}&scheme=http&region=us-east-1",
+        "S3": f"S3://bkt/x?endpoint_override={host}&scheme=http&region=us-east-1",
+        "gs": f"gs://anonymous@bkt/x?endpoint_override={host}&scheme=http&retry_limit_seconds=2",
+        "gs-token": f"gs://bkt/x?endpoint_override={host}&scheme=http&retry_limit_seconds=2",
+        "abfs": f"abfs://name@account.dfs.core.windows.net/x?dfs_storage_authority={host}&dfs_storage_scheme=http",
+        "hdfs": f"hdfs://{host}/x",
+        "fsspec-http": f"fsspec+http://{host}/x",
+        "fsspec-webhdfs": f"fsspec+webhdfs://{host}/x",
+        "fsspec-s3": f"fsspec+s3://bkt/x?endpoint_override={host}",
+        "file": (home / "storage").as_uri(),
+    }
+    return {
+        "judge": judge(f"http://{host}/v1"),
+        "judge-localhost": judge(f"http://localhost:{port}/v1"),
+        "judge-tls": judge(f"https://{host}/v1"),
+        "judge-path": judge(f"http://{host}/v1", "PATH"),
+        "judge-aws": judge(f"http://{host}/v1", "AWS_SECRET_ACCESS_KEY"),
+        "judge-my-key": judge(f"http://{host}/v1", "MY_API_KEY"),
+        "judge-user": judge(f"http://user:word@{host}/v1"),
+        "judge-query": judge(f"http://{host}/v1?api-key=word"),
+        "judge-file": judge(f"http://{host}/v1", file=str(home / "mine.jsonl")),
+        "judge-model": judge(f"http://{host}/v1", judge_model=text),
+        "variable": Alteration(settings={"env.papers.judge_key_variable": "MY_API_KEY"}),
+        "questions": Alteration(settings={"env.papers.file": str(home / "mine.jsonl")}),
+        "questions-of-a-server": Alteration(settings={"env.papers.file": text}),
+        "model": Alteration(settings={"model.path": str(home / "model")}),
+        "model-of-a-server": Alteration(settings={"model.path": text}),
+        "model-above": Alteration(settings={"model.path": "../home/model"}),
+        "reference": Alteration(settings={"model.reference_path": str(home / "model")}),
+        **{f"storage-{name}": Alteration(study={"storage": uri}) for name, uri in storages.items()},
+        "declaration": Alteration(study={"declaration": source}),
+        "code": Alteration(study={"code": [source]}),
+        "question": inert(question=f"Is <img src={text}> a question?"),
+        "command": inert(command=f"curl {text}"),
+        "arm-of-a-contrast": inert(contrasts=[{"name": text, "pairs": [[text, text]]}]),
+        "confirms": inert(confirms={"run": f"../../{text}", "seeds": [0]}),
+        "versions": inert(versions={"torch": text}, git={"commit": text, "dirty": True}),
+        "paths-of-runs": Alteration(entry={"log": str(home / "mine.jsonl"), "checkpoints": text}, is_refused=False),
+        "wandb": Alteration(settings={"trainer.logger": ["console", "wandb"]}, is_refused=False),
+        "earlier-declaration": inert(earlier_declarations=[source]),
+        "model-of-the-study": inert(model=text),
+    }
+
+
+NAMES = tuple(list_alterations(1, Path("/")))
+READING = (
+    "status {}", "report {}", "explain {}", "explain {} --arm {arm}", "transcripts {}", "replay-stoppers {}",
+    "plot-gradients {}", "compare {} {}", "alarms {}", "stop {}", "clean {}",
+)  # fmt: skip
+USING = ("confirm {} --arm {arm} --seeds 2", "export {} --arm {arm} --to exported", "probe {}", "resume {} --wandb off")
+
+
+def write_altered_study(folder: Path, alteration: Alteration) -> str:
+    """Write results/<run> as if it came from somebody else: nobody started it here. Returns an arm of it."""
+    overrides = {"trainer.total_training_steps": 2}
+    plan = make_plan(STUDIES["tree-grpo"], "laptop", "a test", overrides, None, 1, folder.parent / "elsewhere")
+    write_study(plan)
+    shutil.move(plan.folder, folder)
+    study = {**read_object(folder / "study.json"), **alteration.study}
+    write_object(folder / "study.json", {**study, "settings": alter(study["settings"], alteration.settings)})
+    for path in folder.glob("runs/*/run.json"):
+        entry = {**read_object(path), **alteration.entry}
+        write_object(path, {**entry, "config": alter(entry["config"], alteration.settings)})
+    return plan.values[-1]
+
+
+def alter(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    altered: dict[str, Any] = json.loads(json.dumps(dict(settings)))
+    for name, value in changes.items():
+        *sections, last = name.split(".")
+        section = altered
+        for key in sections:
+            section = section[key]
+        section[last] = value
+    return altered
+
+
+@pytest.fixture
+def listener(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
+    for name in VARIABLES[1:]:
+        monkeypatch.setenv(name, SECRET)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    server = Listener()
+    yield server
+    server.close()
+
+
+def try_everything(folder: Path, arm: str, alteration: Alteration) -> None:
+    is_refused = alteration.is_refused
+    for command in READING + tuple(line if is_refused else f"{line} --help" for line in USING):
+        answer = type_in(command.format(folder, folder, arm=arm))
+        if is_refused and command in USING:
+            assert answer.code == 2, (command, answer)
+        assert SECRET not in answer.out + answer.err, command
+        assert answer.code == 0 or answer.err.strip(), f"{command} ended with a traceback"
+    # `run` continues a study with the settings that were typed, so only others are refused.
+    is_other = bool(alteration.settings or "storage" in alteration.study) and is_refused
+    line = "run tree-grpo --preset laptop --seeds 1 --steps 2 --output {} {}"
+    answer = type_in(line.format(folder.parents[1], "" if is_other else "--dry-run"))
+    assert SECRET not in answer.out + answer.err
+    if is_other:
+        assert answer.code == 2, answer
+        assert answer.err.strip(), "`run` ended with a traceback"
+    if is_refused:
+        with pytest.raises(ValueError, match=r"."):
+            restore(folder, arm)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("judge", "storage-s3") else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
+)
+@pytest.mark.long
+def test_nothing_is_sent(work_dir: Path, listener: Listener, name: str) -> None:
+    home = work_dir / "home"
+    (home / "model").mkdir(parents=True)
+    (home / "mine.jsonl").write_text("{}")
+    alteration = list_alterations(listener.port, home)[name]
+    folder = work_dir / "out" / "results" / "tree_grpo_papers-tiny"
+    folder.parent.mkdir(parents=True)
+    arm = write_altered_study(folder, alteration)
+    try_everything(folder, arm, alteration)
+    assert listener.received == []
+    assert sorted(path.name for path in home.rglob("*")) == ["mine.jsonl", "model"]

@@ -1,0 +1,140 @@
+"""Decide what outside of a study's folder may be used because the folder names it.
+
+A folder may come from somebody else, so what it says is data. Its settings of the type `Outside` (addresses,
+environment variables, files, models) and its storage are used only if this user's own study wrote the folder where it
+lies, if the installed package declares the same value, or if the user types it again.
+
+Who wrote a folder is no property of the folder, which could claim anything: the values with which a user's studies were
+started are recorded in the user's own state folder, by the path of the study.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from search_spaces.declaration.study import Study
+from trainable.config.base_config import BaseRunConfig
+from trainable.config.command_lines import quote_argument
+from trainable.config.constants import SHIPPED_MODELS, TEACHERS
+from trainable.config.run_config import list_outside_settings
+from trainable.config.setting_types import format_value
+from trainable.files.json_values import find_object, write_object
+from trainable.runs.failures import StorageError
+from trainable.storage.uris import check_uri, is_same_folder
+from tune_study.plan.errors import PlanError
+from tune_study.plan.study_plan import StudyPlan, make_arm_config, make_base_config
+
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+
+
+def find_state_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """The folder in which this project records the studies of this user; it may not exist yet."""
+    home = Path(environ.get("HOME", "~")).expanduser()
+    return home / (environ.get("XDG_STATE_HOME") or ".local/state") / "tune_study"
+
+
+def list_outside_values(configs: Iterable[BaseRunConfig]) -> frozenset[str]:
+    """What runs name outside of their folder, each as SETTING=VALUE.
+
+    A model that is shipped, or that only the local cache of the hub can have under its name, is no such thing: nothing
+    is contacted for it, and no path is opened that somebody else chose.
+    """
+    names = set()
+    for config in configs:
+        models = list_outside_settings(type(config), "model")
+        for setting in list_outside_settings(type(config)):
+            value = attrgetter(setting)(config)
+            if value is not None and not (setting in models and _is_name_of_model(value)):
+                names.add(f"{setting}={value}")
+    return frozenset(names)
+
+
+def _is_name_of_model(value: str) -> bool:
+    is_hub_id = _HUB_ID.fullmatch(value) is not None and not os.path.exists(value)
+    return value in SHIPPED_MODELS or value in TEACHERS or is_hub_id
+
+
+def list_plan_values(plan: StudyPlan) -> frozenset[str]:
+    """What a study names outside of its folder, in its runs and as its storage, each as SETTING=VALUE."""
+    # Seeds share their settings.
+    names = list_outside_values({spec.arm: spec.config for spec in plan.runs}.values())
+    return names | ({f"storage={plan.storage}"} if plan.storage else set())
+
+
+def _list_declared_values(study: Study, preset: str) -> frozenset[str]:
+    """What the declaration of a study names, which the user installed or typed."""
+    base_config = make_base_config(study, preset)
+    arms = study.axis.grids.get(preset, ())
+    return list_outside_values([base_config, *(make_arm_config(study, base_config, value) for value in arms)])
+
+
+def remember_origin(plan: StudyPlan) -> None:
+    """Record, in the user's own state folder, that this user's study writes this folder, with what it names outside."""
+    names = list_plan_values(plan)
+    if not names - _list_declared_values(plan.study, plan.preset):
+        return
+    path = _find_record(plan.folder)
+    with suppress(OSError):  # without a home folder that can be written, such values have to be typed again
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_object(path, {"folder": os.path.realpath(plan.folder), "values": sorted(names)})
+
+
+def list_typed_before(folder: Path) -> frozenset[str]:
+    """The values with which this user's own study in `folder` was started; empty for the folder of somebody else."""
+    record = find_object(_find_record(folder)) or {}
+    return frozenset(map(str, record.get("values", ())))
+
+
+def _find_record(folder: Path) -> Path:
+    digest = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:32]
+    return find_state_folder() / "studies" / f"{digest}.json"
+
+
+def check_outside_values(plan: StudyPlan, study: Study, allowed: frozenset[str]) -> None:
+    """Raise PlanError if a plan that was read from its folder names something outside that may not be used.
+
+    study: the declaration. allowed: the values that were typed in this command, each as SETTING=VALUE.
+    """
+    named = list_outside_values({spec.arm: spec.config for spec in plan.runs}.values())
+    if not named:
+        return
+    foreign = named - allowed - _list_declared_values(study, plan.preset) - list_typed_before(plan.folder)
+    if foreign:
+        values = ", ".join(format_value(value, 1000) for value in sorted(foreign))
+        options = " ".join(f"--allow {quote_argument(format_value(value, 1000))}" for value in sorted(foreign))
+        raise PlanError(
+            f"{format_value(plan.folder, 1000)} names what lies outside of it: {values}. You did not start this study "
+            f"in this place, so nothing is read from there or sent to it. If you trust who wrote it, type {options}."
+        )
+
+
+def find_usable_storage(
+    folder: Path, content: Mapping[str, Any], allowed: frozenset[str] = frozenset()
+) -> tuple[str | None, str]:
+    """The storage that study.json records, if it may be used, and otherwise why not, as a sentence.
+
+    How a storage is reached (another endpoint, no encryption, another library) is never taken from a file. Raises
+    PlanError for a URI with credentials, because messages would repeat them.
+    """
+    uri = content.get("storage")
+    if uri is None:
+        return None, ""
+    try:
+        check_uri(uri)
+    except StorageError as error:
+        raise PlanError(str(error)) from None
+    if any(is_same_folder(uri, value.removeprefix("storage=")) for value in allowed if value.startswith("storage=")):
+        return uri, ""
+    name = format_value(uri, 1000)
+    advice = "type the URI of the study in the place of its folder, <storage>/<run>, to use it"
+    if {name for name, _ in parse_qsl(urlsplit(uri).query)} - {"region"} or uri.lower().startswith("fsspec+"):
+        return None, f"Its storage, {name}, is reached in a special way, which no file decides: {advice}."
+    if f"storage={uri}" in list_typed_before(folder):
+        return uri, ""
+    return None, f"Its storage, {name}, is not contacted, because you did not start this study in this place: {advice}."
