@@ -134,8 +134,9 @@ def check_same_results(plan: StudyPlan, local_plan: StudyPlan, storage: str, fol
         )
         assert [drop_times(row) for row in rows] == [drop_times(row) for row in local_rows]
         assert read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE) == rows
+        # A run that was killed before its first checkpoint evaluates the same steps again.
         levels = [
-            read_lines(run_dir / "levels.jsonl").records
+            {(line["step"], line["split"], line["mode"]): line for line in read_lines(run_dir / "levels.jsonl").records}
             for run_dir in (fetched_folder / "run", local_plan.get_run_dir(spec.run_id))
         ]
         assert levels[0] == levels[1]
@@ -170,11 +171,12 @@ def test_a_study_on_the_cluster_has_the_rows_and_weights_of_a_local_one(
     assert not (folder / "model_saving").exists()
     assert read_object(plan.folder / "study.json")["storage"] == fake_cluster.storage
     assert not list((fake_cluster.hidden / "scratch").rglob("*.safetensors"))
-    target = run_checkpoints.find_run_checkpoint(plan.folder, "0.1", None, None)
+    typed = frozenset({f"storage={fake_cluster.storage}"})
+    target = run_checkpoints.find_run_checkpoint(plan.folder, "0.1", None, None, allowed=typed)
     assert (target.step, target.path) == (2, plan.get_run_dir(plan.runs[1].run_id) / "state" / "step_2")
     assert is_checkpoint_intact(target.path)
     with pytest.raises(PlanError, match=r"has no checkpoint of step 1\. Available steps: 2\."):
-        run_checkpoints.find_run_checkpoint(plan.folder, "0.1", 1, None)
+        run_checkpoints.find_run_checkpoint(plan.folder, "0.1", 1, None, allowed=typed)
 
 
 @pytest.fixture(scope="module")
