@@ -1,14 +1,13 @@
 """Types of single settings: named bounds, choices and parsers."""
 
 import math
-import unicodedata
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
 from trainable.config.choices import EXACT_KL, KL_KINDS
-from trainable.files.control_characters import escape_controls
+from trainable.files.control_characters import escape_controls, is_printable
 
 Setting = TypeVar("Setting")
 _COMMON_MARKER = "common"
@@ -114,8 +113,8 @@ ParseNull = BeforeValidator(_parse_null)
 
 
 def _check_printable(path: str) -> str:
-    """`path`. ValueError if it is empty or has control characters, because it names folders and is written to logs."""
-    if not path.strip() or any(unicodedata.category(character) == "Cc" for character in path):
+    """`path`. ValueError if it is empty or not printable, because it names folders and is written to logs."""
+    if not path.strip() or not is_printable(path):
         raise ValueError("must not be empty or contain control characters")
     return path
 

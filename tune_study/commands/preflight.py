@@ -97,6 +97,7 @@ def start_studies(
     """
     time_limit = time_limit or start_time_limit(options.max_hours)
     for plan in plans:
+        outputs.check_recordable(plan)
         configs = list({spec.config.compute_hash(): spec.config for spec in plan.runs}.values())
         check_parts(configs)
         if plan.study.family.games:
