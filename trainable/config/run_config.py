@@ -281,6 +281,17 @@ class RunConfig(BaseRunConfig):
         return (self.model.path, self.model.reference_path)
 
     @property
+    def training_level_seeds(self) -> range:
+        """The seeds of the levels that the run trains on; `trainable.envs.level_sets` makes the levels."""
+        first = self.env.seed_train + MAX_LEVELS * self.seed
+        return range(first, first + self.env.env_groups * self.trainer.total_training_steps)
+
+    @property
+    def validation_level_seeds(self) -> range:
+        """The seeds of the levels on which the run is validated."""
+        return range(self.env.seed_val, self.env.seed_val + self.env.val_env_groups)
+
+    @property
     def max_batch_size(self) -> int:
         """The largest number of sequences in the batch of a step, including copies that fill the last mini-batch."""
         sequences = self.env.env_groups * self.env.group_size * self.env.max_conversations_per_rollout

@@ -31,7 +31,7 @@ from tune_study.placement.teachers import describe_teachers, make_missing_teache
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import check_parts
 from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import StudyPlan
+from tune_study.plan.study_plan import StudyPlan, check_level_seeds
 from tune_study.tune import cluster
 from tune_study.tune.cluster import Node
 from tune_study.tune.run import choose_wandb_mode
@@ -102,6 +102,7 @@ def start_studies(
         check_parts(configs)
         if plan.study.family.games:
             check_papers(map(as_run_config, configs))
+            check_level_seeds(plan)
     uses_gpus = any(plan.model is not None for plan in plans)
 
     def adapt_options(plan: StudyPlan) -> LaunchOptions:

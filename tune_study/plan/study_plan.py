@@ -396,6 +396,24 @@ def check_values(study: Study, values: Sequence[str]) -> None:
         numbers[key] = labels[label] = value
 
 
+def check_level_seeds(plan: StudyPlan) -> None:
+    """Raise PlanError if a run of a game would be validated on levels of the same seeds as it trains on.
+
+    Test levels have seeds that the bounds of the settings exclude. Levels of different seeds may be equal by chance;
+    the column val_success_unseen leaves these out.
+    """
+    for spec in plan.runs:
+        trained, validated = spec.ppo_config.training_level_seeds, spec.ppo_config.validation_level_seeds
+        if max(trained.start, validated.start) < min(trained.stop, validated.stop):
+            free = spec.ppo_config.env.seed_train + len(trained)
+            raise PlanError(
+                f"env.seed_val={validated.start}: the validation levels have the seeds {validated.start} to "
+                f"{validated.stop - 1}, and those from {trained.start} to {trained.stop - 1} are training levels of "
+                f"{spec.run_id}, so its validation would measure what it was trained on: leave env.seed_train and "
+                f"env.seed_val out, or type --set env.seed_val={free}."
+            )
+
+
 def _check_names(plan: StudyPlan) -> None:
     """Raise PlanError if the study or a run cannot have its name, or if a template cannot be filled in."""
     _ = plan.summary_log, plan.wandb_project, plan.baseline_name

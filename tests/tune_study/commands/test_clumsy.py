@@ -70,6 +70,13 @@ WRONG: list[tuple[str, str]] = [
     (f"{LAPTOP} --set trainer.total_training_steps=5 --steps 5", "is given twice"),
     (f"{LAPTOP} --set actor.kl_loss_coef=0.1", "choose its values with --kl-values"),
     (f"{LAPTOP} --set seed=5", "type --seeds N to run the seeds 0 to N-1"),
+    (
+        f"{LAPTOP} --set env.seed_train=123 --set env.seed_val=123",
+        "would measure what it was trained on",
+    ),
+    (f"{LAPTOP} --set env.seed_val=10000", "leave env.seed_train and env.seed_val out, or type --set env.seed_val="),
+    (f"{LAPTOP} --set env.seed_val=1010000 --seeds 2", "-seed1, so its validation would measure"),
+    (f"{LAPTOP} --set env.seed_train=10", "env.seed_val=123: the validation levels have the seeds 123 to"),
     (f"{LAPTOP} --set trainer.device=gpu", "must be 'auto', 'cpu' or 'cuda'"),
     (
         f"{LAPTOP} --set env.name=chess",

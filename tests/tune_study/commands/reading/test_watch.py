@@ -234,7 +234,7 @@ def test_a_long_cookie_is_refused_and_the_page_still_answers(address: str) -> No
     assert "Verdict for each arm" in read_page(address)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_unfinished_requests_do_not_keep_the_page_from_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {**watch.SERVER_LIMITS, "channel_timeout": 1, "cleanup_interval": 1}
     monkeypatch.setattr(watch, "SERVER_LIMITS", limits)
