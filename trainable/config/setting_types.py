@@ -36,6 +36,8 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 PowerOfTwo = Annotated[float, Field(ge=1, le=2.0**60), AfterValidator(_check_power_of_two)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Patience = Annotated[float, Field(ge=0, le=31_536_000, allow_inf_nan=False)]
+"""Seconds to wait, at most a year: the clocks of the operating system cannot wait much longer."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
 MAX_INTEGER = 2**31 - 1
