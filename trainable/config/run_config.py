@@ -522,11 +522,10 @@ def apply_overrides(config: C, overrides: Mapping[str, object]) -> C:
         changed_config = type(config).model_validate(settings)
     except ValidationError as error:
         raise ConfigError(format_validation_error(error)) from None
-    changed_settings = flatten_settings(changed_config.model_dump())
     for key, value in overrides.items():
         name = resolve_key(key, type(config))
         # Pydantic reads 1_000 as 1000, which may be a slip for 1.000 or for a name.
-        if re.search(r"\d_+\d", str(value)) and _has_number(changed_settings[name]):
+        if re.search(r"\d_\d", str(value)) and _has_number(flatten_settings(changed_config.model_dump())[name]):
             raise ConfigError(f"{name}={format_value(value)}: type numbers without `_`, like 1000 or 1e-3.")
     return changed_config
 

@@ -374,6 +374,8 @@ def list_texts(value: Any) -> str:
 CONTROLS = "\x1b[2J \u202egnp.exe \u2066 \u2028 \x85 \x00"
 
 
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:Glyph .* missing from font")  # a figure has a box for each
 def test_no_control_character_of_a_text_reaches_a_page(tmp_path: Path) -> None:
     folder = write_study_of_arms(tmp_path, [f"a {CONTROLS}", f"b {CONTROLS}"], reason=CONTROLS)
     frames = load(folder)

@@ -66,7 +66,7 @@ class StrictCommand(TyperCommand):
             typed_name = parameter.opts[0] if isinstance(parameter, TyperOption) else parameter.metavar
             if parameter.metavar in _PLACE_METAVARS and "" in texts:
                 ctx.fail(f"{typed_name} is empty, as an unset variable is: type a path, or . for the current folder.")
-            if parameter.metavar in _NUMBER_METAVARS and any(re.search(r"\d_+\d", text or "") for text in texts):
+            if parameter.metavar in _NUMBER_METAVARS and any(re.search(r"\d_\d", text or "") for text in texts):
                 ctx.fail(f"{typed_name} {value}: type numbers without `_`, like 1000.")
 
     def _suggest_list(self, words: Sequence[str], extra_words: Sequence[str]) -> str:
