@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from trainable.config.aliases import flatten_settings
@@ -304,9 +305,11 @@ def find_remarks(plan: StudyPlan) -> tuple[str, ...]:
 
 
 def _describe_unread_settings(plan: StudyPlan) -> Iterator[str]:
-    """A line for each setting that no arm reads, and that is neither that of study and preset nor comes with a game."""
+    """A line for each setting that no arm reads, and that is neither that of the preset nor comes with a game."""
     study, arms = plan.study, {spec.arm: spec.config for spec in plan.runs}
-    declared = flatten_settings(make_base_config(study, plan.preset).model_dump())
+    declared = flatten_settings(
+        make_base_config(replace(study, fixed_settings={}, presets={}), plan.preset).model_dump()
+    )
     of_games = [study.family.make_game_settings(game, plan.preset) for game in study.family.games]
     for name, value in flatten_settings(plan.base_config.model_dump()).items():
         if value == declared[name] or any(value == settings.get(name) for settings in of_games):

@@ -416,7 +416,7 @@ def check_level_seeds(plan: StudyPlan) -> None:
 
 def _check_names(plan: StudyPlan) -> None:
     """Raise PlanError if the study or a run cannot have its name, or if a template cannot be filled in."""
-    _ = plan.summary_log, plan.wandb_project, plan.baseline_name
+    _ = plan.summary_log, plan.wandb_project, plan.baseline_name  # each fills in a template
     for spec in plan.runs[:1]:
         values = make_template_values(plan.study, plan.run, spec.arm, spec.config, spec.seed)
         fill_template(plan.study.name_templates.summary, **values, experiment=spec.experiment_name)

@@ -4,6 +4,7 @@ import math
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -164,6 +165,13 @@ def test_every_condition_has_a_case_and_settings() -> None:
         assert any(re.fullmatch(condition.settings, name) for name in names), condition.settings
         game = re.match(r"env\\\.(\w+)", condition.settings)
         assert game or any(re.fullmatch(condition.settings, name) for name in cases), condition.settings
+
+
+def test_a_setting_without_effect_is_found_in_a_declaration_too() -> None:
+    study = STUDIES["kl"]
+    declared = replace(study, fixed_settings={**study.fixed_settings, "algorithm.kl_ctrl.kl_coef": "0.1"})
+    (remark,) = find_remarks(make_plan(declared, "laptop", "a test", {}, None, 1, Path("out")))
+    assert remark.startswith("Remark: algorithm.kl_ctrl.kl_coef=0.1 has no effect: ")
 
 
 def test_settings_that_a_game_brings_along_have_no_remark() -> None:
