@@ -307,12 +307,12 @@ def find_remarks(plan: StudyPlan) -> tuple[str, ...]:
 def _describe_unread_settings(plan: StudyPlan) -> Iterator[str]:
     """A line for each setting that no arm reads, and that is neither that of the preset nor comes with a game."""
     study, arms = plan.study, {spec.arm: spec.config for spec in plan.runs}
-    declared = flatten_settings(
+    preset_settings = flatten_settings(
         make_base_config(replace(study, fixed_settings={}, presets={}), plan.preset).model_dump()
     )
     of_games = [study.family.make_game_settings(game, plan.preset) for game in study.family.games]
     for name, value in flatten_settings(plan.base_config.model_dump()).items():
-        if value == declared[name] or any(value == settings.get(name) for settings in of_games):
+        if value == preset_settings[name] or any(value == settings.get(name) for settings in of_games):
             continue
         for condition in CONDITIONS.get(study.family.config_class, ()):
             if re.fullmatch(condition.settings, name) and not any(map(condition.is_read, arms.values())):
