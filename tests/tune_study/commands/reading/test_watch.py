@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waitress import wasyncore
 
 from analysis import load
 from analysis.report.live import LivePage
@@ -241,13 +242,18 @@ def test_unfinished_requests_do_not_keep_the_page_from_its_owner(monkeypatch: py
     with socket.create_server((watch.HOST, 0)) as listener, ExitStack() as clients:
         port = listener.getsockname()[1]
         server = watch.make_server(lambda _: "the page", TOKEN, listener)
-        threading.Thread(target=server.run, daemon=True).start()
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
         # More than the limit, and more than Waitress would take without it.
         for _ in range(110):
             client = clients.enter_context(socket.create_connection((watch.HOST, port)))
             client.sendall(b"GET / HTTP/1.1\r\n")
         assert read_page(f"http://{watch.HOST}:{port}/?token={TOKEN}") == "the page"
-        server.close()
+        # In the thread of the server, which ends when nothing is open.
+        server.trigger.pull_trigger(lambda: wasyncore.close_all(server._map))
+        thread.join(60)
+        assert not thread.is_alive()
+        server.task_dispatcher.shutdown()
 
 
 def read_in_browser(address: str, profile: Path) -> str:
