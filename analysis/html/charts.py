@@ -5,16 +5,18 @@ import hashlib
 import json
 import os
 import stat
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import altair as alt
 import vl_convert
 
 from trainable.files.cache import find_cache_folder
+from trainable.files.control_characters import LINE_CHARACTERS, escape_controls
 from trainable.files.paths import read_bytes, write_text
 
 # Each chart is drawn above its picture, which stays for print and for readers without scripts. `ast` makes Vega
@@ -87,5 +89,15 @@ def format_chart(chart: alt.TopLevelMixin) -> str:
         False
     """
     # Altair would check every value against the schema of Vega-Lite, which takes longer than all else; the tests do.
-    text = json.dumps(chart.to_dict(validate=False), separators=(",", ":"), ensure_ascii=True)
+    content = _escape_texts(chart.to_dict(validate=False))
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=True)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _escape_texts(value: Any) -> Any:
+    """`value` without control characters in its texts: in JSON they would have escapes, and be whole in the chart."""
+    if isinstance(value, str):
+        return escape_controls(value, LINE_CHARACTERS)
+    if isinstance(value, Mapping):
+        return {_escape_texts(key): _escape_texts(entry) for key, entry in value.items()}
+    return [_escape_texts(entry) for entry in value] if isinstance(value, list | tuple) else value

@@ -19,6 +19,7 @@ from analysis.drawing.save import save_figure
 from analysis.gradients import plots as gradient_plots
 from analysis.sweep import verdicts
 from trainable.config.aliases import flatten_settings
+from trainable.files.control_characters import LINE_CHARACTERS, escape_controls
 from trainable.files.paths import atomic_write
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -137,6 +138,11 @@ def format_duration(seconds: float) -> str:
     return f"{total_seconds // 60} min {total_seconds % 60:02d} s" if total_seconds >= 60 else f"{total_seconds} s"
 
 
+def _escape_text(value: object) -> object:
+    """What a template shows of a value: texts, also those that are HTML already, without control characters."""
+    return type(value)(escape_controls(value, LINE_CHARACTERS)) if isinstance(value, str) else value
+
+
 @cache
 def make_environment() -> jinja2.Environment:
     """The Jinja environment with all templates, filters and functions. Undefined names in a template are errors.
@@ -149,6 +155,7 @@ def make_environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
+        finalize=_escape_text,
     )
     jinja_env.filters |= {
         "fraction": verdicts.format_fraction,

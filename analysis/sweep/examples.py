@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from analysis.data.episodes import format_turns, read_episodes_of_run
 from analysis.data.frames import StudyFrames
-from trainable.files.control_characters import escape_controls
+from trainable.files.control_characters import LINE_CHARACTERS, escape_controls
 from trainable.files.json_values import DamageWarning
 from trainable.runs.episode_lines import RecordedEpisode
 
@@ -92,7 +92,7 @@ def _shorten(text: str) -> str:
 
 
 def _describe_episode(episode: RecordedEpisode) -> dict[str, Any]:
-    text = escape_controls("\n".join(format_turns(episode)), allowed="\n\t")
+    text = escape_controls("\n".join(format_turns(episode)), allowed=LINE_CHARACTERS)
     fields = ("step", "level", "success", "stop_reason", "score")
     is_trained = episode.is_trained
     outcome = "solved" if episode.success else "failed"

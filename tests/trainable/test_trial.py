@@ -137,7 +137,7 @@ def test_a_finished_run_reports_its_last_row_and_trains_nothing(uninterrupted_ru
 
 
 STOPS = {
-    "early_stop__success_threshold": 1.1,
+    "early_stop__success_threshold": 1.0,
     "early_stop__success_patience": 2,
     "trainer__test_freq": 1,
     "trainer__total_training_steps": 5,
@@ -145,7 +145,7 @@ STOPS = {
 
 
 def test_the_row_at_which_a_rule_fires_has_the_final_evaluation(tmp_path: Path) -> None:
-    # Success below 1.1 in two validations in a row: the rule fires at step 2.
+    # Success below 1 in two validations in a row: the rule fires at step 2.
     trainable = start_trial(tmp_path, **STOPS)
     first, second = trainable.step(), trainable.step()
     for name in ("val_greedy_success", "test_success", "test_greedy_success"):
@@ -153,7 +153,7 @@ def test_the_row_at_which_a_rule_fires_has_the_final_evaluation(tmp_path: Path) 
         assert 0 <= second[name] <= 1
     assert not second["done"]  # the experiment's stopper ends the trial
     decision = {name: second[f"stop_{name}"] for name in ("rule", "threshold", "step")}
-    assert decision == {"rule": "low_validation_success", "threshold": 1.1, "step": 2}
+    assert decision == {"rule": "low_validation_success", "threshold": 1.0, "step": 2}
     assert second["stop_value"] == max(first["val_success"], second["val_success"])
     assert get_rows(trainable)[-1]["stop_rule"] == "low_validation_success"
     assert [(line["step"], line["split"]) for line in read_run_files(tmp_path)[1][-3:]] == [

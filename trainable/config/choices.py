@@ -15,7 +15,8 @@ class AdvantageEstimator:
 
     needs_critic: whether the estimator reads values. has_turn_level: whether it has a form over turns (bi_level_gae).
     is_skill: whether it computes skills, which the loss of target policy optimization fits. compares_group: whether the
-    advantage of a rollout is relative to the others of its group, so that a group of one has advantage 0.
+    advantage of a rollout is relative to the others of its group, so that a group of one has advantage 0. discounts:
+    whether it reads algorithm.gamma.
     credits_trees: whether it is the one by which trees of rollouts are credited
     (`trainable.ppo.targets.compute_tree_advantages`).
     """
@@ -24,15 +25,16 @@ class AdvantageEstimator:
     has_turn_level: bool = False
     is_skill: bool = False
     compares_group: bool = False
+    discounts: bool = False
     credits_trees: bool = False
 
 
 ADVANTAGE_ESTIMATORS: Mapping[str, AdvantageEstimator] = MappingProxyType(
     {
-        "gae": AdvantageEstimator(needs_critic=True, has_turn_level=True),
+        "gae": AdvantageEstimator(needs_critic=True, has_turn_level=True, discounts=True),
         "grpo": AdvantageEstimator(compares_group=True, credits_trees=True),
         "rloo": AdvantageEstimator(compares_group=True),
-        "reinforce_plus_plus": AdvantageEstimator(),
+        "reinforce_plus_plus": AdvantageEstimator(discounts=True),
         "reinforce_plus_plus_baseline": AdvantageEstimator(compares_group=True),
         "group_skill": AdvantageEstimator(is_skill=True, compares_group=True),
     }

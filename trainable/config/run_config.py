@@ -7,6 +7,7 @@ defaults are the published values (paper scale); `search_spaces/declaration/pres
 import difflib
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
@@ -15,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from trainable.config.alarm_rule import parse_alarm_rule
-from trainable.config.aliases import ALIASES, MISSING_FEATURES, SYNONYMS
+from trainable.config.aliases import ALIASES, MISSING_FEATURES, SYNONYMS, flatten_settings
 from trainable.config.base_config import EXECUTION_SETTINGS, BaseRunConfig
 from trainable.config.choices import FILTER_METRICS, FILTER_STRATEGIES, POLICY_LOSSES, find_unused_settings
 from trainable.config.command_lines import format_command
@@ -281,6 +282,17 @@ class RunConfig(BaseRunConfig):
         return (self.model.path, self.model.reference_path)
 
     @property
+    def training_level_seeds(self) -> range:
+        """The seeds of the levels that the run trains on; `trainable.envs.level_sets` makes the levels."""
+        first = self.env.seed_train + MAX_LEVELS * self.seed
+        return range(first, first + self.env.env_groups * self.trainer.total_training_steps)
+
+    @property
+    def validation_level_seeds(self) -> range:
+        """The seeds of the levels on which the run is validated."""
+        return range(self.env.seed_val, self.env.seed_val + self.env.val_env_groups)
+
+    @property
     def max_batch_size(self) -> int:
         """The largest number of sequences in the batch of a step, including copies that fill the last mini-batch."""
         sequences = self.env.env_groups * self.env.group_size * self.env.max_conversations_per_rollout
@@ -519,9 +531,21 @@ def apply_overrides(config: C, overrides: Mapping[str, object]) -> C:
             section_settings = section_settings[section]
         section_settings[name] = _parse_list(value)
     try:
-        return type(config).model_validate(settings)
+        changed_config = type(config).model_validate(settings)
     except ValidationError as error:
         raise ConfigError(format_validation_error(error)) from None
+    for key, value in overrides.items():
+        name = resolve_key(key, type(config))
+        # Pydantic reads 1_000 as 1000, which may be a slip for 1.000 or for a name.
+        if re.search(r"\d_\d", str(value)) and _has_number(flatten_settings(changed_config.model_dump())[name]):
+            raise ConfigError(f"{name}={format_value(value)}: type numbers without `_`, like 1000 or 1e-3.")
+    return changed_config
+
+
+def _has_number(value: object) -> bool:
+    """Whether the value of a setting is a number, or has some."""
+    values = value if isinstance(value, tuple) else (value,)
+    return any(isinstance(entry, int | float) for entry in values)
 
 
 def format_validation_error(error: ValidationError, max_errors: int = 10) -> str:

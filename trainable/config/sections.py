@@ -50,6 +50,7 @@ from trainable.config.setting_types import (
     NonNegative,
     Outside,
     ParseNull,
+    Patience,
     Positive,
     PowerOfTwo,
     Precision,
@@ -224,6 +225,17 @@ class RolloutConfig(Section):
     gradient_analysis_bucket_mode: Literal["quantile", "fixed_rv"] = Field(
         "quantile", description="quantile: equally many groups per bucket; fixed_rv: edges at reward std 1, 2, 3, 4, 5"
     )
+
+    @model_validator(mode="after")
+    def _check_reply_fits(self) -> Self:
+        # Of a context that the model limits, the plan knows how long it is.
+        if self.max_model_len is not None and self.max_model_len <= self.response_length:
+            raise ValueError(
+                f"max_model_len={self.max_model_len}: a conversation has a prompt and a reply of up to "
+                f"response_length={self.response_length} tokens: set a longer rollout.max_model_len, or null for the "
+                "model's context, or a shorter rollout.response_length"
+            )
+        return self
 
     @property
     def uses_vllm(self) -> bool:
@@ -537,7 +549,7 @@ class TrainerConfig(BaseTrainerConfig):
     own_stop_rules: tuple[OwnPartName, ...] = Field(
         (), description="functions of yours that may stop a run too, such as [my_rules.py:too_long]"
     )
-    disk_patience: NonNegative = Field(
+    disk_patience: Patience = Field(
         600.0, description="seconds to wait while the disk is full or the storage does not answer"
     )
     critic_warmup: int = Field(
@@ -672,9 +684,7 @@ class EarlyStopConfig(Section):
     variance_ratio: Common[NonNegative] = Field(
         0.1, description="threshold of the reward std, as a fraction of the baseline"
     )
-    success_threshold: Common[NonNegative] = Field(
-        0.01, description="validation success below this counts as a failure"
-    )
+    success_threshold: Common[Fraction] = Field(0.01, description="validation success below this counts as a failure")
     success_patience: int = Field(5, ge=1, description="stop after N consecutive validations below the threshold")
     empty_stop_steps: Common[int] = Field(
         5, description="stop after N consecutive steps with no group kept; <= 0: never"

@@ -3,7 +3,6 @@
 import ipaddress
 import math
 import re
-import unicodedata
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
@@ -13,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
 from trainable.config.choices import EXACT_KL, KL_KINDS
-from trainable.files.control_characters import escape_controls
+from trainable.files.control_characters import escape_controls, is_printable
 
 Setting = TypeVar("Setting")
 _COMMON_MARKER = "common"
@@ -57,6 +56,8 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 PowerOfTwo = Annotated[float, Field(ge=1, le=2.0**60), AfterValidator(_check_power_of_two)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Patience = Annotated[float, Field(ge=0, le=31_536_000, allow_inf_nan=False)]
+"""Seconds to wait, at most a year: the clocks of the operating system cannot wait much longer."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
 MAX_INTEGER = 2**31 - 1
@@ -134,8 +135,8 @@ ParseNull = BeforeValidator(_parse_null)
 
 
 def _check_printable(path: str) -> str:
-    """`path`. ValueError if it is empty or has control characters, because it names folders and is written to logs."""
-    if not path.strip() or any(unicodedata.category(character) == "Cc" for character in path):
+    """`path`. ValueError if it is empty or not printable, because it names folders and is written to logs."""
+    if not path.strip() or not is_printable(path):
         raise ValueError("must not be empty or contain control characters")
     return path
 

@@ -7,7 +7,8 @@ demonstration  700,000,000 and up, some left out              validation, test
 test           512 of 900,000,000 and up                      validation, published training, demonstration, itself
 replacement    1,000,000,000 and up, some left out            test
 
-The seeds are those of the published Sokoban levels, and every game uses them. Levels are compared up to symmetry
+The seeds are those of the published Sokoban levels, and every game uses them. A plan whose settings give training and
+validation the same seeds is refused. Levels are compared up to symmetry
 (`Level.key`): different seeds can give equal levels. A game with few levels cannot keep its sets apart
 (`LevelSource.has_held_out_levels`); all of its sets then consist of whatever levels their seeds give.
 """

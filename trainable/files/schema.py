@@ -1,10 +1,9 @@
 """The schema number of the files of a study, by which a version recognizes files that it cannot read."""
 
-import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from trainable.files.control_characters import is_printable
 from trainable.files.json_values import DamagedFileError, read_json
 
 SCHEMA = 2
@@ -13,21 +12,17 @@ SCHEMA = 2
 MAX_RUNS = 10_000
 """Runs that a study may have. More would exceed what Ray Tune schedules, and what can be read at once."""
 
-_RUN_ID = re.compile(r"[^/.\x00-\x1f][^/\x00-\x1f]*")
 _MAX_NAME_BYTES = 255
 """Bytes that the name of a folder may have."""
 
 
 def is_run_id(text: str) -> bool:
-    """Whether `text` can be a run_id, which names a folder.
+    """Whether `text` can be a run_id, which names a folder. Plans and readers of study.json ask this function.
 
-    It has no slash and no leading dot, so that it cannot name a folder outside the study's.
+    It has no slash and no leading dot, so that it cannot name a folder outside the study's, and is printable.
     """
-    try:
-        name = os.fsencode(text)
-    except UnicodeEncodeError:  # half of a surrogate pair, which no file name has
-        return False
-    return _RUN_ID.fullmatch(text) is not None and len(name) <= _MAX_NAME_BYTES
+    is_name = text != "" and not text.startswith(".") and "/" not in text and is_printable(text)
+    return is_name and len(text.encode()) <= _MAX_NAME_BYTES
 
 
 def find_schema_problem(folder: object, study: Mapping[str, object]) -> str:

@@ -200,7 +200,8 @@ def _format_plan_lines(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str
         f"Preset {plan.preset}: {plan.preset_reason}",
         *([] if plan.model is None else [f"Model: {plan.model}", *_describe_precision(plan)]),
         f"{len(plan.runs)} runs: {plan.study.axis.setting} in {values}; seeds {_format_seeds(plan)}",
-        f"Steps per run: {trainer.total_training_steps}, validation every {trainer.test_freq} steps",
+        f"Steps per run: {trainer.total_training_steps}, validation "
+        + (f"every {trainer.test_freq} steps" if trainer.test_freq > 0 else "after the last one only"),
         f"{_describe_trial(plan)} reserves {reserved_resources}; "
         f"{resource_plan.max_concurrent} at once on {resource_plan.cpus} CPUs"
         + (" (--ray-num-cpus; the cores of this machine are not counted)" if resource_plan.gpu_slots else ""),

@@ -21,6 +21,7 @@ from tune_study.commands.preflight import LaunchOptions, PlacementChoices, names
 from tune_study.commands.run_options import VALUES_OPTION, RunOptions
 from tune_study.folder import outputs
 from tune_study.folder.summary import DEFAULT_SKIPPED, parse_skipped_statuses
+from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy, load_typed_code
 
 Command = Callable[..., None]
@@ -122,7 +123,9 @@ class Launch(NamedTuple):
     address: opt.Address = None
 
     def make_options(self) -> LaunchOptions:
-        """The same options with the statuses as a list. PlanError for a status that does not exist."""
+        """The same options with the statuses as a list. PlanError for a status that does not exist, and for no time."""
+        if self.max_hours == 0:
+            raise PlanError("--max-hours 0 leaves no time to train: type hours, such as --max-hours 8.5.")
         return LaunchOptions(
             self.gpus,
             self.gpu_memory_gib,

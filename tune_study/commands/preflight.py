@@ -31,7 +31,7 @@ from tune_study.placement.teachers import describe_teachers, make_missing_teache
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import check_parts
 from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import StudyPlan
+from tune_study.plan.study_plan import StudyPlan, check_level_seeds
 from tune_study.tune import cluster
 from tune_study.tune.cluster import Node
 from tune_study.tune.run import choose_wandb_mode
@@ -97,10 +97,13 @@ def start_studies(
     """
     time_limit = time_limit or start_time_limit(options.max_hours)
     for plan in plans:
+        outputs.check_recordable(plan)
         configs = list({spec.config.compute_hash(): spec.config for spec in plan.runs}.values())
         check_parts(configs)
         if plan.study.family.games:
             check_papers(map(as_run_config, configs))
+            check_level_seeds(plan)
+            _check_context(plan)
     uses_gpus = any(plan.model is not None for plan in plans)
 
     def adapt_options(plan: StudyPlan) -> LaunchOptions:
@@ -130,6 +133,18 @@ def start_studies(
             return _prepare_study(plan, adapt_options(plan), visible_gpus, nodes)
 
         return run_suite(plans, prepare_study, console, options.skipped_statuses, time_limit, is_local=nodes is None)
+
+
+def _check_context(plan: StudyPlan) -> None:
+    """Raise PlanError for replies that fill the context of the model, which leaves no token for a prompt."""
+    for config in {spec.arm: spec.ppo_config for spec in plan.runs}.values():
+        shape, length = read_model_shape(config.model.path, os.environ), config.rollout.response_length
+        if shape is not None and shape.max_position_embeddings and shape.max_position_embeddings <= length:
+            raise PlanError(
+                f"rollout.response_length={length}: the context of {config.model.path} has "
+                f"{shape.max_position_embeddings} tokens for prompts and replies: set a shorter "
+                "rollout.response_length."
+            )
 
 
 def names_adapters(settings: Iterable[str]) -> bool:
@@ -195,7 +210,9 @@ def _print_plan(
 
     Of this machine's files only models are checked. Raise PlanError for a missing one of unknown size.
     """
-    choose_wandb_mode(options.wandb, plan)  # only for its PlanError: a mode that does not exist is refused here too
+    # Only for their PlanErrors: what does not exist or cannot be written is refused here too.
+    choose_wandb_mode(options.wandb, plan)
+    outputs.check_writable(plan.output)
     missing_models = _find_missing_models(plan) if nodes is None else []
     requirements = _estimate_requirements(plan, options, visible_gpus, nodes, dry_run=True)
     gpu_names = tuple(gpu.name for gpu in requirements.used_gpus)
@@ -286,6 +303,9 @@ def _estimate_requirements(
     dry_run: bool,
 ) -> _Requirements:
     resource_plan = _plan_resources(plan, options, visible_gpus, nodes, dry_run)
+    if options.wandb == "off" and "wandb" in plan.base_config.trainer.logger:
+        note = "trainer.logger names wandb, and has no effect with --wandb off."
+        resource_plan = resource_plan._replace(notes=(*resource_plan.notes, note))
     disk_budget = disk.estimate_disk_budget(plan, resource_plan, os.environ)
     used_gpus = tuple(gpu for gpu in visible_gpus if gpu.id in resource_plan.gpus)
     gpu_capacity = memory_plan.find_gpu_capacity(options.gpu_memory_gib, used_gpus)

@@ -27,7 +27,7 @@ from tune_study.placement.model_files import check_model
 from tune_study.placement.samplers import check_sampler
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import load_typed_code
-from tune_study.plan.study_plan import make_template_values
+from tune_study.plan.study_plan import fill_template, make_template_values
 
 ProbeSettings = Mapping[str, object]
 NO_SETTINGS: ProbeSettings = MappingProxyType({})
@@ -269,8 +269,12 @@ def _make_log_path(target: RunCheckpoint, with_val: bool, config: RunConfig) -> 
     template_values = make_template_values(
         target.plan.study, target.plan.run, target.spec.arm, target.spec.ppo_config, target.spec.seed
     )
-    name = target.plan.study.name_templates.probe_log.format(
-        **template_values, experiment=target.spec.run_id, step=target.step, val="withval" if with_val else "noval"
+    name = fill_template(
+        target.plan.study.name_templates.probe_log,
+        **template_values,
+        experiment=target.spec.run_id,
+        step=target.step,
+        val="withval" if with_val else "noval",
     )
     # The template ends in kl_and_entropy. Only the last occurrence is replaced: the rest is the run's name.
     active_terms = {"kl": config.actor.use_kl_loss, "entropy": config.actor.entropy_coeff != 0}

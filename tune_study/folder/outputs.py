@@ -1,5 +1,6 @@
 """Write and read the files of a study's folder. A file is replaced as a whole, so it is complete at any moment."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,7 @@ from trainable.files.schema import SCHEMA
 from trainable.runs.run_ends import ENDED_STATUSES
 from tune_study.folder.origin import remember_origin
 from tune_study.folder.statuses import RunStatus, make_timestamp, resolve_status, write_status
+from tune_study.folder.study_file import find_content_problem
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import make_code_entry
 from tune_study.plan.run_spec import RunSpec
@@ -116,6 +119,19 @@ def _list_contrasts(plan: StudyPlan) -> list[dict[str, Any]]:
         *({"name": name, "pairs": pairs} for name, pairs in pairs_by_name.items() if pairs),
         *({"name": name, "pairs": pairs, "needs_all_pairs": True} for name, pairs in plan.study.interactions.items()),
     ]
+
+
+def check_recordable(plan: StudyPlan) -> None:
+    """Raise PlanError if study.json would have something that could not be read again, as a file may declare it.
+
+    The runs are left out: their names were checked with the plan.
+    """
+    entry = {**make_study_entry(replace(plan, runs=())), "contrasts": _list_contrasts(plan), "command": ""}
+    if problem := find_content_problem(json.loads(json.dumps(entry))):
+        raise PlanError(
+            f"Study {plan.study.name} cannot be recorded in study.json: {problem} Correct its declaration, or the "
+            "settings that were typed."
+        )
 
 
 def _list_earlier_declarations(plan: StudyPlan, previous_entry: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -222,18 +222,23 @@ def read_study(folder: Path) -> dict[str, Any]:
         raise PlanError(
             f"{folder}/study.json is incomplete: it lacks {', '.join(missing_keys)}. Type the folder of a study."
         )
-    try:
-        _StudyFile.model_validate(content)
-    except ValidationError as error:
-        raise PlanError(
-            f"{folder}/study.json is damaged, or from another version: {format_validation_error(error)}"
-        ) from None
+    if problem := find_content_problem(content):
+        raise PlanError(f"{folder}/study.json is damaged, or from another version: {problem}")
     if content.get("family", PPO.name) not in FAMILIES:
         raise PlanError(
             f"{folder}/study.json names the family {format_value(content['family'])}, which this version cannot read. "
             f"It reads {', '.join(FAMILIES)}: install the version that wrote the study."
         )
     return content
+
+
+def find_content_problem(content: Mapping[str, Any]) -> str:
+    """What of the content of a study.json cannot be read again; empty if it is valid."""
+    try:
+        _StudyFile.model_validate(content)
+    except ValidationError as error:
+        return format_validation_error(error)
+    return ""
 
 
 def plan_from_folder(

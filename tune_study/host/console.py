@@ -15,10 +15,8 @@ from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
-from trainable.files.control_characters import escape_controls
+from trainable.files.control_characters import LINE_CHARACTERS, escape_controls
 from trainable.files.json_values import DamageWarning
-
-_LAYOUT_CHARACTERS = "\n\t"
 
 
 class EscapedRenderable:
@@ -74,7 +72,7 @@ def show_warnings() -> None:
 
 
 def _escape(text: str) -> str:
-    return escape_controls(text, allowed=_LAYOUT_CHARACTERS)
+    return escape_controls(text, allowed=LINE_CHARACTERS)
 
 
 def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -28,6 +28,7 @@ class ModelShape(BaseModel):
         matrices: (inputs, outputs) of each linear layer of the trunk; empty for Qwen2.
         head_size: channels of one attention head; None for Qwen2, where they follow from the hidden size.
         is_plain_qwen2: whether our own implementation runs the model (see `is_plain_qwen2`); False if it is not here.
+        max_position_embeddings: tokens of the context; None where only the number of parameters is known.
     """
 
     # strict: a config.json with "36" or 36.0 blocks is refused instead of being converted.
@@ -45,6 +46,7 @@ class ModelShape(BaseModel):
     matrices: tuple[tuple[PositiveInt, PositiveInt], ...] = ()
     head_size: PositiveInt | None = None
     is_plain_qwen2: bool = False
+    max_position_embeddings: PositiveInt | None = None
 
     @property
     def head_dim(self) -> int:

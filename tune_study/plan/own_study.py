@@ -15,6 +15,7 @@ from search_spaces.declaration.study import Study
 from trainable.config.command_lines import format_command
 from trainable.config.own_parts import OwnPartError, execute_text
 from trainable.config.setting_types import format_value
+from trainable.files.control_characters import LINE_CHARACTERS, is_printable
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import CODE_OPTION, load_typed_files
 from tune_study.plan.source_file import format_changes, read_source
@@ -151,7 +152,10 @@ def is_study_name(name: str) -> bool:
 
 
 def check_study(study: Study, path_text: str) -> None:
-    """Raise PlanError for a name that a folder cannot have or that is taken, and for an axis without values.
+    """Raise PlanError for an unusable declaration.
+
+    That is one with a name that a folder cannot have or that is taken, with texts that cannot be shown, or with an axis
+    without values.
 
     path_text: where the study is declared, for the message.
     """
@@ -164,6 +168,12 @@ def check_study(study: Study, path_text: str) -> None:
     if study.name in STUDIES or study.name in SUITES:
         raise PlanError(
             f"The study of {path} is called {study.name}, like a study of this package: set another name= in the file."
+        )
+    texts = (study.question, study.axis.setting, *study.contrasts, *study.interactions)
+    if hidden_texts := [text for text in texts if not is_printable(text, LINE_CHARACTERS)]:
+        raise PlanError(
+            f"Study {study.name} in {path} has the text {format_value(hidden_texts[0])}, which contains a character "
+            "that cannot be shown: a question, or the name of a contrast, has letters, digits, spaces and signs."
         )
     unknown_presets = study.axis.grids.keys() - study.family.presets.keys()
     if unknown_presets or not any(study.axis.grids.values()):

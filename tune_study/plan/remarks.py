@@ -1,16 +1,19 @@
 """Remarks of a plan: settings that are allowed, but with which a run has nothing to learn, or cannot learn it."""
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
+from trainable.config.game_sections import GAME_KINDS
 from trainable.config.run_config import RunConfig
-from trainable.config.sections import KLControl
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.distillation.settings import TOP_K, DistillationConfig
 from trainable.sandbox.pedagogy.settings import PedagogyConfig
 from trainable.sandbox.vector_rewards.settings import VectorRewardConfig
-from tune_study.plan.study_plan import StudyPlan
+from tune_study.plan.study_plan import StudyPlan, make_base_config
 
 UNIFORM_TEMPERATURE = 100.0
 """Log-probs of tokens whose logits differ by 100, more than those of a trained model do, differ by 1 nat."""
@@ -29,6 +32,8 @@ COARSE_PENALTY = 2.0**27
 """Numbers of float32 from here on are at least 16 apart, and a solved level is worth 10.9."""
 SHORTEST_REPLY = 3
 """Tokens of the shortest valid reply: the tags before the answer, an action, and the tag after the answer."""
+VANISHING_DISCOUNT = 0.01
+"""A discount per token with which a reward counts a millionth three tokens earlier."""
 VANISHING_EXPONENT = 104.0
 """exp of minus this is below the smallest number of float32, so it is 0."""
 
@@ -133,11 +138,98 @@ PPO_REMARKS: tuple[Remark, ...] = (
         "at step {c.trainer.total_training_steps}: the policy is never updated",
     ),
     Remark(
-        lambda c: not c.algorithm.use_kl_in_reward and c.algorithm.kl_ctrl.kl_coef != KLControl().kl_coef,
-        "algorithm.kl_ctrl.kl_coef={c.algorithm.kl_ctrl.kl_coef:g} has no effect: it needs "
-        "algorithm.use_kl_in_reward=True. The coefficient of the KL loss is actor.kl_loss_coef",
+        lambda c: c.rollout.val_temperature >= UNIFORM_TEMPERATURE,
+        "rollout.val_temperature={c.rollout.val_temperature:g} makes all tokens almost equally likely (logits are "
+        "divided by it): validation and test measure noise",
+    ),
+    Remark(
+        lambda c: c.algorithm.estimator.discounts and c.algorithm.gamma <= VANISHING_DISCOUNT,
+        "algorithm.gamma={c.algorithm.gamma:g} discounts a reward by so much per token that only the last "
+        "tokens before it are credited",
+    ),
+    Remark(
+        lambda c: c.actor.entropy_coeff < 0,
+        "actor.entropy_coeff={c.actor.entropy_coeff:g} is negative, so entropy is penalized and not rewarded",
+    ),
+    Remark(
+        lambda c: c.env.max_actions_per_turn > c.env.max_actions_per_traj,
+        "env.max_actions_per_turn={c.env.max_actions_per_turn} is more than "
+        "env.max_actions_per_traj={c.env.max_actions_per_traj}: prompts promise actions that no episode has",
+    ),
+    Remark(
+        lambda c: c.early_stop.variance_ratio >= 1,
+        "early_stop.variance_ratio={c.early_stop.variance_ratio:g} stops every run whose rewards do not spread more "
+        "than in its first steps: the ratio is a fraction of that spread",
+    ),
+    Remark(
+        lambda c: c.trainer.test_freq <= 0 and not c.trainer.val_before_train,
+        "trainer.val_before_train=False and trainer.test_freq={c.trainer.test_freq} leave one validation, after the "
+        "last step: nothing shows what training has changed",
     ),
 )
+
+
+class ReadCondition(NamedTuple):
+    """When a run reads some of its settings.
+
+    Attributes:
+        settings: a regular expression that matches their dotted names.
+        is_read: returns whether a configuration reads them.
+        advice: what has to be set for that, or why they are not read.
+    """
+
+    settings: str
+    is_read: Callable[[Any], bool]
+    advice: str
+
+
+def _make_game_condition(game: str) -> ReadCondition:
+    return ReadCondition(
+        rf"env\.{game}\..*", lambda c: c.env.name == game, f"it needs env.name={game} (type --env {game})"
+    )
+
+
+PPO_CONDITIONS: tuple[ReadCondition, ...] = (
+    ReadCondition(
+        r"algorithm\.(kl_ctrl\..*|kl_penalty)",
+        lambda c: c.algorithm.use_kl_in_reward,
+        "it needs algorithm.use_kl_in_reward=True. The coefficient of the KL loss is actor.kl_loss_coef",
+    ),
+    # An option sets the micro-batch size of actor and critic at once.
+    ReadCondition(
+        r"critic\.(?!ppo_micro_batch_size_per_gpu).*|algorithm\.lam",
+        lambda c: c.algorithm.estimator.needs_critic,
+        "it belongs to the critic, which algorithm.adv_estimator=gae alone trains",
+    ),
+    ReadCondition(
+        r"algorithm\.gamma",
+        lambda c: c.algorithm.estimator.discounts,
+        "it needs algorithm.adv_estimator=gae or reinforce_plus_plus",
+    ),
+    *(_make_game_condition(game) for game, kind in GAME_KINDS.items() if kind.section is not None),
+    ReadCondition(
+        r"trainer\.keep_best",
+        lambda c: 0 < c.trainer.test_freq < c.trainer.total_training_steps,
+        "it needs validations before the last step, which trainer.test_freq sets",
+    ),
+    ReadCondition(
+        r"early_stop\.variance_.*",
+        lambda c: c.early_stop.variance_baseline_steps + c.early_stop.variance_window <= c.trainer.total_training_steps,
+        "the rule needs early_stop.variance_baseline_steps and early_stop.variance_window steps together, and the run "
+        "has fewer",
+    ),
+    ReadCondition(
+        r"early_stop\.success_.*",
+        lambda c: (
+            c.trainer.test_freq > 0
+            and c.early_stop.success_patience <= -(-c.trainer.total_training_steps // c.trainer.test_freq)
+        ),
+        "the rule needs early_stop.success_patience validations, and the run has fewer",
+    ),
+)
+
+CONDITIONS: Mapping[type[BaseRunConfig], tuple[ReadCondition, ...]] = {RunConfig: PPO_CONDITIONS}
+"""The conditions, by the class of the configurations that they are about."""
 
 UPDATE_RULE_REMARKS: tuple[Remark, ...] = (
     Remark(
@@ -209,7 +301,23 @@ def find_remarks(plan: StudyPlan) -> tuple[str, ...]:
         if arms:
             where = "" if len(arms) == len(configs) else f" (in {len(arms)} of {len(configs)} arms, such as {arms[0]})"
             lines.append(f"Remark: {remark.sentence.format(c=configs[arms[0]])}{where}.")
-    return tuple(lines)
+    return (*lines, *_describe_unread_settings(plan))
+
+
+def _describe_unread_settings(plan: StudyPlan) -> Iterator[str]:
+    """A line for each setting that no arm reads, and that is neither that of the preset nor comes with a game."""
+    study, arms = plan.study, {spec.arm: spec.config for spec in plan.runs}
+    preset_settings = flatten_settings(
+        make_base_config(replace(study, fixed_settings={}, presets={}), plan.preset).model_dump()
+    )
+    of_games = [study.family.make_game_settings(game, plan.preset) for game in study.family.games]
+    for name, value in flatten_settings(plan.base_config.model_dump()).items():
+        if value == preset_settings[name] or any(value == settings.get(name) for settings in of_games):
+            continue
+        for condition in CONDITIONS.get(study.family.config_class, ()):
+            if re.fullmatch(condition.settings, name) and not any(map(condition.is_read, arms.values())):
+                text = f"{value:g}" if isinstance(value, float) else value
+                yield f"Remark: {name}={text} has no effect: {condition.advice}."
 
 
 def _describe_missing_baseline(plan: StudyPlan) -> str:

@@ -15,7 +15,8 @@ from trainable.config.base_config import BaseRunConfig
 from trainable.config.own_parts import PartFile, pin_parts
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names
 from trainable.config.setting_types import format_value
-from trainable.files.schema import MAX_RUNS
+from trainable.files.control_characters import is_printable
+from trainable.files.schema import MAX_RUNS, is_run_id
 from trainable.storage.uris import join_uri
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import list_used_files
@@ -171,7 +172,7 @@ class StudyPlan:
 
     def _format_template(self, template: str) -> str:
         """Fill in a template of the whole study."""
-        return template.format(run=self.run, **self.study.family.make_template_values(self.base_config))
+        return fill_template(template, run=self.run, **self.study.family.make_template_values(self.base_config))
 
     def get_run_dir(self, run_id: str) -> Path:
         """Folder of a run's rows, status and rolling checkpoint."""
@@ -305,7 +306,7 @@ def build_plan(
     all_seeds = sorted({*seeds}.union(*further.values()))
     if not seeds or len(set(seeds)) < len(seeds) or not set(all_seeds) <= set(range(MAX_SEEDS)):
         raise PlanError(f"The seeds {format_value(all_seeds)} are not distinct numbers from 0 to {MAX_SEEDS - 1}.")
-    run = study.name_templates.run.format(**study.family.make_template_values(base_config))
+    run = fill_template(study.name_templates.run, **study.family.make_template_values(base_config))
     arms = {value: make_arm_config(study, base_config, value) for value in values}
     num_runs = len(values) * len(seeds) + sum(map(len, further.values()))
     if num_runs > MAX_RUNS:
@@ -323,6 +324,7 @@ def build_plan(
     folder = folder or output.absolute() / "results" / run
     plan = StudyPlan(study, preset, preset_reason, base_config, values, seeds, folder, run, runs, extra_seeds=further)
     _check_paths(plan)
+    _check_names(plan)
     return plan
 
 
@@ -354,7 +356,11 @@ def _describe_values(study: Study) -> str:
 
 
 def check_values(study: Study, values: Sequence[str]) -> None:
-    """Raise PlanError without values, for a number with `_`, and for two that are equal or would share their files."""
+    """Raise PlanError if the values of the axis cannot name arms.
+
+    That is so without values, for one that is empty or not printable, for a number with `_`, and for two that are equal
+    or would share their files.
+    """
     option = study.axis.option
     if not values:
         raise PlanError(f"{option} has no value: type at least one, like {study.baseline}.")
@@ -370,6 +376,11 @@ def check_values(study: Study, values: Sequence[str]) -> None:
         ):
             raise PlanError(f"{option} has the value {quoted_value}: type numbers without `_`, like 0,0.1.")
         number, label = _parse_number(value), make_value_label(value)
+        if not is_printable(value) or not label.strip():
+            raise PlanError(
+                f"{option} has the value `{quoted_value}`, which cannot name an arm: it needs letters, digits or "
+                "signs, and no character that cannot be shown."
+            )
         # 0.1 and 0.10 are one number, so they would be two arms with the same settings.
         key = value if number is None else number
         if key in numbers:
@@ -383,6 +394,40 @@ def check_values(study: Study, values: Sequence[str]) -> None:
                 f"`{format_value(label)}` (labels drop the dots): run one of them with another --output."
             )
         numbers[key] = labels[label] = value
+
+
+def check_level_seeds(plan: StudyPlan) -> None:
+    """Raise PlanError if a run of a game would be validated on levels of the same seeds as it trains on.
+
+    Test levels have seeds that the bounds of the settings exclude. Levels of different seeds may be equal by chance;
+    the column val_success_unseen leaves these out.
+    """
+    for spec in plan.runs:
+        trained, validated = spec.ppo_config.training_level_seeds, spec.ppo_config.validation_level_seeds
+        if max(trained.start, validated.start) < min(trained.stop, validated.stop):
+            free = spec.ppo_config.env.seed_train + len(trained)
+            raise PlanError(
+                f"env.seed_val={validated.start}: the validation levels have the seeds {validated.start} to "
+                f"{validated.stop - 1}, and those from {trained.start} to {trained.stop - 1} are training levels of "
+                f"{spec.run_id}, so its validation would measure what it was trained on: leave env.seed_train and "
+                f"env.seed_val out, or type --set env.seed_val={free}."
+            )
+
+
+def _check_names(plan: StudyPlan) -> None:
+    """Raise PlanError if the study or a run cannot have its name, or if a template cannot be filled in."""
+    _ = plan.summary_log, plan.wandb_project, plan.baseline_name  # each fills in a template
+    for spec in plan.runs[:1]:
+        values = make_template_values(plan.study, plan.run, spec.arm, spec.config, spec.seed)
+        fill_template(plan.study.name_templates.summary, **values, experiment=spec.experiment_name)
+    for name, arm in ((plan.run, ""), *((spec.run_id, spec.arm) for spec in plan.runs)):
+        if not is_run_id(name):
+            subject = f"The arm {format_value(arm)} of {plan.study.axis.option}" if arm else "The study"
+            example = arm.replace("/", "-").strip("-.") or "my-arm"
+            raise PlanError(
+                f"{subject} would name a folder {format_value(name)}, and such a name has no `/`, no character that "
+                f"cannot be shown, and no `.` at its start: type another name, such as {format_value(example)}."
+            )
 
 
 def _check_paths(plan: StudyPlan) -> None:
@@ -421,7 +466,7 @@ def find_changed_settings(config: BaseRunConfig) -> dict[str, Any]:
 def _make_run_spec(study: Study, run: str, value: str, config: BaseRunConfig, seed: int) -> RunSpec:
     """Make one run with its templates filled in. A seed above 0 is part of the names of its files."""
     template_values = make_template_values(study, run, value, config, seed)
-    name = study.name_templates.experiment.format(**template_values)
+    name = fill_template(study.name_templates.experiment, **template_values)
     template_values["experiment"] = run_id = name + template_values["seed"]
     return RunSpec(
         run_id=run_id,
@@ -431,9 +476,20 @@ def _make_run_spec(study: Study, run: str, value: str, config: BaseRunConfig, se
         seed=seed,
         experiment_name=name,
         config=config.model_copy(update={"seed": seed}),
-        log_path=Path("logs") / study.name_templates.log.format(**template_values),
-        checkpoint_dir=Path("model_saving") / study.name_templates.checkpoints.format(**template_values),
+        log_path=Path("logs") / fill_template(study.name_templates.log, **template_values),
+        checkpoint_dir=Path("model_saving") / fill_template(study.name_templates.checkpoints, **template_values),
     )
+
+
+def fill_template(template: str, **values: object) -> str:
+    """A template of a study with its fields filled in. Raise PlanError for a field that is not among `values`."""
+    try:
+        return template.format(**values)
+    except (LookupError, ValueError, AttributeError):
+        raise PlanError(
+            f"The study declares {format_value(template)!r}, which is a template here and may have the fields "
+            f"{', '.join(f'{{{name}}}' for name in values)}: correct it, or double the braces that are meant as text."
+        ) from None
 
 
 def make_template_values(study: Study, run: str, value: str, config: BaseRunConfig, seed: int) -> dict[str, str]:

@@ -8,9 +8,11 @@ import math
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -19,12 +21,14 @@ from analysis.data.load import load, read_study
 from analysis.grid.layout import name_arms
 from analysis.html.page import format_count, format_duration, list_commands
 from analysis.report import pages
+from analysis.report.live import LivePage
 from analysis.report.pages import write_frames_report, write_index, write_report
 from analysis.sweep import findings, tables
 from analysis.sweep.collapse import COLLAPSE_DEFINITION, count_collapses
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from tests.strategies.examples import thin_out
 from trainable.config.run_config import RunConfig
+from trainable.files.control_characters import LINE_CHARACTERS, is_printable
 from trainable.files.json_values import write_object
 from trainable.files.schema import SCHEMA
 
@@ -75,6 +79,17 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text += data
+
+
+def write_study_of_arms(output: Path, arms: Sequence[str], **run: Any) -> Path:
+    """A study whose arms have any names. run: of each `FakeRun`."""
+    folder = write_study(output, [FakeRun(f"arm{index}", steps=10, **run) for index in range(len(arms))], SMALL)
+    for path in (folder / "study.json", *folder.glob("runs/*/run.json")):
+        text = path.read_text()
+        for index, arm in enumerate(arms):
+            text = text.replace(f'"arm{index}"', json.dumps(arm))
+        write_object(path, {name: value for name, value in json.loads(text).items() if name != "checksum"})
+    return folder
 
 
 def parse_page(text: str) -> Page:
@@ -348,6 +363,36 @@ def test_text_from_a_run_is_escaped(tmp_path: Path) -> None:
     assert "&lt;script&gt;alert(1)" in text
 
 
+def list_texts(value: Any) -> str:
+    """All texts of a JSON value, one after another."""
+    if isinstance(value, dict | list):
+        entries = [*value, *value.values()] if isinstance(value, dict) else value
+        return "".join(map(list_texts, entries))
+    return value if isinstance(value, str) else ""
+
+
+CONTROLS = "\x1b[2J \u202egnp.exe \u2066 \u2028 \x85 \x00"
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:Glyph .* missing from font")  # a figure has a box for each
+def test_no_control_character_of_a_text_reaches_a_page(tmp_path: Path) -> None:
+    folder = write_study_of_arms(tmp_path, [f"a {CONTROLS}", f"b {CONTROLS}"], reason=CONTROLS)
+    frames = load(folder)
+    report = write_frames_report(frames, folder, with_pictures=False).read_text()
+    live_page = LivePage(frames, ("val_success", "success"), True, "12:00:00", [CONTROLS]).render(10, CONTROLS)
+    index = write_index(tmp_path).read_text()
+    for page in (report, live_page, index):
+        assert is_printable(page, LINE_CHARACTERS)
+    shown = r"\x1b[2J \u202egnp.exe \u2066 \u2028 \x85 \x00"
+    assert shown in report
+    assert shown in live_page
+    charts = [*map(json.loads, re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', report))]
+    assert charts
+    # As a string of Python: what a browser reads from the JSON has no control character either.
+    assert is_printable("".join(map(list_texts, charts)), LINE_CHARACTERS)
+
+
 @pytest.mark.long
 def test_the_index_links_every_study_and_compares_equal_runs(tmp_path: Path) -> None:
     write_study(tmp_path, [FakeRun("0", steps=10), FakeRun("0.1", steps=10)], SMALL)
@@ -478,12 +523,7 @@ def test_the_page_says_which_game_is_played(tmp_path: Path, settings: dict[str, 
 def test_texts_of_a_study_stay_texts_in_its_charts(tmp_path: Path) -> None:
     script = "document.title = 'attacked'"
     arms = (f"</script><script>{script}</script>", f'<img src=x onerror="{script}">', f"{{{{datum}}}}'];{script};//")
-    folder = write_study(tmp_path / "study", [FakeRun(f"arm{index}", steps=10) for index in range(len(arms))], SMALL)
-    for path in (folder / "study.json", *folder.glob("runs/*/run.json")):
-        text = path.read_text()
-        for index, arm in enumerate(arms):
-            text = text.replace(f'"arm{index}"', json.dumps(arm))
-        write_object(path, {name: value for name, value in json.loads(text).items() if name != "checksum"})
+    folder = write_study_of_arms(tmp_path / "study", arms)
     assert set(load(folder).trials["arm"]) == set(arms)
     dom = open_in_browser(write_report(folder), tmp_path / "profile")
     assert "<title>kl: kl_sweep_sokoban-tiny</title>" in dom

@@ -1,6 +1,9 @@
 import pytest
 
+from trainable.config.run_config import RunConfig
+from trainable.config.sections import EnvConfig, TrainerConfig
 from trainable.envs import level_sets
+from trainable.envs.environment import FIRST_TEST_SEED
 from trainable.envs.sokoban import held_out
 from trainable.envs.sokoban.game import Sokoban
 from trainable.envs.sokoban.generate import generate_levels
@@ -41,6 +44,28 @@ def test_training_seeds_of_another_seed_index_and_base():
 def test_validation_levels_are_the_published_seeds():
     assert list_seeds(level_sets.make_validation_levels(SOKOBAN)) == list(range(123, 635))
     assert list_seeds(level_sets.make_validation_levels(SOKOBAN, 3, base=1000)) == [1000, 1001, 1002]
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_run_has_the_level_seeds_of_its_configuration(monkeypatch, seed):
+    env = EnvConfig(env_groups=3, val_env_groups=5, test_env_groups=4, seed_train=700, seed_val=50)
+    config = RunConfig(seed=seed, env=env, trainer=TrainerConfig(total_training_steps=4))
+    monkeypatch.setattr(level_sets, "collect_excluded_keys", lambda *_: frozenset())  # none is replaced
+    levels = level_sets.make_run_levels(SOKOBAN, config)
+    assert [seed for step in levels.training for seed in list_seeds(step)] == [*config.training_level_seeds]
+    assert list_seeds(levels.validation) == [*config.validation_level_seeds]
+    assert min(list_seeds(levels.test)) >= FIRST_TEST_SEED
+
+
+def test_no_setting_gives_training_or_validation_the_seeds_of_test_levels():
+    largest = RunConfig.model_validate(
+        {
+            "seed": 400,
+            "env": {"seed_train": 200_000_000, "seed_val": 200_000_000, "env_groups": 10, "val_env_groups": 1_000_000},
+            "trainer": {"total_training_steps": 100_000},
+        }
+    )
+    assert max(largest.training_level_seeds.stop, largest.validation_level_seeds.stop) <= FIRST_TEST_SEED
 
 
 def test_test_levels_are_distinct_and_met_nowhere_else(test_keys, published_keys):

@@ -11,7 +11,26 @@ def test_names_of_folders_are_accepted(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", ".", "..", ".hidden", "a/b", "../a", "a\x00b", "a" * 300, "\ud800", "a\udfffb\ud800"]
+    "text",
+    [
+        "",
+        ".",
+        "..",
+        ".hidden",
+        "a/b",
+        "../a",
+        "a\x00b",
+        "a" * 300,
+        "\ud800",
+        "a\udfffb\ud800",
+        "a\tb",
+        "\x1b[2J",
+        "\x7f",
+        "\x85",
+        "a\u202eb",
+        "\u2066",
+        "\u2028",
+    ],
 )
 def test_what_cannot_name_a_folder_of_the_study_is_refused(text: str) -> None:
     assert not is_run_id(text)

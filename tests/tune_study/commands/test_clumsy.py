@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from tune_study.commands.cli import app
 
 NOTHING = "contains no study (no study.json): type the folder results/<run> of a study"
+SANDBOX = "run influence --dry-run"
 LAPTOP = "run kl --preset laptop --dry-run"
 WRONG: list[tuple[str, str]] = [
     ("rn kl", "Did you mean 'run'?"),
@@ -70,6 +71,13 @@ WRONG: list[tuple[str, str]] = [
     (f"{LAPTOP} --set trainer.total_training_steps=5 --steps 5", "is given twice"),
     (f"{LAPTOP} --set actor.kl_loss_coef=0.1", "choose its values with --kl-values"),
     (f"{LAPTOP} --set seed=5", "type --seeds N to run the seeds 0 to N-1"),
+    (
+        f"{LAPTOP} --set env.seed_train=123 --set env.seed_val=123",
+        "would measure what it was trained on",
+    ),
+    (f"{LAPTOP} --set env.seed_val=10000", "leave env.seed_train and env.seed_val out, or type --set env.seed_val="),
+    (f"{LAPTOP} --set env.seed_val=1010000 --seeds 2", "-seed1, so its validation would measure"),
+    (f"{LAPTOP} --set env.seed_train=10", "env.seed_val=123: the validation levels have the seeds 123 to"),
     (f"{LAPTOP} --set trainer.device=gpu", "must be 'auto', 'cpu' or 'cuda'"),
     (
         f"{LAPTOP} --set env.name=chess",
@@ -86,6 +94,22 @@ WRONG: list[tuple[str, str]] = [
     (f"{LAPTOP} --max-concurrent 0", "type 1 or more"),
     (f"{LAPTOP} --max-hours -1", "must be greater than or equal to 0"),
     (f"{LAPTOP} --max-hours soon", "must be a valid number"),
+    (f"{LAPTOP} --max-hours 0", "--max-hours 0 leaves no time to train: type hours, such as --max-hours 8.5."),
+    (f"{LAPTOP} --output ''", "--output is empty, as an unset variable is: type a path, or . for the current folder."),
+    (f"{LAPTOP} --output FILE", "FILE is a file: type the name of a folder."),
+    (f"{LAPTOP} --output /dev/null/x", "/dev/null/x cannot be written (/dev/null does not allow it): type another"),
+    (f"{LAPTOP} --steps 1_000", "--steps 1_000: type numbers without `_`, like 1000."),
+    (f"{LAPTOP} --set actor.lr=1_000", "actor.lr=1_000: type numbers without `_`, like 1000 or 1e-3."),
+    (f"{LAPTOP} --set actor.betas=[0.9,0.9_9]", "actor.betas=[0.9,0.9_9]: type numbers without `_`"),
+    (f"{LAPTOP} --set early_stop.success_threshold=1.5", "success_threshold=1.5: must be less than or equal to 1"),
+    (f"{LAPTOP} --set trainer.disk_patience=1e30", "must be less than or equal to 31536000"),
+    (f"{LAPTOP} --set rollout.max_model_len=1", "set a longer rollout.max_model_len"),
+    (f"{LAPTOP} --set rollout.response_length=1000000", "the context of sokoban-tiny has 512 tokens"),
+    (f"{SANDBOX} --set trainer.disk_patience=1e30", "must be less than or equal to 31536000"),
+    ("status ''", "RUN is empty, as an unset variable is"),
+    ("clean '' --yes", "RUN is empty, as an unset variable is"),
+    ("compare a ''", "RUN... is empty, as an unset variable is"),
+    ("alarms ''", "FOLDER... is empty, as an unset variable is"),
     (f"{LAPTOP} --skip-statuses done", "type completed,early_stopped"),
     (f"{LAPTOP} --storage ftp://x/y", "type one that begins with one of s3://, gs://"),
     (f"{LAPTOP} --storage s3://me:secret@bucket/x", "Leave credentials out of the URI"),

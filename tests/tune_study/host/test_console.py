@@ -42,6 +42,9 @@ HOSTILE_TEXTS = (
     "a\x08b",
     "\x9b2Jx",
     "\u202egnp.exe",
+    "\u2066b\u2069c",
+    "a\u2028b",
+    "a\x85b",
     "a\x00b",
 )
 

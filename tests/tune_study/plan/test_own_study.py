@@ -1,10 +1,13 @@
 """Studies in files of the user: what `new` writes, what is loaded, and what is refused."""
 
 import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from analysis.sweep import findings
@@ -12,8 +15,8 @@ from search_spaces import STUDIES
 from search_spaces.declaration.study import Axis, Study, make_grid_axis
 from search_spaces.language_model.family import PPO, as_run_config
 from tune_study.commands.cli import app
-from tune_study.folder.outputs import write_study
-from tune_study.folder.study_file import plan_from_folder, read_study
+from tune_study.folder.outputs import make_study_entry, write_study
+from tune_study.folder.study_file import find_content_problem, plan_from_folder, read_study
 from tune_study.plan.errors import PlanError
 from tune_study.plan.new_study import format_study
 from tune_study.plan.own_study import OwnStudy, StudySource, is_study_file, load_own_study
@@ -126,6 +129,59 @@ def test_a_file_that_cannot_be_used_is_explained(tmp_path: Path, text: str | Non
     assert (code, output) == (2, "")
     assert message in error
     assert "Traceback" not in error
+
+
+NAMED = (
+    "from search_spaces.declaration.study import Axis, Study\n"
+    "from search_spaces.language_model.family import PPO\n"
+    "ARMS = {'w-o KL': {}, 'with KL': {'actor.use_kl_loss': True}}\n"
+    "AXIS = Axis('KL', {'laptop': tuple(ARMS)}, '--arms', named_settings=ARMS)\n"
+    "CONTRASTS = {'the KL': (('with KL', 'w-o KL'),)}\n"
+    "STUDY = Study('my-kl', PPO, 'Does it help?', AXIS, {}, baseline='w-o KL', contrasts=CONTRASTS, margins={})\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("w-o KL", "w/o KL", "has no `/`, no character that cannot be shown, and no `.` at its start"),
+        ("w-o KL", "w/o KL", "type another name, such as w-o KL."),
+        ("w-o KL", "../../../esc", "type another name, such as esc."),
+        ("w-o KL", r"a\tb", r"has the value `a\tb`, which cannot name an arm"),
+        ("w-o KL", r"a\x00b", r"has the value `a\x00b`"),
+        ("w-o KL", r"a\u202eb", r"has the value `a\u202eb`"),
+        ("w-o KL", r"a\ud800b", r"has the value `a\ud800b`"),
+        ("w-o KL", "", "has the value ``, which cannot name an arm"),
+        ("it help", r"\x1b[2J it", r"has the text Does \x1b[2J it?, which contains a character that cannot be shown"),
+        ("the KL", r"\x00", r"has the text \x00"),
+        ("the KL", r"\ud800", r"has the text \ud800"),
+        ("baseline='w-o KL'", "baseline='{arm}'", "declares '{arm}', which is a template here and may have the fields"),
+        ("baseline='w-o KL'", "baseline='{'", "declares '{', which is a template"),
+        ("margins={}", "margins={'final_val_success': '0.1'}", "margins.final_val_success=0.1"),
+    ],
+)
+def test_what_study_json_could_not_hold_is_refused_before_anything_is_written(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    (tmp_path / "s.py").write_text(NAMED.replace(old, new))
+    code, output, error = invoke("run", "s.py", "--preset", "laptop", "--dry-run", "--output", "out")
+    assert (code, output) == (2, "")
+    assert message in error
+    assert not (tmp_path / "out").exists()
+
+
+@given(st.text(max_size=8), st.text("a/.\x00\n\x1b\x85\u202e\u2028\ud800 {}é", max_size=4))
+def test_the_names_that_a_plan_accepts_can_be_read_again(text: str, special: str) -> None:
+    arms = (text + special, "b")
+    axis = Axis("KL", {"laptop": arms}, named_settings={arm: {} for arm in arms})
+    study = Study("my-kl", PPO, "?", axis, {}, baseline="b")
+    try:
+        plan = make_plan(study, "laptop", "a test", {}, None, 1, Path("out"))
+    except PlanError:
+        return
+    assert find_content_problem(json.loads(json.dumps({**make_study_entry(plan), "command": ""}))) == ""
+    assert plan.runs[0].log_path.parts[0] == "logs"
+    assert len(plan.runs[0].checkpoint_dir.parts) == len(plan.runs[1].checkpoint_dir.parts)
 
 
 def test_a_file_that_is_no_text_is_explained(tmp_path: Path) -> None:

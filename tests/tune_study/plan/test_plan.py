@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,17 @@ from search_spaces import STUDIES
 from search_spaces.language_model.family import get_model_name
 from tests.fakes.trainer import make_study
 from trainable.config.run_config import ConfigError, apply_overrides
+from trainable.envs.level_sets import compute_training_seed
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_names import find_study
-from tune_study.plan.study_plan import StudyPlan, add_seeds, find_changed_settings, make_plan, set_max_seeds
+from tune_study.plan.study_plan import (
+    StudyPlan,
+    add_seeds,
+    check_level_seeds,
+    find_changed_settings,
+    make_plan,
+    set_max_seeds,
+)
 from tune_study.plan.typed_settings import collect_overrides, parse_bool, parse_values
 
 # (experiment name, log, checkpoint folder) of every default value in the published scripts for Qwen2.5-3B.
@@ -277,3 +286,41 @@ def test_another_trainer_changes_no_name() -> None:
     study = make_study("FAKE")
     plan = make_plan(study, "paper", "a test", {}, None, 1, Path("/out"))
     assert plan.runs == make_study_plan("kl").runs
+
+
+@given(
+    st.integers(0, 3),
+    st.integers(1, 40),
+    st.integers(1, 5),
+    st.integers(0, 60),
+    st.sampled_from([0, 1_000_000, 2_000_000]),
+    st.integers(-50, 250),
+    st.integers(1, 30),
+)
+def test_training_and_validation_share_no_seed(
+    extra_seeds: int, steps: int, groups: int, first: int, block: int, offset: int, validated: int
+) -> None:
+    seed_val = max(0, first + block + offset)
+    settings = {
+        "trainer.total_training_steps": steps,
+        "env.env_groups": groups,
+        "env.seed_train": first,
+        "env.seed_val": seed_val,
+        "env.val_env_groups": validated,
+    }
+    plan = make_plan(STUDIES["kl"], "laptop", "a test", settings, ("0",), 1 + extra_seeds, Path("out"))
+    counters = range(steps * groups)
+    trained = {compute_training_seed(seed, counter, first) for seed in range(1 + extra_seeds) for counter in counters}
+    if trained & {*range(seed_val, seed_val + validated)}:
+        with pytest.raises(PlanError, match=f"^env.seed_val={seed_val}: ") as refusal:
+            check_level_seeds(plan)
+        (free,) = re.findall(r"--set env\.seed_val=(\d+)\.$", str(refusal.value))
+        settings["env.seed_val"] = int(free)
+        plan = make_plan(STUDIES["kl"], "laptop", "a test", settings, ("0",), 1 + extra_seeds, Path("out"))
+    check_level_seeds(plan)
+
+
+@pytest.mark.parametrize("name", [name for name, study in STUDIES.items() if study.family.games])
+def test_every_shipped_study_is_validated_on_other_levels_than_it_trains_on(name: str) -> None:
+    for preset in STUDIES[name].family.presets:
+        check_level_seeds(make_plan(STUDIES[name], preset, "a test", {}, None, None, Path("out")))

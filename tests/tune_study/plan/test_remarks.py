@@ -1,8 +1,10 @@
 """Remarks about settings with which nothing is left to learn: where they appear, and the arithmetic behind them."""
 
 import math
+import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +14,25 @@ from typer.testing import CliRunner
 
 from search_spaces import STUDIES
 from search_spaces.declaration.study import Study
+from search_spaces.language_model.family import PPO
 from tests.strategies.examples import thin_out
 from trainable.algo.advantages import group_skill, grpo, reinforce_plus_plus_baseline, rloo
 from trainable.algo.filters import compute_group_scores, parse_rule, select_groups
 from trainable.config.choices import ADVANTAGE_ESTIMATORS, FILTER_METRICS
+from trainable.config.run_config import list_field_names
 from trainable.envs.prompts import format_reply, parse_reply
 from trainable.envs.sokoban.game import Sokoban
 from trainable.models.load import load_policy, make_codec
 from tune_study.commands.cli import app
 from tune_study.plan import remarks
-from tune_study.plan.remarks import DISTILLATION_REMARKS, PPO_REMARKS, REMARKS, UPDATE_RULE_REMARKS, find_remarks
+from tune_study.plan.remarks import (
+    DISTILLATION_REMARKS,
+    PPO_CONDITIONS,
+    PPO_REMARKS,
+    REMARKS,
+    UPDATE_RULE_REMARKS,
+    find_remarks,
+)
 from tune_study.plan.study_plan import make_plan
 
 PPO_CASES: tuple[tuple[str, str], ...] = (
@@ -54,10 +65,28 @@ PPO_CASES: tuple[tuple[str, str], ...] = (
     ("actor.lr=0.5 actor.weight_decay=2", "actor.lr=0.5 actor.weight_decay=1.9"),
     ("model.lora_rank=8 model.lora_alpha=8e-9", "model.lora_rank=0 model.lora_alpha=8e-9"),
     ("trainer.critic_warmup=61", "trainer.critic_warmup=60"),
-    (
-        "algorithm.use_kl_in_reward=False algorithm.kl_ctrl.kl_coef=0.1",
-        "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.1",
-    ),
+    ("rollout.val_temperature=1e30", "rollout.val_temperature=99"),
+    ("algorithm.gamma=0", "algorithm.gamma=0.011"),
+    ("actor.entropy_coeff=-5", "actor.entropy_coeff=0"),
+    ("env.max_actions_per_turn=50 env.max_actions_per_traj=1", "env.max_actions_per_turn=1 env.max_actions_per_traj=1"),
+    ("early_stop.variance_ratio=1e30", "early_stop.variance_ratio=0.99"),
+    ("trainer.val_before_train=False trainer.test_freq=-1", "trainer.val_before_train=True trainer.test_freq=-1"),
+)
+CONDITION_CASES: tuple[tuple[str, str, str], ...] = (
+    # A setting that is not read, and other settings without and with which it is.
+    ("algorithm.kl_ctrl.kl_coef=0.1", "algorithm.use_kl_in_reward=False", "algorithm.use_kl_in_reward=True"),
+    ("algorithm.kl_ctrl.type=adaptive", "algorithm.use_kl_in_reward=False", "algorithm.use_kl_in_reward=True"),
+    ("algorithm.kl_penalty=mse", "algorithm.use_kl_in_reward=False", "algorithm.use_kl_in_reward=True"),
+    ("critic.lr=5", "algorithm.adv_estimator=grpo", "algorithm.adv_estimator=gae"),
+    ("critic.ppo_epochs=7", "algorithm.adv_estimator=rloo", "algorithm.adv_estimator=gae"),
+    ("algorithm.lam=0.9", "algorithm.adv_estimator=grpo", "algorithm.adv_estimator=gae"),
+    ("algorithm.gamma=0.9", "algorithm.adv_estimator=grpo", "algorithm.adv_estimator=reinforce_plus_plus"),
+    ("env.frozenlake.size=9", "env.name=sokoban", "env.name=frozenlake model.path=frozenlake-tiny"),
+    ("trainer.keep_best=True", "trainer.test_freq=-1", "trainer.test_freq=5"),
+    ("early_stop.variance_window=100000", "trainer.total_training_steps=60", ""),
+    ("early_stop.variance_window=11", "trainer.total_training_steps=20", "trainer.total_training_steps=21"),
+    ("early_stop.variance_ratio=0.2", "trainer.total_training_steps=19", "trainer.total_training_steps=20"),
+    ("early_stop.success_patience=13", "trainer.test_freq=5", "trainer.test_freq=4"),
 )
 UPDATE_RULE_CASES: tuple[tuple[str, str], ...] = (
     ("lr=1e-12", "lr=2e-12"),
@@ -111,6 +140,45 @@ def test_a_remark_is_in_the_plan_of_its_settings_and_not_of_the_nearest_others(
     assert any(assignment.partition("=")[0] in line for assignment in settings.split())
     assert "{" not in line
     assert not any(ending in line for line in print_plan(study, harmless))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("setting", "unread", "read"), CONDITION_CASES)
+def test_a_setting_without_effect_is_in_the_plan(setting: str, unread: str, read: str) -> None:
+    name, _, value = setting.partition("=")
+    (line,) = print_plan("entropy", f"{setting} {unread}")
+    assert line.startswith(f"Remark: {name}={value} has no effect: ")
+    assert not read or not any("has no effect" in line for line in print_plan("entropy", f"{setting} {read}"))
+
+
+def test_a_logger_that_an_option_turns_off_is_in_the_plan() -> None:
+    note = "trainer.logger names wandb, and has no effect with --wandb off."
+    for option, is_said in (("--wandb off", True), ("--wandb offline", False)):
+        words = f"run kl --preset laptop --dry-run --set trainer.logger=[wandb] {option}"
+        assert (note in CliRunner().invoke(app, shlex.split(words)).stdout) == is_said
+
+
+def test_every_condition_has_a_case_and_settings() -> None:
+    names = list_field_names()
+    cases = [setting.partition("=")[0] for setting, _, _ in CONDITION_CASES]
+    for condition in PPO_CONDITIONS:
+        assert any(re.fullmatch(condition.settings, name) for name in names), condition.settings
+        game = re.match(r"env\\\.(\w+)", condition.settings)
+        assert game or any(re.fullmatch(condition.settings, name) for name in cases), condition.settings
+
+
+def test_a_setting_without_effect_is_found_in_a_declaration_too() -> None:
+    study = STUDIES["kl"]
+    declared = replace(study, fixed_settings={**study.fixed_settings, "algorithm.kl_ctrl.kl_coef": "0.1"})
+    (remark,) = find_remarks(make_plan(declared, "laptop", "a test", {}, None, 1, Path("out")))
+    assert remark.startswith("Remark: algorithm.kl_ctrl.kl_coef=0.1 has no effect: ")
+
+
+def test_settings_that_a_game_brings_along_have_no_remark() -> None:
+    # Countdown has learning rates of its own, also of the critic, which a study of GRPO does not train.
+    settings = {**PPO.make_game_settings("countdown", "laptop"), "algorithm.adv_estimator": "grpo"}
+    plan = make_plan(STUDIES["kl"], "laptop", "a test", settings, None, 1, Path("out"))
+    assert find_remarks(plan) == ()
 
 
 def list_shipped_studies() -> list[Study]:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from trainable.config.base_config import BaseTrainerConfig
-from trainable.config.setting_types import Common, NonNegative, ParseNull
+from trainable.config.setting_types import Common, NonNegative, ParseNull, Patience
 
 
 class RunnerConfig(BaseTrainerConfig):
@@ -23,7 +23,7 @@ class RunnerConfig(BaseTrainerConfig):
         description="write them earlier, so that at most N seconds of training are lost; null: by steps only",
     )
     save_freq: int = Field(-1, description="steps between saved checkpoints, in global_step_<N> folders; -1: none")
-    disk_patience: NonNegative = Field(600.0, description="seconds to wait for space on a full disk")
+    disk_patience: Patience = Field(600.0, description="seconds to wait for space on a full disk")
     device: Literal["cpu"] = Field("cpu", description="models of 0.1 M parameters gain nothing from a GPU")
     n_gpus_per_node: NonNegative = Field(0, le=0, description="GPUs per trial")
     ray_num_cpus: int = Field(16, ge=1, description="CPUs that Ray may use")

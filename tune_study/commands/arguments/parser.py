@@ -1,5 +1,6 @@
 """How the words of a command become its options: what would be lost in silence is refused, with what to type."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +9,8 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 _LIST_METAVAR = "LIST"
+_PLACE_METAVARS = ("DIR", "FILE", "RUN", "RUN...", "FOLDER...")
+_NUMBER_METAVARS = ("N", "S", "H", "V")
 _PROGRAM_OPTIONS = {"version": "--version", "help": "--help"}
 
 
@@ -22,9 +25,10 @@ class StrictGroup(TyperGroup):
 
 
 class StrictCommand(TyperCommand):
-    """A command that refuses an option that is typed twice, of which only the last one would count.
+    """A command that refuses words which would be read as something else.
 
-    It also says what to type where spaces separate the values of a list.
+    These are an option that is typed twice, of which only the last one would count, an empty path, which would be the
+    current folder, and a number with `_`. It also says what to type where spaces separate the values of a list.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -32,7 +36,7 @@ class StrictCommand(TyperCommand):
         words = list(args)
         # Completion in a shell has incomplete words, and who asks for help gets it.
         if not ctx.resilient_parsing and not set(words) & set(ctx.help_option_names):
-            self._refuse_repeated(ctx, words)
+            self._refuse_misread(ctx, words)
         takes_extra_words, ctx.allow_extra_args = ctx.allow_extra_args, True
         try:
             extra_words = super().parse_args(ctx, args)
@@ -46,8 +50,8 @@ class StrictCommand(TyperCommand):
             ctx.fail(f"Too many words: {' '.join(map(repr, extra_words))}. {advice}")
         return extra_words
 
-    def _refuse_repeated(self, ctx: Any, words: list[str]) -> None:
-        _, _, typed_parameters = self.make_parser(ctx).parse_args(args=list(words))
+    def _refuse_misread(self, ctx: Any, words: list[str]) -> None:
+        values, _, typed_parameters = self.make_parser(ctx).parse_args(args=list(words))
         counts = Counter(
             parameter.opts[0]
             for parameter in typed_parameters
@@ -56,6 +60,14 @@ class StrictCommand(TyperCommand):
         for name, count in counts.items():
             if count > 1:
                 ctx.fail(f"{name} is typed {count} times: type it once.")
+        for parameter in typed_parameters:
+            value = values.get(parameter.name)
+            texts = value if isinstance(value, list | tuple) else [value]
+            typed_name = parameter.opts[0] if isinstance(parameter, TyperOption) else parameter.metavar
+            if parameter.metavar in _PLACE_METAVARS and "" in texts:
+                ctx.fail(f"{typed_name} is empty, as an unset variable is: type a path, or . for the current folder.")
+            if parameter.metavar in _NUMBER_METAVARS and any(re.search(r"\d_\d", text or "") for text in texts):
+                ctx.fail(f"{typed_name} {value}: type numbers without `_`, like 1000.")
 
     def _suggest_list(self, words: Sequence[str], extra_words: Sequence[str]) -> str:
         """What to type if an extra word continues a list; empty if there is no such list."""

@@ -1,12 +1,12 @@
 """The command `watch`: the report of a running study in a browser, rebuilt as rows arrive."""
 
+import re
 import secrets
 import socket
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs
@@ -36,6 +36,15 @@ _IDLE_FACTOR = 9.0
 """After a rendering that took t seconds there is none for 9 t: the study needs the processor."""
 _STOP_SECONDS = 5.0
 """Seconds that Ctrl-C waits for a rendering that is under way."""
+
+SERVER_LIMITS = {
+    "max_request_header_size": 2**13,
+    "connection_limit": 32,
+    "channel_timeout": 20,
+    "cleanup_interval": 5,
+}
+"""Waitress' limits: any user of this machine can connect, and the page has one reader. Bytes of the headers of a
+request, connections at once, seconds until a connection counts as idle, and seconds between two searches for these."""
 
 _HEADERS = [
     ("Content-Type", "text/html; charset=utf-8"),
@@ -161,11 +170,15 @@ def make_app(render: Callable[[int | None], str], token: str, port: int) -> Wsgi
 
 
 def _read_cookie(environ: dict[str, Any], name: str) -> str:
-    try:
-        morsel = SimpleCookie(environ.get("HTTP_COOKIE", "")).get(name)
-    except CookieError:
-        return ""
-    return "" if morsel is None else morsel.value
+    # The standard library's SimpleCookie takes quadratic time for a text of backslashes.
+    match = re.search(rf"(?:^|;) *{name}=([\w-]*)", environ.get("HTTP_COOKIE", ""))
+    return "" if match is None else match[1]
+
+
+def make_server(render: Callable[[int | None], str], token: str, listener: socket.socket) -> Any:
+    """A server that answers with `make_app` on a listening socket, once its method `run` is called."""
+    app = make_app(render, token, listener.getsockname()[1])
+    return waitress.create_server(app, sockets=[listener], threads=4, ident=None, **SERVER_LIMITS)
 
 
 def watch(console: Console, run: str, port: int) -> None:
@@ -178,11 +191,8 @@ def watch(console: Console, run: str, port: int) -> None:
         listener = socket.create_server((HOST, port))
     except OSError as error:
         raise PlanError(f"--port {port} cannot be used ({error.strerror}): leave it out for a free one.") from None
-    free_port = listener.getsockname()[1]
-    server = waitress.create_server(
-        make_app(report.render, token, free_port), sockets=[listener], threads=4, ident=None
-    )
-    print_line(console, f"Open http://{HOST}:{free_port}/?token={token}")
+    server = make_server(report.render, token, listener)
+    print_line(console, f"Open http://{HOST}:{listener.getsockname()[1]}/?token={token}")
     print_line(console, "The page follows the study and changes nothing. Ctrl-C ends this command, not the study.")
     report.start()
     try:

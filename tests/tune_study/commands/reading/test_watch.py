@@ -2,12 +2,15 @@
 
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from http.cookiejar import CookieJar
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waitress import wasyncore
 
 from analysis import load
 from analysis.report.live import LivePage
@@ -207,14 +211,49 @@ def address(folder: Path) -> Iterator[str]:
     end_well(process)
 
 
-@pytest.mark.processes
-def test_a_client_reads_the_page_of_the_command(address: str) -> None:
+def read_page(address: str) -> str:
     opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(CookieJar()))
     with opener.open(address, timeout=60) as answer:
-        assert "Verdict for each arm" in answer.read().decode()
+        return str(answer.read().decode())
+
+
+@pytest.mark.processes
+def test_a_client_reads_the_page_of_the_command(address: str) -> None:
+    assert "Verdict for each arm" in read_page(address)
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(address.partition("?")[0], timeout=60)
     assert address.startswith("http://127.0.0.1:")
+
+
+@pytest.mark.processes
+def test_a_long_cookie_is_refused_and_the_page_still_answers(address: str) -> None:
+    cookie = 'a="' + "\\" * 60_000 + '"'
+    for _ in range(4):
+        request = urllib.request.Request(address.partition("?")[0], headers={"Cookie": cookie})
+        with pytest.raises(urllib.error.HTTPError, match="431"):
+            urllib.request.urlopen(request, timeout=60)
+    assert "Verdict for each arm" in read_page(address)
+
+
+@pytest.mark.long
+def test_unfinished_requests_do_not_keep_the_page_from_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {**watch.SERVER_LIMITS, "channel_timeout": 1, "cleanup_interval": 1}
+    monkeypatch.setattr(watch, "SERVER_LIMITS", limits)
+    with socket.create_server((watch.HOST, 0)) as listener, ExitStack() as clients:
+        port = listener.getsockname()[1]
+        server = watch.make_server(lambda _: "the page", TOKEN, listener)
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        # More than the limit, and more than Waitress would take without it.
+        for _ in range(110):
+            client = clients.enter_context(socket.create_connection((watch.HOST, port)))
+            client.sendall(b"GET / HTTP/1.1\r\n")
+        assert read_page(f"http://{watch.HOST}:{port}/?token={TOKEN}") == "the page"
+        # In the thread of the server, which ends when nothing is open.
+        server.trigger.pull_trigger(lambda: wasyncore.close_all(server._map))
+        thread.join(60)
+        assert not thread.is_alive()
+        server.task_dispatcher.shutdown()
 
 
 def read_in_browser(address: str, profile: Path) -> str:
