@@ -14,7 +14,14 @@ from trainable.envs.repl.session import TreeLimits
 from trainable.models.codec import Codec
 from trainable.rollout import tree_loop
 from trainable.rollout.sampler import LockStepTurns, RowStreams, SampledReply, SamplingParams
-from trainable.rollout.tree_loop import Tree, TreeSettings, TreeTexts, roll_out_trees
+from trainable.rollout.tree_loop import (
+    CHARS_PER_TOKEN,
+    SECONDS_PER_CHAR,
+    Tree,
+    TreeSettings,
+    TreeTexts,
+    roll_out_trees,
+)
 
 END, START = 256, 257
 MARKERS = {"<|im_end|>": END, "<|im_start|>": START}
@@ -204,6 +211,59 @@ def test_conversations_stay_within_the_context() -> None:
     ((tree,), _) = play(ask, context_length=480, limits=TreeLimits(turns=1))
     assert tree.root.observations == ("a question and its reply may have at most 480 tokens\ndone",)
     assert [child.prompt for child in tree.children] == ["short"]
+
+
+class CountingCodec:
+    """Encodes as the others do, and keeps the lengths of the texts."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        self.lengths += map(len, texts)
+        return encode(texts)
+
+    def play(self, code: str, seconds: float = 20) -> Tree:
+        texts = TEXTS._replace(codec=Codec(self.encode, decode, decode_all))
+        policy = lambda history, draw: run_code("FINAL('done')" if is_child(history) else code)  # noqa: E731
+        settings = TreeSettings(TreeLimits(turns=1), ReplLimits(seconds=seconds), 1_000)
+        (tree,) = roll_out_trees(
+            [QUESTION], 1, TextSampler(policy), texts, settings, PARAMS, [np.random.default_rng(0)]
+        )
+        return tree
+
+
+def try_query(arguments: str) -> str:
+    return f"try:\n    print(rlm_query({arguments}))\nexcept ValueError as error:\n    print(error)"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["'ab ' * 300_000", "'x', {'ab ' * 300_000: 'text'}", "'x', {f'name {number}': '' for number in range(20_000)}"],
+)
+def test_a_long_question_is_refused_unread(arguments: str) -> None:
+    codec = CountingCodec()
+    tree = codec.play(f"{try_query(arguments)}\n{try_query(repr('short'))}")
+    assert tree.root.observations == ("a question and its reply may have at most 1000 tokens\ndone",)
+    assert max(codec.lengths) <= CHARS_PER_TOKEN * 1_000
+
+
+def test_texts_of_a_context_are_no_question() -> None:
+    codec = CountingCodec()
+    tree = codec.play(try_query("'x', {'a': 'ab ' * 300_000}"))
+    assert tree.root.observations == ("done",)
+    assert max(codec.lengths) < 1_000
+
+
+@pytest.mark.long
+def test_questions_cost_the_code_that_asks_them() -> None:
+    """As often as it likes, but within its seconds: a refused question is no child."""
+    codec = CountingCodec()
+    tree = codec.play(
+        "while True:\n    try:\n        rlm_query('x' * 15_000)\n    except ValueError:\n        pass", 1.0
+    )
+    assert "TimeoutError" in tree.root.observations[0]
+    assert 15_000 < sum(codec.lengths) < 1.1 / SECONDS_PER_CHAR
 
 
 def test_a_reply_that_was_cut_gets_its_end_marker() -> None:
