@@ -15,11 +15,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trainable.files.run_marks import DIGESTS_ENV, make_digests
+from trainable.files.run_marks import DIGESTS_ENV, MARK_ENV, make_digests
 
 _SCRIPT = Path(__file__).with_name("confined_process.py")
 _WITHOUT_RANDOM_ADDRESSES = (
-    "import ctypes, os, resource, sys; resource.setrlimit(resource.RLIMIT_STACK, (2**26, 2**26)); "
+    "import ctypes, os, resource, sys; limit = resource.getrlimit(resource.RLIMIT_STACK)[1]; "
+    "size = 2**26 if limit == resource.RLIM_INFINITY else min(limit, 2**26); "
+    "resource.setrlimit(resource.RLIMIT_STACK, (size, size)); "
     "ctypes.CDLL(None).personality(0x0040000); os.execv(sys.argv[1], sys.argv[1:])"
 )
 """Executes a program with ADDR_NO_RANDOMIZE, if the kernel allows that, and a stack whose size, on which addresses
@@ -74,10 +76,11 @@ class Launcher:
     """A process that starts confined ones, for all threads of this process.
 
     It ends when its socket is closed: with this process, at the latest, whatever forks this one has. All that it has
-    started end with it.
+    started end with it. mark: of the run to which it belongs.
     """
 
     def __init__(self, library: str) -> None:
+        self.mark = os.environ.get(MARK_ENV)
         self._control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(START_SECONDS)
         with other_end:
@@ -170,12 +173,17 @@ def _close_launchers() -> None:
 
 
 def start_confined(library: str, numbers: Sequence[int]) -> ConfinedChild:
-    """Start a confined process with the launcher of this process, which is started again if it has ended."""
+    """Start a confined process with the launcher of this process.
+
+    A launcher that has ended is started again. So is that of a run that this process trained before the current one:
+    whoever starts that run again takes it for an orphan.
+    """
     key = (os.getpid(), library)
     with _LOCK:
         if launcher := _LAUNCHERS.get(key):
             with suppress(LauncherError):
-                return launcher.start(numbers)
+                if launcher.mark == os.environ.get(MARK_ENV):
+                    return launcher.start(numbers)
             launcher.close()
         _LAUNCHERS[key] = launcher = Launcher(library)
         try:

@@ -257,6 +257,20 @@ def test_a_launcher_that_outlives_its_trial_is_an_orphan_and_does_not_know_the_r
         assert alive == []
 
 
+def test_a_process_that_trains_another_run_starts_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "_LAUNCHERS", {})
+    starters = []
+    for folder in ("/some/study/runs/a", "/some/study/runs/a", "/some/study/runs/b"):
+        monkeypatch.setenv(MARK_ENV, folder)
+        with ReplProcess({}) as repl:
+            starters.append(psutil.Process(psutil.Process(get_pid(repl)).ppid()))
+    assert starters[0] == starters[1] != starters[2]
+    assert not starters[0].is_running()
+    assert starters[2] in find_orphans(Path("/some/study/runs/b"))
+    assert find_orphans(Path("/some/study/runs/a")) == []
+    launcher._close_launchers()
+
+
 SNIPPETS = (
     "hash(object()), hash(float('nan'))",
     "class A:\n    pass\ndef f():\n    return 1\nitems = [A() for _ in range(20)]\n[type(x) for x in {A(): 1, f: 2}]",
