@@ -183,14 +183,8 @@ def list_conditions() -> list[tuple[str, tuple[_Comparison, ...]]]:
 def check_confinement() -> None:
     """Try what the filter must refuse. Raise OSError if something of it works."""
     libc = ctypes.CDLL(None, use_errno=True)
-
-    for attempt in (
-        lambda: os.open("/", os.O_RDONLY),
-        lambda: os.stat("/"),
-        os.getppid,
-        lambda: os.kill(0, 0),
-        socket.socket,
-    ):
+    open_folder, send_signal = (lambda: os.open("/", os.O_RDONLY)), (lambda: os.kill(0, 0))
+    for attempt in (open_folder, lambda: os.stat("/"), os.getppid, send_signal, socket.socket):
         ctypes.set_errno(0)
         try:
             value = attempt()

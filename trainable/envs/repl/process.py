@@ -35,7 +35,7 @@ class ReplLimits(NamedTuple):
     wall_factor: float = 30.0
 
 
-_ADDRESS = re.compile(r"(?<= at )0x[0-9a-f]{6,}\b|\b0x[0-9a-f]{12}\b")
+_ADDRESS = re.compile(r"0x(?:(?<= at 0x)[0-9a-f]{6,}|(?<=\b0x)[0-9a-f]{12})\b")
 """Where a text of Python says so, or of the length that all addresses have; other hexadecimal numbers stay."""
 
 Context = str | dict[str, str] | None

@@ -104,6 +104,32 @@ def wait_until(has_happened: Callable[[], bool]) -> bool:
     return has_happened()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("text", "replacement", "problem"),
+    [
+        ('"getrandom",', '"getrandom", "openat",', "Too many open files"),
+        ('"getrandom",', '"getrandom", "socket",', "Too many open files"),
+        ('"getrandom",', '"getrandom", "clone",', "lets processes fork"),
+        ("~(0x02 |", "~(0x01 | 0x02 |", "allows any memory"),
+        ("(not_executable, private)", "(private,)", "allows any memory"),
+        ("os.closerange(3, _MAX_FILES)", "pass", "files of the parent are open"),
+    ],
+)
+def test_a_process_that_is_not_confined_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, replacement: str, problem: str
+) -> None:
+    script = tmp_path / "script.py"
+    source = launcher._SCRIPT.read_text()
+    assert source.count(text) == 1
+    script.write_text(source.replace(text, replacement))
+    monkeypatch.setattr(launcher, "_SCRIPT", script)
+    monkeypatch.setattr(launcher, "_LAUNCHERS", {})
+    with pytest.raises(ConfinementError, match=rf"No code can be confined here: \w+: .*{problem}"):
+        ReplProcess({})
+    launcher._close_launchers()
+
+
 def test_a_process_is_confined_before_it_reads_a_text() -> None:
     library = process._find_library()
     assert library is not None
