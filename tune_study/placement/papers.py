@@ -47,9 +47,10 @@ def describe_repl_memory(plan: StudyPlan, max_concurrent: int) -> list[str]:
     verdict = "OK."
     if count * size > available_mib:
         verdict = (
-            "Code seldom fills it. Where it does, the kernel ends REPLs, with their variables, before it ends a run; "
-            f"--set env.papers.execution_mib={max(available_mib // count, _MIN_MIB)} lowers it."
+            "Code seldom fills it. Where it does, the kernel ends REPLs, with their variables, before it ends a run"
         )
+        smaller_size = max(available_mib // count, _MIN_MIB)
+        verdict += f"; --set env.papers.execution_mib={smaller_size} lowers it." if smaller_size < size else "."
     return [
         f"Memory of code: at most {max_concurrent} runs x {num_trees} trees x {num_repls} REPLs x {size} MiB = "
         f"{count * size / 1024:.1f} GiB, {available_mib / 1024:.1f} GiB available. {verdict}"

@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from search_spaces import STUDIES
 from tests.fakes.scripted import make_small_config
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
 from trainable.envs.repl import process
 from trainable.tiny.papers import PAPERS_TINY
+from tune_study.commands.cli import app
 from tune_study.host import machine_checks
 from tune_study.placement.papers import check_papers, describe_repl_memory, explain_repl_shortage
 from tune_study.plan.errors import PlanError
@@ -78,6 +80,8 @@ def test_the_memory_of_all_repls_is_planned(monkeypatch: pytest.MonkeyPatch) -> 
     ]
     (line,) = describe_repl_memory(plan_study(execution_mib=150), 2)
     assert line.endswith(" = 29.3 GiB, 29.3 GiB available. OK.")
+    (line,) = describe_repl_memory(plan_study(execution_mib=128), 9)
+    assert line.endswith(" before it ends a run.")  # there is no smaller one
     (line,) = describe_repl_memory(plan_study(max_children_per_call=2), 1)
     assert "1 runs x 20 trees x 3 REPLs x 512 MiB = 30.0 GiB" in line
     assert describe_repl_memory(plan_study("kl"), 2) == []
@@ -98,3 +102,17 @@ def test_a_tree_that_cannot_fit_is_refused_with_what_to_type(monkeypatch: pytest
 def test_no_code_gets_more_than_a_machine_has(setting: str, value: float) -> None:
     with pytest.raises(ConfigError, match="must be less than or equal to"):
         apply_overrides(make_config(), {f"env.papers.{setting}": value})
+
+
+@pytest.mark.long
+def test_a_command_for_a_tree_that_cannot_fit_says_so_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_checks, "measure_available_memory", lambda: 2_000 << 20)
+    command = ["run", "tree-grpo", "--preset", "laptop", "--output", str(tmp_path)]
+    answer = CliRunner().invoke(app, [*command, "--dry-run"])
+    assert answer.exit_code == 3
+    assert answer.stdout.startswith("DOES NOT FIT: a tree has up to 5 REPLs of 512 MiB, and 2000 MiB are available")
+    assert "Memory of code: at most " in answer.stdout
+    answer = CliRunner().invoke(app, command)
+    assert answer.exit_code == 3
+    assert "type --set env.papers.execution_mib=400" in answer.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -37,7 +37,7 @@ importer = modules['builtins'].__import__
 """
 SCRIPT = Path(SCRIPT_FILE)
 SECRET = "the secret of this test"
-LIMITS = ReplLimits(seconds=1, memory_bytes=400 * 2**20, message_bytes=4 * 2**20)
+LIMITS = ReplLimits(seconds=1, memory_bytes=400 * 2**20, message_bytes=4 * 2**20, wall_factor=5)
 
 FILE = {
     "open a file by its path": "opener({secret!r}).read()",
