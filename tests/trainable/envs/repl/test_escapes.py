@@ -328,7 +328,7 @@ def test_a_query_crosses_as_data() -> None:
 def test_the_parent_waits_for_nobody() -> None:
     """The code reads away the answer to a query that it has forged: what the parent writes finds no reader."""
     code = "forge(kind='query', prompts=['x'], contexts=[None])\nos.read(0, 4096)\nmodules['time'].sleep(10**6)"
-    with ReplProcess({}, may_query=True, limits=LIMITS) as repl:
+    with ReplProcess({}, may_query=True, limits=LIMITS._replace(wall_factor=1)) as repl:
         assert isinstance(repl.execute(FORGE_CODE + code), Query)
         outcome = repl.answer(["x" * 3_000_000])
         assert isinstance(outcome, Execution)
