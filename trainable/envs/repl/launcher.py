@@ -44,6 +44,8 @@ class ConfinedChild:
     def __init__(self, handle: int, streams: Sequence[int], launcher: "Launcher") -> None:
         self._handle, self.launcher = handle, launcher
         self.stdin, self.stdout, self.stderr = streams
+        self._end = select.poll()
+        self._end.register(handle, select.POLLIN)
         lines = Path(f"/proc/self/fdinfo/{handle}").read_text().splitlines()
         (self.pid,) = (int(line.removeprefix("Pid:")) for line in lines if line.startswith("Pid:"))
 
@@ -56,9 +58,7 @@ class ConfinedChild:
         return 0.0 if self._wait_for_end(0) else seconds  # after its end the id may be that of another process
 
     def _wait_for_end(self, seconds: float) -> bool:
-        poller = select.poll()
-        poller.register(self._handle, select.POLLIN)
-        return bool(poller.poll(seconds * 1000))
+        return bool(self._end.poll(seconds * 1000))
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal; a process that has ended gets none."""
