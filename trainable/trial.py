@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from ray import tune
 
+from trainable.files.run_marks import MARK_ENV
 from trainable.runs.failures import RunFailedError, classify_failure
-from trainable.runs.orphans import MARK_ENV, terminate_orphans
+from trainable.runs.orphans import terminate_orphans
 from trainable.runs.run_files import METRICS_FILE, read_rows
 
 if TYPE_CHECKING:

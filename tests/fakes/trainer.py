@@ -19,8 +19,8 @@ from search_spaces import STUDIES
 from search_spaces.declaration.study import Study
 from trainable import families
 from trainable.config.run_config import RunConfig
+from trainable.files.run_marks import MARK_ENV
 from trainable.runs.failures import NonFiniteError
-from trainable.runs.orphans import MARK_ENV
 from trainable.runs.run import LinesByFile, Row, TrainerState
 from trainable.runs.training import StepResult
 from tune_study.host.interrupt import make_interrupt

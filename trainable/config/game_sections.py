@@ -64,8 +64,8 @@ class PapersConfig(Section):
     max_children_per_call: int = Field(4, ge=1, le=64, description="maximum questions to children in one call")
     max_children: int = Field(8, ge=0, le=64, description="maximum children of a tree; 0: none")
     observation_chars: int = Field(3_000, ge=16, description="characters that a policy sees of an output")
-    execution_seconds: Positive = Field(30.0, description="time limit of the code of one reply")
-    execution_mib: int = Field(512, ge=128, description="MiB of memory of the code of one rollout")
+    execution_seconds: Positive = Field(30.0, le=3_600, description="CPU time of the code of one reply in seconds")
+    execution_mib: int = Field(512, ge=128, le=16_384, description="MiB of memory of the code of one rollout")
 
 
 class GameKind(NamedTuple):

@@ -26,6 +26,11 @@ FILES_PER_PROCESS = 4
 SPARE_FILES = 256
 """Open files for everything else."""
 MAX_OPEN_FILES = 65_536
+CHARS_PER_TOKEN = 16
+"""Characters for each token of the context, beyond which a question to a child is refused unread."""
+SECONDS_PER_CHAR = 4e-6
+"""CPU time that a question costs the code that asks it: what the slowest tokenizer that was measured needs. A price
+per character does not depend on the load of the machine."""
 
 
 class TreeTexts(NamedTuple):
@@ -300,9 +305,14 @@ class _TreeLoop:
             _Task(prompt, _make_papers(context, player.session.papers), turn, player.stream.spawn(1)[0])
             for prompt, context in zip(query.prompts, query.contexts, strict=True)
         ]
+        problem = f"a question and its reply may have at most {self.settings.context_length} tokens"
+        num_chars = [len(task.prompt) + sum(map(len, task.papers)) for task in tasks]
+        if max(num_chars) > CHARS_PER_TOKEN * self.settings.context_length:
+            return problem
+        player.session.charge(SECONDS_PER_CHAR * sum(num_chars))
         prompts = self._encode_prompts(tasks)
         if not all(map(self._fits, prompts)):
-            return f"a question and its reply may have at most {self.settings.context_length} tokens"
+            return problem
         return self._make_players(tasks, prompts)
 
     def _continue(self, players: Sequence[_Player], rows: Sequence[int]) -> tuple[list[int], list[list[int]]]:

@@ -11,11 +11,7 @@ from pathlib import Path
 
 import psutil
 
-MARK_ENV = "TUNE_STUDY_RUN_DIR"
-"""Environment variable with the mark, which child processes inherit.
-
-The mark is the run's folder in the process of a run, and the value of `make_ray_mark` in the processes that Ray starts.
-"""
+from trainable.files.run_marks import DIGESTS_ENV, MARK_ENV, compute_digest
 
 _DRIVER_PREFIX = "driver "
 _TERMINATE_TIMEOUT_S = 5.0
@@ -36,10 +32,10 @@ def make_ray_mark(folders: Iterable[Path]) -> str:
 def terminate_orphans(folder: Path) -> list[str]:
     """Terminate the orphan processes of the runs in `folder`; return a description of each, "<pid> (<name>)".
 
-    Orphan processes are the processes of this user whose mark names `folder` or a folder below it. Call this function
-    only if none of those runs is under way. Ray kills the process group of a killed trial, but a child in a session of
-    its own (an engine, a server) survives and may occupy a GPU. A process that was forked without exec shows the
-    environment with which its parent was started, so it has no mark and is not found.
+    Orphan processes are the processes of this user whose mark names `folder` or a folder below it, or has its digest.
+    Call this function only if none of those runs is under way. Ray kills the process group of a killed trial, but a
+    child in a session of its own (an engine, a server) survives and may occupy a GPU. A process that was forked without
+    exec shows the environment with which its parent was started, so it has no mark and is not found.
     """
     orphans = find_orphans(folder)
     # The names are read first, because a process that has exited has none.
@@ -63,9 +59,12 @@ def _belongs_to(process: psutil.Process, folder: Path) -> bool:
     if process.pid == os.getpid():  # a trial has the mark of its own run
         return False
     try:
-        mark_lines = process.environ().get(MARK_ENV, "").split("\n")
+        environment = process.environ()
     except (psutil.Error, OSError):
         return False  # the process belongs to another user, or has exited
+    if compute_digest(folder) in environment.get(DIGESTS_ENV, "").split():
+        return True
+    mark_lines = environment.get(MARK_ENV, "").split("\n")
     drivers = [line.removeprefix(_DRIVER_PREFIX) for line in mark_lines if line.startswith(_DRIVER_PREFIX)]
     folders = [Path(line) for line in mark_lines if line.startswith("/")]
     is_marked = any(folder in (marked_folder, *marked_folder.parents) for marked_folder in folders)

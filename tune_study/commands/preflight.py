@@ -25,10 +25,10 @@ from tune_study.placement.disk import DiskBudget
 from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.placement.model_files import check_file, check_model
 from tune_study.placement.model_size import read_model_shape
-from tune_study.placement.papers import check_papers
+from tune_study.placement.papers import check_papers, explain_repl_shortage
 from tune_study.placement.samplers import compile_kernels
 from tune_study.placement.teachers import describe_teachers, make_missing_teachers
-from tune_study.plan.errors import PlanError
+from tune_study.plan.errors import MisfitError, PlanError
 from tune_study.plan.own_parts import check_parts
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan, check_level_seeds
@@ -219,6 +219,8 @@ def _print_plan(
     shortages = [] if plan.storage is not None else [disk.explain_shortage(requirements.disk_budget)]
     if requirements.memory is not None and not requirements.memory.fits:
         shortages.insert(0, memory_advice.format_misfit(requirements.memory, plan.study))
+    if nodes is None:
+        shortages.append(explain_repl_shortage(plan))
     for shortage in filter(None, shortages):
         print_line(console, shortage)
     for line in missing_models:
@@ -347,6 +349,8 @@ def _check_machine(plan: StudyPlan, requirements: _Requirements) -> None:
     sockets = check_socket_path(find_ray_folder(os.environ))
     if sockets.severity == "problem":
         raise PlanError(f"Ray cannot start here: {sockets.detail}. {sockets.advice}")
+    if shortage := explain_repl_shortage(plan):
+        raise MisfitError(shortage)
     _check_files(plan)
     for path, option in _list_models(plan):
         check_model(path, os.environ, plan.ppo_config.model.chat_format, option)

@@ -1,9 +1,15 @@
-"""Check what a study of trees of rollouts needs: a sandbox for code, its questions, and its judge."""
+"""Check what a study of trees of rollouts needs: a sandbox for code and its memory, its questions, and its judge."""
 
 from collections.abc import Iterable
 
+from search_spaces.language_model.family import as_run_config
 from trainable.config.run_config import RunConfig
+from tune_study.host import machine_checks
 from tune_study.plan.errors import PlanError
+from tune_study.plan.study_plan import StudyPlan
+
+_MIN_MIB = 128
+"""The least that env.papers.execution_mib takes."""
 
 
 def check_papers(configs: Iterable[RunConfig]) -> None:
@@ -26,3 +32,60 @@ def check_papers(configs: Iterable[RunConfig]) -> None:
             raise PlanError(f"--set env.papers.file={env.papers.file}: {error}") from None
         if env.papers.score == "judge" and (obstacle := make_judge(env.papers).find_obstacle()):
             raise PlanError(f"{obstacle} Or type --set env.papers.score=char_f1, which needs no judge.")
+
+
+def describe_repl_memory(plan: StudyPlan, max_concurrent: int) -> list[str]:
+    """A line about the memory that the REPLs of all concurrent runs may take at most; nothing without trees."""
+    configs = _list_tree_configs(plan)
+    if not configs:
+        return []
+    config = max(
+        configs, key=lambda config: _count_trees(config) * _count_repls(config) * config.env.papers.execution_mib
+    )
+    num_trees, num_repls, size = _count_trees(config), _count_repls(config), config.env.papers.execution_mib
+    count, available_mib = max_concurrent * num_trees * num_repls, _measure_available_mib()
+    verdict = "OK."
+    if count * size > available_mib:
+        verdict = (
+            "Code seldom fills it. Where it does, the kernel ends REPLs, with their variables, before it ends a run"
+        )
+        smaller_size = max(available_mib // count, _MIN_MIB)
+        verdict += f"; --set env.papers.execution_mib={smaller_size} lowers it." if smaller_size < size else "."
+    return [
+        f"Memory of code: at most {max_concurrent} runs x {num_trees} trees x {num_repls} REPLs x {size} MiB = "
+        f"{count * size / 1024:.1f} GiB, {available_mib / 1024:.1f} GiB available. {verdict}"
+    ]
+
+
+def explain_repl_shortage(plan: StudyPlan) -> str:
+    """Why the REPLs of one tree cannot fill their memory here, and what to type; empty if they can."""
+    available_mib = _measure_available_mib()
+    for config in _list_tree_configs(plan):
+        size, num_repls = config.env.papers.execution_mib, _count_repls(config)
+        if num_repls * size > available_mib:
+            return (
+                f"DOES NOT FIT: a tree has up to {num_repls} REPLs of {size} MiB, and {available_mib} MiB are "
+                f"available: type --set env.papers.execution_mib={max(available_mib // num_repls, _MIN_MIB)}, or --set "
+                f"env.papers.max_children_per_call=1."
+            )
+    return ""
+
+
+def _list_tree_configs(plan: StudyPlan) -> list[RunConfig]:
+    configs = [as_run_config(spec.config) for spec in plan.runs] if plan.study.family.games else []
+    return [config for config in configs if config.env.kind.has_trees]
+
+
+def _count_repls(config: RunConfig) -> int:
+    """REPLs of a tree that are open at once: that of the root, and those of the children of a call."""
+    return 1 + min(config.env.papers.max_children_per_call, config.env.papers.max_children)
+
+
+def _count_trees(config: RunConfig) -> int:
+    """Trees of a run that are open at once: those of a step, of a validation, or of the final evaluation."""
+    env = config.env
+    return max(env.env_groups * env.group_size, env.val_env_groups * env.val_group_size, env.test_env_groups)
+
+
+def _measure_available_mib() -> int:
+    return machine_checks.measure_available_memory() >> 20

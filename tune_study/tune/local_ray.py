@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 
-from trainable.runs.orphans import MARK_ENV, make_ray_mark
+from trainable.files.run_marks import MARK_ENV
+from trainable.runs.orphans import make_ray_mark
 from tune_study.host.console import print_line
 from tune_study.host.machine_checks import find_ray_folder
 from tune_study.host.session_folder import make_session_folder

@@ -14,7 +14,13 @@ from trainable.envs.repl.session import TreeLimits
 from trainable.models.codec import Codec
 from trainable.rollout import tree_loop
 from trainable.rollout.sampler import LockStepTurns, RowStreams, SampledReply, SamplingParams
-from trainable.rollout.tree_loop import Tree, TreeSettings, TreeTexts, roll_out_trees
+from trainable.rollout.tree_loop import (
+    CHARS_PER_TOKEN,
+    Tree,
+    TreeSettings,
+    TreeTexts,
+    roll_out_trees,
+)
 
 END, START = 256, 257
 MARKERS = {"<|im_end|>": END, "<|im_start|>": START}
@@ -204,6 +210,59 @@ def test_conversations_stay_within_the_context() -> None:
     ((tree,), _) = play(ask, context_length=480, limits=TreeLimits(turns=1))
     assert tree.root.observations == ("a question and its reply may have at most 480 tokens\ndone",)
     assert [child.prompt for child in tree.children] == ["short"]
+
+
+class CountingCodec:
+    """Encodes as the others do, and keeps the lengths of the texts."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        self.lengths += map(len, texts)
+        return encode(texts)
+
+    def play(self, code: str, seconds: float = 20) -> Tree:
+        texts = TEXTS._replace(codec=Codec(self.encode, decode, decode_all))
+        policy = lambda history, draw: run_code("FINAL('done')" if is_child(history) else code)  # noqa: E731
+        settings = TreeSettings(TreeLimits(turns=1), ReplLimits(seconds=seconds), 1_000)
+        (tree,) = roll_out_trees(
+            [QUESTION], 1, TextSampler(policy), texts, settings, PARAMS, [np.random.default_rng(0)]
+        )
+        return tree
+
+
+def try_query(arguments: str) -> str:
+    return f"try:\n    print(rlm_query({arguments}))\nexcept ValueError as error:\n    print(error)"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["'ab ' * 300_000", "'x', {'ab ' * 300_000: 'text'}", "'x', {f'name {number}': '' for number in range(20_000)}"],
+)
+def test_a_long_question_is_refused_unread(arguments: str) -> None:
+    codec = CountingCodec()
+    tree = codec.play(f"{try_query(arguments)}\n{try_query(repr('short'))}")
+    assert tree.root.observations == ("a question and its reply may have at most 1000 tokens\ndone",)
+    assert max(codec.lengths) <= CHARS_PER_TOKEN * 1_000
+
+
+def test_texts_of_a_context_are_no_question() -> None:
+    codec = CountingCodec()
+    tree = codec.play(try_query("'x', {'a': 'ab ' * 300_000}"))
+    assert tree.root.observations == ("done",)
+    assert max(codec.lengths) < 1_000
+
+
+@pytest.mark.parametrize(("seconds", "num_read"), [(0.3, 5), (20, 8)])
+def test_questions_cost_the_code_that_asks_them(seconds: float, num_read: int) -> None:
+    """Also those that are refused: eight of 15,000 characters take .48 seconds."""
+    codec = CountingCodec()
+    tree = codec.play(
+        f"for _ in range(8):\n    {try_query(repr('x' * 15_000)).replace(chr(10), chr(10) + '    ')}", seconds
+    )
+    assert ("TimeoutError" in tree.root.observations[0]) is (num_read < 8)
+    assert sum(length > 15_000 for length in codec.lengths) == num_read
 
 
 def test_a_reply_that_was_cut_gets_its_end_marker() -> None:

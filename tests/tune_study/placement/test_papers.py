@@ -3,13 +3,18 @@
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from search_spaces import STUDIES
 from tests.fakes.scripted import make_small_config
-from trainable.config.run_config import RunConfig
+from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
 from trainable.envs.repl import process
 from trainable.tiny.papers import PAPERS_TINY
-from tune_study.placement.papers import check_papers
+from tune_study.commands.cli import app
+from tune_study.host import machine_checks
+from tune_study.placement.papers import check_papers, describe_repl_memory, explain_repl_shortage
 from tune_study.plan.errors import PlanError
+from tune_study.plan.study_plan import StudyPlan, make_plan
 
 ROW = '{"question": "?", "context": {"a": "b"}, "evidence": [{"selections": [{"text": "b"}]}]}'
 SETTINGS = {name.replace(".", "__"): value for name, value in PAPERS_TINY.settings.items()}
@@ -56,3 +61,58 @@ def test_a_judge_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
         check_papers([config])
     monkeypatch.setenv("AN_API_KEY", "k")
     check_papers([config])
+
+
+def plan_study(study: str = "tree-grpo", **papers_settings: object) -> StudyPlan:
+    """A plan of trees, of a training step of twenty and no more at a validation."""
+    settings = {"env.env_groups": 2, "env.group_size": 10, "env.val_env_groups": 8, "env.test_env_groups": 8}
+    overrides = settings | {f"env.papers.{name}": value for name, value in papers_settings.items()}
+    return make_plan(STUDIES[study], "laptop", "a test", overrides, None, 1, Path("/out"))
+
+
+def test_the_memory_of_all_repls_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_checks, "measure_available_memory", lambda: 30_000 << 20)
+    # Two runs of twenty trees, each with a root and the four children of a call.
+    assert describe_repl_memory(plan_study(execution_mib=300), 2) == [
+        "Memory of code: at most 2 runs x 20 trees x 5 REPLs x 300 MiB = 58.6 GiB, 29.3 GiB available. Code seldom "
+        "fills it. Where it does, the kernel ends REPLs, with their variables, before it ends a run; --set "
+        "env.papers.execution_mib=150 lowers it."
+    ]
+    (line,) = describe_repl_memory(plan_study(execution_mib=150), 2)
+    assert line.endswith(" = 29.3 GiB, 29.3 GiB available. OK.")
+    (line,) = describe_repl_memory(plan_study(execution_mib=128), 9)
+    assert line.endswith(" before it ends a run.")  # there is no smaller one
+    (line,) = describe_repl_memory(plan_study(max_children_per_call=2), 1)
+    assert "1 runs x 20 trees x 3 REPLs x 512 MiB = 30.0 GiB" in line
+    assert describe_repl_memory(plan_study("kl"), 2) == []
+
+
+def test_a_tree_that_cannot_fit_is_refused_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_checks, "measure_available_memory", lambda: 2_559 << 20)
+    assert explain_repl_shortage(plan_study()) == (
+        "DOES NOT FIT: a tree has up to 5 REPLs of 512 MiB, and 2559 MiB are available: type --set "
+        "env.papers.execution_mib=511, or --set env.papers.max_children_per_call=1."
+    )
+    for setting, value in (("execution_mib", 511), ("max_children_per_call", 1)):
+        assert explain_repl_shortage(plan_study(**{setting: value})) == ""
+    assert explain_repl_shortage(plan_study("kl", execution_mib=16_384)) == ""  # Sokoban runs no code
+
+
+@pytest.mark.parametrize(("setting", "value"), [("execution_mib", 16_385), ("execution_seconds", 3_601.0)])
+def test_no_code_gets_more_than_a_machine_has(setting: str, value: float) -> None:
+    with pytest.raises(ConfigError, match="must be less than or equal to"):
+        apply_overrides(make_config(), {f"env.papers.{setting}": value})
+
+
+@pytest.mark.long
+def test_a_command_for_a_tree_that_cannot_fit_says_so_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_checks, "measure_available_memory", lambda: 2_000 << 20)
+    command = ["run", "tree-grpo", "--preset", "laptop", "--output", str(tmp_path)]
+    answer = CliRunner().invoke(app, [*command, "--dry-run"])
+    assert answer.exit_code == 3
+    assert answer.stdout.startswith("DOES NOT FIT: a tree has up to 5 REPLs of 512 MiB, and 2000 MiB are available")
+    assert "Memory of code: at most " in answer.stdout
+    answer = CliRunner().invoke(app, command)
+    assert answer.exit_code == 3
+    assert "type --set env.papers.execution_mib=400" in answer.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -2,7 +2,8 @@
 
 The script imports the standard library only and everything that a confined process needs before it is confined:
 afterwards the kernel refuses every system call but those of a computation (libseccomp, a list of what is allowed).
-Messages are lines of JSON on standard input and output; the parent trusts none of them.
+Messages are JSON on standard input, each after its length, and lines of JSON on standard output; the parent trusts none
+of them.
 
 Messages from the parent have a random token, which the reply repeats: {"kind": "start", "context": {...}, "may_query":
 bool}, {"kind": "execute", "code": "..."}, and after a query {"kind": "answers", "values": [...]} or
@@ -24,6 +25,7 @@ import math
 import os
 import re
 import resource
+import select
 import signal
 import socket
 import sys
@@ -36,7 +38,7 @@ ALLOWED_CALLS = (
     # Streams that are open already.
     "read", "write", "close", "lseek",
     # Memory, but no memory that can be executed: see `list_conditions`.
-    "brk", "munmap", "mremap",
+    "brk", "munmap",
     # Signals of this process alone.
     "rt_sigaction", "rt_sigprocmask", "rt_sigreturn", "sigaltstack", "restart_syscall", "rseq",
     # Random numbers and its turn.
@@ -47,6 +49,10 @@ ALLOWED_CALLS = (
 """System calls that a computation needs. All others fail with EPERM: those of files, processes, sockets, signals."""
 MAX_PROMPTS = 64
 """Prompts of one query; the limits of an episode are lower."""
+LENGTH_DIGITS = 10
+"""Before each message from the parent: its length in bytes."""
+_MAX_FILES = 64
+"""Open files of the process that forks the others, which needs ten."""
 BUILTIN_NAMES = (
     "__build_class__",
     "abs", "all", "any", "ascii", "bin", "bool", "bytearray", "bytes", "callable", "chr", "complex", "dict", "dir",
@@ -65,14 +71,14 @@ class FinalAnswer(BaseException):
 
 
 def limit_resources(memory_bytes: int, cpu_seconds: int) -> None:
-    """Limit memory, CPU time and the sizes of files, of which the process may write none."""
+    """Limit memory, CPU time, processes and the sizes of files, of which the process may write none."""
     for name, value in (
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_CPU, cpu_seconds),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, 3),
-        (resource.RLIMIT_STACK, 64 * 2**20),
+        (resource.RLIMIT_NPROC, 0),
     ):
         resource.setrlimit(name, (value, value))
 
@@ -85,12 +91,31 @@ def end_with_parent(parent_id: int) -> None:
         os._exit(0)
 
 
-def drop_capabilities() -> None:
-    """Give up the capabilities of root, for whoever runs studies as root."""
+def rank_for_killing(score: int) -> None:
+    """Say which processes the kernel kills first when memory is short: those of 1000 before those of 0."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write(str(score))
+
+
+def drop_rights() -> None:
+    """Give up the capabilities of root, for whoever runs studies as root, and with Landlock all files.
+
+    The filter of system calls alone refuses files, too: this is for a call that it should not have allowed. Other
+    processes of the user cannot read the memory of this one.
+    """
     header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # _LINUX_CAPABILITY_VERSION_3
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.capset(header, sets):
         raise OSError(ctypes.get_errno(), "the capabilities of this process cannot be dropped")
+    set_dumpable, set_no_new_privileges = 4, 38
+    libc.prctl(set_dumpable, 0, 0, 0, 0)
+    libc.prctl(set_no_new_privileges, 1, 0, 0, 0)  # otherwise Landlock takes no rules
+    create_ruleset, restrict_self = 444, 446  # on every processor
+    all_accesses = ctypes.c_uint64(0x1FFF)
+    rules = libc.syscall(create_ruleset, ctypes.byref(all_accesses), 8, 0)
+    if rules >= 0:  # Linux 5.13, where it is switched on
+        libc.syscall(restrict_self, rules, 0)
+        os.close(rules)
 
 
 def confine(library: ctypes.CDLL) -> None:
@@ -141,12 +166,13 @@ def list_conditions() -> list[tuple[str, tuple[_Comparison, ...]]]:
     # Neither locked in memory nor shared: MAP_PRIVATE, ANONYMOUS, NORESERVE, STACK and FIXED are left.
     private = _Comparison(3, masked_equal, 0xFFFFFFFF & ~(0x02 | 0x10 | 0x20 | 0x4000 | 0x20000), 0)
     own_clock = _Comparison(0, less_or_equal, 11, 0)  # the clocks of other processes have larger numbers
-    advice = (4, 8, 14, 15)  # DONTNEED, FREE, HUGEPAGE, NOHUGEPAGE
+    advice = (4, 15)  # DONTNEED, NOHUGEPAGE
     waits = (0, 1, 9, 10)  # WAIT, WAKE, and both with a bit set
     command_mask = 0xFFFFFFFF & ~(0x80 | 0x100)  # without PRIVATE and CLOCK_REALTIME
     return [
         ("mmap", (not_executable, private)),
         ("mprotect", (not_executable,)),
+        ("mremap", (_Comparison(3, equal, 1, 0),)),  # MAYMOVE: what realloc asks for
         *(("madvise", (_Comparison(2, equal, number, 0),)) for number in advice),
         *(("futex", (_Comparison(1, masked_equal, command_mask, number),)) for number in waits),
         *((name, (own_clock,)) for name in ("clock_gettime", "clock_getres", "clock_nanosleep")),
@@ -157,7 +183,8 @@ def list_conditions() -> list[tuple[str, tuple[_Comparison, ...]]]:
 def check_confinement() -> None:
     """Try what the filter must refuse. Raise OSError if something of it works."""
     libc = ctypes.CDLL(None, use_errno=True)
-    for attempt in (lambda: os.open("/", os.O_RDONLY), lambda: os.stat("/"), os.getppid, lambda: os.kill(0, 0)):
+    open_folder, send_signal = (lambda: os.open("/", os.O_RDONLY)), (lambda: os.kill(0, 0))
+    for attempt in (open_folder, lambda: os.stat("/"), os.getppid, send_signal, socket.socket):
         ctypes.set_errno(0)
         try:
             value = attempt()
@@ -165,9 +192,15 @@ def check_confinement() -> None:
             continue
         if value != -1:
             raise OSError(errno.ENOSYS, "the filter of system calls is loaded and refuses nothing")
+    ctypes.set_errno(0)
+    if libc.fork() == 0:
+        os._exit(0)
+    if ctypes.get_errno() != errno.EPERM:  # the limit of processes has another number
+        raise OSError(errno.ENOSYS, "the filter of system calls is loaded and lets processes fork")
     libc.mmap.restype = ctypes.c_void_p
-    if libc.mmap(None, 4096, 7, 0x22, -1, 0) != ctypes.c_void_p(-1).value:
-        raise OSError(errno.ENOSYS, "the filter of system calls is loaded and lets memory be executed")
+    for protection, flags in ((7, 0x22), (3, 0x21)):  # executable and private, not executable and shared
+        if libc.mmap(None, 4096, protection, flags, -1, 0) != ctypes.c_void_p(-1).value:
+            raise OSError(errno.ENOSYS, "the filter of system calls is loaded and allows any memory")
 
 
 class Channel:
@@ -179,10 +212,11 @@ class Channel:
 
     def receive(self) -> dict[str, object]:
         """The next message. The process ends if the parent has gone."""
-        line = self._input.readline()
-        if not line:
+        # Read in two pieces, whatever arrives at once: otherwise addresses of later objects would depend on that.
+        length = self._input.read(LENGTH_DIGITS)
+        if not length:
             os._exit(0)
-        message: dict[str, object] = json.loads(line)
+        message: dict[str, object] = json.loads(self._input.read(int(length)))
         self._token = message["token"]
         return message
 
@@ -208,7 +242,10 @@ class Tools:
 
     def make_namespace(self) -> dict[str, object]:
         """The variables with which the code starts."""
-        names = {name: getattr(builtins, name) for name in BUILTIN_NAMES} | {"id": self._number_object}
+        names = {name: getattr(builtins, name) for name in BUILTIN_NAMES} | {
+            "id": self._number_object,
+            "hash": self._compute_hash,
+        }
         modules = {"re": re, "math": math, "json": json, "itertools": itertools, "Counter": Counter}
         tools = (self.list_papers, self.search, self.get_paper_abstract, self.extract_section, self.SHOW_VARS)
         queries = (self.rlm_query, self.rlm_query_batched) if self._may_query else ()
@@ -226,6 +263,11 @@ class Tools:
         """A number of its own for every object, in place of `id`: an address would differ between processes."""
         # The objects stay, so that no other one gets their address.
         return self._numbered_objects.setdefault(id(value), (len(self._numbered_objects) + 1, value))[0]
+
+    def _compute_hash(self, value: object, /) -> int:
+        """`hash`, but a number of its own for an object whose hash is its address."""
+        is_nan = isinstance(value, float) and math.isnan(value)
+        return self._number_object(value) if is_nan or type(value).__hash__ is object.__hash__ else hash(value)
 
     def list_papers(self) -> list[str]:
         """The ids of all papers."""
@@ -373,75 +415,85 @@ def _describe(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Start a confined process for each request on the control socket, until the parent has gone.
+    """Start a confined process for each request on the control socket, which is standard input, until the parent ends.
 
-    A request is JSON, {"numbers": [memory in bytes, CPU seconds, bytes of a message]}, with three streams: the standard
-    input, output and error of the new process. The reply is its id, with a pidfd. Nothing that a model wrote is ever in
-    this process, so it imports once what each of the others needs.
+    A request is JSON, {"nonce": "...", "numbers": [memory in bytes, CPU seconds, bytes of a message]}, with three
+    streams: the standard input, output and error of the new process. The reply is the nonce with a pidfd, or the nonce
+    with a problem. Nothing that a model wrote is ever in this process, so it imports once what each of the others
+    needs.
+
+    A request is read by the process that it asks for. This one does the same every time, so that its memory, and with
+    it the addresses of the objects of the others, does not depend on what it has started before.
     """
-    library_path, control_id = sys.argv[1], int(sys.argv[2])
-    control = socket.socket(fileno=control_id)
-    library = ctypes.CDLL(library_path)
+    library = ctypes.CDLL(sys.argv[1])
     warnings.simplefilter("ignore")
-    process_id = os.getpid()
-    signal.signal(signal.SIGCHLD, lambda *_: reap())
-    while True:
-        request, streams, _, _ = socket.recv_fds(control, 4096, 3)
-        if not request:
-            os._exit(0)
-        # Until the handle is open, nobody may wait for the child: its id could belong to another process by then.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    os.environ.clear()  # it says to which run this process belongs
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_FILES, _MAX_FILES))
+    rank_for_killing(900)  # before the trial, and after the processes that take the memory
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel takes leave of those that have ended
+    process_id, poller = os.getpid(), select.poll()
+    poller.register(0, select.POLLIN)
+    # A fork of the parent may have the other end of the socket, too, and outlive it.
+    poller.register(os.pidfd_open(os.getppid()), select.POLLIN)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    while poller.poll() == [(0, select.POLLIN)]:
+        is_read, reader = os.pipe()
         try:
-            child_id = os.fork()
+            os.fork()
         except OSError as error:  # such as too many processes: those that exist go on
-            socket.send_fds(control, [str(error).encode()], [])
-            continue
-        finally:
-            if os.getpid() == process_id:
-                for stream in streams:
-                    os.close(stream)
-        if child_id == 0:
+            decline(error)
+        if os.getpid() != process_id:
             try:
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-                run(library, streams, process_id, *json.loads(request)["numbers"])
+                run(library, process_id, reader)
             finally:  # a child never becomes a second parent
                 os._exit(1)
-        handle = os.pidfd_open(child_id)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-        socket.send_fds(control, [b"%d" % child_id], [handle])
-        os.close(handle)
+        os.close(reader)
+        os.read(is_read, 1)  # until the new process has read the request, and closed this
+        os.close(is_read)
 
 
-def reap() -> None:
-    """Take leave of the processes that have ended."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG) != (0, 0):
-            pass
+def decline(error: OSError) -> None:
+    """Answer a request with the reason why there is no process."""
+    control = socket.socket(fileno=0)
+    request, streams, _, _ = socket.recv_fds(control, 4096, 3)
+    for stream in streams:
+        os.close(stream)
+    control.send(f"{json.loads(request)['nonce']}{error}".encode())
+    control.detach()
 
 
-def run(
-    library: ctypes.CDLL,
-    streams: list[int],
-    parent_id: int,
-    memory_bytes: int,
-    cpu_seconds: int,
-    message_bytes: int,
-) -> None:
-    """Confine this process, say so, and execute what the parent sends. streams: become 0, 1 and 2."""
+def run(library: ctypes.CDLL, parent_id: int, reader: int) -> None:
+    """Read a request, confine this process, and execute what the parent sends. reader: closed once it is read."""
+    control = socket.socket(fileno=0)
+    content, streams, _, _ = socket.recv_fds(control, 4096, 3)
+    os.close(reader)
+    request = json.loads(content)
+    memory_bytes, cpu_seconds, message_bytes = request["numbers"]
+    socket.send_fds(control, [request["nonce"].encode()], [os.pidfd_open(os.getpid())])
+    control.detach()
     end_with_parent(parent_id)
     os.setsid()
-    for number, stream in enumerate(streams):
+    for number, stream in zip(range(3), streams, strict=True):
         os.dup2(stream, number)
-    os.closerange(3, 4096)
+    os.closerange(3, _MAX_FILES)
     try:
-        channel = Channel()
-        start = channel.receive()
+        if open_files := len(os.listdir("/proc/self/fd")) - 4:  # three streams, and the folder itself
+            raise OSError(errno.EMFILE, f"{open_files} files of the parent are open")
+        rank_for_killing(1000)
         limit_resources(memory_bytes, cpu_seconds)
-        drop_capabilities()
+        drop_rights()
         confine(library)
     except Exception as error:
         os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        return
+    gc.enable()
+    channel = Channel()
+    try:
+        start = channel.receive()
+    except MemoryError:
+        os.write(2, b"its texts need more memory than it may use (env.papers.execution_mib)\n")
         return
     context, may_query = start["context"], bool(start["may_query"])
     assert isinstance(context, dict)

@@ -1,18 +1,31 @@
 """Start confined processes: a launcher has imported what they need, and forks one in a few milliseconds."""
 
 import atexit
+import json
 import os
+import secrets
 import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from trainable.files.run_marks import DIGESTS_ENV, MARK_ENV, make_digests
+
 _SCRIPT = Path(__file__).with_name("confined_process.py")
+_WITHOUT_RANDOM_ADDRESSES = (
+    "import ctypes, os, resource, sys; limit = resource.getrlimit(resource.RLIMIT_STACK)[1]; "
+    "size = 2**26 if limit == resource.RLIM_INFINITY else min(limit, 2**26); "
+    "resource.setrlimit(resource.RLIMIT_STACK, (size, size)); "
+    "ctypes.CDLL(None).personality(0x0040000); os.execv(sys.argv[1], sys.argv[1:])"
+)
+"""Executes a program with ADDR_NO_RANDOMIZE, if the kernel allows that, and a stack whose size, on which addresses
+depend, is always the same."""
 START_SECONDS = 60.0
 """Patience with a new process, on a busy machine too; a launcher takes a tenth of a second, others less."""
 
@@ -28,9 +41,24 @@ class ConfinedChild:
     for reading: after its end another process may have it. launcher: the one that started it.
     """
 
-    def __init__(self, pid: int, handle: int, streams: Sequence[int], launcher: "Launcher") -> None:
-        self.pid, self._handle, self.launcher = pid, handle, launcher
+    def __init__(self, handle: int, streams: Sequence[int], launcher: "Launcher") -> None:
+        self._handle, self.launcher = handle, launcher
         self.stdin, self.stdout, self.stderr = streams
+        self._end = select.poll()
+        self._end.register(handle, select.POLLIN)
+        lines = Path(f"/proc/self/fdinfo/{handle}").read_text().splitlines()
+        (self.pid,) = (int(line.removeprefix("Pid:")) for line in lines if line.startswith("Pid:"))
+
+    def read_cpu_seconds(self) -> float:
+        """The CPU time of the process so far, in seconds; 0 if it has ended."""
+        try:
+            seconds = time.clock_gettime(~self.pid << 3 | 2)  # clock_getcpuclockid of the C library
+        except OSError:
+            return 0.0
+        return 0.0 if self._wait_for_end(0) else seconds  # after its end the id may be that of another process
+
+    def _wait_for_end(self, seconds: float) -> bool:
+        return bool(self._end.poll(seconds * 1000))
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal; a process that has ended gets none."""
@@ -40,40 +68,43 @@ class ConfinedChild:
     def close(self) -> None:
         """Kill the process, wait for its end, and close its streams."""
         self.send_signal(signal.SIGKILL)
-        poller = select.poll()
-        poller.register(self._handle, select.POLLIN)
-        poller.poll(START_SECONDS * 1000)
+        self._wait_for_end(START_SECONDS)
         _close((self.stdin, self.stdout, self.stderr, self._handle))
 
 
 class Launcher:
     """A process that starts confined ones, for all threads of this process.
 
-    It ends when its socket is closed: with this process, at the latest. All that it has started end with it.
+    It ends when its socket is closed: with this process, at the latest, whatever forks this one has. All that it has
+    started end with it. mark: of the run to which it belongs.
     """
 
     def __init__(self, library: str) -> None:
+        self.mark = os.environ.get(MARK_ENV)
         self._control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(START_SECONDS)
         with other_end:
+            python = sys.executable
             self._process = subprocess.Popen(
                 # Without site-packages, whose modules would be open to the code, and with the same hashes each time.
-                [sys.executable, "-s", "-P", "-S", "-B", str(_SCRIPT), library, str(other_end.fileno())],
-                stdin=subprocess.DEVNULL,
+                [python, "-S", "-c", _WITHOUT_RANDOM_ADDRESSES, python, "-s", "-P", "-S", "-B", str(_SCRIPT), library],
+                stdin=other_end.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=[other_end.fileno()],
-                env={"PYTHONHASHSEED": "0"},
+                env={"PYTHONHASHSEED": "0", DIGESTS_ENV: make_digests(os.environ)},
                 cwd="/",
                 start_new_session=True,
             )
 
-    def start(self, request: bytes) -> ConfinedChild:
-        """Start a process. request: see `confined_process.main`.
+    def start(self, numbers: Sequence[int]) -> ConfinedChild:
+        """Start a process. numbers: its limits, see `confined_process.main`.
 
-        LauncherError if the launcher has ended, and OSError if it cannot start one now.
+        LauncherError if the launcher has ended or does not answer this request, and OSError if it cannot start one now.
         """
+        nonce = secrets.token_hex(16)
+        request = json.dumps({"nonce": nonce, "numbers": numbers}).encode()
         inner_ends, outer_ends = _make_streams()
+        handles: list[int] = []
         try:
             try:
                 socket.send_fds(self._control, [request], inner_ends)
@@ -84,12 +115,15 @@ class Launcher:
                 _close(inner_ends)
             if not reply:
                 raise LauncherError("the process that starts others has ended")
+            text = reply.decode("utf-8", "replace")
+            if not text.startswith(nonce):  # then neither would the next one be the reply to its request
+                raise LauncherError("the process that starts others has answered another request")
             if not handles:
-                raise OSError(reply.decode("utf-8", "replace") if not reply.isdigit() else "no handle arrived")
+                raise OSError(text.removeprefix(nonce) or "no handle arrived")
+            return ConfinedChild(handles[0], outer_ends, self)
         except BaseException:
-            _close(outer_ends)
+            _close([*handles, *outer_ends])
             raise
-        return ConfinedChild(int(reply), handles[0], outer_ends, self)
 
     @property
     def has_ended(self) -> bool:
@@ -138,17 +172,22 @@ def _close_launchers() -> None:
             launcher.close()
 
 
-def start_confined(library: str, request: bytes) -> ConfinedChild:
-    """Start a confined process with the launcher of this process, which is started again if it has ended."""
+def start_confined(library: str, numbers: Sequence[int]) -> ConfinedChild:
+    """Start a confined process with the launcher of this process.
+
+    A launcher that has ended is started again. So is that of a run that this process trained before the current one:
+    whoever starts that run again takes it for an orphan.
+    """
     key = (os.getpid(), library)
     with _LOCK:
         if launcher := _LAUNCHERS.get(key):
             with suppress(LauncherError):
-                return launcher.start(request)
+                if launcher.mark == os.environ.get(MARK_ENV):
+                    return launcher.start(numbers)
             launcher.close()
         _LAUNCHERS[key] = launcher = Launcher(library)
         try:
-            return launcher.start(request)
+            return launcher.start(numbers)
         except LauncherError:
             _LAUNCHERS.pop(key).close()
             raise

@@ -14,7 +14,7 @@ from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from trainable.envs.repl.confined_process import MAX_PROMPTS
+from trainable.envs.repl.confined_process import LENGTH_DIGITS, MAX_PROMPTS
 from trainable.envs.repl.launcher import START_SECONDS, ConfinedChild, LauncherError, start_confined
 
 
@@ -22,17 +22,21 @@ class ReplLimits(NamedTuple):
     """What a REPL may use. Beyond any of these, its process is killed and its variables are lost.
 
     Attributes:
-        seconds: wall time of one execution, without the time that its queries take.
+        seconds: CPU time of one execution, which does not depend on what else the machine does. It is that of the
+            process, and what this one needs to read its replies and queries, without the episodes of the children.
         memory_bytes: address space of the process.
         message_bytes: size of one reply. A longer output is cut.
+        wall_factor: an execution that sleeps ends after so many times `seconds`.
     """
 
     seconds: float = 30.0
     memory_bytes: int = 512 * 2**20
     message_bytes: int = 4 * 2**20
+    wall_factor: float = 30.0
 
 
-_ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}\b")
+_ADDRESS = re.compile(r"0x(?:(?<= at 0x)[0-9a-f]{6,}|(?<=\b0x)[0-9a-f]{12})\b")
+"""Where a text of Python says so, or of the length that all addresses have; other hexadecimal numbers stay."""
 
 Context = str | dict[str, str] | None
 """What a child sees: one text, texts by id, or None for what its root sees."""
@@ -90,7 +94,8 @@ class ReplProcess:
 
     The process ends with this one at the latest.
 
-    Raises ConfinementError if this machine cannot confine the process, or if the process that starts others has ended.
+    Raises ConfinementError if this machine cannot confine the process, if the process that starts others has ended, or
+    if the texts do not fit into the memory of the process.
 
     Example:
         >>> with ReplProcess({"a": "one two"}) as repl:
@@ -106,7 +111,8 @@ class ReplProcess:
         self._context = {str(name): str(text) for name, text in context.items()}
         self._may_query, self._limits = may_query, limits or ReplLimits()
         self._process: ConfinedChild | None = None
-        self._token, self._seconds_left, self._open_prompts = "", 0.0, 0
+        self._token, self._open_prompts = "", 0
+        self._cpu_left = self._wall_left = 0.0
         self._start()
 
     def __enter__(self) -> "ReplProcess":
@@ -130,7 +136,8 @@ class ReplProcess:
             raise ValueError("A query is open: hand over its answers first.")
         if self._process is None:
             self._start()
-        self._seconds_left = self._limits.seconds
+        self._cpu_left = self._limits.seconds
+        self._wall_left = self._limits.seconds * self._limits.wall_factor
         return self._exchange({"kind": "execute", "code": code})
 
     def answer(self, values: Sequence[str]) -> Execution | Query:
@@ -145,17 +152,21 @@ class ReplProcess:
             raise ValueError("No query is open.")
         return self._exchange({"kind": "problem", "text": problem})
 
+    def charge(self, seconds: float) -> None:
+        """Take CPU time that its open query costs elsewhere, in seconds, from the execution."""
+        self._cpu_left -= seconds
+
     def _start(self) -> None:
         limits = self._limits
         numbers = [limits.memory_bytes, max(int(min(limits.seconds, 1e6) * 100), 1), limits.message_bytes]
         library = _find_library()
         assert library is not None  # otherwise `find_obstacle` has said so
         try:
-            self._process = start_confined(library, json.dumps({"numbers": numbers}).encode())
+            self._process = start_confined(library, numbers)
         except (LauncherError, OSError) as error:
             raise ConfinementError(f"No code can be confined here: {error}") from None
         try:
-            self._seconds_left = START_SECONDS
+            self._cpu_left = self._wall_left = START_SECONDS
             reply = self._ask({"kind": "start", "context": self._context, "may_query": self._may_query}, {"ready"})
             if isinstance(reply, str):
                 problem = _read_rest(self._process.stderr) or f"a process did not start in {START_SECONDS:g} seconds"
@@ -193,26 +204,26 @@ class ReplProcess:
         """The reply to a message, of one of these kinds, or what was wrong with it, as a sentence."""
         process = self._process
         assert process is not None
-        started_at = time.monotonic()
-        deadline = started_at + self._seconds_left
+        clock = _Clock(process, self._cpu_left, self._wall_left)
         try:
             if _has_content(process.stdout):  # nobody asked it
                 return "RuntimeError: an earlier execution sent what is no message and was ended."
             process.send_signal(signal.SIGCONT)
             self._token = secrets.token_hex(16)
-            text = json.dumps({**message, "token": self._token}).encode() + b"\n"
-            if not _write(process.stdin, text, deadline):
+            text = json.dumps({**message, "token": self._token}).encode()
+            if not _write(process.stdin, b"%*d" % (LENGTH_DIGITS, len(text)) + text, clock):
                 return self._describe_overrun()
-            return self._receive(process.stdout, deadline, kinds)
+            reply = self._receive(process.stdout, clock, kinds)
         except OSError:
             return "RuntimeError: the execution ended the REPL."
-        finally:
-            self._seconds_left -= time.monotonic() - started_at
+        self._cpu_left, self._wall_left = clock.measure_rest()
+        # Also if it has replied before anybody looked: on a busy machine that may take a while.
+        return reply if self._cpu_left > 0 else self._describe_overrun()
 
-    def _receive(self, stream: int, deadline: float, kinds: Container[str]) -> dict[str, Any] | str:
+    def _receive(self, stream: int, clock: "_Clock", kinds: Container[str]) -> dict[str, Any] | str:
         content = bytearray()
         while not content.endswith(b"\n"):
-            if not _wait(stream, select.POLLIN, deadline):
+            if not clock.wait(stream, select.POLLIN):
                 return self._describe_overrun()
             chunk = os.read(stream, 65536)
             if not chunk:
@@ -243,18 +254,35 @@ def _has_content(stream: int) -> bool:
         return False
 
 
-def _wait(stream: int, event: int, deadline: float) -> bool:
-    """Wait for an event of a stream, and return whether it came in time. poll, since select takes no high numbers."""
-    poller = select.poll()
-    poller.register(stream, event)
-    return bool(poller.poll(max(min(deadline - time.monotonic(), 1e6), 0) * 1000))
+class _Clock:
+    """What is left of an execution: seconds of CPU time, its own and of this thread for it, and of wall time."""
+
+    def __init__(self, process: ConfinedChild, cpu_seconds: float, wall_seconds: float) -> None:
+        self._process = process
+        self._cpu_end = process.read_cpu_seconds() + time.thread_time() + cpu_seconds
+        self._wall_end = time.monotonic() + wall_seconds
+
+    def measure_rest(self) -> tuple[float, float]:
+        """The seconds of CPU time and of wall time that are left."""
+        cpu_rest = self._cpu_end - self._process.read_cpu_seconds() - time.thread_time()
+        return cpu_rest, self._wall_end - time.monotonic()
+
+    def wait(self, stream: int, event: int) -> bool:
+        """Wait for an event of a stream, and return whether it came in time."""
+        poller = select.poll()  # since select takes no high numbers
+        poller.register(stream, event)
+        # A process of one thread needs no more CPU time than wall time.
+        while (seconds := min(*self.measure_rest(), 1e6)) > 0:
+            if poller.poll(seconds * 1000):
+                return True
+        return False
 
 
-def _write(stream: int, text: bytes, deadline: float) -> bool:
+def _write(stream: int, text: bytes, clock: _Clock) -> bool:
     """Write a text to a stream that does not block, and return whether all of it was taken in time."""
     rest = memoryview(text)
     while rest:
-        if not _wait(stream, select.POLLOUT, deadline):
+        if not clock.wait(stream, select.POLLOUT):
             return False
         with suppress(BlockingIOError):
             rest = rest[os.write(stream, rest[:65536]) :]
@@ -266,7 +294,7 @@ def _clean(text: str) -> str:
 
     Addresses differ between processes, and what a policy reads should be the same with the same seed.
     """
-    return _ADDRESS.sub(" at 0x0", text).encode("utf-8", "replace").decode("utf-8")
+    return _ADDRESS.sub("0x0", text).encode("utf-8", "replace").decode("utf-8")
 
 
 def _clean_context(context: Context) -> Context:

@@ -94,6 +94,10 @@ class ReplSession:
         """Raise a ValueError in the code that asked the last Query."""
         return self._advance(self._process.refuse(problem))
 
+    def charge(self, seconds: float) -> None:
+        """Take CPU time that the last Query costs elsewhere, in seconds, from the code that asked it."""
+        self._process.charge(seconds)
+
     def _advance(self, result: Execution | Query) -> Outcome:
         """Refuse queries beyond the limits until the code ends or asks one within them."""
         while isinstance(result, Query):

@@ -4,6 +4,7 @@ The restricted builtins of the REPL are no boundary, so every attempt first take
 process, by a walk over the subclasses of `object`. What stops it is the kernel, a limit, or the parent.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
+from trainable.envs.repl.confined_process import __file__ as SCRIPT_FILE
 from trainable.envs.repl.process import Execution, Query, ReplLimits, ReplProcess, find_obstacle
 
 pytestmark = pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle())
@@ -33,8 +35,9 @@ libc = ctypes.CDLL(None, use_errno=True)
 opener = modules['builtins'].open
 importer = modules['builtins'].__import__
 """
+SCRIPT = Path(SCRIPT_FILE)
 SECRET = "the secret of this test"
-LIMITS = ReplLimits(seconds=1, memory_bytes=400 * 2**20, message_bytes=4 * 2**20)
+LIMITS = ReplLimits(seconds=1, memory_bytes=400 * 2**20, message_bytes=4 * 2**20, wall_factor=5)
 
 FILE = {
     "open a file by its path": "opener({secret!r}).read()",
@@ -94,6 +97,11 @@ SIGNALS = {
     "ask for a process by a lock": "word = ctypes.c_uint32({pid})\n"
     "print(*(libc.syscall(202, ctypes.byref(word), call, 0, 0, 0, 0) for call in (6, 13)))",
     "take memory from the host": "print(libc.madvise(ctypes.c_void_p(0), 4096, 100), libc.mlockall(3))",
+    "huge pages, and memory at a place of its choice": "libc.mmap.restype = ctypes.c_ssize_t\n"
+    "place = ctypes.c_void_p(libc.mmap(None, 2**22, 3, 0x22, -1, 0))\n"
+    "print(*(libc.madvise(place, 4096, advice) for advice in (8, 14, 21)))\n"
+    "libc.mremap.restype = ctypes.c_ssize_t\n"
+    "print(libc.mremap(place, 4096, 4096, 3, ctypes.c_void_p(place.value + 2**21)), libc.mremap(place, 0, 4096, 5))",
     "share memory": "libc.mmap.restype = ctypes.c_ssize_t\n"
     "print(libc.mmap(None, 4096, 3, 0x21, -1, 0), libc.mmap(None, 4096, 3, 0x2022, -1, 0))",
     "raise its own limits": "importer('resource').setrlimit(9, (-1, -1))",
@@ -320,7 +328,7 @@ def test_a_query_crosses_as_data() -> None:
 def test_the_parent_waits_for_nobody() -> None:
     """The code reads away the answer to a query that it has forged: what the parent writes finds no reader."""
     code = "forge(kind='query', prompts=['x'], contexts=[None])\nos.read(0, 4096)\nmodules['time'].sleep(10**6)"
-    with ReplProcess({}, may_query=True, limits=LIMITS) as repl:
+    with ReplProcess({}, may_query=True, limits=LIMITS._replace(wall_factor=1)) as repl:
         assert isinstance(repl.execute(FORGE_CODE + code), Query)
         outcome = repl.answer(["x" * 3_000_000])
         assert isinstance(outcome, Execution)
@@ -383,3 +391,28 @@ def test_the_process_has_no_variable_and_no_right_of_the_parent(monkeypatch: pyt
         assert "Seccomp:\t2\n" in status
         assert "CapEff:\t0000000000000000\n" in status
         assert "a key" not in outcome.stdout
+
+
+def test_the_kernel_ends_repls_before_the_trial() -> None:
+    with ReplProcess({}) as repl:
+        process = get_process(repl)
+        scores = [int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in (process.pid, process.ppid())]
+    assert scores == [1000, 900]
+    assert int(Path("/proc/self/oom_score_adj").read_text()) < 900
+
+
+def test_without_the_filter_no_file_can_be_opened_either(tmp_path: Path) -> None:
+    """Landlock is a second boundary, for a system call that the filter would allow by mistake."""
+    if ctypes.CDLL(None).syscall(444, None, 0, 1) < 1:
+        pytest.skip("this kernel has no Landlock, or it is switched off")
+    (tmp_path / "secret").write_text(SECRET)
+    attempts = ["open('secret').read()", "open('new', 'w')", "os.listdir('.')"]
+    for rights in ("", "drop_rights()"):
+        script = (
+            f"import os, sys\nsys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+            f"from confined_process import drop_rights\n{rights}\n"
+            f"for attempt in {attempts}:\n    try:\n        print(eval(attempt))\n"
+            "    except PermissionError:\n        print('refused')"
+        )
+        process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
+        assert (process.stdout.split("\n")[:-1] == ["refused"] * 3) is bool(rights), process.stderr

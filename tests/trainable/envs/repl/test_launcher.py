@@ -1,17 +1,26 @@
 """Tests of the process that starts confined ones."""
 
+import json
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
 
-from trainable.envs.repl import launcher
-from trainable.envs.repl.process import ConfinementError, ReplProcess, find_obstacle
+from tests.trainable.envs.repl.test_escapes import WALK
+from trainable.envs.repl import launcher, process
+from trainable.envs.repl.process import ConfinementError, Execution, ReplProcess, find_obstacle
+from trainable.files.run_marks import MARK_ENV
+from trainable.runs.orphans import find_orphans, terminate_orphans
 
 pytestmark = pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle())
 
@@ -88,6 +97,91 @@ def test_where_no_process_can_be_made_the_others_go_on(monkeypatch: pytest.Monke
     launcher._close_launchers()
 
 
+def wait_until(has_happened: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 30
+    while not has_happened() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return has_happened()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("text", "replacement", "problem"),
+    [
+        ('"getrandom",', '"getrandom", "openat",', "Too many open files"),
+        ('"getrandom",', '"getrandom", "socket",', "Too many open files"),
+        ('"getrandom",', '"getrandom", "clone",', "lets processes fork"),
+        ("~(0x02 |", "~(0x01 | 0x02 |", "allows any memory"),
+        ("(not_executable, private)", "(private,)", "allows any memory"),
+        ("os.closerange(3, _MAX_FILES)", "pass", "files of the parent are open"),
+    ],
+)
+def test_a_process_that_is_not_confined_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, replacement: str, problem: str
+) -> None:
+    script = tmp_path / "script.py"
+    source = launcher._SCRIPT.read_text()
+    assert source.count(text) == 1
+    script.write_text(source.replace(text, replacement))
+    monkeypatch.setattr(launcher, "_SCRIPT", script)
+    monkeypatch.setattr(launcher, "_LAUNCHERS", {})
+    with pytest.raises(ConfinementError, match=rf"No code can be confined here: \w+: .*{problem}"):
+        ReplProcess({})
+    launcher._close_launchers()
+
+
+def test_a_process_is_confined_before_it_reads_a_text() -> None:
+    library = process._find_library()
+    assert library is not None
+    child = launcher.start_confined(library, [2**28, 100, 2**20])
+    status = Path(f"/proc/{child.pid}/status")
+    # It has not been sent anything.
+    assert wait_until(lambda: "Seccomp:\t2\n" in status.read_text())
+    child.close()
+
+
+@pytest.mark.long
+def test_a_process_has_no_file_of_its_parent_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 5_000:
+        pytest.skip(f"a process may open {hard} files here")
+    code = WALK + (
+        "sockets = [thing for thing in importer('gc').get_objects() if type(thing).__name__ == 'socket']\n"
+        "print([thing.fileno() for thing in sockets if thing.fileno() >= 0])\n"
+        "print([number for number in range(3, 9_000) if libc.close(number) == 0])"
+    )
+    monkeypatch.setattr(launcher, "_LAUNCHERS", {})  # one that starts with many files in its parent
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 5_000), hard))
+    try:
+        with ExitStack() as stack:
+            for _ in range(4_200):
+                stack.enter_context(open(os.devnull))
+            with ReplProcess({}) as repl:
+                assert repl.execute(code) == Execution("[]\n[]\n", "", None)
+            launcher._close_launchers()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_launcher_that_answers_another_request_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each REPL would be stopped and killed with the handle of the one before it."""
+    monkeypatch.setattr(launcher, "_LAUNCHERS", {})
+    with ReplProcess({}) as first:
+        (old,) = launcher._LAUNCHERS.values()
+        inner_ends, outer_ends = launcher._make_streams()
+        request = b'{"nonce": "another", "numbers": [268435456, 100, 1048576]}'
+        socket.send_fds(old._control, [request], inner_ends)
+        processes = [psutil.Process(get_pid(first)), psutil.Process(old._process.pid)]
+        with ReplProcess({}) as second:
+            assert second.execute("1 + 1").stdout == "2\n"
+            assert second._process is not None
+            assert second._process.launcher is not old
+            _, alive = psutil.wait_procs(processes, timeout=30)
+            assert alive == []
+    launcher._close([*inner_ends, *outer_ends])
+    launcher._close_launchers()
+
+
 def test_addresses_are_the_same_in_every_process() -> None:
     outputs = []
     for _ in range(2):
@@ -134,3 +228,130 @@ def test_nothing_stays_after_the_end_of_the_parent() -> None:
                 parent.kill()
         _, alive = psutil.wait_procs(processes, timeout=30)
         assert alive == []
+
+
+FORK = """
+import os, sys, time
+from trainable.envs.repl.process import *
+repl = ReplProcess({}, limits=ReplLimits(seconds=600))
+fork = os.fork()
+if fork == 0:
+    time.sleep(600)
+print(fork, repl._process.pid, repl._process.launcher._process.pid, flush=True)
+repl.execute('while True: pass')
+"""
+
+
+def start_trial(script: str, *arguments: str) -> tuple["subprocess.Popen[str]", list[psutil.Process]]:
+    """A process, and those that it names in its first line."""
+    trial = subprocess.Popen(
+        [sys.executable, "-c", script, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path.cwd(),
+        env={**os.environ, MARK_ENV: "/some/study/runs/a"},
+    )
+    assert trial.stdout is not None
+    return trial, [psutil.Process(int(number)) for number in trial.stdout.readline().split()]
+
+
+def test_the_launcher_ends_with_its_trial_while_a_fork_of_it_lives() -> None:
+    trial, (fork, *processes) = start_trial(FORK)
+    with trial:
+        trial.kill()
+        _, alive = psutil.wait_procs(processes, timeout=30)
+        assert alive == []
+        assert fork.is_running()
+        fork.kill()
+
+
+def test_a_launcher_that_outlives_its_trial_is_an_orphan_and_does_not_know_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainable.runs.orphans._TERMINATE_TIMEOUT_S", 0.2)
+    trial, (fork, repl, starter) = start_trial(FORK)
+    with trial:
+        fork.kill()
+        assert "/some/study" not in str(starter.environ()) + str(starter.cmdline())
+        starter.suspend()  # such a process does not see that the trial has ended
+        trial.kill()
+        trial.wait()
+        assert find_orphans(Path("/some/study/runs/b")) == find_orphans(Path("/some/stud")) == []
+        assert starter in find_orphans(Path("/some/study"))
+        assert f"{starter.pid} ({starter.name()})" in terminate_orphans(Path("/some/study/runs/a"))
+        _, alive = psutil.wait_procs([repl, starter], timeout=30)
+        assert alive == []
+
+
+def test_a_process_that_trains_another_run_starts_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "_LAUNCHERS", {})
+    starters = []
+    for folder in ("/some/study/runs/a", "/some/study/runs/a", "/some/study/runs/b"):
+        monkeypatch.setenv(MARK_ENV, folder)
+        with ReplProcess({}) as repl:
+            starters.append(psutil.Process(psutil.Process(get_pid(repl)).ppid()))
+    assert starters[0] == starters[1] != starters[2]
+    assert not starters[0].is_running()
+    assert starters[2] in find_orphans(Path("/some/study/runs/b"))
+    assert find_orphans(Path("/some/study/runs/a")) == []
+    launcher._close_launchers()
+
+
+SNIPPETS = (
+    "hash(object()), hash(float('nan'))",
+    "class A:\n    pass\ndef f():\n    return 1\nitems = [A() for _ in range(20)]\n[type(x) for x in {A(): 1, f: 2}]",
+    "[items.index(x) for x in set(items)]",
+    "functions = [(lambda k: lambda: k)(k) for k in range(20)]\n[function() for function in set(functions)]",
+    "repr(object())[:25], repr(A()).split(' at ')[1], repr(items[3])[-9:-1]",
+    "hash((A(), f)), hash(len), hash(None), hash(A), hash(A().__init__)",
+    "[items.index(x) for x in sorted(items, key=repr)]",
+    "[items.index(x) for x in sorted(items, key=lambda item: hash((item,)))]",
+    "object.__hash__(items[0]), items[1].__hash__(), float('nan').__hash__()",
+    "[items.index(x) for x in frozenset(items[::2]) | {items[1]}]",
+    "list({type(x) for x in (1, 'a', [], {}, A(), f, None, 1.0)})",
+    "list({print, len, min, max, sorted, sum, any, all})",
+    "'%r' % items[0], f'{f!r}'[:30], str([items[2]])[-14:]",
+    "class E(Exception):\n    pass\nraise E(items[0])",
+    "generators = [(x for x in [1]) for _ in range(8)]\n[generators.index(x) for x in set(generators)]",
+    "Counter(items).most_common(3)[0][0] is items[0], hash(re.compile('a')), hash(range(3))",
+    "big = [str(k) for k in range(50_000)]\nobject.__hash__(big[-1:].__iter__()), len({id(x) for x in big})",
+    "{k: hash((A, k)) for k in range(5)}, [x.__hash__() % 1000 for x in (A, f, print, items[5])]",
+)
+"""Code of which the output depends on addresses."""
+PLAY = """
+import json, sys
+from trainable.envs.repl.process import ReplProcess
+number, snippets = int(sys.argv[1]), json.loads(sys.argv[2])
+for past in range(number):
+    with ReplProcess({"p": "x" * (1 + 7919 * past)}) as repl:
+        repl.execute("y = [object() for _ in range(%d)]\\nset(y), '' if len(y) > 2000 else 1 / 0" % (1000 * past))
+with ReplProcess({"a": "one", "b": "two" * 40_000}) as repl:
+    print(json.dumps([repl.execute(snippet) for snippet in snippets]))
+"""
+
+
+def can_fix_addresses() -> bool:
+    script = "import ctypes; print(ctypes.CDLL(None).personality(0x0040000))"
+    return subprocess.run([sys.executable, "-c", script], capture_output=True).stdout != b"-1\n"
+
+
+@pytest.mark.long
+def test_addresses_do_not_depend_on_the_start(tmp_path: Path) -> None:
+    """Two launchers, in parents with other folders, variables, limits and files, after other REPLs."""
+    if not can_fix_addresses():
+        pytest.skip("this container does not let a process have fixed addresses (personality)")
+    outputs = []
+    for number, folder, setting in ((0, Path.cwd(), "x"), (7, tmp_path, "y" * 2000)):
+        environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "SOME_SETTING": setting, MARK_ENV: str(folder)}
+        play = subprocess.run(
+            [sys.executable, "-c", PLAY, str(number), json.dumps(SNIPPETS)],
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            env=environment,
+            check=True,
+        )
+        outputs.append(json.loads(play.stdout))
+    for snippet, first, second in zip(SNIPPETS, *outputs, strict=True):
+        assert first == second, snippet
+        assert first[0] or "E" in first[1]

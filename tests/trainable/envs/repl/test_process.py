@@ -1,12 +1,20 @@
 """Tests of the REPL in a confined process: its language, its tools, its limits, and that every code is answered."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.trainable.envs.repl.test_escapes import ESCAPES, WALK
 from trainable.envs.repl import process
-from trainable.envs.repl.process import ConfinementError, Execution, Query, ReplLimits, ReplProcess, find_obstacle
+from trainable.envs.repl.process import (
+    ConfinementError,
+    Execution,
+    Query,
+    ReplLimits,
+    ReplProcess,
+    find_obstacle,
+)
 
 pytestmark = pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle())
 
@@ -149,6 +157,55 @@ def test_queries_share_the_seconds_of_their_execution() -> None:
         assert rounds < 500
 
 
+@pytest.mark.long
+def test_a_limit_does_not_depend_on_the_load() -> None:
+    """Sixteen at once share the cores, and each gets the CPU time that it has alone."""
+    code, limits = "n = 0\nfor i in range(1_500_000):\n    n += i\nn", ReplLimits(seconds=1)
+
+    def count() -> Execution | Query:
+        with ReplProcess({}, limits=limits) as repl:
+            return repl.execute(code)
+
+    alone = count()
+    assert alone == Execution(f"{sum(range(1_500_000))}\n", "", None)
+    with ThreadPoolExecutor(16) as pool:
+        outcomes = list(pool.map(lambda _: count(), range(16)))
+    assert outcomes == [alone] * 16
+
+
+@pytest.mark.long
+def test_code_that_uses_no_cpu_time_ends_too() -> None:
+    with ReplProcess({}, limits=ReplLimits(seconds=0.1, wall_factor=5)) as repl:
+        for code in ("sys.stdin.buffer.read()", "modules['time'].sleep(10**6)"):
+            outcome = repl.execute(WALK + code)
+            assert isinstance(outcome, Execution)
+            assert "TimeoutError: the execution took more than 0.1 seconds" in outcome.stderr
+
+
+def test_what_a_query_costs_elsewhere_is_time_of_its_execution() -> None:
+    with ReplProcess({}, may_query=True, limits=ReplLimits(seconds=5)) as repl:
+        code = "print(rlm_query('x'))\nprint(rlm_query('x'))"
+        for charges, is_lost in (((2, 2), False), ((2, 4), True), ((2, 2), False)):
+            outcome = repl.execute(code)
+            for seconds in charges:
+                assert isinstance(outcome, Query)
+                repl.charge(seconds)
+                outcome = repl.answer(["1"])
+            assert isinstance(outcome, Execution)
+            assert outcome.is_lost is is_lost
+            assert ("TimeoutError" in outcome.stderr) is is_lost
+
+
+def test_a_context_is_read_within_the_limits() -> None:
+    limits = ReplLimits(memory_bytes=64 * 2**20)
+    with pytest.raises(
+        ConfinementError, match=r"its texts need more memory than it may use \(env.papers.execution_mib"
+    ):
+        ReplProcess({"a": "x" * 2**25}, limits=limits)
+    with ReplProcess({"a": "x" * 10**6}, limits=limits) as repl:
+        assert repl.execute("len(context['a'])") == Execution("1000000\n", "", None)
+
+
 def test_answers_without_a_query_are_refused() -> None:
     with ReplProcess({}, may_query=True) as repl:
         for misuse in (lambda: repl.answer(["1"]), lambda: repl.answer([]), lambda: repl.refuse("x")):
@@ -170,6 +227,26 @@ def test_two_processes_compute_the_same() -> None:
 def test_an_id_is_no_address() -> None:
     code = "x, y = [], [context]\nprint(id(x), id(y), id(x), id([]) == id([]), id(context))"
     assert run(code).stdout == run(code).stdout == "1 2 1 False 5\n"
+
+
+def test_a_hash_is_no_address() -> None:
+    code = (
+        "class Own:\n    def __hash__(self):\n        return 7\n"
+        "x, nan = object(), float('nan')\n"
+        "print(hash(x), hash(nan), hash(x), hash(len) > 9, hash(Own()), hash('a') == 'a'.__hash__(), hash((1, 2)))\n"
+        "hash([])"
+    )
+    outcome = run(code)
+    assert outcome == run(code)
+    assert outcome.stdout == f"1 2 1 True 7 True {hash((1, 2))}\n"
+    assert outcome.stderr == "TypeError: unhashable type: 'list'\n"
+
+
+def test_an_address_is_no_text_and_other_numbers_are() -> None:
+    code = "print(object(), [object()], hex(id), hex(0xdeadbeef))".replace("hex(id)", "repr(print)")
+    outcome = run(code + "\nFINAL(str(hash(1)) + ' 0x7ffff7a1b2c3, 0x100000 and 0x7ffff7a1b2c3d')")
+    assert outcome.stdout == "<object object at 0x0> [<object object at 0x0>] <built-in function print> 0xdeadbeef\n"
+    assert outcome.final == "1 0x0, 0x100000 and 0x7ffff7a1b2c3d"
 
 
 def test_a_machine_that_cannot_confine_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
