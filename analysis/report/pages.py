@@ -38,7 +38,7 @@ from analysis.sandbox import page as sandbox_report
 from analysis.sandbox.descriptions import DESCRIPTIONS
 from analysis.search import page as search_page
 from analysis.sweep import findings, series, tables, time_course, verdicts
-from analysis.sweep.collapse import COLLAPSE_DEFINITION, count_collapses
+from analysis.sweep.collapse import COLLAPSE_DEFINITION, count_collapses, describe_signal_problems
 from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences, make_contrast_context
 from analysis.sweep.examples import ArmExamples, choose_examples
 from analysis.sweep.symptoms import PERMUTATION_SEED, describe_order, summarize_order
@@ -236,7 +236,7 @@ def _make_index_entry(frames: StudyFrames) -> dict[str, Any]:
     arms = [{**row, "number": verdicts.format_fraction(row["late_val_success"])} for row in to_records(summary)]
     collapses = count_collapses(frames)
     return {
-        "headline": findings.format_headline(summary),
+        "headline": findings.format_headline(summary, describe_signal_problems(frames)),
         "collapse": findings.describe_collapses(collapses),
         "collapse_definition": COLLAPSE_DEFINITION if collapses["collapsed"].any() else "",
         "number": "success",
@@ -287,7 +287,7 @@ def make_report_context(results: SweepResults) -> dict[str, Any]:
         "arms": arms,
         "confirmation": findings.describe_confirmation(frames.studies[0]),
         "short_study": findings.describe_short_runs(frames.studies[0]),
-        "headline": findings.format_headline(summary),
+        "headline": findings.format_headline(summary, describe_signal_problems(frames)),
         "collapse_sentence": findings.describe_collapses(collapses),
         "collapse_definition": COLLAPSE_DEFINITION,
         "has_collapse": bool((collapses["collapsed"] > 0).any()),

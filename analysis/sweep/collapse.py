@@ -11,6 +11,7 @@ from analysis.data.compare import SCORED_STATUSES, list_arms, require_single_stu
 from analysis.data.frames import StudyFrames, to_records
 from analysis.stats.events import find_collapse, kaplan_meier
 from analysis.sweep.series import make_curves
+from trainable.runs.run_ends import SIGNAL_COLUMNS, describe_missing_signal, format_signal_problems
 
 COLLAPSE_DEFINITION = (
     "A run collapses when a rule stops it, or when its success is below half of its running maximum at two validations "
@@ -33,13 +34,30 @@ def make_validations(frames: StudyFrames) -> pd.DataFrame:
     return table.assign(episodes=episodes.reindex(keys).to_numpy(dtype=float))
 
 
+def find_signal_problems(frames: StudyFrames) -> dict[str, str]:
+    """Why a run could not learn in any step, by run_id; empty for a run that could."""
+    columns = [name for name in SIGNAL_COLUMNS if name in frames.steps]
+    return {
+        run_id: describe_missing_signal(to_records(frames.get_run_steps(run_id)[columns]))
+        for run_id in require_single_study(frames).runs["run_id"]
+    }
+
+
+def describe_signal_problems(frames: StudyFrames) -> list[str]:
+    """Which runs could not learn in any of their steps, and why; empty for a study whose runs could."""
+    problems, runs = find_signal_problems(frames), to_records(require_single_study(frames).runs)
+    return format_signal_problems((str(run["arm"]), problems[run["run_id"]]) for run in runs if run["steps_done"] > 0)
+
+
 def find_run_ends(frames: StudyFrames) -> pd.DataFrame:
     """One row per run with a training step: run_id, arm, seed, status, end_step, is_collapse, cause.
 
     A run collapses when a rule stops it, or when its success is below half of its running maximum at two validations in
-    a row (`stats.events.find_collapse`), whichever comes first. end_step is the step of the collapse, or the last step
-    of a run that did not collapse. cause is the name of the stop rule, `HALVED_SUCCESS`, or empty.
+    a row (`stats.events.find_collapse`), whichever comes first. A run that could not learn in any step never was what a
+    collapse ends. end_step is the step of the collapse, or the last step of a run that did not collapse. cause is the
+    name of the stop rule, `HALVED_SUCCESS`, or empty.
     """
+    problems = find_signal_problems(frames)
     validations = make_validations(frames)
     rows_by_run = dict(list(validations.groupby("run_id", sort=False)))
     rows = []
@@ -52,7 +70,7 @@ def find_run_ends(frames: StudyFrames) -> pd.DataFrame:
         )
         stop_step = _get_stop_step(run)
         step = float(np.fmin(collapse_step, stop_step))
-        is_collapse = not math.isnan(step)
+        is_collapse = not math.isnan(step) and not problems[run["run_id"]]
         cause = ""
         if is_collapse:
             # status.json may lack the name of the rule.
@@ -99,12 +117,13 @@ def compute_survival(frames: StudyFrames) -> pd.DataFrame:
 
 
 def count_collapses(frames: StudyFrames) -> pd.DataFrame:
-    """One row per arm with a scored run: arm, runs (scored ones), collapsed, steps, seeds.
+    """One row per arm with a scored run that could learn: arm, runs (such ones), collapsed, steps, seeds.
 
     steps: of the collapses, ascending. seeds: of the runs that collapsed, in the order of these steps.
     """
     ends = find_run_ends(frames)
-    ends = ends[ends["status"].isin(SCORED_STATUSES)]
+    problems = find_signal_problems(frames)
+    ends = ends[ends["status"].isin(SCORED_STATUSES) & ~ends["run_id"].map(problems).astype(bool)]
     rows = []
     for arm in list_arms(frames):
         runs = ends[ends["arm"] == arm]

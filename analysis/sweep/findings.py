@@ -40,17 +40,24 @@ _OUTCOME_LABELS = {
 }
 
 
-def format_headline(summary: pd.DataFrame) -> str:
+def format_headline(summary: pd.DataFrame, signal_problems: Sequence[str] = ()) -> str:
     """How the arms compare with the baseline, over which runs. `describe_collapses` says which of them collapsed.
 
-    summary: from `tables.summarize_arms`.
+    summary: from `tables.summarize_arms`. signal_problems: from `collapse.describe_signal_problems`; they come first.
     """
     if summary.empty:
         return "No run is recorded."
     baseline = summary["baseline"].iloc[0]
     if not isinstance(baseline, str) or not baseline or baseline not in set(summary["arm"]):
-        return f"{len(summary)} arm{'s' if len(summary) > 1 else ''} and no baseline arm, so nothing is compared."
-    sentences = [*_answer(summary, baseline), *_list_unscored(summary), *_list_failed_regimes(summary)]
+        return " ".join(signal_problems) or (
+            f"{len(summary)} arm{'s' if len(summary) > 1 else ''} and no baseline arm, so nothing is compared."
+        )
+    sentences = [
+        *signal_problems,
+        *_answer(summary, baseline),
+        *_list_unscored(summary),
+        *_list_failed_regimes(summary),
+    ]
     return " ".join(sentences) or f"Arm {baseline} alone: nothing is compared."
 
 

@@ -1,7 +1,9 @@
-"""How a run ended, told by its rows: the source of every status, and the judge of a recorded one."""
+"""How a run ended, told by its rows: the source of every status, the judge of a recorded one, and runs in vain."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from trainable.runs.stop_rules import parse_finite
 
 CENSORED = "censored"
 """The status of a run that a search stopped, or did not start, because others did better. Its rows end like those of an
@@ -80,3 +82,93 @@ def format_stop_reason(row: Mapping[str, Any]) -> str:
     # Two of the rules stop below their threshold, and the one that counts steps stops when it reaches it.
     comparison = "is below" if value < threshold else "reached"
     return f"{row['stop_rule']} at step {step}: {value:.4g} {comparison} the threshold {threshold:.4g}"
+
+
+NO_VALID_ACTION = "no reply had a valid action: `transcripts` shows them"
+EQUAL_SCORES = "every group had equal scores, so there was nothing to learn from"
+ZERO_GRADIENTS = "all gradients were 0, so nothing was learned"
+SIGNAL_COLUMNS = (
+    "train_invalid_turns",
+    "groups",
+    "zero_std_groups",
+    "groups_kept",
+    "train_success",
+    "train_pass_at_group",
+    "sampled_tokens",
+    "train_response_tokens",
+    "actor_grad_norm",
+)
+"""The columns that `find_signal_problem` reads."""
+_PROBLEMS = (NO_VALID_ACTION, EQUAL_SCORES, ZERO_GRADIENTS)
+MAX_ARMS_LENGTH = 80
+"""Characters of a list of arms; a longer one is left out."""
+
+
+def find_signal_problem(row: Mapping[str, Any]) -> str:
+    """Why nothing could be learned in the step of `row`, as a clause; empty if something could, or if it is not known.
+
+    A normal run may have such a step. A run whose first step is one rarely has another one: see
+    `describe_missing_signal`.
+
+    Example:
+        >>> find_signal_problem({"train_invalid_turns": 1.0})
+        'no reply had a valid action: `transcripts` shows them'
+        >>> find_signal_problem({"train_invalid_turns": 0.9, "groups": 8, "zero_std_groups": 8, "groups_kept": 0})
+        'every group had equal scores, so there was nothing to learn from'
+        >>> find_signal_problem({"train_invalid_turns": 0.9, "groups": 8, "zero_std_groups": 7, "groups_kept": 1})
+        ''
+    """
+    if parse_finite(row.get("train_invalid_turns")) == 1:
+        return NO_VALID_ACTION
+    groups = parse_finite(row.get("groups"))
+    if groups and parse_finite(row.get("zero_std_groups")) == groups:
+        is_empty = parse_finite(row.get("groups_kept")) == 0
+        if is_empty or not _may_differ_between_groups(row, groups):
+            return EQUAL_SCORES
+    return ZERO_GRADIENTS if parse_finite(row.get("actor_grad_norm")) == 0 else ""
+
+
+def _may_differ_between_groups(row: Mapping[str, Any], groups: float) -> bool:
+    """Whether the scores of a step without spread in its groups may differ between them: a critic learns from that."""
+    names = ("train_success", "train_pass_at_group", "sampled_tokens", "train_response_tokens")
+    success, pass_rate, tokens, tokens_per_episode = (parse_finite(row.get(name)) for name in names)
+    if success is None or pass_rate is None or tokens is None or tokens_per_episode is None:
+        return True
+    # A group of one episode has no spread, whatever its score. No column has the size of the groups.
+    is_single = tokens < 1.5 * groups * tokens_per_episode
+    return is_single or 0 < success == pass_rate < 1
+
+
+def describe_missing_signal(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Why a run with these rows could not learn in any step, as a clause; empty if it could in one, or has no row."""
+    problems: list[str] = []
+    for row in rows:
+        problems.append(find_signal_problem(row))
+        if not problems[-1]:
+            return ""
+    # What is true of each step: the problems are ordered by what they imply.
+    return max(problems, key=_PROBLEMS.index, default="")
+
+
+def format_signal_problems(problems: Iterable[tuple[str, str]]) -> list[str]:
+    """A sentence per problem. problems: for each run its arm, and its problem, which is empty if it has none.
+
+    Example:
+        >>> format_signal_problems([("0", ZERO_GRADIENTS), ("0.1", ""), ("0", ZERO_GRADIENTS)])
+        ['In 2 of 3 runs (arm 0), all gradients were 0, so nothing was learned.']
+    """
+    runs, sentences = list(problems), []
+    for problem in _PROBLEMS:
+        arms = [arm for arm, text in runs if text == problem]
+        names = list(dict.fromkeys(arms))
+        listing = f" (arm{'s' if len(names) > 1 else ''} {', '.join(names)})"
+        if not arms:
+            continue
+        if len(runs) == 1:
+            sentences.append(f"{problem[0].upper()}{problem[1:]}.")
+        elif len(runs) == len(arms):
+            sentences.append(f"In all {len(runs)} runs, {problem}.")
+        else:
+            shown_listing = listing if len(listing) <= MAX_ARMS_LENGTH else ""
+            sentences.append(f"In {len(arms)} of {len(runs)} runs{shown_listing}, {problem}.")
+    return sentences

@@ -19,7 +19,7 @@ from trainable.config.own_parts import PART_FORM, Choice
 from trainable.config.setting_types import format_value, is_common
 from trainable.files.json_values import DamagedFileError, DamageWarning, find_object, read_object
 from trainable.files.paths import UnsafePathError
-from trainable.runs.run_ends import ENDED_STATUSES
+from trainable.runs.run_ends import ENDED_STATUSES, describe_missing_signal, format_signal_problems
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.stop_rules import parse_finite
 from trainable.storage.uris import is_uri
@@ -294,6 +294,7 @@ def print_status(console: Console, folder: Path, location: str, study: dict[str,
     """
     # Studies of version 0.1 have no family in study.json. All of them fine-tuned a language model with PPO.
     rows, metric = [], FAMILIES.get(study.get("family", PPO.name), PPO).primary_metric
+    problems: list[tuple[str, str]] = []
     counts: Counter[str] = Counter()
     for entry in study["runs"]:
         run_dir = folder / "runs" / entry["run_id"]
@@ -303,6 +304,8 @@ def print_status(console: Console, folder: Path, location: str, study: dict[str,
         counts[status.display_text] += 1
         step_rows = read_rows(run_dir / METRICS_FILE, first_step=0)
         step = step_rows[-1]["step"] if step_rows else 0
+        if step_rows:
+            problems.append((entry["arm"], describe_missing_signal(step_rows)))
         metric_values = (row.get(metric) for row in reversed(step_rows))
         # Rows are read from disk and may be damaged: a value that is not a finite number is skipped.
         finite_values = (value for value in map(parse_finite, metric_values) if value is not None)
@@ -315,6 +318,8 @@ def print_status(console: Console, folder: Path, location: str, study: dict[str,
     runs_text = ", ".join(f"{count} {status}" for status, count in counts.items())
     print_line(console, f"{study['name']} ({study['preset']}): {state}; runs: {runs_text}")
     print_table(console, ("arm", "seed", "status", "step", metric, "reason", "run"), rows)
+    for sentence in format_signal_problems(problems):
+        print_line(console, sentence)
     print_missing_checkpoints(console, folder, study)
     if state == "unfinished":
         code_paths = [entry["path"] for entry in study.get("code") or []]

@@ -13,7 +13,7 @@ from ray.tune.progress_reporter import TrialProgressCallback
 
 from trainable.runs.failures import NON_FINITE, PROCESS_DIED, Failure, RunFailedError
 from trainable.runs.orphans import terminate_orphans
-from trainable.runs.run_ends import CENSORED, ENDED_STATUSES
+from trainable.runs.run_ends import CENSORED, ENDED_STATUSES, find_signal_problem
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from tune_study.folder.outputs import append_line
 from tune_study.folder.statuses import RunStatus, StudyStatuses, make_final_status, make_timestamp
@@ -179,6 +179,8 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         if status.status in ENDED_STATUSES:  # a restarted trial reports the row again
             return
         self._log_line(run_id, format_step(self._plan.study.family, row, self._specs[run_id].steps))
+        if row.get("step") == 1 and (problem := find_signal_problem(row)):
+            self._log_line(run_id, f"=== at step 1, {problem} ===")
         self._progress.record_row(run_id, row)
         if ends_alone:
             self._conclude_run(status)

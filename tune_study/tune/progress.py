@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from search_spaces.declaration.family import Family
-from trainable.runs.run_ends import OPEN_STATUSES, format_stop_reason
+from trainable.runs.run_ends import OPEN_STATUSES, find_signal_problem, format_signal_problems, format_stop_reason
 from trainable.runs.stop_rules import parse_finite
 from tune_study.host.console import EscapedRenderable
 from tune_study.plan.run_spec import RunSpec
@@ -34,6 +34,7 @@ class RunView:
         status: waiting, running, or the text with which the run ended.
         has_row: whether the run has a row since it was started.
         last_status: what became of a run that had not ended when the study did; empty before.
+        signal_problem: why no step of this start could teach the run anything, if that is so from step 1 on.
     """
 
     spec: RunSpec
@@ -43,6 +44,7 @@ class RunView:
     status: str = "waiting"
     has_row: bool = False
     last_status: str = ""
+    signal_problem: str = ""
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -94,6 +96,7 @@ class Progress:
         self._max_concurrent = max_concurrent
         self._console = console
         self._started_at = time.monotonic()
+        self._printed_problems: set[str] = set()
 
     @contextmanager
     def show_live(self) -> Iterator[None]:
@@ -163,6 +166,11 @@ class Progress:
             value = next((value for value in candidates if value is not None), None)
             if value is not None:
                 view.last_values[display_column.column] = value
+        # A normal run may have a step without anything to learn from, but not from its first step on.
+        view.signal_problem = find_signal_problem(row) if view.step == 1 or view.signal_problem else ""
+        if view.signal_problem and view.signal_problem not in self._printed_problems:
+            self._printed_problems.add(view.signal_problem)  # one line, however many runs have the problem
+            self._print_line(run_id, f"at step 1, {view.signal_problem}")
         view.total_seconds = parse_finite(row.get("seconds_total"))
         if parse_finite(row.get(self._family.primary_metric)) is not None or view.step % _STEPS_PER_LINE == 0:
             line = format_step(self._family, row, view.spec.steps)
@@ -215,7 +223,11 @@ class Progress:
         )
         # As Text: the names of a study that somebody else started must not be read as rich's markup.
         title = Text(f"{self.title}  elapsed {elapsed}  left {study_time_left}")
-        table = Table(title=title, title_justify="left")
+        problems = format_signal_problems(
+            (view.spec.arm, view.signal_problem) for view in self.views.values() if view.step
+        )
+        caption = Text("\n".join(problems)) if problems else None
+        table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
         rows = self.make_rows()
         widths = {column: max(len(column), *(len(row[column]) for row in rows)) for column in (rows[0] if rows else ())}
         columns = self._select_columns(widths)

@@ -24,7 +24,7 @@ from analysis.report import pages
 from analysis.report.live import LivePage
 from analysis.report.pages import write_frames_report, write_index, write_report
 from analysis.sweep import findings, tables
-from analysis.sweep.collapse import COLLAPSE_DEFINITION, count_collapses
+from analysis.sweep.collapse import COLLAPSE_DEFINITION, count_collapses, find_run_ends
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from tests.strategies.examples import thin_out
 from trainable.config.run_config import RunConfig
@@ -417,6 +417,34 @@ def test_arms_that_failed_in_part_are_in_the_headline(tmp_path: Path) -> None:
     assert findings.describe_interval_basis(tables.make_dose_response(frames)) == (
         "0: over 2 seeds, with the noise of all arms; 0.1: over 3 seeds, with the noise of all arms"
     )
+
+
+EQUAL_GROUPS = {"zero_std_groups": 8, "groups_kept": 0}
+UNIFORM_STOP = ("empty_filtered_steps", 5.0, 5.0)
+
+
+def test_a_run_that_never_could_learn_says_why_and_has_not_collapsed(tmp_path: Path) -> None:
+    in_vain = FakeRun("0", status="early_stopped", steps=5, stop=UNIFORM_STOP, rows=EQUAL_GROUPS)
+    conclusion = pages.conclude(load(write_study(tmp_path / "stopped", [in_vain], SMALL)))
+    clause = "every group had equal scores, so there was nothing to learn from."
+    assert conclusion.headline.startswith(f"E{clause[1:]} ")
+    assert conclusion.collapse == ""
+    in_vain = FakeRun("0", steps=10, rows={"train_invalid_turns": 1.0})
+    conclusion = pages.conclude(load(write_study(tmp_path / "invalid", [in_vain], SMALL)))
+    assert conclusion.headline == "No reply had a valid action: `transcripts` shows them."
+    assert conclusion.collapse == ""
+    # Beside runs that learn, it is not one of those that may collapse.
+    runs = [
+        *(FakeRun("0", seed, status="early_stopped", steps=5, stop=UNIFORM_STOP, rows=EQUAL_GROUPS) for seed in (0, 1)),
+        *(FakeRun("0.1", seed, status="early_stopped", steps=5, stop=STOP) for seed in (0, 1)),
+    ]
+    frames = load(write_study(tmp_path / "both", runs, SMALL))
+    conclusion = pages.conclude(frames)
+    assert conclusion.headline.startswith(f"In 2 of 4 runs (arm 0), {clause} ")
+    assert conclusion.collapse == (
+        f"Arm 0.1 collapsed in 2 of 2 runs, at steps 5 and 5 (seeds 0, 1). {COLLAPSE_DEFINITION}"
+    )
+    assert find_run_ends(frames)["is_collapse"].tolist() == [False, False, True, True]
 
 
 @pytest.mark.parametrize(

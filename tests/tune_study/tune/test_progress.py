@@ -228,3 +228,23 @@ def test_a_plain_table_cuts_nothing() -> None:
     assert header.split() == ["name", "value"]
     assert first == "[a long] name " * 5 + "  1"
     assert second.split() == ["b", "22"]
+
+
+def test_runs_that_cannot_learn_say_so_at_step_1_in_one_line() -> None:
+    plan = make_study_plan(("0", "0.1", "0.3"))
+    in_vain = {"train_invalid_turns": 1.0, "seconds_total": 2.0}
+    progress, screen, run_ids = make_progress(plan)
+    for run_id in run_ids:
+        progress.start_run(run_id)
+    for run_id in run_ids[:2]:
+        progress.record_row(run_id, make_row(1, **in_vain))
+    progress.record_row(run_ids[2], make_row(1, seconds_total=2.0))
+    lines = [line for line in screen.getvalue().splitlines() if not line.endswith(" started")]
+    assert lines == [f"{run_ids[0]} at step 1, no reply had a valid action: `transcripts` shows them"]
+    caption = "In {}, no reply had a valid action: `transcripts` shows them."
+    assert str(progress.make_table().caption) == caption.format("2 of 3 runs (arms 0, 0.1)")
+    progress.record_row(run_ids[1], make_row(2, seconds_total=4.0))  # it has found one
+    progress.record_row(run_ids[2], make_row(2, **in_vain))  # an empty step of a normal run
+    assert str(progress.make_table().caption) == caption.format("1 of 3 runs (arm 0)")
+    progress.record_row(run_ids[0], make_row(2, seconds_total=4.0))
+    assert progress.make_table().caption is None

@@ -1,0 +1,125 @@
+"""Steps and runs in which nothing can be learned are told by their rows, and no other ones."""
+
+from typing import Any
+
+import pytest
+
+from tests.fakes.trainers import Row, make_quiet_trainer, run_steps
+from tests.trainable.test_part_checks import SAVED_TEXTS
+from trainable.config.own_parts import PartFile, register_file
+from trainable.runs.run_ends import (
+    EQUAL_SCORES,
+    NO_VALID_ACTION,
+    SIGNAL_COLUMNS,
+    ZERO_GRADIENTS,
+    describe_missing_signal,
+    find_signal_problem,
+    format_signal_problems,
+)
+
+NO_FILTER = {"filter__rollout_filter_value": 1.0, "filter__rollout_filter_include_zero": True}
+GRPO = {"algorithm__adv_estimator": "grpo"}
+ONE_ACTION = {"env__max_turn": 1, "env__max_actions_per_turn": 1, "env__max_actions_per_traj": 1}
+CONSTANT_REWARD = "def part(level, turns):\n    return [1.0, *(0.0 for _ in turns[1:])]\n"
+
+
+def train(**overrides: object) -> Row:
+    (row,) = run_steps(make_quiet_trainer(**overrides), 1)
+    return row
+
+
+def train_with(text: str, setting: str, name: str, **overrides: object) -> Row:
+    file = PartFile("own.py", text)
+    register_file(file)
+    return train(**{setting: f"own.py:{name}#{file.digest}", **overrides})
+
+
+@pytest.mark.long
+def test_a_game_whose_words_are_never_written_has_no_valid_action() -> None:
+    text = SAVED_TEXTS["bandit.py"]
+    for word, digit in (("Up", "1"), ("Down", "2"), ("Left", "3"), ("Right", "4")):
+        text = text.replace(f'"{word}"', f'"{digit}"')
+    for settings in ({}, NO_FILTER):
+        row = train_with(text, "env__name", "Bandit", **ONE_ACTION, **settings)
+        assert find_signal_problem(row) == NO_VALID_ACTION
+    row = train_with(SAVED_TEXTS["bandit.py"], "env__name", "Bandit", **ONE_ACTION, **NO_FILTER)
+    assert find_signal_problem(row) == ""
+
+
+@pytest.mark.parametrize("settings", [{}, NO_FILTER, {**NO_FILTER, **GRPO}], ids=["filter", "critic", "no critic"])
+def test_a_constant_reward_is_equal_in_every_group(settings: dict[str, Any]) -> None:
+    row = train_with(CONSTANT_REWARD, "env__reward", "part", env__format_penalty=0.0, **settings)
+    assert row["reward_std_max"] == 0
+    assert 0 < row["train_success"] < 1
+    assert find_signal_problem(row) == EQUAL_SCORES
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, NO_FILTER, GRPO, {**NO_FILTER, "env__group_size": 1, "env__env_groups": 16}],
+    ids=["filter", "no filter", "no critic", "groups of one episode"],
+)
+def test_a_normal_step_has_no_problem(settings: dict[str, Any]) -> None:
+    row = train(**settings)
+    assert row["actor_grad_norm"] > 0
+    assert find_signal_problem(row) == ""
+
+
+def test_a_step_whose_rewards_differ_may_have_no_gradient() -> None:
+    assert find_signal_problem({"groups": 8, "zero_std_groups": 2, "actor_grad_norm": 0.0}) == ZERO_GRADIENTS
+
+
+UNIFORM = {"groups": 8, "zero_std_groups": 8, "groups_kept": 8, "sampled_tokens": 3200, "train_response_tokens": 25}
+
+
+@pytest.mark.parametrize(
+    ("columns", "problem"),
+    [
+        ({"train_success": 0.0, "train_pass_at_group": 0.0}, EQUAL_SCORES),
+        ({"train_success": 1.0, "train_pass_at_group": 1.0}, EQUAL_SCORES),
+        ({"train_success": 0.25, "train_pass_at_group": 0.5}, EQUAL_SCORES),
+        # Five groups solved in all rollouts, and three in none: a critic learns which.
+        ({"train_success": 0.625, "train_pass_at_group": 0.625}, ""),
+        ({"train_success": 0.0, "train_pass_at_group": 0.0, "sampled_tokens": 200}, ""),
+        ({}, ""),
+    ],
+)
+def test_groups_without_spread_may_differ_from_each_other(columns: Row, problem: str) -> None:
+    assert find_signal_problem({**UNIFORM, **columns}) == problem
+
+
+def test_only_a_run_that_never_could_learn_is_described() -> None:
+    empty, normal = {"groups": 8, "zero_std_groups": 8, "groups_kept": 0}, {"groups": 8, "zero_std_groups": 1}
+    assert describe_missing_signal([empty, empty]) == EQUAL_SCORES
+    assert describe_missing_signal([{"train_invalid_turns": 1.0}, empty]) == EQUAL_SCORES
+    assert describe_missing_signal([empty, normal]) == describe_missing_signal([normal, empty, normal]) == ""
+    # Rows of other families and of damaged files, and none.
+    assert describe_missing_signal([{"step": 1, "train_invalid_turns": "x"}]) == describe_missing_signal([]) == ""
+
+
+def test_every_column_that_is_read_is_listed() -> None:
+    class Reader(dict[str, Any]):
+        def get(self, name: str, default: Any = None) -> Any:
+            names.add(name)
+            return super().get(name, default)
+
+    names: set[str] = set()
+    find_signal_problem(Reader({**UNIFORM, "train_success": 0.25, "train_pass_at_group": 0.25}))
+    assert names == set(SIGNAL_COLUMNS)
+
+
+def test_a_sentence_counts_runs_and_names_their_arms() -> None:
+    assert format_signal_problems([("0", NO_VALID_ACTION)]) == [
+        "No reply had a valid action: `transcripts` shows them."
+    ]
+    assert format_signal_problems([("0", NO_VALID_ACTION), ("0.1", NO_VALID_ACTION)]) == [
+        "In all 2 runs, no reply had a valid action: `transcripts` shows them."
+    ]
+    assert format_signal_problems([("0", EQUAL_SCORES), ("0.1", ""), ("1", EQUAL_SCORES), ("1", "")]) == [
+        "In 2 of 4 runs (arms 0, 1), every group had equal scores, so there was nothing to learn from."
+    ]
+    arms = [(f"{number}-{'x' * 20}", EQUAL_SCORES) for number in range(9)]
+    assert format_signal_problems([*arms, ("0", "")]) == [
+        "In 9 of 10 runs, every group had equal scores, so there was nothing to learn from."
+    ]
+    assert format_signal_problems([("0", "")]) == format_signal_problems([]) == []
