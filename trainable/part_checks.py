@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
@@ -27,6 +28,7 @@ from trainable.envs.chat import CHATML
 from trainable.envs.environment import FIRST_TEST_SEED, Environment, Level, PlayedTurn, TurnLimits, TurnOutcome
 from trainable.envs.games.make import make_environment
 from trainable.envs.prompts import ACTION_SEPARATOR
+from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.records import STEP_COLUMNS, make_empty_row
 from trainable.runs.stop_rules import evaluate_own_rules
 from trainable.sandbox.config.settings import UpdateRuleConfig
@@ -317,6 +319,54 @@ def _check_words(trial: _Trial, title: str, texts: Sequence[str], config: RunCon
             f"compact states or the example of an answer have. It knows {', '.join(known_words)} and what consists of "
             "these. Use such words, or a model of the hub with --model NAME --set model.prompt_style=full"
         )
+
+
+_FIRST_REPLIES = 64
+_MAX_SHOWN_WORDS = 8
+
+
+def describe_first_replies(config: RunConfig) -> str:
+    """What the first replies of an untrained shipped policy are in a game of the user, as a sentence.
+
+    The tokenizer of such a policy has words that it never answers with, whatever `read_action` accepts. Empty where a
+    trainer of these settings cannot be made on a CPU. An error of the game is named and not raised: that of a run
+    follows.
+    """
+    overrides = {
+        "env.env_groups": _FIRST_REPLIES,
+        "env.group_size": 1,
+        "env.max_turn": 1,
+        "env.val_env_groups": 1,
+        "trainer.total_training_steps": 1,
+        "trainer.device": "cpu",
+        "trainer.n_gpus_per_node": 0,
+        # What is compiled first would take longer than the replies.
+        "rollout.name": "torch",
+        "model.compiled_passes": False,
+    }
+    game, name = list_parts(config)["env.name"].name, config.model.path
+    try:
+        config = apply_overrides(config, overrides)
+    except ConfigError:
+        return ""
+    try:
+        trainer = PPOTrainer(config)
+        episodes = trainer.roll_out(trainer.levels[0], 1, "sampling")
+    except Exception as error:
+        file = get_part_file(config.env.name)
+        return f"Own game: the first replies of {name} in {game} raised {describe_error(error, file.path)}"
+    valid_count = sum(episode.turn_validity[0] for episode in episodes)
+    answers = [_list_example_words(f"<answer>{episode.texts[0].partition('<answer>')[2]}") for episode in episodes]
+    word_counts = Counter(word for words in answers for word in words if word)
+    words_text = ", ".join(f"{word} ({count})" for word, count in word_counts.most_common(_MAX_SHOWN_WORDS))
+    sentence = f"Own game: {valid_count} of {len(episodes)} first replies of {name} have a valid action of {game}"
+    answers_text = f"it answers {format_value(words_text, 200)}" if words_text else "it gives no answer"
+    if valid_count:
+        return f"{sentence}; {answers_text}"
+    return (
+        f"{sentence}, so it can learn nothing; {answers_text}. Let read_action() accept words that it answers with, or "
+        "use a model of the hub with --model NAME --set model.prompt_style=full"
+    )
 
 
 def _check_steps(

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from search_spaces.declaration.presets import PRESETS
 from tests.test_docs import PAGES, SAVED_FILE
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.own_parts import OwnPartError, PartFile, list_parts, pin_parts, register_file
 from trainable.config.run_config import RunConfig, apply_overrides
-from trainable.part_checks import check_part
+from trainable.part_checks import check_part, describe_first_replies
 from trainable.sandbox.config.settings import UpdateRuleConfig
 
 SAVED_TEXTS = {
@@ -182,3 +183,34 @@ def test_a_wrong_game_is_refused_with_the_method(old: str, new: str, message: st
     with pytest.raises(OwnPartError, match=message) as error:
         check("env.name", text, "Bandit")
     assert str(error.value).endswith("Correct own.py; docs/add_an_environment.md has an example.")
+
+
+def describe_replies(text: str) -> str:
+    register_file(PartFile("own.py", text))
+    settings = {**PRESETS["laptop"].settings, "env.name": "own.py:Bandit", "env.max_turn": 1}
+    return describe_first_replies(pin_parts(apply_overrides(RunConfig(), settings)))
+
+
+@pytest.mark.long
+def test_a_game_is_told_what_the_shipped_policy_answers() -> None:
+    bandit = SAVED_TEXTS["bandit.py"]
+    answers = r"it answers (Up|Right) \(\d+\), \w+ \(\d+\), \w+ \(\d+\), \w+ \(\d+\)"
+    sentence = describe_replies(bandit)
+    match = re.fullmatch(
+        rf"Own game: (\d+) of 64 first replies of sokoban-tiny have a valid action of Bandit; {answers}", sentence
+    )
+    assert match is not None
+    assert int(match[1]) > 32
+    # Digits are among the words that it can read, and are never its answer.
+    for word, digit in (("Up", "1"), ("Down", "2"), ("Left", "3"), ("Right", "4")):
+        bandit = bandit.replace(f'"{word}"', f'"{digit}"')
+    sentence = describe_replies(bandit)
+    assert re.match(
+        "Own game: 0 of 64 first replies of sokoban-tiny have a valid action of Bandit, so it can learn nothing; "
+        rf"{answers}\. Let read_action\(\) accept words that it answers with, or use a model of the hub",
+        sentence,
+    )
+    broken = SAVED_TEXTS["bandit.py"].replace("        wins =", "        len(states) < 5 or 1 / 0\n        wins =")
+    assert describe_replies(broken).startswith(
+        "Own game: the first replies of sokoban-tiny in Bandit raised ZeroDivisionError in line "
+    )

@@ -11,8 +11,10 @@ from trainable.config.constants import TEACHERS
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.models.load import find_model
 from trainable.models.teachers import find_teacher_folder, is_made
+from trainable.ppo.evaluation import reshape_by_group
 from trainable.ppo.trainer import PPOTrainer
-from trainable.tiny.policies import POLICIES
+from trainable.tiny.group_scores import GroupScores, count_sets, list_group_settings, write_group_scores
+from trainable.tiny.policies import POLICIES, TURN_POLICIES
 from trainable.tiny.recipe import PolicyRecipe, make_model
 
 # The settings of the laptop preset that matter for an evaluation. The preset itself is in `search_spaces`, which this
@@ -54,11 +56,19 @@ def main() -> None:
         action="store_true",
         help="compile the code of the tiny policies and exit; studies do this themselves",
     )
+    parser.add_argument(
+        "--record-groups",
+        action="store_true",
+        help="record how often the rollouts of the shipped policies of games of turns have equal scores, and exit",
+    )
     arguments = parser.parse_args()
     if arguments.compile:
         from trainable.tiny.compilation import compile_kernels  # needs numba, without which policies can be made
 
         print(f"Compiled in {compile_kernels():.0f} s.")
+        return
+    if arguments.record_groups:
+        write_group_scores(sample_group_scores(name, policy) for name, policy in TURN_POLICIES.items())
         return
     name: str = arguments.policy
     policy = POLICIES[TEACHERS.get(name, name)]
@@ -100,10 +110,11 @@ def make_in_cache(folder: Path, make: Callable[[Path], None]) -> None:
                 raise
 
 
-def evaluate(path: str, policy: PolicyRecipe) -> None:
-    """Print the sampled and greedy success of the model at `path` in the game of `policy`, without training."""
-    torch.set_num_threads(1)
-    game_overrides = {
+def make_config(path: str, policy: PolicyRecipe) -> RunConfig:
+    """The configuration of a run of the model at `path` in the game of `policy`."""
+    overrides = {
+        **LAPTOP_OVERRIDES,
+        "model.path": path,
         "env.name": policy.source.name,
         "env.max_turn": policy.limits.turns,
         "env.max_actions_per_turn": policy.limits.actions_per_turn,
@@ -111,7 +122,32 @@ def evaluate(path: str, policy: PolicyRecipe) -> None:
         "rollout.response_length": policy.response_length,
         **policy.settings,
     }
-    trainer = PPOTrainer(apply_overrides(RunConfig(), {**LAPTOP_OVERRIDES, **game_overrides, "model.path": path}))
+    return apply_overrides(RunConfig(), overrides)
+
+
+def sample_group_scores(name: str, policy: PolicyRecipe, levels: int = 512, samples: int = 32) -> GroupScores:
+    """Roll out a shipped policy `samples` times on each of the first training levels of seed 0."""
+    torch.set_num_threads(1)
+    overrides = {"env.env_groups": levels, "env.group_size": samples, "rollout.name": "compiled"}
+    trainer = PPOTrainer(apply_overrides(make_config(name, policy), overrides))
+    episodes = trainer.roll_out(trainer.levels[0], samples, "sampling")
+    scores = reshape_by_group([episode.score for episode in episodes], samples)
+    successes = reshape_by_group([float(episode.success) for episode in episodes], samples)
+    return GroupScores(
+        list_group_settings(trainer.config),
+        trainer.config.env.format_penalty,
+        levels,
+        samples,
+        # In float32, in which the filter compares scores.
+        count_sets(scores.tolist()),
+        count_sets(successes.tolist()),
+    )
+
+
+def evaluate(path: str, policy: PolicyRecipe) -> None:
+    """Print the sampled and greedy success of the model at `path` in the game of `policy`, without training."""
+    torch.set_num_threads(1)
+    trainer = PPOTrainer(make_config(path, policy))
     sampled_evaluation, (final_evaluation, _) = trainer.evaluate("val", "sampled"), trainer.evaluate_final()
     print(
         f"{find_model(path).name}: {trainer.config.env.val_env_groups} validation levels, "

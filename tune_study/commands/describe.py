@@ -15,7 +15,8 @@ from search_spaces.declaration.study import Study
 from search_spaces.language_model.family import PPO, as_run_config
 from trainable.config.aliases import flatten_settings
 from trainable.config.command_lines import format_command
-from trainable.config.own_parts import PART_FORM, Choice
+from trainable.config.constants import SHIPPED_MODELS
+from trainable.config.own_parts import PART_FORM, Choice, parse_part_name
 from trainable.config.setting_types import format_value, is_common
 from trainable.files.json_values import DamagedFileError, DamageWarning, find_object, read_object
 from trainable.files.paths import UnsafePathError
@@ -109,6 +110,7 @@ def print_plan(
         *_format_plan_lines(plan, resource_plan),
         *_describe_search(plan),
         *_describe_game(plan),
+        *describe_signal(plan),
         *_describe_power(plan),
         *filter(None, [time_estimate.format_cpu_time_line(plan, resource_plan)]),
         disk_line,
@@ -181,6 +183,28 @@ def _describe_game(plan: StudyPlan) -> list[str]:
             f"Questions, passages, answers and the key in {env.papers.judge_key_variable} are sent to {judge}."
         )
     return lines
+
+
+def describe_signal(plan: StudyPlan) -> list[str]:
+    """What the shipped policies of the runs show of what can be learned from them, before any training.
+
+    How many groups have equal scores, and in a game of the user whether the policy can give a valid answer at all.
+    """
+    if not plan.study.family.games:
+        return []
+    from trainable.tiny.group_scores import describe_groups
+
+    configs = [spec.ppo_config for spec in plan.runs]
+    games = {
+        (config.env.name, config.model.path, config.model.prompt_style): config
+        for config in configs
+        if parse_part_name(config.env.name) is not None and config.model.path in SHIPPED_MODELS
+    }
+    if not games:
+        return describe_groups(configs)
+    from trainable.part_checks import describe_first_replies  # imports torch
+
+    return [*describe_groups(configs), *filter(None, map(describe_first_replies, games.values()))]
 
 
 def _describe_power(plan: StudyPlan) -> list[str]:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
+from tune_study.commands.describe import describe_signal
 from tune_study.folder import outputs
 from tune_study.host.console import print_error, print_line
 from tune_study.host.interrupt import TimeLimit, make_interrupt
@@ -45,7 +46,7 @@ def run_prepared_study(
     plan = study.plan
     print_line(console, f"Preset {plan.preset}: {plan.preset_reason}")
     print_line(console, study.space_line)
-    for remark in find_remarks(plan):
+    for remark in (*find_remarks(plan), *describe_signal(plan)):
         print_line(console, remark)
     return execute_study(plan, study.resource_plan, study.wandb_mode, console, skipped_statuses, time_limit, suite)
 

@@ -1,5 +1,6 @@
 """Files of parts: which are read, what the runs are called, and what study.json has of them."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -129,7 +130,10 @@ def test_a_game_brings_its_settings_and_typed_ones_take_precedence(tmp_path: Pat
     env = plan_from_options(STUDIES["kl"], options, tmp_path, None, extend=False, real=False).ppo_config.env
     assert (env.max_turn, env.max_actions_per_turn, env.max_actions_per_traj) == (2, 1, 1)
     words = ("run", "kl", "--preset", "laptop", "--output", str(tmp_path / "out"), "--dry-run", "--env")
-    assert invoke(*words, "bandit.py:Bandit")[0] == 0
+    code, output, _ = invoke(*words, "bandit.py:Bandit")
+    assert code == 0
+    assert len(re.findall(r"^Own game: \d+ of 64 first replies of sokoban-tiny have a valid", output, re.MULTILINE)) == 1
+    assert "Groups before training" not in output
     code, _, error = invoke(*words, "bandit.py")
     assert code == 2
     assert "does not say which game of the file: type --env bandit.py:NAME" in error
