@@ -36,7 +36,7 @@ def list_rules(symptoms: Iterable[Symptom] = SYMPTOMS) -> list[AlarmRule]:
 
 
 def find_distinct_ends(studies: Sequence[StudyFrames]) -> list[pd.DataFrame]:
-    """`collapse.find_run_ends` of each study, without runs that repeat one of a study before it.
+    """`collapse.find_run_ends` of each study, without runs that could not learn or repeat one of a study before it.
 
     KL 0 of one study and entropy 0 of another may be the same training: the seed, and each symptom at each step, agree.
     """
@@ -45,6 +45,7 @@ def find_distinct_ends(studies: Sequence[StudyFrames]) -> list[pd.DataFrame]:
     tables = []
     for frames in studies:
         ends = find_run_ends(frames)
+        ends = ends[ends["signal_problem"] == ""]
         keys = []
         for run in to_records(ends):
             symptoms = frames.get_run_steps(run["run_id"]).reindex(columns=columns).astype(float)

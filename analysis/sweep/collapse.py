@@ -19,7 +19,7 @@ COLLAPSE_DEFINITION = (
 )
 HALVED_SUCCESS = "halved_success"
 """The cause of a collapse that no stop rule noticed."""
-_END_COLUMNS = ["run_id", "arm", "seed", "status", "end_step", "is_collapse", "cause"]
+_END_COLUMNS = ["run_id", "arm", "seed", "status", "end_step", "is_collapse", "cause", "signal_problem"]
 
 
 def make_validations(frames: StudyFrames) -> pd.DataFrame:
@@ -34,30 +34,21 @@ def make_validations(frames: StudyFrames) -> pd.DataFrame:
     return table.assign(episodes=episodes.reindex(keys).to_numpy(dtype=float))
 
 
-def find_signal_problems(frames: StudyFrames) -> dict[str, str]:
-    """Why a run could not learn in any step, by run_id; empty for a run that could."""
-    columns = [name for name in SIGNAL_COLUMNS if name in frames.steps]
-    return {
-        run_id: describe_missing_signal(to_records(frames.get_run_steps(run_id)[columns]))
-        for run_id in require_single_study(frames).runs["run_id"]
-    }
-
-
 def describe_signal_problems(frames: StudyFrames) -> list[str]:
     """Which runs could not learn in any of their steps, and why; empty for a study whose runs could."""
-    problems, runs = find_signal_problems(frames), to_records(require_single_study(frames).runs)
-    return format_signal_problems((str(run["arm"]), problems[run["run_id"]]) for run in runs if run["steps_done"] > 0)
+    return format_signal_problems((str(end["arm"]), end["signal_problem"]) for end in to_records(find_run_ends(frames)))
 
 
 def find_run_ends(frames: StudyFrames) -> pd.DataFrame:
-    """One row per run with a training step: run_id, arm, seed, status, end_step, is_collapse, cause.
+    """One row per run with a training step: run_id, arm, seed, status, end_step, is_collapse, cause, signal_problem.
 
     A run collapses when a rule stops it, or when its success is below half of its running maximum at two validations in
     a row (`stats.events.find_collapse`), whichever comes first. A run that could not learn in any step never was what a
     collapse ends. end_step is the step of the collapse, or the last step of a run that did not collapse. cause is the
-    name of the stop rule, `HALVED_SUCCESS`, or empty.
+    name of the stop rule, `HALVED_SUCCESS`, or empty. signal_problem is why the run could not learn in any step, or
+    empty.
     """
-    problems = find_signal_problems(frames)
+    signal_columns = [name for name in SIGNAL_COLUMNS if name in frames.steps]
     validations = make_validations(frames)
     rows_by_run = dict(list(validations.groupby("run_id", sort=False)))
     rows = []
@@ -70,13 +61,15 @@ def find_run_ends(frames: StudyFrames) -> pd.DataFrame:
         )
         stop_step = _get_stop_step(run)
         step = float(np.fmin(collapse_step, stop_step))
-        is_collapse = not math.isnan(step) and not problems[run["run_id"]]
+        signal_problem = describe_missing_signal(to_records(frames.get_run_steps(run["run_id"])[signal_columns]))
+        is_collapse = not math.isnan(step) and not signal_problem
         cause = ""
         if is_collapse:
             # status.json may lack the name of the rule.
             cause = (run["stop_rule"] or "a rule") if stop_step == step else HALVED_SUCCESS
         end_step = step if is_collapse else float(run["steps_done"])
-        rows.append({**run, "end_step": end_step, "is_collapse": is_collapse, "cause": cause})
+        end = {"end_step": end_step, "is_collapse": is_collapse, "cause": cause, "signal_problem": signal_problem}
+        rows.append({**run, **end})
     table = pd.DataFrame(rows, columns=_END_COLUMNS)
     return table.astype({"end_step": "float64", "is_collapse": "bool"})
 
@@ -122,8 +115,7 @@ def count_collapses(frames: StudyFrames) -> pd.DataFrame:
     steps: of the collapses, ascending. seeds: of the runs that collapsed, in the order of these steps.
     """
     ends = find_run_ends(frames)
-    problems = find_signal_problems(frames)
-    ends = ends[ends["status"].isin(SCORED_STATUSES) & ~ends["run_id"].map(problems).astype(bool)]
+    ends = ends[ends["status"].isin(SCORED_STATUSES) & (ends["signal_problem"] == "")]
     rows = []
     for arm in list_arms(frames):
         runs = ends[ends["arm"] == arm]

@@ -41,16 +41,16 @@ def make_costs(frames: StudyFrames) -> pd.DataFrame:
 
 
 def summarize_collapse(frames: StudyFrames, generator: np.random.Generator) -> pd.DataFrame:
-    """One row per arm: how many of its scored runs collapsed, when, and the mean steps until then.
+    """One row per arm: how many of its scored runs that could learn collapsed, when, and the mean steps until then.
 
-    `sweep.collapse.find_run_ends` says which runs collapsed. mean_steps: mean steps without collapse of the planned
+    `sweep.collapse.find_run_ends` says which runs did. mean_steps: mean steps without collapse of the planned
     ones (restricted mean). difference: minus that of the baseline over common seeds, with an interval from
     `MIN_SEEDS_OF_INTERVAL` seeds on; p: from exchanging the runs of each seed; p_holm: corrected over the arms. note:
     why there is no interval.
     """
     baseline = require_single_study(frames).studies[0].get("baseline") or ""
     ends = find_run_ends(frames)
-    ends = ends[ends["status"].isin(SCORED_STATUSES)]
+    ends = ends[ends["status"].isin(SCORED_STATUSES) & (ends["signal_problem"] == "")]
     times = {arm: ends[ends["arm"] == arm].set_index("seed").sort_index() for arm in list_arms(frames)}
     horizon = float(frames.trials["steps_total"].dropna().min()) if frames.trials["steps_total"].notna().any() else 0.0
     rows = []

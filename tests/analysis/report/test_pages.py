@@ -259,6 +259,7 @@ def test_the_page_has_styles_for_dark_mode_and_print(folder: Path) -> None:
 
 FAILED_FIELDS = {"status": "failed", "steps": 4, "reason": "RuntimeError: <x>"}
 STOPPED_FIELDS = {"status": "early_stopped", "steps": 10, "stop": STOP}
+IN_VAIN = {"train_invalid_turns": 1.0}
 
 
 @pytest.mark.long
@@ -273,6 +274,11 @@ STOPPED_FIELDS = {"status": "early_stopped", "steps": 10, "stop": STOP}
         ([FakeRun(arm, **STOPPED_FIELDS) for arm in ("0", "0.1")], "Failed regime, stopped by"),  # type: ignore[arg-type]
         ([FakeRun(arm, seed, steps=10) for arm in ("0", "nofilter") for seed in range(3)], "over 3 seeds"),
         ([FakeRun("0.1", steps=10)], "1 arm and no baseline arm, so nothing is compared."),
+        ([FakeRun("0.1", steps=10, rows=IN_VAIN)], "No reply had a valid action: `transcripts` shows them."),
+        (
+            [FakeRun("0", **STOPPED_FIELDS, rows=IN_VAIN), FakeRun("0.1", steps=10, rows=IN_VAIN)],  # type: ignore[arg-type]
+            "In all 2 runs, no reply had a valid action: `transcripts` shows them.",
+        ),
     ],
 )
 def test_every_kind_of_study_has_a_report(tmp_path: Path, runs: list[FakeRun], words: str) -> None:
@@ -429,7 +435,7 @@ def test_a_run_that_never_could_learn_says_why_and_has_not_collapsed(tmp_path: P
     clause = "every group had equal scores, so there was nothing to learn from."
     assert conclusion.headline.startswith(f"E{clause[1:]} ")
     assert conclusion.collapse == ""
-    in_vain = FakeRun("0", steps=10, rows={"train_invalid_turns": 1.0})
+    in_vain = FakeRun("0", steps=10, rows=IN_VAIN)
     conclusion = pages.conclude(load(write_study(tmp_path / "invalid", [in_vain], SMALL)))
     assert conclusion.headline == "No reply had a valid action: `transcripts` shows them."
     assert conclusion.collapse == ""

@@ -14,7 +14,7 @@ from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
 from analysis.stats.change_points import MIN_POINTS
 from analysis.sweep import symptoms
-from analysis.sweep.collapse import HALVED_SUCCESS, count_collapses, find_run_ends
+from analysis.sweep.collapse import HALVED_SUCCESS, count_collapses, describe_signal_problems, find_run_ends
 from analysis.sweep.findings import describe_collapses
 from analysis.sweep.verdicts import format_number, format_p_value, format_status
 from trainable.config.command_lines import format_command
@@ -80,8 +80,9 @@ def print_explanation(
     if ends.empty:
         print_line(console, "No run of this study has rows yet: there is nothing to explain.")
         return
-    if not is_selected and (sentence := describe_collapses(count_collapses(frames))):
-        print_line(console, sentence)
+    if not is_selected:
+        for sentence in filter(None, (*describe_signal_problems(frames), describe_collapses(count_collapses(frames)))):
+            print_line(console, sentence)
     if len(ends) == 1:
         _print_run(console, folder, frames, ends)
         return

@@ -110,6 +110,14 @@ def test_without_a_collapse_the_command_says_what_to_type(tmp_path: Path) -> Non
     assert second.endswith(f"type: python -m tune_study explain {folder} --arm 0 --seed 0")
 
 
+def test_runs_that_never_could_learn_come_before_those_that_collapsed(tmp_path: Path) -> None:
+    runs = [FakeRun("0", rows={"train_invalid_turns": 1.0}), FakeRun("0.1")]
+    assert type_in(f"explain {write_study(tmp_path, runs, STUDY)}").out.splitlines()[:2] == [
+        "In 1 of 2 runs (arm 0), no reply had a valid action: `transcripts` shows them.",
+        "No run collapsed, so nothing is said of protection from collapse.",
+    ]
+
+
 @pytest.mark.long
 def test_runs_that_are_too_short_say_so(tmp_path: Path) -> None:
     folder = write_study(tmp_path, [FakeRun("0", steps=7), FakeRun("0.1", steps=3)], STUDY)
