@@ -85,7 +85,7 @@ def format_stop_reason(row: Mapping[str, Any]) -> str:
 
 
 NO_VALID_ACTION = "no reply had a valid action: `transcripts` shows them"
-EQUAL_SCORES = "every group had equal scores, so there was nothing to learn from"
+EQUAL_SCORES = "every group had equal scores, so the rewards taught nothing"
 ZERO_GRADIENTS = "all gradients were 0, so nothing was learned"
 SIGNAL_COLUMNS = (
     "train_invalid_turns",
@@ -107,14 +107,13 @@ MAX_ARMS_LENGTH = 80
 def find_signal_problem(row: Mapping[str, Any]) -> str:
     """Why nothing could be learned in the step of `row`, as a clause; empty if something could, or if it is not known.
 
-    A normal run may have such a step. A run whose first step is one rarely has another one: see
-    `describe_missing_signal`.
+    A normal run may have such a step in between: `describe_missing_signal` is about all steps of a run.
 
     Example:
         >>> find_signal_problem({"train_invalid_turns": 1.0})
         'no reply had a valid action: `transcripts` shows them'
         >>> find_signal_problem({"train_invalid_turns": 0.9, "groups": 8, "zero_std_groups": 8, "groups_kept": 0})
-        'every group had equal scores, so there was nothing to learn from'
+        'every group had equal scores, so the rewards taught nothing'
         >>> find_signal_problem({"train_invalid_turns": 0.9, "groups": 8, "zero_std_groups": 7, "groups_kept": 1})
         ''
     """

@@ -432,7 +432,7 @@ UNIFORM_STOP = ("empty_filtered_steps", 5.0, 5.0)
 def test_a_run_that_never_could_learn_says_why_and_has_not_collapsed(tmp_path: Path) -> None:
     in_vain = FakeRun("0", status="early_stopped", steps=5, stop=UNIFORM_STOP, rows=EQUAL_GROUPS)
     conclusion = pages.conclude(load(write_study(tmp_path / "stopped", [in_vain], SMALL)))
-    clause = "every group had equal scores, so there was nothing to learn from."
+    clause = "every group had equal scores, so the rewards taught nothing."
     assert conclusion.headline.startswith(f"E{clause[1:]} ")
     assert conclusion.collapse == ""
     in_vain = FakeRun("0", steps=10, rows=IN_VAIN)

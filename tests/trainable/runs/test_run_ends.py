@@ -116,10 +116,10 @@ def test_a_sentence_counts_runs_and_names_their_arms() -> None:
         "In all 2 runs, no reply had a valid action: `transcripts` shows them."
     ]
     assert format_signal_problems([("0", EQUAL_SCORES), ("0.1", ""), ("1", EQUAL_SCORES), ("1", "")]) == [
-        "In 2 of 4 runs (arms 0, 1), every group had equal scores, so there was nothing to learn from."
+        "In 2 of 4 runs (arms 0, 1), every group had equal scores, so the rewards taught nothing."
     ]
     arms = [(f"{number}-{'x' * 20}", EQUAL_SCORES) for number in range(9)]
     assert format_signal_problems([*arms, ("0", "")]) == [
-        "In 9 of 10 runs, every group had equal scores, so there was nothing to learn from."
+        "In 9 of 10 runs, every group had equal scores, so the rewards taught nothing."
     ]
     assert format_signal_problems([("0", "")]) == format_signal_problems([]) == []

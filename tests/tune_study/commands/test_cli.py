@@ -705,7 +705,7 @@ def test_status_says_which_runs_could_not_learn_in_any_step(work_dir: Path) -> N
     for spec, last_row in zip(plan.runs, ({**empty, "step": 2}, {"step": 2, "groups": 8}), strict=True):
         write_lines(plan.get_run_dir(spec.run_id) / "metrics.jsonl", [{**empty, "step": 1}, last_row])
     output = type_in(f"status {plan.folder}").out
-    assert "\nIn 1 of 2 runs (arm 0), every group had equal scores, so there was nothing to learn from.\n" in output
+    assert "\nIn 1 of 2 runs (arm 0), every group had equal scores, so the rewards taught nothing.\n" in output
 
 
 def test_the_status_of_a_run_knows_the_steps_of_its_arm(work_dir: Path) -> None:

@@ -120,6 +120,7 @@ def test_settings_list_that_a_part_is_allowed() -> None:
     assert "ppo_clip | tpo | FILE.py:NAME" in line
 
 
+@pytest.mark.long
 def test_a_game_brings_its_settings_and_typed_ones_take_precedence(tmp_path: Path) -> None:
     Path("bandit.py").write_text(SAVED_TEXTS["bandit.py"])
     axes = {STUDIES["kl"].axis.option: None}
