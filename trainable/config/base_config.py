@@ -1,12 +1,16 @@
-"""Base class of the configurations of all study families: the fields with which a driver plans and names runs."""
+"""Base classes: of a section of settings, and of the configurations of all study families, with what a driver reads."""
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, Self
 
-from trainable.config.section import Section
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from trainable.config.aliases import flatten_settings
+from trainable.config.setting_types import MAX_FLOAT, MAX_INTEGER, MIN_FLOAT, format_value
 
 EXECUTION_SETTINGS = (
     "logger",
@@ -18,6 +22,47 @@ EXECUTION_SETTINGS = (
     "device",
 )
 """Settings of the section `trainer` that decide how a run is executed, and not which numbers it computes."""
+
+
+class Section(BaseModel):
+    """A group of settings that cannot be changed and refuses unknown keys."""
+
+    # `validate_default`: a default is checked and converted like a value that a user types.
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    @model_validator(mode="after")
+    def _check_number_range(self) -> Self:
+        """Refuse numbers that tensors cannot represent: integers beyond 32 bits, and floats that float32 cannot hold.
+
+        This covers every setting, so that no field can be forgotten. Thresholds and durations do not enter float32
+        arithmetic, but they do not need other numbers either.
+        """
+        for name, field in type(self).model_fields.items():
+            setting = getattr(self, name)
+            for value in setting if isinstance(setting, tuple) else (setting,):
+                if isinstance(value, int) and abs(value) > MAX_INTEGER:
+                    raise ValueError(f"{name}={format_value(value)}: must be between -{MAX_INTEGER} and {MAX_INTEGER}")
+                # Written so that NaN is refused as well.
+                if isinstance(value, float) and value and not MIN_FLOAT <= abs(value) <= MAX_FLOAT:
+                    raise ValueError(
+                        f"{name}={format_value(setting)}: must be a number of float32, in size from {MIN_FLOAT:.2g} to "
+                        f"{MAX_FLOAT:.2g} (the default is {format_value(field.default)})"
+                    )
+        return self
+
+
+class ReadCondition(NamedTuple):
+    """When a run reads some of its settings.
+
+    Attributes:
+        settings: a regular expression that matches their dotted names.
+        is_read: returns whether a configuration reads them. Its argument is of the class of the family.
+        advice: what has to be set for that, or why they are not read.
+    """
+
+    settings: str
+    is_read: Callable[[Any], bool]
+    advice: str
 
 
 class BaseTrainerConfig(Section):
@@ -47,7 +92,7 @@ class BaseRunConfig(Section):
 
     aliases: for each key of the published documents, the dotted field that it stands for. list_command: the command
     that lists the settings. unhashed_settings: for each section, the settings that are not part of the hash, which are
-    those of logging, checkpoints and placement.
+    those of logging, checkpoints and placement. conditions: which settings are read only under which others.
     first_row_step: the step of a run's first row. It is 1 if rows describe trained steps, and 0 if weights are measured
     before they are trained.
     """
@@ -55,6 +100,8 @@ class BaseRunConfig(Section):
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})
     list_command: ClassVar[str] = "settings"
     unhashed_settings: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({"trainer": EXECUTION_SETTINGS})
+
+    conditions: ClassVar[tuple[ReadCondition, ...]] = ()
 
     first_row_step: ClassVar[int] = 1
 
@@ -64,6 +111,20 @@ class BaseRunConfig(Section):
     def get_row_steps(self, step: int) -> range:
         """The steps of the rows that a run has after `step` training steps."""
         return range(1, step + 1)
+
+    def find_unread_settings(self) -> dict[str, str]:
+        """The settings that this run does not read, by dotted name, with the advice of their condition.
+
+        Runs that differ in nothing else have the same rows.
+        """
+        unmet_conditions = [condition for condition in self.conditions if not condition.is_read(self)]
+        return {
+            name: condition.advice
+            for name in flatten_settings(self.model_dump())
+            # The first condition decides: the last entry of a name in a dict is the one that stays.
+            for condition in reversed(unmet_conditions)
+            if re.fullmatch(condition.settings, name)
+        }
 
     def dump_for_hash(self) -> dict[str, Any]:
         """Every setting that can change a result, without the seed."""

@@ -15,26 +15,26 @@ class AdvantageEstimator:
 
     needs_critic: whether the estimator reads values. has_turn_level: whether it has a form over turns (bi_level_gae).
     is_skill: whether it computes skills, which the loss of target policy optimization fits. compares_group: whether the
-    advantage of a rollout is relative to the others of its group, so that a group of one has advantage 0. discounts:
-    whether it reads algorithm.gamma.
+    advantage of a rollout is relative to the others of its group, so that a group of one has advantage 0.
     credits_trees: whether it is the one by which trees of rollouts are credited
-    (`trainable.ppo.targets.compute_tree_advantages`).
+    (`trainable.ppo.targets.compute_tree_advantages`). settings: settings of `algorithm` that it reads, and not every
+    other.
     """
 
     needs_critic: bool = False
     has_turn_level: bool = False
     is_skill: bool = False
     compares_group: bool = False
-    discounts: bool = False
     credits_trees: bool = False
+    settings: tuple[str, ...] = ()
 
 
 ADVANTAGE_ESTIMATORS: Mapping[str, AdvantageEstimator] = MappingProxyType(
     {
-        "gae": AdvantageEstimator(needs_critic=True, has_turn_level=True, discounts=True),
-        "grpo": AdvantageEstimator(compares_group=True, credits_trees=True),
+        "gae": AdvantageEstimator(needs_critic=True, has_turn_level=True, settings=("gamma", "lam", "bi_level_gae")),
+        "grpo": AdvantageEstimator(compares_group=True, credits_trees=True, settings=("norm_adv_by_std_in_grpo",)),
         "rloo": AdvantageEstimator(compares_group=True),
-        "reinforce_plus_plus": AdvantageEstimator(discounts=True),
+        "reinforce_plus_plus": AdvantageEstimator(settings=("gamma",)),
         "reinforce_plus_plus_baseline": AdvantageEstimator(compares_group=True),
         "group_skill": AdvantageEstimator(is_skill=True, compares_group=True),
     }
@@ -79,11 +79,13 @@ class FilterStrategy:
     """The settings that a filter strategy reads.
 
     counts_groups: whether rollout_filter_value is a whole number of groups instead of a number in (0, 1].
-    takes_any_value: whether it is any positive number. settings: settings of `filter` that only this strategy reads.
+    takes_any_value: whether it is any positive number. can_keep_all: whether the largest value, 1 or the number of
+    groups, keeps every group. settings: settings of `filter` that only this strategy reads.
     """
 
     counts_groups: bool = False
     takes_any_value: bool = False
+    can_keep_all: bool = True
     settings: tuple[str, ...] = ()
 
 
@@ -93,7 +95,7 @@ FILTER_STRATEGIES: Mapping[str, FilterStrategy] = MappingProxyType(
         "top_k": FilterStrategy(),
         "top_k_abs": FilterStrategy(counts_groups=True),
         "top_f": FilterStrategy(),
-        "min_p": FilterStrategy(),
+        "min_p": FilterStrategy(can_keep_all=False),
     }
 )
 """The filter strategies that exist, by their name in the setting filter.rollout_filter_strategy.
@@ -101,7 +103,7 @@ FILTER_STRATEGIES: Mapping[str, FilterStrategy] = MappingProxyType(
 `trainable.algo.filters.parse_rule` makes the rule of a strategy.
 """
 
-OWN_FILTER = FilterStrategy(takes_any_value=True)
+OWN_FILTER = FilterStrategy(takes_any_value=True, can_keep_all=False)
 """What is known of a filter of the user."""
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from trainable.config.section import Section
+from trainable.config.base_config import Section
 from trainable.config.setting_types import (
     Common,
     Endpoint,
@@ -72,17 +72,18 @@ class GameKind(NamedTuple):
     """What a game brings along.
 
     section: the type of its section of `env`; None for a game without settings of its own. has_trees: whether a rollout
-    may ask children, which are trained with it.
+    may ask children, which are trained with it. settings: other settings of `env` that it reads, and not every game.
     """
 
     section: type[Section] | None = None
     has_trees: bool = False
+    settings: tuple[str, ...] = ()
 
 
 GAME_KINDS: Mapping[str, GameKind] = MappingProxyType(
     {
-        "sokoban": GameKind(),
-        "frozenlake": GameKind(FrozenLakeConfig),
+        "sokoban": GameKind(settings=("observation_format",)),
+        "frozenlake": GameKind(FrozenLakeConfig, settings=("observation_format",)),
         "mastermind": GameKind(MastermindConfig),
         "countdown": GameKind(CountdownConfig),
         "papers": GameKind(PapersConfig, has_trees=True),

@@ -17,9 +17,10 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from trainable.config.alarm_rule import parse_alarm_rule
 from trainable.config.aliases import ALIASES, MISSING_FEATURES, SYNONYMS, flatten_settings
-from trainable.config.base_config import EXECUTION_SETTINGS, BaseRunConfig
+from trainable.config.base_config import EXECUTION_SETTINGS, BaseRunConfig, ReadCondition
 from trainable.config.choices import FILTER_METRICS, FILTER_STRATEGIES, POLICY_LOSSES, find_unused_settings
 from trainable.config.command_lines import format_command
+from trainable.config.conditions import PPO_CONDITIONS
 from trainable.config.constants import SHIPPED_MODELS, TEACHERS
 from trainable.config.game_sections import GAME_KINDS
 from trainable.config.own_parts import parse_part_name
@@ -49,6 +50,7 @@ class RunConfig(BaseRunConfig):
     """The settings of a PPO run: one configuration and one seed are one run."""
 
     aliases: ClassVar[Mapping[str, str]] = ALIASES
+    conditions: ClassVar[tuple[ReadCondition, ...]] = PPO_CONDITIONS
     unhashed_settings: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         {
             # Logging, checkpoints and placement: a study can be continued with other values of these.

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from trainable.config.alarm_rule import AlarmText
-from trainable.config.base_config import BaseTrainerConfig
+from trainable.config.base_config import BaseTrainerConfig, Section
 from trainable.config.choices import (
     ADVANTAGE_ESTIMATORS,
     EXACT_KL,
@@ -33,7 +33,6 @@ from trainable.config.game_sections import (
     PapersConfig,
 )
 from trainable.config.own_parts import Choice
-from trainable.config.section import Section
 from trainable.config.setting_types import (
     MAX_FLOAT,
     MAX_LEVELS,

@@ -152,8 +152,6 @@ def preflight(
         )
     check_device(trainer.device, n_gpus, requested_gpus)
     gpus, notes = _choose_gpus(n_gpus, requested_gpus, visible_gpus, is_real)
-    if isinstance(trainer, TrainerConfig):
-        notes += _find_ignored_settings(trainer) + _find_ignored_corrections(plan) + _find_ignored_precision(plan)
     # Runs without a GPU compute on the CPUs that they reserve, so there are no more of them than cores. Runs with a GPU
     # compute there, so --ray-num-cpus may be above the number of cores.
     cpus = trainer.ray_num_cpus if n_gpus else min(trainer.ray_num_cpus, cores)
@@ -188,67 +186,6 @@ def choose_threads(trainer: BaseTrainerConfig, cores: int, n_processes: int) -> 
     if not isinstance(trainer, TrainerConfig) or not trainer.n_gpus_per_node or trainer.num_threads is not None:
         return {}
     return {"trainer.num_threads": max(1, min(MAX_DEFAULT_THREADS, cores // n_processes))}
-
-
-def _find_ignored_settings(trainer: TrainerConfig) -> tuple[str, ...]:
-    """A note about DeepSpeed settings that were changed but have no effect, because torch makes the updates."""
-    if trainer.uses_deepspeed:
-        return ()
-    default_trainer = TrainerConfig()
-    changed_settings = [
-        f"trainer.{name}={getattr(trainer, name)}"
-        for name in ("zero_stage", "offload_optimizer", "offload_parameters")
-        if getattr(trainer, name) != getattr(default_trainer, name)
-    ]
-    if not changed_settings:
-        return ()
-    return (
-        f"{', '.join(changed_settings)} has no effect: torch updates on one device. To use DeepSpeed, type --set "
-        f"trainer.strategy=deepspeed, or --gpus-per-exp with more than one GPU.",
-    )
-
-
-def _find_ignored_precision(plan: StudyPlan) -> tuple[str, ...]:
-    """Notes about settings of half precision that were changed but have no effect in any run."""
-    default_model, models = RunConfig().model, [spec.ppo_config.model for spec in plan.runs]
-    loss_scale, head_dtype = plan.ppo_config.model.loss_scale, plan.ppo_config.model.head_dtype
-    notes = []
-    if loss_scale != default_model.loss_scale and all(model.dtype != "float16" for model in models):
-        notes.append(f"model.loss_scale={loss_scale:g} has no effect without --set model.dtype=float16.")
-    if head_dtype != default_model.head_dtype and all(model.dtype == "float32" for model in models):
-        notes.append(f"model.head_dtype={head_dtype} has no effect: all logits are float32 with model.dtype=float32.")
-    return tuple(notes)
-
-
-def _find_ignored_corrections(plan: StudyPlan) -> tuple[str, ...]:
-    """Notes about settings of importance weights, and of the log-probs that they compare, that have no effect."""
-    return _find_ignored_weights(plan) + _find_ignored_engine_logprobs(plan)
-
-
-def _find_ignored_engine_logprobs(plan: StudyPlan) -> tuple[str, ...]:
-    if plan.ppo_config.rollout.recompute_logprobs or any(spec.ppo_config.rollout.has_own_weights for spec in plan.runs):
-        return ()
-    return (
-        "rollout.recompute_logprobs=False has no effect: the engine samples from the trainer's own weights, so nothing "
-        "is recomputed.",
-    )
-
-
-def _find_ignored_weights(plan: StudyPlan) -> tuple[str, ...]:
-    default_actor, actors = RunConfig().actor, [spec.ppo_config.actor for spec in plan.runs]
-    if any(actor.tis_imp_ratio_cap is not None for actor in actors):
-        return ()
-    changed_settings = [
-        f"actor.{name}={getattr(plan.ppo_config.actor, name)}"
-        for name in ("tis_mode", "tis_imp_ratio_floor")
-        if getattr(plan.ppo_config.actor, name) != getattr(default_actor, name)
-    ]
-    if not changed_settings:
-        return ()
-    return (
-        f"{', '.join(changed_settings)} has no effect without a cap of importance weights: type --set "
-        f"actor.tis_imp_ratio_cap=2 as well.",
-    )
 
 
 def check_max_concurrent(max_concurrent: int | None) -> None:

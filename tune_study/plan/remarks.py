@@ -1,13 +1,12 @@
 """Remarks of a plan: settings that are allowed, but with which a run has nothing to learn, or cannot learn it."""
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from search_spaces import STUDIES
 from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
-from trainable.config.game_sections import GAME_KINDS
 from trainable.config.run_config import RunConfig
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.distillation.settings import TOP_K, DistillationConfig
@@ -143,7 +142,7 @@ PPO_REMARKS: tuple[Remark, ...] = (
         "divided by it): validation and test measure noise",
     ),
     Remark(
-        lambda c: c.algorithm.estimator.discounts and c.algorithm.gamma <= VANISHING_DISCOUNT,
+        lambda c: "gamma" in c.algorithm.estimator.settings and c.algorithm.gamma <= VANISHING_DISCOUNT,
         "algorithm.gamma={c.algorithm.gamma:g} discounts a reward by so much per token that only the last "
         "tokens before it are credited",
     ),
@@ -168,68 +167,6 @@ PPO_REMARKS: tuple[Remark, ...] = (
     ),
 )
 
-
-class ReadCondition(NamedTuple):
-    """When a run reads some of its settings.
-
-    Attributes:
-        settings: a regular expression that matches their dotted names.
-        is_read: returns whether a configuration reads them.
-        advice: what has to be set for that, or why they are not read.
-    """
-
-    settings: str
-    is_read: Callable[[Any], bool]
-    advice: str
-
-
-def _make_game_condition(game: str) -> ReadCondition:
-    return ReadCondition(
-        rf"env\.{game}\..*", lambda c: c.env.name == game, f"it needs env.name={game} (type --env {game})"
-    )
-
-
-PPO_CONDITIONS: tuple[ReadCondition, ...] = (
-    ReadCondition(
-        r"algorithm\.(kl_ctrl\..*|kl_penalty)",
-        lambda c: c.algorithm.use_kl_in_reward,
-        "it needs algorithm.use_kl_in_reward=True. The coefficient of the KL loss is actor.kl_loss_coef",
-    ),
-    # An option sets the micro-batch size of actor and critic at once.
-    ReadCondition(
-        r"critic\.(?!ppo_micro_batch_size_per_gpu).*|algorithm\.lam",
-        lambda c: c.algorithm.estimator.needs_critic,
-        "it belongs to the critic, which algorithm.adv_estimator=gae alone trains",
-    ),
-    ReadCondition(
-        r"algorithm\.gamma",
-        lambda c: c.algorithm.estimator.discounts,
-        "it needs algorithm.adv_estimator=gae or reinforce_plus_plus",
-    ),
-    *(_make_game_condition(game) for game, kind in GAME_KINDS.items() if kind.section is not None),
-    ReadCondition(
-        r"trainer\.keep_best",
-        lambda c: 0 < c.trainer.test_freq < c.trainer.total_training_steps,
-        "it needs validations before the last step, which trainer.test_freq sets",
-    ),
-    ReadCondition(
-        r"early_stop\.variance_.*",
-        lambda c: c.early_stop.variance_baseline_steps + c.early_stop.variance_window <= c.trainer.total_training_steps,
-        "the rule needs early_stop.variance_baseline_steps and early_stop.variance_window steps together, and the run "
-        "has fewer",
-    ),
-    ReadCondition(
-        r"early_stop\.success_.*",
-        lambda c: (
-            c.trainer.test_freq > 0
-            and c.early_stop.success_patience <= -(-c.trainer.total_training_steps // c.trainer.test_freq)
-        ),
-        "the rule needs early_stop.success_patience validations, and the run has fewer",
-    ),
-)
-
-CONDITIONS: Mapping[type[BaseRunConfig], tuple[ReadCondition, ...]] = {RunConfig: PPO_CONDITIONS}
-"""The conditions, by the class of the configurations that they are about."""
 
 UPDATE_RULE_REMARKS: tuple[Remark, ...] = (
     Remark(
@@ -301,23 +238,45 @@ def find_remarks(plan: StudyPlan) -> tuple[str, ...]:
         if arms:
             where = "" if len(arms) == len(configs) else f" (in {len(arms)} of {len(configs)} arms, such as {arms[0]})"
             lines.append(f"Remark: {remark.sentence.format(c=configs[arms[0]])}{where}.")
-    return (*lines, *_describe_unread_settings(plan))
+    return (*lines, *_describe_unread_settings(plan), *_describe_equal_arms(plan))
 
 
 def _describe_unread_settings(plan: StudyPlan) -> Iterator[str]:
-    """A line for each setting that no arm reads, and that is neither that of the preset nor comes with a game."""
-    study, arms = plan.study, {spec.arm: spec.config for spec in plan.runs}
-    preset_settings = flatten_settings(
-        make_base_config(replace(study, fixed_settings={}, presets={}), plan.preset).model_dump()
-    )
+    """A line for each setting that no arm reads, unless its value comes with a preset, a shipped study or a game."""
+    study, unread_settings = plan.study, [spec.config.find_unread_settings() for spec in plan.runs]
+    declared = STUDIES.get(study.name, replace(study, fixed_settings={}, presets={}))
+    declared_settings = flatten_settings(make_base_config(declared, plan.preset).model_dump())
     of_games = [study.family.make_game_settings(game, plan.preset) for game in study.family.games]
     for name, value in flatten_settings(plan.base_config.model_dump()).items():
-        if value == preset_settings[name] or any(value == settings.get(name) for settings in of_games):
+        if value == declared_settings[name] or any(value == settings.get(name) for settings in of_games):
             continue
-        for condition in CONDITIONS.get(study.family.config_class, ()):
-            if re.fullmatch(condition.settings, name) and not any(map(condition.is_read, arms.values())):
-                text = f"{value:g}" if isinstance(value, float) else value
-                yield f"Remark: {name}={text} has no effect: {condition.advice}."
+        if all(name in advice_by_name for advice_by_name in unread_settings):
+            text = f"{value:g}" if isinstance(value, float) else value
+            yield f"Remark: {name}={text} has no effect: {unread_settings[0][name]}."
+
+
+def _describe_equal_arms(plan: StudyPlan) -> Iterator[str]:
+    """A line for the arms that differ from the baseline in no setting, or in the same ones, which neither reads."""
+    configs = {spec.arm: spec.config for spec in plan.runs}
+    if plan.baseline is None:
+        return
+    baseline = configs.pop(plan.baseline)
+    baseline_settings, unread_settings = flatten_settings(baseline.model_dump()), baseline.find_unread_settings()
+    arms_by_changes: dict[tuple[str, ...], list[str]] = {}
+    for arm, config in configs.items():
+        settings = flatten_settings(config.model_dump())
+        # The runs of a plan have several seeds.
+        changes = tuple(name for name in settings if name != "seed" and settings[name] != baseline_settings[name])
+        if {*changes} <= {*unread_settings} & {*config.find_unread_settings()}:
+            arms_by_changes.setdefault(changes, []).append(arm)
+    for changes, arms in arms_by_changes.items():
+        subject = f"arm {arms[0]} differs" if len(arms) == 1 else f"the arms {', '.join(arms)} differ"
+        reasons = "".join(f" {name} has no effect: {unread_settings[name]}." for name in changes)
+        yield (
+            f"Remark: {subject} from the baseline {plan.baseline} in "
+            f"{' and '.join(changes) + ' alone' if changes else 'no setting'}, so the rows will equal the baseline's."
+            f"{reasons}"
+        )
 
 
 def _describe_missing_baseline(plan: StudyPlan) -> str:

@@ -45,40 +45,6 @@ def test_one_gpu_a_run_is_the_published_default() -> None:
     assert (resource_plan.cpus, resource_plan.max_concurrent, resource_plan.gpu_label) == (16, 6, "1xH100")
 
 
-def test_settings_of_deepspeed_are_noted_where_torch_updates() -> None:
-    overrides = {"trainer__zero_stage": 3, "trainer__offload_parameters": True}
-    (note,) = allocate(make_study_plan(**overrides)).notes
-    assert note.startswith("trainer.zero_stage=3, trainer.offload_parameters=True has no effect: torch updates on")
-    assert allocate(make_study_plan()).notes == ()
-    assert allocate(make_study_plan(**overrides, trainer__strategy="deepspeed")).notes == ()
-    assert allocate(make_study_plan(**overrides, trainer__n_gpus_per_node=2)).notes == ()
-
-
-def test_settings_of_importance_weights_are_noted_without_a_cap() -> None:
-    overrides = {"actor__tis_mode": "token_mask", "actor__tis_imp_ratio_floor": 0.5}
-    (note,) = allocate(make_study_plan(**overrides)).notes
-    assert note.startswith("actor.tis_mode=token_mask, actor.tis_imp_ratio_floor=0.5 has no effect without a cap")
-    assert allocate(make_study_plan(**overrides, actor__tis_imp_ratio_cap=5.0)).notes == ()
-
-
-def test_log_probs_of_the_engine_are_noted_where_it_has_those_of_the_trainer() -> None:
-    overrides = {"rollout__recompute_logprobs": False}
-    (note,) = allocate(make_study_plan(**overrides, rollout__name="torch")).notes
-    assert note.startswith("rollout.recompute_logprobs=False has no effect: the engine samples from the trainer's own")
-    assert allocate(make_study_plan(**overrides)).notes == ()  # vLLM
-    assert allocate(make_study_plan(**overrides, rollout__name="torch", rollout__weight_noise=0.01)).notes == ()
-    assert allocate(make_study_plan(rollout__name="torch")).notes == ()
-
-
-def test_settings_of_half_precision_are_noted_where_no_run_has_it() -> None:
-    (note,) = allocate(make_study_plan(model__loss_scale=1024)).notes
-    assert note == "model.loss_scale=1024 has no effect without --set model.dtype=float16."
-    assert allocate(make_study_plan(model__loss_scale=1024, model__dtype="float16")).notes == ()
-    (note,) = allocate(make_study_plan(model__head_dtype="float32", model__dtype="float32")).notes
-    assert note == "model.head_dtype=float32 has no effect: all logits are float32 with model.dtype=float32."
-    assert allocate(make_study_plan(model__head_dtype="float32")).notes == ()
-
-
 def test_consecutive_ids_form_slots() -> None:
     resource_plan = allocate(make_study_plan(trainer__n_gpus_per_node=4), "0,1,2,3,4,5,6,7", is_real=False)
     assert resource_plan.gpu_slots == ("0,1,2,3", "4,5,6,7")

@@ -40,6 +40,8 @@ class Rule:
     """gate: delight over `eta`. target: standardized rewards over `tpo_eta`. regression: log-ratios times `eta`."""
     clip: Literal["clip_low", "clip_high"] | None = None
     """Setting of the upper clip bound; the lower one is `clip_low`. None: ratios are not clipped on both sides."""
+    settings: tuple[str, ...] = ()
+    """Others that not every rule reads."""
 
     # Requirements on the task and its rewards.
     needs_token_labels: bool = False
@@ -61,10 +63,10 @@ class Rule:
 RULES: Mapping[str, Rule] = {
     "CE": Rule("oracle_labels.cross_entropy", is_teacher_forced=True),
     "REINFORCE": Rule("policy_gradient.reinforce"),
-    "PG": Rule("policy_gradient.pg"),
-    "TrajPG": Rule("policy_gradient.traj_pg"),
+    "PG": Rule("policy_gradient.pg", settings=("iw_cap",)),
+    "TrajPG": Rule("policy_gradient.traj_pg", settings=("iw_cap",)),
     "ASPO": Rule("policy_gradient.aspo", clip="clip_high"),
-    "R2VPO": Rule("policy_gradient.r2vpo"),
+    "R2VPO": Rule("policy_gradient.r2vpo", settings=("eta",)),
     "LogGrowth": Rule(
         "policy_gradient.log_growth", needs_one_action=True, needs_noise_free_rewards=True, needs_kl_free_rewards=True
     ),
@@ -72,28 +74,44 @@ RULES: Mapping[str, Rule] = {
     "DG": Rule("delight.dg", temperature="gate"),
     "ReplayDG": Rule("delight.replay_dg", temperature="gate", needs_replay=True, on_policy_rule="DG"),
     "FreshDG": Rule("delight.fresh_dg", temperature="gate", discounts_age=True, on_policy_rule="DG"),
-    "DGEntropyGuard": Rule("delight.dg_entropy_guard", temperature="gate"),
-    "UncertaintyDG": Rule("delight.uncertainty_dg", temperature="gate"),
-    "FilteredDG": Rule("delight.filtered_dg", temperature="gate"),
-    "RewardVarianceDG": Rule("delight.reward_variance_dg", temperature="gate"),
-    "Kondo": Rule("kondo.kondo", temperature="gate", screens_batch=True),
+    "DGEntropyGuard": Rule("delight.dg_entropy_guard", temperature="gate", settings=("guard_strength",)),
+    "UncertaintyDG": Rule("delight.uncertainty_dg", temperature="gate", settings=("uncertainty_scale",)),
+    "FilteredDG": Rule("delight.filtered_dg", temperature="gate", settings=("uncertainty_threshold",)),
+    "RewardVarianceDG": Rule("delight.reward_variance_dg", temperature="gate", settings=("uncertainty_scale",)),
+    "Kondo": Rule("kondo.kondo", temperature="gate", screens_batch=True, settings=("kondo_keep",)),
     "DGToken": Rule("token_credit.dg_token", temperature="gate", needs_token_labels=True, needs_token_rewards=True),
-    "SelfDistillDG": Rule("oracle_labels.self_distill_dg", temperature="gate", needs_token_labels=True),
-    "SCOPELite": Rule("oracle_labels.scope_lite", temperature="gate", needs_token_labels=True),
-    "GRPO": Rule("grouped.grpo", has_groups=True, clip="clip_low"),
-    "DrGRPO": Rule("grouped.dr_grpo", has_groups=True, clip="clip_low"),
-    "DAPO": Rule("grouped.dapo", has_groups=True, clip="clip_high", needs_kl_free_rewards=True),
-    "DAPOLite": Rule("grouped.dapo", has_groups=True, clip="clip_high", needs_kl_free_rewards=True),
+    "SelfDistillDG": Rule(
+        "oracle_labels.self_distill_dg", temperature="gate", needs_token_labels=True, settings=("distill_alpha",)
+    ),
+    "SCOPELite": Rule(
+        "oracle_labels.scope_lite", temperature="gate", needs_token_labels=True, settings=("distill_alpha",)
+    ),
+    "GRPO": Rule("grouped.grpo", has_groups=True, clip="clip_low", settings=("std_normalization", "grpo_beta")),
+    "DrGRPO": Rule("grouped.dr_grpo", has_groups=True, clip="clip_low", settings=("grpo_beta",)),
+    "DAPO": Rule(
+        "grouped.dapo", has_groups=True, clip="clip_high", needs_kl_free_rewards=True, settings=("std_normalization",)
+    ),
+    "DAPOLite": Rule(
+        "grouped.dapo", has_groups=True, clip="clip_high", needs_kl_free_rewards=True, settings=("std_normalization",)
+    ),
     "TPO": Rule("target_policy.tpo", has_groups=True, temperature="target"),
     "TPONoAnchor": Rule("target_policy.tpo_no_anchor", has_groups=True, temperature="target"),
     "GroupPG": Rule("grouped.group_pg", has_groups=True, temperature="target"),
-    "TEMPO": Rule("grouped.tempo", has_groups=True),
-    "MaxRL": Rule("grouped.max_rl", has_groups=True, needs_success_rate=True, needs_noise_free_rewards=True),
+    "TEMPO": Rule("grouped.tempo", has_groups=True, settings=("iw_cap",)),
+    "MaxRL": Rule(
+        "grouped.max_rl", has_groups=True, needs_success_rate=True, needs_noise_free_rewards=True, settings=("iw_cap",)
+    ),
     "TPOFullAction": Rule(
         "target_policy.tpo_full_action", temperature="target", needs_all_actions=True, needs_noise_free_rewards=True
     ),
     "TPOToken": Rule("target_policy.tpo_token", has_candidates=True, temperature="target", needs_token_rewards=True),
-    "GRPOToken": Rule("token_credit.grpo_token", has_candidates=True, clip="clip_low", needs_token_rewards=True),
+    "GRPOToken": Rule(
+        "token_credit.grpo_token",
+        has_candidates=True,
+        clip="clip_low",
+        needs_token_rewards=True,
+        settings=("grpo_beta",),
+    ),
 }
 """Every update rule by name, in the order of lists."""
 

@@ -6,9 +6,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from trainable.config.base_config import BaseRunConfig
+from trainable.config.base_config import BaseRunConfig, ReadCondition
 from trainable.config.own_parts import Choice
 from trainable.config.setting_types import Common, Fraction, LocalPath, NonNegative, Outside, ParseNull, Positive
+from trainable.sandbox.config.conditions import UPDATE_RULE_CONDITIONS
 from trainable.sandbox.config.names import NOISE_MODES, REPLAY_PRIORITIES, TASKS
 from trainable.sandbox.config.rejections import find_rejection
 from trainable.sandbox.config.rules import DEFAULT_METHOD, METHODS, Rule, get_rule
@@ -28,6 +29,7 @@ class UpdateRuleConfig(BaseRunConfig):
         {"num_steps": "trainer.total_training_steps", "eval_every": "trainer.test_freq"}
     )
     list_command: ClassVar[str] = "settings sandbox"
+    conditions: ClassVar[tuple[ReadCondition, ...]] = UPDATE_RULE_CONDITIONS
     first_row_step: ClassVar[int] = 0
 
     seed: int = Field(0, ge=0, le=400, description="seed of weights, prompts, samples and noise")

@@ -6,7 +6,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from trainable.config.base_config import BaseRunConfig
+from trainable.config.base_config import BaseRunConfig, ReadCondition
+from trainable.config.conditions import SMALLEST_CLIP, derive_conditions
 from trainable.config.setting_types import Common, NonNegative, Positive
 from trainable.sandbox.config.runner import RunnerConfig
 
@@ -37,6 +38,25 @@ class DistillationConfig(BaseRunConfig):
         {"num_steps": "trainer.total_training_steps", "eval_every": "trainer.test_freq", "support": "top_k_support"}
     )
     list_command: ClassVar[str] = "settings opd"
+    conditions: ClassVar[tuple[ReadCondition, ...]] = (
+        *derive_conditions("method", {TOP_K: ("top_k", "top_k_support"), "OPDPG": ("clip_epsilon",)}),
+        *derive_conditions(
+            "task",
+            {
+                **dict.fromkeys(("reversal", "format_answer"), ("teacher_epsilon",)),
+                "soft_reversal": ("teacher_temperature", "special_token_weight"),
+            },
+        ),
+        ReadCondition(
+            "clip_epsilon",
+            lambda c: c.clip_epsilon < SMALLEST_CLIP,
+            "a batch is trained on once, by the policy that sampled it, so all ratios are 1",
+        ),
+        ReadCondition("lr", lambda c: not c.measures_variance, "it needs measures_variance=false"),
+        ReadCondition(
+            "max_seq_len", lambda c: c.max_seq_len > c.seq_len, "the model has positions for seq_len in any case"
+        ),
+    )
     first_row_step: ClassVar[int] = 0
 
     seed: int = Field(0, ge=0, le=400, description="seed of weights, prompts and samples")

@@ -6,11 +6,13 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from trainable.config.base_config import BaseRunConfig
+from trainable.config.base_config import BaseRunConfig, ReadCondition
+from trainable.config.conditions import SMALLEST_CLIP, derive_conditions
 from trainable.config.setting_types import Common, Finite, NonNegative, Positive
 from trainable.sandbox.config.runner import RunnerConfig
 
 STUDENT_ONLY = "StudentGRPO"
+_TEACHER_SETTINGS = ("teacher_lr", "teacher_steps", "spike_beta", "learnability_lambda")
 EVAL_PROMPTS = 1000
 """Prompts of an evaluation: with an error of 0.5, its standard error is 0.016."""
 MAX_TENSOR_ENTRIES = 2**28
@@ -35,6 +37,20 @@ class PedagogyConfig(BaseRunConfig):
         {"num_steps": "trainer.total_training_steps", "eval_every": "trainer.test_freq"}
     )
     list_command: ClassVar[str] = "settings pedagogy"
+    conditions: ClassVar[tuple[ReadCondition, ...]] = (
+        *derive_conditions(
+            "method",
+            {
+                "PedagogicalRL": (*_TEACHER_SETTINGS, "gate_kappa", "gate_gamma"),
+                "TeacherRL": _TEACHER_SETTINGS,
+            },
+        ),
+        ReadCondition(
+            "clip_epsilon",
+            lambda c: c.clip_epsilon < SMALLEST_CLIP,
+            "a batch is trained on once, by the policy that sampled it, so all ratios are 1",
+        ),
+    )
     first_row_step: ClassVar[int] = 0
 
     seed: int = Field(0, ge=0, le=400, description="seed of weights, prompts and samples")

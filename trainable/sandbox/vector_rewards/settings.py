@@ -6,7 +6,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from trainable.config.base_config import BaseRunConfig
+from trainable.config.base_config import BaseRunConfig, ReadCondition
+from trainable.config.conditions import SMALLEST_CLIP, derive_conditions
 from trainable.config.setting_types import Common, NonNegative, Positive
 from trainable.sandbox.config.runner import RunnerConfig
 
@@ -37,6 +38,14 @@ class VectorRewardConfig(BaseRunConfig):
         {"num_steps": "trainer.total_training_steps", "eval_every": "trainer.test_freq"}
     )
     list_command: ClassVar[str] = "settings vpo"
+    conditions: ClassVar[tuple[ReadCondition, ...]] = (
+        *derive_conditions("method", {"VPOGRPO": ("num_weight_samples",)}),
+        ReadCondition(
+            "clip_epsilon",
+            lambda c: c.inner_epochs > 1 or c.clip_epsilon < SMALLEST_CLIP,
+            "a batch is trained on once, so all ratios are 1: set inner_epochs=2, or more",
+        ),
+    )
     first_row_step: ClassVar[int] = 0
 
     seed: int = Field(0, ge=0, le=400, description="seed of weights, prompts, samples and scalarizations")
