@@ -12,11 +12,14 @@ from numpy.typing import ArrayLike
 
 from analysis.data.families import LATE_EVALUATIONS, Row, count_missed_evaluations, get_family
 from analysis.data.frames import StudyFrames
-from analysis.data.replicates import find_replicates
-from analysis.stats.estimates import Estimate, Floats, holm_adjust
+from analysis.data.replicates import find_recorded_values
+from analysis.stats.estimates import MIN_SEEDS, Estimate, Floats, holm_adjust
 from analysis.stats.noise import (
+    ARM_DOUBT,
+    REFERENCE_DOUBT,
     Noise,
-    RunVariances,
+    Pool,
+    compute_doubt,
     compute_equivalence_p_value,
     estimate_paired_contrast,
     estimate_sample_mean,
@@ -70,8 +73,8 @@ class Outcomes:
         column: the column of `trials`.
         values: one row per arm and one column per seed; NaN where there is no scored run or no value.
         min_variances: for each arm, the variance that evaluation alone gives the outcome of one run; 0 if unknown.
-        noise: of the runs, from all arms and the recorded replicates.
-        num_replicates: number of recorded runs of other studies that the noise includes.
+        noise: of the runs, from all arms, or from recorded runs if no arm has two.
+        num_replicates: number of recorded runs that the noise is from; 0 if it is from the study's own.
         num_comparisons: number of arms and outcomes that are compared at several looks; 0 if the number of seeds was
             fixed before the first run.
     """
@@ -94,6 +97,13 @@ class Outcomes:
     def get_values(self, arm: str) -> "pd.Series[float]":
         """The outcomes of an arm by seed, without missing ones."""
         return self.values.loc[arm].dropna() if arm in self.values.index else pd.Series(dtype=float)
+
+    def get_doubt(self, pool: Pool | None, *arms: str, limits: tuple[float, float] = REFERENCE_DOUBT) -> float:
+        """The largest doubt of several arms that they are as noisy as the others, see `compute_doubt`."""
+        if pool is None:
+            return 0.0
+        rows = [row for row, arm in enumerate(self.values.index) if arm in arms]
+        return float(compute_doubt(pool.prominence[rows], limits).max(initial=0.0))
 
     def get_min_variance(self, *arms: str) -> float:
         """Mean of `min_variances` over several arms."""
@@ -149,13 +159,12 @@ def label_arm(label: str, arm: str) -> str:
 
 
 def _fit_noise(study: Mapping[str, Any], column: str, values: pd.DataFrame) -> tuple[Noise, int]:
-    """The noise of outcomes (arms, seeds) and of the recorded replicates of such a study, and how many those are."""
-    replicates = [np.array(entry.values) for entry in find_replicates(study, column)]
-    variances = RunVariances(
-        np.array([entry.var(ddof=1) for entry in replicates]), np.array([len(entry) - 1.0 for entry in replicates])
-    )
-    noise = fit_noise(values.to_numpy(dtype=float), variances) if values.size else Noise(None, None)
-    return noise, sum(len(entry) for entry in replicates)
+    """The noise of outcomes (arms, seeds), and the number of recorded runs that it is from."""
+    if not values.size:
+        return Noise(None, None), 0
+    has_noise = bool((values.notna().sum(axis=1) > 1).any())
+    recorded = () if has_noise else find_recorded_values(study, column)
+    return fit_noise(values.to_numpy(dtype=float), recorded), len(recorded)
 
 
 def has_added_seeds(study: Mapping[str, Any]) -> bool:
@@ -235,7 +244,8 @@ def _count_missed_validations(levels: pd.DataFrame, scored_runs: pd.DataFrame) -
 def estimate_mean(outcomes: Outcomes, arm: str) -> Estimate:
     """Mean outcome of an arm over its seeds."""
     values = _drop_missing(outcomes.get_sample(arm))
-    return estimate_sample_mean(values, outcomes.noise, outcomes.get_min_variance(arm))
+    doubt = outcomes.get_doubt(outcomes.noise.unpaired, arm)
+    return estimate_sample_mean(values, outcomes.noise, outcomes.get_min_variance(arm), doubt)
 
 
 def estimate_difference(outcomes: Outcomes, arm: str, baseline: str) -> Estimate:
@@ -247,9 +257,15 @@ def estimate_difference(outcomes: Outcomes, arm: str, baseline: str) -> Estimate
     sample, reference = outcomes.get_sample(arm), outcomes.get_sample(baseline)
     min_variance = outcomes.get_min_variance(arm, baseline)
     differences = _drop_missing(sample - reference)
+    pool = outcomes.noise.paired if is_paired(outcomes, arm, baseline) else outcomes.noise.unpaired
+    doubts = outcomes.get_doubt(pool, arm, limits=ARM_DOUBT), outcomes.get_doubt(pool, baseline)
     if outcomes.num_comparisons or is_paired(outcomes, arm, baseline):
-        return estimate_contrast(outcomes, differences, outcomes.num_comparisons, min_variance=min_variance)
-    return estimate_unpaired_difference(_drop_missing(sample), _drop_missing(reference), outcomes.noise, min_variance)
+        return estimate_contrast(
+            outcomes, differences, outcomes.num_comparisons, min_variance=min_variance, doubt=max(doubts)
+        )
+    return estimate_unpaired_difference(
+        _drop_missing(sample), _drop_missing(reference), outcomes.noise, min_variance, doubts
+    )
 
 
 def is_paired(outcomes: Outcomes, arm: str, baseline: str) -> bool:
@@ -269,6 +285,7 @@ def estimate_contrast(
     num_comparisons: int,
     weight_norm: float = 2.0,
     min_variance: float = 0.0,
+    doubt: float = 0.0,
 ) -> Estimate:
     """Mean of one contrast of runs per seed, with the noise of all arms, see `estimate_paired_contrast`.
 
@@ -276,7 +293,7 @@ def estimate_contrast(
     It uses nothing but the contrast itself. With too few seeds for any verdict there is no interval.
     """
     if not outcomes.num_comparisons:
-        return estimate_paired_contrast(per_seed, outcomes.noise, weight_norm, min_variance)
+        return estimate_paired_contrast(per_seed, outcomes.noise, weight_norm, min_variance, doubt)
     estimate = estimate_mean_sequentially(per_seed, num_comparisons=num_comparisons)
     return estimate if math.isfinite(estimate.low) else estimate._replace(low=math.nan, high=math.nan)
 
@@ -293,7 +310,8 @@ def estimate_gain(outcomes: Outcomes, base_values: Outcomes, arm: str) -> Estima
     noise = outcomes.noise
     if noise.unpaired is not None:
         noise = noise._replace(unpaired=noise.unpaired._replace(variance=noise.unpaired.variance + base_variance))
-    return estimate_sample_mean(differences, noise, outcomes.get_min_variance(arm) + base_variance)
+    doubt = outcomes.get_doubt(noise.unpaired, arm)
+    return estimate_sample_mean(differences, noise, outcomes.get_min_variance(arm) + base_variance, doubt)
 
 
 def describe_difference_basis(outcomes: Outcomes, estimate: Estimate, arm: str, baseline: str) -> str:
@@ -317,9 +335,13 @@ def describe_basis(outcomes: Outcomes, estimate: Estimate) -> str:
         return ""
     # An arm with a single seed shows no noise.
     num_noisy_arms = int((outcomes.values.notna().sum(axis=1) > 1).sum())
-    sources = ["all arms"] if num_noisy_arms > 1 else ["the only arm with several runs"] * num_noisy_arms
-    sources += [f"{outcomes.num_replicates} recorded runs"] if outcomes.num_replicates else []
-    return f"over {_count_seeds(estimate.n)}, with the noise of {' and '.join(sources)}"
+    if outcomes.num_replicates:
+        source = f"{outcomes.num_replicates} recorded runs"
+    elif estimate.n == 2:
+        source = "these runs alone"
+    else:
+        source = "all arms" if num_noisy_arms > 1 else "the only arm with several runs"
+    return f"over {_count_seeds(estimate.n)}, with the noise of {source}"
 
 
 def _count_seeds(count: int) -> str:
@@ -344,16 +366,20 @@ TEST_COLUMNS = ("difference", "difference_low", "difference_high", "se", "df", "
 
 
 def make_test_columns(outcomes: Outcomes, estimate: Estimate, margin: float) -> Row:
-    """The columns of a difference: its interval, se, df, p, and p_equal, that it lies within the margin."""
+    """The columns of a difference: its interval, se, df, p, and p_equal, that it lies within the margin.
+
+    Below `MIN_SEEDS` runs of an arm there is no test: so few say nothing of a setting.
+    """
     compute_p_equal = (
         compute_sequential_equivalence_p_value if outcomes.num_comparisons else compute_equivalence_p_value
     )
+    is_tested = estimate.n >= MIN_SEEDS
     return {
         **make_estimate_columns("difference", estimate),
         "se": estimate.se,
         "df": estimate.df,
-        "p": estimate.p,
-        "p_equal": compute_p_equal(estimate, margin),
+        "p": estimate.p if is_tested else math.nan,
+        "p_equal": compute_p_equal(estimate, margin) if is_tested else math.nan,
         "margin": margin,
     }
 

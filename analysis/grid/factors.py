@@ -24,7 +24,7 @@ from analysis.data.families import Row
 from analysis.data.frames import StudyFrames
 from analysis.grid.layout import format_value
 from analysis.stats.estimates import holm_adjust
-from analysis.sweep.verdicts import format_p_value
+from analysis.sweep.verdicts import format_holm
 from trainable.config.aliases import shorten_setting
 
 MIN_SEEDS = 3
@@ -176,7 +176,7 @@ def describe_comparison(row: Row) -> str:
         return f"Nothing is said of {first} against {second}: the runs of all seeds are equal."
     numbers = (
         f"spreads of {row['first_spread']:.3f} and {row['second_spread']:.3f}; {first} minus {second}, squared: "
-        f"{row['difference']:+.2g} [{row['low']:+.2g}, {row['high']:+.2g}], Holm {format_p_value(row['p_holm'])}, over "
+        f"{row['difference']:+.2g} [{row['low']:+.2g}, {row['high']:+.2g}], {format_holm(row['p_holm'])}, over "
         f"{row['seeds']} seeds"
     )
     if not row["p_holm"] < SIGNIFICANCE_LEVEL:

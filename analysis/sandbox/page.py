@@ -20,8 +20,8 @@ from analysis.sweep import contrasts, findings
 from analysis.sweep.verdicts import (
     describe_stops,
     describe_unfinished,
+    format_holm,
     format_interval,
-    format_p_value,
     format_signed,
 )
 
@@ -133,7 +133,7 @@ def _format_difference(row: Row | None) -> str:
     p_value = row["p_equal_holm"] if row["verdict"] == "equal" else row["p_holm"]
     interval_text = format_interval(row["difference_low"], row["difference_high"], 4)
     difference_text = f"{format_signed(row['difference'], 4)} {interval_text}".rstrip()
-    return f"{row['verdict']}: {difference_text} against the baseline, Holm {format_p_value(p_value)}"
+    return f"{row['verdict']}: {difference_text} against the baseline, {format_holm(p_value)}"
 
 
 def _group_by_column(rows: list[Row], differences: pd.DataFrame, meanings: Mapping[str, str]) -> list[Row]:

@@ -1,13 +1,17 @@
 """The noise of runs: how much runs with other seeds differ, estimated from all arms of a study together.
 
 Model: the outcome of arm a with seed s is y_as = mu_a + gamma_s + e_as, where the seed's effect gamma_s is shared by
-all arms, and the variance of e_as may differ between arms. Three seeds are too few to estimate the variance of a single
-arm. So the variances of all arms, and those of recorded replicate runs, are used together: each is drawn toward their
-common value, as far as the arms agree (Smyth 2004, "Linear models and empirical Bayes methods for assessing
-differential expression in microarray experiments", the method of limma).
+all arms. Three seeds are too few to estimate the variance of e in a single arm, so it is pooled over all arms.
 
-Two bounds keep this honest. A variance is never drawn below its own estimate, since a noisy arm among quiet ones would
-otherwise be judged by the quiet ones. And it is never below the variance of the evaluation alone, which is known.
+Arms may differ in their noise: one near collapse is noisier than the others, and if it is the baseline, its noise is in
+every difference. So a difference is judged by the pooled variance only as far as the arms that take part in it do not
+stand out (`compute_doubt`). The more one does, the more the variance of the difference itself takes the place of the
+pooled one, with its few degrees of freedom: at the end this is the paired t test. In between, both are interpolated, so
+that no small change of an outcome turns a verdict. With two seeds there is nothing to doubt by, and the difference
+stands alone. benchmarks/verdict_errors.py counts how often intervals and verdicts are wrong.
+
+Two bounds keep this honest. A variance is never below the difference's own estimate while the pool is trusted, and
+never below the variance of the evaluation alone, which is known.
 """
 
 import math
@@ -19,82 +23,71 @@ from scipy import special
 
 from analysis.stats.estimates import Estimate, Floats
 
-_MIN_RELATIVE_VARIANCE = 1e-5
-"""A variance of 0 has no logarithm: it counts as this fraction of the median variance, as in limma."""
-
 _RELATIVE_ROUNDING = 1e-12
 """Numbers that differ by less than this fraction of their size are equal: the rest is rounding in their mean."""
 
+REFERENCE_DOUBT = (0.6, 0.95)
+"""From which prominence on an arm is doubted to be as noisy as the others, and from which on it is taken to be noisier.
 
-class VariancePrior(NamedTuple):
-    """The common value of several variances.
+For the arm that others are compared with: its noise is in all differences at once. The limits were chosen by
+simulation (benchmarks/verdict_errors.py): 93 % of the intervals of equal arms contain 0, however noisy the baseline is.
+"""
+ARM_DOUBT = (0.9, 1.0)
+"""The same for the other arm of a difference."""
 
-    variance: the value. df: degrees of freedom that it is worth beside an arm's own estimate; infinite if the variances
-    differ no more than chance explains. max_df: degrees of freedom of all variances together, which bound those of
-    any test.
+
+class Pool(NamedTuple):
+    """The noise of one run, estimated from all arms.
+
+    Attributes:
+        variance: of one run, with `df` degrees of freedom.
+        prominence: (A,) for each arm, the probability that the ratio of its variance to that of the other arms would be
+            smaller than it is if all arms were equally noisy. 0 for an arm of which nothing is known.
     """
 
     variance: float
     df: float
-    max_df: float
+    prominence: Floats
 
 
-def fit_variance_prior(variances: ArrayLike, dfs: ArrayLike) -> VariancePrior | None:
-    """Fit a scaled inverse chi-square distribution to the variances (m,) of m arms with degrees of freedom (m,).
+class Noise(NamedTuple):
+    """What is known of the noise of a study's runs.
 
-    Source: Smyth 2004, section 6.2. With e_a = log s_a^2 - digamma(d_a/2) + log(d_a/2), the prior's df solves
-    trigamma(df/2) = var(e) - mean trigamma(d_a/2), and its variance follows from the mean of e. If the right side is
-    not positive, df is infinite, and the variance is the mean of the variances, weighted by df.
-
-    Arms without degrees of freedom (a single seed) are left out. A single variance is the prior itself, with an
-    infinite df: nothing shows that another arm differs. None without any variance above 0.
-
-    >>> fit_variance_prior([4.0, 4.0], [2, 2])
-    VariancePrior(variance=4.0, df=inf, max_df=4.0)
+    paired: for differences of runs with a common seed, without the seeds' effect. unpaired: for runs of different
+    seeds. None if no arm has two runs that differ, and no recorded runs are like those of the study.
     """
-    s2, df = np.asarray(variances, dtype=float), np.asarray(dfs, dtype=float)
-    s2, df = s2[df > 0], df[df > 0]
-    if not (s2 > 0).any():
-        return None
-    max_df = float(df.sum())
-    # Most arms without any spread would make the median 0; then the smallest positive variance takes its place.
-    floor = _MIN_RELATIVE_VARIANCE * float(np.median(s2) or s2[s2 > 0].min())
-    logs = np.log(np.maximum(s2, floor)) - special.digamma(df / 2) + np.log(df / 2)
-    excess = float(logs.var(ddof=1) - special.polygamma(1, df / 2).mean()) if len(s2) > 1 else 0.0
-    if excess <= 0:
-        return VariancePrior(float((df * s2).sum() / max_df), math.inf, max_df)
-    half_df = _invert_trigamma(excess)
-    variance = math.exp(float(logs.mean()) + float(special.digamma(half_df)) - math.log(half_df))
-    return VariancePrior(variance, 2 * half_df, max_df)
+
+    paired: Pool | None
+    unpaired: Pool | None
 
 
-def _invert_trigamma(value: float) -> float:
-    """The x > 0 with trigamma(x) = value > 0, by Newton's method on 1 / trigamma (Smyth 2004, appendix)."""
-    x = 0.5 + 1 / value
-    for _ in range(50):
-        trigamma = float(special.polygamma(1, x))
-        change = trigamma * (1 - trigamma / value) / float(special.polygamma(2, x))
-        x += change
-        if abs(change) < 1e-10 * x:
-            break
-    return x
+def compute_doubt(prominence: ArrayLike, limits: tuple[float, float] = REFERENCE_DOUBT) -> Floats:
+    """How far an arm is taken to be noisier than the others: 0 below the first limit, 1 from the second on.
 
-
-def moderate_variance(variance: float, df: float, prior: VariancePrior | None) -> tuple[float, float]:
-    """Draw an estimated variance with `df` degrees of freedom toward the prior: (variance, degrees of freedom).
-
-    (df0 s0^2 + df s^2) / (df0 + df), with df0 + df degrees of freedom, at most `prior.max_df`, but no less than the
-    estimate itself. df = 0 means that there is no estimate, and gives the prior. Without a prior the estimate is
-    returned, which is NaN for df = 0.
+    >>> compute_doubt([0.5, 0.775, 0.99]).round(3).tolist()
+    [0.0, 0.5, 1.0]
     """
-    if prior is None:
-        return (variance, df) if df > 0 else (math.nan, 0.0)
-    own_variance = variance if df > 0 else 0.0
-    if math.isinf(prior.df):
-        moderated = prior.variance
-    else:
-        moderated = (prior.df * prior.variance + df * own_variance) / (prior.df + df)
-    return max(moderated, own_variance), min(prior.df + df, prior.max_df)
+    low, high = limits
+    return np.clip((np.asarray(prominence, dtype=float) - low) / (high - low), 0.0, 1.0)
+
+
+def blend_variances(
+    own_variance: ArrayLike, own_df: ArrayLike, pool_variance: ArrayLike, pool_df: ArrayLike, doubt: ArrayLike
+) -> tuple[Floats, Floats]:
+    """The variance of a run and its degrees of freedom, between the pooled estimate and one's own.
+
+    All arguments broadcast. Without doubt the variance is the larger one of both, with the degrees of freedom of the
+    pool; with a doubt of 1 both are the own ones, and in between they are interpolated on a logarithmic scale. An
+    estimate with less than two degrees of freedom cannot be compared with the pool: it stands alone. Without any, the
+    pool stands alone.
+    """
+    own, own_dfs, pooled, pool_dfs = (
+        np.asarray(numbers, dtype=float) for numbers in (own_variance, own_df, pool_variance, pool_df)
+    )
+    weight = np.where(own_dfs <= 0, 0.0, np.where(own_dfs < 2, 1.0, doubt))
+    own, own_dfs = np.where(own_dfs > 0, own, 0.0), np.where(own_dfs > 0, own_dfs, 1.0)
+    variance = np.maximum(pooled, own) ** (1 - weight) * own**weight
+    return variance, pool_dfs ** (1 - weight) * own_dfs**weight
 
 
 class RunVariances(NamedTuple):
@@ -119,12 +112,20 @@ def _compute_variance(values: Floats) -> float:
     return float(values.var(ddof=1))
 
 
-def estimate_residual_variances(outcomes: ArrayLike) -> RunVariances:
-    """Variance of each arm over its seeds, without the seeds' common effect. outcomes (A, S): NaN is a missing run.
+def pool_samples(outcomes: ArrayLike) -> Pool | None:
+    """The noise of runs of different seeds, from the variance of each arm. outcomes (A, S): NaN is a missing run."""
+    variances, dfs = estimate_variances(outcomes)
+    squares = variances * dfs
+    return _make_pool(float(squares.sum()), float(dfs.sum()), squares, dfs)
 
-    Arm and seed effects are fitted by least squares. s_a^2 = sum of an arm's squared residuals over its degrees of
-    freedom, sum over its runs of 1 - h with the leverages h of the fit. If every arm has every seed, these are
-    (S - 1)(A - 1) / A. With two arms both variances are half of that of the difference, with (S - 1) / 2 each.
+
+def pool_residuals(outcomes: ArrayLike) -> Pool | None:
+    """The noise of runs without the seeds' common effect. outcomes (A, S): NaN is a missing run.
+
+    Arm and seed effects are fitted by least squares. What an arm adds to the sum of squared residuals of the others is
+    e' (I - H)^+ e, with its residuals e and its block H of the hat matrix (the extra sum of squares of a group of rows;
+    Seber & Lee 2003, section 10.6). If every arm has every seed, it has S - 1 degrees of freedom, and all of them
+    together (S - 1) (A - 1).
     """
     y = np.asarray(outcomes, dtype=float)
     arms, seeds = np.nonzero(np.isfinite(y))
@@ -137,35 +138,41 @@ def estimate_residual_variances(outcomes: ArrayLike) -> RunVariances:
     values = y[arms, seeds]
     residuals = values - projection @ values
     residuals[np.abs(residuals) <= _RELATIVE_ROUNDING * np.abs(values).max(initial=0)] = 0
-    dfs = np.bincount(arms, weights=1 - np.diag(projection), minlength=num_arms).astype(float)
-    dfs[dfs < 1e-9] = 0  # a single run has a leverage of 1 up to rounding
-    squares = np.bincount(arms, weights=residuals**2, minlength=num_arms).astype(float)
-    return RunVariances(np.divide(squares, dfs, out=np.zeros(num_arms), where=dfs > 0), dfs)
+    extra_squares, extra_dfs = np.zeros(num_arms), np.zeros(num_arms)
+    for arm in range(num_arms):
+        rows = np.flatnonzero(arms == arm)
+        block = np.eye(len(rows)) - projection[np.ix_(rows, rows)]
+        inverse = np.linalg.pinv(block, rcond=1e-9, hermitian=True)
+        extra_squares[arm] = residuals[rows] @ inverse @ residuals[rows]
+        extra_dfs[arm] = np.trace(inverse @ block).round()
+    df = float((len(arms) - np.trace(projection)).round()) if len(arms) else 0.0
+    return _make_pool(float(residuals @ residuals), df, extra_squares, extra_dfs)
 
 
-class Noise(NamedTuple):
-    """What is known of the noise of a study's runs.
+def _make_pool(square_sum: float, df: float, extra_squares: Floats, extra_dfs: Floats) -> Pool | None:
+    """Pool a sum of squares with `df` degrees of freedom, to which each arm adds so much; None if it is 0."""
+    if not (square_sum > 0 and df > 0):
+        return None
+    other_squares, other_dfs = np.maximum(square_sum - extra_squares, 0.0), df - extra_dfs
+    is_known = (extra_dfs > 0) & (other_dfs > 0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = (extra_squares / extra_dfs) / (other_squares / other_dfs)
+        prominence = special.fdtr(extra_dfs, other_dfs, np.where(np.isnan(ratios), 0.0, ratios))
+    return Pool(square_sum / df, df, np.where(is_known, prominence, 0.0))
 
-    paired: for differences of runs with a common seed, without the seeds' effect. unpaired: for runs of different
-    seeds. None if neither the study nor a recorded replicate has two runs of one arm that differ.
-    """
 
-    paired: VariancePrior | None
-    unpaired: VariancePrior | None
-
-
-def fit_noise(outcomes: ArrayLike, replicates: RunVariances | None = None) -> Noise:
+def fit_noise(outcomes: ArrayLike, recorded: ArrayLike = ()) -> Noise:
     """Estimate the noise from the runs of all arms. outcomes (A, S): NaN is a missing run.
 
-    replicates: variances of recorded runs of other studies, one per arm. They contain the seeds' effect, so they are
-    at least as large as the variance of paired runs.
+    recorded: outcomes of recorded runs that are like those of the study, with other seeds. They count only if no arm
+    has two runs: from two seeds on, a study shows its own noise, and other runs may be noisier or less noisy.
     """
-    extra = replicates or RunVariances(np.empty(0), np.empty(0))
-    paired, unpaired = (
-        fit_variance_prior(np.append(runs.variances, extra.variances), np.append(runs.dfs, extra.dfs))
-        for runs in (estimate_residual_variances(outcomes), estimate_variances(outcomes))
-    )
-    return Noise(paired, unpaired)
+    y = np.asarray(outcomes, dtype=float)
+    if (np.isfinite(y).sum(axis=1) > 1).any():
+        return Noise(pool_residuals(y), pool_samples(y))
+    pool = pool_samples(np.atleast_2d(np.asarray(recorded, dtype=float)))
+    pool = None if pool is None else pool._replace(prominence=np.zeros(len(y)))
+    return Noise(pool, pool)
 
 
 def estimate_paired_contrast(
@@ -173,6 +180,7 @@ def estimate_paired_contrast(
     noise: Noise,
     weight_norm: float = 2.0,
     min_variance: float = 0.0,
+    doubt: float = 0.0,
     confidence_level: float = 0.95,
 ) -> Estimate:
     """Mean of one contrast per seed (n,), such as a paired difference, with the noise of all arms.
@@ -182,29 +190,40 @@ def estimate_paired_contrast(
         noise: of the study.
         weight_norm: sum_a w_a^2; 2 for a difference.
         min_variance: variance of the evaluation of one run, which no run's variance can be below.
+        doubt: that the runs of the contrast are as noisy as those of the pool, see `compute_doubt`.
 
-    The variance of a run is v = max(moderated, own, min_variance), where the own estimate is var(per_seed) /
-    weight_norm with n - 1 degrees of freedom; the standard error is sqrt(weight_norm v / n). With one seed the prior
-    is the only estimate. There is no interval without any, or if v is 0: equal numbers are no certainty.
+    The variance of a run is v = max(blended, min_variance), where the own estimate is var(per_seed) / weight_norm with
+    n - 1 degrees of freedom; the standard error is sqrt(weight_norm v / n). With one seed the pool is the only
+    estimate. There is no interval without any, or if v is 0: equal numbers are no certainty.
     """
     values = np.asarray(per_seed, dtype=float)
     if not values.size:
         return Estimate()
-    own_variance = _compute_variance(values) / weight_norm
-    variance, df = moderate_variance(own_variance, values.size - 1, noise.paired)
+    variance, df = _estimate_variance(values, noise.paired, doubt, weight_norm)
     return make_estimate(
         float(values.mean()), weight_norm * max(variance, min_variance) / values.size, df, values.size, confidence_level
     )
 
 
+def _estimate_variance(
+    values: Floats, pool: Pool | None, doubt: float, weight_norm: float = 1.0
+) -> tuple[float, float]:
+    """The blended variance of a run and its degrees of freedom; values: one number per seed, see `weight_norm`."""
+    own_variance, own_df = _compute_variance(values) / weight_norm, values.size - 1
+    if pool is None:
+        return own_variance, own_df
+    variance, df = blend_variances(own_variance, own_df, pool.variance, pool.df, doubt)
+    return float(variance), float(df)
+
+
 def estimate_sample_mean(
-    sample: ArrayLike, noise: Noise, min_variance: float = 0.0, confidence_level: float = 0.95
+    sample: ArrayLike, noise: Noise, min_variance: float = 0.0, doubt: float = 0.0, confidence_level: float = 0.95
 ) -> Estimate:
     """Mean of one number per run (n,), such as the outcome of an arm, with the noise of all arms."""
     values = np.asarray(sample, dtype=float)
     if not values.size:
         return Estimate()
-    variance, df = moderate_variance(_compute_variance(values), values.size - 1, noise.unpaired)
+    variance, df = _estimate_variance(values, noise.unpaired, doubt)
     squared_error = max(variance, min_variance) / values.size
     return make_estimate(float(values.mean()), squared_error, df, values.size, confidence_level)
 
@@ -214,19 +233,20 @@ def estimate_unpaired_difference(
     reference: ArrayLike,
     noise: Noise,
     min_variance: float = 0.0,
+    doubts: tuple[float, float] = (0.0, 0.0),
     confidence_level: float = 0.95,
 ) -> Estimate:
     """Mean of sample (n,) minus mean of reference (m,), whose runs share no seeds, with the noise of all arms.
 
-    se^2 = v_1/n + v_2/m with moderated variances. The degrees of freedom are Satterthwaite's, at most those of all
-    variances together. n of the estimate is the smaller of both numbers of runs.
+    se^2 = v_1/n + v_2/m with blended variances. The degrees of freedom are Satterthwaite's, at most those of the pool.
+    n of the estimate is the smaller of both numbers of runs. doubts: of sample and reference, see `compute_doubt`.
     """
     x, y = np.asarray(sample, dtype=float), np.asarray(reference, dtype=float)
     if not (x.size and y.size):
         return Estimate()
     squared_errors, dfs = [], []
-    for values in (x, y):
-        variance, df = moderate_variance(_compute_variance(values), values.size - 1, noise.unpaired)
+    for values, doubt in zip((x, y), doubts, strict=True):
+        variance, df = _estimate_variance(values, noise.unpaired, doubt)
         squared_errors.append(max(variance, min_variance) / values.size)
         dfs.append(df)
     squared_error = sum(squared_errors)
@@ -234,7 +254,7 @@ def estimate_unpaired_difference(
     if min(dfs) > 0 and squared_error > 0:
         df = squared_error**2 / sum(part**2 / part_df for part, part_df in zip(squared_errors, dfs, strict=True))
     if noise.unpaired is not None:
-        df = min(df, noise.unpaired.max_df)
+        df = min(df, noise.unpaired.df)
     return make_estimate(float(x.mean() - y.mean()), squared_error, df, min(x.size, y.size), confidence_level)
 
 

@@ -32,7 +32,7 @@ from analysis.data.contrasts import compute_arm_weights, compute_weight_norm, re
 from analysis.data.families import Row, TableFamily
 from analysis.data.frames import StudyFrames, to_records
 from analysis.stats.estimates import Estimate
-from analysis.sweep.verdicts import format_p_value, format_status, name_verdict
+from analysis.sweep.verdicts import format_holm, format_status, name_verdict
 
 _DECIMALS = 12
 """Differences are rounded to this many decimals, so that equal runs have a difference and a std of exactly 0."""
@@ -249,8 +249,10 @@ def _estimate_contrast(seed_rows: Sequence[Row], outcomes: Outcomes, margin: flo
         ]
     )
     min_variance = evaluation_variance / weight_norm if weight_norm > 0 else 0.0
+    arms = {arm for pairs in differences_by_seed.values() for pair in pairs for arm in pair}
+    doubt = outcomes.get_doubt(outcomes.noise.paired, *arms)
     estimate = (
-        estimate_contrast(outcomes, seed_means, num_comparisons, weight_norm, min_variance)
+        estimate_contrast(outcomes, seed_means, num_comparisons, weight_norm, min_variance, doubt)
         if weight_norm > 0 or outcomes.num_comparisons
         else Estimate(_mean_or_nan(seed_means), n=len(seed_means))
     )
@@ -338,8 +340,8 @@ def _format_size(row: Row) -> str:
     if row["verdict"] == "equal":
         # Equal runs say less than they seem to: other seeds may still differ by the noise of the study.
         same_text = "; every pair of runs is equal" if row["has_equal_runs"] else ""
-        return f"{interval_text}, Holm {format_p_value(row['p_equal_holm'])}{same_text}"
-    interval_text += f", Holm {format_p_value(row['p_holm'])}"
+        return f"{interval_text}, {format_holm(row['p_equal_holm'])}{same_text}"
+    interval_text += f", {format_holm(row['p_holm'])}"
     if row["verdict"] != "open":
         return interval_text
     unadjusted_text = (

@@ -1,43 +1,88 @@
-"""What a study can resolve, before it is run: the power of its planned seeds under the noise of recorded runs."""
+"""What a number of seeds resolves: one calculation for the plan of a study and for its report.
+
+The power of a verdict has no formula, because the noise of a comparison is estimated from all arms as far as they agree
+(`analysis.stats.noise`). So studies are drawn, and each is judged as the report does. The same draws serve every
+difference and every noise: a study in which all outcomes are scaled has the same verdict.
+"""
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
+from scipy import special
 
-from analysis.data.compare import get_margin
+from analysis.data.compare import SIGNIFICANCE_LEVEL, get_margin
 from analysis.data.families import get_family
-from analysis.data.replicates import find_replicates
-from analysis.stats.noise import fit_variance_prior
-from analysis.stats.power import find_detectable_difference
+from analysis.data.replicates import find_recorded_values
+from analysis.stats.estimates import MIN_SEEDS
+from analysis.stats.noise import ARM_DOUBT, blend_variances, compute_doubt
 from analysis.stats.sequential import find_fewest_seeds
 
 MAX_SUGGESTED_SEEDS = 20
+POWER = 0.8
+_NUM_STUDIES = 4000
+_MAX_ARMS = 24
+"""Arms of a drawn study: the noise that more of them would show changes nothing any more, Holm's factor does."""
 
 
-def find_resolved_difference(study: Mapping[str, Any], num_seeds: int) -> float:
-    """The smallest true difference between an arm and the baseline that is resolved with a probability of .8.
+def find_recorded_deviation(study: Mapping[str, Any]) -> float:
+    """The standard deviation of recorded runs of the study's baseline in its primary outcome; NaN if there are none."""
+    values = find_recorded_values(study, get_family(study).primary_column)
+    return float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
 
-    study: content of study.json. num_seeds: seeds per arm. NaN if no run with the study's environment, preset, primary
-    outcome and steps is recorded, or if there is nothing to compare. The variance is that of the recorded runs, and
-    its degrees of freedom are theirs and those of the planned runs. The baseline may have further seeds, see
-    `extra_seeds` of study.json. The test is the first step of Holm's method.
+
+@cache
+def compute_resolved_ratio(num_arms: int, num_seeds: int) -> float:
+    """The difference that is resolved with a probability of `POWER`, in standard deviations of runs.
+
+    One arm of `num_arms` differs from the baseline by it, all runs are equally noisy, and the test is the first and
+    strictest step of Holm's method. Infinite below `MIN_SEEDS`, where nothing is resolved, and NaN without two arms.
     """
-    num_arms = len(study["axis"]["values"])
-    # Arms of several seeds are compared over the seeds that they share with the baseline.
-    num_baseline_seeds = 1 + _count_further_baseline_seeds(study) if num_seeds == 1 else num_seeds
-    values = [np.array(entry.values) for entry in find_replicates(study, get_family(study).primary_column)]
-    prior = fit_variance_prior([entry.var(ddof=1) for entry in values], [len(entry) - 1 for entry in values])
-    if prior is None or num_arms < 2:
+    if num_arms < 2:
         return math.nan
-    df = prior.max_df + (num_seeds - 1) * (num_arms - 1)
-    se = math.sqrt(prior.variance * (1 / num_seeds + 1 / num_baseline_seeds))
-    return find_detectable_difference(se, df, num_arms - 1)
+    if num_seeds < MIN_SEEDS:
+        return math.inf
+    drawn_arms = min(num_arms, _MAX_ARMS)
+    y = np.random.default_rng(0).normal(size=(_NUM_STUDIES, drawn_arms, num_seeds))
+    differences = y[:, 1] - y[:, 0]
+    own_variance = differences.var(axis=1, ddof=1) / 2
+    residuals = y - y.mean(axis=1, keepdims=True) - y.mean(axis=2, keepdims=True) + y.mean(axis=(1, 2), keepdims=True)
+    squares, df = (residuals**2).sum(axis=(1, 2)), (drawn_arms - 1) * (num_seeds - 1)
+    doubts = [
+        compute_doubt(_compute_prominence(y, arm, squares, df), *limits) for arm, limits in ((0, ()), (1, (ARM_DOUBT,)))
+    ]
+    variance, dfs = blend_variances(own_variance, num_seeds - 1, squares / df, df, np.maximum(*doubts))
+    critical_t = -special.stdtrit(dfs, SIGNIFICANCE_LEVEL / 2 / (num_arms - 1))
+    # A study finds every difference from here on.
+    needed = critical_t * np.sqrt(2 * variance / num_seeds) - differences.mean(axis=1)
+    return float(np.quantile(needed, POWER))
 
 
-def _count_further_baseline_seeds(study: Mapping[str, Any]) -> int:
-    return len(study.get("extra_seeds", {}).get(study["baseline"], ()))
+def _compute_prominence(y: Any, arm: int, squares: Any, df: int) -> Any:
+    """`Pool.prominence` of an arm in complete studies (N, A, S) with these sums of squared residuals (N,)."""
+    _, num_arms, num_seeds = y.shape
+    if num_arms < 3:
+        return np.zeros(len(y))
+    deviation = y[:, arm] - np.delete(y, arm, axis=1).mean(axis=1)
+    extra_df = num_seeds - 1
+    extra = deviation.var(axis=1, ddof=1) * extra_df / (1 + 1 / (num_arms - 1))
+    return special.fdtr(extra_df, df - extra_df, extra / extra_df / ((squares - extra) / (df - extra_df)))
+
+
+def find_resolved_difference(study: Mapping[str, Any], num_seeds: int, deviation: float | None = None) -> float:
+    """The smallest true difference between an arm and the baseline that is resolved with a probability of `POWER`.
+
+    Args:
+        study: content of study.json.
+        num_seeds: seeds per arm, which arm and baseline share.
+        deviation: from run to run; None for that of the recorded runs.
+
+    NaN if nothing is known of the noise or nothing is compared, and infinite below `MIN_SEEDS` seeds.
+    """
+    sd = find_recorded_deviation(study) if deviation is None else deviation
+    return sd * compute_resolved_ratio(len(study["axis"]["values"]), num_seeds)
 
 
 def describe_power(study: Mapping[str, Any]) -> str:
@@ -51,25 +96,20 @@ def describe_power(study: Mapping[str, Any]) -> str:
             f"decide from {find_fewest_seeds(num_arms - 1)} seeds on"
         )
     column = get_family(study).primary_column
-    num_further = _count_further_baseline_seeds(study)
-    baseline_text = f" and {num_seeds + num_further} of the baseline" if num_further and num_seeds == 1 else ""
-    seeds_text = f"with {num_seeds} seed{'s' if num_seeds > 1 else ''} per arm{baseline_text}"
-    difference = find_resolved_difference(study, num_seeds)
-    if math.isnan(difference):
-        consequence = (
-            "one seed gives numbers without intervals"
-            if num_seeds + num_further == 1
-            else "it is estimated from the runs themselves"
+    if num_seeds < MIN_SEEDS:
+        few = "one seed says nothing of a setting" if num_seeds == 1 else "two seeds say too little of a setting"
+        text = f"Power: {few}, so no arm is called better, worse or equal"
+    elif math.isnan(difference := find_resolved_difference(study, num_seeds)):
+        return "Power: not known before the runs, because none like these are recorded; it is estimated from the runs"
+    else:
+        text = (
+            f"Power: with {num_seeds} seeds per arm, a difference of {difference:.2g} in {column} is resolved with a "
+            f"probability of {100 * POWER:.0f} % ({num_arms - 1} comparison{'s' if num_arms > 2 else ''}, noise of "
+            "recorded runs)"
         )
-        return f"Power: not known before the runs, because none like these are recorded; {consequence}"
-    text = (
-        f"Power: {seeds_text}, a difference of {difference:.2g} in {column} is resolved with a probability of 80 % "
-        f"({num_arms - 1} comparison{'s' if num_arms > 2 else ''}, noise of recorded runs)"
-    )
     margin = get_margin(study, column)
-    enough = next(
-        (seeds for seeds in range(1, MAX_SUGGESTED_SEEDS + 1) if find_resolved_difference(study, seeds) <= margin), None
-    )
+    counts = range(MIN_SEEDS, MAX_SUGGESTED_SEEDS + 1)
+    enough = next((count for count in counts if find_resolved_difference(study, count) <= margin), None)
     if enough is None or enough <= num_seeds:
         return text
     return f"{text}; for {margin:g}, type --seeds {enough}"

@@ -1,8 +1,9 @@
 """Tables that compare the arms of one study, with one row per arm or per run."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -20,6 +21,7 @@ from analysis.data.compare import (
     estimate_gain,
     estimate_mean,
     get_margin,
+    is_paired,
     list_arms,
     make_estimate_columns,
     make_test_columns,
@@ -36,7 +38,8 @@ from analysis.stats.estimates import (
     spearman_trend,
     wilson_interval,
 )
-from analysis.stats.power import find_detectable_difference
+from analysis.stats.noise import ARM_DOUBT
+from analysis.sweep.planned_power import find_recorded_deviation, find_resolved_difference
 from analysis.sweep.verdicts import classify_outcome, describe_stops, describe_unfinished, format_verdict
 from trainable.runs.records import STATUSES
 from trainable.runs.run_ends import OPEN_STATUSES
@@ -86,14 +89,32 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
     if table.empty:
         return table
     table["p_holm"], table["p_equal_holm"] = holm_adjust(table["p"]), holm_adjust(table["p_equal"])
-    comparisons = int(table["p"].notna().sum())
-    # With a test at every look, the difference that will be found depends on how many looks follow.
-    table["detectable"] = [
-        math.nan if measures.late.num_comparisons else find_detectable_difference(se, df, comparisons)
-        for se, df in zip(table["se"], table["df"], strict=True)
-    ]
+    study = frames.studies[0]
+    table["detectable"] = [_find_detectable_difference(study, measures.late, row) for row in to_records(table)]
     rows = to_records(table)
     return table.assign(outcome=[classify_outcome(row) for row in rows], verdict=[format_verdict(row) for row in rows])
+
+
+def _find_detectable_difference(study: Mapping[str, Any], outcomes: Outcomes, row: Row) -> float:
+    """The true difference of an arm from the baseline that its seeds would resolve; NaN if that is not known.
+
+    As planned, with the noise of recorded runs, or else that of the study; if one of the arms stands out, with its own.
+    """
+    pool, num_seeds = outcomes.noise.paired, int(row["seeds"])
+    # With a test at every look, the difference that will be found depends on how many looks follow.
+    if (
+        outcomes.num_comparisons
+        or pool is None
+        or not (row["se"] > 0 and is_paired(outcomes, row["arm"], row["baseline"]))
+    ):
+        return math.nan
+    doubts = outcomes.get_doubt(pool, row["arm"], limits=ARM_DOUBT), outcomes.get_doubt(pool, row["baseline"])
+    deviation = find_recorded_deviation(study)
+    if max(doubts) > 0:
+        deviation = row["se"] * math.sqrt(num_seeds / 2)
+    elif math.isnan(deviation):
+        deviation = math.sqrt(pool.variance)
+    return find_resolved_difference(study, num_seeds, deviation)
 
 
 def compare_secondary(frames: StudyFrames) -> pd.DataFrame:

@@ -9,6 +9,7 @@ import pandas as pd
 from analysis.data.compare import SIGNIFICANCE_LEVEL, classify_difference
 from analysis.data.families import Row, TableFamily
 from analysis.data.frames import to_records
+from analysis.stats.estimates import MIN_SEEDS
 from trainable.runs.run_ends import OPEN_STATUSES
 
 UNFINISHED_STATUSES = ("censored", "failed", "interrupted", "never_ran", *OPEN_STATUSES)
@@ -81,6 +82,11 @@ def format_bounds(low: float, high: float) -> str:
 def format_p_value(p: float) -> str:
     """`p 0.012`, or `p < 0.001`."""
     return "p < 0.001" if p < 0.001 else f"p {p:.2g}"
+
+
+def format_holm(p: float) -> str:
+    """`Holm p 0.012`, or that there are too few seeds for a test."""
+    return f"no test below {MIN_SEEDS} seeds" if np.isnan(p) else f"Holm {format_p_value(p)}"
 
 
 def describe_stops(runs: pd.DataFrame) -> str:
@@ -202,18 +208,24 @@ def _describe_difference(row: Mapping[str, Any], outcome_name: str) -> str:
     margin_text = format_number(row["margin"])
     if outcome_name in ("better", "worse"):
         small_text = (
-            f", and by less than {margin_text}, Holm {format_p_value(row['p_equal_holm'])}"
+            f", and by less than {margin_text}, {format_holm(row['p_equal_holm'])}"
             if row["p_equal_holm"] < SIGNIFICANCE_LEVEL
             else ""
         )
         return (
-            f"{outcome_name} than {baseline_text}{failed_text}: {difference_text}, Holm "
-            f"{format_p_value(row['p_holm'])}{small_text} ({row['basis']})"
+            f"{outcome_name} than {baseline_text}{failed_text}: {difference_text}, "
+            f"{format_holm(row['p_holm'])}{small_text} ({row['basis']})"
         )
     if outcome_name == "equal":
         return (
-            f"equal to {baseline_text}{failed_text} within {margin_text}: {difference_text}, Holm "
-            f"{format_p_value(row['p_equal_holm'])} ({row['basis']})"
+            f"equal to {baseline_text}{failed_text} within {margin_text}: {difference_text}, "
+            f"{format_holm(row['p_equal_holm'])} ({row['basis']})"
+        )
+    if row["seeds"] < MIN_SEEDS:
+        count = "one seed says" if row["seeds"] == 1 else f"{row['seeds']} seeds say"
+        return (
+            f"open: {difference_text} from {baseline_text}{failed_text}; {count} too little of a setting for a verdict "
+            f"({row['basis']})"
         )
     detectable_size = row["detectable"]
     if np.isnan(detectable_size):
@@ -224,6 +236,6 @@ def _describe_difference(row: Mapping[str, Any], outcome_name: str) -> str:
     else:
         missed_text = "any difference would probably be missed"
     return (
-        f"open: {difference_text} from {baseline_text}{failed_text}, Holm {format_p_value(row['p_holm'])}; "
+        f"open: {difference_text} from {baseline_text}{failed_text}, {format_holm(row['p_holm'])}; "
         f"{missed_text} ({row['basis']})"
     )

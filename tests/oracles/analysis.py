@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import optimize, stats
 
-from analysis.stats.noise import Noise, moderate_variance
+from analysis.stats.noise import Noise
 
 
 def wilson(successes: float, n: float) -> tuple[float, float]:
@@ -92,10 +92,22 @@ def compute_contrast(
         return expected
     norm = statistics.fmean(norms)
     own_variance = statistics.variance(seed_differences) / norm if n > 1 else 0.0
-    variance, df = moderate_variance(own_variance, n - 1, noise.paired)
+    # The arms that take part, and how far the one that stands out most is doubted.
+    involved = {name for pair in pairs for name in pair if any((name, seed) in values for seed in by_seed)}
+    variance, df = (own_variance, n - 1.0)
+    if noise.paired is not None:
+        order = sorted({arm for arm, _ in values})
+        prominence = max(noise.paired.prominence[order.index(arm)] for arm in involved)
+        doubt = 1.0 if n == 2 else min(max((prominence - 0.6) / 0.35, 0.0), 1.0)
+        pooled, pool_df = noise.paired.variance, noise.paired.df
+        variance, df = pooled, pool_df
+        if n > 1:
+            variance = max(pooled, own_variance) ** (1 - doubt) * own_variance**doubt
+            df = pool_df ** (1 - doubt) * (n - 1) ** doubt
     if not (variance > 0 and df > 0):
         return expected
     standard_error = math.sqrt(norm * variance / n)
     half_width = standard_error * stats.t.ppf(0.5 + confidence_level / 2, df)
     p = 2 * (1 - stats.t.cdf(abs(center) / standard_error, df))
+    p = p if n >= 3 else math.nan  # fewer seeds have no test
     return expected | {"difference_low": center - half_width, "difference_high": center + half_width, "p": p}

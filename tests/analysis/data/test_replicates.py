@@ -7,15 +7,18 @@ import pytest
 
 from analysis.data import compare, replicates
 from analysis.data.load import read_study
-from analysis.data.replicates import ReplicateKey, Replicates, find_replicates, make_replicates, read_replicates
+from analysis.data.replicates import Replicates, find_recorded_values, make_replicates, read_replicates
+from search_spaces import STUDIES
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
+from tune_study.folder.outputs import make_study_entry
+from tune_study.plan.study_plan import make_plan
 
-ENTRY = Replicates(ReplicateKey("sokoban", "laptop", "late_val_success", 2), "kl", "0", (0.25, 0.5, 0.375))
+ENTRY = Replicates("hash-base-0", "late_val_success", "kl", "0", (0.25, 0.5, 0.375))
 STUDY = FakeStudy(levels=10, total_steps=2)
 
 
 def test_replicates_are_read_as_they_were_written(tmp_path: Path) -> None:
-    other = ENTRY._replace(key=ENTRY.key._replace(steps=60))
+    other = ENTRY._replace(study="top-p")
     path = tmp_path / "replicates.json"
     replicates.write_replicates([other, ENTRY], path)
     assert read_replicates(path) == (ENTRY, other)
@@ -23,47 +26,36 @@ def test_replicates_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "is_used"),
-    [
-        ({}, True),
-        ({"environment": "frozen-lake"}, False),
-        ({"preset": "paper"}, False),
-        ({"column": "test_success"}, False),
-        ({"steps": 60}, False),
-    ],
+    ("change", "is_used"), [({}, True), ({"config_hash": "hash-base-1"}, False), ({"column": "test_success"}, False)]
 )
-def test_only_replicates_of_the_same_key_are_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, object], is_used: bool
+def test_only_replicates_of_the_baselines_configuration_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, str], is_used: bool
 ) -> None:
-    entry = ENTRY._replace(key=ENTRY.key._replace(**change))  # type: ignore[arg-type]
-    monkeypatch.setattr(replicates, "read_replicates", lambda: (entry,))
+    entry = ENTRY._replace(**change)  # type: ignore[arg-type]
+    monkeypatch.setattr(replicates, "read_replicates", lambda: (entry._replace(config_hash="another"), entry))
     frames = read_study(write_study(tmp_path, [FakeRun("0", steps=2), FakeRun("0.1", steps=2)], STUDY))
-    assert find_replicates(frames.studies[0], "late_val_success") == ([entry] if is_used else [])
+    assert find_recorded_values(frames.studies[0], "late_val_success") == (entry.values if is_used else ())
     outcomes = compare.collect_outcomes(frames, "late_val_success")
     assert outcomes.num_replicates == (3 if is_used else 0)
     assert (outcomes.noise.unpaired is not None) == is_used
     if outcomes.noise.unpaired is not None:
         assert outcomes.noise.unpaired.variance == pytest.approx(np.var(entry.values, ddof=1))
+    unknown = {**frames.studies[0], "baseline": "nofilter"}
+    assert find_recorded_values(unknown, "late_val_success") == ()
 
 
-def test_the_same_runs_count_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    other = ENTRY._replace(study="other", values=(0.1, 0.4, 0.2))
-    entries = (ENTRY, ENTRY._replace(study="same baseline"), other)
-    monkeypatch.setattr(replicates, "read_replicates", lambda: entries)
-    frames = read_study(write_study(tmp_path, [FakeRun("0", steps=2)], STUDY))
-    assert {entry.values for entry in find_replicates(frames.studies[0], "late_val_success")} == {
-        ENTRY.values,
-        other.values,
-    }
-    assert len(find_replicates(frames.studies[0], "late_val_success")) == 2
+def test_a_study_of_two_seeds_has_a_noise_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicates, "read_replicates", lambda: (ENTRY,))
+    runs = [FakeRun(arm, seed, steps=2) for arm in ("0", "0.1") for seed in range(2)]
+    outcomes = compare.collect_outcomes(read_study(write_study(tmp_path, runs, STUDY)), "late_val_success")
+    assert outcomes.num_replicates == 0
 
 
 def test_the_baseline_of_a_study_is_recorded(tmp_path: Path) -> None:
     runs = [FakeRun(arm, seed, steps=2) for arm in ("0", "0.1") for seed in range(20)]
     frames = read_study(write_study(tmp_path, runs, STUDY))
     entry = make_replicates(frames)
-    assert entry.key == ENTRY.key
-    assert (entry.study, entry.arm) == ("kl", "0")
+    assert entry._replace(values=()) == ENTRY._replace(values=())
     late = frames.trials[frames.trials["arm"] == "0"].sort_values("seed")["late_val_success"]
     assert entry.values == pytest.approx(late.to_list(), abs=1e-6)
 
@@ -78,7 +70,7 @@ def test_a_baseline_without_any_noise_is_not_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written: list[Replicates] = []
-    monkeypatch.setattr(replicates, "read_replicates", lambda: (ENTRY._replace(study="other"),))
+    monkeypatch.setattr(replicates, "read_replicates", lambda: (ENTRY._replace(study="other", config_hash="x"),))
     monkeypatch.setattr(replicates, "write_replicates", written.extend)
     for values, studies in (((0.0, 0.0), {"other"}), ((0.0, 0.1), {"other", "kl"})):
         written.clear()
@@ -94,4 +86,18 @@ def test_the_shipped_file_has_enough_runs_per_entry() -> None:
     for entry in entries:
         assert len(entry.values) >= replicates.MIN_REPLICATES
         assert 0 < np.std(entry.values) < 0.5
-    assert len({(entry.key, entry.study) for entry in entries}) == len(entries)
+    assert len({(entry.config_hash, entry.column) for entry in entries}) == len(entries)
+
+
+@pytest.mark.parametrize(
+    "study", ["kl", "entropy", "top-p", "grpo-entropy-sokoban", "smoke", "influence", "grpo-entropy"]
+)
+def test_the_shipped_file_applies_to_the_shipped_studies(study: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new setting changes the hash of all configurations: then the runs of `make replicates` are recorded again."""
+    monkeypatch.setattr(replicates, "read_replicates", read_replicates)
+    plan = make_plan(STUDIES[study], "laptop", "", {}, None, 1, Path("out"))
+    values = find_recorded_values(make_study_entry(plan), plan.study.family.outcomes[0])
+    assert len(values) >= replicates.MIN_REPLICATES
+    for changed in ({"trainer.total_training_steps": 61}, {"actor.lr": 1.5e-3}) if study == "kl" else ():
+        plan = make_plan(STUDIES[study], "laptop", "", changed, None, 1, Path("out"))
+        assert find_recorded_values(make_study_entry(plan), plan.study.family.outcomes[0]) == ()

@@ -421,7 +421,7 @@ def test_arms_that_failed_in_part_are_in_the_headline(tmp_path: Path) -> None:
     assert findings.describe_collapses(count_collapses(frames)) == sentence
     assert pages.conclude(frames).collapse == f"{sentence} {COLLAPSE_DEFINITION}"
     assert findings.describe_interval_basis(tables.make_dose_response(frames)) == (
-        "0: over 2 seeds, with the noise of all arms; 0.1: over 3 seeds, with the noise of all arms"
+        "0: over 2 seeds, with the noise of these runs alone; 0.1: over 3 seeds, with the noise of all arms"
     )
 
 

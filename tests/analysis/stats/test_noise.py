@@ -1,31 +1,35 @@
-"""Tests of the noise model: literal versions, recovered priors, identities with t tests, and simulated coverage."""
+"""Tests of the noise model: literal versions, identities with t tests, and simulated coverage."""
 
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import optimize, special, stats
+from scipy import stats
 
+from analysis.data.compare import Outcomes, estimate_difference
 from analysis.stats.estimates import Estimate, Floats, holm_adjust, mean_over_seeds, welch_t_test
 from analysis.stats.estimates import SampleStats as Sample
 from analysis.stats.noise import (
+    ARM_DOUBT,
     Noise,
-    RunVariances,
-    VariancePrior,
+    Pool,
+    blend_variances,
+    compute_doubt,
     compute_equivalence_p_value,
     estimate_paired_contrast,
-    estimate_residual_variances,
     estimate_unpaired_difference,
-    estimate_variances,
     fit_noise,
-    fit_variance_prior,
-    moderate_variance,
+    pool_residuals,
+    pool_samples,
 )
 from tests.strategies.examples import draw_examples
 
 NO_NOISE = Noise(None, None)
+RECORDED = 0.02 * stats.zscore(np.arange(20), ddof=1)
+"""Recorded runs with a deviation of 0.02."""
 numbers = st.floats(-1, 1, allow_nan=False).map(lambda number: round(number, 3))
 tables = st.tuples(st.integers(2, 5), st.integers(2, 5)).flatmap(
     lambda shape: st.lists(
@@ -34,86 +38,38 @@ tables = st.tuples(st.integers(2, 5), st.integers(2, 5)).flatmap(
 )
 
 
-def draw_variances(generator: np.random.Generator, variance: float, df0: float, dfs: Floats) -> Floats:
-    """Sample variances of arms whose true variances come from a scaled inverse chi-square distribution."""
-    true_variances = variance * df0 / generator.chisquare(df0, len(dfs))
-    return true_variances * generator.chisquare(dfs) / dfs
-
-
-# The prior
-
-
-@pytest.mark.parametrize("df0", [3.0, 10.0])
-def test_a_prior_is_recovered_from_many_variances(df0: float) -> None:
-    dfs = np.tile([2.0, 4.0, 9.0], 4000)
-    prior = fit_variance_prior(draw_variances(np.random.default_rng(0), 0.04, df0, dfs), dfs)
-    assert prior is not None
-    # Four standard errors of 12,000 arms.
-    assert abs(prior.variance / 0.04 - 1) < 0.05
-    assert abs(prior.df / df0 - 1) < 0.1
-    assert prior.max_df == dfs.sum()
-
-
-@given(st.lists(st.tuples(st.floats(1e-4, 1), st.integers(1, 20)), min_size=2, max_size=8))
-@draw_examples(60)
-def test_a_prior_solves_its_equations(arms: list[tuple[float, int]]) -> None:
-    variances, dfs = [variance for variance, _ in arms], [df for _, df in arms]
-    logs = [math.log(v) - special.digamma(d / 2) + math.log(d / 2) for v, d in arms]
-    excess = np.var(logs, ddof=1) - np.mean([special.polygamma(1, d / 2) for d in dfs])
-    prior = fit_variance_prior(variances, dfs)
-    assert prior is not None
-    if excess <= 1e-6 or min(variances) < 1e-5 * np.median(variances):
-        return
-    df0 = 2 * optimize.brentq(lambda x: special.polygamma(1, x) - excess, 1e-4, 1e8)
-    assert prior.df == pytest.approx(df0, rel=1e-6)
-    expected = math.exp(np.mean(logs) + special.digamma(df0 / 2) - math.log(df0 / 2))
-    assert prior.variance == pytest.approx(expected, rel=1e-6)
-
-
-def test_variances_that_agree_are_pooled() -> None:
-    assert fit_variance_prior([4.0, 4.0, 5.0], [2, 2, 4]) == VariancePrior(4.5, math.inf, 8.0)
-    assert fit_variance_prior([4.0], [2]) == VariancePrior(4.0, math.inf, 2.0)
-    assert fit_variance_prior([4.0, 0.0], [2, 0]) == VariancePrior(4.0, math.inf, 2.0)
-
-
-@pytest.mark.parametrize("variances", [[], [0.0, 0.0]])
-def test_no_spread_has_no_prior(variances: list[float]) -> None:
-    assert fit_variance_prior(variances, [2] * len(variances)) is None
-
-
-def test_an_arm_without_spread_does_not_break_the_fit() -> None:
-    prior = fit_variance_prior([0.0, 0.0, 0.0, 0.04], [2, 2, 2, 2])
-    assert prior is not None
-    assert 0 < prior.variance < 0.04
-    assert 0 < prior.df < math.inf
-
-
-# Moderation
-
-
-def test_a_quiet_arm_is_drawn_up_and_a_noisy_one_keeps_its_own_variance() -> None:
-    prior = VariancePrior(4.0, 6.0, 20.0)
-    assert moderate_variance(1.0, 2, prior) == ((6 * 4 + 2 * 1) / 8, 8.0)
-    assert moderate_variance(9.0, 2, prior) == (9.0, 8.0)
-    assert moderate_variance(0.0, 0, prior) == (4.0, 6.0)
-    assert moderate_variance(1.0, 2, VariancePrior(4.0, math.inf, 20.0)) == (4.0, 20.0)
-    assert moderate_variance(1.0, 2, None) == (1.0, 2)
-    assert math.isnan(moderate_variance(0.0, 0, None)[0])
-
-
-# Variances of runs
+# The pool
 
 
 @given(tables)
 @draw_examples(60)
-def test_residual_variances_are_those_of_a_literal_fit(table: list[list[float]]) -> None:
+def test_a_pool_is_that_of_a_literal_fit(table: list[list[float]]) -> None:
     y = np.array(table)
     num_arms, num_seeds = y.shape
     residuals = y - y.mean(1, keepdims=True) - y.mean(0, keepdims=True) + y.mean()
-    df = (num_arms - 1) * (num_seeds - 1) / num_arms
-    runs = estimate_residual_variances(y)
-    assert runs.dfs == pytest.approx(np.full(num_arms, df))
-    assert runs.variances == pytest.approx((residuals**2).sum(1) / df, abs=1e-12)
+    df = (num_arms - 1) * (num_seeds - 1)
+    pool = pool_residuals(y)
+    if (residuals**2).sum() < 1e-12:
+        return
+    assert pool is not None
+    assert (pool.variance, pool.df) == pytest.approx(((residuals**2).sum() / df, df))
+    for arm in range(num_arms):
+        assert pool.prominence[arm] == pytest.approx(compute_prominence(y, arm), abs=1e-6)
+
+
+def compute_prominence(y: Floats, arm: int) -> float:
+    """P(F <= the ratio of mean squares) of one arm against the others, with a fit of all arms and one of the others."""
+    fits = [
+        numbers - numbers.mean(1, keepdims=True) - numbers.mean(0) + numbers.mean()
+        for numbers in (y, np.delete(y, arm, 0))
+    ]
+    total, others = ((fit**2).sum() for fit in fits)
+    extra_df, other_df = y.shape[1] - 1, (y.shape[0] - 2) * (y.shape[1] - 1)
+    if not other_df:
+        return 0.0
+    if others < 1e-12:
+        return 1.0 if total > others + 1e-12 else 0.0
+    return float(stats.f.cdf((total - others) / extra_df / (others / other_df), extra_df, other_df))
 
 
 @given(tables, st.data())
@@ -123,23 +79,75 @@ def test_effects_of_arms_and_seeds_do_not_count(table: list[list[float]], data: 
     missing = data.draw(st.lists(st.booleans(), min_size=y.size, max_size=y.size))
     y[np.array(missing).reshape(y.shape)] = math.nan
     shifted = y + np.arange(y.shape[0])[:, None] + 3 * np.arange(y.shape[1])
-    runs, shifted_runs = estimate_residual_variances(y), estimate_residual_variances(shifted)
-    assert shifted_runs.dfs == pytest.approx(runs.dfs)
-    assert shifted_runs.variances == pytest.approx(runs.variances, abs=1e-9)
-    # All degrees of freedom together: runs, less the effects that they can tell apart.
-    assert runs.dfs.sum() <= max(np.isfinite(y).sum() - 1, 0)
+    pool, shifted_pool = pool_residuals(y), pool_residuals(shifted)
+    if pool is None or shifted_pool is None:
+        assert pool is shifted_pool or min(one.variance for one in (pool, shifted_pool) if one) < 1e-20
+        return
+    assert shifted_pool.df == pool.df <= np.isfinite(y).sum() - 1
+    assert shifted_pool.variance == pytest.approx(pool.variance, abs=1e-9)
+
+
+@given(tables, st.integers(0, 4))
+@draw_examples(40)
+def test_an_arm_without_a_second_run_shows_no_noise(table: list[list[float]], seed: int) -> None:
+    """A run that stands alone has an effect of its own: it changes neither the pool nor any prominence."""
+    y = np.array(table)
+    more = np.vstack([y, np.full(y.shape[1], math.nan)])
+    more[-1, seed % y.shape[1]] = 7.0
+    for pool in (pool_residuals, pool_samples):
+        alone, beside = pool(y), pool(more)
+        if alone is not None and beside is not None and alone.variance > 1e-9:
+            assert beside.variance == pytest.approx(alone.variance)
+            assert beside.df == alone.df
+            assert beside.prominence == pytest.approx([*alone.prominence, 0.0], abs=1e-6)
 
 
 def test_equal_arms_leave_no_residual() -> None:
     y = np.array([[0.1, 0.3, 0.7], [0.1, 0.3, 0.7], [0.2, 0.4, 0.8]])
-    assert estimate_residual_variances(y).variances.tolist() == [0.0, 0.0, 0.0]
     assert fit_noise(y).paired is None
+    assert fit_noise(y).unpaired is not None
 
 
-def test_variances_with_the_seeds_effect() -> None:
-    runs = estimate_variances([[1.0, 3.0, math.nan], [5.0, math.nan, math.nan]])
-    assert runs.variances.tolist() == [2.0, 0.0]
-    assert runs.dfs.tolist() == [1.0, 0.0]
+def test_samples_are_pooled_by_their_degrees_of_freedom() -> None:
+    pool = pool_samples([[1.0, 3.0, math.nan], [5.0, math.nan, math.nan], [2.0, 2.0, 5.0]])
+    assert pool is not None
+    assert (pool.variance, pool.df) == pytest.approx(((2.0 + 6.0) / 3, 3.0))
+    assert pool.prominence == pytest.approx([stats.f.cdf(2 / 3, 1, 2), 0.0, stats.f.cdf(3 / 2, 2, 1)])
+
+
+# Doubt
+
+
+def test_an_arm_is_doubted_by_degrees() -> None:
+    assert compute_doubt([0.0, 0.6, 0.775, 0.95, 1.0]) == pytest.approx([0, 0, 0.5, 1, 1])
+    assert compute_doubt(0.95, ARM_DOUBT) == pytest.approx(0.5)
+
+
+@given(st.floats(1e-6, 1), st.integers(2, 9), st.floats(1e-6, 1), st.integers(2, 60), st.floats(0, 1))
+def test_a_blend_lies_between_the_pool_and_the_own_estimate(
+    own: float, own_df: int, pooled: float, pool_df: int, doubt: float
+) -> None:
+    variance, df = blend_variances(own, own_df, pooled, pool_df, doubt)
+    assert (
+        own * (1 - 1e-9) <= variance <= max(own, pooled) * (1 + 1e-9)
+    )  # so a noisy arm is never taken for a quiet one
+    assert min(own_df, pool_df) * (1 - 1e-9) <= df <= max(own_df, pool_df) * (1 + 1e-9)
+    assert blend_variances(own, own_df, pooled, pool_df, 1.0) == pytest.approx((own, own_df))
+    assert blend_variances(own, own_df, pooled, pool_df, 0.0) == pytest.approx((max(own, pooled), pool_df))
+    assert blend_variances(own, 1, pooled, pool_df, 0.0) == pytest.approx((own, 1))
+    assert blend_variances(own, 0, pooled, pool_df, 1.0) == pytest.approx((pooled, pool_df))
+
+
+@pytest.mark.parametrize("noisy_arm", [0, 3])
+def test_a_noisy_arm_is_judged_by_its_own_runs(noisy_arm: int) -> None:
+    y = np.random.default_rng(0).normal(0.8, 0.01, (6, 5))
+    y[noisy_arm] += [0.2, -0.2, 0.1, -0.1, 0.0]
+    pool = fit_noise(y).paired
+    assert pool is not None
+    assert compute_doubt(pool.prominence).tolist() == [float(arm == noisy_arm) for arm in range(6)]
+    alone = mean_over_seeds(y[noisy_arm] - y[1])
+    blended = estimate_paired_contrast(y[noisy_arm] - y[1], fit_noise(y), doubt=1.0)
+    assert blended == pytest.approx(alone)
 
 
 # Contrasts
@@ -157,7 +165,7 @@ def test_two_arms_are_the_paired_t_test(pairs: list[tuple[float, float]]) -> Non
     assert estimate_paired_contrast(differences, NO_NOISE) == pytest.approx(expected, rel=1e-6)
 
 
-def test_runs_of_other_seeds_are_welchs_test_without_a_prior() -> None:
+def test_runs_of_other_seeds_are_welchs_test_without_a_pool() -> None:
     x, y = [1.0, 2.0, 4.0], [2.0, 5.0, 5.0, 9.0]
     expected = welch_t_test(
         Sample(float(np.mean(x)), float(np.std(x, ddof=1)), 3), Sample(float(np.mean(y)), float(np.std(y, ddof=1)), 4)
@@ -172,17 +180,20 @@ def test_one_seed_needs_recorded_replicates() -> None:
     assert alone.value == pytest.approx(-0.1)
     assert math.isnan(alone.low)
     assert math.isnan(alone.p)
-    replicates = RunVariances(np.array([0.02**2]), np.array([19.0]))
-    estimate = estimate_paired_contrast(y[1] - y[0], fit_noise(y, replicates))
+    estimate = estimate_paired_contrast(y[1] - y[0], fit_noise(y, RECORDED))
     assert estimate.se == pytest.approx(0.02 * math.sqrt(2))
     assert estimate.df == 19
     assert estimate.high - estimate.value == pytest.approx(stats.t.ppf(0.975, 19) * 0.02 * math.sqrt(2))
 
 
+def test_recorded_runs_do_not_count_beside_two_seeds() -> None:
+    y = np.array([[0.80, 0.82, 0.81], [0.70, 0.71, 0.73]])
+    assert str(fit_noise(y, RECORDED)) == str(fit_noise(y))
+
+
 def test_one_run_against_several_of_the_baseline() -> None:
-    replicates = RunVariances(np.array([0.02**2]), np.array([19.0]))
     y = np.array([[0.80, math.nan, math.nan], [math.nan, 0.70, math.nan]])
-    noise = fit_noise(y, replicates)
+    noise = fit_noise(y, RECORDED)
     one = estimate_unpaired_difference([0.7], [0.8], noise)
     four = estimate_unpaired_difference([0.7], [0.8, 0.81, 0.79, 0.80], noise)
     assert one.se == pytest.approx(0.02 * math.sqrt(2))
@@ -196,7 +207,8 @@ def test_no_interval_is_narrower_than_the_evaluation_allows() -> None:
     assert math.isnan(equal.p)
     floored = estimate_paired_contrast([0.1, 0.1, 0.1], NO_NOISE, min_variance=0.01**2)
     assert floored.se == pytest.approx(math.sqrt(2 * 0.01**2 / 3))
-    noise = Noise(VariancePrior(1e-8, math.inf, 10.0), VariancePrior(1e-8, math.inf, 10.0))
+    pool = Pool(1e-8, 10.0, np.zeros(2))
+    noise = Noise(pool, pool)
     assert estimate_paired_contrast([0.1, 0.1001], noise, min_variance=0.01**2).se == pytest.approx(0.01)
     assert estimate_unpaired_difference([0.1], [0.2], noise, min_variance=0.01**2).se == pytest.approx(
         0.01 * math.sqrt(2)
@@ -205,7 +217,7 @@ def test_no_interval_is_narrower_than_the_evaluation_allows() -> None:
 
 def test_the_weights_of_a_contrast_scale_its_error() -> None:
     """The mean of two pairs with an arm in common has the weights (1, -1/2, -1/2)."""
-    noise = Noise(VariancePrior(0.02**2, math.inf, 30.0), None)
+    noise = Noise(Pool(0.02**2, 30.0, np.zeros(3)), None)
     estimate = estimate_paired_contrast([0.1], noise, weight_norm=1.5)
     assert estimate.se == pytest.approx(0.02 * math.sqrt(1.5))
 
@@ -247,10 +259,11 @@ def simulate(deviations: list[float], num_seeds: int, seed: int) -> tuple[float,
     """Share of studies of equal arms with a false verdict after Holm, and coverage of the intervals."""
     generator = np.random.default_rng(seed)
     false_verdicts = covered = 0
+    names = [str(arm) for arm in range(len(deviations))]
     for _ in range(NUM_STUDIES):
         y = generator.normal(0.8, np.array(deviations)[:, None], (len(deviations), num_seeds))
-        noise = fit_noise(y)
-        estimates = [estimate_paired_contrast(row - y[0], noise) for row in y[1:]]
+        outcomes = Outcomes("late_val_success", pd.DataFrame(y, index=names), {}, fit_noise(y))
+        estimates = [estimate_difference(outcomes, arm, "0") for arm in names[1:]]
         false_verdicts += bool(holm_adjust([estimate.p for estimate in estimates]).min() < 0.05)
         covered += sum(estimate.low <= 0 <= estimate.high for estimate in estimates)
     return false_verdicts / NUM_STUDIES, covered / NUM_STUDIES / (len(deviations) - 1)
@@ -258,8 +271,14 @@ def simulate(deviations: list[float], num_seeds: int, seed: int) -> tuple[float,
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_seeds", [3, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 5))])
-@pytest.mark.parametrize("deviations", [[0.015] * 6, [0.01, 0.01, 0.01, 0.03, 0.03, 0.06]], ids=["equal", "unequal"])
+@pytest.mark.parametrize(
+    "deviations",
+    [[0.015] * 6, [0.01, 0.01, 0.01, 0.03, 0.03, 0.06], [0.075, *[0.015] * 5]],
+    ids=["equal", "a noisy arm", "a noisy baseline"],
+)
 def test_error_rates(deviations: list[float], num_seeds: int) -> None:
     family_error, coverage = simulate(deviations, num_seeds, seed=num_seeds)
     assert family_error <= 0.07 + 3 * math.sqrt(0.07 * 0.93 / NUM_STUDIES)
-    assert 0.93 - 3 * math.sqrt(0.93 * 0.07 / NUM_STUDIES) <= coverage <= 0.98
+    assert 0.93 - 3 * math.sqrt(0.93 * 0.07 / NUM_STUDIES) <= coverage
+    # Beside a noisier arm, the intervals of the quiet ones are wider than they need be.
+    assert coverage <= 0.98 or len(set(deviations)) > 1

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from analysis.data.compare import collect_outcomes, estimate_evaluation_variances
 from analysis.data.contrasts import read_contrasts
@@ -54,12 +55,20 @@ def test_a_contrast_equals_a_computation_by_hand(tmp_path: Path) -> None:
     frames = write_and_load(tmp_path, FOUR_ARMS, ("first up", [["A", "B"], ["C", "D"]]))
     row = get_row(compute_contrasts(frames), "first up")
     per_seed = [(0.10 + 0.06) / 2, (0.08 + 0.04) / 2, (0.06 + 0.02) / 2]  # 0.08, 0.06, 0.04
-    # Without the means of arms and seeds, the twelve outcomes have 6 degrees of freedom. Their variances differ no more
-    # than chance explains, so the common one counts, and the arms have the weights 1/2, -1/2, 1/2, -1/2.
+    # Without the means of arms and seeds, the twelve outcomes have 6 degrees of freedom. One arm stands out by chance,
+    # so the variance lies between the common one and that of the three numbers, which have 2. The arms have the
+    # weights 1/2, -1/2, 1/2, -1/2.
     outcomes = np.array([A, B, C, D])
     residuals = outcomes - outcomes.mean(axis=1, keepdims=True) - outcomes.mean(axis=0) + outcomes.mean()
-    variance = (residuals**2).sum() / 6
-    half_width = 2.446912 * math.sqrt(variance / 3)  # the 97.5 % quantile of t with 6 degrees of freedom
+    pool = collect_outcomes(frames, row["column"]).noise.paired
+    assert pool is not None
+    assert (pool.variance, pool.df) == pytest.approx(((residuals**2).sum() / 6, 6))
+    doubt = (max(pool.prominence) - 0.6) / 0.35
+    assert 0.4 < doubt < 0.6
+    own_variance = 0.02**2  # of 0.08, 0.06, 0.04, with a sum of squared weights of 1
+    variance = max(pool.variance, own_variance) ** (1 - doubt) * own_variance**doubt
+    df = 6 ** (1 - doubt) * 2**doubt
+    half_width = stats.t.ppf(0.975, df) * math.sqrt(variance / 3)
     assert row["difference"] == pytest.approx(sum(per_seed) / 3)
     assert row["difference"] == pytest.approx(0.06)
     assert row["difference_low"] == pytest.approx(0.06 - half_width)
@@ -234,7 +243,9 @@ def test_failed_and_missing_runs_are_left_out_and_named_and_a_stopped_one_counts
     per_seed = [0.10, 0.04, (0.06 + 0.02) / 2]
     assert row["difference"] == pytest.approx(np.mean(per_seed))
     # Seed 0 and seed 1 have one pair, with the squared weights 1 + 1; seed 2 has two, with 4 / 4.
-    assert row["se"] == pytest.approx(math.sqrt((2 + 2 + 1) / 3 * get_variance(frames, row) / 3))
+    norm = (2 + 2 + 1) / 3
+    variance = blend(frames, row, np.var(per_seed, ddof=1) / norm, "ABCD")
+    assert row["se"] == pytest.approx(math.sqrt(norm * variance / 3))
     assert (row["run_pairs_used"], row["run_pairs"], row["pairs"], row["pairs_used"]) == (4, 9, 3, 2)
     assert math.isnan(row["difference_same_pairs"])  # A with B lacks seed 1, C with D lacks seed 0
     empty_row = get_row(compute_contrasts(frames), "none")
@@ -246,8 +257,14 @@ def get_variance(frames: StudyFrames, row: dict[str, Any]) -> float:
     """The common variance of the study's runs, which is larger here than that of the contrast itself."""
     noise = collect_outcomes(frames, row["column"]).noise
     assert noise.paired is not None
-    assert math.isinf(noise.paired.df)
     return noise.paired.variance
+
+
+def blend(frames: StudyFrames, row: dict[str, Any], own_variance: float, arms: str) -> float:
+    """The variance of a contrast of these arms over three seeds, between the common one and its own."""
+    outcomes = collect_outcomes(frames, row["column"])
+    doubt = outcomes.get_doubt(outcomes.noise.paired, *arms)
+    return max(get_variance(frames, row), own_variance) ** (1 - doubt) * own_variance**doubt
 
 
 def test_many_stopped_runs_are_counted_in_words_and_named_in_the_table(tmp_path: Path) -> None:
@@ -270,12 +287,14 @@ def test_a_pair_that_lacks_a_seed_moves_the_mean_and_the_line_says_so(tmp_path: 
     assert "seeds have different pairs: +0.08 over the pairs that every seed has" in format_sentences(table)[0]
 
 
-def test_two_seeds_have_the_interval_of_all_arms_and_one_seed_has_none(tmp_path: Path) -> None:
+def test_two_seeds_have_an_interval_of_their_own_and_no_word_and_one_seed_has_none(tmp_path: Path) -> None:
     frames = write_and_load(tmp_path, [run for run in FOUR_ARMS if run.seed < 2], ("up", [["A", "B"]]))
     row = get_row(compute_contrasts(frames), "up")
     assert row["difference"] == pytest.approx(0.09)
-    assert (row["seeds"], row["df"]) == (2, pytest.approx(3))  # (4 arms - 1) (2 seeds - 1)
-    assert row["difference_low"] < 0.09 < row["difference_high"]
+    assert (row["seeds"], row["df"]) == (2, 1)
+    assert row["difference_low"] < 0 < row["difference_high"]
+    assert math.isnan(row["p_holm"])
+    assert row["verdict"] == "open"
     frames = write_and_load(tmp_path / "one", [run for run in FOUR_ARMS if run.seed < 1], ("up", [["A", "B"]]))
     table = compute_contrasts(frames)
     row = get_row(table, "up")

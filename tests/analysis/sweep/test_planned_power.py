@@ -1,28 +1,29 @@
-"""Tests of what a plan says of the power of its seeds."""
+"""Tests of what a number of seeds resolves: the plan's promise against simulated studies, judged as a report does."""
 
 import math
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from analysis.data import replicates
-from analysis.data.replicates import ReplicateKey, Replicates
-from analysis.stats.power import compute_power
-from analysis.sweep.planned_power import describe_power, find_resolved_difference
+from analysis.data.compare import Outcomes, estimate_difference
+from analysis.data.replicates import Replicates
+from analysis.stats.estimates import Floats, holm_adjust
+from analysis.stats.noise import fit_noise
+from analysis.sweep.planned_power import compute_resolved_ratio, describe_power, find_resolved_difference
 
-ENTRY = Replicates(
-    ReplicateKey("sokoban", "laptop", "late_val_success", 60), "kl", "0", tuple(np.linspace(0.75, 0.8, 20).tolist())
-)
+ENTRY = Replicates("a hash", "late_val_success", "kl", "0", tuple(np.linspace(0.75, 0.8, 20).tolist()))
 
 
-def make_study(num_seeds: int = 1, **changes: Any) -> dict[str, Any]:
+def make_study(num_seeds: int = 1, config_hash: str = "a hash", **changes: Any) -> dict[str, Any]:
     return {
         "family": "ppo",
         "preset": "laptop",
-        "settings": {"trainer": {"total_training_steps": 60}},
         "axis": {"values": ["0", "0.1", "1"]},
         "baseline": "0",
+        "runs": [{"arm": "0", "config_hash": config_hash}],
         "seeds": list(range(num_seeds)),
         **changes,
     }
@@ -33,28 +34,65 @@ def recorded_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicates, "read_replicates", lambda: (ENTRY,))
 
 
-@pytest.mark.parametrize("num_seeds", [1, 3, 10])
-def test_the_difference_has_a_power_of_80_percent_under_the_noise_of_recorded_runs(num_seeds: int) -> None:
-    difference = find_resolved_difference(make_study(), num_seeds)
-    se = math.sqrt(2 * np.var(ENTRY.values, ddof=1) / num_seeds)
-    assert compute_power(difference, se, 19 + 2 * (num_seeds - 1), 2) == pytest.approx(0.8, abs=1e-6)
+def simulate_power(ratio: float, num_arms: int, num_seeds: int, num_studies: int = 600) -> float:
+    """The share of studies in which the only arm that differs, by so many deviations, is called worse."""
+    generator, names = np.random.default_rng(1), [str(arm) for arm in range(num_arms)]
+    num_resolved = 0
+    for _ in range(num_studies):
+        y: Floats = generator.normal(size=(num_arms, num_seeds))
+        y[1] -= ratio
+        outcomes = Outcomes("late_val_success", pd.DataFrame(y, index=names), {}, fit_noise(y))
+        p = [estimate_difference(outcomes, name, "0").p for name in names[1:]]
+        num_resolved += bool(holm_adjust(p)[0] < 0.05 and y[1].mean() < y[0].mean())
+    return num_resolved / num_studies
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("num_arms", "num_seeds"), [(6, 3), (6, 5), (3, 4), (2, 3)])
+def test_the_promised_power_is_that_of_the_report(num_arms: int, num_seeds: int) -> None:
+    power = simulate_power(compute_resolved_ratio(num_arms, num_seeds), num_arms, num_seeds)
+    assert 0.75 <= power <= 0.85
+
+
+def test_more_seeds_resolve_less_and_more_arms_need_more() -> None:
+    ratios = [compute_resolved_ratio(6, count) for count in range(1, 12)]
+    assert ratios[:2] == [math.inf, math.inf]
+    assert ratios[2:] == sorted(ratios[2:], reverse=True)
+    assert compute_resolved_ratio(40, 5) > compute_resolved_ratio(20, 5) > compute_resolved_ratio(6, 5)
+    assert math.isnan(compute_resolved_ratio(1, 5))
+    # Beyond thirty seeds it is the normal approximation.
+    assert compute_resolved_ratio(2, 100) == pytest.approx((1.96 + 0.842) * math.sqrt(2 / 100), rel=0.04)
+
+
+def test_differences_are_in_units_of_the_noise() -> None:
+    recorded = float(np.std(ENTRY.values, ddof=1))
+    assert find_resolved_difference(make_study(), 5) == pytest.approx(recorded * compute_resolved_ratio(3, 5))
+    assert find_resolved_difference(make_study(), 5, 0.03) == pytest.approx(0.03 * compute_resolved_ratio(3, 5))
 
 
 def test_the_line_names_the_seeds_that_resolve_the_margin() -> None:
-    line = describe_power(make_study(num_seeds=1))
-    assert line.startswith("Power: with 1 seed per arm, a difference of 0.0")
-    assert line.endswith("; for 0.05, type --seeds 3")
-    assert "(2 comparisons, noise of recorded runs)" in line
-    assert find_resolved_difference(make_study(), 3) <= 0.05 < find_resolved_difference(make_study(), 2)
-    assert describe_power(make_study(num_seeds=3)).endswith("noise of recorded runs)")
-    assert describe_power(make_study(margins={"late_val_success": 0.03})).endswith("; for 0.03, type --seeds 6")
-    assert find_resolved_difference(make_study(), 6) <= 0.03 < find_resolved_difference(make_study(), 5)
+    assert describe_power(make_study(num_seeds=1)) == (
+        "Power: one seed says nothing of a setting, so no arm is called better, worse or equal; for 0.05, type "
+        "--seeds 5"
+    )
+    assert find_resolved_difference(make_study(), 5) <= 0.05 < find_resolved_difference(make_study(), 4)
+    assert describe_power(make_study(num_seeds=2)).startswith("Power: two seeds say too little of a setting")
+    line = describe_power(make_study(num_seeds=3))
+    assert line.startswith("Power: with 3 seeds per arm, a difference of 0.07")
+    assert line.endswith(
+        "in late_val_success is resolved with a probability of 80 % (2 comparisons, noise of recorded runs); for 0.05, "
+        "type --seeds 5"
+    )
+    assert describe_power(make_study(num_seeds=5)).endswith("noise of recorded runs)")
+    assert "; for 0.03, type --seeds" in describe_power(make_study(4, margins={"late_val_success": 0.03}))
 
 
-def test_nothing_is_known_of_studies_whose_like_was_never_recorded() -> None:
-    settings = {"trainer": {"total_training_steps": 61}}
-    assert describe_power(make_study(settings=settings)).endswith("; one seed gives numbers without intervals")
-    assert describe_power(make_study(3, settings=settings)).endswith("; it is estimated from the runs themselves")
+@pytest.mark.parametrize("num_seeds", [3, 5])
+def test_nothing_is_known_of_studies_whose_like_was_never_recorded(num_seeds: int) -> None:
+    line = describe_power(make_study(num_seeds, config_hash="another"))
+    assert line == (
+        "Power: not known before the runs, because none like these are recorded; it is estimated from the runs"
+    )
 
 
 def test_a_study_without_a_comparison_has_no_line() -> None:
