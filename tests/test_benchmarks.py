@@ -39,7 +39,7 @@ SHORT: dict[str, tuple[str, ...]] = {
     "trl_grpo.py": ("--repetitions", "1"),
     "update_rules.py": ("--steps", "1", "--seeds", "1"),
     "edge_coverage.py": ("--studies", "2", "--shift-studies", "1"),
-    "verdict_errors.py": ("--reports", "5", "--seeds", "1", "3", "--grids", "2"),
+    "verdict_errors.py": ("--reports", "5", "--seeds", "1", "3"),
 }
 """Options with which a benchmark takes a few seconds."""
 

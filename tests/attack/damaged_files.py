@@ -419,8 +419,8 @@ def write_home(home: Path) -> None:
 
 
 def read_tree(folder: Path) -> dict[str, bytes | str]:
-    """Read the kind and content of everything below a folder, without following links."""
-    return dict(_iter_tree(folder))
+    """Read the kind and content of everything below a folder, without following links and without the user's cache."""
+    return {name: content for name, content in _iter_tree(folder) if not name.startswith(".cache")}
 
 
 def _iter_tree(folder: Path) -> Iterator[tuple[str, bytes | str]]:
@@ -461,7 +461,8 @@ def try_cell(sample: SampleStudy, workshop: Workshop, cell: Cell, rng: random.Ra
         except ChildError as error:
             problem = str(error)
         if read_tree(home) != home_before:
-            problem += " Files outside of the folder changed."
+            changed = {path for path, _ in {*read_tree(home).items()} ^ {*home_before.items()}}
+            problem += f" Files outside of the folder changed: {sorted(map(str, changed))[:3]}."
         if unexpected := set(os.listdir(folder)) - {"out", "home"}:
             problem += f" Files beside the folder: {unexpected}."
         return problem or None

@@ -112,7 +112,7 @@ class Trace:
                     self.problems.append(f"started {program}")
             elif event in NETWORK_EVENTS:
                 self.problems.append(f"{event} {arguments[1:2]}")
-            elif event == "pickle.find_class":
+            elif event == "pickle.find_class" and not _is_cache_of_compiled_code():
                 self.problems.append(f"unpickled {arguments}")
         finally:
             self._is_busy = False
@@ -135,3 +135,12 @@ class Trace:
                 changed_path = os.path.join(os.path.realpath(folder), name)
                 if not changed_path.startswith(self.writable):
                     self.problems.append(f"{event} {changed_path}")
+
+
+def _is_cache_of_compiled_code() -> bool:
+    """Whether numba is reading its own cache, which is in the user's cache folder and never in a study's."""
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        if frame.f_globals.get("__name__") == "numba.core.caching":
+            return True
+    return False
