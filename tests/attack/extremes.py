@@ -174,8 +174,8 @@ def try_cell(workshop: Workshop, cell: Cell, rng: random.Random) -> str | None:
         if answer.code == 2:
             is_clear = answer.err.startswith("tune_study: ") or "Error" in answer.err
             return None if is_clear and (folder / "out").exists() is False else f"refused badly: {answer.err[:300]}"
-        if answer.code == 3 and "DOES NOT FIT" in answer.out:
-            return None  # a plan that needs more memory than there is
+        if answer.code == 3 and ("DOES NOT FIT" in answer.out or "NOT ENOUGH" in answer.out):
+            return None  # a plan that needs more memory or disk than there is
         if answer.code:
             return f"exit code {answer.code}: {answer.err[:300]}"
         result = call_in_child(partial(train, cell.fault, folder), TIME_LIMIT_S, ADDRESS_SPACE)
