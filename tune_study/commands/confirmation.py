@@ -11,7 +11,8 @@ from search_spaces.declaration.family import make_value_label
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
 from tune_study.folder import locate
-from tune_study.folder.study_file import NOTHING, merge_with_folder, plan_from_folder
+from tune_study.folder.origin import NOTHING
+from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.plan.arms import find_arm
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy

@@ -16,10 +16,9 @@ from trainable.config.setting_types import format_value, is_loopback
 from trainable.runs.failures import StorageError
 from trainable.storage.uris import check_uri, is_uri, join_uri, split_uri
 from tune_study.folder import outputs
-from tune_study.folder.origin import list_plan_values, list_typed_before
+from tune_study.folder.origin import NOTHING, list_plan_values, list_typed_before
 from tune_study.folder.study_file import (
     NO_OVERRIDES,
-    NOTHING,
     check_same_storage,
     check_storage_usable,
     check_unchanged,

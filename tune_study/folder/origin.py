@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from trainable.storage.uris import check_uri, is_same_folder
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import StudyPlan, make_arm_config, make_base_config
 
+NOTHING: frozenset[str] = frozenset()
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
@@ -101,7 +103,7 @@ def check_outside_values(plan: StudyPlan, study: Study, allowed: frozenset[str])
 
     study: the declaration. allowed: the values that were typed in this command, each as SETTING=VALUE.
     """
-    named = list_outside_values({spec.arm: spec.config for spec in plan.runs}.values())
+    named = list_plan_values(replace(plan, storage=None))  # of the storage, `find_usable_storage` decides
     if not named:
         return
     foreign = named - allowed - _list_declared_values(study, plan.preset) - list_typed_before(plan.folder)
@@ -115,7 +117,7 @@ def check_outside_values(plan: StudyPlan, study: Study, allowed: frozenset[str])
 
 
 def find_usable_storage(
-    folder: Path, content: Mapping[str, Any], allowed: frozenset[str] = frozenset()
+    folder: Path, content: Mapping[str, Any], allowed: frozenset[str] = NOTHING
 ) -> tuple[str | None, str]:
     """The storage that study.json records, if it may be used, and otherwise why not, as a sentence.
 
@@ -129,12 +131,14 @@ def find_usable_storage(
         check_uri(uri)
     except StorageError as error:
         raise PlanError(str(error)) from None
-    if any(is_same_folder(uri, value.removeprefix("storage=")) for value in allowed if value.startswith("storage=")):
-        return uri, ""
-    name = format_value(uri, 1000)
+    typed_uris = [value.removeprefix("storage=") for value in allowed if value.startswith("storage=")]
+    for typed_uri in typed_uris:
+        if is_same_folder(uri, typed_uri):
+            return typed_uri, ""  # with the query that was typed, and not with that of the file
+    subject = f"Its storage, {format_value(uri, 1000)}, is"
     advice = "type the URI of the study in the place of its folder, <storage>/<run>, to use it"
-    if {name for name, _ in parse_qsl(urlsplit(uri).query)} - {"region"} or uri.lower().startswith("fsspec+"):
-        return None, f"Its storage, {name}, is reached in a special way, which no file decides: {advice}."
+    if {field for field, _ in parse_qsl(urlsplit(uri).query)} - {"region"} or uri.lower().startswith("fsspec+"):
+        return None, f"{subject} reached in a special way, which no file decides: {advice}."
     if f"storage={uri}" in list_typed_before(folder):
         return uri, ""
-    return None, f"Its storage, {name}, is not contacted, because you did not start this study in this place: {advice}."
+    return None, f"{subject} not contacted, because you did not start this study in this place: {advice}."

@@ -9,7 +9,8 @@ from trainable.config.setting_types import format_value
 from trainable.files.paths import check_tree
 from trainable.runs.checkpoint import CheckpointError, iter_checkpoints, read_values
 from trainable.runs.run_files import STATE_FOLDER
-from tune_study.folder.study_file import NOTHING, plan_from_folder
+from tune_study.folder.origin import NOTHING
+from tune_study.folder.study_file import plan_from_folder
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy
 from tune_study.plan.run_spec import RunSpec

@@ -25,7 +25,7 @@ from trainable.files.paths import UnsafePathError
 from trainable.files.schema import MAX_RUNS, find_file_schema_problem, find_schema_problem, is_run_id
 from trainable.runs.stop_rules import RULES
 from trainable.storage.uris import is_same_folder, join_uri
-from tune_study.folder.origin import check_outside_values, find_usable_storage, list_plan_values
+from tune_study.folder.origin import NOTHING, check_outside_values, find_usable_storage, list_plan_values
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import check_recorded_files
 from tune_study.plan.own_study import OwnStudy, check_same_source, explain_missing_file
@@ -57,7 +57,6 @@ RunId = Annotated[str, AfterValidator(_check_run_id)]
 
 _MAX_SUGGESTIONS = 3
 NO_OVERRIDES: Mapping[str, object] = MappingProxyType({})
-NOTHING: frozenset[str] = frozenset()
 
 
 class _Section(BaseModel):

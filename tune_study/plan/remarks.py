@@ -243,7 +243,8 @@ def find_remarks(plan: StudyPlan) -> tuple[str, ...]:
 
 def _describe_unread_settings(plan: StudyPlan) -> Iterator[str]:
     """A line for each setting that no arm reads, unless its value comes with a preset, a shipped study or a game."""
-    study, unread_settings = plan.study, [spec.config.find_unread_settings() for spec in plan.runs]
+    study, configs = plan.study, {spec.arm: spec.config for spec in plan.runs}  # seeds share their settings
+    unread_settings = [config.find_unread_settings() for config in configs.values()]
     declared = STUDIES.get(study.name, replace(study, fixed_settings={}, presets={}))
     declared_settings = flatten_settings(make_base_config(declared, plan.preset).model_dump())
     of_games = [study.family.make_game_settings(game, plan.preset) for game in study.family.games]

@@ -323,6 +323,21 @@ def test_a_storage_is_used_where_the_study_was_started(work_dir: Path, uri: str,
     assert "The local folder is read" in answer.err.replace("\n", " ")
 
 
+def test_a_typed_storage_is_reached_as_it_was_typed(work_dir: Path) -> None:
+    """The folder of a study may add another endpoint to the bucket that the user names."""
+    plan = make_plan(STUDIES["kl"], "laptop", "a test", {}, ("0",), 1, work_dir / "out")
+    write_study(plan)
+    path = plan.folder / "study.json"
+    write_object(path, {**read_object(path), "storage": "s3://bucket/x?endpoint_override=127.0.0.1:9&scheme=http"})
+    typed = frozenset({"storage=s3://bucket/x?region=eu-west-1"})
+    assert plan_from_folder(plan.folder, allowed=typed).storage == "s3://bucket/x?region=eu-west-1"
+    assert (
+        find_study_uri(plan.folder, read_object(path), typed)[0]
+        == "s3://bucket/x/kl_sweep_sokoban-tiny?region=eu-west-1"
+    )
+    assert plan_from_folder(plan.folder, allowed=frozenset({"storage=s3://other/x"})).storage is None
+
+
 def test_without_a_state_folder_values_are_typed_again(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (work_dir / "a file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(work_dir / "a file"))

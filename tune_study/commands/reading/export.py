@@ -12,8 +12,9 @@ from trainable.config.setting_types import SHORT_DTYPES, format_value
 from trainable.export.policy import DTYPES, load_trained_policy, make_card, write_adapter_folder, write_hub_folder
 from trainable.runs.checkpoint import CheckpointError
 from trainable.runs.run_files import METRICS_FILE, find_best_step, read_rows
+from tune_study.folder.origin import NOTHING
 from tune_study.folder.run_checkpoints import RunCheckpoint, find_run_checkpoint
-from tune_study.folder.study_file import NOTHING, plan_from_folder, read_study
+from tune_study.folder.study_file import plan_from_folder, read_study
 from tune_study.host.console import print_line
 from tune_study.placement.model_files import check_model
 from tune_study.plan.arms import find_arm
