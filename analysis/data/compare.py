@@ -105,6 +105,11 @@ class Outcomes:
         rows = [row for row, arm in enumerate(self.values.index) if arm in arms]
         return float(compute_doubt(pool.prominence[rows], limits).max(initial=0.0))
 
+    def get_doubts(self, arm: str, baseline: str) -> tuple[float, float]:
+        """The doubts of an arm and of the baseline that it is compared with."""
+        pool = self.noise.paired if is_paired(self, arm, baseline) else self.noise.unpaired
+        return self.get_doubt(pool, arm, limits=ARM_DOUBT), self.get_doubt(pool, baseline)
+
     def get_min_variance(self, *arms: str) -> float:
         """Mean of `min_variances` over several arms."""
         return float(np.mean([self.min_variances.get(arm, 0.0) for arm in arms]))
@@ -257,8 +262,7 @@ def estimate_difference(outcomes: Outcomes, arm: str, baseline: str) -> Estimate
     sample, reference = outcomes.get_sample(arm), outcomes.get_sample(baseline)
     min_variance = outcomes.get_min_variance(arm, baseline)
     differences = _drop_missing(sample - reference)
-    pool = outcomes.noise.paired if is_paired(outcomes, arm, baseline) else outcomes.noise.unpaired
-    doubts = outcomes.get_doubt(pool, arm, limits=ARM_DOUBT), outcomes.get_doubt(pool, baseline)
+    doubts = outcomes.get_doubts(arm, baseline)
     if outcomes.num_comparisons or is_paired(outcomes, arm, baseline):
         return estimate_contrast(
             outcomes, differences, outcomes.num_comparisons, min_variance=min_variance, doubt=max(doubts)
@@ -317,7 +321,7 @@ def estimate_gain(outcomes: Outcomes, base_values: Outcomes, arm: str) -> Estima
 def describe_difference_basis(outcomes: Outcomes, estimate: Estimate, arm: str, baseline: str) -> str:
     """`describe_basis` of `estimate_difference`: runs may not be paired, and the test may hold at all looks."""
     if not outcomes.num_comparisons or not estimate.n:
-        basis = describe_basis(outcomes, estimate)
+        basis = describe_basis(outcomes, estimate, max(outcomes.get_doubts(arm, baseline)))
         if not basis or is_paired(outcomes, arm, baseline):
             return basis
         counts = [_count_seeds(len(outcomes.get_values(name))) for name in (arm, baseline)]
@@ -329,16 +333,18 @@ def describe_difference_basis(outcomes: Outcomes, estimate: Estimate, arm: str, 
     return f"over {seeds_text}, with a test that is valid at every look"
 
 
-def describe_basis(outcomes: Outcomes, estimate: Estimate) -> str:
-    """What the interval of an estimate is over, in words; empty if there is none."""
+def describe_basis(outcomes: Outcomes, estimate: Estimate, doubt: float) -> str:
+    """What the interval of an estimate is over, in words; empty if there is none. doubt: that of the estimate."""
     if not estimate.se > 0:
         return ""
     # An arm with a single seed shows no noise.
     num_noisy_arms = int((outcomes.values.notna().sum(axis=1) > 1).sum())
     if outcomes.num_replicates:
         source = f"{outcomes.num_replicates} recorded runs"
-    elif estimate.n == 2:
+    elif estimate.n == 2 or doubt == 1:
         source = "these runs alone"
+    elif doubt > 0:
+        source = "these runs and of all arms"
     else:
         source = "all arms" if num_noisy_arms > 1 else "the only arm with several runs"
     return f"over {_count_seeds(estimate.n)}, with the noise of {source}"

@@ -38,7 +38,6 @@ from analysis.stats.estimates import (
     spearman_trend,
     wilson_interval,
 )
-from analysis.stats.noise import ARM_DOUBT
 from analysis.sweep.planned_power import find_recorded_deviation, find_resolved_difference
 from analysis.sweep.verdicts import classify_outcome, describe_stops, describe_unfinished, format_verdict
 from trainable.runs.records import STATUSES
@@ -108,9 +107,8 @@ def _find_detectable_difference(study: Mapping[str, Any], outcomes: Outcomes, ro
         or not (row["se"] > 0 and is_paired(outcomes, row["arm"], row["baseline"]))
     ):
         return math.nan
-    doubts = outcomes.get_doubt(pool, row["arm"], limits=ARM_DOUBT), outcomes.get_doubt(pool, row["baseline"])
     deviation = find_recorded_deviation(study)
-    if max(doubts) > 0:
+    if max(outcomes.get_doubts(row["arm"], row["baseline"])) > 0:
         deviation = row["se"] * math.sqrt(num_seeds / 2)
     elif math.isnan(deviation):
         deviation = math.sqrt(pool.variance)
@@ -191,7 +189,7 @@ def _summarize_success(measures: _Measures, arm: str, scored_runs: pd.DataFrame)
         "late_low": late.low,
         "late_high": late.high,
         **make_estimate_columns("gain", gain),
-        "gain_basis": describe_basis(measures.late, gain),
+        "gain_basis": describe_basis(measures.late, gain, measures.late.get_doubt(measures.late.noise.unpaired, arm)),
         **make_estimate_columns("gain_greedy", estimate_gain(measures.greedy, measures.base_greedy, arm)),
     }
 
@@ -310,7 +308,7 @@ def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
                 "success": estimate.value,
                 "low": estimate.low,
                 "high": estimate.high,
-                "basis": describe_basis(outcomes, estimate),
+                "basis": describe_basis(outcomes, estimate, outcomes.get_doubt(outcomes.noise.unpaired, arm)),
                 "greedy": _mean(scored_runs["final_val_greedy_success"]),
                 "test": _mean(scored_runs["test_success"]),
                 "base": base,

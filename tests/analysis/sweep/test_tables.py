@@ -361,9 +361,20 @@ def resolved_summary(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
 def test_verdicts_are_about_settings(resolved_summary: pd.DataFrame) -> None:
     better, worse = get_row(resolved_summary, "0.1"), get_row(resolved_summary, "1")
     interval = f"{better['difference']:+.3f} [{better['difference_low']:+.3f}, {better['difference_high']:+.3f}]"
-    basis = "over 3 seeds, with the noise of all arms"
+    # The baseline looks noisier than the others, with a doubt of 0.83: the noise of both arms counts as well.
+    basis = "over 3 seeds, with the noise of these runs and of all arms"
     assert better["verdict"] == f"better than the baseline (0): {interval}, Holm p < 0.001 ({basis})"
     assert worse["verdict"].startswith("worse than the baseline (0): −0.")
+
+
+def test_the_basis_says_whose_noise_an_interval_has(tmp_path: Path) -> None:
+    """An arm that is noisier than the others has its own noise in a mean; in a difference only partly."""
+    ends = {"0": (0.5, 0.5, 0.5), "0.1": (0.5, 0.52, 0.48), "0.3": (0.51, 0.5, 0.49), "1": (0.1, 0.5, 0.9)}
+    runs = [FakeRun(arm, seed, success=(0.35, end)) for arm in ends for seed, end in enumerate(ends[arm])]
+    summary = tables.summarize_arms(make_frames(tmp_path, *runs, levels=500))
+    assert get_row(summary, "1")["basis"] == "over 3 seeds, with the noise of these runs and of all arms"
+    assert get_row(summary, "1")["gain_basis"] == "over 3 seeds, with the noise of these runs alone"
+    assert get_row(summary, "0.1")["basis"] == "over 3 seeds, with the noise of all arms"
 
 
 def test_verdicts_of_equality_name_the_margin(resolved_summary: pd.DataFrame) -> None:
