@@ -112,6 +112,9 @@ attack: setup
 	$(ENGINES)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
+# It has another numba, and two of them overwrite each other's machine code of one source, which then differs in rounding.
+test-engines bench-engines: export NUMBA_CACHE_DIR := $(CURDIR)/.venv-engines/numba
+
 test-engines: .venv-engines/ready
 	OMP_NUM_THREADS=1 $(ENGINES)/python -m pytest -m engines tests/engines
 
