@@ -101,8 +101,12 @@ class DecoderScratch(NamedTuple):
 
 
 def _compile(function: Function) -> Function:
-    """Compile on first use. Sums may be reordered, and products added without rounding; NaN and infinity stay exact."""
-    options = {"fastmath": {"contract", "reassoc", "nsz"}, "error_model": "numpy"}
+    """Compile on first use. Sums may be reordered, and products added without rounding; NaN and infinity stay exact.
+
+    Everything is inlined. A function that is called has several copies, its own and those in the code of its callers,
+    which LLVM reorders differently; which of them runs would depend on what is compiled and what comes from the cache.
+    """
+    options = {"fastmath": {"contract", "reassoc", "nsz"}, "error_model": "numpy", "forceinline": True}
     try:
         return cast(Function, njit(cache=True, **options)(function))
     except RuntimeError:  # numba can write neither beside this file nor to the user's cache
