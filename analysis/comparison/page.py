@@ -15,7 +15,7 @@ from analysis.html.page import make_environment, render_svg, write_page
 from analysis.sweep import findings
 from trainable.runs.records import Column
 
-VERDICTS = ("better", "worse", "equal", "open", "no comparison")
+VERDICTS = ("better", "worse", "equal", "no effect", "open", "no comparison")
 """In the order in which a sentence names them."""
 
 

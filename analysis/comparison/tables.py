@@ -130,7 +130,7 @@ def compare_arms(studies: Mapping[str, StudyFrames]) -> pd.DataFrame:
                 **_describe_side("reference", reference, arm, outcomes.get_values(names[1])),
                 **_describe_side("other", studies[label], other_arm, outcomes.get_values(names[0])),
                 "column": column,
-                **make_test_columns(outcomes, estimate, margin),
+                **make_test_columns(outcomes, estimate, margin, equal_rows=outcomes.has_equal_rows(*names)),
                 "seeds": estimate.n,
                 "basis": describe_difference_basis(outcomes, estimate, *names),
             }

@@ -3,8 +3,8 @@
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -21,6 +21,7 @@ from analysis.stats.noise import (
     Pool,
     compute_doubt,
     compute_equivalence_p_value,
+    compute_level_variance,
     estimate_paired_contrast,
     estimate_sample_mean,
     estimate_unpaired_difference,
@@ -31,9 +32,18 @@ from analysis.stats.sequential import (
     estimate_mean_sequentially,
     find_fewest_seeds,
 )
+from trainable.runs.run_ends import MASTERED_SUCCESS
 
 SCORED_STATUSES = ("completed", "early_stopped")
 SIGNIFICANCE_LEVEL = 0.05
+
+
+def find_failed_stops(runs: pd.DataFrame) -> "pd.Series[bool]":
+    """Which runs a rule stopped as failures: all that it stopped before they had mastered their game.
+
+    runs: rows of `trials` of a study that fine-tunes language models.
+    """
+    return (runs["status"] == "early_stopped") & ~(runs["final_val_success"] >= MASTERED_SUCCESS)
 
 
 def require_single_study(frames: StudyFrames) -> StudyFrames:
@@ -65,6 +75,9 @@ DEFAULT_MARGINS = {"fraction": 0.05, "nats": 0.1}
 """By unit, the difference below which two arms count as equal, unless study.json declares another."""
 
 
+Digests = Mapping[str, Mapping[int, bytes]]
+
+
 @dataclass(frozen=True)
 class Outcomes:
     """One outcome of all scored runs of a study, and what is known of its noise.
@@ -77,6 +90,7 @@ class Outcomes:
         num_replicates: number of recorded runs that the noise is from; 0 if it is from the study's own.
         num_comparisons: number of arms and outcomes that are compared at several looks; 0 if the number of seeds was
             fixed before the first run.
+        digests: for each arm and seed, `StudyFrames.row_digests`.
     """
 
     column: str
@@ -85,6 +99,7 @@ class Outcomes:
     noise: Noise
     num_replicates: int = 0
     num_comparisons: int = 0
+    digests: Digests = field(default_factory=dict)
 
     @functools.cached_property
     def _samples(self) -> dict[str, Floats]:
@@ -110,19 +125,35 @@ class Outcomes:
         pool = self.noise.paired if is_paired(self, arm, baseline) else self.noise.unpaired
         return self.get_doubt(pool, arm, limits=ARM_DOUBT), self.get_doubt(pool, baseline)
 
+    def has_equal_rows(self, arm: str, baseline: str) -> bool:
+        """Whether the rows of two arms are equal to the last bit, seed by seed: what differs has no effect."""
+        return arm != baseline and _has_equal_rows(self.digests, arm, baseline)
+
     def get_min_variance(self, *arms: str) -> float:
         """Mean of `min_variances` over several arms."""
         return float(np.mean([self.min_variances.get(arm, 0.0) for arm in arms]))
 
 
-def collect_outcomes(frames: StudyFrames, column: str) -> Outcomes:
+StopScoring = Literal["kept", "scored 0", "left out"]
+"""What a run counts with that a rule stopped as a failure: its value (the protocol), 0, or nothing."""
+
+
+def collect_outcomes(frames: StudyFrames, column: str, stopped: StopScoring = "kept") -> Outcomes:
     """Collect a column of `trials` for all scored runs of a study, with recorded replicates if there are any."""
     trials = require_single_study(frames).runs
     (family,) = frames.families
     runs = trials[trials["status"].isin(SCORED_STATUSES)]
+    if stopped == "scored 0":
+        runs = runs.assign(**{column: runs[column].mask(find_failed_stops(runs), 0.0)})
+    elif stopped == "left out":
+        runs = runs[~find_failed_stops(runs)]
     values = runs.pivot_table(index="arm", columns="seed", values=column, sort=False).sort_index(axis=1)
     values = values.reindex(index=[arm for arm in list_arms(frames) if arm in values.index])
-    noise, num_replicates = _fit_noise(frames.studies[0], column, values)
+    digests: dict[str, dict[int, bytes]] = {}
+    for arm, seed, run_id in runs[["arm", "seed", "run_id"]].itertuples(index=False):
+        if run_id in frames.row_digests:
+            digests.setdefault(arm, {})[seed] = frames.row_digests[run_id]
+    noise, num_replicates = _fit_noise(frames.studies[0], column, values, digests)
     return Outcomes(
         column,
         values,
@@ -130,6 +161,7 @@ def collect_outcomes(frames: StudyFrames, column: str) -> Outcomes:
         noise,
         num_replicates,
         _count_comparisons(frames.studies[0], column) if has_added_seeds(frames.studies[0]) else 0,
+        digests,
     )
 
 
@@ -148,14 +180,17 @@ def collect_joint_outcomes(studies: Mapping[str, StudyFrames], column: str, num_
     parts = {label: collect_outcomes(frames, column) for label, frames in studies.items()}
     tables = [outcomes.values.rename(index=functools.partial(label_arm, label)) for label, outcomes in parts.items()]
     values = pd.concat(tables).sort_index(axis=1)
-    noise, num_replicates = _fit_noise(next(iter(studies.values())).studies[0], column, values)
+    digests = {
+        label_arm(label, arm): seeds for label, outcomes in parts.items() for arm, seeds in outcomes.digests.items()
+    }
+    noise, num_replicates = _fit_noise(next(iter(studies.values())).studies[0], column, values, digests)
     min_variances = {
         label_arm(label, arm): variance
         for label, outcomes in parts.items()
         for arm, variance in outcomes.min_variances.items()
     }
     has_looks = any(outcomes.num_comparisons for outcomes in parts.values())
-    return Outcomes(column, values, min_variances, noise, num_replicates, num_comparisons if has_looks else 0)
+    return Outcomes(column, values, min_variances, noise, num_replicates, num_comparisons if has_looks else 0, digests)
 
 
 def label_arm(label: str, arm: str) -> str:
@@ -163,13 +198,27 @@ def label_arm(label: str, arm: str) -> str:
     return f"{label} {arm}"
 
 
-def _fit_noise(study: Mapping[str, Any], column: str, values: pd.DataFrame) -> tuple[Noise, int]:
-    """The noise of outcomes (arms, seeds), and the number of recorded runs that it is from."""
+def _has_equal_rows(digests: Digests, one: str, other: str) -> bool:
+    ones, others = digests.get(one, {}), digests.get(other, {})
+    common = ones.keys() & others.keys()
+    return bool(common) and all(ones[seed] == others[seed] for seed in common)
+
+
+def _fit_noise(study: Mapping[str, Any], column: str, values: pd.DataFrame, digests: Digests) -> tuple[Noise, int]:
+    """The noise of outcomes (arms, seeds), and the number of recorded runs that it is from.
+
+    Arms with equal rows are copies of the same runs, which show the noise once.
+    """
     if not values.size:
         return Noise(None, None), 0
     has_noise = bool((values.notna().sum(axis=1) > 1).any())
     recorded = () if has_noise else find_recorded_values(study, column)
-    return fit_noise(values.to_numpy(dtype=float), recorded), len(recorded)
+    arms = [str(arm) for arm in values.index]
+    firsts = [next(i for i, one in enumerate(arms) if one == arm or _has_equal_rows(digests, one, arm)) for arm in arms]
+    is_copy = np.array(firsts) != np.arange(len(arms))
+    noise = fit_noise(np.where(is_copy[:, None], math.nan, values.to_numpy(dtype=float)), recorded)
+    pools = (pool and pool._replace(prominence=pool.prominence[firsts]) for pool in noise)
+    return Noise(*pools), len(recorded)
 
 
 def has_added_seeds(study: Mapping[str, Any]) -> bool:
@@ -207,15 +256,9 @@ def estimate_evaluation_variances(frames: StudyFrames, *, before_training: bool 
     new levels, which is larger as well. Arms without outcomes of single levels have no entry.
     """
     scored_runs = frames.runs[frames.runs["status"].isin(SCORED_STATUSES)]
-    levels = frames.levels
-    is_used = (levels["split"] == "val") & (levels["mode"] == "sampled") & ((levels["step"] == 0) == before_training)
-    levels = levels.loc[is_used & levels["run_id"].isin(scored_runs["run_id"]), ["run_id", "step", "level", "success"]]
+    levels, missed = _select_late_levels(frames, scored_runs, before_training=before_training)
     if levels.empty:
         return {}
-    missed = _count_missed_validations(levels, scored_runs)
-    late_rank = levels.groupby("run_id")["step"].rank("dense", ascending=False)
-    is_late = late_rank <= LATE_EVALUATIONS - levels["run_id"].map(missed).astype(int)
-    levels = levels[is_late].astype({"success": float})
     by_level = levels.groupby(["run_id", "level"])["success"].agg(["mean", "var", "size"]).reset_index("level")
     by_run = by_level.groupby(level="run_id")
     p = by_run["mean"].mean()
@@ -224,6 +267,42 @@ def estimate_evaluation_variances(frames: StudyFrames, *, before_training: bool 
     squared_weights = (counts - 1 + last_counts**2) / (counts - 1 + last_counts) ** 2
     variance = by_run["var"].mean().fillna(single) * squared_weights / by_run.size()
     return variance.groupby(scored_runs.set_index("run_id")["arm"]).mean().to_dict()
+
+
+def _select_late_levels(
+    frames: StudyFrames, scored_runs: pd.DataFrame, *, before_training: bool = False
+) -> tuple[pd.DataFrame, "pd.Series[int]"]:
+    """The outcomes of single levels in the last sampled validations, and `_count_missed_validations` of each run."""
+    levels = frames.levels
+    is_used = (levels["split"] == "val") & (levels["mode"] == "sampled") & ((levels["step"] == 0) == before_training)
+    columns = ["run_id", "step", "level", "cluster", "success"]
+    levels = levels.loc[is_used & levels["run_id"].isin(scored_runs["run_id"]), columns].astype({"success": float})
+    missed = _count_missed_validations(levels, scored_runs)
+    late_rank = levels.groupby("run_id")["step"].rank("dense", ascending=False)
+    return levels[late_rank <= LATE_EVALUATIONS - levels["run_id"].map(missed).astype(int)], missed
+
+
+def estimate_level_variances(frames: StudyFrames, baseline: str) -> dict[str, float]:
+    """For each arm, the variance of its difference from the baseline because its levels are a sample of levels.
+
+    Of the common seeds; see `compute_level_variance`. Without two levels that all runs share it is empty.
+    """
+    scored_runs = frames.runs[frames.runs["status"].isin(SCORED_STATUSES)]
+    levels, _ = _select_late_levels(frames, scored_runs)
+    # Each run numbers the classes of its own levels.
+    classes = levels[levels["run_id"] == levels["run_id"].iloc[0]] if len(levels) else levels
+    clusters = classes.drop_duplicates("level").set_index("level")["cluster"].sort_index()
+    rates = levels.groupby(["run_id", "level"], observed=True)["success"].mean().unstack()
+    if rates.shape[1] < 2 or rates.isna().any(axis=None):
+        return {}
+    run_ids = {arm: runs.set_index("seed")["run_id"] for arm, runs in scored_runs.groupby("arm", sort=False)}
+    variances = {}
+    for arm, ids in run_ids.items():
+        seeds = ids.index.intersection(run_ids[baseline].index) if baseline in run_ids else []
+        if arm != baseline and len(seeds):
+            differences = rates.loc[ids[seeds]].to_numpy() - rates.loc[run_ids[baseline][seeds]].to_numpy()
+            variances[str(arm)] = compute_level_variance(differences, clusters.to_numpy())
+    return variances
 
 
 def _count_missed_validations(levels: pd.DataFrame, scored_runs: pd.DataFrame) -> "pd.Series[int]":
@@ -368,18 +447,19 @@ def make_estimate_columns(name: str, estimate: Estimate) -> Row:
     return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
 
 
-TEST_COLUMNS = ("difference", "difference_low", "difference_high", "se", "df", "p", "p_equal", "margin")
+TEST_COLUMNS = ("difference", "difference_low", "difference_high", "se", "df", "p", "p_equal", "margin", "equal_rows")
 
 
-def make_test_columns(outcomes: Outcomes, estimate: Estimate, margin: float) -> Row:
+def make_test_columns(outcomes: Outcomes, estimate: Estimate, margin: float, *, equal_rows: bool) -> Row:
     """The columns of a difference: its interval, se, df, p, and p_equal, that it lies within the margin.
 
-    Below `MIN_SEEDS` runs of an arm there is no test: so few say nothing of a setting.
+    Below `MIN_SEEDS` runs of an arm there is no test: so few say nothing of a setting. Nor is there one of runs with
+    equal rows (equal_rows), whose difference is 0 without doubt.
     """
     compute_p_equal = (
         compute_sequential_equivalence_p_value if outcomes.num_comparisons else compute_equivalence_p_value
     )
-    is_tested = estimate.n >= MIN_SEEDS
+    is_tested = estimate.n >= MIN_SEEDS and not equal_rows
     return {
         **make_estimate_columns("difference", estimate),
         "se": estimate.se,
@@ -387,6 +467,7 @@ def make_test_columns(outcomes: Outcomes, estimate: Estimate, margin: float) -> 
         "p": estimate.p if is_tested else math.nan,
         "p_equal": compute_p_equal(estimate, margin) if is_tested else math.nan,
         "margin": margin,
+        "equal_rows": equal_rows,
     }
 
 
@@ -409,11 +490,13 @@ def classify_difference(row: Mapping[str, Any], below: str, above: str) -> str:
     """What the runs show of a difference: `below` or `above` 0, `equal` (within the margin), or `open`.
 
     row: with the columns of `make_test_columns` and `add_adjusted_p_values`. below, above: the words for a resolved
-    difference. One that is smaller than the margin is still resolved. Everything that the runs do not resolve is open.
-    `no comparison` without a difference.
+    difference. One that is smaller than the margin is still resolved. `no effect`: all rows are equal to the last bit,
+    seed by seed. Everything that the runs do not resolve is open. `no comparison` without a difference.
     """
     if math.isnan(row["difference"]):
         return "no comparison"
+    if row["equal_rows"]:
+        return "no effect"
     if row["p_holm"] < SIGNIFICANCE_LEVEL:
         return above if row["difference"] > 0 else below
     return "equal" if row["p_equal_holm"] < SIGNIFICANCE_LEVEL else "open"

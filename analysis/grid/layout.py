@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import SCORED_STATUSES, require_single_study
+from analysis.data.compare import SCORED_STATUSES, find_failed_stops, require_single_study
 from analysis.data.frames import FRAME_NAMES, Study, StudyFrames, to_records
 from analysis.grid.measures import LATE_MEANS, MEASURES
 from analysis.sweep import series
@@ -133,12 +133,12 @@ def make_member_table(frames: StudyFrames, grid: Grid) -> pd.DataFrame:
     """One row per run and panel: run_id, arm, seed, status, each factor, panel, shared, home, and measures.
 
     A run with KL coefficient 0 appears in the panels of all loss types (shared); home marks the panel of its
-    configuration. Measures: `success` at the end (as scored); `entropy` (nats), `reward_std` (reward) and
-    `kl_to_reference` (nats) as means over the last quarter of the run's own steps. They are missing if the run is not
-    scored.
+    configuration. is_failed_stop: see `compare.find_failed_stops`. Measures: `success` at the end (as scored);
+    `entropy` (nats), `reward_std` (reward) and `kl_to_reference` (nats) as means over the last quarter of the run's own
+    steps. They are missing if the run is not scored.
     """
     trials = frames.trials
-    table = trials[["run_id", "arm", "seed", "status"]].copy()
+    table = trials[["run_id", "arm", "seed", "status"]].assign(is_failed_stop=find_failed_stops(trials))
     for setting in grid.factor_values:
         table[setting] = trials[f"config/{setting}"]
     table["success"] = trials["late_val_success"]
@@ -204,13 +204,14 @@ def make_cell_table(grid: Grid, member_table: pd.DataFrame) -> pd.DataFrame:
 
     Columns: panel, its factors, x and y (values), arms (names), runs, scored, early_stopped, shared, state, and for
     each measure its mean over scored runs, std (ddof 1; missing below two runs), minimum and maximum. state is
-    "stopped" if a rule stopped a scored run, otherwise "scored"; without a scored run it is the most serious status.
+    "stopped" if a rule stopped a scored run as a failure, otherwise "scored"; without a scored run it is the most
+    serious status.
     """
     # concern: position of an unscored status, so that the minimum over a cell is its most serious one. A scored run has
     # none (NaN).
     ranked_rows = member_table.assign(
         scored=member_table["status"].isin(SCORED_STATUSES),
-        early_stopped=member_table["status"] == "early_stopped",
+        early_stopped=member_table["is_failed_stop"],
         concern=member_table["status"].map({status: place for place, status in enumerate(_UNSCORED_STATUSES)}),
     )
     points = ranked_rows.groupby(["panel", grid.y, grid.x], sort=True)

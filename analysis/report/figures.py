@@ -353,6 +353,12 @@ def _make_dose_caption(view: AxisView) -> str:
     return f"{', '.join(marks[:-1])}{', and ' if len(marks) > 1 else ''}{marks[-1]}. {stops}{lines_text}".strip()
 
 
+def _select_collapse_onsets(view: View) -> pd.DataFrame | None:
+    onsets = view.results.onsets
+    onsets = onsets[onsets["is_collapse"].astype(bool)]
+    return onsets if onsets["onset"].notna().any() else None
+
+
 def _make_survival_table(view: View) -> pd.DataFrame | None:
     table = compute_survival(view.line_frames)
     return table if (table["collapsed"] > 0).any() else None
@@ -425,7 +431,7 @@ ONSETS: ReportFigure[View] = ReportFigure(
     "order",
     "When each symptom began, in every run that collapsed: a point is the onset of the change, a thin line its 95 % "
     "interval, and a bar the median over runs. Symptoms without a change are left out.",
-    lambda view: view.results.onsets if view.results.onsets["onset"].notna().any() else None,
+    _select_collapse_onsets,
     lambda table, view: draw_onsets(table, view.arm_colors),
 )
 RETRIEVAL: ReportFigure[View] = ReportFigure(

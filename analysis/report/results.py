@@ -44,7 +44,7 @@ class SweepResults:
 
     @cached_property
     def onsets(self) -> pd.DataFrame:
-        """From `symptoms.find_collapse_onsets`: one row per run that collapsed and symptom."""
+        """From `symptoms.find_collapse_onsets`: one row per run and symptom, if a run collapsed."""
         return symptoms.find_collapse_onsets(self.frames, np.random.default_rng(PERMUTATION_SEED))
 
     @cached_property

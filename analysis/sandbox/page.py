@@ -18,6 +18,7 @@ from analysis.search.page import make_context as make_search_context
 from analysis.search.page import make_tables as make_search_tables
 from analysis.sweep import contrasts, findings
 from analysis.sweep.verdicts import (
+    NO_EFFECT,
     describe_stops,
     describe_unfinished,
     format_holm,
@@ -27,7 +28,7 @@ from analysis.sweep.verdicts import (
 
 CHANCE_TOLERANCE = 0.02  # a mean error that is less than this below chance is noted too
 COLLAPSE_THRESHOLD = 0.5  # fraction of separators above which a run counts as collapsed; a correct reply has none
-_VERDICT_LABELS = {"equal": "equal within {margin} for", "open": "open for"}
+_VERDICT_LABELS = {"equal": "equal within {margin} for", "no effect": f"{NO_EFFECT} for", "open": "open for"}
 _TOKEN_TASKS = {"token_reversal", "masked_reversal"}
 
 
@@ -128,6 +129,8 @@ def _format_difference(row: Row | None) -> str:
         return "–"
     if row["verdict"] == "no comparison":
         return "no comparison: this arm or the baseline has no scored run with a value"
+    if row["equal_rows"]:
+        return f"{NO_EFFECT}: every row equals the baseline's"
     if np.isnan(row["p"]):
         return f"{row['verdict']}: {format_signed(row['difference'], 4)} against the baseline, without an interval"
     p_value = row["p_equal_holm"] if row["verdict"] == "equal" else row["p_holm"]
@@ -242,7 +245,7 @@ def _make_seed_notes(frames: StudyFrames) -> list[str]:
     if seed_count == 1:
         return ["1 seed: there is no standard error. Another seed may give another result."]
     advice = " For a claim, five are the usual minimum, and ten are better." if seed_count < 5 else ""
-    noise_text = "" if has_added_seeds(frames.studies[0]) else ", with the noise of all arms"
+    noise_text = "" if has_added_seeds(frames.studies[0]) else ", with the noise of all arms as far as none stands out"
     return [
         f"{seed_count} seeds: intervals are over seeds{noise_text}, and the band of a curve is one standard "
         f"error.{advice}"

@@ -113,7 +113,7 @@ def compute_differences(frames: StudyFrames) -> pd.DataFrame:
                     "arm": arm,
                     "column": name,
                     "baseline": baseline,
-                    **make_test_columns(outcomes, estimate, margin),
+                    **make_test_columns(outcomes, estimate, margin, equal_rows=outcomes.has_equal_rows(arm, baseline)),
                     "n": estimate.n,
                     "basis": describe_difference_basis(outcomes, estimate, arm, baseline),
                 }

@@ -10,6 +10,7 @@ import pandas as pd
 from analysis.data.compare import (
     collect_outcomes,
     estimate_mean,
+    find_failed_stops,
     require_single_study,
     select_runs,
 )
@@ -80,14 +81,14 @@ def make_points(frames: StudyFrames) -> pd.DataFrame:
 
 
 def _find_broken_runs(frames: StudyFrames) -> set[str]:
-    """The ids of the runs that collapsed, that a rule stopped, or that failed."""
+    """The ids of the runs that collapsed, that a rule stopped as failures, or that failed."""
     (family,) = frames.families
     runs = frames.runs
-    broken = set(runs.loc[runs["status"].isin(("early_stopped", "failed")), "run_id"])
-    if family.is_fine_tuning:
-        ends = find_run_ends(frames)
-        broken |= set(ends.loc[ends["is_collapse"], "run_id"])
-    return broken
+    if not family.is_fine_tuning:
+        return set(runs.loc[runs["status"].isin(("early_stopped", "failed")), "run_id"])
+    ends = find_run_ends(frames)
+    is_broken = find_failed_stops(runs) | (runs["status"] == "failed")
+    return {*runs.loc[is_broken, "run_id"], *ends.loc[ends["is_collapse"], "run_id"]}
 
 
 def _find_state(runs: pd.DataFrame, scored_runs: pd.DataFrame) -> str:

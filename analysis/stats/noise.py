@@ -175,6 +175,28 @@ def fit_noise(outcomes: ArrayLike, recorded: ArrayLike = ()) -> Noise:
     return Noise(pool, pool)
 
 
+def compute_level_variance(differences: ArrayLike, clusters: ArrayLike) -> float:
+    """The variance of the mean of `differences` (S, L) over S seeds and L levels because the levels are a sample.
+
+    Model: d_sl = mu + a_s + b_l + e_sl, in which seeds and levels are drawn. The variance of the mean is
+    var(a) / S + var(b) / L + var(e) / (S L). The deviation between seeds shows the first and the last term, and this is
+    the other one. clusters (L,): levels of one number, such as mirrored boards, are not independent: their deviations
+    are added before they are squared. With one seed var(e) is not known, and counts in var(b). At least 0.
+    """
+    d = np.asarray(differences, dtype=float)
+    num_seeds, num_levels = d.shape
+    numbers, members = np.unique(np.asarray(clusters), return_inverse=True)
+    membership = np.zeros((num_levels, len(numbers)))
+    membership[np.arange(num_levels), members] = 1
+    factor = len(numbers) / max(len(numbers) - 1, 1) / num_levels**2
+    level_means = d.mean(axis=0)
+    variance = factor * float((((level_means - d.mean()) @ membership) ** 2).sum())
+    if num_seeds > 1:
+        residuals = d - level_means - d.mean(axis=1, keepdims=True) + d.mean()
+        variance -= factor * float(((residuals @ membership) ** 2).sum()) / (num_seeds * (num_seeds - 1))
+    return max(variance, 0.0)
+
+
 def estimate_paired_contrast(
     per_seed: ArrayLike,
     noise: Noise,

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import SCORED_STATUSES, list_arms, require_single_study
+from analysis.data.compare import SCORED_STATUSES, find_failed_stops, list_arms, require_single_study
 from analysis.data.frames import StudyFrames, to_records
 from analysis.stats.events import find_collapse, kaplan_meier
 from analysis.sweep.series import make_curves
 from trainable.runs.run_ends import SIGNAL_COLUMNS, describe_missing_signal, format_signal_problems
 
 COLLAPSE_DEFINITION = (
-    "A run collapses when a rule stops it, or when its success is below half of its running maximum at two validations "
-    "in a row."
+    "A run collapses when a rule stops it at a success below 0.9, or when its success is below half of its running "
+    "maximum at two validations in a row."
 )
 HALVED_SUCCESS = "halved_success"
 """The cause of a collapse that no stop rule noticed."""
@@ -42,17 +42,18 @@ def describe_signal_problems(frames: StudyFrames) -> list[str]:
 def find_run_ends(frames: StudyFrames) -> pd.DataFrame:
     """One row per run with a training step: run_id, arm, seed, status, end_step, is_collapse, cause, signal_problem.
 
-    A run collapses when a rule stops it, or when its success is below half of its running maximum at two validations in
-    a row (`stats.events.find_collapse`), whichever comes first. A run that could not learn in any step never was what a
-    collapse ends. end_step is the step of the collapse, or the last step of a run that did not collapse. cause is the
-    name of the stop rule, `HALVED_SUCCESS`, or empty. signal_problem is why the run could not learn in any step, or
-    empty.
+    A run collapses when a rule stops it as a failure (`compare.find_failed_stops`), or when its success is below half
+    of its running maximum at two validations in a row (`stats.events.find_collapse`), whichever comes first. A run that
+    could not learn in any step never was what a collapse ends. end_step is the step of the collapse, or the last step
+    of a run that did not collapse. cause is the name of the stop rule, `HALVED_SUCCESS`, or empty. signal_problem is
+    why the run could not learn in any step, or empty.
     """
     signal_columns = [name for name in SIGNAL_COLUMNS if name in frames.steps]
     validations = make_validations(frames)
     rows_by_run = dict(list(validations.groupby("run_id", sort=False)))
     rows = []
-    for run in to_records(require_single_study(frames).runs):
+    runs = require_single_study(frames).runs
+    for run in to_records(runs.assign(is_failed_stop=find_failed_stops(runs))):
         if not run["steps_done"] > 0:
             continue
         run_validations = rows_by_run.get(run["run_id"], validations.iloc[:0])
@@ -75,8 +76,8 @@ def find_run_ends(frames: StudyFrames) -> pd.DataFrame:
 
 
 def _get_stop_step(run: Mapping[str, Any]) -> float:
-    """The step at which a rule stopped the run; NaN if none did."""
-    if run["status"] != "early_stopped":
+    """The step at which a rule stopped the run as a failure; NaN if none did."""
+    if not run["is_failed_stop"]:
         return math.nan
     return float(run["steps_done"] if pd.isna(run["stop_step"]) else run["stop_step"])
 

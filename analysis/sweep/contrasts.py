@@ -50,7 +50,7 @@ _PAIR_COLUMNS = (
 _CONTRAST_COLUMNS = (
     *("column", "contrast", *TEST_COLUMNS, "seeds", "p_holm", "p_equal_holm", "verdict"),
     *("pairs", "pairs_used", "lower", "higher", "equal"),
-    *("run_pairs_used", "run_pairs", "difference_same_pairs", "has_equal_runs"),
+    *("run_pairs_used", "run_pairs", "difference_same_pairs"),
     *_RUN_NOTE_COLUMNS,
 )
 
@@ -184,7 +184,6 @@ def compute_contrasts(frames: StudyFrames) -> pd.DataFrame:
       pairs by the sign of the pair's mean.
     * run_pairs: declared pairs times seeds; run_pairs_used: those of which both runs have a value.
     * difference_same_pairs: the difference over only those pairs that every counted seed has.
-    * has_equal_runs: whether both runs of every counted pair have the same value.
     * excluded_runs: runs that exclude a pair for a seed, and why; early_stopped_runs: counted runs that a rule stopped,
       with their steps; num_early_stopped: the number of the latter.
     """
@@ -249,7 +248,8 @@ def _estimate_contrast(seed_rows: Sequence[Row], outcomes: Outcomes, margin: flo
         ]
     )
     min_variance = evaluation_variance / weight_norm if weight_norm > 0 else 0.0
-    arms = {arm for pairs in differences_by_seed.values() for pair in pairs for arm in pair}
+    pairs = {pair for differences in differences_by_seed.values() for pair in differences}
+    arms = {arm for pair in pairs for arm in pair}
     doubt = outcomes.get_doubt(outcomes.noise.paired, *arms)
     estimate = (
         estimate_contrast(outcomes, seed_means, num_comparisons, weight_norm, min_variance, doubt)
@@ -259,12 +259,10 @@ def _estimate_contrast(seed_rows: Sequence[Row], outcomes: Outcomes, margin: flo
     # If seeds miss different pairs, their means are over different pairs. The second difference shows whether it
     # matters.
     common_pairs = set.intersection(*map(set, differences_by_seed.values())) if differences_by_seed else set()
+    equal_rows = bool(pairs) and all(outcomes.has_equal_rows(*pair) for pair in pairs)
     return {
-        **make_test_columns(outcomes, estimate, margin),
+        **make_test_columns(outcomes, estimate, margin, equal_rows=equal_rows),
         "seeds": len(seed_means),
-        "has_equal_runs": all(
-            difference == 0 for differences in differences_by_seed.values() for difference in differences.values()
-        ),
         "difference_same_pairs": _mean_or_nan(
             [pair_differences[pair] for pair_differences in differences_by_seed.values() for pair in common_pairs]
         ),
@@ -329,6 +327,8 @@ def _format_size(row: Row) -> str:
     if row["verdict"] == "no comparison":
         return "no pair has a seed for which both runs count"
     seeds_text = f"over {_format_count(row['seeds'], 'seed')}"
+    if row["verdict"] == "no effect":
+        return f"every row of both runs is equal, {seeds_text}"
     if not row["se"] > 0:
         reason = "the differences of all seeds are equal" if row["se"] == 0 else "no arm has runs that differ"
         return f"{row['difference']:+.4g} {seeds_text}, without an interval, because {reason}"
@@ -338,9 +338,7 @@ def _format_size(row: Row) -> str:
         f"{row['difference']:+.4g} [{row['difference_low']:+.4g}, {row['difference_high']:+.4g}] {seeds_text}"
     )
     if row["verdict"] == "equal":
-        # Equal runs say less than they seem to: other seeds may still differ by the noise of the study.
-        same_text = "; every pair of runs is equal" if row["has_equal_runs"] else ""
-        return f"{interval_text}, {format_holm(row['p_equal_holm'])}{same_text}"
+        return f"{interval_text}, {format_holm(row['p_equal_holm'])}"
     interval_text += f", {format_holm(row['p_holm'])}"
     if row["verdict"] != "open":
         return interval_text

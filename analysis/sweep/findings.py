@@ -14,6 +14,8 @@ from analysis.data.frames import StudyFrames, to_records
 from analysis.data.run_files import find_steps_total
 from analysis.stats.estimates import Trend
 from analysis.sweep.verdicts import (
+    MIN_REGIME_RUNS,
+    NO_EFFECT,
     format_fraction,
     format_interval,
     format_number,
@@ -24,7 +26,7 @@ from analysis.sweep.verdicts import (
 )
 from trainable.config.aliases import flatten_settings
 from trainable.runs.records import STATUSES
-from trainable.runs.run_ends import OPEN_STATUSES
+from trainable.runs.run_ends import MASTERED_SUCCESS, OPEN_STATUSES
 
 # letters: a longer list of arms is replaced by their number, as in a grid of 164 arms
 MAX_LINE_LENGTH = 120
@@ -36,6 +38,7 @@ _OUTCOME_LABELS = {
     "better": "higher for",
     "worse": "lower for",
     "equal": "equal within {margin} for",
+    "no effect": f"the same in every row ({NO_EFFECT}) for",
     "open": "open for",
 }
 
@@ -99,7 +102,13 @@ def _list_unscored(summary: pd.DataFrame) -> list[str]:
 def _list_failed_regimes(summary: pd.DataFrame) -> list[str]:
     """The arms of which a rule stopped every scored run: they have no verdict on their success."""
     failed_arms = summary.loc[summary["outcome"] == "failed regime", "arm"].to_list()
-    return [f"Failed regime, stopped by a rule: {_format_arms(failed_arms)}."] if failed_arms else []
+    sentences = [f"Failed regime, stopped by a rule: {_format_arms(failed_arms)}."] if failed_arms else []
+    # Few runs condemn no setting: their number is said instead.
+    for count, rows in summary[summary["outcome"] == "stopped"].groupby("failed_stops"):
+        sentences.append(
+            f"Stopped in {count} of {count} run{'s' if count > 1 else ''}: {_format_arms(rows['arm'].to_list())}."
+        )
+    return sentences
 
 
 def describe_collapses(collapses: pd.DataFrame) -> str:
@@ -399,7 +408,8 @@ def _list_level_caveats(frames: StudyFrames) -> list[str]:
     # Each run numbers the classes of its own levels.
     has_twins = is_same and num_classes < num_levels
     twins_text = (
-        f" {num_classes} of them differ: levels that the game counts as equal, such as mirrored boards, count once."
+        f" {num_classes} of them differ: levels that the game counts as equal, such as mirrored boards, count as often "
+        "as they occur. Intervals for other levels draw them together."
     )
     return [
         f"{scope_text}{twins_text if has_twins else ''} The results do not apply to levels of another kind or size."
@@ -410,9 +420,10 @@ def _list_scoring_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[st
     sentences = []
     if len(summary) and (summary["early_stopped"] > 0).any():
         sentences.append(
-            "An early stop is part of the protocol: the arm is a failed regime, and the run keeps the value of its "
-            "last validation up to the planned end. The section on stops also shows the mean with stopped runs scored "
-            "0, and with stopped runs left out."
+            "An early stop is part of the protocol: a run keeps the value of its last validation up to the planned "
+            f"end, and an arm of which all runs are stopped is a failed regime, from {MIN_REGIME_RUNS} runs on. A stop "
+            f"at a success of {MASTERED_SUCCESS} or more is no failure. A verdict says if it would be another one with "
+            "stopped runs scored 0, or left out; the section on stops has the means."
         )
     num_unscored = int((~frames.trials["status"].isin(SCORED_STATUSES)).sum())
     if num_unscored:

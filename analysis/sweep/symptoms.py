@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 
 from analysis.data.frames import StudyFrames, to_records
-from analysis.stats.change_points import Change, find_change
-from analysis.stats.estimates import Estimate, wilson_interval
+from analysis.stats.change_points import MIN_POINTS, Change, find_change
+from analysis.stats.estimates import Estimate
 from analysis.sweep.collapse import find_run_ends
 
 UP, DOWN, EITHER = 1, -1, 0
@@ -22,23 +22,14 @@ PERMUTATION_SEED = 0
 """Of the permutations behind p-values: fixed, so that the same rows give the same p-values in every report."""
 
 MAX_P = 0.05
-"""A series has changed if its p is at most this."""
-_ONSET_COLUMNS = ("run_id", "arm", "seed", "end_step", "symptom", "label", "rank")
-_CHANGE_COLUMNS = ("onset", "low", "high", "end", "before", "after", "p")
+"""A series has changed if its p is at most this, corrected for all symptoms and runs that are looked at."""
+MAX_WELL_RUNS = 12
+"""Runs without collapse in which the same changes are looked for, at most: 60 steps take a tenth of a second each."""
+_ONSET_COLUMNS = ("run_id", "arm", "seed", "end_step", "is_collapse", "symptom", "label", "is_first")
+_CHANGE_COLUMNS = ("onset", "low", "high", "end", "before", "after", "p", "p_adjusted")
 _ORDER_COLUMNS = (
-    "symptom",
-    "label",
-    "runs",
-    "changed",
-    "first",
-    "median_onset",
-    "earlier",
-    "later",
-    "equal",
-    "lead",
-    "lead_low",
-    "lead_high",
-    "p",
+    *("symptom", "label", "runs", "changed", "well_runs", "well_changed", "first", "median_onset"),
+    *("earlier", "later", "undecided", "lead", "lead_low", "lead_high", "p", "p_adjusted"),
 )
 
 
@@ -105,69 +96,113 @@ def find_onsets(frames: StudyFrames, ends: pd.DataFrame, generator: np.random.Ge
         ends: rows of `collapse.find_run_ends`. Only rows of a run up to its end_step count.
         generator: draws the permutations of the tests.
 
-    Columns: run_id, arm, seed, end_step, symptom (a step column), label, rank, and those of `Change`: onset with its
-    interval low to high, end (the step at which the change is complete), the levels before and after, p. A change with
-    p above `MAX_P` has no onset. rank is the place of the onset among those of the run, from 1; equal onsets share the
-    smallest place.
+    Columns: run_id, arm, seed, end_step, is_collapse, symptom (a step column), label, is_first, and those of `Change`:
+    onset with its interval low to high, end (the step at which the change is complete), the levels before and after, p.
+    p_adjusted is corrected over all rows (Benjamini and Hochberg 1995); a change in which it is above `MAX_P` has no
+    onset. is_first: the interval of the onset ends before those of all other symptoms that changed in the run begin.
     """
-    rows = []
+    rows, changes = [], []
     for run in to_records(ends):
         steps = frames.get_run_steps(run["run_id"])
         steps = steps[steps["step"] <= run["end_step"]]
         for symptom in SYMPTOMS:
-            if symptom.column not in steps or not steps[symptom.column].notna().any():
-                continue
-            change = find_change(steps["step"], steps[symptom.column].astype(float), generator, symptom.direction)
-            if not change.p <= MAX_P:
-                # Without a change, neither onset nor levels mean anything.
-                change = Change(p=change.p)
-            rows.append({**run, "symptom": symptom.column, "label": symptom.label, **change._asdict()})
-    table = pd.DataFrame(rows, columns=[*_ONSET_COLUMNS, *_CHANGE_COLUMNS])
-    return table.assign(rank=table.groupby("run_id")["onset"].rank(method="min"))
+            if symptom.column in steps and steps[symptom.column].notna().any():
+                rows.append({**run, "symptom": symptom.column, "label": symptom.label})
+                values = steps[symptom.column].astype(float)
+                changes.append(find_change(steps["step"], values, generator, symptom.direction))
+    adjusted = adjust_discoveries([change.p for change in changes])
+    # Without a change, neither onset nor levels mean anything.
+    resolved = [change if p <= MAX_P else Change(p=change.p) for change, p in zip(changes, adjusted, strict=True)]
+    table = pd.DataFrame(rows, columns=list(_ONSET_COLUMNS[:-1])).assign(
+        **{name: [getattr(change, name) for change in resolved] for name in _CHANGE_COLUMNS[:-1]}, p_adjusted=adjusted
+    )
+    return table.assign(is_first=_find_first(table))
+
+
+def adjust_discoveries(p_values: Sequence[float]) -> np.ndarray:
+    """p-values corrected so that at most the same share of all discoveries is false on average; NaN is no test.
+
+    Source: Benjamini & Hochberg 1995.
+
+    >>> adjust_discoveries([0.01, float("nan"), 0.04, 0.03]).tolist()
+    [0.03, nan, 0.04, 0.04]
+    """
+    from scipy import stats
+
+    p = np.asarray(p_values, dtype=float)
+    is_test = ~np.isnan(p)
+    if is_test.any():
+        p[is_test] = stats.false_discovery_control(p[is_test])
+    return p
+
+
+def _find_first(table: pd.DataFrame) -> list[bool]:
+    """Whether each onset is certainly the first of its run: no other interval begins before this one has ended."""
+    is_first = []
+    for run_id, symptom, high in table[["run_id", "symptom", "high"]].itertuples(index=False):
+        others = table.loc[(table["run_id"] == run_id) & (table["symptom"] != symptom), "low"].dropna()
+        is_first.append(bool(len(others)) and bool(high < others.min()))
+    return is_first
 
 
 def find_collapse_onsets(frames: StudyFrames, generator: np.random.Generator) -> pd.DataFrame:
-    """`find_onsets` of the runs that collapsed."""
+    """`find_onsets` of the runs that collapsed, and of up to `MAX_WELL_RUNS` others; empty if none collapsed.
+
+    Both are corrected apart: runs that stayed well show how often the same changes mean nothing.
+    """
     ends = find_run_ends(frames)
-    return find_onsets(frames, ends[ends["is_collapse"]], generator)
+    ends = ends[ends["signal_problem"] == ""]
+    collapsed, well = ends[ends["is_collapse"]], ends[~ends["is_collapse"]]
+    if collapsed.empty:
+        return find_onsets(frames, collapsed, generator)
+    places = np.unique(np.linspace(0, len(well) - 1, min(len(well), MAX_WELL_RUNS)).round().astype(int))
+    tables = [find_onsets(frames, runs, generator) for runs in (collapsed, well.iloc[places]) if len(runs)]
+    return pd.concat(tables, ignore_index=True)
 
 
 def summarize_order(onsets: pd.DataFrame) -> pd.DataFrame:
-    """What came first over runs: one row per symptom, the earliest median onset first.
+    """What came first over the runs that collapsed: one row per symptom, the earliest median onset first.
 
-    runs: in which it was measured. changed: in which it changed. first: in which no symptom changed earlier; several
-    may be first together. median_onset: step, over the runs in which it changed. The other columns compare its onset
-    with that of `SUCCESS` in the runs in which both changed: earlier, later, equal (numbers of runs), and lead, the
-    median of the steps by which it was earlier, with its 95 % interval from order statistics (none below 6 runs); p is
-    that of the sign test, in which equal onsets do not count. The interval is over runs, as if all were independent.
+    runs: in which it was measured. changed: in which it changed. well_runs, well_changed: the same for the runs that
+    stayed well. first: in which it certainly changed before all others. median_onset: step, over the runs in which it
+    changed. The other columns compare its onset with that of `SUCCESS` in the runs in which both changed: earlier and
+    later, if the intervals of both onsets are apart, undecided otherwise (numbers of runs), and lead, the median of the
+    steps by which the estimated onset was earlier, with its 95 % interval from order statistics (none below 6 runs); p
+    is that of the sign test, in which equal onsets do not count, and p_adjusted is corrected over the symptoms
+    (Benjamini and Hochberg). The interval is over runs, as if all were independent.
     """
-    success_onsets = onsets[onsets["symptom"] == SUCCESS.column].set_index("run_id")["onset"].dropna()
+    is_collapse = onsets["is_collapse"].astype(bool)
+    success = onsets[is_collapse & (onsets["symptom"] == SUCCESS.column)].set_index("run_id").dropna(subset="onset")
     rows = [
-        _summarize_symptom(symptom, symptom_rows, success_onsets)
+        _summarize_symptom(symptom, onsets[is_own & is_collapse], onsets[is_own & ~is_collapse], success)
         for symptom in SYMPTOMS
-        if len(symptom_rows := onsets[onsets["symptom"] == symptom.column])
+        if (is_own := onsets["symptom"] == symptom.column).any()
     ]
-    table = pd.DataFrame(rows, columns=list(_ORDER_COLUMNS))
+    table = pd.DataFrame(rows, columns=list(_ORDER_COLUMNS[:-1]))
+    table = table.assign(p_adjusted=adjust_discoveries(table["p"].to_list()))
     return table.sort_values("median_onset", kind="stable", na_position="last").reset_index(drop=True)
 
 
 def _summarize_symptom(
-    symptom: Symptom, rows: pd.DataFrame, success_onsets: "pd.Series[float]"
+    symptom: Symptom, rows: pd.DataFrame, well_rows: pd.DataFrame, success: pd.DataFrame
 ) -> Mapping[str, object]:
     changed_rows = rows.dropna(subset="onset").set_index("run_id")
-    is_compared = changed_rows.index.intersection(success_onsets.index) if symptom != SUCCESS else []
-    leads = (success_onsets.loc[is_compared] - changed_rows.loc[is_compared, "onset"]).to_numpy(dtype=float)
-    lead = estimate_median_lead(leads)
+    run_ids = changed_rows.index.intersection(success.index) if symptom != SUCCESS else []
+    own, other = changed_rows.loc[run_ids], success.loc[run_ids]
+    lead = estimate_median_lead((other["onset"] - own["onset"]).to_numpy(dtype=float))
+    earlier, later = int((own["high"] < other["low"]).sum()), int((own["low"] > other["high"]).sum())
     return {
         "symptom": symptom.column,
         "label": symptom.label,
         "runs": len(rows),
         "changed": len(changed_rows),
-        "first": int((changed_rows["rank"] == 1).sum()),
+        "well_runs": len(well_rows),
+        "well_changed": int(well_rows["onset"].notna().sum()),
+        "first": int(changed_rows["is_first"].sum()),
         "median_onset": float(changed_rows["onset"].median()) if len(changed_rows) else math.nan,
-        "earlier": int((leads > 0).sum()),
-        "later": int((leads < 0).sum()),
-        "equal": int((leads == 0).sum()),
+        "earlier": earlier,
+        "later": later,
+        "undecided": len(own) - earlier - later,
         "lead": lead.value,
         "lead_low": lead.low,
         "lead_high": lead.high,
@@ -192,28 +227,36 @@ def estimate_median_lead(leads: Sequence[float] | np.ndarray) -> Estimate:
 
 
 def describe_order(onsets: pd.DataFrame) -> list[str]:
-    """Sentences on what came first in the runs of `onsets`; none without a run."""
-    num_runs = onsets["run_id"].nunique()
+    """Sentences on what came first in the runs that collapsed, as far as intervals bear it; none without such a run."""
+    is_collapse = onsets["is_collapse"].astype(bool)
+    num_runs = onsets.loc[is_collapse, "run_id"].nunique()
     if not num_runs:
         return []
     table = summarize_order(onsets)
     runs_text = f"{num_runs} runs that collapsed" if num_runs > 1 else "only run that collapsed"
-    candidates = table[table["first"] > 0].sort_values("first", ascending=False, kind="stable")
-    if candidates.empty:
-        return [f"In the {runs_text}, no change is resolved: {_explain_missing_changes()}"]
-    leaders = ", ".join(f"{row['label']} ({row['first']})" for row in to_records(candidates.head(3)))
-    often = "most often" if num_runs > 1 else "one of these"
-    sentences = [f"In the {runs_text}, the first to change was {often}: {leaders}; several may be first together."]
-    spread = table[table["symptom"] == "reward_std"]
-    if len(spread) and (counts := spread.iloc[0])[["earlier", "later", "equal"]].sum():
-        compared = int(counts["earlier"] + counts["later"] + counts["equal"])
-        fraction = wilson_interval(float(counts["earlier"]), compared)
+    if not table["changed"].any():
+        return [
+            f"In the {runs_text}, no change is resolved: a change needs at least {MIN_POINTS} measurements before the "
+            "collapse."
+        ]
+    firsts = table[table["first"] > 0].sort_values("first", ascending=False, kind="stable")
+    leaders = ", ".join(f"{row['label']} ({row['first']})" for row in to_records(firsts.head(3)))
+    sentences = [
+        f"In {table['first'].sum()} of the {runs_text}, one symptom certainly changed before all others: {leaders}."
+        if leaders
+        else f"In the {runs_text}, no symptom certainly changed before all others: the intervals of the onsets overlap."
+    ]
+    for counts in to_records(table[(table["symptom"] == "reward_std") & (table["lead"].notna())]):
+        compared = counts["earlier"] + counts["later"] + counts["undecided"]
         sentences.append(
-            f"The spread of the rewards fell before success in {counts['earlier']} of {compared} runs in which both "
-            f"fell ({fraction.value:.0%}, 95 % interval {fraction.low:.0%} to {fraction.high:.0%} over runs)."
+            f"The spread of the rewards certainly fell before success in {counts['earlier']} of {compared} runs in "
+            f"which both fell, and after it in {counts['later']}; in {counts['undecided']} the order is not known."
+        )
+    shares = [int(table[name].sum()) for name in ("changed", "runs", "well_changed", "well_runs")]
+    num_well = onsets.loc[~is_collapse, "run_id"].nunique()
+    if num_well:
+        sentences.append(
+            f"{shares[0] / shares[1]:.0%} of the symptoms changed in these runs, and {shares[2] / shares[3]:.0%} in "
+            f"{num_well} that stayed well: what changes as often there announces nothing."
         )
     return sentences
-
-
-def _explain_missing_changes() -> str:
-    return "a change needs at least 8 measurements before the collapse."

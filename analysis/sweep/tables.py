@@ -7,19 +7,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from scipy import special
 
 from analysis.data.compare import (
     SCORED_STATUSES,
     TEST_COLUMNS,
     Outcomes,
+    StopScoring,
     add_adjusted_p_values,
+    classify_difference,
     collect_outcomes,
     describe_basis,
     describe_difference_basis,
     estimate_difference,
     estimate_evaluation_variances,
     estimate_gain,
+    estimate_level_variances,
     estimate_mean,
+    find_failed_stops,
     get_margin,
     is_paired,
     list_arms,
@@ -75,9 +80,11 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
     * `p_holm` and `p_equal_holm` are corrected over all compared arms, each in a family of its own. `margin` is the
       difference within which arms are equal. `detectable` is the smallest true difference that the test would probably
       find.
-    * `stopped_fraction` is the fraction of scored runs that a rule stopped, with Wilson's interval.
-      `late_stopped_as_zero` is the mean success at the end with stopped runs counted as 0; `late_survivors` is the mean
-      without them.
+    * `levels_low` and `levels_high` are the interval of the difference for other levels, too.
+    * `failed_stops` is the number of scored runs that a rule stopped as failures (`compare.find_failed_stops`),
+      `stopped_fraction` their fraction with Wilson's interval, `p_stopped` that of Fisher's test against the baseline,
+      corrected in `p_stopped_holm`. `late_stopped_as_zero` is the mean success at the end with these runs counted as 0;
+      `late_survivors` is the mean without them. `other_scoring` says whether the outcome would be another one then.
     * Costs are means over scored runs, or over all runs if none is scored.
     """
     baseline = require_single_study(frames).studies[0].get("baseline") or ""
@@ -89,9 +96,33 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
         return table
     table["p_holm"], table["p_equal_holm"] = holm_adjust(table["p"]), holm_adjust(table["p_equal"])
     study = frames.studies[0]
+    table["p_stopped_holm"] = holm_adjust(table["p_stopped"])
     table["detectable"] = [_find_detectable_difference(study, measures.late, row) for row in to_records(table)]
-    rows = to_records(table)
-    return table.assign(outcome=[classify_outcome(row) for row in rows], verdict=[format_verdict(row) for row in rows])
+    table["outcome"] = [classify_outcome(row) for row in to_records(table)]
+    table["other_scoring"] = _describe_other_scorings(frames, table, baseline)
+    return table.assign(verdict=[format_verdict(row) for row in to_records(table)])
+
+
+def _describe_other_scorings(frames: StudyFrames, table: pd.DataFrame, baseline: str) -> list[str]:
+    """For each arm, which other outcome it would have if the runs that failed were scored 0, or left out."""
+    texts: dict[str, list[str]] = {arm: [] for arm in table["arm"]}
+    if not table["failed_stops"].any():
+        return [""] * len(table)
+    margin = get_margin(frames.studies[0], "late_val_success")
+    scorings: tuple[StopScoring, ...] = ("scored 0", "left out")
+    for scoring in scorings:
+        outcomes = collect_outcomes(frames, "late_val_success", scoring)
+        rows = [_compare_outcomes(outcomes, arm, baseline, margin) for arm in table["arm"]]
+        other = pd.DataFrame(rows).assign(outcome=table["outcome"], arm=table["arm"])
+        other = other.assign(p_holm=holm_adjust(other["p"]), p_equal_holm=holm_adjust(other["p_equal"]))
+        for row in to_records(other):
+            outcome = classify_difference(row, below="worse", above="better")
+            if row["outcome"] in ("better", "worse", "equal", "open") and outcome not in (
+                "no comparison",
+                row["outcome"],
+            ):
+                texts[row["arm"]].append(f"{outcome} with stopped runs {scoring}")
+    return [" and ".join(clauses) for clauses in texts.values()]
 
 
 def _find_detectable_difference(study: Mapping[str, Any], outcomes: Outcomes, row: Row) -> float:
@@ -131,9 +162,9 @@ def compare_secondary(frames: StudyFrames) -> pd.DataFrame:
             # With looks, an arm without a value still counts in the number of comparisons.
             is_counted = outcomes.num_comparisons and outcomes.values.notna().any(axis=None)
             if is_counted or not math.isnan(estimate.value):
-                rows.append(
-                    {"column": column, "arm": arm, **make_test_columns(outcomes, estimate, margin), "n": estimate.n}
-                )
+                equal_rows = outcomes.has_equal_rows(arm, baseline)
+                test_columns = make_test_columns(outcomes, estimate, margin, equal_rows=equal_rows)
+                rows.append({"column": column, "arm": arm, **test_columns, "n": estimate.n})
     table = pd.DataFrame(rows, columns=["column", "arm", *TEST_COLUMNS, "n"])
     return add_adjusted_p_values(table, family.primary_column)
 
@@ -146,6 +177,7 @@ class _Measures(NamedTuple):
     greedy: Outcomes
     base_greedy: Outcomes
     margin: float
+    level_variances: Mapping[str, float]
 
 
 def _collect_measures(frames: StudyFrames) -> _Measures:
@@ -158,6 +190,7 @@ def _collect_measures(frames: StudyFrames) -> _Measures:
         greedy=collect_outcomes(frames, "final_val_greedy_success"),
         base_greedy=collect_outcomes(frames, "base_val_greedy_success"),
         margin=get_margin(frames.studies[0], "late_val_success"),
+        level_variances=estimate_level_variances(frames, frames.studies[0].get("baseline") or ""),
     )
 
 
@@ -205,20 +238,46 @@ def _mean(values: "pd.Series[float]") -> float:
 
 def _compare_to_baseline(frames: StudyFrames, measures: _Measures, arm: str, baseline: str) -> Row:
     """Compare an arm with the baseline arm. Values are missing for the baseline itself."""
-    baseline_runs = select_runs(frames, baseline, scored_only=True)
-    estimate = Estimate() if arm == baseline else estimate_difference(measures.late, arm, baseline)
+    runs, baseline_runs = (select_runs(frames, name, scored_only=True) for name in (arm, baseline))
+    row = _compare_outcomes(measures.late, arm, baseline, measures.margin)
+    # A test at every look has no standard error that another one could be added to.
+    level_variance = math.nan if measures.late.num_comparisons else measures.level_variances.get(arm, math.nan)
+    half_width = special.stdtrit(row["df"], 0.975) * math.sqrt(row["se"] ** 2 + level_variance)
     return {
-        **make_test_columns(measures.late, estimate, measures.margin),
-        "seeds": estimate.n,
-        "basis": describe_difference_basis(measures.late, estimate, arm, baseline),
-        "baseline_failed": bool(len(baseline_runs)) and bool((baseline_runs["status"] == "early_stopped").all()),
+        **row,
+        "levels_low": row["difference"] - half_width,
+        "levels_high": row["difference"] + half_width,
+        "baseline_failed": bool(len(baseline_runs)) and bool(find_failed_stops(baseline_runs).all()),
+        "p_stopped": math.nan if arm == baseline else _compare_stops(runs, baseline_runs),
     }
 
 
+def _compare_outcomes(outcomes: Outcomes, arm: str, baseline: str, margin: float) -> Row:
+    """The columns of a test, the number of seeds and what the interval is over; empty for the baseline itself."""
+    estimate = Estimate() if arm == baseline else estimate_difference(outcomes, arm, baseline)
+    return {
+        **make_test_columns(outcomes, estimate, margin, equal_rows=outcomes.has_equal_rows(arm, baseline)),
+        "seeds": estimate.n,
+        "basis": describe_difference_basis(outcomes, estimate, arm, baseline),
+    }
+
+
+def _compare_stops(runs: pd.DataFrame, baseline_runs: pd.DataFrame) -> float:
+    """p of Fisher's exact test that rules stop as many runs of the arm as of the baseline; NaN if they stopped none."""
+    from scipy import stats
+
+    stops = [find_failed_stops(rows) for rows in (runs, baseline_runs)]
+    counts = [[int(is_stopped.sum()), int((~is_stopped).sum())] for is_stopped in stops]
+    if not all(map(sum, counts)) or counts[0][0] == counts[1][0] == 0:
+        return math.nan
+    return float(stats.fisher_exact(counts).pvalue)
+
+
 def _summarize_stops(scored_runs: pd.DataFrame) -> Row:
-    is_stopped = scored_runs["status"] == "early_stopped"
+    is_stopped = find_failed_stops(scored_runs)
     estimate = wilson_interval(int(is_stopped.sum()), len(scored_runs)) if len(scored_runs) else Estimate()
     return {
+        "failed_stops": int(is_stopped.sum()),
         "stopped_fraction": estimate.value,
         "stopped_low": estimate.low,
         "stopped_high": estimate.high,

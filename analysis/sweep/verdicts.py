@@ -1,5 +1,6 @@
 """Verdicts: one sentence per arm, generated from its row of `tables.summarize_arms`. Also the formats of numbers."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,10 +11,13 @@ from analysis.data.compare import SIGNIFICANCE_LEVEL, classify_difference
 from analysis.data.families import Row, TableFamily
 from analysis.data.frames import to_records
 from analysis.stats.estimates import MIN_SEEDS
-from trainable.runs.run_ends import OPEN_STATUSES
+from trainable.runs.run_ends import MASTERED_SUCCESS, OPEN_STATUSES
 
+MIN_REGIME_RUNS = 6
+"""An arm is a failed regime if rules stop all of so many runs: Wilson's interval then begins at 61 %, not at 44 %."""
+NO_EFFECT = "no effect in these runs"
 UNFINISHED_STATUSES = ("censored", "failed", "interrupted", "never_ran", *OPEN_STATUSES)
-_STOP_COLUMNS = ["stop_rule", "stop_value", "stop_threshold", "stop_step"]
+_STOP_COLUMNS = ["stop_rule", "stop_value", "stop_threshold", "stop_step", "final_val_success"]
 _END_COLUMNS = ["seed", "status", "reason", "steps_done", "steps_total"]
 STATUS_WORDS = {"never_ran": "never ran", "early_stopped": "early stopped"}
 
@@ -27,8 +31,8 @@ def name_verdict(row: Row, family: TableFamily, *, has_sides: bool = True) -> st
     """The verdict on a difference in one word. row: with `column`, and the columns of a test.
 
     In the primary outcome an arm is `better` or `worse`. The other columns describe a run and have no better side:
-    there an arm is `lower` or `higher`. In all of them it may be `equal` within the margin, or `open`. has_sides: False
-    for an interaction, which is no difference of two arms and has no better side either.
+    there an arm is `lower` or `higher`. In all of them it may be `equal` within the margin, have `no effect`, or be
+    `open`. has_sides: False for an interaction, which is no difference of two arms and has no better side either.
     """
     if row["column"] != family.primary_column or not has_sides:
         return classify_difference(row, below="lower", above="higher")
@@ -80,7 +84,9 @@ def format_bounds(low: float, high: float) -> str:
 
 
 def format_p_value(p: float) -> str:
-    """`p 0.012`, or `p < 0.001`."""
+    """`p 0.012`, `p < 0.001`, or `p –` without a test."""
+    if np.isnan(p):
+        return "p –"
     return "p < 0.001" if p < 0.001 else f"p {p:.2g}"
 
 
@@ -95,7 +101,7 @@ def describe_stops(runs: pd.DataFrame) -> str:
     Example: `low_validation_success stopped 1 of 3 runs (step 45: 0.002 < 0.01)`.
     """
     stops_by_rule: dict[str, list[str]] = {}
-    for run in to_records(runs.loc[runs["status"] == "early_stopped", _STOP_COLUMNS]):
+    for run in to_records(runs.loc[runs["status"] == "early_stopped"].reindex(columns=_STOP_COLUMNS)):
         # status.json may lack the name of the rule.
         stops_by_rule.setdefault(run["stop_rule"] or "a rule", []).append(describe_stop(run))
     return " and ".join(
@@ -105,10 +111,16 @@ def describe_stops(runs: pd.DataFrame) -> str:
 
 
 def describe_stop(run: Mapping[str, Any]) -> str:
-    """`step 45: 0.002 < 0.01`: the step at which a rule stopped a run, the value, and the threshold."""
+    """`step 45: 0.002 < 0.01`: the step at which a rule stopped a run, the value, and the threshold.
+
+    A run that had mastered its game also has its success: `step 45: 0.002 < 0.01, at success 0.994`.
+    """
     step_text = "" if pd.isna(run["stop_step"]) else f"step {run['stop_step']}: "
     value, threshold = run["stop_value"], run["stop_threshold"]
-    return f"{step_text}{format_number(value)} {format_comparison(value, threshold)} {format_number(threshold)}"
+    success = run.get("final_val_success", math.nan)  # a family without one cannot say what was mastered
+    mastery_text = f", at success {format_number(success)}" if success >= MASTERED_SUCCESS else ""
+    comparison_text = f"{format_number(value)} {format_comparison(value, threshold)} {format_number(threshold)}"
+    return f"{step_text}{comparison_text}{mastery_text}"
 
 
 def format_comparison(value: float, threshold: float) -> str:
@@ -138,15 +150,16 @@ def _describe_unfinished_run(run: Mapping[str, Any]) -> str:
 def classify_outcome(row: Mapping[str, Any]) -> str:
     """The outcome of an arm as one of a fixed list of words, for sorting and colors.
 
-    Four of them are about the setting: `better`, `worse`, `equal` (within the margin), and `open`, which is everything
-    that the runs do not resolve. An arm that differs by less than the margin is still better or worse.
+    Five of them are about the setting: `better`, `worse`, `equal` (within the margin), `no effect` (the rows are equal
+    to the last bit), and `open`, which is everything that the runs do not resolve. An arm that differs by less than the
+    margin is still better or worse.
     """
     num_scored = row["completed"] + row["early_stopped"]
     if not num_scored:
         return "no verdict"
-    # Before the baseline and p-values: a collapsed arm is a failure, whatever its last value was.
-    if row["early_stopped"] == num_scored:
-        return "failed regime"
+    # Before the baseline and p-values: such an arm is no better than another one, whatever its last value was.
+    if row["failed_stops"] == num_scored:
+        return "failed regime" if num_scored >= MIN_REGIME_RUNS else "stopped"
     if row["is_baseline"]:
         return "baseline"
     return classify_difference(row, below="worse", above="better")
@@ -155,18 +168,22 @@ def classify_outcome(row: Mapping[str, Any]) -> str:
 def format_verdict(row: Mapping[str, Any]) -> str:
     """One sentence on an arm. row: of `tables.summarize_arms`.
 
-    If a rule stopped all scored runs of an arm, the arm is a failed regime, whatever its last success was. Otherwise it
-    is better or worse than the baseline, equal to it within the margin, or open. In the last case the sentence also
-    says how large a missed difference could be, or why there is no interval. Runs that failed, were interrupted or
-    never ran are listed; they are not scored.
+    If rules stopped all scored runs of an arm as failures, the arm is a failed regime, whatever its last success was;
+    with fewer than `MIN_REGIME_RUNS` runs it is called stopped. Otherwise it is better or worse than the baseline,
+    equal to it within the margin, without an effect, or open. In the last case the sentence also says how large a
+    missed difference could be, or why there is no interval. Runs that failed, were interrupted or never ran are listed;
+    they are not scored.
     """
     outcome_name, num_scored = classify_outcome(row), row["completed"] + row["early_stopped"]
     clauses = []
     if row["early_stopped"]:
         # `stops` says how many runs of the arm each rule stopped.
-        clauses.append(f"failed regime: {row['stops']}" if row["early_stopped"] == num_scored else row["stops"])
-    if outcome_name not in ("failed regime", "no verdict"):
+        is_stopped = outcome_name in ("failed regime", "stopped")
+        clauses.append(f"{outcome_name}: {row['stops']}" if is_stopped else row["stops"])
+    if outcome_name not in ("failed regime", "stopped", "no verdict"):
         clauses.append(_describe_gain(row) if row["is_baseline"] else _describe_difference(row, outcome_name))
+    if row["other_scoring"]:
+        clauses.append(f"it would be {row['other_scoring']}")
     if row["unfinished"]:
         clauses.append(("not scored: " if num_scored else "no verdict: ") + row["unfinished"])
     return "; ".join(clauses) or "no verdict: no run"
@@ -191,7 +208,9 @@ def _describe_difference(row: Mapping[str, Any], outcome_name: str) -> str:
     baseline_text = f"the baseline ({row['baseline']})"
     if outcome_name == "no comparison":
         return f"no comparison: {baseline_text} or this arm has no scored run with a value"
-    failed_text = ", itself a failed regime" if row["baseline_failed"] else ""
+    failed_text = ", itself stopped in all runs" if row["baseline_failed"] else ""
+    if row["equal_rows"]:
+        return f"{NO_EFFECT}: every row equals the baseline's ({row['baseline']}){failed_text}"
     if not row["se"] > 0:
         if row["se"] == 0:
             reason = "the differences of all seeds are equal"

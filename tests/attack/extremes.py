@@ -151,10 +151,12 @@ def train(extreme: Extreme, folder: Path) -> Failure | list[dict[str, Any]]:
     return read_rows(plan.get_run_dir(spec.run_id) / "metrics.jsonl", first_step=0)
 
 
-def judge_failure(failure: Failure) -> str | None:
+def judge_failure(failure: Failure, setting: str) -> str | None:
     """Return what is wrong about how a run failed; None if a user knows what to do."""
     if failure.kind == "configuration":
         return None
+    if setting == "rollout.weight_noise" and "logprob_tolerance" in failure.message:
+        return None  # so much noise that the sampler is not the policy any more, as the message says
     if failure.kind == NON_FINITE:
         names_step = re.search(r"\bstep \d+", failure.message)
         names_tensor = re.search(
@@ -188,7 +190,7 @@ def try_cell(workshop: Workshop, cell: Cell, rng: random.Random) -> str | None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if isinstance(result, Failure):
-        return judge_failure(result)
+        return judge_failure(result, cell.fault.setting)
     return None if result else "trained, and has no row"
 
 

@@ -15,6 +15,12 @@ OPEN_STATUSES = ("waiting", "running")
 """Statuses of runs that have not ended, while a driver runs their study. No other run has one of them."""
 
 
+MASTERED_SUCCESS = 0.9
+"""Success of the last validation from which on a run that a rule stops is no failure: little was left to learn.
+
+The rules that watch the spread of the rewards fire when all rollouts of a level fail, and also when all succeed."""
+
+
 class RunEnd(NamedTuple):
     """The status of a run by its rows, one of `records.STATUSES`, and the reason as a sentence."""
 
@@ -34,11 +40,17 @@ def describe_end(rows: Sequence[Mapping[str, Any]], total_steps: int | None) -> 
         return RunEnd("failed", str(last_row["failure"]))
     # Before the comparison of steps: a run in which a rule fires at the last step is early_stopped, not completed.
     if last_row.get("stop_rule"):
-        return RunEnd("early_stopped", format_stop_reason(last_row))
+        return RunEnd("early_stopped", format_stop_reason(last_row) + _describe_mastery(rows))
     if last_row["step"] == total_steps:
         return RunEnd("completed", f"trained {total_steps} of {total_steps} steps")
     total_text = "" if total_steps is None else f" of {total_steps}"
     return RunEnd("interrupted", f"interrupted after step {last_row['step']}{total_text}")
+
+
+def _describe_mastery(rows: Sequence[Mapping[str, Any]]) -> str:
+    successes = (parse_finite(row.get("val_success")) for row in reversed(rows))
+    success = next((value for value in successes if value is not None), 0.0)
+    return f"; success was {success:.3g}, so little was left to learn" if success >= MASTERED_SUCCESS else ""
 
 
 def get_status_before_waiting(failure_class: str, has_rows: bool) -> str:

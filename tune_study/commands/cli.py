@@ -4,6 +4,7 @@ Modules that need Ray or torch are imported inside the commands that use them, s
 """
 
 import atexit
+import errno
 import functools
 import gc
 import json
@@ -22,6 +23,7 @@ from search_spaces.declaration.presets import Settings
 from trainable.config.command_lines import INSTALLED_PROGRAM, PROGRAM
 from trainable.config.own_parts import OwnPartError
 from trainable.config.run_config import ConfigError
+from trainable.config.setting_types import format_value
 from trainable.files.paths import UnsafePathError
 from trainable.storage.uris import is_uri
 from tune_study.commands import cleaning, describe, searching
@@ -100,6 +102,13 @@ def report_errors(command: Callable[..., None]) -> Callable[..., None]:
         except (ConfigError, PlanError, OwnPartError, UnsafePathError) as error:
             print_error(f"tune_study: {error}")
             raise typer.Exit(3 if isinstance(error, MisfitError) else 2) from None
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            # Any word may name a file or a folder.
+            name = format_value(str(error.filename), 80)
+            print_error(f"tune_study: {name} is longer than a name of a file may be: type a shorter word.")
+            raise typer.Exit(2) from None
 
     return run_command
 

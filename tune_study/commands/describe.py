@@ -306,7 +306,10 @@ def _find_total_steps(run_dir: Path, study: dict[str, Any]) -> int:
     config = (find_object(run_dir / "run.json") or {}).get("config")
     total_steps = flatten_settings(config).get("trainer.total_training_steps") if isinstance(config, dict) else None
     # The file is read from disk and may hold anything. A bool is an int in Python.
-    return total_steps if type(total_steps) is int else study["settings"]["trainer"]["total_training_steps"]
+    if type(total_steps) is int and 0 < total_steps < 2**31:
+        return total_steps
+    planned_steps: int = study["settings"]["trainer"]["total_training_steps"]
+    return planned_steps
 
 
 def print_status(console: Console, folder: Path, location: str, study: dict[str, Any], is_running: bool) -> None:

@@ -1,7 +1,7 @@
 """The studies by the names that users type."""
 
 import difflib
-from pathlib import Path
+import os
 
 from search_spaces import STUDIES, SUITES
 from search_spaces.declaration.study import Study
@@ -47,7 +47,7 @@ def _suggest_study(name: str) -> str:
     """What may be meant by a name that no study has, else all names there are; with a space before it."""
     if "," in name:
         return " One command runs one study or one suite."
-    if Path(f"{name}.py").is_file():
+    if os.path.isfile(f"{name}.py"):  # pathlib raises an error for a name that is too long
         return f" Did you mean the file {name}.py?"
     typed, names = normalize_study_name(name), [*STUDIES, *SUITES]
     # Folders of results begin with the name of their study; of short names, one letter is half of it.

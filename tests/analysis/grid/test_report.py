@@ -186,7 +186,7 @@ def test_a_headline_counts_arms_that_do_not_fit_a_line(frames: StudyFrames) -> N
     summary = tables.summarize_arms(layout.rename_arms(frames, layout.make_arm_labels(frames, grid)))
     headline = findings.format_headline(summary)
     assert len(headline) < 500
-    assert "Failed regime, stopped by a rule: 16 arms." in headline
+    assert "Stopped in 1 of 1 run: 16 arms." in headline
 
 
 def test_many_lines_that_never_collapsed_are_counted() -> None:

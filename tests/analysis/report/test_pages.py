@@ -271,7 +271,7 @@ IN_VAIN = {"train_invalid_turns": 1.0}
         ([FakeRun("0", status="running", steps=0)], "No scored run: arm KL 0."),
         ([FakeRun("0", steps=10)], "No run collapsed, so nothing is said of protection from collapse."),
         ([FakeRun(arm, **FAILED_FIELDS) for arm in ("0", "0.1")], "(RuntimeError: <x>)"),  # type: ignore[arg-type]
-        ([FakeRun(arm, **STOPPED_FIELDS) for arm in ("0", "0.1")], "Failed regime, stopped by"),  # type: ignore[arg-type]
+        ([FakeRun(arm, **STOPPED_FIELDS) for arm in ("0", "0.1")], "Stopped in 1 of 1 run: arms KL 0, 0.1."),  # type: ignore[arg-type]
         ([FakeRun(arm, seed, steps=10) for arm in ("0", "nofilter") for seed in range(3)], "over 3 seeds"),
         ([FakeRun("0.1", steps=10)], "1 arm and no baseline arm, so nothing is compared."),
         ([FakeRun("0.1", steps=10, rows=IN_VAIN)], "No reply had a valid action: `transcripts` shows them."),

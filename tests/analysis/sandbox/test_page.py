@@ -65,7 +65,8 @@ def test_the_page_is_complete(page: Page) -> None:
         "12 runs: 10 completed, 1 early stopped, 1 failed",
         "4 arms, baseline DG. Over 2 to 3 seeds, test error at the end compared with it is open for arms TPO, GRPO, "
         "SameAsDG.",
-        "3 seeds: intervals are over seeds, with the noise of all arms, and the band of a curve is one standard error.",
+        "3 seeds: intervals are over seeds, with the noise of all arms as far as none stands out, and the band of a "
+        "curve is one standard error.",
         "TPO: uniform_groups stopped 1 of 3 runs (step 107: 10 ≥ 10); a stopped run counts with its last row.",
         "GRPO, not counted: seed 2 failed after 40 of 300 steps (RuntimeError: <x>).",
         "GRPO: in 2 of 2 runs (seed 0, 1) more than half of the greedily decoded tokens are separators",

@@ -19,6 +19,7 @@ from analysis.stats.noise import (
     blend_variances,
     compute_doubt,
     compute_equivalence_p_value,
+    compute_level_variance,
     estimate_paired_contrast,
     estimate_unpaired_difference,
     fit_noise,
@@ -282,3 +283,23 @@ def test_error_rates(deviations: list[float], num_seeds: int) -> None:
     assert 0.93 - 3 * math.sqrt(0.93 * 0.07 / NUM_STUDIES) <= coverage
     # Beside a noisier arm, the intervals of the quiet ones are wider than they need be.
     assert coverage <= 0.98 or len(set(deviations)) > 1
+
+
+def test_the_level_variance_is_that_of_drawn_levels() -> None:
+    """Seeds, levels and their interaction are drawn again and again: the two variances add up to that of the mean."""
+    generator = np.random.default_rng(0)
+    means, totals = [], []
+    for _ in range(4000):
+        seeds, levels = generator.normal(0, 0.02, (4, 1)), np.repeat(generator.normal(0, 0.3, 20), 3)
+        d = seeds + levels + generator.normal(0, 0.4, (4, 60))
+        means.append(d.mean())
+        totals.append(d.mean(axis=1).var(ddof=1) / 4 + compute_level_variance(d, np.repeat(np.arange(20), 3)))
+    assert np.mean(totals) == pytest.approx(np.var(means), rel=0.05)
+    # As if the levels of one class were independent, it would be a third of it.
+    assert compute_level_variance(d, np.arange(60)) < 0.6 * compute_level_variance(d, np.repeat(np.arange(20), 3))
+
+
+def test_levels_that_do_not_differ_add_no_variance() -> None:
+    assert compute_level_variance(np.full((3, 10), 0.2), np.arange(10)) == pytest.approx(0, abs=1e-30)
+    assert compute_level_variance([[0.1, 0.1], [0.3, 0.3]], [0, 1]) == pytest.approx(0, abs=1e-30)
+    assert compute_level_variance([[0.0, 1.0]], [0, 1]) == pytest.approx(0.25)  # one seed: 0.5 / 2

@@ -63,15 +63,16 @@ def onsets(frames: StudyFrames) -> pd.DataFrame:
 
 
 def test_onsets_are_those_of_the_ramps(onsets: pd.DataFrame) -> None:
-    spread = onsets[onsets["symptom"] == "reward_std"]
+    spread = onsets[onsets["is_collapse"] & (onsets["symptom"] == "reward_std")]
     assert spread["onset"].to_list() == [10, 12, 14, 9, 11, 13]
     assert (spread["end"] - spread["onset"]).to_list() == [8] * 6
     assert spread["before"].to_numpy() == pytest.approx(3.0, abs=0.05)
     assert spread["after"].to_numpy() == pytest.approx(0.1, abs=0.05)
     assert ((spread["low"] <= spread["onset"]) & (spread["onset"] <= spread["high"])).all()
-    entropy = onsets[onsets["symptom"] == "entropy"]  # both directions count
+    entropy = onsets[onsets["is_collapse"] & (onsets["symptom"] == "entropy")]  # both directions count
     assert entropy["onset"].to_list() == [22] * 6
-    assert set(onsets["arm"]) == {"0"}  # the other arm did not collapse
+    assert set(onsets.loc[onsets["is_collapse"], "arm"]) == {"0"}
+    assert set(onsets.loc[~onsets["is_collapse"], "arm"]) == {"0.1"}  # it stayed well
 
 
 def test_a_change_for_the_better_is_no_symptom(tmp_path: Path) -> None:
@@ -83,7 +84,8 @@ def test_a_change_for_the_better_is_no_symptom(tmp_path: Path) -> None:
             row.update(reward_std=-row["reward_std"], train_success=-row["train_success"])
 
     change_records(folder / "runs" / "arm0-seed0" / "metrics.jsonl", turn)
-    table = symptoms.find_collapse_onsets(load(folder), np.random.default_rng(0)).set_index("symptom")
+    table = symptoms.find_collapse_onsets(load(folder), np.random.default_rng(0))
+    table = table[table["is_collapse"]].set_index("symptom")
     assert table.loc[["reward_std", "train_success"], "onset"].isna().all()
     assert table.loc["entropy", "onset"] == 22
 
@@ -93,28 +95,56 @@ def test_only_rows_up_to_the_collapse_count(frames: StudyFrames) -> None:
     ends = ends[ends["is_collapse"]].assign(end_step=15)
     table = symptoms.find_onsets(frames, ends, np.random.default_rng(0))
     assert table.loc[table["symptom"] == "train_success", "onset"].isna().all()  # it falls from step 20 on
-    assert table.loc[table["symptom"] == "reward_std", "onset"].notna().any()
+    assert (table.loc[table["symptom"] == "reward_std", "p"] <= symptoms.MAX_P).any()
 
 
-def test_ranks_are_the_order_of_onsets(onsets: pd.DataFrame) -> None:
+def test_the_first_symptom_is_one_whose_interval_ends_before_all_others_begin(onsets: pd.DataFrame) -> None:
     for _, rows in onsets.groupby("run_id"):
         known = rows.dropna(subset="onset")
-        assert known["rank"].to_list() == [1 + int((known["onset"] < onset).sum()) for onset in known["onset"]]
+        for row in known.itertuples():
+            others = known[known["symptom"] != row.symptom]
+            assert row.is_first == (len(others) > 0 and all(row.high < low for low in others["low"]))
+    assert set(onsets.loc[onsets["is_first"], "symptom"]) == {"reward_std"}
+
+
+def test_overlapping_intervals_are_no_order(tmp_path: Path) -> None:
+    """The spread falls one step before success, with noise: no run shows which began first."""
+    table = symptoms.find_collapse_onsets(load(write_collapse(tmp_path, (19, 19))), np.random.default_rng(0))
+    order = symptoms.summarize_order(table.assign(low=table["onset"] - 3, high=table["onset"] + 3)).set_index("symptom")
+    assert order.loc["reward_std", ["earlier", "later", "undecided"]].to_list() == [0, 0, 2]
+    wide = table.assign(low=table["onset"] - 3, high=table["onset"] + 3, is_first=False)
+    first, second, _ = symptoms.describe_order(wide)
+    assert first.endswith("no symptom certainly changed before all others: the intervals of the onsets overlap.")
+    assert second.endswith("in 0 of 2 runs in which both fell, and after it in 0; in 2 the order is not known.")
+
+
+def test_changes_are_corrected_for_all_symptoms_and_runs(onsets: pd.DataFrame) -> None:
+    """Benjamini and Hochberg's procedure, step by step, in both groups of runs apart."""
+    for _, rows in onsets.groupby("is_collapse"):
+        p_values = sorted(rows["p"].dropna())
+        passed = [p for rank, p in enumerate(p_values, 1) if p <= symptoms.MAX_P * rank / len(p_values)]
+        assert rows["onset"].notna().sum() == sum(p <= max(passed, default=0.0) for p in p_values)
+    # Without a change in any series, p is uniform: hardly any study has a change left, of which 4 in 78 would be.
+    generator = np.random.default_rng(1)
+    assert sum((symptoms.adjust_discoveries(generator.random(78)) <= symptoms.MAX_P).any() for _ in range(200)) < 22
 
 
 def test_the_summary_counts_what_came_before_success(onsets: pd.DataFrame) -> None:
     table = symptoms.summarize_order(onsets).set_index("symptom")
     spread = table.loc["reward_std"]
-    assert spread[["runs", "changed", "earlier", "later", "equal"]].to_list() == [6, 6, 6, 0, 0]
+    assert spread[["runs", "changed", "earlier", "later", "undecided"]].to_list() == [6, 6, 6, 0, 0]
+    assert spread[["well_runs", "well_changed", "first"]].to_list() == [1, 1, 5]
     assert spread["median_onset"] == 11.5
     assert spread["lead"] == 8.5  # success begins to fall at step 20
     assert (spread["lead_low"], spread["lead_high"]) == (6, 11)
     assert spread["p"] == pytest.approx(2 / 2**6)
     entropy = table.loc["entropy"]
     assert entropy[["earlier", "later"]].to_list() == [0, 6]
+    # Of the three symptoms with a lead, two have this p: at least two of three hypotheses are as surprising.
+    assert entropy["p_adjusted"] == pytest.approx(3 / 2 * 2 / 2**6)
     assert entropy["lead"] == -2
     success = table.loc["train_success"]
-    assert success[["earlier", "later", "equal"]].to_list() == [0, 0, 0]
+    assert success[["earlier", "later", "undecided"]].to_list() == [0, 0, 0]
     assert math.isnan(success["lead"])
     assert list(table.index).index("reward_std") < list(table.index).index("train_success")
 
@@ -143,21 +173,26 @@ def test_few_or_equal_leads_have_no_interval_or_no_p() -> None:
 
 
 def test_the_sentences_name_what_was_first(onsets: pd.DataFrame) -> None:
-    first, second = symptoms.describe_order(onsets)
-    assert first.startswith("In the 6 runs that collapsed, the first to change was most often: spread of the rewards")
-    assert second.startswith("The spread of the rewards fell before success in 6 of 6 runs in which both fell (100%")
+    first, second, third = symptoms.describe_order(onsets)
+    assert first == (
+        "In 5 of the 6 runs that collapsed, one symptom certainly changed before all others: spread of the rewards in "
+        "a group (5)."
+    )
+    assert second.startswith("The spread of the rewards certainly fell before success in 6 of 6 runs in which")
+    assert "in 1 that stayed well: what changes as often there announces nothing." in third
     assert symptoms.describe_order(onsets.iloc[:0]) == []
 
 
 def test_a_short_run_has_no_order(tmp_path: Path) -> None:
     folder = write_study(tmp_path, [FakeRun("0", status="early_stopped", steps=5, stop=STOP), FakeRun("0.1")], STUDY)
     onsets = symptoms.find_collapse_onsets(load(folder), np.random.default_rng(0))
-    assert onsets["onset"].isna().all()
+    assert onsets.loc[onsets["is_collapse"], "onset"].isna().all()
     (sentence,) = symptoms.describe_order(onsets)
     assert sentence.startswith("In the only run that collapsed, no change is resolved: a change needs at least 8")
 
 
 def test_the_figure_draws_its_table(onsets: pd.DataFrame) -> None:
+    onsets = onsets[onsets["is_collapse"]]
     (axes,) = draw_onsets(onsets, {"0": "#123456", "0.1": "#654321"}).axes
     changed = onsets.dropna(subset="onset")
     points = sorted(float(collection.get_offsets()[0][0]) for collection in axes.collections)
@@ -173,8 +208,8 @@ def test_the_report_tells_the_order(tmp_path: Path) -> None:
     pages.write_report(folder)
     text = (folder / "report.html").read_text()
     words = " ".join(parse_page(text).text.split())
-    assert "What happened, in order" in words
-    assert "spread of the rewards in a group 2 of 2" in words
+    assert "What changed before a collapse" in words
+    assert "spread of the rewards in a group 2 of 2 1 of 1 2 " in words
     assert text.index('id="collapse"') < text.index('id="order"') < text.index('id="verdicts"')
     assert {"survival.png", "onsets.png", "onsets.csv"} <= {path.name for path in (folder / "figures").iterdir()}
 
@@ -183,5 +218,5 @@ def test_the_report_tells_the_order(tmp_path: Path) -> None:
 def test_a_study_without_collapse_has_no_such_section(tmp_path: Path) -> None:
     folder = write_study(tmp_path, [FakeRun("0", steps=10), FakeRun("0.1", steps=10)], STUDY)
     pages.write_frames_report(load(folder), folder, with_pictures=False)
-    assert "What happened, in order" not in (folder / "report.html").read_text()
+    assert "What changed before a collapse" not in (folder / "report.html").read_text()
     assert not (folder / "figures" / "onsets.csv").exists()

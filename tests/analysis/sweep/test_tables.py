@@ -1,6 +1,7 @@
 """Tests of the comparison of arms: what is scored, how large the differences are, and the words of the verdicts."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from analysis.data.load import read_study
 from analysis.stats.estimates import Trend, holm_adjust
 from analysis.stats.noise import estimate_paired_contrast, fit_noise
 from analysis.sweep import findings, planned_power, tables, verdicts
+from analysis.sweep.collapse import find_run_ends
 from analysis.sweep.planned_power import compute_resolved_ratio
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from trainable.files.json_lines import read_lines, write_lines
@@ -176,7 +178,7 @@ def test_the_last_validation_of_a_stopped_run_is_what_counts(
     assert row["late_stopped_as_zero"] == 0
     assert math.isnan(row["late_survivors"])
     assert (row["stopped_fraction"], row["stopped_high"]) == (1.0, 1.0)
-    assert row["outcome"] == "failed regime"
+    assert row["outcome"] == "stopped"
 
 
 def test_area_of_a_stopped_run_carries_its_last_value(six_arm_frames: StudyFrames, summary: pd.DataFrame) -> None:
@@ -319,14 +321,14 @@ def test_a_run_stopped_before_its_first_validation_has_the_success_of_the_base_p
 def test_verdict_of_a_stopped_arm(tmp_path: Path, rule: str, value: float, threshold: float, sentence: str) -> None:
     stopped_run = FakeRun("0.1", status="early_stopped", steps=45, stop=(rule, value, threshold))
     row = get_row(make_frames(tmp_path, FakeRun("0"), stopped_run), "0.1")
-    assert row["verdict"] == f"failed regime: {rule} stopped 1 of 1 runs ({sentence})"
+    assert row["verdict"] == f"stopped: {rule} stopped 1 of 1 runs ({sentence})"
 
 
 def test_verdicts_of_two_rules_in_one_arm(tmp_path: Path) -> None:
     other_run = FakeRun("0.1", 1, status="early_stopped", steps=30, stop=("empty_filtered_steps", 5, 5))
     frames = make_frames(tmp_path, FakeRun("0"), make_collapsed_run("0.1"), other_run, make_collapsed_run("0.1", 2, 50))
     assert get_row(frames, "0.1")["verdict"] == (
-        "failed regime: low_validation_success stopped 2 of 3 runs (step 45: 0.002 < 0.01; step 50: 0.002 < 0.01) "
+        "stopped: low_validation_success stopped 2 of 3 runs (step 45: 0.002 < 0.01; step 50: 0.002 < 0.01) "
         "and empty_filtered_steps stopped 1 of 3 runs (step 30: 5 ≥ 5)"
     )
 
@@ -346,8 +348,11 @@ def test_verdicts_of_two_rules_in_one_arm(tmp_path: Path) -> None:
 def test_the_outcome_follows_the_adjusted_p_values(
     difference: float, p_holm: float, p_equal_holm: float, word: str
 ) -> None:
-    row = {"completed": 3, "early_stopped": 0, "is_baseline": False, "difference": difference}
-    assert verdicts.classify_outcome({**row, "p_holm": p_holm, "p_equal_holm": p_equal_holm}) == word
+    row = {"completed": 3, "early_stopped": 0, "failed_stops": 0, "is_baseline": False, "difference": difference}
+    row |= {"p_holm": p_holm, "p_equal_holm": p_equal_holm, "equal_rows": False}
+    assert verdicts.classify_outcome(row) == word
+    if word != "no comparison":
+        assert verdicts.classify_outcome({**row, "equal_rows": True}) == "no effect"
 
 
 @pytest.fixture(scope="module")
@@ -393,10 +398,101 @@ def test_the_headline_answers_the_question(resolved_summary: pd.DataFrame) -> No
     )
 
 
-def test_the_headline_names_failed_regimes(summary: pd.DataFrame) -> None:
+def test_the_headline_names_arms_that_were_stopped(summary: pd.DataFrame) -> None:
     headline = findings.format_headline(summary)
     assert headline.startswith("Over 1 seed, success at the end compared with baseline 0 is open for arms 0.01")
-    assert headline.endswith("Failed regime, stopped by a rule: arm 0.3.")
+    assert headline.endswith("Stopped in 1 of 1 run: arm 0.3.")
+
+
+def test_few_stopped_runs_condemn_no_setting(tmp_path: Path) -> None:
+    runs = [make_run(seed) for make_run in (_make_stopped_run, _make_baseline_run) for seed in range(6)]
+    frames = make_frames(tmp_path, *runs)
+    row = get_row(frames, "0.3")
+    assert row["outcome"] == "failed regime"
+    assert findings.format_headline(tables.summarize_arms(frames)) == "Failed regime, stopped by a rule: arm 0.3."
+    # Two of the 924 ways to choose six of twelve runs separate the arms: Fisher's p.
+    assert row["p_stopped"] == pytest.approx(2 / 924)
+    fewer = get_row(make_frames(tmp_path / "five", *(run for run in runs if run.seed < 5)), "0.3")
+    assert (fewer["outcome"], fewer["failed_stops"]) == ("stopped", 5)
+    assert fewer["verdict"].startswith("stopped: low_validation_success stopped 5 of 5 runs")
+    assert fewer["p_stopped"] == pytest.approx(2 / 252)
+
+
+def _make_stopped_run(seed: int) -> FakeRun:
+    return replace(make_collapsed_run("0.3"), seed=seed)
+
+
+def _make_baseline_run(seed: int) -> FakeRun:
+    return FakeRun("0", seed, success=(0.35, 0.6 + 0.01 * seed))
+
+
+MASTERED = ("reward_variance_collapse", 0.01, 0.05)
+
+
+def test_mastery_is_no_collapse(tmp_path: Path) -> None:
+    """The spread of the rewards also ends when every rollout succeeds: then the arm is scored like any other."""
+    mastered = [
+        FakeRun("0.1", seed, "early_stopped", steps=45, success=(0.35, 0.985 + 0.004 * seed), stop=MASTERED)
+        for seed in range(3)
+    ]
+    frames = make_frames(tmp_path, *mastered, *(_make_baseline_run(seed) for seed in range(3)), levels=300)
+    row = get_row(frames, "0.1")
+    assert (row["outcome"], row["early_stopped"], row["failed_stops"]) == ("better", 3, 0)
+    assert row["late_stopped_as_zero"] == row["late_survivors"] == row["late_val_success"] > 0.9
+    assert math.isnan(row["p_stopped"])
+    assert row["verdict"].startswith(
+        "reward_variance_collapse stopped 3 of 3 runs (step 45: 0.01 < 0.05, at success 0.9"
+    )
+    assert not find_run_ends(frames)["is_collapse"].any()
+    low = [replace(run, success=(0.35, 0.7)) for run in mastered]
+    frames = make_frames(tmp_path / "low", *low, *(_make_baseline_run(seed) for seed in range(3)), levels=300)
+    assert get_row(frames, "0.1")["outcome"] == "stopped"
+    assert find_run_ends(frames)["is_collapse"].sum() == 3
+
+
+def test_a_verdict_says_if_another_scoring_of_stopped_runs_changes_it(tmp_path: Path) -> None:
+    """One of five runs is stopped high: with its value the arm is better, with 0 it is not."""
+    ends = {"0": (0.40, 0.405, 0.41, 0.405, 0.40), "0.1": (0.55, 0.555, 0.56, 0.555, 0.55)}
+    runs = [FakeRun(arm, seed, success=(0.35, end)) for arm, values in ends.items() for seed, end in enumerate(values)]
+    runs[-1] = replace(runs[-1], status="early_stopped", steps=55, stop=MASTERED)
+    row = get_row(make_frames(tmp_path, *runs, levels=512), "0.1")
+    assert row["outcome"] == "better"
+    assert row["other_scoring"] == "open with stopped runs scored 0"
+    assert row["verdict"].endswith("; it would be open with stopped runs scored 0")
+    runs[-1] = replace(runs[-1], status="completed", steps=60, stop=None)
+    assert get_row(make_frames(tmp_path / "all", *runs, levels=512), "0.1")["other_scoring"] == ""
+
+
+def _copy_arm(table: pd.DataFrame) -> pd.DataFrame:
+    """Give the arm 0.1 the numbers of the arm 0."""
+    copies = table[table["arm"] == "0"].assign(arm="0.1").astype(table.dtypes)
+    copies["run_id"] = copies["run_id"].str.replace("arm0-", "arm01-").astype(table["run_id"].dtype)
+    return pd.concat([table[table["arm"] == "0"], copies, table[table["arm"] == "0.3"]], ignore_index=True)
+
+
+def test_an_arm_with_the_rows_of_the_baseline_has_no_effect(tmp_path: Path) -> None:
+    ends = {"0": 0.6, "0.1": 0.5, "0.3": 0.4}
+    runs = [FakeRun(arm, seed, success=(0.35, end + 0.02 * seed)) for arm, end in ends.items() for seed in range(3)]
+    frames = make_frames(tmp_path, *runs)
+    frames = replace(frames, **{name: _copy_arm(getattr(frames, name)) for name in ("trials", "steps")})
+    row = get_row(frames, "0.1")
+    assert (row["outcome"], row["difference"], row["equal_rows"]) == ("no effect", 0.0, True)
+    assert row["verdict"] == "no effect in these runs: every row equals the baseline's (0)"
+    assert math.isnan(row["p_holm"])
+    assert "the same in every row (no effect in these runs) for arm 0.1" in findings.format_headline(
+        tables.summarize_arms(frames)
+    )
+    # A copy says nothing of the noise, and is no test that others are corrected for.
+    single = make_frames(tmp_path / "single", *runs[:3], *runs[6:])
+    for name in ("se", "df", "p_holm", "difference_low"):
+        assert get_row(frames, "0.3")[name] == get_row(single, "0.3")[name]
+    # Times aside, one digit in one row is an effect.
+    steps = frames.steps.copy()
+    steps["seconds_step"] = np.arange(len(steps))
+    assert get_row(replace(frames, steps=steps), "0.1")["outcome"] == "no effect"
+    row_of_arm = steps.index[steps["arm"] == "0.1"][20]
+    steps.loc[row_of_arm, "entropy"] = np.nextafter(steps.loc[row_of_arm, "entropy"], 9.0)
+    assert get_row(replace(frames, steps=steps), "0.1")["outcome"] in ("open", "equal")
 
 
 def test_an_open_verdict_says_what_would_have_been_missed(tmp_path: Path) -> None:
@@ -455,7 +551,7 @@ def test_verdict_without_a_scored_baseline(tmp_path: Path) -> None:
 def test_verdict_against_a_failed_baseline(tmp_path: Path) -> None:
     row = get_row(make_frames(tmp_path, make_collapsed_run("0"), FakeRun("0.1"), levels=200), "0.1")
     assert row["verdict"].startswith("open: +0.")
-    assert f" from the baseline (0), itself a failed regime{NO_INTERVAL}" in row["verdict"]
+    assert f" from the baseline (0), itself stopped in all runs{NO_INTERVAL}" in row["verdict"]
 
 
 def test_no_run_at_all(tmp_path: Path) -> None:

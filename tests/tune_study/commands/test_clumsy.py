@@ -107,6 +107,14 @@ WRONG: list[tuple[str, str]] = [
     (f"{LAPTOP} --set rollout.response_length=1000000", "the context of sokoban-tiny has 512 tokens"),
     (f"{SANDBOX} --set trainer.disk_patience=1e30", "must be less than or equal to 31536000"),
     ("status ''", "RUN is empty, as an unset variable is"),
+    *(
+        (f"{words} {'x' * 3000}{end}", "longer than a name of a file may be: type a shorter word.")
+        for words in ("status", "report", "resume", "explain", "transcripts", "probe", "alarms", "watch")
+        for end in ("", "/y")
+    ),
+    (f"run {'x' * 3000}.py", "longer than a name of a file may be: type a shorter word."),
+    (f"run {'x' * 3000}", "There is no study `xxx"),
+    (f"{LAPTOP} --env {'x' * 3000}.py:Game", "longer than a name of a file may be: type a shorter word."),
     ("clean '' --yes", "RUN is empty, as an unset variable is"),
     ("compare a ''", "RUN... is empty, as an unset variable is"),
     ("alarms ''", "FOLDER... is empty, as an unset variable is"),

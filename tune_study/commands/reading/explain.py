@@ -98,7 +98,7 @@ def print_explanation(
         command = format_command("explain", run_name, "--arm", example["arm"], "--seed", str(example["seed"]))
         print_line(console, f"To see what changed in a run that did not collapse, type: {command}")
         return
-    onsets = symptoms.find_onsets(frames, collapsed_ends, np.random.default_rng(symptoms.PERMUTATION_SEED))
+    onsets = symptoms.find_collapse_onsets(frames, np.random.default_rng(symptoms.PERMUTATION_SEED))
     for sentence in symptoms.describe_order(onsets):
         print_line(console, sentence)
     print_line(console, "")
@@ -121,7 +121,10 @@ def _count_measurements(frames: StudyFrames, run: dict[str, Any]) -> int:
 
 
 def _print_order(console: Console, order: pd.DataFrame) -> None:
-    columns = ("symptom", "changed in", "first in", "median onset", "before success", "after", "equal", "lead")
+    columns = (
+        *("symptom", "changed in", "of well runs", "first in", "median onset"),
+        *("before success", "after", "not known", "lead"),
+    )
     print_table(console, columns, [_format_order_cells(row) for row in to_records(order)])
 
 
@@ -130,20 +133,21 @@ def _format_order_cells(row: dict[str, Any]) -> list[str]:
     return [
         row["label"],
         f"{row['changed']} of {row['runs']}",
+        f"{row['well_changed']} of {row['well_runs']}",
         str(row["first"]),
         _format_step(row["median_onset"]),
-        *(str(row[name]) for name in ("earlier", "later", "equal")),
+        *(str(row[name]) for name in ("earlier", "later", "undecided")),
         "-" if np.isnan(row["lead"]) else f"{row['lead']:g}{interval}",
     ]
 
 
 def _print_runs(console: Console, ends: pd.DataFrame, onsets: pd.DataFrame) -> None:
-    first_labels = onsets[onsets["rank"] == 1].groupby("run_id")["label"].agg(", ".join).to_dict()
+    first_labels = onsets[onsets["is_first"]].set_index("run_id")["label"].to_dict()
     rows = [
         [run["arm"], str(run["seed"]), _describe_end(run), first_labels.get(run["run_id"], "-")]
         for run in to_records(ends)
     ]
-    print_table(console, ("arm", "seed", "end", "changed first"), rows)
+    print_table(console, ("arm", "seed", "end", "certainly changed first"), rows)
 
 
 def _describe_end(run: dict[str, Any]) -> str:
@@ -167,6 +171,8 @@ def _print_run(console: Console, folder: Path, frames: StudyFrames, ends: pd.Dat
         print_table(console, columns, [_format_change_cells(row) for row in to_records(changes)])
         stable_labels = onsets.loc[onsets["onset"].isna(), "label"]
         print_line(console, f"No change for the worse is resolved in: {', '.join(stable_labels) or 'none'}.")
+        if len(changes) > 1 and not changes["is_first"].any():
+            print_line(console, "The intervals (95 %) overlap: which of these began first is not known.")
     episodes = _read_validated(folder, run)
     if not episodes:
         print_line(
