@@ -106,7 +106,7 @@ def judge(outcomes: Outcomes) -> Verdicts:
     """The verdicts of the report."""
     baseline, *arms = outcomes.values.index
     estimates = [estimate_difference(outcomes, arm, baseline) for arm in arms]
-    rows = [make_test_columns(outcomes, estimate, MARGIN) for estimate in estimates]
+    rows = [make_test_columns(outcomes, estimate, MARGIN, equal_rows=False) for estimate in estimates]
     return decide(estimates, [row["p"] for row in rows], [row["p_equal"] for row in rows])
 
 

@@ -66,7 +66,8 @@ SURROUNDINGS: dict[str, Surrounding] = {
     "path-that-is-no-text": Surrounding(output=os.fsdecode(b"out-\xff"), codes=(0, 2)),
     "path-with-line-feed": Surrounding(output="a\nb", codes=(0, 2)),
     "output-that-is-a-file": Surrounding(output="file", codes=(2,)),
-    "output-that-no-folder-can-be": Surrounding(output="/proc/no-such-output", codes=(2,)),
+    # 3: /proc has no free byte, and a study that does not fit is refused first.
+    "output-that-no-folder-can-be": Surrounding(output="/proc/no-such-output", codes=(2, 3)),
     "ascii-locale": Surrounding({"LC_ALL": "C", "LANG": "C", "PYTHONIOENCODING": "ascii"}),
     "dumb-terminal": Surrounding({"TERM": "dumb", "COLUMNS": "20", "LINES": "3"}),
     "other-time-zone": Surrounding({"TZ": "Pacific/Kiritimati"}),
