@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL, has_added_seeds, require_single_study
+from analysis.data.compare import (
+    SCORED_STATUSES,
+    SIGNIFICANCE_LEVEL,
+    collect_outcomes,
+    has_added_seeds,
+    require_single_study,
+)
 from analysis.data.families import LATE_EVALUATIONS, get_family
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.run_files import find_steps_total
@@ -340,6 +346,8 @@ def describe_looks(study: Mapping[str, Any]) -> list[str]:
     ]
 
 
+MAX_MARGIN_SHARE = 0.2
+"""From this share of the baseline's success on, the margin of equality is said to be large."""
 DEFAULT_MISMATCH_LIMIT = 0.05
 """Nats per token, where study.json has no rollout.logprob_tolerance."""
 
@@ -388,9 +396,17 @@ def _list_seed_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
             "1 seed: the noise is that of recorded runs of a similar arm. If the runs of this study are noisier, its "
             "intervals are too narrow. Outcomes without recorded runs have no interval."
         ]
+    noise = collect_outcomes(frames, "late_val_success").noise
+    deviations = [format_number(math.sqrt(pool.variance)) for pool in (noise.unpaired, noise.paired) if pool]
+    pairing_text = (
+        f" The standard deviation of a run is {deviations[0]}, and {deviations[1]} without what its seed does to all "
+        "arms."
+        if len(deviations) == 2
+        else ""
+    )
     return [
         f"{seeds_text}: the noise of a run is estimated from all arms together, and no arm counts as less noisy than "
-        "its own runs or than its evaluation."
+        f"its own runs or than its evaluation.{pairing_text}"
     ]
 
 
@@ -417,7 +433,12 @@ def _list_level_caveats(frames: StudyFrames) -> list[str]:
 
 
 def _list_scoring_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
-    sentences = []
+    sentences = [
+        f"The margin of {format_number(row['margin'])} is {row['margin'] / row['late_val_success']:.0%} of the "
+        "baseline's success: equal arms may differ by that much of it."
+        for row in (to_records(summary[summary["is_baseline"]]) if len(summary) else ())
+        if row["margin"] > MAX_MARGIN_SHARE * row["late_val_success"] > 0
+    ]
     if len(summary) and (summary["early_stopped"] > 0).any():
         sentences.append(
             "An early stop is part of the protocol: a run keeps the value of its last validation up to the planned "
@@ -447,7 +468,9 @@ def _list_comparison_caveats(summary: pd.DataFrame) -> list[str]:
     return [
         f"{num_comparisons} comparison{'s' if num_comparisons > 1 else ''} with the baseline: p-values are "
         "corrected with Holm's method within this study, separately for differences and for equality within the "
-        "margin. Intervals are not corrected: each covers the difference of its own arm only."
+        "margin. Intervals are not corrected: each covers the difference of its own arm only. Secondary outcomes, "
+        "contrasts, stops, times to collapse, learning curves, symptoms and the trend are families of their own: each "
+        "of them finds something in up to 5 % of studies in which nothing has an effect."
     ]
 
 

@@ -332,7 +332,7 @@ def report(run: opt.RunLocation) -> None:
 @command("explain", epilog=f"\b\n{EXPLAIN_EXAMPLE}")
 @report_errors
 def explain(run: opt.RunLocation, arm: opt.ReadArm = None, seed: opt.ReadSeed = None) -> None:
-    """Tell what happened, in order, in the runs of RUN that collapsed, or in one run."""
+    """Tell what changed before the collapse in the runs of RUN that collapsed, or in one run."""
     from tune_study.commands.reading import explain as explanation
 
     with locate.open_for_reading(run) as (folder, is_running):

@@ -477,9 +477,13 @@ def test_sentences_on_learning_name_what_they_do_not_show(
 def test_one_sentence_says_where_the_noise_comes_from(tmp_path: Path) -> None:
     runs = [FakeRun(arm, seed, steps=2) for arm in ("0", "0.1") for seed in range(5)]
     frames = load(write_study(tmp_path, runs, FakeStudy(levels=10, total_steps=2)))
+    values = frames.trials.pivot(index="arm", columns="seed", values="late_val_success")
+    unpaired = math.sqrt(values.var(axis=1).mean())
+    paired = (values - values.mean()).sub(values.mean(axis=1) - values.mean(axis=None), axis=0)
     assert findings.list_caveats(frames, tables.summarize_arms(frames))[0] == (
         "5 seeds: the noise of a run is estimated from all arms together, and no arm counts as less noisy than its own "
-        "runs or than its evaluation."
+        f"runs or than its evaluation. The standard deviation of a run is {unpaired:.3g}, and "
+        f"{math.sqrt((paired**2).sum(axis=None) / 4):.3g} without what its seed does to all arms."
     )
 
 

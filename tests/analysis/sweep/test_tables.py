@@ -12,6 +12,7 @@ from scipy import stats as scipy_stats
 from analysis.data import compare
 from analysis.data.frames import StudyFrames
 from analysis.data.load import read_study
+from analysis.report.pages import list_open_arms
 from analysis.stats.estimates import Trend, holm_adjust
 from analysis.stats.noise import estimate_paired_contrast, fit_noise
 from analysis.sweep import findings, planned_power, tables, verdicts
@@ -479,6 +480,7 @@ def test_an_arm_with_the_rows_of_the_baseline_has_no_effect(tmp_path: Path) -> N
     assert (row["outcome"], row["difference"], row["equal_rows"]) == ("no effect", 0.0, True)
     assert row["verdict"] == "no effect in these runs: every row equals the baseline's (0)"
     assert math.isnan(row["p_holm"])
+    assert "0.1" not in list_open_arms(frames)  # no look is spent on the arm
     assert "the same in every row (no effect in these runs) for arm 0.1" in findings.format_headline(
         tables.summarize_arms(frames)
     )

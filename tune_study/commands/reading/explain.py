@@ -1,4 +1,4 @@
-"""The command `explain`: what happened in a run that collapsed, in order."""
+"""The command `explain`: what changed in a run that collapsed, and from when on."""
 
 import math
 from collections.abc import Sequence
