@@ -23,12 +23,9 @@ from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL, require_s
 from analysis.data.families import Row
 from analysis.data.frames import StudyFrames
 from analysis.grid.layout import format_value
-from analysis.stats.estimates import holm_adjust
+from analysis.stats.estimates import MIN_SEEDS, holm_adjust
 from analysis.sweep.verdicts import format_holm
 from trainable.config.aliases import shorten_setting
-
-MIN_SEEDS = 3
-"""With fewer seeds, two factors are not compared: a jackknife over two is one difference."""
 
 
 class FactorGrid(NamedTuple):

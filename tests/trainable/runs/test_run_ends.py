@@ -12,6 +12,7 @@ from trainable.runs.run_ends import (
     NO_VALID_ACTION,
     SIGNAL_COLUMNS,
     ZERO_GRADIENTS,
+    describe_end,
     describe_missing_signal,
     find_signal_problem,
     format_signal_problems,
@@ -123,3 +124,14 @@ def test_a_sentence_counts_runs_and_names_their_arms() -> None:
         "In 9 of 10 runs, every group had equal scores, so the rewards taught nothing."
     ]
     assert format_signal_problems([("0", "")]) == format_signal_problems([]) == []
+
+
+@pytest.mark.parametrize(
+    ("success", "words"), [(0.994, "; success was 0.994, so little was left to learn"), (0.85, "")]
+)
+def test_a_stop_at_high_success_says_so(success: float, words: str) -> None:
+    stop = {"stop_rule": "reward_variance_collapse", "stop_value": 0.01, "stop_threshold": 0.05, "stop_step": 22}
+    rows: list[dict[str, Any]] = [{"step": 5, "val_success": 0.3}, {"step": 20, "val_success": success}]
+    end = describe_end([*rows, {"step": 22, "val_success": None, **stop}], 60)
+    assert end.status == "early_stopped"
+    assert end.reason == f"reward_variance_collapse at step 22: 0.01 is below the threshold 0.05{words}"
