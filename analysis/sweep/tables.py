@@ -342,7 +342,7 @@ def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
     """The table of the dose-response figure: one row per arm, with its position x and the interval of its success.
 
     Columns: arm, tick (the label of x), axis_value, x, scale, is_word (the arm is named by a word), runs, scored,
-    early_stopped, success, low, high, basis, greedy, test, base, base_greedy (the policy before training: means over
+    early_stopped (as failures), success, low, high, basis, greedy, test, base, base_greedy (the policy before training: means over
     all runs of the study).
     """
     names, positions, scale = compute_axis_positions(require_single_study(frames))
@@ -363,7 +363,7 @@ def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
                 "is_word": math.isnan(value),
                 "runs": len(runs),
                 "scored": len(scored_runs),
-                "early_stopped": int((scored_runs["status"] == "early_stopped").sum()),
+                "early_stopped": int(find_failed_stops(scored_runs).sum()),
                 "success": estimate.value,
                 "low": estimate.low,
                 "high": estimate.high,
