@@ -342,8 +342,8 @@ def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
     """The table of the dose-response figure: one row per arm, with its position x and the interval of its success.
 
     Columns: arm, tick (the label of x), axis_value, x, scale, is_word (the arm is named by a word), runs, scored,
-    early_stopped (as failures), success, low, high, basis, greedy, test, base, base_greedy (the policy before training: means over
-    all runs of the study).
+    early_stopped (as failures), success, low, high, basis, greedy, test, base, base_greedy (the policy before training:
+    means over all runs of the study).
     """
     names, positions, scale = compute_axis_positions(require_single_study(frames))
     outcomes = collect_outcomes(frames, "late_val_success")
