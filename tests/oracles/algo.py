@@ -21,7 +21,7 @@ def whiten(x: Row, mask: RowMask) -> list[float]:
 def aggregate(loss: Sequence[Row], mask: Sequence[RowMask], mode: str, padded_length: int) -> float:
     """One aggregation of a (B, T) loss, with loops."""
     rows = [[x for x, m in zip(xs, ms, strict=True) if m] for xs, ms in zip(loss, mask, strict=True)]
-    if mode == "token-mean":
+    if mode.startswith("token-mean"):
         tokens = [x for row in rows for x in row]
         return sum(tokens) / len(tokens) if tokens else 0.0
     if mode == "seq-mean-token-sum-norm":
@@ -36,7 +36,9 @@ def aggregate(loss: Sequence[Row], mask: Sequence[RowMask], mode: str, padded_le
 
 
 def aggregate_micro(loss: Sequence[Row], mask: Sequence[RowMask], mode: str, padded_length: int, size: int) -> float:
-    """Mean over micro-batches of the aggregation of each."""
+    """Mean over micro-batches of the aggregation of each; token-mean-global knows no micro-batches."""
+    if mode == "token-mean-global":
+        return aggregate(loss, mask, mode, padded_length)
     losses = [
         aggregate(loss[start : start + size], mask[start : start + size], mode, padded_length)
         for start in range(0, len(loss), size)

@@ -14,7 +14,7 @@ from trainable.rollout.batch import Batch
 
 def published_agg_loss(loss: Tensor, mask: Tensor, mode: str, padded_length: int) -> Tensor:
     m = mask.float()
-    if mode == "token-mean":
+    if mode.startswith("token-mean"):
         return (loss * m).sum() / (m.sum() + 1e-8)
     by_sequence = (loss * m).sum(-1)
     has_tokens = (m.sum(-1) > 0).float()
@@ -71,7 +71,8 @@ def compute_norm(step: Step) -> float:
     return float(torch.cat([gradient.flatten() for gradient in step.gradients.values()]).norm())
 
 
-def _split_micro_batches(rows: Tensor, size: int) -> Iterator[Tensor]:
+def _split_micro_batches(rows: Tensor, size: int, mode: str) -> Iterator[Tensor]:
+    size = len(rows) if mode == "token-mean-global" else size
     for start in range(0, len(rows), size):
         yield rows[start : start + size]
 
@@ -96,7 +97,7 @@ def compute_actor_step(
 ) -> Step:
     """Compute a mini-batch of the policy: policy loss - entropy_coeff * entropy + kl_loss_coef * KL."""
     _zero_gradients(twin)
-    micro_batches = list(_split_micro_batches(rows, settings.ppo_micro_batch_size_per_gpu))
+    micro_batches = list(_split_micro_batches(rows, settings.ppo_micro_batch_size_per_gpu, settings.loss_agg_mode))
     sums = dict.fromkeys(("pg_loss", "entropy_loss", "kl_loss"), 0.0)
     counts = dict.fromkeys(("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl"), 0.0)
     for index in micro_batches:
@@ -149,7 +150,7 @@ def compute_critic_step(
     """Compute a mini-batch of the critic. Gradients have the names of a module with `model` and `score`."""
     critic = torch.nn.ModuleDict({"model": twin.model, "score": head})  # type: ignore[dict-item]
     _zero_gradients(critic)
-    micro_batches = list(_split_micro_batches(rows, micro_size or settings.ppo_micro_batch_size_per_gpu))
+    micro_batches = list(_split_micro_batches(rows, micro_size or settings.ppo_micro_batch_size_per_gpu, mode))
     total = n_clipped = 0.0
     for index in micro_batches:
         tokens, mask = batch.tokens[index], batch.mask[index][:, 1:]

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 VARIANCE_FLOOR = 1e-8  # verl 0.6.1 adds this to the variance, so that equal values are not divided by 0
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LOSS_AGG_MODES = (
+    *("token-mean", "token-mean-global"),
+    *("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+)
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
@@ -58,13 +61,15 @@ def compute_loss_weights(
 ) -> Tensor:
     """Weight (B, T) of each token such that `(weights * loss).sum()` is the aggregation `mode` of the loss.
 
-        token-mean               Σ m L / Σ m                                  PPO, DAPO
+        token-mean               Σ m L / Σ m of each micro-batch, averaged    PPO (verl 0.6.1), TRL's bnpo
+        token-mean-global        Σ m L / Σ m                                  DAPO (newer verl's token-mean, TRL's dapo)
         seq-mean-token-sum       mean over sequences of Σ_t m L               Dr. GRPO
         seq-mean-token-mean      mean over sequences of Σ_t m L / Σ_t m       GRPO
         seq-mean-token-sum-norm  Σ m L / padded_length                        a sum over sequences, not a mean
 
     With `micro_batch_size`, every micro-batch of that many consecutive sequences is aggregated by itself and the
-    results are averaged: token-mean is then a mean of micro-batch means, not a mean over all tokens.
+    results are averaged: token-mean is then a mean of micro-batch means, and depends on the size of a micro-batch.
+    token-mean-global takes all tokens together, whatever the size is.
 
     Args:
         mask: (B, T) bool, the trained tokens.
@@ -80,8 +85,11 @@ def compute_loss_weights(
         [[0.3333, 0.3333], [0.3333, 0.0]]
         >>> compute_loss_weights(mask, "token-mean", micro_batch_size=1).tolist()
         [[0.25, 0.25], [0.5, 0.0]]
+        >>> compute_loss_weights(mask, "token-mean-global", micro_batch_size=1).double().round(decimals=4).tolist()
+        [[0.3333, 0.3333], [0.3333, 0.0]]
 
-    Source: published code (verl 0.6.1 `agg_loss`, and its division by the number of accumulation steps).
+    Source: published code (verl 0.6.1 `agg_loss`, and its division by the number of accumulation steps);
+    token-mean-global is `agg_loss` of later versions with `batch_num_tokens`.
     The last micro-batch may be short: it counts as much as a full one, as in a mean over ceil(B / micro_batch_size)
     micro-batches. The published divisor is the configured mini-batch over the micro-batch, the same whenever that
     divides B, as it does after `adjust_copy`.
@@ -96,14 +104,15 @@ def compute_loss_weights(
         raise ValueError(
             f"padded_length is {padded_length}; it must be at least 1 token, or None for the mask's width."
         )
-    micro_batches = torch.split(mask.float(), micro_batch_size or max(len(mask), 1))
+    whole = max(len(mask), 1)
+    micro_batches = torch.split(mask.float(), whole if mode == "token-mean-global" else micro_batch_size or whole)
     weights = [_compute_micro_batch_weights(trained, mode, padded_length) for trained in micro_batches]
     return torch.cat(weights) / len(weights)
 
 
 def _compute_micro_batch_weights(float_mask: Tensor, mode: str, padded_length: int | None) -> Tensor:
     """Weights (B, T) of one micro-batch; `float_mask` is its mask as 0.0 and 1.0. Clamps avoid divisions by 0."""
-    if mode == "token-mean":
+    if mode.startswith("token-mean"):
         return float_mask / float_mask.sum().clamp(min=1)
     if mode == "seq-mean-token-sum-norm":
         return float_mask / (padded_length or float_mask.shape[1])

@@ -85,13 +85,15 @@ SYNONYMS: dict[str, str] = {
     "cliprange": "clip_ratio_low",
     "scale_rewards": "norm_adv_by_std_in_grpo",
     "loss_type": "loss_agg_mode",
-    "gradient_accumulation_steps": "ppo_micro_batch_size_per_gpu",
 }
 """Names that other trainers give to settings, with the last part of the name that they have here."""
 
 MISSING_FEATURES: dict[str, str] = {
     "tensor_model_parallel_size": "Tensor parallelism is missing: every GPU of a run has a vLLM of its own, and each "
     "gets all weights of the policy. Leave it out, and choose a model of which one GPU holds a copy in bfloat16.",
+    "gradient_accumulation_steps": "Gradients are accumulated over the micro-batches of a mini-batch: type "
+    "actor.ppo_mini_batch_size for the sequences of an optimizer step. The size of a micro-batch changes the loss, "
+    "unless actor.loss_agg_mode is token-mean-global.",
     "nnodes": "A run is on one node: nothing places its ranks on several, and they share files of one machine. Leave "
     "it out, and type --gpus-per-exp with at most the GPUs of a node.",
 }

@@ -113,6 +113,11 @@ PPO_CONDITIONS: tuple[ReadCondition, ...] = (
         "the trees of a step are one mini-batch, which algorithm.tree_weighting weights",
     ),
     ReadCondition(
+        r"(actor|critic)\.ppo_micro_batch_size_per_gpu",
+        lambda c: c.actor.loss_agg_mode != "token-mean-global",
+        "actor.loss_agg_mode=token-mean-global takes all tokens of a mini-batch together",
+    ),
+    ReadCondition(
         r"algorithm\.(tree_weighting|train_children)", lambda c: c.env.kind.has_trees, "it needs --env papers"
     ),
     ReadCondition(

@@ -332,7 +332,10 @@ class OptimConfig(Section):
     ppo_epochs: int = Field(1, ge=1, le=1_000, description="epochs over each step's batch")
     ppo_mini_batch_size: Common[int] = Field(32, ge=1, description="sequences per optimizer step")
     ppo_micro_batch_size_per_gpu: int = Field(
-        4, ge=1, description="micro-batch size: number of sequences that a loss is averaged over"
+        4,
+        ge=1,
+        description="micro-batch size: number of sequences that a loss is averaged over, with all modes of "
+        "loss_agg_mode but token-mean-global",
     )
     lr: Common[Positive] = Field(1e-6, description="learning rate (constant)")
 
@@ -378,7 +381,11 @@ class ActorConfig(OptimConfig):
     clip_ratio_c: Annotated[float, Field(gt=1, allow_inf_nan=False)] = Field(
         3.0, description="dual clip: upper bound of the ratio for negative advantages"
     )
-    loss_agg_mode: LossAggMode = Field("token-mean", description="how token losses are aggregated in a micro-batch")
+    loss_agg_mode: LossAggMode = Field(
+        "token-mean",
+        description="how token losses are aggregated; token-mean, as published, is a mean of the means of "
+        "micro-batches, and token-mean-global a mean over all tokens of a mini-batch",
+    )
     entropy_coeff: Common[Finite] = Field(
         0.0, description="entropy bonus coefficient (full vocabulary, response tokens); 0: none"
     )

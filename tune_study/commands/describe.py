@@ -17,6 +17,8 @@ from trainable.config.aliases import flatten_settings
 from trainable.config.command_lines import format_command
 from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.own_parts import PART_FORM, Choice, parse_part_name
+from trainable.config.run_config import RunConfig
+from trainable.config.sections import ActorConfig
 from trainable.config.setting_types import format_value, is_common
 from trainable.files.json_values import DamagedFileError, DamageWarning, find_object, read_object
 from trainable.files.paths import UnsafePathError
@@ -225,7 +227,7 @@ def _format_plan_lines(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str
     lines = [
         f"Study {plan.study.name}: {plan.study.question.strip()}",
         f"Preset {plan.preset}: {plan.preset_reason}",
-        *([] if plan.model is None else [f"Model: {plan.model}", *_describe_precision(plan)]),
+        *([] if plan.model is None else [f"Model: {plan.model}", *_describe_precision(plan), *_describe_losses(plan)]),
         f"{len(plan.runs)} runs: {plan.study.axis.setting} in {values}; seeds {_format_seeds(plan)}",
         f"Steps per run: {trainer.total_training_steps}, validation "
         + (f"every {trainer.test_freq} steps" if trainer.test_freq > 0 else "after the last one only"),
@@ -251,6 +253,23 @@ def _describe_precision(plan: StudyPlan) -> list[str]:
         f"{'trained weights' if model.lora_rank else 'weights'} and sums in float32",
     ]
     return [f"Precision: {', '.join(parts)}"]
+
+
+def _describe_losses(plan: StudyPlan) -> list[str]:
+    """How the arms aggregate the losses of tokens: token-mean depends on the size of a micro-batch."""
+    configs = [spec.config for spec in plan.runs if isinstance(spec.config, RunConfig)]
+    texts = dict.fromkeys(_describe_aggregation(config.actor) for config in configs if not config.env.kind.has_trees)
+    return [f"Loss: {'; '.join(texts)}"] if texts else []
+
+
+def _describe_aggregation(actor: ActorConfig) -> str:
+    mode, micro_size, mini_size = actor.loss_agg_mode, actor.ppo_micro_batch_size_per_gpu, actor.ppo_mini_batch_size
+    if mode == "token-mean" and micro_size < mini_size:
+        return (
+            f"token-mean as published, the mean over micro-batches of {micro_size} sequences of the mean over their "
+            "tokens (actor.loss_agg_mode=token-mean-global does not depend on micro-batches)"
+        )
+    return mode
 
 
 def _describe_trial(plan: StudyPlan) -> str:

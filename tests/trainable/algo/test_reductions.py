@@ -96,6 +96,7 @@ MASK = torch.tensor([[True, True, True, True], [True, False, False, False], [Fal
     ("mode", "expected"),
     [
         ("token-mean", (4 * 1.0 + 10.0) / 5),
+        ("token-mean-global", (4 * 1.0 + 10.0) / 5),
         ("seq-mean-token-sum", (4 * 1.0 + 10.0) / 2),
         ("seq-mean-token-mean", (1.0 + 10.0) / 2),
         ("seq-mean-token-sum-norm", (4 * 1.0 + 10.0) / 4),
@@ -109,6 +110,12 @@ def test_hand_worked_aggregations_leave_out_the_fully_masked_row(mode: str, expe
 def test_micro_batches_average_their_means_not_their_tokens() -> None:
     weights = compute_loss_weights(MASK[:2], "token-mean", micro_batch_size=1)
     torch.testing.assert_close(weights, torch.tensor([[0.125, 0.125, 0.125, 0.125], [0.5, 0.0, 0.0, 0.0]]))
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, None])
+def test_the_global_mean_does_not_depend_on_micro_batches(micro_batch_size: int | None) -> None:
+    weights = compute_loss_weights(MASK, "token-mean-global", micro_batch_size)
+    assert torch.equal(weights, MASK / 5)
 
 
 def test_short_and_empty_micro_batches_count_in_the_divisor() -> None:
