@@ -6,6 +6,9 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 ENGINES := .venv-engines/bin
 BENCH := .venv-bench/bin
+# Before anything is downloaded. The version is that of requires-python in pyproject.toml.
+CHECK_PYTHON = @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11, 4))' 2> /dev/null || { echo \
+	"$(PYTHON) is missing or older than Python 3.11.4: type, for example, make setup PYTHON=python3.12."; exit 2; }
 # More than cores here: a test of a study waits for Ray, one of an ended study for its processes. With four processes on
 # two cores there was nothing left, and single tests of studies took over ten times as long as alone; in test-ci, two of
 # four have a lower priority.
@@ -21,6 +24,7 @@ setup: .venv/ready
 # pip compiles what it installs on one core, with the tests of every package; compileall uses all cores. A file that
 # cannot be compiled is a template, or code for another version of Python.
 .venv/ready: pyproject.toml
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --no-compile "$(TORCH)"
@@ -105,6 +109,7 @@ attack: setup
 # Real vLLM and DeepSpeed on the processor: 4 GB, in an environment of their own. vLLM brings torchvision, torchaudio
 # and torchcodec of another build than torch, which break its import; nothing here needs them.
 .venv-engines/ready: pyproject.toml
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv .venv-engines
 	$(ENGINES)/python -m pip install --quiet --upgrade pip
 	$(ENGINES)/python -m pip install --quiet "$(TORCH)"
@@ -175,6 +180,7 @@ format: setup
 
 # With TRL, in an environment of its own.
 .venv-bench/ready: pyproject.toml
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv .venv-bench
 	$(BENCH)/python -m pip install --quiet --upgrade pip
 	$(BENCH)/python -m pip install --quiet "$(TORCH)"

@@ -15,7 +15,7 @@ class Measure(NamedTuple):
 SUCCESS = Measure(
     "success",
     "success at the end (fraction of episodes)",
-    "Sampled success on the validation levels, at the last validation.",
+    "Sampled success on the validation levels, the mean of the last four validations.",
 )
 LATE_MEANS: tuple[Measure, ...] = (
     Measure(

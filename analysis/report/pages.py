@@ -214,6 +214,7 @@ def write_index(output: Path | str) -> Path:
         {
             "study": frames.studies[0],
             "statuses": findings.format_status_counts(frames.trials),
+            "short_study": findings.describe_short_runs(frames.studies[0]),
             "link": (folder / "report.html").relative_to(output).as_posix(),
             **_get_page(frames).make_index_entry(layout.name_arms(frames)),
         }

@@ -1,5 +1,6 @@
 """The section of the report on a search: its best point, its importances, and its figures."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -99,7 +100,9 @@ def describe_search(results: SearchResults) -> str:
     if best["number"] == 0:
         return f"{progress}; {broken}. The best point{condition} is the default, {_describe_outcome(best)}."
     text = f"{progress}; {broken}. The best point{condition} is {_describe_point(best)}"
-    command = format_command("confirm", study.get("run", ""), "--arm", best["arm"])
+    # As it is typed in the folder of this process, where the search was started.
+    location = os.path.relpath(results.frames.folders[0]) if results.frames.folders else study.get("run", "")
+    command = format_command("confirm", location, "--arm", best["arm"])
     return (
         f"{text} against {verdicts.format_fraction(default['success'])} of the default. The best of many points is in "
         f"part the luckiest one: its number is too good, and only fresh seeds say by how much ({command})."

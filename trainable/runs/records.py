@@ -115,7 +115,12 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "rollout.recompute_logprobs=False",
         "actor/entropy",
     ),
-    Column("pg_loss", "1", "policy loss, mean over micro-batches", "actor/pg_loss"),
+    Column(
+        "pg_loss",
+        "1",
+        "policy loss, aggregated as loss_agg_mode says; near 0 with centered advantages, whatever the gradient is",
+        "actor/pg_loss",
+    ),
     Column("pg_clipfrac", "fraction", "trained tokens whose ratio is clipped", "actor/pg_clipfrac"),
     Column(
         "pg_clipfrac_lower",

@@ -403,6 +403,7 @@ def test_no_control_character_of_a_text_reaches_a_page(tmp_path: Path) -> None:
 def test_the_index_links_every_study_and_compares_equal_runs(tmp_path: Path) -> None:
     write_study(tmp_path, [FakeRun("0", steps=10), FakeRun("0.1", steps=10)], SMALL)
     entropy = FakeStudy("entropy", "entropy_sweep", "actor.entropy_coeff", levels=40, total_steps=10)
+    entropy = replace(entropy, extra={"preset_steps": 60})
     write_study(tmp_path, [FakeRun("0", steps=10), FakeRun("0.03", steps=10)], entropy)
     index_page = parse_page(write_index(tmp_path).read_text())
     assert index_page.links == ["results/entropy_sweep/report.html", "results/kl_sweep_sokoban-tiny/report.html"]
@@ -410,6 +411,7 @@ def test_the_index_links_every_study_and_compares_equal_runs(tmp_path: Path) -> 
     words = " ".join(index_page.text.split())
     assert "entropy/arm0-seed0 and kl/arm0-seed0 have equal rows" in words
     assert "2 studies" in words
+    assert words.count("A short study: 10 training steps instead of the 60 of preset laptop") == 1
 
 
 def test_arms_that_failed_in_part_are_in_the_headline(tmp_path: Path) -> None:

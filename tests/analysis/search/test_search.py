@@ -1,6 +1,7 @@
 """Tests of the points of a search, of the Optuna study made from them, and of the section of the report."""
 
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -230,7 +231,8 @@ def test_the_report_of_a_search_says_what_its_best_point_is_worth(frames: StudyF
     sentence = describe_search(results)
     assert sentence.startswith("4 of 5 points have ended; at 2 of them a run collapsed or failed. ")
     assert "The best point at which none did is point-1 (lr 0.001, use_kl_loss False, ppo_epochs 2)" in sentence
-    assert "only fresh seeds say by how much (python -m tune_study confirm search_kl_sokoban-tiny --arm" in sentence
+    location = os.path.relpath(frames.folders[0])  # a command that works where it is read
+    assert f"only fresh seeds say by how much (python -m tune_study confirm {location} --arm" in sentence
     context = make_context(results)
     assert [row["arm"] for row in context["leaders"]][:2] == ["point-1", "default"]
     assert set(results.pareto_arms) <= {"default", "point-1"}

@@ -133,13 +133,20 @@ def _print_overview(console: Console, runs: Sequence[RunEpisodes], choice: Episo
         rows.append([run.arm, str(run.seed), str(len(run.episodes)), str(len(steps)), span, *ends])
     events = "training steps" if choice.is_trained else "validations"
     print_table(console, ("arm", "seed", "episodes", events, "steps", "solved at first", "solved at last"), rows)
-    example = next(run for run in runs if run.episodes)
     kind_options = ["--trained"] if choice.is_trained else []
-    command = format_command(
-        "transcripts", location, *kind_options, "--arm", example.arm, "--seed", str(example.seed), "--failed"
-    )
     event = "in the last of these steps" if choice.is_trained else "at the last validation"
-    print_line(console, f"To read those that failed {event} of a run: {command}")
+    # Of a run that has some of them, if there is one.
+    failing = next((run for run in runs if any(not episode.success for episode in _select_last(run))), None)
+    example = failing or next(run for run in runs if run.episodes)
+    options = [*kind_options, "--arm", example.arm, "--seed", str(example.seed), *["--failed"] * bool(failing)]
+    command = format_command("transcripts", location, *options)
+    print_line(console, f"To read those {'that failed ' if failing else ''}{event} of a run: {command}")
+
+
+def _select_last(run: RunEpisodes) -> list[RecordedEpisode]:
+    """The episodes of the last step in which some were recorded."""
+    last_step = max((episode.step for episode in run.episodes), default=None)
+    return [episode for episode in run.episodes if episode.step == last_step]
 
 
 def _select_runs(runs: Sequence[RunEpisodes], choice: EpisodeChoice) -> list[RunEpisodes]:

@@ -142,6 +142,22 @@ def test_without_a_choice_there_is_a_table_and_a_command_that_works(folder: Path
     assert type_in(command).code == 0
 
 
+@pytest.mark.parametrize(("failing_seed", "options"), [(1, "--seed 1 --failed"), (None, "--seed 0")])
+def test_the_command_shows_failures_of_a_run_that_has_some(
+    tmp_path: Path, failing_seed: int | None, options: str
+) -> None:
+    folder = write_study(tmp_path, [FakeRun("0", 0), FakeRun("0", 1)])
+    for seed, run in enumerate((FakeRun("0", 0), FakeRun("0", 1))):
+        path = folder / "runs" / run.run_id / EPISODES_FILE
+        for step in (0, 40):  # failures before the last step are not what the command shows
+            append_record(path, make_episode(step, 123, step == 40 and seed != failing_seed).to_line())
+        end = {EPISODES_FILE: list(read_lines(path).end)}
+        append_record(folder / "runs" / run.run_id / METRICS_FILE, {"step": 60, ENDS_KEY: end})
+    command = type_in(f"transcripts {folder}").out.splitlines()[-1].partition("tune_study ")[2]
+    assert command == f"transcripts {folder} --arm 0 {options}"
+    assert type_in(command).code == 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
