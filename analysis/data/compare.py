@@ -39,11 +39,12 @@ SIGNIFICANCE_LEVEL = 0.05
 
 
 def find_failed_stops(runs: pd.DataFrame) -> "pd.Series[bool]":
-    """Which runs a rule stopped as failures: all that it stopped before they had mastered their game.
+    """Which runs a rule stopped as failures: all that had not mastered their game when it stopped them.
 
     runs: rows of `trials` of a study that fine-tunes language models.
     """
-    return (runs["status"] == "early_stopped") & ~(runs["final_val_success"] >= MASTERED_SUCCESS)
+    successes = runs[["final_val_success", "final_train_success"]]
+    return (runs["status"] == "early_stopped") & ~(successes >= MASTERED_SUCCESS).all(axis="columns")
 
 
 def require_single_study(frames: StudyFrames) -> StudyFrames:
@@ -126,7 +127,7 @@ class Outcomes:
         return self.get_doubt(pool, arm, limits=ARM_DOUBT), self.get_doubt(pool, baseline)
 
     def has_equal_rows(self, arm: str, baseline: str) -> bool:
-        """Whether the rows of two arms are equal to the last bit, seed by seed: what differs has no effect."""
+        """Whether all rows of an arm are those of the baseline to the last bit, seed by seed: it has no effect."""
         return arm != baseline and _has_equal_rows(self.digests, arm, baseline)
 
     def get_min_variance(self, *arms: str) -> float:
@@ -200,8 +201,7 @@ def label_arm(label: str, arm: str) -> str:
 
 def _has_equal_rows(digests: Digests, one: str, other: str) -> bool:
     ones, others = digests.get(one, {}), digests.get(other, {})
-    common = ones.keys() & others.keys()
-    return bool(common) and all(ones[seed] == others[seed] for seed in common)
+    return bool(ones) and all(others.get(seed) == digest for seed, digest in ones.items())
 
 
 def _fit_noise(study: Mapping[str, Any], column: str, values: pd.DataFrame, digests: Digests) -> tuple[Noise, int]:
@@ -214,7 +214,7 @@ def _fit_noise(study: Mapping[str, Any], column: str, values: pd.DataFrame, dige
     has_noise = bool((values.notna().sum(axis=1) > 1).any())
     recorded = () if has_noise else find_recorded_values(study, column)
     arms = [str(arm) for arm in values.index]
-    firsts = [next(i for i, one in enumerate(arms) if one == arm or _has_equal_rows(digests, one, arm)) for arm in arms]
+    firsts = [next(i for i, one in enumerate(arms) if one == arm or _has_equal_rows(digests, arm, one)) for arm in arms]
     is_copy = np.array(firsts) != np.arange(len(arms))
     noise = fit_noise(np.where(is_copy[:, None], math.nan, values.to_numpy(dtype=float)), recorded)
     pools = (pool and pool._replace(prominence=pool.prominence[firsts]) for pool in noise)
@@ -285,7 +285,7 @@ def _select_late_levels(
 def estimate_level_variances(frames: StudyFrames, baseline: str) -> dict[str, float]:
     """For each arm, the variance of its difference from the baseline because its levels are a sample of levels.
 
-    Of the common seeds; see `compute_level_variance`. Without two levels that all runs share it is empty.
+    Of the common seeds; see `compute_level_variance`. Empty unless all runs have the same levels, of two classes.
     """
     scored_runs = frames.runs[frames.runs["status"].isin(SCORED_STATUSES)]
     levels, _ = _select_late_levels(frames, scored_runs)
@@ -293,7 +293,8 @@ def estimate_level_variances(frames: StudyFrames, baseline: str) -> dict[str, fl
     classes = levels[levels["run_id"] == levels["run_id"].iloc[0]] if len(levels) else levels
     clusters = classes.drop_duplicates("level").set_index("level")["cluster"].sort_index()
     rates = levels.groupby(["run_id", "level"], observed=True)["success"].mean().unstack()
-    if rates.shape[1] < 2 or rates.isna().any(axis=None):
+    rates = rates.reindex(scored_runs["run_id"])  # a run that was stopped before its first validation has none
+    if clusters.nunique() < 2 or rates.isna().any(axis=None):
         return {}
     run_ids = {arm: runs.set_index("seed")["run_id"] for arm, runs in scored_runs.groupby("arm", sort=False)}
     variances = {}
@@ -454,12 +455,14 @@ def make_test_columns(outcomes: Outcomes, estimate: Estimate, margin: float, *, 
     """The columns of a difference: its interval, se, df, p, and p_equal, that it lies within the margin.
 
     Below `MIN_SEEDS` runs of an arm there is no test: so few say nothing of a setting. Nor is there one of runs with
-    equal rows (equal_rows), whose difference is 0 without doubt.
+    equal rows (equal_rows), whose difference is 0 and has no noise.
     """
+    if equal_rows:
+        estimate = Estimate(0.0, n=estimate.n)
     compute_p_equal = (
         compute_sequential_equivalence_p_value if outcomes.num_comparisons else compute_equivalence_p_value
     )
-    is_tested = estimate.n >= MIN_SEEDS and not equal_rows
+    is_tested = estimate.n >= MIN_SEEDS
     return {
         **make_estimate_columns("difference", estimate),
         "se": estimate.se,

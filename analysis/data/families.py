@@ -167,6 +167,7 @@ def _summarize_ppo_run(rows: Sequence[Row], end_step: int | None) -> Row:
             [step for step, _ in curve], [value for _, value in curve], last_step if end_step is None else end_step
         ),
         "final_val_success": find_last_value(rows, "val_success"),
+        "final_train_success": find_last_value(rows, "train_success"),
         "final_val_success_unseen": find_last_value(rows, "val_success_unseen"),
         "final_val_greedy_success": find_last_value(rows, "val_greedy_success"),
         "peak_val_success": max(validations, default=None),

@@ -178,7 +178,7 @@ def format_short(value: float) -> str:
 def _add_map_legend(figure: Figure, table: pd.DataFrame) -> None:
     handles = [Patch(facecolor="white", edgecolor="#bbbbbb", label="blank: not in the study")]
     if table["early_stopped"].any():
-        stopped_label = "✕ stopped by a rule (failed regime): last value"
+        stopped_label = "✕ stopped by a rule as a failure: last value"
         handles.append(Patch(facecolor="white", edgecolor=STOPPED_COLOR, linewidth=1.8, label=stopped_label))
     if (table["scored"] == 0).any():
         handles.append(Patch(facecolor=NO_VALUE_COLOR, label="gray: no scored run, only its status"))

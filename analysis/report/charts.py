@@ -127,7 +127,7 @@ def _make_points(table: pd.DataFrame) -> pd.DataFrame:
         **points[["low", "high"]].where(points["column"] == "success"),
         measure=points["column"].map({column: measure.name for column, measure in _MEASURES.items()}),
         x=points["x"] + offset * points["column"].map({column: measure.place for column, measure in _MEASURES.items()}),
-        outcome=points["early_stopped"].map(lambda count: f"{count or 'none'} stopped by a rule"),
+        outcome=points["early_stopped"].map(lambda count: f"{count or 'none'} stopped as a failure"),
     )
 
 

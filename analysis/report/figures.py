@@ -337,8 +337,8 @@ def _make_dose_caption(view: AxisView) -> str:
     basis = findings.describe_interval_basis(view.dose_response)
     intervals = f"with 95 % intervals ({basis})" if basis else "without intervals"
     stops = (
-        "A vermilion cross means that a rule stopped all scored runs of the arm, and a vermilion edge that it stopped "
-        "some of them. "
+        "A vermilion cross means that a rule stopped all scored runs of the arm as failures, and a vermilion edge that "
+        "it stopped some of them. "
         if view.dose_response["early_stopped"].any()
         else ""
     )

@@ -34,13 +34,13 @@ def make_points(frames: StudyFrames) -> pd.DataFrame:
     """The points of a search, in the order in which they were drawn; empty for another study.
 
     Columns: arm, number (0 for the default), state (COMPLETE, CENSORED_POINT, FAILED or OPEN), seeds (scored runs),
-    violations (runs that collapsed, that a rule stopped, or that failed and so have no outcome), is_feasible, success
-    (mean of the primary outcome over scored runs) with low and high, cost (mean tokens per run; NaN for a family
-    without them), settings (text by dotted setting), and values (of each dimension that the point has, by name; those
-    of the default are the settings of the study, where the space contains them).
+    violations (runs that collapsed, that a rule stopped as failures, or that failed and so have no outcome),
+    is_feasible, success (mean of the primary outcome over scored runs) with low and high, cost (mean tokens per run;
+    NaN for a family without them), settings (text by dotted setting), and values (of each dimension that the point has,
+    by name; those of the default are the settings of the study, where the space contains them).
 
-    The outcome is NaN unless the point is complete. A run that a rule stopped counts with its outcome, and as a
-    violation: a collapse is a result and never missing.
+    The outcome is NaN unless the point is complete. A run that a rule stopped counts with its outcome, and, as a
+    failure, as a violation: a collapse is a result and never missing.
     """
     study = require_single_study(frames).studies[0]
     entry, points = study.get("search"), study.get("points")

@@ -44,7 +44,7 @@ _OUTCOME_LABELS = {
     "better": "higher for",
     "worse": "lower for",
     "equal": "equal within {margin} for",
-    "no effect": f"the same in every row ({NO_EFFECT}) for",
+    "no effect": f"equal in every row ({NO_EFFECT}) for",
     "open": "open for",
 }
 
@@ -469,8 +469,8 @@ def _list_comparison_caveats(summary: pd.DataFrame) -> list[str]:
         f"{num_comparisons} comparison{'s' if num_comparisons > 1 else ''} with the baseline: p-values are "
         "corrected with Holm's method within this study, separately for differences and for equality within the "
         "margin. Intervals are not corrected: each covers the difference of its own arm only. Secondary outcomes, "
-        "contrasts, stops, times to collapse, learning curves, symptoms and the trend are families of their own: each "
-        "of them finds something in up to 5 % of studies in which nothing has an effect."
+        "contrasts, stops, times to collapse, learning curves, symptoms and both tests of the trend are families of "
+        "their own: each of them finds something in about 5 % of studies in which nothing has an effect."
     ]
 
 

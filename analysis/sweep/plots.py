@@ -100,7 +100,7 @@ def _draw_base_lines(axes: Any, table: pd.DataFrame) -> None:
 
 def _draw_arm_point(axes: Any, row: Any, color: str) -> None:
     """Sampled success with its interval, and open marks for greedy and test success next to it."""
-    # All scored runs stopped: a failed regime. With only some stopped, just the edge of the mark changes color.
+    # All scored runs stopped as failures. With only some stopped, just the edge of the mark changes color.
     has_failed = row.scored and row.early_stopped == row.scored
     color = STOPPED_COLOR if has_failed else color
     if not np.isnan(row.low):

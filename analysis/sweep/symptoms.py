@@ -6,7 +6,7 @@ of the symptoms: it is measured in every step, like the spread of the rewards, a
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -106,10 +106,13 @@ def find_onsets(frames: StudyFrames, ends: pd.DataFrame, generator: np.random.Ge
         steps = frames.get_run_steps(run["run_id"])
         steps = steps[steps["step"] <= run["end_step"]]
         for symptom in SYMPTOMS:
-            if symptom.column in steps and steps[symptom.column].notna().any():
+            if symptom.column in steps and (num_values := int(steps[symptom.column].notna().sum())):
                 rows.append({**run, "symptom": symptom.column, "label": symptom.label})
                 values = steps[symptom.column].astype(float)
-                changes.append(find_change(steps["step"], values, generator, symptom.direction))
+                change = find_change(steps["step"], values, generator, symptom.direction)
+                # A series in which no ramp explains anything was looked at, too.
+                is_flat = math.isnan(change.p) and num_values >= MIN_POINTS
+                changes.append(change._replace(p=1.0) if is_flat else change)
     adjusted = adjust_discoveries([change.p for change in changes])
     # Without a change, neither onset nor levels mean anything.
     resolved = [change if p <= MAX_P else Change(p=change.p) for change, p in zip(changes, adjusted, strict=True)]
@@ -137,7 +140,7 @@ def adjust_discoveries(p_values: Sequence[float]) -> np.ndarray:
 
 
 def _find_first(table: pd.DataFrame) -> list[bool]:
-    """Whether each onset is certainly the first of its run: no other interval begins before this one has ended."""
+    """Whether each onset is the first of its run: its interval ends before all others begin, and there are others."""
     is_first = []
     for run_id, symptom, high in table[["run_id", "symptom", "high"]].itertuples(index=False):
         others = table.loc[(table["run_id"] == run_id) & (table["symptom"] != symptom), "low"].dropna()
@@ -145,30 +148,35 @@ def _find_first(table: pd.DataFrame) -> list[bool]:
     return is_first
 
 
-def find_collapse_onsets(frames: StudyFrames, generator: np.random.Generator) -> pd.DataFrame:
+def find_collapse_onsets(
+    frames: StudyFrames, generator: np.random.Generator, run_ids: Collection[str] | None = None
+) -> pd.DataFrame:
     """`find_onsets` of the runs that collapsed, and of up to `MAX_WELL_RUNS` others; empty if none collapsed.
 
-    Both are corrected apart: runs that stayed well show how often the same changes mean nothing.
+    Runs that stayed well show how often the same changes mean nothing. They are read up to the median step of the
+    collapses, and all tests are corrected together. run_ids: of the runs that collapsed, these alone.
     """
     ends = find_run_ends(frames)
     ends = ends[ends["signal_problem"] == ""]
     collapsed, well = ends[ends["is_collapse"]], ends[~ends["is_collapse"]]
+    if run_ids is not None:
+        collapsed = collapsed[collapsed["run_id"].isin(run_ids)]
     if collapsed.empty:
         return find_onsets(frames, collapsed, generator)
     places = np.unique(np.linspace(0, len(well) - 1, min(len(well), MAX_WELL_RUNS)).round().astype(int))
-    tables = [find_onsets(frames, runs, generator) for runs in (collapsed, well.iloc[places]) if len(runs)]
-    return pd.concat(tables, ignore_index=True)
+    well = well.iloc[places].assign(end_step=well["end_step"].clip(upper=collapsed["end_step"].median()))
+    return find_onsets(frames, pd.concat([collapsed, well]), generator)
 
 
 def summarize_order(onsets: pd.DataFrame) -> pd.DataFrame:
     """What came first over the runs that collapsed: one row per symptom, the earliest median onset first.
 
     runs: in which it was measured. changed: in which it changed. well_runs, well_changed: the same for the runs that
-    stayed well. first: in which it certainly changed before all others. median_onset: step, over the runs in which it
-    changed. The other columns compare its onset with that of `SUCCESS` in the runs in which both changed: earlier and
-    later, if the intervals of both onsets are apart, undecided otherwise (numbers of runs), and lead, the median of the
-    steps by which the estimated onset was earlier, with its 95 % interval from order statistics (none below 6 runs); p
-    is that of the sign test, in which equal onsets do not count, and p_adjusted is corrected over the symptoms
+    stayed well. first: in which its interval ends before all others begin. median_onset: step, over the runs in which
+    it changed. The other columns compare its onset with that of `SUCCESS` in the runs in which both changed: earlier
+    and later, if the intervals of both onsets are apart, undecided otherwise (numbers of runs), and lead, the median of
+    the steps by which the estimated onset was earlier, with its 95 % interval from order statistics (none below 6
+    runs); p is that of the sign test, in which equal onsets do not count, and p_adjusted is corrected over the symptoms
     (Benjamini and Hochberg). The interval is over runs, as if all were independent.
     """
     is_collapse = onsets["is_collapse"].astype(bool)
@@ -234,29 +242,31 @@ def describe_order(onsets: pd.DataFrame) -> list[str]:
         return []
     table = summarize_order(onsets)
     runs_text = f"{num_runs} runs that collapsed" if num_runs > 1 else "only run that collapsed"
+    collapsed_rows = onsets[is_collapse]
     if not table["changed"].any():
-        return [
-            f"In the {runs_text}, no change is resolved: a change needs at least {MIN_POINTS} measurements before the "
-            "collapse."
-        ]
+        is_short = collapsed_rows["p"].isna().all()
+        reason = f": a change needs at least {MIN_POINTS} measurements before the collapse" if is_short else ""
+        return [f"In the {runs_text}, no change is resolved{reason}."]
     firsts = table[table["first"] > 0].sort_values("first", ascending=False, kind="stable")
     leaders = ", ".join(f"{row['label']} ({row['first']})" for row in to_records(firsts.head(3)))
-    sentences = [
-        f"In {table['first'].sum()} of the {runs_text}, one symptom certainly changed before all others: {leaders}."
-        if leaders
-        else f"In the {runs_text}, no symptom certainly changed before all others: the intervals of the onsets overlap."
-    ]
+    count_text = f"{table['first'].sum()} of the {runs_text}" if num_runs > 1 else f"the {runs_text}"
+    if leaders:
+        sentences = [f"In {count_text}, the interval of one onset ends before all others begin: {leaders}."]
+    elif collapsed_rows.dropna(subset="onset")["run_id"].duplicated().any():
+        sentences = [f"In the {runs_text}, no symptom is known to be the first: the intervals of the onsets overlap."]
+    else:
+        sentences = [f"In the {runs_text}, one change is resolved per run at most, so there is no order."]
     for counts in to_records(table[(table["symptom"] == "reward_std") & (table["lead"].notna())]):
         compared = counts["earlier"] + counts["later"] + counts["undecided"]
         sentences.append(
-            f"The spread of the rewards certainly fell before success in {counts['earlier']} of {compared} runs in "
-            f"which both fell, and after it in {counts['later']}; in {counts['undecided']} the order is not known."
+            f"The spread of the rewards fell before success in {counts['earlier']} of {compared} runs in which both "
+            f"fell, and after it in {counts['later']}; in {counts['undecided']} the intervals overlap."
         )
     shares = [int(table[name].sum()) for name in ("changed", "runs", "well_changed", "well_runs")]
     num_well = onsets.loc[~is_collapse, "run_id"].nunique()
     if num_well:
         sentences.append(
-            f"{shares[0] / shares[1]:.0%} of the symptoms changed in these runs, and {shares[2] / shares[3]:.0%} in "
-            f"{num_well} that stayed well: what changes as often there announces nothing."
+            f"{shares[0] / shares[1]:.0%} of the symptoms changed in these runs, and {shares[2] / shares[3]:.0%} up to "
+            f"the same step in {num_well} that stayed well: what changes as often there announces nothing."
         )
     return sentences

@@ -117,11 +117,9 @@ def _describe_other_scorings(frames: StudyFrames, table: pd.DataFrame, baseline:
         other = other.assign(p_holm=holm_adjust(other["p"]), p_equal_holm=holm_adjust(other["p_equal"]))
         for row in to_records(other):
             outcome = classify_difference(row, below="worse", above="better")
-            if row["outcome"] in ("better", "worse", "equal", "open") and outcome not in (
-                "no comparison",
-                row["outcome"],
-            ):
-                texts[row["arm"]].append(f"{outcome} with stopped runs {scoring}")
+            if row["outcome"] in ("better", "worse", "equal", "open") and outcome != row["outcome"]:
+                word = outcome.replace("no comparison", "without a comparison")
+                texts[row["arm"]].append(f"{word} with the stopped runs of all arms {scoring}")
     return [" and ".join(clauses) for clauses in texts.values()]
 
 
@@ -248,7 +246,10 @@ def _compare_to_baseline(frames: StudyFrames, measures: _Measures, arm: str, bas
         "levels_low": row["difference"] - half_width,
         "levels_high": row["difference"] + half_width,
         "baseline_failed": bool(len(baseline_runs)) and bool(find_failed_stops(baseline_runs).all()),
-        "p_stopped": math.nan if arm == baseline else _compare_stops(runs, baseline_runs),
+        # Neither is Fisher's test one for several looks.
+        "p_stopped": math.nan
+        if arm == baseline or row["equal_rows"] or measures.late.num_comparisons
+        else _compare_stops(runs, baseline_runs),
     }
 
 

@@ -8,6 +8,7 @@ import pandas as pd
 
 from analysis.data.compare import (
     SCORED_STATUSES,
+    collect_outcomes,
     list_arms,
     make_estimate_columns,
     require_single_study,
@@ -53,12 +54,15 @@ def summarize_collapse(frames: StudyFrames, generator: np.random.Generator) -> p
     ends = ends[ends["status"].isin(SCORED_STATUSES) & (ends["signal_problem"] == "")]
     times = {arm: ends[ends["arm"] == arm].set_index("seed").sort_index() for arm in list_arms(frames)}
     horizon = float(frames.trials["steps_total"].dropna().min()) if frames.trials["steps_total"].notna().any() else 0.0
+    outcomes = collect_outcomes(frames, "late_val_success")
     rows = []
     for arm, table in times.items():
         events = table.loc[table["is_collapse"], "end_step"].to_list()
         estimate, note = Estimate(), ""
         if arm != baseline and baseline in times and len(table):
             estimate, note = _compare_times(table, times[baseline], horizon, generator)
+            if outcomes.has_equal_rows(arm, baseline):
+                estimate, note = Estimate(estimate.value, n=estimate.n), "every row equals the baseline's"
         rows.append(
             {
                 "arm": arm,
@@ -113,6 +117,8 @@ def summarize_curves(frames: StudyFrames, generator: np.random.Generator) -> pd.
     """
     validations = make_costs(frames).dropna(subset="episodes")
     baseline = require_single_study(frames).studies[0].get("baseline") or ""
+    outcomes = collect_outcomes(frames, "late_val_success")
+    copies = {arm for arm in list_arms(frames) if outcomes.has_equal_rows(arm, baseline)}
     rows = []
     for cost in COSTS:
         curves = {
@@ -120,7 +126,7 @@ def summarize_curves(frames: StudyFrames, generator: np.random.Generator) -> pd.
             for arm in list_arms(frames)
             if _select_scored(frames, arm, validations)[cost].notna().any()
         }
-        rows += [_make_curve_row(cost, arm, curves, baseline) for arm in curves]
+        rows += [_make_curve_row(cost, arm, curves, "" if arm in copies else baseline) for arm in curves]
     names = ["cost", "arm", "seeds", "ceiling", "midpoint", "ceiling_difference", "midpoint_ratio", "refusal"]
     table = pd.DataFrame(rows, columns=list(rows[0]) if rows else [*names, "p_ceiling", "p_midpoint"])
     adjusted = holm_adjust(np.concatenate([table["p_ceiling"], table["p_midpoint"]]).astype(float))

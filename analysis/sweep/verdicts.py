@@ -17,7 +17,10 @@ MIN_REGIME_RUNS = 6
 """An arm is a failed regime if rules stop all of so many runs: Wilson's interval then begins at 61 %, not at 44 %."""
 NO_EFFECT = "no effect in these runs"
 UNFINISHED_STATUSES = ("censored", "failed", "interrupted", "never_ran", *OPEN_STATUSES)
-_STOP_COLUMNS = ["stop_rule", "stop_value", "stop_threshold", "stop_step", "final_val_success"]
+_STOP_COLUMNS = [
+    *("stop_rule", "stop_value", "stop_threshold", "stop_step"),
+    *("final_val_success", "final_train_success"),
+]
 _END_COLUMNS = ["seed", "status", "reason", "steps_done", "steps_total"]
 STATUS_WORDS = {"never_ran": "never ran", "early_stopped": "early stopped"}
 
@@ -117,8 +120,10 @@ def describe_stop(run: Mapping[str, Any]) -> str:
     """
     step_text = "" if pd.isna(run["stop_step"]) else f"step {run['stop_step']}: "
     value, threshold = run["stop_value"], run["stop_threshold"]
-    success = run.get("final_val_success", math.nan)  # a family without one cannot say what was mastered
-    mastery_text = f", at success {format_number(success)}" if success >= MASTERED_SUCCESS else ""
+    # A family without these columns cannot say what was mastered.
+    successes = [run.get(name, math.nan) for name in ("final_val_success", "final_train_success")]
+    is_mastered = all(success >= MASTERED_SUCCESS for success in successes)
+    mastery_text = f", at success {format_number(successes[0])}" if is_mastered else ""
     comparison_text = f"{format_number(value)} {format_comparison(value, threshold)} {format_number(threshold)}"
     return f"{step_text}{comparison_text}{mastery_text}"
 
@@ -176,12 +181,13 @@ def format_verdict(row: Mapping[str, Any]) -> str:
     """
     outcome_name, num_scored = classify_outcome(row), row["completed"] + row["early_stopped"]
     clauses = []
-    if row["early_stopped"]:
-        # `stops` says how many runs of the arm each rule stopped.
-        is_stopped = outcome_name in ("failed regime", "stopped")
-        clauses.append(f"{outcome_name}: {row['stops']}" if is_stopped else row["stops"])
-    if outcome_name not in ("failed regime", "stopped", "no verdict"):
+    # `stops` says how many runs of the arm each rule stopped.
+    if outcome_name in ("failed regime", "stopped"):
+        clauses.append(f"{outcome_name}: {row['stops']}")
+    elif outcome_name != "no verdict":
         clauses.append(_describe_gain(row) if row["is_baseline"] else _describe_difference(row, outcome_name))
+        if row["early_stopped"]:
+            clauses.append(row["stops"])
     if row["other_scoring"]:
         clauses.append(f"it would be {row['other_scoring']}")
     if row["unfinished"]:

@@ -344,6 +344,7 @@ TRIAL_COLUMNS: tuple[Column, ...] = (
         "training), divided by its length; for a run that a rule stopped the last value counts up to steps_total",
     ),
     Column("final_val_success", "fraction", "val_success of the last validation"),
+    Column("final_train_success", "fraction", "train_success of the last step"),
     Column("final_val_success_unseen", "fraction", "val_success_unseen of the last validation"),
     Column("final_val_greedy_success", "fraction", "val_greedy_success at the end"),
     Column(

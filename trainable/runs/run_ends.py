@@ -16,9 +16,10 @@ OPEN_STATUSES = ("waiting", "running")
 
 
 MASTERED_SUCCESS = 0.9
-"""Success of the last validation from which on a run that a rule stops is no failure: little was left to learn.
+"""A run that a rule stops is no failure if the last validation and the episodes of its last step have this success.
 
-The rules that watch the spread of the rewards fire when all rollouts of a level fail, and also when all succeed."""
+The rules that watch the spread of the rewards fire when all rollouts of a level fail, and also when all succeed. Then
+little was left to learn."""
 
 
 class RunEnd(NamedTuple):
@@ -48,9 +49,16 @@ def describe_end(rows: Sequence[Mapping[str, Any]], total_steps: int | None) -> 
 
 
 def _describe_mastery(rows: Sequence[Mapping[str, Any]]) -> str:
-    successes = (parse_finite(row.get("val_success")) for row in reversed(rows))
-    success = next((value for value in successes if value is not None), 0.0)
-    return f"; success was {success:.3g}, so little was left to learn" if success >= MASTERED_SUCCESS else ""
+    successes = [_find_last(rows, name) for name in ("val_success", "train_success")]
+    if min(successes) < MASTERED_SUCCESS:
+        return ""
+    return f"; success was {successes[0]:.3g}, so little was left to learn"
+
+
+def _find_last(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+    """The last measured value of a column; 0 if there is none."""
+    values = (parse_finite(row.get(name)) for row in reversed(rows))
+    return next((value for value in values if value is not None), 0.0)
 
 
 def get_status_before_waiting(failure_class: str, has_rows: bool) -> str:

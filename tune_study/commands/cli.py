@@ -103,7 +103,7 @@ def report_errors(command: Callable[..., None]) -> Callable[..., None]:
             print_error(f"tune_study: {error}")
             raise typer.Exit(3 if isinstance(error, MisfitError) else 2) from None
         except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:
+            if error.errno != errno.ENAMETOOLONG or error.filename is None:
                 raise
             # Any word may name a file or a folder.
             name = format_value(str(error.filename), 80)

@@ -55,7 +55,9 @@ def test_a_difference_is_the_other_study_minus_the_first(studies: dict[str, Stud
         ]
         assert (row["reference"], row["other"]) == pytest.approx(means)
         assert row["difference"] == pytest.approx(means[1] - means[0])
-        assert row["difference_low"] < row["difference"] < row["difference_high"]
+        # Arm 0 has the same rows in both: what differs has no noise.
+        assert row["equal_rows"] == (row["arm"] == "0")
+        assert row["equal_rows"] or row["difference_low"] < row["difference"] < row["difference_high"]
     assert table.loc[table["arm"] == "0.01", "verdict"].item() == "better"
 
 
@@ -71,6 +73,18 @@ def test_a_copy_of_a_study_is_equal(studies: dict[str, StudyFrames]) -> None:
     assert set(table["difference"]) == {0.0}
     assert set(table["verdict"]) == {"no effect"}
     assert table["p_holm"].isna().all()
+
+
+def test_equal_rows_are_seen_whatever_other_arms_measured(studies: dict[str, StudyFrames]) -> None:
+    frames = studies["A"]
+    is_baseline = frames.steps["arm"] == "0"
+    steps = frames.steps.assign(kl_loss=frames.steps["kl_loss"].mask(is_baseline))
+    assert steps["kl_loss"].notna().any()
+    alone = replace(
+        frames, trials=frames.trials[frames.trials["arm"] == "0"], steps=steps[is_baseline].drop(columns="kl_loss")
+    )
+    (row,) = to_records(tables.compare_arms({"A": replace(frames, steps=steps), "B": alone}))
+    assert (row["arm"], row["verdict"]) == ("0", "no effect")
 
 
 def test_the_noise_is_that_of_all_arms_of_all_studies(studies: dict[str, StudyFrames]) -> None:

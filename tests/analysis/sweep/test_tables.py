@@ -273,7 +273,8 @@ def test_stops_have_their_own_rate(three_seed_frames: StudyFrames) -> None:
     row = get_row(three_seed_frames, "1")
     assert row["stopped_fraction"] == pytest.approx(1 / 3)
     assert row["late_stopped_as_zero"] < row["late_val_success"] < row["late_survivors"]
-    assert row["verdict"].startswith("low_validation_success stopped 1 of 3 runs (step 45: 0.002 < 0.01); ")
+    assert row["verdict"].startswith("open: −")
+    assert row["verdict"].endswith("; low_validation_success stopped 1 of 3 runs (step 45: 0.002 < 0.01)")
 
 
 def test_outcomes_are_a_table_of_arms_and_seeds(three_seed_frames: StudyFrames) -> None:
@@ -433,7 +434,9 @@ MASTERED = ("reward_variance_collapse", 0.01, 0.05)
 def test_mastery_is_no_collapse(tmp_path: Path) -> None:
     """The spread of the rewards also ends when every rollout succeeds: then the arm is scored like any other."""
     mastered = [
-        FakeRun("0.1", seed, "early_stopped", steps=45, success=(0.35, 0.985 + 0.004 * seed), stop=MASTERED)
+        FakeRun(
+            "0.1", seed, "early_stopped", 45, (0.35, 0.985 + 0.004 * seed), stop=MASTERED, rows={"train_success": 0.95}
+        )
         for seed in range(3)
     ]
     frames = make_frames(tmp_path, *mastered, *(_make_baseline_run(seed) for seed in range(3)), levels=300)
@@ -441,14 +444,16 @@ def test_mastery_is_no_collapse(tmp_path: Path) -> None:
     assert (row["outcome"], row["early_stopped"], row["failed_stops"]) == ("better", 3, 0)
     assert row["late_stopped_as_zero"] == row["late_survivors"] == row["late_val_success"] > 0.9
     assert math.isnan(row["p_stopped"])
-    assert row["verdict"].startswith(
-        "reward_variance_collapse stopped 3 of 3 runs (step 45: 0.01 < 0.05, at success 0.9"
-    )
+    assert row["verdict"].startswith("better than the baseline (0): +0.")
+    assert "; reward_variance_collapse stopped 3 of 3 runs (step 45: 0.01 < 0.05, at success 0.9" in row["verdict"]
     assert not find_run_ends(frames)["is_collapse"].any()
     low = [replace(run, success=(0.35, 0.7)) for run in mastered]
-    frames = make_frames(tmp_path / "low", *low, *(_make_baseline_run(seed) for seed in range(3)), levels=300)
-    assert get_row(frames, "0.1")["outcome"] == "stopped"
-    assert find_run_ends(frames)["is_collapse"].sum() == 3
+    # The last validation may be old: success has gone since then.
+    fallen = [replace(run, rows={"train_success": 0.1}) for run in mastered]
+    for name, failed in (("low", low), ("fallen", fallen)):
+        frames = make_frames(tmp_path / name, *failed, *(_make_baseline_run(seed) for seed in range(3)), levels=300)
+        assert get_row(frames, "0.1")["outcome"] == "stopped"
+        assert find_run_ends(frames)["is_collapse"].sum() == 3
 
 
 def test_a_verdict_says_if_another_scoring_of_stopped_runs_changes_it(tmp_path: Path) -> None:
@@ -458,10 +463,54 @@ def test_a_verdict_says_if_another_scoring_of_stopped_runs_changes_it(tmp_path: 
     runs[-1] = replace(runs[-1], status="early_stopped", steps=55, stop=MASTERED)
     row = get_row(make_frames(tmp_path, *runs, levels=512), "0.1")
     assert row["outcome"] == "better"
-    assert row["other_scoring"] == "open with stopped runs scored 0"
-    assert row["verdict"].endswith("; it would be open with stopped runs scored 0")
+    assert row["other_scoring"] == "open with the stopped runs of all arms scored 0"
+    assert row["verdict"].endswith("; it would be open with the stopped runs of all arms scored 0")
     runs[-1] = replace(runs[-1], status="completed", steps=60, stop=None)
     assert get_row(make_frames(tmp_path / "all", *runs, levels=512), "0.1")["other_scoring"] == ""
+
+
+def test_a_single_equal_seed_of_several_is_no_copy(tmp_path: Path) -> None:
+    ends = {"0": 0.6, "0.1": 0.5, "0.3": 0.4}
+    runs = [FakeRun(arm, seed, success=(0.35, end + 0.02 * seed)) for arm, end in ends.items() for seed in range(3)]
+    frames = make_frames(tmp_path, *runs)
+    frames = replace(frames, **{name: _copy_arm(getattr(frames, name)) for name in ("trials", "steps")})
+    baseline_of_two = frames.trials[(frames.trials["arm"] != "0") | (frames.trials["seed"] < 2)]
+    assert get_row(replace(frames, trials=baseline_of_two), "0.1")["outcome"] != "no effect"
+    # An arm of fewer seeds than the baseline is one.
+    arm_of_one = frames.trials[(frames.trials["arm"] != "0.1") | (frames.trials["seed"] < 1)]
+    row = get_row(replace(frames, trials=arm_of_one), "0.1")
+    assert (row["outcome"], row["difference"]) == ("no effect", 0.0)
+
+
+def test_runs_without_late_validations_leave_out_the_interval_for_levels(tmp_path: Path) -> None:
+    runs = [FakeRun(arm, seed) for arm in ("0", "0.1") for seed in range(3)]
+    folder = write_study(tmp_path, runs, FakeStudy(levels=40))
+    assert tables.summarize_arms(read_study(folder))["levels_low"].notna().sum() == 1
+    levels = folder / "runs" / runs[-1].run_id / "levels.jsonl"
+    levels.write_bytes(levels.read_bytes().split(b"\n")[0] + b"\n")  # the validation before training alone
+    summary = tables.summarize_arms(read_study(folder))
+    assert summary["levels_low"].isna().all()
+    assert summary["difference_low"].notna().sum() == 1
+
+
+def test_the_interval_for_levels_adds_their_variance(three_seed_frames: StudyFrames) -> None:
+    """The variance by literal loops: classes of levels, and what neither seeds nor levels explain."""
+    row = get_row(three_seed_frames, "0.1")
+    levels = three_seed_frames.levels
+    late = levels[(levels["split"] == "val") & (levels["mode"] == "sampled") & (levels["step"] >= 45)]
+    wide = late.astype({"success": float, "arm": str}).pivot_table(
+        index=["arm", "seed"], columns="level", values="success"
+    )
+    d = (wide.loc["0.1"] - wide.loc["0"]).to_numpy()
+    classes = late.drop_duplicates("level").sort_values("level")["cluster"].to_numpy()
+    members = [np.flatnonzero(classes == number) for number in sorted(set(classes))]
+    sums = [sum(d[:, k].mean() - d.mean() for k in cut) for cut in members]
+    left = [sum(d[s, k] - d[:, k].mean() - d[s].mean() + d.mean() for k in cut) for cut in members for s in range(3)]
+    factor = len(members) / (len(members) - 1) / d.shape[1] ** 2
+    variance = factor * (sum(x**2 for x in sums) - sum(x**2 for x in left) / 6)
+    half = scipy_stats.t.ppf(0.975, row["df"]) * math.sqrt(row["se"] ** 2 + max(variance, 0.0))
+    assert row["levels_low"] == pytest.approx(row["difference"] - half)
+    assert row["levels_high"] == pytest.approx(row["difference"] + half)
 
 
 def _copy_arm(table: pd.DataFrame) -> pd.DataFrame:
@@ -478,10 +527,11 @@ def test_an_arm_with_the_rows_of_the_baseline_has_no_effect(tmp_path: Path) -> N
     frames = replace(frames, **{name: _copy_arm(getattr(frames, name)) for name in ("trials", "steps")})
     row = get_row(frames, "0.1")
     assert (row["outcome"], row["difference"], row["equal_rows"]) == ("no effect", 0.0, True)
+    assert row[["se", "difference_low", "levels_low"]].isna().all()
     assert row["verdict"] == "no effect in these runs: every row equals the baseline's (0)"
     assert math.isnan(row["p_holm"])
     assert "0.1" not in list_open_arms(frames)  # no look is spent on the arm
-    assert "the same in every row (no effect in these runs) for arm 0.1" in findings.format_headline(
+    assert "equal in every row (no effect in these runs) for arm 0.1" in findings.format_headline(
         tables.summarize_arms(frames)
     )
     # A copy says nothing of the noise, and is no test that others are corrected for.

@@ -132,6 +132,9 @@ def test_a_sentence_counts_runs_and_names_their_arms() -> None:
 def test_a_stop_at_high_success_says_so(success: float, words: str) -> None:
     stop = {"stop_rule": "reward_variance_collapse", "stop_value": 0.01, "stop_threshold": 0.05, "stop_step": 22}
     rows: list[dict[str, Any]] = [{"step": 5, "val_success": 0.3}, {"step": 20, "val_success": success}]
-    end = describe_end([*rows, {"step": 22, "val_success": None, **stop}], 60)
+    end = describe_end([*rows, {"step": 22, "val_success": None, "train_success": 0.95, **stop}], 60)
     assert end.status == "early_stopped"
     assert end.reason == f"reward_variance_collapse at step 22: 0.01 is below the threshold 0.05{words}"
+    # The episodes of the last step failed: the validation is old.
+    end = describe_end([*rows, {"step": 22, "train_success": 0.2, **stop}], 60)
+    assert end.reason.endswith("is below the threshold 0.05")

@@ -98,7 +98,8 @@ def print_explanation(
         command = format_command("explain", run_name, "--arm", example["arm"], "--seed", str(example["seed"]))
         print_line(console, f"To see what changed in a run that did not collapse, type: {command}")
         return
-    onsets = symptoms.find_collapse_onsets(frames, np.random.default_rng(symptoms.PERMUTATION_SEED))
+    generator = np.random.default_rng(symptoms.PERMUTATION_SEED)
+    onsets = symptoms.find_collapse_onsets(frames, generator, set(collapsed_ends["run_id"]))
     for sentence in symptoms.describe_order(onsets):
         print_line(console, sentence)
     print_line(console, "")
@@ -147,7 +148,7 @@ def _print_runs(console: Console, ends: pd.DataFrame, onsets: pd.DataFrame) -> N
         [run["arm"], str(run["seed"]), _describe_end(run), first_labels.get(run["run_id"], "-")]
         for run in to_records(ends)
     ]
-    print_table(console, ("arm", "seed", "end", "certainly changed first"), rows)
+    print_table(console, ("arm", "seed", "end", "changed first"), rows)
 
 
 def _describe_end(run: dict[str, Any]) -> str:
@@ -167,7 +168,7 @@ def _print_run(console: Console, folder: Path, frames: StudyFrames, ends: pd.Dat
         is_short = _count_measurements(frames, run) < MIN_POINTS
         print_line(console, _TOO_SHORT if is_short else "No change is resolved.")
     else:
-        columns = ("symptom", "begins after step", "95 %", "complete at", "before", "after", "p")
+        columns = ("symptom", "begins after step", "95 %", "complete at", "before", "after", "p (corrected)")
         print_table(console, columns, [_format_change_cells(row) for row in to_records(changes)])
         stable_labels = onsets.loc[onsets["onset"].isna(), "label"]
         print_line(console, f"No change for the worse is resolved in: {', '.join(stable_labels) or 'none'}.")
