@@ -17,7 +17,6 @@ from trainable.config.aliases import flatten_settings
 from trainable.config.command_lines import format_command
 from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.own_parts import PART_FORM, Choice, parse_part_name
-from trainable.config.run_config import RunConfig
 from trainable.config.sections import ActorConfig
 from trainable.config.setting_types import format_value, is_common
 from trainable.files.json_values import DamagedFileError, DamageWarning, find_object, read_object
@@ -257,7 +256,7 @@ def _describe_precision(plan: StudyPlan) -> list[str]:
 
 def _describe_losses(plan: StudyPlan) -> list[str]:
     """How the arms aggregate the losses of tokens: token-mean depends on the size of a micro-batch."""
-    configs = [spec.config for spec in plan.runs if isinstance(spec.config, RunConfig)]
+    configs = [spec.ppo_config for spec in plan.runs]
     texts = dict.fromkeys(_describe_aggregation(config.actor) for config in configs if not config.env.kind.has_trees)
     return [f"Loss: {'; '.join(texts)}"] if texts else []
 
