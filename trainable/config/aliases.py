@@ -71,7 +71,6 @@ SYNONYMS: dict[str, str] = {
     "kl_coef": "kl_loss_coef",
     "entropy_coef": "entropy_coeff",
     "ent_coef": "entropy_coeff",
-    "epsilon": "clip_ratio_low",
     "epsilon_high": "clip_ratio_high",
     "num_iterations": "ppo_epochs",
     "epochs": "ppo_epochs",
@@ -82,7 +81,6 @@ SYNONYMS: dict[str, str] = {
     "eval_steps": "test_freq",
     "save_steps": "save_freq",
     "max_grad_norm": "grad_clip",
-    "cliprange": "clip_ratio_low",
     "scale_rewards": "norm_adv_by_std_in_grpo",
     "loss_type": "loss_agg_mode",
 }
@@ -94,6 +92,16 @@ MISSING_FEATURES: dict[str, str] = {
     "gradient_accumulation_steps": "Gradients are accumulated over the micro-batches of a mini-batch: type "
     "actor.ppo_mini_batch_size for the sequences of an optimizer step. The size of a micro-batch changes the loss, "
     "unless actor.loss_agg_mode is token-mean-global.",
+    **dict.fromkeys(
+        ("lr_scheduler_type", "warmup_ratio", "warmup_steps", "lr_warmup_steps", "lr_warmup_steps_ratio"),
+        "The learning rate is constant, without warm-up and schedule: leave it out, and type --set actor.lr=1e-5.",
+    ),
+    **dict.fromkeys(
+        ("cliprange", "epsilon", "clip_ratio"),
+        "The clip range has two sides: type --set actor.clip_ratio_low=0.2 --set actor.clip_ratio_high=0.2.",
+    ),
+    "train_batch_size": "A step samples env.env_groups prompts with env.group_size rollouts each: type, for example, "
+    "--set env.env_groups=8 --set env.group_size=16.",
     "nnodes": "A run is on one node: nothing places its ranks on several, and they share files of one machine. Leave "
     "it out, and type --gpus-per-exp with at most the GPUs of a node.",
 }

@@ -255,6 +255,10 @@ def test_states_by_seconds_can_be_turned_off(config: BaseRunConfig) -> None:
             "Tensor parallelism is missing: every GPU of a run",
         ),
         ("trainer.nnodes", "A run is on one node: nothing places its ranks on several"),
+        ("gradient_accumulation_steps", "Gradients are accumulated over the micro-batches of a mini-batch: type"),
+        ("lr_scheduler_type", "The learning rate is constant, without warm-up and schedule"),
+        ("data.train_batch_size", "A step samples env.env_groups prompts with env.group_size rollouts each"),
+        ("epsilon", "The clip range has two sides: type --set actor.clip_ratio_low=0.2"),
     ],
 )
 def test_what_only_the_published_code_has_is_refused_with_what_is_missing(key: str, reason: str) -> None:
