@@ -346,6 +346,8 @@ def describe_looks(study: Mapping[str, Any]) -> list[str]:
     ]
 
 
+MAX_COPY_RATIO = 1.1
+"""Sequences in a batch per episode that it was made from; with more, a report says that some count several times."""
 MAX_MARGIN_SHARE = 0.2
 """From this share of the baseline's success on, the margin of equality is said to be large."""
 DEFAULT_MISMATCH_LIMIT = 0.05
@@ -446,6 +448,15 @@ def _list_scoring_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[st
             f"at a success of {MASTERED_SUCCESS} or more is no failure. A verdict says if it would be another one with "
             "stopped runs scored 0, or left out; the section on stops has the means."
         )
+    group_size = flatten_settings(frames.studies[0].get("settings") or {}).get("env.group_size")
+    if type(group_size) is int and group_size > 0:
+        episodes = frames.steps["groups_kept"] * group_size
+        ratios = (frames.steps["batch_size"] / episodes.where(episodes > 0)).groupby(frames.steps["arm"]).mean()
+        if (ratios > MAX_COPY_RATIO).any():
+            sentences.append(
+                f"Batches were filled with random copies of their episodes, as published: in arm {ratios.idxmax()} one "
+                f"counts {ratios.max():.2g} times on average. `actor.ppo_mini_batch_size` decides how many there are."
+            )
     num_unscored = int((~frames.trials["status"].isin(SCORED_STATUSES)).sum())
     if num_unscored:
         sentences.append(

@@ -297,11 +297,28 @@ class RunConfig(BaseRunConfig):
     @property
     def max_batch_size(self) -> int:
         """The largest number of sequences in the batch of a step, including copies that fill the last mini-batch."""
-        sequences = self.env.env_groups * self.env.group_size * self.env.max_conversations_per_rollout
-        if self.env.kind.has_trees or self.actor.loss.needs_whole_groups:  # no copies
-            return sequences
-        multiple = math.lcm(self.env.env_groups, self.actor.ppo_mini_batch_size)
-        return -(-sequences // multiple) * multiple  # rounded up
+        multiple = self.compute_batch_multiple(self.env.env_groups)
+        return -(-self.episodes_per_step // multiple) * multiple  # rounded up
+
+    @property
+    def episodes_per_step(self) -> int:
+        """The largest number of sequences in the batch of a step without copies."""
+        return self.env.env_groups * self.env.group_size * self.env.max_conversations_per_rollout
+
+    @property
+    def copies_per_step(self) -> int:
+        """The number of copies in the batch of a step from which the filter drops no group."""
+        return self.max_batch_size - self.episodes_per_step
+
+    def compute_batch_multiple(self, num_groups: int) -> int:
+        """The number of which the batch size of a step with `num_groups` groups is a multiple; copies fill the rest.
+
+        As published, it is a multiple of both the mini-batch size and `num_groups`. A loss over whole groups gets no
+        copies, because a copy would change the group that it belongs to; nor do trees, which are one mini-batch.
+        """
+        if self.env.kind.has_trees or self.actor.loss.needs_whole_groups:
+            return 1
+        return math.lcm(num_groups, self.actor.ppo_mini_batch_size)
 
     def dump_for_hash(self) -> dict[str, Any]:
         """Every setting that can change a result, without the seed and without settings that this run does not read."""

@@ -473,17 +473,12 @@ class PPOTrainer:
     def _make_batch(self, episodes: Sequence[Episode], num_groups: int, rng: np.random.Generator) -> Batch:
         """Collate episodes into a batch, and fill it up with random copies of them so that all mini-batches are full.
 
-        As published, the batch size is a multiple of both the mini-batch size and `num_groups`. A loss over whole
-        groups gets no copies, because a copy would change the group that it belongs to; nor do trees, which are one
-        mini-batch.
+        See `RunConfig.compute_batch_multiple`.
         """
-        actor = self.config.actor
         if not self.config.algorithm.train_children:
             episodes = [episode._replace(children=()) for episode in episodes]
-        needs_no_copies = actor.loss.needs_whole_groups or self.config.env.kind.has_trees
-        multiple = 1 if needs_no_copies else math.lcm(num_groups, actor.ppo_mini_batch_size)
         generator = torch.Generator().manual_seed(int(rng.integers(2**62)))  # a seed that fits a signed 64-bit integer
-        index = adjust_copy(len(episodes), multiple, generator)
+        index = adjust_copy(len(episodes), self.config.compute_batch_multiple(num_groups), generator)
         batch = collate([episodes[number] for number in index.tolist()])
         return Batch(*(tensor.to(self.device) for tensor in batch))
 

@@ -117,6 +117,12 @@ PPO_REMARKS: tuple[Remark, ...] = (
         ", which float32 rounds away in every weight above 2e-5",
     ),
     Remark(
+        lambda c: c.copies_per_step > 0,
+        "actor.ppo_mini_batch_size={c.actor.ppo_mini_batch_size} does not divide the {c.episodes_per_step} episodes of "
+        "a step: they are filled up with {c.copies_per_step} random copies, as published, so that some count several "
+        "times",
+    ),
+    Remark(
         lambda c: c.actor.lr >= 1,
         "actor.lr={c.actor.lr:g} changes each weight by about as much in the first optimizer step: the weights, "
         "most of which are far below 1, are overwritten",

@@ -58,6 +58,7 @@ PPO_CASES: tuple[tuple[str, str], ...] = (
         "actor.policy_loss=tpo algorithm.adv_estimator=group_skill actor.tpo_eta=9e11",
     ),
     ("actor.lr=1e-4 actor.grad_clip=1e-16", "actor.lr=1e-4 actor.grad_clip=2e-16"),
+    ("actor.ppo_mini_batch_size=256", "actor.ppo_mini_batch_size=128"),
     ("actor.lr=1", "actor.lr=0.99"),
     ("actor.lr=0.5 actor.weight_decay=2", "actor.lr=0.5 actor.weight_decay=1.9"),
     ("model.lora_rank=8 model.lora_alpha=8e-9", "model.lora_rank=0 model.lora_alpha=8e-9"),
