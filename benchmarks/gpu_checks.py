@@ -9,6 +9,7 @@ Run: python benchmarks/gpu_checks.py --output checks.jsonl; python benchmarks/gp
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -181,6 +182,31 @@ def measure_share(options: argparse.Namespace) -> Figures:
     except torch.OutOfMemoryError:
         return {"is_capped": True, "free_gib": round(torch.cuda.mem_get_info()[0] / GIB, 1)}
     raise AssertionError("a process with half of the GPU's memory got more")
+
+
+PIN = """
+import sys, torch
+def read_rss():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS"))
+torch.empty(1, pin_memory=True)
+before = read_rss()
+buffer = torch.empty(int(1.25 * 2**30), dtype=torch.uint8, pin_memory=True).fill_(1)
+print((read_rss() - before) / 2**20)
+"""
+
+
+def measure_pinned(options: argparse.Namespace) -> Figures:
+    """Host memory of a pinned tensor of 1.25 GiB, with torch's settings and with those of a run: 2 and 1.25 GiB."""
+    from trainable.backend.gpus import ALLOCATOR_SETTINGS, ALLOCATOR_VARIABLES
+
+    figures: Figures = {}
+    for name, value in (("default_gib", ""), ("run_gib", ALLOCATOR_SETTINGS)):
+        environment = {**os.environ, ALLOCATOR_VARIABLES[0]: value}
+        result = subprocess.run(
+            [sys.executable, "-c", PIN], env=environment, capture_output=True, text=True, timeout=60, check=True
+        )
+        figures[name] = round(float(result.stdout), 2)
+    return figures
 
 
 def run_script(arguments: list[str], limit: int) -> Figures:
@@ -363,6 +389,7 @@ CHECKS: dict[str, Check] = {
     "adamw": Check("torch", measure_adamw, 180, expected="3.1e9 parameters: 70 to 90 ms over tensors, 22 to 28 fused"),
     "copies": Check("torch", measure_copies, 120, expected="about 50 GB/s pinned, 3 to 8 pageable"),
     "swap": Check("torch", measure_swap, 180, ("torch", "numpy"), expected="12.4 GB both ways: 0.5 s"),
+    "pinned": Check("torch", measure_pinned, 120, needs_gpu=True, expected="2 GiB by default, 1.25 in a run"),
     "share": Check("torch", measure_share, 60, needs_gpu=True, expected="an error of the capped process alone"),
     "gpu tests": Check("step", measure_tests, 300, (*OWN_PACKAGES, "pytest", "hypothesis"), needs_gpu=True),
     "step 0.5b": Check(

@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ray
 from ray import tune
 
+from trainable.backend.gpus import take_gpus
 from trainable.files.run_marks import MARK_ENV
 from trainable.runs.failures import RunFailedError, classify_failure
 from trainable.runs.orphans import terminate_orphans
@@ -64,6 +66,8 @@ class Trial(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         """Store the configuration, and mark this process and its children as belonging to the run."""
         self.trial_config = config
         os.environ[MARK_ENV] = str(self._list_run_dirs()[0])
+        if ray.is_initialized():  # a trial may also be constructed without Ray
+            take_gpus(ray.get_gpu_ids(), os.environ)
 
     def _list_run_dirs(self) -> list[Path]:
         """The folders in which the runs keep their rows."""

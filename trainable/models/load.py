@@ -275,3 +275,15 @@ def prepare_device(device: torch.device, gpus: float) -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
     if gpus < 1:
         torch.cuda.set_per_process_memory_fraction(gpus)
+
+
+def allow_for_engine(device: torch.device, gpus: float, engine_bytes: int) -> None:
+    """Add the memory of an engine that sleeps to what a run that shares a GPU may allocate.
+
+    torch counts the blocks of the engine's own allocator until they are released, and an engine that goes to sleep only
+    unmaps them: without this, a run would reach its share as soon as it trains. While the engine is awake, its memory
+    and the trainer's fit into the share by the plan, and nothing enforces it.
+    """
+    if device.type == "cuda" and gpus < 1:
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(gpus + engine_bytes / total_bytes, 1.0))

@@ -19,6 +19,7 @@ from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
+from trainable.backend.gpus import take_gpus
 from trainable.backend.world import Rendezvous, connect, disconnect
 from trainable.config.own_parts import PartFile, list_part_files, register_file
 from trainable.config.run_config import RunConfig
@@ -78,6 +79,7 @@ class RankActor:
         world_size: int,
         rendezvous: Rendezvous,
     ) -> None:
+        take_gpus(ray.get_gpu_ids(), os.environ)
         torch.set_num_threads(settings["trainer"]["num_threads"] or 1)
         self.settings, self.part_files, self.diagnostics = settings, part_files, diagnostics
         self.rank, self.world_size, self.rendezvous = rank, world_size, rendezvous

@@ -23,7 +23,7 @@ from trainable.config.constants import CHUNK_ELEMENTS
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
 from trainable.models.interface import LanguageModel
-from trainable.models.load import Policy, load_policy, make_pass_settings
+from trainable.models.load import Policy, allow_for_engine, load_policy, make_pass_settings
 from trainable.models.lora import get_base_weights, iter_hub_weights, list_weight_names
 from trainable.rollout.batch import Batch, collate
 from trainable.rollout.copy_sampler import CopySampler, compute_row_logprobs
@@ -316,7 +316,11 @@ def make_engine(
     ValueError if vLLM cannot be used.
     """
     if config.rollout.uses_vllm:
+        reserved_bytes = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
         vllm_sampler = _make_vllm_sampler(config, policy, device, context_length)
+        if config.rollout.free_cache_engine and device.type == "cuda":
+            engine_bytes = torch.cuda.memory_reserved(device) - reserved_bytes
+            allow_for_engine(device, config.trainer.n_gpus_per_node, engine_bytes)
         return SyncedEngine(vllm_sampler, config, policy, device, prompt, gather_weights)
     if config.rollout.weight_noise:
         copy = load_policy(config.model.path, device, make_pass_settings(config.model), config.model.chat_format)

@@ -67,9 +67,6 @@ _RAY_ENVIRONMENT = {
 _LOOPBACK_ENV = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """At 0, Ray listens only on the loopback address. Ray has this switch for systems on which it supports no cluster."""
 
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""The variable with the settings of torch's memory allocator on GPUs, and its earlier name."""
-
 WANDB_MODES = ("offline", "sync", "online", "off")
 """Modes of --wandb. offline writes to disk only, sync also uploads each run when it ends, online streams every row."""
 
@@ -289,9 +286,6 @@ def prepare_environment(gpus: tuple[str, ...], joins_cluster: bool = False) -> N
     if gpus:
         # Ray gives out the GPUs that this variable lists.
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        # Every pass of a run has another size, which splits torch's usual blocks into holes that no later pass fits.
-        if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
-            os.environ[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
 def _fit_tuner(session: StudySession, statuses: StudyStatuses, recorder: "Recorder") -> None:

@@ -3,6 +3,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from tests.fakes.trainers import drop_times, has_same_weights, make_quiet_traine
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.envs import level_sets
 from trainable.envs.sokoban.held_out import make_test_levels
-from trainable.models.load import pick_device, prepare_device
+from trainable.models.load import allow_for_engine, pick_device, prepare_device
 from trainable.ppo.evaluation import Evaluation, summarize_validation
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
@@ -366,3 +367,26 @@ def test_a_run_on_a_gpu_takes_no_more_than_its_share(
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda value: made.append(("fraction", value)))
     prepare_device(torch.device(device), gpus)
     assert made == calls
+
+
+@pytest.mark.parametrize(
+    ("gpus", "engine", "cap"),
+    [
+        # Adapters of 3B on half of 80 GiB: weights, cache and graphs of an engine that sleeps, and 21.5 of the trainer.
+        (0.5, 23.0, 63.0),
+        (0.5, 60.0, 80.0),
+        (1.0, 23.0, None),
+    ],
+)
+def test_an_engine_that_sleeps_takes_nothing_of_the_share(
+    monkeypatch: pytest.MonkeyPatch, gpus: float, engine: float, cap: float | None
+) -> None:
+    """torch refuses what would exceed the cap, and counts all blocks of the engine, which sleep does not release."""
+    gib, fractions = 2**30, []
+    properties = SimpleNamespace(total_memory=80 * gib)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
+    allow_for_engine(torch.device("cuda"), gpus, int(engine * gib))
+    assert [80 * fraction for fraction in fractions] == ([] if cap is None else [pytest.approx(cap)])
+    allow_for_engine(torch.device("cpu"), 0.0, 0)
+    assert len(fractions) == (cap is not None)
