@@ -143,7 +143,7 @@ def _format_order_cells(row: dict[str, Any]) -> list[str]:
 
 
 def _print_runs(console: Console, ends: pd.DataFrame, onsets: pd.DataFrame) -> None:
-    first_labels = onsets[onsets["is_first"]].set_index("run_id")["label"].to_dict()
+    first_labels = onsets[onsets["is_first"] & onsets["is_collapse"]].set_index("run_id")["label"].to_dict()
     rows = [
         [run["arm"], str(run["seed"]), _describe_end(run), first_labels.get(run["run_id"], "-")]
         for run in to_records(ends)
