@@ -92,6 +92,7 @@ class Outcomes:
         num_comparisons: number of arms and outcomes that are compared at several looks; 0 if the number of seeds was
             fixed before the first run.
         digests: for each arm and seed, `StudyFrames.row_digests`.
+        is_fraction: whether the outcome is one, so that no difference is larger than 1.
     """
 
     column: str
@@ -101,6 +102,7 @@ class Outcomes:
     num_replicates: int = 0
     num_comparisons: int = 0
     digests: Digests = field(default_factory=dict)
+    is_fraction: bool = False
 
     @functools.cached_property
     def _samples(self) -> dict[str, Floats]:
@@ -163,6 +165,7 @@ def collect_outcomes(frames: StudyFrames, column: str, stopped: StopScoring = "k
         num_replicates,
         _count_comparisons(frames.studies[0], column) if has_added_seeds(frames.studies[0]) else 0,
         digests,
+        any(known.name == column and known.unit == "fraction" for known in family.trial_columns),
     )
 
 
@@ -191,7 +194,9 @@ def collect_joint_outcomes(studies: Mapping[str, StudyFrames], column: str, num_
         for arm, variance in outcomes.min_variances.items()
     }
     has_looks = any(outcomes.num_comparisons for outcomes in parts.values())
-    return Outcomes(column, values, min_variances, noise, num_replicates, num_comparisons if has_looks else 0, digests)
+    is_fraction = all(outcomes.is_fraction for outcomes in parts.values())
+    num_comparisons = num_comparisons if has_looks else 0
+    return Outcomes(column, values, min_variances, noise, num_replicates, num_comparisons, digests, is_fraction)
 
 
 def label_arm(label: str, arm: str) -> str:
@@ -448,6 +453,11 @@ def make_estimate_columns(name: str, estimate: Estimate) -> Row:
     return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
 
 
+def cut_interval(estimate: Estimate, low: float, high: float) -> Estimate:
+    """Cut the interval of an estimate to the range that its number can have, which a t interval exceeds. NaN stays."""
+    return estimate._replace(low=float(np.maximum(estimate.low, low)), high=float(np.minimum(estimate.high, high)))
+
+
 TEST_COLUMNS = ("difference", "difference_low", "difference_high", "se", "df", "p", "p_equal", "margin", "equal_rows")
 
 
@@ -463,8 +473,9 @@ def make_test_columns(outcomes: Outcomes, estimate: Estimate, margin: float, *, 
         compute_sequential_equivalence_p_value if outcomes.num_comparisons else compute_equivalence_p_value
     )
     is_tested = estimate.n >= MIN_SEEDS
+    limit = 1.0 if outcomes.is_fraction else math.inf
     return {
-        **make_estimate_columns("difference", estimate),
+        **make_estimate_columns("difference", cut_interval(estimate, -limit, limit)),
         "se": estimate.se,
         "df": estimate.df,
         "p": estimate.p if is_tested else math.nan,

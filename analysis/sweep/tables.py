@@ -17,6 +17,7 @@ from analysis.data.compare import (
     add_adjusted_p_values,
     classify_difference,
     collect_outcomes,
+    cut_interval,
     describe_basis,
     describe_difference_basis,
     estimate_difference,
@@ -212,7 +213,7 @@ def _summarize_arm(frames: StudyFrames, measures: _Measures, arm: str, baseline:
 
 
 def _summarize_success(measures: _Measures, arm: str, scored_runs: pd.DataFrame) -> Row:
-    late = _cut_to_rate(estimate_mean(measures.late, arm))
+    late = cut_interval(estimate_mean(measures.late, arm), 0.0, 1.0)
     gain = estimate_gain(measures.late, measures.base, arm)
     return {
         **{name: _mean(scored_runs[name]) for name in _MEAN_COLUMNS},
@@ -223,11 +224,6 @@ def _summarize_success(measures: _Measures, arm: str, scored_runs: pd.DataFrame)
         "gain_basis": describe_basis(measures.late, gain, measures.late.get_doubt(measures.late.noise.unpaired, arm)),
         **make_estimate_columns("gain_greedy", estimate_gain(measures.greedy, measures.base_greedy, arm)),
     }
-
-
-def _cut_to_rate(estimate: Estimate) -> Estimate:
-    """Cut an interval to [0, 1]: near 0 or 1 a t interval exceeds the range of a success rate. NaN stays NaN."""
-    return estimate._replace(low=float(np.maximum(estimate.low, 0.0)), high=float(np.minimum(estimate.high, 1.0)))
 
 
 def _mean(values: "pd.Series[float]") -> float:
@@ -243,8 +239,8 @@ def _compare_to_baseline(frames: StudyFrames, measures: _Measures, arm: str, bas
     half_width = special.stdtrit(row["df"], 0.975) * math.sqrt(row["se"] ** 2 + level_variance)
     return {
         **row,
-        "levels_low": row["difference"] - half_width,
-        "levels_high": row["difference"] + half_width,
+        "levels_low": float(np.maximum(row["difference"] - half_width, -1.0)),
+        "levels_high": float(np.minimum(row["difference"] + half_width, 1.0)),
         "baseline_failed": bool(len(baseline_runs)) and bool(find_failed_stops(baseline_runs).all()),
         # Neither is Fisher's test one for several looks.
         "p_stopped": math.nan
@@ -352,7 +348,7 @@ def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
     rows = []
     for arm, x in zip(names, positions, strict=True):
         runs, scored_runs = select_runs(frames, arm), select_runs(frames, arm, scored_only=True)
-        estimate, value = _cut_to_rate(estimate_mean(outcomes, arm)), float(runs["axis_value"].iloc[0])
+        estimate, value = cut_interval(estimate_mean(outcomes, arm), 0.0, 1.0), float(runs["axis_value"].iloc[0])
         rows.append(
             {
                 "arm": arm,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from analysis.data.compare import Outcomes, estimate_difference
+from analysis.data.compare import Outcomes, estimate_difference, make_test_columns
 from analysis.stats.estimates import Estimate, Floats, holm_adjust, mean_over_seeds, welch_t_test
 from analysis.stats.estimates import SampleStats as Sample
 from analysis.stats.noise import (
@@ -302,3 +302,15 @@ def test_levels_that_do_not_differ_add_no_variance() -> None:
     assert compute_level_variance(np.full((3, 10), 0.2), np.arange(10)) == pytest.approx(0, abs=1e-30)
     assert compute_level_variance([[0.1, 0.1], [0.3, 0.3]], [0, 1]) == pytest.approx(0, abs=1e-30)
     assert compute_level_variance([[0.0, 1.0]], [0, 1]) == pytest.approx(0.25)  # one seed: 0.5 / 2
+
+
+def test_no_interval_of_a_difference_of_fractions_exceeds_one() -> None:
+    values = pd.DataFrame([[0.1, 0.9], [0.9, 0.2]], index=["0", "1"], columns=[0, 1])
+    noise = fit_noise(values.to_numpy())
+    ends = []
+    for is_fraction in (True, False):
+        outcomes = Outcomes("late_val_success", values, {}, noise, is_fraction=is_fraction)
+        row = make_test_columns(outcomes, estimate_difference(outcomes, "1", "0"), 0.05, equal_rows=False)
+        ends.append((row["difference_low"], row["difference_high"]))
+    assert ends[0] == (-1.0, 1.0)
+    assert ends[1][0] < -1 < 1 < ends[1][1]
