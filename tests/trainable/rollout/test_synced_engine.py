@@ -48,9 +48,13 @@ def get_columns(rows: list[Row], name: str) -> list[float]:
 )
 def test_a_copy_without_noise_samples_as_the_policy(overrides: dict[str, object]) -> None:
     # So little noise that float32 rounds it away.
-    rows = run_steps(make_noisy_trainer(1e-30, **overrides), 3)
-    shared_rows = run_steps(make_quiet_trainer(**KL, **overrides), 3)
-    for row, shared_row in zip(rows, shared_rows, strict=True):
+    copy, shared = make_noisy_trainer(1e-30, **overrides), make_quiet_trainer(**KL, **overrides)
+    for step in range(3):
+        # From equal weights in each step: log-probs that the trainer recomputes are rounded otherwise than those of the
+        # sampler, so updates differ in the last digits, which may turn a later draw of a token.
+        if step:
+            shared.load_state(*copy.get_state())
+        (row,), (shared_row,) = run_steps(copy, 1), run_steps(shared, 1)
         assert row["engine_mismatch_mean"] < 1e-5
         assert row["engine_prompt_mismatch"] < 1e-5
         for name in ("train_success", "sampled_tokens", "reward_std"):
@@ -58,7 +62,7 @@ def test_a_copy_without_noise_samples_as_the_policy(overrides: dict[str, object]
         for name, value in shared_row.items():
             if isinstance(value, float):
                 assert row[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
-    assert all(name not in shared_rows[0] for name in ENGINE_COLUMNS)
+        assert all(name not in shared_row for name in ENGINE_COLUMNS)
 
 
 @pytest.mark.long
