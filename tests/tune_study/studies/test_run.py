@@ -185,7 +185,10 @@ def test_the_rule_that_stopped_a_run_is_in_its_status(outcome: Outcome) -> None:
     assert (status.stop_rule, status.stop_step) == ("reward_variance_collapse", 20)
     assert status.stop_value == 0.01
     assert status.stop_threshold == pytest.approx(0.2)
-    assert status.reason == "reward_variance_collapse at step 20: 0.01 is below the threshold 0.2"
+    assert status.reason == (
+        "reward_variance_collapse at step 20: 0.01 is below the threshold 0.2; success was 0.952, so little was left to "
+        "learn"
+    )
 
 
 def test_a_crashed_run_goes_on_from_its_own_state(outcome: Outcome) -> None:
