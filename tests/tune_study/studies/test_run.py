@@ -186,8 +186,8 @@ def test_the_rule_that_stopped_a_run_is_in_its_status(outcome: Outcome) -> None:
     assert status.stop_value == 0.01
     assert status.stop_threshold == pytest.approx(0.2)
     assert status.reason == (
-        "reward_variance_collapse at step 20: 0.01 is below the threshold 0.2; success was 0.952, so little was left to "
-        "learn"
+        "reward_variance_collapse at step 20: 0.01 is below the threshold 0.2; success was 0.952, so little was left "
+        "to learn"
     )
 
 
