@@ -28,6 +28,7 @@ from trainable.runs.records import (
     TRIAL_LAST_VALUES,
     Column,
 )
+from trainable.runs.run_ends import find_last_value
 
 Row = dict[str, Any]
 Schema = dict[str, str]
@@ -145,11 +146,6 @@ def get_family(study: Mapping[str, Any]) -> TableFamily:
             f"Known families: {', '.join(FAMILIES)}."
         )
     return FAMILIES[name]
-
-
-def find_last_value(rows: Sequence[Row], column: str) -> Any:
-    """The last value of a column that is not missing, or None."""
-    return next((row[column] for row in reversed(rows) if row.get(column) is not None), None)
 
 
 def _summarize_ppo_run(rows: Sequence[Row], end_step: int | None) -> Row:

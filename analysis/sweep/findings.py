@@ -436,8 +436,8 @@ def _list_level_caveats(frames: StudyFrames) -> list[str]:
 
 def _list_scoring_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
     sentences = [
-        f"The margin of {format_number(row['margin'])} is {row['margin'] / row['late_val_success']:.0%} of the "
-        "baseline's success: equal arms may differ by that much of it."
+        f"The margin of {format_number(row['margin'])} is {100 * row['margin'] / row['late_val_success']:.0f} % "
+        "of the baseline's success: equal arms may differ by that much of it."
         for row in (to_records(summary[summary["is_baseline"]]) if len(summary) else ())
         if row["margin"] > MAX_MARGIN_SHARE * row["late_val_success"] > 0
     ]

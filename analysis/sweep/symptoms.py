@@ -266,7 +266,8 @@ def describe_order(onsets: pd.DataFrame) -> list[str]:
     num_well = onsets.loc[~is_collapse, "run_id"].nunique()
     if num_well:
         sentences.append(
-            f"{shares[0] / shares[1]:.0%} of the symptoms changed in these runs, and {shares[2] / shares[3]:.0%} up to "
+            f"{100 * shares[0] / shares[1]:.0f} % of the symptoms changed in these runs, and "
+            f"{100 * shares[2] / shares[3]:.0f} % up to "
             f"the same step in {num_well} that stayed well: what changes as often there announces nothing."
         )
     return sentences

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 VARIANCE_FLOOR = 1e-8  # verl 0.6.1 adds this to the variance, so that equal values are not divided by 0
-LOSS_AGG_MODES = (
-    *("token-mean", "token-mean-global"),
-    *("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
-)
+TOKEN_MEANS = ("token-mean", "token-mean-global")
+LOSS_AGG_MODES = (*TOKEN_MEANS, "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
@@ -112,7 +110,7 @@ def compute_loss_weights(
 
 def _compute_micro_batch_weights(float_mask: Tensor, mode: str, padded_length: int | None) -> Tensor:
     """Weights (B, T) of one micro-batch; `float_mask` is its mask as 0.0 and 1.0. Clamps avoid divisions by 0."""
-    if mode.startswith("token-mean"):
+    if mode in TOKEN_MEANS:
         return float_mask / float_mask.sum().clamp(min=1)
     if mode == "seq-mean-token-sum-norm":
         return float_mask / (padded_length or float_mask.shape[1])

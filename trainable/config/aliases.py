@@ -94,7 +94,7 @@ MISSING_FEATURES: dict[str, str] = {
     "unless actor.loss_agg_mode is token-mean-global.",
     **dict.fromkeys(
         ("lr_scheduler_type", "warmup_ratio", "warmup_steps", "lr_warmup_steps", "lr_warmup_steps_ratio"),
-        "The learning rate is constant, without warm-up and schedule: leave it out, and type --set actor.lr=1e-5.",
+        "The learning rate is constant, without warm-up and schedule, and actor.lr sets it: leave this setting out.",
     ),
     **dict.fromkeys(
         ("cliprange", "epsilon", "clip_ratio"),

@@ -29,7 +29,7 @@ from trainable.algo.gradient_signal import (
     estimate_signal_fractions,
     split_folds,
 )
-from trainable.algo.reductions import compute_loss_weights
+from trainable.algo.reductions import TOKEN_MEANS, compute_loss_weights
 from trainable.algo.sketch import count_sketch
 from trainable.backend.meter import Meter
 from trainable.backend.world import World
@@ -326,7 +326,7 @@ class _Probe:
         """The part (B,) of each episode in the divisor of the batch's loss: its trained tokens, or 1."""
         tokens = self.batch.mask.sum(1)
         # The sequence means leave out episodes without a trained token (see `compute_loss_weights`).
-        return (tokens if self.update.settings.loss_agg_mode.startswith("token-mean") else (tokens > 0)).double()
+        return (tokens if self.update.settings.loss_agg_mode in TOKEN_MEANS else (tokens > 0)).double()
 
     def make_empty_sums(self) -> _FoldSums:
         """Zeros for every fold and every active term of the loss.

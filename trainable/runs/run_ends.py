@@ -49,16 +49,15 @@ def describe_end(rows: Sequence[Mapping[str, Any]], total_steps: int | None) -> 
 
 
 def _describe_mastery(rows: Sequence[Mapping[str, Any]]) -> str:
-    successes = [_find_last(rows, name) for name in ("val_success", "train_success")]
+    successes = [parse_finite(find_last_value(rows, name)) or 0.0 for name in ("val_success", "train_success")]
     if min(successes) < MASTERED_SUCCESS:
         return ""
     return f"; success was {successes[0]:.3g}, so little was left to learn"
 
 
-def _find_last(rows: Sequence[Mapping[str, Any]], name: str) -> float:
-    """The last measured value of a column; 0 if there is none."""
-    values = (parse_finite(row.get(name)) for row in reversed(rows))
-    return next((value for value in values if value is not None), 0.0)
+def find_last_value(rows: Sequence[Mapping[str, Any]], column: str) -> Any:
+    """The last value of a column that is not missing, or None."""
+    return next((row[column] for row in reversed(rows) if row.get(column) is not None), None)
 
 
 def get_status_before_waiting(failure_class: str, has_rows: bool) -> str:

@@ -257,7 +257,12 @@ def _describe_precision(plan: StudyPlan) -> list[str]:
 def _describe_losses(plan: StudyPlan) -> list[str]:
     """How the arms aggregate the losses of tokens: token-mean depends on the size of a micro-batch."""
     configs = [spec.ppo_config for spec in plan.runs]
-    texts = dict.fromkeys(_describe_aggregation(config.actor) for config in configs if not config.env.kind.has_trees)
+    # A loss over whole groups, and that of trees, have weights of their own.
+    texts = dict.fromkeys(
+        _describe_aggregation(config.actor)
+        for config in configs
+        if not (config.env.kind.has_trees or config.actor.loss.needs_whole_groups)
+    )
     return [f"Loss: {'; '.join(texts)}"] if texts else []
 
 

@@ -232,7 +232,7 @@ def _format_change_cells(row: dict[str, Any]) -> list[str]:
         _format_step(row["end"]),
         format_number(row["before"]),
         format_number(row["after"]),
-        format_p_value(row["p"]).removeprefix("p "),
+        format_p_value(row["p_adjusted"]).removeprefix("p "),
     ]
 
 

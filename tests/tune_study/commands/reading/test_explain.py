@@ -2,9 +2,14 @@
 
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
+from analysis.data.load import load
+from analysis.sweep.collapse import find_run_ends
+from analysis.sweep.symptoms import PERMUTATION_SEED, find_onsets
+from analysis.sweep.verdicts import format_p_value
 from tests.analysis.sweep.test_symptoms import STUDY, write_collapse
 from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
@@ -31,6 +36,13 @@ def test_one_run_is_told_in_order(folder: Path) -> None:
     )
     assert spread < success
     assert lines[spread].split()[7] == "12"  # the onset; the label has seven words
+    # The p that decided, corrected for the symptoms of this run, and not the smaller one of its permutations.
+    frames = load(folder)
+    ends = find_run_ends(frames)
+    onsets = find_onsets(frames, ends[ends["run_id"] == "arm0-seed1"], np.random.default_rng(PERMUTATION_SEED))
+    row = onsets[onsets["symptom"] == "reward_std"].iloc[0]
+    assert row["p"] < row["p_adjusted"]
+    assert lines[spread].split()[-1] == format_p_value(row["p_adjusted"]).removeprefix("p ")
     assert lines[-2].startswith("No change for the worse is resolved in: groups without spread")
     assert lines[-1].startswith("No episode of a validation was recorded.")
 
