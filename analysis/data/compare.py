@@ -76,7 +76,7 @@ DEFAULT_MARGINS = {"fraction": 0.05, "nats": 0.1}
 """By unit, the difference below which two arms count as equal, unless study.json declares another."""
 
 
-Digests = Mapping[str, Mapping[int, bytes]]
+Digests = Mapping[str, Mapping[int, Mapping[str, int]]]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Outcomes:
         num_replicates: number of recorded runs that the noise is from; 0 if it is from the study's own.
         num_comparisons: number of arms and outcomes that are compared at several looks; 0 if the number of seeds was
             fixed before the first run.
-        digests: for each arm and seed, `StudyFrames.row_digests`.
+        digests: for each arm and seed, `StudyFrames.run_digests`.
         is_fraction: whether the outcome is one, so that no difference is larger than 1.
     """
 
@@ -129,7 +129,10 @@ class Outcomes:
         return self.get_doubt(pool, arm, limits=ARM_DOUBT), self.get_doubt(pool, baseline)
 
     def has_equal_rows(self, arm: str, baseline: str) -> bool:
-        """Whether all rows of an arm are those of the baseline to the last bit, seed by seed: it has no effect."""
+        """Whether all rows of an arm are those of the baseline to the last bit, seed by seed: it has no effect.
+
+        A measure that only one of the two has, such as the age of samples that are replayed, does not count.
+        """
         return arm != baseline and _has_equal_rows(self.digests, arm, baseline)
 
     def get_min_variance(self, *arms: str) -> float:
@@ -152,10 +155,10 @@ def collect_outcomes(frames: StudyFrames, column: str, stopped: StopScoring = "k
         runs = runs[~find_failed_stops(runs)]
     values = runs.pivot_table(index="arm", columns="seed", values=column, sort=False).sort_index(axis=1)
     values = values.reindex(index=[arm for arm in list_arms(frames) if arm in values.index])
-    digests: dict[str, dict[int, bytes]] = {}
+    digests: dict[str, dict[int, Mapping[str, int]]] = {}
     for arm, seed, run_id in runs[["arm", "seed", "run_id"]].itertuples(index=False):
-        if run_id in frames.row_digests:
-            digests.setdefault(arm, {})[seed] = frames.row_digests[run_id]
+        if run_id in frames.run_digests:
+            digests.setdefault(arm, {})[seed] = frames.run_digests[run_id]
     noise, num_replicates = _fit_noise(frames.studies[0], column, values, digests)
     return Outcomes(
         column,
@@ -206,7 +209,11 @@ def label_arm(label: str, arm: str) -> str:
 
 def _has_equal_rows(digests: Digests, one: str, other: str) -> bool:
     ones, others = digests.get(one, {}), digests.get(other, {})
-    return bool(ones) and all(others.get(seed) == digest for seed, digest in ones.items())
+    return bool(ones) and all(seed in others and _is_equal(columns, others[seed]) for seed, columns in ones.items())
+
+
+def _is_equal(ones: Mapping[str, int], others: Mapping[str, int]) -> bool:
+    return all(ones[name] == others[name] for name in ones.keys() & others.keys())
 
 
 def _fit_noise(study: Mapping[str, Any], column: str, values: pd.DataFrame, digests: Digests) -> tuple[Noise, int]:

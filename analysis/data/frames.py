@@ -98,19 +98,23 @@ class StudyFrames:
         return self.trials[[name for name in self.trials if not str(name).startswith(CONFIG_PREFIX)]]
 
     @cached_property
-    def row_digests(self) -> dict[str, bytes]:
-        """By run_id, 8 bytes per step row: equal where every value but times is equal to the last bit."""
+    def run_digests(self) -> dict[str, dict[str, int]]:
+        """By run_id and column that the run measured, a number: equal where all values are equal to the last bit.
+
+        Times and names of runs are left out.
+        """
         left_out = {"run_id", "study", "arm", *NONDETERMINISTIC_COLUMNS}
-        digests = np.zeros(len(self.steps), dtype=np.uint64)
-        for name in self.steps.columns.difference(sorted(left_out)):
-            # Missing values add nothing: frames may lack a column that no run of theirs measured.
-            cells = pd.util.hash_pandas_object(self.steps[name], index=False).to_numpy()
-            (name_hash,) = pd.util.hash_array(np.array([name], dtype=object))
-            digests += np.where(
-                self.steps[name].notna(), (cells ^ name_hash) * np.uint64(0x9E3779B97F4A7C15), np.uint64(0)
-            )
         places = self.steps.groupby("run_id", sort=False, observed=True).indices
-        return {str(run_id): digests[rows].tobytes() for run_id, rows in places.items()}
+        digests: dict[str, dict[str, int]] = {str(run_id): {} for run_id in places}
+        # Odd factors, so that no hash is lost, which differ from row to row, so that the order counts.
+        factors = np.arange(1, 2 * len(self.steps) + 1, 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        for name in self.steps.columns.difference(sorted(left_out)):
+            is_measured = self.steps[name].notna().to_numpy()
+            hashes = pd.util.hash_pandas_object(self.steps[name], index=False).to_numpy()
+            for run_id, rows in places.items():
+                if is_measured[rows].any():
+                    digests[str(run_id)][str(name)] = int((hashes[rows] * factors[: len(rows)]).sum())
+        return digests
 
     @cached_property
     def runs_by_arm(self) -> dict[str, pd.DataFrame]:

@@ -38,7 +38,7 @@ from analysis.sandbox import page as sandbox_report
 from analysis.sandbox.descriptions import DESCRIPTIONS
 from analysis.search import page as search_page
 from analysis.sweep import findings, series, tables, time_course, verdicts
-from analysis.sweep.collapse import COLLAPSE_DEFINITION, count_collapses, describe_signal_problems
+from analysis.sweep.collapse import COLLAPSE_DEFINITION, count_collapses, describe_signal_problems, find_run_ends
 from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences, make_contrast_context
 from analysis.sweep.examples import ArmExamples, choose_examples
 from analysis.sweep.symptoms import PERMUTATION_SEED, describe_order, summarize_order
@@ -107,6 +107,27 @@ def _conclude_search(frames: StudyFrames) -> Conclusion:
     )
     remarks = (findings.describe_short_runs(frames.studies[0]), search_page.describe_search(results))
     return Conclusion(" ".join(filter(None, remarks)), lines, collapse="")
+
+
+def summarize_runs(frames: StudyFrames) -> dict[str, dict[str, Any]]:
+    """How each run of a study ended, by run_id: status, reason, collapsed and verdict, for a record outside of it.
+
+    collapsed is missing where runs do not collapse (`collapse.find_run_ends`). verdict is that of the arm, `baseline`
+    for the baseline, and missing in a search.
+    """
+    study = require_single_study(frames).studies[0]
+    arms = [] if study.get("search") else _get_page(frames).make_index_entry(frames)["arms"]
+    verdicts = {row["arm"]: "baseline" if row["arm"] == study["baseline"] else row["outcome"] for row in arms}
+    (family,) = frames.families
+    ends = find_run_ends(frames) if family.is_fine_tuning else pd.DataFrame(columns=["run_id", "is_collapse"])
+    collapses = dict(zip(ends["run_id"], ends["is_collapse"], strict=True))
+    summaries = {}
+    for run in to_records(frames.runs):
+        summary = {"status": run["status"], "reason": run["reason"]}
+        summary |= {"collapsed": bool(collapses[run["run_id"]])} if run["run_id"] in collapses else {}
+        summary |= {"verdict": verdicts[run["arm"]]} if verdicts.get(run["arm"]) else {}
+        summaries[run["run_id"]] = summary
+    return summaries
 
 
 def list_open_arms(frames: StudyFrames) -> list[str]:

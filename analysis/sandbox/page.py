@@ -28,7 +28,6 @@ from analysis.sweep.verdicts import (
 
 CHANCE_TOLERANCE = 0.02  # a mean error that is less than this below chance is noted too
 COLLAPSE_THRESHOLD = 0.5  # fraction of separators above which a run counts as collapsed; a correct reply has none
-_VERDICT_LABELS = {"equal": "equal within {margin} for", "no effect": f"{NO_EFFECT} for", "open": "open for"}
 _TOKEN_TASKS = {"token_reversal", "masked_reversal"}
 
 
@@ -187,9 +186,8 @@ def format_headline(frames: StudyFrames, differences: pd.DataFrame) -> str:
     compared = error_rows[error_rows["n"] > 0]
     if len(compared):
         (family,) = frames.families
-        lower, higher = ("worse", "better") if family.is_higher_better else ("better", "worse")
-        labels = {lower: "lower for", higher: "higher for", **_VERDICT_LABELS}
-        groups = findings.group_arms(compared, compared["verdict"], labels)
+        turned = {} if family.is_higher_better else {"better": "lower for", "worse": "higher for"}
+        groups = findings.group_arms(compared, compared["verdict"], {**findings.OUTCOME_LABELS, **turned})
         sentences.append(
             f"Over {findings.format_range(compared['n'])} seed{'s' if compared['n'].max() > 1 else ''}, "
             f"{tables.get_description(frames).outcome} compared with it is {groups}."

@@ -40,7 +40,7 @@ MAX_LISTED_COLLAPSES = 8
 """With more arms that collapsed, a sentence gives their number."""
 MAX_LISTED_STEPS = 6
 """With more steps, a sentence gives the first and the last."""
-_OUTCOME_LABELS = {
+OUTCOME_LABELS = {
     "better": "higher for",
     "worse": "lower for",
     "equal": "equal within {margin} for",
@@ -72,12 +72,12 @@ def format_headline(summary: pd.DataFrame, signal_problems: Sequence[str] = ()) 
 
 def _answer(summary: pd.DataFrame, baseline: str) -> list[str]:
     """One sentence that groups the compared arms by their verdict; none if nothing was compared."""
-    compared = summary[summary["outcome"].isin(_OUTCOME_LABELS)]
+    compared = summary[summary["outcome"].isin(OUTCOME_LABELS)]
     if compared.empty:
         return []
     return [
         f"Over {format_range(compared['seeds'])} seed{'s' if compared['seeds'].max() > 1 else ''}, success at the end "
-        f"compared with baseline {baseline} is {group_arms(compared, compared['outcome'], _OUTCOME_LABELS)}."
+        f"compared with baseline {baseline} is {group_arms(compared, compared['outcome'], OUTCOME_LABELS)}."
     ]
 
 

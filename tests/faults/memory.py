@@ -68,7 +68,7 @@ def take_readings(folder: Path, trials: int, interval: int) -> list[Reading]:
 
     Progress.end_run = count_and_end_run  # type: ignore[method-assign]
     try:
-        code = execute_study(plan, preflight(plan, None, (), 2, None, is_real=True), "off", Console(quiet=True))
+        code = execute_study(plan, preflight(plan, None, (), 2, None, is_real=True), Console(quiet=True))
     finally:
         Progress.end_run = original_end_run  # type: ignore[method-assign]
     assert code == 0

@@ -12,8 +12,10 @@ from tests.attack.damaged_files import find_pattern
 from tests.attack.kills import Kill, KilledStudy, finish, list_batches, signal_study
 from tests.attack.sample_study import list_files
 from tests.fakes.ray_frames import check_trials
+from tests.fakes.wandb_files import read_wandb_files
 from tests.faults.conftest import StudyRegistration
 from tests.faults.kills import STEPS, InterruptedStudy, Tally, compare, read_status_output
+from trainable.runs.run_files import METRICS_FILE, read_rows
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
@@ -65,7 +67,7 @@ def test_a_killed_driver_loses_nothing(
     expect_agents_to_end: StudyRegistration,
     kills: Sequence[Kill],
 ) -> None:
-    killed = KilledStudy(InterruptedStudy(tmp_path, STEPS), random.Random(20))
+    killed = KilledStudy(InterruptedStudy(tmp_path, STEPS, ["--wandb=offline"]), random.Random(20))
     expect_agents_to_end(killed.study)
     outcomes = signal_study(killed, find_cells(kills))
     assert [outcome.failure for outcome in outcomes if outcome.failure] == []
@@ -74,6 +76,11 @@ def test_a_killed_driver_loses_nothing(
     assert " interrupted " in status_output
     assert finish(killed, uninterrupted_study) == ""
     assert killed.tally.kills.total() >= max(len(kills) - 1, 1)
+    # `resume` continued in the mode of the start, and W&B has every step once.
+    files = read_wandb_files(tmp_path)
+    assert sorted(files) == sorted(path.name for path in killed.study.find_run_dirs())
+    for name, file in files.items():
+        assert file.steps == [row["step"] for row in read_rows(killed.study.folder / "runs" / name / METRICS_FILE, 0)]
 
 
 @pytest.mark.slow

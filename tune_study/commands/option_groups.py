@@ -120,6 +120,7 @@ class Launch(NamedTuple):
     max_hours: opt.MaxHours = None
     skip_statuses: opt.SkipStatuses = DEFAULT_SKIPPED
     wandb: opt.Wandb = None
+    wandb_project: opt.WandbProject = None
     address: opt.Address = None
 
     def make_options(self) -> LaunchOptions:
@@ -134,6 +135,7 @@ class Launch(NamedTuple):
             self.address,
             parse_skipped_statuses(self.skip_statuses),
             self.max_hours,
+            self.wandb_project,
         )
 
 

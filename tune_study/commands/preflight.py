@@ -2,8 +2,10 @@
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, cast, get_args
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -12,10 +14,12 @@ from search_spaces.declaration.presets import PRESETS, Settings
 from search_spaces.language_model.family import as_run_config
 from trainable.config.aliases import flatten_settings
 from trainable.config.constants import TEACHERS
+from trainable.config.setting_types import format_value
 from trainable.runs.run_ends import ENDED_STATUSES
 from tune_study.commands import describe
 from tune_study.commands.suites import PreparedStudy, format_position, run_prepared_study, run_suite
 from tune_study.folder import outputs
+from tune_study.folder.origin import find_last_wandb
 from tune_study.host.console import print_line
 from tune_study.host.gpus import Gpu, count_cpus
 from tune_study.host.interrupt import TimeLimit, start_time_limit
@@ -31,10 +35,16 @@ from tune_study.placement.teachers import describe_teachers, make_missing_teache
 from tune_study.plan.errors import MisfitError, PlanError
 from tune_study.plan.own_parts import check_parts
 from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import StudyPlan, check_level_seeds
+from tune_study.plan.study_plan import (
+    NO_WANDB,
+    StudyPlan,
+    WandbMode,
+    WandbTarget,
+    check_level_seeds,
+    check_wandb_project,
+)
 from tune_study.tune import cluster
 from tune_study.tune.cluster import Node
-from tune_study.tune.run import choose_wandb_mode
 
 _NO_SETTINGS: Settings = MappingProxyType({})
 
@@ -53,6 +63,7 @@ class LaunchOptions(NamedTuple):
     address: str | None
     skipped_statuses: tuple[str, ...] = ENDED_STATUSES
     max_hours: float | None = None
+    wandb_project: str | None = None
 
 
 class PlacementChoices(NamedTuple):
@@ -96,6 +107,7 @@ def start_studies(
     study does not fit. Raises PlanError before anything starts if a study cannot be run.
     """
     time_limit = time_limit or start_time_limit(options.max_hours)
+    plans = [replace(plan, wandb=choose_wandb(options, plan)) for plan in plans]
     for plan in plans:
         outputs.check_recordable(plan)
         configs = list({spec.config.compute_hash(): spec.config for spec in plan.runs}.values())
@@ -133,6 +145,53 @@ def start_studies(
             return _prepare_study(plan, adapt_options(plan), visible_gpus, nodes)
 
         return run_suite(plans, prepare_study, console, options.skipped_statuses, time_limit, is_local=nodes is None)
+
+
+def choose_wandb(options: LaunchOptions, plan: StudyPlan) -> WandbTarget:
+    """Where a study logs to W&B: as typed, else as its last start did, else offline if trainer.logger names wandb.
+
+    Raises PlanError for an unknown mode, for a project without W&B or one that cannot exist, and if the package or, for
+    rows that are sent, the key is missing.
+    """
+    last = find_last_wandb(plan.folder)[0]
+    mode = options.wandb or (last.mode if last else "offline" if "wandb" in plan.base_config.trainer.logger else "off")
+    if mode not in get_args(WandbMode):
+        raise PlanError(f"--wandb {format_value(mode)} is not a mode: choose from {', '.join(get_args(WandbMode))}.")
+    if mode == "off":
+        if options.wandb_project is not None:
+            raise PlanError(
+                "--wandb-project names a project of W&B, which is off: add --wandb offline, sync or online."
+            )
+        return NO_WANDB
+    if find_spec("wandb") is None:
+        raise PlanError(f"--wandb {mode} needs the package wandb: install it with `pip install wandb`.")
+    try:
+        typed_project = check_wandb_project(options.wandb_project or "")
+        environment_project = check_wandb_project(os.environ.get("WANDB_PROJECT", ""))
+    except ValueError as error:
+        raise PlanError(f"{error}.") from None
+    # A project that the user did not choose is that of each study.
+    project = typed_project or (last.project if last else "") or environment_project
+    target = WandbTarget(cast(WandbMode, mode), project)
+    if target.is_remote:
+        _check_wandb_login(mode)
+    return target
+
+
+def _check_wandb_login(mode: str) -> None:
+    """Raise PlanError if W&B has no key that could be one. Nothing is asked, contacted or written."""
+    import wandb
+
+    wandb.setup(wandb.Settings(silent=True))
+    try:
+        problem = "" if wandb.login(prompt=False, verify=False) else "no key is configured"
+    except wandb.Error as error:
+        problem = str(error)
+    if problem:
+        raise PlanError(
+            f"--wandb {mode} needs a login, and W&B says: {problem}. Type `wandb login`, set WANDB_API_KEY, or log "
+            "with --wandb offline and upload later."
+        )
 
 
 def _check_context(plan: StudyPlan) -> None:
@@ -210,9 +269,7 @@ def _print_plan(
 
     Of this machine's files only models are checked. Raise PlanError for a missing one of unknown size.
     """
-    # Only for their PlanErrors: what does not exist or cannot be written is refused here too.
-    choose_wandb_mode(options.wandb, plan)
-    outputs.check_writable(plan.output)
+    outputs.check_writable(plan.output)  # only for its PlanError
     missing_models = _find_missing_models(plan) if nodes is None else []
     requirements = _estimate_requirements(plan, options, visible_gpus, nodes, dry_run=True)
     gpu_names = tuple(gpu.name for gpu in requirements.used_gpus)
@@ -274,7 +331,6 @@ def _prepare_study(
 
     nodes: the nodes of the cluster; None for this machine.
     """
-    wandb_mode = choose_wandb_mode(options.wandb, plan)
     outputs.check_study_links(plan)
     requirements = _estimate_requirements(plan, options, visible_gpus, nodes, dry_run=False)
     resource_plan = requirements.resource_plan
@@ -291,7 +347,6 @@ def _prepare_study(
     return PreparedStudy(
         plan,
         resource_plan,
-        wandb_mode,
         requirements.disk_budget,
         format_space_line(plan, requirements.disk_budget),
     )
@@ -305,9 +360,12 @@ def _estimate_requirements(
     dry_run: bool,
 ) -> _Requirements:
     resource_plan = _plan_resources(plan, options, visible_gpus, nodes, dry_run)
+    notes = list(resource_plan.notes)
     if options.wandb == "off" and "wandb" in plan.base_config.trainer.logger:
-        note = "trainer.logger names wandb, and has no effect with --wandb off."
-        resource_plan = resource_plan._replace(notes=(*resource_plan.notes, note))
+        notes.append("trainer.logger names wandb, and has no effect with --wandb off.")
+    if options.wandb is None and (reason := find_last_wandb(plan.folder)[1]):
+        notes.append(reason)
+    resource_plan = resource_plan._replace(notes=tuple(notes))
     disk_budget = disk.estimate_disk_budget(plan, resource_plan, os.environ)
     used_gpus = tuple(gpu for gpu in visible_gpus if gpu.id in resource_plan.gpus)
     gpu_capacity = memory_plan.find_gpu_capacity(options.gpu_memory_gib, used_gpus)

@@ -14,7 +14,7 @@ from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
 from trainable.files.schema import MAX_RUNS
 from tune_study.commands.confirmation import find_confirmation, plan_confirmation
-from tune_study.commands.preflight import LaunchOptions, start_studies
+from tune_study.commands.preflight import LaunchOptions, choose_wandb, start_studies
 from tune_study.commands.run_options import RunOptions, find_studies, plan_from_options
 from tune_study.folder.study_file import plan_from_folder
 from tune_study.host.console import print_line
@@ -138,6 +138,8 @@ def run_and_confirm(
     n_seeds = plan.search.confirm_seeds if existing is None else len(existing.seeds)
     confirmation = plan_confirmation(str(plan.folder), best, None, n_seeds, own_study, extend=False)
     print_line(console, f"Confirmation of {best} against {DEFAULT_POINT}, with seeds that the search never used")
+    wandb = choose_wandb(options, plan)
+    options = options._replace(wandb=wandb.mode, wandb_project=wandb.project or None)
     return max(exit_code, start_studies([confirmation], options, visible_gpus, dry_run, console, time_limit))
 
 

@@ -30,7 +30,6 @@ class PreparedStudy(NamedTuple):
 
     plan: StudyPlan
     resource_plan: ResourcePlan
-    wandb_mode: str
     disk_budget: DiskBudget
     space_line: str
 
@@ -48,7 +47,7 @@ def run_prepared_study(
     print_line(console, study.space_line)
     for remark in (*find_remarks(plan), *describe_signal(plan)):
         print_line(console, remark)
-    return execute_study(plan, study.resource_plan, study.wandb_mode, console, skipped_statuses, time_limit, suite)
+    return execute_study(plan, study.resource_plan, console, skipped_statuses, time_limit, suite)
 
 
 def run_suite(

@@ -29,7 +29,7 @@ from trainable.files.json_values import find_object, write_object
 from trainable.runs.failures import StorageError
 from trainable.storage.uris import check_uri, is_same_folder
 from tune_study.plan.errors import PlanError
-from tune_study.plan.study_plan import StudyPlan, make_arm_config, make_base_config
+from tune_study.plan.study_plan import StudyPlan, WandbTarget, make_arm_config, make_base_config
 
 NOTHING: frozenset[str] = frozenset()
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
@@ -63,10 +63,28 @@ def _is_name_of_model(value: str) -> bool:
 
 
 def list_plan_values(plan: StudyPlan) -> frozenset[str]:
-    """What a study names outside of its folder, in its runs and as its storage, each as SETTING=VALUE."""
+    """What a study names outside of its folder, in its runs, as its storage and for W&B, each as SETTING=VALUE."""
     # Seeds share their settings.
     names = list_outside_values({spec.arm: spec.config for spec in plan.runs}.values())
-    return names | ({f"storage={plan.storage}"} if plan.storage else set())
+    names |= {f"storage={plan.storage}"} if plan.storage else set()
+    return names | ({f"wandb={plan.wandb.mode}"} if plan.wandb.is_remote else set())
+
+
+def find_last_wandb(folder: Path) -> tuple[WandbTarget | None, str]:
+    """Where the last start of the study in `folder` logged to W&B, if this one may, and otherwise why not.
+
+    None where there was no start, and for rows that would leave this machine because a folder of somebody else says so.
+    """
+    starts = (find_object(folder / "study.json") or {}).get("starts") or [{}]
+    if starts[-1].get("wandb") is None:
+        return None, ""
+    target = WandbTarget(**starts[-1]["wandb"])
+    if not target.is_remote or f"wandb={target.mode}" in list_typed_before(folder):
+        return target, ""
+    return (
+        None,
+        f"W&B: off. This study was started elsewhere with --wandb {target.mode}: type that to log it from here.",
+    )
 
 
 def _list_declared_values(study: Study, preset: str) -> frozenset[str]:

@@ -168,6 +168,7 @@ def write_study(plan: StudyPlan) -> list[str]:
         "versions": read_versions(),
         "git": read_git_state(Path(__file__).parent),
         "declaration": None if plan.source is None else plan.source.sha256,
+        "wandb": plan.wandb._asdict(),
     }
     starts = [*previous_entry.get("starts", []), start]
     # The stored command must produce all runs of the study. After --extend, only the new command does.

@@ -35,7 +35,9 @@ from tune_study.plan.study_plan import (
     MAX_SEEDS,
     ConfirmedStudy,
     StudyPlan,
+    WandbMode,
     build_plan,
+    check_wandb_project,
     make_arm_config,
     rebuild_plan,
     set_max_seeds,
@@ -92,9 +94,16 @@ class _Git(_Section):
     dirty: bool
 
 
+class _Wandb(_Section):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    mode: WandbMode
+    project: Annotated[Text, AfterValidator(check_wandb_project)]
+
+
 class _Start(_Section):
     versions: dict[Text, Text]
     git: _Git | None
+    wandb: _Wandb | None = None
 
 
 class _Contrast(_Section):

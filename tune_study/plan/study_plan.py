@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from search_spaces.declaration.family import make_value_label
 from search_spaces.declaration.presets import Settings
@@ -46,6 +46,34 @@ class ConfirmedStudy:
     seeds: tuple[int, ...]
 
 
+WandbMode = Literal["offline", "sync", "online", "off"]
+"""offline writes W&B runs to disk only, sync also uploads each when it ends, and online streams every row."""
+
+
+def check_wandb_project(text: str) -> str:
+    """`text`, if W&B takes it as the name of a project or if it is empty. Raises ValueError otherwise."""
+    if len(text) > 128 or {*text} & {*"/\\#?%:"} or not is_printable(text):
+        raise ValueError(
+            f"{format_value(text)} is no project of W&B: a name has at most 128 characters, and none of / \\ # ? % :"
+        )
+    return text
+
+
+class WandbTarget(NamedTuple):
+    """Where a start of a study logs to W&B. project: project in W&B; empty for the one that the study declares."""
+
+    mode: WandbMode = "off"
+    project: str = ""
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether rows leave this machine."""
+        return self.mode in ("sync", "online")
+
+
+NO_WANDB = WandbTarget()
+
+
 @dataclass(frozen=True)
 class StudyPlan:
     """All runs of a study, and the paths of their files.
@@ -66,6 +94,7 @@ class StudyPlan:
         confirms: the study that this one confirms; None for a study of its own.
         search: what the search looks for that adds the arms; None for a study whose arms are chosen beforehand.
         points: the settings of each arm of a search or of its confirmation; empty for another study.
+        wandb: where this start of the study logs to W&B.
     """
 
     study: Study
@@ -84,6 +113,7 @@ class StudyPlan:
     confirms: ConfirmedStudy | None = None
     search: Search | None = None
     points: Mapping[str, Settings] = field(default_factory=dict)
+    wandb: WandbTarget = NO_WANDB
 
     @property
     def has_next_round(self) -> bool:
@@ -151,8 +181,8 @@ class StudyPlan:
 
     @property
     def wandb_project(self) -> str:
-        """Name of the W&B project of the study's runs."""
-        return self._format_template(self.study.name_templates.wandb_project)
+        """Name of the W&B project of the study's runs: the chosen one, or the one that the study declares."""
+        return self.wandb.project or self._format_template(self.study.name_templates.wandb_project)
 
     @property
     def baseline(self) -> str | None:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -17,6 +18,9 @@ from tune_study.folder.summary import find_finished_runs, write_summary
 from tune_study.host.console import print_error, print_line
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.session import StudySession
+
+if TYPE_CHECKING:
+    from tune_study.tune.wandb_logging import WandbCallback
 
 
 def get_final_statuses(plan: StudyPlan) -> tuple[str, ...]:
@@ -45,10 +49,6 @@ def conclude_study(session: StudySession, problem: str, statuses: StudyStatuses)
         # A search has many rounds, and each lists its own runs.
         if plan.search is None or status.run_id not in session.finished_statuses:
             print_line(console, f"{status.run_id} {status.display_text}: {status.reason}")
-    if session.wandb_mode == "offline":
-        wandb_folder = plan.output / "wandb"
-        command = f"wandb sync {quote_argument(str(wandb_folder))}/offline-run-*"
-        print_line(console, f"W&B: offline runs in {wandb_folder}; to upload them: {command}")
     final_statuses = get_final_statuses(plan)
     unfinished_statuses = [status for status in statuses.list_all() if status.status not in final_statuses]
     # Between the rounds of a search nobody waits for a report, which takes longer than the draw of the next points.
@@ -58,6 +58,8 @@ def conclude_study(session: StudySession, problem: str, statuses: StudyStatuses)
         problem = " ".join(filter(None, (problem, write_results(plan.folder, console))))
     if session.storage is not None:  # after the tables and the report, so that the storage gets them too
         problem = " ".join(filter(None, (problem, session.storage.push())))
+    if session.wandb is not None:
+        problem = " ".join(filter(None, (problem, _end_wandb(session.wandb, plan, console, is_round=is_round))))
     if problem:
         print_error(problem)
     # A search that was interrupted goes on even if the runs of its round have ended.
@@ -108,6 +110,31 @@ def list_reading_commands(plan: StudyPlan) -> list[str]:
     elif trainer.log_train_generations:
         transcripts = [format_command("transcripts", plan.folder, "--trained")]
     return [*transcripts, format_command("explain", plan.folder)]
+
+
+def _end_wandb(wandb: "WandbCallback", plan: StudyPlan, console: Console, *, is_round: bool) -> str:
+    """End the W&B runs, with the verdicts of their arms unless the study goes on.
+
+    Prints what is missing in W&B, which is no error of the study. Returns an error text, empty without an error.
+    """
+    from analysis.data.load import load  # imports pandas
+    from analysis.report.pages import summarize_runs
+
+    problem = ""
+    if not is_round:
+        try:
+            wandb.conclude(summarize_runs(load(plan.folder)))
+        except Exception as error:  # as in `write_results`
+            problem = f"The verdicts are not in W&B: {type(error).__name__}: {error}."
+    if plan.wandb.is_remote:
+        print_line(console, f"W&B: sending what is left of {len(plan.runs)} runs to project {plan.wandb_project}")
+    if not wandb.close():
+        print_error(f"W&B logging is incomplete: {wandb.problem}")
+    if plan.wandb.mode == "offline":
+        folder = plan.output / "wandb"
+        command = f"wandb sync {quote_argument(str(folder))}/offline-run-*"
+        print_line(console, f"W&B: offline runs in {folder}; to upload them: {command}")
+    return problem
 
 
 def _write_store(plan: StudyPlan, console: Console) -> str:

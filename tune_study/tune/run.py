@@ -5,13 +5,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from trainable.config.command_lines import format_command
-from trainable.config.setting_types import format_value
 from trainable.runs.orphans import terminate_orphans
 from trainable.runs.run_ends import ENDED_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
@@ -19,7 +17,7 @@ from trainable.runs.stop_rules import ALARM, RULES, parse_finite
 from tune_study.folder import outputs
 from tune_study.folder.statuses import RunStatus, StudyStatuses
 from tune_study.folder.summary import find_finished_runs
-from tune_study.host.console import print_error, print_line
+from tune_study.host.console import print_line
 from tune_study.host.interrupt import Interrupt, TimeLimit, make_interrupt
 from tune_study.host.machine_checks import find_ray_folder
 from tune_study.host.terminal import finish_output
@@ -46,6 +44,7 @@ if TYPE_CHECKING:
     from tune_study.folder.storage import StoredStudy
     from tune_study.tune.callbacks import Recorder
     from tune_study.tune.search.halving import Rungs
+    from tune_study.tune.wandb_logging import WandbCallback
 
 _RAY_ENVIRONMENT = {
     # A study does not send usage data to Ray's developers.
@@ -67,14 +66,10 @@ _RAY_ENVIRONMENT = {
 _LOOPBACK_ENV = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """At 0, Ray listens only on the loopback address. Ray has this switch for systems on which it supports no cluster."""
 
-WANDB_MODES = ("offline", "sync", "online", "off")
-"""Modes of --wandb. offline writes to disk only, sync also uploads each run when it ends, online streams every row."""
-
 
 def execute_study(
     plan: StudyPlan,
     resource_plan: ResourcePlan,
-    wandb_mode: str,
     console: Console,
     skipped_statuses: Sequence[str] = ENDED_STATUSES,
     time_limit: TimeLimit | None = None,
@@ -102,7 +97,7 @@ def execute_study(
         storage = stack.enter_context(_open_storage(plan, suite.interrupt, console))
         finished_statuses = find_finished_runs(plan, (*skipped_statuses, *get_final_statuses(plan)))
         exit_code = _run_session(
-            StudySession(plan, resource_plan, wandb_mode, console, suite, finished_statuses, progress, storage)
+            StudySession(plan, resource_plan, console, suite, finished_statuses, progress, storage)
         )
     # A suite ends with an index of its studies.
     if not exit_code and is_alone and (commands := list_reading_commands(plan)):
@@ -174,6 +169,7 @@ def _run_planned_seeds(session: StudySession, *, names_finished: bool) -> int:
 
     names_finished: whether each run that is not run again is printed.
     """
+    session = replace(session, wandb=_make_wandb_callback(session.plan))
     plan, console = session.plan, session.console
     _write_study_files(session)
     _show_earlier_rows(session, names_finished=names_finished)
@@ -259,19 +255,6 @@ def _format_error(error: Exception) -> str:
     return lines[-1] if len(lines) > 1 else f"{type(error).__name__}: {lines[0]}"
 
 
-def choose_wandb_mode(wandb_option: str | None, plan: StudyPlan) -> str:
-    """The mode of --wandb. Without the option, it is offline if trainer.logger names wandb, and off otherwise.
-
-    Raises PlanError for an unknown mode, and if wandb is needed but not installed.
-    """
-    mode = wandb_option or ("offline" if "wandb" in plan.base_config.trainer.logger else "off")
-    if mode not in WANDB_MODES:
-        raise PlanError(f"--wandb {format_value(mode)} is not a mode: choose from {', '.join(WANDB_MODES)}.")
-    if mode != "off" and find_spec("wandb") is None:
-        raise PlanError(f"--wandb {mode} needs the package wandb: install it with `pip install wandb`.")
-    return mode
-
-
 def prepare_environment(gpus: tuple[str, ...], joins_cluster: bool = False) -> None:
     """Set the environment variables that Ray reads when it is imported and started.
 
@@ -289,7 +272,7 @@ def prepare_environment(gpus: tuple[str, ...], joins_cluster: bool = False) -> N
 
 
 def _fit_tuner(session: StudySession, statuses: StudyStatuses, recorder: "Recorder") -> None:
-    """Start Ray if necessary, train all remaining runs, and end their W&B runs."""
+    """Start Ray if necessary, and train all remaining runs."""
     from tune_study.tune.watchdog import DiskSpaceGuard, watch_daemons  # imports Ray
 
     plan, console = session.plan, session.console
@@ -297,7 +280,6 @@ def _fit_tuner(session: StudySession, statuses: StudyStatuses, recorder: "Record
     def print_text(text: str) -> None:
         print_line(console, text)
 
-    wandb_callbacks = _make_wandb_callbacks(plan, session.wandb_mode)
     # Ray installs its own SIGTERM handler when it starts, so our handlers are installed afterwards.
     with (
         session.suite.ray.acquire(plan.folder, session.resource_plan, has_next_round=plan.has_next_round) as daemons,
@@ -306,21 +288,15 @@ def _fit_tuner(session: StudySession, statuses: StudyStatuses, recorder: "Record
         # Ray keeps logs and sockets in a folder of its own, often on another disk than the results.
         folders = (plan.folder, find_ray_folder(os.environ))
         disk_space = DiskSpaceGuard(folders, plan.base_config.trainer.disk_patience, session.interrupt, print_text)
-        tuner = make_tuner(session, recorder, [disk_space, *wandb_callbacks])
-        try:
-            with (
-                session.progress.show_live(),
-                watch_daemons(daemons, lambda lost: _end_without_ray(session, statuses, lost)),
-            ):
-                tuner.fit()
-                # Before the table shows what became of each run.
-                for status in _censor_waiting(recorder, statuses):
-                    session.progress.end_run(status.run_id, status.display_text, status.reason)
-        finally:
-            # After an error too, because rows wait in the queue of the W&B thread, which ends with this process.
-            for wandb_callback in wandb_callbacks:
-                if not wandb_callback.close():
-                    print_error(f"W&B logging is incomplete: {wandb_callback.problem or 'it took too long'}")
+        tuner = make_tuner(session, recorder, [disk_space, *([] if session.wandb is None else [session.wandb])])
+        with (
+            session.progress.show_live(),
+            watch_daemons(daemons, lambda lost: _end_without_ray(session, statuses, lost)),
+        ):
+            tuner.fit()
+            # Before the table shows what became of each run.
+            for status in _censor_waiting(recorder, statuses):
+                session.progress.end_run(status.run_id, status.display_text, status.reason)
 
 
 def _censor_waiting(recorder: "Recorder", statuses: StudyStatuses) -> list[RunStatus]:
@@ -448,13 +424,13 @@ def _make_trial_name(trial: Any) -> str:
     return str(trial.config["run_id"])
 
 
-def _make_wandb_callbacks(plan: StudyPlan, mode: str) -> list[Any]:
-    """A list with the W&B callback; empty if W&B is off. Only then is wandb not imported."""
-    if mode == "off":
-        return []
-    from tune_study.tune.wandb_logging import WandbCallback
+def _make_wandb_callback(plan: StudyPlan) -> "WandbCallback | None":
+    """The W&B callback of a study; None if W&B is off, and then wandb is not imported."""
+    if plan.wandb.mode == "off":
+        return None
+    from tune_study.tune.wandb_logging import WandbCallback  # imports Ray
 
-    return [WandbCallback(plan, mode)]
+    return WandbCallback(plan)
 
 
 def _show_earlier_rows(session: StudySession, *, names_finished: bool) -> None:

@@ -15,6 +15,7 @@ from tune_study.tune.progress import Progress
 
 if TYPE_CHECKING:
     from tune_study.folder.storage import StoredStudy
+    from tune_study.tune.wandb_logging import WandbCallback
 
 
 @dataclass(frozen=True)
@@ -35,17 +36,17 @@ class StudySession:
     """One start of a study: its plan, its resources and its outputs.
 
     finished_statuses: statuses, by run_id, of the runs that are not run again. storage: the study's folder in its
-    storage, if it has one.
+    storage, if it has one. wandb: what writes the W&B runs; None if W&B is off, and until the study is trained.
     """
 
     plan: StudyPlan
     resource_plan: ResourcePlan
-    wandb_mode: str
     console: Console
     suite: SuiteContext
     finished_statuses: Mapping[str, RunStatus]
     progress: Progress
     storage: "StoredStudy | None" = None
+    wandb: "WandbCallback | None" = None
 
     @property
     def interrupt(self) -> Interrupt:

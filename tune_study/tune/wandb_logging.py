@@ -1,131 +1,141 @@
-"""Log to W&B on request: one W&B run per run, written by a separate thread so that nothing waits for the service."""
+"""Log to W&B on request: one W&B run per run, written by a separate thread so that nothing waits for the service.
+
+W&B gets the rows that are in the file of the run, from the first one on that it does not have. A row can thus be
+neither lost nor sent twice, whenever the process of the study was killed.
+"""
 
 import queue
+import shutil
 import threading
+from collections.abc import Mapping
+from glob import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ray import tune
 
 from trainable.config.command_lines import format_command
-from trainable.runs.run_files import GRADIENTS_FILE
+from trainable.runs.run_files import GRADIENTS_FILE, METRICS_FILE, read_rows
 from tune_study.folder.statuses import read_status
 from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.trials import list_run_ids, split_rows_by_run
 from tune_study.tune.wandb_sync import WandbUploader
 
-CLOSE_TIMEOUT_S = 30.0
-"""Time limit in seconds of each of three waits: for the opening of a run, and at the end of a study for pending writes
-and then for uploads.
+OPEN_TIMEOUT_S = 30.0
+"""Time limit in seconds for opening a run, and, at the end of a study, for what is the same for one run and for many.
 
 W&B is a copy of rows that are on disk, so a study does not wait long for a service that does not answer.
 """
 
+RUN_TIMEOUT_S = 5.0
+"""Time in seconds for each run of a study at its end, when its summary is written and sent."""
+
 
 class _Event(NamedTuple):
-    """An event of a run. kind: `start`, `row` (uses step and values) or `end` (uses exit_code, 0 for success)."""
+    """There is something to write of a run. summary: what ends its W&B run; None while the run is trained."""
 
-    kind: str
     run_id: str
-    step: int = 0
-    values: dict[str, Any] | None = None
-    exit_code: int = 0
+    summary: Mapping[str, Any] | None = None
 
 
 class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
-    """Passes every row to a thread that writes it to W&B. An error in this thread ends the logging, never the study.
+    """Passes runs to a thread that writes them to W&B. An error in this thread ends the logging, never the study.
 
-    plan: the study. mode: a mode of --wandb other than off. The attribute `problem` says why the logging is incomplete;
-    it is empty if it is complete.
+    Rows are sent as they come in mode online. In the other modes a W&B run is a file, which is written as a whole when
+    its run has ended, and again when the study has, with its verdict; it replaces that of an earlier start.
+
+    plan: the study, whose `wandb` has a mode other than off. The attribute `problem` says why the logging is
+    incomplete; it is empty if it is complete.
     """
 
-    def __init__(self, plan: StudyPlan, mode: str) -> None:
+    def __init__(self, plan: StudyPlan) -> None:
         self.problem = ""
         self._plan = plan
-        self._mode = mode
         self._specs: dict[str, RunSpec] = {spec.run_id: spec for spec in plan.runs}
         self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
+        self._open_runs: dict[str, Any] = {}
+        """The open W&B runs, by run_id; only the thread uses them."""
         self._thread = threading.Thread(target=self._write_events, name="wandb", daemon=True)
-        self._uploads = WandbUploader() if mode == "sync" else None
+        self._thread.start()
+        self._uploads = WandbUploader() if plan.wandb.mode == "sync" else None
 
     def __getstate__(self) -> dict[str, Any]:
         """Nothing: Tune pickles its callbacks into the results, and a thread cannot be pickled."""
         return {}
 
-    def setup(self, *_: Any, **__: Any) -> None:
-        """Start the thread when the experiment starts."""
-        self._thread.start()
-
-    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Queue the start of runs. A run that ended in an earlier start was logged then."""
-        if not trial.config["finished"]:
-            self._enqueue(*(_Event("start", run_id) for run_id in list_run_ids(trial.config)))
-
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **i: Any) -> None:
-        """Queue the rows of a step."""
-        if not trial.config["finished"]:
-            rows = split_rows_by_run(trial.config, result).items()
-            self._enqueue(
-                *(_Event("row", run_id, int(row.get("step") or 0), select_loggable(row)) for run_id, row in rows)
-            )
+        """Queue runs with new rows."""
+        if self._plan.wandb.mode == "online" and not trial.config["finished"]:
+            for run_id in split_rows_by_run(trial.config, result):
+                self._events.put(_Event(run_id))
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Queue the end of runs. Some may have failed while others of the trial continued; their statuses say so."""
-        for run_id in list_run_ids(trial.config):
-            self._enqueue(_Event("end", run_id, exit_code=int(self._has_failed(run_id))))
-
-    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Queue the end of runs whose failure is final; the Recorder has already written their statuses."""
-        failed_ids = [run_id for run_id in list_run_ids(trial.config) if self._has_failed(run_id)]
-        self._enqueue(*(_Event("end", run_id, exit_code=1) for run_id in failed_ids))
+        """Queue the end of runs; the Recorder has already written their statuses."""
+        # A run that ended in an earlier start gets its summary at the end of the study.
+        if not trial.config["finished"]:
+            for run_id in list_run_ids(trial.config):
+                status = read_status(self._plan.get_run_dir(run_id))
+                summary = {} if status is None else {"status": status.status, "reason": status.reason}
+                self._events.put(_Event(run_id, summary))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Queue the end of runs that failed."""
-        self._enqueue(*(_Event("end", run_id, exit_code=1) for run_id in list_run_ids(trial.config)))
+        self.on_trial_complete(iteration, trials, trial)
 
-    def _has_failed(self, run_id: str) -> bool:
-        status = read_status(self._plan.get_run_dir(run_id))
-        return status is not None and status.status == "failed"
+    def conclude(self, summaries: Mapping[str, Mapping[str, Any]]) -> None:
+        """Queue all runs of the study that have a row. summaries: what each of them ends with, by run_id."""
+        for run_id, summary in summaries.items():
+            self._events.put(_Event(run_id, summary))
 
-    def _enqueue(self, *events: _Event) -> None:
-        for event in events:
-            self._events.put(event)
+    def close(self, timeout_s: float | None = None) -> bool:
+        """End the open W&B runs; return whether everything was written, and uploaded if requested.
 
-    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
-        """End the open W&B runs; return whether everything was written, and uploaded if requested, in `timeout_s`."""
-        if self._thread.is_alive():  # it never started if the experiment did not, and has ended after an error
-            self._events.put(None)  # the end of the queue
-            self._thread.join(timeout_s)
+        timeout_s: time limit in seconds, for the rows and for uploads; None for one by the number of runs.
+        """
+        if timeout_s is None:
+            timeout_s = OPEN_TIMEOUT_S + RUN_TIMEOUT_S * len(self._specs)
+        self._events.put(None)  # the end of the queue
+        self._thread.join(timeout_s)
         if self._uploads is not None and not self._uploads.close(timeout_s):
             command = format_command("sync", *self._uploads.pending_folders, program="wandb")
             reason = self._uploads.problem or "the upload took too long"
             self.problem = self.problem or f"{reason}. Upload with: {command}"
-        return not self._thread.is_alive() and not self.problem
+        if self._thread.is_alive():
+            self.problem = self.problem or "it took too long"
+        return not self.problem
 
     def _write_events(self) -> None:
         """Body of the thread: process events in order, until the end or the first error."""
-        open_runs: dict[str, Any] = {}
         try:
             while (event := self._events.get()) is not None:
-                self._apply_event(open_runs, event)
-            for run in open_runs.values():
+                self._write_run(event)
+            for run in self._open_runs.values():
                 self._finish_run(run)
         except Exception as error:  # no error of the service may affect the study
             self.problem = f"{type(error).__name__}: {error}"
 
-    def _apply_event(self, open_runs: dict[str, Any], event: _Event) -> None:
-        """Pass an event to W&B. open_runs: the open W&B runs, by run_id."""
-        # A trial that is retried starts again while its W&B run is still open, and ends its runs once more.
-        if event.kind == "start" and event.run_id not in open_runs:
-            open_runs[event.run_id] = self._open_run(self._specs[event.run_id])
-        elif event.kind == "row":
-            values = event.values or {}
-            open_runs[event.run_id].log(
-                {**values, **self._read_gradient_analysis(event.run_id, event.step, values)}, step=event.step
-            )
-        elif event.kind == "end" and event.run_id in open_runs:
-            self._finish_run(open_runs.pop(event.run_id), event.exit_code)
+    def _write_run(self, event: _Event) -> None:
+        """Send the rows of a run that W&B does not have, and end its W&B run if the event says so."""
+        run_dir = self._plan.get_run_dir(event.run_id)
+        rows = read_rows(run_dir / METRICS_FILE, first_step=0)
+        # A run that failed before its first row has an end, too.
+        if not rows and (event.summary is None or event.summary.get("status") == "never_ran"):
+            return
+        run = self._open_runs.get(event.run_id)
+        if run is None:
+            run = self._open_runs[event.run_id] = self._open_run(self._specs[event.run_id])
+        for row in rows:
+            # The first step that W&B does not have. An earlier start may have sent rows: `step` does not know of them
+            # before the first one of this start.
+            if row["step"] >= max(run.step, run.starting_step):
+                values = select_loggable(row)
+                analysis = self._read_gradient_analysis(event.run_id, row["step"], values)
+                # The commit ends the step, so that `step` is the one after it.
+                run.log({**values, **analysis}, step=row["step"], commit=True)
+        if event.summary is not None:
+            run.summary.update(event.summary)
+            self._finish_run(self._open_runs.pop(event.run_id), int(event.summary.get("status") == "failed"))
 
     def _finish_run(self, run: Any, exit_code: int = 0) -> None:
         """End a W&B run, and queue its upload if requested."""
@@ -155,21 +165,34 @@ class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         """
         import wandb
 
+        # W&B documents a limit of 128 characters for project names; the same is assumed for ids. The end is kept
+        # because it has the hash.
+        wandb_id = f"{spec.run_id}-{spec.config.compute_hash()}"[-128:]
+        plan = self._plan
+        if plan.wandb.mode != "online":
+            self._remove_files(wandb_id)
+        labels = {"study": plan.study.name, "arm": spec.arm, "seed": spec.seed, "group": plan.run}
         return wandb.init(
-            project=self._plan.wandb_project,
-            group=self._plan.run,
+            project=plan.wandb_project,
+            group=plan.run,
+            job_type=spec.arm,
             name=spec.run_id,
-            # W&B documents a limit of 128 characters for project names; the same is assumed for ids. The end is kept
-            # because it has the hash.
-            id=f"{spec.run_id}-{spec.config.compute_hash()}"[-128:],
-            config=spec.config.model_dump(mode="json"),
-            dir=self._plan.output,
+            id=wandb_id,
+            config={**spec.config.model_dump(mode="json"), **labels, "preset": plan.preset},
+            dir=plan.output,
             # sync writes an offline run, which `WandbUploader` uploads when it has ended.
-            mode="offline" if self._mode == "sync" else self._mode,  # type: ignore[arg-type]  # see choose_wandb_mode
+            mode="online" if plan.wandb.mode == "online" else "offline",
             resume="allow",  # continue the W&B run of an earlier start, if there is one
             reinit="create_new",  # several runs are open in this process at once
-            settings=wandb.Settings(silent=True, console="off", init_timeout=CLOSE_TIMEOUT_S),
+            settings=wandb.Settings(silent=True, console="off", init_timeout=OPEN_TIMEOUT_S),
         )
+
+    def _remove_files(self, wandb_id: str) -> None:
+        """Remove the files of an earlier W&B run that this one replaces, unless they wait for their upload."""
+        pending_folders = () if self._uploads is None else self._uploads.pending_folders
+        for folder in (self._plan.output / "wandb").glob(f"offline-run-*-{escape(wandb_id)}"):
+            if folder not in pending_folders:
+                shutil.rmtree(folder)
 
 
 def select_loggable(row: dict[str, Any]) -> dict[str, Any]:

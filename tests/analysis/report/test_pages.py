@@ -427,6 +427,22 @@ def test_arms_that_failed_in_part_are_in_the_headline(tmp_path: Path) -> None:
     )
 
 
+def test_a_run_is_summarized_with_the_verdict_of_its_arm(tmp_path: Path) -> None:
+    runs = [FakeRun(arm, seed, steps=10) for arm in ("0", "0.1") for seed in range(3)]
+    runs[5] = FakeRun("0.1", 2, status="early_stopped", steps=5, stop=STOP, reason="the rule fired")
+    summaries = pages.summarize_runs(load(write_study(tmp_path, runs, SMALL)))
+    assert list(summaries) == [run.run_id for run in runs]
+    assert [summary["collapsed"] for summary in summaries.values()] == [False] * 5 + [True]
+    assert [summary["verdict"] for summary in summaries.values()] == ["baseline"] * 3 + ["open"] * 3
+    assert (summaries[runs[5].run_id]["status"], summaries[runs[5].run_id]["reason"]) == (
+        "early_stopped",
+        "the rule fired",
+    )
+    never_started = FakeRun("0.3", steps=0, status="never_ran")
+    summary = pages.summarize_runs(load(write_study(tmp_path / "more", [*runs, never_started], SMALL)))["arm03-seed0"]
+    assert (summary["status"], "collapsed" in summary) == ("never_ran", False)
+
+
 EQUAL_GROUPS = {"zero_std_groups": 8, "groups_kept": 0}
 UNIFORM_STOP = ("empty_filtered_steps", 5.0, 5.0)
 

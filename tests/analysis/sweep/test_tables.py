@@ -542,6 +542,9 @@ def test_an_arm_with_the_rows_of_the_baseline_has_no_effect(tmp_path: Path) -> N
     steps = frames.steps.copy()
     steps["seconds_step"] = np.arange(len(steps))
     assert get_row(replace(frames, steps=steps), "0.1")["outcome"] == "no effect"
+    # So is what one arm measures alone, such as the KL to a reference that the baseline does not have.
+    steps["kl_to_reference"] = np.where(steps["arm"] == "0.1", 0.1, math.nan)
+    assert get_row(replace(frames, steps=steps), "0.1")["outcome"] == "no effect"
     row_of_arm = steps.index[steps["arm"] == "0.1"][20]
     steps.loc[row_of_arm, "entropy"] = np.nextafter(steps.loc[row_of_arm, "entropy"], 9.0)
     assert get_row(replace(frames, steps=steps), "0.1")["outcome"] in ("open", "equal")

@@ -45,7 +45,7 @@ def run_placed(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...]) -
     barrier = Barrier.options(name="meeting").remote(len(plan.runs))
     interrupt = Interrupt(plan.folder / ".interrupt")
     suite = SuiteContext(LocalRay([], Console(quiet=True), is_local=False), interrupt, lambda: None)
-    session = StudySession(plan, resource_plan, "off", Console(quiet=True), suite, {}, progress)
+    session = StudySession(plan, resource_plan, Console(quiet=True), suite, {}, progress)
     grid = make_tuner(session, Recorder(plan, resource_plan, progress, StudyStatuses(plan, ())), []).fit()
     ray.kill(barrier)
     assert not grid.errors
@@ -55,7 +55,7 @@ def run_placed(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...]) -
 
 def run_crashing(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...]) -> dict[str, Any]:
     """Run a study in which one run loses its process; return the statuses, the rows and the expected rows."""
-    code = execute_study(plan, cluster.allocate_cluster(plan, address, nodes, None, None), "off", Console(quiet=True))
+    code = execute_study(plan, cluster.allocate_cluster(plan, address, nodes, None, None), Console(quiet=True))
     file_sizes = {name: file_info.size for name, file_info in list_files(open_storage(plan.study_uri or "")).items()}
     return {
         "code": code,

@@ -53,7 +53,7 @@ def run_suite(
 def test_the_code_is_that_of_the_worst_and_there_is_an_index(
     two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, started_names, output = run_suite(two_plans, monkeypatch, lambda plan, _: int(plan is two_plans[0]))
+    code, started_names, output = run_suite(two_plans, monkeypatch, lambda plan, _: int(plan == two_plans[0]))
     assert (code, started_names) == (1, ["influence", "replay"])
     assert "Study 2 of 2: replay" in output
     assert "Not started" not in output
@@ -97,7 +97,7 @@ def test_a_request_as_the_last_study_ends_changes_nothing(
     two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt_at_end(plan: StudyPlan, suite: SuiteContext) -> int:
-        if plan is two_plans[1]:
+        if plan == two_plans[1]:
             suite.interrupt.request()
         return 0
 
@@ -146,7 +146,7 @@ def test_a_suite_does_not_begin_where_a_later_study_lacks_something(
     two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse_second(plan: StudyPlan, *_: object) -> None:
-        if plan is two_plans[1]:
+        if plan == two_plans[1]:
             raise PlanError("lacks something")
 
     monkeypatch.setattr(preflight, "_check_machine", refuse_second)

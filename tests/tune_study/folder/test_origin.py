@@ -59,6 +59,7 @@ COMPARED = "compared with what was typed or declared"
 RECORDS = {
     "study.json": {
         "storage": "outside: find_usable_storage decides",
+        "starts.wandb.project": "outside: find_last_wandb decides",
         "name": COMPARED,
         "preset": COMPARED,
         "family": COMPARED,

@@ -394,7 +394,7 @@ def test_a_node_keeps_three_states_of_a_run_and_one_to_keep(tmp_path: Path) -> N
 
 def run_study(plan: StudyPlan) -> tuple[int, str]:
     console = Console(record=True, width=200, force_terminal=False)
-    return execute_study(plan, preflight(plan, None, (), 2, None, is_real=True), "off", console), console.export_text()
+    return execute_study(plan, preflight(plan, None, (), 2, None, is_real=True), console), console.export_text()
 
 
 @pytest.mark.slow

@@ -234,7 +234,7 @@ def test_what_a_real_study_leaves_is_within_its_budget(ray_session: None, tmp_pa
     budget_before = estimate_budget(plan)
     assert budget_before.checkpoint_bytes is not None
     assert budget_before.total_bytes is not None
-    assert execute_study(plan, allocate_resources(plan), "off", Console(quiet=True)) == 0
+    assert execute_study(plan, allocate_resources(plan), Console(quiet=True)) == 0
     state_bytes = sum(count_folder_bytes(path) for path in tmp_path.rglob("global_step_*"))
     state_bytes += sum(count_folder_bytes(plan.get_run_dir(spec.run_id) / STATE_FOLDER) for spec in plan.runs)
     assert state_bytes == pytest.approx((1 + 2) * budget_before.checkpoint_bytes, rel=1e-2)

@@ -36,6 +36,7 @@ from tests.fakes.trainer import (
     make_fake_rows,
     make_study,
 )
+from tests.fakes.wandb_files import read_wandb_files
 from trainable.files.json_values import read_object
 from trainable.runs.records import DEFAULT_STEP_COLUMNS, STOP_COLUMNS
 from trainable.runs.run_files import METRICS_FILE, read_rows
@@ -45,7 +46,7 @@ from tune_study.host.interrupt import Interrupt
 from tune_study.placement.resources import preflight
 from tune_study.plan.errors import PlanError
 from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.plan.study_plan import StudyPlan, WandbTarget, make_plan
 from tune_study.tune.callbacks import Recorder
 from tune_study.tune.conclusion import list_reading_commands
 from tune_study.tune.local_ray import LocalRay
@@ -84,12 +85,12 @@ class Outcome(NamedTuple):
     other_text: str
 
 
-def run_study(plan: StudyPlan, wandb: str = "off", max_concurrent: int = 2) -> Outcome:
+def run_study(plan: StudyPlan, max_concurrent: int = 2) -> Outcome:
     # The console's lines go to a file of their own, not to the standard output that is captured below.
     console = Console(record=True, width=200, file=io.StringIO())
     other_output = io.StringIO()
     with redirect_stdout(other_output), redirect_stderr(other_output):
-        code = execute_study(plan, allocate_resources(plan, max_concurrent), wandb, console)
+        code = execute_study(plan, allocate_resources(plan, max_concurrent), console)
     gc.collect()  # warnings about files that Ray left open belong to this test and not to the next one
     statuses = {run.arm: read_status(plan.get_run_dir(run.run_id)) for run in plan.runs if run.seed == 0}
     known_statuses = {arm: status for arm, status in statuses.items() if status is not None}
@@ -114,7 +115,7 @@ def read_written_steps(plan: StudyPlan, arm: str) -> list[int]:
 def outcome(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """A study whose runs complete, are stopped by a rule, crash and recover, or fail in different ways."""
     plan = make_plan_in(tmp_path_factory.mktemp("study"), ARMS)
-    return run_study(plan, wandb="offline")
+    return run_study(replace(plan, wandb=WandbTarget("offline")))
 
 
 def test_every_run_has_one_status_with_its_reason(outcome: Outcome) -> None:
@@ -291,9 +292,18 @@ def test_wandb_offline_keeps_a_run_for_each_run(outcome: Outcome) -> None:
     folder = outcome.plan.output / "wandb"
     assert f"W&B: offline runs in {folder}; to upload them: wandb sync {folder}/offline-run-*" in outcome.text
     assert len(run_files) == len(outcome.plan.runs)
+    files = read_wandb_files(outcome.plan.output)
     for run in outcome.plan.runs:
-        name = f"{run.run_id}-{run.config.compute_hash()}"
-        assert any(path.name == f"run-{name}.wandb" and path.stat().st_size > 0 for path in run_files)
+        file, status = files[run.run_id], outcome.arms[run.arm]
+        rows = read_rows(outcome.plan.get_run_dir(run.run_id) / METRICS_FILE, first_step=0)
+        assert file.run.run_id == f"{run.run_id}-{run.config.compute_hash()}"
+        assert (file.run.project, file.run.run_group) == (outcome.plan.wandb_project, outcome.plan.run)
+        labels = {"study": "kl", "arm": run.arm, "seed": 0, "group": outcome.plan.run, "preset": "laptop"}
+        assert {name: file.config[name] for name in labels} == labels
+        assert file.steps == [row["step"] for row in rows]
+        assert (file.summary["status"], file.summary["reason"]) == (status.status, status.reason)
+    assert files[find_run_id(outcome.plan, COLLAPSES)].summary["collapsed"] is False  # it was given nothing to learn
+    assert files[find_run_id(outcome.plan, "0")].summary["verdict"] == "baseline"
 
 
 def test_nothing_is_counted_as_running_afterwards(outcome: Outcome) -> None:

@@ -24,7 +24,7 @@ from trainable.runs.run_files import METRICS_FILE, read_rows
 from tune_study.folder.statuses import RunStatus, read_status, write_status
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.placement.resources import preflight
-from tune_study.plan.study_plan import StudyPlan, make_plan, set_max_seeds
+from tune_study.plan.study_plan import StudyPlan, WandbTarget, make_plan, set_max_seeds
 from tune_study.tune.run import execute_study
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -49,7 +49,7 @@ STUDY = make_sandbox_study("influence", "Does it run?", ARMS, "DG", fixed_settin
 
 def run_study(plan: StudyPlan) -> tuple[int, str, dict[str, RunStatus]]:
     console = Console(record=True, width=200, force_terminal=False)
-    code = execute_study(plan, preflight(plan, None, (), 2, None, is_real=True), "off", console)
+    code = execute_study(plan, preflight(plan, None, (), 2, None, is_real=True), console)
     run_statuses = {spec.run_id: read_status(plan.get_run_dir(spec.run_id)) for spec in plan.runs}
     return (
         code,
@@ -244,8 +244,8 @@ def test_a_killed_study_goes_on_with_the_same_rows(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_runs_of_one_trial_are_runs_of_their_own_in_wandb(ray_session: None, tmp_path: Path) -> None:
-    plan = make_plan_in(tmp_path, 2, ("DG",))
+    plan = replace(make_plan_in(tmp_path, 2, ("DG",)), wandb=WandbTarget("offline"))
     console = Console(record=True, width=200, force_terminal=False)
-    assert execute_study(plan, preflight(plan, None, (), 2, None, is_real=True), "offline", console) == 0
+    assert execute_study(plan, preflight(plan, None, (), 2, None, is_real=True), console) == 0
     ids = sorted(path.stem.removeprefix("run-") for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     assert ids == sorted(f"{spec.run_id}-{spec.config.compute_hash()}" for spec in plan.runs)

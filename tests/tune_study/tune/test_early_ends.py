@@ -37,7 +37,7 @@ def make_session(folder: Path) -> tuple[run.StudySession, StudyStatuses]:
     resource_plan, console = preflight(plan, None, (), 2, None, is_real=True), Console(quiet=True)
     suite = run.SuiteContext(LocalRay([plan.folder], console), make_interrupt(plan.folder), lambda: None)
     storage: Any = StoredRows(plan)
-    session = run.StudySession(plan, resource_plan, "off", console, suite, {}, Progress(plan, 1, console), storage)
+    session = run.StudySession(plan, resource_plan, console, suite, {}, Progress(plan, 1, console), storage)
     statuses = StudyStatuses(plan, ())
     statuses.set(RunStatus(plan.runs[0].run_id, "running", started_at=make_timestamp()))
     return session, statuses

@@ -1,16 +1,23 @@
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import wandb
+from wandb.sdk.lib import wbauth
 
 from search_spaces import STUDIES
 from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeAnalysis
+from tests.fakes.wandb_files import read_wandb_files
 from trainable.runs.records import make_empty_row
-from trainable.runs.run_files import GRADIENTS_FILE
+from trainable.runs.run_files import GRADIENTS_FILE, METRICS_FILE
+from tune_study.commands.preflight import LaunchOptions, choose_wandb
+from tune_study.folder.origin import find_last_wandb
+from tune_study.folder.outputs import write_study
 from tune_study.plan.errors import PlanError
-from tune_study.plan.study_plan import StudyPlan, make_plan
-from tune_study.tune.run import choose_wandb_mode
+from tune_study.plan.study_plan import StudyPlan, WandbMode, WandbTarget, make_plan
 from tune_study.tune.trials import make_trial_config
 from tune_study.tune.wandb_logging import WandbCallback, select_loggable
 
@@ -21,36 +28,81 @@ class Trial(NamedTuple):
     config: dict[str, Any]
 
 
-def make_plan_in(output: Path, logger: str = "['console']") -> StudyPlan:
-    return make_plan(STUDIES["kl"], "laptop", "a test", {"trainer.logger": logger}, ("0",), 1, output)
+def make_plan_in(output: Path, logger: str = "['console']", mode: WandbMode = "offline") -> StudyPlan:
+    plan = make_plan(STUDIES["kl"], "laptop", "a test", {"trainer.logger": logger}, ("0",), 1, output)
+    plan.get_run_dir(plan.runs[0].run_id).mkdir(parents=True, exist_ok=True)
+    return replace(plan, wandb=WandbTarget(mode))
 
 
-def log_one_step(callback: WandbCallback, plan: StudyPlan, finished: bool) -> None:
-    trial = Trial(make_trial_config(plan, plan.runs[:1], finished))
-    callback.setup()
-    callback.on_trial_start(0, [], trial)
-    callback.on_trial_result(0, [], trial, {**make_empty_row(), "step": 1, "val_success": 0.5})
-    callback.on_trial_complete(0, [], trial)
+def write_rows(plan: StudyPlan, steps: Iterable[int]) -> None:
+    path = plan.get_run_dir(plan.runs[0].run_id) / METRICS_FILE
+    for step in steps:
+        append_record(path, {**make_empty_row(), "step": step, "val_success": step / 10})
+
+
+def end_run(callback: WandbCallback, plan: StudyPlan, finished: bool = False) -> None:
+    callback.on_trial_complete(0, [], Trial(make_trial_config(plan, plan.runs[:1], finished)))
 
 
 def test_trouble_ends_the_logging_and_is_told(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path)
-    callback = WandbCallback(plan, "no-such-mode")
-    log_one_step(callback, plan, finished=False)
+    write_rows(plan, [1])
+    (tmp_path / "wandb").write_text("no folder")
+    callback = WandbCallback(plan)
+    end_run(callback, plan)
     assert not callback.close()
     assert callback.problem
 
 
-def test_a_run_that_was_finished_before_is_not_logged_again(tmp_path: Path) -> None:
+def test_a_run_that_was_finished_before_waits_for_the_end_of_the_study(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path)
-    callback = WandbCallback(plan, "offline")
-    log_one_step(callback, plan, finished=True)
+    write_rows(plan, [1])
+    callback = WandbCallback(plan)
+    end_run(callback, plan, finished=True)
     assert callback.close()
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "wandb").exists()
 
 
 def test_a_study_that_never_started_has_nothing_to_end(tmp_path: Path) -> None:
-    assert WandbCallback(make_plan_in(tmp_path), "offline").close()
+    assert WandbCallback(make_plan_in(tmp_path)).close()
+
+
+@pytest.mark.long
+def test_each_step_is_there_once_whatever_an_earlier_start_wrote(tmp_path: Path) -> None:
+    plan = make_plan_in(tmp_path)
+    run_id = plan.runs[0].run_id
+    write_rows(plan, range(4))
+    first = WandbCallback(plan)
+    end_run(first, plan)
+    assert first.close()
+    assert read_wandb_files(tmp_path)[run_id].steps == [0, 1, 2, 3]
+    # A run that goes back to a checkpoint writes steps again, and the study ends with words on the run.
+    write_rows(plan, range(2, 8))
+    second = WandbCallback(plan)
+    end_run(second, plan)
+    second.conclude({run_id: {"status": "completed", "verdict": "worse"}})
+    assert second.close()
+    file = read_wandb_files(tmp_path)[run_id]
+    assert file.steps == list(range(8))
+    assert [row["val_success"] for row in file.rows] == [step / 10 for step in range(8)]
+    assert (file.summary["verdict"], file.run.job_type) == ("worse", "0")
+
+
+@pytest.mark.long
+def test_rows_that_the_service_has_are_not_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without a service, an offline run stands for one of a server: its `step` is the first one that it does not have.
+    plan = make_plan_in(tmp_path, mode="online")
+    init = wandb.init
+    monkeypatch.setattr(wandb, "init", lambda **options: init(**{**options, "mode": "offline"}))
+    trial = Trial(make_trial_config(plan, plan.runs[:1], False))
+    callback = WandbCallback(plan)
+    for step in (1, 2, 3):
+        write_rows(plan, [step])
+        callback.on_trial_result(0, [], trial, {})
+        callback.on_trial_result(0, [], trial, {})
+    end_run(callback, plan)
+    assert callback.close()
+    assert read_wandb_files(tmp_path)[plan.runs[0].run_id].steps == [1, 2, 3]
 
 
 def test_numbers_and_words_are_logged() -> None:
@@ -61,10 +113,9 @@ def test_numbers_and_words_are_logged() -> None:
 def test_an_analysis_is_logged_under_the_published_keys(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path)
     run_id = plan.runs[0].run_id
-    plan.get_run_dir(run_id).mkdir(parents=True)
     for fake_analysis in (FakeAnalysis(1, prefilter=True), FakeAnalysis(1, buckets=0), FakeAnalysis(51)):
         append_record(plan.get_run_dir(run_id) / GRADIENTS_FILE, fake_analysis.make_line())
-    callback = WandbCallback(plan, "offline")
+    callback = WandbCallback(plan)
     step_row = {"seconds_gradient_analysis": 2.5}
     first_metrics, last_metrics = (callback._read_gradient_analysis(run_id, step, step_row) for step in (1, 51))
     assert (first_metrics["timing_s/gradient_analysis"], first_metrics["grad_analysis/empty_after_filter"]) == (2.5, 1)
@@ -79,25 +130,66 @@ def test_an_analysis_is_logged_under_the_published_keys(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_step_with_an_analysis_is_written_whole(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path)
-    run_id = plan.runs[0].run_id
-    plan.get_run_dir(run_id).mkdir(parents=True)
-    append_record(plan.get_run_dir(run_id) / GRADIENTS_FILE, FakeAnalysis(1).make_line())
-    callback, trial = WandbCallback(plan, "offline"), Trial(make_trial_config(plan, plan.runs[:1], False))
-    callback.setup()
-    callback.on_trial_start(0, [], trial)
-    callback.on_trial_result(0, [], trial, {**make_empty_row(), "step": 1, "seconds_gradient_analysis": 2.5})
-    callback.on_trial_complete(0, [], trial)
+    run_dir = plan.get_run_dir(plan.runs[0].run_id)
+    append_record(run_dir / GRADIENTS_FILE, FakeAnalysis(1).make_line())
+    append_record(run_dir / METRICS_FILE, {**make_empty_row(), "step": 1, "seconds_gradient_analysis": 2.5})
+    callback = WandbCallback(plan)
+    end_run(callback, plan)
     assert callback.close(), callback.problem
     assert list(tmp_path.rglob("*group_rv_table*"))
 
 
+def choose(plan: StudyPlan, mode: str | None = None, project: str | None = None) -> WandbTarget:
+    return choose_wandb(LaunchOptions(None, None, None, mode, None, wandb_project=project), plan)
+
+
 def test_wandb_is_off_unless_asked_for(tmp_path: Path) -> None:
-    assert choose_wandb_mode(None, make_plan_in(tmp_path)) == "off"
-    assert choose_wandb_mode(None, make_plan_in(tmp_path, "['console','wandb']")) == "offline"
-    assert choose_wandb_mode("off", make_plan_in(tmp_path, "['console','wandb']")) == "off"
-    assert choose_wandb_mode("online", make_plan_in(tmp_path)) == "online"
+    assert choose(make_plan_in(tmp_path)) == WandbTarget("off")
+    assert choose(make_plan_in(tmp_path, "['console','wandb']")) == WandbTarget("offline")
+    assert choose(make_plan_in(tmp_path, "['console','wandb']"), "off") == WandbTarget("off")
 
 
-def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
+def test_the_mode_and_project_of_the_last_start_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan_in(tmp_path)
+    write_study(replace(plan, wandb=WandbTarget("offline", "ours")))
+    assert choose(plan) == WandbTarget("offline", "ours")
+    assert choose(plan, project="others") == WandbTarget("offline", "others")
+    assert choose(plan, "off") == WandbTarget("off")
+    # The environment stands behind what the study was started with.
+    monkeypatch.setenv("WANDB_PROJECT", "of-the-shell")
+    assert choose(plan).project == "ours"
+    write_study(replace(plan, wandb=WandbTarget("off")))
+    assert choose(plan, "offline").project == "of-the-shell"
+
+
+def test_a_folder_of_somebody_else_sends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan_in(tmp_path)
+    write_study(replace(plan, wandb=WandbTarget("online", "ours")))
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    assert choose(plan) == WandbTarget("online", "ours")
+    assert find_last_wandb(plan.folder) == (WandbTarget("online", "ours"), "")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another user"))
+    assert choose(plan) == WandbTarget("off")
+    assert "type that to log it from here" in find_last_wandb(plan.folder)[1]
+
+
+def test_a_missing_key_is_known_before_the_study_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wbauth.unauthenticate_session()  # another test of this process may have logged in
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    for mode in ("online", "sync"):
+        with pytest.raises(PlanError, match=f"--wandb {mode} needs a login, and W&B says: no key is configured"):
+            choose(make_plan_in(tmp_path), mode)
+    monkeypatch.setenv("WANDB_API_KEY", "short")
+    with pytest.raises(PlanError, match="API key must have 40"):
+        choose(make_plan_in(tmp_path), "online")
+
+
+def test_what_wandb_does_not_take_is_refused(tmp_path: Path) -> None:
+    plan = make_plan_in(tmp_path)
     with pytest.raises(PlanError, match="--wandb maybe is not a mode"):
-        choose_wandb_mode("maybe", make_plan_in(tmp_path))
+        choose(plan, "maybe")
+    with pytest.raises(PlanError, match="a/b is no project of W&B"):
+        choose(plan, "offline", "a/b")
+    with pytest.raises(PlanError, match="--wandb-project names a project of W&B, which is off"):
+        choose(plan, project="ours")

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import wandb
 
-from search_spaces import STUDIES
-from tests.tune_study.tune.test_wandb_logging import log_one_step
-from tune_study.plan.study_plan import make_plan
+from tests.tune_study.tune.test_wandb_logging import Trial, end_run, make_plan_in, write_rows
+from tune_study.tune.trials import make_trial_config
 from tune_study.tune.wandb_logging import WandbCallback
 from tune_study.tune.wandb_sync import WandbUploader, is_reachable
 
@@ -28,6 +27,12 @@ class FakeService(http.server.ThreadingHTTPServer):
     @property
     def address(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def list_history(self) -> list[str]:
+        """The rows that were sent, each as JSON."""
+        bodies = [json.loads(body) for path, body in self.requests if path.endswith("file_stream")]
+        files = [body["files"] for body in bodies if body.get("files")]
+        return [line for part in files for line in part.get("wandb-history.jsonl", {}).get("content", [])]
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -48,12 +53,34 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _make_response_data(self, request: dict[str, Any]) -> dict[str, Any]:
         variables = request["variables"]
+        if "RunResumeStatus" in request["query"]:
+            return {"model": self._make_resume_status()}
         if "createRunFiles" in request["query"]:
             files = [{"name": name, "uploadUrl": f"{self.server.address}/file"} for name in variables["files"]]
             return {"createRunFiles": {"runID": "x", "uploadHeaders": [], "files": files}}
         project = {"id": "x", "name": variables.get("project"), "entity": {"id": "e", "name": "me"}}
         bucket = {"id": "b", "name": variables.get("name"), "displayName": "n", "config": "{}", "project": project}
         return {"upsertBucket": {"bucket": bucket, "inserted": True}}
+
+    def _make_resume_status(self) -> dict[str, Any] | None:
+        """What the service knows of a run: its last row; nothing before the first one."""
+        rows = self.server.list_history()
+        if not rows:
+            return None
+        bucket = {
+            **dict.fromkeys(("config", "summaryMetrics"), "{}"),
+            "wandbConfig": json.dumps({"t": 1}),  # the run has begun
+            "id": "b",
+            "name": "r",
+            "displayName": "n",
+            "historyLineCount": len(rows),
+            "historyTail": json.dumps(rows),
+            "logLineCount": 0,
+            "eventsLineCount": 0,
+            "eventsTail": "[]",
+            "tags": [],
+        }
+        return {"id": "x", "name": "p", "entity": {"id": "e", "name": "me"}, "bucket": bucket}
 
     def _answer(self, content: dict[str, Any]) -> None:
         text = json.dumps(content).encode()
@@ -87,9 +114,10 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeService]:
 
 def log_run(output: Path, patience: float = 60.0) -> tuple[WandbCallback, bool]:
     """Log one step of a study of one run and close the callback."""
-    plan = make_plan(STUDIES["kl"], "laptop", "a test", {}, ("0",), 1, output)
-    callback = WandbCallback(plan, "sync")
-    log_one_step(callback, plan, finished=False)
+    plan = make_plan_in(output, mode="sync")
+    write_rows(plan, [5])
+    callback = WandbCallback(plan)
+    end_run(callback, plan)
     return callback, callback.close(patience)
 
 
@@ -99,6 +127,24 @@ def test_a_run_is_uploaded_when_it_ends(service: FakeService, tmp_path: Path) ->
     history = [body for path, body in service.requests if path.endswith("file_stream") and "wandb-history" in body]
     assert any('\\"val_success\\":0.5' in body for body in history)
     assert len(list(tmp_path.glob("wandb/offline-run-*/*.synced"))) == 1
+
+
+def test_online_goes_on_behind_the_last_row_that_the_service_has(
+    service: FakeService, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan = make_plan_in(tmp_path, mode="online")
+    trial = Trial(make_trial_config(plan, plan.runs[:1], False))
+    write_rows(plan, range(4))
+    for last_step in (3, 6):
+        # The second start has the rows of the first one, some of which it trained again, and further ones.
+        write_rows(plan, range(max(last_step - 4, 0), last_step + 1))
+        callback = WandbCallback(plan)
+        callback.on_trial_result(0, [], trial, {})
+        callback.conclude({plan.runs[0].run_id: {"status": "completed", "verdict": "open"}})
+        assert callback.close(60.0), callback.problem
+        assert [json.loads(row)["_step"] for row in service.list_history()] == list(range(last_step + 1))
+    assert any('\\"verdict\\":\\"open\\"' in body for path, body in service.requests if path.endswith("file_stream"))
+    assert "less than the current step" not in capfd.readouterr().err
 
 
 def test_nothing_waits_for_a_service_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

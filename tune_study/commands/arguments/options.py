@@ -364,7 +364,11 @@ Wandb = Annotated[
     Option(
         "--wandb",
         metavar="MODE",
-        help="offline, sync (offline; upload each run when it ends), online, or off; default: offline if "
-        "trainer.logger contains wandb, else off.",
+        help="offline, sync (offline; upload each run when it ends), online, or off; default: as the study was last "
+        "started, or offline if trainer.logger contains wandb, else off.",
     ),
+]
+WandbProject = Annotated[
+    str | None,
+    Option("--wandb-project", metavar="NAME", help="Project in W&B; default: WANDB_PROJECT, or that of the study."),
 ]
