@@ -36,8 +36,8 @@ def make_points(frames: StudyFrames) -> pd.DataFrame:
     Columns: arm, number (0 for the default), state (COMPLETE, CENSORED_POINT, FAILED or OPEN), seeds (scored runs),
     violations (runs that collapsed, that a rule stopped as failures, or that failed and so have no outcome),
     is_feasible, success (mean of the primary outcome over scored runs) with low and high, cost (mean tokens per run;
-    NaN for a family without them), settings (text by dotted setting), and values (of each dimension that the point has,
-    by name; those of the default are the settings of the study, where the space contains them).
+    NaN for a family without them), settings (text by dotted setting; for the default those of the study), and values
+    (of each dimension that the point has, by name; for the default where the space contains them).
 
     The outcome is NaN unless the point is complete. A run that a rule stopped counts with its outcome, and, as a
     failure, as a violation: a collapse is a result and never missing.
@@ -55,6 +55,12 @@ def make_points(frames: StudyFrames) -> pd.DataFrame:
     for number, (arm, settings) in enumerate(points.items()):
         runs = select_runs(frames, arm)
         scored_runs = select_runs(frames, arm, scored_only=True)
+        if not number:
+            settings = {
+                name: base[name]
+                for dimension in _list_dimensions(entry, base)
+                if (name := dimension["setting"]) in base
+            }
         violations = int(runs["run_id"].isin(broken_ids).sum())
         state = _find_state(runs, scored_runs)
         estimate = estimate_mean(outcomes, arm) if state == COMPLETE else Estimate()
@@ -132,14 +138,20 @@ def read_values(entry: Mapping[str, Any], settings: Mapping[str, str], *, is_exa
             was drawn may have been rounded to one a little outside.
     """
     values: dict[str, Any] = {}
-    for dimension in entry["space"]:
-        condition = dimension["condition"]
-        if condition and settings.get(condition[0]) != condition[1]:
-            continue
+    for dimension in _list_dimensions(entry, settings):
         value = _parse_value(dimension, settings.get(dimension["setting"]), is_exact)
         if value is not None:
             values[dimension["name"]] = value
     return values
+
+
+def _list_dimensions(entry: Mapping[str, Any], settings: Mapping[str, str]) -> list[Mapping[str, Any]]:
+    """The dimensions of the space whose condition the settings meet."""
+    return [
+        dimension
+        for dimension in entry["space"]
+        if not dimension["condition"] or settings.get(dimension["condition"][0]) == dimension["condition"][1]
+    ]
 
 
 def _parse_value(dimension: Mapping[str, Any], text: str | None, is_exact: bool) -> Any:

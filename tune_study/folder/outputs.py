@@ -386,7 +386,7 @@ def write_tables(folder: Path) -> None:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        frames = read_study(folder)
+        frames = read_study(folder, live=is_running(folder))
     for warning in caught:
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     damage = [str(warning.message) for warning in caught if issubclass(warning.category, DamageWarning)]

@@ -27,7 +27,7 @@ class ModelShape(BaseModel):
         linear: number of elements of all linear layers together.
         matrices: (inputs, outputs) of each linear layer of the trunk; empty for Qwen2.
         head_size: channels of one attention head; None for Qwen2, where they follow from the hidden size.
-        is_plain_qwen2: whether our own implementation runs the model (see `is_plain_qwen2`); False if it is not here.
+        is_plain_qwen2: whether our own implementation runs the model (see `trainable.config.model_limits`).
         max_position_embeddings: tokens of the context; None where only the number of parameters is known.
     """
 
@@ -69,7 +69,7 @@ def read_model_shape(path: str, environ: Mapping[str, str]) -> ModelShape | None
     config_path = _find_config_file(path, environ)
     if config_path is None:  # not downloaded
         sizes = find_published_sizes(path)
-        return None if sizes is None else ModelShape.model_validate(sizes)
+        return None if sizes is None else ModelShape.model_validate({**sizes, "is_plain_qwen2": True})
     try:
         # Files of the hub cache are links, and a model may lie anywhere: they are not read like files of a study.
         config = parse_json(config_path.read_bytes())

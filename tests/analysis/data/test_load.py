@@ -30,7 +30,7 @@ from trainable.runs.records import (
     TRIAL_LAST_VALUES,
 )
 from trainable.runs.run_files import ENDS_KEY
-from tune_study.folder.outputs import write_tables
+from tune_study.folder.outputs import lock_folder, write_tables
 
 SHORT = FakeStudy(total_steps=3, test_freq=2, levels=10)
 STOPPED = FakeRun(
@@ -660,3 +660,13 @@ def test_settings_are_a_frame_by_section(tmp_path: Path) -> None:
     assert settings["actor"]["lr"].equals(settings["actor", "lr"])
     assert settings[""].columns.tolist() == ["seed"]
     assert len(settings.columns) == sum(str(name).startswith("config/") for name in frames.trials)
+
+
+def test_tables_that_are_made_while_a_study_runs_say_so(tmp_path: Path) -> None:
+    runs = [FakeRun("0", status="running", steps=0), FakeRun("0.1", status="waiting", steps=0)]
+    folder = write_study(tmp_path, runs, SHORT)
+    with lock_folder(folder):
+        write_tables(folder)
+        assert load(folder, live=True).trials["status"].tolist() == ["running", "waiting"]
+    # The process is gone, and so is what only it could say.
+    assert load(folder).trials["status"].tolist() == ["never_ran", "never_ran"]

@@ -235,6 +235,8 @@ def test_the_report_of_a_search_says_what_its_best_point_is_worth(frames: StudyF
     assert f"only fresh seeds say by how much (python -m tune_study confirm {location} --arm" in sentence
     context = make_context(results)
     assert [row["arm"] for row in context["leaders"]][:2] == ["point-1", "default"]
+    values = dict(zip(context["settings"], context["leaders"][1]["values"], strict=True))
+    assert values == {"lr": "0.0003", "use_kl_loss": "False", "kl_loss_coef": "–", "ppo_epochs": "1"}
     assert set(results.pareto_arms) <= {"default", "point-1"}
     names = {"search_history", "search_slices", "search_parallel", "search_pareto"}
     figures = draw_figures(frames, names)

@@ -63,6 +63,8 @@ OBSTACLES = [
     ),
     ({"model.dtype": "bfloat16"}, "it computes in float32, and model.dtype is bfloat16"),
     ({"trainer.device": "cuda"}, "it runs on the CPU only, and trainer.device is cuda"),
+    # Not downloaded, but known: the plan is the same after the download.
+    ({"model.path": "Qwen/Qwen2.5-0.5B"}, "its hidden size of 896 is above 512"),
     ({"model.path": "nobody/knows-it"}, "the sizes of nobody/knows-it are not known here"),
 ]
 
@@ -114,7 +116,7 @@ def test_a_qwen2_that_transformers_runs_is_not_compiled(change: dict[str, object
     config = apply_overrides(make_small_config(), {"model.path": large_folder})
     assert find_compiled_obstacle([config], {}) == ""
     path.write_text(json.dumps(sizes | change), encoding="utf-8")
-    assert find_compiled_obstacle([config], {}).startswith("it runs Qwen2 models only, without scaled positions")
+    assert find_compiled_obstacle([config], {}).startswith("it runs Qwen2 models without scaled positions only")
 
 
 def test_a_study_is_continued_with_the_code_with_which_it_began(
