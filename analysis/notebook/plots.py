@@ -1,5 +1,7 @@
 """Charts of a study for a notebook, which shows what a function returns."""
 
+from typing import Any
+
 import altair as alt
 import pandas as pd
 
@@ -14,6 +16,17 @@ from analysis.sweep.collapse import compute_survival
 
 _WIDTH = 640
 """Width of a chart in pixels: a notebook has no page whose width it could take."""
+
+
+class OfflineChart(alt.LayerChart):
+    """A chart that a notebook shows without network: its 0.9 MB hold the library that draws it, too.
+
+    The default of altair loads the library from a CDN, which the nodes of many clusters cannot reach.
+    """
+
+    def _repr_mimebundle_(self, *arguments: Any, **options: Any) -> Any:
+        with alt.renderers.enable("html", template="inline"):
+            return super()._repr_mimebundle_(*arguments, **options)
 
 
 class StudyPlots:
@@ -31,7 +44,7 @@ class StudyPlots:
     def __init__(self, frames: StudyFrames) -> None:
         self._frames = frames
 
-    def dose_response(self) -> alt.LayerChart:
+    def dose_response(self) -> OfflineChart:
         """Success at the end of training against the axis, with intervals. ValueError if the arms form a grid."""
         view = self._make_view()
         if view.results.grid:
@@ -41,7 +54,7 @@ class StudyPlots:
         runs = tables.make_run_outcomes(view.frames)
         return self._finish(charts.chart_dose_response(view.dose_response, runs, view.arm_colors, view.axis_name))
 
-    def curves(self, column: str = "val_success") -> alt.LayerChart:
+    def curves(self, column: str = "val_success") -> OfflineChart:
         """A column of `steps` over training: one line per run, and the mean of each arm.
 
         ValueError if there is no such column, or if it has too many rows for a chart.
@@ -53,7 +66,7 @@ class StudyPlots:
         means = series.compute_mean_curves(table, carry_forward=curve is not None and curve.carry_forward)
         return self._finish(charts.chart_curves(table, means, view.arm_colors, curve.label if curve else column))
 
-    def survival(self) -> alt.LayerChart:
+    def survival(self) -> OfflineChart:
         """Fraction of the runs of each arm that have not collapsed, by step."""
         view = self._make_view()
         return self._finish(charts.chart_survival(_check_size(compute_survival(view.frames)), view.arm_colors))
@@ -66,8 +79,8 @@ class StudyPlots:
             raise ValueError("This study has no run yet, so there is nothing to draw.")
         return AxisView(SweepResults(name_arms(frames)))
 
-    def _finish(self, chart: alt.LayerChart) -> alt.LayerChart:
-        return chart.properties(width=_WIDTH)
+    def _finish(self, chart: alt.LayerChart) -> OfflineChart:
+        return OfflineChart.from_dict(chart.properties(width=_WIDTH).to_dict())
 
 
 def _check_size(table: pd.DataFrame) -> pd.DataFrame:

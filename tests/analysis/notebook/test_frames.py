@@ -1,5 +1,6 @@
 """Tests of what a notebook asks of a study: charts and single runs."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,17 @@ def test_charts_name_the_arms_by_their_setting(frames: NotebookFrames) -> None:
         arms = {row["arm"] for rows in content["datasets"].values() for row in rows if "arm" in row}
         assert arms == {"KL 0", "KL 0.1", "nofilter"}
         assert content["width"] == 640
+
+
+@pytest.mark.long
+def test_a_notebook_shows_charts_without_network(frames: NotebookFrames) -> None:
+    shown = frames.plot.survival()._repr_mimebundle_()
+    assert list(shown) == ["text/html"]
+    addresses = set(
+        re.findall(r"""(?:src|href)\s*=\s*["'](https?://[^"']+)|(https?://cdn[^"']+)""", shown["text/html"])
+    )
+    assert addresses == set()
+    assert "KL 0.1" in shown["text/html"]
 
 
 def test_what_has_no_chart_is_refused(frames: NotebookFrames, monkeypatch: pytest.MonkeyPatch) -> None:
