@@ -1,5 +1,6 @@
 """Remarks of a plan: settings that are allowed, but with which a run has nothing to learn, or cannot learn it."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -65,6 +66,12 @@ PPO_REMARKS: tuple[Remark, ...] = (
         "rollout.response_length={c.rollout.response_length} is too short for a valid reply, which has at least "
         f"{SHORTEST_REPLY}"
         " tokens: every turn is invalid, so all scores are equal",
+    ),
+    Remark(
+        lambda c: c.env.max_turn * c.rollout.response_length >= (c.rollout.max_model_len or math.inf),
+        "rollout.max_model_len={c.rollout.max_model_len} has no room for the env.max_turn={c.env.max_turn} replies of "
+        "rollout.response_length={c.rollout.response_length} tokens that an episode may have: one whose next reply may "
+        "not fit ends as `out of context`",
     ),
     Remark(
         lambda c: c.algorithm.estimator.compares_group and c.env.group_size == 1,

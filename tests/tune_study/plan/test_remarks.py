@@ -37,6 +37,10 @@ PPO_CASES: tuple[tuple[str, str], ...] = (
     ("rollout.temperature=100", "rollout.temperature=99"),
     ("rollout.temperature=0.01", "rollout.temperature=0.011"),
     ("rollout.response_length=2", "rollout.response_length=3"),
+    (
+        "env.max_turn=5 rollout.response_length=24 rollout.max_model_len=120",
+        "env.max_turn=5 rollout.response_length=24 rollout.max_model_len=121",
+    ),
     ("algorithm.adv_estimator=grpo env.group_size=1", "algorithm.adv_estimator=gae env.group_size=1"),
     (
         "env.group_size=1 filter.rollout_filter_include_zero=False",
