@@ -137,7 +137,7 @@ def print_plan(
         ]
         for spec in plan.runs
     ]
-    print_table(console, ("run", "arm", "seed", "steps", "log", "checkpoints"), rows)
+    print_table(console, ("run", "arm", "seed", "steps", "log", "checkpoints"), rows, ("checkpoints", "log", "run"))
 
 
 def _describe_search(plan: StudyPlan) -> list[str]:
@@ -367,7 +367,7 @@ def print_status(console: Console, folder: Path, location: str, study: dict[str,
     state = "running" if is_running else "finished" if is_finished else "unfinished"
     runs_text = ", ".join(f"{count} {status}" for status, count in counts.items())
     print_line(console, f"{study['name']} ({study['preset']}): {state}; runs: {runs_text}")
-    print_table(console, ("arm", "seed", "status", "step", metric, "reason", "run"), rows)
+    print_table(console, ("arm", "seed", "status", "step", metric, "reason", "run"), rows, ("run", "reason"))
     for sentence in format_signal_problems(problems):
         print_line(console, sentence)
     print_missing_checkpoints(console, folder, study)

@@ -11,12 +11,16 @@ from typing import IO, TextIO
 
 from rich import box
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
+from rich.padding import Padding
 from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
 from trainable.files.control_characters import LINE_CHARACTERS, escape_controls
 from trainable.files.json_values import DamageWarning
+
+_LEGIBLE_WIDTH = 24
+"""Characters per line below which prose in a cell is hard to read."""
 
 
 class EscapedRenderable:
@@ -75,26 +79,55 @@ def _escape(text: str) -> str:
     return escape_controls(text, allowed=LINE_CHARACTERS)
 
 
-def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table. A terminal gets a table that fits its width: cells are wrapped, and none is cut.
+def print_table(
+    console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str] = ()
+) -> None:
+    """Print a table. A terminal gets one that fits its width: cells are wrapped, and none is cut.
 
-    Elsewhere each row is one line with columns two spaces apart, in which nothing is cut, so that it can be searched.
+    Where the columns do not fit, those of `optional` are left out, one after the other, and a line names them. If that
+    does not help, each row becomes a short list. Outside of a terminal each row is one line with columns two spaces
+    apart, in which nothing is left out or cut, so that it can be searched.
     """
     # Before the widths are measured. A line break in a name would look like another row.
     columns, *rows = [[escape_controls(cell) for cell in row] for row in [columns, *rows]]
-    if console.is_terminal:
+    if not console.is_terminal:
+        widths = _measure_columns([columns, *rows])
+        for row in [columns, *rows]:
+            print_line(console, "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        return
+    columns, *rows = [[_escape_unencodable(console, cell) for cell in row] for row in [columns, *rows]]
+    hidden: list[str] = []
+    for name in optional:
+        if _fits(console, [columns, *rows]):
+            break
+        hidden.append(name)
+        place = columns.index(name)
+        columns, *rows = [[*row[:place], *row[place + 1 :]] for row in [columns, *rows]]
+    if _fits(console, [columns, *rows]):
         # Names are in the first column, and a cut name cannot be copied: only the other columns may be wrapped.
-        first_column, *other_columns = columns
-        table = Table(Column(first_column, no_wrap=True), box=box.SIMPLE_HEAD)
-        for name in other_columns:
+        table = Table(Column(columns[0], no_wrap=True), box=box.SIMPLE_HEAD)
+        for name in columns[1:]:
             table.add_column(name, overflow="fold")
         for row in rows:
-            table.add_row(*(Text(_escape_unencodable(console, cell)) for cell in row))
+            table.add_row(*map(Text, row))
         console.print(table)
-        return
-    widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
-    for row in [columns, *rows]:
-        print_line(console, "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    else:
+        for row in rows:
+            pairs = [f"{name}: {cell}" for name, cell in zip(columns[1:], row[1:], strict=True) if cell]
+            console.print(Text(row[0], overflow="fold"), Padding(Text("; ".join(pairs), overflow="fold"), (0, 0, 0, 4)))
+    if hidden:
+        print_line(console, f"Left out at this width: {', '.join(hidden)}. `| cat` shows all columns.")
+
+
+def _measure_columns(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+
+
+def _fits(console: Console, rows: Sequence[Sequence[str]]) -> bool:
+    """Whether a terminal is wide enough for a table: for the first column, and for legible widths of the others."""
+    first, *others = _measure_columns(rows)
+    padding = 3 * (1 + len(others))  # of box.SIMPLE_HEAD: two spaces and a separator per column
+    return first + sum(min(width, _LEGIBLE_WIDTH) for width in others) + padding <= console.width
 
 
 def print_line(console: Console, line: str) -> None:

@@ -6,16 +6,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from search_spaces import STUDIES
 from trainable.files.json_values import DamageWarning
+from tune_study.commands.describe import make_settings_rows, print_settings
 from tune_study.host.console import make_console, print_error, print_line, print_table, show_warnings
 
 COLUMNS = ("setting", "value", "meaning")
 ROWS = [["filter.rollout_filter_include_zero", "True", "False: drop groups with score 0 " * 4], ["actor.lr", "1", "x"]]
 
 
-def print_to_text(width: int, is_terminal: bool) -> str:
+def print_to_text(width: int, is_terminal: bool, optional: tuple[str, ...] = ()) -> str:
     screen = io.StringIO()
-    print_table(Console(file=screen, force_terminal=is_terminal, color_system=None, width=width), COLUMNS, ROWS)
+    console = Console(file=screen, force_terminal=is_terminal, color_system=None, width=width)
+    print_table(console, COLUMNS, ROWS, optional)
     return screen.getvalue()
 
 
@@ -25,6 +28,36 @@ def test_a_terminal_wraps_cells_and_cuts_none() -> None:
     assert "filter.rollout_filter_include_zero" in text
     assert "…" not in text
     assert text.split().count("score") == 4
+
+
+def test_a_narrow_terminal_leaves_out_what_matters_least() -> None:
+    assert "Left out" not in print_to_text(80, is_terminal=True, optional=("meaning",))
+    text = print_to_text(60, is_terminal=True, optional=("meaning", "value"))
+    assert text.endswith("Left out at this width: meaning. `| cat` shows all columns.\n")
+    assert "True" in text
+    assert "score" not in text
+    assert "meaning" in print_to_text(60, is_terminal=False, optional=("meaning",))
+
+
+def test_a_table_that_fits_in_no_way_becomes_a_list() -> None:
+    text = print_to_text(50, is_terminal=True)
+    assert text.split("\n")[0] == "filter.rollout_filter_include_zero"
+    assert "    value: 1; meaning: x" in text
+    assert text.split().count("score") == 4
+    assert max(map(len, text.splitlines())) <= 50
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_settings_are_legible_in_every_terminal(width: int) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, color_system=None, width=width)
+    print_settings(console, STUDIES["kl"])
+    *lines, last = screen.getvalue().splitlines()
+    names = {row.name for row in make_settings_rows(STUDIES["kl"]) if row.is_common}
+    assert names <= set(lines)
+    assert max(map(len, lines)) <= width
+    assert len(lines) <= 5 * len(names)  # 565 and 2293 lines, before there were lists
+    assert "more settings are rarely changed" in last
 
 
 def test_a_pipe_gets_one_line_per_row() -> None:
