@@ -298,6 +298,7 @@ def list_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
     return [
         *_list_seed_caveats(frames, summary),
         *describe_looks(frames.studies[0]),
+        *_describe_longer_runs(frames.studies[0]),
         *_describe_changed_declaration(frames.studies[0]),
         *_list_level_caveats(frames),
         *_list_scoring_caveats(frames, summary),
@@ -319,6 +320,18 @@ def _describe_changed_declaration(study: Mapping[str, Any]) -> list[str]:
         f"The file that declares this study was changed {'once' if count == 1 else f'{count} times'} after the study "
         "had started; all texts are at the end of this page. Baseline, contrasts and margins are those of the first "
         "text."
+    ]
+
+
+def _describe_longer_runs(study: Mapping[str, Any]) -> list[str]:
+    """That the runs were made longer when they had ended, if they were."""
+    earlier_steps, steps = study.get("earlier_steps") or [], find_steps_total(study.get("settings"))
+    if not earlier_steps or steps is None:
+        return []
+    return [
+        f"The runs were planned with {' and then '.join(f'{number:,}' for number in earlier_steps)} training steps and "
+        f"made longer, to {steps:,}, when results could be seen. Verdicts are about step {steps:,}, and do not count "
+        "that they had a first chance before."
     ]
 
 

@@ -218,3 +218,36 @@ def test_garbage_is_collected_after_the_imports(tmp_path: Path, family: str) -> 
         trial.begin()
     assert gc.isenabled()
     trial.cleanup()
+
+
+# ---------------------------------------------------------------------------- longer
+
+
+LAST_EVALUATIONS = ("val_greedy_success", "test_success", "test_greedy_success")
+
+
+@pytest.mark.parametrize("save_freq", [-1, 2])
+def test_a_run_that_is_made_longer_has_the_rows_of_one_that_was_planned_so(
+    tmp_path: Path, uninterrupted_run: UninterruptedRun, save_freq: int
+) -> None:
+    short = start_trial(tmp_path, trainer__total_training_steps=2, trainer__save_freq=save_freq)
+    short.step()
+    assert short.step()["done"]
+    longer = start_trial(tmp_path, trainer__save_freq=save_freq)  # 3 steps
+    assert longer.step()["done"]
+    rows, straight_rows = get_rows(longer), read_run_files(uninterrupted_run[0])[0]
+    # The evaluations of the first end, and the levels that were known to be trained on, are what differs.
+    assert {*rows[1]} - {*straight_rows[1]} == {*LAST_EVALUATIONS}
+    left_out = {*LAST_EVALUATIONS, "base_val_success_unseen", "val_success_unseen", "ends"}
+    for row, straight_row in zip(rows[:2], straight_rows[:2], strict=True):
+        one, other = (drop_times(either) for either in (row, straight_row))
+        assert {name: one[name] for name in one.keys() - left_out} == {
+            name: other[name] for name in other.keys() - left_out
+        }
+    assert drop_times(rows[2]) == drop_times(straight_rows[2])
+
+
+def test_another_setting_than_the_number_of_steps_makes_another_run(tmp_path: Path) -> None:
+    start_trial(tmp_path, trainer__total_training_steps=1).step()
+    changed = start_trial(tmp_path, trainer__total_training_steps=2, actor__lr=1e-2)
+    assert changed.step()["step"] == 1  # it begins again

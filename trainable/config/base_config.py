@@ -126,6 +126,15 @@ class BaseRunConfig(Section):
             if re.fullmatch(condition.settings, name)
         }
 
+    def is_same_run(self, other: "BaseRunConfig") -> bool:
+        """Whether both configure one run: they differ at most in its number of steps and in its placement.
+
+        A row depends on no step after it, so a run that was made longer goes on from the states of the shorter one.
+        """
+        one, another = self.dump_for_hash(), other.dump_for_hash()
+        one["trainer"]["total_training_steps"] = another["trainer"]["total_training_steps"]
+        return self.seed == other.seed and one == another
+
     def dump_for_hash(self) -> dict[str, Any]:
         """Every setting that can change a result, without the seed."""
         dumped_settings = self.model_dump(mode="json", exclude={"seed"})

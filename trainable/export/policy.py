@@ -42,8 +42,7 @@ def load_trained_policy(config: RunConfig, checkpoint: Path) -> Policy:
     another one than that of the checkpoint.
     """
     tensors, values = read_checkpoint(checkpoint)
-    saved_config = RunConfig.model_validate(values.get("settings"))
-    if (saved_config.compute_hash(), saved_config.seed) != (config.compute_hash(), config.seed):
+    if not RunConfig.model_validate(values.get("settings")).is_same_run(config):
         raise ValueError(f"{checkpoint} was written by another run.")
     policy = load_policy(config.model.path, torch.device("cpu"), format_name=config.model.chat_format)
     if config.model.lora_rank:

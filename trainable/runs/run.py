@@ -229,7 +229,7 @@ class Run:
     def _validate_checkpoint(self, step: int, values: Mapping[str, Any]) -> None:
         """ValueError unless this run wrote the checkpoint, and all lines up to it are on disk as they were written."""
         saved_settings = type(self.settings).model_validate(values.get("settings"))
-        if saved_settings.compute_hash() != self.settings.compute_hash() or saved_settings.seed != self.seed:
+        if not saved_settings.is_same_run(self.settings):
             raise ValueError("it was written with other settings or another seed.")
         # A folder that someone renamed would make the run repeat or skip steps without a message.
         if values.get("step") != step:

@@ -101,11 +101,7 @@ def _restore_trainer(target: RunCheckpoint, settings: ProbeSettings) -> PPOTrain
         )
     try:
         tensors, values = read_checkpoint(target.path)
-        saved_config = RunConfig.model_validate(values.get("settings"))
-        if (saved_config.compute_hash(), saved_config.seed) != (
-            target.spec.ppo_config.compute_hash(),
-            target.spec.ppo_config.seed,
-        ):
+        if not RunConfig.model_validate(values.get("settings")).is_same_run(target.spec.ppo_config):
             raise CheckpointError(f"{target.path} was written by another run than {target.spec.run_id}.")
         # Built with the probe's settings, but only after the checkpoint was checked against the run's.
         trainer = PPOTrainer(config, diagnostics=DIAGNOSTICS)

@@ -96,6 +96,7 @@ def make_study_entry(plan: StudyPlan) -> dict[str, Any]:
         "seeds": list(plan.seeds),
         "extra_seeds": _list_extra_seeds(plan),
         "max_seeds": plan.max_seeds,
+        "earlier_steps": list(plan.earlier_steps),
         "runs": [make_run_entry(spec) for spec in plan.runs],
         "settings": plan.base_config.model_dump(mode="json"),
         "defaults": type(plan.base_config).model_validate({}).model_dump(mode="json"),
@@ -218,8 +219,8 @@ def _find_search(entry: Mapping[str, Any]) -> Search | None:
 def record_look(plan: StudyPlan, statuses: Iterable[RunStatus]) -> None:
     """Add a look at the results to study.json, before the report is written: its time, and what there is to see.
 
-    runs: number of runs that have ended. seeds: the most seeds of an arm with which runs have ended. It is no look if
-    no run has ended since the previous one.
+    runs: number of runs that have ended. seeds: the most seeds of an arm with which runs have ended. steps: of the
+    study. It is no look if no run has ended since the previous one.
     """
     ended = {status.run_id for status in statuses if status.status in ENDED_STATUSES}
     by_arm = Counter(spec.arm for spec in plan.runs if spec.run_id in ended)
@@ -229,10 +230,11 @@ def record_look(plan: StudyPlan, statuses: Iterable[RunStatus]) -> None:
     content = find_object(path)
     if not ended or content is None:  # a damaged study.json is written again by the next start
         return
-    looks = content.get("looks", [])
-    if looks and looks[-1]["runs"] == len(ended):
+    looks, steps = content.get("looks", []), plan.base_config.trainer.total_training_steps
+    if looks and (looks[-1]["runs"], looks[-1].get("steps", steps)) == (len(ended), steps):
         return
-    write_object(path, {**content, "looks": [*looks, {"at": make_timestamp(), "runs": len(ended), "seeds": num_seeds}]})
+    look = {"at": make_timestamp(), "runs": len(ended), "seeds": num_seeds, "steps": steps}
+    write_object(path, {**content, "looks": [*looks, look]})
 
 
 def find_changed_code(previous_start: dict[str, Any], current_start: dict[str, Any]) -> list[str]:

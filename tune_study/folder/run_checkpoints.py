@@ -168,12 +168,11 @@ def _find_checkpoint_run(plan: StudyPlan, checkpoint_dir: Path) -> RunSpec:
         config = RunConfig.model_validate(read_values(checkpoint_dir).get("settings"))
     except (CheckpointError, ValueError) as error:
         raise PlanError(f"{checkpoint_dir} does not say which run wrote it ({error}): type --trial as well.") from None
-    # The hash leaves out the seed, and settings that change no row.
-    run_identity = (config.compute_hash(), config.seed)
-    for spec in plan.runs:
-        if (spec.config.compute_hash(), spec.config.seed) == run_identity:
-            return spec
-    raise PlanError(f"{checkpoint_dir} was written by no run of {plan.folder}: type the folder of its own study.")
+    specs = [spec for spec in plan.runs if spec.config.is_same_run(config)]
+    if not specs:
+        raise PlanError(f"{checkpoint_dir} was written by no run of {plan.folder}: type the folder of its own study.")
+    # Arms may differ in nothing but their number of steps.
+    return next((spec for spec in specs if spec.steps == config.trainer.total_training_steps), specs[0])
 
 
 def _find_run(plan: StudyPlan, trial: str | None) -> RunSpec:

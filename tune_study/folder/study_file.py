@@ -122,6 +122,7 @@ class _Look(_Section):
     at: Text
     runs: int = Field(ge=0, le=2**31)
     seeds: int = Field(ge=0, le=2**31)
+    steps: int | None = Field(default=None, ge=1, le=2**31)
 
 
 class _ConfirmedStudy(_Section):
@@ -159,6 +160,7 @@ class _StudyFile(_Section):
     seeds: list[int] = Field(max_length=MAX_RUNS)
     extra_seeds: dict[Text, list[int]] = {}
     max_seeds: int | None = Field(default=None, ge=1, le=MAX_SEEDS)
+    earlier_steps: list[Annotated[int, Field(ge=1, le=2**31)]] = Field(default=[], max_length=1000)
     runs: list[_RunEntry] = Field(max_length=MAX_RUNS)
     settings: _SettingsEntry
     defaults: dict[Text, Any] = {}
@@ -319,6 +321,7 @@ def plan_from_folder(
             confirms=confirms,
             search=search,
             points=points,
+            earlier_steps=tuple(content.get("earlier_steps") or ()),
         )
         if {spec.run_id for spec in plan.runs} != {entry["run_id"] for entry in content["runs"]}:
             raise PlanError("its list of runs does not match its values and seeds.")
@@ -393,11 +396,16 @@ def merge_with_folder(plan: StudyPlan, extend: bool, allowed: frozenset[str] = N
     check_storage_usable(existing, content)
     if plan.search is not None and existing.search is not None:
         plan = _continue_search(plan, existing)
-    changes = find_differences(existing, plan)
+    old_steps, steps = (version.base_config.trainer.total_training_steps for version in (existing, plan))
+    # The rungs of a search, and the points after the first ones, follow from the steps.
+    is_longer = old_steps < steps and plan.search is None
+    changes = find_differences(existing, plan, may_be_longer=extend and is_longer)
     if changes:
+        advice = "Type the same settings to continue it, or another --output to start a new study."
+        if is_longer and not extend and not find_differences(existing, plan, may_be_longer=True):
+            advice = f"Add --extend to train its runs up to step {steps}, or another --output to start a new study."
         raise PlanError(
-            f"{plan.folder} contains this study with other settings:\n  " + "\n  ".join(changes) + "\n"
-            "Type the same settings to continue it, or another --output to start a new study."
+            f"{plan.folder} contains this study with other settings:\n  " + "\n  ".join(changes) + f"\n{advice}"
         )
     # Values are compared by the settings of their arms: 0.10 continues an arm that was started as 0.1.
     existing_values = {
@@ -423,6 +431,7 @@ def merge_with_folder(plan: StudyPlan, extend: bool, allowed: frozenset[str] = N
         storage=plan.storage or existing.storage,
         max_seeds=plan.max_seeds or existing.max_seeds,
         confirms=existing.confirms,
+        earlier_steps=(*existing.earlier_steps, old_steps) if is_longer else existing.earlier_steps,
     )
 
 
@@ -480,22 +489,25 @@ def find_study_uri(
     return join_uri(storage, content["run"]), ""
 
 
-def find_differences(existing: StudyPlan, plan: StudyPlan) -> list[str]:
-    """`name: old -> new` for every difference between two plans that can change a row."""
+def find_differences(existing: StudyPlan, plan: StudyPlan, *, may_be_longer: bool = False) -> list[str]:
+    """`name: old -> new` for every difference between two plans that can change a row.
+
+    may_be_longer: whether another number of steps is no difference.
+    """
     changes = [
         f"{name}: {old} -> {new}"
         for name, old, new in (("stop_rules", ", ".join(existing.study.stop_rules), ", ".join(plan.study.stop_rules)),)
         if old != new
     ]
-    changes += _find_changed_settings(existing.base_config, plan.base_config)
+    changes += _find_changed_settings(existing.base_config, plan.base_config, may_be_longer)
     # Even with equal base settings the arms may differ, if the axis is declared otherwise by now.
-    return changes or _find_changed_arms(plan)
+    return changes or _find_changed_arms(plan, may_be_longer)
 
 
-def _find_changed_settings(old: BaseRunConfig, new: BaseRunConfig) -> list[str]:
+def _find_changed_settings(old: BaseRunConfig, new: BaseRunConfig, may_be_longer: bool) -> list[str]:
     """`name: old -> new` for the settings that differ; empty if none of them can change a row."""
     # The hash leaves out settings that change no row, such as those of resources.
-    if old.compute_hash() == new.compute_hash():
+    if old.compute_hash() == new.compute_hash() or (may_be_longer and old.is_same_run(new)):
         return []
     old_settings, new_settings = (flatten_settings(config.model_dump(mode="json")) for config in (old, new))
     return [
@@ -505,7 +517,7 @@ def _find_changed_settings(old: BaseRunConfig, new: BaseRunConfig) -> list[str]:
     ]
 
 
-def _find_changed_arms(plan: StudyPlan) -> list[str]:
+def _find_changed_arms(plan: StudyPlan, may_be_longer: bool = False) -> list[str]:
     """`run name: old -> new` for the settings to which the study's current declaration gives another value."""
     all_changes = []
     for spec in plan.runs:
@@ -516,7 +528,7 @@ def _find_changed_arms(plan: StudyPlan) -> list[str]:
                 old_config = type(spec.config).model_validate(run_entry.get("config"))
             except ValidationError as error:
                 raise PlanError(f"{path} cannot be read by this version: {format_validation_error(error)}") from None
-            changes = _find_changed_settings(old_config, spec.config)
+            changes = _find_changed_settings(old_config, spec.config, may_be_longer)
             all_changes += [f"{spec.run_id} {change}" for change in changes]
     return all_changes
 

@@ -251,7 +251,26 @@ def find_remarks(plan: StudyPlan) -> tuple[str, ...]:
         if arms:
             where = "" if len(arms) == len(configs) else f" (in {len(arms)} of {len(configs)} arms, such as {arms[0]})"
             lines.append(f"Remark: {remark.sentence.format(c=configs[arms[0]])}{where}.")
-    return (*lines, *_describe_unread_settings(plan), *_describe_equal_arms(plan))
+    return (*lines, *_describe_longer_runs(plan), *_describe_unread_settings(plan), *_describe_equal_arms(plan))
+
+
+def _describe_longer_runs(plan: StudyPlan) -> Iterator[str]:
+    """What of the rows of a study that was made longer is not what it would be in one of this length."""
+    if not plan.earlier_steps:
+        return
+    steps, trainer = plan.earlier_steps[-1], plan.base_config.trainer
+    clauses = []
+    if trainer.test_freq > 0 and steps % trainer.test_freq:
+        clauses.append(f"step {steps} has a validation, although trainer.test_freq={trainer.test_freq}")
+    if plan.study.family.is_fine_tuning:
+        clauses.append(f"step {steps} has the greedy validation and the test levels that end a run")
+        clauses.append("val_success_unseen leaves out the training levels of the steps that were planned then")
+    exceptions = f", with these exceptions: {'; '.join(clauses)}" if clauses else ""
+    yield (
+        f"Remark: the runs are trained from step {steps} on. Their rows are those of runs that were planned with "
+        f"{trainer.total_training_steps} steps{exceptions}. A run without a state of its last step "
+        "(trainer.keep_last=false, or after `clean`) goes back to its newest one, or begins again."
+    )
 
 
 def _describe_unread_settings(plan: StudyPlan) -> Iterator[str]:

@@ -95,6 +95,7 @@ class StudyPlan:
         search: what the search looks for that adds the arms; None for a study whose arms are chosen beforehand.
         points: the settings of each arm of a search or of its confirmation; empty for another study.
         wandb: where this start of the study logs to W&B.
+        earlier_steps: the numbers of steps that the runs had before the study was made longer, ascending.
     """
 
     study: Study
@@ -114,6 +115,7 @@ class StudyPlan:
     search: Search | None = None
     points: Mapping[str, Settings] = field(default_factory=dict)
     wandb: WandbTarget = NO_WANDB
+    earlier_steps: tuple[int, ...] = ()
 
     @property
     def has_next_round(self) -> bool:

@@ -223,7 +223,7 @@ def test_an_output_that_cannot_be_written_is_refused(work_dir: Path, output: str
     ("options", "message"),
     [
         ("--steps 4 --kl-values 0,0.1", "trainer.total_training_steps: 3 -> 4"),
-        ("--steps 4 --kl-values 0,0.1 --extend", "trainer.total_training_steps: 3 -> 4"),
+        ("--steps 2 --kl-values 0,0.1 --extend", "trainer.total_training_steps: 3 -> 2"),
         ("--steps 3 --kl-values 0,0.1 --set gamma=0.9", "algorithm.gamma: 1.0 -> 0.9"),
         ("--steps 3 --kl-values 0,0.2", "--kl-values: 0,0.1 -> 0,0.2"),
         ("--steps 3 --kl-values 0,0.1 --seeds 2", "--seeds: 1 -> 2"),

@@ -1,4 +1,4 @@
-"""Tests of studies with further seeds of single arms: what study.json keeps, looks, and which arms get more seeds."""
+"""Tests of studies with further seeds of single arms, or further steps: what study.json keeps, and looks."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,8 +13,9 @@ from tests.fakes.sandbox_folders import FakeStudy, make_seed_runs, write_sandbox
 from trainable.files.json_values import read_object, write_object
 from tune_study.folder.outputs import record_look, write_study
 from tune_study.folder.statuses import RunStatus
-from tune_study.folder.study_file import merge_with_folder, plan_from_folder
+from tune_study.folder.study_file import check_unchanged, merge_with_folder, plan_from_folder
 from tune_study.plan.errors import PlanError
+from tune_study.plan.remarks import find_remarks
 from tune_study.plan.study_plan import StudyPlan, add_seeds, make_plan, set_max_seeds
 from tune_study.tune.looks import plan_next_look
 
@@ -175,3 +176,54 @@ def test_looking_ends_with_the_last_verdict_or_the_last_seed(tmp_path: Path) -> 
     assert plan_next_look(plan, 2) == (None, "No compared arm is open: no seed is added.")
     plan = write_results(tmp_path / "open", {"DG": APART, "TPO": UNCLEAR}, 8)
     assert plan_next_look(plan, 2) == (None, "Open: TPO, after 8 seeds per arm, the maximum (--max-seeds).")
+
+
+def make_long_plan(folder: Path, steps: int, **settings: object) -> StudyPlan:
+    overrides = {name.replace("__", "."): value for name, value in settings.items()}
+    overrides["trainer.total_training_steps"] = steps
+    return make_plan(STUDIES["kl"], "laptop", "a test", overrides, ("0", "0.1"), 1, folder)
+
+
+def test_a_study_is_made_longer_if_that_is_typed(tmp_path: Path) -> None:
+    write_study(make_long_plan(tmp_path, 4))
+    with pytest.raises(PlanError, match=r"total_training_steps: 4 -> 8\nAdd --extend to train its runs up to step 8"):
+        merge_with_folder(make_long_plan(tmp_path, 8), extend=False)
+    plan = merge_with_folder(make_long_plan(tmp_path, 8), extend=True)
+    assert (plan.earlier_steps, {spec.steps for spec in plan.runs}) == ((4,), {8})
+    (remark,) = (remark for remark in find_remarks(plan) if "trained from step 4 on" in remark)
+    assert "step 4 has a validation, although trainer.test_freq=5" in remark
+    write_study(plan)
+    assert plan_from_folder(plan.folder).earlier_steps == (4,)
+    check_unchanged(plan_from_folder(plan.folder))
+    # The same command again continues, and a further one adds steps once more.
+    assert merge_with_folder(make_long_plan(tmp_path, 8), extend=True).earlier_steps == (4,)
+    assert merge_with_folder(make_long_plan(tmp_path, 9), extend=True).earlier_steps == (4, 8)
+
+
+def test_nothing_but_the_steps_may_differ_and_none_is_taken_back(tmp_path: Path) -> None:
+    write_study(make_long_plan(tmp_path, 4))
+    with pytest.raises(PlanError, match=r"actor\.lr: 0\.0003 -> 0\.001\nType the same settings"):
+        merge_with_folder(make_long_plan(tmp_path, 8, actor__lr=1e-3), extend=True)
+    with pytest.raises(PlanError, match=r"total_training_steps: 4 -> 3\nType the same settings"):
+        merge_with_folder(make_long_plan(tmp_path, 3), extend=True)
+
+
+def test_a_start_that_died_between_its_files_is_continued_by_the_same_command(tmp_path: Path) -> None:
+    write_study(make_long_plan(tmp_path, 4))
+    study = (path := make_long_plan(tmp_path, 4).folder / "study.json").read_bytes()
+    write_study(merge_with_folder(make_long_plan(tmp_path, 8), extend=True))
+    path.write_bytes(study)  # every run.json is of the longer study
+    assert merge_with_folder(make_long_plan(tmp_path, 8), extend=True).earlier_steps == (4,)
+
+
+def test_to_look_at_a_longer_study_is_another_look(tmp_path: Path) -> None:
+    plan = make_long_plan(tmp_path, 4)
+    write_study(plan)
+    completed = [RunStatus(spec.run_id, "completed") for spec in plan.runs]
+    record_look(plan, completed)
+    record_look(plan, completed)
+    plan = merge_with_folder(make_long_plan(tmp_path, 8), extend=True)
+    write_study(plan)
+    record_look(plan, completed)
+    looks = read_object(plan.folder / "study.json")["looks"]
+    assert [(look["runs"], look["seeds"], look["steps"]) for look in looks] == [(2, 1, 4), (2, 1, 8)]

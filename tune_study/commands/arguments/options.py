@@ -325,7 +325,7 @@ Source = Annotated[
 Output = Annotated[
     Path, Option("--output", "-o", metavar="DIR", help="Parent folder of results/, logs/ and model_saving/.")
 ]
-Extend = Annotated[bool, Option("--extend", help="Add new values or seeds to an existing study.")]
+Extend = Annotated[bool, Option("--extend", help="Add new values or seeds to an existing study, or steps to its runs.")]
 MaxConcurrent = Annotated[
     int | None, Option("--max-concurrent", "--max_concurrent", metavar="N", help="Maximum number of concurrent runs.")
 ]

@@ -142,6 +142,18 @@ def test_a_resumed_trial_writes_the_rows_of_an_uninterrupted_one(
     )
 
 
+def test_a_trial_that_is_made_longer_writes_the_rows_of_a_longer_one(
+    tmp_path: Path, start_trial: StartTrial, uninterrupted: tuple[Path, list[Report]]
+) -> None:
+    run_to_end(start_trial(tmp_path, trainer__total_training_steps=3))
+    run_to_end(start_trial(tmp_path))  # 7 steps
+    assert read_written_rows(tmp_path) == read_written_rows(uninterrupted[0])
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(read_last_weights(tmp_path), read_last_weights(uninterrupted[0]), strict=True)
+    )
+
+
 def test_checkpoints_are_written_every_so_many_steps_and_only_the_last_is_kept(
     tmp_path: Path, start_trial: StartTrial, uninterrupted: tuple[Path, list[Report]]
 ) -> None:
