@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch
 
+from trainable.files.step_phase import STEP_PHASE
+
 Phase = Literal[
     "rollout", "values", "reference", "sync_weights", "update_critic", "update_actor", "gradient_analysis", "validation"
 ]
@@ -43,7 +45,8 @@ class PhaseTimer:
 
     @contextmanager
     def measure(self, phase: Phase) -> Iterator[None]:
-        """Add the seconds of the `with` body to `phase`, even if the body raises."""
+        """Add the seconds of the `with` body to `phase`, even if the body raises; `STEP_PHASE` names it meanwhile."""
+        STEP_PHASE.enter(phase.replace("_", " "))
         self._synchronize()
         start = time.perf_counter()
         try:

@@ -26,6 +26,7 @@ from trainable.config.seeds import PURPOSES, make_rng
 from trainable.envs.environment import Level
 from trainable.envs.games.make import make_level_source
 from trainable.envs.level_sets import make_run_levels
+from trainable.files.step_phase import STEP_PHASE
 from trainable.models.fingerprint import check_base, check_reference
 from trainable.models.interface import Critic, LanguageModel
 from trainable.models.load import Policy, make_codec, pick_device, prepare_device
@@ -549,6 +550,7 @@ class PPOTrainer:
         Sampled validation is part of the training steps (see `plan_step`), so it is not repeated here.
         """
         clock = Clock()
+        STEP_PHASE.enter("final evaluation")
         greedy_evaluation = self.evaluate("val", "greedy")
         test_evaluations = [self.evaluate("test", mode) for mode in ("sampled", "greedy")] if self.test_levels else []
         test_success, test_greedy_success = [evaluation.success for evaluation in test_evaluations] or (None, None)

@@ -7,7 +7,7 @@ the passes.
 """
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from trainable.config.choices import POLICY_LOSSES
 from trainable.config.constants import CHUNK_ELEMENTS, TOKENS_PER_PASS
 from trainable.config.own_parts import get_part
 from trainable.config.sections import ActorConfig, CriticConfig, OptimConfig
+from trainable.files.step_phase import STEP_PHASE
 from trainable.models.interface import Critic, LanguageModel, Trunk
 from trainable.rollout.batch import Batch, split_mini_batches
 
@@ -208,30 +209,23 @@ def _run_optimizer_steps(
     """
     # The length of the batch, not of the mini-batch: seq-mean-token-sum-norm divides all mini-batches by one length.
     micro_batch_size, padded_length = settings.ppo_micro_batch_size_per_gpu, batch.tokens.shape[1]
+    mini_batches = [
+        rows
+        for _ in range(settings.ppo_epochs)
+        for rows in ([order] if takes_all else split_mini_batches(order, settings.ppo_mini_batch_size))
+    ]
     with backend.load_for_update():
-        for _ in range(settings.ppo_epochs):
-            for rows in _split_order(order, settings.ppo_mini_batch_size, takes_all):
-                # A list, since the backend must know which pass is the last (see `Backend.backward`).
-                pass_inputs = list(
-                    make_passes(
-                        batch,
-                        get_targets(rows),
-                        rows,
-                        mode,
-                        micro_batch_size,
-                        padded_length,
-                        backend.world,
-                        needs_padding,
-                    )
+        for rows in STEP_PHASE.track(mini_batches, "mini-batch"):
+            # A list, since the backend must know which pass is the last (see `Backend.backward`).
+            pass_inputs = list(
+                make_passes(
+                    batch, get_targets(rows), rows, mode, micro_batch_size, padded_length, backend.world, needs_padding
                 )
-                for number, inputs in enumerate(pass_inputs, 1):
-                    backend.backward(partial(compute_loss, inputs), number == len(pass_inputs))
-                backend.step(meter, norm_column)
+            )
+            for number, inputs in enumerate(pass_inputs, 1):
+                backend.backward(partial(compute_loss, inputs), number == len(pass_inputs))
+            backend.step(meter, norm_column)
     return meter.all_reduce(backend.world)
-
-
-def _split_order(order: Tensor, size: int, takes_all: bool) -> Iterable[Tensor]:
-    return [order] if takes_all else split_mini_batches(order, size)
 
 
 def compute_value_loss(values: Tensor, inputs: PassInputs, cliprange: float, meter: Meter) -> Tensor:
@@ -465,9 +459,8 @@ def compute_at_trained_tokens(
     lengths = batch.lengths.cpu()
     # Every n-th row by length, so that all ranks get rows of similar lengths and about equally much work.
     local_rows = torch.argsort(lengths, stable=True)[world.rank :: world.size]
-    for row_index in split_by_tokens(
-        lengths[local_rows], rows_per_pass * int(lengths.max()), function.trunk.needs_padding
-    ):
+    passes = split_by_tokens(lengths[local_rows], rows_per_pass * int(lengths.max()), function.trunk.needs_padding)
+    for row_index in STEP_PHASE.track(passes, "pass"):
         rows = local_rows[row_index]
         pass_batch = batch.select_rows(rows)
         pass_values = values.new_zeros(pass_batch.mask.shape)

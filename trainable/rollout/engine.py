@@ -22,6 +22,7 @@ from trainable.algo.vocabulary import compute_token_statistics
 from trainable.config.constants import CHUNK_ELEMENTS
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
+from trainable.files.step_phase import STEP_PHASE
 from trainable.models.interface import LanguageModel
 from trainable.models.load import Policy, allow_for_engine, load_policy, make_pass_settings
 from trainable.models.lora import get_base_weights, iter_hub_weights, list_weight_names
@@ -361,7 +362,8 @@ def recompute_logprobs(
     batch = Batch(*(tensor.to(device) for tensor in collate(episodes)))
     logprobs, entropies = torch.zeros_like(batch.logprobs), torch.zeros_like(batch.logprobs)
     lengths = batch.lengths.cpu()
-    for index in split_by_tokens(lengths, micro_batch_size * int(lengths.max()), model.model.needs_padding):
+    passes = split_by_tokens(lengths, micro_batch_size * int(lengths.max()), model.model.needs_padding)
+    for index in STEP_PHASE.track(passes, "log-probs, pass"):
         micro_batch = batch.select_rows(index)
         token_stats = model.lm_head(
             model.model.compute_hidden_states(micro_batch.tokens, micro_batch.find_prediction_positions()),

@@ -8,6 +8,7 @@ import numpy as np
 
 from trainable.envs.environment import Environment, Level, PlayedTurn, RewardFunction, State
 from trainable.envs.prompts import Observation, ParsedReply, PromptTemplate, parse_reply
+from trainable.files.step_phase import STEP_PHASE
 from trainable.models.codec import Codec
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
@@ -96,10 +97,13 @@ def roll_out_episodes(
     turns, num_waiting = conversation.take_turns(), len(states)
     # No new tokens yet: the conversation already has the prompts.
     turns.submit(range(len(states)), [[] for _ in states])
+    turn = 1
     while num_waiting:
+        STEP_PHASE.show_share(f"turn {turn} of {limits.max_turn}, {num_waiting} episodes")
         finished = turns.collect()
         rows, replies = [row for row, _ in finished], [reply for _, reply in finished]
         row_turns = [states[row].transcript.num_turns for row in rows]
+        turn = max(turn, min(max(row_turns) + 2, limits.max_turn))  # the next one of the furthest episode
         _apply_replies(environment, [states[row] for row in rows], replies, codec, limits, luck[rows, row_turns])
         # An observation after the last turn would get no reply.
         live_rows = [row for row in rows if _is_live(states[row], limits)]

@@ -15,6 +15,7 @@ from trainable.envs.repl.process import Context, Query, ReplLimits
 from trainable.envs.repl.questions import Question
 from trainable.envs.repl.session import Outcome, ReplSession, RolloutAnswer, TreeLimits, TurnObservation
 from trainable.envs.repl.texts import Role, format_instructions, format_observation, format_task
+from trainable.files.step_phase import STEP_PHASE
 from trainable.models.codec import Codec
 from trainable.rollout.sampler import Sampler, SamplingParams
 from trainable.rollout.transcript import TokenArrays, Transcript
@@ -275,6 +276,7 @@ class _TreeLoop:
         rows = list(range(len(players)))
         new_tokens: list[list[int]] = [[] for _ in rows]
         while rows:
+            STEP_PHASE.show_share(f"{len(rows)} of {len(players)} conversations go on")
             replies = conversation.sample_replies(rows, new_tokens)
             texts = self.texts.codec.decode([reply.token_ids for reply in replies])
             active = [players[row] for row in rows]

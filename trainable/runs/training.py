@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ import torch
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.own_parts import PartFile, register_file
 from trainable.config.run_config import apply_overrides
+from trainable.files.step_phase import STEP_PHASE, remove_phase, write_phase
 from trainable.runs.checkpoint import CheckpointError
 from trainable.runs.retry import call_with_retry
 from trainable.runs.run import LinesByFile, Row, Run, TrainerState
@@ -253,13 +255,20 @@ class TrainingLoop:
             return self._make_report(last_rows, is_saved=True, is_replayed=True)
         while True:  # a trainer may have no row at a step: update rules have one per evaluation
             started_at = self._read_clock()
-            result = self.trainer.step(self.finish_writing)
-            rows = self._record_rows(self.trainer, result)
+            with STEP_PHASE.reporting(partial(self._write_phase, self.trainer.step_index + 1)):
+                result = self.trainer.step(self.finish_writing)
+                rows = self._record_rows(self.trainer, result)
+            for run in self.runs.values():
+                remove_phase(run.run_dir)
             self._longest_step_seconds = max(self._longest_step_seconds, self._read_clock() - started_at)
             is_saved = self._save_checkpoints(self.trainer, result)
             self.is_over = all(run.is_over for run in self.runs.values())
             if rows or result.failures or self._is_interrupted():
                 return self._make_report(rows, is_saved, is_replayed=False)
+
+    def _write_phase(self, step: int, phase: str) -> None:
+        for run in self.runs.values():
+            write_phase(run.run_dir, step, phase)
 
     def _record_rows(self, trainer: Trainer, result: StepResult) -> dict[str, Row]:
         """Write the rows of a step, including the decisions of stop rules; return them by run id.

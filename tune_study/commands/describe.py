@@ -21,6 +21,7 @@ from trainable.config.sections import ActorConfig
 from trainable.config.setting_types import format_value, is_common
 from trainable.files.json_values import DamagedFileError, DamageWarning, find_object, read_object
 from trainable.files.paths import UnsafePathError
+from trainable.files.step_phase import read_phase
 from trainable.runs.run_ends import ENDED_STATUSES, describe_missing_signal, format_signal_problems
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.stop_rules import parse_finite
@@ -362,7 +363,8 @@ def print_status(console: Console, folder: Path, location: str, study: dict[str,
         metric_value = next(finite_values, None)
         metric_text = "-" if metric_value is None else f"{metric_value:.3f}"
         cells = [entry["arm"], str(entry["seed"]), status.display_text, f"{step}/{total_steps}", metric_text]
-        rows.append([*cells, status.reason, entry["run_id"]])
+        phase = read_phase(run_dir, step + 1) if status.status == "running" else ""
+        rows.append([*cells, f"step {step + 1}: {phase}" if phase else status.reason, entry["run_id"]])
     is_finished = counts.keys() <= set(ENDED_STATUSES)
     state = "running" if is_running else "finished" if is_finished else "unfinished"
     runs_text = ", ".join(f"{count} {status}" for status, count in counts.items())

@@ -127,6 +127,10 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         """Nothing: Tune pickles its callbacks into the results, and everything here is already on disk."""
         return {}
 
+    def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        """Look at what long steps do; Tune calls this several times per second."""
+        self._progress.look_at_phases()
+
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Record that runs start, or start again after their process died."""
         copy_earlier_files(trial, self._plan.folder / trial.config["run_id"])

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from search_spaces.declaration.family import Family
+from trainable.files.step_phase import QUIET_SECONDS, read_phase
 from trainable.runs.run_ends import OPEN_STATUSES, find_signal_problem, format_signal_problems, format_stop_reason
 from trainable.runs.stop_rules import parse_finite
 from tune_study.host.console import EscapedRenderable
@@ -20,6 +21,9 @@ from tune_study.plan.study_plan import StudyPlan
 
 _STEPS_PER_LINE = 10
 """Without a terminal, a run prints a line at every 10th step, and at every step with a validation."""
+
+SECONDS_PER_PHASE_LINE = 10.0
+"""Without a terminal, the least seconds between two lines on what a long step of a run does."""
 
 
 @dataclass
@@ -35,6 +39,7 @@ class RunView:
         has_row: whether the run has a row since it was started.
         last_status: what became of a run that had not ended when the study did; empty before.
         signal_problem: why no step of this start could teach the run anything, if that is so from step 1 on.
+        phase: what a long step does at the moment; empty if it is not known.
     """
 
     spec: RunSpec
@@ -45,6 +50,7 @@ class RunView:
     has_row: bool = False
     last_status: str = ""
     signal_problem: str = ""
+    phase: str = ""
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -54,8 +60,10 @@ class RunView:
     @property
     def status_text(self) -> str:
         """The status, or what a running run does before its first row of this start."""
-        if self.last_status or self.status != "running" or self.has_row:
+        if self.last_status or self.status != "running":
             return self.last_status or self.status
+        if self.has_row or self.phase:
+            return self.phase or self.status
         return "loading its state" if self.step else "before step 1"
 
     @property
@@ -97,6 +105,8 @@ class Progress:
         self._console = console
         self._started_at = time.monotonic()
         self._printed_problems: set[str] = set()
+        self._run_dirs = {spec.run_id: plan.get_run_dir(spec.run_id) for spec in plan.runs}
+        self._next_look, self._next_phase_lines = 0.0, dict.fromkeys(self.views, 0.0)
 
     @contextmanager
     def show_live(self) -> Iterator[None]:
@@ -154,7 +164,7 @@ class Progress:
         """Show a training step."""
         view = self.views[run_id]
         # The row may come from a Trainable that reports no step; then the run stays where it is.
-        view.step, view.has_row = int(parse_finite(row.get("step")) or view.step), True
+        view.step, view.has_row, view.phase = int(parse_finite(row.get("step")) or view.step), True, ""
         for display_column in self._family.progress_columns:
             # The fallback is a constant, such as success before training, which only the first row has. It is shown
             # until the column itself is measured.
@@ -175,6 +185,21 @@ class Progress:
         if parse_finite(row.get(self._family.primary_metric)) is not None or view.step % _STEPS_PER_LINE == 0:
             line = format_step(self._family, row, view.spec.steps)
             self._print_line(run_id, f"{line} time_left={format_duration(self.estimate_time_left(view))}")
+
+    def look_at_phases(self) -> None:
+        """Show what the runs do whose steps take long. For frequent calls: it looks again after QUIET_SECONDS.
+
+        Without a terminal, a run prints such a line at most every SECONDS_PER_PHASE_LINE.
+        """
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + QUIET_SECONDS
+        for run_id, view in self.views.items():
+            view.phase = read_phase(self._run_dirs[run_id], view.step + 1) if view.status == "running" else ""
+            if view.phase and now >= self._next_phase_lines[run_id]:
+                self._next_phase_lines[run_id] = now + SECONDS_PER_PHASE_LINE
+                self._print_line(run_id, f"step {view.step + 1}/{view.spec.steps}: {view.phase}")
 
     def end_run(self, run_id: str, status: str, reason: str) -> None:
         """Show that a run has ended."""
