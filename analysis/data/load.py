@@ -31,6 +31,7 @@ from trainable.files.json_lines import Lines, read_lines
 from trainable.files.json_values import DamagedFileError, DamageWarning
 from trainable.files.paths import UnsafePathError, check_path
 from trainable.files.schema import find_file_schema_problem, find_schema_problem
+from trainable.files.step_phase import STEP_PHASE
 from trainable.runs.records import STOP_COLUMNS
 from trainable.runs.run_ends import (
     OPEN_STATUSES,
@@ -172,13 +173,14 @@ def _read_runs(folder: Path, study: Study, family: TableFamily) -> list[_RunFile
     A listed run without a folder never ran. A folder that study.json does not list is read too, so that no result is
     lost. Raises UnsafePathError if the folder of a run is a symbolic link.
     """
+    STEP_PHASE.enter("reading rows")
     default_steps = find_steps_total(study.get("settings"))
     check_path(folder, folder / "runs")
     headers_by_id = {head["run_id"]: head for head in study.get("runs", [])}
     run_ids_on_disk = sorted(path.name for path in (folder / "runs").glob("*") if path.is_dir())
     return [
         _read_run_files(folder / "runs" / run_id, headers_by_id.get(run_id, {"run_id": run_id}), default_steps, family)
-        for run_id in dict.fromkeys((*headers_by_id, *run_ids_on_disk))
+        for run_id in STEP_PHASE.track(list(dict.fromkeys((*headers_by_id, *run_ids_on_disk))), "run")
     ]
 
 

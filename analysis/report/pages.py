@@ -43,6 +43,7 @@ from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences
 from analysis.sweep.examples import ArmExamples, choose_examples
 from analysis.sweep.symptoms import PERMUTATION_SEED, describe_order, summarize_order
 from trainable.files.paths import atomic_write, make_folder
+from trainable.files.step_phase import STEP_PHASE
 
 BUDGET_NAMES = {
     "total_optimizer_steps": "optimizer steps",
@@ -147,10 +148,12 @@ def write_frames_report(frames: StudyFrames, folder: Path, *, with_pictures: boo
     results = page.make_results(layout.name_arms(frames))
     figures_folder = make_folder(folder, "figures")
     with compute_beside(partial(_draw_page, page.make_gallery(results), with_pictures)) as get_figures:
+        STEP_PHASE.enter("statistics")
         for name, table in page.make_tables(results):
             with atomic_write(figures_folder / f"{name}.csv") as temp_path:
                 table.replace(dict.fromkeys(_ARM_COLUMNS & set(table), arms)).to_csv(temp_path, index=False)
         context = page.make_context(results)
+        STEP_PHASE.enter("figures")
         rendered_figures, pictures = get_figures()
     for name, picture in pictures.items():
         with atomic_write(figures_folder / f"{name}.png") as temp_path:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from rich.console import Console, Group
 from rich.table import Table
 
@@ -22,9 +23,11 @@ from trainable.runs.checkpoint import CheckpointError, read_checkpoint
 from trainable.runs.run_files import PROBES_FILE
 from tune_study.folder import outputs
 from tune_study.folder.run_checkpoints import RunCheckpoint, find_run_checkpoint
-from tune_study.host.console import make_console, print_line
+from tune_study.host.console import make_console, print_line, show_phases
 from tune_study.placement.model_files import check_model
+from tune_study.placement.model_size import read_model_shape
 from tune_study.placement.samplers import check_sampler
+from tune_study.placement.time_estimate import estimate_probe_seconds, format_duration
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import load_typed_code
 from tune_study.plan.study_plan import fill_template, make_template_values
@@ -212,7 +215,8 @@ def probe(target: RunCheckpoint, settings: ProbeSettings, with_val: bool, consol
 def _validate(trainer: PPOTrainer, console: Console) -> list[str]:
     """Roll out the validation levels, sampled and greedy; return a line of text for each."""
     print_line(console, f"Playing {len(trainer.val_levels)} validation levels, sampled and greedy ...")
-    evaluations = {mode: trainer.evaluate("val", mode) for mode in ("sampled", "greedy")}
+    with show_phases(console, "validation levels"):
+        evaluations = {mode: trainer.evaluate("val", mode) for mode in ("sampled", "greedy")}
     return [
         f"validation, {mode}: success {evaluation.success:.3f}, mean score {evaluation.score:.3f}"
         for mode, evaluation in evaluations.items()
@@ -226,8 +230,10 @@ def _analyze(trainer: PPOTrainer, changes: str | None, console: Console) -> list
     """
     settings = trainer.config.trainer
     n_groups, group_size = settings.gradient_analysis_env_groups, settings.gradient_analysis_group_size
-    print_line(console, f"Playing {n_groups} x {group_size} episodes and measuring their gradients ...")
-    lines = analyze_gradients(trainer, episodes=[], source="probe", overrides=changes)
+    task = f"Playing {n_groups} x {group_size} episodes and measuring their gradients"
+    print_line(console, f"{task}{_format_time(trainer)} ...")
+    with show_phases(console, "gradients"):
+        lines = analyze_gradients(trainer, episodes=[], source="probe", overrides=changes)
     if not any(line["groups"] for line in lines):
         raise PlanError(
             f"The filter kept none of {_describe_groups(lines[-1])}, so nothing could be measured and nothing was "
@@ -235,6 +241,14 @@ def _analyze(trainer: PPOTrainer, changes: str | None, console: Console) -> list
             "filter is measured, or type more groups, like --set trainer.gradient_analysis_env_groups=256."
         )
     return lines
+
+
+def _format_time(trainer: PPOTrainer) -> str:
+    """How long the analysis takes, as the end of a sentence; empty if it is not known."""
+    shape = read_model_shape(trainer.config.model.path, os.environ)
+    gpu_name = torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else ""
+    seconds = None if shape is None else estimate_probe_seconds(shape, trainer.config, gpu_name)
+    return "" if seconds is None else f", about {format_duration(seconds, digits=2)} by measurements of another machine"
 
 
 def _describe_groups(line: Mapping[str, Any]) -> str:

@@ -5,8 +5,10 @@ characters as escapes, because texts and file names of a results folder may come
 """
 
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import IO, TextIO
 
 from rich import box
@@ -18,9 +20,14 @@ from rich.text import Text
 
 from trainable.files.control_characters import LINE_CHARACTERS, escape_controls
 from trainable.files.json_values import DamageWarning
+from trainable.files.step_phase import STEP_PHASE
 
 _LEGIBLE_WIDTH = 24
 """Characters per line below which prose in a cell is hard to read."""
+
+
+SECONDS_PER_PHASE_LINE = 10.0
+"""Without a terminal, the least seconds between two lines on what a long task does."""
 
 
 class EscapedRenderable:
@@ -54,6 +61,32 @@ def make_console(file: IO[str] | None = None, width: int | None = None) -> Conso
 def print_error(message: str) -> None:
     """Print a message to standard error."""
     print(_escape(message), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def show_phases(console: Console, task: str) -> Iterator[None]:
+    """Show `task` while the body runs, and the phases of the body that `STEP_PHASE` names.
+
+    In a terminal they take the place of each other, and nothing stays. Elsewhere there is a line at most every
+    SECONDS_PER_PHASE_LINE, and none if the body is quick.
+    """
+    if console.is_terminal:
+        with (
+            console.status(f"{task} ...") as status,
+            STEP_PHASE.reporting(lambda text: status.update(f"{task}: {text}")),
+        ):
+            yield
+        return
+    next_line = 0.0
+
+    def print_phase(text: str) -> None:
+        nonlocal next_line
+        if (now := time.monotonic()) >= next_line:
+            next_line = now + SECONDS_PER_PHASE_LINE
+            print_line(console, f"{task}: {text}")
+
+    with STEP_PHASE.reporting(print_phase):
+        yield
 
 
 def show_warnings() -> None:

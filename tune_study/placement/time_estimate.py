@@ -49,6 +49,12 @@ class CpuRates(NamedTuple):
 COMPILED_RATES, TORCH_RATES = CpuRates(passes=48e9, sampling=35e9), CpuRates(passes=40e9, sampling=11e9)
 TYPICAL_FILL = 0.5
 """Tokens of an episode relative to the longest one, as measured: 105 of 200 in the laptop preset."""
+PROBE_PASSES = 28
+"""Forward passes over the episodes of a probe that take as long as its rollout and its gradients.
+
+Measured with 8, 32 and 128 groups of the laptop preset. There are two batches, the published measure and ours, and up
+to three terms, each with a backward pass.
+"""
 RUN_START_SECONDS = 4.0
 """Seconds before the first step of a run on a CPU: imports, levels, the model."""
 
@@ -245,11 +251,26 @@ def format_cpu_time_line(plan: StudyPlan, resource_plan: ResourcePlan) -> str | 
     types_text = f"; measured in float32, and a CPU is slower in {' and '.join(types)}" if types else ""
     study_seconds = max(*run_seconds, sum(run_seconds) / max(resource_plan.max_concurrent, 1))
     return (
-        f"Time: about {_format_duration(max(run_seconds), digits=2)} per run, "
-        f"{_format_duration(study_seconds, digits=2)} for these {len(run_seconds)} runs, and half a minute to "
+        f"Time: about {format_duration(max(run_seconds), digits=2)} per run, "
+        f"{format_duration(study_seconds, digits=2)} for these {len(run_seconds)} runs, and half a minute to "
         f"start and to report; an estimate from measurements on one machine, others take half as long or twice as long"
         f"{types_text}"
     )
+
+
+def estimate_probe_seconds(shape: ModelShape, config: RunConfig, gpu_name: str) -> float | None:
+    """Seconds of a probe, without loading; None if the rates of the GPU are unknown. gpu_name: empty on a CPU."""
+    episodes = (config.trainer.gradient_analysis_env_groups or 0) * (config.trainer.gradient_analysis_group_size or 0)
+    if not gpu_name:
+        flops = estimate_forward_flops(
+            shape, episodes, round(TYPICAL_FILL * compute_max_tokens(config)), with_head=True
+        )
+        return PROBE_PASSES * flops / TORCH_RATES.passes
+    if (rates := find_rates(gpu_name)) is None:
+        return None
+    flops = estimate_forward_flops(shape, episodes, compute_max_tokens(config), with_head=True)
+    sampling_seconds = estimate_sampling_seconds(shape, config, episodes, rates)
+    return sampling_seconds + PROBE_PASSES * flops / (ASSUMED_MFU * rates.peak_flops_per_s)
 
 
 def _count_validations(config: RunConfig) -> int:
@@ -277,16 +298,17 @@ def format_time_line(
     config = memory_plan.config
     seconds_per_run = estimate_run_seconds(memory_plan.shape, config, rates)
     seconds_per_study = seconds_per_run * math.ceil(len(plan.runs) / max(resource_plan.max_concurrent, 1))
-    step_text = _format_duration(estimate_step_seconds(memory_plan.shape, config, rates))
+    step_text = format_duration(estimate_step_seconds(memory_plan.shape, config, rates))
     return (
-        f"Time: at most about {step_text} per step, {_format_duration(seconds_per_run)} per run, "
-        f"{_format_duration(seconds_per_study)} for the study; an estimate for conversations of "
+        f"Time: at most about {step_text} per step, {format_duration(seconds_per_run)} per run, "
+        f"{format_duration(seconds_per_study)} for the study; an estimate for conversations of "
         f"{compute_max_tokens(config)} tokens, at {ASSUMED_MFU:.0%} of {rates.peak_flops_per_s / 1e12:g} "
         f"TFLOP/s and {ASSUMED_BANDWIDTH_FRACTION:.0%} of {rates.memory_bandwidth / 1e12:g} TB/s"
     )
 
 
-def _format_duration(seconds: float, digits: int = 3) -> str:
+def format_duration(seconds: float, digits: int = 3) -> str:
+    """Seconds in the largest unit that they reach, such as `2.5 min`. digits: significant ones."""
     for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= size:
             return f"{seconds / size:.{digits}g} {unit}"

@@ -15,7 +15,7 @@ from tune_study.folder import outputs
 from tune_study.folder.search_store import write_search_store
 from tune_study.folder.statuses import StudyStatuses
 from tune_study.folder.summary import find_finished_runs, write_summary
-from tune_study.host.console import print_error, print_line
+from tune_study.host.console import print_error, print_line, show_phases
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.session import StudySession
 
@@ -163,10 +163,11 @@ def write_results(folder: Path, console: Console, *, with_pictures: bool = True)
     ends in order and says how to try again.
     """
     try:
-        outputs.write_tables(folder)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DamageWarning)  # the tables have just warned of it
-            report, conclusion = outputs.write_report(folder, with_pictures=with_pictures)
+        with show_phases(console, "tables and report"):
+            outputs.write_tables(folder)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DamageWarning)  # the tables have just warned of it
+                report, conclusion = outputs.write_report(folder, with_pictures=with_pictures)
     except Exception as error:
         return (
             f"The rows are saved in {folder}/runs, but the tables or the report could not be written: "

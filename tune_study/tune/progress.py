@@ -15,15 +15,12 @@ from search_spaces.declaration.family import Family
 from trainable.files.step_phase import QUIET_SECONDS, read_phase
 from trainable.runs.run_ends import OPEN_STATUSES, find_signal_problem, format_signal_problems, format_stop_reason
 from trainable.runs.stop_rules import parse_finite
-from tune_study.host.console import EscapedRenderable
+from tune_study.host.console import SECONDS_PER_PHASE_LINE, EscapedRenderable
 from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.study_plan import StudyPlan
 
 _STEPS_PER_LINE = 10
 """Without a terminal, a run prints a line at every 10th step, and at every step with a validation."""
-
-SECONDS_PER_PHASE_LINE = 10.0
-"""Without a terminal, the least seconds between two lines on what a long step of a run does."""
 
 
 @dataclass

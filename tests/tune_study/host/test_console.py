@@ -7,9 +7,10 @@ from rich.table import Table
 from rich.text import Text
 
 from search_spaces import STUDIES
+from trainable.files import step_phase
 from trainable.files.json_values import DamageWarning
 from tune_study.commands.describe import make_settings_rows, print_settings
-from tune_study.host.console import make_console, print_error, print_line, print_table, show_warnings
+from tune_study.host.console import make_console, print_error, print_line, print_table, show_phases, show_warnings
 
 COLUMNS = ("setting", "value", "meaning")
 ROWS = [["filter.rollout_filter_include_zero", "True", "False: drop groups with score 0 " * 4], ["actor.lr", "1", "x"]]
@@ -131,3 +132,15 @@ def test_a_link_of_a_style_is_not_sent() -> None:
     console.print("[link=a\x1bcb]text[/link]")
     assert "text" in screen.getvalue()
     assert "\x1bc" not in screen.getvalue()
+
+
+def test_a_long_task_says_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_phase, "QUIET_SECONDS", 0.0)
+    screen = io.StringIO()
+    with show_phases(Console(file=screen, width=80), "gradients"):
+        step_phase.STEP_PHASE.enter("bucket 1")
+        step_phase.STEP_PHASE.enter("bucket 2")  # not ten seconds later
+    assert screen.getvalue() == "gradients: bucket 1\n"
+    with show_phases(Console(file=screen, force_terminal=True, width=80), "gradients"):
+        step_phase.STEP_PHASE.enter("bucket 3")
+    assert "gradients" in screen.getvalue()[len("gradients: bucket 1\n") :]

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from search_spaces import STUDIES
 from search_spaces.language_model.family import PPO
+from trainable.files.step_phase import write_phase
 from tune_study.host.console import print_table
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.progress import Progress, format_duration, format_step
@@ -248,3 +249,40 @@ def test_runs_that_cannot_learn_say_so_at_step_1_in_one_line() -> None:
     assert str(progress.make_table().caption) == caption.format("1 of 3 runs (arm 0)")
     progress.record_row(run_ids[0], make_row(2, seconds_total=4.0))
     assert progress.make_table().caption is None
+
+
+def make_long_step(folder: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> tuple[Progress, io.StringIO]:
+    """The progress of a study whose first run is in a long step, and which looks again whenever it is asked."""
+    plan = make_plan(STUDIES["kl"], "laptop", "a test", {}, ("0", "0.1"), 1, folder)
+    progress, screen, (first, _) = make_progress(plan, is_terminal)
+    progress.start_run(first)
+    progress.record_row(first, make_row(1))
+    plan.get_run_dir(first).mkdir(parents=True)
+    write_phase(plan.get_run_dir(first), 2, "rollout, turn 3 of 5")
+    monkeypatch.setattr("tune_study.tune.progress.QUIET_SECONDS", 0.0)
+    return progress, screen
+
+
+def test_the_table_says_what_a_long_step_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, _ = make_long_step(tmp_path, monkeypatch, is_terminal=True)
+    assert read_cells(progress)[0][-1] == "running"
+    progress.look_at_phases()
+    assert read_cells(progress)[0][-1] == "rollout, turn 3 of 5"
+    first = next(iter(progress.views))
+    progress.record_row(first, make_row(2))
+    assert read_cells(progress)[0][-1] == "running"
+    progress.look_at_phases()  # the file is of step 2, which has ended
+    assert read_cells(progress)[0][-1] == "running"
+
+
+def test_lines_on_a_long_step_do_not_follow_each_other_closely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, screen = make_long_step(tmp_path, monkeypatch, is_terminal=False)
+    for _ in range(5):
+        progress.look_at_phases()
+    assert screen.getvalue().count("step 2/60: rollout, turn 3 of 5") == 1
+    monkeypatch.setattr("tune_study.tune.progress.SECONDS_PER_PHASE_LINE", 0.0)
+    progress._next_phase_lines.clear()
+    progress._next_phase_lines.update(dict.fromkeys(progress.views, 0.0))
+    progress.look_at_phases()
+    progress.look_at_phases()
+    assert screen.getvalue().count("step 2/60: rollout, turn 3 of 5") == 3

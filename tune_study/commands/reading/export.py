@@ -15,7 +15,7 @@ from trainable.runs.run_files import METRICS_FILE, find_best_step, read_rows
 from tune_study.folder.origin import NOTHING
 from tune_study.folder.run_checkpoints import RunCheckpoint, find_run_checkpoint
 from tune_study.folder.study_file import plan_from_folder, read_study
-from tune_study.host.console import print_line
+from tune_study.host.console import print_line, show_phases
 from tune_study.placement.model_files import check_model
 from tune_study.plan.arms import find_arm
 from tune_study.plan.errors import PlanError
@@ -74,14 +74,18 @@ def export(console: Console, target: RunCheckpoint, folder: Path, dtype: str, *,
     _check_options(config, folder, dtype, keeps_adapters)
     check_model(config.model.path, os.environ)
     try:
-        policy = load_trained_policy(config, target.path)
+        with show_phases(console, f"loading {config.model.path}"):
+            policy = load_trained_policy(config, target.path)
     except (CheckpointError, ValueError) as error:
         raise PlanError(f"The checkpoint cannot be used: {error}") from None
     card = _make_card(target, config)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Beside the folder, so that a rename makes it appear at once.
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temp_dir:
+        with (
+            show_phases(console, "writing the weights"),
+            tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temp_dir,
+        ):
             staging = Path(temp_dir) / folder.name
             staging.mkdir()
             if keeps_adapters:
