@@ -7,7 +7,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from rich.console import Console, Group
 from rich.table import Table
 
@@ -24,6 +23,7 @@ from trainable.runs.run_files import PROBES_FILE
 from tune_study.folder import outputs
 from tune_study.folder.run_checkpoints import RunCheckpoint, find_run_checkpoint
 from tune_study.host.console import make_console, print_line, show_phases
+from tune_study.host.gpus import detect_gpus
 from tune_study.placement.model_files import check_model
 from tune_study.placement.model_size import read_model_shape
 from tune_study.placement.samplers import check_sampler
@@ -246,7 +246,7 @@ def _analyze(trainer: PPOTrainer, changes: str | None, console: Console) -> list
 def _format_time(trainer: PPOTrainer) -> str:
     """How long the analysis takes, as the end of a sentence; empty if it is not known."""
     shape = read_model_shape(trainer.config.model.path, os.environ)
-    gpu_name = torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else ""
+    gpu_name = detect_gpus(os.environ)[0].name if trainer.device.type == "cuda" else ""
     seconds = None if shape is None else estimate_probe_seconds(shape, trainer.config, gpu_name)
     return "" if seconds is None else f", about {format_duration(seconds, digits=2)} by measurements of another machine"
 
