@@ -3,6 +3,9 @@
 import importlib.util
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -372,6 +375,33 @@ def test_sleeping_changes_no_token(vllm: VllmSampler, shipped_policy: Policy) ->
     assert vllm.is_sleeping
     vllm.update_weights(shipped_policy.model.state_dict().items())  # a sleeping engine has none
     assert not vllm.is_sleeping
+    assert get_token_ids(sample_turns(vllm, 1.0)) == token_ids
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="on a GPU, a real neighbor would have to grow at that moment")
+def test_an_engine_whose_neighbor_grows_while_it_falls_asleep_sleeps(
+    vllm: VllmSampler, shipped_policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The real engine and executor, whose worker asserts as it does on a GPU, after it has freed its memory.
+    token_ids = get_token_ids(sample_turns(vllm, 1.0))
+    executor = vllm.llm.llm_engine.engine_core.engine_core.model_executor
+    asked: list[str] = []
+
+    def call_worker(method: str, *arguments: Any, **options: Any) -> Any:
+        asked.append(method)
+        if method == "sleep":
+            raise AssertionError("Memory usage increased after sleeping.")
+        return None if method == "wake_up" else call(method, *arguments, **options)
+
+    call = executor.collective_rpc
+    monkeypatch.setattr(executor, "collective_rpc", call_worker)
+    monkeypatch.setattr(vllm, "settings", replace(SETTINGS, device=torch.device("cuda")))
+    monkeypatch.setattr("trainable.rollout.vllm_sampler._lock_gpu_memory", lambda device: nullcontext())
+    vllm.sleep()
+    assert (vllm.is_sleeping, executor.is_sleeping) == (True, True)
+    vllm.update_weights(shipped_policy.model.state_dict().items())
+    assert (vllm.is_sleeping, executor.is_sleeping) == (False, False)
+    assert asked.count("wake_up") == 2  # without its tags, vLLM would have skipped both
     assert get_token_ids(sample_turns(vllm, 1.0)) == token_ids
 
 

@@ -20,7 +20,6 @@ _OUT_OF_MEMORY_PHRASES = ("out of memory", "can't allocate memory", "cannot allo
 """Fragments of the messages of CUDA, of torch's CPU allocator and of the operating system, in lower case."""
 
 _PASSING_MEMORY_PHRASES = (
-    "memory usage increased after sleeping",
     "error in memory profiling",
     "less than desired gpu memory utilization",
     "no available memory for the cache blocks",

@@ -32,7 +32,6 @@ def make_disk_full_error() -> OSError:
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), False, "out of memory", False),
         (MemoryError(), True, "out of memory", True),
         # What vLLM 0.32 raises when others use the GPU's memory at that moment.
-        (AssertionError("Memory usage increased after sleeping."), True, "out of memory", True),
         (AssertionError("Error in memory profiling. Initial free memory 9 GiB"), False, "out of memory", True),
         (
             ValueError("Free memory on device cuda:0 (9/80 GiB) is less than desired GPU memory utilization"),
