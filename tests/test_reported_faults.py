@@ -1,8 +1,8 @@
 """Faults that users of this and of other trainers reported, tried again as they were typed.
 
-Each probe has a command, what it did when the fault was found (2603989e), and what it does now. Further probes need more
-than a command: W&B after a kill is in tests/faults/test_kills.py, phases of long steps in tests/trainable/test_trial.py,
-memory of GPUs in tests/trainable/backend and benchmarks/gpu_checks.py.
+Each probe has a command, what it did when the fault was found (2603989e), and what it does now. Further probes need
+more than a command: W&B after a kill is in tests/faults/test_kills.py, phases of long steps are in
+tests/trainable/test_trial.py, memory of GPUs in tests/trainable/backend and benchmarks/gpu_checks.py.
 """
 
 import os

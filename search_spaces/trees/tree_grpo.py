@@ -1,4 +1,4 @@
-"""Not Tree-GRPO (arXiv 2509.21240): does the credit of child rollouts decide whether a model asks them, and does it pay?
+"""Not Tree-GRPO (arXiv 2509.21240): does the credit of children decide whether a model asks them, and does it pay?
 
 A root answers a question about papers in a Python REPL, and its code may ask children. All rollouts of a tree share the
 advantage of its root. As published (root-and-children), a tree that asked children has twice the weight of one that did
