@@ -60,6 +60,7 @@ DISTILLATION = Family(
     get_model_path=lambda config: None,
     has_batched_seeds=True,
     estimate_bytes=estimate_bytes,
+    estimate_step_seconds=lambda config: 22e-3 * config.batch_size / 64,
     progress_columns=(
         DisplayColumn("test_error", "test error", ".3f"),
         DisplayColumn("entropy", "entropy", ".3f"),
@@ -80,6 +81,7 @@ DISTILLATION = Family(
 GRADIENT_VARIANCE = replace(
     DISTILLATION,
     name="gradient_variance",
+    estimate_step_seconds=lambda config: 10e-3 * config.batch_size / 16,
     outcomes=("log10_gradient_variance", "mean_gradient_norm"),
     margins={"log10_gradient_variance": 0.1},
     progress_columns=(

@@ -37,6 +37,7 @@ PEDAGOGY = Family(
     get_model_path=lambda config: None,
     has_batched_seeds=True,
     estimate_bytes=estimate_bytes,
+    estimate_step_seconds=lambda config: 20e-3 * config.batch_size / 96,
     progress_columns=(
         DisplayColumn("test_error", "test error", ".3f"),
         DisplayColumn("teacher_test_error", "of the teacher", ".3f"),

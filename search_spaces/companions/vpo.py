@@ -53,6 +53,7 @@ VECTOR_REWARDS = Family(
     get_model_path=lambda config: None,
     has_batched_seeds=True,
     estimate_bytes=estimate_bytes,
+    estimate_step_seconds=lambda config: 3e-3 * config.batch_size / 128,
     progress_columns=(
         DisplayColumn("simplex_score", "simplex score", ".3f"),
         DisplayColumn("best_at_9", "best@9", ".3f"),

@@ -50,6 +50,8 @@ class Family:
         estimate_bytes: function of the configuration and of the parameter count of the loaded model that returns two
             sizes in bytes: that of a checkpoint, and that of a row together with everything derived from the row. None
             if the shape of the model determines both.
+        estimate_step_seconds: function of the configuration that returns the seconds of a training step of one run on a
+            core, evaluations included, as measured; None for a task that was not. None if the model determines it.
         name_suffix: template that is appended to the names of a study and of its runs if the study has no published
             names.
         games: the games that --env selects, by name; empty if the runs play none.
@@ -70,6 +72,7 @@ class Family:
     log_columns: tuple[DisplayColumn, ...]
     has_batched_seeds: bool = False
     estimate_bytes: Callable[[Any, int], tuple[int, int]] | None = None
+    estimate_step_seconds: Callable[[Any], float | None] | None = None
     name_suffix: str = ""
     games: Mapping[str, GameSettings] = field(default_factory=dict)
     is_fine_tuning: bool = False

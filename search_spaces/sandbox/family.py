@@ -64,6 +64,15 @@ def estimate_bytes(config: UpdateRuleConfig, n_parameters: int) -> tuple[int, in
     return weight_bytes + n_batches * batch_bytes + _STATE_OVERHEAD_BYTES, BYTES_PER_ROW
 
 
+def estimate_step_seconds(config: UpdateRuleConfig) -> float | None:
+    """See `Family`. Networks have their default sizes."""
+    if config.task == "mnist":
+        return 4e-3 * config.batch_size / 100
+    if config.task == "lm_bandit":
+        return None
+    return (13e-3 + 17e-3 * config.inner_epochs) * config.batch_size / 96
+
+
 UPDATE_RULES = Family(
     name="update_rules",
     trainer="trainable.families:UPDATE_RULES",
@@ -82,6 +91,7 @@ UPDATE_RULES = Family(
     get_model_path=get_model_path,
     has_batched_seeds=True,
     estimate_bytes=estimate_bytes,
+    estimate_step_seconds=estimate_step_seconds,
     progress_columns=(
         DisplayColumn("test_error", "test error", ".3f"),
         DisplayColumn("entropy", "entropy", ".3f"),

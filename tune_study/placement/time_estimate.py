@@ -235,24 +235,42 @@ def estimate_cpu_run_seconds(shape: ModelShape, config: RunConfig) -> float:
     return RUN_START_SECONDS + update_flops / passes_rate + sampling_flops / sampling_rate
 
 
+def _estimate_cpu_seconds(plan: StudyPlan) -> dict[str, float | None]:
+    """Seconds of each run on one core, by run_id; None where they are not known."""
+    if (estimate_step := plan.study.family.estimate_step_seconds) is not None:
+        step_seconds = {spec.run_id: estimate_step(spec.config) for spec in plan.runs}
+        return {
+            spec.run_id: None if (seconds := step_seconds[spec.run_id]) is None else seconds * spec.steps
+            for spec in plan.runs
+        }
+    if plan.model is None:
+        return dict.fromkeys(spec.run_id for spec in plan.runs)
+    shapes = {path: read_model_shape(path, os.environ) for path in {spec.ppo_config.model.path for spec in plan.runs}}
+    return {
+        spec.run_id: None
+        if (shape := shapes[spec.ppo_config.model.path]) is None
+        else estimate_cpu_run_seconds(shape, spec.ppo_config)
+        for spec in plan.runs
+    }
+
+
 def format_cpu_time_line(plan: StudyPlan, resource_plan: ResourcePlan) -> str | None:
-    """The estimate for a study that trains a language model on CPUs; None for another study or an unknown model."""
-    if plan.model is None or resource_plan.gpu_slots:
+    """The estimate for a study that trains on CPUs; None on GPUs, and if the time of a run is not known."""
+    if resource_plan.gpu_slots:
         return None
-    configs = [spec.ppo_config for spec in plan.runs]
-    shapes = {path: read_model_shape(path, os.environ) for path in {config.model.path for config in configs}}
-    run_seconds = []
-    for config in configs:
-        shape = shapes[config.model.path]
-        if shape is None:
+    run_seconds = _estimate_cpu_seconds(plan)
+    trial_seconds = []
+    for specs in plan.trials:
+        known_seconds = [seconds for spec in specs if (seconds := run_seconds[spec.run_id]) is not None]
+        if len(known_seconds) < len(specs):
             return None
-        run_seconds.append(estimate_cpu_run_seconds(shape, config))
-    types = sorted({config.model.dtype for config in configs} - {"float32"})
-    types_text = f"; measured in float32, and a CPU is slower in {' and '.join(types)}" if types else ""
-    study_seconds = max(*run_seconds, sum(run_seconds) / max(resource_plan.max_concurrent, 1))
+        trial_seconds.append(sum(known_seconds))  # of one core, whether or not the runs are trained together
+    types = {spec.ppo_config.model.dtype for spec in plan.runs} - {"float32"} if plan.model is not None else set()
+    types_text = f"; measured in float32, and a CPU is slower in {' and '.join(sorted(types))}" if types else ""
+    study_seconds = max(*trial_seconds, sum(trial_seconds) / max(resource_plan.max_concurrent, 1))
     return (
-        f"Time: about {format_duration(max(run_seconds), digits=2)} per run, "
-        f"{format_duration(study_seconds, digits=2)} for these {len(run_seconds)} runs, and half a minute to "
+        f"Time: about {format_duration(max(filter(None, run_seconds.values())), digits=2)} per run, "
+        f"{format_duration(study_seconds, digits=2)} for these {len(plan.runs)} runs, and half a minute to "
         f"start and to report; an estimate from measurements on one machine, others take half as long or twice as long"
         f"{types_text}"
     )

@@ -208,7 +208,12 @@ def test_the_plan_of_a_laptop_study_has_an_estimate_of_time() -> None:
     half_line = time_estimate.format_cpu_time_line(half, resource_plan)
     assert half_line is not None
     assert half_line.endswith("; measured in float32, and a CPU is slower in float16")
+    # Three trials of three runs took 26, 68 and 70 s.
     sandbox = make_plan(STUDIES["influence"], "laptop", "a test", {}, None, 3, Path("/out"))
-    assert time_estimate.format_cpu_time_line(sandbox, resource_plan) is None
+    sandbox_line = time_estimate.format_cpu_time_line(sandbox, resource_plan)
+    assert sandbox_line is not None
+    assert 0.5 * 82 < 60 * float(sandbox_line.split("per run, ")[1].split(" min for these 9 runs")[0]) < 2 * 82
+    unmeasured = make_plan(STUDIES["sandbox"], "laptop", "a test", {"task": "lm_bandit"}, None, 1, Path("/out"))
+    assert time_estimate.format_cpu_time_line(unmeasured, resource_plan) is None
     unknown = make_plan(STUDIES["kl"], "laptop", "a test", {"model.path": "nosuch"}, None, 1, Path("/out"))
     assert time_estimate.format_cpu_time_line(unknown, resource_plan) is None
