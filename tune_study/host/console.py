@@ -77,7 +77,7 @@ def show_phases(console: Console, task: str) -> Iterator[None]:
         ):
             yield
         return
-    next_line = 0.0
+    next_line = time.monotonic() + SECONDS_PER_PHASE_LINE
 
     def print_phase(text: str) -> None:
         nonlocal next_line
