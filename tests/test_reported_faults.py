@@ -81,9 +81,9 @@ PROBES = {
 }
 
 
-def run(command: str, folder: Path, **environment: str) -> tuple[int, str]:
+def run(command: str, folder: Path) -> tuple[int, str]:
     words = [sys.executable, "-m", "tune_study", *shlex.split(command)]
-    env = {**os.environ, "NETRC": str(folder / "none"), "HOME": str(folder), **environment}
+    env = {**os.environ, "NETRC": str(folder / "none"), "HOME": str(folder)}
     env.pop("WANDB_API_KEY", None)
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=folder, env=env)
     return done.returncode, done.stdout + done.stderr

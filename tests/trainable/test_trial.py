@@ -277,4 +277,8 @@ def test_a_long_step_names_its_phases_in_a_file_that_is_gone_when_it_ends(
     assert any(phase.startswith("rollout, turn 2 of 5, ") for phase in phases)
     assert "update actor, mini-batch 1 of 2" in phases
     assert not (tmp_path / "runs" / "r" / "phase.json").exists()
+    # Nor does a run show what a process did that was killed.
+    step_phase.write_phase(tmp_path / "runs" / "r", 2, "rollout")
+    start_trial(tmp_path, trainer__total_training_steps=2)
+    assert read_phase(tmp_path / "runs" / "r", 2) == ""
     assert read_run_files(tmp_path)[0][0]["step"] == 1

@@ -131,9 +131,13 @@ class BaseRunConfig(Section):
 
         A row depends on no step after it, so a run that was made longer goes on from the states of the shorter one.
         """
-        one, another = self.dump_for_hash(), other.dump_for_hash()
-        one["trainer"]["total_training_steps"] = another["trainer"]["total_training_steps"]
-        return self.seed == other.seed and one == another
+        return self.seed == other.seed and self.compute_run_hash() == other.compute_run_hash()
+
+    def compute_run_hash(self) -> str:
+        """The hash of what makes a run that run: `compute_hash` without the number of steps."""
+        settings = self.dump_for_hash()
+        del settings["trainer"]["total_training_steps"]
+        return _hash_settings(settings)
 
     def dump_for_hash(self) -> dict[str, Any]:
         """Every setting that can change a result, without the seed."""
@@ -149,6 +153,10 @@ class BaseRunConfig(Section):
         Neither the seed nor the placement of a run is hashed. Placement changes the order of floating-point sums, and
         with it the last digits of a row, but a study can be continued on other GPUs than those it was started on.
         """
-        # Sorted, so that the order in which settings are declared does not matter. Twelve digits are 48 bits: enough to
-        # tell the arms of a study apart, and short enough for tables.
-        return hashlib.sha256(json.dumps(self.dump_for_hash(), sort_keys=True).encode()).hexdigest()[:12]
+        return _hash_settings(self.dump_for_hash())
+
+
+def _hash_settings(settings: Mapping[str, Any]) -> str:
+    # Sorted, so that the order in which settings are declared does not matter. Twelve digits are 48 bits: enough to
+    # tell the arms of a study apart, and short enough for tables.
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]

@@ -67,7 +67,7 @@ class StepPhase:
 
 
 STEP_PHASE = StepPhase()
-"""The phase of the step that this process trains."""
+"""The phase of what this process does: the step of a trial, a probe, or a report."""
 
 
 def write_phase(run_dir: Path, step: int, phase: str) -> None:
@@ -85,7 +85,7 @@ def remove_phase(run_dir: Path) -> None:
 def read_phase(run_dir: Path, step: int) -> str:
     """The phase of the run's training step `step`; empty if none is known.
 
-    A process that was killed leaves its file behind, with the step that was under way.
+    A process that was killed leaves its file behind, which the next one of the run removes.
     """
     try:
         content = find_object(run_dir / PHASE_FILE) or {}

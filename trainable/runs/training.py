@@ -189,6 +189,7 @@ class TrainingLoop:
         for run in self.runs.values():
             if not is_finished:  # a replay only reads
                 run.lock()
+                remove_phase(run.run_dir)  # of a process that was killed
             run.load_rows()  # after the lock: until then, another process may append rows
         open_runs = {} if is_finished else self.runs
         unfinished_seeds = [seed for seed, run in open_runs.items() if not run.is_complete(self.notes.append)]

@@ -369,7 +369,7 @@ def print_status(console: Console, folder: Path, location: str, study: dict[str,
     state = "running" if is_running else "finished" if is_finished else "unfinished"
     runs_text = ", ".join(f"{count} {status}" for status, count in counts.items())
     print_line(console, f"{study['name']} ({study['preset']}): {state}; runs: {runs_text}")
-    print_table(console, ("arm", "seed", "status", "step", metric, "reason", "run"), rows, ("run", "reason"))
+    print_table(console, ("arm", "seed", "status", "step", metric, "reason", "run"), rows, ("run",))
     for sentence in format_signal_problems(problems):
         print_line(console, sentence)
     print_missing_checkpoints(console, folder, study)

@@ -169,9 +169,10 @@ def choose_wandb(options: LaunchOptions, plan: StudyPlan) -> WandbTarget:
         typed_project = check_wandb_project(options.wandb_project or "")
         environment_project = check_wandb_project(os.environ.get("WANDB_PROJECT", ""))
     except ValueError as error:
-        raise PlanError(f"{error}.") from None
-    # A project that the user did not choose is that of each study.
-    project = typed_project or (last.project if last else "") or environment_project
+        source = "WANDB_PROJECT" if options.wandb_project is None else "--wandb-project"
+        raise PlanError(f"{source}: {error}.") from None
+    # That of the last start before the environment, or rows of one study would be in two projects.
+    project = typed_project or (last.project if last else "") or environment_project or plan.wandb_project
     target = WandbTarget(cast(WandbMode, mode), project)
     if target.is_remote:
         _check_wandb_login(mode)
@@ -179,7 +180,7 @@ def choose_wandb(options: LaunchOptions, plan: StudyPlan) -> WandbTarget:
 
 
 def _check_wandb_login(mode: str) -> None:
-    """Raise PlanError if W&B has no key that could be one. Nothing is asked, contacted or written."""
+    """Raise PlanError if W&B has no key that could be one. Nobody is asked, and no server is contacted."""
     import wandb
 
     wandb.setup(wandb.Settings(silent=True))
@@ -365,6 +366,11 @@ def _estimate_requirements(
         notes.append("trainer.logger names wandb, and has no effect with --wandb off.")
     if options.wandb is None and (reason := find_last_wandb(plan.folder)[1]):
         notes.append(reason)
+    if plan.wandb.is_remote:
+        import wandb
+
+        # A file wandb/settings in the current folder may have chosen the server.
+        notes.append(f"W&B: rows are sent to {wandb.setup().settings.base_url}, project {plan.wandb_project}.")
     resource_plan = resource_plan._replace(notes=tuple(notes))
     disk_budget = disk.estimate_disk_budget(plan, resource_plan, os.environ)
     used_gpus = tuple(gpu for gpu in visible_gpus if gpu.id in resource_plan.gpus)

@@ -27,7 +27,7 @@ from tune_study.host.gpus import detect_gpus
 from tune_study.placement.model_files import check_model
 from tune_study.placement.model_size import read_model_shape
 from tune_study.placement.samplers import check_sampler
-from tune_study.placement.time_estimate import estimate_probe_seconds, format_duration
+from tune_study.placement.time_estimate import estimate_probe_seconds, format_estimate
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import load_typed_code
 from tune_study.plan.study_plan import fill_template, make_template_values
@@ -246,9 +246,10 @@ def _analyze(trainer: PPOTrainer, changes: str | None, console: Console) -> list
 def _format_time(trainer: PPOTrainer) -> str:
     """How long the analysis takes, as the end of a sentence; empty if it is not known."""
     shape = read_model_shape(trainer.config.model.path, os.environ)
-    gpu_name = detect_gpus(os.environ)[0].name if trainer.device.type == "cuda" else ""
+    names = [gpu.name for gpu in detect_gpus(os.environ)] or ["unknown"]
+    gpu_name = names[0] if trainer.device.type == "cuda" else ""
     seconds = None if shape is None else estimate_probe_seconds(shape, trainer.config, gpu_name)
-    return "" if seconds is None else f", about {format_duration(seconds, digits=2)} by measurements of another machine"
+    return "" if seconds is None else f", about {format_estimate(seconds, digits=2)} by measurements of another machine"
 
 
 def _describe_groups(line: Mapping[str, Any]) -> str:

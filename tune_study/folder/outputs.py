@@ -310,6 +310,7 @@ def check_study_links(plan: StudyPlan) -> None:
     """Raise PlanError if a file or folder that the study would write is a symbolic link, or is below one."""
     paths = {
         plan.summary_log,
+        plan.output / "wandb",
         *(plan.output / path for spec in plan.runs for path in (spec.log_path, spec.checkpoint_dir)),
     }
     _check_links(plan.output, paths, plan.folder)

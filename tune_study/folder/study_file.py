@@ -409,7 +409,7 @@ def merge_with_folder(plan: StudyPlan, extend: bool, allowed: frozenset[str] = N
         )
     # Values are compared by the settings of their arms: 0.10 continues an arm that was started as 0.1.
     existing_values = {
-        make_arm_config(existing.study, existing.base_config, value).compute_hash(): value for value in existing.values
+        make_arm_config(existing.study, plan.base_config, value).compute_hash(): value for value in existing.values
     }
     requested_values = tuple(
         value

@@ -13,6 +13,7 @@ from typing import IO, TextIO
 
 from rich import box
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
+from rich.live import Live
 from rich.padding import Padding
 from rich.segment import Segment
 from rich.table import Column, Table
@@ -26,7 +27,7 @@ _LEGIBLE_WIDTH = 24
 """Characters per line below which prose in a cell is hard to read."""
 
 
-SECONDS_PER_PHASE_LINE = 10.0
+SECONDS_PER_PHASE_LINE = 30.0
 """Without a terminal, the least seconds between two lines on what a long task does."""
 
 
@@ -70,23 +71,29 @@ def show_phases(console: Console, task: str) -> Iterator[None]:
     In a terminal they take the place of each other, and nothing stays. Elsewhere there is a line at most every
     SECONDS_PER_PHASE_LINE, and none if the body is quick.
     """
-    if console.is_terminal:
-        with (
-            console.status(f"{task} ...") as status,
-            STEP_PHASE.reporting(lambda text: status.update(f"{task}: {text}")),
-        ):
-            yield
-        return
     next_line = time.monotonic() + SECONDS_PER_PHASE_LINE
 
-    def print_phase(text: str) -> None:
+    def print_phase(phase: str) -> None:
         nonlocal next_line
         if (now := time.monotonic()) >= next_line:
             next_line = now + SECONDS_PER_PHASE_LINE
-            print_line(console, f"{task}: {text}")
+            print_line(console, f"{task}: {phase}")
 
-    with STEP_PHASE.reporting(print_phase):
+    if not console.is_terminal:
+        with STEP_PHASE.reporting(print_phase):
+            yield
+        return
+    # Without a thread that refreshes it: the figures of a report are drawn by a fork of this process, which may have
+    # no other thread.
+    with (
+        Live(_make_note(f"{task} ..."), console=console, auto_refresh=False, transient=True) as live,
+        STEP_PHASE.reporting(lambda phase: live.update(_make_note(f"{task}: {phase}"), refresh=True)),
+    ):
         yield
+
+
+def _make_note(text: str) -> EscapedRenderable:
+    return EscapedRenderable(Text(text))
 
 
 def show_warnings() -> None:
@@ -130,13 +137,15 @@ def print_table(
         return
     columns, *rows = [[_escape_unencodable(console, cell) for cell in row] for row in [columns, *rows]]
     hidden: list[str] = []
+    narrow = [columns, *rows]
     for name in optional:
-        if _fits(console, [columns, *rows]):
+        if _fits(console, narrow):
             break
         hidden.append(name)
-        place = columns.index(name)
-        columns, *rows = [[*row[:place], *row[place + 1 :]] for row in [columns, *rows]]
-    if _fits(console, [columns, *rows]):
+        place = narrow[0].index(name)
+        narrow = [[*row[:place], *row[place + 1 :]] for row in narrow]
+    if _fits(console, narrow):
+        columns, *rows = narrow
         # Names are in the first column, and a cut name cannot be copied: only the other columns may be wrapped.
         table = Table(Column(columns[0], no_wrap=True), box=box.SIMPLE_HEAD)
         for name in columns[1:]:
@@ -148,6 +157,7 @@ def print_table(
         for row in rows:
             pairs = [f"{name}: {cell}" for name, cell in zip(columns[1:], row[1:], strict=True) if cell]
             console.print(Text(row[0], overflow="fold"), Padding(Text("; ".join(pairs), overflow="fold"), (0, 0, 0, 4)))
+        return
     if hidden:
         print_line(console, f"Left out at this width: {', '.join(hidden)}. `| cat` shows all columns.")
 

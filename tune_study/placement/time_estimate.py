@@ -269,8 +269,8 @@ def format_cpu_time_line(plan: StudyPlan, resource_plan: ResourcePlan) -> str | 
     types_text = f"; measured in float32, and a CPU is slower in {' and '.join(sorted(types))}" if types else ""
     study_seconds = max(*trial_seconds, sum(trial_seconds) / max(resource_plan.max_concurrent, 1))
     return (
-        f"Time: about {format_duration(max(filter(None, run_seconds.values())), digits=2)} per run, "
-        f"{format_duration(study_seconds, digits=2)} for these {len(plan.runs)} runs, and half a minute to "
+        f"Time: about {format_estimate(max(filter(None, run_seconds.values())), digits=2)} per run, "
+        f"{format_estimate(study_seconds, digits=2)} for these {len(plan.runs)} runs, and half a minute to "
         f"start and to report; an estimate from measurements on one machine, others take half as long or twice as long"
         f"{types_text}"
     )
@@ -316,16 +316,16 @@ def format_time_line(
     config = memory_plan.config
     seconds_per_run = estimate_run_seconds(memory_plan.shape, config, rates)
     seconds_per_study = seconds_per_run * math.ceil(len(plan.runs) / max(resource_plan.max_concurrent, 1))
-    step_text = format_duration(estimate_step_seconds(memory_plan.shape, config, rates))
+    step_text = format_estimate(estimate_step_seconds(memory_plan.shape, config, rates))
     return (
-        f"Time: at most about {step_text} per step, {format_duration(seconds_per_run)} per run, "
-        f"{format_duration(seconds_per_study)} for the study; an estimate for conversations of "
+        f"Time: at most about {step_text} per step, {format_estimate(seconds_per_run)} per run, "
+        f"{format_estimate(seconds_per_study)} for the study; an estimate for conversations of "
         f"{compute_max_tokens(config)} tokens, at {ASSUMED_MFU:.0%} of {rates.peak_flops_per_s / 1e12:g} "
         f"TFLOP/s and {ASSUMED_BANDWIDTH_FRACTION:.0%} of {rates.memory_bandwidth / 1e12:g} TB/s"
     )
 
 
-def format_duration(seconds: float, digits: int = 3) -> str:
+def format_estimate(seconds: float, digits: int = 3) -> str:
     """Seconds in the largest unit that they reach, such as `2.5 min`. digits: significant ones."""
     for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= size:

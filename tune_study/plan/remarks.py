@@ -261,10 +261,16 @@ def _describe_longer_runs(plan: StudyPlan) -> Iterator[str]:
     steps, trainer = plan.earlier_steps[-1], plan.base_config.trainer
     clauses = []
     if trainer.test_freq > 0 and steps % trainer.test_freq:
-        clauses.append(f"step {steps} has a validation, although trainer.test_freq={trainer.test_freq}")
+        clauses.append(
+            f"step {steps} has a validation, although trainer.test_freq={trainer.test_freq}, which counts for means of "
+            "the last validations and for rules that count validations"
+        )
     if plan.study.family.is_fine_tuning:
         clauses.append(f"step {steps} has the greedy validation and the test levels that end a run")
-        clauses.append("val_success_unseen leaves out the training levels of the steps that were planned then")
+        clauses.append(
+            "val_success_unseen and base_val_success_unseen leave out the training levels of the steps that were "
+            "planned then"
+        )
     exceptions = f", with these exceptions: {'; '.join(clauses)}" if clauses else ""
     yield (
         f"Remark: the runs are trained from step {steps} on. Their rows are those of runs that were planned with "

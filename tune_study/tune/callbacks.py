@@ -24,6 +24,7 @@ from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.progress import Progress, format_step
 from tune_study.tune.search.halving import Rungs
 from tune_study.tune.trials import list_lone_ends, list_run_ids, split_rows_by_run
+from tune_study.tune.wandb_logging import WandbLog
 
 MAX_ATTEMPTS = 3
 """Consecutive failures after which a trial is no longer retried. A new furthest step starts the count again."""
@@ -361,3 +362,28 @@ def copy_earlier_files(trial: Any, earlier_folder: Path) -> None:
             with suppress(OSError):  # only Tune's copy of the rows would be incomplete; metrics.jsonl has all of them
                 trial.init_local_path()
                 shutil.copyfile(source, target)
+
+
+class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
+    """Tells W&B's log of new rows and of ended runs. It must be registered after the Recorder, which writes statuses.
+
+    A run that ended in an earlier start gets what it lacks at the end of the study. log: of the session.
+    """
+
+    def __init__(self, log: WandbLog) -> None:
+        self._log = log
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing: Tune pickles its callbacks into the results, and a thread cannot be pickled."""
+        return {}
+
+    def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **i: Any) -> None:
+        """Pass on the rows of a step."""
+        if not trial.config["finished"]:
+            self._log.send_rows(split_rows_by_run(trial.config, result))
+
+    def _end_runs(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        if not trial.config["finished"]:
+            self._log.end_runs(list_run_ids(trial.config))
+
+    on_trial_complete = on_trial_error = _end_runs

@@ -18,9 +18,10 @@ from tune_study.folder.summary import find_finished_runs, write_summary
 from tune_study.host.console import print_error, print_line, show_phases
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.session import StudySession
+from tune_study.tune.wandb_sync import OPEN_TIMEOUT_S
 
 if TYPE_CHECKING:
-    from tune_study.tune.wandb_logging import WandbCallback
+    from tune_study.tune.wandb_logging import WandbLog
 
 
 def get_final_statuses(plan: StudyPlan) -> tuple[str, ...]:
@@ -58,8 +59,10 @@ def conclude_study(session: StudySession, problem: str, statuses: StudyStatuses)
         problem = " ".join(filter(None, (problem, write_results(plan.folder, console))))
     if session.storage is not None:  # after the tables and the report, so that the storage gets them too
         problem = " ".join(filter(None, (problem, session.storage.push())))
-    if session.wandb is not None:
-        problem = " ".join(filter(None, (problem, _end_wandb(session.wandb, plan, console, is_round=is_round))))
+    # After an interrupt nobody waits for a service: `resume` sends what is missing.
+    is_cut = session.interrupt.is_requested and plan.wandb.is_remote
+    if session.wandb is not None and not is_round and not is_cut:
+        _conclude_wandb(session.wandb, plan)
     if problem:
         print_error(problem)
     # A search that was interrupted goes on even if the runs of its round have ended.
@@ -112,29 +115,40 @@ def list_reading_commands(plan: StudyPlan) -> list[str]:
     return [*transcripts, format_command("explain", plan.folder)]
 
 
-def _end_wandb(wandb: "WandbCallback", plan: StudyPlan, console: Console, *, is_round: bool) -> str:
-    """End the W&B runs, with the verdicts of their arms unless the study goes on.
+def _conclude_wandb(log: "WandbLog", plan: StudyPlan) -> None:
+    """Give every W&B run of a study its last rows and its summary, with the verdict of its arm.
 
-    Prints what is missing in W&B, which is no error of the study. Returns an error text, empty without an error.
+    What goes wrong is missing in W&B only, and printed.
     """
     from analysis.data.load import load  # imports pandas
     from analysis.report.pages import summarize_runs
 
-    problem = ""
-    if not is_round:
-        try:
-            wandb.conclude(summarize_runs(load(plan.folder)))
-        except Exception as error:  # as in `write_results`
-            problem = f"The verdicts are not in W&B: {type(error).__name__}: {error}."
-    if plan.wandb.is_remote:
-        print_line(console, f"W&B: sending what is left of {len(plan.runs)} runs to project {plan.wandb_project}")
-    if not wandb.close():
-        print_error(f"W&B logging is incomplete: {wandb.problem}")
-    if plan.wandb.mode == "offline":
-        folder = plan.output / "wandb"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DamageWarning)  # the tables have warned of it
+            log.conclude(summarize_runs(load(plan.folder)))
+    except Exception as error:  # as in `write_results`
+        print_error(f"The verdicts are not in W&B: {type(error).__name__}: {error}.")
+
+
+def end_wandb(session: StudySession) -> None:
+    """End the W&B runs at the end of a session, wait for what is sent, and print where they are, or what is missing."""
+    log, plan, console = session.wandb, session.plan, session.console
+    if log is None:
+        return
+    is_interrupted = session.interrupt.is_requested
+    if plan.wandb.is_remote and not is_interrupted:
+        print_line(console, f"W&B: sending what is left to project {plan.wandb_project}")
+    try:
+        is_complete = log.close(OPEN_TIMEOUT_S if is_interrupted else None)
+    except KeyboardInterrupt:  # the user does not want to wait
+        is_complete, log.problem = False, "it was interrupted"
+    if not is_complete:
+        print_error(f"W&B logging is incomplete: {log.problem}")
+    folder = plan.output / "wandb"
+    if plan.wandb.mode == "offline" and any(folder.glob("offline-run-*")):
         command = f"wandb sync {quote_argument(str(folder))}/offline-run-*"
         print_line(console, f"W&B: offline runs in {folder}; to upload them: {command}")
-    return problem
 
 
 def _write_store(plan: StudyPlan, console: Console) -> str:
@@ -151,6 +165,8 @@ def write_last_results(session: StudySession) -> None:
     problems = [write_results(session.plan.folder, session.console)]
     if session.storage is not None:
         problems.append(session.storage.push())
+    if session.wandb is not None:
+        _conclude_wandb(session.wandb, session.plan)
     if problem := " ".join(filter(None, problems)):
         print_error(problem)
 

@@ -60,7 +60,7 @@ class RunView:
         if self.last_status or self.status != "running":
             return self.last_status or self.status
         if self.has_row or self.phase:
-            return self.phase or self.status
+            return self.status
         return "loading its state" if self.step else "before step 1"
 
     @property
@@ -248,7 +248,13 @@ class Progress:
         problems = format_signal_problems(
             (view.spec.arm, view.signal_problem) for view in self.views.values() if view.step
         )
-        caption = Text("\n".join(problems)) if problems else None
+        # Below the table, where a phase that comes and goes does not change the widths of columns.
+        phases = [
+            f"arm {view.spec.arm}, seed {view.spec.seed}, step {view.step + 1}: {view.phase}"
+            for view in self.views.values()
+            if view.phase
+        ]
+        caption = Text("\n".join((*problems, *phases))) if problems or phases else None
         table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
         rows = self.make_rows()
         widths = {column: max(len(column), *(len(row[column]) for row in rows)) for column in (rows[0] if rows else ())}

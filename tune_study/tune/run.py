@@ -27,6 +27,7 @@ from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.conclusion import (
     conclude_study,
+    end_wandb,
     get_final_statuses,
     has_failed_round,
     list_reading_commands,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from tune_study.folder.storage import StoredStudy
     from tune_study.tune.callbacks import Recorder
     from tune_study.tune.search.halving import Rungs
-    from tune_study.tune.wandb_logging import WandbCallback
+    from tune_study.tune.wandb_logging import WandbLog
 
 _RAY_ENVIRONMENT = {
     # A study does not send usage data to Ray's developers.
@@ -96,9 +97,11 @@ def execute_study(
         stack.enter_context(suite.interrupt.limit_time(time_limit, lambda text: print_line(console, text)))
         storage = stack.enter_context(_open_storage(plan, suite.interrupt, console))
         finished_statuses = find_finished_runs(plan, (*skipped_statuses, *get_final_statuses(plan)))
-        exit_code = _run_session(
-            StudySession(plan, resource_plan, console, suite, finished_statuses, progress, storage)
+        session = StudySession(
+            plan, resource_plan, console, suite, finished_statuses, progress, storage, _make_wandb_log(plan)
         )
+        exit_code = _run_session(session)
+        end_wandb(session)
     # A suite ends with an index of its studies.
     if not exit_code and is_alone and (commands := list_reading_commands(plan)):
         print_next_commands(console, commands)
@@ -128,6 +131,8 @@ def _run_session(session: StudySession) -> int:
             return exit_code
         if session.storage is not None:
             session.storage.add_runs(next_plan)
+        if session.wandb is not None:
+            session.wandb.follow(next_plan)
         is_first = False
         # All earlier runs have ended, whatever statuses were skipped at first.
         session = replace(
@@ -169,7 +174,6 @@ def _run_planned_seeds(session: StudySession, *, names_finished: bool) -> int:
 
     names_finished: whether each run that is not run again is printed.
     """
-    session = replace(session, wandb=_make_wandb_callback(session.plan))
     plan, console = session.plan, session.console
     _write_study_files(session)
     _show_earlier_rows(session, names_finished=names_finished)
@@ -273,7 +277,8 @@ def prepare_environment(gpus: tuple[str, ...], joins_cluster: bool = False) -> N
 
 def _fit_tuner(session: StudySession, statuses: StudyStatuses, recorder: "Recorder") -> None:
     """Start Ray if necessary, and train all remaining runs."""
-    from tune_study.tune.watchdog import DiskSpaceGuard, watch_daemons  # imports Ray
+    from tune_study.tune.callbacks import WandbCallback  # imports Ray, as does the next one
+    from tune_study.tune.watchdog import DiskSpaceGuard, watch_daemons
 
     plan, console = session.plan, session.console
 
@@ -288,7 +293,9 @@ def _fit_tuner(session: StudySession, statuses: StudyStatuses, recorder: "Record
         # Ray keeps logs and sockets in a folder of its own, often on another disk than the results.
         folders = (plan.folder, find_ray_folder(os.environ))
         disk_space = DiskSpaceGuard(folders, plan.base_config.trainer.disk_patience, session.interrupt, print_text)
-        tuner = make_tuner(session, recorder, [disk_space, *([] if session.wandb is None else [session.wandb])])
+        tuner = make_tuner(
+            session, recorder, [disk_space, *([] if session.wandb is None else [WandbCallback(session.wandb)])]
+        )
         with (
             session.progress.show_live(),
             watch_daemons(daemons, lambda lost: _end_without_ray(session, statuses, lost)),
@@ -330,6 +337,7 @@ def _end_without_ray(session: StudySession, statuses: StudyStatuses, reason: str
             statuses.close(f"the study ended early: {reason}"),
         )
     exit_code = conclude_study(session, " ".join(filter(None, (problem, status_problem))), statuses)
+    end_wandb(session)
     session.suite.on_ray_lost()
     exit_code = finish_output(exit_code)  # os._exit discards what is still in the buffers of the streams
     os._exit(exit_code)  # this is the watchdog's thread, and the main thread is stuck in a call to Ray
@@ -424,13 +432,14 @@ def _make_trial_name(trial: Any) -> str:
     return str(trial.config["run_id"])
 
 
-def _make_wandb_callback(plan: StudyPlan) -> "WandbCallback | None":
-    """The W&B callback of a study; None if W&B is off, and then wandb is not imported."""
+def _make_wandb_log(plan: StudyPlan) -> "WandbLog | None":
+    """What writes the W&B runs of a study; None if W&B is off."""
     if plan.wandb.mode == "off":
         return None
-    from tune_study.tune.wandb_logging import WandbCallback  # imports Ray
+    # Nothing of Ray: it reads its environment when it is imported, which `prepare_environment` has not prepared yet.
+    from tune_study.tune.wandb_logging import WandbLog
 
-    return WandbCallback(plan)
+    return WandbLog(plan)
 
 
 def _show_earlier_rows(session: StudySession, *, names_finished: bool) -> None:

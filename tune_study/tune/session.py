@@ -15,7 +15,7 @@ from tune_study.tune.progress import Progress
 
 if TYPE_CHECKING:
     from tune_study.folder.storage import StoredStudy
-    from tune_study.tune.wandb_logging import WandbCallback
+    from tune_study.tune.wandb_logging import WandbLog
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class StudySession:
     """One start of a study: its plan, its resources and its outputs.
 
     finished_statuses: statuses, by run_id, of the runs that are not run again. storage: the study's folder in its
-    storage, if it has one. wandb: what writes the W&B runs; None if W&B is off, and until the study is trained.
+    storage, if it has one. wandb: what writes the W&B runs; None if W&B is off.
     """
 
     plan: StudyPlan
@@ -46,7 +46,7 @@ class StudySession:
     finished_statuses: Mapping[str, RunStatus]
     progress: Progress
     storage: "StoredStudy | None" = None
-    wandb: "WandbCallback | None" = None
+    wandb: "WandbLog | None" = None
 
     @property
     def interrupt(self) -> Interrupt:

@@ -4,29 +4,22 @@ W&B gets the rows that are in the file of the run, from the first one on that it
 neither lost nor sent twice, whenever the process of the study was killed.
 """
 
+import hashlib
 import queue
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from glob import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ray import tune
-
 from trainable.config.command_lines import format_command
+from trainable.runs.run_ends import OPEN_STATUSES
 from trainable.runs.run_files import GRADIENTS_FILE, METRICS_FILE, read_rows
 from tune_study.folder.statuses import read_status
 from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.study_plan import StudyPlan
-from tune_study.tune.trials import list_run_ids, split_rows_by_run
-from tune_study.tune.wandb_sync import WandbUploader
-
-OPEN_TIMEOUT_S = 30.0
-"""Time limit in seconds for opening a run, and, at the end of a study, for what is the same for one run and for many.
-
-W&B is a copy of rows that are on disk, so a study does not wait long for a service that does not answer.
-"""
+from tune_study.tune.wandb_sync import OPEN_TIMEOUT_S, WandbUploader
 
 RUN_TIMEOUT_S = 5.0
 """Time in seconds for each run of a study at its end, when its summary is written and sent."""
@@ -39,7 +32,7 @@ class _Event(NamedTuple):
     summary: Mapping[str, Any] | None = None
 
 
-class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
+class WandbLog:
     """Passes runs to a thread that writes them to W&B. An error in this thread ends the logging, never the study.
 
     Rows are sent as they come in mode online. In the other modes a W&B run is a file, which is written as a whole when
@@ -60,33 +53,29 @@ class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._thread.start()
         self._uploads = WandbUploader() if plan.wandb.mode == "sync" else None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Nothing: Tune pickles its callbacks into the results, and a thread cannot be pickled."""
-        return {}
+    def follow(self, plan: StudyPlan) -> None:
+        """Log the runs of a study that has got more of them, too."""
+        self._plan = plan
+        self._specs = {spec.run_id: spec for spec in plan.runs}
 
-    def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **i: Any) -> None:
+    def send_rows(self, run_ids: Iterable[str]) -> None:
         """Queue runs with new rows."""
-        if self._plan.wandb.mode == "online" and not trial.config["finished"]:
-            for run_id in split_rows_by_run(trial.config, result):
+        if self._plan.wandb.mode == "online":
+            for run_id in run_ids:
                 self._events.put(_Event(run_id))
 
-    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Queue the end of runs; the Recorder has already written their statuses."""
-        # A run that ended in an earlier start gets its summary at the end of the study.
-        if not trial.config["finished"]:
-            for run_id in list_run_ids(trial.config):
-                status = read_status(self._plan.get_run_dir(run_id))
-                summary = {} if status is None else {"status": status.status, "reason": status.reason}
-                self._events.put(_Event(run_id, summary))
-
-    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Queue the end of runs that failed."""
-        self.on_trial_complete(iteration, trials, trial)
+    def end_runs(self, run_ids: Iterable[str]) -> None:
+        """Queue runs that have ended and have their statuses."""
+        for run_id in run_ids:
+            status = read_status(self._plan.get_run_dir(run_id))
+            if status is not None and status.status not in OPEN_STATUSES:
+                self._events.put(_Event(run_id, {"status": status.status, "reason": status.reason}))
 
     def conclude(self, summaries: Mapping[str, Mapping[str, Any]]) -> None:
-        """Queue all runs of the study that have a row. summaries: what each of them ends with, by run_id."""
+        """Queue all runs of the study. summaries: what each of them ends with, by run_id."""
         for run_id, summary in summaries.items():
-            self._events.put(_Event(run_id, summary))
+            if run_id in self._specs:  # the folder may have runs that are not of the study
+                self._events.put(_Event(run_id, summary))
 
     def close(self, timeout_s: float | None = None) -> bool:
         """End the open W&B runs; return whether everything was written, and uploaded if requested.
@@ -160,16 +149,17 @@ class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
     def _open_run(self, spec: RunSpec) -> Any:
         """Open a W&B run.
 
-        Its id is made from the name and the settings of our run. A resumed run therefore continues its W&B run, and a
-        run of the same name with other settings gets a new one.
+        Its id is made from the names of the run and its study and from the settings that make it that run. A run that
+        is resumed or made longer therefore continues its W&B run, and one with other settings gets a new one.
         """
         import wandb
 
+        plan, is_online = self._plan, self._plan.wandb.mode == "online"
+        identity = hashlib.sha256(f"{plan.run} {spec.config.compute_run_hash()}".encode()).hexdigest()[:12]
         # W&B documents a limit of 128 characters for project names; the same is assumed for ids. The end is kept
         # because it has the hash.
-        wandb_id = f"{spec.run_id}-{spec.config.compute_hash()}"[-128:]
-        plan = self._plan
-        if plan.wandb.mode != "online":
+        wandb_id = f"{spec.run_id}-{identity}"[-128:]
+        if not is_online:
             self._remove_files(wandb_id)
         labels = {"study": plan.study.name, "arm": spec.arm, "seed": spec.seed, "group": plan.run}
         return wandb.init(
@@ -181,8 +171,10 @@ class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             config={**spec.config.model_dump(mode="json"), **labels, "preset": plan.preset},
             dir=plan.output,
             # sync writes an offline run, which `WandbUploader` uploads when it has ended.
-            mode="online" if plan.wandb.mode == "online" else "offline",
-            resume="allow",  # continue the W&B run of an earlier start, if there is one
+            mode="online" if is_online else "offline",
+            # Online, continue the W&B run of an earlier start. A file has all rows, and its upload replaces those of an
+            # earlier one, instead of following them.
+            resume="allow" if is_online else None,
             reinit="create_new",  # several runs are open in this process at once
             settings=wandb.Settings(silent=True, console="off", init_timeout=OPEN_TIMEOUT_S),
         )

@@ -12,6 +12,12 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+OPEN_TIMEOUT_S = 30.0
+"""Time limit in seconds for opening a run, and, at the end of a study, for what is the same for one run and for many.
+
+W&B is a copy of rows that are on disk, so a study does not wait long for a service that does not answer.
+"""
+
 CONNECT_TIMEOUT_S = 2.0
 """Seconds to wait for a connection to the service.
 

@@ -48,7 +48,8 @@ def test_only_the_phase_of_the_step_under_way_is_read(tmp_path: Path) -> None:
     remove_phase(tmp_path)
     remove_phase(tmp_path)
     assert read_phase(tmp_path, 3) == ""
-    write_phase(tmp_path / "not there", 3, "x")  # as on a full disk
+    (tmp_path / "file").touch()
+    write_phase(tmp_path / "file", 3, "x")  # cannot be written, as on a full disk
 
 
 def test_a_link_in_a_run_folder_is_not_followed(tmp_path: Path) -> None:

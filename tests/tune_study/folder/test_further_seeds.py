@@ -195,6 +195,10 @@ def test_a_study_is_made_longer_if_that_is_typed(tmp_path: Path) -> None:
     write_study(plan)
     assert plan_from_folder(plan.folder).earlier_steps == (4,)
     check_unchanged(plan_from_folder(plan.folder))
+    # Another spelling of a value is the same arm, as without more steps.
+    overrides = {"trainer.total_training_steps": 9}
+    spelled = make_plan(STUDIES["kl"], "laptop", "a test", overrides, ("0", "0.10"), 1, tmp_path)
+    assert merge_with_folder(spelled, extend=True).values == ("0", "0.1")
     # The same command again continues, and a further one adds steps once more.
     assert merge_with_folder(make_long_plan(tmp_path, 8), extend=True).earlier_steps == (4,)
     assert merge_with_folder(make_long_plan(tmp_path, 9), extend=True).earlier_steps == (4, 8)

@@ -1,4 +1,5 @@
 import io
+import threading
 import warnings
 
 import pytest
@@ -144,6 +145,8 @@ def test_a_long_task_says_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     with show_phases(Console(file=screen, width=80), "gradients"):
         step_phase.STEP_PHASE.enter("bucket 1")
     assert screen.getvalue() == "gradients: bucket 1\n"
+    num_threads = threading.active_count()
     with show_phases(Console(file=screen, force_terminal=True, width=80), "gradients"):
-        step_phase.STEP_PHASE.enter("bucket 3")
-    assert "gradients" in screen.getvalue()[len("gradients: bucket 1\n") :]
+        step_phase.STEP_PHASE.enter("bucket [/x] \x1b]0;title")  # neither markup nor controls
+        assert threading.active_count() == num_threads  # the figures of a report are drawn by a fork
+    assert r"gradients: bucket [/x] \x1b]0;title" in screen.getvalue()

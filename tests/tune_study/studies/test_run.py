@@ -296,7 +296,7 @@ def test_wandb_offline_keeps_a_run_for_each_run(outcome: Outcome) -> None:
     for run in outcome.plan.runs:
         file, status = files[run.run_id], outcome.arms[run.arm]
         rows = read_rows(outcome.plan.get_run_dir(run.run_id) / METRICS_FILE, first_step=0)
-        assert file.run.run_id == f"{run.run_id}-{run.config.compute_hash()}"
+        assert file.run.run_id.startswith(f"{run.run_id}-")
         assert (file.run.project, file.run.run_group) == (outcome.plan.wandb_project, outcome.plan.run)
         labels = {"study": "kl", "arm": run.arm, "seed": 0, "group": outcome.plan.run, "preset": "laptop"}
         assert {name: file.config[name] for name in labels} == labels

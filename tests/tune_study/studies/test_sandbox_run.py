@@ -19,6 +19,7 @@ from rich.console import Console
 from analysis.data.load import load
 from search_spaces import STUDIES
 from search_spaces.sandbox.family import make_sandbox_study
+from tests.fakes.wandb_files import read_wandb_files
 from trainable.files.json_values import read_object
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from tune_study.folder.statuses import RunStatus, read_status, write_status
@@ -247,5 +248,4 @@ def test_runs_of_one_trial_are_runs_of_their_own_in_wandb(ray_session: None, tmp
     plan = replace(make_plan_in(tmp_path, 2, ("DG",)), wandb=WandbTarget("offline"))
     console = Console(record=True, width=200, force_terminal=False)
     assert execute_study(plan, preflight(plan, None, (), 2, None, is_real=True), console) == 0
-    ids = sorted(path.stem.removeprefix("run-") for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
-    assert ids == sorted(f"{spec.run_id}-{spec.config.compute_hash()}" for spec in plan.runs)
+    assert sorted(read_wandb_files(tmp_path)) == sorted(spec.run_id for spec in plan.runs)

@@ -265,14 +265,14 @@ def make_long_step(folder: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: b
 
 def test_the_table_says_what_a_long_step_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     progress, _ = make_long_step(tmp_path, monkeypatch, is_terminal=True)
-    assert read_cells(progress)[0][-1] == "running"
+    cells = read_cells(progress)
     progress.look_at_phases()
-    assert read_cells(progress)[0][-1] == "rollout, turn 3 of 5"
-    first = next(iter(progress.views))
-    progress.record_row(first, make_row(2))
-    assert read_cells(progress)[0][-1] == "running"
+    assert str(progress.make_table().caption) == "arm 0, seed 0, step 2: rollout, turn 3 of 5"
+    assert read_cells(progress) == cells  # no column gets wider
+    progress.record_row(next(iter(progress.views)), make_row(2))
+    assert progress.make_table().caption is None
     progress.look_at_phases()  # the file is of step 2, which has ended
-    assert read_cells(progress)[0][-1] == "running"
+    assert progress.make_table().caption is None
 
 
 def test_lines_on_a_long_step_do_not_follow_each_other_closely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +281,6 @@ def test_lines_on_a_long_step_do_not_follow_each_other_closely(tmp_path: Path, m
         progress.look_at_phases()
     assert screen.getvalue().count("step 2/60: rollout, turn 3 of 5") == 1
     monkeypatch.setattr("tune_study.tune.progress.SECONDS_PER_PHASE_LINE", 0.0)
-    progress._next_phase_lines.clear()
     progress._next_phase_lines.update(dict.fromkeys(progress.views, 0.0))
     progress.look_at_phases()
     progress.look_at_phases()

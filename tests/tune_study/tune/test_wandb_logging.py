@@ -1,25 +1,29 @@
+import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import wandb
 from wandb.sdk.lib import wbauth
 
 from search_spaces import STUDIES
 from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeAnalysis
 from tests.fakes.wandb_files import read_wandb_files
+from trainable.config.run_config import apply_overrides
 from trainable.runs.records import make_empty_row
 from trainable.runs.run_files import GRADIENTS_FILE, METRICS_FILE
 from tune_study.commands.preflight import LaunchOptions, choose_wandb
 from tune_study.folder.origin import find_last_wandb
-from tune_study.folder.outputs import write_study
+from tune_study.folder.outputs import check_study_links, write_study
+from tune_study.folder.statuses import RunStatus, write_status
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import StudyPlan, WandbMode, WandbTarget, make_plan
+from tune_study.tune.callbacks import WandbCallback
 from tune_study.tune.trials import make_trial_config
-from tune_study.tune.wandb_logging import WandbCallback, select_loggable
+from tune_study.tune.wandb_logging import WandbLog, select_loggable
 
 
 class Trial(NamedTuple):
@@ -40,31 +44,34 @@ def write_rows(plan: StudyPlan, steps: Iterable[int]) -> None:
         append_record(path, {**make_empty_row(), "step": step, "val_success": step / 10})
 
 
-def end_run(callback: WandbCallback, plan: StudyPlan, finished: bool = False) -> None:
-    callback.on_trial_complete(0, [], Trial(make_trial_config(plan, plan.runs[:1], finished)))
+def end_run(log: WandbLog, plan: StudyPlan, status: str = "completed", finished: bool = False) -> None:
+    """End the first run as Tune does."""
+    run_id = plan.runs[0].run_id
+    write_status(plan.get_run_dir(run_id), RunStatus(run_id, status))
+    WandbCallback(log).on_trial_complete(0, [], Trial(make_trial_config(plan, plan.runs[:1], finished)))
 
 
 def test_trouble_ends_the_logging_and_is_told(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path)
     write_rows(plan, [1])
     (tmp_path / "wandb").write_text("no folder")
-    callback = WandbCallback(plan)
-    end_run(callback, plan)
-    assert not callback.close()
-    assert callback.problem
+    log = WandbLog(plan)
+    end_run(log, plan)
+    assert not log.close()
+    assert log.problem
 
 
 def test_a_run_that_was_finished_before_waits_for_the_end_of_the_study(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path)
     write_rows(plan, [1])
-    callback = WandbCallback(plan)
-    end_run(callback, plan, finished=True)
-    assert callback.close()
+    log = WandbLog(plan)
+    end_run(log, plan, finished=True)
+    assert log.close()
     assert not (tmp_path / "wandb").exists()
 
 
 def test_a_study_that_never_started_has_nothing_to_end(tmp_path: Path) -> None:
-    assert WandbCallback(make_plan_in(tmp_path)).close()
+    assert WandbLog(make_plan_in(tmp_path)).close()
 
 
 @pytest.mark.long
@@ -72,13 +79,13 @@ def test_each_step_is_there_once_whatever_an_earlier_start_wrote(tmp_path: Path)
     plan = make_plan_in(tmp_path)
     run_id = plan.runs[0].run_id
     write_rows(plan, range(4))
-    first = WandbCallback(plan)
+    first = WandbLog(plan)
     end_run(first, plan)
     assert first.close()
     assert read_wandb_files(tmp_path)[run_id].steps == [0, 1, 2, 3]
     # A run that goes back to a checkpoint writes steps again, and the study ends with words on the run.
     write_rows(plan, range(2, 8))
-    second = WandbCallback(plan)
+    second = WandbLog(plan)
     end_run(second, plan)
     second.conclude({run_id: {"status": "completed", "verdict": "worse"}})
     assert second.close()
@@ -88,21 +95,69 @@ def test_each_step_is_there_once_whatever_an_earlier_start_wrote(tmp_path: Path)
     assert (file.summary["verdict"], file.run.job_type) == ("worse", "0")
 
 
-@pytest.mark.long
-def test_rows_that_the_service_has_are_not_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Without a service, an offline run stands for one of a server: its `step` is the first one that it does not have.
-    plan = make_plan_in(tmp_path, mode="online")
-    init = wandb.init
-    monkeypatch.setattr(wandb, "init", lambda **options: init(**{**options, "mode": "offline"}))
-    trial = Trial(make_trial_config(plan, plan.runs[:1], False))
-    callback = WandbCallback(plan)
-    for step in (1, 2, 3):
-        write_rows(plan, [step])
-        callback.on_trial_result(0, [], trial, {})
-        callback.on_trial_result(0, [], trial, {})
-    end_run(callback, plan)
-    assert callback.close()
-    assert read_wandb_files(tmp_path)[plan.runs[0].run_id].steps == [1, 2, 3]
+def test_a_run_that_has_not_ended_is_not_ended_in_wandb(tmp_path: Path) -> None:
+    # After Ctrl-C, Tune also completes trials that never started.
+    plan = make_plan_in(tmp_path)
+    log = WandbLog(plan)
+    end_run(log, plan, status="waiting")
+    log.conclude({plan.runs[0].run_id: {"status": "never_ran", "reason": "has not started"}})
+    assert log.close()
+    assert not (tmp_path / "wandb").exists()
+
+
+def test_a_folder_that_is_no_run_of_the_study_ends_no_logging(tmp_path: Path) -> None:
+    plan = make_plan_in(tmp_path)
+    write_rows(plan, [1])
+    log = WandbLog(plan)
+    log.conclude({"copy-of-it": {"status": "completed"}, plan.runs[0].run_id: {"status": "completed"}})
+    assert log.close(), log.problem
+    assert list(read_wandb_files(tmp_path)) == [plan.runs[0].run_id]
+
+
+def test_a_link_in_the_place_of_the_folder_of_wandb_is_refused(tmp_path: Path) -> None:
+    plan = make_plan_in(tmp_path)
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (tmp_path / "wandb").symlink_to(elsewhere)
+    with pytest.raises(PlanError, match="is a symbolic link"):
+        check_study_links(plan)
+
+
+def test_two_studies_in_one_folder_have_runs_of_their_own(tmp_path: Path) -> None:
+    plan = make_plan_in(tmp_path)
+    other = replace(plan, run="another", folder=plan.folder.with_name("another"))
+    for one in (plan, other):
+        one.get_run_dir(one.runs[0].run_id).mkdir(parents=True, exist_ok=True)
+        write_rows(one, [1])
+        log = WandbLog(one)
+        end_run(log, one)
+        assert log.close()
+    assert len(list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))) == 2
+
+
+def test_a_study_that_is_made_longer_continues_its_runs(tmp_path: Path) -> None:
+    plan = make_plan_in(tmp_path)
+    spec = plan.runs[0]
+    longer_config = apply_overrides(spec.config, {"trainer.total_training_steps": 99})
+    longer = replace(plan, runs=(replace(spec, config=longer_config),))
+    for one, steps in ((plan, [1]), (longer, [2])):
+        write_rows(one, steps)
+        log = WandbLog(one)
+        end_run(log, one)
+        assert log.close()
+    assert read_wandb_files(tmp_path)[spec.run_id].steps == [1, 2]
+
+
+def test_ray_is_not_imported_before_its_environment_is_prepared() -> None:
+    # Ray reads whether it may listen to other machines when it is imported.
+    code = (
+        "import sys; from pathlib import Path; from search_spaces import STUDIES\n"
+        "from tune_study.plan.study_plan import WandbTarget, make_plan\n"
+        "from dataclasses import replace; from tune_study.tune.run import _make_wandb_log\n"
+        "plan = make_plan(STUDIES['kl'], 'laptop', 'a test', {}, ('0',), 1, Path('out'))\n"
+        "log = _make_wandb_log(replace(plan, wandb=WandbTarget('offline'))); log.close()\n"
+        "assert 'ray' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr == ""
 
 
 def test_numbers_and_words_are_logged() -> None:
@@ -115,16 +170,16 @@ def test_an_analysis_is_logged_under_the_published_keys(tmp_path: Path) -> None:
     run_id = plan.runs[0].run_id
     for fake_analysis in (FakeAnalysis(1, prefilter=True), FakeAnalysis(1, buckets=0), FakeAnalysis(51)):
         append_record(plan.get_run_dir(run_id) / GRADIENTS_FILE, fake_analysis.make_line())
-    callback = WandbCallback(plan)
+    log = WandbLog(plan)
     step_row = {"seconds_gradient_analysis": 2.5}
-    first_metrics, last_metrics = (callback._read_gradient_analysis(run_id, step, step_row) for step in (1, 51))
+    first_metrics, last_metrics = (log._read_gradient_analysis(run_id, step, step_row) for step in (1, 51))
     assert (first_metrics["timing_s/gradient_analysis"], first_metrics["grad_analysis/empty_after_filter"]) == (2.5, 1)
     table = first_metrics["grad_norm_prefilter/bucket_2/group_rv_table"]
     assert table.columns == ["bucket", "group_id", "reward_std"]
     assert [row[0] for row in table.data] == ["bucket_2"] * 4
     norms = {row["component"]: row["norm"] for row in FakeAnalysis(51).make_line()["rows"] if row["bucket"] == "all"}
     assert last_metrics["actor/grad_norm/task"] == norms["task"]
-    assert callback._read_gradient_analysis(run_id, 51, {}) == {}
+    assert log._read_gradient_analysis(run_id, 51, {}) == {}
 
 
 @pytest.mark.long
@@ -133,9 +188,9 @@ def test_a_step_with_an_analysis_is_written_whole(tmp_path: Path) -> None:
     run_dir = plan.get_run_dir(plan.runs[0].run_id)
     append_record(run_dir / GRADIENTS_FILE, FakeAnalysis(1).make_line())
     append_record(run_dir / METRICS_FILE, {**make_empty_row(), "step": 1, "seconds_gradient_analysis": 2.5})
-    callback = WandbCallback(plan)
-    end_run(callback, plan)
-    assert callback.close(), callback.problem
+    log = WandbLog(plan)
+    end_run(log, plan)
+    assert log.close(), log.problem
     assert list(tmp_path.rglob("*group_rv_table*"))
 
 
@@ -145,12 +200,17 @@ def choose(plan: StudyPlan, mode: str | None = None, project: str | None = None)
 
 def test_wandb_is_off_unless_asked_for(tmp_path: Path) -> None:
     assert choose(make_plan_in(tmp_path)) == WandbTarget("off")
-    assert choose(make_plan_in(tmp_path, "['console','wandb']")) == WandbTarget("offline")
+    assert choose(make_plan_in(tmp_path, "['console','wandb']")).mode == "offline"
     assert choose(make_plan_in(tmp_path, "['console','wandb']"), "off") == WandbTarget("off")
 
 
 def test_the_mode_and_project_of_the_last_start_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan_in(tmp_path)
+    declared = plan.wandb_project
+    write_study(replace(plan, wandb=choose(plan, "offline")))
+    with monkeypatch.context() as patch:
+        patch.setenv("WANDB_PROJECT", "of-the-shell")
+        assert choose(plan) == WandbTarget("offline", declared)  # or rows of one study would be in two projects
     write_study(replace(plan, wandb=WandbTarget("offline", "ours")))
     assert choose(plan) == WandbTarget("offline", "ours")
     assert choose(plan, project="others") == WandbTarget("offline", "others")

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import wandb
 
-from tests.tune_study.tune.test_wandb_logging import Trial, end_run, make_plan_in, write_rows
-from tune_study.tune.trials import make_trial_config
-from tune_study.tune.wandb_logging import WandbCallback
+from tests.tune_study.tune.test_wandb_logging import end_run, make_plan_in, write_rows
+from tune_study.tune.wandb_logging import WandbLog
 from tune_study.tune.wandb_sync import WandbUploader, is_reachable
 
 
@@ -112,36 +111,53 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeService]:
     server.server_close()
 
 
-def log_run(output: Path, patience: float = 60.0) -> tuple[WandbCallback, bool]:
-    """Log one step of a study of one run and close the callback."""
+def log_run(output: Path, patience: float = 60.0) -> tuple[WandbLog, bool]:
+    """Log one step of a study of one run and close the log."""
     plan = make_plan_in(output, mode="sync")
     write_rows(plan, [5])
-    callback = WandbCallback(plan)
-    end_run(callback, plan)
-    return callback, callback.close(patience)
+    log = WandbLog(plan)
+    end_run(log, plan)
+    return log, log.close(patience)
 
 
 def test_a_run_is_uploaded_when_it_ends(service: FakeService, tmp_path: Path) -> None:
-    callback, is_uploaded = log_run(tmp_path)
-    assert is_uploaded, callback.problem
+    log, is_uploaded = log_run(tmp_path)
+    assert is_uploaded, log.problem
     history = [body for path, body in service.requests if path.endswith("file_stream") and "wandb-history" in body]
     assert any('\\"val_success\\":0.5' in body for body in history)
     assert len(list(tmp_path.glob("wandb/offline-run-*/*.synced"))) == 1
+
+
+def test_a_second_upload_replaces_the_first_one(service: FakeService, tmp_path: Path) -> None:
+    plan = make_plan_in(tmp_path, mode="sync")
+    write_rows(plan, [1, 2, 3])
+    log = WandbLog(plan)
+    end_run(log, plan)
+    write_rows(plan, [4])
+    log.conclude({plan.runs[0].run_id: {"status": "completed", "verdict": "better"}})
+    assert log.close(60.0), log.problem
+    assert not any("RunResumeStatus" in body for _, body in service.requests)  # it would be appended
+    offsets = [
+        part["wandb-history.jsonl"]["offset"]
+        for body in (json.loads(body) for path, body in service.requests if path.endswith("file_stream"))
+        if "wandb-history.jsonl" in (part := body.get("files") or {})
+    ]
+    assert offsets == [0, 0]
+    assert [json.loads(row)["_step"] for row in service.list_history()] == [1, 2, 3, 1, 2, 3, 4]
 
 
 def test_online_goes_on_behind_the_last_row_that_the_service_has(
     service: FakeService, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     plan = make_plan_in(tmp_path, mode="online")
-    trial = Trial(make_trial_config(plan, plan.runs[:1], False))
     write_rows(plan, range(4))
     for last_step in (3, 6):
         # The second start has the rows of the first one, some of which it trained again, and further ones.
         write_rows(plan, range(max(last_step - 4, 0), last_step + 1))
-        callback = WandbCallback(plan)
-        callback.on_trial_result(0, [], trial, {})
-        callback.conclude({plan.runs[0].run_id: {"status": "completed", "verdict": "open"}})
-        assert callback.close(60.0), callback.problem
+        log = WandbLog(plan)
+        log.send_rows([plan.runs[0].run_id])
+        log.conclude({plan.runs[0].run_id: {"status": "completed", "verdict": "open"}})
+        assert log.close(60.0), log.problem
         assert [json.loads(row)["_step"] for row in service.list_history()] == list(range(last_step + 1))
     assert any('\\"verdict\\":\\"open\\"' in body for path, body in service.requests if path.endswith("file_stream"))
     assert "less than the current step" not in capfd.readouterr().err
@@ -152,10 +168,10 @@ def test_nothing_waits_for_a_service_that_is_not_there(tmp_path: Path, monkeypat
         free_socket.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{free_socket.getsockname()[1]}"  # no listener: every connection is refused
         monkeypatch.setenv("WANDB_BASE_URL", address)
-        callback, is_uploaded = log_run(tmp_path)
+        log, is_uploaded = log_run(tmp_path)
     (folder,) = tmp_path.glob("wandb/offline-run-*")
     assert not is_uploaded
-    assert callback.problem == f"{address} cannot be reached. Upload with: wandb sync {folder}"
+    assert log.problem == f"{address} cannot be reached. Upload with: wandb sync {folder}"
     assert list(folder.glob("*.wandb"))  # the run is kept for a later upload
 
 
@@ -176,9 +192,9 @@ def test_an_upload_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monke
     with socket.create_server(("127.0.0.1", 0)) as silent_socket:  # accepts connections and never answers
         address = f"http://127.0.0.1:{silent_socket.getsockname()[1]}"
         monkeypatch.setenv("WANDB_BASE_URL", address)
-        callback, is_uploaded = log_run(tmp_path, patience=3.0)
+        log, is_uploaded = log_run(tmp_path, patience=3.0)
     assert not is_uploaded
-    assert "the upload was stopped after" in callback.problem
+    assert "the upload was stopped after" in log.problem
 
 
 def test_what_is_no_address_is_not_reached() -> None:

@@ -370,5 +370,9 @@ Wandb = Annotated[
 ]
 WandbProject = Annotated[
     str | None,
-    Option("--wandb-project", metavar="NAME", help="Project in W&B; default: WANDB_PROJECT, or that of the study."),
+    Option(
+        "--wandb-project",
+        metavar="NAME",
+        help="Project in W&B; default: that of the last start, WANDB_PROJECT, or that of the study.",
+    ),
 ]

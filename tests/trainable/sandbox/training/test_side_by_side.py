@@ -142,12 +142,16 @@ def test_a_resumed_trial_writes_the_rows_of_an_uninterrupted_one(
     )
 
 
+@pytest.mark.parametrize("steps", [3, 4])
 def test_a_trial_that_is_made_longer_writes_the_rows_of_a_longer_one(
-    tmp_path: Path, start_trial: StartTrial, uninterrupted: tuple[Path, list[Report]]
+    tmp_path: Path, start_trial: StartTrial, uninterrupted: tuple[Path, list[Report]], steps: int
 ) -> None:
-    run_to_end(start_trial(tmp_path, trainer__total_training_steps=3))
+    run_to_end(start_trial(tmp_path, trainer__total_training_steps=steps))
     run_to_end(start_trial(tmp_path))  # 7 steps
-    assert read_written_rows(tmp_path) == read_written_rows(uninterrupted[0])
+    rows, straight_rows = read_written_rows(tmp_path), read_written_rows(uninterrupted[0])
+    # An end between two evaluations has a row of its own.
+    assert [row["step"] for row in rows["s0"]] == sorted({0, 3, 6, 7, steps})
+    assert {name: [row for row in of_run if row["step"] != 4] for name, of_run in rows.items()} == straight_rows
     assert all(
         torch.equal(*pair)
         for pair in zip(read_last_weights(tmp_path), read_last_weights(uninterrupted[0]), strict=True)
