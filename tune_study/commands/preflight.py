@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import NamedTuple, cast, get_args
+from typing import NamedTuple, cast
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -37,6 +37,7 @@ from tune_study.plan.own_parts import check_parts
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import (
     NO_WANDB,
+    WANDB_MODES,
     StudyPlan,
     WandbMode,
     WandbTarget,
@@ -155,8 +156,8 @@ def choose_wandb(options: LaunchOptions, plan: StudyPlan) -> WandbTarget:
     """
     last = find_last_wandb(plan.folder)[0]
     mode = options.wandb or (last.mode if last else "offline" if "wandb" in plan.base_config.trainer.logger else "off")
-    if mode not in get_args(WandbMode):
-        raise PlanError(f"--wandb {format_value(mode)} is not a mode: choose from {', '.join(get_args(WandbMode))}.")
+    if mode not in WANDB_MODES:
+        raise PlanError(f"--wandb {format_value(mode)} is not a mode: choose from {', '.join(WANDB_MODES)}.")
     if mode == "off":
         if options.wandb_project is not None:
             raise PlanError(

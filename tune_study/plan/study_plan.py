@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from search_spaces.declaration.family import make_value_label
 from search_spaces.declaration.presets import Settings
@@ -48,6 +48,7 @@ class ConfirmedStudy:
 
 WandbMode = Literal["offline", "sync", "online", "off"]
 """offline writes W&B runs to disk only, sync also uploads each when it ends, and online streams every row."""
+WANDB_MODES: tuple[WandbMode, ...] = get_args(WandbMode)
 
 
 def check_wandb_project(text: str) -> str:
