@@ -80,7 +80,7 @@ FILES_WITH_PROCESSES = (
     "tests/tune_study/placement/test_samplers.py",
     "tests/tune_study/studies/",
     "tests/tune_study/tune/test_ray_access.py",
-    "tests/tune_study/tune/test_wandb_sync.py",
+    "tests/tune_study/tune/test_wandb_service.py",
 )
 """Files and folders whose tests take long because they start Ray, the command line or a benchmark."""
 

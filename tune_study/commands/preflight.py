@@ -161,7 +161,7 @@ def choose_wandb(options: LaunchOptions, plan: StudyPlan) -> WandbTarget:
     if mode == "off":
         if options.wandb_project is not None:
             raise PlanError(
-                "--wandb-project names a project of W&B, which is off: add --wandb offline, sync or online."
+                "--wandb-project names a project of W&B, which is off: add --wandb offline or online."
             )
         return NO_WANDB
     if find_spec("wandb") is None:
@@ -175,7 +175,7 @@ def choose_wandb(options: LaunchOptions, plan: StudyPlan) -> WandbTarget:
     # That of the last start before the environment, or rows of one study would be in two projects.
     project = typed_project or (last.project if last else "") or environment_project or plan.wandb_project
     target = WandbTarget(cast(WandbMode, mode), project)
-    if target.is_remote:
+    if target.mode == "online":
         _check_wandb_login(mode)
     return target
 
@@ -367,7 +367,7 @@ def _estimate_requirements(
         notes.append("trainer.logger names wandb, and has no effect with --wandb off.")
     if options.wandb is None and (reason := find_last_wandb(plan.folder)[1]):
         notes.append(reason)
-    if plan.wandb.is_remote:
+    if plan.wandb.mode == "online":
         import wandb
 
         # A file wandb/settings in the current folder may have chosen the server.

@@ -67,7 +67,7 @@ def list_plan_values(plan: StudyPlan) -> frozenset[str]:
     # Seeds share their settings.
     names = list_outside_values({spec.arm: spec.config for spec in plan.runs}.values())
     names |= {f"storage={plan.storage}"} if plan.storage else set()
-    return names | ({f"wandb={plan.wandb.mode}"} if plan.wandb.is_remote else set())
+    return names | ({f"wandb={plan.wandb.mode}"} if plan.wandb.mode == "online" else set())
 
 
 def find_last_wandb(folder: Path) -> tuple[WandbTarget | None, str]:
@@ -79,7 +79,7 @@ def find_last_wandb(folder: Path) -> tuple[WandbTarget | None, str]:
     if starts[-1].get("wandb") is None:
         return None, ""
     target = WandbTarget(**starts[-1]["wandb"])
-    if not target.is_remote or f"wandb={target.mode}" in list_typed_before(folder):
+    if target.mode != "online" or f"wandb={target.mode}" in list_typed_before(folder):
         return target, ""
     return (
         None,

@@ -46,8 +46,8 @@ class ConfirmedStudy:
     seeds: tuple[int, ...]
 
 
-WandbMode = Literal["offline", "sync", "online", "off"]
-"""offline writes W&B runs to disk only, sync also uploads each when it ends, and online streams every row."""
+WandbMode = Literal["offline", "online", "off"]
+"""offline writes W&B runs to disk, and online sends every row."""
 WANDB_MODES: tuple[WandbMode, ...] = get_args(WandbMode)
 
 
@@ -65,11 +65,6 @@ class WandbTarget(NamedTuple):
 
     mode: WandbMode = "off"
     project: str = ""
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether rows leave this machine."""
-        return self.mode in ("sync", "online")
 
 
 NO_WANDB = WandbTarget()

@@ -18,10 +18,13 @@ from tune_study.folder.summary import find_finished_runs, write_summary
 from tune_study.host.console import print_error, print_line, show_phases
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.session import StudySession
-from tune_study.tune.wandb_sync import OPEN_TIMEOUT_S
 
 if TYPE_CHECKING:
     from tune_study.tune.wandb_logging import WandbLog
+
+
+INTERRUPTED_TIMEOUT_S = 30.0
+"""Seconds for which an interrupted study waits for W&B. What is not sent then, `resume` sends."""
 
 
 def get_final_statuses(plan: StudyPlan) -> tuple[str, ...]:
@@ -60,7 +63,7 @@ def conclude_study(session: StudySession, problem: str, statuses: StudyStatuses)
     if session.storage is not None:  # after the tables and the report, so that the storage gets them too
         problem = " ".join(filter(None, (problem, session.storage.push())))
     # After an interrupt nobody waits for a service: `resume` sends what is missing.
-    is_cut = session.interrupt.is_requested and plan.wandb.is_remote
+    is_cut = session.interrupt.is_requested and plan.wandb.mode == "online"
     if session.wandb is not None and not is_round and not is_cut:
         _conclude_wandb(session.wandb, plan)
     if problem:
@@ -137,10 +140,10 @@ def end_wandb(session: StudySession) -> None:
     if log is None:
         return
     is_interrupted = session.interrupt.is_requested
-    if plan.wandb.is_remote and not is_interrupted:
+    if plan.wandb.mode == "online" and not is_interrupted:
         print_line(console, f"W&B: sending what is left to project {plan.wandb_project}")
     try:
-        is_complete = log.close(OPEN_TIMEOUT_S if is_interrupted else None)
+        is_complete = log.close(INTERRUPTED_TIMEOUT_S if is_interrupted else None)
     except KeyboardInterrupt:  # the user does not want to wait
         is_complete, log.problem = False, "it was interrupted"
     if not is_complete:

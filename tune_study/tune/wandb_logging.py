@@ -10,16 +10,19 @@ import shutil
 import threading
 from collections.abc import Iterable, Mapping
 from glob import escape
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainable.config.command_lines import format_command
 from trainable.runs.run_ends import OPEN_STATUSES
 from trainable.runs.run_files import GRADIENTS_FILE, METRICS_FILE, read_rows
 from tune_study.folder.statuses import read_status
 from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.study_plan import StudyPlan
-from tune_study.tune.wandb_sync import OPEN_TIMEOUT_S, WandbUploader
+
+OPEN_TIMEOUT_S = 30.0
+"""Time limit in seconds for opening a run, and, at the end of a study, for what is the same for one run and for many.
+
+W&B is a copy of rows that are on disk, so a study does not wait long for a service that does not answer.
+"""
 
 RUN_TIMEOUT_S = 5.0
 """Time in seconds for each run of a study at its end, when its summary is written and sent."""
@@ -35,8 +38,8 @@ class _Event(NamedTuple):
 class WandbLog:
     """Passes runs to a thread that writes them to W&B. An error in this thread ends the logging, never the study.
 
-    Rows are sent as they come in mode online. In the other modes a W&B run is a file, which is written as a whole when
-    its run has ended, and again when the study has, with its verdict; it replaces that of an earlier start.
+    Rows are sent as they come in mode online. Offline, a W&B run is a file, which is written as a whole when its run
+    has ended, and again when the study has, with its verdict; it replaces that of an earlier start.
 
     plan: the study, whose `wandb` has a mode other than off. The attribute `problem` says why the logging is
     incomplete; it is empty if it is complete.
@@ -51,7 +54,6 @@ class WandbLog:
         """The open W&B runs, by run_id; only the thread uses them."""
         self._thread = threading.Thread(target=self._write_events, name="wandb", daemon=True)
         self._thread.start()
-        self._uploads = WandbUploader() if plan.wandb.mode == "sync" else None
 
     def follow(self, plan: StudyPlan) -> None:
         """Log the runs of a study that has got more of them, too."""
@@ -78,18 +80,14 @@ class WandbLog:
                 self._events.put(_Event(run_id, summary))
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """End the open W&B runs; return whether everything was written, and uploaded if requested.
+        """End the open W&B runs; return whether everything was written, and sent in mode online.
 
-        timeout_s: time limit in seconds, for the rows and for uploads; None for one by the number of runs.
+        timeout_s: time limit in seconds; None for one by the number of runs.
         """
         if timeout_s is None:
             timeout_s = OPEN_TIMEOUT_S + RUN_TIMEOUT_S * len(self._specs)
         self._events.put(None)  # the end of the queue
         self._thread.join(timeout_s)
-        if self._uploads is not None and not self._uploads.close(timeout_s):
-            command = format_command("sync", *self._uploads.pending_folders, program="wandb")
-            reason = self._uploads.problem or "the upload took too long"
-            self.problem = self.problem or f"{reason}. Upload with: {command}"
         if self._thread.is_alive():
             self.problem = self.problem or "it took too long"
         return not self.problem
@@ -100,7 +98,7 @@ class WandbLog:
             while (event := self._events.get()) is not None:
                 self._write_run(event)
             for run in self._open_runs.values():
-                self._finish_run(run)
+                run.finish()
         except Exception as error:  # no error of the service may affect the study
             self.problem = f"{type(error).__name__}: {error}"
 
@@ -124,15 +122,7 @@ class WandbLog:
                 run.log({**values, **analysis}, step=row["step"], commit=True)
         if event.summary is not None:
             run.summary.update(event.summary)
-            self._finish_run(self._open_runs.pop(event.run_id), int(event.summary.get("status") == "failed"))
-
-    def _finish_run(self, run: Any, exit_code: int = 0) -> None:
-        """End a W&B run, and queue its upload if requested."""
-        # Read before `finish`, after which W&B's run is closed.
-        folder, service = Path(run.settings.sync_dir), str(run.settings.base_url)
-        run.finish(exit_code=exit_code)
-        if self._uploads is not None:
-            self._uploads.add(folder, service)
+            self._open_runs.pop(event.run_id).finish(exit_code=int(event.summary.get("status") == "failed"))
 
     def _read_gradient_analysis(self, run_id: str, step: int, values: dict[str, Any]) -> dict[str, Any]:
         """The results of the step's gradient analysis under the published keys; empty if there was none."""
@@ -170,7 +160,6 @@ class WandbLog:
             id=wandb_id,
             config={**spec.config.model_dump(mode="json"), **labels, "preset": plan.preset},
             dir=plan.output,
-            # sync writes an offline run, which `WandbUploader` uploads when it has ended.
             mode="online" if is_online else "offline",
             # Online, continue the W&B run of an earlier start. A file has all rows, and its upload replaces those of an
             # earlier one, instead of following them.
@@ -180,11 +169,9 @@ class WandbLog:
         )
 
     def _remove_files(self, wandb_id: str) -> None:
-        """Remove the files of an earlier W&B run that this one replaces, unless they wait for their upload."""
-        pending_folders = () if self._uploads is None else self._uploads.pending_folders
+        """Remove the files of an earlier W&B run that this one replaces."""
         for folder in (self._plan.output / "wandb").glob(f"offline-run-*-{escape(wandb_id)}"):
-            if folder not in pending_folders:
-                shutil.rmtree(folder)
+            shutil.rmtree(folder)
 
 
 def select_loggable(row: dict[str, Any]) -> dict[str, Any]:

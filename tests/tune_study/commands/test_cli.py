@@ -138,7 +138,7 @@ REFUSED_LINES = [
     ("run kl --preset paper", "The study asks for 1 GPU per run and no GPU is visible"),
     ("run kl --gpus 0", "--gpus 0 is given but a run takes no GPU"),
     ("run kl --max-concurrent 0", "--max-concurrent 0 leaves nothing to run"),
-    ("run kl --wandb maybe", "--wandb maybe is not a mode: choose from offline, sync, online, off."),
+    ("run kl --wandb maybe", "--wandb maybe is not a mode: choose from offline, online, off."),
     ("run kl --model Qwen/Qwen2.5-3B", "Download it with `hf download Qwen/Qwen2.5-3B`"),
     ("run kl --model ./no-such-folder", "The model ./no-such-folder was not found"),
     ("search kll --trials 4", "There is no study `kll`."),

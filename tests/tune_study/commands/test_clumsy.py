@@ -87,7 +87,7 @@ WRONG: list[tuple[str, str]] = [
     (f"{LAPTOP} --env frozen_lake", "is not a game (nearest: frozenlake)"),
     (f"{LAPTOP} --config nofile.txt", "type a text file with a line key=value per setting"),
     (f"{LAPTOP} --config CONFIG", "line 1: actor.lr 1e-4 is not key=value, such as actor.lr=1e-5"),
-    (f"{LAPTOP} --wandb maybe", "choose from offline, sync, online, off"),
+    (f"{LAPTOP} --wandb maybe", "choose from offline, online, off"),
     (f"{LAPTOP} --model nosuch", "type --model sokoban-tiny or a folder"),
     (f"{LAPTOP} --gpus a,b", "type --gpus-per-exp 1, or leave --gpus out"),
     (f"{LAPTOP} --gpus-per-exp 0.7", "type `run` with --set trainer.device=cuda, or --gpus-per-exp 0"),

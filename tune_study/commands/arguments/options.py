@@ -364,8 +364,8 @@ Wandb = Annotated[
     Option(
         "--wandb",
         metavar="MODE",
-        help="offline, sync (offline; upload each run when it ends), online, or off; default: as the study was last "
-        "started, or offline if trainer.logger contains wandb, else off.",
+        help="offline (to disk), online, or off; default: as the study was last started, or offline if trainer.logger "
+        "contains wandb, else off.",
     ),
 ]
 WandbProject = Annotated[

@@ -1,8 +1,10 @@
-"""Uploads of offline runs by the real W&B command to a fake service on the loopback address."""
+"""W&B's own client and command against a fake service on the loopback address."""
 
 import http.server
 import json
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,6 @@ import wandb
 
 from tests.tune_study.tune.test_wandb_logging import end_run, make_plan_in, write_rows
 from tune_study.tune.wandb_logging import WandbLog
-from tune_study.tune.wandb_sync import WandbUploader, is_reachable
 
 
 class FakeService(http.server.ThreadingHTTPServer):
@@ -111,31 +112,15 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeService]:
     server.server_close()
 
 
-def log_run(output: Path, patience: float = 60.0) -> tuple[WandbLog, bool]:
-    """Log one step of a study of one run and close the log."""
-    plan = make_plan_in(output, mode="sync")
-    write_rows(plan, [5])
-    log = WandbLog(plan)
-    end_run(log, plan)
-    return log, log.close(patience)
-
-
-def test_a_run_is_uploaded_when_it_ends(service: FakeService, tmp_path: Path) -> None:
-    log, is_uploaded = log_run(tmp_path)
-    assert is_uploaded, log.problem
-    history = [body for path, body in service.requests if path.endswith("file_stream") and "wandb-history" in body]
-    assert any('\\"val_success\\":0.5' in body for body in history)
-    assert len(list(tmp_path.glob("wandb/offline-run-*/*.synced"))) == 1
-
-
 def test_a_second_upload_replaces_the_first_one(service: FakeService, tmp_path: Path) -> None:
-    plan = make_plan_in(tmp_path, mode="sync")
-    write_rows(plan, [1, 2, 3])
-    log = WandbLog(plan)
-    end_run(log, plan)
-    write_rows(plan, [4])
-    log.conclude({plan.runs[0].run_id: {"status": "completed", "verdict": "better"}})
-    assert log.close(60.0), log.problem
+    plan = make_plan_in(tmp_path)
+    for last_step in (3, 4):
+        write_rows(plan, range(1, last_step + 1))
+        log = WandbLog(plan)
+        end_run(log, plan)
+        assert log.close(), log.problem
+        (folder,) = tmp_path.glob("wandb/offline-run-*")
+        subprocess.run([sys.executable, "-m", "wandb", "sync", str(folder)], check=True, capture_output=True)
     assert not any("RunResumeStatus" in body for _, body in service.requests)  # it would be appended
     offsets = [
         part["wandb-history.jsonl"]["offset"]
@@ -144,6 +129,23 @@ def test_a_second_upload_replaces_the_first_one(service: FakeService, tmp_path: 
     ]
     assert offsets == [0, 0]
     assert [json.loads(row)["_step"] for row in service.list_history()] == [1, 2, 3, 1, 2, 3, 4]
+
+
+def test_a_study_does_not_wait_for_a_service_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free_socket:
+        free_socket.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free_socket.getsockname()[1]}"  # no listener: every connection is refused
+        monkeypatch.setenv("WANDB_BASE_URL", address)
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        monkeypatch.setattr("tune_study.tune.wandb_logging.OPEN_TIMEOUT_S", 2.0)
+        plan = make_plan_in(tmp_path, mode="online")
+        write_rows(plan, [1])
+        log = WandbLog(plan)
+        end_run(log, plan)
+        assert not log.close(0.5)
+        assert log.problem == "it took too long"
+        assert not log.close(20.0)  # W&B's client gives up
+    assert "connection refused" in log.problem
 
 
 def test_online_goes_on_behind_the_last_row_that_the_service_has(
@@ -161,42 +163,3 @@ def test_online_goes_on_behind_the_last_row_that_the_service_has(
         assert [json.loads(row)["_step"] for row in service.list_history()] == list(range(last_step + 1))
     assert any('\\"verdict\\":\\"open\\"' in body for path, body in service.requests if path.endswith("file_stream"))
     assert "less than the current step" not in capfd.readouterr().err
-
-
-def test_nothing_waits_for_a_service_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free_socket:
-        free_socket.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{free_socket.getsockname()[1]}"  # no listener: every connection is refused
-        monkeypatch.setenv("WANDB_BASE_URL", address)
-        log, is_uploaded = log_run(tmp_path)
-    (folder,) = tmp_path.glob("wandb/offline-run-*")
-    assert not is_uploaded
-    assert log.problem == f"{address} cannot be reached. Upload with: wandb sync {folder}"
-    assert list(folder.glob("*.wandb"))  # the run is kept for a later upload
-
-
-def test_what_failed_is_tried_again_at_the_end(service: FakeService, tmp_path: Path) -> None:
-    _, _ = log_run(tmp_path)
-    (folder,) = tmp_path.glob("wandb/offline-run-*")
-    for mark in folder.glob("*.synced"):
-        mark.unlink()
-    uploader = WandbUploader()
-    uploader.add(folder, "http://127.0.0.1:1")
-    uploader.add(folder, service.address)
-    assert not uploader.close(60.0)  # nothing answers at the first address at the end either
-    assert uploader.pending_folders == [folder]
-
-
-def test_an_upload_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    with socket.create_server(("127.0.0.1", 0)) as silent_socket:  # accepts connections and never answers
-        address = f"http://127.0.0.1:{silent_socket.getsockname()[1]}"
-        monkeypatch.setenv("WANDB_BASE_URL", address)
-        log, is_uploaded = log_run(tmp_path, patience=3.0)
-    assert not is_uploaded
-    assert "the upload was stopped after" in log.problem
-
-
-def test_what_is_no_address_is_not_reached() -> None:
-    assert not is_reachable("nowhere")
-    assert not is_reachable("http://127.0.0.1:99999")
