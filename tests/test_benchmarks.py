@@ -313,6 +313,7 @@ def test_every_check_of_a_gpu_runs_or_says_what_is_missing(tmp_path: Path) -> No
     lines = run_gpu_checks("--groups", "torch", "step", "system", "--output", str(tmp_path / "checks.jsonl"))
     assert {line["status"] for line in lines} == {"ok", "skipped"}
     assert [line["check"] for line in lines if line["status"] == "skipped"] == [
+        "pinned",
         "share",
         "gpu tests",
         "step 3b without recomputation",

@@ -531,7 +531,7 @@ def run_placed(plan: StudyPlan, n_parallel: int) -> list[dict[str, Any]]:
     barrier = Barrier.options(name="meeting").remote(n_parallel)
     console = Console(quiet=True)
     suite = SuiteContext(LocalRay([], console), Interrupt(plan.folder / ".interrupt"), lambda: None)
-    session = StudySession(plan, resource_plan, "off", console, suite, {}, progress)
+    session = StudySession(plan, resource_plan, console, suite, {}, progress)
     grid = make_tuner(session, Recorder(plan, resource_plan, progress, StudyStatuses(plan, ())), []).fit()
     ray.kill(barrier)
     assert not grid.errors
