@@ -160,9 +160,7 @@ def choose_wandb(options: LaunchOptions, plan: StudyPlan) -> WandbTarget:
         raise PlanError(f"--wandb {format_value(mode)} is not a mode: choose from {', '.join(WANDB_MODES)}.")
     if mode == "off":
         if options.wandb_project is not None:
-            raise PlanError(
-                "--wandb-project names a project of W&B, which is off: add --wandb offline or online."
-            )
+            raise PlanError("--wandb-project names a project of W&B, which is off: add --wandb offline or online.")
         return NO_WANDB
     if find_spec("wandb") is None:
         raise PlanError(f"--wandb {mode} needs the package wandb: install it with `pip install wandb`.")
