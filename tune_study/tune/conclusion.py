@@ -182,7 +182,7 @@ def write_results(folder: Path, console: Console, *, with_pictures: bool = True)
     ends in order and says how to try again.
     """
     try:
-        with show_phases(console, "tables and report"):
+        with show_phases(console, "writing tables and report"):
             outputs.write_tables(folder)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DamageWarning)  # the tables have just warned of it
