@@ -259,12 +259,12 @@ class TrainingLoop:
             with STEP_PHASE.reporting(partial(self._write_phase, self.trainer.step_index + 1)):
                 result = self.trainer.step(self.finish_writing)
                 rows = self._record_rows(self.trainer, result)
-            for run in self.runs.values():
-                remove_phase(run.run_dir)
             self._longest_step_seconds = max(self._longest_step_seconds, self._read_clock() - started_at)
             is_saved = self._save_checkpoints(self.trainer, result)
             self.is_over = all(run.is_over for run in self.runs.values())
             if rows or result.failures or self._is_interrupted():
+                for run in self.runs.values():
+                    remove_phase(run.run_dir)
                 return self._make_report(rows, is_saved, is_replayed=False)
 
     def _write_phase(self, step: int, phase: str) -> None:

@@ -172,13 +172,12 @@ def choose_wandb(options: LaunchOptions, plan: StudyPlan) -> WandbTarget:
         raise PlanError(f"{source}: {error}.") from None
     # That of the last start before the environment, or rows of one study would be in two projects.
     project = typed_project or (last.project if last else "") or environment_project or plan.wandb_project
-    target = WandbTarget(cast(WandbMode, mode), project)
-    if target.mode == "online":
-        _check_wandb_login(mode)
-    return target
+    if mode == "online":
+        _check_wandb_login()
+    return WandbTarget(cast(WandbMode, mode), project)
 
 
-def _check_wandb_login(mode: str) -> None:
+def _check_wandb_login() -> None:
     """Raise PlanError if W&B has no key that could be one. Nobody is asked, and no server is contacted."""
     import wandb
 
@@ -189,7 +188,7 @@ def _check_wandb_login(mode: str) -> None:
         problem = str(error)
     if problem:
         raise PlanError(
-            f"--wandb {mode} needs a login, and W&B says: {problem}. Type `wandb login`, set WANDB_API_KEY, or log "
+            f"--wandb online needs a login, and W&B says: {problem}. Type `wandb login`, set WANDB_API_KEY, or log "
             "with --wandb offline and upload later."
         )
 
