@@ -18,6 +18,7 @@ from tune_study.placement.disk import count_occurrences
 from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.placement.model_size import ModelShape, count_policy_parameters, read_model_shape
 from tune_study.plan.resource_plan import ResourcePlan
+from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.study_plan import StudyPlan
 
 ASSUMED_MFU, ASSUMED_BANDWIDTH_FRACTION = 0.4, 0.5
@@ -235,41 +236,30 @@ def estimate_cpu_run_seconds(shape: ModelShape, config: RunConfig) -> float:
     return RUN_START_SECONDS + update_flops / passes_rate + sampling_flops / sampling_rate
 
 
-def _estimate_cpu_seconds(plan: StudyPlan) -> dict[str, float | None]:
-    """Seconds of each run on one core, by run_id; None where they are not known."""
+def _estimate_cpu_seconds(plan: StudyPlan, spec: RunSpec) -> float | None:
+    """Seconds of a run on one core; None if they are not known."""
     if (estimate_step := plan.study.family.estimate_step_seconds) is not None:
-        step_seconds = {spec.run_id: estimate_step(spec.config) for spec in plan.runs}
-        return {
-            spec.run_id: None if (seconds := step_seconds[spec.run_id]) is None else seconds * spec.steps
-            for spec in plan.runs
-        }
-    if plan.model is None:
-        return dict.fromkeys(spec.run_id for spec in plan.runs)
-    shapes = {path: read_model_shape(path, os.environ) for path in {spec.ppo_config.model.path for spec in plan.runs}}
-    return {
-        spec.run_id: None
-        if (shape := shapes[spec.ppo_config.model.path]) is None
-        else estimate_cpu_run_seconds(shape, spec.ppo_config)
-        for spec in plan.runs
-    }
+        step_seconds = estimate_step(spec.config)
+        return None if step_seconds is None else step_seconds * spec.steps
+    shape = None if plan.model is None else read_model_shape(spec.ppo_config.model.path, os.environ)
+    return None if shape is None else estimate_cpu_run_seconds(shape, spec.ppo_config)
 
 
 def format_cpu_time_line(plan: StudyPlan, resource_plan: ResourcePlan) -> str | None:
     """The estimate for a study that trains on CPUs; None on GPUs, and if the time of a run is not known."""
     if resource_plan.gpu_slots:
         return None
-    run_seconds = _estimate_cpu_seconds(plan)
-    trial_seconds = []
-    for specs in plan.trials:
-        known_seconds = [seconds for spec in specs if (seconds := run_seconds[spec.run_id]) is not None]
-        if len(known_seconds) < len(specs):
-            return None
-        trial_seconds.append(sum(known_seconds))  # of one core, whether or not the runs are trained together
+    run_seconds = {spec.run_id: _estimate_cpu_seconds(plan, spec) for spec in plan.runs}
+    known_seconds = {run_id: seconds for run_id, seconds in run_seconds.items() if seconds is not None}
+    if len(known_seconds) < len(run_seconds):
+        return None
+    # Of one core, whether or not the runs of a trial are trained together.
+    trial_seconds = [sum(known_seconds[spec.run_id] for spec in specs) for specs in plan.trials]
     types = {spec.ppo_config.model.dtype for spec in plan.runs} - {"float32"} if plan.model is not None else set()
     types_text = f"; measured in float32, and a CPU is slower in {' and '.join(sorted(types))}" if types else ""
     study_seconds = max(*trial_seconds, sum(trial_seconds) / max(resource_plan.max_concurrent, 1))
     return (
-        f"Time: about {format_estimate(max(filter(None, run_seconds.values())), digits=2)} per run, "
+        f"Time: about {format_estimate(max(known_seconds.values()), digits=2)} per run, "
         f"{format_estimate(study_seconds, digits=2)} for these {len(plan.runs)} runs, and half a minute to "
         f"start and to report; an estimate from measurements on one machine, others take half as long or twice as long"
         f"{types_text}"
