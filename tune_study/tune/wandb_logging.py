@@ -149,8 +149,9 @@ class WandbLog:
         # W&B documents a limit of 128 characters for project names; the same is assumed for ids. The end is kept
         # because it has the hash.
         wandb_id = f"{spec.run_id}-{identity}"[-128:]
-        if not is_online:
-            self._remove_files(wandb_id)
+        if not is_online:  # an earlier start may have left a file, which this one replaces
+            for folder in (plan.output / "wandb").glob(f"offline-run-*-{escape(wandb_id)}"):
+                shutil.rmtree(folder)
         labels = {"study": plan.study.name, "arm": spec.arm, "seed": spec.seed, "group": plan.run}
         return wandb.init(
             project=plan.wandb_project,
@@ -167,11 +168,6 @@ class WandbLog:
             reinit="create_new",  # several runs are open in this process at once
             settings=wandb.Settings(silent=True, console="off", init_timeout=OPEN_TIMEOUT_S),
         )
-
-    def _remove_files(self, wandb_id: str) -> None:
-        """Remove the files of an earlier W&B run that this one replaces."""
-        for folder in (self._plan.output / "wandb").glob(f"offline-run-*-{escape(wandb_id)}"):
-            shutil.rmtree(folder)
 
 
 def select_loggable(row: dict[str, Any]) -> dict[str, Any]:
