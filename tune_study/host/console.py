@@ -26,7 +26,6 @@ from trainable.files.step_phase import STEP_PHASE
 _LEGIBLE_WIDTH = 24
 """Characters per line below which prose in a cell is hard to read."""
 
-
 SECONDS_PER_PHASE_LINE = 30.0
 """Without a terminal, the least seconds between two lines on what a long task does."""
 
