@@ -267,7 +267,7 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "trainable.sandbox.pedagogy.settings": ("pydantic",),
     "trainable.sandbox.vector_rewards.records": (),
     "trainable.sandbox.vector_rewards.settings": ("pydantic",),
-    "trainable.trial": ("ray",),
+    "trainable.trial": ("ray", "pyarrow"),
     "search_spaces": (),
     "tune_study.commands.reading.explain": ("numpy", "pandas", "rich"),
     "tune_study.commands.reading.watch": ("rich", "waitress"),

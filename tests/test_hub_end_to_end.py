@@ -13,7 +13,7 @@ from tests.fakes.hub_models import NO_SYSTEM_TEMPLATE, write_small_model
 from tests.fakes.trials import Row, clean_up_trials, drop_times, find_newest_checkpoint, read_run_files, start_trial
 from trainable.models.load import load_policy
 from trainable.ppo.trainer import PPOTrainer
-from trainable.trial import Trial
+from trainable.trial import PPO
 
 SETTINGS = {
     "actor__use_kl_loss": True,
@@ -40,7 +40,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_small_model(tmp_path_factory.mktemp("hub") / "small-llama")
 
 
-def get_trainer(trial: Trial) -> PPOTrainer:
+def get_trainer(trial: PPO) -> PPOTrainer:
     return trial.begin().trainer.trainer
 
 

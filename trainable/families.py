@@ -14,14 +14,10 @@ from trainable.runs.run import LinesByFile, Row, TrainerState
 from trainable.runs.run_files import EPISODES_FILE, GRADIENTS_FILE, LEVELS_FILE
 from trainable.runs.stop_rules import ALARM, StopDecision, evaluate_own_rules, evaluate_stop_rules
 from trainable.runs.training import StepResult, TrainerFamily, do_nothing
-from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.distillation.algorithm import make_trainer as make_distillation_trainer
-from trainable.sandbox.distillation.settings import DistillationConfig
 from trainable.sandbox.pedagogy.algorithm import make_trainer as make_pedagogy_trainer
-from trainable.sandbox.pedagogy.settings import PedagogyConfig
 from trainable.sandbox.training.make import make_trainer as make_update_rule_trainer
 from trainable.sandbox.vector_rewards.algorithm import make_trainer as make_vector_reward_trainer
-from trainable.sandbox.vector_rewards.settings import VectorRewardConfig
 
 
 @dataclass(frozen=True)
@@ -87,8 +83,8 @@ def _make_empty_row(config: RunConfig) -> Row:
     return make_empty_row(all_quantities=config.collapse_detection.all_quantities)
 
 
-LANGUAGE_MODEL = TrainerFamily(RunConfig, _make_ppo_trainer, _decide, _make_empty_row)
-UPDATE_RULES = TrainerFamily(UpdateRuleConfig, make_update_rule_trainer)
-DISTILLATION = TrainerFamily(DistillationConfig, make_distillation_trainer)
-VECTOR_REWARDS = TrainerFamily(VectorRewardConfig, make_vector_reward_trainer)
-PEDAGOGY = TrainerFamily(PedagogyConfig, make_pedagogy_trainer)
+LANGUAGE_MODEL = TrainerFamily(_make_ppo_trainer, _decide, _make_empty_row, "val_success")
+UPDATE_RULES = TrainerFamily(make_update_rule_trainer)
+DISTILLATION = TrainerFamily(make_distillation_trainer)
+VECTOR_REWARDS = TrainerFamily(make_vector_reward_trainer)
+PEDAGOGY = TrainerFamily(make_pedagogy_trainer)

@@ -1,26 +1,46 @@
-"""The trial, which Ray Tune constructs, steps and resets, for runs of every family."""
+"""The Trainables, which Ray Tune constructs, steps, saves, restores and resets: one class per family of runs."""
 
 import gc
 import importlib
+import math
 import os
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
+from pyarrow.fs import FileSystem, copy_files
 from ray import tune
+from ray.tune.result import SHOULD_CHECKPOINT
 
-from trainable.backend.gpus import take_gpus
+from trainable.backend.gpus import make_bundles, take_gpus
+from trainable.config.aliases import flatten_settings
+from trainable.config.base_config import BaseRunConfig
+from trainable.config.own_parts import PartFile, register_file
+from trainable.config.run_config import RunConfig, apply_overrides, resolve_key
+from trainable.files.json_values import read_object, write_object
 from trainable.files.run_marks import MARK_ENV
-from trainable.runs.failures import RunFailedError, classify_failure
+from trainable.files.schema import is_run_id
+from trainable.runs.failures import Failure, RunFailedError, classify_failure
 from trainable.runs.orphans import terminate_orphans
-from trainable.runs.run_files import METRICS_FILE, read_rows
+from trainable.runs.records import carry_values, make_empty_row
+from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, read_rows, replace_run_folder
+from trainable.sandbox.config.settings import UpdateRuleConfig
+from trainable.sandbox.distillation.settings import DistillationConfig
+from trainable.sandbox.pedagogy.settings import PedagogyConfig
+from trainable.sandbox.vector_rewards.settings import VectorRewardConfig
 
 if TYPE_CHECKING:
-    from trainable.runs.training import StepReport, TrainingLoop
-    from trainable.storage.mirror import MirroredTrial
+    from trainable.ppo.trainer import PPOTrainer
+    from trainable.runs.training import StepReport, TrainerFamily, TrainingLoop
+
+RUN_KEY, SEED_KEY = "run", "seed"
+"""The keys of a configuration that are not settings of a family's config class."""
+POINTER_FILE = "runs.json"
+"""In a checkpoint of a study's run, which has its state in a folder of its own: that folder, by seed."""
 
 
 @contextmanager
@@ -40,98 +60,257 @@ def _pause_garbage_collection() -> Iterator[None]:
             gc.freeze()
 
 
-class Trial(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
-    """Trains one run, or the runs of several seeds side by side, and reports their rows to Ray Tune.
+class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
+    """A run of PPO: settings in, rows out, checkpoints in Tune's hands.
 
-    config: the configuration of `TrainingLoop`, and in addition these keys.
-        run_id: name of the trial.
-        family: "module:NAME" of a TrainerFamily.
-        side_by_side: whether the family trains several seeds in one trial.
-        storage: URI of the study's storage, or None.
-        storage_patience: seconds to wait for that storage.
+    Every key of the configuration is a setting, dotted ("actor.lr"), nested, or as published, and two more are
+    accepted. `seed` is the seed; a list of seeds trains these side by side, which only update rules and their
+    companions can. `run` says what the run belongs to, a mapping whose keys may all be left out:
 
-    A trial with one run reports the columns of its row, and in addition `note` (notable events since the last row),
-    `saved` (whether a checkpoint of this step is on disk) and `done`. A trial with several runs reports `rows` by
-    run_id instead of columns, `step`, and `failed`: the reason of each run that failed while others could continue.
+        study, arm: names, for the columns of the rows.
+        stop_rules: names of the rules that the run applies before it writes a row; the final evaluation then belongs
+            to that row. Without them, a Stopper may end the trial (`tune_study.rules`).
+        code: the texts of the files of the user whose parts the settings name, by file name.
+        settings: further settings, such as those of a named arm.
+        runs: run_id and seed of each run, and if these are not in the trial's own folder, run_dir and checkpoint_dir.
+        interrupts: paths of files. Once one of them exists, the step under way is the last one.
+        storage: URI of the folder for checkpoints of `trainer.save_freq`; they stay on the node without it.
+        checkpoints: URIs of checkpoints of an earlier experiment, newest first, from which the run continues.
 
-    A run continues from the newest complete checkpoint in its folder, whichever command restarts it. No pickle is read.
-    Runs begin in the first step rather than in `setup`, because Ray reports an error in `setup` as text only, and the
-    study needs to know the kind of failure. Every error leaves a step as a RunFailedError.
+    A result has the columns of the run's row. A column that a step has not measured keeps its last value (before the
+    first one: that of `base_<column>`, else NaN), since schedulers and searchers compare every result; `carried` names
+    these columns. `note` has events since the last result, and `saved` says whether a checkpoint of this step is on the
+    run's disk. With a list of seeds, a result has the means over the runs, `rows` by run_id, and `failed`: the reason
+    of each run that failed while others could continue.
+
+    A failure that another attempt would meet again is a result, with `failure`, `failure_class`, `failure_trace` and
+    `done`. Any other failure is raised as a RunFailedError, and `max_failures` decides.
+
+    A run continues by itself from the newest complete checkpoint in its folder. `save_checkpoint` copies that folder,
+    with hard links where the disk allows them, and `load_checkpoint` replaces it. No pickle is written or read.
+
+    Example::
+
+        tuner = tune.Tuner(
+            PPO,
+            param_space={"actor.kl_loss_coef": tune.grid_search([0, 0.1]), "seed": tune.grid_search([0, 1])},
+            run_config=tune.RunConfig(checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=5)),
+        )
+        trainer = PPO.from_checkpoint(tuner.fit().get_best_result("val_success", "max").checkpoint)
     """
 
+    family: str = "trainable.families:LANGUAGE_MODEL"
+    """ "module:NAME" of the TrainerFamily; imported in the process of the run, because it needs torch."""
+    config_class: type[BaseRunConfig] = RunConfig
+
     training: "TrainingLoop | None" = None
-    mirror: "MirroredTrial | None" = None
+
+    @classmethod
+    def read_settings(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of a configuration, under their own names and without the seed. Raise ConfigError if unknown."""
+        named = config.get(RUN_KEY, {}).get("settings", {})
+        flat = flatten_settings({key: value for key, value in config.items() if key not in (RUN_KEY, SEED_KEY)})
+        return {resolve_key(key, cls.config_class): value for key, value in {**flat, **flatten_settings(named)}.items()}
+
+    @classmethod
+    def make_config(cls, config: Mapping[str, Any]) -> BaseRunConfig:
+        """The checked settings of a configuration. Raise ConfigError for one that cannot be trained."""
+        for name, text in config.get(RUN_KEY, {}).get("code", {}).items():
+            register_file(PartFile(name, text))
+        return apply_overrides(cls.config_class.model_validate({}), cls.read_settings(config))
+
+    @classmethod
+    def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
+        """A CPU and a share of a GPU, or a bundle per GPU on one node, as trainer.n_gpus_per_node says.
+
+        Tune calls it before anything starts, so a setting that cannot be trained is refused here. The Trainable and the
+        first rank are in the first bundle.
+        """
+        n_gpus = getattr(cls.make_config(config).trainer, "n_gpus_per_node", 0.0)
+        return tune.PlacementGroupFactory([dict(bundle) for bundle in make_bundles(n_gpus)], strategy="STRICT_PACK")
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Store the configuration, and mark this process and its children as belonging to the run."""
-        self.trial_config = config
-        os.environ[MARK_ENV] = str(self._list_run_dirs()[0])
+        """Store the configuration, and mark this process and its children as belonging to the run.
+
+        Runs begin in the first step, because Ray passes on an error in `setup` as text only, without its kind.
+        """
+        self._configuration, self._options = config, dict(config.get(RUN_KEY, {}))
+        self._runs = self._list_runs()
+        self._last_values: dict[str, Any] = {}
+        self._is_restored = self._has_failed = False
+        os.environ[MARK_ENV] = self._runs[0]["run_dir"]
         if ray.is_initialized():  # a trial may also be constructed without Ray
             take_gpus(ray.get_gpu_ids(), os.environ)
 
-    def _list_run_dirs(self) -> list[Path]:
-        """The folders in which the runs keep their rows."""
-        return [Path(run["run_dir"]) for run in self.trial_config["runs"]]
+    def _list_runs(self) -> list[dict[str, Any]]:
+        """run_id, seed, run_dir and checkpoint_dir of each run."""
+        seed = self._configuration.get(SEED_KEY, 0)
+        self._has_seed_list = isinstance(seed, list | tuple)
+        own_runs = (
+            [{"run_id": f"{self.trial_id}-s{number}", "seed": int(number)} for number in seed]
+            if self._has_seed_list
+            else [{"run_id": self.trial_id, "seed": int(seed)}]
+        )
+        runs = self._options.get("runs", own_runs)
+        self._has_study_folder = any("run_dir" in run for run in runs)
+        folder = Path(self.logdir)
+        return [
+            {
+                "run_dir": str(folder / "runs" / run["run_id"]),
+                "checkpoint_dir": str(folder / "saved" / run["run_id"]),
+                **run,
+            }
+            for run in runs
+        ]
 
     def step(self) -> dict[str, Any]:
         """Train to the next rows. They are on disk before they are reported. Raises RunFailedError."""
         try:
-            return self._make_result(*self._train())
+            report = self.begin().step()
+            self._upload_saved_checkpoints()
+            return self._make_result(report)
         except Exception as error:
             # Read from disk, since the error may have come before the runs were loaded.
-            has_rows = any(read_rows(folder / METRICS_FILE, first_step=0) for folder in self._list_run_dirs())
-            # Without the cause: a RunFailedError consists of text and flags, so that it can be sent to the study. The
+            has_rows = any(read_rows(Path(run["run_dir"]) / METRICS_FILE, first_step=0) for run in self._runs)
+            failure = classify_failure(error, has_rows)
+        if failure.is_retried:
+            # Without the cause: a RunFailedError consists of text and flags, so that it can be sent to the driver. The
             # traceback of the cause is part of it, as text.
-            raise RunFailedError(classify_failure(error, has_rows)) from None
-
-    def _train(self) -> tuple["StepReport", str]:
-        """Train one step; return its report, and a note about events since the last report."""
-        training = self.begin()
-        if self.mirror is None:
-            report = training.step()
-            return report, report.note
-        # Before the step: the interrupt file is in the storage, and the training loop looks for a local one.
-        self.mirror.poll_interrupt()
-        report = training.step()
-        training.finish_writing()
-        # Finished runs only report their last row again, so there is nothing new to copy.
-        mirror_note = "" if self.trial_config["finished"] else self.mirror.push_step()
-        return report, "; ".join(filter(None, (report.note, mirror_note)))
+            raise RunFailedError(failure)
+        return self._make_failure_result(failure)
 
     def begin(self) -> "TrainingLoop":
         """Lock the runs and continue them from their newest checkpoints; later calls return the same loop."""
         if self.training is not None:
             return self.training
-        if self.trial_config["storage"] is not None:
-            from trainable.storage.mirror import MirroredTrial
-
-            self.mirror = MirroredTrial(self.trial_config)
-            # Now with folders of this node, which mirror those in the storage. The mark names such a folder, so it has
-            # to be set again.
-            self.trial_config = self.mirror.config
-            os.environ[MARK_ENV] = str(self._list_run_dirs()[0])
         # An earlier process of this trial may have died on this node, and its children may still occupy a GPU.
-        terminate_orphans(self._list_run_dirs()[0])
-        module, _, name = self.trial_config["family"].partition(":")
+        terminate_orphans(Path(self._runs[0]["run_dir"]))
+        settings = self.make_config(self._configuration)
+        module, _, name = self.family.partition(":")
         # Imported here because Ray's driver imports this module, too, and should not have to load torch.
         with _pause_garbage_collection():
             from trainable.runs.training import TrainingLoop
 
-            family = getattr(importlib.import_module(module), name)
-        self.training = TrainingLoop(family, self.trial_config)
+            family: TrainerFamily = getattr(importlib.import_module(module), name)
+        notes = [] if self._is_restored else self._fetch_newest_checkpoint()
+        self.training = TrainingLoop(family, settings, self._runs, self._options, is_restored=self._is_restored)
+        self.training.notes[:0] = notes
+        if not self._has_seed_list:
+            (run,) = self.training.runs.values()
+            for row in run.rows:
+                self._last_values |= row
         return self.training
 
-    def _make_result(self, report: "StepReport", note: str) -> dict[str, Any]:
+    def _fetch_newest_checkpoint(self) -> list[str]:
+        """Continue from the newest usable checkpoint of an earlier experiment; return notes about the unusable ones."""
+        from trainable.runs.checkpoint import CheckpointError, read_checkpoint  # imports torch
+
+        notes: list[str] = []
+        for uri in self._options.get("checkpoints", ()):
+            with tune.Checkpoint(uri).as_directory() as folder:
+                try:
+                    for path in Path(folder).glob(f"*/{STATE_FOLDER}/*"):
+                        read_checkpoint(path)
+                except CheckpointError as error:
+                    notes.append(f"{uri} is not used: {error}")
+                    continue
+                self.load_checkpoint(folder)
+                break
+        return notes
+
+    def _make_result(self, report: "StepReport") -> dict[str, Any]:
         """Make the result that Tune records. Its `training_iteration` counts the steps of the runs, across restarts."""
-        common_columns = {"training_iteration": report.step_count, "note": note, "saved": report.is_saved}
-        if self.trial_config["side_by_side"]:
-            run_columns = {"step": report.last_step, "rows": report.rows, "failed": report.failures}
-            return {**common_columns, **run_columns, "done": report.is_over}
-        (row,) = report.rows.values()
-        # A run that a stop rule has ended is not `done` here: the experiment's Stopper reads the rule in this row, and
-        # ends the trial. A row that is reported again is always `done`, so that an experiment without our Stopper ends
-        # as well.
-        return {**common_columns, **row, "done": report.is_over and (report.is_replayed or not row.get("stop_rule"))}
+        row = _average_rows(report.rows.values()) if self._has_seed_list else next(iter(report.rows.values()))
+        result = {
+            **self._complete_row(row),
+            "training_iteration": report.step_count,
+            "note": report.note,
+            "saved": report.is_saved,
+            "done": report.is_over,
+        }
+        if self._has_seed_list:
+            result |= {"step": report.last_step, "rows": report.rows, "failed": report.failures}
+        if self._options.get("storage") is not None:
+            result[SHOULD_CHECKPOINT] = report.is_saved
+        return result
+
+    def _complete_row(self, row: Mapping[str, Any], failure: Failure | None = None) -> dict[str, Any]:
+        """A row with a value in each column. Every result has the same ones: Tune's files take those of the first."""
+        words = ("", "", "") if failure is None else (failure.message, failure.kind, failure.trace)
+        result = carry_values(row, self._last_values)
+        if not (self._options.get("stop_rules") or result.get("stop_rule")):
+            result.pop("stop_rule", None)  # its presence would say that the run applies the rules itself
+        return {**result, **dict(zip(("failure", "failure_class", "failure_trace"), words, strict=True))}
+
+    def _make_failure_result(self, failure: Failure) -> dict[str, Any]:
+        self._has_failed = True
+        columns = make_empty_row() if self.config_class is RunConfig else {}
+        names = {name: self._options.get(name, "") for name in ("study", "arm")}
+        identity = {**names, **{name: self._runs[0][name] for name in ("run_id", "seed")}, "step": None}
+        row = self._complete_row({**columns, **identity, **dict.fromkeys(self._last_values)}, failure)
+        return {**row, "training_iteration": self.iteration + 1, "note": "", "saved": False, "done": True}
+
+    def _upload_saved_checkpoints(self) -> None:
+        """Move the checkpoints of trainer.save_freq to the storage of the study, if it has one."""
+        uri = self._options.get("storage")
+        for run in self._runs if uri is not None else ():
+            for folder in sorted(Path(run["checkpoint_dir"]).glob("global_step_*")):
+                filesystem, path = FileSystem.from_uri(uri)
+                target = f"{path}/runs/{run['run_id']}/{folder.name}"
+                filesystem.create_dir(target)
+                # Threads can make uploads to S3 hang (https://github.com/apache/arrow/issues/32372).
+                copy_files(str(folder), target, destination_filesystem=filesystem, use_threads=False)
+                shutil.rmtree(folder)
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Write what is needed to continue on any node: the lines and the newest state of each run, by seed.
+
+        The runs of a study on this machine have folders of their own, which the checkpoint names.
+        """
+        if not self._has_failed:  # of a failed run, the states before the failure stay
+            self.begin().write_states()
+        if self._has_study_folder:
+            write_object(Path(checkpoint_dir, POINTER_FILE), {str(run["seed"]): run["run_id"] for run in self._runs})
+            return
+        for run in () if self.training is None else self.training.runs.values():
+            run.copy_to(Path(checkpoint_dir, str(run.seed)))
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        """Continue from a checkpoint, also from one of a trial with other settings (population-based training)."""
+        if Path(checkpoint_dir, POINTER_FILE).exists():
+            return  # the runs continue in their own folders
+        self.cleanup()
+        for run, folder in zip(self._runs, _list_run_folders(Path(checkpoint_dir)), strict=True):
+            replace_run_folder(Path(run["run_dir"]), folder)
+        self._is_restored = True
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: tune.Checkpoint, **settings: object) -> "PPOTrainer":
+        """The trainer of a checkpoint, to sample, evaluate or probe with; `trainer.close()` frees its engine.
+
+        settings: settings to change, such as **{"trainer.device": "cpu"}. For the toy families, the result is the
+        trainer of all seeds. Raises CheckpointError if the checkpoint has no state, or if that is damaged.
+        """
+        from trainable.runs.checkpoint import CheckpointError, find_newest_checkpoint, read_checkpoint
+        from trainable.runs.run import TrainerState
+
+        module, _, name = cls.family.partition(":")
+        family: TrainerFamily = getattr(importlib.import_module(module), name)
+        states = []
+        with checkpoint.as_directory() as folder:
+            for run_folder in _list_run_folders(Path(folder)):
+                path = find_newest_checkpoint(run_folder / STATE_FOLDER)
+                if path is None:
+                    raise CheckpointError(
+                        f"{checkpoint} has no state in {run_folder / STATE_FOLDER}: its run ended with "
+                        f"trainer.keep_last=false, or has gone on and replaced it."
+                    )
+                states.append(TrainerState(*read_checkpoint(path)))
+        configs = [cls.config_class.model_validate(state.values["settings"]) for state in states]
+        changes = {resolve_key(key, cls.config_class): value for key, value in settings.items()}
+        trainer = family.make_trainer(apply_overrides(configs[0], changes), [config.seed for config in configs])
+        trainer.load_states(states)
+        return cast("PPOTrainer", getattr(trainer, "trainer", trainer))  # a run of PPO is not one of several seeds
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Close these runs, and prepare the process for those of `new_config`, for which everything is built anew."""
@@ -140,10 +319,53 @@ class Trial(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         return True  # tells Ray that the process can be used again
 
     def cleanup(self) -> None:
-        """Close the runs, then the mirror that copies their files."""
+        """Close the runs."""
         if self.training is not None:
             self.training.close()
             self.training = None
-        if self.mirror is not None:
-            self.mirror.close()
-            self.mirror = None
+
+
+class UpdateRules(PPO):
+    """Runs of update rules on toy tasks."""
+
+    family, config_class = "trainable.families:UPDATE_RULES", UpdateRuleConfig
+
+
+class Distillation(PPO):
+    """Runs of on-policy distillation."""
+
+    family, config_class = "trainable.families:DISTILLATION", DistillationConfig
+
+
+class VectorRewards(PPO):
+    """Runs of Vector Policy Optimization."""
+
+    family, config_class = "trainable.families:VECTOR_REWARDS", VectorRewardConfig
+
+
+class Pedagogy(PPO):
+    """Runs of pedagogical reinforcement learning."""
+
+    family, config_class = "trainable.families:PEDAGOGY", PedagogyConfig
+
+
+def _list_run_folders(checkpoint_dir: Path) -> list[Path]:
+    """The folders of the runs in a checkpoint, in the order of their seeds."""
+    pointer = checkpoint_dir / POINTER_FILE
+    if not pointer.exists():
+        folders = [path for path in checkpoint_dir.iterdir() if path.name.isdecimal()]
+        return sorted(folders, key=lambda folder: int(folder.name))
+    names = read_object(pointer)
+    run_ids = [str(names[seed]) for seed in sorted(filter(str.isdecimal, names), key=int)]
+    # Tune writes a checkpoint of a study to <study>/<trial>/checkpoint_<N>.
+    return [checkpoint_dir.parent.parent / "runs" / run_id for run_id in filter(is_run_id, run_ids)]
+
+
+def _average_rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The mean of each numeric column over the rows that have it."""
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if isinstance(value, int | float) and not isinstance(value, bool) and name != SEED_KEY:
+                values.setdefault(name, []).append(value)
+    return {name: sum(column) / len(column) for name, column in values.items()}

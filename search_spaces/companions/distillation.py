@@ -45,7 +45,7 @@ def estimate_bytes(config: DistillationConfig, n_parameters: int) -> tuple[int, 
 
 DISTILLATION = Family(
     name="distillation",
-    trainer="trainable.families:DISTILLATION",
+    trainable="trainable.trial:Distillation",
     config_class=DistillationConfig,
     presets=PRESETS,
     outcomes=("late_test_error", "final_test_error", "final_entropy", "last_reverse_kl", "error_since_switch"),

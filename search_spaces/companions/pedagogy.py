@@ -28,7 +28,7 @@ def estimate_bytes(config: PedagogyConfig, n_parameters: int) -> tuple[int, int]
 
 PEDAGOGY = Family(
     name="pedagogy",
-    trainer="trainable.families:PEDAGOGY",
+    trainable="trainable.trial:Pedagogy",
     config_class=PedagogyConfig,
     presets=PRESETS,
     outcomes=("late_test_error", "late_teacher_test_error", "final_entropy"),

@@ -30,7 +30,7 @@ def estimate_bytes(config: VectorRewardConfig, n_parameters: int) -> tuple[int, 
 
 VECTOR_REWARDS = Family(
     name="vector_rewards",
-    trainer="trainable.families:VECTOR_REWARDS",
+    trainable="trainable.trial:VectorRewards",
     config_class=VectorRewardConfig,
     presets=PRESETS,
     outcomes=(

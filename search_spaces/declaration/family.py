@@ -35,7 +35,7 @@ class Family:
     Attributes:
         name: name of the family in study.json and in the tables.
         config_class: configuration of a run.
-        trainer: "module:NAME" of the TrainerFamily for these configurations; imported only where a run trains.
+        trainable: "module:CLASS" of the tune.Trainable for these configurations; imported only where Ray is.
         presets: the presets by name.
         outcomes: columns of `analysis.load(...).trials` by which arms are compared. The first is the primary outcome,
             which gives the verdicts; the others support it and are adjusted together.
@@ -62,7 +62,7 @@ class Family:
 
     name: str
     config_class: type[BaseRunConfig]
-    trainer: str
+    trainable: str
     presets: Mapping[str, Preset]
     outcomes: tuple[str, ...]
     margins: Mapping[str, float]

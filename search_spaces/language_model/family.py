@@ -105,7 +105,7 @@ def get_model_path(config: RunConfig) -> str:
 
 PPO = Family(
     name="ppo",
-    trainer="trainable.families:LANGUAGE_MODEL",
+    trainable="trainable.trial:PPO",
     name_suffix="_{model}",
     is_fine_tuning=True,
     search_space=SEARCH_SPACE,

@@ -75,7 +75,7 @@ def estimate_step_seconds(config: UpdateRuleConfig) -> float | None:
 
 UPDATE_RULES = Family(
     name="update_rules",
-    trainer="trainable.families:UPDATE_RULES",
+    trainable="trainable.trial:UpdateRules",
     config_class=UpdateRuleConfig,
     presets=PRESETS,
     outcomes=(

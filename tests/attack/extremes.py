@@ -17,7 +17,7 @@ from tests.attack.sample_study import Answer, run_command
 from tests.faults.malformed import list_field_schemas
 from trainable.runs.failures import NON_FINITE, Failure, RunFailedError
 from trainable.runs.run_files import read_rows
-from trainable.trial import Trial
+from trainable.trial import PPO
 from tune_study.plan.study_plan import make_plan
 from tune_study.tune.trials import make_trial_config
 
@@ -139,7 +139,7 @@ def train(extreme: Extreme, folder: Path) -> Failure | list[dict[str, Any]]:
     settings: dict[str, object] = dict(_make_settings(extreme))
     plan = make_plan(study, "laptop", "a test", settings, [extreme.arm], 1, folder / "out")
     spec = plan.runs[0]
-    trial = Trial(make_trial_config(plan, [spec], is_finished=False))
+    trial = PPO(make_trial_config(plan, [spec]))
     try:
         for _ in range(STEPS):
             if trial.step()["done"]:

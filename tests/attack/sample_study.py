@@ -27,7 +27,7 @@ from trainable.runs.episode_lines import RecordedEpisode
 from trainable.runs.failures import RunFailedError
 from trainable.runs.run_ends import ENDED_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from trainable.trial import Trial
+from trainable.trial import PPO
 from tune_study.commands.cli import app
 from tune_study.folder import outputs
 from tune_study.folder.statuses import RunStatus, make_final_status, make_timestamp, resolve_status, write_status
@@ -101,7 +101,7 @@ def train_without_ray(plan: StudyPlan, max_steps: int = 1_000) -> dict[str, RunS
         run_dir = plan.get_run_dir(spec.run_id)
         status = RunStatus(spec.run_id, "running", started_at=make_timestamp())
         write_status(run_dir, status)
-        trial = Trial(make_trial_config(plan, [spec], is_finished=False))
+        trial = PPO(make_trial_config(plan, [spec]))
         try:
             for _ in range(max_steps):
                 if trial.step()["done"]:

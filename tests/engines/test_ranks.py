@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tests.fakes.scripted import SMALL_SETTINGS
 from tests.fakes.trainers import QUIET_SETTINGS
-from tune_study.placement.resources import make_bundles
+from trainable.backend.gpus import make_bundles
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.tune.local_ray import start_local_ray
 from tune_study.tune.run import prepare_environment
@@ -48,26 +48,12 @@ def run_trial(folder: Path, **overrides: object) -> tuple[list[dict[str, Any]], 
     """Run one trial of two ranks, and return its rows on disk and Tune's result."""
     from ray import tune
 
-    from trainable.trial import Trial
-    from tune_study.placement.resources import make_placement_group
+    from trainable.trial import PPO
 
     run_paths = {"run_id": "run", "seed": 0, "run_dir": str(folder / "run"), "checkpoint_dir": str(folder / "kept")}
-    config = {
-        "study": "kl",
-        "run_id": "run",
-        "arm": "0",
-        "settings": {**SETTINGS, **overrides},
-        "runs": [run_paths],
-        "side_by_side": False,
-        "finished": False,
-        "family": "trainable.families:LANGUAGE_MODEL",
-        "stop_rules": [],
-        "interrupts": [],
-        "storage": None,
-        "storage_patience": 0.0,
-    }
+    config = {**SETTINGS, **overrides, "seed": 0, "run": {"study": "kl", "arm": "0", "runs": [run_paths]}}
     tuner = tune.Tuner(
-        tune.with_resources(Trial, make_placement_group(2)),
+        PPO,
         param_space=config,
         run_config=tune.RunConfig(
             storage_path=str(folder / "tune"),

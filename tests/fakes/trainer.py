@@ -23,6 +23,7 @@ from trainable.files.run_marks import MARK_ENV
 from trainable.runs.failures import NonFiniteError
 from trainable.runs.run import LinesByFile, Row, TrainerState
 from trainable.runs.training import StepResult
+from trainable.trial import PPO
 from tune_study.host.interrupt import make_interrupt
 
 COLLAPSES, CRASHES_ONCE, RAISES, FAILS_IN_SETUP, IS_WRONG, DIVERGES = "0.3", "0.4", "0.5", "0.6", "0.7", "0.8"
@@ -89,10 +90,11 @@ class FakeTrainer:
             os.kill(driver, signal.SIGINT)
 
 
-def make_fake_row(run: Mapping[str, Any], settings: RunConfig, step: int) -> dict[str, Any]:
+def make_fake_row(config: Mapping[str, Any], settings: RunConfig, step: int) -> dict[str, Any]:
     """Make the row of one step: success grows, and in a collapsing arm the reward std vanishes after ten steps."""
-    names = {name: run[name] for name in ("run_id", "study", "arm", "seed")}
-    return {**names, **make_fake_values(run["arm"], run["seed"], settings, step)}
+    options, seed = config["run"], config["seed"]
+    names = {"run_id": options["runs"][0]["run_id"], "study": options["study"], "arm": options["arm"], "seed": seed}
+    return {**names, **make_fake_values(options["arm"], seed, settings, step)}
 
 
 def make_fake_values(arm: str, seed: int, settings: RunConfig, step: int) -> dict[str, Any]:
@@ -117,12 +119,12 @@ def make_fake_values(arm: str, seed: int, settings: RunConfig, step: int) -> dic
     return values
 
 
-def make_fake_rows(run: Mapping[str, Any], settings: RunConfig, steps: int) -> list[dict[str, Any]]:
+def make_fake_rows(config: Mapping[str, Any], settings: RunConfig, steps: int) -> list[dict[str, Any]]:
     """Make the rows on disk of a run of at most `steps` steps, which a rule may have stopped."""
-    if run["arm"] != COLLAPSES:
-        return [as_json(make_fake_row(run, settings, step)) for step in range(1, steps + 1)]
-    rows = [as_json(make_fake_row(run, settings, step)) for step in range(1, 21)]
-    threshold = settings.early_stop.variance_ratio * (2.0 + 0.1 * run["seed"])
+    if config["run"]["arm"] != COLLAPSES:
+        return [as_json(make_fake_row(config, settings, step)) for step in range(1, steps + 1)]
+    rows = [as_json(make_fake_row(config, settings, step)) for step in range(1, 21)]
+    threshold = settings.early_stop.variance_ratio * (2.0 + 0.1 * config["seed"])
     stop = {"stop_rule": "reward_variance_collapse", "stop_value": 0.01, "stop_threshold": threshold, "stop_step": 20}
     return [*rows[:-1], {**rows[-1], **stop}]
 
@@ -178,7 +180,15 @@ FAKE = replace(families.LANGUAGE_MODEL, make_trainer=FakeTrainer)
 PLACED = replace(families.LANGUAGE_MODEL, make_trainer=PlacedTrainer)
 
 
-def make_study(family: str = "FAKE", name: str = "kl") -> Study:
-    """Make a study whose runs use a family of this module."""
+class Fake(PPO):
+    family = f"{__name__}:FAKE"
+
+
+class Placed(PPO):
+    family = f"{__name__}:PLACED"
+
+
+def make_study(trainable: str = "Fake", name: str = "kl") -> Study:
+    """Make a study whose runs use a Trainable of this module."""
     study = STUDIES[name]
-    return replace(study, family=replace(study.family, trainer=f"{__name__}:{family}"))
+    return replace(study, family=replace(study.family, trainable=f"{__name__}:{trainable}"))

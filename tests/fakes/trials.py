@@ -1,15 +1,19 @@
 """Trials without Ray's driver: the calls that Tune would make, in this process instead of a process per trial."""
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.fakes.scripted import SMALL_SETTINGS
+from trainable.families import LANGUAGE_MODEL
 from trainable.files.json_lines import read_lines
 from trainable.runs.checkpoint import iter_checkpoints
-from trainable.runs.records import TIME_COLUMNS
+from trainable.runs.records import CARRIED_KEY, TIME_COLUMNS, drop_carried
 from trainable.runs.run_files import read_rows
 from trainable.runs.stop_rules import RULES
-from trainable.trial import Trial
+from trainable.runs.training import TrainingLoop
+from trainable.trial import PPO
 
 Row = dict[str, Any]
 UninterruptedRun = tuple[Path, list[Row]]
@@ -17,9 +21,7 @@ FEW_LEVELS = {"env.val_env_groups": 4, "env.test_env_groups": 2}
 IDENTITY = {"run_id": "kl-01-s0", "study": "kl", "arm": "0.1", "seed": 0}
 
 
-def make_trial_config(
-    folder: Path, finished: bool = False, seed: int = 0, interrupt: str | None = None, **settings: object
-) -> Row:
+def make_trial_config(folder: Path, seed: int = 0, interrupt: str | None = None, **settings: object) -> Row:
     changed_settings = {
         **SMALL_SETTINGS,
         **FEW_LEVELS,
@@ -31,33 +33,36 @@ def make_trial_config(
         "run_dir": str(folder / "runs" / "r"),
         "checkpoint_dir": str(folder / "saved"),
     }
-    return {
-        **IDENTITY,
-        "seed": seed,
-        "settings": changed_settings,
-        "runs": [run],
-        "side_by_side": False,
-        "finished": finished,
-        "family": "trainable.families:LANGUAGE_MODEL",
+    options = {
+        "study": IDENTITY["study"],
+        "arm": IDENTITY["arm"],
         "stop_rules": list(RULES),
         "interrupts": [] if interrupt is None else [str(interrupt)],
-        "storage": None,
-        "storage_patience": 0.0,
+        "runs": [run],
     }
+    return {**changed_settings, "seed": seed, "run": options}
 
 
-LIVE_TRIALS: list[Trial] = []
+def make_loop(folder: Path, read_clock: Callable[[], float] = time.monotonic, **settings: object) -> TrainingLoop:
+    """Make the loop of `PPO.begin`."""
+    config = make_trial_config(folder, **settings)
+    return TrainingLoop(
+        LANGUAGE_MODEL, PPO.make_config(config), config["run"]["runs"], config["run"], read_clock=read_clock
+    )
 
 
-def start_trial(folder: Path, **settings: object) -> Trial:
+LIVE_TRIALS: list[PPO] = []
+
+
+def start_trial(folder: Path, **settings: object) -> PPO:
     """Start a trial as Tune does in a new process: trials that were started before are cleaned up first."""
     clean_up_trials()
-    LIVE_TRIALS.append(Trial(make_trial_config(folder, **settings)))
+    LIVE_TRIALS.append(PPO(make_trial_config(folder, **settings)))
     LIVE_TRIALS[-1].begin()
     return LIVE_TRIALS[-1]
 
 
-def get_rows(trial: Trial) -> list[Row]:
+def get_rows(trial: PPO) -> list[Row]:
     """Return the rows that the only run of the trial has so far."""
     assert trial.training is not None
     (run,) = trial.training.runs.values()
@@ -77,7 +82,8 @@ def find_newest_checkpoint(folder: Path) -> Path:
 
 
 def drop_times(row: Row) -> Row:
-    return {name: row[name] for name in row if name not in TIME_COLUMNS}
+    """Drop the times of a row, or of a result of Tune, whose columns that were not measured become None."""
+    return {name: value for name, value in drop_carried(row).items() if name not in (*TIME_COLUMNS, CARRIED_KEY)}
 
 
 def read_run_files(folder: Path) -> tuple[list[Row], list[Row]]:

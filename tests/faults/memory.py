@@ -41,7 +41,7 @@ class Watched(Progress):
 
 def make_tiny_plan(folder: Path, trials: int) -> StudyPlan:
     """Make a plan of `trials` arms of a few fake steps each."""
-    study = make_study("FAKE")
+    study = make_study("Fake")
     values = [f"1.{number:04}" for number in range(trials)]
     return make_plan(study, "laptop", "memory", {"trainer.total_training_steps": STEPS}, values, 1, folder)
 

@@ -1,6 +1,7 @@
 """A trial with one run and without Ray's driver: the test makes the calls that Tune would make."""
 
 import gc
+import math
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -23,17 +24,27 @@ from trainable.files import step_phase
 from trainable.files.step_phase import read_phase
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.checkpoint import read_checkpoint
-from trainable.runs.records import DEFAULT_STEP_COLUMNS, STOP_COLUMNS, make_empty_row
-from trainable.trial import Trial
+from trainable.runs.records import DEFAULT_STEP_COLUMNS, STOP_COLUMNS, drop_carried, make_empty_row
+from trainable.trial import PPO
+
+
+FAILURE_WORDS = {"failure": "", "failure_class": "", "failure_trace": ""}
 
 
 def test_a_row_has_every_column_and_the_identity_of_its_run(uninterrupted_run: UninterruptedRun) -> None:
     columns = {column.name for column in (*DEFAULT_STEP_COLUMNS, *STOP_COLUMNS)}
     for step, row in enumerate(uninterrupted_run[1], start=1):
-        assert set(row) == columns | set(IDENTITY) | {"step", "training_iteration", "done", "note", "saved"}
+        assert set(row) == columns | set(IDENTITY) | {
+            "step",
+            "training_iteration",
+            "done",
+            "note",
+            "saved",
+            "carried",
+        } | {*FAILURE_WORDS}
         assert {name: row[name] for name in IDENTITY} == IDENTITY
         assert (row["step"], row["done"]) == (step, step == 3)
-        assert (row["stop_rule"], row["stop_value"]) == ("", None)
+        assert (row["stop_rule"], drop_carried(row)["stop_value"]) == ("", None)
 
 
 def test_rows_are_on_disk_as_they_were_reported(uninterrupted_run: UninterruptedRun) -> None:
@@ -41,8 +52,19 @@ def test_rows_are_on_disk_as_they_were_reported(uninterrupted_run: Uninterrupted
     # Columns without a measurement take no space on disk.
     assert not any(value is None for row in rows for value in row.values())
     rows = [{**make_empty_row(), **row} for row in rows]
-    reported = [{**row, "training_iteration": row["step"], "note": "", "saved": True} for row in rows]
-    assert [{**row, "done": row["step"] == 3} for row in reported] == uninterrupted_run[1]
+    added = [{"training_iteration": row["step"], "note": "", "saved": True, "done": row["step"] == 3} for row in rows]
+    reported = [{**drop_carried(row), "carried": ""} for row in uninterrupted_run[1]]
+    assert [{**row, **keys, **FAILURE_WORDS, "carried": ""} for row, keys in zip(rows, added, strict=True)] == reported
+
+
+def test_what_a_step_does_not_measure_keeps_its_last_value(uninterrupted_run: UninterruptedRun) -> None:
+    first, second, third = uninterrupted_run[1]
+    assert "val_success" in first["carried"].split()
+    assert first["val_success"] == first["base_val_success"]  # there is no other before the first validation
+    assert "val_success" not in second["carried"].split()
+    assert math.isnan(second["test_success"])
+    assert third["base_val_success"] == first["base_val_success"]
+    assert "base_val_success" in third["carried"].split()
 
 
 def test_evaluations_are_on_disk(uninterrupted_run: UninterruptedRun) -> None:
@@ -133,8 +155,9 @@ def test_an_interrupted_run_writes_a_checkpoint_whatever_resume_every_is(tmp_pat
 def test_a_finished_run_reports_its_last_row_and_trains_nothing(uninterrupted_run: UninterruptedRun) -> None:
     folder, rows = uninterrupted_run
     files_before = read_run_files(folder)
-    trainable = Trial(make_trial_config(folder, finished=True))
-    assert trainable.step() == rows[-1]
+    trainable = PPO(make_trial_config(folder))
+    assert drop_carried(trainable.step()) == drop_carried(rows[-1])
+    trainable.cleanup()
     assert read_run_files(folder) == files_before
 
 
@@ -151,9 +174,9 @@ def test_the_row_at_which_a_rule_fires_has_the_final_evaluation(tmp_path: Path) 
     trainable = start_trial(tmp_path, **STOPS)
     first, second = trainable.step(), trainable.step()
     for name in ("val_greedy_success", "test_success", "test_greedy_success"):
-        assert first[name] is None
+        assert drop_carried(first)[name] is None
         assert 0 <= second[name] <= 1
-    assert not second["done"]  # the experiment's stopper ends the trial
+    assert second["done"]
     decision = {name: second[f"stop_{name}"] for name in ("rule", "threshold", "step")}
     assert decision == {"rule": "low_validation_success", "threshold": 1.0, "step": 2}
     assert second["stop_value"] == max(first["val_success"], second["val_success"])
@@ -170,10 +193,9 @@ def test_a_run_that_a_rule_has_stopped_does_not_continue(tmp_path: Path) -> None
     trainable = start_trial(tmp_path, **STOPS)
     trainable.step()
     last_row = trainable.step()
-    # This also ends the trial in an experiment without our Stoppers.
-    assert trainable.step() == {**last_row, "done": True}
+    assert drop_carried(trainable.step()) == drop_carried(last_row)
     resumed = start_trial(tmp_path, **STOPS)
-    assert resumed.step() == {**last_row, "done": True}
+    assert drop_carried(resumed.step()) == drop_carried(last_row)
     assert [row["step"] for row in read_run_files(tmp_path)[0]] == [1, 2]
 
 
@@ -190,8 +212,8 @@ def test_an_actor_that_is_used_again_serves_the_other_run_as_a_fresh_one_would(
     rows = [trainable.step() for _ in range(3)]
     assert [drop_times(row) for row in rows] == [drop_times(row) for row in uninterrupted_run[1]]
     assert drop_times(other_row) != drop_times(rows[0])
-    assert trainable.reset_config(make_trial_config(uninterrupted_run[0], finished=True))
-    assert trainable.step() == uninterrupted_run[1][-1]
+    assert trainable.reset_config(make_trial_config(uninterrupted_run[0]))
+    assert drop_carried(trainable.step()) == drop_carried(uninterrupted_run[1][-1])
     assert trainable.reset_config(make_trial_config(tmp_path / "mine"))
     assert drop_times(trainable.step()) == drop_times(uninterrupted_run[1][-1])
 
@@ -214,8 +236,9 @@ def test_rows_of_other_tools_in_the_file_do_not_matter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["trainable.families:LANGUAGE_MODEL", "trainable.no_such_module:FAMILY"])
-def test_garbage_is_collected_after_the_imports(tmp_path: Path, family: str) -> None:
-    trial = Trial({**make_trial_config(tmp_path), "family": family})
+def test_garbage_is_collected_after_the_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    monkeypatch.setattr(PPO, "family", family)
+    trial = PPO(make_trial_config(tmp_path))
     with nullcontext() if family.startswith("trainable.families") else pytest.raises(ModuleNotFoundError):
         trial.begin()
     assert gc.isenabled()

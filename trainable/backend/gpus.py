@@ -1,6 +1,8 @@
-"""What the process of a run sees of the GPUs of its node."""
+"""What a run reserves of the GPUs of a node, and what its process sees of them."""
 
 from collections.abc import MutableMapping, Sequence
+
+from trainable.config.run_config import ConfigError
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The variable with the settings of torch's memory allocator, and its earlier name."""
@@ -21,3 +23,37 @@ def take_gpus(ids: Sequence[int | str], environ: MutableMapping[str, str]) -> No
     environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, ids))
     if not any(name in environ for name in ALLOCATOR_VARIABLES):
         environ[ALLOCATOR_VARIABLES[0]] = ALLOCATOR_SETTINGS
+
+
+_MIN_GPU_FRACTION = 0.0001
+"""Ray's resolution of fractions (its MIN_RESOURCE_GRANULARITY)."""
+
+
+def make_bundles(n_gpus: float) -> tuple[dict[str, float], ...]:
+    """Ray bundles that one run reserves: a CPU with no GPU or a fraction of one, or one such bundle per whole GPU.
+
+    A run on several GPUs has one rank, and therefore one CPU, per GPU. Raises ConfigError for a number of GPUs that Ray
+    cannot place.
+
+    Example:
+        >>> make_bundles(0.5)
+        ({'CPU': 1.0, 'GPU': 0.5},)
+        >>> make_bundles(2)
+        ({'CPU': 1.0, 'GPU': 1.0}, {'CPU': 1.0, 'GPU': 1.0})
+    """
+    if n_gpus == 0:
+        return ({"CPU": 1.0},)
+    if n_gpus < _MIN_GPU_FRACTION:
+        raise ConfigError(
+            f"--gpus-per-exp {n_gpus:g} cannot be placed: the smallest fraction of a GPU in Ray is "
+            f"{_MIN_GPU_FRACTION:g}. Type a fraction such as 0.5, or 1, 2, 4."
+        )
+    if n_gpus < 1:
+        return ({"CPU": 1.0, "GPU": n_gpus},)
+    # Ray reserves a fraction on a single GPU, so 1.5 GPUs cannot be one bundle.
+    if n_gpus != int(n_gpus):
+        raise ConfigError(
+            f"--gpus-per-exp {n_gpus:g} cannot be placed: above 1, a run takes whole GPUs. "
+            f"Type a fraction such as 0.5, or 1, 2, 4."
+        )
+    return ({"CPU": 1.0, "GPU": 1.0},) * int(n_gpus)

@@ -3,8 +3,9 @@
 A row of `steps` is one training step of one run (step 1 is the first). A row of `trials` is one run.
 """
 
-from collections.abc import Iterable
-from typing import NamedTuple
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from trainable.runs.collapse_quantities import EXTRA_QUANTITIES, QUANTITIES, Quantity
 
@@ -567,3 +568,29 @@ def make_empty_row(*, all_quantities: bool = False) -> dict[str, float | str | N
     # Stoppers would apply the rules themselves.
     row["stop_rule"] = ""
     return row
+
+
+CARRIED_KEY = "carried"
+"""The key of a result with the names of the columns whose values are those of earlier steps, separated by spaces."""
+
+
+def carry_values(row: Mapping[str, Any], last_values: dict[str, Any]) -> dict[str, Any]:
+    """A result of Tune: `row` with a value in each column, and the names of those that the step has not measured.
+
+    Such a column has its value in `last_values`, which is updated by the row; before the first measurement, that of
+    `base_<column>`, else NaN.
+
+    Example:
+        >>> carry_values({"step": 1, "base_val_success": 0.25, "val_success": None}, {})
+        {'step': 1, 'base_val_success': 0.25, 'val_success': 0.25, 'carried': 'val_success'}
+    """
+    last_values |= {name: value for name, value in row.items() if value is not None}
+    unmeasured = [name for name, value in row.items() if value is None]
+    earlier_values = {name: last_values.get(name, last_values.get(f"base_{name}", math.nan)) for name in unmeasured}
+    return {**row, **earlier_values, CARRIED_KEY: " ".join(unmeasured)}
+
+
+def drop_carried(result: Mapping[str, Any]) -> dict[str, Any]:
+    """A result of `carry_values` with None for what its step has not measured. Other results are unchanged."""
+    unmeasured = str(result.get(CARRIED_KEY, "")).split()
+    return {**result, **dict.fromkeys(unmeasured)}

@@ -7,6 +7,7 @@ thus vouches for everything that was measured up to its step.
 
 import fcntl
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterable, Mapping
@@ -190,3 +191,26 @@ def find_best_step(rows: Iterable[Mapping[str, Any]], column: str) -> int | None
     """
     values = {int(row["step"]): row[column] for row in rows if isinstance(row.get(column), int | float)}
     return max(values, key=lambda step: values[step], default=None)
+
+
+def link_folder(source: Path, target: Path) -> None:
+    """Copy a folder whose files are never changed, by hard links where both paths are on one file system."""
+
+    def link_or_copy(source_path: str, target_path: str) -> None:
+        try:
+            os.link(source_path, target_path)
+        except OSError:
+            shutil.copyfile(source_path, target_path)
+
+    shutil.copytree(source, target, copy_function=link_or_copy)
+
+
+def replace_run_folder(run_dir: Path, source: Path) -> None:
+    """Replace the lines and states of a run by those of `source`, a folder of `Run.copy_to`."""
+    shutil.rmtree(run_dir, ignore_errors=True)
+    run_dir.mkdir(parents=True)
+    for name in LINE_FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, run_dir / name)
+    if (source / STATE_FOLDER).is_dir():
+        link_folder(source / STATE_FOLDER, run_dir / STATE_FOLDER)

@@ -4,7 +4,7 @@ Each row is on disk before it is reported, and before the checkpoint after the s
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 
 from trainable.config.base_config import BaseRunConfig
-from trainable.config.own_parts import PartFile, register_file
 from trainable.config.run_config import apply_overrides
 from trainable.files.step_phase import STEP_PHASE, remove_phase, write_phase
 from trainable.runs.checkpoint import CheckpointError
@@ -91,16 +90,17 @@ def make_no_columns(settings: Any) -> Row:
 class TrainerFamily:
     """The parts from which runs of one kind are built.
 
-    config_class: type of the settings. make_trainer: function of the settings and the seeds that returns a trainer.
+    make_trainer: function of the settings and the seeds that returns a trainer.
     evaluate_stop_rules: function of the rows of a run so far, the run's settings and the names of the study's stop
     rules that returns why the run stops here, or None. make_empty_row: function of the settings that returns a row with
-    every column, without values, because Tune needs all columns in the first row.
+    every column, without values, because Tune needs all columns in the first row. best_column: the column whose largest
+    value marks the checkpoint that `trainer.keep_best` keeps.
     """
 
-    config_class: type[BaseRunConfig]
     make_trainer: Callable[[Any, Sequence[int]], Trainer]
     evaluate_stop_rules: Callable[[Sequence[Row], Any, Sequence[str]], StopDecision | None] = never_stop
     make_empty_row: Callable[[Any], Row] = make_no_columns
+    best_column: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class StepReport:
     rows: rows with every column, by run id. failures: the reason of each run that has failed so far, by run id.
     last_step: the last step with a row. step_count: the number of steps with rows. is_over: whether all runs are over.
     note: events since the last report that a user should know. is_saved: whether all runs that continue have a
-    checkpoint of this step on disk. is_replayed: whether the rows were reported before.
+    checkpoint of this step on disk.
     """
 
     rows: dict[str, Row]
@@ -120,53 +120,47 @@ class StepReport:
     is_over: bool
     note: str
     is_saved: bool
-    is_replayed: bool
 
 
 class TrainingLoop:
     """Trains the runs of a trial, starting from their newest common checkpoint.
 
-    trial_config: a mapping with these keys.
+    settings: those of all runs, but for the seed. runs: run_id, seed, run_dir and checkpoint_dir of each run.
+    options: a mapping with these keys, all of which may be left out.
         study, arm: names, for the rows.
-        settings: dotted fields that differ from the defaults of the family's configuration.
-        runs: a list of run_id, seed, run_dir and checkpoint_dir.
-        finished: whether all runs ended in an earlier start of the study. Their last rows are then reported again, so
-            that the experiment of this start lists every run.
-        stop_rules: names of the rules that the study applies.
-        code: the texts of the files of the user whose parts the settings name, by file name; may be left out.
-        best_column: the column whose largest value marks a checkpoint that stays; empty or left out if none does.
-        keeps_last: whether the last rolling checkpoint of a run stays after its end; True if left out.
-        async_checkpoints: whether checkpoints are written while the next step samples; False if left out. Those of runs
-            that end, and those of an interrupted study, never are.
+        stop_rules: names of the rules that the runs apply.
         interrupts: paths of files. Once one of them exists, the step under way is the last one of this start.
+    is_restored: whether the folders are those of a checkpoint, possibly of a run with other settings, without which the
+        runs must not begin.
     read_clock: the time in seconds, which says when a rolling checkpoint is due.
 
-    Raises RunLockedError if another process trains one of the runs.
+    Raises RunLockedError if another process trains one of the runs, and CheckpointError if a restored one has no usable
+    checkpoint.
     """
 
     def __init__(
         self,
         family: TrainerFamily,
-        trial_config: Mapping[str, Any],
+        settings: BaseRunConfig,
+        runs: Iterable[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        is_restored: bool = False,
         read_clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.family = family
+        self.family, self.settings, self._is_restored = family, settings, is_restored
         self._read_clock, self._longest_step_seconds, self._longest_write_seconds = read_clock, 0.0, 0.0
-        for name, text in trial_config.get("code", {}).items():
-            register_file(PartFile(name, text))
-        self.settings = apply_overrides(family.config_class.model_validate({}), trial_config["settings"])
-        self.stop_rules: tuple[str, ...] = tuple(trial_config["stop_rules"])
-        self._interrupt_paths = tuple(map(Path, trial_config["interrupts"]))
-        self._best_column = str(trial_config.get("best_column", ""))
-        self._keeps_last = bool(trial_config.get("keeps_last", True))
-        self._writer = ThreadPoolExecutor(1) if trial_config.get("async_checkpoints") else None
+        self.stop_rules: tuple[str, ...] = tuple(options.get("stop_rules", ()))
+        self._interrupt_paths = tuple(map(Path, options.get("interrupts", ())))
+        # Only language models have these settings.
+        has_writer = getattr(settings.trainer, "async_checkpoints", False)
+        self._writer = ThreadPoolExecutor(1) if has_writer else None
         self._pending_write: Future[None] | None = None
         self.notes: list[str] = []
         self.trainer: Trainer | None = None
-        identity = {"study": trial_config["study"], "arm": trial_config["arm"]}
-        self.runs = {int(run_entry["seed"]): self._make_run(run_entry, identity) for run_entry in trial_config["runs"]}
+        identity = {"study": options.get("study", ""), "arm": options.get("arm", "")}
+        self.runs = {int(run_entry["seed"]): self._make_run(run_entry, identity) for run_entry in runs}
         try:
-            self._start_runs(bool(trial_config["finished"]))
+            self._start_runs()
         except BaseException:
             self.close()  # otherwise the locks and the engine of the trainer would outlive this object
             raise
@@ -180,20 +174,19 @@ class TrainingLoop:
             settings,
             identity,
             write=self._write_with_retry,
-            best_column=self._best_column,
-            keeps_last=self._keeps_last,
+            best_column=self.family.best_column if getattr(self.settings.trainer, "keep_best", False) else "",
+            keeps_last=getattr(self.settings.trainer, "keep_last", True),
+            is_restored=self._is_restored,
         )
 
-    def _start_runs(self, is_finished: bool) -> None:
+    def _start_runs(self) -> None:
         """Lock the runs, read their rows, and resume those that are not complete."""
         for run in self.runs.values():
-            if not is_finished:  # a replay only reads
-                run.lock()
-                remove_phase(run.run_dir)  # of a process that was killed
+            run.lock()
+            remove_phase(run.run_dir)  # of a process that was killed
             run.load_rows()  # after the lock: until then, another process may append rows
-        open_runs = {} if is_finished else self.runs
-        unfinished_seeds = [seed for seed, run in open_runs.items() if not run.is_complete(self.notes.append)]
-        for seed in open_runs.keys() - unfinished_seeds:
+        unfinished_seeds = [seed for seed, run in self.runs.items() if not run.is_complete(self.notes.append)]
+        for seed in self.runs.keys() - unfinished_seeds:
             self.runs[seed].remove_unwanted_state()  # a process may have died before it did that
         self.is_over = not unfinished_seeds
         if unfinished_seeds:
@@ -218,6 +211,8 @@ class TrainingLoop:
                 continue  # `load_checkpoint` has already added the reason to the notes
             except ValueError as error:  # `load_states`: a state does not fit, and the trainer is unchanged
                 self.notes.append(f"the checkpoints after step {step} are not used: {error}")
+        if self._is_restored and not trainer.step_index:
+            raise CheckpointError(f"The checkpoint cannot be continued: {'; '.join(self.notes) or 'it has no state'}.")
         if self.notes or trainer.step_index:
             # A note, not an error: going back costs only time, because a run repeats the same rows.
             self.notes.append(f"training continues after step {trainer.step_index}")
@@ -253,7 +248,7 @@ class TrainingLoop:
         """Train until there is a new row, a failure or an interrupt of the study; return the report of these steps."""
         if self.is_over or self.trainer is None:  # the last rows again, so that the experiment lists the runs
             last_rows = {run.run_id: run.rows[-1] for run in self.runs.values()}
-            return self._make_report(last_rows, is_saved=True, is_replayed=True)
+            return self._make_report(last_rows, is_saved=True)
         while True:  # a trainer may have no row at a step: update rules have one per evaluation
             started_at = self._read_clock()
             with STEP_PHASE.reporting(partial(self._write_phase, self.trainer.step_index + 1)):
@@ -265,7 +260,7 @@ class TrainingLoop:
             if rows or result.failures or self._is_interrupted():
                 for run in self.runs.values():
                     remove_phase(run.run_dir)
-                return self._make_report(rows, is_saved, is_replayed=False)
+                return self._make_report(rows, is_saved)
 
     def _write_phase(self, step: int, phase: str) -> None:
         for run in self.runs.values():
@@ -331,6 +326,15 @@ class TrainingLoop:
             self._saved_at = self._read_clock()
         return is_due and self._pending_write is None
 
+    def write_states(self) -> None:
+        """Write a rolling checkpoint of each run that continues, unless it has one of its last step."""
+        self.finish_writing()
+        if self.trainer is None:
+            return
+        for run in (self.runs[seed] for seed in self.trainer.seeds):
+            if not run.is_over and self.trainer.step_index not in run.list_checkpoint_steps():
+                run.prepare_checkpoint(self.trainer.get_state(run.seed), is_rolling=True, is_permanent=False)()
+
     def _write_all(self, writes: Sequence[Callable[[], None]], in_background: bool) -> None:
         """Call `writes` one after another, in the background if that was asked for."""
 
@@ -365,7 +369,7 @@ class TrainingLoop:
         is_late = limit is not None and seconds + self._longest_step_seconds + self._longest_write_seconds > limit
         return is_late or step % trainer_settings.resume_every == 0  # the settings have resume_every >= 1
 
-    def _make_report(self, rows: dict[str, Row], is_saved: bool, is_replayed: bool) -> StepReport:
+    def _make_report(self, rows: dict[str, Row], is_saved: bool) -> StepReport:
         # Each event is reported once. The list stays the same object, since a checkpoint may be written meanwhile.
         n_notes = len(self.notes)
         note = "; ".join(self.notes[:n_notes])
@@ -373,9 +377,7 @@ class TrainingLoop:
         steps = {row["step"] for run in self.runs.values() for row in run.rows}
         failures = {run.run_id: run.failure for run in self.runs.values() if run.failure}
         full_rows = {run_id: {**self.family.make_empty_row(self.settings), **row} for run_id, row in rows.items()}
-        return StepReport(
-            full_rows, failures, max(steps, default=0), len(steps), self.is_over, note, is_saved, is_replayed
-        )
+        return StepReport(full_rows, failures, max(steps, default=0), len(steps), self.is_over, note, is_saved)
 
     def _write_with_retry(self, operation: Callable[[], None]) -> None:
         """Write, waiting while the disk is full unless the study is being interrupted."""

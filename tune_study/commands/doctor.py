@@ -23,6 +23,7 @@ from rich.filesize import decimal
 
 from search_spaces import STUDIES
 from search_spaces.declaration.presets import PRESETS
+from trainable.backend.gpus import make_bundles
 from trainable.config.command_lines import quote_argument
 from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.run_config import RunConfig, apply_overrides
@@ -34,7 +35,7 @@ from tune_study.host.machine_checks import CheckResult
 from tune_study.host.session_folder import FOLDER_PREFIX, RAY_SUBFOLDER
 from tune_study.placement.disk import estimate_disk_budget
 from tune_study.placement.model_files import check_model
-from tune_study.placement.resources import check_engines, choose_preset, make_bundles, preflight
+from tune_study.placement.resources import check_engines, choose_preset, preflight
 from tune_study.plan.errors import PlanError
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import make_plan

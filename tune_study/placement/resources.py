@@ -4,8 +4,8 @@ import math
 import re
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
+from trainable.backend.gpus import make_bundles
 from trainable.config.base_config import BaseTrainerConfig
 from trainable.config.constants import MAX_DEFAULT_THREADS
 from trainable.config.model_limits import find_four_bit_obstacle
@@ -19,15 +19,10 @@ from tune_study.plan.errors import PlanError
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan
 
-if TYPE_CHECKING:
-    from ray.tune import PlacementGroupFactory
-
 DEEPSPEED = "deepspeed==0.19.8"
 """The version that the engine is written for, as it is typed for pip."""
 
 _GPU_ID = re.compile(r"0|[1-9][0-9]{0,3}")
-_MIN_GPU_FRACTION = 0.0001
-"""Ray's resolution of fractions (its MIN_RESOURCE_GRANULARITY)."""
 _SHORT_NAME = re.compile(r"\b(B\d{2,3}|H\d{2,3}|A\d{2,3}|L\d{2,3}|V100|T4|P100|K80)")
 """The model of an NVIDIA data-center GPU within its product name, such as H100 in `NVIDIA H100 80GB HBM3`."""
 
@@ -49,47 +44,6 @@ def parse_gpus(text: str) -> tuple[str, ...]:
             f"--gpus '{format_value(text)}' is not a list of distinct GPU ids: type them like --gpus 0,1,2,3."
         )
     return ids
-
-
-def make_bundles(n_gpus: float) -> tuple[dict[str, float], ...]:
-    """Ray bundles that one run reserves: a CPU with no GPU or a fraction of one, or one such bundle per whole GPU.
-
-    A run on several GPUs has one rank, and therefore one CPU, per GPU. Raises PlanError for a number of GPUs that Ray
-    cannot place.
-
-    Example:
-        >>> make_bundles(0.5)
-        ({'CPU': 1.0, 'GPU': 0.5},)
-        >>> make_bundles(2)
-        ({'CPU': 1.0, 'GPU': 1.0}, {'CPU': 1.0, 'GPU': 1.0})
-    """
-    if n_gpus == 0:
-        return ({"CPU": 1.0},)
-    if n_gpus < _MIN_GPU_FRACTION:
-        raise PlanError(
-            f"--gpus-per-exp {n_gpus:g} cannot be placed: the smallest fraction of a GPU in Ray is "
-            f"{_MIN_GPU_FRACTION:g}. Type a fraction such as 0.5, or 1, 2, 4."
-        )
-    if n_gpus < 1:
-        return ({"CPU": 1.0, "GPU": n_gpus},)
-    # Ray reserves a fraction on a single GPU, so 1.5 GPUs cannot be one bundle.
-    if n_gpus != int(n_gpus):
-        raise PlanError(
-            f"--gpus-per-exp {n_gpus:g} cannot be placed: above 1, a run takes whole GPUs. "
-            f"Type a fraction such as 0.5, or 1, 2, 4."
-        )
-    return ({"CPU": 1.0, "GPU": 1.0},) * int(n_gpus)
-
-
-def make_placement_group(n_gpus_per_node: float) -> "PlacementGroupFactory":
-    """The bundles of `make_bundles` as Tune's placement group.
-
-    STRICT_PACK takes all bundles from one node, because a run does not span nodes. The Trainable runs in the first
-    bundle.
-    """
-    from ray.tune import PlacementGroupFactory
-
-    return PlacementGroupFactory([dict(bundle) for bundle in make_bundles(n_gpus_per_node)], strategy="STRICT_PACK")
 
 
 def make_slots(gpus: tuple[str, ...], n_gpus: float) -> tuple[str, ...]:

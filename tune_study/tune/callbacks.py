@@ -23,7 +23,7 @@ from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.progress import Progress, format_step
 from tune_study.tune.search.halving import Rungs
-from tune_study.tune.trials import list_lone_ends, list_run_ids, split_rows_by_run
+from tune_study.tune.trials import list_lone_ends, list_run_ids, make_trial_name, split_rows_by_run
 from tune_study.tune.wandb_logging import WandbLog
 
 MAX_ATTEMPTS = 3
@@ -87,9 +87,8 @@ class RowFetcher(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             self._fetch(run_id)
 
     def _fetch_rows(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        if not trial.config["finished"]:  # the rows of an ended run were fetched when it ended
-            for run_id in list_run_ids(trial.config):
-                self._fetch(run_id)
+        for run_id in list_run_ids(trial.config):
+            self._fetch(run_id)
 
     on_trial_recover = on_trial_complete = on_trial_error = _fetch_rows
 
@@ -97,13 +96,10 @@ class RowFetcher(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
     """Keeps the status.json, log and displayed progress of every run up to date.
 
-    If `finished` is true in a trial's config, the trial only reports the last row of a run that ended in an earlier
-    start. The Recorder then changes nothing but the trial id in the run's status.
-
     rungs: the rungs of successive halving; None if no run is halved.
 
     Attributes:
-        given_up_trials: ids of the trials whose failure is final; `FirstComeFirstServed` does not start them again.
+        given_up_trials: ids of the trials that failed too often; `FirstComeFirstServed` does not start them again.
     """
 
     def __init__(
@@ -134,11 +130,9 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Record that runs start, or start again after their process died."""
-        copy_earlier_files(trial, self._plan.folder / trial.config["run_id"])
+        copy_earlier_files(trial, self._plan.folder / make_trial_name(self._plan, trial.config))
         for status in self._get_statuses(trial):
-            if trial.config["finished"]:
-                self._statuses.set(replace(status, trial_id=trial.trial_id))
-            elif status.status not in ENDED_STATUSES:
+            if status.status not in ENDED_STATUSES:
                 self._start_run(status, trial.trial_id)
 
     def _start_run(self, status: RunStatus, trial_id: str) -> None:
@@ -154,8 +148,6 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         # `saved`. Both are removed, so that they do not become columns of Tune's progress.csv or of the W&B run.
         note = result.pop("note", "")
         result.pop("saved", None)
-        if trial.config["finished"]:
-            return
         for run_id in list_run_ids(trial.config) if note else ():
             self._log_line(run_id, f"=== {note} ===")
             self._progress.print_note(run_id, note)
@@ -171,6 +163,8 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
                 self._end_run(
                     replace(status, status="failed", failure_class=NON_FINITE, reason=reason, ended_at=make_timestamp())
                 )
+        if kind := result.get("failure_class"):
+            self._fail_runs(trial, Failure(kind, result["failure"], False, result.get("failure_trace", "")))
 
     def _record_row(self, run_id: str, row: dict[str, Any], ends_alone: bool) -> None:
         """Log and display one row of a run.
@@ -191,19 +185,15 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             self._conclude_run(status)
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """A trial failed: decide whether Tune may start it again.
+        """A trial failed in a way that may pass: decide whether Tune may start it again.
 
-        Tune retries every failure, without a limit (`max_failures=-1`). A failure is final here if its kind is not
-        retried, or if it is the MAX_ATTEMPTS-th without progress. Only failures without progress between them count,
-        because a run that takes days may have many failures in total.
+        Tune retries such failures without a limit (`max_failures=-1`). The MAX_ATTEMPTS-th without progress is final
+        here. Only failures without progress between them count, because a run that takes days may have many failures in
+        total, and a node that was taken away counts for nothing.
         """
-        trial_failure = read_failure(trial)
-        failure_count = self._count_failure(trial)
-        if trial.config["finished"]:  # the run has ended well, and only its replay in Tune's own record fails
-            if failure_count >= MAX_ATTEMPTS:
-                self.given_up_trials.add(trial.trial_id)
-            return
-        is_retried = trial_failure.is_retried and failure_count < MAX_ATTEMPTS
+        trial_failure, is_preempted = read_failure(trial)
+        failure_count = 0 if is_preempted else self._count_failure(trial)
+        is_retried = failure_count < MAX_ATTEMPTS
         for status in self._list_open_statuses(trial):
             # A dead process may leave children, such as vLLM's engine, which hold the GPU that the retry needs. On a
             # cluster they are on another node, where the run terminates them when it starts there again.
@@ -233,11 +223,11 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         Failures are compared by step and not by time: a run that fails every time a few steps after its last checkpoint
         trains rows between two failures, but never gets further, and would be retried forever.
         """
-        trial_run_id = trial.config["run_id"]
         step = self._find_furthest_step(trial)
-        previous_count = self._failure_counts.get(trial_run_id, _FailureCount(furthest_step=-1, consecutive_failures=0))
+        no_failures = _FailureCount(furthest_step=-1, consecutive_failures=0)
+        previous_count = self._failure_counts.get(trial.trial_id, no_failures)
         failure_count = 1 if step > previous_count.furthest_step else previous_count.consecutive_failures + 1
-        self._failure_counts[trial_run_id] = _FailureCount(max(step, previous_count.furthest_step), failure_count)
+        self._failure_counts[trial.trial_id] = _FailureCount(max(step, previous_count.furthest_step), failure_count)
         return failure_count
 
     def _find_furthest_step(self, trial: Any) -> int:
@@ -256,8 +246,6 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Runs have trained all their steps, were stopped by a rule, or were interrupted."""
-        if trial.config["finished"]:
-            return
         for status in self._list_open_statuses(trial):
             if status.status == "running":  # a run that waits, or that failed alone, keeps its status
                 self._conclude_run(status)
@@ -273,12 +261,8 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._end_run(replace(final_status, ended_at=make_timestamp()))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Tune considers a failure final. With `max_failures=-1` it does so only for a trial that was not running.
-
-        If the trial only reports the last row of an ended run again, the run's status stays as it is.
-        """
-        if not trial.config["finished"]:
-            self._fail_runs(trial, read_failure(trial))
+        """Tune considers a failure final. With `max_failures=-1` it does so only for a trial that was not running."""
+        self._fail_runs(trial, read_failure(trial)[0])
 
     def _fail_runs(self, trial: Any, trial_failure: Failure) -> None:
         for status in self._list_open_statuses(trial):
@@ -312,11 +296,11 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             append_line(self._plan.output / self._specs[run_id].log_path, line)
 
 
-def read_failure(trial: Any) -> Failure:
-    """Why a trial failed, from the error that Tune has stored in a file.
+def read_failure(trial: Any) -> tuple[Failure, bool]:
+    """Why a trial failed, from the error that Tune has stored in a file, and whether its node was taken away.
 
     A RunFailedError comes from a step of the run and contains the failure. Any other error is Ray's own: it was raised
-    in `setup`, or the trial's process has died. Such an error may pass, so the trial is retried.
+    in `setup`, or the trial's process has died.
     """
     import ray.cloudpickle
 
@@ -324,19 +308,20 @@ def read_failure(trial: Any) -> Failure:
     # folder, which may belong to an older failure.
     path = Path(trial.pickled_error_file) if trial.pickled_error_file else None
     if path is None or not path.exists():
-        return Failure("error", "the trial failed without an error message", is_retried=True)
+        return Failure("error", "the trial failed without an error message", is_retried=True), False
     error = ray.cloudpickle.loads(path.read_bytes())
     cause = getattr(error, "cause", None) or error  # Ray wraps an exception of a worker in a RayTaskError
     if isinstance(cause, RunFailedError):
-        return cause.failure
+        return cause.failure, False
     lines = [line.strip() for line in _ANSI_COLOR.sub("", str(cause)).splitlines() if line.strip()] or ["no message"]
     trace = _ANSI_COLOR.sub("", str(error))
     if _SETUP_ERROR_PHRASE in str(cause):
         # Ray's message is the worker's traceback, whose last line is the error itself.
-        return Failure("error", f"in setup, {lines[-1]}", is_retried=True, trace=trace)
+        return Failure("error", f"in setup, {lines[-1]}", is_retried=True, trace=trace), False
     # Ray kills a worker when the machine's memory runs low, and says "memory pressure" in its error.
     kind = "out of memory" if "memory pressure" in trace else PROCESS_DIED
-    return Failure(kind, f"{type(cause).__name__}: {lines[0]}", is_retried=True, trace=trace)
+    failure = Failure(kind, f"{type(cause).__name__}: {lines[0]}", is_retried=True, trace=trace)
+    return failure, bool(getattr(cause, "preempted", False))
 
 
 def clear_metric_windows(trial: Any) -> None:
@@ -379,11 +364,9 @@ class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **i: Any) -> None:
         """Pass on the rows of a step."""
-        if not trial.config["finished"]:
-            self._log.send_rows(split_rows_by_run(trial.config, result))
+        self._log.send_rows(split_rows_by_run(trial.config, result))
 
     def _end_runs(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        if not trial.config["finished"]:
-            self._log.end_runs(list_run_ids(trial.config))
+        self._log.end_runs(list_run_ids(trial.config))
 
     on_trial_complete = on_trial_error = _end_runs

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from trainable.backend.gpus import make_bundles
 from trainable.config.setting_types import format_value
 from tune_study.host.gpus import Gpu
 from tune_study.placement import resources
@@ -111,7 +112,7 @@ def _find_gpu_type(resources: Mapping[str, float]) -> str:
 
 def count_fitting_runs(node: Node, n_gpus: float) -> int:
     """How many runs of `n_gpus` GPUs fit on a node at the same time; a run does not span nodes."""
-    cpus_per_run = len(resources.make_bundles(n_gpus))
+    cpus_per_run = len(make_bundles(n_gpus))
     by_cpus = int(node.cpus // cpus_per_run)
     if n_gpus == 0:
         return by_cpus
@@ -141,7 +142,7 @@ def allocate_cluster(
     Raises PlanError if an option contradicts the cluster, or if no node can hold a run.
     """
     n_gpus = plan.base_config.trainer.n_gpus_per_node
-    bundles = resources.make_bundles(n_gpus)
+    bundles = make_bundles(n_gpus)
     if gpus_option is not None:
         raise PlanError(
             f"--gpus {format_value(gpus_option)} names GPUs of this machine, but on a cluster Ray places the runs: "

@@ -1,5 +1,6 @@
 """Execute a study: run its plan as a Tune experiment, and write statuses, tables and the report."""
 
+import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from trainable.config.command_lines import format_command
 from trainable.runs.orphans import terminate_orphans
 from trainable.runs.run_ends import ENDED_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from trainable.runs.stop_rules import ALARM, RULES, parse_finite
+from trainable.runs.stop_rules import parse_finite
 from tune_study.folder import outputs
 from tune_study.folder.statuses import RunStatus, StudyStatuses
 from tune_study.folder.summary import find_finished_runs
@@ -21,7 +22,6 @@ from tune_study.host.console import print_line
 from tune_study.host.interrupt import Interrupt, TimeLimit, make_interrupt
 from tune_study.host.machine_checks import find_ray_folder
 from tune_study.host.terminal import finish_output
-from tune_study.placement.resources import make_placement_group
 from tune_study.plan.errors import PlanError
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan
@@ -39,7 +39,7 @@ from tune_study.tune.looks import plan_next_look
 from tune_study.tune.progress import Progress
 from tune_study.tune.search.rounds import plan_next_round
 from tune_study.tune.session import StudySession, SuiteContext
-from tune_study.tune.trials import make_trial_configs
+from tune_study.tune.trials import make_trial_configs, make_trial_name
 
 if TYPE_CHECKING:
     from tune_study.folder.storage import StoredStudy
@@ -344,22 +344,21 @@ def _end_without_ray(session: StudySession, statuses: StudyStatuses, reason: str
 
 
 def make_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: list[Any]) -> Any:
-    """The Tune experiment of all runs of a plan.
-
-    The experiment lists all runs: a run that has already ended gets a trial that only reports its last row again.
-    Tune's own checkpoints and restore are not used: a run continues from the rolling checkpoint in its folder (see
-    docs/architecture.md).
-    """
+    """The Tune experiment of the runs of a plan that remain."""
     import_tensorboard()
     from ray import tune
 
-    from trainable.trial import Trial
     from tune_study.tune.callbacks import SilentReporter
     from tune_study.tune.scheduling import FirstComeFirstServed
 
     plan, resource_plan, interrupt = session.plan, session.resource_plan, session.interrupt
+
+    def make_name(trial: Any) -> str:
+        return make_trial_name(plan, trial.config)
+
+    module, _, name = plan.study.family.trainable.partition(":")
     return tune.Tuner(
-        tune.with_resources(Trial, make_placement_group(plan.base_config.trainer.n_gpus_per_node)),
+        getattr(importlib.import_module(module), name),
         param_space=tune.grid_search(
             list(make_trial_configs(plan, session.finished_statuses, interrupt, resource_plan.placement_settings))
         ),
@@ -369,8 +368,8 @@ def make_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: lis
             # A process without a GPU trains the next run too, which saves the imports of torch and transformers. A run
             # on a GPU gets a new process, because only the end of a process frees its CUDA context.
             reuse_actors=not (resource_plan.gpus or resource_plan.gpu_slots),
-            trial_name_creator=_make_trial_name,
-            trial_dirname_creator=_make_trial_name,
+            trial_name_creator=make_name,
+            trial_dirname_creator=make_name,
         ),
         run_config=_make_run_config(
             plan,
@@ -409,27 +408,20 @@ def _make_run_config(plan: StudyPlan, interrupt: Interrupt, callbacks: list[Any]
     from ray.tune.stopper import CombinedStopper
 
     from tune_study.tune.search.halving import HalvingStopper
-    from tune_study.tune.stoppers import InterruptStopper, OwnRuleStopper, RuleStopper
+    from tune_study.tune.stoppers import InterruptStopper, rules
 
-    # The rule of update-rule studies is not in RULES: their trials have several runs, which end one by one, and report
-    # themselves when all have ended.
-    rule_stoppers = [RuleStopper(rule) for rule in (*plan.study.stop_rules, ALARM) if rule in RULES]
     # First, because Tune asks no stopper after one that ends the run, and the rungs need every row.
     halving_stoppers = [] if rungs is None else [HalvingStopper(rungs)]
     return tune.RunConfig(
         name=plan.folder.name,
         storage_path=str(plan.folder.parent),
-        stop=CombinedStopper(*halving_stoppers, *rule_stoppers, OwnRuleStopper(), InterruptStopper(interrupt)),
+        stop=CombinedStopper(*halving_stoppers, rules(plan.study, plan.preset), InterruptStopper(interrupt)),
         callbacks=callbacks,
-        failure_config=tune.FailureConfig(max_failures=-1),  # unlimited: the Recorder decides about each failure
-        # A run writes its own checkpoints; Tune's would be a second copy that nothing reads.
-        checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
+        failure_config=tune.FailureConfig(max_failures=-1),  # unlimited: the Recorder counts those without progress
+        # A run writes its state into its own folder, once. The checkpoint of Tune names that folder.
+        checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=True),
         verbose=0,  # `Progress` prints instead
     )
-
-
-def _make_trial_name(trial: Any) -> str:
-    return str(trial.config["run_id"])
 
 
 def _make_wandb_log(plan: StudyPlan) -> "WandbLog | None":

@@ -15,9 +15,9 @@ class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyp
 
     Arms are compared after the same number of steps, so no scheduler that favors an arm is used.
 
-    given_up_trials: ids of trials whose failure is final. They end as errors. Tune itself retries every failure and
-    would start them again. interrupt: once the study or an arm is asked to stop, none of its pending trials starts.
-    rungs: those of successive halving, whose censored arms start no further trial; None without it.
+    given_up_trials: ids of trials that Tune would start again after a failure, but which have failed too often.
+    interrupt: once the study or an arm is asked to stop, none of its pending trials starts. rungs: those of successive
+    halving, whose censored arms start no further trial; None without it.
     """
 
     def __init__(self, given_up_trials: Container[str], interrupt: Interrupt, rungs: Rungs | None = None) -> None:
@@ -29,20 +29,11 @@ class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyp
     def choose_trial_to_run(self, tune_controller: Any, **kwargs: Any) -> Any:
         """The next trial to start, or None (see ray.tune.schedulers.TrialScheduler)."""
         for trial in [trial for trial in tune_controller.get_trials() if trial.status == Trial.PENDING]:
-            is_given_up = trial.trial_id in self._given_up_trials
-            arm = trial.config["arm"]
+            arm = trial.config["run"]["arm"]
             is_stopped = self._interrupt.is_requested or self._interrupt.is_arm_requested(arm)
-            # The trial of a run that has ended only reports it.
-            is_censored = self._rungs is not None and self._rungs.is_censored(arm) and not trial.config["finished"]
-            is_stopped = is_stopped or is_censored
-            if is_given_up or is_stopped:
+            is_censored = self._rungs is not None and self._rungs.is_censored(arm)
+            if is_stopped or is_censored or trial.trial_id in self._given_up_trials:
                 # Tune lists the folder of every ended trial, and this one would have none if it has never started.
                 trial.init_local_path()
                 tune_controller.stop_trial(trial)  # closes its files
-            if is_given_up:
-                # `stop_trial` marks a trial as complete, and Tune has no public method that marks it as failed.
-                tune_controller._set_trial_status(trial, Trial.ERROR)
-            if trial.status != Trial.PENDING:
-                # Tune updates its record of a trial when the trial's actor stops, but this trial no longer has one.
-                tune_controller._tune_controller._mark_trial_to_checkpoint(trial)
         return super().choose_trial_to_run(tune_controller, **kwargs)

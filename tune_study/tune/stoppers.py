@@ -6,10 +6,13 @@ from typing import Any
 
 from ray import tune
 
+from search_spaces import STUDIES
+from search_spaces.declaration.study import Study
 from trainable.config.alarm_rule import parse_alarm_rule
-from trainable.config.own_parts import parse_part_name
+from trainable.config.run_config import apply_overrides
 from trainable.config.sections import EarlyStopConfig
-from trainable.runs.stop_rules import ALARM, HISTORY_COLUMNS, RULES, evaluate_stop_rules
+from trainable.runs.records import drop_carried
+from trainable.runs.stop_rules import ALARM, HISTORY_COLUMNS, RULES, evaluate_stop_rules, parse_finite
 from tune_study.host.interrupt import Interrupt
 
 DEFAULT_COLUMNS = MappingProxyType({name: name for name in HISTORY_COLUMNS})
@@ -25,10 +28,11 @@ class RuleStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
         columns: for each column that the rules read, the key of a result that has it, for a Trainable that uses other
             names.
 
-    A run of this project applies its rules before it writes a row. Its results have the key `stop_rule`, and the
-    Stopper follows that decision. A result without the key comes from another Trainable. The Stopper then applies the
-    rule itself, to the results of the trial so far, with `training_iteration` as the step. A Trainable without a filter
-    needs no `groups_kept`. Raises ValueError for an unknown rule.
+    A run of a study applies its rules before it writes a row. Its results have the key `stop_rule`, and the Stopper
+    follows that decision. To a result without the key, the Stopper applies the rule itself: to the results of the trial
+    so far, with `training_iteration` as the step. If the rule fires, it adds the `stop_...` columns to the result, so
+    that the last row says why the trial ended. A Trainable without a filter needs no `groups_kept`. Raises ValueError
+    for an unknown rule.
 
     Example: the published rules for your own Trainable::
 
@@ -58,21 +62,30 @@ class RuleStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
         if "stop_rule" in result:  # empty if no rule has fired
             return bool(result["stop_rule"] == self.rule)
         rows = self._rows.setdefault(trial_id, [])
-        rows.append(self._make_row(result))
-        should_stop = evaluate_stop_rules(rows, self.settings, (self.rule,)) is not None
-        if should_stop or result.get("done"):
+        row = self._make_row(result)
+        step = parse_finite(row["step"])
+        # A trial that has gone back to a checkpoint repeats its steps.
+        while rows and step is not None and (parse_finite(rows[-1]["step"]) or 0) >= step:
+            rows.pop()
+        rows.append(row)
+        decision = evaluate_stop_rules(rows, self.settings, (self.rule,))
+        if decision is not None:
+            result |= decision.to_columns()
+        if decision is not None or result.get("done"):
             del self._rows[trial_id]  # saves memory in an experiment of many trials
-        return should_stop
+        return decision is not None
 
     def _make_row(self, result: Mapping[str, Any]) -> dict[str, Any]:
         """The columns that the rules read, from a result."""
-        rule_row = {name: result.get(column) for name, column in self.columns.items()}
+        # A value that is carried over from an earlier step is no measurement of this one.
+        measured = drop_carried(result)
+        rule_row = {name: measured.get(column) for name, column in self.columns.items()}
         # A Trainable without a filter trains on every group. Without this column, the rules would take the step for one
         # in which the filter kept nothing.
         if self.columns["groups_kept"] not in result:
             rule_row["groups_kept"] = 1
         if self._alarm_column:
-            rule_row[self._alarm_column] = result.get(self.columns.get(self._alarm_column, self._alarm_column))
+            rule_row[self._alarm_column] = measured.get(self.columns.get(self._alarm_column, self._alarm_column))
         return {"step": result.get("training_iteration"), **rule_row}
 
     def stop_all(self) -> bool:
@@ -80,16 +93,20 @@ class RuleStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
         return False
 
 
-class OwnRuleStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
-    """Ends a trial after a row in which a stop rule of the user has fired, which only its run can evaluate."""
+def rules(study: str | Study, preset: str = "laptop") -> tune.stopper.CombinedStopper:
+    """The stop rules of a study as one Stopper, with its thresholds under a preset.
 
-    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        """Whether the trial ends after this result."""
-        return parse_part_name(result.get("stop_rule")) is not None
+    study: a study, or the name of one of this package. Raises KeyError for another name.
 
-    def stop_all(self) -> bool:
-        """Never stop the experiment: other trials have their own rows."""
-        return False
+    Example:
+        >>> tune.RunConfig(stop=rules("kl"))  # doctest: +SKIP
+    """
+    declared = STUDIES[study] if isinstance(study, str) else study
+    config = apply_overrides(declared.family.config_class.model_validate({}), declared.make_preset_settings(preset))
+    settings = getattr(config, "early_stop", None)
+    # The rules of update rules are none of RULES: such a trial has several runs, which end one by one.
+    names = [name for name in (*declared.stop_rules, ALARM) if name in RULES]
+    return tune.stopper.CombinedStopper(*(RuleStopper(name, settings) for name in names))
 
 
 class InterruptStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
@@ -108,7 +125,8 @@ class InterruptStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
         # A Trainable that does not report `saved` ends at once.
         is_saved = bool(result.get("saved", True))
         if not self._interrupt.is_requested:
-            return is_saved and self._interrupt.is_arm_requested(str(result.get("config", {}).get("arm", "")))
+            arm = str(result.get("config", {}).get("run", {}).get("arm", ""))
+            return is_saved and self._interrupt.is_arm_requested(arm)
         # If the file of the request could not be written (full disk), no run writes a checkpoint because of it. Waiting
         # for one would keep the runs training.
         return is_saved or not self._interrupt.is_visible

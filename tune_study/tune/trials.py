@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from trainable.config.own_parts import list_part_files
-from trainable.runs.run_ends import CENSORED, ENDED_STATUSES
+from trainable.runs.records import drop_carried
 from tune_study.folder.statuses import RunStatus
 from tune_study.host.interrupt import Interrupt
 from tune_study.placement.model_size import read_model_shape
@@ -20,23 +20,31 @@ from tune_study.plan.study_plan import StudyPlan, find_changed_settings
 
 def list_run_ids(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The ids of the runs in a trial's config."""
-    return tuple(run["run_id"] for run in config["runs"])
+    return tuple(run["run_id"] for run in config["run"]["runs"])
 
 
-def split_rows_by_run(config: Mapping[str, Any], result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The rows of a result, by run_id. A run that ended before the other runs of its trial is missing."""
+def split_rows_by_run(config: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The rows of a result, by run_id. A run that ended before the other runs of its trial, or failed, is missing."""
+    if result.get("failure_class"):
+        return {}
     # A trial with one run reports the columns of its row directly, so that Tune's own tools can plot them.
-    if config["side_by_side"]:
+    if has_several_runs(config):
         return dict(result.get("rows", {}))
-    return {config["run_id"]: result}
+    (run_id,) = list_run_ids(config)
+    return {run_id: drop_carried(result)}
 
 
-def list_lone_ends(config: Mapping[str, Any], result: dict[str, Any]) -> set[str]:
+def has_several_runs(config: Mapping[str, Any]) -> bool:
+    """Whether a trial trains a list of seeds side by side, even if that has one."""
+    return isinstance(config["seed"], list | tuple)
+
+
+def list_lone_ends(config: Mapping[str, Any], result: Mapping[str, Any]) -> set[str]:
     """The ids of the runs that have ended by a result, by a stop rule or a failure, while their trial may continue.
 
     A trial of one run has none: it ends together with its run. A failed run stays in all later results.
     """
-    if not config["side_by_side"] or config["finished"]:
+    if not has_several_runs(config):
         return set()
     stopped_ids = {run_id for run_id, row in split_rows_by_run(config, result).items() if row.get("stop_rule")}
     return stopped_ids | set(result.get("failed", {}))
@@ -48,11 +56,10 @@ def make_trial_configs(
     interrupt: Interrupt,
     placement_settings: Mapping[str, object] = MappingProxyType({}),
 ) -> Iterator[dict[str, Any]]:
-    """The configs of all Tune trials of a study.
+    """The configs of the Tune trials of a study, each of which trains the runs of it that remain.
 
-    A trial trains the runs that remain. If none of its runs remains, it reports their last rows again, so that Tune's
-    experiment lists every run. Among the trials of a seed, those with the dearest training steps come first, so that
-    the last trial of a study does not run alone for long.
+    Among the trials of a seed, those with the dearest training steps come first, so that the last trial of a study does
+    not run alone for long.
 
     Args:
         plan: the study.
@@ -62,20 +69,8 @@ def make_trial_configs(
     """
     for specs in _sort_by_cost(plan):
         remaining_specs = tuple(spec for spec in specs if spec.run_id not in finished_statuses)
-        finished_specs = tuple(spec for spec in specs if spec.run_id in finished_statuses)
-        if not remaining_specs and not all(
-            finished_statuses[spec.run_id].status in ENDED_STATUSES for spec in finished_specs
-        ):
-            continue  # a failed run that is not retried may have no row that its trial could report again
-        if not remaining_specs and any(_is_unstarted(finished_statuses[spec.run_id]) for spec in finished_specs):
-            continue
-        config = make_trial_config(plan, remaining_specs or finished_specs, not remaining_specs, interrupt)
-        yield {**config, "settings": {**config["settings"], **placement_settings}}
-
-
-def _is_unstarted(status: RunStatus) -> bool:
-    """Whether a run was censored before it started, so that it has no row to report."""
-    return status.status == CENSORED and status.started_at is None
+        if remaining_specs:
+            yield {**make_trial_config(plan, remaining_specs, interrupt), **placement_settings}
 
 
 def _sort_by_cost(plan: StudyPlan) -> Sequence[tuple[RunSpec, ...]]:
@@ -97,36 +92,32 @@ def _sort_by_cost(plan: StudyPlan) -> Sequence[tuple[RunSpec, ...]]:
     return sorted(plan.trials, key=get_rank)
 
 
-def make_trial_config(
-    plan: StudyPlan, specs: Sequence[RunSpec], is_finished: bool, interrupt: Interrupt | None = None
-) -> dict[str, Any]:
-    """The config of `trainable.trial.Trial` for runs of one arm: names, changed settings and absolute paths.
+def make_trial_config(plan: StudyPlan, specs: Sequence[RunSpec], interrupt: Interrupt | None = None) -> dict[str, Any]:
+    """The config of `trainable.trial.PPO` for runs of one arm: changed settings, seed, and what the runs belong to.
 
-    specs: the runs, at least one. is_finished: whether the trial only reports the last rows of the runs again. The keys
-    are explained in `TrainingLoop` and `Trial`.
+    specs: the runs, at least one.
     """
     first_spec, family = specs[0], plan.study.family
     return {
-        # All seeds of an arm together have the name of the arm's experiment, without a seed.
-        "run_id": first_spec.experiment_name if family.has_batched_seeds else first_spec.run_id,
-        "study": first_spec.study_name,
-        "arm": first_spec.arm,
-        "seed": first_spec.seed,
         # The first run stands for all: runs of an arm differ only in their seed.
-        "settings": find_changed_settings(first_spec.config),
-        "runs": [_make_run_entry(plan, spec) for spec in specs],
-        "side_by_side": family.has_batched_seeds,
-        "finished": is_finished,
-        "family": family.trainer,
-        "stop_rules": list(plan.study.stop_rules),
-        "code": {file.name: file.text for file in list_part_files(first_spec.config)},
-        "interrupts": [str(interrupt.path), str(interrupt.get_arm_path(first_spec.arm))] if interrupt else [],
-        "best_column": family.primary_metric if first_spec.keeps_best else "",
-        "keeps_last": first_spec.keeps_last,
-        "async_checkpoints": first_spec.async_checkpoints,
-        "storage": plan.study_uri,
-        "storage_patience": plan.base_config.trainer.disk_patience,
+        **find_changed_settings(first_spec.config),
+        "seed": [spec.seed for spec in specs] if family.has_batched_seeds else first_spec.seed,
+        "run": {
+            "study": first_spec.study_name,
+            "arm": first_spec.arm,
+            "stop_rules": list(plan.study.stop_rules),
+            "code": {file.name: file.text for file in list_part_files(first_spec.config)},
+            "interrupts": [str(interrupt.path), str(interrupt.get_arm_path(first_spec.arm))] if interrupt else [],
+            "runs": [_make_run_entry(plan, spec) for spec in specs],
+        },
     }
+
+
+def make_trial_name(plan: StudyPlan, config: Mapping[str, Any]) -> str:
+    """The name of a trial: that of its run, or without a seed if it trains several."""
+    run_ids = list_run_ids(config)
+    (spec,) = (spec for spec in plan.runs if spec.run_id == run_ids[0])
+    return spec.experiment_name if has_several_runs(config) else spec.run_id
 
 
 def _make_run_entry(plan: StudyPlan, spec: RunSpec) -> dict[str, Any]:

@@ -18,18 +18,19 @@ from tests.fakes.trials import (
     drop_times,
     find_newest_checkpoint,
     get_rows,
+    make_loop,
     make_trial_config,
     read_run_files,
     start_trial,
 )
 from tests.strategies.examples import thin_out
-from trainable.families import LANGUAGE_MODEL, SingleRunTrainer
+from trainable.families import SingleRunTrainer
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs import run
 from trainable.runs.checkpoint import iter_checkpoints, read_checkpoint, write_checkpoint
 from trainable.runs.run_files import RunLines, RunLockedError, read_rows
 from trainable.runs.training import StepResult, TrainingLoop
-from trainable.trial import Trial
+from trainable.trial import PPO
 
 
 def compare(folder: Path, uninterrupted_run: UninterruptedRun) -> None:
@@ -103,8 +104,9 @@ def test_states_are_written_by_steps_and_by_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, remaining = [1000.0], list(step_seconds)
-    config = make_trial_config(
+    loop = make_loop(
         tmp_path,
+        lambda: now[0],
         trainer__resume_every=every,
         trainer__resume_seconds=limit,
         trainer__total_training_steps=len(step_seconds),
@@ -118,7 +120,6 @@ def test_states_are_written_by_steps_and_by_seconds(
         return train(trainer, before_update)
 
     monkeypatch.setattr(SingleRunTrainer, "step", train_for_a_while)
-    loop = TrainingLoop(LANGUAGE_MODEL, config, lambda: now[0])
     loop._longest_write_seconds = write_seconds
     try:
         reports = [loop.step() for _ in step_seconds]
@@ -157,15 +158,15 @@ def test_the_state_of_the_best_validation_stays(
         return replace(result, rows=rows)
 
     monkeypatch.setattr(SingleRunTrainer, "step", train_to_a_value)
-    config = make_trial_config(
+    loop = make_loop(
         tmp_path,
         trainer__resume_every=100,
         trainer__total_training_steps=6,
         trainer__val_before_train=False,
         trainer__test_freq=0,
+        trainer__keep_best=keeps_best,
+        trainer__keep_last=keeps_last,
     )
-    config["best_column"], config["keeps_last"] = "val_success" if keeps_best else "", keeps_last
-    loop = TrainingLoop(LANGUAGE_MODEL, config)
     try:
         for _ in values:
             loop.step()
@@ -198,7 +199,7 @@ def test_a_run_that_dies_between_row_and_checkpoint_repeats_the_row(
 
 
 def make_async_loop(folder: Path, **settings: object) -> TrainingLoop:
-    return TrainingLoop(LANGUAGE_MODEL, {**make_trial_config(folder, **settings), "async_checkpoints": True})
+    return make_loop(folder, trainer__async_checkpoints=True, **settings)
 
 
 @pytest.mark.long
@@ -265,6 +266,7 @@ def test_checkpoints_in_the_background_equal_those_that_a_run_waits_for(tmp_path
         for state_values in (values, other_values):
             for name in ("seconds_total", "row_end"):  # the checksum of a row covers its seconds
                 del state_values[name]
+            del state_values["settings"]["trainer"]["async_checkpoints"]
         assert values == other_values
 
 
@@ -322,9 +324,8 @@ def test_an_interrupted_study_has_its_checkpoint_when_the_step_is_reported(
 def test_a_run_whose_last_state_is_removed_is_never_trained_again(
     save_freq: int, tmp_path: Path, uninterrupted_run: UninterruptedRun
 ) -> None:
-    config = {**make_trial_config(tmp_path, trainer__save_freq=save_freq), "keeps_last": False}
     for expected_steps in ([1, 2, 3], [3]):
-        loop = TrainingLoop(LANGUAGE_MODEL, config)
+        loop = make_loop(tmp_path, trainer__save_freq=save_freq, trainer__keep_last=False)
         try:
             assert not loop.notes
             steps = []
@@ -346,8 +347,7 @@ def test_a_state_that_a_dead_process_left_is_removed_by_the_next_start(keeps_las
     for _ in range(3):
         trainable.step()
     trainable.cleanup()
-    config = {**make_trial_config(tmp_path), "keeps_last": keeps_last}
-    loop = TrainingLoop(LANGUAGE_MODEL, config)
+    loop = make_loop(tmp_path, trainer__keep_last=keeps_last)
     loop.close()
     assert loop.is_over
     assert [step for step, _ in iter_checkpoints(tmp_path / "runs" / "r" / "state")] == ([3] if keeps_last else [])
@@ -355,9 +355,8 @@ def test_a_state_that_a_dead_process_left_is_removed_by_the_next_start(keeps_las
 
 @pytest.mark.long
 def test_a_saved_last_state_that_is_missing_is_made_again(tmp_path: Path, uninterrupted_run: UninterruptedRun) -> None:
-    config = {**make_trial_config(tmp_path, trainer__save_freq=2), "keeps_last": False}
     for expected_steps in ([1, 2, 3], [3]):
-        loop, steps = TrainingLoop(LANGUAGE_MODEL, config), []
+        loop, steps = make_loop(tmp_path, trainer__save_freq=2, trainer__keep_last=False), []
         try:
             assert not loop.is_over
             while not loop.is_over:
@@ -677,8 +676,7 @@ def test_no_two_processes_train_one_run(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(run, "LOCK_TIMEOUT_S", 0.0)
     start_trial(tmp_path)
     with pytest.raises(RunLockedError, match=f"runs/r is still in use by another process .pid {os.getpid()} on "):
-        Trial(make_trial_config(tmp_path)).begin()
-    Trial(make_trial_config(tmp_path, finished=True)).begin()  # a finished run is only read
+        PPO(make_trial_config(tmp_path)).begin()
 
 
 def test_a_run_that_ended_unrecorded_reports_its_last_row_again(tmp_path: Path) -> None:

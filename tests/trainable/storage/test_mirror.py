@@ -37,7 +37,7 @@ from trainable.storage.mirror import (
     upload_checkpoint,
 )
 from trainable.storage.remote import StoragePath, get_bytes, list_files, open_storage, put_bytes, put_file
-from trainable.trial import Trial
+from trainable.trial import PPO
 
 
 @pytest.fixture(params=["s3", "path"])
@@ -351,12 +351,12 @@ def test_a_checkpoint_that_lacks_a_file_is_not_whole(name: str, tmp_path: Path) 
 @pytest.fixture
 def start_on_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str], None]]:
     """Start a trial on a named node, which means with the scratch folder of that node."""
-    trials: list[Trial] = []
+    trials: list[PPO] = []
     monkeypatch.setattr(mirror, "_LOCK_TIMEOUT_S", 0.0)
 
-    def start(name: str, **config: Any) -> Trial:
+    def start(name: str, **config: Any) -> PPO:
         monkeypatch.setenv("TUNE_STUDY_SCRATCH", str(tmp_path / name))
-        trial = Trial(config)
+        trial = PPO(config)
         trials.append(trial)
         return trial
 
@@ -372,7 +372,7 @@ def make_stored_config(uri: str, **changes: object) -> Row:
     return {**make_trial_config(Path("/nowhere"), **changes), "storage": uri}
 
 
-def kill(trial: Trial) -> None:
+def kill(trial: PPO) -> None:
     """Drop a trial as if its process were killed: its lock is free, and the files on its node stay."""
     trial.mirror._lock_file.close()
     trial.training.close()
@@ -389,7 +389,7 @@ def fetch_rows(uri: str, folder: Path) -> list[Row]:
 
 @pytest.mark.long
 def test_a_run_killed_on_one_node_goes_on_on_another_with_the_same_rows(
-    uri: str, tmp_path: Path, start_on_node: Callable[..., Trial], uninterrupted_run: UninterruptedRun
+    uri: str, tmp_path: Path, start_on_node: Callable[..., PPO], uninterrupted_run: UninterruptedRun
 ) -> None:
     first = start_on_node("a", **make_stored_config(uri))
     assert [first.step()["step"] for _ in range(2)] == [1, 2]
@@ -411,7 +411,7 @@ def test_a_run_killed_on_one_node_goes_on_on_another_with_the_same_rows(
 
 @pytest.mark.long
 def test_a_finished_run_is_replayed_from_storage_without_its_state(
-    uri: str, tmp_path: Path, start_on_node: Callable[..., Trial]
+    uri: str, tmp_path: Path, start_on_node: Callable[..., PPO]
 ) -> None:
     first = start_on_node("a", **make_stored_config(uri, trainer__total_training_steps=1))
     row = first.step()
@@ -422,7 +422,7 @@ def test_a_finished_run_is_replayed_from_storage_without_its_state(
     assert not list((tmp_path / "b").rglob(CHECKSUMS_FILE))
 
 
-def test_two_processes_of_a_node_never_train_one_run(uri: str, start_on_node: Callable[..., Trial]) -> None:
+def test_two_processes_of_a_node_never_train_one_run(uri: str, start_on_node: Callable[..., PPO]) -> None:
     start_on_node("a", **make_stored_config(uri)).step()
     with pytest.raises(RuntimeError, match="is still in use by another process") as raised:
         start_on_node("a", **make_stored_config(uri)).step()
@@ -430,7 +430,7 @@ def test_two_processes_of_a_node_never_train_one_run(uri: str, start_on_node: Ca
 
 
 def test_what_a_dead_process_of_the_run_left_on_the_node_is_ended(
-    uri: str, tmp_path: Path, start_on_node: Callable[..., Trial]
+    uri: str, tmp_path: Path, start_on_node: Callable[..., PPO]
 ) -> None:
     config = make_stored_config(uri, finished=False)
     run_dir = mirror.make_scratch_path(uri, {"TUNE_STUDY_SCRATCH": str(tmp_path / "a")}) / config["run_id"] / "run"
@@ -448,9 +448,7 @@ def test_what_a_dead_process_of_the_run_left_on_the_node_is_ended(
 
 
 @pytest.mark.long
-def test_a_request_to_stop_reaches_the_node_and_the_state_is_saved(
-    uri: str, start_on_node: Callable[..., Trial]
-) -> None:
+def test_a_request_to_stop_reaches_the_node_and_the_state_is_saved(uri: str, start_on_node: Callable[..., PPO]) -> None:
     trial = start_on_node("a", **make_stored_config(uri, trainer__resume_every=3))
     assert trial.step()["saved"] is False
     put_bytes(open_storage(uri).joinpath(mirror.INTERRUPT_FILE), b"")
@@ -460,7 +458,7 @@ def test_a_request_to_stop_reaches_the_node_and_the_state_is_saved(
     ]
 
 
-def test_a_run_whose_storage_is_gone_fails_as_storage(tmp_path: Path, start_on_node: Callable[..., Trial]) -> None:
+def test_a_run_whose_storage_is_gone_fails_as_storage(tmp_path: Path, start_on_node: Callable[..., PPO]) -> None:
     folder = tmp_path / "shared"
     trial = start_on_node("a", **make_stored_config(str(folder)))
     trial.step()
@@ -525,14 +523,14 @@ def make_sandbox_config(uri: str | None, folder: Path, finished: bool = False) -
     }
 
 
-def train_to_end(trial: Trial) -> None:
+def train_to_end(trial: PPO) -> None:
     while not trial.step()["done"]:
         continue
 
 
 @pytest.mark.long
 def test_the_seeds_of_an_arm_go_on_on_another_node_from_a_step_that_all_of_them_have(
-    uri: str, tmp_path: Path, start_on_node: Callable[..., Trial]
+    uri: str, tmp_path: Path, start_on_node: Callable[..., PPO]
 ) -> None:
     """The node died after it had pushed the newest checkpoint of one seed, and before that of the other."""
     train_to_end(start_on_node("plain", **make_sandbox_config(None, tmp_path / "plain")))

@@ -61,7 +61,7 @@ def run_crashing(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...])
         "code": code,
         "statuses": [getattr(read_status(plan.get_run_dir(run.run_id)), "status", None) for run in plan.runs],
         "rows": [read_rows(plan.get_run_dir(run.run_id) / METRICS_FILE) for run in plan.runs],
-        "wanted": [make_fake_rows(make_trial_config(plan, [run], False), run.config, STEPS) for run in plan.runs],
+        "wanted": [make_fake_rows(make_trial_config(plan, [run]), run.config, STEPS) for run in plan.runs],
         "sizes": [
             [(plan.folder / name).stat().st_size, size]
             for name, size in compute_line_file_sizes(file_sizes).items()
@@ -75,13 +75,13 @@ def main(address: str, output: str, storage: str) -> None:
     folder, results = Path(output), {}
     with cluster.join_cluster(address) as nodes:
         assert nodes is not None
-        pair_plan = make_study_plan(folder / "pairs", "PLACED", 2, ("0", "0.1"), join_uri(storage, "pairs"))
+        pair_plan = make_study_plan(folder / "pairs", "Placed", 2, ("0", "0.1"), join_uri(storage, "pairs"))
         results["pairs"] = run_placed(pair_plan, address, nodes)
         single_plan = make_study_plan(
-            folder / "single", "PLACED", 1, ("0", "0.1", "0.2", "0.3"), join_uri(storage, "single")
+            folder / "single", "Placed", 1, ("0", "0.1", "0.2", "0.3"), join_uri(storage, "single")
         )
         results["single"] = run_placed(single_plan, address, nodes)
-        crash_plan = make_study_plan(folder / "crash", "FAKE", 0, (CRASHES_ONCE, "0.1"), join_uri(storage, "crash"))
+        crash_plan = make_study_plan(folder / "crash", "Fake", 0, (CRASHES_ONCE, "0.1"), join_uri(storage, "crash"))
         results["crash"] = run_crashing(crash_plan, address, nodes)
     print(json.dumps(results))
 

@@ -23,7 +23,7 @@ from trainable.runs.checkpoint import read_checkpoint
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.storage.mirror import Mirror, find_complete_checkpoints, is_checkpoint_intact
 from trainable.storage.remote import list_files, open_storage
-from trainable.trial import Trial
+from trainable.trial import PPO
 from tune_study.commands import node_checks
 from tune_study.commands.node_checks import (
     NodeQuery,
@@ -114,7 +114,7 @@ def local_plan(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
     """The same study, run on this machine without Ray."""
     plan = make_cpu_plan(tmp_path_factory.mktemp("local"))
     for spec in plan.runs:
-        trial = Trial(make_trial_config(plan, [spec], is_finished=False))
+        trial = PPO(make_trial_config(plan, [spec]))
         for _ in range(spec.steps):
             trial.step()
         trial.cleanup()

@@ -51,7 +51,7 @@ def test_a_folder_chooses_no_code(started_study: StudyPlan, work_dir: Path, name
     ):
         type_in(command)
     plan = plan_from_folder(started_study.folder)
-    assert make_trial_config(plan, plan.runs[:1], is_finished=False)["family"] == "trainable.families:LANGUAGE_MODEL"
+    assert make_trial_config(plan, plan.runs[:1])["family"] == "trainable.families:LANGUAGE_MODEL"
     assert not (work_dir / "ran").exists()
     assert not {module for module in set(sys.modules) - modules_before if "evil" in module or "antigravity" in module}
 

@@ -14,7 +14,7 @@ import analysis
 from search_spaces import STUDIES
 from trainable.config.command_lines import PROGRAM
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from trainable.trial import Trial
+from trainable.trial import PPO
 from tune_study.commands.cli import app
 from tune_study.folder import outputs
 from tune_study.folder.saved_checkpoints import find_missing, list_saved_steps
@@ -49,7 +49,7 @@ def whole_study(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
     output = tmp_path_factory.mktemp("old place")
     plan = make_plan(STUDIES["kl"], "laptop", "a test", SMALL_SETTINGS, ("0.1",), 1, output)
     outputs.write_study(plan)
-    trial = Trial(make_trial_config(plan, [plan.runs[0]], is_finished=False))
+    trial = PPO(make_trial_config(plan, [plan.runs[0]]))
     for _ in range(STEPS_BEFORE_MOVE):
         trial.step()
     trial.cleanup()
@@ -119,7 +119,7 @@ def test_a_probe_names_the_checkpoints_that_were_left_behind(moved_folder: Path,
 def test_a_moved_run_continues_from_its_rolling_checkpoint(moved_folder: Path) -> None:
     plan = plan_from_folder(moved_folder)
     spec = plan.runs[0]
-    trial = Trial(make_trial_config(plan, [spec], is_finished=False))
+    trial = PPO(make_trial_config(plan, [spec]))
     row = trial.step()
     assert (row["step"], row["note"]) == (4, "training continues after step 3")
     trial.step()

@@ -20,7 +20,7 @@ from trainable.config.seeds import make_rng
 from trainable.diagnostics.token_scores import format_transcript, score_tokens
 from trainable.files.json_lines import read_lines
 from trainable.ppo.update import TokenFunction, compute_at_trained_tokens
-from trainable.trial import Trial
+from trainable.trial import PPO
 from tune_study.commands import probe
 from tune_study.commands.cli import app
 from tune_study.folder import outputs, run_checkpoints
@@ -52,7 +52,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
     plan = make_plan(STUDIES["gradient-analysis"], "laptop", "a test", SMALL_SETTINGS, ("PPO", "GRPO"), 1, folder)
     outputs.write_study(plan)
     for spec in plan.runs:
-        trial = Trial(make_trial_config(plan, [spec], is_finished=False))
+        trial = PPO(make_trial_config(plan, [spec]))
         for _ in range(3):
             trial.step()
         trial.cleanup()

@@ -39,7 +39,7 @@ from tune_study.plan.study_plan import StudyPlan, add_seeds, make_plan
 from tune_study.tune.run import execute_study
 from tune_study.tune.trials import make_trial_config
 
-FAKE = make_study("FAKE")
+FAKE = make_study("Fake")
 
 
 @pytest.fixture(autouse=True)
@@ -418,7 +418,7 @@ def test_an_interrupted_study_goes_on_elsewhere_to_the_rows_of_an_uninterrupted_
         status = read_status(resumed_plan.get_run_dir(spec.run_id))
         assert status is not None
         assert status.status == ("early_stopped" if spec.arm == COLLAPSES else "completed")
-        config = make_trial_config(resumed_plan, [spec], is_finished=False)
+        config = make_trial_config(resumed_plan, [spec])
         assert read_rows(resumed_plan.get_run_dir(spec.run_id) / METRICS_FILE) == make_fake_rows(
             config, spec.config, 22
         )

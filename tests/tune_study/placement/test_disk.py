@@ -16,7 +16,7 @@ from tests.strategies.examples import draw_examples
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.runs.checkpoint import write_checkpoint
 from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER
-from trainable.trial import Trial
+from trainable.trial import PPO
 from tune_study.folder.statuses import RunStatus, write_status
 from tune_study.placement.disk import (
     DiskBudget,
@@ -252,7 +252,7 @@ def test_a_run_that_goes_on_needs_what_is_missing(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path, **study_settings)
     budget_before = estimate_budget(plan)
     assert budget_before.checkpoint_bytes is not None
-    trial = Trial(make_trial_config(plan, [plan.runs[0]], is_finished=False))
+    trial = PPO(make_trial_config(plan, [plan.runs[0]]))
     trial.step()
     trial.stop()
     budget_after = estimate_budget(plan)

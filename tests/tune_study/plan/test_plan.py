@@ -283,7 +283,7 @@ def test_a_model_is_named_by_its_last_part(path: str) -> None:
 
 
 def test_another_trainer_changes_no_name() -> None:
-    study = make_study("FAKE")
+    study = make_study("Fake")
     plan = make_plan(study, "paper", "a test", {}, None, 1, Path("/out"))
     assert plan.runs == make_study_plan("kl").runs
 

@@ -39,6 +39,7 @@ from tests.fakes.trainer import (
 from tests.fakes.wandb_files import read_wandb_files
 from trainable.files.json_values import read_object
 from trainable.runs.records import DEFAULT_STEP_COLUMNS, STOP_COLUMNS
+from trainable.runs.run_ends import find_last_value
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from tune_study.folder.statuses import RunStatus, StudyStatuses, read_status
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
@@ -159,26 +160,18 @@ def test_only_what_may_pass_is_tried_again(outcome: Outcome) -> None:
     assert (outcome.plan.get_run_dir(find_run_id(outcome.plan, DIES)) / "deaths").read_text() == "xxx"
 
 
-def test_ray_calls_every_failed_run_an_error(outcome: Outcome) -> None:
+@pytest.mark.parametrize("arm", [IS_WRONG, DIVERGES, FAILS_IN_SETUP])
+def test_a_failure_that_is_not_retried_is_a_result(outcome: Outcome, arm: str) -> None:
+    result = load_ray_frame(outcome.plan.folder).set_index("config/run/arm").loc[arm]
+    assert (result["failure_class"], result["failure"]) == (outcome.arms[arm].failure_class, outcome.arms[arm].reason)
+    assert result["done"]
+
+
+def test_ray_records_every_run_as_ended(outcome: Outcome) -> None:
     from ray.tune import ExperimentAnalysis
 
-    trial_statuses = {
-        trial.config["arm"]: trial.status for trial in ExperimentAnalysis(str(outcome.plan.folder)).trials
-    }
-    assert trial_statuses == {arm: "ERROR" if arm in FAILED else "TERMINATED" for arm in ARMS}
-
-
-@pytest.mark.slow
-def test_ray_records_a_failed_run_as_an_error_whenever_it_looks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from ray.tune import ExperimentAnalysis
-
-    monkeypatch.setenv(
-        "TUNE_GLOBAL_CHECKPOINT_S", "0"
-    )  # at every iteration, also between the failure and the decision not to retry
-    study_outcome = run_study(make_plan_in(tmp_path, (IS_WRONG,)))
-    assert [trial.status for trial in ExperimentAnalysis(str(study_outcome.plan.folder)).trials] == ["ERROR"]
+    trials = ExperimentAnalysis(str(outcome.plan.folder)).trials
+    assert {trial.config["run"]["arm"]: trial.status for trial in trials} == dict.fromkeys(ARMS, "TERMINATED")
 
 
 def test_the_rule_that_stopped_a_run_is_in_its_status(outcome: Outcome) -> None:
@@ -199,17 +192,20 @@ def test_a_crashed_run_goes_on_from_its_own_state(outcome: Outcome) -> None:
 def test_tunes_own_views_agree_with_the_rows(outcome: Outcome) -> None:
     frame = load_ray_frame(outcome.plan.folder)
     trained_runs = [run for run in outcome.plan.runs if run.arm not in (FAILS_IN_SETUP, IS_TOO_LARGE)]
-    assert set(frame["run_id"].dropna()) == {run.run_id for run in trained_runs}
+    assert set(frame["run_id"]) == {run.run_id for run in outcome.plan.runs}
     for run in trained_runs:
-        last_row = read_run_rows(outcome.plan.get_run_dir(run.run_id))[-1]
+        rows = read_run_rows(outcome.plan.get_run_dir(run.run_id))
         tune_row = frame.set_index("run_id").loc[run.run_id]
+        assert tune_row["config/actor.kl_loss_coef"] == float(run.arm)
+        assert tune_row["config/seed"] == run.seed
         for column in ("step", *(extra_column.name for extra_column in DEFAULT_STEP_COLUMNS)):
-            value = last_row.get(column)
-            assert is_same_value(tune_row[column], value), column
+            value = find_last_value(rows, column)
+            expected_value = find_last_value(rows, f"base_{column}") if value is None else value
+            assert is_same_value(tune_row[column], expected_value), column
     stopped_row = frame.set_index("run_id").loc[find_run_id(outcome.plan, COLLAPSES)]
     assert (stopped_row["stop_rule"], stopped_row["stop_step"]) == ("reward_variance_collapse", 20)
     trials = pd.read_parquet(outcome.plan.folder / "trials.parquet").set_index("run_id")
-    trials, frame = trials[trials["steps_done"] > 0], frame.dropna(subset="run_id")
+    trials, frame = trials[trials["steps_done"] > 0], frame.dropna(subset="step")
     assert trials["trial_id"].to_dict() == frame.set_index("run_id")["trial_id"].to_dict()
     assert trials["steps_done"].to_dict() == frame.set_index("run_id")["step"].to_dict()
 
@@ -230,7 +226,8 @@ def test_tunes_csv_has_every_column_although_the_first_row_lacks_their_values(ou
     frame = pd.read_csv(outcome.plan.folder / find_run_id(outcome.plan, COLLAPSES) / "progress.csv")
     assert {column.name for column in (*DEFAULT_STEP_COLUMNS, *STOP_COLUMNS)} <= set(frame.columns)
     assert frame["stop_rule"].tolist()[-1] == "reward_variance_collapse"
-    assert frame["val_success"].notna().sum() == 4
+    is_carried = pd.Series(["val_success" in names.split() for names in frame["carried"]])
+    assert frame["step"][~is_carried].tolist() == [5, 10, 15, 20]
 
 
 def test_tensorboard_files_are_there(outcome: Outcome) -> None:
@@ -401,16 +398,17 @@ def test_a_failed_run_goes_on_from_its_state(extended: Outcome) -> None:
 
 
 @pytest.mark.slow
-def test_tunes_own_views_list_every_run_of_an_extended_study(extended: Outcome) -> None:
+def test_tunes_own_views_list_the_runs_of_the_last_start(extended: Outcome) -> None:
     frame = load_ray_frame(extended.plan.folder).set_index("run_id")
-    assert set(frame.index) == {run.run_id for run in extended.plan.runs}
-    assert frame.loc[find_run_id(extended.plan, COLLAPSES), "stop_rule"] == "reward_variance_collapse"
-    assert {find_run_id: status.trial_id for find_run_id, status in map_statuses(extended).items()} == frame[
-        "trial_id"
-    ].to_dict()
+    trial_ids = {run_id: status.trial_id for run_id, status in map_statuses(extended).items()}
+    assert frame["trial_id"].to_dict() == {run_id: trial_ids[run_id] for run_id in frame.index}
+    assert {find_run_id(extended.plan, arm) for arm in FAILED} <= {*frame.index}
+    assert find_run_id(extended.plan, COLLAPSES) not in frame.index
     for run in extended.plan.runs:
         history = pd.read_csv(extended.plan.folder / run.run_id / "progress.csv").drop_duplicates("step")
-        assert history["step"].tolist() == [row["step"] for row in read_run_rows(extended.plan.get_run_dir(run.run_id))]
+        assert history["step"].dropna().tolist() == [
+            row["step"] for row in read_run_rows(extended.plan.get_run_dir(run.run_id))
+        ]
 
 
 def map_statuses(outcome: Outcome) -> dict[str, RunStatus]:
@@ -485,7 +483,7 @@ def test_an_interrupted_study_goes_on_to_the_rows_of_an_uninterrupted_one(
         "0.2": "completed",
     }
     for run in resumed.plan.runs:
-        config = make_trial_config(resumed.plan, [run], is_finished=False)
+        config = make_trial_config(resumed.plan, [run])
         expected_rows = make_fake_rows(config, run.config, run.steps)
         assert read_run_rows(resumed.plan.get_run_dir(run.run_id)) == expected_rows
 
@@ -519,7 +517,7 @@ def make_gpu_plan(folder: Path, gpus_per_run: float, values: Sequence[str]) -> S
     plan = make_plan_in(
         folder, values, trainer__n_gpus_per_node=gpus_per_run, trainer__device="auto", trainer__total_training_steps=1
     )
-    return replace(plan, study=make_study("PLACED"))
+    return replace(plan, study=make_study("Placed"))
 
 
 def run_placed(plan: StudyPlan, n_parallel: int) -> list[dict[str, Any]]:

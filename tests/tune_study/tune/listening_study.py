@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from tune_study.placement.resources import make_bundles
+from trainable.backend.gpus import make_bundles
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.tune.run import prepare_environment
 

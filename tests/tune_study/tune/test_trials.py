@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from search_spaces import STUDIES
+from trainable.trial import PPO
 from tune_study.folder.statuses import RunStatus
 from tune_study.host.interrupt import make_interrupt
 from tune_study.plan.study_plan import StudyPlan, make_plan
@@ -14,7 +15,10 @@ from tune_study.tune.trials import make_trial_configs
 def list_starts(plan: StudyPlan, finished: dict[str, RunStatus] | None = None) -> list[tuple[str, int]]:
     """Arm and seed of each trial, in the order in which they start."""
     configs = make_trial_configs(plan, finished or {}, make_interrupt(plan.folder))
-    return [(config["arm"], config["seed"]) for config in configs]
+    return [
+        (config["run"]["arm"], config["seed"][0] if isinstance(config["seed"], list) else config["seed"])
+        for config in configs
+    ]
 
 
 def plan_study(name: str, folder: Path, *values: str, **overrides: object) -> StudyPlan:
@@ -41,6 +45,18 @@ def test_trials_of_unknown_cost_keep_their_order(tmp_path: Path) -> None:
         assert list_starts(plan) == expected
 
 
+def test_a_trial_trains_what_remains_of_its_runs(tmp_path: Path) -> None:
+    plan = plan_study("kl", tmp_path, "0.01", "0.1")
+    finished = {plan.runs[0].run_id: RunStatus(plan.runs[0].run_id, "completed")}
+    assert list_starts(plan, finished) == [("0.1", 0), ("0.01", 1), ("0.1", 1)]
+    toy_plan = plan_study("influence", tmp_path, "GRPO")
+    (config,) = make_trial_configs(toy_plan, {}, make_interrupt(toy_plan.folder))
+    assert config["seed"] == [0, 1]
+    finished = {toy_plan.runs[0].run_id: RunStatus(toy_plan.runs[0].run_id, "completed")}
+    (config,) = make_trial_configs(toy_plan, finished, make_interrupt(toy_plan.folder))
+    assert config["seed"] == [1]
+
+
 @pytest.mark.parametrize(
     ("preset", "settings", "keeps_last"),
     [
@@ -54,5 +70,5 @@ def test_only_the_paper_preset_gives_up_the_last_states(
     preset: str, settings: dict[str, object], keeps_last: bool, tmp_path: Path
 ) -> None:
     plan = make_plan(STUDIES["kl"], preset, "a test", settings, ("0.1",), 1, tmp_path)
-    configs = list(make_trial_configs(plan, {}, make_interrupt(plan.folder)))
-    assert [config["keeps_last"] for config in configs] == [keeps_last]
+    (config,) = make_trial_configs(plan, {}, make_interrupt(plan.folder))
+    assert PPO.make_config(config).trainer.keep_last == keeps_last

@@ -44,11 +44,11 @@ def write_rows(plan: StudyPlan, steps: Iterable[int]) -> None:
         append_record(path, {**make_empty_row(), "step": step, "val_success": step / 10})
 
 
-def end_run(log: WandbLog, plan: StudyPlan, status: str = "completed", finished: bool = False) -> None:
+def end_run(log: WandbLog, plan: StudyPlan, status: str = "completed") -> None:
     """End the first run as Tune does."""
     run_id = plan.runs[0].run_id
     write_status(plan.get_run_dir(run_id), RunStatus(run_id, status))
-    WandbCallback(log).on_trial_complete(0, [], Trial(make_trial_config(plan, plan.runs[:1], finished)))
+    WandbCallback(log).on_trial_complete(0, [], Trial(make_trial_config(plan, plan.runs[:1])))
 
 
 def test_trouble_ends_the_logging_and_is_told(tmp_path: Path) -> None:
@@ -59,15 +59,6 @@ def test_trouble_ends_the_logging_and_is_told(tmp_path: Path) -> None:
     end_run(log, plan)
     assert not log.close()
     assert log.problem
-
-
-def test_a_run_that_was_finished_before_waits_for_the_end_of_the_study(tmp_path: Path) -> None:
-    plan = make_plan_in(tmp_path)
-    write_rows(plan, [1])
-    log = WandbLog(plan)
-    end_run(log, plan, finished=True)
-    assert log.close()
-    assert not (tmp_path / "wandb").exists()
 
 
 def test_a_study_that_never_started_has_nothing_to_end(tmp_path: Path) -> None:

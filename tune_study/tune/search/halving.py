@@ -9,6 +9,7 @@ from typing import Any
 
 from ray import tune
 
+from trainable.runs.records import drop_carried
 from trainable.runs.run_ends import CENSORED
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.stop_rules import parse_finite
@@ -116,13 +117,13 @@ class HalvingStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
         """Whether the trial ends after this result."""
-        config = result["config"]
-        if config["finished"]:
+        row = drop_carried(result)
+        if row.get("failure_class"):
             return False
-        if result.get("stop_rule"):  # the run ends anyway, but others are compared with it
-            self._rungs.record(config["run_id"], result)
+        if row.get("stop_rule"):  # the run ends anyway, but others are compared with it
+            self._rungs.record(row["run_id"], row)
             return False
-        return bool(self._rungs.decide(config["run_id"], result))
+        return bool(self._rungs.decide(row["run_id"], row))
 
     def stop_all(self) -> bool:
         """Never stop the experiment: other runs may get past the rung."""

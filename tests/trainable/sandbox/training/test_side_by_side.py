@@ -14,7 +14,7 @@ from trainable.runs import run
 from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 from trainable.runs.run_files import RunLockedError, read_rows
 from trainable.sandbox.measure.records import TIME_COLUMNS
-from trainable.trial import Trial
+from trainable.trial import UpdateRules
 
 Report = dict[str, Any]
 SMALL = {
@@ -29,11 +29,11 @@ SMALL = {
 }
 STOPPING_SETTINGS = {"method": "GRPO", "group_size": 4, "binary_reward": True, "seq_len": 8, "fallback_patience": 2}
 """Eight tokens that all have to be right: no group has a spread of rewards, so every member stops at step 1."""
-StartTrial = Callable[..., Trial]
+StartTrial = Callable[..., UpdateRules]
 
 
 def make_config(folder: Path, seeds: tuple[int, ...] = (0, 1), **settings: Any) -> dict[str, Any]:
-    is_finished, interrupt = settings.pop("finished", False), settings.pop("interrupt", None)
+    interrupt = settings.pop("interrupt", None)
     trial_settings = {**SMALL, **{name.replace("__", "."): value for name, value in settings.items()}}
     runs = [
         {
@@ -44,31 +44,25 @@ def make_config(folder: Path, seeds: tuple[int, ...] = (0, 1), **settings: Any) 
         }
         for seed in seeds
     ]
-    return {
-        "run_id": "a",
+    options = {
         "study": "influence",
         "arm": "DG",
-        "settings": trial_settings,
-        "runs": runs,
-        "side_by_side": True,
-        "finished": is_finished,
-        "family": "trainable.families:UPDATE_RULES",
         "stop_rules": ["uniform_groups"],
         "interrupts": [] if interrupt is None else [str(interrupt)],
-        "storage": None,
-        "storage_patience": 0.0,
+        "runs": runs,
     }
+    return {**trial_settings, "seed": list(seeds), "run": options}
 
 
 @pytest.fixture
 def start_trial() -> Iterator[StartTrial]:
     """Return a function that starts a trial as Tune does, after it has cleaned up the previous one."""
-    trials: list[Trial] = []
+    trials: list[UpdateRules] = []
 
-    def start(folder: Path, **settings: Any) -> Trial:
+    def start(folder: Path, **settings: Any) -> UpdateRules:
         for trial in trials:
             trial.cleanup()
-        trials.append(Trial(make_config(folder, **settings)))
+        trials.append(UpdateRules(make_config(folder, **settings)))
         trials[-1].begin()
         return trials[-1]
 
@@ -77,7 +71,7 @@ def start_trial() -> Iterator[StartTrial]:
         trial.cleanup()
 
 
-def run_to_end(trial: Trial) -> list[Report]:
+def run_to_end(trial: UpdateRules) -> list[Report]:
     reports = [trial.step()]
     while not reports[-1]["done"]:
         reports.append(trial.step())
@@ -102,7 +96,7 @@ def read_last_weights(folder: Path) -> list[torch.Tensor]:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Report]]:
     folder = tmp_path_factory.mktemp("straight")
-    trial = Trial(make_config(folder))
+    trial = UpdateRules(make_config(folder))
     reports = run_to_end(trial)
     trial.cleanup()
     return folder, reports
@@ -124,6 +118,8 @@ def test_a_report_has_the_rows_of_all_runs_and_they_are_on_disk(uninterrupted: t
         reports[0]["rows"]["a-s0"]["entropy"] != reports[0]["rows"]["a-s1"]["entropy"]
     )
     assert all(report["failed"] == {} and report["note"] == "" for report in reports)
+    last_errors = [row["test_error"] for row in reports[-1]["rows"].values()]
+    assert reports[-1]["test_error"] == sum(last_errors) / 2  # of the mean, which schedulers compare
 
 
 @pytest.mark.parametrize("num_reports", [1, 2, 3])
@@ -293,10 +289,9 @@ def test_a_trial_that_had_ended_reports_its_last_rows(
 ) -> None:
     folder, reports = uninterrupted
     expected_rows = read_written_rows(folder)
-    for finished in (True, False):
-        report = start_trial(folder, finished=finished).step()
-        assert report["rows"] == reports[-1]["rows"]
-        assert (report["done"], report["step"], report["training_iteration"]) == (True, 7, 4)
+    report = start_trial(folder).step()
+    assert report["rows"] == reports[-1]["rows"]
+    assert (report["done"], report["step"], report["training_iteration"]) == (True, 7, 4)
     assert read_written_rows(folder) == expected_rows
 
 
@@ -361,7 +356,7 @@ def test_a_failed_run_is_reported_and_does_not_start_again(
 def test_a_process_runs_one_configuration_after_another(
     tmp_path: Path, uninterrupted: tuple[Path, list[Report]]
 ) -> None:
-    trial = Trial(make_config(tmp_path / "other", seeds=(3,), method="REINFORCE"))
+    trial = UpdateRules(make_config(tmp_path / "other", seeds=(3,), method="REINFORCE"))
     trial.step()
     assert trial.reset_config(make_config(tmp_path / "mine"))
     run_to_end(trial)
@@ -375,4 +370,4 @@ def test_runs_are_locked_while_they_are_trained(
     start_trial(tmp_path)
     monkeypatch.setattr(run, "LOCK_TIMEOUT_S", 0.0)
     with pytest.raises(RunLockedError, match="still in use by another process"):
-        Trial(make_config(tmp_path, seeds=(1, 2))).begin()
+        UpdateRules(make_config(tmp_path, seeds=(1, 2))).begin()

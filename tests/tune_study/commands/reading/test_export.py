@@ -18,7 +18,7 @@ from trainable.models.lora import iter_merged_weights
 from trainable.models.qwen2 import PassSettings, Qwen2
 from trainable.runs.checkpoint import CheckpointError, iter_checkpoints
 from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, read_rows
-from trainable.trial import Trial
+from trainable.trial import PPO
 from tune_study.commands import probe
 from tune_study.folder import outputs
 from tune_study.folder.statuses import RunStatus, write_status
@@ -46,7 +46,7 @@ def train_study(output: Path, **settings: str) -> StudyPlan:
     plan = make_plan(STUDIES["kl"], "laptop", "a test", {**SETTINGS, **settings}, ("0.1",), 2, output)
     outputs.write_study(plan)
     for spec in plan.runs:
-        trial = Trial(make_trial_config(plan, [spec], is_finished=False))
+        trial = PPO(make_trial_config(plan, [spec]))
         for _ in range(2):
             trial.step()
         trial.cleanup()

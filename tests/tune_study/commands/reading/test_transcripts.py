@@ -14,7 +14,7 @@ from tests.tune_study.commands.reading.test_explain import make_episode
 from tests.tune_study.commands.test_cli import type_in
 from trainable.files.json_lines import read_lines
 from trainable.runs.run_files import ENDS_KEY, EPISODES_FILE, METRICS_FILE
-from trainable.trial import Trial
+from trainable.trial import PPO
 from tune_study.folder import outputs
 from tune_study.plan.study_plan import make_plan
 from tune_study.tune.trials import make_trial_config
@@ -209,7 +209,7 @@ def test_episodes_of_a_study_of_trees_have_answers_and_evidence(tmp_path: Path) 
     study = STUDIES["tree-grpo"]
     plan = make_plan(study, "laptop", "a test", dict(study.smoke_settings), ("root-and-children",), 1, tmp_path)
     outputs.write_study(plan)
-    trial = Trial(make_trial_config(plan, plan.runs, is_finished=False))
+    trial = PPO(make_trial_config(plan, plan.runs))
     trial.step()
     trial.cleanup()
     answer = type_in(f"transcripts {plan.folder} --arm root-and-children --solved")

@@ -132,14 +132,14 @@ def test_no_run_of_a_censored_point_goes_on_or_starts(tmp_path: Path) -> None:
 def test_the_stopper_follows_the_rungs_but_not_for_runs_that_have_ended(plan: StudyPlan) -> None:
     stopper = HalvingStopper(Rungs(plan, True, {}))
     results = [
-        {**make_row(5, value), "config": {"run_id": spec.run_id, "finished": False}}
+        {**make_row(5, value), "run_id": spec.run_id}
         for spec, value in zip(plan.runs[1:5], (0.9, 0.8, 0.1, 0.1), strict=True)
     ]
     assert [stopper("trial", result) for result in results[:3]] == [False, False, True]
     rungs = stopper._rungs
     assert not stopper("trial", {**results[3], "stop_rule": "low_validation_success"})
     assert rungs._values[5][plan.runs[4].run_id] == 0.1  # others are compared with a run that a rule has stopped
-    assert not stopper("trial", {**results[3], "config": {**results[3]["config"], "finished": True}})
+    assert not stopper("trial", {"failure_class": "error", "failure": "before the first row", "done": True})
     assert not stopper.stop_all()
 
 
@@ -148,7 +148,7 @@ def test_the_rungs_have_the_rows_with_which_another_stopper_ends_a_run(plan: Stu
     stoppers = _make_run_config(plan, interrupt, [], rungs).stop
     ids = [spec.run_id for spec in plan.runs[1:5]]
     first, second, third, fourth = (
-        {**make_row(5, value), "config": {"run_id": run_id, "arm": "", "finished": False}, "saved": True}
+        {**make_row(5, value), "run_id": run_id, "saved": True}
         for run_id, value in zip(ids, (0.9, 0.8, 0.1, 0.2), strict=True)
     )
     assert not stoppers("trial", first)
