@@ -7,7 +7,7 @@ import pytest
 
 from tests.test_architecture import MODULES
 
-CHECKED_PACKAGES = ("analysis", "trainable.runs", "trainable.storage", "tune_study.folder", "tune_study.tune")
+CHECKED_PACKAGES = ("analysis", "trainable.runs", "tune_study.folder", "tune_study.tune")
 CHECKED_MODULES = (
     "tune_study.commands.probe",
     "tune_study.commands.reading.replay",
@@ -15,8 +15,8 @@ CHECKED_MODULES = (
 )
 OPENING_NAMES = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "read_parquet", "copyfile", "copy"}
 EXEMPTIONS = {
-    # Files of the system, whose paths no folder chooses.
-    "tune_study.folder.lease": 1,
+    # `check_tree` has checked the folder before.
+    "trainable.runs.run_files": 2,
     # Ray's copy of an error in this process's own session folder, and Tune's own files of an earlier start, which
     # `check_tree` has checked before the start.
     "tune_study.tune.callbacks": 2,

@@ -2,7 +2,6 @@
 
 import gc
 import importlib
-import math
 import os
 import shutil
 import sys
@@ -27,7 +26,7 @@ from trainable.files.schema import is_run_id
 from trainable.runs.failures import Failure, RunFailedError, classify_failure
 from trainable.runs.orphans import terminate_orphans
 from trainable.runs.records import carry_values, make_empty_row
-from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, read_rows, replace_run_folder
+from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, copy_run_files, read_rows
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.distillation.settings import DistillationConfig
 from trainable.sandbox.pedagogy.settings import PedagogyConfig
@@ -189,34 +188,29 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         module, _, name = self.family.partition(":")
         # Imported here because Ray's driver imports this module, too, and should not have to load torch.
         with _pause_garbage_collection():
+            from trainable.runs.checkpoint import CheckpointError
             from trainable.runs.training import TrainingLoop
 
             family: TrainerFamily = getattr(importlib.import_module(module), name)
-        notes = [] if self._is_restored else self._fetch_newest_checkpoint()
-        self.training = TrainingLoop(family, settings, self._runs, self._options, is_restored=self._is_restored)
+        self.training, notes = None, list[str]()
+        # Those of an earlier experiment, newest first. The first of them that can be used is continued.
+        for uri in () if self._is_restored else self._options.get("checkpoints", ()):
+            with tune.Checkpoint(uri).as_directory() as folder:
+                self.load_checkpoint(folder)
+            try:
+                self.training = TrainingLoop(family, settings, self._runs, self._options, is_restored=True)
+                break
+            except CheckpointError as error:
+                notes.append(f"{uri} is not used: {error}")
+                self._is_restored = False
+        if self.training is None:
+            self.training = TrainingLoop(family, settings, self._runs, self._options, self._is_restored)
         self.training.notes[:0] = notes
         if not self._has_seed_list:
             (run,) = self.training.runs.values()
             for row in run.rows:
                 self._last_values |= row
         return self.training
-
-    def _fetch_newest_checkpoint(self) -> list[str]:
-        """Continue from the newest usable checkpoint of an earlier experiment; return notes about the unusable ones."""
-        from trainable.runs.checkpoint import CheckpointError, read_checkpoint  # imports torch
-
-        notes: list[str] = []
-        for uri in self._options.get("checkpoints", ()):
-            with tune.Checkpoint(uri).as_directory() as folder:
-                try:
-                    for path in Path(folder).glob(f"*/{STATE_FOLDER}/*"):
-                        read_checkpoint(path)
-                except CheckpointError as error:
-                    notes.append(f"{uri} is not used: {error}")
-                    continue
-                self.load_checkpoint(folder)
-                break
-        return notes
 
     def _make_result(self, report: "StepReport") -> dict[str, Any]:
         """Make the result that Tune records. Its `training_iteration` counts the steps of the runs, across restarts."""
@@ -280,8 +274,13 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         if Path(checkpoint_dir, POINTER_FILE).exists():
             return  # the runs continue in their own folders
         self.cleanup()
-        for run, folder in zip(self._runs, _list_run_folders(Path(checkpoint_dir)), strict=True):
-            replace_run_folder(Path(run["run_dir"]), folder)
+        folders = {int(folder.name): folder for folder in _list_run_folders(Path(checkpoint_dir))}
+        # A checkpoint of several seeds may be continued by some of them, and one of another seed by this one.
+        is_subset = all(run["seed"] in folders for run in self._runs)
+        sources = [folders[run["seed"]] for run in self._runs] if is_subset else list(folders.values())
+        for run, folder in zip(self._runs, sources, strict=True):
+            states = [path.name for path in (folder / STATE_FOLDER).glob("step_*")]
+            copy_run_files(folder, Path(run["run_dir"]), states)
         self._is_restored = True
 
     @classmethod

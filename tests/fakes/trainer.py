@@ -135,9 +135,13 @@ def as_json(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class PlacedTrainer(FakeTrainer):
-    """A trainer that waits for the runs that should run beside it, and then writes down its GPUs and nodes."""
+    """A trainer that waits for the runs that should run beside it, and reports its GPUs and nodes in its row."""
 
-    def misbehave(self) -> None:
+    def step(self, before_update: Callable[[], None]) -> StepResult:
+        result = super().step(before_update)
+        return StepResult({seed: {**row, "place": self.find_place()} for seed, row in result.rows.items()})
+
+    def find_place(self) -> str:
         ray.get(ray.get_actor("meeting").arrive.remote(), timeout=60)
         group = ray.util.get_current_placement_group()
         placement = {
@@ -148,7 +152,7 @@ class PlacedTrainer(FakeTrainer):
             "node": ray.get_runtime_context().get_node_id(),
             "others_node": ray.get(_get_node_id.remote()) if group.bundle_count > 1 else None,
         }
-        (self.folder / "place.json").write_text(json.dumps(placement))
+        return json.dumps(placement)
 
 
 @ray.remote(num_cpus=1, num_gpus=1)

@@ -27,7 +27,6 @@ from trainable.runs.checkpoint import read_checkpoint
 from trainable.runs.records import DEFAULT_STEP_COLUMNS, STOP_COLUMNS, drop_carried, make_empty_row
 from trainable.trial import PPO
 
-
 FAILURE_WORDS = {"failure": "", "failure_class": "", "failure_trace": ""}
 
 

@@ -555,9 +555,7 @@ class TrainerConfig(BaseTrainerConfig):
     own_stop_rules: tuple[OwnPartName, ...] = Field(
         (), description="functions of yours that may stop a run too, such as [my_rules.py:too_long]"
     )
-    disk_patience: Patience = Field(
-        600.0, description="seconds to wait while the disk is full or the storage does not answer"
-    )
+    disk_patience: Patience = Field(600.0, description="seconds to wait while the disk is full")
     critic_warmup: int = Field(
         0,
         ge=0,

@@ -34,7 +34,7 @@ TENSORS_FILE, VALUES_FILE = "state.safetensors", "state.json"
 """TENSORS_FILE has the tensors of a checkpoint if they fit into one file."""
 
 _PARTIAL_CHECKPOINT = re.compile(r"\.step_\d+\.(?:writing|old|fetching)")
-"""Folders of a dead process: being written, replaced by a newer one, or (with --storage) being downloaded."""
+"""Folders of a dead process: being written, replaced by a newer one, or being downloaded from a storage."""
 
 _MAX_VALUES_BYTES = 2**30
 """Size of the largest VALUES_FILE that is read."""

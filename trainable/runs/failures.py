@@ -39,10 +39,6 @@ class NonFiniteError(ArithmeticError):
     """Losses, gradients or weights are no longer finite; the message names the step and the tensors."""
 
 
-class StorageError(RuntimeError):
-    """The storage (an object store or a shared folder) cannot be used, or no longer; the message says why."""
-
-
 class Failure(NamedTuple):
     """Why a run failed: one of FAILURE_KINDS, a sentence, whether the run is retried, and the traceback."""
 
@@ -76,8 +72,8 @@ def classify_failure(error: BaseException, has_rows: bool) -> Failure:
     An error of the run's own code is final: it depends on settings and code, and those stay as they are. An error of
     the machine (a device error, a dropped connection, memory that runs out in the middle of a run that had fitted,
     memory that vLLM finds taken by other processes) may not occur again, so the run is retried. Running out of memory
-    before the first row is final, because the settings do not fit. A full disk and a storage that does not answer are
-    final too, because the run has already waited for them, and so is a folder that must not be written.
+    before the first row is final, because the settings do not fit. A full disk is final too, because the run has
+    already waited for it, and so is a folder that must not be written.
     """
     kind, is_retried = _classify_kind(error, has_rows)
     # A status and a table have room for one line; `trace` has the entire text.
@@ -100,7 +96,7 @@ def _classify_kind(error: BaseException, has_rows: bool) -> tuple[str, bool]:
     if is_out_of_memory(error):
         return "out of memory", has_rows
     is_storage_error = isinstance(error, OSError) and error.errno in (*_DISK_FULL_ERRNOS, *_ACCESS_ERRNOS)
-    if is_storage_error or isinstance(error, StorageError):
+    if is_storage_error:
         return "storage", False
     # Settings are checked before the first row, with ValueErrors. After it, a ValueError is an error of the code.
     if isinstance(error, ValueError) and not has_rows:

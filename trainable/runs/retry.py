@@ -1,8 +1,8 @@
-"""Retry operations while the disk is full or the storage does not answer, so that a run waits instead of failing."""
+"""Retry operations while the disk is full, so that a run waits instead of failing."""
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from trainable.runs.failures import is_disk_full
 
@@ -12,36 +12,13 @@ _RETRY_INTERVAL_S = 1.0
 """Seconds between two attempts. Short, because an attempt costs no more than one failed write."""
 
 
-class RetryPolicy(NamedTuple):
-    """Which errors are retried, and the messages about the wait.
-
-    is_retryable: whether an error may disappear without anyone changing the code or the settings. waiting_for: the end
-    of "waiting up to 600 s ...". recovery_message: sent when an attempt succeeds. timeout_message: added to the error
-    when the time is up; it may contain {patience}, the number of seconds.
-    """
-
-    is_retryable: Callable[[OSError], bool]
-    waiting_for: str
-    recovery_message: str
-    timeout_message: str
-
-
-DISK_FULL_RETRY = RetryPolicy(
-    is_disk_full,
-    "for disk space",
-    "disk space is available again",
-    "Disk still full after {patience:g} s (trainer.disk_patience).",
-)
-
-
 def call_with_retry(
     operation: Callable[[], T],
     patience: float,
     notify: Callable[[str], None],
     should_stop: Callable[[], bool] = lambda: False,
-    policy: RetryPolicy = DISK_FULL_RETRY,
 ) -> T:
-    """The result of `operation`, which is retried for at most `patience` seconds on errors that `policy` allows.
+    """The result of `operation`, which is retried for at most `patience` seconds while the disk is full.
 
     `operation` must be safe to repeat after a partial failure. notify: called with a message when the waiting begins,
     and when an attempt succeeds after it. should_stop: asked after each failed attempt whether to give up at once.
@@ -52,19 +29,19 @@ def call_with_retry(
         try:
             result = operation()
         except OSError as error:
-            if not policy.is_retryable(error):
+            if not is_disk_full(error):
                 raise
             if should_stop():  # a user who presses Ctrl-C during a wait does not want to see the end of it
                 raise
             if time.monotonic() >= deadline:
-                error.add_note(policy.timeout_message.format(patience=patience))
+                error.add_note(f"Disk still full after {patience:g} s (trainer.disk_patience).")
                 raise
             if not is_waiting:  # one message for the whole wait, not one per attempt
-                notify(f"waiting up to {patience:g} s {policy.waiting_for}: {error}")
+                notify(f"waiting up to {patience:g} s for disk space: {error}")
                 is_waiting = True
             # The deadline may have passed since it was checked, and `sleep` refuses negative numbers.
             time.sleep(min(_RETRY_INTERVAL_S, max(0.0, deadline - time.monotonic())))
             continue
         if is_waiting:
-            notify(policy.recovery_message)
+            notify("disk space is available again")
         return result

@@ -1,6 +1,5 @@
 """One run on disk, the same for every family of studies: its lock, rows and checkpoints, and whether it is over."""
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -28,8 +27,8 @@ from trainable.runs.run_files import (
     STATE_FOLDER,
     RunLines,
     acquire_lock,
+    copy_run_files,
     find_best_step,
-    link_folder,
     parse_end,
 )
 
@@ -262,18 +261,10 @@ class Run:
             remove_checkpoints(self.run_dir / STATE_FOLDER, self.best_step)
 
     def copy_to(self, folder: Path) -> None:
-        """Copy what a process on another node needs to continue: the lines, and the newest and the best state.
-
-        States are hard links where both folders are on one file system, since a file of a state is never changed.
-        """
-        folder.mkdir()
-        for name in LINE_FILES:
-            if (self.run_dir / name).exists():
-                shutil.copyfile(self.run_dir / name, folder / name)
+        """Copy what a process on another node needs to continue: the lines, and the newest and the best state."""
         checkpoints = dict(iter_checkpoints(self.run_dir / STATE_FOLDER))
-        for step, path in checkpoints.items():
-            if step in (max(checkpoints), self.best_step):
-                link_folder(path, folder / STATE_FOLDER / path.name)
+        wanted_steps = {max(checkpoints, default=None), self.best_step}
+        copy_run_files(self.run_dir, folder, [path.name for step, path in checkpoints.items() if step in wanted_steps])
 
     def prepare_checkpoint(self, state: TrainerState, *, is_rolling: bool, is_permanent: bool) -> Callable[[], None]:
         """A function that writes a checkpoint as the newest rolling one, as a saved one, or as both.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from trainable.files.json_lines import LineEnd, Lines, read_lines
-from trainable.files.paths import UnsafePathError, open_regular
+from trainable.files.paths import UnsafePathError, check_tree, open_regular
 
 METRICS_FILE, LEVELS_FILE, EPISODES_FILE, GRADIENTS_FILE, PROBES_FILE = (
     "metrics.jsonl",
@@ -193,24 +193,25 @@ def find_best_step(rows: Iterable[Mapping[str, Any]], column: str) -> int | None
     return max(values, key=lambda step: values[step], default=None)
 
 
-def link_folder(source: Path, target: Path) -> None:
-    """Copy a folder whose files are never changed, by hard links where both paths are on one file system."""
+def copy_run_files(source: Path, target: Path, states: Iterable[str]) -> None:
+    """Replace the lines and states of a run in `target` by the lines, and the named states, of the run in `source`.
 
-    def link_or_copy(source_path: str, target_path: str) -> None:
-        try:
-            os.link(source_path, target_path)
-        except OSError:
-            shutil.copyfile(source_path, target_path)
-
-    shutil.copytree(source, target, copy_function=link_or_copy)
-
-
-def replace_run_folder(run_dir: Path, source: Path) -> None:
-    """Replace the lines and states of a run by those of `source`, a folder of `Run.copy_to`."""
-    shutil.rmtree(run_dir, ignore_errors=True)
-    run_dir.mkdir(parents=True)
+    A file of a state is never changed, so it becomes a hard link where both folders are on one file system. Raises
+    UnsafePathError if `source` contains a symbolic link.
+    """
+    check_tree(source, trees=[source])
+    shutil.rmtree(target / STATE_FOLDER, ignore_errors=True)
+    target.mkdir(parents=True, exist_ok=True)
     for name in LINE_FILES:
+        (target / name).unlink(missing_ok=True)
         if (source / name).exists():
-            shutil.copyfile(source / name, run_dir / name)
-    if (source / STATE_FOLDER).is_dir():
-        link_folder(source / STATE_FOLDER, run_dir / STATE_FOLDER)
+            shutil.copyfile(source / name, target / name)
+    for name in states:
+        shutil.copytree(source / STATE_FOLDER / name, target / STATE_FOLDER / name, copy_function=_link_or_copy)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

@@ -129,6 +129,7 @@ class TrainingLoop:
     options: a mapping with these keys, all of which may be left out.
         study, arm: names, for the rows.
         stop_rules: names of the rules that the runs apply.
+        storage: URI of the study's storage, to which the states are copied after each step.
         interrupts: paths of files. Once one of them exists, the step under way is the last one of this start.
     is_restored: whether the folders are those of a checkpoint, possibly of a run with other settings, without which the
         runs must not begin.
@@ -151,8 +152,8 @@ class TrainingLoop:
         self._read_clock, self._longest_step_seconds, self._longest_write_seconds = read_clock, 0.0, 0.0
         self.stop_rules: tuple[str, ...] = tuple(options.get("stop_rules", ()))
         self._interrupt_paths = tuple(map(Path, options.get("interrupts", ())))
-        # Only language models have these settings.
-        has_writer = getattr(settings.trainer, "async_checkpoints", False)
+        # Only language models have the setting. Tune copies a state to a storage between two steps, so it must be whole.
+        has_writer = getattr(settings.trainer, "async_checkpoints", False) and options.get("storage") is None
         self._writer = ThreadPoolExecutor(1) if has_writer else None
         self._pending_write: Future[None] | None = None
         self.notes: list[str] = []

@@ -16,13 +16,13 @@ from trainable.config.setting_types import format_value
 from trainable.files.paths import check_path
 from trainable.runs.run_ends import ENDED_STATUSES
 from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, find_best_step, read_rows
-from trainable.storage.uris import is_uri
 from tune_study.folder import outputs
 from tune_study.folder.statuses import read_status
 from tune_study.folder.study_file import read_study
 from tune_study.host.console import print_line, print_table
 from tune_study.placement.disk import count_folder_bytes
 from tune_study.plan.errors import PlanError
+from tune_study.plan.storage_uri import is_uri
 
 
 class RemovableState(NamedTuple):

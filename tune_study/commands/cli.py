@@ -25,7 +25,6 @@ from trainable.config.own_parts import OwnPartError
 from trainable.config.run_config import ConfigError
 from trainable.config.setting_types import format_value
 from trainable.files.paths import UnsafePathError
-from trainable.storage.uris import is_uri
 from tune_study.commands import cleaning, describe, searching
 from tune_study.commands.arguments import options as opt
 from tune_study.commands.arguments.parser import StrictCommand, StrictGroup
@@ -42,6 +41,7 @@ from tune_study.placement import resources
 from tune_study.plan.arms import find_arm
 from tune_study.plan.errors import MisfitError, PlanError
 from tune_study.plan.own_parts import load_typed_files, pin_typed_values
+from tune_study.plan.storage_uri import is_uri
 from tune_study.plan.study_names import find_study, normalize_study_name
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.plan.typed_settings import collect_overrides

@@ -25,7 +25,6 @@ from trainable.files.step_phase import read_phase
 from trainable.runs.run_ends import ENDED_STATUSES, describe_missing_signal, format_signal_problems
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.stop_rules import parse_finite
-from trainable.storage.uris import is_uri
 from tune_study.folder.outputs import make_study_entry
 from tune_study.folder.saved_checkpoints import find_missing, format_missing
 from tune_study.folder.statuses import resolve_status
@@ -37,6 +36,7 @@ from tune_study.plan.own_study import list_resume_options
 from tune_study.plan.remarks import find_remarks
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.search import describe_space
+from tune_study.plan.storage_uri import is_uri
 from tune_study.plan.study_plan import StudyPlan, find_output, make_base_config
 from tune_study.plan.typed_settings import format_values
 

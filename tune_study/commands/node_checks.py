@@ -14,14 +14,13 @@ from rich.filesize import decimal
 
 import trainable
 from trainable.config.run_config import RunConfig
-from trainable.runs.failures import StorageError
-from trainable.storage.uris import join_uri
 from tune_study.folder.outputs import read_versions
-from tune_study.host.machine_checks import measure_available_memory, query_gpu_memory
+from tune_study.host.machine_checks import find_ray_folder, measure_available_memory, query_gpu_memory
 from tune_study.placement.memory_plan import GpuCapacity
 from tune_study.placement.model_files import check_model
 from tune_study.placement.resources import check_engines
 from tune_study.plan.errors import PlanError
+from tune_study.plan.storage_uri import join_uri, split_uri
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.cluster import Node, count_fitting_runs
 
@@ -98,7 +97,7 @@ def inspect_node(query: NodeQuery) -> NodeReport:
         setup_error = ""
     except PlanError as error:
         setup_error = str(error)
-    free_disk_bytes = 0 if query.study_uri is None else _measure_free_scratch(query.study_uri)
+    free_disk_bytes = 0 if query.study_uri is None else _measure_free_scratch()
     gpu_memory_mib = [entry.total_mib for entry in query_gpu_memory() if entry.total_mib is not None]
     return NodeReport(
         {**read_versions(), "code": compute_code_hash()},
@@ -114,21 +113,20 @@ def _find_marker_error(query: NodeQuery) -> str:
     """Why this machine does not see the marker; empty if it does."""
     if query.study_uri is None:
         return "" if os.path.exists(query.marker) else "it does not exist there"
-    from trainable.storage.remote import format_error, get_bytes, open_storage
+    from tune_study.folder.storage import StoredFolder, format_error
 
+    folder, name = split_uri(query.marker)
     try:
-        get_bytes(open_storage(query.marker))
-    except (OSError, StorageError) as error:
+        StoredFolder(folder).read(name)
+    except (OSError, PlanError) as error:
         return format_error(error)
     return ""
 
 
-def _measure_free_scratch(uri: str) -> int:
-    """Free bytes in the scratch folder of a study's runs on this machine."""
-    from trainable.storage.mirror import make_scratch_path
-
+def _measure_free_scratch() -> int:
+    """Free bytes in the folder of Ray on this machine, in which the trials of a study with a storage work."""
+    folder = find_ray_folder(os.environ)
     # The folder may not exist yet: its nearest existing parent is on the same disk.
-    folder = make_scratch_path(uri, os.environ)
     return shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.is_dir())).free
 
 
@@ -220,16 +218,15 @@ def _make_marker(plan: StudyPlan) -> Iterator[str]:
         finally:
             path.unlink(missing_ok=True)
         return
-    from trainable.storage.remote import put_bytes, remove_file
-    from tune_study.folder.storage import open_uri
+    from tune_study.folder.storage import StoredFolder
 
-    uri = join_uri(plan.storage, name)
-    put_bytes(open_uri(uri), b"")
+    stored_folder = StoredFolder(plan.storage)
+    stored_folder.put(name, b"")
     try:
-        yield uri
+        yield join_uri(plan.storage, name)
     finally:
         with contextlib.suppress(OSError):  # an empty file that stays does no harm
-            remove_file(open_uri(uri))
+            stored_folder.remove(name)
 
 
 def check_versions(driver_versions: Mapping[str, str], node_versions: Mapping[str, Mapping[str, str]]) -> None:
@@ -253,16 +250,16 @@ def check_versions(driver_versions: Mapping[str, str], node_versions: Mapping[st
                     )
 
 
-def check_scratch(uri: str, n_runs: int, run_bytes: int | None) -> None:
+def check_scratch(n_runs: int, run_bytes: int | None) -> None:
     """Raise PlanError if this machine lacks disk space for the checkpoints of concurrent runs.
 
-    uri: URI of the study. n_runs: maximum number of concurrent runs. run_bytes: bytes per run; None if unknown.
+    n_runs: maximum number of concurrent runs. run_bytes: bytes per run; None if unknown.
     """
-    free_bytes = _measure_free_scratch(uri)
+    free_bytes = _measure_free_scratch()
     if run_bytes is not None and free_bytes < n_runs * run_bytes:
         raise PlanError(
             f"This machine has {decimal(free_bytes)} free for the checkpoints of up to {n_runs} runs until they are "
-            f"copied to the storage, which take {decimal(n_runs * run_bytes)}: set TUNE_STUDY_SCRATCH to a folder on a "
+            f"copied to the storage, which take {decimal(n_runs * run_bytes)}: set RAY_TMPDIR to a folder on a "
             f"larger disk, or type --max-concurrent with a smaller number."
         )
 
@@ -285,8 +282,8 @@ def check_capacity(
         if scratch_bytes is not None and report.free_disk_bytes < n_runs * scratch_bytes:
             raise PlanError(
                 f"The node {node.name} has {decimal(report.free_disk_bytes)} free for the checkpoints of up to "
-                f"{n_runs} runs, which take {decimal(n_runs * scratch_bytes)}: set TUNE_STUDY_SCRATCH there to a "
-                f"folder on a larger disk, or type --max-concurrent with a smaller number."
+                f"{n_runs} runs, which take {decimal(n_runs * scratch_bytes)}: type `ray start` there with "
+                f"--temp-dir and a folder on a larger disk, or type --max-concurrent with a smaller number."
             )
         if host_bytes * n_runs > report.free_memory_bytes:
             raise PlanError(

@@ -425,7 +425,6 @@ def _check_machine(plan: StudyPlan, requirements: _Requirements) -> None:
         from tune_study.commands.node_checks import check_scratch
 
         check_scratch(
-            plan.study_uri,
             requirements.resource_plan.max_concurrent * plan.max_runs_per_trial,
             disk.compute_scratch_bytes(requirements.disk_budget),
         )

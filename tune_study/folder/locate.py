@@ -13,8 +13,6 @@ from urllib.parse import parse_qsl, urlsplit
 
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value, is_loopback
-from trainable.runs.failures import StorageError
-from trainable.storage.uris import check_uri, is_uri, join_uri, split_uri
 from tune_study.folder import outputs
 from tune_study.folder.origin import NOTHING, list_plan_values, list_typed_before
 from tune_study.folder.study_file import (
@@ -30,6 +28,7 @@ from tune_study.folder.study_file import (
 from tune_study.host.console import print_error
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy
+from tune_study.plan.storage_uri import check_uri, is_uri, join_uri, split_uri
 from tune_study.plan.study_plan import StudyPlan
 
 
@@ -47,10 +46,7 @@ def parse_storage_uri(text: str) -> str:
 
 
 def _check_uri(uri: str) -> None:
-    try:
-        check_uri(uri)
-    except StorageError as error:
-        raise PlanError(str(error)) from None
+    check_uri(uri)
     query = dict(parse_qsl(urlsplit(uri).query)) if is_uri(uri) else {}
     endpoint = query.get("endpoint_override", "").removeprefix("http://")
     is_plain = query.get("scheme") == "http" or query.get("endpoint_override", "").startswith("http://")
@@ -81,7 +77,7 @@ def _check_local_path(text: str) -> Path:
 
 
 def merge_with_existing(plan: StudyPlan, extend: bool, is_real: bool) -> StudyPlan:
-    """Merge `plan` with the study in its local folder, or with the one in its storage if that is newer.
+    """Merge `plan` with the study in its storage if there is one, and otherwise with that in its local folder.
 
     plan, extend: see `merge_with_folder`. is_real: False for a dry run, which does not access the storage.
     """
@@ -92,7 +88,7 @@ def merge_with_existing(plan: StudyPlan, extend: bool, is_real: bool) -> StudyPl
     from tune_study.folder import storage
 
     storage.check_storage(local_plan.storage)
-    with _fetch_newer(local_plan, local_plan.storage) as folder:
+    with _fetch_plan(join_uri(local_plan.storage, local_plan.run), local_plan.run) as folder:
         if folder is None:
             return local_plan
         with _name_uri_in_errors(folder, join_uri(local_plan.storage, local_plan.run)):
@@ -139,8 +135,7 @@ def plan_resume(
     from tune_study.folder import storage
 
     storage.check_storage(plan.storage)
-    # If the study was run elsewhere since, its newest study.json may have more arms or seeds than the local one.
-    with _fetch_newer(plan, plan.storage) as folder:
+    with _fetch_plan(join_uri(plan.storage, plan.run), plan.run) as folder:
         with _name_uri_in_errors(
             folder or plan.folder, join_uri(plan.storage, plan.run) if folder else str(plan.folder)
         ):
@@ -157,19 +152,12 @@ def _plan_resume_from_uri(
     uri: str, overrides: Mapping[str, object], own_study: OwnStudy | None, allowed: frozenset[str]
 ) -> StudyPlan:
     """The plan of the study at `uri`, to be continued in the current folder."""
-    from tune_study.folder import storage
-
     root, name = _split_study_uri(uri)
     local_folder = Path.cwd() / "results" / name
     _check_local_folder(local_folder, root)
     allowed |= list_typed_storage(uri) | list_typed_before(local_folder)
-    # If the storage has nothing newer than the local folder, nothing has to be downloaded.
-    if (local_folder / "study.json").exists() and storage.is_newest_folder(uri, local_folder):
-        plan = plan_resume(str(local_folder), overrides, own_study, is_real=False, allowed=allowed)
-        return replace(plan, storage=root)
-    with tempfile.TemporaryDirectory() as temp_dir:
-        folder = Path(temp_dir) / "results" / name
-        if not storage.fetch_study(uri, folder):
+    with _fetch_plan(uri, name) as folder:
+        if folder is None:
             raise PlanError(
                 f"{format_value(uri, 1000)} contains no study: type <storage>/<run>, as `run --storage` printed it."
             )
@@ -186,17 +174,16 @@ def _check_local_folder(folder: Path, root: str) -> None:
 
 
 @contextmanager
-def _fetch_newer(plan: StudyPlan, root: str) -> Iterator[Path | None]:
-    """Yield a temporary copy of study.json and every run.json if the study was last run elsewhere, and None otherwise.
+def _fetch_plan(uri: str, name: str) -> Iterator[Path | None]:
+    """Yield a temporary copy of study.json and every run.json of the study at `uri`; None if there is no study.
 
-    root: URI of the storage.
+    The study may have been run elsewhere since, with more arms or seeds than in the local folder.
     """
     from tune_study.folder import storage
 
-    uri = join_uri(root, plan.run)
     with tempfile.TemporaryDirectory() as temp_dir:
-        folder = Path(temp_dir) / "results" / plan.run
-        yield None if storage.is_newest_folder(uri, plan.folder) or not storage.fetch_study(uri, folder) else folder
+        folder = Path(temp_dir) / "results" / name
+        yield folder if storage.fetch_study(uri, folder) else None
 
 
 @contextmanager

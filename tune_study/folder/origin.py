@@ -26,9 +26,8 @@ from trainable.config.constants import SHIPPED_MODELS, TEACHERS
 from trainable.config.run_config import list_outside_settings
 from trainable.config.setting_types import format_value
 from trainable.files.json_values import find_object, write_object
-from trainable.runs.failures import StorageError
-from trainable.storage.uris import check_uri, is_same_folder
 from tune_study.plan.errors import PlanError
+from tune_study.plan.storage_uri import check_uri, is_same_folder
 from tune_study.plan.study_plan import StudyPlan, WandbTarget, make_arm_config, make_base_config
 
 NOTHING: frozenset[str] = frozenset()
@@ -145,10 +144,7 @@ def find_usable_storage(
     uri = content.get("storage")
     if uri is None:
         return None, ""
-    try:
-        check_uri(uri)
-    except StorageError as error:
-        raise PlanError(str(error)) from None
+    check_uri(uri)
     typed_uris = [value.removeprefix("storage=") for value in allowed if value.startswith("storage=")]
     for typed_uri in typed_uris:
         if is_same_folder(uri, typed_uri):

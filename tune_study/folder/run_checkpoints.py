@@ -131,22 +131,21 @@ def _explain_missing(plan: StudyPlan, spec: RunSpec) -> str:
 
 
 def _list_stored_checkpoints(plan: StudyPlan, spec: RunSpec) -> dict[int, str]:
-    """Checkpoints of a run in the study's storage: for each step, the path there."""
+    """Checkpoints of a run in the study's storage: for each step, the folder there."""
     from tune_study.folder import storage
 
-    return storage.list_checkpoints(plan.study_uri or "", spec.run_id)
+    return storage.list_checkpoints(plan.study_uri or "", spec, plan.get_trial_name(spec))
 
 
 def _fetch_checkpoint(plan: StudyPlan, spec: RunSpec, name: str) -> Path:
     """Copy a checkpoint from the study's storage and return its local folder. Raise PlanError if that fails."""
     from tune_study.folder import storage
 
-    kind, _, folder_name = name.partition("/")
-    folder = (
-        plan.get_run_dir(spec.run_id) / STATE_FOLDER if kind == STATE_FOLDER else plan.output / spec.checkpoint_dir
-    ) / folder_name
-    storage.fetch_checkpoint(plan.study_uri or "", spec.run_id, name, folder)
-    return folder
+    folder_name = name.rpartition("/")[2]
+    is_saved = folder_name.startswith("global_")
+    parent = plan.output / spec.checkpoint_dir if is_saved else plan.get_run_dir(spec.run_id) / STATE_FOLDER
+    storage.fetch_checkpoint(plan.study_uri or "", name, parent / folder_name)
+    return parent / folder_name
 
 
 def _parse_checkpoint_path(path: Path | str) -> tuple[int, Path]:

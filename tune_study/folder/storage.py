@@ -1,331 +1,315 @@
-"""Keep a study's folder in storage in sync with its driver: fetch rows; push statuses, tables and report.
+"""A study in a storage, which is a bucket or a shared folder.
 
-Data flow: a run writes rows and checkpoints on its node and copies them to storage (`trainable.storage.mirror`). The
-driver has a local folder, results/<run>, with copies of the rows (never of checkpoints), from which it makes all other
-files.
+Ray Tune keeps the experiment and the checkpoints of the runs there (<run_id>/checkpoint_<N>, with the lines and the
+state of the run). The driver adds the files of results/<run>: study.json, runs/<run_id>/, tables, report, and logs/. It
+copies the rows of the newest checkpoints into its own folder, from which it makes all other files.
 """
 
+import getpass
+import re
+import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
+from uuid import uuid4
+
+from pyarrow.fs import FileInfo, FileSelector, FileSystem, FileType, LocalFileSystem, copy_files
 
 from trainable.config.command_lines import format_command
-from trainable.files.paths import is_file, read_bytes, write_text
-from trainable.runs.failures import StorageError
-from trainable.runs.run_files import PROBES_FILE
-from trainable.storage.mirror import (
-    INTERRUPT_FILE,
-    STUDY_FILES,
-    call_storage,
-    compute_line_file_sizes,
-    download_checkpoint,
-    fetch_lines,
-    find_complete_checkpoints,
-)
-from trainable.storage.remote import (
-    StoragePath,
-    file_exists,
-    format_error,
-    get_bytes,
-    get_file,
-    list_files,
-    open_storage,
-    put_bytes,
-    put_file,
-    remove_file,
-)
-from trainable.storage.uris import join_uri
-from tune_study.folder.lease import REFRESH_S, Lease, read_holder
-from tune_study.host.interrupt import Interrupt, make_interrupt
+from trainable.files.json_values import format_object, parse_json
+from trainable.files.paths import atomic_write, check_tree, open_regular
+from trainable.runs.run_files import CHECKSUMS_FILE, LINE_FILES, PROBES_FILE, STATE_FOLDER
 from tune_study.plan.errors import PlanError
+from tune_study.plan.run_spec import RunSpec
+from tune_study.plan.storage_uri import join_uri
 from tune_study.plan.study_plan import StudyPlan, find_output
 
-STUDY_FILE, LAST_DRIVER = "study.json", "last-driver"
-"""LAST_DRIVER: name of the file with the lease id of the newest driver.
-
-One copy is in storage and one, as a hidden file, in the local folder of that driver. Equal copies mean that no other
-folder has newer statuses.
-"""
-_POLL_S = 1.0
-"""Seconds between checks for a request to stop, which runs on other nodes see only through storage."""
+STUDY_FILE, DRIVER_FILE = "study.json", "driver.json"
+STATUS_FILES = ("run.json", "status.json", PROBES_FILE)
+"""Files in a run's folder that are written by the driver, not by the run."""
+SYNC_SECONDS = 20.0
+"""Seconds between copies of rows and statuses."""
+_GONE_SECONDS = 90.0
+"""Seconds without a copy after which a driver counts as gone."""
+_OBJECT_STORES = ("s3", "gcs", "abfs")
+"""pyarrow's names of filesystems in which a file appears only when its upload is complete."""
 _PROBE_NAME = "tune_study-was-here"
 """Name of the file with which `check_storage` tries the storage. A user may see it there if it cannot be removed."""
+_CHECKPOINT = re.compile(
+    rf"(?P<folder>checkpoint_\d+)/(?P<seed>\d+)/(?P<state>{STATE_FOLDER}/step_(?P<step>\d+))/{re.escape(CHECKSUMS_FILE)}"
+)
+_SAVED_CHECKPOINT = re.compile(rf"(?P<folder>global_step_(?P<step>\d+))/{re.escape(CHECKSUMS_FILE)}")
 
 
-def open_uri(uri: str) -> StoragePath:
-    """Open the folder that a URI names. Raise PlanError if that fails."""
+class StoredFolder:
+    """A folder in a storage, by its URI. Raises PlanError if pyarrow has no filesystem for it."""
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri
+        try:
+            self.filesystem, self.path = FileSystem.from_uri(uri)
+        except (OSError, ValueError, TypeError, ImportError) as error:  # pyarrow raises each of them for some bad URI
+            raise PlanError(f"{uri} cannot be used as a storage: {format_error(error)}") from None
+        if not self.path.strip("/"):
+            raise PlanError(f"{uri} names no folder: type it like s3://bucket/folder, gs://bucket/folder or /shared.")
+
+    def list_files(self, name: str = "") -> dict[str, FileInfo]:
+        """Every file below the folder `name`, by its path relative to that, without hidden files."""
+        root = f"{self.path.rstrip('/')}/{name}".rstrip("/")
+        self._check_links(name)
+        entries = self.filesystem.get_file_info(FileSelector(root, recursive=True, allow_not_found=True))
+        files = {entry.path[len(root) + 1 :]: entry for entry in entries if entry.type == FileType.File}
+        # Hidden files of ours are incomplete, because `put` writes to such a name first.
+        return {path: entry for path, entry in files.items() if not re.search(r"(^|/)\.", path)}
+
+    def _check_links(self, name: str) -> None:
+        """Raise UnsafePathError if a shared folder has a link, which pyarrow would follow."""
+        if isinstance(self.filesystem, LocalFileSystem):
+            root = Path(self.path)
+            check_tree(root, trees=[root / name])
+
+    def read(self, name: str) -> bytes:
+        """The content of a file; FileNotFoundError if there is none."""
+        with self.filesystem.open_input_stream(f"{self.path}/{name}") as source:
+            return bytes(source.readall())
+
+    def fetch(self, name: str, path: Path) -> None:
+        """Copy a file to `path`. A reader of `path` sees either all of it or the previous content."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as temp_path:
+            temp_path.write_bytes(self.read(name))
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write a file. A reader sees either all of it or the previous content."""
+        target = f"{self.path}/{name}"
+        folder, _, file_name = target.rpartition("/")
+        is_object_store = self.filesystem.type_name in _OBJECT_STORES
+        if not is_object_store:
+            self.filesystem.create_dir(folder, recursive=True)
+        written = target if is_object_store else f"{folder}/.{file_name}.{uuid4().hex[:8]}.part"
+        with self.filesystem.open_output_stream(written) as out:
+            out.write(content)
+        if not is_object_store:
+            self.filesystem.move(written, target)
+
+    def remove(self, name: str) -> None:
+        """Delete a file, if it exists."""
+        with suppress(FileNotFoundError):
+            self.filesystem.delete_file(f"{self.path}/{name}")
+
+
+def format_error(error: BaseException) -> str:
+    """The first line of an error message, since those of pyarrow can have many; the type if there is no message."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@contextmanager
+def _explain_errors(uri: str) -> Iterator[None]:
+    """Raise PlanError for an error of the storage."""
     try:
-        return open_storage(uri)
-    except StorageError as error:
-        raise PlanError(str(error)) from None
-
-
-def _make_read_error(uri: str, error: OSError) -> PlanError:
-    return PlanError(f"{uri} cannot be read: {format_error(error)}. Check the name and the credentials.")
+        yield
+    except OSError as error:
+        raise PlanError(
+            f"{uri} cannot be used: {format_error(error)}. Check that the bucket or folder exists, that this machine "
+            f"can reach it, and that the credentials in the environment are valid."
+        ) from None
 
 
 def check_storage(uri: str) -> None:
     """Raise PlanError unless a file can be written, read and removed below `uri`."""
-    marker = open_uri(uri).joinpath(_PROBE_NAME)
-    try:
-        put_bytes(marker, b"tune_study")
-        if get_bytes(marker) != b"tune_study":
+    folder = StoredFolder(uri)
+    with _explain_errors(f"--storage {uri}"):
+        folder.put(_PROBE_NAME, b"tune_study")
+        if folder.read(_PROBE_NAME) != b"tune_study":
             raise OSError("a file was read back with other content than was written")
-        remove_file(marker)
-    except OSError as error:
-        raise PlanError(
-            f"--storage {uri} cannot be used: {format_error(error)}. Check that the bucket or folder exists, that this "
-            f"machine can reach it, and that the credentials in the environment are valid."
-        ) from None
+        folder.remove(_PROBE_NAME)
 
 
-def fetch_study(uri: str, folder: Path) -> bool:
-    """Copy study.json and every run.json of the study at `uri` into `folder`. Returns whether there is a study.
+def fetch_study(uri: str, target: Path) -> bool:
+    """Copy study.json and every run.json of the study at `uri` into the folder `target`; return whether there is one.
 
     A plan needs no other file. Raises PlanError if the storage cannot be read.
     """
-    storage_path = open_uri(uri)
-    try:
-        files = list_files(storage_path)
-        for name in [name for name in files if name == STUDY_FILE or name.endswith("/run.json")]:
-            get_file(storage_path.joinpath(name), folder / name)
-    except OSError as error:
-        raise _make_read_error(uri, error) from None
+    folder = StoredFolder(uri)
+    with _explain_errors(uri):
+        files = folder.list_files()
+        for name in files:
+            if name == STUDY_FILE or re.fullmatch(r"runs/[^/]+/run\.json", name):
+                folder.fetch(name, target / name)
     return STUDY_FILE in files
 
 
-def fetch_results(uri: str, folder: Path) -> None:
-    """Copy the study at `uri` without checkpoints into `folder`, results/<run>, and its logs into logs/.
+def fetch_results(uri: str, target: Path) -> None:
+    """Copy what the driver of the study at `uri` wrote into `target`, results/<run>, and its logs into logs/.
 
-    If the newest driver ran in `folder`, copy only rows: the files that drivers write are newer there. Raise PlanError
-    if the storage cannot be read.
+    Tables and report are left out, since they are made from the rows. Raises PlanError if the storage cannot be read.
     """
-    try:
-        _fetch_results(open_uri(uri), folder)
-    except OSError as error:
-        raise _make_read_error(uri, error) from None
+    folder = StoredFolder(uri)
+    with _explain_errors(uri):
+        for name, info in folder.list_files().items():
+            path = target / name
+            if name.startswith("logs/"):
+                path = find_output(target, PurePosixPath(folder.path).name) / name
+            elif name != STUDY_FILE and not re.fullmatch(r"runs/[^/]+/[^/]+", name):
+                continue
+            if not (path.suffix == ".jsonl" and path.exists() and path.stat().st_size == info.size):
+                folder.fetch(name, path)
 
 
 def is_running(uri: str) -> bool:
     """Whether a driver is running the study at `uri`; False if the storage cannot be read."""
-    with suppress(OSError):  # `status` shows the rows that it has read, whether or not the storage still answers
-        holder = read_holder(open_uri(uri))
-        return holder is not None and not holder.is_gone
-    return False
+    return bool(_find_driver(uri))
 
 
-def is_newest_folder(uri: str, folder: Path) -> bool:
-    """Whether the newest driver of the study at `uri` ran in `folder`, so that its statuses are the newest.
-
-    Also True if nobody has run the study yet. Raise PlanError if the storage cannot be read.
-    """
-    try:
-        return _is_newest_folder(open_uri(uri), folder)
-    except OSError as error:
-        raise _make_read_error(uri, error) from None
+def _find_driver(uri: str) -> str:
+    """Who runs the study at `uri`, as far as the clocks of both machines agree; empty if nobody does."""
+    # `status` shows the rows that it has read, whether or not the storage still answers.
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        content = parse_json(StoredFolder(uri).read(DRIVER_FILE))
+        return str(content["words"]) if time.time() - float(content["time"]) < _GONE_SECONDS else ""
+    return ""
 
 
-def _is_newest_folder(storage_path: StoragePath, folder: Path) -> bool:
-    """`is_newest_folder` for an open storage; raises OSError if it cannot be read."""
-    if not file_exists(storage_path.joinpath(LAST_DRIVER)):
-        return True
-    marker = folder / f".{LAST_DRIVER}"
-    return is_file(marker) and read_bytes(marker) == get_bytes(storage_path.joinpath(LAST_DRIVER))
+def list_trial_checkpoints(uri: str, trial_name: str) -> list[str]:
+    """The URIs of Tune's checkpoints of a trial of the study at `uri`, newest first. PlanError if it cannot be read."""
+    folder, steps = StoredFolder(uri), dict[str, int]()
+    with _explain_errors(uri):
+        for name in folder.list_files(trial_name):
+            if match := _CHECKPOINT.fullmatch(name):
+                steps[match["folder"]] = max(int(match["step"]), steps.get(match["folder"], 0))
+    names = sorted(steps, key=lambda name: steps[name], reverse=True)
+    return [join_uri(uri, f"{trial_name}/{name}") for name in names]
 
 
-def _fetch_results(storage_path: StoragePath, folder: Path) -> None:
-    """`fetch_results` for an open storage; raises OSError if it cannot be read."""
-    files = list_files(storage_path)
-    if not _is_newest_folder(storage_path, folder):
-        _fetch_driver_files(storage_path, files, folder)
-    _fetch_rows(storage_path, files, folder)
+def list_checkpoints(uri: str, spec: RunSpec, trial_name: str) -> dict[int, str]:
+    """The checkpoints of a run of the study at `uri`: for each step, the folder below that of the study."""
+    folder, checkpoints = StoredFolder(uri), dict[int, str]()
+    with _explain_errors(uri):
+        for name in folder.list_files(trial_name):
+            match = _CHECKPOINT.fullmatch(name)
+            if match and int(match["seed"]) == spec.seed:
+                checkpoints[int(match["step"])] = f"{trial_name}/{match['folder']}/{match['seed']}/{match['state']}"
+        for name in folder.list_files(f"runs/{spec.run_id}"):
+            if match := _SAVED_CHECKPOINT.fullmatch(name):
+                checkpoints[int(match["step"])] = f"runs/{spec.run_id}/{match['folder']}"
+    return checkpoints
 
 
-def _fetch_driver_files(storage_path: StoragePath, files: Mapping[str, Any], folder: Path) -> None:
-    """Copy the files that drivers write: study.json, statuses and logs. Tables and report are made from the rows."""
-    for name in files:
-        top_folder, file_name = name.split("/")[0], name.split("/")[-1]
-        if name == STUDY_FILE or (top_folder == "runs" and file_name in STUDY_FILES):
-            get_file(storage_path.joinpath(name), folder / name)
-        elif top_folder == "logs":
-            get_file(storage_path.joinpath(name), find_output(folder, PurePosixPath(storage_path.path).name) / name)
-
-
-def _fetch_rows(storage_path: StoragePath, files: Mapping[str, Any], folder: Path, prefix: str = "runs/") -> None:
-    """Copy the new lines of the files that runs append to, such as metrics.jsonl.
-
-    files: the files in storage. prefix: the names of the files to copy begin with it.
-    """
-    for name, size in compute_line_file_sizes({name: info.size for name, info in files.items()}).items():
-        if name.startswith(prefix):
-            fetch_lines(storage_path.joinpath(name), size, folder / name)
-
-
-def list_checkpoints(uri: str, run_id: str) -> dict[int, str]:
-    """Complete checkpoints of a run of the study at `uri`: for each step, the path below the run's folder."""
-    try:
-        # If a step has a rolling and a saved checkpoint, the first one in the list is preferred. Reversed, it comes
-        # last and stays in the dict.
-        return dict(reversed(find_complete_checkpoints(list_files(open_uri(uri).joinpath(f"runs/{run_id}")))))
-    except OSError as error:
-        raise _make_read_error(uri, error) from None
-
-
-def fetch_checkpoint(uri: str, run_id: str, name: str, folder: Path) -> None:
-    """Copy the checkpoint `name` of a run to `folder`. Raise PlanError if it is damaged or cannot be read."""
-    try:
-        is_complete = download_checkpoint(open_uri(uri).joinpath(f"runs/{run_id}/{name}"), folder)
-    except OSError as error:
-        raise PlanError(f"{name} of {run_id} cannot be copied from {uri}: {format_error(error)}.") from None
-    if not is_complete:
-        raise PlanError(f"{name} of {run_id} is damaged in {uri}: type another --checkpoint-step.")
+def fetch_checkpoint(uri: str, name: str, target: Path) -> None:
+    """Copy the folder of a checkpoint to `target`. Raise PlanError if it cannot be read."""
+    folder = StoredFolder(uri)
+    with _explain_errors(uri):
+        folder.list_files(name)  # UnsafePathError for links
+        target.mkdir(parents=True, exist_ok=True)
+        copy_files(f"{folder.path}/{name}", str(target), source_filesystem=folder.filesystem)
 
 
 class StoredStudy:
-    """The study's folder in storage, kept in sync while a driver runs the study.
+    """The study in its storage, kept in sync while a driver runs it.
 
-    Args:
-        plan: the study.
-        interrupt: the request to stop. It is passed on to the runs through storage, since they may run on any machine.
-        log: called with a message, for example when another driver has taken over the study.
-
-    Raises PlanError if the storage cannot be opened.
+    log: called with a message, for example when another driver seems to run the study. Raises PlanError if the storage
+    cannot be opened.
     """
 
-    def __init__(self, plan: StudyPlan, interrupt: Interrupt, log: Callable[[str], None]) -> None:
-        assert plan.storage is not None
-        self.uri = join_uri(plan.storage, plan.run)
-        self._plan = plan
-        self._interrupt = interrupt
-        self._log = log
-        self._storage_path = open_uri(self.uri)
-        self._lease = Lease(self._storage_path)
+    def __init__(self, plan: StudyPlan, log: Callable[[str], None]) -> None:
+        assert plan.study_uri is not None
+        self.uri, self._plan, self._log = plan.study_uri, plan, log
+        self._folder = StoredFolder(self.uri)
         # By name in storage: inode, size and modification time of the local file when it was last copied.
         self._pushed_stats: dict[str, tuple[int, int, int]] = {}
-        # The sync thread and Tune's callbacks both fetch rows, and must not append the same lines to one file.
+        self._new_checkpoints: dict[str, str] = {}  # by run_id: the folder of the run in its newest checkpoint
+        # The sync thread and Tune's callbacks both copy.
         self._lock = threading.Lock()
 
     @contextmanager
     def keep_synced(self) -> Iterator[None]:
-        """Acquire the study, fetch newer files, and keep both sides in sync during the body.
-
-        Raise PlanError if another driver runs the study, or if the storage cannot be used.
-        """
+        """Fetch what is in the storage, and keep both sides in sync during the body. Raise PlanError if that fails."""
         stop_event = threading.Event()
         thread = threading.Thread(target=self._run_sync_loop, args=(stop_event,), name="storage", daemon=True)
+        if driver := _find_driver(self.uri):
+            self._log(f"{driver} seems to run this study too. If it does, stop one of them: both train the same runs.")
+        self._plan.folder.mkdir(parents=True, exist_ok=True)
+        fetch_results(self.uri, self._plan.folder)
+        with _explain_errors(self.uri):
+            self._put_driver_file()
+        thread.start()
         try:
-            self._acquire()
-            thread.start()
             yield
         finally:
             stop_event.set()
-            if thread.ident is not None:  # it was started; a thread that was not cannot be joined
-                thread.join()
-            with suppress(OSError):  # a lease that stays is ignored: its process has ended, or STALE_S pass
-                self._lease.release()
+            thread.join()
+            with suppress(OSError):  # a file that stays is ignored after _GONE_SECONDS
+                self._folder.remove(DRIVER_FILE)
 
-    def _acquire(self) -> None:
-        """Acquire the lease and fetch newer files. Raise PlanError if that fails."""
-        try:
-            self._lease.acquire(self.uri)
-            # A request to stop that was made to an earlier driver must not stop the new runs.
-            remove_file(self._storage_path.joinpath(INTERRUPT_FILE))
-            self._fetch()
-        except OSError as error:
-            raise PlanError(f"{self.uri} cannot be used: {format_error(error)}.") from None
-
-    def _fetch(self) -> None:
-        """Fetch what is newer in storage, and mark the local folder as the one with the newest statuses."""
-        folder = self._plan.folder
-        folder.mkdir(parents=True, exist_ok=True)
-        _fetch_results(self._storage_path, folder)
-        # Only now: if the fetch had failed after the mark, older statuses here would pass for the newest.
-        write_text(folder / f".{LAST_DRIVER}", self._lease.id)
-        put_bytes(self._storage_path.joinpath(LAST_DRIVER), self._lease.id.encode())
+    def _put_driver_file(self) -> None:
+        words = f"{getpass.getuser()} on {socket.gethostname()}"
+        self._folder.put(DRIVER_FILE, format_object({"words": words, "time": time.time()}).encode())
 
     def _run_sync_loop(self, stop_event: threading.Event) -> None:
-        """Body of the thread: pass on a request to stop at once, and sync everything else every REFRESH_S seconds."""
-        elapsed_s, is_interrupt_sent = 0.0, False
-        while not stop_event.wait(_POLL_S):
-            elapsed_s += _POLL_S
-            with suppress(OSError, StorageError):  # a storage that does not answer is tried again in the next round
-                if self._interrupt.is_requested and not is_interrupt_sent:
-                    put_bytes(self._storage_path.joinpath(INTERRUPT_FILE), b"")
-                    is_interrupt_sent = True
-                if elapsed_s >= REFRESH_S:
-                    elapsed_s = 0.0
-                    self._refresh_lease()
-                    # Without patience: a wait of minutes for a copy would let the lease become stale.
-                    self.pull(patience=0.0)
-                    self._push_files(patience=0.0)
+        while not stop_event.wait(SYNC_SECONDS):
+            with suppress(OSError):  # a storage that does not answer is tried again in the next round
+                self._put_driver_file()
+                self.pull()
+                self.push_files()
 
-    def _refresh_lease(self) -> None:
-        """Refresh the lease. If another driver has taken over the study, stop it here: both would write its files."""
-        new_holder = self._lease.find_new_holder()
-        if new_holder is None:
-            self._lease.refresh()
-        elif not self._interrupt.is_requested:
-            self._log(f"{new_holder} has taken over this study: stopping.")
-            self._interrupt.request()
+    def follow(self, options: dict[str, Any], path: str) -> None:
+        """Take the rows of a trial from its new checkpoint at the next `pull`, and remove those of earlier starts.
 
-    def pull(self, run_id: str | None = None, patience: float | None = None) -> None:
-        """Fetch the rows of a run, or of all runs if `run_id` is None.
-
-        patience: seconds to wait for a storage that does not answer; None for trainer.disk_patience. After that the
-        error is ignored, since the rows stay in storage and are fetched later.
+        options: the entry `run` of the trial's config. path: the folder of the checkpoint.
         """
-        prefix = "runs/" if run_id is None else f"runs/{run_id}/"
+        for run in options["runs"]:
+            self._new_checkpoints[run["run_id"]] = f"{path}/{run['seed']}"
+        while options["checkpoints"]:
+            old_path = StoredFolder(options["checkpoints"].pop()).path
+            if old_path != path:
+                with suppress(OSError):  # it only takes space
+                    self._folder.filesystem.delete_dir(old_path)
 
-        def fetch_rows() -> None:
-            with self._lock:
-                _fetch_rows(self._storage_path, list_files(self._storage_path), self._plan.folder, prefix)
-
-        with suppress(StorageError):
-            self._retry(fetch_rows, patience)
+    def pull(self) -> None:
+        """Copy the lines of the newest checkpoints that were followed. Raise OSError if the storage cannot be read."""
+        with self._lock:
+            for run_id, path in list(self._new_checkpoints.items()):
+                run_dir = self._plan.get_run_dir(run_id)
+                for name in LINE_FILES:
+                    with suppress(FileNotFoundError):
+                        self._folder.fetch(path.removeprefix(f"{self._folder.path}/") + f"/{name}", run_dir / name)
+                if self._new_checkpoints.get(run_id) == path:
+                    del self._new_checkpoints[run_id]
 
     def add_runs(self, plan: StudyPlan) -> None:
         """Copy the files of the runs of `plan` from now on: a plan of the same study with more runs."""
         self._plan = plan
 
     def push(self, is_driver: bool = True) -> str:
-        """Copy study.json, statuses, logs, tables and report to storage; return an error text, empty without an error.
+        """Copy study.json, statuses, rows, logs, tables and report; return an error text, empty without an error.
 
         is_driver: False for a process that did not run the study and copies only tables, report and probes.
         """
         try:
-            self._push_files(patience=None, is_driver=is_driver)
-        except StorageError as error:
+            self.push_files(is_driver)
+        except OSError as error:
             return (
-                f"Statuses, tables and report could not be copied to {self.uri}: {error} They are in "
+                f"Statuses, tables and report could not be copied to {self.uri}: {format_error(error)}. They are in "
                 f"{self._plan.folder}: copy them with `{format_command('report', self._plan.folder)}`."
             )
         return ""
 
-    def _push_files(self, patience: float | None, is_driver: bool = True) -> None:
-        for name, path in list_driver_files(self._plan, is_driver).items():
-            self._retry(partial(self._push_file, name, path), patience)
-
-    def _push_file(self, name: str, path: Path) -> None:
-        """Copy a file if it has changed since the last copy. A file that is just being replaced is copied next time."""
-        with self._lock, suppress(FileNotFoundError):
-            stat = path.stat()
-            # A replaced file has another inode; one that was appended to has another size and time.
-            fingerprint = stat.st_ino, stat.st_size, stat.st_mtime_ns
-            if self._pushed_stats.get(name) != fingerprint:
-                put_file(self._storage_path.joinpath(name), path)
-                self._pushed_stats[name] = fingerprint
-
-    def _retry(self, action: Callable[[], None], patience: float | None) -> None:
-        """Call `action`, and again for `patience` seconds (None: trainer.disk_patience) while the storage fails."""
-        patience_s = self._plan.base_config.trainer.disk_patience if patience is None else patience
-        call_storage(action, patience_s, self._log if patience_s else _discard, lambda: self._interrupt.is_requested)
-
-
-def _discard(text: str) -> None:
-    """Drop a message of an operation that is repeated every few seconds, since these would fill the log."""
+    def push_files(self, is_driver: bool = True) -> None:
+        """`push`, which raises OSError."""
+        with self._lock:
+            for name, path in list_driver_files(self._plan, is_driver).items():
+                # A file that is just being replaced is copied next time.
+                with suppress(FileNotFoundError):
+                    stat = path.stat()
+                    # A replaced file has another inode; one that was appended to has another size and time.
+                    fingerprint = stat.st_ino, stat.st_size, stat.st_mtime_ns
+                    if self._pushed_stats.get(name) != fingerprint:
+                        with open_regular(path, "rb") as file:
+                            self._folder.put(name, file.read())
+                        self._pushed_stats[name] = fingerprint
 
 
 def list_driver_files(plan: StudyPlan, is_driver: bool = True) -> dict[str, Path]:
@@ -337,7 +321,7 @@ def list_driver_files(plan: StudyPlan, is_driver: bool = True) -> dict[str, Path
     folder = plan.folder
     result_paths = [*folder.glob("*.parquet"), folder / "report.html", *folder.glob("figures/**/*")]
     # Statuses that another process has fetched may be older than those in storage, and must not be copied back.
-    file_names = STUDY_FILES if is_driver else (PROBES_FILE,)
+    file_names = (*STATUS_FILES, *LINE_FILES) if is_driver else (PROBES_FILE,)
     result_paths += [plan.get_run_dir(spec.run_id) / name for spec in plan.runs for name in file_names]
     if not is_driver:
         return {path.relative_to(folder).as_posix(): path for path in result_paths if path.is_file()}
@@ -348,15 +332,10 @@ def list_driver_files(plan: StudyPlan, is_driver: bool = True) -> dict[str, Path
 
 
 def push_results(plan: StudyPlan) -> str:
-    """Copy the files of a report or a probe to the study's storage; return an error text, empty without an error.
-
-    If the newest driver ran in this folder, all of its files are copied. Fetched statuses are never copied back, since
-    they may be outdated.
-    """
+    """Copy the files of a report or a probe to the study's storage; return an error text, empty without an error."""
     if plan.study_uri is None:
         return ""
-    stored_study = StoredStudy(plan, make_interrupt(plan.folder), _discard)
     try:
-        return stored_study.push(is_newest_folder(plan.study_uri, plan.folder))
+        return StoredStudy(plan, print).push(is_driver=False)
     except PlanError as error:
         return str(error)

@@ -24,12 +24,12 @@ from trainable.files.json_values import DamagedFileError, find_object, read_obje
 from trainable.files.paths import UnsafePathError
 from trainable.files.schema import MAX_RUNS, find_file_schema_problem, find_schema_problem, is_run_id
 from trainable.runs.stop_rules import RULES
-from trainable.storage.uris import is_same_folder, join_uri
 from tune_study.folder.origin import NOTHING, check_outside_values, find_usable_storage, list_plan_values
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import check_recorded_files
 from tune_study.plan.own_study import OwnStudy, check_same_source, explain_missing_file
 from tune_study.plan.search import find_search_differences, make_point_study, parse_search
+from tune_study.plan.storage_uri import is_same_folder, join_uri
 from tune_study.plan.study_names import find_study
 from tune_study.plan.study_plan import (
     MAX_SEEDS,

@@ -50,11 +50,6 @@ class RunSpec:
         return bool(getattr(self.config.trainer, "keep_last", True))
 
     @property
-    def async_checkpoints(self) -> bool:
-        """Whether checkpoints are written while the next step samples. Only language models have the setting."""
-        return bool(getattr(self.config.trainer, "async_checkpoints", False))
-
-    @property
     def steps(self) -> int:
         """Number of training steps."""
         return self.config.trainer.total_training_steps

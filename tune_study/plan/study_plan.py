@@ -17,12 +17,12 @@ from trainable.config.run_config import ConfigError, RunConfig, apply_overrides,
 from trainable.config.setting_types import format_value
 from trainable.files.control_characters import is_printable
 from trainable.files.schema import MAX_RUNS, is_run_id
-from trainable.storage.uris import join_uri
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import list_used_files
 from tune_study.plan.own_study import StudySource, list_resume_options
 from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.search import Search, make_point_study
+from tune_study.plan.storage_uri import join_uri
 
 MAX_SEEDS = 401
 """Maximum number of seeds per arm: RunConfig accepts the seeds 0 to 400."""
@@ -151,6 +151,10 @@ class StudyPlan:
         if not self.study.family.has_batched_seeds:
             return tuple((spec,) for spec in self.runs)
         return tuple(tuple(spec for spec in self.runs if spec.arm == value) for value in self.values)
+
+    def get_trial_name(self, spec: RunSpec) -> str:
+        """The name of the Tune trial that trains a run: that of its run, or without a seed if it trains several."""
+        return spec.experiment_name if self.study.family.has_batched_seeds else spec.run_id
 
     @property
     def max_runs_per_trial(self) -> int:

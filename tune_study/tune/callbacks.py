@@ -2,11 +2,11 @@
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ray import tune
 from ray.tune.progress_reporter import TrialProgressCallback
@@ -25,6 +25,9 @@ from tune_study.tune.progress import Progress, format_step
 from tune_study.tune.search.halving import Rungs
 from tune_study.tune.trials import list_lone_ends, list_run_ids, make_trial_name, split_rows_by_run
 from tune_study.tune.wandb_logging import WandbLog
+
+if TYPE_CHECKING:
+    from tune_study.folder.storage import StoredStudy
 
 MAX_ATTEMPTS = 3
 """Consecutive failures after which a trial is no longer retried. A new furthest step starts the count again."""
@@ -64,31 +67,26 @@ class SilentReporter(TrialProgressCallback):  # type: ignore[misc]  # Ray is unt
     on_trial_result = on_trial_complete = on_trial_error = _report_nothing
 
 
-class RowFetcher(tune.Callback):  # type: ignore[misc]  # Ray is untyped
-    """Fetches the rows of a run from storage when it ends before the others of its trial, or its trial fails or ends.
+class CheckpointFollower(tune.Callback):  # type: ignore[misc]  # Ray is untyped
+    """Tells the study's storage of new checkpoints, and fetches their rows when a trial fails or ends.
 
-    The Recorder reads from the last row how a run ended, so this callback must be registered before it. fetch: called
-    with the run's id.
+    The Recorder reads from the last row how a run ended, so this callback must be registered before it.
     """
 
-    def __init__(self, fetch: Callable[[str], None]) -> None:
-        self._fetch = fetch
-        self._ended_ids: set[str] = set()
+    def __init__(self, storage: "StoredStudy") -> None:
+        self._storage = storage
 
     def __getstate__(self) -> dict[str, Any]:
         """Nothing: Tune pickles its callbacks into the results."""
         return {}
 
-    def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **i: Any) -> None:
-        """Fetch the rows of the runs that end with this result while the others of their trial continue."""
-        # Every later result repeats the runs that failed.
-        for run_id in list_lone_ends(trial.config, result) - self._ended_ids:
-            self._ended_ids.add(run_id)
-            self._fetch(run_id)
+    def on_checkpoint(self, iteration: int, trials: list[Any], trial: Any, checkpoint: Any, **info: Any) -> None:
+        """Tune has stored a checkpoint."""
+        self._storage.follow(trial.config["run"], checkpoint.path)
 
     def _fetch_rows(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        for run_id in list_run_ids(trial.config):
-            self._fetch(run_id)
+        with suppress(OSError):  # the rows stay in the storage, and are fetched at the end of the study
+            self._storage.pull()
 
     on_trial_recover = on_trial_complete = on_trial_error = _fetch_rows
 
@@ -182,7 +180,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             self._log_line(run_id, f"=== at step 1, {problem} ===")
         self._progress.record_row(run_id, row)
         if ends_alone:
-            self._conclude_run(status)
+            self._conclude_run(status, row)
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A trial failed in a way that may pass: decide whether Tune may start it again.
@@ -251,9 +249,14 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
                 self._conclude_run(status)
         clear_metric_windows(trial)
 
-    def _conclude_run(self, status: RunStatus) -> None:
-        """End a run. Its last row on disk tells how it ended, including the decision of a stop rule."""
+    def _conclude_run(self, status: RunStatus, last_row: Mapping[str, Any] | None = None) -> None:
+        """End a run. Its last row tells how it ended, including the decision of a stop rule.
+
+        last_row: None for the one on disk. The rows of a run that ends before its trial may still be on its node.
+        """
         rows = read_rows(self._plan.get_run_dir(status.run_id) / METRICS_FILE, first_step=0)
+        if last_row is not None and (not rows or rows[-1]["step"] < last_row["step"]):
+            rows.append(dict(last_row))
         final_status = make_final_status(status, rows, self._specs[status.run_id].steps)
         reason = "" if self.rungs is None else self.rungs.reasons.get(status.run_id, "")
         if reason and final_status.status == "interrupted":

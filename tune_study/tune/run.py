@@ -4,7 +4,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from trainable.config.command_lines import format_command
 from trainable.runs.orphans import terminate_orphans
 from trainable.runs.run_ends import ENDED_STATUSES
-from trainable.runs.run_files import METRICS_FILE, read_rows
+from trainable.runs.run_files import MAX_ROLLING_CHECKPOINTS, METRICS_FILE, read_rows
 from trainable.runs.stop_rules import parse_finite
 from tune_study.folder import outputs
 from tune_study.folder.statuses import RunStatus, StudyStatuses
@@ -95,7 +95,7 @@ def execute_study(
             suite = SuiteContext(ray, make_interrupt(plan.folder), lambda: None)
         progress = Progress(plan, resource_plan.max_concurrent, console)
         stack.enter_context(suite.interrupt.limit_time(time_limit, lambda text: print_line(console, text)))
-        storage = stack.enter_context(_open_storage(plan, suite.interrupt, console))
+        storage = stack.enter_context(_open_storage(plan, console))
         finished_statuses = find_finished_runs(plan, (*skipped_statuses, *get_final_statuses(plan)))
         session = StudySession(
             plan, resource_plan, console, suite, finished_statuses, progress, storage, _make_wandb_log(plan)
@@ -109,14 +109,14 @@ def execute_study(
 
 
 @contextmanager
-def _open_storage(plan: StudyPlan, interrupt: Interrupt, console: Console) -> Iterator["StoredStudy | None"]:
+def _open_storage(plan: StudyPlan, console: Console) -> Iterator["StoredStudy | None"]:
     """The study's folder in its storage, which is synchronized during the body; None without a storage."""
     if plan.storage is None:
         yield None
         return
     from tune_study.folder.storage import StoredStudy  # imports pyarrow's file systems, which few studies need
 
-    storage = StoredStudy(plan, interrupt, lambda text: print_line(console, text))
+    storage = StoredStudy(plan, lambda text: print_line(console, text))
     with storage.keep_synced():
         yield storage
 
@@ -228,7 +228,10 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
     _censor_waiting(recorder, statuses)  # again, since an error may have ended the study
     # The runs' files must be here before their rows and statuses are read.
     if session.storage is not None:
-        session.storage.pull()
+        try:
+            session.storage.pull()
+        except OSError as error:
+            problem = f"{problem} Rows could not be copied from {session.storage.uri}: {error}.".strip()
     # Tune can end without an error while runs are open: after `stop --arm`, or if Ray is lost. The reason is the
     # beginning of a sentence, so it has no full stop.
     has_stopped_arm = session.interrupt.is_any_arm_requested
@@ -321,7 +324,8 @@ def _end_without_ray(session: StudySession, statuses: StudyStatuses, reason: str
 
     kill_children()  # first, because a run must not write rows while its status and the tables are written
     if session.storage is not None:  # statuses and tables are made from the rows that are here
-        session.storage.pull()
+        with suppress(OSError):
+            session.storage.pull()
     interrupt, problem = session.interrupt, ""
     if interrupt.is_requested:
         # A batch system and `timeout` send their signal to all processes at once, and Ray's then end by themselves.
@@ -397,9 +401,9 @@ def import_tensorboard() -> None:
 
 def _make_fetch_callbacks(session: StudySession) -> list[Any]:
     """A list with the callback that fetches rows from the study's storage; empty without a storage."""
-    from tune_study.tune.callbacks import RowFetcher  # imports Ray
+    from tune_study.tune.callbacks import CheckpointFollower  # imports Ray
 
-    return [] if session.storage is None else [RowFetcher(session.storage.pull)]
+    return [] if session.storage is None else [CheckpointFollower(session.storage)]
 
 
 def _make_run_config(plan: StudyPlan, interrupt: Interrupt, callbacks: list[Any], rungs: "Rungs | None") -> Any:
@@ -412,14 +416,21 @@ def _make_run_config(plan: StudyPlan, interrupt: Interrupt, callbacks: list[Any]
 
     # First, because Tune asks no stopper after one that ends the run, and the rungs need every row.
     halving_stoppers = [] if rungs is None else [HalvingStopper(rungs)]
+    place: dict[str, Any] = {"storage_path": str(plan.folder.parent)}
+    if plan.storage is not None:
+        from tune_study.folder.storage import StoredFolder
+
+        folder = StoredFolder(plan.storage)
+        place = {"storage_path": folder.path, "storage_filesystem": folder.filesystem}
     return tune.RunConfig(
         name=plan.folder.name,
-        storage_path=str(plan.folder.parent),
+        **place,
         stop=CombinedStopper(*halving_stoppers, rules(plan.study, plan.preset), InterruptStopper(interrupt)),
         callbacks=callbacks,
         failure_config=tune.FailureConfig(max_failures=-1),  # unlimited: the Recorder counts those without progress
-        # A run writes its state into its own folder, once. The checkpoint of Tune names that folder.
-        checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=True),
+        # On this machine a run writes its state into its own folder, once, and Tune's checkpoint names that folder.
+        # With a storage, a run asks for a checkpoint whenever its state is on the disk of its node.
+        checkpoint_config=tune.CheckpointConfig(num_to_keep=MAX_ROLLING_CHECKPOINTS, checkpoint_at_end=True),
         verbose=0,  # `Progress` prints instead
     )
 

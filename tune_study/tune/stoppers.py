@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ray import tune
+from ray.tune.result import SHOULD_CHECKPOINT
 
 from search_spaces import STUDIES
 from search_spaces.declaration.study import Study
@@ -38,7 +39,7 @@ class RuleStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
 
         from ray import tune
         from trainable.config.sections import EarlyStopConfig
-        from tune_study.tune.stoppers import RuleStopper
+        from tune_study import RuleStopper
 
         stop = tune.stopper.CombinedStopper(
             RuleStopper("reward_variance_collapse", EarlyStopConfig(variance_ratio=0.2)),
@@ -122,8 +123,8 @@ class InterruptStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
         """Whether the trial ends after this result."""
-        # A Trainable that does not report `saved` ends at once.
-        is_saved = bool(result.get("saved", True))
+        # A Trainable that does not report `saved` ends at once, and so does one of which Tune takes a last checkpoint.
+        is_saved = bool(result.get("saved", True)) or SHOULD_CHECKPOINT in result
         if not self._interrupt.is_requested:
             arm = str(result.get("config", {}).get("run", {}).get("arm", ""))
             return is_saved and self._interrupt.is_arm_requested(arm)

@@ -98,6 +98,18 @@ def make_trial_config(plan: StudyPlan, specs: Sequence[RunSpec], interrupt: Inte
     specs: the runs, at least one.
     """
     first_spec, family = specs[0], plan.study.family
+    if plan.study_uri is None:
+        interrupts = [interrupt.path, interrupt.get_arm_path(first_spec.arm)] if interrupt else []
+        place = {"runs": [_make_run_entry(plan, spec) for spec in specs], "interrupts": list(map(str, interrupts))}
+    else:
+        from tune_study.folder.storage import list_trial_checkpoints  # imports pyarrow's file systems
+
+        # The runs are in the folder of the trial on its node, and Tune copies their checkpoints to the storage.
+        place = {
+            "runs": [{"run_id": spec.run_id, "seed": spec.seed} for spec in specs],
+            "storage": plan.study_uri,
+            "checkpoints": list_trial_checkpoints(plan.study_uri, plan.get_trial_name(first_spec)),
+        }
     return {
         # The first run stands for all: runs of an arm differ only in their seed.
         **find_changed_settings(first_spec.config),
@@ -107,17 +119,15 @@ def make_trial_config(plan: StudyPlan, specs: Sequence[RunSpec], interrupt: Inte
             "arm": first_spec.arm,
             "stop_rules": list(plan.study.stop_rules),
             "code": {file.name: file.text for file in list_part_files(first_spec.config)},
-            "interrupts": [str(interrupt.path), str(interrupt.get_arm_path(first_spec.arm))] if interrupt else [],
-            "runs": [_make_run_entry(plan, spec) for spec in specs],
+            **place,
         },
     }
 
 
 def make_trial_name(plan: StudyPlan, config: Mapping[str, Any]) -> str:
-    """The name of a trial: that of its run, or without a seed if it trains several."""
-    run_ids = list_run_ids(config)
-    (spec,) = (spec for spec in plan.runs if spec.run_id == run_ids[0])
-    return spec.experiment_name if has_several_runs(config) else spec.run_id
+    """The name of the trial with this config, which is also that of its folder."""
+    (spec,) = (spec for spec in plan.runs if spec.run_id == list_run_ids(config)[0])
+    return plan.get_trial_name(spec)
 
 
 def _make_run_entry(plan: StudyPlan, spec: RunSpec) -> dict[str, Any]:

@@ -14,11 +14,10 @@ from rich.console import Console
 
 from tests.fakes.trainer import CRASHES_ONCE, Barrier, make_fake_rows, make_study
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from trainable.storage.mirror import compute_line_file_sizes
-from trainable.storage.remote import get_bytes, list_files, open_storage
-from trainable.storage.uris import join_uri
 from tune_study.folder.statuses import StudyStatuses, read_status
+from tune_study.folder.storage import StoredFolder
 from tune_study.host.interrupt import Interrupt
+from tune_study.plan.storage_uri import join_uri
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune import cluster
 from tune_study.tune.callbacks import Recorder
@@ -49,23 +48,22 @@ def run_placed(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...]) -
     grid = make_tuner(session, Recorder(plan, resource_plan, progress, StudyStatuses(plan, ())), []).fit()
     ray.kill(barrier)
     assert not grid.errors
-    storage_folder = open_storage(plan.study_uri or "")
-    return [json.loads(get_bytes(storage_folder.joinpath(f"runs/{run.run_id}/place.json"))) for run in plan.runs]
+    return [json.loads(result.metrics["place"]) for result in grid]
 
 
 def run_crashing(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...]) -> dict[str, Any]:
     """Run a study in which one run loses its process; return the statuses, the rows and the expected rows."""
     code = execute_study(plan, cluster.allocate_cluster(plan, address, nodes, None, None), Console(quiet=True))
-    file_sizes = {name: file_info.size for name, file_info in list_files(open_storage(plan.study_uri or "")).items()}
+    files = StoredFolder(plan.study_uri or "").list_files()
     return {
         "code": code,
         "statuses": [getattr(read_status(plan.get_run_dir(run.run_id)), "status", None) for run in plan.runs],
         "rows": [read_rows(plan.get_run_dir(run.run_id) / METRICS_FILE) for run in plan.runs],
         "wanted": [make_fake_rows(make_trial_config(plan, [run]), run.config, STEPS) for run in plan.runs],
         "sizes": [
-            [(plan.folder / name).stat().st_size, size]
-            for name, size in compute_line_file_sizes(file_sizes).items()
-            if METRICS_FILE in name
+            [(plan.folder / name).stat().st_size, info.size]
+            for name, info in files.items()
+            if name.startswith("runs/") and METRICS_FILE in name
         ],
     }
 

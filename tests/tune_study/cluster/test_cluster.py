@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,8 +21,6 @@ from trainable.files.json_lines import read_lines
 from trainable.files.json_values import read_object
 from trainable.runs.checkpoint import read_checkpoint
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from trainable.storage.mirror import Mirror, find_complete_checkpoints, is_checkpoint_intact
-from trainable.storage.remote import list_files, open_storage
 from trainable.trial import PPO
 from tune_study.commands import node_checks
 from tune_study.commands.node_checks import (
@@ -36,8 +34,10 @@ from tune_study.commands.node_checks import (
 )
 from tune_study.folder import run_checkpoints
 from tune_study.folder.statuses import read_status
+from tune_study.folder.storage import StoredFolder, fetch_checkpoint, fetch_results, list_trial_checkpoints
 from tune_study.placement.samplers import TORCH_SETTINGS
 from tune_study.plan.errors import PlanError
+from tune_study.plan.storage_uri import join_uri, split_uri
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune import cluster
 from tune_study.tune.cluster import Node, allocate_cluster, count_fitting_runs, join_cluster, parse_nodes
@@ -88,7 +88,6 @@ def fake_cluster(tmp_path_factory: pytest.TempPathFactory, s3: str) -> Iterator[
         "RAY_USAGE_STATS_ENABLED": "0",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
-        "TUNE_STUDY_SCRATCH": str(hidden / "scratch"),
     }
     with start_faked_cluster(environment, hidden) as address:
         yield FakeCluster(address, environment, hidden, f"s3://shelf/cluster?{s3}")
@@ -125,25 +124,23 @@ def check_same_results(plan: StudyPlan, local_plan: StudyPlan, storage: str, fol
     """Check that rows, evaluations and final weights of the study in storage are those of the local study."""
     assert len(plan.runs) == 2
     for spec in plan.runs:
-        storage_folder = open_storage(storage).joinpath(f"{plan.run}/runs/{spec.run_id}")
-        fetched_folder = folder / spec.run_id
-        Mirror(storage_folder, fetched_folder / "run", fetched_folder / "kept", 0.0, lambda: False).fetch()
-        rows, local_rows = (
-            read_rows(run_dir / METRICS_FILE)
-            for run_dir in (fetched_folder / "run", local_plan.get_run_dir(spec.run_id))
-        )
+        uri = join_uri(storage, plan.run)
+        fetch_results(uri, folder / plan.run)
+        run_dirs = folder / plan.run / "runs" / spec.run_id, local_plan.get_run_dir(spec.run_id)
+        rows, local_rows = (read_rows(run_dir / METRICS_FILE) for run_dir in run_dirs)
         assert [drop_times(row) for row in rows] == [drop_times(row) for row in local_rows]
         assert read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE) == rows
         # A run that was killed before its first checkpoint evaluates the same steps again.
         levels = [
             {(line["step"], line["split"], line["mode"]): line for line in read_lines(run_dir / "levels.jsonl").records}
-            for run_dir in (fetched_folder / "run", local_plan.get_run_dir(spec.run_id))
+            for run_dir in run_dirs
         ]
         assert levels[0] == levels[1]
-        tensors = [
-            read_checkpoint(run_dir / "state" / "step_2")[0]
-            for run_dir in (fetched_folder / "run", local_plan.get_run_dir(spec.run_id))
-        ]
+        (checkpoint_uri, *_) = list_trial_checkpoints(uri, spec.run_id)
+        name = f"{spec.run_id}/{split_uri(checkpoint_uri)[1]}/{spec.seed}/state/step_2"
+        fetch_checkpoint(uri, name, folder / f"{spec.run_id}-state")
+        states = folder / f"{spec.run_id}-state", run_dirs[1] / "state" / "step_2"
+        tensors = [read_checkpoint(path)[0] for path in states]
         assert tensors[0].keys() == tensors[1].keys()
         assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
 
@@ -158,25 +155,24 @@ def test_a_study_on_the_cluster_has_the_rows_and_weights_of_a_local_one(
     assert process.returncode == 0, process.stderr
     plan = make_cpu_plan(folder)
     check_same_results(plan, local_plan, fake_cluster.storage, tmp_path)
-    files = list_files(open_storage(fake_cluster.storage).joinpath(plan.run))
+    files = StoredFolder(join_uri(fake_cluster.storage, plan.run)).list_files()
     assert {"study.json", "trials.parquet", "steps.parquet", "levels.parquet", "report.html"} <= files.keys()
     assert {f"logs/{plan.run}.log", *(spec.log_path.as_posix() for spec in plan.runs)} <= files.keys()
     for spec in plan.runs:
-        run_files = [name.removeprefix(f"runs/{spec.run_id}/") for name in files if spec.run_id in name]
-        assert find_complete_checkpoints(run_files) == [(2, "state/step_2"), (2, "kept/global_step_2")]
+        folders = [PurePosixPath(name).parent.name for name in files if spec.run_id in name and "checksums" in name]
+        assert sorted(folders) == ["global_step_2", "step_1", "step_2"]
         status = read_status(plan.get_run_dir(spec.run_id))
         assert status is not None
         assert status.status == "completed"
         assert not (plan.get_run_dir(spec.run_id) / "state").exists()
     assert not (folder / "model_saving").exists()
     assert read_object(plan.folder / "study.json")["storage"] == fake_cluster.storage
-    assert not list((fake_cluster.hidden / "scratch").rglob("*.safetensors"))
     typed = frozenset({f"storage={fake_cluster.storage}"})
     target = run_checkpoints.find_run_checkpoint(plan.folder, "0.1", None, None, allowed=typed)
-    assert (target.step, target.path) == (2, plan.get_run_dir(plan.runs[1].run_id) / "state" / "step_2")
-    assert is_checkpoint_intact(target.path)
-    with pytest.raises(PlanError, match=r"has no checkpoint of step 1\. Available steps: 2\."):
-        run_checkpoints.find_run_checkpoint(plan.folder, "0.1", 1, None, allowed=typed)
+    assert (target.step, target.path) == (2, folder / plan.runs[1].checkpoint_dir / "global_step_2")
+    assert read_checkpoint(target.path)[1]["step"] == 2
+    with pytest.raises(PlanError, match=r"has no checkpoint of step 3\. Available steps: 1, 2\."):
+        run_checkpoints.find_run_checkpoint(plan.folder, "0.1", 3, None, allowed=typed)
 
 
 @pytest.fixture(scope="module")
@@ -250,8 +246,8 @@ def test_a_killed_driver_is_followed_by_one_elsewhere(
     with subprocess.Popen(
         command, cwd=tmp_path / "one", env=fake_cluster.environment, stdout=subprocess.DEVNULL
     ) as driver:
-        storage_folder = open_storage(storage).joinpath(plan.run)
-        while not any("state/step_1/checksums.json" in name for name in list_files(storage_folder)):
+        stored_folder = StoredFolder(join_uri(storage, plan.run))
+        while not any("state/step_1/checksums.json" in name for name in stored_folder.list_files()):
             assert driver.poll() is None
         driver.kill()
     study_uri = storage.replace("killed?", f"killed/{plan.run}?")

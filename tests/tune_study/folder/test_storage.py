@@ -1,11 +1,10 @@
-"""The folder of a study in storage: what drivers copy there and back, and that only one driver runs at a time."""
+"""A study in a storage: what its driver copies there and back, and who continues it."""
 
 import json
-import os
 import shlex
 import shutil
-import subprocess
-import sys
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,23 +17,19 @@ from typer.testing import CliRunner
 import search_spaces
 from tests.fakes.lines import append_record
 from tests.fakes.trainer import COLLAPSES, CRASHES_ONCE, make_fake_rows, make_study
-from tests.trainable.storage.test_remote import SECRET_PLACES
+from tests.tune_study.plan.test_storage_uri import SECRET_PLACES
 from trainable.files.json_values import read_object
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from trainable.storage.mirror import INTERRUPT_FILE, Mirror
-from trainable.storage.remote import get_bytes, list_files, open_storage, put_bytes
-from trainable.storage.uris import join_uri
 from tune_study.commands.cli import app
 from tune_study.commands.node_checks import check_scratch
-from tune_study.folder import lease, locate, outputs, storage
-from tune_study.folder.lease import LEASE_FILE, STALE_S, Lease, read_holder
+from tune_study.folder import locate, outputs, storage
 from tune_study.folder.statuses import RunStatus, read_status, write_status
-from tune_study.folder.storage import LAST_DRIVER, StoredStudy
+from tune_study.folder.storage import DRIVER_FILE, StoredFolder, StoredStudy
 from tune_study.folder.study_file import plan_from_folder
-from tune_study.host.interrupt import Interrupt
 from tune_study.placement import disk
 from tune_study.placement.resources import preflight
 from tune_study.plan.errors import PlanError
+from tune_study.plan.storage_uri import join_uri
 from tune_study.plan.study_plan import StudyPlan, add_seeds, make_plan
 from tune_study.tune.run import execute_study
 from tune_study.tune.trials import make_trial_config
@@ -46,12 +41,6 @@ FAKE = make_study("Fake")
 def _shipped_study(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register the study of these tests as a shipped one, because a folder cannot name a Trainable."""
     monkeypatch.setitem(search_spaces.STUDIES, "kl", FAKE)
-
-
-@pytest.fixture(autouse=True)
-def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "_SETTLING_S", 0.0)
-    monkeypatch.setattr(storage, "_POLL_S", 0.01)
 
 
 @pytest.fixture(params=["s3", "path"])
@@ -69,7 +58,12 @@ def make_plan_in(
 
 
 def open_stored_study(plan: StudyPlan, messages: list[str] | None = None) -> StoredStudy:
-    return StoredStudy(plan, Interrupt(plan.folder / ".interrupt"), (messages if messages is not None else []).append)
+    return StoredStudy(plan, (messages if messages is not None else []).append)
+
+
+def open_folder(plan: StudyPlan) -> StoredFolder:
+    assert plan.study_uri is not None
+    return StoredFolder(plan.study_uri)
 
 
 def test_runs_that_are_added_later_are_copied_too(tmp_path: Path) -> None:
@@ -86,16 +80,17 @@ def test_runs_that_are_added_later_are_copied_too(tmp_path: Path) -> None:
     assert {"run.json", "status.json"} <= stored_files
 
 
-def write_run_on_node(plan: StudyPlan, node: Path, steps: int) -> None:
-    """Write on a node what the first run of the plan writes, and copy it to storage."""
-    run_id = plan.runs[0].run_id
-    mirror = Mirror(
-        open_storage(plan.study_uri or "").joinpath(f"runs/{run_id}"), node, node / "kept", 0.0, lambda: False
-    )
-    node.mkdir(exist_ok=True)
+def store_rows(plan: StudyPlan, study: StoredStudy, steps: int) -> None:
+    """Store what Tune stores at a checkpoint of the first run."""
+    run_id, folder = plan.runs[0].run_id, open_folder(plan)
+    path = plan.output / "node" / METRICS_FILE
+    path.parent.mkdir()
     for step in range(1, steps + 1):
-        append_record(node / METRICS_FILE, {"step": step, "run_id": run_id})
-        mirror.push()
+        append_record(path, {"step": step, "run_id": run_id})
+    folder.put(f"{run_id}/checkpoint_000000/0/{METRICS_FILE}", path.read_bytes())
+    study.follow(
+        {"runs": [{"run_id": run_id, "seed": 0}], "checkpoints": []}, f"{folder.path}/{run_id}/checkpoint_000000"
+    )
 
 
 def start_study(plan: StudyPlan, status: str = "running") -> None:
@@ -109,89 +104,57 @@ def start_study(plan: StudyPlan, status: str = "running") -> None:
 # One driver.
 
 
-def test_a_second_driver_is_refused_and_told_who_the_first_is(uri: str) -> None:
-    storage_folder = open_storage(uri)
-    first, second = Lease(storage_folder), Lease(storage_folder)
-    first.acquire("the study")
-    with pytest.raises(PlanError, match=rf"is being run by .* \(pid {os.getpid()}\), last heard of \d+ s ago"):
-        second.acquire("the study")
-    assert first.find_new_holder() is None
-    second.release()  # it does not release the lease of the first
-    assert read_holder(storage_folder) is not None
-    first.release()
-    assert read_holder(storage_folder) is None
-    second.acquire("the study")
-    assert sorted(list_files(storage_folder)) == [LEASE_FILE]
+def test_a_second_driver_is_warned(uri: str, tmp_path: Path) -> None:
+    plan, messages = make_plan_in(tmp_path / "a", uri), list[str]()
+    with open_stored_study(plan).keep_synced():
+        assert storage.is_running(plan.study_uri or "")
+        with open_stored_study(replace(plan, folder=tmp_path / "b" / "results" / plan.run), messages).keep_synced():
+            pass
+    (message,) = messages
+    assert "seems to run this study too" in message
+    assert not storage.is_running(plan.study_uri or "")
 
 
-@pytest.mark.long
-def test_the_lock_of_a_process_of_this_machine_that_is_gone_holds_nobody(uri: str) -> None:
-    lines = ("from tune_study.folder.lease import Lease", "from trainable.storage.remote import open_storage")
-    code = "\n".join([*lines, f"Lease(open_storage({uri!r})).acquire('the study')"])
-    subprocess.run([sys.executable, "-c", code], check=True)
-    holder = read_holder(open_storage(uri))
-    assert holder is not None
-    assert holder.is_gone
-    Lease(open_storage(uri)).acquire("the study")
-
-
-def test_a_lock_of_another_machine_counts_until_it_is_stale(tmp_path: Path) -> None:
-    storage_folder = open_storage(str(tmp_path))
-    other_holder = {
-        "id": "x",
-        "machine": "elsewhere",
-        "pid": 1,
-        "started": 0.0,
-        "words": "somebody on elsewhere (pid 1)",
-    }
-    put_bytes(storage_folder.joinpath(LEASE_FILE), json.dumps(other_holder).encode())
-    with pytest.raises(PlanError, match=r"run by somebody on elsewhere \(pid 1\)"):
-        Lease(storage_folder).acquire("the study")
-    now = (tmp_path / LEASE_FILE).stat().st_mtime
-    os.utime(tmp_path / LEASE_FILE, (now, now - STALE_S - 1))
-    Lease(storage_folder).acquire("the study")
-
-
-def test_of_two_that_start_at_once_the_one_whose_lock_stays_wins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage_folder = open_storage(str(tmp_path))
-    other_lease = Lease(storage_folder)
-    monkeypatch.setattr(
-        lease.time, "sleep", lambda seconds: other_lease.refresh()
-    )  # the other one had looked before we wrote
-    with pytest.raises(PlanError, match="is being run by"):
-        Lease(storage_folder).acquire("the study")
-    other_lease.acquire("the study")
-
-
-def test_a_driver_whose_study_was_taken_over_stops(tmp_path: Path) -> None:
-    plan, messages = make_plan_in(tmp_path / "a", (tmp_path / "s").as_uri()), list[str]()
-    plan.folder.mkdir(parents=True)
-    study = open_stored_study(plan, messages)
-    with study.keep_synced():
-        study._refresh_lease()
-        assert messages == []
-        Lease(open_storage(plan.study_uri or "")).refresh()
-        study._refresh_lease()
-        assert study._interrupt.is_requested
-    assert len(messages) == 1
-    assert "has taken over this study: stopping." in messages[0]
-    assert read_holder(open_storage(plan.study_uri or "")) is not None  # the lease of the other driver stays
+def test_a_driver_that_was_not_heard_of_for_long_is_gone(tmp_path: Path) -> None:
+    plan = make_plan_in(tmp_path / "a", (tmp_path / "s").as_uri())
+    start_study(plan)
+    for age, is_running in ((10, True), (1000, False)):
+        content = {"words": "somebody on elsewhere", "time": time.time() - age}
+        open_folder(plan).put(DRIVER_FILE, json.dumps(content).encode())
+        assert storage.is_running(plan.study_uri or "") == is_running
+    open_folder(plan).put(DRIVER_FILE, b"damaged")
+    assert not storage.is_running(plan.study_uri or "")
 
 
 # Copies.
 
 
-def test_rows_come_and_statuses_go(uri: str, tmp_path: Path) -> None:
+def test_rows_come_and_go_with_the_statuses(uri: str, tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path / "a", uri)
     start_study(plan)
-    run_id = plan.runs[0].run_id
-    assert f"runs/{run_id}/status.json" in list_files(open_storage(plan.study_uri or ""))
-    write_run_on_node(plan, tmp_path / "node", 2)
-    open_stored_study(plan).pull(run_id)
+    run_id, study = plan.runs[0].run_id, open_stored_study(plan)
+    store_rows(plan, study, 2)
+    study.pull()
     assert [row["step"] for row in read_rows(plan.get_run_dir(run_id) / METRICS_FILE)] == [1, 2]
     assert not (plan.get_run_dir(plan.runs[1].run_id) / METRICS_FILE).exists()
+    assert study.push() == ""
+    names = open_folder(plan).list_files()
+    assert {f"runs/{run_id}/status.json", f"runs/{run_id}/{METRICS_FILE}", "study.json"} <= names.keys()
+
+
+def test_the_checkpoints_of_earlier_starts_are_removed(uri: str, tmp_path: Path) -> None:
+    plan = make_plan_in(tmp_path / "a", uri)
+    run_id, folder = plan.runs[0].run_id, open_folder(plan)
+    for number, step in ((0, 3), (1, 4), (2, 2)):
+        folder.put(f"{run_id}/checkpoint_{number:06}/0/state/step_{step}/checksums.json", b"{}")
+    uris = storage.list_trial_checkpoints(plan.study_uri or "", run_id)
+    assert uris == [join_uri(plan.study_uri or "", f"{run_id}/checkpoint_{number:06}") for number in (1, 0, 2)]
+    assert storage.list_checkpoints(plan.study_uri or "", plan.runs[0], run_id) == {
+        step: f"{run_id}/checkpoint_{number:06}/0/state/step_{step}" for number, step in ((0, 3), (1, 4), (2, 2))
+    }
+    options = {"runs": [{"run_id": run_id, "seed": 0}], "checkpoints": uris}
+    open_stored_study(plan).follow(options, f"{folder.path}/{run_id}/checkpoint_000000")
+    assert {name.split("/")[1] for name in folder.list_files() if run_id in name} == {"checkpoint_000000"}
 
 
 @pytest.mark.long
@@ -200,21 +163,21 @@ def test_a_study_goes_on_on_a_machine_that_has_never_seen_it(
 ) -> None:
     plan = make_plan_in(tmp_path / "a", uri)
     start_study(plan, "completed")
-    write_run_on_node(plan, tmp_path / "node", 3)
+    study = open_stored_study(plan)
+    store_rows(plan, study, 3)
+    study.pull()
+    study.push()
     (tmp_path / "b").mkdir()
     monkeypatch.chdir(tmp_path / "b")
     resumed_plan = locate.plan_resume(plan.study_uri or "", is_real=True)
     assert resumed_plan == replace(plan, folder=tmp_path / "b" / "results" / plan.run)
-    assert list((tmp_path / "b").iterdir()) == []  # nothing is written before the lease is acquired
+    assert list((tmp_path / "b").iterdir()) == []  # nothing is written before it starts
     resumed_plan.folder.mkdir(parents=True)
     with open_stored_study(resumed_plan).keep_synced():
         pass
     status = read_status(resumed_plan.get_run_dir(plan.runs[0].run_id))
     assert status == RunStatus(plan.runs[0].run_id, "completed", "a test")
     assert len(read_rows(resumed_plan.get_run_dir(plan.runs[0].run_id) / METRICS_FILE)) == 3
-    # The study was last run in b, so the copy in a is older.
-    assert storage.is_newest_folder(plan.study_uri or "", resumed_plan.folder)
-    assert not storage.is_newest_folder(plan.study_uri or "", plan.folder)
     write_status(resumed_plan.get_run_dir(plan.runs[1].run_id), RunStatus(plan.runs[1].run_id, "failed", "in b"))
     open_stored_study(resumed_plan).push()
     with open_stored_study(plan).keep_synced():
@@ -235,9 +198,8 @@ def test_who_only_reads_a_study_copies_no_old_status_back(
     assert open_stored_study(plan).push() == ""
     (folder / "report.html").write_text("of b")
     assert storage.push_results(replace(plan_from_folder(folder), storage=plan.storage)) == ""
-    storage_folder = open_storage(plan.study_uri or "")
-    assert json.loads(get_bytes(storage_folder.joinpath(f"runs/{run_id}/status.json")))["status"] == "completed"
-    assert get_bytes(storage_folder.joinpath("report.html")) == b"of b"
+    assert json.loads(open_folder(plan).read(f"runs/{run_id}/status.json"))["status"] == "completed"
+    assert open_folder(plan).read("report.html") == b"of b"
 
 
 def test_logs_are_fetched_to_their_place_for_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,8 +210,6 @@ def test_logs_are_fetched_to_their_place_for_a_relative_path(tmp_path: Path, mon
     log_path.write_text("a line")
     open_stored_study(plan).push()
     log_path.unlink()
-    (plan.folder / ".last-driver").unlink(missing_ok=True)  # so that another folder counts as the newest
-    put_bytes(open_storage(plan.study_uri or "").joinpath("last-driver"), b"another")
     monkeypatch.chdir(plan.folder)
     locate.fetch_for_writing(".")
     assert log_path.read_text() == "a line"
@@ -263,17 +223,6 @@ def test_an_error_about_a_copy_names_the_study(uri: str, tmp_path: Path) -> None
         locate.merge_with_existing(make_plan_in(tmp_path / "b", uri, ("0.2",)), extend=False, is_real=True)
     assert str(raised.value).startswith(f"{plan.study_uri} contains this study with other runs")
     assert f"`python -m tune_study resume {plan.study_uri}`" in str(raised.value)
-
-
-def test_the_newest_driver_s_own_statuses_are_not_overwritten(uri: str, tmp_path: Path) -> None:
-    plan = make_plan_in(tmp_path / "a", uri)
-    start_study(plan)
-    run_id = plan.runs[0].run_id
-    write_status(plan.get_run_dir(run_id), RunStatus(run_id, "completed", "and then the driver was killed"))
-    with open_stored_study(plan).keep_synced():
-        status = read_status(plan.get_run_dir(run_id))
-    assert status is not None
-    assert status.status == "completed"
 
 
 def test_without_its_storage_the_local_folder_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -330,7 +279,6 @@ def test_what_a_storage_does_not_take_is_said(tmp_path: Path) -> None:
     start_study(plan)
     shutil.rmtree(tmp_path / "s")
     (tmp_path / "s").write_text("no folder any more")
-    open_stored_study(plan).pull()  # rows that cannot be copied now are copied later
     problem = open_stored_study(plan).push()
     assert problem.startswith(f"Statuses, tables and report could not be copied to {plan.study_uri}: ")
     assert problem.endswith(f"copy them with `python -m tune_study report {plan.folder}`.")
@@ -338,46 +286,30 @@ def test_what_a_storage_does_not_take_is_said(tmp_path: Path) -> None:
         pass
 
 
-def test_a_request_to_stop_is_handed_on_and_forgotten_by_the_next_start(uri: str, tmp_path: Path) -> None:
-    plan = make_plan_in(tmp_path / "a", uri)
-    plan.folder.mkdir(parents=True)
-    storage_folder = open_storage(plan.study_uri or "")
-    study = open_stored_study(plan)
-    with study.keep_synced():
-        study._interrupt.request()
-        while INTERRUPT_FILE not in list_files(storage_folder):
-            pass
-    with open_stored_study(plan).keep_synced():
-        assert INTERRUPT_FILE not in list_files(storage_folder)
-
-
 @pytest.mark.long
 def test_while_a_study_runs_rows_come_and_statuses_go_by_themselves(
     uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "REFRESH_S", 0.01)
+    monkeypatch.setattr(storage, "SYNC_SECONDS", 0.01)
     plan = make_plan_in(tmp_path / "a", uri)
-    run_id = plan.runs[0].run_id
-    storage_folder = open_storage(plan.study_uri or "")
-    with open_stored_study(plan).keep_synced():
-        first_lease = get_bytes(storage_folder.joinpath(LEASE_FILE))
+    rows_name = f"runs/{plan.runs[0].run_id}/{METRICS_FILE}"
+    study = open_stored_study(plan)
+    with study.keep_synced():
         outputs.write_study(plan)
-        write_run_on_node(plan, tmp_path / "node", 2)
-        while len(read_rows(plan.get_run_dir(run_id) / METRICS_FILE)) < 2 or "study.json" not in list_files(
-            storage_folder
-        ):
+        store_rows(plan, study, 2)
+        while not {rows_name, "study.json", DRIVER_FILE} <= open_folder(plan).list_files().keys():
             pass
-        assert get_bytes(storage_folder.joinpath(LEASE_FILE)) == first_lease
-    assert LEASE_FILE not in list_files(storage_folder)
+        assert len(read_rows(plan.folder / rows_name)) == 2
+    assert DRIVER_FILE not in open_folder(plan).list_files()
 
 
-def test_states_need_room_on_the_node(tmp_path: Path) -> None:
-    check_scratch(tmp_path.as_uri(), 2, 1)
-    check_scratch(tmp_path.as_uri(), 2, None)
+def test_states_need_room_on_the_node() -> None:
+    check_scratch(2, 1)
+    check_scratch(2, None)
     with pytest.raises(
-        PlanError, match=r"free for the checkpoints of up to 2 runs .* which take 2\.0 EB: set TUNE_STUDY_SCRATCH"
+        PlanError, match=r"free for the checkpoints of up to 2 runs .* which take 2\.0 EB: set RAY_TMPDIR"
     ):
-        check_scratch(tmp_path.as_uri(), 2, 10**18)
+        check_scratch(2, 10**18)
 
 
 def test_a_node_keeps_three_states_of_a_run_and_one_to_keep(tmp_path: Path) -> None:
@@ -403,11 +335,23 @@ def test_an_interrupted_study_goes_on_elsewhere_to_the_rows_of_an_uninterrupted_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri = (tmp_path / "shared").as_uri()
-    plan = make_plan_in(tmp_path / "a", uri, (COLLAPSES, CRASHES_ONCE, "0.2"), **{"trainer.total_training_steps": 22})
-    run = open_storage(plan.study_uri or "").joinpath(f"runs/{plan.runs[0].run_id}")
-    put_bytes(run.joinpath("interrupt.pid"), str(os.getpid()).encode())  # at step 4 the run sends us SIGINT
-    code, text = run_study(plan)
-    assert code == 130
+    plan = make_plan_in(
+        tmp_path / "a",
+        uri,
+        (COLLAPSES, CRASHES_ONCE, "0.2"),
+        **{"trainer.total_training_steps": 22, "trainer.resume_every": 2},
+    )
+    follow = StoredStudy.follow
+
+    def interrupt_at_the_fourth_checkpoint(study: StoredStudy, options: dict[str, Any], path: str) -> None:
+        follow(study, options, path)
+        if path.endswith("checkpoint_000003"):
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoredStudy, "follow", interrupt_at_the_fourth_checkpoint)
+        code, text = run_study(plan)
+    assert code == 130, text
     assert f"From another machine: python -m tune_study resume {shlex.quote(plan.study_uri or '')}" in text
     (tmp_path / "b").mkdir()
     monkeypatch.chdir(tmp_path / "b")
@@ -422,9 +366,8 @@ def test_an_interrupted_study_goes_on_elsewhere_to_the_rows_of_an_uninterrupted_
         assert read_rows(resumed_plan.get_run_dir(spec.run_id) / METRICS_FILE) == make_fake_rows(
             config, spec.config, 22
         )
-    storage_folder = open_storage(plan.study_uri or "")
-    assert get_bytes(storage_folder.joinpath("report.html")) == (resumed_plan.folder / "report.html").read_bytes()
-    assert LEASE_FILE not in list_files(storage_folder)
+    assert open_folder(plan).read("report.html") == (resumed_plan.folder / "report.html").read_bytes()
+    assert DRIVER_FILE not in open_folder(plan).list_files()
 
 
 # The command line.
@@ -438,7 +381,10 @@ def type_in(line: str) -> Any:
 def test_status_and_report_read_a_study_from_its_uri(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan_in(tmp_path / "a", uri)
     start_study(plan)
-    write_run_on_node(plan, tmp_path / "node", 2)
+    study = open_stored_study(plan)
+    store_rows(plan, study, 2)
+    study.pull()
+    study.push()
     (tmp_path / "b").mkdir()
     monkeypatch.chdir(tmp_path / "b")
     status_answer = type_in(f"status {shlex.quote(plan.study_uri or '')}")
@@ -452,7 +398,7 @@ def test_status_and_report_read_a_study_from_its_uri(uri: str, tmp_path: Path, m
     report_answer = type_in(f"report {shlex.quote(plan.study_uri or '')}")
     assert report_answer.exit_code == 0, report_answer.stderr
     report = tmp_path / "b" / "results" / plan.run / "report.html"
-    assert get_bytes(open_storage(plan.study_uri or "").joinpath("report.html")) == report.read_bytes()
+    assert open_folder(plan).read("report.html") == report.read_bytes()
 
 
 SMALL = "run kl --preset laptop --steps 1 --kl-values 0"
@@ -463,8 +409,8 @@ REFUSED_LINES: list[tuple[Callable[[str], str], str]] = [
         lambda query: f"{SMALL} --storage s3://key:word@shelf/x?{query} --dry-run",
         "contains a user name with a password",
     ),
-    (lambda query: f"{SMALL} --storage nope://shelf/x", "type one that begins with one of s3://, gs://"),
-    (lambda query: f"{SMALL} --storage nope://shelf/x --dry-run", "type one that begins with one of s3://, gs://"),
+    (lambda query: f"{SMALL} --storage nope://shelf/x", "no URI that is accepted"),
+    (lambda query: f"{SMALL} --storage nope://shelf/x --dry-run", "no URI that is accepted"),
     (lambda query: f"{SMALL} --storage s3://shelf/x?scheme=http&endpoint_override=127.0.0.1:1", "cannot be "),
     (lambda query: f"resume s3://shelf/nothing?{query}", "contains no study: type <storage>/<run>"),
     (lambda query: f"status s3://shelf/nothing?{query}", "contains no study: type <storage>/<run>"),
@@ -501,20 +447,19 @@ def test_the_uri_is_written_down_without_what_reaches_it(tmp_path: Path) -> None
     assert read_object(plan.folder / "study.json")["storage"] == "file:///x"
     assert plan.study_uri == join_uri("file:///x", plan.run)
     assert locate.plan_resume(str(plan.folder), is_real=False) == plan
-    assert LAST_DRIVER not in os.listdir(plan.folder)
 
 
 # URIs with credentials.
 
 
-@pytest.mark.parametrize("text", ["s3:KEY:SECRET@b/p", "KEY:SECRET@b/p"])
+@pytest.mark.parametrize("text", ["s3:LOCKED:HIDDEN@b/p", "LOCKED:HIDDEN@b/p"])
 def test_a_storage_that_may_be_a_uri_is_not_taken_for_a_path(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(PlanError, match="before its first slash") as raised:
+    with pytest.raises(PlanError, match="a user name with a password") as raised:
         locate.parse_storage_uri(text)
-    assert "SECRET" not in str(raised.value)
+    assert "HIDDEN" not in str(raised.value)
     assert locate.parse_storage_uri(f"./{text}").startswith("file://")
 
 
@@ -536,3 +481,39 @@ def test_no_command_repeats_a_secret_in_a_uri(tmp_path: Path, place: str, monkey
         result = runner.invoke(app, command)
         assert (result.exit_code, secret in result.output) == (2, False), command
     assert not (tmp_path / "out").exists()
+
+
+# Shared folders.
+
+
+@pytest.mark.parametrize("name", ["study.json", "runs/r/status.json", "runs"])
+def test_no_link_in_a_shared_folder_is_followed(name: str, tmp_path: Path) -> None:
+    plan, foreign = make_plan_in(tmp_path / "a", tmp_path.as_uri()), tmp_path / "foreign"
+    (foreign / "below").mkdir(parents=True)
+    (tmp_path / plan.run / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / plan.run / name).symlink_to(foreign)
+    for read in (storage.fetch_study, storage.fetch_results):
+        with pytest.raises(PlanError, match="symbolic link"):
+            read(plan.study_uri or "", tmp_path / "copy")
+    with pytest.raises(PlanError, match="symbolic link"), open_stored_study(plan).keep_synced():
+        pass
+    assert not (tmp_path / "copy").exists()
+    assert list(foreign.rglob("*")) == [foreign / "below"]
+
+
+def test_a_copy_that_fails_leaves_the_previous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, target = StoredFolder((tmp_path / "shared").as_uri()), tmp_path / "target"
+    folder.put("a", b"new content")
+    target.write_text("previous content")
+
+    def fail(name: str) -> bytes:
+        raise OSError("the storage does not respond")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "read", fail)
+        with pytest.raises(OSError, match="does not respond"):
+            folder.fetch("a", target)
+    assert target.read_text() == "previous content"
+    folder.fetch("a", target)
+    assert target.read_text() == "new content"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "shared", "target"]

@@ -20,11 +20,11 @@ from search_spaces import FAMILIES
 from search_spaces.language_model.family import PPO
 from trainable.files.json_values import DamageWarning
 from trainable.runs.run_files import METRICS_FILE
-from trainable.storage.uris import is_uri
 from tune_study.folder import locate, outputs
 from tune_study.folder.study_file import find_study_uri, read_study
 from tune_study.host.console import print_line
 from tune_study.plan.errors import PlanError
+from tune_study.plan.storage_uri import is_uri
 
 HOST = "127.0.0.1"
 REFRESH_SECONDS = 10

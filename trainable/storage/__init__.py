@@ -1,1 +1,0 @@
-"""A run's folder in an object store or a shared folder."""
