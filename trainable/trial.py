@@ -14,12 +14,13 @@ import ray
 from pyarrow.fs import FileSystem, copy_files
 from ray import tune
 from ray.tune.result import SHOULD_CHECKPOINT
+from ray.tune.search.repeater import TRIAL_INDEX
 
 from trainable.backend.gpus import make_bundles, take_gpus
 from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.own_parts import PartFile, register_file
-from trainable.config.run_config import RunConfig, apply_overrides, resolve_key
+from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, resolve_key
 from trainable.files.json_values import read_object, write_object
 from trainable.files.run_marks import MARK_ENV
 from trainable.files.schema import is_run_id
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 RUN_KEY, SEED_KEY = "run", "seed"
 """The keys of a configuration that are not settings of a family's config class."""
+_RUN_OPTIONS = ("study", "family", "arm", "stop_rules", "code", "runs", "interrupts", "storage", "checkpoints")
 POINTER_FILE = "runs.json"
 """In a checkpoint of a study's run, which has its state in a folder of its own: that folder, by seed."""
 
@@ -63,14 +65,14 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
     """A run of PPO: settings in, rows out, checkpoints in Tune's hands.
 
     Every key of the configuration is a setting, dotted ("actor.lr"), nested, or as published, and two more are
-    accepted. `seed` is the seed; a list of seeds trains these side by side, which only update rules and their
-    companions can. `run` says what the run belongs to, a mapping whose keys may all be left out:
+    accepted. `seed` is the seed, to which Tune's Repeater adds the number of the repetition; a list of seeds trains
+    these side by side, which only update rules and their companions can. `run` says what the run belongs to, a mapping
+    whose keys may all be left out:
 
-        study, arm: names, for the columns of the rows.
+        study, family, arm: names, for the columns of the rows and for `analysis.load`.
         stop_rules: names of the rules that the run applies before it writes a row; the final evaluation then belongs
             to that row. Without them, a Stopper may end the trial (`tune_study.rules`).
         code: the texts of the files of the user whose parts the settings name, by file name.
-        settings: further settings, such as those of a named arm.
         runs: run_id and seed of each run, and if these are not in the trial's own folder, run_dir and checkpoint_dir.
         interrupts: paths of files. Once one of them exists, the step under way is the last one.
         storage: URI of the folder for checkpoints of `trainer.save_freq`; they stay on the node without it.
@@ -78,9 +80,10 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
 
     A result has the columns of the run's row. A column that a step has not measured keeps its last value (before the
     first one: that of `base_<column>`, else NaN), since schedulers and searchers compare every result; `carried` names
-    these columns. `note` has events since the last result, and `saved` says whether a checkpoint of this step is on the
-    run's disk. With a list of seeds, a result has the means over the runs, `rows` by run_id, and `failed`: the reason
-    of each run that failed while others could continue.
+    these columns. `note` has events since the last result. `saved` says whether a checkpoint of this step is on the
+    run's disk, and `finished` whether the run has ended by itself; `done` is True also if Tune ends the trial. With a
+    list of seeds, a result has the means over the runs, `rows` by run_id, and `failed`: the reason of each run that
+    failed while others could continue.
 
     A failure that another attempt would meet again is a result, with `failure`, `failure_class`, `failure_trace` and
     `done`. Any other failure is raised as a RunFailedError, and `max_failures` decides.
@@ -107,14 +110,16 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
     @classmethod
     def read_settings(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of a configuration, under their own names and without the seed. Raise ConfigError if unknown."""
-        named = config.get(RUN_KEY, {}).get("settings", {})
-        flat = flatten_settings({key: value for key, value in config.items() if key not in (RUN_KEY, SEED_KEY)})
-        return {resolve_key(key, cls.config_class): value for key, value in {**flat, **flatten_settings(named)}.items()}
+        settings = {key: value for key, value in config.items() if key not in (RUN_KEY, SEED_KEY, TRIAL_INDEX)}
+        return {resolve_key(key, cls.config_class): value for key, value in flatten_settings(settings).items()}
 
     @classmethod
     def make_config(cls, config: Mapping[str, Any]) -> BaseRunConfig:
         """The checked settings of a configuration. Raise ConfigError for one that cannot be trained."""
-        for name, text in config.get(RUN_KEY, {}).get("code", {}).items():
+        options = config.get(RUN_KEY, {})
+        if unknown := [key for key in options if key not in _RUN_OPTIONS]:
+            raise ConfigError(f"`{RUN_KEY}` has no key `{unknown[0]}`: choose from {', '.join(_RUN_OPTIONS)}.")
+        for name, text in options.get("code", {}).items():
             register_file(PartFile(name, text))
         return apply_overrides(cls.config_class.model_validate({}), cls.read_settings(config))
 
@@ -145,10 +150,12 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         """run_id, seed, run_dir and checkpoint_dir of each run."""
         seed = self._configuration.get(SEED_KEY, 0)
         self._has_seed_list = isinstance(seed, list | tuple)
+        if not self._has_seed_list:
+            seed = int(seed) + self._configuration.get(TRIAL_INDEX, 0)
         own_runs = (
             [{"run_id": f"{self.trial_id}-s{number}", "seed": int(number)} for number in seed]
             if self._has_seed_list
-            else [{"run_id": self.trial_id, "seed": int(seed)}]
+            else [{"run_id": self.trial_id, "seed": seed}]
         )
         runs = self._options.get("runs", own_runs)
         self._has_study_folder = any("run_dir" in run for run in runs)
@@ -220,6 +227,7 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
             "training_iteration": report.step_count,
             "note": report.note,
             "saved": report.is_saved,
+            "finished": report.is_over,
             "done": report.is_over,
         }
         if self._has_seed_list:
@@ -242,7 +250,8 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         names = {name: self._options.get(name, "") for name in ("study", "arm")}
         identity = {**names, **{name: self._runs[0][name] for name in ("run_id", "seed")}, "step": None}
         row = self._complete_row({**columns, **identity, **dict.fromkeys(self._last_values)}, failure)
-        return {**row, "training_iteration": self.iteration + 1, "note": "", "saved": False, "done": True}
+        row |= {"training_iteration": self.iteration + 1, "note": "", "saved": False}
+        return {**row, "finished": True, "done": True}
 
     def _upload_saved_checkpoints(self) -> None:
         """Move the checkpoints of trainer.save_freq to the storage of the study, if it has one."""

@@ -1,12 +1,26 @@
-"""Run: the only package that starts Ray."""
+"""Run: the only package that starts Ray.
 
+What a script with Ray Tune uses is importable from here: the Trainables `PPO`, `UpdateRules`, `Distillation`,
+`VectorRewards` and `Pedagogy`, `param_space`, `make_tuner`, `rules`, `RuleStopper`, and `run`, the command line's `run`.
+"""
+
+import importlib
 from typing import Any
+
+_MODULES = {
+    "run": "tune_study.api",
+    **dict.fromkeys(("PPO", "UpdateRules", "Distillation", "VectorRewards", "Pedagogy"), "trainable.trial"),
+    **dict.fromkeys(("make_tuner", "param_space"), "tune_study.tune.tuner"),
+    **dict.fromkeys(("RuleStopper", "rules"), "tune_study.tune.stoppers"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    """`tune_study.run`, which is imported at its first use: the command line needs a fraction of a second to start."""
-    if name == "run":
-        from tune_study.api import run
-
-        return run
+    """A public name, which is imported at its first use: the command line needs a fraction of a second to start."""
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(_MODULES)

@@ -55,7 +55,7 @@ _STATUS_FIELDS = (
 _HEADER_FIELDS = ("config_hash", "experiment_name")
 
 
-class _RunFiles(NamedTuple):
+class RunFiles(NamedTuple):
     """Contents of the files of one run: run.json, the last line per step, evaluation and analysis, and status.json.
 
     steps_total: the planned number of steps, if known. end: how the run ended by its rows. contradiction: why its rows
@@ -132,9 +132,16 @@ def read_study(folder: Path | str, *, live: bool = False) -> StudyFrames:
     """
     folder = Path(folder)
     study = _read_study_file(folder)
+    return make_frames(study, _read_runs(folder, study, get_family(study)), (Path(os.path.abspath(folder)),), live=live)
+
+
+def make_frames(
+    study: Study, study_runs: Iterable[RunFiles], folders: tuple[Path, ...], *, live: bool = False
+) -> StudyFrames:
+    """The frames of a study from what its runs wrote. folders: those of the study; empty if it has none."""
     family = get_family(study)
     schemas = family.schemas
-    runs = sorted(_read_runs(folder, study, family), key=_make_sort_key(study))
+    runs = sorted(study_runs, key=_make_sort_key(study))
     trials = [_make_trial_row(study, run, family, live) for run in runs]
     steps = [row for run in runs for row in _make_step_rows(study, run, family)]
     frames = {
@@ -147,7 +154,7 @@ def read_study(folder: Path | str, *, live: bool = False) -> StudyFrames:
         "gradient_groups": _make_analysis_frame(schemas["gradient_groups"], make_group_rows, study, runs),
     }
     typed_frames = {name: cast_frame(frame, schemas[name]) for name, frame in frames.items()}
-    return StudyFrames(**typed_frames, study=study, folders=(Path(os.path.abspath(folder)),))
+    return StudyFrames(**typed_frames, study=study, folders=folders)
 
 
 def _read_study_file(folder: Path) -> Study:
@@ -167,7 +174,7 @@ def _read_study_file(folder: Path) -> Study:
     return study
 
 
-def _read_runs(folder: Path, study: Study, family: TableFamily) -> list[_RunFiles]:
+def _read_runs(folder: Path, study: Study, family: TableFamily) -> list[RunFiles]:
     """Every run that is listed in study.json or has a folder.
 
     A listed run without a folder never ran. A folder that study.json does not list is read too, so that no result is
@@ -184,7 +191,7 @@ def _read_runs(folder: Path, study: Study, family: TableFamily) -> list[_RunFile
     ]
 
 
-def _read_run_files(folder: Path, listed_header: Row, default_steps: int | None, family: TableFamily) -> _RunFiles:
+def _read_run_files(folder: Path, listed_header: Row, default_steps: int | None, family: TableFamily) -> RunFiles:
     check_path(folder.parent, folder)
     header = {**listed_header, **find_valid_object(folder / "run.json"), "run_id": folder.name}
     status = find_valid_object(folder / "status.json")
@@ -198,7 +205,7 @@ def _read_run_files(folder: Path, listed_header: Row, default_steps: int | None,
     steps_total = find_steps_total(header.get("config")) or default_steps
     if not status and rows:  # without status.json, the last row tells which rule stopped the run
         status = select_valid_values({column.name: rows[-1].get(column.name) for column in STOP_COLUMNS})
-    return _RunFiles(
+    return RunFiles(
         header=header,
         rows=[parse_step_row(row, family) for row in select_lines(lines.files[METRICS_FILE], make_step_key(family))],
         evaluations=select_lines(lines.files[LEVELS_FILE], get_evaluation_key),
@@ -228,7 +235,7 @@ def _read_probes(path: Path) -> Lines:
     return lines
 
 
-def _make_sort_key(study: Study) -> Callable[[_RunFiles], tuple[int, str, int, str]]:
+def _make_sort_key(study: Study) -> Callable[[RunFiles], tuple[int, str, int, str]]:
     """A sort key for runs: arms in the order of study.json, then other arms by name, then seeds."""
     rank = {arm: index for index, arm in enumerate(study.get("axis", {}).get("values", []))}
     # run_id comes last so that the order is the same on every machine, even if two runs share arm and seed.
@@ -240,7 +247,7 @@ def _make_sort_key(study: Study) -> Callable[[_RunFiles], tuple[int, str, int, s
     )
 
 
-def _make_run_columns(study: Study, run: _RunFiles) -> Row:
+def _make_run_columns(study: Study, run: RunFiles) -> Row:
     return {
         "run_id": run.header["run_id"],
         "study": study["name"],
@@ -249,7 +256,7 @@ def _make_run_columns(study: Study, run: _RunFiles) -> Row:
     }
 
 
-def _resolve_status(run: _RunFiles, live: bool) -> tuple[str, str]:
+def _resolve_status(run: RunFiles, live: bool) -> tuple[str, str]:
     """Status and reason of a run, from status.json and its rows."""
     # A run can fail before its first row, so a failure is reported even without one; any other status is not.
     status, reason = run.status.get("status") or "", run.status.get("reason") or ""
@@ -269,7 +276,7 @@ def _resolve_status(run: _RunFiles, live: bool) -> tuple[str, str]:
     return status, reason
 
 
-def _make_trial_row(study: Study, run: _RunFiles, family: TableFamily, live: bool) -> Row:
+def _make_trial_row(study: Study, run: RunFiles, family: TableFamily, live: bool) -> Row:
     status, reason = _resolve_status(run, live)
     return {
         **_make_run_columns(study, run),
@@ -300,7 +307,7 @@ def _make_trials_frame(trials: list[Row], configs: list[Row], schema: Schema) ->
     return pd.concat([frame, pd.DataFrame(settings, index=frame.index)], axis=1)
 
 
-def _make_step_rows(study: Study, run: _RunFiles, family: TableFamily) -> list[Row]:
+def _make_step_rows(study: Study, run: RunFiles, family: TableFamily) -> list[Row]:
     """The rows of a run. Only the row of the step at which a rule stopped the run has the values of `STOP_COLUMNS`."""
     names = _make_run_columns(study, run)
     stop_columns = {column.name: run.status.get(column.name) for column in STOP_COLUMNS}
@@ -323,7 +330,7 @@ def _list_own_columns(rows: Iterable[Row], schema: Schema) -> list[str]:
     return list(names)[:MAX_OWN_COLUMNS]
 
 
-def _make_levels_frame(study: Study, runs: Iterable[_RunFiles], schema: Schema) -> pd.DataFrame:
+def _make_levels_frame(study: Study, runs: Iterable[RunFiles], schema: Schema) -> pd.DataFrame:
     evaluations = [(_make_run_columns(study, run), line) for run in runs for line in run.evaluations]
     if not evaluations:
         return pd.DataFrame(columns=list(schema))
@@ -338,7 +345,7 @@ def _make_levels_frame(study: Study, runs: Iterable[_RunFiles], schema: Schema) 
 
 
 def _make_analysis_frame(
-    schema: Schema, make_rows: Callable[[Iterable[Row]], list[Row]], study: Study, runs: Iterable[_RunFiles]
+    schema: Schema, make_rows: Callable[[Iterable[Row]], list[Row]], study: Study, runs: Iterable[RunFiles]
 ) -> pd.DataFrame:
     rows = [{**_make_run_columns(study, run), **row} for run in runs for row in make_rows(run.analyses)]
     return _make_frame(rows, schema)

@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from analysis.data import load as loading
 from analysis.data.compare import list_arms
 from analysis.data.frames import StudyFrames
+from analysis.data.tune_results import read_results
 from trainable.config.aliases import shorten_setting
 
 if TYPE_CHECKING:
@@ -136,7 +137,13 @@ class StudyRun:
         return frame[frame["run_id"] == self.run_id].reset_index(drop=True)
 
 
-def load(folder: Path | str, *, live: bool = False) -> NotebookFrames:
-    """Load all studies below a folder, as `analysis.data.load.load` does, with charts and runs."""
-    frames = loading.load(folder, live=live)
+def load(results: Any, *, live: bool = False, baseline: str | None = None) -> NotebookFrames:
+    """Load all studies below a folder, as `analysis.data.load.load` does, with charts and runs.
+
+    results: the folder, or a `ray.tune.ResultGrid` (`analysis.data.tune_results.read_results`). baseline: of a grid
+    without a study, the arm with which the others are compared.
+    """
+    path = getattr(results, "experiment_path", results)  # of a grid that the command line made, which has a study.json
+    is_study = path is results or Path(path, "study.json").exists()
+    frames = loading.load(path, live=live) if is_study else read_results(results, baseline)
     return NotebookFrames(**{field.name: getattr(frames, field.name) for field in fields(frames)})

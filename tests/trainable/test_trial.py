@@ -27,20 +27,14 @@ from trainable.runs.checkpoint import read_checkpoint
 from trainable.runs.records import DEFAULT_STEP_COLUMNS, STOP_COLUMNS, drop_carried, make_empty_row
 from trainable.trial import PPO
 
+ADDED_KEYS = ("training_iteration", "done", "finished", "note", "saved", "carried")
 FAILURE_WORDS = {"failure": "", "failure_class": "", "failure_trace": ""}
 
 
 def test_a_row_has_every_column_and_the_identity_of_its_run(uninterrupted_run: UninterruptedRun) -> None:
     columns = {column.name for column in (*DEFAULT_STEP_COLUMNS, *STOP_COLUMNS)}
     for step, row in enumerate(uninterrupted_run[1], start=1):
-        assert set(row) == columns | set(IDENTITY) | {
-            "step",
-            "training_iteration",
-            "done",
-            "note",
-            "saved",
-            "carried",
-        } | {*FAILURE_WORDS}
+        assert set(row) == {*columns, *IDENTITY, *ADDED_KEYS, *FAILURE_WORDS, "step"}
         assert {name: row[name] for name in IDENTITY} == IDENTITY
         assert (row["step"], row["done"]) == (step, step == 3)
         assert (row["stop_rule"], drop_carried(row)["stop_value"]) == ("", None)
@@ -51,7 +45,15 @@ def test_rows_are_on_disk_as_they_were_reported(uninterrupted_run: Uninterrupted
     # Columns without a measurement take no space on disk.
     assert not any(value is None for row in rows for value in row.values())
     rows = [{**make_empty_row(), **row} for row in rows]
-    added = [{"training_iteration": row["step"], "note": "", "saved": True, "done": row["step"] == 3} for row in rows]
+    added = [
+        {
+            "training_iteration": row["step"],
+            "note": "",
+            "saved": True,
+            **dict.fromkeys(("finished", "done"), row["step"] == 3),
+        }
+        for row in rows
+    ]
     reported = [{**drop_carried(row), "carried": ""} for row in uninterrupted_run[1]]
     assert [{**row, **keys, **FAILURE_WORDS, "carried": ""} for row, keys in zip(rows, added, strict=True)] == reported
 

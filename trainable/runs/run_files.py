@@ -97,7 +97,7 @@ class RunLines:
 
     def list_rows(self, first_step: int = 1) -> list[dict[str, Any]]:
         """The rows of the run, see `read_rows`."""
-        return _select_rows(self.files[METRICS_FILE].records, first_step)
+        return select_rows(self.files[METRICS_FILE].records, first_step)
 
     def get_ends(self, row_end: LineEnd) -> dict[str, LineEnd]:
         """Where all files ended when the row was written after which METRICS_FILE ended at `row_end`."""
@@ -167,10 +167,11 @@ def read_rows(path: Path, first_step: int = 1) -> list[dict[str, Any]]:
         records = read_lines(path).records
     except UnsafePathError:
         records = []
-    return _select_rows(records, first_step)
+    return select_rows(records, first_step)
 
 
-def _select_rows(records: Iterable[Mapping[str, Any]], first_step: int) -> list[dict[str, Any]]:
+def select_rows(records: Iterable[Mapping[str, Any]], first_step: int) -> list[dict[str, Any]]:
+    """The rows of records in the order of their steps, as `read_rows` reads them from a file."""
     rows: list[dict[str, Any]] = []
     for record in records:
         row = {name: value for name, value in record.items() if name != ENDS_KEY}

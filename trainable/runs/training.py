@@ -152,7 +152,7 @@ class TrainingLoop:
         self._read_clock, self._longest_step_seconds, self._longest_write_seconds = read_clock, 0.0, 0.0
         self.stop_rules: tuple[str, ...] = tuple(options.get("stop_rules", ()))
         self._interrupt_paths = tuple(map(Path, options.get("interrupts", ())))
-        # Only language models have the setting. Tune copies a state to a storage between two steps, so it must be whole.
+        # Only language models have the setting. Tune copies a state to a storage between two steps, so none is pending.
         has_writer = getattr(settings.trainer, "async_checkpoints", False) and options.get("storage") is None
         self._writer = ThreadPoolExecutor(1) if has_writer else None
         self._pending_write: Future[None] | None = None

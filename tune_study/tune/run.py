@@ -1,6 +1,5 @@
 """Execute a study: run its plan as a Tune experiment, and write statuses, tables and the report."""
 
-import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -296,7 +295,7 @@ def _fit_tuner(session: StudySession, statuses: StudyStatuses, recorder: "Record
         # Ray keeps logs and sockets in a folder of its own, often on another disk than the results.
         folders = (plan.folder, find_ray_folder(os.environ))
         disk_space = DiskSpaceGuard(folders, plan.base_config.trainer.disk_patience, session.interrupt, print_text)
-        tuner = make_tuner(
+        tuner = make_study_tuner(
             session, recorder, [disk_space, *([] if session.wandb is None else [WandbCallback(session.wandb)])]
         )
         with (
@@ -347,25 +346,23 @@ def _end_without_ray(session: StudySession, statuses: StudyStatuses, reason: str
     os._exit(exit_code)  # this is the watchdog's thread, and the main thread is stuck in a call to Ray
 
 
-def make_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: list[Any]) -> Any:
+def make_study_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: list[Any]) -> Any:
     """The Tune experiment of the runs of a plan that remain."""
     import_tensorboard()
     from ray import tune
 
-    from tune_study.tune.callbacks import SilentReporter
     from tune_study.tune.scheduling import FirstComeFirstServed
+    from tune_study.tune.tuner import make_tuner
 
     plan, resource_plan, interrupt = session.plan, session.resource_plan, session.interrupt
 
     def make_name(trial: Any) -> str:
         return make_trial_name(plan, trial.config)
 
-    module, _, name = plan.study.family.trainable.partition(":")
-    return tune.Tuner(
-        getattr(importlib.import_module(module), name),
-        param_space=tune.grid_search(
-            list(make_trial_configs(plan, session.finished_statuses, interrupt, resource_plan.placement_settings))
-        ),
+    configs = make_trial_configs(plan, session.finished_statuses, interrupt, resource_plan.placement_settings)
+    return make_tuner(
+        plan.study,
+        space=tune.grid_search(list(configs)),
         tune_config=tune.TuneConfig(
             max_concurrent_trials=resource_plan.max_concurrent,
             scheduler=FirstComeFirstServed(recorder.given_up_trials, interrupt, recorder.rungs),
@@ -375,12 +372,7 @@ def make_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: lis
             trial_name_creator=make_name,
             trial_dirname_creator=make_name,
         ),
-        run_config=_make_run_config(
-            plan,
-            interrupt,
-            [SilentReporter(), *_make_fetch_callbacks(session), recorder, *extra_callbacks],
-            recorder.rungs,
-        ),
+        **make_run_options(session, recorder, extra_callbacks),
     )
 
 
@@ -399,40 +391,37 @@ def import_tensorboard() -> None:
         del sys.modules["torch"]
 
 
-def _make_fetch_callbacks(session: StudySession) -> list[Any]:
-    """A list with the callback that fetches rows from the study's storage; empty without a storage."""
-    from tune_study.tune.callbacks import CheckpointFollower  # imports Ray
-
-    return [] if session.storage is None else [CheckpointFollower(session.storage)]
-
-
-def _make_run_config(plan: StudyPlan, interrupt: Interrupt, callbacks: list[Any], rungs: "Rungs | None") -> Any:
-    """Tune's run config: where it writes, its callbacks, and its stoppers."""
+def make_run_options(session: StudySession, recorder: "Recorder", extra_callbacks: list[Any]) -> dict[str, Any]:
+    """The arguments of Tune's RunConfig: where it writes, its callbacks, and its stoppers."""
     from ray import tune
-    from ray.tune.stopper import CombinedStopper
 
+    from tune_study.tune.callbacks import CheckpointFollower, SilentReporter
     from tune_study.tune.search.halving import HalvingStopper
     from tune_study.tune.stoppers import InterruptStopper, rules
 
+    plan = session.plan
     # First, because Tune asks no stopper after one that ends the run, and the rungs need every row.
-    halving_stoppers = [] if rungs is None else [HalvingStopper(rungs)]
+    halving_stoppers = [] if recorder.rungs is None else [HalvingStopper(recorder.rungs)]
+    followers = [] if session.storage is None else [CheckpointFollower(session.storage)]
     place: dict[str, Any] = {"storage_path": str(plan.folder.parent)}
     if plan.storage is not None:
         from tune_study.folder.storage import StoredFolder
 
         folder = StoredFolder(plan.storage)
         place = {"storage_path": folder.path, "storage_filesystem": folder.filesystem}
-    return tune.RunConfig(
-        name=plan.folder.name,
+    return {
+        "name": plan.folder.name,
         **place,
-        stop=CombinedStopper(*halving_stoppers, rules(plan.study, plan.preset), InterruptStopper(interrupt)),
-        callbacks=callbacks,
-        failure_config=tune.FailureConfig(max_failures=-1),  # unlimited: the Recorder counts those without progress
+        "stop": tune.stopper.CombinedStopper(
+            *halving_stoppers, rules(plan.study, plan.preset), InterruptStopper(session.interrupt)
+        ),
+        "callbacks": [SilentReporter(), *followers, recorder, *extra_callbacks],
+        "failure_config": tune.FailureConfig(max_failures=-1),  # the Recorder counts those without progress
         # On this machine a run writes its state into its own folder, once, and Tune's checkpoint names that folder.
         # With a storage, a run asks for a checkpoint whenever its state is on the disk of its node.
-        checkpoint_config=tune.CheckpointConfig(num_to_keep=MAX_ROLLING_CHECKPOINTS, checkpoint_at_end=True),
-        verbose=0,  # `Progress` prints instead
-    )
+        "checkpoint_config": tune.CheckpointConfig(num_to_keep=MAX_ROLLING_CHECKPOINTS, checkpoint_at_end=True),
+        "verbose": 0,  # `Progress` prints instead
+    }
 
 
 def _make_wandb_log(plan: StudyPlan) -> "WandbLog | None":

@@ -23,7 +23,7 @@ from tune_study.tune import cluster
 from tune_study.tune.callbacks import Recorder
 from tune_study.tune.local_ray import LocalRay
 from tune_study.tune.progress import Progress
-from tune_study.tune.run import execute_study, make_tuner
+from tune_study.tune.run import execute_study, make_study_tuner
 from tune_study.tune.session import StudySession, SuiteContext
 from tune_study.tune.trials import make_trial_config
 
@@ -45,7 +45,7 @@ def run_placed(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...]) -
     interrupt = Interrupt(plan.folder / ".interrupt")
     suite = SuiteContext(LocalRay([], Console(quiet=True), is_local=False), interrupt, lambda: None)
     session = StudySession(plan, resource_plan, Console(quiet=True), suite, {}, progress)
-    grid = make_tuner(session, Recorder(plan, resource_plan, progress, StudyStatuses(plan, ())), []).fit()
+    grid = make_study_tuner(session, Recorder(plan, resource_plan, progress, StudyStatuses(plan, ())), []).fit()
     ray.kill(barrier)
     assert not grid.errors
     return [json.loads(result.metrics["place"]) for result in grid]

@@ -52,7 +52,7 @@ from tune_study.tune.callbacks import Recorder
 from tune_study.tune.conclusion import list_reading_commands
 from tune_study.tune.local_ray import LocalRay
 from tune_study.tune.progress import Progress
-from tune_study.tune.run import execute_study, make_tuner
+from tune_study.tune.run import execute_study, make_study_tuner
 from tune_study.tune.session import StudySession, SuiteContext
 from tune_study.tune.trials import make_trial_config
 
@@ -530,7 +530,7 @@ def run_placed(plan: StudyPlan, n_parallel: int) -> list[dict[str, Any]]:
     console = Console(quiet=True)
     suite = SuiteContext(LocalRay([], console), Interrupt(plan.folder / ".interrupt"), lambda: None)
     session = StudySession(plan, resource_plan, console, suite, {}, progress)
-    grid = make_tuner(session, Recorder(plan, resource_plan, progress, StudyStatuses(plan, ())), []).fit()
+    grid = make_study_tuner(session, Recorder(plan, resource_plan, progress, StudyStatuses(plan, ())), []).fit()
     ray.kill(barrier)
     assert not grid.errors
     return [json.loads((plan.get_run_dir(run.run_id) / "place.json").read_text()) for run in plan.runs]

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -18,7 +19,7 @@ from tune_study.host.interrupt import make_interrupt
 from tune_study.plan.search import DEFAULT_POINT, Search, make_point_study
 from tune_study.plan.search_space import make_space
 from tune_study.plan.study_plan import StudyPlan, make_plan, set_points
-from tune_study.tune.run import _make_run_config
+from tune_study.tune.run import make_run_options
 from tune_study.tune.search.halving import SIBLING_REASON, HalvingStopper, Rungs
 
 NUM_POINTS = 8
@@ -145,7 +146,8 @@ def test_the_stopper_follows_the_rungs_but_not_for_runs_that_have_ended(plan: St
 
 def test_the_rungs_have_the_rows_with_which_another_stopper_ends_a_run(plan: StudyPlan, tmp_path: Path) -> None:
     rungs, interrupt = Rungs(plan, True, {}), make_interrupt(tmp_path)
-    stoppers = _make_run_config(plan, interrupt, [], rungs).stop
+    session = SimpleNamespace(plan=plan, interrupt=interrupt, storage=None)
+    stoppers = make_run_options(session, SimpleNamespace(rungs=rungs), [])["stop"]
     ids = [spec.run_id for spec in plan.runs[1:5]]
     first, second, third, fourth = (
         {**make_row(5, value), "run_id": run_id, "saved": True}

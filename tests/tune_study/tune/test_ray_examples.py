@@ -1,0 +1,130 @@
+"""What a Ray user does with the Trainable: schedulers, searchers, restore, probes, placement, stoppers. Real Ray."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tune_study.tune.run_examples import EXAMPLES
+from trainable.runs.records import TIME_COLUMNS, drop_carried
+
+pytestmark = pytest.mark.processes
+
+NAMES = sorted(path.stem for path in EXAMPLES.glob("ray_*.py"))
+MAX_LINES = 30
+
+
+def run_examples(output: Path, *names: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.tune_study.tune.run_examples", str(output), *names]
+    process = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-3000:]
+    answer: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return answer
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The results of all examples."""
+    return run_examples(tmp_path_factory.mktemp("examples"), *NAMES)
+
+
+def list_steps(trial: Mapping[str, Any]) -> list[int]:
+    return [row["step"] for row in trial["rows"]]
+
+
+def drop_times(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a run in a result of Tune."""
+    return {
+        name: value
+        for name, value in drop_carried(row).items()
+        if name.startswith(("train_", "val_", "test_", "actor_", "critic_", "reward_", "pg_", "vf_", "kl_", "entropy"))
+        and name not in TIME_COLUMNS
+    }
+
+
+def test_the_examples_are_short() -> None:
+    assert len(NAMES) == 8
+    for name in NAMES:
+        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= MAX_LINES, name
+
+
+def test_no_trial_fails(examples: dict[str, Any]) -> None:
+    for name, example in examples.items():
+        for trial in example["trials"]:
+            assert trial["error"] is None, name
+            assert not trial["rows"][-1].get("failure"), name
+
+
+def test_a_grid_has_its_axis_and_seeds_in_the_configuration(examples: dict[str, Any]) -> None:
+    trials = examples["ray_grid"]["trials"]
+    settings = [(trial["config"]["actor.kl_loss_coef"], trial["config"]["seed"]) for trial in trials]
+    assert sorted(settings) == [(0.0, 0), (0.0, 1), (0.1, 0), (0.1, 1)]
+    assert all(list_steps(trial) == [1, 2, 3, 4, 5, 6] for trial in trials)
+    assert all(trial["checkpoint"] for trial in trials)
+    assert "config/actor.kl_loss_coef" in examples["ray_grid"]["text"]
+    assert examples["ray_grid"]["text"].rpartition("test_success")[2].count("completed") == 4  # of `analysis.load`
+
+
+def test_halving_ends_trials_that_are_behind(examples: dict[str, Any]) -> None:
+    trials = examples["ray_asha"]["trials"]
+    last_rows = {trial["config"]["actor.entropy_coeff"]: trial["rows"][-1] for trial in trials}
+    assert len(last_rows) == 6
+    assert {row["step"] for row in last_rows.values()} <= {2, 4, 6}
+    assert any(row["step"] < 6 for row in last_rows.values())
+    assert all(row["done"] and row["finished"] == (row["step"] == 6) for row in last_rows.values())
+
+
+def test_a_population_exploits_its_best(examples: dict[str, Any]) -> None:
+    trials = examples["ray_pbt"]["trials"]
+    assert all(trial["rows"][-1]["step"] == 6 for trial in trials)
+    rates = {trial["config"]["actor.lr"] for trial in trials}
+    first_rates = {trial["rows"][0]["config"]["actor.lr"] for trial in trials}
+    assert len(trials) == 4
+    assert rates != first_rates  # at least one trial continues from a copy of another, with another rate
+
+
+def test_optuna_is_told_the_mean_of_two_seeds(examples: dict[str, Any]) -> None:
+    text = examples["ray_optuna"]["text"]
+    assert "config/actor.lr" in text
+    rows = [line.split() for line in text.splitlines() if line[:1].isdigit()]
+    assert [row[2] for row in rows] == ["0", "1", "0", "1"]
+    assert rows[0][1] == rows[1][1] != rows[2][1] == rows[3][1]
+
+
+def test_the_best_checkpoint_is_probed(examples: dict[str, Any]) -> None:
+    text = examples["ray_probe"]["text"]
+    assert "after step 4 greedy success on test levels: 0." in text
+    assert float(text.rsplit(":", 1)[1]) > 0
+
+
+def test_a_placement_group_takes_the_place_of_ours(examples: dict[str, Any]) -> None:
+    assert len(examples["ray_placement"]["text"].splitlines()) > 2
+
+
+def test_a_foreign_trainable_is_stopped_by_our_rules(examples: dict[str, Any]) -> None:
+    assert "22  reward_variance_collapse" in examples["ray_stoppers"]["text"]
+
+
+def test_a_killed_experiment_continues_to_the_same_rows(examples: dict[str, Any], tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "ray_restore.py"), str(tmp_path)]
+    environment = {**os.environ, "TUNE_GLOBAL_CHECKPOINT_S": "1"}  # how often Tune writes its experiment state
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as driver:
+        while not any("checkpoint_0" in path.read_text() for path in tmp_path.glob("kl-restored/experiment_state*")):
+            assert driver.poll() is None
+        os.killpg(driver.pid, signal.SIGKILL)
+    (restored,) = run_examples(tmp_path, "ray_restore")["ray_restore"]["trials"]
+    (straight,) = examples["ray_restore"]["trials"]
+    assert restored["rows"][-1]["iterations_since_restore"] < 12  # it did not begin again
+    by_step = {row["step"]: drop_times(row) for row in restored["rows"]}
+    assert list(by_step) == list_steps(straight) == list(range(1, 13))
+    assert len(by_step[1]) > 20
+    for row in straight["rows"]:
+        assert json.dumps(by_step[row["step"]], sort_keys=True) == json.dumps(drop_times(row), sort_keys=True)
